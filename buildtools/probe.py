@@ -1,0 +1,244 @@
+"""What this machine offers a build: the torch to compile against and the CUDA compiler.
+
+Standard library only: the build backend imports it, CMake runs it
+(``python buildtools/probe.py`` prints JSON), and so does the Makefile
+(``--requirements`` prints what an unisolated build has to install first).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# The CUDA compiler and what it needs to build a kernel, as PyPI carries them from CUDA 13 on.
+# (The CUDA 12 package of that name holds ptxas alone, so it cannot help.)
+PYPI_NVCC = (
+    "nvidia-cuda-nvcc",
+    "nvidia-cuda-crt",
+    "nvidia-nvvm",
+    "nvidia-cuda-runtime",
+    "nvidia-cuda-cccl",
+)
+
+
+class BuildError(Exception):
+    """The build cannot go on; the message is one line that says what to do."""
+
+
+@dataclass(frozen=True)
+class Torch:
+    """The torch found, as it describes itself."""
+
+    version: str  # "2.14.1+cu130"
+    cuda: str | None  # "13.0", or None for a CPU build
+    include_dirs: list[str]
+    lib_dir: str
+    cxx11_abi: bool
+    python: list[str]  # the command that imports this torch
+
+    @property
+    def release(self) -> tuple[int, int]:
+        return _major_minor(self.version)
+
+
+@dataclass(frozen=True)
+class Nvcc:
+    path: str
+    version: str  # "13.0"
+
+
+def _major_minor(version: str) -> tuple[int, int]:
+    major, minor = re.match(r"(\d+)\.(\d+)", version).groups()
+    return int(major), int(minor)
+
+
+# --------------------------------------------------------------------------------------------------
+# torch
+
+_DESCRIBE_TORCH = """
+import json, os, torch
+root = os.path.dirname(torch.__file__)
+include = os.path.join(root, "include")
+print("ampfuse-torch:" + json.dumps(dict(
+    version=torch.__version__,
+    cuda=torch.version.cuda,
+    include_dirs=[include, os.path.join(include, "torch", "csrc", "api", "include")],
+    lib_dir=os.path.join(root, "lib"),
+    cxx11_abi=bool(torch._C._GLIBCXX_USE_CXX11_ABI),
+)))
+"""
+
+
+def torch_commands(environ: Mapping[str, str] = os.environ) -> list[list[str]]:
+    """Interpreter commands that may import the user's torch, best first.
+
+    1. Plain: the answer when the build is not isolated.
+    2. ``-I``: pip isolates a build by ``PYTHONPATH`` alone, so a child that ignores the
+       environment sees the packages outside.
+    3. ``-E``: the same, and the user's own site-packages, which ``-I`` hides.
+    4. The active virtual environment: uv and build isolate by a real environment, where none of
+       the above helps, but the user's may still be the active one.
+    """
+    commands = [[sys.executable], [sys.executable, "-I"], [sys.executable, "-E"]]
+    if environ.get("VIRTUAL_ENV"):
+        folder, name = ("Scripts", "python.exe") if os.name == "nt" else ("bin", "python")
+        python = Path(environ["VIRTUAL_ENV"], folder, name)
+        if python.exists() and _same_abi(python):
+            commands.append([str(python), "-I"])
+    return commands
+
+
+def _same_abi(python: Path) -> bool:
+    """Whether `python` loads the extension modules that this interpreter builds."""
+    ask = "import sysconfig; print(sysconfig.get_config_var('SOABI'))"
+    run = subprocess.run([str(python), "-I", "-c", ask], capture_output=True, text=True)
+    return run.stdout.split() == _run_here(ask)
+
+
+def _run_here(code: str) -> list[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.split()
+
+
+def find_torch(commands: Sequence[Sequence[str]] | None = None) -> Torch | None:
+    """The first torch that one of `commands` imports, or None."""
+    for command in torch_commands() if commands is None else commands:
+        # From "/": a folder named torch in the working directory must not count as torch.
+        run = subprocess.run(
+            [*command, "-c", _DESCRIBE_TORCH], capture_output=True, text=True, cwd=os.sep
+        )
+        for line in run.stdout.splitlines():
+            if line.startswith("ampfuse-torch:"):
+                return Torch(python=list(command), **json.loads(line.partition(":")[2]))
+    return None
+
+
+def supported_range(pyproject: Path = ROOT / "pyproject.toml") -> tuple[tuple[int, int], ...]:
+    """``((2, 11), (2, 14))``, first and last release accepted.
+
+    Read from the one place that states it: torch's line among the dependencies in pyproject.toml.
+    """
+    line = re.search(r'"torch>=(\d+)\.(\d+)[^,]*,<(\d+)\.(\d+)"', pyproject.read_text("utf-8"))
+    low_major, low_minor, high_major, high_minor = map(int, line.groups())
+    return (low_major, low_minor), (high_major, high_minor - 1)
+
+
+def require_torch(torch: Torch | None) -> Torch:
+    """`torch` if ampfuse can be built for it; otherwise BuildError."""
+    low, high = (".".join(map(str, release)) for release in supported_range())
+    if torch is None:
+        raise BuildError(
+            f"ampfuse is compiled against the torch you have, and none was found: install torch "
+            f"{low} to {high} first (uv, build and other tools that hide your environment: add "
+            f"--no-build-isolation, with scikit-build-core and ninja installed)."
+        )
+    first, last = supported_range()
+    if not first <= torch.release <= last:
+        raise BuildError(
+            f"ampfuse supports torch {low} to {high}, but torch {torch.version} is installed: "
+            f'change it (pip install "torch=={high}.*") or take a matching ampfuse.'
+        )
+    return torch
+
+
+# --------------------------------------------------------------------------------------------------
+# nvcc
+
+
+def nvcc_candidates(
+    environ: Mapping[str, str] = os.environ, sys_path: Iterable[str] | None = None
+) -> list[Path]:
+    """Where a CUDA compiler may be, in the order in which it is taken.
+
+    Explicit variables, then the search path, the usual folder, and PyPI's packages in this
+    interpreter's environment.
+    """
+    found = []
+    if environ.get("CUDACXX"):
+        explicit = shutil.which(environ["CUDACXX"], path=environ.get("PATH", ""))
+        found.append(Path(explicit or environ["CUDACXX"]))
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        if environ.get(name):
+            found.append(Path(environ[name], "bin", "nvcc"))
+    on_path = shutil.which("nvcc", path=environ.get("PATH", ""))
+    if on_path:
+        found.append(Path(on_path))
+    found.append(Path("/usr/local/cuda/bin/nvcc"))
+    for entry in sys.path if sys_path is None else sys_path:
+        found.append(Path(entry, "nvidia", "cu13", "bin", "nvcc"))
+    return found
+
+
+def find_nvcc(candidates: Iterable[Path] | None = None) -> Nvcc | None:
+    """The first candidate that runs and is CUDA 12 or later, or None."""
+    for path in nvcc_candidates() if candidates is None else candidates:
+        try:
+            run = subprocess.run([str(path), "--version"], capture_output=True, text=True)
+        except OSError:
+            continue
+        release = re.search(r"release (\d+\.\d+)", run.stdout)
+        if release and _major_minor(release[1]) >= (12, 0):
+            return Nvcc(str(path), release[1])
+    return None
+
+
+def cuda_mode(settings: Mapping[str, object] | None = None) -> str:
+    """AMPFUSE_CUDA as AUTO, ON or OFF: from pip's ``-C cmake.define.AMPFUSE_CUDA=``, else the
+    environment, else AUTO."""
+    value = (settings or {}).get("cmake.define.AMPFUSE_CUDA") or os.environ.get("AMPFUSE_CUDA")
+    value = str(value or "AUTO").upper()
+    mode = {"1": "ON", "TRUE": "ON", "YES": "ON", "0": "OFF", "FALSE": "OFF", "NO": "OFF"}
+    mode = mode.get(value, value)
+    if mode not in ("AUTO", "ON", "OFF"):
+        raise BuildError(f"AMPFUSE_CUDA must be AUTO, ON or OFF, not {value!r}.")
+    return mode
+
+
+def nvcc_requirements(torch: Torch, mode: str, nvcc: Nvcc | None) -> list[str]:
+    """Packages that bring the CUDA compiler, when one is wanted, missing and to be had."""
+    if mode == "OFF" or nvcc is not None:
+        return []
+    if torch.cuda is not None and _major_minor(torch.cuda)[0] == 13 and sys.platform == "linux":
+        major, minor = _major_minor(torch.cuda)
+        return [f"{package}=={major}.{minor}.*" for package in PYPI_NVCC]
+    if mode == "ON":
+        raise BuildError(
+            f"AMPFUSE_CUDA=ON, but no nvcc of CUDA 12 or later was found (CUDACXX, CUDA_HOME, PATH, "
+            f"/usr/local/cuda), and PyPI has one for CUDA 13 builds of torch only, not for torch "
+            f"{torch.version}: install the CUDA toolkit, or set CUDACXX to its nvcc, or leave "
+            f"AMPFUSE_CUDA unset to build for the CPU."
+        )
+    return []
+
+
+# --------------------------------------------------------------------------------------------------
+
+
+def build_requirements() -> list[str]:
+    """All that ``pip install --no-build-isolation`` needs to find installed."""
+    torch = require_torch(find_torch())
+    nvcc = nvcc_requirements(torch, cuda_mode(), find_nvcc())
+    system = re.search(r"requires = (\[.*\])", (ROOT / "pyproject.toml").read_text("utf-8"))
+    return [*json.loads(system[1]), "cmake>=3.24", "ninja", *nvcc]
+
+
+def main(arguments: Sequence[str]) -> str:
+    if list(arguments) == ["--requirements"]:
+        return "\n".join(build_requirements())
+    torch, nvcc = require_torch(find_torch()), find_nvcc()
+    return json.dumps({"torch": asdict(torch), "nvcc": nvcc and asdict(nvcc)})
+
+
+if __name__ == "__main__":
+    try:
+        print(main(sys.argv[1:]))
+    except BuildError as error:
+        sys.exit(str(error))

@@ -1,0 +1,38 @@
+"""Mixed-precision training for PyTorch with a C++/CUDA core.
+
+``ampfuse.amp``         ``initialize``, ``scale_loss`` and the levels O0 to O5
+``ampfuse.optim``       SGD, Adam and AdamW, fused, with FP32 master weights
+``ampfuse.GradScaler``  ``torch.amp.GradScaler`` without the wait
+``ampfuse.ops``         operations on lists of tensors
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from ampfuse import _core
+
+if TYPE_CHECKING:
+    from ampfuse import amp, ops, optim
+    from ampfuse.amp import GradScaler
+
+__version__: str = _core.build_info.VERSION
+__all__ = ["GradScaler", "__version__", "amp", "ops", "optim"]
+
+# Loaded at first use: `import ampfuse` stays cheap next to `import torch`.
+_MODULES = frozenset({"amp", "ops", "optim"})
+
+
+def __getattr__(name: str) -> object:
+    if name in _MODULES:
+        return importlib.import_module(f"ampfuse.{name}")
+    if name == "GradScaler":
+        from ampfuse.amp import GradScaler
+
+        return GradScaler
+    raise AttributeError(f"module 'ampfuse' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
