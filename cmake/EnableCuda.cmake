@@ -3,6 +3,7 @@
 # defines: AMPFUSE_WITH_CUDA   true or false
 #          AMPFUSE_CUDA_ARCHS  "sm_75 sm_80 compute_80", empty without CUDA
 #          AMPFUSE_CUDA_NOTE   why it is as it is, for the summary
+#          AMPFUSE_CUDART_STATIC  the CUDA runtime as a static library
 string(TOUPPER "${AMPFUSE_CUDA}" cuda_mode)
 set(AMPFUSE_WITH_CUDA OFF)
 set(AMPFUSE_CUDA_ARCHS "")
@@ -23,7 +24,6 @@ if(CMAKE_CUDA_COMPILER)
   get_filename_component(nvcc_root "${CMAKE_CUDA_COMPILER}" DIRECTORY)
   get_filename_component(nvcc_root "${nvcc_root}" DIRECTORY)
   if(NOT EXISTS "${nvcc_root}/lib64" AND EXISTS "${nvcc_root}/lib/libcudart_static.a")
-    set(CUDAToolkit_ROOT "${nvcc_root}")
     set(ENV{LIBRARY_PATH} "${nvcc_root}/lib:$ENV{LIBRARY_PATH}")
   endif()
   set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
@@ -45,6 +45,11 @@ endif()
 enable_language(CUDA)
 set(AMPFUSE_WITH_CUDA ON)
 set(AMPFUSE_CUDA_NOTE "nvcc ${CMAKE_CUDA_COMPILER_VERSION}, ${CMAKE_CUDA_COMPILER}")
+
+# find_package(CUDAToolkit) would also want the shared cudart, which PyPI's packages name otherwise.
+find_library(AMPFUSE_CUDART_STATIC cudart_static REQUIRED NO_CACHE
+  HINTS ${CMAKE_CUDA_HOST_IMPLICIT_LINK_DIRECTORIES} "${nvcc_root}/lib64" "${nvcc_root}/lib"
+  PATHS ${CMAKE_CUDA_IMPLICIT_LINK_DIRECTORIES})
 
 # The architectures, from the most explicit statement to the widest default. Each route yields
 # "7.5;8.0+PTX" or "75;80-real;90-virtual" or "native".
