@@ -1,12 +1,16 @@
 # Decide whether the CUDA backend is built and for which architectures.
 #
-# defines: AMPFUSE_WITH_CUDA   true or false
-#          AMPFUSE_CUDA_ARCHS  "sm_75 sm_80 compute_80", empty without CUDA
-#          AMPFUSE_CUDA_NOTE   why it is as it is, for the summary
-#          AMPFUSE_CUDART_STATIC  the CUDA runtime as a static library
-string(TOUPPER "${AMPFUSE_CUDA}" cuda_mode)
+# uses:    AMPFUSE_CUDA, AMPFUSE_CUDA_ARCHS, AMPFUSE_NVCC
+# defines: AMPFUSE_WITH_CUDA        true or false
+#          AMPFUSE_CUDA_ARCH_NAMES  "sm_75 sm_80 compute_80", empty without CUDA
+#          AMPFUSE_CUDA_NOTE        why it is as it is, for the summary
+#          AMPFUSE_CUDART_STATIC    the CUDA runtime as a static library
 set(AMPFUSE_WITH_CUDA OFF)
-set(AMPFUSE_CUDA_ARCHS "")
+set(AMPFUSE_CUDA_ARCH_NAMES "")
+if("${AMPFUSE_CUDA}" STREQUAL "")
+  set(AMPFUSE_CUDA AUTO)
+endif()
+string(TOUPPER "${AMPFUSE_CUDA}" cuda_mode)
 if(cuda_mode MATCHES "^(OFF|0|NO|FALSE)$")
   set(AMPFUSE_CUDA_NOTE "switched off (AMPFUSE_CUDA=${AMPFUSE_CUDA})")
   return()
@@ -53,9 +57,7 @@ find_library(AMPFUSE_CUDART_STATIC cudart_static REQUIRED NO_CACHE
 
 # The architectures, from the most explicit statement to the widest default. Each route yields
 # "7.5;8.0+PTX" or "75;80-real;90-virtual" or "native".
-set(AMPFUSE_CUDA_ARCHITECTURES "$ENV{AMPFUSE_CUDA_ARCHS}" CACHE STRING
-  "GPU architectures, as 75;80 or 7.5;8.0+PTX or native; empty: by GPU or toolkit")
-set(archs "${AMPFUSE_CUDA_ARCHITECTURES}")
+set(archs "${AMPFUSE_CUDA_ARCHS}")
 set(source "asked for")
 if(NOT archs)
   set(archs "${requested_archs}")
@@ -118,11 +120,11 @@ endforeach()
 set(CMAKE_CUDA_ARCHITECTURES)
 foreach(arch IN LISTS real)
   list(APPEND CMAKE_CUDA_ARCHITECTURES ${arch}-real)
-  string(APPEND AMPFUSE_CUDA_ARCHS "sm_${arch} ")
+  string(APPEND AMPFUSE_CUDA_ARCH_NAMES "sm_${arch} ")
 endforeach()
 foreach(arch IN LISTS virtual)
   list(APPEND CMAKE_CUDA_ARCHITECTURES ${arch}-virtual)
-  string(APPEND AMPFUSE_CUDA_ARCHS "compute_${arch} ")
+  string(APPEND AMPFUSE_CUDA_ARCH_NAMES "compute_${arch} ")
 endforeach()
-string(STRIP "${AMPFUSE_CUDA_ARCHS}" AMPFUSE_CUDA_ARCHS)
+string(STRIP "${AMPFUSE_CUDA_ARCH_NAMES}" AMPFUSE_CUDA_ARCH_NAMES)
 string(APPEND AMPFUSE_CUDA_NOTE " (${source})")

@@ -2,7 +2,7 @@
 # the kernels are missing.
 set(cuda_line "NO: ${AMPFUSE_CUDA_NOTE}")
 if(AMPFUSE_WITH_CUDA)
-  set(cuda_line "YES: ${AMPFUSE_CUDA_ARCHS}")
+  set(cuda_line "YES: ${AMPFUSE_CUDA_ARCH_NAMES}")
 endif()
 message(STATUS "------------------------------------------------------------")
 message(STATUS "ampfuse ${PROJECT_VERSION}")
