@@ -1,0 +1,206 @@
+// The CPU backend: picks the instruction set, shares chunks out to threads, and does the per-table work.
+#include "../backend.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+
+#include "../check.h"
+#include "float_mode.h"
+#include "kernels.h"
+
+namespace ampfuse {
+namespace {
+
+// --- instruction set --------------------------------------------------------------------------------------
+
+bool runs_avx2() {
+#if defined(__x86_64__)
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+#else
+  return false;
+#endif
+}
+
+bool runs_avx512() {
+#if defined(__x86_64__)
+  return runs_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+#else
+  return false;
+#endif
+}
+
+const CpuKernels& choose_kernels() {
+  const char* forced = std::getenv("AMPFUSE_CPU_ISA");
+  const std::string isa = forced ? forced : "";
+  AMPFUSE_CHECK(isa.empty() || isa == "scalar" || isa == "avx2" || isa == "avx512",
+                "AMPFUSE_CPU_ISA is '", isa, "'; set it to scalar, avx2 or avx512, or unset it");
+  if (isa == "scalar") return kScalarKernels;
+  AMPFUSE_CHECK(isa != "avx2" || runs_avx2(), "AMPFUSE_CPU_ISA=avx2, but this CPU lacks AVX2, FMA or F16C");
+  AMPFUSE_CHECK(isa != "avx512" || runs_avx512(), "AMPFUSE_CPU_ISA=avx512, but this CPU lacks AVX-512 F, BW, DQ or VL");
+#if defined(__x86_64__)
+  if (runs_avx512() && isa != "avx2") return kAvx512Kernels;
+  if (runs_avx2()) return kAvx2Kernels;
+#endif
+  return kScalarKernels;
+}
+
+const CpuKernels& kernels() {
+  static const CpuKernels& chosen = choose_kernels();
+  return chosen;
+}
+
+// --- threads ----------------------------------------------------------------------------------------------
+
+ParallelFor parallel_for = [](int64_t count, const std::function<void(int64_t, int64_t)>& body) { body(0, count); };
+int (*thread_count)() = [] { return 1; };
+
+// What a chunk costs beside its elements: measured against the elements of a small tensor.
+constexpr int64_t kChunkOverhead = 256;
+// Below this, waking a second thread costs more than it brings.
+constexpr int64_t kSerialCost = 32 * 1024;
+
+struct CpuCache : TableCache {
+  std::vector<RowCoef> coefs;
+  std::vector<Partial> partials;
+  std::vector<int64_t> cost;  // [chunk_count + 1] of the chunks before each
+};
+
+TableView view_of(Table& table) {
+  TableView view = table.view();
+  if (!table.cache) {
+    auto cache = std::make_unique<CpuCache>();
+    cache->coefs.resize(view.rows);
+    cache->partials.resize(view.chunk_count);
+    cache->cost.push_back(0);
+    for (int64_t c = 0; c < view.chunk_count; ++c) {
+      const Chunk& chunk = view.chunks[c];
+      const int64_t n = std::min(kChunk, view.numel[chunk.row] - chunk.index * kChunk);
+      cache->cost.push_back(cache->cost.back() + n + kChunkOverhead);
+    }
+    table.cache = std::move(cache);
+  }
+  auto& cache = static_cast<CpuCache&>(*table.cache);
+  view.coefs = cache.coefs.data();
+  view.partials = cache.partials.data();
+  return view;
+}
+
+// body(begin, end) over all chunks, in one piece of equal cost per thread: tensors of any number and size share
+// out alike, and each thread walks memory forwards.
+template <class Body>
+void for_chunks(Table& table, const Body& body) {
+  const std::vector<int64_t>& cost = static_cast<CpuCache&>(*table.cache).cost;
+  const int64_t chunks = int64_t(cost.size()) - 1;
+  const int threads = cost.back() < kSerialCost ? 1 : thread_count();
+  const auto boundary = [&](int64_t piece) {
+    if (piece == threads) return chunks;
+    const int64_t target = cost.back() / threads * piece;
+    return int64_t(std::lower_bound(cost.begin(), cost.end(), target) - cost.begin());
+  };
+  const auto pieces = [&](int64_t begin, int64_t end) {
+    const FloatMode standard;
+    for (int64_t piece = begin; piece < end; ++piece) {
+      const int64_t first = boundary(piece), last = boundary(piece + 1);
+      if (first < last) body(first, last);
+    }
+  };
+  if (threads == 1) {
+    pieces(0, 1);
+  } else {
+    parallel_for(threads, pieces);
+  }
+}
+
+class CpuBackend : public Backend {
+ public:
+  void inspect(Table& table, const InspectArgs& args, void*) override {
+    const TableView view = view_of(table);
+    const float scale = args.scale ? *args.scale : 1.0f;
+    const FloatMode standard;
+    const float inv_scale = args.scale_is_inverse ? scale : float(1.0 / double(scale));
+    for_chunks(table, [&](int64_t begin, int64_t end) { kernels().inspect(view, inv_scale, begin, end); });
+    int32_t bad_row = -1;
+    uint32_t bad_bits = 0;
+    for (int64_t c = 0; c < view.chunk_count; ++c) {
+      if (view.partials[c].largest < kInfinityBits) continue;
+      if (bad_row < 0) bad_row = view.chunks[c].row;
+      if (view.chunks[c].row == bad_row) bad_bits = std::max(bad_bits, view.partials[c].largest);
+    }
+    const double sum = sum_partials<kLanes>(view.partials, view.chunk_count);
+    if (args.state) record_inspection(*args.state, sum, bad_row, bad_bits);
+    if (args.found_inf && bad_row >= 0) *args.found_inf = 1;
+    if (args.norm) *args.norm = norm_of(sum);
+    if (args.row_norms) {
+      for (int64_t row = 0; row < view.rows; ++row) {
+        const int64_t first = view.first_chunk[row];
+        const int64_t count = view.first_chunk[row + 1] - first;
+        args.row_norms[row] = norm_of(sum_partials<kRowLanes>(view.partials + first, count));
+      }
+    }
+  }
+
+  void prepare(Table& table, StepState* state, const StepDecision& decision, float* steps, void*) override {
+    const TableView view = view_of(table);
+    const FloatMode standard;
+    decide_step(*state, decision);
+    for (int64_t row = 0; row < view.rows; ++row) {
+      if (!view.has_gradient(row)) continue;
+      // Neighbouring rows mostly share everything; then the powers are known already.
+      if (row > 0 && view.has_gradient(row - 1) && state->skip == 0 && steps[row] + 1 == steps[row - 1] &&
+          view.scaled[row] == view.scaled[row - 1] &&
+          std::memcmp(&view.hyper[row], &view.hyper[row - 1], sizeof(RowHyper)) == 0) {
+        steps[row] = steps[row - 1];
+        view.coefs[row] = view.coefs[row - 1];
+      } else {
+        view.coefs[row] = advance_row(view.hyper[row], *state, view.scaled[row], &steps[row]);
+      }
+    }
+  }
+
+  void update(Table& table, Algorithm algorithm, const StepState* state, void*) override {
+    if (state->skip != 0) return;
+    const TableView view = view_of(table);
+    for_chunks(table, [&](int64_t begin, int64_t end) { kernels().update(view, algorithm, begin, end); });
+  }
+
+  void map(Table& table, MapOp op, const MapArgs& args, void*) override {
+    const TableView view = view_of(table);
+    std::atomic<bool> found_inf{false};
+    for_chunks(table, [&](int64_t begin, int64_t end) {
+      bool found = false;
+      kernels().map(view, op, args.a, args.b, begin, end, &found);
+      if (found) found_inf = true;
+    });
+    if (found_inf && args.found_inf) *args.found_inf = 1;
+  }
+
+  void update_scale(const LossScale& rule, float* const* found_inf, int count, bool share, bool fixed,
+                    void*) override {
+    bool any = false;
+    for (int i = 0; i < count; ++i) any = any || *found_inf[i] != 0;
+    if (share && any) {
+      for (int i = 0; i < count; ++i) *found_inf[i] = 1;
+    }
+    if (!fixed) update_loss_scale(rule, any);
+  }
+};
+
+}  // namespace
+
+Backend& cpu_backend() {
+  static CpuBackend backend;
+  return backend;
+}
+
+const char* cpu_isa() { return kernels().isa; }
+
+void set_parallel_for(ParallelFor run, int (*count)()) {
+  parallel_for = std::move(run);
+  thread_count = count;
+}
+
+}  // namespace ampfuse

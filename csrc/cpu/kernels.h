@@ -1,0 +1,22 @@
+// The table of kernels that each instruction set provides. Every kernel works on chunks [begin, end).
+#pragma once
+
+#include "../backend.h"
+
+namespace ampfuse {
+
+struct CpuKernels {
+  const char* isa;
+  void (*inspect)(const TableView& view, float inv_scale, int64_t begin, int64_t end);
+  void (*update)(const TableView& view, Algorithm algorithm, int64_t begin, int64_t end);
+  // Sets *found_inf where a checked list holds a non-finite value.
+  void (*map)(const TableView& view, MapOp op, float a, float b, int64_t begin, int64_t end, bool* found_inf);
+};
+
+extern const CpuKernels kScalarKernels;
+#if defined(__x86_64__)
+extern const CpuKernels kAvx2Kernels;
+extern const CpuKernels kAvx512Kernels;
+#endif
+
+}  // namespace ampfuse

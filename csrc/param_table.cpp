@@ -1,0 +1,507 @@
+#include "param_table.h"
+
+#include <cstddef>
+#include <map>
+
+#include "torch_backend.h"
+
+namespace ampfuse {
+namespace {
+
+Algorithm algorithm_of(const std::string& name) {
+  if (name == "none") return Algorithm::kNone;
+  if (name == "sgd") return Algorithm::kSgd;
+  if (name == "adam") return Algorithm::kAdam;
+  TORCH_CHECK_VALUE(false, "algorithm is '", name, "'; it is sgd, adam or none");
+}
+
+// A tensor laid out in memory as `like`, for a row of the core to walk both together.
+torch::Tensor empty_laid_out_as(const torch::Tensor& like, torch::ScalarType dtype) {
+  return torch::empty_strided(like.sizes(), like.strides(), like.options().dtype(dtype).requires_grad(false));
+}
+
+}  // namespace
+
+// --- identity of gradients ----------------------------------------------------------------------------------
+
+void ParamTable::Identity::remember(const torch::Tensor& grad) {
+  impl.emplace(grad.getIntrusivePtr());
+  version = version_of(grad);
+}
+
+bool ParamTable::Identity::is_same_tensor(const torch::Tensor& grad) const {
+  return impl && grad.defined() && impl->_unsafe_get_target() == grad.unsafeGetTensorImpl();
+}
+
+bool ParamTable::Identity::is_unchanged(const torch::Tensor& grad) const {
+  return is_same_tensor(grad) && version == version_of(grad);
+}
+
+// --- rows ---------------------------------------------------------------------------------------------------
+
+ParamTable::ParamTable(const std::string& algorithm, torch::Device device)
+    : algorithm_(algorithm_of(algorithm)), device_(device) {
+  const StepState initial;
+  state_ = torch::empty({int64_t(sizeof initial)}, torch::kUInt8);
+  std::memcpy(state_.data_ptr(), &initial, sizeof initial);
+  state_ = state_.to(device);
+  steps_ = torch::zeros({0}, torch::TensorOptions().dtype(torch::kFloat32).device(device));
+}
+
+int64_t ParamTable::add_row(torch::Tensor param, std::optional<torch::Tensor> model, std::string name) {
+  Row row;
+  row.name = std::move(name);
+  dtype_of(param, row.name);
+  for (const torch::Tensor& tensor : {param, model.value_or(param)}) {
+    TORCH_CHECK_TYPE(tensor.layout() == torch::kStrided, row.name, " is sparse; ampfuse steps dense parameters");
+    TORCH_CHECK_TYPE(!tensor.key_set().has(c10::DispatchKey::Python), row.name, " is a tensor subclass without "
+                     "memory of its own (such as DTensor); ampfuse does not step it. Pass its local tensor.");
+    TORCH_CHECK(tensor.device() == device_, row.name, " is on ", tensor.device(), " and another parameter on ",
+                device_, "; use one optimizer per device");
+    TORCH_CHECK(is_dense(tensor), row.name, " of shape ", tensor.sizes(), " and strides ", tensor.strides(),
+                " has gaps or overlaps in memory. Make the parameter contiguous before building the optimizer.");
+  }
+  if (model) {
+    TORCH_CHECK(model->strides() == param.strides(), row.name, ": master and model weight differ in strides, ",
+                param.strides(), " and ", model->strides());
+    row.model = *model;
+    row.model_version = version_of(*model);
+  }
+  row.param = std::move(param);
+  rows_.push_back(std::move(row));
+  table_.reset();
+  return rows() - 1;
+}
+
+std::optional<torch::Tensor> ParamTable::model(int64_t row) const {
+  const torch::Tensor& model = rows_.at(row).model;
+  return model.defined() ? std::optional(model) : std::nullopt;
+}
+
+torch::Tensor ParamTable::steps() {
+  if (steps_.numel() < rows()) steps_ = torch::cat({steps_, torch::zeros({rows() - steps_.numel()}, steps_.options())});
+  return steps_;
+}
+
+void ParamTable::set_states(int64_t index, const std::vector<std::optional<torch::Tensor>>& states) {
+  Row& row = rows_.at(index);
+  TORCH_CHECK_VALUE(states.size() <= 3, "a row has at most three states");
+  for (size_t i = 0; i < 3; ++i) {
+    row.states[i] = i < states.size() && states[i] ? *states[i] : torch::Tensor();
+    if (!row.states[i].defined()) continue;
+    TORCH_CHECK(row.states[i].scalar_type() == torch::kFloat32 && row.states[i].strides() == row.param.strides() &&
+                    row.states[i].sizes() == row.param.sizes() && row.states[i].device() == device_,
+                "state ", i, " of ", row.name, " has to be float32, on ", device_, " and laid out as the parameter");
+    set(kState0 + int(i), index, row.states[i]);
+  }
+}
+
+void ParamTable::set_hyper(int64_t begin, int64_t end, double lr, std::optional<torch::Tensor> lr_tensor,
+                           double weight_decay, double momentum, double dampening, double beta1, double beta2,
+                           double eps, bool maximize, bool nesterov, bool decoupled) {
+  RowHyper hyper{};
+  hyper.lr = lr;
+  hyper.lr_tensor = float_pointer(lr_tensor, "lr");
+  hyper.weight_decay = weight_decay;
+  hyper.momentum = momentum;
+  hyper.dampening = dampening;
+  hyper.beta1 = beta1;
+  hyper.beta2 = beta2;
+  hyper.eps = eps;
+  hyper.flags = (maximize ? kMaximize : 0) | (nesterov ? kNesterov : 0) | (decoupled ? kDecoupled : 0);
+  for (int64_t row = begin; row < end; ++row) table().hyper(row) = hyper;
+}
+
+Table& ParamTable::table() {
+  if (table_) return *table_;
+  std::vector<int64_t> numel;
+  for (const Row& row : rows_) numel.push_back(row.param.numel());
+  table_ = std::make_unique<Table>(std::move(numel));
+  for (int64_t i = 0; i < rows(); ++i) {
+    const Row& row = rows_[i];
+    set(kParam, i, row.param);
+    set(kModel, i, row.model);
+    for (int state = 0; state < 3; ++state) set(kState0 + state, i, row.states[state]);
+  }
+  return *table_;
+}
+
+void ParamTable::set(int list, int64_t row, const torch::Tensor& tensor) {
+  if (tensor.defined()) {
+    table().set(list, row, tensor.data_ptr(), dtype_of(tensor, rows_[row].name));
+  } else {
+    table().set(list, row, nullptr, DType::kNone);
+  }
+}
+
+void ParamTable::set_gradient(int64_t row, const torch::Tensor& grad, bool scaled, const torch::Tensor& accumulated,
+                              const torch::Tensor& out) {
+  set(kGrad, row, grad);
+  set(kAccumulated, row, accumulated);
+  set(kGradOut, row, out);
+  table().set_scaled(row, scaled);
+}
+
+StepState* ParamTable::state() const { return static_cast<StepState*>(state_.data_ptr()); }
+
+torch::Tensor ParamTable::state_field(const std::string& name) const {
+  struct Field {
+    size_t offset;
+    torch::ScalarType dtype;
+  };
+  static const std::map<std::string, Field> fields = {
+      {"sum_squares", {offsetof(StepState, sum_squares), torch::kFloat64}},
+      {"found_inf", {offsetof(StepState, found_inf), torch::kFloat32}},
+      {"skip", {offsetof(StepState, skip), torch::kFloat32}},
+      {"grad_norm", {offsetof(StepState, grad_norm), torch::kFloat32}},
+      {"clip_coef", {offsetof(StepState, clip_coef), torch::kFloat32}},
+      {"loss_scale", {offsetof(StepState, loss_scale), torch::kFloat32}},
+      {"last_bad_row", {offsetof(StepState, last_bad_row), torch::kInt32}},
+      {"last_bad_bits", {offsetof(StepState, last_bad_bits), torch::kInt32}},
+      {"skipped_steps", {offsetof(StepState, skipped_steps), torch::kInt32}},
+  };
+  const auto field = fields.find(name);
+  TORCH_CHECK_VALUE(field != fields.end(), "StepState has no field '", name, "'");
+  const int64_t size = int64_t(torch::elementSize(field->second.dtype));
+  const int64_t offset = int64_t(field->second.offset);
+  return state_.slice(0, offset, offset + size).view(field->second.dtype).squeeze(0);
+}
+
+// --- gradients ----------------------------------------------------------------------------------------------
+
+const torch::Tensor& ParamTable::source(const Row& row) const {
+  return is_materialized(row) ? row.param.mutable_grad() : row.leaf().mutable_grad();
+}
+
+torch::Tensor ParamTable::checked_gradient(const Row& row, const torch::Tensor& grad) const {
+  const std::string what = "the gradient of " + row.name;
+  TORCH_CHECK(grad.layout() == torch::kStrided, what,
+              " is sparse; ampfuse steps dense gradients. Build the layer with sparse=False, or keep its parameters "
+              "in a torch.optim.SparseAdam.");
+  TORCH_CHECK_TYPE(!grad.is_complex(), what, " is complex; ampfuse steps real parameters. Use torch.view_as_real.");
+  dtype_of(grad, what);
+  TORCH_CHECK(grad.device() == device_, what, " is on ", grad.device(), ", the parameter on ", device_);
+  TORCH_CHECK(!grad.key_set().has(c10::DispatchKey::Python), what,
+              " is a tensor subclass without memory of its own (such as DTensor); ampfuse does not read it");
+  if (grad.strides() == row.param.strides()) return grad;
+  torch::Tensor copy = empty_laid_out_as(row.param, grad.scalar_type());
+  copy.copy_(grad);
+  return copy;
+}
+
+// The core's inspect over whatever set_gradient() put in place. With `record` the step state hears of it.
+void ParamTable::inspect(const torch::Tensor& scale, bool record) {
+  InspectArgs args;
+  args.scale = scale.defined() ? scale.data_ptr<float>() : nullptr;
+  args.state = record ? state() : nullptr;
+  Table& rows = table();
+  const DeviceScope scope(device_);
+  const pybind11::gil_scoped_release release;
+  scope.backend().inspect(rows, args, scope.stream());
+}
+
+void ParamTable::begin_backward() {
+  const torch::Tensor none;
+  bool fold = false;
+  for (int64_t i = 0; i < rows(); ++i) {
+    Row& row = rows_[i];
+    torch::Tensor& grad = row.leaf().mutable_grad();
+    const bool pending = row.pending.is_same_tensor(grad);
+    row.grad.reset();
+    if (is_materialized(row)) {
+      row.accumulated = std::move(row.param.mutable_grad());
+      row.param.mutable_grad().reset();
+    } else if (grad.defined() && row.model.defined() && !row.spent.is_same_tensor(grad)) {
+      row.grad = checked_gradient(row, grad);
+      const torch::Tensor earlier = row.accumulated;
+      if (!earlier.defined()) row.accumulated = empty_laid_out_as(row.param, torch::kFloat32);
+      set_gradient(i, row.grad, pending, earlier, row.accumulated);
+      fold = true;
+      continue;
+    } else if (grad.defined() && !row.model.defined() && pending) {
+      grad = checked_gradient(row, grad);
+      set_gradient(i, grad, true, none, grad);
+      fold = true;
+      continue;
+    }
+    set_gradient(i, none, false, none, none);
+  }
+  if (fold) inspect(pending_scale_, true);
+  for (Row& row : rows_) {
+    torch::Tensor& grad = row.leaf().mutable_grad();
+    if (!row.model.defined()) row.accumulated = grad;  // stashed until end_backward
+    grad.reset();
+    row.grad.reset();
+    row.pending.forget();
+    row.inspected.forget();
+    row.spent.forget();
+  }
+  materialized_ = false;
+  norm_known_ = false;
+}
+
+void ParamTable::mark_backward(const torch::Tensor& scale) {
+  pending_scale_ = scale.clone();
+  for (Row& row : rows_) {
+    torch::Tensor& grad = row.leaf().mutable_grad();
+    if (grad.defined()) row.pending.remember(grad);
+    if (row.model.defined() || !row.accumulated.defined()) continue;
+    // The stash is unscaled and the new gradient is not, so they meet in the scaled one.
+    if (grad.defined()) {
+      grad.add_(row.accumulated * scale);
+    } else {
+      grad = row.accumulated;
+    }
+    row.accumulated.reset();
+  }
+}
+
+void ParamTable::end_backward(const torch::Tensor& scale, bool check) {
+  const torch::Tensor none;
+  pending_scale_ = scale.clone();
+  bool any = false;
+  norm_known_ = check;
+  for (int64_t i = 0; i < rows(); ++i) {
+    Row& row = rows_[i];
+    torch::Tensor& grad = row.leaf().mutable_grad();
+    row.grad.reset();
+    set_gradient(i, none, false, none, none);
+    if (row.accumulated.defined() && (row.model.defined() || !grad.defined())) norm_known_ = false;
+    if (!grad.defined()) {
+      if (!row.model.defined()) grad = std::move(row.accumulated);
+      continue;
+    }
+    if (row.model.defined()) {
+      row.grad = checked_gradient(row, grad);
+      row.pending.remember(grad);
+      if (!check) continue;
+      set_gradient(i, row.grad, true, none, none);
+    } else {
+      row.grad = grad = checked_gradient(row, grad);
+      set_gradient(i, grad, true, row.accumulated, grad);
+    }
+    any = true;
+  }
+  if (any) inspect(pending_scale_, check);
+  for (Row& row : rows_) {
+    if (!row.grad.defined()) continue;
+    if (!row.model.defined()) {
+      bump_version(row.grad);
+      row.accumulated.reset();
+    }
+    if (check) row.inspected.remember(row.leaf().mutable_grad());
+    row.grad.reset();
+  }
+}
+
+void ParamTable::cancel_backward() {
+  for (Row& row : rows_) {
+    torch::Tensor& grad = row.leaf().mutable_grad();
+    grad.reset();
+    if (!row.model.defined()) grad = std::move(row.accumulated);
+  }
+}
+
+void ParamTable::materialize() {
+  if (materialized_) return;
+  std::vector<int64_t> found;
+  for (int64_t i = 0; i < rows(); ++i) {
+    const Row& row = rows_[i];
+    if (!row.model.defined()) continue;
+    if (row.accumulated.defined() || row.pending.is_same_tensor(row.model.mutable_grad())) found.push_back(i);
+  }
+  if (found.empty()) return;
+  std::vector<int64_t> numel;
+  for (int64_t i : found) numel.push_back(rows_[i].param.numel());
+  Table table(std::move(numel));
+  const torch::Tensor scale = pending_scale_;
+  std::vector<torch::Tensor> alive;
+  for (size_t i = 0; i < found.size(); ++i) {
+    Row& row = rows_[found[i]];
+    const torch::Tensor accumulated = std::move(row.accumulated);
+    torch::Tensor out = accumulated.defined() ? accumulated : empty_laid_out_as(row.param, torch::kFloat32);
+    if (row.pending.is_same_tensor(row.model.mutable_grad())) {
+      const torch::Tensor grad = checked_gradient(row, row.model.mutable_grad());
+      table.set(kGrad, int64_t(i), grad.data_ptr(), dtype_of(grad, row.name));
+      alive.push_back(grad);
+    }
+    if (accumulated.defined()) table.set(kAccumulated, int64_t(i), accumulated.data_ptr(), DType::kFloat32);
+    table.set(kGradOut, int64_t(i), out.data_ptr(), DType::kFloat32);
+    table.set_scaled(int64_t(i), true);
+    row.param.mutable_grad() = out;
+    row.pending.forget();
+    row.spent.remember(row.model.mutable_grad().defined() ? row.model.mutable_grad() : out);
+  }
+  InspectArgs args;
+  args.scale = scale.defined() ? scale.data_ptr<float>() : nullptr;
+  const DeviceScope scope(device_);
+  scope.backend().inspect(table, args, scope.stream());
+  materialized_ = true;
+  norm_known_ = false;
+}
+
+void ParamTable::zero_grad(bool set_to_none) {
+  for (Row& row : rows_) {
+    torch::Tensor& grad = row.leaf().mutable_grad();
+    if (set_to_none) {
+      grad.reset();
+    } else if (grad.defined()) {
+      if (grad.grad_fn()) grad = grad.detach();
+      grad.zero_();
+    }
+    if (row.model.defined()) row.param.mutable_grad().reset();
+    row.accumulated.reset();
+    row.pending.forget();
+    row.inspected.forget();
+    row.spent.forget();
+  }
+  materialized_ = false;
+  norm_known_ = false;
+}
+
+bool ParamTable::has_gradient(int64_t index) const {
+  const Row& row = rows_.at(index);
+  return row.leaf().mutable_grad().defined() || row.accumulated.defined() || row.param.mutable_grad().defined();
+}
+
+// --- masters and model weights --------------------------------------------------------------------------------
+
+void ParamTable::accept_model_weights() {
+  for (Row& row : rows_) {
+    if (row.model.defined()) row.model_version = version_of(row.model);
+  }
+}
+
+void ParamTable::map_masters(MapOp op, const std::vector<int64_t>& rows) {
+  if (rows.empty()) return;
+  std::vector<int64_t> numel;
+  for (int64_t i : rows) numel.push_back(rows_[i].param.numel());
+  Table table(std::move(numel));
+  for (size_t i = 0; i < rows.size(); ++i) {
+    const Row& row = rows_[rows[i]];
+    TORCH_CHECK(row.model.strides() == row.param.strides() && row.model.device() == device_, row.name,
+                " was moved or laid out anew after the optimizer was built; build the optimizer, or call "
+                "amp.initialize, after that");
+    table.set(kParam, int64_t(i), row.param.data_ptr(), dtype_of(row.param, row.name));
+    table.set(kModel, int64_t(i), row.model.data_ptr(), dtype_of(row.model, row.name));
+  }
+  const DeviceScope scope(device_);
+  scope.backend().map(table, op, {}, scope.stream());
+  for (int64_t i : rows) {
+    Row& row = rows_[i];
+    bump_version(op == MapOp::kPublish ? row.model : row.param);
+    row.model_version = version_of(row.model);
+  }
+}
+
+void ParamTable::refresh_masters() {
+  std::vector<int64_t> edited;
+  for (int64_t i = 0; i < rows(); ++i) {
+    const Row& row = rows_[i];
+    if (row.model.defined() && version_of(row.model) != row.model_version) edited.push_back(i);
+  }
+  map_masters(MapOp::kRefresh, edited);
+}
+
+void ParamTable::publish_masters() {
+  std::vector<int64_t> mastered;
+  for (int64_t i = 0; i < rows(); ++i) {
+    if (rows_[i].model.defined()) mastered.push_back(i);
+  }
+  map_masters(MapOp::kPublish, mastered);
+}
+
+// --- the step -------------------------------------------------------------------------------------------------
+
+std::vector<int64_t> ParamTable::collect(const std::optional<torch::Tensor>& scale) {
+  const torch::Tensor none;
+  bool any_pending = false;
+  // Every check comes before the first change.
+  for (Row& row : rows_) {
+    const torch::Tensor& grad = source(row);
+    row.grad = grad.defined() ? checked_gradient(row, grad) : none;
+    TORCH_CHECK(row.model.defined() || !row.accumulated.defined(), "step() inside a backward pass of scale_loss; call "
+                "it after the context has ended");
+    if (row.grad.defined() && row.pending.is_same_tensor(grad)) any_pending = true;
+  }
+  TORCH_CHECK(!(any_pending && scale), "these gradients carry the loss scale of amp.scale_loss and a GradScaler's as "
+              "well; use one of the two");
+  std::vector<int64_t> stateless;
+  for (int64_t i = 0; i < rows(); ++i) {
+    Row& row = rows_[i];
+    const bool scaled = row.pending.is_same_tensor(source(row)) || (scale && !is_materialized(row));
+    set_gradient(i, row.grad, scaled, row.accumulated, none);
+    const bool has_gradient = row.grad.defined() || row.accumulated.defined();
+    if (has_gradient && algorithm_ != Algorithm::kNone && !row.states[0].defined()) stateless.push_back(i);
+  }
+  collected_scale_ = any_pending ? pending_scale_ : scale ? *scale : none;
+  return stateless;
+}
+
+bool ParamTable::gradients_unchanged() const {
+  for (const Row& row : rows_) {
+    if (row.grad.defined() && !row.inspected.is_unchanged(source(row))) return false;
+  }
+  return true;
+}
+
+void ParamTable::measure() {
+  if (norm_known_ && gradients_unchanged()) return;
+  inspect(collected_scale_, true);
+  norm_known_ = true;
+  for (Row& row : rows_) {
+    if (row.grad.defined()) row.inspected.remember(source(row));
+  }
+}
+
+void ParamTable::decide(const std::optional<torch::Tensor>& found_inf, double max_norm, bool inspect,
+                        bool skip_nonfinite) {
+  if (max_norm > 0 || (inspect && !gradients_unchanged())) measure();
+  StepDecision decision;
+  decision.loss_scale = collected_scale_.defined() ? collected_scale_.data_ptr<float>() : nullptr;
+  decision.found_inf = float_pointer(found_inf, "found_inf");
+  decision.max_norm = max_norm;
+  decision.norm_known = norm_known_ && gradients_unchanged();
+  decision.skip_nonfinite = skip_nonfinite;
+  float* step_column = steps().data_ptr<float>();
+  Table& rows = table();
+  const DeviceScope scope(device_);
+  const pybind11::gil_scoped_release release;
+  scope.backend().prepare(rows, state(), decision, step_column, scope.stream());
+}
+
+void ParamTable::update(const std::optional<torch::Tensor>& found_inf, double max_norm, bool inspect,
+                        bool skip_nonfinite) {
+  if (rows_.empty()) return;
+  refresh_masters();
+  decide(found_inf, max_norm, inspect, skip_nonfinite);
+  {
+    Table& rows = table();
+    const DeviceScope scope(device_);
+    const pybind11::gil_scoped_release release;
+    scope.backend().update(rows, algorithm_, state(), scope.stream());
+  }
+  for (Row& row : rows_) {
+    if (!row.grad.defined() && !row.accumulated.defined()) continue;
+    bump_version(row.param);
+    bump_version(row.model);
+    for (const torch::Tensor& state : row.states) bump_version(state);
+    if (row.model.defined()) row.model_version = version_of(row.model);
+  }
+  finish_step();
+}
+
+void ParamTable::finish_step() {
+  for (Row& row : rows_) {
+    const torch::Tensor& grad = row.leaf().mutable_grad();
+    if (grad.defined()) row.spent.remember(grad);
+    if (row.model.defined()) row.param.mutable_grad().reset();
+    row.accumulated.reset();
+    row.grad.reset();
+    row.inspected.forget();
+  }
+  materialized_ = false;
+  norm_known_ = false;
+}
+
+}  // namespace ampfuse

@@ -1,0 +1,119 @@
+// The rows of one optimizer: each parameter with its half-precision model weight, gradients, FP32 accumulators,
+// states and step count. It decides which gradients a pass reads and hands the core a filled table; it
+// computes nothing itself.
+//
+// Where gradients are, per row with a master (`model` is set):
+//   - autograd fills model.grad. Between scale_loss and step it is *pending*: scaled by `pending_scale`.
+//   - `accumulated` holds earlier passes, FP32 and unscaled.
+//   - once somebody reads master.grad the table is *materialized*: the truth is in param.grad, FP32 and
+//     unscaled, until the step or the next backward.
+// A row without a master has param.grad alone; during a backward pass its earlier gradient is stashed in
+// `accumulated`.
+#pragma once
+
+#include <torch/extension.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "backend.h"
+
+namespace ampfuse {
+
+class ParamTable {
+ public:
+  // algorithm: "sgd", "adam" (covers AdamW) or "none", which keeps gradients only.
+  ParamTable(const std::string& algorithm, torch::Device device);
+
+  // Appends a row. `model` is the half weight beside an FP32 `param`, or nothing. Returns its index.
+  int64_t add_row(torch::Tensor param, std::optional<torch::Tensor> model, std::string name);
+  int64_t rows() const { return int64_t(rows_.size()); }
+  torch::Tensor param(int64_t row) const { return rows_.at(row).param; }
+  std::optional<torch::Tensor> model(int64_t row) const;
+
+  // States in the order of the core's kState0..2; FP32, laid out as the parameter.
+  void set_states(int64_t row, const std::vector<std::optional<torch::Tensor>>& states);
+  torch::Tensor steps();  // float32 [rows], device
+
+  void set_hyper(int64_t begin, int64_t end, double lr, std::optional<torch::Tensor> lr_tensor, double weight_decay,
+                 double momentum, double dampening, double beta1, double beta2, double eps, bool maximize,
+                 bool nesterov, bool decoupled);
+
+  // The model weights are what the masters round to, now: their present versions count as ours.
+  void accept_model_weights();
+  // Masters take the elements that somebody edited in the model since our last write.
+  void refresh_masters();
+  void publish_masters();  // model weights = masters
+
+  // scale_loss.
+  void begin_backward();
+  void end_backward(const torch::Tensor& scale, bool check);
+  void mark_backward(const torch::Tensor& scale);
+  void cancel_backward();
+  void materialize();
+  void zero_grad(bool set_to_none);
+
+  // One step. collect() finds the gradients, checks them all and returns the rows that have one but no state
+  // yet; nothing has changed then. `scale`: what gradients not pending are multiplied by (a GradScaler's).
+  std::vector<int64_t> collect(const std::optional<torch::Tensor>& scale);
+  void measure();  // makes sum_squares that of the collected gradients
+  void update(const std::optional<torch::Tensor>& found_inf, double max_norm, bool inspect, bool skip_nonfinite);
+  void finish_step();  // after an update, or another optimizer's own step: pending gradients are spent
+
+  // Decides without an update, for an optimizer that steps by itself; the verdict is in skip.
+  void decide(const std::optional<torch::Tensor>& found_inf, double max_norm, bool inspect, bool skip_nonfinite);
+
+  bool has_gradient(int64_t row) const;
+  bool materialized() const { return materialized_; }
+  torch::Tensor state_field(const std::string& name) const;  // 0-dim device view into StepState
+  const std::string& name(int64_t row) const { return rows_.at(row).name; }
+
+ private:
+  // Tells whether a gradient is still the tensor, or even the contents, that we last saw. The weak reference
+  // keeps a freed gradient's successor from looking like it.
+  struct Identity {
+    std::optional<c10::weak_intrusive_ptr<c10::TensorImpl>> impl;
+    int64_t version = -1;
+    void remember(const torch::Tensor& grad);
+    void forget() { impl.reset(); }
+    bool is_same_tensor(const torch::Tensor& grad) const;
+    bool is_unchanged(const torch::Tensor& grad) const;
+  };
+
+  struct Row {
+    torch::Tensor param, model;
+    torch::Tensor states[3];
+    torch::Tensor accumulated;
+    torch::Tensor grad;  // what the current pass reads
+    std::string name;
+    int64_t model_version = 0;
+    Identity pending, inspected, spent;
+    const torch::Tensor& leaf() const { return model.defined() ? model : param; }
+  };
+
+  Table& table();
+  void set(int list, int64_t row, const torch::Tensor& tensor);
+  void set_gradient(int64_t row, const torch::Tensor& grad, bool scaled, const torch::Tensor& accumulated,
+                    const torch::Tensor& out);
+  bool is_materialized(const Row& row) const { return row.model.defined() && materialized_; }
+  const torch::Tensor& source(const Row& row) const;  // where the row's gradient is now
+  torch::Tensor checked_gradient(const Row& row, const torch::Tensor& grad) const;
+  void inspect(const torch::Tensor& scale, bool record);
+  void map_masters(MapOp op, const std::vector<int64_t>& rows);
+  bool gradients_unchanged() const;
+  StepState* state() const;
+
+  Algorithm algorithm_;
+  torch::Device device_;
+  std::vector<Row> rows_;
+  std::unique_ptr<Table> table_;
+  torch::Tensor steps_, state_;
+  torch::Tensor pending_scale_;    // of pending gradients
+  torch::Tensor collected_scale_;  // of the gradients that collect() found; undefined: 1
+  bool materialized_ = false;
+  bool norm_known_ = false;
+};
+
+}  // namespace ampfuse

@@ -1,0 +1,105 @@
+// Sums of squares, in one order for every backend, thread count and vector width.
+//
+// A chunk is `kChunk` elements of one tensor. It is read in tiles of `kTile`; element i of a tile belongs to
+// virtual lane i, which adds its squares in FP32, tile after tile. The `kPack` neighbouring lanes that one CUDA
+// thread holds are added pairwise in FP32, the `kLanes` results in double by halving. The chunk's partial goes
+// into a table; partials of a table are added by `kLanes` strided lanes and the same halving.
+//
+// The norm must not overflow for finite gradients (a BF16 gradient of 1e20 squares to more than FP32 holds), so
+// a chunk whose largest element is out of the safe range is read a second time, scaled by a power of two: the
+// idea of BLAS nrm2's ranges, decided per chunk and from its data alone.
+#pragma once
+
+#include <cstdint>
+
+#include "dtype.h"
+#include "hd.h"
+#include "scalar.h"
+
+namespace ampfuse {
+
+constexpr int kPack = 8;     // 16 bytes of half: what one CUDA thread reads at once
+constexpr int kLanes = 256;  // threads of a CUDA block
+constexpr int kTile = kPack * kLanes;
+constexpr int64_t kChunk = 16 * kTile;
+
+struct Partial {
+  double sum_squares;
+  uint32_t largest;  // magnitude bits of the largest element; above kInfinityBits if one is NaN
+};
+
+// Largest magnitudes for which plain FP32 squares neither overflow nor lose their leading digits.
+constexpr uint32_t kSafeLargest = (127u + 50) << 23;
+constexpr uint32_t kSafeSmallest = (127u - 40) << 23;
+
+HD bool needs_rescaling(uint32_t largest) {
+  return largest != 0 && largest < 0x7f800000u && (largest >= kSafeLargest || largest < kSafeSmallest);
+}
+
+// Exponent k such that elements times 2^-k have safe squares.
+HD int rescaling_exponent(uint32_t largest) {
+  const int exponent = int(largest >> 23) - 127;
+  return exponent > 100 ? 100 : exponent < -100 ? -100 : exponent;
+}
+
+HD double power_of_two(int exponent) {
+  double result = 1;
+  const double factor = exponent < 0 ? 0.5 : 2.0;
+  for (int i = exponent < 0 ? -exponent : exponent; i > 0; --i) result *= factor;
+  return result;
+}
+
+// The sum of one pack's lanes.
+HD float sum_pack(const float* lane) {
+  return ((lane[0] + lane[1]) + (lane[2] + lane[3])) + ((lane[4] + lane[5]) + (lane[6] + lane[7]));
+}
+
+// The chunk's partial from the sum over lanes (of elements times 2^-exponent) and the largest magnitude.
+HD Partial make_partial(double sum, int exponent, uint32_t largest) {
+  Partial partial;
+  partial.largest = largest;
+  if (largest > 0x7f800000u) {
+    partial.largest = 0x7fc00000u;  // which NaN it was differs between processors
+    partial.sum_squares = double(bits_float(0x7fc00000u));
+  } else if (largest == 0x7f800000u) {
+    partial.sum_squares = double(bits_float(0x7f800000u));
+  } else {
+    partial.sum_squares = exponent == 0 ? sum : sum * power_of_two(2 * exponent);
+  }
+  return partial;
+}
+
+// Halving over the first `count` of `kWidth` values, in place; value[0] ends as the sum. Values past `count`
+// count as zero. On CUDA a block or a warp does the same with one thread a value (block_reduce.cuh).
+template <int kWidth>
+HD double sum_by_halving(double* value, int count) {
+  for (int offset = kWidth / 2; offset > 0; offset /= 2) {
+    for (int i = 0; i < offset && i + offset < count; ++i) value[i] += value[i + offset];
+    count = count < offset ? count : offset;
+  }
+  return count > 0 ? value[0] : 0.0;
+}
+
+// A table's partials are added by `kWidth` strided lanes, then by halving: kLanes over all of them, kRowLanes
+// over one row's, where a warp does it.
+constexpr int kRowLanes = 32;
+
+template <int kWidth>
+HD double sum_partials(const Partial* partials, int64_t count) {
+  double sum[kWidth];
+  const int lanes = count < kWidth ? int(count) : kWidth;
+  for (int lane = 0; lane < lanes; ++lane) {
+    sum[lane] = partials[lane].sum_squares;
+    for (int64_t i = lane + kWidth; i < count; i += kWidth) sum[lane] += partials[i].sum_squares;
+  }
+  return sum_by_halving<kWidth>(sum, lanes);
+}
+
+// A finite sum has a finite norm, also where FP32 would overflow; inf and NaN stay what they are.
+HD float norm_of(double sum_squares) {
+  const double norm = square_root(sum_squares);
+  const double largest = 3.4028234663852886e38;
+  return norm > largest && norm < bits_float(0x7f800000u) ? float(largest) : float(norm);
+}
+
+}  // namespace ampfuse

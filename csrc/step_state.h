@@ -1,0 +1,105 @@
+// What one optimizer's step and one loss scaler know. Both live on the device; the host reads none of it
+// unless a user asks. The functions here run in one thread, on the host or on the device.
+#pragma once
+
+#include <cstdint>
+
+#include "dtype.h"
+#include "hd.h"
+#include "reduce.h"
+#include "scalar.h"
+
+namespace ampfuse {
+
+constexpr uint32_t kInfinityBits = 0x7f800000u;  // magnitude bits from here on are inf, above it NaN
+
+struct StepState {
+  // Gathered by inspect since the last step.
+  double sum_squares = 0;     // of the unscaled gradients, from the last inspection
+  float found_inf = 0;        // 1 if any gradient inspected since the last step held inf or NaN
+  int32_t bad_row = -1;       // the first such row
+  uint32_t bad_bits = 0;      // magnitude bits of its largest element
+  // Decided for the step that runs; left for whoever asks about it.
+  float skip = 0;             // 1: update returns at once and nothing changes
+  float grad_norm = 0;        // L2 norm of the unscaled gradients before clipping
+  float clip_coef = 1;
+  float loss_scale = 1;       // that the gradients were made with
+  // History, for the overflow report.
+  int32_t last_bad_row = -1;
+  uint32_t last_bad_bits = 0;
+  int32_t skipped_steps = 0;
+};
+
+// Adds one inspection. `sum_squares` is of all rows; `bad_row` is -1 when every gradient was finite.
+HD void record_inspection(StepState& state, double sum_squares, int32_t bad_row, uint32_t bad_bits) {
+  state.sum_squares = sum_squares;
+  if (bad_row < 0) return;
+  if (state.found_inf == 0 || state.bad_row < 0) {
+    state.bad_row = bad_row;
+    state.bad_bits = bad_bits;
+  }
+  state.found_inf = 1;
+}
+
+struct StepDecision {
+  const float* loss_scale = nullptr;  // device value, 1 if absent
+  const float* found_inf = nullptr;   // another's verdict, such as torch.amp.GradScaler's
+  double max_norm = 0;                // clip to this norm; 0: no clipping
+  bool norm_known = false;            // sum_squares belongs to the gradients of this step
+  bool skip_nonfinite = false;        // false: non-finite gradients propagate, as in torch
+};
+
+// Decides the step: skip or not, gradient norm, clip coefficient (torch.nn.utils.clip_grad_norm_'s
+// max_norm / (norm + 1e-6), at most 1). Clears what was gathered.
+HD void decide_step(StepState& state, const StepDecision& decision) {
+  state.loss_scale = decision.loss_scale ? *decision.loss_scale : 1.0f;
+  const bool bad = state.found_inf != 0 || (decision.found_inf && *decision.found_inf != 0);
+  state.skip = bad && decision.skip_nonfinite ? 1.0f : 0.0f;
+  state.clip_coef = 1;
+  if (decision.norm_known) {
+    const double norm = square_root(state.sum_squares);
+    state.grad_norm = bad ? bits_float(0x7fc00000u) : norm_of(state.sum_squares);
+    if (decision.max_norm > 0) {
+      const double coef = decision.max_norm / (norm + 1e-6);
+      state.clip_coef = coef >= 1 ? 1.0f : float(coef);  // a NaN norm gives a NaN coefficient
+    }
+  }
+  if (bad) {
+    state.last_bad_row = state.bad_row;
+    state.last_bad_bits = state.bad_bits;
+  }
+  if (state.skip != 0) ++state.skipped_steps;
+  state.found_inf = 0;
+  state.bad_row = -1;
+  state.bad_bits = 0;
+}
+
+// The loss scale and its rule. Tensors of the scaler's own, so that its state is what torch's is.
+struct LossScale {
+  float* scale = nullptr;
+  int32_t* growth_tracker = nullptr;      // clean passes since the last change
+  int32_t* hysteresis_tracker = nullptr;  // overflows still tolerated
+  double growth_factor = 2, backoff_factor = 0.5;
+  int32_t growth_interval = 2000;
+  double min_scale = 0, max_scale = 3.4028234663852886e38;
+  int32_t hysteresis = 1;
+};
+
+// Growth after `growth_interval` clean passes, backoff at the `hysteresis`-th overflow (Megatron's and
+// DeepSpeed's rule; 1 is torch's and apex's). The scale stays within [min_scale, max_scale].
+HD void update_loss_scale(const LossScale& rule, bool overflow) {
+  if (overflow) {
+    *rule.growth_tracker = 0;
+    if (--*rule.hysteresis_tracker > 0) return;
+    const double scale = double(*rule.scale) * rule.backoff_factor;
+    *rule.scale = float(scale > rule.min_scale ? scale : rule.min_scale);
+    return;
+  }
+  if (++*rule.growth_tracker < rule.growth_interval) return;
+  *rule.growth_tracker = 0;
+  *rule.hysteresis_tracker = rule.hysteresis;
+  const double scale = double(*rule.scale) * rule.growth_factor;
+  *rule.scale = float(scale < rule.max_scale ? scale : rule.max_scale);
+}
+
+}  // namespace ampfuse

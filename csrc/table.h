@@ -1,0 +1,137 @@
+// The table of tensors that one call works on, and the plan that cuts it into chunks.
+//
+// A row is one tensor with everything that belongs to it: its gradient, its parameter, its moments. A list is
+// one such role over all rows. Both backends walk the same chunks in the same way, so a result depends on
+// neither the number of tensors nor the number of threads.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "dtype.h"
+#include "hyper.h"
+#include "reduce.h"
+
+namespace ampfuse {
+
+// The roles. A list that a row lacks is null: it reads as zero and is not written.
+enum List : int {
+  kGrad,         // as autograd left it, perhaps scaled
+  kAccumulated,  // FP32 (or the parameter's type), unscaled, from earlier backward passes
+  kGradOut,      // where inspect writes unscaled gradients, if anywhere
+  kParam,        // what the optimizer steps: the FP32 master, or the parameter itself
+  kModel,        // the half-precision model weight beside a master
+  kState0,       // exp_avg, or SGD's momentum_buffer
+  kState1,       // exp_avg_sq
+  kState2,       // max_exp_avg_sq
+  kLists
+};
+
+// Plain multi-tensor ops use the first three roles under these names.
+constexpr List kSource = kGrad, kSource2 = kAccumulated, kTarget = kGradOut;
+
+HD constexpr unsigned bit(int list) { return 1u << list; }
+
+struct Chunk {
+  int32_t row;
+  int32_t index;  // of this chunk within its row: it starts at element index * kChunk
+};
+
+// What kernels see: columns, in host memory for the CPU backend and in device memory for CUDA.
+struct TableView {
+  void* const* data = nullptr;         // [kLists][rows]
+  const DType* dtype = nullptr;        // [kLists][rows]
+  const int64_t* numel = nullptr;      // [rows]
+  const uint8_t* scaled = nullptr;     // [rows] 1: kGrad carries the loss scale
+  const int64_t* first_chunk = nullptr;  // [rows + 1]
+  const RowHyper* hyper = nullptr;     // [rows]
+  const Chunk* chunks = nullptr;       // [chunk_count]
+  RowCoef* coefs = nullptr;            // [rows]
+  Partial* partials = nullptr;         // [chunk_count]
+  int64_t rows = 0;
+  int64_t chunk_count = 0;
+
+  HD void* pointer(int list, int64_t row) const { return data[list * rows + row]; }
+  HD DType type(int list, int64_t row) const { return dtype[list * rows + row]; }
+  HD bool has_gradient(int64_t row) const {
+    return pointer(kGrad, row) != nullptr || pointer(kAccumulated, row) != nullptr;
+  }
+};
+
+// What a backend keeps beside a table between calls: device copies of the columns, scratch memory.
+struct TableCache {
+  virtual ~TableCache() = default;
+};
+
+class Table {
+ public:
+  explicit Table(std::vector<int64_t> numel) : numel_(std::move(numel)) {
+    const int64_t rows = int64_t(numel_.size());
+    data_.resize(kLists * rows);
+    dtype_.resize(kLists * rows, DType::kNone);
+    scaled_.resize(rows);
+    hyper_.resize(rows);
+    first_chunk_.push_back(0);
+    for (int64_t row = 0; row < rows; ++row) {
+      const int64_t count = (numel_[row] + kChunk - 1) / kChunk;
+      for (int64_t i = 0; i < count; ++i) chunks_.push_back({int32_t(row), int32_t(i)});
+      first_chunk_.push_back(int64_t(chunks_.size()));
+    }
+  }
+
+  int64_t rows() const { return int64_t(numel_.size()); }
+  int64_t numel(int64_t row) const { return numel_[row]; }
+
+  void set(int list, int64_t row, void* data, DType dtype) {
+    const int64_t i = list * rows() + row;
+    if (data_[i] == data && dtype_[i] == dtype) return;
+    data_[i] = data;
+    dtype_[i] = dtype;
+    changed_lists |= bit(list);
+  }
+
+  void set_scaled(int64_t row, bool scaled) {
+    if (scaled_[row] == uint8_t(scaled)) return;
+    scaled_[row] = scaled;
+    changed_scaled = true;
+  }
+
+  RowHyper& hyper(int64_t row) {
+    changed_hyper = true;
+    return hyper_[row];
+  }
+
+  // Host columns; coefs and partials are the backend's.
+  TableView view() const {
+    TableView view;
+    view.data = data_.data();
+    view.dtype = dtype_.data();
+    view.numel = numel_.data();
+    view.scaled = scaled_.data();
+    view.first_chunk = first_chunk_.data();
+    view.hyper = hyper_.data();
+    view.chunks = chunks_.data();
+    view.rows = rows();
+    view.chunk_count = int64_t(chunks_.size());
+    return view;
+  }
+
+  // What changed since a backend last copied the columns, which start as zeros; the backend clears them.
+  unsigned changed_lists = 0;
+  bool changed_scaled = false;
+  bool changed_hyper = false;
+
+  std::unique_ptr<TableCache> cache;
+
+ private:
+  std::vector<int64_t> numel_;
+  std::vector<void*> data_;
+  std::vector<DType> dtype_;
+  std::vector<uint8_t> scaled_;
+  std::vector<RowHyper> hyper_;
+  std::vector<Chunk> chunks_;
+  std::vector<int64_t> first_chunk_;
+};
+
+}  // namespace ampfuse

@@ -1,0 +1,142 @@
+#include "tensor_ops.h"
+
+#include "backend.h"
+#include "torch_backend.h"
+
+namespace ampfuse {
+namespace {
+
+struct NamedList {
+  const char* name;
+  const TensorList& tensors;
+  int list;
+  bool written;
+};
+
+std::string item(const NamedList& list, size_t i) { return std::string(list.name) + "[" + std::to_string(i) + "]"; }
+
+// Checks everything before anything is read, then fills the table.
+Table make_table(const std::vector<NamedList>& lists) {
+  const TensorList& first = lists[0].tensors;
+  std::vector<int64_t> numel;
+  for (const torch::Tensor& tensor : first) numel.push_back(tensor.numel());
+  Table table(std::move(numel));
+  for (const NamedList& list : lists) {
+    TORCH_CHECK_VALUE(list.tensors.size() == first.size(), list.name, " holds ", list.tensors.size(), " tensors and ",
+                      lists[0].name, " ", first.size(), "; the lists have to be equally long");
+    for (size_t i = 0; i < first.size(); ++i) {
+      const torch::Tensor& tensor = list.tensors[i];
+      TORCH_CHECK_TYPE(tensor.layout() == torch::kStrided, item(list, i), " is sparse; pass dense tensors");
+      const DType dtype = dtype_of(tensor, item(list, i));
+      TORCH_CHECK_VALUE(tensor.device() == first[0].device(), item(list, i), " is on ", tensor.device(), " and ",
+                        item(lists[0], 0), " on ", first[0].device(), "; call once per device");
+      TORCH_CHECK_VALUE(is_dense(tensor), item(list, i), " of shape ", tensor.sizes(), " and strides ",
+                        tensor.strides(), " has gaps or overlaps; pass a contiguous copy");
+      TORCH_CHECK_VALUE(tensor.sizes() == first[i].sizes() && tensor.strides() == first[i].strides(), item(list, i),
+                        " has shape ", tensor.sizes(), " and strides ", tensor.strides(), ", ", item(lists[0], i),
+                        " shape ", first[i].sizes(), " and strides ", first[i].strides(), "; they have to match");
+      TORCH_CHECK(!(list.written && tensor.requires_grad() && torch::GradMode::is_enabled()), item(list, i),
+                  " requires grad and would be written in place; call under torch.no_grad()");
+      table.set(list.list, int64_t(i), tensor.data_ptr(), dtype);
+    }
+  }
+  return table;
+}
+
+void bump_versions(const TensorList& tensors) {
+  for (const torch::Tensor& tensor : tensors) bump_version(tensor);
+}
+
+void map(const std::vector<NamedList>& lists, MapOp op, MapArgs args, const std::optional<torch::Tensor>& found_inf) {
+  Table table = make_table(lists);
+  if (lists[0].tensors.empty()) return;
+  args.found_inf = float_pointer(found_inf, "found_inf");
+  {
+    const DeviceScope scope(lists[0].tensors[0].device());
+    const pybind11::gil_scoped_release release;
+    scope.backend().map(table, op, args, scope.stream());
+  }
+  for (const NamedList& list : lists) {
+    if (list.written) bump_versions(list.tensors);
+  }
+}
+
+}  // namespace
+
+void scale(const TensorList& src, const TensorList& dst, double factor,
+           const std::optional<torch::Tensor>& found_inf) {
+  map({{"src", src, kSource, false}, {"dst", dst, kTarget, true}}, MapOp::kScale, {float(factor), 0, nullptr},
+      found_inf);
+}
+
+void axpby(const TensorList& x, const TensorList& y, const TensorList& out, double a, double b,
+           const std::optional<torch::Tensor>& found_inf, int64_t check) {
+  TORCH_CHECK_VALUE(check >= -1 && check <= 1, "check is ", check, "; it is -1 (x and y), 0 (x) or 1 (y)");
+  const MapOp op = check == 0 ? MapOp::kAxpbyCheckX : check == 1 ? MapOp::kAxpbyCheckY : MapOp::kAxpbyCheckBoth;
+  map({{"x", x, kSource, false}, {"y", y, kSource2, false}, {"out", out, kTarget, true}}, op,
+      {float(a), float(b), nullptr}, found_inf);
+}
+
+void copy(const TensorList& src, const TensorList& dst) { scale(src, dst, 1.0, std::nullopt); }
+
+void unscale(const TensorList& grads, const TensorList& out, const torch::Tensor& inv_scale,
+             const std::optional<torch::Tensor>& found_inf) {
+  Table table = make_table({{"grads", grads, kGrad, false}, {"out", out, kGradOut, true}});
+  if (grads.empty()) return;
+  for (int64_t row = 0; row < table.rows(); ++row) table.set_scaled(row, true);
+  InspectArgs args;
+  args.scale = float_pointer(inv_scale, "inv_scale");
+  args.scale_is_inverse = true;
+  args.found_inf = float_pointer(found_inf, "found_inf");
+  {
+    const DeviceScope scope(grads[0].device());
+    const pybind11::gil_scoped_release release;
+    scope.backend().inspect(table, args, scope.stream());
+  }
+  bump_versions(out);
+}
+
+std::tuple<torch::Tensor, torch::Tensor> l2norm(const TensorList& tensors, bool per_tensor) {
+  Table table = make_table({{"tensors", tensors, kGrad, false}});
+  const auto options = torch::TensorOptions().dtype(torch::kFloat32);
+  if (tensors.empty()) return {torch::zeros({}, options), torch::zeros({0}, options)};
+  const auto device = options.device(tensors[0].device());
+  torch::Tensor norm = torch::empty({}, device);
+  torch::Tensor norms = torch::empty({per_tensor ? table.rows() : 0}, device);
+  InspectArgs args;
+  args.norm = norm.data_ptr<float>();
+  args.row_norms = per_tensor ? norms.data_ptr<float>() : nullptr;
+  const DeviceScope scope(tensors[0].device());
+  const pybind11::gil_scoped_release release;
+  scope.backend().inspect(table, args, scope.stream());
+  return {norm, norms};
+}
+
+void update_scale(const torch::Tensor& scale, const torch::Tensor& growth_tracker,
+                  const torch::Tensor& hysteresis_tracker, const TensorList& found_infs, double growth_factor,
+                  double backoff_factor, int64_t growth_interval, double min_scale, double max_scale,
+                  int64_t hysteresis, bool share, bool dynamic) {
+  LossScale rule;
+  rule.scale = float_pointer(scale, "scale");
+  rule.growth_tracker = growth_tracker.data_ptr<int32_t>();
+  rule.hysteresis_tracker = hysteresis_tracker.data_ptr<int32_t>();
+  rule.growth_factor = growth_factor;
+  rule.backoff_factor = backoff_factor;
+  rule.growth_interval = int32_t(growth_interval);
+  rule.min_scale = min_scale;
+  rule.max_scale = max_scale;
+  rule.hysteresis = int32_t(hysteresis);
+  std::vector<float*> flags;
+  for (const torch::Tensor& found_inf : found_infs) {
+    TORCH_CHECK_VALUE(found_inf.device() == scale.device(), "a found_inf is on ", found_inf.device(),
+                      " and the scale on ", scale.device(), "; move the flag to the scale's device");
+    flags.push_back(float_pointer(found_inf, "found_inf"));
+  }
+  const DeviceScope scope(scale.device());
+  scope.backend().update_scale(rule, flags.data(), int(flags.size()), share, !dynamic, scope.stream());
+  if (dynamic) {
+    for (const torch::Tensor& tensor : {scale, growth_tracker, hysteresis_tracker}) bump_version(tensor);
+  }
+}
+
+}  // namespace ampfuse

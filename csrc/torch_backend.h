@@ -1,0 +1,73 @@
+// From torch's devices, dtypes and streams to the core's. The only place that knows both.
+#pragma once
+
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/extension.h>
+
+#include <string>
+
+#include "backend.h"
+
+namespace ampfuse {
+
+// Throws a TypeError that names `what` for a dtype the kernels do not store.
+inline DType dtype_of(const torch::Tensor& tensor, const std::string& what) {
+  switch (tensor.scalar_type()) {
+    case torch::kFloat32: return DType::kFloat32;
+    case torch::kFloat16: return DType::kFloat16;
+    case torch::kBFloat16: return DType::kBFloat16;
+    default:
+      TORCH_CHECK_TYPE(false, what, " is ", tensor.scalar_type(),
+                       "; ampfuse works on float32, float16 and bfloat16. Convert it, or leave it out.");
+  }
+}
+
+// The backend, device guard and stream for one call on `device`. Construct it on the calling thread.
+class DeviceScope {
+ public:
+  explicit DeviceScope(torch::Device device) : guard_(device) {
+    if (device.is_cpu()) {
+#if defined(AMPFUSE_EMULATE_CUDA)
+      backend_ = cuda_backend();  // tests: the CUDA kernels run on the host
+#else
+      backend_ = &cpu_backend();
+#endif
+      return;
+    }
+    TORCH_CHECK(device.is_cuda(), "ampfuse has kernels for cpu and cuda tensors, not for ", device);
+#if !defined(AMPFUSE_EMULATE_CUDA)
+    backend_ = cuda_backend();
+#endif
+    TORCH_CHECK(backend_, "ampfuse was built without CUDA, but got tensors on ", device,
+                ". Reinstall it where nvcc is found or can be installed: AMPFUSE_CUDA=ON pip install ampfuse");
+    stream_ = reinterpret_cast<void*>(c10::impl::VirtualGuardImpl(device.type()).getStream(device).native_handle());
+  }
+
+  Backend& backend() const { return *backend_; }
+  void* stream() const { return stream_; }
+
+ private:
+  c10::DeviceGuard guard_;
+  Backend* backend_ = nullptr;
+  void* stream_ = nullptr;
+};
+
+// Elements fill their storage without gaps or overlap, in whatever order: what kernels walk.
+inline bool is_dense(const torch::Tensor& tensor) { return tensor.is_non_overlapping_and_dense(); }
+
+inline float* float_pointer(const std::optional<torch::Tensor>& tensor, const char* what) {
+  if (!tensor || !tensor->defined()) return nullptr;
+  TORCH_CHECK_TYPE(tensor->scalar_type() == torch::kFloat32, what, " is ", tensor->scalar_type(),
+                   "; it has to be a float32 tensor");
+  TORCH_CHECK_VALUE(tensor->numel() >= 1, what, " is empty; it has to hold one element");
+  return tensor->data_ptr<float>();
+}
+
+inline void bump_version(const torch::Tensor& tensor) {
+  if (tensor.defined() && !tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+}
+
+inline int64_t version_of(const torch::Tensor& tensor) { return tensor.is_inference() ? 0 : tensor._version(); }
+
+}  // namespace ampfuse
