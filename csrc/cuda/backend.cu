@@ -1,0 +1,102 @@
+// The CUDA backend: which kernel each call launches. Every call is at most two launches, whatever the table.
+#include "../backend.h"
+
+#include <cuda_runtime.h>
+
+#include "apply.cuh"
+#include "device_table.cuh"
+#include "inspect.cuh"
+#include "launch.cuh"
+
+namespace ampfuse {
+namespace {
+
+// One block, so that its barrier orders the decision before the rows that depend on it.
+constexpr int kPrepareThreads = 1024;
+
+__global__ void __launch_bounds__(kPrepareThreads)
+    prepare_kernel(TableView view, StepState* state, StepDecision decision, float* steps) {
+  if (threadIdx.x == 0) decide_step(*state, decision);
+  __syncthreads();
+  for (int64_t row = threadIdx.x; row < view.rows; row += kPrepareThreads) {
+    if (!view.has_gradient(row)) continue;
+    view.coefs[row] = advance_row(view.hyper[row], *state, view.scaled[row], &steps[row]);
+  }
+}
+
+// Flags travel in the kernel's arguments, of which every CUDA version takes 4 KB.
+constexpr int kMaxFlags = 256;
+
+struct Flags {
+  float* flag[kMaxFlags];
+  int count;
+};
+
+__global__ void update_scale_kernel(LossScale rule, Flags flags, bool share, bool fixed) {
+  bool any = false;
+  for (int i = 0; i < flags.count; ++i) any = any || *flags.flag[i] != 0;
+  if (share && any) {
+    for (int i = 0; i < flags.count; ++i) *flags.flag[i] = 1;
+  }
+  if (!fixed) update_loss_scale(rule, any);
+}
+
+class CudaBackend : public Backend {
+ public:
+  void inspect(Table& table, const InspectArgs& args, void* stream) override {
+    const TableUse use(table, cudaStream_t(stream));
+    ampfuse::inspect(use.view(), args, use.ticket(), cudaStream_t(stream));
+  }
+
+  void prepare(Table& table, StepState* state, const StepDecision& decision, float* steps, void* stream) override {
+    const TableUse use(table, cudaStream_t(stream));
+    launch(Kernel{"prepare", prepare_kernel}, 1, kPrepareThreads, cudaStream_t(stream), use.view(), state, decision,
+           steps);
+  }
+
+  void update(Table& table, Algorithm algorithm, const StepState* state, void* stream) override {
+    const TableUse use(table, cudaStream_t(stream));
+    const auto run = [&](auto op, const char* name) {
+      apply<decltype(op)>(name, use.view(), true, state, 0, 0, nullptr, cudaStream_t(stream));
+    };
+    switch (algorithm) {
+      case Algorithm::kNone: return;
+      case Algorithm::kSgd: return run(SgdOp{}, "sgd");
+      case Algorithm::kAdam: return run(AdamOp{}, "adam");
+    }
+  }
+
+  void map(Table& table, MapOp op, const MapArgs& args, void* stream) override {
+    const TableUse use(table, cudaStream_t(stream));
+    const auto run = [&](auto op, const char* name) {
+      apply<decltype(op)>(name, use.view(), false, nullptr, args.a, args.b, args.found_inf, cudaStream_t(stream));
+    };
+    switch (op) {
+      case MapOp::kScale: return run(ScaleOp{}, "scale");
+      case MapOp::kAxpbyCheckBoth: return run(AxpbyOp<bit(kSource) | bit(kSource2)>{}, "axpby");
+      case MapOp::kAxpbyCheckX: return run(AxpbyOp<bit(kSource)>{}, "axpby");
+      case MapOp::kAxpbyCheckY: return run(AxpbyOp<bit(kSource2)>{}, "axpby");
+      case MapOp::kRefresh: return run(RefreshOp{}, "refresh");
+      case MapOp::kPublish: return run(PublishOp{}, "publish");
+    }
+  }
+
+  void update_scale(const LossScale& rule, float* const* found_inf, int count, bool share, bool fixed,
+                    void* stream) override {
+    AMPFUSE_CHECK(count <= kMaxFlags, "a loss scaler takes at most ", kMaxFlags, " optimizers, and this one has ",
+                  count);
+    Flags flags = {};
+    flags.count = count;
+    for (int i = 0; i < count; ++i) flags.flag[i] = found_inf[i];
+    launch(Kernel{"update_scale", update_scale_kernel}, 1, 1, cudaStream_t(stream), rule, flags, share, fixed);
+  }
+};
+
+}  // namespace
+
+Backend* cuda_backend() {
+  static CudaBackend backend;
+  return &backend;
+}
+
+}  // namespace ampfuse

@@ -1,0 +1,338 @@
+#include "device_table.cuh"
+
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <vector>
+
+#include "launch.cuh"
+
+namespace ampfuse {
+namespace {
+
+// --- device memory ----------------------------------------------------------------------------------------
+
+std::shared_ptr<void> allocate_plain(size_t bytes) {
+  void* memory = nullptr;
+  CUDA_CHECK(cudaMalloc(&memory, bytes));
+  return {memory, [](void* p) { (void)cudaFree(p); }};
+}
+
+Allocate allocate_device = allocate_plain;
+
+// The owner of captured columns is a graph, and a graph's user objects die on a thread that may not call CUDA.
+// What they leave behind is freed on the next occasion.
+struct Orphans {
+  std::mutex mutex;
+  std::vector<void*> memory;
+
+  void add(void* p) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    memory.push_back(p);
+  }
+  void free_all() {
+    const std::lock_guard<std::mutex> lock(mutex);
+    for (void* p : memory) (void)cudaFree(p);
+    memory.clear();
+  }
+};
+
+Orphans& orphans() {
+  static auto* orphans = new Orphans;  // outlives every graph
+  return *orphans;
+}
+
+std::shared_ptr<void> allocate_for_graph(size_t bytes) {
+  void* memory = nullptr;
+  CUDA_CHECK(cudaMalloc(&memory, bytes));
+  return {memory, [](void* p) { orphans().add(p); }};
+}
+
+// Another stream may be capturing in the mode that forbids this thread every call that could wait or allocate.
+// None of ours touches that capture.
+class AllowUnsafeCalls {
+ public:
+  AllowUnsafeCalls() { CUDA_CHECK(cudaThreadExchangeStreamCaptureMode(&mode_)); }
+  ~AllowUnsafeCalls() { (void)cudaThreadExchangeStreamCaptureMode(&mode_); }
+  AllowUnsafeCalls(const AllowUnsafeCalls&) = delete;
+  AllowUnsafeCalls& operator=(const AllowUnsafeCalls&) = delete;
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
+// --- staging ----------------------------------------------------------------------------------------------
+
+// Pinned buffers that copies to one device read from, each reused only after the copy before it is done. The
+// ring grows while the oldest buffer is still needed, so the host runs up to kMaxBuffers uploads ahead of the
+// device before it waits.
+class PinnedRing {
+ public:
+  struct Buffer {
+    char* memory = nullptr;
+    size_t bytes = 0;
+    cudaEvent_t copied = nullptr;
+  };
+
+  // A buffer of at least `bytes`. The caller records `copied` behind the copy.
+  Buffer& take(size_t bytes) {
+    if (buffers_.empty() || (buffers_.size() < kMaxBuffers && !done(buffers_[next_]))) {
+      Buffer buffer;
+      CUDA_CHECK(cudaEventCreateWithFlags(&buffer.copied, cudaEventDisableTiming));
+      buffers_.insert(buffers_.begin() + next_, buffer);
+    }
+    Buffer& buffer = buffers_[next_];
+    CUDA_CHECK(cudaEventSynchronize(buffer.copied));
+    if (buffer.bytes < bytes) {
+      (void)cudaFreeHost(buffer.memory);
+      buffer.memory = nullptr;
+      buffer.bytes = 0;
+      const size_t rounded = std::max(size_t(4096), bytes + bytes / 2);
+      void* memory = nullptr;
+      CUDA_CHECK(cudaHostAlloc(&memory, rounded, cudaHostAllocDefault));
+      buffer.memory = static_cast<char*>(memory);
+      buffer.bytes = rounded;
+    }
+    next_ = (next_ + 1) % buffers_.size();
+    return buffer;
+  }
+
+  std::mutex mutex;
+
+ private:
+  static constexpr size_t kMaxBuffers = 64;
+
+  static bool done(const Buffer& buffer) {
+    const cudaError_t status = cudaEventQuery(buffer.copied);
+    if (status != cudaErrorNotReady) CUDA_CHECK(status);
+    (void)cudaGetLastError();  // "not ready" is no error to report later
+    return status == cudaSuccess;
+  }
+
+  std::vector<Buffer> buffers_;
+  size_t next_ = 0;  // the oldest
+};
+
+PinnedRing& pinned_ring() {
+  static std::mutex mutex;
+  static auto* rings = new std::map<int, PinnedRing>;  // by device; CUDA may be gone when statics die
+  int device = 0;
+  CUDA_CHECK(cudaGetDevice(&device));
+  const std::lock_guard<std::mutex> lock(mutex);
+  return (*rings)[device];
+}
+
+// --- columns ----------------------------------------------------------------------------------------------
+
+// A piece of a column, from the host's table to the device's.
+struct Piece {
+  void* to;
+  const void* from;
+  size_t bytes;
+};
+
+template <class T>
+Piece piece(const T* to, const T* from, int64_t count) {
+  return {const_cast<T*>(to), from, sizeof(T) * size_t(count)};
+}
+
+// Hands out aligned pieces of one allocation; with no memory yet, it adds up what is needed.
+class Carver {
+ public:
+  explicit Carver(void* memory) : memory_(static_cast<char*>(memory)) {}
+  template <class T>
+  T* take(int64_t count) {
+    T* taken = memory_ ? reinterpret_cast<T*>(memory_ + used_) : nullptr;
+    used_ += (sizeof(T) * size_t(count) + 255) / 256 * 256;
+    return taken;
+  }
+  size_t used() const { return used_; }
+
+ private:
+  char* memory_;
+  size_t used_ = 0;
+};
+
+size_t lay_out(DeviceColumns& columns, void* memory, const TableView& host) {
+  Carver carver(memory);
+  TableView& view = columns.view;
+  view = host;
+  view.data = carver.take<void*>(kLists * host.rows);
+  view.dtype = carver.take<DType>(kLists * host.rows);
+  view.numel = carver.take<int64_t>(host.rows);
+  view.scaled = carver.take<uint8_t>(host.rows);
+  view.first_chunk = carver.take<int64_t>(host.rows + 1);
+  view.hyper = carver.take<RowHyper>(host.rows);
+  view.chunks = carver.take<Chunk>(host.chunk_count);
+  view.coefs = carver.take<RowCoef>(host.rows);
+  view.partials = carver.take<Partial>(host.chunk_count);
+  columns.ticket = carver.take<unsigned>(1);
+  return carver.used();
+}
+
+// Zeroes the columns, as those of a new host table are, and the ticket.
+DeviceColumns make_columns(const TableView& host, Allocate allocate, cudaStream_t stream) {
+  DeviceColumns columns;
+  const size_t bytes = lay_out(columns, nullptr, host);
+  columns.memory = allocate(bytes);
+  lay_out(columns, columns.memory.get(), host);
+  CUDA_CHECK(cudaMemsetAsync(columns.memory.get(), 0, bytes, stream));
+  return columns;
+}
+
+// What never changes once a table exists.
+void add_plan(std::vector<Piece>& pieces, const TableView& view, const TableView& host) {
+  pieces.push_back(piece(view.numel, host.numel, host.rows));
+  pieces.push_back(piece(view.first_chunk, host.first_chunk, host.rows + 1));
+  pieces.push_back(piece(view.chunks, host.chunks, host.chunk_count));
+}
+
+void add_columns(std::vector<Piece>& pieces, const TableView& view, const TableView& host, unsigned lists,
+                 bool scaled, bool hyper) {
+  const int64_t rows = host.rows;
+  for (int list = 0; list < kLists; ++list) {
+    if (!(lists & bit(list))) continue;
+    pieces.push_back(piece(view.data + list * rows, host.data + list * rows, rows));
+    pieces.push_back(piece(view.dtype + list * rows, host.dtype + list * rows, rows));
+  }
+  if (scaled) pieces.push_back(piece(view.scaled, host.scaled, rows));
+  if (hyper) pieces.push_back(piece(view.hyper, host.hyper, rows));
+}
+
+void upload(const std::vector<Piece>& pieces, cudaStream_t stream) {
+  size_t bytes = 0;
+  for (const Piece& piece : pieces) bytes += piece.bytes;
+  if (bytes == 0) return;
+  PinnedRing& ring = pinned_ring();
+  const std::lock_guard<std::mutex> lock(ring.mutex);
+  PinnedRing::Buffer& buffer = ring.take(bytes);
+  char* staged = buffer.memory;
+  for (const Piece& piece : pieces) {
+    if (piece.bytes == 0) continue;
+    std::memcpy(staged, piece.from, piece.bytes);
+    CUDA_CHECK(cudaMemcpyAsync(piece.to, staged, piece.bytes, cudaMemcpyHostToDevice, stream));
+    staged += piece.bytes;
+  }
+  CUDA_CHECK(cudaEventRecord(buffer.copied, stream));
+}
+
+// --- capture ----------------------------------------------------------------------------------------------
+
+struct Capture {
+  unsigned long long id = 0;  // 0: the stream does not capture
+  cudaGraph_t graph = nullptr;
+};
+
+Capture current_capture(cudaStream_t stream) {
+  Capture capture;
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+#if CUDART_VERSION >= 13000
+  CUDA_CHECK(cudaStreamGetCaptureInfo(stream, &status, &capture.id, &capture.graph));
+#else
+  CUDA_CHECK(cudaStreamGetCaptureInfo_v2(stream, &status, &capture.id, &capture.graph));
+#endif
+  if (status != cudaStreamCaptureStatusActive) return {};
+  return capture;
+}
+
+// Columns that belong to the graph being captured; see note [captured tables].
+DeviceColumns capture_columns(const TableView& host, const Capture& capture) {
+  cudaStream_t side = nullptr;
+  CUDA_CHECK(cudaStreamCreateWithFlags(&side, cudaStreamNonBlocking));
+  const std::unique_ptr<CUstream_st, void (*)(cudaStream_t)> owner(side, [](cudaStream_t s) { (void)cudaStreamDestroy(s); });
+  DeviceColumns columns = make_columns(host, allocate_for_graph, side);
+  std::vector<Piece> pieces;
+  add_plan(pieces, columns.view, host);
+  add_columns(pieces, columns.view, host, ~0u, true, true);
+  upload(pieces, side);
+  CUDA_CHECK(cudaStreamSynchronize(side));
+
+  cudaUserObject_t object = nullptr;
+  const auto destroy = [](void* owned) { delete static_cast<std::shared_ptr<void>*>(owned); };
+  CUDA_CHECK(cudaUserObjectCreate(&object, new std::shared_ptr<void>(columns.memory), destroy, 1,
+                                  cudaUserObjectNoDestructorSync));
+  CUDA_CHECK(cudaGraphRetainUserObject(capture.graph, object, 1, cudaGraphUserObjectMove));
+  return columns;
+}
+
+}  // namespace
+
+void set_device_allocator(Allocate allocate) { allocate_device = allocate ? allocate : allocate_plain; }
+
+// --- DeviceTable ------------------------------------------------------------------------------------------
+
+DeviceTable::~DeviceTable() {
+  // The allocator may hand the memory on in the order of the stream it was made on; work on others may still run.
+  if (changed_stream_) (void)cudaEventSynchronize(last_use_);
+  if (last_use_ != nullptr) (void)cudaEventDestroy(last_use_);
+}
+
+const DeviceColumns& DeviceTable::acquire(Table& table, cudaStream_t stream) {
+  const AllowUnsafeCalls allowed;
+  orphans().free_all();
+  const Capture capture = current_capture(stream);
+  if (capture.id == 0) {
+    note_changes(table);
+    captured_ = {};
+    capture_ = 0;
+    wait_for_last_use(stream);
+    upload_changes(table, stream);
+    return eager_;
+  }
+  const bool changed = table.changed_lists != 0 || table.changed_scaled || table.changed_hyper;
+  note_changes(table);
+  if (capture_ != capture.id || changed) {
+    DeviceColumns columns = capture_columns(table.view(), capture);
+    captured_ = std::move(columns);
+    capture_ = capture.id;
+  }
+  return captured_;
+}
+
+void DeviceTable::release(cudaStream_t stream) {
+  if (capture_ != 0) return;
+  if (last_use_ == nullptr) (void)cudaEventCreateWithFlags(&last_use_, cudaEventDisableTiming);
+  (void)cudaEventRecord(last_use_, stream);
+  last_stream_ = stream;
+  used_ = true;
+}
+
+void DeviceTable::note_changes(Table& table) {
+  pending_lists_ |= table.changed_lists;
+  pending_scaled_ |= table.changed_scaled;
+  pending_hyper_ |= table.changed_hyper;
+  table.changed_lists = 0;
+  table.changed_scaled = table.changed_hyper = false;
+}
+
+void DeviceTable::wait_for_last_use(cudaStream_t stream) {
+  if (!used_ || stream == last_stream_) return;
+  CUDA_CHECK(cudaStreamWaitEvent(stream, last_use_, 0));
+  changed_stream_ = true;
+}
+
+void DeviceTable::upload_changes(const Table& table, cudaStream_t stream) {
+  const TableView host = table.view();
+  std::vector<Piece> pieces;
+  if (eager_.memory == nullptr) {
+    eager_ = make_columns(host, allocate_device, stream);
+    add_plan(pieces, eager_.view, host);
+  }
+  add_columns(pieces, eager_.view, host, pending_lists_, pending_scaled_, pending_hyper_);
+  upload(pieces, stream);
+  pending_lists_ = 0;
+  pending_scaled_ = pending_hyper_ = false;
+}
+
+// --- TableUse ---------------------------------------------------------------------------------------------
+
+static DeviceTable& device_table(Table& table) {
+  if (!table.cache) table.cache = std::make_unique<DeviceTable>();
+  return static_cast<DeviceTable&>(*table.cache);
+}
+
+TableUse::TableUse(Table& table, cudaStream_t stream)
+    : cache_(device_table(table)), stream_(stream), columns_(cache_.acquire(table, stream)) {}
+
+}  // namespace ampfuse

@@ -1,0 +1,69 @@
+// A table's columns in device memory, kept between calls: only what changed is uploaded.
+//
+// Note [captured tables]. A copy from host memory that is captured in a CUDA graph would read the host again at
+// every replay, long after the staging buffer holds something else; and columns shared between a graph and eager
+// steps would show the graph whatever an eager step uploaded last. So each capture gets columns of its own, filled
+// once, outside the graph, and given to the graph as a user object that dies with it. Their memory does not come
+// from the allocator of the capture, whose pool may hand the graph an address that an earlier node of the same graph
+// writes again at every replay.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <memory>
+
+#include "../backend.h"
+
+namespace ampfuse {
+
+// One set of columns and the scratch memory beside them.
+struct DeviceColumns {
+  std::shared_ptr<void> memory;
+  TableView view;              // every pointer is into `memory`
+  unsigned* ticket = nullptr;  // of inspect's blocks; zero between launches
+};
+
+class DeviceTable : public TableCache {
+ public:
+  ~DeviceTable() override;
+
+  // Columns that work queued on `stream` from now on sees up to date.
+  const DeviceColumns& acquire(Table& table, cudaStream_t stream);
+  // To be called when that work has been queued.
+  void release(cudaStream_t stream);
+
+ private:
+  void note_changes(Table& table);
+  void upload_changes(const Table& table, cudaStream_t stream);
+  void wait_for_last_use(cudaStream_t stream);
+
+  DeviceColumns eager_;
+  unsigned pending_lists_ = 0;
+  bool pending_scaled_ = false, pending_hyper_ = false;
+
+  cudaEvent_t last_use_ = nullptr;
+  cudaStream_t last_stream_ = nullptr;
+  bool used_ = false, changed_stream_ = false;
+
+  DeviceColumns captured_;
+  unsigned long long capture_ = 0;  // 0: none
+};
+
+// The columns of `table` for the scope in which work on `stream` is queued.
+class TableUse {
+ public:
+  TableUse(Table& table, cudaStream_t stream);
+  ~TableUse() { cache_.release(stream_); }
+  TableUse(const TableUse&) = delete;
+  TableUse& operator=(const TableUse&) = delete;
+
+  const TableView& view() const { return columns_.view; }
+  unsigned* ticket() const { return columns_.ticket; }
+
+ private:
+  DeviceTable& cache_;
+  cudaStream_t stream_;
+  const DeviceColumns& columns_;
+};
+
+}  // namespace ampfuse

@@ -1,0 +1,372 @@
+// The core at its seams: the CUDA backend must leave the bits that the CPU backend leaves.
+#include "world.h"
+
+using namespace ampfuse;
+
+namespace {
+
+constexpr DType kTypes[] = {kF32, kF16, kBF16};
+
+// 0 .. 3 vectors of the widest CPU instruction set, packs, tiles, slices and chunks, each with its neighbours.
+std::vector<int64_t> seam_sizes() {
+  std::vector<int64_t> sizes;
+  for (int64_t n = 0; n <= 49; ++n) sizes.push_back(n);
+  for (const int64_t seam : {int64_t(256), int64_t(kTile), kChunk / 4, kChunk}) {
+    for (int64_t n = seam - 1; n <= seam + 1; ++n) sizes.push_back(n);
+  }
+  sizes.push_back(3 * kChunk + 5);
+  return sizes;
+}
+
+RowHyper adam_hyper(int variant) {
+  RowHyper hyper;
+  hyper.lr = 1e-2 / (1 + variant % 3);
+  hyper.weight_decay = variant % 2 ? 0.1 : 0.0;
+  hyper.beta1 = 0.9;
+  hyper.beta2 = 0.99;
+  hyper.eps = 1e-8;
+  hyper.momentum = variant % 3 ? 0.9 : 0.0;
+  hyper.dampening = variant % 3 == 2 ? 0.1 : 0.0;
+  if (variant % 4 == 1) hyper.flags |= kDecoupled;
+  if (variant % 5 == 2) hyper.flags |= kMaximize;
+  if (variant % 3 == 1) hyper.flags |= kNesterov;
+  return hyper;
+}
+
+// A row of an optimizer: a half model weight beside an FP32 master, or a parameter alone.
+RowSpec optimizer_row(int64_t numel, int variant) {
+  RowSpec row;
+  row.numel = numel;
+  row.hyper = adam_hyper(variant);
+  row.misaligned = variant % 4 == 3 ? 1 + variant % 3 : 0;
+  row.scaled = variant % 2 == 0;
+  row.types[kGrad] = kTypes[variant % 3];
+  if (variant % 3 != 0) row.types[kModel] = kTypes[variant % 3];
+  row.types[kParam] = row.types[kModel] != kAbsent ? kF32 : kTypes[variant / 3 % 3];
+  if (variant % 5 == 4) row.types[kAccumulated] = kF32;
+  if (variant % 7 == 6) row.types[kGrad] = kAbsent;
+  row.types[kState0] = row.types[kState1] = kF32;
+  if (variant % 4 == 2) row.types[kState2] = kF32;
+  return row;
+}
+
+std::vector<RowSpec> optimizer_rows() {
+  std::vector<RowSpec> rows;
+  int variant = 0;
+  for (const int64_t n : seam_sizes()) rows.push_back(optimizer_row(n, variant++));
+  return rows;
+}
+
+void new_gradients(World& world, unsigned seed) {
+  for (int64_t row = 0; row < world.rows(); ++row) {
+    for (const int list : {int(kGrad), int(kAccumulated)}) {
+      if (!world.values(row, list).empty()) world.fill(row, list, seed);
+    }
+  }
+}
+
+RowSpec gradient_row(int64_t numel, DType type, bool scaled = false) {
+  RowSpec row;
+  row.numel = numel;
+  row.types[kGrad] = type;
+  row.scaled = scaled;
+  return row;
+}
+
+constexpr float kInf = __builtin_inff(), kNan = __builtin_nanf("");
+
+}  // namespace
+
+// --- steps ------------------------------------------------------------------------------------------------
+
+TEST(adam_steps) {
+  Pair pair(optimizer_rows());
+  for (unsigned step = 0; step < 3; ++step) {
+    pair.both([&](World& world) {
+      new_gradients(world, 10 + step);
+      world.step(Algorithm::kAdam);
+    });
+    pair.expect_same();
+  }
+}
+
+TEST(sgd_steps) {
+  Pair pair(optimizer_rows());
+  for (unsigned step = 0; step < 3; ++step) {
+    pair.both([&](World& world) {
+      new_gradients(world, 10 + step);
+      world.step(Algorithm::kSgd, step == 1 ? 0.0 : 0.5);
+    });
+    pair.expect_same();
+  }
+}
+
+TEST(every_dtype_mixture) {
+  std::vector<RowSpec> rows;
+  for (const DType grad : kTypes) {
+    for (const DType param : kTypes) {
+      for (const DType model : {kAbsent, kF16, kBF16}) {
+        for (const int misaligned : {0, 1, 3, 8}) {
+          RowSpec row = optimizer_row(kTile + 13, int(rows.size()));
+          row.types[kGrad] = grad;
+          row.types[kParam] = param;
+          row.types[kModel] = model;
+          row.misaligned = misaligned;
+          rows.push_back(row);
+        }
+      }
+    }
+  }
+  Pair pair(rows);
+  pair.both([](World& world) { world.step(Algorithm::kAdam); });
+  pair.expect_same();
+}
+
+TEST(many_rows) {
+  std::vector<RowSpec> rows;
+  for (int i = 0; i < 5000; ++i) rows.push_back(optimizer_row(i % 37, i));
+  Pair pair(rows);
+  pair.both([](World& world) {
+    world.step(Algorithm::kAdam);
+    world.step(Algorithm::kAdam);
+  });
+  pair.expect_same();
+}
+
+TEST(no_rows) {
+  for (const auto& rows : {std::vector<RowSpec>(), std::vector<RowSpec>{optimizer_row(0, 0)}}) {
+    Pair pair(rows);
+    pair.both([](World& world) { world.step(Algorithm::kAdam); });
+    pair.expect_same();
+    EXPECT(pair.gpu.norm.read() == 0.0f);
+  }
+}
+
+TEST(gradients_come_and_go) {
+  Pair pair({optimizer_row(100, 0), optimizer_row(5000, 1), optimizer_row(77, 2)});
+  for (int step = 0; step < 4; ++step) {
+    pair.both([&](World& world) {
+      if (step == 1) world.drop(1, kGrad);
+      if (step == 3) world.fill(1, kGrad, 5);
+      world.step(Algorithm::kAdam);
+    });
+    pair.expect_same();
+  }
+  EXPECT(pair.gpu.steps.read(0) == 4 && pair.gpu.steps.read(1) == 2);
+}
+
+// --- inspect ----------------------------------------------------------------------------------------------
+
+TEST(norms) {
+  std::vector<RowSpec> rows;
+  for (const int64_t n : seam_sizes()) {
+    for (const DType type : kTypes) {
+      rows.push_back(gradient_row(n, type, n % 2));
+      rows.back().misaligned = int(rows.size() % 5 == 0);
+    }
+  }
+  rows.push_back(gradient_row(40 * kChunk + 1, kBF16));  // a row of more chunks than a warp has lanes
+  Pair pair(rows);
+  pair.both([](World& world) { world.inspect(); });
+  pair.expect_same();
+  double sum = 0;
+  for (int64_t row = 0; row < pair.cpu.rows(); ++row) {
+    for (const float value : pair.cpu.values(row, kGrad)) {
+      const double unscaled = double(value) / (rows[size_t(row)].scaled ? 1024.0 : 1.0);
+      sum += unscaled * unscaled;
+    }
+  }
+  EXPECT(std::abs(pair.gpu.norm.read() / std::sqrt(sum) - 1) < 1e-6);
+}
+
+TEST(norm_of_extreme_values) {
+  for (const float magnitude : {1e20f, 3e38f, 1e-30f, 1e-38f, 1e-44f}) {
+    for (const int64_t n : {int64_t(1), int64_t(9), kChunk + 77}) {
+      Pair pair({gradient_row(n, kBF16), gradient_row(n, kF32), gradient_row(100, kF32)});
+      pair.both([&](World& world) {
+        for (int64_t i = 0; i < n; i += 1 + n / 9) {
+          world.set(0, kGrad, i, magnitude);
+          world.set(1, kGrad, i, -magnitude);
+        }
+        world.inspect();
+      });
+      pair.expect_same();
+      EXPECT(std::isfinite(pair.gpu.norm.read()));
+      EXPECT(pair.gpu.found_inf.read() == 0);
+    }
+  }
+}
+
+TEST(norm_of_tiny_values_alone) {
+  for (const float magnitude : {1e-30f, 1e-38f, 1e-44f}) {
+    Pair pair({gradient_row(300, kF32)});
+    pair.both([&](World& world) {
+      for (int64_t i = 0; i < 300; ++i) world.set(0, kGrad, i, magnitude);
+      world.inspect();
+    });
+    pair.expect_same();
+    const double expected = std::sqrt(300.0) * double(magnitude);
+    EXPECT(std::abs(pair.gpu.norm.read() - expected) <= 1e-6 * expected + 1e-45);
+  }
+}
+
+TEST(non_finite_anywhere) {
+  const int64_t n = kChunk + 5;
+  for (const DType type : kTypes) {
+    for (const float bad : {kInf, -kInf, kNan}) {
+      for (const int64_t i : {int64_t(0), int64_t(kTile - 1), kChunk - 1, kChunk, n - 1}) {
+        Pair pair({gradient_row(10, kF32), gradient_row(n, type), gradient_row(3, kF16)});
+        pair.both([&](World& world) {
+          world.set(1, kGrad, i, bad);
+          world.inspect();
+        });
+        pair.expect_same();
+        const StepState state = pair.gpu.state.read();
+        EXPECT(state.found_inf == 1 && state.bad_row == 1);
+        EXPECT((state.bad_bits == kInfinityBits) == (bad == bad));
+        EXPECT(pair.gpu.found_inf.read() == 1);
+      }
+    }
+  }
+}
+
+TEST(unscaled_gradients_are_written) {
+  for (const bool in_place : {false, true}) {
+    for (const float magnitude : {1.0f, 1e-20f, 1e30f}) {
+      std::vector<RowSpec> rows;
+      for (const DType type : kTypes) {
+        for (const DType out : {kF32, type}) {
+          RowSpec row = gradient_row(2 * kTile + 3, type, true);
+          row.misaligned = int(rows.size()) % 3;
+          row.types[kGradOut] = in_place ? kAbsent : out;
+          row.types[kAccumulated] = rows.size() % 2 ? kF32 : kAbsent;
+          rows.push_back(row);
+        }
+      }
+      Pair pair(rows);
+      pair.both([&](World& world) {
+        for (int64_t row = 0; row < world.rows(); ++row) {
+          world.set(row, kGrad, 5, magnitude);
+          if (in_place) world.alias(row, kGradOut, kGrad);
+        }
+        world.inspect();
+      });
+      pair.expect_same();
+    }
+  }
+}
+
+// --- skipped steps ----------------------------------------------------------------------------------------
+
+TEST(a_skipped_step_changes_nothing) {
+  for (const Algorithm algorithm : {Algorithm::kSgd, Algorithm::kAdam}) {
+    Pair pair(optimizer_rows());
+    World before(false, optimizer_rows());
+    pair.both([&](World& world) {
+      world.set(40, kGrad, 0, kNan);
+      world.step(algorithm);
+    });
+    pair.expect_same();
+    for (int64_t row = 0; row < before.rows(); ++row) {
+      EXPECT(pair.gpu.steps.read(size_t(row)) == 0);
+      for (const List list : {kParam, kModel, kState0, kState1, kState2}) {
+        EXPECT(pair.gpu.values(row, list) == before.values(row, list));
+      }
+    }
+    EXPECT(pair.gpu.state.read().skip == 1 && pair.gpu.state.read().last_bad_row == 40);
+  }
+}
+
+TEST(a_static_scale_never_skips) {
+  Pair pair(optimizer_rows());
+  pair.both([&](World& world) {
+    world.set(40, kGrad, 0, kNan);
+    world.step(Algorithm::kAdam, 1.0, false);
+  });
+  pair.expect_same();
+  EXPECT(pair.gpu.state.read().skip == 0);
+  EXPECT(std::isnan(pair.gpu.values(40, kParam)[0]));
+}
+
+// --- multi-tensor ops -------------------------------------------------------------------------------------
+
+TEST(maps) {
+  std::vector<RowSpec> rows;
+  for (const int64_t n : seam_sizes()) {
+    const size_t i = rows.size();
+    RowSpec row;
+    row.numel = n;
+    row.misaligned = int(i % 4 == 3);
+    row.types[kSource] = kTypes[i % 3];
+    row.types[kSource2] = kTypes[i / 3 % 3];
+    row.types[kTarget] = kTypes[i / 9 % 3];
+    row.types[kParam] = kF32;
+    row.types[kModel] = i % 5 == 0 ? kAbsent : kTypes[i % 3];
+    rows.push_back(row);
+  }
+  for (const MapOp op : {MapOp::kScale, MapOp::kAxpbyCheckBoth, MapOp::kAxpbyCheckX, MapOp::kAxpbyCheckY,
+                         MapOp::kRefresh, MapOp::kPublish}) {
+    for (const int bad : {-1, int(kSource), int(kSource2)}) {
+      Pair pair(rows);
+      pair.both([&](World& world) {
+        if (bad >= 0) world.set(30, bad, 29, -kInf);
+        MapArgs args;
+        args.a = 0.37f;
+        args.b = -1.25f;
+        args.found_inf = world.found_inf.get();
+        world.backend().map(*world.table, op, args, nullptr);
+      });
+      pair.expect_same();
+      const bool reads_x = op == MapOp::kScale || op == MapOp::kAxpbyCheckBoth || op == MapOp::kAxpbyCheckX;
+      const bool reads_y = op == MapOp::kAxpbyCheckBoth || op == MapOp::kAxpbyCheckY;
+      EXPECT(pair.gpu.found_inf.read() == float((bad == kSource && reads_x) || (bad == kSource2 && reads_y)));
+    }
+  }
+}
+
+TEST(refresh_leaves_rows_without_a_model_weight) {
+  RowSpec row;
+  row.numel = 9;
+  row.types[kParam] = kF32;
+  Pair pair({row});
+  World before(false, {row});
+  pair.both([](World& world) { world.backend().map(*world.table, MapOp::kRefresh, {}, nullptr); });
+  EXPECT(pair.cpu.values(0, kParam) == before.values(0, kParam));
+  EXPECT(pair.gpu.values(0, kParam) == before.values(0, kParam));
+}
+
+// --- loss scale -------------------------------------------------------------------------------------------
+
+TEST(loss_scale) {
+  for (const bool share : {false, true}) {
+    for (const bool fixed : {false, true}) {
+      std::vector<std::vector<float>> histories;
+      for (const bool on_cuda : {false, true}) {
+        Cell<float> scale(on_cuda, 65536.0f), flags(on_cuda, 0.0f, 3);
+        Cell<int32_t> growth(on_cuda, 0), hysteresis(on_cuda, 2);
+        LossScale rule;
+        rule.scale = scale.get();
+        rule.growth_tracker = growth.get();
+        rule.hysteresis_tracker = hysteresis.get();
+        rule.growth_interval = 3;
+        rule.hysteresis = 2;
+        rule.min_scale = 16384;
+        rule.max_scale = 131072;
+        float* const pointers[] = {flags.get(), flags.get() + 1, flags.get() + 2};
+        std::vector<float> history;
+        for (int step = 0; step < 20; ++step) {
+          flags.write(step % 7 < 3 ? 1.0f : 0.0f, 1);
+          (on_cuda ? *cuda_backend() : cpu_backend()).update_scale(rule, pointers, 3, share, fixed, nullptr);
+          history.insert(history.end(), {scale.read(), float(growth.read()), float(hysteresis.read()),
+                                         flags.read(0), flags.read(2)});
+          flags.write(0, 0);
+          flags.write(0, 2);
+        }
+        histories.push_back(history);
+      }
+      EXPECT(histories[0] == histories[1]);
+    }
+  }
+}
+
+int main(int argc, char** argv) { return run_tests(argc, argv); }

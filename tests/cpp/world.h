@@ -1,0 +1,240 @@
+// One table of tensors with everything beside it, in the memory of one backend. Two worlds made from the same
+// specification hold the same bits; after the same calls they still must.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cmath>
+#include <memory>
+#include <random>
+#include <vector>
+
+#include "backend.h"
+#include "harness.h"
+
+namespace ampfuse {
+
+inline void cuda(cudaError_t status) { EXPECT(status == cudaSuccess, cudaGetErrorName(status)); }
+
+// One tensor: its elements, and which lists it has in which type.
+struct RowSpec {
+  int64_t numel = 0;
+  DType types[kLists] = {};
+  int misaligned = 0;  // every list starts this many elements after a 16-byte boundary
+  bool scaled = false;
+  RowHyper hyper;
+};
+
+constexpr DType kF32 = DType::kFloat32, kF16 = DType::kFloat16, kBF16 = DType::kBFloat16, kAbsent = DType::kNone;
+
+// Memory that the backend works on. On CUDA each buffer is an allocation of its own, so that a sanitizer sees
+// the first byte past its end.
+class Buffer {
+ public:
+  Buffer(bool on_cuda, std::vector<char> contents) : on_cuda_(on_cuda), host_(std::move(contents)) {
+    if (host_.empty()) host_.push_back(0);  // an empty list is present all the same
+    if (!on_cuda_) return;
+    void* memory = nullptr;
+    cuda(cudaMalloc(&memory, host_.size()));
+    device_.reset(static_cast<char*>(memory), [](char* p) { (void)cudaFree(p); });
+    cuda(cudaMemcpyAsync(memory, host_.data(), host_.size(), cudaMemcpyHostToDevice, nullptr));
+    cuda(cudaDeviceSynchronize());
+  }
+  void* data() { return on_cuda_ ? device_.get() : host_.data(); }
+  const std::vector<char>& read() {
+    if (on_cuda_) {
+      cuda(cudaDeviceSynchronize());
+      cuda(cudaMemcpyAsync(host_.data(), device_.get(), host_.size(), cudaMemcpyDeviceToHost, nullptr));
+      cuda(cudaDeviceSynchronize());
+    }
+    return host_;
+  }
+  void write(size_t offset, const void* from, size_t bytes) {
+    read();
+    std::memcpy(host_.data() + offset, from, bytes);
+    if (on_cuda_) {
+      cuda(cudaMemcpyAsync(device_.get(), host_.data(), host_.size(), cudaMemcpyHostToDevice, nullptr));
+      cuda(cudaDeviceSynchronize());
+    }
+  }
+
+ private:
+  bool on_cuda_;
+  std::vector<char> host_;
+  std::shared_ptr<char> device_;
+};
+
+// A single value in the backend's memory.
+template <class T>
+class Cell {
+ public:
+  explicit Cell(bool on_cuda, const T& value, size_t count = 1) : buffer_(on_cuda, bytes(value, count)) {}
+  T* get() { return static_cast<T*>(buffer_.data()); }
+  T read(size_t i = 0) {
+    T value;
+    std::memcpy(static_cast<void*>(&value), buffer_.read().data() + i * sizeof(T), sizeof(T));
+    return value;
+  }
+  void write(const T& value, size_t i = 0) { buffer_.write(i * sizeof(T), &value, sizeof(T)); }
+
+ private:
+  static std::vector<char> bytes(const T& value, size_t count) {
+    std::vector<char> bytes(count * sizeof(T));
+    for (size_t i = 0; i < count; ++i) std::memcpy(bytes.data() + i * sizeof(T), &value, sizeof(T));
+    return bytes;
+  }
+  Buffer buffer_;
+};
+
+class World {
+ public:
+  World(bool cuda, const std::vector<RowSpec>& specs, unsigned seed = 1)
+      : on_cuda(cuda),
+        state(cuda, StepState()),
+        steps(cuda, 0.0f, specs.size() + 1),
+        found_inf(cuda, 0.0f),
+        norm(cuda, -1.0f),
+        row_norms(cuda, -1.0f, specs.size() + 1),
+        loss_scale(cuda, 1024.0f),
+        specs_(specs) {
+    std::vector<int64_t> numel;
+    for (const RowSpec& spec : specs) numel.push_back(spec.numel);
+    table = std::make_unique<Table>(numel);
+    for (size_t row = 0; row < specs.size(); ++row) {
+      table->set_scaled(int64_t(row), specs[row].scaled);
+      table->hyper(int64_t(row)) = specs[row].hyper;
+      for (int list = 0; list < kLists; ++list) {
+        buffers_.push_back(nullptr);
+        if (specs[row].types[list] == kAbsent) continue;
+        fill(int64_t(row), list, seed);
+      }
+    }
+  }
+
+  Backend& backend() const { return on_cuda ? *cuda_backend() : cpu_backend(); }
+
+  // New random contents at a new address.
+  void fill(int64_t row, int list, unsigned seed) {
+    const RowSpec& spec = specs_[size_t(row)];
+    const DType type = spec.types[list];
+    const int64_t size = element_size(type);
+    std::mt19937 random(seed * 7919u + unsigned(row) * 31u + unsigned(list));
+    std::normal_distribution<float> normal(0.0f, 1.0f);
+    std::vector<char> contents(size_t((spec.numel + spec.misaligned) * size));
+    for (int64_t i = 0; i < spec.numel; ++i) {
+      float value = normal(random);
+      if (list == kState1 || list == kState2) value = value * value;
+      if (list == kGrad && spec.scaled) value *= 1024.0f;
+      store_float(contents.data(), type, i + spec.misaligned, value);
+    }
+    buffers_[size_t(row * kLists + list)] = std::make_unique<Buffer>(on_cuda, contents);
+    point(row, list);
+  }
+  void drop(int64_t row, int list) {
+    buffers_[size_t(row * kLists + list)].reset();
+    table->set(list, row, nullptr, kAbsent);
+  }
+  // `list` shares the memory of `other`.
+  void alias(int64_t row, int list, int other) {
+    const RowSpec& spec = specs_[size_t(row)];
+    char* data = static_cast<char*>(buffers_[size_t(row * kLists + other)]->data());
+    table->set(list, row, data + spec.misaligned * element_size(spec.types[other]), spec.types[other]);
+  }
+  void set(int64_t row, int list, int64_t i, float value) {
+    const RowSpec& spec = specs_[size_t(row)];
+    char stored[4];
+    store_float(stored, spec.types[list], 0, value);
+    const int64_t size = element_size(spec.types[list]);
+    buffers_[size_t(row * kLists + list)]->write(size_t((i + spec.misaligned) * size), stored, size_t(size));
+  }
+  std::vector<float> values(int64_t row, int list) {
+    const RowSpec& spec = specs_[size_t(row)];
+    std::vector<float> values;
+    const auto& buffer = buffers_[size_t(row * kLists + list)];
+    if (!buffer) return values;
+    const std::vector<char>& bytes = buffer->read();
+    for (int64_t i = 0; i < spec.numel; ++i) {
+      values.push_back(load_float(bytes.data(), spec.types[list], i + spec.misaligned));
+    }
+    return values;
+  }
+  int64_t rows() const { return int64_t(specs_.size()); }
+
+  void inspect(void* stream = nullptr) {
+    InspectArgs args;
+    args.scale = loss_scale.get();
+    args.state = state.get();
+    args.found_inf = found_inf.get();
+    args.norm = norm.get();
+    args.row_norms = row_norms.get();
+    backend().inspect(*table, args, stream);
+  }
+  void step(Algorithm algorithm, double max_norm = 1.0, bool skip = true, void* stream = nullptr) {
+    inspect(stream);
+    StepDecision decision;
+    decision.loss_scale = loss_scale.get();
+    decision.max_norm = max_norm;
+    decision.norm_known = true;
+    decision.skip_nonfinite = skip;
+    backend().prepare(*table, state.get(), decision, steps.get(), stream);
+    backend().update(*table, algorithm, state.get(), stream);
+  }
+
+  const bool on_cuda;
+  std::unique_ptr<Table> table;
+  Cell<StepState> state;
+  Cell<float> steps, found_inf, norm, row_norms, loss_scale;
+
+ private:
+  void point(int64_t row, int list) {
+    const RowSpec& spec = specs_[size_t(row)];
+    char* data = static_cast<char*>(buffers_[size_t(row * kLists + list)]->data());
+    table->set(list, row, data + spec.misaligned * element_size(spec.types[list]), spec.types[list]);
+  }
+
+  std::vector<RowSpec> specs_;
+  std::vector<std::unique_ptr<Buffer>> buffers_;
+};
+
+// Equal bits; which NaN it is may differ.
+inline bool same(float a, float b) { return float_bits(a) == float_bits(b) || (a != a && b != b); }
+
+inline void expect_same(World& a, World& b) {
+  for (int64_t row = 0; row < a.rows(); ++row) {
+    for (int list = 0; list < kLists; ++list) {
+      const std::vector<float> x = a.values(row, list), y = b.values(row, list);
+      EXPECT(x.size() == y.size());
+      for (size_t i = 0; i < x.size(); ++i) {
+        EXPECT(same(x[i], y[i]), "row ", row, " list ", list, " element ", i, " of ", x.size(), ": ", x[i], " and ",
+               y[i]);
+      }
+    }
+    EXPECT(same(a.steps.read(size_t(row)), b.steps.read(size_t(row))), "step of row ", row);
+    EXPECT(same(a.row_norms.read(size_t(row)), b.row_norms.read(size_t(row))), "norm of row ", row, ": ",
+           a.row_norms.read(size_t(row)), " and ", b.row_norms.read(size_t(row)));
+  }
+  const StepState x = a.state.read(), y = b.state.read();
+  EXPECT(x.sum_squares == y.sum_squares || (x.sum_squares != x.sum_squares && y.sum_squares != y.sum_squares),
+         x.sum_squares, " and ", y.sum_squares);
+  EXPECT(x.found_inf == y.found_inf && x.bad_row == y.bad_row && x.bad_bits == y.bad_bits);
+  EXPECT(x.skip == y.skip && x.skipped_steps == y.skipped_steps);
+  EXPECT(x.last_bad_row == y.last_bad_row && x.last_bad_bits == y.last_bad_bits);
+  EXPECT(same(x.grad_norm, y.grad_norm) && same(x.clip_coef, y.clip_coef) && x.loss_scale == y.loss_scale);
+  EXPECT(a.found_inf.read() == b.found_inf.read());
+  EXPECT(same(a.norm.read(), b.norm.read()));
+}
+
+// The same world on both backends.
+struct Pair {
+  World cpu, gpu;
+  Pair(const std::vector<RowSpec>& specs, unsigned seed = 1) : cpu(false, specs, seed), gpu(true, specs, seed) {}
+
+  template <class Body>
+  void both(const Body& body) {
+    body(cpu);
+    body(gpu);
+  }
+  void expect_same() { ampfuse::expect_same(cpu, gpu); }
+};
+
+}  // namespace ampfuse

@@ -1,0 +1,177 @@
+// A stand-in for the CUDA runtime, enough for csrc/cuda/: g++ compiles the very same .cu files with this folder
+// first on its include path, and the kernels run on the CPU (fibers.h). Never put this folder on nvcc's path.
+//
+// Streams run their work at once, or, after emulation::set_deferred(true), only when someone waits for it: then a
+// staging buffer that is reused too early, or a stream that does not wait for another, gives wrong results.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <tuple>
+#include <utility>
+
+#include "fibers.h"
+
+#define CUDART_VERSION 13000
+
+#define __global__
+#define __device__
+#define __host__
+#define __shared__ static thread_local
+#define __launch_bounds__(...)
+
+// --- what device code uses --------------------------------------------------------------------------------
+
+struct dim3 {
+  unsigned x = 1, y = 1, z = 1;
+  constexpr dim3(unsigned x_ = 1, unsigned y_ = 1, unsigned z_ = 1) : x(x_), y(y_), z(z_) {}
+};
+
+struct alignas(16) uint4 {
+  uint32_t x, y, z, w;
+};
+inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
+
+inline thread_local dim3 threadIdx{0, 0, 0}, blockIdx{0, 0, 0}, blockDim, gridDim;
+
+#define __syncthreads()                                            \
+  do {                                                             \
+    const unsigned thread_ = threadIdx.x;                          \
+    ::ampfuse::emulation::block_barrier(__FILE__, __LINE__);       \
+    threadIdx.x = thread_;                                         \
+  } while (0)
+
+namespace ampfuse {
+namespace emulation {
+template <class T>
+T shuffle_down(T value, unsigned offset, const char* file, int line) {
+  static_assert(sizeof(T) <= sizeof(uint64_t), "a shuffle moves at most 8 bytes");
+  const unsigned thread = threadIdx.x, lane = thread % kWarp;
+  const unsigned warp_size = blockDim.x - thread / kWarp * kWarp < kWarp ? blockDim.x % kWarp : kWarp;
+  uint64_t bits = 0;
+  std::memcpy(&bits, &value, sizeof value);
+  bits = warp_exchange(bits, int(lane + offset < warp_size ? lane + offset : lane), file, line);
+  threadIdx.x = thread;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+}  // namespace emulation
+}  // namespace ampfuse
+
+// The mask is always the whole warp.
+#define __shfl_down_sync(mask, value, offset) \
+  ::ampfuse::emulation::shuffle_down(value, unsigned(offset), __FILE__, __LINE__)
+
+template <class T>
+T __ldcg(const T* address) {
+  return *address;
+}
+template <class T>
+T __ldcs(const T* address) {
+  return *address;
+}
+template <class T>
+void __stcs(T* address, T value) {
+  *address = value;
+}
+inline void __threadfence() {}
+inline unsigned atomicInc(unsigned* address, unsigned limit) {
+  const unsigned old = *address;
+  *address = old >= limit ? 0 : old + 1;
+  return old;
+}
+
+// --- the runtime ------------------------------------------------------------------------------------------
+
+enum cudaError_t {
+  cudaSuccess = 0,
+  cudaErrorInvalidValue = 1,
+  cudaErrorMemoryAllocation = 2,
+  cudaErrorInvalidConfiguration = 9,
+  cudaErrorInsufficientDriver = 35,
+  cudaErrorNoKernelImageForDevice = 209,
+  cudaErrorInvalidResourceHandle = 400,
+  cudaErrorNotReady = 600,
+  cudaErrorStreamCaptureUnsupported = 900,
+};
+const char* cudaGetErrorName(cudaError_t error);
+const char* cudaGetErrorString(cudaError_t error);
+cudaError_t cudaGetLastError();
+
+using cudaStream_t = struct CUstream_st*;
+using cudaEvent_t = struct CUevent_st*;
+using cudaGraph_t = struct CUgraph_st*;
+using cudaGraphExec_t = struct CUgraphExec_st*;
+using cudaUserObject_t = struct CUuserObject_st*;
+using cudaHostFn_t = void (*)(void*);
+
+enum cudaMemcpyKind { cudaMemcpyHostToDevice = 1, cudaMemcpyDeviceToHost = 2, cudaMemcpyDeviceToDevice = 3 };
+enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone, cudaStreamCaptureStatusActive };
+enum cudaStreamCaptureMode {
+  cudaStreamCaptureModeGlobal,
+  cudaStreamCaptureModeThreadLocal,
+  cudaStreamCaptureModeRelaxed
+};
+constexpr unsigned cudaEventDisableTiming = 2, cudaStreamNonBlocking = 1, cudaHostAllocDefault = 0,
+                   cudaHostAllocPortable = 1, cudaUserObjectNoDestructorSync = 1, cudaGraphUserObjectMove = 1;
+
+cudaError_t cudaGetDevice(int* device);
+cudaError_t cudaDeviceSynchronize();
+
+cudaError_t cudaMalloc(void** memory, size_t bytes);
+cudaError_t cudaFree(void* memory);
+cudaError_t cudaHostAlloc(void** memory, size_t bytes, unsigned flags);
+cudaError_t cudaFreeHost(void* memory);
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind, cudaStream_t stream);
+cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaStream_t stream);
+
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags);
+cudaError_t cudaStreamDestroy(cudaStream_t stream);
+cudaError_t cudaStreamSynchronize(cudaStream_t stream);
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags);
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags);
+cudaError_t cudaEventDestroy(cudaEvent_t event);
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream);
+cudaError_t cudaEventQuery(cudaEvent_t event);
+cudaError_t cudaEventSynchronize(cudaEvent_t event);
+
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode);
+cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode mode);
+cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph);
+cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatus* status, unsigned long long* id,
+                                     cudaGraph_t* graph);
+cudaError_t cudaGraphInstantiate(cudaGraphExec_t* exec, cudaGraph_t graph, unsigned long long flags);
+cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream);
+cudaError_t cudaGraphDestroy(cudaGraph_t graph);
+cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec);
+cudaError_t cudaUserObjectCreate(cudaUserObject_t* object, void* owned, cudaHostFn_t destroy, unsigned references,
+                                 unsigned flags);
+cudaError_t cudaGraphRetainUserObject(cudaGraph_t graph, cudaUserObject_t object, unsigned count, unsigned flags);
+
+struct cudaLaunchConfig_t {
+  dim3 gridDim, blockDim;
+  size_t dynamicSmemBytes = 0;
+  cudaStream_t stream = nullptr;
+  void* attrs = nullptr;
+  unsigned numAttrs = 0;
+};
+
+namespace ampfuse {
+namespace emulation {
+
+void set_deferred(bool deferred);
+int64_t launch_count();       // kernels launched so far
+int64_t live_allocations();   // device allocations not freed
+cudaError_t enqueue_kernel(const cudaLaunchConfig_t& config, size_t argument_bytes, std::function<void()> thread);
+
+}  // namespace emulation
+}  // namespace ampfuse
+
+template <class... Params, class... Args>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Params...), Args&&... args) {
+  std::tuple<Params...> values(std::forward<Args>(args)...);
+  return ampfuse::emulation::enqueue_kernel(*config, (sizeof(Params) + ... + 0),
+                                            [kernel, values] { std::apply(kernel, values); });
+}

@@ -1,0 +1,325 @@
+#include <cstdlib>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <stdexcept>
+#include <vector>
+
+#include "cuda_runtime.h"
+
+using Work = std::function<void()>;
+
+struct CUgraph_st {
+  std::vector<Work> nodes;
+  std::vector<std::shared_ptr<CUuserObject_st>> objects;
+  unsigned long long id = 0;
+};
+
+struct CUgraphExec_st {
+  CUgraph_st graph;
+};
+
+struct CUuserObject_st {
+  void* owned;
+  cudaHostFn_t destroy;
+  ~CUuserObject_st() { destroy(owned); }
+};
+
+struct CUstream_st {
+  std::deque<Work> queue;
+  int64_t issued = 0, done = 0;
+  CUgraph_st* capture = nullptr;
+
+  void run_until(int64_t position) {
+    while (done < position) {
+      Work work = std::move(queue.front());
+      queue.pop_front();
+      work();
+      ++done;
+    }
+  }
+};
+
+struct CUevent_st {
+  std::shared_ptr<CUstream_st> stream;  // recorded on; outlives the handle
+  int64_t position = 0;
+};
+
+namespace {
+
+// One lock for everything: the stand-in is for right results, not for speed.
+struct Runtime {
+  std::recursive_mutex mutex;
+  std::set<std::shared_ptr<CUstream_st>> streams;
+  std::shared_ptr<CUstream_st> default_stream = std::make_shared<CUstream_st>();
+  std::set<void*> device_memory, pinned_memory;
+  bool deferred = false;
+  int captures = 0;
+  unsigned long long next_capture = 1;
+  int64_t launches = 0;
+};
+
+Runtime& runtime() {
+  static auto* runtime = new Runtime;
+  return *runtime;
+}
+
+using Lock = std::lock_guard<std::recursive_mutex>;
+
+thread_local cudaError_t last_error = cudaSuccess;
+thread_local cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeGlobal;
+
+cudaError_t result(cudaError_t error) {
+  if (error != cudaSuccess) last_error = error;
+  return error;
+}
+
+// A capture in global mode forbids calls that allocate or wait, unless this thread has relaxed its mode.
+bool forbidden() { return runtime().captures > 0 && capture_mode != cudaStreamCaptureModeRelaxed; }
+
+std::shared_ptr<CUstream_st> find(cudaStream_t handle) {
+  if (handle == nullptr) return runtime().default_stream;
+  for (const auto& stream : runtime().streams) {
+    if (stream.get() == handle) return stream;
+  }
+  throw std::runtime_error("emulation: a stream that does not exist, or does no longer");
+}
+
+void enqueue(cudaStream_t handle, Work work) {
+  const auto stream = find(handle);
+  if (stream->capture != nullptr) {
+    stream->capture->nodes.push_back(std::move(work));
+    return;
+  }
+  stream->queue.push_back(std::move(work));
+  ++stream->issued;
+  if (!runtime().deferred) stream->run_until(stream->issued);
+}
+
+void run_everything() {
+  runtime().default_stream->run_until(runtime().default_stream->issued);
+  for (const auto& stream : runtime().streams) stream->run_until(stream->issued);
+}
+
+}  // namespace
+
+const char* cudaGetErrorName(cudaError_t error) {
+  switch (error) {
+    case cudaSuccess: return "cudaSuccess";
+    case cudaErrorInvalidValue: return "cudaErrorInvalidValue";
+    case cudaErrorMemoryAllocation: return "cudaErrorMemoryAllocation";
+    case cudaErrorInvalidConfiguration: return "cudaErrorInvalidConfiguration";
+    case cudaErrorInsufficientDriver: return "cudaErrorInsufficientDriver";
+    case cudaErrorNoKernelImageForDevice: return "cudaErrorNoKernelImageForDevice";
+    case cudaErrorInvalidResourceHandle: return "cudaErrorInvalidResourceHandle";
+    case cudaErrorNotReady: return "cudaErrorNotReady";
+    case cudaErrorStreamCaptureUnsupported: return "cudaErrorStreamCaptureUnsupported";
+  }
+  return "unknown";
+}
+const char* cudaGetErrorString(cudaError_t error) { return cudaGetErrorName(error); }
+cudaError_t cudaGetLastError() { return std::exchange(last_error, cudaSuccess); }
+
+cudaError_t cudaGetDevice(int* device) {
+  *device = 0;
+  return cudaSuccess;
+}
+cudaError_t cudaDeviceSynchronize() {
+  const Lock lock(runtime().mutex);
+  if (forbidden()) return result(cudaErrorStreamCaptureUnsupported);
+  run_everything();
+  return cudaSuccess;
+}
+
+// --- memory -----------------------------------------------------------------------------------------------
+
+static cudaError_t allocate(void** memory, size_t bytes, std::set<void*>& registry) {
+  const Lock lock(runtime().mutex);
+  if (forbidden()) return result(cudaErrorStreamCaptureUnsupported);
+  if (posix_memalign(memory, 256, bytes) != 0) return result(cudaErrorMemoryAllocation);
+  std::memset(*memory, 0xcd, bytes);  // no zeros that nobody wrote
+  registry.insert(*memory);
+  return cudaSuccess;
+}
+
+static cudaError_t release(void* memory, std::set<void*>& registry) {
+  const Lock lock(runtime().mutex);
+  if (memory == nullptr) return cudaSuccess;
+  if (forbidden()) return result(cudaErrorStreamCaptureUnsupported);
+  if (registry.erase(memory) == 0) return result(cudaErrorInvalidValue);
+  run_everything();
+  std::free(memory);
+  return cudaSuccess;
+}
+
+cudaError_t cudaMalloc(void** memory, size_t bytes) { return allocate(memory, bytes, runtime().device_memory); }
+cudaError_t cudaFree(void* memory) { return release(memory, runtime().device_memory); }
+cudaError_t cudaHostAlloc(void** memory, size_t bytes, unsigned) {
+  return allocate(memory, bytes, runtime().pinned_memory);
+}
+cudaError_t cudaFreeHost(void* memory) { return release(memory, runtime().pinned_memory); }
+
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t stream) {
+  const Lock lock(runtime().mutex);
+  enqueue(stream, [=] { std::memcpy(to, from, bytes); });
+  return cudaSuccess;
+}
+cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaStream_t stream) {
+  const Lock lock(runtime().mutex);
+  enqueue(stream, [=] { std::memset(memory, value, bytes); });
+  return cudaSuccess;
+}
+
+// --- streams and events -----------------------------------------------------------------------------------
+
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
+  const Lock lock(runtime().mutex);
+  *stream = runtime().streams.insert(std::make_shared<CUstream_st>()).first->get();
+  return cudaSuccess;
+}
+cudaError_t cudaStreamDestroy(cudaStream_t handle) {
+  const Lock lock(runtime().mutex);
+  const auto stream = find(handle);
+  stream->run_until(stream->issued);
+  runtime().streams.erase(stream);
+  return cudaSuccess;
+}
+cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
+  const Lock lock(runtime().mutex);
+  const auto stream = find(handle);
+  if (forbidden() || stream->capture) return result(cudaErrorStreamCaptureUnsupported);
+  stream->run_until(stream->issued);
+  return cudaSuccess;
+}
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
+  *event = new CUevent_st;
+  return cudaSuccess;
+}
+cudaError_t cudaEventDestroy(cudaEvent_t event) {
+  delete event;
+  return cudaSuccess;
+}
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t handle) {
+  const Lock lock(runtime().mutex);
+  event->stream = find(handle);
+  event->position = event->stream->issued;
+  return cudaSuccess;
+}
+cudaError_t cudaEventQuery(cudaEvent_t event) {
+  const Lock lock(runtime().mutex);
+  if (forbidden()) return result(cudaErrorStreamCaptureUnsupported);
+  if (!event->stream || event->stream->done >= event->position) return cudaSuccess;
+  return result(cudaErrorNotReady);
+}
+cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+  const Lock lock(runtime().mutex);
+  if (forbidden()) return result(cudaErrorStreamCaptureUnsupported);
+  if (event->stream) event->stream->run_until(event->position);
+  return cudaSuccess;
+}
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+  const Lock lock(runtime().mutex);
+  if (!event->stream) return cudaSuccess;
+  enqueue(stream, [other = event->stream, position = event->position] { other->run_until(position); });
+  return cudaSuccess;
+}
+
+// --- graphs -----------------------------------------------------------------------------------------------
+
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
+  std::swap(*mode, capture_mode);
+  return cudaSuccess;
+}
+cudaError_t cudaStreamBeginCapture(cudaStream_t handle, cudaStreamCaptureMode) {
+  const Lock lock(runtime().mutex);
+  const auto stream = find(handle);
+  if (handle == nullptr || stream->capture != nullptr) return result(cudaErrorStreamCaptureUnsupported);
+  stream->capture = new CUgraph_st;
+  stream->capture->id = runtime().next_capture++;
+  ++runtime().captures;
+  return cudaSuccess;
+}
+cudaError_t cudaStreamEndCapture(cudaStream_t handle, cudaGraph_t* graph) {
+  const Lock lock(runtime().mutex);
+  const auto stream = find(handle);
+  if (stream->capture == nullptr) return result(cudaErrorInvalidValue);
+  *graph = std::exchange(stream->capture, nullptr);
+  --runtime().captures;
+  return cudaSuccess;
+}
+cudaError_t cudaStreamGetCaptureInfo(cudaStream_t handle, cudaStreamCaptureStatus* status, unsigned long long* id,
+                                     cudaGraph_t* graph) {
+  const Lock lock(runtime().mutex);
+  const auto stream = find(handle);
+  *status = stream->capture ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+  if (stream->capture == nullptr) return cudaSuccess;
+  *id = stream->capture->id;
+  *graph = stream->capture;
+  return cudaSuccess;
+}
+cudaError_t cudaGraphInstantiate(cudaGraphExec_t* exec, cudaGraph_t graph, unsigned long long) {
+  *exec = new CUgraphExec_st{*graph};
+  return cudaSuccess;
+}
+cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream) {
+  const Lock lock(runtime().mutex);
+  for (const Work& node : exec->graph.nodes) enqueue(stream, node);
+  return cudaSuccess;
+}
+cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
+  delete graph;
+  return cudaSuccess;
+}
+cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec) {
+  delete exec;
+  return cudaSuccess;
+}
+cudaError_t cudaUserObjectCreate(cudaUserObject_t* object, void* owned, cudaHostFn_t destroy, unsigned, unsigned) {
+  *object = new CUuserObject_st{owned, destroy};
+  return cudaSuccess;
+}
+cudaError_t cudaGraphRetainUserObject(cudaGraph_t graph, cudaUserObject_t object, unsigned, unsigned) {
+  graph->objects.emplace_back(object);
+  return cudaSuccess;
+}
+
+// --- kernels ----------------------------------------------------------------------------------------------
+
+namespace ampfuse {
+namespace emulation {
+
+void set_deferred(bool deferred) {
+  const Lock lock(runtime().mutex);
+  run_everything();
+  runtime().deferred = deferred;
+}
+
+int64_t launch_count() { return runtime().launches; }
+int64_t live_allocations() { return int64_t(runtime().device_memory.size()); }
+
+static void run_grid(dim3 grid, dim3 block, const std::function<void()>& thread) {
+  gridDim = grid;
+  blockDim = block;
+  const Sequence sequence(grid.x);
+  for (int64_t i = 0; i < grid.x; ++i) {
+    blockIdx.x = unsigned(sequence[i]);
+    run_block(int(block.x), [&](int index) {
+      threadIdx.x = unsigned(index);
+      thread();
+    });
+  }
+}
+
+cudaError_t enqueue_kernel(const cudaLaunchConfig_t& config, size_t argument_bytes, std::function<void()> thread) {
+  const Lock lock(runtime().mutex);
+  const dim3 grid = config.gridDim, block = config.blockDim;
+  if (grid.x == 0 || block.x == 0 || block.x > 1024) return result(cudaErrorInvalidConfiguration);
+  if (argument_bytes > 4096) return result(cudaErrorInvalidValue);
+  enqueue(config.stream, [=] { run_grid(grid, block, thread); });
+  ++runtime().launches;
+  return cudaSuccess;
+}
+
+}  // namespace emulation
+}  // namespace ampfuse
