@@ -1,0 +1,207 @@
+"""Make a model compute at its level: cast its weights, its inputs and its outputs.
+
+The model stays the user's object. Its class is exchanged for a subclass of that class whose
+``forward`` casts around the original one. A method that belongs to the class, unlike one attached
+to the instance, is right for every copy: ``copy.deepcopy`` (EMA, teacher models), pickle,
+``DataParallel`` replicas and ``torch.compile`` all work, and so does calling ``forward`` directly.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ampfuse.amp import trees
+from ampfuse.amp.half_output import casts_are_disabled, unwrap, wrap
+from ampfuse.amp.policy import LOW_PRECISION, Policy
+
+
+@dataclasses.dataclass(frozen=True)
+class Casts:
+    """What ``forward`` does around the original; None = leave as it is."""
+
+    inputs: torch.dtype | None = None
+    autocast: torch.dtype | None = None
+    outputs: torch.dtype | None = None
+
+    @classmethod
+    def of(cls, policy: Policy) -> Casts:
+        """A model that casts its inputs gives FP32 outputs, unless the policy says otherwise."""
+        outputs = policy.cast_model_outputs
+        if not policy.casts_model:
+            return cls(autocast=policy.autocast_type, outputs=outputs)
+        return cls(
+            inputs=policy.cast_model_type,
+            autocast=policy.autocast_type,
+            outputs=outputs or torch.float32,
+        )
+
+
+def check_can_install(model: nn.Module) -> None:
+    """Raise TypeError if the class of `model` cannot be exchanged (a ``ScriptModule``)."""
+    if isinstance(eager_module(model), torch.jit.ScriptModule):
+        raise TypeError(
+            "amp.initialize cannot change a ScriptModule. Call it on the original module, and "
+            "script or compile what it returns."
+        )
+
+
+def install(model: nn.Module, casts: Casts) -> None:
+    """Have `model`'s ``forward`` apply `casts`, in place. A second call replaces the first's."""
+    model = eager_module(model)
+    if not isinstance(model, AmpModule):
+        # A forward set on the instance would hide the class's; ours calls it instead.
+        if "forward" in model.__dict__:
+            model.__dict__["_amp_inner_forward"] = model.__dict__.pop("forward")
+        model.__class__ = _amp_class(type(model))
+    model.__dict__["_amp_casts"] = casts
+
+
+def eager_module(model: nn.Module) -> nn.Module:
+    """`model`, or the module inside the wrapper that ``torch.compile`` put around it."""
+    dynamo = sys.modules.get("torch._dynamo")  # importing it takes a second; a wrapper already has
+    if dynamo is not None and isinstance(model, dynamo.OptimizedModule):
+        return model._orig_mod
+    return model
+
+
+class AmpModule:
+    """Mixed into a model's class by :func:`install`; ``isinstance`` tells who went through it."""
+
+    _amp_casts: Casts
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # Pickle finds classes by name, and this one's name is the original's: rebuild an instance
+        # of the original, then exchange its class. The rest of the state travels as always.
+        make, args, *state = super().__reduce_ex__(protocol)
+        original = _original_class(type(self))
+        args = tuple(original if arg is type(self) else arg for arg in args)
+        return (_restore, (make, args, self.__dict__.get("_amp_casts")), *state)
+
+
+def _restore(make: Callable[..., nn.Module], args: tuple[Any, ...], casts: Casts) -> nn.Module:
+    model = make(*args)
+    model.__class__ = _amp_class(type(model))
+    model.__dict__["_amp_casts"] = casts
+    return model
+
+
+def _original_class(amp_class: type) -> type:
+    return amp_class.__bases__[1]
+
+
+@functools.cache
+def _amp_class(original: type) -> type:
+    """The subclass of `original` that casts; its name, signature and docstring are `original`'s."""
+
+    @functools.wraps(original.forward)  # who inspects the signature of forward finds the model's
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        inner = self.__dict__.get("_amp_inner_forward") or super(amp_class, self).forward
+        casts = self.__dict__.get("_amp_casts")
+        if casts is None:  # made by `type(model)(...)`, not by initialize
+            return inner(*args, **kwargs)
+        return _cast_forward(casts, self, inner, args, kwargs)
+
+    def body(namespace: dict[str, Any]) -> None:
+        namespace["forward"] = forward
+        for name in ("__module__", "__qualname__", "__doc__"):
+            namespace[name] = getattr(original, name)
+
+    amp_class = types.new_class(original.__name__, (AmpModule, original), exec_body=body)
+    return amp_class
+
+
+def _cast_forward(
+    casts: Casts,
+    model: nn.Module,
+    inner: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    # What another model at O1 returned is a plain tensor again in here: autocast decides now.
+    args, kwargs = unwrap(args), unwrap(kwargs)
+    if casts.inputs is not None:
+        args, kwargs = trees.cast(args, casts.inputs), trees.cast(kwargs, casts.inputs)
+
+    if casts.autocast is None or casts_are_disabled():
+        outputs = inner(*args, **kwargs)
+        return outputs if casts.outputs is None else trees.cast(outputs, casts.outputs)
+
+    device_type = _device_type(model, (args, kwargs))
+    # In an autocast region of the user's, or inside another model, the loss is covered already.
+    covered = torch.is_autocast_enabled(device_type)
+    with torch.autocast(device_type, dtype=casts.autocast):
+        outputs = inner(*args, **kwargs)
+    if casts.outputs is not None:
+        return trees.cast(outputs, casts.outputs)
+    return outputs if covered else wrap(outputs)
+
+
+def _device_type(model: nn.Module, arguments: Any) -> str:
+    """Where the model computes: where its weights are, or (DataParallel's replicas) its inputs."""
+    weights = itertools.chain(model.parameters(), model.buffers())
+    first = next(weights, None)
+    if first is None:
+        first = next(trees.tensors(arguments), None)
+    return "cpu" if first is None else first.device.type
+
+
+@torch.no_grad()
+def cast_model(model: nn.Module, dtype: torch.dtype, *, keep_batchnorm_fp32: bool) -> None:
+    """Cast the floating point parameters, their gradients and the buffers of `model`, in place.
+
+    The Parameter objects stay (only their ``data`` changes), so optimizers that hold them stay
+    valid. With `keep_batchnorm_fp32`, batch norms that have weights (``SyncBatchNorm`` too) become
+    FP32 with their running statistics; layer, group and instance norms are cast, as in apex.
+    """
+    for module in model.modules():
+        keep = keep_batchnorm_fp32 and _is_affine_batch_norm(module)
+        to = torch.float32 if keep else dtype
+        for parameter in module._parameters.values():
+            if parameter is None or not parameter.is_floating_point() or parameter.dtype == to:
+                continue
+            gradient, parameter.grad = parameter.grad, None
+            parameter.data = parameter.data.to(to)
+            if gradient is not None:
+                parameter.grad = gradient.to(to)
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_floating_point() and buffer.dtype != to:
+                module._buffers[name] = buffer.to(to)
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters()
+
+
+def _is_affine_batch_norm(module: nn.Module) -> bool:
+    return isinstance(module, nn.modules.batchnorm._BatchNorm) and module.affine
+
+
+def save_in_float32(model: nn.Module) -> None:
+    """Have ``state_dict()`` of `model` and of its parts hold FP32 copies of half entries.
+
+    So a checkpoint does not depend on the level it was trained at. ``load_state_dict`` casts back.
+    """
+    for module in model.modules():
+        if _state_dict_in_float32 not in module._state_dict_hooks.values():
+            module.register_state_dict_post_hook(_state_dict_in_float32)
+
+
+# A function of this module, not a closure: it pickles and deep-copies with the model it hangs on.
+def _state_dict_in_float32(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]
+) -> None:
+    """Replace the module's own half entries; its children have hooks of their own."""
+    for name, own in itertools.chain(module._parameters.items(), module._buffers.items()):
+        entry = state_dict.get(prefix + name)
+        if not isinstance(entry, Tensor) or entry.dtype not in LOW_PRECISION:
+            continue
+        if entry is own:  # keep_vars=True asks for the parameter itself
+            continue
+        state_dict[prefix + name] = entry.float()

@@ -1,0 +1,235 @@
+"""What each optimization level means, and which overrides it allows.
+
+A level is a frozen dataclass: a row of the table below and a sentence. :func:`make_policy` takes
+the level's row, puts the caller's overrides over it and checks the result, so what is judged is
+the policy that would run, not the path that led to it.
+
+=====  ===========  ========  ==========  =======  ==========
+level  model cast   autocast  batch norm  masters  loss scale
+=====  ===========  ========  ==========  =======  ==========
+O0     float32      no                    no       1.0
+O1     no           float16               no       dynamic
+O2     float16      no        float32     yes      dynamic
+O3     float16      no        as model    no       1.0
+O4     no           bfloat16              no       1.0
+O5     bfloat16     no        float32     yes      1.0
+=====  ===========  ========  ==========  =======  ==========
+
+O0 to O3 are apex's levels; O4 and O5 are O1 and O2 with bfloat16, as AMD's ROCm/apex defined them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Literal
+
+import torch
+
+LOW_PRECISION = (torch.float16, torch.bfloat16)
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """A level's properties, under the names that :func:`ampfuse.amp.initialize` takes.
+
+    ``None`` in a field means that the property has no say at this level.
+    """
+
+    opt_level: str
+    brief: str
+    cast_model_type: torch.dtype | Literal[False] | None = None
+    patch_torch_functions: bool = False
+    patch_torch_functions_type: torch.dtype | None = None
+    keep_batchnorm_fp32: bool | None = None
+    master_weights: bool | None = None
+    loss_scale: float | Literal["dynamic"] = 1.0
+    cast_model_outputs: torch.dtype | None = None
+
+    @property
+    def casts_model(self) -> bool:
+        """True if the model's weights and inputs are cast (O0, O2, O3, O5)."""
+        return isinstance(self.cast_model_type, torch.dtype)
+
+    @property
+    def model_is_low_precision(self) -> bool:
+        """True if the model's own weights become half or bfloat16 (O2, O3, O5)."""
+        return self.cast_model_type in LOW_PRECISION
+
+    @property
+    def autocast_type(self) -> torch.dtype | None:
+        """The type ``forward`` runs in under autocast (O1, O4), or None."""
+        return self.patch_torch_functions_type if self.patch_torch_functions else None
+
+    @property
+    def is_dynamic(self) -> bool:
+        """True if the loss scale adapts, and a step with a non-finite gradient is skipped."""
+        return self.loss_scale == "dynamic"
+
+    @property
+    def uses_bfloat16(self) -> bool:
+        return torch.bfloat16 in (self.cast_model_type, self.autocast_type)
+
+
+O0 = Policy(
+    opt_level="O0",
+    brief="Pure FP32 training: the baseline the other levels are compared with.",
+    cast_model_type=torch.float32,
+    master_weights=False,
+)
+
+O1 = Policy(
+    opt_level="O1",
+    brief="FP32 weights; forward picks FP16 or FP32 for each operation (autocast).",
+    patch_torch_functions=True,
+    patch_torch_functions_type=torch.float16,
+    loss_scale="dynamic",
+)
+
+O2 = Policy(
+    opt_level="O2",
+    brief="FP16 model with FP32 batch norm; the optimizer steps FP32 master weights.",
+    cast_model_type=torch.float16,
+    keep_batchnorm_fp32=True,
+    master_weights=True,
+    loss_scale="dynamic",
+)
+
+O3 = Policy(
+    opt_level="O3",
+    brief="Pure FP16, with no masters: a speed limit to aim for, seldom a way to train.",
+    cast_model_type=torch.float16,
+    keep_batchnorm_fp32=False,
+    master_weights=False,
+)
+
+O4 = Policy(
+    opt_level="O4",
+    brief="O1 with BF16, whose range is FP32's: no loss scaling needed.",
+    patch_torch_functions=True,
+    patch_torch_functions_type=torch.bfloat16,
+)
+
+O5 = Policy(
+    opt_level="O5",
+    brief="O2 with BF16: BF16 model, FP32 batch norm and masters, no loss scaling needed.",
+    cast_model_type=torch.bfloat16,
+    keep_batchnorm_fp32=True,
+    master_weights=True,
+)
+
+LEVELS: dict[str, Policy] = {level.opt_level: level for level in (O0, O1, O2, O3, O4, O5)}
+
+
+def make_policy(opt_level: str, **overrides: object) -> Policy:
+    """The policy of `opt_level` with `overrides` (None = keep the level's value) applied.
+
+    Raises:
+        RuntimeError: unknown level, or overrides that contradict the level.
+        AssertionError: ``keep_batchnorm_fp32`` is not True, False, "True" or "False".
+        ValueError: ``loss_scale`` is neither "dynamic" nor a positive number.
+        TypeError: a type argument is not a floating point ``torch.dtype``.
+
+    These are the error types of ``apex.amp``.
+    """
+    level = LEVELS.get(opt_level) if isinstance(opt_level, str) else None
+    if level is None:
+        raise RuntimeError(_unknown_level(opt_level))
+    given = {name: value for name, value in overrides.items() if value is not None}
+
+    if "loss_scale" in given:
+        given["loss_scale"] = parse_loss_scale(given["loss_scale"])
+    for name in ("cast_model_type", "cast_model_outputs", "patch_torch_functions_type"):
+        if name in given:
+            _check_dtype(name, given[name], allow_false=name == "cast_model_type")
+    if "patch_torch_functions" in given:
+        given["patch_torch_functions"] = bool(given["patch_torch_functions"])
+    # The level's own say first: at O1 and O4 any value of these is an error, "True" or nonsense.
+    _check_against_level(level, given)
+    if "keep_batchnorm_fp32" in given:
+        given["keep_batchnorm_fp32"] = _parse_bool(given["keep_batchnorm_fp32"])
+    if "master_weights" in given:
+        given["master_weights"] = bool(given["master_weights"])
+    return dataclasses.replace(level, **given)
+
+
+def parse_loss_scale(value: object) -> float | Literal["dynamic"]:
+    """``"dynamic"``, or a positive finite number, which may come as a string ("128.0").
+
+    Raises:
+        ValueError: anything else.
+    """
+    if value == "dynamic":
+        return "dynamic"
+    scale = float(value)  # type: ignore[arg-type]  # its ValueError is the one we want
+    if not (math.isfinite(scale) and scale > 0):
+        raise ValueError(f'loss_scale must be "dynamic" or a positive number, not {value!r}.')
+    return scale
+
+
+def _check_against_level(level: Policy, given: dict[str, object]) -> None:
+    """Raise RuntimeError for an override that contradicts what the level is."""
+    name = level.opt_level
+    if level.patch_torch_functions:  # O1 and O4
+        if given.get("cast_model_type") not in (None, False, torch.float32):
+            raise RuntimeError(
+                f"cast_model_type={given['cast_model_type']} contradicts {name}, which keeps FP32 "
+                "weights and lets autocast choose types. For a half-precision model use O2 "
+                "(float16) or O5 (bfloat16)."
+            )
+        if "keep_batchnorm_fp32" in given:
+            raise RuntimeError(
+                f"keep_batchnorm_fp32 has no meaning at {name}: no weight is cast, so batch norm "
+                "is FP32 already. Leave it out (None)."
+            )
+        if "master_weights" in given:
+            raise RuntimeError(
+                f"master_weights has no meaning at {name}: the weights are FP32 already. Leave it "
+                "out (None)."
+            )
+    elif given.get("patch_torch_functions"):
+        raise RuntimeError(
+            f"patch_torch_functions=True contradicts {name}, which casts the model instead of "
+            "single operations. For autocast use O1 (float16) or O4 (bfloat16)."
+        )
+    patch_type = given.get("patch_torch_functions_type")
+    if patch_type is not None and patch_type != level.patch_torch_functions_type:
+        raise RuntimeError(
+            f"patch_torch_functions_type={patch_type} contradicts {name}: float16 belongs to O1, "
+            "bfloat16 to O4, and the other levels have none."
+        )
+
+
+def _unknown_level(opt_level: object) -> str:
+    message = (
+        f"Unknown opt_level {opt_level!r}. The levels are {', '.join(map(repr, LEVELS))}: "
+        "the letter O, then a digit."
+    )
+    if isinstance(opt_level, str) and len(opt_level) == 2 and opt_level[0] in "0o":
+        meant = "O" + opt_level[1]
+        if meant in LEVELS:
+            starts = "a zero" if opt_level[0] == "0" else "a small o"
+            message += f" {opt_level!r} starts with {starts}; did you mean {meant!r}?"
+    return message
+
+
+def _check_dtype(name: str, value: object, *, allow_false: bool) -> None:
+    if allow_false and value is False:
+        return
+    if not (isinstance(value, torch.dtype) and value.is_floating_point):
+        alternatives = "None or False" if allow_false else "or None"
+        raise TypeError(
+            f"{name} must be a floating point torch.dtype such as torch.float16, {alternatives}; "
+            f"got {value!r}."
+        )
+
+
+def _parse_bool(value: object) -> bool:
+    """True or False, as such or as the strings that command lines give."""
+    if value in ("True", "False"):
+        return value == "True"
+    if not isinstance(value, bool):
+        raise AssertionError(
+            f'keep_batchnorm_fp32 must be True, False, "True", "False" or None; got {value!r}.'
+        )
+    return value

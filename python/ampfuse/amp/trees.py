@@ -1,0 +1,101 @@
+"""Walk the containers that models take and return, and replace the tensors in them.
+
+What comes out has the type of what went in: lists, tuples, namedtuples, torch's return types and
+mappings (``OrderedDict``, Hugging Face's ``ModelOutput``, ...) are rebuilt as themselves. Only what
+holds a replaced item is rebuilt; everything else is handed on as the same object. Sets, generators,
+ranges and dataclasses are left alone.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+
+def replace(value: Any, leaf: Callable[[Any], Any]) -> Any:
+    """`value` with every item x, at any depth, for which ``leaf(x) is not x`` replaced by it.
+
+    `leaf` sees containers too, before their items, and may replace them whole.
+    """
+    replaced = leaf(value)
+    if replaced is not value or isinstance(value, (Tensor, str, bytes)):
+        return replaced
+    if isinstance(value, (list, tuple)):
+        items = [replace(item, leaf) for item in value]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        if hasattr(value, "_fields"):  # a namedtuple takes its fields one by one
+            return type(value)(*items)
+        return type(value)(items)
+    if isinstance(value, Mapping):
+        changed = {}
+        for key, old in value.items():
+            new = replace(old, leaf)
+            if new is not old:
+                changed[key] = new
+        if not changed:
+            return value
+        if not isinstance(value, MutableMapping):
+            return {**value, **changed}
+        rebuilt = copy.copy(value)
+        for key, new in changed.items():
+            rebuilt[key] = new
+        return rebuilt
+    return value
+
+
+def tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors in `value`, at any depth."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors(item)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors(item)
+
+
+def cast(value: Any, dtype: torch.dtype) -> Any:
+    """`value` with the floating point tensors in it, at any depth, cast to `dtype`.
+
+    Integer, bool and complex tensors keep their type. An object of another class is replaced by
+    ``value.to(dtype)`` if its ``to`` takes a dtype: so a batch class of the user's opts in.
+    """
+
+    def leaf(item: Any) -> Any:
+        if isinstance(item, Tensor):
+            return item.to(dtype) if item.is_floating_point() else item
+        if isinstance(item, PackedSequence):  # its own `to` would cast integer data as well
+            return item.to(dtype) if item.data.is_floating_point() else item
+        return _cast_object(item, dtype)
+
+    return replace(value, leaf)
+
+
+def _cast_object(item: Any, dtype: torch.dtype) -> Any:
+    """``item.to(dtype)`` if that means what it says; `item` otherwise."""
+    # A module given as an argument would be cast in place; its owner decides about that. A class
+    # is no instance: its `to` is an unbound function.
+    if not hasattr(item, "to") or isinstance(item, (torch.nn.Module, type)):
+        return item
+    try:
+        parameters = inspect.signature(item.to).parameters
+    except (TypeError, ValueError):  # a builtin without a signature, or no callable at all
+        return item
+    if "dtype" in parameters and parameters["dtype"].kind is not inspect.Parameter.POSITIONAL_ONLY:
+        return item.to(dtype=dtype)
+    # `to(device)`, as Hugging Face's BatchEncoding has it, takes no dtype; `to(*args)` and a
+    # parameter of any other name do.
+    first = next(iter(parameters.values()), None)
+    if first is None or first.name == "device":
+        return item
+    if first.kind in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD):
+        return item
+    return item.to(dtype)

@@ -1,0 +1,618 @@
+"""What a model computes at each level: weights, inputs, outputs, and the loss on them."""
+
+import collections
+import copy
+import dataclasses
+import io
+import pickle
+import typing
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.functional import cross_entropy as cross_entropy_imported_by_name
+from torch.nn.utils.rnn import pack_sequence
+
+from ampfuse import amp
+from ampfuse.amp import trees
+from ampfuse.amp.half_output import HalfOutput
+
+f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+LOW = {"O1": f16, "O2": f16, "O3": f16, "O4": bf16, "O5": bf16}
+
+
+class Net(nn.Module):
+    """Convolution, batch norm and a linear layer; at module level, so that it pickles."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(1, 4, 3)
+        self.bn = nn.BatchNorm2d(4)
+        self.fc = nn.Linear(4, 3)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("shift", torch.full((3,), 0.5))
+        self.seen = None
+
+    def forward(self, x, *, scale=1.0):
+        """Classify."""
+        self.seen = x.dtype
+        return self.fc(self.bn(self.conv(x)).relu().mean((2, 3))) * scale + self.shift
+
+
+class Echo(nn.Module):
+    """Returns its arguments, and keeps what it got."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def forward(self, *args, **kwargs):
+        self.args, self.kwargs = args, kwargs
+        return args[0] if len(args) == 1 and not kwargs else (args, kwargs)
+
+
+def net(level, **overrides):
+    torch.manual_seed(0)
+    return amp.initialize(Net(), opt_level=level, verbosity=0, **overrides)
+
+
+def images(dtype=f32):
+    return torch.randn(2, 1, 8, 8, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+# --- weights --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_weights_of_each_level(level):
+    model = net(level)
+    weights = LOW[level] if level in ("O2", "O3", "O5") else f32
+    assert model.conv.weight.dtype == model.fc.bias.dtype == model.shift.dtype == weights
+    batch_norm = weights if level == "O3" else f32
+    assert {t.dtype for t in model.bn.state_dict().values() if t.is_floating_point()} == {f32}
+    assert model.bn.weight.dtype == model.bn.running_var.dtype == batch_norm
+    assert model.steps.dtype == torch.int64
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_batch_norm_in_half_on_request_and_without_weights(level):
+    assert net(level, keep_batchnorm_fp32="False").bn.weight.dtype == LOW[level]
+    plain = nn.Sequential(nn.BatchNorm1d(3, affine=False), nn.LayerNorm(3), nn.SyncBatchNorm(3))
+    amp.initialize(plain, opt_level=level, verbosity=0)
+    assert plain[0].running_mean.dtype == plain[1].weight.dtype == LOW[level]
+    assert plain[2].weight.dtype == f32
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("training", [True, False])
+def test_fp32_batch_norm_takes_half_inputs_on_the_cpu(level, training):
+    model = net(level).train(training)
+    x = images()
+    model(x).sum().backward()
+    assert model.bn.weight.grad.dtype == f32
+    assert model.conv.weight.grad.dtype == LOW[level]
+    reference = net("O0").train(training)
+    torch.testing.assert_close(model(x), reference(x), rtol=0.02, atol=0.02)
+
+
+def test_parameters_stay_the_same_objects_and_gradients_are_cast_along():
+    model = Net()
+    before = dict(model.named_parameters())
+    model(images()).sum().backward()
+    gradient = model.fc.weight.grad.clone()
+    amp.initialize(model, opt_level="O2", verbosity=0)
+    assert all(before[name] is parameter for name, parameter in model.named_parameters())
+    assert torch.equal(model.fc.weight.grad, gradient.half())
+
+
+def test_complex_and_integer_parameters_are_not_cast():
+    model = nn.Module()
+    model.c = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    model.register_buffer("b", torch.ones(2, dtype=torch.complex64))
+    amp.initialize(model, opt_level="O3", verbosity=0)
+    assert model.c.dtype == model.b.dtype == torch.complex64
+
+
+def test_tied_weights_stay_tied():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    amp.initialize(model, opt_level="O5", verbosity=0)
+    assert model[1].weight is model[0].weight
+    assert model[0].weight.dtype == bf16
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("kind", [nn.RNN, nn.GRU])
+def test_recurrent_layers_run_at_every_level(kind, level):
+    model = amp.initialize(kind(3, 4), opt_level=level, verbosity=0)
+    out, hidden = model(torch.randn(5, 2, 3))
+    out.float().sum().backward()
+    assert out.shape == (5, 2, 4)
+    if level not in ("O1", "O4"):
+        assert out.dtype == hidden.dtype == f32
+
+
+# --- inputs and outputs ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("dtype", [f16, bf16, f32, f64])
+def test_inputs_and_outputs(level, dtype):
+    model = net(level)
+    if level in ("O1", "O4") and dtype == f64:
+        return  # autocast leaves float64 alone, and the layer refuses it: as in torch
+    out = model(images(dtype))
+    if level in ("O1", "O4"):
+        assert model.seen == dtype
+        assert out.dtype == f32  # the FP32 buffer added last promotes
+    else:
+        assert model.seen == LOW.get(level, f32)
+        assert out.dtype == f32
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_cast_model_outputs(level):
+    for dtype in (f16, bf16, f32, f64):
+        out = net(level, cast_model_outputs=dtype)(images())
+        assert out.dtype == dtype
+        assert type(out) is torch.Tensor
+
+
+def test_no_cast_at_all():
+    model = net("O2", cast_model_type=False, master_weights=False)
+    assert model.fc.weight.dtype == f32
+    assert model(images()).dtype == f32
+    assert net("O1", patch_torch_functions=False)(images()).dtype == f32
+
+
+def test_direct_forward_keyword_arguments_and_hooks():
+    model = net("O2")
+    calls = []
+    model.register_forward_hook(lambda module, args, out: calls.append(out.dtype))
+    x = images()
+    torch.testing.assert_close(model.forward(x, scale=2.0), model(x, scale=2.0))
+    assert model.seen == f16
+    assert calls == [f32]
+
+
+@dataclasses.dataclass
+class Data:
+    x: torch.Tensor
+
+
+class Point(typing.NamedTuple):
+    x: torch.Tensor
+    label: str
+
+
+class Batch:
+    def __init__(self, x):
+        self.x = x
+
+    def to(self, dtype):
+        return Batch(self.x.to(dtype))
+
+
+class DeviceBatch(Batch):
+    def to(self, device):
+        raise AssertionError("a dtype is no device")
+
+
+class KeywordBatch(Batch):
+    def to(self, device=None, *, dtype=None):
+        assert device is None
+        return KeywordBatch(self.x.to(dtype))
+
+
+class Output(collections.OrderedDict):
+    """Like Hugging Face's ModelOutput: entries are attributes, too."""
+
+    def __setitem__(self, key, value):
+        super().__setitem__(key, value)
+        super().__setattr__(key, value)
+
+
+x = torch.ones(2)
+
+
+@pytest.mark.parametrize(
+    ("value", "look"),
+    [
+        (x, lambda v: v),
+        ([x, 1], lambda v: v[0]),
+        ((x, None), lambda v: v[0]),
+        (Point(x, "a"), lambda v: v.x),
+        ({"a": [(x,)]}, lambda v: v["a"][0][0]),
+        (collections.OrderedDict(a=x), lambda v: v["a"]),
+        (collections.defaultdict(list, a=x), lambda v: v["a"]),
+        (collections.UserDict(a=x), lambda v: v["a"]),
+        (Output(a=x), lambda v: v.a),
+        (Batch(x), lambda v: v.x),
+        (KeywordBatch(x), lambda v: v.x),
+        (torch.max(x.reshape(1, 2), 1), lambda v: v.values),
+        (pack_sequence([x, x[:1]]), lambda v: v.data),
+    ],
+    ids=lambda v: type(v).__name__ if not callable(v) else "",
+)
+def test_containers_are_cast_and_keep_their_type(value, look):
+    found = trees.cast(value, f16)
+    assert look(found).dtype == f16
+    assert type(found) is type(value)
+    assert look(value).dtype == f32, "the caller's own object must not change"
+    # Through a model, inputs and outputs.
+    model = amp.initialize(Echo(), opt_level="O2", verbosity=0)
+    out = model(value)
+    assert look(model.args[0]).dtype == f16
+    assert look(out).dtype == f32
+    assert type(out) is type(value)
+
+
+def test_what_is_not_cast_is_the_same_object():
+    untouched = [
+        torch.ones(2, dtype=torch.int64),
+        torch.ones(2, dtype=torch.bool),
+        torch.ones(2, dtype=torch.complex64),
+        torch.ones(2, dtype=f16),
+        x.numpy(),
+        "text",
+        None,
+        3.5,
+        range(3),
+        {1, 2},
+        (i for i in range(3)),
+        torch.Size([2, 3]),
+        Data(x),
+        DeviceBatch(x),
+        Batch,
+        nn.Linear(2, 2),
+        {"a": [1, torch.ones(1, dtype=torch.int32)]},
+        pack_sequence([torch.tensor([1, 2]), torch.tensor([3])]),
+    ]
+    for value in untouched:
+        assert trees.cast(value, f16) is value, type(value)
+
+
+leaves = st.sampled_from([x, x.long(), x.double(), x.half(), None, "s", 1])
+structures = st.recursive(
+    leaves,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(st.text(max_size=2), inner, max_size=3),
+    ),
+    max_leaves=12,
+)
+
+
+@given(structures)
+def test_any_nesting_is_cast_leaf_by_leaf(value):
+    def check(old, new):
+        assert type(new) is type(old)
+        if isinstance(old, torch.Tensor):
+            assert new.dtype == (bf16 if old.is_floating_point() else old.dtype)
+        elif isinstance(old, dict):
+            assert list(old) == list(new)
+            for key in old:
+                check(old[key], new[key])
+        elif isinstance(old, (list, tuple)):
+            assert len(old) == len(new)
+            for a, b in zip(old, new, strict=True):
+                check(a, b)
+        else:
+            assert new is old
+
+    check(value, trees.cast(value, bf16))
+
+
+# --- losses on half outputs -----------------------------------------------------------------
+
+
+@pytest.fixture(params=["O1", "O4"])
+def half_logits(request):
+    """Half outputs of an autocast model, with a gradient path, and their level's type."""
+    torch.manual_seed(0)
+    model = amp.initialize(nn.Linear(5, 7), opt_level=request.param, verbosity=0)
+    out = model(torch.randn(64, 5))
+    assert out.dtype == LOW[request.param]
+    return out
+
+
+labels = torch.arange(64) % 7
+target = torch.linspace(-1, 1, 64 * 7).reshape(64, 7)
+soft = target.softmax(1)
+LOSSES = {
+    "cross_entropy": lambda o: F.cross_entropy(o, labels),
+    "by name": lambda o: cross_entropy_imported_by_name(o, labels),
+    "module": lambda o: nn.CrossEntropyLoss(label_smoothing=0.1)(o, labels),
+    "view": lambda o: F.cross_entropy(o.view(32, 2, 7).transpose(1, 2), labels.view(32, 2)),
+    "log_softmax": lambda o: F.nll_loss(o.log_softmax(1), labels),
+    "mse": lambda o: F.mse_loss(o, target),
+    "mse half target": lambda o: F.mse_loss(o, target.to(o.dtype)),
+    "l1": lambda o: nn.L1Loss()(o, target),
+    "huber": lambda o: F.huber_loss(o, target),
+    "bce": lambda o: F.binary_cross_entropy_with_logits(o, soft),
+    "kl": lambda o: F.kl_div(F.log_softmax(o, -1), soft, reduction="batchmean"),
+    "wgan": lambda o: -o.mean(),
+    "hinge": lambda o: F.relu(1 - o).mean(),
+    "by hand": lambda o: ((o - target) ** 2).sum(),
+    "half by hand": lambda o: (o * o)[o > 0].sum(),
+    "pow": lambda o: o.pow(2).mean(),
+    "norm": lambda o: torch.linalg.vector_norm(o) + o.norm(),
+    "split": lambda o: sum(part.sum() for part in o.split(3, dim=1)),
+    "cat": lambda o: torch.cat([o, o]).logsumexp(0).sum(),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_losses_on_half_outputs_compute_in_fp32(half_logits, loss):
+    out = half_logits
+    value = LOSSES[loss](out)
+    assert value.dtype == f32
+    assert type(value) is torch.Tensor
+    exact = LOSSES[loss](out.detach().double())
+    # In these two the elements themselves were asked for in half.
+    tolerance = 0.05 if loss in ("half by hand", "hinge") else 1e-5
+    torch.testing.assert_close(value.double(), exact.double(), rtol=tolerance, atol=1e-5)
+
+
+def test_a_scale_of_65536_passes_through_the_loss(half_logits):
+    """A half loss would receive 65536, which is inf in FP16, as its gradient."""
+    (gradient,) = torch.autograd.grad(half_logits.mean() * 65536.0, half_logits)
+    assert torch.isfinite(gradient).all()
+
+
+def test_half_outputs_are_tensors_like_any_other(half_logits):
+    out = half_logits
+    assert isinstance(out, torch.Tensor)
+    assert type(out.argmax(1)) is torch.Tensor
+    assert type(out.float()) is torch.Tensor
+    for same in (copy.deepcopy(out.detach()), pickle.loads(pickle.dumps(out.detach()))):
+        assert type(same) is torch.Tensor
+        assert torch.equal(same, out)
+    file = io.BytesIO()
+    torch.save(out.detach(), file)
+    file.seek(0)
+    assert torch.equal(torch.load(file, weights_only=True), out)
+    if out.dtype == f16:
+        assert out.detach().numpy().dtype == "float16"
+    assert "HalfOutput" in repr(out)
+    out.retain_grad()
+    out.sum().backward()
+    assert out.grad.dtype == out.dtype
+    assert type(out.as_subclass(torch.Tensor)) is torch.Tensor
+    with torch.no_grad():
+        out += 1
+    assert type(out) is HalfOutput
+
+
+def test_a_layer_outside_the_model_meets_half_outputs_as_under_autocast(half_logits):
+    head = nn.Linear(7, 2)
+    assert head(half_logits).dtype == half_logits.dtype
+    assert torch.cat([half_logits, torch.ones(1, 7)]).dtype == f32
+
+
+def test_models_hand_plain_tensors_to_each_other():
+    first = amp.initialize(nn.Linear(2, 2), opt_level="O1", verbosity=0)
+    second = amp.initialize(Echo(), opt_level="O1", verbosity=0)
+    third = amp.initialize(Echo(), opt_level="O2", verbosity=0)
+    half = first(torch.ones(1, 2))
+    second(half, [half])
+    assert type(second.args[0]) is type(second.args[1][0]) is torch.Tensor
+    third(half)
+    assert type(third.args[0]) is torch.Tensor
+
+
+def test_inside_a_region_of_autocast_outputs_are_plain():
+    model = amp.initialize(nn.Linear(2, 2), opt_level="O4", verbosity=0)
+    with torch.autocast("cpu", dtype=bf16):
+        out = model(torch.ones(1, 2))
+        assert type(out) is torch.Tensor
+        assert F.mse_loss(out, torch.zeros(1, 2)).dtype == f32
+    outer = amp.initialize(nn.Sequential(model), opt_level="O4", verbosity=0)
+    assert type(outer(torch.ones(1, 2))) is HalfOutput
+
+
+def test_nothing_outside_is_patched():
+    """apex rewrote torch's namespaces for the whole process."""
+    before = F.cross_entropy, torch.Tensor.__add__, torch.mm
+    amp.initialize(nn.Linear(2, 2), opt_level="O1", verbosity=0)(torch.ones(1, 2))
+    assert (F.cross_entropy, torch.Tensor.__add__, torch.mm) == before
+    assert not torch.is_autocast_enabled("cpu")
+    assert nn.Linear(2, 2)(torch.ones(1, 2)).dtype == f32
+    assert F.mse_loss(torch.ones(2).half(), torch.ones(2).half()).dtype == f16
+
+
+# --- disable_casts --------------------------------------------------------------------------
+
+
+def test_disable_casts():
+    model = amp.initialize(nn.Linear(3, 3), opt_level="O1", verbosity=0)
+    inputs = torch.ones(2, 3)
+    half = model(inputs)
+    with amp.disable_casts():
+        assert model(inputs).dtype == f32
+        with amp.disable_casts():
+            assert model(inputs).dtype == f32
+        assert model(inputs).dtype == f32, "blocks nest"
+        assert half.mean().dtype == f16
+    assert model(inputs).dtype == f16
+    with pytest.raises(KeyError), amp.disable_casts():
+        raise KeyError
+    assert model(inputs).dtype == f16, "a block that raises leaves casting on"
+
+
+def test_disable_casts_inside_forward():
+    class Precise(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(3, 3)
+
+        def forward(self, x):
+            y = self.a(x)
+            with amp.disable_casts():
+                z = self.a(y.float())
+            return y, z, self.a(z)
+
+    model = amp.initialize(Precise(), opt_level="O4", verbosity=0)
+    assert [t.dtype for t in model(torch.ones(1, 3))] == [bf16, f32, bf16]
+
+
+# --- the model stays the user's object ------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_model_looks_as_before(level):
+    model = Net()
+    text = repr(model)
+    assert amp.initialize(model, opt_level=level, verbosity=0) is model
+    assert isinstance(model, Net)
+    assert repr(model) == text
+    assert type(model).__name__ == "Net"
+    assert model.forward.__doc__ == "Classify."
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "save", "twice"])
+def test_copies_are_models_of_their_own(level, how):
+    """apex's copies ran the original's weights, and pickling failed."""
+    model = net(level).eval()
+    if how == "deepcopy":
+        clone = copy.deepcopy(model)
+    elif how == "pickle":
+        clone = pickle.loads(pickle.dumps(model))
+    elif how == "twice":
+        clone = copy.deepcopy(pickle.loads(pickle.dumps(copy.deepcopy(model))))
+    else:
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        clone = torch.load(file, weights_only=False)
+    inputs = images()
+    assert torch.equal(clone(inputs), model(inputs))
+    with torch.no_grad():
+        for parameter in clone.parameters():
+            parameter.zero_()
+        for buffer in clone.buffers():
+            buffer.zero_()
+    assert not clone(inputs).any()
+    assert model(inputs).any()
+    assert {t.dtype for t in clone.state_dict().values()} == {f32, torch.int64}
+    assert clone(inputs).dtype == model(inputs).dtype
+
+
+class WithReduce(nn.Linear):
+    def __reduce__(self):
+        return WithReduce, (self.in_features, self.out_features)
+
+
+def test_a_model_with_its_own_reduce_pickles():
+    model = amp.initialize(WithReduce(2, 3), opt_level="O1", verbosity=0)
+    clone = pickle.loads(pickle.dumps(model))
+    assert isinstance(clone, WithReduce)
+    assert clone(torch.ones(1, 2)).dtype == f16
+
+
+def test_a_new_instance_of_the_models_class_is_not_under_amp():
+    model = amp.initialize(nn.Linear(2, 2), opt_level="O1", verbosity=0)
+    assert type(model)(2, 3)(torch.ones(1, 2)).dtype == f32
+
+
+def test_a_forward_set_on_the_instance_is_kept():
+    model = nn.Linear(2, 2)
+    model.forward = lambda x: F.linear(x, model.weight) * 0 + 7
+    amp.initialize(model, opt_level="O2", verbosity=0)
+    assert torch.equal(model(torch.ones(1, 2)), torch.full((1, 2), 7.0))
+
+
+def test_data_parallel_replicas_run_their_own_weights():
+    model = net("O2").eval()
+    replica = model._replicate_for_data_parallel()
+    assert replica.__dict__ is not model.__dict__
+    assert replica._amp_casts == model._amp_casts
+    assert replica.forward.__self__ is replica
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_torch_compile_traces_through(level):
+    model = net(level).eval()
+    inputs = images()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(inputs), model(inputs))
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def loss(inputs):
+        return F.cross_entropy(model(inputs), torch.tensor([0, 2]))
+
+    assert loss(inputs).dtype == f32
+
+
+def test_a_compiled_model_can_be_initialized():
+    compiled = torch.compile(nn.Linear(2, 2), backend="eager")
+    assert amp.initialize(compiled, opt_level="O2", verbosity=0) is compiled
+    assert compiled._orig_mod.weight.dtype == f16
+    assert compiled(torch.ones(1, 2)).dtype == f32
+
+
+def test_functional_transforms():
+    model = amp.initialize(nn.Linear(2, 2), opt_level="O1", verbosity=0)
+    parameters = dict(model.named_parameters())
+
+    def loss(parameters, x):
+        return torch.func.functional_call(model, parameters, (x,)).pow(2).mean()
+
+    gradients = torch.func.grad(loss)(parameters, torch.ones(3, 2))
+    assert gradients["weight"].dtype == f32
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace")
+def test_script_modules_are_refused_before_anything_changes():
+    good = nn.Linear(2, 2)
+    scripted = torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2))
+    with pytest.raises(TypeError, match="ScriptModule"):
+        amp.initialize([good, scripted], opt_level="O2", verbosity=0)
+    assert good.weight.dtype == f32
+
+
+# --- state dicts ----------------------------------------------------------------------------
+
+
+class Extra(nn.Linear):
+    def get_extra_state(self):
+        return {"calls": 3}
+
+    def set_extra_state(self, state):
+        assert state == {"calls": 3}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_state_dict_is_fp32_and_loads_back_with_the_same_bits(level):
+    torch.manual_seed(0)
+    model = amp.initialize(nn.Sequential(Extra(3, 3), Net()), opt_level=level, verbosity=0)
+    state = copy.deepcopy(model.state_dict())
+    assert state["0._extra_state"] == {"calls": 3}
+    floats = [t for t in state.values() if isinstance(t, torch.Tensor) and t.is_floating_point()]
+    assert {t.dtype for t in floats} == {f32}
+    assert {t.dtype for t in model[1].state_dict().values()} == {f32, torch.int64}
+    before = [p.clone() for p in model.parameters()]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    model.load_state_dict(state)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert model.state_dict(keep_vars=True)["0.weight"] is model[0].weight
+
+
+def test_initializing_a_model_again_replaces_the_casts():
+    model = net("O2")
+    hooks = len(model._state_dict_hooks)
+    cls = type(model)
+    amp.initialize(model, opt_level="O5", verbosity=0)
+    assert type(model) is cls
+    assert len(model._state_dict_hooks) == hooks
+    assert model.fc.weight.dtype == bf16
+    model(images())
+    assert model.seen == bf16
