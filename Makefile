@@ -1,0 +1,110 @@
+# make demo    trains a small network at O0 to O5 and prints the table
+# make test    runs the tests
+#
+# Each does all its own set-up: a virtual environment in .venv, torch, the build. A second call does
+# only what changed. To use an environment that has torch already, name its interpreter:
+#
+#     PYTHON=/path/to/python make demo
+#
+# Nothing but ampfuse and the packages of its extras is installed there, and torch is not touched.
+#
+# Further variables: DEMO_ARGS, TEST_ARGS; BASE_PYTHON makes .venv (python3); TORCH is what pip
+# installs there, and TORCH_INDEX where from (https://download.pytorch.org/whl/cpu has CPU builds);
+# AMPFUSE_CUDA and AMPFUSE_CUDA_ARCHS as in the README.
+
+.DELETE_ON_ERROR:
+.PHONY: demo test bench lint format clean help
+
+BASE_PYTHON ?= python3
+# The supported versions of torch, from the only line that states them.
+TORCH ?= $(shell sed -n 's/^ *"\(torch>=[^"]*\)".*/\1/p' pyproject.toml)
+TEST_ARGS ?= -n 2
+
+# What the compiled extension is made of. Python files are not here: the installation in .venv is
+# editable and reads them from this folder.
+NATIVE := pyproject.toml CMakeLists.txt $(shell find csrc cmake buildtools tests/host_cuda -type f \
+            -not -name '*.pyc')
+
+ifdef PYTHON
+  PY := $(PYTHON)
+  STAMPS := build/make$(subst /,_,$(abspath $(shell command -v $(PYTHON))))
+  # A copy is installed there, so Python files matter too.
+  SOURCES := $(NATIVE) $(shell find python -name '*.py*' -not -name '*.pyc')
+  INSTALL := $(PY) -m pip install --quiet
+  TARGET := .
+else
+  PY := .venv/bin/python
+  STAMPS := .venv
+  SOURCES := $(NATIVE)
+  INSTALL := $(PY) -m pip install --quiet --no-build-isolation
+  TARGET := -e .
+endif
+
+help:
+	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
+
+demo: $(STAMPS)/demo
+	$(PY) -m ampfuse demo $(DEMO_ARGS)
+
+test: $(STAMPS)/test
+	$(PY) -m pytest $(TEST_ARGS)
+
+bench: $(STAMPS)/demo
+	for script in benchmarks/bench_*.py; do $(PY) $$script || exit 1; done
+
+CXX_FILES = git ls-files '*.h' '*.cpp' '*.cu' '*.cuh'
+
+lint: .venv/lint
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	$(CXX_FILES) | xargs .venv/bin/clang-format --dry-run -Werror
+
+format: .venv/lint
+	.venv/bin/ruff check --fix .
+	.venv/bin/ruff format .
+	$(CXX_FILES) | xargs .venv/bin/clang-format -i
+
+clean:
+	rm -rf build .venv tests/_C_emulated*.so
+
+# ---- set-up, each step once ----------------------------------------------------------------------
+
+.venv/venv:
+	$(BASE_PYTHON) -m venv .venv
+	.venv/bin/python -m pip install --quiet --upgrade pip
+	@touch $@
+
+.venv/lint: .venv/venv pyproject.toml
+	.venv/bin/python -m pip install --quiet --group lint
+	@touch $@
+
+ifdef PYTHON
+$(STAMPS)/ready:
+	@mkdir -p $(@D)
+	@$(PY) buildtools/probe.py > $@
+else
+.venv/torch: .venv/venv
+	$(PY) -m pip install '$(TORCH)' torchvision $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+	@touch $@
+
+# The build in .venv is not isolated, so that it can go on where the last one stopped: what a build
+# needs (a CUDA compiler too, where one is missing) is installed first.
+$(STAMPS)/ready: .venv/torch pyproject.toml
+	@$(PY) buildtools/probe.py --requirements > $@
+	$(PY) -m pip install --quiet -r $@
+endif
+
+SAY_WHAT_WAS_BUILT = $(PY) -c "from ampfuse import _core; print(_core.build_info.BUILD_INFO)"
+
+$(STAMPS)/demo: $(STAMPS)/ready $(SOURCES)
+	@echo "Compiling and installing ampfuse (some minutes the first time) ..."
+	$(INSTALL) $(TARGET)'[demo]'
+	@$(SAY_WHAT_WAS_BUILT)
+	@touch $@
+
+# The tests also run the CUDA kernels on the CPU, which is a second module.
+$(STAMPS)/test: $(STAMPS)/ready $(SOURCES)
+	@echo "Compiling and installing ampfuse (some minutes the first time) ..."
+	$(INSTALL) -C cmake.define.AMPFUSE_HOST_EMULATION=ON $(TARGET)'[test]'
+	@$(SAY_WHAT_WAS_BUILT)
+	@touch $(@D)/demo $@
