@@ -82,7 +82,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
   py::class_<ParamTable>(m, "ParamTable", "The rows of one optimizer; see param_table.h.")
       .def(py::init<const std::string&, torch::Device>(), py::arg("algorithm"), py::arg("device"))
-      .def("add_row", &ParamTable::add_row, py::arg("param"), py::arg("model"), py::arg("name"))
+      .def("add_row", &ParamTable::add_row, py::arg("param"), py::arg("model"), py::arg("name"),
+           py::arg("model_version") = 0)
       .def("__len__", &ParamTable::rows)
       .def("param", &ParamTable::param, py::arg("row"))
       .def("model", &ParamTable::model, py::arg("row"))

@@ -1,13 +1,16 @@
-// Operations that torch computes slowly in half precision on the CPU, computed in FP32 and rounded instead.
+// Operations that torch computes slowly in half precision on the CPU, in FP32 and rounded instead.
 //
-// torch has no fast kernel for the backward of an FP16 convolution on any CPU: it falls back to oneDNN's
-// reference, 170 times slower than FP32. On a CPU without instructions for a half type, convolutions and
-// matrix products of that type go through scalar loops as well, up to 350 times slower.
+// torch has no fast kernel for the backward of an FP16 convolution: it falls back to oneDNN's
+// reference, 170 times slower than FP32. On a CPU without instructions for a half type,
+// convolutions and matrix products of that type go through scalar loops too, up to 350 times
+// slower. Everywhere, amax and amin over the outer dimensions of memory (channels_last) are 20 to 40
+// times slower, dot 70 to 100 times.
 //
-// The kernels below stand in for these operations on the CPU: they widen half arguments to FP32, call torch's
-// own kernel, and round the result once, as tensor cores do. The CPU dispatch key lies below autograd and
-// autocast, so both work as before, and CUDA tensors never come here. Everything but a slow half type goes
-// to torch's kernel as it came. benchmarks/half_ops.py finds what belongs in the table at the end.
+// The kernels below stand in for these operations on the CPU: they widen half arguments to FP32,
+// call torch's own kernel, and round the result once, as tensor cores do. The CPU dispatch key lies
+// below autograd and autocast, so both work as before, and CUDA tensors never come here. Everything
+// but a slow half type goes to torch's kernel as it came. benchmarks/half_ops.py finds what belongs
+// in the table at the end.
 
 #include "half_conv.h"
 
@@ -16,9 +19,12 @@
 #include <ATen/ops/_convolution_compositeexplicitautograd_dispatch.h>
 #include <ATen/ops/addmm_cpu_dispatch.h>
 #include <ATen/ops/addmv_cpu_dispatch.h>
+#include <ATen/ops/amax_cpu_dispatch.h>
+#include <ATen/ops/amin_cpu_dispatch.h>
 #include <ATen/ops/baddbmm_cpu_dispatch.h>
 #include <ATen/ops/bmm_cpu_dispatch.h>
 #include <ATen/ops/convolution_backward_compositeexplicitautograd_dispatch.h>
+#include <ATen/ops/dot_cpu_dispatch.h>
 #include <ATen/ops/mm_cpu_dispatch.h>
 #include <torch/library.h>
 
@@ -46,7 +52,8 @@ bool torch_says(const char* question) {
 }
 
 bool fast_fp16() {
-  static const bool fast = environment() != "all" && torch_says("mkldnn::_is_mkldnn_fp16_supported");
+  static const bool fast =
+      environment() != "all" && torch_says("mkldnn::_is_mkldnn_fp16_supported");
   return fast;
 }
 
@@ -54,7 +61,8 @@ bool fast_bf16() {
   static const bool fast = [] {
     if (environment() == "all" || !torch_says("mkldnn::_is_mkldnn_bf16_supported")) return false;
 #if defined(__x86_64__)
-    // With AVX-512 but without its BF16 instructions, oneDNN emulates them: 4 to 5 times slower than FP32.
+    // With AVX-512 but without its BF16 instructions, oneDNN emulates them: 4 to 5 times slower
+    // than FP32.
     if (__builtin_cpu_supports("avx512f") && !__builtin_cpu_supports("avx512bf16")) return false;
 #endif
     return true;
@@ -62,15 +70,18 @@ bool fast_bf16() {
   return fast;
 }
 
-// Both rules: is torch's own kernel slow for this dtype?
+// The rules: is torch's own kernel slow for this dtype?
 bool products_slow(at::ScalarType type) {
   return (type == at::kHalf && !fast_fp16()) || (type == at::kBFloat16 && !fast_bf16());
 }
-bool convolution_backward_slow(at::ScalarType type) { return type == at::kHalf || products_slow(type); }
+bool convolution_backward_slow(at::ScalarType type) {
+  return type == at::kHalf || products_slow(type);
+}
+bool any_half_slow(at::ScalarType type) { return type == at::kHalf || type == at::kBFloat16; }
 
 // ---- the stand-in, made from torch's own kernel ----
 
-// Finds the dtype that all tensors among the arguments share. A mixture is torch's to refuse.
+// Finds the dtype that all tensors among the arguments share. A mixture is left to torch.
 struct SharedType {
   std::optional<at::ScalarType> type;
   bool mixed = false;
@@ -87,8 +98,10 @@ struct SharedType {
   void see(const Other&) {}
 };
 
-// Conversions keep strides, so channels_last stays channels_last; an undefined tensor stays undefined.
-at::Tensor cast(const at::Tensor& tensor, at::ScalarType type) { return tensor.defined() ? tensor.to(type) : tensor; }
+// Keeps strides, so channels_last stays channels_last; an undefined tensor stays undefined.
+at::Tensor cast(const at::Tensor& tensor, at::ScalarType type) {
+  return tensor.defined() ? tensor.to(type) : tensor;
+}
 
 at::Tensor widen(const at::Tensor& tensor) { return cast(tensor, at::kFloat); }
 std::optional<at::Tensor> widen(const std::optional<at::Tensor>& tensor) {
@@ -102,7 +115,7 @@ const Other& widen(const Other& argument) {
 
 template <typename... Tensors>
 std::tuple<Tensors...> cast(const std::tuple<Tensors...>& tensors, at::ScalarType type) {
-  return std::apply([type](const auto&... tensor) { return std::make_tuple(cast(tensor, type)...); }, tensors);
+  return std::apply([&](const auto&... t) { return std::make_tuple(cast(t, type)...); }, tensors);
 }
 
 // A kernel with the signature of `original`, for the dispatcher.
@@ -114,17 +127,16 @@ struct InFloat<original, slow> {
   static Result call(Args... args) {
     SharedType shared;
     (shared.see(args), ...);
-    if (!shared.type || shared.mixed || !slow(*shared.type) || !enabled.load(std::memory_order_relaxed)) {
-      return original(args...);
-    }
-    // A backward pass inside an autocast region would cast what torch's kernel calls to half again.
+    if (!shared.type || shared.mixed || !slow(*shared.type) || !enabled) return original(args...);
+    // In a backward pass inside an autocast region, the casts would turn what torch's kernel calls
+    // to half again.
     c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
     return cast(original(widen(args)...), *shared.type);
   }
 };
 
-// Silences torch's note that a kernel is being replaced, and leaves its once-per-process state alone, so that
-// other libraries still get theirs.
+// Silences torch's note that a kernel is being replaced, and leaves its once-per-process state
+// alone, so that other libraries still get theirs.
 class Unwarned : c10::WarningHandler {
  public:
   void process(const c10::Warning&) override {}
@@ -139,18 +151,24 @@ class Unwarned : c10::WarningHandler {
 bool half_conv_enabled() { return enabled.load(); }
 void set_half_conv_enabled(bool value) { enabled.store(value); }
 
-#ifndef AMPFUSE_EMULATE_CUDA  // the emulated build shares a process with the real one: one of them registers
+#ifndef AMPFUSE_EMULATE_CUDA  // that build shares a process with the real one: one registers
 
-// convolution_backward and _convolution (what convolution comes to) have no kernel for the CPU, only one for all backends:
-// registering replaces nothing.
 TORCH_LIBRARY_IMPL(aten, CPU, library) {
+  // Convolutions (all come to _convolution) have one kernel for all backends and none for the CPU:
+  // these replace nothing.
   namespace any = at::compositeexplicitautograd;
   library.impl("convolution_backward",
                InFloat<any::convolution_backward_symint, convolution_backward_slow>::call);
-  if (fast_fp16() && fast_bf16()) return;
+  const bool products = !fast_fp16() || !fast_bf16();
+  if (products) {
+    library.impl("_convolution", InFloat<any::_convolution_symint, products_slow>::call);
+  }
 
-  library.impl("_convolution", InFloat<any::_convolution_symint, products_slow>::call);
   Unwarned these_replace_kernels;
+  library.impl("amax", InFloat<at::cpu::amax, any_half_slow>::call);
+  library.impl("amin", InFloat<at::cpu::amin, any_half_slow>::call);
+  library.impl("dot", InFloat<at::cpu::dot, any_half_slow>::call);
+  if (!products) return;
   library.impl("mm", InFloat<at::cpu::mm, products_slow>::call);
   library.impl("addmm", InFloat<at::cpu::addmm, products_slow>::call);
   library.impl("addmv", InFloat<at::cpu::addmv, products_slow>::call);

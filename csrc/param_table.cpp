@@ -48,7 +48,8 @@ ParamTable::ParamTable(const std::string& algorithm, torch::Device device)
   steps_ = torch::zeros({0}, torch::TensorOptions().dtype(torch::kFloat32).device(device));
 }
 
-int64_t ParamTable::add_row(torch::Tensor param, std::optional<torch::Tensor> model, std::string name) {
+int64_t ParamTable::add_row(torch::Tensor param, std::optional<torch::Tensor> model, std::string name,
+                            int64_t model_version) {
   Row row;
   row.name = std::move(name);
   dtype_of(param, row.name);
@@ -65,7 +66,7 @@ int64_t ParamTable::add_row(torch::Tensor param, std::optional<torch::Tensor> mo
     TORCH_CHECK(model->strides() == param.strides(), row.name, ": master and model weight differ in strides, ",
                 param.strides(), " and ", model->strides());
     row.model = *model;
-    row.model_version = version_of(*model);
+    row.model_version = model_version;
   }
   row.param = std::move(param);
   rows_.push_back(std::move(row));
@@ -86,6 +87,7 @@ torch::Tensor ParamTable::steps() {
 void ParamTable::set_states(int64_t index, const std::vector<std::optional<torch::Tensor>>& states) {
   Row& row = rows_.at(index);
   TORCH_CHECK_VALUE(states.size() <= 3, "a row has at most three states");
+  row.has_states = true;
   for (size_t i = 0; i < 3; ++i) {
     row.states[i] = i < states.size() && states[i] ? *states[i] : torch::Tensor();
     if (!row.states[i].defined()) continue;
@@ -131,6 +133,22 @@ void ParamTable::set(int list, int64_t row, const torch::Tensor& tensor) {
     table().set(list, row, tensor.data_ptr(), dtype_of(tensor, rows_[row].name));
   } else {
     table().set(list, row, nullptr, DType::kNone);
+  }
+}
+
+// `param.data = other`, module.to() and the like give a tensor other memory while it stays the same tensor.
+void ParamTable::follow_storage(int64_t index) {
+  const Row& row = rows_[index];
+  const bool fits = row.param.device() == device_ && row.param.numel() == table().numel(index) &&
+                    (!row.model.defined() || (row.model.device() == device_ && row.model.strides() == row.param.strides()));
+  TORCH_CHECK(fits, row.name, " was moved to another device or changed its shape or strides after the optimizer's "
+              "first use; do that before building the optimizer");
+  set(kParam, index, row.param);
+  set(kModel, index, row.model);
+  for (int state = 0; state < 3; ++state) {
+    TORCH_CHECK(!row.states[state].defined() || row.states[state].strides() == row.param.strides(), row.name,
+                " changed its strides after the optimizer's first step; its state is laid out as it was before");
+    set(kState0 + state, index, row.states[state]);
   }
 }
 
@@ -238,6 +256,7 @@ void ParamTable::begin_backward() {
   }
   materialized_ = false;
   norm_known_ = false;
+  unread_ = true;
 }
 
 void ParamTable::mark_backward(const torch::Tensor& scale) {
@@ -259,6 +278,7 @@ void ParamTable::mark_backward(const torch::Tensor& scale) {
 void ParamTable::end_backward(const torch::Tensor& scale, bool check) {
   const torch::Tensor none;
   pending_scale_ = scale.clone();
+  unread_ = true;
   bool any = false;
   norm_known_ = check;
   for (int64_t i = 0; i < rows(); ++i) {
@@ -303,7 +323,7 @@ void ParamTable::cancel_backward() {
 }
 
 void ParamTable::materialize() {
-  if (materialized_) return;
+  if (materialized_ || !unread_) return;
   std::vector<int64_t> found;
   for (int64_t i = 0; i < rows(); ++i) {
     const Row& row = rows_[i];
@@ -355,7 +375,7 @@ void ParamTable::zero_grad(bool set_to_none) {
     row.inspected.forget();
     row.spent.forget();
   }
-  materialized_ = false;
+  materialized_ = unread_ = false;
   norm_known_ = false;
 }
 
@@ -419,6 +439,7 @@ std::vector<int64_t> ParamTable::collect(const std::optional<torch::Tensor>& sca
   // Every check comes before the first change.
   for (Row& row : rows_) {
     const torch::Tensor& grad = source(row);
+    follow_storage(&row - rows_.data());
     row.grad = grad.defined() ? checked_gradient(row, grad) : none;
     TORCH_CHECK(row.model.defined() || !row.accumulated.defined(), "step() inside a backward pass of scale_loss; call "
                 "it after the context has ended");
@@ -432,7 +453,7 @@ std::vector<int64_t> ParamTable::collect(const std::optional<torch::Tensor>& sca
     const bool scaled = row.pending.is_same_tensor(source(row)) || (scale && !is_materialized(row));
     set_gradient(i, row.grad, scaled, row.accumulated, none);
     const bool has_gradient = row.grad.defined() || row.accumulated.defined();
-    if (has_gradient && algorithm_ != Algorithm::kNone && !row.states[0].defined()) stateless.push_back(i);
+    if (has_gradient && algorithm_ != Algorithm::kNone && !row.has_states) stateless.push_back(i);
   }
   collected_scale_ = any_pending ? pending_scale_ : scale ? *scale : none;
   return stateless;
@@ -500,7 +521,7 @@ void ParamTable::finish_step() {
     row.grad.reset();
     row.inspected.forget();
   }
-  materialized_ = false;
+  materialized_ = unread_ = false;
   norm_known_ = false;
 }
 

@@ -27,8 +27,9 @@ class ParamTable {
   // algorithm: "sgd", "adam" (covers AdamW) or "none", which keeps gradients only.
   ParamTable(const std::string& algorithm, torch::Device device);
 
-  // Appends a row. `model` is the half weight beside an FP32 `param`, or nothing. Returns its index.
-  int64_t add_row(torch::Tensor param, std::optional<torch::Tensor> model, std::string name);
+  // Appends a row. `model` is the half weight beside an FP32 `param`, or nothing; `model_version` the version of it
+  // that the master has followed. Returns the row's index.
+  int64_t add_row(torch::Tensor param, std::optional<torch::Tensor> model, std::string name, int64_t model_version);
   int64_t rows() const { return int64_t(rows_.size()); }
   torch::Tensor param(int64_t row) const { return rows_.at(row).param; }
   std::optional<torch::Tensor> model(int64_t row) const;
@@ -89,12 +90,14 @@ class ParamTable {
     torch::Tensor grad;  // what the current pass reads
     std::string name;
     int64_t model_version = 0;
+    bool has_states = false;
     Identity pending, inspected, spent;
     const torch::Tensor& leaf() const { return model.defined() ? model : param; }
   };
 
   Table& table();
   void set(int list, int64_t row, const torch::Tensor& tensor);
+  void follow_storage(int64_t row);
   void set_gradient(int64_t row, const torch::Tensor& grad, bool scaled, const torch::Tensor& accumulated,
                     const torch::Tensor& out);
   bool is_materialized(const Row& row) const { return row.model.defined() && materialized_; }
@@ -112,6 +115,7 @@ class ParamTable {
   torch::Tensor steps_, state_;
   torch::Tensor pending_scale_;    // of pending gradients
   torch::Tensor collected_scale_;  // of the gradients that collect() found; undefined: 1
+  bool unread_ = false;        // gradients may wait to be materialized
   bool materialized_ = false;
   bool norm_known_ = false;
 };

@@ -1,10 +1,11 @@
-// The CUDA apply harness. A block takes a slice of a chunk; each thread takes packs of kPack neighbouring
-// elements: first it loads all lists as they are stored, so that all loads are in flight together, then it
-// widens them to float, runs the op of update.h on each element, narrows and stores.
+// The CUDA apply harness. A block takes a slice of a chunk; each thread takes packs of kPack
+// neighbouring elements: first it loads all lists as they are stored, so that all loads are in
+// flight together, then it widens them to float, runs the op of update.h on each element, narrows
+// and stores.
 //
-// A list whose address is a multiple of 16 bytes moves in 16-byte accesses. An unaligned view, and the last pack
-// of a tensor, moves element by element through the same conversion, so a value's result does not depend on
-// where it sits.
+// A list whose address is a multiple of 16 bytes moves in 16-byte accesses. An unaligned view, and
+// the last pack of a tensor, moves element by element through the same conversion, so a value's
+// result does not depend on where it sits.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -43,7 +44,8 @@ __device__ inline Pack load_pack(const Column& column, int i, int count) {
   if (column.dtype == DType::kFloat32) {
     const uint32_t* data = reinterpret_cast<const uint32_t*>(column.data) + i;
     if (whole) {
-      const uint4 low = reinterpret_cast<const uint4*>(data)[0], high = reinterpret_cast<const uint4*>(data)[1];
+      const uint4 low = reinterpret_cast<const uint4*>(data)[0],
+                  high = reinterpret_cast<const uint4*>(data)[1];
       pack.word[0] = low.x, pack.word[1] = low.y, pack.word[2] = low.z, pack.word[3] = low.w;
       pack.word[4] = high.x, pack.word[5] = high.y, pack.word[6] = high.z, pack.word[7] = high.w;
     } else {
@@ -73,8 +75,10 @@ __device__ inline void store_pack(const Column& column, int i, int count, const 
   if (column.dtype == DType::kFloat32) {
     uint32_t* data = reinterpret_cast<uint32_t*>(column.data) + i;
     if (whole) {
-      reinterpret_cast<uint4*>(data)[0] = make_uint4(pack.word[0], pack.word[1], pack.word[2], pack.word[3]);
-      reinterpret_cast<uint4*>(data)[1] = make_uint4(pack.word[4], pack.word[5], pack.word[6], pack.word[7]);
+      reinterpret_cast<uint4*>(data)[0] =
+          make_uint4(pack.word[0], pack.word[1], pack.word[2], pack.word[3]);
+      reinterpret_cast<uint4*>(data)[1] =
+          make_uint4(pack.word[4], pack.word[5], pack.word[6], pack.word[7]);
     } else {
 #pragma unroll
       for (int k = 0; k < kPack; ++k) {
@@ -84,7 +88,8 @@ __device__ inline void store_pack(const Column& column, int i, int count, const 
   } else {
     uint16_t* data = reinterpret_cast<uint16_t*>(column.data) + i;
     if (whole) {
-      *reinterpret_cast<uint4*>(data) = make_uint4(pack.word[0], pack.word[1], pack.word[2], pack.word[3]);
+      *reinterpret_cast<uint4*>(data) =
+          make_uint4(pack.word[0], pack.word[1], pack.word[2], pack.word[3]);
     } else {
 #pragma unroll
       for (int k = 0; k < kPack; ++k) {
@@ -124,19 +129,22 @@ __device__ inline Pack narrow(const float (&value)[kPack], DType dtype) {
   return pack;
 }
 
-// Blocks take slices rather than whole chunks: a model of 25 M parameters has 780 chunks, too few to fill a GPU
-// evenly, and elementwise results do not depend on the cut.
+// Blocks take slices rather than whole chunks: a model of 25 M parameters has 780 chunks, too few
+// to fill a GPU evenly, and elementwise results do not depend on the cut.
 constexpr int kSlices = 4;
 constexpr int kSlice = kChunk / kSlices;
 static_assert(kSlice % kTile == 0, "a slice is whole tiles");
 
-// Runs Op on every element of every row; rows without a gradient are left alone if `gradients_only`. If `state`
-// says skip, nothing happens. A non-finite value in a list that Op checks sets *found_inf.
+// Runs Op on every element of every row; rows without a gradient are left alone if
+// `gradients_only`. If `state` says skip, nothing happens. A non-finite value in a list that Op
+// checks sets *found_inf.
 template <class Op>
 __global__ void __launch_bounds__(kLanes)
-    apply_kernel(TableView view, bool gradients_only, const StepState* state, float a, float b, float* found_inf) {
+    apply_kernel(TableView view, bool gradients_only, const StepState* state, float a, float b,
+                 float* found_inf) {
   if (state != nullptr && state->skip != 0) return;
-  // Backwards: inspect has just read the gradients forwards, and their end is still in the L2 cache.
+  // Backwards: inspect has just read the gradients forwards, and their end is still in the L2
+  // cache.
   const int64_t slice = int64_t(gridDim.x) - 1 - blockIdx.x;
   const Chunk chunk = view.chunks[slice / kSlices];
   const int64_t first = chunk.index * kChunk + slice % kSlices * kSlice;
@@ -148,7 +156,8 @@ __global__ void __launch_bounds__(kLanes)
   Column columns[kLists];
 #pragma unroll
   for (int list = 0; list < kLists; ++list) {
-    if ((Op::kReads | Op::kWrites) & bit(list)) columns[list] = Column(view, list, chunk.row, first);
+    if ((Op::kReads | Op::kWrites) & bit(list))
+      columns[list] = Column(view, list, chunk.row, first);
   }
 
   uint32_t largest = 0;
@@ -187,15 +196,16 @@ __global__ void __launch_bounds__(kLanes)
       }
     }
   }
-  if (Op::kChecked && found_inf != nullptr && largest >= kInfinityBits) *found_inf = 1;  // all write the same
+  if (Op::kChecked && found_inf != nullptr && largest >= kInfinityBits)
+    *found_inf = 1;  // all write the same
 }
 
 template <class Op>
-void apply(const char* name, const TableView& view, bool gradients_only, const StepState* state, float a, float b, float* found_inf,
-           cudaStream_t stream) {
+void apply(const char* name, const TableView& view, bool gradients_only, const StepState* state,
+           float a, float b, float* found_inf, cudaStream_t stream) {
   if (view.chunk_count == 0) return;
-  launch(Kernel{name, apply_kernel<Op>}, view.chunk_count * kSlices, kLanes, stream, view, gradients_only,
-         state, a, b, found_inf);
+  launch(Kernel{name, apply_kernel<Op>}, view.chunk_count * kSlices, kLanes, stream, view,
+         gradients_only, state, a, b, found_inf);
 }
 
 }  // namespace ampfuse

@@ -1,8 +1,8 @@
-// The CUDA backend: which kernel each call launches. Every call is at most two launches, whatever the table.
-#include "../backend.h"
-
+// The CUDA backend: which kernel each call launches. Every call is at most two launches, whatever
+// the table.
 #include <cuda_runtime.h>
 
+#include "../backend.h"
 #include "apply.cuh"
 #include "device_table.cuh"
 #include "inspect.cuh"
@@ -48,10 +48,11 @@ class CudaBackend : public Backend {
     ampfuse::inspect(use.view(), args, use.ticket(), cudaStream_t(stream));
   }
 
-  void prepare(Table& table, StepState* state, const StepDecision& decision, float* steps, void* stream) override {
+  void prepare(Table& table, StepState* state, const StepDecision& decision, float* steps,
+               void* stream) override {
     const TableUse use(table, cudaStream_t(stream));
-    launch(Kernel{"prepare", prepare_kernel}, 1, kPrepareThreads, cudaStream_t(stream), use.view(), state, decision,
-           steps);
+    launch(Kernel{"prepare", prepare_kernel}, 1, kPrepareThreads, cudaStream_t(stream), use.view(),
+           state, decision, steps);
   }
 
   void update(Table& table, Algorithm algorithm, const StepState* state, void* stream) override {
@@ -60,35 +61,46 @@ class CudaBackend : public Backend {
       apply<decltype(op)>(name, use.view(), true, state, 0, 0, nullptr, cudaStream_t(stream));
     };
     switch (algorithm) {
-      case Algorithm::kNone: return;
-      case Algorithm::kSgd: return run(SgdOp{}, "sgd");
-      case Algorithm::kAdam: return run(AdamOp{}, "adam");
+      case Algorithm::kNone:
+        return;
+      case Algorithm::kSgd:
+        return run(SgdOp{}, "sgd");
+      case Algorithm::kAdam:
+        return run(AdamOp{}, "adam");
     }
   }
 
   void map(Table& table, MapOp op, const MapArgs& args, void* stream) override {
     const TableUse use(table, cudaStream_t(stream));
     const auto run = [&](auto op, const char* name) {
-      apply<decltype(op)>(name, use.view(), false, nullptr, args.a, args.b, args.found_inf, cudaStream_t(stream));
+      apply<decltype(op)>(name, use.view(), false, nullptr, args.a, args.b, args.found_inf,
+                          cudaStream_t(stream));
     };
     switch (op) {
-      case MapOp::kScale: return run(ScaleOp{}, "scale");
-      case MapOp::kAxpbyCheckBoth: return run(AxpbyOp<bit(kSource) | bit(kSource2)>{}, "axpby");
-      case MapOp::kAxpbyCheckX: return run(AxpbyOp<bit(kSource)>{}, "axpby");
-      case MapOp::kAxpbyCheckY: return run(AxpbyOp<bit(kSource2)>{}, "axpby");
-      case MapOp::kRefresh: return run(RefreshOp{}, "refresh");
-      case MapOp::kPublish: return run(PublishOp{}, "publish");
+      case MapOp::kScale:
+        return run(ScaleOp{}, "scale");
+      case MapOp::kAxpbyCheckBoth:
+        return run(AxpbyOp<bit(kSource) | bit(kSource2)>{}, "axpby");
+      case MapOp::kAxpbyCheckX:
+        return run(AxpbyOp<bit(kSource)>{}, "axpby");
+      case MapOp::kAxpbyCheckY:
+        return run(AxpbyOp<bit(kSource2)>{}, "axpby");
+      case MapOp::kRefresh:
+        return run(RefreshOp{}, "refresh");
+      case MapOp::kPublish:
+        return run(PublishOp{}, "publish");
     }
   }
 
-  void update_scale(const LossScale& rule, float* const* found_inf, int count, bool share, bool fixed,
-                    void* stream) override {
-    AMPFUSE_CHECK(count <= kMaxFlags, "a loss scaler takes at most ", kMaxFlags, " optimizers, and this one has ",
-                  count);
+  void update_scale(const LossScale& rule, float* const* found_inf, int count, bool share,
+                    bool fixed, void* stream) override {
+    AMPFUSE_CHECK(count <= kMaxFlags, "a loss scaler takes at most ", kMaxFlags,
+                  " optimizers, and this one has ", count);
     Flags flags = {};
     flags.count = count;
     for (int i = 0; i < count; ++i) flags.flag[i] = found_inf[i];
-    launch(Kernel{"update_scale", update_scale_kernel}, 1, 1, cudaStream_t(stream), rule, flags, share, fixed);
+    launch(Kernel{"update_scale", update_scale_kernel}, 1, 1, cudaStream_t(stream), rule, flags,
+           share, fixed);
   }
 };
 

@@ -1,5 +1,6 @@
-// Reductions over the kLanes threads of a block, in the order that reduce.h fixes. All threads call, thread 0
-// receives the result, and every function may be called again without a barrier between.
+// Reductions over the kLanes threads of a block, in the order that reduce.h fixes. All threads
+// call, thread 0 receives the result, and every function may be called again without a barrier
+// between.
 #pragma once
 
 #include "../reduce.h"

@@ -1,17 +1,17 @@
-#include "device_table.cuh"
-
 #include <algorithm>
 #include <cstring>
 #include <map>
 #include <mutex>
 #include <vector>
 
+#include "device_table.cuh"
 #include "launch.cuh"
 
 namespace ampfuse {
 namespace {
 
-// --- device memory ----------------------------------------------------------------------------------------
+// --- device memory
+// ----------------------------------------------------------------------------------------
 
 std::shared_ptr<void> allocate_plain(size_t bytes) {
   void* memory = nullptr;
@@ -21,8 +21,8 @@ std::shared_ptr<void> allocate_plain(size_t bytes) {
 
 Allocate allocate_device = allocate_plain;
 
-// The owner of captured columns is a graph, and a graph's user objects die on a thread that may not call CUDA.
-// What they leave behind is freed on the next occasion.
+// The owner of captured columns is a graph, and a graph's user objects die on a thread that may not
+// call CUDA. What they leave behind is freed on the next occasion.
 struct Orphans {
   std::mutex mutex;
   std::vector<void*> memory;
@@ -49,8 +49,8 @@ std::shared_ptr<void> allocate_for_graph(size_t bytes) {
   return {memory, [](void* p) { orphans().add(p); }};
 }
 
-// Another stream may be capturing in the mode that forbids this thread every call that could wait or allocate.
-// None of ours touches that capture.
+// Another stream may be capturing in the mode that forbids this thread every call that could wait
+// or allocate. None of ours touches that capture.
 class AllowUnsafeCalls {
  public:
   AllowUnsafeCalls() { CUDA_CHECK(cudaThreadExchangeStreamCaptureMode(&mode_)); }
@@ -62,11 +62,12 @@ class AllowUnsafeCalls {
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
-// --- staging ----------------------------------------------------------------------------------------------
+// --- staging
+// ----------------------------------------------------------------------------------------------
 
-// Pinned buffers that copies to one device read from, each reused only after the copy before it is done. The
-// ring grows while the oldest buffer is still needed, so the host runs up to kMaxBuffers uploads ahead of the
-// device before it waits.
+// Pinned buffers that copies to one device read from, each reused only after the copy before it is
+// done. The ring grows while the oldest buffer is still needed, so the host runs up to kMaxBuffers
+// uploads ahead of the device before it waits.
 class PinnedRing {
  public:
   struct Buffer {
@@ -116,14 +117,16 @@ class PinnedRing {
 
 PinnedRing& pinned_ring() {
   static std::mutex mutex;
-  static auto* rings = new std::map<int, PinnedRing>;  // by device; CUDA may be gone when statics die
+  static auto* rings =
+      new std::map<int, PinnedRing>;  // by device; CUDA may be gone when statics die
   int device = 0;
   CUDA_CHECK(cudaGetDevice(&device));
   const std::lock_guard<std::mutex> lock(mutex);
   return (*rings)[device];
 }
 
-// --- columns ----------------------------------------------------------------------------------------------
+// --- columns
+// ----------------------------------------------------------------------------------------------
 
 // A piece of a column, from the host's table to the device's.
 struct Piece {
@@ -188,8 +191,8 @@ void add_plan(std::vector<Piece>& pieces, const TableView& view, const TableView
   pieces.push_back(piece(view.chunks, host.chunks, host.chunk_count));
 }
 
-void add_columns(std::vector<Piece>& pieces, const TableView& view, const TableView& host, unsigned lists,
-                 bool scaled, bool hyper) {
+void add_columns(std::vector<Piece>& pieces, const TableView& view, const TableView& host,
+                 unsigned lists, bool scaled, bool hyper) {
   const int64_t rows = host.rows;
   for (int list = 0; list < kLists; ++list) {
     if (!(lists & bit(list))) continue;
@@ -217,7 +220,8 @@ void upload(const std::vector<Piece>& pieces, cudaStream_t stream) {
   CUDA_CHECK(cudaEventRecord(buffer.copied, stream));
 }
 
-// --- capture ----------------------------------------------------------------------------------------------
+// --- capture
+// ----------------------------------------------------------------------------------------------
 
 struct Capture {
   unsigned long long id = 0;  // 0: the stream does not capture
@@ -240,7 +244,8 @@ Capture current_capture(cudaStream_t stream) {
 DeviceColumns capture_columns(const TableView& host, const Capture& capture) {
   cudaStream_t side = nullptr;
   CUDA_CHECK(cudaStreamCreateWithFlags(&side, cudaStreamNonBlocking));
-  const std::unique_ptr<CUstream_st, void (*)(cudaStream_t)> owner(side, [](cudaStream_t s) { (void)cudaStreamDestroy(s); });
+  const std::unique_ptr<CUstream_st, void (*)(cudaStream_t)> owner(
+      side, [](cudaStream_t s) { (void)cudaStreamDestroy(s); });
   DeviceColumns columns = make_columns(host, allocate_for_graph, side);
   std::vector<Piece> pieces;
   add_plan(pieces, columns.view, host);
@@ -258,12 +263,16 @@ DeviceColumns capture_columns(const TableView& host, const Capture& capture) {
 
 }  // namespace
 
-void set_device_allocator(Allocate allocate) { allocate_device = allocate ? allocate : allocate_plain; }
+void set_device_allocator(Allocate allocate) {
+  allocate_device = allocate ? allocate : allocate_plain;
+}
 
-// --- DeviceTable ------------------------------------------------------------------------------------------
+// --- DeviceTable
+// ------------------------------------------------------------------------------------------
 
 DeviceTable::~DeviceTable() {
-  // The allocator may hand the memory on in the order of the stream it was made on; work on others may still run.
+  // The allocator may hand the memory on in the order of the stream it was made on; work on others
+  // may still run.
   if (changed_stream_) (void)cudaEventSynchronize(last_use_);
   if (last_use_ != nullptr) (void)cudaEventDestroy(last_use_);
 }
@@ -325,7 +334,8 @@ void DeviceTable::upload_changes(const Table& table, cudaStream_t stream) {
   pending_scaled_ = pending_hyper_ = false;
 }
 
-// --- TableUse ---------------------------------------------------------------------------------------------
+// --- TableUse
+// ---------------------------------------------------------------------------------------------
 
 static DeviceTable& device_table(Table& table) {
   if (!table.cache) table.cache = std::make_unique<DeviceTable>();

@@ -1,5 +1,6 @@
-// One read of every gradient: non-finite flag, sum of squares, first offending row. One block per chunk leaves a
-// partial in the table; the last block to finish adds the partials up. See reduce.h for the order of the sums.
+// One read of every gradient: non-finite flag, sum of squares, first offending row. One block per
+// chunk leaves a partial in the table; the last block to finish adds the partials up. See reduce.h
+// for the order of the sums.
 #pragma once
 
 #include "../backend.h"
@@ -14,14 +15,14 @@ struct GradientColumns {
   float inv_scale;
 };
 
-// Tiles whose loads are in flight together. One 16-byte load per thread is too little to fill a GPU's memory
-// pipeline: an H200 needs about 23 KB in flight per multiprocessor.
+// Tiles whose loads are in flight together. One 16-byte load per thread is too little to fill a
+// GPU's memory pipeline: an H200 needs about 23 KB in flight per multiprocessor.
 constexpr int kTilesInFlight = 4;
 
-// Adds the squares of n elements, each times `rescale`, in the thread's virtual lanes. Returns the thread's share
-// of the sum; `largest` receives the largest magnitude of the unscaled values.
-__device__ inline float add_squares(const GradientColumns& columns, bool write, int n, float rescale,
-                                    uint32_t& largest) {
+// Adds the squares of n elements, each times `rescale`, in the thread's virtual lanes. Returns the
+// thread's share of the sum; `largest` receives the largest magnitude of the unscaled values.
+__device__ inline float add_squares(const GradientColumns& columns, bool write, int n,
+                                    float rescale, uint32_t& largest) {
   float lane[kPack] = {};
   for (int start = threadIdx.x * kPack; start < n; start += kTilesInFlight * kTile) {
     Pack grad[kTilesInFlight], accumulated[kTilesInFlight];
@@ -54,7 +55,8 @@ __device__ inline float add_squares(const GradientColumns& columns, bool write, 
 }
 
 // The chunk's partial, in thread 0.
-__device__ inline Partial inspect_chunk(const TableView& view, const Chunk& chunk, float inv_scale) {
+__device__ inline Partial inspect_chunk(const TableView& view, const Chunk& chunk,
+                                        float inv_scale) {
   const int64_t first = chunk.index * kChunk;
   const int64_t rest = view.numel[chunk.row] - first;
   const int n = rest < kChunk ? int(rest) : int(kChunk);
@@ -69,7 +71,8 @@ __device__ inline Partial inspect_chunk(const TableView& view, const Chunk& chun
   largest = block_broadcast(block_max(largest));
   int exponent = 0;
   if (needs_rescaling(largest)) {
-    // A gradient that is rewritten in place is read once only: its rescaled sum comes from what was written.
+    // A gradient that is rewritten in place is read once only: its rescaled sum comes from what was
+    // written.
     if (write) columns = {columns.out, Column(), Column(), 1.0f};
     exponent = rescaling_exponent(largest);
     uint32_t unused = 0;
@@ -113,8 +116,8 @@ __device__ inline BadRow find_bad_row(const TableView& view) {
   return {row, block_max(bits)};
 }
 
-// True in every thread of the one block that arrives last, when all others have written what they write. The
-// ticket is zero again afterwards.
+// True in every thread of the one block that arrives last, when all others have written what they
+// write. The ticket is zero again afterwards.
 __device__ inline bool arrives_last(unsigned* ticket) {
   unsigned arrived = 0;
   if (threadIdx.x == 0) {
@@ -125,7 +128,8 @@ __device__ inline bool arrives_last(unsigned* ticket) {
   return block_broadcast(arrived) == gridDim.x - 1;
 }
 
-__global__ void __launch_bounds__(kLanes) inspect_kernel(TableView view, InspectArgs args, unsigned* ticket) {
+__global__ void __launch_bounds__(kLanes)
+    inspect_kernel(TableView view, InspectArgs args, unsigned* ticket) {
   if (blockIdx.x < view.chunk_count) {  // a table without elements has one block and no chunk
     const Chunk chunk = view.chunks[blockIdx.x];
     Partial partial = {0.0, 0};
@@ -155,13 +159,14 @@ __global__ void __launch_bounds__(kLanes) row_norms_kernel(TableView view, float
   if (lane == 0) row_norms[row] = norm_of(sum);
 }
 
-inline void inspect(const TableView& view, const InspectArgs& args, unsigned* ticket, cudaStream_t stream) {
+inline void inspect(const TableView& view, const InspectArgs& args, unsigned* ticket,
+                    cudaStream_t stream) {
   const int64_t blocks = view.chunk_count > 0 ? view.chunk_count : 1;
   launch(Kernel{"inspect", inspect_kernel}, blocks, kLanes, stream, view, args, ticket);
   if (args.row_norms == nullptr || view.rows == 0) return;
   constexpr int64_t kRows = kLanes / kRowLanes;  // per block
-  launch(Kernel{"row_norms", row_norms_kernel}, (view.rows + kRows - 1) / kRows, kLanes, stream, view,
-         args.row_norms);
+  launch(Kernel{"row_norms", row_norms_kernel}, (view.rows + kRows - 1) / kRows, kLanes, stream,
+         view, args.row_norms);
 }
 
 }  // namespace ampfuse

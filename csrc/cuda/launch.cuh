@@ -13,13 +13,15 @@ namespace ampfuse {
 inline void check_cuda(cudaError_t status, const char* what, const char* file, int line) {
   if (status == cudaSuccess) return;
   (void)cudaGetLastError();  // so that the next call does not report this one's error
-  const char* advice = status == cudaErrorNoKernelImageForDevice
-                           ? "; this build holds no code for this GPU: rebuild ampfuse on this machine"
-                       : status == cudaErrorInsufficientDriver
-                           ? "; the driver is older than the CUDA toolkit of this build"
-                           : "";
-  throw std::runtime_error(message("CUDA: ", cudaGetErrorString(status), " (", cudaGetErrorName(status),
-                                   ") in ", what, " at ", file, ":", line, advice));
+  const char* advice =
+      status == cudaErrorNoKernelImageForDevice
+          ? "; this build holds no code for this GPU: rebuild ampfuse on this machine"
+      : status == cudaErrorInsufficientDriver
+          ? "; the driver is older than the CUDA toolkit of this build"
+          : "";
+  throw std::runtime_error(message("CUDA: ", cudaGetErrorString(status), " (",
+                                   cudaGetErrorName(status), ") in ", what, " at ", file, ":", line,
+                                   advice));
 }
 
 #define CUDA_CHECK(call) ::ampfuse::check_cuda((call), #call, __FILE__, __LINE__)
@@ -37,18 +39,20 @@ struct Kernel {
       : name(kernel_name), function(kernel), file(where), line(at) {}
 };
 
-// Queues `kernel` on `stream`. A launch fails here at once if it cannot run at all; what goes wrong while it runs
-// shows up in a later call, as always with CUDA (CUDA_LAUNCH_BLOCKING=1 finds the place).
+// Queues `kernel` on `stream`. A launch fails here at once if it cannot run at all; what goes wrong
+// while it runs shows up in a later call, as always with CUDA (CUDA_LAUNCH_BLOCKING=1 finds the
+// place).
 template <class... Params, class... Args>
-void launch(const Kernel<Params...>& kernel, int64_t blocks, int threads, cudaStream_t stream, Args&&... args) {
-  AMPFUSE_CHECK(blocks <= INT32_MAX, kernel.name, " needs ", blocks, " blocks, and a grid holds ", INT32_MAX,
-                "; split the list of tensors");
+void launch(const Kernel<Params...>& kernel, int64_t blocks, int threads, cudaStream_t stream,
+            Args&&... args) {
+  AMPFUSE_CHECK(blocks <= INT32_MAX, kernel.name, " needs ", blocks, " blocks, and a grid holds ",
+                INT32_MAX, "; split the list of tensors");
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(unsigned(blocks));
   config.blockDim = dim3(unsigned(threads));
   config.stream = stream;
-  check_cuda(cudaLaunchKernelEx(&config, kernel.function, std::forward<Args>(args)...), kernel.name, kernel.file,
-             kernel.line);
+  check_cuda(cudaLaunchKernelEx(&config, kernel.function, std::forward<Args>(args)...), kernel.name,
+             kernel.file, kernel.line);
 }
 
 }  // namespace ampfuse

@@ -1,0 +1,14 @@
+"""Optimizers with a fused step: unscale, overflow check, clip, update and cast back at once.
+
+They take ``torch.optim``'s arguments, keep its state keys and load its state dicts::
+
+    optimizer = ampfuse.optim.AdamW(model.parameters(), lr=1e-3, master_weights=True)
+"""
+
+from ampfuse.optim.adam import Adam, AdamW
+from ampfuse.optim.base import AmpOptimizer, LastStep
+from ampfuse.optim.masters import MasterParameter
+from ampfuse.optim.sgd import SGD
+from ampfuse.optim.upgrade import upgrade
+
+__all__ = ["SGD", "Adam", "AdamW", "AmpOptimizer", "LastStep", "MasterParameter", "upgrade"]

@@ -1,0 +1,87 @@
+"""Adam and AdamW with a fused step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ampfuse.optim.fused import FusedOptimizer
+
+_DOC = """{name} with a fused step: a drop-in for :class:`torch.optim.{name}`.
+
+    {reference}. The formula and the state (``step``, ``exp_avg``, ``exp_avg_sq``,
+    ``max_exp_avg_sq``) are torch's, computed in FP32; state dicts load both ways.
+
+    Arguments:
+        params, lr, betas, eps, weight_decay, amsgrad, maximize: as in torch. Parameters may be
+            float32, float16 or bfloat16, in any mixture. A float32 tensor `lr` on the parameters'
+            device is read there.
+        foreach, fused, capturable: accepted and without effect; the step is always fused.
+        master_weights: keep an FP32 master (``state[p]["master_param"]``) for each half parameter,
+            update that and round it into the parameter. Without, half parameters are updated in
+            their own precision, and small updates are lost.
+        max_grad_norm: clip all gradients to this L2 norm inside the step, as
+            ``torch.nn.utils.clip_grad_norm_``; a non-finite gradient then skips the step.
+        skip_nonfinite: skip the step if a gradient holds inf or NaN. A GradScaler and dynamic loss
+            scaling do so anyway.
+
+    ``last_step`` tells, on the device, whether the last step was skipped, its gradient norm and
+    loss scale.
+
+    Raises:
+        TypeError: a parameter of another dtype. ValueError: an argument out of range, or
+            ``differentiable=True``.
+    """
+
+
+class _AdamBase(FusedOptimizer):
+    _algorithm = "adam"
+
+    def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        names = ("exp_avg", "exp_avg_sq")
+        return (*names, "max_exp_avg_sq") if group["amsgrad"] else names
+
+    def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:
+        beta1, beta2 = group["betas"]
+        return {
+            "lr": group["lr"],
+            "weight_decay": float(group["weight_decay"]),
+            "beta1": float(beta1),
+            "beta2": float(beta2),
+            "eps": float(group["eps"]),
+            "maximize": bool(group["maximize"]),
+            "decoupled": bool(group.get("decoupled_weight_decay", False)),
+        }
+
+
+class Adam(_AdamBase, torch.optim.Adam):
+    __doc__ = _DOC.format(name="Adam", reference="Kingma and Ba, arXiv:1412.6980")
+
+    def __init__(
+        self,
+        params: Any,
+        *args: Any,
+        master_weights: bool = False,
+        max_grad_norm: float | None = None,
+        skip_nonfinite: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(params, *args, **kwargs)
+        self._configure(master_weights, max_grad_norm, skip_nonfinite)
+
+
+class AdamW(_AdamBase, torch.optim.AdamW):
+    __doc__ = _DOC.format(name="AdamW", reference="Loshchilov and Hutter, arXiv:1711.05101")
+
+    def __init__(
+        self,
+        params: Any,
+        *args: Any,
+        master_weights: bool = False,
+        max_grad_norm: float | None = None,
+        skip_nonfinite: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(params, *args, **kwargs)
+        self._configure(master_weights, max_grad_norm, skip_nonfinite)

@@ -1,0 +1,394 @@
+"""What every optimizer under amp shares: rows, gradients between backward and step, checkpoints.
+
+`AmpOptimizer` is a mixin over a ``torch.optim.Optimizer``. The fused optimizers add a step of their
+own (fused.py), any other optimizer keeps its own (generic.py). The gradients themselves are in the
+extension's ``ParamTable``; csrc/param_table.h says where they are at which time.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampfuse import _core
+from ampfuse.optim.masters import HALF_DTYPES, MasterParameter
+
+_OPTIONS = (
+    "master_weights",
+    "max_grad_norm",
+    "skip_nonfinite",
+    "skip_on_overflow",
+    "_under_amp",
+    "_names",
+)
+
+
+class LastStep:
+    """What an optimizer's last step decided, as device tensors; reading one is what waits.
+
+    Attributes (each a 0-dim tensor on the parameters' device, copied at the time of asking):
+        skipped: float32, 1 if the step was skipped because a gradient held inf or NaN, else 0.
+        grad_norm: float32, the L2 norm of the unscaled gradients before clipping; NaN if they were
+            not finite. Known only if the step inspected gradients (scaling, clipping).
+        loss_scale: float32, the scale the gradients were made with.
+    """
+
+    def __init__(self, table: Any) -> None:
+        self._table = table
+
+    def _field(self, name: str) -> Tensor:
+        return self._table.state_field(name).clone()
+
+    @property
+    def skipped(self) -> Tensor:
+        return self._field("skip")
+
+    @property
+    def grad_norm(self) -> Tensor:
+        return self._field("grad_norm")
+
+    @property
+    def loss_scale(self) -> Tensor:
+        return self._field("loss_scale")
+
+    def overflow(self) -> dict[str, Any] | None:
+        """Where the latest overflow was, or None if there was none. Waits for the device.
+
+        Returns:
+            ``parameter`` (name of the first parameter whose gradient was not finite), ``kind``
+            (``"inf"`` or ``"nan"``) and ``skipped_steps`` (how many steps were skipped so far).
+        """
+        row = int(self._table.state_field("last_bad_row"))
+        if row < 0:
+            return None
+        bits = int(self._table.state_field("last_bad_bits"))
+        return {
+            "parameter": self._table.name(row),
+            "kind": "nan" if bits > 0x7F800000 else "inf",
+            "skipped_steps": int(self._table.state_field("skipped_steps")),
+        }
+
+
+class AmpOptimizer(torch.optim.Optimizer):
+    """Mixin: an optimizer that amp can scale, inspect and skip."""
+
+    _algorithm = "none"
+
+    master_weights: bool = False
+    max_grad_norm: float | None = None
+    skip_nonfinite: bool = False
+    # Under amp: whether an overflow skips the step (dynamic scaling) or not (a static scale).
+    skip_on_overflow: bool = True
+    in_backward: bool = False
+
+    _under_amp: bool = False
+    _names: dict[int, str] | None = None
+    _table: Any = None
+    _row_params: list[Tensor]
+    _states_bound = False
+    _loading: dict[str, Any] | None = None
+    _clip_once: float | None = None
+
+    # --- rows ---------------------------------------------------------------------------------
+
+    def _params(self) -> Iterator[Tensor]:
+        for group in self.param_groups:
+            yield from group["params"]
+
+    def _sync_rows(self) -> Any:
+        """The table, with a row for each parameter of ``param_groups`` in order."""
+        params = list(self._params())
+        if self._table is not None:
+            known = self._row_params
+            if len(known) == len(params) and all(map(_same, known, params)):
+                return self._table
+            if not all(map(_same, known, params)):  # somebody reordered or replaced parameters
+                self._table.refresh_masters()
+                self._forget_rows()
+        if self._table is None:
+            if not params:
+                raise RuntimeError("the optimizer has no parameters; add a parameter group first")
+            self._table = _core.C.ParamTable(self._algorithm, params[0].device)
+            self._row_params = []
+        names = self._parameter_names()
+        for i in range(len(self._row_params), len(params)):
+            self._add_row(params[i], names[i])
+            self._row_params.append(params[i])
+        self._states_bound = False
+        return self._table
+
+    def _add_row(self, param: Tensor, name: str) -> None:
+        if isinstance(param, MasterParameter):
+            param.set_owner(self)
+            stepped, model, version = param, param.model_param, param.model_version
+        elif self.master_weights and param.dtype in HALF_DTYPES:
+            state = self.state[param]
+            version = state.pop("_model_version", param._version)
+            if "master_param" not in state:
+                state["master_param"] = param.detach().to(torch.float32)
+            stepped, model = state["master_param"], param
+        else:
+            stepped, model, version = param, None, 0
+        self._table.add_row(stepped, model, name, version)
+
+    def _parameter_names(self) -> list[str]:
+        names = []
+        for i, group in enumerate(self.param_groups):
+            given = group.get("param_names") or [None] * len(group["params"])
+            for j, param in enumerate(group["params"]):
+                leaf = param.model_param if isinstance(param, MasterParameter) else param
+                known = (self._names or {}).get(id(leaf)) or given[j]
+                shape = tuple(param.shape)
+                names.append(known or f"param_groups[{i}]['params'][{j}] of shape {shape}")
+        return names
+
+    def _forget_rows(self) -> None:
+        self._table = None
+        self._states_bound = False
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; under amp half-precision parameters of the group get FP32 masters."""
+        if self._under_amp and self.master_weights:
+            params = param_group["params"]
+            params = [params] if isinstance(params, Tensor) else list(params)
+            param_group["params"] = [_mastered(param) for param in params]
+        super().add_param_group(param_group)
+
+    # --- gradients between backward and step --------------------------------------------------
+
+    def begin_backward(self) -> None:
+        """Put earlier gradients away, so that a backward pass brings new ones only."""
+        self._sync_rows().begin_backward()
+        self.in_backward = True
+
+    def end_backward(self, scale: Tensor, check: bool) -> None:
+        """Take in a pass whose gradients carry `scale` (float32, 0-dim): inspect and unscale."""
+        self.in_backward = False
+        self._table.end_backward(scale, check)
+
+    def mark_backward(self, scale: Tensor) -> None:
+        """Take in a pass, but leave its gradients scaled until the next pass or the step."""
+        self.in_backward = False
+        self._table.mark_backward(scale)
+
+    def cancel_backward(self) -> None:
+        """The pass failed: drop what it left and keep what was there before."""
+        self.in_backward = False
+        self._table.cancel_backward()
+
+    def materialize_gradients(self) -> None:
+        """Put FP32 unscaled gradients into the masters, if they are not there yet."""
+        if self._table is not None and not self.in_backward:
+            self._table.materialize()
+
+    @property
+    def found_inf_flag(self) -> Tensor:
+        """float32, 0-dim, on the device: 1 if a gradient since the last step was not finite."""
+        return self._sync_rows().state_field("found_inf")
+
+    @property
+    def last_step(self) -> LastStep:
+        """What the last step decided; see :class:`LastStep`."""
+        return LastStep(self._sync_rows())
+
+    def unscale_gradients(self, scale: Tensor) -> Tensor:
+        """Divide all gradients by `scale` now, exactly: what ``GradScaler.unscale_`` needs.
+
+        FP32 gradients are divided in place. Half gradients of a parameter outside amp become FP32
+        ones, because rounding them back to half would flush small values to zero.
+
+        Returns:
+            The flag, float32 and 0-dim: 1 if a gradient was not finite.
+        """
+        table = self._sync_rows()
+        if any(isinstance(param, MasterParameter) for param in self._row_params):
+            table.end_backward(scale, True)
+            return self.found_inf_flag
+        params = [param for param in self._row_params if param.grad is not None]
+        grads = [param.grad for param in params]
+        unscaled = [
+            torch.empty_like(grad, dtype=torch.float32) if grad.dtype in HALF_DTYPES else grad
+            for grad in grads
+        ]
+        inv_scale = scale.to(torch.float64).reciprocal().to(torch.float32)
+        _core.C.unscale(grads, unscaled, inv_scale, self.found_inf_flag)
+        for param, grad in zip(params, unscaled, strict=True):
+            if param.grad is not grad:
+                param.grad_dtype = None  # torch: any dtype may stand in .grad
+                param.grad = grad
+        return self.found_inf_flag
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's, and also drops what amp holds of earlier passes."""
+        if self._table is not None:
+            self._sync_rows().zero_grad(set_to_none)
+            return
+        for param in self._params():
+            if isinstance(param, MasterParameter) and param.model_param.grad is not None:
+                if set_to_none:
+                    param.model_param.grad = None
+                else:
+                    param.model_param.grad.detach_().zero_()
+        super().zero_grad(set_to_none)
+
+    def clip_next_step(self, max_norm: float) -> Tensor:
+        """Clip the gradients of the next step to the L2 norm `max_norm`.
+
+        Returns:
+            The norm of all unscaled gradients before clipping: float32, 0-dim, on the device.
+        """
+        raise NotImplementedError
+
+    # --- the decisions of a step --------------------------------------------------------------
+
+    def _refuse_inside_backward(self) -> None:
+        if self.in_backward:
+            raise RuntimeError(
+                "step() was called inside the scale_loss context, where gradients are still "
+                "scaled. Call optimizer.step() after the with block."
+            )
+
+    def _verdict(self, max_norm: float) -> dict[str, Any]:
+        """Arguments for ``ParamTable.update`` and ``decide``: what to inspect, whether to skip."""
+        found_inf = self.__dict__.get("found_inf")
+        if "found_inf" in self.__dict__:  # a GradScaler drives this step
+            inspect, skip = found_inf is None, True
+        elif self._under_amp:
+            inspect = skip = self.skip_on_overflow
+        else:
+            inspect, skip = self.skip_nonfinite, self.skip_nonfinite or max_norm > 0
+        return {
+            "found_inf": found_inf,
+            "max_norm": max_norm,
+            "inspect": inspect,
+            "skip_nonfinite": skip,
+        }
+
+    # --- checkpoints, copies --------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, plus ``master_param`` (float32) for each parameter that has a master."""
+        state_dict = super().state_dict()
+        for i, param in enumerate(self._params()):
+            if isinstance(param, MasterParameter):
+                if self._table is not None:
+                    self._table.refresh_masters()
+                state = dict(state_dict["state"].get(i, {}))
+                state_dict["state"][i] = {**state, "master_param": param.detach()}
+        return state_dict
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, without rounding FP32 state to a half parameter's type.
+
+        Accepts state dicts of the torch optimizer of the same name and, with or without masters,
+        of ampfuse. Masters that are not in the state dict are taken from the model weights.
+
+        Raises:
+            ValueError: the state belongs to parameters of another number or shape. Nothing has
+                changed then.
+        """
+        handle = self.register_load_state_dict_pre_hook(_check_and_remember)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+            self._loading = None
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # Called by load_state_dict, pickle and deepcopy alike.
+        if self._loading is not None:
+            self._restore_state(state["state"], self._loading)
+        super().__setstate__(state)
+        self._states_bound = False
+
+    def _restore_state(self, state: dict[Any, Any], saved: dict[str, Any]) -> None:
+        """Undo torch's casts to the parameter's dtype, and put masters where they belong."""
+        ids = [i for group in saved["param_groups"] for i in group["params"]]
+        for i, param in zip(ids, self._params(), strict=True):
+            for key, value in saved["state"].get(i, {}).items():
+                if isinstance(value, Tensor) and value.is_floating_point():
+                    exact = value.detach().to(device=param.device, dtype=torch.float32, copy=True)
+                    if param.dtype in HALF_DTYPES:
+                        state[param][key] = exact
+                    if key == "master_param":
+                        self._restore_master(param, state[param], exact)
+
+    def _restore_master(self, param: Tensor, state: dict[str, Any], master: Tensor) -> None:
+        state.pop("master_param", None)
+        if isinstance(param, MasterParameter):
+            with torch.no_grad():
+                param.copy_(master)
+            param.model_version = param.model_param._version
+        elif self.master_weights and param.dtype in HALF_DTYPES:
+            old = self.state[param].get("master_param") if self._table is not None else None
+            if old is not None:  # the table's row holds this tensor
+                old.copy_(master)
+                master = old
+            state["master_param"] = master
+            state["_model_version"] = param._version
+        if self._table is not None:
+            # Loading the model before or after this gives the weights these masters round to.
+            self._table.accept_model_weights()
+            state.pop("_model_version", None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        options = {key: self.__dict__[key] for key in _OPTIONS if key in self.__dict__}
+        options.pop("_names", None)  # keyed by the identity of parameters, which a copy has not
+        return {**state, **options}
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a is b
+
+
+def _mastered(param: Tensor) -> Tensor:
+    needs_master = param.dtype in HALF_DTYPES and param.requires_grad
+    return MasterParameter.of(param) if needs_master else param
+
+
+def install_masters(optimizer: torch.optim.Optimizer) -> None:
+    """Replace half parameters in `optimizer`'s groups by FP32 masters, in place, state and all."""
+    state: dict[Any, Any] = defaultdict(dict)
+    state.update(optimizer.state)
+    for group in optimizer.param_groups:
+        for i, param in enumerate(group["params"]):
+            master = _mastered(param)
+            if master is param:
+                continue
+            group["params"][i] = master
+            if param in state:
+                kept = state.pop(param)
+                if "master_param" in kept:  # a standalone optimizer's own master
+                    with torch.no_grad():
+                        master.copy_(kept.pop("master_param"))
+                state[master] = {key: _widened(value) for key, value in kept.items()}
+    optimizer.state = state
+
+
+def _widened(value: Any) -> Any:
+    is_half = isinstance(value, Tensor) and value.dtype in HALF_DTYPES
+    return value.to(torch.float32) if is_half else value
+
+
+def _check_and_remember(optimizer: AmpOptimizer, state_dict: dict[str, Any]) -> None:
+    """Pre-hook of load_state_dict: refuse what does not fit before anything changes."""
+    ids: Iterable[Any] = [i for group in state_dict["param_groups"] for i in group["params"]]
+    params = list(optimizer._params())
+    ids = list(ids)
+    if len(ids) == len(params):  # else torch says what is wrong
+        for i, param, name in zip(ids, params, optimizer._parameter_names(), strict=True):
+            for key, value in state_dict["state"].get(i, {}).items():
+                if not isinstance(value, Tensor) or value.dim() == 0 or key == "step":
+                    continue
+                if value.shape != param.shape:
+                    raise ValueError(
+                        f"the state dict's {key} for {name} has shape {tuple(value.shape)}, the "
+                        f"parameter {tuple(param.shape)}: it was saved from another model. "
+                        "Nothing was loaded."
+                    )
+    optimizer._loading = state_dict

@@ -1,0 +1,186 @@
+"""The fused step: unscale, overflow check, clip, update and cast back, in two passes over memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampfuse import _core
+from ampfuse.optim.base import AmpOptimizer
+from ampfuse.optim.masters import HALF_DTYPES
+
+
+class FusedOptimizer(AmpOptimizer):
+    """Base of the optimizers whose update is a kernel of ours.
+
+    A subclass names its kernel (`_algorithm`), the state a parameter of a group has (`_state_names`,
+    in the kernel's order) and the kernel's hyper-parameters (`_hyper`).
+    """
+
+    # torch.amp.GradScaler then hands over `grad_scale` and `found_inf` instead of unscaling.
+    _step_supports_amp_scaling = True
+
+    _hyper_sent: list[Any]
+
+    def _configure(
+        self, master_weights: bool, max_grad_norm: float | None, skip_nonfinite: bool
+    ) -> None:
+        if max_grad_norm is not None and not max_grad_norm > 0:
+            raise ValueError(f"max_grad_norm is {max_grad_norm}; it has to be positive, or None")
+        self.master_weights = bool(master_weights)
+        self.max_grad_norm = max_grad_norm
+        self.skip_nonfinite = bool(skip_nonfinite)
+        for group in self.param_groups:
+            self._check_group(group)
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        if group.get("differentiable"):
+            raise ValueError(
+                "differentiable=True needs an update that autograd records, and a fused one is "
+                f"not. Use torch.optim.{type(self).__name__}."
+            )
+        for param in group["params"]:
+            if param.dtype not in (torch.float32, *HALF_DTYPES):
+                raise TypeError(
+                    f"a parameter of shape {tuple(param.shape)} is {param.dtype}; "
+                    f"ampfuse.optim.{type(self).__name__} steps float32, float16 and bfloat16. "
+                    "Convert the model, or use torch.optim for it."
+                )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        try:
+            self._check_group(self.param_groups[-1])
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
+
+    def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        raise NotImplementedError
+
+    def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step; see the class for what it does with masters, clipping and overflow.
+
+        Arguments:
+            closure: reevaluates the model under ``torch.enable_grad`` and returns the loss.
+
+        Returns:
+            What the closure returned, else None. Whether the step was applied is in
+            ``last_step.skipped``, on the device.
+
+        Raises:
+            RuntimeError: inside a scale_loss context; a sparse gradient; tensors on several
+                devices. TypeError: a float64 or complex gradient. Nothing has changed then.
+        """
+        self._refuse_inside_backward()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        table = self._sync_rows()
+        if not self._states_bound:
+            self._bind_states()
+        self._send_hyper()
+        for row in table.collect(self.__dict__.get("grad_scale")):
+            self._init_state(row)
+        max_norm, self._clip_once = self._clip_once or self.max_grad_norm or 0.0, None
+        table.update(**self._verdict(max_norm))
+        if torch.is_autocast_enabled(self._row_params[0].device.type):
+            torch.clear_autocast_cache()  # it may hold casts of the weights as they were
+        return loss
+
+    @torch.no_grad()
+    def clip_next_step(self, max_norm: float) -> Tensor:
+        if not max_norm > 0:
+            raise ValueError(f"max_norm is {max_norm}; it has to be positive")
+        table = self._sync_rows()
+        table.collect(self.__dict__.get("grad_scale"))
+        table.measure()
+        self._clip_once = float(max_norm)
+        return table.state_field("sum_squares").sqrt().to(torch.float32)
+
+    # --- hyper-parameters and state ---------------------------------------------------------------
+
+    def _send_hyper(self) -> None:
+        """Give the table each group's hyper-parameters, if they changed."""
+        row = 0
+        for i, group in enumerate(self.param_groups):
+            end = row + len(group["params"])
+            hyper = self._hyper(group)
+            lr = hyper["lr"]
+            if isinstance(lr, Tensor):
+                device = self._row_params[0].device
+                on_device = lr.device == device and lr.dtype == torch.float32
+                hyper["lr_tensor"] = lr if on_device else None
+                hyper["lr"] = 0.0 if on_device else float(lr)
+            names = self._state_names(group)
+            sent = self._hyper_sent[i] if i < len(self._hyper_sent) else None
+            if sent is None or sent[:2] != (row, end) or not _equal(sent[2], hyper):
+                self._table.set_hyper(row, end, **hyper)
+                del self._hyper_sent[i:]
+                self._hyper_sent.append((row, end, hyper, names))
+                if sent is not None and sent[3] != names:  # momentum or amsgrad switched on or off
+                    for j in range(row, end):
+                        if self.state.get(self._row_params[j]):
+                            self._init_state(j)
+            row = end
+
+    def _group_of(self, row: int) -> dict[str, Any]:
+        for group in self.param_groups:
+            if row < len(group["params"]):
+                return group
+            row -= len(group["params"])
+        raise IndexError(row)
+
+    def _init_state(self, row: int) -> None:
+        """State for a row, zeros where there is none; step counts are views of one column."""
+        state = self.state[self._row_params[row]]
+        like = self._table.param(row)
+        tensors = []
+        for name in self._state_names(self._group_of(row)):
+            value = state.get(name)
+            if value is None:
+                value = torch.zeros_like(like, memory_format=torch.preserve_format)
+            elif value.dtype != torch.float32 or value.stride() != like.stride():
+                value = torch.empty_like(like, memory_format=torch.preserve_format).copy_(value)
+            state[name] = value
+            tensors.append(value)
+        self._table.set_states(row, tensors)
+        self._bind_step(state, row)
+
+    def _bind_step(self, state: dict[str, Any], row: int) -> None:
+        state["step"] = self._table.steps()[row]
+
+    def _saved_step(self, state: dict[str, Any]) -> Any:
+        """The step count of a state that was loaded or copied; 0 for a fresh one."""
+        return state.get("step", 0)
+
+    def _bind_states(self) -> None:
+        """After a load, a copy or new rows: the table takes over what ``self.state`` holds."""
+        self._hyper_sent = []
+        steps = self._table.steps()
+        counts = []
+        for param in self._row_params:
+            count = self._saved_step(self.state.get(param, {}))
+            counts.append(torch.as_tensor(count, dtype=torch.float32, device=steps.device))
+        if counts:
+            steps.copy_(torch.stack([count.reshape(()) for count in counts]))
+        for row, param in enumerate(self._row_params):
+            names = self._state_names(self._group_of(row))
+            state = self.state.get(param, {})
+            if "step" in state or any(name in state for name in names):
+                self._init_state(row)
+        self._states_bound = True
+
+
+def _equal(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    if a.get("lr_tensor") is not b.get("lr_tensor"):
+        return False
+    return all(a[key] == b[key] for key in b if key != "lr_tensor")

@@ -1,0 +1,97 @@
+"""Any other optimizer under amp: FP32 masters and scaling around a step of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampfuse.optim.base import AmpOptimizer
+
+
+class GenericOptimizer(AmpOptimizer):
+    """Mixin that :func:`ampfuse.optim.upgrade` puts in front of an optimizer's class.
+
+    The wrapped step runs on FP32 masters with unscaled FP32 gradients; afterwards the model
+    weights are the masters, rounded. Such a step is host code, so with dynamic scaling the host has
+    to know whether to run it: `_overflowed` reads that once per step, as torch's GradScaler does.
+    """
+
+    # GradScaler of torch then leaves unscaling to us.
+    _step_supports_amp_scaling = True
+    _original_class: type[torch.optim.Optimizer]
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """The original class's step, unless the gradients overflowed; then nothing, and None."""
+        self._refuse_inside_backward()
+        table = self._sync_rows()
+        scale = self.__dict__.get("grad_scale")
+        if scale is not None:
+            self.unscale_gradients(scale)
+        table.refresh_masters()
+        table.collect(None)
+        table.decide(**self._verdict(0.0))
+        if self._overflowed():
+            table.finish_step()
+            return None
+        table.materialize()
+        args, kwargs = self._with_published_weights(args, kwargs)
+        step = self._original_class.step
+        # torch wraps step once more for this class, so that hooks would run twice.
+        step = step.__wrapped__ if getattr(step, "hooked", False) else step
+        result = step(self, *args, **kwargs)
+        table.publish_masters()
+        table.finish_step()
+        return result
+
+    def _overflowed(self) -> bool:
+        """The one read of the device in a generic step; none with a static scale."""
+        driven = "found_inf" in self.__dict__
+        if not (driven or (self._under_amp and self.skip_on_overflow)):
+            return False
+        return bool(self._table.state_field("skip").item())
+
+    def _with_published_weights(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A closure evaluates the model, so the model has to follow the masters first."""
+        args, kwargs = list(args), dict(kwargs)
+        closure = args[0] if args else kwargs.get("closure")
+        if not callable(closure):
+            return tuple(args), kwargs
+
+        def closure_on_current_weights() -> Any:
+            self._table.publish_masters()
+            return closure()
+
+        if args:
+            args[0] = closure_on_current_weights
+        else:
+            kwargs["closure"] = closure_on_current_weights
+        return tuple(args), kwargs
+
+    def clip_next_step(self, max_norm: float) -> Tensor:
+        # The wrapped step reads .grad, so the gradients themselves have to be clipped.
+        return torch.nn.utils.clip_grad_norm_(list(self._params()), max_norm)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return _new, (self._original_class,), self.__getstate__()
+
+
+_classes: dict[type[torch.optim.Optimizer], type[GenericOptimizer]] = {}
+
+
+def generic_class(original: type[torch.optim.Optimizer]) -> type[GenericOptimizer]:
+    """`original` with amp's mixin in front; one class per original, under its name."""
+    if original not in _classes:
+        _classes[original] = type(
+            original.__name__,
+            (GenericOptimizer, original),
+            {"__module__": original.__module__, "_original_class": original},
+        )
+    return _classes[original]
+
+
+def _new(original: type[torch.optim.Optimizer]) -> GenericOptimizer:
+    return object.__new__(generic_class(original))

@@ -1,0 +1,84 @@
+"""SGD with a fused step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ampfuse.optim.fused import FusedOptimizer
+
+
+class SGD(FusedOptimizer, torch.optim.SGD):
+    """SGD with momentum and a fused step: a drop-in for :class:`torch.optim.SGD`.
+
+    The formula and the state (``momentum_buffer``) are torch's, computed in FP32; state dicts load
+    both ways. As in torch, a parameter's buffer starts as its first gradient.
+
+    Arguments:
+        params, lr, momentum, dampening, weight_decay, nesterov, maximize: as in torch.
+        master_weights, max_grad_norm, skip_nonfinite, foreach, fused: as in
+            :class:`ampfuse.optim.AdamW`.
+
+    Raises:
+        TypeError: a parameter of another dtype than float32, float16 and bfloat16. ValueError: an
+            argument out of range, or ``differentiable=True``.
+    """
+
+    _algorithm = "sgd"
+
+    def __init__(
+        self,
+        params: Any,
+        *args: Any,
+        master_weights: bool = False,
+        max_grad_norm: float | None = None,
+        skip_nonfinite: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(params, *args, **kwargs)
+        self._configure(master_weights, max_grad_norm, skip_nonfinite)
+
+    def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return ("momentum_buffer",) if group["momentum"] != 0 else ()
+
+    def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "lr": group["lr"],
+            "weight_decay": float(group["weight_decay"]),
+            "momentum": float(group["momentum"]),
+            "dampening": float(group["dampening"]),
+            "maximize": bool(group["maximize"]),
+            "nesterov": bool(group["nesterov"]),
+        }
+
+    # torch's SGD keeps no step count: a buffer that exists has been started. Ours is a device
+    # column, so a buffer that exists may still wait for its first applied step.
+
+    def _bind_step(self, state: dict[str, Any], row: int) -> None:
+        state.pop("step", None)
+
+    def _saved_step(self, state: dict[str, Any]) -> Any:
+        return 0 if state.get("momentum_buffer") is None else 1
+
+    def _bind_states(self) -> None:
+        self._keep_unstarted()
+        super()._bind_states()
+
+    def state_dict(self) -> dict[str, Any]:
+        self._keep_unstarted()
+        return super().state_dict()
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._keep_unstarted()
+        return super().__getstate__()
+
+    def _keep_unstarted(self) -> None:
+        """Write None for buffers whose first step was skipped, as torch would have them."""
+        if self._table is None or not self._states_bound:
+            return
+        for param, count in zip(self._row_params, self._table.steps().tolist(), strict=False):
+            state = self.state.get(param)
+            if state and count == 0 and state.get("momentum_buffer") is not None:
+                state["momentum_buffer"] = None
+                self._states_bound = False

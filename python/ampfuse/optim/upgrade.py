@@ -1,0 +1,75 @@
+"""Turn an existing torch optimizer, in place, into one that amp can scale, inspect and skip."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import Any
+
+import torch
+
+from ampfuse.optim.adam import Adam, AdamW
+from ampfuse.optim.base import AmpOptimizer, install_masters
+from ampfuse.optim.fused import FusedOptimizer
+from ampfuse.optim.generic import generic_class
+from ampfuse.optim.sgd import SGD
+
+# By exact type: a subclass may have changed what step means.
+_FUSED: dict[type[torch.optim.Optimizer], type[FusedOptimizer]] = {
+    torch.optim.SGD: SGD,
+    torch.optim.Adam: Adam,
+    torch.optim.AdamW: AdamW,
+}
+
+
+def upgrade(
+    optimizer: torch.optim.Optimizer, *, master_weights: bool, names: dict[int, str] | None = None
+) -> None:
+    """Make `optimizer` amp-aware in place: the same object, of a subclass of its class.
+
+    Exactly ``torch.optim.SGD``, ``Adam`` and ``AdamW`` become fused; every other optimizer keeps its
+    own step (generic.py). Learning-rate schedulers and hooks keep working, whichever came first.
+
+    Arguments:
+        master_weights: replace half parameters in ``param_groups`` by FP32 masters.
+        names: parameter names for messages, by ``id`` of the parameter.
+
+    Raises:
+        TypeError: a parameter is neither float32, float16 nor bfloat16. Nothing has changed then.
+    """
+    cls = type(optimizer)
+    if not isinstance(optimizer, AmpOptimizer):
+        differentiable = any(group.get("differentiable") for group in optimizer.param_groups)
+        fused = None if differentiable else _FUSED.get(cls)
+        optimizer.__class__ = fused or generic_class(cls)
+        _follow_class(optimizer)
+    assert isinstance(optimizer, AmpOptimizer)
+    optimizer._under_amp = True
+    optimizer._names = dict(names or {})
+    optimizer.master_weights = bool(master_weights)
+    optimizer._forget_rows()
+    if master_weights:
+        install_masters(optimizer)
+
+
+def _follow_class(optimizer: torch.optim.Optimizer) -> None:
+    """What torch keeps per class or per instance and a change of class leaves behind."""
+    optimizer._patch_step_function()  # step hooks live in a wrapper that torch puts on the class
+    step = optimizer.__dict__.get("step")
+    if getattr(step, "_wrapped_by_lr_sched", False):
+        # A scheduler built earlier wrapped the old class's step, to see that step was called.
+        optimizer.step = _counted_step(optimizer)  # type: ignore[method-assign]
+
+
+def _counted_step(optimizer: torch.optim.Optimizer) -> Any:
+    reference = weakref.ref(optimizer)
+
+    @functools.wraps(type(optimizer).step)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        target = reference()
+        assert target is not None
+        target._opt_called = True  # type: ignore[attr-defined]
+        return type(target).step(target, *args, **kwargs)
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    return step
