@@ -1,4 +1,5 @@
-// A test is a function that throws where something is wrong. Run all, or those whose name holds an argument.
+// A test is a function that throws where something is wrong. Run all, or those whose name holds an
+// argument.
 #pragma once
 
 #include <cstdio>
@@ -24,8 +25,8 @@ struct AddTest {
   AddTest(const char* name, void (*run)()) { tests().push_back({name, run}); }
 };
 
-#define TEST(name)                                \
-  static void test_##name();                      \
+#define TEST(name)                                     \
+  static void test_##name();                           \
   static const AddTest add_##name{#name, test_##name}; \
   static void test_##name()
 

@@ -7,7 +7,8 @@ namespace {
 
 constexpr DType kTypes[] = {kF32, kF16, kBF16};
 
-// 0 .. 3 vectors of the widest CPU instruction set, packs, tiles, slices and chunks, each with its neighbours.
+// 0 .. 3 vectors of the widest CPU instruction set, packs, tiles, slices and chunks, each with its
+// neighbours.
 std::vector<int64_t> seam_sizes() {
   std::vector<int64_t> sizes;
   for (int64_t n = 0; n <= 49; ++n) sizes.push_back(n);
@@ -77,7 +78,8 @@ constexpr float kInf = __builtin_inff(), kNan = __builtin_nanf("");
 
 }  // namespace
 
-// --- steps ------------------------------------------------------------------------------------------------
+// --- steps
+// ------------------------------------------------------------------------------------------------
 
 TEST(adam_steps) {
   Pair pair(optimizer_rows());
@@ -155,7 +157,8 @@ TEST(gradients_come_and_go) {
   EXPECT(pair.gpu.steps.read(0) == 4 && pair.gpu.steps.read(1) == 2);
 }
 
-// --- inspect ----------------------------------------------------------------------------------------------
+// --- inspect
+// ----------------------------------------------------------------------------------------------
 
 TEST(norms) {
   std::vector<RowSpec> rows;
@@ -165,7 +168,8 @@ TEST(norms) {
       rows.back().misaligned = int(rows.size() % 5 == 0);
     }
   }
-  rows.push_back(gradient_row(40 * kChunk + 1, kBF16));  // a row of more chunks than a warp has lanes
+  rows.push_back(
+      gradient_row(40 * kChunk + 1, kBF16));  // a row of more chunks than a warp has lanes
   Pair pair(rows);
   pair.both([](World& world) { world.inspect(); });
   pair.expect_same();
@@ -256,7 +260,8 @@ TEST(unscaled_gradients_are_written) {
   }
 }
 
-// --- skipped steps ----------------------------------------------------------------------------------------
+// --- skipped steps
+// ----------------------------------------------------------------------------------------
 
 TEST(a_skipped_step_changes_nothing) {
   for (const Algorithm algorithm : {Algorithm::kSgd, Algorithm::kAdam}) {
@@ -288,7 +293,8 @@ TEST(a_static_scale_never_skips) {
   EXPECT(std::isnan(pair.gpu.values(40, kParam)[0]));
 }
 
-// --- multi-tensor ops -------------------------------------------------------------------------------------
+// --- multi-tensor ops
+// -------------------------------------------------------------------------------------
 
 TEST(maps) {
   std::vector<RowSpec> rows;
@@ -304,8 +310,8 @@ TEST(maps) {
     row.types[kModel] = i % 5 == 0 ? kAbsent : kTypes[i % 3];
     rows.push_back(row);
   }
-  for (const MapOp op : {MapOp::kScale, MapOp::kAxpbyCheckBoth, MapOp::kAxpbyCheckX, MapOp::kAxpbyCheckY,
-                         MapOp::kRefresh, MapOp::kPublish}) {
+  for (const MapOp op : {MapOp::kScale, MapOp::kAxpbyCheckBoth, MapOp::kAxpbyCheckX,
+                         MapOp::kAxpbyCheckY, MapOp::kRefresh, MapOp::kPublish}) {
     for (const int bad : {-1, int(kSource), int(kSource2)}) {
       Pair pair(rows);
       pair.both([&](World& world) {
@@ -317,9 +323,11 @@ TEST(maps) {
         world.backend().map(*world.table, op, args, nullptr);
       });
       pair.expect_same();
-      const bool reads_x = op == MapOp::kScale || op == MapOp::kAxpbyCheckBoth || op == MapOp::kAxpbyCheckX;
+      const bool reads_x =
+          op == MapOp::kScale || op == MapOp::kAxpbyCheckBoth || op == MapOp::kAxpbyCheckX;
       const bool reads_y = op == MapOp::kAxpbyCheckBoth || op == MapOp::kAxpbyCheckY;
-      EXPECT(pair.gpu.found_inf.read() == float((bad == kSource && reads_x) || (bad == kSource2 && reads_y)));
+      EXPECT(pair.gpu.found_inf.read() ==
+             float((bad == kSource && reads_x) || (bad == kSource2 && reads_y)));
     }
   }
 }
@@ -335,7 +343,8 @@ TEST(refresh_leaves_rows_without_a_model_weight) {
   EXPECT(pair.gpu.values(0, kParam) == before.values(0, kParam));
 }
 
-// --- loss scale -------------------------------------------------------------------------------------------
+// --- loss scale
+// -------------------------------------------------------------------------------------------
 
 TEST(loss_scale) {
   for (const bool share : {false, true}) {
@@ -356,9 +365,10 @@ TEST(loss_scale) {
         std::vector<float> history;
         for (int step = 0; step < 20; ++step) {
           flags.write(step % 7 < 3 ? 1.0f : 0.0f, 1);
-          (on_cuda ? *cuda_backend() : cpu_backend()).update_scale(rule, pointers, 3, share, fixed, nullptr);
-          history.insert(history.end(), {scale.read(), float(growth.read()), float(hysteresis.read()),
-                                         flags.read(0), flags.read(2)});
+          (on_cuda ? *cuda_backend() : cpu_backend())
+              .update_scale(rule, pointers, 3, share, fixed, nullptr);
+          history.insert(history.end(), {scale.read(), float(growth.read()),
+                                         float(hysteresis.read()), flags.read(0), flags.read(2)});
           flags.write(0, 0);
           flags.write(0, 2);
         }
@@ -369,4 +379,3 @@ TEST(loss_scale) {
   }
 }
 
-int main(int argc, char** argv) { return run_tests(argc, argv); }

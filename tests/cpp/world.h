@@ -1,5 +1,5 @@
-// One table of tensors with everything beside it, in the memory of one backend. Two worlds made from the same
-// specification hold the same bits; after the same calls they still must.
+// One table of tensors with everything beside it, in the memory of one backend. Two worlds made
+// from the same specification hold the same bits; after the same calls they still must.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -25,10 +25,11 @@ struct RowSpec {
   RowHyper hyper;
 };
 
-constexpr DType kF32 = DType::kFloat32, kF16 = DType::kFloat16, kBF16 = DType::kBFloat16, kAbsent = DType::kNone;
+constexpr DType kF32 = DType::kFloat32, kF16 = DType::kFloat16, kBF16 = DType::kBFloat16,
+                kAbsent = DType::kNone;
 
-// Memory that the backend works on. On CUDA each buffer is an allocation of its own, so that a sanitizer sees
-// the first byte past its end.
+// Memory that the backend works on. On CUDA each buffer is an allocation of its own, so that a
+// sanitizer sees the first byte past its end.
 class Buffer {
  public:
   Buffer(bool on_cuda, std::vector<char> contents) : on_cuda_(on_cuda), host_(std::move(contents)) {
@@ -44,7 +45,8 @@ class Buffer {
   const std::vector<char>& read() {
     if (on_cuda_) {
       cuda(cudaDeviceSynchronize());
-      cuda(cudaMemcpyAsync(host_.data(), device_.get(), host_.size(), cudaMemcpyDeviceToHost, nullptr));
+      cuda(cudaMemcpyAsync(host_.data(), device_.get(), host_.size(), cudaMemcpyDeviceToHost,
+                           nullptr));
       cuda(cudaDeviceSynchronize());
     }
     return host_;
@@ -53,7 +55,8 @@ class Buffer {
     read();
     std::memcpy(host_.data() + offset, from, bytes);
     if (on_cuda_) {
-      cuda(cudaMemcpyAsync(device_.get(), host_.data(), host_.size(), cudaMemcpyHostToDevice, nullptr));
+      cuda(cudaMemcpyAsync(device_.get(), host_.data(), host_.size(), cudaMemcpyHostToDevice,
+                           nullptr));
       cuda(cudaDeviceSynchronize());
     }
   }
@@ -68,7 +71,8 @@ class Buffer {
 template <class T>
 class Cell {
  public:
-  explicit Cell(bool on_cuda, const T& value, size_t count = 1) : buffer_(on_cuda, bytes(value, count)) {}
+  explicit Cell(bool on_cuda, const T& value, size_t count = 1)
+      : buffer_(on_cuda, bytes(value, count)) {}
   T* get() { return static_cast<T*>(buffer_.data()); }
   T read(size_t i = 0) {
     T value;
@@ -138,14 +142,16 @@ class World {
   void alias(int64_t row, int list, int other) {
     const RowSpec& spec = specs_[size_t(row)];
     char* data = static_cast<char*>(buffers_[size_t(row * kLists + other)]->data());
-    table->set(list, row, data + spec.misaligned * element_size(spec.types[other]), spec.types[other]);
+    table->set(list, row, data + spec.misaligned * element_size(spec.types[other]),
+               spec.types[other]);
   }
   void set(int64_t row, int list, int64_t i, float value) {
     const RowSpec& spec = specs_[size_t(row)];
     char stored[4];
     store_float(stored, spec.types[list], 0, value);
     const int64_t size = element_size(spec.types[list]);
-    buffers_[size_t(row * kLists + list)]->write(size_t((i + spec.misaligned) * size), stored, size_t(size));
+    buffers_[size_t(row * kLists + list)]->write(size_t((i + spec.misaligned) * size), stored,
+                                                 size_t(size));
   }
   std::vector<float> values(int64_t row, int list) {
     const RowSpec& spec = specs_[size_t(row)];
@@ -189,7 +195,8 @@ class World {
   void point(int64_t row, int list) {
     const RowSpec& spec = specs_[size_t(row)];
     char* data = static_cast<char*>(buffers_[size_t(row * kLists + list)]->data());
-    table->set(list, row, data + spec.misaligned * element_size(spec.types[list]), spec.types[list]);
+    table->set(list, row, data + spec.misaligned * element_size(spec.types[list]),
+               spec.types[list]);
   }
 
   std::vector<RowSpec> specs_;
@@ -205,21 +212,23 @@ inline void expect_same(World& a, World& b) {
       const std::vector<float> x = a.values(row, list), y = b.values(row, list);
       EXPECT(x.size() == y.size());
       for (size_t i = 0; i < x.size(); ++i) {
-        EXPECT(same(x[i], y[i]), "row ", row, " list ", list, " element ", i, " of ", x.size(), ": ", x[i], " and ",
-               y[i]);
+        EXPECT(same(x[i], y[i]), "row ", row, " list ", list, " element ", i, " of ", x.size(),
+               ": ", x[i], " and ", y[i]);
       }
     }
     EXPECT(same(a.steps.read(size_t(row)), b.steps.read(size_t(row))), "step of row ", row);
-    EXPECT(same(a.row_norms.read(size_t(row)), b.row_norms.read(size_t(row))), "norm of row ", row, ": ",
-           a.row_norms.read(size_t(row)), " and ", b.row_norms.read(size_t(row)));
+    EXPECT(same(a.row_norms.read(size_t(row)), b.row_norms.read(size_t(row))), "norm of row ", row,
+           ": ", a.row_norms.read(size_t(row)), " and ", b.row_norms.read(size_t(row)));
   }
   const StepState x = a.state.read(), y = b.state.read();
-  EXPECT(x.sum_squares == y.sum_squares || (x.sum_squares != x.sum_squares && y.sum_squares != y.sum_squares),
+  EXPECT(x.sum_squares == y.sum_squares ||
+             (x.sum_squares != x.sum_squares && y.sum_squares != y.sum_squares),
          x.sum_squares, " and ", y.sum_squares);
   EXPECT(x.found_inf == y.found_inf && x.bad_row == y.bad_row && x.bad_bits == y.bad_bits);
   EXPECT(x.skip == y.skip && x.skipped_steps == y.skipped_steps);
   EXPECT(x.last_bad_row == y.last_bad_row && x.last_bad_bits == y.last_bad_bits);
-  EXPECT(same(x.grad_norm, y.grad_norm) && same(x.clip_coef, y.clip_coef) && x.loss_scale == y.loss_scale);
+  EXPECT(same(x.grad_norm, y.grad_norm) && same(x.clip_coef, y.clip_coef) &&
+         x.loss_scale == y.loss_scale);
   EXPECT(a.found_inf.read() == b.found_inf.read());
   EXPECT(same(a.norm.read(), b.norm.read()));
 }
@@ -227,7 +236,8 @@ inline void expect_same(World& a, World& b) {
 // The same world on both backends.
 struct Pair {
   World cpu, gpu;
-  Pair(const std::vector<RowSpec>& specs, unsigned seed = 1) : cpu(false, specs, seed), gpu(true, specs, seed) {}
+  Pair(const std::vector<RowSpec>& specs, unsigned seed = 1)
+      : cpu(false, specs, seed), gpu(true, specs, seed) {}
 
   template <class Body>
   void both(const Body& body) {

@@ -1,8 +1,10 @@
-// A stand-in for the CUDA runtime, enough for csrc/cuda/: g++ compiles the very same .cu files with this folder
-// first on its include path, and the kernels run on the CPU (fibers.h). Never put this folder on nvcc's path.
+// A stand-in for the CUDA runtime, enough for csrc/cuda/: g++ compiles the very same .cu files with
+// this folder first on its include path, and the kernels run on the CPU (fibers.h). Never put this
+// folder on nvcc's path.
 //
-// Streams run their work at once, or, after emulation::set_deferred(true), only when someone waits for it: then a
-// staging buffer that is reused too early, or a stream that does not wait for another, gives wrong results.
+// Streams run their work at once, or, after emulation::set_deferred(true), only when someone waits
+// for it: then a staging buffer that is reused too early, or a stream that does not wait for
+// another, gives wrong results.
 #pragma once
 
 #include <cstddef>
@@ -22,7 +24,8 @@
 #define __shared__ static thread_local
 #define __launch_bounds__(...)
 
-// --- what device code uses --------------------------------------------------------------------------------
+// --- what device code uses
+// --------------------------------------------------------------------------------
 
 struct dim3 {
   unsigned x = 1, y = 1, z = 1;
@@ -36,11 +39,11 @@ inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return
 
 inline thread_local dim3 threadIdx{0, 0, 0}, blockIdx{0, 0, 0}, blockDim, gridDim;
 
-#define __syncthreads()                                            \
-  do {                                                             \
-    const unsigned thread_ = threadIdx.x;                          \
-    ::ampfuse::emulation::block_barrier(__FILE__, __LINE__);       \
-    threadIdx.x = thread_;                                         \
+#define __syncthreads()                                      \
+  do {                                                       \
+    const unsigned thread_ = threadIdx.x;                    \
+    ::ampfuse::emulation::block_barrier(__FILE__, __LINE__); \
+    threadIdx.x = thread_;                                   \
   } while (0)
 
 namespace ampfuse {
@@ -49,7 +52,8 @@ template <class T>
 T shuffle_down(T value, unsigned offset, const char* file, int line) {
   static_assert(sizeof(T) <= sizeof(uint64_t), "a shuffle moves at most 8 bytes");
   const unsigned thread = threadIdx.x, lane = thread % kWarp;
-  const unsigned warp_size = blockDim.x - thread / kWarp * kWarp < kWarp ? blockDim.x % kWarp : kWarp;
+  const unsigned warp_size =
+      blockDim.x - thread / kWarp * kWarp < kWarp ? blockDim.x % kWarp : kWarp;
   uint64_t bits = 0;
   std::memcpy(&bits, &value, sizeof value);
   bits = warp_exchange(bits, int(lane + offset < warp_size ? lane + offset : lane), file, line);
@@ -83,7 +87,8 @@ inline unsigned atomicInc(unsigned* address, unsigned limit) {
   return old;
 }
 
-// --- the runtime ------------------------------------------------------------------------------------------
+// --- the runtime
+// ------------------------------------------------------------------------------------------
 
 enum cudaError_t {
   cudaSuccess = 0,
@@ -107,7 +112,11 @@ using cudaGraphExec_t = struct CUgraphExec_st*;
 using cudaUserObject_t = struct CUuserObject_st*;
 using cudaHostFn_t = void (*)(void*);
 
-enum cudaMemcpyKind { cudaMemcpyHostToDevice = 1, cudaMemcpyDeviceToHost = 2, cudaMemcpyDeviceToDevice = 3 };
+enum cudaMemcpyKind {
+  cudaMemcpyHostToDevice = 1,
+  cudaMemcpyDeviceToHost = 2,
+  cudaMemcpyDeviceToDevice = 3
+};
 enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone, cudaStreamCaptureStatusActive };
 enum cudaStreamCaptureMode {
   cudaStreamCaptureModeGlobal,
@@ -115,7 +124,8 @@ enum cudaStreamCaptureMode {
   cudaStreamCaptureModeRelaxed
 };
 constexpr unsigned cudaEventDisableTiming = 2, cudaStreamNonBlocking = 1, cudaHostAllocDefault = 0,
-                   cudaHostAllocPortable = 1, cudaUserObjectNoDestructorSync = 1, cudaGraphUserObjectMove = 1;
+                   cudaHostAllocPortable = 1, cudaUserObjectNoDestructorSync = 1,
+                   cudaGraphUserObjectMove = 1;
 
 cudaError_t cudaGetDevice(int* device);
 cudaError_t cudaDeviceSynchronize();
@@ -124,7 +134,8 @@ cudaError_t cudaMalloc(void** memory, size_t bytes);
 cudaError_t cudaFree(void* memory);
 cudaError_t cudaHostAlloc(void** memory, size_t bytes, unsigned flags);
 cudaError_t cudaFreeHost(void* memory);
-cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind, cudaStream_t stream);
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind,
+                            cudaStream_t stream);
 cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaStream_t stream);
 
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags);
@@ -140,15 +151,17 @@ cudaError_t cudaEventSynchronize(cudaEvent_t event);
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode);
 cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode mode);
 cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph);
-cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatus* status, unsigned long long* id,
-                                     cudaGraph_t* graph);
-cudaError_t cudaGraphInstantiate(cudaGraphExec_t* exec, cudaGraph_t graph, unsigned long long flags);
+cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatus* status,
+                                     unsigned long long* id, cudaGraph_t* graph);
+cudaError_t cudaGraphInstantiate(cudaGraphExec_t* exec, cudaGraph_t graph,
+                                 unsigned long long flags);
 cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream);
 cudaError_t cudaGraphDestroy(cudaGraph_t graph);
 cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec);
-cudaError_t cudaUserObjectCreate(cudaUserObject_t* object, void* owned, cudaHostFn_t destroy, unsigned references,
-                                 unsigned flags);
-cudaError_t cudaGraphRetainUserObject(cudaGraph_t graph, cudaUserObject_t object, unsigned count, unsigned flags);
+cudaError_t cudaUserObjectCreate(cudaUserObject_t* object, void* owned, cudaHostFn_t destroy,
+                                 unsigned references, unsigned flags);
+cudaError_t cudaGraphRetainUserObject(cudaGraph_t graph, cudaUserObject_t object, unsigned count,
+                                      unsigned flags);
 
 struct cudaLaunchConfig_t {
   dim3 gridDim, blockDim;
@@ -162,15 +175,18 @@ namespace ampfuse {
 namespace emulation {
 
 void set_deferred(bool deferred);
-int64_t launch_count();       // kernels launched so far
-int64_t live_allocations();   // device allocations not freed
-cudaError_t enqueue_kernel(const cudaLaunchConfig_t& config, size_t argument_bytes, std::function<void()> thread);
+int64_t launch_count();      // kernels launched so far
+int64_t copy_count();        // copies queued so far
+int64_t live_allocations();  // of device memory
+cudaError_t enqueue_kernel(const cudaLaunchConfig_t& config, size_t argument_bytes,
+                           std::function<void()> thread);
 
 }  // namespace emulation
 }  // namespace ampfuse
 
 template <class... Params, class... Args>
-cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Params...), Args&&... args) {
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Params...),
+                               Args&&... args) {
   std::tuple<Params...> values(std::forward<Args>(args)...);
   return ampfuse::emulation::enqueue_kernel(*config, (sizeof(Params) + ... + 0),
                                             [kernel, values] { std::apply(kernel, values); });

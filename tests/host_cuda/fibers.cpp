@@ -25,10 +25,11 @@ namespace ampfuse {
 namespace emulation {
 namespace {
 
-// --- switching stacks -------------------------------------------------------------------------------------
+// --- switching stacks
+// -------------------------------------------------------------------------------------
 
-// A stack and where its execution stopped. On x86-64 a switch is a dozen instructions; swapcontext, which serves
-// elsewhere, makes two system calls.
+// A stack and where its execution stopped. On x86-64 a switch is a dozen instructions; swapcontext,
+// which serves elsewhere, makes two system calls.
 struct Context {
 #if defined(__x86_64__)
   void* stack_pointer = nullptr;
@@ -111,7 +112,8 @@ void release_context(Context& context) {
   munmap(static_cast<char*>(context.stack) - page, context.bytes + page);
 }
 
-// --- one block --------------------------------------------------------------------------------------------
+// --- one block
+// --------------------------------------------------------------------------------------------
 
 struct Fiber {
   Context context;
@@ -140,7 +142,8 @@ struct Barrier {
 
 struct Warp {
   Barrier barrier;
-  uint64_t value[2][kWarp];  // by parity of the barrier's generation: a fast thread may be one exchange ahead
+  uint64_t value[2][kWarp];  // by parity of the barrier's generation: a fast thread may be one
+                             // exchange ahead
 };
 
 class Scheduler {
@@ -235,8 +238,8 @@ void Scheduler::run(int threads, const std::function<void(int)>& body) {
     for (const Warp& warp : warps) {
       if (warp.barrier.arrived > 0) stuck = &warp.barrier;
     }
-    text << "divergent barrier at " << stuck->file << ":" << stuck->line << ": " << stuck->arrived << " of "
-         << stuck->expected << " threads arrived, the others ended or wait elsewhere";
+    text << "divergent barrier at " << stuck->file << ":" << stuck->line << ": " << stuck->arrived
+         << " of " << stuck->expected << " threads arrived, the others ended or wait elsewhere";
     error_ = text.str();
   }
   idle_.clear();  // what the stuck fibers hold on their stacks is lost with them
@@ -250,8 +253,8 @@ void Scheduler::wait(Barrier& barrier, const char* file, int line) {
     barrier.line = line;
   } else if (barrier.line != line || std::strcmp(barrier.file, file) != 0) {
     std::ostringstream text;
-    text << "divergent barrier: some threads wait at " << barrier.file << ":" << barrier.line << ", thread "
-         << current->thread << " at " << file << ":" << line;
+    text << "divergent barrier: some threads wait at " << barrier.file << ":" << barrier.line
+         << ", thread " << current->thread << " at " << file << ":" << line;
     fail(text.str());
   }
   Fiber* self = current;
@@ -273,6 +276,13 @@ void Scheduler::fail(const std::string& text) {
   std::abort();  // a failed block is never resumed
 }
 
+Order& order() {
+  static Order order = order_from_environment();
+  return order;
+}
+
+}  // namespace
+
 Order order_from_environment() {
   const char* name = std::getenv("AMPFUSE_EMULATED_BLOCK_ORDER");
   if (name == nullptr || std::strcmp(name, "forward") == 0) return Order::kForward;
@@ -281,16 +291,10 @@ Order order_from_environment() {
   throw std::runtime_error("AMPFUSE_EMULATED_BLOCK_ORDER must be forward, reverse or random");
 }
 
-Order& order() {
-  static Order order = order_from_environment();
-  return order;
-}
-
-}  // namespace
-
 void set_order(Order wanted) { order() = wanted; }
 
-// Random: i -> (i * factor + offset) mod count, with a factor that has no divisor in common with count.
+// Random: i -> (i * factor + offset) mod count, with a factor that has no divisor in common with
+// count.
 Sequence::Sequence(int64_t count) : count_(count), reverse_(order() == Order::kReverse) {
   if (order() != Order::kRandom || count < 2) return;
   static thread_local std::mt19937_64 random(20240501);

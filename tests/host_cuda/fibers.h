@@ -1,6 +1,6 @@
-// Runs the threads of one CUDA block as fibers: each runs until it ends or waits at a barrier, then the next one
-// does. No two run at once, so a data race is no race here; what shows up is a missing barrier, under some order
-// of the threads.
+// Runs the threads of one CUDA block as fibers: each runs until it ends or waits at a barrier, then
+// the next one does. No two run at once, so a data race is no race here; what shows up is a missing
+// barrier, under some order of the threads.
 #pragma once
 
 #include <cstdint>
@@ -15,6 +15,7 @@ constexpr int kWarp = 32;
 // AMPFUSE_EMULATED_BLOCK_ORDER=forward|reverse|random picks it at start.
 enum class Order { kForward, kReverse, kRandom };
 void set_order(Order order);
+Order order_from_environment();
 
 // A shuffled, reversed or plain sequence of 0 .. count-1, according to the order in force.
 class Sequence {
@@ -27,7 +28,8 @@ class Sequence {
   bool reverse_ = false;
 };
 
-// Runs job(thread) for every thread of a block. Throws if some threads wait at a barrier that others passed by.
+// Runs job(thread) for every thread of a block. Throws if some threads wait at a barrier that
+// others passed by.
 void run_block(int threads, const std::function<void(int thread)>& job);
 
 // Called from within a job.

@@ -35,8 +35,8 @@ struct CUstream_st {
     while (done < position) {
       Work work = std::move(queue.front());
       queue.pop_front();
+      ++done;  // also where work() throws
       work();
-      ++done;
     }
   }
 };
@@ -57,7 +57,7 @@ struct Runtime {
   bool deferred = false;
   int captures = 0;
   unsigned long long next_capture = 1;
-  int64_t launches = 0;
+  int64_t launches = 0, copies = 0;
 };
 
 Runtime& runtime() {
@@ -75,7 +75,8 @@ cudaError_t result(cudaError_t error) {
   return error;
 }
 
-// A capture in global mode forbids calls that allocate or wait, unless this thread has relaxed its mode.
+// A capture in global mode forbids calls that allocate or wait, unless this thread has relaxed its
+// mode.
 bool forbidden() { return runtime().captures > 0 && capture_mode != cudaStreamCaptureModeRelaxed; }
 
 std::shared_ptr<CUstream_st> find(cudaStream_t handle) {
@@ -106,15 +107,24 @@ void run_everything() {
 
 const char* cudaGetErrorName(cudaError_t error) {
   switch (error) {
-    case cudaSuccess: return "cudaSuccess";
-    case cudaErrorInvalidValue: return "cudaErrorInvalidValue";
-    case cudaErrorMemoryAllocation: return "cudaErrorMemoryAllocation";
-    case cudaErrorInvalidConfiguration: return "cudaErrorInvalidConfiguration";
-    case cudaErrorInsufficientDriver: return "cudaErrorInsufficientDriver";
-    case cudaErrorNoKernelImageForDevice: return "cudaErrorNoKernelImageForDevice";
-    case cudaErrorInvalidResourceHandle: return "cudaErrorInvalidResourceHandle";
-    case cudaErrorNotReady: return "cudaErrorNotReady";
-    case cudaErrorStreamCaptureUnsupported: return "cudaErrorStreamCaptureUnsupported";
+    case cudaSuccess:
+      return "cudaSuccess";
+    case cudaErrorInvalidValue:
+      return "cudaErrorInvalidValue";
+    case cudaErrorMemoryAllocation:
+      return "cudaErrorMemoryAllocation";
+    case cudaErrorInvalidConfiguration:
+      return "cudaErrorInvalidConfiguration";
+    case cudaErrorInsufficientDriver:
+      return "cudaErrorInsufficientDriver";
+    case cudaErrorNoKernelImageForDevice:
+      return "cudaErrorNoKernelImageForDevice";
+    case cudaErrorInvalidResourceHandle:
+      return "cudaErrorInvalidResourceHandle";
+    case cudaErrorNotReady:
+      return "cudaErrorNotReady";
+    case cudaErrorStreamCaptureUnsupported:
+      return "cudaErrorStreamCaptureUnsupported";
   }
   return "unknown";
 }
@@ -132,7 +142,8 @@ cudaError_t cudaDeviceSynchronize() {
   return cudaSuccess;
 }
 
-// --- memory -----------------------------------------------------------------------------------------------
+// --- memory
+// -----------------------------------------------------------------------------------------------
 
 static cudaError_t allocate(void** memory, size_t bytes, std::set<void*>& registry) {
   const Lock lock(runtime().mutex);
@@ -153,15 +164,19 @@ static cudaError_t release(void* memory, std::set<void*>& registry) {
   return cudaSuccess;
 }
 
-cudaError_t cudaMalloc(void** memory, size_t bytes) { return allocate(memory, bytes, runtime().device_memory); }
+cudaError_t cudaMalloc(void** memory, size_t bytes) {
+  return allocate(memory, bytes, runtime().device_memory);
+}
 cudaError_t cudaFree(void* memory) { return release(memory, runtime().device_memory); }
 cudaError_t cudaHostAlloc(void** memory, size_t bytes, unsigned) {
   return allocate(memory, bytes, runtime().pinned_memory);
 }
 cudaError_t cudaFreeHost(void* memory) { return release(memory, runtime().pinned_memory); }
 
-cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t stream) {
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind,
+                            cudaStream_t stream) {
   const Lock lock(runtime().mutex);
+  ++runtime().copies;
   enqueue(stream, [=] { std::memcpy(to, from, bytes); });
   return cudaSuccess;
 }
@@ -171,7 +186,8 @@ cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaStream_t 
   return cudaSuccess;
 }
 
-// --- streams and events -----------------------------------------------------------------------------------
+// --- streams and events
+// -----------------------------------------------------------------------------------
 
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
   const Lock lock(runtime().mutex);
@@ -221,11 +237,13 @@ cudaError_t cudaEventSynchronize(cudaEvent_t event) {
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
   const Lock lock(runtime().mutex);
   if (!event->stream) return cudaSuccess;
-  enqueue(stream, [other = event->stream, position = event->position] { other->run_until(position); });
+  enqueue(stream,
+          [other = event->stream, position = event->position] { other->run_until(position); });
   return cudaSuccess;
 }
 
-// --- graphs -----------------------------------------------------------------------------------------------
+// --- graphs
+// -----------------------------------------------------------------------------------------------
 
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
   std::swap(*mode, capture_mode);
@@ -234,7 +252,8 @@ cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
 cudaError_t cudaStreamBeginCapture(cudaStream_t handle, cudaStreamCaptureMode) {
   const Lock lock(runtime().mutex);
   const auto stream = find(handle);
-  if (handle == nullptr || stream->capture != nullptr) return result(cudaErrorStreamCaptureUnsupported);
+  if (handle == nullptr || stream->capture != nullptr)
+    return result(cudaErrorStreamCaptureUnsupported);
   stream->capture = new CUgraph_st;
   stream->capture->id = runtime().next_capture++;
   ++runtime().captures;
@@ -248,8 +267,8 @@ cudaError_t cudaStreamEndCapture(cudaStream_t handle, cudaGraph_t* graph) {
   --runtime().captures;
   return cudaSuccess;
 }
-cudaError_t cudaStreamGetCaptureInfo(cudaStream_t handle, cudaStreamCaptureStatus* status, unsigned long long* id,
-                                     cudaGraph_t* graph) {
+cudaError_t cudaStreamGetCaptureInfo(cudaStream_t handle, cudaStreamCaptureStatus* status,
+                                     unsigned long long* id, cudaGraph_t* graph) {
   const Lock lock(runtime().mutex);
   const auto stream = find(handle);
   *status = stream->capture ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
@@ -275,16 +294,19 @@ cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec) {
   delete exec;
   return cudaSuccess;
 }
-cudaError_t cudaUserObjectCreate(cudaUserObject_t* object, void* owned, cudaHostFn_t destroy, unsigned, unsigned) {
+cudaError_t cudaUserObjectCreate(cudaUserObject_t* object, void* owned, cudaHostFn_t destroy,
+                                 unsigned, unsigned) {
   *object = new CUuserObject_st{owned, destroy};
   return cudaSuccess;
 }
-cudaError_t cudaGraphRetainUserObject(cudaGraph_t graph, cudaUserObject_t object, unsigned, unsigned) {
+cudaError_t cudaGraphRetainUserObject(cudaGraph_t graph, cudaUserObject_t object, unsigned,
+                                      unsigned) {
   graph->objects.emplace_back(object);
   return cudaSuccess;
 }
 
-// --- kernels ----------------------------------------------------------------------------------------------
+// --- kernels
+// ----------------------------------------------------------------------------------------------
 
 namespace ampfuse {
 namespace emulation {
@@ -296,6 +318,7 @@ void set_deferred(bool deferred) {
 }
 
 int64_t launch_count() { return runtime().launches; }
+int64_t copy_count() { return runtime().copies; }
 int64_t live_allocations() { return int64_t(runtime().device_memory.size()); }
 
 static void run_grid(dim3 grid, dim3 block, const std::function<void()>& thread) {
@@ -311,7 +334,8 @@ static void run_grid(dim3 grid, dim3 block, const std::function<void()>& thread)
   }
 }
 
-cudaError_t enqueue_kernel(const cudaLaunchConfig_t& config, size_t argument_bytes, std::function<void()> thread) {
+cudaError_t enqueue_kernel(const cudaLaunchConfig_t& config, size_t argument_bytes,
+                           std::function<void()> thread) {
   const Lock lock(runtime().mutex);
   const dim3 grid = config.gridDim, block = config.blockDim;
   if (grid.x == 0 || block.x == 0 || block.x > 1024) return result(cudaErrorInvalidConfiguration);

@@ -1,0 +1,167 @@
+// What the CUDA backend keeps between calls: tables uploaded behind the device's back, several streams, captured
+// graphs. Streams are deferred (host_cuda/cuda_runtime.h): nothing runs before somebody waits for it.
+#include "world.h"
+
+using namespace ampfuse;
+
+namespace {
+
+struct Deferred {
+  Deferred() { emulation::set_deferred(true); }
+  ~Deferred() { emulation::set_deferred(false); }
+};
+
+struct Stream {
+  cudaStream_t handle = nullptr;
+  Stream() { cuda(cudaStreamCreateWithFlags(&handle, cudaStreamNonBlocking)); }
+  ~Stream() { (void)cudaStreamDestroy(handle); }
+  operator cudaStream_t() const { return handle; }
+};
+
+std::vector<RowSpec> adam_rows() {
+  std::vector<RowSpec> rows;
+  for (int i = 0; i < 20; ++i) {
+    RowSpec row;
+    row.numel = i * 97 + 1;
+    row.scaled = true;
+    row.types[kGrad] = row.types[kModel] = i % 2 ? kBF16 : kF16;
+    row.types[kParam] = row.types[kState0] = row.types[kState1] = kF32;
+    row.hyper.lr = 1e-2;
+    row.hyper.beta1 = 0.9;
+    row.hyper.beta2 = 0.99;
+    row.hyper.eps = 1e-8;
+    rows.push_back(row);
+  }
+  return rows;
+}
+
+// Gradients of many steps, so that no step finds those of the one before at its address.
+class Gradients {
+ public:
+  Gradients(bool on_cuda, int steps) {
+    for (int step = 0; step < steps; ++step) {
+      worlds_.push_back(std::make_unique<World>(on_cuda, adam_rows(), unsigned(100 + step)));
+    }
+  }
+  // Points the world's gradients at those of `step`.
+  void give(World& world, int step) {
+    const TableView view = worlds_[size_t(step)]->table->view();
+    for (int64_t row = 0; row < world.rows(); ++row) {
+      world.table->set(kGrad, row, view.pointer(kGrad, row), view.type(kGrad, row));
+      world.table->hyper(row).lr = 1e-2 / (1 + step % 5);
+    }
+  }
+
+ private:
+  std::vector<std::unique_ptr<World>> worlds_;
+};
+
+}  // namespace
+
+TEST(a_hundred_steps_behind_a_delayed_stream) {
+  constexpr int kSteps = 100;
+  Pair pair(adam_rows());
+  Gradients cpu(false, kSteps), gpu(true, kSteps);
+  const Deferred deferred;
+  for (int step = 0; step < kSteps; ++step) {
+    cpu.give(pair.cpu, step);
+    pair.cpu.step(Algorithm::kAdam);
+    gpu.give(pair.gpu, step);
+    pair.gpu.step(Algorithm::kAdam);
+  }
+  pair.expect_same();
+}
+
+TEST(steps_that_change_streams) {
+  constexpr int kSteps = 9;
+  Pair pair(adam_rows());
+  Gradients cpu(false, kSteps), gpu(true, kSteps);
+  const Deferred deferred;
+  const Stream streams[3];
+  for (int step = 0; step < kSteps; ++step) {
+    cpu.give(pair.cpu, step);
+    pair.cpu.step(Algorithm::kAdam);
+    gpu.give(pair.gpu, step);
+    pair.gpu.step(Algorithm::kAdam, 1.0, true, streams[step % 3]);
+  }
+  cuda(cudaStreamSynchronize(streams[(kSteps - 1) % 3]));  // the last alone: each has waited for the one before
+  pair.expect_same();
+}
+
+TEST(a_table_dies_while_another_stream_uses_it) {
+  const Deferred deferred;
+  const Stream first, second;
+  World world(true, adam_rows());
+  world.step(Algorithm::kAdam, 1.0, true, first);
+  world.step(Algorithm::kAdam, 1.0, true, second);
+  world.table->cache.reset();
+}
+
+TEST(uploads_are_only_of_what_changed) {
+  World world(true, adam_rows());
+  world.step(Algorithm::kAdam);
+  const int64_t before = emulation::copy_count(), launches = emulation::launch_count();
+  world.step(Algorithm::kAdam);
+  EXPECT(emulation::copy_count() == before, "copies although nothing changed");
+  EXPECT(emulation::launch_count() == launches + 4, "inspect with row norms, prepare, update");
+  world.fill(3, kGrad, 77);
+  const int64_t filled = emulation::copy_count();
+  world.step(Algorithm::kAdam);
+  EXPECT(emulation::copy_count() == filled + 2, "one gradient moved: one column of pointers and types");
+}
+
+TEST(capture_eager_replay) {
+  Pair pair(adam_rows());
+  Gradients cpu(false, 3), gpu(true, 3);
+  const int64_t allocations = emulation::live_allocations();
+  {
+    const Deferred deferred;
+    const Stream stream;
+    const auto eager = [&](int step) {
+      gpu.give(pair.gpu, step);
+      pair.gpu.step(Algorithm::kAdam, 1.0, true, stream);
+    };
+    eager(0);
+    gpu.give(pair.gpu, 1);
+    cudaGraph_t graph = nullptr;
+    cudaGraphExec_t exec = nullptr;
+    cuda(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
+    pair.gpu.step(Algorithm::kAdam, 1.0, true, stream);
+    cuda(cudaStreamEndCapture(stream, &graph));
+    cuda(cudaGraphInstantiate(&exec, graph, 0));
+    cuda(cudaGraphDestroy(graph));
+    cuda(cudaGraphLaunch(exec, stream));
+    eager(2);
+    cuda(cudaGraphLaunch(exec, stream));
+    eager(0);
+    cuda(cudaGraphLaunch(exec, stream));
+    cuda(cudaStreamSynchronize(stream));
+    cuda(cudaGraphExecDestroy(exec));
+  }
+  for (const int step : {0, 1, 2, 1, 0, 1}) {
+    cpu.give(pair.cpu, step);
+    pair.cpu.step(Algorithm::kAdam);
+  }
+  pair.expect_same();
+  pair.gpu.table->cache.reset();
+  World(true, adam_rows()).inspect();  // frees what the graph left behind
+  EXPECT(emulation::live_allocations() == allocations, emulation::live_allocations(), " and ", allocations);
+}
+
+TEST(eager_steps_while_another_stream_captures) {
+  Pair pair(adam_rows());
+  Gradients cpu(false, 80), gpu(true, 80);
+  const Deferred deferred;
+  const Stream other;
+  cuda(cudaStreamBeginCapture(other, cudaStreamCaptureModeGlobal));
+  for (int step = 0; step < 80; ++step) {
+    cpu.give(pair.cpu, step);
+    pair.cpu.step(Algorithm::kAdam);
+    gpu.give(pair.gpu, step);
+    pair.gpu.step(Algorithm::kAdam);
+  }
+  cudaGraph_t graph = nullptr;
+  cuda(cudaStreamEndCapture(other, &graph));
+  cuda(cudaGraphDestroy(graph));
+  pair.expect_same();
+}
