@@ -9,15 +9,28 @@
 from __future__ import annotations
 
 import importlib
+import os
+import sys
 from typing import TYPE_CHECKING
-
-from ampfuse import _core
 
 if TYPE_CHECKING:
     from ampfuse import amp, ops, optim
     from ampfuse.amp import GradScaler
 
-__version__: str = _core.build_info.VERSION
+
+def _only_reports_environment() -> bool:
+    """True in ``ampfuse env`` or ``python -m ampfuse env``: they explain broken installations."""
+    return sys.argv[1:2] == ["env"] and os.path.basename(sys.argv[0]) in ("ampfuse", "-m")
+
+
+# An extension that does not fit the running torch says so here and now, not at its first use.
+if _only_reports_environment():
+    __version__ = "unknown"  # the report finds it out without loading anything
+else:
+    from ampfuse import _core
+
+    __version__ = _core.build_info.VERSION
+
 __all__ = ["GradScaler", "__version__", "amp", "ops", "optim"]
 
 # Loaded at first use: `import ampfuse` stays cheap next to `import torch`.
