@@ -1,0 +1,182 @@
+"""One training run: the library as any script would use it.
+
+:func:`train` is the loop to read. What differs from plain FP32 training are three lines:
+``amp.initialize``, ``with amp.scale_loss`` and the ``backward`` inside it. The rest measures.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ampfuse import amp
+from ampfuse.demo.data import Digits
+from ampfuse.demo.memory import PeakMemory
+from ampfuse.demo.model import DigitsNet
+
+_WARMUP_STEPS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What is the same for all levels of a comparison."""
+
+    device: torch.device
+    epochs: int = 12
+    batch_size: int = 128
+    width: int = 128
+    seed: int = 0
+    channels_last: bool = True
+    lr: float = 0.1
+
+    def steps_per_epoch(self, digits: Digits) -> int:
+        return len(digits.train_images) // self.batch_size
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What one level did. The lists have one entry per step, or one per epoch."""
+
+    level: str
+    train_seconds: float
+    images_per_second: float
+    peak_memory_mib: float | None
+    test_accuracy: float  # 0 to 1, after the last epoch
+    steps_skipped: int
+    final_loss_scale: float
+    step_losses: list[float]
+    step_loss_scales: list[float]
+    step_skipped: list[bool]
+    epoch_seconds: list[float]  # training time from the start to the end of each epoch
+    epoch_accuracies: list[float]
+
+
+def train(
+    level: str,
+    digits: Digits,
+    settings: Settings,
+    on_step: Callable[[], None] = lambda: None,
+    on_epoch: Callable[[float], None] = lambda accuracy: None,
+) -> Run:
+    """Train from scratch at `level`; `on_step` and `on_epoch(accuracy)` report the progress."""
+    _warm_up(level, digits, settings)
+    order = torch.Generator().manual_seed(settings.seed)
+    steps = settings.epochs * settings.steps_per_epoch(digits)
+    log = StepLog(steps, settings.device)
+    clock = Stopwatch(settings.device)
+    epoch_seconds, epoch_accuracies = [], []
+
+    with PeakMemory(settings.device) as memory:
+        model, optimizer, scheduler = _build(level, settings, steps)
+        for _ in range(settings.epochs):
+            model.train()
+            with clock:
+                for images, labels in digits.batches(settings.batch_size, order):
+                    loss = F.cross_entropy(model(images), labels)
+                    optimizer.zero_grad()
+                    with amp.scale_loss(loss, optimizer) as scaled_loss:
+                        scaled_loss.backward()
+                    optimizer.step()
+                    scheduler.step()
+                    log.add(loss, optimizer)
+                    on_step()
+            epoch_seconds.append(clock.seconds)
+            epoch_accuracies.append(_accuracy(model, digits))
+            on_epoch(epoch_accuracies[-1])
+
+    return Run(
+        level=level,
+        train_seconds=clock.seconds,
+        images_per_second=steps * settings.batch_size / clock.seconds,
+        peak_memory_mib=memory.mib,
+        test_accuracy=epoch_accuracies[-1],
+        steps_skipped=int(log.skipped.sum()),
+        final_loss_scale=amp.state_dict()["loss_scaler0"]["loss_scale"],
+        step_losses=log.losses.tolist(),
+        step_loss_scales=log.loss_scales.tolist(),
+        step_skipped=log.skipped.bool().tolist(),
+        epoch_seconds=epoch_seconds,
+        epoch_accuracies=epoch_accuracies,
+    )
+
+
+def _build(
+    level: str, settings: Settings, steps: int
+) -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+    torch.manual_seed(settings.seed)  # every level starts from the same weights
+    layout = torch.channels_last if settings.channels_last else torch.contiguous_format
+    model = DigitsNet(settings.width).to(settings.device, memory_format=layout)
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=settings.lr, momentum=0.9, nesterov=True, weight_decay=5e-4
+    )
+    # Dynamic scales double after so many clean steps. The default, 2000, is for longer runs.
+    model, optimizer = amp.initialize(
+        model, optimizer, opt_level=level, growth_interval=25, verbosity=0
+    )
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, settings.lr, total_steps=steps)
+    return model, optimizer, scheduler
+
+
+def _warm_up(level: str, digits: Digits, settings: Settings) -> None:
+    """Steps of a model that is thrown away: libraries compile kernels at their first call."""
+    order = torch.Generator().manual_seed(settings.seed)
+    model, optimizer, _ = _build(level, settings, _WARMUP_STEPS)
+    images, labels = next(digits.batches(settings.batch_size, order))
+    for _ in range(_WARMUP_STEPS):
+        loss = F.cross_entropy(model(images), labels)
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+    _accuracy(model, digits)
+
+
+@torch.no_grad()
+def _accuracy(model: nn.Module, digits: Digits) -> float:
+    model.eval()
+    right = model(digits.test_images).argmax(dim=1) == digits.test_labels
+    return right.float().mean().item()
+
+
+class StepLog:
+    """Loss, loss scale and skip of every step, gathered on the device.
+
+    Reading such a value makes the host wait for the GPU; copying it on the device does not. So they
+    are read once, when training is over.
+    """
+
+    def __init__(self, steps: int, device: torch.device) -> None:
+        self.losses, self.loss_scales, self.skipped = torch.zeros(3, steps, device=device)
+        self._step = 0
+
+    def add(self, loss: Tensor, optimizer: torch.optim.Optimizer) -> None:
+        self.losses[self._step] = loss.detach()
+        self.loss_scales[self._step] = optimizer.last_step.loss_scale
+        self.skipped[self._step] = optimizer.last_step.skipped
+        self._step += 1
+
+
+class Stopwatch:
+    """Context that adds up the seconds spent in it, the device's outstanding work included."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.seconds = 0.0
+        self._started = 0.0
+
+    def __enter__(self) -> Stopwatch:
+        self._wait()
+        self._started = time.perf_counter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._wait()
+        self.seconds += time.perf_counter() - self._started
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
