@@ -3,8 +3,8 @@
 // torch has no fast kernel for the backward of an FP16 convolution: it falls back to oneDNN's
 // reference, 170 times slower than FP32. On a CPU without instructions for a half type,
 // convolutions and matrix products of that type go through scalar loops too, up to 350 times
-// slower. Everywhere, amax and amin over the outer dimensions of memory (channels_last) are 20 to 40
-// times slower, dot 70 to 100 times.
+// slower. And on every CPU amax and amin over the outer dimensions of memory (channels_last) are 20
+// to 40 times slower, dot 70 to 100 times.
 //
 // The kernels below stand in for these operations on the CPU: they widen half arguments to FP32,
 // call torch's own kernel, and round the result once, as tensor cores do. The CPU dispatch key lies

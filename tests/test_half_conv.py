@@ -1,0 +1,318 @@
+"""csrc/half_conv.cpp: what torch is slow at in half on the CPU, computed in FP32 and rounded."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from ampfuse import _core
+
+HALF = torch.float16
+# One rounding is off by at most half the spacing: relative 2^-11 (BF16: 2^-9; its kernels get
+# twice that), or half a subnormal step.
+ROUNDING = {torch.float16: (2.0**-11, 2.0**-25), torch.bfloat16: (2.0**-8, 2.0**-133)}
+
+
+@pytest.fixture(autouse=True)
+def switch_on():
+    before = _core.C.half_conv_enabled()
+    _core.C.set_half_conv_enabled(True)
+    yield
+    _core.C.set_half_conv_enabled(before)
+
+
+def arguments(
+    x=(2, 4, 7, 6), w=(6, 4, 3, 3), stride=1, padding=1, dilation=1, transposed=False,
+    output_padding=0, groups=1, bias=True, mask=(True, True, True), dtype=HALF, channels_last=False,
+):  # fmt: skip
+    """Arguments of aten::convolution_backward; tensors of eighths, exact in any dtype."""
+    torch.manual_seed(0)
+    each = [[value] * (len(x) - 2) for value in (stride, padding, dilation, output_padding)]
+
+    def draw(shape):
+        tensor = torch.randint(-8, 9, shape).div(8).to(dtype)
+        formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+        return tensor.contiguous(memory_format=formats[len(shape)]) if channels_last else tensor
+
+    x, w = draw(x), draw(w)
+    y = torch.convolution(
+        x.double(), w.double(), None, each[0], each[1], each[2], transposed, each[3], groups
+    )
+    filters = y.shape[1]
+    return (
+        draw(y.shape), x, w, [filters] if bias else None,
+        each[0], each[1], each[2], transposed, each[3], groups, list(mask),
+    )  # fmt: skip
+
+
+def reference(args):
+    """The same gradients in float64."""
+    wide = [a.double() if isinstance(a, torch.Tensor) else a for a in args]
+    return torch.ops.aten.convolution_backward(*wide)
+
+
+def assert_rounded(actual, expected, dtype):
+    """`actual` is `expected` (float64) within one rounding to `dtype` and FP32 arithmetic."""
+    relative, absolute = ROUNDING[dtype]
+    assert actual.dtype == dtype
+    torch.testing.assert_close(
+        actual.double(), expected, rtol=relative * 1.01, atol=absolute + 1e-5
+    )
+
+
+CONVOLUTIONS = {
+    "plain": {},
+    "no bias": {"bias": False, "mask": (True, True, False)},
+    "stride": {"stride": 2},
+    "dilation": {"dilation": 2, "padding": 2},
+    "groups": {"w": (6, 2, 3, 3), "groups": 2},
+    "depthwise": {"w": (4, 1, 3, 3), "groups": 4},
+    "one channel": {"x": (16, 1, 8, 8), "w": (32, 1, 3, 3)},
+    "1x1": {"w": (6, 4, 1, 1), "padding": 0},
+    "1d": {"x": (2, 4, 9), "w": (6, 4, 3)},
+    "3d": {"x": (2, 4, 5, 4, 3), "w": (6, 4, 3, 3, 3)},
+    "transposed": {"w": (4, 6, 3, 3), "transposed": True, "stride": 2, "output_padding": 1},
+    "transposed groups": {"w": (4, 3, 3, 3), "transposed": True, "groups": 2},
+    "transposed dilation": {"w": (4, 6, 2, 2), "transposed": True, "dilation": 2, "padding": 0},
+    "transposed 1d": {"x": (2, 4, 9), "w": (4, 6, 3), "transposed": True, "stride": 2},
+    "transposed 3d": {"x": (1, 4, 3, 4, 3), "w": (4, 6, 2, 2, 2), "transposed": True, "padding": 0},
+    "channels last": {"channels_last": True},
+    "channels last 3d": {"x": (2, 4, 5, 4, 3), "w": (6, 4, 3, 3, 3), "channels_last": True},
+    "empty batch": {"x": (0, 4, 7, 6)},
+}
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_gradients_are_those_of_float64_rounded(name, deterministic):
+    args = arguments(**CONVOLUTIONS[name])
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        actual = torch.ops.aten.convolution_backward(*args)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for a, e, wanted in zip(actual, reference(args), args[-1], strict=True):
+        if wanted:
+            assert_rounded(a, e, HALF)
+
+
+@pytest.mark.parametrize("bits", range(8))
+def test_output_mask(bits):
+    mask = [bool(bits & 1 << i) for i in range(3)]
+    args = arguments(mask=mask)
+    actual = torch.ops.aten.convolution_backward(*args)
+    full = torch.ops.aten.convolution_backward(
+        *(a.float() if isinstance(a, torch.Tensor) else a for a in args)
+    )
+    for a, f, e, wanted in zip(actual, full, reference(args), mask, strict=True):
+        assert (a is None) == (f is None)  # torch may give more than it was asked for
+        if wanted:
+            assert_rounded(a, e, HALF)
+
+
+def test_memory_format_is_kept():
+    gradient = torch.ops.aten.convolution_backward(*arguments(channels_last=True))[0]
+    assert gradient.is_contiguous(memory_format=torch.channels_last)
+    assert not gradient.is_contiguous()
+
+
+def test_sums_are_not_rounded_on_the_way():
+    """A weight gradient of 4096 equal terms: FP16 additions would stick at 2048."""
+    x, g = torch.ones(4, 1, 32, 32, dtype=HALF), torch.ones(4, 1, 32, 32, dtype=HALF)
+    w = torch.ones(1, 1, 1, 1, dtype=HALF)
+    args = (g, x, w, [1], [1, 1], [0, 0], [1, 1], False, [0, 0], 1, [True] * 3)
+    _, weight, bias = torch.ops.aten.convolution_backward(*args)
+    assert weight.item() == bias.item() == 4096
+
+
+def test_overflow_becomes_inf():
+    """The loss scaler relies on it: what half cannot hold is inf, not a large finite number."""
+    args = list(arguments())
+    args[0] = torch.full_like(args[0], 60000.0)
+    assert torch.ops.aten.convolution_backward(*args)[2].isinf().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("name", ["plain", "groups", "transposed", "channels last"])
+def test_other_dtypes_are_torchs_own(name, dtype):
+    if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pytest.skip("BF16 is computed in FP32 on this CPU")
+    args = arguments(**CONVOLUTIONS[name], dtype=dtype)
+    ours = torch.ops.aten.convolution_backward(*args)
+    _core.C.set_half_conv_enabled(False)
+    torchs = torch.ops.aten.convolution_backward(*args)
+    for a, b in zip(ours, torchs, strict=True):
+        assert a.dtype == b.dtype
+        assert a.stride() == b.stride()
+        assert torch.equal(a, b)
+
+
+def test_switch():
+    assert _core.C.half_conv_enabled()
+    x, g = torch.ones(4, 1, 64, 64, dtype=HALF), torch.ones(4, 3, 64, 64, dtype=HALF) / 3
+    w = torch.ones(3, 1, 3, 3, dtype=HALF)
+    args = (g, x, w, [3], [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True] * 3)
+    on = torch.ops.aten.convolution_backward(*args)
+    _core.C.set_half_conv_enabled(False)
+    assert not _core.C.half_conv_enabled()
+    off = torch.ops.aten.convolution_backward(
+        *args
+    )  # torch's own kernel still answers, to its own precision
+    for a, b in zip(on, off, strict=True):
+        assert a.dtype == b.dtype == HALF
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("op", [torch.amax, torch.amin])
+def test_extrema_are_torchs_own(op, dtype):
+    """Rounding changes nothing here: every value was half already. NaN propagates, empty raises."""
+    x = torch.randn(4, 8, 5, 3).to(dtype)
+    x[0, 0, 0, 0] = float("nan")
+    x[1, 1] = float("-inf")
+    for layout in (torch.contiguous_format, torch.channels_last):
+        y = x.contiguous(memory_format=layout)
+        for dim in ((2, 3), (), 1, (0, 2, 3)):
+            _core.C.set_half_conv_enabled(True)
+            ours = op(y, dim, keepdim=True)
+            _core.C.set_half_conv_enabled(False)
+            torchs = op(y, dim, keepdim=True)
+            assert ours.stride() == torchs.stride()
+            torch.testing.assert_close(ours, torchs, rtol=0, atol=0, equal_nan=True)
+    _core.C.set_half_conv_enabled(True)
+    with pytest.raises(IndexError):
+        op(torch.empty(0, 3, dtype=dtype), 0)
+
+
+def test_mixed_dtypes_are_torchs_own():
+    args = list(arguments())
+    args[2] = args[2].float()
+    ours = torch.ops.aten.convolution_backward(*args)
+    _core.C.set_half_conv_enabled(False)
+    torchs = torch.ops.aten.convolution_backward(*args)
+    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(ours, torchs, strict=True))
+
+
+def test_autograd_and_double_backward():
+    """Through the module API: first and second derivatives against float64."""
+    torch.manual_seed(0)
+    x = torch.randint(-8, 9, (2, 3, 6, 6)).div(8)
+    w = torch.randint(-8, 9, (4, 3, 3, 3)).div(8)
+
+    def gradients(dtype):
+        a, b = (t.to(dtype).requires_grad_() for t in (x, w))
+        y = F.conv2d(a, b, padding=1)
+        first = torch.autograd.grad(y.square().sum() / 16, (a, b), create_graph=True)
+        second = torch.autograd.grad(sum(g.square().sum() for g in first) / 256, (a, b))
+        return [g.detach() for g in (*first, *second)]
+
+    for half, exact in zip(gradients(HALF), gradients(torch.float64), strict=True):
+        assert half.dtype == HALF
+        scale = (
+            exact.abs().max()
+        )  # several roundings in a row now, so compare with the largest element
+        assert (half.double() - exact).abs().max() < 4e-3 * scale
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=("backward outside", "backward inside"))
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.nn.Conv2d(3, 4, 3, padding=1),
+        lambda: torch.nn.ConvTranspose2d(3, 4, 2),
+        lambda: torch.nn.Conv2d(3, 3, 3, groups=3, dilation=2),
+    ],
+)
+def test_autocast(make, inside):
+    """FP32 parameters get FP32 gradients, made from half ones that were rounded once."""
+    torch.manual_seed(0)
+    layer, x = make(), torch.randn(2, 3, 8, 8)
+    with torch.autocast("cpu", HALF):
+        y = layer(x)
+        if inside:
+            y.sum().backward()
+    assert y.dtype == HALF
+    if not inside:
+        y.sum().backward()
+
+    rounded = make().double()
+    rounded.load_state_dict({k: v.to(HALF) for k, v in layer.state_dict().items()})
+    rounded(x.to(HALF).double()).sum().backward()
+    for ours, exact in zip(layer.parameters(), rounded.parameters(), strict=True):
+        assert ours.grad.dtype == torch.float32
+        assert torch.equal(ours.grad, ours.grad.to(HALF).float())
+        assert_rounded(ours.grad.to(HALF), exact.grad, HALF)
+
+
+def run(code, **environment):
+    """Runs Python code in a process of its own and returns it finished."""
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        env={**os.environ, **environment}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+# Every product, forward and backward, in both half types against float64; and the switch.
+PRODUCTS = """
+import torch, torch.nn.functional as F
+from ampfuse import _core
+def ints(*shape): return torch.randint(-8, 9, shape).div(8)
+cases = {
+    "conv2d": (F.conv2d, ints(2, 4, 7, 6), ints(6, 4, 3, 3), ints(6)),
+    "conv2d groups": (lambda x, w: F.conv2d(x, w, groups=2), ints(2, 4, 7, 6), ints(6, 2, 3, 3)),
+    "conv_transpose2d": (lambda x, w: F.conv_transpose2d(x, w), ints(2, 4, 7, 6), ints(4, 6, 3, 3)),
+    "mm": (torch.mm, ints(5, 70), ints(70, 9)),
+    "linear": (F.linear, ints(5, 70), ints(9, 70), ints(9)),
+    "linear 3d": (F.linear, ints(2, 5, 70), ints(9, 70), ints(9)),
+    "mv": (torch.mv, ints(5, 70), ints(70)),
+    "dot": (torch.dot, ints(70), ints(70)),
+    "bmm": (torch.bmm, ints(3, 5, 70), ints(3, 70, 9)),
+    "baddbmm": (torch.baddbmm, ints(3, 5, 9), ints(3, 5, 70), ints(3, 70, 9)),
+}
+for name, (call, *inputs) in cases.items():
+    for dtype, rtol in ((torch.float16, 2.0**-11), (torch.bfloat16, 2.0**-8)):
+        def gradients(dtype):
+            wide = [t.to(dtype).requires_grad_() for t in inputs]
+            y = call(*wide)
+            return y, *torch.autograd.grad(y, wide, torch.ones_like(y))
+        for half, exact in zip(gradients(dtype), gradients(torch.float64)):
+            assert half.dtype == dtype, name
+            torch.testing.assert_close(half.double(), exact, rtol=1.01 * rtol, atol=1e-6, msg=name)
+    exact = [t.float() for t in inputs]
+    on = call(*exact)
+    _core.C.set_half_conv_enabled(False)
+    assert torch.equal(on, call(*exact)), name
+    _core.C.set_half_conv_enabled(True)
+print("done")
+"""
+
+
+def test_products_on_a_cpu_without_half_instructions():
+    result = run(PRODUCTS, AMPFUSE_HALF_CONV="all")
+    assert result.stdout == "done\n", result.stderr
+    assert not result.stderr
+
+
+@pytest.mark.parametrize("setting", ["0", "1", "all"])
+def test_import_is_silent_and_reads_the_environment(setting):
+    code = "from ampfuse import _core; print(_core.C.half_conv_enabled())"
+    result = run(code, AMPFUSE_HALF_CONV=setting)
+    assert result.stdout == f"{setting != '0'}\n"
+    assert not result.stderr
+
+
+def test_other_libraries_still_get_torchs_warning():
+    """Silence is for our registrations: what torch tells the next library stays as it is."""
+    replace = """
+import warnings, torch
+with warnings.catch_warnings(record=True) as seen:
+    warnings.simplefilter("always")
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("mm", lambda a, b: a, "CPU")
+print(len(seen))
+"""
+    ours = run("from ampfuse import _core\n" + replace, AMPFUSE_HALF_CONV="all")
+    assert ours.stdout == run(replace).stdout != ""
