@@ -142,14 +142,14 @@ class FusedOptimizer(AmpOptimizer):
     def _init_state(self, row: int) -> None:
         """State for a row, zeros where there is none; step counts are views of one column."""
         state = self.state[self._row_params[row]]
-        like = self._table.param(row)
+        param = self._table.param(row)
         tensors = []
         for name in self._state_names(self._group_of(row)):
             value = state.get(name)
             if value is None:
-                value = torch.zeros_like(like, memory_format=torch.preserve_format)
-            elif value.dtype != torch.float32 or value.stride() != like.stride():
-                value = torch.empty_like(like, memory_format=torch.preserve_format).copy_(value)
+                value = torch.zeros_like(param, dtype=torch.float32)
+            elif value.dtype != torch.float32 or value.stride() != param.stride():
+                value = torch.empty_like(param, dtype=torch.float32).copy_(value)
             state[name] = value
             tensors.append(value)
         self._table.set_states(row, tensors)
