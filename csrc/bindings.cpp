@@ -95,7 +95,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
            py::arg("dampening") = 0.0, py::arg("beta1") = 0.0, py::arg("beta2") = 0.0, py::arg("eps") = 0.0,
            py::arg("maximize") = false, py::arg("nesterov") = false, py::arg("decoupled") = false)
       .def("accept_model_weights", &ParamTable::accept_model_weights)
-      .def("refresh_masters", &ParamTable::refresh_masters)
+      .def("refresh_masters", &ParamTable::refresh_masters, py::arg("all") = false)
       .def("publish_masters", &ParamTable::publish_masters)
       .def("begin_backward", &ParamTable::begin_backward)
       .def("end_backward", &ParamTable::end_backward, py::arg("scale"), py::arg("check"))

@@ -67,6 +67,7 @@ int64_t ParamTable::add_row(torch::Tensor param, std::optional<torch::Tensor> mo
                 param.strides(), " and ", model->strides());
     row.model = *model;
     row.model_version = model_version;
+    row.model_data = model->data_ptr();
   }
   row.param = std::move(param);
   rows_.push_back(std::move(row));
@@ -386,10 +387,14 @@ bool ParamTable::has_gradient(int64_t index) const {
 
 // --- masters and model weights --------------------------------------------------------------------------------
 
+void ParamTable::Row::match_model() {
+  if (!model.defined()) return;
+  model_version = version_of(model);
+  model_data = model.data_ptr();
+}
+
 void ParamTable::accept_model_weights() {
-  for (Row& row : rows_) {
-    if (row.model.defined()) row.model_version = version_of(row.model);
-  }
+  for (Row& row : rows_) row.match_model();
 }
 
 void ParamTable::map_masters(MapOp op, const std::vector<int64_t>& rows) {
@@ -410,15 +415,17 @@ void ParamTable::map_masters(MapOp op, const std::vector<int64_t>& rows) {
   for (int64_t i : rows) {
     Row& row = rows_[i];
     bump_version(op == MapOp::kPublish ? row.model : row.param);
-    row.model_version = version_of(row.model);
+    row.match_model();
   }
 }
 
-void ParamTable::refresh_masters() {
+void ParamTable::refresh_masters(bool all) {
   std::vector<int64_t> edited;
   for (int64_t i = 0; i < rows(); ++i) {
     const Row& row = rows_[i];
-    if (row.model.defined() && version_of(row.model) != row.model_version) edited.push_back(i);
+    if (!row.model.defined()) continue;
+    const bool untouched = version_of(row.model) == row.model_version && row.model.data_ptr() == row.model_data;
+    if (all || !untouched) edited.push_back(i);
   }
   map_masters(MapOp::kRefresh, edited);
 }
@@ -494,7 +501,7 @@ void ParamTable::decide(const std::optional<torch::Tensor>& found_inf, double ma
 void ParamTable::update(const std::optional<torch::Tensor>& found_inf, double max_norm, bool inspect,
                         bool skip_nonfinite) {
   if (rows_.empty()) return;
-  refresh_masters();
+  refresh_masters(false);
   decide(found_inf, max_norm, inspect, skip_nonfinite);
   {
     Table& rows = table();
@@ -507,7 +514,7 @@ void ParamTable::update(const std::optional<torch::Tensor>& found_inf, double ma
     bump_version(row.param);
     bump_version(row.model);
     for (const torch::Tensor& state : row.states) bump_version(state);
-    if (row.model.defined()) row.model_version = version_of(row.model);
+    row.match_model();
   }
   finish_step();
 }

@@ -44,8 +44,9 @@ class ParamTable {
 
   // The model weights are what the masters round to, now: their present versions count as ours.
   void accept_model_weights();
-  // Masters take the elements that somebody edited in the model since our last write.
-  void refresh_masters();
+  // Masters take the elements that somebody edited in the model since our last write: seen by the weight's version
+  // and memory, or, with `all`, looked for in every weight (an edit through `.data` leaves no trace).
+  void refresh_masters(bool all);
   void publish_masters();  // model weights = masters
 
   // scale_loss.
@@ -89,9 +90,11 @@ class ParamTable {
     torch::Tensor accumulated;
     torch::Tensor grad;  // what the current pass reads
     std::string name;
-    int64_t model_version = 0;
+    int64_t model_version = 0;  // with model_data: what the model weight was when the master last matched it
+    const void* model_data = nullptr;
     bool has_states = false;
     Identity pending, inspected, spent;
+    void match_model();
     const torch::Tensor& leaf() const { return model.defined() ? model : param; }
   };
 

@@ -21,7 +21,7 @@ struct StepState {
   uint32_t bad_bits = 0;      // magnitude bits of its largest element
   // Decided for the step that runs; left for whoever asks about it.
   float skip = 0;             // 1: update returns at once and nothing changes
-  float grad_norm = 0;        // L2 norm of the unscaled gradients before clipping
+  float grad_norm = 0;        // L2 norm of the unscaled gradients before clipping; NaN where not known
   float clip_coef = 1;
   float loss_scale = 1;       // that the gradients were made with
   // History, for the overflow report.
@@ -56,9 +56,10 @@ HD void decide_step(StepState& state, const StepDecision& decision) {
   const bool bad = state.found_inf != 0 || (decision.found_inf && *decision.found_inf != 0);
   state.skip = bad && decision.skip_nonfinite ? 1.0f : 0.0f;
   state.clip_coef = 1;
+  state.grad_norm = bits_float(0x7fc00000u);
   if (decision.norm_known) {
     const double norm = square_root(state.sum_squares);
-    state.grad_norm = bad ? bits_float(0x7fc00000u) : norm_of(state.sum_squares);
+    if (!bad) state.grad_norm = norm_of(state.sum_squares);
     if (decision.max_norm > 0) {
       const double coef = decision.max_norm / (norm + 1e-6);
       state.clip_coef = coef >= 1 ? 1.0f : float(coef);  // a NaN norm gives a NaN coefficient

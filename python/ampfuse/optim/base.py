@@ -185,6 +185,16 @@ class AmpOptimizer(torch.optim.Optimizer):
         if self._table is not None and not self.in_backward:
             self._table.materialize()
 
+    @torch.no_grad()
+    def refresh_masters(self) -> None:
+        """Take over every edit of the model's half weights, those made through ``.data`` too.
+
+        Edits that autograd can see (``load_state_dict``, ``clamp_`` under ``no_grad``, assigning
+        ``.data``) are followed by themselves at the next step; an in-place change of ``p.data``
+        leaves no trace, and needs this call before the step. Other elements keep their bits.
+        """
+        self._sync_rows().refresh_masters(all=True)
+
     @property
     def found_inf_flag(self) -> Tensor:
         """float32, 0-dim, on the device: 1 if a gradient since the last step was not finite."""
