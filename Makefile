@@ -65,7 +65,7 @@ format: .venv/lint
 	$(CXX_FILES) | xargs .venv/bin/clang-format -i
 
 clean:
-	rm -rf build .venv tests/_C_emulated*.so
+	rm -rf build .venv tests/_C_emulated*.so tests/ampfuse_cpp_tests
 
 # ---- set-up, each step once ----------------------------------------------------------------------
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 
+from scikit_build_core import build as _scikit
+
 import probe
 from probe import BuildError
-from scikit_build_core import build as _scikit
 
 # torch is not asked for: a source distribution holds files and needs no compiler.
 build_sdist = _scikit.build_sdist

@@ -13,6 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -101,11 +102,7 @@ def _same_abi(python: Path) -> bool:
     """Whether `python` loads the extension modules that this interpreter builds."""
     ask = "import sysconfig; print(sysconfig.get_config_var('SOABI'))"
     run = subprocess.run([str(python), "-I", "-c", ask], capture_output=True, text=True)
-    return run.stdout.split() == _run_here(ask)
-
-
-def _run_here(code: str) -> list[str]:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.split()
+    return run.stdout.strip() == str(sysconfig.get_config_var("SOABI"))
 
 
 def find_torch(commands: Sequence[Sequence[str]] | None = None) -> Torch | None:
@@ -211,10 +208,10 @@ def nvcc_requirements(torch: Torch, mode: str, nvcc: Nvcc | None) -> list[str]:
         return [f"{package}=={major}.{minor}.*" for package in PYPI_NVCC]
     if mode == "ON":
         raise BuildError(
-            f"AMPFUSE_CUDA=ON, but no nvcc of CUDA 12 or later was found (CUDACXX, CUDA_HOME, PATH, "
-            f"/usr/local/cuda), and PyPI has one for CUDA 13 builds of torch only, not for torch "
-            f"{torch.version}: install the CUDA toolkit, or set CUDACXX to its nvcc, or leave "
-            f"AMPFUSE_CUDA unset to build for the CPU."
+            "AMPFUSE_CUDA=ON, but no nvcc of CUDA 12 or later was found (CUDACXX, CUDA_HOME, "
+            "PATH, /usr/local/cuda), and PyPI has one for CUDA 13 builds of torch only, not for "
+            f"torch {torch.version}: install the CUDA toolkit, or set CUDACXX to its nvcc, or "
+            "leave AMPFUSE_CUDA unset to build for the CPU."
         )
     return []
 
