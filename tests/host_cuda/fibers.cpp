@@ -15,6 +15,7 @@
 #include <vector>
 
 #if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
 #include <sanitizer/common_interface_defs.h>
 #endif
 #if !defined(__x86_64__)
@@ -108,6 +109,10 @@ void prepare_context(Context& context, void (*entry)()) {
 }
 
 void release_context(Context& context) {
+#if defined(__SANITIZE_ADDRESS__)
+  // A stack abandoned halfway leaves its frames' red zones; the next at this address starts clean.
+  __asan_unpoison_memory_region(context.stack, context.bytes);
+#endif
   const size_t page = size_t(sysconf(_SC_PAGESIZE));
   munmap(static_cast<char*>(context.stack) - page, context.bytes + page);
 }
@@ -150,7 +155,6 @@ class Scheduler {
  public:
   void run(int threads, const std::function<void(int)>& job);
   void wait(Barrier& barrier, const char* file, int line);
-  [[noreturn]] void fail(const std::string& text);
 
   Barrier block;
   std::vector<Warp> warps;
@@ -160,6 +164,7 @@ class Scheduler {
 
  private:
   void resume(Fiber* fiber);
+  [[noreturn]] void stop();
 
   std::vector<std::unique_ptr<Fiber>> fibers_;
   std::vector<Fiber*> idle_;
@@ -252,10 +257,13 @@ void Scheduler::wait(Barrier& barrier, const char* file, int line) {
     barrier.file = file;
     barrier.line = line;
   } else if (barrier.line != line || std::strcmp(barrier.file, file) != 0) {
-    std::ostringstream text;
-    text << "divergent barrier: some threads wait at " << barrier.file << ":" << barrier.line
-         << ", thread " << current->thread << " at " << file << ":" << line;
-    fail(text.str());
+    {
+      std::ostringstream text;
+      text << "divergent barrier: some threads wait at " << barrier.file << ":" << barrier.line
+           << ", thread " << current->thread << " at " << file << ":" << line;
+      error_ = text.str();
+    }
+    stop();
   }
   Fiber* self = current;
   if (++barrier.arrived < barrier.expected) {
@@ -269,11 +277,10 @@ void Scheduler::wait(Barrier& barrier, const char* file, int line) {
   ++barrier.generation;
 }
 
-void Scheduler::fail(const std::string& text) {
-  error_ = text;
-  Fiber* self = current;
-  switch_to(self->context, home);
-  std::abort();  // a failed block is never resumed
+// Leaves the fiber for good. Its caller must hold nothing that wants destroying.
+void Scheduler::stop() {
+  switch_to(current->context, home);
+  std::abort();
 }
 
 Order& order() {
