@@ -39,17 +39,15 @@ def draw(runs: Sequence[Run], device: str, folder: Path) -> None:
 
 
 def _speed(runs: Sequence[Run]) -> Figure:
-    """Bars of time, throughput and, if it was measured, memory."""
+    """Bars of time, throughput and memory."""
     panels = [
         ("Training time", "seconds", "{:.1f}", [r.train_seconds for r in runs]),
         ("Throughput", "images per second", "{:,.0f}", [r.images_per_second for r in runs]),
+        ("Peak memory", "MiB", "{:,.0f}", [r.peak_memory_mib for r in runs]),
     ]
-    if all(run.peak_memory_mib is not None for run in runs):
-        panels.append(("Peak memory", "MiB", "{:.0f}", [r.peak_memory_mib for r in runs]))
-    figure = Figure(figsize=(4 * len(panels), 3.6), layout="constrained")
-    for axes, (title, unit, label, values) in zip(
-        figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True
-    ):
+    figure = Figure(figsize=(12, 3.6), layout="constrained")
+    all_axes = figure.subplots(1, len(panels))
+    for axes, (title, unit, label, values) in zip(all_axes, panels, strict=True):
         bars = axes.bar(
             [run.level for run in runs], values, color=[_STYLE[run.level]["color"] for run in runs]
         )

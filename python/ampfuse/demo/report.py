@@ -72,14 +72,13 @@ def table(runs: Sequence[Run], settings: Settings) -> Group:
         grid.add_column(name, justify="right", no_wrap=True)
     marked = bf16_is_emulated(settings.device)
     for run in runs:
-        memory = "-" if run.peak_memory_mib is None else f"{run.peak_memory_mib:.0f}"
         is_marked = marked and LEVELS[run.level].uses_bfloat16
         grid.add_row(
             run.level + "*" * is_marked,
             PRECISION[run.level],
             f"{run.train_seconds:.1f}",
             f"{run.images_per_second:,.0f}",
-            memory,
+            f"{run.peak_memory_mib:,.0f}",
             f"{100 * run.test_accuracy:.1f}",
             str(run.steps_skipped),
             f"{run.final_loss_scale:,.0f}",
@@ -94,11 +93,8 @@ def bf16_is_emulated(device: torch.device) -> bool:
 
 def _notes(runs: Sequence[Run], settings: Settings) -> Iterator[str]:
     levels = {run.level for run in runs}
-    yield "time: training, without warm-up and evaluation. accuracy: of the last epoch."
-    if settings.device.type == "cuda":
-        yield "peak mem.: the most that torch had allocated at a time."
-    else:
-        yield "peak mem.: how far the process's resident memory rose during the run."
+    yield "time: training, less warm-up and evaluation. accuracy: of the last epoch."
+    yield "peak mem.: the most that torch's tensors took at a time, in a few steps before."
     if bf16_is_emulated(settings.device):
         major, minor = torch.cuda.get_device_capability(settings.device)
         yield f"* this GPU (sm_{major}{minor}) has no BF16 arithmetic: it is emulated, and slow."
