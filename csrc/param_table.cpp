@@ -188,8 +188,10 @@ torch::Tensor ParamTable::state_field(const std::string& name) const {
 
 // --- gradients ----------------------------------------------------------------------------------------------
 
-const torch::Tensor& ParamTable::source(const Row& row) const {
-  return is_materialized(row) ? row.param.mutable_grad() : row.leaf().mutable_grad();
+// Zeroing the gradients of the model or those of the masters empties a materialized row alike.
+torch::Tensor ParamTable::source(const Row& row) const {
+  if (!is_materialized(row)) return row.leaf().mutable_grad();
+  return row.model.mutable_grad().defined() ? row.param.mutable_grad() : torch::Tensor();
 }
 
 torch::Tensor ParamTable::checked_gradient(const Row& row, const torch::Tensor& grad) const {
@@ -228,7 +230,7 @@ void ParamTable::begin_backward() {
     const bool pending = row.pending.is_same_tensor(grad);
     row.grad.reset();
     if (is_materialized(row)) {
-      row.accumulated = std::move(row.param.mutable_grad());
+      row.accumulated = source(row);
       row.param.mutable_grad().reset();
     } else if (grad.defined() && row.model.defined() && !row.spent.is_same_tensor(grad)) {
       row.grad = checked_gradient(row, grad);
@@ -349,9 +351,10 @@ void ParamTable::materialize() {
     if (accumulated.defined()) table.set(kAccumulated, int64_t(i), accumulated.data_ptr(), DType::kFloat32);
     table.set(kGradOut, int64_t(i), out.data_ptr(), DType::kFloat32);
     table.set_scaled(int64_t(i), true);
+    // One tensor under both names: whoever edits it, through the master or the model, edits what the step uses.
     row.param.mutable_grad() = out;
+    row.model.mutable_grad() = out;
     row.pending.forget();
-    row.spent.remember(row.model.mutable_grad().defined() ? row.model.mutable_grad() : out);
   }
   InspectArgs args;
   args.scale = scale.defined() ? scale.data_ptr<float>() : nullptr;
@@ -445,7 +448,7 @@ std::vector<int64_t> ParamTable::collect(const std::optional<torch::Tensor>& sca
   bool any_pending = false;
   // Every check comes before the first change.
   for (Row& row : rows_) {
-    const torch::Tensor& grad = source(row);
+    const torch::Tensor grad = source(row);
     follow_storage(&row - rows_.data());
     row.grad = grad.defined() ? checked_gradient(row, grad) : none;
     TORCH_CHECK(row.model.defined() || !row.accumulated.defined(), "step() inside a backward pass of scale_loss; call "

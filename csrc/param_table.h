@@ -5,8 +5,8 @@
 // Where gradients are, per row with a master (`model` is set):
 //   - autograd fills model.grad. Between scale_loss and step it is *pending*: scaled by `pending_scale`.
 //   - `accumulated` holds earlier passes, FP32 and unscaled.
-//   - once somebody reads master.grad the table is *materialized*: the truth is in param.grad, FP32 and
-//     unscaled, until the step or the next backward.
+//   - once somebody reads a gradient of a master or of its model weight the table is *materialized*: both .grad are
+//     one FP32 unscaled tensor, until the step or the next backward.
 // A row without a master has param.grad alone; during a backward pass its earlier gradient is stashed in
 // `accumulated`.
 #pragma once
@@ -104,7 +104,7 @@ class ParamTable {
   void set_gradient(int64_t row, const torch::Tensor& grad, bool scaled, const torch::Tensor& accumulated,
                     const torch::Tensor& out);
   bool is_materialized(const Row& row) const { return row.model.defined() && materialized_; }
-  const torch::Tensor& source(const Row& row) const;  // where the row's gradient is now
+  torch::Tensor source(const Row& row) const;  // where the row's gradient is now
   torch::Tensor checked_gradient(const Row& row, const torch::Tensor& grad) const;
   void inspect(const torch::Tensor& scale, bool record);
   void map_masters(MapOp op, const std::vector<int64_t>& rows);

@@ -75,8 +75,7 @@ struct AdamOp {
     x[kState0] = exp_avg;
     x[kState1] = exp_avg_sq;
     x[kState2] = max_nan(x[kState2], exp_avg_sq);
-    const F denom = sqrt(x[kState2]) / F(c.sqrt_bias2) + F(c.eps);
-    x[kParam] = fma(F(-c.step_size), exp_avg / denom, p);
+    x[kParam] = fma(F(-c.step_size), exp_avg / (sqrt(x[kState2]) + F(c.eps)), p);
     x[kModel] = x[kParam];
   }
 };

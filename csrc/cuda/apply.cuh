@@ -137,11 +137,12 @@ static_assert(kSlice % kTile == 0, "a slice is whole tiles");
 
 // Runs Op on every element of every row; rows without a gradient are left alone if
 // `gradients_only`. If `state` says skip, nothing happens. A non-finite value in a list that Op
-// checks sets *found_inf.
-template <class Op>
-__global__ void __launch_bounds__(kLanes)
+// checks sets *found_inf. No row has a list of `kMissing`.
+template <class Op, unsigned kMissing>
+__global__ void __launch_bounds__(kLanes, kMissing != 0 ? 3 : 1)
     apply_kernel(TableView view, bool gradients_only, const StepState* state, float a, float b,
                  float* found_inf) {
+  constexpr unsigned kReads = Op::kReads & ~kMissing, kWrites = Op::kWrites & ~kMissing;
   if (state != nullptr && state->skip != 0) return;
   // Backwards: inspect has just read the gradients forwards, and their end is still in the L2
   // cache.
@@ -156,8 +157,7 @@ __global__ void __launch_bounds__(kLanes)
   Column columns[kLists];
 #pragma unroll
   for (int list = 0; list < kLists; ++list) {
-    if ((Op::kReads | Op::kWrites) & bit(list))
-      columns[list] = Column(view, list, chunk.row, first);
+    if ((kReads | kWrites) & bit(list)) columns[list] = Column(view, list, chunk.row, first);
   }
 
   uint32_t largest = 0;
@@ -166,12 +166,12 @@ __global__ void __launch_bounds__(kLanes)
     Pack packs[kLists];
 #pragma unroll
     for (int list = 0; list < kLists; ++list) {
-      if (Op::kReads & bit(list)) packs[list] = load_pack(columns[list], i, count);
+      if (kReads & bit(list)) packs[list] = load_pack(columns[list], i, count);
     }
     float values[kLists][kPack] = {};
 #pragma unroll
     for (int list = 0; list < kLists; ++list) {
-      if (Op::kReads & bit(list)) widen(packs[list], columns[list].dtype, values[list]);
+      if (kReads & bit(list)) widen(packs[list], columns[list].dtype, values[list]);
       if (Op::kChecked & bit(list)) {
 #pragma unroll
         for (int k = 0; k < kPack; ++k) {
@@ -191,7 +191,7 @@ __global__ void __launch_bounds__(kLanes)
     }
 #pragma unroll
     for (int list = 0; list < kLists; ++list) {
-      if (Op::kWrites & bit(list)) {
+      if (kWrites & bit(list)) {
         store_pack(columns[list], i, count, narrow(values[list], columns[list].dtype));
       }
     }
@@ -200,12 +200,18 @@ __global__ void __launch_bounds__(kLanes)
     *found_inf = 1;  // all write the same
 }
 
+// Lists that few optimizers have. A kernel without them needs two thirds of the registers.
+constexpr unsigned kRareLists = bit(kAccumulated) | bit(kState2);
+
+// `present`: lists that some row of the table has.
 template <class Op>
-void apply(const char* name, const TableView& view, bool gradients_only, const StepState* state,
-           float a, float b, float* found_inf, cudaStream_t stream) {
+void apply(const char* name, const TableView& view, unsigned present, bool gradients_only,
+           const StepState* state, float a, float b, float* found_inf, cudaStream_t stream) {
   if (view.chunk_count == 0) return;
-  launch(Kernel{name, apply_kernel<Op>}, view.chunk_count * kSlices, kLanes, stream, view,
-         gradients_only, state, a, b, found_inf);
+  constexpr unsigned kRare = Op::kReads & kRareLists;
+  const auto kernel = present & kRare ? apply_kernel<Op, 0> : apply_kernel<Op, kRare>;
+  launch(Kernel{name, kernel}, view.chunk_count * kSlices, kLanes, stream, view, gradients_only,
+         state, a, b, found_inf);
 }
 
 }  // namespace ampfuse

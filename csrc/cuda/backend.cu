@@ -45,7 +45,7 @@ class CudaBackend : public Backend {
  public:
   void inspect(Table& table, const InspectArgs& args, void* stream) override {
     const TableUse use(table, cudaStream_t(stream));
-    ampfuse::inspect(use.view(), args, use.ticket(), cudaStream_t(stream));
+    ampfuse::inspect(use.view(), use.present(), args, use.ticket(), cudaStream_t(stream));
   }
 
   void prepare(Table& table, StepState* state, const StepDecision& decision, float* steps,
@@ -58,7 +58,8 @@ class CudaBackend : public Backend {
   void update(Table& table, Algorithm algorithm, const StepState* state, void* stream) override {
     const TableUse use(table, cudaStream_t(stream));
     const auto run = [&](auto op, const char* name) {
-      apply<decltype(op)>(name, use.view(), true, state, 0, 0, nullptr, cudaStream_t(stream));
+      apply<decltype(op)>(name, use.view(), use.present(), true, state, 0, 0, nullptr,
+                          cudaStream_t(stream));
     };
     switch (algorithm) {
       case Algorithm::kNone:
@@ -73,8 +74,8 @@ class CudaBackend : public Backend {
   void map(Table& table, MapOp op, const MapArgs& args, void* stream) override {
     const TableUse use(table, cudaStream_t(stream));
     const auto run = [&](auto op, const char* name) {
-      apply<decltype(op)>(name, use.view(), false, nullptr, args.a, args.b, args.found_inf,
-                          cudaStream_t(stream));
+      apply<decltype(op)>(name, use.view(), use.present(), false, nullptr, args.a, args.b,
+                          args.found_inf, cudaStream_t(stream));
     };
     switch (op) {
       case MapOp::kScale:

@@ -191,12 +191,16 @@ void add_plan(std::vector<Piece>& pieces, const TableView& view, const TableView
   pieces.push_back(piece(view.chunks, host.chunks, host.chunk_count));
 }
 
-void add_columns(std::vector<Piece>& pieces, const TableView& view, const TableView& host,
+void add_columns(std::vector<Piece>& pieces, DeviceColumns& columns, const TableView& host,
                  unsigned lists, bool scaled, bool hyper) {
+  const TableView& view = columns.view;
   const int64_t rows = host.rows;
   for (int list = 0; list < kLists; ++list) {
     if (!(lists & bit(list))) continue;
-    pieces.push_back(piece(view.data + list * rows, host.data + list * rows, rows));
+    void* const* data = host.data + list * rows;
+    const bool present = std::any_of(data, data + rows, [](void* p) { return p != nullptr; });
+    columns.present = (columns.present & ~bit(list)) | (present ? bit(list) : 0);
+    pieces.push_back(piece(view.data + list * rows, data, rows));
     pieces.push_back(piece(view.dtype + list * rows, host.dtype + list * rows, rows));
   }
   if (scaled) pieces.push_back(piece(view.scaled, host.scaled, rows));
@@ -249,7 +253,7 @@ DeviceColumns capture_columns(const TableView& host, const Capture& capture) {
   DeviceColumns columns = make_columns(host, allocate_for_graph, side);
   std::vector<Piece> pieces;
   add_plan(pieces, columns.view, host);
-  add_columns(pieces, columns.view, host, ~0u, true, true);
+  add_columns(pieces, columns, host, ~0u, true, true);
   upload(pieces, side);
   CUDA_CHECK(cudaStreamSynchronize(side));
 
@@ -328,7 +332,7 @@ void DeviceTable::upload_changes(const Table& table, cudaStream_t stream) {
     eager_ = make_columns(host, allocate_device, stream);
     add_plan(pieces, eager_.view, host);
   }
-  add_columns(pieces, eager_.view, host, pending_lists_, pending_scaled_, pending_hyper_);
+  add_columns(pieces, eager_, host, pending_lists_, pending_scaled_, pending_hyper_);
   upload(pieces, stream);
   pending_lists_ = 0;
   pending_scaled_ = pending_hyper_ = false;

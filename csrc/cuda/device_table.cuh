@@ -22,6 +22,7 @@ struct DeviceColumns {
   std::shared_ptr<void> memory;
   TableView view;              // every pointer is into `memory`
   unsigned* ticket = nullptr;  // of inspect's blocks; zero between launches
+  unsigned present = 0;        // lists that some row has
 };
 
 class DeviceTable : public TableCache {
@@ -60,6 +61,7 @@ class TableUse {
 
   const TableView& view() const { return columns_.view; }
   unsigned* ticket() const { return columns_.ticket; }
+  unsigned present() const { return columns_.present; }
 
  private:
   DeviceTable& cache_;

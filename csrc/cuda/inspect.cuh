@@ -15,14 +15,15 @@ struct GradientColumns {
   float inv_scale;
 };
 
-// Tiles whose loads are in flight together. One 16-byte load per thread is too little to fill a
-// GPU's memory pipeline: an H200 needs about 23 KB in flight per multiprocessor.
-constexpr int kTilesInFlight = 4;
-
 // Adds the squares of n elements, each times `rescale`, in the thread's virtual lanes. Returns the
-// thread's share of the sum; `largest` receives the largest magnitude of the unscaled values.
-__device__ inline float add_squares(const GradientColumns& columns, bool write, int n,
-                                    float rescale, uint32_t& largest) {
+// thread's share of the sum; `largest` receives the largest magnitude of the unscaled values. With
+// kPlain there is nothing but the gradient to read.
+template <bool kPlain>
+__device__ float add_squares(const GradientColumns& columns, bool write, int n, float rescale,
+                             uint32_t& largest) {
+  // Tiles whose loads are in flight together. One 16-byte load per thread is too little to fill a
+  // GPU's memory pipeline: an H200 needs about 23 KB in flight per multiprocessor.
+  constexpr int kTilesInFlight = kPlain ? 4 : 2;
   float lane[kPack] = {};
   for (int start = threadIdx.x * kPack; start < n; start += kTilesInFlight * kTile) {
     Pack grad[kTilesInFlight], accumulated[kTilesInFlight];
@@ -31,15 +32,15 @@ __device__ inline float add_squares(const GradientColumns& columns, bool write, 
       const int i = start + tile * kTile;
       const int count = n - i < kPack ? n - i : kPack;  // zero or less past the end: loads nothing
       grad[tile] = load_pack(columns.grad, i, count);
-      accumulated[tile] = load_pack(columns.accumulated, i, count);
+      if (!kPlain) accumulated[tile] = load_pack(columns.accumulated, i, count);
     }
 #pragma unroll
     for (int tile = 0; tile < kTilesInFlight; ++tile) {
       const int i = start + tile * kTile;
       const int count = n - i < kPack ? n - i : kPack;
-      float value[kPack], pending[kPack];
+      float value[kPack], pending[kPack] = {};
       widen(grad[tile], columns.grad.dtype, value);
-      widen(accumulated[tile], columns.accumulated.dtype, pending);
+      if (!kPlain) widen(accumulated[tile], columns.accumulated.dtype, pending);
 #pragma unroll
       for (int k = 0; k < kPack; ++k) {
         value[k] = unscaled_gradient(value[k], pending[k], columns.inv_scale);
@@ -48,26 +49,29 @@ __device__ inline float add_squares(const GradientColumns& columns, bool write, 
         const float square = value[k] * rescale;
         lane[k] = fma(square, square, lane[k]);
       }
-      if (write) store_pack(columns.out, i, count, narrow(value, columns.out.dtype));
+      if (!kPlain && write) {
+        store_pack(columns.out, i, count, narrow(value, columns.out.dtype));
+      }
     }
   }
   return sum_pack(lane);
 }
 
 // The chunk's partial, in thread 0.
-__device__ inline Partial inspect_chunk(const TableView& view, const Chunk& chunk,
-                                        float inv_scale) {
+template <bool kPlain>
+__device__ Partial inspect_chunk(const TableView& view, const Chunk& chunk, float inv_scale) {
   const int64_t first = chunk.index * kChunk;
   const int64_t rest = view.numel[chunk.row] - first;
   const int n = rest < kChunk ? int(rest) : int(kChunk);
-  GradientColumns columns = {{view, kGrad, chunk.row, first},
-                             {view, kAccumulated, chunk.row, first},
-                             {view, kGradOut, chunk.row, first},
-                             view.scaled[chunk.row] ? inv_scale : 1.0f};
+  GradientColumns columns;
+  columns.grad = Column(view, kGrad, chunk.row, first);
+  if (!kPlain) columns.accumulated = Column(view, kAccumulated, chunk.row, first);
+  if (!kPlain) columns.out = Column(view, kGradOut, chunk.row, first);
+  columns.inv_scale = view.scaled[chunk.row] ? inv_scale : 1.0f;
   const bool write = columns.out.dtype != DType::kNone;
 
   uint32_t largest = 0;
-  double sum = block_sum(add_squares(columns, write, n, 1.0f, largest));
+  double sum = block_sum(add_squares<kPlain>(columns, write, n, 1.0f, largest));
   largest = block_broadcast(block_max(largest));
   int exponent = 0;
   if (needs_rescaling(largest)) {
@@ -76,7 +80,7 @@ __device__ inline Partial inspect_chunk(const TableView& view, const Chunk& chun
     if (write) columns = {columns.out, Column(), Column(), 1.0f};
     exponent = rescaling_exponent(largest);
     uint32_t unused = 0;
-    sum = block_sum(add_squares(columns, false, n, float(power_of_two(-exponent)), unused));
+    sum = block_sum(add_squares<kPlain>(columns, false, n, float(power_of_two(-exponent)), unused));
   }
   return make_partial(sum, exponent, largest);
 }
@@ -128,12 +132,14 @@ __device__ inline bool arrives_last(unsigned* ticket) {
   return block_broadcast(arrived) == gridDim.x - 1;
 }
 
+template <bool kPlain>
 __global__ void __launch_bounds__(kLanes)
     inspect_kernel(TableView view, InspectArgs args, unsigned* ticket) {
   if (blockIdx.x < view.chunk_count) {  // a table without elements has one block and no chunk
     const Chunk chunk = view.chunks[blockIdx.x];
     Partial partial = {0.0, 0};
-    if (view.has_gradient(chunk.row)) partial = inspect_chunk(view, chunk, inverse_scale(args));
+    if (view.has_gradient(chunk.row))
+      partial = inspect_chunk<kPlain>(view, chunk, inverse_scale(args));
     if (threadIdx.x == 0) view.partials[blockIdx.x] = partial;
   }
   if (!arrives_last(ticket)) return;
@@ -159,10 +165,13 @@ __global__ void __launch_bounds__(kLanes) row_norms_kernel(TableView view, float
   if (lane == 0) row_norms[row] = norm_of(sum);
 }
 
-inline void inspect(const TableView& view, const InspectArgs& args, unsigned* ticket,
-                    cudaStream_t stream) {
+// `present`: lists that some row of the table has.
+inline void inspect(const TableView& view, unsigned present, const InspectArgs& args,
+                    unsigned* ticket, cudaStream_t stream) {
   const int64_t blocks = view.chunk_count > 0 ? view.chunk_count : 1;
-  launch(Kernel{"inspect", inspect_kernel}, blocks, kLanes, stream, view, args, ticket);
+  const bool plain = !(present & (bit(kAccumulated) | bit(kGradOut)));
+  const auto kernel = plain ? inspect_kernel<true> : inspect_kernel<false>;
+  launch(Kernel{"inspect", kernel}, blocks, kLanes, stream, view, args, ticket);
   if (args.row_norms == nullptr || view.rows == 0) return;
   constexpr int64_t kRows = kLanes / kRowLanes;  // per block
   launch(Kernel{"row_norms", row_norms_kernel}, (view.rows + kRows - 1) / kRows, kLanes, stream,

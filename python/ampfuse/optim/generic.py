@@ -40,7 +40,12 @@ class GenericOptimizer(AmpOptimizer):
         step = self._original_class.step
         # torch wraps step once more for this class, so that hooks would run twice.
         step = step.__wrapped__ if getattr(step, "hooked", False) else step
-        result = step(self, *args, **kwargs)
+        # The gradients are unscaled; torch's own steps would read these too, and some refuse them.
+        driven = {key: self.__dict__.pop(key) for key in _FROM_SCALER if key in self.__dict__}
+        try:
+            result = step(self, *args, **kwargs)
+        finally:
+            self.__dict__.update(driven)
         table.publish_masters()
         table.finish_step()
         return result
@@ -78,6 +83,8 @@ class GenericOptimizer(AmpOptimizer):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return _new, (self._original_class,), self.__getstate__()
 
+
+_FROM_SCALER = ("grad_scale", "found_inf")
 
 _classes: dict[type[torch.optim.Optimizer], type[GenericOptimizer]] = {}
 

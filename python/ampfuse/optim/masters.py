@@ -16,30 +16,10 @@ HALF_DTYPES = (torch.float16, torch.bfloat16)
 _raw_grad = torch.Tensor.grad
 
 
-class MasterParameter(torch.nn.Parameter):
-    """The FP32 master of one half-precision model weight.
+class _LazyGradParameter(torch.nn.Parameter):
+    """A parameter whose ``.grad`` an optimizer brings up to date when somebody looks at it."""
 
-    An optimizer steps on it and never sees the half weight. Its ``.grad`` is what autograd left in
-    ``model_param.grad``, unscaled and in FP32. It is computed when somebody reads it, for all
-    masters of the optimizer at once; until then the fused step works on the half gradients.
-    """
-
-    model_param: Tensor
-    # The version of model_param up to which this master is known to have followed it.
-    model_version: int
-    _owner: weakref.ref[AmpOptimizer] | None
-
-    @classmethod
-    def of(cls, model_param: Tensor) -> MasterParameter:
-        """The exact FP32 copy of `model_param`, laid out in memory alike."""
-        master = cls(model_param.detach().to(torch.float32), requires_grad=True)
-        master.model_param = model_param
-        master.model_version = model_param._version
-        master._owner = None
-        return master
-
-    def set_owner(self, optimizer: AmpOptimizer) -> None:
-        self._owner = weakref.ref(optimizer)
+    _owner: weakref.ref[AmpOptimizer] | None = None
 
     def _materialize(self) -> None:
         owner = self._owner() if self._owner is not None else None
@@ -61,6 +41,46 @@ class MasterParameter(torch.nn.Parameter):
         self._materialize()
         _raw_grad.__delete__(self)
 
+
+class ModelParameter(_LazyGradParameter):
+    """The half-precision weight of a model beside its :class:`MasterParameter`.
+
+    Between ``scale_loss`` and ``step`` its ``.grad``, if somebody reads it, is the master's: FP32
+    and unscaled, one tensor under both names. So clipping ``model.parameters()`` is clipping the
+    masters.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModelParameter:
+        if id(self) not in memo:
+            data = self.detach().clone(memory_format=torch.preserve_format)
+            memo[id(self)] = type(self)(data, self.requires_grad)
+        return memo[id(self)]
+
+
+class MasterParameter(_LazyGradParameter):
+    """The FP32 master of one half-precision model weight.
+
+    An optimizer steps on it and never sees the half weight. Its ``.grad`` is what autograd left in
+    ``model_param.grad``, unscaled and in FP32. It is computed when somebody reads it, for all
+    masters of the optimizer at once; until then the fused step works on the half gradients.
+    """
+
+    model_param: Tensor
+    # The version of model_param up to which this master is known to have followed it.
+    model_version: int
+
+    @classmethod
+    def of(cls, model_param: Tensor) -> MasterParameter:
+        """The exact FP32 copy of `model_param`, laid out in memory alike."""
+        return _rebuild(model_param.detach().to(torch.float32), model_param)
+
+    def set_owner(self, optimizer: AmpOptimizer) -> None:
+        self._owner = weakref.ref(optimizer)
+        if type(self.model_param) is torch.nn.Parameter:
+            self.model_param.__class__ = ModelParameter
+        if isinstance(self.model_param, ModelParameter):
+            self.model_param._owner = self._owner
+
     def __deepcopy__(self, memo: dict[int, Any]) -> MasterParameter:
         import copy
 
@@ -80,5 +100,4 @@ def _rebuild(data: Tensor, model_param: Tensor) -> MasterParameter:
     master = MasterParameter(data, requires_grad=True)
     master.model_param = model_param
     master.model_version = model_param._version
-    master._owner = None
     return master

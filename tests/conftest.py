@@ -1,0 +1,57 @@
+"""What every test gets: fixed seeds, the emulated CUDA module in place of the CPU's, gpu tests skipped where none is."""
+
+import importlib.util
+import sysconfig
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import settings
+
+from ampfuse import _core
+
+settings.register_profile("ampfuse", deadline=None, max_examples=60, print_blob=True)
+settings.load_profile("ampfuse")
+
+_EMULATED = Path(__file__).parent / f"_C_emulated{sysconfig.get_config_var('EXT_SUFFIX')}"
+_modules = {}
+
+
+def pytest_collection_modifyitems(items):
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device; this machine has none"))
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+def emulated_module():
+    """The extension in which CPU tensors go to the CUDA kernels, run on the host (host_cuda/)."""
+    if not _EMULATED.exists():
+        pytest.skip("the emulated CUDA module is built with AMPFUSE_HOST_EMULATION=ON only")
+    if "emulated" not in _modules:
+        spec = importlib.util.spec_from_file_location("_C_emulated", _EMULATED)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        _modules["emulated"] = module
+    return _modules["emulated"]
+
+
+@pytest.fixture
+def emulated(monkeypatch):
+    """Everything in this test runs the CUDA kernels, on the host."""
+    monkeypatch.setattr(_core, "C", emulated_module())
+
+
+@pytest.fixture(params=["cpu", "emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    """The test runs on the CPU kernels, on the CUDA kernels in emulation and, with a GPU, there."""
+    if request.param == "emulated":
+        request.getfixturevalue("emulated")
+        return torch.device("cpu")
+    return torch.device(request.param)

@@ -1,0 +1,156 @@
+"""200 steps against the float64 rules: our error, next to the error that torch.optim makes in FP32."""
+
+import pytest
+import reference
+import torch
+from cases import DTYPES, OPTIMIZERS, bf16, can_mix_dtypes, f16, f32, f64, make, make_torch, set_grad
+
+from ampfuse import optim
+
+STEPS = 200
+# Shapes of each group, and what multiplies the learning rate in it.
+GROUPS = (([(37,)], 1.0), ([(8, 125)], 0.3), ([(3, 5, 200)], 2.0))
+
+
+def largest_error(found, exact):
+    return float((found.detach().cpu().to(f64) - exact.detach()).abs().max())
+
+
+class Run:
+    """The same gradients through ours, torch's in FP32 and the rule in float64."""
+
+    def __init__(self, name, dtypes, device="cpu", **options):
+        self.params, self.exact, self.torch_params, self.rules, self.states = [], [], [], [], []
+        self.dtypes = []
+        kind, settings = OPTIMIZERS[name]
+        ours, theirs = [], []
+        for shapes, factor in GROUPS:
+            lr = settings["lr"] * factor
+            first = len(self.params)
+            for grad_dtype, dtype in dtypes:
+                for shape in shapes:
+                    start = torch.randn(shape).to(dtype)
+                    self.params.append(start.clone().to(device).requires_grad_())
+                    self.torch_params.append(start.to(f32).requires_grad_())
+                    self.exact.append(start.to(f64))
+                    self.rules.append(getattr(reference, {"SGD": "Sgd"}.get(kind, kind))(**{**settings, "lr": lr}))
+                    self.states.append({})
+                    self.dtypes.append(grad_dtype)
+            ours.append({"params": self.params[first:], "lr": lr})
+            theirs.append({"params": self.torch_params[first:], "lr": lr})
+        self.ours = make(name, ours, **options)
+        self.torch = make_torch(name, theirs, foreach=False)
+
+    def steps(self, count):
+        for _ in range(count):
+            for i, param in enumerate(self.params):
+                grad = torch.randn(param.shape).to(self.dtypes[i])
+                set_grad(param, grad.to(param.device))
+                self.torch_params[i].grad = grad.to(f32)
+                self.exact[i] = self.rules[i].step(self.exact[i], grad, self.states[i])
+            self.ours.step()
+            self.torch.step()
+
+    def stepped(self, i):
+        """What the optimizer steps: the master where there is one."""
+        param = self.params[i]
+        return self.ours.state[param].get("master_param", param)
+
+    def errors(self):
+        """The largest errors of parameters and of each state: ours and torch's."""
+        found = {}
+        for i, exact in enumerate(self.exact):
+            theirs = self.torch_params[i]
+            triples = {"param": (self.stepped(i), theirs, exact)}
+            for key, value in self.states[i].items():
+                if key != "step":
+                    mine = self.ours.state[self.params[i]][key]
+                    triples[key] = mine, self.torch.state[theirs][key], value
+            for key, (mine, other, right) in triples.items():
+                ours, torchs = found.get(key, (0.0, 0.0))
+                found[key] = (
+                    max(ours, largest_error(mine, right)),
+                    max(torchs, largest_error(other, right)),
+                )
+        return found
+
+    def check(self):
+        for key, (ours, torchs) in self.errors().items():
+            assert ours <= 1.5 * torchs, f"{key}: error {ours:.3g}, torch's in FP32 {torchs:.3g}"
+        for i, param in enumerate(self.params):
+            assert torch.equal(param.detach(), self.stepped(i).detach().to(param.dtype))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_fp32(name, device):
+    run = Run(name, [(f32, f32)], device)
+    run.steps(STEPS)
+    run.check()
+
+
+@pytest.mark.skipif(not can_mix_dtypes(), reason="this torch ties a gradient's dtype to its parameter's")
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_dtype_mixture_in_one_call(name, device):
+    """Half gradients and weights with masters: the error of FP32 arithmetic, not of half."""
+    run = Run(name, DTYPES, device, master_weights=True)
+    run.steps(STEPS)
+    run.check()
+
+
+@pytest.mark.parametrize("dtype", [f16, bf16])
+@pytest.mark.parametrize("name", ["sgd-all", "adam-all", "adamw-all"])
+def test_half_with_masters(name, dtype, device):
+    run = Run(name, [(dtype, dtype), (f32, f32)], device, master_weights=True)
+    run.steps(STEPS)
+    run.check()
+
+
+@pytest.mark.parametrize("dtype", [f16, bf16])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_half_without_masters_rounds_once_a_step(name, dtype, device):
+    """Without a master the weight itself is stepped: computed in FP32 from its value, then rounded."""
+    run = Run(name, [(dtype, dtype)], device)
+    for _ in range(10):
+        run.exact = [param.detach().cpu().to(f64) for param in run.params]
+        run.steps(1)
+        for param, exact in zip(run.params, run.exact, strict=True):
+            # Half an ulp of the half type, and a little for the FP32 arithmetic before.
+            ulp = exact.abs().clamp(min=1e-3) * torch.finfo(dtype).eps
+            assert bool(((param.detach().cpu().to(f64) - exact).abs() <= 0.51 * ulp).all())
+
+
+@pytest.mark.parametrize("name", ["sgd-all", "adamw"])
+def test_clipping_is_part_of_the_step(name, device):
+    """max_grad_norm gives what clip_grad_norm_ and a plain step give, by the rule in float64."""
+    run = Run(name, [(f32, f32)], device, max_grad_norm=1.0)
+    for _ in range(20):
+        grads = [torch.randn(param.shape) * 0.01 * (1 + i) for i, param in enumerate(run.params)]
+        norm = reference.norm(grads)
+        coefficient = reference.clip_coefficient(norm, 1.0)
+        for i, (param, grad) in enumerate(zip(run.params, grads, strict=True)):
+            param.grad = grad.to(param.device)
+            run.exact[i] = run.rules[i].step(run.exact[i], grad.to(f64) * coefficient, run.states[i])
+        run.ours.step()
+        assert float(run.ours.last_step.grad_norm) == pytest.approx(norm, rel=1e-6)
+        assert float(run.ours.last_step.skipped) == 0
+    for i, exact in enumerate(run.exact):
+        torch.testing.assert_close(run.params[i].detach().cpu().to(f64), exact, rtol=2e-6, atol=2e-6)
+
+
+def test_64_accumulated_bf16_passes_give_the_fp32_sum(device):
+    """Under scale_loss, gradients of several passes add up in FP32, not in autograd's half."""
+    param = torch.zeros(1000, dtype=bf16, device=device, requires_grad=True)
+    optimizer = torch.optim.SGD([param], lr=1.0)
+    optim.upgrade(optimizer, master_weights=True)
+    total = torch.zeros(1000, dtype=f64)
+    scale = torch.tensor(1.0, device=device)
+    for _ in range(64):
+        grad = torch.rand(1000).to(bf16)
+        total += grad.to(f64)
+        optimizer.begin_backward()
+        param.grad = grad.to(device)
+        optimizer.end_backward(scale, True)
+    optimizer.step()
+    master = optimizer.param_groups[0]["params"][0]
+    error = (master.detach().cpu().to(f64) + total).abs().max() / total.abs().max()
+    assert float(error) <= 1e-6
