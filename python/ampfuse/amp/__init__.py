@@ -1,0 +1,115 @@
+"""Mixed precision with apex's interface: ``initialize``, ``scale_loss`` and levels O0 to O5.
+
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2")
+    ...
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+
+:mod:`~ampfuse.amp.policy` says what each level means. The loss scaler and the optimizers keep their
+state on the device; in none of these functions does the host wait, except where one reads a value.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ampfuse.amp import session as _sessions
+from ampfuse.amp.grad_scaler import GradScaler
+from ampfuse.amp.half_output import disable_casts
+from ampfuse.amp.initialize import initialize
+from ampfuse.amp.scale_loss import scale_loss
+from ampfuse.amp.scaler import LossScaler
+
+__all__ = [
+    "GradScaler",
+    "LossScaler",
+    "clip_grad_norm_",
+    "disable_casts",
+    "initialize",
+    "load_state_dict",
+    "master_params",
+    "scale_loss",
+    "state_dict",
+]
+
+
+def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
+    """Yield what `optimizer` steps, in the order of its groups: FP32 masters where it has them.
+
+    After ``scale_loss`` their ``.grad`` is the unscaled gradient, so this is the set to clip.
+    """
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def clip_grad_norm_(optimizer: Optimizer, max_norm: float) -> Tensor:
+    """Clip the gradients of `optimizer` to `max_norm`, inside its next step.
+
+    It rewrites no gradient and works at every level. Call it after ``scale_loss``, before ``step``.
+
+    Returns:
+        The norm of the unscaled gradients before clipping: float32, 0-dim, on the device.
+    """
+    if hasattr(optimizer, "clip_next_step"):
+        return optimizer.clip_next_step(max_norm)
+    return torch.nn.utils.clip_grad_norm_(master_params(optimizer), max_norm)
+
+
+def state_dict(
+    destination: dict[str, Any] | None = None, *, optimizer: Optimizer | None = None
+) -> dict[str, Any]:
+    """The loss scalers' state: ``{"loss_scaler0": {"loss_scale": ..., "unskipped": ...}, ...}``.
+
+    Of the latest ``initialize``, or of the one that `optimizer` went through. Empty if amp is off.
+    Masters and moments are in ``optimizer.state_dict()``. Waits for the device.
+
+    Raises:
+        RuntimeError: there was no ``initialize``.
+    """
+    state = OrderedDict() if destination is None else destination
+    for index, scaler in enumerate(_session(optimizer).loss_scalers):
+        state[f"loss_scaler{index}"] = scaler.state_dict()
+    return state
+
+
+def load_state_dict(state_dict: dict[str, Any], *, optimizer: Optimizer | None = None) -> None:
+    """Restore what :func:`state_dict` returned, each scaler by its key. Does nothing if amp is off.
+
+    Whether a scale is dynamic comes from ``initialize``, not from here. A state with more or fewer
+    scalers than this session has is used as far as it goes, with a warning, as in apex.
+
+    Raises:
+        RuntimeError: this is no state of loss scalers; then nothing has changed.
+    """
+    session = _session(optimizer)
+    if not session.enabled:
+        return
+    for key, state in state_dict.items():
+        if not str(key).startswith("loss_scaler"):
+            raise RuntimeError(f"{key!r} is no loss scaler; this is not the state of amp.")
+        if not {"loss_scale", "unskipped"} <= state.keys():
+            raise RuntimeError(f"{key} needs 'loss_scale' and 'unskipped'; it has {list(state)}.")
+    scalers = {f"loss_scaler{i}": scaler for i, scaler in enumerate(session.loss_scalers)}
+    if scalers.keys() != state_dict.keys():
+        warnings.warn(
+            f"The amp state holds {sorted(state_dict)}, but amp.initialize made {list(scalers)}: "
+            "those in both are restored.",
+            stacklevel=2,
+        )
+    for key, scaler in scalers.items():
+        if key in state_dict:
+            scaler.load_state_dict(state_dict[key])
+
+
+def _session(optimizer: Optimizer | None) -> _sessions.Session:
+    if optimizer is None:
+        return _sessions.latest()
+    return _sessions.of_optimizers([optimizer])

@@ -1,0 +1,352 @@
+"""``ampfuse.GradScaler``: torch's GradScaler, without the extra pass and without the wait."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+from torch.optim import Optimizer
+
+from ampfuse import _core
+from ampfuse.amp.policy import LOW_PRECISION
+from ampfuse.amp.scaler import DEFAULT_MIN_SCALE, check_scaler_options
+from ampfuse.optim import AmpOptimizer
+from ampfuse.optim.fused import FusedOptimizer
+
+# The largest power of two in FP32. torch has no ceiling, but refuses to grow to inf.
+_LARGEST_SCALE = 2.0**127
+
+
+class GradScaler(torch.amp.GradScaler):
+    """A drop-in for ``torch.amp.GradScaler``.
+
+    With an optimizer of ``ampfuse.optim`` (or one that went through ``amp.initialize``) ``step``
+    is the optimizer's own: it inspects, unscales, clips and updates without another pass over the
+    gradients and without the host waiting. Other optimizers are driven as torch does it.
+
+    What else differs from torch's:
+
+    - FP16 gradients are welcome. ``unscale_`` replaces half gradients by FP32 ones, since rounding
+      them back would lose what scaling has saved (1e-3 / 65536 is 0 in FP16).
+    - ``scaler.clip_grad_norm_(optimizer, max_norm)`` clips without materialising unscaled
+      gradients.
+    - the scale has a floor (and a ceiling, and hysteresis): a NaN that stays cannot halve it to 0.
+
+    Args:
+        device: device type that scales live on; None = "cuda" if there is a GPU, else "cpu".
+        init_scale, growth_factor, backoff_factor, growth_interval, enabled: as in torch.
+        min_scale, max_scale: bounds of the scale.
+        hysteresis: how many updates with an overflow, without a clean one in between, it takes to
+            back off.
+
+    Raises:
+        AssertionError, ValueError: options that no loss scaler can work with.
+        RuntimeError: ``unscale_`` or ``step`` twice for one optimizer without ``update``.
+
+    Source: ``torch.amp.GradScaler``; hysteresis as in Megatron-LM.
+    """
+
+    def __init__(
+        self,
+        device: str | None = None,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        min_scale: float = DEFAULT_MIN_SCALE,
+        max_scale: float = _LARGEST_SCALE,
+        hysteresis: int = 1,
+    ) -> None:
+        if device is None:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        super().__init__(
+            device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
+        )
+        self._min_scale = float(min_scale)
+        self._max_scale = float(max_scale)
+        self._hysteresis = int(hysteresis)
+        self._init_hysteresis_tracker = self._hysteresis
+        self._hysteresis_tracker: Tensor | None = None
+        if self._enabled:
+            check_scaler_options(
+                init_scale,
+                growth_factor,
+                backoff_factor,
+                growth_interval,
+                self._min_scale,
+                self._max_scale,
+                self._hysteresis,
+            )
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        super()._lazy_init_scale_growth_tracker(dev)
+        self._hysteresis_tracker = torch.full(
+            (), self._init_hysteresis_tracker, dtype=torch.int32, device=dev
+        )
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """Unscale the gradients and step, or skip the step if one is non-finite.
+
+        Arguments and return value as in ``torch.amp.GradScaler.step``. Whether the step was skipped
+        is in ``optimizer.last_step.skipped``, on the device.
+        """
+        if not self._enabled:
+            return optimizer.step(*args, **kwargs)
+        if "closure" in kwargs:
+            raise RuntimeError("A closure is not supported while GradScaler is enabled.")
+        if not isinstance(optimizer, AmpOptimizer):
+            return self._step_other(optimizer, *args, **kwargs)
+        scale, _ = self._check_scale_growth_tracker("step")
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.STEPPED:
+            raise RuntimeError("step() has already been called since the last update().")
+
+        if state["stage"] is OptState.UNSCALED:
+            flags = [flag.to(scale.device) for flag in state["found_inf_per_device"].values()]
+            found_inf = torch.stack(flags).amax() if flags else torch.zeros_like(scale)
+            grad_scale = getattr(optimizer, "grad_scale", None)
+        else:
+            found_inf = None  # the optimizer looks for itself, in the pass it makes anyway
+            grad_scale = _product(scale, getattr(optimizer, "grad_scale", None))
+        optimizer.grad_scale = grad_scale
+        optimizer.found_inf = found_inf
+        try:
+            result = optimizer.step(*args, **kwargs)
+        finally:  # the next step may be made without a scaler
+            del optimizer.grad_scale, optimizer.found_inf
+        if found_inf is None:
+            skipped = optimizer.last_step.skipped
+            state["found_inf_per_device"] = {skipped.device: skipped}
+        state["stage"] = OptState.STEPPED
+        return result
+
+    def _step_other(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """torch's way, for an optimizer that is not ours."""
+        state = self._per_optimizer_states[id(optimizer)]
+        scales_itself = getattr(optimizer, "_step_supports_amp_scaling", False)
+        if state["stage"] is OptState.READY and not scales_itself:
+            self.unscale_(optimizer)
+        if state["stage"] is OptState.UNSCALED:
+            _round_gradients_to_parameters(optimizer)
+        return super().step(optimizer, *args, **kwargs)
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, optimizer: Optimizer, max_norm: float) -> Tensor:
+        """Clip the gradients of `optimizer` to `max_norm`, as measured after unscaling.
+
+        With a fused optimizer nothing is rewritten: its next step clips. With another one this is
+        ``unscale_`` (unless done) and ``torch.nn.utils.clip_grad_norm_``.
+
+        Returns:
+            The norm of the unscaled gradients before clipping: float32, 0-dim, on the device.
+        """
+        if not self._enabled:
+            scale = None
+        else:
+            scale, _ = self._check_scale_growth_tracker("clip_grad_norm_")
+            stage = self._per_optimizer_states[id(optimizer)]["stage"]
+            if stage is OptState.READY and not isinstance(optimizer, FusedOptimizer):
+                self.unscale_(optimizer)
+            if stage is not OptState.READY:
+                scale = None
+        if not isinstance(optimizer, FusedOptimizer):
+            return torch.nn.utils.clip_grad_norm_(_parameters(optimizer), max_norm)
+        optimizer.grad_scale = scale
+        try:
+            return optimizer.clip_next_step(max_norm)
+        finally:
+            del optimizer.grad_scale
+
+    def _unscale_grads_(
+        self,
+        optimizer: Optimizer,
+        inv_scale: Tensor,
+        found_inf: Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, Tensor]:
+        """Unscale and check every gradient; half ones become FP32. One flag per device."""
+        if allow_fp16:  # torch's check for its own fused optimizers: the scale here is 1
+            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        if isinstance(optimizer, AmpOptimizer):
+            sticky = optimizer.unscale_gradients(self._scale)
+            flag = sticky.clone()
+            sticky.zero_()  # `step` hands the verdict back, if there is a step
+            return {flag.device: flag}
+
+        by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
+        for parameter in _parameters(optimizer):
+            if parameter.grad is not None:
+                by_device[parameter.grad.device].append(parameter)
+        flags = {}
+        with torch.no_grad():
+            for device, parameters in by_device.items():
+                flags[device] = found_inf.to(device, non_blocking=True, copy=True)
+                _unscale(parameters, inv_scale.to(device, non_blocking=True), flags[device])
+        return flags
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Adapt the scale to the steps since the last update, or set it to `new_scale`.
+
+        If any optimizer found a non-finite gradient the scale backs off (after `hysteresis` such
+        updates); after `growth_interval` clean updates in a row it grows. Nothing waits.
+        """
+        if not self._enabled or new_scale is not None:
+            return super().update(new_scale)
+        scale, growth_tracker = self._check_scale_growth_tracker("update")
+        found_infs = [
+            found_inf.to(scale.device, non_blocking=True)
+            for state in self._per_optimizer_states.values()
+            for found_inf in state["found_inf_per_device"].values()
+        ]
+        if not found_infs:
+            raise AssertionError("No inf checks were recorded prior to update.")
+        _core.C.update_scale(
+            scale,
+            growth_tracker,
+            self._hysteresis_tracker,
+            found_infs,
+            self._growth_factor,
+            self._backoff_factor,
+            self._growth_interval,
+            self._min_scale,
+            self._max_scale,
+            self._hysteresis,
+            False,  # each optimizer skips for itself, as in torch
+            True,  # dynamic
+        )
+        self._per_optimizer_states.clear()
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's entries; with hysteresis also ``"_hysteresis_tracker"``. Waits for the device."""
+        state = super().state_dict()
+        if state and self._hysteresis > 1:
+            state["_hysteresis_tracker"] = self._get_hysteresis_tracker()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict of this class or of torch's GradScaler."""
+        super().load_state_dict(state_dict)
+        if self._enabled:
+            left = int(state_dict.get("_hysteresis_tracker", self._hysteresis))
+            self._init_hysteresis_tracker = left
+            if self._hysteresis_tracker is not None:
+                self._hysteresis_tracker.fill_(left)
+
+    def _get_hysteresis_tracker(self) -> int:
+        if self._hysteresis_tracker is None:
+            return self._init_hysteresis_tracker
+        return int(self._hysteresis_tracker.item())
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        if self._enabled:
+            state["_init_hysteresis_tracker"] = self._get_hysteresis_tracker()
+            state["_hysteresis_tracker"] = None
+        return state
+
+
+def _product(scale: Tensor, other: Tensor | float | None) -> Tensor:
+    """torch multiplies by a ``grad_scale`` that the user had set on the optimizer; so do we."""
+    return scale if other is None else scale * other
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _unscale(parameters: list[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
+    """Unscale the gradients of `parameters` (on one device); `found_inf` = 1 if one is non-finite.
+
+    FP32 gradients change in place; half ones are replaced by FP32 ones where torch allows that.
+    """
+    old: list[Tensor] = []
+    new: list[Tensor] = []
+    replaced: list[tuple[Tensor, Tensor]] = []
+    other: dict[torch.dtype, list[Tensor]] = defaultdict(list)
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient.is_sparse:
+            # Duplicate indices add up, and in half the sum may overflow: look at the sums.
+            if gradient.dtype in LOW_PRECISION:
+                gradient = parameter.grad = gradient.coalesce()
+            gradient = gradient._values()
+            other[gradient.dtype].append(gradient)
+        elif not _is_dense(gradient) or gradient.dtype not in (torch.float32, *LOW_PRECISION):
+            other[gradient.dtype].append(gradient)
+        else:
+            out = gradient
+            if gradient.dtype in LOW_PRECISION and _accepts_float32_gradient(parameter):
+                out = torch.empty_like(gradient, dtype=torch.float32)
+                replaced.append((parameter, out))
+            old.append(gradient)
+            new.append(out)
+    if old:
+        _core.C.unscale(old, new, inv_scale, found_inf)
+    # What the fused op does not take (sparse, float64, views with gaps) goes torch's way.
+    for gradients in other.values():
+        torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inv_scale)
+    for parameter, gradient in replaced:
+        parameter.grad = gradient
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(tensor)
+
+
+def _accepts_float32_gradient(parameter: Tensor) -> bool:
+    """Let a half parameter hold an FP32 gradient; warn once where this torch has no way to."""
+    if parameter.dtype not in LOW_PRECISION:
+        return True
+    try:
+        parameter.grad_dtype = None  # any type; the next backward gives a half gradient again
+        return True
+    except (AttributeError, RuntimeError):
+        _warn_of_rounding()
+        return False
+
+
+@torch.no_grad()
+def _round_gradients_to_parameters(optimizer: Optimizer) -> None:
+    """Give a stock optimizer the gradients in its parameters' type; most of torch's insist on it.
+
+    Only half parameters without masters are concerned, which ours would step in FP32.
+    """
+    for parameter in _parameters(optimizer):
+        gradient = parameter.grad
+        if gradient is None or gradient.dtype == parameter.dtype:
+            continue
+        if parameter.dtype in LOW_PRECISION:
+            parameter.grad = gradient.to(parameter.dtype)
+            if parameter.dtype == torch.float16:
+                _warn_of_stock_optimizer(type(optimizer))
+
+
+@functools.cache
+def _warn_of_rounding() -> None:
+    warnings.warn(
+        f"torch {torch.__version__} does not let a half parameter hold an FP32 gradient, so "
+        "unscale_ rounds half gradients, and small ones become 0. To clip exactly, use "
+        "scaler.clip_grad_norm_(optimizer, max_norm) or the max_grad_norm= argument of "
+        "ampfuse's optimizers.",
+        stacklevel=6,
+    )
+
+
+@functools.cache
+def _warn_of_stock_optimizer(kind: type) -> None:
+    warnings.warn(
+        f"{kind.__module__}.{kind.__name__} steps FP16 parameters in FP16: unscaled gradients are "
+        "rounded for it, and small ones become 0. The optimizers of ampfuse.optim with "
+        "master_weights=True step in FP32.",
+        stacklevel=5,
+    )

@@ -1,0 +1,314 @@
+"""``amp.initialize``: put models and optimizers at a level, in place.
+
+First everything is checked, then everything is changed: a call that raises leaves the models and
+optimizers as they were.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ampfuse.amp import session as sessions
+from ampfuse.amp.casts import (
+    AmpModule,
+    Casts,
+    cast_model,
+    check_can_install,
+    eager_module,
+    install,
+    save_in_float32,
+)
+from ampfuse.amp.policy import LOW_PRECISION, Policy, make_policy
+from ampfuse.amp.scaler import LossScaler
+from ampfuse.optim import upgrade
+
+_log = logging.getLogger("ampfuse.amp")
+
+
+def initialize(
+    models: nn.Module | Sequence[nn.Module],
+    optimizers: Optimizer | Sequence[Optimizer] | None = None,
+    enabled: bool = True,
+    opt_level: str = "O1",
+    cast_model_type: torch.dtype | bool | None = None,
+    patch_torch_functions: bool | None = None,
+    keep_batchnorm_fp32: bool | str | None = None,
+    master_weights: bool | None = None,
+    loss_scale: float | str | None = None,
+    cast_model_outputs: torch.dtype | None = None,
+    num_losses: int = 1,
+    verbosity: int = 1,
+    min_loss_scale: float | None = None,
+    max_loss_scale: float = 2.0**24,
+    *,
+    patch_torch_functions_type: torch.dtype | None = None,
+    init_scale: float = 2.0**16,
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
+    growth_interval: int = 2000,
+    hysteresis: int = 1,
+    allow_incoming_model_not_fp32: bool = False,
+) -> Any:
+    """Prepare `models` and `optimizers` for mixed precision at `opt_level`; return them.
+
+    The objects are changed in place and returned, so a script may ignore the return value. Call it
+    before wrapping a model in (Distributed)DataParallel. It may be called several times, for
+    different models and optimizers; each call has loss scalers of its own.
+
+    Args:
+        models: a module, or a list or tuple of modules, on any device.
+        optimizers: one, a list or tuple of them, or None (inference).
+        enabled: False changes nothing and makes every amp call pass its arguments through.
+        opt_level: "O0" to "O5"; :mod:`ampfuse.amp.policy` says what each means.
+        cast_model_type: cast weights and inputs to this type; False = do not cast.
+        patch_torch_functions: run ``forward`` under autocast (the name is apex's).
+        keep_batchnorm_fp32: leave batch norms that have weights in FP32; bool or its string.
+        master_weights: let the optimizers step FP32 copies of half parameters.
+        loss_scale: a static scale (number or its string) or "dynamic".
+        cast_model_outputs: cast the models' outputs to this type. By default O0, O2, O3 and O5
+            give FP32, O1 and O4 what autocast gives (see :mod:`ampfuse.amp.half_output`).
+        num_losses: how many independent loss scalers to make, for ``scale_loss(..., loss_id=i)``.
+        verbosity: 0 silent; 1 logs the policy (logger "ampfuse.amp"); 2 logs skipped steps too,
+            for which the host waits for the device once per backward pass.
+        min_loss_scale, max_loss_scale: bounds of a dynamic scale. None as minimum means 2**-24,
+            so that a persistent NaN cannot drive the scale to 0.
+        patch_torch_functions_type: the type of autocast; only the level's own is accepted.
+        init_scale, growth_factor, backoff_factor, growth_interval: of dynamic scaling.
+        hysteresis: the scale backs off at this overflow since it last grew, and at each one after.
+        allow_incoming_model_not_fp32: accept half parameters where no master will back them.
+
+    Returns:
+        ``models`` if `optimizers` is None, else ``(models, optimizers)``, in the shape given.
+
+    Raises:
+        RuntimeError: unknown level; overrides that contradict it; a model in DataParallel or
+            DistributedDataParallel; an optimizer that is initialized already; trainable half
+            parameters at a level that expects FP32 ones.
+        TypeError: something that is no model or no optimizer; parameters of a type that the
+            optimizers cannot step (float64, complex).
+        ValueError, AssertionError: malformed values, see :func:`ampfuse.amp.policy.make_policy`.
+
+    Masters start from the FP32 weights as they were before the cast, not from rounded ones. A model
+    that arrives in half precision is accepted where it is cast (O0, O2, O3, O5): its masters are
+    exact copies, and a warning says that digits lost earlier are lost. At O1 and O4 the optimizer
+    would step half parameters directly, where updates smaller than 1/2000 (FP16) or 1/250 (BF16) of
+    the weight vanish, so that is an error.
+
+    Source: ``apex.amp.initialize``; O4 and O5 from ROCm/apex.
+    """
+    if not enabled:
+        off = sessions.Session(policy=None, verbosity=verbosity)
+        sessions.set_latest(off)
+        for optimizer in _optimizers_in(optimizers):
+            optimizer._amp_session = off  # type: ignore[attr-defined]
+        return models if optimizers is None else (models, optimizers)
+
+    policy = make_policy(
+        opt_level,
+        cast_model_type=cast_model_type,
+        patch_torch_functions=patch_torch_functions,
+        patch_torch_functions_type=patch_torch_functions_type,
+        keep_batchnorm_fp32=keep_batchnorm_fp32,
+        master_weights=master_weights,
+        loss_scale=loss_scale,
+        cast_model_outputs=cast_model_outputs,
+    )
+    if not (isinstance(num_losses, int) and num_losses >= 1):
+        raise ValueError(f"num_losses must be an integer of at least 1, not {num_losses!r}.")
+    session = sessions.Session(
+        policy=policy,
+        loss_scalers=[
+            LossScaler(
+                policy.loss_scale,
+                init_scale,
+                growth_factor,
+                growth_interval,
+                min_loss_scale,
+                max_loss_scale,
+                backoff_factor=backoff_factor,
+                hysteresis=hysteresis,
+            )
+            for _ in range(num_losses)
+        ],
+        verbosity=verbosity,
+    )
+    model_list = _as_list(models, nn.Module, "models", "a torch.nn.Module")
+    optimizer_list = (
+        []
+        if optimizers is None
+        else _as_list(optimizers, Optimizer, "optimizers", "a torch.optim.Optimizer")
+    )
+    names = {id(parameter): name for name, parameter in _named_parameters(model_list)}
+    _check_models(model_list, policy, allow_incoming_model_not_fp32)
+    _check_optimizers(optimizer_list, policy, names)
+
+    if verbosity >= 1:
+        _log.info("%s: %s %s", policy.opt_level, policy.brief, policy)
+    if policy.uses_bfloat16:
+        for device in {p.device for _, p in _named_parameters(model_list)}:
+            warn_if_bfloat16_is_emulated(device)
+
+    exact = _float32_values(optimizer_list, policy) if policy.master_weights else {}
+    for model in model_list:
+        if policy.casts_model:
+            keep = bool(policy.keep_batchnorm_fp32)
+            cast_model(eager_module(model), policy.cast_model_type, keep_batchnorm_fp32=keep)
+            save_in_float32(eager_module(model))
+        install(model, Casts.of(policy))
+    _upgrade(optimizer_list, session, names, exact)
+    sessions.set_latest(session)
+    return models if optimizers is None else (models, optimizers)
+
+
+def _upgrade(
+    optimizers: list[Optimizer],
+    session: sessions.Session,
+    names: dict[int, str],
+    exact: dict[int, Tensor],
+) -> None:
+    """Give the optimizers masters, fused steps and `session`."""
+    policy = session.policy
+    assert policy is not None
+    for optimizer in optimizers:
+        before = [parameter for _, parameter in _parameters_of(optimizer)]
+        upgrade(optimizer, master_weights=bool(policy.master_weights), names=names)
+        optimizer.skip_on_overflow = policy.is_dynamic  # type: ignore[attr-defined]
+        optimizer._amp_session = session  # type: ignore[attr-defined]
+        # A master starts from the weight as it was before the cast, which the half weight rounds.
+        after = [parameter for _, parameter in _parameters_of(optimizer)]
+        for original, master in zip(before, after, strict=True):
+            if master is not original and id(original) in exact:
+                with torch.no_grad():
+                    master.copy_(exact[id(original)])
+
+
+def _as_list(value: Any, kind: type, name: str, article: str) -> list[Any]:
+    """`value` as a list of `kind`s. Raises TypeError for anything else."""
+    items = [value] if isinstance(value, kind) else value
+    if not isinstance(items, (list, tuple)):
+        raise TypeError(
+            f"{name} must be {article}, or a list or tuple of them; got {type(value).__name__}."
+        )
+    for item in items:
+        if not isinstance(item, kind):
+            raise TypeError(f"{name} holds a {type(item).__name__}; expected {article}.")
+    return list(items)
+
+
+def _optimizers_in(value: Any) -> list[Optimizer]:
+    """The optimizers in an argument that was not checked."""
+    items = value if isinstance(value, (list, tuple)) else [value]
+    return [item for item in items if isinstance(item, Optimizer)]
+
+
+def _named_parameters(models: list[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
+    """Parameters with the names that messages use; ``models[1].`` in front if there are several."""
+    for index, model in enumerate(models):
+        prefix = f"models[{index}]." if len(models) > 1 else ""
+        for name, parameter in eager_module(model).named_parameters():
+            yield prefix + name, parameter
+
+
+def _parameters_of(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
+    """The optimizer's parameters, each with its place, for those that no model has a name for."""
+    for g, group in enumerate(optimizer.param_groups):
+        for i, parameter in enumerate(group["params"]):
+            yield f"param_groups[{g}]['params'][{i}]", parameter
+
+
+def _check_models(models: list[nn.Module], policy: Policy, allow_half: bool) -> None:
+    for model in models:
+        if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            raise RuntimeError(
+                f"The model is wrapped in {type(model).__name__} already. Call amp.initialize on "
+                "the bare model, then wrap what it returns: the wrapper has to see the weights in "
+                "their final type."
+            )
+        check_can_install(model)
+    # Parameters that this module cast to half at an earlier call are no surprise.
+    fresh = [model for model in models if not isinstance(eager_module(model), AmpModule)]
+    half = [
+        (name, parameter)
+        for name, parameter in _named_parameters(fresh)
+        if parameter.dtype in LOW_PRECISION and parameter.requires_grad
+    ]
+    if not half or allow_half:
+        return
+    name, parameter = half[0]
+    kind = str(parameter.dtype).removeprefix("torch.")
+    if not policy.casts_model:
+        raise RuntimeError(
+            f"Parameter {name!r} is {kind}, but {policy.opt_level} trains FP32 parameters: the "
+            "optimizer would step it in half precision and lose small updates. Call model.float() "
+            "before making the optimizer, or use O2 (float16) or O5 (bfloat16), or freeze it "
+            "(requires_grad_(False)); allow_incoming_model_not_fp32=True accepts it as it is."
+        )
+    warnings.warn(
+        f"The model arrived with {len(half)} half-precision parameter(s), the first being {name!r} "
+        f"({kind}). They are taken over exactly, but digits lost when they were rounded stay lost: "
+        "where the weights exist in FP32, load them in FP32 and let amp.initialize cast.",
+        stacklevel=3,
+    )
+
+
+def _check_optimizers(optimizers: list[Optimizer], policy: Policy, names: dict[int, str]) -> None:
+    if len({id(optimizer) for optimizer in optimizers}) < len(optimizers):
+        raise RuntimeError("The same optimizer is listed twice.")
+    for optimizer in optimizers:
+        session = getattr(optimizer, "_amp_session", None)
+        if session is not None and session.enabled:
+            raise RuntimeError(
+                f"This {type(optimizer).__name__} went through amp.initialize already. Make a new "
+                "optimizer from model.parameters() to initialize the model again."
+            )
+        for place, parameter in _parameters_of(optimizer):
+            in_model = id(parameter) in names
+            dtype = parameter.dtype
+            if in_model and policy.casts_model and dtype.is_floating_point:
+                dtype = policy.cast_model_type
+            if dtype not in (torch.float32, *LOW_PRECISION):
+                raise TypeError(
+                    f"Parameter {names.get(id(parameter), place)!r} would be stepped in {dtype}. "
+                    "amp's optimizers take float32, float16 and bfloat16 parameters: cast the "
+                    "model (model.float()), or keep this parameter in an optimizer of its own "
+                    "that does not go through amp.initialize."
+                )
+
+
+def _float32_values(optimizers: Iterable[Optimizer], policy: Policy) -> dict[int, Tensor]:
+    """The exact FP32 values, by id, of the parameters that the cast will round.
+
+    For an FP32 parameter that is its present memory, which the cast leaves behind: no copy.
+    """
+    parameters = itertools.chain.from_iterable(_parameters_of(o) for o in optimizers)
+    return {
+        id(p): p.detach().float()
+        for _, p in parameters
+        if p.is_floating_point() and p.dtype != policy.cast_model_type
+    }
+
+
+def warn_if_bfloat16_is_emulated(device: torch.device) -> None:
+    """Warn, once per GPU, if `device` has no BF16 arithmetic (before sm_80: T4, V100, P100)."""
+    if device.type == "cuda":
+        _check_bfloat16(device.index)
+
+
+@functools.cache
+def _check_bfloat16(index: int | None) -> None:
+    major, minor = torch.cuda.get_device_capability(index)
+    if torch.version.hip is None and major < 8:
+        warnings.warn(
+            f"{torch.cuda.get_device_name(index)} (sm_{major}{minor}) has no BF16 arithmetic: "
+            "torch emulates it, slowly. On this GPU use O1 or O2 (FP16) for speed.",
+            stacklevel=4,
+        )

@@ -1,0 +1,173 @@
+"""``with amp.scale_loss(loss, optimizer) as scaled: scaled.backward()``.
+
+Around one backward pass: on entry every optimizer sets aside the gradients it already has and the
+loss is multiplied by the scale; on exit the new gradients are unscaled where someone could look at
+them and inspected, and the scale adapts. All of it is enqueued on the device; nothing waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ampfuse.amp import session as sessions
+from ampfuse.amp.initialize import warn_if_bfloat16_is_emulated
+from ampfuse.amp.scaler import LossScaler
+
+_log = logging.getLogger("ampfuse.amp")
+
+
+@contextlib.contextmanager
+def scale_loss(
+    loss: Tensor,
+    optimizers: Optimizer | Sequence[Optimizer],
+    loss_id: int = 0,
+    model: nn.Module | None = None,
+    delay_unscale: bool = False,
+    delay_overflow_check: bool = False,
+) -> Iterator[Tensor]:
+    """Scale `loss` for the backward pass inside the ``with`` block.
+
+    Gradients of several passes before a ``step`` add up, unscaled and in FP32, also when they were
+    made with different scales. If a gradient of a pass is non-finite and scaling is dynamic, all of
+    `optimizers`, and no others, skip their next step. ``step`` belongs after the block.
+
+    Args:
+        loss: the loss, of any shape; computed on in FP32.
+        optimizers: one or several; every optimizer whose parameters this pass gives gradients to.
+        loss_id: which of the ``num_losses`` scalers of ``initialize`` to use.
+        model: ignored, as in apex.
+        delay_unscale: leave the gradients scaled; a later pass, or the step, unscales them. Saves
+            little here, since accumulation is right without it.
+        delay_overflow_check: neither look for overflow in this pass nor adapt the scale.
+
+    Yields:
+        ``loss.float() * scale``; `loss` itself where amp is off.
+
+    Raises:
+        RuntimeError: an optimizer did not go through ``initialize``, or is in such a block already.
+        IndexError: no scaler has this `loss_id`.
+
+    Source: the semantics of ``apex.amp.scale_loss``.
+    """
+    optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+    session = sessions.of_optimizers(optimizers) if optimizers else sessions.latest()
+    if session.policy is None:
+        yield loss
+        return
+    if not 0 <= loss_id < len(session.loss_scalers):
+        raise IndexError(
+            f"loss_id={loss_id}, but initialize made {len(session.loss_scalers)} loss scaler(s). "
+            "Pass num_losses to amp.initialize; ids count from 0."
+        )
+    for optimizer in optimizers:
+        if optimizer.in_backward:
+            raise RuntimeError(
+                "amp.scale_loss blocks of one optimizer cannot be nested: leave the first block, "
+                "then enter the second. Their gradients add up."
+            )
+    if session.policy.uses_bfloat16:
+        warn_if_bfloat16_is_emulated(loss.device)
+
+    scaler = session.loss_scalers[loss_id]
+    # With FP32 weights and a static scale of 1 the gradients are what they should be already.
+    if not session.policy.model_is_low_precision and scaler.is_always_one:
+        backward_pass = _plain_pass(loss, optimizers)
+    else:
+        backward_pass = _scaled_pass(loss, optimizers, scaler, delay_unscale, delay_overflow_check)
+    with backward_pass as scaled:
+        yield scaled
+    if session.verbosity >= 2 and scaler.dynamic:
+        _report_overflow(optimizers, scaler, loss_id)
+    # The weights are about to change. Autocast drops its casts of them when its region ends, but a
+    # region of the user's may span the whole loop.
+    torch.clear_autocast_cache()
+
+
+@contextlib.contextmanager
+def _plain_pass(loss: Tensor, optimizers: Sequence[Optimizer]) -> Iterator[Tensor]:
+    _set_in_backward(optimizers, True)
+    try:
+        yield loss.float()
+    finally:
+        _set_in_backward(optimizers, False)
+
+
+@contextlib.contextmanager
+def _scaled_pass(
+    loss: Tensor,
+    optimizers: Sequence[Any],
+    scaler: LossScaler,
+    delay_unscale: bool,
+    delay_overflow_check: bool,
+) -> Iterator[Tensor]:
+    scale = scaler.snapshot(loss.device)
+    check = scaler.dynamic and not (delay_unscale or delay_overflow_check)
+    # The flags of the optimizers remember overflows until the next step; the scale reacts to this
+    # pass alone. So they start at 0 for the pass, and what they remembered is put back after it.
+    # Nobody looked at the gradients of delayed passes yet: begin_backward does, for this pass.
+    remembered = _take_flags(optimizers) if check and _has_delayed(optimizers) else None
+    try:
+        for optimizer in optimizers:
+            optimizer.begin_backward()
+        yield loss.float() * scale
+    except BaseException:
+        for optimizer in optimizers:
+            optimizer.cancel_backward()
+        if remembered is not None:
+            _put_back_flags(optimizers, remembered)
+        raise
+    if delay_unscale:
+        for optimizer in optimizers:
+            optimizer.mark_backward(scale)
+            optimizer._amp_delayed = True
+        return
+    if check and remembered is None:
+        remembered = _take_flags(optimizers)
+    for optimizer in optimizers:
+        optimizer.end_backward(scale, check)
+        optimizer._amp_delayed = False
+    if not delay_overflow_check:
+        scaler.update([optimizer.found_inf_flag for optimizer in optimizers])
+    if remembered is not None:
+        _put_back_flags(optimizers, remembered)
+
+
+def _has_delayed(optimizers: Sequence[Any]) -> bool:
+    return any(getattr(optimizer, "_amp_delayed", False) for optimizer in optimizers)
+
+
+def _take_flags(optimizers: Sequence[Any]) -> list[Tensor]:
+    """Set the overflow flags to 0 and return what they were."""
+    flags = [optimizer.found_inf_flag for optimizer in optimizers]
+    taken = [flag.clone() for flag in flags]
+    for flag in flags:
+        flag.zero_()
+    return taken
+
+
+def _put_back_flags(optimizers: Sequence[Any], taken: Sequence[Tensor]) -> None:
+    for optimizer, earlier in zip(optimizers, taken, strict=True):
+        flag = optimizer.found_inf_flag
+        torch.maximum(flag, earlier, out=flag)
+
+
+def _set_in_backward(optimizers: Sequence[Any], value: bool) -> None:
+    for optimizer in optimizers:
+        optimizer.in_backward = value
+
+
+def _report_overflow(optimizers: Sequence[Any], scaler: LossScaler, loss_id: int) -> None:
+    """Log the message that apex printed. Waits for the device, hence only at verbosity 2."""
+    if any(optimizer.found_inf_flag.item() for optimizer in optimizers):
+        _log.warning(
+            "Gradient overflow. Skipping step; loss scale %d is now %g.",
+            loss_id,
+            scaler.loss_scale(),
+        )

@@ -1,0 +1,197 @@
+"""The loss scaler: one scale, adapted by the overflows of the backward passes that used it.
+
+Scale and counters live on the device of the loss. A pass multiplies its loss by the scale and
+updates it from the overflow flags of its optimizers in one small kernel; the host reads nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ampfuse import _core
+
+# Without a floor, a NaN that does not go away halves the scale to 0, and 1 / scale is inf from then
+# on. This floor mirrors the default ceiling of 2**24: far below any useful scale, and 1 / scale is
+# still exact.
+DEFAULT_MIN_SCALE = 2.0**-24
+
+
+def check_scaler_options(
+    init_scale: float,
+    growth_factor: float,
+    backoff_factor: float,
+    growth_interval: int,
+    min_scale: float,
+    max_scale: float,
+    hysteresis: int,
+) -> None:
+    """Raise ValueError for options that no loss scaler can work with."""
+    if not (math.isfinite(init_scale) and init_scale > 0):
+        raise ValueError(f"init_scale must be a positive number, not {init_scale}.")
+    if not growth_factor > 1:
+        raise ValueError(f"growth_factor must be > 1, not {growth_factor}.")
+    if not 0 < backoff_factor < 1:
+        raise ValueError(f"backoff_factor must be between 0 and 1, not {backoff_factor}.")
+    if growth_interval < 1:
+        raise ValueError(f"growth_interval must be at least 1, not {growth_interval}.")
+    if hysteresis < 1:
+        raise ValueError(f"hysteresis must be at least 1, not {hysteresis}.")
+    if not 0 < min_scale <= max_scale:
+        raise ValueError(
+            f"The loss scale needs 0 < minimum <= maximum, not {min_scale} and {max_scale}."
+        )
+
+
+class LossScaler:
+    """Scales one loss: a fixed factor, or one that adapts.
+
+    A dynamic scale is divided (times `backoff_factor`) after a pass with a non-finite gradient and
+    multiplied by `scale_factor` after `scale_window` clean passes in a row.
+
+    Args:
+        loss_scale: ``"dynamic"``, or the static scale.
+        init_scale, scale_factor, scale_window: start, growth factor and growth interval.
+        min_loss_scale: floor; None or 0 means ``2**-24``.
+        max_loss_scale: ceiling.
+        backoff_factor: what an overflow multiplies the scale by.
+        hysteresis: back off at this overflow since the scale last grew, and at each one after
+            (Megatron-LM's rule; 1 = at every overflow).
+
+    Attributes:
+        dynamic: whether the scale adapts.
+
+    Reading :meth:`loss_scale` or :meth:`state_dict` waits for the device; nothing else does.
+    """
+
+    def __init__(
+        self,
+        loss_scale: float | Literal["dynamic"],
+        init_scale: float = 2.0**16,
+        scale_factor: float = 2.0,
+        scale_window: int = 2000,
+        min_loss_scale: float | None = None,
+        max_loss_scale: float = 2.0**24,
+        *,
+        backoff_factor: float = 0.5,
+        hysteresis: int = 1,
+    ) -> None:
+        self.dynamic = loss_scale == "dynamic"
+        self._growth_factor = float(scale_factor)
+        self._backoff_factor = float(backoff_factor)
+        self._growth_interval = int(scale_window)
+        self._min_loss_scale = float(min_loss_scale or DEFAULT_MIN_SCALE)
+        self._max_loss_scale = float(max_loss_scale)
+        self._hysteresis = int(hysteresis)
+        check_scaler_options(
+            init_scale,
+            self._growth_factor,
+            self._backoff_factor,
+            self._growth_interval,
+            self._min_loss_scale,
+            self._max_loss_scale,
+            self._hysteresis,
+        )
+        start = min(self._max_loss_scale, init_scale) if self.dynamic else float(loss_scale)
+        # On the CPU until the first loss shows which device to live on.
+        self._scale = torch.tensor(start, dtype=torch.float32)
+        self._growth_tracker = torch.tensor(0, dtype=torch.int32)
+        self._hysteresis_tracker = torch.tensor(self._hysteresis, dtype=torch.int32)
+        self._placed = False
+        self._is_always_one = not self.dynamic and start == 1.0
+
+    def snapshot(self, device: torch.device) -> Tensor:
+        """A copy of the current scale on `device` (float32, 0-dim), which no update changes.
+
+        A step divides by the scale that its gradients were made with, so who scales a loss keeps
+        this copy. The first call settles which device the scaler lives on.
+        """
+        if not self._placed:
+            self._scale = self._scale.to(device)
+            self._growth_tracker = self._growth_tracker.to(device)
+            self._hysteresis_tracker = self._hysteresis_tracker.to(device)
+            self._placed = True
+        return self._scale.to(device=device, copy=True)
+
+    @torch.no_grad()
+    def update(self, found_infs: Sequence[Tensor]) -> None:
+        """Adapt the scale to one backward pass, and let its optimizers share the verdict.
+
+        `found_infs` are the flags (float32, 0-dim) of the optimizers of this pass. Afterwards all
+        are 1 if any was: an overflow makes every optimizer of the pass skip. A static scale counts
+        the pass and changes neither itself nor the flags.
+        """
+        if not self.dynamic:
+            self._growth_tracker += 1
+            return
+        # Flags of models on other devices come here and go back, without the host looking at them.
+        device = self._scale.device
+        here = [flag.to(device, non_blocking=True) for flag in found_infs]
+        _core.C.update_scale(
+            self._scale,
+            self._growth_tracker,
+            self._hysteresis_tracker,
+            here,
+            self._growth_factor,
+            self._backoff_factor,
+            self._growth_interval,
+            self._min_loss_scale,
+            self._max_loss_scale,
+            self._hysteresis,
+            True,  # share
+            True,  # dynamic
+        )
+        for flag, moved in zip(found_infs, here, strict=True):
+            if moved is not flag:
+                flag.copy_(moved, non_blocking=True)
+
+    @property
+    def is_always_one(self) -> bool:
+        """True for a static scale of 1, as a script asked for it: known without the device."""
+        return self._is_always_one
+
+    def loss_scale(self) -> float:
+        """The current scale. Waits for the device."""
+        return self._scale.item()
+
+    # The names by which apex scripts read and set the state.
+    @property
+    def _loss_scale(self) -> float:
+        return self.loss_scale()
+
+    @_loss_scale.setter
+    def _loss_scale(self, value: float) -> None:
+        self._scale.fill_(float(value))
+        self._is_always_one = not self.dynamic and float(value) == 1.0
+
+    @property
+    def _unskipped(self) -> int:
+        return int(self._growth_tracker.item())
+
+    @_unskipped.setter
+    def _unskipped(self, value: int) -> None:
+        self._growth_tracker.fill_(int(value))
+
+    def state_dict(self) -> dict[str, Any]:
+        """``{"loss_scale": float, "unskipped": int}``, apex's format. Waits for the device.
+
+        With hysteresis there is one more entry, ``"hysteresis_left"``.
+        """
+        state: dict[str, Any] = {"loss_scale": self.loss_scale(), "unskipped": self._unskipped}
+        if self._hysteresis > 1:
+            state["hysteresis_left"] = int(self._hysteresis_tracker.item())
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore scale and counters; whether the scale adapts stays as it was built."""
+        self._loss_scale = state["loss_scale"]
+        self._unskipped = state["unskipped"]
+        self._hysteresis_tracker.fill_(int(state.get("hysteresis_left", self._hysteresis)))
+
+    def __repr__(self) -> str:
+        kind = "dynamic" if self.dynamic else "static"
+        return f"LossScaler({kind}, loss_scale={self.loss_scale()}, unskipped={self._unskipped})"

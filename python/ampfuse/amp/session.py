@@ -1,0 +1,87 @@
+"""What one call of ``initialize`` set up: its policy and its loss scalers.
+
+A session hangs on the optimizers it was made for (``optimizer._amp_session``), so several calls
+stand side by side and nothing is global but a reference to the latest one, for
+``amp.state_dict()``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from torch.optim import Optimizer
+
+from ampfuse.amp.policy import Policy
+from ampfuse.amp.scaler import LossScaler
+
+
+@dataclasses.dataclass
+class Session:
+    """`policy` is None when amp is off: then every amp call passes its arguments through."""
+
+    policy: Policy | None
+    loss_scalers: list[LossScaler] = dataclasses.field(default_factory=list)
+    verbosity: int = 1
+
+    @property
+    def enabled(self) -> bool:
+        return self.policy is not None
+
+
+_latest: Session | None = None
+
+
+def set_latest(session: Session) -> None:
+    global _latest
+    _latest = session
+
+
+def latest() -> Session:
+    """The session of the latest ``initialize``.
+
+    Raises:
+        RuntimeError: there was none.
+    """
+    if _latest is None:
+        raise RuntimeError("Call amp.initialize first.")
+    return _latest
+
+
+def of_optimizers(optimizers: Sequence[Optimizer]) -> Session:
+    """The session that scales losses for `optimizers`: that of the first.
+
+    Raises:
+        RuntimeError: one of them never went through ``initialize``, or their sessions do not agree
+            on whether an overflow skips the step.
+    """
+    sessions = [_of(optimizer) for optimizer in optimizers]
+    first = sessions[0]
+    for session in sessions[1:]:
+        if session is not first and _kind(session) != _kind(first):
+            raise RuntimeError(
+                "These optimizers come from different amp.initialize calls, some with dynamic and "
+                "some with static loss scaling or with amp off. An overflow would have to skip "
+                "some of their steps only. Initialize them in one call: "
+                "amp.initialize([model_a, model_b], [optimizer_a, optimizer_b])."
+            )
+    return first
+
+
+def _kind(session: Session) -> object:
+    return session.policy.is_dynamic if session.policy is not None else "off"
+
+
+def _of(optimizer: Optimizer) -> Session:
+    session = getattr(optimizer, "_amp_session", None)
+    if session is not None:
+        return session
+    # With amp off nothing marks an optimizer that initialize was not given.
+    if _latest is not None and not _latest.enabled:
+        return _latest
+    if _latest is None:
+        raise RuntimeError("Call amp.initialize(model, optimizer) before amp.scale_loss.")
+    raise RuntimeError(
+        f"This {type(optimizer).__name__} did not go through amp.initialize. Pass every optimizer "
+        "that steps on the model there, and use the ones it returns."
+    )

@@ -1,0 +1,627 @@
+"""ampfuse.GradScaler in torch's documented recipes, beside torch.amp.GradScaler itself."""
+
+import copy
+import math
+import pickle
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import ampfuse
+from ampfuse.amp import grad_scaler
+
+f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+inf, nan = math.inf, math.nan
+
+# name: how to make the optimizer. The first two are ours, the others are driven torch's way.
+OPTIMIZERS = {
+    "ampfuse SGD": lambda p: ampfuse.optim.SGD(p, lr=0.1, momentum=0.9),
+    "ampfuse AdamW": lambda p: ampfuse.optim.AdamW(p, lr=0.01),
+    "torch SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "torch AdamW": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "torch AdamW fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "torch Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05),
+}
+TORCH = {"ampfuse SGD": "torch SGD", "ampfuse AdamW": "torch AdamW"}
+
+
+def ours(**options):
+    return ampfuse.GradScaler("cpu", **options)
+
+
+def torchs(**options):
+    return torch.amp.GradScaler("cpu", **options)
+
+
+def network(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+
+
+def batch(step):
+    g = torch.Generator().manual_seed(step)
+    x = torch.randn(16, 8, generator=g)
+    return x, x[:, :4].argmax(1)
+
+
+def loss_of(model, step):
+    x, y = batch(step)
+    with torch.autocast("cpu", dtype=bf16):
+        return F.cross_entropy(model(x), y)
+
+
+class One:
+    """One weight, and an optimizer whose step is the gradient (SGD, lr 1)."""
+
+    def __init__(self, dtype=f32, kind=ampfuse.optim.SGD, w=1.0, **options):
+        self.w = nn.Parameter(torch.full((1,), w, dtype=dtype))
+        self.optimizer = kind([self.w], lr=1.0, **options)
+
+    def backward(self, scaler, gradient):
+        scaler.scale((self.w * 1).sum().float() * gradient).backward()
+
+
+# --- torch's recipes ------------------------------------------------------------------------
+
+
+def typical(scaler, model, optimizer):
+    for step in range(12):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, step)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def clipping(scaler, model, optimizer):
+    for step in range(12):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, step)).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.2)
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def accumulation(scaler, model, optimizer):
+    for step in range(12):
+        scaler.scale(loss_of(model, step) / 3).backward()
+        if step % 3 == 2:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.2)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+
+def gradient_penalty(scaler, model, optimizer):
+    for step in range(6):
+        optimizer.zero_grad()
+        loss = loss_of(model, step)
+        scaled = torch.autograd.grad(scaler.scale(loss), model.parameters(), create_graph=True)
+        inverse = 1.0 / scaler.get_scale()
+        with torch.autocast("cpu", dtype=bf16):
+            norm = sum((g * inverse).pow(2).sum() for g in scaled).sqrt()
+            loss = loss + norm
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def an_overflow_in_between(scaler, model, optimizer):
+    for step in range(12):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, step) * (inf if step in (0, 5) else 1)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def new_scale(scaler, model, optimizer):
+    for step in range(12):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, step)).backward()
+        scaler.step(optimizer)
+        scaler.update(2.0**step if step % 2 else torch.tensor(2.0**-step))
+
+
+RECIPES = [
+    typical,
+    clipping,
+    accumulation,
+    gradient_penalty,
+    an_overflow_in_between,
+    new_scale,
+]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda f: f.__name__)
+def test_recipes_train_as_with_torchs_scaler(recipe, name):
+    results = []
+    for make_scaler, optimizer in [(ours, name), (torchs, TORCH.get(name, name))]:
+        model = network()
+        scaler = make_scaler(init_scale=256.0, growth_interval=4)
+        recipe(scaler, model, OPTIMIZERS[optimizer](model.parameters()))
+        results.append((list(model.parameters()), scaler.get_scale(), scaler._get_growth_tracker()))
+    (found, *found_scale), (expected, *expected_scale) = results
+    assert found_scale == expected_scale
+    torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-4)
+
+
+@pytest.mark.parametrize("kind", ["ampfuse", "torch", "both"])
+def test_several_models_losses_and_optimizers(kind):
+    """torch's recipe: two losses of two models, one scaler, one update."""
+
+    def run(scaler, first, second):
+        models = [network(0), network(1)]
+        optimizers = [
+            OPTIMIZERS[first](models[0].parameters()),
+            OPTIMIZERS[second](models[1].parameters()),
+        ]
+        for step in range(8):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            x, y = batch(step)
+            a, b = (model(x) for model in models)
+            loss0 = F.cross_entropy(2 * a + 3 * b, y)
+            loss1 = F.cross_entropy(3 * a - 5 * b, y) * (inf if step == 3 else 1)
+            scaler.scale(loss0).backward(retain_graph=True)
+            scaler.scale(loss1).backward()
+            scaler.unscale_(optimizers[0])
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+            scaler.update()
+        return [p for model in models for p in model.parameters()], scaler.get_scale()
+
+    names = {
+        "ampfuse": ("ampfuse SGD", "ampfuse AdamW"),
+        "torch": ("torch SGD", "torch AdamW"),
+        "both": ("ampfuse SGD", "torch AdamW"),
+    }[kind]
+    found, found_scale = run(ours(growth_interval=2), *names)
+    expected, expected_scale = run(torchs(growth_interval=2), "torch SGD", "torch AdamW")
+    assert found_scale == expected_scale
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("bad", [inf, -inf, nan])
+def test_only_the_optimizer_with_the_overflow_skips_and_the_scale_halves_once(bad):
+    scaler = ours()
+    good, other, stock = One(), One(), One(kind=torch.optim.SGD)
+    good.backward(scaler, 0.5)
+    other.backward(scaler, bad)
+    stock.backward(scaler, 0.5)
+    for one in (good, other, stock):
+        scaler.step(one.optimizer)
+    scaler.update()
+    assert [o.w.item() for o in (good, other, stock)] == [0.5, 1.0, 0.5]
+    assert [bool(o.optimizer.last_step.skipped) for o in (good, other)] == [False, True]
+    assert scaler.get_scale() == 32768.0
+
+
+# --- half gradients, where torch's scaler refuses -------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [f16, bf16])
+@pytest.mark.parametrize("unscale", [True, False])
+def test_half_gradients_train_as_in_fp32(dtype, unscale):
+    """Half weights with masters against FP32 weights; the gradients differ by half's rounding."""
+
+    def run(model, optimizer):
+        scaler = ours(init_scale=1024.0)
+        for step in range(15):
+            optimizer.zero_grad()
+            x, y = batch(step)
+            loss = F.cross_entropy(model(x.to(next(model.parameters()).dtype)).float(), y)
+            scaler.scale(loss).backward()
+            if unscale:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), 0.2)
+            else:
+                scaler.clip_grad_norm_(optimizer, 0.2)
+            scaler.step(optimizer)
+            scaler.update()
+        return [p.float() for p in model.parameters()]
+
+    half = network().to(dtype)
+    found = run(half, ampfuse.optim.SGD(half.parameters(), lr=0.1, master_weights=True))
+    exact = network()
+    exact.load_state_dict(network().to(dtype).state_dict())
+    expected = run(exact, torch.optim.SGD(exact.parameters(), lr=0.1))
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("kind", [ampfuse.optim.SGD, torch.optim.SGD])
+@pytest.mark.parametrize("dtype", [f16, bf16])
+def test_small_unscaled_gradients_survive_unscale(kind, dtype):
+    one = One(dtype, kind)
+    scaler = ours()
+    one.backward(scaler, 1e-9)
+    scaler.unscale_(one.optimizer)
+    assert one.w.grad.dtype == f32
+    assert one.w.grad.item() == pytest.approx(1e-9, rel=0.005)
+    one.optimizer.zero_grad()
+    one.backward(scaler, 0.25)
+    assert one.w.grad.dtype == dtype, "the next backward gives half gradients again"
+
+
+def test_where_half_parameters_hold_no_fp32_gradient_the_exact_routes_are_named(monkeypatch):
+    grad_scaler._warn_of_rounding.cache_clear()
+    monkeypatch.setattr(grad_scaler, "_accepts_float32_gradient", _refuse)
+    one = One(f16, torch.optim.SGD)
+    scaler = ours(init_scale=8.0)
+    for expected in (1, 0):
+        one.backward(scaler, 0.25)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            scaler.unscale_(one.optimizer)
+        assert len(caught) == expected
+        assert all("max_grad_norm=" in str(w.message) for w in caught)
+        assert (one.w.grad.dtype, one.w.grad.item()) == (f16, 0.25)
+        scaler.step(one.optimizer)
+        scaler.update()
+        one.optimizer.zero_grad()
+
+
+def _refuse(parameter):
+    grad_scaler._warn_of_rounding()
+    return False
+
+
+@pytest.mark.parametrize("name", ["SGD", "AdamW", "Adagrad", "RMSprop", "NAdam"])
+@pytest.mark.parametrize("dtype", [f16, bf16])
+@pytest.mark.filterwarnings("ignore:.*steps FP16 parameters in FP16")
+def test_stock_optimizers_step_half_parameters(name, dtype):
+    """They get gradients in the parameters' type, which most of them insist on."""
+    parameters = [nn.Parameter(torch.ones(4, dtype=dtype)) for _ in range(2)]
+    optimizers = [getattr(torch.optim, name)([p], lr=2.0**-4) for p in parameters]
+    scaler = ours(init_scale=8.0)
+    for _ in range(3):
+        for parameter in parameters:
+            parameter.grad = None
+        scaler.scale((parameters[0] * 0.5).sum().float()).backward()
+        scaler.step(optimizers[0])
+        scaler.update()
+        (parameters[1] * 0.5).sum().float().backward()
+        optimizers[1].step()
+    assert torch.equal(*parameters)
+
+
+def test_stock_optimizers_with_fp16_parameters_are_pointed_at_masters_once():
+    grad_scaler._warn_of_stock_optimizer.cache_clear()
+    one = One(f16, torch.optim.SGD)
+    scaler = ours(init_scale=8.0)
+    one.backward(scaler, 0.25)
+    with pytest.warns(UserWarning, match="master_weights=True"):
+        scaler.step(one.optimizer)
+
+
+def test_gradients_of_every_kind_in_one_optimizer():
+    """FP32, half, float64, sparse, and one that has gaps in memory."""
+    dense = nn.Parameter(torch.ones(3))
+    half = nn.Parameter(torch.ones(3, dtype=f16))
+    double = nn.Parameter(torch.ones(3, dtype=f64))
+    embedding = nn.Embedding(4, 3, sparse=True)
+    gaps = nn.Parameter(torch.ones(3))
+    parameters = [dense, half, double, embedding.weight, gaps]
+    optimizer = torch.optim.SGD(parameters, lr=1.0)
+    scaler = ours(init_scale=16.0)
+    looked_up = embedding(torch.tensor([0, 1, 2, 3]))
+    scaler.scale(dense.sum() + half.sum().float() + double.sum() + looked_up.sum()).backward()
+    gaps.grad = torch.full((6,), 16.0)[::2]
+    scaler.unscale_(optimizer)
+    for parameter in parameters:
+        assert torch.equal(parameter.grad.to_dense().double(), torch.ones(parameter.shape).double())
+    optimizer.zero_grad()
+    scaler.update()
+    for parameter in parameters:  # an inf in any of them is found
+        parameter.grad = torch.full_like(parameter, inf)
+        scaler.unscale_(optimizer)
+        before = scaler.get_scale()
+        scaler.update()
+        assert scaler.get_scale() == before / 2
+        parameter.grad = None
+
+
+def test_sparse_gradients():
+    for dtype in (f32, f16):
+        embedding = nn.Embedding(4, 3, sparse=True, dtype=dtype)
+        optimizer = torch.optim.SGD(embedding.parameters(), lr=1.0)
+        scaler = ours(init_scale=16.0)
+        scaler.scale(embedding(torch.tensor([1, 1])).sum().float()).backward()
+        scaler.unscale_(optimizer)
+        gradient = embedding.weight.grad.to_dense()
+        assert torch.equal(gradient[:, 0], torch.tensor([0, 2, 0, 0], dtype=dtype))
+        # Finite parts whose sum is not, in half.
+        optimizer.zero_grad()
+        scaler.update()
+        if dtype == f16:
+            scaler.scale(embedding(torch.tensor([1, 1])).sum().float() * 4000).backward()
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            assert scaler.get_scale() == 8.0
+
+
+def test_float64_parameters_go_torchs_way():
+    weight = nn.Parameter(torch.ones(3, dtype=f64))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    scaler = ours()
+    scaler.scale((weight * 1e-12).sum()).backward()
+    scaler.unscale_(optimizer)
+    assert torch.equal(weight.grad, torch.full((3,), 1e-12, dtype=f64))
+
+
+# --- clip_grad_norm_ ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "kind", [ampfuse.optim.SGD, torch.optim.SGD], ids=lambda k: k.__module__.split(".")[0]
+)
+@pytest.mark.parametrize("dtype", [f32, f16, bf16])
+@pytest.mark.parametrize("unscale_first", [True, False])
+@pytest.mark.filterwarnings("ignore:.*steps FP16 parameters in FP16")
+def test_clip_grad_norm(kind, dtype, unscale_first):
+    one = One(dtype, kind)
+    scaler = ours()
+    one.backward(scaler, 0.5)
+    if unscale_first:
+        scaler.unscale_(one.optimizer)
+    norm = scaler.clip_grad_norm_(one.optimizer, 0.25)
+    scaler.step(one.optimizer)
+    scaler.update()
+    assert norm.item() == pytest.approx(0.5, rel=1e-6)
+    assert one.w.item() == pytest.approx(0.75, rel=1e-4)
+    assert scaler.get_scale() == 65536.0
+
+
+def test_clip_grad_norm_while_disabled():
+    for kind in (ampfuse.optim.SGD, torch.optim.SGD):
+        one = One(kind=kind)
+        scaler = ours(enabled=False)
+        one.backward(scaler, 0.5)
+        assert scaler.clip_grad_norm_(one.optimizer, 0.25).item() == 0.5
+        scaler.step(one.optimizer)
+        assert one.w.item() == pytest.approx(0.75, rel=1e-4)
+
+
+def test_max_grad_norm_of_the_optimizer():
+    one = One(max_grad_norm=0.25)
+    scaler = ours()
+    one.backward(scaler, 0.5)
+    scaler.step(one.optimizer)
+    assert one.w.item() == pytest.approx(0.75, rel=1e-4)
+    assert one.optimizer.last_step.grad_norm.item() == 0.5
+
+
+# --- the state machine ----------------------------------------------------------------------
+
+
+@pytest.fixture(params=[ampfuse.optim.SGD, torch.optim.SGD], ids=["ampfuse", "torch"])
+def one(request):
+    return One(kind=request.param)
+
+
+def test_unscale_twice(one):
+    scaler = ours()
+    one.backward(scaler, 0.5)
+    scaler.unscale_(one.optimizer)
+    with pytest.raises(RuntimeError, match="already been called"):
+        scaler.unscale_(one.optimizer)
+    assert one.w.grad.item() == 0.5
+
+
+def test_step_twice_and_unscale_after_step(one):
+    scaler = ours()
+    one.backward(scaler, 0.25)
+    scaler.step(one.optimizer)
+    with pytest.raises(RuntimeError, match="already been called"):
+        scaler.step(one.optimizer)
+    with pytest.raises(RuntimeError, match="after step"):
+        scaler.unscale_(one.optimizer)
+    assert one.w.item() == 0.75
+
+
+def test_update_without_checks_and_step_without_scale(one):
+    scaler = ours()
+    with pytest.raises(AssertionError, match="_scale is None"):
+        scaler.step(one.optimizer)
+    scaler.scale(torch.ones(()))
+    with pytest.raises(AssertionError, match="No inf checks"):
+        scaler.update()
+
+
+def test_closures_are_refused(one):
+    scaler = ours()
+    one.backward(scaler, 0.25)
+    with pytest.raises(RuntimeError, match="closure"):
+        scaler.step(one.optimizer, closure=lambda: 0)
+    assert one.w.item() == 1.0
+
+
+def test_skipping_the_step_oneself_leaves_no_trace(one):
+    """A loop may unscale, not like the norm, and update without a step."""
+    scaler = ours()
+    one.backward(scaler, inf)
+    scaler.unscale_(one.optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 32768.0
+    one.optimizer.zero_grad()
+    one.backward(scaler, 0.25)
+    scaler.step(one.optimizer)
+    scaler.update()
+    assert one.w.item() == 0.75
+    assert scaler.get_scale() == 32768.0
+
+
+def test_the_next_step_without_a_scaler_is_a_plain_one():
+    one = One()
+    scaler = ours()
+    one.backward(scaler, 0.25)
+    scaler.step(one.optimizer)
+    scaler.update()
+    one.optimizer.zero_grad()
+    (one.w * 0.25).sum().backward()
+    one.optimizer.step()
+    assert one.w.item() == 0.5
+
+
+def test_disabled(one):
+    scaler = ours(enabled=False)
+    loss = (one.w * 0.25).sum()
+    assert scaler.scale(loss) is loss
+    loss.backward()
+    scaler.unscale_(one.optimizer)
+    scaler.step(one.optimizer)
+    scaler.update()
+    assert one.w.item() == 0.75
+    assert scaler.state_dict() == {}
+    assert scaler.get_scale() == 1.0
+
+
+def test_on_a_machine_without_a_gpu_the_default_scales_on_the_cpu():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scaler = ampfuse.GradScaler()
+    assert scaler.is_enabled()
+    assert isinstance(scaler, torch.amp.GradScaler)
+
+
+@pytest.mark.parametrize(
+    ("option", "error"),
+    [
+        ({"growth_factor": 1.0}, AssertionError),
+        ({"backoff_factor": 1.0}, AssertionError),
+        ({"backoff_factor": 0.0}, ValueError),
+        ({"growth_interval": 0}, ValueError),
+        ({"init_scale": 0.0}, ValueError),
+        ({"min_scale": 0.0}, ValueError),
+        ({"min_scale": 4.0, "max_scale": 2.0}, ValueError),
+        ({"hysteresis": 0}, ValueError),
+    ],
+    ids=str,
+)
+def test_bad_options(option, error):
+    with pytest.raises(error):
+        ours(**option)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.booleans(), max_size=40), st.integers(1, 4), st.sampled_from([2.0, 3.0, 1.5]))
+def test_the_scale_follows_torchs(overflows, interval, factor):
+    scalers = [
+        make(init_scale=8.0, growth_interval=interval, growth_factor=factor, backoff_factor=0.25)
+        for make in (ours, torchs)
+    ]
+    ones = [One(), One(kind=torch.optim.SGD)]
+    for overflow in overflows:
+        for scaler, one in zip(scalers, ones, strict=True):
+            one.optimizer.zero_grad()
+            one.backward(scaler, inf if overflow else 2.0**-12)
+            scaler.step(one.optimizer)
+            scaler.update()
+        found, expected = scalers
+        assert found.get_scale() == max(expected.get_scale(), 2.0**-24)
+        if expected.get_scale() < 2.0**-23:
+            return  # from here on torch's scale goes to 0
+        assert found._get_growth_tracker() == expected._get_growth_tracker()
+        assert torch.equal(ones[0].w, ones[1].w)
+
+
+def test_floor_ceiling_and_hysteresis():
+    one = One()
+    scaler = ours(init_scale=8.0, min_scale=4.0, max_scale=16.0, growth_interval=1, hysteresis=2)
+
+    def run(gradient):
+        one.optimizer.zero_grad()
+        one.backward(scaler, gradient)
+        scaler.step(one.optimizer)
+        scaler.update()
+        return scaler.get_scale()
+
+    assert [run(g) for g in (inf, inf, inf)] == [8.0, 4.0, 4.0]
+    assert [run(g) for g in (0.5, 0.5, 0.5)] == [8.0, 16.0, 16.0]
+    assert run(inf) == 16.0
+    assert scaler.state_dict()["_hysteresis_tracker"] == 1
+    resumed = ours(init_scale=8.0, hysteresis=2)
+    resumed.load_state_dict(scaler.state_dict())
+    assert resumed.state_dict() == scaler.state_dict()
+
+
+def test_state_dicts_are_torchs_both_ways():
+    one = One()
+    scaler = ours(init_scale=8.0, growth_interval=3)
+    one.backward(scaler, 0.5)
+    scaler.step(one.optimizer)
+    scaler.update()
+    theirs = torchs()
+    theirs.load_state_dict(scaler.state_dict())
+    assert theirs.state_dict() == scaler.state_dict()
+    back = ours()
+    back.load_state_dict(theirs.state_dict())
+    assert back.state_dict() == scaler.state_dict()
+    for copied in (copy.deepcopy(scaler), pickle.loads(pickle.dumps(scaler))):
+        assert copied.state_dict() == scaler.state_dict()
+        one.optimizer.zero_grad()
+        one.backward(copied, 0.5)
+        copied.step(one.optimizer)
+        copied.update()
+        assert copied._get_growth_tracker() == 2
+
+
+# --- together with amp ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad])
+@pytest.mark.parametrize("unscale", [True, False])
+def test_a_grad_scaler_drives_optimizers_that_went_through_initialize(level, kind, unscale):
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    optimizer = kind(model.parameters(), lr=1.0)
+    ampfuse.amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    scaler = ours(init_scale=1024.0)
+    expected = torch.ones(1, 1, requires_grad=True)
+    reference = kind([expected], lr=1.0)
+    for gradient in (0.25, inf, 0.125):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(1, 1)).float().sum() * gradient).backward()
+        if unscale:
+            scaler.unscale_(optimizer)
+            if math.isfinite(gradient):
+                grads = [p.grad.item() for p in ampfuse.amp.master_params(optimizer)]
+                assert grads == [gradient]
+        scaler.step(optimizer)
+        scaler.update()
+        if math.isfinite(gradient):
+            expected.grad = torch.full((1, 1), gradient)
+            reference.step()
+    assert scaler.get_scale() == 512.0
+    torch.testing.assert_close(model.weight.float(), expected, rtol=0, atol=2e-3)
+
+
+@pytest.mark.gpu
+def test_the_host_never_waits():
+    model = network().cuda().half()
+    optimizer = ampfuse.optim.AdamW(model.parameters(), lr=0.01, master_weights=True)
+    scaler = ampfuse.GradScaler()
+    x, y = (t.cuda() for t in batch(0))
+
+    def step():
+        optimizer.zero_grad()
+        scaler.scale(F.cross_entropy(model(x.half()).float(), y)).backward()
+        scaler.clip_grad_norm_(optimizer, 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+
+    for _ in range(3):
+        step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -1,0 +1,942 @@
+"""initialize and scale_loss: what they accept and return, who skips, what accumulates, resume."""
+
+import contextlib
+import copy
+import io
+import logging
+import math
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from ampfuse import amp
+from ampfuse.amp.initialize import _check_bfloat16, warn_if_bfloat16_is_emulated
+from ampfuse.amp.scaler import LossScaler
+
+f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+DYNAMIC = ("O1", "O2")
+inf, nan = math.inf, math.nan
+
+
+class Scalar(nn.Module):
+    """y = w * x, so that a loss of y has the gradient x: every gradient can be chosen."""
+
+    def __init__(self, w=1.0, n=1):
+        super().__init__()
+        self.w = nn.Parameter(torch.full((n,), float(w)))
+
+    def forward(self, x):
+        return self.w * x
+
+
+def make(level="O2", w=1.0, lr=1.0, optimizer=torch.optim.SGD, **options):
+    """A Scalar model and its optimizer, initialized. SGD with lr 1: the step is the gradient."""
+    model = Scalar(w)
+    opt = optimizer(model.parameters(), lr=lr)
+    options.setdefault("verbosity", 0)
+    return amp.initialize(model, opt, opt_level=level, **options)
+
+
+def backward(model, optimizers, gradient=0.5, **options):
+    """One pass that gives every weight of `model` the gradient `gradient`.
+
+    Up to 0.5 it fits FP16 at the first scale of 65536.
+    """
+    loss = (model(torch.ones(1)) * 1.0).sum().float() * gradient
+    with amp.scale_loss(loss, optimizers, **options) as scaled:
+        scaled.backward()
+
+
+def weight(optimizer):
+    """The weight that the optimizer steps: the master where there is one."""
+    return next(amp.master_params(optimizer)).item()
+
+
+def scale(optimizer, loss_id=0):
+    return amp.state_dict(optimizer=optimizer)[f"loss_scaler{loss_id}"]["loss_scale"]
+
+
+def unskipped(optimizer, loss_id=0):
+    return amp.state_dict(optimizer=optimizer)[f"loss_scaler{loss_id}"]["unskipped"]
+
+
+# --- initialize: arguments and return values ------------------------------------------------
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_return_shapes(level):
+    def new():
+        model = nn.Linear(2, 2)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def init(models, *optimizers):
+        return amp.initialize(models, *optimizers, opt_level=level, verbosity=0)
+
+    m, o = new()
+    assert init(m) is m
+    m, o = new()
+    models = [m]
+    assert init(models) is models
+    m, o = new()
+    assert init(m, o) == (m, o)
+    m, o = new()
+    optimizers = [o]
+    out = init(m, optimizers)
+    assert out[0] is m
+    assert out[1] is optimizers
+    (m, o), models = new(), []
+    models.append(m)
+    out = init(models, o)
+    assert out[0] is models
+    assert out[1] is o
+    (m, o), (n, p) = new(), new()
+    assert init([m, n], [o, p]) == ([m, n], [o, p])
+    (m, o), (n, p) = new(), new()
+    assert init((m, n), (o, p)) == ((m, n), (o, p))
+    assert init(new()[0], [])[1] == []
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_optimizer_stays_the_users_object(level):
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    group = optimizer.param_groups[0]
+    returned = amp.initialize(model, optimizer, opt_level=level, verbosity=0)[1]
+    assert returned is optimizer
+    assert isinstance(optimizer, torch.optim.AdamW)
+    assert optimizer.param_groups[0] is group
+    masters = list(amp.master_params(optimizer))
+    assert {p.dtype for p in masters} == ({f16} if level == "O3" else {f32})
+    if level in ("O2", "O5"):
+        assert all(master is not p for master, p in zip(masters, model.parameters(), strict=True))
+
+
+def test_disabled_changes_nothing():
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    cls, forward = type(optimizer), type(model)
+    assert amp.initialize(model, enabled=False) is model
+    out = amp.initialize(model, optimizer, enabled=False, opt_level="nonsense")
+    assert out == (model, optimizer)
+    assert type(optimizer) is cls
+    assert type(model) is forward
+    loss = model(torch.ones(1, 2)).sum().double()
+    with amp.scale_loss(loss, optimizer) as same:
+        assert same is loss
+        same.backward()
+    norm = amp.clip_grad_norm_(optimizer, 0.1)
+    assert norm > 0.1
+    optimizer.step()
+    assert amp.state_dict() == {}
+    amp.load_state_dict({"loss_scaler0": {"loss_scale": 1.0, "unskipped": 0}})
+    # An optimizer of an enabled call is not switched off by a later disabled one.
+    on, on_optimizer = make("O2")
+    amp.initialize(model, optimizer, enabled=False)
+    backward(on, on_optimizer, 0.25)
+    assert next(amp.master_params(on_optimizer)).grad.item() == 0.25
+
+
+class NotAnOptimizer:
+    param_groups = ()
+
+
+@pytest.mark.parametrize(
+    ("models", "optimizers", "error"),
+    [
+        ("model", "NotAnOptimizer", TypeError),
+        ("model", "generator", TypeError),
+        ("model", "listed", TypeError),
+        ("generator", "optimizer", TypeError),
+        (None, "optimizer", TypeError),
+        ("DataParallel", "optimizer", RuntimeError),
+        ("model", "twice", RuntimeError),
+        ("float64", "optimizer", TypeError),
+        ("complex", "optimizer", TypeError),
+        ("half", "optimizer", RuntimeError),
+        ("bfloat16", "optimizer", RuntimeError),
+    ],
+)
+def test_what_initialize_refuses(models, optimizers, error):
+    model = nn.Linear(2, 2)
+    if models == "float64":
+        model.double()
+    if models == "half":
+        model.half()
+    if models == "bfloat16":
+        model.bfloat16()
+    if models == "complex":
+        model.c = nn.Parameter(torch.ones(1, dtype=torch.complex64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = copy.deepcopy(model.state_dict())
+    given_models = {
+        "generator": (m for m in [model]),
+        "DataParallel": [nn.Linear(2, 2), nn.DataParallel(model)],
+        None: None,
+    }.get(models, model)
+    given_optimizers = {
+        "NotAnOptimizer": NotAnOptimizer(),
+        "generator": (o for o in [optimizer]),
+        "listed": [optimizer, NotAnOptimizer()],
+        "twice": [optimizer, optimizer],
+    }.get(optimizers, optimizer)
+    with pytest.raises(error) as raised:
+        amp.initialize(given_models, given_optimizers, opt_level="O1", verbosity=0)
+    assert len(str(raised.value)) > 20
+    assert type(model) is nn.Linear
+    assert type(optimizer) is torch.optim.SGD
+    for key, value in model.state_dict().items():
+        assert value.dtype == before[key].dtype
+        assert torch.equal(value, before[key])
+
+
+def test_errors_name_the_parameter():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).half())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(RuntimeError, match=r"'1\.weight' is float16.*O4"):
+        amp.initialize(model, optimizer, opt_level="O4", verbosity=0)
+    model[1].double()
+    with pytest.raises(TypeError, match=r"'1\.weight'.*float64"):
+        amp.initialize(model, optimizer, opt_level="O4", verbosity=0)
+    loose = torch.optim.SGD([torch.ones(1, dtype=f64, requires_grad=True)], lr=0.1)
+    with pytest.raises(TypeError, match=r"param_groups\[0\]"):
+        amp.initialize(nn.Linear(1, 1), loose, opt_level="O2", verbosity=0)
+
+
+@pytest.mark.parametrize(
+    ("option", "error"),
+    [
+        ({"opt_level": "02"}, RuntimeError),
+        ({"opt_level": "O1", "master_weights": True}, RuntimeError),
+        ({"keep_batchnorm_fp32": "yes"}, AssertionError),
+        ({"loss_scale": "128x"}, ValueError),
+        ({"num_losses": 0}, ValueError),
+        ({"growth_factor": 1.0}, ValueError),
+        ({"backoff_factor": 1.0}, ValueError),
+        ({"growth_interval": 0}, ValueError),
+        ({"hysteresis": 0}, ValueError),
+        ({"init_scale": -1.0}, ValueError),
+        ({"min_loss_scale": 8.0, "max_loss_scale": 4.0}, ValueError),
+    ],
+    ids=str,
+)
+def test_bad_options_change_nothing(option, error):
+    model = nn.Linear(2, 2)
+    with pytest.raises(error):
+        amp.initialize(model, **{"opt_level": "O2", "verbosity": 0, **option})
+    assert type(model) is nn.Linear
+    assert model.weight.dtype == f32
+
+
+def test_an_optimizer_is_initialized_once_and_a_model_as_often_as_one_likes():
+    model, optimizer = make("O2")
+    with pytest.raises(RuntimeError, match="already"):
+        amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    again = torch.optim.SGD(model.parameters(), lr=1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        amp.initialize(model, again, opt_level="O2", verbosity=0)
+    backward(model, again, 0.25)
+    again.step()
+    assert weight(again) == 0.75
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_masters_start_from_the_weights_before_the_cast(level):
+    torch.manual_seed(0)
+    model = nn.Linear(16, 16)
+    exact = model.weight.detach().clone()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    master = next(amp.master_params(optimizer))
+    assert torch.equal(master, exact)
+    assert torch.equal(model.weight, exact.to(model.weight.dtype))
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("dtype", [f16, bf16])
+def test_half_models_are_taken_over_exactly_with_a_word(level, dtype):
+    model = nn.Linear(4, 4).to(dtype)
+    exact = model.weight.detach().float()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.warns(UserWarning, match="arrived with 2 half-precision"):
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    assert torch.equal(next(amp.master_params(optimizer)), exact)
+
+
+def test_half_models_on_request_and_frozen():
+    model = nn.Linear(4, 4).half()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(
+        model, optimizer, opt_level="O1", verbosity=0, allow_incoming_model_not_fp32=True
+    )
+    frozen = nn.Sequential(nn.Linear(4, 4).half().requires_grad_(False), nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(frozen[1].parameters(), lr=0.1)
+    amp.initialize(frozen, optimizer, opt_level="O1", verbosity=0)
+
+
+def test_bfloat16_on_an_old_gpu_is_pointed_out_once(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Tesla T4")
+    monkeypatch.setattr(torch.version, "hip", None)
+    _check_bfloat16.cache_clear()
+    with pytest.warns(UserWarning, match=r"Tesla T4 \(sm_75\).*emulates"):
+        warn_if_bfloat16_is_emulated(torch.device("cuda", 0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_if_bfloat16_is_emulated(torch.device("cuda", 0))
+        warn_if_bfloat16_is_emulated(torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (8, 0))
+    _check_bfloat16.cache_clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_if_bfloat16_is_emulated(torch.device("cuda", 0))
+    _check_bfloat16.cache_clear()
+
+
+# --- scale_loss: what it yields and leaves behind -------------------------------------------
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("dtype", [f16, bf16, f32, f64])
+def test_it_yields_the_loss_in_fp32_times_the_scale(level, dtype):
+    model, optimizer = make(level)
+    loss = model(torch.ones(1)).sum().to(dtype)
+    with amp.scale_loss(loss, optimizer) as scaled:
+        assert scaled.dtype == f32
+        assert type(scaled) is torch.Tensor
+        assert scaled.item() == scale(optimizer)
+        assert scale(optimizer) == (65536.0 if level in DYNAMIC else 1.0)
+    for shape in [(), (1,), (2, 3)]:
+        with amp.scale_loss(torch.ones(shape), optimizer) as scaled:
+            assert scaled.shape == shape
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("loss_scale", [None, 1.0, "128.0", "dynamic"])
+def test_gradients_are_unscaled_and_add_up(level, loss_scale):
+    model, optimizer = make(level, loss_scale=loss_scale)
+    parameter = next(amp.master_params(optimizer))
+    for passes in (1, 2, 3):
+        backward(model, optimizer, 0.25)
+        assert parameter.grad.float().item() == 0.25 * passes
+    optimizer.step()
+    assert weight(optimizer) == 0.25
+    assert model.w.item() == 0.25
+    optimizer.zero_grad()
+    backward(model, optimizer, 0.5)
+    assert parameter.grad.float().item() == 0.5
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("zero", ["optimizer", "to zero", "model", "by hand"])
+def test_gradients_are_zeroed_by_any_of_the_usual_ways(level, zero):
+    model, optimizer = make(level)
+    for _ in range(3):
+        backward(model, optimizer, 0.25)
+        optimizer.step()
+        if zero == "optimizer":
+            optimizer.zero_grad()
+        elif zero == "to zero":
+            optimizer.zero_grad(set_to_none=False)
+        elif zero == "model":
+            model.zero_grad()
+        else:
+            for parameter in model.parameters():
+                parameter.grad = None
+    assert weight(optimizer) == 0.25
+
+
+@pytest.mark.parametrize("level", ["O5", "O4", "O0"])
+def test_64_passes_give_the_sum_in_fp32(level):
+    gradients = torch.rand(64, generator=torch.Generator().manual_seed(3))
+    model, optimizer = make(level)
+    for gradient in gradients.tolist():
+        backward(model, optimizer, gradient)
+    received = gradients.to(model.w.dtype).double()  # what autograd hands over, per pass
+    found = next(amp.master_params(optimizer)).grad
+    torch.testing.assert_close(found.double().squeeze(), received.sum(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_gradient_made_in_the_body_counts(level):
+    model, optimizer = make(level)
+    with amp.scale_loss(model(torch.ones(1)).sum() * 0.5, optimizer) as scaled:
+        scaled.backward()
+        for parameter in model.parameters():  # an all-reduce, say
+            parameter.grad.mul_(0.5)
+    optimizer.step()
+    assert weight(optimizer) == 0.75
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_who_reads_gradients_after_the_block_sees_true_values(level):
+    model, optimizer = make(level)
+    backward(model, optimizer, 0.25)
+    for route in (list(amp.master_params(optimizer)), optimizer.param_groups[0]["params"]):
+        assert route[0].grad.float().item() == 0.25
+
+
+def test_two_losses_with_scales_of_their_own_add_up():
+    model, optimizer = make("O2", num_losses=3)
+    scalers = optimizer._amp_session.loss_scalers
+    scalers[1]._loss_scale = 8.0
+    scalers[2]._loss_scale = 2.0**-3
+    for loss_id, gradient in enumerate([0.125, 0.25, 0.5]):
+        backward(model, optimizer, gradient, loss_id=loss_id)
+    optimizer.step()
+    assert weight(optimizer) == 1 - 0.875
+    with pytest.raises(IndexError, match="num_losses"):
+        backward(model, optimizer, loss_id=3)
+    with pytest.raises(IndexError):
+        backward(model, optimizer, loss_id=-1)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_several_optimizers_as_list_or_tuple(level):
+    for sequence in (list, tuple):
+        models = [Scalar(1.0), Scalar(2.0)]
+        optimizers = [torch.optim.SGD(m.parameters(), lr=1.0) for m in models]
+        amp.initialize(models, optimizers, opt_level=level, verbosity=0)
+        for _ in range(2):
+            loss = (models[0](torch.ones(1)) * 0.25 + models[1](torch.ones(1)) * 0.5).sum()
+            with amp.scale_loss(loss, sequence(optimizers)) as scaled:
+                scaled.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        assert [weight(o) for o in optimizers] == [0.5, 1.0]
+
+
+def test_two_calls_of_initialize_stand_side_by_side():
+    first, first_optimizer = make("O2", init_scale=64.0)
+    second, second_optimizer = make("O1", init_scale=16.0)
+    third, third_optimizer = make("O5")
+    for model, optimizer, expected in [
+        (first, first_optimizer, 64.0),
+        (second, second_optimizer, 16.0),
+        (third, third_optimizer, 1.0),
+    ]:
+        with amp.scale_loss(torch.ones(()), optimizer) as scaled:
+            assert scaled.item() == expected
+        backward(model, optimizer, 0.25)
+        optimizer.step()
+        assert weight(optimizer) == 0.75
+    assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 1.0
+    # One loss for optimizers of two calls: the first one's scaler, if both skip alike.
+    with amp.scale_loss(torch.ones(()), [second_optimizer, first_optimizer]) as scaled:
+        assert scaled.item() == 16.0
+    with (
+        pytest.raises(RuntimeError, match="one call"),
+        amp.scale_loss(torch.ones(()), [first_optimizer, third_optimizer]),
+    ):
+        pass
+
+
+def test_an_optimizer_that_amp_does_not_know():
+    make("O2")
+    stranger = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=1.0)
+    with (
+        pytest.raises(RuntimeError, match=r"did not go through amp\.initialize"),
+        amp.scale_loss(torch.ones(()), stranger),
+    ):
+        pass
+
+
+# --- overflow -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", DYNAMIC)
+@pytest.mark.parametrize("bad", [inf, -inf, nan])
+def test_overflow_skips_the_step_and_halves_the_scale(level, bad):
+    model, optimizer = make(level, optimizer=torch.optim.Adam, lr=0.5)
+    backward(model, optimizer, 0.25)
+    optimizer.step()
+    optimizer.zero_grad()
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    backward(model, optimizer, bad)
+    assert scale(optimizer) == 32768.0
+    assert unskipped(optimizer) == 0
+    optimizer.step()
+    assert bool(optimizer.last_step.skipped)
+    for now, then in zip((model.state_dict(), optimizer.state_dict()), before, strict=True):
+        assert_same(now, then)
+    optimizer.zero_grad()
+    backward(model, optimizer, 0.25)
+    optimizer.step()
+    assert not bool(optimizer.last_step.skipped)
+    assert scale(optimizer) == 32768.0
+    assert unskipped(optimizer) == 1
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_static_scale_never_skips(level):
+    model, optimizer = make(level, loss_scale=4.0)
+    backward(model, optimizer, inf)
+    optimizer.step()
+    assert not math.isfinite(weight(optimizer))
+    assert scale(optimizer) == 4.0
+    assert unskipped(optimizer) == 1
+
+
+def test_exactly_the_optimizers_of_the_pass_skip():
+    models = [Scalar() for _ in range(3)]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=1.0) for m in models]
+    amp.initialize(models, optimizers, opt_level="O2", num_losses=2, verbosity=0)
+    # The first model overflows; the second was in the same pass; the third was not.
+    loss = models[0](torch.ones(1)).float() * inf + models[1](torch.ones(1)).float() * 0.25
+    with amp.scale_loss(loss.sum(), optimizers[:2], loss_id=0) as scaled:
+        scaled.backward()
+    backward(models[2], optimizers[2], 0.25, loss_id=1)
+    for optimizer in optimizers:
+        optimizer.step()
+    assert [weight(o) for o in optimizers] == [1.0, 1.0, 0.75]
+    assert [scale(optimizers[0], i) for i in (0, 1)] == [32768.0, 65536.0]
+
+
+def test_the_scale_changes_once_per_pass_however_many_optimizers():
+    models = [Scalar() for _ in range(2)]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=1.0) for m in models]
+    amp.initialize(models, optimizers, opt_level="O2", verbosity=0)
+    loss = sum(m(torch.ones(1)).float() for m in models).sum() * inf
+    with amp.scale_loss(loss, optimizers) as scaled:
+        scaled.backward()
+    assert scale(optimizers[0]) == 32768.0
+
+
+def test_an_overflow_in_one_of_several_passes_skips_the_step_and_counts_once():
+    model, optimizer = make("O2")
+    backward(model, optimizer, 0.25)
+    backward(model, optimizer, inf)
+    assert scale(optimizer) == 32768.0
+    backward(model, optimizer, 0.25)  # clean: the scale must not react to the earlier overflow
+    assert scale(optimizer) == 32768.0
+    assert unskipped(optimizer) == 1
+    optimizer.step()
+    assert weight(optimizer) == 1.0
+    optimizer.zero_grad()
+    backward(model, optimizer, 0.25)
+    optimizer.step()
+    assert weight(optimizer) == 0.75
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(st.tuples(st.booleans(), st.booleans()), max_size=30),
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.sampled_from([0.5, 0.25]),
+)
+def test_the_scale_follows_its_rules(passes, interval, hysteresis, backoff):
+    """Against the rules written out: any sequence of passes (overflow?) and steps (after it?)."""
+    model, optimizer = make(
+        "O2",
+        init_scale=8.0,
+        min_loss_scale=1.0,
+        max_loss_scale=32.0,
+        growth_interval=interval,
+        backoff_factor=backoff,
+        hysteresis=hysteresis,
+    )
+    expected, clean, left, doomed, value = 8.0, 0, hysteresis, False, 1.0
+    pending = 0.0
+    for overflow, then_step in passes:
+        backward(model, optimizer, inf if overflow else 2.0**-10)
+        if overflow:
+            doomed, clean, left = True, 0, left - 1
+            if left <= 0:
+                expected = max(expected * backoff, 1.0)
+        else:
+            pending += 2.0**-10
+            clean += 1
+            if clean == interval:
+                expected, clean, left = min(expected * 2, 32.0), 0, hysteresis
+        assert scale(optimizer) == expected
+        assert unskipped(optimizer) == clean
+        if then_step:
+            optimizer.step()
+            optimizer.zero_grad()
+            value -= 0.0 if doomed else pending
+            doomed, pending = False, 0.0
+            assert weight(optimizer) == value
+
+
+def test_the_scale_has_a_floor_by_default():
+    scaler = LossScaler("dynamic", init_scale=2.0**-22)
+    scaler.snapshot(torch.device("cpu"))
+    for _ in range(5):
+        scaler.update([torch.ones(())])
+    assert scaler.loss_scale() == 2.0**-24
+    assert LossScaler("dynamic", init_scale=2.0**30).loss_scale() == 2.0**24
+
+
+def test_a_large_bfloat16_gradient_is_no_overflow():
+    model, optimizer = make("O5", loss_scale="dynamic", init_scale=1.0)
+    backward(model, optimizer, 1e20)
+    amp.clip_grad_norm_(optimizer, 0.5)
+    optimizer.step()
+    assert not bool(optimizer.last_step.skipped)
+    assert weight(optimizer) == pytest.approx(0.5, rel=1e-6)
+
+
+def test_overflow_messages_are_for_those_who_wait(caplog):
+    model, optimizer = make("O2", verbosity=2)
+    with caplog.at_level(logging.INFO, logger="ampfuse.amp"):
+        backward(model, optimizer, inf)
+    assert "loss scale 0 is now 32768" in caplog.text
+
+
+# --- delays, errors inside the block --------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_delay_unscale(level):
+    model, optimizer = make(level)
+    backward(model, optimizer, 0.125, delay_unscale=True)
+    backward(model, optimizer, 0.25, delay_unscale=True)
+    backward(model, optimizer, 0.5)
+    assert next(amp.master_params(optimizer)).grad.float().item() == 0.875
+    optimizer.step()
+    assert weight(optimizer) == 0.125
+    if level in DYNAMIC:
+        assert unskipped(optimizer) == 1, "only the pass that unscales is counted"
+
+
+def test_delay_unscale_with_overflow_in_the_delayed_pass():
+    model, optimizer = make("O2")
+    backward(model, optimizer, inf, delay_unscale=True)
+    assert scale(optimizer) == 65536.0
+    backward(model, optimizer, 0.25)
+    optimizer.step()
+    assert weight(optimizer) == 1.0
+
+
+def test_delay_overflow_check():
+    model, optimizer = make("O2")
+    backward(model, optimizer, 0.25, delay_overflow_check=True)
+    assert next(amp.master_params(optimizer)).grad.item() == 0.25
+    assert (scale(optimizer), unskipped(optimizer)) == (65536.0, 0)
+    optimizer.step()
+    assert weight(optimizer) == 0.75
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_body_that_raises_loses_nothing(level):
+    model, optimizer = make(level)
+    backward(model, optimizer, 0.25)
+    with contextlib.suppress(KeyError), amp.scale_loss(torch.ones(()), optimizer):
+        raise KeyError
+    assert next(amp.master_params(optimizer)).grad.float().item() == 0.25
+    backward(model, optimizer, 0.25)
+    optimizer.step()
+    assert weight(optimizer) == 0.5
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_step_and_another_block_inside_the_block_are_errors(level):
+    model, optimizer = make(level)
+    with amp.scale_loss(model(torch.ones(1)).sum() * 0.5, optimizer) as scaled:
+        scaled.backward()
+        with pytest.raises(RuntimeError):
+            optimizer.step()
+        with (
+            pytest.raises(RuntimeError, match="nested"),
+            amp.scale_loss(torch.ones(()), optimizer),
+        ):
+            pass
+    optimizer.step()
+    assert weight(optimizer) == 0.5
+
+
+def test_the_weight_cache_of_autocast_is_dropped():
+    """Inside an autocast region around the loop, a cast weight must not outlive its step."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    amp.initialize(model, optimizer, opt_level="O4", verbosity=0)
+    with torch.autocast("cpu", dtype=bf16):
+        for expected in (1.0, 0.5, 0.0):
+            out = model(torch.ones(1, 1)).sum()
+            assert out.item() == expected
+            with amp.scale_loss(out, optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+# --- training: against FP32, clipping, schedulers, resume -----------------------------------
+
+
+def build(level, kind=torch.optim.AdamW, **options):
+    """A small classifier with batch norm, and data for it, the same at every level."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4))
+    optimizer = kind(model.parameters(), lr=0.01)
+    if level is not None:
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
+    return model, optimizer
+
+
+def data(step):
+    g = torch.Generator().manual_seed(step)
+    x = torch.randn(16, 8, generator=g)
+    return x, (x[:, :4]).argmax(1)
+
+
+def train(model, optimizer, steps, clip=None):
+    losses = []
+    for step in steps:
+        x, y = data(step)
+        loss = F.cross_entropy(model(x), y)
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        if clip is not None:
+            clip(model, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def train_plainly(steps, max_norm=None, kind=torch.optim.AdamW):
+    """The reference: plain torch in FP32."""
+    model, optimizer = build(None, kind)
+    losses = []
+    for step in steps:
+        x, y = data(step)
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        if max_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+PRECISION = {"O0": 1e-5, "O1": 5e-3, "O2": 5e-3, "O3": 5e-2, "O4": 4e-2, "O5": 4e-2}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_training_follows_fp32_within_the_levels_precision(level, kind):
+    options = {"keep_batchnorm_fp32": True} if level == "O3" else {}
+    if level == "O3" and kind is torch.optim.AdamW:
+        pytest.skip("O3 has FP16 weights without masters: AdamW's updates of 1e-2 still move them")
+    losses = train(*build(level, kind, **options), range(40))
+    torch.testing.assert_close(
+        torch.tensor(losses),
+        torch.tensor(train_plainly(range(40), kind=kind)),
+        rtol=0,
+        atol=PRECISION[level],
+    )
+
+
+MAX_NORM = 0.3
+CLIPS = {
+    "model.parameters": lambda m, o: nn.utils.clip_grad_norm_(m.parameters(), MAX_NORM),
+    "master_params": lambda m, o: nn.utils.clip_grad_norm_(amp.master_params(o), MAX_NORM),
+    "param_groups": lambda m, o: nn.utils.clip_grad_norm_(
+        [p for group in o.param_groups for p in group["params"]], MAX_NORM
+    ),
+    "amp": lambda m, o: amp.clip_grad_norm_(o, MAX_NORM),
+}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("route", CLIPS)
+def test_clipping(level, route):
+    """SGD, so that the size of the gradients matters; every gradient here is above the limit."""
+    if route == "model.parameters" and level == "O2":
+        pytest.xfail("with masters the model's own gradients stay scaled until the step")
+    model, optimizer = build(level, torch.optim.SGD)
+    losses = train(model, optimizer, range(40), CLIPS[route])
+    torch.testing.assert_close(
+        torch.tensor(losses),
+        torch.tensor(train_plainly(range(40), MAX_NORM, torch.optim.SGD)),
+        rtol=0,
+        atol=PRECISION[level],
+    )
+
+
+def test_clip_grad_norm_returns_the_unscaled_norm():
+    for level in LEVELS:
+        model, optimizer = make(level, w=1.0)
+        backward(model, optimizer, 0.5)
+        norm = amp.clip_grad_norm_(optimizer, 0.125)
+        optimizer.step()
+        assert norm.item() == pytest.approx(0.5, rel=1e-6)
+        assert weight(optimizer) == pytest.approx(0.875, rel=1e-3)
+        # It clips the next step only.
+        optimizer.zero_grad()
+        backward(model, optimizer, 0.5)
+        optimizer.step()
+        assert weight(optimizer) == pytest.approx(0.375, rel=1e-3)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("first", ["scheduler", "initialize"])
+def test_lr_schedulers_built_before_or_after(level, first):
+    model = Scalar(8.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+
+    def scheduler():
+        return torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+
+    if first == "scheduler":
+        schedule = scheduler()
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    if first == "initialize":
+        schedule = scheduler()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for lr in (1.0, 0.5, 0.25):
+            assert optimizer.param_groups[0]["lr"] == lr
+            backward(model, optimizer, 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+    assert weight(optimizer) == 8 - 0.875
+
+
+@pytest.mark.parametrize("first", ["scheduler", "initialize"])
+def test_a_skipped_first_step_causes_no_warning(first):
+    model = Scalar()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    if first == "scheduler":
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    if first == "initialize":
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        backward(model, optimizer, inf)
+        optimizer.step()
+        schedule.step()
+    assert bool(optimizer.last_step.skipped)
+
+
+def assert_same(a, b):
+    """Equal bits in two nested structures of tensors and values."""
+    if isinstance(a, torch.Tensor):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys()
+        for key in a:
+            assert_same(a[key], b[key])
+    elif isinstance(a, (list, tuple)):
+        assert len(a) == len(b)
+        for x, y in zip(a, b, strict=True):
+            assert_same(x, y)
+    else:
+        assert a == b
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("order", ["model first", "optimizer first"])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad])
+def test_stop_and_resume_gives_the_bits_of_an_uninterrupted_run(level, order, kind):
+    options = {"growth_interval": 3}
+    model, optimizer = build(level, kind, **options)
+    train(model, optimizer, range(5))
+    file = io.BytesIO()
+    torch.save(
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "amp": amp.state_dict()},
+        file,
+    )
+    losses = train(model, optimizer, range(5, 12))
+
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    resumed, resumed_optimizer = build(level, kind, **options)
+    if order == "model first":
+        resumed.load_state_dict(saved["model"])
+        resumed_optimizer.load_state_dict(saved["optimizer"])
+    else:
+        resumed_optimizer.load_state_dict(saved["optimizer"])
+        resumed.load_state_dict(saved["model"])
+    amp.load_state_dict(saved["amp"])
+    assert train(resumed, resumed_optimizer, range(5, 12)) == losses
+    assert_same(resumed.state_dict(), model.state_dict())
+    assert_same(resumed_optimizer.state_dict(), optimizer.state_dict())
+    assert amp.state_dict() == amp.state_dict(optimizer=optimizer)
+
+
+def test_amp_state_is_apexs_and_matched_by_key():
+    _, optimizer = make("O2", num_losses=2)
+    assert amp.state_dict() == {
+        f"loss_scaler{i}": {"loss_scale": 65536.0, "unskipped": 0} for i in (0, 1)
+    }
+    destination = {}
+    assert amp.state_dict(destination) is destination
+    amp.load_state_dict(
+        {
+            "loss_scaler1": {"loss_scale": 2.0, "unskipped": 7},
+            "loss_scaler0": {"loss_scale": 4.0, "unskipped": 5},
+        }
+    )
+    assert (scale(optimizer, 0), unskipped(optimizer, 0)) == (4.0, 5)
+    assert (scale(optimizer, 1), unskipped(optimizer, 1)) == (2.0, 7)
+    with pytest.warns(UserWarning, match="those in both"):
+        amp.load_state_dict({"loss_scaler1": {"loss_scale": 8.0, "unskipped": 0}})
+    assert [scale(optimizer, i) for i in (0, 1)] == [4.0, 8.0]
+    for foreign in ({"fc.weight": torch.ones(1)}, {"loss_scaler0": {"scale": 1.0}}):
+        with pytest.raises(RuntimeError):
+            amp.load_state_dict({"loss_scaler1": {"loss_scale": 1.0, "unskipped": 0}, **foreign})
+        assert scale(optimizer, 1) == 8.0
+
+
+def test_a_counter_beyond_the_interval_still_grows():
+    model, optimizer = make("O2", growth_interval=2)
+    amp.load_state_dict({"loss_scaler0": {"loss_scale": 4.0, "unskipped": 1999}})
+    backward(model, optimizer, 0.25)
+    assert scale(optimizer) == 8.0
+
+
+def test_loss_scaler_attributes_that_scripts_read_and_set():
+    model, optimizer = make("O2")
+    scaler = optimizer._amp_session.loss_scalers[0]
+    assert (scaler.loss_scale(), scaler._loss_scale, scaler._unskipped) == (65536.0, 65536.0, 0)
+    assert scaler.dynamic
+    scaler._loss_scale = 4.0
+    with amp.scale_loss(torch.ones(()), optimizer) as scaled:
+        assert scaled.item() == 4.0
+    copied = copy.deepcopy(scaler)
+    copied._loss_scale = 2.0
+    assert scaler.loss_scale() == 4.0
+    # A static scale of 1 that a script changes is no longer passed over.
+    model, optimizer = make("O0")
+    optimizer._amp_session.loss_scalers[0]._loss_scale = 4.0
+    backward(model, optimizer, 0.25)
+    assert next(amp.master_params(optimizer)).grad.item() == 0.25
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_host_never_waits(level):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4)).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    x, y = (t.cuda() for t in data(0))
+    torch.cuda.synchronize()
+
+    def step():
+        with amp.scale_loss(F.cross_entropy(model(x), y), optimizer) as scaled:
+            scaled.backward()
+        amp.clip_grad_norm_(optimizer, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(3):
+        step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
