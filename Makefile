@@ -22,7 +22,7 @@ TEST_ARGS ?= -n 2
 
 # What the compiled extension is made of. Python files are not here: the installation in .venv is
 # editable and reads them from this folder.
-NATIVE := pyproject.toml CMakeLists.txt $(shell find csrc cmake buildtools tests/host_cuda -type f \
+NATIVE := pyproject.toml CMakeLists.txt $(shell find csrc cmake buildtools tests/host_cuda tests/cpp -type f \
             -not -name '*.pyc')
 
 ifdef PYTHON

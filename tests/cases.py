@@ -1,4 +1,4 @@
-"""The table of optimizers, dtypes and sizes that the tests share, and small helpers to build them."""
+"""The table of optimizers and dtypes that the tests share, and small helpers."""
 
 import itertools
 
@@ -10,39 +10,53 @@ f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float6
 
 # optimizer name, options: each option alone and all of them together
 OPTIMIZERS = {
-    "sgd": ("SGD", dict(lr=1e-2)),
-    "sgd-decay": ("SGD", dict(lr=1e-2, weight_decay=0.1)),
-    "sgd-momentum": ("SGD", dict(lr=1e-2, momentum=0.9)),
-    "sgd-dampening": ("SGD", dict(lr=1e-2, momentum=0.9, dampening=0.3)),
-    "sgd-nesterov": ("SGD", dict(lr=1e-2, momentum=0.9, nesterov=True)),
-    "sgd-maximize": ("SGD", dict(lr=1e-2, momentum=0.9, maximize=True)),
+    "sgd": ("SGD", {"lr": 1e-2}),
+    "sgd-decay": ("SGD", {"lr": 1e-2, "weight_decay": 0.1}),
+    "sgd-momentum": ("SGD", {"lr": 1e-2, "momentum": 0.9}),
+    "sgd-dampening": ("SGD", {"lr": 1e-2, "momentum": 0.9, "dampening": 0.3}),
+    "sgd-nesterov": ("SGD", {"lr": 1e-2, "momentum": 0.9, "nesterov": True}),
+    "sgd-maximize": ("SGD", {"lr": 1e-2, "momentum": 0.9, "maximize": True}),
     "sgd-all": (
         "SGD",
-        dict(lr=1e-2, momentum=0.9, weight_decay=0.1, nesterov=True, maximize=True),
+        {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.1, "nesterov": True, "maximize": True},
     ),
-    "adam": ("Adam", dict(lr=1e-2)),
-    "adam-decay": ("Adam", dict(lr=1e-2, weight_decay=0.1)),
-    "adam-amsgrad": ("Adam", dict(lr=1e-2, amsgrad=True)),
-    "adam-maximize": ("Adam", dict(lr=1e-2, maximize=True)),
+    "adam": ("Adam", {"lr": 1e-2}),
+    "adam-decay": ("Adam", {"lr": 1e-2, "weight_decay": 0.1}),
+    "adam-amsgrad": ("Adam", {"lr": 1e-2, "amsgrad": True}),
+    "adam-maximize": ("Adam", {"lr": 1e-2, "maximize": True}),
     "adam-all": (
         "Adam",
-        dict(lr=1e-2, betas=(0.8, 0.99), eps=1e-6, weight_decay=0.1, amsgrad=True, maximize=True),
+        {
+            "lr": 1e-2,
+            "betas": (0.8, 0.99),
+            "eps": 1e-6,
+            "weight_decay": 0.1,
+            "amsgrad": True,
+            "maximize": True,
+        },
     ),
-    "adamw": ("AdamW", dict(lr=1e-2)),
-    "adamw-no-decay": ("AdamW", dict(lr=1e-2, weight_decay=0.0)),
-    "adamw-amsgrad": ("AdamW", dict(lr=1e-2, weight_decay=0.1, amsgrad=True)),
-    "adamw-maximize": ("AdamW", dict(lr=1e-2, weight_decay=0.1, maximize=True)),
+    "adamw": ("AdamW", {"lr": 1e-2}),
+    "adamw-no-decay": ("AdamW", {"lr": 1e-2, "weight_decay": 0.0}),
+    "adamw-amsgrad": ("AdamW", {"lr": 1e-2, "weight_decay": 0.1, "amsgrad": True}),
+    "adamw-maximize": ("AdamW", {"lr": 1e-2, "weight_decay": 0.1, "maximize": True}),
     "adamw-all": (
         "AdamW",
-        dict(lr=1e-2, betas=(0.8, 0.99), eps=1e-6, weight_decay=0.1, amsgrad=True, maximize=True),
+        {
+            "lr": 1e-2,
+            "betas": (0.8, 0.99),
+            "eps": 1e-6,
+            "weight_decay": 0.1,
+            "amsgrad": True,
+            "maximize": True,
+        },
     ),
 }
 
 # One of each kind, for tests whose subject is not the formula.
 KINDS = ("sgd-all", "adam-all", "adamw")
 
-# (dtype of gradients, dtype of model weights). Autograd gives gradients of the weight's dtype; others
-# have to be let in, which torch can since 2.10 or so.
+# (dtype of gradients, dtype of model weights). Autograd gives gradients of the weight's dtype; for
+# others see set_grad.
 DTYPES = tuple(itertools.product((f32, f16, bf16), (f32, f16, bf16)))
 
 

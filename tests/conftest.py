@@ -1,4 +1,4 @@
-"""What every test gets: fixed seeds, the emulated CUDA module in place of the CPU's, gpu tests skipped where none is."""
+"""For every test: a fixed seed, the devices to run on, and a reason where there is no GPU."""
 
 import importlib.util
 import sysconfig

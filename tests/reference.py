@@ -1,7 +1,7 @@
 """Every rule once more, in float64 and in the plainest form: what the package is tested against.
 
-Nothing here imports ampfuse, so that a mistake cannot be copied into its own check. Tensors are of any
-dtype; a rule works on float64 copies and returns new ones.
+Nothing here imports ampfuse, so that a mistake cannot be copied into its own check. Tensors are of
+any dtype; a rule works on float64 copies and returns new ones.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ class Sgd:
     g is the gradient (its negative to maximize) plus weight_decay * p.
     """
 
-    def __init__(self, lr, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False, maximize=False):
+    def __init__(
+        self, lr, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False, maximize=False
+    ):
         self.lr, self.momentum, self.dampening = lr, momentum, dampening
         self.weight_decay, self.nesterov, self.maximize = weight_decay, nesterov, maximize
 
@@ -54,7 +56,9 @@ class Adam:
     AMSGrad puts the largest v_s, s <= t, in place of v_t (before the correction, as torch does).
     """
 
-    def __init__(self, lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, amsgrad=False, maximize=False):
+    def __init__(
+        self, lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, amsgrad=False, maximize=False
+    ):
         self.lr, self.betas, self.eps = lr, betas, eps
         self.weight_decay, self.amsgrad, self.maximize = weight_decay, amsgrad, maximize
 
@@ -81,7 +85,9 @@ class AdamW(Adam):
     The schedule multiplier eta_t is the learning rate, so p is multiplied by 1 - lr * weight_decay.
     """
 
-    def __init__(self, lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2, amsgrad=False, maximize=False):
+    def __init__(
+        self, lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2, amsgrad=False, maximize=False
+    ):
         super().__init__(lr, betas, eps, weight_decay, amsgrad, maximize)
 
     def decayed(self, p: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
@@ -108,7 +114,9 @@ class LossScale:
     grew; `interval` clean steps in a row multiply it by `growth`.
     """
 
-    def __init__(self, scale, growth=2.0, backoff=0.5, interval=2000, low=0.0, high=3e38, hysteresis=1):
+    def __init__(
+        self, scale, growth=2.0, backoff=0.5, interval=2000, low=0.0, high=3e38, hysteresis=1
+    ):
         self.scale, self.growth, self.backoff, self.interval = scale, growth, backoff, interval
         self.low, self.high, self.hysteresis = low, high, hysteresis
         self.clean, self.tolerated = 0, hysteresis

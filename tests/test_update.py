@@ -1,11 +1,22 @@
-"""200 steps against the float64 rules: our error, next to the error that torch.optim makes in FP32."""
+"""200 steps against the rules in float64: our error, next to that of torch.optim in FP32."""
 
 import pytest
-import reference
 import torch
-from cases import DTYPES, OPTIMIZERS, bf16, can_mix_dtypes, f16, f32, f64, make, make_torch, set_grad
 
+import reference
 from ampfuse import optim
+from cases import (
+    DTYPES,
+    OPTIMIZERS,
+    bf16,
+    can_mix_dtypes,
+    f16,
+    f32,
+    f64,
+    make,
+    make_torch,
+    set_grad,
+)
 
 STEPS = 200
 # Shapes of each group, and what multiplies the learning rate in it.
@@ -33,7 +44,9 @@ class Run:
                     self.params.append(start.clone().to(device).requires_grad_())
                     self.torch_params.append(start.to(f32).requires_grad_())
                     self.exact.append(start.to(f64))
-                    self.rules.append(getattr(reference, {"SGD": "Sgd"}.get(kind, kind))(**{**settings, "lr": lr}))
+                    self.rules.append(
+                        getattr(reference, {"SGD": "Sgd"}.get(kind, kind))(**{**settings, "lr": lr})
+                    )
                     self.states.append({})
                     self.dtypes.append(grad_dtype)
             ours.append({"params": self.params[first:], "lr": lr})
@@ -88,7 +101,9 @@ def test_fp32(name, device):
     run.check()
 
 
-@pytest.mark.skipif(not can_mix_dtypes(), reason="this torch ties a gradient's dtype to its parameter's")
+@pytest.mark.skipif(
+    not can_mix_dtypes(), reason="this torch ties a gradient's dtype to its parameter's"
+)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_dtype_mixture_in_one_call(name, device):
     """Half gradients and weights with masters: the error of FP32 arithmetic, not of half."""
@@ -108,7 +123,7 @@ def test_half_with_masters(name, dtype, device):
 @pytest.mark.parametrize("dtype", [f16, bf16])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_half_without_masters_rounds_once_a_step(name, dtype, device):
-    """Without a master the weight itself is stepped: computed in FP32 from its value, then rounded."""
+    """Without a master the weight itself is stepped: computed in FP32, then rounded."""
     run = Run(name, [(dtype, dtype)], device)
     for _ in range(10):
         run.exact = [param.detach().cpu().to(f64) for param in run.params]
@@ -129,12 +144,16 @@ def test_clipping_is_part_of_the_step(name, device):
         coefficient = reference.clip_coefficient(norm, 1.0)
         for i, (param, grad) in enumerate(zip(run.params, grads, strict=True)):
             param.grad = grad.to(param.device)
-            run.exact[i] = run.rules[i].step(run.exact[i], grad.to(f64) * coefficient, run.states[i])
+            run.exact[i] = run.rules[i].step(
+                run.exact[i], grad.to(f64) * coefficient, run.states[i]
+            )
         run.ours.step()
         assert float(run.ours.last_step.grad_norm) == pytest.approx(norm, rel=1e-6)
         assert float(run.ours.last_step.skipped) == 0
     for i, exact in enumerate(run.exact):
-        torch.testing.assert_close(run.params[i].detach().cpu().to(f64), exact, rtol=2e-6, atol=2e-6)
+        torch.testing.assert_close(
+            run.params[i].detach().cpu().to(f64), exact, rtol=2e-6, atol=2e-6
+        )
 
 
 def test_64_accumulated_bf16_passes_give_the_fp32_sum(device):

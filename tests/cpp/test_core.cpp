@@ -378,4 +378,3 @@ TEST(loss_scale) {
     }
   }
 }
-

@@ -49,7 +49,8 @@ __global__ void missing_barrier(int* values, int* wrong) {
   shared[i] = -1;
 }
 
-__global__ void sum_by_ticket(const int* values, int* partial, unsigned* ticket, int* total, int* last) {
+__global__ void sum_by_ticket(const int* values, int* partial, unsigned* ticket, int* total,
+                              int* last) {
   if (threadIdx.x != 0) return;
   partial[blockIdx.x] = values[blockIdx.x];
   __threadfence();
@@ -79,13 +80,15 @@ TEST(barriers_and_shared_memory) {
   std::vector<int> values(24 * 256);
   for (size_t i = 0; i < values.size(); ++i) values[i] = int(i);
   launch(Kernel{"reverse_block", reverse_block}, 24, 256, nullptr, values.data());
-  for (size_t i = 0; i < values.size(); ++i) EXPECT(values[i] == int(i / 256 * 256 + 255 - i % 256));
+  for (size_t i = 0; i < values.size(); ++i)
+    EXPECT(values[i] == int(i / 256 * 256 + 255 - i % 256));
 }
 
 TEST(divergent_barriers_are_errors) {
   std::vector<int> values(256);
   std::vector<float> floats(256);
-  std::string error = error_of([&] { launch(Kernel{"k", diverge_by_return}, 1, 256, nullptr, values.data()); });
+  std::string error =
+      error_of([&] { launch(Kernel{"k", diverge_by_return}, 1, 256, nullptr, values.data()); });
   EXPECT(error.find("255 of 256 threads arrived") != std::string::npos, error);
   error = error_of([&] { launch(Kernel{"k", diverge_by_branch}, 1, 256, nullptr, values.data()); });
   EXPECT(error.find("some threads wait at") != std::string::npos, error);
@@ -110,12 +113,13 @@ TEST(every_block_order_ends_with_the_last_block) {
   std::vector<int> values(100), partial(100);
   for (int i = 0; i < 100; ++i) values[size_t(i)] = i;
   unsigned ticket = 0;
-  for (const auto order : {emulation::Order::kForward, emulation::Order::kReverse, emulation::Order::kRandom}) {
+  for (const auto order :
+       {emulation::Order::kForward, emulation::Order::kReverse, emulation::Order::kRandom}) {
     const OrderScope scope(order);
     for (int again = 0; again < 2; ++again) {
       int total = 0, last = -1;
-      launch(Kernel{"sum_by_ticket", sum_by_ticket}, 100, 32, nullptr, values.data(), partial.data(), &ticket,
-             &total, &last);
+      launch(Kernel{"sum_by_ticket", sum_by_ticket}, 100, 32, nullptr, values.data(),
+             partial.data(), &ticket, &total, &last);
       EXPECT(total == 4950 && ticket == 0);
       if (order == emulation::Order::kForward) EXPECT(last == 99);
       if (order == emulation::Order::kReverse) EXPECT(last == 0);
@@ -125,8 +129,8 @@ TEST(every_block_order_ends_with_the_last_block) {
 
 TEST(launch_errors_name_the_kernel_and_the_place) {
   std::vector<int> values(256);
-  const std::string error =
-      error_of([&] { launch(Kernel{"reverse_block", reverse_block}, 1, 2048, nullptr, values.data()); });
+  const std::string error = error_of(
+      [&] { launch(Kernel{"reverse_block", reverse_block}, 1, 2048, nullptr, values.data()); });
   EXPECT(error.find("reverse_block at ") != std::string::npos, error);
   EXPECT(error.find("test_emulation.cpp:") != std::string::npos, error);
   EXPECT(error.find("cudaErrorInvalidConfiguration") != std::string::npos, error);

@@ -1,5 +1,6 @@
-// What the CUDA backend keeps between calls: tables uploaded behind the device's back, several streams, captured
-// graphs. Streams are deferred (host_cuda/cuda_runtime.h): nothing runs before somebody waits for it.
+// What the CUDA backend keeps between calls: tables uploaded behind the device's back, several
+// streams, captured graphs. Streams are deferred (host_cuda/cuda_runtime.h): nothing runs before
+// somebody waits for it.
 #include "world.h"
 
 using namespace ampfuse;
@@ -84,17 +85,39 @@ TEST(steps_that_change_streams) {
     gpu.give(pair.gpu, step);
     pair.gpu.step(Algorithm::kAdam, 1.0, true, streams[step % 3]);
   }
-  cuda(cudaStreamSynchronize(streams[(kSteps - 1) % 3]));  // the last alone: each has waited for the one before
+  cuda(cudaStreamSynchronize(
+      streams[(kSteps - 1) % 3]));  // the last alone: each has waited for the one before
   pair.expect_same();
 }
 
+// An allocator that gives freed memory to the next user on `owner`, the stream it was made on, as
+// torch's does.
+static cudaStream_t owner = nullptr;
+static std::shared_ptr<void> allocate_on_owner(size_t bytes) {
+  void* memory = nullptr;
+  cuda(cudaMalloc(&memory, bytes));
+  return {memory, [bytes](void* p) {
+            (void)cudaMemsetAsync(p, 0xee, bytes, owner);
+            (void)cudaStreamSynchronize(owner);
+            (void)cudaFree(p);
+          }};
+}
+
 TEST(a_table_dies_while_another_stream_uses_it) {
-  const Deferred deferred;
-  const Stream first, second;
-  World world(true, adam_rows());
-  world.step(Algorithm::kAdam, 1.0, true, first);
-  world.step(Algorithm::kAdam, 1.0, true, second);
-  world.table->cache.reset();
+  Pair pair(adam_rows());
+  {
+    const Deferred deferred;
+    const Stream first, second;
+    owner = first;
+    set_device_allocator(allocate_on_owner);
+    pair.cpu.step(Algorithm::kAdam);
+    pair.cpu.step(Algorithm::kAdam);
+    pair.gpu.step(Algorithm::kAdam, 1.0, true, first);
+    pair.gpu.step(Algorithm::kAdam, 1.0, true, second);
+    pair.gpu.table->cache.reset();
+    set_device_allocator(nullptr);
+  }
+  pair.expect_same();
 }
 
 TEST(uploads_are_only_of_what_changed) {
@@ -107,45 +130,59 @@ TEST(uploads_are_only_of_what_changed) {
   world.fill(3, kGrad, 77);
   const int64_t filled = emulation::copy_count();
   world.step(Algorithm::kAdam);
-  EXPECT(emulation::copy_count() == filled + 2, "one gradient moved: one column of pointers and types");
+  EXPECT(emulation::copy_count() == filled + 2,
+         "one gradient moved: one column of pointers and types");
 }
 
 TEST(capture_eager_replay) {
   Pair pair(adam_rows());
-  Gradients cpu(false, 3), gpu(true, 3);
+  Gradients cpu(false, 4), gpu(true, 4);
   const int64_t allocations = emulation::live_allocations();
+  std::vector<int> history;
   {
     const Deferred deferred;
     const Stream stream;
     const auto eager = [&](int step) {
       gpu.give(pair.gpu, step);
       pair.gpu.step(Algorithm::kAdam, 1.0, true, stream);
+      history.push_back(step);
     };
     eager(0);
-    gpu.give(pair.gpu, 1);
     cudaGraph_t graph = nullptr;
     cudaGraphExec_t exec = nullptr;
     cuda(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
-    pair.gpu.step(Algorithm::kAdam, 1.0, true, stream);
+    for (const int step : {1, 3}) {  // two steps in one graph
+      gpu.give(pair.gpu, step);
+      pair.gpu.step(Algorithm::kAdam, 1.0, true, stream);
+    }
     cuda(cudaStreamEndCapture(stream, &graph));
     cuda(cudaGraphInstantiate(&exec, graph, 0));
     cuda(cudaGraphDestroy(graph));
-    cuda(cudaGraphLaunch(exec, stream));
-    eager(2);
-    cuda(cudaGraphLaunch(exec, stream));
-    eager(0);
-    cuda(cudaGraphLaunch(exec, stream));
+    const auto replay = [&] {
+      cuda(cudaGraphLaunch(exec, stream));
+      history.insert(history.end(), {1, 3});
+    };
+    replay();
+    for (const bool wait : {false, true}) {
+      for (const int step : {2, 0, 2, 0}) {
+        eager(step);
+        if (wait)
+          cuda(cudaStreamSynchronize(stream));  // staging buffers are free again, and reused
+      }
+      replay();
+    }
     cuda(cudaStreamSynchronize(stream));
     cuda(cudaGraphExecDestroy(exec));
   }
-  for (const int step : {0, 1, 2, 1, 0, 1}) {
+  for (const int step : history) {
     cpu.give(pair.cpu, step);
     pair.cpu.step(Algorithm::kAdam);
   }
   pair.expect_same();
   pair.gpu.table->cache.reset();
   World(true, adam_rows()).inspect();  // frees what the graph left behind
-  EXPECT(emulation::live_allocations() == allocations, emulation::live_allocations(), " and ", allocations);
+  EXPECT(emulation::live_allocations() == allocations, emulation::live_allocations(), " and ",
+         allocations);
 }
 
 TEST(eager_steps_while_another_stream_captures) {
