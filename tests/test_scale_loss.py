@@ -5,6 +5,7 @@ import copy
 import io
 import logging
 import math
+import pickle
 import warnings
 
 import pytest
@@ -725,8 +726,6 @@ PRECISION = {"O0": 1e-5, "O1": 5e-3, "O2": 5e-3, "O3": 5e-2, "O4": 4e-2, "O5": 4
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
 def test_training_follows_fp32_within_the_levels_precision(level, kind):
     options = {"keep_batchnorm_fp32": True} if level == "O3" else {}
-    if level == "O3" and kind is torch.optim.AdamW:
-        pytest.skip("O3 has FP16 weights without masters: AdamW's updates of 1e-2 still move them")
     losses = train(*build(level, kind, **options), range(40))
     torch.testing.assert_close(
         torch.tensor(losses),
@@ -751,8 +750,6 @@ CLIPS = {
 @pytest.mark.parametrize("route", CLIPS)
 def test_clipping(level, route):
     """SGD, so that the size of the gradients matters; every gradient here is above the limit."""
-    if route == "model.parameters" and level == "O2":
-        pytest.xfail("with masters the model's own gradients stay scaled until the step")
     model, optimizer = build(level, torch.optim.SGD)
     losses = train(model, optimizer, range(40), CLIPS[route])
     torch.testing.assert_close(
@@ -914,6 +911,36 @@ def test_loss_scaler_attributes_that_scripts_read_and_set():
     optimizer._amp_session.loss_scalers[0]._loss_scale = 4.0
     backward(model, optimizer, 0.25)
     assert next(amp.master_params(optimizer)).grad.item() == 0.25
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_compiled_model_trains_alike(level):
+    losses = []
+    for compiled in (False, True):
+        model, optimizer = build(level)
+        if compiled:
+            model = torch.compile(model, backend="aot_eager")
+        losses.append(train(model, optimizer, range(5)))
+    torch.testing.assert_close(*map(torch.tensor, losses), rtol=0, atol=PRECISION[level])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_copies_of_a_model_in_training(level):
+    """For an average or a teacher: weights of its own, and gradients of its own."""
+    model, optimizer = build(level)
+    train(model, optimizer, range(2))
+    average = torch.optim.swa_utils.AveragedModel(model)
+    clones = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), average.module]
+    before = [copy.deepcopy(clone.state_dict()) for clone in clones]
+    train(model, optimizer, range(2, 4))
+    average.update_parameters(model)
+    x, y = data(9)
+    for clone, state in zip(clones[:2], before, strict=False):
+        assert_same(clone.state_dict(), state)
+        F.cross_entropy(clone(x), y).backward()
+        assert all(p.grad is not None for p in clone.parameters())
+    assert all(p.grad is None for p in model.parameters())
+    assert average(x).dtype == model(x).dtype
 
 
 @pytest.mark.gpu

@@ -56,6 +56,10 @@ class ModelParameter(_LazyGradParameter):
             memo[id(self)] = type(self)(data, self.requires_grad)
         return memo[id(self)]
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # As a plain parameter, of the same memory: the model it goes to has no optimizer yet.
+        return torch.nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
+
 
 class MasterParameter(_LazyGradParameter):
     """The FP32 master of one half-precision model weight.
