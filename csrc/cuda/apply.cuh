@@ -19,7 +19,6 @@ namespace ampfuse {
 struct Column {
   char* data = nullptr;
   DType dtype = DType::kNone;
-  bool wide = false;  // aligned for 16-byte accesses
 
   Column() = default;
   __device__ Column(const TableView& view, int list, int64_t row, int64_t first) {
@@ -27,8 +26,20 @@ struct Column {
     if (data == nullptr) return;
     dtype = view.type(list, row);
     data += first * element_size(dtype);
-    wide = reinterpret_cast<uintptr_t>(data) % sizeof(uint4) == 0;
   }
+
+  // The address of element i.
+  __device__ char* at(int i) const {
+    char* address = data + i * int(element_size(dtype));
+#if defined(__CUDA_ARCH__)
+    // Pointers that come from a table could be anywhere, and generic accesses are slower.
+    __builtin_assume(__isGlobal(address));
+#endif
+    return address;
+  }
+
+  // Packs are aligned for 16-byte accesses. Asked for each pack: to remember it costs a register.
+  __device__ bool wide() const { return reinterpret_cast<uintptr_t>(data) % sizeof(uint4) == 0; }
 };
 
 // kPack elements as they are stored: FP32 fills the words, two half-precision values share one.
@@ -40,9 +51,9 @@ struct Pack {
 __device__ inline Pack load_pack(const Column& column, int i, int count) {
   Pack pack;
   if (column.dtype == DType::kNone) return pack;
-  const bool whole = column.wide && count == kPack;
+  const bool whole = column.wide() && count == kPack;
   if (column.dtype == DType::kFloat32) {
-    const uint32_t* data = reinterpret_cast<const uint32_t*>(column.data) + i;
+    const uint32_t* data = reinterpret_cast<const uint32_t*>(column.at(i));
     if (whole) {
       const uint4 low = reinterpret_cast<const uint4*>(data)[0],
                   high = reinterpret_cast<const uint4*>(data)[1];
@@ -55,7 +66,7 @@ __device__ inline Pack load_pack(const Column& column, int i, int count) {
       }
     }
   } else {
-    const uint16_t* data = reinterpret_cast<const uint16_t*>(column.data) + i;
+    const uint16_t* data = reinterpret_cast<const uint16_t*>(column.at(i));
     if (whole) {
       const uint4 all = *reinterpret_cast<const uint4*>(data);
       pack.word[0] = all.x, pack.word[1] = all.y, pack.word[2] = all.z, pack.word[3] = all.w;
@@ -71,9 +82,9 @@ __device__ inline Pack load_pack(const Column& column, int i, int count) {
 
 __device__ inline void store_pack(const Column& column, int i, int count, const Pack& pack) {
   if (column.dtype == DType::kNone) return;
-  const bool whole = column.wide && count == kPack;
+  const bool whole = column.wide() && count == kPack;
   if (column.dtype == DType::kFloat32) {
-    uint32_t* data = reinterpret_cast<uint32_t*>(column.data) + i;
+    uint32_t* data = reinterpret_cast<uint32_t*>(column.at(i));
     if (whole) {
       reinterpret_cast<uint4*>(data)[0] =
           make_uint4(pack.word[0], pack.word[1], pack.word[2], pack.word[3]);
@@ -86,7 +97,7 @@ __device__ inline void store_pack(const Column& column, int i, int count, const 
       }
     }
   } else {
-    uint16_t* data = reinterpret_cast<uint16_t*>(column.data) + i;
+    uint16_t* data = reinterpret_cast<uint16_t*>(column.at(i));
     if (whole) {
       *reinterpret_cast<uint4*>(data) =
           make_uint4(pack.word[0], pack.word[1], pack.word[2], pack.word[3]);
