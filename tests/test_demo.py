@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import importlib.util
+import os
 import re
 import signal
 import subprocess
@@ -18,12 +19,16 @@ pytest.importorskip("sklearn")
 pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
+from rich.console import Console
+
 from ampfuse.__main__ import main
 from ampfuse.demo import cli, plots, report
 from ampfuse.demo.memory import PeakMemory
 from ampfuse.demo.train import Run, Settings
 
 COMMAND = [sys.executable, "-m", "ampfuse.demo", "--device", "cpu"]
+# One thread: others' tests run beside this one, and threads that wait for each other crawl then.
+QUIETLY = {**os.environ, "OMP_NUM_THREADS": "1"}
 EPOCHS, BATCH_SIZE = 2, 256
 STEPS = EPOCHS * (1437 // BATCH_SIZE)
 
@@ -33,7 +38,8 @@ def short_run(tmp_path_factory) -> tuple[str, Path]:
     """What a small, short run at every level printed, and the folder it wrote to."""
     folder = tmp_path_factory.mktemp("demo") / "new" / "results"
     options = ["--width", "8", "--epochs", EPOCHS, "--batch-size", BATCH_SIZE, "--output", folder]
-    done = subprocess.run(COMMAND + list(map(str, options)), capture_output=True, text=True)
+    command = COMMAND + list(map(str, options))
+    done = subprocess.run(command, capture_output=True, text=True, env=QUIETLY)
     assert done.returncode == 0, done.stderr
     return done.stdout, folder
 
@@ -183,7 +189,12 @@ def test_levels_keep_their_order_and_lose_repetitions():
 def test_ctrl_c_leaves_nothing(tmp_path):
     command = [*COMMAND, "--width", "8", "--epochs", "10000"]
     process = subprocess.Popen(
-        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        cwd=tmp_path,
+        env=QUIETLY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     assert process.stdout is not None
     process.stdout.readline()  # the heading is out, training begins
@@ -216,7 +227,7 @@ CPU = Settings(device=torch.device("cpu"))
 
 
 def rendered(runs: list[Run]) -> str:
-    console = report.console()
+    console = Console(width=80)  # what a pipe has
     with console.capture() as captured:
         console.print(report.table(runs, CPU))
     return captured.get()

@@ -70,6 +70,8 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     if problem := _cannot_write(args.output):
         parser.error(f"argument -o/--output: {problem}")
 
+    from rich.console import Console
+
     from ampfuse.demo import report
     from ampfuse.demo.data import load_digits
     from ampfuse.demo.train import Settings
@@ -89,12 +91,12 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         seed=args.seed,
         channels_last=not args.contiguous,
     )
-    console = report.console()
-    console.print(report.heading(settings, digits))
+    console = Console()
+    console.print(report.heading(settings, digits), markup=False, highlight=False)
     runs = _train_all(console, args.levels, digits, settings)
     console.print(report.table(runs, settings))
     written = report.save(runs, settings, args.output, plots=not args.no_plots)
-    console.print(report.whereabouts(written), soft_wrap=True)
+    console.print(report.whereabouts(written), markup=False, highlight=False, soft_wrap=True)
     return 0
 
 

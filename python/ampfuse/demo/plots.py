@@ -82,10 +82,10 @@ def _learning(runs: Sequence[Run]) -> Figure:
     lowest = min(100 * run.test_accuracy for run in runs)
     accuracy_axes.set(title="Test accuracy", ylabel="right answers, %")
     accuracy_axes.set_ylim(max(min(lowest - 5, 80), -1), 101)
-    for axes in (loss_axes, accuracy_axes):
+    for axes, corner in ((loss_axes, "upper right"), (accuracy_axes, "lower right")):
         axes.set(xlabel="training time, s")
         axes.set_xlim(left=0)
-        axes.legend(fontsize=8)
+        axes.legend(loc=corner, fontsize=8)
         _unclutter(axes)
     return figure
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 from rich import box
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
@@ -33,18 +33,13 @@ PRECISION = {
 }
 
 
-def console() -> Console:
-    """Standard output; wide enough for the table where it is a file or a pipe."""
-    stdout = Console()
-    return stdout if stdout.is_terminal else Console(width=100)
-
-
-def heading(settings: Settings, digits: Digits) -> Text:
+def heading(settings: Settings, digits: Digits) -> str:
     parameters = sum(p.numel() for p in DigitsNet(settings.width).parameters())
-    return Text(
+    return (
         f"Handwritten digits: {len(digits.train_images)} images to train, "
-        f"{len(digits.test_images)} to test. A CNN of {parameters:,} parameters, "
-        f"{settings.epochs} epochs, batches of {settings.batch_size}, seed {settings.seed}.\n"
+        f"{len(digits.test_images)} to test.\n"
+        f"A CNN of {parameters:,} parameters, {settings.epochs} epochs, "
+        f"batches of {settings.batch_size}, seed {settings.seed}.\n"
         f"On {device_name(settings.device)}, torch {torch.__version__}.\n"
     )
 
@@ -58,16 +53,16 @@ def device_name(device: torch.device) -> str:
 
 def table(runs: Sequence[Run], settings: Settings) -> Group:
     """One row per level and, below, what the columns mean and what to make of them."""
-    grid = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    grid = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))  # 80 columns have to do
     for name in ("level", "precision"):
         grid.add_column(name, no_wrap=True)
     for name in (
         "time\ns",
         "speed\nimages/s",
-        "peak mem.\nMiB",
+        "memory\nMiB",
         "accuracy\n%",
         "steps\nskipped",
-        "final\nloss scale",
+        "final\nscale",
     ):
         grid.add_column(name, justify="right", no_wrap=True)
     marked = bf16_is_emulated(settings.device)
@@ -93,8 +88,8 @@ def bf16_is_emulated(device: torch.device) -> bool:
 
 def _notes(runs: Sequence[Run], settings: Settings) -> Iterator[str]:
     levels = {run.level for run in runs}
-    yield "time: training, less warm-up and evaluation. accuracy: of the last epoch."
-    yield "peak mem.: the most that torch's tensors took at a time, in a few steps before."
+    yield "time: training, less warm-up and evaluation. accuracy: after the last epoch."
+    yield "memory: the most that torch's tensors took at a time, in a few steps before."
     if bf16_is_emulated(settings.device):
         major, minor = torch.cuda.get_device_capability(settings.device)
         yield f"* this GPU (sm_{major}{minor}) has no BF16 arithmetic: it is emulated, and slow."
