@@ -126,14 +126,14 @@ def test_tied_weights_stay_tied():
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("kind", [nn.RNN, nn.GRU])
+@pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])
 def test_recurrent_layers_run_at_every_level(kind, level):
     model = amp.initialize(kind(3, 4), opt_level=level, verbosity=0)
     out, hidden = model(torch.randn(5, 2, 3))
     out.float().sum().backward()
     assert out.shape == (5, 2, 4)
     if level not in ("O1", "O4"):
-        assert out.dtype == hidden.dtype == f32
+        assert {t.dtype for t in (out, *hidden)} == {f32}
 
 
 # --- inputs and outputs ---------------------------------------------------------------------
@@ -538,6 +538,7 @@ def test_data_parallel_replicas_run_their_own_weights():
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_torch_compile_traces_through(level):
+    torch._dynamo.reset()
     model = net(level).eval()
     inputs = images()
     compiled = torch.compile(model, backend="eager", fullgraph=True)
@@ -548,6 +549,14 @@ def test_torch_compile_traces_through(level):
         return F.cross_entropy(model(inputs), torch.tensor([0, 2]))
 
     assert loss(inputs).dtype == f32
+
+
+def test_classes_of_models_do_not_share_the_compilers_limit():
+    torch._dynamo.reset()
+    for i in range(torch._dynamo.config.recompile_limit + 2):
+        cls = type(f"Linear{i}", (nn.Linear,), {})
+        model = amp.initialize(cls(i + 1, 2), opt_level="O2", verbosity=0)
+        torch.compile(model, backend="eager", fullgraph=True)(torch.ones(1, i + 1))
 
 
 def test_a_compiled_model_can_be_initialized():
