@@ -80,7 +80,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         py::arg("min_scale"), py::arg("max_scale"), py::arg("hysteresis"), py::arg("share"), py::arg("dynamic") = true,
         "Applies the loss-scale rule to the OR of found_infs; with share every flag then holds it.");
 
-  py::class_<ParamTable>(m, "ParamTable", "The rows of one optimizer; see param_table.h.")
+  // Local to the module: the tests load it twice, once with the emulated CUDA backend.
+  py::class_<ParamTable>(m, "ParamTable", py::module_local(), "The rows of one optimizer; see param_table.h.")
       .def(py::init<const std::string&, torch::Device>(), py::arg("algorithm"), py::arg("device"))
       .def("add_row", &ParamTable::add_row, py::arg("param"), py::arg("model"), py::arg("name"),
            py::arg("model_version") = 0)

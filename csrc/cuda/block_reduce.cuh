@@ -20,8 +20,7 @@ __device__ inline double warp_sum(double value) {
 __device__ inline double block_sum(double value) {
   __shared__ double shared[kLanes];
   const int lane = threadIdx.x;
-  __syncthreads();  // the previous call has been read
-  shared[lane] = value;
+  shared[lane] = value;  // no other thread reads what an earlier call left here
   __syncthreads();
   for (int offset = kLanes / 2; offset >= kRowLanes; offset /= 2) {
     if (lane < offset) shared[lane] += shared[lane + offset];

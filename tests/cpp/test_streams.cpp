@@ -164,7 +164,7 @@ TEST(capture_eager_replay) {
     };
     replay();
     for (const bool wait : {false, true}) {
-      for (int step = 0; step < 20; ++step) {
+      for (int step = 0; step < 70; ++step) {  // more than the ring has buffers
         eager(step % 4);
         // Once their copies are done, staging buffers are reused: a replay must not need them.
         if (wait) cuda(cudaStreamSynchronize(stream));

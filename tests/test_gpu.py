@@ -1,0 +1,363 @@
+"""The CUDA kernels give the bits of the CPU kernels: every op and every optimizer.
+
+Each comparison runs twice: against the CUDA kernels in host emulation, which every machine can do,
+and against a GPU, where there is one. What only a GPU can show (graphs, streams, sizes past 2^31)
+follows.
+"""
+
+import pytest
+import torch
+
+from ampfuse import _core, optim
+from cases import (
+    DTYPES,
+    OPTIMIZERS,
+    assert_same_bits,
+    bf16,
+    bits,
+    can_mix_dtypes,
+    everything,
+    f16,
+    f32,
+    make,
+    set_grad,
+    snapshot,
+)
+from conftest import emulated_module
+
+CHUNK = 32768  # kChunk of csrc/reduce.h
+SIZES = [*range(26), 255, 256, 257, 2047, 2048, 2049, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 5]
+HALF = (f16, bf16)
+
+
+@pytest.fixture(params=["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
+def compare(request, monkeypatch):
+    """compare(run): run(device) on the CPU kernels and on CUDA's; equal bits in all it returns."""
+
+    def compare(run):
+        torch.manual_seed(0)
+        expected = run(torch.device("cpu"))
+        with monkeypatch.context() as patch:
+            if request.param == "emulated":
+                patch.setattr(_core, "C", emulated_module())
+            torch.manual_seed(0)
+            found = run(torch.device("cpu" if request.param == "emulated" else "cuda"))
+        assert_same_bits(found, expected)
+        return found
+
+    return compare
+
+
+def tensors(device, dtypes, offset=0, sizes=SIZES):
+    """One tensor per size, its dtype from `dtypes` in turn; `offset` elements off alignment."""
+    made = []
+    for i, size in enumerate(sizes):
+        values = torch.randn(size + offset).to(dtypes[i % len(dtypes)])
+        made.append(values.to(device)[offset:])
+    return made
+
+
+def named(**groups):
+    return {f"{name} {i}": t for name, group in groups.items() for i, t in enumerate(group)}
+
+
+def zero(device, dtype=f32):
+    return torch.zeros((), dtype=dtype, device=device)
+
+
+# ---- ops -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("offset", [0, 1, 5])
+@pytest.mark.parametrize("bad", [None, float("inf"), float("nan")])
+def test_scale_and_copy(compare, offset, bad):
+    def run(device):
+        src = tensors(device, (f32, f16, bf16), offset)
+        dst, copied = tensors(device, HALF, offset), tensors(device, (bf16, f32), offset)
+        if bad is not None:
+            src[9][3] = bad
+        found_inf = zero(device)
+        _core.C.scale(src, dst, 0.37, found_inf)
+        _core.C.copy(src, copied)
+        finite = [t.nan_to_num() for t in (*dst, *copied)]  # which NaN it is may differ
+        return named(out=finite, found_inf=[found_inf])
+
+    found = compare(run)
+    assert float(found["found_inf 0"]) == (bad is not None)
+
+
+@pytest.mark.parametrize("check", [-1, 0, 1])
+@pytest.mark.parametrize("bad", ["x", "y"])
+def test_axpby(compare, check, bad):
+    def run(device):
+        x, y = tensors(device, (f32, f16, bf16)), tensors(device, (bf16, f16))
+        out = tensors(device, (f16, f32))
+        (x if bad == "x" else y)[-1][-1] = -float("inf")
+        found_inf = zero(device)
+        _core.C.axpby(x, y, out, 0.3, -1.7, found_inf, check)
+        return named(out=out, found_inf=[found_inf])
+
+    found = compare(run)
+    assert float(found["found_inf 0"]) == (check == -1 or (check == 0) == (bad == "x"))
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_unscale(compare, in_place):
+    def run(device):
+        grads = tensors(device, (f32, f16, bf16), offset=1)
+        out = grads if in_place else tensors(device, (f32,))
+        found_inf, inv_scale = zero(device), zero(device) + 1 / 1024
+        _core.C.unscale(grads, out, inv_scale, found_inf)
+        return named(out=out, found_inf=[found_inf])
+
+    compare(run)
+
+
+@pytest.mark.parametrize("magnitude", [1.0, 1e20, 1e38, 1e-30, 1e-38])
+def test_l2norm(compare, magnitude):
+    def run(device):
+        values = tensors(device, (f32, bf16))
+        for tensor in values[-3:]:
+            tensor *= magnitude
+        norm, norms = _core.C.l2norm(values, True)
+        return {"norm": norm, "norms": norms}
+
+    found = compare(run)
+    assert bool(found["norm"].isfinite())
+
+
+def test_update_scale(compare):
+    def run(device):
+        scale, growth, hysteresis = (
+            zero(device) + 65536,
+            zero(device, torch.int32),
+            zero(device, torch.int32) + 2,
+        )
+        history = []
+        for step in range(20):
+            flags = [zero(device), zero(device) + float(step % 7 < 3)]
+            _core.C.update_scale(
+                scale, growth, hysteresis, flags, 2.0, 0.5, 3, 16384.0, 131072.0, 2, True, True
+            )
+            history += [t.clone() for t in (scale, growth, hysteresis, *flags)]
+        return named(history=history)
+
+    compare(run)
+
+
+# ---- optimizers ----------------------------------------------------------------------------------
+
+
+def steps(optimizer, params, dtypes, count, bad=()):
+    """`count` steps on random gradients; in the steps of `bad` one of them is not finite."""
+    for step in range(count):
+        for i, param in enumerate(params):
+            if (i + step) % 5 == 4:
+                param.grad = None  # rows without a gradient keep their own step count
+                continue
+            grad = torch.randn(param.shape).to(dtypes[i])
+            if step in bad and i == len(params) // 2 and grad.numel():
+                grad.view(-1)[-1] = float("nan")
+            set_grad(param, grad.to(param.device))
+        optimizer.step()
+
+
+def optimize(name, dtypes, device, sizes=SIZES, count=5, bad=(), **options):
+    params, grad_dtypes = [], []
+    for i, size in enumerate(sizes):
+        grad_dtype, dtype = dtypes[i % len(dtypes)]
+        params.append(torch.randn(size).to(dtype).to(device).requires_grad_())
+        grad_dtypes.append(grad_dtype)
+    optimizer = make(name, params, **options)
+    steps(optimizer, params, grad_dtypes, count, bad)
+    return everything(optimizer)
+
+
+@pytest.mark.skipif(
+    not can_mix_dtypes(), reason="this torch ties a gradient's dtype to its parameter's"
+)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_on_every_dtype_mixture(compare, name):
+    compare(lambda device: optimize(name, DTYPES, device, master_weights=True, max_grad_norm=1.0))
+
+
+@pytest.mark.parametrize("master_weights", [False, True])
+@pytest.mark.parametrize("dtype", [f32, f16, bf16])
+@pytest.mark.parametrize("name", ["sgd-all", "adam-all", "adamw"])
+def test_optimizers(compare, name, dtype, master_weights):
+    compare(lambda device: optimize(name, [(dtype, dtype)], device, master_weights=master_weights))
+
+
+def test_skipped_steps(compare):
+    compare(
+        lambda device: optimize(
+            "adamw", [(bf16, bf16)], device, bad=(1, 3), master_weights=True, skip_nonfinite=True
+        )
+    )
+
+
+def test_many_tensors(compare):
+    sizes = [i % 37 for i in range(5000)]
+    compare(lambda device: optimize("adamw", [(bf16, bf16)], device, sizes, 2, master_weights=True))
+
+
+def test_accumulation_under_a_scale(compare):
+    def run(device):
+        params = [p.requires_grad_() for p in tensors(device, HALF)]
+        optimizer = torch.optim.SGD(params, lr=0.1, momentum=0.9)
+        optim.upgrade(optimizer, master_weights=True)
+        for step in range(3):
+            for loss in range(3):
+                optimizer.begin_backward()
+                for param in params:
+                    param.grad = torch.randn(param.shape).to(param.dtype).to(device)
+                optimizer.end_backward(zero(device) + 2.0 ** (loss + step), True)
+            optimizer.step()
+        return {**everything(optimizer), **named(model=params)}
+
+    compare(run)
+
+
+# ---- only a GPU ----------------------------------------------------------------------------------
+
+
+def gradients(count, shapes, dtype=bf16):
+    return [[torch.randn(shape).to(dtype) for shape in shapes] for _ in range(count)]
+
+
+SHAPES = [(1000,), (3,), (300, 70), (CHUNK + 1,)]
+
+
+def start(device):
+    torch.manual_seed(1)
+    params = [torch.randn(shape).to(bf16).to(device).requires_grad_() for shape in SHAPES]
+    return params, make("adamw", params, master_weights=True, max_grad_norm=1.0)
+
+
+def on_cpu(history):
+    """Where the given gradients, step after step, lead on the CPU."""
+    params, optimizer = start("cpu")
+    for grads in history:
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad.clone()
+        optimizer.step()
+    return snapshot(optimizer)
+
+
+@pytest.mark.gpu
+def test_new_gradient_addresses_behind_a_delayed_stream():
+    """The host is a hundred steps ahead; no upload may overwrite one that is still to be read."""
+    history = gradients(100, SHAPES)
+    params, optimizer = start("cuda")
+    on_device = [[grad.cuda() for grad in grads] for grads in history]
+    torch.cuda.synchronize()
+    torch.cuda._sleep(200_000_000)
+    for grads in on_device:
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad
+        optimizer.step()
+    assert_same_bits(snapshot(optimizer), on_cpu(history))
+
+
+@pytest.mark.gpu
+def test_steps_on_several_streams():
+    history = gradients(9, SHAPES)
+    params, optimizer = start("cuda")
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    previous = torch.cuda.current_stream()
+    for step, grads in enumerate(history):
+        stream = streams[step % 3]
+        stream.wait_stream(previous)
+        with torch.cuda.stream(stream):
+            for param, grad in zip(params, grads, strict=True):
+                param.grad = grad.cuda()
+            optimizer.step()
+        previous = stream
+    torch.cuda.synchronize()
+    assert_same_bits(snapshot(optimizer), on_cpu(history))
+
+
+@pytest.mark.gpu
+def test_capture_then_eager_steps_then_replay():
+    """A captured step reads its own gradients' addresses, whatever eager steps did since."""
+    history = gradients(8, SHAPES)
+    params, optimizer = start("cuda")
+    static = [grad.cuda() for grad in history[0]]
+
+    def eager(grads):
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad.cuda()
+        optimizer.step()
+
+    def point_at_static():
+        for param, grad in zip(params, static, strict=True):
+            param.grad = grad
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        eager(history[0])
+    torch.cuda.current_stream().wait_stream(stream)
+
+    graph = torch.cuda.CUDAGraph()
+    point_at_static()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    for step in range(1, 8):
+        if step % 2:
+            eager(history[step])
+        else:
+            for grad, new in zip(static, history[step], strict=True):
+                grad.copy_(new)
+            graph.replay()
+    assert_same_bits(snapshot(optimizer), on_cpu(history))
+
+
+@pytest.mark.gpu
+def test_no_wait_and_no_allocation_in_a_step():
+    params, optimizer = start("cuda")
+    for param in params:
+        param.grad = torch.randn_like(param)
+    for _ in range(3):
+        optimizer.step()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        torch.cuda._sleep(400_000_000)
+        optimizer.step()
+        assert not torch.cuda.current_stream().query(), "the host waited for the device"
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+    torch.cuda.synchronize()
+
+
+@pytest.mark.gpu
+def test_more_than_2_to_the_31_elements():
+    if torch.cuda.get_device_properties(0).total_memory < 20e9:
+        pytest.skip("needs 20 GB of GPU memory")
+    count = 2**31 + 4099
+    src = torch.ones(count, dtype=bf16, device="cuda")
+    src[-1] = 3
+    dst = torch.zeros_like(src)
+    found_inf = zero("cuda")
+    _core.C.scale([src], [dst], 2.0, found_inf)
+    norm, _ = _core.C.l2norm([dst], False)
+    assert float(found_inf) == 0
+    assert float(dst[-1]) == 6
+    assert bool((dst[:-1] == 2).all())
+    assert float(norm) == pytest.approx((4 * (count - 1) + 36) ** 0.5, rel=1e-6)
+    src[-1] = float("nan")
+    _core.C.scale([src], [dst], 2.0, found_inf)
+    assert float(found_inf) == 1
+
+
+@pytest.mark.gpu
+def test_another_device_than_the_current():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    with torch.cuda.device(0):
+        src = torch.randn(5000, device="cuda:1")
+        dst = torch.empty_like(src)
+        _core.C.scale([src], [dst], 2.0, None)
+    assert torch.equal(bits(dst), bits(src * 2))
