@@ -92,6 +92,9 @@ def test_steps_and_epochs_csv(short_run):
         last = [epoch for epoch in epochs if epoch["level"] == level][-1]
         assert last["test_accuracy"] == row["test_accuracy"]
         assert last["train_seconds"] == row["train_seconds"]
+        scales = [float(step["loss_scale"]) for step in of_level]
+        assert scales[0] == (65536 if level in ("O1", "O2") else 1)
+        assert scales[-1] / 2 <= float(row["final_loss_scale"]) <= scales[-1] * 2
     # The first loss is that of ten equal guesses or so, the same weights and images at every level.
     first = [float(step["train_loss"]) for step in steps if step["step"] == "1"]
     assert first == pytest.approx([first[0]] * 6, rel=0.01)

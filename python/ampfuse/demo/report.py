@@ -95,7 +95,7 @@ def _notes(runs: Sequence[Run], settings: Settings) -> Iterator[str]:
         yield f"* this GPU (sm_{major}{minor}) has no BF16 arithmetic: it is emulated, and slow."
     elif settings.device.type == "cpu":
         if levels & {"O1", "O2", "O3"}:
-            yield "FP16 on a CPU shows what FP16 does to training; it saves memory, seldom time."
+            yield "FP16 on a CPU shows what it does to training. What it gains takes a GPU to see."
         if levels & {"O4", "O5"} and not env.cpu_has_bf16():
             yield "This CPU announces no BF16 arithmetic: BF16 saves memory here, not time."
     if "O3" in levels:

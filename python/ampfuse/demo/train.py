@@ -82,7 +82,7 @@ def train(
                     scaled_loss.backward()
                 optimizer.step()
                 scheduler.step()
-                log.add(loss, optimizer)
+                log.add(loss, scaled_loss, optimizer)
                 on_step()
         epoch_seconds.append(clock.seconds)
         epoch_accuracies.append(_accuracy(model, digits))
@@ -115,7 +115,7 @@ def _build(
     )
     # Dynamic loss scales double after so many clean steps; the default, 2000, is for longer runs.
     model, optimizer = amp.initialize(
-        model, optimizer, opt_level=level, growth_interval=10, verbosity=0
+        model, optimizer, opt_level=level, growth_interval=25, verbosity=0
     )
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, settings.lr, total_steps=steps)
     return model, optimizer, scheduler
@@ -159,9 +159,9 @@ class StepLog:
         self.losses, self.loss_scales, self.skipped = torch.zeros(3, steps, device=device)
         self._step = 0
 
-    def add(self, loss: Tensor, optimizer: torch.optim.Optimizer) -> None:
+    def add(self, loss: Tensor, scaled_loss: Tensor, optimizer: torch.optim.Optimizer) -> None:
         self.losses[self._step] = loss.detach()
-        self.loss_scales[self._step] = optimizer.last_step.loss_scale
+        self.loss_scales[self._step] = scaled_loss.detach() / loss.detach()
         self.skipped[self._step] = optimizer.last_step.skipped
         self._step += 1
 
