@@ -36,8 +36,7 @@ struct ChunkLists {
   }
 };
 
-// --- types
-// --------------------------------------------------------------------------------------------------
+// --- types ---------------------------------------------------------------------------------------
 
 // The storage type of each list. Any mixture works by looking types up for every vector.
 struct AnyTypes {
@@ -91,8 +90,7 @@ HD void with_types(const ChunkLists& lists, unsigned used, const Run& run) {
   }
 }
 
-// --- loops
-// --------------------------------------------------------------------------------------------------
+// --- loops ---------------------------------------------------------------------------------------
 
 constexpr int kCacheLine = 64;
 
