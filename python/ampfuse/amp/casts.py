@@ -110,8 +110,8 @@ def _amp_class(original: type) -> type:
             return inner(*args, **kwargs)
         return _cast_forward(casts, self, inner, args, kwargs)
 
-    # torch.compile counts recompilations per code object, and gives up at eight: each class gets its
-    # own, as it would have without us.
+    # torch.compile counts recompilations per code object and gives up at eight: each class gets a
+    # code object of its own, as it would have without us.
     forward.__code__ = forward.__code__.replace()
 
     def body(namespace: dict[str, Any]) -> None:
