@@ -5,6 +5,8 @@
 // operation under autocast. In FP16 it computes in FP32, which is what CPU autocast does with a
 // GRU; the result is FP32 then. In any other type the operation goes on as it came.
 
+#ifndef AMPFUSE_EMULATE_CUDA  // that build shares a process with the real one: one registers
+
 #include <ATen/ATen.h>
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>
@@ -45,3 +47,5 @@ TORCH_LIBRARY_IMPL(aten, AutocastCPU, library) { library.impl("lstm.input", TORC
 
 }  // namespace
 }  // namespace ampfuse
+
+#endif
