@@ -1,0 +1,112 @@
+#!/usr/bin/env bash
+# Builds, tests and measures on a machine with an NVIDIA GPU, in one command:
+#
+#     benchmarks/gpu_gate.sh
+#
+# Everything it finds goes to ${OUT:-results/gpu}: machine.txt, one log per part, summary.txt, and
+# the CSV files of the benchmarks. A part that fails does not keep the others from running; the exit
+# status is the number of parts that failed.
+#
+# PYTHON   interpreter that has a CUDA build of torch, and pytest (python3). Nothing is installed there
+#          and nothing is downloaded: the build goes to BUILD.
+# BUILD    build folder (build/gpu), kept between runs
+# PARTS    which parts to run: "build core tests sanitize bench"
+set -uo pipefail
+cd "$(dirname "$0")/.."
+
+PYTHON=${PYTHON:-python3}
+OUT=$(mkdir -p "${OUT:-results/gpu}" && cd "${OUT:-results/gpu}" && pwd)
+BUILD=${BUILD:-build/gpu}
+PARTS=${PARTS:-build core tests sanitize bench}
+JOBS=$(nproc)
+failed=0
+: >"$OUT/summary.txt"
+
+# part NAME COMMAND...: runs it, keeps its output in NAME.log and one line in summary.txt.
+part() {
+  local name=$1 start=$SECONDS status=ok
+  shift
+  printf '\n=== %s\n' "$name"
+  "$@" 2>&1 | tee "$OUT/$name.log" | tail -n 40
+  if [ "${PIPESTATUS[0]}" -ne 0 ]; then
+    status=FAILED
+    failed=$((failed + 1))
+  fi
+  printf '%-22s %-7s %4d s\n' "$name" "$status" $((SECONDS - start)) | tee -a "$OUT/summary.txt"
+}
+
+wanted() { [[ " $PARTS " == *" $1 "* ]]; }
+
+machine() {
+  date -u +%FT%TZ
+  uname -srm
+  nvidia-smi --query-gpu=name,driver_version,memory.total,clocks.max.sm,clocks.max.mem --format=csv
+  nvcc --version | tail -n 2
+  "$PYTHON" -c 'import sys, torch; print("python", sys.version.split()[0]); print("torch", torch.__version__)
+p = torch.cuda.get_device_properties(0)
+print(p.name, f"sm_{p.major}{p.minor}", p.multi_processor_count, "multiprocessors", p.L2_cache_size >> 20, "MB L2")'
+  git rev-parse HEAD
+}
+
+build() {
+  cmake -S . -B "$BUILD" -DCMAKE_BUILD_TYPE=Release -DPython_EXECUTABLE="$(command -v "$PYTHON")" \
+    -DAMPFUSE_CUDA=ON -DAMPFUSE_CUDA_ARCHS="${AMPFUSE_CUDA_ARCHS:-native}" &&
+    cmake --build "$BUILD" -j "$JOBS" &&
+    rm -rf "$BUILD/site" && mkdir -p "$BUILD/site" &&
+    cmake --install "$BUILD" --prefix "$BUILD/site" &&
+    cp -r python/ampfuse/. "$BUILD/site/ampfuse/" -n
+}
+
+# The torch-free core and its tests, compiled by nvcc with the real runtime in place of the emulation.
+build_core() {
+  local flags=(-std=c++17 -O2 -fmad=false -arch=native -Xcompiler=-ffp-contract=off -Icsrc)
+  mkdir -p "$BUILD/core"
+  nvcc "${flags[@]}" -Xcompiler=-mavx2,-mfma,-mf16c -c csrc/cpu/kernels_avx2.cpp -o "$BUILD/core/avx2.o" &&
+    nvcc "${flags[@]}" -Xcompiler=-mavx512f,-mavx512bw,-mavx512dq,-mavx512vl,-mavx2,-mfma,-mf16c \
+      -c csrc/cpu/kernels_avx512.cpp -o "$BUILD/core/avx512.o" &&
+    nvcc "${flags[@]}" -lineinfo csrc/cuda/*.cu csrc/cpu/backend.cpp csrc/cpu/kernels_scalar.cpp \
+      tests/cpp/main.cpp tests/cpp/test_core.cpp "$BUILD"/core/avx*.o -o "$BUILD/core/test_core"
+}
+
+core() { build_core && "$BUILD/core/test_core"; }
+
+run_pytest() {
+  PYTHONPATH="$BUILD/site" "$PYTHON" -m pytest -p no:cacheprovider -q -m gpu "$@"
+}
+
+# The C++ tests are the subset: they touch every kernel at its seams and hold no framework's kernels.
+sanitize() {
+  local tool=$1
+  local options=(--tool "$tool" --error-exitcode 9)
+  [ "$tool" = memcheck ] && options+=(--leak-check full)
+  compute-sanitizer "${options[@]}" "$BUILD/core/test_core" "${@:2}"
+}
+
+part machine machine
+if wanted build; then part build build; fi
+if wanted core; then part core core; fi
+if wanted tests; then part tests run_pytest tests; fi
+if wanted sanitize; then
+  if ! command -v compute-sanitizer >/dev/null; then
+    echo "sanitize               SKIPPED compute-sanitizer is not installed" | tee -a "$OUT/summary.txt"
+  elif [ ! -x "$BUILD/core/test_core" ]; then
+    echo "sanitize               SKIPPED the core's tests were not built" | tee -a "$OUT/summary.txt"
+  else
+    part memcheck sanitize memcheck
+    # The next two are an order of magnitude slower: the tests with few blocks.
+    for name in steps norms non_finite unscaled; do
+      part "racecheck-$name" sanitize racecheck "$name"
+      part "initcheck-$name" sanitize initcheck "$name"
+    done
+  fi
+fi
+if wanted bench; then
+  for script in benchmarks/bench_*.py; do
+    [ -e "$script" ] || continue
+    part "$(basename "$script" .py)" env PYTHONPATH="$BUILD/site" "$PYTHON" "$script" --device cuda --out "$OUT"
+  done
+fi
+
+printf '\n'
+cat "$OUT/summary.txt"
+exit "$failed"
