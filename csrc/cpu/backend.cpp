@@ -1,4 +1,5 @@
-// The CPU backend: picks the instruction set, shares chunks out to threads, and does the per-table work.
+// The CPU backend: picks the instruction set, shares chunks out to threads, and does the per-table
+// work.
 #include "../backend.h"
 
 #include <algorithm>
@@ -14,11 +15,13 @@
 namespace ampfuse {
 namespace {
 
-// --- instruction set --------------------------------------------------------------------------------------
+// --- instruction set
+// --------------------------------------------------------------------------------------
 
 bool runs_avx2() {
 #if defined(__x86_64__)
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+         __builtin_cpu_supports("f16c");
 #else
   return false;
 #endif
@@ -39,8 +42,10 @@ const CpuKernels& choose_kernels() {
   AMPFUSE_CHECK(isa.empty() || isa == "scalar" || isa == "avx2" || isa == "avx512",
                 "AMPFUSE_CPU_ISA is '", isa, "'; set it to scalar, avx2 or avx512, or unset it");
   if (isa == "scalar") return kScalarKernels;
-  AMPFUSE_CHECK(isa != "avx2" || runs_avx2(), "AMPFUSE_CPU_ISA=avx2, but this CPU lacks AVX2, FMA or F16C");
-  AMPFUSE_CHECK(isa != "avx512" || runs_avx512(), "AMPFUSE_CPU_ISA=avx512, but this CPU lacks AVX-512 F, BW, DQ or VL");
+  AMPFUSE_CHECK(isa != "avx2" || runs_avx2(),
+                "AMPFUSE_CPU_ISA=avx2, but this CPU lacks AVX2, FMA or F16C");
+  AMPFUSE_CHECK(isa != "avx512" || runs_avx512(),
+                "AMPFUSE_CPU_ISA=avx512, but this CPU lacks AVX-512 F, BW, DQ or VL");
 #if defined(__x86_64__)
   if (runs_avx512() && isa != "avx2") return kAvx512Kernels;
   if (runs_avx2()) return kAvx2Kernels;
@@ -53,15 +58,20 @@ const CpuKernels& kernels() {
   return chosen;
 }
 
-// --- threads ----------------------------------------------------------------------------------------------
+// --- threads
+// ----------------------------------------------------------------------------------------------
 
-ParallelFor parallel_for = [](int64_t count, const std::function<void(int64_t, int64_t)>& body) { body(0, count); };
+ParallelFor parallel_for = [](int64_t count, const std::function<void(int64_t, int64_t)>& body) {
+  body(0, count);
+};
 int (*thread_count)() = [] { return 1; };
 
 // What a chunk costs beside its elements: measured against the elements of a small tensor.
 constexpr int64_t kChunkOverhead = 256;
 // Below this, waking a second thread costs more than it brings.
 constexpr int64_t kSerialCost = 32 * 1024;
+// Into how many pieces a thread's share is cut.
+constexpr int64_t kPiecesPerThread = 16;
 
 struct CpuCache : TableCache {
   std::vector<RowCoef> coefs;
@@ -89,29 +99,37 @@ TableView view_of(Table& table) {
   return view;
 }
 
-// body(begin, end) over all chunks, in one piece of equal cost per thread: tensors of any number and size share
-// out alike, and each thread walks memory forwards.
+// body(begin, end) over all chunks, in pieces of equal cost, so that tensors of any number and size
+// share out alike. A thread owns neighbouring pieces, the same in every step, and walks them
+// forwards; whoever is done early takes over what others have not begun.
 template <class Body>
 void for_chunks(Table& table, const Body& body) {
   const std::vector<int64_t>& cost = static_cast<CpuCache&>(*table.cache).cost;
   const int64_t chunks = int64_t(cost.size()) - 1;
   const int threads = cost.back() < kSerialCost ? 1 : thread_count();
+  const int64_t pieces = threads == 1 ? 1 : kPiecesPerThread;  // of each thread
   const auto boundary = [&](int64_t piece) {
-    if (piece == threads) return chunks;
-    const int64_t target = cost.back() / threads * piece;
-    return int64_t(std::lower_bound(cost.begin(), cost.end(), target) - cost.begin());
+    const int64_t target = int64_t(double(cost.back()) * double(piece) / double(threads * pieces));
+    return std::lower_bound(cost.begin(), cost.end(), target) - cost.begin();
   };
-  const auto pieces = [&](int64_t begin, int64_t end) {
+  std::vector<std::atomic<int64_t>> begun(threads);
+  const auto work = [&](int64_t begin, int64_t end) {
     const FloatMode standard;
-    for (int64_t piece = begin; piece < end; ++piece) {
-      const int64_t first = boundary(piece), last = boundary(piece + 1);
-      if (first < last) body(first, last);
+    for (int64_t thread = begin; thread < end; ++thread) {
+      for (int64_t k = 0; k < threads; ++k) {
+        const int64_t owner = (thread + k) % threads;
+        for (int64_t i; (i = begun[owner]++) < pieces;) {
+          const int64_t first = boundary(owner * pieces + i),
+                        last = boundary(owner * pieces + i + 1);
+          if (first < last) body(first, last);
+        }
+      }
     }
   };
   if (threads == 1) {
-    pieces(0, 1);
+    work(0, 1);
   } else {
-    parallel_for(threads, pieces);
+    parallel_for(threads, work);
   }
 }
 
@@ -122,7 +140,8 @@ class CpuBackend : public Backend {
     const float scale = args.scale ? *args.scale : 1.0f;
     const FloatMode standard;
     const float inv_scale = args.scale_is_inverse ? scale : float(1.0 / double(scale));
-    for_chunks(table, [&](int64_t begin, int64_t end) { kernels().inspect(view, inv_scale, begin, end); });
+    for_chunks(table,
+               [&](int64_t begin, int64_t end) { kernels().inspect(view, inv_scale, begin, end); });
     int32_t bad_row = -1;
     uint32_t bad_bits = 0;
     for (int64_t c = 0; c < view.chunk_count; ++c) {
@@ -143,15 +162,16 @@ class CpuBackend : public Backend {
     }
   }
 
-  void prepare(Table& table, StepState* state, const StepDecision& decision, float* steps, void*) override {
+  void prepare(Table& table, StepState* state, const StepDecision& decision, float* steps,
+               void*) override {
     const TableView view = view_of(table);
     const FloatMode standard;
     decide_step(*state, decision);
     for (int64_t row = 0; row < view.rows; ++row) {
       if (!view.has_gradient(row)) continue;
       // Neighbouring rows mostly share everything; then the powers are known already.
-      if (row > 0 && view.has_gradient(row - 1) && state->skip == 0 && steps[row] + 1 == steps[row - 1] &&
-          view.scaled[row] == view.scaled[row - 1] &&
+      if (row > 0 && view.has_gradient(row - 1) && state->skip == 0 &&
+          steps[row] + 1 == steps[row - 1] && view.scaled[row] == view.scaled[row - 1] &&
           std::memcmp(&view.hyper[row], &view.hyper[row - 1], sizeof(RowHyper)) == 0) {
         steps[row] = steps[row - 1];
         view.coefs[row] = view.coefs[row - 1];
@@ -164,7 +184,8 @@ class CpuBackend : public Backend {
   void update(Table& table, Algorithm algorithm, const StepState* state, void*) override {
     if (state->skip != 0) return;
     const TableView view = view_of(table);
-    for_chunks(table, [&](int64_t begin, int64_t end) { kernels().update(view, algorithm, begin, end); });
+    for_chunks(table,
+               [&](int64_t begin, int64_t end) { kernels().update(view, algorithm, begin, end); });
   }
 
   void map(Table& table, MapOp op, const MapArgs& args, void*) override {
@@ -178,8 +199,8 @@ class CpuBackend : public Backend {
     if (found_inf && args.found_inf) *args.found_inf = 1;
   }
 
-  void update_scale(const LossScale& rule, float* const* found_inf, int count, bool share, bool fixed,
-                    void*) override {
+  void update_scale(const LossScale& rule, float* const* found_inf, int count, bool share,
+                    bool fixed, void*) override {
     bool any = false;
     for (int i = 0; i < count; ++i) any = any || *found_inf[i] != 0;
     if (share && any) {
