@@ -39,13 +39,13 @@ wanted() { [[ " $PARTS " == *" $1 "* ]]; }
 
 machine() {
   date -u +%FT%TZ
+  git rev-parse HEAD
   uname -srm
   nvidia-smi --query-gpu=name,driver_version,memory.total,clocks.max.sm,clocks.max.mem --format=csv
   nvcc --version | tail -n 2
   "$PYTHON" -c 'import sys, torch; print("python", sys.version.split()[0]); print("torch", torch.__version__)
 p = torch.cuda.get_device_properties(0)
 print(p.name, f"sm_{p.major}{p.minor}", p.multi_processor_count, "multiprocessors", p.L2_cache_size >> 20, "MB L2")'
-  git rev-parse HEAD
 }
 
 build() {
