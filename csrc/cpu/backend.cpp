@@ -15,8 +15,7 @@
 namespace ampfuse {
 namespace {
 
-// --- instruction set
-// --------------------------------------------------------------------------------------
+// --- instruction set -----------------------------------------------------------------------------
 
 bool runs_avx2() {
 #if defined(__x86_64__)
@@ -58,8 +57,7 @@ const CpuKernels& kernels() {
   return chosen;
 }
 
-// --- threads
-// ----------------------------------------------------------------------------------------------
+// --- threads -------------------------------------------------------------------------------------
 
 ParallelFor parallel_for = [](int64_t count, const std::function<void(int64_t, int64_t)>& body) {
   body(0, count);
@@ -105,7 +103,6 @@ TableView view_of(Table& table) {
 template <class Body>
 void for_chunks(Table& table, const Body& body) {
   const std::vector<int64_t>& cost = static_cast<CpuCache&>(*table.cache).cost;
-  const int64_t chunks = int64_t(cost.size()) - 1;
   const int threads = cost.back() < kSerialCost ? 1 : thread_count();
   const int64_t pieces = threads == 1 ? 1 : kPiecesPerThread;  // of each thread
   const auto boundary = [&](int64_t piece) {
