@@ -1,5 +1,6 @@
 # make demo    trains a small network at O0 to O5 and prints the table
 # make test    runs the tests
+# make bench   measures the optimizer step: eight minutes, on a machine that does nothing else
 #
 # Each does all its own set-up: a virtual environment in .venv, torch, the build. A second call does
 # only what changed. To use an environment that has torch already, name its interpreter:
@@ -8,9 +9,9 @@
 #
 # Nothing but ampfuse and the packages of its extras is installed there, and torch is not touched.
 #
-# Further variables: DEMO_ARGS, TEST_ARGS; BASE_PYTHON makes .venv (python3); TORCH is what pip
-# installs there, and TORCH_INDEX where from (https://download.pytorch.org/whl/cpu has CPU builds);
-# AMPFUSE_CUDA and AMPFUSE_CUDA_ARCHS as in the README.
+# Further variables: DEMO_ARGS, TEST_ARGS, BENCH_ARGS; BASE_PYTHON makes .venv (python3); TORCH is
+# what pip installs there, and TORCH_INDEX where from (https://download.pytorch.org/whl/cpu has CPU
+# builds); AMPFUSE_CUDA and AMPFUSE_CUDA_ARCHS as in the README.
 
 .DELETE_ON_ERROR:
 .PHONY: demo test bench lint format clean help
@@ -50,7 +51,9 @@ test: $(STAMPS)/test
 	$(PY) -m pytest $(TEST_ARGS)
 
 bench: $(STAMPS)/demo
-	for script in benchmarks/bench_*.py; do $(PY) $$script || exit 1; done
+	$(PY) benchmarks/step.py $(BENCH_ARGS)
+	$(PY) benchmarks/plot.py
+	$(PY) benchmarks/table.py
 
 CXX_FILES = git ls-files '*.h' '*.cpp' '*.cu' '*.cuh'
 

@@ -1,0 +1,126 @@
+"""What the machine can do at best, for :mod:`step` to divide by.
+
+A step that moves its data once takes, per parameter, the bytes of the update at the bandwidth of an
+in-place update, and the bytes of the inspection at the bandwidth of reading; or the time of its
+arithmetic, where that is longer. All three are measured here, on arrays of the step's total size.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shlex
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+_L1_ELEMENTS = 2048  # times 16 bytes per parameter: 32 KB
+
+
+def step_limit(
+    device: torch.device, total_bytes: int, params: int, update_bytes: int, inspect_bytes: int
+) -> Callable[[], float]:
+    """A function that measures the limit of a step now, in milliseconds.
+
+    Arguments:
+        total_bytes: of all that the step touches, the size of the arrays measured on.
+        params: how many parameters are stepped.
+        update_bytes, inspect_bytes: read and written per parameter in the update, and read in the
+            inspection before it.
+    """
+    machine = _Cuda(device, total_bytes) if device.type == "cuda" else _Cpu(total_bytes)
+
+    def limit() -> float:
+        update = params * update_bytes * machine.update_seconds_per_byte()
+        inspect = params * inspect_bytes * machine.read_seconds_per_byte()
+        return max(update + inspect, params * machine.arithmetic_seconds_per_param()) * 1e3
+
+    return limit
+
+
+class _Cpu:
+    """Loops of ``limits.cpp``, on as many threads as torch uses."""
+
+    def __init__(self, total_bytes: int) -> None:
+        self._library = _compile()
+        self._array = torch.zeros(total_bytes // 4).add_(1)  # touched: pages exist
+        self._threads = torch.get_num_threads()
+        self._pool = ThreadPoolExecutor(self._threads)
+        self._small = [[torch.zeros(_L1_ELEMENTS) for _ in range(5)] for _ in range(self._threads)]
+
+    def _seconds(self, call: Callable[[int], object]) -> float:
+        start = time.perf_counter()
+        list(self._pool.map(call, range(self._threads)))
+        return time.perf_counter() - start
+
+    def _share(self, thread: int) -> tuple[ctypes.c_void_p, ctypes.c_int64]:
+        count = self._array.numel() // self._threads
+        address = self._array.data_ptr() + 4 * count * thread
+        return ctypes.c_void_p(address), ctypes.c_int64(count)
+
+    def update_seconds_per_byte(self) -> float:
+        # One array, or four walked side by side as a step does: whichever the machine likes best.
+        seconds = min(self._update_seconds(streams) for streams in (1, 4))
+        return seconds / (8 * self._array.numel())
+
+    def _update_seconds(self, streams: int) -> float:
+        return self._seconds(
+            lambda thread: self._library.update_in_place(
+                *self._share(thread), ctypes.c_int64(streams)
+            )
+        )
+
+    def read_seconds_per_byte(self) -> float:
+        seconds = self._seconds(lambda thread: self._library.read(*self._share(thread)))
+        return seconds / (4 * self._array.numel())
+
+    def arithmetic_seconds_per_param(self, repeats: int = 1000) -> float:
+        def work(thread: int) -> None:
+            arrays = (ctypes.c_void_p(a.data_ptr()) for a in self._small[thread])
+            self._library.adamw_arithmetic(
+                *arrays, ctypes.c_int64(_L1_ELEMENTS), ctypes.c_int64(repeats)
+            )
+
+        return self._seconds(work) / (repeats * _L1_ELEMENTS * self._threads)
+
+
+class _Cuda:
+    """torch's in-place update and sum, which reach a GPU's bandwidth; arithmetic is no limit."""
+
+    def __init__(self, device: torch.device, total_bytes: int) -> None:
+        self._array = torch.zeros(total_bytes // 4, device=device)
+
+    def _seconds(self, call: Callable[[], object]) -> float:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3
+
+    def update_seconds_per_byte(self) -> float:
+        return self._seconds(lambda: self._array.add_(1)) / (8 * self._array.numel())
+
+    def read_seconds_per_byte(self) -> float:
+        return self._seconds(lambda: self._array.sum()) / (4 * self._array.numel())
+
+    def arithmetic_seconds_per_param(self) -> float:
+        return 0.0
+
+
+def _compile() -> ctypes.CDLL:
+    """``limits.cpp`` with all that this machine's instruction set has."""
+    source = Path(__file__).with_suffix(".cpp")
+    compiler = shlex.split(os.environ.get("CXX", "c++"))
+    flags = ["-O3", "-march=native", "-fno-math-errno", "-shared", "-fPIC"]
+    if "512" in torch.backends.cpu.get_cpu_capability():
+        flags.append("-mprefer-vector-width=512")
+    with tempfile.TemporaryDirectory() as folder:
+        library = Path(folder, "limits.so")
+        subprocess.run([*compiler, *flags, str(source), "-o", str(library)], check=True)
+        return ctypes.CDLL(str(library))
