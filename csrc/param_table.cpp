@@ -85,17 +85,19 @@ torch::Tensor ParamTable::steps() {
   return steps_;
 }
 
-void ParamTable::set_states(int64_t index, const std::vector<std::optional<torch::Tensor>>& states) {
+void ParamTable::set_states(int64_t index, const std::optional<std::vector<std::optional<torch::Tensor>>>& states) {
   Row& row = rows_.at(index);
-  TORCH_CHECK_VALUE(states.size() <= 3, "a row has at most three states");
-  row.has_states = true;
+  row.has_states = states.has_value();
+  const size_t count = states ? states->size() : 0;
+  TORCH_CHECK_VALUE(count <= 3, "a row has at most three states");
   for (size_t i = 0; i < 3; ++i) {
-    row.states[i] = i < states.size() && states[i] ? *states[i] : torch::Tensor();
-    if (!row.states[i].defined()) continue;
-    TORCH_CHECK(row.states[i].scalar_type() == torch::kFloat32 && row.states[i].strides() == row.param.strides() &&
-                    row.states[i].sizes() == row.param.sizes() && row.states[i].device() == device_,
+    const torch::Tensor state = i < count && (*states)[i] ? *(*states)[i] : torch::Tensor();
+    TORCH_CHECK(!state.defined() ||
+                    (state.scalar_type() == torch::kFloat32 && state.strides() == row.param.strides() &&
+                     state.sizes() == row.param.sizes() && state.device() == device_),
                 "state ", i, " of ", row.name, " has to be float32, on ", device_, " and laid out as the parameter");
-    set(kState0 + int(i), index, row.states[i]);
+    row.states[i] = state;
+    set(kState0 + int(i), index, state);
   }
 }
 
@@ -104,7 +106,7 @@ void ParamTable::set_hyper(int64_t begin, int64_t end, double lr, std::optional<
                            double eps, bool maximize, bool nesterov, bool decoupled) {
   RowHyper hyper{};
   hyper.lr = lr;
-  hyper.lr_tensor = float_pointer(lr_tensor, "lr");
+  hyper.lr_tensor = float_pointer(lr_tensor, "lr", device_);
   hyper.weight_decay = weight_decay;
   hyper.momentum = momentum;
   hyper.dampening = dampening;
@@ -130,8 +132,10 @@ Table& ParamTable::table() {
 }
 
 void ParamTable::set(int list, int64_t row, const torch::Tensor& tensor) {
+  static char no_elements;  // null would say that the row has no such list, and so no gradient
   if (tensor.defined()) {
-    table().set(list, row, tensor.data_ptr(), dtype_of(tensor, rows_[row].name));
+    void* data = tensor.numel() > 0 ? tensor.data_ptr() : &no_elements;
+    table().set(list, row, data, dtype_of(tensor, rows_[row].name));
   } else {
     table().set(list, row, nullptr, DType::kNone);
   }
@@ -465,7 +469,8 @@ std::vector<int64_t> ParamTable::collect(const std::optional<torch::Tensor>& sca
     const bool has_gradient = row.grad.defined() || row.accumulated.defined();
     if (has_gradient && algorithm_ != Algorithm::kNone && !row.has_states) stateless.push_back(i);
   }
-  collected_scale_ = any_pending ? pending_scale_ : scale ? *scale : none;
+  // After scale_loss the step belongs to its scale, also where every gradient is unscaled by now.
+  collected_scale_ = any_pending || (unread_ && !scale) ? pending_scale_ : scale ? *scale : none;
   return stateless;
 }
 
@@ -490,7 +495,7 @@ void ParamTable::decide(const std::optional<torch::Tensor>& found_inf, double ma
   if (max_norm > 0 || (inspect && !gradients_unchanged())) measure();
   StepDecision decision;
   decision.loss_scale = collected_scale_.defined() ? collected_scale_.data_ptr<float>() : nullptr;
-  decision.found_inf = float_pointer(found_inf, "found_inf");
+  decision.found_inf = float_pointer(found_inf, "found_inf", device_);
   decision.max_norm = max_norm;
   decision.norm_known = norm_known_ && gradients_unchanged();
   decision.skip_nonfinite = skip_nonfinite;

@@ -34,8 +34,8 @@ class ParamTable {
   torch::Tensor param(int64_t row) const { return rows_.at(row).param; }
   std::optional<torch::Tensor> model(int64_t row) const;
 
-  // States in the order of the core's kState0..2; FP32, laid out as the parameter.
-  void set_states(int64_t row, const std::vector<std::optional<torch::Tensor>>& states);
+  // States in the order of the core's kState0..2; FP32, laid out as the parameter. Nothing: the row has none yet.
+  void set_states(int64_t row, const std::optional<std::vector<std::optional<torch::Tensor>>>& states);
   torch::Tensor steps();  // float32 [rows], device
 
   void set_hyper(int64_t begin, int64_t end, double lr, std::optional<torch::Tensor> lr_tensor, double weight_decay,

@@ -7,6 +7,7 @@ extension's ``ParamTable``; csrc/param_table.h says where they are at which time
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -104,9 +105,10 @@ class AmpOptimizer(torch.optim.Optimizer):
         params = list(self._params())
         if self._table is not None:
             known = self._row_params
-            if len(known) == len(params) and all(map(_same, known, params)):
+            unchanged = all(map(operator.is_, known, params))
+            if unchanged and len(known) == len(params):
                 return self._table
-            if not all(map(_same, known, params)):  # somebody reordered or replaced parameters
+            if not unchanged or len(known) > len(params):  # replaced, reordered or taken out
                 self._table.refresh_masters()
                 self._forget_rows()
         if self._table is None:
@@ -282,14 +284,19 @@ class AmpOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, plus ``master_param`` (float32) for each parameter that has a master."""
+        self._follow_edits()
         state_dict = super().state_dict()
         for i, param in enumerate(self._params()):
             if isinstance(param, MasterParameter):
-                if self._table is not None:
-                    self._table.refresh_masters()
                 state = dict(state_dict["state"].get(i, {}))
                 state_dict["state"][i] = {**state, "master_param": param.detach()}
         return state_dict
+
+    @torch.no_grad()
+    def _follow_edits(self) -> None:
+        """Before masters are saved or copied: what was edited in the model since is in them."""
+        if self._table is not None or any("master_param" in s for s in self.state.values()):
+            self._sync_rows().refresh_masters()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, without rounding FP32 state to a half parameter's type.
@@ -326,6 +333,9 @@ class AmpOptimizer(torch.optim.Optimizer):
                         state[param][key] = exact
                     if key == "master_param":
                         self._restore_master(param, state[param], exact)
+            held = self._table is not None and "master_param" in self.state.get(param, {})
+            if held and "master_param" not in state[param]:  # the weight is all that was saved
+                self._restore_master(param, state[param], param.detach().to(torch.float32))
 
     def _restore_master(self, param: Tensor, state: dict[str, Any], master: Tensor) -> None:
         state.pop("master_param", None)
@@ -346,14 +356,11 @@ class AmpOptimizer(torch.optim.Optimizer):
             state.pop("_model_version", None)
 
     def __getstate__(self) -> dict[str, Any]:
+        self._follow_edits()
         state = super().__getstate__()
         options = {key: self.__dict__[key] for key in _OPTIONS if key in self.__dict__}
         options.pop("_names", None)  # keyed by the identity of parameters, which a copy has not
         return {**state, **options}
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    return a is b
 
 
 def _mastered(param: Tensor) -> Tensor:

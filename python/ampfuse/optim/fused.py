@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ class FusedOptimizer(AmpOptimizer):
     _step_supports_amp_scaling = True
 
     _hyper_sent: list[Any]
+    _bound: tuple[Any, ...]
 
     def _configure(
         self, master_weights: bool, max_grad_norm: float | None, skip_nonfinite: bool
@@ -85,11 +87,14 @@ class FusedOptimizer(AmpOptimizer):
             with torch.enable_grad():
                 loss = closure()
         table = self._sync_rows()
-        if not self._states_bound:
+        if not self._states_bound or self._bound != self._bindings():
             self._bind_states()
         self._send_hyper()
-        for row in table.collect(self.__dict__.get("grad_scale")):
+        stateless = table.collect(self.__dict__.get("grad_scale"))
+        for row in stateless:
             self._init_state(row)
+        if stateless:
+            self._bound = self._bindings()
         max_norm, self._clip_once = self._clip_once or self.max_grad_norm or 0.0, None
         table.update(**self._verdict(max_norm))
         if torch.is_autocast_enabled(self._row_params[0].device.type):
@@ -120,16 +125,11 @@ class FusedOptimizer(AmpOptimizer):
                 on_device = lr.device == device and lr.dtype == torch.float32
                 hyper["lr_tensor"] = lr if on_device else None
                 hyper["lr"] = 0.0 if on_device else float(lr)
-            names = self._state_names(group)
             sent = self._hyper_sent[i] if i < len(self._hyper_sent) else None
             if sent is None or sent[:2] != (row, end) or not _equal(sent[2], hyper):
                 self._table.set_hyper(row, end, **hyper)
                 del self._hyper_sent[i:]
-                self._hyper_sent.append((row, end, hyper, names))
-                if sent is not None and sent[3] != names:  # momentum or amsgrad switched on or off
-                    for j in range(row, end):
-                        if self.state.get(self._row_params[j]):
-                            self._init_state(j)
+                self._hyper_sent.append((row, end, hyper))
             row = end
 
     def _group_of(self, row: int) -> dict[str, Any]:
@@ -162,8 +162,16 @@ class FusedOptimizer(AmpOptimizer):
         """The step count of a state that was loaded or copied; 0 for a fresh one."""
         return state.get("step", 0)
 
+    def _bindings(self) -> tuple[Any, ...]:
+        """What `_bind_states` depends on: every state object, and which states the groups need.
+
+        It changes when somebody clears or exchanges states, or switches momentum or amsgrad on.
+        """
+        states = chain.from_iterable(map(dict.values, self.state.values()))
+        return list(map(id, states)), [self._state_names(group) for group in self.param_groups]
+
     def _bind_states(self) -> None:
-        """After a load, a copy or new rows: the table takes over what ``self.state`` holds."""
+        """After a load, a copy, an edit or new rows: the table takes over ``self.state``."""
         self._hyper_sent = []
         steps = self._table.steps()
         counts = []
@@ -177,6 +185,9 @@ class FusedOptimizer(AmpOptimizer):
             state = self.state.get(param, {})
             if "step" in state or any(name in state for name in names):
                 self._init_state(row)
+            else:
+                self._table.set_states(row, None)  # made at the row's next gradient
+        self._bound = self._bindings()
         self._states_bound = True
 
 
