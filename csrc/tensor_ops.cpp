@@ -50,9 +50,10 @@ void bump_versions(const TensorList& tensors) {
 void map(const std::vector<NamedList>& lists, MapOp op, MapArgs args, const std::optional<torch::Tensor>& found_inf) {
   Table table = make_table(lists);
   if (lists[0].tensors.empty()) return;
-  args.found_inf = float_pointer(found_inf, "found_inf");
+  const torch::Device device = lists[0].tensors[0].device();
+  args.found_inf = float_pointer(found_inf, "found_inf", device);
   {
-    const DeviceScope scope(lists[0].tensors[0].device());
+    const DeviceScope scope(device);
     const pybind11::gil_scoped_release release;
     scope.backend().map(table, op, args, scope.stream());
   }
@@ -84,12 +85,13 @@ void unscale(const TensorList& grads, const TensorList& out, const torch::Tensor
   Table table = make_table({{"grads", grads, kGrad, false}, {"out", out, kGradOut, true}});
   if (grads.empty()) return;
   for (int64_t row = 0; row < table.rows(); ++row) table.set_scaled(row, true);
+  const torch::Device device = grads[0].device();
   InspectArgs args;
-  args.scale = float_pointer(inv_scale, "inv_scale");
+  args.scale = float_pointer(inv_scale, "inv_scale", device);
   args.scale_is_inverse = true;
-  args.found_inf = float_pointer(found_inf, "found_inf");
+  args.found_inf = float_pointer(found_inf, "found_inf", device);
   {
-    const DeviceScope scope(grads[0].device());
+    const DeviceScope scope(device);
     const pybind11::gil_scoped_release release;
     scope.backend().inspect(table, args, scope.stream());
   }
@@ -117,7 +119,7 @@ void update_scale(const torch::Tensor& scale, const torch::Tensor& growth_tracke
                   double backoff_factor, int64_t growth_interval, double min_scale, double max_scale,
                   int64_t hysteresis, bool share, bool dynamic) {
   LossScale rule;
-  rule.scale = float_pointer(scale, "scale");
+  rule.scale = float_pointer(scale, "scale", scale.device());
   rule.growth_tracker = growth_tracker.data_ptr<int32_t>();
   rule.hysteresis_tracker = hysteresis_tracker.data_ptr<int32_t>();
   rule.growth_factor = growth_factor;
@@ -128,9 +130,7 @@ void update_scale(const torch::Tensor& scale, const torch::Tensor& growth_tracke
   rule.hysteresis = int32_t(hysteresis);
   std::vector<float*> flags;
   for (const torch::Tensor& found_inf : found_infs) {
-    TORCH_CHECK_VALUE(found_inf.device() == scale.device(), "a found_inf is on ", found_inf.device(),
-                      " and the scale on ", scale.device(), "; move the flag to the scale's device");
-    flags.push_back(float_pointer(found_inf, "found_inf"));
+    flags.push_back(float_pointer(found_inf, "found_inf", scale.device()));
   }
   const DeviceScope scope(scale.device());
   scope.backend().update_scale(rule, flags.data(), int(flags.size()), share, !dynamic, scope.stream());

@@ -56,11 +56,14 @@ class DeviceScope {
 // Elements fill their storage without gaps or overlap, in whatever order: what kernels walk.
 inline bool is_dense(const torch::Tensor& tensor) { return tensor.is_non_overlapping_and_dense(); }
 
-inline float* float_pointer(const std::optional<torch::Tensor>& tensor, const char* what) {
+// The data of a one-element float32 tensor that a kernel on `device` reads or writes; null if there is none.
+inline float* float_pointer(const std::optional<torch::Tensor>& tensor, const char* what, torch::Device device) {
   if (!tensor || !tensor->defined()) return nullptr;
   TORCH_CHECK_TYPE(tensor->scalar_type() == torch::kFloat32, what, " is ", tensor->scalar_type(),
                    "; it has to be a float32 tensor");
   TORCH_CHECK_VALUE(tensor->numel() >= 1, what, " is empty; it has to hold one element");
+  TORCH_CHECK_VALUE(tensor->device() == device, what, " is on ", tensor->device(), " and the tensors on ", device,
+                    "; it has to be where they are");
   return tensor->data_ptr<float>();
 }
 
