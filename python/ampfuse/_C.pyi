@@ -1,0 +1,211 @@
+"""ampfuse's compiled core (csrc/bindings.cpp). Python code reaches it as ``ampfuse._core.C``.
+
+Lists of tensors: strided and dense, on one device, float32, float16 or bfloat16 in any mixture;
+``ampfuse.ops`` has the public functions and says more. Nothing here waits for the device.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+# --- what was built, what runs ---
+
+def cuda_built() -> bool:
+    """Whether the CUDA kernels were built."""
+
+def cuda_archs() -> list[str]:
+    """The architectures they were built for."""
+
+def cpu_isa() -> str:
+    """The instruction set the CPU kernels run on: scalar, avx2, avx512 or neon.
+
+    ``AMPFUSE_CPU_ISA`` forces one, in the environment before the first use.
+    """
+
+def torch_version() -> str:
+    """The torch this was built for."""
+
+def half_conv_enabled() -> bool:
+    """Whether FP16 convolutions on the CPU compute in FP32."""
+
+def set_half_conv_enabled(enabled: bool) -> None:
+    """Switch that, for the process."""
+
+# --- operations on lists of tensors ---
+
+def scale(
+    src: Sequence[Tensor], dst: Sequence[Tensor], scale: float, found_inf: Tensor | None = None
+) -> None:
+    """dst = src * scale, one rounding. Sets found_inf where src is not finite."""
+
+def axpby(
+    x: Sequence[Tensor],
+    y: Sequence[Tensor],
+    out: Sequence[Tensor],
+    a: float,
+    b: float,
+    found_inf: Tensor | None = None,
+    check: int = -1,
+) -> None:
+    """out = a * x + b * y. Sets found_inf where x (0), y (1) or either (-1) is not finite."""
+
+def copy(src: Sequence[Tensor], dst: Sequence[Tensor]) -> None:
+    """dst = src, cast."""
+
+def unscale(
+    grads: Sequence[Tensor],
+    out: Sequence[Tensor],
+    inv_scale: Tensor,
+    found_inf: Tensor | None = None,
+) -> None:
+    """out = grads * inv_scale; out may be grads. Sets found_inf where a result is not finite."""
+
+def l2norm(tensors: Sequence[Tensor], per_tensor: bool = False) -> tuple[Tensor, Tensor]:
+    """(norm over all, norm of each or an empty tensor), float32."""
+
+def update_scale(
+    scale: Tensor,
+    growth_tracker: Tensor,
+    hysteresis_tracker: Tensor,
+    found_infs: Sequence[Tensor],
+    growth_factor: float,
+    backoff_factor: float,
+    growth_interval: int,
+    min_scale: float,
+    max_scale: float,
+    hysteresis: int,
+    share: bool,
+    dynamic: bool = True,
+) -> None:
+    """Applies the loss-scale rule to the OR of found_infs; with share every flag then holds it.
+
+    `scale` and the flags are float32, the trackers int32, each one element. An overflow resets
+    `growth_tracker` and, when it is the `hysteresis`-th, multiplies the scale by `backoff_factor`;
+    `growth_interval` clean calls in a row multiply it by `growth_factor`, within the limits. With
+    ``dynamic=False`` the scale stays.
+    """
+
+# --- the rows of an optimizer ---
+
+class ParamTable:
+    """The rows of one optimizer; see param_table.h.
+
+    A row is a parameter with its half model weight, if it is a master, its gradients, states and
+    step count. The table finds and checks gradients and runs the fused step over all rows.
+    """
+
+    def __init__(self, algorithm: str, device: torch.device) -> None:
+        """`algorithm`: "sgd", "adam" (also AdamW) or "none", which keeps gradients only."""
+
+    def add_row(
+        self, param: Tensor, model: Tensor | None, name: str, model_version: int = 0
+    ) -> int:
+        """Appends a row and returns its index.
+
+        `model` is the half weight beside the FP32 master `param`; `model_version` the version of it
+        that the master has followed. RuntimeError or TypeError, naming the row, for tensors that
+        the kernels cannot walk.
+        """
+
+    def __len__(self) -> int: ...
+    def param(self, row: int) -> Tensor: ...
+    def model(self, row: int) -> Tensor | None: ...
+    def name(self, row: int) -> str: ...
+    def set_states(self, row: int, states: Sequence[Tensor | None] | None) -> None:
+        """At most three FP32 tensors, laid out as the parameter, in the kernel's order.
+
+        None: the row has no states yet, and `collect` says so when it has a gradient.
+        """
+
+    def steps(self) -> Tensor:
+        """The step counts: float32, shape (rows,), on the device; rows' counts are views of it."""
+
+    def set_hyper(
+        self,
+        begin: int,
+        end: int,
+        *,
+        lr: float,
+        lr_tensor: Tensor | None = None,
+        weight_decay: float = 0.0,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        beta1: float = 0.0,
+        beta2: float = 0.0,
+        eps: float = 0.0,
+        maximize: bool = False,
+        nesterov: bool = False,
+        decoupled: bool = False,
+    ) -> None:
+        """Hyper-parameters of rows begin..end. `lr_tensor` (float32, device) replaces `lr`."""
+
+    def accept_model_weights(self) -> None:
+        """The model weights are what the masters round to, now."""
+
+    def refresh_masters(self, all: bool = False) -> None:
+        """Masters take the elements that somebody edited in the model since our last write.
+
+        An edit is seen by the weight's version and memory; `all` looks for it in every weight.
+        """
+
+    def publish_masters(self) -> None:
+        """Model weights = masters, rounded."""
+
+    def begin_backward(self) -> None:
+        """Put earlier gradients away, so that a backward pass brings new ones only."""
+
+    def end_backward(self, scale: Tensor, check: bool) -> None:
+        """Take in a pass whose gradients carry `scale`; with `check`, inspect it."""
+
+    def mark_backward(self, scale: Tensor) -> None:
+        """Take in a pass, but leave its gradients scaled."""
+
+    def cancel_backward(self) -> None:
+        """Drop what a failed pass left."""
+
+    def materialize(self) -> None:
+        """Put FP32 unscaled gradients into the masters' ``.grad``."""
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Drop all gradients, or fill them with zeros."""
+
+    def collect(self, scale: Tensor | None) -> list[int]:
+        """Find and check the gradients of a step; the rows that have one but no state yet.
+
+        `scale` is what gradients outside scale_loss carry. Nothing has changed when this raises.
+        """
+
+    def measure(self) -> None:
+        """Inspect the collected gradients, unless that was done already."""
+
+    def update(
+        self,
+        *,
+        found_inf: Tensor | None,
+        max_norm: float,
+        inspect: bool,
+        skip_nonfinite: bool,
+    ) -> None:
+        """The step over what `collect` found: decide, and unless that says skip, update."""
+
+    def decide(
+        self,
+        *,
+        found_inf: Tensor | None,
+        max_norm: float,
+        inspect: bool,
+        skip_nonfinite: bool,
+    ) -> None:
+        """Decide without an update, for an optimizer that steps by itself."""
+
+    def finish_step(self) -> None:
+        """The gradients are spent."""
+
+    def has_gradient(self, row: int) -> bool: ...
+    @property
+    def materialized(self) -> bool:
+        """Whether masters' ``.grad`` holds the gradients."""
+
+    def state_field(self, name: str) -> Tensor:
+        """A 0-dim view of a field of the step's state on the device; ValueError: no such field."""

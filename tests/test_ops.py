@@ -1,0 +1,257 @@
+"""ampfuse.ops against the same operation in float64, over lists of any sizes and dtypes."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import reference
+from ampfuse import ops
+from cases import bf16, f16, f32, f64, same_bits
+
+inf, nan = math.inf, math.nan
+HALF_ULP = {f32: 2**-24, f16: 2**-11, bf16: 2**-8}
+SMALLEST = {f32: 2**-149, f16: 2**-24, bf16: 2**-133}
+
+dtypes = st.sampled_from([f32, f16, bf16])
+# Sizes around vectors and tiles, and around a chunk (2^15).
+sizes = st.one_of(st.integers(0, 60), st.sampled_from([2047, 2049, 32767, 32768, 32769]))
+factors = st.floats(-1e3, 1e3, width=32)
+
+
+@st.composite
+def lists(draw, names):
+    """{name: list}, the same shapes in all of them, dtypes and alignments at will."""
+    shapes = draw(st.lists(sizes, max_size=6))
+    torch.manual_seed(draw(st.integers(0, 99)))
+    made = {}
+    for name in names:
+        made[name] = []
+        for size in shapes:
+            offset = draw(st.integers(0, 3))
+            made[name].append(torch.randn(size + offset).to(draw(dtypes))[offset:])
+    return made
+
+
+def assert_rounded(found, exact, more=0.0):
+    """`found` is `exact` (float64) after one rounding to its dtype, `more` ulps of FP32 before."""
+    error = (found.to(f64) - exact).abs()
+    allowed = exact.abs() * (HALF_ULP[found.dtype] + more * 2**-24) + SMALLEST[found.dtype]
+    overflow = exact.abs() > torch.finfo(found.dtype).max
+    assert bool(((error <= allowed) | (overflow & found.isinf())).all())
+
+
+@given(lists(["src", "dst"]), factors)
+def test_scale(made, factor):
+    ops.scale(made["src"], made["dst"], factor)
+    for src, dst in zip(made["src"], made["dst"], strict=True):
+        assert_rounded(dst, src.to(f64) * factor, more=1)
+
+
+@given(lists(["x", "y", "out"]), factors, factors)
+def test_axpby(made, a, b):
+    ops.axpby(made["x"], made["y"], made["out"], a, b)
+    for x, y, out in zip(*made.values(), strict=True):
+        # b * y is rounded before the fused multiply-add, so the error is relative to the terms.
+        terms = (x.to(f64) * a).abs() + (y.to(f64) * b).abs()
+        exact = x.to(f64) * a + y.to(f64) * b
+        allowed = exact.abs() * HALF_ULP[out.dtype] + terms * 2**-23 + SMALLEST[out.dtype]
+        assert bool(((out.to(f64) - exact).abs() <= allowed).all())
+
+
+@given(lists(["src", "dst"]))
+def test_copy_is_a_cast(made):
+    ops.copy(made["src"], made["dst"])
+    for src, dst in zip(made["src"], made["dst"], strict=True):
+        assert same_bits(dst, src.to(dst.dtype))
+
+
+@given(lists(["grads", "out"]), st.sampled_from([1.0, 2.0**16, 3.0, 1e-3]))
+def test_unscale(made, scale):
+    inv_scale, found_inf = torch.tensor(1 / scale), torch.zeros(())
+    ops.unscale(made["grads"], made["out"], inv_scale, found_inf)
+    for grad, out in zip(made["grads"], made["out"], strict=True):
+        assert_rounded(out, grad.to(f64) * float(inv_scale), more=1)
+    assert found_inf == 0
+
+
+def test_unscaled_gradients_of_1e_7_survive(device):
+    grads = [torch.full((9,), 1e-7 * 2**16, dtype=f16, device=device)]
+    out = [torch.empty(9, device=device)]
+    ops.unscale(grads, out, torch.tensor(2.0**-16, device=device))
+    assert torch.equal(out[0], grads[0].to(f32) / 2**16)
+    assert float(out[0][0]) == pytest.approx(1e-7, rel=1e-3)
+
+
+@given(lists(["tensors"]))
+def test_l2norm(made):
+    norm, norms = ops.l2norm(made["tensors"], per_tensor=True)
+    assert norm.dtype == norms.dtype == f32
+    assert norm.shape == ()
+    assert norms.shape == (len(made["tensors"]),)
+    assert float(norm) == pytest.approx(reference.norm(made["tensors"]), rel=1e-6)
+    for found, tensor in zip(norms, made["tensors"], strict=True):
+        assert float(found) == pytest.approx(reference.norm([tensor]), rel=1e-6)
+    alone, empty = ops.l2norm(made["tensors"])
+    assert same_bits(alone, norm)
+    assert empty.shape == (0,)
+
+
+@pytest.mark.parametrize("dtype", [f32, f16, bf16])
+@pytest.mark.parametrize("magnitude", [1e-45, 1e-40, 1e-30, 1e-7, 1.0, 6e4, 1e20, 1e30, 1e36])
+def test_norm_neither_overflows_nor_underflows(device, dtype, magnitude):
+    tensors = [(torch.rand(n) * magnitude).to(dtype) for n in (1, 100, 40000)]
+    tensors = [torch.where(t.isinf(), 0, t).to(device) for t in tensors]
+    norm, _ = ops.l2norm(tensors)
+    assert float(norm) == pytest.approx(reference.norm([t.cpu() for t in tensors]), rel=2e-6)
+
+
+def test_norm_of_very_different_magnitudes(device):
+    tensors = [torch.full((5,), value, device=device) for value in (1e-42, 1e-20, 1.0, 1e25)]
+    norm, norms = ops.l2norm(tensors, per_tensor=True)
+    assert float(norm) == pytest.approx(reference.norm(tensors), rel=1e-6)
+    for found, tensor in zip(norms, tensors, strict=True):
+        assert float(found) == pytest.approx(reference.norm([tensor]), rel=1e-5)
+
+
+# --- inf and NaN ---------------------------------------------------------------------------------
+
+PLACES = {"first": 0, "middle": 1500, "last": -1}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("bad", [inf, -inf, nan])
+@pytest.mark.parametrize("dtype", [f32, f16, bf16])
+def test_found_inf_anywhere(device, dtype, bad, place):
+    def flag():
+        return torch.zeros((), device=device)
+
+    tensors = [torch.randn(3001).to(dtype).to(device) for _ in range(5)]
+    out = [torch.empty_like(tensor) for tensor in tensors]
+    one = torch.ones((), device=device)
+    clean = flag()
+    ops.scale(tensors, out, 2.0, clean)
+    ops.axpby(tensors, tensors, out, 2.0, 1.0, clean)
+    ops.unscale(tensors, out, one, clean)
+    assert clean == 0
+
+    spoilt = [tensor.clone() for tensor in tensors]
+    spoilt[3][PLACES[place]] = bad
+    found = [flag() for _ in range(7)]
+    ops.scale(spoilt, out, 2.0, found[0])
+    ops.unscale(spoilt, out, one, found[1])
+    ops.axpby(spoilt, tensors, out, 2.0, 1.0, found[2])
+    ops.axpby(tensors, spoilt, out, 2.0, 1.0, found[3])
+    ops.axpby(spoilt, tensors, out, 2.0, 1.0, found[4], check=0)
+    ops.axpby(tensors, spoilt, out, 2.0, 1.0, found[5], check=1)
+    ops.axpby(spoilt, tensors, out, 2.0, 1.0, found[6], check=1)
+    assert [float(f) for f in found] == [1, 1, 1, 1, 1, 1, 0]
+    norm, norms = ops.l2norm(spoilt, per_tensor=True)
+    assert not norm.isfinite()
+    assert norms.isfinite().tolist() == [True, True, True, False, True]
+
+
+def test_found_inf_is_never_cleared(device):
+    flag = torch.ones((), device=device)
+    tensor = torch.ones(3, device=device)
+    ops.scale([tensor], [tensor], 1.0, flag)
+    ops.unscale([tensor], [tensor], torch.ones((), device=device), flag)
+    assert flag == 1
+
+
+# --- layouts, aliases, versions ------------------------------------------------------------------
+
+
+def test_any_order_of_dimensions(device):
+    src = torch.randn(2, 3, 4, 5, device=device).to(memory_format=torch.channels_last)
+    dst = torch.empty_like(src, dtype=bf16)
+    ops.copy([src, src.transpose(0, 1)], [dst, torch.empty_like(dst).transpose(0, 1)])
+    assert torch.equal(dst, src.to(bf16))
+
+
+def test_in_place(device):
+    tensor = torch.randn(100, device=device)
+    expected = tensor * 3
+    ops.scale([tensor], [tensor], 3.0)
+    assert torch.equal(tensor, expected)
+    ops.axpby([tensor], [tensor], [tensor], 1.0, -1.0)
+    assert torch.equal(tensor, torch.zeros_like(tensor))
+
+
+def test_writes_bump_versions():
+    src, dst = torch.ones(3), torch.ones(3)
+    ops.copy([src], [dst])
+    assert (src._version, dst._version) == (0, 1)
+    weight = torch.ones(3, requires_grad=True)
+    loss = (weight * dst).sum()
+    ops.scale([dst], [dst], 2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_empty_lists():
+    ops.scale([], [], 2.0)
+    ops.axpby([], [], [], 1.0, 1.0)
+    ops.copy([], [])
+    ops.unscale([], [], torch.ones(()))
+    norm, norms = ops.l2norm([], per_tensor=True)
+    assert norm == 0
+    assert norms.shape == (0,)
+
+
+# --- refusals ------------------------------------------------------------------------------------
+
+ones = torch.ones(4)
+WRONG = {
+    "lengths": ([ones, ones], [ones], ValueError, "equally long"),
+    "shapes": ([ones], [torch.ones(5)], ValueError, r"dst\[0\] has shape \[5\]"),
+    "strides": ([torch.ones(2, 3)], [torch.ones(3, 2).t()], ValueError, "have to match"),
+    "float64": ([ones, ones.double()], [ones, ones], TypeError, r"src\[1\] is Double"),
+    "integers": ([ones], [ones.int()], TypeError, r"dst\[0\] is Int"),
+    "complex": ([torch.ones(4, dtype=torch.complex64)], [ones], TypeError, r"src\[0\] is Complex"),
+    "sparse": ([ones.to_sparse()], [ones], TypeError, r"src\[0\] is sparse; pass dense"),
+    "devices": ([ones], [torch.ones(4, device="meta")], ValueError, r"dst\[0\] is on meta"),
+    "gaps": ([torch.ones(8)[::2]], [ones], ValueError, r"src\[0\].*has gaps.*contiguous copy"),
+    "overlap": ([ones], [torch.ones(1).expand(4)], ValueError, r"dst\[0\].*overlaps"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_lists(case):
+    src, dst, error, message = WRONG[case]
+    before = [tensor.clone() for tensor in dst if tensor.device.type == "cpu"]
+    with pytest.raises(error, match=message):
+        ops.scale(src, dst, 2.0)
+    with pytest.raises(error, match=message):
+        ops.copy(src, dst)
+    for tensor, value in zip(dst, before, strict=False):
+        assert torch.equal(tensor, value)
+
+
+def test_wrong_flag():
+    tensor = torch.ones(3)
+    for flag, error in ((torch.zeros(1, dtype=f64), TypeError), (torch.zeros(0), ValueError)):
+        with pytest.raises(error, match="found_inf"):
+            ops.scale([tensor], [tensor], 2.0, flag)
+    with pytest.raises(ValueError, match="check is 2"):
+        ops.axpby([tensor], [tensor], [tensor], 1.0, 1.0, check=2)
+    assert torch.equal(tensor, torch.ones(3))
+
+
+def test_a_flag_on_another_device_is_refused():
+    tensor = torch.ones(3)
+    with pytest.raises(ValueError, match="found_inf is on meta"):
+        ops.scale([tensor], [tensor], 2.0, torch.zeros((), device="meta"))
+    with pytest.raises(ValueError, match="inv_scale is on meta"):
+        ops.unscale([tensor], [tensor], torch.zeros((), device="meta"))
+
+
+def test_a_leaf_is_written_under_no_grad_only():
+    weight = torch.ones(3, requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"dst\[0\] requires grad"):
+        ops.scale([torch.ones(3)], [weight], 2.0)
+    with torch.no_grad():
+        ops.scale([torch.ones(3)], [weight], 2.0)
+    assert torch.equal(weight.detach(), torch.full((3,), 2.0))
