@@ -30,6 +30,12 @@ def seed():
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def one_thread():
+    """Tests run side by side (pytest -n), on tensors too small to share out."""
+    torch.set_num_threads(1)
+
+
 def emulated_module():
     """The extension in which CPU tensors go to the CUDA kernels, run on the host (host_cuda/)."""
     if not _EMULATED.exists():

@@ -1,0 +1,828 @@
+"""ampfuse.optim is torch.optim: what users do to an optimizer, done to ours and to torch's."""
+
+import copy
+import io
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from ampfuse import optim
+from cases import (
+    KINDS,
+    OPTIMIZERS,
+    assert_same_bits,
+    bf16,
+    everything,
+    f16,
+    f32,
+    make,
+    make_torch,
+    same_bits,
+    snapshot,
+)
+
+SHAPES = ((5,), (3, 4), (2, 3, 2, 2), (), (1,))
+
+
+class Pair:
+    """The same parameters in ours and in torch's optimizer of the table's row `name`."""
+
+    def __init__(self, name, shapes=SHAPES, torch_options=None, **options):
+        self.name = name
+        self.params = [torch.randn(shape).requires_grad_() for shape in shapes]
+        self.twins = [param.detach().clone().requires_grad_() for param in self.params]
+        self.ours = make(name, self.params, **options)
+        self.torch = make_torch(
+            name, self.twins, **(options if torch_options is None else torch_options)
+        )
+
+    def gradients(self, without=()):
+        for i, (param, twin) in enumerate(zip(self.params, self.twins, strict=True)):
+            param.grad = None if i in without else torch.randn_like(param)
+            twin.grad = None if i in without else param.grad.clone()
+
+    def steps(self, count=3, without=()):
+        for _ in range(count):
+            self.gradients(without)
+            self.ours.step()
+            self.torch.step()
+
+    def both(self, action):
+        action(self.ours)
+        action(self.torch)
+
+    def check(self):
+        """Parameters and every state agree within the rounding of FP32."""
+        for param, twin in zip(self.params, self.twins, strict=True):
+            close(param, twin)
+            ours, torchs = self.ours.state.get(param, {}), self.torch.state.get(twin, {})
+            assert {k for k, v in ours.items() if v is not None} == {
+                k for k, v in torchs.items() if v is not None
+            }
+            for key, value in torchs.items():
+                if value is not None:
+                    close(ours[key], value)
+
+
+def close(found, expected):
+    torch.testing.assert_close(
+        found.detach(), expected.detach(), rtol=1e-5, atol=1e-6, check_stride=False
+    )
+
+
+def through_file(state_dict):
+    file = io.BytesIO()
+    torch.save(state_dict, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def clone_of(params):
+    return [param.detach().clone().requires_grad_() for param in params]
+
+
+@pytest.fixture(params=OPTIMIZERS)
+def name(request):
+    return request.param
+
+
+kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+# --- state dicts ---------------------------------------------------------------------------------
+
+
+def test_state_dict_has_torchs_keys(name):
+    pair = Pair(name)
+    pair.steps()
+    ours, theirs = pair.ours.state_dict(), pair.torch.state_dict()
+    assert ours["param_groups"] == theirs["param_groups"]
+    for i, expected in theirs["state"].items():
+        assert {k: (v.dtype, v.shape) for k, v in ours["state"][i].items()} == {
+            k: (v.dtype, v.shape) for k, v in expected.items()
+        }
+    assert all(state == {} for i, state in ours["state"].items() if i not in theirs["state"])
+
+
+def test_torch_state_dict_loads_into_ours(name):
+    pair = Pair(name)
+    pair.steps()
+    state = through_file(pair.torch.state_dict())
+    with torch.no_grad():
+        for param, twin in zip(pair.params, pair.twins, strict=True):
+            param.copy_(twin)
+    pair.ours = make(name, pair.params)
+    pair.ours.load_state_dict(state)
+    pair.steps()
+    pair.check()
+
+
+def test_our_state_dict_loads_into_torch(name):
+    pair = Pair(name)
+    pair.steps()
+    state = through_file(pair.ours.state_dict())
+    with torch.no_grad():
+        for param, twin in zip(pair.params, pair.twins, strict=True):
+            twin.copy_(param)
+    pair.torch = make_torch(name, pair.twins)
+    pair.torch.load_state_dict(state)
+    pair.steps()
+    pair.check()
+
+
+@kinds
+@pytest.mark.parametrize("dtype", [f32, f16, bf16])
+@pytest.mark.parametrize("used", [False, True])
+def test_resume_has_the_bits_of_an_uninterrupted_run(kind, dtype, used):
+    """`used`: the optimizer that loads has made steps of its own."""
+    params = [torch.randn(s).to(dtype).requires_grad_() for s in SHAPES]
+    optimizer = make(kind, params, master_weights=True)
+    train(optimizer, params, 4)
+    saved = through_file({"p": [p.detach() for p in params], "o": optimizer.state_dict()})
+    train(optimizer, params, 4, seed=2)
+
+    for order in ("model first", "optimizer first"):
+        resumed_params = [torch.randn(s).to(dtype).requires_grad_() for s in SHAPES]
+        resumed = make(kind, resumed_params, master_weights=True)
+        if used:
+            train(resumed, resumed_params, 2, seed=3)
+        if order == "optimizer first":
+            resumed.load_state_dict(copy.deepcopy(saved["o"]))  # torch's loading shares tensors
+        with torch.no_grad():
+            for param, value in zip(resumed_params, saved["p"], strict=True):
+                param.copy_(value)
+        if order == "model first":
+            resumed.load_state_dict(copy.deepcopy(saved["o"]))
+        train(resumed, resumed_params, 4, seed=2)
+        assert_same_bits(snapshot(resumed), snapshot(optimizer))
+
+
+def train(optimizer, params, steps, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        for param in params:
+            grad = torch.randn(param.shape, generator=generator)
+            param.grad = grad.to(param.dtype).to(param.device)
+        optimizer.step()
+
+
+@kinds
+@pytest.mark.parametrize("masters", [False, True])
+def test_fp32_state_of_half_parameters_is_never_rounded(kind, masters):
+    params = [torch.randn(50).to(bf16).requires_grad_()]
+    optimizer = make(kind, params, master_weights=masters)
+    train(optimizer, params, 3)
+    state = optimizer.state_dict()
+    other = make(kind, clone_of(params), master_weights=masters)
+    other.load_state_dict(through_file(state))
+    for key, value in state["state"][0].items():
+        assert value.dtype == f32, key
+        assert same_bits(other.state_dict()["state"][0][key], value), key
+
+
+@kinds
+def test_loading_without_masters_takes_them_from_the_model(kind):
+    """A torch state dict, into a fresh optimizer and into one that has masters already."""
+    params = [torch.randn(50).to(bf16).requires_grad_()]
+    plain = make_torch(kind, clone_of(params))
+    train(plain, plain.param_groups[0]["params"], 3)
+    for used in (False, True):
+        own = clone_of(params)
+        optimizer = make(kind, own, master_weights=True)
+        if used:
+            train(optimizer, own, 3)
+        with torch.no_grad():
+            own[0].copy_(plain.param_groups[0]["params"][0])
+        optimizer.load_state_dict(plain.state_dict())
+        train(optimizer, own, 1)
+        fresh = clone_of(plain.param_groups[0]["params"])
+        expected = make(kind, fresh, master_weights=True)
+        expected.load_state_dict(plain.state_dict())
+        train(expected, fresh, 1)
+        assert_same_bits(snapshot(optimizer), snapshot(expected))
+        assert "master_param" in optimizer.state_dict()["state"][0]
+
+
+def test_state_dict_of_another_model_is_refused():
+    params = [torch.randn(4, 3).requires_grad_(), torch.randn(7).requires_grad_()]
+    optimizer = make("adamw", params)
+    train(optimizer, params, 2)
+    before = snapshot(optimizer)
+    other = [torch.randn(4, 3).requires_grad_(), torch.randn(8).requires_grad_()]
+    wrong = make("adamw", other)
+    train(wrong, other, 2)
+    with pytest.raises(
+        ValueError, match=r"exp_avg for .*\[1\].*\(8,\).*\(7,\).*Nothing was loaded"
+    ):
+        optimizer.load_state_dict(wrong.state_dict())
+    fewer = make("adamw", other[:1])
+    with pytest.raises(ValueError, match="doesn't match the size"):
+        optimizer.load_state_dict(fewer.state_dict())
+    assert_same_bits(snapshot(optimizer), before)
+    train(optimizer, params, 1)
+
+
+def test_loading_does_not_tie_two_optimizers_together(name):
+    """Steps of one leave the other alone, as step counts are views of one column."""
+    params = clone_of([torch.randn(9)])
+    first = make(name, params)
+    train(first, params, 2)
+    second = make(name, clone_of(params))
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    before = snapshot(second)
+    train(first, params, 2)
+    assert_same_bits(snapshot(second), before)
+
+
+# --- copies --------------------------------------------------------------------------------------
+
+
+@kinds
+@pytest.mark.parametrize("copy_", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+@pytest.mark.parametrize("dtype", [f32, bf16])
+def test_copies_go_on_alone_with_the_same_bits(kind, copy_, dtype):
+    params = [torch.randn(s).to(dtype).requires_grad_() for s in SHAPES]
+    optimizer = make(kind, params, master_weights=True, max_grad_norm=1.0, skip_nonfinite=True)
+    fresh = copy_(optimizer)  # before the first step, too
+    for steps in (0, 2):
+        train(optimizer, params, steps)
+        other = copy_(optimizer)
+        assert (other.max_grad_norm, other.skip_nonfinite, other.master_weights) == (
+            1.0,
+            True,
+            True,
+        )
+        before = snapshot(optimizer)
+        copied = other.param_groups[0]["params"]
+        train(other, copied, 2, seed=5)
+        assert_same_bits(snapshot(optimizer), before)
+        train(optimizer, params, 2, seed=5)
+        assert_same_bits(snapshot(other), snapshot(optimizer))
+    train(fresh, fresh.param_groups[0]["params"], 1)
+
+
+def test_a_model_and_its_optimizer_copied_together_stay_together():
+    model = nn.Linear(3, 2)
+    optimizer = optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    model2, optimizer2 = copy.deepcopy((model, optimizer))
+    assert optimizer2.param_groups[0]["params"][0] is model2.weight
+    optimizer2.zero_grad()
+    model2(torch.ones(1, 3)).sum().backward()
+    optimizer2.step()
+    assert not torch.equal(model2.weight, model.weight)
+
+
+# --- step, closures, hooks -----------------------------------------------------------------------
+
+
+def test_closure(name):
+    pair = Pair(name)
+    seen = []
+
+    def closure_of(params):
+        def closure():
+            assert torch.is_grad_enabled()
+            for param in params:
+                param.grad = None
+            loss = sum((param**2).sum() for param in params)
+            loss.backward()
+            seen.append(float(loss.detach()))
+            return loss
+
+        return closure
+
+    for _ in range(3):
+        ours = pair.ours.step(closure_of(pair.params))
+        theirs = pair.torch.step(closure_of(pair.twins))
+        assert float(ours.detach()) == pytest.approx(float(theirs.detach()), rel=1e-5)
+    assert len(seen) == 6
+    pair.check()
+    assert pair.ours.step() is None
+
+
+def test_hooks():
+    pair = Pair("adamw")
+    calls = []
+    pair.ours.register_step_pre_hook(lambda o, a, k: calls.append("pre"))
+    pair.ours.register_step_post_hook(lambda o, a, k: calls.append("post"))
+    pair.ours.register_state_dict_post_hook(lambda o, s: calls.append("saved"))
+    pair.ours.register_load_state_dict_pre_hook(lambda o, s: calls.append("loading"))
+    pair.ours.register_load_state_dict_post_hook(lambda o: calls.append("loaded"))
+    pair.steps(2)
+    assert calls == ["pre", "post"] * 2
+    calls.clear()
+    pair.ours.load_state_dict(pair.ours.state_dict())
+    assert calls == ["saved", "loading", "loaded"]
+    pair.steps(1)
+    pair.check()
+
+
+def test_a_load_hook_that_replaces_the_state_dict():
+    pair = Pair("adamw")
+    pair.steps(2)
+    saved = copy.deepcopy(pair.ours.state_dict())
+    pair.ours.register_load_state_dict_pre_hook(lambda optimizer, wrapped: wrapped["inner"])
+    pair.steps(1)
+    with torch.no_grad():
+        for param, twin in zip(pair.params, pair.twins, strict=True):
+            twin.copy_(param)
+    pair.ours.load_state_dict({"inner": saved})
+    pair.torch.load_state_dict(copy.deepcopy(saved))
+    pair.steps(2)
+    pair.check()
+
+
+def test_no_gradients_at_all_is_no_step(name):
+    pair = Pair(name)
+    pair.both(lambda optimizer: optimizer.step())
+    pair.check()
+    pair.steps(2)
+    pair.check()
+
+
+@pytest.mark.parametrize("flag", ["foreach", "fused", "capturable"])
+@kinds
+def test_torchs_choices_of_implementation_are_accepted(kind, flag):
+    if flag == "capturable" and kind.startswith("sgd"):
+        pytest.skip("SGD has no capturable")
+    pair = Pair(kind, torch_options={"foreach": False}, **{flag: True})
+    pair.steps()
+    pair.check()
+
+
+def test_adam_with_decoupled_weight_decay():
+    pair = Pair("adam-decay", decoupled_weight_decay=True)
+    pair.steps()
+    pair.check()
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad(set_to_none):
+    pair = Pair("sgd-momentum")
+    pair.steps(1)
+    pair.both(lambda optimizer: optimizer.zero_grad(set_to_none))
+    for param in pair.params:
+        assert (param.grad is None) if set_to_none else not param.grad.any()
+    pair.both(lambda optimizer: optimizer.step())
+    pair.check()
+
+
+# --- parameters and groups -----------------------------------------------------------------------
+
+
+def test_a_parameter_without_gradient_keeps_its_own_step_count(name):
+    pair = Pair(name)
+    for without in ((), (0,), (0, 2), (1, 2, 3, 4), (), (4,)):
+        pair.steps(2, without)
+        pair.check()
+
+
+def test_add_param_group(name):
+    pair = Pair(name)
+    pair.steps()
+    param = torch.randn(6).requires_grad_()
+    twin = param.detach().clone().requires_grad_()
+    pair.params.append(param)
+    pair.twins.append(twin)
+    pair.ours.add_param_group({"params": [param], "lr": 1e-3})
+    pair.torch.add_param_group({"params": [twin], "lr": 1e-3})
+    pair.steps()
+    pair.check()
+
+
+@pytest.mark.parametrize("which", [0, -1])
+@kinds
+def test_remove_a_parameter(kind, which):
+    """Layers are frozen by taking their parameters out of the groups."""
+    pair = Pair(kind)
+    pair.steps()
+    removed = pair.params[which]
+    pair.both(lambda optimizer: optimizer.param_groups[0]["params"].pop(which))
+    before = removed.detach().clone()
+    pair.steps()
+    pair.check()
+    assert torch.equal(removed.detach(), before)
+
+
+@kinds
+def test_replace_a_parameter(kind):
+    pair = Pair(kind)
+    pair.steps()
+    pair.params[1] = torch.randn(4, 4).requires_grad_()
+    pair.twins[1] = pair.params[1].detach().clone().requires_grad_()
+    pair.ours.param_groups[0]["params"][1] = pair.params[1]
+    pair.torch.param_groups[0]["params"][1] = pair.twins[1]
+    pair.steps()
+    pair.check()
+
+
+@kinds
+def test_forget_the_state(kind):
+    """optimizer.state.clear(), as some recipes restart momentum."""
+    pair = Pair(kind)
+    pair.steps()
+    pair.both(lambda optimizer: optimizer.state.clear())
+    pair.steps()
+    pair.check()
+
+
+@kinds
+def test_replace_state_tensors(kind):
+    """State tensors are the user's to exchange, as wrappers of optimizers do."""
+    pair = Pair(kind)
+    pair.steps()
+
+    def halve(optimizer):
+        for state in optimizer.state.values():
+            for key, value in state.items():
+                if key != "step":
+                    state[key] = value * 0.5
+
+    pair.both(halve)
+    pair.steps()
+    pair.check()
+
+
+@kinds
+def test_frozen_and_thawed(kind):
+    pair = Pair(kind)
+    pair.params[1].requires_grad_(False)
+    pair.steps(2, without=(1,))
+    pair.params[1].requires_grad_(True)
+    pair.steps(2)
+    pair.check()
+
+
+def test_hyper_parameters_change_between_steps(name):
+    pair = Pair(name)
+
+    def change(optimizer):
+        optimizer.param_groups[0]["lr"] *= 0.5
+        optimizer.param_groups[0]["weight_decay"] = 0.03
+
+    pair.steps()
+    pair.both(change)
+    pair.steps()
+    pair.check()
+
+
+def test_momentum_switched_on_and_off_later():
+    pair = Pair("sgd", torch_options={"foreach": False})
+    for momentum, dampening in ((0.0, 0.0), (0.9, 0.0), (0.9, 0.3), (0.0, 0.0), (0.5, 0.0)):
+
+        def change(optimizer, momentum=momentum, dampening=dampening):
+            optimizer.param_groups[0].update(momentum=momentum, dampening=dampening)
+
+        pair.both(change)
+        pair.steps(2)
+        pair.check()
+
+
+def test_momentum_switched_on_with_dampening_starts_as_the_gradient():
+    pair = Pair("sgd", torch_options={"foreach": False})
+    pair.steps(2)
+    pair.both(lambda o: o.param_groups[0].update(momentum=0.9, dampening=0.5))
+    pair.steps(2)
+    pair.check()
+
+
+@pytest.mark.parametrize("dtype", [f32, torch.float64])
+@pytest.mark.parametrize("kind", [*KINDS, "sgd"])
+def test_tensor_lr(kind, dtype):
+    lr = torch.tensor(0.01, dtype=dtype)
+    pair = Pair(kind, lr=lr, torch_options={"lr": lr.clone(), "foreach": False})
+    pair.steps()
+    pair.both(lambda optimizer: optimizer.param_groups[0]["lr"].mul_(0.5))
+    pair.steps()
+    pair.both(lambda optimizer: optimizer.param_groups[0].update(lr=torch.tensor(0.1)))
+    pair.steps()
+    pair.check()
+
+
+# --- learning-rate schedulers --------------------------------------------------------------------
+
+SCHEDULERS = {
+    "step": lambda o: torch.optim.lr_scheduler.StepLR(o, 2, 0.5),
+    "cosine": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 10),
+    "one-cycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=20),
+    "lambda": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda t: 1 / (t + 1)),
+    "warm-up": lambda o: torch.optim.lr_scheduler.SequentialLR(
+        o,
+        [
+            torch.optim.lr_scheduler.LinearLR(o, 0.1, total_iters=3),
+            torch.optim.lr_scheduler.ExponentialLR(o, 0.9),
+        ],
+        [3],
+    ),
+}
+
+
+@pytest.mark.filterwarnings("error:Detected call of")
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@kinds
+def test_schedulers(kind, scheduler):
+    pair = Pair(kind)
+    ours, theirs = SCHEDULERS[scheduler](pair.ours), SCHEDULERS[scheduler](pair.torch)
+    for _ in range(8):
+        pair.steps(1)
+        ours.step()
+        theirs.step()
+        assert pair.ours.param_groups[0]["lr"] == pair.torch.param_groups[0]["lr"]
+    pair.check()
+
+
+@pytest.mark.filterwarnings("error:Detected call of")
+@pytest.mark.parametrize("built", ["before", "after"])
+@kinds
+def test_schedulers_and_upgrade(kind, built):
+    """A scheduler wraps optimizer.step; one built earlier has wrapped the old class's."""
+    pair = Pair(kind)
+    upgraded = make_torch(kind, pair.params)
+    if built == "before":
+        scheduler = SCHEDULERS["step"](upgraded)
+    calls = []
+    upgraded.register_step_post_hook(lambda o, a, k: calls.append("post"))
+    optim.upgrade(upgraded, master_weights=False)
+    if built == "after":
+        scheduler = SCHEDULERS["step"](upgraded)
+    pair.ours = upgraded
+    theirs = SCHEDULERS["step"](pair.torch)
+    for _ in range(6):
+        pair.steps(1)
+        scheduler.step()
+        theirs.step()
+    pair.check()
+    assert calls == ["post"] * 6
+    assert isinstance(upgraded, getattr(optim, type(pair.torch).__name__))
+    other = pickle.loads(pickle.dumps(copy.deepcopy(upgraded)))
+    train(other, other.param_groups[0]["params"], 1)
+
+
+def test_no_false_warning_after_a_skipped_first_step():
+    param = torch.ones(3, requires_grad=True)
+    optimizer = optim.SGD([param], lr=1.0, skip_nonfinite=True)
+    scheduler = SCHEDULERS["step"](optimizer)
+    param.grad = torch.full((3,), float("nan"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+        scheduler.step()
+    assert optimizer.last_step.skipped == 1
+
+
+# --- memory layouts ------------------------------------------------------------------------------
+
+
+@kinds
+def test_channels_last_parameters(kind):
+    pair = Pair(kind, shapes=[(4, 3, 2, 2), (5, 1, 3, 3)])
+    pair.params = [p.detach().to(memory_format=torch.channels_last) for p in pair.params]
+    pair.params = [p.requires_grad_() for p in pair.params]
+    pair.ours = make(kind, pair.params)
+    pair.steps()
+    pair.check()
+    # A state saved from contiguous parameters, and back.
+    pair.ours.load_state_dict(through_file(pair.torch.state_dict()))
+    pair.torch.load_state_dict(through_file(pair.ours.state_dict()))
+    pair.steps()
+    pair.check()
+    assert pair.params[0].is_contiguous(memory_format=torch.channels_last)
+
+
+@kinds
+def test_gradients_of_other_strides(kind):
+    pair = Pair(kind, shapes=[(6, 4), (6, 4), (8,)])
+    for _ in range(3):
+        grads = [torch.randn(4, 6).t(), torch.randn(1).expand(6, 4), torch.randn(24)[::3]]
+        for param, twin, grad in zip(pair.params, pair.twins, grads, strict=True):
+            param.grad, twin.grad = grad, grad.clone()
+        kept = [grad.clone() for grad in grads]
+        pair.both(lambda optimizer: optimizer.step())
+        for param, grad in zip(pair.params, kept, strict=True):
+            assert torch.equal(param.grad, grad)  # gradients are never rewritten
+    pair.check()
+
+
+@kinds
+def test_parameters_that_are_views(kind):
+    """Flattened storage: parameters side by side in one tensor, off alignment."""
+    flat = torch.randn(101)
+    twin_flat = flat.clone()
+    pair = Pair(kind, shapes=[(3,)])
+    pair.params = [flat[1:8].requires_grad_(), flat[8:39].view(31).requires_grad_()]
+    pair.twins = [twin_flat[1:8].requires_grad_(), twin_flat[8:39].view(31).requires_grad_()]
+    edges = flat[[0, *range(39, 101)]].clone()
+    pair.ours, pair.torch = make(kind, pair.params), make_torch(kind, pair.twins)
+    pair.steps()
+    pair.check()
+    assert torch.equal(flat[[0, *range(39, 101)]], edges)
+
+
+@kinds
+def test_parameter_data_is_exchanged(kind):
+    pair = Pair(kind)
+    pair.steps()
+    for param, twin in zip(pair.params, pair.twins, strict=True):
+        value = torch.randn_like(param)
+        param.data = value
+        twin.data = value.clone()
+    pair.steps()
+    pair.check()
+
+
+def test_a_step_between_forward_and_backward_is_noticed():
+    weight = torch.ones(3, requires_grad=True)
+    optimizer = optim.SGD([weight], lr=0.1)
+    loss = (weight * weight).sum()
+    weight.grad = torch.ones(3)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_empty_parameters_count_steps_as_others(name):
+    pair = Pair(name, shapes=[(0,), (3, 0), (2,)])
+    pair.steps()
+    pair.check()
+
+
+# --- masters -------------------------------------------------------------------------------------
+
+
+def with_masters(dtype=bf16, n=1000, **options):
+    param = torch.randn(n).to(dtype).requires_grad_()
+    optimizer = optim.AdamW([param], lr=1e-2, master_weights=True, **options)
+    train(optimizer, [param], 5)
+    return param, optimizer
+
+
+def still(optimizer, param):
+    """A step that changes nothing: what the masters are just before an update."""
+    for group in optimizer.param_groups:
+        group.update(lr=0.0, weight_decay=0.0)
+    param.grad = torch.zeros_like(param)
+    optimizer.step()
+
+
+EDITS = {
+    "clamp_": lambda p, new: p.clamp_(-0.5, 0.5),
+    "copy_": lambda p, new: p.copy_(new),
+    "assigned .data": lambda p, new: setattr(p, "data", new),
+    "a slice": lambda p, new: p[3:7].fill_(2.0),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("dtype", [f16, bf16])
+def test_masters_follow_edits_of_the_weights(edit, dtype):
+    param, optimizer = with_masters(dtype)
+    master = optimizer.state[param]["master_param"]
+    before, old = master.clone(), param.detach().clone()
+    with torch.no_grad():
+        EDITS[edit](param, torch.randn(1000).to(dtype))
+    edited = param.detach().clone()
+    touched = edited != old
+    assert touched.any()
+    still(optimizer, param)
+    assert torch.equal(param.detach(), edited)
+    assert torch.equal(master[touched], edited[touched].to(f32))
+    assert same_bits(master[~touched], before[~touched])
+
+
+def test_an_edit_through_data_is_followed_when_asked():
+    param, optimizer = with_masters()
+    param.data.clamp_(-0.5, 0.5)  # leaves no trace for autograd or for us
+    optimizer.refresh_masters()
+    still(optimizer, param)
+    assert param.detach().abs().max() <= 0.5
+
+
+def test_ema_swap():
+    """Evaluate with averaged weights, then train on with the exact masters."""
+    param, optimizer = with_masters()
+    master = optimizer.state[param]["master_param"]
+    before, kept = master.clone(), param.detach().clone()
+    with torch.no_grad():
+        param.copy_(kept * 0.5)
+        param.copy_(kept)
+    still(optimizer, param)
+    assert same_bits(master, before)
+
+
+def test_edits_are_part_of_a_checkpoint():
+    """Edited, saved and resumed without a step in between: the edit stays."""
+    param, optimizer = with_masters()
+    with torch.no_grad():
+        param.clamp_(-0.5, 0.5)
+    saved = through_file({"p": param.detach(), "o": optimizer.state_dict()})
+    resumed_param = saved["p"].clone().requires_grad_()
+    resumed = optim.AdamW([resumed_param], lr=1e-2, master_weights=True)
+    resumed.load_state_dict(saved["o"])
+    twin = copy.deepcopy(optimizer)
+    for o in (optimizer, resumed, twin):
+        train(o, o.param_groups[0]["params"], 2, seed=4)
+    assert_same_bits(snapshot(resumed), snapshot(optimizer))
+    assert_same_bits(snapshot(twin), snapshot(optimizer))
+
+
+def test_small_updates_add_up_in_masters_only():
+    steps, lr = 64, 2.0**-12
+    for masters, expected in ((True, 1 - steps * lr), (False, 1.0)):
+        param = torch.ones(10, dtype=bf16, requires_grad=True)
+        optimizer = optim.SGD([param], lr=lr, master_weights=masters)
+        for _ in range(steps):
+            param.grad = torch.ones_like(param)
+            optimizer.step()
+        assert torch.equal(param.detach(), torch.full((10,), expected).to(bf16))
+
+
+def test_fp32_parameters_have_no_master():
+    param = torch.ones(3, requires_grad=True)
+    optimizer = optim.AdamW([param], master_weights=True)
+    train(optimizer, [param], 1)
+    assert "master_param" not in optimizer.state[param]
+
+
+def test_everything_is_what_a_step_writes():
+    _, optimizer = with_masters()
+    assert set(everything(optimizer)) == {
+        "param 0",
+        "step 0",
+        "exp_avg 0",
+        "exp_avg_sq 0",
+        "master_param 0",
+    }
+
+
+# --- torch's own GradScaler ----------------------------------------------------------------------
+
+
+@kinds
+@pytest.mark.parametrize("dtype", [f32, f16, bf16])
+def test_torch_grad_scaler_drives_ours(kind, dtype):
+    """With FP32 weights it is torch's own training; FP16 gradients, which it refuses, work too."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+    twin = copy.deepcopy(model)
+    model.to(dtype)
+    ours = make(kind, model.parameters(), master_weights=dtype != f32)
+    theirs = make_torch(kind, twin.parameters())
+    scalers = [torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3) for _ in range(2)]
+    overflow_at = 4
+    for step in range(8):
+        x = torch.randn(32, 8)
+        for net, optimizer, scaler in ((model, ours, scalers[0]), (twin, theirs, scalers[1])):
+            optimizer.zero_grad()
+            loss = net(x.to(next(net.parameters()).dtype)).float().square().mean()
+            scaler.scale(loss).backward()
+            if step == overflow_at:
+                next(net.parameters()).grad[0] = float("inf")
+            scaler.step(optimizer)
+            scaler.update()
+        assert ours.last_step.skipped == float(step == overflow_at)
+        assert scalers[0].get_scale() == scalers[1].get_scale()
+        assert "grad_scale" not in vars(ours)
+        assert "found_inf" not in vars(ours)
+    tolerance = 1e-5 if dtype == f32 else 0.05
+    for param, other in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(param.float(), other, rtol=tolerance, atol=tolerance)
+
+
+@kinds
+def test_torch_grad_scaler_with_unscale_and_clip(kind):
+    pair = Pair(kind)
+    scalers = [torch.amp.GradScaler("cpu", init_scale=256.0) for _ in range(2)]
+    for _ in range(4):
+        pair.gradients()
+        for params, optimizer, scaler in (
+            (pair.params, pair.ours, scalers[0]),
+            (pair.twins, pair.torch, scalers[1]),
+        ):
+            scaler.scale(torch.ones(()))  # starts the scaler
+            for param in params:
+                param.grad *= 256.0
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(params, 0.5)
+            scaler.step(optimizer)
+            scaler.update()
+    pair.check()
+
+
+def test_max_grad_norm_under_a_grad_scaler_clips_the_unscaled_gradients():
+    pair = Pair("sgd-momentum", torch_options={}, max_grad_norm=0.5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    for _ in range(4):
+        pair.gradients()
+        torch.nn.utils.clip_grad_norm_(pair.twins, 0.5)
+        scaler.scale(torch.ones(()))
+        for param in pair.params:
+            param.grad *= 256.0
+        scaler.step(pair.ours)
+        scaler.update()
+        pair.torch.step()
+        assert pair.ours.last_step.loss_scale == 256.0
+    pair.check()
