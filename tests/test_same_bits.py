@@ -1,0 +1,227 @@
+"""Identical bits from every instruction set, number of threads, floating-point mode and backend.
+
+One scenario with every seam in it is run in all these ways, and all of its outputs are compared:
+parameters, masters, moments, model weights, step counts, norms, clip coefficients, results of ops.
+The instruction set is chosen once per process, so the others run in children.
+"""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from ampfuse import _core, ops, optim
+from cases import (
+    KINDS,
+    OPTIMIZERS,
+    assert_same_bits,
+    bf16,
+    bits,
+    can_mix_dtypes,
+    f16,
+    f32,
+    make,
+    set_grad,
+    snapshot,
+)
+from conftest import emulated_module
+
+CHUNK = 32768  # kChunk of csrc/reduce.h
+TILE = 2048  # kTile
+WIDEST = 16  # elements of the widest vector
+SIZES = [*range(3 * WIDEST + 2), TILE - 1, TILE + 1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 17]
+ISAS = {"scalar": ["scalar"], "avx2": ["scalar", "avx2"], "avx512": ["scalar", "avx2", "avx512"]}
+# threads, whether this thread flushes subnormals to zero
+MODES = {"1 thread": (1, False), "2 threads": (2, False), "2 threads, flushing": (2, True)}
+
+
+class Values:
+    """Random tensors of any size, dtype and alignment, subnormals among them."""
+
+    def __init__(self, seed=0):
+        self.generator = torch.Generator().manual_seed(seed)
+        self.count = 0
+
+    def __call__(self, size, dtype, spread=False):
+        self.count += 1
+        offset = self.count % 4  # elements off alignment, in a different way for each tensor
+        values = torch.randn(size + offset, generator=self.generator)
+        if spread and self.count % 3 == 0:  # from subnormal to large
+            values *= 10.0 ** (torch.randint(-44, 2, values.shape, generator=self.generator))
+        return values.to(dtype)[offset:]
+
+
+def steps(name, sizes, count=3, values=None):
+    """Inputs now, steps later: `count` steps of an optimizer over tensors of all dtypes."""
+    values = values or Values()
+    dtypes = (f32, f16, bf16)
+    params = [values(n, dtypes[i % 3]).requires_grad_() for i, n in enumerate(sizes)]
+    grads = []
+    for _ in range(count):
+        row = []
+        for i, param in enumerate(params):
+            dtype = dtypes[i // 3 % 3] if can_mix_dtypes() else param.dtype
+            row.append(None if i % 11 == 10 else values(len(param), dtype, spread=True))
+        grads.append(row)
+    # Half of the parameters with masters, half without.
+    optimizers = [
+        make(name, params[: len(params) // 2], master_weights=True, max_grad_norm=1.0),
+        make(name, params[len(params) // 2 :], max_grad_norm=1.0),
+    ]
+
+    def run():
+        found = {}
+        for step, row in enumerate(grads):
+            for param, grad in zip(params, row, strict=True):
+                set_grad(param, grad)
+            for i, optimizer in enumerate(optimizers):
+                optimizer.step()
+                found[f"{name} {i} norm {step}"] = optimizer.last_step.grad_norm
+                clip = optimizer._table.state_field("clip_coef").clone()
+                found[f"{name} {i} clip {step}"] = clip
+        for i, optimizer in enumerate(optimizers):
+            found |= {f"{name} {i} {key}": value for key, value in snapshot(optimizer).items()}
+        return found
+
+    return run
+
+
+def accumulation():
+    """Passes of scale_loss: folded into FP32, unscaled, inspected, clipped in the step."""
+    values = Values(1)
+    params = [values(n, bf16 if n % 2 else f16).requires_grad_() for n in SIZES]
+    optimizer = torch.optim.AdamW(params, lr=1e-2)
+    optim.upgrade(optimizer, master_weights=True)
+    passes = [[values(len(p), p.dtype, spread=True) for p in params] for _ in range(3)]
+
+    def run():
+        for scale, grads in zip((4.0, 3.0, 0.5), passes, strict=True):
+            optimizer.begin_backward()
+            for param, grad in zip(params, grads, strict=True):
+                param.grad = grad
+            optimizer.end_backward(torch.tensor(scale), True)
+        norm = optimizer.clip_next_step(0.1)
+        optimizer.step()
+        models = {f"model {i}": param.detach().clone() for i, param in enumerate(params)}
+        return {"accumulated norm": norm, **models, **snapshot(optimizer)}
+
+    return run
+
+
+def operations():
+    values = Values(2)
+    lists = [[values(n, t, spread=True) for n in SIZES for t in (f32, f16, bf16)] for _ in range(3)]
+    x, y, _ = lists
+    out = [values(n, t) for n in SIZES for t in (bf16, f32, f16)]
+
+    def run():
+        found, flag = {}, torch.zeros(())
+        norm, norms = ops.l2norm(x, per_tensor=True)
+        found |= {"norm": norm, "norms": norms, "flag": flag}
+        for name, op in {
+            "scale": lambda: ops.scale(x, out, 1 / 3, flag),
+            "axpby": lambda: ops.axpby(x, y, out, 1 / 3, -7.0, flag),
+            "unscale": lambda: ops.unscale(x, out, torch.tensor(1 / 3), flag),
+            "copy": lambda: ops.copy(x, out),
+        }.items():
+            op()
+            found |= {f"{name} {i}": tensor.clone() for i, tensor in enumerate(out)}
+        return found
+
+    return run
+
+
+def scenario(threads, flush):
+    """All outputs. Inputs are made in the standard mode, whatever is asked for."""
+    parts = [steps(name, SIZES) for name in KINDS]
+    parts += [steps("adamw", [i % 5 for i in range(5000)], count=2)]
+    parts += [accumulation(), operations()]
+    found = {}
+    torch.set_num_threads(threads)
+    torch.set_flush_denormal(flush)
+    try:
+        for i, part in enumerate(parts):
+            found |= {f"{i}: {key}": value for key, value in part().items()}
+    finally:
+        torch.set_flush_denormal(False)
+        torch.set_num_threads(1)
+    return found
+
+
+def digests(found):
+    return {k: hashlib.sha1(bits(v).numpy().tobytes()).hexdigest() for k, v in found.items()}
+
+
+def child(isa, *arguments):
+    environment = {**os.environ, "AMPFUSE_CPU_ISA": isa}
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return scenario(1, False)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_threads_and_floating_point_mode(expected, mode):
+    assert_same_bits(scenario(*MODES[mode]), expected)
+
+
+@pytest.mark.parametrize("isa", ISAS.get(_core.C.cpu_isa(), ["scalar"]))
+def test_instruction_sets(expected, isa):
+    run = child(isa, __file__)
+    assert run.returncode == 0, run.stderr
+    printed = json.loads(run.stdout)
+    assert printed.pop("isa") == isa
+    for mode, found in printed.items():
+        different = [key for key, digest in digests(expected).items() if found[key] != digest]
+        assert not different, f"{mode}: bits differ in {different}"
+
+
+def test_emulated_cuda(expected, emulated):
+    assert_same_bits(scenario(1, False), expected)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_option_in_emulation(name, monkeypatch):
+    sizes = [0, 1, 15, 16, 17, 255, TILE + 5, CHUNK + 3]
+    expected = steps(name, sizes, values=Values(3))()
+    monkeypatch.setattr(_core, "C", emulated_module())
+    assert_same_bits(steps(name, sizes, values=Values(3))(), expected)
+
+
+def test_an_unknown_instruction_set_is_refused():
+    run = child("sse9", "-c", "import torch, ampfuse; ampfuse.ops.l2norm([torch.ones(3)])")
+    assert run.returncode != 0
+    assert "AMPFUSE_CPU_ISA is 'sse9'; set it to scalar, avx2 or avx512" in run.stderr
+
+
+def test_a_step_depends_on_nothing_but_its_inputs():
+    """A tensor's result is the same alone and among 1,000 others, without clipping."""
+    alone = torch.randn(100)
+    among = alone.clone()
+    others = [torch.randn(i % 5).requires_grad_() for i in range(500)]
+    alone.requires_grad_()
+    among.requires_grad_()
+    for name in KINDS:
+        first = make(name, [alone])
+        second = make(name, [*others, among, *[torch.randn(3).requires_grad_() for _ in others]])
+        for _ in range(2):
+            for group in second.param_groups:
+                for param in group["params"]:
+                    param.grad = torch.randn_like(param)
+            alone.grad = among.grad.clone()
+            first.step()
+            second.step()
+        found = first.state[alone]
+        assert_same_bits({"p": alone, **found}, {"p": among, **second.state[among]})
+
+
+if __name__ == "__main__":
+    found = {mode: digests(scenario(*settings)) for mode, settings in MODES.items()}
+    print(json.dumps({"isa": _core.C.cpu_isa(), **found}))
