@@ -41,6 +41,7 @@ bool ParamTable::Identity::is_unchanged(const torch::Tensor& grad) const {
 
 ParamTable::ParamTable(const std::string& algorithm, torch::Device device)
     : algorithm_(algorithm_of(algorithm)), device_(device) {
+  check_device(device);
   const StepState initial;
   state_ = torch::empty({int64_t(sizeof initial)}, torch::kUInt8);
   std::memcpy(state_.data_ptr(), &initial, sizeof initial);

@@ -18,6 +18,7 @@ std::string item(const NamedList& list, size_t i) { return std::string(list.name
 // Checks everything before anything is read, then fills the table.
 Table make_table(const std::vector<NamedList>& lists) {
   const TensorList& first = lists[0].tensors;
+  if (!first.empty()) check_device(first[0].device());
   std::vector<int64_t> numel;
   for (const torch::Tensor& tensor : first) numel.push_back(tensor.numel());
   Table table(std::move(numel));

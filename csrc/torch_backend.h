@@ -23,6 +23,10 @@ inline DType dtype_of(const torch::Tensor& tensor, const std::string& what) {
   }
 }
 
+inline void check_device(torch::Device device) {
+  TORCH_CHECK(device.is_cpu() || device.is_cuda(), "ampfuse has kernels for cpu and cuda tensors, not for ", device);
+}
+
 // The backend, device guard and stream for one call on `device`. Construct it on the calling thread.
 class DeviceScope {
  public:
@@ -35,7 +39,7 @@ class DeviceScope {
 #endif
       return;
     }
-    TORCH_CHECK(device.is_cuda(), "ampfuse has kernels for cpu and cuda tensors, not for ", device);
+    check_device(device);
 #if !defined(AMPFUSE_EMULATE_CUDA)
     backend_ = cuda_backend();
 #endif

@@ -230,6 +230,12 @@ def test_wrong_lists(case):
         assert torch.equal(tensor, value)
 
 
+def test_a_device_without_kernels():
+    tensors = [torch.ones(4, device="meta")]
+    with pytest.raises(RuntimeError, match="kernels for cpu and cuda tensors, not for meta"):
+        ops.copy(tensors, tensors)
+
+
 def test_wrong_flag():
     tensor = torch.ones(3)
     for flag, error in ((torch.zeros(1, dtype=f64), TypeError), (torch.zeros(0), ValueError)):
