@@ -25,6 +25,7 @@ _OPTIONS = (
     "skip_on_overflow",
     "_under_amp",
     "_names",
+    "_amp_session",  # amp's policy and loss scalers: a copy trains on under amp
 )
 
 
@@ -96,13 +97,14 @@ class AmpOptimizer(torch.optim.Optimizer):
 
     # --- rows ---------------------------------------------------------------------------------
 
-    def _params(self) -> Iterator[Tensor]:
+    # Not `_params`, which LBFGS has.
+    def _amp_params(self) -> Iterator[Tensor]:
         for group in self.param_groups:
             yield from group["params"]
 
     def _sync_rows(self) -> Any:
         """The table, with a row for each parameter of ``param_groups`` in order."""
-        params = list(self._params())
+        params = list(self._amp_params())
         if self._table is not None:
             known = self._row_params
             unchanged = all(map(operator.is_, known, params))
@@ -239,7 +241,7 @@ class AmpOptimizer(torch.optim.Optimizer):
         if self._table is not None:
             self._sync_rows().zero_grad(set_to_none)
             return
-        for param in self._params():
+        for param in self._amp_params():
             if isinstance(param, MasterParameter) and param.model_param.grad is not None:
                 if set_to_none:
                     param.model_param.grad = None
@@ -286,7 +288,7 @@ class AmpOptimizer(torch.optim.Optimizer):
         """As torch's, plus ``master_param`` (float32) for each parameter that has a master."""
         self._follow_edits()
         state_dict = super().state_dict()
-        for i, param in enumerate(self._params()):
+        for i, param in enumerate(self._amp_params()):
             if isinstance(param, MasterParameter):
                 state = dict(state_dict["state"].get(i, {}))
                 state_dict["state"][i] = {**state, "master_param": param.detach()}
@@ -325,7 +327,7 @@ class AmpOptimizer(torch.optim.Optimizer):
     def _restore_state(self, state: dict[Any, Any], saved: dict[str, Any]) -> None:
         """Undo torch's casts to the parameter's dtype, and put masters where they belong."""
         ids = [i for group in saved["param_groups"] for i in group["params"]]
-        for i, param in zip(ids, self._params(), strict=True):
+        for i, param in zip(ids, self._amp_params(), strict=True):
             for key, value in saved["state"].get(i, {}).items():
                 if isinstance(value, Tensor) and value.is_floating_point():
                     exact = value.detach().to(device=param.device, dtype=torch.float32, copy=True)
@@ -395,7 +397,7 @@ def _widened(value: Any) -> Any:
 def _check_and_remember(optimizer: AmpOptimizer, state_dict: dict[str, Any]) -> None:
     """Pre-hook of load_state_dict: refuse what does not fit before anything changes."""
     ids: Iterable[Any] = [i for group in state_dict["param_groups"] for i in group["params"]]
-    params = list(optimizer._params())
+    params = list(optimizer._amp_params())
     ids = list(ids)
     if len(ids) == len(params):  # else torch says what is wrong
         for i, param, name in zip(ids, params, optimizer._parameter_names(), strict=True):

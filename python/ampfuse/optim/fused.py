@@ -1,4 +1,4 @@
-"""The fused step: unscale, overflow check, clip, update and cast back, in two passes over memory."""
+"""The fused step: unscale, overflow check, clip, update and cast back, in two passes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampfuse import _core
 from ampfuse.optim.base import AmpOptimizer
 from ampfuse.optim.masters import HALF_DTYPES
 
@@ -17,8 +16,8 @@ from ampfuse.optim.masters import HALF_DTYPES
 class FusedOptimizer(AmpOptimizer):
     """Base of the optimizers whose update is a kernel of ours.
 
-    A subclass names its kernel (`_algorithm`), the state a parameter of a group has (`_state_names`,
-    in the kernel's order) and the kernel's hyper-parameters (`_hyper`).
+    A subclass names its kernel (`_algorithm`), the state a parameter of a group has
+    (`_state_names`, in the kernel's order) and the kernel's hyper-parameters (`_hyper`).
     """
 
     # torch.amp.GradScaler then hands over `grad_scale` and `found_inf` instead of unscaling.

@@ -78,7 +78,7 @@ class GenericOptimizer(AmpOptimizer):
 
     def clip_next_step(self, max_norm: float) -> Tensor:
         # The wrapped step reads .grad, so the gradients themselves have to be clipped.
-        return torch.nn.utils.clip_grad_norm_(list(self._params()), max_norm)
+        return torch.nn.utils.clip_grad_norm_(list(self._amp_params()), max_norm)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return _new, (self._original_class,), self.__getstate__()

@@ -27,8 +27,9 @@ def upgrade(
 ) -> None:
     """Make `optimizer` amp-aware in place: the same object, of a subclass of its class.
 
-    Exactly ``torch.optim.SGD``, ``Adam`` and ``AdamW`` become fused; every other optimizer keeps its
-    own step (generic.py). Learning-rate schedulers and hooks keep working, whichever came first.
+    Exactly ``torch.optim.SGD``, ``Adam`` and ``AdamW`` become fused; every other optimizer keeps
+    its own step (generic.py). Learning-rate schedulers and hooks keep working, whichever came
+    first.
 
     Arguments:
         master_weights: replace half parameters in ``param_groups`` by FP32 masters.
