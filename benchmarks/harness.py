@@ -54,7 +54,7 @@ class Clock:
         self._cold = torch.zeros(_last_level_cache_bytes(device) // 4, device=device)
 
     def milliseconds(self, call: Callable[[], object]) -> float:
-        self._cold.add_(1)  # what the caches hold now is this
+        self._cold.sum()  # what the caches hold now is this, and it is clean
         if self.device.type != "cuda":
             start = time.perf_counter()
             call()

@@ -122,6 +122,8 @@ void for_chunks(Table& table, const Body& body) {
         }
       }
     }
+    // What was stored past the caches is visible to other threads from here on.
+    std::atomic_thread_fence(std::memory_order_seq_cst);
   };
   if (threads == 1) {
     work(0, 1);

@@ -14,10 +14,13 @@ struct Scalar {
   HD static Scalar load(const void* data, DType dtype, int64_t i) {
     return Scalar(dtype == DType::kNone ? 0.0f : load_float(data, dtype, i));
   }
-  HD static Scalar load_partial(const void* data, DType dtype, int64_t i, int) { return load(data, dtype, i); }
+  HD static Scalar load_partial(const void* data, DType dtype, int64_t i, int) {
+    return load(data, dtype, i);
+  }
   HD void store(void* data, DType dtype, int64_t i) const {
     if (dtype != DType::kNone) store_float(data, dtype, i, value);
   }
+  HD void stream(void* data, DType dtype, int64_t i) const { store(data, dtype, i); }
   HD void store_partial(void* data, DType dtype, int64_t i, int) const { store(data, dtype, i); }
 
   struct Magnitude {
@@ -34,7 +37,9 @@ HD Scalar operator+(Scalar a, Scalar b) { return Scalar(a.value + b.value); }
 HD Scalar operator-(Scalar a, Scalar b) { return Scalar(a.value - b.value); }
 HD Scalar operator*(Scalar a, Scalar b) { return Scalar(a.value * b.value); }
 HD Scalar operator/(Scalar a, Scalar b) { return Scalar(a.value / b.value); }
-HD Scalar fma(Scalar a, Scalar b, Scalar c) { return Scalar(ampfuse::fma(a.value, b.value, c.value)); }
+HD Scalar fma(Scalar a, Scalar b, Scalar c) {
+  return Scalar(ampfuse::fma(a.value, b.value, c.value));
+}
 HD Scalar sqrt(Scalar a) { return Scalar(ampfuse::sqrt(a.value)); }
 HD Scalar max_nan(Scalar a, Scalar b) { return Scalar(ampfuse::max_nan(a.value, b.value)); }
 HD Scalar round_to(DType dtype, Scalar a) { return Scalar(ampfuse::round_to(dtype, a.value)); }
