@@ -200,14 +200,14 @@ torch::Tensor ParamTable::source(const Row& row) const {
 }
 
 torch::Tensor ParamTable::checked_gradient(const Row& row, const torch::Tensor& grad) const {
-  const std::string what = "the gradient of " + row.name;
-  TORCH_CHECK(grad.layout() == torch::kStrided, what,
+  const char* what = "the gradient of ";
+  TORCH_CHECK(grad.layout() == torch::kStrided, what, row.name,
               " is sparse; ampfuse steps dense gradients. Build the layer with sparse=False, or keep its parameters "
               "in a torch.optim.SparseAdam.");
-  TORCH_CHECK_TYPE(!grad.is_complex(), what, " is complex; ampfuse steps real parameters. Use torch.view_as_real.");
-  dtype_of(grad, what);
-  TORCH_CHECK(grad.device() == device_, what, " is on ", grad.device(), ", the parameter on ", device_);
-  TORCH_CHECK(!grad.key_set().has(c10::DispatchKey::Python), what,
+  TORCH_CHECK_TYPE(!grad.is_complex(), what, row.name, " is complex; ampfuse steps real parameters. Use torch.view_as_real.");
+  dtype_of(grad, what, row.name);
+  TORCH_CHECK(grad.device() == device_, what, row.name, " is on ", grad.device(), ", the parameter on ", device_);
+  TORCH_CHECK(!grad.key_set().has(c10::DispatchKey::Python), what, row.name,
               " is a tensor subclass without memory of its own (such as DTensor); ampfuse does not read it");
   if (grad.strides() == row.param.strides()) return grad;
   torch::Tensor copy = empty_laid_out_as(row.param, grad.scalar_type());

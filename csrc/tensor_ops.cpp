@@ -28,7 +28,7 @@ Table make_table(const std::vector<NamedList>& lists) {
     for (size_t i = 0; i < first.size(); ++i) {
       const torch::Tensor& tensor = list.tensors[i];
       TORCH_CHECK_TYPE(tensor.layout() == torch::kStrided, item(list, i), " is sparse; pass dense tensors");
-      const DType dtype = dtype_of(tensor, item(list, i));
+      const DType dtype = dtype_of(tensor, list.name, "[", i, "]");
       TORCH_CHECK_VALUE(tensor.device() == first[0].device(), item(list, i), " is on ", tensor.device(), " and ",
                         item(lists[0], 0), " on ", first[0].device(), "; call once per device");
       TORCH_CHECK_VALUE(is_dense(tensor), item(list, i), " of shape ", tensor.sizes(), " and strides ",

@@ -11,14 +11,15 @@
 
 namespace ampfuse {
 
-// Throws a TypeError that names `what` for a dtype the kernels do not store.
-inline DType dtype_of(const torch::Tensor& tensor, const std::string& what) {
+// Throws a TypeError for a dtype the kernels do not store; its message begins with `what`, put together only then.
+template <class... What>
+DType dtype_of(const torch::Tensor& tensor, const What&... what) {
   switch (tensor.scalar_type()) {
     case torch::kFloat32: return DType::kFloat32;
     case torch::kFloat16: return DType::kFloat16;
     case torch::kBFloat16: return DType::kBFloat16;
     default:
-      TORCH_CHECK_TYPE(false, what, " is ", tensor.scalar_type(),
+      TORCH_CHECK_TYPE(false, what..., " is ", tensor.scalar_type(),
                        "; ampfuse works on float32, float16 and bfloat16. Convert it, or leave it out.");
   }
 }
