@@ -1,5 +1,6 @@
-// What a backend does with a table. The CPU and CUDA backends look alike: each has one apply harness that walks
-// the chunks, and the ops of update.h. All pointers are the device's; nothing waits for the device.
+// What a backend does with a table. The CPU and CUDA backends look alike: each has one apply
+// harness that walks the chunks, and the ops of update.h. All pointers are the device's; nothing
+// waits for the device.
 #pragma once
 
 #include <cstdint>
@@ -18,9 +19,9 @@ struct InspectArgs {
   const float* scale = nullptr;   // gradients of scaled rows are divided by it; 1 if absent
   bool scale_is_inverse = false;  // ... or multiplied, if it is 1 / scale already
   StepState* state = nullptr;     // receives flag, sum of squares, first offending row
-  float* found_inf = nullptr;     // set to 1, never cleared, if a gradient is non-finite; may be null
-  float* norm = nullptr;          // L2 norm over all rows; may be null
-  float* row_norms = nullptr;     // [rows] L2 norm of each; may be null
+  float* found_inf = nullptr;  // set to 1, never cleared, if a gradient is non-finite; may be null
+  float* norm = nullptr;       // L2 norm over all rows; may be null
+  float* row_norms = nullptr;  // [rows] L2 norm of each; may be null
 };
 
 // What inspect multiplies the gradients of scaled rows by.
@@ -31,19 +32,20 @@ HD float inverse_scale(const InspectArgs& args) {
 
 struct MapArgs {
   float a = 1, b = 1;
-  float* found_inf = nullptr;  // set to 1, never cleared, by a non-finite value in a checked list; may be null
+  float* found_inf =
+      nullptr;  // set to 1, never cleared, by a non-finite value in a checked list; may be null
 };
 
 class Backend {
  public:
   virtual ~Backend() = default;
 
-  // Reads every gradient once. v = kGrad * (scaled ? 1 / scale : 1) + kAccumulated; v goes to kGradOut where a
-  // row has one, and into the sum of squares.
+  // Reads every gradient once. v = kGrad * (scaled ? 1 / scale : 1) + kAccumulated; v goes to
+  // kGradOut where a row has one, and into the sum of squares.
   virtual void inspect(Table& table, const InspectArgs& args, void* stream) = 0;
 
-  // Decides the step in `state`, then advances `steps` [rows] of the rows that have a gradient and computes
-  // their coefficients. One small launch.
+  // Decides the step in `state`, then advances `steps` [rows] of the rows that have a gradient and
+  // computes their coefficients. One small launch.
   virtual void prepare(Table& table, StepState* state, const StepDecision& decision, float* steps,
                        void* stream) = 0;
 
@@ -52,23 +54,26 @@ class Backend {
 
   virtual void map(Table& table, MapOp op, const MapArgs& args, void* stream) = 0;
 
-  // Applies the rule to the OR of `count` flags. With `share`, every flag then holds that OR. With `fixed`
-  // (a static scale) the scale stays.
-  virtual void update_scale(const LossScale& rule, float* const* found_inf, int count, bool share, bool fixed,
-                            void* stream) = 0;
+  // Applies the rule to the OR of `count` flags. With `share`, every flag then holds that OR. With
+  // `fixed` (a static scale) the scale stays.
+  virtual void update_scale(const LossScale& rule, float* const* found_inf, int count, bool share,
+                            bool fixed, void* stream) = 0;
 };
 
 Backend& cpu_backend();
 Backend* cuda_backend();  // nullptr where CUDA was not built
 
-const char* cpu_isa();  // "scalar", "avx2", "avx512", "neon": what runs, or what AMPFUSE_CPU_ISA forces
+const char*
+cpu_isa();  // "scalar", "avx2", "avx512", "neon": what runs, or what AMPFUSE_CPU_ISA forces
 
-// How the CPU backend runs its tasks: body(begin, end) over [0, count). The binding hands in torch's pool; the
-// default runs them one after another.
-using ParallelFor = std::function<void(int64_t count, const std::function<void(int64_t, int64_t)>& body)>;
+// How the CPU backend runs its tasks: body(begin, end) over [0, count). The binding hands in
+// torch's pool; the default runs them one after another.
+using ParallelFor =
+    std::function<void(int64_t count, const std::function<void(int64_t, int64_t)>& body)>;
 void set_parallel_for(ParallelFor parallel_for, int (*thread_count)());
 
-// Where the CUDA backend gets memory on the current device. The binding hands in torch's caching allocator.
+// Where the CUDA backend gets memory on the current device. The binding hands in torch's caching
+// allocator.
 using Allocate = std::shared_ptr<void> (*)(size_t bytes);
 void set_device_allocator(Allocate allocate);
 

@@ -21,7 +21,9 @@ namespace {
 // The CPU kernels run on torch's own threads, so torch.set_num_threads holds for them too.
 void use_torch_threads() {
   set_parallel_for(
-      [](int64_t count, const std::function<void(int64_t, int64_t)>& body) { at::parallel_for(0, count, 1, body); },
+      [](int64_t count, const std::function<void(int64_t, int64_t)>& body) {
+        at::parallel_for(0, count, 1, body);
+      },
       [] { return at::in_parallel_region() ? 1 : at::get_num_threads(); });
 }
 
@@ -56,32 +58,44 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   use_torch_allocator();
 
   m.doc() = "ampfuse's compiled core.";
-  m.def("cuda_built", [] { return cuda_backend() != nullptr; }, "Whether the CUDA kernels were built.");
+  m.def(
+      "cuda_built", [] { return cuda_backend() != nullptr; },
+      "Whether the CUDA kernels were built.");
   m.def("cuda_archs", cuda_archs, "The architectures they were built for.");
-  m.def("cpu_isa", [] { return std::string(cpu_isa()); }, "The instruction set the CPU kernels run on.");
-  m.def("torch_version", [] { return std::string(AMPFUSE_TORCH_VERSION); }, "The torch this was built for.");
+  m.def(
+      "cpu_isa", [] { return std::string(cpu_isa()); },
+      "The instruction set the CPU kernels run on.");
+  m.def(
+      "torch_version", [] { return std::string(AMPFUSE_TORCH_VERSION); },
+      "The torch this was built for.");
 #if __has_include("half_conv.h")
-  m.def("half_conv_enabled", half_conv_enabled, "Whether FP16 convolutions on the CPU compute in FP32.");
+  m.def("half_conv_enabled", half_conv_enabled,
+        "Whether FP16 convolutions on the CPU compute in FP32.");
   m.def("set_half_conv_enabled", set_half_conv_enabled, py::arg("enabled"));
 #endif
 
-  m.def("scale", scale, py::arg("src"), py::arg("dst"), py::arg("scale"), py::arg("found_inf") = py::none(),
+  m.def("scale", scale, py::arg("src"), py::arg("dst"), py::arg("scale"),
+        py::arg("found_inf") = py::none(),
         "dst = src * scale, one rounding. Sets found_inf where src is not finite.");
   m.def("axpby", axpby, py::arg("x"), py::arg("y"), py::arg("out"), py::arg("a"), py::arg("b"),
         py::arg("found_inf") = py::none(), py::arg("check") = -1,
         "out = a * x + b * y. Sets found_inf where x (0), y (1) or either (-1) is not finite.");
   m.def("copy", copy, py::arg("src"), py::arg("dst"), "dst = src, cast.");
-  m.def("unscale", unscale, py::arg("grads"), py::arg("out"), py::arg("inv_scale"), py::arg("found_inf") = py::none(),
+  m.def("unscale", unscale, py::arg("grads"), py::arg("out"), py::arg("inv_scale"),
+        py::arg("found_inf") = py::none(),
         "out = grads * inv_scale; out may be grads. Sets found_inf where a result is not finite.");
   m.def("l2norm", l2norm, py::arg("tensors"), py::arg("per_tensor") = false,
         "(norm over all, norm of each or an empty tensor), float32.");
-  m.def("update_scale", update_scale, py::arg("scale"), py::arg("growth_tracker"), py::arg("hysteresis_tracker"),
-        py::arg("found_infs"), py::arg("growth_factor"), py::arg("backoff_factor"), py::arg("growth_interval"),
-        py::arg("min_scale"), py::arg("max_scale"), py::arg("hysteresis"), py::arg("share"), py::arg("dynamic") = true,
-        "Applies the loss-scale rule to the OR of found_infs; with share every flag then holds it.");
+  m.def(
+      "update_scale", update_scale, py::arg("scale"), py::arg("growth_tracker"),
+      py::arg("hysteresis_tracker"), py::arg("found_infs"), py::arg("growth_factor"),
+      py::arg("backoff_factor"), py::arg("growth_interval"), py::arg("min_scale"),
+      py::arg("max_scale"), py::arg("hysteresis"), py::arg("share"), py::arg("dynamic") = true,
+      "Applies the loss-scale rule to the OR of found_infs; with share every flag then holds it.");
 
   // Local to the module: the tests load it twice, once with the emulated CUDA backend.
-  py::class_<ParamTable>(m, "ParamTable", py::module_local(), "The rows of one optimizer; see param_table.h.")
+  py::class_<ParamTable>(m, "ParamTable", py::module_local(),
+                         "The rows of one optimizer; see param_table.h.")
       .def(py::init<const std::string&, torch::Device>(), py::arg("algorithm"), py::arg("device"))
       .def("add_row", &ParamTable::add_row, py::arg("param"), py::arg("model"), py::arg("name"),
            py::arg("model_version") = 0)
@@ -91,10 +105,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("name", &ParamTable::name, py::arg("row"))
       .def("set_states", &ParamTable::set_states, py::arg("row"), py::arg("states"))
       .def("steps", &ParamTable::steps)
-      .def("set_hyper", &ParamTable::set_hyper, py::arg("begin"), py::arg("end"), py::kw_only(), py::arg("lr"),
-           py::arg("lr_tensor") = py::none(), py::arg("weight_decay") = 0.0, py::arg("momentum") = 0.0,
-           py::arg("dampening") = 0.0, py::arg("beta1") = 0.0, py::arg("beta2") = 0.0, py::arg("eps") = 0.0,
-           py::arg("maximize") = false, py::arg("nesterov") = false, py::arg("decoupled") = false)
+      .def("set_hyper", &ParamTable::set_hyper, py::arg("begin"), py::arg("end"), py::kw_only(),
+           py::arg("lr"), py::arg("lr_tensor") = py::none(), py::arg("weight_decay") = 0.0,
+           py::arg("momentum") = 0.0, py::arg("dampening") = 0.0, py::arg("beta1") = 0.0,
+           py::arg("beta2") = 0.0, py::arg("eps") = 0.0, py::arg("maximize") = false,
+           py::arg("nesterov") = false, py::arg("decoupled") = false)
       .def("accept_model_weights", &ParamTable::accept_model_weights)
       .def("refresh_masters", &ParamTable::refresh_masters, py::arg("all") = false)
       .def("publish_masters", &ParamTable::publish_masters)

@@ -5,9 +5,9 @@
 #include <stdexcept>
 
 // AMPFUSE_CHECK(ok, "what is wrong: ", value, "; do this")
-#define AMPFUSE_CHECK(condition, ...)                                             \
-  do {                                                                            \
-    if (!(condition)) throw std::runtime_error(::ampfuse::message(__VA_ARGS__));  \
+#define AMPFUSE_CHECK(condition, ...)                                            \
+  do {                                                                           \
+    if (!(condition)) throw std::runtime_error(::ampfuse::message(__VA_ARGS__)); \
   } while (0)
 
 namespace ampfuse {

@@ -1,5 +1,6 @@
-// Storage types. Arithmetic is FP32 everywhere; a value is widened when it is loaded and rounded once,
-// to nearest even, when it is stored. A new storage type is one more case here and in each SIMD value.
+// Storage types. Arithmetic is FP32 everywhere; a value is widened when it is loaded and rounded
+// once, to nearest even, when it is stored. A new storage type is one more case here and in each
+// SIMD value.
 #pragma once
 
 #include <cstdint>
@@ -74,7 +75,8 @@ HD uint16_t float_to_float16(float value) {
   if (magnitude > 0x7f800000u) return uint16_t(sign | 0x7e00u);   // NaN
   if (magnitude >= 0x477ff000u) return uint16_t(sign | 0x7c00u);  // 65520 and above round to inf
   if (magnitude < 0x38800000u) {
-    // Below 2^-14 halves are multiples of 2^-24, the spacing of floats in [0.5, 1): adding 0.5 rounds.
+    // Below 2^-14 halves are multiples of 2^-24, the spacing of floats in [0.5, 1): adding 0.5
+    // rounds.
     return uint16_t(sign | (float_bits(bits_float(magnitude) + 0.5f) - 0x3f000000u));
   }
   magnitude += 0xfffu + ((magnitude >> 13) & 1u);

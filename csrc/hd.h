@@ -1,7 +1,7 @@
 // HD marks what runs on host and device alike.
 //
-// On the host it is always inlined: each CPU instruction set has a translation unit of its own, and an
-// out-of-line copy made in one of them could be the one that the linker keeps for all.
+// On the host it is always inlined: each CPU instruction set has a translation unit of its own, and
+// an out-of-line copy made in one of them could be the one that the linker keeps for all.
 #pragma once
 
 #if defined(__CUDACC__)

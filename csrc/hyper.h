@@ -1,9 +1,10 @@
 // Hyper-parameters of one tensor row, and the coefficients that its elements meet.
 //
-// Every row carries its own copy, so parameter groups cost no launch. `RowHyper` is what the user set, in
-// double; `advance_row` turns it, once per step and row, into the floats that update.h uses. Host and device
-// run the same function, and powers of beta come from repeated squaring: library `pow` differs in the last
-// place between them, and a resumed run must get the same correction from its step count alone.
+// Every row carries its own copy, so parameter groups cost no launch. `RowHyper` is what the user
+// set, in double; `advance_row` turns it, once per step and row, into the floats that update.h
+// uses. Host and device run the same function, and powers of beta come from repeated squaring:
+// library `pow` differs in the last place between them, and a resumed run must get the same
+// correction from its step count alone.
 #pragma once
 
 #include <cstdint>
@@ -18,27 +19,28 @@ enum HyperFlag : int32_t {
   kMaximize = 1,   // ascend: the gradient changes sign first
   kNesterov = 2,   // SGD
   kDecoupled = 4,  // AdamW: weight decay acts on the parameter, not through the gradient
-  kFirstStep = 8,  // set by advance_row on a row's first applied step: SGD's buffer starts as the gradient
+  kFirstStep =
+      8,  // set by advance_row on a row's first applied step: SGD's buffer starts as the gradient
 };
 
 struct RowHyper {
   double lr = 0, weight_decay = 0;
-  double momentum = 0, dampening = 0;       // SGD
-  double beta1 = 0, beta2 = 0, eps = 0;     // Adam, AdamW
-  const float* lr_tensor = nullptr;         // device value that replaces lr
+  double momentum = 0, dampening = 0;    // SGD
+  double beta1 = 0, beta2 = 0, eps = 0;  // Adam, AdamW
+  const float* lr_tensor = nullptr;      // device value that replaces lr
   int32_t flags = 0;
 };
 
 struct RowCoef {
-  float grad_scale = 0;    // clip / loss scale for a scaled row, clip otherwise; negative to maximize
+  float grad_scale = 0;  // clip / loss scale for a scaled row, clip otherwise; negative to maximize
   float accum_scale = 0;   // clip, likewise signed: accumulators hold unscaled values
   float weight_decay = 0;  // L2: g += weight_decay * p
   float decay = 1;         // decoupled: p *= decay = 1 - lr * weight_decay
   float lr = 0;
   float momentum = 0, one_minus_dampening = 0;
   float one_minus_beta1 = 0, beta2 = 0, one_minus_beta2 = 0;
-  // Adam's p -= lr / bias1 * m / (sqrt(v) / sqrt(bias2) + eps), with fraction and eps multiplied by sqrt(bias2):
-  // the same value with a division and a rounding less per element.
+  // Adam's p -= lr / bias1 * m / (sqrt(v) / sqrt(bias2) + eps), with fraction and eps multiplied by
+  // sqrt(bias2): the same value with a division and a rounding less per element.
   float step_size = 0;  // lr * sqrt(bias2) / bias1, where bias = 1 - beta^t
   float eps = 0;        // eps * sqrt(bias2)
   int32_t flags = 0;

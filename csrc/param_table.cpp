@@ -17,12 +17,13 @@ Algorithm algorithm_of(const std::string& name) {
 
 // A tensor laid out in memory as `like`, for a row of the core to walk both together.
 torch::Tensor empty_laid_out_as(const torch::Tensor& like, torch::ScalarType dtype) {
-  return torch::empty_strided(like.sizes(), like.strides(), like.options().dtype(dtype).requires_grad(false));
+  return torch::empty_strided(like.sizes(), like.strides(),
+                              like.options().dtype(dtype).requires_grad(false));
 }
 
 }  // namespace
 
-// --- identity of gradients ----------------------------------------------------------------------------------
+// --- identity of gradients -----------------------------------------------------------------------
 
 void ParamTable::Identity::remember(const torch::Tensor& grad) {
   impl.emplace(grad.getIntrusivePtr());
@@ -37,7 +38,7 @@ bool ParamTable::Identity::is_unchanged(const torch::Tensor& grad) const {
   return is_same_tensor(grad) && version == version_of(grad);
 }
 
-// --- rows ---------------------------------------------------------------------------------------------------
+// --- rows ----------------------------------------------------------------------------------------
 
 ParamTable::ParamTable(const std::string& algorithm, torch::Device device)
     : algorithm_(algorithm_of(algorithm)), device_(device) {
@@ -49,23 +50,29 @@ ParamTable::ParamTable(const std::string& algorithm, torch::Device device)
   steps_ = torch::zeros({0}, torch::TensorOptions().dtype(torch::kFloat32).device(device));
 }
 
-int64_t ParamTable::add_row(torch::Tensor param, std::optional<torch::Tensor> model, std::string name,
-                            int64_t model_version) {
+int64_t ParamTable::add_row(torch::Tensor param, std::optional<torch::Tensor> model,
+                            std::string name, int64_t model_version) {
   Row row;
   row.name = std::move(name);
   dtype_of(param, row.name);
   for (const torch::Tensor& tensor : {param, model.value_or(param)}) {
-    TORCH_CHECK_TYPE(tensor.layout() == torch::kStrided, row.name, " is sparse; ampfuse steps dense parameters");
-    TORCH_CHECK_TYPE(!tensor.key_set().has(c10::DispatchKey::Python), row.name, " is a tensor subclass without "
-                     "memory of its own (such as DTensor); ampfuse does not step it. Pass its local tensor.");
-    TORCH_CHECK(tensor.device() == device_, row.name, " is on ", tensor.device(), " and another parameter on ",
-                device_, "; use one optimizer per device");
-    TORCH_CHECK(is_dense(tensor), row.name, " of shape ", tensor.sizes(), " and strides ", tensor.strides(),
-                " has gaps or overlaps in memory. Make the parameter contiguous before building the optimizer.");
+    TORCH_CHECK_TYPE(tensor.layout() == torch::kStrided, row.name,
+                     " is sparse; ampfuse steps dense parameters");
+    TORCH_CHECK_TYPE(
+        !tensor.key_set().has(c10::DispatchKey::Python), row.name,
+        " is a tensor subclass without "
+        "memory of its own (such as DTensor); ampfuse does not step it. Pass its local tensor.");
+    TORCH_CHECK(tensor.device() == device_, row.name, " is on ", tensor.device(),
+                " and another parameter on ", device_, "; use one optimizer per device");
+    TORCH_CHECK(is_dense(tensor), row.name, " of shape ", tensor.sizes(), " and strides ",
+                tensor.strides(),
+                " has gaps or overlaps in memory. Make the parameter contiguous before building "
+                "the optimizer.");
   }
   if (model) {
-    TORCH_CHECK(model->strides() == param.strides(), row.name, ": master and model weight differ in strides, ",
-                param.strides(), " and ", model->strides());
+    TORCH_CHECK(model->strides() == param.strides(), row.name,
+                ": master and model weight differ in strides, ", param.strides(), " and ",
+                model->strides());
     row.model = *model;
     row.model_version = model_version;
     row.model_data = model->data_ptr();
@@ -82,28 +89,33 @@ std::optional<torch::Tensor> ParamTable::model(int64_t row) const {
 }
 
 torch::Tensor ParamTable::steps() {
-  if (steps_.numel() < rows()) steps_ = torch::cat({steps_, torch::zeros({rows() - steps_.numel()}, steps_.options())});
+  if (steps_.numel() < rows())
+    steps_ = torch::cat({steps_, torch::zeros({rows() - steps_.numel()}, steps_.options())});
   return steps_;
 }
 
-void ParamTable::set_states(int64_t index, const std::optional<std::vector<std::optional<torch::Tensor>>>& states) {
+void ParamTable::set_states(
+    int64_t index, const std::optional<std::vector<std::optional<torch::Tensor>>>& states) {
   Row& row = rows_.at(index);
   row.has_states = states.has_value();
   const size_t count = states ? states->size() : 0;
   TORCH_CHECK_VALUE(count <= 3, "a row has at most three states");
   for (size_t i = 0; i < 3; ++i) {
     const torch::Tensor state = i < count && (*states)[i] ? *(*states)[i] : torch::Tensor();
-    TORCH_CHECK(!state.defined() ||
-                    (state.scalar_type() == torch::kFloat32 && state.strides() == row.param.strides() &&
-                     state.sizes() == row.param.sizes() && state.device() == device_),
-                "state ", i, " of ", row.name, " has to be float32, on ", device_, " and laid out as the parameter");
+    TORCH_CHECK(
+        !state.defined() ||
+            (state.scalar_type() == torch::kFloat32 && state.strides() == row.param.strides() &&
+             state.sizes() == row.param.sizes() && state.device() == device_),
+        "state ", i, " of ", row.name, " has to be float32, on ", device_,
+        " and laid out as the parameter");
     row.states[i] = state;
     set(kState0 + int(i), index, state);
   }
 }
 
-void ParamTable::set_hyper(int64_t begin, int64_t end, double lr, std::optional<torch::Tensor> lr_tensor,
-                           double weight_decay, double momentum, double dampening, double beta1, double beta2,
+void ParamTable::set_hyper(int64_t begin, int64_t end, double lr,
+                           std::optional<torch::Tensor> lr_tensor, double weight_decay,
+                           double momentum, double dampening, double beta1, double beta2,
                            double eps, bool maximize, bool nesterov, bool decoupled) {
   RowHyper hyper{};
   hyper.lr = lr;
@@ -114,7 +126,8 @@ void ParamTable::set_hyper(int64_t begin, int64_t end, double lr, std::optional<
   hyper.beta1 = beta1;
   hyper.beta2 = beta2;
   hyper.eps = eps;
-  hyper.flags = (maximize ? kMaximize : 0) | (nesterov ? kNesterov : 0) | (decoupled ? kDecoupled : 0);
+  hyper.flags =
+      (maximize ? kMaximize : 0) | (nesterov ? kNesterov : 0) | (decoupled ? kDecoupled : 0);
   for (int64_t row = begin; row < end; ++row) table().hyper(row) = hyper;
 }
 
@@ -142,24 +155,29 @@ void ParamTable::set(int list, int64_t row, const torch::Tensor& tensor) {
   }
 }
 
-// `param.data = other`, module.to() and the like give a tensor other memory while it stays the same tensor.
+// `param.data = other`, module.to() and the like give a tensor other memory while it stays the same
+// tensor.
 void ParamTable::follow_storage(int64_t index) {
   const Row& row = rows_[index];
   const bool fits = row.param.device() == device_ && row.param.numel() == table().numel(index) &&
-                    (!row.model.defined() || (row.model.device() == device_ && row.model.strides() == row.param.strides()));
-  TORCH_CHECK(fits, row.name, " was moved to another device or changed its shape or strides after the optimizer's "
+                    (!row.model.defined() ||
+                     (row.model.device() == device_ && row.model.strides() == row.param.strides()));
+  TORCH_CHECK(fits, row.name,
+              " was moved to another device or changed its shape or strides after the optimizer's "
               "first use; do that before building the optimizer");
   set(kParam, index, row.param);
   set(kModel, index, row.model);
   for (int state = 0; state < 3; ++state) {
-    TORCH_CHECK(!row.states[state].defined() || row.states[state].strides() == row.param.strides(), row.name,
-                " changed its strides after the optimizer's first step; its state is laid out as it was before");
+    TORCH_CHECK(!row.states[state].defined() || row.states[state].strides() == row.param.strides(),
+                row.name,
+                " changed its strides after the optimizer's first step; its state is laid out as "
+                "it was before");
     set(kState0 + state, index, row.states[state]);
   }
 }
 
-void ParamTable::set_gradient(int64_t row, const torch::Tensor& grad, bool scaled, const torch::Tensor& accumulated,
-                              const torch::Tensor& out) {
+void ParamTable::set_gradient(int64_t row, const torch::Tensor& grad, bool scaled,
+                              const torch::Tensor& accumulated, const torch::Tensor& out) {
   set(kGrad, row, grad);
   set(kAccumulated, row, accumulated);
   set(kGradOut, row, out);
@@ -191,7 +209,7 @@ torch::Tensor ParamTable::state_field(const std::string& name) const {
   return state_.slice(0, offset, offset + size).view(field->second.dtype).squeeze(0);
 }
 
-// --- gradients ----------------------------------------------------------------------------------------------
+// --- gradients -----------------------------------------------------------------------------------
 
 // Zeroing the gradients of the model or those of the masters empties a materialized row alike.
 torch::Tensor ParamTable::source(const Row& row) const {
@@ -202,20 +220,25 @@ torch::Tensor ParamTable::source(const Row& row) const {
 torch::Tensor ParamTable::checked_gradient(const Row& row, const torch::Tensor& grad) const {
   const char* what = "the gradient of ";
   TORCH_CHECK(grad.layout() == torch::kStrided, what, row.name,
-              " is sparse; ampfuse steps dense gradients. Build the layer with sparse=False, or keep its parameters "
+              " is sparse; ampfuse steps dense gradients. Build the layer with sparse=False, or "
+              "keep its parameters "
               "in a torch.optim.SparseAdam.");
-  TORCH_CHECK_TYPE(!grad.is_complex(), what, row.name, " is complex; ampfuse steps real parameters. Use torch.view_as_real.");
+  TORCH_CHECK_TYPE(!grad.is_complex(), what, row.name,
+                   " is complex; ampfuse steps real parameters. Use torch.view_as_real.");
   dtype_of(grad, what, row.name);
-  TORCH_CHECK(grad.device() == device_, what, row.name, " is on ", grad.device(), ", the parameter on ", device_);
+  TORCH_CHECK(grad.device() == device_, what, row.name, " is on ", grad.device(),
+              ", the parameter on ", device_);
   TORCH_CHECK(!grad.key_set().has(c10::DispatchKey::Python), what, row.name,
-              " is a tensor subclass without memory of its own (such as DTensor); ampfuse does not read it");
+              " is a tensor subclass without memory of its own (such as DTensor); ampfuse does not "
+              "read it");
   if (grad.strides() == row.param.strides()) return grad;
   torch::Tensor copy = empty_laid_out_as(row.param, grad.scalar_type());
   copy.copy_(grad);
   return copy;
 }
 
-// The core's inspect over whatever set_gradient() put in place. With `record` the step state hears of it.
+// The core's inspect over whatever set_gradient() put in place. With `record` the step state hears
+// of it.
 void ParamTable::inspect(const torch::Tensor& scale, bool record) {
   InspectArgs args;
   args.scale = scale.defined() ? scale.data_ptr<float>() : nullptr;
@@ -336,7 +359,8 @@ void ParamTable::materialize() {
   for (int64_t i = 0; i < rows(); ++i) {
     const Row& row = rows_[i];
     if (!row.model.defined()) continue;
-    if (row.accumulated.defined() || row.pending.is_same_tensor(row.model.mutable_grad())) found.push_back(i);
+    if (row.accumulated.defined() || row.pending.is_same_tensor(row.model.mutable_grad()))
+      found.push_back(i);
   }
   if (found.empty()) return;
   std::vector<int64_t> numel;
@@ -347,16 +371,19 @@ void ParamTable::materialize() {
   for (size_t i = 0; i < found.size(); ++i) {
     Row& row = rows_[found[i]];
     const torch::Tensor accumulated = std::move(row.accumulated);
-    torch::Tensor out = accumulated.defined() ? accumulated : empty_laid_out_as(row.param, torch::kFloat32);
+    torch::Tensor out =
+        accumulated.defined() ? accumulated : empty_laid_out_as(row.param, torch::kFloat32);
     if (row.pending.is_same_tensor(row.model.mutable_grad())) {
       const torch::Tensor grad = checked_gradient(row, row.model.mutable_grad());
       table.set(kGrad, int64_t(i), grad.data_ptr(), dtype_of(grad, row.name));
       alive.push_back(grad);
     }
-    if (accumulated.defined()) table.set(kAccumulated, int64_t(i), accumulated.data_ptr(), DType::kFloat32);
+    if (accumulated.defined())
+      table.set(kAccumulated, int64_t(i), accumulated.data_ptr(), DType::kFloat32);
     table.set(kGradOut, int64_t(i), out.data_ptr(), DType::kFloat32);
     table.set_scaled(int64_t(i), true);
-    // One tensor under both names: whoever edits it, through the master or the model, edits what the step uses.
+    // One tensor under both names: whoever edits it, through the master or the model, edits what
+    // the step uses.
     row.param.mutable_grad() = out;
     row.model.mutable_grad() = out;
     row.pending.forget();
@@ -390,10 +417,11 @@ void ParamTable::zero_grad(bool set_to_none) {
 
 bool ParamTable::has_gradient(int64_t index) const {
   const Row& row = rows_.at(index);
-  return row.leaf().mutable_grad().defined() || row.accumulated.defined() || row.param.mutable_grad().defined();
+  return row.leaf().mutable_grad().defined() || row.accumulated.defined() ||
+         row.param.mutable_grad().defined();
 }
 
-// --- masters and model weights --------------------------------------------------------------------------------
+// --- masters and model weights -------------------------------------------------------------------
 
 void ParamTable::Row::match_model() {
   if (!model.defined()) return;
@@ -412,9 +440,10 @@ void ParamTable::map_masters(MapOp op, const std::vector<int64_t>& rows) {
   Table table(std::move(numel));
   for (size_t i = 0; i < rows.size(); ++i) {
     const Row& row = rows_[rows[i]];
-    TORCH_CHECK(row.model.strides() == row.param.strides() && row.model.device() == device_, row.name,
-                " was moved or laid out anew after the optimizer was built; build the optimizer, or call "
-                "amp.initialize, after that");
+    TORCH_CHECK(
+        row.model.strides() == row.param.strides() && row.model.device() == device_, row.name,
+        " was moved or laid out anew after the optimizer was built; build the optimizer, or call "
+        "amp.initialize, after that");
     table.set(kParam, int64_t(i), row.param.data_ptr(), dtype_of(row.param, row.name));
     table.set(kModel, int64_t(i), row.model.data_ptr(), dtype_of(row.model, row.name));
   }
@@ -432,7 +461,8 @@ void ParamTable::refresh_masters(bool all) {
   for (int64_t i = 0; i < rows(); ++i) {
     const Row& row = rows_[i];
     if (!row.model.defined()) continue;
-    const bool untouched = version_of(row.model) == row.model_version && row.model.data_ptr() == row.model_data;
+    const bool untouched =
+        version_of(row.model) == row.model_version && row.model.data_ptr() == row.model_data;
     if (all || !untouched) edited.push_back(i);
   }
   map_masters(MapOp::kRefresh, edited);
@@ -446,7 +476,7 @@ void ParamTable::publish_masters() {
   map_masters(MapOp::kPublish, mastered);
 }
 
-// --- the step -------------------------------------------------------------------------------------------------
+// --- the step ------------------------------------------------------------------------------------
 
 std::vector<int64_t> ParamTable::collect(const std::optional<torch::Tensor>& scale) {
   const torch::Tensor none;
@@ -456,11 +486,13 @@ std::vector<int64_t> ParamTable::collect(const std::optional<torch::Tensor>& sca
     const torch::Tensor grad = source(row);
     follow_storage(&row - rows_.data());
     row.grad = grad.defined() ? checked_gradient(row, grad) : none;
-    TORCH_CHECK(row.model.defined() || !row.accumulated.defined(), "step() inside a backward pass of scale_loss; call "
+    TORCH_CHECK(row.model.defined() || !row.accumulated.defined(),
+                "step() inside a backward pass of scale_loss; call "
                 "it after the context has ended");
     if (row.grad.defined() && row.pending.is_same_tensor(grad)) any_pending = true;
   }
-  TORCH_CHECK(!(any_pending && scale), "these gradients carry the loss scale of amp.scale_loss and a GradScaler's as "
+  TORCH_CHECK(!(any_pending && scale),
+              "these gradients carry the loss scale of amp.scale_loss and a GradScaler's as "
               "well; use one of the two");
   std::vector<int64_t> stateless;
   for (int64_t i = 0; i < rows(); ++i) {
@@ -491,8 +523,8 @@ void ParamTable::measure() {
   }
 }
 
-void ParamTable::decide(const std::optional<torch::Tensor>& found_inf, double max_norm, bool inspect,
-                        bool skip_nonfinite) {
+void ParamTable::decide(const std::optional<torch::Tensor>& found_inf, double max_norm,
+                        bool inspect, bool skip_nonfinite) {
   if (max_norm > 0 || (inspect && !gradients_unchanged())) measure();
   StepDecision decision;
   decision.loss_scale = collected_scale_.defined() ? collected_scale_.data_ptr<float>() : nullptr;
@@ -507,8 +539,8 @@ void ParamTable::decide(const std::optional<torch::Tensor>& found_inf, double ma
   scope.backend().prepare(rows, state(), decision, step_column, scope.stream());
 }
 
-void ParamTable::update(const std::optional<torch::Tensor>& found_inf, double max_norm, bool inspect,
-                        bool skip_nonfinite) {
+void ParamTable::update(const std::optional<torch::Tensor>& found_inf, double max_norm,
+                        bool inspect, bool skip_nonfinite) {
   if (rows_.empty()) return;
   refresh_masters(false);
   decide(found_inf, max_norm, inspect, skip_nonfinite);

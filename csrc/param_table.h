@@ -1,14 +1,16 @@
-// The rows of one optimizer: each parameter with its half-precision model weight, gradients, FP32 accumulators,
-// states and step count. It decides which gradients a pass reads and hands the core a filled table; it
-// computes nothing itself.
+// The rows of one optimizer: each parameter with its half-precision model weight, gradients, FP32
+// accumulators, states and step count. It decides which gradients a pass reads and hands the core a
+// filled table; it computes nothing itself.
 //
 // Where gradients are, per row with a master (`model` is set):
-//   - autograd fills model.grad. Between scale_loss and step it is *pending*: scaled by `pending_scale`.
+//   - autograd fills model.grad. Between scale_loss and step it is *pending*: scaled by
+//   `pending_scale`.
 //   - `accumulated` holds earlier passes, FP32 and unscaled.
-//   - once somebody reads a gradient of a master or of its model weight the table is *materialized*: both .grad are
+//   - once somebody reads a gradient of a master or of its model weight the table is
+//   *materialized*: both .grad are
 //     one FP32 unscaled tensor, until the step or the next backward.
-// A row without a master has param.grad alone; during a backward pass its earlier gradient is stashed in
-// `accumulated`.
+// A row without a master has param.grad alone; during a backward pass its earlier gradient is
+// stashed in `accumulated`.
 #pragma once
 
 #include <torch/extension.h>
@@ -27,25 +29,29 @@ class ParamTable {
   // algorithm: "sgd", "adam" (covers AdamW) or "none", which keeps gradients only.
   ParamTable(const std::string& algorithm, torch::Device device);
 
-  // Appends a row. `model` is the half weight beside an FP32 `param`, or nothing; `model_version` the version of it
-  // that the master has followed. Returns the row's index.
-  int64_t add_row(torch::Tensor param, std::optional<torch::Tensor> model, std::string name, int64_t model_version);
+  // Appends a row. `model` is the half weight beside an FP32 `param`, or nothing; `model_version`
+  // the version of it that the master has followed. Returns the row's index.
+  int64_t add_row(torch::Tensor param, std::optional<torch::Tensor> model, std::string name,
+                  int64_t model_version);
   int64_t rows() const { return int64_t(rows_.size()); }
   torch::Tensor param(int64_t row) const { return rows_.at(row).param; }
   std::optional<torch::Tensor> model(int64_t row) const;
 
-  // States in the order of the core's kState0..2; FP32, laid out as the parameter. Nothing: the row has none yet.
-  void set_states(int64_t row, const std::optional<std::vector<std::optional<torch::Tensor>>>& states);
+  // States in the order of the core's kState0..2; FP32, laid out as the parameter. Nothing: the row
+  // has none yet.
+  void set_states(int64_t row,
+                  const std::optional<std::vector<std::optional<torch::Tensor>>>& states);
   torch::Tensor steps();  // float32 [rows], device
 
-  void set_hyper(int64_t begin, int64_t end, double lr, std::optional<torch::Tensor> lr_tensor, double weight_decay,
-                 double momentum, double dampening, double beta1, double beta2, double eps, bool maximize,
-                 bool nesterov, bool decoupled);
+  void set_hyper(int64_t begin, int64_t end, double lr, std::optional<torch::Tensor> lr_tensor,
+                 double weight_decay, double momentum, double dampening, double beta1, double beta2,
+                 double eps, bool maximize, bool nesterov, bool decoupled);
 
   // The model weights are what the masters round to, now: their present versions count as ours.
   void accept_model_weights();
-  // Masters take the elements that somebody edited in the model since our last write: seen by the weight's version
-  // and memory, or, with `all`, looked for in every weight (an edit through `.data` leaves no trace).
+  // Masters take the elements that somebody edited in the model since our last write: seen by the
+  // weight's version and memory, or, with `all`, looked for in every weight (an edit through
+  // `.data` leaves no trace).
   void refresh_masters(bool all);
   void publish_masters();  // model weights = masters
 
@@ -57,15 +63,19 @@ class ParamTable {
   void materialize();
   void zero_grad(bool set_to_none);
 
-  // One step. collect() finds the gradients, checks them all and returns the rows that have one but no state
-  // yet; nothing has changed then. `scale`: what gradients not pending are multiplied by (a GradScaler's).
+  // One step. collect() finds the gradients, checks them all and returns the rows that have one but
+  // no state yet; nothing has changed then. `scale`: what gradients not pending are multiplied by
+  // (a GradScaler's).
   std::vector<int64_t> collect(const std::optional<torch::Tensor>& scale);
   void measure();  // makes sum_squares that of the collected gradients
-  void update(const std::optional<torch::Tensor>& found_inf, double max_norm, bool inspect, bool skip_nonfinite);
-  void finish_step();  // after an update, or another optimizer's own step: pending gradients are spent
+  void update(const std::optional<torch::Tensor>& found_inf, double max_norm, bool inspect,
+              bool skip_nonfinite);
+  void
+  finish_step();  // after an update, or another optimizer's own step: pending gradients are spent
 
   // Decides without an update, for an optimizer that steps by itself; the verdict is in skip.
-  void decide(const std::optional<torch::Tensor>& found_inf, double max_norm, bool inspect, bool skip_nonfinite);
+  void decide(const std::optional<torch::Tensor>& found_inf, double max_norm, bool inspect,
+              bool skip_nonfinite);
 
   bool has_gradient(int64_t row) const;
   bool materialized() const { return materialized_; }
@@ -73,8 +83,8 @@ class ParamTable {
   const std::string& name(int64_t row) const { return rows_.at(row).name; }
 
  private:
-  // Tells whether a gradient is still the tensor, or even the contents, that we last saw. The weak reference
-  // keeps a freed gradient's successor from looking like it.
+  // Tells whether a gradient is still the tensor, or even the contents, that we last saw. The weak
+  // reference keeps a freed gradient's successor from looking like it.
   struct Identity {
     std::optional<c10::weak_intrusive_ptr<c10::TensorImpl>> impl;
     int64_t version = -1;
@@ -90,7 +100,8 @@ class ParamTable {
     torch::Tensor accumulated;
     torch::Tensor grad;  // what the current pass reads
     std::string name;
-    int64_t model_version = 0;  // with model_data: what the model weight was when the master last matched it
+    int64_t model_version =
+        0;  // with model_data: what the model weight was when the master last matched it
     const void* model_data = nullptr;
     bool has_states = false;
     Identity pending, inspected, spent;
@@ -101,8 +112,8 @@ class ParamTable {
   Table& table();
   void set(int list, int64_t row, const torch::Tensor& tensor);
   void follow_storage(int64_t row);
-  void set_gradient(int64_t row, const torch::Tensor& grad, bool scaled, const torch::Tensor& accumulated,
-                    const torch::Tensor& out);
+  void set_gradient(int64_t row, const torch::Tensor& grad, bool scaled,
+                    const torch::Tensor& accumulated, const torch::Tensor& out);
   bool is_materialized(const Row& row) const { return row.model.defined() && materialized_; }
   torch::Tensor source(const Row& row) const;  // where the row's gradient is now
   torch::Tensor checked_gradient(const Row& row, const torch::Tensor& grad) const;
@@ -118,7 +129,7 @@ class ParamTable {
   torch::Tensor steps_, state_;
   torch::Tensor pending_scale_;    // of pending gradients
   torch::Tensor collected_scale_;  // of the gradients that collect() found; undefined: 1
-  bool unread_ = false;        // gradients may wait to be materialized
+  bool unread_ = false;            // gradients may wait to be materialized
   bool materialized_ = false;
   bool norm_known_ = false;
 };

@@ -1,13 +1,15 @@
 // Sums of squares, in one order for every backend, thread count and vector width.
 //
-// A chunk is `kChunk` elements of one tensor. It is read in tiles of `kTile`; element i of a tile belongs to
-// virtual lane i, which adds its squares in FP32, tile after tile. The `kPack` neighbouring lanes that one CUDA
-// thread holds are added pairwise in FP32, the `kLanes` results in double by halving. The chunk's partial goes
-// into a table; partials of a table are added by `kLanes` strided lanes and the same halving.
+// A chunk is `kChunk` elements of one tensor. It is read in tiles of `kTile`; element i of a tile
+// belongs to virtual lane i, which adds its squares in FP32, tile after tile. The `kPack`
+// neighbouring lanes that one CUDA thread holds are added pairwise in FP32, the `kLanes` results in
+// double by halving. The chunk's partial goes into a table; partials of a table are added by
+// `kLanes` strided lanes and the same halving.
 //
-// The norm must not overflow for finite gradients (a BF16 gradient of 1e20 squares to more than FP32 holds), so
-// a chunk whose largest element is out of the safe range is read a second time, scaled by a power of two: the
-// idea of BLAS nrm2's ranges, decided per chunk and from its data alone.
+// The norm must not overflow for finite gradients (a BF16 gradient of 1e20 squares to more than
+// FP32 holds), so a chunk whose largest element is out of the safe range is read a second time,
+// scaled by a power of two: the idea of BLAS nrm2's ranges, decided per chunk and from its data
+// alone.
 #pragma once
 
 #include <cstdint>
@@ -33,7 +35,8 @@ constexpr uint32_t kSafeLargest = (127u + 50) << 23;
 constexpr uint32_t kSafeSmallest = (127u - 40) << 23;
 
 HD bool needs_rescaling(uint32_t largest) {
-  return largest != 0 && largest < 0x7f800000u && (largest >= kSafeLargest || largest < kSafeSmallest);
+  return largest != 0 && largest < 0x7f800000u &&
+         (largest >= kSafeLargest || largest < kSafeSmallest);
 }
 
 // Exponent k such that elements times 2^-k have safe squares.
@@ -54,7 +57,8 @@ HD float sum_pack(const float* lane) {
   return ((lane[0] + lane[1]) + (lane[2] + lane[3])) + ((lane[4] + lane[5]) + (lane[6] + lane[7]));
 }
 
-// The chunk's partial from the sum over lanes (of elements times 2^-exponent) and the largest magnitude.
+// The chunk's partial from the sum over lanes (of elements times 2^-exponent) and the largest
+// magnitude.
 HD Partial make_partial(double sum, int exponent, uint32_t largest) {
   Partial partial;
   partial.largest = largest;
@@ -69,8 +73,9 @@ HD Partial make_partial(double sum, int exponent, uint32_t largest) {
   return partial;
 }
 
-// Halving over the first `count` of `kWidth` values, in place; value[0] ends as the sum. Values past `count`
-// count as zero. On CUDA a block or a warp does the same with one thread a value (block_reduce.cuh).
+// Halving over the first `count` of `kWidth` values, in place; value[0] ends as the sum. Values
+// past `count` count as zero. On CUDA a block or a warp does the same with one thread a value
+// (block_reduce.cuh).
 template <int kWidth>
 HD double sum_by_halving(double* value, int count) {
   for (int offset = kWidth / 2; offset > 0; offset /= 2) {
@@ -80,8 +85,8 @@ HD double sum_by_halving(double* value, int count) {
   return count > 0 ? value[0] : 0.0;
 }
 
-// A table's partials are added by `kWidth` strided lanes, then by halving: kLanes over all of them, kRowLanes
-// over one row's, where a warp does it.
+// A table's partials are added by `kWidth` strided lanes, then by halving: kLanes over all of them,
+// kRowLanes over one row's, where a warp does it.
 constexpr int kRowLanes = 32;
 
 template <int kWidth>

@@ -1,5 +1,5 @@
-// The value type of device code and of the scalar CPU backend: plain float, under the names that the SIMD
-// values have too, so that update.h reads the same for all of them.
+// The value type of device code and of the scalar CPU backend: plain float, under the names that
+// the SIMD values have too, so that update.h reads the same for all of them.
 #pragma once
 
 #include <cmath>

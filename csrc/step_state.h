@@ -1,5 +1,5 @@
-// What one optimizer's step and one loss scaler know. Both live on the device; the host reads none of it
-// unless a user asks. The functions here run in one thread, on the host or on the device.
+// What one optimizer's step and one loss scaler know. Both live on the device; the host reads none
+// of it unless a user asks. The functions here run in one thread, on the host or on the device.
 #pragma once
 
 #include <cstdint>
@@ -11,27 +11,30 @@
 
 namespace ampfuse {
 
-constexpr uint32_t kInfinityBits = 0x7f800000u;  // magnitude bits from here on are inf, above it NaN
+constexpr uint32_t kInfinityBits =
+    0x7f800000u;  // magnitude bits from here on are inf, above it NaN
 
 struct StepState {
   // Gathered by inspect since the last step.
-  double sum_squares = 0;     // of the unscaled gradients, from the last inspection
-  float found_inf = 0;        // 1 if any gradient inspected since the last step held inf or NaN
-  int32_t bad_row = -1;       // the first such row
-  uint32_t bad_bits = 0;      // magnitude bits of its largest element
+  double sum_squares = 0;  // of the unscaled gradients, from the last inspection
+  float found_inf = 0;     // 1 if any gradient inspected since the last step held inf or NaN
+  int32_t bad_row = -1;    // the first such row
+  uint32_t bad_bits = 0;   // magnitude bits of its largest element
   // Decided for the step that runs; left for whoever asks about it.
-  float skip = 0;             // 1: update returns at once and nothing changes
-  float grad_norm = 0;        // L2 norm of the unscaled gradients before clipping; NaN where not known
+  float skip = 0;       // 1: update returns at once and nothing changes
+  float grad_norm = 0;  // L2 norm of the unscaled gradients before clipping; NaN where not known
   float clip_coef = 1;
-  float loss_scale = 1;       // that the gradients were made with
+  float loss_scale = 1;  // that the gradients were made with
   // History, for the overflow report.
   int32_t last_bad_row = -1;
   uint32_t last_bad_bits = 0;
   int32_t skipped_steps = 0;
 };
 
-// Adds one inspection. `sum_squares` is of all rows; `bad_row` is -1 when every gradient was finite.
-HD void record_inspection(StepState& state, double sum_squares, int32_t bad_row, uint32_t bad_bits) {
+// Adds one inspection. `sum_squares` is of all rows; `bad_row` is -1 when every gradient was
+// finite.
+HD void record_inspection(StepState& state, double sum_squares, int32_t bad_row,
+                          uint32_t bad_bits) {
   state.sum_squares = sum_squares;
   if (bad_row < 0) return;
   if (state.found_inf == 0 || state.bad_row < 0) {
@@ -86,8 +89,8 @@ struct LossScale {
   int32_t hysteresis = 1;
 };
 
-// Growth after `growth_interval` clean passes, backoff at the `hysteresis`-th overflow (Megatron's and
-// DeepSpeed's rule; 1 is torch's and apex's). The scale stays within [min_scale, max_scale].
+// Growth after `growth_interval` clean passes, backoff at the `hysteresis`-th overflow (Megatron's
+// and DeepSpeed's rule; 1 is torch's and apex's). The scale stays within [min_scale, max_scale].
 HD void update_loss_scale(const LossScale& rule, bool overflow) {
   if (overflow) {
     *rule.growth_tracker = 0;

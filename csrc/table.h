@@ -1,8 +1,8 @@
 // The table of tensors that one call works on, and the plan that cuts it into chunks.
 //
-// A row is one tensor with everything that belongs to it: its gradient, its parameter, its moments. A list is
-// one such role over all rows. Both backends walk the same chunks in the same way, so a result depends on
-// neither the number of tensors nor the number of threads.
+// A row is one tensor with everything that belongs to it: its gradient, its parameter, its moments.
+// A list is one such role over all rows. Both backends walk the same chunks in the same way, so a
+// result depends on neither the number of tensors nor the number of threads.
 #pragma once
 
 #include <cstdint>
@@ -40,15 +40,15 @@ struct Chunk {
 
 // What kernels see: columns, in host memory for the CPU backend and in device memory for CUDA.
 struct TableView {
-  void* const* data = nullptr;         // [kLists][rows]
-  const DType* dtype = nullptr;        // [kLists][rows]
-  const int64_t* numel = nullptr;      // [rows]
-  const uint8_t* scaled = nullptr;     // [rows] 1: kGrad carries the loss scale
+  void* const* data = nullptr;           // [kLists][rows]
+  const DType* dtype = nullptr;          // [kLists][rows]
+  const int64_t* numel = nullptr;        // [rows]
+  const uint8_t* scaled = nullptr;       // [rows] 1: kGrad carries the loss scale
   const int64_t* first_chunk = nullptr;  // [rows + 1]
-  const RowHyper* hyper = nullptr;     // [rows]
-  const Chunk* chunks = nullptr;       // [chunk_count]
-  RowCoef* coefs = nullptr;            // [rows]
-  Partial* partials = nullptr;         // [chunk_count]
+  const RowHyper* hyper = nullptr;       // [rows]
+  const Chunk* chunks = nullptr;         // [chunk_count]
+  RowCoef* coefs = nullptr;              // [rows]
+  Partial* partials = nullptr;           // [chunk_count]
   int64_t rows = 0;
   int64_t chunk_count = 0;
 
@@ -117,7 +117,8 @@ class Table {
     return view;
   }
 
-  // What changed since a backend last copied the columns, which start as zeros; the backend clears them.
+  // What changed since a backend last copied the columns, which start as zeros; the backend clears
+  // them.
   unsigned changed_lists = 0;
   bool changed_scaled = false;
   bool changed_hyper = false;

@@ -13,7 +13,9 @@ struct NamedList {
   bool written;
 };
 
-std::string item(const NamedList& list, size_t i) { return std::string(list.name) + "[" + std::to_string(i) + "]"; }
+std::string item(const NamedList& list, size_t i) {
+  return std::string(list.name) + "[" + std::to_string(i) + "]";
+}
 
 // Checks everything before anything is read, then fills the table.
 Table make_table(const std::vector<NamedList>& lists) {
@@ -23,20 +25,27 @@ Table make_table(const std::vector<NamedList>& lists) {
   for (const torch::Tensor& tensor : first) numel.push_back(tensor.numel());
   Table table(std::move(numel));
   for (const NamedList& list : lists) {
-    TORCH_CHECK_VALUE(list.tensors.size() == first.size(), list.name, " holds ", list.tensors.size(), " tensors and ",
-                      lists[0].name, " ", first.size(), "; the lists have to be equally long");
+    TORCH_CHECK_VALUE(list.tensors.size() == first.size(), list.name, " holds ",
+                      list.tensors.size(), " tensors and ", lists[0].name, " ", first.size(),
+                      "; the lists have to be equally long");
     for (size_t i = 0; i < first.size(); ++i) {
       const torch::Tensor& tensor = list.tensors[i];
-      TORCH_CHECK_TYPE(tensor.layout() == torch::kStrided, item(list, i), " is sparse; pass dense tensors");
+      TORCH_CHECK_TYPE(tensor.layout() == torch::kStrided, item(list, i),
+                       " is sparse; pass dense tensors");
       const DType dtype = dtype_of(tensor, list.name, "[", i, "]");
-      TORCH_CHECK_VALUE(tensor.device() == first[0].device(), item(list, i), " is on ", tensor.device(), " and ",
-                        item(lists[0], 0), " on ", first[0].device(), "; call once per device");
-      TORCH_CHECK_VALUE(is_dense(tensor), item(list, i), " of shape ", tensor.sizes(), " and strides ",
-                        tensor.strides(), " has gaps or overlaps; pass a contiguous copy");
-      TORCH_CHECK_VALUE(tensor.sizes() == first[i].sizes() && tensor.strides() == first[i].strides(), item(list, i),
-                        " has shape ", tensor.sizes(), " and strides ", tensor.strides(), ", ", item(lists[0], i),
-                        " shape ", first[i].sizes(), " and strides ", first[i].strides(), "; they have to match");
-      TORCH_CHECK(!(list.written && tensor.requires_grad() && torch::GradMode::is_enabled()), item(list, i),
+      TORCH_CHECK_VALUE(tensor.device() == first[0].device(), item(list, i), " is on ",
+                        tensor.device(), " and ", item(lists[0], 0), " on ", first[0].device(),
+                        "; call once per device");
+      TORCH_CHECK_VALUE(is_dense(tensor), item(list, i), " of shape ", tensor.sizes(),
+                        " and strides ", tensor.strides(),
+                        " has gaps or overlaps; pass a contiguous copy");
+      TORCH_CHECK_VALUE(
+          tensor.sizes() == first[i].sizes() && tensor.strides() == first[i].strides(),
+          item(list, i), " has shape ", tensor.sizes(), " and strides ", tensor.strides(), ", ",
+          item(lists[0], i), " shape ", first[i].sizes(), " and strides ", first[i].strides(),
+          "; they have to match");
+      TORCH_CHECK(!(list.written && tensor.requires_grad() && torch::GradMode::is_enabled()),
+                  item(list, i),
                   " requires grad and would be written in place; call under torch.no_grad()");
       table.set(list.list, int64_t(i), tensor.data_ptr(), dtype);
     }
@@ -48,7 +57,8 @@ void bump_versions(const TensorList& tensors) {
   for (const torch::Tensor& tensor : tensors) bump_version(tensor);
 }
 
-void map(const std::vector<NamedList>& lists, MapOp op, MapArgs args, const std::optional<torch::Tensor>& found_inf) {
+void map(const std::vector<NamedList>& lists, MapOp op, MapArgs args,
+         const std::optional<torch::Tensor>& found_inf) {
   Table table = make_table(lists);
   if (lists[0].tensors.empty()) return;
   const torch::Device device = lists[0].tensors[0].device();
@@ -67,14 +77,17 @@ void map(const std::vector<NamedList>& lists, MapOp op, MapArgs args, const std:
 
 void scale(const TensorList& src, const TensorList& dst, double factor,
            const std::optional<torch::Tensor>& found_inf) {
-  map({{"src", src, kSource, false}, {"dst", dst, kTarget, true}}, MapOp::kScale, {float(factor), 0, nullptr},
-      found_inf);
+  map({{"src", src, kSource, false}, {"dst", dst, kTarget, true}}, MapOp::kScale,
+      {float(factor), 0, nullptr}, found_inf);
 }
 
 void axpby(const TensorList& x, const TensorList& y, const TensorList& out, double a, double b,
            const std::optional<torch::Tensor>& found_inf, int64_t check) {
-  TORCH_CHECK_VALUE(check >= -1 && check <= 1, "check is ", check, "; it is -1 (x and y), 0 (x) or 1 (y)");
-  const MapOp op = check == 0 ? MapOp::kAxpbyCheckX : check == 1 ? MapOp::kAxpbyCheckY : MapOp::kAxpbyCheckBoth;
+  TORCH_CHECK_VALUE(check >= -1 && check <= 1, "check is ", check,
+                    "; it is -1 (x and y), 0 (x) or 1 (y)");
+  const MapOp op = check == 0   ? MapOp::kAxpbyCheckX
+                   : check == 1 ? MapOp::kAxpbyCheckY
+                                : MapOp::kAxpbyCheckBoth;
   map({{"x", x, kSource, false}, {"y", y, kSource2, false}, {"out", out, kTarget, true}}, op,
       {float(a), float(b), nullptr}, found_inf);
 }
@@ -116,9 +129,10 @@ std::tuple<torch::Tensor, torch::Tensor> l2norm(const TensorList& tensors, bool 
 }
 
 void update_scale(const torch::Tensor& scale, const torch::Tensor& growth_tracker,
-                  const torch::Tensor& hysteresis_tracker, const TensorList& found_infs, double growth_factor,
-                  double backoff_factor, int64_t growth_interval, double min_scale, double max_scale,
-                  int64_t hysteresis, bool share, bool dynamic) {
+                  const torch::Tensor& hysteresis_tracker, const TensorList& found_infs,
+                  double growth_factor, double backoff_factor, int64_t growth_interval,
+                  double min_scale, double max_scale, int64_t hysteresis, bool share,
+                  bool dynamic) {
   LossScale rule;
   rule.scale = float_pointer(scale, "scale", scale.device());
   rule.growth_tracker = growth_tracker.data_ptr<int32_t>();
@@ -134,9 +148,11 @@ void update_scale(const torch::Tensor& scale, const torch::Tensor& growth_tracke
     flags.push_back(float_pointer(found_inf, "found_inf", scale.device()));
   }
   const DeviceScope scope(scale.device());
-  scope.backend().update_scale(rule, flags.data(), int(flags.size()), share, !dynamic, scope.stream());
+  scope.backend().update_scale(rule, flags.data(), int(flags.size()), share, !dynamic,
+                               scope.stream());
   if (dynamic) {
-    for (const torch::Tensor& tensor : {scale, growth_tracker, hysteresis_tracker}) bump_version(tensor);
+    for (const torch::Tensor& tensor : {scale, growth_tracker, hysteresis_tracker})
+      bump_version(tensor);
   }
 }
 

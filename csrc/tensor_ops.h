@@ -11,7 +11,8 @@ namespace ampfuse {
 
 using TensorList = std::vector<torch::Tensor>;
 
-void scale(const TensorList& src, const TensorList& dst, double factor, const std::optional<torch::Tensor>& found_inf);
+void scale(const TensorList& src, const TensorList& dst, double factor,
+           const std::optional<torch::Tensor>& found_inf);
 void axpby(const TensorList& x, const TensorList& y, const TensorList& out, double a, double b,
            const std::optional<torch::Tensor>& found_inf, int64_t check);
 void copy(const TensorList& src, const TensorList& dst);
@@ -19,10 +20,11 @@ void unscale(const TensorList& grads, const TensorList& out, const torch::Tensor
              const std::optional<torch::Tensor>& found_inf);
 std::tuple<torch::Tensor, torch::Tensor> l2norm(const TensorList& tensors, bool per_tensor);
 
-// The loss-scale rule over the OR of `found_infs`; see step_state.h. A static scale passes dynamic = false.
+// The loss-scale rule over the OR of `found_infs`; see step_state.h. A static scale passes dynamic
+// = false.
 void update_scale(const torch::Tensor& scale, const torch::Tensor& growth_tracker,
-                  const torch::Tensor& hysteresis_tracker, const TensorList& found_infs, double growth_factor,
-                  double backoff_factor, int64_t growth_interval, double min_scale, double max_scale,
-                  int64_t hysteresis, bool share, bool dynamic);
+                  const torch::Tensor& hysteresis_tracker, const TensorList& found_infs,
+                  double growth_factor, double backoff_factor, int64_t growth_interval,
+                  double min_scale, double max_scale, int64_t hysteresis, bool share, bool dynamic);
 
 }  // namespace ampfuse

@@ -11,24 +11,31 @@
 
 namespace ampfuse {
 
-// Throws a TypeError for a dtype the kernels do not store; its message begins with `what`, put together only then.
+// Throws a TypeError for a dtype the kernels do not store; its message begins with `what`, put
+// together only then.
 template <class... What>
 DType dtype_of(const torch::Tensor& tensor, const What&... what) {
   switch (tensor.scalar_type()) {
-    case torch::kFloat32: return DType::kFloat32;
-    case torch::kFloat16: return DType::kFloat16;
-    case torch::kBFloat16: return DType::kBFloat16;
+    case torch::kFloat32:
+      return DType::kFloat32;
+    case torch::kFloat16:
+      return DType::kFloat16;
+    case torch::kBFloat16:
+      return DType::kBFloat16;
     default:
-      TORCH_CHECK_TYPE(false, what..., " is ", tensor.scalar_type(),
-                       "; ampfuse works on float32, float16 and bfloat16. Convert it, or leave it out.");
+      TORCH_CHECK_TYPE(
+          false, what..., " is ", tensor.scalar_type(),
+          "; ampfuse works on float32, float16 and bfloat16. Convert it, or leave it out.");
   }
 }
 
 inline void check_device(torch::Device device) {
-  TORCH_CHECK(device.is_cpu() || device.is_cuda(), "ampfuse has kernels for cpu and cuda tensors, not for ", device);
+  TORCH_CHECK(device.is_cpu() || device.is_cuda(),
+              "ampfuse has kernels for cpu and cuda tensors, not for ", device);
 }
 
-// The backend, device guard and stream for one call on `device`. Construct it on the calling thread.
+// The backend, device guard and stream for one call on `device`. Construct it on the calling
+// thread.
 class DeviceScope {
  public:
   explicit DeviceScope(torch::Device device) : guard_(device) {
@@ -45,8 +52,10 @@ class DeviceScope {
     backend_ = cuda_backend();
 #endif
     TORCH_CHECK(backend_, "ampfuse was built without CUDA, but got tensors on ", device,
-                ". Reinstall it where nvcc is found or can be installed: AMPFUSE_CUDA=ON pip install ampfuse");
-    stream_ = reinterpret_cast<void*>(c10::impl::VirtualGuardImpl(device.type()).getStream(device).native_handle());
+                ". Reinstall it where nvcc is found or can be installed: AMPFUSE_CUDA=ON pip "
+                "install ampfuse");
+    stream_ = reinterpret_cast<void*>(
+        c10::impl::VirtualGuardImpl(device.type()).getStream(device).native_handle());
   }
 
   Backend& backend() const { return *backend_; }
@@ -61,14 +70,16 @@ class DeviceScope {
 // Elements fill their storage without gaps or overlap, in whatever order: what kernels walk.
 inline bool is_dense(const torch::Tensor& tensor) { return tensor.is_non_overlapping_and_dense(); }
 
-// The data of a one-element float32 tensor that a kernel on `device` reads or writes; null if there is none.
-inline float* float_pointer(const std::optional<torch::Tensor>& tensor, const char* what, torch::Device device) {
+// The data of a one-element float32 tensor that a kernel on `device` reads or writes; null if there
+// is none.
+inline float* float_pointer(const std::optional<torch::Tensor>& tensor, const char* what,
+                            torch::Device device) {
   if (!tensor || !tensor->defined()) return nullptr;
   TORCH_CHECK_TYPE(tensor->scalar_type() == torch::kFloat32, what, " is ", tensor->scalar_type(),
                    "; it has to be a float32 tensor");
   TORCH_CHECK_VALUE(tensor->numel() >= 1, what, " is empty; it has to hold one element");
-  TORCH_CHECK_VALUE(tensor->device() == device, what, " is on ", tensor->device(), " and the tensors on ", device,
-                    "; it has to be where they are");
+  TORCH_CHECK_VALUE(tensor->device() == device, what, " is on ", tensor->device(),
+                    " and the tensors on ", device, "; it has to be where they are");
   return tensor->data_ptr<float>();
 }
 
@@ -76,6 +87,8 @@ inline void bump_version(const torch::Tensor& tensor) {
   if (tensor.defined() && !tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
 }
 
-inline int64_t version_of(const torch::Tensor& tensor) { return tensor.is_inference() ? 0 : tensor._version(); }
+inline int64_t version_of(const torch::Tensor& tensor) {
+  return tensor.is_inference() ? 0 : tensor._version();
+}
 
 }  // namespace ampfuse

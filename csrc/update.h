@@ -1,9 +1,10 @@
 // The per-element maths of everything ampfuse computes, once, for every backend.
 //
-// An op is a function of the values x[list] of one element. F is float on the device and in scalar code and a
-// SIMD vector otherwise. `kReads` and `kWrites` say which lists are loaded and stored back; a list that a row
-// lacks reads as zero and is not stored. Branches depend on the row alone, never on an element. `fma` is spelled
-// where it is meant and the compiler adds none, so every backend rounds alike.
+// An op is a function of the values x[list] of one element. F is float on the device and in scalar
+// code and a SIMD vector otherwise. `kReads` and `kWrites` say which lists are loaded and stored
+// back; a list that a row lacks reads as zero and is not stored. Branches depend on the row alone,
+// never on an element. `fma` is spelled where it is meant and the compiler adds none, so every
+// backend rounds alike.
 #pragma once
 
 #include "hd.h"
@@ -47,8 +48,8 @@ struct SgdOp {
   }
 };
 
-// torch.optim.Adam and AdamW. amsgrad is a row that has kState2: the maximum with the zero that an absent list
-// reads as is exp_avg_sq itself.
+// torch.optim.Adam and AdamW. amsgrad is a row that has kState2: the maximum with the zero that an
+// absent list reads as is exp_avg_sq itself.
 struct AdamOp {
   static constexpr unsigned kReads =
       bit(kGrad) | bit(kAccumulated) | bit(kParam) | bit(kState0) | bit(kState1) | bit(kState2);
@@ -80,7 +81,8 @@ struct AdamOp {
   }
 };
 
-// Masters follow edits of the model: an element whose rounding the model weight no longer is takes its value.
+// Masters follow edits of the model: an element whose rounding the model weight no longer is takes
+// its value.
 struct RefreshOp {
   static constexpr unsigned kReads = bit(kParam) | bit(kModel);
   static constexpr unsigned kWrites = bit(kParam);

@@ -1,4 +1,5 @@
-// The table of kernels that each instruction set provides. Every kernel works on chunks [begin, end).
+// The table of kernels that each instruction set provides. Every kernel works on chunks [begin,
+// end).
 #pragma once
 
 #include "../backend.h"
@@ -10,7 +11,8 @@ struct CpuKernels {
   void (*inspect)(const TableView& view, float inv_scale, int64_t begin, int64_t end);
   void (*update)(const TableView& view, Algorithm algorithm, int64_t begin, int64_t end);
   // Sets *found_inf where a checked list holds a non-finite value.
-  void (*map)(const TableView& view, MapOp op, float a, float b, int64_t begin, int64_t end, bool* found_inf);
+  void (*map)(const TableView& view, MapOp op, float a, float b, int64_t begin, int64_t end,
+              bool* found_inf);
 };
 
 extern const CpuKernels kScalarKernels;
