@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ampfuse.optim.fused import FusedOptimizer
 
@@ -55,15 +56,23 @@ class SGD(FusedOptimizer, torch.optim.SGD):
     # torch's SGD keeps no step count: a buffer that exists has been started. Ours is a device
     # column, so a buffer that exists may still wait for its first applied step.
 
+    # (state, buffer, row) of the buffers that the table works on, and its step counts.
+    _buffers: list[tuple[dict[str, Any], Tensor, int]] = []  # noqa: RUF012, replaced when bound
+    _counts: Tensor
+
     def _bind_step(self, state: dict[str, Any], row: int) -> None:
         state.pop("step", None)
+        if state.get("momentum_buffer") is not None:
+            self._buffers.append((state, state["momentum_buffer"], row))
 
     def _saved_step(self, state: dict[str, Any]) -> Any:
         return 0 if state.get("momentum_buffer") is None else 1
 
     def _bind_states(self) -> None:
         self._keep_unstarted()
+        self._buffers = []
         super()._bind_states()
+        self._counts = self._table.steps()
 
     def state_dict(self) -> dict[str, Any]:
         self._keep_unstarted()
@@ -75,10 +84,8 @@ class SGD(FusedOptimizer, torch.optim.SGD):
 
     def _keep_unstarted(self) -> None:
         """Write None for buffers whose first step was skipped, as torch would have them."""
-        if self._table is None or not self._states_bound:
-            return
-        for param, count in zip(self._row_params, self._table.steps().tolist(), strict=False):
-            state = self.state.get(param)
-            if state and count == 0 and state.get("momentum_buffer") is not None:
+        counts = self._counts.tolist() if self._buffers else []
+        for state, buffer, row in self._buffers:
+            if counts[row] == 0 and state.get("momentum_buffer") is buffer:
                 state["momentum_buffer"] = None
                 self._states_bound = False
