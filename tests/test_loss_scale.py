@@ -1,0 +1,101 @@
+"""The loss-scale rule of the core against the rule in Python: any sequence, any settings."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import reference
+from ampfuse import _core
+from cases import f32
+
+DEFAULTS = {"growth": 2.0, "backoff": 0.5, "interval": 3, "low": 0.0, "high": 3e38, "hysteresis": 1}
+
+
+class Scaler:
+    """update_scale with the tensors it works on."""
+
+    def __init__(self, scale, device="cpu", **rule):
+        self.rule = {**DEFAULTS, **rule}
+        self.scale = torch.tensor(float(scale), device=device)
+        self.clean = torch.zeros((), dtype=torch.int32, device=device)
+        tolerated = self.rule["hysteresis"]
+        self.tolerated = torch.tensor(tolerated, dtype=torch.int32, device=device)
+
+    def update(self, *flags, share=False, dynamic=True):
+        flags = [torch.tensor(float(flag), device=self.scale.device) for flag in flags]
+        rule = self.rule
+        _core.C.update_scale(
+            self.scale,
+            self.clean,
+            self.tolerated,
+            flags,
+            rule["growth"],
+            rule["backoff"],
+            rule["interval"],
+            rule["low"],
+            rule["high"],
+            rule["hysteresis"],
+            share,
+            dynamic,
+        )
+        return [float(flag) for flag in flags]
+
+
+@given(
+    overflows=st.lists(st.booleans(), max_size=60),
+    scale=st.sampled_from([1.0, 2.0**16, 2.0**24]),
+    rule=st.fixed_dictionaries(
+        {
+            "growth": st.sampled_from([2.0, 1.5]),
+            "backoff": st.sampled_from([0.5, 0.25]),
+            "interval": st.integers(1, 5),
+            "low": st.sampled_from([0.0, 1.0]),
+            "high": st.sampled_from([2.0**24, 3e38]),
+            "hysteresis": st.integers(1, 3),
+        }
+    ),
+)
+def test_rule(overflows, scale, rule):
+    ours, expected = Scaler(scale, **rule), reference.LossScale(scale, **rule)
+    for overflow in overflows:
+        ours.update(False, overflow)
+        expected.update(overflow)
+        assert float(ours.scale) == pytest.approx(expected.scale, rel=1e-6)
+        assert int(ours.clean) == expected.clean
+
+
+@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("flags", [(0, 0, 0), (0, 1, 0), (1, 1, 1), (0,), (1,)])
+def test_one_verdict_for_several_optimizers(flags, share, device):
+    scaler = Scaler(1024.0, device)
+    found = scaler.update(*flags, share=share)
+    assert found == ([float(any(flags))] * len(flags) if share else [float(f) for f in flags])
+    assert scaler.scale == (512.0 if any(flags) else 1024.0)
+    assert scaler.scale.dtype == f32
+
+
+def test_a_static_scale_stays(device):
+    scaler = Scaler(128.0, device, interval=1)
+    for flag in (1, 0, 1, 0, 0):
+        assert scaler.update(flag, 0, share=True, dynamic=False) == [float(flag)] * 2
+    assert (scaler.scale, scaler.clean, scaler.tolerated) == (128.0, 0, 1)
+
+
+def test_limits(device):
+    scaler = Scaler(4.0, device, low=1.0, high=8.0, interval=1)
+    for _ in range(5):
+        scaler.update(1)
+    assert scaler.scale == 1.0
+    for _ in range(5):
+        scaler.update(0)
+    assert scaler.scale == 8.0
+
+
+def test_flags_on_another_device_are_refused():
+    scaler = Scaler(4.0)
+    far = torch.zeros((), device="meta")
+    arguments = (2.0, 0.5, 1, 0.0, 1e38, 1, False)
+    with pytest.raises(ValueError, match="found_inf is on meta"):
+        _core.C.update_scale(scaler.scale, scaler.clean, scaler.tolerated, [far], *arguments)
+    assert scaler.scale == 4.0
