@@ -1,6 +1,6 @@
 # make demo    trains a small network at O0 to O5 and prints the table
 # make test    runs the tests
-# make bench   measures the optimizer step: eight minutes, on a machine that does nothing else
+# make bench   measures the optimizer step: three minutes, on a machine that does nothing else
 #
 # Each does all its own set-up: a virtual environment in .venv, torch, the build. A second call does
 # only what changed. To use an environment that has torch already, name its interpreter:

@@ -101,10 +101,7 @@ if wanted sanitize; then
   fi
 fi
 if wanted bench; then
-  for script in benchmarks/bench_*.py; do
-    [ -e "$script" ] || continue
-    part "$(basename "$script" .py)" env PYTHONPATH="$BUILD/site" "$PYTHON" "$script" --device cuda --out "$OUT"
-  done
+  part step env PYTHONPATH="$BUILD/site" "$PYTHON" benchmarks/step.py --device cuda --csv "$OUT/step_cuda.csv"
 fi
 
 printf '\n'
