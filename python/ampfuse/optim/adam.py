@@ -58,30 +58,6 @@ class _AdamBase(FusedOptimizer):
 class Adam(_AdamBase, torch.optim.Adam):
     __doc__ = _DOC.format(name="Adam", reference="Kingma and Ba, arXiv:1412.6980")
 
-    def __init__(
-        self,
-        params: Any,
-        *args: Any,
-        master_weights: bool = False,
-        max_grad_norm: float | None = None,
-        skip_nonfinite: bool = False,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(params, *args, **kwargs)
-        self._configure(master_weights, max_grad_norm, skip_nonfinite)
-
 
 class AdamW(_AdamBase, torch.optim.AdamW):
     __doc__ = _DOC.format(name="AdamW", reference="Loshchilov and Hutter, arXiv:1711.05101")
-
-    def __init__(
-        self,
-        params: Any,
-        *args: Any,
-        master_weights: bool = False,
-        max_grad_norm: float | None = None,
-        skip_nonfinite: bool = False,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(params, *args, **kwargs)
-        self._configure(master_weights, max_grad_norm, skip_nonfinite)

@@ -26,16 +26,22 @@ class FusedOptimizer(AmpOptimizer):
     _hyper_sent: list[Any]
     _bound: tuple[Any, ...]
 
-    def _configure(
-        self, master_weights: bool, max_grad_norm: float | None, skip_nonfinite: bool
+    def __init__(
+        self,
+        params: Any,
+        *args: Any,
+        master_weights: bool = False,
+        max_grad_norm: float | None = None,
+        skip_nonfinite: bool = False,
+        **kwargs: Any,
     ) -> None:
+        """The arguments of the torch class that a subclass also inherits, and three of ours."""
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise ValueError(f"max_grad_norm is {max_grad_norm}; it has to be positive, or None")
+        super().__init__(params, *args, **kwargs)
         self.master_weights = bool(master_weights)
         self.max_grad_norm = max_grad_norm
         self.skip_nonfinite = bool(skip_nonfinite)
-        for group in self.param_groups:
-            self._check_group(group)
 
     def _check_group(self, group: dict[str, Any]) -> None:
         if group.get("differentiable"):

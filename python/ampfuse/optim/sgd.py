@@ -28,18 +28,6 @@ class SGD(FusedOptimizer, torch.optim.SGD):
 
     _algorithm = "sgd"
 
-    def __init__(
-        self,
-        params: Any,
-        *args: Any,
-        master_weights: bool = False,
-        max_grad_norm: float | None = None,
-        skip_nonfinite: bool = False,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(params, *args, **kwargs)
-        self._configure(master_weights, max_grad_norm, skip_nonfinite)
-
     def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         return ("momentum_buffer",) if group["momentum"] != 0 else ()
 
