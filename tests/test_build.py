@@ -268,6 +268,7 @@ def test_the_check_comes_before_the_extension_is_loaded():
     assert "but torch 2.3.4 is running" in run.stdout
 
 
+@pytest.mark.benchmark
 def test_import_is_cheap():
     # The best of three: the rest is what else the machine was doing.
     code = (

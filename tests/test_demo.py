@@ -55,7 +55,7 @@ def test_table(short_run):
         row = re.search(rf"^ {level} +{re.escape(precision)} +(.+)$", printed, re.MULTILINE)
         assert row, printed
         seconds, speed, memory, accuracy, skipped, scale = row[1].replace(",", "").split()
-        assert float(seconds) > 0
+        assert float(seconds) >= 0  # to a tenth of a second, which the short run may not take
         assert float(speed) > 0
         assert float(memory) > 0
         assert 0 <= float(accuracy) <= 100
