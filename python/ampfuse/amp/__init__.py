@@ -84,7 +84,7 @@ def load_state_dict(state_dict: dict[str, Any], *, optimizer: Optimizer | None =
     """Restore what :func:`state_dict` returned, each scaler by its key. Does nothing if amp is off.
 
     Whether a scale is dynamic comes from ``initialize``, not from here. A state with more or fewer
-    scalers than this session has is used as far as it goes, with a warning, as in apex.
+    scalers than ``initialize`` made is used as far as it goes, with a warning, as in apex.
 
     Raises:
         RuntimeError: this is no state of loss scalers; then nothing has changed.
