@@ -63,8 +63,7 @@ class Backend {
 Backend& cpu_backend();
 Backend* cuda_backend();  // nullptr where CUDA was not built
 
-const char*
-cpu_isa();  // "scalar", "avx2" or "avx512": what runs, or what AMPFUSE_CPU_ISA forces
+const char* cpu_isa();  // "scalar", "avx2" or "avx512": what runs, or what AMPFUSE_CPU_ISA forces
 
 // How the CPU backend runs its tasks: body(begin, end) over [0, count). The binding hands in
 // torch's pool; the default runs them one after another.
