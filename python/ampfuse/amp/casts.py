@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from ampfuse.amp import trees
 from ampfuse.amp.half_output import casts_are_disabled, unwrap, wrap
-from ampfuse.amp.policy import LOW_PRECISION, Policy
+from ampfuse.amp.policy import Policy
+from ampfuse.optim.masters import HALF_DTYPES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,7 +205,7 @@ def _state_dict_in_float32(
     """Replace the module's own half entries; its children have hooks of their own."""
     for name, own in itertools.chain(module._parameters.items(), module._buffers.items()):
         entry = state_dict.get(prefix + name)
-        if not isinstance(entry, Tensor) or entry.dtype not in LOW_PRECISION:
+        if not isinstance(entry, Tensor) or entry.dtype not in HALF_DTYPES:
             continue
         if entry is own:  # keep_vars=True asks for the parameter itself
             continue

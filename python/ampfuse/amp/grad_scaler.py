@@ -14,10 +14,10 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from ampfuse import _core
-from ampfuse.amp.policy import LOW_PRECISION
 from ampfuse.amp.scaler import DEFAULT_MIN_SCALE, check_scaler_options
 from ampfuse.optim import AmpOptimizer
 from ampfuse.optim.fused import FusedOptimizer
+from ampfuse.optim.masters import HALF_DTYPES
 
 # The largest power of two in FP32. torch has no ceiling, but refuses to grow to inf.
 _LARGEST_SCALE = 2.0**127
@@ -277,15 +277,15 @@ def _unscale(parameters: list[Tensor], inv_scale: Tensor, found_inf: Tensor) -> 
         gradient = parameter.grad
         if gradient.is_sparse:
             # Duplicate indices add up, and in half the sum may overflow: look at the sums.
-            if gradient.dtype in LOW_PRECISION:
+            if gradient.dtype in HALF_DTYPES:
                 gradient = parameter.grad = gradient.coalesce()
             gradient = gradient._values()
             other[gradient.dtype].append(gradient)
-        elif not _is_dense(gradient) or gradient.dtype not in (torch.float32, *LOW_PRECISION):
+        elif not _is_dense(gradient) or gradient.dtype not in (torch.float32, *HALF_DTYPES):
             other[gradient.dtype].append(gradient)
         else:
             out = gradient
-            if gradient.dtype in LOW_PRECISION and _accepts_float32_gradient(parameter):
+            if gradient.dtype in HALF_DTYPES and _accepts_float32_gradient(parameter):
                 out = torch.empty_like(gradient, dtype=torch.float32)
                 replaced.append((parameter, out))
             old.append(gradient)
@@ -305,7 +305,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 def _accepts_float32_gradient(parameter: Tensor) -> bool:
     """Let a half parameter hold an FP32 gradient; warn once where this torch has no way to."""
-    if parameter.dtype not in LOW_PRECISION:
+    if parameter.dtype not in HALF_DTYPES:
         return True
     try:
         parameter.grad_dtype = None  # any type; the next backward gives a half gradient again
@@ -325,7 +325,7 @@ def _round_gradients_to_parameters(optimizer: Optimizer) -> None:
         gradient = parameter.grad
         if gradient is None or gradient.dtype == parameter.dtype:
             continue
-        if parameter.dtype in LOW_PRECISION:
+        if parameter.dtype in HALF_DTYPES:
             parameter.grad = gradient.to(parameter.dtype)
             if parameter.dtype == torch.float16:
                 _warn_of_stock_optimizer(type(optimizer))

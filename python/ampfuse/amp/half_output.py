@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.overrides import get_default_nowrap_functions
 
 from ampfuse.amp import trees
-from ampfuse.amp.policy import LOW_PRECISION
+from ampfuse.optim.masters import HALF_DTYPES
 
 # By name, so that the function, the Tensor method and the operator are one entry. These are the
 # operations that apex's O1 ran in FP32, with `mean` and the losses that torch has got since. CPU
@@ -128,7 +128,7 @@ def unwrap(value: Any) -> Any:
 
 
 def _wrapped(item: Any) -> Any:
-    if type(item) is Tensor and item.dtype in LOW_PRECISION:
+    if type(item) is Tensor and item.dtype in HALF_DTYPES:
         return item.as_subclass(HalfOutput)
     return item
 
@@ -141,7 +141,7 @@ def _plain(item: Any) -> Any:
 
 
 def _to_float32(item: Any) -> Any:
-    if isinstance(item, Tensor) and item.dtype in LOW_PRECISION:
+    if isinstance(item, Tensor) and item.dtype in HALF_DTYPES:
         return item.float()
     return item
 

@@ -27,9 +27,10 @@ from ampfuse.amp.casts import (
     install,
     save_in_float32,
 )
-from ampfuse.amp.policy import LOW_PRECISION, Policy, make_policy
+from ampfuse.amp.policy import Policy, make_policy
 from ampfuse.amp.scaler import LossScaler
 from ampfuse.optim import upgrade
+from ampfuse.optim.masters import HALF_DTYPES
 
 _log = logging.getLogger("ampfuse.amp")
 
@@ -239,7 +240,7 @@ def _check_models(models: list[nn.Module], policy: Policy, allow_half: bool) -> 
     half = [
         (name, parameter)
         for name, parameter in _named_parameters(fresh)
-        if parameter.dtype in LOW_PRECISION and parameter.requires_grad
+        if parameter.dtype in HALF_DTYPES and parameter.requires_grad
     ]
     if not half or allow_half:
         return
@@ -275,7 +276,7 @@ def _check_optimizers(optimizers: list[Optimizer], policy: Policy, names: dict[i
             dtype = parameter.dtype
             if in_model and policy.casts_model and dtype.is_floating_point:
                 dtype = policy.cast_model_type
-            if dtype not in (torch.float32, *LOW_PRECISION):
+            if dtype not in (torch.float32, *HALF_DTYPES):
                 raise TypeError(
                     f"Parameter {names.get(id(parameter), place)!r} would be stepped in {dtype}. "
                     "amp's optimizers take float32, float16 and bfloat16 parameters: cast the "

@@ -26,7 +26,7 @@ from typing import Literal
 
 import torch
 
-LOW_PRECISION = (torch.float16, torch.bfloat16)
+from ampfuse.optim.masters import HALF_DTYPES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Policy:
     @property
     def model_is_low_precision(self) -> bool:
         """True if the model's own weights become half or bfloat16 (O2, O3, O5)."""
-        return self.cast_model_type in LOW_PRECISION
+        return self.cast_model_type in HALF_DTYPES
 
     @property
     def autocast_type(self) -> torch.dtype | None:
