@@ -126,7 +126,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("decide", &ParamTable::decide, py::kw_only(), py::arg("found_inf"), py::arg("max_norm"),
            py::arg("inspect"), py::arg("skip_nonfinite"))
       .def("finish_step", &ParamTable::finish_step)
-      .def("has_gradient", &ParamTable::has_gradient, py::arg("row"))
-      .def_property_readonly("materialized", &ParamTable::materialized)
       .def("state_field", &ParamTable::state_field, py::arg("name"));
 }

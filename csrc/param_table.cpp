@@ -415,12 +415,6 @@ void ParamTable::zero_grad(bool set_to_none) {
   norm_known_ = false;
 }
 
-bool ParamTable::has_gradient(int64_t index) const {
-  const Row& row = rows_.at(index);
-  return row.leaf().mutable_grad().defined() || row.accumulated.defined() ||
-         row.param.mutable_grad().defined();
-}
-
 // --- masters and model weights -------------------------------------------------------------------
 
 void ParamTable::Row::match_model() {

@@ -77,8 +77,6 @@ class ParamTable {
   void decide(const std::optional<torch::Tensor>& found_inf, double max_norm, bool inspect,
               bool skip_nonfinite);
 
-  bool has_gradient(int64_t row) const;
-  bool materialized() const { return materialized_; }
   torch::Tensor state_field(const std::string& name) const;  // 0-dim device view into StepState
   const std::string& name(int64_t row) const { return rows_.at(row).name; }
 

@@ -202,10 +202,5 @@ class ParamTable:
     def finish_step(self) -> None:
         """The gradients are spent."""
 
-    def has_gradient(self, row: int) -> bool: ...
-    @property
-    def materialized(self) -> bool:
-        """Whether masters' ``.grad`` holds the gradients."""
-
     def state_field(self, name: str) -> Tensor:
         """A 0-dim view of a field of the step's state on the device; ValueError: no such field."""
