@@ -1,0 +1,234 @@
+"""The networks of the experiments by name, for any number of classes and channels.
+
+torchvision's and timm's are taken as they are but for the first convolution and the last layer.
+They start from random weights, drawn from torch's global generator.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+import torch
+from torch import Tensor, nn
+
+NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "vgg16": "VGG16 with BatchNorm and one linear layer as head (torchvision)",
+        "wrn28_10": "Wide-ResNet-28-10; any wrn<depth>_<width> with a depth of 6n + 4",
+        "seresnext50_32x4d": "SE-ResNeXt50-32x4d (timm)",
+        "densenet161": "DenseNet161 (torchvision)",
+        "resnet18": "ResNet-18 (torchvision)",
+        "resnet34": "ResNet-34 (torchvision)",
+        "resnet50": "ResNet-50 (torchvision)",
+        "mnist_cnn": "two convolutions and two linear layers, as in PyTorch's MNIST example",
+        "mlp": "three square linear layers with ReLU between, as in PyTorch's AMP recipe",
+    }
+)
+
+
+def build(
+    name: str, *, classes: int, channels: int, image_size: int, dropout: float | None = None
+) -> nn.Module:
+    """The network `name`, FP32 on the CPU: images [n, channels, image_size, image_size] to scores.
+
+    Args:
+        name: one of :data:`NAMES`, or ``wrn<depth>_<width>``.
+        classes: scores per image. ``mlp`` has ``channels * image_size**2`` whatever this says.
+        channels: of the images; 1 for grey ones, 3 for colour.
+        image_size: height and width of the images in pixels.
+        dropout: probability in every dropout layer; None leaves the network's own (``mnist_cnn``:
+            0.25 and 0.5; none elsewhere).
+
+    Raises:
+        ValueError: no such name, images too small for it, or dropout where there is no place for
+            it. The message is one line.
+    """
+    if dropout is not None and not 0 <= dropout < 1:
+        raise ValueError(f"dropout {dropout}: a probability from 0 to below 1")
+    wide = re.fullmatch(r"wrn(\d+)_(\d+)", name)
+    if name not in NAMES and not wide:
+        raise ValueError(
+            f"unknown model {name!r}: the models are {', '.join(NAMES)} and other "
+            "wrn<depth>_<width>, as wrn16_4"
+        )
+    if dropout and name in _WITHOUT_DROPOUT:
+        raise ValueError(f"dropout {dropout}: {name} has no dropout")
+    if image_size < _SMALLEST.get(name, 1):
+        raise ValueError(
+            f"images of {image_size} pixels: {name} takes {_SMALLEST[name]} pixels at least"
+        )
+    if wide:
+        return WideResNet(int(wide[1]), int(wide[2]), classes, channels, dropout or 0.0)
+    if name == "mnist_cnn":
+        first, second = (0.25, 0.5) if dropout is None else (dropout, dropout)
+        return MnistCnn(classes, channels, image_size, first, second)
+    if name == "mlp":
+        return Mlp(channels * image_size**2)
+    if name == "vgg16":
+        return Vgg16(classes, channels, dropout or 0.0)
+    if name == "seresnext50_32x4d":
+        import timm
+
+        return timm.create_model(
+            name, num_classes=classes, in_chans=channels, drop_rate=dropout or 0.0
+        )
+    import torchvision
+
+    make: Callable[..., nn.Module] = getattr(torchvision.models, name)
+    if name == "densenet161":
+        model = make(num_classes=classes, drop_rate=dropout or 0.0)
+        _take_channels(model.get_submodule("features"), "conv0", channels)
+    else:
+        model = make(num_classes=classes)
+        _take_channels(model, "conv1", channels)
+    return model
+
+
+_WITHOUT_DROPOUT = ("resnet18", "resnet34", "resnet50", "mlp")
+# Below these a layer would be left without a pixel.
+_SMALLEST = {"vgg16": 32, "densenet161": 29, "mnist_cnn": 6}
+
+
+def _take_channels(parent: nn.Module, name: str, channels: int) -> None:
+    """Exchange the first convolution, which takes three channels, for one that takes `channels`."""
+    conv = parent.get_submodule(name)
+    assert isinstance(conv, nn.Conv2d)
+    if channels == conv.in_channels:
+        return
+    new = nn.Conv2d(
+        channels,
+        conv.out_channels,
+        kernel_size=conv.kernel_size,  # type: ignore[arg-type]
+        stride=conv.stride,  # type: ignore[arg-type]
+        padding=conv.padding,  # type: ignore[arg-type]
+        bias=conv.bias is not None,
+    )
+    _initialise(new)
+    setattr(parent, name, new)
+
+
+def _initialise(conv: nn.Conv2d) -> None:
+    """He et al. (2015), as torchvision's models start."""
+    nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")
+    if conv.bias is not None:
+        nn.init.zeros_(conv.bias)
+
+
+class Vgg16(nn.Sequential):
+    """VGG16 for small images: the convolutions with BatchNorm, then a single linear layer.
+
+    At 32 pixels one is left of the image after the last pooling; of larger ones the mean is taken.
+    """
+
+    def __init__(self, classes: int, channels: int, dropout: float) -> None:
+        import torchvision
+
+        features = torchvision.models.vgg16_bn().features
+        _take_channels(features, "0", channels)
+        super().__init__(
+            features,
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            *([nn.Dropout(dropout)] if dropout else []),
+            nn.Linear(512, classes),
+        )
+
+
+class WideResNet(nn.Module):
+    """Wide residual network (Zagoruyko and Komodakis, 2016): few layers, many channels.
+
+    Three stages of pre-activation blocks with 16, 32 and 64 times `width` channels; the second and
+    third halve the image. Dropout is between the two convolutions of a block.
+    """
+
+    def __init__(
+        self, depth: int, width: int, classes: int, channels: int, dropout: float = 0.0
+    ) -> None:
+        if depth < 10 or depth % 6 != 4 or width < 1:
+            raise ValueError(
+                f"wrn{depth}_{width}: the depth is 6n + 4 (10, 16, 22, 28, ...), the width 1 or more"
+            )
+        super().__init__()
+        blocks = (depth - 4) // 6
+        self.stem = nn.Conv2d(channels, 16, kernel_size=3, padding=1, bias=False)
+        self.stages = nn.Sequential()
+        inputs = 16
+        for stage in range(3):
+            outputs = 16 * width * 2**stage
+            for block in range(blocks):
+                stride = 2 if stage > 0 and block == 0 else 1
+                self.stages.append(_WideBlock(inputs, outputs, stride, dropout))
+                inputs = outputs
+        self.norm = nn.BatchNorm2d(inputs)
+        self.relu = nn.ReLU(inplace=True)
+        self.pool = nn.AdaptiveAvgPool2d(1)
+        self.head = nn.Linear(inputs, classes)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                _initialise(module)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, images: Tensor) -> Tensor:
+        hidden = self.relu(self.norm(self.stages(self.stem(images))))
+        return self.head(torch.flatten(self.pool(hidden), 1))
+
+
+class _WideBlock(nn.Module):
+    def __init__(self, inputs: int, outputs: int, stride: int, dropout: float) -> None:
+        super().__init__()
+        self.norm1 = nn.BatchNorm2d(inputs)
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride=stride, padding=1, bias=False)
+        self.norm2 = nn.BatchNorm2d(outputs)
+        self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
+        self.relu = nn.ReLU(inplace=True)
+        self.shortcut = (
+            None if inputs == outputs else nn.Conv2d(inputs, outputs, 1, stride=stride, bias=False)
+        )
+
+    def forward(self, images: Tensor) -> Tensor:
+        active = self.relu(self.norm1(images))
+        hidden = self.relu(self.norm2(self.conv1(active)))
+        hidden = self.conv2(self.dropout(hidden))
+        # Where the shape changes, both ways start from the activated input.
+        return hidden + (images if self.shortcut is None else self.shortcut(active))
+
+
+class MnistCnn(nn.Sequential):
+    """The small network of PyTorch's MNIST example, ending in scores instead of log-probabilities.
+
+    1,199,882 parameters for grey images of 28 pixels and ten classes.
+    """
+
+    def __init__(
+        self, classes: int, channels: int, image_size: int, dropout1: float, dropout2: float
+    ) -> None:
+        super().__init__(
+            nn.Conv2d(channels, 32, kernel_size=3),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(32, 64, kernel_size=3),
+            nn.ReLU(inplace=True),
+            nn.MaxPool2d(2),
+            nn.Dropout(dropout1),
+            nn.Flatten(),
+            nn.Linear(64 * ((image_size - 4) // 2) ** 2, 128),
+            nn.ReLU(inplace=True),
+            nn.Dropout(dropout2),
+            nn.Linear(128, classes),
+        )
+
+
+class Mlp(nn.Sequential):
+    """Three linear layers of `width` by `width` with ReLU between; images are flattened first."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(
+            nn.Flatten(),
+            nn.Linear(width, width),
+            nn.ReLU(inplace=True),
+            nn.Linear(width, width),
+            nn.ReLU(inplace=True),
+            nn.Linear(width, width),
+        )
