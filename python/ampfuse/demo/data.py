@@ -34,21 +34,30 @@ class Digits:
             yield self.train_images[chosen], self.train_labels[chosen]
 
 
-def load_digits(device: torch.device) -> Digits:
-    """The digits on `device`, which holds them whole: a loader would be all one measures.
+def read_digits() -> tuple[Tensor, Tensor, list[int], list[int]]:
+    """The digits as they come, and who is to train and who to test.
 
     The split is fixed and stratified, 1437 to train and 360 to test, so that runs with different
     seeds are tested on the same images.
+
+    Returns:
+        pixels, float32 [1797, 1, 8, 8] of values from 0 to 16; labels, int64 [1797]; the numbers
+        of the training images; those of the test images.
     """
     from sklearn import datasets
     from sklearn.model_selection import train_test_split
 
     pixels, labels = datasets.load_digits(return_X_y=True)
-    images = torch.as_tensor(pixels, dtype=torch.float32).view(-1, 1, 8, 8)
     train, test = train_test_split(
         range(len(labels)), test_size=_TEST_IMAGES, stratify=labels, random_state=0
     )
+    images = torch.as_tensor(pixels, dtype=torch.float32).view(-1, 1, 8, 8)
+    return images, torch.as_tensor(labels, dtype=torch.int64), train, test
+
+
+def load_digits(device: torch.device) -> Digits:
+    """The digits on `device`, which holds them whole: a loader would be all one measures."""
+    images, labels, train, test = read_digits()
     mean, std = images[train].mean(), images[train].std()
-    images = ((images - mean) / std).to(device)
-    labels = torch.as_tensor(labels, dtype=torch.int64).to(device)
+    images, labels = ((images - mean) / std).to(device), labels.to(device)
     return Digits(images[train], labels[train], images[test], labels[test])

@@ -148,7 +148,8 @@ class WideResNet(nn.Module):
     ) -> None:
         if depth < 10 or depth % 6 != 4 or width < 1:
             raise ValueError(
-                f"wrn{depth}_{width}: the depth is 6n + 4 (10, 16, 22, 28, ...), the width 1 or more"
+                f"wrn{depth}_{width}: the depth is 6n + 4 (10, 16, 22, 28, ...) and the width at "
+                "least 1"
             )
         super().__init__()
         blocks = (depth - 4) // 6

@@ -1,0 +1,99 @@
+"""A data set before any loader: images in memory, or the paths of their files."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ampfuse.experiments.data.request import DataError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+@dataclasses.dataclass(frozen=True)
+class Pixels:
+    """Images in memory: uint8 [n, channels, size, size]; labels int64 [n]."""
+
+    images: Tensor
+    labels: Tensor
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def open(self, index: int) -> Tensor:
+        """uint8 [channels, size, size]."""
+        return self.images[index]
+
+
+@dataclasses.dataclass(frozen=True)
+class ImageFiles:
+    """Image files of any size; labels int64 [n]."""
+
+    paths: Sequence[str]
+    labels: Tensor
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def open(self, index: int) -> Image:
+        """The image, decoded, in RGB. Raises DataError, which names the file, if that fails."""
+        from torchvision.datasets.folder import pil_loader
+
+        path = self.paths[index]
+        try:
+            return pil_loader(path)
+        # Damaged files make the decoders raise nearly anything.
+        except Exception as error:
+            said = " ".join(str(error).split()) or type(error).__name__
+            raise DataError(f"{path}: cannot be read as an image ({said})") from error
+
+
+@dataclasses.dataclass(frozen=True)
+class ImageSet:
+    """Training and test images. `mean` and `std` are per channel, as shares of 255."""
+
+    train: Pixels | ImageFiles
+    test: Pixels | ImageFiles
+    classes: int
+    channels: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+
+def resized(images: Tensor, size: int) -> Tensor:
+    """uint8 or float [n, c, h, w] of values up to 255 as uint8 [n, c, size, size].
+
+    Bilinear, with the antialiasing of image libraries.
+    """
+    if images.dtype == torch.uint8 and images.shape[2:] == (size, size):
+        return images
+    result = torch.empty(*images.shape[:2], size, size, dtype=torch.uint8)
+    # A part at a time: the arithmetic takes four bytes for each of the result's.
+    for part, into in zip(images.split(256), result.split(256), strict=True):
+        scaled = functional.interpolate(
+            part.float(), (size, size), mode="bilinear", antialias=True, align_corners=False
+        )
+        into.copy_(scaled.round_().clamp_(0, 255))
+    return result
+
+
+def checked(images: Tensor, labels: Tensor, classes: int, file: Path) -> Pixels:
+    """Both as :class:`Pixels`.
+
+    Raises:
+        DataError: there are no images, or labels that are no class. It names `file`.
+    """
+    if len(labels) == 0:
+        raise DataError(f"{file}: holds no images")
+    low, high = int(labels.min()), int(labels.max())
+    if low < 0 or high >= classes:
+        wrong = low if low < 0 else high
+        raise DataError(f"{file}: damaged: label {wrong} is not one of 0 to {classes - 1}")
+    return Pixels(images, labels)
