@@ -159,25 +159,12 @@ def _at_least(least: int) -> Callable[[str], int]:
 
 
 def _device(parser: argparse.ArgumentParser, name: str) -> torch.device:
-    import torch
+    from ampfuse.devices import choose_device
 
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        device = torch.device(name)
-    except RuntimeError:
-        parser.error(f"argument --device: {name!r} is no device: give auto, cpu, cuda or cuda:N")
-    if device.type not in ("cpu", "cuda"):
-        parser.error(f"argument --device: ampfuse runs on cpu and cuda, not on {device.type}")
-    if device.type == "cuda":
-        if not torch.cuda.is_available():
-            parser.error(f"argument --device: {name}, but torch finds no usable GPU")
-        count = torch.cuda.device_count()
-        if (device.index or 0) >= count:
-            parser.error(f"argument --device: {name}, but the last GPU is cuda:{count - 1}")
-        device = torch.device("cuda", device.index or 0)
-        torch.cuda.set_device(device)
-    return device
+        return choose_device(name)
+    except ValueError as error:
+        parser.error(f"argument --device: {error}")
 
 
 def _default_width(device: torch.device) -> int:

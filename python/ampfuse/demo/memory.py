@@ -28,7 +28,7 @@ class PeakMemory:
             torch.cuda.reset_peak_memory_stats(self.device)
         else:
             cpu = torch.profiler.ProfilerActivity.CPU
-            self._profile.enter_context(_silent_stderr())
+            self._profile.enter_context(silent_stderr())
             self._profiler = self._profile.enter_context(
                 torch.profiler.profile(activities=[cpu], profile_memory=True)
             )
@@ -52,7 +52,7 @@ def _peak_bytes(profiler: torch.profiler.profile) -> int:
 
 
 @contextlib.contextmanager
-def _silent_stderr() -> Iterator[None]:
+def silent_stderr() -> Iterator[None]:
     """Send file descriptor 2 to nowhere: the profiler logs its start, and that it saw no GPU."""
     saved = os.dup(2)
     try:

@@ -21,6 +21,7 @@ from ampfuse.amp.policy import LEVELS
 from ampfuse.demo.data import Digits
 from ampfuse.demo.model import DigitsNet
 from ampfuse.demo.train import Run, Settings
+from ampfuse.devices import device_name
 
 # What a level is, in the few words a table has room for.
 PRECISION = {
@@ -42,13 +43,6 @@ def heading(settings: Settings, digits: Digits) -> str:
         f"batches of {settings.batch_size}, seed {settings.seed}.\n"
         f"On {device_name(settings.device)}, torch {torch.__version__}.\n"
     )
-
-
-def device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    threads = torch.get_num_threads()
-    return f"{env.cpu_model()}, {threads} thread{'s' * (threads != 1)}"
 
 
 def table(runs: Sequence[Run], settings: Settings) -> Group:

@@ -1,0 +1,203 @@
+"""Why a run diverged: which module and which tensor left the finite numbers first, and what to do.
+
+The run itself looks at losses alone, once an interval, and by then everything is NaN. So the steps
+up to the bad one are trained once more from the last checkpoint, with the same data and random
+numbers, and around the bad step every module is watched. (Hugging Face's DebugUnderflowOverflow
+watches in the same way, for all of the training.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ampfuse.experiments.arms import Arm
+from ampfuse.experiments.config import RunConfig
+
+if TYPE_CHECKING:
+    from ampfuse.experiments.training import Diverged, Training
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """The first tensor with an inf or a NaN.
+
+    Attributes:
+        step: in which step (from 1).
+        module: name and class of the module, ``"features.3 (BatchNorm2d)"``.
+        tensor: which of its tensors: "output", "gradient of output", "weight", "running_var", ...
+        dtype, kind: of the tensor ("float16") and what it holds ("inf" or "nan").
+    """
+
+    step: int
+    module: str
+    tensor: str
+    dtype: str
+    kind: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.tensor} of {self.module}, {self.dtype}, holds {self.kind} in step {self.step}"
+        )
+
+
+class Watch:
+    """Context in which a model's modules report the first non-finite tensor, in ``finding``.
+
+    Forward hooks see buffers and outputs in the order in which modules finish, so the first finding
+    is the module where it began. Each look waits for the device.
+    """
+
+    def __init__(self, model: nn.Module, step: int) -> None:
+        self.model, self.step = model, step
+        self.finding: Finding | None = None
+        self._names = {id(module): name or "the model" for name, module in model.named_modules()}
+        self._handles = contextlib.ExitStack()
+
+    def __enter__(self) -> Watch:
+        for module in self.model.modules():
+            self._handles.callback(module.register_forward_hook(self._after_forward).remove)
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad:
+                owner, _, leaf = name.rpartition(".")
+                module = self.model.get_submodule(owner)
+
+                def look(gradient: Tensor, module: Any = module, leaf: str = leaf) -> None:
+                    self._look(module, f"gradient of {leaf}", gradient)
+
+                self._handles.callback(parameter.register_hook(look).remove)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._handles.close()
+
+    def look_at_state(self) -> None:
+        """At parameters and buffers, as a step left them."""
+        for module in self.model.modules():
+            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is not None:
+                    self._look(module, name, tensor)
+
+    def _after_forward(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                self._look(module, name, buffer)
+        for tensor in outputs if isinstance(outputs, (tuple, list)) else (outputs,):
+            if isinstance(tensor, Tensor):
+                self._look(module, "output", tensor)
+                if tensor.requires_grad:
+                    tensor.register_hook(
+                        lambda gradient: self._look(module, "gradient of output", gradient)
+                    )
+
+    def _look(self, module: nn.Module, what: str, tensor: Tensor) -> None:
+        if self.finding is not None or not tensor.is_floating_point():
+            return
+        if torch.isfinite(tensor.detach()).all():
+            return
+        self.finding = Finding(
+            step=self.step,
+            module=f"{self._names[id(module)]} ({type(module).__name__})",
+            tensor=what,
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            kind="nan" if torch.isnan(tensor.detach()).any() else "inf",
+        )
+
+
+def explain(training: Training, error: Diverged) -> dict[str, Any]:
+    """The ``diverged`` entry of a result: step, reason, place and a suggestion."""
+    config, arm = training.config, training.arm
+    finding = None
+    if training.place.world.size == 1:
+        finding = _replay(training, error.step)
+    if finding is None:
+        with Watch(arm.bare_model, error.step) as watch:
+            watch.look_at_state()
+        finding = watch.finding
+    norm = batch_norm_dtype(arm.bare_model)
+    return {
+        "step": error.step,
+        "reason": error.reason,
+        "first": str(finding) if finding else None,
+        "module": finding and finding.module,
+        "tensor": finding and finding.tensor,
+        "batch_norm_dtype": norm,
+        "loss_scale": arm.loss_scale(),
+        "suggestion": _suggestion(config, finding, norm),
+    }
+
+
+def _replay(training: Training, bad_step: int) -> Finding | None:
+    """Train again up to `bad_step`, and watch it and the step before it."""
+    arm = _fresh_arm(training)
+    first = training.first_step
+    for step, (inputs, targets) in _batches(training, first):
+        training.set_lr(arm, step - 1)
+        if step < bad_step - 1:
+            arm.step(inputs, targets, training.task.loss)
+            continue
+        with Watch(arm.bare_model, step) as watch:
+            _, _, skipped = arm.step(inputs, targets, training.task.loss)
+            if not skipped.item():  # gradients of a skipped step went nowhere
+                watch.look_at_state()
+            elif watch.finding and watch.finding.tensor.startswith("gradient"):
+                watch.finding = None
+        if watch.finding is not None or step >= bad_step:
+            return watch.finding
+    return None
+
+
+def _fresh_arm(training: Training) -> Arm:
+    arm = training.build(dataclasses.replace(training.config, compile=False, graph=False))
+    if training.resume:
+        training.resume.restore(arm)
+    return arm
+
+
+def _batches(training: Training, done: int) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
+    """The training's batches after `done` steps, each with its step number (from 1)."""
+    step = done
+    while step < training.total_steps:
+        epoch, start = divmod(step, training.steps_per_epoch)
+        for batch in training.data.train_batches(epoch, start):
+            step += 1
+            yield step, batch
+
+
+def batch_norm_dtype(model: nn.Module) -> str | None:
+    """The type of the model's batch norm statistics; None if it has none."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_var is not None:
+            return str(module.running_var.dtype).removeprefix("torch.")
+    return None
+
+
+def _suggestion(config: RunConfig, finding: Finding | None, norm: str | None) -> str:
+    if config.arm == "O3":
+        missing = ["FP32 masters"]
+        flags = []
+        if norm == "float16":
+            missing.append("FP32 batch norm")
+            flags.append("--keep-batchnorm-fp32 True")
+        if config.loss_scale in (None, 1.0):
+            missing.append("a loss scale")
+            flags.append("--loss-scale 128")
+        tried = f"O3 with {' '.join(flags)}, or " if flags else ""
+        return f"O3 runs without {_and(missing)}: try {tried}O2, which has them all"
+    half = config.arm in ("O1", "O2", "amp-fp16")
+    if half and isinstance(config.loss_scale, float):
+        return (
+            f"a static loss scale of {config.loss_scale:g} skips no step: try --loss-scale dynamic"
+        )
+    if half and finding and finding.tensor == "output" and finding.kind == "inf":
+        return "this activation is beyond FP16's 65504: try O5 or amp-bf16, or a lower --lr"
+    return f"the rate may be too high for this batch: try a lower --lr (now {config.lr:g})"
+
+
+def _and(words: list[str]) -> str:
+    return " and ".join([", ".join(words[:-1]), words[-1]] if words[1:] else words)

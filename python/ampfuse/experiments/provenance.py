@@ -1,0 +1,75 @@
+"""Where a result comes from: device, versions, the state of the sources."""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import ampfuse
+from ampfuse import env
+from ampfuse.devices import device_name
+from ampfuse.experiments.measure import core_count
+
+
+def device_facts(device: torch.device) -> dict[str, Any]:
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        return {
+            "type": "cuda",
+            "name": properties.name,
+            "capability": f"{properties.major}.{properties.minor}",
+            "memory_bytes": properties.total_memory,
+            "count": torch.cuda.device_count(),
+        }
+    return {
+        "type": "cpu",
+        "name": device_name(device),
+        "cores": core_count(),
+        "threads": torch.get_num_threads(),
+        "bf16": env.cpu_has_bf16(),
+    }
+
+
+def environment() -> dict[str, Any]:
+    """Versions of what has a part in the numbers; None where something is not there."""
+    return {
+        "torch": str(torch.__version__),
+        "ampfuse": ampfuse.__version__,
+        "torchvision": _version("torchvision"),
+        "timm": _version("timm"),
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version() if torch.cuda.is_available() else None,
+        "python": platform.python_version(),
+        "os": platform.platform(),
+        "cpu": env.cpu_model(),
+        "git": _git_revision(),
+    }
+
+
+def _version(package: str) -> str | None:
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        return metadata.version(package)
+    return None
+
+
+def _git_revision() -> str | None:
+    """The revision of the checkout that ampfuse runs from, with "+" if it was edited since."""
+    folder = Path(ampfuse.__file__).parent
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(folder), *words]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        return done.stdout.strip()
+
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        # A copy in site-packages may lie in somebody else's repository.
+        if git("ls-files", "__init__.py"):
+            edited = git("status", "--porcelain", "--untracked-files=no")
+            return git("rev-parse", "--short=12", "HEAD") + ("+" if edited else "")
+    return None

@@ -1,0 +1,162 @@
+"""What each trainer trains: its data, its models, its loss."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ampfuse.experiments import models
+from ampfuse.experiments.config import RunConfig, UsageError
+
+if TYPE_CHECKING:
+    from ampfuse.experiments.data import Data
+    from ampfuse.experiments.distributed import World
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """Classification of images; other tasks override its methods.
+
+    Attributes:
+        kind: which real data set a folder of ``--data`` has to hold.
+        classes: of its synthetic data.
+    """
+
+    kind: str
+    classes: int
+
+    def open_data(self, config: RunConfig, device: torch.device, world: World) -> Data:
+        """Raises UsageError if the data are not there."""
+        from ampfuse.experiments.data import DataError, DataRequest, open_data
+
+        request = DataRequest(
+            kind=self.kind,
+            source=config.data,
+            device=device,
+            batch_size=config.batch_size,
+            image_size=config.image_size,
+            loader=config.loader,
+            workers=config.workers,
+            augment=config.augment,
+            mean=config.mean,
+            std=config.std,
+            shuffle=config.shuffle,
+            channels_last=config.channels_last,
+            seed=config.seed + config.repeat,
+            rank=world.rank,
+            world_size=world.size,
+            synthetic_size=config.synthetic_size,
+            classes=self.classes if config.data == "synthetic" else None,
+        )
+        try:
+            return open_data(request)
+        except DataError as error:
+            raise UsageError(str(error)) from error
+
+    def build_model(self, config: RunConfig, data: Data) -> nn.Module:
+        return models.build(
+            config.model,
+            classes=data.classes,
+            channels=data.channels,
+            image_size=data.image_size,
+            dropout=config.dropout,
+        )
+
+    def example(self, config: RunConfig, data: Data, device: torch.device) -> tuple[Tensor, Tensor]:
+        """A batch of noise in the shape of the training batches, to warm up with."""
+        generator = torch.Generator().manual_seed(0)
+        shape = (config.batch_size, data.channels, data.image_size, data.image_size)
+        layout = torch.channels_last if config.channels_last else torch.contiguous_format
+        images = torch.randn(shape, generator=generator).to(device, memory_format=layout)
+        labels = torch.randint(data.classes, shape[:1], generator=generator).to(device)
+        return images, labels
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(outputs, targets)
+
+    def correct(self, outputs: Tensor, targets: Tensor) -> Tensor | None:
+        """How many of the batch were right (0-dim), or None where that means nothing."""
+        return (outputs.argmax(dim=1) == targets).sum()
+
+
+class FeatureTask(Task):
+    """Regression on 4096 features, the workload of torch's AMP recipe.
+
+    Its synthetic data are the recipe's: inputs and targets from a normal distribution, FP32 on the
+    device, with the mean squared error. Images (digits, MNIST) come as 64x64 pixels, with the class
+    as a vector of 4096, so that the net stays the same.
+    """
+
+    def open_data(self, config: RunConfig, device: torch.device, world: World) -> Data:
+        if config.data != "synthetic":
+            return super().open_data(config, device, world)
+        return NormalFeatures(config, device, world)  # type: ignore[return-value]
+
+    def example(self, config: RunConfig, data: Data, device: torch.device) -> tuple[Tensor, Tensor]:
+        if isinstance(data, NormalFeatures):
+            return next(data.train_batches(0))
+        return super().example(config, data, device)
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        if not targets.is_floating_point():
+            targets = F.one_hot(targets, outputs.shape[1]).to(outputs.dtype)
+        return F.mse_loss(outputs, targets)
+
+    def correct(self, outputs: Tensor, targets: Tensor) -> Tensor | None:
+        return None if targets.is_floating_point() else super().correct(outputs, targets)
+
+
+class NormalFeatures:
+    """Batches of features and targets, float32 [b, 4096] each, drawn once, on the device."""
+
+    _TEST_BATCHES = 4
+
+    def __init__(self, config: RunConfig, device: torch.device, world: World) -> None:
+        self.batches_per_epoch = max(1, config.synthetic_size // (config.batch_size * world.size))
+        self.channels, self.image_size = 1, config.image_size
+        self.classes = config.image_size**2
+        size = config.batch_size * world.size
+        self.train_size = size * self.batches_per_epoch
+        self.test_size = size * self._TEST_BATCHES
+        self._shape = (2, config.batch_size, self.classes)
+        self._device = device
+        self._generator = torch.Generator().manual_seed(
+            config.seed + config.repeat + 1000 * world.rank
+        )
+        self._train = [self._draw() for _ in range(self.batches_per_epoch)]
+        self._test = [self._draw() for _ in range(self._TEST_BATCHES)]
+
+    def _draw(self) -> tuple[Tensor, Tensor]:
+        inputs, targets = torch.randn(self._shape, generator=self._generator).to(self._device)
+        return inputs, targets
+
+    def train_batches(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+        return iter(self._train[start:])
+
+    def test_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return iter(self._test)
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "source": "synthetic",
+            "kind": "features",
+            "loader": "resident",
+            "train_size": self.train_size,
+            "test_size": self.test_size,
+        }
+
+    def close(self) -> None:
+        """Nothing was opened."""
+
+
+TASKS: dict[str, Task] = {
+    "cifar": Task(kind="cifar10", classes=10),
+    "imagenet": Task(kind="imagenet", classes=1000),
+    "mnist": Task(kind="mnist", classes=10),
+    "mlp": FeatureTask(kind="mnist", classes=10),
+}

@@ -1,0 +1,263 @@
+"""The trainers' command lines: what old and new flags mean, and what is refused."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("torchvision")
+pytest.importorskip("timm")
+
+from ampfuse.experiments import schedule
+from ampfuse.experiments.cli import parse, parser_for, resolve
+from ampfuse.experiments.config import ARMS, RunConfig, UsageError
+from ampfuse.experiments.recipes import RECIPES
+from ampfuse.experiments.trainers import TRAINERS
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+PUBLISHED = Path(__file__).parent.parent / "python/ampfuse/experiments/published"
+
+
+def configs_of(trainer: str, line: str, device: torch.device = CUDA) -> list[RunConfig]:
+    parser = parser_for(TRAINERS[trainer], "trainer")
+    return resolve(parse(parser, line.split()), TRAINERS[trainer], device)[0]
+
+
+def config_of(trainer: str, line: str, device: torch.device = CUDA) -> RunConfig:
+    configs = configs_of(trainer, line, device)
+    assert len({config.arm for config in configs}) == 1
+    return configs[0]
+
+
+class TestOldCommandLines:
+    """Those of the published scripts, as they stood."""
+
+    @pytest.mark.parametrize(
+        ("flags", "arm", "method", "loss_scale"),
+        [
+            ("--mode FP32", "fp32", "FP32", None),
+            ("--mode FP16", "O2", "FP16", 128.0),
+            ("--mode amp", "O1", "amp", None),
+            ("--mode amp --opt_level O2", "O2", "amp", None),
+        ],
+    )
+    def test_e1(self, flags, arm, method, loss_scale):
+        line = f"--GPU V100 {flags} --batch_size 256 --iteration 100"
+        configs = configs_of("cifar", line)
+        assert len(configs) == 5  # repeats
+        config = configs[0]
+        assert (config.arm, config.method, config.loss_scale) == (arm, method, loss_scale)
+        assert (config.batch_size, config.iterations, config.epochs) == (256, 100, None)
+        assert (config.optimizer, config.lr, config.momentum) == ("sgd", 0.01, 0.9)
+        assert (config.shuffle, config.augment, config.mean) == (False, False, (0.5, 0.5, 0.5))
+        assert (config.model, config.recipe, config.data) == ("vgg16", "e1", "data")
+
+    def test_e4_of_2018(self):
+        line = "-a resnet50 -j 4 -b 128 --static-loss-scale 256 {} /data/imagenet"
+        half = config_of("imagenet", line.format("--fp16"))
+        assert (half.arm, half.method, half.loss_scale) == ("O2", "fp16", 256.0)
+        assert (half.model, half.batch_size, half.workers) == ("resnet50", 128, 4)
+        assert (half.data, half.loader, half.iterations) == ("/data/imagenet", "workers", 360)
+        full = config_of("imagenet", line.format(""))
+        assert (full.arm, full.loss_scale) == ("fp32", None)  # there the scale was not used either
+
+    @pytest.mark.parametrize(
+        "line",
+        [
+            "-a resnet50 --b 1 {flags} DIR",
+            "DIR -a resnet50 {flags}",
+            "-a resnet50 DIR {flags}",
+            "{flags} -a resnet50 DIR",
+        ],
+    )
+    def test_e4_of_2019(self, line):
+        flags = (
+            "--opt-level O2 --keep-batchnorm-fp32 True --loss-scale 128.0 --channels-last True "
+            "--epochs 90 --workers 4 --deterministic --local_rank 0"
+        )
+        config = config_of("imagenet", line.format(flags=flags).replace("--b 1 ", ""))
+        assert (config.arm, config.keep_batchnorm_fp32, config.loss_scale) == ("O2", True, 128.0)
+        assert (config.data, config.channels_last, config.deterministic) == ("DIR", True, True)
+        assert (config.epochs, config.iterations, config.schedule) == (90, None, "steps")
+        assert config.evaluate
+
+    def test_channels_last_with_and_without_a_value(self):
+        for flags, value in (
+            ("--channels-last True DIR", True),
+            ("--channels-last DIR", True),
+            ("DIR --channels-last False", False),
+            ("DIR --no-channels-last", False),
+            ("DIR", True),
+        ):
+            config = config_of("imagenet", f"--arm O2 {flags}")
+            assert (config.channels_last, config.data) == (value, "DIR"), flags
+
+    def test_dynamic_scale_and_none(self):
+        assert (
+            config_of("imagenet", "D --opt-level O2 --loss-scale dynamic").loss_scale == "dynamic"
+        )
+        assert config_of("imagenet", "D --opt-level O1 --loss-scale None").loss_scale is None
+        assert config_of("imagenet", "D --fp16 --dynamic-loss-scale").loss_scale == "dynamic"
+
+    def test_prof_trains_so_many_steps(self):
+        assert config_of("imagenet", "D --opt-level O1 --prof 10").iterations == 10
+
+
+class TestRecipes:
+    def test_published_sizes(self):
+        """The settings are those that the published tables state."""
+        for name, trainer, flags, columns in (
+            ("vgg16_cifar10_2018", "cifar", "--recipe e1 --mode FP32", {}),
+            ("wrn28_10_cifar10_2019", "cifar", "--recipe e2 --arm O2", ("batch_size", "epochs")),
+            (
+                "imagenet_resnet_2018",
+                "imagenet",
+                "DIR --recipe e4 --arm fp32",
+                {"batch_size": "batch_size", "batches": "iterations"},
+            ),
+        ):
+            with open(PUBLISHED / f"{name}.csv", newline="") as file:
+                rows = list(csv.DictReader(file))
+            config = config_of(trainer, flags)
+            for column in columns:
+                field = columns[column] if isinstance(columns, dict) else column
+                assert {int(row[column]) for row in rows} == {getattr(config, field)}
+            if name.startswith("vgg16"):
+                assert str(config.batch_size) in {row["batch_size"] for row in rows}
+
+    def test_densenet_as_published_by_level(self):
+        for arm, batch, epochs in (("O0", 512, 25), ("O2", 1024, 50)):
+            config = config_of("cifar", f"--recipe e3 --model densenet161 --arm {arm}")
+            assert (config.batch_size, config.epochs, config.optimizer) == (batch, epochs, "adam")
+        assert config_of("cifar", "--recipe e3 --arm O3").optimizer == "sgd"
+        assert config_of("cifar", "--recipe e3 --arm O2").clip == 1.0
+
+    def test_a_recipe_chooses_the_model_and_a_model_its_recipe(self):
+        assert config_of("cifar", "--recipe e2 --arm O0").model == "wrn28_10"
+        assert config_of("cifar", "--model densenet161 --arm O0").recipe == "e3"
+        # Settings of one, model of another: that is none of the published experiments.
+        assert config_of("cifar", "--recipe e2 --model wrn16_4 --arm O0").recipe is None
+
+    def test_flags_win_over_the_recipe(self):
+        line = "--recipe e2 --arm O2 -b 64 --epochs 3 --lr 0.5 --dropout 0.1 --schedule cosine"
+        config = config_of("cifar", line)
+        assert (config.batch_size, config.epochs, config.lr) == (64, 3, 0.5)
+        assert (config.dropout, config.schedule) == (0.1, "cosine")
+        assert config_of("cifar", "--recipe e2 --arm O2 --iterations 7").epochs is None
+
+    def test_every_recipe_resolves_for_every_model_and_arm(self):
+        for recipe in RECIPES:
+            for model in recipe.models:
+                for arm in ARMS:
+                    for device in (CPU, CUDA) if arm != "tf32" else ():
+                        line = f"--data digits --recipe {recipe.name} --model {model} --arm {arm}"
+                        config = config_of(recipe.experiment, line, device)
+                        assert config.iterations or config.epochs
+                        assert config.recipe == recipe.name
+
+    def test_cpu_sizes_unless_told_otherwise(self):
+        parser = parser_for(TRAINERS["cifar"], "trainer")
+        args = parse(parser, ["--data", "digits"])
+        configs, notes = resolve(args, TRAINERS["cifar"], CPU)
+        assert configs[0].batch_size == 64
+        assert configs[0].iterations == 20
+        assert "batch size 64" in notes[0]
+        assert "iterations 20" in notes[0]
+        args = parse(parser, ["--data", "digits", "-b", "128", "--iterations", "100"])
+        configs, notes = resolve(args, TRAINERS["cifar"], CPU)
+        assert (configs[0].batch_size, configs[0].iterations, notes) == (128, 100, [])
+        assert config_of("cifar", "--data digits --arm O5 --epochs 2", CPU).iterations is None
+
+    def test_original_loop(self):
+        config = config_of("cifar", "--mode FP32 --loop original")
+        assert (config.loader, config.workers, config.channels_last) == ("workers", 0, False)
+        assert not config.cudnn_benchmark
+        assert config_of("mnist", "--arm fp32 --loop original").workers == 2
+
+
+class TestArms:
+    def test_order_repeats_and_spelling(self):
+        configs = configs_of("mnist", "--arm o2,FP32 amp-bf16 --repeats 2 --seed 5")
+        assert [(c.arm, c.repeat) for c in configs] == [
+            ("O2", 0),
+            ("fp32", 0),
+            ("amp-bf16", 0),
+            ("O2", 1),
+            ("fp32", 1),
+            ("amp-bf16", 1),
+        ]
+
+    def test_all(self):
+        arms = [config.arm for config in configs_of("mnist", "--arm all", CPU)]
+        assert arms == [arm for arm in ARMS if arm != "tf32"]
+
+    def test_default(self):
+        assert [c.arm for c in configs_of("mlp", "", CPU)] == ["fp32", "O5"]
+        assert [c.arm for c in configs_of("mlp", "", CUDA)] == ["fp32", "O2"]
+
+    def test_scale_goes_to_the_arms_that_have_one(self):
+        configs = configs_of("mlp", "--arm fp32 amp-fp16 amp-bf16 O0 O2 --loss-scale 64")
+        assert [c.loss_scale for c in configs] == [None, 64.0, None, None, 64.0]
+
+
+@pytest.mark.parametrize(
+    ("trainer", "line", "said"),
+    [
+        ("cifar", "--arm O6", "--arm O6: the arms are fp32, tf32"),
+        ("cifar", "--arm O1 --mode amp", "--arm and --mode: these name an arm each"),
+        ("cifar", "--mode FP16 --opt-level O2", "--opt-level goes with --mode amp"),
+        ("cifar", "--opt-level 02", "--opt-level 02: the levels are O0, O1"),
+        ("cifar", "--arm tf32", "TF32 takes a GPU of sm_80"),
+        ("cifar", "--graph", "--graph: a CUDA graph needs a GPU"),
+        ("cifar", "--sync_bn", "between GPUs only"),
+        ("cifar", "--arm O2 --loss-scale big", '--loss-scale big: give a positive number or "dyn'),
+        ("cifar", "--arm O2 --loss-scale -1", "--loss-scale -1: give a positive number"),
+        ("cifar", "--loss-scale 2 --static-loss-scale 4", "give one of them"),
+        ("cifar", "there --data digits", "give one data folder"),
+        ("imagenet", "--arm O2", "--data: give a folder, digits or synthetic"),
+    ],
+)
+def test_contradictions(trainer, line, said):
+    with pytest.raises(UsageError) as caught:
+        configs_of(trainer, line, CPU)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("--batch-size 0", "0 is less than 1"),
+        ("--epochs many", "invalid"),
+        ("--lr 0", "0 is no positive number"),
+        ("--warmup 1", "1 is not between 0 and 1"),
+        ("--recipe e4", "invalid choice: 'e4'"),
+        ("--bogus", "unrecognized arguments: --bogus"),
+        ("a b", "unrecognized arguments: b"),
+    ],
+)
+def test_wrong_flags_are_one_line_and_status_2(line, said, capsys):
+    with pytest.raises(SystemExit) as caught:
+        configs_of("cifar", line)
+    error = capsys.readouterr().err
+    assert caught.value.code == 2
+    assert said in error
+    assert error.count("\n") == 1
+
+
+def test_schedules():
+    def factors(name, warmup=0.0):
+        return [schedule.factor(name, step, 12, warmup) for step in range(12)]
+
+    assert factors("constant") == [1.0] * 12
+    assert factors("linear") == [1 - step / 12 for step in range(12)]
+    assert factors("linear", 0.25)[:4] == [1 / 3, 2 / 3, 1.0, 1.0]
+    assert factors("linear", 0.25)[-1] == pytest.approx(1 / 9)
+    assert factors("steps") == pytest.approx([1.0] * 4 + [0.1] * 4 + [0.01] * 4)
+    cosine = factors("cosine")
+    assert cosine[0] == 1.0
+    assert cosine[6] == pytest.approx(0.5)
+    assert cosine == sorted(cosine, reverse=True)
