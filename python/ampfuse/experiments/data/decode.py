@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
-from tqdm import tqdm
 
 from ampfuse.experiments.data.processes import Feed
 from ampfuse.experiments.data.request import DataError, DataRequest
@@ -24,6 +23,8 @@ def decode(files: ImageFiles, which: range, request: DataRequest, title: str) ->
     Raises:
         DataError: a file cannot be read; it names the file.
     """
+    from tqdm import tqdm
+
     edge = stored_size(request.image_size)
     result = torch.empty(len(which), edge, edge, 3, dtype=torch.uint8, device=request.device)
     feed: Feed[int] = Feed(_Middles(files, edge), workers=request.workers)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from ampfuse.experiments.data import digits, synthetic
+from pathlib import Path
+
+from ampfuse.experiments.data import cifar, digits, download, folders, idx, synthetic
 from ampfuse.experiments.data.loader import Data
-from ampfuse.experiments.data.request import DataError, DataRequest
+from ampfuse.experiments.data.request import KINDS, DataError, DataRequest, one_line
 from ampfuse.experiments.data.resident import ResidentData
 from ampfuse.experiments.data.sets import ImageSet
 from ampfuse.experiments.data.workers import WorkersData
@@ -26,4 +28,27 @@ def _read(request: DataRequest) -> ImageSet:
         return digits.load(request.image_size)
     if request.source == "synthetic":
         return synthetic.load(request)
-    raise DataError(f"--data {request.source}: digits or synthetic")
+    return _from_folder(request.kind, Path(request.source).expanduser(), request.image_size)
+
+
+def _from_folder(kind: str, folder: Path, image_size: int) -> ImageSet:
+    load, expected = {
+        "mnist": (lambda: idx.load(folder, image_size), idx.EXPECTED),
+        "cifar10": (lambda: cifar.load(folder, image_size), cifar.EXPECTED),
+        "imagenet": (lambda: folders.load(folder), folders.EXPECTED),
+    }[kind]
+    title = KINDS[kind].title
+    try:
+        images = load()
+    except OSError as error:
+        raise DataError(f"--data {folder}: not readable ({one_line(error)})") from error
+    if images is not None:
+        return images
+    if folder.exists() and not folder.is_dir():
+        raise DataError(f"--data {folder}: no folder; expected one that holds {expected}")
+    if kind in download.KINDS:
+        return download.fetch(kind, folder, load, expected)
+    raise DataError(
+        f"--data {folder}: holds no {title}; expected: {expected}; or give --data "
+        "digits or synthetic"
+    )

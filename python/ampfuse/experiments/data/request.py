@@ -11,6 +11,11 @@ class DataError(Exception):
     """Data that is missing, damaged or too much. The message is one line: what, and what to do."""
 
 
+def one_line(error: Exception) -> str:
+    """What `error` says, to be put into a DataError."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 @dataclasses.dataclass(frozen=True)
 class Kind:
     """A published data set. `mean` and `std` are those of its pixels, as shares of 255."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ampfuse.experiments.data.request import DataError
+from ampfuse.experiments.data.request import DataError, one_line
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -51,8 +51,7 @@ class ImageFiles:
             return pil_loader(path)
         # Damaged files make the decoders raise nearly anything.
         except Exception as error:
-            said = " ".join(str(error).split()) or type(error).__name__
-            raise DataError(f"{path}: cannot be read as an image ({said})") from error
+            raise DataError(f"{path}: cannot be read as an image ({one_line(error)})") from error
 
 
 @dataclasses.dataclass(frozen=True)
