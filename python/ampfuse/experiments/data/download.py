@@ -44,8 +44,8 @@ def fetch(kind: str, folder: Path, load: Callable[[], ImageSet | None], expected
             for path in made:
                 path.rmdir()
         raise DataError(
-            f"--data {folder}: holds no {title}, and it could not be downloaded ({one_line(error)}); "
-            f"expected: {expected}; or give --data digits or synthetic"
+            f"--data {folder}: holds no {title}, and it could not be downloaded "
+            f"({one_line(error)}); expected: {expected}; or give --data digits or synthetic"
         ) from error
     assert images is not None
     return images

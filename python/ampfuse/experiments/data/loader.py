@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -70,6 +71,13 @@ class Data(abc.ABC):
             "augment": request.augment,
             "shuffle": request.shuffle,
         }
+
+    def reseed(self, seed: int) -> None:
+        """Order and augmentation of another seed from here on; the images stay, synthetic ones too.
+
+        For repeats: nothing is read, decoded or started again.
+        """
+        self.request = dataclasses.replace(self.request, seed=seed)
 
     def close(self) -> None:  # noqa: B027 (not every loader has something to end)
         """End what was started, worker processes for example. Repeating it does no harm."""

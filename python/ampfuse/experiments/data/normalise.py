@@ -28,7 +28,7 @@ class Normalisation:
         mean = _per_channel("mean", request.mean or images.mean, images.channels)
         std = _per_channel("std", request.std or images.std, images.channels)
         if not (std > 0).all():
-            raise DataError(f"--std {_listed(request.std or images.std)}: has to be positive")
+            raise DataError(f"std {_listed(request.std or images.std)}: has to be positive")
         # In double precision, rounded once.
         scale, shift = 1 / (255 * std), -mean / std
         return cls(scale.float().view(-1, 1, 1), shift.float().view(-1, 1, 1))
@@ -48,9 +48,7 @@ def _per_channel(name: str, values: tuple[float, ...], channels: int) -> Tensor:
     if channels == 1:
         return given.mean(0, keepdim=True)
     if len(values) != channels:
-        raise DataError(
-            f"--{name} {_listed(values)}: give one value, or {channels}, one per channel"
-        )
+        raise DataError(f"{name} {_listed(values)}: give one value, or {channels}, one per channel")
     return given
 
 

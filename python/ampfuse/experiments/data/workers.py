@@ -20,6 +20,8 @@ from ampfuse.experiments.data.request import DataError, DataRequest
 from ampfuse.experiments.data.sets import ImageFiles, ImageSet, Pixels
 from ampfuse.experiments.data.transforms import augmentation, plain
 
+_Key = tuple[int, int, int]  # seed, epoch, number of the image
+
 
 class WorkersData(Data):
     """See :mod:`ampfuse.experiments.data.workers`.
@@ -32,7 +34,7 @@ class WorkersData(Data):
         super().__init__(request, images)
         cuda = request.device.type == "cuda"
 
-        def feed(split: Pixels | ImageFiles, augment: bool) -> Feed[tuple[int, int]]:
+        def feed(split: Pixels | ImageFiles, augment: bool) -> Feed[_Key]:
             samples = _Samples(split, request, self._normalise, augment)
             return Feed(samples, workers=request.workers, pinned=cuda)
 
@@ -41,13 +43,14 @@ class WorkersData(Data):
         self._copies = torch.cuda.Stream(request.device) if cuda else None
 
     def train_batches(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        order = self._epoch_order(epoch)[start:]
-        keys = ([(epoch, index) for index in batch.tolist()] for batch in order)
+        order, seed = self._epoch_order(epoch)[start:], self.request.seed
+        keys = ([(seed, epoch, index) for index in batch.tolist()] for batch in order)
         return self._on_device(self._train.batches(keys))
 
     def test_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         size, mine = self.request.test_batch_size, self._test_share
-        keys = ([(0, index) for index in mine[at : at + size]] for at in range(0, len(mine), size))
+        starts = range(0, len(mine), size)
+        keys = ([(0, 0, index) for index in mine[at : at + size]] for at in starts)
         return self._on_device(self._test.batches(keys))
 
     def close(self) -> None:
@@ -71,7 +74,7 @@ class WorkersData(Data):
 
 
 class _Samples(Dataset[tuple[Tensor, int] | DataError]):
-    """By (epoch, number of the image): float32 [channels, size, size] and its label."""
+    """By key: float32 [channels, size, size] and its label."""
 
     def __init__(
         self,
@@ -80,19 +83,19 @@ class _Samples(Dataset[tuple[Tensor, int] | DataError]):
         normalise: Normalisation,
         augment: bool,
     ) -> None:
-        self._split, self._normalise, self._seed = split, normalise, request.seed
+        self._split, self._normalise = split, normalise
         self._augment = augmentation(request) if augment else None
         # Images in memory have the size wanted already.
         self._plain = plain(request.image_size) if isinstance(split, ImageFiles) else None
 
-    def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor, int] | DataError:
-        epoch, index = key
+    def __getitem__(self, key: _Key) -> tuple[Tensor, int] | DataError:
+        seed, epoch, index = key
         try:
             image = self._split.open(index)
         except DataError as error:
             return error
         if self._augment is not None:
-            with drawing_for("sample", self._seed, epoch, index):
+            with drawing_for("sample", seed, epoch, index):
                 image = self._augment(image)
         elif self._plain is not None:
             image = self._plain(image)
