@@ -123,10 +123,14 @@ class Vgg16(nn.Sequential):
     """
 
     def __init__(self, classes: int, channels: int, dropout: float) -> None:
-        import torchvision
+        from torchvision.models import vgg
 
-        features = torchvision.models.vgg16_bn().features
+        # Of vgg16_bn() nine tenths would be the large head, built for nothing.
+        features = vgg.make_layers(vgg.cfgs["D"], batch_norm=True)
         _take_channels(features, "0", channels)
+        for module in features:
+            if isinstance(module, nn.Conv2d):
+                _initialise(module)
         super().__init__(
             features,
             nn.AdaptiveAvgPool2d(1),

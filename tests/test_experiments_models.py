@@ -1,0 +1,177 @@
+"""The experiments' models: shapes, published sizes, gradients, errors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("torchvision")
+pytest.importorskip("timm")
+
+from ampfuse.experiments import models
+
+SIZE = {"mnist_cnn": 28, "mlp": 8}
+
+
+def parameters(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize(
+    "name", ["wrn10_2", *(n for n in models.NAMES if n not in ("wrn28_10", "mlp"))]
+)
+def test_scores_for_every_class(name, channels):
+    size = SIZE.get(name, 32)
+    model = models.build(name, classes=7, channels=channels, image_size=size).eval()
+    with torch.no_grad():
+        scores = model(torch.randn(2, channels, size, size))
+    assert scores.shape == (2, 7)
+    assert scores.dtype == torch.float32
+    assert scores[0].ne(scores[1]).any()
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [("vgg16", 48), ("resnet18", 64), ("mnist_cnn", 32), ("wrn10_1", 28), ("wrn10_1", 64)],
+)
+def test_other_image_sizes(name, size):
+    model = models.build(name, classes=10, channels=3, image_size=size).eval()
+    with torch.no_grad():
+        assert model(torch.randn(1, 3, size, size)).shape == (1, 10)
+
+
+# Published: 36.5 M (Wide-ResNet paper); torchvision's and timm's tables, less the layers for 1000
+# classes (25.56 M, 11.69 M, 21.80 M, 28.68 M, 27.56 M); PyTorch's MNIST example.
+@pytest.mark.parametrize(
+    ("name", "channels", "count"),
+    [
+        ("wrn28_10", 3, 36_479_194),
+        ("densenet161", 3, 28_681_000 - 2209 * 1000 + 2209 * 10),
+        ("seresnext50_32x4d", 3, 27_559_896 - 2049 * 1000 + 2049 * 10),
+        ("resnet18", 3, 11_689_512 - 513 * 1000 + 513 * 10),
+        ("resnet34", 3, 21_797_672 - 513 * 1000 + 513 * 10),
+        ("resnet50", 3, 25_557_032 - 2049 * 1000 + 2049 * 10),
+        ("resnet18", 1, 11_689_512 - 513 * 1000 + 513 * 10 - 2 * 64 * 49),
+        ("mnist_cnn", 1, 1_199_882),
+    ],
+)
+def test_published_sizes(name, channels, count):
+    size = SIZE.get(name, 32)
+    assert parameters(models.build(name, classes=10, channels=channels, image_size=size)) == count
+
+
+def test_vgg16_is_thirteen_convolutions_and_one_linear_layer():
+    model = models.build("vgg16", classes=10, channels=3, image_size=32)
+    convolutions = [module for module in model.modules() if isinstance(module, nn.Conv2d)]
+    assert [conv.out_channels for conv in convolutions] == [
+        *(64, 64, 128, 128, 256, 256, 256),
+        *(512, 512, 512, 512, 512, 512),
+    ]
+    (head,) = (module for module in model.modules() if isinstance(module, nn.Linear))
+    assert (head.in_features, head.out_features) == (512, 10)
+
+
+def test_wide_resnet_halves_the_image_twice():
+    model = models.build("wrn16_2", classes=10, channels=3, image_size=32)
+    shapes = []
+    for block in model.stages:
+        block.register_forward_hook(lambda *call: shapes.append(tuple(call[2].shape[1:])))
+    model(torch.randn(2, 3, 32, 32))
+    assert shapes == [(32, 32, 32)] * 2 + [(64, 16, 16)] * 2 + [(128, 8, 8)] * 2
+
+
+def test_mlp():
+    model = models.build("mlp", classes=10, channels=3, image_size=4)
+    layers = [module for module in model if isinstance(module, nn.Linear)]
+    assert [(layer.in_features, layer.out_features) for layer in layers] == [(48, 48)] * 3
+    images = torch.randn(2, 3, 4, 4)
+    first, second, third = layers
+    expected = third(torch.relu(second(torch.relu(first(images.flatten(1))))))
+    assert torch.equal(model(images), expected)
+    assert torch.equal(model(images.flatten(1)), expected)
+
+
+@pytest.mark.parametrize(
+    "name", ["vgg16", "wrn10_1", "seresnext50_32x4d", "resnet18", "mnist_cnn", "mlp"]
+)
+def test_every_parameter_gets_a_gradient(name):
+    size = SIZE.get(name, 32)
+    model = models.build(name, classes=10, channels=1, image_size=size).train()
+    loss = nn.functional.cross_entropy(model(torch.randn(4, 1, size, size)), torch.arange(4))
+    loss.backward()
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        assert parameter.grad.isfinite().all()
+
+
+def dropouts(name: str, dropout: float | None) -> list[float]:
+    model = models.build(
+        name, classes=10, channels=1, image_size=SIZE.get(name, 32), dropout=dropout
+    )
+    return [module.p for module in model.modules() if isinstance(module, nn.Dropout)]
+
+
+def test_dropout():
+    assert dropouts("wrn16_1", 0.3) == [0.3] * 6
+    assert dropouts("wrn16_1", None) == []
+    assert dropouts("vgg16", 0.5) == [0.5]
+    assert dropouts("vgg16", None) == []
+    assert dropouts("mnist_cnn", None) == [0.25, 0.5]
+    assert dropouts("mnist_cnn", 0.1) == [0.1, 0.1]
+    assert dropouts("resnet18", 0.0) == []
+    densenet = models.build("densenet161", classes=10, channels=3, image_size=32, dropout=0.2)
+    assert {layer.drop_rate for layer in densenet.modules() if hasattr(layer, "drop_rate")} == {0.2}
+    seresnext = models.build(
+        "seresnext50_32x4d", classes=10, channels=3, image_size=32, dropout=0.2
+    )
+    assert seresnext.drop_rate == 0.2
+
+
+def test_dropout_of_a_wide_resnet_changes_training_alone():
+    model = models.build("wrn10_1", classes=10, channels=1, image_size=8, dropout=0.5)
+    images = torch.randn(4, 1, 8, 8)
+    with torch.no_grad():
+        assert model.train()(images).ne(model(images)).any()
+        assert torch.equal(model.eval()(images), model(images))
+
+
+@pytest.mark.parametrize("name", ["vgg16", "resnet18", "wrn10_1"])
+def test_weights_follow_torchs_seed(name):
+    def weights(seed: int) -> torch.Tensor:
+        torch.manual_seed(seed)
+        model = models.build(name, classes=10, channels=1, image_size=32)
+        return nn.utils.parameters_to_vector(model.parameters())
+
+    assert torch.equal(weights(1), weights(1))
+    assert weights(1).ne(weights(2)).any()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("resnet19", {}, "unknown model 'resnet19': the models are vgg16, wrn28_10, "),
+        ("wrn", {}, "unknown model 'wrn'"),
+        ("wrn27_10", {}, r"wrn27_10: the depth is 6n \+ 4 \(10, 16, 22, 28, ...\)"),
+        ("wrn4_1", {}, "wrn4_1: the depth"),
+        ("wrn10_0", {}, "wrn10_0: .*the width at least 1"),
+        ("vgg16", {"image_size": 28}, "images of 28 pixels: vgg16 takes 32 pixels at least"),
+        ("mnist_cnn", {"image_size": 5}, "mnist_cnn takes 6 pixels at least"),
+        ("resnet50", {"dropout": 0.1}, "dropout 0.1: resnet50 has no dropout"),
+        ("wrn10_1", {"dropout": 1.0}, "dropout 1.0: a probability from 0 to below 1"),
+        ("wrn10_1", {"dropout": -0.1}, "dropout -0.1: a probability"),
+    ],
+)
+def test_errors(name, options, said):
+    with pytest.raises(ValueError, match=said) as error:
+        models.build(name, **{"classes": 10, "channels": 3, "image_size": 32, **options})
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", models._SMALLEST)
+def test_the_smallest_images(name):
+    size = models._SMALLEST[name]
+    model = models.build(name, classes=10, channels=1, image_size=size).eval()
+    with torch.no_grad():
+        assert model(torch.randn(1, 1, size, size)).isfinite().all()
