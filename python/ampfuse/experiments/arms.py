@@ -145,6 +145,11 @@ class _TorchAmp(_Plain):
         self, config: RunConfig, model: nn.Module, device: torch.device, half: torch.dtype
     ) -> None:
         super().__init__(config, model, device)
+        if config.optimizer == "sgd" and config.momentum:
+            # torch's fused SGD leaves the buffers of a skipped first step uninitialized, and uses
+            # them in the next. From zeros the first step comes out the same.
+            for parameter in model.parameters():
+                self.optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         self._half = half
         static = isinstance(config.loss_scale, float)
         self._scaler = torch.amp.GradScaler(

@@ -59,13 +59,17 @@ class Task:
             raise UsageError(str(error)) from error
 
     def build_model(self, config: RunConfig, data: Data) -> nn.Module:
-        return models.build(
-            config.model,
-            classes=data.classes,
-            channels=data.channels,
-            image_size=data.image_size,
-            dropout=config.dropout,
-        )
+        """Raises UsageError if there is no such model for these images."""
+        try:
+            return models.build(
+                config.model,
+                classes=data.classes,
+                channels=data.channels,
+                image_size=data.image_size,
+                dropout=config.dropout,
+            )
+        except ValueError as error:
+            raise UsageError(f"--model {config.model}: {error}") from error
 
     def example(self, config: RunConfig, data: Data, device: torch.device) -> tuple[Tensor, Tensor]:
         """A batch of noise in the shape of the training batches, to warm up with."""

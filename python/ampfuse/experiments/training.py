@@ -319,7 +319,7 @@ class Training:
             raise Diverged(step, f"{name or 'a tensor'} holds inf or NaN")
         if self.config.evaluate and not math.isfinite(self.record.test["loss"]):
             raise Diverged(step, f"the test loss became {self.record.test['loss']}")
-        if self.place.save_epochs and step < self.total_steps:
+        if self.place.save_epochs:
             self.save(step)
 
     def evaluate(self, arm: Arm) -> dict[str, Any]:

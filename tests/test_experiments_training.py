@@ -1,0 +1,547 @@
+"""The trainers' loop: results, resumed runs, interruptions, divergence."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("torchvision")
+pytest.importorskip("timm")
+pytest.importorskip("sklearn")
+
+from ampfuse.experiments import checkpoint, diagnose, report
+from ampfuse.experiments.arms import build_arm
+from ampfuse.experiments.config import ARMS, RunConfig, UsageError
+from ampfuse.experiments.distributed import World
+from ampfuse.experiments.record import Record
+from ampfuse.experiments.signals import StopWish
+from ampfuse.experiments.tasks import TASKS
+from ampfuse.experiments.trainers import main
+from ampfuse.experiments.training import Diverged, Interrupted, Observer, Place, Training
+
+CPU_ARMS = [arm for arm in ARMS if arm != "tf32"]
+BASE = RunConfig(
+    experiment="cifar",
+    model="wrn10_1",
+    data="digits",
+    arm="O2",
+    method="O2",
+    recipe=None,
+    batch_size=64,
+    optimizer="sgd",
+    lr=0.05,
+    image_size=8,
+    epochs=2,
+    augment=True,
+    dropout=0.2,
+    print_freq=5,
+    schedule="cosine",
+    warmup=0.1,
+)
+
+
+def training_of(config: RunConfig, folder: Path | None = None, **more: object) -> Training:
+    place = Place(torch.device("cpu"), World(), folder, more.pop("wish", StopWish()))
+    task = TASKS[config.experiment]
+    data = task.open_data(config, place.device, place.world)
+    return Training(config, task, data, place, "run", **more)
+
+
+class StopAt(Observer):
+    """Wishes for an end after so many steps."""
+
+    def __init__(self, step: int, wish: StopWish) -> None:
+        self.left, self.wish = step, wish
+
+    def step(self, count: int) -> None:
+        self.left -= count
+        if self.left == 0:
+            self.wish.received = signal.SIGTERM
+
+
+def log_of(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "run.jsonl").read_text().splitlines()]
+
+
+class TestRun:
+    @pytest.mark.parametrize("arm", CPU_ARMS)
+    def test_learns_in_every_arm(self, arm, tmp_path):
+        config = dataclasses.replace(BASE, arm=arm, epochs=4, dropout=0.0, augment=False, lr=0.1)
+        measured = training_of(config, tmp_path).run()
+        assert measured["test"]["accuracy"] > 0.6
+        assert measured["train_loss"]["last"] < 1.5
+        assert measured["iterations"] == measured["timed_iterations"] == 4 * 22
+        assert measured["epochs"] == 4
+        assert [entry["epoch"] for entry in measured["epoch_log"]] == [1, 2, 3, 4]
+        assert measured["epoch_log"][-1]["test_accuracy"] == measured["test"]["accuracy"]
+        expected = 65536 if arm in ("O1", "O2", "amp-fp16") else 1
+        assert measured["loss_scale"] == expected / 2 ** measured["skipped_steps"]
+        assert measured["kernels"]["convolution"] == "onednn"
+        assert (measured["policy"] or {}).get("opt_level") == (arm if arm[0] == "O" else None)
+
+    def test_figures_agree_with_each_other_and_with_the_log(self, tmp_path):
+        measured = training_of(BASE, tmp_path).run()
+        steps = measured["timed_iterations"]
+        speed, time_s = measured["images_per_s"], measured["train_time_s"]
+        assert speed["mean"] == pytest.approx(64 * steps / time_s)
+        assert speed["min"] <= speed["mean"] <= speed["max"]
+        assert measured["step_time_ms"]["mean"] == pytest.approx(1e3 * time_s / steps)
+        assert sum(e["train_time_s"] for e in measured["epoch_log"]) == pytest.approx(time_s)
+        log = log_of(tmp_path)
+        intervals = [line for line in log if line["kind"] == "interval"]
+        # Every fifth step, and the end of each epoch of 22.
+        assert [line["step"] for line in intervals] == [5, 10, 15, 20, 22, 25, 30, 35, 40, 44]
+        assert [line["epoch"] for line in intervals] == [1] * 5 + [2] * 5
+        assert intervals[-1]["time_s"] == pytest.approx(time_s)
+        evaluations = [line for line in log if line["kind"] == "evaluation"]
+        assert [line["step"] for line in evaluations] == [22, 44]
+        assert evaluations[-1]["test_accuracy"] == measured["test"]["accuracy"]
+        weights = [5, 5, 5, 5, 2, 3, 5, 5, 5, 4]
+        losses = [line["train_loss"] for line in intervals]
+        mean = sum(w * loss for w, loss in zip(weights, losses, strict=True)) / 44
+        assert mean == pytest.approx(measured["train_loss"]["mean"], rel=1e-5)
+
+    def test_skipped_steps_are_counted_where_they_happened(self, tmp_path):
+        # Five halvings of this scale until the scaled gradients fit.
+        config = dataclasses.replace(BASE, arm="amp-fp16", method="amp-fp16")
+        training = training_of(config, tmp_path)
+        build = training.build
+
+        def with_huge_scale(*args: object) -> object:
+            arm = build(*args)
+            arm._scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
+            return arm
+
+        training.build = with_huge_scale
+        measured = training.run()
+        steps = [step for line in log_of(tmp_path) for step in line.get("overflow_steps", [])]
+        assert len(steps) == measured["skipped_steps"] >= 5
+        assert steps[:5] == [1, 2, 3, 4, 5]
+        assert measured["loss_scale"] == 2.0 ** (40 - len(steps))
+
+    def test_the_same_seed_gives_the_same_run_and_another_one_another(self):
+        first, again = (training_of(BASE).run()["train_loss"] for _ in range(2))
+        other = training_of(dataclasses.replace(BASE, seed=1)).run()["train_loss"]
+        assert first == again != other
+
+    def test_clipping_reaches_every_arm(self):
+        """With a tiny norm the weights hardly move, whatever the arm."""
+        for arm in CPU_ARMS:
+            for clip, least, most in ((1e-6, 0, 2e-4), (None, 1e-3, 10)):
+                config = dataclasses.replace(
+                    BASE, arm=arm, clip=clip, momentum=0.0, iterations=3, evaluate=False, warmup=0.0
+                )
+                training = training_of(config)
+                before = torch.cat([p.flatten() for p in training.build().bare_model.parameters()])
+                training.run()
+                after = torch.cat(
+                    [p.detach().flatten() for p in training.arm.bare_model.parameters()]
+                )
+                moved = (after.float() - before.float()).norm().item()
+                assert least <= moved <= most, (arm, clip)
+
+    @pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw"])
+    def test_levels_follow_fp32(self, optimizer):
+        """The same data, weights and rule in all arms: losses stay close for a while."""
+        config = dataclasses.replace(
+            BASE, optimizer=optimizer, lr=1e-3, iterations=10, weight_decay=0.01, dropout=0.0
+        )
+        losses = {}
+        for arm in CPU_ARMS:
+            training = training_of(dataclasses.replace(config, arm=arm))
+            training.run()
+            losses[arm] = training.record.losses
+        for arm, values in losses.items():
+            assert values == pytest.approx(losses["fp32"], rel=0.03, abs=0.02), arm
+
+
+class TestResume:
+    @pytest.mark.parametrize("arm", ["fp32", "amp-fp16", "O1", "O2", "O3", "O5"])
+    @pytest.mark.parametrize("stop_at", [13, 22, 30])  # in an epoch, at the end of one, in the next
+    def test_same_bits(self, arm, stop_at, tmp_path):
+        config = dataclasses.replace(BASE, arm=arm, optimizer="adamw", lr=1e-3)
+        whole = training_of(config, tmp_path / "whole")
+        expected = whole.run()
+        wish = StopWish()
+        broken = training_of(config, tmp_path, wish=wish, observer=StopAt(stop_at, wish))
+        with pytest.raises(Interrupted) as stopped:
+            broken.run()
+        assert stopped.value.step == stop_at
+        resume = checkpoint.load(stopped.value.checkpoint)
+        torch.manual_seed(1234)  # whatever another process would start with
+        resumed = training_of(config, tmp_path, resume=resume)
+        measured = resumed.run()
+        assert resumed.record.losses == whole.record.losses
+        assert measured["test"]["loss"] == expected["test"]["loss"]
+        for name, value in whole.arm.bare_model.state_dict().items():
+            assert torch.equal(resumed.arm.bare_model.state_dict()[name], value), name
+        assert len(measured["epoch_log"]) == 2
+        steps = [line["step"] for line in log_of(tmp_path) if line["kind"] == "evaluation"]
+        assert steps == [22, 44]
+
+    def test_a_finished_run_can_be_made_longer(self, tmp_path):
+        place = [
+            "--data",
+            "digits",
+            "--image-size",
+            "8",
+            "-b",
+            "64",
+            "--arm",
+            "O5",
+            "--checkpoints",
+        ]
+        line = [*place, "--quiet", "-o", str(tmp_path), "--GPU", "here", "--repeats", "1"]
+        assert main("mlp", [*line, "--iterations", "5"]) == 0
+        (saved,) = (tmp_path / "here").glob("*.pt")
+        assert main("mlp", [*line, "--iterations", "8", "--resume", str(saved)]) == 0
+        (result,) = (tmp_path / "here").glob("*.json")
+        assert json.loads(result.read_text())["iterations"] == 8
+
+    def test_checkpoint_is_plain_data(self, tmp_path):
+        wish = StopWish()
+        with pytest.raises(Interrupted) as stopped:
+            training_of(BASE, tmp_path, wish=wish, observer=StopAt(2, wish)).run()
+        values = torch.load(stopped.value.checkpoint, weights_only=True)
+        assert values["step"] == 2
+        assert all(v.dtype != torch.float16 for v in values["model"].values())
+        assert any("master_param" in s for s in values["optimizer"]["state"].values())
+
+    @pytest.mark.parametrize("damage", ["cut", "text", "other", "missing", "lacking"])
+    def test_damaged_checkpoints_are_refused_in_a_line(self, damage, tmp_path, capsys):
+        path = tmp_path / "run.pt"
+        if damage == "cut":
+            torch.save({"format": 1, "model": torch.zeros(1000)}, path)
+            path.write_bytes(path.read_bytes()[:500])
+        elif damage == "text":
+            path.write_text("no checkpoint at all")
+        elif damage == "other":
+            torch.save({"model": {}}, path)
+        elif damage == "lacking":
+            torch.save({"format": 1, "model": {}}, path)
+        before = path.read_bytes() if path.exists() else None
+        output = tmp_path / "results"
+        line = ["--data", "digits", "--resume", str(path), "-o", str(output)]
+        assert main("mnist", line) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        assert str(path) in error
+        assert (path.read_bytes() if path.exists() else None) == before
+        assert not output.exists()
+
+    def test_a_checkpoint_of_another_run_is_refused(self, tmp_path, capsys):
+        wish = StopWish()
+        with pytest.raises(Interrupted) as stopped:
+            training_of(BASE, tmp_path, wish=wish, observer=StopAt(2, wish)).run()
+        line = ["--data", "digits", "--resume", str(stopped.value.checkpoint), "-o", str(tmp_path)]
+        assert main("cifar", [*line, "--arm", "O5", "--iterations", "3"]) == 2
+        error = capsys.readouterr().err
+        assert "is of another run" in error
+        assert "model 'wrn10_1' then and 'vgg16' now" in error
+
+
+class TestInterruption:
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+    def test_saves_says_how_to_go_on_and_goes_on(self, number, tmp_path):
+        command = [sys.executable, "-m", "ampfuse.experiments.mlp", "--data", "digits", "-b", "64"]
+        command += ["--image-size", "16", "--arm", "O5", "--repeats", "1", "-o", str(tmp_path)]
+        command += ["--GPU", "here", "--iterations", "1000000", "-p", "2"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+        ) as process:
+            deadline = time.monotonic() + 120
+            while not any(path.stat().st_size for path in tmp_path.rglob("*.jsonl")):
+                assert time.monotonic() < deadline
+                assert process.poll() is None, process.stdout.read()
+                time.sleep(0.05)
+            process.send_signal(number)
+            printed, _ = process.communicate(timeout=120)
+        assert process.returncode == 128 + number
+        (saved,) = tmp_path.rglob("*.pt")
+        assert f"--resume {saved}" in printed
+        assert not list(tmp_path.rglob("*.json"))
+        step = torch.load(saved, weights_only=True)["step"]
+        line = [*command[3:], "--resume", str(saved), "--iterations", str(step + 3)]
+        assert main("mlp", line) == 0
+        (result,) = tmp_path.rglob("*.json")
+        assert json.loads(result.read_text())["iterations"] == step + 3
+        assert not list(tmp_path.rglob("*.pt"))  # it has served
+
+
+class TestDivergence:
+    def test_finds_the_first_module_and_tensor(self, tmp_path):
+        """A weight that is set to inf in the fourth step is what the report names."""
+        training = training_of(dataclasses.replace(BASE, arm="fp32", method="fp32"), tmp_path)
+        build = training.build
+
+        def with_a_mine(*args: object) -> object:
+            arm = build(*args)
+            steps = iter(range(1, 1000))
+            step = arm.step
+
+            def explode_in_step_4(*batch: object) -> object:
+                if next(steps) == 4:
+                    layer = [m for m in arm.bare_model.modules() if isinstance(m, nn.Conv2d)][3]
+                    layer.weight.data[0, 0, 0, 0] = math.inf
+                return step(*batch)
+
+            arm.step = explode_in_step_4
+            return arm
+
+        training.build = with_a_mine
+        training.rehearse = dict
+        with pytest.raises(Diverged) as caught:
+            training.run()
+        assert caught.value.step == 4
+        told = diagnose.explain(training, caught.value)
+        names = [n for n, m in training.arm.bare_model.named_modules() if isinstance(m, nn.Conv2d)]
+        assert told["module"] == f"{names[3]} (Conv2d)"
+        assert told["tensor"] == "output"
+        assert told["step"] == 4
+        assert told["batch_norm_dtype"] == "float32"
+
+    def test_o3_says_why_and_what_to_do(self, tmp_path, capsys):
+        line = ["--data", "digits", "--model", "wrn10_1", "--image-size", "8", "-b", "32"]
+        line += ["--arm", "fp32", "O3", "--lr", "1000", "--iterations", "12", "--repeats", "1"]
+        line += ["-o", str(tmp_path), "--GPU", "here", "--quiet"]
+        assert main("cifar", line) == 3
+        printed = capsys.readouterr().out
+        assert "O3 diverged in step" in printed
+        assert "Batch norm statistics: float16." in printed
+        assert "Loss scale: 1." in printed
+        assert "--keep-batchnorm-fp32 True --loss-scale 128" in printed
+        assert "nan " not in printed.split("method")[1]  # the table
+        results = [json.loads(path.read_text()) for path in tmp_path.rglob("*.json")]
+        (o3,) = [result for result in results if result["arm"] == "O3"]
+        assert o3["diverged"]["module"]
+        assert o3["diverged"]["tensor"]
+        for path in tmp_path.rglob("*.json*"):  # NaN and Infinity are no JSON
+            for text in (
+                path.read_text().splitlines() if path.suffix == ".jsonl" else [path.read_text()]
+            ):
+                json.loads(text, parse_constant=pytest.fail)
+
+    def test_one_bad_batch_under_a_dynamic_scale_is_no_divergence(self):
+        training = training_of(dataclasses.replace(BASE, iterations=10, evaluate=False))
+        training.record = Record(losses=[1.0, 1.0, math.inf])
+        training._check_interval(3, [1.0, 1.0, math.inf], [2.0] * 3, [False, False, True])
+        training.record = Record(losses=[math.inf] * 3)
+        with pytest.raises(Diverged, match="loss became inf") as caught:
+            training._check_interval(3, [math.inf] * 3, [2.0] * 3, [True] * 3)
+        assert caught.value.step == 1
+
+    def test_a_scale_that_sinks_to_nothing_is_one(self):
+        training = training_of(dataclasses.replace(BASE, iterations=10, evaluate=False))
+        training.record = Record(losses=[1.0] * 20)
+        training._check_interval(20, [1.0] * 20, [2.0] * 20, [True] * 20)  # still searching
+        with pytest.raises(Diverged, match="every step overflows"):
+            training._check_interval(20, [1.0] * 20, [0.5] * 20, [True] * 20)
+
+    @pytest.mark.parametrize(
+        ("arm", "scale", "said"),
+        [
+            ("O3", 128.0, "O3 runs without FP32 masters and FP32 batch norm"),
+            ("O2", 128.0, "try --loss-scale dynamic"),
+            ("O2", None, "beyond FP16's 65504"),
+            ("fp32", None, "try a lower --lr"),
+        ],
+    )
+    def test_suggestions(self, arm, scale, said):
+        config = dataclasses.replace(BASE, arm=arm, loss_scale=scale)
+        finding = diagnose.Finding(4, "conv (Conv2d)", "output", "float16", "inf")
+        assert said in diagnose._suggestion(config, finding, "float16")
+
+
+class TestCommand:
+    def test_results_and_table(self, tmp_path, capsys):
+        line = ["--data", "digits", "-b", "64", "--iterations", "6", "--repeats", "2"]
+        line += ["--arm", "fp32", "O5", "-o", str(tmp_path), "--GPU", "My GPU/1", "--quiet"]
+        assert main("mnist", [*line, "--image-size", "8", "--tensorboard"]) == 0
+        printed = capsys.readouterr().out
+        folder = tmp_path / "My GPU-1"
+        results = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+        assert sorted((r["arm"], r["repeat"], r["seed"]) for r in results) == [
+            ("O5", 0, 0),
+            ("O5", 1, 1),
+            ("fp32", 0, 0),
+            ("fp32", 1, 1),
+        ]
+        for result in results:
+            assert result["format"] == 1
+            assert result["gpu"] == "My GPU-1"
+            assert result["recipe"] == "e5"
+            assert result["command"][1:] == ["-m", "ampfuse.experiments.mnist", *line,
+                                             "--image-size", "8", "--tensorboard"]  # fmt: skip
+            assert result["environment"]["torch"] == torch.__version__
+            assert result["memory_bytes"] > 2**20
+            assert result["memory_kind"] == "process RSS"
+            assert f"Total execution time = {result['train_time_s']:.3f} sec" in printed
+            assert f"Max memory used by tensors = {result['memory_bytes']} bytes" in printed
+        assert "1.00x" in printed
+        assert not list(folder.glob("*.pt"))
+        assert len(list(folder.rglob("events.out.tfevents.*"))) == 4
+
+    def test_rank_0_alone_prints_and_writes(self, tmp_path):
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+        command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+        command += ["-m", "ampfuse.experiments.cifar", "--data", "digits", "--model", "wrn10_1"]
+        command += ["--image-size", "8", "-b", "32", "--iterations", "12", "--repeats", "1"]
+        command += ["--arm", "O2", "-o", str(tmp_path), "--GPU", "here", "--lr", "0.1"]
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=200,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("images/s (") == 1
+        (path,) = tmp_path.rglob("*.json")
+        result = json.loads(path.read_text())
+        assert result["world_size"] == 2
+        speed = result["images_per_s"]["mean"]
+        assert speed == pytest.approx(2 * 32 * 12 / result["train_time_s"])
+        assert result["data"]["train_size"] == 1437
+
+    @pytest.mark.parametrize("level", ["O0", "O2", "O5"])
+    def test_two_processes_learn_what_one_does(self, level, tmp_path):
+        """Two halves of a batch, averaged, are the batch: without batch norm, the same loss."""
+        common = ["--data", "digits", "--image-size", "8", "--arm", level, "--iterations", "8"]
+        common += ["--repeats", "1", "--lr", "10", "--quiet", "--evaluate"]
+        main("mlp", [*common, "-b", "64", "-o", str(tmp_path / "1"), "--GPU", "x"])
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+        command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+        command += ["-m", "ampfuse.experiments.mlp", *common, "-b", "32"]
+        command += ["-o", str(tmp_path / "2"), "--GPU", "x"]
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=200,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        assert done.returncode == 0, done.stderr
+        one, two = (
+            json.loads(next((tmp_path / n).rglob("*.json")).read_text()) for n in ("1", "2")
+        )
+        tolerance = 1e-5 if level == "O0" else 1e-3
+        assert two["train_loss"]["mean"] == pytest.approx(one["train_loss"]["mean"], rel=tolerance)
+        assert two["test"]["loss"] == pytest.approx(one["test"]["loss"], rel=tolerance)
+
+    def test_the_end_of_one_process_ends_the_other(self, tmp_path):
+        """Without torchrun, which would end it by itself."""
+        command = [sys.executable, "-m", "ampfuse.experiments.cifar", "--data", "digits"]
+        command += ["--model", "wrn10_1", "--image-size", "8", "-b", "32", "--arm", "O2"]
+        command += ["--iterations", "1000000", "-o", str(tmp_path), "-p", "5"]
+        with __import__("socket").socket() as probe:
+            probe.bind(("localhost", 0))
+            port = probe.getsockname()[1]
+        processes = []
+        for rank in range(2):
+            environment = {
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": "2",
+                "MASTER_ADDR": "localhost",
+                "MASTER_PORT": str(port),
+            }
+            processes.append(
+                subprocess.Popen(
+                    command,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                    env=environment,
+                )
+            )
+        try:
+            deadline = time.monotonic() + 120
+            while not any(path.stat().st_size for path in tmp_path.rglob("*.jsonl")):
+                assert time.monotonic() < deadline
+                assert all(process.poll() is None for process in processes)
+                time.sleep(0.05)
+            processes[1].kill()
+            _, error = processes[0].communicate(timeout=60)
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        assert processes[0].returncode == 4
+        assert "process 0 of 2: another process of this training ended" in error
+        assert "Traceback" not in error
+
+    def test_unwritable_output(self, tmp_path, capsys):
+        taken = tmp_path / "file"
+        taken.write_text("precious")
+        assert main("mnist", ["--data", "digits", "-o", str(taken)]) == 2
+        assert f"--output: {taken} is not a folder" in capsys.readouterr().err
+        assert taken.read_text() == "precious"
+
+    @pytest.mark.parametrize(
+        ("trainer", "line", "said"),
+        [
+            ("cifar", ["--data", "digits", "--device", "gpu"], "'gpu' is no device"),
+            ("cifar", ["--data", "digits", "--model", "vgg99"], "vgg99"),
+            ("cifar", ["--data", "digits", "-b", "5000"], "5000"),
+            ("imagenet", ["/nowhere/at/all"], "/nowhere/at/all"),
+            ("mlp", ["--image-size", "8", "--arm", "O1", "--keep-batchnorm-fp32"], None),
+        ],
+    )
+    def test_wrong_wishes_are_one_line_and_status_2(self, trainer, line, said, tmp_path, capsys):
+        status = main(trainer, [*line, "-o", str(tmp_path / "out"), "--iterations", "1"])
+        captured = capsys.readouterr()
+        if said is None:  # O1 has no use for it, and the others of a comparison may
+            assert status == 0
+            return
+        assert status == 2
+        assert said in captured.err
+        assert captured.err.count("\n") == 1
+        assert not list((tmp_path / "out").rglob("*.json"))
+
+
+def test_scales_and_skips_are_device_values():
+    """What a step returns are tensors, so that no arm makes the host wait for them."""
+    for arm_name in CPU_ARMS:
+        config = dataclasses.replace(BASE, arm=arm_name)
+        arm = build_arm(config, nn.Linear(4, 3), torch.device("cpu"))
+        batch = torch.randn(8, 4), torch.randint(3, (8,))
+        for value in arm.step(*batch, nn.functional.cross_entropy):
+            assert (value.dtype, value.shape) == (torch.float32, ())
+
+
+def test_tf32_is_refused_on_a_cpu():
+    config = dataclasses.replace(BASE, arm="tf32")
+    with pytest.raises(UsageError, match="sm_80"):
+        build_arm(config, nn.Linear(4, 3), torch.device("cpu"))
+
+
+def test_report_without_timed_steps():
+    """A graph of four steps in a run of four leaves nothing timed, and no division by zero."""
+    summary = Record(losses=[1.0] * 4).summary(32)
+    result = {
+        **summary,
+        "model": "m",
+        "method": "O2",
+        "arm": "O2",
+        "policy": None,
+        "loop": "tuned",
+        "diverged": None,
+        "memory_kind": "max_memory_allocated",
+        "loss_scale": 1.0,
+    }
+    assert "O2" in report.table([result])
+    assert report.line(result) == "m O2: loss 1.0000"
