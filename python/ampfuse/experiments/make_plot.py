@@ -1,0 +1,209 @@
+"""Draw the figures of results: time and memory against batch size, speed-up against FP32, accuracy
+against time, loss scale and overflows over steps. Reads the result files below --results; writes
+each figure as PNG and as SVG and prints the files' names.
+
+  make_plot                                        everything there is
+  make_plot --GPU T4 V100 --method FP32 FP16 amp --batch 128 256 512 1024 2048 --plot_std
+  make_plot --published                            the published figures of VGG16 on CIFAR-10
+"""
+
+# The module's docstring is the text of `make_plot --help`. Nothing heavy is imported up here.
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import io
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ampfuse.experiments import results
+from ampfuse.experiments.cli import OneLineParser
+from ampfuse.experiments.config import UsageError
+from ampfuse.experiments.files import atomic, check_writable, file_name
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+EXPERIMENTS = {"cifar": "CIFAR", "imagenet": "ImageNet", "mnist": "MNIST", "mlp": "MLP"}
+# Models that stand for their experiment: their figures are named after that alone, as E1 named its.
+_ITS_OWN = {"vgg16", "mnist_cnn", "mlp"}
+_DPI = 150
+_INSTALL = "pip install 'ampfuse[experiments]'"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    some = {"nargs": "+", "default": []}
+    add("--GPU", "--gpu", **some, metavar="NAME", help="labels of the GPUs (default: all)")
+    add(
+        "--method",
+        **some,
+        metavar="NAME",
+        help="FP32, FP16, amp, or arms: fp32, amp-bf16, O2, ... (default: all)",
+    )
+    add("--batch", type=int, **some, metavar="N", help="batch sizes (default: all)")
+    add("--experiment", **some, choices=EXPERIMENTS, metavar="NAME", help=", ".join(EXPERIMENTS))
+    add("--model", **some, metavar="NAME", help="vgg16, resnet50, ... (default: all)")
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument(
+        "--iteration",
+        "--iterations",
+        type=int,
+        metavar="N",
+        help="runs of N iterations only; runs of different length do not go into one line",
+    )
+    length.add_argument(
+        "--epochs",
+        type=float,
+        metavar="N",
+        help="runs of N epochs only, however many iterations these are",
+    )
+    add(
+        "--plot_std",
+        "--plot-std",
+        action="store_true",
+        help="time and memory with error bars too: the standard deviation of the repeats",
+    )
+    add("--published", action="store_true", help="draw the published figures instead of own ones")
+    add("--results", type=Path, default=Path("results"), metavar="DIR", help="default: %(default)s")
+    add(
+        "--output",
+        type=Path,
+        metavar="DIR",
+        help="folder for the figures (default: figures in the folder of the results); published "
+        "ones go into published in there",
+    )
+
+
+def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
+    """Do what `args` say and return the exit status: 2, after a line of why, if that cannot be.
+
+    Nothing is written unless all figures could be drawn.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        print(f"{parser.prog}: matplotlib missing: {_INSTALL}", file=sys.stderr)
+        return 1
+    output = args.output or args.results / "figures"
+    try:
+        check_writable("--output", output)
+        if args.published:
+            figures, output = _published(args), output / "published"
+        else:
+            figures = _own(args, warn=lambda line: print(f"{parser.prog}: {line}", file=sys.stderr))
+        written = save(figures, output)
+    except (UsageError, OSError) as error:
+        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        return 2
+    print(*written, sep="\n")
+    return 0
+
+
+def figure_name(experiment: str, model: str, what: str) -> str:
+    """The name of a figure's files: "CIFAR - Time", "ImageNet resnet18 - Memory (std)"."""
+    title = EXPERIMENTS.get(experiment, experiment)
+    return file_name(f"{title} - {what}" if model in _ITS_OWN else f"{title} {model} - {what}")
+
+
+def save(figures: dict[str, Figure], folder: Path) -> list[Path]:
+    """Write `figures`, by name, into `folder` as PNG and SVG: all of them, or none if that fails.
+
+    Returns:
+        the files.
+    """
+    import matplotlib
+
+    contents = {}
+    # The same figure is the same file, so that a folder of figures can be compared.
+    with matplotlib.rc_context({"svg.hashsalt": "ampfuse"}):
+        for name, figure in figures.items():
+            for kind, options in (("png", {"dpi": _DPI}), ("svg", {"metadata": {"Date": None}})):
+                buffer = io.BytesIO()
+                figure.savefig(buffer, format=kind, **options)
+                contents[folder / f"{name}.{kind}"] = buffer.getvalue()
+    with contextlib.ExitStack() as stack:
+        for path, content in contents.items():
+            stack.enter_context(atomic(path)).write(content)
+    return list(contents)
+
+
+def _published(args: argparse.Namespace) -> dict[str, Figure]:
+    rows = _selected(results.published("e1"), args)
+    return _drawn(rows, (*_AGAINST_BATCH, *_WITH_DEVIATIONS), args)
+
+
+def _own(args: argparse.Namespace, warn: Callable[[str], object]) -> dict[str, Figure]:
+    rows = results.measured(args.results, skipped=warn)
+    if not rows:
+        raise results.ResultsError(f"{args.results}: no results in this folder; train first")
+    rows = _selected(rows, args)
+    if args.plot_std and all(row.n == 1 for row in rows):
+        warn("--plot_std: no run was repeated, so there are no error bars (train with --repeats 5)")
+    deviations = _WITH_DEVIATIONS if args.plot_std else ()
+    return _drawn(rows, (*_AGAINST_BATCH, *deviations, *_FURTHER), args)
+
+
+# The end of the files' name, the function of `plots` that draws them, and its options.
+_Kind = tuple[str, str, dict[str, Any]]
+_AGAINST_BATCH: tuple[_Kind, ...] = (
+    ("Time", "time_against_batch", {}),
+    ("Memory", "memory_against_batch", {}),
+)
+_WITH_DEVIATIONS: tuple[_Kind, ...] = (
+    ("Time (std)", "time_against_batch", {"std": True}),
+    ("Memory (std)", "memory_against_batch", {"std": True}),
+)
+_FURTHER: tuple[_Kind, ...] = (
+    ("Speed-up", "speedup", {}),
+    ("Accuracy", "accuracy_against_time", {}),
+    ("Loss scale", "loss_scale", {}),
+)
+
+
+def _drawn(
+    rows: Sequence[results.Row], kinds: Sequence[_Kind], args: argparse.Namespace
+) -> dict[str, Figure]:
+    """Every kind of figure for every model; without those for which the results hold nothing."""
+    from ampfuse.experiments import plots
+
+    of = "epochs" if args.epochs is not None else "iterations"
+    figures = {}
+    for experiment, model in dict.fromkeys((row.experiment, row.model) for row in rows):
+        ours = [row for row in rows if (row.experiment, row.model) == (experiment, model)]
+        for what, function, options in kinds:
+            with contextlib.suppress(plots.NothingToDraw):
+                figure = getattr(plots, function)(ours, of=of, **options)
+                figures[figure_name(experiment, model, what)] = figure
+    if not figures:
+        raise results.ResultsError("the chosen results hold nothing to draw")
+    return figures
+
+
+def _selected(rows: Sequence[results.Row], args: argparse.Namespace) -> list[results.Row]:
+    return results.select(
+        rows,
+        experiments=args.experiment,
+        models=args.model,
+        gpus=args.GPU,
+        methods=args.method,
+        batch_sizes=args.batch,
+        iterations=args.iteration,
+        epochs=args.epochs,
+    )
+
+
+def main(argv: list[str] | None = None, prog: str | None = None) -> int:
+    """Run the command line `argv` (default: ``sys.argv``) and return the exit status."""
+    parser = OneLineParser(
+        prog=prog or "python -m ampfuse.experiments.make_plot",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_arguments(parser)
+    return run(parser, parser.parse_args(argv))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,309 @@
+"""Print a published table as Markdown, with own rows (runs of that recipe below --results) beside
+the published ones. Every row says whose it is.
+
+  make_table e1       VGG16 on CIFAR-10: accuracy, time, memory
+  make_table e2       Wide-ResNet-28-10 on CIFAR-10 at O0 to O3
+  make_table e3       SE-ResNeXt50 and DenseNet161 on CIFAR-10
+  make_table e4       ResNets on ImageNet: images per second, loss
+  make_table e5       a perceptron and a CNN for MNIST: time, memory
+"""
+
+# The module's docstring is the text of `make_table --help`. Nothing heavy is imported up here.
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ampfuse.experiments.cli import OneLineParser
+from ampfuse.experiments.config import UsageError
+from ampfuse.experiments.files import atomic, check_writable
+from ampfuse.experiments.results import (
+    PUBLISHED_FILES,
+    ResultsError,
+    Row,
+    Stat,
+    measured,
+    published,
+)
+
+_TRAINERS = {"e1": "cifar", "e2": "cifar", "e3": "cifar", "e4": "imagenet", "e5": "mnist"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("recipe", choices=sorted(PUBLISHED_FILES), help="which table")
+    add("--results", type=Path, default=Path("results"), metavar="DIR", help="default: %(default)s")
+    add(
+        "--csv",
+        type=Path,
+        metavar="FILE",
+        help="write the own rows there too, with hardware, versions, date, means and deviations",
+    )
+    add("--no-published", action="store_true", help="own rows only")
+
+
+def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
+    """Do what `args` say and return the exit status: 2, after a line of why, if that cannot be."""
+
+    def warn(line: str) -> None:
+        print(f"{parser.prog}: {line}", file=sys.stderr)
+
+    try:
+        if args.csv:
+            check_writable("--csv", args.csv.parent)
+        own = _own_rows(args, warn)
+        theirs = [] if args.no_published else published(args.recipe)
+        if args.csv:
+            _write_csv(args.csv, own)
+    except (UsageError, OSError) as error:
+        warn(f"error: {error}")
+        return 2
+    print(table(args.recipe, [*theirs, *own]))
+    return 0
+
+
+def _own_rows(args: argparse.Namespace, warn: Callable[[str], None]) -> list[Row]:
+    """The measured rows of the recipe. None is an error only where nothing else was asked for."""
+    how = f"python -m ampfuse.experiments.{_TRAINERS[args.recipe]} --recipe {args.recipe}"
+    rows = []
+    reason = f"{args.results}: no such folder"
+    if args.results.is_dir() or str(args.results) != "results":
+        everything = measured(args.results, skipped=warn)
+        rows = [row for row in everything if row.recipe == args.recipe]
+        recipes = sorted({row.recipe for row in everything if row.recipe})
+        there = f", only of {', '.join(recipes)}" if recipes else ""
+        reason = f"{args.results}: no results of {args.recipe}{there}"
+    if not rows and (args.csv or args.no_published):
+        raise ResultsError(f"{reason}; train first: {how}")
+    if not rows:
+        warn(f"{reason}; published rows only. To measure: {how}")
+    return rows
+
+
+def table(recipe: str, rows: Sequence[Row]) -> str:
+    """`rows` as a Markdown table with the columns of the published one, and what they mean."""
+    columns = _COLUMNS[recipe]
+    cells = [[cell(row) for cell in columns.values()] for row in rows]
+    lines = [list(columns), ["---"] * len(columns), *cells]
+    text = "\n".join("| " + " | ".join(map(_escaped, line)) + " |" for line in lines)
+    return "\n\n".join([text, *_explanation(rows)])
+
+
+def _escaped(text: str) -> str:
+    return " ".join(text.replace("|", "\\|").split())
+
+
+def _explanation(rows: Sequence[Row]) -> list[str]:
+    own = [run for row in rows for run in row.runs]
+    if not own:
+        return []
+    kinds = sorted({run.data["memory_kind"] for run in own if run.data["memory_kind"]})
+    versions = sorted({f"torch {run.data['environment'].get('torch')}" for run in own})
+    versions += sorted({f"ampfuse {run.data['environment'].get('ampfuse')}" for run in own})
+    dates = sorted({run.data["finished"][:10] for run in own})
+    return [
+        "Measured here: time of training, evaluation and warm-up not counted; memory in MB of 10^6 "
+        f"bytes ({', '.join(kinds)}); ± is the sample standard deviation of the repeats (n).",
+        f"Measured with {', '.join(versions)}; {dates[0]}"
+        + (f" to {dates[-1]}." if len(dates) > 1 else "."),
+    ]
+
+
+# ---- cells ---------------------------------------------------------------------------------------
+
+
+def _source(row: Row) -> str:
+    return "published" if row.source == "published" else "measured here"
+
+
+def _gpu(row: Row) -> str:
+    """The label, and the device's own name where that says more."""
+    if not row.runs or row.gpu == row.device:
+        return row.gpu
+    return f"{row.gpu} ({row.device})"
+
+
+def _note(row: Row) -> str:
+    """Why figures are missing, and all that sets a measured row apart from the published ones."""
+    if row.source == "published":
+        return row.note
+    conditions = row.conditions
+    notes = []
+    if not is_published_gpu(row.device, str(row.recipe)):
+        notes.append("re-enactment, on another device than the published")
+    notes += [row.note] if row.note else []
+    if conditions["data"] in ("synthetic", "digits"):
+        notes.append(f"{conditions['data']} data")
+    if conditions["loop"] == "original":
+        notes.append("the published loop")
+    notes += [name for name in ("graph", "compile") if conditions.get(name)]
+    if conditions["world_size"] > 1:
+        notes.append(f"{conditions['world_size']} processes")
+    if row.recipe in ("e2", "e3", "e5") and row.epochs is not None and row.epochs < 1:
+        notes.append(f"{row.iterations} iterations")
+    return "; ".join(notes)
+
+
+def is_published_gpu(device: str, recipe: str) -> bool:
+    """Whether `device`, by its own name, is of a model that `recipe` was published on.
+
+    "Tesla V100-SXM2-16GB" is a V100; "NVIDIA GeForce GTX 1070 Ti" is no GTX 1070.
+    """
+    for name in {row.gpu for row in published(recipe)} - {""}:
+        pattern = r"\b" + r"[\s-]+".join(map(re.escape, name.split())) + r"\b(?![\s-]*(ti|super)\b)"
+        if re.search(pattern, device, re.IGNORECASE):
+            return True
+    return False
+
+
+def _plain(attribute: str) -> Callable[[Row], str]:
+    def cell(row: Row) -> str:
+        value = getattr(row, attribute)
+        return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+    return cell
+
+
+def _stat(
+    attribute: str, digits: int, of: Callable[[Stat, Row], float | None] | None = None
+) -> Callable[[Row], str]:
+    """Mean, and deviation where there is one; `of` makes another value of the mean."""
+
+    def cell(row: Row) -> str:
+        stat: Stat | None = getattr(row, attribute)
+        if stat is None:
+            return ""
+        if of is not None:
+            value = of(stat, row)
+            return "" if value is None else _short(value, digits)
+        spread = "" if stat.std is None else f" ± {_short(stat.std, digits)}"
+        return _short(stat.mean, digits) + spread
+
+    return cell
+
+
+def _number(attribute: str, digits: int) -> Callable[[Row], str]:
+    def cell(row: Row) -> str:
+        value = getattr(row, attribute)
+        return "" if value is None else _short(value, digits)
+
+    return cell
+
+
+def _short(value: float, digits: int) -> str:
+    """At most so many digits behind the point, as in the published tables: 80.2, 3437."""
+    text = f"{value:.{digits}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+_TIME = {"time, s": _stat("time_s", 2)}
+_MEMORY = {"memory, MB": _stat("memory_mb", 2)}
+_ACCURACY = {"val accuracy, %": _stat("accuracy_pct", 2)}
+_END: dict[str, Callable[[Row], str]] = {"n": _plain("n"), "note": _note}
+_COLUMNS: dict[str, dict[str, Callable[[Row], str]]] = {
+    "e1": {
+        "source": _source,
+        "GPU": _gpu,
+        "method": _plain("method"),
+        "batch size": _plain("batch_size"),
+        "accuracy, %": _stat("accuracy_pct", 2),
+        **_TIME,
+        **_MEMORY,
+        "iterations": _plain("iterations"),
+        **_END,
+    },
+    "e2": {
+        "source": _source,
+        "platform": _plain("platform"),
+        "GPU": _gpu,
+        "level": _plain("method"),
+        "batch size": _plain("batch_size"),
+        "epochs": _plain("epochs"),
+        **_TIME,
+        **_MEMORY,
+        **_ACCURACY,
+        **_END,
+    },
+    "e3": {
+        "source": _source,
+        "model": _plain("model"),
+        "GPU": _gpu,
+        "level": _plain("method"),
+        "optimizer": _plain("optimizer"),
+        "batch size": _plain("batch_size"),
+        "epochs": _plain("epochs"),
+        **_TIME,
+        "time per epoch, s": _stat(
+            "time_s", 2, lambda stat, row: stat.mean / row.epochs if row.epochs else None
+        ),
+        **_MEMORY,
+        **_ACCURACY,
+        **_END,
+    },
+    "e4": {
+        "source": _source,
+        "environment": lambda row: row.platform or f"pytorch-{row.conditions['torch']}",
+        "GPU": _gpu,
+        "model": _plain("model"),
+        "precision": _plain("method"),
+        "batch size": _plain("batch_size"),
+        "batches": _plain("iterations"),
+        "images/s mean": _stat("images_per_s", 3),
+        "min": _number("images_per_s_min", 3),
+        "max": _number("images_per_s_max", 3),
+        "loss last": _stat("loss_last", 4),
+        "loss mean": _stat("loss_mean", 4),
+        **_END,
+    },
+    "e5": {
+        "source": _source,
+        "workload": _plain("model"),
+        "GPU": _gpu,
+        "method": _plain("method"),
+        "batch size": _plain("batch_size"),
+        "epochs": _plain("epochs"),
+        "time, s": _stat("time_s", 3),
+        "memory, bytes": _stat("memory_mb", 0, lambda stat, row: stat.mean * 1e6),
+        **_END,
+    },
+}
+
+
+# ---- CSV -----------------------------------------------------------------------------------------
+
+
+def _write_csv(path: Path, rows: Sequence[Row]) -> None:
+    """One line per row, all that :meth:`Row.record` knows; columns in its order."""
+    records = [{name: _one_line(value) for name, value in row.record().items()} for row in rows]
+    columns = dict.fromkeys(name for record in records for name in record)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(columns), restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(records)
+    with atomic(path) as file:
+        file.write(text.getvalue().encode())
+
+
+def _one_line(value: Any) -> Any:
+    return " ".join(value.split()) if isinstance(value, str) else value
+
+
+def main(argv: list[str] | None = None, prog: str | None = None) -> int:
+    """Run the command line `argv` (default: ``sys.argv``) and return the exit status."""
+    parser = OneLineParser(
+        prog=prog or "python -m ampfuse.experiments.make_table",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_arguments(parser)
+    return run(parser, parser.parse_args(argv))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
