@@ -55,6 +55,7 @@ def training_of(config: RunConfig, folder: Path | None = None, **more: object) -
     place = Place(torch.device("cpu"), World(), folder, more.pop("wish", StopWish()))
     task = TASKS[config.experiment]
     data = task.open_data(config, place.device, place.world)
+    data.reseed(config.seed + config.repeat)
     return Training(config, task, data, place, "run", **more)
 
 

@@ -152,7 +152,7 @@ def _train_one(
 
 
 class _OpenData:
-    """The data of the present run; those of the run before if they are the same."""
+    """The data of the present run: those of the run before, in another order, if they will do."""
 
     def __init__(self, task: Task, place: Place) -> None:
         self.task, self._place = task, place
@@ -165,6 +165,7 @@ class _OpenData:
             self.close()
             self._data = self.task.open_data(config, self._place.device, self._place.world)
             self._of = of
+        self._data.reseed(config.seed + config.repeat)
         return self._data
 
     def close(self) -> None:
@@ -173,7 +174,7 @@ class _OpenData:
         self._data = None
 
 
-# What makes two runs' data the same.
+# What two runs that share their data have in common.
 _DATA_SETTINGS = (
     "data",
     "batch_size",
@@ -186,7 +187,6 @@ _DATA_SETTINGS = (
     "std",
     "channels_last",
     "seed",
-    "repeat",
     "synthetic_size",
 )
 

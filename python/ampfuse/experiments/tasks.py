@@ -31,7 +31,11 @@ class Task:
     classes: int
 
     def open_data(self, config: RunConfig, device: torch.device, world: World) -> Data:
-        """Raises UsageError if the data are not there."""
+        """The data of all repeats of `config`; ``reseed`` turns to one of them.
+
+        Raises:
+            UsageError: they are not there.
+        """
         from ampfuse.experiments.data import DataError, DataRequest, open_data
 
         request = DataRequest(
@@ -47,7 +51,7 @@ class Task:
             std=config.std,
             shuffle=config.shuffle,
             channels_last=config.channels_last,
-            seed=config.seed + config.repeat,
+            seed=config.seed,
             rank=world.rank,
             world_size=world.size,
             synthetic_size=config.synthetic_size,
@@ -129,15 +133,16 @@ class NormalFeatures:
         self.test_size = size * self._TEST_BATCHES
         self._shape = (2, config.batch_size, self.classes)
         self._device = device
-        self._generator = torch.Generator().manual_seed(
-            config.seed + config.repeat + 1000 * world.rank
-        )
+        self._generator = torch.Generator().manual_seed(config.seed + 1000 * world.rank)
         self._train = [self._draw() for _ in range(self.batches_per_epoch)]
         self._test = [self._draw() for _ in range(self._TEST_BATCHES)]
 
     def _draw(self) -> tuple[Tensor, Tensor]:
         inputs, targets = torch.randn(self._shape, generator=self._generator).to(self._device)
         return inputs, targets
+
+    def reseed(self, seed: int) -> None:
+        """The recipe's batches come in one order."""
 
     def train_batches(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         return iter(self._train[start:])
