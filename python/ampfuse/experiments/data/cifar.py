@@ -110,7 +110,8 @@ class _Unpickler(pickle.Unpickler):
 _ALLOWED = {
     ("numpy", "ndarray"): np.ndarray,
     ("numpy", "dtype"): np.dtype,
-    # Two functions without a public name: what rebuilds an array.
+    # Functions without a public name: what rebuilds an array, and a number that NumPy made.
+    ("numpy.core.multiarray", "scalar"): np.uint8(0).__reduce__()[0],
     ("numpy.core.multiarray", "_reconstruct"): np.empty(0).__reduce__()[0],
     ("numpy.core.numeric", "_frombuffer"): np.empty(0).__reduce_ex__(5)[0],
     # How Python 3 writes bytes for Python 2 to read.

@@ -65,12 +65,12 @@ class Feed(Generic[Key]):
                     raise batch
                 yield batch
         except RuntimeError as error:
-            said = str(error).splitlines()[0]
+            said = str(error).splitlines()[0].rstrip(". ")
             if "DataLoader worker" not in said:
                 raise
             raise DataError(
-                f"--workers {self._workers}: a loader process ended ({said}): is there memory, and "
-                "shared memory, for so many? Give fewer, or --loader resident"
+                f"--workers {self._workers}: a loader process ended ({said}); if memory or shared "
+                "memory ran out, give fewer, or --loader resident"
             ) from error
 
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -67,20 +66,11 @@ class ImageSet:
 
 
 def resized(images: Tensor, size: int) -> Tensor:
-    """uint8 or float [n, c, h, w] of values up to 255 as uint8 [n, c, size, size].
-
-    Bilinear, with the antialiasing of image libraries.
-    """
-    if images.dtype == torch.uint8 and images.shape[2:] == (size, size):
+    """uint8 [n, c, h, w] as uint8 [n, c, size, size]: bilinear, with antialiasing."""
+    if images.shape[2:] == (size, size):
         return images
-    result = torch.empty(*images.shape[:2], size, size, dtype=torch.uint8)
-    # A part at a time: the arithmetic takes four bytes for each of the result's.
-    for part, into in zip(images.split(256), result.split(256), strict=True):
-        scaled = functional.interpolate(
-            part.float(), (size, size), mode="bilinear", antialias=True, align_corners=False
-        )
-        into.copy_(scaled.round_().clamp_(0, 255))
-    return result
+    # On bytes: several times faster than by way of floats, and at most one of 255 off.
+    return functional.interpolate(images, (size, size), mode="bilinear", antialias=True)
 
 
 def checked(images: Tensor, labels: Tensor, classes: int, file: Path) -> Pixels:

@@ -1,0 +1,991 @@
+"""Data of the experiments: files in the true formats, both loaders, order, augmentation, errors."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+import multiprocessing
+import os
+import pickle
+import random
+import tarfile
+import time
+from pathlib import Path
+from urllib.error import URLError
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+pytest.importorskip("torchvision")
+pytest.importorskip("sklearn")
+
+import torchvision
+from PIL import Image
+
+import data_files
+from ampfuse.demo.data import load_digits
+from ampfuse.experiments.data import DataError, DataRequest, memory, open_data, workers
+
+CPU = torch.device("cpu")
+# Normalisation that leaves bytes as they are.
+BYTES = {"mean": (0.0,), "std": (1 / 255,)}
+LOADERS = [
+    pytest.param({"loader": "resident"}, id="resident"),
+    pytest.param({"loader": "workers", "workers": 0}, id="in-process"),
+    pytest.param({"loader": "workers", "workers": 2}, id="two-workers"),
+]
+
+
+@pytest.fixture
+def opened():
+    """Opens data like `open_data`, and closes them after the test."""
+    everything = []
+
+    def open_(kind="cifar10", source="synthetic", **options):
+        options = {"device": CPU, "batch_size": 4, "image_size": 32, **options}
+        data = open_data(DataRequest(kind=kind, source=str(source), **options))
+        everything.append(data)
+        return data
+
+    yield open_
+    for data in everything:
+        data.close()
+
+
+def joined(batches) -> tuple[torch.Tensor, torch.Tensor]:
+    images, labels = zip(*batches, strict=True)
+    return torch.cat(images), torch.cat(labels)
+
+
+def same(one, other) -> bool:
+    return all(
+        torch.equal(a, b)
+        for a, b in zip(itertools.chain(*one), itertools.chain(*other), strict=True)
+    )
+
+
+def check_split(batches, images: np.ndarray, labels: np.ndarray) -> None:
+    got, of = joined(batches)
+    assert got.dtype == torch.float32
+    assert of.dtype == torch.int64
+    assert torch.equal(got, torch.from_numpy(images).float())
+    assert torch.equal(of, torch.from_numpy(labels).long())
+
+
+# Files
+
+
+def at_root(folder):
+    return folder
+
+
+def as_torchvision(folder):
+    return folder / "MNIST" / "raw"
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+@pytest.mark.parametrize("zipped", [False, True], ids=["plain", "gzip"])
+@pytest.mark.parametrize("place", [at_root, as_torchvision])
+def test_mnist(place, zipped, loader, tmp_path, opened):
+    written = data_files.write_mnist(place(tmp_path), zipped=zipped)
+    data = opened("mnist", tmp_path, image_size=28, shuffle=False, **BYTES, **loader)
+    check_split(data.train_batches(0), *written["train"])
+    check_split(data.test_batches(), *written["test"])
+    assert (data.train_size, data.test_size) == (40, 13)
+    assert (data.classes, data.channels, data.image_size) == (10, 1, 28)
+    assert data.batches_per_epoch == 10
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+@pytest.mark.parametrize("place", ["itself", "parent", "archive", "archive beside"])
+def test_cifar10(place, loader, tmp_path, opened):
+    folder = tmp_path / "cifar-10-batches-py"
+    written = data_files.write_cifar(folder)
+    source = folder if place == "itself" else tmp_path
+    if place.startswith("archive"):
+        data_files.archive(folder, tmp_path / "cifar-10-python.tar.gz")
+        for file in folder.iterdir():
+            file.unlink()
+        source = folder if place == "archive beside" else tmp_path
+    data = opened("cifar10", source, shuffle=False, **BYTES, **loader)
+    check_split(data.train_batches(0), *written["train"])
+    check_split(data.test_batches(), *written["test"])
+    assert (data.classes, data.channels) == (10, 3)
+
+
+@pytest.mark.parametrize("protocol", [None, 2, 4, 5])
+def test_cifar10_of_any_python(protocol, tmp_path, opened):
+    written = data_files.write_cifar(tmp_path, protocol=protocol)
+    data = opened("cifar10", tmp_path, shuffle=False, **BYTES)
+    check_split(data.train_batches(0), *written["train"])
+
+
+def test_torchvision_reads_the_same_files(tmp_path, opened, monkeypatch):
+    """The files of these tests are what torchvision takes, but for their checksums."""
+    folder = tmp_path / "cifar-10-batches-py"
+    data_files.write_cifar(folder)
+    monkeypatch.setattr(torchvision.datasets.CIFAR10, "_check_integrity", lambda self: True)
+    monkeypatch.setattr(torchvision.datasets.CIFAR10, "_load_meta", lambda self: None)
+    theirs = torchvision.datasets.CIFAR10(tmp_path, train=False)
+    data = opened("cifar10", tmp_path, **BYTES)
+    check_split(data.test_batches(), theirs.data.transpose(0, 3, 1, 2), np.array(theirs.targets))
+
+    data_files.write_mnist(tmp_path / "MNIST" / "raw")
+    digits = torchvision.datasets.MNIST(tmp_path, train=False)
+    data = opened("mnist", tmp_path, image_size=28, **BYTES)
+    check_split(data.test_batches(), digits.data[:, None].numpy(), digits.targets.numpy())
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+@pytest.mark.parametrize("val", ["val", "validation"])
+def test_imagenet(val, loader, tmp_path, opened):
+    # 28 out of 32, as 224 out of 256: files of 32 pixels are stored as they are.
+    written = data_files.write_imagenet(tmp_path, val=val)
+    data = opened("imagenet", tmp_path, image_size=28, shuffle=False, **BYTES, **loader)
+    for batches, split in ((data.train_batches(0), "train"), (data.test_batches(), "test")):
+        images, labels = written[split]
+        check_split(batches, images[:, :, 2:30, 2:30], labels)
+    assert (data.train_size, data.test_size, data.classes, data.channels) == (12, 6, 3, 3)
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+@pytest.mark.parametrize("size", [(90, 60), (40, 71), (20, 16)])
+def test_imagenet_of_other_sizes(size, loader, tmp_path, opened):
+    """JPEGs: the shorter edge to 32, the middle 28 of that."""
+    data_files.write_imagenet(tmp_path, size=size, kind="jpg")
+    data = opened("imagenet", tmp_path, image_size=28, **BYTES, **loader)
+    expected = []
+    for path in sorted((tmp_path / "val").glob("*/*.jpg")):
+        image = Image.open(path)
+        height, width = size
+        short = min(size)
+        image = image.resize((width * 32 // short, height * 32 // short), Image.Resampling.BILINEAR)
+        width, height = image.size
+        left, top = round((width - 28) / 2), round((height - 28) / 2)
+        if data.request.loader == "resident":  # by way of the stored 32 x 32
+            left, top = round((width - 32) / 2) + 2, round((height - 32) / 2) + 2
+        expected.append(np.asarray(image.crop((left, top, left + 28, top + 28))))
+    images, _ = joined(data.test_batches())
+    assert torch.equal(images, torch.from_numpy(np.stack(expected)).permute(0, 3, 1, 2).float())
+
+
+def test_imagenet_takes_grey_and_transparent_images(tmp_path, opened):
+    data_files.write_imagenet(tmp_path)
+    grey = np.arange(1024, dtype=np.uint8).reshape(32, 32)
+    Image.fromarray(grey).save(tmp_path / "val" / "n01" / "000.png")
+    Image.new("RGBA", (32, 32), (1, 2, 3, 4)).save(tmp_path / "val" / "n01" / "001.png")
+    images, _ = joined(opened("imagenet", tmp_path, image_size=28, **BYTES).test_batches())
+    assert torch.equal(images[0], torch.from_numpy(grey[2:30, 2:30]).float().expand(3, 28, 28))
+    assert images[1].amax(dim=(1, 2)).tolist() == [1, 2, 3]
+
+
+def test_classes_of_val_are_those_of_train(tmp_path, opened):
+    """One class without test images does not shift the others."""
+    data_files.write_imagenet(tmp_path)
+    for path in (tmp_path / "val" / "n01").iterdir():
+        path.unlink()
+    (tmp_path / "val" / "n01").rmdir()
+    _, labels = joined(opened("imagenet", tmp_path, image_size=28).test_batches())
+    assert labels.tolist() == [1, 1, 2, 2]
+
+
+def test_other_image_sizes_are_resized(tmp_path, opened):
+    written = data_files.write_mnist(tmp_path)
+    images, _ = joined(opened("mnist", tmp_path, image_size=64, **BYTES).test_batches())
+    pixels = torch.from_numpy(written["test"][0]).float()
+    expected = functional.interpolate(pixels, (64, 64), mode="bilinear")
+    assert images.shape == (13, 1, 64, 64)
+    assert (images - expected).abs().max() <= 1  # in whole numbers
+
+
+# Sets that need nothing
+
+
+@pytest.mark.parametrize("kind", ["mnist", "cifar10", "imagenet"])
+def test_digits_are_those_of_the_demo(kind, opened):
+    data = opened(kind, "digits", image_size=8, shuffle=False, batch_size=1437)
+    ours = (*joined(data.train_batches(0)), *joined(data.test_batches()))
+    demo = load_digits(CPU)
+    theirs = (demo.train_images, demo.train_labels, demo.test_images, demo.test_labels)
+    for one, other in zip(ours, theirs, strict=True):
+        assert torch.allclose(one, other, atol=0.01)  # 17 steps of grey as bytes
+    assert (data.train_size, data.test_size) == (1437, 360)
+    assert (data.classes, data.channels) == (10, 1)
+
+
+def test_digits_at_other_sizes(opened):
+    images, _ = joined(opened("imagenet", "digits", image_size=224).test_batches())
+    assert images.shape == (360, 1, 224, 224)
+    assert functional.avg_pool2d(images, 28).std() > 0.7  # still figures, not mush
+
+
+@pytest.mark.parametrize(
+    ("kind", "channels", "classes"), [("mnist", 1, 10), ("cifar10", 3, 10), ("imagenet", 3, 1000)]
+)
+def test_synthetic_shapes(kind, channels, classes, opened):
+    data = opened(kind, image_size=24, synthetic_size=40)
+    images, _ = next(iter(data.train_batches(0)))
+    assert images.shape == (4, channels, 24, 24)
+    assert (data.classes, data.train_size, data.test_size) == (classes, 40, 10)
+    everything, _ = joined(data.train_batches(0))
+    assert abs(everything.mean()) < 0.5
+    assert 0.7 < everything.std() < 1.5
+    assert opened(kind, classes=3).classes == 3
+
+
+def test_synthetic_images_come_from_the_seed(opened):
+    def images(seed):
+        data = opened(synthetic_size=16, seed=seed, shuffle=False)
+        return [*data.train_batches(0), *data.test_batches()]
+
+    assert same(images(1), images(1))
+    assert not same(images(1), images(2))
+    train, test = images(1)[0], images(1)[-1]
+    assert not torch.equal(train[0], test[0])
+
+
+def test_synthetic_classes_can_be_learned(opened):
+    data = opened(synthetic_size=400, batch_size=400, eval_batch_size=100)
+    images, labels = next(iter(data.train_batches(0)))
+    centres = torch.stack([images[labels == label].mean(0).flatten() for label in range(10)])
+    images, labels = joined(data.test_batches())
+    nearest = torch.cdist(images.flatten(1), centres).argmin(1)
+    assert nearest.eq(labels).float().mean() > 0.95
+
+
+def test_synthetic_sizes_follow_the_batch(opened):
+    data = opened(synthetic_size=10, batch_size=16, world_size=3, rank=1)
+    assert (data.train_size, data.batches_per_epoch) == (48, 1)
+    data = opened(synthetic_size=1000, batch_size=8, eval_batch_size=5, world_size=2)
+    assert data.test_size == 2 * 4 * 5
+    assert [len(labels) for _, labels in data.test_batches()] == [5] * 4
+
+
+# Order
+
+
+def identified(tmp_path: Path, count: int = 24, test: int = 11) -> Path:
+    """MNIST files whose images are all of one grey: their number."""
+    images = np.arange(count, dtype=np.uint8)[:, None, None].repeat(8, 1).repeat(8, 2)
+    arrays = (images, np.arange(count) % 10, images[:test], np.arange(test) % 10)
+    for name, array in zip(data_files.MNIST, arrays, strict=True):
+        (tmp_path / name).write_bytes(data_files.idx(array))
+    return tmp_path
+
+
+def numbers(batches) -> list[list[int]]:
+    return [images[:, 0, 0, 0].int().tolist() for images, _ in batches]
+
+
+@pytest.fixture
+def counted(tmp_path, opened):
+    folder = identified(tmp_path)
+    return lambda **options: opened("mnist", folder, image_size=8, **BYTES, **options)
+
+
+def flat(batches) -> list[int]:
+    return [number for batch in batches for number in batch]
+
+
+def test_an_epoch_holds_each_image_once(counted):
+    data = counted()
+    first, second = numbers(data.train_batches(0)), numbers(data.train_batches(1))
+    assert sorted(flat(first)) == sorted(flat(second)) == list(range(24))
+    assert flat(first) != flat(second)
+    assert flat(first) != list(range(24))
+    images, labels = joined(data.train_batches(0))
+    assert torch.equal(labels, images[:, 0, 0, 0].long() % 10)
+
+
+def test_images_short_of_a_batch_are_left_out(counted):
+    batches = numbers(counted(batch_size=5).train_batches(0))
+    assert [len(batch) for batch in batches] == [5] * 4
+    assert len(set(flat(batches))) == 20
+
+
+def test_the_order_is_of_seed_and_epoch_alone(counted):
+    expected = flat(numbers(counted(seed=3).train_batches(2)))
+    data = counted(seed=3, batch_size=6, loader="workers", workers=0)
+    list(data.train_batches(0))
+    assert flat(numbers(data.train_batches(2))) == expected
+    assert flat(numbers(counted(seed=4).train_batches(2))) != expected
+    # Not that of a neighbour either.
+    assert flat(numbers(counted(seed=4).train_batches(1))) != expected
+
+
+def test_without_shuffle_the_order_is_that_of_the_files(counted):
+    for loader in ({}, {"loader": "workers", "workers": 0}):
+        for epoch in (0, 1):
+            data = counted(shuffle=False, **loader)
+            assert flat(numbers(data.train_batches(epoch))) == list(range(24))
+
+
+def test_another_seed_without_opening_again(counted):
+    for loader in ({}, {"loader": "workers", "workers": 0}):
+        data = counted(seed=1, **loader)
+        data.reseed(2)
+        assert numbers(data.train_batches(0)) == numbers(counted(seed=2).train_batches(0))
+
+
+def test_a_new_seed_keeps_synthetic_images_and_changes_their_augmentation(opened):
+    data = opened(synthetic_size=8, batch_size=8, augment=True, loader="workers", workers=0)
+    test = list(data.test_batches())
+    before = joined(data.train_batches(0))[0].sum(dim=(1, 2, 3)).sort().values
+    data.reseed(5)
+    assert same(test, data.test_batches())
+    assert not torch.equal(
+        joined(data.train_batches(0))[0].sum(dim=(1, 2, 3)).sort().values, before
+    )
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_processes_share_the_images(world_size, loader, counted):
+    ranks = [
+        counted(world_size=world_size, rank=rank, eval_batch_size=2, **loader)
+        for rank in range(world_size)
+    ]
+    assert {(data.train_size, data.test_size) for data in ranks} == {(24, 11)}
+    train = [numbers(data.train_batches(1)) for data in ranks]
+    assert {len(batches) for batches in train} == {24 // (4 * world_size)}
+    assert {data.batches_per_epoch for data in ranks} == {24 // (4 * world_size)}
+    # Taking turns, they go through the order that one process alone follows.
+    turns = [number for batches in zip(*train, strict=True) for number in flat(batches)]
+    assert turns == flat(numbers(counted().train_batches(1)))[: len(turns)]
+    tested = [flat(numbers(data.test_batches())) for data in ranks]
+    assert sorted(flat(tested)) == list(range(11))
+    assert max(map(len, tested)) - min(map(len, tested)) <= 1
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+@pytest.mark.parametrize("kind", ["cifar10", "imagenet"])
+def test_going_on_in_the_middle_of_an_epoch(kind, loader, opened):
+    options = {"synthetic_size": 24, "augment": True, "image_size": 16, "seed": 7, **loader}
+    whole = list(opened(kind, **options).train_batches(3))
+    assert len(whole) == 6
+    data = opened(kind, **options)
+    for start in (4, 1, 6):
+        assert same(data.train_batches(3, start), whole[start:])
+
+
+# Augmentation
+
+
+def variants(image: torch.Tensor, size: int) -> torch.Tensor:
+    """Every crop of [c, h, w] and its mirror image, one by one."""
+    steps = range(image.shape[1] - size + 1)
+    crops = [image[:, y : y + size, x : x + size] for y in steps for x in steps]
+    return torch.stack([*crops, *(crop.flip(2) for crop in crops)])
+
+
+def which_variant(batches, originals: torch.Tensor, order: list[int], size: int) -> list[int]:
+    images, _ = joined(batches)
+    found = []
+    for image, number in zip(images, order, strict=True):
+        matches = (variants(originals[number], size) == image).flatten(1).all(1).nonzero()
+        assert len(matches) == 1, f"image {number} is no crop of itself"
+        found.append(matches.item())
+    return found
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+def test_cifar10_crops_and_flips(loader, tmp_path, opened):
+    written = data_files.write_cifar(tmp_path, each=16)
+    originals = functional.pad(torch.from_numpy(written["train"][0]).float(), (4,) * 4)
+    data = opened("cifar10", tmp_path, augment=True, shuffle=False, **BYTES, **loader)
+    order = list(range(80))
+    first = which_variant(data.train_batches(0), originals, order, 32)
+    second = which_variant(data.train_batches(1), originals, order, 32)
+    # 162 variants: of 160 draws about 101 differ, half are mirrored, all offsets appear.
+    assert first != second
+    assert len({*first, *second}) > 80
+    assert 50 < sum(number >= 81 for number in first + second) < 110
+    assert {number % 81 // 9 for number in first + second} == set(range(9))
+    assert {number % 9 for number in first + second} == set(range(9))
+    # Test images stay as they are.
+    check_split(data.test_batches(), *written["test"])
+
+
+def test_imagenet_resident_crops_the_stored_image(tmp_path, opened):
+    written = data_files.write_imagenet(tmp_path, each=16)
+    originals = torch.from_numpy(written["train"][0]).float()
+    data = opened("imagenet", tmp_path, image_size=28, augment=True, shuffle=False, **BYTES)
+    found = which_variant(data.train_batches(0), originals, list(range(48)), 28)
+    assert {number % 25 // 5 for number in found} == set(range(5))
+    assert {number % 5 for number in found} == set(range(5))
+    assert 10 < sum(number >= 25 for number in found) < 38
+
+
+def test_imagenet_workers_crop_at_random_sizes(tmp_path, opened):
+    """A ramp from left to right shows where the crop was taken and how large it was."""
+    data_files.write_imagenet(tmp_path, ("n01",), each=0, test_each=1)
+    folder = tmp_path / "train" / "n01"
+    folder.mkdir(parents=True)
+    ramp = np.tile(np.arange(0, 256, 2, dtype=np.uint8), (128, 1))
+    for number in range(40):
+        Image.fromarray(ramp).save(folder / f"{number}.png")
+    options = {"loader": "workers", "workers": 0, "augment": True, **BYTES}
+    images, _ = joined(opened("imagenet", tmp_path, image_size=32, **options).train_batches(0))
+    slopes = (images[:, 0, 16, 24] - images[:, 0, 16, 8]) / 16 / 2  # pixels of the file per pixel
+    assert 10 < (slopes < 0).sum() < 30
+    widths = slopes.abs() * 32
+    assert widths.max() > 80
+    assert widths.min() < 60
+    assert widths.max() < 129
+
+
+@pytest.mark.parametrize("loader", LOADERS[:2])
+def test_mnist_is_never_augmented(loader, tmp_path, opened):
+    written = data_files.write_mnist(tmp_path)
+    data = opened("mnist", tmp_path, image_size=28, augment=True, shuffle=False, **BYTES, **loader)
+    check_split(data.train_batches(0), *written["train"])
+
+
+def test_workers_augment_an_image_alike_however_many_they_are(opened):
+    """Nor does it matter in which batch it comes."""
+
+    def images(**options):
+        data = opened(synthetic_size=24, augment=True, loader="workers", seed=5, **options)
+        return joined(data.train_batches(1))
+
+    expected = images(workers=0)
+    assert same([expected], [images(workers=1)])
+    assert same([expected], [images(workers=2, batch_size=8)])
+    assert not same([expected], [images(workers=0, shuffle=False)])
+
+
+def test_augmentation_differs_between_epochs_seeds_and_ranks(opened):
+    def images(epoch=0, **options):
+        data = opened(synthetic_size=16, shuffle=False, augment=True, image_size=8, **options)
+        return next(iter(data.train_batches(epoch)))
+
+    for loader in ({}, {"loader": "workers", "workers": 0}):
+        assert same([images(**loader)], [images(**loader)])
+        assert not same([images(**loader)], [images(epoch=1, **loader)])
+    data = opened(synthetic_size=16, shuffle=False, augment=True)
+    before = list(data.train_batches(0))
+    data.reseed(1)
+    assert not same(before, data.train_batches(0))
+
+
+def test_ranks_draw_their_own_crops(tmp_path, opened):
+    """All images are the same one, so that only the crops can differ."""
+    pixels = np.broadcast_to(data_files.noise(1, 3072)[0], (8, 3072))
+    batch = {"data": np.ascontiguousarray(pixels), "labels": [0] * 8}
+    for name in data_files.CIFAR:
+        (tmp_path / name).write_bytes(pickle.dumps(batch, 2))
+    first, second = (
+        list(opened("cifar10", tmp_path, augment=True, rank=rank, world_size=2).train_batches(0))
+        for rank in range(2)
+    )
+    assert not same(first, second)
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+def test_global_random_numbers_are_left_alone(loader, opened):
+    def state():
+        return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+
+    before = state()
+    data = opened(synthetic_size=16, augment=True, **loader)
+    list(data.train_batches(0))
+    list(data.train_batches(1, start=2))
+    list(data.test_batches())
+    data.close()
+    assert state() == before
+
+
+def test_global_random_numbers_do_not_matter(opened):
+    for loader in ({}, {"loader": "workers", "workers": 0}):
+        batches = []
+        for seed in (1, 2):
+            torch.manual_seed(seed)
+            data = opened(synthetic_size=16, augment=True, **loader)
+            batches.append(list(data.train_batches(0)))
+        assert same(*batches)
+
+
+# Normalisation and memory format
+
+
+def test_normalisation(tmp_path, opened):
+    written = data_files.write_cifar(tmp_path)
+    pixels = torch.from_numpy(written["test"][0]).double() / 255
+
+    def check(expected_mean, expected_std, **options):
+        images, _ = joined(opened("cifar10", tmp_path, **options).test_batches())
+        mean, std = (
+            torch.tensor(values, dtype=torch.float64).view(-1, 1, 1)
+            for values in (expected_mean, expected_std)
+        )
+        assert torch.allclose(images.double(), (pixels - mean) / std, atol=1e-5)
+
+    check((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
+    check((0.5, 0.5, 0.5), (0.25, 0.25, 0.25), mean=(0.5,), std=(0.25,))
+    check((0.1, 0.2, 0.3), (0.4, 0.5, 0.6), mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6))
+
+
+def test_grey_images_take_the_mean_of_three_values(opened):
+    three = opened("cifar10", "digits", mean=(0.4, 0.5, 0.6), std=(0.2, 0.2, 0.5))
+    one = opened("cifar10", "digits", mean=(0.5,), std=(0.3,))
+    assert torch.allclose(joined(three.test_batches())[0], joined(one.test_batches())[0])
+
+
+def test_loaders_agree_to_the_bit(tmp_path, opened):
+    data_files.write_cifar(tmp_path)
+    resident = opened("cifar10", tmp_path)
+    workers = opened("cifar10", tmp_path, loader="workers", workers=2)
+    assert same(resident.train_batches(1), workers.train_batches(1))
+    assert same(resident.test_batches(), workers.test_batches())
+
+
+@pytest.mark.parametrize("augment", [False, True])
+@pytest.mark.parametrize("loader", LOADERS[:2])
+def test_channels_last(loader, augment, opened):
+    for kind in ("cifar10", "imagenet"):
+        options = {"synthetic_size": 8, "augment": augment, **loader}
+        last = opened(kind, channels_last=True, **options)
+        first = opened(kind, channels_last=False, **options)
+        assert same(last.train_batches(0), first.train_batches(0))
+        for batches in (last.train_batches(0), last.test_batches()):
+            for images, _ in batches:
+                assert images.is_contiguous(memory_format=torch.channels_last)
+        for batches in (first.train_batches(0), first.test_batches()):
+            for images, _ in batches:
+                assert images.is_contiguous()
+
+
+@pytest.mark.parametrize("loader", LOADERS[:2])
+def test_describe_is_json(loader, opened):
+    data = opened(synthetic_size=16, augment=True, **loader)
+    assert json.loads(json.dumps(data.describe())) == {
+        "source": "synthetic",
+        "kind": "cifar10",
+        "loader": loader["loader"],
+        "workers": loader.get("workers"),
+        "train_size": 16,
+        "test_size": 4,
+        "image_size": 32,
+        "augment": True,
+        "shuffle": True,
+    }
+
+
+# Worker processes
+
+
+def test_workers_live_from_epoch_to_epoch_and_end_with_close(opened):
+    data = opened(synthetic_size=16, loader="workers", workers=2)
+    before = set(multiprocessing.active_children())
+    list(data.train_batches(0))
+    started = set(multiprocessing.active_children()) - before
+    assert len(started) == 2
+    list(data.train_batches(1))
+    assert set(multiprocessing.active_children()) - before == started
+    list(data.test_batches())
+    assert len(set(multiprocessing.active_children()) - before) == 4
+    data.close()
+    assert set(multiprocessing.active_children()) <= before
+    data.close()
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+def test_a_pass_may_be_left_in_the_middle(loader, opened):
+    data = opened(synthetic_size=40, augment=True, **loader)
+    expected = list(data.train_batches(1))
+    left = data.train_batches(0)
+    next(left)
+    assert same(data.train_batches(1), expected)
+    next(data.test_batches())
+    assert len(list(data.test_batches())) == 3
+
+
+def test_close_in_the_middle_of_a_pass_ends_the_workers(opened):
+    before = set(multiprocessing.active_children())
+    data = opened(synthetic_size=40, loader="workers", workers=1)
+    left = data.train_batches(0)
+    next(left)
+    data.close()
+    assert set(multiprocessing.active_children()) <= before
+    assert next(left, None) is None
+
+
+def test_a_killed_worker_is_one_line(opened):
+    before = set(multiprocessing.active_children())
+    data = opened(synthetic_size=4000, loader="workers", workers=1)
+    batches = data.train_batches(0)
+    next(batches)
+    (worker,) = set(multiprocessing.active_children()) - before
+    worker.kill()
+    with pytest.raises(
+        DataError, match=r"--workers 1: a loader process ended .*give fewer"
+    ) as error:
+        list(batches)
+    assert "\n" not in str(error.value)
+
+
+def test_samples_can_be_sent_to_a_worker_that_was_not_forked(tmp_path):
+    """As Python starts processes on other systems, and from 3.14 on."""
+    data_files.write_imagenet(tmp_path)
+    for source in ("synthetic", tmp_path):
+        request = DataRequest("imagenet", str(source), CPU, 4, 28, loader="workers", augment=True)
+        samples = open_data(request)._train._samples
+        assert isinstance(samples, workers._Samples)
+        image, label = pickle.loads(pickle.dumps(samples))[0, 0, 1]
+        expected, of = samples[0, 0, 1]
+        assert torch.equal(image, expected)
+        assert label == of
+
+
+# What is missing or damaged
+
+
+def read_all(request: DataRequest) -> None:
+    data = open_data(request)
+    try:
+        list(data.train_batches(0))
+        list(data.test_batches())
+    finally:
+        data.close()
+
+
+def refused(match: str, **options) -> None:
+    options = {"device": CPU, "batch_size": 4, "image_size": 28, **options}
+    with pytest.raises(DataError, match=match) as error:
+        read_all(DataRequest(**options))
+    assert "\n" not in str(error.value)
+
+
+def shortened(content: bytes) -> bytes:
+    return content[: len(content) // 2]
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        ("train-images-idx3-ubyte", shortened, "15688 bytes, but 31376 by its header: fetch"),
+        ("train-images-idx3-ubyte", lambda content: content + b"0", "31377 bytes, but 31376"),
+        ("t10k-labels-idx1-ubyte", lambda content: b"", "no IDX file of bytes with 1 dimensions"),
+        ("t10k-labels-idx1-ubyte", lambda content: b"PK" + content[2:], "no IDX file"),
+        (
+            "t10k-labels-idx1-ubyte",
+            lambda content: data_files.idx(np.zeros((13, 1, 1))),
+            "no IDX file of bytes with 1 dim",
+        ),
+        (
+            "train-labels-idx1-ubyte",
+            lambda content: data_files.idx(np.zeros(39)),
+            "/train-images-idx3-ubyte has 40 images, but .* 39 labels",
+        ),
+        (
+            "train-labels-idx1-ubyte",
+            lambda content: data_files.idx(np.full(40, 10)),
+            "damaged: label 10 is not one of 0 to 9",
+        ),
+    ],
+)
+def test_damaged_mnist(name, change, said, tmp_path):
+    data_files.write_mnist(tmp_path)
+    path = tmp_path / name
+    path.write_bytes(change(path.read_bytes()))
+    refused(f"{name}.*{said}|{said}", kind="mnist", source=str(tmp_path))
+    refused(str(path), kind="mnist", source=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        shortened,
+        lambda content: content[:-8] + b"\0" * 8,
+        lambda content: content[:40] + bytes(40) + content[80:],
+        lambda content: b"not gzip",
+        lambda content: b"",
+        lambda content: gzip.compress(shortened(gzip.decompress(content))),
+    ],
+    ids=["short", "checksum", "garbage", "other", "empty", "short-inside"],
+)
+def test_damaged_gzip(change, tmp_path):
+    data_files.write_mnist(tmp_path, zipped=True)
+    path = tmp_path / "t10k-images-idx3-ubyte.gz"
+    path.write_bytes(change(path.read_bytes()))
+    refused(str(path), kind="mnist", source=str(tmp_path))
+
+
+def test_mnist_without_images(tmp_path):
+    data_files.write_mnist(tmp_path, test=0)
+    refused("t10k-labels-idx1-ubyte: holds no images", kind="mnist", source=str(tmp_path))
+
+
+def test_mnist_lacks_files(tmp_path):
+    data_files.write_mnist(tmp_path)
+    (tmp_path / "train-labels-idx1-ubyte").unlink()
+    (tmp_path / "t10k-images-idx3-ubyte").unlink()
+    said = r"--data .*: MNIST lacks train-labels-idx1-ubyte, t10k-images-idx3-ubyte \(or with .gz\)"
+    refused(said, kind="mnist", source=str(tmp_path))
+
+
+class _Attack:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def batch(**changes) -> bytes:
+    pixels, labels = data_files.noise(4, 3072)
+    return pickle.dumps({"data": pixels, "labels": labels.tolist(), **changes}, 2)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (shortened(batch()), r"damaged, or no CIFAR-10 batch"),
+        (b"", r"damaged, or no CIFAR-10 batch \(Ran out of input\)"),
+        (b"\x80\x02garbage", "damaged, or no CIFAR-10 batch"),
+        (pickle.dumps({"data": 1}, 2), "damaged, or no CIFAR-10 batch"),
+        (pickle.dumps([1, 2], 2), "damaged, or no CIFAR-10 batch"),
+        (batch(labels=["a"] * 4), "damaged, or no CIFAR-10 batch"),
+        (batch(data=np.zeros((4, 3071), np.uint8)), "its images are not rows of 3072 bytes"),
+        (batch(data=np.zeros((4, 3072), np.float32)), "its images are not rows of 3072 bytes"),
+        (batch(data=np.uint8(1)), "its images are not rows of 3072 bytes"),
+        (batch(labels=[1, 2, 3]), "damaged: 4 images, but 3 labels"),
+        (batch(labels=[1, 2, 3, -1]), "damaged: label -1 is not one of 0 to 9"),
+        (pickle.dumps({"data": np.zeros((0, 3072), np.uint8), "labels": []}), "holds no images"),
+    ],
+)
+def test_damaged_cifar10(content, said, tmp_path):
+    data_files.write_cifar(tmp_path)
+    (tmp_path / "data_batch_3").write_bytes(content)
+    refused(f"data_batch_3: .*{said}", kind="cifar10", source=str(tmp_path))
+
+
+def test_a_pickle_cannot_run_anything(tmp_path):
+    data_files.write_cifar(tmp_path)
+    for protocol in (0, 2, 5):
+        content = pickle.dumps({"data": _Attack(tmp_path / "made"), "labels": []}, protocol)
+        (tmp_path / "test_batch").write_bytes(content)
+        refused(r"test_batch: .*it asks for posix.mkdir", kind="cifar10", source=str(tmp_path))
+    assert not (tmp_path / "made").exists()
+
+
+def test_cifar10_lacks_files(tmp_path):
+    data_files.write_cifar(tmp_path)
+    (tmp_path / "data_batch_2").unlink()
+    refused("--data .*: CIFAR-10 lacks data_batch_2$", kind="cifar10", source=str(tmp_path))
+
+
+def test_damaged_archives(tmp_path):
+    folder, path = tmp_path / "cifar-10-batches-py", tmp_path / "cifar-10-python.tar.gz"
+    data_files.write_cifar(folder)
+    data_files.archive(folder, path)
+    whole = path.read_bytes()
+    for file in folder.iterdir():
+        file.unlink()
+    for content in (
+        shortened(whole),
+        whole[:100],
+        b"",
+        b"no archive",
+        shortened(whole) + b"0" * 99,
+    ):
+        path.write_bytes(content)
+        refused(f"{path}: damaged or not readable", kind="cifar10", source=str(tmp_path))
+    with tarfile.open(path, "w:gz") as tar:
+        tar.add(__file__, "other")
+    refused(f"{path}: holds none of data_batch_1", kind="cifar10", source=str(tmp_path))
+
+
+def test_imagenet_lacks_folders(tmp_path):
+    refused("holds no ImageNet; expected: train/ and val/", kind="imagenet", source=str(tmp_path))
+    data_files.write_imagenet(tmp_path)
+    (tmp_path / "val").rename(tmp_path / "away")
+    refused(r"lacks val/ \(or validation/\)", kind="imagenet", source=str(tmp_path))
+    (tmp_path / "val").mkdir()
+    refused(r"/val: holds no class folders", kind="imagenet", source=str(tmp_path))
+    (tmp_path / "val" / "n02").mkdir()
+    refused("/val: its class folders hold no JPEG", kind="imagenet", source=str(tmp_path))
+    (tmp_path / "val" / "n99").mkdir()
+    refused("/val: has class n99, which .*/train lacks", kind="imagenet", source=str(tmp_path))
+    (tmp_path / "val").rename(tmp_path / "validation")
+    (tmp_path / "train").rename(tmp_path / "training")
+    refused("lacks train/", kind="imagenet", source=str(tmp_path))
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+@pytest.mark.parametrize("change", [shortened, lambda content: b"", lambda content: b"<html>"])
+def test_damaged_images(change, loader, tmp_path):
+    data_files.write_imagenet(tmp_path, kind="jpg")
+    path = tmp_path / "train" / "n02" / "005.jpg"
+    path.write_bytes(change(path.read_bytes()))
+    said = f"{path}: cannot be read as an image"
+    refused(said, kind="imagenet", source=str(tmp_path), **loader)
+
+
+def test_a_batch_larger_than_the_set(tmp_path):
+    data_files.write_mnist(tmp_path)
+    options = {"kind": "mnist", "source": str(tmp_path)}
+    refused(
+        "--batch-size 41 is more than the 40 training images: give less", batch_size=41, **options
+    )
+    said = "--batch-size 21 is more than the 20 training images of each of 2 processes"
+    refused(said, batch_size=21, world_size=2, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"mean": (0.1, 0.2)}, "mean 0.1 0.2: give one value, or 3"),
+        ({"std": (0.1, 0.2, 0.3, 0.4)}, "std 0.1 0.2 0.3 0.4: give one value, or 3"),
+        ({"std": (0.1, 0.0, 0.1)}, "std 0.1 0 0.1: has to be positive"),
+    ],
+)
+def test_unusable_normalisation(options, said):
+    refused(said, kind="cifar10", source="synthetic", **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kind": "cifar100"},
+        {"loader": "fast"},
+        {"batch_size": 0},
+        {"eval_batch_size": 0},
+        {"image_size": 0},
+        {"workers": -1},
+        {"rank": 1},
+        {"synthetic_size": 0},
+        {"classes": 0},
+    ],
+)
+def test_requests_that_make_no_sense(options):
+    ((name, value),) = options.items()
+    with pytest.raises(ValueError, match=f"{name} '?{value}"):
+        DataRequest(
+            **{
+                "kind": "mnist",
+                "source": "digits",
+                "device": CPU,
+                "batch_size": 1,
+                "image_size": 8,
+                **options,
+            }
+        )
+
+
+def test_a_set_that_does_not_fit(tmp_path, monkeypatch):
+    data_files.write_imagenet(tmp_path)
+    monkeypatch.setattr(memory, "_free", lambda device: 18 * 32 * 32 * 3 - 1)
+    started = time.monotonic()
+    said = "0.0 GiB of images, but cpu has 0.0 GiB free: give --loader workers"
+    refused(said, kind="imagenet", source=str(tmp_path), workers=0)
+    assert time.monotonic() - started < 60  # before anything is decoded
+    monkeypatch.setattr(memory, "_free", lambda device: 18 * 32 * 32 * 3)
+    request = DataRequest("imagenet", str(tmp_path), CPU, 4, 28, workers=0)
+    assert len(list(open_data(request).test_batches())) == 2
+
+
+def test_free_memory_of_this_machine():
+    free = memory._free(CPU)
+    if free is None:
+        pytest.skip("this system does not tell its free memory")
+    assert 2**20 < free < 2**50
+
+
+# Downloads
+
+
+@pytest.fixture
+def offline(monkeypatch):
+    def fail(*_args, **_options):
+        raise URLError("no network")
+
+    monkeypatch.setattr(torchvision.datasets.MNIST, "download", fail)
+    monkeypatch.setattr(torchvision.datasets.CIFAR10, "download", fail)
+
+
+@pytest.mark.parametrize(
+    ("kind", "files"),
+    [("mnist", data_files.MNIST), ("cifar10", ("data_batch_1", "data_batch_5", "test_batch"))],
+)
+@pytest.mark.usefixtures("offline")
+def test_no_data_and_no_network(kind, files, tmp_path):
+    new = tmp_path / "new" / "folder"
+    for folder in (tmp_path, new):
+        for name in (str(folder), *files):
+            refused(name, kind=kind, source=str(folder))
+        refused("could not be downloaded .*no network", kind=kind, source=str(folder))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("kind", ["mnist", "cifar10", "imagenet"])
+def test_a_file_is_no_folder(kind):
+    refused(f"{__file__}: (no folder; expected|damaged)", kind=kind, source=__file__)
+
+
+def test_downloads_are_read(tmp_path, monkeypatch, opened, capsys):
+    written = {}
+
+    def mnist(self) -> None:
+        written["mnist"] = data_files.write_mnist(Path(self.root, "MNIST", "raw"))
+
+    def cifar(self) -> None:
+        folder = Path(self.root, "cifar-10-batches-py")
+        written["cifar10"] = data_files.write_cifar(folder)
+        data_files.archive(folder, Path(self.root, "cifar-10-python.tar.gz"))
+
+    integrity = "_check_integrity"
+    monkeypatch.setattr(torchvision.datasets.MNIST, "download", mnist)
+    monkeypatch.setattr(torchvision.datasets.CIFAR10, "download", cifar)
+    monkeypatch.setattr(torchvision.datasets.CIFAR10, integrity, lambda self: True)
+    monkeypatch.setattr(torchvision.datasets.CIFAR10, "_load_meta", lambda self: None)
+    for kind, size in (("mnist", 28), ("cifar10", 32)):
+        for _ in range(2):  # downloaded, then found
+            data = opened(kind, tmp_path / "data", image_size=size, **BYTES)
+            check_split(data.test_batches(), *written[kind]["test"])
+        said = capsys.readouterr().err
+        assert said.count("downloading it there") == 1
+    found = sorted(path.name for path in (tmp_path / "data").iterdir())
+    assert found == ["MNIST", "cifar-10-batches-py", "cifar-10-python.tar.gz"]
+
+
+def test_a_broken_download_leaves_nothing(tmp_path, monkeypatch):
+    def breaks(self) -> None:
+        data_files.write_mnist(Path(self.root, "MNIST", "raw"))
+        raise RuntimeError("Error downloading t10k-labels:\nTried here, got:\nnothing")
+
+    monkeypatch.setattr(torchvision.datasets.MNIST, "download", breaks)
+    refused("could not be downloaded .*nothing", kind="mnist", source=str(tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
+# On a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("loader", LOADERS)
+def test_batches_on_the_gpu_are_those_of_the_cpu(loader, opened):
+    options = {"synthetic_size": 64, "augment": True, "channels_last": True, **loader}
+    cpu, gpu = (opened(device=torch.device(name), **options) for name in ("cpu", "cuda"))
+    for one, other in ((cpu.train_batches(0), gpu.train_batches(0)),):
+        for (images, labels), (on_gpu, labels_on_gpu) in zip(one, other, strict=True):
+            assert on_gpu.device.type == labels_on_gpu.device.type == "cuda"
+            assert on_gpu.is_contiguous(memory_format=torch.channels_last)
+            assert torch.equal(on_gpu.cpu(), images)
+            assert torch.equal(labels_on_gpu.cpu(), labels)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("augment", [False, True])
+def test_resident_batches_do_not_make_the_host_wait(augment, opened):
+    data = opened(device=torch.device("cuda"), synthetic_size=64, augment=augment)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for batches in (data.train_batches(0), data.test_batches()):
+            for _ in batches:
+                pass
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
