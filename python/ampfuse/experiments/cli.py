@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.util
+import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -508,6 +509,8 @@ def _config(
     settings |= {name: value for name, value in flags.items() if value is not None}
     if args.prof > 0:
         settings["iterations"] = args.prof
+    if args.workers is None and "workers" in settings:
+        settings["workers"] = min(settings["workers"], core_count())  # more of them slow it down
     if args.deterministic:
         settings["cudnn_benchmark"] = False
     if args.workers is not None and args.loader is None and data not in ("digits", "synthetic"):
@@ -533,6 +536,11 @@ def _config(
         ),
         notes,
     )
+
+
+def core_count() -> int:
+    """The cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _keep_batchnorm(args: argparse.Namespace, arm: str) -> bool | None:

@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import gc
 import itertools
-import os
 import resource
 import time
 from collections.abc import Callable
@@ -73,15 +72,21 @@ class RunMemory:
         self.device = device
         self.kind = "max_memory_allocated" if device.type == "cuda" else "process RSS"
 
-    def start(self) -> None:
+    def release(self) -> None:
+        """Give back what earlier runs freed and the process kept: it is not this run's."""
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(self.device)
             return
-        # What an earlier run freed is not to count as resident in this one.
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).malloc_trim(0)
+
+    def start(self) -> None:
+        """Measure from here. Memory that the rehearsal left to the process serves the run."""
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+            return
         with contextlib.suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets the peak, VmHWM
 
@@ -138,8 +143,3 @@ _ACTIVITIES = {False: [_CPU], True: [_CPU, torch.profiler.ProfilerActivity.CUDA]
 def _server(names: set[str], words: tuple[tuple[str, str], ...]) -> str | None:
     found = [server for word, server in words if any(word in name for name in names)]
     return found[0] if found else None
-
-
-def core_count() -> int:
-    """The cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -14,7 +14,7 @@ import torch
 import ampfuse
 from ampfuse import env
 from ampfuse.devices import device_name
-from ampfuse.experiments.measure import core_count
+from ampfuse.experiments.cli import core_count
 
 
 def device_facts(device: torch.device) -> dict[str, Any]:

@@ -166,8 +166,9 @@ class Training:
             PeerLost: another process of the training ended.
         """
         config, place, record = self.config, self.place, self.record
-        self.kernels = self.rehearse()
         memory = self.memory = RunMemory(place.device)
+        memory.release()
+        self.kernels = self.rehearse()
         memory.start()
         arm = self.arm = self.build()
         if self.resume:

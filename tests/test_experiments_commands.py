@@ -1,0 +1,103 @@
+"""Each published experiment by its documented command, small: on synthetic data and on files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from data_files import write_cifar, write_imagenet, write_mnist
+
+pytest.importorskip("torchvision")
+pytest.importorskip("timm")
+pytest.importorskip("sklearn")
+
+from ampfuse.__main__ import main
+
+# The documented command, and what makes it small. O2 is in all of them: the level that this
+# library is for.
+COMMANDS = {
+    "e1": ("cifar --recipe e1 --arm O2", "-b 8 --iterations 2 --repeats 1"),
+    "e2": ("cifar --recipe e2 --arm O2", "-b 2 --iterations 1"),
+    "e3-seresnext50": (
+        "cifar --recipe e3 --model seresnext50_32x4d --arm O2",
+        "-b 4 --iterations 1",
+    ),
+    "e3-densenet161": ("cifar --recipe e3 --model densenet161 --arm O2", "-b 4 --iterations 1"),
+    "e4-resnet18": ("imagenet --recipe e4 --model resnet18 --arm O2", "-b 4 --iterations 2"),
+    "e4-resnet50": ("imagenet --recipe e4 --model resnet50 --arm O2", "-b 2 --iterations 1"),
+    "e5-mlp": ("mlp --recipe e5 --arm O2", "-b 16 --iterations 2"),
+    "e5-mnist": ("mnist --recipe e5 --arm O2", "-b 16 --iterations 2"),
+}
+
+
+def run(name: str, data: str, folder: Path) -> dict:
+    command, small = COMMANDS[name]
+    if name.startswith("e4"):
+        small += " --image-size 64"
+    words = ["train", *command.split(), "--data", data, *small.split(), "--quiet"]
+    assert main([*words, "-o", str(folder / "results")]) == 0
+    (path,) = (folder / "results").rglob("*.json")
+    return json.loads(path.read_text())
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("files")
+    write_cifar(folder / "cifar10")
+    write_mnist(folder / "mnist")
+    write_imagenet(folder / "imagenet")
+    return folder
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_on_synthetic_data(name, tmp_path):
+    result = run(name, "synthetic", tmp_path)
+    assert result["recipe"] == name[:2]
+    assert result["data"]["source"] == "synthetic"
+    assert result["policy"]["opt_level"] == "O2"
+    assert result["train_loss"]["last"] is not None
+    assert (result["test"] is None) == (name[:5] in ("e4-re", "e5-ml"))
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("e1", "cifar10"),
+        ("e2", "cifar10"),
+        ("e3-densenet161", "cifar10"),
+        ("e4-resnet18", "imagenet"),
+        ("e5-mlp", "mnist"),
+        ("e5-mnist", "mnist"),
+    ],
+)
+def test_on_files_in_the_true_format(name, data, files, tmp_path):
+    result = run(name, str(files / data), tmp_path)
+    assert result["data"]["source"] == str(files / data)
+    assert result["data"]["kind"] == data
+    assert result["train_loss"]["last"] is not None
+
+
+@pytest.mark.parametrize("name", ["e1", "e5-mnist", "e5-mlp"])
+def test_on_digits(name, tmp_path):
+    assert run(name, "digits", tmp_path)["data"]["source"] == "digits"
+
+
+@pytest.mark.parametrize("mode", ["FP32", "FP16", "amp"])
+def test_e1_as_it_was_called(mode, files, tmp_path, capsys):
+    line = f"train cifar --GPU V100 --mode {mode} --batch_size 8 --iteration 2 --repeats 1"
+    assert main([*line.split(), str(files / "cifar10"), "-o", str(tmp_path)]) == 0
+    (path,) = (tmp_path / "V100").glob("*.json")
+    result = json.loads(path.read_text())
+    assert (result["method"], result["batch_size"], result["iterations"]) == (mode, 8, 2)
+    assert f"vgg16 {mode}: " in capsys.readouterr().out
+
+
+def test_the_original_loop_reads_through_workers(files, tmp_path):
+    line = "train cifar --mode FP16 -b 8 --iterations 2 --repeats 1 --loop original"
+    assert main([*line.split(), "--data", str(files / "cifar10"), "-o", str(tmp_path)]) == 0
+    (path,) = tmp_path.rglob("*.json")
+    result = json.loads(path.read_text())
+    assert (result["loop"], result["data"]["loader"]) == ("original", "workers")
+    assert result["switches"]["channels_last"] is False
