@@ -33,12 +33,14 @@ ifdef PYTHON
   SOURCES := $(NATIVE) $(shell find python -name '*.py*' -not -name '*.pyc')
   INSTALL := $(PY) -m pip install --quiet
   TARGET := .
+  TEST_EXTRAS := test
 else
   PY := .venv/bin/python
   STAMPS := .venv
   SOURCES := $(NATIVE)
   INSTALL := $(PY) -m pip install --quiet --no-build-isolation
   TARGET := -e .
+  TEST_EXTRAS := test,experiments
 endif
 
 help:
@@ -105,9 +107,10 @@ $(STAMPS)/demo: $(STAMPS)/ready $(SOURCES)
 	@$(SAY_WHAT_WAS_BUILT)
 	@touch $@
 
-# The tests also run the CUDA kernels on the CPU, which is a second module.
+# The tests also run the CUDA kernels on the CPU, which is a second module. Those of the experiments
+# need torchvision: in an environment of yours they run if it is there.
 $(STAMPS)/test: $(STAMPS)/ready $(SOURCES)
 	@echo "Compiling and installing ampfuse (some minutes the first time) ..."
-	$(INSTALL) -C cmake.define.AMPFUSE_HOST_EMULATION=ON $(TARGET)'[test]'
+	$(INSTALL) -C cmake.define.AMPFUSE_HOST_EMULATION=ON $(TARGET)'[$(TEST_EXTRAS)]'
 	@$(SAY_WHAT_WAS_BUILT)
 	@touch $(@D)/demo $@

@@ -10,14 +10,17 @@
 # PYTHON   interpreter that has a CUDA build of torch, and pytest (python3). Nothing is installed there
 #          and nothing is downloaded: the build goes to BUILD.
 # BUILD    build folder (build/gpu), kept between runs
-# PARTS    which parts to run: "build core tests sanitize bench"
+# PARTS    which parts to run: "build core tests sanitize bench experiments"
+# WHEELS   folder of wheels for what the experiments need and PYTHON lacks (torchvision of its torch,
+#          timm, rich, tqdm and theirs); they are unpacked into BUILD
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
 PYTHON=${PYTHON:-python3}
 OUT=$(mkdir -p "${OUT:-results/gpu}" && cd "${OUT:-results/gpu}" && pwd)
 BUILD=${BUILD:-build/gpu}
-PARTS=${PARTS:-build core tests sanitize bench}
+PARTS=${PARTS:-build core tests sanitize bench experiments}
+SITE=$PWD/$BUILD/site:$PWD/$BUILD/packages
 JOBS=$(nproc)
 failed=0
 : >"$OUT/summary.txt"
@@ -71,7 +74,7 @@ build_core() {
 core() { build_core && "$BUILD/core/test_core"; }
 
 run_pytest() {
-  PYTHONPATH="$BUILD/site" "$PYTHON" -m pytest -p no:cacheprovider -q -m gpu "$@"
+  PYTHONPATH="$SITE" "$PYTHON" -m pytest -p no:cacheprovider -q -m gpu "$@"
 }
 
 # The C++ tests are the subset: they touch every kernel at its seams and hold no framework's kernels.
@@ -82,8 +85,39 @@ sanitize() {
   compute-sanitizer "${options[@]}" "$BUILD/core/test_core" "${@:2}"
 }
 
+unpack_wheels() {
+  "$PYTHON" -m pip install --quiet --no-index --no-deps --upgrade --target "$BUILD/packages" "$WHEELS"/*.whl
+}
+
+# Every experiment on synthetic data, at the published sizes where they take seconds, in all arms.
+train() { PYTHONPATH="$SITE" "$PYTHON" -m ampfuse train "$@" --data synthetic --output "$OUT/results" --quiet; }
+
+experiments() {
+  local status=0 batch loop
+  train mlp --recipe e5 --arm all --repeats 5 || status=1
+  train mlp --recipe e5 --arm all --repeats 5 --graph || status=1
+  for loop in tuned original; do
+    train mnist --recipe e5 --arm all --epochs 1 --repeats 5 --loop "$loop" || status=1
+  done
+  train mnist --recipe e5 --arm all --epochs 1 --repeats 5 --graph || status=1
+  for batch in 128 256 512 1024 2048; do
+    for mode in FP32 FP16 amp; do
+      train cifar --recipe e1 --mode "$mode" --batch-size "$batch" || status=1
+    done
+    train cifar --recipe e1 --arm tf32 amp-fp16 amp-bf16 O5 --batch-size "$batch" || status=1
+  done
+  train cifar --recipe e2 --arm all --iterations 60 || status=1
+  train cifar --recipe e3 --model seresnext50_32x4d --arm all --iterations 30 || status=1
+  train cifar --recipe e3 --model densenet161 --arm O0 O2 --batch-size 512 --iterations 30 || status=1
+  for model in resnet18 resnet50; do
+    train imagenet --recipe e4 --model "$model" --arm all --iterations 60 || status=1
+  done
+  return "$status"
+}
+
 part machine machine
 if wanted build; then part build build; fi
+if [ -n "${WHEELS:-}" ]; then part wheels unpack_wheels; fi
 if wanted core; then part core core; fi
 if wanted tests; then part tests run_pytest tests; fi
 if wanted sanitize; then
@@ -101,7 +135,15 @@ if wanted sanitize; then
   fi
 fi
 if wanted bench; then
-  part step env PYTHONPATH="$BUILD/site" "$PYTHON" benchmarks/step.py --device cuda --csv "$OUT/step_cuda.csv"
+  part step env PYTHONPATH="$SITE" "$PYTHON" benchmarks/step.py --device cuda --csv "$OUT/step_cuda.csv"
+fi
+if wanted experiments; then
+  if PYTHONPATH="$SITE" "$PYTHON" -c 'import torchvision, timm, rich, tqdm' 2>/dev/null; then
+    part experiments experiments
+  else
+    echo "experiments            SKIPPED torchvision, timm, rich or tqdm is missing: see WHEELS" |
+      tee -a "$OUT/summary.txt"
+  fi
 fi
 
 printf '\n'

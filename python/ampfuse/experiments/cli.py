@@ -28,15 +28,8 @@ from ampfuse.experiments.recipes import Recipe, of_experiment
 if TYPE_CHECKING:
     import torch
 
-EXTRA = {
-    "torchvision": "torchvision",
-    "timm": "timm",
-    "pandas": "pandas",
-    "sklearn": "scikit-learn",
-    "matplotlib": "matplotlib",
-    "rich": "rich",
-    "tqdm": "tqdm",
-}
+# What the trainers import, and the packages it comes in. Plots and tables need more, digits too.
+_NEEDED = {"torchvision": "torchvision", "timm": "timm", "rich": "rich", "tqdm": "tqdm"}
 
 # Flags of the published scripts that took a value which today's spelling leaves out.
 _SWITCHES = (
@@ -76,9 +69,10 @@ class Trainer:
         return of_experiment(self.name)
 
 
-def missing_packages() -> list[str]:
-    """Packages of the extra ``experiments`` that are not installed."""
-    return [package for name, package in EXTRA.items() if importlib.util.find_spec(name) is None]
+def missing_packages(data: str | None) -> list[str]:
+    """What training on `data` needs of the extra ``experiments`` and is not installed."""
+    needed = {**_NEEDED, **({"sklearn": "scikit-learn"} if data == "digits" else {})}
+    return [package for name, package in needed.items() if importlib.util.find_spec(name) is None]
 
 
 class OneLineParser(argparse.ArgumentParser):

@@ -57,7 +57,7 @@ def main(name: str, argv: Sequence[str] | None = None, prog: str | None = None) 
     argv = sys.argv[1:] if argv is None else list(argv)
     parser = parser_for(trainer, prog or f"python -m ampfuse.experiments.{name}")
     args = parse(parser, argv)
-    if missing := missing_packages():
+    if missing := missing_packages(args.data or args.data_folder):
         print(
             f"{parser.prog}: {', '.join(missing)} missing: pip install 'ampfuse[experiments]'",
             file=sys.stderr,
