@@ -56,7 +56,7 @@ def _figures(result: Result) -> list[str]:
     figures = []
     if speed:
         figures.append(
-            f"{speed['mean']:,.0f} images/s ({speed['min']:,.0f} to {speed['max']:,.0f})"
+            f"{_rate(speed['mean'])} images/s ({_rate(speed['min'])} to {_rate(speed['max'])})"
         )
     if result["train_loss"]["last"] is not None:
         figures.append(f"loss {result['train_loss']['last']:.4f}")
@@ -98,7 +98,7 @@ def table(results: Sequence[Result]) -> str:
         grid.add_row(
             method,
             _spread(sound, lambda r: r["step_time_ms"] and r["step_time_ms"]["mean"], "{:,.1f}"),
-            _spread(sound, lambda r: r["images_per_s"] and r["images_per_s"]["mean"], "{:,.0f}"),
+            _spread(sound, lambda r: r["images_per_s"] and r["images_per_s"]["mean"], _rate),
             f"{base / ms:.2f}x" if base and ms else "",
             _spread(sound, lambda r: r["memory_bytes"] / 2**20, "{:,.0f}"),
             _spread(sound, lambda r: r["train_loss"]["last"], "{:.3f}"),
@@ -149,9 +149,19 @@ def _step_ms(runs: Sequence[Result]) -> float | None:
     return statistics.fmean(times) if times else None
 
 
-def _spread(runs: Sequence[Result], of: Callable[[Result], float | None], form: str) -> str:
+def _rate(value: float) -> str:
+    """Images per second: whole ones, but at least two digits of small numbers."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def _spread(
+    runs: Sequence[Result],
+    of: Callable[[Result], float | None],
+    form: str | Callable[[float], str],
+) -> str:
     values = [value for run in runs if (value := of(run)) is not None]
     if not values:
         return ""
-    mean = form.format(statistics.fmean(values))
-    return mean + (f" ± {form.format(statistics.stdev(values))}" if len(values) > 1 else "")
+    write = form.format if isinstance(form, str) else form
+    mean = write(statistics.fmean(values))
+    return mean + (f" ± {write(statistics.stdev(values))}" if len(values) > 1 else "")
