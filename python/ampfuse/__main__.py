@@ -1,4 +1,4 @@
-"""The command line: ``ampfuse demo`` and ``ampfuse env``, also as ``python -m ampfuse``."""
+"""The command line: ``ampfuse demo``, ``train``, ``make_plot``, ``make_table`` and ``env``."""
 
 from __future__ import annotations
 
@@ -13,6 +13,13 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line `argv` (default: ``sys.argv``) and return the exit status."""
     # Imported here and kept light: --help must not wait for torch, and `env` must run without it.
     from ampfuse.demo import cli as demo
+    from ampfuse.experiments import make_plot, make_table
+    from ampfuse.experiments.trainers import TRAINERS
+    from ampfuse.experiments.trainers import main as train
+
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["train"] and argv[1:2] and argv[1] in TRAINERS:
+        return train(argv[1], argv[2:], prog=f"ampfuse train {argv[1]}")
 
     parser = argparse.ArgumentParser(
         prog="ampfuse", description="Mixed-precision training for PyTorch."
@@ -20,13 +27,29 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"ampfuse {ampfuse.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
 
-    demo_parser = commands.add_parser(
-        "demo",
-        help="train a small network at every level and compare them",
-        description=demo.__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    actions = {"demo": demo, "make_plot": make_plot, "make_table": make_table}
+    helps = {
+        "demo": "train a small network at every level and compare them",
+        "make_plot": "draw the results of the experiments",
+        "make_table": "print the results of an experiment next to the published ones",
+    }
+    parsers = {}
+    for name, module in actions.items():
+        parsers[name] = commands.add_parser(
+            name,
+            help=helps[name],
+            description=module.__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        module.add_arguments(parsers[name])
+
+    # Listed here; its options are the trainers' own, which read them themselves.
+    train_parser = commands.add_parser(
+        "train",
+        help="run an experiment: cifar, imagenet, mnist or mlp",
+        description="Train at one or several levels and compare them: ampfuse train cifar --help",
     )
-    demo.add_arguments(demo_parser)
+    train_parser.add_argument("trainer", choices=tuple(TRAINERS))
 
     env_parser = commands.add_parser(
         "env",
@@ -39,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if args.command == "env":
             return _env(as_json=args.json)
-        return demo.run(demo_parser, args)
+        return actions[args.command].run(parsers[args.command], args)
     except KeyboardInterrupt:
         print("\nInterrupted; nothing was written.", file=sys.stderr)
         return 130  # what a shell reports for a process that Ctrl-C ended
