@@ -70,7 +70,13 @@ class Data(abc.ABC):
             "image_size": self.image_size,
             "augment": request.augment,
             "shuffle": request.shuffle,
+            "device_bytes": self.device_bytes,
         }
+
+    @property
+    def device_bytes(self) -> int:
+        """What the set itself takes of the device's memory, whatever the batches take."""
+        return 0
 
     def reseed(self, seed: int) -> None:
         """Order and augmentation of another seed from here on; the images stay, synthetic ones too.

@@ -32,21 +32,28 @@ def _free(device: torch.device) -> int | None:
     return min(free) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if free else None
 
 
-def _available() -> int | None:
+def _available(meminfo: Path = Path("/proc/meminfo")) -> int | None:
     """What Linux could give without swapping."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    kib = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
-    return int(kib[0]) * 1024 if kib else None
+    kib = _table(meminfo).get("MemAvailable:")
+    return None if kib is None else kib * 1024
 
 
-def _left_of_cgroup() -> int | None:
+def _left_of_cgroup(folder: Path = Path("/sys/fs/cgroup")) -> int | None:
     """What the container may still take; None if it has no limit."""
-    folder = Path("/sys/fs/cgroup")
     try:
-        limit, used = ((folder / f"memory.{name}").read_text() for name in ("max", "current"))
+        limit = (folder / "memory.max").read_text().strip()
+        used = int((folder / "memory.current").read_text())
     except OSError:
         return None
-    return int(limit) - int(used) if limit.strip().isdecimal() else None
+    # Files that were read count as used until something else wants the place.
+    files = _table(folder / "memory.stat").get("inactive_file", 0)
+    return int(limit) - used + files if limit.isdecimal() else None
+
+
+def _table(path: Path) -> dict[str, int]:
+    """Lines of a name and a number, perhaps with a unit."""
+    try:
+        lines = [line.split() for line in path.read_text().splitlines()]
+    except OSError:
+        return {}
+    return {line[0]: int(line[1]) for line in lines}

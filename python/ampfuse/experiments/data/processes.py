@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -59,19 +61,28 @@ class Feed(Generic[Key]):
                 generator=generator("loader"),  # else it draws a seed from torch's global one
             )
         self._keys.now = keys
+        batches = batch = lost = None
         try:
-            for batch in self._loader:
+            with _same_sigchld():
+                batches = iter(self._loader)
+            for batch in batches:
                 if isinstance(batch, DataError):
                     raise batch
                 yield batch
         except RuntimeError as error:
-            said = str(error).splitlines()[0].rstrip(". ")
-            if "DataLoader worker" not in said:
+            lost = str(error).splitlines()[0].rstrip(". ")
+            if "DataLoader worker" not in lost:
                 raise
+            self._loader = None
+        finally:
+            # An error holds this frame, and the frame a DataError: the processes would live until the
+            # garbage collector finds the loop, perhaps in a process forked since.
+            batches = batch = None
+        if lost is not None:
             raise DataError(
-                f"--workers {self._workers}: a loader process ended ({said}); if memory or shared "
+                f"--workers {self._workers}: a loader process ended ({lost}); if memory or shared "
                 "memory ran out, give fewer, or --loader resident"
-            ) from error
+            )
 
 
 class _Keys(Generic[Key]):
@@ -86,6 +97,21 @@ class _Keys(Generic[Key]):
 def _collate(samples: list[Any]) -> Any:
     errors = (sample for sample in samples if isinstance(sample, DataError))
     return next(errors, None) or default_collate(samples)
+
+
+@contextlib.contextmanager
+def _same_sigchld() -> Iterator[None]:
+    """Keep the handler of SIGCHLD that there is.
+
+    torch's raises in the middle of whatever runs when a worker dies. Without it that error comes
+    where the next batch is fetched, a few seconds later at most.
+    """
+    before = signal.getsignal(signal.SIGCHLD)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread() and before is not None:
+            signal.signal(signal.SIGCHLD, before)
 
 
 def _begin(worker: int) -> None:

@@ -51,7 +51,8 @@ class DataRequest:
             image folders for the "resident" loader.
         augment: change training images at random. "cifar10": crops out of the image padded by 4
             black pixels, and left-right flips. "imagenet": crops of random size and shape, resized
-            ("workers") or crops of the stored image ("resident"), and flips. "mnist": nothing.
+            ("workers") or crops of the stored image, which is larger by 8/7 or padded by 4
+            ("resident"), and flips. "mnist": nothing.
         mean, std: subtracted and divided by, one value per channel, as shares of 255; None: those
             of the data set. One value holds for all channels, and of several a grey set takes the
             mean.

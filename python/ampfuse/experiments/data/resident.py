@@ -38,15 +38,27 @@ class ResidentData(Data):
         wanted = {"train": (images.train, range(self.train_size)), "test": (images.test, mine)}
         size = sum(_bytes(split, len(which), request) for split, which in wanted.values())
         check_room(size, request.device, request.source)
+        self._augment = request.augment and request.kind != "mnist"
         train, self._test_images = (
             _on_device(split, which, request, title) for title, (split, which) in wanted.items()
         )
-        self._augment = request.augment and request.kind != "mnist"
         if self._augment and train.shape[1] == self.image_size:
             train = functional.pad(train, (0, 0, *(_PADDING,) * 4))
         self._train_images = train
         self._train_labels = images.train.labels.to(request.device)
         self._test_labels = images.test.labels[mine.start : mine.stop].to(request.device)
+
+    @property
+    def device_bytes(self) -> int:
+        return sum(
+            tensor.nbytes
+            for tensor in (
+                self._train_images,
+                self._train_labels,
+                self._test_images,
+                self._test_labels,
+            )
+        )
 
     def train_batches(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         request, size, images = self.request, self.image_size, self._train_images
@@ -84,8 +96,8 @@ def _on_device(
     """uint8 [len(which), h, w, c]: pixel by pixel, so that a crop moves whole pixels."""
     if isinstance(split, ImageFiles):
         return decode(split, which, request, title)
-    images = split.images[which.start : which.stop].to(request.device)
-    return images.permute(0, 2, 3, 1).contiguous()
+    images = split.images[which.start : which.stop].permute(0, 2, 3, 1)
+    return images.contiguous().to(request.device)
 
 
 def _bytes(split: Pixels | ImageFiles, count: int, request: DataRequest) -> int:
