@@ -1,6 +1,7 @@
 # make demo    trains a small network at O0 to O5 and prints the table
 # make test    runs the tests
 # make bench   measures the optimizer step: three minutes, on a machine that does nothing else
+# make experiments  measures whole training steps there: E1, E4 and E5, a quarter of an hour
 #
 # Each does all its own set-up: a virtual environment in .venv, torch, the build. A second call does
 # only what changed. To use an environment that has torch already, name its interpreter:
@@ -14,7 +15,7 @@
 # builds); AMPFUSE_CUDA and AMPFUSE_CUDA_ARCHS as in the README.
 
 .DELETE_ON_ERROR:
-.PHONY: demo test bench lint format clean help
+.PHONY: demo test bench experiments lint format clean help
 
 BASE_PYTHON ?= python3
 # The supported versions of torch, from the only line that states them.
@@ -56,6 +57,9 @@ bench: $(STAMPS)/demo
 	$(PY) benchmarks/step.py $(BENCH_ARGS)
 	$(PY) benchmarks/plot.py
 	$(PY) benchmarks/table.py
+
+experiments: $(STAMPS)/experiments
+	PYTHON=$(PY) benchmarks/experiments.sh
 
 CXX_FILES = git ls-files '*.h' '*.cpp' '*.cu' '*.cuh'
 
@@ -105,6 +109,10 @@ $(STAMPS)/demo: $(STAMPS)/ready $(SOURCES)
 	@echo "Compiling and installing ampfuse (some minutes the first time) ..."
 	$(INSTALL) $(TARGET)'[demo]'
 	@$(SAY_WHAT_WAS_BUILT)
+	@touch $@
+
+$(STAMPS)/experiments: $(STAMPS)/demo
+	$(INSTALL) $(TARGET)'[experiments]'
 	@touch $@
 
 # The tests also run the CUDA kernels on the CPU, which is a second module. Those of the experiments
