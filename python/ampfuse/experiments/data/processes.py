@@ -75,8 +75,8 @@ class Feed(Generic[Key]):
                 raise
             self._loader = None
         finally:
-            # An error holds this frame, and the frame a DataError: the processes would live until the
-            # garbage collector finds the loop, perhaps in a process forked since.
+            # An error holds this frame, and the frame a DataError: the processes would live until
+            # the garbage collector finds the loop, perhaps in a process forked since.
             batches = batch = None
         if lost is not None:
             raise DataError(
