@@ -104,14 +104,16 @@ def _explanation(rows: Sequence[Row]) -> list[str]:
     if not own:
         return []
     kinds = sorted({run.data["memory_kind"] for run in own if run.data["memory_kind"]})
-    versions = sorted({f"torch {run.data['environment'].get('torch')}" for run in own})
-    versions += sorted({f"ampfuse {run.data['environment'].get('ampfuse')}" for run in own})
+    versions = [
+        f"{name} {version}"
+        for name in ("torch", "ampfuse")
+        for version in sorted({str(run.data["environment"].get(name)) for run in own})
+    ]
     dates = sorted({run.data["finished"][:10] for run in own})
     return [
-        "Measured here: time of training, evaluation and warm-up not counted; memory in MB of 10^6 "
-        f"bytes ({', '.join(kinds)}); ± is the sample standard deviation of the repeats (n).",
-        f"Measured with {', '.join(versions)}; {dates[0]}"
-        + (f" to {dates[-1]}." if len(dates) > 1 else "."),
+        "Measured here: time of training, without warm-up and evaluation; memory by "
+        f"{' or '.join(kinds)}, 1 MB being 10^6 bytes; ± is the sample standard deviation of n "
+        f"repeats. {', '.join(versions)}; {' to '.join(dict.fromkeys((dates[0], dates[-1])))}."
     ]
 
 

@@ -272,12 +272,16 @@ def _against_batch(
 
 
 def _batch_axis(axes: Axes, batches: Sequence[int]) -> None:
+    places = [math.log(batch / batches[0], batches[-1] / batches[0]) for batch in batches]
+    upright = min(after - before for before, after in itertools.pairwise(places)) < 0.08
+    labels, last = [], -1.0
+    for batch, place in zip(batches, places, strict=True):
+        has_room = not upright or place - last > 0.035
+        labels.append(str(batch) if has_room else "")
+        last = place if has_room else last
     axes.set_xscale("log", base=2)
-    axes.set_xticks(batches, [str(batch) for batch in batches])
+    axes.set_xticks(batches, labels, rotation=90 if upright else 0)
     axes.xaxis.set_minor_locator(NullLocator())
-    closest = min(after / before for before, after in itertools.pairwise(batches))
-    if closest < (batches[-1] / batches[0]) ** 0.07:  # 7 % of the axis: the room of a label
-        axes.tick_params(axis="x", labelrotation=90)
     axes.set_xlabel("batch size")
 
 
@@ -311,7 +315,7 @@ def speedup(rows: Sequence[Row], *, of: str = "iterations") -> Figure:
                 of_gpu.setdefault(key, None)
     if not cells:
         raise NothingToDraw("no method beside FP32 on the same GPU at the same batch size")
-    figure = Figure(figsize=(_WIDTH, 0.8 + 2.2 * len(cells)), layout="constrained")
+    figure = Figure(figsize=(_WIDTH, 1.4 + 2.2 * len(cells)), layout="constrained")
     panels = figure.subplots(len(cells), 1, squeeze=False)[:, 0]
     shown = {name for of_gpu in cells.values() for _, name in of_gpu}
     names = [line.name for line in drawn if line.name in shown]
@@ -571,8 +575,8 @@ def _line_styles(drawn: Sequence[Line]) -> list[dict[str, Any]]:
 
 
 def _falling(count: int) -> list[float]:
-    """From 1 to 0: what is drawn first is larger, so that lines on top of each other all show."""
-    return [1 - i / max(1, count - 1) for i in range(count)]
+    """To 0, from 1: what is drawn first is larger, so that lines on top of each other all show."""
+    return [(count - 1 - i) / max(1, count - 1) for i in range(count)]
 
 
 def _bars(
@@ -636,7 +640,7 @@ def _panels(count: int) -> tuple[Figure, list[Axes]]:
     """A figure of `count` axes, two in a line."""
     columns = min(count, 2)
     lines_ = -(-count // columns)
-    height = 3.6 if count == 1 else 0.5 + 2.5 * lines_
+    height = 3.8 if count == 1 else 0.5 + 2.5 * lines_
     figure = Figure(figsize=(_WIDTH, height), layout="constrained")
     cells = figure.subplots(lines_, columns, squeeze=False).flat
     for axes in cells[count:]:
@@ -657,7 +661,8 @@ def _legend(figure: Figure, *all_axes: Axes, gpus: Sequence[str]) -> None:
     columns = min(room, len(by_label), 4)
     if len(gpus) > 1 and columns > len(gpus):
         columns = len(gpus)  # a column of the legend is a GPU's
-    lines_ = -(-len(by_label) // columns) + (len(gpus) == 1)
+    tallest = max(label.count("\n") + 1 for label in by_label)
+    lines_ = -(-len(by_label) // columns) * tallest + (len(gpus) == 1)
     figure.set_figheight(figure.get_figheight() + 0.17 * lines_)
     figure.legend(
         by_label.values(),

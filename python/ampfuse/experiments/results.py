@@ -87,7 +87,7 @@ class Run:
         timed, seconds = self.data["timed_iterations"], self.data["train_time_s"]
         if self.diverged or not timed or seconds is None:
             return None
-        return seconds / timed * self.data["iterations"]
+        return seconds * (self.data["iterations"] / timed)
 
     @property
     def accuracy_pct(self) -> float | None:

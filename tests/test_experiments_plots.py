@@ -1,0 +1,1039 @@
+"""Results read, grouped and drawn: what the figures hold, which files, and what is refused."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import itertools
+import json
+import math
+import operator
+import statistics
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from importlib import resources
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("matplotlib")
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
+from matplotlib.image import imread
+
+from ampfuse.experiments import make_plot, plots, results
+from experiment_results import ResultFolder, divergence, evaluation, interval
+
+E1_GPUS, E1_METHODS = ("1080 Ti", "TITAN X", "V100"), ("FP32", "FP16", "amp")
+E1_BATCHES = (128, 256, 512, 1024, 2048)
+E1_FILES = ("CIFAR - Time", "CIFAR - Memory", "CIFAR - Time (std)", "CIFAR - Memory (std)")
+GRAPH = {"switches__graph": True}
+CPU = "Intel(R) Xeon(R) Platinum 8481C CPU @ 2.70GHz, 2 threads"
+
+
+@pytest.fixture
+def folder(tmp_path) -> ResultFolder:
+    return ResultFolder(tmp_path / "results")
+
+
+def rows_of(folder: ResultFolder) -> list[results.Row]:
+    return results.measured(folder.path, skipped=pytest.fail)
+
+
+def row_of(folder: ResultFolder) -> results.Row:
+    (row,) = rows_of(folder)
+    return row
+
+
+def csv_lines(name: str) -> list[dict[str, str]]:
+    file = resources.files("ampfuse.experiments") / "published" / name
+    return list(csv.DictReader(file.read_text().splitlines()))
+
+
+def drawn_lines(axes: Axes) -> dict[str, tuple[list[float], list[float], list[float]]]:
+    """x, y and the half heights of the error bars, by label."""
+    found = {}
+    for container in axes.containers:
+        line, _, bars = container
+        segments = bars[0].get_segments() if bars else []
+        spread = [(top - bottom) / 2 for (_, bottom), (_, top) in segments]
+        found[container.get_label()] = (list(line.get_xdata()), list(line.get_ydata()), spread)
+    return found
+
+
+def drawn_bars(axes: Axes) -> dict[str, list[float]]:
+    return {bars.get_label(): [bar.get_height() for bar in bars] for bars in axes.containers}
+
+
+def legend_of(figure: Figure) -> list[str]:
+    (legend,) = figure.legends
+    return [text.get_text() for text in legend.get_texts()]
+
+
+def heading_of(figure: Figure) -> str:
+    return figure.get_suptitle().replace("\n", " ")
+
+
+# ---- published figures ---------------------------------------------------------------------------
+
+
+def test_published_rows_are_the_csv():
+    """Every number of every CSV is in a row, in its place."""
+    numbers = {
+        "accuracy_mean_pct": "accuracy_pct.mean",
+        "accuracy_std_pct": "accuracy_pct.std",
+        "val_accuracy_pct": "accuracy_pct.mean",
+        "time_mean_s": "time_s.mean",
+        "time_std_s": "time_s.std",
+        "time_s": "time_s.mean",
+        "memory_mean_mb": "memory_mb.mean",
+        "memory_std_mb": "memory_mb.std",
+        "memory_mb": "memory_mb.mean",
+        "max_memory_bytes": "memory_mb.mean",
+        "images_per_s_mean": "images_per_s.mean",
+        "images_per_s_min": "images_per_s_min",
+        "images_per_s_max": "images_per_s_max",
+        "loss_last": "loss_last.mean",
+        "loss_mean": "loss_mean.mean",
+        "batch_size": "batch_size",
+        "epochs": "epochs",
+        "batches": "iterations",
+    }
+    words = {"gpu": "gpu", "method": "method", "level": "method", "precision": "method"}
+    words |= {"model": "model", "note": "note", "optimizer": "optimizer"}
+    words |= {"platform": "platform", "environment": "platform"}
+    lines_of = {"e1": 45, "e2": 8, "e3": 6, "e4": 8, "e5": 5}
+    for recipe, name in results.PUBLISHED_FILES.items():
+        lines, rows = csv_lines(name), results.published(recipe)
+        assert len(lines) == len(rows) == lines_of[recipe]
+        for line, row in zip(lines, rows, strict=True):
+            assert row.source == "published"
+            for column, text in line.items():
+                if column in words:
+                    assert getattr(row, words[column]) == text
+                elif column == "workload":
+                    assert row.model == text.replace("sample_", "")
+                elif text:
+                    unit = 1e-6 if column == "max_memory_bytes" else 1
+                    value = operator.attrgetter(numbers[column])(row)
+                    assert value == pytest.approx(float(text) * unit, rel=1e-12)
+                else:
+                    assert getattr(row, numbers[column].split(".")[0]) is None
+
+
+def test_published_figures_show_the_csv():
+    rows = results.published("e1")
+    for draw, quantity in (
+        (plots.time_against_batch, "time_{}_s"),
+        (plots.memory_against_batch, "memory_{}_mb"),
+    ):
+        lines = drawn_lines(draw(rows, std=True).axes[0])
+        assert len(lines) == 9
+        for gpu, method in itertools.product(E1_GPUS, E1_METHODS):
+            of_line = [
+                line
+                for line in csv_lines("vgg16_cifar10_2018.csv")
+                if (line["gpu"], line["method"]) == (gpu, method)
+            ]
+            x, y, spread = lines[f"{gpu} {method}"]
+            assert tuple(x) == E1_BATCHES
+            assert y == [float(line[quantity.format("mean")]) for line in of_line]
+            assert spread == pytest.approx(
+                [float(line[quantity.format("std")]) for line in of_line]
+            )
+
+
+def test_published_axes_and_legend():
+    figure = plots.time_against_batch(results.published("e1"))
+    (axes,) = figure.axes
+    assert axes.get_xlabel() == "batch size"
+    assert axes.get_ylabel() == "training time of 100 iterations, s"
+    assert axes.get_xscale() == "log"
+    assert [label.get_text() for label in axes.get_xticklabels()] == list(map(str, E1_BATCHES))
+    assert axes.get_ylim()[0] == 0
+    assert legend_of(figure) == [f"{gpu} {m}" for gpu in E1_GPUS for m in E1_METHODS]
+    assert "published" in heading_of(figure)
+    memory = plots.memory_against_batch(results.published("e1")).axes[0]
+    assert memory.get_ylabel() == "device memory, MB"
+
+
+def test_colour_is_the_gpu_and_dash_the_method():
+    axes = plots.time_against_batch(results.published("e1")).axes[0]
+    colors, dashes, looks = {}, {}, set()
+    for container in axes.containers:
+        line = container[0]
+        gpu, method = container.get_label().rsplit(" ", 1)
+        dash = str(line._dash_pattern[1])
+        colors.setdefault(gpu, set()).add(to_hex(line.get_color()))
+        dashes.setdefault(method, set()).add(
+            tuple(round(x / line.get_linewidth(), 3) for x in line._dash_pattern[1] or ())
+        )
+        filling = (line.get_fillstyle(), to_hex(line.get_markerfacecolor()) == "#ffffff")
+        looks.add((dash, line.get_marker(), filling))
+    assert all(len(of_gpu) == 1 for of_gpu in colors.values())
+    assert all(len(of_method) == 1 for of_method in dashes.values())
+    assert len(set.union(*colors.values())) == len(E1_GPUS)
+    assert len(set.union(*dashes.values())) == len(E1_METHODS)
+    assert len(looks) == 9  # told apart without colour
+
+
+# ---- result files --------------------------------------------------------------------------------
+
+
+def test_repeats_become_mean_and_sample_deviation(folder):
+    times = [5.0, 5.5, 4.7, 5.1, 6.2]
+    for repeat, seconds in enumerate(times):
+        folder.add(
+            repeat=repeat,
+            train_time_s=seconds,
+            memory_bytes=10**9 + repeat,
+            test={"loss": 1.0, "accuracy": 0.4 + repeat / 100, "time_s": 1.0},
+            images_per_s={"mean": 1000.0 + repeat, "min": 900.0 - repeat, "max": 2000.0 + repeat},
+            train_loss={"last": 1.0 + repeat, "mean": 2.0 + repeat},
+        )
+    row = row_of(folder)
+    mean = sum(times) / 5
+    deviation = math.sqrt(sum((t - mean) ** 2 for t in times) / 4)
+    assert (row.source, row.n, row.time_s.n) == ("measured", 5, 5)
+    assert row.time_s.mean == pytest.approx(mean)
+    assert row.time_s.std == pytest.approx(deviation)
+    assert row.memory_mb.mean == pytest.approx(1000.000002)
+    assert row.accuracy_pct.mean == pytest.approx(42)
+    assert row.accuracy_pct.std == pytest.approx(statistics.stdev([40, 41, 42, 43, 44]))
+    assert (row.images_per_s.mean, row.images_per_s_min, row.images_per_s_max) == (1002, 896, 2004)
+    assert (row.loss_last.mean, row.loss_mean.mean) == (3, 4)
+
+
+def test_one_run_has_no_deviation(folder):
+    folder.add()
+    assert row_of(folder).time_s == results.Stat(5.0, None, 1)
+
+
+def test_untimed_iterations_are_made_up_for(folder):
+    """Ten of 100 iterations went into graph capture: 90 took 4.5 s, so 100 take 5."""
+    folder.add(iterations=100, timed_iterations=90, train_time_s=4.5, **GRAPH)
+    assert row_of(folder).time_s.mean == pytest.approx(5.0)
+
+
+def test_nothing_timed_is_no_time(folder):
+    folder.add(timed_iterations=0, train_time_s=0.0, images_per_s=None, step_time_ms=None)
+    row = row_of(folder)
+    assert row.time_s is None
+    assert row.images_per_s is None
+
+
+@pytest.mark.parametrize(
+    "difference",
+    [
+        {"method": "fp32"},
+        {"arm": "O1"},
+        {"gpu": "V100"},
+        {"device__name": "Tesla V100"},
+        {"batch_size": 256},
+        {"iterations": 50},
+        {"epochs": 2.0},
+        {"recipe": None},
+        {"model": "wrn28_10"},
+        {"data__source": "digits"},
+        {"data__loader": "workers"},
+        {"loop": "original"},
+        {"world_size": 2},
+        GRAPH,
+        {"optimizer__lr": 0.1},
+        {"policy": {"loss_scale": 128.0}},
+        {"environment__torch": "2.13.0"},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_what_differs_in_more_than_the_seed_is_no_repeat(folder, difference):
+    folder.add(repeat=0)
+    folder.add(repeat=1)
+    folder.add(repeat=2, **difference)
+    assert sorted(row.n for row in rows_of(folder)) == [1, 2]
+
+
+def test_a_command_given_twice_is_no_second_sample(folder):
+    folder.add_repeats([9.0, 9.0])
+    folder.add_repeats([5.0, 6.0])
+    row = row_of(folder)
+    assert (row.n, row.time_s.mean) == (2, 5.5)
+
+
+def test_two_folders_with_the_same_data_are_the_same(folder):
+    folder.add(repeat=0, data__source="/here/cifar")
+    folder.add(repeat=1, data__source="/there/cifar")
+    assert row_of(folder).conditions["data"] == "cifar10"
+
+
+def test_diverged_runs_count_for_memory_alone(folder):
+    folder.add_repeats([5.0, 6.0], arm="O3", method="O3")
+    folder.add(
+        repeat=2,
+        arm="O3",
+        method="O3",
+        iterations=31,
+        epochs=1.9,
+        timed_iterations=31,
+        train_time_s=0.1,
+        memory_bytes=3 * 10**9,
+        train_loss={"last": None, "mean": None},
+        test={"loss": 9.0, "accuracy": 0.1, "time_s": 0.1},  # of an epoch before
+        diverged=divergence(31),
+    )
+    row = row_of(folder)
+    assert (row.n, row.time_s.n, row.time_s.mean, row.iterations) == (3, 2, 5.5, 100)
+    assert (row.accuracy_pct.n, row.loss_last.n) == (2, 2)
+    assert row.memory_mb.mean == pytest.approx(2000)
+    assert row.note.startswith("1 of 3 diverged in step 31: the training loss became nan")
+    assert "features.3 (BatchNorm2d)" in row.note
+    assert not row.diverged
+
+
+def test_a_row_of_diverged_runs_has_no_length(folder):
+    folder.add(arm="O3", method="O3", iterations=31, diverged=divergence(31), test=None)
+    row = row_of(folder)
+    assert row.diverged
+    assert (row.time_s, row.iterations, row.epochs, row.accuracy_pct) == (None,) * 4
+    assert row.note.startswith("diverged in step 31")
+
+
+def test_unreadable_files_are_named_and_skipped(folder, capsys, tmp_path):
+    good = folder.add()
+    text = good.read_text()
+    bad = {
+        "cut.json": text[: len(text) // 2],
+        "other.json": '{"loss": 1}',
+        "newer.json": text.replace('"format": 1', '"format": 2'),
+        "list.json": "[]",
+        "nan.json": text.replace('"train_time_s": 5.0', '"train_time_s": NaN'),
+        "nobatch.json": text.replace('"batch_size": 128', '"batch": 128'),
+        "text.json": text.replace('"batch_size": 128', '"batch_size": "128"'),
+        "speed.json": text.replace('"mean": 2560.0, ', ""),
+        "binary.json": "\x00\x01",
+    }
+    for name, content in bad.items():
+        assert content != text
+        good.with_name(name).write_text(content)
+    good.with_name("run1.trace.json").write_text("{}")  # the profiler's, no concern of ours
+    said: list[str] = []
+    (row,) = results.measured(folder.path, skipped=said.append)
+    assert row.n == 1
+    assert len(said) == len(bad)
+    for name in bad:
+        (line,) = (line for line in said if name in line)
+        assert "\n" not in line
+        assert "skipped" in line
+    assert any("no 'batch_size'" in line for line in said)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        results.measured(folder.path)
+    assert [str(warning.message) for warning in caught] == said
+    assert make_plot.main(arguments(folder, tmp_path / "figures", "--method", "FP32")) == 0
+    assert "cut.json: skipped" in capsys.readouterr().err
+
+
+def test_missing_folder_is_an_error(tmp_path):
+    with pytest.raises(results.ResultsError, match="no such folder"):
+        results.measured(tmp_path / "results")
+
+
+def test_frame_has_the_rows(folder):
+    pandas = pytest.importorskip("pandas")
+    folder.add_repeats([5.0, 7.0])
+    frame = results.frame([*rows_of(folder), *results.published("e1")])
+    assert isinstance(frame, pandas.DataFrame)
+    assert len(frame) == 46
+    assert list(frame["source"].unique()) == ["measured", "published"]
+    ours = frame[frame["source"] == "measured"].iloc[0]
+    assert (ours["time_s_mean"], ours["n"], ours["torch"]) == (6.0, 2, "2.14.1")
+    assert ours["time_s_std"] == pytest.approx(math.sqrt(2))
+
+
+# ---- selection -----------------------------------------------------------------------------------
+
+
+def test_selection_keeps_the_order_given():
+    chosen = results.select(
+        results.published("e1"),
+        gpus=["V100", "1080 Ti"],
+        methods=["amp", "FP32"],
+        batch_sizes=[512],
+    )
+    assert [(row.gpu, row.method) for row in chosen] == [
+        ("V100", "amp"),
+        ("V100", "FP32"),
+        ("1080 Ti", "amp"),
+        ("1080 Ti", "FP32"),
+    ]
+
+
+def test_a_method_may_be_named_by_its_arm(folder):
+    folder.add(method="FP32", arm="fp32")
+    folder.add(method="FP16", arm="O2")
+    folder.add(method="O2", arm="O2", gpu="V100")
+    rows = rows_of(folder)
+    of = lambda *names: [row.method for row in results.select(rows, methods=names)]  # noqa: E731
+    assert of("fp32") == ["FP32"]
+    assert of("FP16") == ["FP16"]
+    assert of("O2") == ["O2"]  # a method of that name goes first
+    assert of("FP16", "fp32") == ["FP16", "FP32"]
+    on_t4 = [row for row in rows if row.gpu == "T4"]
+    assert [row.method for row in results.select(on_t4, methods=["O2"])] == ["FP16"]
+
+
+@pytest.mark.parametrize(
+    ("wish", "said"),
+    [
+        ({"gpus": ["T4", "K80"]}, "--GPU K80: no such results; there are T4"),
+        ({"methods": ["O9"]}, "--method O9: no such results; there are FP32, FP16"),
+        ({"batch_sizes": [64, 128]}, "--batch 64: no such results; there are 128, 256"),
+        ({"models": ["vgg"]}, "--model vgg: no such results; there are vgg16"),
+        ({"experiments": ["mlp"]}, "--experiment mlp: no such results; there are cifar"),
+        ({"iterations": 7}, "--iteration 7: no such results; there are 100"),
+        ({"epochs": 7}, "--epochs 7: no such results; there are 6.25"),
+        ({"methods": ["FP16"], "batch_sizes": [256]}, "--batch 256: .* there are 128"),
+    ],
+)
+def test_what_is_not_there_is_named(folder, wish, said):
+    folder.add()
+    folder.add(batch_size=256)
+    folder.add(method="FP16", arm="O2")
+    with pytest.raises(results.ResultsError, match=said):
+        results.select(rows_of(folder), **wish)
+
+
+# ---- time and memory -----------------------------------------------------------------------------
+
+
+def add_e1(folder: ResultFolder, *, gpus=("A", "B"), batches=(128, 256, 512)) -> None:
+    """Three repeats of E1's methods: time grows with the batch, by GPU and method."""
+    arms = {"FP32": ("fp32", 1.0), "FP16": ("O2", 0.5), "amp": ("O1", 0.8)}
+    for (i, gpu), batch, (method, (arm, factor)) in itertools.product(
+        enumerate(gpus), batches, arms.items()
+    ):
+        for repeat in range(3):
+            folder.add(
+                gpu=gpu,
+                method=method,
+                arm=arm,
+                batch_size=batch,
+                repeat=repeat,
+                data__train_size=max(2048, 4 * batch),  # as synthetic data have it
+                train_time_s=(i + 1) * factor * batch / 32 + repeat,
+                memory_bytes=int(1e9 * factor + 1e6 * batch),
+                policy=None if method == "FP32" else {"opt_level": arm, "loss_scale": "dynamic"},
+                log=[
+                    interval(50, loss_scale=1.0 if method == "FP32" else 65536.0),
+                    interval(
+                        100,
+                        loss_scale=1.0 if method == "FP32" else 32768.0,
+                        overflow_steps=[] if method == "FP32" else [71],
+                    ),
+                    evaluation(100, factor * batch / 32, 0.4 + repeat / 100),
+                ],
+            )
+
+
+def test_lines_of_own_results(folder):
+    add_e1(folder)
+    figure = plots.time_against_batch(rows_of(folder), std=True)
+    lines = drawn_lines(figure.axes[0])
+    assert list(lines) == [f"{gpu} {m}" for gpu in "AB" for m in E1_METHODS] == legend_of(figure)
+    x, y, spread = lines["B FP16"]
+    assert x == [128, 256, 512]
+    assert y == pytest.approx([2 * 0.5 * batch / 32 + 1 for batch in x])
+    assert spread == pytest.approx([1, 1, 1])  # of 0, 1 and 2 seconds more
+    memory = drawn_lines(plots.memory_against_batch(rows_of(folder)).axes[0])
+    assert memory["A amp"][1] == pytest.approx([928, 1056, 1312])
+    assert memory["A amp"][2] == []
+    assert heading_of(figure).startswith("vgg16 on synthetic cifar10")
+
+
+def test_one_gpu_is_named_once(folder):
+    add_e1(folder, gpus=(CPU,))
+    figure = plots.time_against_batch(rows_of(folder))
+    assert legend_of(figure) == list(E1_METHODS)
+    assert figure.legends[0].get_title().get_text() == CPU
+
+
+def test_one_batch_size_makes_bars(folder):
+    add_e1(folder, batches=(128,))
+    folder.add(gpu="A", method="O3", arm="O3", iterations=3, diverged=divergence(3))
+    figure = plots.time_against_batch(rows_of(folder), std=True)
+    (axes,) = figure.axes
+    bars = {c.get_label(): c for c in axes.containers if c.get_label() in E1_METHODS}
+    assert [bar.get_height() for bar in bars["FP16"]] == pytest.approx([3, 5])
+    (errors,) = bars["FP16"].errorbar[2]
+    assert [top - bottom for (_, bottom), (_, top) in errors.get_segments()] == pytest.approx(
+        [2, 2]
+    )
+    hatches = {bar.patches[0].get_hatch() for bar in bars.values()}
+    assert len(hatches) == 3
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["A", "B"]
+    texts = [text.get_text().strip() for text in axes.texts]
+    assert "O3 diverged" in texts
+    assert "3.00" in texts
+    assert "batch size 128" in heading_of(figure)
+
+
+def test_runs_of_different_length_do_not_mix(folder):
+    folder.add(iterations=50, timed_iterations=50)
+    folder.add(batch_size=256)
+    rows = rows_of(folder)
+    for draw in (plots.time_against_batch, plots.memory_against_batch):
+        with pytest.raises(
+            results.ResultsError, match=r"T4 FP32 .*50, 100 iterations.*--iteration"
+        ):
+            draw(rows)
+    chosen = results.select(rows, iterations=50)
+    assert [row.iterations for row in chosen] == [50]
+    assert plots.time_against_batch(chosen).axes[0].get_ylabel().endswith("of 50 iterations, s")
+
+
+def test_lines_of_different_length_say_so(folder):
+    for batch in (128, 256):
+        folder.add(batch_size=batch)
+        folder.add(batch_size=batch, gpu="V100", iterations=50, timed_iterations=50)
+    figure = plots.time_against_batch(rows_of(folder))
+    assert legend_of(figure) == ["T4 FP32 (100 iterations)", "V100 FP32 (50 iterations)"]
+    assert figure.axes[0].get_ylabel() == "training time, s"
+
+
+def test_equal_epochs_may_be_asked_for(folder):
+    for batch, iterations in ((512, 2340), (1024, 1170)):
+        folder.add(
+            batch_size=batch, iterations=iterations, timed_iterations=iterations, epochs=20.0
+        )
+    rows = rows_of(folder)
+    with pytest.raises(results.ResultsError, match="or --epochs 20"):
+        plots.time_against_batch(rows)
+    axes = plots.time_against_batch(results.select(rows, epochs=20), of="epochs").axes[0]
+    assert axes.get_ylabel() == "training time of 20 epochs, s"
+    assert drawn_lines(axes)["T4 FP32"][0] == [512, 1024]
+
+
+def test_different_conditions_make_different_lines(folder):
+    for batch in (128, 256):
+        folder.add(batch_size=batch)
+        folder.add(batch_size=batch, loop="original", switches__channels_last=False)
+        folder.add(batch_size=batch, method="FP16", arm="O2")
+        folder.add(batch_size=batch, method="FP16", arm="O2", **GRAPH)
+        folder.add(batch_size=batch, method="amp", arm="O1", optimizer__lr=0.1)
+        folder.add(batch_size=batch, method="amp", arm="O1", optimizer__lr=0.2)
+    figure = plots.time_against_batch(rows_of(folder))
+    assert legend_of(figure) == [
+        "FP32",
+        "FP32 (original loop)",
+        "FP16",
+        "FP16 (graph)",
+        "amp (lr 0.1)",
+        "amp (lr 0.2)",
+    ]
+    looks = {
+        (str(c[0]._dash_pattern), c[0].get_marker(), to_hex(c[0].get_color()))
+        for c in figure.axes[0].containers
+    }
+    assert len(looks) == 6
+
+
+def test_what_may_follow_the_batch_size_makes_one_line(folder):
+    for batch in (128, 256):
+        folder.add(batch_size=batch, optimizer__lr=batch / 1000, data__train_size=4 * batch)
+    assert legend_of(plots.time_against_batch(rows_of(folder))) == ["FP32"]
+
+
+def test_own_and_published_figures_never_share_a_line(folder):
+    for batch in E1_BATCHES:
+        folder.add(gpu="V100", batch_size=batch)
+    both = [*results.select(results.published("e1"), gpus=["V100"]), *rows_of(folder)]
+    lines = drawn_lines(plots.time_against_batch(both).axes[0])
+    assert len(lines) == 4
+    assert lines["V100 FP32 (published)"][1] == [3.93, 6.9, 12.97, 25.11, 49.43]
+    (ours,) = (label for label in lines if "measured" in label)
+    assert lines[ours][1] == [5.0] * 5
+
+
+def test_two_models_in_one_figure_are_refused(folder):
+    folder.add()
+    folder.add(model="wrn28_10")
+    with pytest.raises(results.ResultsError, match="--model"):
+        plots.time_against_batch(rows_of(folder))
+
+
+def test_crowded_batch_sizes_stand_upright(folder):
+    """Those too close even so have a tick without a number."""
+    for batch in (96, 97, 104, 112, 2048):
+        folder.add(batch_size=batch)
+    figure = plots.time_against_batch(rows_of(folder))
+    assert not overlaps(figure)
+    (axes,) = figure.axes
+    assert list(axes.get_xticks()) == [96, 97, 104, 112, 2048]
+    labels = axes.get_xticklabels()
+    assert [label.get_text() for label in labels] == ["96", "", "", "112", "2048"]
+    assert labels[0].get_rotation() == 90
+
+
+# ---- speed-up ------------------------------------------------------------------------------------
+
+
+def test_speedup_is_the_ratio_of_times_per_iteration(folder):
+    for batch in (128, 256):
+        folder.add_repeats([8.0, 12.0], batch_size=batch)
+        folder.add(batch_size=batch, arm="O2", method="FP16", train_time_s=batch / 32)
+        folder.add(
+            **{"batch_size": batch, "arm": "O1", "method": "amp", "train_time_s": 2.0, **GRAPH},
+            timed_iterations=50,
+        )
+    figure = plots.speedup(rows_of(folder))
+    bars = drawn_bars(figure.axes[0])
+    assert bars["FP16"] == pytest.approx([10 / 4, 10 / 8])
+    assert bars["amp (graph)"] == pytest.approx([2.5, 2.5])
+    assert "FP32" not in bars
+    assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == ["128", "256"]
+    assert figure.axes[0].get_ylabel() == "speed, times FP32"
+
+
+def test_speedup_has_one_yardstick_and_a_panel_per_gpu(folder):
+    for gpu in ("A", "B"):
+        folder.add(gpu=gpu, arm="fp32", method="fp32", train_time_s=10.0)
+        folder.add(gpu=gpu, arm="O0", method="O0", train_time_s=8.0)
+        folder.add(gpu=gpu, arm="fp32", method="fp32", train_time_s=20.0, loop="original")
+        folder.add(gpu=gpu, arm="O2", method="O2", train_time_s=5.0 if gpu == "A" else 2.5)
+        folder.add(gpu=gpu, arm="O3", method="O3", iterations=4, diverged=divergence(4))
+    figure = plots.speedup(rows_of(folder))
+    assert [axes.get_title() for axes in figure.axes] == ["A", "B"]
+    first, second = map(drawn_bars, figure.axes)
+    assert first == {"fp32 (original loop)": [0.5], "O0": [1.25], "O2": [2.0]}
+    assert second["O2"] == pytest.approx([4.0])
+    assert "O3 diverged" in [text.get_text().strip() for text in figure.axes[0].texts]
+
+
+def test_speedup_of_runs_of_different_length(folder):
+    folder.add(train_time_s=10.0)
+    folder.add(arm="O2", method="O2", iterations=50, timed_iterations=50, train_time_s=2.5)
+    assert drawn_bars(plots.speedup(rows_of(folder)).axes[0]) == {"O2 (50 iterations)": [2.0]}
+
+
+def test_speedup_against_o0_where_fp32_was_not_run(folder):
+    folder.add(arm="O0", method="O0", train_time_s=10.0)
+    folder.add(arm="O2", method="O2", train_time_s=5.0)
+    figure = plots.speedup(rows_of(folder))
+    assert drawn_bars(figure.axes[0]) == {"O2": [2.0]}
+    assert figure.axes[0].get_ylabel() == "speed, times O0"
+
+
+def test_speedup_of_published_figures():
+    bars = drawn_bars(plots.speedup(results.published("e1")).axes[2])
+    assert bars["FP16"][4] == pytest.approx(49.43 / 37.32)
+
+
+def test_no_speedup_without_fp32(folder):
+    folder.add(arm="O1", method="O1")
+    folder.add(arm="O2", method="O2")
+    folder.add(arm="fp32", method="fp32", batch_size=256)
+    with pytest.raises(plots.NothingToDraw):
+        plots.speedup(rows_of(folder))
+
+
+# ---- accuracy and loss scale ---------------------------------------------------------------------
+
+
+def test_accuracy_is_the_mean_of_the_repeats(folder):
+    for repeat in range(2):
+        log = [
+            evaluation(50, 2.0 + repeat, 0.5 + repeat / 10),
+            interval(50),
+            evaluation(100, 4.0 + repeat, 0.7 + repeat / 10),
+        ]
+        folder.add(repeat=repeat, log=log)
+    folder.add(arm="O3", method="O3", diverged=divergence(60), log=[evaluation(50, 1.0, 0.1)])
+    figure = plots.accuracy_against_time(rows_of(folder))
+    (axes,) = figure.axes
+    (line,) = axes.get_lines()
+    assert list(line.get_xdata()) == pytest.approx([2.5, 4.5])
+    assert list(line.get_ydata()) == pytest.approx([55, 75])
+    assert axes.get_xlabel() == "training time, s"
+    assert axes.get_ylabel() == "test accuracy, %"
+
+
+def test_accuracy_has_a_panel_per_batch_size_or_joins_single_points(folder):
+    for batch in (128, 256):
+        folder.add(batch_size=batch, log=[evaluation(100, batch / 100, 0.5)])
+    (axes,) = plots.accuracy_against_time(rows_of(folder)).axes
+    (line,) = axes.get_lines()
+    assert list(line.get_xdata()) == [1.28, 2.56]
+    folder.add(method="amp", arm="O1", log=[evaluation(50, 1.0, 0.3), evaluation(100, 2.0, 0.5)])
+    panels = plots.accuracy_against_time(rows_of(folder)).axes
+    assert [panel.get_title() for panel in panels] == ["batch size 128", "batch size 256"]
+    assert [len(panel.get_lines()) for panel in panels] == [2, 1]
+
+
+def test_a_log_that_was_cut_off_is_read_up_to_there(folder):
+    path = folder.add(log=[evaluation(50, 1.0, 0.3)]).with_suffix(".jsonl")
+    path.write_text(path.read_text() + '{"kind": "evaluation", "step": 100, "ti')
+    run = row_of(folder).runs[0]
+    assert [line["step"] for line in run.log("evaluation")] == [50]
+
+
+def test_a_resumed_log_counts_each_step_once(folder):
+    folder.add(log=[evaluation(50, 1.0, 0.1), evaluation(50, 1.5, 0.2)])
+    assert [line["test_accuracy"] for line in row_of(folder).runs[0].log("evaluation")] == [0.2]
+
+
+def test_no_accuracy_without_an_evaluation(folder):
+    folder.add(log=[interval(50), evaluation(100, 5.0, None)])
+    with pytest.raises(plots.NothingToDraw):
+        plots.accuracy_against_time(rows_of(folder))
+
+
+def test_loss_scale_and_overflows(folder):
+    log = [
+        interval(50, loss_scale=65536.0, overflow_steps=[3]),
+        interval(100, loss_scale=16384.0, overflow_steps=[60, 77]),
+        interval(110, loss_scale=None),
+    ]
+    folder.add(arm="O2", method="O2", log=log)
+    folder.add(arm="fp32", method="fp32", log=[interval(100, loss_scale=1.0)])
+    figure = plots.loss_scale(rows_of(folder))
+    (axes,) = figure.axes
+    scale, crosses, _ = axes.get_lines()
+    assert list(scale.get_xdata()) == [0, 50, 100]
+    assert list(scale.get_ydata()) == [65536, 65536, 16384]
+    assert scale.get_drawstyle() == "steps-pre"  # a scale held from the last look to this one
+    assert list(crosses.get_xdata()) == [3, 60, 77]
+    assert list(crosses.get_ydata()) == [65536, 16384, 16384]
+    assert legend_of(figure) == ["O2", "overflow, step skipped"]
+    assert axes.get_yscale() == "log"
+
+
+def test_no_loss_scale_where_nothing_is_scaled(folder):
+    folder.add(log=[interval(100, loss_scale=1.0)])
+    folder.add(arm="O2", method="O2")  # without a log
+    with pytest.raises(plots.NothingToDraw):
+        plots.loss_scale(rows_of(folder))
+
+
+# ---- readable ------------------------------------------------------------------------------------
+
+
+def overlaps(figure: Figure) -> list[tuple[str, str]]:
+    """Pairs of texts that touch, and texts that leave the page."""
+    figure.set_dpi(150)
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    texts = [figure._suptitle, *(text for legend in figure.legends for text in legend.get_texts())]
+    texts += [legend.get_title() for legend in figure.legends]
+    for axes in figure.axes:
+        texts += [axes.title, axes.xaxis.label, axes.yaxis.label, *axes.texts]
+        for axis, (low, high) in ((axes.xaxis, axes.get_xlim()), (axes.yaxis, axes.get_ylim())):
+            ticks = zip(axis.get_majorticklocs(), axis.get_majorticklabels(), strict=True)
+            texts += [label for place, label in ticks if low <= place <= high]
+    boxes = [
+        (text.get_text().strip(), text.get_window_extent(canvas.get_renderer()).padded(-0.5))
+        for text in texts
+        if text.get_visible() and text.get_text().strip()
+    ]
+    found = [
+        (a, b) for (a, box), (b, other) in itertools.combinations(boxes, 2) if box.overlaps(other)
+    ]
+    page = figure.bbox.padded(1)
+    outside = [
+        (name, "the edge")
+        for name, box in boxes
+        if not (page.contains(box.x0, box.y0) and page.contains(box.x1, box.y1))
+    ]
+    return found + outside
+
+
+def test_the_overlap_check_sees_overlaps():
+    figure = plots.speedup(results.published("e1"))
+    figure.axes[0].text(0, 0.5, "one text", fontsize=9)
+    assert not overlaps(figure)
+    figure.axes[0].text(0.02, 0.5, "on another", fontsize=9)
+    assert overlaps(figure) == [("one text", "on another")]
+    figure.axes[0].text(4.4, 0.1, "leaves the page").set_in_layout(False)
+    assert ("leaves the page", "the edge") in overlaps(figure)
+
+
+def add_all_arms(folder: ResultFolder, **changes) -> None:
+    """Ten arms, two of them in the original loop too, one diverged."""
+    arms = ("fp32", "tf32", "amp-fp16", "amp-bf16", "O0", "O1", "O2", "O3", "O4", "O5")
+    for place, arm in enumerate(arms):
+        seconds = 1234.5 / (1 + place)
+        log = [evaluation(50, seconds / 2, 0.5), evaluation(100, seconds, 0.8 + place / 100)]
+        if arm in ("O1", "O2", "amp-fp16"):
+            log += [interval(s, loss_scale=2.0 ** (16 + place - s // 50)) for s in (50, 100)]
+        common = {"recipe": "e2", "model": "wrn28_10", "arm": arm, "method": arm, "log": log}
+        common |= {"train_time_s": seconds, "memory_bytes": 10**9 * (20 - place)} | changes
+        folder.add(**common, diverged=divergence() if arm == "O3" else None)
+        if arm in ("fp32", "O2"):
+            folder.add(**common, loop="original")
+
+
+def published(folder: ResultFolder) -> list[results.Row]:
+    return results.published("e1")
+
+
+def e1_on_three(folder: ResultFolder) -> list[results.Row]:
+    add_e1(folder, gpus=("NVIDIA H200", "Tesla T4", CPU), batches=E1_BATCHES)
+    return rows_of(folder)
+
+
+def e1_at_one_batch(folder: ResultFolder) -> list[results.Row]:
+    add_e1(folder, gpus=("NVIDIA H200", "Tesla T4", CPU), batches=(128,))
+    return rows_of(folder)
+
+
+def all_arms(folder: ResultFolder) -> list[results.Row]:
+    add_all_arms(folder, gpu=CPU, memory_kind="process RSS")
+    return rows_of(folder)
+
+
+def all_arms_at_three_batches(folder: ResultFolder) -> list[results.Row]:
+    for batch in (128, 256, 512):
+        add_all_arms(folder, gpu="Tesla T4", batch_size=batch)
+    return rows_of(folder)
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        plots.time_against_batch,
+        plots.memory_against_batch,
+        plots.speedup,
+        plots.accuracy_against_time,
+        plots.loss_scale,
+    ],
+    ids=lambda function: function.__name__,
+)
+@pytest.mark.parametrize(
+    "rows",
+    [published, e1_on_three, e1_at_one_batch, all_arms, all_arms_at_three_batches],
+    ids=lambda function: function.__name__,
+)
+def test_no_text_lies_on_another(
+    draw: Callable[..., Figure], rows: Callable[..., list[results.Row]], folder
+):
+    data = rows(folder)
+    if rows is published and draw in (plots.accuracy_against_time, plots.loss_scale):
+        with pytest.raises(plots.NothingToDraw):  # nobody published these
+            draw(data)
+        return
+    figure = draw(data)
+    assert overlaps(figure) == []
+    for axes in figure.axes:
+        assert axes.get_ylabel()
+        inches = axes.get_position().height * figure.get_figheight()  # what the legend left
+        assert inches > (2.2 if len(figure.axes) == 1 else 1.4)
+        assert len(axes.get_xticks()) > 0
+    assert figure.get_figwidth() == 7
+
+
+# ---- the command ---------------------------------------------------------------------------------
+
+
+def arguments(folder: ResultFolder, output: Path, *more: str) -> list[str]:
+    return ["--results", str(folder.path), "--output", str(output), *more]
+
+
+def names_in(folder: Path) -> set[str]:
+    return {path.name for path in folder.rglob("*") if path.is_file()}
+
+
+def with_endings(*names: str) -> set[str]:
+    return {f"{name}.{ending}" for name in names for ending in ("png", "svg")}
+
+
+def test_e1s_command_line(folder, tmp_path, capsys):
+    add_e1(folder, gpus=("A", "B", "C"), batches=(128, 256))
+    output = tmp_path / "figures"
+    line = "--GPU A B C --method FP32 FP16 amp --batch 128 256 --plot_std"
+    assert make_plot.main(arguments(folder, output, *line.split())) == 0
+    more = ("CIFAR - Speed-up", "CIFAR - Accuracy", "CIFAR - Loss scale")
+    assert names_in(output) == with_endings(*E1_FILES, *more)
+    printed = capsys.readouterr().out.splitlines()
+    assert sorted(printed) == sorted(str(path) for path in output.iterdir())
+    for name in names_in(output):
+        if name.endswith("png"):
+            picture = imread(output / name)
+            assert picture.shape[1] == 1050  # 7 inches at 150 dots each
+            assert picture[..., :3].std() > 0.03  # an empty page has none
+        else:
+            assert "<svg" in (output / name).read_text()[:1000]
+
+
+def test_published_command(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert make_plot.main(["--published"]) == 0
+    assert names_in(tmp_path) == with_endings(*E1_FILES)
+    assert {path.parent for path in tmp_path.rglob("*.png")} == {
+        tmp_path / "results" / "figures" / "published"
+    }
+    first = {path: path.read_bytes() for path in tmp_path.rglob("*.svg")}
+    assert make_plot.main(["--published"]) == 0
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*.svg")} == first
+
+
+def test_file_names_of_other_experiments():
+    name = make_plot.figure_name
+    assert name("cifar", "vgg16", "Time") == "CIFAR - Time"
+    assert name("cifar", "wrn28_10", "Time (std)") == "CIFAR wrn28_10 - Time (std)"
+    assert name("imagenet", "resnet18", "Memory") == "ImageNet resnet18 - Memory"
+    assert name("mnist", "mnist_cnn", "Accuracy") == "MNIST - Accuracy"
+    assert name("mlp", "mlp", "Speed-up") == "MLP - Speed-up"
+
+
+def test_all_models_are_drawn(folder, tmp_path):
+    for experiment, model in (("cifar", "vgg16"), ("imagenet", "resnet50"), ("mlp", "mlp")):
+        folder.add(experiment=experiment, model=model)
+    output = tmp_path / "figures"
+    assert make_plot.main(arguments(folder, output)) == 0
+    names = [f"{title} - {what}" for title in ("CIFAR", "ImageNet resnet50", "MLP")
+             for what in ("Time", "Memory")]  # fmt: skip
+    assert names_in(output) == with_endings(*names)
+
+
+def test_iteration_chooses(folder, tmp_path, capsys):
+    folder.add(iterations=50, timed_iterations=50)
+    folder.add(iterations=100, batch_size=256)
+    output = tmp_path / "figures"
+    assert make_plot.main(arguments(folder, output)) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "50, 100 iterations" in said
+    assert not output.exists()
+    assert make_plot.main(arguments(folder, output, "--iteration", "50")) == 0
+    assert "CIFAR - Time.png" in names_in(output)
+
+
+def test_epochs_choose(folder, tmp_path):
+    for batch, iterations in ((512, 40), (1024, 20)):
+        folder.add(batch_size=batch, iterations=iterations, epochs=2.0)
+    output = tmp_path / "figures"
+    assert make_plot.main(arguments(folder, output)) == 2
+    assert make_plot.main(arguments(folder, output, "--epochs", "2")) == 0
+    assert names_in(output) == with_endings("CIFAR - Time", "CIFAR - Memory")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--GPU", "K80"], "--GPU K80: no such results; there are T4"),
+        (["--method", "O9"], "--method O9"),
+        (["--batch", "512"], "--batch 512: no such results; there are 128"),
+        (["--batch", "many"], "--batch: invalid int value"),
+        (["--iteration", "3"], "--iteration 3"),
+        (["--iteration", "3", "--epochs", "4"], "not allowed with"),
+        (["--experiment", "coco"], "--experiment: invalid choice"),
+        (["--model", "vgg11"], "--model vgg11"),
+        (["--wrong"], "unrecognized arguments: --wrong"),
+        (["--results", "nowhere"], "nowhere: no such folder"),
+        (["--results", "empty"], "empty: no results"),
+        (["--output", "a-file"], "a-file is not a folder"),
+        (["--output", "a-file/figures"], "a-file is not a folder"),
+        (["--published", "--GPU", "T4"], "--GPU T4: no such results; there are 1080 Ti, TITAN X"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_wrong_use_is_one_line_and_changes_nothing(
+    options, said, folder, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    folder.add()
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "a-file").write_text("mine")
+    old = tmp_path / "results" / "figures" / "CIFAR - Time.png"
+    old.parent.mkdir()
+    old.write_text("old")
+    before = names_in(tmp_path)
+    try:
+        status = make_plot.main(options)
+    except SystemExit as stop:
+        status = stop.code
+    assert status == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert said in err
+    assert names_in(tmp_path) == before
+    assert old.read_text() == "old"
+
+
+def test_a_failure_while_writing_leaves_the_old_figures(folder, tmp_path, monkeypatch, capsys):
+    folder.add()
+    output = tmp_path / "figures"
+    assert make_plot.main(arguments(folder, output)) == 0
+    before = {path: path.read_bytes() for path in output.iterdir()}
+    folder.add(batch_size=256)
+    write, calls = make_plot.atomic, []
+
+    def failing(path):
+        calls.append(path)
+        if len(calls) == 3:
+            raise OSError(28, "No space left on device", str(path))
+        return write(path)
+
+    monkeypatch.setattr(make_plot, "atomic", failing)
+    capsys.readouterr()
+    assert make_plot.main(arguments(folder, output)) == 2
+    assert "No space left on device" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in output.iterdir()} == before
+
+
+def test_deviations_of_single_runs_are_remarked_on(folder, tmp_path, capsys):
+    folder.add()
+    assert make_plot.main(arguments(folder, tmp_path / "figures", "--plot_std")) == 0
+    assert "no run was repeated" in capsys.readouterr().err
+    assert set(E1_FILES) <= {Path(name).stem for name in names_in(tmp_path / "figures")}
+
+
+def test_missing_matplotlib_is_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert make_plot.main([]) == 1
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "ampfuse[experiments]" in said
+
+
+def test_help_is_light_and_says_the_flags():
+    code = (
+        "import sys; from ampfuse.experiments import make_plot, make_table\n"
+        "for main in (make_plot.main, make_table.main):\n"
+        "    try: main(['--help'])\n"
+        "    except SystemExit as stop: assert stop.code == 0\n"
+        "assert not {'matplotlib', 'pandas', 'torchvision'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for flag in ("--GPU", "--method", "--batch", "--plot_std", "--published", "--csv"):
+        assert flag in done.stdout
+
+
+def test_results_of_a_trainer(tmp_path, monkeypatch, capsys):
+    """What the trainers write is what is read here."""
+    for package in ("torchvision", "timm", "pandas", "sklearn", "rich", "tqdm"):
+        pytest.importorskip(package)
+    from ampfuse.experiments import trainers
+
+    monkeypatch.chdir(tmp_path)
+    line = "--data digits --iterations 2 --batch-size 32 --arm fp32 O2 --repeats 2 --device cpu"
+    assert trainers.main("mnist", [*line.split(), "--quiet", "--GPU", "here"]) == 0
+    rows = results.measured("results", skipped=pytest.fail)
+    assert [(row.method, row.n, row.iterations, row.gpu) for row in rows] == [
+        ("fp32", 2, 2, "here"),
+        ("O2", 2, 2, "here"),
+    ]
+    for row in rows:
+        files = [json.loads(run.path.read_text()) for run in row.runs]
+        assert row.time_s.mean == pytest.approx(statistics.fmean(f["train_time_s"] for f in files))
+        accuracies = [100 * f["test"]["accuracy"] for f in files]
+        assert row.accuracy_pct.std == pytest.approx(statistics.stdev(accuracies))
+    capsys.readouterr()
+    assert make_plot.main(["--plot_std"]) == 0
+    kinds = ("Time", "Memory", "Time (std)", "Memory (std)", "Speed-up", "Accuracy", "Loss scale")
+    made = {path.name for path in Path("results/figures").iterdir()}
+    assert made == with_endings(*(f"MNIST - {kind}" for kind in kinds))

@@ -1,0 +1,420 @@
+"""The tables: published rows as published, own ones beside them and labelled; the CSV."""
+
+from __future__ import annotations
+
+import csv
+import math
+from importlib import resources
+from pathlib import Path
+
+import pytest
+
+from ampfuse.experiments import make_table, results
+from experiment_results import ResultFolder, divergence
+
+# Header of each table's column, by the column of the published CSV.
+COLUMNS = {
+    "e1": {
+        "gpu": "GPU",
+        "method": "method",
+        "batch_size": "batch size",
+        "accuracy_mean_pct": "accuracy, %",
+        "time_mean_s": "time, s",
+        "memory_mean_mb": "memory, MB",
+    },
+    "e2": {
+        "platform": "platform",
+        "gpu": "GPU",
+        "level": "level",
+        "batch_size": "batch size",
+        "epochs": "epochs",
+        "time_s": "time, s",
+        "memory_mb": "memory, MB",
+        "val_accuracy_pct": "val accuracy, %",
+        "note": "note",
+    },
+    "e3": {
+        "model": "model",
+        "gpu": "GPU",
+        "level": "level",
+        "optimizer": "optimizer",
+        "batch_size": "batch size",
+        "epochs": "epochs",
+        "time_s": "time, s",
+        "memory_mb": "memory, MB",
+        "val_accuracy_pct": "val accuracy, %",
+    },
+    "e4": {
+        "environment": "environment",
+        "model": "model",
+        "precision": "precision",
+        "batch_size": "batch size",
+        "batches": "batches",
+        "images_per_s_mean": "images/s mean",
+        "images_per_s_min": "min",
+        "images_per_s_max": "max",
+        "loss_last": "loss last",
+        "loss_mean": "loss mean",
+    },
+    "e5": {
+        "gpu": "GPU",
+        "method": "method",
+        "batch_size": "batch size",
+        "epochs": "epochs",
+        "time_s": "time, s",
+        "max_memory_bytes": "memory, bytes",
+    },
+}
+DEVIATIONS = {
+    "accuracy, %": "accuracy_std_pct",
+    "time, s": "time_std_s",
+    "memory, MB": "memory_std_mb",
+}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> ResultFolder:
+    monkeypatch.chdir(tmp_path)
+    return ResultFolder(tmp_path / "results")
+
+
+def parsed(markdown: str) -> list[dict[str, str]]:
+    """The table's cells, by column."""
+    lines = [line for line in markdown.splitlines() if line.startswith("|")]
+    split = [[cell.strip() for cell in line[1:-1].split("|")] for line in lines]
+    header, rule, *rows = split
+    assert set(rule) == {"---"}
+    return [dict(zip(header, row, strict=True)) for row in rows]
+
+
+def printed(capsys, *arguments: str) -> list[dict[str, str]]:
+    assert make_table.main(list(arguments)) == 0
+    return parsed(capsys.readouterr().out)
+
+
+def own(rows: list[dict[str, str]]) -> list[dict[str, str]]:
+    return [row for row in rows if row["source"] == "measured here"]
+
+
+def same(cell: str, text: str) -> bool:
+    """Equal as numbers, or as words."""
+    try:
+        return math.isclose(float(cell), float(text), rel_tol=1e-9)
+    except ValueError:
+        return cell == text
+
+
+@pytest.mark.parametrize("recipe", sorted(COLUMNS))
+def test_published_cells_are_the_csv(recipe, folder, capsys):
+    file = resources.files("ampfuse.experiments") / "published" / results.PUBLISHED_FILES[recipe]
+    lines = list(csv.DictReader(file.read_text().splitlines()))
+    rows = printed(capsys, recipe)
+    assert len(rows) == len(lines)
+    for line, row in zip(lines, rows, strict=True):
+        assert row["source"] == "published"
+        for name, header in COLUMNS[recipe].items():
+            mean, _, deviation = row[header].partition(" ± ")
+            assert same(mean, line[name]), (header, row)
+            if recipe == "e1" and header in DEVIATIONS:
+                assert same(deviation, line[DEVIATIONS[header]]), (header, row)
+    quoted = {*COLUMNS[recipe], *DEVIATIONS.values(), "workload"}
+    assert set(lines[0]) <= quoted  # no column was left out
+
+
+def test_workloads_of_e5_are_models(folder, capsys):
+    assert [row["workload"] for row in printed(capsys, "e5")] == ["mlp"] * 2 + ["mnist_cnn"] * 3
+
+
+def test_time_per_epoch_of_published_rows(folder, capsys):
+    rows = printed(capsys, "e3")
+    assert [row["time per epoch, s"] for row in rows] == [""] * 4 + ["70.88", "44.7"]
+
+
+def test_e1_has_means_and_deviations_of_own_runs(folder, capsys):
+    for repeat, (seconds, accuracy) in enumerate([(5.0, 0.40), (6.0, 0.42), (7.0, 0.41)]):
+        folder.add(
+            method="FP16",
+            arm="O2",
+            repeat=repeat,
+            train_time_s=seconds,
+            memory_bytes=1_400_000_000 + repeat * 1_000_000,
+            test={"loss": 1.0, "accuracy": accuracy, "time_s": 1.0},
+        )
+    rows = printed(capsys, "e1")
+    assert len(rows) == 46
+    (row,) = own(rows)
+    assert row == {
+        "source": "measured here",
+        "GPU": "T4 (Tesla T4)",
+        "method": "FP16",
+        "batch size": "128",
+        "accuracy, %": "41 ± 1",
+        "time, s": "6 ± 1",
+        "memory, MB": "1401 ± 1",
+        "iterations": "100",
+        "n": "3",
+        "note": "re-enactment, on another device than the published; synthetic data",
+    }
+
+
+def test_time_of_a_captured_run_is_that_of_all_iterations(folder, capsys):
+    folder.add(timed_iterations=80, train_time_s=4.0, switches__graph=True)
+    (row,) = own(printed(capsys, "e1"))
+    assert row["time, s"] == "5"
+    assert row["note"].endswith("graph")
+
+
+def test_on_the_published_gpu_it_is_no_reenactment(folder, capsys):
+    folder.add(gpu="V100", device__name="Tesla V100-SXM2-16GB", data__source="/data/cifar")
+    folder.add(gpu="V100", device__name="Some CPU", data__source="/data/cifar")  # as labelled
+    notes = {row["GPU"]: row["note"] for row in own(printed(capsys, "e1"))}
+    assert notes["V100 (Tesla V100-SXM2-16GB)"] == ""
+    assert notes["V100 (Some CPU)"] == "re-enactment, on another device than the published"
+
+
+@pytest.mark.parametrize(
+    ("device", "recipe", "is_it"),
+    [
+        ("NVIDIA GeForce GTX 1080 Ti", "e1", True),
+        ("NVIDIA GeForce GTX 1080", "e1", False),
+        ("NVIDIA TITAN X (Pascal)", "e1", True),
+        ("NVIDIA TITAN Xp", "e1", False),
+        ("Tesla V100-SXM2-16GB", "e1", True),
+        ("Tesla T4", "e2", True),
+        ("Tesla P100-PCIE-16GB", "e2", True),
+        ("Tesla K80", "e2", True),
+        ("Tesla T4", "e1", False),
+        ("NVIDIA T400 4GB", "e2", False),
+        ("NVIDIA GeForce GTX 1070", "e3", True),
+        ("NVIDIA GeForce GTX 1070 Ti", "e3", False),
+        ("Tesla V100-SXM2-16GB", "e4", False),  # it was published without a name
+        ("Intel(R) Xeon(R) Processor, 2 threads", "e5", False),
+    ],
+)
+def test_published_gpus_are_known_by_name(device, recipe, is_it):
+    assert make_table.is_published_gpu(device, recipe) is is_it
+
+
+def e2_run(folder: ResultFolder, **changes) -> None:
+    common = {"recipe": "e2", "model": "wrn28_10", "epochs": 10.0, "iterations": 3900}
+    common |= {"timed_iterations": 3900, "train_time_s": 1234.5, "data__source": "/data"}
+    folder.add(**common | changes)
+
+
+def test_e2_tells_why_a_level_diverged(folder, capsys):
+    e2_run(folder, arm="O2", method="O2")
+    e2_run(
+        folder,
+        arm="O3",
+        method="O3",
+        iterations=31,
+        epochs=0.08,
+        train_time_s=9.0,
+        test=None,
+        train_loss={"last": None, "mean": None},
+        memory_bytes=4_347_000_000,
+        diverged=divergence(31),
+    )
+    sound, diverged = own(printed(capsys, "e2"))
+    assert sound["time, s"] == "1234.5"
+    assert sound["epochs"] == "10"
+    assert sound["val accuracy, %"] == "41"
+    assert sound["note"] == ""
+    assert diverged["level"] == "O3"
+    assert (diverged["time, s"], diverged["val accuracy, %"], diverged["epochs"]) == ("", "", "")
+    assert diverged["memory, MB"] == "4347"
+    assert diverged["note"].startswith("diverged in step 31: the training loss became nan (output")
+    assert "nan" not in {cell for row in (sound, diverged) for cell in row.values()}
+
+
+def test_e2_labels_the_published_loop_and_short_runs(folder, capsys):
+    e2_run(folder, loop="original")
+    e2_run(folder)
+    e2_run(folder, iterations=6, timed_iterations=6, epochs=6 / 390, batch_size=16)
+    short, tuned, original = own(printed(capsys, "e2"))
+    assert original["note"] == "the published loop"
+    assert tuned["note"] == ""
+    assert short["note"] == "6 iterations"
+    assert short["epochs"] == "0.01538"
+
+
+def test_e3_has_the_time_per_epoch(folder, capsys):
+    folder.add(
+        recipe="e3",
+        model="densenet161",
+        batch_size=512,
+        iterations=2425,
+        timed_iterations=2425,
+        epochs=25.0,
+        train_time_s=500.0,
+        optimizer__name="adam",
+    )
+    (row,) = own(printed(capsys, "e3"))
+    assert (row["time, s"], row["time per epoch, s"]) == ("500", "20")
+    assert row["optimizer"] == "adam"
+
+
+def test_e4_has_mean_min_and_max(folder, capsys):
+    for repeat, mean in enumerate((330.0, 334.0)):
+        folder.add(
+            recipe="e4",
+            experiment="imagenet",
+            model="resnet50",
+            iterations=360,
+            repeat=repeat,
+            images_per_s={"mean": mean, "min": 300.0 - repeat, "max": 350.0 + repeat},
+            train_loss={"last": 5.0, "mean": 5.5},
+        )
+    (row,) = own(printed(capsys, "e4"))
+    assert row["images/s mean"] == "332 ± 2.828"
+    assert (row["min"], row["max"]) == ("299", "351")
+    assert (row["loss last"], row["loss mean"]) == ("5 ± 0", "5.5 ± 0")
+    assert (row["batches"], row["environment"]) == ("360", "pytorch-2.14.1")
+
+
+def test_e5_has_bytes(folder, capsys):
+    for experiment, model in (("mlp", "mlp"), ("mnist", "mnist_cnn")):
+        folder.add(
+            recipe="e5",
+            experiment=experiment,
+            model=model,
+            memory_bytes=175_422_977,
+            test={"loss": 0.1, "accuracy": None, "time_s": 0.1},
+        )
+    rows = own(printed(capsys, "e5"))
+    assert [row["workload"] for row in rows] == ["mlp", "mnist_cnn"]
+    assert [row["memory, bytes"] for row in rows] == ["175422977"] * 2
+    assert rows[0]["note"] == "synthetic data"  # on a T4, as published
+
+
+def test_rows_of_other_recipes_stay_out(folder, capsys):
+    folder.add(recipe="e2")
+    folder.add(recipe=None)
+    assert make_table.main(["e1"]) == 0
+    said = capsys.readouterr()
+    assert own(parsed(said.out)) == []
+    assert "results: no results of e1, only of e2" in said.err
+    assert "--recipe e1" in said.err
+
+
+def test_cells_hold_no_column_separators(folder, capsys):
+    what = divergence() | {"reason": "a | b\nc", "first": None, "tensor": None, "module": None}
+    folder.add(method="FP16", arm="O2", diverged=what)
+    assert make_table.main(["e1"]) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "diverged" in line)
+    assert r"a \| b c" in line
+
+
+def test_conditions_stand_below_the_table(folder, capsys):
+    folder.add(memory_kind="process RSS")
+    assert make_table.main(["e1"]) == 0
+    below = capsys.readouterr().out.rsplit("|", 1)[1]
+    for words in ("process RSS", "torch 2.14.1", "ampfuse 0.1.0", "2026-11-21", "10^6 bytes"):
+        assert words in below
+
+
+def test_no_published(folder, capsys):
+    folder.add()
+    rows = printed(capsys, "e1", "--no-published")
+    assert [row["source"] for row in rows] == ["measured here"]
+
+
+# ---- CSV -----------------------------------------------------------------------------------------
+
+
+def test_csv_has_one_line_per_measured_row(folder, capsys, tmp_path):
+    folder.add_repeats([5.0, 6.0, 7.0])
+    folder.add(
+        method="O3",
+        arm="O3",
+        diverged=divergence() | {"reason": "two\nlines"},
+        environment__torch="2.15.0",
+    )
+    path = tmp_path / "new" / "e1.csv"
+    rows = printed(capsys, "e1", "--csv", str(path))
+    assert len(own(rows)) == 2
+    text = path.read_text()
+    assert text.count("\n") == 3
+    sound, diverged = csv.DictReader(text.splitlines())
+    expected = {
+        "source": "measured",
+        "recipe": "e1",
+        "gpu": "T4",
+        "device": "Tesla T4",
+        "cpu": "Some CPU",
+        "method": "FP32",
+        "arm": "fp32",
+        "batch_size": "128",
+        "data": "synthetic",
+        "loop": "tuned",
+        "graph": "False",
+        "time_s_mean": "6.0",
+        "time_s_std": "1.0",
+        "n": "3",
+        "torch": "2.14.1",
+        "ampfuse": "0.1.0",
+        "cuda": "13.0",
+        "python": "3.11.7",
+        "memory_kind": "max_memory_allocated",
+        "date": "2026-11-21T04:00:03+00:00",
+        "diverged": "0",
+    }
+    assert expected.items() <= sound.items()
+    assert float(sound["memory_mb_mean"]) == 1500
+    assert float(sound["accuracy_pct_mean"]) == pytest.approx(41)
+    assert (diverged["time_s_mean"], diverged["diverged"]) == ("", "1")
+    assert "two lines" in diverged["note"]
+    assert diverged["torch"] == "2.15.0"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ([], "the following arguments are required: recipe"),
+        (["e6"], "invalid choice: 'e6'"),
+        (["e1", "--wrong"], "unrecognized arguments: --wrong"),
+        (["e1", "--results", "nowhere"], "nowhere: no such folder"),
+        (
+            ["e3", "--csv", "old.csv"],
+            "results: no results of e3, only of e1; train first: python -m",
+        ),
+        (["e3", "--no-published"], "results: no results of e3, only of e1; train first: python -m"),
+        (["e1", "--results", "empty", "--csv", "old.csv"], "empty: no results of e1; train first"),
+        (["e1", "--csv", "old.csv/new.csv"], "old.csv is not a folder"),
+        (["e1", "--csv", "empty"], "empty"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_wrong_use_is_one_line_and_changes_nothing(options, said, folder, tmp_path, capsys):
+    folder.add()
+    Path("old.csv").write_text("old")
+    Path("empty").mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    try:
+        status = make_table.main(options)
+    except SystemExit as stop:
+        status = stop.code
+    assert status == 2
+    captured = capsys.readouterr()
+    assert captured.err.count("\n") == 1
+    assert said in captured.err
+    assert captured.out == ""
+    assert sorted(tmp_path.rglob("*")) == before
+    assert Path("old.csv").read_text() == "old"
+
+
+def test_without_results_the_published_rows_are_printed(folder, capsys):
+    assert make_table.main(["e2"]) == 0
+    said = capsys.readouterr()
+    assert len(parsed(said.out)) == 8
+    assert said.err.count("\n") == 1
+    assert "python -m ampfuse.experiments.cifar --recipe e2" in said.err
+
+
+def test_unreadable_results_are_named(folder, capsys):
+    path = folder.add()
+    path.with_name("cut.json").write_text('{"format": 1')
+    assert len(own(printed(capsys, "e1"))) == 1
+    path.unlink()
+    assert make_table.main(["e1"]) == 0
+    assert "cut.json: skipped" in capsys.readouterr().err
