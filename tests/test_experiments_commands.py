@@ -101,3 +101,17 @@ def test_the_original_loop_reads_through_workers(files, tmp_path):
     result = json.loads(path.read_text())
     assert (result["loop"], result["data"]["loader"]) == ("original", "workers")
     assert result["switches"]["channels_last"] is False
+
+
+@pytest.mark.parametrize("loader", ["workers", "resident"])
+def test_a_damaged_image_ends_the_command_in_a_line(loader, tmp_path, capsys):
+    write_imagenet(tmp_path / "data", each=8)
+    damaged = sorted((tmp_path / "data").rglob("*.png"))[3]
+    damaged.write_bytes(damaged.read_bytes()[:60])
+    words = ["train", "imagenet", str(tmp_path / "data"), "-b", "4", "--image-size", "32"]
+    words += ["--iterations", "6", "--arm", "O5", "--loader", loader, "--workers", "1"]
+    assert main([*words, "-o", str(tmp_path / "results")]) == 2
+    error = capsys.readouterr().err
+    assert str(damaged) in error
+    assert error.count("\n") == 1
+    assert not list(tmp_path.rglob("*.json"))

@@ -14,6 +14,7 @@ def main(argv: list[str] | None = None) -> int:
     # Imported here and kept light: --help must not wait for torch, and `env` must run without it.
     from ampfuse.demo import cli as demo
     from ampfuse.experiments import make_plot, make_table
+    from ampfuse.experiments.cli import OneLineParser
     from ampfuse.experiments.trainers import TRAINERS
     from ampfuse.experiments.trainers import main as train
 
@@ -21,9 +22,7 @@ def main(argv: list[str] | None = None) -> int:
     if argv[:1] == ["train"] and argv[1:2] and argv[1] in TRAINERS:
         return train(argv[1], argv[2:], prog=f"ampfuse train {argv[1]}")
 
-    parser = argparse.ArgumentParser(
-        prog="ampfuse", description="Mixed-precision training for PyTorch."
-    )
+    parser = OneLineParser(prog="ampfuse", description="Mixed-precision training for PyTorch.")
     parser.add_argument("--version", action="version", version=f"ampfuse {ampfuse.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
 

@@ -96,7 +96,7 @@ class Arm(abc.ABC):
     @property
     @abc.abstractmethod
     def policy(self) -> dict[str, Any] | None:
-        """What the level means, as JSON-able data; None where there is no level."""
+        """What the arm decides of scaling, masters and batch norm, as JSON-able data; else None."""
 
     def loss_scale(self) -> float:
         """The present scale. Waits for the device."""
@@ -124,7 +124,9 @@ class Arm(abc.ABC):
 class _Plain(Arm):
     """FP32 and TF32: no scaling. The published loops left the optimizer at torch's default."""
 
-    policy = None
+    @property
+    def policy(self) -> dict[str, Any] | None:
+        return None
 
     def __init__(self, config: RunConfig, model: nn.Module, device: torch.device) -> None:
         super().__init__(config, model, device)
@@ -151,11 +153,11 @@ class _TorchAmp(_Plain):
             for parameter in model.parameters():
                 self.optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         self._half = half
-        static = isinstance(config.loss_scale, float)
+        self._static = config.loss_scale if isinstance(config.loss_scale, float) else None
         self._scaler = torch.amp.GradScaler(
             device.type,
-            init_scale=config.loss_scale if static else 2.0**16,  # type: ignore[arg-type]
-            growth_interval=2**31 - 1 if static else 2000,
+            init_scale=self._static or 2.0**16,
+            growth_interval=2**31 - 1 if self._static else 2000,
             enabled=half is torch.float16,
         )
 
@@ -177,6 +179,10 @@ class _TorchAmp(_Plain):
         used = scale.clone()
         scaler.update()
         return used, (scale < used).float()
+
+    @property
+    def policy(self) -> dict[str, Any] | None:
+        return {"loss_scale": self._static or "dynamic"} if self._scaler.is_enabled() else None
 
     def loss_scale(self) -> float:
         return self._scaler.get_scale()

@@ -34,9 +34,9 @@ class Task:
         """The data of all repeats of `config`; ``reseed`` turns to one of them.
 
         Raises:
-            UsageError: they are not there.
+            DataError: they are not there.
         """
-        from ampfuse.experiments.data import DataError, DataRequest, open_data
+        from ampfuse.experiments.data import DataRequest, open_data
 
         request = DataRequest(
             kind=self.kind,
@@ -57,10 +57,7 @@ class Task:
             synthetic_size=config.synthetic_size,
             classes=self.classes if config.data == "synthetic" else None,
         )
-        try:
-            return open_data(request)
-        except DataError as error:
-            raise UsageError(str(error)) from error
+        return open_data(request)
 
     def build_model(self, config: RunConfig, data: Data) -> nn.Module:
         """Raises UsageError if there is no such model for these images."""

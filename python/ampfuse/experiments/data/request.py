@@ -6,8 +6,10 @@ import dataclasses
 
 import torch
 
+from ampfuse.experiments.config import UsageError
 
-class DataError(Exception):
+
+class DataError(UsageError):
     """Data that is missing, damaged or too much. The message is one line: what, and what to do."""
 
 
