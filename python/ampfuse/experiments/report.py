@@ -25,7 +25,7 @@ def heading(
     trainer: Trainer, configs: Sequence[RunConfig], device: torch.device, processes: int
 ) -> str:
     first = configs[0]
-    length = f"{first.iterations} iterations" if first.iterations else f"{first.epochs} epochs"
+    length = _count(first.iterations, "iteration") or _count(first.epochs, "epoch")
     where = device_name(device) + (f", {processes} processes" if processes > 1 else "")
     methods = ", ".join(dict.fromkeys(config.method for config in configs))
     return (
@@ -34,6 +34,10 @@ def heading(
         f"{first.optimizer} at {first.lr:g}; {methods}; {first.loop} loop.\n"
         f"On {where}, torch {torch.__version__}."
     )
+
+
+def _count(number: int | None, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}" if number else ""
 
 
 def line(result: Result) -> str:
@@ -66,7 +70,7 @@ def _figures(result: Result) -> list[str]:
         if test["accuracy"] is not None:
             figures.append(f"test accuracy {test['accuracy']:.1%}")
     if result["skipped_steps"]:
-        figures.append(f"{result['skipped_steps']} steps skipped")
+        figures.append(_count(result["skipped_steps"], "step") + " skipped")
     return figures
 
 
