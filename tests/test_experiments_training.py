@@ -394,11 +394,14 @@ class TestCommand:
         assert not list(folder.glob("*.pt"))
         assert len(list(folder.rglob("events.out.tfevents.*"))) == 4
 
-    def test_rank_0_alone_prints_and_writes(self, tmp_path):
+    @pytest.mark.parametrize(
+        ("trainer", "model", "size"), [("cifar", "wrn10_1", "8"), ("imagenet", "resnet18", "32")]
+    )
+    def test_rank_0_alone_prints_and_writes(self, trainer, model, size, tmp_path):
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
         command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-        command += ["-m", "ampfuse.experiments.cifar", "--data", "digits", "--model", "wrn10_1"]
-        command += ["--image-size", "8", "-b", "32", "--iterations", "12", "--repeats", "1"]
+        command += ["-m", f"ampfuse.experiments.{trainer}", "--data", "digits", "--model", model]
+        command += ["--image-size", size, "-b", "32", "--iterations", "12", "--repeats", "1"]
         command += ["--arm", "O2", "-o", str(tmp_path), "--GPU", "here", "--lr", "0.1"]
         done = subprocess.run(
             command,
@@ -484,6 +487,15 @@ class TestCommand:
         assert processes[0].returncode == 4
         assert "process 0 of 2: another process of this training ended" in error
         assert "Traceback" not in error
+
+    def test_prof_writes_a_trace(self, tmp_path):
+        line = ["--data", "digits", "--image-size", "8", "--arm", "O5", "--prof", "3"]
+        assert main("mlp", [*line, "-o", str(tmp_path), "--repeats", "1", "--quiet"]) == 0
+        (path,) = tmp_path.rglob("*.trace.json")
+        names = {event.get("name") for event in json.loads(path.read_text())["traceEvents"]}
+        assert {"aten::addmm", "aten::mse_loss"} <= names
+        (result,) = (p for p in tmp_path.rglob("*.json") if p != path)
+        assert json.loads(result.read_text())["iterations"] == 3
 
     def test_unwritable_output(self, tmp_path, capsys):
         taken = tmp_path / "file"
