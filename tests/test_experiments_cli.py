@@ -12,9 +12,10 @@ pytest.importorskip("torchvision")
 pytest.importorskip("timm")
 
 from ampfuse.experiments import schedule
-from ampfuse.experiments.cli import parse, parser_for, resolve
+from ampfuse.experiments.cli import parse, parser_for
 from ampfuse.experiments.config import ARMS, RunConfig, UsageError
 from ampfuse.experiments.recipes import RECIPES
+from ampfuse.experiments.resolve import resolve
 from ampfuse.experiments.trainers import TRAINERS
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

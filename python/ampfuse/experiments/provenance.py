@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import platform
 import subprocess
 from importlib import metadata
@@ -14,7 +15,6 @@ import torch
 import ampfuse
 from ampfuse import env
 from ampfuse.devices import device_name
-from ampfuse.experiments.cli import core_count
 
 
 def device_facts(device: torch.device) -> dict[str, Any]:
@@ -73,3 +73,8 @@ def _git_revision() -> str | None:
             edited = git("status", "--porcelain", "--untracked-files=no")
             return git("rev-parse", "--short=12", "HEAD") + ("+" if edited else "")
     return None
+
+
+def core_count() -> int:
+    """The cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

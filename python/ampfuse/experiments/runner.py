@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ampfuse.experiments import checkpoint, diagnose, progress, provenance, report, signals
-from ampfuse.experiments.cli import Trainer, resolve
+from ampfuse.experiments.cli import Trainer
 from ampfuse.experiments.config import RunConfig, UsageError
 from ampfuse.experiments.distributed import PeerLost, World
 from ampfuse.experiments.files import check_writable, file_name, write_json
 from ampfuse.experiments.record import run_name
+from ampfuse.experiments.resolve import resolve
 from ampfuse.experiments.tasks import Task
 from ampfuse.experiments.training import Diverged, Interrupted, Place, Training, result_of
 
