@@ -313,6 +313,17 @@ class TestDivergence:
         assert told["step"] == 4
         assert told["batch_norm_dtype"] == "float32"
 
+    def test_one_that_evaluation_alone_shows(self, tmp_path):
+        training = training_of(dataclasses.replace(BASE, epochs=1), tmp_path)
+        batches = training.data.test_batches
+        training.data.test_batches = lambda: ((x * math.inf, y) for x, y in batches())
+        with pytest.raises(Diverged, match="test loss became nan") as caught:
+            training.run()
+        told = diagnose.explain(training, caught.value)
+        first = next(n for n, m in training.arm.bare_model.named_modules() if not [*m.children()])
+        assert told["module"] == f"{first} (Conv2d)"
+        assert told["tensor"] == "output"
+
     def test_o3_says_why_and_what_to_do(self, tmp_path, capsys):
         line = ["--data", "digits", "--model", "wrn10_1", "--image-size", "8", "-b", "32"]
         line += ["--arm", "fp32", "O3", "--lr", "1000", "--iterations", "12", "--repeats", "1"]

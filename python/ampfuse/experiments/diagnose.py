@@ -115,9 +115,11 @@ def explain(training: Training, error: Diverged) -> dict[str, Any]:
     finding = None
     if training.place.world.size == 1:
         finding = _replay(training, error.step)
-    if finding is None:
+    if finding is None:  # not in training, then: what it left, or evaluation
         with Watch(arm.bare_model, error.step) as watch:
             watch.look_at_state()
+            if watch.finding is None and training.place.world.size == 1:
+                training.evaluate(arm)
         finding = watch.finding
     norm = batch_norm_dtype(arm.bare_model)
     return {

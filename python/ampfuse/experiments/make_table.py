@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import csv
 import io
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -64,7 +65,10 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     except (UsageError, OSError) as error:
         warn(f"error: {error}")
         return 2
-    print(table(args.recipe, [*theirs, *own]))
+    try:
+        print(table(args.recipe, [*theirs, *own]), flush=True)
+    except BrokenPipeError:  # `| head` has seen enough; nor is there anyone to hear of that at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 

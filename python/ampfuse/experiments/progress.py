@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from tqdm import TqdmWarning
 from tqdm.auto import tqdm
 
 from ampfuse.experiments.config import RunConfig, UsageError
@@ -19,8 +21,10 @@ class Progress(Observer):
     """A bar of training steps with the latest figures; TensorBoard files if there is a writer."""
 
     def __init__(self, title: str, *, shown: bool, writer: Any = None) -> None:
-        # None: only on a terminal or in a notebook.
-        self._bar = tqdm(desc=title, unit="step", disable=None if shown else True, leave=False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", TqdmWarning)  # a notebook without widgets shows text
+            # None: only on a terminal or in a notebook.
+            self._bar = tqdm(desc=title, unit="step", disable=None if shown else True, leave=False)
         self._writer = writer
 
     def total(self, steps: int, done: int) -> None:

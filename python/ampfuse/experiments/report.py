@@ -111,7 +111,7 @@ def table(results: Sequence[Result]) -> str:
             f"{sound[-1]['loss_scale']:,.0f}",
         )
     text = io.StringIO()
-    Console(file=text, width=110).print(grid)
+    Console(file=text, width=110, force_jupyter=False).print(grid)
     notes = [f"{method}: {_meaning(runs[0])}" for method, runs in groups.items()]
     if _is_rss(results):
         notes.append("* resident memory of the process, with Python, libraries and data")

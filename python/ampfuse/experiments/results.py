@@ -373,6 +373,10 @@ def _reason(error: Exception) -> str:
     return str(error).splitlines()[0]
 
 
+# Said of the data, but no setting: what `data` and the batch come to.
+_NOT_CHOSEN = ("source", "device_bytes")
+
+
 def _conditions(data: Mapping[str, Any]) -> dict[str, Any]:
     source = data["data"].get("source")
     conditions = {
@@ -380,7 +384,7 @@ def _conditions(data: Mapping[str, Any]) -> dict[str, Any]:
         "recipe": data.get("recipe"),
         # Of a folder one wants to know what it holds, not where it lies.
         "data": source if source in ("digits", "synthetic") else data["data"].get("kind"),
-        **{name: data["data"][name] for name in sorted(data["data"]) if name != "source"},
+        **{name: data["data"][name] for name in sorted(data["data"]) if name not in _NOT_CHOSEN},
         "loop": data["loop"],
         "world_size": data["world_size"],
         **data["switches"],
