@@ -12,9 +12,9 @@ import ampfuse
 def main(argv: list[str] | None = None) -> int:
     """Run the command line `argv` (default: ``sys.argv``) and return the exit status."""
     # Imported here and kept light: --help must not wait for torch, and `env` must run without it.
+    from ampfuse.command_line import OneLineParser
     from ampfuse.demo import cli as demo
     from ampfuse.experiments import make_plot, make_table
-    from ampfuse.experiments.cli import OneLineParser
     from ampfuse.experiments.trainers import TRAINERS
     from ampfuse.experiments.trainers import main as train
 

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from ampfuse.command_line import at_least, cannot_write
 
 if TYPE_CHECKING:
     import torch
@@ -32,11 +33,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="O0,O2",
         help="which, in which order, separated by commas (default: all six)",
     )
-    add("--epochs", type=_at_least(1), default=12, metavar="N", help="default: %(default)s")
-    add("--batch-size", type=_at_least(2), default=128, metavar="N", help="default: %(default)s")
+    add("--epochs", type=at_least(1), default=12, metavar="N", help="default: %(default)s")
+    add("--batch-size", type=at_least(2), default=128, metavar="N", help="default: %(default)s")
     add(
         "--width",
-        type=_at_least(1),
+        type=at_least(1),
         metavar="N",
         help="channels of the first layers (default: 128 on GPUs and CPUs with BF16, else 64)",
     )
@@ -67,7 +68,7 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         needs = " and ".join(missing)
         print(f"ampfuse demo: {needs} missing: pip install ampfuse[demo]", file=sys.stderr)
         return 1
-    if problem := _cannot_write(args.output):
+    if problem := cannot_write(args.output):
         parser.error(f"argument -o/--output: {problem}")
 
     from rich.console import Console
@@ -148,16 +149,6 @@ def _levels(text: str) -> tuple[str, ...]:
     return levels
 
 
-def _at_least(least: int) -> Callable[[str], int]:
-    def number(text: str) -> int:
-        value = int(text)
-        if value < least:
-            raise argparse.ArgumentTypeError(f"{value} is less than {least}")
-        return value
-
-    return number
-
-
 def _device(parser: argparse.ArgumentParser, name: str) -> torch.device:
     from ampfuse.devices import choose_device
 
@@ -172,13 +163,3 @@ def _default_width(device: torch.device) -> int:
     from ampfuse import env
 
     return 128 if device.type == "cuda" or env.cpu_has_bf16() else 64
-
-
-def _cannot_write(folder: Path) -> str | None:
-    """Why `folder` cannot take the results; asked before minutes are spent on them."""
-    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not nearest.is_dir():
-        return f"{nearest} is not a folder"
-    if not os.access(nearest, os.W_OK | os.X_OK):
-        return f"no permission to write in {nearest}"
-    return None

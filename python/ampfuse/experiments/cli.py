@@ -9,10 +9,11 @@ import argparse
 import dataclasses
 import importlib.util
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+from ampfuse.command_line import OneLineParser, at_least, fraction, positive
 from ampfuse.experiments.config import ARMS, DESCRIPTIONS, OPTIMIZERS, SCHEDULES
 from ampfuse.experiments.recipes import Recipe, of_experiment
 
@@ -59,13 +60,6 @@ def missing_packages(data: str | None) -> list[str]:
     """What training on `data` needs of the extra ``experiments`` and is not installed."""
     needed = {**_NEEDED, **({"sklearn": "scikit-learn"} if data == "digits" else {})}
     return [package for name, package in needed.items() if importlib.util.find_spec(name) is None]
-
-
-class OneLineParser(argparse.ArgumentParser):
-    """Says what is wrong in one line, without the forty lines of usage before it."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message} (--help lists the options)\n")
 
 
 def parser_for(trainer: Trainer, prog: str) -> argparse.ArgumentParser:
@@ -115,8 +109,8 @@ def add_arguments(parser: argparse.ArgumentParser, trainer: Trainer) -> None:
         choices=sorted({recipe.name for recipe in trainer.recipes}),
         help="published settings (default: those of the model)",
     )
-    what.add_argument("--image-size", type=_at_least(1), metavar="N", help="pixels each way")
-    what.add_argument("--dropout", type=_fraction, metavar="P", help="where the model has it")
+    what.add_argument("--image-size", type=at_least(1), metavar="N", help="pixels each way")
+    what.add_argument("--dropout", type=fraction, metavar="P", help="where the model has it")
 
     how = parser.add_argument_group("precision")
     how.add_argument(
@@ -152,19 +146,19 @@ def add_arguments(parser: argparse.ArgumentParser, trainer: Trainer) -> None:
     )
 
     length = parser.add_argument_group("length")
-    length.add_argument("--epochs", type=_at_least(1), metavar="N")
+    length.add_argument("--epochs", type=at_least(1), metavar="N")
     length.add_argument(
-        "--iterations", "--iteration", type=_at_least(1), metavar="N", help="training steps"
+        "--iterations", "--iteration", type=at_least(1), metavar="N", help="training steps"
     )
     length.add_argument(
-        "--repeats", type=_at_least(1), metavar="N", help="runs per arm, seeds apart"
+        "--repeats", type=at_least(1), metavar="N", help="runs per arm, seeds apart"
     )
     length.add_argument("--seed", type=int, default=0, metavar="N", help="of the first repeat")
     length.add_argument(
         "-b",
         "--batch-size",
         "--batch_size",
-        type=_at_least(1),
+        type=at_least(1),
         metavar="N",
         help="of each process",
     )
@@ -176,7 +170,7 @@ def add_arguments(parser: argparse.ArgumentParser, trainer: Trainer) -> None:
     rule.add_argument("--weight-decay", "--wd", type=float, metavar="X")
     rule.add_argument("--clip", "--clip-grad", type=positive, metavar="NORM")
     rule.add_argument("--schedule", "--sched", choices=SCHEDULES)
-    rule.add_argument("--warmup", type=_fraction, metavar="SHARE", help="of the run, from 0 to 1")
+    rule.add_argument("--warmup", type=fraction, metavar="SHARE", help="of the run, from 0 to 1")
 
     speed = parser.add_argument_group("speed, for every arm alike")
     speed.add_argument(
@@ -191,7 +185,7 @@ def add_arguments(parser: argparse.ArgumentParser, trainer: Trainer) -> None:
         choices=("resident", "workers"),
         help="whole set on the device, or worker processes",
     )
-    speed.add_argument("-j", "--workers", type=_at_least(0), metavar="N", help="loader processes")
+    speed.add_argument("-j", "--workers", type=at_least(0), metavar="N", help="loader processes")
     speed.add_argument(
         "--channels-last",
         "--channels_last",
@@ -235,7 +229,7 @@ def add_arguments(parser: argparse.ArgumentParser, trainer: Trainer) -> None:
     where.add_argument(
         "-p",
         "--print-freq",
-        type=_at_least(1),
+        type=at_least(1),
         metavar="N",
         help="steps between two looks at the loss (default: 50, on a CPU 5)",
     )
@@ -285,27 +279,3 @@ def _join_values(argv: Sequence[str]) -> list[str]:
             word += "=" + (words.pop(0) if given else "True")
         joined.append(word)
     return joined
-
-
-def _at_least(least: int) -> Callable[[str], int]:
-    def number(text: str) -> int:
-        value = int(text)
-        if value < least:
-            raise argparse.ArgumentTypeError(f"{value} is less than {least}")
-        return value
-
-    return number
-
-
-def positive(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is no positive number")
-    return value
-
-
-def _fraction(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
-    return value

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from ampfuse.command_line import cannot_write
 from ampfuse.experiments.config import UsageError
 
 
@@ -55,11 +56,8 @@ def file_name(text: str) -> str:
 
 def check_writable(option: str, folder: Path) -> None:
     """Raise UsageError if `folder` cannot take files; asked before hours are spent on them."""
-    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not nearest.is_dir():
-        raise UsageError(f"{option}: {nearest} is not a folder")
-    if not os.access(nearest, os.W_OK | os.X_OK):
-        raise UsageError(f"{option}: no permission to write in {nearest}")
+    if problem := cannot_write(folder):
+        raise UsageError(f"{option}: {problem}")
 
 
 def _umask() -> int:

@@ -19,8 +19,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ampfuse.command_line import OneLineParser
 from ampfuse.experiments import results
-from ampfuse.experiments.cli import OneLineParser
 from ampfuse.experiments.config import UsageError
 from ampfuse.experiments.files import atomic, check_writable, file_name
 

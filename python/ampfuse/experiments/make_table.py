@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ampfuse.experiments.cli import OneLineParser
+from ampfuse.command_line import OneLineParser
 from ampfuse.experiments.config import UsageError
 from ampfuse.experiments.files import atomic, check_writable
 from ampfuse.experiments.results import (

@@ -6,8 +6,9 @@ import argparse
 import dataclasses
 from typing import TYPE_CHECKING
 
+from ampfuse.command_line import positive
 from ampfuse.experiments.arms import check_device, has_tf32
-from ampfuse.experiments.cli import MODES, Trainer, positive
+from ampfuse.experiments.cli import MODES, Trainer
 from ampfuse.experiments.config import ARMS, LEVELS, RunConfig, UsageError
 from ampfuse.experiments.provenance import core_count
 from ampfuse.experiments.recipes import Recipe
