@@ -27,6 +27,7 @@ from ampfuse.amp.casts import (
     install,
     save_in_float32,
 )
+from ampfuse.amp.function_casts import install_registered
 from ampfuse.amp.policy import Policy, make_policy
 from ampfuse.amp.scaler import LossScaler
 from ampfuse.optim import upgrade
@@ -107,11 +108,7 @@ def initialize(
     Source: ``apex.amp.initialize``; O4 and O5 from ROCm/apex.
     """
     if not enabled:
-        off = sessions.Session(policy=None, verbosity=verbosity)
-        sessions.set_latest(off)
-        for optimizer in _optimizers_in(optimizers):
-            optimizer._amp_session = off  # type: ignore[attr-defined]
-        return models if optimizers is None else (models, optimizers)
+        return turn_off(models, optimizers, sessions.Session(policy=None, verbosity=verbosity))
 
     policy = make_policy(
         opt_level,
@@ -142,6 +139,13 @@ def initialize(
         ],
         verbosity=verbosity,
     )
+    return set_up(models, optimizers, session, allow_half=allow_incoming_model_not_fp32)
+
+
+def set_up(models: Any, optimizers: Any, session: sessions.Session, *, allow_half: bool) -> Any:
+    """The part of :func:`initialize` after its arguments have become a session."""
+    policy, verbosity = session.policy, session.verbosity
+    assert policy is not None
     model_list = _as_list(models, nn.Module, "models", "a torch.nn.Module")
     optimizer_list = (
         []
@@ -149,7 +153,7 @@ def initialize(
         else _as_list(optimizers, Optimizer, "optimizers", "a torch.optim.Optimizer")
     )
     names = {id(parameter): name for name, parameter in _named_parameters(model_list)}
-    _check_models(model_list, policy, allow_incoming_model_not_fp32)
+    _check_models(model_list, policy, allow_half)
     _check_optimizers(optimizer_list, policy, names)
 
     if verbosity >= 1:
@@ -164,9 +168,19 @@ def initialize(
             keep = bool(policy.keep_batchnorm_fp32)
             cast_model(eager_module(model), policy.cast_model_type, keep_batchnorm_fp32=keep)
             save_in_float32(eager_module(model))
-        install(model, Casts.of(policy))
+        install(model, Casts.of(policy, session.rules))
     _upgrade(optimizer_list, session, names, exact)
     sessions.set_latest(session)
+    if policy.autocast_type is not None:
+        install_registered()
+    return models if optimizers is None else (models, optimizers)
+
+
+def turn_off(models: Any, optimizers: Any, session: sessions.Session) -> Any:
+    """What :func:`initialize` does for ``enabled=False``."""
+    sessions.set_latest(session)
+    for optimizer in _optimizers_in(optimizers):
+        optimizer._amp_session = session  # type: ignore[attr-defined]
     return models if optimizers is None else (models, optimizers)
 
 
@@ -257,7 +271,7 @@ def _check_models(models: list[nn.Module], policy: Policy, allow_half: bool) -> 
         f"The model arrived with {len(half)} half-precision parameter(s), the first being {name!r} "
         f"({kind}). They are taken over exactly, but digits lost when they were rounded stay lost: "
         "where the weights exist in FP32, load them in FP32 and let amp.initialize cast.",
-        stacklevel=3,
+        stacklevel=4,
     )
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ampfuse.amp import session as sessions
+from ampfuse.amp import weight_cache
 from ampfuse.amp.initialize import warn_if_bfloat16_is_emulated
 from ampfuse.amp.scaler import LossScaler
 
@@ -88,6 +89,7 @@ def scale_loss(
     # The weights are about to change. Autocast drops its casts of them when its region ends, but a
     # region of the user's may span the whole loop.
     torch.clear_autocast_cache()
+    weight_cache.clear()
 
 
 @contextlib.contextmanager
