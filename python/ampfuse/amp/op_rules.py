@@ -30,13 +30,15 @@ class OpRules:
 
     Attributes:
         low: arguments are cast to the low-precision type.
-        float32: arguments are cast to float32. In place, a half tensor is refused.
+        float32: arguments are cast to float32.
+        not_in_place: these, under the name of their in-place form, refuse to write a half tensor.
         promote: arguments are cast to the widest type among them.
         banned: (name, reason) of functions that refuse half arguments.
     """
 
     low: frozenset[str] = frozenset()
     float32: frozenset[str] = frozenset()
+    not_in_place: frozenset[str] = frozenset()
     promote: frozenset[str] = frozenset()
     banned: tuple[tuple[str, str], ...] = ()
 
@@ -57,9 +59,9 @@ class OpRules:
         table: dict[str, Callable[[torch.dtype, Any, Any], Arguments]] = {}
         for name in self.low | self.promote:
             table[name + "_"] = _as_self
-        for name in self.float32:
+        for name in self.not_in_place:
             table[name + "_"] = functools.partial(_float32_in_place, name + "_")
-            table[name] = _to_float32
+        table.update(dict.fromkeys(self.float32, _to_float32))
         table.update(dict.fromkeys(self.promote, _widest))
         table.update(dict.fromkeys(self.low, _to_low))
         table.update(dict.fromkeys(RNN_LAYERS, _recurrent))

@@ -24,7 +24,7 @@ def _entries() -> dict[tuple[int, torch.dtype], tuple[weakref.ref[Tensor], int, 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """``tensor.to(dtype)``, from the cache if `tensor` is a weight that was cast before."""
-    if not _is_cached_kind(tensor):
+    if not (_is_cached_kind(tensor) and getattr(_thread, "enabled", True)):
         return tensor.to(dtype)
     entries, key = _entries(), (id(tensor), dtype)
     if key in entries:
@@ -48,14 +48,20 @@ def _is_cached_kind(tensor: Tensor) -> bool:
     )
 
 
+def set_enabled(enabled: bool) -> None:
+    """Whether this thread keeps copies at all."""
+    _thread.enabled = enabled
+
+
 def clear() -> None:
     """Forget this thread's copies."""
     _entries().clear()
 
 
-def cached(tensor: Tensor) -> bool:
-    """True if a copy of the weight `tensor` is held."""
-    return any(key[0] == id(tensor) for key in _entries())
+def copies() -> dict[Tensor, Tensor]:
+    """The copies that this thread holds, by weight."""
+    held = ((weight(), copy) for weight, _, _, copy in _entries().values())
+    return {weight: copy for weight, copy in held if weight is not None}
 
 
 def remove(tensor: Tensor) -> None:
