@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.nn.functional import all_reduce  # autograd goes through it
 from torch.nn.modules.batchnorm import _BatchNorm
 
 
-class SyncBatchNorm(nn.SyncBatchNorm):
-    """Batch norm over the batches of all processes.
+# Not a subclass of torch's: DistributedDataParallel refuses that on the CPU.
+class SyncBatchNorm(_BatchNorm):
+    """Batch norm over the batches of all processes, on GPUs and CPUs.
 
     Arguments:
         num_features, eps, momentum, affine, track_running_stats, process_group: as in torch.
@@ -32,14 +32,21 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         channel_last: bool = False,
         fuse_relu: bool = False,
     ) -> None:
-        super().__init__(num_features, eps, momentum, affine, track_running_stats, process_group)
+        super().__init__(num_features, eps, momentum, affine, track_running_stats)
+        self.process_group = process_group
         self.channel_last = channel_last
         self.fuse_relu = fuse_relu
+
+    _check_input_dim = nn.SyncBatchNorm._check_input_dim
+    _check_non_zero_input_channels = nn.SyncBatchNorm._check_non_zero_input_channels
 
     def forward(self, input: Tensor, z: Tensor | None = None) -> Tensor:
         """Normalize `input` (N, C, ...), add `z` of the same shape if given."""
         x = input.movedim(-1, 1) if self.channel_last else input
-        out = self._synced_on_cpu(x) if self._needs_sync_on_cpu(x) else super().forward(x)
+        if self._needs_sync_on_cpu(x):
+            out = self._synced_on_cpu(x)
+        else:
+            out = nn.SyncBatchNorm.forward(self, x)  # type: ignore[arg-type]
         if self.channel_last:
             out = out.movedim(1, -1)
         if z is not None:
@@ -47,11 +54,8 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         return F.relu(out) if self.fuse_relu else out
 
     def _needs_sync_on_cpu(self, x: Tensor) -> bool:
-        uses_batch = self.training or self.running_mean is None
-        together = dist.is_available() and dist.is_initialized()
-        if x.device.type != "cpu" or not (uses_batch and self.training and together):
-            return False
-        return dist.get_world_size(self._group()) > 1
+        together = self.training and dist.is_available() and dist.is_initialized()
+        return together and x.device.type == "cpu"
 
     def _group(self) -> Any:
         return self.process_group if self.process_group is not None else dist.group.WORLD
@@ -63,11 +67,11 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         group = self._group()
         count = torch.full((1,), x.numel() / x.size(1))
         # Two passes: a variance from the sum of squares would cancel.
-        total = all_reduce(torch.cat([exact.sum(dims), count]), group=group)
+        total = _AllReduce.apply(torch.cat([exact.sum(dims), count]), group)
         count = total[-1].detach()
         mean = total[:-1] / count
         centred = exact - mean.view(shape)
-        variance = all_reduce((centred * centred).sum(dims), group=group) / count
+        variance = _AllReduce.apply((centred * centred).sum(dims), group) / count
         self._track(mean.detach(), variance.detach(), count)
         out = centred * torch.rsqrt(variance + self.eps).view(shape)
         if self.weight is not None:
@@ -85,6 +89,23 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         unbiased = variance * (count / (count - 1))
         for running, new in ((self.running_mean, mean), (self.running_var, unbiased)):
             running.copy_((1 - momentum) * running.float() + momentum * new)
+
+
+class _AllReduce(torch.autograd.Function):
+    """The sum over all processes; its gradient is the sum of theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        total = value.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        total = grad.clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
 
 
 def convert_syncbn_model(
