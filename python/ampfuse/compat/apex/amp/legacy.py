@@ -29,8 +29,7 @@ class InitHandle(AmpHandle):
         assert dtype is not None
         self._has_cache = enable_caching
         self._open = contextlib.ExitStack()
-        accelerator = torch.accelerator.current_accelerator()
-        for device in {"cpu", "cpu" if accelerator is None else accelerator.type}:
+        for device in _device_types():
             # A region without end would keep a cast of last year's weights: no cache of autocast's.
             autocast = torch.autocast(device, dtype=dtype, cache_enabled=False)
             self._open.enter_context(autocast)
@@ -94,6 +93,11 @@ def init(
     install_registered()
     _amp_state.handle = InitHandle(session, enable_caching, verbose)
     return _amp_state.handle
+
+
+def _device_types() -> set[str]:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return {"cpu"} if accelerator is None else {"cpu", accelerator.type}
 
 
 def _remove_mode(mode: Any) -> None:
