@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+# apex leaves each process its own running statistics. torch 2.14 has a new name for that.
+_HAS_NEW_NAME = (
+    "forward_sync_buffers"
+    in inspect.signature(nn.parallel.DistributedDataParallel.__init__).parameters
+)
+_NO_SYNC_OF_BUFFERS: dict[str, Any] = {
+    "forward_sync_buffers" if _HAS_NEW_NAME else "broadcast_buffers": False
+}
 
 
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
@@ -50,9 +60,9 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             )
         super().__init__(
             module,
-            broadcast_buffers=False,  # apex leaves each process its own running statistics
             find_unused_parameters=bool(delay_allreduce),
             bucket_cap_mb=max(1, message_size * 4 // 2**20),
+            **_NO_SYNC_OF_BUFFERS,
         )
         self.gradient_average = gradient_average
         self.gradient_predivide_factor = float(gradient_predivide_factor)
@@ -60,7 +70,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         if allreduce_always_fp32 or not gradient_average or self.gradient_predivide_factor != 1.0:
             self.register_comm_hook(None, self._reduce)
 
-    def _reduce(self, _: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    # torch compares the annotations of a hook with its types, and these would be strings.
+    def _reduce(self, _, bucket):  # type: ignore[no-untyped-def]
         buffer = bucket.buffer()
         summed = buffer.float() if self.allreduce_always_fp32 else buffer
         before = self.gradient_predivide_factor
