@@ -99,7 +99,8 @@ def initialize(
             optimizers cannot step (float64, complex).
         ValueError, AssertionError: malformed values, see :func:`ampfuse.amp.policy.make_policy`.
 
-    Masters start from the FP32 weights as they were before the cast, not from rounded ones. A model
+    Masters start from the FP32 weights as they were before the cast, not from rounded ones (but for
+    several processes, which have to agree: there call ``init_process_group`` before). A model
     that arrives in half precision is accepted where it is cast (O0, O2, O3, O5): its masters are
     exact copies, and a warning says that digits lost earlier are lost. At O1 and O4 the optimizer
     would step half parameters directly, where updates smaller than 1/2000 (FP16) or 1/250 (BF16) of
@@ -162,7 +163,9 @@ def set_up(models: Any, optimizers: Any, session: sessions.Session, *, allow_hal
         for device in {p.device for _, p in _named_parameters(model_list)}:
             warn_if_bfloat16_is_emulated(device)
 
-    exact = _float32_values(optimizer_list, policy) if policy.master_weights else {}
+    exact = {}
+    if policy.master_weights and not _trains_with_others():
+        exact = _float32_values(optimizer_list, policy)
     for model in model_list:
         if policy.casts_model:
             keep = bool(policy.keep_batchnorm_fp32)
@@ -297,6 +300,18 @@ def _check_optimizers(optimizers: list[Optimizer], policy: Policy, names: dict[i
                     "model (model.float()), or keep this parameter in an optimizer of its own "
                     "that does not go through amp.initialize."
                 )
+
+
+def _trains_with_others() -> bool:
+    """Whether other processes train the same model.
+
+    DistributedDataParallel gives all of them the first one's weights, which are half then. Masters
+    that start from them are equal; one that kept digits of its own FP32 weight would drift away.
+    """
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return False
+    return distributed.get_world_size() > 1
 
 
 def _float32_values(optimizers: Iterable[Optimizer], policy: Policy) -> dict[int, Tensor]:
