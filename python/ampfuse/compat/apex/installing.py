@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import pkgutil
 import sys
 import warnings
 from types import ModuleType
@@ -70,27 +69,19 @@ def install(prefer: Literal["ampfuse", "installed"] = "ampfuse") -> ModuleType:
             stacklevel=2,
         )
     package = importlib.import_module(_HERE)
-    for module in _modules(package):
-        sys.modules["apex" + module.__name__.removeprefix(_HERE)] = module
+    sys.modules.update(_modules())
     sys.modules["amp_C"] = package.amp_C
     _allow_old_pickles()
     return package
 
 
-def _modules(package: ModuleType) -> list[ModuleType]:
-    """`package` and all modules in it, by import."""
-    found = [package]
-    for info in pkgutil.iter_modules(package.__path__):
-        if package.__name__ == _HERE and info.name in _NOT_APEX:
-            continue
-        name = f"{package.__name__}.{info.name}"
-        # The import system sets the package's attribute to the module at its first import; where
-        # the package has another object under that name (_amp_state, LARC), it stays.
-        kept = package.__dict__.get(info.name)
-        module = importlib.import_module(name)
-        if kept is not None:
-            setattr(package, info.name, kept)
-        found += _modules(module) if info.ispkg else [module]
+def _modules() -> dict[str, ModuleType]:
+    """All modules of this package, which imports them itself, by their names in apex."""
+    found = {}
+    for name, module in list(sys.modules.items()):
+        part = name.removeprefix(_HERE)
+        if name == _HERE or (name.startswith(_HERE + ".") and part[1:] not in _NOT_APEX):
+            found["apex" + part] = module
     return found
 
 

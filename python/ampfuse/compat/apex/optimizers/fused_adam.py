@@ -5,27 +5,30 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
-from ampfuse.compat.apex.optimizers.apex_state import as_torch
+from ampfuse.compat.apex.optimizers.common import (
+    ApexOptimizer,
+    driven_by,
+    refuse_amsgrad,
+    require_flags,
+)
 from ampfuse.optim import Adam
 
 _REFUSED = ("grads", "output_params", "scale", "grad_norms")
 
 
-class FusedAdam(Adam):
+class FusedAdam(ApexOptimizer, Adam):
     """:class:`ampfuse.optim.Adam` with apex's arguments; by default it is AdamW.
 
     Arguments:
         lr, betas, eps, weight_decay: as in torch.
+        bias_correction: False uses the moments as they are.
         adam_w_mode: decoupled weight decay (AdamW), else L2 through the gradient (Adam).
         set_grad_none: whether ``zero_grad()`` drops gradients by default, or zeroes them.
         capturable: accepted and without effect: a step never waits, and can be captured.
         master_weights: keep FP32 masters of half parameters; apex wants `capturable` with it.
 
     Raises:
-        RuntimeError: `amsgrad`; `master_weights` without `capturable`. NotImplementedError: no
-            `bias_correction`.
+        RuntimeError: `amsgrad`; `master_weights` without `capturable`.
     """
 
     def __init__(
@@ -42,12 +45,11 @@ class FusedAdam(Adam):
         capturable: bool = False,
         master_weights: bool = False,
     ) -> None:
-        if amsgrad:
-            raise RuntimeError("FusedAdam has no AMSGrad variant; ampfuse.optim.Adam has.")
+        refuse_amsgrad(amsgrad, "FusedAdam")
         if master_weights and not capturable:
             raise RuntimeError("FusedAdam takes master_weights=True with capturable=True only.")
         if not bias_correction:
-            raise NotImplementedError("FusedAdam's bias_correction=False is not here yet.")
+            require_flags("bias_correction=False")
         self.set_grad_none = set_grad_none
         super().__init__(
             params,
@@ -58,13 +60,10 @@ class FusedAdam(Adam):
             decoupled_weight_decay=bool(adam_w_mode),
             master_weights=master_weights,
         )
+        self._set_flag("bias_correction", bool(bias_correction))
         self.adam_w_mode = 1 if adam_w_mode else 0
         self.capturable = capturable
 
-    def zero_grad(self, set_to_none: bool | None = None) -> None:
-        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
-
-    # No parameter called grad_scaler: torch's GradScaler would warn at every step.
     def step(
         self,
         closure: Callable[[], Any] | None = None,
@@ -86,19 +85,5 @@ class FusedAdam(Adam):
                 f"FusedAdam.step takes no {', '.join(refused)}: gradients are read from .grad, and "
                 "amp or a GradScaler unscales them."
             )
-        grad_scaler = driver.pop("grad_scaler", None)
-        if driver:
-            raise TypeError(f"FusedAdam.step got an unexpected argument {next(iter(driver))!r}")
-        if grad_scaler is None:
+        with driven_by(self, driver):
             return super().step(closure)
-        found_infs = list(grad_scaler._check_inf_per_device(self).values())
-        self.grad_scale = grad_scaler._get_scale_async()
-        self.found_inf = torch.stack([found.reshape(()) for found in found_infs]).sum()
-        try:
-            return super().step(closure)
-        finally:
-            del self.grad_scale, self.found_inf
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads apex's, torch's and ampfuse's state dicts."""
-        super().load_state_dict(as_torch(state_dict, self.param_groups))

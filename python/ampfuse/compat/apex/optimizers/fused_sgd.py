@@ -4,22 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
-from ampfuse.compat.apex.optimizers.apex_state import as_torch
+from ampfuse.compat.apex.optimizers.common import ApexOptimizer, require_flags
 from ampfuse.optim import SGD
 
 
-class FusedSGD(SGD):
+class FusedSGD(ApexOptimizer, SGD):
     """:class:`ampfuse.optim.SGD` with apex's arguments.
 
     Arguments:
         lr: required, here or in every group.
         momentum, dampening, weight_decay, nesterov: as in torch.
+        wd_after_momentum: add the weight decay after the momentum instead of before it.
         materialize_master_grads: accepted and without effect: masters' gradients are made when
             somebody reads them.
         set_grad_none: whether ``zero_grad()`` drops gradients by default, or zeroes them.
 
     Raises:
-        ValueError: an argument out of range, or no lr. NotImplementedError: `wd_after_momentum`.
+        ValueError: an argument out of range, or no lr.
     """
 
     def __init__(
@@ -35,7 +36,7 @@ class FusedSGD(SGD):
         set_grad_none: bool = False,
     ) -> None:
         if wd_after_momentum:
-            raise NotImplementedError("FusedSGD's wd_after_momentum=True is not here yet.")
+            require_flags("wd_after_momentum")
         params = list(params)
         if lr is None and not all(isinstance(g, dict) and "lr" in g for g in params):
             raise ValueError("FusedSGD needs a learning rate: pass lr.")
@@ -43,14 +44,8 @@ class FusedSGD(SGD):
         super().__init__(
             params, 0.0 if lr is None else lr, momentum, dampening, weight_decay, nesterov
         )
+        self._set_flag("wd_after_momentum", bool(wd_after_momentum))
         self.wd_after_momentum = wd_after_momentum
         self.materialize_master_grads = materialize_master_grads
         self.most_recent_scale = 1.0
         self.scale_set_by_backward = False
-
-    def zero_grad(self, set_to_none: bool | None = None) -> None:
-        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads apex's, torch's and ampfuse's state dicts."""
-        super().load_state_dict(as_torch(state_dict, self.param_groups))
