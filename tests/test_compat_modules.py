@@ -280,3 +280,13 @@ def test_types_of_norms(x, weights):
     assert fused_rms_norm_affine(data, weight, 6).dtype == x
     with pytest.raises(RuntimeError, match="weights"):
         MixedFusedLayerNorm(6, elementwise_affine=False)
+
+
+@pytest.mark.parametrize("make", [lambda p: FusedAdam(p, 0.1), lambda p: FusedSGD(p, 0.1)])
+def test_an_empty_first_group(make):
+    """apex's raised IndexError."""
+    ps = params()
+    optimizer = make([{"params": []}, {"params": ps}])
+    before = ps[0].detach().clone()
+    run(optimizer, ps, steps=1)
+    assert not torch.equal(ps[0], before)
