@@ -290,12 +290,14 @@ def test_scale_factor_is_obeyed():
 
 
 def test_loss_scalers_pickle():
-    scaler = LossScaler("dynamic", scale_window=7)
+    scaler = LossScaler("dynamic", scale_window=7, backoff_factor=0.25)
     scaler._loss_scale, scaler._unskipped = 512.0, 3
     again = pickle.loads(pickle.dumps(scaler))
     assert again.state_dict() == scaler.state_dict()
     assert again.dynamic
-    assert again.__getstate__() == scaler.__getstate__()
+    again.unscale([torch.tensor([float("inf")])], [torch.empty(1)], None)
+    again.update_scale()
+    assert again.loss_scale() == 128.0
 
 
 # --- apex's defects ------------------------------------------------------------------------------

@@ -96,6 +96,8 @@ class LossScaler(ampfuse.amp.scaler.LossScaler):
             "_scale_seq_len": self._growth_interval,
             "_min_loss_scale": self._min_loss_scale,
             "_max_loss_scale": self._max_loss_scale,
+            "_backoff_factor": self._backoff_factor,
+            "_hysteresis": self._hysteresis,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -107,6 +109,8 @@ class LossScaler(ampfuse.amp.scaler.LossScaler):
             scale_window=state.get("_scale_seq_len", 2000),
             min_loss_scale=state.get("_min_loss_scale"),
             max_loss_scale=state.get("_max_loss_scale", 2.0**24),
+            backoff_factor=state.get("_backoff_factor", 0.5),
+            hysteresis=state.get("_hysteresis", 1),
         )
         self._loss_scale = scale
         self._unskipped = state.get("_unskipped", 0)
