@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from ampfuse.compat import apex
 from ampfuse.compat.apex import amp, optimizers
 from ampfuse.compat.apex.optimizers.common import HAS_ALL_FLAGS
 
@@ -337,3 +338,14 @@ def test_mixed_precision_lamb():
         return loss
 
     assert optimizer.step(closure) > 0
+
+
+def test_larc_is_a_module_with_a_class():
+    larc = pytest.importorskip("ampfuse.compat.apex.parallel.LARC")
+    assert apex.parallel.LARC is larc
+    ps = start()
+    optimizer = larc.LARC(torch.optim.SGD(ps, lr=0.1, momentum=0.9), trust_coefficient=0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    take_steps(optimizer, ps, last=1)
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 0.05
