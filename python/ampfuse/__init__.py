@@ -4,6 +4,7 @@
 ``ampfuse.optim``       SGD, Adam and AdamW, fused, with FP32 master weights
 ``ampfuse.GradScaler``  ``torch.amp.GradScaler`` without the wait
 ``ampfuse.ops``         operations on lists of tensors
+``ampfuse.compat.apex`` all of it under the names that scripts for apex import
 """
 
 from __future__ import annotations

@@ -22,6 +22,16 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ampfuse.amp import session as _sessions
+from ampfuse.amp.function_casts import (
+    bfloat16_function,
+    float_function,
+    half_function,
+    promote_function,
+    register_bfloat16_function,
+    register_float_function,
+    register_half_function,
+    register_promote_function,
+)
 from ampfuse.amp.grad_scaler import GradScaler
 from ampfuse.amp.half_output import disable_casts
 from ampfuse.amp.initialize import initialize
@@ -31,11 +41,19 @@ from ampfuse.amp.scaler import LossScaler
 __all__ = [
     "GradScaler",
     "LossScaler",
+    "bfloat16_function",
     "clip_grad_norm_",
     "disable_casts",
+    "float_function",
+    "half_function",
     "initialize",
     "load_state_dict",
     "master_params",
+    "promote_function",
+    "register_bfloat16_function",
+    "register_float_function",
+    "register_half_function",
+    "register_promote_function",
     "scale_loss",
     "state_dict",
 ]

@@ -8,19 +8,28 @@ to the instance, is right for every copy: ``copy.deepcopy`` (EMA, teacher models
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ampfuse.amp import trees
-from ampfuse.amp.half_output import casts_are_disabled, unwrap, wrap
+from ampfuse.amp import cast_state, trees, weight_cache
+from ampfuse.amp.half_output import (
+    HalfOutput,
+    casts_are_disabled,
+    half_output_class,
+    unwrap,
+    wrap,
+)
+from ampfuse.amp.op_casts import OpCasts
+from ampfuse.amp.op_rules import OpRules
 from ampfuse.amp.policy import Policy
 from ampfuse.optim.masters import HALF_DTYPES
 
@@ -32,17 +41,19 @@ class Casts:
     inputs: torch.dtype | None = None
     autocast: torch.dtype | None = None
     outputs: torch.dtype | None = None
+    rules: OpRules | None = None  # in addition to autocast's own
 
     @classmethod
-    def of(cls, policy: Policy) -> Casts:
+    def of(cls, policy: Policy, rules: OpRules | None = None) -> Casts:
         """A model that casts its inputs gives FP32 outputs, unless the policy says otherwise."""
         outputs = policy.cast_model_outputs
         if not policy.casts_model:
-            return cls(autocast=policy.autocast_type, outputs=outputs)
+            return cls(autocast=policy.autocast_type, outputs=outputs, rules=rules)
         return cls(
             inputs=policy.cast_model_type,
             autocast=policy.autocast_type,
             outputs=outputs or torch.float32,
+            rules=rules,
         )
 
 
@@ -137,17 +148,38 @@ def _cast_forward(
         args, kwargs = trees.cast(args, casts.inputs), trees.cast(kwargs, casts.inputs)
 
     if casts.autocast is None or casts_are_disabled():
-        outputs = inner(*args, **kwargs)
+        with _function_casts(Casts()):
+            outputs = inner(*args, **kwargs)
         return outputs if casts.outputs is None else trees.cast(outputs, casts.outputs)
 
     device_type = _device_type(model, (args, kwargs))
     # In an autocast region of the user's, or inside another model, the loss is covered already.
     covered = torch.is_autocast_enabled(device_type)
-    with torch.autocast(device_type, dtype=casts.autocast):
+    with torch.autocast(device_type, dtype=casts.autocast), _function_casts(casts):
         outputs = inner(*args, **kwargs)
+    if not (covered or torch.compiler.is_compiling()):
+        weight_cache.clear()  # as autocast's own, it ends with the outermost region
     if casts.outputs is not None:
         return trees.cast(outputs, casts.outputs)
-    return outputs if covered else wrap(outputs)
+    if covered:
+        return outputs
+    own_rules = casts.rules is not None and not torch.compiler.is_compiling()
+    return wrap(outputs, half_output_class(casts.rules) if own_rules else HalfOutput)
+
+
+def _function_casts(casts: Casts) -> contextlib.AbstractContextManager[None]:
+    """What `casts` says besides autocast."""
+    if torch.compiler.is_compiling():  # it follows autocast, not Python that looks at every call
+        return contextlib.nullcontext()
+    return _inside_forward(casts)
+
+
+@contextlib.contextmanager
+def _inside_forward(casts: Casts) -> Iterator[None]:
+    with cast_state.inside_forward(casts.autocast), contextlib.ExitStack() as stack:
+        if casts.rules is not None and casts.autocast is not None:
+            stack.enter_context(OpCasts(casts.rules, casts.autocast))
+        yield
 
 
 def _device_type(model: nn.Module, arguments: Any) -> str:

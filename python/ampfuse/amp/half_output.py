@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -24,6 +25,7 @@ from torch import Tensor
 from torch.overrides import get_default_nowrap_functions
 
 from ampfuse.amp import trees
+from ampfuse.amp.op_rules import OpRules
 from ampfuse.optim.masters import HALF_DTYPES
 
 # By name, so that the function, the Tensor method and the operator are one entry. These are the
@@ -82,7 +84,12 @@ class HalfOutput(Tensor):
 
     Made by the models of levels O1 and O4, by :func:`wrap`. Pickles and deep-copies as a plain
     tensor.
+
+    Attributes:
+        rules: of a subclass for models that follow rules of their own instead of autocast's.
     """
+
+    rules: OpRules | None = None
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -91,7 +98,10 @@ class HalfOutput(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if casts_are_disabled() or name in _AUTOGRAD:
                 return func(*args, **kwargs)
-            if name in FP32_FUNCTIONS:
+            if cls.rules is not None:
+                dtype = next(t.dtype for t in trees.tensors((args, kwargs)) if isinstance(t, cls))
+                args, kwargs = cls.rules.apply(name, dtype, args, kwargs)
+            elif name in FP32_FUNCTIONS:
                 args = trees.replace(args, _to_float32)
                 kwargs = {
                     key: value if key == "out" else trees.replace(value, _to_float32)
@@ -102,7 +112,7 @@ class HalfOutput(Tensor):
                 result = func(*args, **kwargs)
             if func in get_default_nowrap_functions() or name in _PLAIN:
                 return result
-            return wrap(result)
+            return wrap(result, cls)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return copy.deepcopy(_plain(self), memo)
@@ -117,20 +127,26 @@ _AUTOGRAD = frozenset({"backward", "grad"})
 _PLAIN = frozenset({"as_subclass", "__array__", "numpy"})
 
 
-def wrap(value: Any) -> Any:
-    """`value` with the plain half tensors in it turned into :class:`HalfOutput` (same memory)."""
-    return trees.replace(value, _wrapped)
+def wrap(value: Any, kind: type[HalfOutput] = HalfOutput) -> Any:
+    """`value` with the plain half tensors in it turned into `kind` (same memory)."""
+
+    def leaf(item: Any) -> Any:
+        if type(item) is Tensor and item.dtype in HALF_DTYPES:
+            return item.as_subclass(kind)
+        return item
+
+    return trees.replace(value, leaf)
+
+
+@functools.cache
+def half_output_class(rules: OpRules | None) -> type[HalfOutput]:
+    """The class of outputs that follow `rules` outside the model too; None: FP32_FUNCTIONS."""
+    return HalfOutput if rules is None else type("HalfOutput", (HalfOutput,), {"rules": rules})
 
 
 def unwrap(value: Any) -> Any:
     """`value` with every :class:`HalfOutput` in it turned into a plain tensor (same memory)."""
     return trees.replace(value, _plain)
-
-
-def _wrapped(item: Any) -> Any:
-    if type(item) is Tensor and item.dtype in HALF_DTYPES:
-        return item.as_subclass(HalfOutput)
-    return item
 
 
 def _plain(item: Any) -> Any:

@@ -27,6 +27,7 @@ from ampfuse.amp.casts import (
     install,
     save_in_float32,
 )
+from ampfuse.amp.function_casts import install_registered
 from ampfuse.amp.policy import Policy, make_policy
 from ampfuse.amp.scaler import LossScaler
 from ampfuse.optim import upgrade
@@ -98,7 +99,8 @@ def initialize(
             optimizers cannot step (float64, complex).
         ValueError, AssertionError: malformed values, see :func:`ampfuse.amp.policy.make_policy`.
 
-    Masters start from the FP32 weights as they were before the cast, not from rounded ones. A model
+    Masters start from the FP32 weights as they were before the cast, not from rounded ones (but for
+    several processes, which have to agree: there call ``init_process_group`` before). A model
     that arrives in half precision is accepted where it is cast (O0, O2, O3, O5): its masters are
     exact copies, and a warning says that digits lost earlier are lost. At O1 and O4 the optimizer
     would step half parameters directly, where updates smaller than 1/2000 (FP16) or 1/250 (BF16) of
@@ -107,11 +109,7 @@ def initialize(
     Source: ``apex.amp.initialize``; O4 and O5 from ROCm/apex.
     """
     if not enabled:
-        off = sessions.Session(policy=None, verbosity=verbosity)
-        sessions.set_latest(off)
-        for optimizer in _optimizers_in(optimizers):
-            optimizer._amp_session = off  # type: ignore[attr-defined]
-        return models if optimizers is None else (models, optimizers)
+        return turn_off(models, optimizers, sessions.Session(policy=None, verbosity=verbosity))
 
     policy = make_policy(
         opt_level,
@@ -142,6 +140,13 @@ def initialize(
         ],
         verbosity=verbosity,
     )
+    return set_up(models, optimizers, session, allow_half=allow_incoming_model_not_fp32)
+
+
+def set_up(models: Any, optimizers: Any, session: sessions.Session, *, allow_half: bool) -> Any:
+    """The part of :func:`initialize` after its arguments have become a session."""
+    policy, verbosity = session.policy, session.verbosity
+    assert policy is not None
     model_list = _as_list(models, nn.Module, "models", "a torch.nn.Module")
     optimizer_list = (
         []
@@ -149,7 +154,7 @@ def initialize(
         else _as_list(optimizers, Optimizer, "optimizers", "a torch.optim.Optimizer")
     )
     names = {id(parameter): name for name, parameter in _named_parameters(model_list)}
-    _check_models(model_list, policy, allow_incoming_model_not_fp32)
+    _check_models(model_list, policy, allow_half)
     _check_optimizers(optimizer_list, policy, names)
 
     if verbosity >= 1:
@@ -158,15 +163,27 @@ def initialize(
         for device in {p.device for _, p in _named_parameters(model_list)}:
             warn_if_bfloat16_is_emulated(device)
 
-    exact = _float32_values(optimizer_list, policy) if policy.master_weights else {}
+    exact = {}
+    if policy.master_weights and not _trains_with_others():
+        exact = _float32_values(optimizer_list, policy)
     for model in model_list:
         if policy.casts_model:
             keep = bool(policy.keep_batchnorm_fp32)
             cast_model(eager_module(model), policy.cast_model_type, keep_batchnorm_fp32=keep)
             save_in_float32(eager_module(model))
-        install(model, Casts.of(policy))
+        install(model, Casts.of(policy, session.rules))
     _upgrade(optimizer_list, session, names, exact)
     sessions.set_latest(session)
+    if policy.autocast_type is not None:
+        install_registered()
+    return models if optimizers is None else (models, optimizers)
+
+
+def turn_off(models: Any, optimizers: Any, session: sessions.Session) -> Any:
+    """What :func:`initialize` does for ``enabled=False``."""
+    sessions.set_latest(session)
+    for optimizer in _optimizers_in(optimizers):
+        optimizer._amp_session = session  # type: ignore[attr-defined]
     return models if optimizers is None else (models, optimizers)
 
 
@@ -257,7 +274,7 @@ def _check_models(models: list[nn.Module], policy: Policy, allow_half: bool) -> 
         f"The model arrived with {len(half)} half-precision parameter(s), the first being {name!r} "
         f"({kind}). They are taken over exactly, but digits lost when they were rounded stay lost: "
         "where the weights exist in FP32, load them in FP32 and let amp.initialize cast.",
-        stacklevel=3,
+        stacklevel=4,
     )
 
 
@@ -283,6 +300,18 @@ def _check_optimizers(optimizers: list[Optimizer], policy: Policy, names: dict[i
                     "model (model.float()), or keep this parameter in an optimizer of its own "
                     "that does not go through amp.initialize."
                 )
+
+
+def _trains_with_others() -> bool:
+    """Whether other processes train the same model.
+
+    DistributedDataParallel gives all of them the first one's weights, which are half then. Masters
+    that start from them are equal; one that kept digits of its own FP32 weight would drift away.
+    """
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return False
+    return distributed.get_world_size() > 1
 
 
 def _float32_values(optimizers: Iterable[Optimizer], policy: Policy) -> dict[int, Tensor]:

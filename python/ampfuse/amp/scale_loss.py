@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ampfuse.amp import session as sessions
+from ampfuse.amp import weight_cache
 from ampfuse.amp.initialize import warn_if_bfloat16_is_emulated
 from ampfuse.amp.scaler import LossScaler
 
@@ -80,7 +81,7 @@ def scale_loss(
     if not session.policy.model_is_low_precision and scaler.is_always_one:
         backward_pass = _plain_pass(loss, optimizers)
     else:
-        backward_pass = _scaled_pass(loss, optimizers, scaler, delay_unscale, delay_overflow_check)
+        backward_pass = scaled_pass(loss, optimizers, scaler, delay_unscale, delay_overflow_check)
     with backward_pass as scaled:
         yield scaled
     if session.verbosity >= 2 and scaler.dynamic:
@@ -88,6 +89,7 @@ def scale_loss(
     # The weights are about to change. Autocast drops its casts of them when its region ends, but a
     # region of the user's may span the whole loop.
     torch.clear_autocast_cache()
+    weight_cache.clear()
 
 
 @contextlib.contextmanager
@@ -100,13 +102,14 @@ def _plain_pass(loss: Tensor, optimizers: Sequence[Optimizer]) -> Iterator[Tenso
 
 
 @contextlib.contextmanager
-def _scaled_pass(
+def scaled_pass(
     loss: Tensor,
     optimizers: Sequence[Any],
     scaler: LossScaler,
     delay_unscale: bool,
     delay_overflow_check: bool,
 ) -> Iterator[Tensor]:
+    """One backward pass of `optimizers` with `scaler`; see :func:`scale_loss`."""
     scale = scaler.snapshot(loss.device)
     check = scaler.dynamic and not (delay_unscale or delay_overflow_check)
     # The flags of the optimizers remember overflows until the next step; the scale reacts to this

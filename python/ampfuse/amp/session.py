@@ -10,19 +10,26 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+import torch
 from torch.optim import Optimizer
 
+from ampfuse.amp.op_rules import OpRules
 from ampfuse.amp.policy import Policy
 from ampfuse.amp.scaler import LossScaler
 
 
 @dataclasses.dataclass
 class Session:
-    """`policy` is None when amp is off: then every amp call passes its arguments through."""
+    """`policy` is None when amp is off: then every amp call passes its arguments through.
+
+    `rules` are those of O1 and O4 where they are other ones than autocast's.
+    """
 
     policy: Policy | None
     loss_scalers: list[LossScaler] = dataclasses.field(default_factory=list)
     verbosity: int = 1
+    rules: OpRules | None = None
+    casts_functions: bool = True
 
     @property
     def enabled(self) -> bool:
@@ -46,6 +53,18 @@ def latest() -> Session:
     if _latest is None:
         raise RuntimeError("Call amp.initialize first.")
     return _latest
+
+
+def cast_dtype() -> torch.dtype | None:
+    """The type that the latest session casts functions to; None if it casts none."""
+    if _latest is None or _latest.policy is None or not _latest.casts_functions:
+        return None
+    return _latest.policy.autocast_type
+
+
+def rules() -> OpRules | None:
+    """The latest session's own rules, if it has any."""
+    return None if _latest is None else _latest.rules
 
 
 def of_optimizers(optimizers: Sequence[Optimizer]) -> Session:

@@ -1,0 +1,136 @@
+"""Say in which type a function of one's own computes at O1 and O4.
+
+    @amp.float_function
+    def my_loss(logits, target): ...
+
+    amp.register_float_function(torch, "sigmoid")  # before amp.initialize
+
+Autocast does not look into an extension's functions, and an operation may need another type in one
+program than in most. Where no level casts functions (O0, O2, O3, O5, amp off, inside
+``amp.disable_casts()``), these do nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from ampfuse.amp import session as sessions
+from ampfuse.amp import trees
+from ampfuse.amp.cast_state import active_dtype, inside_a_model
+from ampfuse.amp.half_output import disable_casts, half_output_class, unwrap, wrap
+from ampfuse.amp.op_rules import to_dtype, widest_dtype
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def half_function(function: Function) -> Function:
+    """Decorator: floating point tensors among the arguments are cast to float16.
+
+    Tensors in lists, tuples and mappings too. FP32 weights are cast once per iteration.
+    """
+    return _casting(function, lambda tensors: torch.float16)
+
+
+def bfloat16_function(function: Function) -> Function:
+    """Decorator: as :func:`half_function`, with bfloat16."""
+    return _casting(function, lambda tensors: torch.bfloat16)
+
+
+def float_function(function: Function) -> Function:
+    """Decorator: floating point tensors among the arguments are cast to float32."""
+    return _casting(function, lambda tensors: torch.float32)
+
+
+def promote_function(function: Function) -> Function:
+    """Decorator: floating point tensors are cast to the widest type among the arguments."""
+    return _casting(function, widest_dtype)
+
+
+def register_half_function(module: Any, name: str) -> None:
+    """Have ``module.name`` (a module's or a class's) be a :func:`half_function` from the next
+    ``amp.initialize`` at O1 or O4 on.
+
+    A function of torch's registered so computes in that type whatever the level's own rule for it.
+    Callers that took the function from `module` before are not reached.
+
+    Raises:
+        ValueError: `module` has no such attribute.
+    """
+    _register(module, name, half_function)
+
+
+def register_bfloat16_function(module: Any, name: str) -> None:
+    """As :func:`register_half_function`, for :func:`bfloat16_function`."""
+    _register(module, name, bfloat16_function)
+
+
+def register_float_function(module: Any, name: str) -> None:
+    """As :func:`register_half_function`, for :func:`float_function`."""
+    _register(module, name, float_function)
+
+
+def register_promote_function(module: Any, name: str) -> None:
+    """As :func:`register_half_function`, for :func:`promote_function`."""
+    _register(module, name, promote_function)
+
+
+_pending: list[tuple[Any, str, Callable[[Any], Any]]] = []
+_installed: list[tuple[Any, str, Any, Any]] = []
+
+
+def install_registered() -> None:
+    """Put the functions registered since the last call in place. Called by ``initialize``."""
+    for module, name, decorate in _pending:
+        original = getattr(module, name)
+        replacement = decorate(original)
+        setattr(module, name, replacement)
+        _installed.append((module, name, original, replacement))
+    _pending.clear()
+
+
+def restore_registered() -> None:
+    """Undo all :func:`install_registered` have done, where nobody else has replaced it since."""
+    for module, name, original, replacement in reversed(_installed):
+        if getattr(module, name) is replacement:
+            setattr(module, name, original)
+    _installed.clear()
+
+
+def _register(module: Any, name: str, decorate: Callable[[Any], Any]) -> None:
+    if not hasattr(module, name):
+        where = getattr(module, "__name__", repr(module))
+        raise ValueError(f"{where} has no function {name!r} that could be registered.")
+    _pending.append((module, name, decorate))
+
+
+def _casting(function: Any, choose: Callable[[Any], torch.dtype | None]) -> Any:
+    # Within torch's own function the level's rule for it would undo the cast made here.
+    own_rule = disable_casts if _is_torchs(function) else contextlib.nullcontext
+
+    @functools.wraps(function)
+    def cast_first(*args: Any, **kwargs: Any) -> Any:
+        if active_dtype() is None:
+            return function(*args, **kwargs)
+        args, kwargs = unwrap(args), unwrap(kwargs)
+        dtype = choose(trees.tensors((args, kwargs)))
+        if dtype is not None:
+            args, kwargs = to_dtype(args, dtype), to_dtype(kwargs, dtype)
+        with own_rule():
+            result = function(*args, **kwargs)
+        # A loss computed outside the model on a half result is to be as right as on its outputs.
+        return result if inside_a_model() else wrap(result, half_output_class(sessions.rules()))
+
+    return cast_first
+
+
+def _is_torchs(function: Any) -> bool:
+    module = getattr(function, "__module__", None)
+    if module is None:  # methods of Tensor and many builtins say where they are by their class
+        owner = getattr(function, "__objclass__", None) or type(getattr(function, "__self__", None))
+        module = owner.__module__
+    return module == "torch" or module.startswith("torch.")

@@ -1,0 +1,1 @@
+"""Other libraries' interfaces on top of ampfuse."""

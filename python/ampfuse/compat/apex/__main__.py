@@ -1,0 +1,54 @@
+"""Run a script that imports apex on ampfuse: ``python -m ampfuse.compat.apex train.py ARGS...``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import sys
+import warnings
+
+from ampfuse.compat.apex.installing import install, installed_apex
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the script that `argv` (default: ``sys.argv[1:]``) names, as ``python`` would."""
+    parser = argparse.ArgumentParser(
+        prog="python -m ampfuse.compat.apex",
+        description="Run a script that imports apex on ampfuse, unchanged.",
+    )
+    parser.add_argument(
+        "--apex",
+        choices=("ampfuse", "installed"),
+        default="ampfuse",
+        help="which to use if another apex is installed (default: ampfuse's)",
+    )
+    parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module's name")
+    parser.add_argument("script", metavar="SCRIPT", help="the script, as given to python")
+    parser.add_argument(
+        "args", metavar="ARGS", nargs=argparse.REMAINDER, help="the script's arguments"
+    )
+    options = parser.parse_args(argv)
+    if not options.module and not os.path.exists(options.script):
+        parser.error(f"there is no file {options.script}")
+
+    # As python sets them, before looking for another apex: one may lie beside the script.
+    sys.path[0] = (
+        os.getcwd() if options.module else os.path.dirname(os.path.abspath(options.script))
+    )
+    sys.argv = [options.script, *options.args]
+    other = installed_apex()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # said below, in this program's words
+        install(options.apex)
+    if other is not None:
+        used = "that one" if options.apex == "installed" else "ampfuse's"
+        print(f"ampfuse: an apex is installed at {other}; using {used}.", file=sys.stderr)
+    if options.module:
+        runpy.run_module(options.script, run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(options.script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

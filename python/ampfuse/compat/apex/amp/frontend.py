@@ -1,0 +1,201 @@
+"""``apex.amp.frontend``: ``initialize`` with apex's arguments, levels and their properties."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ampfuse import amp
+from ampfuse.amp import policy as policies
+from ampfuse.amp import session as sessions
+from ampfuse.amp.initialize import set_up, turn_off
+from ampfuse.compat.apex.amp._amp_state import _amp_state, warn_or_err
+from ampfuse.compat.apex.amp.handle import AmpHandle, NoOpHandle
+from ampfuse.compat.apex.amp.rules import op_rules
+from ampfuse.compat.apex.amp.scaler import LossScaler
+from ampfuse.compat.apex.amp.stash import add_stash
+
+
+class Properties:
+    """The options in force, as attributes; what contradicts the level is refused when assigned.
+
+    ``options`` is the dict behind the attributes.
+    """
+
+    def __init__(self) -> None:
+        self.__dict__["options"] = {
+            "enabled": False,
+            "opt_level": None,
+            "cast_model_type": None,
+            "patch_torch_functions": False,
+            "patch_torch_functions_type": None,
+            "keep_batchnorm_fp32": None,
+            "master_weights": None,
+            "loss_scale": 1.0,
+        }
+
+    def __getattr__(self, name: str) -> Any:
+        options = self.__dict__.get("options", {})
+        if name in options:
+            return options[name]
+        raise AttributeError(f"amp has no property {name!r}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in self.options:
+            raise AttributeError(f"amp has no property {name!r}; it has {list(self.options)}")
+        if name not in ("enabled", "opt_level") and self.opt_level is not None:
+            try:
+                value = getattr(policies.make_policy(self.opt_level, **{name: value}), name)
+            except RuntimeError as error:
+                warn_or_err(str(error))
+                value = {"True": True, "False": False}.get(value, value)
+        self.options[name] = value
+
+    def policy(self, cast_model_outputs: torch.dtype | None) -> policies.Policy:
+        """These properties as ampfuse takes them."""
+        fields = {key: value for key, value in self.options.items() if key != "enabled"}
+        if self.patch_torch_functions and self.patch_torch_functions_type is None:
+            fields["patch_torch_functions_type"] = torch.float16  # under hard_override
+        brief = policies.LEVELS[self.opt_level].brief
+        return policies.Policy(brief=brief, cast_model_outputs=cast_model_outputs, **fields)
+
+    def __repr__(self) -> str:
+        return f"Properties({self.options})"
+
+
+class _Level:
+    """Fills a :class:`Properties` with the defaults of a level."""
+
+    level: policies.Policy
+    brief: str
+    more: str
+
+    def __call__(self, properties: Properties) -> Properties:
+        for name in properties.options:
+            value = True if name == "enabled" else getattr(self.level, name)
+            properties.options[name] = value
+        return properties
+
+
+def _level(name: str, more: str) -> type[_Level]:
+    level = policies.LEVELS[name]
+    body = {"level": level, "brief": f"{name}: {level.brief}", "more": more, "__doc__": level.brief}
+    return type(name, (_Level,), body)
+
+
+O0 = _level("O0", "Weights and inputs are cast to FP32, the loss is not scaled.")
+O1 = _level("O1", "The weights stay FP32. Safe to try first, for any model.")
+O2 = _level("O2", "Half weights and inputs, and FP32 masters that the optimizer steps.")
+O3 = _level("O3", "Add keep_batchnorm_fp32=True to have cuDNN's batch norm.")
+O4 = _level("O4", "The weights stay FP32.")
+O5 = _level("O5", "BF16 weights and inputs, and FP32 masters that the optimizer steps.")
+
+opt_levels: dict[str, Callable[[Properties], Properties]] = {
+    level.__name__: level() for level in (O0, O1, O2, O3, O4, O5)
+}
+
+
+def initialize(
+    models: nn.Module | list[nn.Module],
+    optimizers: Optimizer | list[Optimizer] | None = None,
+    enabled: bool = True,
+    opt_level: str = "O1",
+    cast_model_type: torch.dtype | bool | None = None,
+    patch_torch_functions: bool | None = None,
+    keep_batchnorm_fp32: bool | str | None = None,
+    master_weights: bool | None = None,
+    loss_scale: float | str | None = None,
+    cast_model_outputs: torch.dtype | None = None,
+    num_losses: int = 1,
+    verbosity: int = 1,
+    min_loss_scale: float | None = None,
+    max_loss_scale: float = 2.0**24,
+    *,
+    patch_torch_functions_type: torch.dtype | None = None,
+) -> Any:
+    """:func:`ampfuse.amp.initialize` with apex's arguments, by position too.
+
+    At O1 and O4 operations follow apex's lists on every device, where ampfuse's own ``initialize``
+    leaves the choice to autocast.
+
+    Returns:
+        ``models`` if `optimizers` is None, else ``(models, optimizers)``, in the shape given.
+
+    Raises:
+        RuntimeError: as ampfuse's; also an ``FP16_Optimizer``. Warnings instead, for contradictory
+            options, if ``_amp_state.hard_override`` is set.
+        TypeError, ValueError, AssertionError: as ampfuse's.
+
+    Source: ``apex.amp.initialize``; O4 and O5 from ROCm/apex.
+    """
+    properties = Properties()
+    _amp_state.opt_properties = properties
+    _amp_state.verbosity = verbosity
+    if not enabled:
+        _amp_state.handle = NoOpHandle()
+        return turn_off(models, optimizers, sessions.Session(policy=None, verbosity=verbosity))
+
+    policies.make_policy(opt_level)  # an unknown level is explained there
+    opt_levels[opt_level](properties)
+    overrides = {
+        "cast_model_type": cast_model_type,
+        "patch_torch_functions": patch_torch_functions,
+        "patch_torch_functions_type": patch_torch_functions_type,
+        "keep_batchnorm_fp32": keep_batchnorm_fp32,
+        "master_weights": master_weights,
+        "loss_scale": loss_scale,
+    }
+    for name, value in overrides.items():
+        if value is not None:
+            setattr(properties, name, value)
+    _refuse_fp16_optimizers(optimizers)
+    if not (isinstance(num_losses, int) and num_losses >= 1):
+        raise ValueError(f"num_losses must be an integer of at least 1, not {num_losses!r}.")
+
+    policy = properties.policy(cast_model_outputs)
+    scalers = [
+        LossScaler(policy.loss_scale, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale)
+        for _ in range(num_losses)
+    ]
+    rules = None if policy.autocast_type is None else op_rules()
+    session = sessions.Session(policy, list(scalers), verbosity, rules)
+    allow_half = _amp_state.allow_incoming_model_not_fp32
+    result = set_up(models, optimizers, session, allow_half=allow_half)
+
+    _amp_state.min_loss_scale, _amp_state.max_loss_scale = min_loss_scale, max_loss_scale
+    _amp_state.handle = NoOpHandle() if rules is None else AmpHandle(session, _as_list(models))
+    for optimizer in _as_list(optimizers):
+        add_stash(optimizer)
+    return result
+
+
+def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The loss scalers' state; see :func:`ampfuse.amp.state_dict`."""
+    return amp.state_dict(destination)
+
+
+def load_state_dict(state_dict: dict[str, Any]) -> None:
+    """Restore the loss scalers, each by its key; see :func:`ampfuse.amp.load_state_dict`."""
+    amp.load_state_dict(state_dict)
+
+
+def _as_list(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _refuse_fp16_optimizers(optimizers: Any) -> None:
+    from ampfuse.compat.apex.fp16_utils import FP16_Optimizer
+
+    for optimizer in _as_list(optimizers):
+        if isinstance(optimizer, FP16_Optimizer):
+            raise RuntimeError(
+                "amp.initialize makes FP32 masters and scales the loss itself, and so does "
+                "FP16_Optimizer: give it the optimizer inside (fp16_optimizer.optimizer, made "
+                "anew), or keep FP16_Optimizer and leave amp out."
+            )

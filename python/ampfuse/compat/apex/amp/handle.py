@@ -1,0 +1,155 @@
+"""``apex.amp.handle``: ``scale_loss``, and the object that turns O1's casts on and off."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ampfuse import amp
+from ampfuse.amp import session as sessions
+from ampfuse.amp import weight_cache
+from ampfuse.amp.casts import Casts, install
+from ampfuse.amp.function_casts import restore_registered
+from ampfuse.amp.half_output import casts_are_disabled
+from ampfuse.amp.op_casts import OpCasts
+from ampfuse.compat.apex.amp.opt import OptimWrapper
+
+
+@contextlib.contextmanager
+def scale_loss(
+    loss: Tensor,
+    optimizers: Any,
+    loss_id: int = 0,
+    model: Any = None,
+    delay_unscale: bool = False,
+    delay_overflow_check: bool = False,
+) -> Iterator[Tensor]:
+    """:func:`ampfuse.amp.scale_loss`.
+
+    Inside the block O1's casts are on, as in apex: a checkpointed part of the model, computed again
+    in the backward pass, computes in the types of its forward pass.
+    """
+    with amp.scale_loss(
+        loss, optimizers, loss_id, model, delay_unscale, delay_overflow_check
+    ) as scaled:
+        listed = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
+        session = sessions.of_optimizers(listed) if listed else sessions.latest()
+        if session.rules is None or not session.casts_functions:
+            yield scaled
+        else:
+            assert session.policy is not None
+            assert session.policy.autocast_type is not None
+            with OpCasts(session.rules, session.policy.autocast_type):
+                yield scaled
+
+
+class AmpHandle:
+    """The casts of one ``initialize`` at O1 or O4.
+
+    ``_is_active`` may be set; ``_deactivate()`` also puts registered functions back.
+    """
+
+    def __init__(
+        self, session: sessions.Session, models: Sequence[nn.Module] = (), verbose: bool = False
+    ) -> None:
+        self._session = session
+        self._models = [weakref.ref(model) for model in models]
+        self._verbose = verbose
+        self._saved: list[tuple[Any, str, Any]] = []
+
+    def is_active(self) -> bool:
+        return self._is_active
+
+    @property
+    def _is_active(self) -> bool:
+        return self._session.casts_functions and not casts_are_disabled()
+
+    @_is_active.setter
+    def _is_active(self, active: bool) -> None:
+        self._session.casts_functions = bool(active)
+        policy = self._session.policy
+        assert policy is not None
+        casts = Casts.of(policy, self._session.rules)
+        if not active:
+            casts = Casts(inputs=casts.inputs, outputs=casts.outputs)
+        for reference in self._models:
+            model = reference()
+            if model is not None:
+                install(model, casts)
+
+    def _deactivate(self) -> None:
+        """Turn O1's casts off for good and put replaced functions back."""
+        self._is_active = False
+        self._clear_cache()
+        restore_registered()
+        for module, name, function in reversed(self._saved):
+            setattr(module, name, function)
+        self._saved.clear()
+
+    def _save_func(self, module: Any, name: str, function: Any) -> None:
+        """Have ``_deactivate`` set ``module.name`` to `function`."""
+        self._saved.append((module, name, function))
+
+    def _disable_casts(self) -> contextlib.AbstractContextManager[None]:
+        return amp.disable_casts()
+
+    def _clear_cache(self) -> None:
+        weight_cache.clear()
+        torch.clear_autocast_cache()
+
+    @property
+    def has_cache(self) -> bool:
+        return True
+
+    @property
+    def cache(self) -> dict[Tensor, Tensor]:
+        return weight_cache.copies()
+
+    def remove_cache(self, param: Tensor) -> None:
+        weight_cache.remove(param)
+
+    @property
+    def verbose(self) -> bool:
+        return self._verbose
+
+    def wrap_optimizer(self, optimizer: torch.optim.Optimizer, num_loss: int = 1) -> OptimWrapper:
+        """An optimizer with ``scale_loss`` and a ``step`` that skips after an overflow."""
+        return OptimWrapper(optimizer, self, num_loss)
+
+    def scale_loss(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(
+            "A handle scales no loss itself. Use optimizer = handle.wrap_optimizer(optimizer) and "
+            "optimizer.scale_loss(loss); or amp.initialize and amp.scale_loss(loss, optimizer)."
+        )
+
+
+class NoOpHandle:
+    """The handle where nothing is cast: amp off, and levels that cast the model instead."""
+
+    _is_active = False
+    has_cache = False
+    verbose = False
+
+    def is_active(self) -> bool:
+        return False
+
+    def _disable_casts(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def wrap_optimizer(self, optimizer: torch.optim.Optimizer, num_loss: int = 1) -> OptimWrapper:
+        return OptimWrapper(optimizer, self, num_loss)
+
+    @contextlib.contextmanager
+    def scale_loss(self, loss: Tensor, optimizer: Any) -> Iterator[Tensor]:
+        yield loss
+
+    def _clear_cache(self) -> None:
+        """There is none."""
+
+    def _deactivate(self) -> None:
+        """Nothing is active."""

@@ -1,0 +1,52 @@
+"""The state dict of ``FP16_Optimizer``: apex's keys, holding plain data and no objects."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ampfuse.compat.apex.amp.scaler import LossScaler
+
+
+def save(optimizer: Any) -> dict[str, Any]:
+    scaler = optimizer.loss_scaler
+    return {
+        "loss_scaler": {**scaler.state_dict(), "dynamic": scaler.dynamic},
+        "dynamic_loss_scale": optimizer.dynamic_loss_scale,
+        "overflow": optimizer.overflow,
+        "first_closure_call_this_step": optimizer.first_closure_call_this_step,
+        "optimizer_state_dict": optimizer.optimizer.state_dict(),
+        "fp32_from_fp16": [
+            [master.detach() for master in group] for group in optimizer.fp32_from_fp16_groups
+        ],
+    }
+
+
+def load(optimizer: Any, state: dict[str, Any]) -> None:
+    masters = [master for group in optimizer.fp32_from_fp16_groups for master in group]
+    saved = [master for group in state["fp32_from_fp16"] for master in group]
+    if [m.shape for m in masters] != [m.shape for m in saved]:
+        raise ValueError(
+            f"The state holds {len(saved)} master weights, this optimizer has {len(masters)}, or "
+            "their shapes differ: it was saved from another model. Nothing was loaded."
+        )
+    optimizer.optimizer.load_state_dict(state["optimizer_state_dict"])
+    for master, value in zip(masters, saved, strict=True):
+        exact = value.detach().to(device=master.device, dtype=master.dtype, copy=True)
+        optimizer.optimizer._restore_master(master, {}, exact)
+    _load_scaler(optimizer, state["loss_scaler"], bool(state["dynamic_loss_scale"]))
+    optimizer.overflow = state["overflow"]
+    optimizer.first_closure_call_this_step = state["first_closure_call_this_step"]
+
+
+def _load_scaler(optimizer: Any, saved: Any, dynamic: bool) -> None:
+    if isinstance(saved, dict):
+        scale, unskipped = saved["loss_scale"], saved["unskipped"]
+    elif isinstance(saved, LossScaler):
+        scale, unskipped = saved.loss_scale(), saved._unskipped
+    else:  # the older scalers of fp16_utils
+        scale = saved.cur_scale
+        since = getattr(saved, "cur_iter", 0) - getattr(saved, "last_overflow_iter", -1) - 1
+        unskipped = since % getattr(saved, "scale_window", 2000)
+    if dynamic != optimizer.dynamic_loss_scale:
+        optimizer.set_loss_scaler(LossScaler("dynamic" if dynamic else float(scale)))
+    optimizer.loss_scaler.load_state_dict({"loss_scale": scale, "unskipped": unskipped})

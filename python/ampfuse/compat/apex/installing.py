@@ -1,0 +1,99 @@
+"""Put these modules where ``import apex`` and ``import amp_C`` look."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import warnings
+from types import ModuleType
+from typing import Literal
+
+import torch
+
+_HERE = "ampfuse.compat.apex"
+# Run as a program, or part of how to get in: not parts of apex.
+_NOT_APEX = frozenset({"__main__", "installing", "amp_C"})
+
+
+def installed_apex() -> str | None:
+    """Where another package called apex is, imported or importable; None if there is none."""
+    module = sys.modules.get("apex")
+    if module is not None:
+        return None if module.__name__ == _HERE else _location(module.__spec__)
+    try:
+        spec = importlib.util.find_spec("apex")
+    except (ImportError, ValueError):
+        return None
+    return None if spec is None else _location(spec)
+
+
+def _location(spec: importlib.machinery.ModuleSpec | None) -> str:
+    if spec is None:
+        return "an unknown place"
+    return spec.origin or ", ".join(spec.submodule_search_locations or ["an unknown place"])
+
+
+def install(prefer: Literal["ampfuse", "installed"] = "ampfuse") -> ModuleType:
+    """Have ``import apex``, ``import apex.amp``, ..., and ``import amp_C`` find ampfuse's.
+
+    Call it before anything imports apex. Old checkpoints that hold apex's pickled loss scalers then
+    load too, also with ``torch.load(..., weights_only=True)``.
+
+    Arguments:
+        prefer: which to use if another apex is installed: "ampfuse" uses this one and warns, naming
+            both; "installed" leaves the other alone, and says so.
+
+    Returns:
+        What ``import apex`` gives from now on.
+
+    Raises:
+        ValueError: `prefer` is neither.
+        RuntimeError: another apex has been imported already; modules hold on to it.
+    """
+    if prefer not in ("ampfuse", "installed"):
+        raise ValueError(f'prefer is {prefer!r}; it must be "ampfuse" or "installed".')
+    other = installed_apex()
+    if other is not None and prefer == "installed":
+        warnings.warn(f"apex is the one installed at {other}, not ampfuse's.", stacklevel=2)
+        return importlib.import_module("apex")
+    if other is not None and "apex" in sys.modules:
+        raise RuntimeError(
+            f"The apex at {other} has been imported already. Call ampfuse.compat.apex.install() "
+            'before anything imports apex, or install(prefer="installed") to stay with that one.'
+        )
+    if other is not None:
+        warnings.warn(
+            f"apex is ampfuse's ({_HERE}), although another one is installed at {other}; "
+            'install(prefer="installed") would use that.',
+            stacklevel=2,
+        )
+    package = importlib.import_module(_HERE)
+    sys.modules.update(_modules())
+    sys.modules["amp_C"] = package.amp_C
+    _allow_old_pickles()
+    return package
+
+
+def _modules() -> dict[str, ModuleType]:
+    """All modules of this package, which imports them itself, by their names in apex."""
+    found = {}
+    for name, module in list(sys.modules.items()):
+        part = name.removeprefix(_HERE)
+        if name == _HERE or (name.startswith(_HERE + ".") and part[1:] not in _NOT_APEX):
+            found["apex" + part] = module
+    return found
+
+
+def _allow_old_pickles() -> None:
+    """Let ``weights_only=True`` load the loss scalers that apex pickled into checkpoints."""
+    from ampfuse.compat.apex.amp import scaler
+    from ampfuse.compat.apex.fp16_utils import loss_scaler
+
+    torch.serialization.add_safe_globals(
+        [
+            (scaler.LossScaler, "apex.amp.scaler.LossScaler"),
+            (loss_scaler.LossScaler, "apex.fp16_utils.loss_scaler.LossScaler"),
+            (loss_scaler.DynamicLossScaler, "apex.fp16_utils.loss_scaler.DynamicLossScaler"),
+        ]
+    )

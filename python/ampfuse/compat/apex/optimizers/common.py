@@ -1,0 +1,70 @@
+"""What apex's fused optimizers have in common."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+import ampfuse.optim
+from ampfuse.compat.apex.optimizers.apex_state import as_torch
+from ampfuse.optim import AmpOptimizer
+
+# LAMB, NovoGrad and Adagrad came with the flags that complete SGD and Adam.
+HAS_ALL_FLAGS = hasattr(ampfuse.optim, "LAMB")
+
+
+class ApexOptimizer(AmpOptimizer):
+    """Mixin: ``zero_grad`` with apex's default, and state dicts of apex, torch and ampfuse."""
+
+    set_grad_none = True
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Drop gradients or zero them; by default as `set_grad_none` said."""
+        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads apex's, torch's and ampfuse's state dicts."""
+        super().load_state_dict(as_torch(state_dict, self.param_groups))
+
+    def _set_flag(self, name: str, value: Any) -> None:
+        """A property of every group, of those to come too."""
+        self.defaults[name] = value
+        for group in self.param_groups:
+            group.setdefault(name, value)
+
+
+def refuse_amsgrad(amsgrad: bool, name: str) -> None:
+    if amsgrad:
+        raise RuntimeError(f"{name} has no AMSGrad variant; ampfuse.optim.Adam has.")
+
+
+def require_flags(flag: str) -> None:
+    """Raise NotImplementedError where ampfuse's kernels do not know `flag`."""
+    if not HAS_ALL_FLAGS:
+        raise NotImplementedError(f"This ampfuse has no {flag}.")
+
+
+@contextlib.contextmanager
+def driven_by(optimizer: Any, driver: dict[str, Any]) -> Iterator[None]:
+    """A step in this block unscales and skips by torch's GradScaler ``driver["grad_scaler"]``.
+
+    apex's ``step`` has a parameter of that name; torch's GradScaler warns of one at every step, so
+    here it is among the keywords.
+    """
+    grad_scaler = driver.pop("grad_scaler", None)
+    if driver:
+        name = type(optimizer).__name__
+        raise TypeError(f"{name}.step got an unexpected argument {next(iter(driver))!r}")
+    if grad_scaler is None:
+        yield
+        return
+    found_infs = list(grad_scaler._check_inf_per_device(optimizer).values())
+    optimizer.grad_scale = grad_scaler._get_scale_async()
+    optimizer.found_inf = torch.stack([found.reshape(()) for found in found_infs]).sum()
+    try:
+        yield
+    finally:
+        del optimizer.grad_scale, optimizer.found_inf

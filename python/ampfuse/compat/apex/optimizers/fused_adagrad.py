@@ -1,0 +1,32 @@
+"""``apex.optimizers.FusedAdagrad`` on :class:`ampfuse.optim.Adagrad`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ampfuse.compat.apex.optimizers.common import ApexOptimizer
+from ampfuse.optim import Adagrad
+
+
+class FusedAdagrad(ApexOptimizer, Adagrad):
+    """:class:`ampfuse.optim.Adagrad` with apex's arguments.
+
+    Arguments:
+        lr, eps, weight_decay: as in torch.
+        set_grad_none: whether ``zero_grad()`` drops gradients by default, or zeroes them.
+        adagrad_w_mode: decoupled weight decay instead of L2 through the gradient.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-2,
+        eps: float = 1e-10,
+        weight_decay: float = 0.0,
+        set_grad_none: bool = True,
+        adagrad_w_mode: bool = False,
+    ) -> None:
+        self.set_grad_none = set_grad_none
+        super().__init__(params, lr=lr, eps=eps, weight_decay=weight_decay)
+        self._set_flag("decoupled_weight_decay", bool(adagrad_w_mode))
+        self.adagrad_w_mode = 1 if adagrad_w_mode else 0

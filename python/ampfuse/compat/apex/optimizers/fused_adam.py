@@ -1,0 +1,89 @@
+"""``apex.optimizers.FusedAdam`` on :class:`ampfuse.optim.Adam`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ampfuse.compat.apex.optimizers.common import (
+    ApexOptimizer,
+    driven_by,
+    refuse_amsgrad,
+    require_flags,
+)
+from ampfuse.optim import Adam
+
+_REFUSED = ("grads", "output_params", "scale", "grad_norms")
+
+
+class FusedAdam(ApexOptimizer, Adam):
+    """:class:`ampfuse.optim.Adam` with apex's arguments; by default it is AdamW.
+
+    Arguments:
+        lr, betas, eps, weight_decay: as in torch.
+        bias_correction: False uses the moments as they are.
+        adam_w_mode: decoupled weight decay (AdamW), else L2 through the gradient (Adam).
+        set_grad_none: whether ``zero_grad()`` drops gradients by default, or zeroes them.
+        capturable: accepted and without effect: a step never waits, and can be captured.
+        master_weights: keep FP32 masters of half parameters; apex wants `capturable` with it.
+
+    Raises:
+        RuntimeError: `amsgrad`; `master_weights` without `capturable`.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: Any = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+        capturable: bool = False,
+        master_weights: bool = False,
+    ) -> None:
+        refuse_amsgrad(amsgrad, "FusedAdam")
+        if master_weights and not capturable:
+            raise RuntimeError("FusedAdam takes master_weights=True with capturable=True only.")
+        if not bias_correction:
+            require_flags("bias_correction=False")
+        self.set_grad_none = set_grad_none
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            decoupled_weight_decay=bool(adam_w_mode),
+            master_weights=master_weights,
+        )
+        self._set_flag("bias_correction", bool(bias_correction))
+        self.adam_w_mode = 1 if adam_w_mode else 0
+        self.capturable = capturable
+
+    def step(
+        self,
+        closure: Callable[[], Any] | None = None,
+        grads: Any = None,
+        output_params: Any = None,
+        scale: Any = None,
+        grad_norms: Any = None,
+        **driver: Any,
+    ) -> Any:
+        """One step. ``step(grad_scaler=s)`` unscales, and skips on overflow, by torch's GradScaler.
+
+        Raises:
+            RuntimeError: one of the arguments in the middle, which apex gave up, is not None.
+        """
+        given = (grads, output_params, scale, grad_norms)
+        refused = [name for name, value in zip(_REFUSED, given, strict=True) if value is not None]
+        if refused:
+            raise RuntimeError(
+                f"FusedAdam.step takes no {', '.join(refused)}: gradients are read from .grad, and "
+                "amp or a GradScaler unscales them."
+            )
+        with driven_by(self, driver):
+            return super().step(closure)

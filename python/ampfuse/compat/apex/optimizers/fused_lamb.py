@@ -1,0 +1,58 @@
+"""``apex.optimizers.FusedLAMB`` on :class:`ampfuse.optim.LAMB`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from ampfuse.compat.apex.optimizers.common import ApexOptimizer, refuse_amsgrad
+from ampfuse.optim import LAMB
+
+
+class FusedLAMB(ApexOptimizer, LAMB):
+    """:class:`ampfuse.optim.LAMB` with apex's arguments.
+
+    Arguments:
+        lr, bias_correction, betas, eps, weight_decay, grad_averaging, use_nvlamb: as in ampfuse.
+        adam_w_mode: decoupled weight decay, else L2 through the gradient.
+        set_grad_none: whether ``zero_grad()`` drops gradients by default, or zeroes them.
+        max_grad_norm: clip all gradients to this L2 norm first; 0 or inf: do not.
+
+    Raises:
+        RuntimeError: `amsgrad`.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: Any = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        amsgrad: bool = False,
+        adam_w_mode: bool = True,
+        grad_averaging: bool = True,
+        set_grad_none: bool = True,
+        max_grad_norm: float = 1.0,
+        use_nvlamb: bool = False,
+        **options: Any,
+    ) -> None:
+        refuse_amsgrad(amsgrad, type(self).__name__)
+        self.set_grad_none = set_grad_none
+        clips = max_grad_norm and math.isfinite(max_grad_norm)
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            bias_correction=bool(bias_correction),
+            grad_averaging=bool(grad_averaging),
+            decoupled_weight_decay=bool(adam_w_mode),
+            use_nvlamb=bool(use_nvlamb),
+            max_grad_norm=float(max_grad_norm) if clips else None,
+            **options,
+        )
+        self.adam_w_mode = 1 if adam_w_mode else 0
+        self.use_nvlamb = use_nvlamb

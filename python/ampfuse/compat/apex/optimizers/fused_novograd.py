@@ -1,0 +1,88 @@
+"""``apex.optimizers.FusedNovoGrad`` on :class:`ampfuse.optim.NovoGrad`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from ampfuse.compat.apex.optimizers.common import ApexOptimizer, refuse_amsgrad
+from ampfuse.optim import NovoGrad
+from ampfuse.optim.masters import HALF_DTYPES
+
+
+class FusedNovoGrad(ApexOptimizer, NovoGrad):
+    """:class:`ampfuse.optim.NovoGrad` with apex's arguments.
+
+    Arguments:
+        lr, bias_correction, betas, eps, weight_decay, reg_inside_moment, grad_averaging,
+            init_zero: as in ampfuse.
+        norm_type: 2, or 0 for the largest magnitude.
+        set_grad_none: whether ``zero_grad()`` drops gradients by default, or zeroes them.
+
+    Raises:
+        RuntimeError: `amsgrad`, or another `norm_type`.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: Any = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        reg_inside_moment: bool = False,
+        grad_averaging: bool = True,
+        norm_type: int = 2,
+        init_zero: bool = False,
+        set_grad_none: bool = True,
+    ) -> None:
+        refuse_amsgrad(amsgrad, "FusedNovoGrad")
+        if norm_type not in (0, 2):
+            raise RuntimeError(f"FusedNovoGrad's norm_type is 2, or 0 for the maximum: {norm_type}")
+        self.set_grad_none = set_grad_none
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            bias_correction=bool(bias_correction),
+            grad_averaging=bool(grad_averaging),
+            norm_type=math.inf if norm_type == 0 else 2,
+            init_zero=bool(init_zero),
+            reg_inside_moment=bool(reg_inside_moment),
+        )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads apex's and ampfuse's state dicts.
+
+        apex kept the norms in the group: those of its half parameters, then of the others.
+
+        Raises:
+            ValueError: the norms belong to other parameters. Nothing was loaded.
+        """
+        state = {key: dict(value) for key, value in state_dict["state"].items()}
+        groups = []
+        for saved, own in zip(state_dict["param_groups"], self.param_groups, strict=False):
+            group = dict(saved)
+            groups.append(group)
+            norms = group.pop("exp_avg_sq", None)
+            if norms is None:
+                continue
+            group.pop("norm_type", None)  # 0 where ours is inf; the constructor's counts
+            half = [param.dtype in HALF_DTYPES for param in own["params"]]
+            keys = [
+                [k for k, h in zip(group["params"], half, strict=True) if h == kind]
+                for kind in (True, False)
+            ]
+            for kind, values in zip(keys, norms, strict=True):
+                if len(kind) != len(values):
+                    raise ValueError(
+                        f"The state holds norms of {len(values)} parameters where there are "
+                        f"{len(kind)}. Nothing was loaded."
+                    )
+                for key, value in zip(kind, values, strict=True):
+                    state.setdefault(key, {})["exp_avg_norm"] = value.detach().clone()
+        super().load_state_dict({**state_dict, "state": state, "param_groups": groups})

@@ -1,0 +1,79 @@
+"""The command line: ``python -m ampfuse.migrate [--write] FILE...``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import tokenize
+from pathlib import Path
+
+from ampfuse.migrate.imports import rewrite_imports
+from ampfuse.migrate.uses import Use, find_uses
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Report on the files of `argv` (default: ``sys.argv[1:]``).
+
+    Returns:
+        0; 1 if a file uses something that has no counterpart here; 2 if one cannot be read.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m ampfuse.migrate",
+        description="Report line by line what a script uses of apex, and what it becomes in "
+        "ampfuse and in plain torch.",
+    )
+    parser.add_argument("files", metavar="FILE", nargs="+", type=Path)
+    parser.add_argument(
+        "--write",
+        action="store_true",
+        help="change the imports to ampfuse.compat.apex; nothing else in the files changes",
+    )
+    options = parser.parse_args(argv)
+    return max(_report(path, write=options.write) for path in options.files)
+
+
+def _report(path: Path, *, write: bool) -> int:
+    try:
+        with open(path, "rb") as file:
+            encoding, _ = tokenize.detect_encoding(file.readline)
+        data = path.read_bytes()
+        source = data.decode(encoding)
+        uses = find_uses(source)
+    except (OSError, SyntaxError, UnicodeDecodeError) as error:
+        print(f"{path}: cannot be read: {error}", file=sys.stderr)
+        return 2
+    for use in uses:
+        print(_as_text(path, use))
+    if not uses:
+        print(f"{path}: uses nothing of apex")
+    if write:
+        changed = rewrite_imports(source)
+        if changed != source:
+            _replace(path, changed.encode(encoding))
+            print(f"{path}: imports changed")
+    return int(any(not use.available for use in uses))
+
+
+def _as_text(path: Path, use: Use) -> str:
+    lines = [f"{path}:{use.line}: {use.name}", f"    ampfuse: {use.ampfuse}"]
+    return "\n".join([*lines, f"    torch:   {use.torch}"])
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """Write `path` at once: whoever reads it meanwhile sees the old file or the new one."""
+    target = path.resolve()  # a link stays a link
+    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        os.chmod(name, target.stat().st_mode & 0o7777)
+        os.replace(name, target)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,81 @@
+"""Change a script's imports of apex to ``ampfuse.compat.apex``, and nothing else in it."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+
+HERE = "ampfuse.compat.apex"
+# What apex has and ampfuse has not; an import of it is left for its author to see.
+NOT_HERE = ("contrib", "transformer", "RNN", "mlp", "fused_dense", "reparameterization", "pyprof")
+
+
+def rewrite_imports(source: str) -> str:
+    """`source` with its imports of ``apex`` and ``amp_C`` rewritten.
+
+    Names stay bound as they were, so no other line has to change. Formatting, comments and line
+    ends stay. Imports of what is not in ampfuse stay too.
+
+    Raises:
+        SyntaxError: `source` is no Python.
+    """
+    tree = ast.parse(source)
+    positions = _Positions(source)
+    edits: list[tuple[int, int, str]] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.level == 0 and is_here(node.module or ""):
+            start = positions.first_name_after(node)
+            first = (node.module or "").split(".")[0]
+            new = HERE if first == "apex" else f"{HERE}.amp_C"
+            edits.append((start, start + len(first), new))
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if is_here(alias.name):
+                    start = positions.offset(alias.lineno, alias.col_offset)
+                    assert alias.end_lineno is not None
+                    assert alias.end_col_offset is not None
+                    end = positions.offset(alias.end_lineno, alias.end_col_offset)
+                    edits.append((start, end, _alias(alias)))
+    for start, end, new in sorted(edits, reverse=True):
+        source = source[:start] + new + source[end:]
+    ast.parse(source)
+    return source
+
+
+def is_here(module: str) -> bool:
+    """Whether `module` is apex's (or ``amp_C``) and present in ampfuse."""
+    top, _, rest = module.partition(".")
+    return top in ("apex", "amp_C") and rest.split(".")[0] not in NOT_HERE
+
+
+def _alias(alias: ast.alias) -> str:
+    if alias.name == "amp_C":
+        return f"{HERE}.amp_C as {alias.asname or 'amp_C'}"
+    if alias.asname is None:  # `import apex.amp` binds apex, which has all its modules here
+        return f"{HERE} as apex"
+    return f"{HERE}{alias.name.removeprefix('apex')} as {alias.asname}"
+
+
+class _Positions:
+    """Places in a source text, which ast gives as lines and bytes, as offsets into it."""
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+        self._starts = [0]
+        # Python's lines end at \n, \r and \r\n; str.splitlines knows more ends.
+        for line in io.StringIO(source, newline=""):
+            self._starts.append(self._starts[-1] + len(line))
+
+    def offset(self, line: int, column_in_bytes: int) -> int:
+        start, end = self._starts[line - 1], self._starts[line]
+        before = self._source[start:end].encode()[:column_in_bytes]
+        return start + len(before.decode())
+
+    def first_name_after(self, node: ast.ImportFrom) -> int:
+        """Where the module's name starts, after ``from``."""
+        found = re.compile(r"from[\s\\]+").match(
+            self._source, self.offset(node.lineno, node.col_offset)
+        )
+        assert found is not None
+        return found.end()

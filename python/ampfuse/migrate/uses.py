@@ -1,0 +1,150 @@
+"""Find what a script uses of apex."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+from types import ModuleType
+
+from ampfuse.migrate.imports import is_here
+from ampfuse.migrate.table import FP16_OPTIMIZER, UNKNOWN, counterparts
+
+_TOP = ("apex", "amp_C")
+
+
+@dataclasses.dataclass(frozen=True)
+class Use:
+    """One use, at `line`: `name` in apex, and what it becomes.
+
+    Attributes:
+        available: whether ``ampfuse.compat.apex`` has it.
+    """
+
+    line: int
+    name: str
+    ampfuse: str
+    torch: str
+    available: bool = True
+
+
+def find_uses(source: str) -> list[Use]:
+    """The uses of apex and ``amp_C`` in `source`, in the order of its lines.
+
+    Imported names are followed, under other names too, and so are the methods of an
+    ``FP16_Optimizer`` that is assigned to a name.
+
+    Raises:
+        SyntaxError: `source` is no Python.
+    """
+    finder = _Finder()
+    finder.visit(ast.parse(source))
+    return sorted(set(finder.uses), key=lambda use: (use.line, use.name))
+
+
+class _Finder(ast.NodeVisitor):
+    def __init__(self) -> None:
+        self.uses: list[Use] = []
+        self._names: dict[str, str] = {}  # a name in the script -> what it is in apex
+        self._fp16_optimizers: set[str] = set()
+
+    def visit_Import(self, node: ast.Import) -> None:
+        for alias in node.names:
+            top = alias.name.split(".")[0]
+            if top in _TOP:
+                self._names[alias.asname or top] = alias.name if alias.asname else top
+                self._add(alias.lineno, alias.name)
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        module = node.module or ""
+        if node.level or module.split(".")[0] not in _TOP:
+            return
+        for alias in node.names:
+            name = f"{module}.{alias.name}"
+            self._add(alias.lineno, name)
+            if alias.name == "*":
+                self._star(module)
+            else:
+                self._names[alias.asname or alias.name] = name
+
+    def visit_Name(self, node: ast.Name) -> None:
+        if node.id in self._names:
+            self._add(node.lineno, self._names[node.id])
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        chain = _chain(node)
+        root = chain[0] if chain else None
+        if chain and root in self._names:
+            name = ".".join([self._names[root], *chain[1:]])
+            self._add(node.lineno, _known_part(name))
+        elif chain and ".".join(chain[:-1]) in self._fp16_optimizers:
+            if chain[-1] in FP16_OPTIMIZER:
+                ampfuse, torch = FP16_OPTIMIZER[chain[-1]]
+                self.uses.append(
+                    Use(node.lineno, f"apex.fp16_utils.FP16_Optimizer.{chain[-1]}", ampfuse, torch)
+                )
+        else:
+            self.generic_visit(node)
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        self.generic_visit(node)
+        if not isinstance(node.value, ast.Call):
+            return
+        chain = _chain(node.value.func)
+        if not chain or chain[0] not in self._names:
+            return
+        if ".".join([self._names[chain[0]], *chain[1:]]).endswith("FP16_Optimizer"):
+            targets = [_chain(target) for target in node.targets]
+            self._fp16_optimizers |= {".".join(target) for target in targets if target}
+
+    def _star(self, module: str) -> None:
+        here = _module(module)
+        for name in getattr(here, "__all__", []):
+            self._names[name] = f"{module}.{name}"
+
+    def _add(self, line: int, name: str) -> None:
+        available = _is_available(name)
+        ampfuse, torch = counterparts(name) if available else UNKNOWN
+        self.uses.append(Use(line, name, ampfuse, torch, available))
+
+
+def _chain(node: ast.AST) -> list[str]:
+    """``["a", "b", "c"]`` for ``a.b.c``; empty for anything else."""
+    names: list[str] = []
+    while isinstance(node, ast.Attribute):
+        names.append(node.attr)
+        node = node.value
+    if not isinstance(node, ast.Name):
+        return []
+    return [node.id, *reversed(names)]
+
+
+def _module(name: str) -> object | None:
+    top, _, rest = name.partition(".")
+    path = "ampfuse.compat.apex" + (".amp_C" if top == "amp_C" else "") + (rest and "." + rest)
+    try:
+        return importlib.import_module(path)
+    except ImportError:
+        return None
+
+
+def _known_part(name: str) -> str:
+    """`name` up to what is apex's: in ``amp.state_dict.keys`` the last part is Python's."""
+    top, *parts = name.split(".")
+    found, known = _module(top), top
+    for part in parts:
+        if not isinstance(found, ModuleType):
+            break
+        found, known = getattr(found, part, None), f"{known}.{part}"
+    return known
+
+
+def _is_available(name: str) -> bool:
+    if not is_here(name):
+        return False
+    if name.endswith(".*"):
+        return _module(name.removesuffix(".*")) is not None
+    if _module(name) is not None:
+        return True
+    parent, _, last = name.rpartition(".")
+    return hasattr(_module(parent), last)

@@ -1,0 +1,120 @@
+"""A GAN with two optimizers and three losses, the way the DCGAN example did it."""
+
+import argparse
+
+import torch
+import torch.nn as nn
+import torch.optim as optim
+
+try:
+    from apex import amp
+except ImportError:
+    raise ImportError(
+        "Please install apex from https://www.github.com/nvidia/apex to run this example."
+    )
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--batchSize", type=int, default=16)
+parser.add_argument("--niter", type=int, default=12)
+parser.add_argument("--lr", type=float, default=0.002)
+parser.add_argument("--beta1", type=float, default=0.5)
+parser.add_argument("--opt_level", "--opt-level", default="O1", help='amp opt_level, default="O1"')
+parser.add_argument("--no-amp", action="store_true")
+opt = parser.parse_args()
+torch.manual_seed(2809)
+
+
+def weights_init(m):
+    classname = m.__class__.__name__
+    if classname.find("Conv") != -1:
+        m.weight.data.normal_(0.0, 0.1)
+    elif classname.find("BatchNorm") != -1:
+        m.weight.data.normal_(1.0, 0.02)
+        m.bias.data.fill_(0)
+
+
+class Generator(nn.Module):
+    def __init__(self):
+        super(Generator, self).__init__()
+        self.main = nn.Sequential(
+            nn.ConvTranspose2d(8, 8, 4, 1, 0, bias=False),
+            nn.BatchNorm2d(8),
+            nn.ReLU(True),
+            nn.ConvTranspose2d(8, 1, 4, 2, 1, bias=False),
+            nn.Tanh(),
+        )
+
+    def forward(self, input):
+        return self.main(input)
+
+
+class Discriminator(nn.Module):
+    def __init__(self):
+        super(Discriminator, self).__init__()
+        self.main = nn.Sequential(
+            nn.Conv2d(1, 8, 4, 2, 1, bias=False),
+            nn.BatchNorm2d(8),
+            nn.LeakyReLU(0.2, inplace=True),
+            nn.Conv2d(8, 1, 4, 1, 0, bias=False),
+        )
+
+    def forward(self, input):
+        return self.main(input).view(-1, 1).squeeze(1)
+
+
+netG = Generator()
+netG.apply(weights_init)
+netD = Discriminator()
+netD.apply(weights_init)
+criterion = nn.BCEWithLogitsLoss()
+real_label = 1
+fake_label = 0
+
+optimizerD = optim.Adam(netD.parameters(), lr=opt.lr, betas=(opt.beta1, 0.999))
+optimizerG = optim.Adam(netG.parameters(), lr=opt.lr, betas=(opt.beta1, 0.999))
+
+[netD, netG], [optimizerD, optimizerG] = amp.initialize(
+    [netD, netG],
+    [optimizerD, optimizerG],
+    enabled=not opt.no_amp,
+    opt_level=opt.opt_level,
+    num_losses=3,
+)
+
+data = torch.rand(opt.batchSize, 1, 8, 8) * torch.linspace(0, 1, 8)
+for i in range(opt.niter):
+    # (1) Update D network: maximize log(D(x)) + log(1 - D(G(z)))
+    # train with real
+    netD.zero_grad()
+    label = torch.full((opt.batchSize,), real_label, dtype=torch.float)
+    output = netD(data)
+    errD_real = criterion(output, label)
+    with amp.scale_loss(errD_real, optimizerD, loss_id=0) as errD_real_scaled:
+        errD_real_scaled.backward()
+    D_x = output.mean().item()
+
+    # train with fake
+    noise = torch.randn(opt.batchSize, 8, 1, 1)
+    fake = netG(noise)
+    label.fill_(fake_label)
+    output = netD(fake.detach())
+    errD_fake = criterion(output, label)
+    with amp.scale_loss(errD_fake, optimizerD, loss_id=1) as errD_fake_scaled:
+        errD_fake_scaled.backward()
+    errD = errD_real + errD_fake
+    optimizerD.step()
+
+    # (2) Update G network: maximize log(D(G(z)))
+    netG.zero_grad()
+    label.fill_(real_label)  # fake labels are real for generator cost
+    output = netD(fake)
+    errG = criterion(output, label)
+    with amp.scale_loss(errG, optimizerG, loss_id=2) as errG_scaled:
+        errG_scaled.backward()
+    optimizerG.step()
+
+    print(
+        "[%d/%d] Loss_D: %.4f Loss_G: %.4f D(x): %.4f"
+        % (i, opt.niter, errD.item(), errG.item(), D_x)
+    )
+print("final loss: %.6f" % (errD.item() + errG.item()))

@@ -1,0 +1,171 @@
+"""Image classification, the way the ImageNet example did it with apex.amp."""
+
+import argparse
+import os
+
+import torch
+import torch.nn as nn
+import torch.nn.parallel
+import torch.optim
+import torch.utils.data
+
+try:
+    from apex.parallel import DistributedDataParallel as DDP
+    from apex.fp16_utils import *
+    from apex import amp, optimizers
+    from apex.multi_tensor_apply import multi_tensor_applier
+except ImportError:
+    raise ImportError(
+        "Please install apex from https://www.github.com/nvidia/apex to run this example."
+    )
+
+
+def parse():
+    parser = argparse.ArgumentParser(description="PyTorch ImageNet Training")
+    parser.add_argument("--epochs", default=4, type=int, metavar="N")
+    parser.add_argument("-b", "--batch-size", default=16, type=int)
+    parser.add_argument("--lr", default=0.05, type=float)
+    parser.add_argument("--momentum", default=0.9, type=float)
+    parser.add_argument("--weight-decay", "--wd", default=1e-4, type=float)
+    parser.add_argument("--resume", default="", type=str)
+    parser.add_argument("--save", default="", type=str)
+    parser.add_argument("--no-amp", action="store_true")
+    parser.add_argument("--opt-level", type=str, default="O1")
+    parser.add_argument("--keep-batchnorm-fp32", type=str, default=None)
+    parser.add_argument("--loss-scale", type=str, default=None)
+    return parser.parse_args()
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super(Net, self).__init__()
+        self.conv1 = nn.Conv2d(3, 8, 3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(8)
+        self.relu = nn.ReLU(inplace=True)
+        self.conv2 = nn.Conv2d(8, 8, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(8)
+        self.avgpool = nn.AdaptiveAvgPool2d(1)
+        self.fc = nn.Linear(8, 4)
+
+    def forward(self, x):
+        x = self.relu(self.bn1(self.conv1(x)))
+        x = x + self.relu(self.bn2(self.conv2(x)))
+        x = self.avgpool(x)
+        x = torch.flatten(x, 1)
+        return self.fc(x)
+
+
+def dataset(n):
+    target = torch.arange(n) % 4
+    images = 0.5 * torch.randn(n, 3, 8, 8)
+    images[:, 0] += (target % 2).view(-1, 1, 1).float()
+    images[:, 1, :4] += (target // 2).view(-1, 1, 1).float()
+    return torch.utils.data.TensorDataset(images, target)
+
+
+class AverageMeter(object):
+    def __init__(self):
+        self.sum = 0
+        self.count = 0
+
+    def update(self, val, n=1):
+        self.sum += val * n
+        self.count += n
+
+    @property
+    def avg(self):
+        return self.sum / self.count
+
+
+def main():
+    args = parse()
+    print("opt_level = {}".format(args.opt_level))
+    print(
+        "keep_batchnorm_fp32 = {}".format(args.keep_batchnorm_fp32), type(args.keep_batchnorm_fp32)
+    )
+    print("loss_scale = {}".format(args.loss_scale), type(args.loss_scale))
+    torch.manual_seed(0)
+
+    model = Net()
+    optimizer = torch.optim.SGD(
+        model.parameters(), args.lr, momentum=args.momentum, weight_decay=args.weight_decay
+    )
+    # Initialize Amp.  Amp accepts either values or strings for the optional override arguments,
+    # for convenient interoperation with argparse.
+    model, optimizer = amp.initialize(
+        model,
+        optimizer,
+        enabled=not args.no_amp,
+        opt_level=args.opt_level,
+        keep_batchnorm_fp32=args.keep_batchnorm_fp32,
+        loss_scale=args.loss_scale,
+    )
+    criterion = nn.CrossEntropyLoss()
+
+    start_epoch = 0
+    if args.resume:
+        checkpoint = torch.load(args.resume)
+        start_epoch = checkpoint["epoch"]
+        model.load_state_dict(checkpoint["state_dict"])
+        optimizer.load_state_dict(checkpoint["optimizer"])
+        amp.load_state_dict(checkpoint["amp"])
+
+    train = dataset(160)
+    val = dataset(64)
+    for epoch in range(start_epoch, args.epochs):
+        generator = torch.Generator().manual_seed(epoch)
+        train_loader = torch.utils.data.DataLoader(
+            train, batch_size=args.batch_size, shuffle=True, generator=generator
+        )
+        run_epoch(train_loader, model, criterion, optimizer, epoch, args)
+        loss, prec1 = validate(torch.utils.data.DataLoader(val, batch_size=32), model, criterion)
+        if args.save:
+            torch.save(
+                {
+                    "epoch": epoch + 1,
+                    "state_dict": model.state_dict(),
+                    "optimizer": optimizer.state_dict(),
+                    "amp": amp.state_dict(),
+                },
+                args.save,
+            )
+    print("prec@1: {:.3f}".format(prec1))
+    print("final loss: {:.6f}".format(loss))
+
+
+def run_epoch(train_loader, model, criterion, optimizer, epoch, args):
+    losses = AverageMeter()
+    model.train()
+    for i, (input, target) in enumerate(train_loader):
+        adjust_learning_rate(optimizer, epoch, args)
+        output = model(input)
+        loss = criterion(output, target)
+        optimizer.zero_grad()
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        losses.update(to_python_float(loss.data), input.size(0))
+
+
+def validate(val_loader, model, criterion):
+    losses = AverageMeter()
+    top1 = AverageMeter()
+    model.eval()
+    for input, target in val_loader:
+        with torch.no_grad():
+            output = model(input)
+            loss = criterion(output, target)
+        losses.update(to_python_float(loss.data), input.size(0))
+        prec1 = (output.data.topk(1)[1].view(-1) == target).float().mean()
+        top1.update(to_python_float(prec1), input.size(0))
+    return losses.avg, top1.avg
+
+
+def adjust_learning_rate(optimizer, epoch, args):
+    lr = args.lr * (0.1 ** (epoch // 3))
+    for param_group in optimizer.param_groups:
+        param_group["lr"] = lr
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,181 @@
+"""``amp_C`` and ``apex.multi_tensor_apply``: argument orders, flags and errors."""
+
+import pytest
+import torch
+
+from ampfuse.compat.apex import amp_C
+from ampfuse.compat.apex.multi_tensor_apply import MultiTensorApply, multi_tensor_applier
+
+f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+DTYPES = (f16, bf16, f32)
+CHUNKS = (65536, 333, 33333)
+
+
+@pytest.fixture
+def flag():
+    return torch.zeros(1, dtype=torch.int32)
+
+
+def some(dtype, *sizes):
+    return [torch.randn(size).to(dtype) for size in sizes or (5, 333, 1)]
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+@pytest.mark.parametrize("out", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scale(dtype, out, chunk, flag):
+    x = some(dtype)
+    y = [torch.empty_like(t, dtype=out) for t in x]
+    assert MultiTensorApply(chunk)(amp_C.multi_tensor_scale, flag, [x, y], 0.25) is None
+    assert flag.item() == 0
+    for a, b in zip(x, y, strict=True):
+        assert torch.equal(b, (a.float() * 0.25).to(out))
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_scale_sets_the_flag_for_bad_inputs_and_never_clears_it(bad, flag):
+    x, y = some(f32), some(f32)
+    x[1][7] = bad
+    multi_tensor_applier(amp_C.multi_tensor_scale, flag, [x, y], 1.0)
+    assert flag.item() == 1
+    multi_tensor_applier(amp_C.multi_tensor_scale, flag, [some(f32), y], 1.0)
+    assert flag.item() == 1
+
+
+def test_overflow_made_by_rounding_is_not_flagged(flag):
+    y = [torch.empty(1, dtype=f16)]
+    multi_tensor_applier(amp_C.multi_tensor_scale, flag, [[torch.tensor([1e5])], y], 1.0)
+    assert torch.isinf(y[0]).all()
+    assert flag.item() == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_axpby(dtype, flag):
+    x, y = some(dtype), some(f32)
+    out = [torch.empty_like(t) for t in y]
+    multi_tensor_applier(amp_C.multi_tensor_axpby, flag, [x, y, out], 2.0, -3.0, -1)
+    for a, b, c in zip(x, y, out, strict=True):
+        torch.testing.assert_close(c, 2 * a.float() - 3 * b)
+
+
+@pytest.mark.parametrize(("check", "seen"), [(-1, (1, 1)), (0, (1, 0)), (1, (0, 1))])
+def test_axpby_checks_what_it_is_told(check, seen):
+    for bad in (0, 1):
+        flag = torch.zeros(1, dtype=torch.int32)
+        lists = [some(f32), some(f32), some(f32)]
+        lists[bad][0][0] = float("inf")
+        multi_tensor_applier(amp_C.multi_tensor_axpby, flag, lists, 1.0, 1.0, check)
+        assert flag.item() == seen[bad]
+
+
+@pytest.mark.parametrize("name", ["multi_tensor_l2norm", "multi_tensor_l2norm_mp"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_l2norm(dtype, name, flag):
+    x = some(dtype)
+    norm, norms = multi_tensor_applier(getattr(amp_C, name), flag, [x], True)
+    exact = torch.stack([torch.linalg.vector_norm(t.double()) for t in x])
+    torch.testing.assert_close(norms.double(), exact, rtol=1e-6, atol=0)
+    expected = torch.linalg.vector_norm(exact).reshape(1)
+    torch.testing.assert_close(norm.double(), expected, rtol=1e-6, atol=0)
+    assert norm.dtype == norms.dtype == f32
+    for per_tensor in (False, None):
+        norm, norms = multi_tensor_applier(getattr(amp_C, name), flag, [x], per_tensor)
+        assert norm.shape == (1,)
+        assert norms.shape == (0,)
+    assert flag.item() == 0
+    x[0][0] = float("nan")
+    multi_tensor_applier(getattr(amp_C, name), flag, [x], False)
+    assert flag.item() == 1
+
+
+def test_unscale_l2norm_and_l2norm_scale(flag):
+    x = some(f16)
+    before = [t.clone() for t in x]
+    plain, each = multi_tensor_applier(amp_C.multi_tensor_l2norm, flag, [x], True)
+    inv = torch.tensor([0.125])
+    norm, norms = multi_tensor_applier(amp_C.multi_tensor_unscale_l2norm, flag, [x], inv, True)
+    assert torch.equal(norm, plain / 8)
+    assert torch.equal(norms, each / 8)
+    y = [torch.empty_like(t, dtype=f32) for t in x]
+    norm, norms = multi_tensor_applier(amp_C.multi_tensor_l2norm_scale, flag, [x, y], 2.0, True)
+    assert torch.equal(norm, plain)
+    assert torch.equal(norms, each)
+    for a, b, c in zip(x, before, y, strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(c, a.float() * 2)
+
+
+def test_an_empty_tensor_at_the_end_hides_nothing(flag):
+    """apex left the rest of the list unprocessed."""
+    x = [torch.ones(3), torch.ones(0)]
+    y = [torch.zeros(3), torch.zeros(0)]
+    multi_tensor_applier(amp_C.multi_tensor_scale, flag, [x, y], 2.0)
+    assert y[0].tolist() == [2.0] * 3
+
+
+def test_memory_order(flag):
+    x = torch.randn(2, 3, 4, 4)
+    last = x.contiguous(memory_format=torch.channels_last)
+    out = torch.empty_like(last)
+    multi_tensor_applier(amp_C.multi_tensor_scale, flag, [[last], [out]], 2.0)
+    assert torch.equal(out, x * 2)
+    flat = torch.empty(96)
+    multi_tensor_applier(amp_C.multi_tensor_scale, flag, [[x], [flat]], 2.0)
+    assert torch.equal(flat, x.view(-1) * 2)
+    with pytest.raises(RuntimeError, match="strides"):  # apex paired the wrong elements
+        multi_tensor_applier(amp_C.multi_tensor_scale, flag, [[last], [torch.empty_like(x)]], 1.0)
+
+
+@pytest.mark.parametrize(
+    ("lists", "message"),
+    [
+        ([[torch.ones(2)]], "takes 2"),
+        ([[], []], "empty"),
+        ([[torch.ones(2)], []], "1 tensors"),
+        ([[torch.ones(2)], [torch.ones(3)]], "elements"),
+        ([[torch.ones(4)[::2]], [torch.ones(2)]], "contiguous"),
+        ([[torch.ones(2, dtype=f64)], [torch.ones(2)]], "Double"),
+        ([[torch.ones(2, device="meta")], [torch.ones(2)]], "on cpu, not meta"),
+    ],
+)
+def test_errors(lists, message, flag):
+    with pytest.raises(RuntimeError, match=message):
+        multi_tensor_applier(amp_C.multi_tensor_scale, flag, lists, 1.0)
+
+
+def test_what_is_not_here_is_named():
+    with pytest.raises(AttributeError, match=r"multi_tensor_lamb.*LAMB"):
+        amp_C.multi_tensor_lamb  # noqa: B018
+    with pytest.raises(AttributeError, match="it has multi_tensor_axpby"):
+        amp_C.nonsense  # noqa: B018
+    assert multi_tensor_applier.available
+    assert multi_tensor_applier.chunk_size == 65536
+
+
+def test_update_scale_hysteresis():
+    """Against the rules of the reference, written as branches."""
+    scale, growth, hysteresis = 1024.0, 0, 2
+    tensors = (
+        torch.tensor([scale]),
+        torch.tensor([growth], dtype=torch.int32),
+        torch.tensor([hysteresis], dtype=torch.int32),
+    )
+    for found in (0, 0, 1, 0, 0, 0, 1, 1, 1, 0, 1, 0, 0, 0, 0, 0, 0):
+        result = amp_C.update_scale_hysteresis(
+            *tensors, torch.tensor([float(found)]), 2.0, 0.5, 3, 2
+        )
+        if found:
+            hysteresis -= 1
+            growth = 0
+            if hysteresis <= 0:
+                scale *= 0.5
+        else:
+            growth += 1
+            if growth == 3:
+                scale, growth = scale * 2.0, 0
+            hysteresis = 2
+        assert result is tensors[0]
+        assert [t.item() for t in tensors] == [scale, growth, hysteresis]
+    largest = torch.tensor([2.0**127])
+    amp_C.update_scale_hysteresis(largest, *tensors[1:], torch.zeros(1), 2.0, 0.5, 1, 2)
+    assert largest.item() == 2.0**127

@@ -1,0 +1,518 @@
+"""``apex.amp`` on ampfuse: what scripts reach into, and apex's defects, each with its test."""
+
+import collections
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import ampfuse.amp
+import apex_names
+from ampfuse.compat import apex
+from ampfuse.compat.apex import amp, fp16_utils
+from ampfuse.compat.apex.amp import frontend
+from ampfuse.compat.apex.amp.scaler import LossScaler
+
+f16, bf16, f32 = torch.float16, torch.bfloat16, torch.float32
+LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+state = amp._amp_state
+
+
+@pytest.fixture(autouse=True)
+def clean():
+    with apex_names.clean():
+        yield
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.bn, self.fc2 = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)
+
+    def forward(self, x):
+        return self.fc2(self.bn(self.fc1(x)).relu())
+
+
+def start(level="O2", kind=torch.optim.SGD, **options):
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = kind(model.parameters(), **{"lr": 0.1, **options.pop("optimizer", {})})
+    return amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
+
+
+def backward(model, optimizer, factor=1.0, **options):
+    x = torch.rand(4, 4, generator=torch.Generator().manual_seed(3))
+    loss = model(x).float().pow(2).mean() * factor
+    with amp.scale_loss(loss, optimizer, **options) as scaled:
+        scaled.backward()
+    return loss
+
+
+# --- what is kept -------------------------------------------------------------------------------
+
+
+def test_arguments_by_position():
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(
+        model, optimizer, True, "O2", bf16, False, "False", True, "128.0", f16, 3, 0, 2.0, 4.0
+    )
+    p = state.opt_properties
+    assert p.cast_model_type == bf16
+    assert p.keep_batchnorm_fp32 is False
+    assert p.master_weights is True
+    assert p.loss_scale == 128.0
+    assert len(state.loss_scalers) == 3
+    assert (state.verbosity, state.min_loss_scale, state.max_loss_scale) == (0, 2.0, 4.0)
+    assert model(torch.rand(2, 4)).dtype == f16
+
+
+TABLE = {
+    "O0": (f32, False, None, False, 1.0),
+    "O1": (None, True, None, None, "dynamic"),
+    "O2": (f16, False, True, True, "dynamic"),
+    "O3": (f16, False, False, False, 1.0),
+    "O4": (None, True, None, None, 1.0),
+    "O5": (bf16, False, True, True, 1.0),
+}
+NAMES = (
+    "cast_model_type",
+    "patch_torch_functions",
+    "keep_batchnorm_fp32",
+    "master_weights",
+    "loss_scale",
+)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_properties_of_each_level(level):
+    start(level)
+    properties = state.opt_properties
+    assert tuple(getattr(properties, name) for name in NAMES) == TABLE[level]
+    assert properties.enabled is True
+    assert properties.options["opt_level"] == properties.opt_level == level
+    filled = frontend.opt_levels[level](frontend.Properties())
+    assert filled.options == properties.options
+    assert getattr(frontend, level).brief.startswith(level)
+    assert getattr(frontend, level).more
+    assert frontend.Properties().enabled is False
+    with pytest.raises(AttributeError, match="no property"):
+        properties.nonsense = 1
+
+
+@pytest.mark.parametrize(
+    ("level", "option", "error"),
+    [
+        ("O1", {"cast_model_type": f16}, RuntimeError),
+        ("O1", {"keep_batchnorm_fp32": True}, RuntimeError),
+        ("O1", {"keep_batchnorm_fp32": "nonsense"}, RuntimeError),
+        ("O1", {"master_weights": False}, RuntimeError),
+        ("O0", {"patch_torch_functions": True}, RuntimeError),
+        ("O2", {"patch_torch_functions": True}, RuntimeError),
+        ("O3", {"patch_torch_functions": True}, RuntimeError),
+        ("O2", {"keep_batchnorm_fp32": "nonsense"}, AssertionError),
+        ("O2", {"loss_scale": "nonsense"}, ValueError),
+        ("00", {}, RuntimeError),
+        (None, {}, RuntimeError),
+    ],
+)
+def test_errors_of_options(level, option, error):
+    with pytest.raises(error):
+        start(level, **option)
+
+
+@pytest.mark.parametrize(
+    ("models", "optimizers", "error"),
+    [
+        ("model", None, TypeError),
+        (lambda: (Net() for _ in range(2)), None, TypeError),
+        (Net, lambda: "sgd", TypeError),
+        (lambda: nn.DataParallel(Net()), None, RuntimeError),
+        (Net, lambda: fp16_utils.FP16_Optimizer(_sgd()), RuntimeError),
+        (Net, lambda: [fp16_utils.FP16_Optimizer(_sgd())], RuntimeError),
+    ],
+)
+def test_errors_of_objects(models, optimizers, error):
+    with pytest.raises(error):
+        amp.initialize(models() if callable(models) else models, optimizers and optimizers())
+
+
+def _sgd():
+    return torch.optim.SGD([nn.Parameter(torch.ones(2, dtype=f16))], lr=0.1)
+
+
+def test_hard_override_warns_and_does_it():
+    state.hard_override = True
+    with pytest.warns(UserWarning, match="hard_override"):
+        model, _ = start("O1", cast_model_type=f16)
+    assert model.fc1.weight.dtype == f16
+    with pytest.warns(UserWarning, match="hard_override"):
+        start("O1", keep_batchnorm_fp32="False")
+    assert state.opt_properties.keep_batchnorm_fp32 is False
+
+
+def test_incoming_half_models():
+    model = Net().half()
+    with pytest.raises(RuntimeError, match=r"fc1\.weight"):
+        amp.initialize(model, opt_level="O1", verbosity=0)
+    state.allow_incoming_model_not_fp32 = True
+    amp.initialize(model, opt_level="O1", verbosity=0)
+
+
+def test_scale_is_logged_and_forced_by_the_usual_routes():
+    model, optimizer = start("O2", num_losses=2)
+    scaler = state.loss_scalers[1]
+    assert isinstance(scaler, LossScaler)
+    assert scaler.dynamic
+    assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 65536
+    scaler._loss_scale = 8.0
+    loss = backward(model, optimizer, loss_id=1)
+    with amp.scale_loss(loss.detach(), optimizer, loss_id=1) as scaled:
+        assert scaled.item() == loss.item() * 8
+    assert scaler.loss_scale() == amp.state_dict()["loss_scaler1"]["loss_scale"] == 8
+    assert scaler._unskipped == 2
+
+
+def test_scaler_before_initialize(monkeypatch):
+    monkeypatch.setattr(ampfuse.amp.session, "_latest", None)
+    assert not hasattr(state, "loss_scalers")
+    with pytest.raises(RuntimeError), amp.scale_loss(torch.zeros(()), []):
+        pass
+
+
+@pytest.mark.parametrize("level", ["O2", "O3", "O0"])
+def test_stash(level):
+    model, optimizer = start(level)
+    stash = optimizer._amp_stash
+    half = [p for p in model.parameters() if p.dtype == f16]
+    masters = [p for p in optimizer.param_groups[0]["params"] if level == "O2" and p.dtype == f32]
+    masters = [m for m in masters if all(m is not p for p in model.parameters())]
+
+    def same(a, b):
+        return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
+
+    assert same(stash.all_fp16_params, half)
+    assert same(stash.all_fp32_from_fp16_params, masters)
+    if level == "O2":
+        assert same(stash.fp16_groups[0], half)
+        assert same(stash.fp32_from_fp16_groups[0], masters)
+        assert same(stash.all_fp32_from_fp32_params, list(model.bn.parameters()))
+    assert stash.lazy_init_called
+    assert stash.already_patched
+    assert not stash.params_have_scaled_gradients
+    backward(model, optimizer, delay_unscale=True)
+    assert stash.params_have_scaled_gradients == (level != "O0")
+    optimizer._lazy_init_maybe_master_weights()
+    optimizer._amp_stash.lazy_init_called = True
+
+
+def test_masters_copied_by_hand_reach_the_model():
+    model, optimizer = start("O2")
+    for p in amp.master_params(optimizer):
+        p.data.fill_(0.5)
+    optimizer._master_params_to_model_params()
+    assert model.fc1.weight.unique().tolist() == [0.5]
+
+
+def test_deprecated_feature_warning():
+    assert issubclass(apex.DeprecatedFeatureWarning, FutureWarning)
+    with pytest.warns(apex.DeprecatedFeatureWarning, match="old"):
+        apex.deprecated_warning("old")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model, optimizer = start("O1")
+        backward(model, optimizer)
+        amp.half_function(len)
+
+
+def test_maybe_print(capsys):
+    from ampfuse.compat.apex.amp._amp_state import maybe_print, warn_or_err
+
+    state.verbosity = 1
+    maybe_print("seen", True)
+    state.verbosity = 0
+    maybe_print("unseen")
+    assert capsys.readouterr().out == "seen\n"
+    with pytest.raises(RuntimeError, match="bad"):
+        warn_or_err("bad")
+
+
+def test_fp32_models_print_nothing(capsys):
+    model, optimizer = start("O2", loss_scale="dynamic")
+    backward(model, optimizer, factor=float("inf"))
+    optimizer.step()
+    assert capsys.readouterr().out == ""
+
+
+# --- the loss scaler class -----------------------------------------------------------------------
+
+
+def test_loss_scaler_unscales_and_adapts():
+    scaler = LossScaler("dynamic", init_scale=4.0, scale_window=2)
+    grads, masters = [torch.tensor([8.0, -4.0], dtype=f16)], [torch.empty(2)]
+    scaler.clear_overflow_state()
+    scaler.unscale(grads, masters, None)
+    assert masters[0].tolist() == [2.0, -1.0]
+    scaler.unscale_with_stashed(grads, [torch.tensor([1.0, float("inf")])], masters)
+    assert masters[0][0] == 3.0
+    assert scaler.update_scale() is False  # the stash is not looked at
+    scaler.unscale(grads, masters, None, scale_override=8.0)
+    assert masters[0].tolist() == [1.0, -0.5]
+    assert scaler.update_scale() is False
+    assert scaler.loss_scale() == 8.0
+    scaler.unscale([torch.tensor([float("nan")])], [torch.empty(1)], None)
+    assert scaler.update_scale() is True
+    assert scaler.loss_scale() == 4.0
+    scaler.clear_overflow_state()
+    assert scaler.update_scale() is False
+    static = LossScaler(1.0)
+    static.unscale(masters, masters, None, models_are_masters=True)
+    assert masters[0].tolist() == [1.0, -0.5]
+
+
+def test_finite_gradients_with_a_large_sum_are_no_overflow():
+    """apex's fallback looked at the sum."""
+    scaler = LossScaler("dynamic")
+    grads = [torch.full((8,), 2e38)]
+    scaler.unscale(grads, [torch.empty(8)], None)
+    assert scaler.update_scale() is False
+
+
+def test_scale_factor_is_obeyed():
+    """apex ignored it."""
+    scaler = LossScaler("dynamic", init_scale=4.0, scale_factor=4.0, scale_window=1)
+    scaler.update_scale()
+    assert scaler.loss_scale() == 16.0
+
+
+def test_loss_scalers_pickle():
+    scaler = LossScaler("dynamic", scale_window=7, backoff_factor=0.25)
+    scaler._loss_scale, scaler._unskipped = 512.0, 3
+    again = pickle.loads(pickle.dumps(scaler))
+    assert again.state_dict() == scaler.state_dict()
+    assert again.dynamic
+    again.unscale([torch.tensor([float("inf")])], [torch.empty(1)], None)
+    again.update_scale()
+    assert again.loss_scale() == 128.0
+
+
+# --- apex's defects ------------------------------------------------------------------------------
+
+
+def test_initialize_twice_keeps_both_trainings_apart():
+    """apex's second call stacked wrappers and replaced the first's loss scalers."""
+    model, optimizer = start("O1")
+    first = state.loss_scalers
+    other, other_optimizer = start("O1", loss_scale=4.0)
+    for _ in range(3):
+        backward(model, optimizer)
+        optimizer.step()
+        backward(other, other_optimizer)
+        other_optimizer.step()
+    assert first[0]._unskipped == 3
+    assert state.loss_scalers[0].loss_scale() == 4.0
+    assert model(torch.rand(2, 4)).dtype == f16
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_copies_run_their_own_weights(level):
+    """apex's deep copy ran the original's."""
+    model, _ = start(level)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in twin.parameters():
+            p.zero_()
+    assert not twin(torch.rand(3, 4)).any()
+    assert model(torch.rand(3, 4)).any()
+    again = pickle.loads(pickle.dumps(model))  # failed in apex
+    x = torch.rand(3, 4)
+    model.eval(), again.eval()
+    assert torch.equal(again(x), model(x))
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_resuming_keeps_the_moments(when):
+    """apex cast optimizer state loaded early to FP16: second moments became 0."""
+    model, optimizer = start("O2", torch.optim.Adam, optimizer={"lr": 1e-3})
+    # A gradient of 1e-5 squares to 1e-10, which is 0 in FP16.
+    backward(model, optimizer, factor=1e-5)
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    again, other = start("O2", torch.optim.Adam, optimizer={"lr": 1e-3})
+    if when == "after":
+        backward(again, other)
+        other.step()
+    other.load_state_dict(saved)
+    for key, value in other.state_dict()["state"].items():
+        assert value["exp_avg_sq"].dtype == f32
+        assert torch.equal(value["exp_avg_sq"], saved["state"][key]["exp_avg_sq"])
+
+
+def test_weights_loaded_during_training_stay():
+    """apex's next step put the old masters back."""
+    model, optimizer = start("O2")
+    backward(model, optimizer)
+    optimizer.step()
+    optimizer.zero_grad()
+    model.load_state_dict({k: torch.zeros_like(v) for k, v in model.state_dict().items()})
+    backward(model, optimizer, factor=0.0)
+    optimizer.step()
+    assert not any(p.any() for p in model.parameters())
+
+
+def test_amp_state_goes_by_key():
+    """apex went by order, and raised after it had changed some."""
+    start("O2", num_losses=2)
+    saved = collections.OrderedDict(
+        loss_scaler1={"loss_scale": 2.0, "unskipped": 1},
+        loss_scaler0={"loss_scale": 4.0, "unskipped": 0},
+    )
+    amp.load_state_dict(saved)
+    assert [s.loss_scale() for s in state.loss_scalers] == [4.0, 2.0]
+    with pytest.raises(RuntimeError, match="other"):
+        amp.load_state_dict({"loss_scaler0": {"loss_scale": 1.0, "unskipped": 0}, "other": 1})
+    assert state.loss_scalers[0].loss_scale() == 4.0
+
+
+def test_amp_state_where_amp_is_off():
+    """apex raised AttributeError."""
+    start(enabled=False)
+    assert amp.state_dict() == {}
+    amp.load_state_dict({})
+    assert not state.handle.is_active()
+
+
+@pytest.mark.parametrize("scale", [1.0, 128.0])
+def test_accumulation_keeps_fp32_gradients(scale):
+    """apex lost batch norm's earlier gradients at O2 with a static scale of 1."""
+    model, optimizer = start("O2", loss_scale=scale)
+    backward(model, optimizer)
+    once = model.bn.weight.grad.clone()
+    assert once.any()
+    backward(model, optimizer)
+    torch.testing.assert_close(model.bn.weight.grad, 2 * once)
+
+
+def test_delayed_first_pass_keeps_fp32_gradients():
+    """apex's late preparation dropped them."""
+    model, optimizer = start("O2")
+    backward(model, optimizer, delay_unscale=True)
+    backward(model, optimizer)
+    twice = model.bn.weight.grad.clone()
+    optimizer.zero_grad()
+    backward(model, optimizer)
+    torch.testing.assert_close(twice, 2 * model.bn.weight.grad, rtol=1e-3, atol=1e-6)
+
+
+def test_a_tuple_of_optimizers():
+    """With a tuple apex accumulated wrongly: 3 instead of 2."""
+    p, q = (nn.Parameter(torch.zeros(1)) for _ in range(2))
+    model = nn.ParameterList([p, q])
+    a, b = torch.optim.SGD([p], lr=1.0), torch.optim.SGD([q], lr=1.0)
+    amp.initialize(model, (a, b), opt_level="O0", loss_scale=4.0, verbosity=0)
+    for _ in range(2):
+        with amp.scale_loss((p + q).sum(), (a, b)) as scaled:
+            scaled.backward()
+    assert p.grad.item() == q.grad.item() == 2.0
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_zero_grad_takes_set_to_none(level):
+    model, optimizer = start(level)
+    backward(model, optimizer)
+    optimizer.zero_grad(set_to_none=True)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_persistent_nan_does_not_drive_the_scale_to_zero():
+    """apex's ended in ZeroDivisionError."""
+    model, optimizer = start("O2")
+    state.loss_scalers[0]._loss_scale = 2.0**-22
+    for _ in range(5):
+        backward(model, optimizer, factor=float("nan"))
+        optimizer.step()
+    assert state.loss_scalers[0].loss_scale() > 0
+
+
+def test_a_skipped_first_step_causes_no_scheduler_warning():
+    model, optimizer = start("O2")
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    backward(model, optimizer, factor=float("inf"))
+    optimizer.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scheduler.step()
+    assert optimizer.last_step.skipped == 1
+
+
+def test_state_dict_with_extra_state():
+    """apex raised AttributeError for an entry that is no tensor."""
+
+    class Extra(nn.Linear):
+        def get_extra_state(self):
+            return {"answer": 42}
+
+    model = amp.initialize(Extra(2, 2), opt_level="O2", verbosity=0)
+    saved = model.state_dict()
+    assert saved["_extra_state"] == {"answer": 42}
+    assert saved["weight"].dtype == f32
+
+
+class Outputs(nn.Module):
+    def __init__(self, given):
+        super().__init__()
+        self.given, self.w = given, nn.Parameter(torch.ones(1))
+
+    def forward(self, value):
+        self.seen = value
+        return value
+
+
+Pair = collections.namedtuple("Pair", "x y")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Pair(torch.ones(1), 2),
+        collections.OrderedDict(x=torch.ones(1)),
+        range(3),
+        (i for i in range(3)),
+    ],
+    ids=["namedtuple", "OrderedDict", "range", "generator"],
+)
+def test_containers_reach_forward_as_they_are(value):
+    """apex could not rebuild them, or made plain dicts of mappings."""
+    model = amp.initialize(Outputs(value), opt_level="O2", verbosity=0)
+    out = model(value)
+    assert type(model.seen) is type(out) is type(value)
+
+
+def test_edits_of_a_batch_by_forward_are_kept_where_nothing_is_cast():
+    batch = {"n": torch.ones(1, dtype=torch.long)}
+    model = Outputs(batch)
+    model.forward = lambda b: b.update(seen=True) or torch.ones(1)
+    amp.initialize(model, opt_level="O2", verbosity=0)
+    model(batch)
+    assert batch["seen"] is True
+
+
+def test_an_exception_in_the_body_leaves_everything_in_order():
+    """apex lost the stashed gradients and left casts off."""
+    model, optimizer = start("O1")
+    backward(model, optimizer)
+    kept = model.fc1.weight.grad.clone()
+    with pytest.raises(KeyError), amp.scale_loss(torch.zeros(()), optimizer):
+        raise KeyError
+    assert torch.equal(model.fc1.weight.grad, kept)
+    assert model(torch.rand(2, 4)).dtype == f16
+
+
+def test_custom_losses_on_buffers_in_half():
+    """Loss weights that became half with the model met FP32 outputs."""
+    model = amp.initialize(nn.Linear(4, 3), opt_level="O2", verbosity=0)
+    assert F.cross_entropy(model(torch.rand(2, 4)), torch.tensor([0, 2])).dtype == f32

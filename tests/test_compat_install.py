@@ -1,0 +1,139 @@
+"""``ampfuse.compat.apex.install`` and ``python -m``: which apex a script gets, and who says so."""
+
+import importlib
+import sys
+import warnings
+
+import pytest
+
+import ampfuse.compat.apex as compat
+import ampfuse.compat.apex.__main__ as runner
+import apex_names
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    with apex_names.clean():
+        yield
+    importlib.invalidate_caches()
+
+
+@pytest.fixture
+def other(tmp_path, monkeypatch):
+    """Another package called apex."""
+    folder = tmp_path / "elsewhere"
+    (folder / "apex").mkdir(parents=True)
+    (folder / "apex" / "__init__.py").write_text("who = 'other'\n")
+    monkeypatch.syspath_prepend(folder)
+    return folder / "apex" / "__init__.py"
+
+
+def test_every_module_is_there_under_both_names():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert compat.install() is compat
+    import amp_C
+    import apex
+    import apex.amp._amp_state
+    import apex.amp.frontend
+    import apex.amp.lists.functional_overrides
+    import apex.amp.lists.tensor_overrides
+    import apex.amp.lists.torch_overrides
+    import apex.amp.scaler
+    import apex.fp16_utils.loss_scaler
+    import apex.multi_tensor_apply
+    import apex.normalization.fused_layer_norm
+    import apex.optimizers
+    import apex.parallel
+    from apex.amp import _amp_state
+    from apex.amp._amp_state import master_params, maybe_print, warn_or_err
+
+    assert apex is compat
+    assert amp_C is compat.amp_C
+    assert apex.amp.scaler.LossScaler is compat.amp.scaler.LossScaler
+    assert apex.amp._amp_state is _amp_state is compat.amp._amp_state
+    assert not hasattr(_amp_state, "_amp_state")
+    assert all(map(callable, (master_params, maybe_print, warn_or_err)))
+    assert compat.install() is compat  # again: no harm
+    assert "apex.__main__" not in sys.modules
+
+
+def test_another_apex_is_named(other):
+    assert compat.installed_apex() == str(other)
+    with pytest.warns(UserWarning, match="elsewhere"):
+        compat.install()
+    import apex
+
+    assert apex is compat
+
+
+def test_another_apex_on_request(other):
+    with pytest.warns(UserWarning, match="elsewhere"):
+        found = compat.install(prefer="installed")
+    import apex
+
+    assert apex is found
+    assert apex.who == "other"
+    with pytest.raises(RuntimeError, match="already"):
+        compat.install()
+    assert apex.who == "other"
+    with pytest.raises(ValueError, match="nonsense"):
+        compat.install(prefer="nonsense")
+
+
+def test_without_another_apex_preferring_it_gives_this_one():
+    assert compat.installed_apex() is None
+    assert compat.install(prefer="installed") is compat
+
+
+def script(tmp_path, text):
+    path = tmp_path / "train.py"
+    path.write_text(text)
+    return str(path)
+
+
+def test_the_program_runs_a_script_as_python_does(tmp_path, capsys):
+    (tmp_path / "beside.py").write_text("value = 42\n")
+    path = script(
+        tmp_path,
+        "import sys, beside, apex, amp_C\n"
+        "print(__name__, sys.argv, __file__, beside.value, apex.__name__)\n",
+    )
+    runner.main([path, "--opt-level", "O2", "-x"])
+    expected = f"__main__ {[path, '--opt-level', 'O2', '-x']} {path} 42 ampfuse.compat.apex\n"
+    assert capsys.readouterr().out == expected
+    sys.modules.pop("beside")
+
+
+def test_the_program_runs_a_module(tmp_path, capsys, monkeypatch):
+    script(tmp_path, "import apex, sys; print(apex.__name__, sys.argv[1:])\n")
+    monkeypatch.chdir(tmp_path)
+    runner.main(["-m", "train", "a"])
+    assert capsys.readouterr().out == "ampfuse.compat.apex ['a']\n"
+
+
+@pytest.mark.parametrize(
+    ("option", "used"), [("ampfuse", "ampfuse.compat.apex"), ("installed", "apex")]
+)
+def test_the_program_says_which_apex(option, used, other, tmp_path, capsys):
+    sys.path.insert(0, "")  # the place that the program gives the script's folder
+    runner.main(["--apex", option, script(tmp_path, "import apex; print(apex.__name__)\n")])
+    out, err = capsys.readouterr()
+    assert out == f"{used}\n"
+    assert "elsewhere" in err
+    assert ("ampfuse's" in err) == (option == "ampfuse")
+
+
+def test_the_program_without_a_script(tmp_path, capsys):
+    with pytest.raises(SystemExit) as exit:
+        runner.main([str(tmp_path / "missing.py")])
+    assert exit.value.code == 2
+    assert "missing.py" in capsys.readouterr().err
+
+
+def test_a_script_that_exits_exits(tmp_path):
+    with pytest.raises(SystemExit) as exit:
+        runner.main([script(tmp_path, "import sys; sys.exit(3)\n")])
+    assert exit.value.code == 3

@@ -1,0 +1,583 @@
+"""O1 under apex's names: which type each function gives, on tensors of the CPU as well."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import apex_names
+from ampfuse.amp import weight_cache
+from ampfuse.compat.apex import amp
+
+f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+
+
+@pytest.fixture(autouse=True)
+def clean():
+    with apex_names.clean():
+        yield
+
+
+class Runs(nn.Module):
+    """A model whose forward is a function given by a test."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+        self.weight = nn.Parameter(torch.rand(4, 4) + 0.5)
+
+    def forward(self, *args):
+        return self.function(*args)
+
+
+def inside(function, *args, level="O1"):
+    """What `function` gives inside the forward of a model at `level`."""
+    model = amp.initialize(Runs(function), opt_level=level, verbosity=0)
+    return model(*args)
+
+
+def legacy(function, *args):
+    handle = amp.init()
+    try:
+        return function(*args)
+    finally:
+        handle._deactivate()
+
+
+REGIONS = {"initialize": inside, "init": legacy}
+
+
+def tensor(dtype, *shape):
+    return (torch.rand(*shape) * 0.5 + 0.25).to(dtype)
+
+
+# Of section "run in fp16": name, call.
+LOW = {
+    "F.linear": lambda x: F.linear(x, torch.rand(3, 4)),
+    "F.conv1d": lambda x: F.conv1d(x.view(1, 4, 4), torch.rand(2, 4, 3)),
+    "F.conv2d": lambda x: F.conv2d(x.view(1, 1, 4, 4), torch.rand(2, 1, 3, 3)),
+    "F.conv_transpose2d": lambda x: F.conv_transpose2d(x.view(1, 1, 4, 4), torch.rand(1, 2, 3, 3)),
+    "torch.matmul": lambda x: torch.matmul(x, torch.rand(4, 4)),
+    "@": lambda x: x @ torch.rand(4, 4),
+    "float @ x": lambda x: torch.rand(4, 4) @ x,
+    "torch.mm": lambda x: torch.mm(x, torch.rand(4, 4)),
+    "x.mv": lambda x: x.mv(torch.rand(4)),
+    "torch.addmm": lambda x: torch.addmm(torch.rand(4), x, torch.rand(4, 4)),
+    "torch.addmv": lambda x: torch.addmv(torch.rand(4), x, torch.rand(4)),
+    "torch.addr": lambda x: torch.addr(torch.rand(4, 4), x[0], torch.rand(4)),
+    "torch.bmm": lambda x: torch.bmm(x[None], torch.rand(1, 4, 4)),
+    "torch.baddbmm": lambda x: torch.baddbmm(torch.rand(4), x[None], torch.rand(1, 4, 4)),
+    "torch.prelu": lambda x: torch.prelu(x, torch.rand(1)),
+}
+FLOAT = {
+    "F.softmax": lambda x: F.softmax(x, -1),
+    "F.log_softmax": lambda x: F.log_softmax(x, dim=-1),
+    "F.gelu": F.gelu,
+    "F.layer_norm": lambda x: F.layer_norm(x, (4,)),
+    "F.group_norm": lambda x: F.group_norm(x[None], 2),
+    "F.interpolate": lambda x: F.interpolate(x[None], scale_factor=2),
+    "F.mse_loss": lambda x: F.mse_loss(x, torch.rand(4, 4)),
+    "F.cross_entropy": lambda x: F.cross_entropy(x, torch.zeros(4, dtype=torch.long)),
+    "F.smooth_l1_loss": lambda x: F.smooth_l1_loss(x, torch.rand(4, 4)),
+    "F.bce_with_logits": lambda x: F.binary_cross_entropy_with_logits(x, torch.rand(4, 4)),
+    "F.huber_loss": lambda x: F.huber_loss(x, torch.rand(4, 4)),
+    "torch.exp": torch.exp,
+    "x.exp": lambda x: x.exp(),
+    "torch.log": torch.log,
+    "torch.pow": lambda x: torch.pow(x, 2),
+    "**": lambda x: x**2,
+    "2 ** x": lambda x: 2**x,
+    "x.sum": lambda x: x.sum(),
+    "torch.norm": torch.norm,
+    "x.std": lambda x: x.std(),
+    "x.var": lambda x: x.var(),
+    "torch.cumsum": lambda x: torch.cumsum(x, 0),
+    "torch.rsqrt": torch.rsqrt,
+    "x.cpu": lambda x: x.cpu(),
+}
+PROMOTE = {
+    "+": lambda x, y: x + y,
+    "-": lambda x, y: x - y,
+    "*": lambda x, y: x * y,
+    "/": lambda x, y: x / y,
+    "torch.add": torch.add,
+    "x.mul": lambda x, y: x.mul(y),
+    "torch.atan2": torch.atan2,
+    "torch.addcmul": lambda x, y: torch.addcmul(x, x, y),
+    "torch.dot": lambda x, y: torch.dot(x[0], y[0]),
+    "torch.cross": lambda x, y: torch.cross(x[:3], y[:3], dim=0),
+    "torch.cat": lambda x, y: torch.cat([x, y]),
+    "torch.cat(tensors=)": lambda x, y: torch.cat(tensors=[x, y]),
+    "torch.stack": lambda x, y: torch.stack((x, y)),
+    "0-dim": lambda x, y: x * y[0, 0],
+}
+AS_GIVEN = {
+    "relu": F.relu,
+    "sigmoid": torch.sigmoid,
+    "dropout": lambda x: F.dropout(x, 0.5),
+    "max_pool": lambda x: F.max_pool2d(x[None], 2),
+    "view": lambda x: x.view(16),
+    "batch_norm": lambda x: F.batch_norm(x, torch.zeros(4), torch.ones(4)),
+}
+
+
+@pytest.mark.parametrize("region", REGIONS)
+@pytest.mark.parametrize("dtype", [f16, f32])
+@pytest.mark.parametrize("name", LOW)
+def test_products_run_in_half(name, dtype, region):
+    assert REGIONS[region](LOW[name], tensor(dtype, 4, 4)).dtype == f16
+
+
+@pytest.mark.parametrize("name", LOW)
+def test_products_run_in_bfloat16_at_o4(name):
+    assert inside(LOW[name], tensor(f32, 4, 4), level="O4").dtype == bf16
+
+
+@pytest.mark.parametrize("region", REGIONS)
+@pytest.mark.parametrize("dtype", [f16, bf16, f32])
+@pytest.mark.parametrize("name", FLOAT)
+def test_what_leaves_the_range_of_half_runs_in_float(name, dtype, region):
+    assert REGIONS[region](FLOAT[name], tensor(dtype, 4, 4)).dtype == f32
+
+
+@pytest.mark.parametrize("region", REGIONS)
+@pytest.mark.parametrize("x", [f16, f32, f64])
+@pytest.mark.parametrize("y", [f16, f32, f64])
+@pytest.mark.parametrize("name", PROMOTE)
+def test_mixed_arguments_meet_in_the_widest_type(name, x, y, region):
+    """float64 too, which apex refused."""
+    out = REGIONS[region](PROMOTE[name], tensor(x, 4, 4), tensor(y, 4, 4))
+    assert out.dtype == torch.promote_types(x, y)
+
+
+@pytest.mark.parametrize("dtype", [f16, f32])
+@pytest.mark.parametrize("name", AS_GIVEN)
+def test_other_functions_keep_the_type(name, dtype):
+    assert inside(AS_GIVEN[name], tensor(dtype, 4, 4)).dtype == dtype
+
+
+def test_comparisons_and_equality():
+    x, y = torch.tensor([1.0, 2.0], dtype=f16), torch.tensor([1.0, 2.001])
+    assert inside(lambda: (x == y).tolist()) == [True, False]
+    assert inside(lambda: torch.equal(x, y)) is False
+    assert inside(lambda: (x < y).tolist()) == [False, True]
+
+
+def test_in_place():
+    def both(x, y):
+        x.add_(y)
+        return x
+
+    assert inside(both, tensor(f16, 2), tensor(f32, 2)).dtype == f16
+    assert inside(both, tensor(f32, 2), tensor(f16, 2)).dtype == f32
+
+    def augmented(x, y):
+        x += y
+        return x
+
+    assert inside(augmented, tensor(f16, 2), tensor(f32, 2)).dtype == f16
+    assert inside(augmented, tensor(f32, 2), tensor(f16, 2)).dtype == f32
+
+    def squared(x):
+        x **= 2
+        return x
+
+    assert inside(squared, torch.full((2,), 3.0, dtype=f16)).tolist() == [9.0, 9.0]
+
+
+@pytest.mark.parametrize("write", [torch.exp_, lambda x: x.rsqrt_(), lambda x: x.cumsum_(0)])
+def test_in_place_in_float_refuses_half(write):
+    with pytest.raises(NotImplementedError, match=r"x\.float\(\)"):
+        inside(write, tensor(f16, 2))
+    assert inside(write, tensor(f32, 2)).dtype == f32
+
+    def disabled(x):  # apex raised here too
+        with amp.disable_casts():
+            return write(x)
+
+    assert inside(disabled, tensor(f16, 2)).dtype == f16
+
+
+def test_binary_cross_entropy_is_banned_on_half():
+    target = torch.rand(4)
+    with pytest.raises(NotImplementedError, match="with_logits"):
+        inside(lambda x: F.binary_cross_entropy(x, target), tensor(f16, 4))
+    assert inside(lambda x: F.binary_cross_entropy(x, target), tensor(f32, 4)).dtype == f32
+    model = amp.initialize(nn.Sequential(nn.Linear(4, 1), nn.Sigmoid()), verbosity=0)
+    with pytest.raises(NotImplementedError, match="sigmoid"):  # outside the model as well
+        F.binary_cross_entropy(model(torch.rand(3, 4)), torch.rand(3, 1))
+
+
+def test_banned_functions_on_request():
+    amp.init(allow_banned=True)
+    assert F.binary_cross_entropy(tensor(f16, 4), torch.rand(4)).dtype == f32
+
+
+def test_sigmoid_registered_as_float_allows_it():
+    amp.register_float_function(torch, "sigmoid")
+    model = amp.initialize(nn.Sequential(nn.Linear(4, 1), nn.Sigmoid()), verbosity=0)
+    out = model(torch.rand(3, 4))
+    assert out.dtype == f32
+    F.binary_cross_entropy(out, torch.rand(3, 1))
+
+
+@pytest.mark.parametrize("dtype", [f16, f32])
+@pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])
+def test_recurrent_layers_run_in_half(kind, dtype):
+    model = amp.initialize(kind(3, 4, num_layers=2), verbosity=0)
+    x = torch.randn(5, 2, 3).to(dtype)
+    reference = copy.deepcopy(model)
+    with amp.disable_casts():
+        expected, _ = reference(x.float())
+    out, hidden = model(x)
+    hidden = hidden[0] if kind is nn.LSTM else hidden
+    assert out.dtype == hidden.dtype == f16
+    torch.testing.assert_close(out.float(), expected, rtol=0.01, atol=0.01)
+    out.float().sum().backward()
+    assert all(p.grad.dtype == f32 and p.grad.any() for p in model.parameters())
+
+
+@pytest.mark.parametrize("kind", [nn.RNNCell, nn.GRUCell, nn.LSTMCell])
+def test_recurrent_cells_run_in_half(kind):
+    model = amp.initialize(kind(3, 4), verbosity=0)
+    out = model(torch.randn(2, 3))
+    assert (out[0] if kind is nn.LSTMCell else out).dtype == f16
+
+
+def test_packed_sequences():
+    model = amp.initialize(nn.LSTM(3, 4), verbosity=0)
+    packed = nn.utils.rnn.pack_sequence([torch.randn(4, 3), torch.randn(2, 3)])
+    assert model(packed)[0].data.dtype == f16
+
+
+def test_losses_outside_the_model_follow_the_same_lists():
+    model = amp.initialize(nn.Linear(4, 4), verbosity=0)
+    out = model(torch.rand(3, 4))
+    assert out.dtype == f16
+    assert F.mse_loss(out, torch.rand(3, 4)).dtype == f32
+    assert (out * 2).dtype == f16
+    assert (out + torch.rand(3, 4)).dtype == f32
+    assert F.linear(out, nn.Parameter(torch.rand(4, 4))).dtype == f16
+    assert nn.Softmax(-1)(out).dtype == f32
+
+
+def test_nothing_else_in_the_process_is_cast():
+    before = {name: getattr(F, name) for name in ("linear", "softmax", "mse_loss")}
+    amp.initialize(nn.Linear(4, 4), verbosity=0)
+    assert before == {name: getattr(F, name) for name in before}
+    assert F.linear(torch.rand(2, 2), torch.rand(2, 2)).dtype == f32
+    assert nn.Linear(2, 2)(torch.rand(2, 2)).dtype == f32
+
+
+def test_names_added_to_the_lists():
+    torch_overrides = amp.lists.torch_overrides
+    torch_overrides.FP32_FUNCS.append("sigmoid")
+    try:
+        assert inside(torch.sigmoid, tensor(f16, 2)).dtype == f32
+    finally:
+        torch_overrides.FP32_FUNCS.remove("sigmoid")
+    assert inside(torch.sigmoid, tensor(f16, 2)).dtype == f16
+
+
+# --- the weight cache ---------------------------------------------------------------------------
+
+
+def test_a_weight_used_twice_is_cast_once_and_gets_both_gradients():
+    """On newer PyTorch apex raised IndexError here."""
+    model = Runs(None)
+    seen = []
+
+    def forward(x):
+        y = F.linear(x, model.weight)
+        seen.append(weight_cache.copies()[model.weight])
+        y = F.linear(y, model.weight)
+        seen.append(weight_cache.copies()[model.weight])
+        return y
+
+    model.function = forward
+    amp.initialize(model, verbosity=0)
+    x = torch.rand(2, 4)
+    model(x).sum().backward()
+    assert seen[0] is seen[1]
+    assert not weight_cache.copies()  # it ends with the forward pass
+    weight = model.weight.detach().clone().requires_grad_()
+    F.linear(F.linear(x, weight), weight).sum().backward()
+    torch.testing.assert_close(model.weight.grad, weight.grad, rtol=0.01, atol=0.01)
+
+
+@pytest.mark.parametrize("edit", ["in place", "data", "load_state_dict"])
+@pytest.mark.parametrize("region", REGIONS)
+def test_weights_changed_after_evaluation_are_seen(edit, region):
+    """apex went on with the cast made under no_grad until the next backward pass."""
+    if region == "init":
+        amp.init()
+        model = nn.Linear(4, 4, bias=False)
+    else:
+        model = amp.initialize(nn.Linear(4, 4, bias=False), verbosity=0)
+    with torch.no_grad():
+        model(torch.ones(1, 4))
+    if edit == "in place":
+        with torch.no_grad():
+            model.weight.fill_(1.0)
+    elif edit == "data":
+        model.weight.data.fill_(1.0)
+    else:
+        model.load_state_dict({"weight": torch.ones(4, 4)})
+    assert model(torch.ones(1, 4)).tolist() == [[4.0] * 4]
+
+
+def test_evaluation_between_training_steps():
+    model, optimizer = amp.initialize(
+        linear := nn.Linear(4, 1), torch.optim.SGD(linear.parameters(), lr=0.1), verbosity=0
+    )
+    x = torch.rand(8, 4)
+    losses = []
+    for _ in range(5):
+        with torch.no_grad():
+            losses.append(float(model(x).float().pow(2).mean()))
+        loss = model(x).pow(2).mean()
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        assert model.weight.grad is not None
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses == sorted(losses, reverse=True)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed_parts_compute_alike_twice(reentrant):
+    seen = []
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def part(self, x):
+            y = F.softmax(self.fc(x), -1)
+            seen.append(y.dtype)
+            return y * y
+
+        def forward(self, x):
+            return checkpoint(self.part, x, use_reentrant=reentrant)
+
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, verbosity=0)
+    loss = model(torch.rand(2, 4, requires_grad=True)).square().sum()
+    with amp.scale_loss(loss, optimizer) as scaled:
+        scaled.backward()
+    assert seen == [f32, f32]
+
+
+# --- decorators and registered functions --------------------------------------------------------
+
+
+def types(*tensors, **more):
+    return [t.dtype for t in (*tensors, *more.values())]
+
+
+@pytest.mark.parametrize(
+    ("decorate", "expected"),
+    [
+        (amp.half_function, [f16] * 3),
+        (amp.bfloat16_function, [bf16] * 3),
+        (amp.float_function, [f32] * 3),
+        (amp.promote_function, [f64] * 3),
+    ],
+)
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_decorators(decorate, expected, level):
+    function = decorate(types)
+    arguments = (tensor(f16, 2), tensor(f32, 2))
+    untouched = [f16, f32, f64]
+    assert function(*arguments, key=tensor(f64, 2)) == untouched
+    amp.initialize(nn.Linear(2, 2), opt_level=level, verbosity=0)
+    assert function(*arguments, key=tensor(f64, 2)) == expected
+    with amp.disable_casts():
+        assert function(*arguments, key=tensor(f64, 2)) == untouched
+    amp.initialize(nn.Linear(2, 2), opt_level="O2", verbosity=0)
+    assert function(*arguments, key=tensor(f64, 2)) == untouched
+    amp.initialize(nn.Linear(2, 2), enabled=False)
+    assert function(*arguments, key=tensor(f64, 2)) == untouched
+    assert function.__name__ == "types"
+
+
+def test_decorators_inside_a_model_follow_its_level():
+    function = amp.half_function(types)
+    at_o1 = amp.initialize(Runs(lambda: function(tensor(f32, 2))), verbosity=0)
+    at_o2 = amp.initialize(Runs(lambda: function(tensor(f32, 2))), opt_level="O2", verbosity=0)
+    assert at_o1() == [f16]
+    assert at_o2() == [f32]
+
+
+def test_a_loss_on_the_result_of_a_half_function_computes_in_float():
+    product = amp.half_function(lambda a, b: a @ b)
+    amp.initialize(nn.Linear(2, 2), verbosity=0)
+    out = product(torch.rand(2, 2), torch.rand(2, 2))
+    assert out.dtype == f16
+    assert out.sum().dtype == f32
+
+
+class Library:
+    @staticmethod
+    def scale(x):
+        return types(x)[0]
+
+
+@pytest.mark.parametrize(
+    ("register", "given", "expected"),
+    [
+        (amp.register_half_function, f32, f16),
+        (amp.register_bfloat16_function, f32, bf16),
+        (amp.register_float_function, f16, f32),
+    ],
+)
+def test_registered_functions(register, given, expected):
+    with pytest.raises(ValueError, match="no function 'missing'"):
+        register(Library, "missing")
+    original = Library.scale
+    register(Library, "scale")
+    assert Library.scale is original  # from the next initialize on
+    amp.initialize(nn.Linear(2, 2), verbosity=0)
+    assert Library.scale(tensor(given, 2)) == expected
+    amp._amp_state.handle._deactivate()
+    assert Library.scale is original
+
+
+def test_a_registered_operation_wins_over_the_lists():
+    amp.register_float_function(torch, "bmm")
+    assert inside(lambda x: torch.bmm(x, x), tensor(f32, 1, 2, 2)).dtype == f32
+    amp.register_half_function(F, "softmax")
+    assert inside(lambda x: F.softmax(x, -1), tensor(f32, 2, 2)).dtype == f16
+
+
+def test_register_promote_function():
+    amp.register_promote_function(Library, "scale")
+    Library.scale = staticmethod(Library.scale)
+    amp.initialize(nn.Linear(2, 2), verbosity=0)
+    assert Library.scale(tensor(f16, 2)) == f16
+
+
+def test_disable_casts_ends_as_it_began():
+    def nested(x):
+        with amp.disable_casts():
+            with amp.disable_casts():
+                pass
+            still_off = F.linear(x, x).dtype
+        with pytest.raises(ZeroDivisionError), amp.disable_casts():
+            1 / 0  # noqa: B018
+        return still_off, F.linear(x, x).dtype
+
+    assert inside(nested, tensor(f32, 2, 2)) == (f32, f16)
+    with amp.disable_casts():  # without O1 apex had no handle to ask
+        pass
+
+
+# --- copies, handles ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copies_follow_the_lists_too(make):
+    model = make(amp.initialize(nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1)), verbosity=0))
+    with torch.no_grad():
+        model[0].weight.zero_()
+        model[0].bias.zero_()
+    out = model(torch.rand(2, 4))
+    assert out.dtype == f32
+    assert out.tolist() == [[0.25] * 4] * 2
+
+
+def test_a_compiled_model_runs_under_autocast():
+    torch._dynamo.reset()
+    model = amp.initialize(nn.Linear(4, 4), verbosity=0)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert compiled(torch.rand(2, 4)).dtype == f16
+
+
+def test_handle_of_initialize():
+    model = amp.initialize(nn.Linear(4, 4), verbosity=0)
+    handle = amp._amp_state.handle
+    assert handle.is_active()
+    handle._is_active = False
+    assert not handle.is_active()
+    assert model(torch.rand(2, 4)).dtype == f32
+    handle._is_active = True
+    assert model(torch.rand(2, 4)).dtype == f16
+    handle._deactivate()
+    assert model(torch.rand(2, 4)).dtype == f32
+    amp.initialize(nn.Linear(4, 4), opt_level="O2", verbosity=0)
+    assert not amp._amp_state.handle.is_active()
+
+
+def test_handle_of_init_ends_and_starts_again():
+    handle = amp.init()
+    again = amp.init()  # replaces it; apex stacked a second layer of wrappers
+    assert not handle.is_active()
+    assert again.is_active()
+    with torch.device("cpu"):  # another mode on top
+        assert F.linear(torch.rand(2, 2), torch.rand(2, 2)).dtype == f16
+        again._deactivate()
+        assert F.linear(torch.rand(2, 2), torch.rand(2, 2)).dtype == f32
+    assert not torch.is_autocast_enabled("cpu")
+    assert torch.overrides._len_torch_function_stack() == 0
+    with again._disable_casts():
+        pass
+    with pytest.raises(RuntimeError, match="wrap_optimizer"):
+        again.scale_loss(torch.zeros(()), None)
+
+
+def test_cache_of_the_handle():
+    handle = amp.init()
+    weight = nn.Parameter(torch.rand(2, 2))
+    F.linear(torch.rand(2, 2), weight)
+    assert handle.has_cache
+    assert handle.cache[weight].dtype == f16
+    handle.remove_cache(weight)
+    assert weight not in handle.cache
+    F.linear(torch.rand(2, 2), weight)
+    handle._clear_cache()
+    assert not handle.cache
+    handle = amp.init(enable_caching=False)
+    F.linear(torch.rand(2, 2), weight)
+    assert not handle.has_cache
+    assert not handle.cache
+
+
+def test_init_disabled():
+    handle = amp.init(enabled=False)
+    assert not handle.is_active()
+    assert F.linear(torch.rand(2, 2), torch.rand(2, 2)).dtype == f32
+    loss = torch.zeros((), requires_grad=True)
+    with handle.scale_loss(loss, None) as scaled:
+        assert scaled is loss
+
+
+def test_wrapped_optimizer():
+    handle = amp.init()
+    model = nn.Linear(4, 1)
+    optimizer = handle.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), num_loss=2)
+    before = model.weight.detach().clone()
+    x = torch.rand(3, 4)
+    for _ in range(2):
+        with optimizer.scale_loss(0.1 * model(x).float().mean()) as scaled:
+            scaled.backward()
+    torch.testing.assert_close(model.bias.grad, torch.tensor([0.2]), rtol=1e-3, atol=0)
+    with pytest.raises(RuntimeError, match="num_loss"), optimizer.scale_loss(model(x).mean()):
+        pass
+    with pytest.raises(NotImplementedError):
+        optimizer.step(lambda: None)
+    optimizer.step()
+    assert not torch.equal(model.weight, before)
+    optimizer.zero_grad()
+    before = model.weight.detach().clone()
+    with optimizer.scale_loss(model(x).float().mean() * float("inf")) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert torch.equal(model.weight, before)
+    assert [s.loss_scale() for s in optimizer._loss_scaler] == [2.0**15, 2.0**16]
+    assert optimizer.param_groups[0]["lr"] == 0.1

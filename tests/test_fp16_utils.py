@@ -1,0 +1,487 @@
+"""``apex.fp16_utils``: casts of models, masters by hand, scalers, and ``FP16_Optimizer``."""
+
+import copy
+import io
+import pickle
+import sys
+import types
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import apex_names
+from ampfuse.compat import apex
+from ampfuse.compat.apex import fp16_utils
+from ampfuse.compat.apex.amp.scaler import LossScaler as AmpScaler
+from ampfuse.compat.apex.fp16_utils import FP16_Optimizer
+
+f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+
+
+def batch():
+    return torch.rand(6, 4, generator=torch.Generator().manual_seed(1))
+
+
+# --- models -------------------------------------------------------------------------------------
+
+
+def test_network_to_half():
+    network = net()
+    network.add_module("plain", nn.BatchNorm1d(2, affine=False))
+    half = fp16_utils.network_to_half(network)
+    assert isinstance(half[0], fp16_utils.tofp16)
+    assert half[1] is network
+    assert network[0].weight.dtype == network[4].running_mean.dtype == f16
+    assert network[1].weight.dtype == network[1].running_mean.dtype == f32
+    assert half(batch()).dtype == f16
+
+
+def test_fp16_model():
+    model = fp16_utils.FP16Model(net())
+    assert model.network[0].weight.dtype == f16
+    assert model.network[1].weight.dtype == f32
+    assert model(batch()).dtype == f16
+
+
+def test_convert_module_leaves_children_alone():
+    model = net()
+    model(batch()).sum().backward()
+    model.register_buffer("mine", torch.ones(2))
+    model.register_buffer("count", torch.ones(2, dtype=torch.long))
+    fp16_utils.convert_module(model, f16)
+    assert model.mine.dtype == f16
+    assert model.count.dtype == torch.long
+    assert model[0].weight.dtype == f32
+    fp16_utils.convert_module(model[0], f16)
+    assert model[0].weight.dtype == model[0].weight.grad.dtype == f16
+    assert fp16_utils.convert_network(model, bf16) is model
+    assert model[3].bias.dtype == bf16
+    assert model[1].bias.dtype == f32
+    assert fp16_utils.BN_convert_float(model.half())[1].bias.dtype == f32
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_masters_by_hand(flat):
+    model = net().half()
+    model[0].bias.requires_grad_(False)
+    params, masters = fp16_utils.prep_param_lists(model, flat_master=flat)
+    assert len(params) == 5
+    assert {m.dtype for m in masters} == {f32}
+    assert all(m.is_leaf and m.requires_grad for m in masters)
+    for i, p in enumerate(params):
+        p.grad = torch.full_like(p, i + 1.0)
+    fp16_utils.model_grads_to_master_grads(params, masters, flat_master=flat)
+    joined = torch.cat([m.grad.reshape(-1) for m in masters])
+    assert torch.equal(joined, torch.cat([p.grad.float().reshape(-1) for p in params]))
+    with torch.no_grad():
+        for m in masters:
+            m.sub_(m.grad)
+    before = [p.detach().clone() for p in params]
+    fp16_utils.master_params_to_model_params(params, masters, flat_master=flat)
+    for old, p in zip(before, params, strict=True):
+        assert torch.equal(p, (old.float() - p.grad.float()).half())
+    params[0].grad = None
+    fp16_utils.model_grads_to_master_grads(params, masters, flat_master=flat)
+    first = masters[0].grad[: params[0].numel()] if flat else masters[0].grad
+    assert first is None or not first.any()
+
+
+def test_small_things():
+    assert fp16_utils.to_python_float(torch.tensor([2.5])) == 2.5
+    assert fp16_utils.to_python_float([1.5]) == 1.5
+    p = nn.Parameter(torch.ones(1))
+    p.grad = torch.tensor([3.0])
+    assert fp16_utils.clip_grad_norm([p], 1.0) == 3.0
+
+
+# --- scalers ------------------------------------------------------------------------------------
+
+
+def test_static_scaler():
+    scaler = fp16_utils.LossScaler(8.0)
+    p = nn.Parameter(torch.ones(1))
+    scaler.backward(p.sum())
+    assert p.grad.item() == 8.0
+    assert scaler.has_overflow([p]) is False
+    scaler.update_scale(True)
+    assert scaler.loss_scale == scaler.cur_scale == 8.0
+    assert scaler.scale_gradient(None, (torch.ones(1), None), None) == (torch.tensor([8.0]), None)
+
+
+def test_dynamic_scaler_follows_its_window():
+    scaler = fp16_utils.DynamicLossScaler(init_scale=4.0, scale_window=3)
+    scales = []
+    for overflow in (False, False, False, True, False, False, False, True, True, True, True):
+        scaler.update_scale(overflow)
+        scales.append(scaler.loss_scale)
+    assert scales == [4, 4, 8, 4, 4, 4, 8, 4, 2, 1, 1]
+
+
+def test_dynamic_scaler_looks_at_elements():
+    """apex looked at the sum, which overflows for finite gradients."""
+    scaler = fp16_utils.DynamicLossScaler()
+    assert scaler.loss_scale == 2**32
+    p = nn.Parameter(torch.ones(8))
+    assert scaler.has_overflow([p]) is False
+    p.grad = torch.full((8,), 2e38)
+    assert scaler.has_overflow([p]) is False
+    p.grad[3] = float("nan")
+    assert scaler.has_overflow([p]) is True
+    assert scaler._has_inf_or_nan(p.grad)
+
+
+# --- FP16_Optimizer -----------------------------------------------------------------------------
+
+
+def start(kind=torch.optim.SGD, lr=0.1, **options):
+    model = fp16_utils.network_to_half(net())
+    return model, FP16_Optimizer(kind(model.parameters(), lr=lr), **options)
+
+
+def loss_of(model):
+    return model(batch()).float().pow(2).mean()
+
+
+def train(model, optimizer, steps=3, factor=1.0):
+    for _ in range(steps):
+        optimizer.zero_grad()
+        optimizer.backward(loss_of(model) * factor)
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"static_loss_scale": 128.0}, {"dynamic_loss_scale": True}],
+    ids=["1", "128", "dynamic"],
+)
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.RMSprop])
+def test_it_trains_like_fp32(kind, options):
+    model, optimizer = start(kind, 0.01, **options)
+    plain = net()
+    reference = kind(plain.parameters(), lr=0.01)
+    train(model, optimizer, steps=20)
+    for _ in range(20):
+        reference.zero_grad()
+        loss_of(plain).backward()
+        reference.step()
+    torch.testing.assert_close(loss_of(model), loss_of(plain), rtol=0.05, atol=2e-3)
+    for half, exact in zip(
+        optimizer.fp16_groups[0], optimizer.fp32_from_fp16_groups[0], strict=True
+    ):
+        assert half.dtype == f16
+        assert torch.equal(half, exact.half())
+
+
+def test_lists_and_attributes():
+    _, optimizer = start(static_loss_scale=4.0)
+    inner = optimizer.optimizer
+    assert isinstance(inner, torch.optim.SGD)
+    assert [p.dtype for p in optimizer.all_fp16_params] == [f16] * 4
+    assert [p.dtype for p in optimizer.all_fp32_from_fp16_params] == [f32] * 4
+    assert len(optimizer.all_fp32_from_fp32_params) == 2  # batch norm
+    assert optimizer.param_groups is inner.param_groups
+    assert optimizer.state is inner.state
+    assert optimizer.loss_scale == 4.0
+    optimizer.loss_scale = 8.0
+    assert optimizer.loss_scaler.loss_scale() == 8.0
+    optimizer.param_groups = inner.param_groups
+    optimizer.state = inner.state
+    with pytest.raises(RuntimeError, match="state_dict"):
+        pickle.dumps(optimizer)
+    with pytest.raises(TypeError, match="float64"):
+        FP16_Optimizer(torch.optim.SGD([nn.Parameter(torch.ones(1, dtype=f64))], lr=1.0))
+    extra = nn.Parameter(torch.ones(2, dtype=f16))
+    optimizer.add_param_group({"params": extra})
+    assert optimizer.fp16_groups[1][0] is extra
+
+
+def test_gradients_are_unscaled_and_accumulate():
+    model, optimizer = start(static_loss_scale=64.0)
+    optimizer.backward(loss_of(model))
+    once = optimizer.inspect_master_grad_data()
+    expected = [[g.clone() for g in group] for group in once]
+    assert {g.dtype for g in once[0]} == {f32}
+    optimizer.backward(loss_of(model))
+    for new, old in zip(optimizer.inspect_master_grad_data()[0], expected[0], strict=True):
+        torch.testing.assert_close(new, 2 * old, rtol=2e-3, atol=1e-5)
+    optimizer.zero_grad()
+    optimizer.backward(loss_of(model), update_master_grads=False)
+    optimizer.backward(loss_of(model), update_master_grads=False)
+    optimizer.update_master_grads()
+    for new, old in zip(optimizer.inspect_master_grad_data()[0], expected[0], strict=True):
+        torch.testing.assert_close(new, 2 * old, rtol=2e-3, atol=1e-5)
+
+
+def test_a_backward_of_ones_own():
+    model, optimizer = start(static_loss_scale=64.0)
+    optimizer.zero_grad()
+    (loss_of(model) * optimizer.loss_scale).backward()
+    optimizer.update_master_grads()
+    mine = [g.clone() for g in optimizer.inspect_master_grad_data()[0]]
+    other, usual = start(static_loss_scale=64.0)
+    usual.backward(loss_of(other))
+    for a, b in zip(mine, usual.inspect_master_grad_data()[0], strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_clipping():
+    model, optimizer = start(static_loss_scale=64.0)
+    optimizer.backward(loss_of(model))
+    grads = [g.clone() for g in optimizer.inspect_master_grad_data()[0]]
+    norm = torch.linalg.vector_norm(torch.cat([g.reshape(-1) for g in grads]))
+    torch.testing.assert_close(optimizer.clip_master_grads(0.01), norm)
+    clipped = torch.cat([g.reshape(-1) for g in optimizer.inspect_master_grad_data()[0]])
+    torch.testing.assert_close(
+        torch.linalg.vector_norm(clipped), torch.tensor(0.01), rtol=1e-3, atol=0
+    )
+    before = optimizer.all_fp32_from_fp16_params[0].detach().clone()
+    grad = optimizer.inspect_master_grad_data()[0][0].clone()
+    optimizer.step()
+    torch.testing.assert_close(optimizer.all_fp32_from_fp16_params[0], before - 0.1 * grad)
+
+
+def test_overflow(capsys):
+    model, optimizer = start(dynamic_loss_scale=True, dynamic_loss_args={"init_scale": 2.0**10})
+    before = copy.deepcopy(model.state_dict())
+    optimizer.backward(loss_of(model) * float("inf"))
+    assert optimizer.overflow is True
+    assert optimizer.loss_scale == 2.0**9
+    assert optimizer.clip_master_grads(1.0) == -1
+    assert optimizer.inspect_master_grad_data() is None
+    assert "overflow" in capsys.readouterr().out
+    assert optimizer.step() is None
+    after = model.state_dict()
+    assert all(
+        torch.equal(before[k], after[k]) for k in before if "running" not in k and "num" not in k
+    )
+    train(model, optimizer, steps=1)
+    assert optimizer.overflow is False
+    assert any(not torch.equal(before[k], v) for k, v in model.state_dict().items())
+
+
+def test_gradients_zeroed_after_an_overflow_are_clean():
+    model, optimizer = start(dynamic_loss_scale=True)
+    optimizer.backward(loss_of(model) * float("inf"))
+    optimizer.zero_grad(set_to_none=True)
+    assert all(p.grad is None for p in model.parameters())
+    before = model[1][0].weight.detach().clone()
+    optimizer.backward(loss_of(model))
+    optimizer.step()
+    assert not torch.equal(model[1][0].weight, before)
+
+
+def test_overflow_set_by_hand_skips():
+    model, optimizer = start()
+    before = model[1][0].weight.detach().clone()
+    optimizer.backward(loss_of(model))
+    optimizer.overflow = True
+    optimizer.step()
+    assert torch.equal(model[1][0].weight, before)
+
+
+def test_closures():
+    """LBFGS evaluates the model many times; each time it has to see the masters' last values."""
+    model = fp16_utils.network_to_half(nn.Sequential(nn.Linear(4, 1)))
+    optimizer = FP16_Optimizer(
+        torch.optim.LBFGS(model.parameters(), max_iter=8), static_loss_scale=8
+    )
+    weights = []
+
+    def closure():
+        weights.append(model[1][0].weight.detach().clone())
+        optimizer.zero_grad()
+        loss = (model(batch()).float() - 1).pow(2).mean()
+        optimizer.backward(loss)
+        return loss
+
+    first = optimizer.step(closure)
+    assert len(weights) > 2
+    assert not torch.equal(weights[0], weights[-1])
+    assert closure() < 0.1 * first
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.RMSprop])
+def test_a_closure_that_overflows_is_repeated(kind):
+    model, optimizer = start(kind, dynamic_loss_scale=True)
+    before = model[1][0].weight.detach().clone()
+    factors = iter([float("inf"), float("inf"), 1.0])
+
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_of(model) * next(factors)
+        optimizer.backward(loss)
+        return loss
+
+    assert torch.isfinite(optimizer.step(closure))
+    assert optimizer.loss_scale == 2.0**14
+    assert not torch.equal(model[1][0].weight, before)
+
+
+def test_a_closure_that_always_overflows_ends():
+    model, optimizer = start(
+        dynamic_loss_scale=True, dynamic_loss_args={"init_scale": 8.0, "min_loss_scale": 2.0}
+    )
+
+    def closure():
+        optimizer.zero_grad()
+        optimizer.backward(loss_of(model) * float("nan"))
+
+    with pytest.raises(RuntimeError, match="smallest"):
+        optimizer.step(closure)
+
+
+@pytest.mark.parametrize("on", ["wrapper", "inner"])
+def test_schedulers(on):
+    """torch's refused the wrapper; scheduling the inner optimizer was the work-around."""
+    model, optimizer = start()
+    target = optimizer if on == "wrapper" else optimizer.optimizer
+    scheduler = torch.optim.lr_scheduler.StepLR(target, 1, gamma=0.5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            train(model, optimizer, steps=1)
+            scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 0.025
+
+
+# --- checkpoints --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+@pytest.mark.parametrize("model_first", [True, False])
+def test_stop_and_resume_gives_the_same_bits(kind, model_first):
+    through, optimizer = start(kind, dynamic_loss_scale=True)
+    train(through, optimizer, steps=3)
+    file = io.BytesIO()
+    torch.save({"model": through.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    train(through, optimizer, steps=3)
+
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    assert set(saved["optimizer"]) == {
+        "loss_scaler",
+        "dynamic_loss_scale",
+        "overflow",
+        "first_closure_call_this_step",
+        "optimizer_state_dict",
+        "fp32_from_fp16",
+    }
+    model, again = start(kind, dynamic_loss_scale=True)
+    train(model, again, steps=1)
+    if model_first:
+        model.load_state_dict(saved["model"])
+    again.load_state_dict(saved["optimizer"])
+    if not model_first:
+        model.load_state_dict(saved["model"])
+    train(model, again, steps=3)
+    for a, b in zip(
+        optimizer.all_fp32_from_fp16_params, again.all_fp32_from_fp16_params, strict=True
+    ):
+        assert torch.equal(a, b)
+    assert again.loss_scaler.state_dict() == optimizer.loss_scaler.state_dict()
+
+
+def test_states_of_other_models_are_refused():
+    _, optimizer = start()
+    state = optimizer.state_dict()
+    state["fp32_from_fp16"] = [state["fp32_from_fp16"][0][:1]]
+    with pytest.raises(ValueError, match="master"):
+        optimizer.load_state_dict(state)
+
+
+OLD = {
+    "amp": (
+        "apex.amp.scaler",
+        "LossScaler",
+        {
+            "_loss_scale": 1024.0,
+            "dynamic": True,
+            "_max_loss_scale": 2.0**24,
+            "_min_loss_scale": None,
+            "_scale_seq_len": 2000,
+            "_unskipped": 7,
+            "_has_overflow": False,
+            "_overflow_buf": torch.tensor([0], dtype=torch.int32),
+        },
+        7,
+    ),
+    "dynamic": (
+        "apex.fp16_utils.loss_scaler",
+        "DynamicLossScaler",
+        {
+            "cur_scale": 1024.0,
+            "cur_iter": 10,
+            "last_overflow_iter": 5,
+            "scale_factor": 2.0,
+            "scale_window": 1000,
+        },
+        4,
+    ),
+    "static": ("apex.fp16_utils.loss_scaler", "LossScaler", {"cur_scale": 1024.0}, 0),
+}
+
+
+def _old_pickle(module, name, state):
+    """What torch.save wrote for such an object where apex was installed."""
+    kind = type(name, (), {"__module__": module, "__qualname__": name})
+    with apex_names.clean():
+        sys.modules["apex"] = types.ModuleType("apex")
+        parts = module.split(".")
+        for i in range(1, len(parts) + 1):
+            sys.modules[".".join(parts[:i])] = types.ModuleType(".".join(parts[:i]))
+        setattr(sys.modules[module], name, kind)
+        instance = kind()
+        instance.__dict__.update(state)
+        file = io.BytesIO()
+        torch.save(instance, file)
+    file.seek(0)
+    return file
+
+
+@pytest.mark.parametrize("weights_only", [True, False])
+@pytest.mark.parametrize("which", OLD)
+def test_checkpoints_of_apex_with_pickled_scalers(which, weights_only):
+    module, name, attributes, unskipped = OLD[which]
+    file = _old_pickle(module, name, attributes)
+    with apex_names.clean():
+        apex.install()
+        scaler = torch.load(file, weights_only=weights_only)
+    dynamic = which != "static"
+    kinds = {"amp": AmpScaler, "dynamic": fp16_utils.DynamicLossScaler}
+    assert type(scaler) is kinds.get(which, fp16_utils.LossScaler)
+
+    model, optimizer = start(torch.optim.Adam, dynamic_loss_scale=True)
+    train(model, optimizer, steps=2)
+    state = optimizer.state_dict()
+    # As apex saved it: an object, and no masters in the inner optimizer's state.
+    state |= {"loss_scaler": scaler, "dynamic_loss_scale": dynamic}
+    state = copy.deepcopy(state)
+    for entry in state["optimizer_state_dict"]["state"].values():
+        entry.pop("master_param", None)
+    other, again = start(torch.optim.Adam)
+    again.load_state_dict(state)
+    other.load_state_dict(model.state_dict())
+    assert again.dynamic_loss_scale is dynamic
+    assert again.loss_scale == 1024.0
+    assert again.loss_scaler._unskipped == unskipped
+    for a, b in zip(
+        optimizer.all_fp32_from_fp16_params, again.all_fp32_from_fp16_params, strict=True
+    ):
+        assert torch.equal(a, b)
+
+
+def test_nonsense_in_a_pickled_scaler_is_refused():
+    file = _old_pickle(
+        "apex.amp.scaler", "LossScaler", {"_loss_scale": "nonsense", "dynamic": True}
+    )
+    with apex_names.clean():
+        apex.install()
+        with pytest.raises(Exception, match="nonsense"):
+            torch.load(file, weights_only=True)
