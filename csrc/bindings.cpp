@@ -105,11 +105,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("name", &ParamTable::name, py::arg("row"))
       .def("set_states", &ParamTable::set_states, py::arg("row"), py::arg("states"))
       .def("steps", &ParamTable::steps)
-      .def("set_hyper", &ParamTable::set_hyper, py::arg("begin"), py::arg("end"), py::kw_only(),
-           py::arg("lr"), py::arg("lr_tensor") = py::none(), py::arg("weight_decay") = 0.0,
-           py::arg("momentum") = 0.0, py::arg("dampening") = 0.0, py::arg("beta1") = 0.0,
-           py::arg("beta2") = 0.0, py::arg("eps") = 0.0, py::arg("maximize") = false,
-           py::arg("nesterov") = false, py::arg("decoupled") = false)
+      .def("norm_averages", &ParamTable::norm_averages)
+      .def("set_hyper", &ParamTable::set_hyper, py::arg("begin"), py::arg("end"),
+           py::arg("lr_tensor"), py::arg("values"))
       .def("accept_model_weights", &ParamTable::accept_model_weights)
       .def("refresh_masters", &ParamTable::refresh_masters, py::arg("all") = false)
       .def("publish_masters", &ParamTable::publish_masters)

@@ -8,7 +8,7 @@ import torch
 from ampfuse import _core, optim
 from cases import KINDS, assert_same_bits, bf16, f16, f32, f64, make, snapshot
 
-OPTIMIZERS = [optim.SGD, optim.Adam, optim.AdamW]
+OPTIMIZERS = [optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad, optim.LAMB, optim.NovoGrad]
 
 
 def model(dtype=f32):
@@ -286,11 +286,13 @@ def test_a_group_emptied_of_all_parameters():
 
 
 def test_unknown_algorithm_and_field():
-    with pytest.raises(ValueError, match=r"'lamb'; it is sgd, adam or none"):
-        _core.C.ParamTable("lamb", torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"'lars'; it is sgd, adam,.* or none"):
+        _core.C.ParamTable("lars", torch.device("cpu"))
     table = _core.C.ParamTable("sgd", torch.device("cpu"))
     with pytest.raises(ValueError, match="no field 'colour'"):
         table.state_field("colour")
+    with pytest.raises(ValueError, match="no hyper-parameter 'colour'"):
+        table.set_hyper(0, 0, None, {"lr": 0.1, "colour": 1.0})
 
 
 def test_states_that_do_not_fit():

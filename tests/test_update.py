@@ -10,6 +10,7 @@ import reference
 from ampfuse import optim
 from cases import (
     DTYPES,
+    KINDS,
     OPTIMIZERS,
     bf16,
     can_mix_dtypes,
@@ -47,9 +48,7 @@ class Run:
                     self.params.append(start.clone().to(device).requires_grad_())
                     self.torch_params.append(start.to(f32).requires_grad_())
                     self.exact.append(start.to(f64))
-                    self.rules.append(
-                        getattr(reference, {"SGD": "Sgd"}.get(kind, kind))(**{**settings, "lr": lr})
-                    )
+                    self.rules.append(reference.RULES[kind](**{**settings, "lr": lr}))
                     self.states.append({})
                     self.dtypes.append(grad_dtype)
             ours.append({"params": self.params[first:], "lr": lr})
@@ -116,7 +115,7 @@ def test_every_dtype_mixture_in_one_call(name):
 
 
 @pytest.mark.parametrize("dtype", [f16, bf16])
-@pytest.mark.parametrize("name", ["sgd-all", "adam-all", "adamw-all"])
+@pytest.mark.parametrize("name", ["sgd-all", "adam-all", "adamw-all", *KINDS[3:]])
 def test_half_with_masters(name, dtype):
     run = Run(name, [(dtype, dtype), (f32, f32)], master_weights=True)
     run.steps(STEPS)
@@ -137,7 +136,7 @@ def test_half_without_masters_rounds_once_a_step(name, dtype, device):
             assert bool(((param.detach().cpu().to(f64) - exact).abs() <= 0.51 * ulp).all())
 
 
-@pytest.mark.parametrize("name", ["sgd-all", "adamw"])
+@pytest.mark.parametrize("name", ["sgd-all", "adamw", *KINDS[3:]])
 def test_clipping_is_part_of_the_step(name, device):
     """max_grad_norm gives what clip_grad_norm_ and a plain step give, by the rule in float64."""
     run = Run(name, [(f32, f32)], device, max_grad_norm=1.0)

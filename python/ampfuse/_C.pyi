@@ -4,7 +4,7 @@ Lists of tensors: strided and dense, on one device, float32, float16 or bfloat16
 ``ampfuse.ops`` has the public functions and says more. Nothing here waits for the device.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -96,7 +96,10 @@ class ParamTable:
     """
 
     def __init__(self, algorithm: str, device: torch.device) -> None:
-        """`algorithm`: "sgd", "adam" (also AdamW) or "none", which keeps gradients only."""
+        """`algorithm`: "sgd", "adam" (also AdamW), "adagrad", "novograd", "lamb" or "none".
+
+        With "none" the table keeps gradients only, for an optimizer that steps by itself.
+        """
 
     def add_row(
         self, param: Tensor, model: Tensor | None, name: str, model_version: int = 0
@@ -121,24 +124,19 @@ class ParamTable:
     def steps(self) -> Tensor:
         """The step counts: float32, shape (rows,), on the device; rows' counts are views of it."""
 
+    def norm_averages(self) -> Tensor:
+        """NovoGrad's averages of gradient norms: float32, shape (rows,), on the device."""
+
     def set_hyper(
-        self,
-        begin: int,
-        end: int,
-        *,
-        lr: float,
-        lr_tensor: Tensor | None = None,
-        weight_decay: float = 0.0,
-        momentum: float = 0.0,
-        dampening: float = 0.0,
-        beta1: float = 0.0,
-        beta2: float = 0.0,
-        eps: float = 0.0,
-        maximize: bool = False,
-        nesterov: bool = False,
-        decoupled: bool = False,
+        self, begin: int, end: int, lr_tensor: Tensor | None, values: Mapping[str, float]
     ) -> None:
-        """Hyper-parameters of rows begin..end. `lr_tensor` (float32, device) replaces `lr`."""
+        """Hyper-parameters of rows begin..end by name; those not named are zero and off.
+
+        Numbers: lr, weight_decay, momentum, dampening, beta1, beta2, eps, lr_decay,
+        trust_coefficient, trust_eps. Flags: maximize, nesterov, decoupled, uncorrected, unaveraged,
+        late_decay, trust_all, infinity_norm, init_zero, layerwise, clipped_ratio; csrc/hyper.h says
+        what each does. `lr_tensor` (float32, device) replaces lr. ValueError: another name.
+        """
 
     def accept_model_weights(self) -> None:
         """The model weights are what the masters round to, now."""

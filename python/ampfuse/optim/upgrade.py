@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ampfuse.optim.adagrad import Adagrad
 from ampfuse.optim.adam import Adam, AdamW
 from ampfuse.optim.base import AmpOptimizer, install_masters
 from ampfuse.optim.fused import FusedOptimizer
@@ -19,6 +20,7 @@ _FUSED: dict[type[torch.optim.Optimizer], type[FusedOptimizer]] = {
     torch.optim.SGD: SGD,
     torch.optim.Adam: Adam,
     torch.optim.AdamW: AdamW,
+    torch.optim.Adagrad: Adagrad,
 }
 
 
@@ -27,9 +29,9 @@ def upgrade(
 ) -> None:
     """Make `optimizer` amp-aware in place: the same object, of a subclass of its class.
 
-    Exactly ``torch.optim.SGD``, ``Adam`` and ``AdamW`` become fused; every other optimizer keeps
-    its own step (generic.py). Learning-rate schedulers and hooks keep working, whichever came
-    first.
+    Exactly ``torch.optim.SGD``, ``Adam``, ``AdamW`` and ``Adagrad`` become fused; every other
+    optimizer keeps its own step (generic.py). Learning-rate schedulers and hooks keep working,
+    whichever came first.
 
     Arguments:
         master_weights: replace half parameters in ``param_groups`` by FP32 masters.
