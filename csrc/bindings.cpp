@@ -86,6 +86,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         "out = grads * inv_scale; out may be grads. Sets found_inf where a result is not finite.");
   m.def("l2norm", l2norm, py::arg("tensors"), py::arg("per_tensor") = false,
         "(norm over all, norm of each or an empty tensor), float32.");
+  m.def("layerwise", layerwise, py::arg("grads"), py::arg("params"), py::arg("lr"),
+        py::arg("lr_tensor"), py::arg("weight_decay"), py::arg("trust_coefficient"), py::arg("eps"),
+        py::arg("clip"),
+        "grads = ratio * (grads + weight_decay * params), with LARC's ratio of each tensor.");
   m.def(
       "update_scale", update_scale, py::arg("scale"), py::arg("growth_tracker"),
       py::arg("hysteresis_tracker"), py::arg("found_infs"), py::arg("growth_factor"),

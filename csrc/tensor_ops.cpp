@@ -128,6 +128,53 @@ std::tuple<torch::Tensor, torch::Tensor> l2norm(const TensorList& tensors, bool 
   return {norm, norms};
 }
 
+void layerwise(const TensorList& grads, const TensorList& params, double lr,
+               const std::optional<torch::Tensor>& lr_tensor, double weight_decay,
+               double trust_coefficient, double eps, bool clip) {
+  Table table = make_table({{"grads", grads, kGrad, false},
+                            {"params", params, kParam, false},
+                            {"grads", grads, kGradOut, true}});
+  if (grads.empty()) return;
+  const torch::Device device = grads[0].device();
+  const int64_t rows = table.rows();
+  for (int64_t row = 0; row < rows; ++row) {
+    RowHyper& hyper = table.hyper(row);
+    hyper.lr = lr;
+    hyper.lr_tensor = float_pointer(lr_tensor, "lr", device);
+    hyper.weight_decay = weight_decay;
+    hyper.trust_coefficient = trust_coefficient;
+    hyper.trust_eps = eps;
+    hyper.flags = kLayerwise | (clip ? kClippedRatio : 0);
+    table.set(kGradOut, row, nullptr, DType::kNone);  // the norms come first
+  }
+  const auto options = torch::TensorOptions().device(device);
+  torch::Tensor state = torch::zeros({int64_t(sizeof(StepState))}, options.dtype(torch::kUInt8));
+  const torch::Tensor columns = torch::zeros({3, rows}, options.dtype(torch::kFloat32));
+  RowColumns row_columns;
+  row_columns.steps = columns.data_ptr<float>();
+  float* const grad_norms = row_columns.steps + rows;
+  float* const param_norms = grad_norms + rows;
+  row_columns.grad_norms = grad_norms;
+  row_columns.param_norms = param_norms;
+  auto* const step = static_cast<StepState*>(state.data_ptr());
+  InspectArgs args;
+  args.row_norms = grad_norms;
+  {
+    const DeviceScope scope(device);
+    const pybind11::gil_scoped_release release;
+    Backend& backend = scope.backend();
+    backend.inspect(table, args, scope.stream());
+    backend.measure_params(table, param_norms, scope.stream());
+    backend.prepare(table, step, {}, row_columns, scope.stream());
+    for (int64_t row = 0; row < rows; ++row) {
+      const torch::Tensor& grad = grads[size_t(row)];
+      table.set(kGradOut, row, grad.data_ptr(), dtype_of(grad, "grads"));
+    }
+    backend.update(table, Algorithm::kLayerwise, step, scope.stream());
+  }
+  bump_versions(grads);
+}
+
 void update_scale(const torch::Tensor& scale, const torch::Tensor& growth_tracker,
                   const torch::Tensor& hysteresis_tracker, const TensorList& found_infs,
                   double growth_factor, double backoff_factor, int64_t growth_interval,

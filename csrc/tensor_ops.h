@@ -20,6 +20,11 @@ void unscale(const TensorList& grads, const TensorList& out, const torch::Tensor
              const std::optional<torch::Tensor>& found_inf);
 std::tuple<torch::Tensor, torch::Tensor> l2norm(const TensorList& tensors, bool per_tensor);
 
+// LARC's rescaling in place: grads = ratio * (grads + weight_decay * params), per tensor.
+void layerwise(const TensorList& grads, const TensorList& params, double lr,
+               const std::optional<torch::Tensor>& lr_tensor, double weight_decay,
+               double trust_coefficient, double eps, bool clip);
+
 // The loss-scale rule over the OR of `found_infs`; see step_state.h. A static scale passes dynamic
 // = false.
 void update_scale(const torch::Tensor& scale, const torch::Tensor& growth_tracker,

@@ -207,6 +207,23 @@ struct LambOp {
   }
 };
 
+// LARC in front of another's step: the gradient takes in decay and ratio of the row's coefficients.
+struct LayerwiseOp {
+  static constexpr unsigned kReads = bit(kGrad) | bit(kParam);
+  static constexpr unsigned kWrites = bit(kGradOut);
+  static constexpr unsigned kChecked = 0;
+  RowCoef c;
+
+  HD static LayerwiseOp for_row(const TableView& view, int64_t row, float, float) {
+    return {view.coefs[row]};
+  }
+
+  template <class F>
+  HD void operator()(F (&x)[kLists]) const {
+    x[kGradOut] = decayed_gradient(F(c.grad_scale) * x[kGrad], x[kParam], c);
+  }
+};
+
 // Masters follow edits of the model: an element whose rounding the model weight no longer is takes
 // its value.
 struct RefreshOp {

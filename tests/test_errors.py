@@ -238,6 +238,8 @@ BAD_OPTIONS = {
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_options(optimizer, case):
     options, error, message = BAD_OPTIONS[case]
+    if not hasattr(torch.optim, optimizer.__name__) and case in ("differentiable", "both"):
+        error, message = TypeError, "differentiable|foreach"  # choices that torch's classes have
     with pytest.raises(error, match=message):
         optimizer(model(), **options)
 
@@ -247,6 +249,13 @@ def test_options_of_one_algorithm():
         optim.AdamW(model(), betas=(1.0, 0.9))
     with pytest.raises(ValueError, match="Nesterov"):
         optim.SGD(model(), nesterov=True)
+    with pytest.raises(ValueError, match="norm_type is 1; it is 2 or inf"):
+        optim.NovoGrad(model(), norm_type=1)
+    for kind in (optim.LAMB, optim.NovoGrad):
+        with pytest.raises(ValueError, match="beta parameter at index 1"):
+            kind(model(), betas=(0.9, 1.0))
+        with pytest.raises(ValueError, match="epsilon"):
+            kind(model(), eps=-1.0)
     with pytest.raises(ValueError, match="empty parameter list"):
         optim.AdamW([])
 

@@ -64,6 +64,22 @@ def unscale(
 def l2norm(tensors: Sequence[Tensor], per_tensor: bool = False) -> tuple[Tensor, Tensor]:
     """(norm over all, norm of each or an empty tensor), float32."""
 
+def layerwise(
+    grads: Sequence[Tensor],
+    params: Sequence[Tensor],
+    lr: float,
+    lr_tensor: Tensor | None,
+    weight_decay: float,
+    trust_coefficient: float,
+    eps: float,
+    clip: bool,
+) -> None:
+    """grads = ratio * (grads + weight_decay * params), with LARC's ratio of each tensor.
+
+    ratio = trust_coefficient * |p| / (|g| + weight_decay * |p| + eps), with `clip` at most lr and
+    divided by lr; 1 where a norm is zero. `lr_tensor` (float32, device) replaces `lr`.
+    """
+
 def update_scale(
     scale: Tensor,
     growth_tracker: Tensor,

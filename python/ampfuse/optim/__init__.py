@@ -9,6 +9,7 @@ from ampfuse.optim.adagrad import Adagrad
 from ampfuse.optim.adam import Adam, AdamW
 from ampfuse.optim.base import AmpOptimizer, LastStep
 from ampfuse.optim.lamb import LAMB
+from ampfuse.optim.larc import LARC
 from ampfuse.optim.masters import MasterParameter
 from ampfuse.optim.novograd import NovoGrad
 from ampfuse.optim.sgd import SGD
@@ -16,6 +17,7 @@ from ampfuse.optim.upgrade import upgrade
 
 __all__ = [
     "LAMB",
+    "LARC",
     "SGD",
     "Adagrad",
     "Adam",

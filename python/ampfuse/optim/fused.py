@@ -125,6 +125,8 @@ class FusedOptimizer(AmpOptimizer):
         for i, group in enumerate(self.param_groups):
             end = row + len(group["params"])
             hyper = self._hyper(group)
+            if self._layerwise is not None:
+                hyper.update(self._layerwise.hyper)
             lr = hyper["lr"]
             if isinstance(lr, Tensor):
                 device = self._row_params[0].device
