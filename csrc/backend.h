@@ -12,7 +12,7 @@
 
 namespace ampfuse {
 
-enum class Algorithm { kNone, kSgd, kAdam, kAdagrad, kNovoGrad, kLamb, kLayerwise };
+enum class Algorithm { kNone, kSgd, kAdam, kAdagrad, kNovoGrad, kLamb, kLambUpdate, kLayerwise };
 enum class MapOp { kScale, kAxpbyCheckBoth, kAxpbyCheckX, kAxpbyCheckY, kRefresh, kPublish };
 
 struct InspectArgs {

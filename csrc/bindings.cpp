@@ -85,7 +85,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         py::arg("found_inf") = py::none(),
         "out = grads * inv_scale; out may be grads. Sets found_inf where a result is not finite.");
   m.def("l2norm", l2norm, py::arg("tensors"), py::arg("per_tensor") = false,
-        "(norm over all, norm of each or an empty tensor), float32.");
+        py::arg("inv_scale") = py::none(), py::arg("found_inf") = py::none(),
+        "(norm over all, norm of each or an empty tensor), float32, of tensors * inv_scale.");
+  m.def("step", step, py::arg("algorithm"), py::arg("grads"), py::arg("params"), py::arg("models"),
+        py::arg("states"), py::arg("updates"), py::arg("steps"), py::arg("norm_averages"),
+        py::arg("lr_tensor"), py::arg("values"), py::arg("loss_scale"), py::arg("found_inf"),
+        "One step of an algorithm on lists of tensors.");
   m.def("layerwise", layerwise, py::arg("grads"), py::arg("params"), py::arg("lr"),
         py::arg("lr_tensor"), py::arg("weight_decay"), py::arg("trust_coefficient"), py::arg("eps"),
         py::arg("clip"),

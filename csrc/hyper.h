@@ -56,8 +56,8 @@ struct RowCoef {
   int32_t flags = 0;
   // LAMB, NovoGrad.
   float beta1 = 0, grad_weight = 0;  // of exp_avg and of the gradient in the next one
-  float correction =
-      1;  // sqrt(bias2) / bias1; NovoGrad: 1 / bias1, over the norm if that acts here
+  // sqrt(bias2) / bias1; NovoGrad: 1 / bias1, and over the norm where that acts on the moment
+  float correction = 1;
 };
 
 // What rows keep from step to step and what a step knows of each: columns of floats, [rows].

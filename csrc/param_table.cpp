@@ -3,21 +3,11 @@
 #include <cstddef>
 #include <map>
 
+#include "names.h"
 #include "torch_backend.h"
 
 namespace ampfuse {
 namespace {
-
-Algorithm algorithm_of(const std::string& name) {
-  if (name == "none") return Algorithm::kNone;
-  if (name == "sgd") return Algorithm::kSgd;
-  if (name == "adam") return Algorithm::kAdam;
-  if (name == "adagrad") return Algorithm::kAdagrad;
-  if (name == "novograd") return Algorithm::kNovoGrad;
-  if (name == "lamb") return Algorithm::kLamb;
-  TORCH_CHECK_VALUE(false, "algorithm is '", name,
-                    "'; it is sgd, adam, adagrad, novograd, lamb or none");
-}
 
 // A tensor laid out in memory as `like`, for a row of the core to walk both together.
 torch::Tensor empty_laid_out_as(const torch::Tensor& like, torch::ScalarType dtype) {
@@ -133,35 +123,8 @@ void ParamTable::set_states(
 void ParamTable::set_hyper(int64_t begin, int64_t end,
                            const std::optional<torch::Tensor>& lr_tensor,
                            const std::map<std::string, double>& values) {
-  static const std::map<std::string, double RowHyper::*> numbers = {
-      {"lr", &RowHyper::lr},
-      {"weight_decay", &RowHyper::weight_decay},
-      {"momentum", &RowHyper::momentum},
-      {"dampening", &RowHyper::dampening},
-      {"beta1", &RowHyper::beta1},
-      {"beta2", &RowHyper::beta2},
-      {"eps", &RowHyper::eps},
-      {"lr_decay", &RowHyper::lr_decay},
-      {"trust_coefficient", &RowHyper::trust_coefficient},
-      {"trust_eps", &RowHyper::trust_eps},
-  };
-  static const std::map<std::string, HyperFlag> flags = {
-      {"maximize", kMaximize},       {"nesterov", kNesterov},          {"decoupled", kDecoupled},
-      {"uncorrected", kUncorrected}, {"unaveraged", kUnaveraged},      {"late_decay", kLateDecay},
-      {"trust_all", kTrustAll},      {"infinity_norm", kInfinityNorm}, {"init_zero", kInitZero},
-      {"layerwise", kLayerwise},     {"clipped_ratio", kClippedRatio},
-  };
-  RowHyper hyper{};
+  RowHyper hyper = hyper_of(values);
   hyper.lr_tensor = float_pointer(lr_tensor, "lr", device_);
-  for (const auto& [name, value] : values) {
-    if (const auto number = numbers.find(name); number != numbers.end()) {
-      hyper.*number->second = value;
-    } else {
-      const auto flag = flags.find(name);
-      TORCH_CHECK_VALUE(flag != flags.end(), "there is no hyper-parameter '", name, "'");
-      if (value != 0) hyper.flags |= flag->second;
-    }
-  }
   for (int64_t row = begin; row < end; ++row) table().hyper(row) = hyper;
   layerwise_ = layerwise_ || hyper.flags & kLayerwise;
 }

@@ -178,6 +178,15 @@ struct LambMomentsOp {
   }
 };
 
+// LAMB in two calls: the first leaves the update where the row says, the second is a plain step.
+struct LambUpdateOp : LambMomentsOp<> {
+  static constexpr unsigned kWrites = LambMomentsOp<>::kWrites | bit(kUpdate);
+
+  HD static LambUpdateOp for_row(const TableView& view, int64_t row, float, float) {
+    return {LambMomentsOp<>{view.coefs[row]}};
+  }
+};
+
 // The ratio of the norms, 1 where one of them is zero or where the row has none.
 HD float trust_ratio(const RowCoef& c, float param_norm, float update_norm) {
   if (c.weight_decay == 0 && !(c.flags & kTrustAll)) return 1;

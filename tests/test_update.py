@@ -175,3 +175,62 @@ def test_64_accumulated_bf16_passes_give_the_fp32_sum(device):
     master = optimizer.param_groups[0]["params"][0]
     error = (master.detach().cpu().to(f64) + total).abs().max() / total.abs().max()
     assert float(error) <= 1e-6
+
+
+@pytest.mark.parametrize("kind", ["NovoGrad", "LAMB", "Adagrad", "LARC"])
+def test_norms_of_rows_are_those_of_unscaled_gradients(kind, device):
+    """Inspected at the end of a scaled pass, or in the step itself: the same bits."""
+
+    def make_one(params, **options):
+        if kind == "LARC":
+            return optim.LARC(optim.SGD(params, lr=0.1, weight_decay=0.1, **options))
+        return getattr(optim, kind)(params, lr=0.1, weight_decay=0.1, **options)
+
+    start = [torch.randn(n).to(bf16).to(device) for n in (50, 40000)]
+    params = [[p.clone().requires_grad_() for p in start] for _ in range(2)]
+    scaled, plain = make_one(params[0]), make_one(params[1], master_weights=True)
+    optim.upgrade(scaled, master_weights=True)
+    for _ in range(3):
+        grads = [torch.randn(p.shape).to(bf16).to(device) for p in start]
+        scaled.begin_backward()
+        for a, b, grad in zip(*params, grads, strict=True):
+            a.grad, b.grad = grad * 4, grad
+        scaled.end_backward(torch.tensor(4.0, device=device), True)
+        scaled.step()
+        plain.step()
+    for master, b in zip(scaled.param_groups[0]["params"], params[1], strict=True):
+        assert torch.equal(master.detach(), plain.state[b]["master_param"])
+
+
+def test_options_of_groups():
+    """What apex's optimizers can and torch's constructors have no word for."""
+    start, grads = torch.randn(100), [torch.randn(100) for _ in range(4)]
+
+    def found(kind, **options):
+        param = start.clone().requires_grad_()
+        optimizer = getattr(optim, kind)([{"params": [param], **options}], lr=0.1)
+        for grad in grads:
+            param.grad = grad
+            optimizer.step()
+        return param.detach().to(f64)
+
+    p, buffer = start.to(f64), None
+    for grad in grads:
+        buffer = grad.to(f64) if buffer is None else 0.9 * buffer + grad
+        p = p - 0.1 * (buffer + 0.2 * p)
+    options = {"momentum": 0.9, "weight_decay": 0.2, "wd_after_momentum": True}
+    torch.testing.assert_close(found("SGD", **options), p, rtol=1e-6, atol=1e-6)
+
+    p, state = start.to(f64), {}
+    rule = reference.Adagrad(lr=0.1, weight_decay=0.2, decoupled_weight_decay=True)
+    for grad in grads:
+        p = rule.step(p, grad, state)
+    options = {"weight_decay": 0.2, "decoupled_weight_decay": True}
+    torch.testing.assert_close(found("Adagrad", **options), p, rtol=1e-6, atol=1e-6)
+
+    p = start.to(f64)
+    m = v = torch.zeros(100, dtype=f64)
+    for grad in grads:
+        m, v = 0.9 * m + 0.1 * grad, 0.999 * v + 0.001 * grad.to(f64) ** 2
+        p = p - 0.1 * m / (v.sqrt() + 1e-8)
+    torch.testing.assert_close(found("Adam", bias_correction=False), p, rtol=1e-5, atol=1e-6)

@@ -359,6 +359,9 @@ void update_chunks(const TableView& view, Algorithm algorithm, int64_t begin, in
       case Algorithm::kLamb:
         run(LambOp{});
         break;
+      case Algorithm::kLambUpdate:
+        run(LambUpdateOp{});
+        break;
       case Algorithm::kLayerwise:
         run(LayerwiseOp{});
         break;

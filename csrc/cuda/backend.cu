@@ -83,6 +83,8 @@ class CudaBackend : public Backend {
                                  cudaStream_t(stream));
         add_rows(use.view(), kMeasures, use.view().norms, nullptr, cudaStream_t(stream));
         return run(LambOp{}, "lamb");
+      case Algorithm::kLambUpdate:
+        return run(LambUpdateOp{}, "lamb_update");
       case Algorithm::kLayerwise:
         return run(LayerwiseOp{}, "layerwise");
     }

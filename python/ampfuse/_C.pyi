@@ -61,8 +61,43 @@ def unscale(
 ) -> None:
     """out = grads * inv_scale; out may be grads. Sets found_inf where a result is not finite."""
 
-def l2norm(tensors: Sequence[Tensor], per_tensor: bool = False) -> tuple[Tensor, Tensor]:
-    """(norm over all, norm of each or an empty tensor), float32."""
+def l2norm(
+    tensors: Sequence[Tensor],
+    per_tensor: bool = False,
+    inv_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(norm over all, norm of each or an empty tensor), float32, of tensors * inv_scale.
+
+    Sets found_inf where one of these values is not finite.
+    """
+
+def step(
+    algorithm: str,
+    grads: Sequence[Tensor],
+    params: Sequence[Tensor],
+    models: Sequence[Tensor],
+    states: Sequence[Sequence[Tensor]],
+    updates: Sequence[Tensor],
+    steps: Tensor,
+    norm_averages: Tensor | None,
+    lr_tensor: Tensor | None,
+    values: Mapping[str, float],
+    loss_scale: Tensor | None,
+    found_inf: Tensor | None,
+) -> None:
+    """One step of an algorithm of `ParamTable` on lists of tensors, states of any type included.
+
+    `models` (may be empty) receive the parameters, rounded. `states` are lists in the kernel's
+    order. `steps` (float32, one for each tensor) counts the steps before this one and is advanced,
+    but for tensors without elements. `norm_averages` (likewise) is NovoGrad's second moment.
+    `lr_tensor` (float32, one element or one for each tensor) replaces ``values["lr"]``; for
+    `values` see `ParamTable.set_hyper`. Gradients are divided by `loss_scale`. Where `found_inf`
+    (float32) is set, nothing happens.
+
+    "lamb_update" advances LAMB's moments and writes the update u into `updates` (which may be
+    `grads`); ``"sgd"`` on u with the rate of each tensor is then its second half.
+    """
 
 def layerwise(
     grads: Sequence[Tensor],
