@@ -12,7 +12,7 @@
 
 namespace ampfuse {
 
-enum class Algorithm { kNone, kSgd, kAdam };
+enum class Algorithm { kNone, kSgd, kAdam, kAdagrad, kNovoGrad, kLamb, kLambUpdate, kLayerwise };
 enum class MapOp { kScale, kAxpbyCheckBoth, kAxpbyCheckX, kAxpbyCheckY, kRefresh, kPublish };
 
 struct InspectArgs {
@@ -22,6 +22,7 @@ struct InspectArgs {
   float* found_inf = nullptr;  // set to 1, never cleared, if a gradient is non-finite; may be null
   float* norm = nullptr;       // L2 norm over all rows; may be null
   float* row_norms = nullptr;  // [rows] L2 norm of each; may be null
+  float* row_largest = nullptr;  // [rows] largest magnitude of each; may be null
 };
 
 // What inspect multiplies the gradients of scaled rows by.
@@ -44,12 +45,16 @@ class Backend {
   // kGradOut where a row has one, and into the sum of squares.
   virtual void inspect(Table& table, const InspectArgs& args, void* stream) = 0;
 
-  // Decides the step in `state`, then advances `steps` [rows] of the rows that have a gradient and
-  // computes their coefficients. One small launch.
-  virtual void prepare(Table& table, StepState* state, const StepDecision& decision, float* steps,
-                       void* stream) = 0;
+  // The L2 norm of each row's kParam; 0 for rows without a gradient.
+  virtual void measure_params(Table& table, float* row_norms, void* stream) = 0;
 
-  // The update itself. Returns at once, on the device, if the state says skip.
+  // Decides the step in `state`, then advances the columns of the rows that have a gradient and
+  // computes their coefficients. One small launch.
+  virtual void prepare(Table& table, StepState* state, const StepDecision& decision,
+                       const RowColumns& columns, void* stream) = 0;
+
+  // The update itself. Returns at once, on the device, if the state says skip. Two passes for LAMB,
+  // one for the others.
   virtual void update(Table& table, Algorithm algorithm, const StepState* state, void* stream) = 0;
 
   virtual void map(Table& table, MapOp op, const MapArgs& args, void* stream) = 0;

@@ -85,7 +85,16 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         py::arg("found_inf") = py::none(),
         "out = grads * inv_scale; out may be grads. Sets found_inf where a result is not finite.");
   m.def("l2norm", l2norm, py::arg("tensors"), py::arg("per_tensor") = false,
-        "(norm over all, norm of each or an empty tensor), float32.");
+        py::arg("inv_scale") = py::none(), py::arg("found_inf") = py::none(),
+        "(norm over all, norm of each or an empty tensor), float32, of tensors * inv_scale.");
+  m.def("step", step, py::arg("algorithm"), py::arg("grads"), py::arg("params"), py::arg("models"),
+        py::arg("states"), py::arg("updates"), py::arg("steps"), py::arg("norm_averages"),
+        py::arg("lr_tensor"), py::arg("values"), py::arg("loss_scale"), py::arg("found_inf"),
+        "One step of an algorithm on lists of tensors.");
+  m.def("layerwise", layerwise, py::arg("grads"), py::arg("params"), py::arg("lr"),
+        py::arg("lr_tensor"), py::arg("weight_decay"), py::arg("trust_coefficient"), py::arg("eps"),
+        py::arg("clip"),
+        "grads = ratio * (grads + weight_decay * params), with LARC's ratio of each tensor.");
   m.def(
       "update_scale", update_scale, py::arg("scale"), py::arg("growth_tracker"),
       py::arg("hysteresis_tracker"), py::arg("found_infs"), py::arg("growth_factor"),
@@ -105,11 +114,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("name", &ParamTable::name, py::arg("row"))
       .def("set_states", &ParamTable::set_states, py::arg("row"), py::arg("states"))
       .def("steps", &ParamTable::steps)
-      .def("set_hyper", &ParamTable::set_hyper, py::arg("begin"), py::arg("end"), py::kw_only(),
-           py::arg("lr"), py::arg("lr_tensor") = py::none(), py::arg("weight_decay") = 0.0,
-           py::arg("momentum") = 0.0, py::arg("dampening") = 0.0, py::arg("beta1") = 0.0,
-           py::arg("beta2") = 0.0, py::arg("eps") = 0.0, py::arg("maximize") = false,
-           py::arg("nesterov") = false, py::arg("decoupled") = false)
+      .def("norm_averages", &ParamTable::norm_averages)
+      .def("set_hyper", &ParamTable::set_hyper, py::arg("begin"), py::arg("end"),
+           py::arg("lr_tensor"), py::arg("values"))
       .def("accept_model_weights", &ParamTable::accept_model_weights)
       .def("refresh_masters", &ParamTable::refresh_masters, py::arg("all") = false)
       .def("publish_masters", &ParamTable::publish_masters)

@@ -21,13 +21,23 @@ enum HyperFlag : int32_t {
   kDecoupled = 4,  // AdamW: weight decay acts on the parameter, not through the gradient
   kFirstStep =
       8,  // set by advance_row on a row's first applied step: SGD's buffer starts as the gradient
+  kUncorrected = 16,     // moments are used without bias correction
+  kUnaveraged = 32,      // LAMB, NovoGrad: the gradient enters exp_avg whole, not times 1 - beta1
+  kLateDecay = 64,       // SGD: weight decay is added after the momentum
+  kTrustAll = 128,       // LAMB: a trust ratio also for rows without weight decay (NVLAMB)
+  kInfinityNorm = 256,   // NovoGrad: the norm of a gradient is its largest element
+  kInitZero = 512,       // NovoGrad: the average of norms starts at zero, not at the first norm
+  kLayerwise = 1024,     // LARC: the gradient is scaled by the ratio of the norms
+  kClippedRatio = 2048,  // LARC: ... so that lr times ratio is at most lr
 };
 
 struct RowHyper {
   double lr = 0, weight_decay = 0;
-  double momentum = 0, dampening = 0;    // SGD
-  double beta1 = 0, beta2 = 0, eps = 0;  // Adam, AdamW
-  const float* lr_tensor = nullptr;      // device value that replaces lr
+  double momentum = 0, dampening = 0;           // SGD
+  double beta1 = 0, beta2 = 0, eps = 0;         // Adam, AdamW, LAMB, NovoGrad; eps of Adagrad
+  double lr_decay = 0;                          // Adagrad
+  double trust_coefficient = 0, trust_eps = 0;  // LARC
+  const float* lr_tensor = nullptr;             // device value that replaces lr
   int32_t flags = 0;
 };
 
@@ -44,6 +54,21 @@ struct RowCoef {
   float step_size = 0;  // lr * sqrt(bias2) / bias1, where bias = 1 - beta^t
   float eps = 0;        // eps * sqrt(bias2)
   int32_t flags = 0;
+  // LAMB, NovoGrad.
+  float beta1 = 0, grad_weight = 0;  // of exp_avg and of the gradient in the next one
+  // sqrt(bias2) / bias1; NovoGrad: 1 / bias1, and over the norm where that acts on the moment
+  float correction = 1;
+};
+
+// What rows keep from step to step and what a step knows of each: columns of floats, [rows].
+struct RowColumns {
+  float* steps = nullptr;               // applied steps
+  float* norm_averages = nullptr;       // NovoGrad: the average of gradient norms, as a norm
+  const float* grad_norms = nullptr;    // L2, of the unscaled gradient before clipping
+  const float* grad_largest = nullptr;  // its largest magnitude
+  const float* param_norms = nullptr;   // L2
+
+  HD bool differ_by_row() const { return norm_averages != nullptr || param_norms != nullptr; }
 };
 
 HD double power(double base, int64_t exponent) {
@@ -55,30 +80,82 @@ HD double power(double base, int64_t exponent) {
   return result;
 }
 
-// Advances the row's step count for the step that `state` decided on and returns its coefficients.
-// A skipped step leaves the count alone; its coefficients are never used.
-HD RowCoef advance_row(const RowHyper& hyper, const StepState& state, bool scaled, float* step) {
+// NovoGrad (Ginsburg et al., arXiv:1905.11286) keeps one second moment per tensor: the average of
+// its gradients' norms. It is stored as a norm, because a squared one overflows FP32. Returns what
+// divides the gradient.
+HD double average_norm(const RowHyper& hyper, double norm, int64_t count, float* average) {
+  const bool starts = count == 1 && !(hyper.flags & kInitZero);
+  const double old = starts ? norm : double(*average);
+  const double sum = hyper.flags & kInfinityNorm
+                         ? hyper.beta2 * old + (1 - hyper.beta2) * norm
+                         : square_root(hyper.beta2 * old * old + (1 - hyper.beta2) * norm * norm);
+  *average = float(sum);
+  // An average that started at the first norm is not biased towards zero.
+  const bool corrected = hyper.flags & kInitZero && !(hyper.flags & kUncorrected);
+  return (corrected ? sum / square_root(1 - power(hyper.beta2, count)) : sum) + hyper.eps;
+}
+
+// LARC (You et al., arXiv:1708.03888): what multiplies gradient and weight decay. A row with a norm
+// of zero, such as a bias at its start, steps as without LARC.
+HD double layerwise_ratio(const RowHyper& hyper, double lr, double param_norm, double grad_norm) {
+  if (!(param_norm > 0 && grad_norm > 0)) return 1;
+  const double ratio = hyper.trust_coefficient * param_norm /
+                       (grad_norm + hyper.weight_decay * param_norm + hyper.trust_eps);
+  if (!(hyper.flags & kClippedRatio)) return ratio;
+  return ratio < lr ? ratio / lr : 1.0;
+}
+
+// Advances the row's columns for the step that `state` decided on and returns its coefficients.
+// A skipped step leaves them alone; its coefficients are never used.
+HD RowCoef advance_row(const RowHyper& hyper, const StepState& state, bool scaled,
+                       const RowColumns& columns, int64_t row) {
   RowCoef coef;
   if (state.skip != 0) return coef;
-  const int64_t count = int64_t(*step) + 1;
-  *step = float(count);
-  const double lr = hyper.lr_tensor ? double(*hyper.lr_tensor) : hyper.lr;
-  const double sign = hyper.flags & kMaximize ? -1.0 : 1.0;
+  const int64_t count = int64_t(columns.steps[row]) + 1;
+  columns.steps[row] = float(count);
+  const double base_lr = hyper.lr_tensor ? double(*hyper.lr_tensor) : hyper.lr;
+  const double lr = base_lr / (1 + double(count - 1) * hyper.lr_decay);
   const double clip = double(state.clip_coef);
-  coef.grad_scale = float(sign * (scaled ? clip / double(state.loss_scale) : clip));
-  coef.accum_scale = float(sign * clip);
-  coef.weight_decay = float(hyper.weight_decay);
-  coef.decay = float(1 - lr * hyper.weight_decay);
+  double multiplier = clip;  // of the unscaled gradient
+  double weight_decay = hyper.weight_decay;
+  coef.flags = hyper.flags | (count == 1 ? kFirstStep : 0);
+  if (hyper.flags & kLayerwise && columns.param_norms) {
+    // The decay is scaled with the gradient, so it acts through it, whatever the optimizer does.
+    const double ratio = layerwise_ratio(hyper, lr, double(columns.param_norms[row]),
+                                         clip * double(columns.grad_norms[row]));
+    multiplier *= ratio;
+    weight_decay *= ratio;
+    coef.flags &= ~(kDecoupled | kLateDecay);
+  }
+  const bool corrected = !(hyper.flags & kUncorrected);
+  const double bias1 = corrected ? 1 - power(hyper.beta1, count) : 1.0;
+  const double sqrt_bias2 = corrected ? square_root(1 - power(hyper.beta2, count)) : 1.0;
+  coef.correction = float(sqrt_bias2 / bias1);
+  coef.step_size = float(lr * sqrt_bias2 / bias1);
+  coef.eps = float(hyper.eps * sqrt_bias2);
+  if (columns.norm_averages) {
+    const float* norms = hyper.flags & kInfinityNorm ? columns.grad_largest : columns.grad_norms;
+    const double divisor =
+        average_norm(hyper, multiplier * double(norms[row]), count, &columns.norm_averages[row]);
+    // With decoupled decay the moment holds whole gradients and is divided as it is used.
+    const bool late = coef.flags & kDecoupled;
+    coef.correction = float(1 / (late ? bias1 * divisor : bias1));
+    if (!late) multiplier /= divisor;
+  }
+  const double signed_multiplier = hyper.flags & kMaximize ? -multiplier : multiplier;
+  coef.grad_scale =
+      float(scaled ? signed_multiplier / double(state.loss_scale) : signed_multiplier);
+  coef.accum_scale = float(signed_multiplier);
+  coef.weight_decay = float(weight_decay);
+  coef.decay = float(1 - lr * weight_decay);
   coef.lr = float(lr);
   coef.momentum = float(hyper.momentum);
   coef.one_minus_dampening = float(1 - hyper.dampening);
+  coef.beta1 = float(hyper.beta1);
   coef.one_minus_beta1 = float(1 - hyper.beta1);
   coef.beta2 = float(hyper.beta2);
   coef.one_minus_beta2 = float(1 - hyper.beta2);
-  const double sqrt_bias2 = square_root(1 - power(hyper.beta2, count));
-  coef.step_size = float(lr * sqrt_bias2 / (1 - power(hyper.beta1, count)));
-  coef.eps = float(hyper.eps * sqrt_bias2);
-  coef.flags = hyper.flags | (count == 1 ? kFirstStep : 0);
+  coef.grad_weight = hyper.flags & kUnaveraged ? 1.0f : coef.one_minus_beta1;
   return coef;
 }
 

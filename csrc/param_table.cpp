@@ -3,17 +3,11 @@
 #include <cstddef>
 #include <map>
 
+#include "names.h"
 #include "torch_backend.h"
 
 namespace ampfuse {
 namespace {
-
-Algorithm algorithm_of(const std::string& name) {
-  if (name == "none") return Algorithm::kNone;
-  if (name == "sgd") return Algorithm::kSgd;
-  if (name == "adam") return Algorithm::kAdam;
-  TORCH_CHECK_VALUE(false, "algorithm is '", name, "'; it is sgd, adam or none");
-}
 
 // A tensor laid out in memory as `like`, for a row of the core to walk both together.
 torch::Tensor empty_laid_out_as(const torch::Tensor& like, torch::ScalarType dtype) {
@@ -48,6 +42,7 @@ ParamTable::ParamTable(const std::string& algorithm, torch::Device device)
   std::memcpy(state_.data_ptr(), &initial, sizeof initial);
   state_ = state_.to(device);
   steps_ = torch::zeros({0}, torch::TensorOptions().dtype(torch::kFloat32).device(device));
+  norm_averages_ = norms_ = steps_;
 }
 
 int64_t ParamTable::add_row(torch::Tensor param, std::optional<torch::Tensor> model,
@@ -88,10 +83,22 @@ std::optional<torch::Tensor> ParamTable::model(int64_t row) const {
   return model.defined() ? std::optional(model) : std::nullopt;
 }
 
-torch::Tensor ParamTable::steps() {
-  if (steps_.numel() < rows())
-    steps_ = torch::cat({steps_, torch::zeros({rows() - steps_.numel()}, steps_.options())});
-  return steps_;
+// A column that grows with the rows.
+static torch::Tensor grown(const torch::Tensor& column, int64_t rows) {
+  if (column.numel() >= rows) return column;
+  return torch::cat({column, torch::zeros({rows - column.numel()}, column.options())});
+}
+
+torch::Tensor ParamTable::steps() { return steps_ = grown(steps_, rows()); }
+
+torch::Tensor ParamTable::norm_averages() { return norm_averages_ = grown(norm_averages_, rows()); }
+
+float* ParamTable::row_norms(NormColumn column) {
+  if (norms_.numel() < kNormColumns * rows()) {
+    norms_ = torch::zeros({kNormColumns, rows()}, norms_.options());
+    row_norms_known_ = false;
+  }
+  return norms_.data_ptr<float>() + column * norms_.size(1);
 }
 
 void ParamTable::set_states(
@@ -113,22 +120,13 @@ void ParamTable::set_states(
   }
 }
 
-void ParamTable::set_hyper(int64_t begin, int64_t end, double lr,
-                           std::optional<torch::Tensor> lr_tensor, double weight_decay,
-                           double momentum, double dampening, double beta1, double beta2,
-                           double eps, bool maximize, bool nesterov, bool decoupled) {
-  RowHyper hyper{};
-  hyper.lr = lr;
+void ParamTable::set_hyper(int64_t begin, int64_t end,
+                           const std::optional<torch::Tensor>& lr_tensor,
+                           const std::map<std::string, double>& values) {
+  RowHyper hyper = hyper_of(values);
   hyper.lr_tensor = float_pointer(lr_tensor, "lr", device_);
-  hyper.weight_decay = weight_decay;
-  hyper.momentum = momentum;
-  hyper.dampening = dampening;
-  hyper.beta1 = beta1;
-  hyper.beta2 = beta2;
-  hyper.eps = eps;
-  hyper.flags =
-      (maximize ? kMaximize : 0) | (nesterov ? kNesterov : 0) | (decoupled ? kDecoupled : 0);
   for (int64_t row = begin; row < end; ++row) table().hyper(row) = hyper;
+  layerwise_ = layerwise_ || hyper.flags & kLayerwise;
 }
 
 Table& ParamTable::table() {
@@ -243,6 +241,11 @@ void ParamTable::inspect(const torch::Tensor& scale, bool record) {
   InspectArgs args;
   args.scale = scale.defined() ? scale.data_ptr<float>() : nullptr;
   args.state = record ? state() : nullptr;
+  if (record && needs_row_norms()) {
+    args.row_norms = row_norms(kGradNorm);
+    args.row_largest = row_norms(kGradLargest);
+  }
+  row_norms_known_ = args.row_norms != nullptr;
   Table& rows = table();
   const DeviceScope scope(device_);
   const pybind11::gil_scoped_release release;
@@ -509,7 +512,7 @@ bool ParamTable::gradients_unchanged() const {
 }
 
 void ParamTable::measure() {
-  if (norm_known_ && gradients_unchanged()) return;
+  if (norm_known_ && (row_norms_known_ || !needs_row_norms()) && gradients_unchanged()) return;
   inspect(collected_scale_, true);
   norm_known_ = true;
   for (Row& row : rows_) {
@@ -519,18 +522,27 @@ void ParamTable::measure() {
 
 void ParamTable::decide(const std::optional<torch::Tensor>& found_inf, double max_norm,
                         bool inspect, bool skip_nonfinite) {
-  if (max_norm > 0 || (inspect && !gradients_unchanged())) measure();
+  if (max_norm > 0 || needs_row_norms() || (inspect && !gradients_unchanged())) measure();
   StepDecision decision;
   decision.loss_scale = collected_scale_.defined() ? collected_scale_.data_ptr<float>() : nullptr;
   decision.found_inf = float_pointer(found_inf, "found_inf", device_);
   decision.max_norm = max_norm;
   decision.norm_known = norm_known_ && gradients_unchanged();
   decision.skip_nonfinite = skip_nonfinite;
-  float* step_column = steps().data_ptr<float>();
+  RowColumns columns;
+  columns.steps = steps().data_ptr<float>();
+  if (needs_row_norms()) {
+    columns.grad_norms = row_norms(kGradNorm);
+    columns.grad_largest = row_norms(kGradLargest);
+  }
+  if (algorithm_ == Algorithm::kNovoGrad) columns.norm_averages = norm_averages().data_ptr<float>();
+  float* const param_norms = layerwise_ ? row_norms(kParamNorm) : nullptr;
+  columns.param_norms = param_norms;
   Table& rows = table();
   const DeviceScope scope(device_);
   const pybind11::gil_scoped_release release;
-  scope.backend().prepare(rows, state(), decision, step_column, scope.stream());
+  if (param_norms) scope.backend().measure_params(rows, param_norms, scope.stream());
+  scope.backend().prepare(rows, state(), decision, columns, scope.stream());
 }
 
 void ParamTable::update(const std::optional<torch::Tensor>& found_inf, double max_norm,

@@ -15,6 +15,7 @@
 
 #include <torch/extension.h>
 
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -26,7 +27,8 @@ namespace ampfuse {
 
 class ParamTable {
  public:
-  // algorithm: "sgd", "adam" (covers AdamW) or "none", which keeps gradients only.
+  // algorithm: "sgd", "adam" (covers AdamW), "adagrad", "novograd", "lamb" or "none", which keeps
+  // gradients only.
   ParamTable(const std::string& algorithm, torch::Device device);
 
   // Appends a row. `model` is the half weight beside an FP32 `param`, or nothing; `model_version`
@@ -41,11 +43,12 @@ class ParamTable {
   // has none yet.
   void set_states(int64_t row,
                   const std::optional<std::vector<std::optional<torch::Tensor>>>& states);
-  torch::Tensor steps();  // float32 [rows], device
+  torch::Tensor steps();          // float32 [rows], device
+  torch::Tensor norm_averages();  // float32 [rows], device: NovoGrad's second moments
 
-  void set_hyper(int64_t begin, int64_t end, double lr, std::optional<torch::Tensor> lr_tensor,
-                 double weight_decay, double momentum, double dampening, double beta1, double beta2,
-                 double eps, bool maximize, bool nesterov, bool decoupled);
+  // Hyper-parameters of rows [begin, end) by the names of RowHyper and HyperFlag; others are off.
+  void set_hyper(int64_t begin, int64_t end, const std::optional<torch::Tensor>& lr_tensor,
+                 const std::map<std::string, double>& values);
 
   // The model weights are what the masters round to, now: their present versions count as ours.
   void accept_model_weights();
@@ -107,6 +110,9 @@ class ParamTable {
     const torch::Tensor& leaf() const { return model.defined() ? model : param; }
   };
 
+  // What norms_ holds of each row.
+  enum NormColumn { kGradNorm, kGradLargest, kParamNorm, kNormColumns };
+
   Table& table();
   void set(int list, int64_t row, const torch::Tensor& tensor);
   void follow_storage(int64_t row);
@@ -118,18 +124,22 @@ class ParamTable {
   void inspect(const torch::Tensor& scale, bool record);
   void map_masters(MapOp op, const std::vector<int64_t>& rows);
   bool gradients_unchanged() const;
+  bool needs_row_norms() const { return algorithm_ == Algorithm::kNovoGrad || layerwise_; }
+  float* row_norms(NormColumn column);
   StepState* state() const;
 
   Algorithm algorithm_;
   torch::Device device_;
   std::vector<Row> rows_;
   std::unique_ptr<Table> table_;
-  torch::Tensor steps_, state_;
+  torch::Tensor steps_, norm_averages_, state_;
+  torch::Tensor norms_;            // [kNormColumns, rows]
   torch::Tensor pending_scale_;    // of pending gradients
   torch::Tensor collected_scale_;  // of the gradients that collect() found; undefined: 1
   bool unread_ = false;            // gradients may wait to be materialized
   bool materialized_ = false;
-  bool norm_known_ = false;
+  bool norm_known_ = false, row_norms_known_ = false;
+  bool layerwise_ = false;  // some row is stepped as in LARC
 };
 
 }  // namespace ampfuse

@@ -1,4 +1,5 @@
-// Sums of squares, in one order for every backend, thread count and vector width.
+// Norms: sums of squares and largest magnitudes, in one order for every backend, thread count and
+// vector width.
 //
 // A chunk is `kChunk` elements of one tensor. It is read in tiles of `kTile`; element i of a tile
 // belongs to virtual lane i, which adds its squares in FP32, tile after tile. The `kPack`
@@ -98,6 +99,14 @@ HD double sum_partials(const Partial* partials, int64_t count) {
     for (int64_t i = lane + kWidth; i < count; i += kWidth) sum[lane] += partials[i].sum_squares;
   }
   return sum_by_halving<kWidth>(sum, lanes);
+}
+
+HD uint32_t largest_partial(const Partial* partials, int64_t count) {
+  uint32_t largest = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    if (partials[i].largest > largest) largest = partials[i].largest;
+  }
+  return largest;
 }
 
 // A finite sum has a finite norm, also where FP32 would overflow; inf and NaN stay what they are.

@@ -30,13 +30,29 @@ enum List : int {
 
 // Plain multi-tensor ops use the first three roles under these names.
 constexpr List kSource = kGrad, kSource2 = kAccumulated, kTarget = kGradOut;
+// LAMB's update, within a pass: no gradient is written then.
+constexpr List kUpdate = kGradOut;
 
 HD constexpr unsigned bit(int list) { return 1u << list; }
+
+// A pass measures at most so many lists: LAMB's weights and updates.
+constexpr int kMeasures = 2;
+
+HD constexpr int count_lists(unsigned lists) {
+  int count = 0;
+  for (; lists != 0; lists &= lists - 1) ++count;
+  return count;
+}
 
 struct Chunk {
   int32_t row;
   int32_t index;  // of this chunk within its row: it starts at element index * kChunk
 };
+
+// The place of `list` among those that a pass measures.
+HD constexpr int measure_of(unsigned measured, int list) {
+  return count_lists(measured & (bit(list) - 1));
+}
 
 // What kernels see: columns, in host memory for the CPU backend and in device memory for CUDA.
 struct TableView {
@@ -48,7 +64,9 @@ struct TableView {
   const RowHyper* hyper = nullptr;       // [rows]
   const Chunk* chunks = nullptr;         // [chunk_count]
   RowCoef* coefs = nullptr;              // [rows]
-  Partial* partials = nullptr;           // [chunk_count]
+  // Scratch of one pass: what it measures, of up to kMeasures lists.
+  Partial* partials = nullptr;  // [kMeasures][chunk_count]
+  float* norms = nullptr;       // [kMeasures][rows]
   int64_t rows = 0;
   int64_t chunk_count = 0;
 

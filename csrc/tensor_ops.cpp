@@ -1,6 +1,7 @@
 #include "tensor_ops.h"
 
 #include "backend.h"
+#include "names.h"
 #include "torch_backend.h"
 
 namespace ampfuse {
@@ -112,20 +113,140 @@ void unscale(const TensorList& grads, const TensorList& out, const torch::Tensor
   bump_versions(out);
 }
 
-std::tuple<torch::Tensor, torch::Tensor> l2norm(const TensorList& tensors, bool per_tensor) {
+std::tuple<torch::Tensor, torch::Tensor> l2norm(const TensorList& tensors, bool per_tensor,
+                                                const std::optional<torch::Tensor>& inv_scale,
+                                                const std::optional<torch::Tensor>& found_inf) {
   Table table = make_table({{"tensors", tensors, kGrad, false}});
   const auto options = torch::TensorOptions().dtype(torch::kFloat32);
   if (tensors.empty()) return {torch::zeros({}, options), torch::zeros({0}, options)};
-  const auto device = options.device(tensors[0].device());
-  torch::Tensor norm = torch::empty({}, device);
-  torch::Tensor norms = torch::empty({per_tensor ? table.rows() : 0}, device);
+  const torch::Device device = tensors[0].device();
+  torch::Tensor norm = torch::empty({}, options.device(device));
+  torch::Tensor norms = torch::empty({per_tensor ? table.rows() : 0}, options.device(device));
+  for (int64_t row = 0; row < table.rows(); ++row) table.set_scaled(row, inv_scale.has_value());
   InspectArgs args;
+  args.scale = float_pointer(inv_scale, "inv_scale", device);
+  args.scale_is_inverse = true;
+  args.found_inf = float_pointer(found_inf, "found_inf", device);
   args.norm = norm.data_ptr<float>();
   args.row_norms = per_tensor ? norms.data_ptr<float>() : nullptr;
-  const DeviceScope scope(tensors[0].device());
+  const DeviceScope scope(device);
   const pybind11::gil_scoped_release release;
   scope.backend().inspect(table, args, scope.stream());
   return {norm, norms};
+}
+
+void step(const std::string& algorithm, const TensorList& grads, const TensorList& params,
+          const TensorList& models, const std::vector<TensorList>& states,
+          const TensorList& updates, const torch::Tensor& steps,
+          const std::optional<torch::Tensor>& norm_averages,
+          const std::optional<torch::Tensor>& lr_tensor,
+          const std::map<std::string, double>& values,
+          const std::optional<torch::Tensor>& loss_scale,
+          const std::optional<torch::Tensor>& found_inf) {
+  const Algorithm chosen = algorithm_of(algorithm);
+  std::vector<NamedList> lists = {{"grads", grads, kGrad, false}, {"params", params, kParam, true}};
+  TORCH_CHECK_VALUE(states.size() <= 3, "there are at most three lists of states");
+  const char* const names[] = {"states[0]", "states[1]", "states[2]"};
+  for (size_t i = 0; i < states.size(); ++i)
+    lists.push_back({names[i], states[i], kState0 + int(i), true});
+  if (!models.empty()) lists.push_back({"models", models, kModel, true});
+  if (!updates.empty()) lists.push_back({"updates", updates, kGradOut, true});
+  Table table = make_table(lists);
+  if (grads.empty()) return;
+  const torch::Device device = grads[0].device();
+  const int64_t rows = table.rows();
+  const auto column = [&](const torch::Tensor& tensor, const char* name) {
+    TORCH_CHECK_VALUE(tensor.numel() == rows && tensor.is_contiguous(), name, " has ",
+                      tensor.numel(), " elements for ", rows, " tensors");
+    return float_pointer(tensor, name, device);
+  };
+  RowHyper hyper = hyper_of(values);
+  hyper.lr_tensor = float_pointer(lr_tensor, "lr", device);
+  const bool lr_of_each = lr_tensor && lr_tensor->numel() > 1;
+  if (lr_of_each) column(*lr_tensor, "lr");
+  for (int64_t row = 0; row < rows; ++row) {
+    table.hyper(row) = hyper;
+    if (lr_of_each) table.hyper(row).lr_tensor += row;
+    table.set_scaled(row, loss_scale.has_value());
+  }
+  const auto options = torch::TensorOptions().device(device);
+  torch::Tensor state = torch::zeros({int64_t(sizeof(StepState))}, options.dtype(torch::kUInt8));
+  torch::Tensor norms = torch::empty({2, rows}, options.dtype(torch::kFloat32));
+  RowColumns columns;
+  columns.steps = column(steps, "steps");
+  StepDecision decision;
+  decision.loss_scale = float_pointer(loss_scale, "loss_scale", device);
+  decision.found_inf = float_pointer(found_inf, "found_inf", device);
+  decision.skip_nonfinite = true;
+  InspectArgs args;
+  if (chosen == Algorithm::kNovoGrad) {
+    TORCH_CHECK_VALUE(norm_averages, "novograd needs norm_averages");
+    columns.norm_averages = column(*norm_averages, "norm_averages");
+    args.scale = decision.loss_scale;
+    args.row_norms = norms.data_ptr<float>();
+    args.row_largest = args.row_norms + rows;
+    columns.grad_norms = args.row_norms;
+    columns.grad_largest = args.row_largest;
+  }
+  auto* const step_state = static_cast<StepState*>(state.data_ptr());
+  {
+    const DeviceScope scope(device);
+    const pybind11::gil_scoped_release release;
+    Backend& backend = scope.backend();
+    if (args.row_norms) backend.inspect(table, args, scope.stream());
+    backend.prepare(table, step_state, decision, columns, scope.stream());
+    backend.update(table, chosen, step_state, scope.stream());
+  }
+  for (const NamedList& list : lists) {
+    if (list.written) bump_versions(list.tensors);
+  }
+}
+
+void layerwise(const TensorList& grads, const TensorList& params, double lr,
+               const std::optional<torch::Tensor>& lr_tensor, double weight_decay,
+               double trust_coefficient, double eps, bool clip) {
+  Table table = make_table({{"grads", grads, kGrad, false},
+                            {"params", params, kParam, false},
+                            {"grads", grads, kGradOut, true}});
+  if (grads.empty()) return;
+  const torch::Device device = grads[0].device();
+  const int64_t rows = table.rows();
+  for (int64_t row = 0; row < rows; ++row) {
+    RowHyper& hyper = table.hyper(row);
+    hyper.lr = lr;
+    hyper.lr_tensor = float_pointer(lr_tensor, "lr", device);
+    hyper.weight_decay = weight_decay;
+    hyper.trust_coefficient = trust_coefficient;
+    hyper.trust_eps = eps;
+    hyper.flags = kLayerwise | (clip ? kClippedRatio : 0);
+    table.set(kGradOut, row, nullptr, DType::kNone);  // the norms come first
+  }
+  const auto options = torch::TensorOptions().device(device);
+  torch::Tensor state = torch::zeros({int64_t(sizeof(StepState))}, options.dtype(torch::kUInt8));
+  const torch::Tensor columns = torch::zeros({3, rows}, options.dtype(torch::kFloat32));
+  RowColumns row_columns;
+  row_columns.steps = columns.data_ptr<float>();
+  float* const grad_norms = row_columns.steps + rows;
+  float* const param_norms = grad_norms + rows;
+  row_columns.grad_norms = grad_norms;
+  row_columns.param_norms = param_norms;
+  auto* const step = static_cast<StepState*>(state.data_ptr());
+  InspectArgs args;
+  args.row_norms = grad_norms;
+  {
+    const DeviceScope scope(device);
+    const pybind11::gil_scoped_release release;
+    Backend& backend = scope.backend();
+    backend.inspect(table, args, scope.stream());
+    backend.measure_params(table, param_norms, scope.stream());
+    backend.prepare(table, step, {}, row_columns, scope.stream());
+    for (int64_t row = 0; row < rows; ++row) {
+      const torch::Tensor& grad = grads[size_t(row)];
+      table.set(kGradOut, row, grad.data_ptr(), dtype_of(grad, "grads"));
+    }
+    backend.update(table, Algorithm::kLayerwise, step, scope.stream());
+  }
+  bump_versions(grads);
 }
 
 void update_scale(const torch::Tensor& scale, const torch::Tensor& growth_tracker,

@@ -1,9 +1,11 @@
 """The table of optimizers and dtypes that the tests share, and small helpers."""
 
+import inspect
 import itertools
 
 import torch
 
+import reference
 from ampfuse import optim
 
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -52,8 +54,57 @@ OPTIMIZERS = {
     ),
 }
 
-# One of each kind, for tests whose subject is not the formula.
-KINDS = ("sgd-all", "adam-all", "adamw")
+for name, settings in {
+    "adagrad": {},
+    "adagrad-decay": {"weight_decay": 0.1},
+    "adagrad-lr-decay": {"lr_decay": 0.1},
+    "adagrad-started": {"initial_accumulator_value": 0.5},
+    "adagrad-maximize": {"maximize": True},
+    "adagrad-all": {
+        "weight_decay": 0.1,
+        "lr_decay": 0.1,
+        "initial_accumulator_value": 0.5,
+        "eps": 1e-6,
+        "maximize": True,
+    },
+    "lamb": {},
+    "lamb-no-decay": {"weight_decay": 0.0},
+    "lamb-nv": {"weight_decay": 0.0, "use_nvlamb": True},
+    "lamb-l2": {"weight_decay": 0.1, "decoupled_weight_decay": False},
+    "lamb-uncorrected": {"bias_correction": False},
+    "lamb-unaveraged": {"grad_averaging": False},
+    "lamb-all": {
+        "betas": (0.8, 0.99),
+        "eps": 1e-4,
+        "weight_decay": 0.1,
+        "bias_correction": False,
+        "grad_averaging": False,
+        "decoupled_weight_decay": False,
+        "use_nvlamb": True,
+    },
+    "novograd": {},
+    "novograd-decay": {"weight_decay": 0.1},
+    "novograd-inside": {"weight_decay": 0.1, "reg_inside_moment": True},
+    "novograd-inf": {"norm_type": float("inf")},
+    "novograd-zero": {"init_zero": True},
+    "novograd-uncorrected": {"bias_correction": False, "init_zero": True},
+    "novograd-unaveraged": {"grad_averaging": False},
+    "novograd-all": {
+        "betas": (0.8, 0.9),
+        "eps": 1e-4,
+        "weight_decay": 0.1,
+        "grad_averaging": False,
+        "norm_type": float("inf"),
+        "init_zero": True,
+        "reg_inside_moment": True,
+    },
+}.items():
+    kind = {"adagrad": "Adagrad", "lamb": "LAMB", "novograd": "NovoGrad"}[name.partition("-")[0]]
+    OPTIMIZERS[name] = (kind, {"lr": 1e-2, **settings})
+
+# One of each kind, for tests whose subject is not the formula. The first are torch's too.
+TORCH_KINDS = ("sgd-all", "adam-all", "adamw", "adagrad-all")
+KINDS = (*TORCH_KINDS, "lamb", "novograd-decay")
 
 # (dtype of gradients, dtype of model weights). Autograd gives gradients of the weight's dtype; for
 # others see set_grad.
@@ -71,8 +122,36 @@ def make(name, params, **more):
 
 
 def make_torch(name, params, **more):
+    """torch's optimizer of the same name, or the rule in FP32 where torch has none."""
     kind, options = OPTIMIZERS[name]
-    return getattr(torch.optim, kind)(params, **{**options, **more})
+    cls = getattr(torch.optim, kind, None)
+    options = {**options, **more}
+    return cls(params, **options) if cls else Plain(params, reference.RULES[kind], options)
+
+
+class Plain(torch.optim.Optimizer):
+    """A rule of reference.py as an optimizer, tensor by tensor and in the parameters' type."""
+
+    def __init__(self, params, rule, options):
+        self.rule = rule
+        names = inspect.signature(rule).parameters
+        defaults = {name: names[name].default for name in names}
+        super().__init__(params, {k: options.get(k, default) for k, default in defaults.items()})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        with torch.enable_grad():
+            loss = closure() if closure else None
+        for group in self.param_groups:
+            options = {
+                k: v for k, v in group.items() if k in inspect.signature(self.rule).parameters
+            }
+            for param in group["params"]:
+                if param.grad is not None:
+                    state = self.state[param]
+                    state.setdefault("step", torch.tensor(0.0))
+                    param.copy_(self.rule(**options).step(param, param.grad, state))
+        return loss
 
 
 def set_grad(param, grad):

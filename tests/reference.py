@@ -94,7 +94,155 @@ class AdamW(Adam):
         return p * (1 - self.lr * self.weight_decay), g
 
 
-RULES = {"SGD": Sgd, "Adam": Adam, "AdamW": AdamW}
+class Adagrad:
+    """Duchi, Hazan and Singer, JMLR 12, 2011, in torch's form.
+
+    h_t = h_{t-1} + g_t^2,  p_t = p_{t-1} - lr / (1 + (t - 1) * lr_decay) * g_t / (sqrt(h_t) + eps)
+    """
+
+    def __init__(
+        self,
+        lr,
+        lr_decay=0.0,
+        weight_decay=0.0,
+        initial_accumulator_value=0.0,
+        eps=1e-10,
+        maximize=False,
+        decoupled_weight_decay=False,
+    ):
+        self.lr, self.lr_decay, self.weight_decay = lr, lr_decay, weight_decay
+        self.initial, self.eps, self.maximize = initial_accumulator_value, eps, maximize
+        self.decoupled = decoupled_weight_decay
+
+    def step(self, p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
+        g = -exact(g) if self.maximize else exact(g)
+        t = state["step"] = state.get("step", 0) + 1
+        lr = self.lr / (1 + (t - 1) * self.lr_decay)
+        g = g if self.decoupled else g + self.weight_decay * p
+        h = state["sum"] = state.get("sum", torch.full_like(p, self.initial)) + g**2
+        decay = lr * self.weight_decay * p if self.decoupled else 0
+        return p - lr * g / (h.sqrt() + self.eps) - decay
+
+
+class Lamb:
+    """You et al., arXiv:1904.00962, algorithm 2, with the identity for phi.
+
+    r_t = m'_t / (sqrt(v'_t) + eps),  u_t = r_t + weight_decay * p_{t-1}
+    p_t = p_{t-1} - lr * |p_{t-1}| / |u_t| * u_t
+
+    The ratio is 1 where a norm is 0 and, unless `use_nvlamb`, where there is no weight decay. Works
+    in the type of p, so that it is also the FP32 implementation that ours is compared with.
+    """
+
+    def __init__(
+        self,
+        lr=1e-3,
+        betas=(0.9, 0.999),
+        eps=1e-6,
+        weight_decay=0.01,
+        bias_correction=True,
+        grad_averaging=True,
+        decoupled_weight_decay=True,
+        use_nvlamb=False,
+    ):
+        self.lr, self.betas, self.eps, self.weight_decay = lr, betas, eps, weight_decay
+        self.bias_correction, self.grad_averaging = bias_correction, grad_averaging
+        self.decoupled, self.use_nvlamb = decoupled_weight_decay, use_nvlamb
+
+    def step(self, p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
+        beta1, beta2 = self.betas
+        g = g.to(p.dtype)
+        if not self.decoupled:
+            g = g + self.weight_decay * p
+        t = state["step"] = state.get("step", 0) + 1
+        zero = torch.zeros_like(p)
+        weight = 1 - beta1 if self.grad_averaging else 1.0
+        m = state["exp_avg"] = beta1 * state.get("exp_avg", zero) + weight * g
+        v = state["exp_avg_sq"] = beta2 * state.get("exp_avg_sq", zero) + (1 - beta2) * g**2
+        if self.bias_correction:
+            m, v = m / (1 - beta1**t), v / (1 - beta2**t)
+        u = m / (v.sqrt() + self.eps)
+        if self.decoupled:
+            u = u + self.weight_decay * p
+        ratio = 1.0
+        if self.weight_decay != 0 or self.use_nvlamb:
+            norms = (p**2).sum().sqrt(), (u**2).sum().sqrt()
+            ratio = norms[0] / norms[1] if norms[0] > 0 and norms[1] > 0 else 1.0
+        return p - self.lr * ratio * u
+
+
+class NovoGrad:
+    """Ginsburg et al., arXiv:1905.11286, algorithm 1, with the options of NVIDIA's code.
+
+    v_t = beta2 * v_{t-1} + (1 - beta2) * |g_t|^2,  v_1 = |g_1|^2
+    m_t = beta1 * m_{t-1} + (1 - beta1) * (g_t / (sqrt(v_t) + eps) + weight_decay * p_{t-1})
+    p_t = p_{t-1} - lr * m_t / (1 - beta1^t)
+
+    is `reg_inside_moment`; otherwise division and decay act on the averaged gradient. The state is
+    sqrt(v). Works in the type of p, as Lamb does.
+    """
+
+    def __init__(
+        self,
+        lr=1e-3,
+        betas=(0.9, 0.999),
+        eps=1e-8,
+        weight_decay=0.0,
+        bias_correction=True,
+        grad_averaging=True,
+        norm_type=2,
+        init_zero=False,
+        reg_inside_moment=False,
+    ):
+        self.lr, self.betas, self.eps, self.weight_decay = lr, betas, eps, weight_decay
+        self.bias_correction, self.grad_averaging = bias_correction, grad_averaging
+        self.norm_type, self.init_zero, self.inside = norm_type, init_zero, reg_inside_moment
+
+    def step(self, p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
+        beta1, beta2 = self.betas
+        g = g.to(p.dtype)
+        t = state["step"] = state.get("step", 0) + 1
+        power = 1 if self.norm_type == math.inf else 2
+        norm = g.norm(self.norm_type) if g.numel() else g.sum()
+        start = torch.zeros_like(norm) if self.init_zero else norm
+        old = start if t == 1 else state["exp_avg_norm"]
+        v = (beta2 * old**power + (1 - beta2) * norm**power) ** (1 / power)
+        state["exp_avg_norm"] = v
+        weight = 1 - beta1 if self.grad_averaging else 1.0
+        d = v + self.eps
+        if self.bias_correction and self.init_zero:
+            d = v / (1 - beta2**t) ** 0.5 + self.eps
+        if self.inside:
+            g = g / d + self.weight_decay * p
+        m = state["exp_avg"] = beta1 * state.get("exp_avg", torch.zeros_like(p)) + weight * g
+        if self.bias_correction:
+            m = m / (1 - beta1**t)
+        return p - self.lr * (m if self.inside else m / d + self.weight_decay * p)
+
+
+RULES = {
+    "SGD": Sgd,
+    "Adam": Adam,
+    "AdamW": AdamW,
+    "Adagrad": Adagrad,
+    "LAMB": Lamb,
+    "NovoGrad": NovoGrad,
+}
+
+
+def layerwise(
+    p: Tensor, g: Tensor, lr: float, weight_decay: float, trust=0.02, eps=1e-8, clip=True
+) -> Tensor:
+    """You et al., arXiv:1708.03888: the gradient, decayed and scaled by the ratio of the norms.
+
+    `clip` keeps lr times ratio at most lr. The ratio is 1 where a norm is zero.
+    """
+    norms = norm([p]), norm([g])
+    ratio = 1.0
+    if norms[0] > 0 and norms[1] > 0:
+        ratio = trust * norms[0] / (norms[1] + weight_decay * norms[0] + eps)
+        ratio = min(ratio / lr, 1.0) if clip else ratio
+    return (exact(g) + weight_decay * exact(p)) * ratio
 
 
 def norm(tensors: Iterable[Tensor]) -> float:

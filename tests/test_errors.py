@@ -8,7 +8,7 @@ import torch
 from ampfuse import _core, optim
 from cases import KINDS, assert_same_bits, bf16, f16, f32, f64, make, snapshot
 
-OPTIMIZERS = [optim.SGD, optim.Adam, optim.AdamW]
+OPTIMIZERS = [optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad, optim.LAMB, optim.NovoGrad]
 
 
 def model(dtype=f32):
@@ -238,6 +238,8 @@ BAD_OPTIONS = {
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_options(optimizer, case):
     options, error, message = BAD_OPTIONS[case]
+    if not hasattr(torch.optim, optimizer.__name__) and case in ("differentiable", "both"):
+        error, message = TypeError, "differentiable|foreach"  # choices that torch's classes have
     with pytest.raises(error, match=message):
         optimizer(model(), **options)
 
@@ -247,6 +249,13 @@ def test_options_of_one_algorithm():
         optim.AdamW(model(), betas=(1.0, 0.9))
     with pytest.raises(ValueError, match="Nesterov"):
         optim.SGD(model(), nesterov=True)
+    with pytest.raises(ValueError, match="norm_type is 1; it is 2 or inf"):
+        optim.NovoGrad(model(), norm_type=1)
+    for kind in (optim.LAMB, optim.NovoGrad):
+        with pytest.raises(ValueError, match="beta parameter at index 1"):
+            kind(model(), betas=(0.9, 1.0))
+        with pytest.raises(ValueError, match="epsilon"):
+            kind(model(), eps=-1.0)
     with pytest.raises(ValueError, match="empty parameter list"):
         optim.AdamW([])
 
@@ -286,11 +295,13 @@ def test_a_group_emptied_of_all_parameters():
 
 
 def test_unknown_algorithm_and_field():
-    with pytest.raises(ValueError, match=r"'lamb'; it is sgd, adam or none"):
-        _core.C.ParamTable("lamb", torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"'lars'; it is sgd, adam,.* or none"):
+        _core.C.ParamTable("lars", torch.device("cpu"))
     table = _core.C.ParamTable("sgd", torch.device("cpu"))
     with pytest.raises(ValueError, match="no field 'colour'"):
         table.state_field("colour")
+    with pytest.raises(ValueError, match="no hyper-parameter 'colour'"):
+        table.set_hyper(0, 0, None, {"lr": 0.1, "colour": 1.0})
 
 
 def test_states_that_do_not_fit():

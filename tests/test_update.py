@@ -10,6 +10,7 @@ import reference
 from ampfuse import optim
 from cases import (
     DTYPES,
+    KINDS,
     OPTIMIZERS,
     bf16,
     can_mix_dtypes,
@@ -47,9 +48,7 @@ class Run:
                     self.params.append(start.clone().to(device).requires_grad_())
                     self.torch_params.append(start.to(f32).requires_grad_())
                     self.exact.append(start.to(f64))
-                    self.rules.append(
-                        getattr(reference, {"SGD": "Sgd"}.get(kind, kind))(**{**settings, "lr": lr})
-                    )
+                    self.rules.append(reference.RULES[kind](**{**settings, "lr": lr}))
                     self.states.append({})
                     self.dtypes.append(grad_dtype)
             ours.append({"params": self.params[first:], "lr": lr})
@@ -116,7 +115,7 @@ def test_every_dtype_mixture_in_one_call(name):
 
 
 @pytest.mark.parametrize("dtype", [f16, bf16])
-@pytest.mark.parametrize("name", ["sgd-all", "adam-all", "adamw-all"])
+@pytest.mark.parametrize("name", ["sgd-all", "adam-all", "adamw-all", *KINDS[3:]])
 def test_half_with_masters(name, dtype):
     run = Run(name, [(dtype, dtype), (f32, f32)], master_weights=True)
     run.steps(STEPS)
@@ -137,7 +136,7 @@ def test_half_without_masters_rounds_once_a_step(name, dtype, device):
             assert bool(((param.detach().cpu().to(f64) - exact).abs() <= 0.51 * ulp).all())
 
 
-@pytest.mark.parametrize("name", ["sgd-all", "adamw"])
+@pytest.mark.parametrize("name", ["sgd-all", "adamw", *KINDS[3:]])
 def test_clipping_is_part_of_the_step(name, device):
     """max_grad_norm gives what clip_grad_norm_ and a plain step give, by the rule in float64."""
     run = Run(name, [(f32, f32)], device, max_grad_norm=1.0)
@@ -176,3 +175,62 @@ def test_64_accumulated_bf16_passes_give_the_fp32_sum(device):
     master = optimizer.param_groups[0]["params"][0]
     error = (master.detach().cpu().to(f64) + total).abs().max() / total.abs().max()
     assert float(error) <= 1e-6
+
+
+@pytest.mark.parametrize("kind", ["NovoGrad", "LAMB", "Adagrad", "LARC"])
+def test_norms_of_rows_are_those_of_unscaled_gradients(kind, device):
+    """Inspected at the end of a scaled pass, or in the step itself: the same bits."""
+
+    def make_one(params, **options):
+        if kind == "LARC":
+            return optim.LARC(optim.SGD(params, lr=0.1, weight_decay=0.1, **options))
+        return getattr(optim, kind)(params, lr=0.1, weight_decay=0.1, **options)
+
+    start = [torch.randn(n).to(bf16).to(device) for n in (50, 40000)]
+    params = [[p.clone().requires_grad_() for p in start] for _ in range(2)]
+    scaled, plain = make_one(params[0]), make_one(params[1], master_weights=True)
+    optim.upgrade(scaled, master_weights=True)
+    for _ in range(3):
+        grads = [torch.randn(p.shape).to(bf16).to(device) for p in start]
+        scaled.begin_backward()
+        for a, b, grad in zip(*params, grads, strict=True):
+            a.grad, b.grad = grad * 4, grad
+        scaled.end_backward(torch.tensor(4.0, device=device), True)
+        scaled.step()
+        plain.step()
+    for master, b in zip(scaled.param_groups[0]["params"], params[1], strict=True):
+        assert torch.equal(master.detach(), plain.state[b]["master_param"])
+
+
+def test_options_of_groups():
+    """What apex's optimizers can and torch's constructors have no word for."""
+    start, grads = torch.randn(100), [torch.randn(100) for _ in range(4)]
+
+    def found(kind, **options):
+        param = start.clone().requires_grad_()
+        optimizer = getattr(optim, kind)([{"params": [param], **options}], lr=0.1)
+        for grad in grads:
+            param.grad = grad
+            optimizer.step()
+        return param.detach().to(f64)
+
+    p, buffer = start.to(f64), None
+    for grad in grads:
+        buffer = grad.to(f64) if buffer is None else 0.9 * buffer + grad
+        p = p - 0.1 * (buffer + 0.2 * p)
+    options = {"momentum": 0.9, "weight_decay": 0.2, "wd_after_momentum": True}
+    torch.testing.assert_close(found("SGD", **options), p, rtol=1e-6, atol=1e-6)
+
+    p, state = start.to(f64), {}
+    rule = reference.Adagrad(lr=0.1, weight_decay=0.2, decoupled_weight_decay=True)
+    for grad in grads:
+        p = rule.step(p, grad, state)
+    options = {"weight_decay": 0.2, "decoupled_weight_decay": True}
+    torch.testing.assert_close(found("Adagrad", **options), p, rtol=1e-6, atol=1e-6)
+
+    p = start.to(f64)
+    m = v = torch.zeros(100, dtype=f64)
+    for grad in grads:
+        m, v = 0.9 * m + 0.1 * grad, 0.999 * v + 0.001 * grad.to(f64) ** 2
+        p = p - 0.1 * m / (v.sqrt() + 1e-8)
+    torch.testing.assert_close(found("Adam", bias_correction=False), p, rtol=1e-5, atol=1e-6)

@@ -50,16 +50,18 @@ OPTIMIZERS = {
     "AdamW": lambda p: torch.optim.AdamW(p, lr=0.02),
     "ours": lambda p: optim.AdamW(p, lr=0.02),
     "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+    "LAMB": lambda p: optim.LAMB(p, lr=0.02),
+    "NovoGrad": lambda p: optim.NovoGrad(p, lr=0.02),
     "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.01),
     "NAdam": lambda p: torch.optim.NAdam(p, lr=0.02),
     "Adadelta": lambda p: torch.optim.Adadelta(p, lr=1.0),
     "hand-written": lambda p: SignDescent(p),
     "subclass": lambda p: LoudAdamW(p, lr=0.02),
 }
-FUSED = ("SGD", "Adam", "AdamW", "ours")
+FUSED = ("SGD", "Adam", "AdamW", "ours", "Adagrad", "LAMB", "NovoGrad")
 # O3 has no masters: states of a step in FP16 underflow (eps of 1e-8 is 0) unless it is ours.
-IN_PURE_FP16 = ("SGD", "Adam", "AdamW", "ours", "hand-written")
-SOME = ("SGD", "AdamW", "Adagrad", "hand-written", "subclass")
+IN_PURE_FP16 = (*FUSED, "hand-written")
+SOME = ("SGD", "AdamW", "Adagrad", "LAMB", "NovoGrad", "RMSprop", "hand-written", "subclass")
 
 
 class Training:

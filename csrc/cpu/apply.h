@@ -219,76 +219,114 @@ void apply_chunks(const TableView& view, float a, float b, int64_t begin, int64_
   });
 }
 
-// Adds the squares of one chunk into the virtual lanes of a tile; see reduce.h.
-template <class F, bool kWrite>
-uint32_t add_squares(const Walk& walk, float inv_scale, float rescale, float* lane) {
+// The chunk's part of each measured norm, in the order of the lists: the virtual lanes of one tile
+// (see reduce.h) and the largest magnitude.
+template <class Op>
+struct Sums {
+  static constexpr int kCount = count_lists(Op::kMeasured);
+  alignas(kCacheLine) float lane[kCount][kTile];
+  uint32_t largest[kCount];
+};
+
+// Applies an op to one chunk and adds the squares of what it measures, each times `rescale`.
+template <class F, class Op>
+void add_squares(const Op& op, const Walk& walk, const float* rescale, Sums<Op>& sums) {
+  constexpr int kCount = Sums<Op>::kCount;
   const ChunkLists& lists = walk.lists;
-  constexpr unsigned kUsed = bit(kGrad) | bit(kAccumulated) | (kWrite ? bit(kGradOut) : 0);
-  uint32_t result = 0;
-  with_types(lists, kUsed, [&](const auto& types) {
-    typename F::Magnitude largest;
+  with_types(lists, Op::kReads | Op::kWrites, [&](const auto& types) {
+    typename F::Magnitude largest[kCount];
     for_vectors<F>(
-        walk, types, kUsed, [&](int64_t i, int count, auto whole) __attribute__((always_inline)) {
+        walk, types, Op::kReads | Op::kWrites,
+        [&](int64_t i, int count, auto whole) __attribute__((always_inline)) {
           constexpr bool kWhole = decltype(whole)::value;
-          const F grad = load<F, kWhole>(lists, types, kGrad, i, count);
-          const F accumulated = load<F, kWhole>(lists, types, kAccumulated, i, count);
-          const F value = unscaled_gradient(grad, accumulated, inv_scale);
-          largest.include(value);
-          float* sum = lane + i % kTile;
-          const F square = value * F(rescale);
-          fma(square, square, F::load(sum, DType::kFloat32, 0)).store(sum, DType::kFloat32, 0);
-          if (kWrite) store<kWhole>(value, lists, types, kGradOut, i, count);
+          F x[kLists];
+#pragma GCC unroll 8
+          for (int list = 0; list < kLists; ++list) {
+            x[list] =
+                Op::kReads & bit(list) ? load<F, kWhole>(lists, types, list, i, count) : F(0.0f);
+          }
+          op(x);
+#pragma GCC unroll 8
+          for (int list = 0; list < kLists; ++list) {
+            if (Op::kWrites & bit(list)) store<kWhole>(x[list], lists, types, list, i, count);
+            if (!(Op::kMeasured & bit(list))) continue;
+            const int m = measure_of(Op::kMeasured, list);
+            largest[m].include(x[list]);
+            float* sum = sums.lane[m] + i % kTile;
+            const F square = x[list] * F(rescale[m]);
+            fma(square, square, F::load(sum, DType::kFloat32, 0)).store(sum, DType::kFloat32, 0);
+          }
         });
-    result = largest.reduce();
+    for (int m = 0; m < kCount; ++m) sums.largest[m] = largest[m].reduce();
   });
-  return result;
 }
 
-template <class F>
-HD Partial inspect_chunk(const Walk& walk, float inv_scale) {
-  const ChunkLists& lists = walk.lists;
-  alignas(kCacheLine) float lane[kTile];
-  const int64_t n = lists.length;
+// The chunk's partials, `stride` apart.
+template <class F, class Op>
+HD void measure_chunk(const Op& op, const Walk& walk, Partial* partials, int64_t stride) {
+  constexpr int kCount = Sums<Op>::kCount;
+  const int64_t n = walk.lists.length;
   const int packs = n >= kTile ? kLanes : int((n + kPack - 1) / kPack);
-  const auto clear = [&] {  // a vector may reach past the last pack
+  const auto clear = [&](float* lane) {  // a vector may reach past the last pack
     const int used = packs * kPack + F::kWidth < kTile ? packs * kPack + F::kWidth : kTile;
     for (int i = 0; i < used; ++i) lane[i] = 0;
   };
-  clear();
-  // A gradient that is rewritten in place is read once only: its rescaled sum comes from what was
-  // written.
-  uint32_t largest;
-  int exponent = 0;
-  if (lists.dtype[kGradOut] != DType::kNone) {
-    largest = add_squares<F, true>(walk, inv_scale, 1.0f, lane);
-  } else {
-    largest = add_squares<F, false>(walk, inv_scale, 1.0f, lane);
+  const auto total = [&](const float* lane) {
+    double sum[kLanes];
+    for (int pack = 0; pack < packs; ++pack) sum[pack] = double(sum_pack(lane + pack * kPack));
+    return sum_by_halving<kLanes>(sum, packs);
+  };
+  Sums<Op> sums;
+  float rescale[kCount];
+  bool again = false;
+  for (int m = 0; m < kCount; ++m) {
+    rescale[m] = 1;
+    clear(sums.lane[m]);
   }
-  if (needs_rescaling(largest)) {
-    exponent = rescaling_exponent(largest);
-    clear();
-    ChunkLists again = lists;
-    if (lists.dtype[kGradOut] != DType::kNone) {
-      again.data[kGrad] = lists.data[kGradOut];
-      again.dtype[kGrad] = lists.dtype[kGradOut];
-      again.dtype[kAccumulated] = DType::kNone;
-      inv_scale = 1;
+  add_squares<F>(op, walk, rescale, sums);
+  for (int m = 0; m < kCount; ++m) {
+    partials[m * stride] = make_partial(total(sums.lane[m]), 0, sums.largest[m]);
+    if (!needs_rescaling(sums.largest[m])) continue;
+    rescale[m] = float(power_of_two(-rescaling_exponent(sums.largest[m])));
+    again = true;
+  }
+  if (!again) return;
+  const auto measuring = op.again();
+  Sums<std::decay_t<decltype(measuring)>> rescaled;
+  for (int m = 0; m < kCount; ++m) clear(rescaled.lane[m]);
+  add_squares<F>(measuring, walk, rescale, rescaled);
+  for (int m = 0; m < kCount; ++m) {
+    const uint32_t largest = sums.largest[m];
+    if (!needs_rescaling(largest)) continue;
+    partials[m * stride] =
+        make_partial(total(rescaled.lane[m]), rescaling_exponent(largest), largest);
+  }
+}
+
+template <class F, class Op>
+void measure_with(const TableView& view, float a, int64_t begin, int64_t end) {
+  for_walks(view, begin, end, [&](int64_t c, const Walk& walk) {
+    const int32_t row = view.chunks[c].row;
+    Partial* partials = view.partials + c;
+    if (view.has_gradient(row)) {
+      measure_chunk<F>(Op::for_row(view, row, a, 0), walk, partials, view.chunk_count);
+    } else {
+      for (int m = 0; m < Sums<Op>::kCount; ++m) partials[m * view.chunk_count] = {0.0, 0};
     }
-    add_squares<F, false>({again, walk.next}, inv_scale, float(power_of_two(-exponent)), lane);
-  }
-  double sum[kLanes];
-  for (int pack = 0; pack < packs; ++pack) sum[pack] = double(sum_pack(lane + pack * kPack));
-  return make_partial(sum_by_halving<kLanes>(sum, packs), exponent, largest);
+  });
 }
 
 template <class F>
-void inspect_chunks(const TableView& view, float inv_scale, int64_t begin, int64_t end) {
-  for_walks(view, begin, end, [&](int64_t c, const Walk& walk) {
-    const int32_t row = view.chunks[c].row;
-    view.partials[c] = view.has_gradient(row)
-                           ? inspect_chunk<F>(walk, view.scaled[row] ? inv_scale : 1.0f)
-                           : Partial{0.0, 0};
-  });
+void measure_chunks(const TableView& view, Measurement measurement, float inv_scale, int64_t begin,
+                    int64_t end) {
+  switch (measurement) {
+    case Measurement::kGradients:
+      return measure_with<F, InspectOp<>>(view, inv_scale, begin, end);
+    case Measurement::kParams:
+      return measure_with<F, ParamNormOp>(view, 0, begin, end);
+    case Measurement::kLamb:
+      return measure_with<F, LambMomentsOp<>>(view, 0, begin, end);
+  }
 }
 
 template <class F>
@@ -300,8 +338,34 @@ void update_chunks(const TableView& view, Algorithm algorithm, int64_t begin, in
     }
     int64_t stop = begin + 1;
     while (stop < end && view.has_gradient(view.chunks[stop].row)) ++stop;
-    if (algorithm == Algorithm::kSgd) apply_chunks<F, SgdOp>(view, 0, 0, begin, stop, nullptr);
-    if (algorithm == Algorithm::kAdam) apply_chunks<F, AdamOp>(view, 0, 0, begin, stop, nullptr);
+    const auto run = [&](auto op) {
+      apply_chunks<F, decltype(op)>(view, 0, 0, begin, stop, nullptr);
+    };
+    switch (algorithm) {
+      case Algorithm::kNone:
+        break;
+      case Algorithm::kSgd:
+        run(SgdOp{});
+        break;
+      case Algorithm::kAdam:
+        run(AdamOp{});
+        break;
+      case Algorithm::kAdagrad:
+        run(AdagradOp{});
+        break;
+      case Algorithm::kNovoGrad:
+        run(NovoGradOp{});
+        break;
+      case Algorithm::kLamb:
+        run(LambOp{});
+        break;
+      case Algorithm::kLambUpdate:
+        run(LambUpdateOp{});
+        break;
+      case Algorithm::kLayerwise:
+        run(LayerwiseOp{});
+        break;
+    }
     begin = stop;
   }
 }
@@ -328,7 +392,7 @@ void map_chunks(const TableView& view, MapOp op, float a, float b, int64_t begin
 
 template <class F>
 constexpr CpuKernels make_kernels(const char* isa) {
-  return {isa, inspect_chunks<F>, update_chunks<F>, map_chunks<F>};
+  return {isa, measure_chunks<F>, update_chunks<F>, map_chunks<F>};
 }
 
 }  // namespace

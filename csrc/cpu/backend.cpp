@@ -74,6 +74,7 @@ constexpr int64_t kPiecesPerThread = 16;
 struct CpuCache : TableCache {
   std::vector<RowCoef> coefs;
   std::vector<Partial> partials;
+  std::vector<float> norms;
   std::vector<int64_t> cost;  // [chunk_count + 1] of the chunks before each
 };
 
@@ -82,7 +83,8 @@ TableView view_of(Table& table) {
   if (!table.cache) {
     auto cache = std::make_unique<CpuCache>();
     cache->coefs.resize(view.rows);
-    cache->partials.resize(view.chunk_count);
+    cache->partials.resize(kMeasures * view.chunk_count);
+    cache->norms.resize(kMeasures * view.rows);
     cache->cost.push_back(0);
     for (int64_t c = 0; c < view.chunk_count; ++c) {
       const Chunk& chunk = view.chunks[c];
@@ -94,6 +96,7 @@ TableView view_of(Table& table) {
   auto& cache = static_cast<CpuCache&>(*table.cache);
   view.coefs = cache.coefs.data();
   view.partials = cache.partials.data();
+  view.norms = cache.norms.data();
   return view;
 }
 
@@ -139,8 +142,7 @@ class CpuBackend : public Backend {
     const float scale = args.scale ? *args.scale : 1.0f;
     const FloatMode standard;
     const float inv_scale = args.scale_is_inverse ? scale : float(1.0 / double(scale));
-    for_chunks(table,
-               [&](int64_t begin, int64_t end) { kernels().inspect(view, inv_scale, begin, end); });
+    measure(table, Measurement::kGradients, inv_scale);
     int32_t bad_row = -1;
     uint32_t bad_bits = 0;
     for (int64_t c = 0; c < view.chunk_count; ++c) {
@@ -152,30 +154,31 @@ class CpuBackend : public Backend {
     if (args.state) record_inspection(*args.state, sum, bad_row, bad_bits);
     if (args.found_inf && bad_row >= 0) *args.found_inf = 1;
     if (args.norm) *args.norm = norm_of(sum);
-    if (args.row_norms) {
-      for (int64_t row = 0; row < view.rows; ++row) {
-        const int64_t first = view.first_chunk[row];
-        const int64_t count = view.first_chunk[row + 1] - first;
-        args.row_norms[row] = norm_of(sum_partials<kRowLanes>(view.partials + first, count));
-      }
-    }
+    if (args.row_norms || args.row_largest) add_rows(view, 1, args.row_norms, args.row_largest);
   }
 
-  void prepare(Table& table, StepState* state, const StepDecision& decision, float* steps,
-               void*) override {
+  void measure_params(Table& table, float* row_norms, void*) override {
+    const FloatMode standard;
+    measure(table, Measurement::kParams, 1);
+    add_rows(view_of(table), 1, row_norms, nullptr);
+  }
+
+  void prepare(Table& table, StepState* state, const StepDecision& decision,
+               const RowColumns& columns, void*) override {
     const TableView view = view_of(table);
     const FloatMode standard;
     decide_step(*state, decision);
+    float* const steps = columns.steps;
     for (int64_t row = 0; row < view.rows; ++row) {
       if (!view.has_gradient(row)) continue;
       // Neighbouring rows mostly share everything; then the powers are known already.
-      if (row > 0 && view.has_gradient(row - 1) && state->skip == 0 &&
+      if (row > 0 && !columns.differ_by_row() && view.has_gradient(row - 1) && state->skip == 0 &&
           steps[row] + 1 == steps[row - 1] && view.scaled[row] == view.scaled[row - 1] &&
           std::memcmp(&view.hyper[row], &view.hyper[row - 1], sizeof(RowHyper)) == 0) {
         steps[row] = steps[row - 1];
         view.coefs[row] = view.coefs[row - 1];
       } else {
-        view.coefs[row] = advance_row(view.hyper[row], *state, view.scaled[row], &steps[row]);
+        view.coefs[row] = advance_row(view.hyper[row], *state, view.scaled[row], columns, row);
       }
     }
   }
@@ -183,6 +186,11 @@ class CpuBackend : public Backend {
   void update(Table& table, Algorithm algorithm, const StepState* state, void*) override {
     if (state->skip != 0) return;
     const TableView view = view_of(table);
+    if (algorithm == Algorithm::kLamb) {
+      const FloatMode standard;
+      measure(table, Measurement::kLamb, 1);
+      add_rows(view, kMeasures, view.norms, nullptr);
+    }
     for_chunks(table,
                [&](int64_t begin, int64_t end) { kernels().update(view, algorithm, begin, end); });
   }
@@ -206,6 +214,27 @@ class CpuBackend : public Backend {
       for (int i = 0; i < count; ++i) *found_inf[i] = 1;
     }
     if (!fixed) update_loss_scale(rule, any);
+  }
+
+ private:
+  static void measure(Table& table, Measurement measurement, float inv_scale) {
+    const TableView view = view_of(table);
+    for_chunks(table, [&](int64_t begin, int64_t end) {
+      kernels().measure(view, measurement, inv_scale, begin, end);
+    });
+  }
+
+  // From partials to the norm and largest magnitude of each row: [measures][rows], either may be
+  // null.
+  static void add_rows(const TableView& view, int measures, float* norms, float* largest) {
+    for (int64_t i = 0; i < measures * view.rows; ++i) {
+      const int64_t row = i % view.rows;
+      const int64_t first = view.first_chunk[row];
+      const int64_t count = view.first_chunk[row + 1] - first;
+      const Partial* partials = view.partials + i / view.rows * view.chunk_count + first;
+      if (norms) norms[i] = norm_of(sum_partials<kRowLanes>(partials, count));
+      if (largest) largest[i] = bits_float(largest_partial(partials, count));
+    }
   }
 };
 

@@ -6,9 +6,14 @@
 
 namespace ampfuse {
 
+// What a measuring pass reads, over the rows that have a gradient.
+enum class Measurement { kGradients, kParams, kLamb };
+
 struct CpuKernels {
   const char* isa;
-  void (*inspect)(const TableView& view, float inv_scale, int64_t begin, int64_t end);
+  // Leaves partials in the view.
+  void (*measure)(const TableView& view, Measurement measurement, float inv_scale, int64_t begin,
+                  int64_t end);
   void (*update)(const TableView& view, Algorithm algorithm, int64_t begin, int64_t end);
   // Sets *found_inf where a checked list holds a non-finite value.
   void (*map)(const TableView& view, MapOp op, float a, float b, int64_t begin, int64_t end,

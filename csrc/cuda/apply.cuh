@@ -140,6 +140,67 @@ __device__ inline Pack narrow(const float (&value)[kPack], DType dtype) {
   return pack;
 }
 
+// One pack of every list of a mask.
+template <unsigned kReads>
+__device__ inline void load_packs(const Column (&columns)[kLists], int i, int count,
+                                  Pack (&packs)[kLists]) {
+#pragma unroll
+  for (int list = 0; list < kLists; ++list) {
+    if (kReads & bit(list)) packs[list] = load_pack(columns[list], i, count);
+  }
+}
+
+template <unsigned kReads>
+__device__ inline void widen_packs(const Column (&columns)[kLists], const Pack (&packs)[kLists],
+                                   float (&values)[kLists][kPack]) {
+#pragma unroll
+  for (int list = 0; list < kLists; ++list) {
+    if (kReads & bit(list)) widen(packs[list], columns[list].dtype, values[list]);
+  }
+}
+
+template <class Op>
+__device__ void run(const Op& op, float (&values)[kLists][kPack]) {
+#pragma unroll
+  for (int k = 0; k < kPack; ++k) {
+    float x[kLists];
+#pragma unroll
+    for (int list = 0; list < kLists; ++list) x[list] = values[list][k];
+    op(x);
+#pragma unroll
+    for (int list = 0; list < kLists; ++list) values[list][k] = x[list];
+  }
+}
+
+template <unsigned kWrites>
+__device__ inline void store_packs(const Column (&columns)[kLists], int i, int count,
+                                   const float (&values)[kLists][kPack]) {
+#pragma unroll
+  for (int list = 0; list < kLists; ++list) {
+    if (kWrites & bit(list)) {
+      store_pack(columns[list], i, count, narrow(values[list], columns[list].dtype));
+    }
+  }
+}
+
+template <unsigned kUsed>
+__device__ inline void find_columns(const TableView& view, int64_t row, int64_t first,
+                                    Column (&columns)[kLists]) {
+#pragma unroll
+  for (int list = 0; list < kLists; ++list) {
+    if (kUsed & bit(list)) columns[list] = Column(view, list, row, first);
+  }
+}
+
+// The largest magnitude of a pack, if it is more than `largest`.
+__device__ inline void include(const float (&value)[kPack], uint32_t& largest) {
+#pragma unroll
+  for (int k = 0; k < kPack; ++k) {
+    const uint32_t magnitude = float_bits(value[k]) & 0x7fffffffu;
+    if (magnitude > largest) largest = magnitude;
+  }
+}
+
 // Blocks take slices rather than whole chunks: a model of 25 M parameters has 780 chunks, too few
 // to fill a GPU evenly, and elementwise results do not depend on the cut.
 constexpr int kSlices = 4;
@@ -166,46 +227,21 @@ __global__ void __launch_bounds__(kLanes, kMissing != 0 ? 3 : 1)
 
   const Op op = Op::for_row(view, chunk.row, a, b);
   Column columns[kLists];
-#pragma unroll
-  for (int list = 0; list < kLists; ++list) {
-    if ((kReads | kWrites) & bit(list)) columns[list] = Column(view, list, chunk.row, first);
-  }
+  find_columns<kReads | kWrites>(view, chunk.row, first, columns);
 
   uint32_t largest = 0;
   for (int i = threadIdx.x * kPack; i < n; i += kTile) {
     const int count = n - i < kPack ? n - i : kPack;
     Pack packs[kLists];
-#pragma unroll
-    for (int list = 0; list < kLists; ++list) {
-      if (kReads & bit(list)) packs[list] = load_pack(columns[list], i, count);
-    }
+    load_packs<kReads>(columns, i, count, packs);
     float values[kLists][kPack] = {};
+    widen_packs<kReads>(columns, packs, values);
 #pragma unroll
     for (int list = 0; list < kLists; ++list) {
-      if (kReads & bit(list)) widen(packs[list], columns[list].dtype, values[list]);
-      if (Op::kChecked & bit(list)) {
-#pragma unroll
-        for (int k = 0; k < kPack; ++k) {
-          const uint32_t magnitude = float_bits(values[list][k]) & 0x7fffffffu;
-          if (magnitude > largest) largest = magnitude;
-        }
-      }
+      if (Op::kChecked & bit(list)) include(values[list], largest);
     }
-#pragma unroll
-    for (int k = 0; k < kPack; ++k) {
-      float x[kLists];
-#pragma unroll
-      for (int list = 0; list < kLists; ++list) x[list] = values[list][k];
-      op(x);
-#pragma unroll
-      for (int list = 0; list < kLists; ++list) values[list][k] = x[list];
-    }
-#pragma unroll
-    for (int list = 0; list < kLists; ++list) {
-      if (kWrites & bit(list)) {
-        store_pack(columns[list], i, count, narrow(values[list], columns[list].dtype));
-      }
-    }
+    run(op, values);
+    store_packs<kWrites>(columns, i, count, values);
   }
   if (Op::kChecked && found_inf != nullptr && largest >= kInfinityBits)
     *found_inf = 1;  // all write the same

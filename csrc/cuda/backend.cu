@@ -1,4 +1,4 @@
-// The CUDA backend: which kernel each call launches. Every call is at most two launches, whatever
+// The CUDA backend: which kernel each call launches. Every call is at most three launches, whatever
 // the table.
 #include <cuda_runtime.h>
 
@@ -15,12 +15,12 @@ namespace {
 constexpr int kPrepareThreads = 1024;
 
 __global__ void __launch_bounds__(kPrepareThreads)
-    prepare_kernel(TableView view, StepState* state, StepDecision decision, float* steps) {
+    prepare_kernel(TableView view, StepState* state, StepDecision decision, RowColumns columns) {
   if (threadIdx.x == 0) decide_step(*state, decision);
   __syncthreads();
   for (int64_t row = threadIdx.x; row < view.rows; row += kPrepareThreads) {
     if (!view.has_gradient(row)) continue;
-    view.coefs[row] = advance_row(view.hyper[row], *state, view.scaled[row], &steps[row]);
+    view.coefs[row] = advance_row(view.hyper[row], *state, view.scaled[row], columns, row);
   }
 }
 
@@ -48,11 +48,17 @@ class CudaBackend : public Backend {
     ampfuse::inspect(use.view(), use.present(), args, use.ticket(), cudaStream_t(stream));
   }
 
-  void prepare(Table& table, StepState* state, const StepDecision& decision, float* steps,
-               void* stream) override {
+  void measure_params(Table& table, float* row_norms, void* stream) override {
+    const TableUse use(table, cudaStream_t(stream));
+    measure<ParamNormOp>("param_norms", use.view(), use.present(), nullptr, cudaStream_t(stream));
+    add_rows(use.view(), 1, row_norms, nullptr, cudaStream_t(stream));
+  }
+
+  void prepare(Table& table, StepState* state, const StepDecision& decision,
+               const RowColumns& columns, void* stream) override {
     const TableUse use(table, cudaStream_t(stream));
     launch(Kernel{"prepare", prepare_kernel}, 1, kPrepareThreads, cudaStream_t(stream), use.view(),
-           state, decision, steps);
+           state, decision, columns);
   }
 
   void update(Table& table, Algorithm algorithm, const StepState* state, void* stream) override {
@@ -68,6 +74,19 @@ class CudaBackend : public Backend {
         return run(SgdOp{}, "sgd");
       case Algorithm::kAdam:
         return run(AdamOp{}, "adam");
+      case Algorithm::kAdagrad:
+        return run(AdagradOp{}, "adagrad");
+      case Algorithm::kNovoGrad:
+        return run(NovoGradOp{}, "novograd");
+      case Algorithm::kLamb:
+        measure<LambMomentsOp<>>("lamb_moments", use.view(), use.present(), state,
+                                 cudaStream_t(stream));
+        add_rows(use.view(), kMeasures, use.view().norms, nullptr, cudaStream_t(stream));
+        return run(LambOp{}, "lamb");
+      case Algorithm::kLambUpdate:
+        return run(LambUpdateOp{}, "lamb_update");
+      case Algorithm::kLayerwise:
+        return run(LayerwiseOp{}, "layerwise");
     }
   }
 

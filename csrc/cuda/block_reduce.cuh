@@ -29,12 +29,18 @@ __device__ inline double block_sum(double value) {
   return lane < kRowLanes ? warp_sum(shared[lane]) : 0.0;
 }
 
-__device__ inline uint32_t block_max(uint32_t value) {
-  __shared__ uint32_t shared[kLanes / kRowLanes];
+// Lane 0 receives the largest.
+__device__ inline uint32_t warp_max(uint32_t value) {
   for (int offset = kRowLanes / 2; offset > 0; offset /= 2) {
     const uint32_t other = __shfl_down_sync(kWholeWarp, value, offset);
     if (other > value) value = other;
   }
+  return value;
+}
+
+__device__ inline uint32_t block_max(uint32_t value) {
+  __shared__ uint32_t shared[kLanes / kRowLanes];
+  value = warp_max(value);
   __syncthreads();
   if (threadIdx.x % kRowLanes == 0) shared[threadIdx.x / kRowLanes] = value;
   __syncthreads();

@@ -169,7 +169,8 @@ size_t lay_out(DeviceColumns& columns, void* memory, const TableView& host) {
   view.hyper = carver.take<RowHyper>(host.rows);
   view.chunks = carver.take<Chunk>(host.chunk_count);
   view.coefs = carver.take<RowCoef>(host.rows);
-  view.partials = carver.take<Partial>(host.chunk_count);
+  view.partials = carver.take<Partial>(kMeasures * host.chunk_count);
+  view.norms = carver.take<float>(kMeasures * host.rows);
   columns.ticket = carver.take<unsigned>(1);
   return carver.used();
 }

@@ -4,7 +4,7 @@ Lists of tensors: strided and dense, on one device, float32, float16 or bfloat16
 ``ampfuse.ops`` has the public functions and says more. Nothing here waits for the device.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -61,8 +61,59 @@ def unscale(
 ) -> None:
     """out = grads * inv_scale; out may be grads. Sets found_inf where a result is not finite."""
 
-def l2norm(tensors: Sequence[Tensor], per_tensor: bool = False) -> tuple[Tensor, Tensor]:
-    """(norm over all, norm of each or an empty tensor), float32."""
+def l2norm(
+    tensors: Sequence[Tensor],
+    per_tensor: bool = False,
+    inv_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(norm over all, norm of each or an empty tensor), float32, of tensors * inv_scale.
+
+    Sets found_inf where one of these values is not finite.
+    """
+
+def step(
+    algorithm: str,
+    grads: Sequence[Tensor],
+    params: Sequence[Tensor],
+    models: Sequence[Tensor],
+    states: Sequence[Sequence[Tensor]],
+    updates: Sequence[Tensor],
+    steps: Tensor,
+    norm_averages: Tensor | None,
+    lr_tensor: Tensor | None,
+    values: Mapping[str, float],
+    loss_scale: Tensor | None,
+    found_inf: Tensor | None,
+) -> None:
+    """One step of an algorithm of `ParamTable` on lists of tensors, states of any type included.
+
+    `models` (may be empty) receive the parameters, rounded. `states` are lists in the kernel's
+    order. `steps` (float32, one for each tensor) counts the steps before this one and is advanced,
+    but for tensors without elements. `norm_averages` (likewise) is NovoGrad's second moment.
+    `lr_tensor` (float32, one element or one for each tensor) replaces ``values["lr"]``; for
+    `values` see `ParamTable.set_hyper`. Gradients are divided by `loss_scale`. Where `found_inf`
+    (float32) is set, nothing happens.
+
+    "lamb_update" advances LAMB's moments and writes the update u into `updates` (which may be
+    `grads`); ``"sgd"`` on u with the rate of each tensor is then its second half.
+    """
+
+def layerwise(
+    grads: Sequence[Tensor],
+    params: Sequence[Tensor],
+    lr: float,
+    lr_tensor: Tensor | None,
+    weight_decay: float,
+    trust_coefficient: float,
+    eps: float,
+    clip: bool,
+) -> None:
+    """grads = ratio * (grads + weight_decay * params), with LARC's ratio of each tensor.
+
+    ratio = trust_coefficient * |p| / (|g| + weight_decay * |p| + eps), with `clip` at most lr and
+    divided by lr; 1 where a norm is zero. `lr_tensor` (float32, device) replaces `lr`.
+    """
 
 def update_scale(
     scale: Tensor,
@@ -96,7 +147,10 @@ class ParamTable:
     """
 
     def __init__(self, algorithm: str, device: torch.device) -> None:
-        """`algorithm`: "sgd", "adam" (also AdamW) or "none", which keeps gradients only."""
+        """`algorithm`: "sgd", "adam" (also AdamW), "adagrad", "novograd", "lamb" or "none".
+
+        With "none" the table keeps gradients only, for an optimizer that steps by itself.
+        """
 
     def add_row(
         self, param: Tensor, model: Tensor | None, name: str, model_version: int = 0
@@ -121,24 +175,19 @@ class ParamTable:
     def steps(self) -> Tensor:
         """The step counts: float32, shape (rows,), on the device; rows' counts are views of it."""
 
+    def norm_averages(self) -> Tensor:
+        """NovoGrad's averages of gradient norms: float32, shape (rows,), on the device."""
+
     def set_hyper(
-        self,
-        begin: int,
-        end: int,
-        *,
-        lr: float,
-        lr_tensor: Tensor | None = None,
-        weight_decay: float = 0.0,
-        momentum: float = 0.0,
-        dampening: float = 0.0,
-        beta1: float = 0.0,
-        beta2: float = 0.0,
-        eps: float = 0.0,
-        maximize: bool = False,
-        nesterov: bool = False,
-        decoupled: bool = False,
+        self, begin: int, end: int, lr_tensor: Tensor | None, values: Mapping[str, float]
     ) -> None:
-        """Hyper-parameters of rows begin..end. `lr_tensor` (float32, device) replaces `lr`."""
+        """Hyper-parameters of rows begin..end by name; those not named are zero and off.
+
+        Numbers: lr, weight_decay, momentum, dampening, beta1, beta2, eps, lr_decay,
+        trust_coefficient, trust_eps. Flags: maximize, nesterov, decoupled, uncorrected, unaveraged,
+        late_decay, trust_all, infinity_norm, init_zero, layerwise, clipped_ratio; csrc/hyper.h says
+        what each does. `lr_tensor` (float32, device) replaces lr. ValueError: another name.
+        """
 
     def accept_model_weights(self) -> None:
         """The model weights are what the masters round to, now."""

@@ -31,6 +31,13 @@ RowHyper adam_hyper(int variant) {
   if (variant % 4 == 1) hyper.flags |= kDecoupled;
   if (variant % 5 == 2) hyper.flags |= kMaximize;
   if (variant % 3 == 1) hyper.flags |= kNesterov;
+  if (variant % 7 == 3) hyper.flags |= kUncorrected;
+  if (variant % 6 == 5) hyper.flags |= kUnaveraged | kLateDecay | kTrustAll | kInitZero;
+  if (variant % 8 == 6) hyper.flags |= kInfinityNorm;
+  if (variant % 5 == 3) hyper.flags |= kClippedRatio;
+  hyper.lr_decay = variant % 4 == 3 ? 0.1 : 0.0;
+  hyper.trust_coefficient = 0.02;
+  hyper.trust_eps = 1e-8;
   return hyper;
 }
 
@@ -74,6 +81,9 @@ RowSpec gradient_row(int64_t numel, DType type, bool scaled = false) {
   return row;
 }
 
+constexpr Algorithm kAlgorithms[] = {Algorithm::kSgd, Algorithm::kAdam, Algorithm::kAdagrad,
+                                     Algorithm::kNovoGrad, Algorithm::kLamb};
+
 constexpr float kInf = __builtin_inff(), kNan = __builtin_nanf("");
 
 }  // namespace
@@ -81,25 +91,50 @@ constexpr float kInf = __builtin_inff(), kNan = __builtin_nanf("");
 // --- steps
 // ------------------------------------------------------------------------------------------------
 
-TEST(adam_steps) {
-  Pair pair(optimizer_rows());
-  for (unsigned step = 0; step < 3; ++step) {
-    pair.both([&](World& world) {
-      new_gradients(world, 10 + step);
-      world.step(Algorithm::kAdam);
-    });
-    pair.expect_same();
+TEST(steps) {
+  for (const Algorithm algorithm : kAlgorithms) {
+    Pair pair(optimizer_rows());
+    for (unsigned step = 0; step < 3; ++step) {
+      pair.both([&](World& world) {
+        new_gradients(world, 10 + step);
+        world.step(algorithm, step == 1 ? 0.0 : 0.5);
+      });
+      pair.expect_same();
+    }
   }
 }
 
-TEST(sgd_steps) {
-  Pair pair(optimizer_rows());
-  for (unsigned step = 0; step < 3; ++step) {
-    pair.both([&](World& world) {
-      new_gradients(world, 10 + step);
-      world.step(Algorithm::kSgd, step == 1 ? 0.0 : 0.5);
-    });
-    pair.expect_same();
+TEST(layerwise_steps) {
+  std::vector<RowSpec> rows = optimizer_rows();
+  for (RowSpec& row : rows) row.hyper.flags |= kLayerwise;
+  for (const Algorithm algorithm : {Algorithm::kSgd, Algorithm::kAdam, Algorithm::kAdagrad}) {
+    Pair pair(rows);
+    for (unsigned step = 0; step < 2; ++step) {
+      pair.both([&](World& world) {
+        world.layerwise = true;
+        new_gradients(world, 10 + step);
+        world.step(algorithm);
+      });
+      pair.expect_same();
+      EXPECT(step > 0 || pair.gpu.param_norms.read(4) > 0);
+    }
+  }
+}
+
+// Weights and updates out of FP32's safe range for squares are measured a second time.
+TEST(lamb_measures_values_of_any_size) {
+  for (const float magnitude : {1e-30f, 1e25f, 1e37f}) {
+    for (const double eps : {0.0, 1e-8, 1e30}) {
+      std::vector<RowSpec> rows = {optimizer_row(kTile + 3, 4), optimizer_row(77, 1)};
+      for (RowSpec& row : rows) row.hyper.eps = eps;
+      Pair pair(rows);
+      pair.both([&](World& world) {
+        for (int64_t i = 0; i < 77; ++i) world.set(1, kParam, i, magnitude * (float(1 + i) / 100));
+        world.step(Algorithm::kLamb);
+      });
+      pair.expect_same();
+      for (const float value : pair.gpu.values(1, kParam)) EXPECT(std::isfinite(value), value);
+    }
   }
 }
 
@@ -137,10 +172,12 @@ TEST(many_rows) {
 
 TEST(no_rows) {
   for (const auto& rows : {std::vector<RowSpec>(), std::vector<RowSpec>{optimizer_row(0, 0)}}) {
-    Pair pair(rows);
-    pair.both([](World& world) { world.step(Algorithm::kAdam); });
-    pair.expect_same();
-    EXPECT(pair.gpu.norm.read() == 0.0f);
+    for (const Algorithm algorithm : kAlgorithms) {
+      Pair pair(rows);
+      pair.both([&](World& world) { world.step(algorithm); });
+      pair.expect_same();
+      EXPECT(pair.gpu.norm.read() == 0.0f);
+    }
   }
 }
 
@@ -264,7 +301,7 @@ TEST(unscaled_gradients_are_written) {
 // ----------------------------------------------------------------------------------------
 
 TEST(a_skipped_step_changes_nothing) {
-  for (const Algorithm algorithm : {Algorithm::kSgd, Algorithm::kAdam}) {
+  for (const Algorithm algorithm : kAlgorithms) {
     Pair pair(optimizer_rows());
     World before(false, optimizer_rows());
     pair.both([&](World& world) {
@@ -274,6 +311,7 @@ TEST(a_skipped_step_changes_nothing) {
     pair.expect_same();
     for (int64_t row = 0; row < before.rows(); ++row) {
       EXPECT(pair.gpu.steps.read(size_t(row)) == 0);
+      EXPECT(pair.gpu.norm_averages.read(size_t(row)) == 0);
       for (const List list : {kParam, kModel, kState0, kState1, kState2}) {
         EXPECT(pair.gpu.values(row, list) == before.values(row, list));
       }

@@ -99,6 +99,9 @@ class World {
         found_inf(cuda, 0.0f),
         norm(cuda, -1.0f),
         row_norms(cuda, -1.0f, specs.size() + 1),
+        row_largest(cuda, -1.0f, specs.size() + 1),
+        param_norms(cuda, -1.0f, specs.size() + 1),
+        norm_averages(cuda, 0.0f, specs.size() + 1),
         loss_scale(cuda, 1024.0f),
         specs_(specs) {
     std::vector<int64_t> numel;
@@ -127,7 +130,8 @@ class World {
     std::vector<char> contents(size_t((spec.numel + spec.misaligned) * size));
     for (int64_t i = 0; i < spec.numel; ++i) {
       float value = normal(random);
-      if (list == kState1 || list == kState2) value = value * value;
+      // Second moments are not negative; Adagrad's is the first state.
+      if (list >= kState0 && list <= kState2) value = value * value;
       if (list == kGrad && spec.scaled) value *= 1024.0f;
       store_float(contents.data(), type, i + spec.misaligned, value);
     }
@@ -173,6 +177,7 @@ class World {
     args.found_inf = found_inf.get();
     args.norm = norm.get();
     args.row_norms = row_norms.get();
+    args.row_largest = row_largest.get();
     backend().inspect(*table, args, stream);
   }
   void step(Algorithm algorithm, double max_norm = 1.0, bool skip = true, void* stream = nullptr) {
@@ -182,14 +187,25 @@ class World {
     decision.max_norm = max_norm;
     decision.norm_known = true;
     decision.skip_nonfinite = skip;
-    backend().prepare(*table, state.get(), decision, steps.get(), stream);
+    RowColumns columns;
+    columns.steps = steps.get();
+    if (algorithm == Algorithm::kNovoGrad) columns.norm_averages = norm_averages.get();
+    columns.grad_norms = row_norms.get();
+    columns.grad_largest = row_largest.get();
+    if (layerwise) {
+      backend().measure_params(*table, param_norms.get(), stream);
+      columns.param_norms = param_norms.get();
+    }
+    backend().prepare(*table, state.get(), decision, columns, stream);
     backend().update(*table, algorithm, state.get(), stream);
   }
 
   const bool on_cuda;
   std::unique_ptr<Table> table;
   Cell<StepState> state;
-  Cell<float> steps, found_inf, norm, row_norms, loss_scale;
+  bool layerwise = false;  // the norms of parameters take part
+  Cell<float> steps, found_inf, norm, row_norms, row_largest, param_norms, norm_averages,
+      loss_scale;
 
  private:
   void point(int64_t row, int list) {
@@ -217,8 +233,11 @@ inline void expect_same(World& a, World& b) {
       }
     }
     EXPECT(same(a.steps.read(size_t(row)), b.steps.read(size_t(row))), "step of row ", row);
-    EXPECT(same(a.row_norms.read(size_t(row)), b.row_norms.read(size_t(row))), "norm of row ", row,
-           ": ", a.row_norms.read(size_t(row)), " and ", b.row_norms.read(size_t(row)));
+    for (const auto column :
+         {&World::row_norms, &World::row_largest, &World::param_norms, &World::norm_averages}) {
+      const float x = (a.*column).read(size_t(row)), y = (b.*column).read(size_t(row));
+      EXPECT(same(x, y), "a norm of row ", row, ": ", x, " and ", y);
+    }
   }
   const StepState x = a.state.read(), y = b.state.read();
   EXPECT(x.sum_squares == y.sum_squares ||

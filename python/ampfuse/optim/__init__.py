@@ -5,10 +5,26 @@ They take ``torch.optim``'s arguments, keep its state keys and load its state di
     optimizer = ampfuse.optim.AdamW(model.parameters(), lr=1e-3, master_weights=True)
 """
 
+from ampfuse.optim.adagrad import Adagrad
 from ampfuse.optim.adam import Adam, AdamW
 from ampfuse.optim.base import AmpOptimizer, LastStep
+from ampfuse.optim.lamb import LAMB
+from ampfuse.optim.larc import LARC
 from ampfuse.optim.masters import MasterParameter
+from ampfuse.optim.novograd import NovoGrad
 from ampfuse.optim.sgd import SGD
 from ampfuse.optim.upgrade import upgrade
 
-__all__ = ["SGD", "Adam", "AdamW", "AmpOptimizer", "LastStep", "MasterParameter", "upgrade"]
+__all__ = [
+    "LAMB",
+    "LARC",
+    "SGD",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "AmpOptimizer",
+    "LastStep",
+    "MasterParameter",
+    "NovoGrad",
+    "upgrade",
+]

@@ -17,6 +17,7 @@ _DOC = """{name} with a fused step: a drop-in for :class:`torch.optim.{name}`.
         params, lr, betas, eps, weight_decay, amsgrad, maximize: as in torch. Parameters may be
             float32, float16 or bfloat16, in any mixture. A float32 tensor `lr` on the parameters'
             device is read there.
+        bias_correction (in a parameter group only): False uses the moments as they are.
         foreach, fused, capturable: accepted and without effect; the step is always fused.
         master_weights: keep an FP32 master (``state[p]["master_param"]``) for each half parameter,
             update that and round it into the parameter. Without, half parameters are updated in
@@ -52,6 +53,7 @@ class _AdamBase(FusedOptimizer):
             "eps": float(group["eps"]),
             "maximize": bool(group["maximize"]),
             "decoupled": bool(group.get("decoupled_weight_decay", False)),
+            "uncorrected": not group.get("bias_correction", True),
         }
 
 

@@ -10,13 +10,16 @@ from __future__ import annotations
 import operator
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ampfuse import _core
 from ampfuse.optim.masters import HALF_DTYPES, MasterParameter
+
+if TYPE_CHECKING:
+    from ampfuse.optim.larc import Layerwise
 
 _OPTIONS = (
     "master_weights",
@@ -94,6 +97,8 @@ class AmpOptimizer(torch.optim.Optimizer):
     _states_bound = False
     _loading: dict[str, Any] | None = None
     _clip_once: float | None = None
+    # Set by LARC for the time of a step of its own.
+    _layerwise: Layerwise | None = None
 
     # --- rows ---------------------------------------------------------------------------------
 

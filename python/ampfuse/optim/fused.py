@@ -17,7 +17,8 @@ class FusedOptimizer(AmpOptimizer):
     """Base of the optimizers whose update is a kernel of ours.
 
     A subclass names its kernel (`_algorithm`), the state a parameter of a group has
-    (`_state_names`, in the kernel's order) and the kernel's hyper-parameters (`_hyper`).
+    (`_state_names`, in the kernel's order; `_columns`) and the kernel's hyper-parameters
+    (`_hyper`, by the names of ``ParamTable.set_hyper``, and ``lr``, which may be a tensor).
     """
 
     # torch.amp.GradScaler then hands over `grad_scale` and `found_inf` instead of unscaling.
@@ -124,17 +125,21 @@ class FusedOptimizer(AmpOptimizer):
         for i, group in enumerate(self.param_groups):
             end = row + len(group["params"])
             hyper = self._hyper(group)
+            if self._layerwise is not None:
+                hyper.update(self._layerwise.hyper)
             lr = hyper["lr"]
             if isinstance(lr, Tensor):
                 device = self._row_params[0].device
                 on_device = lr.device == device and lr.dtype == torch.float32
-                hyper["lr_tensor"] = lr if on_device else None
                 hyper["lr"] = 0.0 if on_device else float(lr)
+                lr = lr if on_device else None
+            else:
+                lr = None
             sent = self._hyper_sent[i] if i < len(self._hyper_sent) else None
-            if sent is None or sent[:2] != (row, end) or not _equal(sent[2], hyper):
-                self._table.set_hyper(row, end, **hyper)
+            if sent is None or sent[0] is not lr or sent[1:] != (row, end, hyper):
+                self._table.set_hyper(row, end, lr, hyper)
                 del self._hyper_sent[i:]
-                self._hyper_sent.append((row, end, hyper))
+                self._hyper_sent.append((lr, row, end, hyper))
             row = end
 
     def _group_of(self, row: int) -> dict[str, Any]:
@@ -152,20 +157,30 @@ class FusedOptimizer(AmpOptimizer):
         for name in self._state_names(self._group_of(row)):
             value = state.get(name)
             if value is None:
-                value = torch.zeros_like(param, dtype=torch.float32)
+                value = torch.full_like(param, self._initial_state, dtype=torch.float32)
             elif value.dtype != torch.float32 or value.stride() != param.stride():
                 value = torch.empty_like(param, dtype=torch.float32).copy_(value)
             state[name] = value
             tensors.append(value)
         self._table.set_states(row, tensors)
-        self._bind_step(state, row)
+        self._bind_columns(state, row)
 
-    def _bind_step(self, state: dict[str, Any], row: int) -> None:
-        state["step"] = self._table.steps()[row]
+    @property
+    def _initial_state(self) -> float:
+        """What a fresh state is filled with."""
+        return 0.0
 
-    def _saved_step(self, state: dict[str, Any]) -> Any:
-        """The step count of a state that was loaded or copied; 0 for a fresh one."""
-        return state.get("step", 0)
+    def _columns(self) -> dict[str, Tensor]:
+        """State that is one number a parameter, by name: float32 columns of the table."""
+        return {"step": self._table.steps()}
+
+    def _bind_columns(self, state: dict[str, Any], row: int) -> None:
+        for name, column in self._columns().items():
+            state[name] = column[row]
+
+    def _saved_number(self, state: dict[str, Any], name: str) -> Any:
+        """The number of a state that was loaded or copied; 0 for a fresh one."""
+        return state.get(name, 0)
 
     def _bindings(self) -> tuple[Any, ...]:
         """What `_bind_states` depends on: every state object, and which states the groups need.
@@ -178,13 +193,14 @@ class FusedOptimizer(AmpOptimizer):
     def _bind_states(self) -> None:
         """After a load, a copy, an edit or new rows: the table takes over ``self.state``."""
         self._hyper_sent = []
-        steps = self._table.steps()
-        counts = []
-        for param in self._row_params:
-            count = self._saved_step(self.state.get(param, {}))
-            counts.append(torch.as_tensor(count, dtype=torch.float32, device=steps.device))
-        if counts:
-            steps.copy_(torch.stack([count.reshape(()) for count in counts]))
+        for name, column in self._columns().items():
+            saved = []
+            for param in self._row_params:
+                number = self._saved_number(self.state.get(param, {}), name)
+                number = torch.as_tensor(number, dtype=torch.float32, device=column.device)
+                saved.append(number.reshape(()))
+            if saved:
+                column.copy_(torch.stack(saved))
         for row, param in enumerate(self._row_params):
             names = self._state_names(self._group_of(row))
             state = self.state.get(param, {})
@@ -196,7 +212,16 @@ class FusedOptimizer(AmpOptimizer):
         self._states_bound = True
 
 
-def _equal(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    if a.get("lr_tensor") is not b.get("lr_tensor"):
-        return False
-    return all(a[key] == b[key] for key in b if key != "lr_tensor")
+def check_range(*, lr: Any, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
+    """Raise ValueError for what no optimizer of the Adam family takes, in torch's words."""
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ValueError("Tensor lr must be 1-element")
+    if not lr >= 0.0:
+        raise ValueError(f"Invalid learning rate: {lr}")
+    for i, beta in enumerate(betas):
+        if not 0.0 <= beta < 1.0:
+            raise ValueError(f"Invalid beta parameter at index {i}: {beta}")
+    if not eps >= 0.0:
+        raise ValueError(f"Invalid epsilon value: {eps}")
+    if not weight_decay >= 0.0:
+        raise ValueError(f"Invalid weight_decay value: {weight_decay}")

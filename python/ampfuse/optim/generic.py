@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -42,8 +43,10 @@ class GenericOptimizer(AmpOptimizer):
         step = step.__wrapped__ if getattr(step, "hooked", False) else step
         # The gradients are unscaled; torch's own steps would read these too, and some refuse them.
         driven = {key: self.__dict__.pop(key) for key in _FROM_SCALER if key in self.__dict__}
+        larc = self._layerwise
         try:
-            result = step(self, *args, **kwargs)
+            with larc.rescaled(self) if larc is not None else contextlib.nullcontext():
+                result = step(self, *args, **kwargs)
         finally:
             self.__dict__.update(driven)
         table.publish_masters()

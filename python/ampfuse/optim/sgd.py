@@ -18,6 +18,8 @@ class SGD(FusedOptimizer, torch.optim.SGD):
 
     Arguments:
         params, lr, momentum, dampening, weight_decay, nesterov, maximize: as in torch.
+        wd_after_momentum (in a parameter group only): add the weight decay after the momentum
+            instead of before it.
         master_weights, max_grad_norm, skip_nonfinite, foreach, fused: as in
             :class:`ampfuse.optim.AdamW`.
 
@@ -39,6 +41,7 @@ class SGD(FusedOptimizer, torch.optim.SGD):
             "dampening": float(group["dampening"]),
             "maximize": bool(group["maximize"]),
             "nesterov": bool(group["nesterov"]),
+            "late_decay": bool(group.get("wd_after_momentum", False)),
         }
 
     # torch's SGD keeps no step count: a buffer that exists has been started. Ours is a device
@@ -48,12 +51,12 @@ class SGD(FusedOptimizer, torch.optim.SGD):
     _buffers: list[tuple[dict[str, Any], Tensor, int]] = []  # noqa: RUF012, replaced when bound
     _counts: Tensor
 
-    def _bind_step(self, state: dict[str, Any], row: int) -> None:
+    def _bind_columns(self, state: dict[str, Any], row: int) -> None:
         state.pop("step", None)
         if state.get("momentum_buffer") is not None:
             self._buffers.append((state, state["momentum_buffer"], row))
 
-    def _saved_step(self, state: dict[str, Any]) -> Any:
+    def _saved_number(self, state: dict[str, Any], name: str) -> Any:
         return 0 if state.get("momentum_buffer") is None else 1
 
     def _bind_states(self) -> None:

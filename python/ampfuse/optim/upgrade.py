@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 
+from ampfuse.optim.adagrad import Adagrad
 from ampfuse.optim.adam import Adam, AdamW
 from ampfuse.optim.base import AmpOptimizer, install_masters
 from ampfuse.optim.fused import FusedOptimizer
 from ampfuse.optim.generic import generic_class
+from ampfuse.optim.larc import LARC
 from ampfuse.optim.sgd import SGD
 
 # By exact type: a subclass may have changed what step means.
@@ -19,6 +21,7 @@ _FUSED: dict[type[torch.optim.Optimizer], type[FusedOptimizer]] = {
     torch.optim.SGD: SGD,
     torch.optim.Adam: Adam,
     torch.optim.AdamW: AdamW,
+    torch.optim.Adagrad: Adagrad,
 }
 
 
@@ -27,9 +30,9 @@ def upgrade(
 ) -> None:
     """Make `optimizer` amp-aware in place: the same object, of a subclass of its class.
 
-    Exactly ``torch.optim.SGD``, ``Adam`` and ``AdamW`` become fused; every other optimizer keeps
-    its own step (generic.py). Learning-rate schedulers and hooks keep working, whichever came
-    first.
+    Exactly ``torch.optim.SGD``, ``Adam``, ``AdamW`` and ``Adagrad`` become fused; every other
+    optimizer keeps its own step (generic.py). Of a LARC it is the wrapped one that changes.
+    Learning-rate schedulers and hooks keep working, whichever came first.
 
     Arguments:
         master_weights: replace half parameters in ``param_groups`` by FP32 masters.
@@ -38,6 +41,9 @@ def upgrade(
     Raises:
         TypeError: a parameter is neither float32, float16 nor bfloat16. Nothing has changed then.
     """
+    if isinstance(optimizer, LARC):
+        upgrade(optimizer.optim, master_weights=master_weights, names=names)
+        return
     cls = type(optimizer)
     if not isinstance(optimizer, AmpOptimizer):
         differentiable = any(group.get("differentiable") for group in optimizer.param_groups)

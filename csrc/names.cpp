@@ -1,0 +1,51 @@
+#include "names.h"
+
+#include <torch/extension.h>
+
+namespace ampfuse {
+
+Algorithm algorithm_of(const std::string& name) {
+  if (name == "none") return Algorithm::kNone;
+  if (name == "sgd") return Algorithm::kSgd;
+  if (name == "adam") return Algorithm::kAdam;
+  if (name == "adagrad") return Algorithm::kAdagrad;
+  if (name == "novograd") return Algorithm::kNovoGrad;
+  if (name == "lamb") return Algorithm::kLamb;
+  if (name == "lamb_update") return Algorithm::kLambUpdate;
+  TORCH_CHECK_VALUE(false, "algorithm is '", name,
+                    "'; it is sgd, adam, adagrad, novograd, lamb, lamb_update or none");
+}
+
+RowHyper hyper_of(const std::map<std::string, double>& values) {
+  static const std::map<std::string, double RowHyper::*> numbers = {
+      {"lr", &RowHyper::lr},
+      {"weight_decay", &RowHyper::weight_decay},
+      {"momentum", &RowHyper::momentum},
+      {"dampening", &RowHyper::dampening},
+      {"beta1", &RowHyper::beta1},
+      {"beta2", &RowHyper::beta2},
+      {"eps", &RowHyper::eps},
+      {"lr_decay", &RowHyper::lr_decay},
+      {"trust_coefficient", &RowHyper::trust_coefficient},
+      {"trust_eps", &RowHyper::trust_eps},
+  };
+  static const std::map<std::string, HyperFlag> flags = {
+      {"maximize", kMaximize},       {"nesterov", kNesterov},          {"decoupled", kDecoupled},
+      {"uncorrected", kUncorrected}, {"unaveraged", kUnaveraged},      {"late_decay", kLateDecay},
+      {"trust_all", kTrustAll},      {"infinity_norm", kInfinityNorm}, {"init_zero", kInitZero},
+      {"layerwise", kLayerwise},     {"clipped_ratio", kClippedRatio},
+  };
+  RowHyper hyper{};
+  for (const auto& [name, value] : values) {
+    if (const auto number = numbers.find(name); number != numbers.end()) {
+      hyper.*number->second = value;
+    } else {
+      const auto flag = flags.find(name);
+      TORCH_CHECK_VALUE(flag != flags.end(), "there is no hyper-parameter '", name, "'");
+      if (value != 0) hyper.flags |= flag->second;
+    }
+  }
+  return hyper;
+}
+
+}  // namespace ampfuse

@@ -1,0 +1,82 @@
+"""LAMB with a fused step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ampfuse.optim.fused import FusedOptimizer, check_range
+
+
+class LAMB(FusedOptimizer):
+    """LAMB with a fused step: Adam whose step of each tensor is as long as the tensor's weights.
+
+    You et al., "Large batch optimization for deep learning", arXiv:1904.00962. With the gradient g
+    of a step t, the moments m and v as in Adam, and c1 = 1 - beta1^t, c2 = 1 - beta2^t::
+
+        u = (m / c1) / (sqrt(v / c2) + eps) + weight_decay * p
+        p = p - lr * |p| / |u| * u
+
+    The ratio of the norms is taken over each parameter; it is 1 where a norm is zero. State:
+    ``step``, ``exp_avg``, ``exp_avg_sq``, in FP32.
+
+    Arguments:
+        params, lr, betas, eps, weight_decay: as in :class:`torch.optim.AdamW`.
+        bias_correction: False leaves c1 and c2 at 1.
+        grad_averaging: the gradient enters m times 1 - beta1; False: as it is.
+        decoupled_weight_decay: False adds weight_decay * p to the gradient instead of to u.
+        use_nvlamb: the ratio of norms also for groups without weight decay, which otherwise step
+            as Adam (NVIDIA's variant).
+        max_grad_norm: clip all gradients to this L2 norm first, within the step. LAMB recipes
+            mostly use 1.
+        master_weights, skip_nonfinite: as in :class:`ampfuse.optim.AdamW`.
+
+    Raises:
+        TypeError: a parameter of another dtype than float32, float16 and bfloat16. ValueError: an
+            argument out of range.
+    """
+
+    _algorithm = "lamb"
+
+    def __init__(
+        self,
+        params: Any,
+        lr: Any = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        *,
+        bias_correction: bool = True,
+        grad_averaging: bool = True,
+        decoupled_weight_decay: bool = True,
+        use_nvlamb: bool = False,
+        **options: Any,
+    ) -> None:
+        check_range(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "bias_correction": bias_correction,
+            "grad_averaging": grad_averaging,
+            "decoupled_weight_decay": decoupled_weight_decay,
+            "use_nvlamb": use_nvlamb,
+        }
+        super().__init__(params, defaults, **options)
+
+    def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return ("exp_avg", "exp_avg_sq")
+
+    def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:
+        beta1, beta2 = group["betas"]
+        return {
+            "lr": group["lr"],
+            "beta1": float(beta1),
+            "beta2": float(beta2),
+            "eps": float(group["eps"]),
+            "weight_decay": float(group["weight_decay"]),
+            "uncorrected": not group["bias_correction"],
+            "unaveraged": not group["grad_averaging"],
+            "decoupled": bool(group["decoupled_weight_decay"]),
+            "trust_all": bool(group["use_nvlamb"]),
+        }

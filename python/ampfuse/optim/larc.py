@@ -1,0 +1,190 @@
+"""LARC: layer-wise learning rates around any optimizer."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampfuse import _core
+from ampfuse.optim.base import AmpOptimizer
+
+
+@dataclasses.dataclass(frozen=True)
+class Layerwise:
+    """LARC's settings, as an optimizer that steps under it sees them."""
+
+    trust_coefficient: float
+    clip: bool
+    eps: float
+
+    @property
+    def hyper(self) -> dict[str, Any]:
+        """For ``ParamTable.set_hyper``."""
+        return {
+            "layerwise": True,
+            "clipped_ratio": self.clip,
+            "trust_coefficient": self.trust_coefficient,
+            "trust_eps": self.eps,
+        }
+
+    @contextlib.contextmanager
+    def rescaled(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """Rescale the gradients; within, `optimizer` steps without weight decay of its own."""
+        for group in optimizer.param_groups:
+            self._rescale(group)
+        decays = [group.get("weight_decay") for group in optimizer.param_groups]
+        try:
+            for group in optimizer.param_groups:
+                if "weight_decay" in group:
+                    group["weight_decay"] = 0.0
+            yield
+        finally:
+            for group, decay in zip(optimizer.param_groups, decays, strict=True):
+                if decay is not None:
+                    group["weight_decay"] = decay
+
+    @torch.no_grad()
+    def _rescale(self, group: dict[str, Any]) -> None:
+        by_device: dict[torch.device, tuple[list[Tensor], list[Tensor]]]
+        by_device = defaultdict(lambda: ([], []))
+        for param in group["params"]:
+            grad = param.grad
+            if grad is None:
+                continue
+            if grad.layout == torch.strided and grad.stride() != param.stride():
+                grad = torch.empty_like(param, dtype=grad.dtype).copy_(grad)
+                param.grad = grad
+            grads, params = by_device[param.device]
+            grads.append(grad)
+            params.append(param)
+        lr = group["lr"]
+        decay = float(group.get("weight_decay", 0.0))
+        for device, (grads, params) in by_device.items():
+            tensor = None
+            if isinstance(lr, Tensor):
+                tensor = lr.to(device, torch.float32)
+            number = 0.0 if tensor is not None else float(lr)
+            _core.C.layerwise(
+                grads, params, number, tensor, decay, self.trust_coefficient, self.eps, self.clip
+            )
+
+
+class LARC(torch.optim.Optimizer):
+    """Around an optimizer: the step of each tensor follows the ratio of the norms there.
+
+    You, Gitman and Ginsburg, arXiv:1708.03888. For each parameter p with gradient g ::
+
+        ratio = trust_coefficient * |p| / (|g| + weight_decay * |p| + eps)
+        ratio = min(ratio / lr, 1)                    # with clip
+        g = ratio * (g + weight_decay * p)
+
+    and the optimizer steps with that g and no weight decay of its own. Where a norm is zero, as for
+    a bias at its start, the ratio is 1. ::
+
+        optimizer = LARC(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+
+    Groups, state and everything else are those of the wrapped optimizer (``larc.optim``), so
+    learning-rate schedulers take either. Around SGD, Adam, AdamW and Adagrad of ``ampfuse.optim``
+    (and torch's under amp) the ratio is part of the fused step, and gradients are not rewritten;
+    clipping (``max_grad_norm``) comes first. For any other optimizer one fused operation rewrites
+    the gradients, as in NVIDIA apex, whose constructor this is.
+
+    Arguments:
+        optimizer: any ``torch.optim.Optimizer`` whose groups have ``lr``.
+        trust_coefficient, eps: as above.
+        clip: the learning rate is an upper limit (LARC); False: a factor (LARS).
+
+    Raises:
+        TypeError: `optimizer` is no optimizer. ValueError: it is LAMB or NovoGrad, which follow the
+            norm of each tensor themselves.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        trust_coefficient: float = 0.02,
+        clip: bool = True,
+        eps: float = 1e-8,
+    ) -> None:
+        # Not torch's __init__, which would make groups and state: they are the other's.
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"LARC goes around an optimizer, not a {type(optimizer).__name__}")
+        if getattr(optimizer, "_algorithm", None) in ("lamb", "novograd"):
+            raise ValueError(
+                f"{type(optimizer).__name__} follows the norm of each tensor itself; use it alone"
+            )
+        self.__dict__["optim"] = optimizer
+        self.__dict__["trust_coefficient"] = trust_coefficient
+        self.__dict__["clip"] = clip
+        self.__dict__["eps"] = eps
+
+    _OWN = frozenset({"optim", "trust_coefficient", "clip", "eps", "step"})
+
+    # All else is the other's: groups, state, hooks, amp's marks, a scaler's flags.
+
+    def __getattr__(self, name: str) -> Any:
+        if name in LARC._OWN:  # not set yet, while it is copied
+            raise AttributeError(name)
+        return getattr(self.optim, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in LARC._OWN:
+            self.__dict__[name] = value
+        else:
+            setattr(self.optim, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in self.__dict__:
+            del self.__dict__[name]
+        else:
+            delattr(self.optim, name)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """The wrapped optimizer's step with rescaled gradients; returns what that returns.
+
+        Arguments:
+            closure: reevaluates the model and returns the loss, once; gradients are rescaled after
+                it.
+        """
+        settings = Layerwise(float(self.trust_coefficient), bool(self.clip), float(self.eps))
+        optimizer = self.optim
+        if isinstance(optimizer, AmpOptimizer):
+            optimizer._layerwise = settings
+            try:
+                return optimizer.step(closure)
+            finally:
+                optimizer._layerwise = None
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with settings.rescaled(optimizer):
+            result = optimizer.step()
+        return loss if closure is not None else result
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optim.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optim.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.optim.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self.optim.add_param_group(param_group)
+
+    def __repr__(self) -> str:
+        return f"LARC({self.optim!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: self.__dict__[name] for name in LARC._OWN - {"step"}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)

@@ -1,0 +1,97 @@
+"""NovoGrad with a fused step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ampfuse.optim.fused import FusedOptimizer, check_range
+
+
+class NovoGrad(FusedOptimizer):
+    """NovoGrad with a fused step: momentum on gradients that each tensor's norm divides.
+
+    Ginsburg et al., arXiv:1905.11286. With the gradient g of a step t and its norm |g| over the
+    parameter::
+
+        v = sqrt(beta2 * v^2 + (1 - beta2) * |g|^2)    (v = |g| at the first step)
+        d = v + eps
+        m = beta1 * m + (1 - beta1) * g,    p = p - lr * (m / (1 - beta1^t) / d + weight_decay * p)
+
+    State: ``step``, ``exp_avg`` (m, in FP32) and ``exp_avg_norm`` (v, one number: a norm and not
+    its square, which could overflow). Each parameter has its own, so that parameters may gain and
+    lose their gradients.
+
+    Arguments:
+        params, lr, betas, eps, weight_decay: as in :class:`torch.optim.AdamW`.
+        bias_correction: False leaves out 1 - beta1^t. (v needs no correction, as it starts at a
+            norm; with `init_zero` it is divided by sqrt(1 - beta2^t).)
+        grad_averaging: the gradient enters m times 1 - beta1; False: as it is.
+        norm_type: 2, or ``inf`` for the largest magnitude, v = beta2 * v + (1 - beta2) * |g|.
+        init_zero: v starts at zero.
+        reg_inside_moment: m = beta1 * m + (1 - beta1) * (g / d + weight_decay * p) and
+            p = p - lr * m / (1 - beta1^t).
+        master_weights, max_grad_norm, skip_nonfinite: as in :class:`ampfuse.optim.AdamW`.
+
+    Raises:
+        TypeError: a parameter of another dtype than float32, float16 and bfloat16. ValueError: an
+            argument out of range.
+    """
+
+    _algorithm = "novograd"
+
+    def __init__(
+        self,
+        params: Any,
+        lr: Any = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        bias_correction: bool = True,
+        grad_averaging: bool = True,
+        norm_type: float = 2,
+        init_zero: bool = False,
+        reg_inside_moment: bool = False,
+        **options: Any,
+    ) -> None:
+        check_range(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "bias_correction": bias_correction,
+            "grad_averaging": grad_averaging,
+            "norm_type": norm_type,
+            "init_zero": init_zero,
+            "reg_inside_moment": reg_inside_moment,
+        }
+        super().__init__(params, defaults, **options)
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        super()._check_group(group)
+        if group["norm_type"] not in (2, float("inf")):
+            raise ValueError(f"norm_type is {group['norm_type']}; it is 2 or inf")
+
+    def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return ("exp_avg",)
+
+    def _columns(self) -> dict[str, Tensor]:
+        return {**super()._columns(), "exp_avg_norm": self._table.norm_averages()}
+
+    def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:
+        beta1, beta2 = group["betas"]
+        return {
+            "lr": group["lr"],
+            "beta1": float(beta1),
+            "beta2": float(beta2),
+            "eps": float(group["eps"]),
+            "weight_decay": float(group["weight_decay"]),
+            "uncorrected": not group["bias_correction"],
+            "unaveraged": not group["grad_averaging"],
+            "infinity_norm": group["norm_type"] != 2,
+            "init_zero": bool(group["init_zero"]),
+            "decoupled": not group["reg_inside_moment"],
+        }

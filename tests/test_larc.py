@@ -1,0 +1,193 @@
+"""LARC around optimizers of ours, of torch and under amp, against its rule in float64."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import reference
+from ampfuse import amp, ops, optim
+from cases import assert_same_bits, bf16, f32, f64, snapshot
+from test_optim import SCHEDULERS
+
+SHAPES = ((40, 50), (7,), (33000,), (0,), (3, 5))
+# name: optimizer over parameters, and whether LARC is part of its step
+INNER = {
+    "ours-sgd": (lambda p, **o: optim.SGD(p, momentum=0.9, **o), "SGD", {"momentum": 0.9}),
+    "torch-sgd": (lambda p, **o: torch.optim.SGD(p, momentum=0.9, **o), "SGD", {"momentum": 0.9}),
+    "ours-adam": (optim.Adam, "Adam", {}),
+    "ours-adamw": (optim.AdamW, "Adam", {}),  # the decay goes through the gradient
+    "torch-adagrad": (torch.optim.Adagrad, "Adagrad", {}),
+    "ours-adagrad": (optim.Adagrad, "Adagrad", {}),
+}
+
+
+def parameters(dtype=f32):
+    params = [torch.randn(shape).to(dtype) for shape in SHAPES]
+    params[1].zero_()  # a norm of zero
+    return [param.requires_grad_() for param in params]
+
+
+@pytest.mark.parametrize("clip", [True, False])
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+@pytest.mark.parametrize("lr", [0.001, 0.1, torch.tensor(0.1)])
+@pytest.mark.parametrize("name", INNER)
+def test_the_rule(name, lr, decay, clip, device):
+    if isinstance(lr, torch.Tensor) and name == "torch-adagrad":
+        pytest.skip("torch's own step with a tensor lr")
+    make, rule, options = INNER[name]
+    params = [param.detach().to(device).requires_grad_() for param in parameters()]
+    number = float(lr)
+    inner = make(params, lr=lr, weight_decay=decay)
+    larc = optim.LARC(inner, trust_coefficient=0.3, clip=clip)
+    exact = [param.detach().cpu().to(f64) for param in params]
+    states = [{} for _ in params]
+    for _ in range(3):
+        for i, param in enumerate(params):
+            grad = torch.randn(param.shape)
+            param.grad = grad.to(device)
+            grad = reference.layerwise(exact[i], grad, number, decay, 0.3, clip=clip)
+            exact[i] = reference.RULES[rule](lr=number, **options).step(exact[i], grad, states[i])
+        kept = [param.grad.clone() for param in params]
+        larc.step()
+        if name.startswith("ours"):
+            assert all(torch.equal(p.grad, g) for p, g in zip(params, kept, strict=True))
+        assert inner.param_groups[0]["weight_decay"] == decay
+    for param, value in zip(params, exact, strict=True):
+        torch.testing.assert_close(param.detach().cpu().to(f64), value, rtol=3e-5, atol=3e-6)
+
+
+def test_clipping_comes_first():
+    params, twins = [torch.randn(50).requires_grad_() for _ in range(2)], []
+    twins = [param.detach().clone().requires_grad_() for param in params]
+    ours = optim.LARC(optim.SGD(params, lr=0.1, weight_decay=0.1, max_grad_norm=0.5))
+    other = optim.LARC(optim.SGD(twins, lr=0.1, weight_decay=0.1))
+    for param, twin in zip(params, twins, strict=True):
+        param.grad = torch.randn(50)
+        twin.grad = param.grad.clone()
+    torch.nn.utils.clip_grad_norm_(twins, 0.5)
+    ours.step()
+    other.step()
+    for param, twin in zip(params, twins, strict=True):
+        torch.testing.assert_close(param, twin)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+@pytest.mark.parametrize("inner", ["SGD", "AdamW", "RMSprop"])
+def test_under_amp(inner, level):
+    """The wrapped optimizer is upgraded: what is not fused runs its own step on the masters."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+    larc = optim.LARC(getattr(torch.optim, inner)(model.parameters(), lr=0.05), 0.5)
+    model, returned = amp.initialize(model, larc, opt_level=level, verbosity=0)
+    assert returned is larc
+    assert isinstance(larc.optim, optim.AmpOptimizer)
+    x = torch.randn(64, 8)
+    y = x.sin().sum(1, keepdim=True)
+    losses = []
+    for step in range(30):
+        larc.zero_grad()
+        loss = (model(x).float() - y).square().mean()
+        with amp.scale_loss(loss, larc) as scaled:
+            scaled.backward()
+        if step == 3 and level not in ("O0", "O4", "O3", "O5"):  # dynamic
+            next(amp.master_params(larc)).grad.view(-1)[0] = float("inf")
+            before = snapshot(larc)
+            larc.step()
+            assert_same_bits(snapshot(larc), before)
+        else:
+            larc.step()
+        losses.append(float(loss.detach()))
+    if not (level == "O3" and inner == "RMSprop"):
+        assert losses[-1] < 0.6 * losses[0]
+
+
+def test_ours_and_the_fused_operation_agree():
+    """Bits differ only in where decay and ratio are rounded."""
+    params = parameters()
+    twins = [param.detach().clone().requires_grad_() for param in params]
+    ours = optim.LARC(optim.SGD(params, lr=0.1, weight_decay=0.01))
+    other = optim.LARC(torch.optim.SGD(twins, lr=0.1, weight_decay=0.01))
+    for _ in range(5):
+        for param, twin in zip(params, twins, strict=True):
+            param.grad = torch.randn_like(param)
+            twin.grad = param.grad.clone()
+        ours.step()
+        other.step()
+    for param, twin in zip(params, twins, strict=True):
+        torch.testing.assert_close(param, twin, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("error:Detected call of")
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize("around", [True, False])
+def test_schedulers(scheduler, around):
+    param = torch.randn(5, requires_grad=True)
+    larc = optim.LARC(torch.optim.SGD([param], lr=0.1, momentum=0.9))
+    schedule = SCHEDULERS[scheduler](larc if around else larc.optim)
+    seen = set()
+    for _ in range(4):
+        param.grad = torch.randn(5)
+        larc.step()
+        schedule.step()
+        seen.add(larc.param_groups[0]["lr"])
+    assert len(seen) > 1
+    assert larc.param_groups is larc.optim.param_groups
+
+
+@pytest.mark.parametrize("copy_", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_wrapper(copy_):
+    param = torch.randn(5, requires_grad=True)
+    larc = optim.LARC(optim.AdamW([param], lr=0.1, master_weights=True), 0.1, False, 1e-6)
+    param.grad = torch.ones(5)
+    assert larc.step(lambda: 7.0) == 7.0
+    other = copy_(larc)
+    assert (other.trust_coefficient, other.clip, other.eps) == (0.1, False, 1e-6)
+    other.param_groups[0]["params"][0].grad = torch.ones(5)
+    other.step()
+    larc.load_state_dict(other.state_dict())
+    assert larc.state[param]["step"] == 2
+    larc.add_param_group({"params": [torch.ones(2, requires_grad=True)]})
+    assert len(larc.optim.param_groups) == 2
+    larc.zero_grad()
+    assert param.grad is None
+    assert repr(larc).startswith("LARC(AdamW")
+    larc.optim = optim.SGD([param], lr=0.1)
+    assert larc.defaults["lr"] == 0.1
+
+
+def test_what_it_does_not_wrap():
+    param = torch.ones(3, requires_grad=True)
+    with pytest.raises(TypeError, match="not a list"):
+        optim.LARC([param])
+    for kind in (optim.LAMB, optim.NovoGrad):
+        with pytest.raises(ValueError, match=f"{kind.__name__} follows the norm"):
+            optim.LARC(kind([param]))
+
+
+@pytest.mark.parametrize("kind", [optim.SGD, torch.optim.SGD])
+def test_torchs_grad_scaler(kind):
+    params = [torch.randn(20).requires_grad_() for _ in range(2)]
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    plain, scaled = (optim.LARC(kind([param], lr=0.1)) for param in params)
+    with torch.no_grad():
+        params[1].copy_(params[0])
+    for _ in range(3):
+        params[0].grad = torch.randn(20)
+        params[1].grad = params[0].grad * 256.0
+        plain.step()
+        scaler.scale(torch.ones(()))
+        scaler.step(scaled)
+        scaler.update()
+    torch.testing.assert_close(params[0], params[1], rtol=1e-6, atol=1e-7)
+
+
+def test_half_gradients_of_another_optimizer():
+    param = torch.randn(300).to(bf16).requires_grad_()
+    larc = optim.LARC(torch.optim.SGD([param], lr=0.1, weight_decay=0.1), 0.01)
+    param.grad = torch.randn(300).to(bf16)
+    exact = reference.layerwise(param, param.grad, 0.1, 0.1, 0.01)
+    larc.step()
+    torch.testing.assert_close(param.grad.to(f64), exact, rtol=0.005, atol=1e-6)
+    assert float(ops.l2norm([param.grad])[0]) > 0

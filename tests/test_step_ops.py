@@ -1,0 +1,157 @@
+"""The steps as functions of lists of tensors: what apex's amp_C had, for whoever builds on them."""
+
+import pytest
+import torch
+
+import reference
+from ampfuse import _core, optim
+from cases import assert_same_bits, bf16, f16, f32, f64, same_bits
+
+SHAPES = ((300,), (33000,), (0,), (7, 5))
+ADAM = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-6, "weight_decay": 0.1, "decoupled": True}
+
+# algorithm: values, the same optimizer of ours, its states in the kernel's order
+CASES = {
+    "sgd": (
+        {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1},
+        lambda p: optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
+        ("momentum_buffer",),
+    ),
+    "adam": (
+        {"lr": 0.1, **ADAM},
+        lambda p: optim.AdamW(p, lr=0.1, betas=(0.9, 0.99), eps=1e-6, weight_decay=0.1),
+        ("exp_avg", "exp_avg_sq"),
+    ),
+    "adagrad": (
+        {"lr": 0.1, "eps": 1e-10, "weight_decay": 0.1},
+        lambda p: optim.Adagrad(p, lr=0.1, weight_decay=0.1),
+        ("sum",),
+    ),
+    "novograd": (
+        {"lr": 0.1, **ADAM, "init_zero": True},
+        lambda p: optim.NovoGrad(
+            p, lr=0.1, betas=(0.9, 0.99), eps=1e-6, weight_decay=0.1, init_zero=True
+        ),
+        ("exp_avg",),
+    ),
+    "lamb": (
+        {"lr": 0.1, **ADAM},
+        lambda p: optim.LAMB(p, lr=0.1, betas=(0.9, 0.99), eps=1e-6, weight_decay=0.1),
+        ("exp_avg", "exp_avg_sq"),
+    ),
+}
+
+
+def tensors(device, dtype=f32):
+    return [torch.randn(shape).to(device, dtype) for shape in SHAPES]
+
+
+def step(algorithm, grads, params, states, steps, values, **more):
+    arguments = {
+        "models": [],
+        "updates": [],
+        "norm_averages": None,
+        "lr_tensor": None,
+        "loss_scale": None,
+        "found_inf": None,
+        **more,
+    }
+    _core.C.step(
+        algorithm,
+        grads=grads,
+        params=params,
+        states=states,
+        steps=steps,
+        values=values,
+        **arguments,
+    )
+
+
+@pytest.mark.parametrize("algorithm", CASES)
+def test_it_is_the_optimizers_step(algorithm, device):
+    values, make, names = CASES[algorithm]
+    own = [param.requires_grad_() for param in tensors(device)]
+    optimizer = make(own)
+    params = [param.detach().clone() for param in own]
+    models = [param.to(bf16) for param in params]
+    states = [[torch.zeros_like(p) for p in params] for _ in names]
+    steps = torch.zeros(len(params), device=device)
+    averages = torch.zeros(len(params), device=device)
+    scale = torch.tensor(4.0, device=device)
+    for _ in range(3):
+        grads = tensors(device)
+        for param, grad in zip(own, grads, strict=True):
+            param.grad = grad
+        optimizer.step()
+        scaled = [grad * 4 for grad in grads]
+        more = {"models": models, "norm_averages": averages, "loss_scale": scale}
+        step(algorithm, scaled, params, states, steps, values, **more)
+    assert steps.tolist() == [3.0 * (param.numel() > 0) for param in params]
+    for i, param in enumerate(own):
+        assert same_bits(params[i], param.detach())
+        assert torch.equal(models[i], params[i].to(bf16))
+        found = {name: states[j][i] for j, name in enumerate(names)}
+        assert_same_bits(found, {name: optimizer.state[param][name] for name in names})
+
+
+@pytest.mark.parametrize("algorithm", CASES)
+def test_a_set_flag_stops_it(algorithm, device):
+    values, _, names = CASES[algorithm]
+    params = tensors(device)
+    states = [[torch.ones_like(p) for p in params] for _ in names]
+    steps, averages = (torch.zeros(len(params), device=device) for _ in range(2))
+    before = [p.clone() for p in params]
+    flag = torch.ones((), device=device)
+    more = {"norm_averages": averages, "found_inf": flag}
+    step(algorithm, tensors(device), params, states, steps, values, **more)
+    assert all(torch.equal(p, b) for p, b in zip(params, before, strict=True))
+    assert not steps.any()
+    assert not averages.any()
+
+
+@pytest.mark.parametrize("dtype", [f32, f16, bf16])
+def test_lamb_in_two_calls(dtype, device):
+    """As apex's stages: the update in the gradient, rounded, then a step with a rate for each."""
+    params, grads = tensors(device, dtype), tensors(device, dtype)
+    states = [[torch.zeros_like(p) for p in params] for _ in range(2)]
+    rule = reference.Lamb(lr=0.1, betas=(0.9, 0.99), eps=1e-6, weight_decay=0.1)
+    exact = [rule.step(p.cpu().to(f64), g.cpu(), {}) for p, g in zip(params, grads, strict=True)]
+    n = len(params)
+    values = CASES["lamb"][0]
+    steps = torch.zeros(n, device=device)
+    step("lamb_update", grads, params, states, steps, values, updates=grads)
+    _, param_norms = _core.C.l2norm(params, True)
+    _, update_norms = _core.C.l2norm(grads, True)
+    both = (param_norms > 0) & (update_norms > 0)
+    rates = 0.1 * torch.where(both, param_norms / update_norms, 1.0)
+    fresh = torch.zeros(n, device=device)
+    step("sgd", grads, params, [], fresh, {}, lr_tensor=rates)
+    for param, value in zip(params, exact, strict=True):
+        tolerance = {f32: 1e-6, f16: 2e-3, bf16: 2e-2}[dtype]
+        found = param.cpu().to(f64)
+        torch.testing.assert_close(found, value, rtol=tolerance, atol=tolerance)
+
+
+def test_norms_of_unscaled_values(device):
+    values = tensors(device, f16)
+    inverse = torch.tensor(0.25, device=device)
+    flag = torch.zeros((), device=device)
+    norm, norms = _core.C.l2norm(values, True, inverse, flag)
+    plain, each = _core.C.l2norm(values, True)
+    torch.testing.assert_close(norm, plain / 4)
+    torch.testing.assert_close(norms, each / 4)
+    assert flag == 0
+    values[0][3] = float("inf")
+    _core.C.l2norm(values, False, inverse, flag)
+    assert flag == 1
+
+
+def test_what_does_not_fit():
+    params = tensors("cpu")
+    steps = torch.zeros(len(params))
+    with pytest.raises(ValueError, match="steps has 3 elements for 4 tensors"):
+        step("sgd", params, params, [], steps[:3], {})
+    with pytest.raises(ValueError, match="novograd needs norm_averages"):
+        step("novograd", params, params, [params], steps, {})
+    with pytest.raises(ValueError, match=r"states\[0\] holds 1"):
+        step("sgd", params, params, [params[:1]], steps, {})
