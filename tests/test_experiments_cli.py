@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from ampfuse.experiments.cli import parse, parser_for
 from ampfuse.experiments.config import ARMS, RunConfig, UsageError
 from ampfuse.experiments.recipes import RECIPES
 from ampfuse.experiments.resolve import resolve
-from ampfuse.experiments.trainers import TRAINERS
+from ampfuse.experiments.trainers import TRAINERS, main
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 PUBLISHED = Path(__file__).parent.parent / "python/ampfuse/experiments/published"
@@ -246,6 +247,20 @@ def test_wrong_flags_are_one_line_and_status_2(line, said, capsys):
     error = capsys.readouterr().err
     assert caught.value.code == 2
     assert said in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("data", ["digits", "synthetic"])
+def test_without_the_extra_one_line_names_it(data, monkeypatch, capsys):
+    missing = {"torchvision", "sklearn"}
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name in missing else find_spec(name)
+    )
+    assert main("cifar", ["--data", data]) == 1
+    error = capsys.readouterr().err
+    named = "torchvision, scikit-learn" if data == "digits" else "torchvision"
+    assert f": {named} missing: pip install 'ampfuse[experiments]'" in error
     assert error.count("\n") == 1
 
 

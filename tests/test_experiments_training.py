@@ -402,6 +402,7 @@ class TestCommand:
             assert f"Total execution time = {result['train_time_s']:.3f} sec" in printed
             assert f"Max memory used by tensors = {result['memory_bytes']} bytes" in printed
         assert "1.00x" in printed
+        assert printed.strip().splitlines()[-1].startswith("Max memory used by tensors = ")
         assert not list(folder.glob("*.pt"))
         assert len(list(folder.rglob("events.out.tfevents.*"))) == 4
 

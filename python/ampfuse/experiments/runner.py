@@ -118,9 +118,9 @@ def _train_all(
         opened.close()
     if place.world.is_main:
         say(report.table(results))
+        say(f"Results: {place.folder.absolute()}")
         if args.closing_lines:
             say(report.closing_lines(results))
-        say(f"Results: {place.folder.absolute()}" if place.folder else "")
     return _DIVERGED if any(result["diverged"] for result in results) else 0
 
 
