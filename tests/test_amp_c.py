@@ -144,9 +144,7 @@ def test_errors(lists, message, flag):
 
 
 def test_what_is_not_here_is_named():
-    with pytest.raises(AttributeError, match=r"multi_tensor_lamb.*LAMB"):
-        amp_C.multi_tensor_lamb  # noqa: B018
-    with pytest.raises(AttributeError, match="it has multi_tensor_axpby"):
+    with pytest.raises(AttributeError, match="it has multi_tensor_adagrad"):
         amp_C.nonsense  # noqa: B018
     assert multi_tensor_applier.available
     assert multi_tensor_applier.chunk_size == 65536

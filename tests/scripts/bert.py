@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from apex import amp
 from apex.amp import _amp_state
 from apex.normalization import FusedLayerNorm as LayerNorm
-from apex.optimizers import FusedAdam
+from apex.optimizers import FusedLAMB
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--fp16", action="store_true", help="use mixed precision")
@@ -73,7 +73,7 @@ def prepare_model_and_optimizer():
             "weight_decay": 0.0,
         },
     ]
-    optimizer = FusedAdam(grouped, lr=args.learning_rate)
+    optimizer = FusedLAMB(grouped, lr=args.learning_rate)
     model, optimizer = amp.initialize(
         model, optimizer, enabled=not args.no_amp, opt_level=args.opt_level, loss_scale="dynamic"
     )

@@ -13,7 +13,7 @@ import torch
 
 _HERE = "ampfuse.compat.apex"
 # Run as a program, or part of how to get in: not parts of apex.
-_NOT_APEX = frozenset({"__main__", "installing", "amp_C"})
+_NOT_APEX = frozenset({"__main__", "installing", "amp_C", "list_steps", "tensor_lists"})
 
 
 def installed_apex() -> str | None:

@@ -8,12 +8,8 @@ from typing import Any
 
 import torch
 
-import ampfuse.optim
 from ampfuse.compat.apex.optimizers.apex_state import as_torch
 from ampfuse.optim import AmpOptimizer
-
-# LAMB, NovoGrad and Adagrad came with the flags that complete SGD and Adam.
-HAS_ALL_FLAGS = hasattr(ampfuse.optim, "LAMB")
 
 
 class ApexOptimizer(AmpOptimizer):
@@ -39,12 +35,6 @@ class ApexOptimizer(AmpOptimizer):
 def refuse_amsgrad(amsgrad: bool, name: str) -> None:
     if amsgrad:
         raise RuntimeError(f"{name} has no AMSGrad variant; ampfuse.optim.Adam has.")
-
-
-def require_flags(flag: str) -> None:
-    """Raise NotImplementedError where ampfuse's kernels do not know `flag`."""
-    if not HAS_ALL_FLAGS:
-        raise NotImplementedError(f"This ampfuse has no {flag}.")
 
 
 @contextlib.contextmanager

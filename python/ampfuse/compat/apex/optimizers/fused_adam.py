@@ -5,12 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ampfuse.compat.apex.optimizers.common import (
-    ApexOptimizer,
-    driven_by,
-    refuse_amsgrad,
-    require_flags,
-)
+from ampfuse.compat.apex.optimizers.common import ApexOptimizer, driven_by, refuse_amsgrad
 from ampfuse.optim import Adam
 
 _REFUSED = ("grads", "output_params", "scale", "grad_norms")
@@ -48,8 +43,6 @@ class FusedAdam(ApexOptimizer, Adam):
         refuse_amsgrad(amsgrad, "FusedAdam")
         if master_weights and not capturable:
             raise RuntimeError("FusedAdam takes master_weights=True with capturable=True only.")
-        if not bias_correction:
-            require_flags("bias_correction=False")
         self.set_grad_none = set_grad_none
         super().__init__(
             params,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ampfuse.compat.apex.optimizers.common import ApexOptimizer, require_flags
+from ampfuse.compat.apex.optimizers.common import ApexOptimizer
 from ampfuse.optim import SGD
 
 
@@ -35,8 +35,6 @@ class FusedSGD(ApexOptimizer, SGD):
         materialize_master_grads: bool = True,
         set_grad_none: bool = False,
     ) -> None:
-        if wd_after_momentum:
-            require_flags("wd_after_momentum")
         params = list(params)
         if lr is None and not all(isinstance(g, dict) and "lr" in g for g in params):
             raise ValueError("FusedSGD needs a learning rate: pass lr.")

@@ -1,6 +1,6 @@
 """``apex.parallel`` on ``torch.nn.parallel`` and ``torch.nn.SyncBatchNorm``."""
 
-import ampfuse.optim
+from ampfuse.compat.apex.parallel import LARC
 from ampfuse.compat.apex.parallel.distributed import DistributedDataParallel, Reducer
 from ampfuse.compat.apex.parallel.sync_batchnorm import (
     SyncBatchNorm,
@@ -9,14 +9,10 @@ from ampfuse.compat.apex.parallel.sync_batchnorm import (
 )
 
 __all__ = [
+    "LARC",
     "DistributedDataParallel",
     "Reducer",
     "SyncBatchNorm",
     "convert_syncbn_model",
     "create_syncbn_process_group",
 ]
-
-if hasattr(ampfuse.optim, "LARC"):
-    from ampfuse.compat.apex.parallel import LARC as LARC
-
-    __all__ += ["LARC"]

@@ -1,0 +1,424 @@
+"""The optimizers of ``amp_C`` against apex's formulas, written plainly in float64."""
+
+import functools
+import itertools
+
+import pytest
+import torch
+
+from ampfuse.compat.apex import amp_C
+from cases import bf16, f16, f32, f64
+
+SIZES = (300, 5, 40000, 1)
+CHUNKS = (65536, 333)
+LR, BETA1, BETA2, EPS, WD = 0.1, 0.9, 0.99, 1e-6, 0.1
+T = 3  # the step
+TOLERANCE = {f32: 2e-6, f16: 1e-3, bf16: 8e-3}
+
+
+def randn(dtype=f32, device="cpu"):
+    return [torch.randn(size).to(device, dtype) for size in SIZES]
+
+
+def rand(dtype=f32, device="cpu"):
+    return [torch.rand(size).add(0.1).to(device, dtype) for size in SIZES]
+
+
+def flag(value, device):
+    return torch.full((1,), value, dtype=torch.int32, device=device)
+
+
+def number(value, device, dtype=f32):
+    return torch.tensor([value], dtype=dtype, device=device)
+
+
+def exact(lists):
+    return [[t.detach().cpu().to(f64) for t in tensors] for tensors in lists]
+
+
+def copies(lists):
+    return [[t.clone() for t in tensors] for tensors in lists]
+
+
+def assert_lists(found, expected):
+    for tensors, values in zip(found, expected, strict=True):
+        for t, v in zip(tensors, values, strict=True):
+            tolerance = TOLERANCE[t.dtype]
+            torch.testing.assert_close(t.cpu().to(f64), v, rtol=tolerance, atol=tolerance)
+
+
+def assert_unchanged(found, before):
+    for tensors, values in zip(found, before, strict=True):
+        for t, v in zip(tensors, values, strict=True):
+            torch.testing.assert_close(t, v, rtol=0, atol=0, equal_nan=True)
+
+
+def corrections(bc, t=T):
+    return (1 - BETA1**t, 1 - BETA2**t) if bc else (1.0, 1.0)
+
+
+def adam(lists, mode, bc, t=T, lr=LR):
+    """(parameters, exp_avg, exp_avg_sq) after the step."""
+    c1, c2 = corrections(bc, t)
+    result = []
+    for g, p, m, v in zip(*lists, strict=True):
+        g = g if mode else g + WD * p
+        m, v = BETA1 * m + (1 - BETA1) * g, BETA2 * v + (1 - BETA2) * g * g
+        u = (m / c1) / ((v / c2).sqrt() + EPS)
+        result.append((p - lr * (u + WD * p if mode else u), m, v))
+    return [list(column) for column in zip(*result, strict=True)]
+
+
+def lamb_update(lists, k, decays, mode, bc, averaging, t=T):
+    """(updates, exp_avg, exp_avg_sq)."""
+    c1, c2 = corrections(bc, t)
+    result = []
+    for g, p, m, v, wd in zip(*lists, decays, strict=True):
+        g = g / k if mode else g / k + wd * p
+        m = BETA1 * m + (1 - BETA1 if averaging else 1) * g
+        v = BETA2 * v + (1 - BETA2) * g * g
+        u = (m / c1) / ((v / c2).sqrt() + EPS)
+        result.append((u + wd * p if mode else u, m, v))
+    return [list(column) for column in zip(*result, strict=True)]
+
+
+def lamb_apply(params, updates, has_ratio):
+    ratios = [p.norm() / u.norm() if has_ratio else 1 for p, u in zip(params, updates, strict=True)]
+    return [p - LR * r * u for p, u, r in zip(params, updates, ratios, strict=True)]
+
+
+@pytest.mark.parametrize("models", [None, f16, bf16])
+@pytest.mark.parametrize(("late", "first"), list(itertools.product((False, True), (False, True))))
+@pytest.mark.parametrize(("momentum", "nesterov"), [(0.0, False), (0.9, False), (0.9, True)])
+@pytest.mark.parametrize("dtype", [f32, f16, bf16])
+def test_sgd(dtype, momentum, nesterov, late, first, models, device):
+    kind = f32 if models else dtype
+    lists = [randn(dtype, device), randn(kind, device), randn(kind, device)]
+    grads, params, buffers = exact(lists)
+    if models:
+        lists.append(randn(models, device))
+    noop = flag(0, device)
+    dampening = 0.0 if nesterov else 0.3
+    options = (WD, momentum, dampening, LR, nesterov, first, late, 0.3)
+    assert amp_C.multi_tensor_sgd(333, noop, lists, *options) is None
+    new, moved = [], []
+    for g, p, m in zip(grads, params, buffers, strict=True):
+        g = g * 0.3 if late else g * 0.3 + WD * p
+        if momentum:
+            m = g if first else momentum * m + (1 - dampening) * g
+            g = g + momentum * m if nesterov else m
+        g = g + WD * p if late else g
+        new.append(p - LR * g)
+        moved.append(m)
+    assert_lists(lists[1:3], [new, moved])
+    if models:
+        assert all(torch.equal(h, p.to(models)) for p, h in zip(lists[1], lists[3], strict=True))
+    assert noop.item() == 0
+
+
+@pytest.mark.parametrize("dtype", [f16, bf16])
+def test_sgd_rounds_the_step_of_half_weights_before_adding_it(dtype, device):
+    lists = [[torch.linspace(0.5, 2, 5001).to(device, dtype)] for _ in range(3)]
+    lists[1] = [torch.linspace(2, 4, 5001).flip(0).to(device, dtype)]
+    g, p = lists[0][0].clone(), lists[1][0].clone()
+    amp_C.multi_tensor_sgd(333, flag(0, device), lists, 0, 0, 0, 0.3, False, True, False, 1.0)
+    twice = p + (-0.3 * g.float()).to(dtype)
+    once = (p.float() - 0.3 * g.float()).to(dtype)
+    assert torch.equal(lists[1][0], twice)
+    assert not torch.equal(once, twice)
+
+
+@pytest.mark.parametrize(("mode", "bc"), list(itertools.product((0, 1), (0, 1))))
+@pytest.mark.parametrize("dtype", [f32, f16, bf16])
+@pytest.mark.parametrize("set_flag", [0, 1])
+def test_adam(set_flag, dtype, mode, bc, device):
+    """It ignores the flag."""
+    lists = [randn(dtype, device), randn(dtype, device), randn(f32, device), rand(f32, device)]
+    expected, noop = adam(exact(lists), mode, bc), flag(set_flag, device)
+    amp_C.multi_tensor_adam(333, noop, lists, LR, BETA1, BETA2, EPS, T, mode, bc, WD)
+    assert_lists(lists[1:], expected)
+    assert noop.item() == set_flag
+
+
+@pytest.mark.parametrize(("mode", "bc"), list(itertools.product((0, 1), (0, 1))))
+@pytest.mark.parametrize("dtype", [f32, f16, bf16])
+@pytest.mark.parametrize("master", [False, True])
+def test_capturable_adam(master, dtype, mode, bc, device):
+    lists = [randn(dtype, device), randn(dtype, device), randn(f32, device), rand(f32, device)]
+    start, grads = exact(lists), copies(lists)[0]
+    if master:
+        lists.append(randn(f32, device))
+        start[1] = exact(lists)[4]
+    start[0] = [g / 8 for g in start[0]]
+    params, *states = adam(start, mode, bc)
+    numbers = [number(LR, device), number(T, device, torch.int32), number(0.125, device)]
+    options = [numbers[0], BETA1, BETA2, EPS, numbers[1], mode, bc, WD, numbers[2]]
+    name = "multi_tensor_adam_capturable" + "_master" * master
+    getattr(amp_C, name)(333, flag(0, device), lists, *options)
+    assert_lists([lists[4] if master else lists[1], *lists[2:4]], [params, *states])
+    assert_unchanged([lists[0]], [[(g.float() / 8).to(dtype) for g in grads]])
+    if master:
+        assert_unchanged([lists[1]], [[p.to(dtype) for p in lists[4]]])
+    assert numbers[1].item() == T
+
+
+@pytest.mark.parametrize("mode", [0, 1])
+@pytest.mark.parametrize("dtype", [f32, f16, bf16])
+def test_adagrad(dtype, mode, device):
+    lists = [randn(dtype, device), randn(dtype, device), rand(dtype, device)]
+    new, sums = [], []
+    for g, p, h in zip(*exact(lists), strict=True):
+        g = g if mode else g + WD * p
+        h = h + g * g
+        u = g / (h.sqrt() + EPS)
+        new.append(p - LR * (u + WD * p if mode else u))
+        sums.append(h)
+    amp_C.multi_tensor_adagrad(333, flag(1, device), lists, LR, EPS, mode, WD)
+    assert_lists(lists[1:], [new, sums])
+
+
+@pytest.mark.parametrize(
+    ("mode", "bc", "averaging", "kind"), list(itertools.product((0, 1), (0, 1), (0, 1), (0, 2)))
+)
+@pytest.mark.parametrize("dtype", [f32, f16])
+def test_novograd(dtype, mode, bc, averaging, kind, device):
+    lists = [randn(dtype, device), randn(dtype, device), randn(dtype, device)]
+    norms = torch.rand(len(SIZES), device=device) + 1
+    c1, c2 = corrections(bc)
+    new, moments, averages = [], [], []
+    for g, p, m, v in zip(*exact(lists), norms.cpu().to(f64), strict=True):
+        if kind == 2:
+            v = (BETA2 * v**2 + (1 - BETA2) * g.norm() ** 2).sqrt()
+        else:
+            v = BETA2 * v + (1 - BETA2) * g.abs().max()
+        d = v / c2**0.5 + EPS
+        g = g if mode else g / d + WD * p
+        m = BETA1 * m + (1 - BETA1 if averaging else 1) * g
+        new.append(p - LR * ((m / c1) / d + WD * p if mode else m / c1))
+        moments.append(m)
+        averages.append(v)
+    noop = flag(0, device)
+    options = (norms, LR, BETA1, BETA2, EPS, T, bc, WD, averaging, mode, kind)
+    amp_C.multi_tensor_novograd(333, noop, lists, *options)
+    assert_lists([*lists[1:], list(norms)], [new, moments, averages])
+    assert noop.item() == 0
+    lists[0][1][2] = float("inf")
+    amp_C.multi_tensor_novograd(333, noop, lists, *options)
+    assert noop.item() == 1
+
+
+LAMB_FLAGS = [
+    (1, 1, 1, WD, False, 10.0),
+    (0, 1, 1, WD, False, 10.0),
+    (1, 0, 1, WD, False, 10.0),
+    (1, 1, 0, WD, False, 10.0),
+    (1, 1, 1, 0.0, False, 10.0),
+    (1, 1, 1, 0.0, True, 10.0),
+    (0, 0, 0, 0.0, False, float("inf")),
+    (1, 1, 1, WD, True, 1e6),
+]
+
+
+@pytest.mark.parametrize(("mode", "bc", "averaging", "wd", "nvlamb", "largest"), LAMB_FLAGS)
+@pytest.mark.parametrize("dtype", [f32, f16])
+def test_lamb(dtype, mode, bc, averaging, wd, nvlamb, largest, device):
+    """The norms are of the updates as they are rounded into the gradients; the flag is not read."""
+    lists = [randn(dtype, device), randn(dtype, device), randn(dtype, device), rand(dtype, device)]
+    start = exact(lists)
+    norm = torch.cat(start[0]).norm()
+    k = max(float(norm) / largest, 1)
+    expected = lamb_update(start, k, [wd] * len(SIZES), mode, bc, averaging)
+    noop = flag(1, device)
+    options = (LR, BETA1, BETA2, EPS, T, bc, wd, averaging, mode)
+    clip = (number(float(norm), device), largest)
+    amp_C.multi_tensor_lamb(333, noop, lists, *options, *clip, nvlamb)
+    assert_lists([lists[0], *lists[2:]], expected)
+    applied = lamb_apply(start[1], exact(lists)[0], nvlamb or wd != 0)
+    assert_lists([lists[1]], [applied])
+
+
+@pytest.mark.parametrize(("mode", "bc", "averaging", "wd", "nvlamb", "largest"), LAMB_FLAGS)
+@pytest.mark.parametrize("kinds", [(f32, f32), (f16, f16), (f16, f32), (bf16, f32)])
+def test_lamb_mp(kinds, mode, bc, averaging, wd, nvlamb, largest, device):
+    low, high = kinds
+    lists = [randn(low, device), randn(high, device), randn(high, device), rand(high, device)]
+    start = exact(lists)
+    if low != high:
+        lists.append(randn(low, device))
+    norm = float(torch.cat(start[0]).norm())
+    k = max(norm / largest, 1) * 8
+    expected = lamb_update(start, k, [wd] * len(SIZES), mode, bc, averaging)
+    noop = flag(0, device)
+    options = [number(LR, device), BETA1, BETA2, EPS, number(T, device, torch.int32), bc, wd]
+    options += [averaging, mode, number(norm, device), number(largest, device), nvlamb]
+    options += [number(1.0, device), number(0.125, device)]  # found_inf says nothing
+    amp_C.multi_tensor_lamb_mp(333, noop, lists, *options)
+    assert_lists([lists[0], *lists[2:4]], expected)
+    assert_lists([lists[1]], [lamb_apply(start[1], exact(lists)[0], nvlamb or wd != 0)])
+    if low != high:
+        assert_unchanged([lists[4]], [[p.to(low) for p in lists[1]]])
+    assert noop.item() == 0
+
+
+@pytest.mark.parametrize("kinds", list(itertools.product((f32, f16), repeat=3)))
+def test_lamb_in_stages(kinds, device):
+    low, high, out = kinds
+    lists = [randn(low, device), randn(high, device), randn(high, device), rand(high, device)]
+    start, grads = exact(lists), copies(lists)[0]
+    norm = float(torch.cat(start[0]).norm())
+    updates = randn(out, device)
+    decays = [0.1, 0.0, 0.1, 0.3]
+    numbers = (number(norm, device), 10.0)
+    before = torch.tensor(decays, device=device)
+    options = (before, T - 1, BETA1, BETA2, EPS, *numbers)
+    noop = flag(1, device)
+    amp_C.multi_tensor_lamb_stage1_cuda(333, noop, [*lists, updates], *options)
+    expected = lamb_update(start, norm / 10, decays, 1, 1, 1)
+    assert_lists([updates, *lists[2:]], expected)
+    assert_unchanged(lists[:2], [grads, lists[1]])
+    for wd, nvlamb in ((0.1, False), (0.0, False), (0.0, True)):
+        params = [p.clone() for p in lists[1]]
+        norms = [
+            amp_C.multi_tensor_l2norm(333, flag(0, device), [tensors], True)[1]
+            for tensors in (params, updates)
+        ]
+        amp_C.multi_tensor_lamb_stage2_cuda(333, noop, [params, updates], *norms, LR, wd, nvlamb)
+        assert_lists([params], [lamb_apply(start[1], exact([updates])[0], nvlamb or wd != 0)])
+
+
+def arguments(name, device, lists=None):
+    """A call of each, on float32."""
+    one, step = number(1.0, device), number(T, device, torch.int32)
+    moments = (BETA1, BETA2, EPS)
+    norms = torch.ones(len(SIZES), device=device)
+    depth, options = {
+        "sgd": (3, (WD, 0.9, 0.0, LR, False, False, False, 1.0)),
+        "adam": (4, (LR, *moments, T, 1, 1, WD)),
+        "adam_capturable": (4, (one, *moments, step, 1, 1, WD, one / 2)),
+        "adam_capturable_master": (5, (one, *moments, step, 1, 1, WD, one / 2)),
+        "adagrad": (3, (LR, EPS, 1, WD)),
+        "novograd": (3, (norms, LR, *moments, T, 1, WD, 1, 1, 2)),
+        "lamb": (4, (LR, *moments, T, 1, WD, 1, 1, one, 1.0, False)),
+        "lamb_mp": (5, (one, *moments, step, 1, WD, 1, 1, one, one, False, one * 0, one)),
+        "lamb_stage1_cuda": (5, (norms, T, *moments, one, 1.0)),
+        "lamb_stage2_cuda": (2, (norms, norms, LR, WD, False)),
+    }[name]
+    return lists or [rand(f32, device) for _ in range(depth)], options
+
+
+NAMES = [
+    n.removeprefix("multi_tensor_")
+    for n in amp_C.__all__
+    if n.startswith(("multi_tensor_ada", "multi_tensor_la", "multi_tensor_no", "multi_tensor_sg"))
+]
+
+
+def call(name, noop, lists, options, chunk=65536):
+    return getattr(amp_C, f"multi_tensor_{name}")(chunk, noop, lists, *options)
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("sgd", (1, 2)),
+        ("adam_capturable", (1,)),
+        ("adam_capturable_master", (1,)),
+        ("lamb_mp", (1, 2)),
+    ],
+)
+def test_a_set_flag_stops_it(name, values, device):
+    for value in values:
+        lists, options = arguments(name, device)
+        before, noop = copies(lists), flag(value, device)
+        call(name, noop, lists, options)
+        assert_unchanged(lists, before)
+        assert noop.item() == value
+    if name == "sgd":
+        lists = [[t.half() for t in tensors] for tensors in before]
+        before = copies(lists)
+        call(name, flag(1, device), lists, options)
+        assert_unchanged(lists, before)
+
+
+@pytest.mark.parametrize("name", ["adam_capturable", "adam_capturable_master"])
+def test_capturable_adam_stops_for_a_flag_of_one_only(name, device):
+    lists, options = arguments(name, device)
+    before = copies(lists)
+    call(name, flag(2, device), lists, options)
+    assert not any(torch.equal(a, b) for a, b in zip(lists[0], before[0], strict=True))
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+@pytest.mark.parametrize("name", NAMES)
+def test_who_sets_the_flag(name, bad, device):
+    """Those that take norms, and they go on; LAMB with masters keeps these as they are."""
+    for where in (0, 1):
+        lists, options = arguments(name, device)
+        if name == "novograd" and where == 1:
+            continue  # it has no norms of parameters
+        lists[where][2][77] = bad
+        before, noop = copies(lists), flag(0, device)
+        call(name, noop, lists, options)
+        assert noop.item() == (name in ("novograd", "lamb", "lamb_mp"))
+        if name == "lamb_mp":
+            kept = (1, 4) if where == 0 else range(5)
+            assert_unchanged([lists[i] for i in kept], [before[i] for i in kept])
+        call(name, noop, *arguments(name, device))
+        assert noop.item() == (name in ("novograd", "lamb", "lamb_mp"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_chunks_and_neighbours_do_not_matter(name, device):
+    lists, options = arguments(name, device)
+    results = []
+    for chunk in CHUNKS:
+        found = copies(lists)
+        own = [o.clone() if isinstance(o, torch.Tensor) else o for o in options]
+        call(name, flag(0, device), found, own, chunk)
+        results.append(found)
+    assert_unchanged(results[0], results[1])
+    lists = [[*tensors, torch.zeros(0, device=device)] for tensors in lists]
+    own = [
+        torch.cat([o, o[:1]]) if isinstance(o, torch.Tensor) and len(o) == len(SIZES) else o
+        for o in options
+    ]
+    call(name, flag(0, device), lists, own)
+    assert_unchanged([tensors[:-1] for tensors in lists], results[0])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_does_not_fit(name):
+    lists, options = arguments(name, "cpu")
+    refuses = functools.partial(pytest.raises, RuntimeError)
+    before, noop = copies(lists), flag(0, "cpu")
+    with refuses(match=r"takes \d list"):
+        call(name, noop, lists[:1], options)
+    with refuses(match="list 1 3"):
+        call(name, noop, [lists[0], lists[1][:3], *lists[2:]], options)
+    with refuses(match="elements in list 0"):
+        call(name, noop, [lists[0][::-1], *lists[1:]], options)
+    with refuses(match="first list is empty"):
+        call(name, noop, [[] for _ in lists], options)
+    with refuses(match="float64; it takes torch.float32"):
+        call(name, noop, [[t.double() for t in tensors] for tensors in lists], options)
+    wrong = {"sgd": 2, "lamb_mp": 1, "lamb_stage1_cuda": 3, "lamb_stage2_cuda": None}
+    last = wrong.get(name, len(lists) - 1)
+    if last is not None:
+        mixed = [*lists[:last], [t.half() for t in lists[last]], *lists[last + 1 :]]
+        with refuses(match=f"of list {last} is torch.float16"):
+            call(name, noop, mixed, options)
+    assert_unchanged(lists, before)
+
+
+def test_numbers_that_do_not_fit():
+    lists, options = arguments("novograd", "cpu")
+    with pytest.raises(RuntimeError, match="norm_type is 2, or 0"):
+        call("novograd", flag(0, "cpu"), lists, (*options[:-1], 1))
+    with pytest.raises(RuntimeError, match="norm_averages has 3 elements"):
+        call("novograd", flag(0, "cpu"), lists, (options[0][:3], *options[1:]))
+    lists, options = arguments("lamb_stage1_cuda", "cpu")
+    with pytest.raises(RuntimeError, match="per_tensor_decay has 3 elements for 4"):
+        call("lamb_stage1_cuda", flag(0, "cpu"), lists, (options[0][:3], *options[1:]))
+    lists, options = arguments("sgd", "cpu")
+    with pytest.raises(RuntimeError, match=r"list 3 is torch.float32; it takes torch.float16"):
+        call("sgd", flag(0, "cpu"), [*lists, rand()], options)
