@@ -47,16 +47,26 @@ def multi_tensor_sgd(
         values |= {"lr": lr, "weight_decay": wd, "late_decay": late}
         inverse = torch.full((), scale, device=params[0].device).reciprocal()
         models = lists[3] if len(lists) == 4 else []
-        _step("sgd", grads, params, [buffers], steps, values, inverse, stop, models=models)
+        _step(
+            "sgd",
+            grads,
+            params,
+            [buffers],
+            steps,
+            values,
+            loss_scale=inverse,
+            stop=stop,
+            models=models,
+        )
         return
     # apex rounds the step to the type of half parameters before adding it. So the step is made in
     # FP32 by an SGD of rate -1 that starts at zero, and added by another one.
     before, after = (0.0, wd) if wd_after_momentum else (wd, 0.0)
     decayed = _weighted_sum(grads, scale, params, before, torch.float32)
     taken = [torch.zeros_like(g) for g in decayed]
-    _step("sgd", decayed, taken, [buffers], steps, {**values, "lr": -1.0}, None, stop)
+    _step("sgd", decayed, taken, [buffers], steps, {**values, "lr": -1.0}, stop=stop)
     rounded = _weighted_sum(taken, -lr, params, -lr * after, None)
-    _step("sgd", rounded, params, [], steps, {"lr": -1.0}, None, stop)
+    _step("sgd", rounded, params, [], steps, {"lr": -1.0}, stop=stop)
 
 
 def multi_tensor_adam(
@@ -76,7 +86,7 @@ def multi_tensor_adam(
     name = "multi_tensor_adam"
     grads, params, *states = _typed_rows(name, tensor_lists, "abFF")
     values = _moments(lr, beta1, beta2, eps, weight_decay, mode, bias_correction)
-    _step("adam", grads, params, states, _steps(step, params), values, None, None)
+    _step("adam", grads, params, states, _steps(step, params), values)
 
 
 def multi_tensor_adam_capturable(
@@ -153,7 +163,7 @@ def multi_tensor_adagrad(
     name = "multi_tensor_adagrad"
     grads, params, sums = _typed_rows(name, tensor_lists, "aaa")
     values = {"lr": lr, "eps": eps, "weight_decay": weight_decay, "decoupled": float(mode == 1)}
-    _step("adagrad", grads, params, [sums], _steps(1, params), values, None, None)
+    _step("adagrad", grads, params, [sums], _steps(1, params), values)
 
 
 def multi_tensor_novograd(
@@ -194,8 +204,6 @@ def multi_tensor_novograd(
         [exp_avg],
         steps,
         values,
-        None,
-        None,
         norm_averages=grad_norms.detach(),
     )
     _norms(noop_flag, grads)
@@ -230,9 +238,9 @@ def multi_tensor_lamb(
     clip = _clip(global_grad_norm, max_grad_norm, params)
     steps = _steps(step, params)
     param_norms = _norms(noop_flag, params)
-    _step("lamb_update", grads, params, states, steps, values, clip, None, updates=grads)
+    _step("lamb_update", grads, params, states, steps, values, loss_scale=clip, updates=grads)
     rates = _lamb_rates(lr, weight_decay, use_nvlamb, param_norms, _norms(noop_flag, grads))
-    _step("sgd", grads, params, [], steps, {}, None, None, lr=rates)
+    _step("sgd", grads, params, [], steps, {}, lr=rates)
 
 
 def multi_tensor_lamb_mp(
@@ -270,11 +278,21 @@ def multi_tensor_lamb_mp(
     steps = _steps(step, params)
     param_norms = _norms(noop_flag, params)
     stop = _nonzero(noop_flag)
-    _step("lamb_update", grads, params, states, steps, values, clip, stop, updates=grads)
+    _step(
+        "lamb_update",
+        grads,
+        params,
+        states,
+        steps,
+        values,
+        loss_scale=clip,
+        stop=stop,
+        updates=grads,
+    )
     update_norms = _norms(noop_flag, grads)
     rates = _lamb_rates(_number(lr, params), weight_decay, use_nvlamb, param_norms, update_norms)
     stop = _nonzero(noop_flag)
-    _step("sgd", grads, params, [], steps, {}, None, stop, lr=rates, models=models)
+    _step("sgd", grads, params, [], steps, {}, stop=stop, lr=rates, models=models)
 
 
 def multi_tensor_lamb_stage1_cuda(
@@ -304,7 +322,7 @@ def multi_tensor_lamb_stage1_cuda(
         )
         values = _moments(0.0, beta1, beta2, eps, decay, 1, 1)
         steps = _steps(step + 1, params)
-        _step("lamb_update", grads, params, states, steps, values, clip, None, updates=updates)
+        _step("lamb_update", grads, params, states, steps, values, loss_scale=clip, updates=updates)
 
 
 def multi_tensor_lamb_stage2_cuda(
@@ -323,7 +341,7 @@ def multi_tensor_lamb_stage2_cuda(
     param_norms = _of_each(name, "per_tensor_param_norm", per_tensor_param_norm, params)
     update_norms = _of_each(name, "per_tensor_update_norm", per_tensor_update_norm, params)
     rates = _lamb_rates(lr, weight_decay, use_nvlamb, param_norms, update_norms)
-    _step("sgd", updates, params, [], _steps(1, params), {}, None, None, lr=rates)
+    _step("sgd", updates, params, [], _steps(1, params), {}, lr=rates)
 
 
 def _typed_rows(name: str, lists: TensorLists, *kinds: str) -> list[list[Tensor]]:
@@ -358,9 +376,9 @@ def _step(
     states: list[list[Tensor]],
     steps: Tensor,
     values: dict[str, float],
-    loss_scale: Tensor | None,
-    stop: Tensor | None,
     *,
+    loss_scale: Tensor | None = None,
+    stop: Tensor | None = None,
     lr: Tensor | None = None,
     models: Sequence[Tensor] = (),
     updates: Sequence[Tensor] = (),
@@ -399,7 +417,18 @@ def _adam_on_device(
     inverse = _number(inv_scale, params)
     rate = _number(lr, params)
     scale = inverse.reciprocal()
-    _step("adam", grads, params, states, steps, values, scale, stop, lr=rate, models=models)
+    _step(
+        "adam",
+        grads,
+        params,
+        states,
+        steps,
+        values,
+        loss_scale=scale,
+        stop=stop,
+        lr=rate,
+        models=models,
+    )
     checked(ops.unscale, grads, grads, torch.where(stop > 0, torch.ones_like(inverse), inverse))
 
 
