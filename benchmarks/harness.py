@@ -12,7 +12,6 @@ import csv
 import datetime
 import gc
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterable
@@ -22,7 +21,7 @@ from pathlib import Path
 import torch
 
 import ampfuse
-from ampfuse import _core
+from ampfuse import _core, env
 
 RESULTS = Path(__file__).with_name("results")
 
@@ -140,13 +139,7 @@ def hardware(device: torch.device) -> str:
     """What the device calls itself."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    name = platform.processor() or platform.machine()
-    if os.path.exists("/proc/cpuinfo"):
-        with open("/proc/cpuinfo") as file:
-            name = next(
-                (line.split(":")[1] for line in file if line.startswith("model name")), name
-            )
-    return f"{' '.join(name.split())}, {os.cpu_count()} cores"
+    return f"{' '.join(env.cpu_model().split())}, {os.cpu_count()} cores"
 
 
 def _last_level_cache_bytes(device: torch.device) -> int:

@@ -33,8 +33,8 @@ HD float inverse_scale(const InspectArgs& args) {
 
 struct MapArgs {
   float a = 1, b = 1;
-  float* found_inf =
-      nullptr;  // set to 1, never cleared, by a non-finite value in a checked list; may be null
+  // Set to 1, never cleared, by a non-finite value in a checked list; may be null.
+  float* found_inf = nullptr;
 };
 
 class Backend {

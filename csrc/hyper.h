@@ -19,8 +19,8 @@ enum HyperFlag : int32_t {
   kMaximize = 1,   // ascend: the gradient changes sign first
   kNesterov = 2,   // SGD
   kDecoupled = 4,  // AdamW: weight decay acts on the parameter, not through the gradient
-  kFirstStep =
-      8,  // set by advance_row on a row's first applied step: SGD's buffer starts as the gradient
+  // Set by advance_row on a row's first applied step: SGD's buffer starts as the gradient.
+  kFirstStep = 8,
   kUncorrected = 16,     // moments are used without bias correction
   kUnaveraged = 32,      // LAMB, NovoGrad: the gradient enters exp_avg whole, not times 1 - beta1
   kLateDecay = 64,       // SGD: weight decay is added after the momentum

@@ -9,6 +9,7 @@ import argparse
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import NoReturn
 
 
@@ -17,6 +18,20 @@ class OneLineParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message} (--help lists the options)\n")
+
+
+def run_alone(command: ModuleType, argv: list[str] | None, prog: str) -> int:
+    """Run `command`, a module with ``add_arguments`` and ``run``, on `argv` (None: ``sys.argv``).
+
+    Its docstring is the text of ``--help``. Returns the exit status.
+    """
+    parser = OneLineParser(
+        prog=prog,
+        description=command.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_arguments(parser)
+    return command.run(parser, parser.parse_args(argv))
 
 
 def at_least(least: int) -> Callable[[str], int]:

@@ -98,6 +98,11 @@ def cpu_flags() -> frozenset[str]:
     return frozenset((info.get("flags") or info.get("Features") or "").split())
 
 
+def core_count() -> int:
+    """The cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def cpu_has_bf16() -> bool:
     """True if the CPU multiplies BF16 numbers itself (AMX, AVX512-BF16, ARM's BF16)."""
     return not cpu_flags().isdisjoint(("amx_bf16", "avx512_bf16", "bf16"))
@@ -344,8 +349,7 @@ def _os_name() -> str:
 
 
 def _cores() -> str:
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{usable} usable of {os.cpu_count()}"
+    return f"{core_count()} usable of {os.cpu_count()}"
 
 
 def _cpuinfo() -> dict[str, str]:

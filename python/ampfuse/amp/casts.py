@@ -200,15 +200,9 @@ def cast_model(model: nn.Module, dtype: torch.dtype, *, keep_batchnorm_fp32: boo
     FP32 with their running statistics; layer, group and instance norms are cast, as in apex.
     """
     for module in model.modules():
-        keep = keep_batchnorm_fp32 and _is_affine_batch_norm(module)
+        keep = keep_batchnorm_fp32 and is_affine_batch_norm(module)
         to = torch.float32 if keep else dtype
-        for parameter in module._parameters.values():
-            if parameter is None or not parameter.is_floating_point() or parameter.dtype == to:
-                continue
-            gradient, parameter.grad = parameter.grad, None
-            parameter.data = parameter.data.to(to)
-            if gradient is not None:
-                parameter.grad = gradient.to(to)
+        cast_own_parameters(module, to)
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_floating_point() and buffer.dtype != to:
                 module._buffers[name] = buffer.to(to)
@@ -216,7 +210,19 @@ def cast_model(model: nn.Module, dtype: torch.dtype, *, keep_batchnorm_fp32: boo
             module.flatten_parameters()
 
 
-def _is_affine_batch_norm(module: nn.Module) -> bool:
+def cast_own_parameters(module: nn.Module, dtype: torch.dtype) -> None:
+    """Cast `module`'s floating point parameters and their gradients, not its children's."""
+    for parameter in module._parameters.values():
+        if parameter is None or not parameter.is_floating_point() or parameter.dtype == dtype:
+            continue
+        gradient, parameter.grad = parameter.grad, None
+        parameter.data = parameter.data.to(dtype)
+        if gradient is not None:
+            parameter.grad = gradient.to(dtype)
+
+
+def is_affine_batch_norm(module: nn.Module) -> bool:
+    """True for a batch norm (``SyncBatchNorm`` too) that has weights."""
     return isinstance(module, nn.modules.batchnorm._BatchNorm) and module.affine
 
 

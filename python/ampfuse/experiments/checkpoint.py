@@ -11,7 +11,7 @@ import torch
 
 from ampfuse.experiments.arms import Arm
 from ampfuse.experiments.config import RunConfig, UsageError
-from ampfuse.experiments.files import atomic
+from ampfuse.files import atomic
 
 _FORMAT = 1
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+FORMAT = 1  # of the result files
+
 ARMS = ("fp32", "tf32", "amp-fp16", "amp-bf16", "O0", "O1", "O2", "O3", "O4", "O5")
 LEVELS = ARMS[4:]
 

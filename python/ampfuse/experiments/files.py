@@ -1,34 +1,15 @@
-"""Files that are whole or not there: written beside their place, then moved into it."""
+"""The files of results: JSON, names, a place to put them."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import re
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from ampfuse.command_line import cannot_write
 from ampfuse.experiments.config import UsageError
-
-
-@contextlib.contextmanager
-def atomic(path: Path) -> Iterator[BinaryIO]:
-    """A file to write that becomes `path` at the end of the block, and vanishes if that fails."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            yield file
-        os.chmod(name, 0o666 & ~_umask())  # mkstemp's files are for their owner alone
-        os.replace(name, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
-        raise
+from ampfuse.files import atomic
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -58,9 +39,3 @@ def check_writable(option: str, folder: Path) -> None:
     """Raise UsageError if `folder` cannot take files; asked before hours are spent on them."""
     if problem := cannot_write(folder):
         raise UsageError(f"{option}: {problem}")
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -19,10 +19,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ampfuse.command_line import OneLineParser
+from ampfuse.command_line import run_alone
 from ampfuse.experiments import results
 from ampfuse.experiments.config import UsageError
-from ampfuse.experiments.files import atomic, check_writable, file_name
+from ampfuse.experiments.files import check_writable, file_name
+from ampfuse.files import atomic
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -196,13 +197,8 @@ def _selected(rows: Sequence[results.Row], args: argparse.Namespace) -> list[res
 
 def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     """Run the command line `argv` (default: ``sys.argv``) and return the exit status."""
-    parser = OneLineParser(
-        prog=prog or "python -m ampfuse.experiments.make_plot",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_arguments(parser)
-    return run(parser, parser.parse_args(argv))
+    prog = prog or "python -m ampfuse.experiments.make_plot"
+    return run_alone(sys.modules[__name__], argv, prog)
 
 
 if __name__ == "__main__":

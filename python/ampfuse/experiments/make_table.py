@@ -21,9 +21,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ampfuse.command_line import OneLineParser
+from ampfuse.command_line import run_alone
 from ampfuse.experiments.config import UsageError
-from ampfuse.experiments.files import atomic, check_writable
+from ampfuse.experiments.files import check_writable
 from ampfuse.experiments.results import (
     PUBLISHED_FILES,
     ResultsError,
@@ -32,6 +32,7 @@ from ampfuse.experiments.results import (
     measured,
     published,
 )
+from ampfuse.files import atomic
 
 _TRAINERS = {"e1": "cifar", "e2": "cifar", "e3": "cifar", "e4": "imagenet", "e5": "mnist"}
 
@@ -302,13 +303,8 @@ def _one_line(value: Any) -> Any:
 
 def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     """Run the command line `argv` (default: ``sys.argv``) and return the exit status."""
-    parser = OneLineParser(
-        prog=prog or "python -m ampfuse.experiments.make_table",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_arguments(parser)
-    return run(parser, parser.parse_args(argv))
+    prog = prog or "python -m ampfuse.experiments.make_table"
+    return run_alone(sys.modules[__name__], argv, prog)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import platform
 import subprocess
 from importlib import metadata
@@ -30,7 +29,7 @@ def device_facts(device: torch.device) -> dict[str, Any]:
     return {
         "type": "cpu",
         "name": device_name(device),
-        "cores": core_count(),
+        "cores": env.core_count(),
         "threads": torch.get_num_threads(),
         "bf16": env.cpu_has_bf16(),
     }
@@ -73,8 +72,3 @@ def _git_revision() -> str | None:
             edited = git("status", "--porcelain", "--untracked-files=no")
             return git("rev-parse", "--short=12", "HEAD") + ("+" if edited else "")
     return None
-
-
-def core_count() -> int:
-    """The cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

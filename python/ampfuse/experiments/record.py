@@ -21,24 +21,21 @@ from torch import Tensor
 from ampfuse.experiments.config import RunConfig
 from ampfuse.experiments.files import file_name, finite
 
-FORMAT = 1
-
 
 class StepLog:
     """Loss, loss scale and skip of the steps of one interval, on the device."""
 
     def __init__(self, size: int, device: torch.device) -> None:
-        self._values = torch.zeros(3, size, device=device)
+        self._values = torch.zeros(size, 3, device=device)
         self._used = 0
 
     def add(self, loss: Tensor, loss_scale: Tensor, skipped: Tensor) -> None:
-        for row, value in zip(self._values, (loss, loss_scale, skipped), strict=True):
-            row[self._used].copy_(value)
+        torch.stack((loss, loss_scale, skipped), out=self._values[self._used])
         self._used += 1
 
     def flush(self) -> tuple[list[float], list[float], list[bool]]:
         """The interval so far, then forgotten. Waits for the device."""
-        losses, scales, skipped = self._values[:, : self._used].tolist()
+        losses, scales, skipped = self._values[: self._used].T.tolist()
         self._used = 0
         return losses, scales, [bool(value) for value in skipped]
 

@@ -6,11 +6,11 @@ import argparse
 import dataclasses
 from typing import TYPE_CHECKING
 
+from ampfuse import env
 from ampfuse.command_line import positive
 from ampfuse.experiments.arms import check_device, has_tf32
 from ampfuse.experiments.cli import MODES, Trainer
 from ampfuse.experiments.config import ARMS, LEVELS, RunConfig, UsageError
-from ampfuse.experiments.provenance import core_count
 from ampfuse.experiments.recipes import Recipe
 
 if TYPE_CHECKING:
@@ -36,21 +36,19 @@ def resolve(
         raise UsageError("--graph and --compile: choose one; torch.compile has graphs of its own")
     if args.sync_bn and device.type != "cuda":
         raise UsageError("--sync_bn: torch synchronizes batch norm between GPUs only")
+    repeats = _repeats(args, recipe, device)
     notes: list[str] = []
-    configs = []
-    for repeat in range(_repeats(args, recipe, device)):
-        for arm, method, loss_scale in arms:
-            config, said = _config(args, trainer, recipe, model, arm, device)
-            configs.append(
-                dataclasses.replace(
-                    config,
-                    method=method,
-                    loss_scale=loss_scale,
-                    repeat=repeat,
-                    repeats=_repeats(args, recipe, device),
-                )
-            )
-            notes += [note for note in said if note not in notes]
+    first = []
+    for arm, method, loss_scale in arms:
+        config, said = _config(args, trainer, recipe, model, arm, device)
+        first.append(
+            dataclasses.replace(config, method=method, loss_scale=loss_scale, repeats=repeats)
+        )
+        notes += [note for note in said if note not in notes]
+    # Arms take turns, so that whatever else the machine does meets all of them alike.
+    configs = [
+        dataclasses.replace(config, repeat=repeat) for repeat in range(repeats) for config in first
+    ]
     return configs, notes
 
 
@@ -218,7 +216,8 @@ def _config(
     if args.prof > 0:
         settings["iterations"] = args.prof
     if args.workers is None and "workers" in settings:
-        settings["workers"] = min(settings["workers"], core_count())  # more of them slow it down
+        # More of them than cores slow it down.
+        settings["workers"] = min(settings["workers"], env.core_count())
     if args.deterministic:
         settings["cudnn_benchmark"] = False
     if args.workers is not None and args.loader is None and data not in ("digits", "synthetic"):

@@ -18,12 +18,11 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ampfuse.experiments.config import UsageError
+from ampfuse.experiments.config import FORMAT, UsageError
 
 if TYPE_CHECKING:
     import pandas
 
-FORMAT = 1  # of the result files
 PUBLISHED_FILES = {
     "e1": "vgg16_cifar10_2018.csv",
     "e2": "wrn28_10_cifar10_2019.csv",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ampfuse.devices import choose_device, device_name
 from ampfuse.experiments import checkpoint, diagnose, progress, provenance, report, signals
 from ampfuse.experiments.cli import Trainer
 from ampfuse.experiments.config import RunConfig, UsageError
@@ -58,7 +59,7 @@ def _run_command(
     configs, notes = resolve(args, trainer, device)
     if world.size > 1 and args.graph:
         raise UsageError("--graph: capture under torchrun is not supported; leave it out")
-    label = file_name(args.GPU or _label(device))
+    label = file_name(args.GPU or device_name(device))
     folder = args.output / label
     check_writable("--output", folder)
     position = _position(configs, resume)
@@ -81,7 +82,12 @@ def _run_command(
             "device": provenance.device_facts(device),
             "world_size": world.size,
             "environment": provenance.environment(),
-            "command": [Path(sys.executable).name, *_command(trainer), *argv],
+            "command": [
+                Path(sys.executable).name,
+                "-m",
+                f"ampfuse.experiments.{trainer.name}",
+                *argv,
+            ],
         }
         return _train_all(configs, position, task, place, resume, common, args, say)
 
@@ -101,13 +107,11 @@ def _train_all(
     try:
         for i, config in enumerate(configs[position:], start=position):
             of_run = resume if i == position else None
-            config = dataclasses.replace(config, repeats=configs[0].repeats)
             result, saved = _train_one(config, opened, place, of_run, common, args, say)
             results.append(result)
             if saved is not None and not args.checkpoints:
                 saved.unlink(missing_ok=True)
     except Interrupted as stop:
-        opened.close()
         if stop.checkpoint:
             resume_line = _resume_command(common["command"], stop.checkpoint)
             say(f"\nStopped after step {stop.step} and saved. To go on:\n  {resume_line}")
@@ -193,20 +197,12 @@ _DATA_SETTINGS = (
 
 
 def _device(name: str, world: World) -> torch.device:
-    from ampfuse.devices import choose_device
-
     if world.size > 1 and name in ("auto", "cuda") and torch.cuda.is_available():
         name = f"cuda:{world.local_rank}"
     try:
         return choose_device(name)
     except ValueError as error:
         raise UsageError(f"--device: {error}") from None
-
-
-def _label(device: torch.device) -> str:
-    from ampfuse.devices import device_name
-
-    return device_name(device)
 
 
 def _position(configs: Sequence[RunConfig], resume: checkpoint.Checkpoint | None) -> int:
@@ -231,10 +227,6 @@ def _differences(a: RunConfig, b: RunConfig) -> list[str]:
     free = {"epochs", "iterations", "repeats", "print_freq", "evaluate", "workers"}
     names = [field.name for field in dataclasses.fields(RunConfig) if field.name not in free]
     return [name for name in names if getattr(a, name) != getattr(b, name)]
-
-
-def _command(trainer: Trainer) -> list[str]:
-    return ["-m", f"ampfuse.experiments.{trainer.name}"]
 
 
 def _resume_command(command: Sequence[str], path: Path) -> str:

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from ampfuse.experiments import schedule
 from ampfuse.experiments.arms import Arm, build_arm, evaluating
 from ampfuse.experiments.checkpoint import Checkpoint
-from ampfuse.experiments.config import RunConfig
+from ampfuse.experiments.config import FORMAT, RunConfig
 from ampfuse.experiments.distributed import World
 from ampfuse.experiments.graphs import EAGER_STEPS, GraphedStep
 from ampfuse.experiments.measure import RunMemory, StepClock, kernels_used
-from ampfuse.experiments.record import FORMAT, LogFile, Record, StepLog, mean_of_finite, now
+from ampfuse.experiments.record import LogFile, Record, StepLog, mean_of_finite, now
 from ampfuse.experiments.signals import StopWish
 from ampfuse.experiments.tasks import Task
 

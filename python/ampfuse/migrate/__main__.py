@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-import tempfile
 import tokenize
 from pathlib import Path
 
+from ampfuse.files import atomic
 from ampfuse.migrate.imports import rewrite_imports
 from ampfuse.migrate.uses import Use, find_uses
 
@@ -64,15 +63,8 @@ def _as_text(path: Path, use: Use) -> str:
 def _replace(path: Path, data: bytes) -> None:
     """Write `path` at once: whoever reads it meanwhile sees the old file or the new one."""
     target = path.resolve()  # a link stays a link
-    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        os.chmod(name, target.stat().st_mode & 0o7777)
-        os.replace(name, target)
-    except BaseException:
-        os.unlink(name)
-        raise
+    with atomic(target, target.stat().st_mode & 0o7777) as file:
+        file.write(data)
 
 
 if __name__ == "__main__":

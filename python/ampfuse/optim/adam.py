@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ampfuse.optim.fused import FusedOptimizer
+from ampfuse.optim.fused import FusedOptimizer, moment_hyper
 
 _DOC = """{name} with a fused step: a drop-in for :class:`torch.optim.{name}`.
 
@@ -44,16 +44,10 @@ class _AdamBase(FusedOptimizer):
         return (*names, "max_exp_avg_sq") if group["amsgrad"] else names
 
     def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:
-        beta1, beta2 = group["betas"]
         return {
-            "lr": group["lr"],
-            "weight_decay": float(group["weight_decay"]),
-            "beta1": float(beta1),
-            "beta2": float(beta2),
-            "eps": float(group["eps"]),
+            **moment_hyper(group),
             "maximize": bool(group["maximize"]),
             "decoupled": bool(group.get("decoupled_weight_decay", False)),
-            "uncorrected": not group.get("bias_correction", True),
         }
 
 

@@ -212,6 +212,19 @@ class FusedOptimizer(AmpOptimizer):
         self._states_bound = True
 
 
+def moment_hyper(group: dict[str, Any]) -> dict[str, Any]:
+    """The hyper-parameters that all of the Adam family have, for ``_hyper``."""
+    beta1, beta2 = group["betas"]
+    return {
+        "lr": group["lr"],
+        "weight_decay": float(group["weight_decay"]),
+        "beta1": float(beta1),
+        "beta2": float(beta2),
+        "eps": float(group["eps"]),
+        "uncorrected": not group.get("bias_correction", True),
+    }
+
+
 def check_range(*, lr: Any, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
     """Raise ValueError for what no optimizer of the Adam family takes, in torch's words."""
     if isinstance(lr, Tensor) and lr.numel() != 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ampfuse.optim.fused import FusedOptimizer, check_range
+from ampfuse.optim.fused import FusedOptimizer, check_range, moment_hyper
 
 
 class LAMB(FusedOptimizer):
@@ -68,14 +68,8 @@ class LAMB(FusedOptimizer):
         return ("exp_avg", "exp_avg_sq")
 
     def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:
-        beta1, beta2 = group["betas"]
         return {
-            "lr": group["lr"],
-            "beta1": float(beta1),
-            "beta2": float(beta2),
-            "eps": float(group["eps"]),
-            "weight_decay": float(group["weight_decay"]),
-            "uncorrected": not group["bias_correction"],
+            **moment_hyper(group),
             "unaveraged": not group["grad_averaging"],
             "decoupled": bool(group["decoupled_weight_decay"]),
             "trust_all": bool(group["use_nvlamb"]),

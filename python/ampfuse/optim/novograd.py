@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ampfuse.optim.fused import FusedOptimizer, check_range
+from ampfuse.optim.fused import FusedOptimizer, check_range, moment_hyper
 
 
 class NovoGrad(FusedOptimizer):
@@ -82,14 +82,8 @@ class NovoGrad(FusedOptimizer):
         return {**super()._columns(), "exp_avg_norm": self._table.norm_averages()}
 
     def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:
-        beta1, beta2 = group["betas"]
         return {
-            "lr": group["lr"],
-            "beta1": float(beta1),
-            "beta2": float(beta2),
-            "eps": float(group["eps"]),
-            "weight_decay": float(group["weight_decay"]),
-            "uncorrected": not group["bias_correction"],
+            **moment_hyper(group),
             "unaveraged": not group["grad_averaging"],
             "infinity_norm": group["norm_type"] != 2,
             "init_zero": bool(group["init_zero"]),

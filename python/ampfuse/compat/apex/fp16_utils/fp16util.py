@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_ as clip_grad_norm
 
-from ampfuse.amp.casts import cast_model
+from ampfuse.amp.casts import cast_model, cast_own_parameters, is_affine_batch_norm
 
 __all__ = [
     "BN_convert_float",
@@ -36,7 +36,7 @@ class tofp16(nn.Module):
 def BN_convert_float(module: nn.Module) -> nn.Module:
     """Make the batch norms of `module` that have weights float32, in place; return `module`."""
     for part in module.modules():
-        if isinstance(part, nn.modules.batchnorm._BatchNorm) and part.affine:
+        if is_affine_batch_norm(part):
             part.float()
     return module
 
@@ -49,13 +49,7 @@ def network_to_half(network: nn.Module) -> nn.Sequential:
 @torch.no_grad()
 def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
     """Cast `module`'s own floating point parameters, gradients and buffers, not its children's."""
-    for param in module._parameters.values():
-        if param is None or not param.is_floating_point():
-            continue
-        grad, param.grad = param.grad, None
-        param.data = param.data.to(dtype)
-        if grad is not None:
-            param.grad = grad.to(dtype)
+    cast_own_parameters(module, dtype)
     for buffer in module._buffers.values():
         if buffer is not None and buffer.is_floating_point():
             buffer.data = buffer.data.to(dtype)
