@@ -19,6 +19,7 @@ struct InspectArgs {
   const float* scale = nullptr;   // gradients of scaled rows are divided by it; 1 if absent
   bool scale_is_inverse = false;  // ... or multiplied, if it is 1 / scale already
   StepState* state = nullptr;     // receives flag, sum of squares, first offending row
+  bool same_pass = false;         // as the inspection before, see record_inspection()
   float* found_inf = nullptr;  // set to 1, never cleared, if a gradient is non-finite; may be null
   float* norm = nullptr;       // L2 norm over all rows; may be null
   float* row_norms = nullptr;  // [rows] L2 norm of each; may be null
@@ -36,6 +37,21 @@ struct MapArgs {
   // Set to 1, never cleared, by a non-finite value in a checked list; may be null.
   float* found_inf = nullptr;
 };
+
+// Device flags. They travel in a kernel's arguments, of which every CUDA version takes 4 KB.
+struct OverflowFlags {
+  static constexpr int kMax = 128;
+  float* found_inf[kMax];
+  float* shared[kMax];
+  int found_infs = 0, shareds = 0;
+};
+
+HD void update_loss_scale(const LossScale& rule, const OverflowFlags& flags, bool fixed) {
+  bool any = false;
+  for (int i = 0; i < flags.found_infs; ++i) any = any || *flags.found_inf[i] != 0;
+  for (int i = 0; i < flags.shareds && any; ++i) *flags.shared[i] = 1;
+  if (!fixed) update_loss_scale(rule, any);
+}
 
 class Backend {
  public:
@@ -59,10 +75,10 @@ class Backend {
 
   virtual void map(Table& table, MapOp op, const MapArgs& args, void* stream) = 0;
 
-  // Applies the rule to the OR of `count` flags. With `share`, every flag then holds that OR. With
-  // `fixed` (a static scale) the scale stays.
-  virtual void update_scale(const LossScale& rule, float* const* found_inf, int count, bool share,
-                            bool fixed, void* stream) = 0;
+  // Applies the rule to the OR of `flags.found_inf` and sets every `flags.shared` if that is 1.
+  // With `fixed` (a static scale) the scale stays.
+  virtual void update_scale(const LossScale& rule, const OverflowFlags& flags, bool fixed,
+                            void* stream) = 0;
 };
 
 Backend& cpu_backend();

@@ -99,8 +99,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       "update_scale", update_scale, py::arg("scale"), py::arg("growth_tracker"),
       py::arg("hysteresis_tracker"), py::arg("found_infs"), py::arg("growth_factor"),
       py::arg("backoff_factor"), py::arg("growth_interval"), py::arg("min_scale"),
-      py::arg("max_scale"), py::arg("hysteresis"), py::arg("share"), py::arg("dynamic") = true,
-      "Applies the loss-scale rule to the OR of found_infs; with share every flag then holds it.");
+      py::arg("max_scale"), py::arg("hysteresis"), py::arg("shared") = std::vector<torch::Tensor>(),
+      py::arg("dynamic") = true,
+      "Applies the loss-scale rule to the OR of found_infs, and sets the shared flags if it is 1.");
 
   // Local to the module: the tests load it twice, once with the emulated CUDA backend.
   py::class_<ParamTable>(m, "ParamTable", py::module_local(),
@@ -116,7 +117,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("steps", &ParamTable::steps)
       .def("norm_averages", &ParamTable::norm_averages)
       .def("set_hyper", &ParamTable::set_hyper, py::arg("begin"), py::arg("end"),
-           py::arg("lr_tensor"), py::arg("values"))
+           py::arg("lr_tensor"), py::arg("values"),
+           py::arg("schedule") = std::map<std::string, torch::Tensor>())
       .def("accept_model_weights", &ParamTable::accept_model_weights)
       .def("refresh_masters", &ParamTable::refresh_masters, py::arg("all") = false)
       .def("publish_masters", &ParamTable::publish_masters)

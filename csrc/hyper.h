@@ -31,6 +31,17 @@ enum HyperFlag : int32_t {
   kClippedRatio = 2048,  // LARC: ... so that lr times ratio is at most lr
 };
 
+// Hyper-parameters that change from step to step, known in advance: device columns of `steps`
+// values each, null where a value is constant.
+struct Schedule {
+  const double* lr = nullptr;
+  const double* weight_decay = nullptr;
+  const double* momentum = nullptr;
+  const double* beta1 = nullptr;
+  const double* beta2 = nullptr;
+  int64_t steps = 0;
+};
+
 struct RowHyper {
   double lr = 0, weight_decay = 0;
   double momentum = 0, dampening = 0;           // SGD
@@ -38,6 +49,7 @@ struct RowHyper {
   double lr_decay = 0;                          // Adagrad
   double trust_coefficient = 0, trust_eps = 0;  // LARC
   const float* lr_tensor = nullptr;             // device value that replaces lr
+  Schedule schedule;                            // replaces both
   int32_t flags = 0;
 };
 
@@ -70,6 +82,21 @@ struct RowColumns {
 
   HD bool differ_by_row() const { return norm_averages != nullptr || param_norms != nullptr; }
 };
+
+// What the row's hyper-parameters are in step `step` of its schedule, from 0. After its end they
+// stay what they were last.
+HD RowHyper at_step(RowHyper hyper, int64_t step) {
+  if (hyper.lr_tensor) hyper.lr = double(*hyper.lr_tensor);
+  const Schedule& schedule = hyper.schedule;
+  if (schedule.steps == 0) return hyper;
+  const int64_t i = step < schedule.steps ? step : schedule.steps - 1;
+  if (schedule.lr) hyper.lr = schedule.lr[i];
+  if (schedule.weight_decay) hyper.weight_decay = schedule.weight_decay[i];
+  if (schedule.momentum) hyper.momentum = schedule.momentum[i];
+  if (schedule.beta1) hyper.beta1 = schedule.beta1[i];
+  if (schedule.beta2) hyper.beta2 = schedule.beta2[i];
+  return hyper;
+}
 
 HD double power(double base, int64_t exponent) {
   double result = 1;
@@ -107,14 +134,14 @@ HD double layerwise_ratio(const RowHyper& hyper, double lr, double param_norm, d
 
 // Advances the row's columns for the step that `state` decided on and returns its coefficients.
 // A skipped step leaves them alone; its coefficients are never used.
-HD RowCoef advance_row(const RowHyper& hyper, const StepState& state, bool scaled,
+HD RowCoef advance_row(const RowHyper& row_hyper, const StepState& state, bool scaled,
                        const RowColumns& columns, int64_t row) {
   RowCoef coef;
   if (state.skip != 0) return coef;
+  const RowHyper hyper = at_step(row_hyper, state.schedule_step - 1);
   const int64_t count = int64_t(columns.steps[row]) + 1;
   columns.steps[row] = float(count);
-  const double base_lr = hyper.lr_tensor ? double(*hyper.lr_tensor) : hyper.lr;
-  const double lr = base_lr / (1 + double(count - 1) * hyper.lr_decay);
+  const double lr = hyper.lr / (1 + double(count - 1) * hyper.lr_decay);
   const double clip = double(state.clip_coef);
   double multiplier = clip;  // of the unscaled gradient
   double weight_decay = hyper.weight_decay;

@@ -48,4 +48,17 @@ RowHyper hyper_of(const std::map<std::string, double>& values) {
   return hyper;
 }
 
+const double*& schedule_column(Schedule& schedule, const std::string& name) {
+  static const std::map<std::string, const double* Schedule::*> columns = {
+      {"lr", &Schedule::lr},
+      {"weight_decay", &Schedule::weight_decay},
+      {"momentum", &Schedule::momentum},
+      {"beta1", &Schedule::beta1},
+      {"beta2", &Schedule::beta2},
+  };
+  const auto column = columns.find(name);
+  TORCH_CHECK_VALUE(column != columns.end(), "a schedule has no column '", name, "'");
+  return schedule.*column->second;
+}
+
 }  // namespace ampfuse

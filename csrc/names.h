@@ -11,5 +11,7 @@ namespace ampfuse {
 // A ValueError for a name that does not exist.
 Algorithm algorithm_of(const std::string& name);
 RowHyper hyper_of(const std::map<std::string, double>& values);
+// The column of `schedule` by its name.
+const double*& schedule_column(Schedule& schedule, const std::string& name);
 
 }  // namespace ampfuse

@@ -122,9 +122,22 @@ void ParamTable::set_states(
 
 void ParamTable::set_hyper(int64_t begin, int64_t end,
                            const std::optional<torch::Tensor>& lr_tensor,
-                           const std::map<std::string, double>& values) {
+                           const std::map<std::string, double>& values,
+                           const std::map<std::string, torch::Tensor>& schedule) {
   RowHyper hyper = hyper_of(values);
   hyper.lr_tensor = float_pointer(lr_tensor, "lr", device_);
+  for (const auto& [name, column] : schedule) {
+    TORCH_CHECK_VALUE(column.scalar_type() == torch::kFloat64 && column.dim() == 1 &&
+                          column.numel() > 0 && column.is_contiguous() &&
+                          column.device() == device_,
+                      "the schedule's ", name, " has to be a float64 vector on ", device_);
+    TORCH_CHECK_VALUE(hyper.schedule.steps == 0 || hyper.schedule.steps == column.numel(),
+                      "the schedule's ", name, " has ", column.numel(), " steps, another column ",
+                      hyper.schedule.steps);
+    schedule_column(hyper.schedule, name) = column.data_ptr<double>();
+    hyper.schedule.steps = column.numel();
+    schedules_[column.data_ptr()] = column;
+  }
   for (int64_t row = begin; row < end; ++row) table().hyper(row) = hyper;
   layerwise_ = layerwise_ || hyper.flags & kLayerwise;
 }
@@ -192,10 +205,12 @@ torch::Tensor ParamTable::state_field(const std::string& name) const {
   static const std::map<std::string, Field> fields = {
       {"sum_squares", {offsetof(StepState, sum_squares), torch::kFloat64}},
       {"found_inf", {offsetof(StepState, found_inf), torch::kFloat32}},
+      {"pass_found_inf", {offsetof(StepState, pass_found_inf), torch::kFloat32}},
       {"skip", {offsetof(StepState, skip), torch::kFloat32}},
       {"grad_norm", {offsetof(StepState, grad_norm), torch::kFloat32}},
       {"clip_coef", {offsetof(StepState, clip_coef), torch::kFloat32}},
       {"loss_scale", {offsetof(StepState, loss_scale), torch::kFloat32}},
+      {"schedule_step", {offsetof(StepState, schedule_step), torch::kInt64}},
       {"last_bad_row", {offsetof(StepState, last_bad_row), torch::kInt32}},
       {"last_bad_bits", {offsetof(StepState, last_bad_bits), torch::kInt32}},
       {"skipped_steps", {offsetof(StepState, skipped_steps), torch::kInt32}},
@@ -237,8 +252,9 @@ torch::Tensor ParamTable::checked_gradient(const Row& row, const torch::Tensor& 
 
 // The core's inspect over whatever set_gradient() put in place. With `record` the step state hears
 // of it.
-void ParamTable::inspect(const torch::Tensor& scale, bool record) {
+void ParamTable::inspect(const torch::Tensor& scale, bool record, bool same_pass) {
   InspectArgs args;
+  args.same_pass = same_pass;
   args.scale = scale.defined() ? scale.data_ptr<float>() : nullptr;
   args.state = record ? state() : nullptr;
   if (record && needs_row_norms()) {
@@ -279,6 +295,8 @@ void ParamTable::begin_backward() {
     set_gradient(i, none, false, none, none);
   }
   if (fold) inspect(pending_scale_, true);
+  began_early_ = fold && delayed_;
+  delayed_ = false;
   for (Row& row : rows_) {
     torch::Tensor& grad = row.leaf().mutable_grad();
     if (!row.model.defined()) row.accumulated = grad;  // stashed until end_backward
@@ -294,6 +312,7 @@ void ParamTable::begin_backward() {
 }
 
 void ParamTable::mark_backward(const torch::Tensor& scale) {
+  delayed_ = true;
   pending_scale_ = scale.clone();
   for (Row& row : rows_) {
     torch::Tensor& grad = row.leaf().mutable_grad();
@@ -336,7 +355,9 @@ void ParamTable::end_backward(const torch::Tensor& scale, bool check) {
     }
     any = true;
   }
-  if (any) inspect(pending_scale_, check);
+  // Also when the pass left no gradient: the loss scale asks for its verdict.
+  if (any || check) inspect(pending_scale_, check, began_early_);
+  delayed_ = began_early_ = false;
   for (Row& row : rows_) {
     if (!row.grad.defined()) continue;
     if (!row.model.defined()) {
@@ -414,7 +435,7 @@ void ParamTable::zero_grad(bool set_to_none) {
     row.inspected.forget();
     row.spent.forget();
   }
-  materialized_ = unread_ = false;
+  materialized_ = unread_ = delayed_ = false;
   norm_known_ = false;
 }
 
@@ -575,7 +596,7 @@ void ParamTable::finish_step() {
     row.grad.reset();
     row.inspected.forget();
   }
-  materialized_ = unread_ = false;
+  materialized_ = unread_ = delayed_ = false;
   norm_known_ = false;
 }
 

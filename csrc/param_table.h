@@ -47,8 +47,10 @@ class ParamTable {
   torch::Tensor norm_averages();  // float32 [rows], device: NovoGrad's second moments
 
   // Hyper-parameters of rows [begin, end) by the names of RowHyper and HyperFlag; others are off.
+  // `schedule`: float64 columns by the names of Schedule, all of one length; may be empty.
   void set_hyper(int64_t begin, int64_t end, const std::optional<torch::Tensor>& lr_tensor,
-                 const std::map<std::string, double>& values);
+                 const std::map<std::string, double>& values,
+                 const std::map<std::string, torch::Tensor>& schedule);
 
   // The model weights are what the masters round to, now: their present versions count as ours.
   void accept_model_weights();
@@ -121,7 +123,7 @@ class ParamTable {
   bool is_materialized(const Row& row) const { return row.model.defined() && materialized_; }
   torch::Tensor source(const Row& row) const;  // where the row's gradient is now
   torch::Tensor checked_gradient(const Row& row, const torch::Tensor& grad) const;
-  void inspect(const torch::Tensor& scale, bool record);
+  void inspect(const torch::Tensor& scale, bool record, bool same_pass = false);
   void map_masters(MapOp op, const std::vector<int64_t>& rows);
   bool gradients_unchanged() const;
   bool needs_row_norms() const { return algorithm_ == Algorithm::kNovoGrad || layerwise_; }
@@ -133,13 +135,16 @@ class ParamTable {
   std::vector<Row> rows_;
   std::unique_ptr<Table> table_;
   torch::Tensor steps_, norm_averages_, state_;
-  torch::Tensor norms_;            // [kNormColumns, rows]
-  torch::Tensor pending_scale_;    // of pending gradients
+  torch::Tensor norms_;                             // [kNormColumns, rows]
+  torch::Tensor pending_scale_;                     // of pending gradients
+  std::map<const void*, torch::Tensor> schedules_;  // a captured graph may read any of them
   torch::Tensor collected_scale_;  // of the gradients that collect() found; undefined: 1
   bool unread_ = false;            // gradients may wait to be materialized
   bool materialized_ = false;
   bool norm_known_ = false, row_norms_known_ = false;
-  bool layerwise_ = false;  // some row is stepped as in LARC
+  bool delayed_ = false;      // mark_backward() left gradients that nobody inspected
+  bool began_early_ = false;  // the running pass includes them: begin_backward() inspected them
+  bool layerwise_ = false;    // some row is stepped as in LARC
 };
 
 }  // namespace ampfuse

@@ -16,15 +16,18 @@ constexpr uint32_t kInfinityBits =
 
 struct StepState {
   // Gathered by inspect since the last step.
-  double sum_squares = 0;  // of the unscaled gradients, from the last inspection
-  float found_inf = 0;     // 1 if any gradient inspected since the last step held inf or NaN
-  int32_t bad_row = -1;    // the first such row
-  uint32_t bad_bits = 0;   // magnitude bits of its largest element
+  double sum_squares = 0;    // of the unscaled gradients, from the last inspection
+  float found_inf = 0;       // 1 if any gradient inspected since the last step held inf or NaN
+  float pass_found_inf = 0;  // ... in the last backward pass: what the loss scale reacts to
+  int32_t bad_row = -1;      // the first such row
+  uint32_t bad_bits = 0;     // magnitude bits of its largest element
   // Decided for the step that runs; left for whoever asks about it.
   float skip = 0;       // 1: update returns at once and nothing changes
   float grad_norm = 0;  // L2 norm of the unscaled gradients before clipping; NaN where not known
   float clip_coef = 1;
   float loss_scale = 1;  // that the gradients were made with
+  // Applied steps since the schedule began, this one included: skipped steps do not move it.
+  int64_t schedule_step = 0;
   // History, for the overflow report.
   int32_t last_bad_row = -1;
   uint32_t last_bad_bits = 0;
@@ -32,11 +35,13 @@ struct StepState {
 };
 
 // Adds one inspection. `sum_squares` is of all rows; `bad_row` is -1 when every gradient was
-// finite.
-HD void record_inspection(StepState& state, double sum_squares, int32_t bad_row,
-                          uint32_t bad_bits) {
+// finite. `same_pass`: it belongs to the pass of the inspection before it.
+HD void record_inspection(StepState& state, double sum_squares, int32_t bad_row, uint32_t bad_bits,
+                          bool same_pass) {
   state.sum_squares = sum_squares;
+  if (!same_pass) state.pass_found_inf = 0;
   if (bad_row < 0) return;
+  state.pass_found_inf = 1;
   if (state.found_inf == 0 || state.bad_row < 0) {
     state.bad_row = bad_row;
     state.bad_bits = bad_bits;
@@ -72,7 +77,11 @@ HD void decide_step(StepState& state, const StepDecision& decision) {
     state.last_bad_row = state.bad_row;
     state.last_bad_bits = state.bad_bits;
   }
-  if (state.skip != 0) ++state.skipped_steps;
+  if (state.skip != 0) {
+    ++state.skipped_steps;
+  } else {
+    ++state.schedule_step;
+  }
   state.found_inf = 0;
   state.bad_row = -1;
   state.bad_bits = 0;

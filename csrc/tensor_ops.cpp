@@ -252,7 +252,7 @@ void layerwise(const TensorList& grads, const TensorList& params, double lr,
 void update_scale(const torch::Tensor& scale, const torch::Tensor& growth_tracker,
                   const torch::Tensor& hysteresis_tracker, const TensorList& found_infs,
                   double growth_factor, double backoff_factor, int64_t growth_interval,
-                  double min_scale, double max_scale, int64_t hysteresis, bool share,
+                  double min_scale, double max_scale, int64_t hysteresis, const TensorList& shared,
                   bool dynamic) {
   LossScale rule;
   rule.scale = float_pointer(scale, "scale", scale.device());
@@ -264,13 +264,16 @@ void update_scale(const torch::Tensor& scale, const torch::Tensor& growth_tracke
   rule.min_scale = min_scale;
   rule.max_scale = max_scale;
   rule.hysteresis = int32_t(hysteresis);
-  std::vector<float*> flags;
-  for (const torch::Tensor& found_inf : found_infs) {
-    flags.push_back(float_pointer(found_inf, "found_inf", scale.device()));
-  }
+  const size_t count = std::max(found_infs.size(), shared.size());
+  TORCH_CHECK_VALUE(count <= OverflowFlags::kMax, "a loss scaler takes at most ",
+                    OverflowFlags::kMax, " optimizers, and this one has ", count);
+  OverflowFlags flags;
+  for (const torch::Tensor& flag : found_infs)
+    flags.found_inf[flags.found_infs++] = float_pointer(flag, "found_inf", scale.device());
+  for (const torch::Tensor& flag : shared)
+    flags.shared[flags.shareds++] = float_pointer(flag, "a shared flag", scale.device());
   const DeviceScope scope(scale.device());
-  scope.backend().update_scale(rule, flags.data(), int(flags.size()), share, !dynamic,
-                               scope.stream());
+  scope.backend().update_scale(rule, flags, !dynamic, scope.stream());
   if (dynamic) {
     for (const torch::Tensor& tensor : {scale, growth_tracker, hysteresis_tracker})
       bump_version(tensor);

@@ -46,6 +46,7 @@ void layerwise(const TensorList& grads, const TensorList& params, double lr,
 void update_scale(const torch::Tensor& scale, const torch::Tensor& growth_tracker,
                   const torch::Tensor& hysteresis_tracker, const TensorList& found_infs,
                   double growth_factor, double backoff_factor, int64_t growth_interval,
-                  double min_scale, double max_scale, int64_t hysteresis, bool share, bool dynamic);
+                  double min_scale, double max_scale, int64_t hysteresis, const TensorList& shared,
+                  bool dynamic);
 
 }  // namespace ampfuse

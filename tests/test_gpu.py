@@ -137,7 +137,7 @@ def test_update_scale(compare):
         for step in range(20):
             flags = [zero(device), zero(device) + float(step % 7 < 3)]
             _core.C.update_scale(
-                scale, growth, hysteresis, flags, 2.0, 0.5, 3, 16384.0, 131072.0, 2, True, True
+                scale, growth, hysteresis, flags, 2.0, 0.5, 3, 16384.0, 131072.0, 2, flags
             )
             history += [t.clone() for t in (scale, growth, hysteresis, *flags)]
         return named(history=history)

@@ -36,7 +36,7 @@ class Scaler:
             rule["low"],
             rule["high"],
             rule["hysteresis"],
-            share,
+            flags if share else [],
             dynamic,
         )
         return [float(flag) for flag in flags]
@@ -95,7 +95,7 @@ def test_limits(device):
 def test_flags_on_another_device_are_refused():
     scaler = Scaler(4.0)
     far = torch.zeros((), device="meta")
-    arguments = (2.0, 0.5, 1, 0.0, 1e38, 1, False)
+    arguments = (2.0, 0.5, 1, 0.0, 1e38, 1)
     with pytest.raises(ValueError, match="found_inf is on meta"):
         _core.C.update_scale(scaler.scale, scaler.clean, scaler.tolerated, [far], *arguments)
     assert scaler.scale == 4.0

@@ -151,7 +151,7 @@ class CpuBackend : public Backend {
       if (view.chunks[c].row == bad_row) bad_bits = std::max(bad_bits, view.partials[c].largest);
     }
     const double sum = sum_partials<kLanes>(view.partials, view.chunk_count);
-    if (args.state) record_inspection(*args.state, sum, bad_row, bad_bits);
+    if (args.state) record_inspection(*args.state, sum, bad_row, bad_bits, args.same_pass);
     if (args.found_inf && bad_row >= 0) *args.found_inf = 1;
     if (args.norm) *args.norm = norm_of(sum);
     if (args.row_norms || args.row_largest) add_rows(view, 1, args.row_norms, args.row_largest);
@@ -206,14 +206,8 @@ class CpuBackend : public Backend {
     if (found_inf && args.found_inf) *args.found_inf = 1;
   }
 
-  void update_scale(const LossScale& rule, float* const* found_inf, int count, bool share,
-                    bool fixed, void*) override {
-    bool any = false;
-    for (int i = 0; i < count; ++i) any = any || *found_inf[i] != 0;
-    if (share && any) {
-      for (int i = 0; i < count; ++i) *found_inf[i] = 1;
-    }
-    if (!fixed) update_loss_scale(rule, any);
+  void update_scale(const LossScale& rule, const OverflowFlags& flags, bool fixed, void*) override {
+    update_loss_scale(rule, flags, fixed);
   }
 
  private:

@@ -24,21 +24,8 @@ __global__ void __launch_bounds__(kPrepareThreads)
   }
 }
 
-// Flags travel in the kernel's arguments, of which every CUDA version takes 4 KB.
-constexpr int kMaxFlags = 256;
-
-struct Flags {
-  float* flag[kMaxFlags];
-  int count;
-};
-
-__global__ void update_scale_kernel(LossScale rule, Flags flags, bool share, bool fixed) {
-  bool any = false;
-  for (int i = 0; i < flags.count; ++i) any = any || *flags.flag[i] != 0;
-  if (share && any) {
-    for (int i = 0; i < flags.count; ++i) *flags.flag[i] = 1;
-  }
-  if (!fixed) update_loss_scale(rule, any);
+__global__ void update_scale_kernel(LossScale rule, OverflowFlags flags, bool fixed) {
+  update_loss_scale(rule, flags, fixed);
 }
 
 class CudaBackend : public Backend {
@@ -112,15 +99,10 @@ class CudaBackend : public Backend {
     }
   }
 
-  void update_scale(const LossScale& rule, float* const* found_inf, int count, bool share,
-                    bool fixed, void* stream) override {
-    AMPFUSE_CHECK(count <= kMaxFlags, "a loss scaler takes at most ", kMaxFlags,
-                  " optimizers, and this one has ", count);
-    Flags flags = {};
-    flags.count = count;
-    for (int i = 0; i < count; ++i) flags.flag[i] = found_inf[i];
+  void update_scale(const LossScale& rule, const OverflowFlags& flags, bool fixed,
+                    void* stream) override {
     launch(Kernel{"update_scale", update_scale_kernel}, 1, 1, cudaStream_t(stream), rule, flags,
-           share, fixed);
+           fixed);
   }
 };
 

@@ -64,7 +64,9 @@ __global__ void __launch_bounds__(kLanes, kMissing != 0 ? 4 : 1)
   const double sum = sum_partials_by_block(view.partials, view.chunk_count);
   const BadRow bad = find_bad_row(view);
   if (threadIdx.x != 0) return;
-  if (args.state != nullptr) record_inspection(*args.state, sum, bad.row, bad.bits);
+  if (args.state != nullptr) {
+    record_inspection(*args.state, sum, bad.row, bad.bits, args.same_pass);
+  }
   if (args.found_inf != nullptr && bad.row >= 0) *args.found_inf = 1;
   if (args.norm != nullptr) *args.norm = norm_of(sum);
 }

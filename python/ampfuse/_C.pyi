@@ -126,10 +126,10 @@ def update_scale(
     min_scale: float,
     max_scale: float,
     hysteresis: int,
-    share: bool,
+    shared: Sequence[Tensor] = ...,
     dynamic: bool = True,
 ) -> None:
-    """Applies the loss-scale rule to the OR of found_infs; with share every flag then holds it.
+    """Applies the loss-scale rule to the OR of found_infs, and sets the shared flags if it is 1.
 
     `scale` and the flags are float32, the trackers int32, each one element. An overflow resets
     `growth_tracker` and, when it is the `hysteresis`-th, multiplies the scale by `backoff_factor`;
@@ -179,14 +179,22 @@ class ParamTable:
         """NovoGrad's averages of gradient norms: float32, shape (rows,), on the device."""
 
     def set_hyper(
-        self, begin: int, end: int, lr_tensor: Tensor | None, values: Mapping[str, float]
+        self,
+        begin: int,
+        end: int,
+        lr_tensor: Tensor | None,
+        values: Mapping[str, float],
+        schedule: Mapping[str, Tensor] = ...,
     ) -> None:
         """Hyper-parameters of rows begin..end by name; those not named are zero and off.
 
         Numbers: lr, weight_decay, momentum, dampening, beta1, beta2, eps, lr_decay,
         trust_coefficient, trust_eps. Flags: maximize, nesterov, decoupled, uncorrected, unaveraged,
         late_decay, trust_all, infinity_norm, init_zero, layerwise, clipped_ratio; csrc/hyper.h says
-        what each does. `lr_tensor` (float32, device) replaces lr. ValueError: another name.
+        what each does. `lr_tensor` (float32, device) replaces lr. `schedule` (float64 vectors of
+        one length on the device; any of lr, weight_decay, momentum, beta1, beta2) replaces both:
+        element ``schedule_step`` of the step's state holds for the next step that is applied, the
+        last one after its end. ValueError: another name, unequal lengths.
         """
 
     def accept_model_weights(self) -> None:

@@ -399,12 +399,15 @@ TEST(loss_scale) {
         rule.hysteresis = 2;
         rule.min_scale = 16384;
         rule.max_scale = 131072;
-        float* const pointers[] = {flags.get(), flags.get() + 1, flags.get() + 2};
+        OverflowFlags pointers;
+        for (int i = 0; i < 3; ++i) {
+          pointers.found_inf[pointers.found_infs++] = flags.get() + i;
+          if (share) pointers.shared[pointers.shareds++] = flags.get() + i;
+        }
         std::vector<float> history;
         for (int step = 0; step < 20; ++step) {
           flags.write(step % 7 < 3 ? 1.0f : 0.0f, 1);
-          (on_cuda ? *cuda_backend() : cpu_backend())
-              .update_scale(rule, pointers, 3, share, fixed, nullptr);
+          (on_cuda ? *cuda_backend() : cpu_backend()).update_scale(rule, pointers, fixed, nullptr);
           history.insert(history.end(), {scale.read(), float(growth.read()),
                                          float(hysteresis.read()), flags.read(0), flags.read(2)});
           flags.write(0, 0);

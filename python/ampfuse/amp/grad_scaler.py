@@ -219,9 +219,7 @@ class GradScaler(torch.amp.GradScaler):
             self._min_scale,
             self._max_scale,
             self._hysteresis,
-            False,  # each optimizer skips for itself, as in torch
-            True,  # dynamic
-        )
+        )  # nothing is shared: each optimizer skips for itself, as in torch
         self._per_optimizer_states.clear()
         return None
 

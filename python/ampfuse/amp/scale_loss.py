@@ -112,10 +112,6 @@ def scaled_pass(
     """One backward pass of `optimizers` with `scaler`; see :func:`scale_loss`."""
     scale = scaler.snapshot(loss.device)
     check = scaler.dynamic and not (delay_unscale or delay_overflow_check)
-    # The flags of the optimizers remember overflows until the next step; the scale reacts to this
-    # pass alone. So they start at 0 for the pass, and what they remembered is put back after it.
-    # Nobody looked at the gradients of delayed passes yet: begin_backward does, for this pass.
-    remembered = _take_flags(optimizers) if check and _has_delayed(optimizers) else None
     try:
         for optimizer in optimizers:
             optimizer.begin_backward()
@@ -123,42 +119,21 @@ def scaled_pass(
     except BaseException:
         for optimizer in optimizers:
             optimizer.cancel_backward()
-        if remembered is not None:
-            _put_back_flags(optimizers, remembered)
         raise
     if delay_unscale:
         for optimizer in optimizers:
             optimizer.mark_backward(scale)
             optimizer._amp_delayed = True
         return
-    if check and remembered is None:
-        remembered = _take_flags(optimizers)
     for optimizer in optimizers:
         optimizer.end_backward(scale, check)
         optimizer._amp_delayed = False
     if not delay_overflow_check:
-        scaler.update([optimizer.found_inf_flag for optimizer in optimizers])
-    if remembered is not None:
-        _put_back_flags(optimizers, remembered)
-
-
-def _has_delayed(optimizers: Sequence[Any]) -> bool:
-    return any(getattr(optimizer, "_amp_delayed", False) for optimizer in optimizers)
-
-
-def _take_flags(optimizers: Sequence[Any]) -> list[Tensor]:
-    """Set the overflow flags to 0 and return what they were."""
-    flags = [optimizer.found_inf_flag for optimizer in optimizers]
-    taken = [flag.clone() for flag in flags]
-    for flag in flags:
-        flag.zero_()
-    return taken
-
-
-def _put_back_flags(optimizers: Sequence[Any], taken: Sequence[Tensor]) -> None:
-    for optimizer, earlier in zip(optimizers, taken, strict=True):
-        flag = optimizer.found_inf_flag
-        torch.maximum(flag, earlier, out=flag)
+        # The scale reacts to this pass alone; a step skips after any overflow since the last step.
+        scaler.update(
+            [optimizer.pass_found_inf_flag for optimizer in optimizers],
+            [optimizer.found_inf_flag for optimizer in optimizers],
+        )
 
 
 def _set_in_backward(optimizers: Sequence[Any], value: bool) -> None:

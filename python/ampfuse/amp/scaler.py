@@ -118,34 +118,35 @@ class LossScaler:
         return self._scale.to(device=device, copy=True)
 
     @torch.no_grad()
-    def update(self, found_infs: Sequence[Tensor]) -> None:
+    def update(self, found_infs: Sequence[Tensor], shared: Sequence[Tensor] | None = None) -> None:
         """Adapt the scale to one backward pass, and let its optimizers share the verdict.
 
-        `found_infs` are the flags (float32, 0-dim) of the optimizers of this pass. Afterwards all
-        are 1 if any was: an overflow makes every optimizer of the pass skip. A static scale counts
-        the pass and changes neither itself nor the flags.
+        `found_infs` are the flags (float32, 0-dim) of the optimizers' gradients of this pass. If
+        one is 1, all flags of `shared` (without it: of `found_infs`) become 1: an overflow makes
+        every optimizer of the pass skip. A static scale counts the pass and changes neither itself
+        nor the flags.
         """
         if not self.dynamic:
             self._growth_tracker += 1
             return
         # Flags of models on other devices come here and go back, without the host looking at them.
         device = self._scale.device
-        here = [flag.to(device, non_blocking=True) for flag in found_infs]
+        shared = found_infs if shared is None else shared
+        here = [flag.to(device, non_blocking=True) for flag in shared]
         _core.C.update_scale(
             self._scale,
             self._growth_tracker,
             self._hysteresis_tracker,
-            here,
+            [flag.to(device, non_blocking=True) for flag in found_infs],
             self._growth_factor,
             self._backoff_factor,
             self._growth_interval,
             self._min_loss_scale,
             self._max_loss_scale,
             self._hysteresis,
-            True,  # share
-            True,  # dynamic
+            here,
         )
-        for flag, moved in zip(found_infs, here, strict=True):
+        for flag, moved in zip(shared, here, strict=True):
             if moved is not flag:
                 flag.copy_(moved, non_blocking=True)
 

@@ -20,6 +20,7 @@ from ampfuse.optim.masters import HALF_DTYPES, MasterParameter
 
 if TYPE_CHECKING:
     from ampfuse.optim.larc import Layerwise
+    from ampfuse.optim.schedule import Schedule
 
 _OPTIONS = (
     "master_weights",
@@ -28,6 +29,7 @@ _OPTIONS = (
     "skip_on_overflow",
     "_under_amp",
     "_names",
+    "_schedule",
     "_amp_session",  # amp's policy and loss scalers: a copy trains on under amp
 )
 
@@ -96,6 +98,9 @@ class AmpOptimizer(torch.optim.Optimizer):
     _row_params: list[Tensor]
     _states_bound = False
     _loading: dict[str, Any] | None = None
+    _schedule: Schedule | None = None
+    # Where a table that is made anew goes on in the schedule; the table counts from there.
+    _schedule_step: Tensor | int = 0
     _clip_once: float | None = None
     # Set by LARC for the time of a step of its own.
     _layerwise: Layerwise | None = None
@@ -122,6 +127,7 @@ class AmpOptimizer(torch.optim.Optimizer):
             if not params:
                 raise RuntimeError("the optimizer has no parameters; add a parameter group first")
             self._table = _core.C.ParamTable(self._algorithm, params[0].device)
+            self._table.state_field("schedule_step").add_(self._schedule_step)
             self._row_params = []
         names = self._parameter_names()
         for i in range(len(self._row_params), len(params)):
@@ -144,6 +150,12 @@ class AmpOptimizer(torch.optim.Optimizer):
             stepped, model, version = param, None, 0
         self._table.add_row(stepped, model, name, version)
 
+    def _applied_steps(self) -> int:
+        """How many steps were applied since the schedule began. Waits for the device."""
+        if self._table is None:
+            return int(self._schedule_step)
+        return int(self._table.state_field("schedule_step"))
+
     def _parameter_names(self) -> list[str]:
         names = []
         for i, group in enumerate(self.param_groups):
@@ -156,6 +168,8 @@ class AmpOptimizer(torch.optim.Optimizer):
         return names
 
     def _forget_rows(self) -> None:
+        if self._table is not None:
+            self._schedule_step = self._table.state_field("schedule_step").clone()
         self._table = None
         self._states_bound = False
 
@@ -208,6 +222,14 @@ class AmpOptimizer(torch.optim.Optimizer):
     def found_inf_flag(self) -> Tensor:
         """float32, 0-dim, on the device: 1 if a gradient since the last step was not finite."""
         return self._sync_rows().state_field("found_inf")
+
+    @property
+    def pass_found_inf_flag(self) -> Tensor:
+        """float32, 0-dim, on the device: 1 if a gradient of the last backward pass was not finite.
+
+        Passes with ``delay_unscale`` before it belong to it: nobody looked at their gradients then.
+        """
+        return self._sync_rows().state_field("pass_found_inf")
 
     @property
     def last_step(self) -> LastStep:
@@ -367,6 +389,8 @@ class AmpOptimizer(torch.optim.Optimizer):
         state = super().__getstate__()
         options = {key: self.__dict__[key] for key in _OPTIONS if key in self.__dict__}
         options.pop("_names", None)  # keyed by the identity of parameters, which a copy has not
+        if self._schedule is not None:
+            options["_schedule_step"] = self._applied_steps()
         return {**state, **options}
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
 
 from ampfuse.optim.base import AmpOptimizer
 from ampfuse.optim.masters import HALF_DTYPES
+from ampfuse.optim.schedule import tabulate
 
 
 class FusedOptimizer(AmpOptimizer):
@@ -107,6 +109,84 @@ class FusedOptimizer(AmpOptimizer):
             torch.clear_autocast_cache()  # it may hold casts of the weights as they were
         return loss
 
+    # --- schedules ------------------------------------------------------------------------------
+
+    _loaded_schedule_step: int | None = None
+
+    def follow(self, scheduler: LRScheduler | None, steps: int = 0) -> None:
+        """Take lr, weight decay, momentum and betas of each coming step from `scheduler`, tabulated.
+
+        The table lives on the device and is indexed by the steps that were applied, so that a
+        step skipped after an overflow does not use up a rate, and a per-step schedule needs neither
+        ``scheduler.step()`` nor any other work of the host, inside a captured graph too. Rates are
+        doubles, as the scheduler computes them. After the table's end the last row stays.
+
+        The scheduler is run on a copy of the groups and stays as it is; do not call its ``step``
+        any more. ``state_dict`` saves the position (``schedule_step`` in the groups); who resumes
+        makes scheduler and optimizer as at the start, and calls ``follow`` before or after
+        ``load_state_dict``.
+
+        Arguments:
+            scheduler: of ``torch.optim.lr_scheduler`` and of this optimizer; compositions too.
+                None: follow no longer. The groups then hold the values of the next step (waits).
+            steps: the number of steps to tabulate; one ``scheduler.step()`` each.
+
+        Raises:
+            TypeError: a scheduler that needs a metric, or that is not torch's. ValueError: it
+                belongs to another optimizer, ends earlier, or changes another option.
+        """
+        device = self._sync_rows().param(0).device
+        if scheduler is None:
+            self._end_schedule()
+            return
+        self._schedule = tabulate(self, scheduler, int(steps), self._hyper, device)
+        self._table.state_field("schedule_step").fill_(self._loaded_schedule_step or 0)
+        self._loaded_schedule_step = None
+
+    def learning_rates(self) -> Tensor:
+        """Each group's rate in the next applied step: float64, shape (groups,), on the device."""
+        step = self._sync_rows().state_field("schedule_step")
+        rates = []
+        for i, group in enumerate(self.param_groups):
+            scheduled = self._schedule.at(i, step) if self._schedule is not None else {}
+            rate = torch.as_tensor(scheduled.get("lr", group["lr"]), dtype=torch.float64)
+            rates.append(rate.to(step.device).reshape(()))
+        return torch.stack(rates)
+
+    def _end_schedule(self) -> None:
+        schedule, self._schedule = self._schedule, None
+        if schedule is None:
+            return
+        step = self._table.state_field("schedule_step")
+        for i, group in enumerate(self.param_groups):
+            now = {name: value.item() for name, value in schedule.at(i, step).items()}
+            if "beta1" in now or "beta2" in now:
+                beta1, beta2 = group["betas"]
+                group["betas"] = (now.pop("beta1", beta1), now.pop("beta2", beta2))
+            for name, value in now.items():
+                if isinstance(group[name], Tensor):
+                    group[name].fill_(value)
+                else:
+                    group[name] = value
+
+    def state_dict(self) -> dict[str, Any]:
+        state_dict = super().state_dict()
+        if self._schedule is not None:
+            position = self._applied_steps()
+            for group in state_dict["param_groups"]:
+                group["schedule_step"] = position
+        return state_dict
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        positions = [group.pop("schedule_step", None) for group in self.param_groups]
+        if positions and positions[0] is not None:
+            position = int(positions[0])
+            if self._schedule is None:
+                self._loaded_schedule_step = position
+            else:
+                self._sync_rows().state_field("schedule_step").fill_(position)
+
     @torch.no_grad()
     def clip_next_step(self, max_norm: float) -> Tensor:
         if not max_norm > 0:
@@ -121,10 +201,12 @@ class FusedOptimizer(AmpOptimizer):
 
     def _send_hyper(self) -> None:
         """Give the table each group's hyper-parameters, if they changed."""
+        schedule = self._schedule
         row = 0
         for i, group in enumerate(self.param_groups):
             end = row + len(group["params"])
             hyper = self._hyper(group)
+            table = schedule.of_group(i) if schedule is not None else {}
             if self._layerwise is not None:
                 hyper.update(self._layerwise.hyper)
             lr = hyper["lr"]
@@ -136,10 +218,13 @@ class FusedOptimizer(AmpOptimizer):
             else:
                 lr = None
             sent = self._hyper_sent[i] if i < len(self._hyper_sent) else None
-            if sent is None or sent[0] is not lr or sent[1:] != (row, end, hyper):
-                self._table.set_hyper(row, end, lr, hyper)
+            known = sent is not None and sent[0] is lr and sent[1] is schedule
+            if not known or sent[2:] != (row, end, hyper):
+                if known:
+                    _refuse_unread(i, sent[-1], hyper, table)
+                self._table.set_hyper(row, end, lr, hyper, table)
                 del self._hyper_sent[i:]
-                self._hyper_sent.append((lr, row, end, hyper))
+                self._hyper_sent.append((lr, schedule, row, end, hyper))
             row = end
 
     def _group_of(self, row: int) -> dict[str, Any]:
@@ -210,6 +295,20 @@ class FusedOptimizer(AmpOptimizer):
                 self._table.set_states(row, None)  # made at the row's next gradient
         self._bound = self._bindings()
         self._states_bound = True
+
+
+def _refuse_unread(
+    group: int, sent: dict[str, Any], hyper: dict[str, Any], scheduled: Iterable[str]
+) -> None:
+    """Somebody writes to a group what its schedule's table replaces."""
+    for name in scheduled:
+        if sent[name] != hyper[name]:
+            raise RuntimeError(
+                f"{name} of parameter group {group} was changed from {sent[name]} to "
+                f"{hyper[name]}, but the optimizer follows a tabulated schedule and does not read "
+                "it. Do not call scheduler.step() after optimizer.follow(scheduler, ...), or end "
+                "that with optimizer.follow(None)."
+            )
 
 
 def moment_hyper(group: dict[str, Any]) -> dict[str, Any]:
