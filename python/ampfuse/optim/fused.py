@@ -114,7 +114,7 @@ class FusedOptimizer(AmpOptimizer):
     _loaded_schedule_step: int | None = None
 
     def follow(self, scheduler: LRScheduler | None, steps: int = 0) -> None:
-        """Take lr, weight decay, momentum and betas of each coming step from `scheduler`, tabulated.
+        """Tabulate `scheduler` and take each coming step's lr, weight decay, momentum, betas there.
 
         The table lives on the device and is indexed by the steps that were applied, so that a
         step skipped after an overflow does not use up a rate, and a per-step schedule needs neither
