@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "backend.h"
+#include "objects.h"
 #include "param_table.h"
 #include "tensor_ops.h"
 
@@ -102,6 +103,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       py::arg("max_scale"), py::arg("hysteresis"), py::arg("shared") = std::vector<torch::Tensor>(),
       py::arg("dynamic") = true,
       "Applies the loss-scale rule to the OR of found_infs, and sets the shared flags if it is 1.");
+
+  m.def("flattened", flattened, py::arg("containers"), "The objects that containers hold.");
+  m.def("holds", holds, py::arg("containers"), py::arg("known"),
+        "Whether containers hold the very objects of known, in that order.");
 
   // Local to the module: the tests load it twice, once with the emulated CUDA backend.
   py::class_<ParamTable>(m, "ParamTable", py::module_local(),

@@ -72,7 +72,8 @@ class ParamTable {
   // no state yet; nothing has changed then. `scale`: what gradients not pending are multiplied by
   // (a GradScaler's).
   std::vector<int64_t> collect(const std::optional<torch::Tensor>& scale);
-  void measure();  // makes sum_squares that of the collected gradients
+  // Makes sum_squares that of the collected gradients, now rather than in the step.
+  void measure();
   void update(const std::optional<torch::Tensor>& found_inf, double max_norm, bool inspect,
               bool skip_nonfinite);
   void
@@ -101,13 +102,17 @@ class ParamTable {
     torch::Tensor param, model;
     torch::Tensor states[3];
     torch::Tensor accumulated;
-    torch::Tensor grad;  // what the current pass reads
+    torch::Tensor copied_grad;  // the gradient in the parameter's layout, if it has another
     std::string name;
     int64_t model_version =
         0;  // with model_data: what the model weight was when the master last matched it
+    const void* memory[5] = {};  // where param, states and leaf were: see follow_storage()
     const void* model_data = nullptr;
     bool has_states = false;
+    bool has_grad = false;  // the current pass reads one
+    bool is_contiguous = false;
     Identity pending, inspected, spent;
+    bool was_edited() const;  // by somebody else, since the master last matched it
     void match_model();
     const torch::Tensor& leaf() const { return model.defined() ? model : param; }
   };
@@ -121,11 +126,12 @@ class ParamTable {
   void set_gradient(int64_t row, const torch::Tensor& grad, bool scaled,
                     const torch::Tensor& accumulated, const torch::Tensor& out);
   bool is_materialized(const Row& row) const { return row.model.defined() && materialized_; }
-  torch::Tensor source(const Row& row) const;  // where the row's gradient is now
-  torch::Tensor checked_gradient(const Row& row, const torch::Tensor& grad) const;
+  const torch::Tensor& source(const Row& row) const;  // the row's gradient now
+  const torch::Tensor& checked_gradient(Row& row, const torch::Tensor& grad) const;
+  void prefetch_row(int64_t row) const;
+  void measure_collected();
   void inspect(const torch::Tensor& scale, bool record, bool same_pass = false);
   void map_masters(MapOp op, const std::vector<int64_t>& rows);
-  bool gradients_unchanged() const;
   bool needs_row_norms() const { return algorithm_ == Algorithm::kNovoGrad || layerwise_; }
   float* row_norms(NormColumn column);
   StepState* state() const;
@@ -142,9 +148,12 @@ class ParamTable {
   bool unread_ = false;            // gradients may wait to be materialized
   bool materialized_ = false;
   bool norm_known_ = false, row_norms_known_ = false;
-  bool delayed_ = false;      // mark_backward() left gradients that nobody inspected
-  bool began_early_ = false;  // the running pass includes them: begin_backward() inspected them
-  bool layerwise_ = false;    // some row is stepped as in LARC
+  // What collect() found beside the gradients.
+  bool unchanged_ = false;       // they are those that were inspected last
+  std::vector<int64_t> edited_;  // rows whose model weight somebody edited
+  bool delayed_ = false;         // mark_backward() left gradients that nobody inspected
+  bool began_early_ = false;     // the running pass includes them: begin_backward() inspected them
+  bool layerwise_ = false;       // some row is stepped as in LARC
 };
 
 }  // namespace ampfuse

@@ -88,7 +88,8 @@ inline void bump_version(const torch::Tensor& tensor) {
 }
 
 inline int64_t version_of(const torch::Tensor& tensor) {
-  return tensor.is_inference() ? 0 : tensor._version();
+  c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
+  return impl->is_inference() ? 0 : impl->version_counter().current_version();
 }
 
 }  // namespace ampfuse

@@ -139,6 +139,14 @@ def update_scale(
 
 # --- the rows of an optimizer ---
 
+Containers = Sequence[Sequence[object] | Mapping[object, object]] | Mapping[object, object]
+
+def flattened(containers: Containers) -> list[object]:
+    """The objects that lists, or dicts as values, hold: of a list, or a dict as values, of them."""
+
+def holds(containers: Containers, known: list[object]) -> bool:
+    """Whether ``flattened(containers)`` would be the very objects of `known`."""
+
 class ParamTable:
     """The rows of one optimizer; see param_table.h.
 

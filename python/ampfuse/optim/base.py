@@ -114,13 +114,14 @@ class AmpOptimizer(torch.optim.Optimizer):
 
     def _sync_rows(self) -> Any:
         """The table, with a row for each parameter of ``param_groups`` in order."""
+        groups = [group["params"] for group in self.param_groups]
+        if self._table is not None and _core.C.holds(groups, self._row_params):
+            return self._table
         params = list(self._amp_params())
         if self._table is not None:
             known = self._row_params
-            unchanged = all(map(operator.is_, known, params))
-            if unchanged and len(known) == len(params):
-                return self._table
-            if not unchanged or len(known) > len(params):  # replaced, reordered or taken out
+            appended = len(known) < len(params) and all(map(operator.is_, known, params))
+            if not appended:  # replaced, reordered or taken out
                 self._table.refresh_masters()
                 self._forget_rows()
         if self._table is None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
+from ampfuse import _core
 from ampfuse.optim.base import AmpOptimizer
 from ampfuse.optim.masters import HALF_DTYPES
 from ampfuse.optim.schedule import tabulate
@@ -27,7 +27,7 @@ class FusedOptimizer(AmpOptimizer):
     _step_supports_amp_scaling = True
 
     _hyper_sent: list[Any]
-    _bound: tuple[Any, ...]
+    _bound: tuple[list[object], list[tuple[str, ...]]]
 
     def __init__(
         self,
@@ -95,14 +95,14 @@ class FusedOptimizer(AmpOptimizer):
             with torch.enable_grad():
                 loss = closure()
         table = self._sync_rows()
-        if not self._states_bound or self._bound != self._bindings():
+        if not self._states_bound or not self._is_bound():
             self._bind_states()
         self._send_hyper()
         stateless = table.collect(self.__dict__.get("grad_scale"))
         for row in stateless:
             self._init_state(row)
         if stateless:
-            self._bound = self._bindings()
+            self._remember_bindings()
         max_norm, self._clip_once = self._clip_once or self.max_grad_norm or 0.0, None
         table.update(**self._verdict(max_norm))
         if torch.is_autocast_enabled(self._row_params[0].device.type):
@@ -267,13 +267,17 @@ class FusedOptimizer(AmpOptimizer):
         """The number of a state that was loaded or copied; 0 for a fresh one."""
         return state.get(name, 0)
 
-    def _bindings(self) -> tuple[Any, ...]:
-        """What `_bind_states` depends on: every state object, and which states the groups need.
+    # What `_bind_states` depends on: every state object, and which states the groups need. It
+    # changes when somebody clears or exchanges states, or switches momentum or amsgrad on.
 
-        It changes when somebody clears or exchanges states, or switches momentum or amsgrad on.
-        """
-        states = chain.from_iterable(map(dict.values, self.state.values()))
-        return list(map(id, states)), [self._state_names(group) for group in self.param_groups]
+    def _remember_bindings(self) -> None:
+        names = [self._state_names(group) for group in self.param_groups]
+        self._bound = (_core.C.flattened(self.state), names)
+
+    def _is_bound(self) -> bool:
+        states, names = self._bound
+        known = _core.C.holds(self.state, states)
+        return known and names == [self._state_names(group) for group in self.param_groups]
 
     def _bind_states(self) -> None:
         """After a load, a copy, an edit or new rows: the table takes over ``self.state``."""
@@ -293,7 +297,7 @@ class FusedOptimizer(AmpOptimizer):
                 self._init_state(row)
             else:
                 self._table.set_states(row, None)  # made at the row's next gradient
-        self._bound = self._bindings()
+        self._remember_bindings()
         self._states_bound = True
 
 

@@ -1,0 +1,50 @@
+#include "objects.h"
+
+namespace ampfuse {
+namespace {
+
+// visit(object) for each item of a list or tuple, or value of a dict, until it returns false.
+template <class Visit>
+bool for_items(PyObject* container, const Visit& visit) {
+  if (PyDict_Check(container)) {
+    PyObject* value = nullptr;
+    for (Py_ssize_t position = 0; PyDict_Next(container, &position, nullptr, &value);) {
+      if (!visit(value)) return false;
+    }
+    return true;
+  }
+  if (!PyList_Check(container) && !PyTuple_Check(container)) return visit(container);
+  PyObject** const items = PySequence_Fast_ITEMS(container);
+  const Py_ssize_t count = PySequence_Fast_GET_SIZE(container);
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    if (!visit(items[i])) return false;
+  }
+  return true;
+}
+
+template <class Visit>
+bool for_nested_items(PyObject* containers, const Visit& visit) {
+  return for_items(containers, [&](PyObject* inner) { return for_items(inner, visit); });
+}
+
+}  // namespace
+
+pybind11::list flattened(const pybind11::handle& containers) {
+  pybind11::list found;
+  for_nested_items(containers.ptr(), [&](PyObject* object) {
+    found.append(pybind11::handle(object));
+    return true;
+  });
+  return found;
+}
+
+bool holds(const pybind11::handle& containers, const pybind11::list& known) {
+  PyObject** const items = PySequence_Fast_ITEMS(known.ptr());
+  const Py_ssize_t count = PyList_GET_SIZE(known.ptr());
+  Py_ssize_t i = 0;
+  const bool same = for_nested_items(
+      containers.ptr(), [&](PyObject* object) { return i < count && items[i++] == object; });
+  return same && i == count;
+}
+
+}  // namespace ampfuse
