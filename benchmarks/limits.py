@@ -31,7 +31,7 @@ _L1_ELEMENTS = 2048  # times 16 bytes per parameter: 32 KB
 def bounds(
     device: torch.device, array_bytes: int, params: int, update_bytes: int, inspect_bytes: int
 ) -> dict[str, Callable[[], float]]:
-    """"copy" and "limit": functions that measure now, and return milliseconds of a step.
+    """ "copy" and "limit": functions that measure now, and return milliseconds of a step.
 
     Call "copy" first: "limit" takes the bandwidth that it found.
 

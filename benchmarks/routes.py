@@ -265,12 +265,12 @@ def peers(case: Case, device: torch.device) -> dict[str, Peer]:
     """The peers of a case, installed or not, by what their rows are called."""
     routes: dict[str, Peer] = {}
     if case.optimizer in ("AdamW", "SGD"):
-        routes["torch fused"] = _torch(case, "fused")
+        routes["torch fused"] = _torch(case, device, "fused")
         if case.half:
-            routes["torch amp fused"] = _torch(case, "fused", autocast=True)
-        routes["torch foreach"] = _torch(case, "foreach")
+            routes["torch amp fused"] = _torch(case, device, "fused", autocast=True)
+        routes["torch foreach"] = _torch(case, device, "foreach")
         if len(case.sizes) <= _COMPILED_AT_MOST and not case.grouped:
-            routes["torch compiled"] = _torch(case, "compiled")
+            routes["torch compiled"] = _torch(case, device, "compiled")
     elif case.optimizer == "LAMB":
         routes["timm Lamb"] = Peer(_timm_lamb, "timm")
     if case.optimizer == "AdamW" and device.type == "cpu":
@@ -283,12 +283,16 @@ def peers(case: Case, device: torch.device) -> dict[str, Peer]:
     return routes
 
 
-def _torch(case: Case, update: str, autocast: bool = False) -> Peer:
+def _torch(case: Case, device: torch.device, update: str, autocast: bool = False) -> Peer:
     options: dict[str, Any] = dict(OPTIONS[case.optimizer])
     if update != "compiled":
         options[update] = True
-    elif case.optimizer != "SGD":
-        options["lr"] = torch.tensor(options["lr"])  # so that a schedule would not compile again
+    elif case.optimizer == "AdamW":
+        # A tensor, so that a schedule would not compile again. On a GPU the multi-tensor path,
+        # which is the one that compiles into few kernels, takes one only with capturable.
+        options["lr"] = torch.tensor(options["lr"], device=device)
+        if device.type == "cuda":
+            options |= {"foreach": True, "capturable": True}
 
     def build(case: Case, weights: Sequence[Tensor], gradients: Sequence[Tensor]) -> OnMasters:
         def make(params: list[Any]) -> torch.optim.Optimizer:

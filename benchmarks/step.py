@@ -41,7 +41,7 @@ _ARRAY_BYTES = {"cpu": 1 << 30, "cuda": 4 << 30}  # that bandwidth is measured o
 
 def run(case: Case, device: torch.device, repeats: int) -> list[Row]:
     """Measures all variants of a case with as many threads as torch is set to."""
-    weights, gradients = _tensors(case, device)
+    weights, gradients = tensors_of(case, device)
     ours = Ours(case, weights, gradients)
     ours()
     expected = [param.detach().clone() for param in ours.params]
@@ -76,7 +76,7 @@ def run(case: Case, device: torch.device, repeats: int) -> list[Row]:
     )
 
 
-def _tensors(case: Case, device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
+def tensors_of(case: Case, device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
     """Model weights, and gradients that carry the scale if the case has one."""
     random = torch.Generator(device).manual_seed(0)
 

@@ -15,6 +15,7 @@ TENSORS: dict[str, list[Shape]] = {
     "vit-b": vit_b(),
     "vit-b-groups": vit_b(),  # a group for each tensor, as with a learning rate for each layer
     "gpt2-medium": gpt2_medium(),
+    "2000x1": [(1,)] * 2000,
     "2000x500": [(500,)] * 2000,
     "2000x64K": [(65_536,)] * 2000,
 }
@@ -80,7 +81,7 @@ class Case:
     @property
     def moves_memory(self) -> bool:
         """Whether bandwidth can be the limit; of small tensors, calls and launches are the cost."""
-        return self.tensors != "2000x500"
+        return self.params / len(self.sizes) > 500
 
     @property
     def inspect_bytes(self) -> int:
