@@ -1,6 +1,7 @@
 # make demo    trains a small network at O0 to O5 and prints the table
 # make test    runs the tests
-# make bench   measures the optimizer step: three minutes, on a machine that does nothing else
+# make bench   measures the optimizer step: four minutes, on a machine that does nothing else
+#              (BENCH_ARGS=--all: a quarter of an hour)
 # make experiments  measures whole training steps there: E1, E4 and E5, a quarter of an hour
 #
 # Each does all its own set-up: a virtual environment in .venv, torch, the build. A second call does
@@ -10,7 +11,7 @@
 #
 # Nothing but ampfuse and the packages of its extras is installed there, and torch is not touched.
 #
-# Further variables: DEMO_ARGS, TEST_ARGS, BENCH_ARGS; BASE_PYTHON makes .venv (python3); TORCH is
+# Further variables: DEMO_ARGS, TEST_ARGS, BENCH_ARGS and where it writes, BENCH; BASE_PYTHON makes .venv (python3); TORCH is
 # what pip installs there, and TORCH_INDEX where from (https://download.pytorch.org/whl/cpu has CPU
 # builds); AMPFUSE_CUDA and AMPFUSE_CUDA_ARCHS as in the README.
 
@@ -21,6 +22,7 @@ BASE_PYTHON ?= python3
 # The supported versions of torch, from the only line that states them.
 TORCH ?= $(shell sed -n 's/^ *"\(torch>=[^"]*\)".*/\1/p' pyproject.toml)
 TEST_ARGS ?= -n 2
+BENCH ?= benchmarks/results
 
 # What the compiled extension is made of. Python files are not here: the installation in .venv is
 # editable and reads them from this folder.
@@ -54,9 +56,12 @@ test: $(STAMPS)/test
 	$(PY) -m pytest $(TEST_ARGS)
 
 bench: $(STAMPS)/demo
-	$(PY) benchmarks/step.py $(BENCH_ARGS)
-	$(PY) benchmarks/plot.py
-	$(PY) benchmarks/table.py
+	$(PY) benchmarks/step.py --csv $(BENCH)/step_cpu.csv $(BENCH_ARGS)
+	$(PY) benchmarks/host_time.py --csv $(BENCH)/host_time_cpu.csv
+	for name in step host_time; do \
+	  $(PY) benchmarks/plot.py $(BENCH)/$${name}_cpu.csv && \
+	  $(PY) benchmarks/table.py $(BENCH)/$${name}_cpu.csv || exit 1; \
+	done
 
 experiments: $(STAMPS)/experiments
 	PYTHON=$(PY) benchmarks/experiments.sh

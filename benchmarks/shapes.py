@@ -28,7 +28,7 @@ def resnet50() -> list[Shape]:
 
 
 def vit_b() -> list[Shape]:
-    """ViT-B/16 for ImageNet (Dosovitskiy et al., arXiv:2010.11929), as torchvision's: 86,567,656."""
+    """ViT-B/16 for ImageNet (Dosovitskiy et al., arXiv:2010.11929), torchvision's: 86,567,656."""
     width, norm = 768, [(768,), (768,)]
     shapes: list[Shape] = [(1, 1, width), (width, 3, 16, 16), (width,), (1, 1 + 14 * 14, width)]
     for _ in range(12):

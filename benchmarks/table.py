@@ -39,7 +39,7 @@ def cells(case: str, rows: list[Row]) -> dict[str, str]:
 
 def _ratio(theirs: Row, ours: Row) -> str:
     ratio = theirs.median_ms / ours.median_ms
-    return f"{ratio:.1f}x" if ratio >= 1.5 else f"{ratio:.2f}x"
+    return f"{ratio:.1f}x" if ratio >= 1.2 else f"{ratio:.2f}x"
 
 
 def _spread(row: Row) -> str:
