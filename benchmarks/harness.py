@@ -27,6 +27,8 @@ from ampfuse import _core, env
 
 RESULTS = Path(__file__).with_name("results")
 
+_LONGEST_QUEUEING_MS = 200.0
+
 Variants = Mapping[str, Callable[[], object]]
 Times = dict[str, list[float]]
 
@@ -86,8 +88,10 @@ class Clock:
         self.device = device
         self._cold = torch.zeros(_last_level_cache_bytes(device) // 4, device=device)
         if device.type == "cuda":
-            cycles = 10_000_000
-            self._cycles_per_ms = cycles / self._events_ms(lambda: torch.cuda._sleep(cycles), 0)
+            cycles = 50_000_000
+            for _ in range(2):  # the first wakes the clocks
+                taken = self._events_ms(lambda: torch.cuda._sleep(cycles), 0)
+            self._cycles_per_ms = cycles / taken
 
     def milliseconds(self, call: Callable[[], object], queueing_ms: float = 0.0) -> float:
         """Of one call.
@@ -136,9 +140,9 @@ def measure(clock: Clock, variants: Variants, repeats: int, warm_up: int = 2) ->
                     told.append((time.perf_counter() - start) * 1e3)
 
                 taken = clock.milliseconds(run, queueing[name])
-                if round_ < warm_up:
-                    queueing[name] = 0.0 if round_ < warm_up - 1 else 1.5 * told[1]
-                else:
+                if round_ == warm_up - 1:
+                    queueing[name] = min(1.5 * told[1], _LONGEST_QUEUEING_MS)
+                if round_ >= warm_up:
                     times[name].append(told[0] if isinstance(told[0], float) else taken)
     finally:
         gc.enable()

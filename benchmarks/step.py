@@ -167,7 +167,7 @@ def options_of(description: str | None, name: str) -> argparse.Namespace:
     if kind == "cuda":
         options.threads = [1]
     options.threads = options.threads or sorted({1, os.cpu_count() or 1})
-    options.repeats = options.repeats or (3 if options.quick else 11)
+    options.repeats = options.repeats or (3 if options.quick else 9 if kind == "cpu" else 21)
     folder = Path(tempfile.gettempdir()) if options.quick else RESULTS
     options.csv = options.csv or folder / f"{name}_{kind}.csv"
     return options
