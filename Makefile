@@ -11,7 +11,7 @@
 #
 # Nothing but ampfuse and the packages of its extras is installed there, and torch is not touched.
 #
-# Further variables: DEMO_ARGS, TEST_ARGS, BENCH_ARGS and where it writes, BENCH; BASE_PYTHON makes .venv (python3); TORCH is
+# Further variables: DEMO_ARGS, TEST_ARGS, BENCH_ARGS; BASE_PYTHON makes .venv (python3); TORCH is
 # what pip installs there, and TORCH_INDEX where from (https://download.pytorch.org/whl/cpu has CPU
 # builds); AMPFUSE_CUDA and AMPFUSE_CUDA_ARCHS as in the README.
 
@@ -22,7 +22,6 @@ BASE_PYTHON ?= python3
 # The supported versions of torch, from the only line that states them.
 TORCH ?= $(shell sed -n 's/^ *"\(torch>=[^"]*\)".*/\1/p' pyproject.toml)
 TEST_ARGS ?= -n 2
-BENCH ?= benchmarks/results
 
 # What the compiled extension is made of. Python files are not here: the installation in .venv is
 # editable and reads them from this folder.
@@ -56,11 +55,10 @@ test: $(STAMPS)/test
 	$(PY) -m pytest $(TEST_ARGS)
 
 bench: $(STAMPS)/demo
-	$(PY) benchmarks/step.py --csv $(BENCH)/step_cpu.csv $(BENCH_ARGS)
-	$(PY) benchmarks/host_time.py --csv $(BENCH)/host_time_cpu.csv
-	for name in step host_time; do \
-	  $(PY) benchmarks/plot.py $(BENCH)/$${name}_cpu.csv && \
-	  $(PY) benchmarks/table.py $(BENCH)/$${name}_cpu.csv || exit 1; \
+	$(PY) benchmarks/step.py $(BENCH_ARGS)
+	$(PY) benchmarks/host_time.py
+	for csv in benchmarks/results/step_cpu.csv benchmarks/results/host_time_cpu.csv; do \
+	  $(PY) benchmarks/plot.py $$csv && $(PY) benchmarks/table.py $$csv || exit 1; \
 	done
 
 experiments: $(STAMPS)/experiments

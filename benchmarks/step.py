@@ -11,12 +11,14 @@ would take at the bandwidth measured in the same rounds, "copy" at copy bandwidt
 Writes one CSV row per variant; table.py prints and plot.py draws them. Peers are other libraries,
 measured where they are installed (routes.py).
 
-DeepSpeed's CPUAdam is compiled at its first use, by the system's g++ and by ninja, which has to be
-on PATH, against the torch that runs. An environment of its own is enough:
+DeepSpeed's CPUAdam is compiled at its first use (half a minute), by the system's g++ and by ninja,
+which has to be on PATH, against the torch that runs; it asks for no further option. In an
+environment of its own, where ampfuse is installed too:
 
-    python -m venv /tmp/peers
-    /tmp/peers/bin/pip install 'torch==2.14.*' deepspeed ninja . --no-build-isolation
-    PATH=/tmp/peers/bin:$PATH python benchmarks/step.py --only alone
+    python -m venv build/peers
+    build/peers/bin/pip install 'torch==2.14.*' deepspeed ninja
+    build/peers/bin/pip install .
+    PATH=build/peers/bin:$PATH python benchmarks/step.py --only alone
 """
 
 from __future__ import annotations
