@@ -100,6 +100,7 @@ measure() {
 report() {
   local status=0 csv
   for csv in "$OUT"/step_cuda.csv "$OUT"/host_time_cuda.csv; do
+    [ -f "$csv" ] || { status=1; continue; }
     PYTHONPATH="$SITE" "$PYTHON" benchmarks/table.py "$csv" || status=1
     if "$PYTHON" -c 'import matplotlib' 2>/dev/null; then
       PYTHONPATH="$SITE" "$PYTHON" benchmarks/plot.py "$csv" || status=1

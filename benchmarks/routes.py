@@ -331,8 +331,13 @@ def _apex(case: Case, weights: Sequence[Tensor], gradients: Sequence[Tensor]) ->
         raise NotImplementedError("apex has no masters for BF16 parameters")
 
     def make(params: list[Any]) -> torch.optim.Optimizer:
-        masters = {"capturable": True, "master_weights": True} if case.half else {}
-        return FusedAdam(params, adam_w_mode=True, **masters, **OPTIONS["AdamW"])
+        return FusedAdam(
+            params,
+            adam_w_mode=True,
+            capturable=case.scaled or case.half,
+            master_weights=case.half,
+            **OPTIONS["AdamW"],
+        )
 
     return OnHalf(case, weights, gradients, make)
 

@@ -296,6 +296,23 @@ def test_a_peer_that_does_not_run_is_named_and_left_out(load, monkeypatch, capsy
     assert "wrong: not run (AssertionError" in said
 
 
+@pytest.mark.parametrize("does", ["clip", "noclip", "alone"])
+@pytest.mark.parametrize("fused", [True, False], ids=["with a scaler", "no scaler drives it"])
+def test_an_optimizer_on_the_parameters_themselves(load, monkeypatch, capsys, does, fused):
+    step, routes = load("step"), load("routes")
+
+    def build(case, weights, gradients):
+        def make(params):
+            return torch.optim.AdamW(params, fused=fused, **routes.OPTIONS["AdamW"])
+
+        return routes.OnHalf(case, weights, gradients, make)
+
+    monkeypatch.setattr(step, "peers", lambda *arguments: {"peer": routes.Peer(build)})
+    case = load("workloads").Case("AdamW", "2000x500", "fp32", does, quick=True)
+    rows = step.run(case, torch.device("cpu"), repeats=2)
+    assert [row.variant for row in rows] == ["ampfuse", "peer"], capsys.readouterr().out
+
+
 def test_peers_that_memory_does_not_hold_together_are_measured_apart(load, monkeypatch):
     step = load("step")
     monkeypatch.setattr(step, "_free_bytes", lambda device: 0)
