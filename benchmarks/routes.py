@@ -257,8 +257,8 @@ class Peer:
             return self.package
 
 
-# torch.compile takes a quarter of a second for each tensor, or for each group: minutes.
-_COMPILED_AT_MOST = 300
+# Tensors (or groups). torch.compile takes seconds for each on a CPU, a fraction of one on a GPU.
+_COMPILED_AT_MOST = {"cpu": 50, "cuda": 300}
 
 
 def peers(case: Case, device: torch.device) -> dict[str, Peer]:
@@ -269,7 +269,7 @@ def peers(case: Case, device: torch.device) -> dict[str, Peer]:
         if case.half:
             routes["torch amp fused"] = _torch(case, device, "fused", autocast=True)
         routes["torch foreach"] = _torch(case, device, "foreach")
-        if len(case.sizes) <= _COMPILED_AT_MOST and not case.grouped:
+        if len(case.sizes) <= _COMPILED_AT_MOST[device.type] and not case.grouped:
             routes["torch compiled"] = _torch(case, device, "compiled")
     elif case.optimizer == "LAMB":
         routes["timm Lamb"] = Peer(_timm_lamb, "timm")

@@ -26,7 +26,7 @@ def load(monkeypatch):
     """A module of the benchmarks by name, with small caches to flush and nothing to compile."""
     monkeypatch.syspath_prepend(BENCHMARKS)
     monkeypatch.setattr(importlib.import_module("harness"), "_last_level_cache_bytes", lambda _: 64)
-    monkeypatch.setattr(importlib.import_module("routes"), "_COMPILED_AT_MOST", 0)
+    monkeypatch.setattr(importlib.import_module("routes"), "_COMPILED_AT_MOST", {"cpu": 0})
     return importlib.import_module
 
 
@@ -253,7 +253,7 @@ def test_lamb_steps_as_timms(load, capsys):
 
 def test_a_compiled_optimizer_is_a_route_of_few_tensors(load, monkeypatch):
     workloads, routes = load("workloads"), load("routes")
-    monkeypatch.setattr(routes, "_COMPILED_AT_MOST", 4)
+    monkeypatch.setattr(routes, "_COMPILED_AT_MOST", {"cpu": 4})
     for tensors, compiled in (("64M", True), ("2000x500", False), ("vit-b-groups", False)):
         case = workloads.Case("AdamW", tensors, "bf16")
         assert ("torch compiled" in routes.peers(case, torch.device("cpu"))) == compiled
