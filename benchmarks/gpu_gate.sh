@@ -4,8 +4,8 @@
 #     benchmarks/gpu_gate.sh
 #
 # Everything it finds goes to ${OUT:-results/gpu}: machine.txt, one log per part, summary.txt, and
-# the CSV files of the benchmarks. A part that fails does not keep the others from running; the exit
-# status is the number of parts that failed.
+# the CSV files, tables and pictures of the benchmarks, which take at most a quarter of an hour. A part
+# that fails does not keep the others from running; the exit status is the number of parts that failed.
 #
 # PYTHON   interpreter that has a CUDA build of torch, and pytest (python3). Nothing is installed there
 #          and nothing is downloaded: the build goes to BUILD.
@@ -14,7 +14,7 @@
 # WHEELS   folder of wheels for what the experiments need and PYTHON lacks (torchvision of its torch,
 #          timm, rich, tqdm and theirs); they are unpacked into BUILD
 set -uo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/.." || exit
 
 PYTHON=${PYTHON:-python3}
 OUT=$(mkdir -p "${OUT:-results/gpu}" && cd "${OUT:-results/gpu}" && pwd)
@@ -89,6 +89,26 @@ unpack_wheels() {
   "$PYTHON" -m pip install --quiet --no-index --no-deps --upgrade --target "$BUILD/packages" "$WHEELS"/*.whl
 }
 
+# One benchmark, bounded: what it has measured when its time is up is in its CSV.
+measure() {
+  local name=$1 seconds=$2
+  PYTHONPATH="$SITE" timeout "$seconds" "$PYTHON" "benchmarks/$name.py" --device cuda \
+    --csv "$OUT/${name}_cuda.csv"
+}
+
+# Tables, and pictures where matplotlib is, of what was measured.
+report() {
+  local status=0 csv
+  for csv in "$OUT"/step_cuda.csv "$OUT"/host_time_cuda.csv; do
+    [ -f "$csv" ] || { status=1; continue; }
+    PYTHONPATH="$SITE" "$PYTHON" benchmarks/table.py "$csv" || status=1
+    if "$PYTHON" -c 'import matplotlib' 2>/dev/null; then
+      PYTHONPATH="$SITE" "$PYTHON" benchmarks/plot.py "$csv" || status=1
+    fi
+  done
+  return "$status"
+}
+
 # Every experiment on synthetic data, at the published sizes where they take seconds, in all arms.
 train() { PYTHONPATH="$SITE" "$PYTHON" -m ampfuse train "$@" --data synthetic --output "$OUT/results" --quiet; }
 
@@ -135,7 +155,10 @@ if wanted sanitize; then
   fi
 fi
 if wanted bench; then
-  part step env PYTHONPATH="$SITE" "$PYTHON" benchmarks/step.py --device cuda --csv "$OUT/step_cuda.csv"
+  part syncs measure syncs 120
+  part host_time measure host_time 120
+  part step measure step 600 # torch.compile takes half of it
+  part report report
 fi
 if wanted experiments; then
   if PYTHONPATH="$SITE" "$PYTHON" -c 'import torchvision, timm, rich, tqdm' 2>/dev/null; then

@@ -1,8 +1,14 @@
 """What the machine can do at best, for :mod:`step` to divide by.
 
-A step that moves its data once takes, per parameter, the bytes of the update at the bandwidth of an
-in-place update, and the bytes of the inspection at the bandwidth of reading; or the time of its
-arithmetic, where that is longer. All three are measured here, on arrays of the step's total size.
+copy
+    The step's bytes at the bandwidth of copying: as many read as written, each once. On a GPU a
+    copy from device to device; on a CPU an in-place update, where nothing is read for the sake of
+    being overwritten.
+limit
+    The bytes of the update at that bandwidth, and the bytes of the inspection at the bandwidth of
+    reading; or the time of the arithmetic (of AdamW), where that is longer.
+
+All are measured here, on arrays far larger than the caches.
 """
 
 from __future__ import annotations
@@ -22,33 +28,41 @@ import torch
 _L1_ELEMENTS = 2048  # times 16 bytes per parameter: 32 KB
 
 
-def step_limit(
-    device: torch.device, total_bytes: int, params: int, update_bytes: int, inspect_bytes: int
-) -> Callable[[], float]:
-    """A function that measures the limit of a step now, in milliseconds.
+def bounds(
+    device: torch.device, array_bytes: int, params: int, update_bytes: int, inspect_bytes: int
+) -> dict[str, Callable[[], float]]:
+    """ "copy" and "limit": functions that measure now, and return milliseconds of a step.
+
+    Call "copy" first: "limit" takes the bandwidth that it found.
 
     Arguments:
-        total_bytes: of all that the step touches, the size of the arrays measured on.
+        array_bytes: size of the arrays that bandwidth is measured on.
         params: how many parameters are stepped.
         update_bytes, inspect_bytes: read and written per parameter in the update, and read in the
             inspection before it.
     """
-    machine = _Cuda(device, total_bytes) if device.type == "cuda" else _Cpu(total_bytes)
+    machine = _Cuda(device, array_bytes) if device.type == "cuda" else _Cpu(array_bytes)
+    copied = 0.0
+
+    def copy() -> float:
+        nonlocal copied
+        copied = machine.copy_seconds_per_byte()
+        return params * (update_bytes + inspect_bytes) * copied * 1e3
 
     def limit() -> float:
-        update = params * update_bytes * machine.update_seconds_per_byte()
+        update = params * update_bytes * copied
         inspect = params * inspect_bytes * machine.read_seconds_per_byte()
         return max(update + inspect, params * machine.arithmetic_seconds_per_param()) * 1e3
 
-    return limit
+    return {"copy": copy, "limit": limit}
 
 
 class _Cpu:
     """Loops of ``limits.cpp``, on as many threads as torch uses."""
 
-    def __init__(self, total_bytes: int) -> None:
+    def __init__(self, array_bytes: int) -> None:
         self._library = _compile()
-        self._array = torch.zeros(total_bytes // 4).add_(1)  # touched: pages exist
+        self._array = torch.zeros(array_bytes // 4).add_(1)  # touched: pages exist
         self._threads = torch.get_num_threads()
         self._pool = ThreadPoolExecutor(self._threads)
         self._small = [[torch.zeros(_L1_ELEMENTS) for _ in range(5)] for _ in range(self._threads)]
@@ -63,7 +77,7 @@ class _Cpu:
         address = self._array.data_ptr() + 4 * count * thread
         return ctypes.c_void_p(address), ctypes.c_int64(count)
 
-    def update_seconds_per_byte(self) -> float:
+    def copy_seconds_per_byte(self) -> float:
         # One array, or four walked side by side as a step does: whichever the machine likes best.
         seconds = min(self._update_seconds(streams) for streams in (1, 4))
         return seconds / (8 * self._array.numel())
@@ -90,24 +104,25 @@ class _Cpu:
 
 
 class _Cuda:
-    """torch's in-place update and sum, which reach a GPU's bandwidth; arithmetic is no limit."""
+    """torch's copy and sum, which reach a GPU's bandwidth; arithmetic is no limit."""
 
-    def __init__(self, device: torch.device, total_bytes: int) -> None:
-        self._array = torch.zeros(total_bytes // 4, device=device)
+    def __init__(self, device: torch.device, array_bytes: int) -> None:
+        self._from, self._to = (torch.zeros(array_bytes // 8, device=device) for _ in range(2))
 
     def _seconds(self, call: Callable[[], object]) -> float:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(1_000_000)  # cycles: the host is ahead when the measured work begins
         begin.record()
         call()
         end.record()
         end.synchronize()
         return begin.elapsed_time(end) / 1e3
 
-    def update_seconds_per_byte(self) -> float:
-        return self._seconds(lambda: self._array.add_(1)) / (8 * self._array.numel())
+    def copy_seconds_per_byte(self) -> float:
+        return self._seconds(lambda: self._to.copy_(self._from)) / (8 * self._from.numel())
 
     def read_seconds_per_byte(self) -> float:
-        return self._seconds(lambda: self._array.sum()) / (4 * self._array.numel())
+        return self._seconds(lambda: self._from.sum()) / (4 * self._from.numel())
 
     def arithmetic_seconds_per_param(self) -> float:
         return 0.0
