@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "backend.h"
+#include "memory.h"
 #include "objects.h"
 #include "param_table.h"
 #include "tensor_ops.h"
@@ -104,6 +105,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       py::arg("dynamic") = true,
       "Applies the loss-scale rule to the OR of found_infs, and sets the shared flags if it is 1.");
 
+  m.def("empty_laid_out_as", empty_laid_out_as, py::arg("like"), py::arg("dtype") = torch::kFloat32,
+        "An uninitialized tensor laid out in memory as `like`, to live long.");
   m.def("flattened", flattened, py::arg("containers"), "The objects that containers hold.");
   m.def("holds", holds, py::arg("containers"), py::arg("known"),
         "Whether containers hold the very objects of known, in that order.");

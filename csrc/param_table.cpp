@@ -5,17 +5,12 @@
 #include <iterator>
 #include <map>
 
+#include "memory.h"
 #include "names.h"
 #include "torch_backend.h"
 
 namespace ampfuse {
 namespace {
-
-// A tensor laid out in memory as `like`, for a row of the core to walk both together.
-torch::Tensor empty_laid_out_as(const torch::Tensor& like, torch::ScalarType dtype) {
-  return torch::empty_strided(like.sizes(), like.strides(),
-                              like.options().dtype(dtype).requires_grad(false));
-}
 
 // Where a tensor's storage is, for the price of two cache lines; data_ptr() takes four.
 const void* base_of(const torch::Tensor& tensor) {
@@ -296,7 +291,7 @@ void ParamTable::begin_backward() {
     } else if (grad.defined() && row.model.defined() && !row.spent.is_same_tensor(grad)) {
       const torch::Tensor& used = checked_gradient(row, grad);
       const torch::Tensor earlier = row.accumulated;
-      if (!earlier.defined()) row.accumulated = empty_laid_out_as(row.param, torch::kFloat32);
+      if (!earlier.defined()) row.accumulated = empty_laid_out_as(row.param);
       set_gradient(i, used, pending, earlier, row.accumulated);
       fold = true;
       continue;
@@ -410,8 +405,7 @@ void ParamTable::materialize() {
   for (size_t i = 0; i < found.size(); ++i) {
     Row& row = rows_[found[i]];
     const torch::Tensor accumulated = std::move(row.accumulated);
-    torch::Tensor out =
-        accumulated.defined() ? accumulated : empty_laid_out_as(row.param, torch::kFloat32);
+    torch::Tensor out = accumulated.defined() ? accumulated : empty_laid_out_as(row.param);
     if (row.pending.is_same_tensor(row.model.mutable_grad())) {
       const torch::Tensor grad = checked_gradient(row, row.model.mutable_grad());
       row.copied_grad.reset();

@@ -139,6 +139,12 @@ def update_scale(
 
 # --- the rows of an optimizer ---
 
+def empty_laid_out_as(like: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """An uninitialized tensor laid out in memory as `like`, to live long.
+
+    On a CPU a large one is on huge pages, where the system has them.
+    """
+
 Containers = Sequence[Sequence[object] | Mapping[object, object]] | Mapping[object, object]
 
 def flattened(containers: Containers) -> list[object]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ampfuse import _core
-from ampfuse.optim.masters import HALF_DTYPES, MasterParameter
+from ampfuse.optim.masters import HALF_DTYPES, MasterParameter, exact_float32
 
 if TYPE_CHECKING:
     from ampfuse.optim.larc import Layerwise
@@ -145,7 +145,7 @@ class AmpOptimizer(torch.optim.Optimizer):
             state = self.state[param]
             version = state.pop("_model_version", param._version)
             if "master_param" not in state:
-                state["master_param"] = param.detach().to(torch.float32)
+                state["master_param"] = exact_float32(param)
             stepped, model = state["master_param"], param
         else:
             stepped, model, version = param, None, 0
@@ -365,7 +365,7 @@ class AmpOptimizer(torch.optim.Optimizer):
                         self._restore_master(param, state[param], exact)
             held = self._table is not None and "master_param" in self.state.get(param, {})
             if held and "master_param" not in state[param]:  # the weight is all that was saved
-                self._restore_master(param, state[param], param.detach().to(torch.float32))
+                self._restore_master(param, state[param], exact_float32(param))
 
     def _restore_master(self, param: Tensor, state: dict[str, Any], master: Tensor) -> None:
         state.pop("master_param", None)

@@ -242,9 +242,9 @@ class FusedOptimizer(AmpOptimizer):
         for name in self._state_names(self._group_of(row)):
             value = state.get(name)
             if value is None:
-                value = torch.full_like(param, self._initial_state, dtype=torch.float32)
+                value = _core.C.empty_laid_out_as(param).fill_(self._initial_state)
             elif value.dtype != torch.float32 or value.stride() != param.stride():
-                value = torch.empty_like(param, dtype=torch.float32).copy_(value)
+                value = _core.C.empty_laid_out_as(param).copy_(value)
             state[name] = value
             tensors.append(value)
         self._table.set_states(row, tensors)

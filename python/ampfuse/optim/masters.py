@@ -8,12 +8,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ampfuse import _core
+
 if TYPE_CHECKING:
     from ampfuse.optim.base import AmpOptimizer
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 _raw_grad = torch.Tensor.grad
+
+
+def exact_float32(param: Tensor) -> Tensor:
+    """A new FP32 copy of `param`, laid out in memory alike."""
+    return _core.C.empty_laid_out_as(param.detach()).copy_(param.detach())
 
 
 class _LazyGradParameter(torch.nn.Parameter):
@@ -76,7 +83,7 @@ class MasterParameter(_LazyGradParameter):
     @classmethod
     def of(cls, model_param: Tensor) -> MasterParameter:
         """The exact FP32 copy of `model_param`, laid out in memory alike."""
-        return _rebuild(model_param.detach().to(torch.float32), model_param)
+        return _rebuild(exact_float32(model_param), model_param)
 
     def set_owner(self, optimizer: AmpOptimizer) -> None:
         self._owner = weakref.ref(optimizer)
