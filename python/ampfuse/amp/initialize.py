@@ -79,8 +79,9 @@ def initialize(
         cast_model_outputs: cast the models' outputs to this type. By default O0, O2, O3 and O5
             give FP32, O1 and O4 what autocast gives (see :mod:`ampfuse.amp.half_output`).
         num_losses: how many independent loss scalers to make, for ``scale_loss(..., loss_id=i)``.
-        verbosity: 0 silent; 1 logs the policy (logger "ampfuse.amp"); 2 logs skipped steps too,
-            for which the host waits for the device once per backward pass.
+        verbosity: 0 silent; 1 logs the policy (logger "ampfuse.amp", level INFO); 2 logs each cast
+            of O1 and O4 too, and (as WARNING) skipped steps, for which the host waits for the
+            device once per backward pass.
         min_loss_scale, max_loss_scale: bounds of a dynamic scale. None as minimum means 2**-24,
             so that a persistent NaN cannot drive the scale to 0.
         patch_torch_functions_type: the type of autocast; only the level's own is accepted.
@@ -171,7 +172,7 @@ def set_up(models: Any, optimizers: Any, session: sessions.Session, *, allow_hal
             keep = bool(policy.keep_batchnorm_fp32)
             cast_model(eager_module(model), policy.cast_model_type, keep_batchnorm_fp32=keep)
             save_in_float32(eager_module(model))
-        install(model, Casts.of(policy, session.rules))
+        install(model, Casts.of(policy, session.rules, log=session.logs_casts))
     _upgrade(optimizer_list, session, names, exact)
     sessions.set_latest(session)
     if policy.autocast_type is not None:

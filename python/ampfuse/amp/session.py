@@ -35,6 +35,10 @@ class Session:
     def enabled(self) -> bool:
         return self.policy is not None
 
+    @property
+    def logs_casts(self) -> bool:
+        return self.verbosity >= 2
+
 
 _latest: Session | None = None
 
@@ -65,6 +69,11 @@ def cast_dtype() -> torch.dtype | None:
 def rules() -> OpRules | None:
     """The latest session's own rules, if it has any."""
     return None if _latest is None else _latest.rules
+
+
+def logs_casts() -> bool:
+    """Whether the latest session logs each cast that it makes."""
+    return _latest is not None and _latest.logs_casts
 
 
 def of_optimizers(optimizers: Sequence[Optimizer]) -> Session:

@@ -74,7 +74,7 @@ class AmpHandle:
         self._session.casts_functions = bool(active)
         policy = self._session.policy
         assert policy is not None
-        casts = Casts.of(policy, self._session.rules)
+        casts = Casts.of(policy, self._session.rules, log=self._session.logs_casts)
         if not active:
             casts = Casts(inputs=casts.inputs, outputs=casts.outputs)
         for reference in self._models:
