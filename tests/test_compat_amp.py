@@ -2,6 +2,7 @@
 
 import collections
 import copy
+import io
 import pickle
 import warnings
 
@@ -147,6 +148,7 @@ def _sgd():
 
 def test_hard_override_warns_and_does_it():
     state.hard_override = True
+    amp.initialize(nn.Linear(2, 2).half(), opt_level="O1", verbosity=0)
     with pytest.warns(UserWarning, match="hard_override"):
         model, _ = start("O1", cast_model_type=f16)
     assert model.fc1.weight.dtype == f16
@@ -177,9 +179,13 @@ def test_scale_is_logged_and_forced_by_the_usual_routes():
     assert scaler._unskipped == 2
 
 
-def test_scaler_before_initialize(monkeypatch):
+def test_state_before_initialize(monkeypatch):
     monkeypatch.setattr(ampfuse.amp.session, "_latest", None)
     assert not hasattr(state, "loss_scalers")
+    fresh = type(state)()
+    assert not hasattr(fresh, "opt_properties")
+    assert not hasattr(fresh, "handle")
+    assert (fresh.hard_override, fresh.allow_incoming_model_not_fp32) == (False, False)
     with pytest.raises(RuntimeError), amp.scale_loss(torch.zeros(()), []):
         pass
 
@@ -292,6 +298,10 @@ def test_scale_factor_is_obeyed():
 def test_loss_scalers_pickle():
     scaler = LossScaler("dynamic", scale_window=7, backoff_factor=0.25)
     scaler._loss_scale, scaler._unskipped = 512.0, 3
+    file = io.BytesIO()
+    torch.save([scaler], file)
+    file.seek(0)
+    assert torch.load(file, weights_only=True)[0].state_dict() == scaler.state_dict()
     again = pickle.loads(pickle.dumps(scaler))
     assert again.state_dict() == scaler.state_dict()
     assert again.dynamic

@@ -94,6 +94,8 @@ class AmpOptimizer(torch.optim.Optimizer):
     _names: dict[int, str] | None = None
     _table: Any = None
     _row_params: list[Tensor]
+    # Half parameters that were frozen when masters were made, and have none; None = look again.
+    _frozen: list[Tensor] | None = None
     _states_bound = False
     _loading: dict[str, Any] | None = None
     _clip_once: float | None = None
@@ -109,6 +111,8 @@ class AmpOptimizer(torch.optim.Optimizer):
 
     def _sync_rows(self) -> Any:
         """The table, with a row for each parameter of ``param_groups`` in order."""
+        if self._under_amp and self.master_weights:
+            self._master_the_unfrozen()
         params = list(self._amp_params())
         if self._table is not None:
             known = self._row_params
@@ -130,11 +134,18 @@ class AmpOptimizer(torch.optim.Optimizer):
         self._states_bound = False
         return self._table
 
+    def _master_the_unfrozen(self) -> None:
+        if self._frozen is None:
+            self._frozen = [param for param in self._amp_params() if param.dtype in HALF_DTYPES]
+        if any(param.requires_grad for param in self._frozen):
+            self.materialize_gradients()
+            install_masters(self)
+
     def _add_row(self, param: Tensor, name: str) -> None:
         if isinstance(param, MasterParameter):
             param.set_owner(self)
             stepped, model, version = param, param.model_param, param.model_version
-        elif self.master_weights and param.dtype in HALF_DTYPES:
+        elif self.master_weights and param.dtype in HALF_DTYPES and not self._under_amp:
             state = self.state[param]
             version = state.pop("_model_version", param._version)
             if "master_param" not in state:
@@ -157,15 +168,20 @@ class AmpOptimizer(torch.optim.Optimizer):
 
     def _forget_rows(self) -> None:
         self._table = None
+        self._frozen = None
         self._states_bound = False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; under amp half-precision parameters of the group get FP32 masters."""
-        if self._under_amp and self.master_weights:
-            params = param_group["params"]
-            params = [params] if isinstance(params, Tensor) else list(params)
-            param_group["params"] = [_mastered(param) for param in params]
         super().add_param_group(param_group)
+        if not (self._under_amp and self.master_weights):
+            return
+        *groups, added = self.param_groups
+        known = [p for g in groups for p in g["params"] if isinstance(p, MasterParameter)]
+        if not {id(p.model_param) for p in known}.isdisjoint(map(id, added["params"])):
+            self.param_groups.pop()
+            raise ValueError("some parameters appear in more than one parameter group")
+        install_masters(self)
 
     # --- gradients between backward and step --------------------------------------------------
 
@@ -370,28 +386,25 @@ class AmpOptimizer(torch.optim.Optimizer):
         return {**state, **options}
 
 
-def _mastered(param: Tensor) -> Tensor:
-    needs_master = param.dtype in HALF_DTYPES and param.requires_grad
-    return MasterParameter.of(param) if needs_master else param
-
-
 def install_masters(optimizer: torch.optim.Optimizer) -> None:
     """Replace half parameters in `optimizer`'s groups by FP32 masters, in place, state and all."""
     state: dict[Any, Any] = defaultdict(dict)
     state.update(optimizer.state)
     for group in optimizer.param_groups:
         for i, param in enumerate(group["params"]):
-            master = _mastered(param)
-            if master is param:
+            if param.dtype not in HALF_DTYPES or not param.requires_grad:
                 continue
+            master = MasterParameter.of(param)
             group["params"][i] = master
             if param in state:
                 kept = state.pop(param)
+                kept.pop("_model_version", None)
                 if "master_param" in kept:  # a standalone optimizer's own master
                     with torch.no_grad():
                         master.copy_(kept.pop("master_param"))
                 state[master] = {key: _widened(value) for key, value in kept.items()}
     optimizer.state = state
+    optimizer._frozen = None  # type: ignore[attr-defined]
 
 
 def _widened(value: Any) -> Any:

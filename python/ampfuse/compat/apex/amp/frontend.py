@@ -163,7 +163,7 @@ def initialize(
     ]
     rules = None if policy.autocast_type is None else op_rules()
     session = sessions.Session(policy, list(scalers), verbosity, rules)
-    allow_half = _amp_state.allow_incoming_model_not_fp32
+    allow_half = _amp_state.allow_incoming_model_not_fp32 or _amp_state.hard_override
     result = set_up(models, optimizers, session, allow_half=allow_half)
 
     _amp_state.min_loss_scale, _amp_state.max_loss_scale = min_loss_scale, max_loss_scale
