@@ -17,11 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 _log = logging.getLogger("ampfuse.amp")
 
 # Casts that the program itself asks for, and those of a backward pass.
-_NOT_AMPS = frozenset(
-    """
-    __array__ backward bfloat16 double float grad half item numpy to tolist type type_as
-    """.split()
-)
+_CONVERSIONS = {"bfloat16", "double", "float", "half", "to", "type", "type_as"}
+_NOT_AMPS = frozenset({*_CONVERSIONS, "__array__", "backward", "grad", "item", "numpy", "tolist"})
 
 
 class LogCasts(TorchFunctionMode):
