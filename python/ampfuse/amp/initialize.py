@@ -199,6 +199,10 @@ def _upgrade(
     assert policy is not None
     for optimizer in optimizers:
         before = [parameter for _, parameter in _parameters_of(optimizer)]
+        # A checkpoint loaded before this call brought masters, which the weights only round.
+        loaded = [p for p in before if "master_param" in optimizer.state.get(p, {})]
+        for parameter in loaded:
+            exact.pop(id(parameter), None)
         upgrade(optimizer, master_weights=bool(policy.master_weights), names=names)
         optimizer.skip_on_overflow = policy.is_dynamic  # type: ignore[attr-defined]
         optimizer._amp_session = session  # type: ignore[attr-defined]

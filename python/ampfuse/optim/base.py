@@ -318,7 +318,11 @@ class AmpOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def _follow_edits(self) -> None:
         """Before masters are saved or copied: what was edited in the model since is in them."""
-        if self._table is not None or any("master_param" in s for s in self.state.values()):
+        if (
+            self._table is not None
+            or any("master_param" in state for state in self.state.values())
+            or any(isinstance(param, MasterParameter) for param in self._amp_params())
+        ):
             self._sync_rows().refresh_masters()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
