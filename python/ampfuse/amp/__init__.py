@@ -63,7 +63,11 @@ def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
     """Yield what `optimizer` steps, in the order of its groups: FP32 masters where it has them.
 
     After ``scale_loss`` their ``.grad`` is the unscaled gradient, so this is the set to clip.
+    Masters have followed what was loaded into the model, or edited in it, since the last step.
     """
+    follow_edits = getattr(optimizer, "_follow_edits", None)
+    if follow_edits is not None:
+        follow_edits()
     for group in optimizer.param_groups:
         yield from group["params"]
 
