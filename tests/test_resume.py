@@ -186,3 +186,16 @@ def test_weights_loaded_before_the_first_step_are_in_checkpoints_and_copies(make
     assert len(masters) == len(weights) == 4
     for master, weight in zip(masters, weights, strict=True):
         assert torch.equal(master, weight.float())
+
+
+@pytest.mark.parametrize("level", MASTERED)
+def test_masters_that_somebody_looks_at_have_followed_the_model(level):
+    training = Training("SGD", level).initialize()
+    for scale in (0.5, 0.25):
+        training.models[0].load_state_dict(
+            {k: v * scale for k, v in training.models[0].state_dict().items()}
+        )
+        weights = list(training.models[0].parameters())
+        for master, weight in zip(training.masters(), weights, strict=False):
+            assert torch.equal(master, weight.float())
+        training.train([0])
