@@ -522,7 +522,61 @@ def test_an_exception_in_the_body_leaves_everything_in_order():
     assert model(torch.rand(2, 4)).dtype == f16
 
 
-def test_custom_losses_on_buffers_in_half():
-    """Loss weights that became half with the model met FP32 outputs."""
-    model = amp.initialize(nn.Linear(4, 3), opt_level="O2", verbosity=0)
-    assert F.cross_entropy(model(torch.rand(2, 4)), torch.tensor([0, 2])).dtype == f32
+CLASSES = torch.tensor([1.0, 2.0, 1 / 3])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+    ("loss", "target"),
+    [
+        (nn.CrossEntropyLoss(weight=CLASSES), torch.arange(8) % 3),
+        (nn.BCEWithLogitsLoss(pos_weight=CLASSES), torch.rand(8, 3)),
+        (nn.GaussianNLLLoss(), torch.rand(8, 3)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_losses_that_are_parts_of_a_model(loss, target, level):
+    """Loss weights became half with the model, and met FP32 outputs."""
+
+    class Classifier(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc, self.loss = nn.Linear(4, 3), copy.deepcopy(loss)
+
+        def forward(self, x, target=None):
+            y = self.fc(x)
+            return y if target is None else self.loss(y, *targets)
+
+    targets = (target, torch.ones(8, 3)) if isinstance(loss, nn.GaussianNLLLoss) else (target,)
+    model, x = Classifier(), torch.rand(8, 4)
+    expected = model(x, target).item()
+    amp.initialize(model, opt_level=level, verbosity=0)
+    for copied in (model, copy.deepcopy(model)):
+        outside, inside = copied.loss(copied(x), *targets), copied(x, target)
+        assert outside.dtype == inside.dtype == f32
+        assert outside.item() == pytest.approx(expected, rel=5e-3)
+        assert inside.item() == pytest.approx(expected, rel=5e-3)
+    weights = [t for t in model.loss.state_dict().values() if t.is_floating_point()]
+    assert all(t.dtype == f32 and torch.equal(t, CLASSES) for t in weights)
+
+
+def test_a_loss_that_holds_a_network_is_cast_like_one():
+    class Perceptual(nn.modules.loss._Loss):
+        def __init__(self):
+            super().__init__()
+            self.features = nn.Linear(4, 3)
+
+        def forward(self, x, y):
+            return F.mse_loss(self.features(x), self.features(y))
+
+    class Generator(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc, self.loss = nn.Linear(4, 4), Perceptual()
+
+        def forward(self, x):
+            return self.loss(self.fc(x), x)
+
+    model = amp.initialize(Generator(), opt_level="O2", verbosity=0)
+    assert model.loss.features.weight.dtype == f16
+    assert model(torch.rand(2, 4)).isfinite()

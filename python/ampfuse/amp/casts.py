@@ -215,9 +215,15 @@ def cast_model(model: nn.Module, dtype: torch.dtype, *, keep_batchnorm_fp32: boo
     The Parameter objects stay (only their ``data`` changes), so optimizers that hold them stay
     valid. With `keep_batchnorm_fp32`, batch norms that have weights (``SyncBatchNorm`` too) become
     FP32 with their running statistics; layer, group and instance norms are cast, as in apex.
+    torch's loss modules stay FP32, class weights and all, and cast what they are given: at the
+    scale of a loss half precision overflows, and their inputs come from inside the model in half
+    precision, from outside in FP32.
     """
     for module in model.modules():
-        keep = keep_batchnorm_fp32 and is_affine_batch_norm(module)
+        is_loss = _is_loss(module)
+        if is_loss:
+            install(module, Casts(inputs=torch.float32))
+        keep = is_loss or (keep_batchnorm_fp32 and is_affine_batch_norm(module))
         to = torch.float32 if keep else dtype
         cast_own_parameters(module, to)
         for name, buffer in module._buffers.items():
@@ -243,6 +249,11 @@ def is_affine_batch_norm(module: nn.Module) -> bool:
     if isinstance(module, torch.jit.ScriptModule):  # all of one class, which remembers a name
         return "BatchNorm" in module.original_name and "weight" in module._parameters
     return isinstance(module, nn.modules.batchnorm._BatchNorm) and module.affine
+
+
+def _is_loss(module: nn.Module) -> bool:
+    """A loss of torch's, or of the user's made like one; not if it holds other modules."""
+    return isinstance(module, nn.modules.loss._Loss) and not module._modules
 
 
 def save_in_float32(model: nn.Module) -> None:
