@@ -2,9 +2,11 @@
 
 import collections
 import copy
+import gc
 import io
 import pickle
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -580,3 +582,127 @@ def test_a_loss_that_holds_a_network_is_cast_like_one():
     model = amp.initialize(Generator(), opt_level="O2", verbosity=0)
     assert model.loss.features.weight.dtype == f16
     assert model(torch.rand(2, 4)).isfinite()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_moments_that_exist_before_initialize_stay(level):
+    """apex cast them to the parameters' type: second moments became 0 in FP16."""
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    (model(torch.rand(4, 4)).pow(2).mean() * 1e-5).backward()
+    optimizer.step()
+    before = [optimizer.state[p]["exp_avg_sq"].clone() for p in model.parameters()]
+    assert not before[0].half().any()
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    for p, expected in zip(amp.master_params(optimizer), before, strict=True):
+        assert torch.equal(optimizer.state[p]["exp_avg_sq"], expected)
+        assert optimizer.state[p]["step"] == 1
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_a_step_that_raises_leaves_casts_on(level):
+    """apex left them off for the rest of the process."""
+
+    class Broken(torch.optim.SGD):
+        def step(self, closure=None):
+            raise KeyError("broken")
+
+    model, optimizer = start(level, Broken)
+    half = model(torch.rand(2, 4)).dtype
+    backward(model, optimizer)
+    with pytest.raises(KeyError, match="broken"):
+        optimizer.step()
+    assert state.handle.is_active()
+    assert model(torch.rand(2, 4)).dtype == half != f32
+
+
+def test_banned_functions_may_be_called_where_casts_are_disabled():
+    """In apex the error came there too."""
+    model = amp.initialize(nn.Sequential(nn.Linear(4, 1), nn.Sigmoid()), verbosity=0)
+    out = model(torch.rand(3, 4))
+    with amp.disable_casts():
+        assert F.binary_cross_entropy(out.float(), torch.rand(3, 1)).dtype == f32
+        assert F.binary_cross_entropy(out, torch.rand(3, 1).half()).dtype == f16
+    with pytest.raises(NotImplementedError):
+        F.binary_cross_entropy(out, torch.rand(3, 1).half())
+
+
+def test_the_callers_keyword_arguments_stay():
+    """apex changed the dict."""
+    keywords = {"input": torch.rand(2, 4), "weight": torch.rand(3, 4)}
+    before = dict(keywords)
+
+    class Calls(nn.Linear):
+        def forward(self, x):
+            return F.linear(**keywords)
+
+    model = amp.initialize(Calls(4, 3), verbosity=0)
+    assert model(torch.rand(2, 4)).dtype == f16
+    assert all(keywords[key] is before[key] for key in before)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_step_before_any_backward_pass(level):
+    """In apex it failed: masters were made by the first scale_loss. They are there at once."""
+    model, optimizer = start(level, optimizer={"lr": 0.1, "momentum": 0.9})
+    if level in ("O2", "O5"):
+        assert all(p.dtype == f32 for p in amp.master_params(optimizer))
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer.step()
+    for p, expected in zip(model.parameters(), before, strict=True):
+        assert torch.equal(p, expected)
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_a_bfloat16_model_by_override(level):
+    """apex accepted the option and raised TypeError at the first use of the optimizer."""
+    model, optimizer = start(level, cast_model_type=bf16)
+    before = model.fc1.weight.detach().clone()
+    assert before.dtype == bf16
+    backward(model, optimizer)
+    optimizer.step()
+    assert not torch.equal(model.fc1.weight, before)
+
+
+def test_o1_without_casts_still_scales_and_skips():
+    model, optimizer = start("O1", patch_torch_functions=False)
+    assert model(torch.rand(2, 4)).dtype == f32
+    assert not state.handle.is_active()
+    before = model.fc1.weight.detach().clone()
+    backward(model, optimizer, factor=float("inf"))
+    optimizer.step()
+    assert torch.equal(model.fc1.weight, before)
+    assert state.loss_scalers[0].loss_scale() == 2.0**15
+
+
+def test_o1_with_a_cast_to_float32():
+    """Of inputs and outputs, as at O0; operations in half in between, as at O1."""
+    seen = []
+    model, _ = start("O1", cast_model_type=f32)
+    model.fc2.register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))
+    model.fc1.register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))
+    assert model(torch.rand(2, 4, dtype=torch.float64)).dtype == f32
+    assert seen == [f32, f16]
+
+
+@pytest.mark.parametrize("floor", [None, 0, 0.0])
+def test_the_floor_of_the_scale_is_never_zero(floor):
+    model, optimizer = start("O2", min_loss_scale=floor)
+    state.loss_scalers[0]._loss_scale = 2.0**-24
+    backward(model, optimizer, factor=float("nan"))
+    optimizer.step()
+    assert state.loss_scalers[0].loss_scale() == 2.0**-24
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_training_that_is_over_is_freed(level):
+    """apex's patches held the first model for good."""
+    model, optimizer = start(level)
+    backward(model, optimizer)
+    optimizer.step()
+    gone = [weakref.ref(model), weakref.ref(optimizer), weakref.ref(model.fc1.weight)]
+    del model, optimizer
+    start(level)
+    gc.collect()
+    assert [reference() for reference in gone] == [None] * 3
