@@ -628,20 +628,6 @@ def test_banned_functions_may_be_called_where_casts_are_disabled():
         F.binary_cross_entropy(out, torch.rand(3, 1).half())
 
 
-def test_the_callers_keyword_arguments_stay():
-    """apex changed the dict."""
-    keywords = {"input": torch.rand(2, 4), "weight": torch.rand(3, 4)}
-    before = dict(keywords)
-
-    class Calls(nn.Linear):
-        def forward(self, x):
-            return F.linear(**keywords)
-
-    model = amp.initialize(Calls(4, 3), verbosity=0)
-    assert model(torch.rand(2, 4)).dtype == f16
-    assert all(keywords[key] is before[key] for key in before)
-
-
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_step_before_any_backward_pass(level):
     """In apex it failed: masters were made by the first scale_loss. They are there at once."""
