@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import io
 import logging
 import math
@@ -15,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from ampfuse import amp
+from ampfuse import amp, optim
 from ampfuse.amp.initialize import _check_bfloat16, warn_if_bfloat16_is_emulated
 from ampfuse.amp.scaler import LossScaler
 
@@ -967,3 +968,75 @@ def test_the_host_never_waits(level):
         step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+# --- an optimizer that the block was not told of --------------------------------------------
+
+
+def two(level, **options):
+    models = [Scalar(), Scalar()]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
+    options.setdefault("verbosity", 0)
+    amp.initialize(models, optimizers, opt_level=level, **options)
+    return models, optimizers
+
+
+def backward_of_both(models, listed):
+    loss = sum(model(torch.ones(1)).float().sum() for model in models) * 2.0**-4
+    with amp.scale_loss(loss, listed) as scaled:
+        scaled.backward()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("use", ["step", "backward", "accumulate"])
+def test_a_forgotten_optimizer_is_told_before_its_scaled_gradients_are_used(level, use):
+    models, (first, second) = two(level, loss_scale=8.0)
+    if use == "accumulate":  # on top of a gradient that is right
+        backward_of_both(models, [first, second])
+    backward_of_both(models, first)
+    first.step()
+    act = second.step
+    if use == "backward":
+        act = functools.partial(backward_of_both, models, [first, second])
+    with pytest.warns(UserWarning, match="did not list this SGD"):
+        act()
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("zero", ["optimizer", "to zero", "model", "by hand"])
+def test_gradients_dropped_in_between_are_no_concern(level, zero):
+    """The generator's loss reaches the discriminator of a GAN."""
+    models, (first, second) = two(level, loss_scale=8.0)
+    for _ in range(3):
+        for optimizer, listed in ((first, [first, second]), (first, first)):
+            backward_of_both(models, listed)
+            optimizer.step()
+        if zero == "model":
+            models[1].zero_grad()
+        elif zero == "by hand":
+            models[1].w.grad = None
+        else:
+            second.zero_grad(set_to_none=zero == "optimizer")
+        backward_of_both(models[1:], second)
+        second.step()
+        first.zero_grad()
+        second.zero_grad()
+    assert weight(second) == 1.0 - 3 * 2.0**-4
+
+
+@pytest.mark.filterwarnings("error")
+def test_nobody_is_forgotten_where_nothing_is_left():
+    models, (first, second) = two("O0")  # not scaled
+    backward_of_both(models, first)
+    second.step()
+    models, (first, second) = two("O2")
+    backward_of_both(models, (second, first))
+    second.step()
+    backward_of_both(models[:1], first)  # does not reach the second
+    second.step()
+    larc = optim.LARC(torch.optim.SGD(models[0].parameters(), lr=1.0))
+    amp.initialize(models[0], larc, opt_level="O2", verbosity=0)
+    backward(models[0], larc)
+    larc.step()
+    assert pickle.loads(pickle.dumps(second))._amp_session.enabled

@@ -205,7 +205,7 @@ def _upgrade(
             exact.pop(id(parameter), None)
         upgrade(optimizer, master_weights=bool(policy.master_weights), names=names)
         optimizer.skip_on_overflow = policy.is_dynamic  # type: ignore[attr-defined]
-        optimizer._amp_session = session  # type: ignore[attr-defined]
+        sessions.add(session, optimizer)
         # A master starts from the weight as it was before the cast, which the half weight rounds.
         after = [parameter for _, parameter in _parameters_of(optimizer)]
         for original, master in zip(before, after, strict=True):

@@ -20,6 +20,7 @@ from ampfuse.amp import session as sessions
 from ampfuse.amp import weight_cache
 from ampfuse.amp.initialize import warn_if_bfloat16_is_emulated
 from ampfuse.amp.scaler import LossScaler
+from ampfuse.optim import left_scaled
 
 _log = logging.getLogger("ampfuse.amp")
 
@@ -77,12 +78,13 @@ def scale_loss(
         warn_if_bfloat16_is_emulated(loss.device)
 
     scaler = session.loss_scalers[loss_id]
+    unlisted = [] if scaler.is_always_one else sessions.others(session, optimizers)
     # With FP32 weights and a static scale of 1 the gradients are what they should be already.
     if not session.policy.model_is_low_precision and scaler.is_always_one:
         backward_pass = _plain_pass(loss, optimizers)
     else:
         backward_pass = scaled_pass(loss, optimizers, scaler, delay_unscale, delay_overflow_check)
-    with backward_pass as scaled:
+    with left_scaled.noticed(unlisted), backward_pass as scaled:
         yield scaled
     if session.verbosity >= 2 and scaler.dynamic:
         _report_overflow(optimizers, scaler, loss_id)

@@ -10,12 +10,13 @@ from __future__ import annotations
 import operator
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ampfuse import _core
+from ampfuse.optim import left_scaled
 from ampfuse.optim.masters import HALF_DTYPES, MasterParameter
 
 if TYPE_CHECKING:
@@ -96,6 +97,7 @@ class AmpOptimizer(torch.optim.Optimizer):
     _row_params: list[Tensor]
     # Half parameters that were frozen when masters were made, and have none; None = look again.
     _frozen: list[Tensor] | None = None
+    _left_scaled: ClassVar[dict[int, left_scaled.Mark]] = {}
     _states_bound = False
     _loading: dict[str, Any] | None = None
     _clip_once: float | None = None
@@ -187,6 +189,8 @@ class AmpOptimizer(torch.optim.Optimizer):
 
     def begin_backward(self) -> None:
         """Put earlier gradients away, so that a backward pass brings new ones only."""
+        if self._left_scaled:
+            left_scaled.warn_if_used(self)
         self._sync_rows().begin_backward()
         self.in_backward = True
 
@@ -280,12 +284,14 @@ class AmpOptimizer(torch.optim.Optimizer):
 
     # --- the decisions of a step --------------------------------------------------------------
 
-    def _refuse_inside_backward(self) -> None:
+    def _check_gradients_are_unscaled(self) -> None:
         if self.in_backward:
             raise RuntimeError(
                 "step() was called inside the scale_loss context, where gradients are still "
                 "scaled. Call optimizer.step() after the with block."
             )
+        if self._left_scaled:
+            left_scaled.warn_if_used(self)
 
     def _verdict(self, max_norm: float) -> dict[str, Any]:
         """Arguments for ``ParamTable.update`` and ``decide``: what to inspect, whether to skip."""

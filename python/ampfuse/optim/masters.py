@@ -16,6 +16,11 @@ HALF_DTYPES = (torch.float16, torch.bfloat16)
 _raw_grad = torch.Tensor.grad
 
 
+def gradient_as_it_is(param: Tensor) -> Tensor | None:
+    """``param.grad`` where autograd left it, without bringing anything up to date."""
+    return _raw_grad.__get__(param)
+
+
 class _LazyGradParameter(torch.nn.Parameter):
     """A parameter whose ``.grad`` an optimizer brings up to date when somebody looks at it."""
 
