@@ -260,6 +260,16 @@ def test_masters_start_from_the_weights_before_the_cast(level):
     assert torch.equal(model.weight, exact.to(model.weight.dtype))
 
 
+@pytest.mark.parametrize("world_size", ["1", "2"])
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_masters_of_several_processes_start_from_what_ddp_hands_on(level, world_size, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", world_size)  # by torchrun, before there is a process group
+    model, optimizer = make(level, w=1 / 3)
+    rounded = model.w.detach().float().item()
+    assert rounded != pytest.approx(1 / 3, rel=1e-7)
+    assert weight(optimizer) == (rounded if world_size == "2" else torch.tensor(1 / 3).item())
+
+
 @pytest.mark.parametrize("level", ["O2", "O5"])
 @pytest.mark.parametrize("dtype", [f16, bf16])
 def test_half_models_are_taken_over_exactly_with_a_word(level, dtype):
@@ -968,6 +978,33 @@ def test_the_host_never_waits(level):
         step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_gradient_penalties(level):
+    """As docs/guide.md writes them."""
+    torch.manual_seed(0)
+    inputs = torch.rand(8, 4)
+
+    def gradients(amp_level):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if amp_level is not None:
+            amp.initialize(model, optimizer, opt_level=amp_level, loss_scale=128.0, verbosity=0)
+        x = inputs.clone().requires_grad_()
+        output = model(x).float()
+        (gradient,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+        loss = output.mean() + 10 * ((gradient.float().norm(dim=1) - 1) ** 2).mean()
+        if amp_level is None:
+            loss.backward()
+        else:
+            with amp.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+        return [p.grad.float() for p in amp.master_params(optimizer)]
+
+    for found, expected in zip(gradients(level), gradients(None), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0.02, atol=0.03)
 
 
 # --- an optimizer that the block was not told of --------------------------------------------

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import os
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -100,8 +101,9 @@ def initialize(
             optimizers cannot step (float64, complex).
         ValueError, AssertionError: malformed values, see :func:`ampfuse.amp.policy.make_policy`.
 
-    Masters start from the FP32 weights as they were before the cast, not from rounded ones (but for
-    several processes, which have to agree: there call ``init_process_group`` before). A model
+    Masters start from the FP32 weights as they were before the cast, not from rounded ones. Several
+    processes have to agree, and DistributedDataParallel hands on rounded weights, so there masters
+    start from those: call ``init_process_group`` before, or start with torchrun. A model
     that arrives in half precision is accepted where it is cast (O0, O2, O3, O5): its masters are
     exact copies, and a warning says that digits lost earlier are lost. At O1 and O4 the optimizer
     would step half parameters directly, where updates smaller than 1/2000 (FP16) or 1/250 (BF16) of
@@ -312,11 +314,12 @@ def _trains_with_others() -> bool:
 
     DistributedDataParallel gives all of them the first one's weights, which are half then. Masters
     that start from them are equal; one that kept digits of its own FP32 weight would drift away.
+    Before there is a process group, torchrun's environment tells.
     """
     distributed = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return False
-    return distributed.get_world_size() > 1
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_world_size() > 1
+    return os.environ.get("WORLD_SIZE", "1") not in ("", "1")
 
 
 def _float32_values(optimizers: Iterable[Optimizer], policy: Policy) -> dict[int, Tensor]:
