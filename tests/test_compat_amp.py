@@ -119,13 +119,28 @@ def test_properties_of_each_level(level):
         ("O3", {"patch_torch_functions": True}, RuntimeError),
         ("O2", {"keep_batchnorm_fp32": "nonsense"}, AssertionError),
         ("O2", {"loss_scale": "nonsense"}, ValueError),
+        ("O2", {"cast_model_outputs": "half"}, TypeError),
         ("00", {}, RuntimeError),
         (None, {}, RuntimeError),
     ],
 )
 def test_errors_of_options(level, option, error):
-    with pytest.raises(error):
+    with pytest.raises(error, match=next(iter(option), "opt_level")):
         start(level, **option)
+
+
+def test_errors_of_scale_loss():
+    _, optimizer = start("O2")
+    for loss, optimizers, what in [
+        (torch.zeros(()), None, "NoneType"),
+        (torch.zeros(()), 3, "int"),
+        (1.0, optimizer, "float"),
+    ]:
+        with pytest.raises(TypeError, match=what), amp.scale_loss(loss, optimizers):
+            pass
+    start(enabled=False)
+    with amp.scale_loss(1.0, None) as scaled:
+        assert scaled == 1.0
 
 
 @pytest.mark.parametrize(
@@ -388,6 +403,9 @@ def test_amp_state_goes_by_key():
     with pytest.raises(RuntimeError, match="other"):
         amp.load_state_dict({"loss_scaler0": {"loss_scale": 1.0, "unskipped": 0}, "other": 1})
     assert state.loss_scalers[0].loss_scale() == 4.0
+    for nonsense in (None, {"loss_scaler0": 3}, {"loss_scaler0": {"loss_scale": 1.0}}):
+        with pytest.raises(RuntimeError, match=r"amp\.state_dict|unskipped"):
+            amp.load_state_dict(nonsense)
 
 
 def test_amp_state_where_amp_is_off():

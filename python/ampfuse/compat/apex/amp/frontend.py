@@ -139,7 +139,8 @@ def initialize(
         _amp_state.handle = NoOpHandle()
         return turn_off(models, optimizers, sessions.Session(policy=None, verbosity=verbosity))
 
-    policies.make_policy(opt_level)  # an unknown level is explained there
+    # An unknown level is explained there. Properties check the options that they hold.
+    policies.make_policy(opt_level, cast_model_outputs=cast_model_outputs)
     opt_levels[opt_level](properties)
     overrides = {
         "cast_model_type": cast_model_type,
