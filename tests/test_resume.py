@@ -199,3 +199,30 @@ def test_masters_that_somebody_looks_at_have_followed_the_model(level):
         for master, weight in zip(training.masters(), weights, strict=False):
             assert torch.equal(master, weight.float())
         training.train([0])
+
+
+@pytest.mark.parametrize("level", MASTERED)
+@pytest.mark.parametrize("models_first", [True, False])
+@pytest.mark.parametrize("edited", [False, True])
+def test_the_master_of_a_parameter_that_is_frozen_for_a_while(edited, models_first, level):
+    training = Training("AdamW", level).initialize()
+    training.train(range(3))
+    saved = through_a_file(training.state())
+    master = saved["optimizers"][0]["state"][0]["master_param"].clone()
+    again = Training("AdamW", level, seed=1)
+    frozen = again.models[0][0].requires_grad_(False)
+    again.initialize()
+    loads = [again.load_models, again.load_optimizers]
+    for load in loads if models_first else reversed(loads):
+        load(saved)
+    again.train([3])
+    assert torch.equal(frozen.weight.float(), master.to(frozen.weight.dtype).float())
+    if edited:
+        with torch.no_grad():
+            frozen.weight[0] = 0.5
+        master[0] = 0.5
+    frozen.requires_grad_(True)
+    assert torch.equal(again.optimizers[0].state_dict()["state"][0]["master_param"], master)
+    assert torch.equal(again.masters()[0], master)
+    again.train([4])
+    assert not torch.equal(again.masters()[0], master)

@@ -408,7 +408,8 @@ def install_masters(optimizer: torch.optim.Optimizer) -> None:
             group["params"][i] = master
             if param in state:
                 kept = state.pop(param)
-                kept.pop("_model_version", None)
+                # Edits of the weight since its master was loaded are followed, as with any master.
+                master.model_version = kept.pop("_model_version", master.model_version)
                 if "master_param" in kept:  # a standalone optimizer's own master
                     with torch.no_grad():
                         master.copy_(kept.pop("master_param"))
