@@ -19,7 +19,7 @@ def clean():
     try:
         yield
     finally:
-        if state.handle is not None:
+        if hasattr(state, "handle"):
             state.handle._deactivate()
         function_casts.restore_registered()
         state.hard_override = state.allow_incoming_model_not_fp32 = False

@@ -4,6 +4,7 @@ import collections
 import copy
 import dataclasses
 import io
+import logging
 import pickle
 import typing
 
@@ -461,6 +462,50 @@ def test_disable_casts_inside_forward():
     assert [t.dtype for t in model(torch.ones(1, 3))] == [bf16, f32, bf16]
 
 
+# --- verbosity=2 ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("level", "half"), [("O1", "float16"), ("O4", "bfloat16")])
+def test_each_cast_is_logged_with_its_function(level, half, caplog):
+    model = nn.Sequential(nn.Linear(4, 3), nn.ReLU())
+    amp.initialize(model, opt_level=level, verbosity=2)
+    with caplog.at_level(logging.INFO, logger="ampfuse.amp"):
+        caplog.clear()
+        out = model(torch.ones(2, 4))
+    assert sorted(caplog.messages) == [
+        f"linear: float32 -> {half}, shape {shape}" for shape in [(2, 4), (3, 4), (3,)]
+    ]
+    with caplog.at_level(logging.INFO, logger="ampfuse.amp"):
+        caplog.clear()
+        F.mse_loss(out, torch.zeros(2, 3)).backward()
+    assert caplog.messages == [f"mse_loss: {half} -> float32, shape (2, 3)"]
+
+
+def test_only_the_casts_of_amp_are_logged_and_only_on_request(caplog):
+    class Explicit(nn.Module):
+        def forward(self, x):
+            return x.half().float(), x.to(f64).long().double(), F.relu(x)
+
+    model = amp.initialize(Explicit(), opt_level="O1", verbosity=2)
+    quiet = amp.initialize(nn.Linear(4, 3), opt_level="O1", verbosity=1)
+    disabled = amp.initialize(nn.Linear(4, 3), opt_level="O1", verbosity=2)
+    with caplog.at_level(logging.INFO, logger="ampfuse.amp"):
+        caplog.clear()
+        model(torch.ones(2))
+        quiet(torch.ones(2, 4)).sum()
+        with amp.disable_casts():
+            disabled(torch.ones(2, 4))
+    assert caplog.messages == []
+    assert type(quiet(torch.ones(2, 4))) is HalfOutput
+    compiled = torch.compile(disabled, backend="eager", fullgraph=True)
+    assert compiled(torch.ones(2, 4)).dtype == f16
+    copied = pickle.loads(pickle.dumps(copy.deepcopy(disabled)))
+    with caplog.at_level(logging.INFO, logger="ampfuse.amp"):
+        caplog.clear()
+        copied(torch.ones(2, 4))
+    assert len(caplog.messages) == 3
+
+
 # --- the model stays the user's object ------------------------------------------------------
 
 
@@ -584,6 +629,42 @@ def test_script_modules_are_refused_before_anything_changes():
     with pytest.raises(TypeError, match="ScriptModule"):
         amp.initialize([good, scripted], opt_level="O2", verbosity=0)
     assert good.weight.dtype == f32
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O5"])
+def test_scripted_parts_are_cast_trained_and_saved(level):
+    """apex's state-dict hook failed on them."""
+    torch.manual_seed(0)
+    inner = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    model = nn.Sequential(inner, nn.ReLU())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    weights = {"O2": f16, "O3": f16, "O5": bf16}.get(level, f32)
+    assert dict(inner.named_parameters())["0.weight"].dtype == weights
+    assert dict(inner.named_buffers())["1.running_mean"].dtype == (f16 if level == "O3" else f32)
+    assert model.state_dict(keep_vars=True)["0.0.weight"].dtype == weights
+    before = copy.deepcopy(model.state_dict())
+    with amp.scale_loss(model(torch.rand(8, 4)).square().mean(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    after = model.state_dict()
+    assert {t.dtype for t in after.values()} == {f32, torch.int64}
+    assert not torch.equal(after["0.0.weight"], before["0.0.weight"])
+    model.load_state_dict(before)
+    assert torch.equal(model.state_dict()["0.0.weight"], before["0.0.weight"])
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+@pytest.mark.parametrize("level", LEVELS)
+def test_tracing_keeps_the_casts_and_scripting_is_refused(level):
+    model = amp.initialize(nn.Linear(2, 2), opt_level=level, verbosity=0)
+    with pytest.raises(TypeError, match=r"torch\.jit\.trace"):
+        torch.jit.script(nn.Sequential(model))
+    x = torch.ones(1, 2)
+    traced = torch.jit.trace(model, x)
+    assert torch.equal(traced(x), model(x))
+    assert traced(x).dtype == model(x).dtype
 
 
 # --- state dicts ----------------------------------------------------------------------------

@@ -2,8 +2,11 @@
 
 import collections
 import copy
+import gc
+import io
 import pickle
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -116,13 +119,28 @@ def test_properties_of_each_level(level):
         ("O3", {"patch_torch_functions": True}, RuntimeError),
         ("O2", {"keep_batchnorm_fp32": "nonsense"}, AssertionError),
         ("O2", {"loss_scale": "nonsense"}, ValueError),
+        ("O2", {"cast_model_outputs": "half"}, TypeError),
         ("00", {}, RuntimeError),
         (None, {}, RuntimeError),
     ],
 )
 def test_errors_of_options(level, option, error):
-    with pytest.raises(error):
+    with pytest.raises(error, match=next(iter(option), "opt_level")):
         start(level, **option)
+
+
+def test_errors_of_scale_loss():
+    _, optimizer = start("O2")
+    for loss, optimizers, what in [
+        (torch.zeros(()), None, "NoneType"),
+        (torch.zeros(()), 3, "int"),
+        (1.0, optimizer, "float"),
+    ]:
+        with pytest.raises(TypeError, match=what), amp.scale_loss(loss, optimizers):
+            pass
+    start(enabled=False)
+    with amp.scale_loss(1.0, None) as scaled:
+        assert scaled == 1.0
 
 
 @pytest.mark.parametrize(
@@ -147,6 +165,7 @@ def _sgd():
 
 def test_hard_override_warns_and_does_it():
     state.hard_override = True
+    amp.initialize(nn.Linear(2, 2).half(), opt_level="O1", verbosity=0)
     with pytest.warns(UserWarning, match="hard_override"):
         model, _ = start("O1", cast_model_type=f16)
     assert model.fc1.weight.dtype == f16
@@ -177,9 +196,13 @@ def test_scale_is_logged_and_forced_by_the_usual_routes():
     assert scaler._unskipped == 2
 
 
-def test_scaler_before_initialize(monkeypatch):
+def test_state_before_initialize(monkeypatch):
     monkeypatch.setattr(ampfuse.amp.session, "_latest", None)
     assert not hasattr(state, "loss_scalers")
+    fresh = type(state)()
+    assert not hasattr(fresh, "opt_properties")
+    assert not hasattr(fresh, "handle")
+    assert (fresh.hard_override, fresh.allow_incoming_model_not_fp32) == (False, False)
     with pytest.raises(RuntimeError), amp.scale_loss(torch.zeros(()), []):
         pass
 
@@ -292,6 +315,10 @@ def test_scale_factor_is_obeyed():
 def test_loss_scalers_pickle():
     scaler = LossScaler("dynamic", scale_window=7, backoff_factor=0.25)
     scaler._loss_scale, scaler._unskipped = 512.0, 3
+    file = io.BytesIO()
+    torch.save([scaler], file)
+    file.seek(0)
+    assert torch.load(file, weights_only=True)[0].state_dict() == scaler.state_dict()
     again = pickle.loads(pickle.dumps(scaler))
     assert again.state_dict() == scaler.state_dict()
     assert again.dynamic
@@ -376,6 +403,9 @@ def test_amp_state_goes_by_key():
     with pytest.raises(RuntimeError, match="other"):
         amp.load_state_dict({"loss_scaler0": {"loss_scale": 1.0, "unskipped": 0}, "other": 1})
     assert state.loss_scalers[0].loss_scale() == 4.0
+    for nonsense in (None, {"loss_scaler0": 3}, {"loss_scaler0": {"loss_scale": 1.0}}):
+        with pytest.raises(RuntimeError, match=r"amp\.state_dict|unskipped"):
+            amp.load_state_dict(nonsense)
 
 
 def test_amp_state_where_amp_is_off():
@@ -512,7 +542,171 @@ def test_an_exception_in_the_body_leaves_everything_in_order():
     assert model(torch.rand(2, 4)).dtype == f16
 
 
-def test_custom_losses_on_buffers_in_half():
-    """Loss weights that became half with the model met FP32 outputs."""
-    model = amp.initialize(nn.Linear(4, 3), opt_level="O2", verbosity=0)
-    assert F.cross_entropy(model(torch.rand(2, 4)), torch.tensor([0, 2])).dtype == f32
+CLASSES = torch.tensor([1.0, 2.0, 1 / 3])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+    ("loss", "target"),
+    [
+        (nn.CrossEntropyLoss(weight=CLASSES), torch.arange(8) % 3),
+        (nn.BCEWithLogitsLoss(pos_weight=CLASSES), torch.rand(8, 3)),
+        (nn.GaussianNLLLoss(), torch.rand(8, 3)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_losses_that_are_parts_of_a_model(loss, target, level):
+    """Loss weights became half with the model, and met FP32 outputs."""
+
+    class Classifier(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc, self.loss = nn.Linear(4, 3), copy.deepcopy(loss)
+
+        def forward(self, x, target=None):
+            y = self.fc(x)
+            return y if target is None else self.loss(y, *targets)
+
+    targets = (target, torch.ones(8, 3)) if isinstance(loss, nn.GaussianNLLLoss) else (target,)
+    model, x = Classifier(), torch.rand(8, 4)
+    expected = model(x, target).item()
+    amp.initialize(model, opt_level=level, verbosity=0)
+    for copied in (model, copy.deepcopy(model)):
+        outside, inside = copied.loss(copied(x), *targets), copied(x, target)
+        assert outside.dtype == inside.dtype == f32
+        assert outside.item() == pytest.approx(expected, rel=5e-3)
+        assert inside.item() == pytest.approx(expected, rel=5e-3)
+    weights = [t for t in model.loss.state_dict().values() if t.is_floating_point()]
+    assert all(t.dtype == f32 and torch.equal(t, CLASSES) for t in weights)
+
+
+def test_a_loss_that_holds_a_network_is_cast_like_one():
+    class Perceptual(nn.modules.loss._Loss):
+        def __init__(self):
+            super().__init__()
+            self.features = nn.Linear(4, 3)
+
+        def forward(self, x, y):
+            return F.mse_loss(self.features(x), self.features(y))
+
+    class Generator(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc, self.loss = nn.Linear(4, 4), Perceptual()
+
+        def forward(self, x):
+            return self.loss(self.fc(x), x)
+
+    model = amp.initialize(Generator(), opt_level="O2", verbosity=0)
+    assert model.loss.features.weight.dtype == f16
+    assert model(torch.rand(2, 4)).isfinite()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_moments_that_exist_before_initialize_stay(level):
+    """apex cast them to the parameters' type: second moments became 0 in FP16."""
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    (model(torch.rand(4, 4)).pow(2).mean() * 1e-5).backward()
+    optimizer.step()
+    before = [optimizer.state[p]["exp_avg_sq"].clone() for p in model.parameters()]
+    assert not before[0].half().any()
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    for p, expected in zip(amp.master_params(optimizer), before, strict=True):
+        assert torch.equal(optimizer.state[p]["exp_avg_sq"], expected)
+        assert optimizer.state[p]["step"] == 1
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_a_step_that_raises_leaves_casts_on(level):
+    """apex left them off for the rest of the process."""
+
+    class Broken(torch.optim.SGD):
+        def step(self, closure=None):
+            raise KeyError("broken")
+
+    model, optimizer = start(level, Broken)
+    half = model(torch.rand(2, 4)).dtype
+    backward(model, optimizer)
+    with pytest.raises(KeyError, match="broken"):
+        optimizer.step()
+    assert state.handle.is_active()
+    assert model(torch.rand(2, 4)).dtype == half != f32
+
+
+def test_banned_functions_may_be_called_where_casts_are_disabled():
+    """In apex the error came there too."""
+    model = amp.initialize(nn.Sequential(nn.Linear(4, 1), nn.Sigmoid()), verbosity=0)
+    out = model(torch.rand(3, 4))
+    with amp.disable_casts():
+        assert F.binary_cross_entropy(out.float(), torch.rand(3, 1)).dtype == f32
+        assert F.binary_cross_entropy(out, torch.rand(3, 1).half()).dtype == f16
+    with pytest.raises(NotImplementedError):
+        F.binary_cross_entropy(out, torch.rand(3, 1).half())
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_step_before_any_backward_pass(level):
+    """In apex it failed: masters were made by the first scale_loss. They are there at once."""
+    model, optimizer = start(level, optimizer={"lr": 0.1, "momentum": 0.9})
+    if level in ("O2", "O5"):
+        assert all(p.dtype == f32 for p in amp.master_params(optimizer))
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer.step()
+    for p, expected in zip(model.parameters(), before, strict=True):
+        assert torch.equal(p, expected)
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_a_bfloat16_model_by_override(level):
+    """apex accepted the option and raised TypeError at the first use of the optimizer."""
+    model, optimizer = start(level, cast_model_type=bf16)
+    before = model.fc1.weight.detach().clone()
+    assert before.dtype == bf16
+    backward(model, optimizer)
+    optimizer.step()
+    assert not torch.equal(model.fc1.weight, before)
+
+
+def test_o1_without_casts_still_scales_and_skips():
+    model, optimizer = start("O1", patch_torch_functions=False)
+    assert model(torch.rand(2, 4)).dtype == f32
+    assert not state.handle.is_active()
+    before = model.fc1.weight.detach().clone()
+    backward(model, optimizer, factor=float("inf"))
+    optimizer.step()
+    assert torch.equal(model.fc1.weight, before)
+    assert state.loss_scalers[0].loss_scale() == 2.0**15
+
+
+def test_o1_with_a_cast_to_float32():
+    """Of inputs and outputs, as at O0; operations in half in between, as at O1."""
+    seen = []
+    model, _ = start("O1", cast_model_type=f32)
+    model.fc2.register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))
+    model.fc1.register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))
+    assert model(torch.rand(2, 4, dtype=torch.float64)).dtype == f32
+    assert seen == [f32, f16]
+
+
+@pytest.mark.parametrize("floor", [None, 0, 0.0])
+def test_the_floor_of_the_scale_is_never_zero(floor):
+    model, optimizer = start("O2", min_loss_scale=floor)
+    state.loss_scalers[0]._loss_scale = 2.0**-24
+    backward(model, optimizer, factor=float("nan"))
+    optimizer.step()
+    assert state.loss_scalers[0].loss_scale() == 2.0**-24
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_training_that_is_over_is_freed(level):
+    """apex's patches held the first model for good."""
+    model, optimizer = start(level)
+    backward(model, optimizer)
+    optimizer.step()
+    gone = [weakref.ref(model), weakref.ref(optimizer), weakref.ref(model.fc1.weight)]
+    del model, optimizer
+    start(level)
+    gc.collect()
+    assert [reference() for reference in gone] == [None] * 3

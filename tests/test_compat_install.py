@@ -126,6 +126,39 @@ def test_the_program_says_which_apex(option, used, other, tmp_path, capsys):
     assert ("ampfuse's" in err) == (option == "ampfuse")
 
 
+@pytest.mark.parametrize("beside", [False, True])
+def test_processes_that_a_script_spawns_find_it_too(beside, tmp_path, capfd):
+    """As ``torch.multiprocessing.spawn`` and the workers of a DataLoader may."""
+    if beside:
+        (tmp_path / "apex.py").write_text("raise ImportError('the other apex')\n")
+    path = script(
+        tmp_path,
+        """
+import multiprocessing
+import sys
+import {}
+from apex.amp import _amp_state
+
+def work():
+    import apex, apex.parallel, amp_C
+    import ampfuse.compat.apex as compat
+    print(apex is compat, amp_C is compat.amp_C, compat.installed_apex(), flush=True)
+
+if __name__ == "__main__":
+    process = multiprocessing.get_context("spawn").Process(target=work)
+    process.start()
+    process.join()
+    sys.exit(process.exitcode)
+""".format("apex" if beside else "amp_C"),
+    )
+    sys.path.insert(0, "")
+    with pytest.raises(SystemExit) as exit:
+        runner.main([path])
+    assert exit.value.code == 0
+    assert capfd.readouterr().out == "True True None\n"
+    assert compat.installed_apex() is None
+
+
 def test_the_program_without_a_script(tmp_path, capsys):
     with pytest.raises(SystemExit) as exit:
         runner.main([str(tmp_path / "missing.py")])

@@ -160,6 +160,38 @@ def test_other_functions_keep_the_type(name, dtype):
     assert inside(AS_GIVEN[name], tensor(dtype, 4, 4)).dtype == dtype
 
 
+# Operations that the lists of 2019 do not know, on a half and on a float argument.
+NEWER = {
+    "einsum": (lambda x, y: torch.einsum("ij,jk", x, y), f16),
+    "attention": (lambda x, y: F.scaled_dot_product_attention(x[None], y[None], y[None]), f16),
+    "torch.linalg.multi_dot": (lambda x, y: torch.linalg.multi_dot([x, y]), f16),
+    "torch.linalg.vecdot": (torch.linalg.vecdot, f16),
+    "MultiheadAttention": (lambda x, y: nn.MultiheadAttention(4, 2)(x, y, y)[0], f16),
+    "torch.linalg.norm": (lambda x, y: torch.linalg.norm(x), f32),
+    "torch.linalg.vector_norm": (lambda x, y: torch.linalg.vector_norm(x), f32),
+    "torch.linalg.matrix_norm": (lambda x, y: torch.linalg.matrix_norm(x), f32),
+    "F.rms_norm": (lambda x, y: F.rms_norm(x, (4,)), f32),
+    "torch.cdist": (torch.cdist, f32),
+    "F.huber_loss": (F.huber_loss, f32),
+    "F.gaussian_nll_loss": (lambda x, y: F.gaussian_nll_loss(x, x, y), f32),
+    "torch.sub": (torch.sub, f32),
+    "torch.where": (lambda x, y: torch.where(x > 0, x, y), f32),
+    "torch.lerp": (lambda x, y: torch.lerp(x, y, 0.5), f32),
+    "torch.maximum": (torch.maximum, f32),
+    "index_add": (lambda x, y: x.index_add(0, torch.arange(4), y), f32),
+    "index_add_": (lambda x, y: x.clone().index_add_(0, torch.arange(4), y), f16),
+    "index_put": (lambda x, y: x.index_put((torch.arange(4),), y), f32),
+    "scatter_add": (lambda x, y: x.scatter_add(0, torch.zeros(4, 4, dtype=torch.long), y), f32),
+}
+
+
+@pytest.mark.parametrize("region", REGIONS)
+@pytest.mark.parametrize("name", NEWER)
+def test_operations_newer_than_the_lists(name, region):
+    function, expected = NEWER[name]
+    assert REGIONS[region](function, tensor(f16, 4, 4), tensor(f32, 4, 4)).dtype == expected
+
+
 def test_comparisons_and_equality():
     x, y = torch.tensor([1.0, 2.0], dtype=f16), torch.tensor([1.0, 2.001])
     assert inside(lambda: (x == y).tolist()) == [True, False]
@@ -168,6 +200,8 @@ def test_comparisons_and_equality():
 
 
 def test_in_place():
+    """``x += y`` too, which is ``x.add_(y)`` to torch; apex made a new tensor of it."""
+
     def both(x, y):
         x.add_(y)
         return x
@@ -176,11 +210,17 @@ def test_in_place():
     assert inside(both, tensor(f32, 2), tensor(f16, 2)).dtype == f32
 
     def augmented(x, y):
+        view = x
         x += y
+        x *= y
+        x -= y
+        x /= y
+        assert view is x
         return x
 
-    assert inside(augmented, tensor(f16, 2), tensor(f32, 2)).dtype == f16
-    assert inside(augmented, tensor(f32, 2), tensor(f16, 2)).dtype == f32
+    for dtype in (f16, f32, f64):
+        for other in (f16, f32, f64):
+            assert inside(augmented, tensor(dtype, 2), tensor(other, 2)).dtype == dtype
 
     def squared(x):
         x **= 2
@@ -581,3 +621,58 @@ def test_wrapped_optimizer():
     assert torch.equal(model.weight, before)
     assert [s.loss_scale() for s in optimizer._loss_scaler] == [2.0**15, 2.0**16]
     assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+# --- verbosity=2 --------------------------------------------------------------------------------
+
+
+def test_casts_are_logged_with_their_function(caplog):
+    """apex printed "Float->Half (linear)"."""
+    function = amp.float_function(lambda x: x)
+    function.__wrapped__.__name__ = "mine"
+    function = amp.float_function(function.__wrapped__)
+    weight = nn.Parameter(torch.rand(4, 4))
+
+    def forward(x):
+        y = F.linear(F.linear(x, weight), weight)  # cast once
+        return function(y + torch.ones(4)), y.half()
+
+    model = Runs(forward)
+    with caplog.at_level("INFO", logger="ampfuse.amp"):
+        amp.initialize(model, verbosity=2)
+        caplog.clear()
+        x = tensor(f32, 2, 4)
+        _, out = model(x)
+        assert caplog.messages == [
+            "linear: float32 -> float16, shape (2, 4)",
+            "linear: float32 -> float16, shape (4, 4)",
+            "add: float16 -> float32, shape (2, 4)",
+        ]
+        caplog.clear()
+        function(out)
+        out.softmax(-1)
+        assert caplog.messages == [
+            "mine: float16 -> float32, shape (2, 4)",
+            "softmax: float16 -> float32, shape (2, 4)",
+        ]
+        amp._amp_state.handle._is_active = False
+        amp._amp_state.handle._is_active = True
+        caplog.clear()
+        model(x)
+        assert len(caplog.messages) == 3
+        amp.initialize(model, verbosity=1)
+        caplog.clear()
+        model(x)[1].softmax(-1)
+        assert caplog.messages == []
+
+
+def test_init_logs_casts_on_request(caplog):
+    for verbose, count in ((True, 2), (False, 0)):
+        handle = amp.init(verbose=verbose)
+        assert handle.verbose is verbose
+        with caplog.at_level("INFO", logger="ampfuse.amp"):
+            caplog.clear()
+            F.linear(tensor(f32, 2, 4), tensor(f32, 3, 4))
+        assert len(caplog.messages) == count
+        handle._deactivate()
+        assert torch.overrides._len_torch_function_stack() == 0

@@ -10,6 +10,7 @@ import pytest
 from ampfuse.migrate import find_uses, rewrite_imports
 from ampfuse.migrate.__main__ import main
 
+HERE = "ampfuse.compat.apex"
 SCRIPTS = sorted((Path(__file__).parent / "scripts").glob("*.py"))
 
 OLD = '''\
@@ -106,6 +107,69 @@ def test_uses_are_found_line_by_line():
     assert "scaler.scale(loss)" in by_line[18].torch
 
 
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "from apex import contrib",
+        "from apex import amp, contrib as c",
+        "from apex import (amp,  # comment\n    mlp)",
+        "import apex.transformer",
+    ],
+)
+def test_imports_of_what_is_not_here_stay(statement):
+    source = f"{statement}\nfrom apex import optimizers\n"
+    assert rewrite_imports(source) == source.replace("from apex import o", f"from {HERE} import o")
+    assert [use.available for use in find_uses(statement)][-1] is False
+
+
+def test_odd_ways_to_write_an_import():
+    source = (
+        "from \\\n  apex \\\n  import amp\n"
+        "import \\\n  apex\n"
+        "\x0cif 1: import apex . amp as A; from apex . amp import init; import amp_C as C\n"
+        "s = 'from apex import amp \x0b\x85'\r"
+        "import apex\r"
+    )
+    assert rewrite_imports(source) == (
+        f"from \\\n  {HERE} \\\n  import amp\n"
+        f"import \\\n  {HERE} as apex\n"
+        f"\x0cif 1: import {HERE}.amp as A; from {HERE} . amp import init; "
+        f"import {HERE}.amp_C as C\n"
+        "s = 'from apex import amp \x0b\x85'\r"
+        f"import {HERE} as apex\r"
+    )
+
+
+def test_uses_behind_names_conditions_and_strings():
+    source = (
+        "import apex as a\n"
+        "try:\n    from apex import amp as A\n"
+        "except ImportError:\n    A = None\n"
+        "if A is not None:\n    m, o = A.initialize(\n        m,\n        o)\n"
+        "a.parallel.LARC.LARC(o)\n"
+        "self.o: object = a.fp16_utils.FP16_Optimizer(o)\n"
+        "self.o.clip_master_grads(1)\n"
+        "importlib.import_module('apex.amp')\n"
+        "__import__('apex.contrib')\n"
+        "importlib.util.find_spec(name), find_spec('torch')\n"
+    )
+    found = [(use.line, use.name) for use in find_uses(source)]
+    assert found == [
+        (1, "apex"),
+        (3, "apex.amp"),
+        (6, "apex.amp"),
+        (7, "apex.amp.initialize"),
+        (10, "apex.parallel.LARC.LARC"),
+        (11, "apex.fp16_utils.FP16_Optimizer"),
+        (12, "apex.fp16_utils.FP16_Optimizer.clip_master_grads"),
+        (13, "apex.amp"),
+        (14, "apex.contrib"),
+    ]
+    by_line = {use.line: use for use in find_uses(source)}
+    assert "install()" in by_line[13].ampfuse
+    assert [use.line for use in by_line.values() if not use.available] == [14]
+
+
 def test_other_names_are_not_apexs():
     assert find_uses("import apexlike\nfrom . import apex\napex.amp.initialize()\n") == []
     assert find_uses("import torch as apex\napex.amp\n") == []
@@ -136,13 +200,47 @@ def test_the_program_writes(tmp_path):
     assert stat.S_IMODE(path.stat().st_mode) == 0o750
     assert link.is_symlink()
     assert {p.name for p in tmp_path.iterdir()} == {"train.py", "link.py"}
+    assert main(["--write", str(link)]) == 1  # again: nothing changes
+    assert path.read_bytes() == expected
+
+
+def test_a_byte_order_mark_stays(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_bytes(b"\xef\xbb\xbffrom apex import amp\r\n")
+    assert main(["--write", str(path)]) == 0
+    assert path.read_bytes() == f"\ufefffrom {HERE} import amp\r\n".encode()
+
+
+def test_the_program_on_what_it_cannot_write(tmp_path, capsys, monkeypatch):
+    path = tmp_path / "train.py"
+    path.write_text("from apex import amp\n")
+
+    def refuse(*_):
+        raise PermissionError("no")
+
+    monkeypatch.setattr(os, "replace", refuse)
+    assert main(["--write", str(path)]) == 2
+    assert "train.py: cannot be written" in capsys.readouterr().err
+    assert path.read_text() == "from apex import amp\n"
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_the_program_on_what_it_cannot_read(tmp_path, capsys):
     path = tmp_path / "broken.py"
     path.write_text("from apex import amp\nprint 'old'\n")
-    assert main(["--write", str(path), str(tmp_path / "missing.py")]) == 2
+    latin, null, notebook = (tmp_path / name for name in ("latin.py", "null.py", "a.ipynb"))
+    latin.write_bytes(b"from apex import amp  # \xe9\n")
+    null.write_bytes(b"from apex import amp\0\n")
+    notebook.write_text('{"cells": [], "nbformat": 4}')
+    good = tmp_path / "good.py"
+    good.write_text("from apex import amp\n")
+    files = [path, tmp_path / "missing.py", latin, null, notebook, good]
+    assert main(["--write", *map(str, files)]) == 2
     err = capsys.readouterr().err
-    assert "broken.py" in err
-    assert "missing.py" in err
+    assert "broken.py:2: cannot be read as Python" in err
+    for name in ("missing.py", "latin.py", "null.py"):
+        assert f"{name}: cannot be read" in err
+    assert "nbconvert" in err
+    assert good.read_text() == f"from {HERE} import amp\n"
+    assert latin.read_bytes() == b"from apex import amp  # \xe9\n"
     assert path.read_text().endswith("print 'old'\n")

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import io
 import logging
 import math
@@ -15,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from ampfuse import amp
+from ampfuse import amp, optim
 from ampfuse.amp.initialize import _check_bfloat16, warn_if_bfloat16_is_emulated
 from ampfuse.amp.scaler import LossScaler
 
@@ -257,6 +258,16 @@ def test_masters_start_from_the_weights_before_the_cast(level):
     master = next(amp.master_params(optimizer))
     assert torch.equal(master, exact)
     assert torch.equal(model.weight, exact.to(model.weight.dtype))
+
+
+@pytest.mark.parametrize("world_size", ["1", "2"])
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_masters_of_several_processes_start_from_what_ddp_hands_on(level, world_size, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", world_size)  # by torchrun, before there is a process group
+    model, optimizer = make(level, w=1 / 3)
+    rounded = model.w.detach().float().item()
+    assert rounded != pytest.approx(1 / 3, rel=1e-7)
+    assert weight(optimizer) == (rounded if world_size == "2" else torch.tensor(1 / 3).item())
 
 
 @pytest.mark.parametrize("level", ["O2", "O5"])
@@ -967,3 +978,102 @@ def test_the_host_never_waits(level):
         step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_gradient_penalties(level):
+    """As docs/guide.md writes them."""
+    torch.manual_seed(0)
+    inputs = torch.rand(8, 4)
+
+    def gradients(amp_level):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if amp_level is not None:
+            amp.initialize(model, optimizer, opt_level=amp_level, loss_scale=128.0, verbosity=0)
+        x = inputs.clone().requires_grad_()
+        output = model(x).float()
+        (gradient,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+        loss = output.mean() + 10 * ((gradient.float().norm(dim=1) - 1) ** 2).mean()
+        if amp_level is None:
+            loss.backward()
+        else:
+            with amp.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+        return [p.grad.float() for p in amp.master_params(optimizer)]
+
+    for found, expected in zip(gradients(level), gradients(None), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0.02, atol=0.03)
+
+
+# --- an optimizer that the block was not told of --------------------------------------------
+
+
+def two(level, **options):
+    models = [Scalar(), Scalar()]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
+    options.setdefault("verbosity", 0)
+    amp.initialize(models, optimizers, opt_level=level, **options)
+    return models, optimizers
+
+
+def backward_of_both(models, listed):
+    loss = sum(model(torch.ones(1)).float().sum() for model in models) * 2.0**-4
+    with amp.scale_loss(loss, listed) as scaled:
+        scaled.backward()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("use", ["step", "backward", "accumulate"])
+def test_a_forgotten_optimizer_is_told_before_its_scaled_gradients_are_used(level, use):
+    models, (first, second) = two(level, loss_scale=8.0)
+    if use == "accumulate":  # on top of a gradient that is right
+        backward_of_both(models, [first, second])
+    backward_of_both(models, first)
+    first.step()
+    act = second.step
+    if use == "backward":
+        act = functools.partial(backward_of_both, models, [first, second])
+    with pytest.warns(UserWarning, match="did not list this SGD"):
+        act()
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("zero", ["optimizer", "to zero", "model", "by hand"])
+def test_gradients_dropped_in_between_are_no_concern(level, zero):
+    """The generator's loss reaches the discriminator of a GAN."""
+    models, (first, second) = two(level, loss_scale=8.0)
+    for _ in range(3):
+        for optimizer, listed in ((first, [first, second]), (first, first)):
+            backward_of_both(models, listed)
+            optimizer.step()
+        if zero == "model":
+            models[1].zero_grad()
+        elif zero == "by hand":
+            models[1].w.grad = None
+        else:
+            second.zero_grad(set_to_none=zero == "optimizer")
+        backward_of_both(models[1:], second)
+        second.step()
+        first.zero_grad()
+        second.zero_grad()
+    assert weight(second) == 1.0 - 3 * 2.0**-4
+
+
+@pytest.mark.filterwarnings("error")
+def test_nobody_is_forgotten_where_nothing_is_left():
+    models, (first, second) = two("O0")  # not scaled
+    backward_of_both(models, first)
+    second.step()
+    models, (first, second) = two("O2")
+    backward_of_both(models, (second, first))
+    second.step()
+    backward_of_both(models[:1], first)  # does not reach the second
+    second.step()
+    larc = optim.LARC(torch.optim.SGD(models[0].parameters(), lr=1.0))
+    amp.initialize(models[0], larc, opt_level="O2", verbosity=0)
+    backward(models[0], larc)
+    larc.step()
+    assert pickle.loads(pickle.dumps(second))._amp_session.enabled

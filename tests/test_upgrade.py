@@ -265,6 +265,60 @@ def test_add_param_group(name, level):
 
 
 @pytest.mark.parametrize("level", WITH_MASTERS)
+def test_add_param_group_takes_and_refuses_what_torch_does(level):
+    training = Training("SGD", level)
+    extra = nn.Linear(2, 2).to(next(training.model.parameters()).dtype)
+    group = {"params": (p for p in extra.parameters()), "lr": 0.5}
+    training.optimizer.add_param_group(group)
+    assert training.optimizer.param_groups[1] is group
+    assert [p.dtype for p in group["params"]] == [f32, f32]
+    known = len(training.optimizer.param_groups)
+    for again in (extra.weight, training.model[0].weight):
+        with pytest.raises(ValueError, match="more than one"):
+            training.optimizer.add_param_group({"params": again})
+    with pytest.raises(TypeError, match="ordered"):
+        training.optimizer.add_param_group({"params": set(nn.Linear(2, 2).parameters())})
+    assert len(training.optimizer.param_groups) == known
+    named = torch.optim.SGD(nn.Linear(2, 2).named_parameters(), lr=0.1)
+    _, named = amp.initialize(nn.Linear(2, 2), named, opt_level=level, verbosity=0)
+    named.add_param_group({"params": list(nn.Linear(2, 2).half().named_parameters())})
+    assert named.param_groups[1]["param_names"] == ["weight", "bias"]
+    assert all(p.dtype == f32 for p in named.param_groups[1]["params"])
+
+
+@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", SOME)
+def test_a_parameter_unfrozen_later_trains_as_the_others(name, level, copied):
+    """apex never updated it; with a step in FP16 small updates would vanish."""
+    training = Training(name, level)
+    first = training.model[0]
+    first.requires_grad_(False)
+    training.optimizer = OPTIMIZERS[name](training.model.parameters())
+    amp.initialize(training.model, training.optimizer, opt_level=level, verbosity=0)
+    training.steps(2)
+    if copied:
+        again = copy.deepcopy((training.model, training.optimizer))
+        training.model, training.optimizer = again
+        first = training.model[0]
+    before = first.weight.detach().clone()
+    training.steps(1)
+    assert same_bits(first.weight.detach(), before)
+    training.backward()  # what is pending is kept
+    pending = training.model[2].weight.grad.detach().float().clone()
+    first.requires_grad_(True)
+    with amp.scale_loss(training.loss(), training.optimizer) as scaled:
+        scaled.backward()
+    total = training.model[2].weight.grad.float()
+    torch.testing.assert_close(total, 2 * pending, rtol=0.02, atol=1e-3)
+    training.optimizer.step()
+    training.steps(3)
+    assert not torch.equal(first.weight.detach(), before)
+    if level in WITH_MASTERS:
+        assert all(param.dtype == f32 for param in amp.master_params(training.optimizer))
+
+
+@pytest.mark.parametrize("level", WITH_MASTERS)
 @pytest.mark.parametrize("name", SOME)
 def test_state_dicts_hold_the_masters(name, level):
     training = Training(name, level)

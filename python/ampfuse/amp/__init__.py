@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -63,7 +63,11 @@ def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
     """Yield what `optimizer` steps, in the order of its groups: FP32 masters where it has them.
 
     After ``scale_loss`` their ``.grad`` is the unscaled gradient, so this is the set to clip.
+    Masters have followed what was loaded into the model, or edited in it, since the last step.
     """
+    follow_edits = getattr(optimizer, "_follow_edits", None)
+    if follow_edits is not None:
+        follow_edits()
     for group in optimizer.param_groups:
         yield from group["params"]
 
@@ -110,11 +114,15 @@ def load_state_dict(state_dict: dict[str, Any], *, optimizer: Optimizer | None =
     session = _session(optimizer)
     if not session.enabled:
         return
+    if not isinstance(state_dict, Mapping):
+        raise RuntimeError(
+            f"amp.load_state_dict needs what amp.state_dict() gave, not {state_dict!r}."
+        )
     for key, state in state_dict.items():
         if not str(key).startswith("loss_scaler"):
             raise RuntimeError(f"{key!r} is no loss scaler; this is not the state of amp.")
-        if not {"loss_scale", "unskipped"} <= state.keys():
-            raise RuntimeError(f"{key} needs 'loss_scale' and 'unskipped'; it has {list(state)}.")
+        if not (isinstance(state, Mapping) and {"loss_scale", "unskipped"} <= state.keys()):
+            raise RuntimeError(f"{key} needs 'loss_scale' and 'unskipped'; it is {state!r}.")
     scalers = {f"loss_scaler{i}": scaler for i, scaler in enumerate(session.loss_scalers)}
     if scalers.keys() != state_dict.keys():
         warnings.warn(

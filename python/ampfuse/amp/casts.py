@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from ampfuse.amp import cast_state, trees, weight_cache
+from ampfuse.amp.cast_log import LogCasts
 from ampfuse.amp.half_output import (
-    HalfOutput,
     casts_are_disabled,
     half_output_class,
     unwrap,
@@ -42,18 +42,20 @@ class Casts:
     autocast: torch.dtype | None = None
     outputs: torch.dtype | None = None
     rules: OpRules | None = None  # in addition to autocast's own
+    log: bool = False  # each cast of autocast and of the rules
 
     @classmethod
-    def of(cls, policy: Policy, rules: OpRules | None = None) -> Casts:
+    def of(cls, policy: Policy, rules: OpRules | None = None, *, log: bool = False) -> Casts:
         """A model that casts its inputs gives FP32 outputs, unless the policy says otherwise."""
         outputs = policy.cast_model_outputs
         if not policy.casts_model:
-            return cls(autocast=policy.autocast_type, outputs=outputs, rules=rules)
+            return cls(autocast=policy.autocast_type, outputs=outputs, rules=rules, log=log)
         return cls(
             inputs=policy.cast_model_type,
             autocast=policy.autocast_type,
             outputs=outputs or torch.float32,
             rules=rules,
+            log=log,
         )
 
 
@@ -89,6 +91,18 @@ class AmpModule:
     """Mixed into a model's class by :func:`install`; ``isinstance`` tells who went through it."""
 
     _amp_casts: Casts
+
+    def __prepare_scriptable__(self) -> Any:
+        """What ``torch.jit.script`` calls first.
+
+        Raises:
+            TypeError: always. Scripting the original ``forward`` would lose the casts silently.
+        """
+        raise TypeError(
+            f"torch.jit.script cannot compile the casts around {type(self).__name__}.forward. Use "
+            "torch.compile(model) or torch.jit.trace(model, inputs); or script parts of the model "
+            "before amp.initialize; or script a new model and load this one's state_dict()."
+        )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Pickle finds classes by name, and this one's name is the original's: rebuild an instance
@@ -163,8 +177,9 @@ def _cast_forward(
         return trees.cast(outputs, casts.outputs)
     if covered:
         return outputs
-    own_rules = casts.rules is not None and not torch.compiler.is_compiling()
-    return wrap(outputs, half_output_class(casts.rules) if own_rules else HalfOutput)
+    if torch.compiler.is_compiling():
+        return wrap(outputs)
+    return wrap(outputs, half_output_class(casts.rules, casts.log))
 
 
 def _function_casts(casts: Casts) -> contextlib.AbstractContextManager[None]:
@@ -179,6 +194,8 @@ def _inside_forward(casts: Casts) -> Iterator[None]:
     with cast_state.inside_forward(casts.autocast), contextlib.ExitStack() as stack:
         if casts.rules is not None and casts.autocast is not None:
             stack.enter_context(OpCasts(casts.rules, casts.autocast))
+        if casts.log and casts.autocast is not None:
+            stack.enter_context(LogCasts())
         yield
 
 
@@ -198,9 +215,15 @@ def cast_model(model: nn.Module, dtype: torch.dtype, *, keep_batchnorm_fp32: boo
     The Parameter objects stay (only their ``data`` changes), so optimizers that hold them stay
     valid. With `keep_batchnorm_fp32`, batch norms that have weights (``SyncBatchNorm`` too) become
     FP32 with their running statistics; layer, group and instance norms are cast, as in apex.
+    torch's loss modules stay FP32, class weights and all, and cast what they are given: at the
+    scale of a loss half precision overflows, and their inputs come from inside the model in half
+    precision, from outside in FP32.
     """
     for module in model.modules():
-        keep = keep_batchnorm_fp32 and is_affine_batch_norm(module)
+        is_loss = _is_loss(module)
+        if is_loss:
+            install(module, Casts(inputs=torch.float32))
+        keep = is_loss or (keep_batchnorm_fp32 and is_affine_batch_norm(module))
         to = torch.float32 if keep else dtype
         cast_own_parameters(module, to)
         for name, buffer in module._buffers.items():
@@ -223,7 +246,14 @@ def cast_own_parameters(module: nn.Module, dtype: torch.dtype) -> None:
 
 def is_affine_batch_norm(module: nn.Module) -> bool:
     """True for a batch norm (``SyncBatchNorm`` too) that has weights."""
+    if isinstance(module, torch.jit.ScriptModule):  # all of one class, which remembers a name
+        return "BatchNorm" in module.original_name and "weight" in module._parameters
     return isinstance(module, nn.modules.batchnorm._BatchNorm) and module.affine
+
+
+def _is_loss(module: nn.Module) -> bool:
+    """A loss of torch's, or of the user's made like one; not if it holds other modules."""
+    return isinstance(module, nn.modules.loss._Loss) and not module._modules
 
 
 def save_in_float32(model: nn.Module) -> None:
@@ -232,6 +262,8 @@ def save_in_float32(model: nn.Module) -> None:
     So a checkpoint does not depend on the level it was trained at. ``load_state_dict`` casts back.
     """
     for module in model.modules():
+        if isinstance(module, torch.jit.ScriptModule):  # takes no hooks; its parent's covers it
+            continue
         if _state_dict_in_float32 not in module._state_dict_hooks.values():
             module.register_state_dict_post_hook(_state_dict_in_float32)
 
@@ -241,10 +273,20 @@ def _state_dict_in_float32(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]
 ) -> None:
     """Replace the module's own half entries; its children have hooks of their own."""
-    for name, own in itertools.chain(module._parameters.items(), module._buffers.items()):
+    for name, own in _saved_tensors(module):
         entry = state_dict.get(prefix + name)
         if not isinstance(entry, Tensor) or entry.dtype not in HALF_DTYPES:
             continue
         if entry is own:  # keep_vars=True asks for the parameter itself
             continue
         state_dict[prefix + name] = entry.float()
+
+
+def _saved_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor | None]]:
+    """The tensors of `module` itself and of its scripted children, by name."""
+    yield from module._parameters.items()
+    yield from module._buffers.items()
+    for child_name, child in module._modules.items():
+        if isinstance(child, torch.jit.ScriptModule):
+            for name, tensor in itertools.chain(child.named_parameters(), child.named_buffers()):
+                yield f"{child_name}.{name}", tensor

@@ -25,7 +25,8 @@ from torch import Tensor
 from torch.overrides import get_default_nowrap_functions
 
 from ampfuse.amp import trees
-from ampfuse.amp.op_rules import OpRules
+from ampfuse.amp.cast_log import LogCastsFor
+from ampfuse.amp.op_rules import OpRules, name_of
 from ampfuse.optim.masters import HALF_DTYPES
 
 # By name, so that the function, the Tensor method and the operator are one entry. These are the
@@ -40,7 +41,8 @@ _LOSSES = """
 """
 _REDUCTIONS_AND_DISTANCES = """
     cdist cosine_similarity cumprod cumsum dist logcumsumexp logsumexp mean nansum norm normalize
-    pairwise_distance prod renorm std std_mean sum trace var var_mean vector_norm
+    matrix_norm nuclear_norm pairwise_distance pdist prod renorm std std_mean sum trace var
+    var_mean vector_norm
 """
 _LEAVE_THE_RANGE_OF_HALF = """
     __pow__ __rpow__ acos asin cosh erfinv exp expm1 log log10 log1p log2 log_softmax logsigmoid
@@ -87,32 +89,39 @@ class HalfOutput(Tensor):
 
     Attributes:
         rules: of a subclass for models that follow rules of their own instead of autocast's.
+        logs_casts: of a subclass for models whose casts are logged.
     """
 
     rules: OpRules | None = None
+    logs_casts = False
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name = func.__name__.removeprefix("linalg_").removeprefix("special_")
+        name = name_of(func)
         with torch._C.DisableTorchFunctionSubclass():
             if casts_are_disabled() or name in _AUTOGRAD:
                 return func(*args, **kwargs)
-            if cls.rules is not None:
-                dtype = next(t.dtype for t in trees.tensors((args, kwargs)) if isinstance(t, cls))
-                args, kwargs = cls.rules.apply(name, dtype, args, kwargs)
-            elif name in FP32_FUNCTIONS:
-                args = trees.replace(args, _to_float32)
-                kwargs = {
-                    key: value if key == "out" else trees.replace(value, _to_float32)
-                    for key, value in kwargs.items()
-                }
-                return func(*args, **kwargs)
-            with _autocast_if_mixed(args, kwargs):
-                result = func(*args, **kwargs)
-            if func in get_default_nowrap_functions() or name in _PLAIN:
-                return result
-            return wrap(result, cls)
+            with LogCastsFor(name) if cls.logs_casts else contextlib.nullcontext():
+                return cls._compute(name, func, args, kwargs)
+
+    @classmethod
+    def _compute(cls, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+        if cls.rules is not None:
+            dtype = next(t.dtype for t in trees.tensors((args, kwargs)) if isinstance(t, cls))
+            args, kwargs = cls.rules.apply(name, dtype, args, kwargs)
+        elif name in FP32_FUNCTIONS:
+            args = trees.replace(args, _to_float32)
+            kwargs = {
+                key: value if key == "out" else trees.replace(value, _to_float32)
+                for key, value in kwargs.items()
+            }
+            return func(*args, **kwargs)
+        with _autocast_if_mixed(args, kwargs):
+            result = func(*args, **kwargs)
+        if func in get_default_nowrap_functions() or name in _PLAIN:
+            return result
+        return wrap(result, cls)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return copy.deepcopy(_plain(self), memo)
@@ -139,9 +148,11 @@ def wrap(value: Any, kind: type[HalfOutput] = HalfOutput) -> Any:
 
 
 @functools.cache
-def half_output_class(rules: OpRules | None) -> type[HalfOutput]:
+def half_output_class(rules: OpRules | None, logs_casts: bool) -> type[HalfOutput]:
     """The class of outputs that follow `rules` outside the model too; None: FP32_FUNCTIONS."""
-    return HalfOutput if rules is None else type("HalfOutput", (HalfOutput,), {"rules": rules})
+    if rules is None and not logs_casts:
+        return HalfOutput
+    return type("HalfOutput", (HalfOutput,), {"rules": rules, "logs_casts": logs_casts})
 
 
 def unwrap(value: Any) -> Any:

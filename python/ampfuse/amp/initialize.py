@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import os
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -79,8 +80,9 @@ def initialize(
         cast_model_outputs: cast the models' outputs to this type. By default O0, O2, O3 and O5
             give FP32, O1 and O4 what autocast gives (see :mod:`ampfuse.amp.half_output`).
         num_losses: how many independent loss scalers to make, for ``scale_loss(..., loss_id=i)``.
-        verbosity: 0 silent; 1 logs the policy (logger "ampfuse.amp"); 2 logs skipped steps too,
-            for which the host waits for the device once per backward pass.
+        verbosity: 0 silent; 1 logs the policy (logger "ampfuse.amp", level INFO); 2 logs each cast
+            of O1 and O4 too, and (as WARNING) skipped steps, for which the host waits for the
+            device once per backward pass.
         min_loss_scale, max_loss_scale: bounds of a dynamic scale. None as minimum means 2**-24,
             so that a persistent NaN cannot drive the scale to 0.
         patch_torch_functions_type: the type of autocast; only the level's own is accepted.
@@ -99,8 +101,9 @@ def initialize(
             optimizers cannot step (float64, complex).
         ValueError, AssertionError: malformed values, see :func:`ampfuse.amp.policy.make_policy`.
 
-    Masters start from the FP32 weights as they were before the cast, not from rounded ones (but for
-    several processes, which have to agree: there call ``init_process_group`` before). A model
+    Masters start from the FP32 weights as they were before the cast, not from rounded ones. Several
+    processes have to agree, and DistributedDataParallel hands on rounded weights, so there masters
+    start from those: call ``init_process_group`` before, or start with torchrun. A model
     that arrives in half precision is accepted where it is cast (O0, O2, O3, O5): its masters are
     exact copies, and a warning says that digits lost earlier are lost. At O1 and O4 the optimizer
     would step half parameters directly, where updates smaller than 1/2000 (FP16) or 1/250 (BF16) of
@@ -171,7 +174,7 @@ def set_up(models: Any, optimizers: Any, session: sessions.Session, *, allow_hal
             keep = bool(policy.keep_batchnorm_fp32)
             cast_model(eager_module(model), policy.cast_model_type, keep_batchnorm_fp32=keep)
             save_in_float32(eager_module(model))
-        install(model, Casts.of(policy, session.rules))
+        install(model, Casts.of(policy, session.rules, log=session.logs_casts))
     _upgrade(optimizer_list, session, names, exact)
     sessions.set_latest(session)
     if policy.autocast_type is not None:
@@ -198,9 +201,13 @@ def _upgrade(
     assert policy is not None
     for optimizer in optimizers:
         before = [parameter for _, parameter in _parameters_of(optimizer)]
+        # A checkpoint loaded before this call brought masters, which the weights only round.
+        loaded = [p for p in before if "master_param" in optimizer.state.get(p, {})]
+        for parameter in loaded:
+            exact.pop(id(parameter), None)
         upgrade(optimizer, master_weights=bool(policy.master_weights), names=names)
         optimizer.skip_on_overflow = policy.is_dynamic  # type: ignore[attr-defined]
-        optimizer._amp_session = session  # type: ignore[attr-defined]
+        sessions.add(session, optimizer)
         # A master starts from the weight as it was before the cast, which the half weight rounds.
         after = [parameter for _, parameter in _parameters_of(optimizer)]
         for original, master in zip(before, after, strict=True):
@@ -307,11 +314,12 @@ def _trains_with_others() -> bool:
 
     DistributedDataParallel gives all of them the first one's weights, which are half then. Masters
     that start from them are equal; one that kept digits of its own FP32 weight would drift away.
+    Before there is a process group, torchrun's environment tells.
     """
     distributed = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return False
-    return distributed.get_world_size() > 1
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_world_size() > 1
+    return os.environ.get("WORLD_SIZE", "1") not in ("", "1")
 
 
 def _float32_values(optimizers: Iterable[Optimizer], policy: Policy) -> dict[int, Tensor]:

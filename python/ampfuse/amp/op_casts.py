@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ampfuse.amp.half_output import casts_are_disabled
-from ampfuse.amp.op_rules import RNN_LAYERS, OpRules
+from ampfuse.amp.op_rules import RNN_LAYERS, OpRules, name_of
 
 
 class OpCasts(TorchFunctionMode):
@@ -33,7 +33,7 @@ class OpCasts(TorchFunctionMode):
             with self:
                 return _backward(*args, **kwargs)
         if self.active and not casts_are_disabled():
-            name = getattr(func, "__name__", "")  # some callables of torch's have none
+            name = name_of(func)
             args, kwargs = self.rules.apply(name, self.dtype, args, kwargs)
             if name in RNN_LAYERS:
                 # Under autocast ampfuse runs these in FP32 on the CPU, where torch raises.

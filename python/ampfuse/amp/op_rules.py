@@ -70,6 +70,12 @@ class OpRules:
         return table
 
 
+def name_of(function: Any) -> str:
+    """What rules call `function`: ``torch.linalg.norm`` too is ``norm``."""
+    name = getattr(function, "__name__", "")  # some callables of torch's have none
+    return name.removeprefix("linalg_").removeprefix("special_")
+
+
 def to_dtype(value: Any, dtype: torch.dtype) -> Any:
     """`value` with the floating point tensors in it cast to `dtype`, weights through the cache."""
 

@@ -161,7 +161,10 @@ def parse_loss_scale(value: object) -> float | Literal["dynamic"]:
     """
     if value == "dynamic":
         return "dynamic"
-    scale = float(value)  # type: ignore[arg-type]  # its ValueError is the one we want
+    try:
+        scale = float(value)  # type: ignore[arg-type]
+    except ValueError:
+        scale = math.nan
     if not (math.isfinite(scale) and scale > 0):
         raise ValueError(f'loss_scale must be "dynamic" or a positive number, not {value!r}.')
     return scale

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from ampfuse.amp import session as sessions
 from ampfuse.amp import weight_cache
 from ampfuse.amp.initialize import warn_if_bfloat16_is_emulated
 from ampfuse.amp.scaler import LossScaler
+from ampfuse.optim import left_scaled
 
 _log = logging.getLogger("ampfuse.amp")
 
@@ -53,15 +54,17 @@ def scale_loss(
 
     Raises:
         RuntimeError: an optimizer did not go through ``initialize``, or is in such a block already.
+        TypeError: no loss, or no optimizers.
         IndexError: no scaler has this `loss_id`.
 
     Source: the semantics of ``apex.amp.scale_loss``.
     """
-    optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
-    session = sessions.of_optimizers(optimizers) if optimizers else sessions.latest()
+    session, optimizers = session_and_optimizers(optimizers)
     if session.policy is None:
         yield loss
         return
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"The loss must be a tensor to scale it, not {type(loss).__name__}.")
     if not 0 <= loss_id < len(session.loss_scalers):
         raise IndexError(
             f"loss_id={loss_id}, but initialize made {len(session.loss_scalers)} loss scaler(s). "
@@ -77,12 +80,13 @@ def scale_loss(
         warn_if_bfloat16_is_emulated(loss.device)
 
     scaler = session.loss_scalers[loss_id]
+    unlisted = [] if scaler.is_always_one else sessions.others(session, optimizers)
     # With FP32 weights and a static scale of 1 the gradients are what they should be already.
     if not session.policy.model_is_low_precision and scaler.is_always_one:
         backward_pass = _plain_pass(loss, optimizers)
     else:
         backward_pass = scaled_pass(loss, optimizers, scaler, delay_unscale, delay_overflow_check)
-    with backward_pass as scaled:
+    with left_scaled.noticed(unlisted), backward_pass as scaled:
         yield scaled
     if session.verbosity >= 2 and scaler.dynamic:
         _report_overflow(optimizers, scaler, loss_id)
@@ -90,6 +94,22 @@ def scale_loss(
     # region of the user's may span the whole loop.
     torch.clear_autocast_cache()
     weight_cache.clear()
+
+
+def session_and_optimizers(optimizers: Any) -> tuple[sessions.Session, list[Optimizer]]:
+    """What ``scale_loss`` works with. Where amp is off, `optimizers` may be anything."""
+    if isinstance(optimizers, Optimizer):
+        optimizers = [optimizers]
+    if not isinstance(optimizers, Iterable):
+        session = sessions.latest()
+        if session.enabled:
+            raise TypeError(
+                "scale_loss takes the optimizer, or a list of the optimizers, that get gradients "
+                f"from this loss; got {type(optimizers).__name__}."
+            )
+        return session, []
+    listed = list(optimizers)
+    return sessions.of_optimizers(listed) if listed else sessions.latest(), listed
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ stand side by side and nothing is global but a reference to the latest one, for
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -16,9 +17,10 @@ from torch.optim import Optimizer
 from ampfuse.amp.op_rules import OpRules
 from ampfuse.amp.policy import Policy
 from ampfuse.amp.scaler import LossScaler
+from ampfuse.optim.larc import LARC
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Session:
     """`policy` is None when amp is off: then every amp call passes its arguments through.
 
@@ -35,8 +37,30 @@ class Session:
     def enabled(self) -> bool:
         return self.policy is not None
 
+    @property
+    def logs_casts(self) -> bool:
+        return self.verbosity >= 2
+
 
 _latest: Session | None = None
+# Beside the sessions, not in them: a session is copied and pickled with each of its optimizers.
+_optimizers: weakref.WeakKeyDictionary[Session, weakref.WeakSet[Optimizer]]
+_optimizers = weakref.WeakKeyDictionary()
+
+
+def add(session: Session, optimizer: Optimizer) -> None:
+    """Have `optimizer` belong to `session`."""
+    optimizer._amp_session = session  # type: ignore[attr-defined]
+    _optimizers.setdefault(session, weakref.WeakSet()).add(_inner(optimizer))
+
+
+def others(session: Session, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
+    """The optimizers of `session` that are not among `optimizers`."""
+    return list(_optimizers.get(session, set()) - set(map(_inner, optimizers)))
+
+
+def _inner(optimizer: Optimizer) -> Optimizer:
+    return optimizer.optim if isinstance(optimizer, LARC) else optimizer
 
 
 def set_latest(session: Session) -> None:
@@ -65,6 +89,11 @@ def cast_dtype() -> torch.dtype | None:
 def rules() -> OpRules | None:
     """The latest session's own rules, if it has any."""
     return None if _latest is None else _latest.rules
+
+
+def logs_casts() -> bool:
+    """Whether the latest session logs each cast that it makes."""
+    return _latest is not None and _latest.logs_casts
 
 
 def of_optimizers(optimizers: Sequence[Optimizer]) -> Session:

@@ -16,7 +16,8 @@ def main(argv: list[str] | None = None) -> int:
     """Report on the files of `argv` (default: ``sys.argv[1:]``).
 
     Returns:
-        0; 1 if a file uses something that has no counterpart here; 2 if one cannot be read.
+        0; 1 if a file uses something that has no counterpart here; 2 if one cannot be read or
+        written.
     """
     parser = argparse.ArgumentParser(
         prog="python -m ampfuse.migrate",
@@ -34,13 +35,24 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _report(path: Path, *, write: bool) -> int:
+    if path.suffix == ".ipynb":
+        print(
+            f"{path}: is a notebook; save its code as a script first: "
+            f"jupyter nbconvert --to script {path}",
+            file=sys.stderr,
+        )
+        return 2
     try:
         with open(path, "rb") as file:
             encoding, _ = tokenize.detect_encoding(file.readline)
         data = path.read_bytes()
         source = data.decode(encoding)
         uses = find_uses(source)
-    except (OSError, SyntaxError, UnicodeDecodeError) as error:
+    except SyntaxError as error:
+        line = "" if error.lineno is None else f":{error.lineno}"
+        print(f"{path}{line}: cannot be read as Python: {error.msg}", file=sys.stderr)
+        return 2
+    except (OSError, UnicodeDecodeError) as error:
         print(f"{path}: cannot be read: {error}", file=sys.stderr)
         return 2
     for use in uses:
@@ -50,7 +62,11 @@ def _report(path: Path, *, write: bool) -> int:
     if write:
         changed = rewrite_imports(source)
         if changed != source:
-            _replace(path, changed.encode(encoding))
+            try:
+                _replace(path, changed.encode(encoding))
+            except OSError as error:
+                print(f"{path}: cannot be written: {error}", file=sys.stderr)
+                return 2
             print(f"{path}: imports changed")
     return int(any(not use.available for use in uses))
 

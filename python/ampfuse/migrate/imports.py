@@ -15,7 +15,8 @@ def rewrite_imports(source: str) -> str:
     """`source` with its imports of ``apex`` and ``amp_C`` rewritten.
 
     Names stay bound as they were, so no other line has to change. Formatting, comments and line
-    ends stay. Imports of what is not in ampfuse stay too.
+    ends stay. Imports of what is not in ampfuse stay too, with what is imported in one ``from``
+    with it.
 
     Raises:
         SyntaxError: `source` is no Python.
@@ -24,7 +25,7 @@ def rewrite_imports(source: str) -> str:
     positions = _Positions(source)
     edits: list[tuple[int, int, str]] = []
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.level == 0 and is_here(node.module or ""):
+        if isinstance(node, ast.ImportFrom) and _is_all_here(node):
             start = positions.first_name_after(node)
             first = (node.module or "").split(".")[0]
             new = HERE if first == "apex" else f"{HERE}.amp_C"
@@ -47,6 +48,11 @@ def is_here(module: str) -> bool:
     """Whether `module` is apex's (or ``amp_C``) and present in ampfuse."""
     top, _, rest = module.partition(".")
     return top in ("apex", "amp_C") and rest.split(".")[0] not in NOT_HERE
+
+
+def _is_all_here(node: ast.ImportFrom) -> bool:
+    names = [f"{node.module}.{alias.name}" for alias in node.names]
+    return node.level == 0 and all(map(is_here, names))
 
 
 def _alias(alias: ast.alias) -> str:

@@ -11,6 +11,12 @@ from ampfuse.migrate.imports import is_here
 from ampfuse.migrate.table import FP16_OPTIMIZER, UNKNOWN, counterparts
 
 _TOP = ("apex", "amp_C")
+_IMPORTERS = ("import_module", "find_spec", "__import__")
+_BY_STRING = (
+    "imported by its name in a string, which --write leaves: call ampfuse.compat.apex.install() "
+    "before, or name ampfuse.compat.apex there",
+    "torch.amp, in code of its own",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +38,8 @@ def find_uses(source: str) -> list[Use]:
     """The uses of apex and ``amp_C`` in `source`, in the order of its lines.
 
     Imported names are followed, under other names too, and so are the methods of an
-    ``FP16_Optimizer`` that is assigned to a name.
+    ``FP16_Optimizer`` that is assigned to a name. A module's name in a string is found where it
+    stands in a call of ``import_module``, ``find_spec`` or ``__import__``.
 
     Raises:
         SyntaxError: `source` is no Python.
@@ -68,7 +75,7 @@ class _Finder(ast.NodeVisitor):
                 self._names[alias.asname or alias.name] = name
 
     def visit_Name(self, node: ast.Name) -> None:
-        if node.id in self._names:
+        if node.id in self._names and isinstance(node.ctx, ast.Load):
             self._add(node.lineno, self._names[node.id])
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
@@ -86,16 +93,31 @@ class _Finder(ast.NodeVisitor):
         else:
             self.generic_visit(node)
 
+    def visit_Call(self, node: ast.Call) -> None:
+        self.generic_visit(node)
+        is_importer = (_chain(node.func) or [""])[-1] in _IMPORTERS
+        if not (is_importer and node.args and isinstance(node.args[0], ast.Constant)):
+            return
+        name = str(node.args[0].value)
+        if name.split(".")[0] in _TOP:
+            self.uses.append(Use(node.lineno, name, *_BY_STRING, _is_available(name)))
+
     def visit_Assign(self, node: ast.Assign) -> None:
         self.generic_visit(node)
-        if not isinstance(node.value, ast.Call):
+        self._remember_fp16_optimizer(node.targets, node.value)
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        self.generic_visit(node)
+        self._remember_fp16_optimizer([node.target], node.value)
+
+    def _remember_fp16_optimizer(self, targets: list[ast.expr], value: ast.expr | None) -> None:
+        if not isinstance(value, ast.Call):
             return
-        chain = _chain(node.value.func)
+        chain = _chain(value.func)
         if not chain or chain[0] not in self._names:
             return
         if ".".join([self._names[chain[0]], *chain[1:]]).endswith("FP16_Optimizer"):
-            targets = [_chain(target) for target in node.targets]
-            self._fp16_optimizers |= {".".join(target) for target in targets if target}
+            self._fp16_optimizers |= {".".join(_chain(target)) for target in targets} - {""}
 
     def _star(self, module: str) -> None:
         here = _module(module)

@@ -10,12 +10,13 @@ from __future__ import annotations
 import operator
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ampfuse import _core
+from ampfuse.optim import left_scaled
 from ampfuse.optim.masters import HALF_DTYPES, MasterParameter, exact_float32
 
 if TYPE_CHECKING:
@@ -96,6 +97,9 @@ class AmpOptimizer(torch.optim.Optimizer):
     _names: dict[int, str] | None = None
     _table: Any = None
     _row_params: list[Tensor]
+    # Half parameters that were frozen when masters were made, and have none; None = look again.
+    _frozen: list[Tensor] | None = None
+    _left_scaled: ClassVar[dict[int, left_scaled.Mark]] = {}
     _states_bound = False
     _loading: dict[str, Any] | None = None
     _schedule: Schedule | None = None
@@ -114,6 +118,8 @@ class AmpOptimizer(torch.optim.Optimizer):
 
     def _sync_rows(self) -> Any:
         """The table, with a row for each parameter of ``param_groups`` in order."""
+        if self._under_amp and self.master_weights:
+            self._master_the_unfrozen()
         groups = [group["params"] for group in self.param_groups]
         if self._table is not None and _core.C.holds(groups, self._row_params):
             return self._table
@@ -137,11 +143,18 @@ class AmpOptimizer(torch.optim.Optimizer):
         self._states_bound = False
         return self._table
 
+    def _master_the_unfrozen(self) -> None:
+        if self._frozen is None:
+            self._frozen = [param for param in self._amp_params() if param.dtype in HALF_DTYPES]
+        if any(param.requires_grad for param in self._frozen):
+            self.materialize_gradients()
+            install_masters(self)
+
     def _add_row(self, param: Tensor, name: str) -> None:
         if isinstance(param, MasterParameter):
             param.set_owner(self)
             stepped, model, version = param, param.model_param, param.model_version
-        elif self.master_weights and param.dtype in HALF_DTYPES:
+        elif self.master_weights and param.dtype in HALF_DTYPES and not self._under_amp:
             state = self.state[param]
             version = state.pop("_model_version", param._version)
             if "master_param" not in state:
@@ -172,20 +185,27 @@ class AmpOptimizer(torch.optim.Optimizer):
         if self._table is not None:
             self._schedule_step = self._table.state_field("schedule_step").clone()
         self._table = None
+        self._frozen = None
         self._states_bound = False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; under amp half-precision parameters of the group get FP32 masters."""
-        if self._under_amp and self.master_weights:
-            params = param_group["params"]
-            params = [params] if isinstance(params, Tensor) else list(params)
-            param_group["params"] = [_mastered(param) for param in params]
         super().add_param_group(param_group)
+        if not (self._under_amp and self.master_weights):
+            return
+        *groups, added = self.param_groups
+        known = [p for g in groups for p in g["params"] if isinstance(p, MasterParameter)]
+        if not {id(p.model_param) for p in known}.isdisjoint(map(id, added["params"])):
+            self.param_groups.pop()
+            raise ValueError("some parameters appear in more than one parameter group")
+        install_masters(self)
 
     # --- gradients between backward and step --------------------------------------------------
 
     def begin_backward(self) -> None:
         """Put earlier gradients away, so that a backward pass brings new ones only."""
+        if self._left_scaled:
+            left_scaled.warn_if_used(self)
         self._sync_rows().begin_backward()
         self.in_backward = True
 
@@ -287,12 +307,14 @@ class AmpOptimizer(torch.optim.Optimizer):
 
     # --- the decisions of a step --------------------------------------------------------------
 
-    def _refuse_inside_backward(self) -> None:
+    def _check_gradients_are_unscaled(self) -> None:
         if self.in_backward:
             raise RuntimeError(
                 "step() was called inside the scale_loss context, where gradients are still "
                 "scaled. Call optimizer.step() after the with block."
             )
+        if self._left_scaled:
+            left_scaled.warn_if_used(self)
 
     def _verdict(self, max_norm: float) -> dict[str, Any]:
         """Arguments for ``ParamTable.update`` and ``decide``: what to inspect, whether to skip."""
@@ -325,7 +347,11 @@ class AmpOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def _follow_edits(self) -> None:
         """Before masters are saved or copied: what was edited in the model since is in them."""
-        if self._table is not None or any("master_param" in s for s in self.state.values()):
+        if (
+            self._table is not None
+            or any("master_param" in state for state in self.state.values())
+            or any(isinstance(param, MasterParameter) for param in self._amp_params())
+        ):
             self._sync_rows().refresh_masters()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -395,28 +421,26 @@ class AmpOptimizer(torch.optim.Optimizer):
         return {**state, **options}
 
 
-def _mastered(param: Tensor) -> Tensor:
-    needs_master = param.dtype in HALF_DTYPES and param.requires_grad
-    return MasterParameter.of(param) if needs_master else param
-
-
 def install_masters(optimizer: torch.optim.Optimizer) -> None:
     """Replace half parameters in `optimizer`'s groups by FP32 masters, in place, state and all."""
     state: dict[Any, Any] = defaultdict(dict)
     state.update(optimizer.state)
     for group in optimizer.param_groups:
         for i, param in enumerate(group["params"]):
-            master = _mastered(param)
-            if master is param:
+            if param.dtype not in HALF_DTYPES or not param.requires_grad:
                 continue
+            master = MasterParameter.of(param)
             group["params"][i] = master
             if param in state:
                 kept = state.pop(param)
+                # Edits of the weight since its master was loaded are followed, as with any master.
+                master.model_version = kept.pop("_model_version", master.model_version)
                 if "master_param" in kept:  # a standalone optimizer's own master
                     with torch.no_grad():
                         master.copy_(kept.pop("master_param"))
                 state[master] = {key: _widened(value) for key, value in kept.items()}
     optimizer.state = state
+    optimizer._frozen = None  # type: ignore[attr-defined]
 
 
 def _widened(value: Any) -> Any:

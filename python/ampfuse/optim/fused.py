@@ -89,7 +89,7 @@ class FusedOptimizer(AmpOptimizer):
             RuntimeError: inside a scale_loss context; a sparse gradient; tensors on several
                 devices. TypeError: a float64 or complex gradient. Nothing has changed then.
         """
-        self._refuse_inside_backward()
+        self._check_gradients_are_unscaled()
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -25,7 +25,7 @@ class GenericOptimizer(AmpOptimizer):
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """The original class's step, unless the gradients overflowed; then nothing, and None."""
-        self._refuse_inside_backward()
+        self._check_gradients_are_unscaled()
         table = self._sync_rows()
         scale = self.__dict__.get("grad_scale")
         if scale is not None:

@@ -23,6 +23,11 @@ def exact_float32(param: Tensor) -> Tensor:
     return _core.C.empty_laid_out_as(param.detach()).copy_(param.detach())
 
 
+def gradient_as_it_is(param: Tensor) -> Tensor | None:
+    """``param.grad`` where autograd left it, without bringing anything up to date."""
+    return _raw_grad.__get__(param)
+
+
 class _LazyGradParameter(torch.nn.Parameter):
     """A parameter whose ``.grad`` an optimizer brings up to date when somebody looks at it."""
 

@@ -8,7 +8,7 @@ import runpy
 import sys
 import warnings
 
-from ampfuse.compat.apex.installing import install, installed_apex
+from ampfuse.compat.apex.installing import ON_PATH, install, installed_apex
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -41,6 +41,10 @@ def main(argv: list[str] | None = None) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # said below, in this program's words
         install(options.apex)
+    if other is None or options.apex == "ampfuse":
+        # For processes that the script spawns. A script may take sys.path[0] for its own folder;
+        # another apex may lie there.
+        sys.path.insert(1 if other is None else 0, str(ON_PATH))
     if other is not None:
         used = "that one" if options.apex == "installed" else "ampfuse's"
         print(f"ampfuse: an apex is installed at {other}; using {used}.", file=sys.stderr)

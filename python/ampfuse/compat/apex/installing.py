@@ -6,12 +6,16 @@ import importlib
 import importlib.util
 import sys
 import warnings
+from pathlib import Path
 from types import ModuleType
 from typing import Literal
 
 import torch
 
 _HERE = "ampfuse.compat.apex"
+# A folder of modules called apex and amp_C which lead here. On ``sys.path`` it reaches the
+# processes that multiprocessing spawns, which get nothing else of a program's set-up.
+ON_PATH = Path(__file__).parent / "on_path"
 # Run as a program, or part of how to get in: not parts of apex.
 _NOT_APEX = frozenset({"__main__", "installing", "amp_C", "list_steps", "tensor_lists"})
 
@@ -25,7 +29,9 @@ def installed_apex() -> str | None:
         spec = importlib.util.find_spec("apex")
     except (ImportError, ValueError):
         return None
-    return None if spec is None else _location(spec)
+    if spec is None or (spec.origin and Path(spec.origin).parent == ON_PATH):
+        return None
+    return _location(spec)
 
 
 def _location(spec: importlib.machinery.ModuleSpec | None) -> str:
@@ -68,6 +74,11 @@ def install(prefer: Literal["ampfuse", "installed"] = "ampfuse") -> ModuleType:
             'install(prefer="installed") would use that.',
             stacklevel=2,
         )
+    return take_names()
+
+
+def take_names() -> ModuleType:
+    """What :func:`install` does once it is clear which apex to use."""
     package = importlib.import_module(_HERE)
     sys.modules.update(_modules())
     sys.modules["amp_C"] = package.amp_C

@@ -15,12 +15,17 @@ class AmpState:
     """What the latest ``initialize`` (or ``init``) set up.
 
     Attributes:
-        opt_properties: the level and overrides in force, a ``frontend.Properties``.
-        handle: turns O1's casts off and on, and drops cached casts.
+        opt_properties: the level and overrides in force, a ``frontend.Properties``. As in apex,
+            ``hasattr`` tells whether there was an ``initialize``.
+        handle: turns O1's casts off and on, and drops cached casts. There from then on too.
         verbosity, min_loss_scale, max_loss_scale: as given to ``initialize``.
         allow_incoming_model_not_fp32: to set: accept half parameters that no master will back.
-        hard_override: to set: contradictory options warn instead of raising RuntimeError.
+        hard_override: to set: contradictory options warn instead of raising RuntimeError, and half
+            parameters are accepted.
     """
+
+    opt_properties: Any
+    handle: Any
 
     def __init__(self) -> None:
         self.hard_override = False
@@ -28,8 +33,6 @@ class AmpState:
         self.verbosity = 1
         self.min_loss_scale: float | None = None
         self.max_loss_scale = 2.0**24
-        self.opt_properties: Any = None
-        self.handle: Any = None
 
     @property
     def loss_scalers(self) -> list[LossScaler]:

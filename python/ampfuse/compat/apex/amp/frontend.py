@@ -139,7 +139,8 @@ def initialize(
         _amp_state.handle = NoOpHandle()
         return turn_off(models, optimizers, sessions.Session(policy=None, verbosity=verbosity))
 
-    policies.make_policy(opt_level)  # an unknown level is explained there
+    # An unknown level is explained there. Properties check the options that they hold.
+    policies.make_policy(opt_level, cast_model_outputs=cast_model_outputs)
     opt_levels[opt_level](properties)
     overrides = {
         "cast_model_type": cast_model_type,
@@ -163,7 +164,7 @@ def initialize(
     ]
     rules = None if policy.autocast_type is None else op_rules()
     session = sessions.Session(policy, list(scalers), verbosity, rules)
-    allow_half = _amp_state.allow_incoming_model_not_fp32
+    allow_half = _amp_state.allow_incoming_model_not_fp32 or _amp_state.hard_override
     result = set_up(models, optimizers, session, allow_half=allow_half)
 
     _amp_state.min_loss_scale, _amp_state.max_loss_scale = min_loss_scale, max_loss_scale

@@ -17,6 +17,7 @@ from ampfuse.amp.casts import Casts, install
 from ampfuse.amp.function_casts import restore_registered
 from ampfuse.amp.half_output import casts_are_disabled
 from ampfuse.amp.op_casts import OpCasts
+from ampfuse.amp.scale_loss import session_and_optimizers
 from ampfuse.compat.apex.amp.opt import OptimWrapper
 
 
@@ -37,8 +38,7 @@ def scale_loss(
     with amp.scale_loss(
         loss, optimizers, loss_id, model, delay_unscale, delay_overflow_check
     ) as scaled:
-        listed = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
-        session = sessions.of_optimizers(listed) if listed else sessions.latest()
+        session, _ = session_and_optimizers(optimizers)
         if session.rules is None or not session.casts_functions:
             yield scaled
         else:
@@ -74,7 +74,7 @@ class AmpHandle:
         self._session.casts_functions = bool(active)
         policy = self._session.policy
         assert policy is not None
-        casts = Casts.of(policy, self._session.rules)
+        casts = Casts.of(policy, self._session.rules, log=self._session.logs_casts)
         if not active:
             casts = Casts(inputs=casts.inputs, outputs=casts.outputs)
         for reference in self._models:

@@ -10,6 +10,7 @@ from torch.overrides import _pop_mode, _push_mode
 
 from ampfuse.amp import cast_state, weight_cache
 from ampfuse.amp import session as sessions
+from ampfuse.amp.cast_log import LogCasts
 from ampfuse.amp.function_casts import install_registered
 from ampfuse.amp.op_casts import OpCasts
 from ampfuse.amp.policy import O1, O4
@@ -36,8 +37,10 @@ class InitHandle(AmpHandle):
         self._open.enter_context(cast_state.inside_forward(dtype))
         weight_cache.set_enabled(enable_caching)
         self._open.callback(weight_cache.set_enabled, True)
-        self._mode = OpCasts(session.rules, dtype)
-        _push_mode(self._mode)
+        self._casts = OpCasts(session.rules, dtype)
+        self._modes = [self._casts, LogCasts()] if verbose else [self._casts]
+        for mode in self._modes:
+            _push_mode(mode)
         self._is_on = True
 
     @property
@@ -46,7 +49,7 @@ class InitHandle(AmpHandle):
 
     @_is_active.setter
     def _is_active(self, active: bool) -> None:
-        self._session.casts_functions = self._mode.active = bool(active)
+        self._session.casts_functions = self._casts.active = bool(active)
 
     @property
     def has_cache(self) -> bool:
@@ -56,7 +59,8 @@ class InitHandle(AmpHandle):
         if self._is_on:
             self._is_on = False
             self._open.close()
-            _remove_mode(self._mode)
+            for mode in reversed(self._modes):
+                _remove_mode(mode)
         super()._deactivate()
 
 
@@ -78,17 +82,19 @@ def init(
         enabled: False gives a handle that does nothing.
         loss_scale: ignored, as in apex: ``wrap_optimizer`` makes a scale per loss.
         enable_caching: cast a weight once per iteration.
-        verbose: kept as an attribute of the handle.
+        verbose: log each cast (logger "ampfuse.amp", level INFO).
         allow_banned: compute ``binary_cross_entropy`` on half inputs in FP32 instead of refusing.
         patch_type: float16, or bfloat16 as in ROCm/apex.
     """
-    if isinstance(_amp_state.handle, InitHandle):
-        _amp_state.handle._deactivate()
+    former = getattr(_amp_state, "handle", None)
+    if isinstance(former, InitHandle):
+        former._deactivate()
     if not enabled:
         _amp_state.handle = NoOpHandle()
         return _amp_state.handle
     policy = O4 if patch_type == torch.bfloat16 else O1
-    session = sessions.Session(policy, rules=op_rules(allow_banned=allow_banned))
+    rules = op_rules(allow_banned=allow_banned)
+    session = sessions.Session(policy, verbosity=2 if verbose else 1, rules=rules)
     sessions.set_latest(session)
     install_registered()
     _amp_state.handle = InitHandle(session, enable_caching, verbose)

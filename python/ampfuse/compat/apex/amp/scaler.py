@@ -114,3 +114,7 @@ class LossScaler(ampfuse.amp.scaler.LossScaler):
         )
         self._loss_scale = scale
         self._unskipped = state.get("_unskipped", 0)
+
+
+# Scripts save scalers as objects. These hold numbers only, which ``weights_only=True`` may load.
+torch.serialization.add_safe_globals([LossScaler])

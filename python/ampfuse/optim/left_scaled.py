@@ -1,0 +1,59 @@
+"""Notice an optimizer that ``scale_loss`` was not told of, before it steps on scaled gradients.
+
+A backward pass may reach parameters of an optimizer that is not listed for it. In a GAN that is
+meant, and those gradients are dropped before they are used. Where the optimizer was forgotten, they
+are as many times too large as the loss scale says, and without a word training goes wrong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ampfuse.optim.masters import MasterParameter, gradient_as_it_is
+
+# A gradient, as long as it lives, and its version: another version is another value.
+Mark = tuple[weakref.ref[Tensor], int]
+
+
+@contextlib.contextmanager
+def noticed(optimizers: Sequence[Any]) -> Iterator[None]:
+    """A backward pass of other optimizers: remember what it changes in `optimizers`."""
+    before = [_marks(optimizer) for optimizer in optimizers]
+    yield
+    for optimizer, old in zip(optimizers, before, strict=True):
+        changed = {i: mark for i, mark in _marks(optimizer).items() if old.get(i) != mark}
+        optimizer._left_scaled = {**optimizer._left_scaled, **changed}
+
+
+def warn_if_used(optimizer: Any) -> None:
+    """Warn if gradients that :func:`noticed` remembered are there still, about to be used."""
+    left, optimizer._left_scaled = optimizer._left_scaled, {}
+    now = _marks(optimizer)
+    names = optimizer._parameter_names()
+    used = [names[i] for i, mark in left.items() if now.get(i) == mark]
+    if used:
+        warnings.warn(
+            f"{len(used)} gradient(s), the first of {used[0]}, come from a scale_loss block that "
+            f"did not list this {type(optimizer).__name__}, so they are still multiplied by the "
+            "loss scale. List every optimizer whose parameters a loss reaches: "
+            "amp.scale_loss(loss, [optimizer_a, optimizer_b]). If they are not wanted, as "
+            "in a GAN, call zero_grad() before the next backward pass.",
+            stacklevel=4,
+        )
+
+
+def _marks(optimizer: Any) -> dict[int, Mark]:
+    """The gradients that autograd wrote, by the parameter's place in the optimizer."""
+    marks = {}
+    for i, param in enumerate(optimizer._amp_params()):
+        leaf = param.model_param if isinstance(param, MasterParameter) else param
+        gradient = gradient_as_it_is(leaf)
+        if gradient is not None:
+            marks[i] = (weakref.ref(gradient), gradient._version)
+    return marks
