@@ -30,3 +30,8 @@ class FusedAdagrad(ApexOptimizer, Adagrad):
         super().__init__(params, lr=lr, eps=eps, weight_decay=weight_decay)
         self._set_flag("decoupled_weight_decay", bool(adagrad_w_mode))
         self.adagrad_w_mode = 1 if adagrad_w_mode else 0
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads apex's, torch's and ampfuse's state dicts; apex counted no steps."""
+        groups = [{"step": 0, **group} for group in state_dict["param_groups"]]
+        super().load_state_dict({**state_dict, "param_groups": groups})
