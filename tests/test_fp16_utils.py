@@ -12,10 +12,12 @@ import torch
 from torch import nn
 
 import apex_names
+import reference
 from ampfuse.compat import apex
 from ampfuse.compat.apex import fp16_utils
 from ampfuse.compat.apex.amp.scaler import LossScaler as AmpScaler
 from ampfuse.compat.apex.fp16_utils import FP16_Optimizer
+from ampfuse.compat.apex.parallel.LARC import LARC
 
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
@@ -349,6 +351,106 @@ def test_schedulers(on):
             train(model, optimizer, steps=1)
             scheduler.step()
     assert optimizer.param_groups[0]["lr"] == 0.025
+
+
+# --- LARC ---------------------------------------------------------------------------------------
+
+
+def start_larc(order, kind, **options):
+    """(model, what the loop uses, the FP16_Optimizer): LARC within it or around it."""
+    model = fp16_utils.network_to_half(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)))
+    inner = kind(model.parameters(), lr=0.1, weight_decay=0.1)
+    if order == "within":
+        wrapper = FP16_Optimizer(LARC(inner, 0.3), **options)
+        return model, wrapper, wrapper
+    wrapper = FP16_Optimizer(inner, **options)
+    return model, LARC(wrapper, 0.3), wrapper
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.RMSprop])
+@pytest.mark.parametrize("order", ["within", "around"])
+def test_larc_follows_its_rule(order, kind):
+    """Overflows skip; gradients left scaled, clipped, schedules, closures: as without LARC."""
+    model, optimizer, wrapper = start_larc(
+        order, kind, dynamic_loss_scale=True, dynamic_loss_args={"init_scale": 64.0}
+    )
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    masters = wrapper.all_fp32_from_fp16_params
+    squares = [torch.zeros_like(p, dtype=f64) for p in masters]
+    for step in range(4):
+        optimizer.zero_grad()
+        assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+        loss = loss_of(model) * (float("nan") if step == 1 else 1.0)
+        if step == 2:
+            optimizer.backward(loss, update_master_grads=False)
+            optimizer.update_master_grads()
+        else:
+            optimizer.backward(loss)
+        if step == 3:
+            optimizer.clip_master_grads(0.01)
+        assert optimizer.overflow is (step == 1)
+        exact = [p.detach().to(f64) for p in masters]
+        lr = optimizer.param_groups[0]["lr"]
+        for i, p in enumerate(masters if step != 1 else []):
+            g = reference.layerwise(p, p.grad, lr, 0.1, 0.3)
+            if kind is torch.optim.RMSprop:
+                squares[i] = 0.99 * squares[i] + 0.01 * g**2
+                g = g / (squares[i].sqrt() + 1e-8)
+            exact[i] -= lr * g
+        optimizer.step()
+        schedule.step()
+        for p, e, half in zip(masters, exact, wrapper.all_fp16_params, strict=True):
+            torch.testing.assert_close(p.detach().to(f64), e, rtol=1e-5, atol=1e-6)
+            assert torch.equal(p.half(), half)
+        assert optimizer.param_groups[0]["weight_decay"] == 0.1
+    assert lr == 0.1 * 0.5**3
+    assert optimizer.loss_scale == 32.0
+
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_of(model)
+        optimizer.backward(loss)
+        return loss
+
+    before = masters[0].detach().clone()
+    assert optimizer.step(closure) > 0
+    assert not torch.equal(masters[0], before)
+
+
+@pytest.mark.parametrize("order", [None, "within", "around"])
+def test_gradients_left_scaled_keep_their_scale(order):
+    """What was scaled by 64 is unscaled by 64, whatever the scale is by then."""
+    grads = []
+    for scale in (64.0, 16.0):
+        torch.manual_seed(0)
+        if order is None:
+            model, optimizer = start(static_loss_scale=64.0)
+        else:
+            model, optimizer, _ = start_larc(order, torch.optim.SGD, static_loss_scale=64.0)
+        optimizer.backward(loss_of(model), update_master_grads=False)
+        optimizer.loss_scale = scale
+        optimizer.update_master_grads()
+        grads.append(optimizer.inspect_master_grad_data()[0])
+    for a, b in zip(*grads, strict=True):
+        assert a.any()
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("order", ["within", "around"])
+def test_larc_resumes_with_the_same_bits(order):
+    torch.manual_seed(0)
+    model, optimizer, wrapper = start_larc(order, torch.optim.Adam, dynamic_loss_scale=True)
+    train(model, optimizer)
+    saved = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    train(model, optimizer)
+    resumed, again, other = start_larc(order, torch.optim.Adam, dynamic_loss_scale=True)
+    resumed.load_state_dict(saved["model"])
+    again.load_state_dict(saved["optimizer"])
+    train(resumed, again)
+    for a, b in zip(
+        wrapper.all_fp32_from_fp16_params, other.all_fp32_from_fp16_params, strict=True
+    ):
+        assert torch.equal(a, b)
 
 
 # --- checkpoints --------------------------------------------------------------------------------

@@ -104,7 +104,7 @@ class FP16_Optimizer(torch.optim.Optimizer):
         """Unscale the gradients left scaled, look for overflow and adapt the scale."""
         optimizer, scaler = self.optimizer, self.loss_scaler
         device = optimizer._sync_rows().param(0).device
-        if optimizer.__dict__.get("_amp_delayed", False):
+        if getattr(optimizer, "_amp_delayed", False):
             with scaled_pass(torch.zeros((), device=device), [optimizer], scaler, False, False):
                 pass
         else:  # somebody's own backward of loss * optimizer.loss_scale
