@@ -105,6 +105,20 @@ def test_unscale_l2norm_and_l2norm_scale(flag):
         assert torch.equal(c, a.float() * 2)
 
 
+def test_unscale_l2norm_is_of_unscaled_values(flag):
+    """A norm that FP32 holds only once it is unscaled is no overflow."""
+    x = [torch.full((9,), 3e38), torch.full((16,), 1.5e38)]
+    inv = torch.tensor([2.0**-16])
+    norm, norms = multi_tensor_applier(amp_C.multi_tensor_unscale_l2norm, flag, [x], inv, True)
+    assert flag.item() == 0
+    torch.testing.assert_close(norms, torch.tensor([9e38 / 2**16, 6e38 / 2**16]))
+    torch.testing.assert_close(norm, norms.double().norm().float().reshape(1))
+    assert [t.shape for t in (norm, norms)] == [(1,), (2,)]
+    x[1][3] = float("inf")
+    multi_tensor_applier(amp_C.multi_tensor_unscale_l2norm, flag, [x], inv)
+    assert flag.item() == 1
+
+
 def test_an_empty_tensor_at_the_end_hides_nothing(flag):
     """apex left the rest of the list unprocessed."""
     x = [torch.ones(3), torch.ones(0)]

@@ -11,7 +11,7 @@ from cases import bf16, f16, f32, f64
 
 SIZES = (300, 5, 40000, 1)
 CHUNKS = (65536, 333)
-LR, BETA1, BETA2, EPS, WD = 0.1, 0.9, 0.99, 1e-6, 0.1
+LR, BETA1, BETA2, EPS, WD = 0.1, 0.9, 0.99, 1e-2, 0.1
 T = 3  # the step
 TOLERANCE = {f32: 2e-6, f16: 1e-3, bf16: 8e-3}
 
@@ -384,6 +384,29 @@ def test_chunks_and_neighbours_do_not_matter(name, device):
     ]
     call(name, flag(0, device), lists, own)
     assert_unchanged([tensors[:-1] for tensors in lists], results[0])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_row_has_a_type_of_its_own(name, device):
+    """apex took that of the first row for all."""
+    lists, options = arguments(name, device)
+    fp32 = {"adam": 2, "adam_capturable": 2, "adam_capturable_master": 2}.get(name, len(lists))
+    if name == "lamb_mp":
+        lists = lists[:4]
+    for tensors in lists[:fp32]:
+        tensors[1], tensors[3] = tensors[1].half(), tensors[3].bfloat16()
+    rows = [[[t.clone()] for t in row] for row in zip(*lists, strict=True)]
+    own = [o.clone() if isinstance(o, torch.Tensor) else o for o in options]
+    call(name, flag(0, device), lists, own)
+    for i, row in enumerate(rows):
+        per_tensor = [
+            o[i : i + 1] if isinstance(o, torch.Tensor) and len(o) == len(SIZES) else o
+            for o in options
+        ]
+        call(name, flag(0, device), row, per_tensor)
+        for tensors, (alone,) in zip(lists, row, strict=True):
+            assert tensors[i].dtype == alone.dtype
+            torch.testing.assert_close(tensors[i], alone, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("name", NAMES)

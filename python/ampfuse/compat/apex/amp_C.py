@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampfuse import ops
+from ampfuse import _core, ops
 from ampfuse.compat.apex.list_steps import (
     multi_tensor_adagrad,
     multi_tensor_adam,
@@ -112,9 +112,11 @@ def multi_tensor_unscale_l2norm(
     per_tensor: bool | None = False,
 ) -> tuple[Tensor, Tensor]:
     """:func:`multi_tensor_l2norm` of the tensors times `inv_scale` (float32, one element)."""
-    norm, norms = multi_tensor_l2norm(chunk_size, noop_flag, tensor_lists, per_tensor)
-    factor = inv_scale.detach().abs().reshape(1)
-    return norm * factor, norms * factor
+    (tensors,) = rows("multi_tensor_unscale_l2norm", tensor_lists, 1)
+    factor = inv_scale.detach().to(tensors[0].device, torch.float32).reshape(())
+    norm, norms = checked(_core.C.l2norm, tensors, bool(per_tensor), factor)
+    set_flag(noop_flag, ~norm.isfinite())
+    return norm.reshape(1), norms
 
 
 def multi_tensor_l2norm_scale(
