@@ -128,6 +128,15 @@ def test_sgd_rounds_the_step_of_half_weights_before_adding_it(dtype, device):
     assert not torch.equal(once, twice)
 
 
+@pytest.mark.parametrize("dtype", [f32, f16])
+def test_sgd_without_decay_does_not_read_the_weights(dtype, device):
+    lists = [[torch.ones(3).to(device, dtype)] for _ in range(3)]
+    lists[1][0][1] = float("inf")
+    amp_C.multi_tensor_sgd(333, flag(0, device), lists, 0, 0.5, 0, 0.5, True, False, False, 1.0)
+    assert lists[1][0].tolist() == [1 - 0.5 * 1.75, float("inf"), 1 - 0.5 * 1.75]
+    assert lists[2][0].tolist() == [1.5] * 3
+
+
 @pytest.mark.parametrize(("mode", "bc"), list(itertools.product((0, 1), (0, 1))))
 @pytest.mark.parametrize("dtype", [f32, f16, bf16])
 @pytest.mark.parametrize("set_flag", [0, 1])
@@ -306,6 +315,15 @@ def arguments(name, device, lists=None):
     return lists or [rand(f32, device) for _ in range(depth)], options
 
 
+def of_all_types(name, lists):
+    """Where a list may hold half types, the second tensor is float16 and the fourth bfloat16."""
+    lists = lists[:4] if name == "lamb_mp" else lists
+    halves = 2 if name.startswith("adam") else len(lists)
+    dtypes = (f32, f16, f32, bf16)
+    halved = [[t.to(d) for t, d in zip(ts, dtypes, strict=True)] for ts in lists[:halves]]
+    return halved + lists[halves:]
+
+
 NAMES = [
     n.removeprefix("multi_tensor_")
     for n in amp_C.__all__
@@ -336,8 +354,25 @@ def test_a_set_flag_stops_it(name, values, device):
     if name == "sgd":
         lists = [[t.half() for t in tensors] for tensors in before]
         before = copies(lists)
-        call(name, flag(1, device), lists, options)
+        late_decay = (*options[:6], True, options[7])
+        call(name, flag(1, device), lists, late_decay)
         assert_unchanged(lists, before)
+
+
+@pytest.mark.parametrize(("name", "decay"), [("lamb", 6), ("lamb_stage2_cuda", 3)])
+def test_nvlamb_is_not_the_default(name, decay, device):
+    """A ratio of norms also where there is no weight decay."""
+    results = []
+    for nvlamb in ((), (None,), (False,), (True,)):
+        torch.manual_seed(0)
+        lists, options = arguments(name, device)
+        options = (*options[:decay], 0.0, *options[decay + 1 : -1], *nvlamb)
+        if name == "lamb_stage2_cuda":
+            options = (options[0], options[1] * 2, *options[2:])
+        call(name, flag(0, device), lists, options)
+        results.append(lists[1 - (name == "lamb_stage2_cuda")])
+    assert_unchanged(results[1:3], [results[0]] * 2)
+    assert not torch.equal(results[3][0], results[0][0])
 
 
 @pytest.mark.parametrize("name", ["adam_capturable", "adam_capturable_master"])
@@ -390,11 +425,7 @@ def test_chunks_and_neighbours_do_not_matter(name, device):
 def test_each_row_has_a_type_of_its_own(name, device):
     """apex took that of the first row for all."""
     lists, options = arguments(name, device)
-    fp32 = {"adam": 2, "adam_capturable": 2, "adam_capturable_master": 2}.get(name, len(lists))
-    if name == "lamb_mp":
-        lists = lists[:4]
-    for tensors in lists[:fp32]:
-        tensors[1], tensors[3] = tensors[1].half(), tensors[3].bfloat16()
+    lists = of_all_types(name, lists)
     rows = [[[t.clone()] for t in row] for row in zip(*lists, strict=True)]
     own = [o.clone() if isinstance(o, torch.Tensor) else o for o in options]
     call(name, flag(0, device), lists, own)
@@ -414,7 +445,7 @@ def test_what_does_not_fit(name):
     lists, options = arguments(name, "cpu")
     refuses = functools.partial(pytest.raises, RuntimeError)
     before, noop = copies(lists), flag(0, "cpu")
-    with refuses(match=r"takes \d list"):
+    with refuses(match=rf"^multi_tensor_{name} takes \d list"):
         call(name, noop, lists[:1], options)
     with refuses(match="list 1 3"):
         call(name, noop, [lists[0], lists[1][:3], *lists[2:]], options)
