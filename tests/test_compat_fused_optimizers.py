@@ -370,6 +370,35 @@ def test_under_amp_at_every_level(name, level):
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.parametrize("level", ["O0", "O2", "O3"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_resuming_under_amp_gives_the_same_bits(name, level):
+    """NovoGrad's state crashed; half moments and lost masters gave other weights."""
+
+    def started():
+        torch.manual_seed(0)
+        model = nn.Linear(4, 2)
+        return amp.initialize(model, make(name, model.parameters()), level, verbosity=0)
+
+    def train(model, optimizer):
+        for t in range(3):
+            x = torch.rand(8, 4, generator=torch.Generator().manual_seed(t))
+            with amp.scale_loss(model(x).float().pow(2).mean(), optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    model, optimizer = started()
+    train(model, optimizer)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), amp.state_dict()))
+    train(model, optimizer)
+    again, resumed = started()
+    for thing, state in zip((again, resumed, amp), saved, strict=True):
+        thing.load_state_dict(state)
+    train(again, resumed)
+    assert_same_bits(snapshot(resumed), snapshot(optimizer))
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_gradients_come_and_go_and_groups_are_added(name):
     """AssertionError in apex's NovoGrad; groups that were never updated in two others."""

@@ -50,6 +50,8 @@ def test_fp16_model():
     assert model.network[0].weight.dtype == f16
     assert model.network[1].weight.dtype == f32
     assert model(batch()).dtype == f16
+    bilinear = fp16_utils.FP16Model(nn.Bilinear(4, 4, 2))
+    assert bilinear(batch(), batch()).dtype == f16
 
 
 def test_convert_module_leaves_children_alone():
@@ -279,6 +281,48 @@ def test_gradients_zeroed_after_an_overflow_are_clean():
     assert not torch.equal(model[1][0].weight, before)
 
 
+def test_zero_grad_zeroes_unless_told_to_drop():
+    model, optimizer = start(static_loss_scale=2.0)
+    weights, masters = list(model.parameters()), optimizer.all_fp32_from_fp16_params
+    for given, dropped in (({}, False), ({"set_grads_to_None": True}, True)):
+        optimizer.backward(loss_of(model))
+        assert optimizer.inspect_master_grad_data()[0][0].any()
+        optimizer.zero_grad(**given)
+        assert [p.grad is None for p in weights] == [dropped] * len(weights)
+        assert all(p.grad is None or not p.grad.any() for p in [*weights, *masters])
+
+
+def test_a_graph_that_is_kept_and_another_norm():
+    model, optimizer = start(static_loss_scale=2.0)
+    loss = loss_of(model)
+    optimizer.backward(loss, retain_graph=True)
+    once = [g.clone() for g in optimizer.inspect_master_grad_data()[0]]
+    optimizer.backward(loss)
+    twice = optimizer.inspect_master_grad_data()[0]
+    assert all(torch.equal(b, 2 * a) for a, b in zip(once, twice, strict=True))
+    largest = max(g.abs().max() for g in twice)
+    assert optimizer.clip_master_grads(0.01, norm_type=float("inf")) == largest
+    clipped = max(g.abs().max() for g in optimizer.inspect_master_grad_data()[0])
+    torch.testing.assert_close(clipped, torch.tensor(0.01), rtol=1e-3, atol=0)
+    with pytest.raises(RuntimeError, match="second time"):
+        optimizer.backward(loss)
+
+
+@pytest.mark.parametrize("dtype", [f16, bf16])
+def test_an_optimizer_that_has_stepped_keeps_its_state(dtype):
+    p = nn.Parameter(torch.randn(5).to(dtype))
+    inner = torch.optim.Adam([p], lr=0.1)
+    p.grad = torch.ones_like(p)
+    inner.step()
+    kept = inner.state[p]["exp_avg"].clone()
+    assert kept.dtype == dtype
+    (master,) = FP16_Optimizer(inner).all_fp32_from_fp16_params
+    assert set(inner.state) == {master}
+    assert inner.state[master]["step"] == 1
+    assert inner.state[master]["exp_avg"].dtype == f32
+    assert torch.equal(inner.state[master]["exp_avg"], kept.float())
+
+
 def test_overflow_set_by_hand_skips():
     model, optimizer = start()
     before = model[1][0].weight.detach().clone()
@@ -488,6 +532,21 @@ def test_stop_and_resume_gives_the_same_bits(kind, model_first):
     ):
         assert torch.equal(a, b)
     assert again.loss_scaler.state_dict() == optimizer.loss_scaler.state_dict()
+
+
+def test_loading_fills_the_masters_in_place():
+    model, optimizer = start(static_loss_scale=4.0)
+    saved = copy.deepcopy(optimizer.state_dict())
+    train(model, optimizer)
+    masters = optimizer.all_fp32_from_fp16_params
+    optimizer.overflow = True
+    optimizer.load_state_dict(saved)
+    assert optimizer.overflow is False
+    for a, b, old in zip(
+        masters, optimizer.all_fp32_from_fp16_params, saved["fp32_from_fp16"][0], strict=True
+    ):
+        assert a is b
+        assert torch.equal(a, old)
 
 
 def test_states_of_other_models_are_refused():
