@@ -375,6 +375,23 @@ def test_nvlamb_is_not_the_default(name, decay, device):
     assert not torch.equal(results[3][0], results[0][0])
 
 
+@pytest.mark.parametrize(("name", "params"), [("lamb", 1), ("lamb_mp", 1), ("lamb_stage2_cuda", 0)])
+def test_a_norm_of_zero_is_no_ratio(name, params, device):
+    lists, options = arguments(name, device)
+    update = 0 if params else 1
+    lists[params][0].zero_()
+    if name == "lamb_stage2_cuda":
+        lists[update][2].zero_()
+        norms = [torch.stack([t.norm() for t in tensors]) for tensors in lists]
+        options = (*norms, *options[2:])
+    before = copies(lists)
+    call(name, flag(0, device), lists, options)
+    lr = float(options[2] if params == 0 else options[0])
+    torch.testing.assert_close(lists[params][0], -lr * lists[update][0])
+    if name == "lamb_stage2_cuda":
+        assert torch.equal(lists[params][2], before[params][2])
+
+
 @pytest.mark.parametrize("name", ["adam_capturable", "adam_capturable_master"])
 def test_capturable_adam_stops_for_a_flag_of_one_only(name, device):
     lists, options = arguments(name, device)
