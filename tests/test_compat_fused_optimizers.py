@@ -3,6 +3,7 @@
 import copy
 import importlib
 import inspect
+import io
 import itertools
 import math
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from ampfuse import optim
 from ampfuse.compat import apex
 from ampfuse.compat.apex import amp, optimizers
 from cases import assert_same_bits, bf16, f16, f32, f64, snapshot
@@ -550,6 +552,43 @@ def test_a_recipe_edits_the_state_before_it_loads_it(name):
     assert [float(optimizer.state[p]["step"]) for p in ps] == [1.0] * len(ps)
     assert optimizer.param_groups[0]["lr"] == 0.5
     assert optimizer.param_groups[0]["t_total"] == 10
+
+
+@pytest.mark.parametrize("name", [n for n in OPTIMIZERS if n not in ("FusedSGD", "FusedAdagrad")])
+def test_groups_know_their_step(name):
+    """Schedules of BERT's recipes ask a group, at once after resuming too."""
+    ps = start()
+    optimizer = make(name, [{"params": ps[:2]}, {"params": []}])
+    assert "step" not in optimizer.param_groups[0]
+    for t, present in enumerate(((0, 1), (1,), (1,), ()), start=1):
+        for i, g in enumerate(gradients(t)[:2]):
+            ps[i].grad = g if i in present else None
+        optimizer.step()
+        assert int(optimizer.param_groups[0]["step"]) == min(t, 3)
+    optimizer.add_param_group({"params": ps[2:]})
+    take_steps(optimizer, ps, last=1)
+    assert [int(group.get("step", -1)) for group in optimizer.param_groups] == [4, -1, 1]
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    resumed = make(name, [{"params": start()[:2]}, {"params": []}, {"params": start()[2:]}])
+    resumed.load_state_dict(saved)
+    assert [int(group.get("step", -1)) for group in resumed.param_groups] == [4, -1, 1]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_hooks_run_once_a_step(name):
+    """Classes of which there are instances have hooks of torch's in their step: here all bases."""
+    public = [*vars(optim).values(), *vars(optimizers).values()]
+    for cls in reversed(getattr(optimizers, name).__mro__):
+        if cls in public and cls is not optim.AmpOptimizer:
+            cls(start(), lr=0.1)
+    optimizer, calls = make(name, start()), []
+    optimizer.register_step_pre_hook(lambda *args: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *args: calls.append("after"))
+    optimizer.step()
+    assert calls == ["before", "after"]
 
 
 def test_novograd_reads_apexs_norms():

@@ -196,7 +196,10 @@ def test_lists_and_attributes():
     optimizer.loss_scale = 8.0
     assert optimizer.loss_scaler.loss_scale() == 8.0
     optimizer.param_groups = inner.param_groups
-    optimizer.state = inner.state
+    other = copy.copy(inner.state)
+    optimizer.state = other
+    assert inner.state is other
+    assert optimizer.verbose is True
     with pytest.raises(RuntimeError, match="state_dict"):
         pickle.dumps(optimizer)
     with pytest.raises(TypeError, match="float64"):
@@ -268,6 +271,14 @@ def test_overflow(capsys):
     train(model, optimizer, steps=1)
     assert optimizer.overflow is False
     assert any(not torch.equal(before[k], v) for k, v in model.state_dict().items())
+
+
+def test_a_static_scale_never_skips():
+    model, optimizer = start(static_loss_scale=8.0)
+    optimizer.backward(loss_of(model) * float("nan"))
+    assert optimizer.overflow is False
+    optimizer.step()
+    assert model[1][0].weight.isnan().any()
 
 
 def test_gradients_zeroed_after_an_overflow_are_clean():
@@ -348,6 +359,7 @@ def test_closures():
         return loss
 
     first = optimizer.step(closure)
+    assert optimizer.first_closure_call_this_step
     assert len(weights) > 2
     assert not torch.equal(weights[0], weights[-1])
     assert closure() < 0.1 * first
@@ -381,6 +393,7 @@ def test_a_closure_that_always_overflows_ends():
 
     with pytest.raises(RuntimeError, match="smallest"):
         optimizer.step(closure)
+    assert optimizer.first_closure_call_this_step
 
 
 @pytest.mark.parametrize("on", ["wrapper", "inner"])

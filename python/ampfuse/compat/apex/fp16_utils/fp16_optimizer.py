@@ -125,13 +125,9 @@ class FP16_Optimizer(torch.optim.Optimizer):
             return self._step_with_closure(closure)
         if self._overflow is True:
             return None
-        result = self.optimizer.step()
-        self.optimizer.found_inf_flag.zero_()
-        return result
+        return self.optimizer.step()
 
     def _step_with_closure(self, closure: Callable[[], Any]) -> Any:
-        self.first_closure_call_this_step = True
-
         def repeated() -> Any:
             if not self.first_closure_call_this_step:
                 self.optimizer._sync_rows().publish_masters()
@@ -148,9 +144,10 @@ class FP16_Optimizer(torch.optim.Optimizer):
                     )
                 self.optimizer.found_inf_flag.zero_()
 
-        result = self.optimizer.step(repeated)
-        self.first_closure_call_this_step = True
-        return result
+        try:
+            return self.optimizer.step(repeated)
+        finally:
+            self.first_closure_call_this_step = True
 
     # --- gradients and overflow ---------------------------------------------------------------
 

@@ -3,19 +3,38 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from ampfuse.compat.apex.optimizers.apex_state import as_torch
-from ampfuse.optim import AmpOptimizer
+from ampfuse.optim.fused import FusedOptimizer
 
 
-class ApexOptimizer(AmpOptimizer):
-    """Mixin: ``zero_grad`` with apex's default, and state dicts of apex, torch and ampfuse."""
+class ApexOptimizer(FusedOptimizer):
+    """Mixin: ``zero_grad`` with apex's default, and state dicts of apex, torch and ampfuse.
+
+    Learning-rate schedules of apex's time read ``param_groups[i]["step"]``. From the first step on
+    it is there: the largest of the steps applied to the group's parameters, float32 and 0-dim on
+    their device.
+    """
 
     set_grad_none = True
+    _counts_steps = True
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        # The base's by name: between it and here torch may have put hooks on classes that have
+        # instances of their own, and these hooks would run once more.
+        result = FusedOptimizer.step(self, closure)
+        if self._counts_steps:
+            steps, row = self._table.steps(), 0
+            for group in self.param_groups:
+                end = row + len(group["params"])
+                if end > row:
+                    group["step"] = steps[row:end].amax()
+                row = end
+        return result
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Drop gradients or zero them; by default as `set_grad_none` said."""
