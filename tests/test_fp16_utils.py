@@ -195,13 +195,16 @@ def test_lists_and_attributes():
     assert optimizer.loss_scale == 4.0
     optimizer.loss_scale = 8.0
     assert optimizer.loss_scaler.loss_scale() == 8.0
-    optimizer.param_groups = inner.param_groups
+    groups = list(inner.param_groups)
+    optimizer.param_groups = groups
+    assert inner.param_groups is groups
     other = copy.copy(inner.state)
     optimizer.state = other
     assert inner.state is other
     assert optimizer.verbose is True
     with pytest.raises(RuntimeError, match="state_dict"):
         pickle.dumps(optimizer)
+    assert not hasattr(FP16_Optimizer.__new__(FP16_Optimizer), "state")  # and no recursion
     with pytest.raises(TypeError, match="float64"):
         FP16_Optimizer(torch.optim.SGD([nn.Parameter(torch.ones(1, dtype=f64))], lr=1.0))
     extra = nn.Parameter(torch.ones(2, dtype=f16))
