@@ -6,6 +6,7 @@ import inspect
 import io
 import itertools
 import math
+import pickle
 
 import pytest
 import torch
@@ -589,6 +590,24 @@ def test_hooks_run_once_a_step(name):
     optimizer.register_step_post_hook(lambda *args: calls.append("after"))
     optimizer.step()
     assert calls == ["before", "after"]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_copies_keep_what_the_constructor_said(name, copied):
+    options = {"set_grad_none": name == "FusedSGD"}  # not the default
+    if name == "FusedMixedPrecisionLamb":
+        options = {"reduced_precision_dtype": f16, "step": 3}
+    if name == "FusedSGD":
+        options |= {"materialize_master_grads": False, "wd_after_momentum": True}
+    optimizer = make(name, start(f16), **options)
+    other = copied(optimizer)
+    inherited = vars(make(name, start())).keys() & vars(optim.AdamW(start())).keys()
+    for key in vars(optimizer).keys() - inherited:
+        assert vars(other)[key] == vars(optimizer)[key], key
+    for each in (optimizer, other):
+        take_steps(each, each.param_groups[0]["params"])
+    assert_same_bits(snapshot(other), snapshot(optimizer))
 
 
 def test_novograd_reads_apexs_norms():
