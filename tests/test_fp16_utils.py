@@ -241,6 +241,17 @@ def test_a_backward_of_ones_own():
         torch.testing.assert_close(a, b)
 
 
+def test_a_backward_of_ones_own_that_overflows():
+    model, optimizer = start(dynamic_loss_scale=True, dynamic_loss_args={"init_scale": 64.0})
+    before = model[1][0].weight.detach().clone()
+    (loss_of(model) * float("inf")).backward()
+    optimizer.update_master_grads()
+    assert optimizer.overflow is True
+    assert optimizer.loss_scale == 32.0
+    optimizer.step()
+    assert torch.equal(model[1][0].weight, before)
+
+
 def test_clipping():
     model, optimizer = start(static_loss_scale=64.0)
     optimizer.backward(loss_of(model))
