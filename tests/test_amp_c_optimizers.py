@@ -490,6 +490,11 @@ def test_numbers_that_do_not_fit():
     lists, options = arguments("lamb_stage1_cuda", "cpu")
     with pytest.raises(RuntimeError, match="per_tensor_decay has 3 elements for 4"):
         call("lamb_stage1_cuda", flag(0, "cpu"), lists, (options[0][:3], *options[1:]))
+    lists, options = arguments("lamb_stage2_cuda", "cpu")
+    for k, which in enumerate(("param", "update")):
+        wrong = [*options[:k], options[k][:3], *options[k + 1 :]]
+        with pytest.raises(RuntimeError, match=f"per_tensor_{which}_norm has 3 elements for 4"):
+            call("lamb_stage2_cuda", flag(0, "cpu"), lists, wrong)
     lists, options = arguments("sgd", "cpu")
     with pytest.raises(RuntimeError, match=r"list 3 is torch.float32; it takes torch.float16"):
         call("sgd", flag(0, "cpu"), [*lists, rand()], options)
