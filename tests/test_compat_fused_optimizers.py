@@ -661,6 +661,26 @@ def test_masters(name, dtype):
         assert not torch.equal(masters[0], a.float())
 
 
+def test_novograd_gives_each_parameter_its_norm():
+    """apex listed those of half parameters first, group by group."""
+    ps = [nn.Parameter(torch.ones(i + 1, dtype=d)) for i, d in enumerate((f16, f32, bf16, f32))]
+    optimizer = optimizers.FusedNovoGrad([{"params": ps[:3]}, {"params": ps[3:]}], norm_type=0)
+    state = {i: {"exp_avg": torch.zeros(i + 1)} for i in range(4)}
+    norms = [[torch.tensor([1.0, 3.0]), torch.tensor([2.0])], [torch.ones(0), torch.tensor([4.0])]]
+    groups = [
+        {"params": ids, "lr": 0.1, "step": 7, "norm_type": 0, "exp_avg_sq": of_group}
+        for ids, of_group in zip(([0, 1, 2], [3]), norms, strict=True)
+    ]
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    assert [float(optimizer.state[p]["exp_avg_norm"]) for p in ps] == [1.0, 2.0, 3.0, 4.0]
+    for p in ps:
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    norms = [float(optimizer.state[p]["exp_avg_norm"]) for p in ps]
+    assert norms == pytest.approx([0.999, 1.998, 2.997, 3.996])
+    assert [float(optimizer.state[p]["step"]) for p in ps] == [8.0] * 4
+
+
 def test_masters_see_what_a_broadcast_did_before_the_first_step():
     ps = start(f16)
     optimizer = optimizers.FusedMixedPrecisionLamb(ps, lr=0.0, reduced_precision_dtype=f16)

@@ -58,7 +58,7 @@ class FP16_Optimizer(torch.optim.Optimizer):
         self.optimizer: Any = init_optimizer
         self._lists = AmpOptimizerState(init_optimizer)
         self.verbose = verbose
-        self.first_closure_call_this_step = True
+        self.first_closure_call_this_step = True  # always, as between apex's steps
         self._overflow: Tensor | bool = False
         if dynamic_loss_scale:
             self.set_loss_scaler(LossScaler("dynamic", **(dynamic_loss_args or {})))
@@ -128,10 +128,8 @@ class FP16_Optimizer(torch.optim.Optimizer):
         return self.optimizer.step()
 
     def _step_with_closure(self, closure: Callable[[], Any]) -> Any:
+        # The wrapped step brings the model up to the masters before each evaluation.
         def repeated() -> Any:
-            if not self.first_closure_call_this_step:
-                self.optimizer._sync_rows().publish_masters()
-            self.first_closure_call_this_step = False
             while True:
                 scale = self.loss_scale
                 loss = closure()
@@ -144,10 +142,7 @@ class FP16_Optimizer(torch.optim.Optimizer):
                     )
                 self.optimizer.found_inf_flag.zero_()
 
-        try:
-            return self.optimizer.step(repeated)
-        finally:
-            self.first_closure_call_this_step = True
+        return self.optimizer.step(repeated)
 
     # --- gradients and overflow ---------------------------------------------------------------
 
