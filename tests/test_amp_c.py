@@ -88,6 +88,14 @@ def test_l2norm(dtype, name, flag):
     assert flag.item() == 1
 
 
+def test_squares_may_overflow(flag):
+    norm, _ = multi_tensor_applier(amp_C.multi_tensor_l2norm, flag, [[torch.full((4,), 1e30)]])
+    torch.testing.assert_close(norm, torch.tensor([2e30]))
+    assert flag.item() == 0
+    multi_tensor_applier(amp_C.multi_tensor_l2norm, flag, [[torch.full((4,), 3e38)]])
+    assert flag.item() == 1
+
+
 def test_unscale_l2norm_and_l2norm_scale(flag):
     x = some(f16)
     before = [t.clone() for t in x]
