@@ -88,7 +88,7 @@ def multi_tensor_l2norm(
 ) -> tuple[Tensor, Tensor]:
     """The L2 norm of everything in the one list, and of each tensor.
 
-    Sets the flag if the norm is not finite; squares may overflow (for which apex set it too).
+    Sets the flag if an element is not finite (apex: if a square overflows, too).
 
     Returns:
         ``(norm, norms)``: float32, of shapes (1,) and (n,), or (0,) without `per_tensor`.
