@@ -165,6 +165,34 @@ def test_errors(lists, message, flag):
         multi_tensor_applier(amp_C.multi_tensor_scale, flag, lists, 1.0)
 
 
+@pytest.mark.parametrize(
+    ("name", "depth", "options"),
+    [
+        ("scale", 2, (1.0,)),
+        ("axpby", 3, (1.0, 1.0, -1)),
+        ("l2norm", 1, ()),
+        ("l2norm_mp", 1, ()),
+        ("unscale_l2norm", 1, (torch.ones(1),)),
+        ("l2norm_scale", 2, (1.0,)),
+    ],
+)
+def test_each_takes_its_own_lists(name, depth, options, flag):
+    op = getattr(amp_C, f"multi_tensor_{name}")
+    multi_tensor_applier(op, flag, [some(f32) for _ in range(depth)], *options)
+    assert flag.item() == 0
+    known = "multi_tensor_l2norm" if name == "l2norm_mp" else f"multi_tensor_{name}"
+    for wrong in (depth - 1, depth + 1):
+        with pytest.raises(RuntimeError, match=rf"^{known} takes {depth} list\(s\).*not {wrong}"):
+            multi_tensor_applier(op, flag, [some(f32) for _ in range(wrong)], *options)
+    channels = torch.randn(1, 2, 3, 3, 3)
+    dense = [channels, channels.contiguous(memory_format=torch.channels_last_3d), channels[0, :1]]
+    for tensor in dense:
+        multi_tensor_applier(op, flag, [[tensor.clone()] for _ in range(depth)], *options)
+    for gaps in (channels[:, :1, ::2], channels.transpose(2, 4)):
+        with pytest.raises(RuntimeError, match="tensor 0 of list 0 is neither contiguous"):
+            multi_tensor_applier(op, flag, [[gaps] for _ in range(depth)], *options)
+
+
 def test_what_is_not_here_is_named():
     with pytest.raises(AttributeError, match="it has multi_tensor_adagrad"):
         amp_C.nonsense  # noqa: B018
