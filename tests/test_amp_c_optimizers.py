@@ -246,6 +246,18 @@ def test_lamb(dtype, mode, bc, averaging, wd, nvlamb, largest, device):
     assert_lists([lists[1]], [applied])
 
 
+@pytest.mark.parametrize(("norm", "gradients"), [(5.0, 0.0), (0.0, 1.0)])
+def test_lamb_clips_to_a_norm_of_zero(norm, gradients, device):
+    """Gradients become zero, but for those whose norm is no more than that."""
+    lists = [randn(device=device), randn(device=device), randn(device=device), rand(device=device)]
+    start = exact(lists)
+    start[0] = [g * gradients for g in start[0]]
+    expected = lamb_update(start, 1, [WD] * len(SIZES), 1, 1, 1)
+    options = (LR, BETA1, BETA2, EPS, T, 1, WD, 1, 1, number(norm, device), 0.0, False)
+    amp_C.multi_tensor_lamb(333, flag(0, device), lists, *options)
+    assert_lists([lists[0], *lists[2:]], expected)
+
+
 @pytest.mark.parametrize(("mode", "bc", "averaging", "wd", "nvlamb", "largest"), LAMB_FLAGS)
 @pytest.mark.parametrize("kinds", [(f32, f32), (f16, f16), (f16, f32), (bf16, f32)])
 def test_lamb_mp(kinds, mode, bc, averaging, wd, nvlamb, largest, device):

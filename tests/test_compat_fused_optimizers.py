@@ -506,6 +506,18 @@ def test_states_of_half_parameters_come_back_as_they_were(name, dtype):
             assert torch.equal(value, saved["state"][i][key]), key
 
 
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_state_of_other_groups_is_refused(name):
+    ps = start()
+    several, one = make(name, [{"params": [p]} for p in ps]), make(name, ps[:1])
+    take_steps(several, ps)
+    for optimizer, other in ((several, one), (one, several)):
+        before = snapshot(optimizer)
+        with pytest.raises(ValueError, match="different number of parameter groups"):
+            optimizer.load_state_dict(other.state_dict())
+        assert_same_bits(snapshot(optimizer), before)
+
+
 TORCHS = {
     "FusedSGD": (torch.optim.SGD, {}),
     "FusedAdam": (torch.optim.AdamW, {"weight_decay": 0.1}),

@@ -202,6 +202,7 @@ def test_lists_and_attributes():
     optimizer.state = other
     assert inner.state is other
     assert optimizer.verbose is True
+    assert optimizer.master_weights is inner.master_weights is True  # as any other attribute
     with pytest.raises(RuntimeError, match="state_dict"):
         pickle.dumps(optimizer)
     assert not hasattr(FP16_Optimizer.__new__(FP16_Optimizer), "state")  # and no recursion
@@ -562,6 +563,7 @@ def test_stop_and_resume_gives_the_same_bits(kind, model_first):
 def test_loading_fills_the_masters_in_place():
     model, optimizer = start(static_loss_scale=4.0)
     saved = copy.deepcopy(optimizer.state_dict())
+    assert saved["first_closure_call_this_step"] is True
     train(model, optimizer)
     masters = optimizer.all_fp32_from_fp16_params
     optimizer.overflow = True

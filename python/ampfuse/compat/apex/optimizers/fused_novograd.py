@@ -64,10 +64,8 @@ class FusedNovoGrad(ApexOptimizer, NovoGrad):
             ValueError: the norms belong to other parameters. Nothing was loaded.
         """
         state = {key: dict(value) for key, value in state_dict["state"].items()}
-        groups = []
-        for saved, own in zip(state_dict["param_groups"], self.param_groups, strict=False):
-            group = dict(saved)
-            groups.append(group)
+        groups = [dict(group) for group in state_dict["param_groups"]]
+        for group, own in zip(groups, self.param_groups, strict=False):  # torch counts them
             norms = group.pop("exp_avg_sq", None)
             if norms is None:
                 continue
