@@ -640,6 +640,8 @@ def test_novograd_reads_apexs_norms():
     state["param_groups"][0]["exp_avg_sq"] = [torch.stack(norms), torch.empty(0)]
     with pytest.raises(ValueError, match="norms of 3"):
         resumed.load_state_dict(state)
+    with pytest.raises(ValueError, match="match the size"):
+        make("FusedNovoGrad", start()[:2]).load_state_dict(state)
 
 
 @pytest.mark.parametrize("dtype", [f16, bf16])

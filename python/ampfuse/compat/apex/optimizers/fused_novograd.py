@@ -65,10 +65,10 @@ class FusedNovoGrad(ApexOptimizer, NovoGrad):
         """
         state = {key: dict(value) for key, value in state_dict["state"].items()}
         groups = [dict(group) for group in state_dict["param_groups"]]
-        for group, own in zip(groups, self.param_groups, strict=False):  # torch counts them
+        for group, own in zip(groups, self.param_groups, strict=False):
             norms = group.pop("exp_avg_sq", None)
-            if norms is None:
-                continue
+            if norms is None or len(group["params"]) != len(own["params"]):
+                continue  # groups that do not fit are torch's to refuse
             group.pop("norm_type", None)  # 0 where ours is inf; the constructor's counts
             half = [param.dtype in HALF_DTYPES for param in own["params"]]
             keys = [
