@@ -128,6 +128,20 @@ def test_sgd_rounds_the_step_of_half_weights_before_adding_it(dtype, device):
     assert not torch.equal(once, twice)
 
 
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("dtype", [f16, bf16])
+def test_sgd_rounds_nothing_but_the_step(dtype, late, device):
+    """All before it is FP32. (An element in a hundred may round otherwise by another order.)"""
+    lists = [[torch.randn(5001).to(device, dtype)] for _ in range(3)]
+    g, p, m = (tensors[0].float() for tensors in lists)
+    options = (WD, 0.9, 0.0, 0.3, False, False, late, 0.3)
+    amp_C.multi_tensor_sgd(333, flag(0, device), lists, *options)
+    g = 0.9 * m + (0.3 * g if late else 0.3 * g + WD * p)
+    step = (-0.3 * (g + WD * p if late else g)).to(dtype)
+    assert (lists[1][0] == (p.to(dtype) + step)).float().mean() > 0.99
+    assert (lists[2][0] == g.to(dtype)).float().mean() > 0.99
+
+
 @pytest.mark.parametrize("dtype", [f32, f16])
 def test_sgd_without_decay_does_not_read_the_weights(dtype, device):
     lists = [[torch.ones(3).to(device, dtype)] for _ in range(3)]

@@ -379,14 +379,15 @@ def test_closures():
     assert closure() < 0.1 * first
 
 
+@pytest.mark.parametrize("zeroes", ["optimizer", "model"])
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.RMSprop])
-def test_a_closure_that_overflows_is_repeated(kind):
+def test_a_closure_that_overflows_is_repeated(kind, zeroes):
     model, optimizer = start(kind, dynamic_loss_scale=True)
     before = model[1][0].weight.detach().clone()
     factors = iter([float("inf"), float("inf"), 1.0])
 
     def closure():
-        optimizer.zero_grad()
+        (optimizer if zeroes == "optimizer" else model).zero_grad()
         loss = loss_of(model) * next(factors)
         optimizer.backward(loss)
         return loss
