@@ -204,7 +204,7 @@ CASES += [  # 0 does not switch clipping off: it is the norm that all gradients 
 def make(name, params, **options):
     """An optimizer with a rate, and momentum if it is SGD."""
     usual = {"lr": 0.01} | ({"momentum": 0.9} if name == "FusedSGD" else {})
-    return getattr(optimizers, name)(params, **usual, **options)
+    return getattr(optimizers, name)(params, **(usual | options))
 
 
 def start(dtype=f32):
@@ -782,6 +782,41 @@ def test_mixed_precision_lamb():
         return loss
 
     assert optimizer.step(closure) > 0
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_flags_of_the_constructor_hold_for_groups_added_later(name):
+    flags = OPTIMIZERS[name][1]
+    options = {key: values[-1] for key, values in flags.items() if key != "lr"}
+    together, later = start(), start()
+    take_steps(make(name, together, **options), together)
+    optimizer = make(name, later[:1], **options)
+    optimizer.add_param_group({"params": later[1:]})
+    take_steps(optimizer, later)
+    assert all(torch.equal(a, b) for a, b in zip(together, later, strict=True))
+
+
+def test_mixed_precision_lamb_drops_gradients():
+    ps = start()
+    optimizer = make("FusedMixedPrecisionLamb", ps)
+    take_steps(optimizer, ps)
+    optimizer.zero_grad()
+    assert all(p.grad is None for p in ps)
+
+
+@pytest.mark.parametrize("largest", [1.0, math.inf])
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_mixed_precision_lamb_skips_overflows_without_a_scaler(bad, largest):
+    ps = start()
+    optimizer = make("FusedMixedPrecisionLamb", ps, max_grad_norm=largest)
+    take_steps(optimizer, ps, last=2)
+    before = snapshot(optimizer)
+    for p, g in zip(ps, gradients(3), strict=True):
+        p.grad = g
+    ps[1].grad[2] = bad
+    optimizer.step()
+    assert_same_bits(snapshot(optimizer), before)
+    assert optimizer.param_groups[0]["step"] == 2
 
 
 def test_larc_is_a_module_with_a_class():
