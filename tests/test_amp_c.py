@@ -144,6 +144,10 @@ def test_memory_order(flag):
     flat = torch.empty(96)
     multi_tensor_applier(amp_C.multi_tensor_scale, flag, [[x], [flat]], 2.0)
     assert torch.equal(flat, x.view(-1) * 2)
+    one = x[:, :1].contiguous()  # the stride of one channel says nothing
+    other = torch.empty(2, 1, 4, 4).as_strided(one.shape, (16, 1, 4, 1))
+    multi_tensor_applier(amp_C.multi_tensor_scale, flag, [[one], [other]], 2.0)
+    assert torch.equal(other, one * 2)
     with pytest.raises(RuntimeError, match="strides"):  # apex paired the wrong elements
         multi_tensor_applier(amp_C.multi_tensor_scale, flag, [[last], [torch.empty_like(x)]], 1.0)
 
