@@ -88,6 +88,14 @@ def test_l2norm(dtype, name, flag):
     assert flag.item() == 1
 
 
+@pytest.mark.parametrize(("value", "norm"), [(1e30, 2e30), (3e38, 3.4028235e38)])
+def test_squares_that_overflow_do_not_set_the_flag(value, norm, flag):
+    """The second norm is the largest FP32 value: the elements are finite."""
+    found, _ = multi_tensor_applier(amp_C.multi_tensor_l2norm, flag, [[torch.full((4,), value)]])
+    torch.testing.assert_close(found, torch.tensor([norm]))
+    assert flag.item() == 0
+
+
 def test_unscale_l2norm_and_l2norm_scale(flag):
     x = some(f16)
     before = [t.clone() for t in x]
@@ -103,6 +111,20 @@ def test_unscale_l2norm_and_l2norm_scale(flag):
     for a, b, c in zip(x, before, y, strict=True):
         assert torch.equal(a, b)
         assert torch.equal(c, a.float() * 2)
+
+
+def test_unscale_l2norm_is_of_unscaled_values(flag):
+    """A norm that FP32 holds only once it is unscaled is no overflow."""
+    x = [torch.full((9,), 3e38), torch.full((16,), 1.5e38)]
+    inv = torch.tensor([2.0**-16])
+    norm, norms = multi_tensor_applier(amp_C.multi_tensor_unscale_l2norm, flag, [x], inv, True)
+    assert flag.item() == 0
+    torch.testing.assert_close(norms, torch.tensor([9e38 / 2**16, 6e38 / 2**16]))
+    torch.testing.assert_close(norm, norms.double().norm().float().reshape(1))
+    assert [t.shape for t in (norm, norms)] == [(1,), (2,)]
+    x[1][3] = float("inf")
+    multi_tensor_applier(amp_C.multi_tensor_unscale_l2norm, flag, [x], inv)
+    assert flag.item() == 1
 
 
 def test_an_empty_tensor_at_the_end_hides_nothing(flag):
@@ -122,6 +144,10 @@ def test_memory_order(flag):
     flat = torch.empty(96)
     multi_tensor_applier(amp_C.multi_tensor_scale, flag, [[x], [flat]], 2.0)
     assert torch.equal(flat, x.view(-1) * 2)
+    one = x[:, :1].contiguous()  # the stride of one channel says nothing
+    other = torch.empty(2, 1, 4, 4).as_strided(one.shape, (16, 1, 4, 1))
+    multi_tensor_applier(amp_C.multi_tensor_scale, flag, [[one], [other]], 2.0)
+    assert torch.equal(other, one * 2)
     with pytest.raises(RuntimeError, match="strides"):  # apex paired the wrong elements
         multi_tensor_applier(amp_C.multi_tensor_scale, flag, [[last], [torch.empty_like(x)]], 1.0)
 
@@ -141,6 +167,34 @@ def test_memory_order(flag):
 def test_errors(lists, message, flag):
     with pytest.raises(RuntimeError, match=message):
         multi_tensor_applier(amp_C.multi_tensor_scale, flag, lists, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "depth", "options"),
+    [
+        ("scale", 2, (1.0,)),
+        ("axpby", 3, (1.0, 1.0, -1)),
+        ("l2norm", 1, ()),
+        ("l2norm_mp", 1, ()),
+        ("unscale_l2norm", 1, (torch.ones(1),)),
+        ("l2norm_scale", 2, (1.0,)),
+    ],
+)
+def test_each_takes_its_own_lists(name, depth, options, flag):
+    op = getattr(amp_C, f"multi_tensor_{name}")
+    multi_tensor_applier(op, flag, [some(f32) for _ in range(depth)], *options)
+    assert flag.item() == 0
+    known = "multi_tensor_l2norm" if name == "l2norm_mp" else f"multi_tensor_{name}"
+    for wrong in (depth - 1, depth + 1):
+        with pytest.raises(RuntimeError, match=rf"^{known} takes {depth} list\(s\).*not {wrong}"):
+            multi_tensor_applier(op, flag, [some(f32) for _ in range(wrong)], *options)
+    channels = torch.randn(1, 2, 3, 3, 3)
+    dense = [channels, channels.contiguous(memory_format=torch.channels_last_3d), channels[0, :1]]
+    for tensor in dense:
+        multi_tensor_applier(op, flag, [[tensor.clone()] for _ in range(depth)], *options)
+    for gaps in (channels[:, :1, ::2], channels.transpose(2, 4)):
+        with pytest.raises(RuntimeError, match="tensor 0 of list 0 is neither contiguous"):
+            multi_tensor_applier(op, flag, [[gaps] for _ in range(depth)], *options)
 
 
 def test_what_is_not_here_is_named():

@@ -11,7 +11,7 @@ from cases import bf16, f16, f32, f64
 
 SIZES = (300, 5, 40000, 1)
 CHUNKS = (65536, 333)
-LR, BETA1, BETA2, EPS, WD = 0.1, 0.9, 0.99, 1e-6, 0.1
+LR, BETA1, BETA2, EPS, WD = 0.1, 0.9, 0.99, 1e-2, 0.1
 T = 3  # the step
 TOLERANCE = {f32: 2e-6, f16: 1e-3, bf16: 8e-3}
 
@@ -128,6 +128,29 @@ def test_sgd_rounds_the_step_of_half_weights_before_adding_it(dtype, device):
     assert not torch.equal(once, twice)
 
 
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("dtype", [f16, bf16])
+def test_sgd_rounds_nothing_but_the_step(dtype, late, device):
+    """All before it is FP32. (An element in a hundred may round otherwise by another order.)"""
+    lists = [[torch.randn(5001).to(device, dtype)] for _ in range(3)]
+    g, p, m = (tensors[0].float() for tensors in lists)
+    options = (WD, 0.9, 0.0, 0.3, False, False, late, 0.3)
+    amp_C.multi_tensor_sgd(333, flag(0, device), lists, *options)
+    g = 0.9 * m + (0.3 * g if late else 0.3 * g + WD * p)
+    step = (-0.3 * (g + WD * p if late else g)).to(dtype)
+    assert (lists[1][0] == (p.to(dtype) + step)).float().mean() > 0.99
+    assert (lists[2][0] == g.to(dtype)).float().mean() > 0.99
+
+
+@pytest.mark.parametrize("dtype", [f32, f16])
+def test_sgd_without_decay_does_not_read_the_weights(dtype, device):
+    lists = [[torch.ones(3).to(device, dtype)] for _ in range(3)]
+    lists[1][0][1] = float("inf")
+    amp_C.multi_tensor_sgd(333, flag(0, device), lists, 0, 0.5, 0, 0.5, True, False, False, 1.0)
+    assert lists[1][0].tolist() == [1 - 0.5 * 1.75, float("inf"), 1 - 0.5 * 1.75]
+    assert lists[2][0].tolist() == [1.5] * 3
+
+
 @pytest.mark.parametrize(("mode", "bc"), list(itertools.product((0, 1), (0, 1))))
 @pytest.mark.parametrize("dtype", [f32, f16, bf16])
 @pytest.mark.parametrize("set_flag", [0, 1])
@@ -237,6 +260,18 @@ def test_lamb(dtype, mode, bc, averaging, wd, nvlamb, largest, device):
     assert_lists([lists[1]], [applied])
 
 
+@pytest.mark.parametrize(("norm", "gradients"), [(5.0, 0.0), (0.0, 1.0)])
+def test_lamb_clips_to_a_norm_of_zero(norm, gradients, device):
+    """Gradients become zero, but for those whose norm is no more than that."""
+    lists = [randn(device=device), randn(device=device), randn(device=device), rand(device=device)]
+    start = exact(lists)
+    start[0] = [g * gradients for g in start[0]]
+    expected = lamb_update(start, 1, [WD] * len(SIZES), 1, 1, 1)
+    options = (LR, BETA1, BETA2, EPS, T, 1, WD, 1, 1, number(norm, device), 0.0, False)
+    amp_C.multi_tensor_lamb(333, flag(0, device), lists, *options)
+    assert_lists([lists[0], *lists[2:]], expected)
+
+
 @pytest.mark.parametrize(("mode", "bc", "averaging", "wd", "nvlamb", "largest"), LAMB_FLAGS)
 @pytest.mark.parametrize("kinds", [(f32, f32), (f16, f16), (f16, f32), (bf16, f32)])
 def test_lamb_mp(kinds, mode, bc, averaging, wd, nvlamb, largest, device):
@@ -306,6 +341,15 @@ def arguments(name, device, lists=None):
     return lists or [rand(f32, device) for _ in range(depth)], options
 
 
+def of_all_types(name, lists):
+    """Where a list may hold half types, the second tensor is float16 and the fourth bfloat16."""
+    lists = lists[:4] if name == "lamb_mp" else lists
+    halves = 2 if name.startswith("adam") else len(lists)
+    dtypes = (f32, f16, f32, bf16)
+    halved = [[t.to(d) for t, d in zip(ts, dtypes, strict=True)] for ts in lists[:halves]]
+    return halved + lists[halves:]
+
+
 NAMES = [
     n.removeprefix("multi_tensor_")
     for n in amp_C.__all__
@@ -336,8 +380,42 @@ def test_a_set_flag_stops_it(name, values, device):
     if name == "sgd":
         lists = [[t.half() for t in tensors] for tensors in before]
         before = copies(lists)
-        call(name, flag(1, device), lists, options)
+        late_decay = (*options[:6], True, options[7])
+        call(name, flag(1, device), lists, late_decay)
         assert_unchanged(lists, before)
+
+
+@pytest.mark.parametrize(("name", "decay"), [("lamb", 6), ("lamb_stage2_cuda", 3)])
+def test_nvlamb_is_not_the_default(name, decay, device):
+    """A ratio of norms also where there is no weight decay."""
+    results = []
+    for nvlamb in ((), (None,), (False,), (True,)):
+        torch.manual_seed(0)
+        lists, options = arguments(name, device)
+        options = (*options[:decay], 0.0, *options[decay + 1 : -1], *nvlamb)
+        if name == "lamb_stage2_cuda":
+            options = (options[0], options[1] * 2, *options[2:])
+        call(name, flag(0, device), lists, options)
+        results.append(lists[1 - (name == "lamb_stage2_cuda")])
+    assert_unchanged(results[1:3], [results[0]] * 2)
+    assert not torch.equal(results[3][0], results[0][0])
+
+
+@pytest.mark.parametrize(("name", "params"), [("lamb", 1), ("lamb_mp", 1), ("lamb_stage2_cuda", 0)])
+def test_a_norm_of_zero_is_no_ratio(name, params, device):
+    lists, options = arguments(name, device)
+    update = 0 if params else 1
+    lists[params][0].zero_()
+    if name == "lamb_stage2_cuda":
+        lists[update][2].zero_()
+        norms = [torch.stack([t.norm() for t in tensors]) for tensors in lists]
+        options = (*norms, *options[2:])
+    before = copies(lists)
+    call(name, flag(0, device), lists, options)
+    lr = float(options[2] if params == 0 else options[0])
+    torch.testing.assert_close(lists[params][0], -lr * lists[update][0])
+    if name == "lamb_stage2_cuda":
+        assert torch.equal(lists[params][2], before[params][2])
 
 
 @pytest.mark.parametrize("name", ["adam_capturable", "adam_capturable_master"])
@@ -387,11 +465,30 @@ def test_chunks_and_neighbours_do_not_matter(name, device):
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_each_row_has_a_type_of_its_own(name, device):
+    """apex took that of the first row for all."""
+    lists, options = arguments(name, device)
+    lists = of_all_types(name, lists)
+    rows = [[[t.clone()] for t in row] for row in zip(*lists, strict=True)]
+    own = [o.clone() if isinstance(o, torch.Tensor) else o for o in options]
+    call(name, flag(0, device), lists, own)
+    for i, row in enumerate(rows):
+        per_tensor = [
+            o[i : i + 1] if isinstance(o, torch.Tensor) and len(o) == len(SIZES) else o
+            for o in options
+        ]
+        call(name, flag(0, device), row, per_tensor)
+        for tensors, (alone,) in zip(lists, row, strict=True):
+            assert tensors[i].dtype == alone.dtype
+            torch.testing.assert_close(tensors[i], alone, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_what_does_not_fit(name):
     lists, options = arguments(name, "cpu")
     refuses = functools.partial(pytest.raises, RuntimeError)
     before, noop = copies(lists), flag(0, "cpu")
-    with refuses(match=r"takes \d list"):
+    with refuses(match=rf"^multi_tensor_{name} takes \d list"):
         call(name, noop, lists[:1], options)
     with refuses(match="list 1 3"):
         call(name, noop, [lists[0], lists[1][:3], *lists[2:]], options)
@@ -419,6 +516,11 @@ def test_numbers_that_do_not_fit():
     lists, options = arguments("lamb_stage1_cuda", "cpu")
     with pytest.raises(RuntimeError, match="per_tensor_decay has 3 elements for 4"):
         call("lamb_stage1_cuda", flag(0, "cpu"), lists, (options[0][:3], *options[1:]))
+    lists, options = arguments("lamb_stage2_cuda", "cpu")
+    for k, which in enumerate(("param", "update")):
+        wrong = [*options[:k], options[k][:3], *options[k + 1 :]]
+        with pytest.raises(RuntimeError, match=f"per_tensor_{which}_norm has 3 elements for 4"):
+            call("lamb_stage2_cuda", flag(0, "cpu"), lists, wrong)
     lists, options = arguments("sgd", "cpu")
     with pytest.raises(RuntimeError, match=r"list 3 is torch.float32; it takes torch.float16"):
         call("sgd", flag(0, "cpu"), [*lists, rand()], options)

@@ -3,17 +3,20 @@
 import copy
 import importlib
 import inspect
+import io
 import itertools
 import math
+import pickle
 
 import pytest
 import torch
 from torch import nn
 
+from ampfuse import optim
 from ampfuse.compat import apex
 from ampfuse.compat.apex import amp, optimizers
+from cases import assert_same_bits, bf16, f16, f32, f64, snapshot
 
-f16, f32, f64 = torch.float16, torch.float32, torch.float64
 SHAPES = ((3, 4), (5,), (1,))
 
 
@@ -132,9 +135,8 @@ def lamb(
     c1, c2 = corrections({"betas": betas, "bias_correction": bias_correction}, t)
     beta3 = 1 - betas[0] if grad_averaging else 1.0
     total = torch.stack([g.norm() for g in gs]).norm()
-    clips = 0 < max_grad_norm < total
     for p, g, s in zip(ps, gs, states, strict=True):
-        g = g / (total / max_grad_norm) if clips else g
+        g = g * (max_grad_norm / total) if total > max_grad_norm else g
         if not adam_w_mode:
             g = g + weight_decay * p
         s["m"] = betas[0] * s.get("m", 0) + beta3 * g
@@ -151,13 +153,13 @@ LAMB_FLAGS = {
     "weight_decay": (0.0, 0.1),
     "adam_w_mode": (True, False),
     "grad_averaging": (True, False),
-    "max_grad_norm": (1.0, 0, math.inf),
+    "max_grad_norm": (1.0, 100.0),
     "use_nvlamb": (False, True),
 }
 OPTIMIZERS = {
     "FusedSGD": (
         sgd,
-        {"lr": (0.05,), "momentum": (0, 0.9), "weight_decay": (0, 0.1)}
+        {"lr": (0.05,), "momentum": (0, 0.9), "weight_decay": (0, 0.1), "dampening": (0, 0.3)}
         | {"wd_after_momentum": (False, True)},
     ),
     "FusedAdam": (
@@ -185,6 +187,24 @@ CASES = [
     for name, (_, flags) in OPTIMIZERS.items()
     for values in itertools.product(*flags.values())
 ]
+CASES += [
+    ("FusedSGD", {"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1} | late)
+    for late in ({}, {"wd_after_momentum": True})
+]
+CASES += [  # eps so large that it counts
+    (name, {"eps": 0.1}) for name in OPTIMIZERS if name != "FusedSGD"
+]
+CASES += [  # 0 does not switch clipping off: it is the norm that all gradients are clipped to
+    (name, {"max_grad_norm": largest})
+    for name in ("FusedLAMB", "FusedMixedPrecisionLamb")
+    for largest in (0, math.inf)
+]
+
+
+def make(name, params, **options):
+    """An optimizer with a rate, and momentum if it is SGD."""
+    usual = {"lr": 0.01} | ({"momentum": 0.9} if name == "FusedSGD" else {})
+    return getattr(optimizers, name)(params, **(usual | options))
 
 
 def start(dtype=f32):
@@ -200,7 +220,7 @@ def gradients(t, dtype=f32):
 
 def take_steps(optimizer, ps, first=1, last=4):
     for t in range(first, last + 1):
-        for p, g in zip(ps, gradients(t, ps[0].dtype), strict=True):
+        for p, g in zip(ps, gradients(t, ps[0].dtype), strict=False):  # or the first of them only
             p.grad = g
         optimizer.step()
 
@@ -211,11 +231,19 @@ def take_steps(optimizer, ps, first=1, last=4):
     ids=lambda v: v if isinstance(v, str) else "-".join(map(str, v.values())),
 )
 def test_formulas(name, options):
+    """A weight and a gradient of zeros have norms that nothing can be divided by."""
     ps = start()
-    take_steps(getattr(optimizers, name)(ps, **options), ps)
-    exact, states = [p.detach().to(f64) for p in start()], [{} for _ in SHAPES]
+    with torch.no_grad():
+        ps[1].zero_()
+    exact, states = [p.detach().to(f64) for p in ps], [{} for _ in ps]
+    optimizer = getattr(optimizers, name)(ps, **options)
     for t in range(1, 5):
-        OPTIMIZERS[name][0](exact, [g.to(f64) for g in gradients(t)], states, t, **options)
+        gs = gradients(t)
+        gs[2].zero_()
+        for p, g in zip(ps, gs, strict=True):
+            p.grad = g.clone()
+        optimizer.step()
+        OPTIMIZERS[name][0](exact, [g.to(f64) for g in gs], states, t, **options)
     for p, e in zip(ps, exact, strict=True):
         torch.testing.assert_close(p.to(f64), e, rtol=2e-5, atol=1e-6)
 
@@ -229,6 +257,32 @@ def test_the_reference_has_the_signatures_defaults(name):
             assert ours[key].default == parameter.default, key
 
 
+SIGNATURES = {
+    "FusedSGD": "lr=None, momentum=0, dampening=0, weight_decay=0, nesterov=False, "
+    "wd_after_momentum=False, materialize_master_grads=True, set_grad_none=False",
+    "FusedAdam": "lr=0.001, bias_correction=True, betas=(0.9, 0.999), eps=1e-08, adam_w_mode=True, "
+    "weight_decay=0.0, amsgrad=False, set_grad_none=True, capturable=False, master_weights=False",
+    "FusedAdagrad": "lr=0.01, eps=1e-10, weight_decay=0.0, set_grad_none=True, "
+    "adagrad_w_mode=False",
+    "FusedNovoGrad": "lr=0.001, bias_correction=True, betas=(0.9, 0.999), eps=1e-08, "
+    "weight_decay=0.0, amsgrad=False, reg_inside_moment=False, grad_averaging=True, norm_type=2, "
+    "init_zero=False, set_grad_none=True",
+    "FusedLAMB": "lr=0.001, bias_correction=True, betas=(0.9, 0.999), eps=1e-06, "
+    "weight_decay=0.01, amsgrad=False, adam_w_mode=True, grad_averaging=True, set_grad_none=True, "
+    "max_grad_norm=1.0, use_nvlamb=False",
+    "FusedMixedPrecisionLamb": "lr=0.001, step=0, bias_correction=True, betas=(0.9, 0.999), "
+    "eps=1e-06, weight_decay=0.01, amsgrad=False, adam_w_mode=True, grad_averaging=True, "
+    "max_grad_norm=1.0, use_nvlamb=False, reduced_precision_dtype=None",
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_arguments_keep_apexs_order_and_defaults(name):
+    parameters = inspect.signature(getattr(optimizers, name)).parameters.values()
+    ours = [f"{p.name}={p.default}" for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert ", ".join(["params", SIGNATURES[name]]) == ", ".join(["params", *ours[1:]])
+
+
 @pytest.mark.parametrize("name", [n for n in OPTIMIZERS if n != "FusedSGD"])
 def test_what_they_refuse(name):
     if name != "FusedAdagrad":
@@ -237,6 +291,74 @@ def test_what_they_refuse(name):
     if name == "FusedNovoGrad":
         with pytest.raises(RuntimeError, match="norm_type"):
             optimizers.FusedNovoGrad(start(), norm_type=1)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_sparse_gradients_are_refused(name):
+    embedding = nn.Embedding(5, 2, sparse=True)
+    optimizer = make(name, list(embedding.parameters()))
+    before = embedding.weight.detach().clone()
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(RuntimeError, match="sparse"):
+        optimizer.step()
+    assert torch.equal(embedding.weight, before)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_empty_first_group(name):
+    """IndexError in four of apex's."""
+    ps, twins = start(), start()
+    take_steps(make(name, [{"params": []}, {"params": ps}]), ps)
+    take_steps(make(name, twins), twins)
+    assert all(torch.equal(a, b) for a, b in zip(ps, twins, strict=True))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_closures_run_with_gradients_and_return_the_loss(name):
+    ps = start()
+    optimizer = make(name, ps)
+
+    def closure():
+        assert torch.is_grad_enabled()
+        optimizer.zero_grad()
+        loss = sum(p.pow(2).sum() for p in ps)
+        loss.backward()
+        return loss
+
+    first = optimizer.step(closure)
+    assert optimizer.step(closure) < first
+    assert optimizer.step() is None
+
+
+@pytest.mark.parametrize("name", [n for n in OPTIMIZERS if n != "FusedMixedPrecisionLamb"])
+@pytest.mark.parametrize("drops", [True, False])
+def test_zero_grad_does_what_set_grad_none_says(name, drops):
+    ps = start()
+    optimizer = make(name, ps, set_grad_none=drops)
+    for given, dropped in ((None, drops), (True, True), (False, False)):
+        take_steps(optimizer, ps, last=1)
+        optimizer.zero_grad() if given is None else optimizer.zero_grad(set_to_none=given)
+        assert [p.grad is None for p in ps] == [dropped] * len(ps)
+        assert dropped or not any(p.grad.any() for p in ps)
+
+
+@pytest.mark.parametrize("dtype", [f16, bf16])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_half_parameters_have_fp32_state(name, dtype):
+    """apex took no bfloat16 but in Adam, and kept the moments of half parameters in half."""
+    ps = start(dtype)
+    optimizer = make(name, ps)
+    exact = [nn.Parameter(p.detach().float()) for p in ps]
+    reference = make(name, exact)
+    for p, e, g in zip(ps, exact, gradients(1, dtype), strict=True):
+        p.grad, e.grad = g, g.float()
+    optimizer.step()
+    reference.step()
+    for p, e in zip(ps, exact, strict=True):
+        assert torch.equal(p, e.to(dtype))
+        state, other = optimizer.state[p], reference.state[e]
+        assert state.keys() == other.keys()
+        assert all(v.dtype == f32 and torch.equal(v, other[k]) for k, v in state.items())
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
@@ -259,6 +381,35 @@ def test_under_amp_at_every_level(name, level):
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.parametrize("level", ["O0", "O2", "O3"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_resuming_under_amp_gives_the_same_bits(name, level):
+    """NovoGrad's state crashed; half moments and lost masters gave other weights."""
+
+    def started():
+        torch.manual_seed(0)
+        model = nn.Linear(4, 2)
+        return amp.initialize(model, make(name, model.parameters()), level, verbosity=0)
+
+    def train(model, optimizer):
+        for t in range(3):
+            x = torch.rand(8, 4, generator=torch.Generator().manual_seed(t))
+            with amp.scale_loss(model(x).float().pow(2).mean(), optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    model, optimizer = started()
+    train(model, optimizer)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), amp.state_dict()))
+    train(model, optimizer)
+    again, resumed = started()
+    for thing, state in zip((again, resumed, amp), saved, strict=True):
+        thing.load_state_dict(state)
+    train(again, resumed)
+    assert_same_bits(snapshot(resumed), snapshot(optimizer))
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_gradients_come_and_go_and_groups_are_added(name):
     """AssertionError in apex's NovoGrad; groups that were never updated in two others."""
@@ -278,17 +429,197 @@ def test_gradients_come_and_go_and_groups_are_added(name):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_resuming_gives_the_same_bits(name):
-    options = {"lr": 0.01} | ({"momentum": 0.9} if name == "FusedSGD" else {})
     ps = start()
-    optimizer = getattr(optimizers, name)(ps, **options)
+    optimizer = make(name, ps)
     take_steps(optimizer, ps)
     saved = copy.deepcopy(optimizer.state_dict())
     again = [nn.Parameter(p.detach().clone()) for p in ps]
     take_steps(optimizer, ps, first=5, last=6)
-    resumed = getattr(optimizers, name)(again, **options)
+    resumed = make(name, again)
     resumed.load_state_dict(saved)
     take_steps(resumed, again, first=5, last=6)
     assert all(torch.equal(a, b) for a, b in zip(ps, again, strict=True))
+
+
+# The keys of a group that apex saved, but for lr and params.
+APEX_KEYS = {
+    "FusedSGD": ("momentum", "dampening", "weight_decay", "nesterov"),
+    "FusedAdam": ("betas", "eps", "weight_decay", "bias_correction"),
+    "FusedAdagrad": ("eps", "weight_decay"),
+    "FusedNovoGrad": ("betas", "eps", "weight_decay", "bias_correction", "grad_averaging"),
+    "FusedLAMB": ("betas", "eps", "weight_decay", "bias_correction", "grad_averaging"),
+    "FusedMixedPrecisionLamb": ("betas", "eps", "weight_decay", "bias_correction"),
+}
+
+
+def as_apex(name, optimizer):
+    """The state of `optimizer`, FP32 and of one group, as apex's class of that name saved it."""
+    state_dict = copy.deepcopy(optimizer.state_dict())
+    state, (group,) = state_dict["state"], state_dict["param_groups"]
+    steps = [entry.pop("step", None) for entry in state.values()]
+    group = {key: group[key] for key in ("lr", "params", *APEX_KEYS[name])}
+    if name not in ("FusedSGD", "FusedAdagrad"):
+        group["step"] = int(steps[0])
+    if "LAMB" in name.upper():
+        group["max_grad_norm"] = 1.0
+    if name == "FusedMixedPrecisionLamb":
+        group["lr"] = torch.tensor(group["lr"])
+        group["step"] = torch.tensor([group["step"]], dtype=torch.int32)
+    if name == "FusedNovoGrad":
+        norms = [entry.pop("exp_avg_norm") for entry in state.values()]
+        group["exp_avg_sq"] = [torch.empty(0), torch.stack(norms)]
+        group |= {"norm_type": 2, "init_zero": False}
+    return {"state": state, "param_groups": [group]}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_state_of_apex_goes_on(name):
+    ps = start()
+    optimizer = make(name, ps)
+    take_steps(optimizer, ps)
+    saved = as_apex(name, optimizer)
+    untouched = copy.deepcopy(saved)
+    again = [nn.Parameter(p.detach().clone()) for p in ps]
+    resumed = make(name, again)
+    resumed.load_state_dict(saved)
+    assert str(saved) == str(untouched)
+    take_steps(optimizer, ps, first=5, last=6)
+    take_steps(resumed, again, first=5, last=6)
+    for a, b in zip(ps, again, strict=True):  # apex's lr of FP32 is not the number's
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("dtype", [f16, bf16])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_states_of_half_parameters_come_back_as_they_were(name, dtype):
+    """Loading cast FP32 moments to the parameters' type, and FusedAdam read them as FP32 then."""
+    ps = start(dtype)
+    optimizer = make(name, ps)
+    take_steps(optimizer, ps)
+    saved = copy.deepcopy(optimizer.state_dict())
+    resumed = make(name, [nn.Parameter(p.detach().clone()) for p in ps])
+    resumed.load_state_dict(saved)
+    for i, entry in resumed.state_dict()["state"].items():
+        assert entry.keys() == saved["state"][i].keys()
+        for key, value in entry.items():
+            assert value.dtype == f32
+            assert torch.equal(value, saved["state"][i][key]), key
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_state_of_other_groups_is_refused(name):
+    ps = start()
+    several, one = make(name, [{"params": [p]} for p in ps]), make(name, ps[:1])
+    take_steps(several, ps)
+    for optimizer, other in ((several, one), (one, several)):
+        before = snapshot(optimizer)
+        with pytest.raises(ValueError, match="different number of parameter groups"):
+            optimizer.load_state_dict(other.state_dict())
+        assert_same_bits(snapshot(optimizer), before)
+
+
+TORCHS = {
+    "FusedSGD": (torch.optim.SGD, {}),
+    "FusedAdam": (torch.optim.AdamW, {"weight_decay": 0.1}),
+    "FusedAdam as Adam": (torch.optim.Adam, {"weight_decay": 0.1}),
+    "FusedAdagrad": (torch.optim.Adagrad, {}),
+}
+
+
+@pytest.mark.parametrize("name", TORCHS)
+def test_states_go_to_torch_and_back(name):
+    cls, options = TORCHS[name]
+    ours = options | ({"adam_w_mode": False} if "as Adam" in name else {})
+    theirs = options | {"lr": 0.01} | ({"momentum": 0.9} if cls is torch.optim.SGD else {})
+    kind = name.partition(" ")[0]
+    ps = start()
+    optimizer = make(kind, ps, **ours)
+    take_steps(optimizer, ps)
+    twins = [nn.Parameter(p.detach().clone()) for p in ps]
+    twin = cls(twins, **theirs)
+    twin.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    take_steps(optimizer, ps, first=5, last=6)
+    take_steps(twin, twins, first=5, last=6)
+    again = [nn.Parameter(p.detach().clone()) for p in twins]
+    resumed = make(kind, again, **ours)
+    resumed.load_state_dict(copy.deepcopy(twin.state_dict()))
+    take_steps(optimizer, ps, first=7, last=8)
+    take_steps(resumed, again, first=7, last=8)
+    for a, b in zip(ps, again, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["FusedLAMB", "FusedAdam"])
+def test_a_recipe_edits_the_state_before_it_loads_it(name):
+    """Between the phases of BERT: steps, rate and keys of the recipe's own."""
+    ps = start()
+    optimizer = make(name, ps)
+    take_steps(optimizer, ps)
+    saved = copy.deepcopy(optimizer.state_dict())
+    for key in saved["state"]:
+        saved["state"][key]["step"] = 0
+    for group in saved["param_groups"]:
+        group.update(step=0, t_total=10, lr=0.5)
+    optimizer.load_state_dict(saved)
+    take_steps(optimizer, ps, last=1)
+    assert [float(optimizer.state[p]["step"]) for p in ps] == [1.0] * len(ps)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    assert optimizer.param_groups[0]["t_total"] == 10
+
+
+@pytest.mark.parametrize("name", [n for n in OPTIMIZERS if n not in ("FusedSGD", "FusedAdagrad")])
+def test_groups_know_their_step(name):
+    """Schedules of BERT's recipes ask a group, at once after resuming too."""
+    ps = start()
+    optimizer = make(name, [{"params": ps[:2]}, {"params": []}])
+    assert "step" not in optimizer.param_groups[0]
+    for t, present in enumerate(((0, 1), (1,), (1,), ()), start=1):
+        for i, g in enumerate(gradients(t)[:2]):
+            ps[i].grad = g if i in present else None
+        optimizer.step()
+        assert int(optimizer.param_groups[0]["step"]) == min(t, 3)
+    optimizer.add_param_group({"params": ps[2:]})
+    take_steps(optimizer, ps, last=1)
+    assert [int(group.get("step", -1)) for group in optimizer.param_groups] == [4, -1, 1]
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    resumed = make(name, [{"params": start()[:2]}, {"params": []}, {"params": start()[2:]}])
+    resumed.load_state_dict(saved)
+    assert [int(group.get("step", -1)) for group in resumed.param_groups] == [4, -1, 1]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_hooks_run_once_a_step(name):
+    """Classes of which there are instances have hooks of torch's in their step: here all bases."""
+    public = [*vars(optim).values(), *vars(optimizers).values()]
+    for cls in reversed(getattr(optimizers, name).__mro__):
+        if cls in public and cls is not optim.AmpOptimizer:
+            cls(start(), lr=0.1)
+    optimizer, calls = make(name, start()), []
+    optimizer.register_step_pre_hook(lambda *args: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *args: calls.append("after"))
+    optimizer.step()
+    assert calls == ["before", "after"]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_copies_keep_what_the_constructor_said(name, copied):
+    options = {"set_grad_none": name == "FusedSGD"}  # not the default
+    if name == "FusedMixedPrecisionLamb":
+        options = {"reduced_precision_dtype": f16, "step": 3}
+    if name == "FusedSGD":
+        options |= {"materialize_master_grads": False, "wd_after_momentum": True}
+    optimizer = make(name, start(f16), **options)
+    other = copied(optimizer)
+    inherited = vars(make(name, start())).keys() & vars(optim.AdamW(start())).keys()
+    for key in vars(optimizer).keys() - inherited:
+        assert vars(other)[key] == vars(optimizer)[key], key
+    for each in (optimizer, other):
+        take_steps(each, each.param_groups[0]["params"])
+    assert_same_bits(snapshot(other), snapshot(optimizer))
 
 
 def test_novograd_reads_apexs_norms():
@@ -309,6 +640,123 @@ def test_novograd_reads_apexs_norms():
     state["param_groups"][0]["exp_avg_sq"] = [torch.stack(norms), torch.empty(0)]
     with pytest.raises(ValueError, match="norms of 3"):
         resumed.load_state_dict(state)
+    with pytest.raises(ValueError, match="match the size"):
+        make("FusedNovoGrad", start()[:2]).load_state_dict(state)
+
+
+@pytest.mark.parametrize("dtype", [f16, bf16])
+@pytest.mark.parametrize("name", ["FusedAdam", "FusedMixedPrecisionLamb"])
+def test_masters(name, dtype):
+    """Of groups added later too, and saved. In apex such groups were never stepped, masters were
+    lost with the program, and FusedAdam stepped bfloat16 parameters without them.
+    """
+    options = {"reduced_precision_dtype": dtype}
+    if name == "FusedAdam":
+        options = {"capturable": True, "master_weights": True}
+    ps = start(dtype)
+    optimizer = make(name, ps[:1], **options)
+    take_steps(optimizer, ps[:1], last=1)
+    optimizer.add_param_group({"params": ps[1:]})
+    before = [p.detach().clone() for p in ps]
+    take_steps(optimizer, ps, first=2)
+    for p, b in zip(ps, before, strict=True):
+        assert not torch.equal(p, b)
+        assert torch.equal(optimizer.state[p]["master_param"].to(dtype), p)
+    saved = copy.deepcopy(optimizer.state_dict())
+    again = [nn.Parameter(p.detach().clone()) for p in ps]
+    resumed = make(name, again[:1], **options)
+    resumed.add_param_group({"params": again[1:]})
+    resumed.load_state_dict(saved)
+    take_steps(optimizer, ps, first=5, last=6)
+    take_steps(resumed, again, first=5, last=6)
+    for a, b in zip(ps, again, strict=True):
+        masters = optimizer.state[a]["master_param"], resumed.state[b]["master_param"]
+        assert torch.equal(*masters)
+        assert not torch.equal(masters[0], a.float())
+
+
+def test_novograd_gives_each_parameter_its_norm():
+    """apex listed those of half parameters first, group by group."""
+    ps = [nn.Parameter(torch.ones(i + 1, dtype=d)) for i, d in enumerate((f16, f32, bf16, f32))]
+    optimizer = optimizers.FusedNovoGrad([{"params": ps[:3]}, {"params": ps[3:]}], norm_type=0)
+    state = {i: {"exp_avg": torch.zeros(i + 1)} for i in range(4)}
+    norms = [[torch.tensor([1.0, 3.0]), torch.tensor([2.0])], [torch.ones(0), torch.tensor([4.0])]]
+    groups = [
+        {"params": ids, "lr": 0.1, "step": 7, "norm_type": 0, "exp_avg_sq": of_group}
+        for ids, of_group in zip(([0, 1, 2], [3]), norms, strict=True)
+    ]
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    assert [float(optimizer.state[p]["exp_avg_norm"]) for p in ps] == [1.0, 2.0, 3.0, 4.0]
+    for p in ps:
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    norms = [float(optimizer.state[p]["exp_avg_norm"]) for p in ps]
+    assert norms == pytest.approx([0.999, 1.998, 2.997, 3.996])
+    assert [float(optimizer.state[p]["step"]) for p in ps] == [8.0] * 4
+
+
+def test_masters_see_what_a_broadcast_did_before_the_first_step():
+    ps = start(f16)
+    optimizer = optimizers.FusedMixedPrecisionLamb(ps, lr=0.0, reduced_precision_dtype=f16)
+    with torch.no_grad():
+        for p in ps:
+            p.fill_(0.5)
+    take_steps(optimizer, ps, last=1)
+    assert all((p == 0.5).all() for p in ps)
+
+
+@pytest.mark.parametrize("by", ["scaler.step", "step(grad_scaler)"])
+@pytest.mark.parametrize("name", ["FusedAdam", "FusedMixedPrecisionLamb"])
+def test_torchs_grad_scaler(name, by):
+    """Clipping is of unscaled gradients, and an overflow changes nothing, counts included."""
+    ps, twins = start(), start()
+    optimizer, plain = make(name, ps), make(name, twins)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for t in (1, 2, 3):
+        scaler.scale(torch.zeros(()))
+        for p, q, g in zip(ps, twins, gradients(t), strict=True):
+            p.grad, q.grad = g * scaler.get_scale(), g
+        if t == 2:
+            ps[1].grad[0] = float("nan")
+            before = snapshot(optimizer)
+        else:
+            plain.step()
+        if by == "scaler.step":
+            scaler.step(optimizer)
+        else:
+            optimizer.step(grad_scaler=scaler)
+        if t == 2:
+            assert_same_bits(snapshot(optimizer), before)
+        scaler.update()
+    assert scaler.get_scale() == 512.0
+    for p, q in zip(ps, twins, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+        assert optimizer.state[p]["step"] == 2
+
+
+@pytest.mark.parametrize("materialize", [True, False])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+def test_sgd_with_two_losses_of_different_scales(level, materialize):
+    """In apex a parameter that the later loss, of a smaller scale, left alone went too far."""
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.Linear(4, 1, bias=False) for _ in range(2)])
+    optimizer = make("FusedSGD", model.parameters(), materialize_master_grads=materialize)
+    model, optimizer = amp.initialize(
+        model, optimizer, opt_level=level, num_losses=2, loss_scale="dynamic", verbosity=0
+    )
+    for scaler, scale in zip(amp._amp_state.loss_scalers, (1024.0, 8.0), strict=True):
+        scaler._loss_scale = scale
+    before = [p.detach().clone().to(f64) for p in amp.master_params(optimizer)]
+    x = torch.tensor([[0.5, 1.0, -2.0, 0.25]])
+    for i in (0, 1):
+        loss = model[i](x.to(next(model.parameters()).dtype)).float().sum()
+        with amp.scale_loss(loss, optimizer, loss_id=i) as scaled:
+            scaled.backward()
+    optimizer.step()
+    tolerance = {"O3": 2e-3, "O5": 2e-2}.get(level, 1e-6)
+    for p, b in zip(amp.master_params(optimizer), before, strict=True):
+        expected = b - 0.01 * x.to(f64)
+        torch.testing.assert_close(p.detach().to(f64), expected, rtol=tolerance, atol=tolerance)
 
 
 def test_mixed_precision_lamb():
@@ -334,6 +782,41 @@ def test_mixed_precision_lamb():
         return loss
 
     assert optimizer.step(closure) > 0
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_flags_of_the_constructor_hold_for_groups_added_later(name):
+    flags = OPTIMIZERS[name][1]
+    options = {key: values[-1] for key, values in flags.items() if key != "lr"}
+    together, later = start(), start()
+    take_steps(make(name, together, **options), together)
+    optimizer = make(name, later[:1], **options)
+    optimizer.add_param_group({"params": later[1:]})
+    take_steps(optimizer, later)
+    assert all(torch.equal(a, b) for a, b in zip(together, later, strict=True))
+
+
+def test_mixed_precision_lamb_drops_gradients():
+    ps = start()
+    optimizer = make("FusedMixedPrecisionLamb", ps)
+    take_steps(optimizer, ps)
+    optimizer.zero_grad()
+    assert all(p.grad is None for p in ps)
+
+
+@pytest.mark.parametrize("largest", [1.0, math.inf])
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_mixed_precision_lamb_skips_overflows_without_a_scaler(bad, largest):
+    ps = start()
+    optimizer = make("FusedMixedPrecisionLamb", ps, max_grad_norm=largest)
+    take_steps(optimizer, ps, last=2)
+    before = snapshot(optimizer)
+    for p, g in zip(ps, gradients(3), strict=True):
+        p.grad = g
+    ps[1].grad[2] = bad
+    optimizer.step()
+    assert_same_bits(snapshot(optimizer), before)
+    assert optimizer.param_groups[0]["step"] == 2
 
 
 def test_larc_is_a_module_with_a_class():

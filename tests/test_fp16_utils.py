@@ -12,10 +12,12 @@ import torch
 from torch import nn
 
 import apex_names
+import reference
 from ampfuse.compat import apex
 from ampfuse.compat.apex import fp16_utils
 from ampfuse.compat.apex.amp.scaler import LossScaler as AmpScaler
 from ampfuse.compat.apex.fp16_utils import FP16_Optimizer
+from ampfuse.compat.apex.parallel.LARC import LARC
 
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
@@ -48,6 +50,8 @@ def test_fp16_model():
     assert model.network[0].weight.dtype == f16
     assert model.network[1].weight.dtype == f32
     assert model(batch()).dtype == f16
+    bilinear = fp16_utils.FP16Model(nn.Bilinear(4, 4, 2))
+    assert bilinear(batch(), batch()).dtype == f16
 
 
 def test_convert_module_leaves_children_alone():
@@ -191,10 +195,17 @@ def test_lists_and_attributes():
     assert optimizer.loss_scale == 4.0
     optimizer.loss_scale = 8.0
     assert optimizer.loss_scaler.loss_scale() == 8.0
-    optimizer.param_groups = inner.param_groups
-    optimizer.state = inner.state
+    groups = list(inner.param_groups)
+    optimizer.param_groups = groups
+    assert inner.param_groups is groups
+    other = copy.copy(inner.state)
+    optimizer.state = other
+    assert inner.state is other
+    assert optimizer.verbose is True
+    assert optimizer.master_weights is inner.master_weights is True  # as any other attribute
     with pytest.raises(RuntimeError, match="state_dict"):
         pickle.dumps(optimizer)
+    assert not hasattr(FP16_Optimizer.__new__(FP16_Optimizer), "state")  # and no recursion
     with pytest.raises(TypeError, match="float64"):
         FP16_Optimizer(torch.optim.SGD([nn.Parameter(torch.ones(1, dtype=f64))], lr=1.0))
     extra = nn.Parameter(torch.ones(2, dtype=f16))
@@ -229,6 +240,17 @@ def test_a_backward_of_ones_own():
     usual.backward(loss_of(other))
     for a, b in zip(mine, usual.inspect_master_grad_data()[0], strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_a_backward_of_ones_own_that_overflows():
+    model, optimizer = start(dynamic_loss_scale=True, dynamic_loss_args={"init_scale": 64.0})
+    before = model[1][0].weight.detach().clone()
+    (loss_of(model) * float("inf")).backward()
+    optimizer.update_master_grads()
+    assert optimizer.overflow is True
+    assert optimizer.loss_scale == 32.0
+    optimizer.step()
+    assert torch.equal(model[1][0].weight, before)
 
 
 def test_clipping():
@@ -266,6 +288,14 @@ def test_overflow(capsys):
     assert any(not torch.equal(before[k], v) for k, v in model.state_dict().items())
 
 
+def test_a_static_scale_never_skips():
+    model, optimizer = start(static_loss_scale=8.0)
+    optimizer.backward(loss_of(model) * float("nan"))
+    assert optimizer.overflow is False
+    optimizer.step()
+    assert model[1][0].weight.isnan().any()
+
+
 def test_gradients_zeroed_after_an_overflow_are_clean():
     model, optimizer = start(dynamic_loss_scale=True)
     optimizer.backward(loss_of(model) * float("inf"))
@@ -275,6 +305,48 @@ def test_gradients_zeroed_after_an_overflow_are_clean():
     optimizer.backward(loss_of(model))
     optimizer.step()
     assert not torch.equal(model[1][0].weight, before)
+
+
+def test_zero_grad_zeroes_unless_told_to_drop():
+    model, optimizer = start(static_loss_scale=2.0)
+    weights, masters = list(model.parameters()), optimizer.all_fp32_from_fp16_params
+    for given, dropped in (({}, False), ({"set_grads_to_None": True}, True)):
+        optimizer.backward(loss_of(model))
+        assert optimizer.inspect_master_grad_data()[0][0].any()
+        optimizer.zero_grad(**given)
+        assert [p.grad is None for p in weights] == [dropped] * len(weights)
+        assert all(p.grad is None or not p.grad.any() for p in [*weights, *masters])
+
+
+def test_a_graph_that_is_kept_and_another_norm():
+    model, optimizer = start(static_loss_scale=2.0)
+    loss = loss_of(model)
+    optimizer.backward(loss, retain_graph=True)
+    once = [g.clone() for g in optimizer.inspect_master_grad_data()[0]]
+    optimizer.backward(loss)
+    twice = optimizer.inspect_master_grad_data()[0]
+    assert all(torch.equal(b, 2 * a) for a, b in zip(once, twice, strict=True))
+    largest = max(g.abs().max() for g in twice)
+    assert optimizer.clip_master_grads(0.01, norm_type=float("inf")) == largest
+    clipped = max(g.abs().max() for g in optimizer.inspect_master_grad_data()[0])
+    torch.testing.assert_close(clipped, torch.tensor(0.01), rtol=1e-3, atol=0)
+    with pytest.raises(RuntimeError, match="second time"):
+        optimizer.backward(loss)
+
+
+@pytest.mark.parametrize("dtype", [f16, bf16])
+def test_an_optimizer_that_has_stepped_keeps_its_state(dtype):
+    p = nn.Parameter(torch.randn(5).to(dtype))
+    inner = torch.optim.Adam([p], lr=0.1)
+    p.grad = torch.ones_like(p)
+    inner.step()
+    kept = inner.state[p]["exp_avg"].clone()
+    assert kept.dtype == dtype
+    (master,) = FP16_Optimizer(inner).all_fp32_from_fp16_params
+    assert set(inner.state) == {master}
+    assert inner.state[master]["step"] == 1
+    assert inner.state[master]["exp_avg"].dtype == f32
+    assert torch.equal(inner.state[master]["exp_avg"], kept.float())
 
 
 def test_overflow_set_by_hand_skips():
@@ -307,14 +379,15 @@ def test_closures():
     assert closure() < 0.1 * first
 
 
+@pytest.mark.parametrize("zeroes", ["optimizer", "model"])
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.RMSprop])
-def test_a_closure_that_overflows_is_repeated(kind):
+def test_a_closure_that_overflows_is_repeated(kind, zeroes):
     model, optimizer = start(kind, dynamic_loss_scale=True)
     before = model[1][0].weight.detach().clone()
     factors = iter([float("inf"), float("inf"), 1.0])
 
     def closure():
-        optimizer.zero_grad()
+        (optimizer if zeroes == "optimizer" else model).zero_grad()
         loss = loss_of(model) * next(factors)
         optimizer.backward(loss)
         return loss
@@ -349,6 +422,106 @@ def test_schedulers(on):
             train(model, optimizer, steps=1)
             scheduler.step()
     assert optimizer.param_groups[0]["lr"] == 0.025
+
+
+# --- LARC ---------------------------------------------------------------------------------------
+
+
+def start_larc(order, kind, **options):
+    """(model, what the loop uses, the FP16_Optimizer): LARC within it or around it."""
+    model = fp16_utils.network_to_half(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)))
+    inner = kind(model.parameters(), lr=0.1, weight_decay=0.1)
+    if order == "within":
+        wrapper = FP16_Optimizer(LARC(inner, 0.3), **options)
+        return model, wrapper, wrapper
+    wrapper = FP16_Optimizer(inner, **options)
+    return model, LARC(wrapper, 0.3), wrapper
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.RMSprop])
+@pytest.mark.parametrize("order", ["within", "around"])
+def test_larc_follows_its_rule(order, kind):
+    """Overflows skip; gradients left scaled, clipped, schedules, closures: as without LARC."""
+    model, optimizer, wrapper = start_larc(
+        order, kind, dynamic_loss_scale=True, dynamic_loss_args={"init_scale": 64.0}
+    )
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    masters = wrapper.all_fp32_from_fp16_params
+    squares = [torch.zeros_like(p, dtype=f64) for p in masters]
+    for step in range(4):
+        optimizer.zero_grad()
+        assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+        loss = loss_of(model) * (float("nan") if step == 1 else 1.0)
+        if step == 2:
+            optimizer.backward(loss, update_master_grads=False)
+            optimizer.update_master_grads()
+        else:
+            optimizer.backward(loss)
+        if step == 3:
+            optimizer.clip_master_grads(0.01)
+        assert optimizer.overflow is (step == 1)
+        exact = [p.detach().to(f64) for p in masters]
+        lr = optimizer.param_groups[0]["lr"]
+        for i, p in enumerate(masters if step != 1 else []):
+            g = reference.layerwise(p, p.grad, lr, 0.1, 0.3)
+            if kind is torch.optim.RMSprop:
+                squares[i] = 0.99 * squares[i] + 0.01 * g**2
+                g = g / (squares[i].sqrt() + 1e-8)
+            exact[i] -= lr * g
+        optimizer.step()
+        schedule.step()
+        for p, e, half in zip(masters, exact, wrapper.all_fp16_params, strict=True):
+            torch.testing.assert_close(p.detach().to(f64), e, rtol=1e-5, atol=1e-6)
+            assert torch.equal(p.half(), half)
+        assert optimizer.param_groups[0]["weight_decay"] == 0.1
+    assert lr == 0.1 * 0.5**3
+    assert optimizer.loss_scale == 32.0
+
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_of(model)
+        optimizer.backward(loss)
+        return loss
+
+    before = masters[0].detach().clone()
+    assert optimizer.step(closure) > 0
+    assert not torch.equal(masters[0], before)
+
+
+@pytest.mark.parametrize("order", [None, "within", "around"])
+def test_gradients_left_scaled_keep_their_scale(order):
+    """What was scaled by 64 is unscaled by 64, whatever the scale is by then."""
+    grads = []
+    for scale in (64.0, 16.0):
+        torch.manual_seed(0)
+        if order is None:
+            model, optimizer = start(static_loss_scale=64.0)
+        else:
+            model, optimizer, _ = start_larc(order, torch.optim.SGD, static_loss_scale=64.0)
+        optimizer.backward(loss_of(model), update_master_grads=False)
+        optimizer.loss_scale = scale
+        optimizer.update_master_grads()
+        grads.append(optimizer.inspect_master_grad_data()[0])
+    for a, b in zip(*grads, strict=True):
+        assert a.any()
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("order", ["within", "around"])
+def test_larc_resumes_with_the_same_bits(order):
+    torch.manual_seed(0)
+    model, optimizer, wrapper = start_larc(order, torch.optim.Adam, dynamic_loss_scale=True)
+    train(model, optimizer)
+    saved = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    train(model, optimizer)
+    resumed, again, other = start_larc(order, torch.optim.Adam, dynamic_loss_scale=True)
+    resumed.load_state_dict(saved["model"])
+    again.load_state_dict(saved["optimizer"])
+    train(resumed, again)
+    for a, b in zip(
+        wrapper.all_fp32_from_fp16_params, other.all_fp32_from_fp16_params, strict=True
+    ):
+        assert torch.equal(a, b)
 
 
 # --- checkpoints --------------------------------------------------------------------------------
@@ -386,6 +559,22 @@ def test_stop_and_resume_gives_the_same_bits(kind, model_first):
     ):
         assert torch.equal(a, b)
     assert again.loss_scaler.state_dict() == optimizer.loss_scaler.state_dict()
+
+
+def test_loading_fills_the_masters_in_place():
+    model, optimizer = start(static_loss_scale=4.0)
+    saved = copy.deepcopy(optimizer.state_dict())
+    assert saved["first_closure_call_this_step"] is True
+    train(model, optimizer)
+    masters = optimizer.all_fp32_from_fp16_params
+    optimizer.overflow = True
+    optimizer.load_state_dict(saved)
+    assert optimizer.overflow is False
+    for a, b, old in zip(
+        masters, optimizer.all_fp32_from_fp16_params, saved["fp32_from_fp16"][0], strict=True
+    ):
+        assert a is b
+        assert torch.equal(a, old)
 
 
 def test_states_of_other_models_are_refused():

@@ -12,6 +12,7 @@ from ampfuse import amp, ops, optim
 from cases import assert_same_bits, bf16, f32, f64, snapshot
 from test_optim import SCHEDULERS
 
+LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
 SHAPES = ((40, 50), (7,), (33000,), (0,), (3, 5))
 # name: optimizer over parameters, and whether LARC is part of its step
 INNER = {
@@ -74,7 +75,7 @@ def test_clipping_comes_first():
         torch.testing.assert_close(param, twin)
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("inner", ["SGD", "AdamW", "RMSprop"])
 def test_under_amp(inner, level):
     """The wrapped optimizer is upgraded: what is not fused runs its own step on the masters."""
@@ -101,6 +102,119 @@ def test_under_amp(inner, level):
         losses.append(float(loss.detach()))
     if not (level == "O3" and inner == "RMSprop"):
         assert losses[-1] < 0.6 * losses[0]
+
+
+def amp_run(inner, level, when, clip=True, **options):
+    """(larc, masters, one pass of a model under amp), wrapped before or after ``initialize``."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+    nn.init.zeros_(model[0].bias)
+    optimizer = getattr(torch.optim, inner)(model.parameters(), lr=0.05, weight_decay=0.1)
+    if when == "before":
+        optimizer = optim.LARC(optimizer, 0.3, clip)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
+    larc = optimizer if when == "before" else optim.LARC(optimizer, 0.3, clip)
+    x = torch.randn(64, 8)
+
+    def one_pass(factor=1.0):
+        larc.zero_grad()
+        with amp.scale_loss(model(x).float().square().mean() * factor, larc) as scaled:
+            scaled.backward()
+
+    return larc, list(amp.master_params(larc)), one_pass
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("clip", [True, False])
+@pytest.mark.parametrize("inner", ["SGD", "RMSprop"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_the_rule_under_amp(when, inner, clip, level):
+    """On unscaled gradients and masters; a weight of zeros and a gradient of zeros among them."""
+    larc, masters, one_pass = amp_run(inner, level, when, clip, loss_scale=128.0)
+    states = [torch.zeros_like(p, dtype=f64) for p in masters]
+    for _ in range(2):
+        one_pass()
+        masters[2].grad.zero_()
+        exact = []
+        for i, p in enumerate(masters):
+            g = reference.layerwise(p, p.grad, 0.05, 0.1, 0.3, clip=clip)
+            if inner == "RMSprop":
+                states[i] = 0.99 * states[i] + 0.01 * g**2
+                g = g / (states[i].sqrt() + 1e-8)
+            exact.append(p.detach().to(f64) - 0.05 * g)
+        larc.step()
+        assert larc.param_groups[0]["weight_decay"] == 0.1
+        tolerance = {"O3": 2e-3, "O5": 2e-2}.get(level, 1e-5)
+        if inner == "RMSprop" and level in ("O3", "O5"):
+            continue  # torch's own step, of half state
+        for p, e in zip(masters, exact, strict=True):
+            torch.testing.assert_close(p.detach().to(f64), e, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("inner", ["SGD", "AdamW", "RMSprop"])
+def test_before_and_after_initialize_are_the_same(inner, level):
+    """With schedules, overflows and a checkpoint in between, bit by bit."""
+    found = []
+    for when in ("before", "after"):
+        larc, masters, one_pass = amp_run(inner, level, when, loss_scale="dynamic")
+        schedule = torch.optim.lr_scheduler.StepLR(larc, 1, gamma=0.9)
+        for factor in (1.0, float("inf"), 1.0):
+            one_pass(factor)
+            before = snapshot(larc)
+            larc.step()
+            if factor != 1.0:
+                assert_same_bits(snapshot(larc), before)
+            schedule.step()
+        saved = copy.deepcopy(larc.state_dict())
+        kept = [p.detach().clone() for p in masters]
+        one_pass()
+        larc.step()
+        with torch.no_grad():
+            for p, value in zip(masters, kept, strict=True):
+                p.copy_(value)
+        larc.load_state_dict(saved)
+        one_pass()
+        larc.step()
+        found.append(snapshot(larc))
+    assert_same_bits(found[0], found[1])
+
+
+class _Failing(torch.optim.SGD):
+    def step(self, closure=None):
+        assert self.param_groups[0]["weight_decay"] == 0.0
+        raise KeyError("out of luck")
+
+
+@pytest.mark.parametrize("under_amp", [False, True])
+def test_weight_decay_comes_back_when_the_step_raises(under_amp):
+    """It stayed 0 in apex."""
+    model = nn.Linear(3, 1)
+    larc = optim.LARC(_Failing(model.parameters(), lr=0.1, weight_decay=0.1))
+    if under_amp:
+        model, larc = amp.initialize(model, larc, opt_level="O2", loss_scale=1.0, verbosity=0)
+    model(torch.ones(1, 3)).sum().backward()
+    with pytest.raises(KeyError, match="out of luck"):
+        larc.step()
+    assert larc.param_groups[0]["weight_decay"] == 0.1
+
+
+def test_a_step_that_raises_leaves_the_wrapped_optimizer_as_it_was():
+    params = [torch.randn(5).requires_grad_() for _ in range(2)]
+    with torch.no_grad():
+        params[1].copy_(params[0])
+    inner, plain = (optim.SGD([p], lr=0.1, weight_decay=0.1) for p in params)
+
+    def closure():
+        raise KeyError("out of luck")
+
+    with pytest.raises(KeyError):
+        optim.LARC(inner).step(closure)
+    for p in params:
+        p.grad = torch.ones(5)
+    inner.step()
+    plain.step()
+    assert torch.equal(*params)
 
 
 def test_ours_and_the_fused_operation_agree():

@@ -5,7 +5,9 @@ parameters, masters, moments, model weights, step counts, norms, clip coefficien
 The instruction set is chosen once per process, so the others run in children.
 """
 
+import functools
 import hashlib
+import itertools
 import json
 import os
 import subprocess
@@ -14,6 +16,7 @@ import sys
 import pytest
 import torch
 
+import test_amp_c_optimizers as amp_c
 from ampfuse import _core, ops, optim
 from cases import (
     KINDS,
@@ -28,11 +31,11 @@ from cases import (
     set_grad,
     snapshot,
 )
-from conftest import emulated_module
 
 CHUNK = 32768  # kChunk of csrc/reduce.h
 TILE = 2048  # kTile
 WIDEST = 16  # elements of the widest vector
+DTYPES = (f32, f16, bf16)
 SIZES = [*range(3 * WIDEST + 2), TILE - 1, TILE + 1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 17]
 ISAS = {"scalar": ["scalar"], "avx2": ["scalar", "avx2"], "avx512": ["scalar", "avx2", "avx512"]}
 # threads, whether this thread flushes subnormals to zero
@@ -55,22 +58,25 @@ class Values:
         return values.to(dtype)[offset:]
 
 
-def steps(name, sizes, count=3, values=None):
-    """Inputs now, steps later: `count` steps of an optimizer over tensors of all dtypes."""
+def steps(name, sizes, count=3, values=None, group=None, around=lambda optimizer: optimizer):
+    """Inputs now, steps later: `count` steps of an optimizer over tensors of all dtypes.
+
+    `group` are options that only a parameter group has.
+    """
     values = values or Values()
-    dtypes = (f32, f16, bf16)
-    params = [values(n, dtypes[i % 3]).requires_grad_() for i, n in enumerate(sizes)]
+    params = [values(n, DTYPES[i % 3]).requires_grad_() for i, n in enumerate(sizes)]
     grads = []
     for _ in range(count):
         row = []
         for i, param in enumerate(params):
-            dtype = dtypes[i // 3 % 3] if can_mix_dtypes() else param.dtype
+            dtype = DTYPES[i // 3 % 3] if can_mix_dtypes() else param.dtype
             row.append(None if i % 11 == 10 else values(len(param), dtype, spread=True))
         grads.append(row)
     # Half of the parameters with masters, half without.
+    half = len(params) // 2
     optimizers = [
-        make(name, params[: len(params) // 2], master_weights=True, max_grad_norm=1.0),
-        make(name, params[len(params) // 2 :], max_grad_norm=1.0),
+        around(make(name, [{"params": those, **(group or {})}], max_grad_norm=1.0, **masters))
+        for those, masters in ((params[:half], {"master_weights": True}), (params[half:], {}))
     ]
 
     def run():
@@ -114,7 +120,7 @@ def accumulation():
 
 def operations():
     values = Values(2)
-    lists = [[values(n, t, spread=True) for n in SIZES for t in (f32, f16, bf16)] for _ in range(3)]
+    lists = [[values(n, t, spread=True) for n in SIZES for t in DTYPES] for _ in range(3)]
     x, y, _ = lists
     out = [values(n, t) for n in SIZES for t in (bf16, f32, f16)]
 
@@ -135,9 +141,50 @@ def operations():
     return run
 
 
+def options():
+    """Every option of every optimizer, LARC among them, on a few sizes."""
+    sizes = [0, 1, 15, 16, 17, 255, TILE + 5, CHUNK + 3]
+    parts = [steps(name, sizes, values=Values(3)) for name in OPTIMIZERS]
+    for name, group in {
+        "sgd-all": {"wd_after_momentum": True},
+        "adam-all": {"bias_correction": False},
+        "adagrad-all": {"decoupled_weight_decay": True},
+    }.items():
+        parts.append(steps(name, sizes, values=Values(3), group=group))
+    for name, clip in itertools.product(("sgd-all", "adamw-all", "adagrad-all"), (False, True)):
+        larc = functools.partial(optim.LARC, clip=clip)
+        parts.append(steps(name, sizes, values=Values(3), around=larc))
+    return parts
+
+
+def functions_of_lists():
+    """amp_C's optimizers, and LARC in front of another's step."""
+    torch.manual_seed(4)
+    calls = {}
+    for name in amp_c.NAMES:
+        lists, numbers = amp_c.arguments(name, "cpu")
+        calls[name] = amp_c.of_all_types(name, lists), numbers
+    values = Values(4)
+    grads, params = ([values(n, t, spread=True) for n in SIZES for t in DTYPES] for _ in range(2))
+
+    def run():
+        found = {}
+        for name, (lists, numbers) in calls.items():
+            amp_c.call(name, amp_c.flag(0, "cpu"), lists, numbers)
+            for k, tensors in enumerate([*lists, [t for t in numbers if torch.is_tensor(t)]]):
+                found |= {f"{name} {k} {i}": t for i, t in enumerate(tensors)}
+        for clip in (False, True):
+            _core.C.layerwise(grads, params, 0.1, None, 0.01, 0.02, 1e-8, clip)
+            found |= {f"layerwise {clip} {i}": t.clone() for i, t in enumerate(grads)}
+        return found
+
+    return run
+
+
 def scenario(threads, flush):
     """All outputs. Inputs are made in the standard mode, whatever is asked for."""
     parts = [steps(name, SIZES) for name in KINDS]
+    parts += [*options(), functions_of_lists()]
     parts += [steps("adamw", [i % 5 for i in range(5000)], count=2)]
     parts += [accumulation(), operations()]
     found = {}
@@ -185,14 +232,6 @@ def test_instruction_sets(expected, isa):
 
 def test_emulated_cuda(expected, emulated):
     assert_same_bits(scenario(1, False), expected)
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_option_in_emulation(name, monkeypatch):
-    sizes = [0, 1, 15, 16, 17, 255, TILE + 5, CHUNK + 3]
-    expected = steps(name, sizes, values=Values(3))()
-    monkeypatch.setattr(_core, "C", emulated_module())
-    assert_same_bits(steps(name, sizes, values=Values(3))(), expected)
 
 
 def test_an_unknown_instruction_set_is_refused():

@@ -177,6 +177,30 @@ def test_64_accumulated_bf16_passes_give_the_fp32_sum(device):
     assert float(error) <= 1e-6
 
 
+@pytest.mark.parametrize("how", ["clipped", "to maximize", "LARC"])
+def test_what_multiplies_gradients_multiplies_those_of_earlier_passes(how, device):
+    start = torch.randn(1000).to(bf16)
+    param = start.clone().to(device).requires_grad_()
+    options = {"clipped": {"max_grad_norm": 0.5}, "to maximize": {"maximize": True}, "LARC": {}}
+    optimizer = optim.SGD([param], lr=0.1, **options[how])
+    optim.upgrade(optimizer, master_weights=True)
+    total = torch.zeros(1000, dtype=f64)
+    for scale in (4.0, 2.0):
+        grad = torch.randn(1000).to(bf16)
+        total += grad.to(f64)
+        optimizer.begin_backward()
+        param.grad = (grad * scale).to(device)
+        optimizer.end_backward(torch.tensor(scale, device=device), True)
+    (optim.LARC(optimizer) if how == "LARC" else optimizer).step()
+    exact = {
+        "clipped": total * reference.clip_coefficient(reference.norm([total]), 0.5),
+        "to maximize": -total,
+        "LARC": reference.layerwise(start.to(f64), total, 0.1, 0.0),
+    }[how]
+    master = optimizer.param_groups[0]["params"][0].detach().cpu().to(f64)
+    torch.testing.assert_close(master, start.to(f64) - 0.1 * exact, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("kind", ["NovoGrad", "LAMB", "Adagrad", "LARC"])
 def test_norms_of_rows_are_those_of_unscaled_gradients(kind, device):
     """Inspected at the end of a scaled pass, or in the step itself: the same bits."""

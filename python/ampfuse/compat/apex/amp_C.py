@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampfuse import ops
+from ampfuse import _core, ops
 from ampfuse.compat.apex.list_steps import (
     multi_tensor_adagrad,
     multi_tensor_adam,
@@ -88,6 +88,8 @@ def multi_tensor_l2norm(
 ) -> tuple[Tensor, Tensor]:
     """The L2 norm of everything in the one list, and of each tensor.
 
+    Sets the flag if an element is not finite (apex: if a square overflows, too).
+
     Returns:
         ``(norm, norms)``: float32, of shapes (1,) and (n,), or (0,) without `per_tensor`.
     """
@@ -112,9 +114,11 @@ def multi_tensor_unscale_l2norm(
     per_tensor: bool | None = False,
 ) -> tuple[Tensor, Tensor]:
     """:func:`multi_tensor_l2norm` of the tensors times `inv_scale` (float32, one element)."""
-    norm, norms = multi_tensor_l2norm(chunk_size, noop_flag, tensor_lists, per_tensor)
-    factor = inv_scale.detach().abs().reshape(1)
-    return norm * factor, norms * factor
+    (tensors,) = rows("multi_tensor_unscale_l2norm", tensor_lists, 1)
+    factor = inv_scale.detach().to(tensors[0].device, torch.float32).reshape(())
+    norm, norms = checked(_core.C.l2norm, tensors, bool(per_tensor), factor)
+    set_flag(noop_flag, ~norm.isfinite())
+    return norm.reshape(1), norms
 
 
 def multi_tensor_l2norm_scale(

@@ -58,7 +58,7 @@ class FP16_Optimizer(torch.optim.Optimizer):
         self.optimizer: Any = init_optimizer
         self._lists = AmpOptimizerState(init_optimizer)
         self.verbose = verbose
-        self.first_closure_call_this_step = True
+        self.first_closure_call_this_step = True  # always, as between apex's steps
         self._overflow: Tensor | bool = False
         if dynamic_loss_scale:
             self.set_loss_scaler(LossScaler("dynamic", **(dynamic_loss_args or {})))
@@ -104,7 +104,7 @@ class FP16_Optimizer(torch.optim.Optimizer):
         """Unscale the gradients left scaled, look for overflow and adapt the scale."""
         optimizer, scaler = self.optimizer, self.loss_scaler
         device = optimizer._sync_rows().param(0).device
-        if optimizer.__dict__.get("_amp_delayed", False):
+        if getattr(optimizer, "_amp_delayed", False):
             with scaled_pass(torch.zeros((), device=device), [optimizer], scaler, False, False):
                 pass
         else:  # somebody's own backward of loss * optimizer.loss_scale
@@ -125,17 +125,11 @@ class FP16_Optimizer(torch.optim.Optimizer):
             return self._step_with_closure(closure)
         if self._overflow is True:
             return None
-        result = self.optimizer.step()
-        self.optimizer.found_inf_flag.zero_()
-        return result
+        return self.optimizer.step()
 
     def _step_with_closure(self, closure: Callable[[], Any]) -> Any:
-        self.first_closure_call_this_step = True
-
+        # The wrapped step brings the model up to the masters before each evaluation.
         def repeated() -> Any:
-            if not self.first_closure_call_this_step:
-                self.optimizer._sync_rows().publish_masters()
-            self.first_closure_call_this_step = False
             while True:
                 scale = self.loss_scale
                 loss = closure()
@@ -148,9 +142,7 @@ class FP16_Optimizer(torch.optim.Optimizer):
                     )
                 self.optimizer.found_inf_flag.zero_()
 
-        result = self.optimizer.step(repeated)
-        self.first_closure_call_this_step = True
-        return result
+        return self.optimizer.step(repeated)
 
     # --- gradients and overflow ---------------------------------------------------------------
 

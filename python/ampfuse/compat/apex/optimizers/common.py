@@ -3,19 +3,53 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from ampfuse.compat.apex.optimizers.apex_state import as_torch
-from ampfuse.optim import AmpOptimizer
+from ampfuse.optim.fused import FusedOptimizer
+
+# Set by the constructors; a copy, for which torch keeps groups, state and defaults, has them too.
+_ATTRIBUTES = (
+    "set_grad_none",
+    "adam_w_mode",
+    "adagrad_w_mode",
+    "capturable",
+    "use_nvlamb",
+    "wd_after_momentum",
+    "materialize_master_grads",
+    "most_recent_scale",
+    "scale_set_by_backward",
+    "_first_step",
+    "_reduced_precision_dtype",
+)
 
 
-class ApexOptimizer(AmpOptimizer):
-    """Mixin: ``zero_grad`` with apex's default, and state dicts of apex, torch and ampfuse."""
+class ApexOptimizer(FusedOptimizer):
+    """Mixin: ``zero_grad`` with apex's default, and state dicts of apex, torch and ampfuse.
+
+    Learning-rate schedules of apex's time read ``param_groups[i]["step"]``. From the first step on
+    it is there: the largest of the steps applied to the group's parameters, float32 and 0-dim on
+    their device.
+    """
 
     set_grad_none = True
+    _counts_steps = True
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        # The base's by name: between it and here torch may have put hooks on classes that have
+        # instances of their own, and these hooks would run once more.
+        result = FusedOptimizer.step(self, closure)
+        if self._counts_steps:
+            steps, row = self._table.steps(), 0
+            for group in self.param_groups:
+                end = row + len(group["params"])
+                if end > row:
+                    group["step"] = steps[row:end].amax()
+                row = end
+        return result
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Drop gradients or zero them; by default as `set_grad_none` said."""
@@ -24,6 +58,10 @@ class ApexOptimizer(AmpOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads apex's, torch's and ampfuse's state dicts."""
         super().load_state_dict(as_torch(state_dict, self.param_groups))
+
+    def __getstate__(self) -> dict[str, Any]:
+        attributes = {key: self.__dict__[key] for key in _ATTRIBUTES if key in self.__dict__}
+        return {**super().__getstate__(), **attributes}
 
     def _set_flag(self, name: str, value: Any) -> None:
         """A property of every group, of those to come too."""

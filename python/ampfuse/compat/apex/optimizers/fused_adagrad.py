@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from ampfuse.compat.apex.optimizers.common import ApexOptimizer
 from ampfuse.optim import Adagrad
 
@@ -16,6 +18,8 @@ class FusedAdagrad(ApexOptimizer, Adagrad):
         set_grad_none: whether ``zero_grad()`` drops gradients by default, or zeroes them.
         adagrad_w_mode: decoupled weight decay instead of L2 through the gradient.
     """
+
+    _counts_steps = False
 
     def __init__(
         self,
@@ -30,3 +34,8 @@ class FusedAdagrad(ApexOptimizer, Adagrad):
         super().__init__(params, lr=lr, eps=eps, weight_decay=weight_decay)
         self._set_flag("decoupled_weight_decay", bool(adagrad_w_mode))
         self.adagrad_w_mode = 1 if adagrad_w_mode else 0
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads apex's, torch's and ampfuse's state dicts; apex counted no steps."""
+        state = {k: {"step": torch.zeros(()), **v} for k, v in state_dict["state"].items()}
+        super().load_state_dict({**state_dict, "state": state})

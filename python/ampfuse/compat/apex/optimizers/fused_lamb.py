@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 from ampfuse.compat.apex.optimizers.common import ApexOptimizer, refuse_amsgrad
@@ -16,7 +17,8 @@ class FusedLAMB(ApexOptimizer, LAMB):
         lr, bias_correction, betas, eps, weight_decay, grad_averaging, use_nvlamb: as in ampfuse.
         adam_w_mode: decoupled weight decay, else L2 through the gradient.
         set_grad_none: whether ``zero_grad()`` drops gradients by default, or zeroes them.
-        max_grad_norm: clip all gradients to this L2 norm first; 0 or inf: do not.
+        max_grad_norm: clip all gradients to this L2 norm first; inf: do not. As in apex 0 is a norm
+            like any other, to which all gradients become zero.
 
     Raises:
         RuntimeError: `amsgrad`.
@@ -40,7 +42,8 @@ class FusedLAMB(ApexOptimizer, LAMB):
     ) -> None:
         refuse_amsgrad(amsgrad, type(self).__name__)
         self.set_grad_none = set_grad_none
-        clips = max_grad_norm and math.isfinite(max_grad_norm)
+        if max_grad_norm == 0:
+            max_grad_norm = sys.float_info.min  # and 0 in FP32, which gradients are multiplied in
         super().__init__(
             params,
             lr,
@@ -51,7 +54,7 @@ class FusedLAMB(ApexOptimizer, LAMB):
             grad_averaging=bool(grad_averaging),
             decoupled_weight_decay=bool(adam_w_mode),
             use_nvlamb=bool(use_nvlamb),
-            max_grad_norm=float(max_grad_norm) if clips else None,
+            max_grad_norm=None if max_grad_norm in (None, math.inf) else float(max_grad_norm),
             **options,
         )
         self.adam_w_mode = 1 if adam_w_mode else 0

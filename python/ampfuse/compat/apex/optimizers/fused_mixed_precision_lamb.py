@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ampfuse.compat.apex.optimizers.common import driven_by
+from ampfuse.compat.apex.optimizers.common import ApexOptimizer, driven_by
 from ampfuse.compat.apex.optimizers.fused_lamb import FusedLAMB
 
 
@@ -70,4 +70,4 @@ class FusedMixedPrecisionLamb(FusedLAMB):
     def step(self, closure: Callable[[], Any] | None = None, **driver: Any) -> Any:
         """One step; with ``grad_scaler=s`` torch's GradScaler unscales and skips on overflow."""
         with driven_by(self, driver):
-            return super().step(closure)
+            return ApexOptimizer.step(self, closure)

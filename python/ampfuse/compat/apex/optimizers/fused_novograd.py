@@ -64,13 +64,11 @@ class FusedNovoGrad(ApexOptimizer, NovoGrad):
             ValueError: the norms belong to other parameters. Nothing was loaded.
         """
         state = {key: dict(value) for key, value in state_dict["state"].items()}
-        groups = []
-        for saved, own in zip(state_dict["param_groups"], self.param_groups, strict=False):
-            group = dict(saved)
-            groups.append(group)
+        groups = [dict(group) for group in state_dict["param_groups"]]
+        for group, own in zip(groups, self.param_groups, strict=False):
             norms = group.pop("exp_avg_sq", None)
-            if norms is None:
-                continue
+            if norms is None or len(group["params"]) != len(own["params"]):
+                continue  # groups that do not fit are torch's to refuse
             group.pop("norm_type", None)  # 0 where ours is inf; the constructor's counts
             half = [param.dtype in HALF_DTYPES for param in own["params"]]
             keys = [

@@ -23,6 +23,8 @@ class FusedSGD(ApexOptimizer, SGD):
         ValueError: an argument out of range, or no lr.
     """
 
+    _counts_steps = False
+
     def __init__(
         self,
         params: Any,
