@@ -283,7 +283,7 @@ class GraphedStep:
     def _make(self, tensors: list[Tensor], device: torch.device) -> None:
         optimizer = self._optimizer
         try:
-            with self._unchanged(device):
+            with torch.cuda.device(device), self._unchanged(device):
                 if self._values is not None:
                     optimizer._schedule = self._values
                 optimizer._rehearsal = torch.ones((), device=device)
