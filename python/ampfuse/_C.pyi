@@ -259,5 +259,18 @@ class ParamTable:
     def finish_step(self) -> None:
         """The gradients are spent."""
 
+    def mark_stepped(self) -> None:
+        """A captured graph has stepped the rows.
+
+        The versions of their tensors move, and masters and model weights count as agreeing.
+        """
+
+    def fingerprint(self) -> bytes:
+        """Three int64 a row, to be compared with earlier ones.
+
+        The addresses of parameter and model weight (0 for none), and whether the weight, or else
+        the parameter, requires a gradient.
+        """
+
     def state_field(self, name: str) -> Tensor:
         """A 0-dim view of a field of the step's state on the device; ValueError: no such field."""
