@@ -30,6 +30,9 @@ __all__ = ["EAGER_CALLS", "GraphedCall", "GraphedStep", "make_graphed_step"]
 # Lazy state (moments, workspaces, cuDNN's choices) has to exist before a capture.
 EAGER_CALLS = 3
 
+# Of a parameter group: a rate that the kernel reads from a tensor, and the hyper-parameters.
+_Group = tuple[Tensor | None, dict[str, Any]]
+
 
 class GraphedCall:
     """`call(*tensors)`, captured as one CUDA graph at its fourth call and replayed from then on.
@@ -55,13 +58,13 @@ class GraphedCall:
         if self._graph is None:
             self.capture(*tensors)
         for static, tensor in zip(self._tensors, tensors, strict=True):
-            static.copy_(tensor, non_blocking=True)
+            static.copy_(tensor.detach(), non_blocking=True)
         self._graph.replay()  # type: ignore[union-attr] # capturing alone computes nothing
         return self._results
 
     def capture(self, *tensors: Tensor) -> None:
         """Capture now, over copies of `tensors`; computes nothing."""
-        self._tensors = [tensor.clone() for tensor in tensors]
+        self._tensors = [tensor.detach().clone() for tensor in tensors]
         self._graph = torch.cuda.CUDAGraph()
         # Other threads, such as a DataLoader's that pins memory, may go on calling CUDA.
         with torch.cuda.graph(self._graph, stream=self._stream, capture_error_mode="thread_local"):
@@ -209,14 +212,15 @@ class GraphedStep:
         self._leaves = [
             p.model_param if isinstance(p, MasterParameter) else p for p in self._params
         ]
-        modules = [module for module in (model, loss_fn) if isinstance(module, nn.Module)]
+        both = nn.ModuleDict({"model": model})
+        if isinstance(loss_fn, nn.Module):
+            both["loss_fn"] = loss_fn
         stepped = set(map(id, self._leaves))
-        every = (param for module in modules for param in module.parameters())
-        self._others = [param for param in every if id(param) not in stepped]
-        self._buffers = {name: b for module in modules for name, b in module.named_buffers()}
+        self._others = [param for param in both.parameters() if id(param) not in stepped]
+        self._buffers = dict(both.named_buffers())
 
         self._schedule = optimizer._schedule
-        self._groups = [optimizer._lr_and_hyper(group) for group in optimizer.param_groups]
+        self._groups = self._current_groups()
         # Without a schedule to follow, the numbers of the groups go to the device when they change.
         self._values = GroupValues(self._groups, device) if self._schedule is None else None
         self._place_scaling(device)
@@ -228,19 +232,20 @@ class GraphedStep:
 
         self._state_names = self._current_state_names()
         self._options = self._current_options()
-        self._names, self._memory = zip(*self._known_by_address(), strict=True)
-        self._addresses = list(map(Tensor.data_ptr, self._memory))
-        self._written = [*self._memory, *optimizer._pinned_states.values()]
+        self._fingerprint = self._table.fingerprint()
+        self._addresses = list(map(Tensor.data_ptr, self._buffers.values()))
 
     def __call__(self, *batch: Any) -> Tensor:
         tensors = self._batch.tensors_of(batch)
         self._refuse_changes()
-        self._follow_host()
+        groups = self._current_groups()
+        self._refuse_hyper(groups)
+        self._follow_host(groups)
         (loss,) = self._call(*tensors)
-        # The host has not seen the step. Views of autograd and caches of cast weights tell by its
-        # version that a tensor was written; masters and model weights agree again.
-        torch.autograd.graph.increment_version(self._written)
-        self._table.accept_model_weights()
+        # The host has not seen the step. Autograd and caches of cast weights tell by the version
+        # of a tensor that it was written.
+        self._table.mark_stepped()
+        torch.autograd.graph.increment_version(list(self._buffers.values()))
         torch.clear_autocast_cache()
         weight_cache.clear()
         self._optimizer._opt_called = True  # type: ignore[attr-defined] # torch's schedulers ask
@@ -334,25 +339,16 @@ class GraphedStep:
         session = getattr(self._optimizer, "_amp_session", None)
         return session if session is not None and session.enabled else None
 
-    def _known_by_address(self) -> list[tuple[str, Tensor]]:
-        """What somebody may move to other memory, with names: weights, masters, buffers."""
-        names = [self._table.name(row) for row in range(len(self._params))]
-        found = list(zip(names, self._leaves, strict=True))
-        for name, param, leaf in zip(names, self._params, self._leaves, strict=True):
-            if param is not leaf:
-                found.append((f"the master of {name}", param))
-        return [*found, *((f"buffer {name}", buffer) for name, buffer in self._buffers.items())]
-
     # --- what the host may change between replays -----------------------------------------------
 
-    def _follow_host(self) -> None:
+    def _follow_host(self, groups: list[_Group]) -> None:
         """Bring to the device what was changed on the host since the last call."""
         optimizer = self._optimizer
         with torch.no_grad():
             if not optimizer._states_bound or optimizer._bound != optimizer._bindings():
                 optimizer._bind_states()
             if self._values is not None:
-                for i, (_, hyper) in enumerate(self._current):
+                for i, (_, hyper) in enumerate(groups):
                     self._values.write(i, hyper)
             self._table.refresh_masters()
         optimizer.zero_grad(set_to_none=True)
@@ -366,35 +362,44 @@ class GraphedStep:
         same = len(params) == len(self._params) and all(map(operator.is_, params, self._params))
         if not same or optimizer._table is not self._table:
             raise _stale("the optimizer's parameters are others")
-        addresses = list(map(Tensor.data_ptr, self._memory))
-        if addresses != self._addresses:
-            rows = zip(self._names, addresses, self._addresses, strict=True)
-            moved = next(name for name, now, then in rows if now != then)
-            raise _stale(f"{moved} has other memory (p.data = ..., model.to)")
+        fingerprint = self._table.fingerprint()
+        if fingerprint != self._fingerprint:
+            raise _stale(self._what_changed(fingerprint))
+        for (name, buffer), address in zip(self._buffers.items(), self._addresses, strict=True):
+            if buffer.data_ptr() != address:
+                raise _stale(f"the memory of buffer {name} was changed (model.to)")
         if not all(map(operator.is_, self._scaling_tensors(), self._scaling)):
             raise _stale("the loss scale has other memory")
         options = self._current_options()
         for name, value in self._options.items():
             if options[name] != value:
                 raise _stale(f"{name} was changed")
-        self._current = [optimizer._lr_and_hyper(group) for group in optimizer.param_groups]
         if self._current_state_names() != self._state_names:
             raise _stale("momentum or amsgrad was switched on or off")
-        for i, (now, then) in enumerate(zip(self._current, self._groups, strict=True)):
+
+    def _refuse_hyper(self, groups: list[_Group]) -> None:
+        """Raise RuntimeError for a changed hyper-parameter that the graph does not read."""
+        for i, (now, then) in enumerate(zip(groups, self._groups, strict=True)):
             if now[0] is not then[0]:
                 raise _stale(f"lr of parameter group {i} is another tensor")
-            if now[1] != then[1]:
-                self._refuse_hyper(i, now[1], then[1])
+            if now[1] == then[1]:
+                continue
+            if self._schedule is not None:
+                refuse_unread(i, then[1], now[1], self._schedule.of_group(i))
+            followed = self._values.of_group(i) if self._values is not None else {}
+            for name, value in then[1].items():
+                if now[1][name] != value and name not in followed:
+                    what = f"{name} of parameter group {i}"
+                    raise _stale(f"{what} was changed from {value} to {now[1][name]}")
 
-    def _refuse_hyper(self, group: int, now: dict[str, Any], then: dict[str, Any]) -> None:
-        if self._schedule is not None:
-            refuse_unread(group, then, now, self._schedule.of_group(group))
-        followed = self._values.of_group(group) if self._values is not None else {}
-        for name, value in then.items():
-            if now[name] != value and name not in followed:
-                raise _stale(
-                    f"{name} of parameter group {group} was changed from {value} to {now[name]}"
-                )
+    def _current_groups(self) -> list[_Group]:
+        return [self._optimizer._lr_and_hyper(group) for group in self._optimizer.param_groups]
+
+    def _what_changed(self, fingerprint: bytes) -> str:
+        now, then = memoryview(fingerprint).cast("q"), memoryview(self._fingerprint).cast("q")
+        i = next(i for i in range(len(then)) if now[i] != then[i])
+        what = ("the memory (p.data = ..., model.to)", "the memory (p.data = ..., model.to)")
+        return f"{(*what, 'requires_grad')[i % 3]} of {self._table.name(i // 3)} was changed"
 
     def _current_state_names(self) -> list[tuple[str, ...]]:
         return [self._optimizer._state_names(group) for group in self._optimizer.param_groups]
@@ -404,7 +409,6 @@ class GraphedStep:
         optimizer, scaler = self._optimizer, self._scaler
         options = {
             "the model's train or eval mode": self._model.training,
-            "requires_grad of a parameter": [leaf.requires_grad for leaf in self._leaves],
             "optimizer.max_grad_norm": optimizer.max_grad_norm,
             "optimizer.skip_nonfinite": optimizer.skip_nonfinite,
         }
