@@ -345,8 +345,7 @@ class GraphedStep:
         """Bring to the device what was changed on the host since the last call."""
         optimizer = self._optimizer
         with torch.no_grad():
-            if not optimizer._states_bound or optimizer._bound != optimizer._bindings():
-                optimizer._bind_states()
+            optimizer._keep_bound()
             if self._values is not None:
                 for i, (_, hyper) in enumerate(groups):
                     self._values.write(i, hyper)

@@ -95,8 +95,7 @@ class FusedOptimizer(AmpOptimizer):
             with torch.enable_grad():
                 loss = closure()
         table = self._sync_rows()
-        if not self._states_bound or self._bound != self._bindings():
-            self._bind_states()
+        self._keep_bound()
         self._send_hyper()
         stateless = table.collect(self.__dict__.get("grad_scale"))
         for row in stateless:
@@ -114,7 +113,7 @@ class FusedOptimizer(AmpOptimizer):
     _loaded_schedule_step: int | None = None
 
     def follow(self, scheduler: LRScheduler | None, steps: int = 0) -> None:
-        """Take lr, weight decay, momentum and betas of coming steps from `scheduler`, tabulated.
+        """Tabulate `scheduler` and take each coming step's lr, weight decay, momentum, betas there.
 
         The table lives on the device and is indexed by the steps that were applied, so that a
         step skipped after an overflow does not use up a rate, and a per-step schedule needs neither
@@ -271,6 +270,11 @@ class FusedOptimizer(AmpOptimizer):
     def _saved_number(self, state: dict[str, Any], name: str) -> Any:
         """The number of a state that was loaded or copied; 0 for a fresh one."""
         return state.get(name, 0)
+
+    def _keep_bound(self) -> None:
+        """Bind the states anew if somebody loaded, cleared or exchanged some."""
+        if not self._states_bound or self._bound != self._bindings():
+            self._bind_states()
 
     def _pin_states(self) -> None:
         """From now on states keep their memory, which a captured graph knows by address.
