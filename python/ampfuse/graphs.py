@@ -397,8 +397,9 @@ class GraphedStep:
     def _what_changed(self, fingerprint: bytes) -> str:
         now, then = memoryview(fingerprint).cast("q"), memoryview(self._fingerprint).cast("q")
         i = next(i for i in range(len(then)) if now[i] != then[i])
-        what = ("the memory (p.data = ..., model.to)", "the memory (p.data = ..., model.to)")
-        return f"{(*what, 'requires_grad')[i % 3]} of {self._table.name(i // 3)} was changed"
+        row, field = divmod(i, 3)
+        what = "requires_grad" if field == 2 else "the memory (p.data = ..., model.to)"
+        return f"{what} of {self._table.name(row)} was changed"
 
     def _current_state_names(self) -> list[tuple[str, ...]]:
         return [self._optimizer._state_names(group) for group in self._optimizer.param_groups]
