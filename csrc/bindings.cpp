@@ -143,5 +143,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("decide", &ParamTable::decide, py::kw_only(), py::arg("found_inf"), py::arg("max_norm"),
            py::arg("inspect"), py::arg("skip_nonfinite"))
       .def("finish_step", &ParamTable::finish_step)
+      .def("mark_stepped", &ParamTable::mark_stepped)
+      .def("fingerprint",
+           [](const ParamTable& table) {
+             const std::vector<int64_t> found = table.fingerprint();
+             return py::bytes(reinterpret_cast<const char*>(found.data()),
+                              found.size() * sizeof(int64_t));
+           })
       .def("state_field", &ParamTable::state_field, py::arg("name"));
 }

@@ -618,13 +618,31 @@ void ParamTable::update(const std::optional<torch::Tensor>& found_inf, double ma
     scope.backend().update(rows, algorithm_, state(), scope.stream());
   }
   for (Row& row : rows_) {
-    if (!row.has_grad && !row.accumulated.defined()) continue;
-    // Of what autograd may have saved; states have no graph.
-    bump_version(row.param);
-    bump_version(row.model);
-    row.match_model();
+    if (row.has_grad || row.accumulated.defined()) row.mark_stepped();
   }
   finish_step();
+}
+
+void ParamTable::Row::mark_stepped() {
+  // What autograd may have saved; states have no graph.
+  bump_version(param);
+  bump_version(model);
+  match_model();
+}
+
+void ParamTable::mark_stepped() {
+  for (Row& row : rows_) row.mark_stepped();
+}
+
+std::vector<int64_t> ParamTable::fingerprint() const {
+  std::vector<int64_t> found;
+  found.reserve(3 * rows_.size());
+  for (const Row& row : rows_) {
+    found.push_back(reinterpret_cast<int64_t>(row.param.data_ptr()));
+    found.push_back(row.model.defined() ? reinterpret_cast<int64_t>(row.model.data_ptr()) : 0);
+    found.push_back(row.leaf().requires_grad());
+  }
+  return found;
 }
 
 void ParamTable::finish_step() {

@@ -78,6 +78,11 @@ class ParamTable {
               bool skip_nonfinite);
   void
   finish_step();  // after an update, or another optimizer's own step: pending gradients are spent
+  // A captured graph has stepped the rows: versions tell, and masters and model weights agree.
+  void mark_stepped();
+  // Three numbers a row: where its parameter and its model weight are, and whether autograd gives
+  // it a gradient.
+  std::vector<int64_t> fingerprint() const;
 
   // Decides without an update, for an optimizer that steps by itself; the verdict is in skip.
   void decide(const std::optional<torch::Tensor>& found_inf, double max_norm, bool inspect,
@@ -114,6 +119,7 @@ class ParamTable {
     Identity pending, inspected, spent;
     bool was_edited() const;  // by somebody else, since the master last matched it
     void match_model();
+    void mark_stepped();
     const torch::Tensor& leaf() const { return model.defined() ? model : param; }
   };
 

@@ -15,11 +15,11 @@ pytest.importorskip("tqdm")
 
 from ampfuse.experiments.config import ARMS, RunConfig
 from ampfuse.experiments.distributed import World
-from ampfuse.experiments.graphs import EAGER_STEPS, GraphedStep
 from ampfuse.experiments.measure import RunMemory
 from ampfuse.experiments.signals import StopWish
 from ampfuse.experiments.tasks import TASKS
 from ampfuse.experiments.training import Place, Training
+from ampfuse.graphs import EAGER_CALLS, GraphedCall
 
 CONFIG = RunConfig(
     experiment="mnist",
@@ -65,7 +65,7 @@ def fake_cuda(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: Stream())
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "graph", lambda graph, stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, **_: contextlib.nullcontext())
     return recorder
 
 
@@ -86,17 +86,17 @@ def test_every_batch_is_trained_on_once(fake_cuda):
         seen.append((inputs.clone(), targets.clone()))
         return (inputs.sum() + targets.sum(),)
 
-    graphed = GraphedStep(step)
+    graphed = GraphedCall(step)
     batches = [(torch.randn(4, 2), torch.randn(4)) for _ in range(8)]
     for i, (inputs, targets) in enumerate(batches):
-        capturing[0] = i == EAGER_STEPS
+        capturing[0] = i == EAGER_CALLS
         (result,) = graphed(inputs, targets)
         assert torch.equal(result, inputs.sum() + targets.sum())
     assert len(seen) == 8
     for (inputs, targets), (a, b) in zip(batches, seen, strict=True):
         assert torch.equal(inputs, a)
         assert torch.equal(targets, b)
-    assert graphed._graph.replays == 8 - EAGER_STEPS
+    assert graphed._graph.replays == 8 - EAGER_CALLS
 
 
 def train(config: RunConfig, device: torch.device) -> Training:
@@ -121,7 +121,7 @@ def test_captured_steps_train_like_eager_ones(arm, optimizer):
     assert graphed.record.losses == pytest.approx(eager.record.losses, rel=1e-3)
     assert graphed.record.skipped_steps == eager.record.skipped_steps
     measured = graphed.measured_values
-    assert measured["timed_iterations"] == config.iterations - EAGER_STEPS - 1
+    assert measured["timed_iterations"] == config.iterations - EAGER_CALLS - 1
     assert measured["kernels"]["convolution"] == "cudnn"
     assert measured["memory_kind"] == "max_memory_allocated"
     assert 0 < measured["memory_bytes"] < 2**33

@@ -126,7 +126,7 @@ def update_scale(
     min_scale: float,
     max_scale: float,
     hysteresis: int,
-    shared: Sequence[Tensor] = ...,
+    shared: Sequence[Tensor] = [],
     dynamic: bool = True,
 ) -> None:
     """Applies the loss-scale rule to the OR of found_infs, and sets the shared flags if it is 1.
@@ -198,7 +198,7 @@ class ParamTable:
         end: int,
         lr_tensor: Tensor | None,
         values: Mapping[str, float],
-        schedule: Mapping[str, Tensor] = ...,
+        schedule: Mapping[str, Tensor] = {},
     ) -> None:
         """Hyper-parameters of rows begin..end by name; those not named are zero and off.
 
@@ -272,6 +272,19 @@ class ParamTable:
 
     def finish_step(self) -> None:
         """The gradients are spent."""
+
+    def mark_stepped(self) -> None:
+        """A captured graph has stepped the rows.
+
+        The versions of their tensors move, and masters and model weights count as agreeing.
+        """
+
+    def fingerprint(self) -> bytes:
+        """Three int64 a row, to be compared with earlier ones.
+
+        The addresses of parameter and model weight (0 for none), and whether the weight, or else
+        the parameter, requires a gradient.
+        """
 
     def state_field(self, name: str) -> Tensor:
         """A 0-dim view of a field of the step's state on the device; ValueError: no such field."""

@@ -3,6 +3,7 @@
 ``ampfuse.amp``         ``initialize``, ``scale_loss`` and the levels O0 to O5
 ``ampfuse.optim``       SGD, Adam and AdamW, fused, with FP32 master weights
 ``ampfuse.GradScaler``  ``torch.amp.GradScaler`` without the wait
+``ampfuse.graphs``      a training step as one CUDA graph
 ``ampfuse.ops``         operations on lists of tensors
 ``ampfuse.compat.apex`` all of it under the names that scripts for apex import
 """
@@ -15,7 +16,7 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ampfuse import amp, ops, optim
+    from ampfuse import amp, graphs, ops, optim
     from ampfuse.amp import GradScaler
 
 
@@ -32,10 +33,10 @@ else:
 
     __version__ = _core.build_info.VERSION
 
-__all__ = ["GradScaler", "__version__", "amp", "ops", "optim"]
+__all__ = ["GradScaler", "__version__", "amp", "graphs", "ops", "optim"]
 
 # Loaded at first use: `import ampfuse` stays cheap next to `import torch`.
-_MODULES = frozenset({"amp", "ops", "optim"})
+_MODULES = frozenset({"amp", "graphs", "ops", "optim"})
 
 
 def __getattr__(name: str) -> object:

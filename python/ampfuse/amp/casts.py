@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ampfuse import _core
 from ampfuse.amp import cast_state, trees, weight_cache
 from ampfuse.amp.cast_log import LogCasts
 from ampfuse.amp.half_output import (
@@ -239,7 +240,7 @@ def cast_own_parameters(module: nn.Module, dtype: torch.dtype) -> None:
         if parameter is None or not parameter.is_floating_point() or parameter.dtype == dtype:
             continue
         gradient, parameter.grad = parameter.grad, None
-        parameter.data = parameter.data.to(dtype)
+        parameter.data = _core.C.empty_laid_out_as(parameter, dtype).copy_(parameter.data)
         if gradient is not None:
             parameter.grad = gradient.to(dtype)
 

@@ -22,11 +22,11 @@ from ampfuse.experiments.arms import Arm, build_arm, evaluating
 from ampfuse.experiments.checkpoint import Checkpoint
 from ampfuse.experiments.config import FORMAT, RunConfig
 from ampfuse.experiments.distributed import World
-from ampfuse.experiments.graphs import EAGER_STEPS, GraphedStep
 from ampfuse.experiments.measure import RunMemory, StepClock, kernels_used
 from ampfuse.experiments.record import LogFile, Record, StepLog, mean_of_finite, now
 from ampfuse.experiments.signals import StopWish
 from ampfuse.experiments.tasks import Task
+from ampfuse.graphs import EAGER_CALLS, GraphedCall
 
 if TYPE_CHECKING:
     from ampfuse.experiments.data import Data
@@ -134,11 +134,11 @@ class Training:
         def step(inputs: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
             return arm.step(inputs, targets, self.task.loss)
 
-        return GraphedStep(step) if self.config.graph else step
+        return GraphedCall(step) if self.config.graph else step
 
     def _untimed_steps(self) -> int:
         """Training steps off the clock: a graph is captured, or code is compiled, in them."""
-        return EAGER_STEPS + 1 if self.config.graph else 2 if self.config.compile else 0
+        return EAGER_CALLS + 1 if self.config.graph else 2 if self.config.compile else 0
 
     def rehearse(self) -> dict[str, Any]:
         """Train another model for a few steps, off the clock, and see which kernels serve it.

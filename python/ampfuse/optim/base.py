@@ -100,12 +100,16 @@ class AmpOptimizer(torch.optim.Optimizer):
     # Half parameters that were frozen when masters were made, and have none; None = look again.
     _frozen: list[Tensor] | None = None
     _left_scaled: ClassVar[dict[int, left_scaled.Mark]] = {}
+    # State tensors, by row and name, that a captured graph works on.
+    _pinned_states: dict[tuple[int, str], Tensor]
     _states_bound = False
     _loading: dict[str, Any] | None = None
     _schedule: Schedule | None = None
     # Where a table that is made anew goes on in the schedule; the table counts from there.
     _schedule_step: Tensor | int = 0
     _clip_once: float | None = None
+    # A 1 on the device while steps are rehearsed: each is skipped, whatever its gradients are.
+    _rehearsal: Tensor | None = None
     # Set by LARC for the time of a step of its own.
     _layerwise: Layerwise | None = None
 
@@ -135,7 +139,7 @@ class AmpOptimizer(torch.optim.Optimizer):
                 raise RuntimeError("the optimizer has no parameters; add a parameter group first")
             self._table = _core.C.ParamTable(self._algorithm, params[0].device)
             self._table.state_field("schedule_step").add_(self._schedule_step)
-            self._row_params = []
+            self._row_params, self._pinned_states = [], {}
         names = self._parameter_names()
         for i in range(len(self._row_params), len(params)):
             self._add_row(params[i], names[i])
@@ -325,6 +329,8 @@ class AmpOptimizer(torch.optim.Optimizer):
             inspect = skip = self.skip_on_overflow
         else:
             inspect, skip = self.skip_nonfinite, self.skip_nonfinite or max_norm > 0
+        if self._rehearsal is not None:
+            found_inf, skip = self._rehearsal, True
         return {
             "found_inf": found_inf,
             "max_norm": max_norm,

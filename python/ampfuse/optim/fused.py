@@ -95,8 +95,7 @@ class FusedOptimizer(AmpOptimizer):
             with torch.enable_grad():
                 loss = closure()
         table = self._sync_rows()
-        if not self._states_bound or not self._is_bound():
-            self._bind_states()
+        self._keep_bound()
         self._send_hyper()
         stateless = table.collect(self.__dict__.get("grad_scale"))
         for row in stateless:
@@ -205,27 +204,29 @@ class FusedOptimizer(AmpOptimizer):
         row = 0
         for i, group in enumerate(self.param_groups):
             end = row + len(group["params"])
-            hyper = self._hyper(group)
+            lr, hyper = self._lr_and_hyper(group)
             table = schedule.of_group(i) if schedule is not None else {}
-            if self._layerwise is not None:
-                hyper.update(self._layerwise.hyper)
-            lr = hyper["lr"]
-            if isinstance(lr, Tensor):
-                device = self._row_params[0].device
-                on_device = lr.device == device and lr.dtype == torch.float32
-                hyper["lr"] = 0.0 if on_device else float(lr)
-                lr = lr if on_device else None
-            else:
-                lr = None
             sent = self._hyper_sent[i] if i < len(self._hyper_sent) else None
             known = sent is not None and sent[0] is lr and sent[1] is schedule
             if not known or sent[2:] != (row, end, hyper):
                 if known:
-                    _refuse_unread(i, sent[-1], hyper, table)
+                    refuse_unread(i, sent[-1], hyper, table)
                 self._table.set_hyper(row, end, lr, hyper, table)
                 del self._hyper_sent[i:]
                 self._hyper_sent.append((lr, schedule, row, end, hyper))
             row = end
+
+    def _lr_and_hyper(self, group: dict[str, Any]) -> tuple[Tensor | None, dict[str, Any]]:
+        """The rate, if the kernel reads it from a tensor on the device, and all the rest."""
+        hyper = self._hyper(group)
+        if self._layerwise is not None:
+            hyper.update(self._layerwise.hyper)
+        lr = hyper["lr"]
+        if not isinstance(lr, Tensor):
+            return None, hyper
+        on_device = lr.device == self._row_params[0].device and lr.dtype == torch.float32
+        hyper["lr"] = 0.0 if on_device else float(lr)
+        return (lr if on_device else None), hyper
 
     def _group_of(self, row: int) -> dict[str, Any]:
         for group in self.param_groups:
@@ -245,8 +246,11 @@ class FusedOptimizer(AmpOptimizer):
                 value = _core.C.empty_laid_out_as(param).fill_(self._initial_state)
             elif value.dtype != torch.float32 or value.stride() != param.stride():
                 value = _core.C.empty_laid_out_as(param).copy_(value)
-            state[name] = value
-            tensors.append(value)
+            pinned = self._pinned_states.get((row, name), value)
+            if pinned is not value:
+                pinned.copy_(value)
+            state[name] = pinned
+            tensors.append(pinned)
         self._table.set_states(row, tensors)
         self._bind_columns(state, row)
 
@@ -269,6 +273,21 @@ class FusedOptimizer(AmpOptimizer):
 
     # What `_bind_states` depends on: every state object, and which states the groups need. It
     # changes when somebody clears or exchanges states, or switches momentum or amsgrad on.
+
+    def _keep_bound(self) -> None:
+        """Bind the states anew if somebody loaded, cleared or exchanged some."""
+        if not self._states_bound or not self._is_bound():
+            self._bind_states()
+
+    def _pin_states(self) -> None:
+        """From now on states keep their memory, which a captured graph knows by address.
+
+        What is loaded or assigned is copied into it.
+        """
+        for row, param in enumerate(self._row_params):
+            for name in self._state_names(self._group_of(row)):
+                if isinstance(value := self.state.get(param, {}).get(name), Tensor):
+                    self._pinned_states[row, name] = value
 
     def _remember_bindings(self) -> None:
         names = [self._state_names(group) for group in self.param_groups]
@@ -293,7 +312,8 @@ class FusedOptimizer(AmpOptimizer):
         for row, param in enumerate(self._row_params):
             names = self._state_names(self._group_of(row))
             state = self.state.get(param, {})
-            if "step" in state or any(name in state for name in names):
+            known = any(name in state or (row, name) in self._pinned_states for name in names)
+            if "step" in state or known:
                 self._init_state(row)
             else:
                 self._table.set_states(row, None)  # made at the row's next gradient
@@ -301,7 +321,7 @@ class FusedOptimizer(AmpOptimizer):
         self._states_bound = True
 
 
-def _refuse_unread(
+def refuse_unread(
     group: int, sent: dict[str, Any], hyper: dict[str, Any], scheduled: Iterable[str]
 ) -> None:
     """Somebody writes to a group what its schedule's table replaces."""

@@ -42,6 +42,45 @@ class Schedule:
         return {name: c[step.clamp(max=len(c) - 1)] for name, c in columns.items()}
 
 
+class GroupValues(Schedule):
+    """What the parameter groups hold, in one row: a captured step reads what the host writes there.
+
+    Arguments:
+        groups: of each group the rate, if it is a tensor that the kernel reads, and the other
+            hyper-parameters. Such a rate is left out, and so is a momentum of 0, which says that
+            there are no momentum buffers.
+    """
+
+    def __init__(
+        self, groups: list[tuple[Tensor | None, dict[str, Any]]], device: torch.device
+    ) -> None:
+        self._written: list[dict[str, float]] = []
+        for lr, hyper in groups:
+            values = {name: float(hyper[name]) for name in COLUMNS if name in hyper}
+            if lr is not None:
+                del values["lr"]
+            if values.get("momentum") == 0:
+                del values["momentum"]
+            self._written.append(values)
+        super().__init__(
+            [
+                {
+                    name: torch.tensor([value], dtype=torch.float64, device=device)
+                    for name, value in values.items()
+                }
+                for values in self._written
+            ]
+        )
+
+    def write(self, group: int, hyper: dict[str, Any]) -> None:
+        """Bring the columns up to date, without waiting for the device."""
+        written = self._written[group]
+        for name, column in self.columns[group].items():
+            if hyper[name] != written[name]:
+                column.fill_(hyper[name])
+                written[name] = float(hyper[name])
+
+
 def scheduled_values(group: Group) -> dict[str, float]:
     """What of a parameter group a schedule may change, as doubles."""
     values = {name: group[name] for name in COLUMNS if name in group}
