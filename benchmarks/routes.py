@@ -24,6 +24,7 @@ from torch import Tensor
 from workloads import Case
 
 import ampfuse
+from ampfuse.amp.casts import cast_own_parameters
 
 # torch.compile reports what it leaves out of an optimizer's graph: nothing that computes.
 torch._logging.set_logs(all=logging.ERROR)
@@ -76,11 +77,15 @@ def _scaler(kind: type, device: torch.device) -> Any:
 
 
 class Ours:
-    """ampfuse's optimizer and scaler."""
+    """ampfuse's optimizer and scaler; half weights are cast as ``amp.initialize`` does it."""
 
     def __init__(self, case: Case, weights: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         self.case = case
-        self.params = _parameters(weights, gradients)
+        copies = [w.to(torch.float32, copy=True) for w in weights]
+        model = torch.nn.ParameterList(map(torch.nn.Parameter, copies))
+        cast_own_parameters(model, case.dtype)
+        self.params = list(model)
+        _set_gradients(self.params, gradients)
         self.optimizer = getattr(ampfuse.optim, case.optimizer)(
             _groups(case, self.params),
             master_weights=case.half,
