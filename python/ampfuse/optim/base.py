@@ -18,6 +18,7 @@ from torch import Tensor
 from ampfuse import _core
 from ampfuse.optim import left_scaled
 from ampfuse.optim.masters import HALF_DTYPES, MasterParameter, exact_float32
+from ampfuse.optim.skip_watch import SkipWatch
 
 if TYPE_CHECKING:
     from ampfuse.optim.larc import Layerwise
@@ -108,6 +109,7 @@ class AmpOptimizer(torch.optim.Optimizer):
     # Where a table that is made anew goes on in the schedule; the table counts from there.
     _schedule_step: Tensor | int = 0
     _clip_once: float | None = None
+    _skip_watch: SkipWatch | None = None
     # A 1 on the device while steps are rehearsed: each is skipped, whatever its gradients are.
     _rehearsal: Tensor | None = None
     # Set by LARC for the time of a step of its own.
@@ -337,6 +339,14 @@ class AmpOptimizer(torch.optim.Optimizer):
             "inspect": inspect,
             "skip_nonfinite": skip,
         }
+
+    def _watch_skips(self) -> None:
+        """After a step: raise if training has stopped without a word."""
+        if not (self._under_amp and self.skip_on_overflow):
+            return
+        if self._skip_watch is None:
+            self._skip_watch = SkipWatch()
+        self._skip_watch.after_step(self._table)
 
     # --- checkpoints, copies --------------------------------------------------------------------
 

@@ -87,7 +87,8 @@ class FusedOptimizer(AmpOptimizer):
 
         Raises:
             RuntimeError: inside a scale_loss context; a sparse gradient; tensors on several
-                devices. TypeError: a float64 or complex gradient. Nothing has changed then.
+                devices; under amp, hundreds of steps in a row that were all skipped. TypeError: a
+                float64 or complex gradient. Nothing has changed then.
         """
         self._check_gradients_are_unscaled()
         loss = None
@@ -106,6 +107,7 @@ class FusedOptimizer(AmpOptimizer):
         table.update(**self._verdict(max_norm))
         if torch.is_autocast_enabled(self._row_params[0].device.type):
             torch.clear_autocast_cache()  # it may hold casts of the weights as they were
+        self._watch_skips()
         return loss
 
     # --- schedules ------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ class GenericOptimizer(AmpOptimizer):
         table.decide(**self._verdict(0.0))
         if self._overflowed():
             table.finish_step()
+            self._watch_skips()
             return None
         table.materialize()
         args, kwargs = self._with_published_weights(args, kwargs)
@@ -51,6 +52,7 @@ class GenericOptimizer(AmpOptimizer):
             self.__dict__.update(driven)
         table.publish_masters()
         table.finish_step()
+        self._watch_skips()
         return result
 
     def _overflowed(self) -> bool:
