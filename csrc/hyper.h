@@ -122,10 +122,8 @@ HD double average_norm(const RowHyper& hyper, double norm, int64_t count, float*
   return (corrected ? sum / square_root(1 - power(hyper.beta2, count)) : sum) + hyper.eps;
 }
 
-// LARC (You et al., arXiv:1708.03888): what multiplies gradient and weight decay. A row with a norm
-// of zero, such as a bias at its start, steps as without LARC.
+// LARC (You et al., arXiv:1708.03888): what multiplies gradient and weight decay.
 HD double layerwise_ratio(const RowHyper& hyper, double lr, double param_norm, double grad_norm) {
-  if (!(param_norm > 0 && grad_norm > 0)) return 1;
   const double ratio = hyper.trust_coefficient * param_norm /
                        (grad_norm + hyper.weight_decay * param_norm + hyper.trust_eps);
   if (!(hyper.flags & kClippedRatio)) return ratio;
@@ -148,10 +146,15 @@ HD RowCoef advance_row(const RowHyper& row_hyper, const StepState& state, bool s
   coef.flags = hyper.flags | (count == 1 ? kFirstStep : 0);
   if (hyper.flags & kLayerwise && columns.param_norms) {
     // The decay is scaled with the gradient, so it acts through it, whatever the optimizer does.
-    const double ratio = layerwise_ratio(hyper, lr, double(columns.param_norms[row]),
-                                         clip * double(columns.grad_norms[row]));
-    multiplier *= ratio;
-    weight_decay *= ratio;
+    const double param_norm = double(columns.param_norms[row]);
+    const double grad_norm = clip * double(columns.grad_norms[row]);
+    if (param_norm > 0 && grad_norm > 0) {
+      const double ratio = layerwise_ratio(hyper, lr, param_norm, grad_norm);
+      multiplier *= ratio;
+      weight_decay *= ratio;
+    } else {
+      weight_decay = 0;  // such as a bias at its start: its gradient as it is
+    }
     coef.flags &= ~(kDecoupled | kLateDecay);
   }
   const bool corrected = !(hyper.flags & kUncorrected);

@@ -235,13 +235,13 @@ def layerwise(
 ) -> Tensor:
     """You et al., arXiv:1708.03888: the gradient, decayed and scaled by the ratio of the norms.
 
-    `clip` keeps lr times ratio at most lr. The ratio is 1 where a norm is zero.
+    `clip` keeps lr times ratio at most lr. Where a norm is zero the gradient stays, undecayed.
     """
     norms = norm([p]), norm([g])
-    ratio = 1.0
-    if norms[0] > 0 and norms[1] > 0:
-        ratio = trust * norms[0] / (norms[1] + weight_decay * norms[0] + eps)
-        ratio = min(ratio / lr, 1.0) if clip else ratio
+    if norms[0] == 0 or norms[1] == 0:
+        return exact(g)
+    ratio = trust * norms[0] / (norms[1] + weight_decay * norms[0] + eps)
+    ratio = min(ratio / lr, 1.0) if clip else ratio
     return (exact(g) + weight_decay * exact(p)) * ratio
 
 

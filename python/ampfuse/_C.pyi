@@ -112,7 +112,8 @@ def layerwise(
     """grads = ratio * (grads + weight_decay * params), with LARC's ratio of each tensor.
 
     ratio = trust_coefficient * |p| / (|g| + weight_decay * |p| + eps), with `clip` at most lr and
-    divided by lr; 1 where a norm is zero. `lr_tensor` (float32, device) replaces `lr`.
+    divided by lr. Where a norm is zero the gradient stays. `lr_tensor` (float32, device) replaces
+    `lr`.
     """
 
 def update_scale(

@@ -85,7 +85,7 @@ class LARC(torch.optim.Optimizer):
         g = ratio * (g + weight_decay * p)
 
     and the optimizer steps with that g and no weight decay of its own. Where a norm is zero, as for
-    a bias at its start, the ratio is 1. ::
+    a bias at its start, its gradient stays as it is. ::
 
         optimizer = LARC(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
 
