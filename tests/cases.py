@@ -199,3 +199,20 @@ def assert_same_bits(found, expected):
     assert found.keys() == expected.keys()
     different = [key for key in found if not same_bits(found[key], expected[key])]
     assert not different, f"bits differ in {different}"
+
+
+def assert_same(a, b):
+    """Equal bits in two nested structures of tensors and values."""
+    if isinstance(a, torch.Tensor):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys()
+        for key in a:
+            assert_same(a[key], b[key])
+    elif isinstance(a, (list, tuple)):
+        assert len(a) == len(b)
+        for x, y in zip(a, b, strict=True):
+            assert_same(x, y)
+    else:
+        assert a == b

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ampfuse import amp
+from cases import assert_same
 
 f16, bf16, f32 = torch.float16, torch.bfloat16, torch.float32
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
@@ -102,22 +103,6 @@ def through_a_file(state):
     torch.save(state, file)
     file.seek(0)
     return torch.load(file, weights_only=True)
-
-
-def assert_same(a, b):
-    if isinstance(a, torch.Tensor):
-        assert a.dtype == b.dtype
-        assert torch.equal(a, b)
-    elif isinstance(a, dict):
-        assert a.keys() == b.keys()
-        for key in a:
-            assert_same(a[key], b[key])
-    elif isinstance(a, (list, tuple)):
-        assert len(a) == len(b)
-        for x, y in zip(a, b, strict=True):
-            assert_same(x, y)
-    else:
-        assert a == b
 
 
 @pytest.mark.parametrize(("kind", "level"), RUNS)

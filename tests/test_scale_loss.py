@@ -19,6 +19,7 @@ from torch import nn
 from ampfuse import amp, optim
 from ampfuse.amp.initialize import _check_bfloat16, warn_if_bfloat16_is_emulated
 from ampfuse.amp.scaler import LossScaler
+from cases import assert_same
 
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
@@ -826,23 +827,6 @@ def test_a_skipped_first_step_causes_no_warning(first):
         optimizer.step()
         schedule.step()
     assert bool(optimizer.last_step.skipped)
-
-
-def assert_same(a, b):
-    """Equal bits in two nested structures of tensors and values."""
-    if isinstance(a, torch.Tensor):
-        assert a.dtype == b.dtype
-        assert torch.equal(a, b)
-    elif isinstance(a, dict):
-        assert a.keys() == b.keys()
-        for key in a:
-            assert_same(a[key], b[key])
-    elif isinstance(a, (list, tuple)):
-        assert len(a) == len(b)
-        for x, y in zip(a, b, strict=True):
-            assert_same(x, y)
-    else:
-        assert a == b
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -230,7 +230,7 @@ class GraphedStep:
         sample = self._batch.tensors_of(tuple(sample_batch))
         self._make([tensor.detach().to(device) for tensor in sample], device)
 
-        self._state_names = self._current_state_names()
+        self._state_names = optimizer._state_names_by_group()
         self._options = self._current_options()
         self._fingerprint = self._table.fingerprint()
         self._addresses = list(map(Tensor.data_ptr, self._buffers.values()))
@@ -357,9 +357,7 @@ class GraphedStep:
         optimizer = self._optimizer
         if optimizer._schedule is not self._schedule:
             raise _stale("optimizer.follow was called")
-        params = list(optimizer._amp_params())
-        same = len(params) == len(self._params) and all(map(operator.is_, params, self._params))
-        if not same or optimizer._table is not self._table:
+        if not optimizer._has_params(self._params) or optimizer._table is not self._table:
             raise _stale("the optimizer's parameters are others")
         fingerprint = self._table.fingerprint()
         if fingerprint != self._fingerprint:
@@ -373,7 +371,7 @@ class GraphedStep:
         for name, value in self._options.items():
             if options[name] != value:
                 raise _stale(f"{name} was changed")
-        if self._current_state_names() != self._state_names:
+        if optimizer._state_names_by_group() != self._state_names:
             raise _stale("momentum or amsgrad was switched on or off")
 
     def _refuse_hyper(self, groups: list[_Group]) -> None:
@@ -400,9 +398,6 @@ class GraphedStep:
         row, field = divmod(i, 3)
         what = "requires_grad" if field == 2 else "the memory (p.data = ..., model.to)"
         return f"{what} of {self._table.name(row)} was changed"
-
-    def _current_state_names(self) -> list[tuple[str, ...]]:
-        return [self._optimizer._state_names(group) for group in self._optimizer.param_groups]
 
     def _current_options(self) -> dict[str, Any]:
         """Settings that kernels got as numbers, or that decided which kernels there are."""

@@ -126,8 +126,7 @@ class AmpOptimizer(torch.optim.Optimizer):
         """The table, with a row for each parameter of ``param_groups`` in order."""
         if self._under_amp and self.master_weights:
             self._master_the_unfrozen()
-        groups = [group["params"] for group in self.param_groups]
-        if self._table is not None and _core.C.holds(groups, self._row_params):
+        if self._table is not None and self._has_params(self._row_params):
             return self._table
         params = list(self._amp_params())
         if self._table is not None:
@@ -148,6 +147,10 @@ class AmpOptimizer(torch.optim.Optimizer):
             self._row_params.append(params[i])
         self._states_bound = False
         return self._table
+
+    def _has_params(self, known: list[Tensor]) -> bool:
+        """Whether the groups hold the very parameters of `known`, in that order."""
+        return _core.C.holds([group["params"] for group in self.param_groups], known)
 
     def _master_the_unfrozen(self) -> None:
         if self._frozen is None:

@@ -292,13 +292,14 @@ class FusedOptimizer(AmpOptimizer):
                     self._pinned_states[row, name] = value
 
     def _remember_bindings(self) -> None:
-        names = [self._state_names(group) for group in self.param_groups]
-        self._bound = (_core.C.flattened(self.state), names)
+        self._bound = (_core.C.flattened(self.state), self._state_names_by_group())
 
     def _is_bound(self) -> bool:
         states, names = self._bound
-        known = _core.C.holds(self.state, states)
-        return known and names == [self._state_names(group) for group in self.param_groups]
+        return _core.C.holds(self.state, states) and names == self._state_names_by_group()
+
+    def _state_names_by_group(self) -> list[tuple[str, ...]]:
+        return [self._state_names(group) for group in self.param_groups]
 
     def _bind_states(self) -> None:
         """After a load, a copy, an edit or new rows: the table takes over ``self.state``."""

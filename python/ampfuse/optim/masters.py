@@ -20,7 +20,8 @@ _raw_grad = torch.Tensor.grad
 
 def exact_float32(param: Tensor) -> Tensor:
     """A new FP32 copy of `param`, laid out in memory alike."""
-    return _core.C.empty_laid_out_as(param.detach()).copy_(param.detach())
+    param = param.detach()
+    return _core.C.empty_laid_out_as(param).copy_(param)
 
 
 def gradient_as_it_is(param: Tensor) -> Tensor | None:
