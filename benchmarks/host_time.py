@@ -3,9 +3,9 @@
     python benchmarks/host_time.py [--device cuda] [--quick]
 
 Two variants of each route: "same", where every tensor is where it was in the last step, and "new",
-where every gradient is another tensor, as after ``zero_grad()`` and a backward pass. Half cases
-stand beside hand-made FP32 masters ("torch fused") and FP32 parameters as ``torch.amp`` has them;
-in the FP32 case "torch fused" is torch's fused AdamW, GradScaler and clip_grad_norm_ alone.
+where every gradient is another tensor, as after ``zero_grad()`` and a backward pass. Torch's routes
+are its AdamW with GradScaler and clip_grad_norm_, in half cases on FP32 masters with casts around
+them (``routes.OnMasters``).
 
 On a GPU this is the time of the Python call with the GPU idle before it, not waiting for what it
 queued, on tensors of 64K elements. On a CPU the kernels run inside the call. There the tensors have
@@ -26,7 +26,7 @@ from step import options_of, tensors_of
 from torch import Tensor
 from workloads import DTYPES, Case
 
-_ROUTES = ("torch fused", "torch amp fused", "torch foreach")
+_ROUTES = ("torch fused", "torch foreach")
 _WITHOUT_CORE = "ampfuse, without its core"
 
 

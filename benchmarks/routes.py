@@ -110,9 +110,9 @@ class OnMasters:
     """An optimizer on FP32 masters, with what torch has around it.
 
     - FP32 case: the parameters are stepped themselves.
-    - Half case, the hand-made O2: gradients are copied into the masters', and the masters back.
-    - Half case with `autocast`, the way of ``torch.amp``: the parameters are FP32 all along; the
-      backward pass left FP32 gradients (not measured), the next forward pass casts the weights.
+    - Half case: half gradients are copied into the masters', and the masters into half weights. A
+      hand-made O2 does so, and ``torch.amp`` too: FP32 parameters are its masters, autograd casts
+      the gradient of each half weight to FP32, and autocast casts the weights again.
 
     Gradients are unscaled by ``torch.amp.GradScaler`` and clipped by
     ``torch.nn.utils.clip_grad_norm_``.
@@ -130,10 +130,8 @@ class OnMasters:
         gradients: Sequence[Tensor],
         make: Make,
         update: str | float,
-        autocast: bool = False,
     ) -> None:
         self.case, self.gradients = case, list(gradients)
-        self.copies_gradients = case.half and not autocast
         self.params = _parameters(weights, gradients)
         self.masters = self.params
         if case.half:
@@ -156,16 +154,14 @@ class OnMasters:
                 total += 4  # what was just checked is unscaled, and written, by the update
         if case.clip:
             total += 4 + 8  # measured; multiplied, also by 1
-        if self.copies_gradients:
-            total += h + 4
         if case.half:
-            total += 4 + h  # weights, cast back
+            total += 2 * (h + 4)  # gradients and weights, cast
         return total
 
     def set_gradients(self, gradients: Sequence[Tensor]) -> None:
         """Other tensors with the gradients, as after ``zero_grad`` and a backward pass."""
         self.gradients = list(gradients)
-        if self.copies_gradients:
+        if self.case.half:
             _set_gradients(self.params, gradients)
         else:
             for master, gradient in zip(self.masters, gradients, strict=True):
@@ -173,12 +169,12 @@ class OnMasters:
 
     def prepare(self) -> None:
         """New gradients, where the last step rewrote them."""
-        if not self.copies_gradients:
+        if not self.case.half:
             self._copy_gradients()
 
     @torch.no_grad()
     def __call__(self) -> None:
-        if self.copies_gradients:
+        if self.case.half:
             self._copy_gradients()
         if self.case.clip:
             self.scaler.unscale_(self.optimizer)
@@ -271,8 +267,6 @@ def peers(case: Case, device: torch.device) -> dict[str, Peer]:
     routes: dict[str, Peer] = {}
     if case.optimizer in ("AdamW", "SGD"):
         routes["torch fused"] = _torch(case, device, "fused")
-        if case.half:
-            routes["torch amp fused"] = _torch(case, device, "fused", autocast=True)
         routes["torch foreach"] = _torch(case, device, "foreach")
         if len(case.sizes) <= _COMPILED_AT_MOST[device.type] and not case.grouped:
             routes["torch compiled"] = _torch(case, device, "compiled")
@@ -288,7 +282,7 @@ def peers(case: Case, device: torch.device) -> dict[str, Peer]:
     return routes
 
 
-def _torch(case: Case, device: torch.device, update: str, autocast: bool = False) -> Peer:
+def _torch(case: Case, device: torch.device, update: str) -> Peer:
     options: dict[str, Any] = dict(OPTIONS[case.optimizer])
     if update != "compiled":
         options[update] = True
@@ -303,7 +297,7 @@ def _torch(case: Case, device: torch.device, update: str, autocast: bool = False
         def make(params: list[Any]) -> torch.optim.Optimizer:
             return getattr(torch.optim, case.optimizer)(params, **options)
 
-        return OnMasters(case, weights, gradients, make, update, autocast)
+        return OnMasters(case, weights, gradients, make, update)
 
     return Peer(build)
 

@@ -37,6 +37,9 @@ TILE = 2048  # kTile
 WIDEST = 16  # elements of the widest vector
 DTYPES = (f32, f16, bf16)
 SIZES = [*range(3 * WIDEST + 2), TILE - 1, TILE + 1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 17]
+# Half of it is large enough for a CPU to store model weights past its caches: whole chunks of them,
+# aligned, as every fourth of Values is.
+LARGE_TABLE = [CHUNK if i in (3, 7, 11) else 1 for i in range(1040)]
 ISAS = {"scalar": ["scalar"], "avx2": ["scalar", "avx2"], "avx512": ["scalar", "avx2", "avx512"]}
 # threads, whether this thread flushes subnormals to zero
 MODES = {"1 thread": (1, False), "2 threads": (2, False), "2 threads, flushing": (2, True)}
@@ -186,6 +189,7 @@ def scenario(threads, flush):
     parts = [steps(name, SIZES) for name in KINDS]
     parts += [*options(), functions_of_lists()]
     parts += [steps("adamw", [i % 5 for i in range(5000)], count=2)]
+    parts += [steps(name, LARGE_TABLE, count=2) for name in ("adamw", "lamb")]
     parts += [accumulation(), operations()]
     found = {}
     torch.set_num_threads(threads)

@@ -21,6 +21,7 @@ HD char* address(const TableView& view, int list, const Chunk& chunk) {
 }
 
 constexpr int kCacheLine = 64;
+constexpr int kStrip = kCacheLine / 2;  // elements: a line of halves
 
 // A table of so many chunks (16 M elements) is more than caches hold.
 constexpr int64_t kLargeTable = 512;
@@ -52,6 +53,7 @@ struct ChunkLists {
 
 // The storage type of each list. Any mixture works by looking types up for every vector.
 struct AnyTypes {
+  static constexpr bool kKnown = false;
   const DType* dtype;
   HD DType operator()(int list) const { return dtype[list]; }
 };
@@ -61,6 +63,7 @@ struct AnyTypes {
 // kFloat32, no half at all.
 template <DType kHalf>
 struct MasterTypes {
+  static constexpr bool kKnown = true;
   HD constexpr DType operator()(int list) const {
     switch (list) {
       case kGrad:
@@ -112,8 +115,7 @@ struct Walk {
 
 // How far ahead a pass over `kReads` fetches each list, in bytes, and how near to the core. Several
 // lists share the lines that may be on their way to the L1 cache, so they are fetched late; a
-// single one goes to L2 first, from where the next page's translation is known in time (10 % of
-// inspect).
+// single one goes to L2 first.
 template <unsigned kReads>
 struct Prefetch {
   static constexpr unsigned kUsual =
@@ -146,19 +148,36 @@ HD void prefetch(const Walk& walk, const Types& types, unsigned fetched, int64_t
   }
 }
 
-// take(i, count, whole) for all elements of the chunk, F::kWidth at a time; `whole` is true_type
-// where count is.
-template <class F, class Distance, class Types, class Take>
-HD void for_vectors(const Walk& walk, const Types& types, unsigned fetched, const Take& take) {
+// Fetches the strip of a whole chunk at element i into L2.
+template <unsigned kFetched, class Types>
+HD void fetch_strip(const ChunkLists& chunk, const Types& types, int64_t i) {
+#pragma GCC unroll 8
+  for (int list = 0; list < kLists; ++list) {
+    if (!(kFetched & bit(list)) || types(list) == DType::kNone) continue;
+    const int64_t size = element_size(types(list));
+    const auto address = reinterpret_cast<uintptr_t>(chunk.data[list]) + uintptr_t(i * size);
+    for (int64_t line = 0; line < kStrip * size; line += kCacheLine)
+      __builtin_prefetch(reinterpret_cast<const void*>(address + uintptr_t(line)), 0, 2);
+  }
+}
+
+// take(i, count, whole) for all elements of the chunk, kStep at a time (whole vectors of F);
+// `whole` is true_type where count is.
+template <class F, int kStep, class Distance, class Types, class Take>
+HD void for_steps(const Walk& walk, const Types& types, unsigned fetched, const Take& take) {
   const int64_t n = walk.lists.length;
   int64_t i = 0;
-  for (; i + Distance::kAhead / 2 < n; i += F::kWidth) {
-    prefetch<true, Distance>(walk, types, fetched, i);
-    take(i, F::kWidth, std::true_type());
+  for (; i + Distance::kAhead / 2 + kStep <= n; i += kStep) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kStep; v += F::kWidth)
+      prefetch<true, Distance>(walk, types, fetched, i + v);
+    take(i, kStep, std::true_type());
   }
-  for (; i + F::kWidth <= n; i += F::kWidth) {
-    prefetch<false, Distance>(walk, types, fetched, i);
-    take(i, F::kWidth, std::true_type());
+  for (; i + kStep <= n; i += kStep) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kStep; v += F::kWidth)
+      prefetch<false, Distance>(walk, types, fetched, i + v);
+    take(i, kStep, std::true_type());
   }
   if (i < n) take(i, int(n - i), std::false_type());
 }
@@ -181,42 +200,71 @@ HD F load(const ChunkLists& lists, const Types& types, int list, int64_t i, int 
                 : F::load_partial(lists.data[list], types(list), i, count);
 }
 
-template <bool kWhole, class F, class Types>
+template <class F, bool kWhole, class Types>
 HD void store(const F& x, const ChunkLists& lists, const Types& types, int list, int64_t i,
               int count) {
-  if (kWhole && list == kModel && lists.streams_model) {
-    x.stream(lists.data[list], types(list), i);
-  } else if (kWhole) {
+  if (kWhole) {
     x.store(lists.data[list], types(list), i);
   } else {
     x.store_partial(lists.data[list], types(list), i, count);
   }
 }
 
+// Runs the op on `count` elements from i on, a vector of them if kWhole, and stores the lists of
+// kStored. x ends as what the op left.
+template <class F, bool kWhole, unsigned kStored, class Op, class Types>
+HD void run_vector(const Op& op, const ChunkLists& lists, const Types& types, int64_t i, int count,
+                   F (&x)[kLists]) {
+#pragma GCC unroll 8
+  for (int list = 0; list < kLists; ++list) {
+    x[list] = Op::kReads & bit(list) ? load<F, kWhole>(lists, types, list, i, count) : F(0.0f);
+  }
+  op(x);
+#pragma GCC unroll 8
+  for (int list = 0; list < kLists; ++list) {
+    if (kStored & bit(list)) store<F, kWhole>(x[list], lists, types, list, i, count);
+  }
+}
+
 // Applies an op to one chunk; true if a checked list holds a non-finite value.
 template <class F, class Op, class Types>
 HD bool apply_chunk(const Op& op, const Walk& walk, const Types& types) {
-  const ChunkLists& lists = walk.lists;
+  const ChunkLists lists = walk.lists;
   typename F::Magnitude largest;
-  const unsigned streamed = lists.streams_model ? bit(kModel) : 0;
-  for_vectors<F, Prefetch<Op::kReads>>(
-      walk, types, Op::kReads | (Op::kWrites & ~streamed),
+  for_steps<F, F::kWidth, Prefetch<Op::kReads>>(
+      walk, types, Op::kReads | Op::kWrites,
       [&](int64_t i, int count, auto whole) __attribute__((always_inline)) {
-        constexpr bool kWhole = decltype(whole)::value;
         F x[kLists];
+        run_vector<F, decltype(whole)::value, Op::kWrites>(op, lists, types, i, count, x);
 #pragma GCC unroll 8
         for (int list = 0; list < kLists; ++list) {
-          x[list] =
-              Op::kReads & bit(list) ? load<F, kWhole>(lists, types, list, i, count) : F(0.0f);
           if (Op::kChecked & bit(list)) largest.include(x[list]);
-        }
-        op(x);
-#pragma GCC unroll 8
-        for (int list = 0; list < kLists; ++list) {
-          if (Op::kWrites & bit(list)) store<kWhole>(x[list], lists, types, list, i, count);
         }
       });
   return Op::kChecked && largest.reduce() >= kInfinityBits;
+}
+
+// Applies an op to one chunk whose model weights are streamed: by whole cache lines, because two
+// halves of one, stored at different times, are two writes to memory (3 % of a large Adam step).
+template <class F, class Op, class Types>
+HD void apply_streaming(const Op& op, const Walk& walk, const Types& types) {
+  static_assert(Op::kChecked == 0 && kChunk % kStrip == 0 && kStrip % F::kWidth == 0);
+  constexpr int kVectors = kStrip / F::kWidth;
+  constexpr unsigned kStored = Op::kWrites & ~bit(kModel);
+  const ChunkLists lists = walk.lists;
+  for_steps<F, kStrip, Prefetch<Op::kReads>>(
+      walk, types, Op::kReads | kStored, [&](int64_t i, int, auto) __attribute__((always_inline)) {
+        F model[kVectors];
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; ++v) {
+          F x[kLists];
+          run_vector<F, true, kStored>(op, lists, types, i + v * F::kWidth, F::kWidth, x);
+          model[v] = x[kModel];
+        }
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; ++v)
+          model[v].stream(lists.data[kModel], types(kModel), i + v * F::kWidth);
+      });
 }
 
 template <class F, class Op>
@@ -225,13 +273,18 @@ void apply_chunks(const TableView& view, float a, float b, int64_t begin, int64_
   for_walks(view, begin, end, [&](int64_t c, const Walk& walk) {
     const Op op = Op::for_row(view, view.chunks[c].row, a, b);
     with_types(walk.lists, Op::kReads | Op::kWrites, [&](const auto& types) {
+      if constexpr (Op::kWrites & bit(kModel)) {
+        if (walk.lists.streams_model) return apply_streaming<F>(op, walk, types);
+      }
       if (apply_chunk<F>(op, walk, types)) *found_inf = true;
     });
   });
 }
 
+// --- norms ---------------------------------------------------------------------------------------
+
 // The chunk's part of each measured norm, in the order of the lists: the virtual lanes of one tile
-// (see reduce.h) and the largest magnitude.
+// (see reduce.h), those that the chunk has elements for, and the largest magnitude.
 template <class Op>
 struct Sums {
   static constexpr int kCount = count_lists(Op::kMeasured);
@@ -239,36 +292,89 @@ struct Sums {
   uint32_t largest[kCount];
 };
 
+// Runs the op on one vector; add(m, x) takes what it leaves in each measured list.
+template <class F, bool kWhole, class Op, class Types, class Add>
+HD void measure_vector(const Op& op, const ChunkLists& lists, const Types& types, int64_t i,
+                       int count, const Add& add) {
+  F x[kLists];
+  run_vector<F, kWhole, Op::kWrites>(op, lists, types, i, count, x);
+#pragma GCC unroll 8
+  for (int list = 0; list < kLists; ++list) {
+    if (Op::kMeasured & bit(list)) add(measure_of(Op::kMeasured, list), x[list]);
+  }
+}
+
+// Adds squares tile after tile, the lanes in memory.
+template <class F, class Op, class Types>
+HD void add_by_tiles(const Op& op, const Walk& walk, const Types& types, const float* rescale,
+                     Sums<Op>& sums) {
+  constexpr int kCount = Sums<Op>::kCount;
+  const ChunkLists lists = walk.lists;
+  typename F::Magnitude largest[kCount];
+  // The last pack, and the last vector, may reach past the last element.
+  const int64_t reached = lists.length + kPack + F::kWidth;
+  for (int m = 0; m < kCount; ++m) {
+    for (int64_t i = 0; i < kTile && i < reached; ++i) sums.lane[m][i] = 0;
+  }
+  for_steps<F, F::kWidth, Prefetch<Op::kReads>>(
+      walk, types, Op::kReads | Op::kWrites,
+      [&](int64_t i, int count, auto whole) __attribute__((always_inline)) {
+        measure_vector<F, decltype(whole)::value>(
+            op, lists, types, i, count, [&](int m, const F& x) __attribute__((always_inline)) {
+              largest[m].include(x);
+              float* sum = sums.lane[m] + i % kTile;
+              const F square = x * F(rescale[m]);
+              fma(square, square, F::load(sum, DType::kFloat32, 0)).store(sum, DType::kFloat32, 0);
+            });
+      });
+  for (int m = 0; m < kCount; ++m) sums.largest[m] = largest[m].reduce();
+}
+
+// Adds squares lane after lane: strips of a cache line of halves through all tiles, with their sums
+// in registers. A pass that reads one list and writes none then runs at the bandwidth of reading:
+// many pages are open side by side, and each line is fetched when the chunk before is at its place
+// (a fifth of inspect from memory, AVX-512 server; a pass that writes loses by it). For a whole
+// chunk before a whole one.
+template <class F, class Op, class Types>
+HD void add_by_strips(const Op& op, const Walk& walk, const Types& types, const float* rescale,
+                      Sums<Op>& sums) {
+  static_assert(Sums<Op>::kCount == 1 && kTile % kStrip == 0 && kStrip % F::kWidth == 0);
+  constexpr int kVectors = kStrip / F::kWidth;
+  const ChunkLists lists = walk.lists;
+  const F factor(rescale[0]);
+  typename F::Magnitude largest;
+  for (int64_t lane = 0; lane < kTile; lane += kStrip) {
+    F sum[kVectors];
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) sum[v] = F(0.0f);
+    for (int64_t i = lane; i < kChunk; i += kTile) {
+      fetch_strip<Op::kReads>(walk.next, types, i);
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) {
+        measure_vector<F, true>(op, lists, types, i + v * F::kWidth, F::kWidth,
+                                [&](int, const F& x) __attribute__((always_inline)) {
+                                  largest.include(x);
+                                  const F square = x * factor;
+                                  sum[v] = fma(square, square, sum[v]);
+                                });
+      }
+    }
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v)
+      sum[v].store(sums.lane[0] + lane + v * F::kWidth, DType::kFloat32, 0);
+  }
+  sums.largest[0] = largest.reduce();
+}
+
 // Applies an op to one chunk and adds the squares of what it measures, each times `rescale`.
 template <class F, class Op>
 void add_squares(const Op& op, const Walk& walk, const float* rescale, Sums<Op>& sums) {
-  constexpr int kCount = Sums<Op>::kCount;
-  const ChunkLists& lists = walk.lists;
-  with_types(lists, Op::kReads | Op::kWrites, [&](const auto& types) {
-    typename F::Magnitude largest[kCount];
-    for_vectors<F, Prefetch<Op::kReads>>(
-        walk, types, Op::kReads | Op::kWrites,
-        [&](int64_t i, int count, auto whole) __attribute__((always_inline)) {
-          constexpr bool kWhole = decltype(whole)::value;
-          F x[kLists];
-#pragma GCC unroll 8
-          for (int list = 0; list < kLists; ++list) {
-            x[list] =
-                Op::kReads & bit(list) ? load<F, kWhole>(lists, types, list, i, count) : F(0.0f);
-          }
-          op(x);
-#pragma GCC unroll 8
-          for (int list = 0; list < kLists; ++list) {
-            if (Op::kWrites & bit(list)) store<kWhole>(x[list], lists, types, list, i, count);
-            if (!(Op::kMeasured & bit(list))) continue;
-            const int m = measure_of(Op::kMeasured, list);
-            largest[m].include(x[list]);
-            float* sum = sums.lane[m] + i % kTile;
-            const F square = x[list] * F(rescale[m]);
-            fma(square, square, F::load(sum, DType::kFloat32, 0)).store(sum, DType::kFloat32, 0);
-          }
-        });
-    for (int m = 0; m < kCount; ++m) sums.largest[m] = largest[m].reduce();
+  const bool whole = walk.lists.length == kChunk && walk.next.length == kChunk;
+  with_types(walk.lists, Op::kReads | Op::kWrites, [&](const auto& types) {
+    if constexpr (Prefetch<Op::kReads>::kSingle && std::decay_t<decltype(types)>::kKnown) {
+      if (whole) return add_by_strips<F>(op, walk, types, rescale, sums);
+    }
+    add_by_tiles<F>(op, walk, types, rescale, sums);
   });
 }
 
@@ -278,10 +384,6 @@ HD void measure_chunk(const Op& op, const Walk& walk, Partial* partials, int64_t
   constexpr int kCount = Sums<Op>::kCount;
   const int64_t n = walk.lists.length;
   const int packs = n >= kTile ? kLanes : int((n + kPack - 1) / kPack);
-  const auto clear = [&](float* lane) {  // a vector may reach past the last pack
-    const int used = packs * kPack + F::kWidth < kTile ? packs * kPack + F::kWidth : kTile;
-    for (int i = 0; i < used; ++i) lane[i] = 0;
-  };
   const auto total = [&](const float* lane) {
     double sum[kLanes];
     for (int pack = 0; pack < packs; ++pack) sum[pack] = double(sum_pack(lane + pack * kPack));
@@ -290,10 +392,7 @@ HD void measure_chunk(const Op& op, const Walk& walk, Partial* partials, int64_t
   Sums<Op> sums;
   float rescale[kCount];
   bool again = false;
-  for (int m = 0; m < kCount; ++m) {
-    rescale[m] = 1;
-    clear(sums.lane[m]);
-  }
+  for (int m = 0; m < kCount; ++m) rescale[m] = 1;
   add_squares<F>(op, walk, rescale, sums);
   for (int m = 0; m < kCount; ++m) {
     partials[m * stride] = make_partial(total(sums.lane[m]), 0, sums.largest[m]);
@@ -304,7 +403,6 @@ HD void measure_chunk(const Op& op, const Walk& walk, Partial* partials, int64_t
   if (!again) return;
   const auto measuring = op.again();
   Sums<std::decay_t<decltype(measuring)>> rescaled;
-  for (int m = 0; m < kCount; ++m) clear(rescaled.lane[m]);
   add_squares<F>(measuring, walk, rescale, rescaled);
   for (int m = 0; m < kCount; ++m) {
     const uint32_t largest = sums.largest[m];
