@@ -18,20 +18,31 @@ const void* base_of(const torch::Tensor& tensor) {
   return tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl()->data_ptr().get();
 }
 
+// Where a tensor counts its versions, to fetch it: a VariableVersion is a pointer to its counter.
+const void* counter_of(const torch::Tensor& tensor) {
+  const c10::VariableVersion& version = tensor.unsafeGetTensorImpl()->version_counter();
+  static_assert(sizeof version == sizeof(void*));
+  return *reinterpret_cast<const void* const*>(&version);
+}
+
 }  // namespace
 
 // --- identity of gradients -----------------------------------------------------------------------
 
 void ParamTable::Identity::remember(const torch::Tensor& grad) {
   if (!is_same_tensor(grad)) impl.emplace(grad.getIntrusivePtr());  // counting costs 10 ns
-  version = version_of(grad);
 }
 
 bool ParamTable::Identity::is_same_tensor(const torch::Tensor& grad) const {
   return impl && grad.defined() && impl->_unsafe_get_target() == grad.unsafeGetTensorImpl();
 }
 
-bool ParamTable::Identity::is_unchanged(const torch::Tensor& grad) const {
+void ParamTable::Contents::remember(const torch::Tensor& grad) {
+  Identity::remember(grad);
+  version = version_of(grad);
+}
+
+bool ParamTable::Contents::is_unchanged(const torch::Tensor& grad) const {
   return is_same_tensor(grad) && version == version_of(grad);
 }
 
@@ -617,17 +628,15 @@ void ParamTable::update(const std::optional<torch::Tensor>& found_inf, double ma
     const pybind11::gil_scoped_release release;
     scope.backend().update(rows, algorithm_, state(), scope.stream());
   }
-  for (Row& row : rows_) {
-    if (row.has_grad || row.accumulated.defined()) row.mark_stepped();
-  }
-  finish_step();
+  spend_gradients(true);
 }
 
 void ParamTable::Row::mark_stepped() {
   // What autograd may have saved; states have no graph.
   bump_version(param);
+  if (!model.defined()) return;
   bump_version(model);
-  match_model();
+  model_version = version_of(model);
 }
 
 void ParamTable::mark_stepped() {
@@ -645,8 +654,30 @@ std::vector<int64_t> ParamTable::fingerprint() const {
   return found;
 }
 
-void ParamTable::finish_step() {
-  for (Row& row : rows_) {
+void ParamTable::finish_step() { spend_gradients(false); }
+
+void ParamTable::prefetch_versions(int64_t i) const {
+  constexpr int64_t kTensors = 12, kInside = 6;
+  if (i + kTensors < rows()) {
+    const Row& row = rows_[i + kTensors];
+    for (const torch::Tensor* tensor : {&row.param, &row.model})
+      __builtin_prefetch(tensor->unsafeGetTensorImpl());
+  }
+  if (i + kInside < rows()) {
+    const Row& row = rows_[i + kInside];
+    __builtin_prefetch(row.leaf().unsafeGetTensorImpl()->autograd_meta());
+    for (const torch::Tensor* tensor : {&row.param, &row.model}) {
+      if (tensor->defined()) __builtin_prefetch(counter_of(*tensor));
+    }
+  }
+}
+
+// `stepped`: the rows that have a gradient were, by an update of ours.
+void ParamTable::spend_gradients(bool stepped) {
+  for (int64_t i = 0; i < rows(); ++i) {
+    prefetch_versions(i);
+    Row& row = rows_[i];
+    if (stepped && (row.has_grad || row.accumulated.defined())) row.mark_stepped();
     if (row.model.defined()) {
       const torch::Tensor& grad = row.model.mutable_grad();
       if (grad.defined()) row.spent.remember(grad);

@@ -92,14 +92,19 @@ class ParamTable {
   const std::string& name(int64_t row) const { return rows_.at(row).name; }
 
  private:
-  // Tells whether a gradient is still the tensor, or even the contents, that we last saw. The weak
-  // reference keeps a freed gradient's successor from looking like it.
+  // Tells whether a gradient is still the tensor that we last saw. The weak reference keeps a freed
+  // gradient's successor from looking like it.
   struct Identity {
     std::optional<c10::weak_intrusive_ptr<c10::TensorImpl>> impl;
-    int64_t version = -1;
     void remember(const torch::Tensor& grad);
     void forget() { impl.reset(); }
     bool is_same_tensor(const torch::Tensor& grad) const;
+  };
+
+  // ... and holds what it held.
+  struct Contents : Identity {
+    int64_t version = -1;
+    void remember(const torch::Tensor& grad);
     bool is_unchanged(const torch::Tensor& grad) const;
   };
 
@@ -116,7 +121,8 @@ class ParamTable {
     bool has_states = false;
     bool has_grad = false;  // the current pass reads one
     bool is_contiguous = false;
-    Identity pending, inspected, spent;
+    Identity pending, spent;
+    Contents inspected;
     bool was_edited() const;  // by somebody else, since the master last matched it
     void match_model();
     void mark_stepped();
@@ -135,6 +141,8 @@ class ParamTable {
   const torch::Tensor& source(const Row& row) const;  // the row's gradient now
   const torch::Tensor& checked_gradient(Row& row, const torch::Tensor& grad) const;
   void prefetch_row(int64_t row) const;
+  void prefetch_versions(int64_t row) const;
+  void spend_gradients(bool stepped);
   void measure_collected();
   void inspect(const torch::Tensor& scale, bool record, bool same_pass = false);
   void map_masters(MapOp op, const std::vector<int64_t>& rows);

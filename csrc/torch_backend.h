@@ -83,13 +83,16 @@ inline float* float_pointer(const std::optional<torch::Tensor>& tensor, const ch
   return tensor->data_ptr<float>();
 }
 
+// Inference tensors have no version.
 inline void bump_version(const torch::Tensor& tensor) {
-  if (tensor.defined() && !tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+  if (!tensor.defined()) return;
+  c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
+  if (impl->version_counter().enabled()) impl->bump_version();
 }
 
 inline int64_t version_of(const torch::Tensor& tensor) {
-  c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
-  return impl->is_inference() ? 0 : impl->version_counter().current_version();
+  const c10::VariableVersion& version = tensor.unsafeGetTensorImpl()->version_counter();
+  return version.enabled() ? version.current_version() : 0;
 }
 
 }  // namespace ampfuse
