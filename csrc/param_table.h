@@ -135,8 +135,9 @@ class ParamTable {
   const torch::Tensor& source(const Row& row) const;  // the row's gradient now
   const torch::Tensor& checked_gradient(Row& row, const torch::Tensor& grad) const;
   void prefetch_row(int64_t row) const;
-  void measure_collected();
-  void inspect(const torch::Tensor& scale, bool record, bool same_pass = false);
+  bool is_measured() const;
+  void inspect(const torch::Tensor& scale, bool record, bool same_pass = false,
+               const Preparation& preparation = {});
   void map_masters(MapOp op, const std::vector<int64_t>& rows);
   bool needs_row_norms() const { return algorithm_ == Algorithm::kNovoGrad || layerwise_; }
   float* row_norms(NormColumn column);
