@@ -1,6 +1,6 @@
-// Several blocks leave partial results, and the one that arrives last goes on with all of them: what
-// would be a launch of its own otherwise. Which block that is changes from run to run, and nothing
-// but time depends on it.
+// Several blocks leave partial results, and the one that arrives last goes on with all of them:
+// what would be a launch of its own otherwise. Which block that is changes from run to run, and
+// nothing but time depends on it.
 #pragma once
 
 #include <cuda_runtime.h>
