@@ -15,6 +15,37 @@ namespace ampfuse {
 enum class Algorithm { kNone, kSgd, kAdam, kAdagrad, kNovoGrad, kLamb, kLambUpdate, kLayerwise };
 enum class MapOp { kScale, kAxpbyCheckBoth, kAxpbyCheckX, kAxpbyCheckY, kRefresh, kPublish };
 
+// What follows an inspection before the update can run: the step is decided in `state`, then the
+// columns of the rows that have a gradient are advanced and their coefficients computed.
+struct Preparation {
+  StepState* state = nullptr;
+  StepDecision decision;
+  RowColumns columns;
+};
+
+// The second half, for the rows of [begin, end). A skipped step leaves the columns alone, and its
+// coefficients are never used.
+HD void advance_rows(const TableView& view, const Preparation& preparation, int64_t begin,
+                     int64_t end) {
+  const StepState& state = *preparation.state;
+  if (state.skip != 0) return;
+  const RowColumns& columns = preparation.columns;
+  float* const steps = columns.steps;
+  int64_t last = -1;  // that was advanced
+  for (int64_t row = begin; row < end; ++row) {
+    if (!view.has_gradient(row)) continue;
+    // Neighbours mostly share everything; then the powers are known already.
+    if (last >= 0 && !columns.differ_by_row() && steps[row] + 1 == steps[last] &&
+        view.scaled[row] == view.scaled[last] && same_hyper(view.hyper[row], view.hyper[last])) {
+      steps[row] = steps[last];
+      view.coefs[row] = view.coefs[last];
+    } else {
+      view.coefs[row] = advance_row(view.hyper[row], state, view.scaled[row], columns, row);
+    }
+    last = row;
+  }
+}
+
 struct InspectArgs {
   const float* scale = nullptr;   // gradients of scaled rows are divided by it; 1 if absent
   bool scale_is_inverse = false;  // ... or multiplied, if it is 1 / scale already
@@ -24,6 +55,7 @@ struct InspectArgs {
   float* norm = nullptr;       // L2 norm over all rows; may be null
   float* row_norms = nullptr;  // [rows] L2 norm of each; may be null
   float* row_largest = nullptr;  // [rows] largest magnitude of each; may be null
+  Preparation preparation;       // done last, with what was found; none if its state is null
 };
 
 // What inspect multiplies the gradients of scaled rows by.
@@ -64,10 +96,8 @@ class Backend {
   // The L2 norm of each row's kParam; 0 for rows without a gradient.
   virtual void measure_params(Table& table, float* row_norms, void* stream) = 0;
 
-  // Decides the step in `state`, then advances the columns of the rows that have a gradient and
-  // computes their coefficients. One small launch.
-  virtual void prepare(Table& table, StepState* state, const StepDecision& decision,
-                       const RowColumns& columns, void* stream) = 0;
+  // The preparation alone, where the inspection was earlier or is none.
+  virtual void prepare(Table& table, const Preparation& preparation, void* stream) = 0;
 
   // The update itself. Returns at once, on the device, if the state says skip. Two passes for LAMB,
   // one for the others.

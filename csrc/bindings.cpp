@@ -14,6 +14,9 @@
 #if __has_include("half_conv.h")
 #include "half_conv.h"
 #endif
+#if defined(AMPFUSE_EMULATE_CUDA)
+#include <cuda_runtime.h>
+#endif
 
 namespace py = pybind11;
 
@@ -104,6 +107,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       py::arg("max_scale"), py::arg("hysteresis"), py::arg("shared") = std::vector<torch::Tensor>(),
       py::arg("dynamic") = true,
       "Applies the loss-scale rule to the OR of found_infs, and sets the shared flags if it is 1.");
+
+#if defined(AMPFUSE_EMULATE_CUDA)
+  m.def("launch_count", emulation::launch_count, "Kernels launched so far; for tests.");
+#endif
 
   m.def("empty_laid_out_as", empty_laid_out_as, py::arg("like"), py::arg("dtype") = torch::kFloat32,
         "An uninitialized tensor laid out in memory as `like`, to live long.");

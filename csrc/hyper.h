@@ -130,12 +130,23 @@ HD double layerwise_ratio(const RowHyper& hyper, double lr, double param_norm, d
   return ratio < lr ? ratio / lr : 1.0;
 }
 
+// Whether two rows' hyper-parameters are the same bits. (Device code would call memcmp for each
+// byte.)
+HD bool same_hyper(const RowHyper& a, const RowHyper& b) {
+  using Word = uint64_t __attribute__((may_alias));
+  constexpr int kWords = sizeof(RowHyper) / sizeof(Word);
+  static_assert(kWords * sizeof(Word) == sizeof(RowHyper) && alignof(RowHyper) >= alignof(Word),
+                "whole words");
+  const Word *x = reinterpret_cast<const Word*>(&a), *y = reinterpret_cast<const Word*>(&b);
+  Word difference = 0;
+  for (int i = 0; i < kWords; ++i) difference |= x[i] ^ y[i];
+  return difference == 0;
+}
+
 // Advances the row's columns for the step that `state` decided on and returns its coefficients.
-// A skipped step leaves them alone; its coefficients are never used.
 HD RowCoef advance_row(const RowHyper& row_hyper, const StepState& state, bool scaled,
                        const RowColumns& columns, int64_t row) {
   RowCoef coef;
-  if (state.skip != 0) return coef;
   const RowHyper hyper = at_step(row_hyper, state.schedule_step - 1);
   const int64_t count = int64_t(columns.steps[row]) + 1;
   columns.steps[row] = float(count);

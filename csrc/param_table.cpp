@@ -273,8 +273,10 @@ const torch::Tensor& ParamTable::checked_gradient(Row& row, const torch::Tensor&
 
 // The core's inspect over whatever set_gradient() put in place. With `record` the step state hears
 // of it.
-void ParamTable::inspect(const torch::Tensor& scale, bool record, bool same_pass) {
+void ParamTable::inspect(const torch::Tensor& scale, bool record, bool same_pass,
+                         const Preparation& preparation) {
   InspectArgs args;
+  args.preparation = preparation;
   args.same_pass = same_pass;
   args.scale = scale.defined() ? scale.data_ptr<float>() : nullptr;
   args.state = record ? state() : nullptr;
@@ -578,15 +580,14 @@ std::vector<int64_t> ParamTable::collect(const std::optional<torch::Tensor>& sca
   return stateless;
 }
 
-// The gradients that collect() found, unless their last inspection still holds.
-void ParamTable::measure_collected() {
-  if (norm_known_ && (row_norms_known_ || !needs_row_norms()) && unchanged_) return;
-  inspect(collected_scale_, true);
-  norm_known_ = unchanged_ = true;
+// Whether the last inspection was of the gradients that collect() found.
+bool ParamTable::is_measured() const {
+  return norm_known_ && (row_norms_known_ || !needs_row_norms()) && unchanged_;
 }
 
 void ParamTable::measure() {
-  measure_collected();
+  if (!is_measured()) inspect(collected_scale_, true);
+  norm_known_ = unchanged_ = true;
   for (Row& row : rows_) {
     if (row.has_grad) row.inspected.remember(source(row));
   }
@@ -594,14 +595,17 @@ void ParamTable::measure() {
 
 void ParamTable::decide(const std::optional<torch::Tensor>& found_inf, double max_norm,
                         bool inspect, bool skip_nonfinite) {
-  if (max_norm > 0 || needs_row_norms() || (inspect && !unchanged_)) measure_collected();
-  StepDecision decision;
+  const bool inspects =
+      (max_norm > 0 || needs_row_norms() || (inspect && !unchanged_)) && !is_measured();
+  Preparation preparation;
+  preparation.state = state();
+  StepDecision& decision = preparation.decision;
   decision.loss_scale = collected_scale_.defined() ? collected_scale_.data_ptr<float>() : nullptr;
   decision.found_inf = float_pointer(found_inf, "found_inf", device_);
   decision.max_norm = max_norm;
-  decision.norm_known = norm_known_ && unchanged_;
+  decision.norm_known = inspects || (norm_known_ && unchanged_);
   decision.skip_nonfinite = skip_nonfinite;
-  RowColumns columns;
+  RowColumns& columns = preparation.columns;
   columns.steps = steps().data_ptr<float>();
   if (needs_row_norms()) {
     columns.grad_norms = row_norms(kGradNorm);
@@ -611,10 +615,15 @@ void ParamTable::decide(const std::optional<torch::Tensor>& found_inf, double ma
   float* const param_norms = layerwise_ ? row_norms(kParamNorm) : nullptr;
   columns.param_norms = param_norms;
   Table& rows = table();
-  const DeviceScope scope(device_);
-  const pybind11::gil_scoped_release release;
-  if (param_norms) scope.backend().measure_params(rows, param_norms, scope.stream());
-  scope.backend().prepare(rows, state(), decision, columns, scope.stream());
+  {
+    const DeviceScope scope(device_);
+    const pybind11::gil_scoped_release release;
+    if (param_norms) scope.backend().measure_params(rows, param_norms, scope.stream());
+    if (!inspects) scope.backend().prepare(rows, preparation, scope.stream());
+  }
+  if (!inspects) return;
+  this->inspect(collected_scale_, true, false, preparation);
+  norm_known_ = unchanged_ = true;
 }
 
 void ParamTable::update(const std::optional<torch::Tensor>& found_inf, double max_norm,

@@ -143,8 +143,9 @@ class ParamTable {
   void prefetch_row(int64_t row) const;
   void prefetch_versions(int64_t row) const;
   void spend_gradients(bool stepped);
-  void measure_collected();
-  void inspect(const torch::Tensor& scale, bool record, bool same_pass = false);
+  bool is_measured() const;
+  void inspect(const torch::Tensor& scale, bool record, bool same_pass = false,
+               const Preparation& preparation = {});
   void map_masters(MapOp op, const std::vector<int64_t>& rows);
   bool needs_row_norms() const { return algorithm_ == Algorithm::kNovoGrad || layerwise_; }
   float* row_norms(NormColumn column);

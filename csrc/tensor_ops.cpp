@@ -172,14 +172,18 @@ void step(const std::string& algorithm, const TensorList& grads, const TensorLis
   const auto options = torch::TensorOptions().device(device);
   torch::Tensor state = torch::zeros({int64_t(sizeof(StepState))}, options.dtype(torch::kUInt8));
   torch::Tensor norms = torch::empty({2, rows}, options.dtype(torch::kFloat32));
-  RowColumns columns;
+  auto* const step_state = static_cast<StepState*>(state.data_ptr());
+  Preparation preparation;
+  preparation.state = step_state;
+  RowColumns& columns = preparation.columns;
   columns.steps = column(steps, "steps");
-  StepDecision decision;
+  StepDecision& decision = preparation.decision;
   decision.loss_scale = float_pointer(loss_scale, "loss_scale", device);
   decision.found_inf = float_pointer(found_inf, "found_inf", device);
   decision.skip_nonfinite = true;
   InspectArgs args;
-  if (chosen == Algorithm::kNovoGrad) {
+  const bool inspects = chosen == Algorithm::kNovoGrad;
+  if (inspects) {
     TORCH_CHECK_VALUE(norm_averages, "novograd needs norm_averages");
     columns.norm_averages = column(*norm_averages, "norm_averages");
     args.scale = decision.loss_scale;
@@ -187,14 +191,17 @@ void step(const std::string& algorithm, const TensorList& grads, const TensorLis
     args.row_largest = args.row_norms + rows;
     columns.grad_norms = args.row_norms;
     columns.grad_largest = args.row_largest;
+    args.preparation = preparation;
   }
-  auto* const step_state = static_cast<StepState*>(state.data_ptr());
   {
     const DeviceScope scope(device);
     const pybind11::gil_scoped_release release;
     Backend& backend = scope.backend();
-    if (args.row_norms) backend.inspect(table, args, scope.stream());
-    backend.prepare(table, step_state, decision, columns, scope.stream());
+    if (inspects) {
+      backend.inspect(table, args, scope.stream());
+    } else {
+      backend.prepare(table, preparation, scope.stream());
+    }
     backend.update(table, chosen, step_state, scope.stream());
   }
   for (const NamedList& list : lists) {
@@ -224,22 +231,21 @@ void layerwise(const TensorList& grads, const TensorList& params, double lr,
   const auto options = torch::TensorOptions().device(device);
   torch::Tensor state = torch::zeros({int64_t(sizeof(StepState))}, options.dtype(torch::kUInt8));
   const torch::Tensor columns = torch::zeros({3, rows}, options.dtype(torch::kFloat32));
-  RowColumns row_columns;
-  row_columns.steps = columns.data_ptr<float>();
-  float* const grad_norms = row_columns.steps + rows;
-  float* const param_norms = grad_norms + rows;
-  row_columns.grad_norms = grad_norms;
-  row_columns.param_norms = param_norms;
   auto* const step = static_cast<StepState*>(state.data_ptr());
   InspectArgs args;
-  args.row_norms = grad_norms;
+  RowColumns& row_columns = args.preparation.columns;
+  row_columns.steps = columns.data_ptr<float>();
+  args.row_norms = row_columns.steps + rows;
+  float* const param_norms = args.row_norms + rows;
+  row_columns.grad_norms = args.row_norms;
+  row_columns.param_norms = param_norms;
+  args.preparation.state = step;
   {
     const DeviceScope scope(device);
     const pybind11::gil_scoped_release release;
     Backend& backend = scope.backend();
-    backend.inspect(table, args, scope.stream());
     backend.measure_params(table, param_norms, scope.stream());
-    backend.prepare(table, step, {}, row_columns, scope.stream());
+    backend.inspect(table, args, scope.stream());
     for (int64_t row = 0; row < rows; ++row) {
       const torch::Tensor& grad = grads[size_t(row)];
       table.set(kGradOut, row, grad.data_ptr(), dtype_of(grad, "grads"));

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
-#include <cstring>
 #include <string>
 
 #include "../check.h"
@@ -155,6 +154,7 @@ class CpuBackend : public Backend {
     if (args.found_inf && bad_row >= 0) *args.found_inf = 1;
     if (args.norm) *args.norm = norm_of(sum);
     if (args.row_norms || args.row_largest) add_rows(view, 1, args.row_norms, args.row_largest);
+    if (args.preparation.state) prepare(table, args.preparation, nullptr);
   }
 
   void measure_params(Table& table, float* row_norms, void*) override {
@@ -163,24 +163,11 @@ class CpuBackend : public Backend {
     add_rows(view_of(table), 1, row_norms, nullptr);
   }
 
-  void prepare(Table& table, StepState* state, const StepDecision& decision,
-               const RowColumns& columns, void*) override {
+  void prepare(Table& table, const Preparation& preparation, void*) override {
     const TableView view = view_of(table);
     const FloatMode standard;
-    decide_step(*state, decision);
-    float* const steps = columns.steps;
-    for (int64_t row = 0; row < view.rows; ++row) {
-      if (!view.has_gradient(row)) continue;
-      // Neighbouring rows mostly share everything; then the powers are known already.
-      if (row > 0 && !columns.differ_by_row() && view.has_gradient(row - 1) && state->skip == 0 &&
-          steps[row] + 1 == steps[row - 1] && view.scaled[row] == view.scaled[row - 1] &&
-          std::memcmp(&view.hyper[row], &view.hyper[row - 1], sizeof(RowHyper)) == 0) {
-        steps[row] = steps[row - 1];
-        view.coefs[row] = view.coefs[row - 1];
-      } else {
-        view.coefs[row] = advance_row(view.hyper[row], *state, view.scaled[row], columns, row);
-      }
-    }
+    decide_step(*preparation.state, preparation.decision);
+    advance_rows(view, preparation, 0, view.rows);
   }
 
   void update(Table& table, Algorithm algorithm, const StepState* state, void*) override {

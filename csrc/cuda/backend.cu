@@ -1,5 +1,6 @@
-// The CUDA backend: which kernel each call launches. Every call is at most three launches, whatever
-// the table.
+// The CUDA backend: which kernel each call launches, one each and two for LAMB's update. So a step
+// is two launches, inspect (or prepare, without an inspection) and update, whatever the table;
+// LAMB's and LARC's are three.
 #include <cuda_runtime.h>
 
 #include "../backend.h"
@@ -11,17 +12,11 @@
 namespace ampfuse {
 namespace {
 
-// One block, so that its barrier orders the decision before the rows that depend on it.
 constexpr int kPrepareThreads = 1024;
 
 __global__ void __launch_bounds__(kPrepareThreads)
-    prepare_kernel(TableView view, StepState* state, StepDecision decision, RowColumns columns) {
-  if (threadIdx.x == 0) decide_step(*state, decision);
-  __syncthreads();
-  for (int64_t row = threadIdx.x; row < view.rows; row += kPrepareThreads) {
-    if (!view.has_gradient(row)) continue;
-    view.coefs[row] = advance_row(view.hyper[row], *state, view.scaled[row], columns, row);
-  }
+    prepare_kernel(TableView view, Preparation preparation) {
+  prepare_by_block(view, preparation);
 }
 
 __global__ void update_scale_kernel(LossScale rule, OverflowFlags flags, bool fixed) {
@@ -32,20 +27,19 @@ class CudaBackend : public Backend {
  public:
   void inspect(Table& table, const InspectArgs& args, void* stream) override {
     const TableUse use(table, cudaStream_t(stream));
-    ampfuse::inspect(use.view(), use.present(), args, use.ticket(), cudaStream_t(stream));
+    ampfuse::inspect(use.view(), use.present(), args, use.tickets(), cudaStream_t(stream));
   }
 
   void measure_params(Table& table, float* row_norms, void* stream) override {
     const TableUse use(table, cudaStream_t(stream));
-    measure<ParamNormOp>("param_norms", use.view(), use.present(), nullptr, cudaStream_t(stream));
-    add_rows(use.view(), 1, row_norms, nullptr, cudaStream_t(stream));
+    measure<ParamNormOp>("param_norms", use.view(), use.present(), row_norms, use.tickets(),
+                         nullptr, cudaStream_t(stream));
   }
 
-  void prepare(Table& table, StepState* state, const StepDecision& decision,
-               const RowColumns& columns, void* stream) override {
+  void prepare(Table& table, const Preparation& preparation, void* stream) override {
     const TableUse use(table, cudaStream_t(stream));
     launch(Kernel{"prepare", prepare_kernel}, 1, kPrepareThreads, cudaStream_t(stream), use.view(),
-           state, decision, columns);
+           preparation);
   }
 
   void update(Table& table, Algorithm algorithm, const StepState* state, void* stream) override {
@@ -66,9 +60,8 @@ class CudaBackend : public Backend {
       case Algorithm::kNovoGrad:
         return run(NovoGradOp{}, "novograd");
       case Algorithm::kLamb:
-        measure<LambMomentsOp<>>("lamb_moments", use.view(), use.present(), state,
-                                 cudaStream_t(stream));
-        add_rows(use.view(), kMeasures, use.view().norms, nullptr, cudaStream_t(stream));
+        measure<LambMomentsOp<>>("lamb_moments", use.view(), use.present(), use.view().norms,
+                                 use.tickets(), state, cudaStream_t(stream));
         return run(LambOp{}, "lamb");
       case Algorithm::kLambUpdate:
         return run(LambUpdateOp{}, "lamb_update");

@@ -171,11 +171,11 @@ size_t lay_out(DeviceColumns& columns, void* memory, const TableView& host) {
   view.coefs = carver.take<RowCoef>(host.rows);
   view.partials = carver.take<Partial>(kMeasures * host.chunk_count);
   view.norms = carver.take<float>(kMeasures * host.rows);
-  columns.ticket = carver.take<unsigned>(1);
+  columns.tickets = carver.take<unsigned>(host.rows + 1);
   return carver.used();
 }
 
-// Zeroes the columns, as those of a new host table are, and the ticket.
+// Zeroes the columns, as those of a new host table are, and the tickets.
 DeviceColumns make_columns(const TableView& host, Allocate allocate, cudaStream_t stream) {
   DeviceColumns columns;
   const size_t bytes = lay_out(columns, nullptr, host);

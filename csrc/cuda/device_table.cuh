@@ -20,9 +20,10 @@ namespace ampfuse {
 // One set of columns and the scratch memory beside them.
 struct DeviceColumns {
   std::shared_ptr<void> memory;
-  TableView view;              // every pointer is into `memory`
-  unsigned* ticket = nullptr;  // of inspect's blocks; zero between launches
-  unsigned present = 0;        // lists that some row has
+  TableView view;  // every pointer is into `memory`
+  // Blocks that have arrived, of each row and of the table; zero between launches.
+  unsigned* tickets = nullptr;  // [rows + 1]
+  unsigned present = 0;         // lists that some row has
 };
 
 class DeviceTable : public TableCache {
@@ -60,7 +61,7 @@ class TableUse {
   TableUse& operator=(const TableUse&) = delete;
 
   const TableView& view() const { return columns_.view; }
-  unsigned* ticket() const { return columns_.ticket; }
+  unsigned* tickets() const { return columns_.tickets; }
   unsigned present() const { return columns_.present; }
 
  private:

@@ -1,14 +1,10 @@
-// One read of every gradient: non-finite flag, sum of squares, first offending row. The last block
-// to finish adds the partials up.
+// One read of every gradient: non-finite flag, sum of squares, first offending row, norms of rows.
+// The last block to finish adds the partials up and, if the step follows at once, prepares it.
 #pragma once
 
 #include "measure.cuh"
 
 namespace ampfuse {
-
-// Partials were written by other blocks: read them past the L1 cache.
-__device__ inline double load_sum(const Partial& partial) { return __ldcg(&partial.sum_squares); }
-__device__ inline uint32_t load_largest(const Partial& partial) { return __ldcg(&partial.largest); }
 
 // The order of sum_partials<kLanes>, by a block. Thread 0 receives the sum.
 __device__ inline double sum_partials_by_block(const Partial* partials, int64_t count) {
@@ -41,44 +37,46 @@ __device__ inline BadRow find_bad_row(const TableView& view) {
   return {row, block_max(bits)};
 }
 
-// True in every thread of the one block that arrives last, when all others have written what they
-// write. The ticket is zero again afterwards.
-__device__ inline bool arrives_last(unsigned* ticket) {
-  unsigned arrived = 0;
-  if (threadIdx.x == 0) {
-    __threadfence();
-    arrived = atomicInc(ticket, gridDim.x - 1);
-    __threadfence();
-  }
-  return block_broadcast(arrived) == gridDim.x - 1;
+// Decides the step, then advances the rows; by one block, whose barrier orders the one before the
+// other. Each thread takes neighbouring rows, which mostly share their coefficients.
+__device__ inline void prepare_by_block(const TableView& view, const Preparation& preparation) {
+  if (threadIdx.x == 0) decide_step(*preparation.state, preparation.decision);
+  __syncthreads();
+  const int64_t share = (view.rows + blockDim.x - 1) / blockDim.x;
+  const int64_t begin = threadIdx.x * share, end = begin + share;
+  advance_rows(view, preparation, begin, end < view.rows ? end : view.rows);
 }
 
 template <unsigned kMissing>
-__global__ void __launch_bounds__(kLanes, kMissing != 0 ? 4 : 1)
-    inspect_kernel(TableView view, InspectArgs args, unsigned* ticket) {
+__global__ void __launch_bounds__(kLanes, kMissing != 0 ? 4 : 2)
+    inspect_kernel(TableView view, InspectArgs args, unsigned* tickets) {
+  const RowNorms rows{args.row_norms, args.row_largest};
+  if (rows.wanted()) finish_empty_rows(view, 1, rows);
   if (blockIdx.x < view.chunk_count) {  // a table without elements has one block and no chunk
     measure_chunk<InspectOp<>, kMissing>(view, inverse_scale(args));
+    if (rows.wanted()) finish_row(view, 1, rows, tickets);
   }
-  if (!arrives_last(ticket)) return;
+  if (!arrives_last(tickets + view.rows, gridDim.x)) return;
 
   const double sum = sum_partials_by_block(view.partials, view.chunk_count);
   const BadRow bad = find_bad_row(view);
-  if (threadIdx.x != 0) return;
-  if (args.state != nullptr) {
-    record_inspection(*args.state, sum, bad.row, bad.bits, args.same_pass);
+  if (threadIdx.x == 0) {
+    if (args.state != nullptr) {
+      record_inspection(*args.state, sum, bad.row, bad.bits, args.same_pass);
+    }
+    if (args.found_inf != nullptr && bad.row >= 0) *args.found_inf = 1;
+    if (args.norm != nullptr) *args.norm = norm_of(sum);
   }
-  if (args.found_inf != nullptr && bad.row >= 0) *args.found_inf = 1;
-  if (args.norm != nullptr) *args.norm = norm_of(sum);
+  if (args.preparation.state != nullptr) prepare_by_block(view, args.preparation);
 }
 
 // `present`: lists that some row of the table has.
 inline void inspect(const TableView& view, unsigned present, const InspectArgs& args,
-                    unsigned* ticket, cudaStream_t stream) {
+                    unsigned* tickets, cudaStream_t stream) {
   const int64_t blocks = view.chunk_count > 0 ? view.chunk_count : 1;
   constexpr unsigned kRare = bit(kAccumulated) | bit(kGradOut);
   const auto kernel = present & kRare ? inspect_kernel<0> : inspect_kernel<kRare>;
-  launch(Kernel{"inspect", kernel}, blocks, kLanes, stream, view, args, ticket);
-  add_rows(view, 1, args.row_norms, args.row_largest, stream);
+  launch(Kernel{"inspect", kernel}, blocks, kLanes, stream, view, args, tickets);
 }
 
 }  // namespace ampfuse

@@ -1,11 +1,12 @@
 // Passes that measure: they run an op as apply.cuh does and take the norms of what it leaves in
-// some lists. One block per chunk leaves a partial for each list in the table. See reduce.h for the
-// order of the sums.
+// some lists. One block per chunk leaves a partial for each list in the table, and the last block
+// of a row makes its norms of them. See reduce.h for the order of the sums.
 #pragma once
 
 #include "../backend.h"
 #include "apply.cuh"
 #include "block_reduce.cuh"
+#include "last_block.cuh"
 
 namespace ampfuse {
 
@@ -118,51 +119,76 @@ HD constexpr int measuring_blocks(unsigned reads, unsigned missing) {
   return missing == 0 ? 1 : count_lists(reads & ~missing) > 3 ? 2 : 3;
 }
 
-template <class Op, unsigned kMissing>
-__global__ void __launch_bounds__(kLanes, measuring_blocks(Op::kReads, kMissing))
-    measure_kernel(TableView view, const StepState* state) {
-  if (state != nullptr && state->skip != 0) return;
-  measure_chunk<Op, kMissing>(view, 0);
+// Where a pass leaves the norm and the largest magnitude of each row: [measures][rows], either may
+// be null.
+struct RowNorms {
+  float* norms = nullptr;
+  float* largest = nullptr;
+
+  HD bool wanted() const { return norms != nullptr || largest != nullptr; }
+  HD void set(int64_t i, float norm, float magnitude) const {
+    if (norms != nullptr) norms[i] = norm;
+    if (largest != nullptr) largest[i] = magnitude;
+  }
+};
+
+// No block finishes a row without elements, so the first blocks write its norms, one row a thread.
+__device__ inline void finish_empty_rows(const TableView& view, int measures, const RowNorms& out) {
+  const int64_t threads = int64_t(gridDim.x) * kLanes;
+#pragma unroll 1
+  for (int64_t row = int64_t(blockIdx.x) * kLanes + threadIdx.x; row < view.rows; row += threads) {
+    if (view.first_chunk[row] != view.first_chunk[row + 1]) continue;
+    for (int m = 0; m < measures; ++m) out.set(m * view.rows + row, 0, 0);
+  }
 }
 
-// After a pass over `measures` lists: from partials to the norm and the largest magnitude of each
-// row, [measures][rows], by a warp each. The order of sum_partials<kRowLanes>.
-__global__ void __launch_bounds__(kLanes)
-    add_rows_kernel(TableView view, int measures, float* norms, float* largest) {
-  const int64_t i = (int64_t(blockIdx.x) * kLanes + threadIdx.x) / kRowLanes;
-  if (i >= measures * view.rows) return;
-  const int lane = threadIdx.x % kRowLanes;
-  const int64_t row = i % view.rows;
-  const Partial* partials = view.partials + i / view.rows * view.chunk_count;
+// The last block of a row finishes it: from its partials to its norms, a warp for each measure. The
+// order of sum_partials<kRowLanes>. All threads call, after measure_chunk.
+__device__ inline void finish_row(const TableView& view, int measures, const RowNorms& out,
+                                  unsigned* tickets) {
+  const int32_t row = view.chunks[blockIdx.x].row;
+  const int64_t first = view.first_chunk[row], end = view.first_chunk[row + 1];
+  if (end - first == 1) {
+    __syncthreads();  // thread 0 has written the partials
+  } else if (!arrives_last(tickets + row, unsigned(end - first))) {
+    return;
+  }
+  const int m = threadIdx.x / kRowLanes, lane = threadIdx.x % kRowLanes;
+  if (m >= measures) return;
+  const Partial* partials = view.partials + m * view.chunk_count;
   double sum = 0;
   uint32_t bits = 0;
-  for (int64_t c = view.first_chunk[row] + lane; c < view.first_chunk[row + 1]; c += kRowLanes) {
-    sum += partials[c].sum_squares;
-    if (partials[c].largest > bits) bits = partials[c].largest;
+  for (int64_t c = first + lane; c < end; c += kRowLanes) {
+    sum += load_sum(partials[c]);
+    const uint32_t largest = load_largest(partials[c]);
+    if (largest > bits) bits = largest;
   }
   sum = warp_sum(sum);
   bits = warp_max(bits);
-  if (lane != 0) return;
-  if (norms != nullptr) norms[i] = norm_of(sum);
-  if (largest != nullptr) largest[i] = bits_float(bits);
+  if (lane == 0) out.set(m * view.rows + row, norm_of(sum), bits_float(bits));
 }
 
-inline void add_rows(const TableView& view, int measures, float* norms, float* largest,
-                     cudaStream_t stream) {
-  if (view.rows == 0 || (norms == nullptr && largest == nullptr)) return;
-  constexpr int64_t kRows = kLanes / kRowLanes;  // per block
-  launch(Kernel{"add_rows", add_rows_kernel}, (measures * view.rows + kRows - 1) / kRows, kLanes,
-         stream, view, measures, norms, largest);
+template <class Op, unsigned kMissing>
+__global__ void __launch_bounds__(kLanes, measuring_blocks(Op::kReads, kMissing))
+    measure_kernel(TableView view, RowNorms out, unsigned* tickets, const StepState* state) {
+  if (state != nullptr && state->skip != 0) return;
+  constexpr int kCount = Sums<Op>::kCount;
+  finish_empty_rows(view, kCount, out);
+  if (blockIdx.x >= view.chunk_count) return;  // a table without elements: one block and no chunk
+  measure_chunk<Op, kMissing>(view, 0);
+  finish_row(view, kCount, out, tickets);
 }
 
-// `present`: lists that some row of the table has.
+// The norms of what the op measures go to norms[measures][rows]. `present`: lists that some row of
+// the table has.
 template <class Op>
-void measure(const char* name, const TableView& view, unsigned present, const StepState* state,
-             cudaStream_t stream) {
-  if (view.chunk_count == 0) return;
+void measure(const char* name, const TableView& view, unsigned present, float* norms,
+             unsigned* tickets, const StepState* state, cudaStream_t stream) {
+  if (view.rows == 0) return;
   constexpr unsigned kRare = Op::kReads & kRareLists;
   const auto kernel = present & kRare ? measure_kernel<Op, 0> : measure_kernel<Op, kRare>;
-  launch(Kernel{name, kernel}, view.chunk_count, kLanes, stream, view, state);
+  launch(Kernel{name, kernel}, view.chunk_count > 0 ? view.chunk_count : 1, kLanes, stream, view,
+         RowNorms{norms, nullptr}, tickets, state);
 }
 
 }  // namespace ampfuse

@@ -331,6 +331,110 @@ TEST(a_static_scale_never_skips) {
   EXPECT(std::isnan(pair.gpu.values(40, kParam)[0]));
 }
 
+// --- the last block
+// -------------------------------------------------------------------------------------------
+
+namespace {
+
+enum class Gradients { kAll, kSome, kNone };
+
+// Rows of 0 or 1 element, of a chunk and its neighbours, of several chunks; in all more rows than a
+// block has threads, so that a thread prepares two.
+std::vector<RowSpec> last_block_rows(Gradients gradients) {
+  std::vector<RowSpec> rows;
+  const auto add = [&](int64_t numel) {
+    const int i = int(rows.size());
+    rows.push_back(optimizer_row(numel, i / 50));  // runs that share hyper-parameters
+    RowSpec& row = rows.back();
+    const bool has = gradients == Gradients::kAll || (gradients == Gradients::kSome && i % 3 != 1);
+    row.types[kGrad] = has ? kTypes[i % 3] : kAbsent;
+    row.types[kAccumulated] = kAbsent;
+  };
+  for (const int64_t n : {int64_t(0), int64_t(1), kChunk - 1, kChunk, kChunk + 1, 3 * kChunk + 5,
+                          2 * kChunk, int64_t(0)}) {
+    add(n);
+    add(n / 2);
+  }
+  while (rows.size() < kLanes + 3) add(int64_t(rows.size() % 3));
+  return rows;
+}
+
+}  // namespace
+
+// Two steps and an overflow between. Which block is last depends on the order that the test runs
+// in.
+TEST(the_last_block_finishes_rows_and_step) {
+  for (const Gradients gradients : {Gradients::kAll, Gradients::kSome, Gradients::kNone}) {
+    const std::vector<RowSpec> rows = last_block_rows(gradients);
+    const bool any = gradients != Gradients::kNone;
+    for (const Algorithm algorithm : {Algorithm::kAdam, Algorithm::kNovoGrad, Algorithm::kLamb}) {
+      Pair pair(rows);
+      for (const bool overflow : {false, true, false}) {
+        pair.both([&](World& world) {
+          world.row_norms.write(-1.0f, 0);  // of a row without elements, which has no block
+          new_gradients(world, overflow ? 2 : 3);
+          if (overflow && any) world.set(8, kGrad, kChunk, kInf);
+          world.step(algorithm, 0.5);
+        });
+        pair.expect_same();
+        EXPECT(pair.gpu.row_norms.read(0) == 0);
+      }
+      EXPECT(pair.gpu.state.read().skipped_steps == any);
+      EXPECT(pair.gpu.steps.read(8) == (any ? 2 : 0));
+    }
+  }
+}
+
+TEST(one_call_prepares_as_two_calls_do) {
+  for (const Algorithm algorithm : kAlgorithms) {
+    for (const bool layerwise : {false, true}) {
+      std::vector<RowSpec> rows = last_block_rows(Gradients::kSome);
+      for (RowSpec& row : rows) row.hyper.flags |= layerwise ? kLayerwise : 0;
+      World together(true, rows), apart(true, rows);
+      apart.apart = true;
+      for (World* world : {&together, &apart}) {
+        world->layerwise = layerwise;
+        world->step(algorithm);
+      }
+      expect_same(together, apart);
+    }
+  }
+}
+
+TEST(rows_without_elements_alone) {
+  for (const Algorithm algorithm : kAlgorithms) {
+    for (const size_t count : {0, 1, 3}) {
+      Pair pair(std::vector<RowSpec>(count, optimizer_row(0, 0)));
+      pair.both([&](World& world) {
+        world.layerwise = true;
+        world.step(algorithm);
+      });
+      pair.expect_same();
+      if (count > 0) EXPECT(pair.gpu.row_norms.read() == 0 && pair.gpu.param_norms.read() == 0);
+    }
+  }
+}
+
+TEST(launches) {
+  const std::vector<RowSpec> rows = {optimizer_row(0, 0), optimizer_row(kTile + 1, 1)};
+  const auto expect = [&](Algorithm algorithm, bool layerwise, int64_t expected) {
+    for (const double max_norm : {0.0, 0.5}) {
+      World world(true, rows);
+      world.layerwise = layerwise;
+      const int64_t before = emulation::launch_count();
+      world.step(algorithm, max_norm);
+      const int64_t launches = emulation::launch_count() - before;
+      EXPECT(launches == expected, launches, " and not ", expected);
+    }
+  };
+  for (const Algorithm algorithm : kAlgorithms) {
+    expect(algorithm, false, algorithm == Algorithm::kLamb ? 3 : 2);
+  }
+  for (const Algorithm algorithm : {Algorithm::kSgd, Algorithm::kAdam, Algorithm::kAdagrad}) {
+    expect(algorithm, true, 3);
+  }
+}
+
 // --- multi-tensor ops
 // -------------------------------------------------------------------------------------
 

@@ -170,8 +170,9 @@ class World {
   }
   int64_t rows() const { return int64_t(specs_.size()); }
 
-  void inspect(void* stream = nullptr) {
+  void inspect(void* stream = nullptr, const Preparation& preparation = {}) {
     InspectArgs args;
+    args.preparation = preparation;
     args.scale = loss_scale.get();
     args.state = state.get();
     args.found_inf = found_inf.get();
@@ -181,13 +182,14 @@ class World {
     backend().inspect(*table, args, stream);
   }
   void step(Algorithm algorithm, double max_norm = 1.0, bool skip = true, void* stream = nullptr) {
-    inspect(stream);
-    StepDecision decision;
+    Preparation preparation;
+    preparation.state = state.get();
+    StepDecision& decision = preparation.decision;
     decision.loss_scale = loss_scale.get();
     decision.max_norm = max_norm;
     decision.norm_known = true;
     decision.skip_nonfinite = skip;
-    RowColumns columns;
+    RowColumns& columns = preparation.columns;
     columns.steps = steps.get();
     if (algorithm == Algorithm::kNovoGrad) columns.norm_averages = norm_averages.get();
     columns.grad_norms = row_norms.get();
@@ -196,7 +198,12 @@ class World {
       backend().measure_params(*table, param_norms.get(), stream);
       columns.param_norms = param_norms.get();
     }
-    backend().prepare(*table, state.get(), decision, columns, stream);
+    if (apart) {
+      inspect(stream);
+      backend().prepare(*table, preparation, stream);
+    } else {
+      inspect(stream, preparation);
+    }
     backend().update(*table, algorithm, state.get(), stream);
   }
 
@@ -204,6 +211,7 @@ class World {
   std::unique_ptr<Table> table;
   Cell<StepState> state;
   bool layerwise = false;  // the norms of parameters take part
+  bool apart = false;      // the inspection and the preparation are two calls
   Cell<float> steps, found_inf, norm, row_norms, row_largest, param_norms, norm_averages,
       loss_scale;
 

@@ -1,0 +1,115 @@
+"""How many kernels a step launches on CUDA, counted by the emulated runtime."""
+
+import pytest
+import torch
+from torch import nn
+
+import ampfuse
+from ampfuse import _core, amp, ops, optim
+from conftest import emulated_module
+
+# name: the optimizer over parameters, and the launches of its step: inspect or prepare, then the
+# update, which is two for LAMB; LARC measures the weights before.
+STEPS = {
+    "SGD": (lambda p, **o: optim.SGD(p, lr=0.1, momentum=0.9, **o), 2),
+    "Adam": (lambda p, **o: optim.Adam(p, lr=0.1, **o), 2),
+    "AdamW": (lambda p, **o: optim.AdamW(p, lr=0.1, **o), 2),
+    "Adagrad": (lambda p, **o: optim.Adagrad(p, lr=0.1, **o), 2),
+    "NovoGrad": (lambda p, **o: optim.NovoGrad(p, lr=0.1, **o), 2),
+    "LAMB": (lambda p, **o: optim.LAMB(p, lr=0.1, **o), 3),
+    "LARC": (lambda p, **o: optim.LARC(optim.SGD(p, lr=0.1, weight_decay=0.1, **o)), 3),
+}
+steps = pytest.mark.parametrize(("make", "expected"), STEPS.values(), ids=STEPS)
+
+
+@pytest.fixture
+def launches(emulated):
+    """launches(body): how many kernels body() launched."""
+
+    def launches(body):
+        before = _core.C.launch_count()
+        body()
+        return _core.C.launch_count() - before
+
+    return launches
+
+
+def parameters(gradients=True):
+    """Rows of no element, of one chunk and of three, the last without a gradient."""
+    params = [torch.randn(n).requires_grad_() for n in (0, 5, 70000, 3)]
+    if gradients:
+        for param in params[:-1]:
+            param.grad = torch.randn_like(param)
+    return params
+
+
+def network():
+    return nn.Sequential(nn.Linear(8, 200), nn.ReLU(), nn.Linear(200, 3))
+
+
+@steps
+@pytest.mark.parametrize("clip", [None, 1.0])
+@pytest.mark.parametrize("gradients", [True, False])
+def test_a_step(make, expected, clip, gradients, launches):
+    params = parameters(gradients)
+    optimizer = make(params, max_grad_norm=clip)
+    for _ in range(2):  # the first makes the states
+        assert launches(optimizer.step) == expected
+    if gradients:
+        params[1].grad[2] = torch.inf
+        assert launches(optimizer.step) == expected
+
+
+@steps
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_a_step_of_a_grad_scaler(make, expected, clip, launches):
+    params = parameters()
+    optimizer = make(params, max_grad_norm=clip)
+    scaler = ampfuse.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.ones(()))
+    for bad in (False, True, False):
+        for param in params[:-1]:
+            param.grad = torch.randn_like(param)
+        if bad:
+            params[1].grad[2] = torch.nan
+        assert launches(lambda: scaler.step(optimizer)) == expected
+        assert launches(scaler.update) == 1
+
+
+@steps
+@pytest.mark.parametrize("level", ["O0", "O2", "O5"])
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_under_scale_loss(make, expected, level, clip, launches):
+    """The backward pass inspects, so the step only prepares: as many launches."""
+    model = network()
+    optimizer = make(model.parameters(), max_grad_norm=clip)
+    model, optimizer = amp.initialize(
+        model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0
+    )
+    for bad in (False, True, False):
+
+        def backward(value=torch.inf if bad else 1.0):
+            optimizer.zero_grad()
+            loss = model(torch.full((2, 8), value)).float().square().sum()
+            with amp.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+
+        assert launches(backward) == 2  # inspect, and the rule of the loss scale
+        assert launches(optimizer.step) == expected
+
+
+@pytest.mark.parametrize("tensors", [1, 50])
+def test_lists(tensors, launches):
+    """An operation on a list is one launch, and so is a norm of each tensor."""
+    x = [torch.randn(1000) for _ in range(tensors)]
+    found_inf = torch.zeros(1)
+    assert launches(lambda: ops.scale(x, x, 2.0)) == 1
+    assert launches(lambda: ops.l2norm(x, per_tensor=True)) == 1
+    assert launches(lambda: ops.unscale(x, x, torch.ones(1), found_inf)) == 1
+
+
+def test_the_cpu_backend_launches_nothing():
+    optimizer = optim.SGD(parameters(), lr=0.1, max_grad_norm=1.0)
+    before = emulated_module().launch_count()
+    optimizer.step()
+    assert emulated_module().launch_count() == before
