@@ -119,6 +119,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         "Whether containers hold the very objects of known, in that order.");
 
   // Local to the module: the tests load it twice, once with the emulated CUDA backend.
+  py::class_<DictVersions>(m, "DictVersions", py::module_local(),
+                           "Versions of a dict of dicts; see objects.h.")
+      .def(py::init<py::handle>(), py::arg("dicts"))
+      .def("hold", &DictVersions::hold, py::arg("dicts"));
+
   py::class_<ParamTable>(m, "ParamTable", py::module_local(),
                          "The rows of one optimizer; see param_table.h.")
       .def(py::init<const std::string&, torch::Device>(), py::arg("algorithm"), py::arg("device"))

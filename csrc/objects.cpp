@@ -38,6 +38,44 @@ pybind11::list flattened(const pybind11::handle& containers) {
   return found;
 }
 
+namespace {
+
+#if PY_VERSION_HEX < 0x030e0000 && !defined(Py_GIL_DISABLED)
+constexpr bool kCountsVersions = true;
+// No two contents of any dicts have the same number.
+uint64_t version_of_dict(const PyObject* dict) {
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wdeprecated-declarations"
+  return reinterpret_cast<const PyDictObject*>(dict)->ma_version_tag;
+#pragma GCC diagnostic pop
+}
+#else
+constexpr bool kCountsVersions = false;
+uint64_t version_of_dict(const PyObject*) { return 0; }
+#endif
+
+}  // namespace
+
+DictVersions::DictVersions(const pybind11::handle& dicts) {
+  if (!kCountsVersions || !PyDict_Check(dicts.ptr())) return;
+  versions_.push_back({dicts.ptr(), version_of_dict(dicts.ptr())});
+  const bool known = for_items(dicts.ptr(), [&](PyObject* inner) {
+    if (!PyDict_Check(inner)) return false;
+    versions_.push_back({inner, version_of_dict(inner)});
+    return true;
+  });
+  if (!known) versions_.clear();
+}
+
+bool DictVersions::hold(const pybind11::handle& dicts) const {
+  if (versions_.empty() || versions_.front().dict != dicts.ptr()) return false;
+  // As long as the outer dict is what it was, the inner ones are alive.
+  for (const Version& known : versions_) {
+    if (version_of_dict(known.dict) != known.version) return false;
+  }
+  return true;
+}
+
 bool holds(const pybind11::handle& containers, const pybind11::list& known) {
   PyObject** const items = PySequence_Fast_ITEMS(known.ptr());
   const Py_ssize_t count = PyList_GET_SIZE(known.ptr());

@@ -245,7 +245,7 @@ HD bool apply_chunk(const Op& op, const Walk& walk, const Types& types) {
 }
 
 // Applies an op to one chunk whose model weights are streamed: by whole cache lines, because two
-// halves of one, stored at different times, are two writes to memory (3 % of a large Adam step).
+// halves of one, stored at different times, are two writes to memory (1 % of a large Adam step).
 template <class F, class Op, class Types>
 HD void apply_streaming(const Op& op, const Walk& walk, const Types& types) {
   static_assert(Op::kChecked == 0 && kChunk % kStrip == 0 && kStrip % F::kWidth == 0);

@@ -154,6 +154,18 @@ def flattened(containers: Containers) -> list[object]:
 def holds(containers: Containers, known: list[object]) -> bool:
     """Whether ``flattened(containers)`` would be the very objects of `known`."""
 
+class DictVersions:
+    """Remembers versions of a dict of dicts, so that most often one need not look into them."""
+
+    def __init__(self, dicts: object) -> None:
+        """Those of `dicts` now."""
+
+    def hold(self, dicts: object) -> bool:
+        """Whether it is the same dict and nobody has assigned to it or to one inside.
+
+        False also where Python does not count (3.14 and later).
+        """
+
 class ParamTable:
     """The rows of one optimizer; see param_table.h.
 

@@ -27,7 +27,7 @@ class FusedOptimizer(AmpOptimizer):
     _step_supports_amp_scaling = True
 
     _hyper_sent: list[Any]
-    _bound: tuple[list[object], list[tuple[str, ...]]]
+    _bound: tuple[list[object], Any, list[tuple[str, ...]]]
 
     def __init__(
         self,
@@ -292,11 +292,19 @@ class FusedOptimizer(AmpOptimizer):
                     self._pinned_states[row, name] = value
 
     def _remember_bindings(self) -> None:
-        self._bound = (_core.C.flattened(self.state), self._state_names_by_group())
+        states, versions = _core.C.flattened(self.state), _core.C.DictVersions(self.state)
+        self._bound = (states, versions, self._state_names_by_group())
 
     def _is_bound(self) -> bool:
-        states, names = self._bound
-        return _core.C.holds(self.state, states) and names == self._state_names_by_group()
+        states, versions, names = self._bound
+        if names != self._state_names_by_group():
+            return False
+        if versions.hold(self.state):
+            return True
+        if not _core.C.holds(self.state, states):
+            return False
+        self._remember_bindings()  # the same objects, assigned again
+        return True
 
     def _state_names_by_group(self) -> list[tuple[str, ...]]:
         return [self._state_names(group) for group in self.param_groups]
