@@ -40,9 +40,8 @@ pybind11::list flattened(const pybind11::handle& containers) {
 
 namespace {
 
+// No two contents of any dicts have the same number (PEP 509; gone in 3.14, PEP 699).
 #if PY_VERSION_HEX < 0x030e0000 && !defined(Py_GIL_DISABLED)
-constexpr bool kCountsVersions = true;
-// No two contents of any dicts have the same number.
 uint64_t version_of_dict(const PyObject* dict) {
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wdeprecated-declarations"
@@ -50,14 +49,35 @@ uint64_t version_of_dict(const PyObject* dict) {
 #pragma GCC diagnostic pop
 }
 #else
-constexpr bool kCountsVersions = false;
 uint64_t version_of_dict(const PyObject*) { return 0; }
 #endif
+
+// Asked of the interpreter that runs, not believed: a change that no version tells would be lost.
+bool counts_versions() {
+  pybind11::dict probe;
+  uint64_t version = version_of_dict(probe.ptr());
+  const auto changed = [&] {
+    const uint64_t before = version;
+    version = version_of_dict(probe.ptr());
+    return version != before;
+  };
+  probe["key"] = pybind11::none();
+  bool counts = changed();
+  probe["key"] = pybind11::list();
+  counts &= changed();
+  probe.attr("pop")("key");
+  counts &= changed();
+  probe.attr("update")(pybind11::dict(pybind11::arg("key") = 1));
+  counts &= changed();
+  probe.clear();
+  return counts & changed();
+}
 
 }  // namespace
 
 DictVersions::DictVersions(const pybind11::handle& dicts) {
-  if (!kCountsVersions || !PyDict_Check(dicts.ptr())) return;
+  static const bool counts = counts_versions();
+  if (!counts || !PyDict_Check(dicts.ptr())) return;
   versions_.push_back({dicts.ptr(), version_of_dict(dicts.ptr())});
   const bool known = for_items(dicts.ptr(), [&](PyObject* inner) {
     if (!PyDict_Check(inner)) return false;

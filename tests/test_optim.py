@@ -3,13 +3,14 @@
 import copy
 import io
 import pickle
+import sys
 import warnings
 
 import pytest
 import torch
 from torch import nn
 
-from ampfuse import optim
+from ampfuse import _core, optim
 from cases import (
     KINDS,
     OPTIMIZERS,
@@ -830,3 +831,32 @@ def test_max_grad_norm_under_a_grad_scaler_clips_the_unscaled_gradients():
         pair.torch.step()
         assert pair.ours.last_step.loss_scale == 256.0
     pair.check()
+
+
+VERSION_CHANGES = {
+    "assign": lambda states: states[1].update(a=object()),
+    "remove": lambda states: states[1].pop("a"),
+    "empty": lambda states: states[1].clear(),
+    "default": lambda states: states[2].setdefault("c", object()),
+    "add": lambda states: states.setdefault(3, {}),
+    "drop": lambda states: states.pop(2),
+    "exchange": lambda states: states.update({2: dict(states[2])}),
+}
+
+
+@pytest.mark.parametrize("change", VERSION_CHANGES.values(), ids=VERSION_CHANGES.keys())
+def test_versions_of_dicts_tell_every_change(change):
+    """A step looks into the states again unless they say that nobody assigned to them."""
+    states = {1: {"a": object()}, 2: {"b": object()}}
+    versions = _core.C.DictVersions(states)
+    counted = sys.version_info < (3, 14)
+    assert versions.hold(states) == counted
+    assert not versions.hold(dict(states))
+    change(states)
+    assert not versions.hold(states)
+    assert _core.C.DictVersions(states).hold(states) == counted
+
+
+@pytest.mark.parametrize("other", [{1: 2}, [{}], None], ids=str)
+def test_what_is_no_dict_of_dicts_has_no_version(other):
+    assert not _core.C.DictVersions(other).hold(other)
