@@ -140,15 +140,20 @@ struct NovoGradOp {
   }
 };
 
+constexpr float kSmallestNormal = 1.17549435e-38f;
+
 // LAMB (You et al., arXiv:1904.00962) needs the norms of a row's weights and of its whole update u
 // before the first weight changes. The first pass (LambMomentsOp) advances the moments and measures
 // both; the second (LambOp) computes u again from the moments. To keep u between the passes would
 // move the same bytes (4 written and 4 read, instead of two moments read) and take 4 bytes a
 // parameter of memory; to keep it where a half gradient was would save 6 of 42 bytes, but round
-// every update to half and destroy the gradients.
+// every update to half and destroy the gradients. An eps of 0 is the smallest normal number, so
+// that an element that never had a gradient, or the padding behind the last one, has no update
+// rather than 0 / 0, which would be the row's norm.
 template <class F>
 HD F lamb_update(const F& p, const F& exp_avg, const F& exp_avg_sq, const RowCoef& c) {
-  const F u = F(c.correction) * (exp_avg / (sqrt(exp_avg_sq) + F(c.eps)));
+  const float eps = c.eps > 0 ? c.eps : kSmallestNormal;
+  const F u = F(c.correction) * (exp_avg / (sqrt(exp_avg_sq) + F(eps)));
   return decayed_update(u, p, c);
 }
 

@@ -860,3 +860,19 @@ def test_versions_of_dicts_tell_every_change(change):
 @pytest.mark.parametrize("other", [{1: 2}, [{}], None], ids=str)
 def test_what_is_no_dict_of_dicts_has_no_version(other):
     assert not _core.C.DictVersions(other).hold(other)
+
+
+@pytest.mark.parametrize("size", [1, 7, 8, 17, 2049])
+def test_lamb_without_eps(size):
+    """Neither padding behind the last element nor an element without gradient divides 0 by 0."""
+    torch.manual_seed(size)
+    start, grad = torch.randn(size), torch.randn(size)
+    grad[size // 2 + 1 :: 3] = 0
+    found = []
+    for eps in (0.0, 1e-30):
+        param = start.clone().requires_grad_()
+        param.grad = grad
+        optim.LAMB([param], lr=1e-2, eps=eps, weight_decay=0.1).step()
+        found.append(param.detach())
+    torch.testing.assert_close(*found, rtol=1e-6, atol=0)
+    assert not torch.equal(found[0], start)
