@@ -451,6 +451,18 @@ def test_replace_state_tensors(kind):
     pair.check()
 
 
+def test_a_state_of_another_shape_is_refused():
+    pair = Pair("adamw")
+    pair.steps()
+    state = pair.ours.state[pair.params[1]]
+    right, state["exp_avg"] = state["exp_avg"], torch.zeros(3)
+    with pytest.raises(ValueError, match=r"exp_avg of .* was given shape \(3,\)"):
+        pair.ours.step()
+    state["exp_avg"] = right
+    pair.steps()
+    pair.check()  # the refused step changed nothing
+
+
 @kinds
 def test_frozen_and_thawed(kind):
     pair = Pair(kind)

@@ -246,6 +246,12 @@ class FusedOptimizer(AmpOptimizer):
             value = state.get(name)
             if value is None:
                 value = _core.C.empty_laid_out_as(param).fill_(self._initial_state)
+            elif value.shape != param.shape:
+                raise ValueError(
+                    f"{name} of {self._table.name(row)} was given shape {tuple(value.shape)}, and "
+                    f"the parameter has {tuple(param.shape)}. Assign one of that shape, or delete "
+                    "the state to start anew."
+                )
             elif value.dtype != torch.float32 or value.stride() != param.stride():
                 value = _core.C.empty_laid_out_as(param).copy_(value)
             pinned = self._pinned_states.get((row, name), value)
