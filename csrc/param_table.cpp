@@ -585,9 +585,13 @@ bool ParamTable::is_measured() const {
   return norm_known_ && (row_norms_known_ || !needs_row_norms()) && unchanged_;
 }
 
-void ParamTable::measure() {
-  if (!is_measured()) inspect(collected_scale_, true);
+void ParamTable::inspect_collected(const Preparation& preparation) {
+  inspect(collected_scale_, true, false, preparation);
   norm_known_ = unchanged_ = true;
+}
+
+void ParamTable::measure() {
+  if (!is_measured()) inspect_collected({});
   for (Row& row : rows_) {
     if (row.has_grad) row.inspected.remember(source(row));
   }
@@ -621,9 +625,7 @@ void ParamTable::decide(const std::optional<torch::Tensor>& found_inf, double ma
     if (param_norms) scope.backend().measure_params(rows, param_norms, scope.stream());
     if (!inspects) scope.backend().prepare(rows, preparation, scope.stream());
   }
-  if (!inspects) return;
-  this->inspect(collected_scale_, true, false, preparation);
-  norm_known_ = unchanged_ = true;
+  if (inspects) inspect_collected(preparation);
 }
 
 void ParamTable::update(const std::optional<torch::Tensor>& found_inf, double max_norm,

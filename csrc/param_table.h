@@ -144,6 +144,7 @@ class ParamTable {
   void prefetch_versions(int64_t row) const;
   void spend_gradients(bool stepped);
   bool is_measured() const;
+  void inspect_collected(const Preparation& preparation);
   void inspect(const torch::Tensor& scale, bool record, bool same_pass = false,
                const Preparation& preparation = {});
   void map_masters(MapOp op, const std::vector<int64_t>& rows);

@@ -309,7 +309,8 @@ class FusedOptimizer(AmpOptimizer):
             return True
         if not _core.C.holds(self.state, states):
             return False
-        self._remember_bindings()  # the same objects, assigned again
+        # The same objects, assigned again; or Python does not count.
+        self._bound = (states, _core.C.DictVersions(self.state), names)
         return True
 
     def _state_names_by_group(self) -> list[tuple[str, ...]]:
