@@ -80,16 +80,19 @@ class Ours:
     """ampfuse's optimizer and scaler; half weights are cast as ``amp.initialize`` does it."""
 
     def __init__(self, case: Case, weights: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-        self.case = case
+        self.case, self.gradients = case, gradients
         copies = [w.to(torch.float32, copy=True) for w in weights]
         model = torch.nn.ParameterList(map(torch.nn.Parameter, copies))
         cast_own_parameters(model, case.dtype)
         self.params = list(model)
+        if case.rewrites:
+            gradients = [gradient.clone() for gradient in gradients]
         _set_gradients(self.params, gradients)
         self.optimizer = getattr(ampfuse.optim, case.optimizer)(
             _groups(case, self.params),
             master_weights=case.half,
             max_grad_norm=MAX_NORM if case.clip else None,
+            unscale_grads=case.does != "leave",
             **OPTIONS[case.optimizer],
         )
         self.scaler = _scaler(ampfuse.GradScaler, weights[0].device)
@@ -97,6 +100,12 @@ class Ours:
 
     def set_gradients(self, gradients: Sequence[Tensor]) -> None:
         _set_gradients(self.params, gradients)
+
+    @torch.no_grad()
+    def prepare(self) -> None:
+        """New gradients, where the last step rewrote them."""
+        if self.case.rewrites:
+            torch._foreach_copy_([param.grad for param in self.params], self.gradients)
 
     def __call__(self) -> None:
         if self.case.scaled:

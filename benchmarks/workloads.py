@@ -31,7 +31,8 @@ class Case:
         tensors: a key of `TENSORS`.
         precision: of model weights and gradients; half weights have FP32 masters.
         does: "clip" (unscale, overflow check, clip, update, cast back), "noclip" (all but the
-            clipping), or "alone" (update and cast back: no scaler).
+            clipping), "leave" (as "clip", but FP32 gradients stay scaled: ``unscale_grads=False``),
+            or "alone" (update and cast back: no scaler).
         quick: a hundredth of each tensor and of their number, to see that a benchmark runs.
     """
 
@@ -48,7 +49,7 @@ class Case:
 
     @property
     def clip(self) -> bool:
-        return self.does == "clip"
+        return self.does in ("clip", "leave")
 
     @property
     def scaled(self) -> bool:
@@ -79,6 +80,11 @@ class Case:
         return self.tensors.endswith("groups")
 
     @property
+    def rewrites(self) -> bool:
+        """Whether the step leaves unscaled gradients where the scaled ones were."""
+        return self.scaled and not self.half and self.does != "leave"
+
+    @property
     def moves_memory(self) -> bool:
         """Whether bandwidth can be the limit; of small tensors, calls and launches are the cost."""
         return self.params / len(self.sizes) > 500
@@ -92,13 +98,15 @@ class Case:
     def update_bytes(self) -> int:
         """Read and written per parameter by an update that holds all else in registers.
 
-        Gradient and half weight once, FP32 weight and moments twice. LAMB needs the length of its
+        Gradient and half weight once, FP32 weight and moments twice; gradients that are left
+        unscaled are written. LAMB needs the length of its
         update before the first weight changes: once more the weight, and both moments.
         """
         h = self.dtype.itemsize
         moments = {"AdamW": 2, "LAMB": 2, "SGD": 1}[self.optimizer]
         again = 4 * (1 + moments) if self.optimizer == "LAMB" else 0
-        return h + 8 + 8 * moments + (h if self.half else 0) + again
+        written = h if self.half or self.rewrites else 0  # model weight, or gradient
+        return h + 8 + 8 * moments + written + again
 
     @property
     def step_bytes(self) -> int:
@@ -120,6 +128,7 @@ def cases(device: str, wide: bool = False) -> list[Case]:
     if device == "cpu":
         usual = _cases(
             "AdamW 64M clip bf16 fp16 fp32",
+            "AdamW 64M leave fp32",
             "AdamW 64M alone fp32",
             "SGD 64M clip bf16",
             "AdamW 2000x500 clip bf16 fp16",
@@ -146,6 +155,7 @@ def cases(device: str, wide: bool = False) -> list[Case]:
             "AdamW 1B noclip fp16",
             "LAMB 1B clip fp16",
             "AdamW 1B clip fp32",
+            "AdamW 1B leave fp32",
         )
         more = _cases(
             "AdamW 1B noclip bf16",

@@ -51,6 +51,7 @@ struct InspectArgs {
   bool scale_is_inverse = false;  // ... or multiplied, if it is 1 / scale already
   StepState* state = nullptr;     // receives flag, sum of squares, first offending row
   bool same_pass = false;         // as the inspection before, see record_inspection()
+  bool fresh = false;             // judge the gradients of this pass alone, see InspectOp
   float* found_inf = nullptr;  // set to 1, never cleared, if a gradient is non-finite; may be null
   float* norm = nullptr;       // L2 norm over all rows; may be null
   float* row_norms = nullptr;  // [rows] L2 norm of each; may be null

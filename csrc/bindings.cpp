@@ -148,7 +148,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("cancel_backward", &ParamTable::cancel_backward)
       .def("materialize", &ParamTable::materialize)
       .def("zero_grad", &ParamTable::zero_grad, py::arg("set_to_none"))
-      .def("collect", &ParamTable::collect, py::arg("scale"))
+      .def("collect", &ParamTable::collect, py::arg("scale"), py::arg("unscales"))
       .def("measure", &ParamTable::measure)
       .def("update", &ParamTable::update, py::kw_only(), py::arg("found_inf"), py::arg("max_norm"),
            py::arg("inspect"), py::arg("skip_nonfinite"))

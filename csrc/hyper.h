@@ -55,6 +55,7 @@ struct RowHyper {
 
 struct RowCoef {
   float grad_scale = 0;  // clip / loss scale for a scaled row, clip otherwise; negative to maximize
+  float inverse_scale = 1;  // 1 / loss scale for a scaled row, 1 otherwise
   float accum_scale = 0;   // clip, likewise signed: accumulators hold unscaled values
   float weight_decay = 0;  // L2: g += weight_decay * p
   float decay = 1;         // decoupled: p *= decay = 1 - lr * weight_decay
@@ -186,6 +187,7 @@ HD RowCoef advance_row(const RowHyper& row_hyper, const StepState& state, bool s
   const double signed_multiplier = hyper.flags & kMaximize ? -multiplier : multiplier;
   coef.grad_scale =
       float(scaled ? signed_multiplier / double(state.loss_scale) : signed_multiplier);
+  if (scaled) coef.inverse_scale = float(1.0 / double(state.loss_scale));
   coef.accum_scale = float(signed_multiplier);
   coef.weight_decay = float(weight_decay);
   coef.decay = float(1 - lr * weight_decay);

@@ -273,11 +273,12 @@ const torch::Tensor& ParamTable::checked_gradient(Row& row, const torch::Tensor&
 
 // The core's inspect over whatever set_gradient() put in place. With `record` the step state hears
 // of it.
-void ParamTable::inspect(const torch::Tensor& scale, bool record, bool same_pass,
-                         const Preparation& preparation) {
+void ParamTable::inspect(const torch::Tensor& scale, bool record, const Preparation& preparation,
+                         bool same_pass, bool fresh) {
   InspectArgs args;
   args.preparation = preparation;
   args.same_pass = same_pass;
+  args.fresh = fresh;
   args.scale = scale.defined() ? scale.data_ptr<float>() : nullptr;
   args.state = record ? state() : nullptr;
   if (record && needs_row_norms()) {
@@ -294,12 +295,15 @@ void ParamTable::inspect(const torch::Tensor& scale, bool record, bool same_pass
 void ParamTable::begin_backward() {
   const torch::Tensor none;
   bool fold = false;
+  all_inspected_ = true;
   for (int64_t i = 0; i < rows(); ++i) {
     Row& row = rows_[i];
     torch::Tensor& grad = row.leaf().mutable_grad();
     const bool pending = row.pending.is_same_tensor(grad);
     if (is_materialized(row)) {
       row.accumulated = source(row);
+      if (row.accumulated.defined() && !row.inspected.is_unchanged(row.accumulated))
+        edited_sums_ = true;
       row.param.mutable_grad().reset();
     } else if (grad.defined() && row.model.defined() && !row.spent.is_same_tensor(grad)) {
       const torch::Tensor& used = checked_gradient(row, grad);
@@ -313,10 +317,12 @@ void ParamTable::begin_backward() {
       set_gradient(i, grad, true, none, grad);
       fold = true;
       continue;
+    } else if (grad.defined() && !row.model.defined() && !row.inspected.is_unchanged(grad)) {
+      all_inspected_ = false;
     }
     set_gradient(i, none, false, none, none);
   }
-  if (fold) inspect(pending_scale_, true);
+  if (fold) inspect(pending_scale_, true, {}, false, true);
   began_early_ = fold && delayed_;
   delayed_ = false;
   for (Row& row : rows_) {
@@ -325,7 +331,6 @@ void ParamTable::begin_backward() {
     grad.reset();
     row.copied_grad.reset();
     row.pending.forget();
-    row.inspected.forget();
     row.spent.forget();
   }
   materialized_ = false;
@@ -339,6 +344,7 @@ void ParamTable::mark_backward(const torch::Tensor& scale) {
   for (Row& row : rows_) {
     torch::Tensor& grad = row.leaf().mutable_grad();
     if (grad.defined()) row.pending.remember(grad);
+    row.inspected.forget();
     if (row.model.defined() || !row.accumulated.defined()) continue;
     // The stash is unscaled and the new gradient is not, so they meet in the scaled one.
     if (grad.defined()) {
@@ -363,7 +369,13 @@ void ParamTable::end_backward(const torch::Tensor& scale, bool check) {
     set_gradient(i, none, false, none, none);
     if (row.accumulated.defined() && (row.model.defined() || !grad.defined())) norm_known_ = false;
     if (!grad.defined()) {
-      if (!row.model.defined()) grad = std::move(row.accumulated);
+      if (row.model.defined() || !row.accumulated.defined()) continue;
+      grad = std::move(row.accumulated);
+      if (!check || row.inspected.is_unchanged(grad)) continue;
+      // Nobody has looked at it, as at zeros. By the next pass all are inspected.
+      grad = checked_gradient(row, grad);
+      set_gradient(i, none, false, grad, none);
+      row.inspected.remember(grad);
       continue;
     }
     if (row.model.defined()) {
@@ -378,7 +390,8 @@ void ParamTable::end_backward(const torch::Tensor& scale, bool check) {
     any = true;
   }
   // Also when the pass left no gradient: the loss scale asks for its verdict.
-  if (any || check) inspect(pending_scale_, check, began_early_);
+  // An overflow that an earlier pass was told of is not this one's.
+  if (any || check) inspect(pending_scale_, check, {}, began_early_, all_inspected_);
   delayed_ = began_early_ = false;
   for (Row& row : rows_) {
     if (!row.has_grad) continue;
@@ -387,8 +400,12 @@ void ParamTable::end_backward(const torch::Tensor& scale, bool check) {
       bump_version(grad);
       row.accumulated.reset();
     }
-    if (check) row.inspected.remember(grad);
     row.copied_grad.reset();
+    if (check) {
+      row.inspected.remember(grad);
+    } else {
+      row.inspected.forget();
+    }
   }
 }
 
@@ -419,7 +436,9 @@ void ParamTable::materialize() {
     Row& row = rows_[found[i]];
     const torch::Tensor accumulated = std::move(row.accumulated);
     torch::Tensor out = accumulated.defined() ? accumulated : empty_laid_out_as(row.param);
+    bool inspected = true;
     if (row.pending.is_same_tensor(row.model.mutable_grad())) {
+      inspected = row.inspected.is_unchanged(row.model.mutable_grad());
       const torch::Tensor grad = checked_gradient(row, row.model.mutable_grad());
       row.copied_grad.reset();
       table.set(kGrad, int64_t(i), grad.data_ptr(), dtype_of(grad, row.name));
@@ -434,6 +453,8 @@ void ParamTable::materialize() {
     row.param.mutable_grad() = out;
     row.model.mutable_grad() = out;
     row.pending.forget();
+    row.inspected.forget();
+    if (inspected) row.inspected.remember(out);
   }
   InspectArgs args;
   args.scale = scale.defined() ? scale.data_ptr<float>() : nullptr;
@@ -458,7 +479,7 @@ void ParamTable::zero_grad(bool set_to_none) {
     row.inspected.forget();
     row.spent.forget();
   }
-  materialized_ = unread_ = delayed_ = false;
+  materialized_ = unread_ = delayed_ = edited_sums_ = false;
   norm_known_ = false;
 }
 
@@ -547,10 +568,11 @@ void ParamTable::prefetch_row(int64_t i) const {
   }
 }
 
-std::vector<int64_t> ParamTable::collect(const std::optional<torch::Tensor>& scale) {
+std::vector<int64_t> ParamTable::collect(const std::optional<torch::Tensor>& scale,
+                                         bool unscales) {
   const torch::Tensor none;
   bool any_pending = false;
-  unchanged_ = true;
+  unchanged_ = !edited_sums_;
   edited_.clear();
   std::vector<int64_t> stateless;
   // Every check comes before the first change of a tensor.
@@ -565,9 +587,12 @@ std::vector<int64_t> ParamTable::collect(const std::optional<torch::Tensor>& sca
                 "step() inside a backward pass of scale_loss; call "
                 "it after the context has ended");
     bool scaled = scale && !is_materialized(row);
+    const torch::Tensor& used = row.has_grad ? checked_gradient(row, grad) : none;
+    row.unscales =
+        unscales && scaled && row.has_grad && used.scalar_type() == torch::kFloat32;
     if (row.has_grad && row.pending.is_same_tensor(grad)) scaled = any_pending = true;
-    set_gradient(i, row.has_grad ? checked_gradient(row, grad) : none, scaled, row.accumulated,
-                 none);
+    set_gradient(i, used, scaled, row.accumulated, none);
+    set(kUnscaled, i, row.unscales ? used : none);
     if (row.has_grad && !row.inspected.is_unchanged(grad)) unchanged_ = false;
     const bool has_gradient = row.has_grad || row.accumulated.defined();
     if (has_gradient && algorithm_ != Algorithm::kNone && !row.has_states) stateless.push_back(i);
@@ -586,7 +611,7 @@ bool ParamTable::is_measured() const {
 }
 
 void ParamTable::inspect_collected(const Preparation& preparation) {
-  inspect(collected_scale_, true, false, preparation);
+  inspect(collected_scale_, true, preparation);
   norm_known_ = unchanged_ = true;
 }
 
@@ -689,6 +714,11 @@ void ParamTable::spend_gradients(bool stepped) {
     prefetch_versions(i);
     Row& row = rows_[i];
     if (stepped && (row.has_grad || row.accumulated.defined())) row.mark_stepped();
+    if (stepped && row.unscales) {
+      torch::Tensor& grad = row.leaf().mutable_grad();
+      if (row.copied_grad.defined()) grad = row.copied_grad;
+      bump_version(grad);
+    }
     if (row.model.defined()) {
       const torch::Tensor& grad = row.model.mutable_grad();
       if (grad.defined()) row.spent.remember(grad);
@@ -698,7 +728,7 @@ void ParamTable::spend_gradients(bool stepped) {
     row.copied_grad.reset();
     row.inspected.forget();
   }
-  materialized_ = unread_ = delayed_ = false;
+  materialized_ = unread_ = delayed_ = edited_sums_ = false;
   norm_known_ = false;
 }
 

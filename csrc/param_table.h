@@ -70,8 +70,8 @@ class ParamTable {
 
   // One step. collect() finds the gradients, checks them all and returns the rows that have one but
   // no state yet; nothing has changed then. `scale`: what gradients not pending are multiplied by
-  // (a GradScaler's).
-  std::vector<int64_t> collect(const std::optional<torch::Tensor>& scale);
+  // (a GradScaler's); with `unscales` the update leaves those in FP32 unscaled.
+  std::vector<int64_t> collect(const std::optional<torch::Tensor>& scale, bool unscales);
   // Makes sum_squares that of the collected gradients, now rather than in the step.
   void measure();
   void update(const std::optional<torch::Tensor>& found_inf, double max_norm, bool inspect,
@@ -121,6 +121,7 @@ class ParamTable {
     bool has_states = false;
     bool has_grad = false;  // the current pass reads one
     bool is_contiguous = false;
+    bool unscales = false;  // the update of this step unscales the gradient in place
     Identity pending, spent;
     Contents inspected;
     bool was_edited() const;  // by somebody else, since the master last matched it
@@ -145,8 +146,8 @@ class ParamTable {
   void spend_gradients(bool stepped);
   bool is_measured() const;
   void inspect_collected(const Preparation& preparation);
-  void inspect(const torch::Tensor& scale, bool record, bool same_pass = false,
-               const Preparation& preparation = {});
+  void inspect(const torch::Tensor& scale, bool record, const Preparation& preparation = {},
+               bool same_pass = false, bool fresh = false);
   void map_masters(MapOp op, const std::vector<int64_t>& rows);
   bool needs_row_norms() const { return algorithm_ == Algorithm::kNovoGrad || layerwise_; }
   float* row_norms(NormColumn column);
@@ -169,6 +170,8 @@ class ParamTable {
   std::vector<int64_t> edited_;  // rows whose model weight somebody edited
   bool delayed_ = false;         // mark_backward() left gradients that nobody inspected
   bool began_early_ = false;     // the running pass includes them: begin_backward() inspected them
+  bool all_inspected_ = true;    // the gradients that the running pass found, before it began
+  bool edited_sums_ = false;     // somebody edited what earlier passes left beside a master
   bool layerwise_ = false;       // some row is stepped as in LARC
 };
 

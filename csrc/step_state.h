@@ -38,7 +38,9 @@ struct StepState {
 // finite. `same_pass`: it belongs to the pass of the inspection before it.
 HD void record_inspection(StepState& state, double sum_squares, int32_t bad_row, uint32_t bad_bits,
                           bool same_pass) {
-  state.sum_squares = sum_squares;
+  // What made the flag rise earlier is still there, also where only newer gradients were measured.
+  const double infinity = bits_float(kInfinityBits);
+  state.sum_squares = state.found_inf != 0 && sum_squares < infinity ? infinity : sum_squares;
   if (!same_pass) state.pass_found_inf = 0;
   if (bad_row < 0) return;
   state.pass_found_inf = 1;

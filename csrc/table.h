@@ -25,12 +25,13 @@ enum List : int {
   kState0,       // exp_avg, or SGD's momentum_buffer
   kState1,       // exp_avg_sq
   kState2,       // max_exp_avg_sq
+  kUnscaled,     // where the update writes unscaled gradients, if anywhere: over scaled FP32 ones
   kLists
 };
 
 // Plain multi-tensor ops use the first three roles under these names.
 constexpr List kSource = kGrad, kSource2 = kAccumulated, kTarget = kGradOut;
-// LAMB's update, within a pass: no gradient is written then.
+// LAMB's update, within a pass: inspect writes no gradient then.
 constexpr List kUpdate = kGradOut;
 
 HD constexpr unsigned bit(int list) { return 1u << list; }

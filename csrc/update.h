@@ -15,16 +15,18 @@
 
 namespace ampfuse {
 
-// The gradient of this step: unscaled, clipped, with what earlier passes accumulated.
+// The gradient of this step: unscaled, clipped, with what earlier passes accumulated. Whoever looks
+// at it after the step finds it unscaled and not clipped.
 template <class F>
-HD F step_gradient(const F (&x)[kLists], const RowCoef& c) {
+HD F step_gradient(F (&x)[kLists], const RowCoef& c) {
+  x[kUnscaled] = F(c.inverse_scale) * x[kGrad];
   return fma(x[kGrad], F(c.grad_scale), x[kAccumulated] * F(c.accum_scale));
 }
 
 // torch.optim.SGD.
 struct SgdOp {
   static constexpr unsigned kReads = bit(kGrad) | bit(kAccumulated) | bit(kParam) | bit(kState0);
-  static constexpr unsigned kWrites = bit(kParam) | bit(kModel) | bit(kState0);
+  static constexpr unsigned kWrites = bit(kParam) | bit(kModel) | bit(kState0) | bit(kUnscaled);
   static constexpr unsigned kChecked = 0;
   RowCoef c;
 
@@ -57,7 +59,7 @@ struct AdamOp {
   static constexpr unsigned kReads =
       bit(kGrad) | bit(kAccumulated) | bit(kParam) | bit(kState0) | bit(kState1) | bit(kState2);
   static constexpr unsigned kWrites =
-      bit(kParam) | bit(kModel) | bit(kState0) | bit(kState1) | bit(kState2);
+      bit(kParam) | bit(kModel) | bit(kState0) | bit(kState1) | bit(kState2) | bit(kUnscaled);
   static constexpr unsigned kChecked = 0;
   RowCoef c;
 
@@ -99,7 +101,7 @@ HD F decayed_update(const F& u, const F& p, const RowCoef& c) {
 // torch.optim.Adagrad (Duchi et al., JMLR 2011), with decoupled decay if asked for.
 struct AdagradOp {
   static constexpr unsigned kReads = bit(kGrad) | bit(kAccumulated) | bit(kParam) | bit(kState0);
-  static constexpr unsigned kWrites = bit(kParam) | bit(kModel) | bit(kState0);
+  static constexpr unsigned kWrites = bit(kParam) | bit(kModel) | bit(kState0) | bit(kUnscaled);
   static constexpr unsigned kChecked = 0;
   RowCoef c;
 
@@ -121,7 +123,7 @@ struct AdagradOp {
 // NovoGrad. The norms are in the row's coefficients (advance_row): here it is momentum.
 struct NovoGradOp {
   static constexpr unsigned kReads = bit(kGrad) | bit(kAccumulated) | bit(kParam) | bit(kState0);
-  static constexpr unsigned kWrites = bit(kParam) | bit(kModel) | bit(kState0);
+  static constexpr unsigned kWrites = bit(kParam) | bit(kModel) | bit(kState0) | bit(kUnscaled);
   static constexpr unsigned kChecked = 0;
   RowCoef c;
 
@@ -162,7 +164,7 @@ template <bool kAgain = false>
 struct LambMomentsOp {
   static constexpr unsigned kReads =
       (kAgain ? 0 : bit(kGrad) | bit(kAccumulated)) | bit(kParam) | bit(kState0) | bit(kState1);
-  static constexpr unsigned kWrites = kAgain ? 0 : bit(kState0) | bit(kState1);
+  static constexpr unsigned kWrites = kAgain ? 0 : bit(kState0) | bit(kState1) | bit(kUnscaled);
   static constexpr unsigned kChecked = 0;
   static constexpr unsigned kMeasured = bit(kParam) | bit(kUpdate);
   RowCoef c;
@@ -302,26 +304,41 @@ struct AxpbyOp {
   }
 };
 
-// The unscaled gradient, which inspect measures and, where a row asks for it, writes. kAgain: it is
-// measured once more, from where it was written if it was: that may be where it was read.
+// The unscaled gradient with what earlier passes accumulated: inspect writes it where a row asks for
+// it, and measures it. `fresh`: an overflow belongs to the pass that made it, so where what earlier
+// passes left is not finite, the new gradient alone is measured. kAgain: it is measured once more,
+// from where it was written if it was: that may be where it was read.
 template <bool kAgain = false>
 struct InspectOp {
   static constexpr unsigned kReads = bit(kGrad) | bit(kAccumulated) | (kAgain ? bit(kGradOut) : 0);
   static constexpr unsigned kWrites = kAgain ? 0 : bit(kGradOut);
   static constexpr unsigned kChecked = 0;
-  static constexpr unsigned kMeasured = bit(kGradOut);
+  static constexpr unsigned kMeasured = bit(kUnscaled);
   float inv_scale;
-  bool written;
+  bool fresh, written;
 
-  HD static InspectOp for_row(const TableView& view, int64_t row, float inv_scale, float) {
-    return {view.scaled[row] ? inv_scale : 1.0f, view.pointer(kGradOut, row) != nullptr};
+  HD static InspectOp for_row(const TableView& view, int64_t row, float inv_scale, float fresh) {
+    return {view.scaled[row] ? inv_scale : 1.0f,
+            fresh != 0 && view.pointer(kAccumulated, row) != nullptr,
+            view.pointer(kGradOut, row) != nullptr};
   }
-  HD InspectOp<true> again() const { return {inv_scale, written}; }
+  HD InspectOp<true> again() const { return {inv_scale, fresh, written}; }
 
   template <class F>
   HD void operator()(F (&x)[kLists]) const {
-    if (kAgain && written) return;
-    x[kGradOut] = fma(x[kGrad], F(inv_scale), x[kAccumulated]);
+    // A difference with itself is 0 for finite values and NaN for others.
+    if (kAgain && written) {
+      x[kUnscaled] = x[kGradOut];
+      if (fresh) {
+        x[kUnscaled] = select_equal(x[kGradOut] - x[kGradOut], F(0.0f), x[kGradOut], F(0.0f));
+      }
+      return;
+    }
+    x[kUnscaled] = x[kGradOut] = fma(x[kGrad], F(inv_scale), x[kAccumulated]);
+    if (fresh) {
+      x[kUnscaled] = select_equal(x[kAccumulated] - x[kAccumulated], F(0.0f), x[kUnscaled],
+                                  x[kGrad] * F(inv_scale));
+    }
   }
 };
 

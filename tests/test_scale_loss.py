@@ -637,6 +637,24 @@ def test_delay_overflow_check():
     assert weight(optimizer) == 0.75
 
 
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4"])
+@pytest.mark.parametrize("how", ["unchecked pass", "by hand"])
+def test_an_overflow_that_no_pass_was_told_of_still_skips(level, how):
+    model, optimizer = make(level, loss_scale="dynamic")
+    if how == "by hand":
+        backward(model, optimizer, 0.25)
+        next(amp.master_params(optimizer)).grad.fill_(inf)
+    else:
+        backward(model, optimizer, inf, delay_overflow_check=True)
+    backward(model, optimizer, 0.25)
+    optimizer.step()
+    assert weight(optimizer) == 1.0
+    optimizer.zero_grad()
+    backward(model, optimizer, 0.25)
+    optimizer.step()
+    assert weight(optimizer) == 0.75
+
+
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_body_that_raises_loses_nothing(level):
     model, optimizer = make(level)

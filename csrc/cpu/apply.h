@@ -60,8 +60,8 @@ struct AnyTypes {
 
 // The mixtures that nearly all rows have are known when compiling, so that their loops are free of
 // branches: gradients and model weights in kHalf beside FP32 masters and moments, or, with
-// kFloat32, no half at all.
-template <DType kHalf>
+// kFloat32, no half at all, and gradients that are written back unscaled or are not.
+template <DType kHalf, DType kBack = DType::kNone>
 struct MasterTypes {
   static constexpr bool kKnown = true;
   HD constexpr DType operator()(int list) const {
@@ -74,16 +74,18 @@ struct MasterTypes {
       case kState0:
       case kState1:
         return DType::kFloat32;
+      case kUnscaled:
+        return kBack;
       default:
         return DType::kNone;
     }
   }
 };
 
-// Calls run(types) with MasterTypes<kHalf> if all `used` lists agree with it, else with AnyTypes.
-template <DType kHalf, class Run>
+// Calls run(types) with Types if all `used` lists agree with it, else with AnyTypes.
+template <class Types, class Run>
 HD void with_master_types(const ChunkLists& lists, unsigned used, const Run& run) {
-  const MasterTypes<kHalf> types;
+  const Types types;
   bool known = true;
   for (int list = 0; list < kLists; ++list)
     known &= !(used & bit(list)) || lists.dtype[list] == types(list);
@@ -91,15 +93,21 @@ HD void with_master_types(const ChunkLists& lists, unsigned used, const Run& run
   run(AnyTypes{lists.dtype});
 }
 
-template <class Run>
-HD void with_types(const ChunkLists& lists, unsigned used, const Run& run) {
+// `kUsed`: the lists that the pass touches.
+template <unsigned kUsed, class Run>
+HD void with_types(const ChunkLists& lists, const Run& run) {
+  constexpr DType kF32 = DType::kFloat32;
   switch (lists.dtype[kGrad]) {
     case DType::kFloat32:
-      return with_master_types<DType::kFloat32>(lists, used, run);
+      if constexpr (kUsed & bit(kUnscaled)) {
+        if (lists.dtype[kUnscaled] == kF32)
+          return with_master_types<MasterTypes<kF32, kF32>>(lists, kUsed, run);
+      }
+      return with_master_types<MasterTypes<kF32>>(lists, kUsed, run);
     case DType::kFloat16:
-      return with_master_types<DType::kFloat16>(lists, used, run);
+      return with_master_types<MasterTypes<DType::kFloat16>>(lists, kUsed, run);
     case DType::kBFloat16:
-      return with_master_types<DType::kBFloat16>(lists, used, run);
+      return with_master_types<MasterTypes<DType::kBFloat16>>(lists, kUsed, run);
     default:
       return run(AnyTypes{lists.dtype});
   }
@@ -125,6 +133,9 @@ struct Prefetch {
   static constexpr int kLocality = kSingle ? 2 : 3;
 };
 
+// Unscaled gradients are stored where the gradients were read: those lines are fetched already.
+constexpr unsigned kRewritten = bit(kUnscaled);
+
 // When element i starts a cache line in a list of `fetched`, fetches the line kAhead further, in
 // this chunk (kHere: surely) or the next. The hardware's prefetchers stop at the end of each page
 // of 4 KB, of which an Adam step walks five side by side, and do not know where the next tensor is:
@@ -133,7 +144,7 @@ template <bool kHere, class Distance, class Types>
 HD void prefetch(const Walk& walk, const Types& types, unsigned fetched, int64_t i) {
   constexpr int64_t kAhead = Distance::kAhead;
   const int64_t n = walk.lists.length;
-#pragma GCC unroll 8
+#pragma GCC unroll 9
   for (int list = 0; list < kLists; ++list) {
     if (!(fetched & bit(list)) || types(list) == DType::kNone) continue;
     const int64_t size = element_size(types(list));
@@ -151,7 +162,7 @@ HD void prefetch(const Walk& walk, const Types& types, unsigned fetched, int64_t
 // Fetches the strip of a whole chunk at element i into L2.
 template <unsigned kFetched, class Types>
 HD void fetch_strip(const ChunkLists& chunk, const Types& types, int64_t i) {
-#pragma GCC unroll 8
+#pragma GCC unroll 9
   for (int list = 0; list < kLists; ++list) {
     if (!(kFetched & bit(list)) || types(list) == DType::kNone) continue;
     const int64_t size = element_size(types(list));
@@ -215,12 +226,12 @@ HD void store(const F& x, const ChunkLists& lists, const Types& types, int list,
 template <class F, bool kWhole, unsigned kStored, class Op, class Types>
 HD void run_vector(const Op& op, const ChunkLists& lists, const Types& types, int64_t i, int count,
                    F (&x)[kLists]) {
-#pragma GCC unroll 8
+#pragma GCC unroll 9
   for (int list = 0; list < kLists; ++list) {
     x[list] = Op::kReads & bit(list) ? load<F, kWhole>(lists, types, list, i, count) : F(0.0f);
   }
   op(x);
-#pragma GCC unroll 8
+#pragma GCC unroll 9
   for (int list = 0; list < kLists; ++list) {
     if (kStored & bit(list)) store<F, kWhole>(x[list], lists, types, list, i, count);
   }
@@ -232,11 +243,11 @@ HD bool apply_chunk(const Op& op, const Walk& walk, const Types& types) {
   const ChunkLists lists = walk.lists;
   typename F::Magnitude largest;
   for_steps<F, F::kWidth, Prefetch<Op::kReads>>(
-      walk, types, Op::kReads | Op::kWrites,
+      walk, types, (Op::kReads | Op::kWrites) & ~kRewritten,
       [&](int64_t i, int count, auto whole) __attribute__((always_inline)) {
         F x[kLists];
         run_vector<F, decltype(whole)::value, Op::kWrites>(op, lists, types, i, count, x);
-#pragma GCC unroll 8
+#pragma GCC unroll 9
         for (int list = 0; list < kLists; ++list) {
           if (Op::kChecked & bit(list)) largest.include(x[list]);
         }
@@ -253,7 +264,7 @@ HD void apply_streaming(const Op& op, const Walk& walk, const Types& types) {
   constexpr unsigned kStored = Op::kWrites & ~bit(kModel);
   const ChunkLists lists = walk.lists;
   for_steps<F, kStrip, Prefetch<Op::kReads>>(
-      walk, types, Op::kReads | kStored, [&](int64_t i, int, auto) __attribute__((always_inline)) {
+      walk, types, (Op::kReads | kStored) & ~kRewritten, [&](int64_t i, int, auto) __attribute__((always_inline)) {
         F model[kVectors];
 #pragma GCC unroll 4
         for (int v = 0; v < kVectors; ++v) {
@@ -272,7 +283,7 @@ void apply_chunks(const TableView& view, float a, float b, int64_t begin, int64_
                   bool* found_inf) {
   for_walks(view, begin, end, [&](int64_t c, const Walk& walk) {
     const Op op = Op::for_row(view, view.chunks[c].row, a, b);
-    with_types(walk.lists, Op::kReads | Op::kWrites, [&](const auto& types) {
+    with_types<Op::kReads | Op::kWrites>(walk.lists, [&](const auto& types) {
       if constexpr (Op::kWrites & bit(kModel)) {
         if (walk.lists.streams_model) return apply_streaming<F>(op, walk, types);
       }
@@ -298,7 +309,7 @@ HD void measure_vector(const Op& op, const ChunkLists& lists, const Types& types
                        int count, const Add& add) {
   F x[kLists];
   run_vector<F, kWhole, Op::kWrites>(op, lists, types, i, count, x);
-#pragma GCC unroll 8
+#pragma GCC unroll 9
   for (int list = 0; list < kLists; ++list) {
     if (Op::kMeasured & bit(list)) add(measure_of(Op::kMeasured, list), x[list]);
   }
@@ -370,7 +381,7 @@ HD void add_by_strips(const Op& op, const Walk& walk, const Types& types, const 
 template <class F, class Op>
 void add_squares(const Op& op, const Walk& walk, const float* rescale, Sums<Op>& sums) {
   const bool whole = walk.lists.length == kChunk && walk.next.length == kChunk;
-  with_types(walk.lists, Op::kReads | Op::kWrites, [&](const auto& types) {
+  with_types<Op::kReads | Op::kWrites>(walk.lists, [&](const auto& types) {
     if constexpr (Prefetch<Op::kReads>::kSingle && std::decay_t<decltype(types)>::kKnown) {
       if (whole) return add_by_strips<F>(op, walk, types, rescale, sums);
     }
@@ -413,12 +424,12 @@ HD void measure_chunk(const Op& op, const Walk& walk, Partial* partials, int64_t
 }
 
 template <class F, class Op>
-void measure_with(const TableView& view, float a, int64_t begin, int64_t end) {
+void measure_with(const TableView& view, float a, float b, int64_t begin, int64_t end) {
   for_walks(view, begin, end, [&](int64_t c, const Walk& walk) {
     const int32_t row = view.chunks[c].row;
     Partial* partials = view.partials + c;
     if (view.has_gradient(row)) {
-      measure_chunk<F>(Op::for_row(view, row, a, 0), walk, partials, view.chunk_count);
+      measure_chunk<F>(Op::for_row(view, row, a, b), walk, partials, view.chunk_count);
     } else {
       for (int m = 0; m < Sums<Op>::kCount; ++m) partials[m * view.chunk_count] = {0.0, 0};
     }
@@ -426,15 +437,15 @@ void measure_with(const TableView& view, float a, int64_t begin, int64_t end) {
 }
 
 template <class F>
-void measure_chunks(const TableView& view, Measurement measurement, float inv_scale, int64_t begin,
-                    int64_t end) {
+void measure_chunks(const TableView& view, Measurement measurement, float inv_scale, bool fresh,
+                    int64_t begin, int64_t end) {
   switch (measurement) {
     case Measurement::kGradients:
-      return measure_with<F, InspectOp<>>(view, inv_scale, begin, end);
+      return measure_with<F, InspectOp<>>(view, inv_scale, fresh, begin, end);
     case Measurement::kParams:
-      return measure_with<F, ParamNormOp>(view, 0, begin, end);
+      return measure_with<F, ParamNormOp>(view, 0, 0, begin, end);
     case Measurement::kLamb:
-      return measure_with<F, LambMomentsOp<>>(view, 0, begin, end);
+      return measure_with<F, LambMomentsOp<>>(view, 0, 0, begin, end);
   }
 }
 

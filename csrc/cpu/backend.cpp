@@ -138,10 +138,8 @@ class CpuBackend : public Backend {
  public:
   void inspect(Table& table, const InspectArgs& args, void*) override {
     const TableView view = view_of(table);
-    const float scale = args.scale ? *args.scale : 1.0f;
     const FloatMode standard;
-    const float inv_scale = args.scale_is_inverse ? scale : float(1.0 / double(scale));
-    measure(table, Measurement::kGradients, inv_scale);
+    measure(table, Measurement::kGradients, inverse_scale(args), args.fresh);
     int32_t bad_row = -1;
     uint32_t bad_bits = 0;
     for (int64_t c = 0; c < view.chunk_count; ++c) {
@@ -159,7 +157,7 @@ class CpuBackend : public Backend {
 
   void measure_params(Table& table, float* row_norms, void*) override {
     const FloatMode standard;
-    measure(table, Measurement::kParams, 1);
+    measure(table, Measurement::kParams);
     add_rows(view_of(table), 1, row_norms, nullptr);
   }
 
@@ -175,7 +173,7 @@ class CpuBackend : public Backend {
     const TableView view = view_of(table);
     if (algorithm == Algorithm::kLamb) {
       const FloatMode standard;
-      measure(table, Measurement::kLamb, 1);
+      measure(table, Measurement::kLamb);
       add_rows(view, kMeasures, view.norms, nullptr);
     }
     for_chunks(table,
@@ -198,10 +196,11 @@ class CpuBackend : public Backend {
   }
 
  private:
-  static void measure(Table& table, Measurement measurement, float inv_scale) {
+  static void measure(Table& table, Measurement measurement, float inv_scale = 1,
+                      bool fresh = false) {
     const TableView view = view_of(table);
     for_chunks(table, [&](int64_t begin, int64_t end) {
-      kernels().measure(view, measurement, inv_scale, begin, end);
+      kernels().measure(view, measurement, inv_scale, fresh, begin, end);
     });
   }
 

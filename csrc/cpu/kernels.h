@@ -12,8 +12,8 @@ enum class Measurement { kGradients, kParams, kLamb };
 struct CpuKernels {
   const char* isa;
   // Leaves partials in the view.
-  void (*measure)(const TableView& view, Measurement measurement, float inv_scale, int64_t begin,
-                  int64_t end);
+  void (*measure)(const TableView& view, Measurement measurement, float inv_scale, bool fresh,
+                  int64_t begin, int64_t end);
   void (*update)(const TableView& view, Algorithm algorithm, int64_t begin, int64_t end);
   // Sets *found_inf where a checked list holds a non-finite value.
   void (*map)(const TableView& view, MapOp op, float a, float b, int64_t begin, int64_t end,

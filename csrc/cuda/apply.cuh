@@ -10,6 +10,8 @@
 
 #include <cuda_runtime.h>
 
+#include <type_traits>
+
 #include "../update.h"
 #include "launch.cuh"
 
@@ -249,17 +251,31 @@ __global__ void __launch_bounds__(kLanes, kMissing != 0 ? 3 : 1)
 }
 
 // Lists that few optimizers have. A kernel without them needs two thirds of the registers.
-constexpr unsigned kRareLists = bit(kAccumulated) | bit(kState2);
+constexpr unsigned kRareLists = bit(kAccumulated) | bit(kState2) | bit(kUnscaled);
+
+// Calls run(missing), an integral_constant of lists that no row of a table with the lists of
+// `present` has: all rare ones among `kUsed`; all but the unscaled gradients, which FP32 training
+// with a GradScaler has; or none.
+template <unsigned kUsed, class Run>
+void with_missing(unsigned present, const Run& run) {
+  constexpr unsigned kRare = kUsed & kRareLists, kBack = kRare & bit(kUnscaled);
+  if (!(present & kRare)) return run(std::integral_constant<unsigned, kRare>());
+  if constexpr (kBack) {
+    if (!(present & kRare & ~kBack))
+      return run(std::integral_constant<unsigned, kRare & ~kBack>());
+  }
+  run(std::integral_constant<unsigned, 0>());
+}
 
 // `present`: lists that some row of the table has.
 template <class Op>
 void apply(const char* name, const TableView& view, unsigned present, bool gradients_only,
            const StepState* state, float a, float b, float* found_inf, cudaStream_t stream) {
   if (view.chunk_count == 0) return;
-  constexpr unsigned kRare = Op::kReads & kRareLists;
-  const auto kernel = present & kRare ? apply_kernel<Op, 0> : apply_kernel<Op, kRare>;
-  launch(Kernel{name, kernel}, view.chunk_count * kSlices, kLanes, stream, view, gradients_only,
-         state, a, b, found_inf);
+  with_missing<Op::kReads | Op::kWrites>(present, [&](auto missing) {
+    launch(Kernel{name, apply_kernel<Op, missing>}, view.chunk_count * kSlices, kLanes, stream, view,
+           gradients_only, state, a, b, found_inf);
+  });
 }
 
 }  // namespace ampfuse

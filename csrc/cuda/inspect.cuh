@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kLanes, kMissing != 0 ? 4 : 2)
   const RowNorms rows{args.row_norms, args.row_largest};
   if (rows.wanted()) finish_empty_rows(view, 1, rows);
   if (blockIdx.x < view.chunk_count) {  // a table without elements has one block and no chunk
-    measure_chunk<InspectOp<>, kMissing>(view, inverse_scale(args));
+    measure_chunk<InspectOp<>, kMissing>(view, inverse_scale(args), args.fresh);
     if (rows.wanted()) finish_row(view, 1, rows, tickets);
   }
   if (!arrives_last(tickets + view.rows, gridDim.x)) return;

@@ -70,7 +70,7 @@ __device__ Sums<Op> add_squares(const Op& op, const Column (&columns)[kLists], i
 
 // Measures the block's chunk; its partials are in the table then.
 template <class Op, unsigned kMissing>
-__device__ void measure_chunk(const TableView& view, float a) {
+__device__ void measure_chunk(const TableView& view, float a, float b) {
   constexpr int kCount = Sums<Op>::kCount;
   const Chunk chunk = view.chunks[blockIdx.x];
   Partial* partials = view.partials + blockIdx.x;
@@ -80,7 +80,7 @@ __device__ void measure_chunk(const TableView& view, float a) {
     }
     return;
   }
-  const Op op = Op::for_row(view, chunk.row, a, 0);
+  const Op op = Op::for_row(view, chunk.row, a, b);
   const int64_t first = chunk.index * kChunk;
   const int64_t rest = view.numel[chunk.row] - first;
   const int n = rest < kChunk ? int(rest) : int(kChunk);
@@ -175,7 +175,7 @@ __global__ void __launch_bounds__(kLanes, measuring_blocks(Op::kReads, kMissing)
   constexpr int kCount = Sums<Op>::kCount;
   finish_empty_rows(view, kCount, out);
   if (blockIdx.x >= view.chunk_count) return;  // a table without elements: one block and no chunk
-  measure_chunk<Op, kMissing>(view, 0);
+  measure_chunk<Op, kMissing>(view, 0, 0);
   finish_row(view, kCount, out, tickets);
 }
 
@@ -185,10 +185,10 @@ template <class Op>
 void measure(const char* name, const TableView& view, unsigned present, float* norms,
              unsigned* tickets, const StepState* state, cudaStream_t stream) {
   if (view.rows == 0) return;
-  constexpr unsigned kRare = Op::kReads & kRareLists;
-  const auto kernel = present & kRare ? measure_kernel<Op, 0> : measure_kernel<Op, kRare>;
-  launch(Kernel{name, kernel}, view.chunk_count > 0 ? view.chunk_count : 1, kLanes, stream, view,
-         RowNorms{norms, nullptr}, tickets, state);
+  with_missing<Op::kReads | Op::kWrites>(present, [&](auto missing) {
+    launch(Kernel{name, measure_kernel<Op, missing>}, view.chunk_count > 0 ? view.chunk_count : 1,
+           kLanes, stream, view, RowNorms{norms, nullptr}, tickets, state);
+  });
 }
 
 }  // namespace ampfuse

@@ -181,6 +181,35 @@ TEST(no_rows) {
   }
 }
 
+// In place, and not clipped. `mixed`: beside rows that have every other list.
+TEST(updates_leave_unscaled_gradients) {
+  for (const Algorithm algorithm : kAlgorithms) {
+    for (const bool mixed : {false, true}) {
+      std::vector<RowSpec> rows = mixed ? optimizer_rows() : std::vector<RowSpec>();
+      const int64_t first = int64_t(rows.size());
+      for (const int64_t n : seam_sizes()) {
+        RowSpec row = optimizer_row(n, 3 * int(n % 4));
+        row.types[kGrad] = row.types[kParam] = kF32;
+        row.types[kAccumulated] = row.types[kState2] = kAbsent;
+        row.scaled = true;
+        rows.push_back(row);
+      }
+      World before(false, rows);
+      Pair pair(rows);
+      pair.both([&](World& world) {
+        for (int64_t row = first; row < world.rows(); ++row) world.alias(row, kUnscaled, kGrad);
+        world.step(algorithm, 0.5);
+      });
+      pair.expect_same();
+      for (int64_t row = 0; row < before.rows(); ++row) {
+        std::vector<float> expected = before.values(row, kGrad);
+        for (float& value : expected) value *= row < first ? 1.0f : 1.0f / 1024;
+        EXPECT(pair.gpu.values(row, kGrad) == expected, "row ", row);
+      }
+    }
+  }
+}
+
 TEST(gradients_come_and_go) {
   Pair pair({optimizer_row(100, 0), optimizer_row(5000, 1), optimizer_row(77, 2)});
   for (int step = 0; step < 4; ++step) {
@@ -293,6 +322,44 @@ TEST(unscaled_gradients_are_written) {
         world.inspect();
       });
       pair.expect_same();
+    }
+  }
+}
+
+// What earlier passes left is not this one's overflow; its own is, wherever the other is.
+TEST(an_overflow_belongs_to_the_pass_that_made_it) {
+  for (const DType type : kTypes) {
+    for (const float magnitude : {1.0f, 1e-25f}) {  // the small ones are summed twice
+      for (const bool fresh : {false, true}) {
+        for (const float earlier : {1.0f, kInf, kNan}) {
+          for (const float now : {1.0f, -kInf}) {
+            std::vector<RowSpec> rows;
+            for (const int64_t n : {int64_t(9), kChunk + 3}) {
+              rows.push_back(gradient_row(n, type, true));
+              rows.back().types[kAccumulated] = type;
+            }
+            Pair pair(rows);
+            pair.both([&](World& world) {
+              world.fresh = fresh;
+              for (int64_t row = 0; row < world.rows(); ++row) {
+                for (int64_t i = 0; i < 9; ++i) {
+                  world.set(row, kGrad, i, magnitude * float(1 + i));
+                  world.set(row, kAccumulated, i, 0);
+                }
+                world.alias(row, kGradOut, kGrad);
+              }
+              world.set(1, kAccumulated, 5, earlier);
+              if (now != 1) world.set(1, kGrad, 5, now);
+              world.inspect();
+            });
+            pair.expect_same();
+            const bool overflow = now != 1 || (earlier != 1 && !fresh);
+            EXPECT(pair.gpu.state.read().found_inf == float(overflow));
+            const float written = pair.gpu.values(1, kGrad)[5];
+            EXPECT(std::isfinite(written) == (now == 1 && earlier == 1), written);
+          }
+        }
+      }
     }
   }
 }

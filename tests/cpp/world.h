@@ -173,6 +173,7 @@ class World {
   void inspect(void* stream = nullptr, const Preparation& preparation = {}) {
     InspectArgs args;
     args.preparation = preparation;
+    args.fresh = fresh;
     args.scale = loss_scale.get();
     args.state = state.get();
     args.found_inf = found_inf.get();
@@ -212,6 +213,7 @@ class World {
   Cell<StepState> state;
   bool layerwise = false;  // the norms of parameters take part
   bool apart = false;      // the inspection and the preparation are two calls
+  bool fresh = false;      // an inspection judges new gradients alone
   Cell<float> steps, found_inf, norm, row_norms, row_largest, param_norms, norm_averages,
       loss_scale;
 

@@ -28,7 +28,8 @@ class GradScaler(torch.amp.GradScaler):
 
     With an optimizer of ``ampfuse.optim`` (or one that went through ``amp.initialize``) ``step``
     is the optimizer's own: it inspects, unscales, clips and updates without another pass over the
-    gradients and without the host waiting. Other optimizers are driven as torch does it.
+    gradients and without the host waiting. FP32 gradients read unscaled afterwards, unless the
+    optimizer was built with ``unscale_grads=False``. Other optimizers are driven as torch does it.
 
     What else differs from torch's:
 

@@ -19,7 +19,7 @@ class Adagrad(FusedOptimizer, torch.optim.Adagrad):
         params, lr, lr_decay, weight_decay, initial_accumulator_value, eps, maximize: as in torch.
         decoupled_weight_decay (in a parameter group only): the decay acts on the parameter, as in
             AdamW, instead of through the gradient.
-        master_weights, max_grad_norm, skip_nonfinite, foreach, fused: as in
+        master_weights, max_grad_norm, skip_nonfinite, unscale_grads, foreach, fused: as in
             :class:`ampfuse.optim.AdamW`.
 
     Raises:

@@ -26,6 +26,10 @@ _DOC = """{name} with a fused step: a drop-in for :class:`torch.optim.{name}`.
             ``torch.nn.utils.clip_grad_norm_``; a non-finite gradient then skips the step.
         skip_nonfinite: skip the step if a gradient holds inf or NaN. A GradScaler and dynamic loss
             scaling do so anyway.
+        unscale_grads: after a step that a GradScaler drives, FP32 gradients read unscaled (and not
+            clipped), as with torch's fused optimizers; a skipped step leaves them as they were, and
+            half ones always stay scaled. False: the step writes 4 bytes less per element, and
+            ``.grad`` stays multiplied by the loss scale.
 
     ``last_step`` tells, on the device, whether the last step was skipped, its gradient norm and
     loss scale.

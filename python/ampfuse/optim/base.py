@@ -28,6 +28,7 @@ _OPTIONS = (
     "master_weights",
     "max_grad_norm",
     "skip_nonfinite",
+    "unscale_grads",
     "skip_on_overflow",
     "_under_amp",
     "_names",
@@ -90,6 +91,7 @@ class AmpOptimizer(torch.optim.Optimizer):
     master_weights: bool = False
     max_grad_norm: float | None = None
     skip_nonfinite: bool = False
+    unscale_grads: bool = True
     # Under amp: whether an overflow skips the step (dynamic scaling) or not (a static scale).
     skip_on_overflow: bool = True
     in_backward: bool = False

@@ -36,15 +36,17 @@ class FusedOptimizer(AmpOptimizer):
         master_weights: bool = False,
         max_grad_norm: float | None = None,
         skip_nonfinite: bool = False,
+        unscale_grads: bool = True,
         **kwargs: Any,
     ) -> None:
-        """The arguments of the torch class that a subclass also inherits, and three of ours."""
+        """The arguments of the torch class that a subclass also inherits, and four of ours."""
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise ValueError(f"max_grad_norm is {max_grad_norm}; it has to be positive, or None")
         super().__init__(params, *args, **kwargs)
         self.master_weights = bool(master_weights)
         self.max_grad_norm = max_grad_norm
         self.skip_nonfinite = bool(skip_nonfinite)
+        self.unscale_grads = bool(unscale_grads)
 
     def _check_group(self, group: dict[str, Any]) -> None:
         if group.get("differentiable"):
@@ -98,7 +100,7 @@ class FusedOptimizer(AmpOptimizer):
         table = self._sync_rows()
         self._keep_bound()
         self._send_hyper()
-        stateless = table.collect(self.__dict__.get("grad_scale"))
+        stateless = table.collect(self.__dict__.get("grad_scale"), self.unscale_grads)
         for row in stateless:
             self._init_state(row)
         if stateless:
@@ -193,7 +195,7 @@ class FusedOptimizer(AmpOptimizer):
         if not max_norm > 0:
             raise ValueError(f"max_norm is {max_norm}; it has to be positive")
         table = self._sync_rows()
-        table.collect(self.__dict__.get("grad_scale"))
+        table.collect(self.__dict__.get("grad_scale"), self.unscale_grads)
         table.measure()
         self._clip_once = float(max_norm)
         return table.state_field("sum_squares").sqrt().to(torch.float32)

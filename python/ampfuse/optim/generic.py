@@ -31,7 +31,7 @@ class GenericOptimizer(AmpOptimizer):
         if scale is not None:
             self.unscale_gradients(scale)
         table.refresh_masters()
-        table.collect(None)
+        table.collect(None, False)
         table.decide(**self._verdict(0.0))
         if self._overflowed():
             table.finish_step()

@@ -28,7 +28,7 @@ class LAMB(FusedOptimizer):
             as Adam (NVIDIA's variant).
         max_grad_norm: clip all gradients to this L2 norm first, within the step. LAMB recipes
             mostly use 1.
-        master_weights, skip_nonfinite: as in :class:`ampfuse.optim.AdamW`.
+        master_weights, skip_nonfinite, unscale_grads: as in :class:`ampfuse.optim.AdamW`.
 
     Raises:
         TypeError: a parameter of another dtype than float32, float16 and bfloat16. ValueError: an

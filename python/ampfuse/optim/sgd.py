@@ -20,7 +20,7 @@ class SGD(FusedOptimizer, torch.optim.SGD):
         params, lr, momentum, dampening, weight_decay, nesterov, maximize: as in torch.
         wd_after_momentum (in a parameter group only): add the weight decay after the momentum
             instead of before it.
-        master_weights, max_grad_norm, skip_nonfinite, foreach, fused: as in
+        master_weights, max_grad_norm, skip_nonfinite, unscale_grads, foreach, fused: as in
             :class:`ampfuse.optim.AdamW`.
 
     Raises:
