@@ -93,12 +93,13 @@ __device__ inline void store_words(void* address, const uint32_t* word) {
   }
 }
 
-// Elements [i, i + count) of the column, count <= kWidth; the rest of the pack is zero.
-template <int kWidth, class Column>
+// Elements [i, i + count) of the column, count <= kWidth; the rest of the pack is zero. kWhole: the
+// column is aligned and count is kWidth.
+template <bool kWhole, int kWidth, class Column>
 __device__ inline Pack<kWidth> load_pack(const Column& column, int i, int count) {
   Pack<kWidth> pack;
   if (column.dtype == DType::kNone) return pack;
-  const bool whole = column.wide() && count == kWidth;
+  const bool whole = kWhole || (column.wide() && count == kWidth);
   if (column.dtype == DType::kFloat32) {
     if (whole) {
       load_words<kWidth>(column.at(i), pack.word);
@@ -123,11 +124,11 @@ __device__ inline Pack<kWidth> load_pack(const Column& column, int i, int count)
   return pack;
 }
 
-template <int kWidth, class Column>
+template <bool kWhole, int kWidth, class Column>
 __device__ inline void store_pack(const Column& column, int i, int count,
                                   const Pack<kWidth>& pack) {
   if (column.dtype == DType::kNone) return;
-  const bool whole = column.wide() && count == kWidth;
+  const bool whole = kWhole || (column.wide() && count == kWidth);
   if (column.dtype == DType::kFloat32) {
     if (whole) {
       store_words<kWidth>(column.at(i), pack.word);
@@ -184,12 +185,12 @@ __device__ inline Pack<kWidth> narrow(const float (&value)[kWidth], DType dtype)
 }
 
 // One pack of every list of a mask.
-template <unsigned kReads, int kWidth, class Column>
+template <unsigned kReads, bool kWhole, int kWidth, class Column>
 __device__ inline void load_packs(const Column (&columns)[kLists], int i, int count,
                                   Pack<kWidth> (&packs)[kLists]) {
 #pragma unroll
   for (int list = 0; list < kLists; ++list) {
-    if (kReads & bit(list)) packs[list] = load_pack<kWidth>(columns[list], i, count);
+    if (kReads & bit(list)) packs[list] = load_pack<kWhole, kWidth>(columns[list], i, count);
   }
 }
 
@@ -216,13 +217,13 @@ __device__ void run(const Op& op, float (&values)[kLists][kWidth]) {
   }
 }
 
-template <unsigned kWrites, int kWidth, class Column>
+template <unsigned kWrites, bool kWhole, int kWidth, class Column>
 __device__ inline void store_packs(const Column (&columns)[kLists], int i, int count,
                                    const float (&values)[kLists][kWidth]) {
 #pragma unroll
   for (int list = 0; list < kLists; ++list) {
     if (kWrites & bit(list)) {
-      store_pack(columns[list], i, count, narrow(values[list], columns[list].dtype));
+      store_pack<kWhole>(columns[list], i, count, narrow(values[list], columns[list].dtype));
     }
   }
 }
@@ -255,6 +256,34 @@ static_assert(kSlice % kTile == 0, "a slice is whole tiles");
 constexpr int kGroup = 4;
 constexpr int kGroups = kPack / kGroup;  // of a thread, in each tile
 
+// Runs Op on elements [begin, end) of a row. kWhole: they are whole tiles of aligned lists, which
+// need not ask each group for its alignment and end.
+template <class Op, unsigned kMissing, bool kWhole>
+__device__ inline void apply_tiles(const Op& op, const Column (&columns)[kLists], int begin,
+                                   int end, uint32_t& largest) {
+  constexpr unsigned kReads = Op::kReads & ~kMissing, kWrites = Op::kWrites & ~kMissing;
+  for (int start = begin + threadIdx.x * kGroup; start < end; start += kTile) {
+    Pack<kGroup> packs[kGroups][kLists];
+#pragma unroll
+    for (int group = 0; group < kGroups; ++group) {
+      const int i = start + group * kLanes * kGroup;
+      load_packs<kReads, kWhole>(columns, i, part<kGroup>(i, end), packs[group]);
+    }
+#pragma unroll
+    for (int group = 0; group < kGroups; ++group) {
+      const int i = start + group * kLanes * kGroup;
+      float values[kLists][kGroup] = {};
+      widen_packs<kReads>(columns, packs[group], values);
+#pragma unroll
+      for (int list = 0; list < kLists; ++list) {
+        if (Op::kChecked & bit(list)) include(values[list], largest);
+      }
+      run(op, values);
+      store_packs<kWrites, kWhole>(columns, i, part<kGroup>(i, end), values);
+    }
+  }
+}
+
 // Blocks per multiprocessor to have registers for.
 HD constexpr int updating_blocks(unsigned reads) {
   const int lists = count_lists(reads);
@@ -283,27 +312,15 @@ __global__ void __launch_bounds__(kLanes, updating_blocks(Op::kReads & ~kMissing
   Column columns[kLists];
   find_columns<kReads | kWrites>(view, chunk.row, first, columns);
 
-  uint32_t largest = 0;
-  for (int start = threadIdx.x * kGroup; start < n; start += kTile) {
-    Pack<kGroup> packs[kGroups][kLists];
+  bool aligned = true;
 #pragma unroll
-    for (int group = 0; group < kGroups; ++group) {
-      const int i = start + group * kLanes * kGroup;
-      load_packs<kReads>(columns, i, part<kGroup>(i, n), packs[group]);
-    }
-#pragma unroll
-    for (int group = 0; group < kGroups; ++group) {
-      const int i = start + group * kLanes * kGroup;
-      float values[kLists][kGroup] = {};
-      widen_packs<kReads>(columns, packs[group], values);
-#pragma unroll
-      for (int list = 0; list < kLists; ++list) {
-        if (Op::kChecked & bit(list)) include(values[list], largest);
-      }
-      run(op, values);
-      store_packs<kWrites>(columns, i, part<kGroup>(i, n), values);
-    }
+  for (int list = 0; list < kLists; ++list) {
+    if ((kReads | kWrites) & bit(list)) aligned = aligned && columns[list].wide();
   }
+  const int whole = aligned ? n - n % kTile : 0;
+  uint32_t largest = 0;
+  apply_tiles<Op, kMissing, true>(op, columns, 0, whole, largest);
+  apply_tiles<Op, kMissing, false>(op, columns, whole, n, largest);
   if (Op::kChecked && found_inf != nullptr && largest >= kInfinityBits)
     *found_inf = 1;  // all write the same
 }

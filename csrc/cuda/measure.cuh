@@ -37,7 +37,7 @@ __device__ inline void add_tiles(const Op& op, const Column (&columns)[kLists], 
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
       const int i = start + tile * kTile;
-      load_packs<kReads>(columns, i, kWhole ? kPack : part<kPack>(i, end), packs[tile]);
+      load_packs<kReads, kWhole>(columns, i, part<kPack>(i, end), packs[tile]);
     }
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
@@ -56,7 +56,7 @@ __device__ inline void add_tiles(const Op& op, const Column (&columns)[kLists], 
           lane[m][k] = fma(square, square, lane[m][k]);
         }
       }
-      store_packs<kWrites>(columns, i, kWhole ? kPack : part<kPack>(i, end), values);
+      store_packs<kWrites, kWhole>(columns, i, part<kPack>(i, end), values);
     }
   }
 }
