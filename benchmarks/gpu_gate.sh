@@ -1,44 +1,43 @@
 #!/usr/bin/env bash
-# Builds, tests and measures on a machine with an NVIDIA GPU, in one command:
+# Builds, tests and measures on a machine with an NVIDIA GPU:
 #
-#     benchmarks/gpu_gate.sh
+#     benchmarks/gpu_gate.sh                    everything, half an hour and the experiments
+#     PARTS=first benchmarks/gpu_gate.sh        what answers most, in eight minutes
+#     PARTS="tests step" benchmarks/gpu_gate.sh
 #
-# Everything it finds goes to ${OUT:-results/gpu}: machine.txt, one log per part, summary.txt, and
-# the CSV files, tables and pictures of the benchmarks, which take at most a quarter of an hour. A part
-# that fails does not keep the others from running; the exit status is the number of parts that failed.
+# The results are one log per part, the CSV files, tables and pictures of the benchmarks and
+# summary.txt. They gather in BUILD/results over all runs, and $OUT/gpu_gate.tar.gz, written again
+# after each part, holds them all. A part that fails, or takes LIMIT seconds, does not keep the others
+# from running; the exit status is the number of parts that failed.
 #
+# PARTS    first build core tests tests_graphs tests_rest memcheck racecheck initcheck syncs host_time
+#          step compiled counters e1 e2 e4 e5 (all but first, which is the best of them)
 # PYTHON   interpreter that has a CUDA build of torch, and pytest (python3). Nothing is installed there
 #          and nothing is downloaded: the build goes to BUILD.
+# OUT      where the archive goes (results/gpu)
 # BUILD    build folder (build/gpu), kept between runs
-# PARTS    which parts to run: "build core tests sanitize bench experiments"
+# CORE     a folder with the core's tests, compiled elsewhere by tests/cpp/build_cuda.sh
 # WHEELS   folder of wheels for what the experiments need and PYTHON lacks (torchvision of its torch,
 #          timm, rich, tqdm and theirs); they are unpacked into BUILD
+# LIMIT    seconds that a part may take (540)
 set -uo pipefail
-cd "$(dirname "$0")/.." || exit
+SELF=$(realpath "$0")
+cd "$(dirname "$SELF")/.." || exit
 
-PYTHON=${PYTHON:-python3}
-OUT=$(mkdir -p "${OUT:-results/gpu}" && cd "${OUT:-results/gpu}" && pwd)
-BUILD=${BUILD:-build/gpu}
-PARTS=${PARTS:-build core tests sanitize bench experiments}
-SITE=$PWD/$BUILD/site:$PWD/$BUILD/packages
-JOBS=$(nproc)
-failed=0
-: >"$OUT/summary.txt"
+export PYTHON=${PYTHON:-python3}
+export OUT=${OUT:-results/gpu} BUILD=${BUILD:-build/gpu} WHEELS=${WHEELS:-}
+export PREBUILT=${CORE:+yes} CORE=${CORE:-$BUILD/core}
+PARTS=${PARTS:-build core tests tests_graphs tests_rest memcheck racecheck initcheck syncs host_time
+  step compiled counters e1 e2 e4 e5}
+PARTS=$(tr -s ' \n' ' ' <<<"$PARTS")
+LIMIT=${LIMIT:-540}
+RESULTS=$PWD/$BUILD/results
+mkdir -p "$OUT" "$RESULTS"
+# Where pip puts cmake and ninja; and what was built.
+PATH=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("scripts"))'):$PATH
+export PYTHONPATH=$PWD/$BUILD/site:$PWD/$BUILD/packages PYTHONUNBUFFERED=1
 
-# part NAME COMMAND...: runs it, keeps its output in NAME.log and one line in summary.txt.
-part() {
-  local name=$1 start=$SECONDS status=ok
-  shift
-  printf '\n=== %s\n' "$name"
-  "$@" 2>&1 | tee "$OUT/$name.log" | tail -n 40
-  if [ "${PIPESTATUS[0]}" -ne 0 ]; then
-    status=FAILED
-    failed=$((failed + 1))
-  fi
-  printf '%-22s %-7s %4d s\n' "$name" "$status" $((SECONDS - start)) | tee -a "$OUT/summary.txt"
-}
-
-wanted() { [[ " $PARTS " == *" $1 "* ]]; }
+# ---- what the parts do ---------------------------------------------------------------------------
 
 machine() {
   date -u +%FT%TZ
@@ -51,30 +50,26 @@ p = torch.cuda.get_device_properties(0)
 print(p.name, f"sm_{p.major}{p.minor}", p.multi_processor_count, "multiprocessors", p.L2_cache_size >> 20, "MB L2")'
 }
 
+# The Python files first: cmake installs the module among them.
 build() {
-  cmake -S . -B "$BUILD" -DCMAKE_BUILD_TYPE=Release -DPython_EXECUTABLE="$(command -v "$PYTHON")" \
-    -DAMPFUSE_CUDA=ON -DAMPFUSE_CUDA_ARCHS="${AMPFUSE_CUDA_ARCHS:-native}" &&
-    cmake --build "$BUILD" -j "$JOBS" &&
+  local generator=()
+  if command -v ninja >/dev/null; then generator=(-G Ninja); fi
+  cmake -S . -B "$BUILD" "${generator[@]}" -DCMAKE_BUILD_TYPE=Release \
+    -DPython_EXECUTABLE="$(command -v "$PYTHON")" -DAMPFUSE_CUDA=ON \
+    -DAMPFUSE_CUDA_ARCHS="${AMPFUSE_CUDA_ARCHS:-native}" &&
+    cmake --build "$BUILD" -j "$(nproc)" &&
     rm -rf "$BUILD/site" && mkdir -p "$BUILD/site" &&
-    cmake --install "$BUILD" --prefix "$BUILD/site" &&
-    cp -r python/ampfuse/. "$BUILD/site/ampfuse/" -n
+    cp -r python/ampfuse "$BUILD/site/" &&
+    cmake --install "$BUILD" --prefix "$BUILD/site"
 }
 
-# The torch-free core and its tests, compiled by nvcc with the real runtime in place of the emulation.
-build_core() {
-  local flags=(-std=c++17 -O2 -fmad=false -arch=native -Xcompiler=-ffp-contract=off -Icsrc)
-  mkdir -p "$BUILD/core"
-  nvcc "${flags[@]}" -Xcompiler=-mavx2,-mfma,-mf16c -c csrc/cpu/kernels_avx2.cpp -o "$BUILD/core/avx2.o" &&
-    nvcc "${flags[@]}" -Xcompiler=-mavx512f,-mavx512bw,-mavx512dq,-mavx512vl,-mavx2,-mfma,-mf16c \
-      -c csrc/cpu/kernels_avx512.cpp -o "$BUILD/core/avx512.o" &&
-    nvcc "${flags[@]}" -lineinfo csrc/cuda/*.cu csrc/cpu/backend.cpp csrc/cpu/kernels_scalar.cpp \
-      tests/cpp/main.cpp tests/cpp/test_core.cpp "$BUILD"/core/avx*.o -o "$BUILD/core/test_core"
+core() {
+  if [ -z "$PREBUILT" ]; then tests/cpp/build_cuda.sh "$CORE" || return; fi
+  "$CORE/test_core"
 }
-
-core() { build_core && "$BUILD/core/test_core"; }
 
 run_pytest() {
-  PYTHONPATH="$SITE" "$PYTHON" -m pytest -p no:cacheprovider -q -m gpu "$@"
+  "$PYTHON" -m pytest -p no:cacheprovider -q -m gpu -o faulthandler_timeout=180 "$@"
 }
 
 # The C++ tests are the subset: they touch every kernel at its seams and hold no framework's kernels.
@@ -82,93 +77,182 @@ sanitize() {
   local tool=$1
   local options=(--tool "$tool" --error-exitcode 9)
   [ "$tool" = memcheck ] && options+=(--leak-check full)
-  compute-sanitizer "${options[@]}" "$BUILD/core/test_core" "${@:2}"
+  compute-sanitizer "${options[@]}" "$CORE/test_core" "${@:2}"
+}
+
+# An order of magnitude slower: the tests with few blocks.
+sanitize_some() {
+  local status=0 name
+  for name in norms non_finite unscaled maps steps; do sanitize "$1" "$name" || status=1; done
+  return "$status"
 }
 
 unpack_wheels() {
   "$PYTHON" -m pip install --quiet --no-index --no-deps --upgrade --target "$BUILD/packages" "$WHEELS"/*.whl
 }
 
-# One benchmark, bounded: what it has measured when its time is up is in its CSV.
+# What a benchmark has measured when its time is up is in its CSV.
 measure() {
-  local name=$1 seconds=$2
-  PYTHONPATH="$SITE" timeout "$seconds" "$PYTHON" "benchmarks/$name.py" --device cuda \
-    --csv "$OUT/${name}_cuda.csv"
+  local name=$1 csv=$2
+  "$PYTHON" "benchmarks/$name.py" --device cuda --csv "$RESULTS/$csv.csv" "${@:3}" &&
+    report "$RESULTS/$csv.csv"
 }
 
-# Tables, and pictures where matplotlib is, of what was measured.
+# A table, and pictures where matplotlib is, of what was measured.
 report() {
-  local status=0 csv
-  for csv in "$OUT"/step_cuda.csv "$OUT"/host_time_cuda.csv; do
-    [ -f "$csv" ] || { status=1; continue; }
-    PYTHONPATH="$SITE" "$PYTHON" benchmarks/table.py "$csv" || status=1
-    if "$PYTHON" -c 'import matplotlib' 2>/dev/null; then
-      PYTHONPATH="$SITE" "$PYTHON" benchmarks/plot.py "$csv" || status=1
-    fi
-  done
-  return "$status"
+  case $1 in *syncs*) return ;; esac
+  "$PYTHON" benchmarks/table.py "$1" || return
+  if "$PYTHON" -c 'import matplotlib' 2>/dev/null; then "$PYTHON" benchmarks/plot.py "$1"; fi
+}
+
+# What inspect and update move: DRAM, and sectors that L2 is asked to write. An update of 64 M FP16
+# weights writes 14 bytes a parameter: 28 M sectors of 32 bytes, if each is written once.
+counters() {
+  local metrics=gpu__time_duration.sum,dram__throughput.avg.pct_of_peak_sustained_elapsed
+  metrics+=,dram__bytes_read.sum,dram__bytes_write.sum,lts__t_sectors_op_read.sum
+  metrics+=,lts__t_sectors_op_write.sum,sm__warps_active.avg.pct_of_peak_sustained_active
+  metrics+=,smsp__inst_executed.sum,launch__registers_per_thread
+  ncu --clock-control none --metrics "$metrics" -k 'regex:inspect_kernel|apply_kernel' \
+    --launch-skip 4 --launch-count 4 "$PYTHON" -c '
+import sys
+sys.path.insert(0, "benchmarks")
+import torch
+from routes import Ours
+from step import tensors_of
+from workloads import Case
+case = Case("AdamW", "64M", "fp16")
+ours = Ours(case, *tensors_of(case, torch.device("cuda")))
+for _ in range(4):
+    ours()
+torch.cuda.synchronize()'
 }
 
 # Every experiment on synthetic data, at the published sizes where they take seconds, in all arms.
-train() { PYTHONPATH="$SITE" "$PYTHON" -m ampfuse train "$@" --data synthetic --output "$OUT/results" --quiet; }
+train() { "$PYTHON" -m ampfuse train "$@" --data synthetic --output "$RESULTS/experiments" --quiet; }
 
-experiments() {
-  local status=0 batch loop
-  train mlp --recipe e5 --arm all --repeats 5 || status=1
-  train mlp --recipe e5 --arm all --repeats 5 --graph || status=1
-  for loop in tuned original; do
-    train mnist --recipe e5 --arm all --epochs 1 --repeats 5 --loop "$loop" || status=1
-  done
-  train mnist --recipe e5 --arm all --epochs 1 --repeats 5 --graph || status=1
+e1() {
+  local status=0 batch mode
   for batch in 128 256 512 1024 2048; do
     for mode in FP32 FP16 amp; do
       train cifar --recipe e1 --mode "$mode" --batch-size "$batch" || status=1
     done
     train cifar --recipe e1 --arm tf32 amp-fp16 amp-bf16 O5 --batch-size "$batch" || status=1
   done
+  return "$status"
+}
+
+e2() {
+  local status=0
   train cifar --recipe e2 --arm all --iterations 60 || status=1
   train cifar --recipe e3 --model seresnext50_32x4d --arm all --iterations 30 || status=1
   train cifar --recipe e3 --model densenet161 --arm O0 O2 --batch-size 512 --iterations 30 || status=1
+  return "$status"
+}
+
+e4() {
+  local status=0 model
   for model in resnet18 resnet50; do
     train imagenet --recipe e4 --model "$model" --arm all --iterations 60 || status=1
   done
   return "$status"
 }
 
-part machine machine
-if wanted build; then part build build; fi
-if [ -n "${WHEELS:-}" ]; then part wheels unpack_wheels; fi
-if wanted core; then part core core; fi
-if wanted tests; then part tests run_pytest tests; fi
-if wanted sanitize; then
-  if ! command -v compute-sanitizer >/dev/null; then
-    echo "sanitize               SKIPPED compute-sanitizer is not installed" | tee -a "$OUT/summary.txt"
-  elif [ ! -x "$BUILD/core/test_core" ]; then
-    echo "sanitize               SKIPPED the core's tests were not built" | tee -a "$OUT/summary.txt"
-  else
-    part memcheck sanitize memcheck
-    # The next two are an order of magnitude slower: the tests with few blocks.
-    for name in steps norms non_finite unscaled; do
-      part "racecheck-$name" sanitize racecheck "$name"
-      part "initcheck-$name" sanitize initcheck "$name"
-    done
-  fi
-fi
-if wanted bench; then
-  part syncs measure syncs 120
-  part host_time measure host_time 120
-  part step measure step 600 # torch.compile takes half of it
-  part report report
-fi
-if wanted experiments; then
-  if PYTHONPATH="$SITE" "$PYTHON" -c 'import torchvision, timm, rich, tqdm' 2>/dev/null; then
-    part experiments experiments
-  else
-    echo "experiments            SKIPPED torchvision, timm, rich or tqdm is missing: see WHEELS" |
-      tee -a "$OUT/summary.txt"
-  fi
+e5() {
+  local status=0 loop
+  train mlp --recipe e5 --arm all --repeats 5 || status=1
+  train mlp --recipe e5 --arm all --repeats 5 --graph || status=1
+  for loop in tuned original; do
+    train mnist --recipe e5 --arm all --epochs 1 --repeats 5 --loop "$loop" || status=1
+  done
+  train mnist --recipe e5 --arm all --epochs 1 --repeats 5 --graph || status=1
+  return "$status"
+}
+
+# ---- running them --------------------------------------------------------------------------------
+
+# This script runs itself for each part, so that `timeout` can end one.
+if [ "${1:-}" = --part ]; then
+  "${@:2}"
+  exit
 fi
 
+failed=0
+wanted() { [[ " $PARTS " == *" $1 "* ]]; }
+
+archive() {
+  cp "$RESULTS/summary.txt" "$OUT/summary.txt"
+  tar -czf "$OUT/.archive" -C "$RESULTS" . && mv "$OUT/.archive" "$OUT/gpu_gate.tar.gz"
+}
+
+say() {
+  printf '%-14s %-8s %s\n' "$@" | tee -a "$RESULTS/summary.txt"
+  archive
+}
+
+# part NAME SECONDS COMMAND...: runs it for so long at most, keeps its output in NAME.log and one line
+# in summary.txt.
+part() {
+  local name=$1 seconds=$2 start=$SECONDS status=ok code
+  printf '\n=== %s\n' "$name"
+  timeout -k 10 "$seconds" bash "$SELF" --part "${@:3}" 2>&1 | tee "$RESULTS/$name.log" | tail -n 40
+  code=${PIPESTATUS[0]}
+  if [ "$code" -ne 0 ]; then
+    status=FAILED
+    failed=$((failed + 1))
+  fi
+  if [ "$code" -eq 124 ]; then status=TIMEOUT; fi
+  say "$name" "$status" "$((SECONDS - start)) s"
+}
+
+# needs NAME TOOL: whether TOOL is there; the part is skipped if not.
+needs() {
+  if command -v "$2" >/dev/null; then return; fi
+  say "$1" SKIPPED "$2 is not there"
+  return 1
+}
+
+printf '%s  %s\n' "$(date -u +%FT%TZ)" "$PARTS" >>"$RESULTS/summary.txt"
+part machine 20 machine
+if [ -n "$WHEELS" ]; then part wheels 120 unpack_wheels; fi
+
+if wanted first; then
+  # Eight minutes at most, even if each takes all its time.
+  part build 140 build
+  part core 60 core
+  part tests 80 run_pytest tests/test_gpu.py
+  part step_first 110 measure step step_first --no-compile \
+    --only adamw-1B-fp16 adamw-2000x64K-fp16 adamw-resnet50-fp16
+  if needs counters ncu; then part counters 60 counters; fi
+fi
+
+if wanted build; then part build "$LIMIT" build; fi
+if wanted core; then part core "$LIMIT" core; fi
+if wanted tests; then part tests "$LIMIT" run_pytest tests/test_gpu.py; fi
+if wanted tests_graphs; then
+  part tests_graphs "$LIMIT" run_pytest tests/test_graphs.py tests/test_experiments_graphs.py
+fi
+if wanted tests_rest; then
+  part tests_rest "$LIMIT" run_pytest tests --ignore tests/test_gpu.py --ignore tests/test_graphs.py \
+    --ignore tests/test_experiments_graphs.py --continue-on-collection-errors
+fi
+if wanted memcheck && needs memcheck compute-sanitizer; then part memcheck "$LIMIT" sanitize memcheck; fi
+for tool in racecheck initcheck; do
+  if wanted "$tool" && needs "$tool" compute-sanitizer; then part "$tool" "$LIMIT" sanitize_some "$tool"; fi
+done
+if wanted syncs; then part syncs "$LIMIT" measure syncs syncs_cuda; fi
+if wanted host_time; then part host_time "$LIMIT" measure host_time host_time_cuda; fi
+if wanted step; then part step "$LIMIT" measure step step_cuda --no-compile; fi
+if wanted compiled; then part compiled "$LIMIT" measure step step_compiled --only resnet50 vit-b-fp16; fi
+if wanted counters && needs counters ncu; then part counters "$LIMIT" counters; fi
+for name in e1 e2 e4 e5; do
+  wanted "$name" || continue
+  if "$PYTHON" -c 'import torchvision, timm, rich, tqdm' 2>/dev/null; then
+    part "$name" "$LIMIT" "$name"
+  else
+    say "$name" SKIPPED "torchvision, timm, rich or tqdm is missing: see WHEELS"
+  fi
+done
+
 printf '\n'
-cat "$OUT/summary.txt"
+cat "$RESULTS/summary.txt"
 exit "$failed"

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from harness import Times, measure, print_rows, rows_of, write
 from routes import Ours, peers
-from step import options_of, tensors_of
+from step import is_wanted, options_of, tensors_of
 from torch import Tensor
 from workloads import DTYPES, Case
 
@@ -120,7 +120,7 @@ def main() -> None:
     rows = []
     for precision in DTYPES:
         case = Case("AdamW", tensors, precision, quick=options.quick)
-        if options.only not in case.name:
+        if not is_wanted(case, options):
             continue
         for kind, times in host_times(case, device, options.repeats).items():
             found = rows_of(
@@ -135,7 +135,7 @@ def main() -> None:
             print_rows(found)
             rows += found
     if not rows:
-        raise SystemExit(f"no case's name holds {options.only!r}")
+        raise SystemExit(f"no case's name holds {' or '.join(map(repr, options.only))}")
     write(options.csv, rows)
     print(f"{len(rows)} rows in {options.csv}")
 

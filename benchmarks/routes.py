@@ -271,13 +271,17 @@ class Peer:
 _COMPILED_AT_MOST = {"cpu": 50, "cuda": 300}
 
 
-def peers(case: Case, device: torch.device) -> dict[str, Peer]:
-    """The peers of a case, installed or not, by what their rows are called."""
+def peers(case: Case, device: torch.device, compiled: bool = True) -> dict[str, Peer]:
+    """The peers of a case, installed or not, by what their rows are called.
+
+    `compiled`: also what torch.compile makes, where that is a matter of seconds.
+    """
     routes: dict[str, Peer] = {}
     if case.optimizer in ("AdamW", "SGD"):
         routes["torch fused"] = _torch(case, device, "fused")
         routes["torch foreach"] = _torch(case, device, "foreach")
-        if len(case.sizes) <= _COMPILED_AT_MOST[device.type] and not case.grouped:
+        few = len(case.sizes) <= _COMPILED_AT_MOST[device.type] and not case.grouped
+        if compiled and few:
             routes["torch compiled"] = _torch(case, device, "compiled")
     elif case.optimizer == "LAMB":
         routes["timm Lamb"] = Peer(_timm_lamb, "timm")

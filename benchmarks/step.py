@@ -4,6 +4,7 @@
     python benchmarks/step.py --device cuda
     python benchmarks/step.py --all              # more cases: see workloads.py
     python benchmarks/step.py --only adamw-64M-bf16 --repeats 5
+    python benchmarks/step.py --no-compile       # half the time: not what torch.compile makes
     python benchmarks/step.py --quick            # does it run? a hundredth of each size
 
 One step is: unscale, check for overflow, clip, update, cast back. The "limit" is what the step
@@ -41,7 +42,7 @@ from workloads import Case, cases
 _ARRAY_BYTES = {"cpu": 1 << 30, "cuda": 4 << 30}  # that bandwidth is measured on
 
 
-def run(case: Case, device: torch.device, repeats: int) -> list[Row]:
+def run(case: Case, device: torch.device, repeats: int, compiled: bool = True) -> list[Row]:
     """Measures all variants of a case with as many threads as torch is set to."""
     weights, gradients = tensors_of(case, device)
     ours = Ours(case, weights, gradients)
@@ -56,7 +57,7 @@ def run(case: Case, device: torch.device, repeats: int) -> list[Row]:
         moved |= dict.fromkeys(("copy", "limit"), float(case.step_bytes))
 
     clock = Clock(device)
-    candidates = peers(case, device)
+    candidates = peers(case, device, compiled)
     times: Times = {}
     for some in _sittings(case, device, candidates):
         routes = _first_steps(case, some, weights, gradients, expected)
@@ -157,7 +158,14 @@ def options_of(description: str | None, name: str) -> argparse.Namespace:
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--only", default="", help="cases whose name holds this text")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=[""],
+        metavar="TEXT",
+        help="cases whose name holds one of these",
+    )
+    parser.add_argument("--no-compile", action="store_true", help="leave out torch.compile")
     parser.add_argument("--all", action="store_true", help="more cases")
     parser.add_argument("--quick", action="store_true", help="small sizes, 3 repeats, no results")
     parser.add_argument("--repeats", type=int)
@@ -175,18 +183,24 @@ def options_of(description: str | None, name: str) -> argparse.Namespace:
     return options
 
 
+def is_wanted(case: Case, options: argparse.Namespace) -> bool:
+    """Whether `--only` names the case."""
+    return any(text in case.name for text in options.only)
+
+
 def main() -> None:
     """Runs the cases and writes the CSV."""
     options = options_of(__doc__, "step")
-    wanted = [case for case in cases(options.device.type, options.all) if options.only in case.name]
+    wanted = [case for case in cases(options.device.type, options.all) if is_wanted(case, options)]
     if not wanted:
-        raise SystemExit(f"no case's name holds {options.only!r}")
+        raise SystemExit(f"no case's name holds {' or '.join(map(repr, options.only))}")
     rows: list[Row] = []
     for case in wanted:
         for threads in options.threads:
             torch.set_num_threads(threads)
             torch.compiler.reset()
-            found = run(replace(case, quick=options.quick), options.device, options.repeats)
+            case = replace(case, quick=options.quick)
+            found = run(case, options.device, options.repeats, not options.no_compile)
             print_rows(found)
             rows += found
             write(options.csv, rows)  # after every case: an interrupted run leaves what it has

@@ -23,26 +23,35 @@ struct Preparation {
   RowColumns columns;
 };
 
-// The second half, for the rows of [begin, end). A skipped step leaves the columns alone, and its
-// coefficients are never used.
+// The second half, for every `stride`-th row from `begin` on. A skipped step leaves the columns
+// alone, and its coefficients are never used.
 HD void advance_rows(const TableView& view, const Preparation& preparation, int64_t begin,
-                     int64_t end) {
+                     int64_t stride) {
   const StepState& state = *preparation.state;
   if (state.skip != 0) return;
   const RowColumns& columns = preparation.columns;
-  float* const steps = columns.steps;
-  int64_t last = -1;  // that was advanced
-  for (int64_t row = begin; row < end; ++row) {
+  const bool differ = columns.differ_by_row();
+  // What the last row advanced was computed from, and what came of it.
+  int32_t last_entry = -1;
+  uint8_t last_scaled = 0;
+  float last_steps = 0, advanced = 0;
+  RowCoef coef;
+  for (int64_t row = begin; row < view.rows; row += stride) {
+    const int32_t entry = view.hyper_of[row];
+    const uint8_t scaled = view.scaled[row];
+    const float steps = columns.steps[row];
     if (!view.has_gradient(row)) continue;
-    // Neighbours mostly share everything; then the powers are known already.
-    if (last >= 0 && !columns.differ_by_row() && steps[row] + 1 == steps[last] &&
-        view.scaled[row] == view.scaled[last] && same_hyper(view.hyper[row], view.hyper[last])) {
-      steps[row] = steps[last];
-      view.coefs[row] = view.coefs[last];
+    // Rows mostly share everything; then the powers are known already.
+    if (differ || entry != last_entry || scaled != last_scaled || steps != last_steps) {
+      coef = advance_row(view.hyper[entry], state, scaled, columns, row);
+      advanced = columns.steps[row];
     } else {
-      view.coefs[row] = advance_row(view.hyper[row], state, view.scaled[row], columns, row);
+      columns.steps[row] = advanced;
     }
-    last = row;
+    view.coefs[row] = coef;
+    last_entry = entry;
+    last_scaled = scaled;
+    last_steps = steps;
   }
 }
 

@@ -110,6 +110,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
 #if defined(AMPFUSE_EMULATE_CUDA)
   m.def("launch_count", emulation::launch_count, "Kernels launched so far; for tests.");
+  m.def("copy_count", emulation::copy_count, "Copies queued so far; for tests.");
 #endif
 
   m.def("empty_laid_out_as", empty_laid_out_as, py::arg("like"), py::arg("dtype") = torch::kFloat32,

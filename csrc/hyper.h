@@ -1,10 +1,10 @@
 // Hyper-parameters of one tensor row, and the coefficients that its elements meet.
 //
-// Every row carries its own copy, so parameter groups cost no launch. `RowHyper` is what the user
-// set, in double; `advance_row` turns it, once per step and row, into the floats that update.h
-// uses. Host and device run the same function, and powers of beta come from repeated squaring:
-// library `pow` differs in the last place between them, and a resumed run must get the same
-// correction from its step count alone.
+// Every row has its own, so parameter groups cost no launch; rows of a group share the entry that
+// holds them. `RowHyper` is what the user set, in double; `advance_row` turns it, once per step and
+// row, into the floats that update.h uses. Host and device run the same function, and powers of
+// beta come from repeated squaring: library `pow` differs in the last place between them, and a
+// resumed run must get the same correction from its step count alone.
 #pragma once
 
 #include <cstdint>
@@ -53,7 +53,8 @@ struct RowHyper {
   int32_t flags = 0;
 };
 
-struct RowCoef {
+// Aligned so that device code moves it in accesses of 16 bytes.
+struct alignas(16) RowCoef {
   float grad_scale = 0;  // clip / loss scale for a scaled row, clip otherwise; negative to maximize
   float inverse_scale = 1;  // 1 / loss scale for a scaled row, 1 otherwise
   float accum_scale = 0;   // clip, likewise signed: accumulators hold unscaled values
@@ -129,19 +130,6 @@ HD double layerwise_ratio(const RowHyper& hyper, double lr, double param_norm, d
                        (grad_norm + hyper.weight_decay * param_norm + hyper.trust_eps);
   if (!(hyper.flags & kClippedRatio)) return ratio;
   return ratio < lr ? ratio / lr : 1.0;
-}
-
-// Whether two rows' hyper-parameters are the same bits. (Device code would call memcmp for each
-// byte.)
-HD bool same_hyper(const RowHyper& a, const RowHyper& b) {
-  using Word = uint64_t __attribute__((may_alias));
-  constexpr int kWords = sizeof(RowHyper) / sizeof(Word);
-  static_assert(kWords * sizeof(Word) == sizeof(RowHyper) && alignof(RowHyper) >= alignof(Word),
-                "whole words");
-  const Word *x = reinterpret_cast<const Word*>(&a), *y = reinterpret_cast<const Word*>(&b);
-  Word difference = 0;
-  for (int i = 0; i < kWords; ++i) difference |= x[i] ^ y[i];
-  return difference == 0;
 }
 
 // Advances the row's columns for the step that `state` decided on and returns its coefficients.

@@ -153,7 +153,7 @@ void ParamTable::set_hyper(int64_t begin, int64_t end,
     hyper.schedule.steps = column.numel();
     schedules_[column.data_ptr()] = column;
   }
-  for (int64_t row = begin; row < end; ++row) table().hyper(row) = hyper;
+  table().set_hyper(begin, end, hyper);
   layerwise_ = layerwise_ || hyper.flags & kLayerwise;
 }
 

@@ -26,7 +26,8 @@ constexpr int kLanes = 256;  // threads of a CUDA block
 constexpr int kTile = kPack * kLanes;
 constexpr int64_t kChunk = 16 * kTile;
 
-struct Partial {
+// Read by device code in one access.
+struct alignas(16) Partial {
   double sum_squares;
   uint32_t largest;  // magnitude bits of the largest element; above kInfinityBits if one is NaN
 };

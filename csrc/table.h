@@ -62,14 +62,17 @@ struct TableView {
   const int64_t* numel = nullptr;        // [rows]
   const uint8_t* scaled = nullptr;       // [rows] 1: kGrad carries the loss scale
   const int64_t* first_chunk = nullptr;  // [rows + 1]
-  const RowHyper* hyper = nullptr;       // [rows]
-  const Chunk* chunks = nullptr;         // [chunk_count]
-  RowCoef* coefs = nullptr;              // [rows]
+  // Rows with the same entry have the same hyper-parameters.
+  const int32_t* hyper_of = nullptr;  // [rows] the row's entry in `hyper`
+  const RowHyper* hyper = nullptr;    // [hyper_count], of at most `rows`
+  const Chunk* chunks = nullptr;      // [chunk_count]
+  RowCoef* coefs = nullptr;           // [rows]
   // Scratch of one pass: what it measures, of up to kMeasures lists.
   Partial* partials = nullptr;  // [kMeasures][chunk_count]
   float* norms = nullptr;       // [kMeasures][rows]
   int64_t rows = 0;
   int64_t chunk_count = 0;
+  int64_t hyper_count = 0;
 
   HD void* pointer(int list, int64_t row) const { return data[list * rows + row]; }
   HD DType type(int list, int64_t row) const { return dtype[list * rows + row]; }
@@ -90,7 +93,9 @@ class Table {
     data_.resize(kLists * rows);
     dtype_.resize(kLists * rows, DType::kNone);
     scaled_.resize(rows);
-    hyper_.resize(rows);
+    hyper_of_.resize(rows);
+    if (rows > 0) hyper_.emplace_back();
+    hyper_uses_.assign(hyper_.size(), int32_t(rows));
     first_chunk_.push_back(0);
     for (int64_t row = 0; row < rows; ++row) {
       const int64_t count = (numel_[row] + kChunk - 1) / kChunk;
@@ -116,9 +121,23 @@ class Table {
     changed_scaled = true;
   }
 
-  RowHyper& hyper(int64_t row) {
+  // Of rows [begin, end), which share an entry.
+  void set_hyper(int64_t begin, int64_t end, const RowHyper& hyper) {
+    if (begin == end) return;
+    for (int64_t row = begin; row < end; ++row) {
+      if (--hyper_uses_[hyper_of_[row]] == 0) unused_.push_back(hyper_of_[row]);
+    }
+    if (unused_.empty()) {
+      unused_.push_back(int32_t(hyper_.size()));
+      hyper_.emplace_back();
+      hyper_uses_.push_back(0);
+    }
+    const int32_t entry = unused_.back();
+    unused_.pop_back();
+    hyper_[entry] = hyper;
+    hyper_uses_[entry] = int32_t(end - begin);
+    for (int64_t row = begin; row < end; ++row) hyper_of_[row] = entry;
     changed_hyper = true;
-    return hyper_[row];
   }
 
   // Host columns; coefs and partials are the backend's.
@@ -129,10 +148,12 @@ class Table {
     view.numel = numel_.data();
     view.scaled = scaled_.data();
     view.first_chunk = first_chunk_.data();
+    view.hyper_of = hyper_of_.data();
     view.hyper = hyper_.data();
     view.chunks = chunks_.data();
     view.rows = rows();
     view.chunk_count = int64_t(chunks_.size());
+    view.hyper_count = int64_t(hyper_.size());
     return view;
   }
 
@@ -149,6 +170,7 @@ class Table {
   std::vector<void*> data_;
   std::vector<DType> dtype_;
   std::vector<uint8_t> scaled_;
+  std::vector<int32_t> hyper_of_, hyper_uses_, unused_;  // unused_: entries of no row
   std::vector<RowHyper> hyper_;
   std::vector<Chunk> chunks_;
   std::vector<int64_t> first_chunk_;

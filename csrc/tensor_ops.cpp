@@ -164,9 +164,12 @@ void step(const std::string& algorithm, const TensorList& grads, const TensorLis
   hyper.lr_tensor = float_pointer(lr_tensor, "lr", device);
   const bool lr_of_each = lr_tensor && lr_tensor->numel() > 1;
   if (lr_of_each) column(*lr_tensor, "lr");
+  table.set_hyper(0, rows, hyper);
   for (int64_t row = 0; row < rows; ++row) {
-    table.hyper(row) = hyper;
-    if (lr_of_each) table.hyper(row).lr_tensor += row;
+    if (lr_of_each) {
+      table.set_hyper(row, row + 1, hyper);
+      ++hyper.lr_tensor;
+    }
     table.set_scaled(row, loss_scale.has_value());
   }
   const auto options = torch::TensorOptions().device(device);
@@ -218,14 +221,15 @@ void layerwise(const TensorList& grads, const TensorList& params, double lr,
   if (grads.empty()) return;
   const torch::Device device = grads[0].device();
   const int64_t rows = table.rows();
+  RowHyper hyper;
+  hyper.lr = lr;
+  hyper.lr_tensor = float_pointer(lr_tensor, "lr", device);
+  hyper.weight_decay = weight_decay;
+  hyper.trust_coefficient = trust_coefficient;
+  hyper.trust_eps = eps;
+  hyper.flags = kLayerwise | (clip ? kClippedRatio : 0);
+  table.set_hyper(0, rows, hyper);
   for (int64_t row = 0; row < rows; ++row) {
-    RowHyper& hyper = table.hyper(row);
-    hyper.lr = lr;
-    hyper.lr_tensor = float_pointer(lr_tensor, "lr", device);
-    hyper.weight_decay = weight_decay;
-    hyper.trust_coefficient = trust_coefficient;
-    hyper.trust_eps = eps;
-    hyper.flags = kLayerwise | (clip ? kClippedRatio : 0);
     table.set(kGradOut, row, nullptr, DType::kNone);  // the norms come first
   }
   const auto options = torch::TensorOptions().device(device);

@@ -8,9 +8,11 @@ from __future__ import annotations
 import csv
 import importlib
 import math
+import os
 import re
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -466,6 +468,68 @@ def test_shell_scripts_parse(name):
 
 def test_the_gate_runs_benchmarks_that_exist():
     gate = (BENCHMARKS / "gpu_gate.sh").read_text()
-    names = re.findall(r"^  part \w+ measure (\w+) \d+", gate, re.MULTILINE)
+    names = re.findall(r"\bpart \w+ \S+ measure (\w+) \w+", gate)
     assert {"step", "host_time", "syncs"} <= set(names)
     assert all((BENCHMARKS / f"{name}.py").exists() for name in names)
+
+
+@pytest.fixture
+def gate(tmp_path):
+    """gate(PARTS, **environment): runs the script where every tool does nothing, and says so."""
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    # What the stand-ins do: "fail NAME" fails, "hang NAME" does not end, of any of their arguments.
+    stand_in = """#!/bin/sh
+        for word in $FAIL; do case "$(basename "$0") $*" in *$word*) exit 3 ;; esac; done
+        for word in $HANG; do case "$(basename "$0") $*" in *$word*) sleep 60 ;; esac; done
+        echo "$(basename "$0") $*" | head -n 1"""
+    for name in ("python3", "cmake", "nvcc", "nvidia-smi", "compute-sanitizer", "ncu"):
+        (tools / name).write_text(stand_in)
+        (tools / name).chmod(0o755)
+    core = tmp_path / "core"
+    core.mkdir()
+    (core / "test_core").write_text("#!/bin/sh\necho core")
+    (core / "test_core").chmod(0o755)
+
+    def run(parts, **environment):
+        path = f"{tools}{os.pathsep}{os.environ['PATH']}"
+        environment |= {"PARTS": parts, "PATH": path, "CORE": str(core), "PYTHON": "python3"}
+        environment |= {"OUT": str(tmp_path / "out"), "BUILD": os.path.relpath(tmp_path, ROOT)}
+        program = [BENCHMARKS / "gpu_gate.sh"]
+        result = subprocess.run(
+            program, capture_output=True, text=True, env={**os.environ, **environment}
+        )
+        with tarfile.open(tmp_path / "out" / "gpu_gate.tar.gz") as archive:
+            names = {Path(name).name for name in archive.getnames()}
+            summary = archive.extractfile("./summary.txt").read().decode()
+        found = re.findall(r"^(\w+) +([A-Z]{2,}|ok) ", summary, re.MULTILINE)
+        assert {f"{name}.log" for name, status in found if status != "SKIPPED"} <= names
+        assert len(list((tmp_path / "out").iterdir())) <= 8
+        return result.returncode, dict(found)
+
+    return run
+
+
+def test_the_gate_runs_all_its_parts(gate):
+    script = (BENCHMARKS / "gpu_gate.sh").read_text()
+    parts = re.search(r"^PARTS=\$\{PARTS:-([^}]*)\}", script, re.MULTILINE)[1].split()
+    code, found = gate(" ".join(parts))
+    assert found == dict.fromkeys(["machine", *parts], "ok")
+    assert code == 0
+
+
+def test_what_fails_or_hangs_in_the_gate_keeps_no_other_from_running(gate):
+    code, found = gate("build tests core", FAIL="cmake", HANG="test_gpu.py", LIMIT="1")
+    assert found == {"machine": "ok", "build": "FAILED", "tests": "TIMEOUT", "core": "ok"}
+    assert code == 2
+
+
+def test_the_first_hour_of_the_gate(gate):
+    """In eight minutes, whatever hangs; and its parts add up in one archive over several runs."""
+    script = (BENCHMARKS / "gpu_gate.sh").read_text()
+    body = script[script.index("if wanted first") : script.index("if wanted build")]
+    seconds = [int(number) for number in re.findall(r"\bpart \w+ (\d+) ", body)]
+    assert sum(seconds) + 20 <= 8 * 60
+    _, first = gate("first")
+    assert set(first) == {"machine", "build", "core", "tests", "step_first", "counters"}
+    assert set(gate("syncs")[1]) == {*first, "syncs"}

@@ -1,4 +1,4 @@
-"""How many kernels a step launches on CUDA, counted by the emulated runtime."""
+"""What a step launches and uploads on CUDA, counted by the emulated runtime."""
 
 import pytest
 import torch
@@ -106,6 +106,31 @@ def test_lists(tensors, launches):
     assert launches(lambda: ops.scale(x, x, 2.0)) == 1
     assert launches(lambda: ops.l2norm(x, per_tensor=True)) == 1
     assert launches(lambda: ops.unscale(x, x, torch.ones(1), found_inf)) == 1
+
+
+def test_a_pass_like_the_last_uploads_nothing(emulated):
+    """Under scale_loss gradients go to none and come back; new ones are one copy of pointers."""
+    params = [p.half().detach().requires_grad_() for p in parameters(False)[:-1]]
+    optimizer = optim.AdamW(params, lr=0.1, master_weights=True)
+    same = [torch.randn_like(param) for param in params]
+
+    def copies(gradients):
+        before = _core.C.copy_count()
+        optimizer.begin_backward()
+        for param, gradient in zip(params, gradients, strict=True):
+            param.grad = gradient
+        optimizer.end_backward(torch.tensor(8.0), True)
+        optimizer.step()
+        return _core.C.copy_count() - before
+
+    copies(same)
+    assert copies(same) == 0
+    assert copies([gradient.clone() for gradient in same]) == 1
+    optimizer.param_groups[0]["lr"] = 0.2
+    assert copies(same) == 2  # gradients for the backward pass, the rate for the step
+    for group in optimizer.param_groups:
+        group["lr"] = 0.2
+    assert copies(same) == 0
 
 
 def test_the_cpu_backend_launches_nothing():

@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 from torch.optim import lr_scheduler as lrs
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampfuse import amp, optim
 from cases import assert_same_bits
@@ -110,6 +111,22 @@ def test_the_table_steps_like_the_scheduler(name, device):
         assert_same_bits(snapshot(ours), snapshot(twin))
     if name != "weight decay and beta2":
         assert len({tuple(r) for r in rates}) > 2  # the rates did change
+
+
+class NoItems(TorchDispatchMode):
+    """Nothing reads a tensor's value on the host, which would wait for a GPU."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert "_local_scalar_dense" not in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_present_rate_is_not_read_on_the_host():
+    optimizer = sgd(params_of())
+    optimizer.follow(lrs.StepLR(optimizer, 1, gamma=0.5), 3)
+    with NoItems():
+        rates = optimizer.learning_rates()
+    assert rates.tolist() == [0.1]
 
 
 @pytest.mark.parametrize("kind", [sgd, adamw])

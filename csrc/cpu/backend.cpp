@@ -165,7 +165,7 @@ class CpuBackend : public Backend {
     const TableView view = view_of(table);
     const FloatMode standard;
     decide_step(*preparation.state, preparation.decision);
-    advance_rows(view, preparation, 0, view.rows);
+    advance_rows(view, preparation, 0, 1);
   }
 
   void update(Table& table, Algorithm algorithm, const StepState* state, void*) override {

@@ -1,11 +1,14 @@
-// The CUDA apply harness. A block takes a slice of a chunk; each thread takes packs of kPack
-// neighbouring elements: first it loads all lists as they are stored, so that all loads are in
-// flight together, then it widens them to float, runs the op of update.h on each element, narrows
-// and stores.
+// The CUDA apply harness. A block takes a slice of a chunk, a tile at a time; each thread takes two
+// groups of kGroup neighbouring elements of a tile, one from each half: first it loads all lists as
+// they are stored, so that all loads are in flight together, then it widens them to float, runs the
+// op of update.h on each element, narrows and stores.
 //
-// A list whose address is a multiple of 16 bytes moves in 16-byte accesses. An unaligned view, and
-// the last pack of a tensor, moves element by element through the same conversion, so a value's
-// result does not depend on where it sits.
+// A group is 16 bytes of FP32, so an access of a warp covers whole sectors of the L2 cache, one
+// after the other: two accesses that share sectors would write each of them twice.
+//
+// A list whose address is a multiple of 16 bytes moves in accesses of whole groups. An unaligned
+// view, and the last group of a tensor, moves element by element through the same conversion, so a
+// value's result does not depend on where it sits.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -32,8 +35,10 @@ struct Column {
 
   // The address of element i, of a list that is there. (Not by element_size(): what it gives for
   // kNone costs registers.)
-  __device__ char* at(int i) const {
-    char* address = data + (dtype == DType::kFloat32 ? i * 4 : i * 2);
+  __device__ char* at(int i) const { return at(data, dtype == DType::kFloat32 ? i * 4 : i * 2); }
+
+  __device__ static char* at(char* data, int offset) {
+    char* address = data + offset;
 #if defined(__CUDA_ARCH__)
     // Pointers that come from a table could be anywhere, and generic accesses are slower.
     __builtin_assume(__isGlobal(address));
@@ -41,41 +46,79 @@ struct Column {
     return address;
   }
 
-  // Packs are aligned for 16-byte accesses. Asked for each pack: to remember it costs a register.
+  // Packs are aligned for wide accesses. Asked for each pack: to remember it costs a register.
   __device__ bool wide() const { return reinterpret_cast<uintptr_t>(data) % sizeof(uint4) == 0; }
 };
 
-// kPack elements as they are stored: FP32 fills the words, two half-precision values share one.
-struct Pack {
-  uint32_t word[kPack] = {};
+// An aligned list whose type is known when compiling.
+template <DType kType>
+struct KnownColumn {
+  static constexpr DType dtype = kType;
+  char* data = nullptr;
+
+  __device__ char* at(int i) const { return Column::at(data, i * int(element_size(kType))); }
+  __device__ bool wide() const { return true; }
 };
 
-// Elements [i, i + count) of the column, count <= kPack; the rest of the pack is zero.
-__device__ inline Pack load_pack(const Column& column, int i, int count) {
-  Pack pack;
-  if (column.dtype == DType::kNone) return pack;
-  const bool whole = column.wide() && count == kPack;
-  if (column.dtype == DType::kFloat32) {
-    const uint32_t* data = reinterpret_cast<const uint32_t*>(column.at(i));
-    if (whole) {
-      const uint4 low = reinterpret_cast<const uint4*>(data)[0],
-                  high = reinterpret_cast<const uint4*>(data)[1];
-      pack.word[0] = low.x, pack.word[1] = low.y, pack.word[2] = low.z, pack.word[3] = low.w;
-      pack.word[4] = high.x, pack.word[5] = high.y, pack.word[6] = high.z, pack.word[7] = high.w;
-    } else {
+// kWidth elements as they are stored: FP32 fills the words, two half-precision values share one.
+template <int kWidth>
+struct Pack {
+  uint32_t word[kWidth] = {};
+};
+
+// How many of kWidth elements from i on are before the end: zero or less past it.
+template <int kWidth>
+__device__ inline int part(int i, int end) {
+  return end - i < kWidth ? end - i : kWidth;
+}
+
+template <int kWords>
+__device__ inline void load_words(const void* address, uint32_t* word) {
+  if (kWords == 2) {
+    const uint2 all = *static_cast<const uint2*>(address);
+    word[0] = all.x, word[1] = all.y;
+  }
 #pragma unroll
-      for (int k = 0; k < kPack; ++k) {
+  for (int w = 0; w + 4 <= kWords; w += 4) {
+    const uint4 all = static_cast<const uint4*>(address)[w / 4];
+    word[w] = all.x, word[w + 1] = all.y, word[w + 2] = all.z, word[w + 3] = all.w;
+  }
+}
+
+template <int kWords>
+__device__ inline void store_words(void* address, const uint32_t* word) {
+  if (kWords == 2) *static_cast<uint2*>(address) = make_uint2(word[0], word[1]);
+#pragma unroll
+  for (int w = 0; w + 4 <= kWords; w += 4) {
+    static_cast<uint4*>(address)[w / 4] =
+        make_uint4(word[w], word[w + 1], word[w + 2], word[w + 3]);
+  }
+}
+
+// Elements [i, i + count) of the column, count <= kWidth; the rest of the pack is zero. kWhole: the
+// column is aligned and count is kWidth.
+template <bool kWhole, int kWidth, class Column>
+__device__ inline Pack<kWidth> load_pack(const Column& column, int i, int count) {
+  Pack<kWidth> pack;
+  if (column.dtype == DType::kNone) return pack;
+  const bool whole = kWhole || (column.wide() && count == kWidth);
+  if (column.dtype == DType::kFloat32) {
+    if (whole) {
+      load_words<kWidth>(column.at(i), pack.word);
+    } else {
+      const uint32_t* data = reinterpret_cast<const uint32_t*>(column.at(i));
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) {
         if (k < count) pack.word[k] = data[k];
       }
     }
   } else {
-    const uint16_t* data = reinterpret_cast<const uint16_t*>(column.at(i));
     if (whole) {
-      const uint4 all = *reinterpret_cast<const uint4*>(data);
-      pack.word[0] = all.x, pack.word[1] = all.y, pack.word[2] = all.z, pack.word[3] = all.w;
+      load_words<kWidth / 2>(column.at(i), pack.word);
     } else {
+      const uint16_t* data = reinterpret_cast<const uint16_t*>(column.at(i));
 #pragma unroll
-      for (int k = 0; k < kPack; ++k) {
+      for (int k = 0; k < kWidth; ++k) {
         if (k < count) pack.word[k / 2] |= uint32_t(data[k]) << 16 * (k % 2);
       }
     }
@@ -83,59 +126,59 @@ __device__ inline Pack load_pack(const Column& column, int i, int count) {
   return pack;
 }
 
-__device__ inline void store_pack(const Column& column, int i, int count, const Pack& pack) {
+template <bool kWhole, int kWidth, class Column>
+__device__ inline void store_pack(const Column& column, int i, int count,
+                                  const Pack<kWidth>& pack) {
   if (column.dtype == DType::kNone) return;
-  const bool whole = column.wide() && count == kPack;
+  const bool whole = kWhole || (column.wide() && count == kWidth);
   if (column.dtype == DType::kFloat32) {
-    uint32_t* data = reinterpret_cast<uint32_t*>(column.at(i));
     if (whole) {
-      reinterpret_cast<uint4*>(data)[0] =
-          make_uint4(pack.word[0], pack.word[1], pack.word[2], pack.word[3]);
-      reinterpret_cast<uint4*>(data)[1] =
-          make_uint4(pack.word[4], pack.word[5], pack.word[6], pack.word[7]);
+      store_words<kWidth>(column.at(i), pack.word);
     } else {
+      uint32_t* data = reinterpret_cast<uint32_t*>(column.at(i));
 #pragma unroll
-      for (int k = 0; k < kPack; ++k) {
+      for (int k = 0; k < kWidth; ++k) {
         if (k < count) data[k] = pack.word[k];
       }
     }
   } else {
-    uint16_t* data = reinterpret_cast<uint16_t*>(column.at(i));
     if (whole) {
-      *reinterpret_cast<uint4*>(data) =
-          make_uint4(pack.word[0], pack.word[1], pack.word[2], pack.word[3]);
+      store_words<kWidth / 2>(column.at(i), pack.word);
     } else {
+      uint16_t* data = reinterpret_cast<uint16_t*>(column.at(i));
 #pragma unroll
-      for (int k = 0; k < kPack; ++k) {
+      for (int k = 0; k < kWidth; ++k) {
         if (k < count) data[k] = uint16_t(pack.word[k / 2] >> 16 * (k % 2));
       }
     }
   }
 }
 
-__device__ inline void widen(const Pack& pack, DType dtype, float (&value)[kPack]) {
+template <int kWidth>
+__device__ inline void widen(const Pack<kWidth>& pack, DType dtype, float (&value)[kWidth]) {
   if (dtype == DType::kFloat32 || dtype == DType::kNone) {
 #pragma unroll
-    for (int k = 0; k < kPack; ++k) value[k] = bits_float(pack.word[k]);
+    for (int k = 0; k < kWidth; ++k) value[k] = bits_float(pack.word[k]);
   } else {
     const bool float16 = dtype == DType::kFloat16;
 #pragma unroll
-    for (int k = 0; k < kPack; ++k) {
+    for (int k = 0; k < kWidth; ++k) {
       const uint16_t stored = uint16_t(pack.word[k / 2] >> 16 * (k % 2));
       value[k] = float16 ? float16_to_float(stored) : bfloat16_to_float(stored);
     }
   }
 }
 
-__device__ inline Pack narrow(const float (&value)[kPack], DType dtype) {
-  Pack pack;
+template <int kWidth>
+__device__ inline Pack<kWidth> narrow(const float (&value)[kWidth], DType dtype) {
+  Pack<kWidth> pack;
   if (dtype == DType::kFloat32) {
 #pragma unroll
-    for (int k = 0; k < kPack; ++k) pack.word[k] = float_bits(value[k]);
+    for (int k = 0; k < kWidth; ++k) pack.word[k] = float_bits(value[k]);
   } else {
     const bool float16 = dtype == DType::kFloat16;
 #pragma unroll
-    for (int k = 0; k < kPack; ++k) {
+    for (int k = 0; k < kWidth; ++k) {
       const uint16_t stored = float16 ? float_to_float16(value[k]) : float_to_bfloat16(value[k]);
       pack.word[k / 2] |= uint32_t(stored) << 16 * (k % 2);
     }
@@ -144,28 +187,29 @@ __device__ inline Pack narrow(const float (&value)[kPack], DType dtype) {
 }
 
 // One pack of every list of a mask.
-template <unsigned kReads>
+template <unsigned kReads, bool kWhole, int kWidth, class Column>
 __device__ inline void load_packs(const Column (&columns)[kLists], int i, int count,
-                                  Pack (&packs)[kLists]) {
+                                  Pack<kWidth> (&packs)[kLists]) {
 #pragma unroll
   for (int list = 0; list < kLists; ++list) {
-    if (kReads & bit(list)) packs[list] = load_pack(columns[list], i, count);
+    if (kReads & bit(list)) packs[list] = load_pack<kWhole, kWidth>(columns[list], i, count);
   }
 }
 
-template <unsigned kReads>
-__device__ inline void widen_packs(const Column (&columns)[kLists], const Pack (&packs)[kLists],
-                                   float (&values)[kLists][kPack]) {
+template <unsigned kReads, int kWidth, class Column>
+__device__ inline void widen_packs(const Column (&columns)[kLists],
+                                   const Pack<kWidth> (&packs)[kLists],
+                                   float (&values)[kLists][kWidth]) {
 #pragma unroll
   for (int list = 0; list < kLists; ++list) {
     if (kReads & bit(list)) widen(packs[list], columns[list].dtype, values[list]);
   }
 }
 
-template <class Op>
-__device__ void run(const Op& op, float (&values)[kLists][kPack]) {
+template <class Op, int kWidth>
+__device__ void run(const Op& op, float (&values)[kLists][kWidth]) {
 #pragma unroll
-  for (int k = 0; k < kPack; ++k) {
+  for (int k = 0; k < kWidth; ++k) {
     float x[kLists];
 #pragma unroll
     for (int list = 0; list < kLists; ++list) x[list] = values[list][k];
@@ -175,13 +219,13 @@ __device__ void run(const Op& op, float (&values)[kLists][kPack]) {
   }
 }
 
-template <unsigned kWrites>
+template <unsigned kWrites, bool kWhole, int kWidth, class Column>
 __device__ inline void store_packs(const Column (&columns)[kLists], int i, int count,
-                                   const float (&values)[kLists][kPack]) {
+                                   const float (&values)[kLists][kWidth]) {
 #pragma unroll
   for (int list = 0; list < kLists; ++list) {
     if (kWrites & bit(list)) {
-      store_pack(columns[list], i, count, narrow(values[list], columns[list].dtype));
+      store_pack<kWhole>(columns[list], i, count, narrow(values[list], columns[list].dtype));
     }
   }
 }
@@ -196,9 +240,10 @@ __device__ inline void find_columns(const TableView& view, int64_t row, int64_t 
 }
 
 // The largest magnitude of a pack, if it is more than `largest`.
-__device__ inline void include(const float (&value)[kPack], uint32_t& largest) {
+template <int kWidth>
+__device__ inline void include(const float (&value)[kWidth], uint32_t& largest) {
 #pragma unroll
-  for (int k = 0; k < kPack; ++k) {
+  for (int k = 0; k < kWidth; ++k) {
     const uint32_t magnitude = float_bits(value[k]) & 0x7fffffffu;
     if (magnitude > largest) largest = magnitude;
   }
@@ -210,11 +255,48 @@ constexpr int kSlices = 4;
 constexpr int kSlice = kChunk / kSlices;
 static_assert(kSlice % kTile == 0, "a slice is whole tiles");
 
+constexpr int kGroup = 4;
+constexpr int kGroups = kPack / kGroup;  // of a thread, in each tile
+
+// Runs Op on elements [begin, end) of a row. kWhole: they are whole tiles of aligned lists, which
+// need not ask each group for its alignment and end.
+template <class Op, unsigned kMissing, bool kWhole>
+__device__ inline void apply_tiles(const Op& op, const Column (&columns)[kLists], int begin,
+                                   int end, uint32_t& largest) {
+  constexpr unsigned kReads = Op::kReads & ~kMissing, kWrites = Op::kWrites & ~kMissing;
+  for (int start = begin + threadIdx.x * kGroup; start < end; start += kTile) {
+    Pack<kGroup> packs[kGroups][kLists];
+#pragma unroll
+    for (int group = 0; group < kGroups; ++group) {
+      const int i = start + group * kLanes * kGroup;
+      load_packs<kReads, kWhole>(columns, i, part<kGroup>(i, end), packs[group]);
+    }
+#pragma unroll
+    for (int group = 0; group < kGroups; ++group) {
+      const int i = start + group * kLanes * kGroup;
+      float values[kLists][kGroup] = {};
+      widen_packs<kReads>(columns, packs[group], values);
+#pragma unroll
+      for (int list = 0; list < kLists; ++list) {
+        if (Op::kChecked & bit(list)) include(values[list], largest);
+      }
+      run(op, values);
+      store_packs<kWrites, kWhole>(columns, i, part<kGroup>(i, end), values);
+    }
+  }
+}
+
+// Blocks per multiprocessor to have registers for.
+HD constexpr int updating_blocks(unsigned reads) {
+  const int lists = count_lists(reads);
+  return lists <= 3 ? 4 : lists == 4 ? 3 : 2;
+}
+
 // Runs Op on every element of every row; rows without a gradient are left alone if
 // `gradients_only`. If `state` says skip, nothing happens. A non-finite value in a list that Op
 // checks sets *found_inf. No row has a list of `kMissing`.
 template <class Op, unsigned kMissing>
-__global__ void __launch_bounds__(kLanes, kMissing != 0 ? 3 : 1)
+__global__ void __launch_bounds__(kLanes, updating_blocks(Op::kReads & ~kMissing))
     apply_kernel(TableView view, bool gradients_only, const StepState* state, float a, float b,
                  float* found_inf) {
   constexpr unsigned kReads = Op::kReads & ~kMissing, kWrites = Op::kWrites & ~kMissing;
@@ -232,20 +314,15 @@ __global__ void __launch_bounds__(kLanes, kMissing != 0 ? 3 : 1)
   Column columns[kLists];
   find_columns<kReads | kWrites>(view, chunk.row, first, columns);
 
-  uint32_t largest = 0;
-  for (int i = threadIdx.x * kPack; i < n; i += kTile) {
-    const int count = n - i < kPack ? n - i : kPack;
-    Pack packs[kLists];
-    load_packs<kReads>(columns, i, count, packs);
-    float values[kLists][kPack] = {};
-    widen_packs<kReads>(columns, packs, values);
+  bool aligned = true;
 #pragma unroll
-    for (int list = 0; list < kLists; ++list) {
-      if (Op::kChecked & bit(list)) include(values[list], largest);
-    }
-    run(op, values);
-    store_packs<kWrites>(columns, i, count, values);
+  for (int list = 0; list < kLists; ++list) {
+    if ((kReads | kWrites) & bit(list)) aligned = aligned && columns[list].wide();
   }
+  const int whole = aligned ? n - n % kTile : 0;
+  uint32_t largest = 0;
+  apply_tiles<Op, kMissing, true>(op, columns, 0, whole, largest);
+  apply_tiles<Op, kMissing, false>(op, columns, whole, n, largest);
   if (Op::kChecked && found_inf != nullptr && largest >= kInfinityBits)
     *found_inf = 1;  // all write the same
 }

@@ -78,13 +78,15 @@ class PinnedRing {
 
   // A buffer of at least `bytes`. The caller records `copied` behind the copy.
   Buffer& take(size_t bytes) {
-    if (buffers_.empty() || (buffers_.size() < kMaxBuffers && !done(buffers_[next_]))) {
+    bool free = !buffers_.empty() && done(buffers_[next_]);
+    if (!free && buffers_.size() < kMaxBuffers) {
       Buffer buffer;
       CUDA_CHECK(cudaEventCreateWithFlags(&buffer.copied, cudaEventDisableTiming));
       buffers_.insert(buffers_.begin() + next_, buffer);
+      free = true;
     }
     Buffer& buffer = buffers_[next_];
-    CUDA_CHECK(cudaEventSynchronize(buffer.copied));
+    if (!free) CUDA_CHECK(cudaEventSynchronize(buffer.copied));
     if (buffer.bytes < bytes) {
       (void)cudaFreeHost(buffer.memory);
       buffer.memory = nullptr;
@@ -128,18 +130,6 @@ PinnedRing& pinned_ring() {
 // --- columns
 // ----------------------------------------------------------------------------------------------
 
-// A piece of a column, from the host's table to the device's.
-struct Piece {
-  void* to;
-  const void* from;
-  size_t bytes;
-};
-
-template <class T>
-Piece piece(const T* to, const T* from, int64_t count) {
-  return {const_cast<T*>(to), from, sizeof(T) * size_t(count)};
-}
-
 // Hands out aligned pieces of one allocation; with no memory yet, it adds up what is needed.
 class Carver {
  public:
@@ -157,17 +147,21 @@ class Carver {
   size_t used_ = 0;
 };
 
+// What the host fills comes first, in the order in which it changes together: which gradients a
+// pass reads, and whether they are scaled.
 size_t lay_out(DeviceColumns& columns, void* memory, const TableView& host) {
   Carver carver(memory);
   TableView& view = columns.view;
   view = host;
+  view.scaled = carver.take<uint8_t>(host.rows);
   view.data = carver.take<void*>(kLists * host.rows);
   view.dtype = carver.take<DType>(kLists * host.rows);
-  view.numel = carver.take<int64_t>(host.rows);
-  view.scaled = carver.take<uint8_t>(host.rows);
-  view.first_chunk = carver.take<int64_t>(host.rows + 1);
+  view.hyper_of = carver.take<int32_t>(host.rows);
   view.hyper = carver.take<RowHyper>(host.rows);
+  view.numel = carver.take<int64_t>(host.rows);
+  view.first_chunk = carver.take<int64_t>(host.rows + 1);
   view.chunks = carver.take<Chunk>(host.chunk_count);
+  if (memory != nullptr) columns.image.assign(carver.used(), 0);
   view.coefs = carver.take<RowCoef>(host.rows);
   view.partials = carver.take<Partial>(kMeasures * host.chunk_count);
   view.norms = carver.take<float>(kMeasures * host.rows);
@@ -185,44 +179,91 @@ DeviceColumns make_columns(const TableView& host, Allocate allocate, cudaStream_
   return columns;
 }
 
-// What never changes once a table exists.
-void add_plan(std::vector<Piece>& pieces, const TableView& view, const TableView& host) {
-  pieces.push_back(piece(view.numel, host.numel, host.rows));
-  pieces.push_back(piece(view.first_chunk, host.first_chunk, host.rows + 1));
-  pieces.push_back(piece(view.chunks, host.chunks, host.chunk_count));
-}
+// Brings columns up to date with the host's: what differs from what the device has goes there in as
+// few copies as that takes.
+class Upload {
+ public:
+  explicit Upload(DeviceColumns& columns) : columns_(columns) {}
 
-void add_columns(std::vector<Piece>& pieces, DeviceColumns& columns, const TableView& host,
-                 unsigned lists, bool scaled, bool hyper) {
+  // In the order of lay_out().
+  template <class T>
+  void add(const T* to, const T* from, int64_t count) {
+    const size_t bytes = sizeof(T) * size_t(count);
+    const size_t begin = size_t(reinterpret_cast<const char*>(to) - device());
+    char* image = columns_.image.data() + begin;
+    if (bytes == 0 || std::memcmp(image, from, bytes) == 0) return;
+    std::memcpy(static_cast<void*>(image), from, bytes);
+    if (!spans_.empty() && begin <= spans_.back().end + kGap) {
+      spans_.back().end = begin + bytes;
+    } else {
+      spans_.push_back({begin, begin + bytes});
+    }
+  }
+
+  void send(cudaStream_t stream) {
+    if (spans_.empty()) return;
+    size_t bytes = 0;
+    for (const Span& span : spans_) bytes += span.end - span.begin;
+    PinnedRing& ring = pinned_ring();
+    const std::lock_guard<std::mutex> lock(ring.mutex);
+    PinnedRing::Buffer& buffer = ring.take(bytes);
+    char* staged = buffer.memory;
+    for (const Span& span : spans_) {
+      const size_t size = span.end - span.begin;
+      std::memcpy(staged, columns_.image.data() + span.begin, size);
+      CUDA_CHECK(
+          cudaMemcpyAsync(device() + span.begin, staged, size, cudaMemcpyHostToDevice, stream));
+      staged += size;
+    }
+    CUDA_CHECK(cudaEventRecord(buffer.copied, stream));
+  }
+
+ private:
+  struct Span {
+    size_t begin, end;
+  };
+  // Bytes between two columns that take less time to copy than a second copy takes to begin.
+  static constexpr size_t kGap = 16 << 10;
+
+  char* device() const { return static_cast<char*>(columns_.memory.get()); }
+
+  DeviceColumns& columns_;
+  std::vector<Span> spans_;
+};
+
+// What of a table may have changed.
+struct Changes {
+  unsigned lists = ~0u;
+  bool scaled = true, hyper = true, plan = true;  // plan: what never changes once a table exists
+};
+
+void upload(DeviceColumns& columns, const TableView& host, const Changes& changes,
+            cudaStream_t stream) {
   const TableView& view = columns.view;
   const int64_t rows = host.rows;
+  Upload upload(columns);
+  if (changes.scaled) upload.add(view.scaled, host.scaled, rows);
   for (int list = 0; list < kLists; ++list) {
-    if (!(lists & bit(list))) continue;
+    if (!(changes.lists & bit(list))) continue;
     void* const* data = host.data + list * rows;
     const bool present = std::any_of(data, data + rows, [](void* p) { return p != nullptr; });
     columns.present = (columns.present & ~bit(list)) | (present ? bit(list) : 0);
-    pieces.push_back(piece(view.data + list * rows, data, rows));
-    pieces.push_back(piece(view.dtype + list * rows, host.dtype + list * rows, rows));
+    upload.add(view.data + list * rows, data, rows);
   }
-  if (scaled) pieces.push_back(piece(view.scaled, host.scaled, rows));
-  if (hyper) pieces.push_back(piece(view.hyper, host.hyper, rows));
-}
-
-void upload(const std::vector<Piece>& pieces, cudaStream_t stream) {
-  size_t bytes = 0;
-  for (const Piece& piece : pieces) bytes += piece.bytes;
-  if (bytes == 0) return;
-  PinnedRing& ring = pinned_ring();
-  const std::lock_guard<std::mutex> lock(ring.mutex);
-  PinnedRing::Buffer& buffer = ring.take(bytes);
-  char* staged = buffer.memory;
-  for (const Piece& piece : pieces) {
-    if (piece.bytes == 0) continue;
-    std::memcpy(staged, piece.from, piece.bytes);
-    CUDA_CHECK(cudaMemcpyAsync(piece.to, staged, piece.bytes, cudaMemcpyHostToDevice, stream));
-    staged += piece.bytes;
+  for (int list = 0; list < kLists; ++list) {
+    if (!(changes.lists & bit(list))) continue;
+    upload.add(view.dtype + list * rows, host.dtype + list * rows, rows);
   }
-  CUDA_CHECK(cudaEventRecord(buffer.copied, stream));
+  if (changes.hyper) {
+    upload.add(view.hyper_of, host.hyper_of, rows);
+    upload.add(view.hyper, host.hyper, host.hyper_count);
+  }
+  if (changes.plan) {
+    upload.add(view.numel, host.numel, rows);
+    upload.add(view.first_chunk, host.first_chunk, rows + 1);
+    upload.add(view.chunks, host.chunks, host.chunk_count);
+  }
+  upload.send(stream);
 }
 
 // --- capture
@@ -252,10 +293,7 @@ DeviceColumns capture_columns(const TableView& host, const Capture& capture) {
   const std::unique_ptr<CUstream_st, void (*)(cudaStream_t)> owner(
       side, [](cudaStream_t s) { (void)cudaStreamDestroy(s); });
   DeviceColumns columns = make_columns(host, allocate_for_graph, side);
-  std::vector<Piece> pieces;
-  add_plan(pieces, columns.view, host);
-  add_columns(pieces, columns, host, ~0u, true, true);
-  upload(pieces, side);
+  upload(columns, host, {}, side);
   CUDA_CHECK(cudaStreamSynchronize(side));
 
   cudaUserObject_t object = nullptr;
@@ -328,13 +366,18 @@ void DeviceTable::wait_for_last_use(cudaStream_t stream) {
 
 void DeviceTable::upload_changes(const Table& table, cudaStream_t stream) {
   const TableView host = table.view();
-  std::vector<Piece> pieces;
+  Changes changes;
   if (eager_.memory == nullptr) {
     eager_ = make_columns(host, allocate_device, stream);
-    add_plan(pieces, eager_.view, host);
+  } else {
+    changes = {pending_lists_, pending_scaled_, pending_hyper_, false};
   }
-  add_columns(pieces, eager_, host, pending_lists_, pending_scaled_, pending_hyper_);
-  upload(pieces, stream);
+  try {
+    upload(eager_, host, changes, stream);
+  } catch (...) {
+    eager_ = {};  // its image holds what the device has not
+    throw;
+  }
   pending_lists_ = 0;
   pending_scaled_ = pending_hyper_ = false;
 }

@@ -1,4 +1,5 @@
-// A table's columns in device memory, kept between calls: only what changed is uploaded.
+// A table's columns in device memory, kept between calls: only what differs from what the device
+// has is uploaded.
 //
 // Note [captured tables]. A copy from host memory that is captured in a CUDA graph would read the
 // host again at every replay, long after the staging buffer holds something else; and columns
@@ -12,6 +13,7 @@
 #include <cuda_runtime.h>
 
 #include <memory>
+#include <vector>
 
 #include "../backend.h"
 
@@ -20,6 +22,8 @@ namespace ampfuse {
 // One set of columns and the scratch memory beside them.
 struct DeviceColumns {
   std::shared_ptr<void> memory;
+  std::vector<char>
+      image;       // the columns that the host fills, as the device has them: its first bytes
   TableView view;  // every pointer is into `memory`
   // Blocks that have arrived, of each row and of the table; zero between launches.
   unsigned* tickets = nullptr;  // [rows + 1]

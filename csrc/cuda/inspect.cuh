@@ -6,45 +6,40 @@
 
 namespace ampfuse {
 
-// The order of sum_partials<kLanes>, by a block. Thread 0 receives the sum.
-__device__ inline double sum_partials_by_block(const Partial* partials, int64_t count) {
-  double sum = 0;
-#pragma unroll 8
-  for (int64_t i = threadIdx.x; i < count; i += kLanes) sum += load_sum(partials[i]);
-  return block_sum(sum);
-}
-
-struct BadRow {
-  int32_t row;    // -1: every gradient is finite
+struct Findings {
+  double sum;     // of squares
+  int32_t row;    // the first with a non-finite gradient; -1: every one is finite
   uint32_t bits;  // of its largest element
 };
 
-// The first row with a non-finite gradient, in thread 0.
-__device__ inline BadRow find_bad_row(const TableView& view) {
-  uint32_t first = UINT32_MAX;  // chunk
-#pragma unroll 8
+// What the partials of all chunks say, in thread 0; the order of sum_partials<kLanes>.
+__device__ inline Findings sweep_partials(const TableView& view) {
+  double sum = 0;
+  uint32_t first = UINT32_MAX;  // non-finite chunk
+#pragma unroll 4
   for (int64_t i = threadIdx.x; i < view.chunk_count; i += kLanes) {
-    if (load_largest(view.partials[i]) >= kInfinityBits && uint32_t(i) < first) first = uint32_t(i);
+    const Partial partial = load_partial(view.partials + i);
+    sum += partial.sum_squares;
+    if (partial.largest >= kInfinityBits && uint32_t(i) < first) first = uint32_t(i);
   }
+  sum = block_sum(sum);
   first = ~block_broadcast(block_max(~first));
-  if (first == UINT32_MAX) return {-1, 0};
+  if (first == UINT32_MAX) return {sum, -1, 0};
   const int32_t row = view.chunks[first].row;
   uint32_t bits = 0;
   for (int64_t i = first + threadIdx.x; i < view.first_chunk[row + 1]; i += kLanes) {
-    const uint32_t largest = load_largest(view.partials[i]);
+    const uint32_t largest = load_partial(view.partials + i).largest;
     if (largest > bits) bits = largest;
   }
-  return {row, block_max(bits)};
+  return {sum, row, block_max(bits)};
 }
 
 // Decides the step, then advances the rows; by one block, whose barrier orders the one before the
-// other. Each thread takes neighbouring rows, which mostly share their coefficients.
+// other.
 __device__ inline void prepare_by_block(const TableView& view, const Preparation& preparation) {
   if (threadIdx.x == 0) decide_step(*preparation.state, preparation.decision);
   __syncthreads();
-  const int64_t share = (view.rows + blockDim.x - 1) / blockDim.x;
-  const int64_t begin = threadIdx.x * share, end = begin + share;
-  advance_rows(view, preparation, begin, end < view.rows ? end : view.rows);
+  advance_rows(view, preparation, threadIdx.x, blockDim.x);
 }
 
 template <unsigned kMissing>
@@ -58,14 +53,13 @@ __global__ void __launch_bounds__(kLanes, kMissing != 0 ? 4 : 2)
   }
   if (!arrives_last(tickets + view.rows, gridDim.x)) return;
 
-  const double sum = sum_partials_by_block(view.partials, view.chunk_count);
-  const BadRow bad = find_bad_row(view);
+  const Findings found = sweep_partials(view);
   if (threadIdx.x == 0) {
     if (args.state != nullptr) {
-      record_inspection(*args.state, sum, bad.row, bad.bits, args.same_pass);
+      record_inspection(*args.state, found.sum, found.row, found.bits, args.same_pass);
     }
-    if (args.found_inf != nullptr && bad.row >= 0) *args.found_inf = 1;
-    if (args.norm != nullptr) *args.norm = norm_of(sum);
+    if (args.found_inf != nullptr && found.row >= 0) *args.found_inf = 1;
+    if (args.norm != nullptr) *args.norm = norm_of(found.sum);
   }
   if (args.preparation.state != nullptr) prepare_by_block(view, args.preparation);
 }

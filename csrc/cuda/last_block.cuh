@@ -22,8 +22,13 @@ __device__ inline bool arrives_last(unsigned* ticket, unsigned blocks) {
   return block_broadcast(arrived) == blocks - 1;
 }
 
-// Partials were written by other blocks: read them past the L1 cache.
-__device__ inline double load_sum(const Partial& partial) { return __ldcg(&partial.sum_squares); }
-__device__ inline uint32_t load_largest(const Partial& partial) { return __ldcg(&partial.largest); }
+// Other blocks have written it: read past the L1 cache.
+__device__ inline Partial load_partial(const Partial* partial) {
+  static_assert(sizeof(Partial) == sizeof(uint4));
+  const uint4 words = __ldcg(reinterpret_cast<const uint4*>(partial));
+  Partial loaded;
+  memcpy(&loaded, &words, sizeof loaded);
+  return loaded;
+}
 
 }  // namespace ampfuse

@@ -24,28 +24,24 @@ HD constexpr int tiles_in_flight(unsigned reads) {
   return count_lists(reads) == 1 ? 4 : count_lists(reads) <= 3 ? 2 : 1;
 }
 
-// Runs the op on n elements and adds the squares of what it measures, each times `rescale`, in the
-// thread's virtual lanes.
-template <class Op, unsigned kMissing>
-__device__ Sums<Op> add_squares(const Op& op, const Column (&columns)[kLists], int n,
-                                const float* rescale) {
+// Runs the op on elements [begin, end) and adds the squares of what it measures, each times
+// `rescale`, in the thread's virtual lanes. kWhole: they are whole tiles, kTiles at a time.
+template <class Op, unsigned kMissing, bool kWhole, class Column>
+__device__ inline void add_tiles(const Op& op, const Column (&columns)[kLists], int begin, int end,
+                                 const float* rescale, float (&lane)[Sums<Op>::kCount][kPack],
+                                 Sums<Op>& sums) {
   constexpr unsigned kReads = Op::kReads & ~kMissing, kWrites = Op::kWrites & ~kMissing;
   constexpr int kTiles = tiles_in_flight(kReads);
-  constexpr int kCount = Sums<Op>::kCount;
-  float lane[kCount][kPack] = {};
-  Sums<Op> sums = {};
-  for (int start = threadIdx.x * kPack; start < n; start += kTiles * kTile) {
-    Pack packs[kTiles][kLists];
+  for (int start = begin + threadIdx.x * kPack; start < end; start += kTiles * kTile) {
+    Pack<kPack> packs[kTiles][kLists];
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
       const int i = start + tile * kTile;
-      const int count = n - i < kPack ? n - i : kPack;  // zero or less past the end: loads nothing
-      load_packs<kReads>(columns, i, count, packs[tile]);
+      load_packs<kReads, kWhole>(columns, i, part<kPack>(i, end), packs[tile]);
     }
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
       const int i = start + tile * kTile;
-      const int count = n - i < kPack ? n - i : kPack;
       float values[kLists][kPack] = {};
       widen_packs<kReads>(columns, packs[tile], values);
       run(op, values);
@@ -60,9 +56,43 @@ __device__ Sums<Op> add_squares(const Op& op, const Column (&columns)[kLists], i
           lane[m][k] = fma(square, square, lane[m][k]);
         }
       }
-      store_packs<kWrites>(columns, i, count, values);
+      store_packs<kWrites, kWhole>(columns, i, part<kPack>(i, end), values);
     }
   }
+}
+
+// add_tiles() over n elements. A pass that reads one list and writes none would spend a third of
+// its instructions on asking each pack for its type, alignment and end, and is bound by them: whole
+// tiles of an aligned list go through a loop for their type.
+template <class Op, unsigned kMissing>
+__device__ inline Sums<Op> add_squares(const Op& op, const Column (&columns)[kLists], int n,
+                                       const float* rescale) {
+  constexpr unsigned kReads = Op::kReads & ~kMissing, kWrites = Op::kWrites & ~kMissing;
+  constexpr int kCount = Sums<Op>::kCount;
+  float lane[kCount][kPack] = {};
+  Sums<Op> sums = {};
+  int done = 0;
+  if constexpr (count_lists(kReads) == 1 && kWrites == 0) {
+    constexpr int kList = count_lists((kReads & -kReads) - 1);
+    const Column& column = columns[kList];
+    constexpr int kStride = tiles_in_flight(kReads) * kTile;
+    const auto add_whole = [&](auto known) {
+      decltype(known) all[kLists];
+      all[kList].data = column.data;
+      add_tiles<Op, kMissing, true>(op, all, 0, done, rescale, lane, sums);
+    };
+    if (column.wide()) {
+      done = n - n % kStride;
+      if (column.dtype == DType::kFloat16) {
+        add_whole(KnownColumn<DType::kFloat16>());
+      } else if (column.dtype == DType::kBFloat16) {
+        add_whole(KnownColumn<DType::kBFloat16>());
+      } else {
+        add_whole(KnownColumn<DType::kFloat32>());
+      }
+    }
+  }
+  add_tiles<Op, kMissing, false>(op, columns, done, n, rescale, lane, sums);
 #pragma unroll
   for (int m = 0; m < kCount; ++m) sums.sum[m] = sum_pack(lane[m]);
   return sums;
@@ -115,8 +145,9 @@ __device__ void measure_chunk(const TableView& view, float a, float b) {
 
 // Blocks per multiprocessor to have registers for. LAMB's four lists spill with 80 registers, and
 // two blocks of them have 57 KB of loads in flight.
-HD constexpr int measuring_blocks(unsigned reads, unsigned missing) {
-  return missing == 0 ? 1 : count_lists(reads & ~missing) > 3 ? 2 : 3;
+HD constexpr int measuring_blocks(unsigned reads) {
+  const int lists = count_lists(reads);
+  return lists == 1 ? 4 : lists <= 3 ? 3 : 2;
 }
 
 // Where a pass leaves the norm and the largest magnitude of each row: [measures][rows], either may
@@ -158,10 +189,11 @@ __device__ inline void finish_row(const TableView& view, int measures, const Row
   const Partial* partials = view.partials + m * view.chunk_count;
   double sum = 0;
   uint32_t bits = 0;
+#pragma unroll 4
   for (int64_t c = first + lane; c < end; c += kRowLanes) {
-    sum += load_sum(partials[c]);
-    const uint32_t largest = load_largest(partials[c]);
-    if (largest > bits) bits = largest;
+    const Partial partial = load_partial(partials + c);
+    sum += partial.sum_squares;
+    if (partial.largest > bits) bits = partial.largest;
   }
   sum = warp_sum(sum);
   bits = warp_max(bits);
@@ -169,7 +201,7 @@ __device__ inline void finish_row(const TableView& view, int measures, const Row
 }
 
 template <class Op, unsigned kMissing>
-__global__ void __launch_bounds__(kLanes, measuring_blocks(Op::kReads, kMissing))
+__global__ void __launch_bounds__(kLanes, measuring_blocks(Op::kReads & ~kMissing))
     measure_kernel(TableView view, RowNorms out, unsigned* tickets, const StepState* state) {
   if (state != nullptr && state->skip != 0) return;
   constexpr int kCount = Sums<Op>::kCount;

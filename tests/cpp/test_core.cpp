@@ -482,26 +482,6 @@ TEST(rows_without_elements_alone) {
   }
 }
 
-TEST(launches) {
-  const std::vector<RowSpec> rows = {optimizer_row(0, 0), optimizer_row(kTile + 1, 1)};
-  const auto expect = [&](Algorithm algorithm, bool layerwise, int64_t expected) {
-    for (const double max_norm : {0.0, 0.5}) {
-      World world(true, rows);
-      world.layerwise = layerwise;
-      const int64_t before = emulation::launch_count();
-      world.step(algorithm, max_norm);
-      const int64_t launches = emulation::launch_count() - before;
-      EXPECT(launches == expected, launches, " and not ", expected);
-    }
-  };
-  for (const Algorithm algorithm : kAlgorithms) {
-    expect(algorithm, false, algorithm == Algorithm::kLamb ? 3 : 2);
-  }
-  for (const Algorithm algorithm : {Algorithm::kSgd, Algorithm::kAdam, Algorithm::kAdagrad}) {
-    expect(algorithm, true, 3);
-  }
-}
-
 // --- multi-tensor ops
 // -------------------------------------------------------------------------------------
 

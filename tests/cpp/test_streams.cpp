@@ -49,8 +49,10 @@ class Gradients {
     const TableView view = worlds_[size_t(step)]->table->view();
     for (int64_t row = 0; row < world.rows(); ++row) {
       world.table->set(kGrad, row, view.pointer(kGrad, row), view.type(kGrad, row));
-      world.table->hyper(row).lr = 1e-2 / (1 + step % 5);
     }
+    RowHyper hyper = adam_rows()[0].hyper;
+    hyper.lr = 1e-2 / (1 + step % 5);
+    world.table->set_hyper(0, world.rows(), hyper);
   }
 
  private:
@@ -120,18 +122,112 @@ TEST(a_table_dies_while_another_stream_uses_it) {
   pair.expect_same();
 }
 
+TEST(launches) {
+  std::vector<RowSpec> rows = adam_rows();
+  rows[3].numel = 0;
+  rows[4].numel = 3 * kChunk;
+  const auto expect = [&](Algorithm algorithm, bool layerwise, int64_t expected) {
+    for (const double max_norm : {0.0, 0.5}) {
+      World world(true, rows);
+      world.layerwise = layerwise;
+      const int64_t before = emulation::launch_count();
+      world.step(algorithm, max_norm);
+      const int64_t launches = emulation::launch_count() - before;
+      EXPECT(launches == expected, launches, " and not ", expected);
+    }
+  };
+  for (const Algorithm algorithm : {Algorithm::kSgd, Algorithm::kAdam, Algorithm::kAdagrad}) {
+    expect(algorithm, false, 2);
+    expect(algorithm, true, 3);
+  }
+  expect(Algorithm::kNovoGrad, false, 2);
+  expect(Algorithm::kLamb, false, 3);
+}
+
 TEST(uploads_are_only_of_what_changed) {
   World world(true, adam_rows());
-  world.step(Algorithm::kAdam);
-  const int64_t before = emulation::copy_count(), launches = emulation::launch_count();
-  world.step(Algorithm::kAdam);
-  EXPECT(emulation::copy_count() == before, "copies although nothing changed");
-  EXPECT(emulation::launch_count() == launches + 2, "inspect, update");
-  world.fill(3, kGrad, 77);
-  const int64_t filled = emulation::copy_count();
-  world.step(Algorithm::kAdam);
-  EXPECT(emulation::copy_count() == filled + 2,
-         "one gradient moved: one column of pointers and types");
+  const auto copies = [&](auto change) {
+    change();
+    const int64_t before = emulation::copy_count();
+    world.step(Algorithm::kAdam);
+    return emulation::copy_count() - before;
+  };
+  Table& table = *world.table;
+  EXPECT(copies([] {}) == 1, "a new table is one copy");
+  EXPECT(copies([] {}) == 0, "nothing changed");
+  EXPECT(copies([&] { world.fill(3, kGrad, 77); }) == 1, "one gradient moved");
+  EXPECT(copies([&] { table.set_hyper(0, world.rows(), adam_rows()[0].hyper); }) == 1,
+         "rows that had an entry each share one");
+  EXPECT(copies([&] { table.set_hyper(0, world.rows(), adam_rows()[0].hyper); }) == 0,
+         "hyper-parameters set to what they were");
+  const auto there_and_back = [&] {
+    const TableView view = table.view();
+    for (int64_t row = 0; row < world.rows(); ++row) {
+      void* const data = view.pointer(kGrad, row);
+      const DType type = view.type(kGrad, row);
+      table.set(kGrad, row, nullptr, DType::kNone);
+      table.set_scaled(row, false);
+      table.set(kGrad, row, data, type);
+      table.set_scaled(row, true);
+    }
+  };
+  EXPECT(copies(there_and_back) == 0, "gradients set to none and back");
+}
+
+// Columns of many rows are far from each other; those that change together are not.
+TEST(a_change_of_gradients_is_one_copy) {
+  std::vector<RowSpec> rows(5000, adam_rows()[1]);
+  World world(true, rows);
+  world.inspect();
+  const int64_t before = emulation::copy_count();
+  const TableView view = world.table->view();
+  const std::vector<void*> gradients(view.data, view.data + world.rows());
+  for (int64_t row = 0; row < world.rows(); ++row) {
+    world.table->set(kGrad, row, gradients[size_t(world.rows() - 1 - row)], kBF16);
+    world.table->set_scaled(row, row % 2);
+  }
+  world.inspect();
+  EXPECT(emulation::copy_count() == before + 1, emulation::copy_count() - before);
+}
+
+// Which rows share hyper-parameters is told by their entries, whatever ranges set them.
+TEST(rows_share_entries_of_hyper_parameters) {
+  Table table(std::vector<int64_t>(6, 1));
+  std::vector<double> expected(6, 0.0);
+  const auto set = [&](int64_t begin, int64_t end, double lr) {
+    RowHyper hyper;
+    hyper.lr = lr;
+    table.set_hyper(begin, end, hyper);
+    std::fill(expected.begin() + begin, expected.begin() + end, lr);
+    const TableView view = table.view();
+    EXPECT(view.hyper_count <= view.rows, view.hyper_count);
+    for (int64_t row = 0; row < 6; ++row) {
+      EXPECT(view.hyper[view.hyper_of[row]].lr == expected[size_t(row)], "row ", row);
+    }
+  };
+  const int64_t ranges[][2] = {{0, 6}, {0, 6}, {0, 3}, {3, 6}, {1, 2},
+                               {2, 5}, {0, 0}, {0, 6}, {5, 6}};
+  double lr = 0;
+  for (int round = 0; round < 3; ++round) {
+    for (const auto& range : ranges) set(range[0], range[1], lr += 1);
+    for (int64_t row = 0; row < 6; ++row) set(row, row + 1, lr += 1);
+  }
+}
+
+TEST(an_upload_waits_only_for_a_full_ring) {
+  World world(true, adam_rows());
+  const Deferred deferred;
+  const int64_t before = emulation::wait_count();
+  const auto upload = [&](int count) {
+    for (int i = 0; i < count; ++i) {
+      world.table->set_scaled(0, i % 2);
+      world.inspect();
+    }
+  };
+  upload(40);
+  EXPECT(emulation::wait_count() == before, "buffers are free");
+  upload(60);
+  EXPECT(emulation::wait_count() > before, "the ring is full");
 }
 
 TEST(capture_eager_replay) {

@@ -109,7 +109,7 @@ class World {
     table = std::make_unique<Table>(numel);
     for (size_t row = 0; row < specs.size(); ++row) {
       table->set_scaled(int64_t(row), specs[row].scaled);
-      table->hyper(int64_t(row)) = specs[row].hyper;
+      table->set_hyper(int64_t(row), int64_t(row) + 1, specs[row].hyper);
       for (int list = 0; list < kLists; ++list) {
         buffers_.push_back(nullptr);
         if (specs[row].types[list] == kAbsent) continue;

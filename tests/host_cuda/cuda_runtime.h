@@ -32,6 +32,11 @@ struct dim3 {
   constexpr dim3(unsigned x_ = 1, unsigned y_ = 1, unsigned z_ = 1) : x(x_), y(y_), z(z_) {}
 };
 
+struct alignas(8) uint2 {
+  uint32_t x, y;
+};
+inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
+
 struct alignas(16) uint4 {
   uint32_t x, y, z, w;
 };
@@ -177,6 +182,7 @@ namespace emulation {
 void set_deferred(bool deferred);
 int64_t launch_count();      // kernels launched so far
 int64_t copy_count();        // copies queued so far
+int64_t wait_count();        // calls in which the host waits for the device
 int64_t live_allocations();  // of device memory
 cudaError_t enqueue_kernel(const cudaLaunchConfig_t& config, size_t argument_bytes,
                            std::function<void()> thread);

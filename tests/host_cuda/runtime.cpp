@@ -57,7 +57,7 @@ struct Runtime {
   bool deferred = false;
   int captures = 0;
   unsigned long long next_capture = 1;
-  int64_t launches = 0, copies = 0;
+  int64_t launches = 0, copies = 0, waits = 0;
 };
 
 Runtime& runtime() {
@@ -137,6 +137,7 @@ cudaError_t cudaGetDevice(int* device) {
 }
 cudaError_t cudaDeviceSynchronize() {
   const Lock lock(runtime().mutex);
+  ++runtime().waits;
   if (forbidden()) return result(cudaErrorStreamCaptureUnsupported);
   run_everything();
   return cudaSuccess;
@@ -203,6 +204,7 @@ cudaError_t cudaStreamDestroy(cudaStream_t handle) {
 }
 cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
   const Lock lock(runtime().mutex);
+  ++runtime().waits;
   const auto stream = find(handle);
   if (forbidden() || stream->capture) return result(cudaErrorStreamCaptureUnsupported);
   stream->run_until(stream->issued);
@@ -230,6 +232,7 @@ cudaError_t cudaEventQuery(cudaEvent_t event) {
 }
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   const Lock lock(runtime().mutex);
+  ++runtime().waits;
   if (forbidden()) return result(cudaErrorStreamCaptureUnsupported);
   if (event->stream) event->stream->run_until(event->position);
   return cudaSuccess;
@@ -319,6 +322,7 @@ void set_deferred(bool deferred) {
 
 int64_t launch_count() { return runtime().launches; }
 int64_t copy_count() { return runtime().copies; }
+int64_t wait_count() { return runtime().waits; }
 int64_t live_allocations() { return int64_t(runtime().device_memory.size()); }
 
 static void run_grid(dim3 grid, dim3 block, const std::function<void()>& thread) {

@@ -39,7 +39,8 @@ class Schedule:
     def at(self, group: int, step: Tensor) -> dict[str, Tensor]:
         """The values of step `step` (int64, 0-dim, from 0): float64, 0-dim, on the device."""
         columns = self.of_group(group)
-        return {name: c[step.clamp(max=len(c) - 1)] for name, c in columns.items()}
+        # Not c[step]: an index of 0 dimensions is read on the host, which waits for the device.
+        return {name: c.take(step.clamp(max=len(c) - 1)) for name, c in columns.items()}
 
 
 class GroupValues(Schedule):

@@ -1,0 +1,47 @@
+#!/usr/bin/env bash
+# Compiles the tests of the core as they run on a GPU, with CUDA's runtime in place of the emulation:
+#
+#     tests/cpp/build_cuda.sh FOLDER
+#
+# makes FOLDER/test_core. That takes nvcc and no GPU, so a machine without one can make it for one
+# that has a GPU and no compiler.
+#
+# AMPFUSE_CUDA_ARCHS   of which GPUs, as 90 or "80;90" (native: those of this machine)
+# NVCC                 the compiler (nvcc)
+set -euo pipefail
+folder=$(mkdir -p "$1" && cd "$1" && pwd)
+cd "$(dirname "$0")/../.."
+nvcc=$(command -v "${NVCC:-nvcc}")
+
+flags=(-std=c++17 -O2 -lineinfo -fmad=false -Xcompiler=-ffp-contract=off -Icsrc)
+for arch in $(tr ';,' '  ' <<<"${AMPFUSE_CUDA_ARCHS:-native}"); do
+  if [ "$arch" = native ]; then
+    flags+=(-arch=native)
+  else
+    arch=${arch//./}
+    flags+=(-gencode "arch=compute_$arch,code=sm_$arch")
+  fi
+done
+# PyPI's packages keep the runtime where their nvcc does not look.
+runtime=$(dirname "$(dirname "$nvcc")")/lib
+if [ -e "$runtime/libcudart_static.a" ]; then flags+=("-L$runtime"); fi
+
+sources=(csrc/cuda/*.cu csrc/cpu/backend.cpp csrc/cpu/kernels_scalar.cpp tests/cpp/main.cpp
+  tests/cpp/test_core.cpp)
+if [ "$(uname -m)" = x86_64 ]; then sources+=(csrc/cpu/kernels_avx2.cpp csrc/cpu/kernels_avx512.cpp); fi
+objects=()
+jobs=()
+for source in "${sources[@]}"; do
+  isa=()
+  case $source in
+    *avx2.cpp) isa=(-Xcompiler=-mavx2,-mfma,-mf16c) ;;
+    *avx512.cpp) isa=(-Xcompiler=-mavx512f,-mavx512bw,-mavx512dq,-mavx512vl,-mavx2,-mfma,-mf16c) ;;
+  esac
+  object=$folder/$(tr '/' '-' <<<"$source").o
+  "$nvcc" "${flags[@]}" "${isa[@]}" -c "$source" -o "$object" &
+  jobs+=($!)
+  objects+=("$object")
+done
+for job in "${jobs[@]}"; do wait "$job"; done
+"$nvcc" "${flags[@]}" "${objects[@]}" -o "$folder/test_core"
+rm "${objects[@]}"
