@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy as cross_entropy_imported_by_name
 from torch.nn.utils.rnn import pack_sequence
 
 from ampfuse import amp
-from ampfuse.amp import trees
+from ampfuse.amp import op_casts, trees
 from ampfuse.amp.half_output import HalfOutput
 
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -425,6 +425,112 @@ def test_nothing_outside_is_patched():
     assert not torch.is_autocast_enabled("cpu")
     assert nn.Linear(2, 2)(torch.ones(1, 2)).dtype == f32
     assert F.mse_loss(torch.ones(2).half(), torch.ones(2).half()).dtype == f16
+
+
+# --- outside forward ------------------------------------------------------------------------
+
+
+class Lightning(nn.Module):
+    """A module whose own forward is never called in training."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
+
+    def forward(self, x):
+        return self.net(x)
+
+    def training_step(self, x):
+        out = self.net(x)
+        self.seen = out.dtype
+        return out.pow(2).mean()
+
+
+def train(module, optimizer, steps=2, loss=Lightning.training_step):
+    for _ in range(steps):
+        with amp.scale_loss(loss(module, torch.ones(2, 4)), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+
+
+@pytest.fixture
+def lightning():
+    module = Lightning()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    yield module, optimizer
+    amp.initialize(nn.Linear(1, 1), enabled=False)
+    op_casts.remove()
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_a_loss_without_any_forward_is_told_once(level, lightning):
+    module, optimizer = amp.initialize(*lightning, opt_level=level, verbosity=0)
+    with pytest.warns(UserWarning, match=r"cast_everywhere\(\)") as told:
+        train(module, optimizer, 3)
+    assert len(told) == 1
+    assert told[0].filename == __file__
+    assert module.seen == f32
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_validation_by_forward_does_not_hide_training_without(level, lightning):
+    module, optimizer = amp.initialize(*lightning, opt_level=level, verbosity=0)
+    module(torch.ones(2, 4))
+    train(module, optimizer, 1)
+    with pytest.warns(UserWarning, match=r"training_step"):
+        train(module, optimizer, 1)
+
+
+def by_forward(module, x):
+    return module(x).mean()
+
+
+def compiled_forward(module, x):
+    return torch.compile(module, backend="eager", fullgraph=True)(x).mean()
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("loss", [by_forward, compiled_forward])
+def test_losses_of_a_forward_are_no_reason_to_warn(loss, lightning):
+    torch._dynamo.reset()
+    module, optimizer = amp.initialize(*lightning, verbosity=0)
+    train(module, optimizer, 3, loss)
+    first, second = loss(module, torch.ones(1, 4)), loss(module, torch.ones(2, 4))
+    for one in (first, second):  # two backward passes before a step
+        with amp.scale_loss(one, optimizer) as scaled:
+            scaled.backward()
+    optimizer.step()
+    train(module, optimizer, 1, loss)
+
+
+@pytest.mark.filterwarnings("error")
+def test_two_optimizers_that_step_in_turn_are_no_reason_to_warn():
+    models = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    amp.initialize(models, optimizers, verbosity=0, num_losses=2)
+    for _ in range(2):
+        losses = [model(torch.ones(1, 4)).mean() for model in models]
+        for i in range(2):
+            with amp.scale_loss(losses[i], optimizers[i], loss_id=i) as scaled:
+                scaled.backward()
+            optimizers[i].step()
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("level", ["O0", "O1", "O4"])
+def test_cast_everywhere(level, lightning):
+    module, optimizer = amp.initialize(*lightning, opt_level=level, verbosity=0)
+    amp.cast_everywhere()
+    train(module, optimizer)
+    x = torch.rand(3, 3)
+    out = F.linear(x, x)
+    assert module.seen == out.dtype == LOW.get(level, f32)
+    assert F.mse_loss(out, x).dtype == out.sum().dtype == f32
+    assert type(out) is torch.Tensor
+    with amp.disable_casts():
+        assert F.linear(x, x).dtype == f32
+    amp.initialize(nn.Linear(2, 2), opt_level=level, verbosity=0)
+    assert F.linear(x, x).dtype == f32
 
 
 # --- disable_casts --------------------------------------------------------------------------

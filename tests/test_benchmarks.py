@@ -355,7 +355,7 @@ def test_every_case_has_its_own_name(load):
         assert {case.name for case in cases(device)} < set(names)
 
 
-# --- host_time.py, syncs.py -----------------------------------------------------------------------
+# --- host_time.py, o1_host.py, syncs.py ---------------------------------------------------------
 
 
 def test_host_time_script(main, tmp_path):
@@ -370,6 +370,33 @@ def test_host_time_script(main, tmp_path):
     main("plot", path)
     assert (tmp_path / "host.png").exists()
     assert not (tmp_path / "host_roofline.png").exists()  # no bandwidth in it
+
+
+def test_o1_host_script(main, tmp_path):
+    path = tmp_path / "o1.csv"
+    main("o1_host", "--quick", "--repeats", 2, "--only", "mlp", "--csv", path)
+    found = {(row["case"], row["variant"]) for row in records(path)}
+    variants = ["torch.amp", "ampfuse O1", "ampfuse.compat", "ampfuse.compat, outside", "FP32"]
+    assert found == {(f"mlp-{what}", name) for what in ("pass", "step") for name in variants}
+
+
+@pytest.mark.parametrize("model", ["mlp", "transformer"])
+def test_o1_variants_train_alike_and_leave_the_process_as_it_was(load, model):
+    o1_host, cpu = load("o1_host"), torch.device("cpu")
+    o1_host.Training(model, cpu, True).prepare()
+    before = torch.nn.functional.layer_norm
+    variants = {name: make(model, cpu, True) for name, make in o1_host.VARIANTS.items()}
+    losses = {}
+    for name, variant in variants.items():
+        variant.prepare()
+        casts = "compat" in name
+        assert (torch.nn.functional.layer_norm is not before) == casts
+        for _ in range(2):
+            variant()
+        losses[name] = float(variant.loss().detach())
+    assert torch.nn.functional.layer_norm is before
+    for loss in losses.values():
+        assert loss == pytest.approx(losses["FP32"], rel=0.02)
 
 
 def test_new_gradients_are_other_tensors(load):

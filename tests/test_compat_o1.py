@@ -1,16 +1,21 @@
 """O1 under apex's names: which type each function gives, on tensors of the CPU as well."""
 
+import contextlib
 import copy
+import inspect
 import pickle
+import threading
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import apex_names
-from ampfuse.amp import weight_cache
+from ampfuse import amp as own_amp
+from ampfuse.amp import cast_state, weight_cache
 from ampfuse.compat.apex import amp
 
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -76,7 +81,7 @@ LOW = {
 FLOAT = {
     "F.softmax": lambda x: F.softmax(x, -1),
     "F.log_softmax": lambda x: F.log_softmax(x, dim=-1),
-    "F.gelu": F.gelu,
+    "F.gelu": lambda x: F.gelu(x),
     "F.layer_norm": lambda x: F.layer_norm(x, (4,)),
     "F.group_norm": lambda x: F.group_norm(x[None], 2),
     "F.interpolate": lambda x: F.interpolate(x[None], scale_factor=2),
@@ -85,18 +90,18 @@ FLOAT = {
     "F.smooth_l1_loss": lambda x: F.smooth_l1_loss(x, torch.rand(4, 4)),
     "F.bce_with_logits": lambda x: F.binary_cross_entropy_with_logits(x, torch.rand(4, 4)),
     "F.huber_loss": lambda x: F.huber_loss(x, torch.rand(4, 4)),
-    "torch.exp": torch.exp,
+    "torch.exp": lambda x: torch.exp(x),
     "x.exp": lambda x: x.exp(),
-    "torch.log": torch.log,
+    "torch.log": lambda x: torch.log(x),
     "torch.pow": lambda x: torch.pow(x, 2),
     "**": lambda x: x**2,
     "2 ** x": lambda x: 2**x,
     "x.sum": lambda x: x.sum(),
-    "torch.norm": torch.norm,
+    "torch.norm": lambda x: torch.norm(x),
     "x.std": lambda x: x.std(),
     "x.var": lambda x: x.var(),
     "torch.cumsum": lambda x: torch.cumsum(x, 0),
-    "torch.rsqrt": torch.rsqrt,
+    "torch.rsqrt": lambda x: torch.rsqrt(x),
     "x.cpu": lambda x: x.cpu(),
 }
 PROMOTE = {
@@ -104,9 +109,9 @@ PROMOTE = {
     "-": lambda x, y: x - y,
     "*": lambda x, y: x * y,
     "/": lambda x, y: x / y,
-    "torch.add": torch.add,
+    "torch.add": lambda x, y: torch.add(x, y),
     "x.mul": lambda x, y: x.mul(y),
-    "torch.atan2": torch.atan2,
+    "torch.atan2": lambda x, y: torch.atan2(x, y),
     "torch.addcmul": lambda x, y: torch.addcmul(x, x, y),
     "torch.dot": lambda x, y: torch.dot(x[0], y[0]),
     "torch.cross": lambda x, y: torch.cross(x[:3], y[:3], dim=0),
@@ -165,14 +170,14 @@ NEWER = {
     "einsum": (lambda x, y: torch.einsum("ij,jk", x, y), f16),
     "attention": (lambda x, y: F.scaled_dot_product_attention(x[None], y[None], y[None]), f16),
     "torch.linalg.multi_dot": (lambda x, y: torch.linalg.multi_dot([x, y]), f16),
-    "torch.linalg.vecdot": (torch.linalg.vecdot, f16),
+    "torch.linalg.vecdot": (lambda x, y: torch.linalg.vecdot(x, y), f16),
     "MultiheadAttention": (lambda x, y: nn.MultiheadAttention(4, 2)(x, y, y)[0], f16),
     "torch.linalg.norm": (lambda x, y: torch.linalg.norm(x), f32),
     "torch.linalg.vector_norm": (lambda x, y: torch.linalg.vector_norm(x), f32),
     "torch.linalg.matrix_norm": (lambda x, y: torch.linalg.matrix_norm(x), f32),
     "F.rms_norm": (lambda x, y: F.rms_norm(x, (4,)), f32),
-    "torch.cdist": (torch.cdist, f32),
-    "F.huber_loss": (F.huber_loss, f32),
+    "torch.cdist": (lambda x, y: torch.cdist(x, y), f32),
+    "F.huber_loss": (lambda x, y: F.huber_loss(x, y), f32),
     "F.gaussian_nll_loss": (lambda x, y: F.gaussian_nll_loss(x, x, y), f32),
     "torch.sub": (torch.sub, f32),
     "torch.where": (lambda x, y: torch.where(x > 0, x, y), f32),
@@ -229,7 +234,9 @@ def test_in_place():
     assert inside(squared, torch.full((2,), 3.0, dtype=f16)).tolist() == [9.0, 9.0]
 
 
-@pytest.mark.parametrize("write", [torch.exp_, lambda x: x.rsqrt_(), lambda x: x.cumsum_(0)])
+@pytest.mark.parametrize(
+    "write", [lambda x: torch.exp_(x), lambda x: x.rsqrt_(), lambda x: x.cumsum_(0)]
+)
 def test_in_place_in_float_refuses_half(write):
     with pytest.raises(NotImplementedError, match=r"x\.float\(\)"):
         inside(write, tensor(f16, 2))
@@ -305,48 +312,260 @@ def test_losses_outside_the_model_follow_the_same_lists():
     assert nn.Softmax(-1)(out).dtype == f32
 
 
-def test_nothing_else_in_the_process_is_cast():
-    before = {name: getattr(F, name) for name in ("linear", "softmax", "mse_loss")}
+# --- outside the model --------------------------------------------------------------------------
+
+
+class Lightning(nn.Module):
+    """A module whose own forward is never called in training."""
+
+    def __init__(self):
+        super().__init__()
+        self.backbone = nn.Linear(4, 4)
+        self.head = nn.LSTM(4, 4)
+        self.backbone.register_forward_hook(self.keep)
+
+    def keep(self, module, args, output):
+        self.features = output
+
+    def loss(self, out, y):
+        auxiliary = F.linear(self.features, self.backbone.weight)
+        self.seen = types(self.features, out, auxiliary)
+        return F.mse_loss(out, y) + (auxiliary - y).pow(2).mean()
+
+    def training_step(self, x, y):
+        self.backbone(x)
+        return self.loss(self.head(self.features)[0], y)
+
+
+def test_a_training_step_that_calls_no_forward():
+    module = Lightning()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    amp.initialize(module, optimizer, verbosity=0)
+    x, y = torch.rand(3, 4), torch.rand(3, 4)
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = module.training_step(x, y)
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        assert module.seen == [f16, f16, f16]
+        assert loss.dtype == f32
+    assert losses[2] < losses[1] < losses[0]
+
+
+def product():
+    return F.linear(torch.rand(2, 2), torch.rand(2, 2)).dtype
+
+
+def in_thread():
+    seen = []
+    thread = threading.Thread(target=lambda: seen.append(product()))
+    thread.start()
+    thread.join()
+    return seen[0]
+
+
+def in_backward():
+    seen = []
+    x = torch.rand(2, requires_grad=True)
+    x.register_hook(lambda gradient: seen.append(product()))
+    (x * 2).sum().backward()
+    return seen[0]
+
+
+def in_evaluation():
+    with torch.no_grad():
+        return nn.Linear(2, 2).eval()(torch.rand(1, 2)).dtype
+
+
+def in_recomputation():
+    seen = []
+
+    def part(x):
+        seen.append(product())
+        return x * x
+
+    checkpoint(part, torch.rand(2, requires_grad=True), use_reentrant=False).sum().backward()
+    assert seen[0] == seen[1]
+    return seen[1]
+
+
+PLACES = [product, in_thread, in_backward, in_evaluation, in_recomputation]
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("level", "expected"), [("O1", f16), ("O4", bf16)])
+def test_casts_reach_the_whole_process(place, level, expected):
+    assert place() == f32
+    amp.initialize(nn.Linear(4, 4), opt_level=level, verbosity=0)
+    assert place() == expected
+
+
+ENDS = {
+    "O0": lambda: amp.initialize(nn.Linear(2, 2), opt_level="O0", verbosity=0),
+    "O2": lambda: amp.initialize(nn.Linear(2, 2), opt_level="O2", verbosity=0),
+    "disabled": lambda: amp.initialize(nn.Linear(2, 2), enabled=False),
+    "no patches": lambda: amp.initialize(nn.Linear(2, 2), patch_torch_functions=False),
+    "ampfuse's own": lambda: own_amp.initialize(nn.Linear(2, 2), verbosity=0),
+    "deactivated": lambda: amp._amp_state.handle._deactivate(),
+    "inactive": lambda: setattr(amp._amp_state.handle, "_is_active", False),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("end", ENDS)
+def test_casts_outside_end_with_their_level(end, place):
+    model = amp.initialize(nn.Linear(4, 4), verbosity=0)
+    ENDS[end]()
+    assert place() == f32
+    stays = end not in ("deactivated", "inactive")
+    assert model(torch.rand(1, 4)).dtype == (f16 if stays else f32)
+
+
+def test_where_nothing_is_cast():
+    seen = []
+    amp.initialize(Runs(lambda: seen.append(product())), opt_level="O1", verbosity=0)
+    at_o2 = amp.initialize(Runs(lambda: seen.append(product())), opt_level="O2", verbosity=0)
     amp.initialize(nn.Linear(4, 4), verbosity=0)
-    assert before == {name: getattr(F, name) for name in before}
-    assert F.linear(torch.rand(2, 2), torch.rand(2, 2)).dtype == f32
-    assert nn.Linear(2, 2)(torch.rand(2, 2)).dtype == f32
+    at_o2()
+    assert seen == [f32]  # the forward of a model at another level
+    with amp.disable_casts():
+        assert product() == f32
+    double = torch.rand(2, 2, dtype=f64)
+    assert types(F.linear(double, double), double.sum(), F.mse_loss(double, double)) == [f64] * 3
+    cast_state.outside.casts_cpu = False  # as while the model is on a GPU
+    assert product() == f32
+
+
+def test_a_forked_process_casts_nothing():
+    """It loads data."""
+    amp.initialize(nn.Linear(4, 4), verbosity=0)
+    loader = torch.utils.data.DataLoader(
+        range(1), num_workers=1, multiprocessing_context="fork", collate_fn=lambda _: str(product())
+    )
+    assert list(loader) == ["torch.float32"]
+    assert product() == f16
+
+
+class Muon(torch.optim.Optimizer):
+    """Computes a product in its step."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+        self.seen = []
+
+    def step(self, closure=None):
+        if closure is not None:
+            self.seen.append(closure())
+        self.seen.append(product())
+        if len(self.seen) > 3:
+            raise KeyError
+
+
+def test_an_optimizers_step_is_not_cast():
+    model = nn.Linear(4, 4)
+    optimizer = Muon(model.parameters())
+    amp.initialize(model, optimizer, loss_scale=1.0, verbosity=0)
+    model(torch.rand(1, 4)).sum().backward()
+    optimizer.step()
+    optimizer.step(product)
+    assert optimizer.seen == [f32, f16, f32]
+    with pytest.raises(KeyError):
+        optimizer.step()
+    assert product() == f16
+
+
+def test_every_function_is_put_back():
+    owners = (torch, F, torch.Tensor, torch._VF, torch.linalg, nn.LSTM, torch.jit, nn.modules.rnn)
+    before = [dict(vars(owner)) for owner in owners]
+    for _ in range(2):
+        amp.initialize(nn.Linear(4, 4), verbosity=0)
+        amp.initialize(nn.Linear(4, 4), opt_level="O4", verbosity=0)
+    assert F.softmax is not before[1]["softmax"]
+    assert inspect.signature(F.softmax) == inspect.signature(before[1]["softmax"])
+    assert pickle.loads(pickle.dumps(F.softmax)) is F.softmax
+    assert pickle.loads(pickle.dumps(torch.bmm)) is torch.bmm
+    amp._amp_state.handle._deactivate()
+    assert [dict(vars(owner)) for owner in owners] == before
+
+
+def scripted(x, weight):
+    return F.softmax(F.linear(x, weight), dim=-1).matmul(weight)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
+def test_scripting_and_compiling_after_initialize():
+    amp.initialize(nn.Linear(4, 4), verbosity=0)
+    torch._dynamo.reset()
+    x = torch.rand(4, 4)
+    with amp.disable_casts():
+        expected = scripted(x, x)
+    assert torch.equal(torch.jit.script(scripted)(x, x), expected)
+    local = F
+
+    @torch.jit.script
+    class Scaled:  # the compiler finds `local` in the frame of its caller
+        def __call__(self, x: torch.Tensor) -> torch.Tensor:
+            return local.softmax(x, dim=-1)
+
+    assert Scaled()(x).dtype == f32
+    assert product() == f16
+    compiled = torch.compile(scripted, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x, x), expected)
 
 
 def test_names_added_to_the_lists():
     torch_overrides = amp.lists.torch_overrides
     torch_overrides.FP32_FUNCS.append("sigmoid")
     try:
-        assert inside(torch.sigmoid, tensor(f16, 2)).dtype == f32
+        assert inside(lambda x: torch.sigmoid(x), tensor(f16, 2)).dtype == f32
     finally:
         torch_overrides.FP32_FUNCS.remove("sigmoid")
-    assert inside(torch.sigmoid, tensor(f16, 2)).dtype == f16
+    assert inside(lambda x: torch.sigmoid(x), tensor(f16, 2)).dtype == f16
 
 
 # --- the weight cache ---------------------------------------------------------------------------
 
 
-def test_a_weight_used_twice_is_cast_once_and_gets_both_gradients():
+@pytest.mark.parametrize("region", REGIONS)
+def test_a_weight_used_twice_is_cast_once_and_gets_both_gradients(region):
     """On newer PyTorch apex raised IndexError here."""
-    model = Runs(None)
+    used, x = nn.Parameter(torch.rand(4, 4) + 0.5), torch.rand(2, 4)
+    with casts_of(used) as casts:
+        out = REGIONS[region](lambda x: F.linear(F.linear(x, used), used), x)
+    assert casts == [f16]
+    out.sum().backward()
+    weight_cache.clear()
+    weight = used.detach().clone().requires_grad_()
+    F.linear(F.linear(x, weight), weight).sum().backward()
+    torch.testing.assert_close(used.grad, weight.grad, rtol=0.01, atol=0.01)
+
+
+@contextlib.contextmanager
+def casts_of(tensor):
+    """The types that the tensor with the memory of `tensor` is cast to inside the block."""
     seen = []
 
-    def forward(x):
-        y = F.linear(x, model.weight)
-        seen.append(weight_cache.copies()[model.weight])
-        y = F.linear(y, model.weight)
-        seen.append(weight_cache.copies()[model.weight])
-        return y
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            if "_to_copy" in str(func) and args[0].data_ptr() == tensor.data_ptr():
+                seen.append(result.dtype)
+            return result
 
-    model.function = forward
+    with Watch():
+        yield seen
+
+
+def test_the_cache_ends_with_the_forward_pass():
+    model, seen = Runs(None), []
+    model.function = lambda x: (torch.mv(model.weight, x), seen.append(weight_cache.copies()))
     amp.initialize(model, verbosity=0)
-    x = torch.rand(2, 4)
-    model(x).sum().backward()
-    assert seen[0] is seen[1]
-    assert not weight_cache.copies()  # it ends with the forward pass
-    weight = model.weight.detach().clone().requires_grad_()
-    F.linear(F.linear(x, weight), weight).sum().backward()
-    torch.testing.assert_close(model.weight.grad, weight.grad, rtol=0.01, atol=0.01)
+    model(torch.rand(4))
+    assert seen[0][model.weight].dtype == f16
+    assert not weight_cache.copies()
 
 
 @pytest.mark.parametrize("edit", ["in place", "data", "load_state_dict"])
@@ -643,10 +862,10 @@ def test_casts_are_logged_with_their_function(caplog):
         caplog.clear()
         x = tensor(f32, 2, 4)
         _, out = model(x)
-        assert caplog.messages == [
+        assert sorted(caplog.messages) == [
+            "add: float16 -> float32, shape (2, 4)",
             "linear: float32 -> float16, shape (2, 4)",
             "linear: float32 -> float16, shape (4, 4)",
-            "add: float16 -> float32, shape (2, 4)",
         ]
         caplog.clear()
         function(out)

@@ -22,6 +22,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ampfuse.amp import session as _sessions
+from ampfuse.amp.autocast_rules import AUTOCAST
+from ampfuse.amp.cast_state import disable_casts
 from ampfuse.amp.function_casts import (
     bfloat16_function,
     float_function,
@@ -33,7 +35,6 @@ from ampfuse.amp.function_casts import (
     register_promote_function,
 )
 from ampfuse.amp.grad_scaler import GradScaler
-from ampfuse.amp.half_output import disable_casts
 from ampfuse.amp.initialize import initialize
 from ampfuse.amp.scale_loss import scale_loss
 from ampfuse.amp.scaler import LossScaler
@@ -42,6 +43,7 @@ __all__ = [
     "GradScaler",
     "LossScaler",
     "bfloat16_function",
+    "cast_everywhere",
     "clip_grad_norm_",
     "disable_casts",
     "float_function",
@@ -70,6 +72,25 @@ def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
         follow_edits()
     for group in optimizer.param_groups:
         yield from group["params"]
+
+
+def cast_everywhere() -> None:
+    """Cast outside the models' ``forward`` too: in a ``loss()`` method, in a part called directly.
+
+    Where the latest ``initialize`` was at O1 or O4, torch's functions choose their types as under
+    autocast, in the whole process, until the next ``initialize``. At other levels, and with amp
+    off, nothing changes. CPU tensors are left alone while the model is on a GPU; so are calls on
+    float64 alone, and other processes. :func:`disable_casts` excepts a block, and the step of an
+    initialized optimizer is excepted always.
+
+    Raises:
+        RuntimeError: there was no ``initialize``.
+
+    Source: the reach of ``apex.amp`` at O1.
+    """
+    session = _sessions.latest()
+    session.everywhere = session.everywhere or AUTOCAST
+    _sessions.follow_latest()
 
 
 def clip_grad_norm_(optimizer: Optimizer, max_norm: float) -> Tensor:

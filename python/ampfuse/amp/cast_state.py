@@ -1,41 +1,108 @@
-"""Whether, and to which type, functions are cast right now in this thread.
+"""By what torch's functions, and functions of one's own, are cast where a thread is right now.
 
-Inside the ``forward`` of a model its level decides. Outside, where losses are computed, the latest
-``initialize`` does.
+Inside the ``forward`` of a model its level decides, outside the latest ``initialize``, and inside
+:func:`disable_casts` nobody.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Iterator
 
 import torch
 
-from ampfuse.amp import session as sessions
-from ampfuse.amp.half_output import casts_are_disabled
+from ampfuse.amp.op_rules import AS_WRITTEN, Scope
 
-_thread = threading.local()
+
+class _Thread(threading.local):
+    scope: Scope | None = None  # of the innermost region; None outside of all
+    disabled = 0
+
+
+thread = _Thread()
+outside: Scope = AS_WRITTEN  # of every thread, wherever it is in no region
+
+
+def scope() -> Scope:
+    return thread.scope or outside
+
+
+def set_outside(value: Scope) -> None:
+    """What the latest ``initialize`` says, for all threads."""
+    global outside
+    outside = value
+
+
+# In a worker that loads data nothing is computed for the model.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=lambda: set_outside(AS_WRITTEN))
 
 
 @contextlib.contextmanager
-def inside_forward(dtype: torch.dtype | None) -> Iterator[None]:
-    """A region whose level casts functions to `dtype`; None if it casts none."""
-    outer = getattr(_thread, "regions", ())
-    _thread.regions = (*outer, dtype)
+def region(scope: Scope | None) -> Iterator[None]:
+    """Functions called inside the block, in this thread, are cast by `scope`; None: `outside`'s."""
+    outer = thread.scope
+    thread.scope = scope
     try:
         yield
     finally:
-        _thread.regions = outer
+        thread.scope = outer
 
 
-def inside_a_model() -> bool:
-    return bool(getattr(_thread, "regions", ()))
+def in_a_region() -> bool:
+    return thread.scope is not None
 
 
 def active_dtype() -> torch.dtype | None:
     """The low-precision type of O1 (float16) or O4 (bfloat16) where one is in force, else None."""
-    if casts_are_disabled():
-        return None
-    regions = getattr(_thread, "regions", ())
-    return regions[-1] if regions else sessions.cast_dtype()
+    return scope().dtype
+
+
+_forward_ran = False
+_forwards = 0
+
+
+def note_forward() -> None:
+    """A model's forward at O1 or O4 begins. Only writes, so that it compiles to one store."""
+    global _forward_ran
+    _forward_ran = True
+
+
+def forwards() -> int:
+    """Another number than at the last call if there was a :func:`note_forward` in between."""
+    global _forward_ran, _forwards
+    if _forward_ran:
+        _forward_ran = False
+        _forwards += 1
+    return _forwards
+
+
+def casts_are_disabled() -> bool:
+    """True in this thread inside :func:`disable_casts`."""
+    return getattr(thread, "disabled", 0) > 0
+
+
+@contextlib.contextmanager
+def disable_casts() -> Iterator[None]:
+    """Compute as written inside the block: no cast of O1 or O4 happens in it, in this thread.
+
+    Turns autocast off and stops half outputs from computing their losses in FP32. What was before
+    is there again afterwards, also when the block raises, and blocks may be nested. Half tensors
+    from outside stay half; cast them (``x.float()``) where FP32 is wanted.
+    """
+    thread.disabled += 1
+    try:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(region(AS_WRITTEN))
+            for device_type in {"cpu", _accelerator()}:
+                stack.enter_context(torch.autocast(device_type, enabled=False))
+            yield
+    finally:
+        thread.disabled -= 1
+
+
+def _accelerator() -> str:
+    accelerator = torch.accelerator.current_accelerator()
+    return "cpu" if accelerator is None else accelerator.type

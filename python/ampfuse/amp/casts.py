@@ -21,16 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from ampfuse import _core
-from ampfuse.amp import cast_state, trees, weight_cache
+from ampfuse.amp import cast_state, op_casts, trees, weight_cache
 from ampfuse.amp.cast_log import LogCasts
-from ampfuse.amp.half_output import (
-    casts_are_disabled,
-    half_output_class,
-    unwrap,
-    wrap,
-)
-from ampfuse.amp.op_casts import OpCasts
-from ampfuse.amp.op_rules import OpRules
+from ampfuse.amp.cast_state import casts_are_disabled
+from ampfuse.amp.half_output import half_output_class, unwrap, wrap
+from ampfuse.amp.op_rules import AS_WRITTEN, OpRules, Scope
 from ampfuse.amp.policy import Policy
 from ampfuse.optim.masters import HALF_DTYPES
 
@@ -163,14 +158,15 @@ def _cast_forward(
         args, kwargs = trees.cast(args, casts.inputs), trees.cast(kwargs, casts.inputs)
 
     if casts.autocast is None or casts_are_disabled():
-        with _function_casts(Casts()):
+        with _function_casts(Casts(), ""):
             outputs = inner(*args, **kwargs)
         return outputs if casts.outputs is None else trees.cast(outputs, casts.outputs)
 
+    cast_state.note_forward()
     device_type = _device_type(model, (args, kwargs))
     # In an autocast region of the user's, or inside another model, the loss is covered already.
     covered = torch.is_autocast_enabled(device_type)
-    with torch.autocast(device_type, dtype=casts.autocast), _function_casts(casts):
+    with torch.autocast(device_type, dtype=casts.autocast), _function_casts(casts, device_type):
         outputs = inner(*args, **kwargs)
     if not (covered or torch.compiler.is_compiling()):
         weight_cache.clear()  # as autocast's own, it ends with the outermost region
@@ -183,20 +179,24 @@ def _cast_forward(
     return wrap(outputs, half_output_class(casts.rules, casts.log))
 
 
-def _function_casts(casts: Casts) -> contextlib.AbstractContextManager[None]:
+def _function_casts(casts: Casts, device_type: str) -> contextlib.AbstractContextManager[None]:
     """What `casts` says besides autocast."""
     if torch.compiler.is_compiling():  # it follows autocast, not Python that looks at every call
         return contextlib.nullcontext()
-    return _inside_forward(casts)
+    if casts.autocast is None:
+        return cast_state.region(AS_WRITTEN)
+    return _inside_forward(casts, device_type == "cpu")
 
 
 @contextlib.contextmanager
-def _inside_forward(casts: Casts) -> Iterator[None]:
-    with cast_state.inside_forward(casts.autocast), contextlib.ExitStack() as stack:
-        if casts.rules is not None and casts.autocast is not None:
-            stack.enter_context(OpCasts(casts.rules, casts.autocast))
-        if casts.log and casts.autocast is not None:
-            stack.enter_context(LogCasts())
+def _inside_forward(casts: Casts, on_cpu: bool) -> Iterator[None]:
+    scope = Scope(casts.autocast, casts_cpu=on_cpu, logs=casts.log)
+    if casts.rules is not None:
+        op_casts.install(casts.rules)
+        scope.table = casts.rules.table_under_autocast
+    if cast_state.outside.table:
+        cast_state.outside.casts_cpu = on_cpu
+    with cast_state.region(scope), LogCasts() if casts.log else contextlib.nullcontext():
         yield
 
 

@@ -22,8 +22,8 @@ import torch
 from ampfuse.amp import session as sessions
 from ampfuse.amp import trees
 from ampfuse.amp.cast_log import LogCastsFor
-from ampfuse.amp.cast_state import active_dtype, inside_a_model
-from ampfuse.amp.half_output import disable_casts, half_output_class, unwrap, wrap
+from ampfuse.amp.cast_state import active_dtype, disable_casts, in_a_region
+from ampfuse.amp.half_output import half_output_class, unwrap, wrap
 from ampfuse.amp.op_rules import to_dtype, widest_dtype
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -125,7 +125,7 @@ def _casting(function: Any, choose: Callable[[Any], torch.dtype | None]) -> Any:
                 args, kwargs = to_dtype(args, dtype), to_dtype(kwargs, dtype)
         with own_rule():
             result = function(*args, **kwargs)
-        if inside_a_model():
+        if in_a_region():
             return result
         # A loss computed outside the model on a half result is to be as right as on its outputs.
         return wrap(result, half_output_class(sessions.rules(), sessions.logs_casts()))

@@ -16,8 +16,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import threading
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -25,60 +23,11 @@ from torch import Tensor
 from torch.overrides import get_default_nowrap_functions
 
 from ampfuse.amp import trees
-from ampfuse.amp.cast_log import LogCastsFor
+from ampfuse.amp.autocast_rules import AUTOCAST
+from ampfuse.amp.cast_log import LogCastsFor, is_conversion
+from ampfuse.amp.cast_state import casts_are_disabled
 from ampfuse.amp.op_rules import OpRules, name_of
 from ampfuse.optim.masters import HALF_DTYPES
-
-# By name, so that the function, the Tensor method and the operator are one entry. These are the
-# operations that apex's O1 ran in FP32, with `mean` and the losses that torch has got since. CPU
-# autocast has a shorter list of its own; this one holds on every device.
-_LOSSES = """
-    binary_cross_entropy binary_cross_entropy_with_logits cosine_embedding_loss cross_entropy
-    ctc_loss gaussian_nll_loss hinge_embedding_loss huber_loss kl_div l1_loss margin_ranking_loss
-    mse_loss multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss nll_loss
-    poisson_nll_loss smooth_l1_loss soft_margin_loss triplet_margin_loss
-    triplet_margin_with_distance_loss
-"""
-_REDUCTIONS_AND_DISTANCES = """
-    cdist cosine_similarity cumprod cumsum dist logcumsumexp logsumexp mean nansum norm normalize
-    matrix_norm nuclear_norm pairwise_distance pdist prod renorm std std_mean sum trace var
-    var_mean vector_norm
-"""
-_LEAVE_THE_RANGE_OF_HALF = """
-    __pow__ __rpow__ acos asin cosh erfinv exp expm1 log log10 log1p log2 log_softmax logsigmoid
-    pow reciprocal rsqrt sinh softmax softmin softplus square tan
-"""
-FP32_FUNCTIONS = frozenset((_LOSSES + _REDUCTIONS_AND_DISTANCES + _LEAVE_THE_RANGE_OF_HALF).split())
-
-_thread = threading.local()
-
-
-def casts_are_disabled() -> bool:
-    """True in this thread inside :func:`disable_casts`."""
-    return getattr(_thread, "disabled", 0) > 0
-
-
-@contextlib.contextmanager
-def disable_casts() -> Iterator[None]:
-    """Compute as written inside the block: no cast of O1 or O4 happens in it, in this thread.
-
-    Turns autocast off and stops half outputs from computing their losses in FP32. What was before
-    is there again afterwards, also when the block raises, and blocks may be nested. Half tensors
-    from outside stay half; cast them (``x.float()``) where FP32 is wanted.
-    """
-    _thread.disabled = getattr(_thread, "disabled", 0) + 1
-    try:
-        with contextlib.ExitStack() as stack:
-            for device_type in {"cpu", _accelerator()}:
-                stack.enter_context(torch.autocast(device_type, enabled=False))
-            yield
-    finally:
-        _thread.disabled -= 1
-
-
-def _accelerator() -> str:
-    accelerator = torch.accelerator.current_accelerator()
-    return "cpu" if accelerator is None else accelerator.type
 
 
 class HalfOutput(Tensor):
@@ -102,7 +51,8 @@ class HalfOutput(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if casts_are_disabled() or name in _AUTOGRAD:
                 return func(*args, **kwargs)
-            with LogCastsFor(name) if cls.logs_casts else contextlib.nullcontext():
+            logs = cls.logs_casts and not is_conversion(name)
+            with LogCastsFor(name) if logs else contextlib.nullcontext():
                 return cls._compute(name, func, args, kwargs)
 
     @classmethod
@@ -110,7 +60,7 @@ class HalfOutput(Tensor):
         if cls.rules is not None:
             dtype = next(t.dtype for t in trees.tensors((args, kwargs)) if isinstance(t, cls))
             args, kwargs = cls.rules.apply(name, dtype, args, kwargs)
-        elif name in FP32_FUNCTIONS:
+        elif name in AUTOCAST.float32:
             args = trees.replace(args, _to_float32)
             kwargs = {
                 key: value if key == "out" else trees.replace(value, _to_float32)
@@ -149,7 +99,7 @@ def wrap(value: Any, kind: type[HalfOutput] = HalfOutput) -> Any:
 
 @functools.cache
 def half_output_class(rules: OpRules | None, logs_casts: bool) -> type[HalfOutput]:
-    """The class of outputs that follow `rules` outside the model too; None: FP32_FUNCTIONS."""
+    """The class of outputs that follow `rules` outside the model too; None: AUTOCAST's."""
     if rules is None and not logs_casts:
         return HalfOutput
     return type("HalfOutput", (HalfOutput,), {"rules": rules, "logs_casts": logs_casts})

@@ -176,6 +176,7 @@ def set_up(models: Any, optimizers: Any, session: sessions.Session, *, allow_hal
             save_in_float32(eager_module(model))
         install(model, Casts.of(policy, session.rules, log=session.logs_casts))
     _upgrade(optimizer_list, session, names, exact)
+    session.casts_cpu = any(p.is_cpu for _, p in _named_parameters(model_list))
     sessions.set_latest(session)
     if policy.autocast_type is not None:
         install_registered()

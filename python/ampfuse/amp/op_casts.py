@@ -1,64 +1,180 @@
-"""Apply :class:`~ampfuse.amp.op_rules.OpRules` to every operation inside a ``with`` block."""
+"""Have torch's functions cast their arguments by the rules in force where they are called.
+
+As apex did, attributes are replaced: of ``torch``, ``torch.nn.functional``, ``torch.Tensor`` and
+their like. That reaches every thread and every caller, and costs a function without a rule nothing;
+a function mode would see each call of any function, at several times the price. Where no rules are
+in force (see :mod:`~ampfuse.amp.cast_state`) a replaced function does what the original does.
+
+Who does not look the attribute up is not reached: ``from torch.nn.functional import mse_loss`` in a
+module imported before the first :func:`install`, and what ``torch.jit.script`` or ``torch.compile``
+compiled.
+"""
 
 from __future__ import annotations
 
+import functools
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch import Tensor, nn
+from torch.compiler import is_compiling, is_dynamo_compiling
+from torch.nn.modules import rnn
 
-from ampfuse.amp.half_output import casts_are_disabled
-from ampfuse.amp.op_rules import RNN_LAYERS, OpRules, name_of
+from ampfuse.amp import cast_state, trees
+from ampfuse.amp.cast_log import LogCastsFor
+from ampfuse.amp.op_rules import RNN_LAYERS, OpRules
 
+_OWNERS: tuple[Any, ...] = (
+    Tensor,
+    nn.functional,
+    torch,
+    torch._VF,
+    torch.linalg,
+    torch.special,
+)
+# They check types, or take a fused way, before they come to a function that is replaced.
+_LAYERS = (
+    nn.GRU,
+    nn.LSTM,
+    nn.MultiheadAttention,
+    nn.RNN,
+    nn.TransformerEncoder,
+    nn.TransformerEncoderLayer,
+)
 
-class OpCasts(TorchFunctionMode):
-    """Casts the arguments of torch's functions by `rules`, in this thread, inside the block.
-
-    It sees the functions a program calls, not those that torch calls in them; put
-    ``torch.autocast`` around it for these.
-    """
-
-    def __init__(self, rules: OpRules, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.rules = rules
-        self.dtype = dtype
-        self.active = True
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is Tensor.backward and _is_plain(*args, **kwargs):
-            # torch leaves the block while it calls a function in here. A checkpointed part of a
-            # model is computed again in the backward pass, and has to meet the same casts.
-            with self:
-                return _backward(*args, **kwargs)
-        if self.active and not casts_are_disabled():
-            name = name_of(func)
-            args, kwargs = self.rules.apply(name, self.dtype, args, kwargs)
-            if name in RNN_LAYERS:
-                # Under autocast ampfuse runs these in FP32 on the CPU, where torch raises.
-                with torch.autocast("cpu", enabled=False):
-                    return func(*args, **kwargs)
-        return func(*args, **kwargs)
+_lock = threading.RLock()
+_replaced: dict[tuple[Any, str], tuple[Any, Any]] = {}  # by owner and name: original, replacement
+_installed: list[OpRules] = []
+_INHERITED = object()
 
 
-def _is_plain(tensor: Tensor, *args: Any, **kwargs: Any) -> bool:
-    """A backward pass of a loss into all leaves."""
-    return tensor.requires_grad and tensor.numel() == 1 and kwargs.get("inputs") is None
+def install(rules: OpRules) -> None:
+    """Replace the functions that `rules` has names for, where they are not replaced already."""
+    if any(installed is rules for installed in _installed):
+        return
+    with _lock:
+        for owner in _OWNERS:
+            for name in rules.table:
+                function = getattr(owner, name, None)
+                if callable(function) and not isinstance(function, type):
+                    _replace(owner, name, functools.partial(_casting, name))
+        for layer in _LAYERS:
+            _replace(layer, "forward", _under_autocast)
+        _replace(rnn, "_rnn_impls", _casting_all)
+        _replace(torch.jit, "script", _scripting)
+        _installed.append(rules)
 
 
-def _backward(
-    tensor: Tensor,
-    gradient: Tensor | None = None,
-    retain_graph: bool | None = None,
-    create_graph: bool = False,
-    inputs: None = None,
-) -> None:
-    """``Tensor.backward`` by the tensor's place in the graph.
+def remove() -> None:
+    """Undo every :func:`install`, where nobody else has replaced the function since."""
+    with _lock:
+        _put_back_originals()
+        _replaced.clear()
+        _installed.clear()
 
-    Given the tensor itself, torch would look for function modes and find ours again.
-    """
-    if gradient is None:
-        gradient = torch.ones_like(tensor)
-    edge = torch.autograd.graph.get_gradient_edge(tensor)
-    torch.autograd.backward((edge,), (gradient,), retain_graph, create_graph)
+
+def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    if (owner, name) in _replaced:
+        return
+    replacement = make(getattr(owner, name))
+    if callable(replacement):
+        # By these pickle finds the replacement or, in a process without amp, the original.
+        in_class = isinstance(owner, type)
+        replacement.__module__ = owner.__module__ if in_class else owner.__name__
+        replacement.__qualname__ = f"{owner.__qualname__}.{name}" if in_class else name
+    _replaced[owner, name] = owner.__dict__.get(name, _INHERITED), replacement
+    setattr(owner, name, replacement)
+
+
+def _put_back_originals() -> list[tuple[Any, str]]:
+    """The places where a replacement was until now."""
+    places = [key for key in _replaced if key[0].__dict__.get(key[1]) is _replaced[key][1]]
+    for owner, name in places:
+        original, _ = _replaced[owner, name]
+        if original is _INHERITED:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, original)
+    return places
+
+
+def _casting(name: str, function: Any) -> Any:
+    """`function`, with its arguments cast by the rule that the scope in force has for `name`."""
+    label = name.removeprefix("__").removesuffix("__")
+    call = _without_cpu_autocast(function) if name in RNN_LAYERS else function
+    thread = cast_state.thread
+
+    @functools.wraps(function)
+    def cast_first(*args: Any, **kwargs: Any) -> Any:
+        if is_dynamo_compiling():  # it follows autocast, and must not see what is below
+            return function(*args, **kwargs)
+        scope = thread.scope or cast_state.outside
+        rule = scope.table.get(name)
+        if rule is None or is_compiling():
+            return function(*args, **kwargs)
+        if not scope.casts_cpu and _all_on_cpu(args, kwargs):
+            return function(*args, **kwargs)
+        if scope.logs:
+            with LogCastsFor(label):
+                args, kwargs = rule(scope.dtype, args, kwargs)
+        else:
+            args, kwargs = rule(scope.dtype, args, kwargs)
+        return call(*args, **kwargs)
+
+    return cast_first
+
+
+def _all_on_cpu(args: Any, kwargs: Any) -> bool:
+    if args and isinstance(args[0], Tensor) and not args[0].is_cpu:  # the common case, quickly
+        return False
+    return all(tensor.is_cpu for tensor in trees.tensors((args, kwargs)))
+
+
+def _casting_all(functions: dict[str, Any]) -> dict[str, Any]:
+    return {key: _casting(function.__name__, function) for key, function in functions.items()}
+
+
+def _without_cpu_autocast(function: Any) -> Any:
+    """Under autocast ampfuse runs recurrent layers in FP32 on the CPU, where torch raises."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast("cpu", enabled=False):
+            return function(*args, **kwargs)
+
+    return call
+
+
+def _under_autocast(forward: Any) -> Any:
+    @functools.wraps(forward)
+    def with_autocast(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if is_dynamo_compiling():
+            return forward(self, *args, **kwargs)
+        scope = cast_state.scope()
+        tensor = next(trees.tensors((args, kwargs)), None) if scope.table else None
+        if tensor is None or (tensor.is_cpu and not scope.casts_cpu):
+            return forward(self, *args, **kwargs)
+        device_type = tensor.device.type
+        available = torch.amp.is_autocast_available(device_type)
+        if not available or torch.is_autocast_enabled(device_type):
+            return forward(self, *args, **kwargs)
+        with torch.autocast(device_type, dtype=scope.dtype):
+            return forward(self, *args, **kwargs)
+
+    return with_autocast
+
+
+def _scripting(script: Any) -> Any:
+    @functools.wraps(script)
+    def with_originals(*args: Any, **kwargs: Any) -> Any:
+        with _lock:
+            places = _put_back_originals()
+            kwargs["_frames_up"] = kwargs.get("_frames_up", 0) + 1  # it looks into its caller
+            try:
+                return script(*args, **kwargs)  # which knows torch's functions by identity
+            finally:
+                for owner, name in places:
+                    setattr(owner, name, _replaced[owner, name][1])
+
+    return with_originals

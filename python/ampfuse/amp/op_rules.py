@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,8 @@ from ampfuse.amp import trees, weight_cache
 # these layers alone.
 RNN_LAYERS = frozenset({"gru", "lstm", "rnn_relu", "rnn_tanh"})
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Arguments = tuple[Sequence[Any], dict[str, Any]]
+Rule = Callable[[torch.dtype, Any, Any], Arguments]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,14 +50,15 @@ class OpRules:
             NotImplementedError: a banned function, or one that writes a half tensor in place
                 although it has to compute in FP32, met a half argument.
         """
-        rule = self._by_name.get(name)
+        rule = self.table.get(name)
         if rule is None:
             return args, kwargs
         return rule(dtype, args, kwargs)
 
     @functools.cached_property
-    def _by_name(self) -> dict[str, Callable[[torch.dtype, Any, Any], Arguments]]:
-        table: dict[str, Callable[[torch.dtype, Any, Any], Arguments]] = {}
+    def table(self) -> Mapping[str, Rule]:
+        """The rules by name."""
+        table: dict[str, Rule] = {}
         for name in self.low | self.promote:
             table[name + "_"] = _as_self
         for name in self.not_in_place:
@@ -67,7 +69,46 @@ class OpRules:
         table.update(dict.fromkeys(RNN_LAYERS, _recurrent))
         for name, reason in self.banned:
             table[name] = functools.partial(_refuse, reason)
+        for operator in _AUGMENTED & table.keys():  # x += y is x.add_(y)
+            table[operator] = _as_self
         return table
+
+    @functools.cached_property
+    def table_under_autocast(self) -> Mapping[str, Rule]:
+        """The rules by name, less those that autocast follows by itself, in less time."""
+        same = self.low & set(_PRODUCTS_OF_AUTOCAST.split())
+        return {name: rule for name, rule in self.table.items() if name not in same}
+
+
+# Those among the products that it has on every device.
+_PRODUCTS_OF_AUTOCAST = """
+    __matmul__ addmm baddbmm bmm conv1d conv2d conv3d conv_transpose1d conv_transpose2d
+    conv_transpose3d linear matmul mm scaled_dot_product_attention
+"""
+
+_AUGMENTED = frozenset(
+    f"__i{name}__" for name in ("add", "div", "floordiv", "mul", "pow", "sub", "truediv")
+)
+
+
+@dataclasses.dataclass(eq=False)
+class Scope:
+    """By what functions are cast in one place: inside the forward of a model, or outside of all.
+
+    Attributes:
+        dtype: the low-precision type; None where nothing is cast.
+        table: the rules for torch's functions; empty where autocast sees to them, or nobody.
+        casts_cpu: False leaves CPU tensors alone: what loads and counts there is not the model.
+        logs: each cast of the rules is logged.
+    """
+
+    dtype: torch.dtype | None = None
+    table: Mapping[str, Rule] = dataclasses.field(default_factory=dict)
+    casts_cpu: bool = True
+    logs: bool = False
+
+
+AS_WRITTEN = Scope()
 
 
 def name_of(function: Any) -> str:
@@ -78,13 +119,17 @@ def name_of(function: Any) -> str:
 
 def to_dtype(value: Any, dtype: torch.dtype) -> Any:
     """`value` with the floating point tensors in it cast to `dtype`, weights through the cache."""
-
-    def leaf(item: Any) -> Any:
-        if isinstance(item, Tensor) and item.is_floating_point() and item.dtype != dtype:
-            return weight_cache.cast(item, dtype)
-        return item
-
-    return trees.replace(value, leaf)
+    if isinstance(value, Tensor):
+        if value.dtype is dtype or not value.is_floating_point():
+            return value
+        return weight_cache.cast(value, dtype)
+    if value is None or isinstance(value, (int, float, str)):
+        return value
+    if isinstance(value, (tuple, list)) and value and isinstance(value[0], int):
+        return value  # a shape
+    return trees.replace(
+        value, lambda item: to_dtype(item, dtype) if isinstance(item, Tensor) else item
+    )
 
 
 def widest_dtype(tensors: Iterable[Tensor]) -> torch.dtype | None:
@@ -98,9 +143,15 @@ def is_half(tensor: Tensor) -> bool:
 
 
 def _cast_all(dtype: torch.dtype, args: Any, kwargs: Any) -> Arguments:
-    # `out` is written, not read: the caller chose its type.
-    kept = {key: value for key, value in kwargs.items() if key == "out"}
-    return to_dtype(args, dtype), {**to_dtype(kwargs, dtype), **kept}
+    for value in args:
+        if isinstance(value, Tensor):
+            if value.dtype is torch.float64 and _is_float64(args, kwargs):
+                return args, kwargs  # who computes in float64 throughout means it
+            break
+    args = [to_dtype(value, dtype) for value in args]
+    if kwargs:  # `out` is written, not read: the caller chose its type
+        kwargs = {k: v if k == "out" else to_dtype(v, dtype) for k, v in kwargs.items()}
+    return args, kwargs
 
 
 _to_low = _cast_all
@@ -111,8 +162,19 @@ def _to_float32(_: torch.dtype, args: Any, kwargs: Any) -> Arguments:
 
 
 def _widest(_: torch.dtype, args: Any, kwargs: Any) -> Arguments:
+    if len(args) == 2 and not kwargs:  # most are operators, on tensors of one type
+        a, b = args
+        if isinstance(a, Tensor):
+            same = b.dtype is a.dtype if isinstance(b, Tensor) else isinstance(b, (int, float))
+            if same:
+                return args, kwargs
     dtype = widest_dtype(trees.tensors((args, kwargs)))
     return (args, kwargs) if dtype is None else _cast_all(dtype, args, kwargs)
+
+
+def _is_float64(args: Any, kwargs: Any) -> bool:
+    floating = (t for t in trees.tensors((args, kwargs)) if t.is_floating_point())
+    return all(t.dtype is torch.float64 for t in floating)
 
 
 def _as_self(_: torch.dtype, args: Any, kwargs: Any) -> Arguments:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -16,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ampfuse.amp import cast_state, weight_cache
 from ampfuse.amp import session as sessions
-from ampfuse.amp import weight_cache
 from ampfuse.amp.initialize import warn_if_bfloat16_is_emulated
 from ampfuse.amp.scaler import LossScaler
 from ampfuse.optim import left_scaled
@@ -78,6 +79,9 @@ def scale_loss(
             )
     if session.policy.uses_bfloat16:
         warn_if_bfloat16_is_emulated(loss.device)
+    casts_forward = session.policy.autocast_type is not None and not cast_state.outside.table
+    if casts_forward and loss.requires_grad:
+        _warn_if_no_forward_ran(session, optimizers)
 
     scaler = session.loss_scalers[loss_id]
     unlisted = [] if scaler.is_always_one else sessions.others(session, optimizers)
@@ -153,6 +157,27 @@ def scaled_pass(
         scaler.update(
             [optimizer.pass_found_inf_flag for optimizer in optimizers],
             [optimizer.found_inf_flag for optimizer in optimizers],
+        )
+
+
+def _warn_if_no_forward_ran(session: sessions.Session, optimizers: Sequence[Any]) -> None:
+    """Once: what was computed outside every ``forward`` was not cast."""
+    forwards = cast_state.forwards()
+    for optimizer in optimizers:
+        # A step changes the version of what it steps.
+        now = forwards, [p._version for p in optimizer.param_groups[-1]["params"][-1:]]
+        before = getattr(optimizer, "_amp_seen", (session.forwards, None))
+        optimizer._amp_seen = now
+        told = session.forwards is None or not session.casts_functions
+        if told or now[0] != before[0] or now[1] == before[1]:
+            continue
+        session.forwards = None
+        warnings.warn(
+            f"{session.policy.opt_level} casts inside the forward() of the models that "
+            "amp.initialize was given, and since the last step none of them ran: this loss was "
+            "computed without casts. If your loop calls submodules or other methods "
+            "(training_step, loss), call amp.cast_everywhere() after amp.initialize.",
+            stacklevel=4,
         )
 
 

@@ -11,10 +11,10 @@ import dataclasses
 import weakref
 from collections.abc import Sequence
 
-import torch
 from torch.optim import Optimizer
 
-from ampfuse.amp.op_rules import OpRules
+from ampfuse.amp import cast_state, op_casts
+from ampfuse.amp.op_rules import AS_WRITTEN, OpRules, Scope
 from ampfuse.amp.policy import Policy
 from ampfuse.amp.scaler import LossScaler
 from ampfuse.optim.larc import LARC
@@ -24,14 +24,19 @@ from ampfuse.optim.larc import LARC
 class Session:
     """`policy` is None when amp is off: then every amp call passes its arguments through.
 
-    `rules` are those of O1 and O4 where they are other ones than autocast's.
+    `rules` are those of O1 and O4 where they are other ones than autocast's, `everywhere` those
+    that hold outside the models too. `forwards` is the count at ``initialize``; None once
+    ``scale_loss`` has warned that no model's forward ran.
     """
 
     policy: Policy | None
     loss_scalers: list[LossScaler] = dataclasses.field(default_factory=list)
     verbosity: int = 1
     rules: OpRules | None = None
+    everywhere: OpRules | None = None
     casts_functions: bool = True
+    casts_cpu: bool = True
+    forwards: int | None = dataclasses.field(default_factory=cast_state.forwards)
 
     @property
     def enabled(self) -> bool:
@@ -40,6 +45,17 @@ class Session:
     @property
     def logs_casts(self) -> bool:
         return self.verbosity >= 2
+
+    def scope(self) -> Scope:
+        """By what functions are cast outside the models."""
+        if self.policy is None or self.policy.autocast_type is None or not self.casts_functions:
+            return AS_WRITTEN
+        if self.everywhere is None:
+            return Scope(self.policy.autocast_type)
+        op_casts.install(self.everywhere)
+        return Scope(
+            self.policy.autocast_type, self.everywhere.table, self.casts_cpu, self.logs_casts
+        )
 
 
 _latest: Session | None = None
@@ -66,6 +82,13 @@ def _inner(optimizer: Optimizer) -> Optimizer:
 def set_latest(session: Session) -> None:
     global _latest
     _latest = session
+    follow_latest()
+
+
+def follow_latest() -> None:
+    """Have functions outside the models be cast as the latest session says now."""
+    assert _latest is not None
+    cast_state.set_outside(_latest.scope())
 
 
 def latest() -> Session:
@@ -77,13 +100,6 @@ def latest() -> Session:
     if _latest is None:
         raise RuntimeError("Call amp.initialize first.")
     return _latest
-
-
-def cast_dtype() -> torch.dtype | None:
-    """The type that the latest session casts functions to; None if it casts none."""
-    if _latest is None or _latest.policy is None or not _latest.casts_functions:
-        return None
-    return _latest.policy.autocast_type
 
 
 def rules() -> OpRules | None:

@@ -13,38 +13,42 @@ import weakref
 import torch
 from torch import Tensor
 
-_thread = threading.local()
+# A weight, its version and memory when it was cast, and the copy.
+_Entry = tuple[weakref.ref[Tensor], int, int, Tensor]
 
 
-def _entries() -> dict[tuple[int, torch.dtype], tuple[weakref.ref[Tensor], int, int, Tensor]]:
-    if not hasattr(_thread, "entries"):
-        _thread.entries = {}
-    return _thread.entries
+class _Thread(threading.local):
+    enabled = True
+
+    def __init__(self) -> None:
+        self.entries: dict[int, _Entry] = {}  # by id of the weight
+
+
+_thread = _Thread()
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """``tensor.to(dtype)``, from the cache if `tensor` is a weight that was cast before."""
-    if not (_is_cached_kind(tensor) and getattr(_thread, "enabled", True)):
+    if not (tensor.requires_grad and tensor.is_leaf and _thread.enabled and _is_weight(tensor)):
         return tensor.to(dtype)
-    entries, key = _entries(), (id(tensor), dtype)
-    if key in entries:
-        weight, version, memory, copy = entries[key]
-        same = weight() is tensor and version == tensor._version and memory == tensor.data_ptr()
-        if same and tensor.requires_grad:
+    key, version, memory = id(tensor), tensor._version, tensor.data_ptr()
+    entry = _thread.entries.get(key)
+    if entry is not None:
+        weight, of_version, of_memory, copy = entry
+        same = weight() is tensor and version == of_version and memory == of_memory
+        if same and copy.dtype is dtype:
             return copy if torch.is_grad_enabled() else copy.detach()
-        del entries[key]
     copy = tensor.to(dtype)
     if copy.requires_grad:
-        entries[key] = (weakref.ref(tensor), tensor._version, tensor.data_ptr(), copy)
+        _thread.entries[key] = (weakref.ref(tensor), version, memory, copy)
     return copy
 
 
-def _is_cached_kind(tensor: Tensor) -> bool:
+def _is_weight(tensor: Tensor) -> bool:
     return (
         isinstance(tensor, torch.nn.Parameter)
-        and tensor.dtype == torch.float32
-        and tensor.is_leaf
-        and not torch.compiler.is_compiling()
+        and tensor.dtype is torch.float32
+        and not torch.compiler.is_dynamo_compiling()
     )
 
 
@@ -55,16 +59,15 @@ def set_enabled(enabled: bool) -> None:
 
 def clear() -> None:
     """Forget this thread's copies."""
-    _entries().clear()
+    _thread.entries.clear()
 
 
 def copies() -> dict[Tensor, Tensor]:
     """The copies that this thread holds, by weight."""
-    held = ((weight(), copy) for weight, _, _, copy in _entries().values())
+    held = ((weight(), copy) for weight, _, _, copy in _thread.entries.values())
     return {weight: copy for weight, copy in held if weight is not None}
 
 
 def remove(tensor: Tensor) -> None:
-    """Forget the copies of the weight `tensor`."""
-    for key in [key for key in _entries() if key[0] == id(tensor)]:
-        del _entries()[key]
+    """Forget the copy of the weight `tensor`."""
+    _thread.entries.pop(id(tensor), None)

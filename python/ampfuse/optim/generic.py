@@ -24,7 +24,12 @@ class GenericOptimizer(AmpOptimizer):
     _original_class: type[torch.optim.Optimizer]
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """The original class's step, unless the gradients overflowed; then nothing, and None."""
+        """The original class's step, unless the gradients overflowed; then nothing, and None.
+
+        No function in it is cast, whatever the level; in a closure they are, as they were outside.
+        """
+        from ampfuse.amp import cast_state  # which imports this package
+
         self._check_gradients_are_unscaled()
         table = self._sync_rows()
         scale = self.__dict__.get("grad_scale")
@@ -46,7 +51,8 @@ class GenericOptimizer(AmpOptimizer):
         driven = {key: self.__dict__.pop(key) for key in _FROM_SCALER if key in self.__dict__}
         larc = self._layerwise
         try:
-            with larc.rescaled(self) if larc is not None else contextlib.nullcontext():
+            layerwise = larc.rescaled(self) if larc is not None else contextlib.nullcontext()
+            with layerwise, cast_state.region(cast_state.AS_WRITTEN):
                 result = step(self, *args, **kwargs)
         finally:
             self.__dict__.update(driven)
@@ -70,10 +76,14 @@ class GenericOptimizer(AmpOptimizer):
         closure = args[0] if args else kwargs.get("closure")
         if not callable(closure):
             return tuple(args), kwargs
+        from ampfuse.amp import cast_state
+
+        outer = cast_state.thread.scope
 
         def closure_on_current_weights() -> Any:
             self._table.publish_masters()
-            return closure()
+            with cast_state.region(outer):
+                return closure()
 
         if args:
             args[0] = closure_on_current_weights

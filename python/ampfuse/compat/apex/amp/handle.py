@@ -11,12 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from ampfuse import amp
+from ampfuse.amp import cast_state, op_casts, weight_cache
 from ampfuse.amp import session as sessions
-from ampfuse.amp import weight_cache
 from ampfuse.amp.casts import Casts, install
 from ampfuse.amp.function_casts import restore_registered
-from ampfuse.amp.half_output import casts_are_disabled
-from ampfuse.amp.op_casts import OpCasts
 from ampfuse.amp.scale_loss import session_and_optimizers
 from ampfuse.compat.apex.amp.opt import OptimWrapper
 
@@ -32,20 +30,15 @@ def scale_loss(
 ) -> Iterator[Tensor]:
     """:func:`ampfuse.amp.scale_loss`.
 
-    Inside the block O1's casts are on, as in apex: a checkpointed part of the model, computed again
-    in the backward pass, computes in the types of its forward pass.
+    Inside the block the casts of the optimizers' `initialize` are on, whatever the latest one says:
+    a checkpointed part of the model, computed again in the backward pass, meets those of before.
     """
     with amp.scale_loss(
         loss, optimizers, loss_id, model, delay_unscale, delay_overflow_check
     ) as scaled:
         session, _ = session_and_optimizers(optimizers)
-        if session.rules is None or not session.casts_functions:
+        with cast_state.region(session.scope()):
             yield scaled
-        else:
-            assert session.policy is not None
-            assert session.policy.autocast_type is not None
-            with OpCasts(session.rules, session.policy.autocast_type):
-                yield scaled
 
 
 class AmpHandle:
@@ -67,11 +60,12 @@ class AmpHandle:
 
     @property
     def _is_active(self) -> bool:
-        return self._session.casts_functions and not casts_are_disabled()
+        return self._session.casts_functions and not cast_state.casts_are_disabled()
 
     @_is_active.setter
     def _is_active(self, active: bool) -> None:
         self._session.casts_functions = bool(active)
+        sessions.follow_latest()
         policy = self._session.policy
         assert policy is not None
         casts = Casts.of(policy, self._session.rules, log=self._session.logs_casts)
@@ -87,6 +81,7 @@ class AmpHandle:
         self._is_active = False
         self._clear_cache()
         restore_registered()
+        op_casts.remove()
         for module, name, function in reversed(self._saved):
             setattr(module, name, function)
         self._saved.clear()

@@ -4,18 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ampfuse.amp.half_output import FP32_FUNCTIONS
+from ampfuse.amp.autocast_rules import AUTOCAST, RNN_CELLS
 from ampfuse.amp.op_rules import OpRules
 from ampfuse.compat.apex.amp.lists import functional_overrides, tensor_overrides, torch_overrides
-
-_RNN_CELLS = ("gru_cell", "lstm_cell", "rnn_relu_cell", "rnn_tanh_cell")
-
-# What torch has got since the lists were written. The types are those of autocast on CUDA; on the
-# CPU it leaves most of these alone, and would refuse mixed types in the last row on any device.
-_NEWER_LOW = ("chain_matmul", "einsum", "multi_dot", "scaled_dot_product_attention", "vecdot")
-_NEWER_FLOAT32 = ("rms_norm", *FP32_FUNCTIONS)
-_NEWER_PROMOTE = ("index_put", "scatter_add", "vdot")
-_PROMOTE_NOWHERE_ELSE = ("index_add", "index_copy", "lerp", "scatter")
 
 
 def op_rules(*, allow_banned: bool = False) -> OpRules:
@@ -24,14 +15,14 @@ def op_rules(*, allow_banned: bool = False) -> OpRules:
     The lists stopped growing with the PyTorch of 2019; newer operations are added to them.
     """
     banned = dict(functional_overrides.BANNED_FUNCS)
-    low = _names("FP16_FUNCS") | set(_RNN_CELLS)
+    low = _names("FP16_FUNCS") | RNN_CELLS
     promote = _names("CASTS") | _names("SEQUENCE_CASTS")
     listed = _names("FP32_FUNCS") - low - promote
     # A name that a script put into one of the lists stays where it put it.
     all_listed = low | promote | listed
-    low |= set(_NEWER_LOW) - all_listed
-    promote |= {*_NEWER_PROMOTE, *_PROMOTE_NOWHERE_ELSE} - all_listed
-    float32 = (listed | set(_NEWER_FLOAT32)) - low - promote - banned.keys()
+    low |= AUTOCAST.low - all_listed
+    promote |= AUTOCAST.promote - all_listed
+    float32 = (listed | AUTOCAST.float32) - low - promote - banned.keys()
     if allow_banned:
         float32 |= banned.keys()
         banned = {}
