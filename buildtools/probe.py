@@ -239,28 +239,23 @@ def nvcc_requirements(torch: Torch, mode: str, nvcc: Nvcc | None) -> list[str]:
 # --------------------------------------------------------------------------------------------------
 
 
-def build_requirements() -> list[str]:
+def build_requirements(torch: Torch) -> list[str]:
     """All that ``pip install --no-build-isolation`` needs to find installed."""
-    require_gil()
-    torch = require_torch(find_torch())
     nvcc = nvcc_requirements(torch, cuda_mode(), find_nvcc())
     system = re.search(r"requires = (\[.*\])", (ROOT / "pyproject.toml").read_text("utf-8"))
     return [*json.loads(system[1]), "cmake>=3.24", "ninja", *nvcc]
 
 
 def main(arguments: Sequence[str]) -> str:
-    if list(arguments) == ["--requirements"]:
-        return "\n".join(build_requirements())
     require_gil()
-    torch, nvcc = require_torch(find_torch()), find_nvcc()
-    return json.dumps(
-        {
-            "torch": asdict(torch),
-            "tested": torch_tested(),
-            "warning": untested(torch),
-            "nvcc": nvcc and asdict(nvcc),
-        }
-    )
+    torch = require_torch(find_torch())
+    if told := untested(torch):
+        print(f"warning: {told}", file=sys.stderr)
+    if list(arguments) == ["--requirements"]:
+        return "\n".join(build_requirements(torch))
+    nvcc = find_nvcc()
+    facts = {"torch": asdict(torch), "tested": torch_tested(), "nvcc": nvcc and asdict(nvcc)}
+    return json.dumps(facts)
 
 
 if __name__ == "__main__":
