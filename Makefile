@@ -12,15 +12,14 @@
 # Nothing but ampfuse and the packages of its extras is installed there, and torch is not touched.
 #
 # Further variables: DEMO_ARGS, TEST_ARGS, BENCH_ARGS; BASE_PYTHON makes .venv (python3); TORCH is
-# what pip installs there, and TORCH_INDEX where from (https://download.pytorch.org/whl/cpu has CPU
-# builds); AMPFUSE_CUDA and AMPFUSE_CUDA_ARCHS as in the README.
+# what pip installs there instead of the newest release tested, and TORCH_INDEX where from
+# (https://download.pytorch.org/whl/cpu has CPU builds); AMPFUSE_CUDA and AMPFUSE_CUDA_ARCHS as in the
+# README.
 
 .DELETE_ON_ERROR:
 .PHONY: demo test bench experiments lint format clean help
 
 BASE_PYTHON ?= python3
-# The supported versions of torch, from the only line that states them.
-TORCH ?= $(shell sed -n 's/^ *"\(torch>=[^"]*\)".*/\1/p' pyproject.toml)
 TEST_ARGS ?= -n 2
 
 # What the compiled extension is made of. Python files are not here: the installation in .venv is
@@ -97,7 +96,7 @@ $(STAMPS)/ready:
 	@$(PY) buildtools/probe.py > $@
 else
 .venv/torch: .venv/venv
-	$(PY) -m pip install '$(TORCH)' torchvision $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+	$(PY) -m pip install $(if $(TORCH),'$(TORCH)',--group torch-newest) torchvision $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 	@touch $@
 
 # The build in .venv is not isolated, so that it can go on where the last one stopped: what a build

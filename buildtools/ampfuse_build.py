@@ -23,6 +23,7 @@ get_requires_for_build_sdist = _scikit.get_requires_for_build_sdist
 def _check(settings: Mapping[str, object] | None) -> list[str]:
     """Extra build requirements; leaves with one line, not a traceback, when the build cannot be."""
     try:
+        probe.require_gil()
         torch = probe.require_torch(probe.find_torch())
         return probe.nvcc_requirements(torch, probe.cuda_mode(settings), probe.find_nvcc())
     except BuildError as error:

@@ -20,15 +20,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# The CUDA compiler and what it needs to build a kernel, as PyPI carries them from CUDA 13 on.
-# (The CUDA 12 package of that name holds ptxas alone, so it cannot help.)
-PYPI_NVCC = (
-    "nvidia-cuda-nvcc",
-    "nvidia-cuda-crt",
-    "nvidia-nvvm",
-    "nvidia-cuda-runtime",
-    "nvidia-cuda-cccl",
-)
+# The CUDA compiler and what it needs to build a kernel, as PyPI carries them from CUDA 13 on: parts
+# of the package by which torch pins its own CUDA libraries. (Of CUDA 12 it has no nvcc but ptxas.)
+PYPI_NVCC = "cuda-toolkit[cccl,crt,cudart,nvcc,nvvm]"
 
 
 class BuildError(Exception):
@@ -118,32 +112,58 @@ def find_torch(commands: Sequence[Sequence[str]] | None = None) -> Torch | None:
     return None
 
 
-def supported_range(pyproject: Path = ROOT / "pyproject.toml") -> tuple[tuple[int, int], ...]:
-    """``((2, 11), (2, 14))``, first and last release accepted.
+def torch_tested(pyproject: Path = ROOT / "pyproject.toml") -> tuple[str, str]:
+    """``("2.11", "2.15")``, the oldest and the newest release of torch that CI tests.
 
-    Read from the one place that states it: torch's line among the dependencies in pyproject.toml.
+    Read from the one place that states them: the dependency groups in pyproject.toml.
     """
-    line = re.search(r'"torch>=(\d+)\.(\d+)[^,]*,<(\d+)\.(\d+)"', pyproject.read_text("utf-8"))
-    low_major, low_minor, high_major, high_minor = map(int, line.groups())
-    return (low_major, low_minor), (high_major, high_minor - 1)
+    text = pyproject.read_text("utf-8")
+    oldest, newest = (
+        re.search(rf'^torch-{end} = \["torch==(\d+\.\d+)\.', text, re.M)[1]
+        for end in ("oldest", "newest")
+    )
+    return oldest, newest
 
 
 def require_torch(torch: Torch | None) -> Torch:
-    """`torch` if ampfuse can be built for it; otherwise BuildError."""
-    low, high = (".".join(map(str, release)) for release in supported_range())
+    """`torch` if ampfuse can be built for it, as far as is known; otherwise BuildError."""
+    oldest, newest = torch_tested()
     if torch is None:
         raise BuildError(
             f"ampfuse is compiled against the torch you have, and none was found: install torch "
-            f"{low} to {high} first (uv, build and other tools that hide your environment: add "
+            f"{oldest} or later first (uv, build and other tools that hide your environment: add "
             f"--no-build-isolation, with scikit-build-core and ninja installed)."
         )
-    first, last = supported_range()
-    if not first <= torch.release <= last:
+    if torch.release < _major_minor(oldest):
         raise BuildError(
-            f"ampfuse supports torch {low} to {high}, but torch {torch.version} is installed: "
-            f'change it (pip install "torch=={high}.*") or take a matching ampfuse.'
+            f"ampfuse needs torch {oldest} or later, but torch {torch.version} is installed: "
+            f'change it (pip install "torch=={newest}.*").'
         )
     return torch
+
+
+def untested(torch: Torch) -> str | None:
+    """One line about a torch newer than any that was tested; None for the others.
+
+    No reason to refuse it: the compiler finds out whether it fits.
+    """
+    newest = torch_tested()[1]
+    if torch.release <= _major_minor(newest):
+        return None
+    return (
+        f"torch {torch.version} is newer than the newest that this ampfuse was tested with "
+        f"({newest}); if it does not compile, look for a newer ampfuse."
+    )
+
+
+def require_gil(free_threaded: object = sysconfig.get_config_var("Py_GIL_DISABLED")) -> None:
+    """BuildError under a free-threaded Python."""
+    if free_threaded:
+        raise BuildError(
+            f"ampfuse does not run on a free-threaded Python (this is "
+            f"{sys.version_info.major}.{sys.version_info.minor}t): its compiled module relies on "
+            f"the GIL, so take the ordinary build of that Python."
+        )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -205,7 +225,7 @@ def nvcc_requirements(torch: Torch, mode: str, nvcc: Nvcc | None) -> list[str]:
         return []
     if torch.cuda is not None and _major_minor(torch.cuda)[0] == 13 and sys.platform == "linux":
         major, minor = _major_minor(torch.cuda)
-        return [f"{package}=={major}.{minor}.*" for package in PYPI_NVCC]
+        return [f"{PYPI_NVCC}=={major}.{minor}.*"]
     if mode == "ON":
         raise BuildError(
             "AMPFUSE_CUDA=ON, but no nvcc of CUDA 12 or later was found (CUDACXX, CUDA_HOME, "
@@ -219,19 +239,23 @@ def nvcc_requirements(torch: Torch, mode: str, nvcc: Nvcc | None) -> list[str]:
 # --------------------------------------------------------------------------------------------------
 
 
-def build_requirements() -> list[str]:
+def build_requirements(torch: Torch) -> list[str]:
     """All that ``pip install --no-build-isolation`` needs to find installed."""
-    torch = require_torch(find_torch())
     nvcc = nvcc_requirements(torch, cuda_mode(), find_nvcc())
     system = re.search(r"requires = (\[.*\])", (ROOT / "pyproject.toml").read_text("utf-8"))
     return [*json.loads(system[1]), "cmake>=3.24", "ninja", *nvcc]
 
 
 def main(arguments: Sequence[str]) -> str:
+    require_gil()
+    torch = require_torch(find_torch())
+    if told := untested(torch):
+        print(f"warning: {told}", file=sys.stderr)
     if list(arguments) == ["--requirements"]:
-        return "\n".join(build_requirements())
-    torch, nvcc = require_torch(find_torch()), find_nvcc()
-    return json.dumps({"torch": asdict(torch), "nvcc": nvcc and asdict(nvcc)})
+        return "\n".join(build_requirements(torch))
+    nvcc = find_nvcc()
+    facts = {"torch": asdict(torch), "tested": torch_tested(), "nvcc": nvcc and asdict(nvcc)}
+    return json.dumps(facts)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@
 # defines: torch::torch           what a binding compiles and links against
 #          AMPFUSE_TORCH_VERSION  "2.14.1+cu130"
 #          AMPFUSE_TORCH_CUDA     "13.0", or empty for a CPU build
+#          AMPFUSE_TORCH_OLDEST, AMPFUSE_TORCH_NEWEST  "2.11", "2.15": the releases tested
 #          AMPFUSE_NVCC           path, or empty
 execute_process(
   COMMAND "${Python_EXECUTABLE}" "${PROJECT_SOURCE_DIR}/buildtools/probe.py"
@@ -13,10 +14,14 @@ execute_process(
   OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_STRIP_TRAILING_WHITESPACE)
 if(NOT probe_result EQUAL 0)
   message(FATAL_ERROR "${probe_error}")
+elseif(probe_error)
+  message(NOTICE "${probe_error}")
 endif()
 
 string(JSON AMPFUSE_TORCH_VERSION GET "${probe}" torch version)
 string(JSON AMPFUSE_TORCH_CUDA ERROR_VARIABLE ignored GET "${probe}" torch cuda)
+string(JSON AMPFUSE_TORCH_OLDEST GET "${probe}" tested 0)
+string(JSON AMPFUSE_TORCH_NEWEST GET "${probe}" tested 1)
 string(JSON torch_lib_dir GET "${probe}" torch lib_dir)
 string(JSON torch_cxx11_abi GET "${probe}" torch cxx11_abi)
 set(torch_include_dirs)

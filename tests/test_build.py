@@ -18,7 +18,6 @@ import torch
 from ampfuse import _core
 
 ROOT = Path(__file__).resolve().parent.parent
-NVCC = ("nvidia-cuda-nvcc", "nvidia-cuda-crt", "nvidia-nvvm", "nvidia-cuda-runtime")
 
 
 @pytest.fixture
@@ -105,36 +104,78 @@ def test_looks_in_the_active_environment_last(probe, tmp_path):
     assert len(probe.torch_commands({"VIRTUAL_ENV": str(tmp_path)})) == len(commands) - 1
 
 
-@pytest.mark.parametrize("version", ["2.11.0+cu128", "2.12.1", "2.13.0+cpu", "2.14.0a0+git1234567"])
+@pytest.mark.parametrize("version", ["2.11.0+cu128", "2.12.1", "2.13.0+cpu", "2.15.0a0+git1234567"])
 def test_supported_torch(probe, version):
-    assert probe.require_torch(a_torch(probe, version)).version == version
+    found = a_torch(probe, version)
+    assert probe.require_torch(found) is found
+    assert probe.untested(found) is None
 
 
-@pytest.mark.parametrize("version", ["2.10.0", "2.15.0+cu132", "1.13.1", "3.0.0", "2.1.2"])
-def test_other_torch_is_refused_in_one_line(probe, version):
+@pytest.mark.parametrize("version", ["2.10.0", "1.13.1", "2.1.2", "2.2.0a0+nv24.1"])
+def test_an_older_torch_is_refused_in_one_line(probe, version):
     with pytest.raises(probe.BuildError) as error:
         probe.require_torch(a_torch(probe, version))
-    assert f"supports torch 2.11 to 2.14, but torch {version} is installed" in str(error.value)
+    assert f"needs torch 2.11 or later, but torch {version} is installed" in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("version", ["2.16.0.dev20261120+cu132", "2.100.0", "3.0.0a0+nv27.1"])
+@pytest.mark.parametrize("asked_by", ["CMake", "Makefile"])
+def test_a_newer_torch_builds_with_one_line_of_warning(
+    probe, monkeypatch, capsys, version, asked_by
+):
+    monkeypatch.setattr(probe, "find_torch", lambda: a_torch(probe, version))
+    answer = probe.main([] if asked_by == "CMake" else ["--requirements"])
+    assert version in answer if asked_by == "CMake" else "scikit-build-core" in answer
+    told = capsys.readouterr().err
+    assert re.fullmatch(rf"warning: torch {re.escape(version)} is newer than the newest .*\n", told)
 
 
 def test_no_torch_says_what_to_do(probe):
     with pytest.raises(probe.BuildError) as error:
         probe.require_torch(None)
-    assert "install torch 2.11 to 2.14 first" in str(error.value)
+    assert "install torch 2.11 or later first" in str(error.value)
     assert "--no-build-isolation" in str(error.value)
     assert "\n" not in str(error.value)
 
 
 def test_the_dependency_lets_pip_keep_what_the_build_accepts(probe):
     specifiers = pytest.importorskip("packaging.specifiers")
-    line = re.search(r'"torch(>=[^"]+)"', (ROOT / "pyproject.toml").read_text())[1]
+    line = re.search(r'^ +"torch(>=[^"]+)",$', (ROOT / "pyproject.toml").read_text(), re.M)[1]
     accepted = specifiers.SpecifierSet(line)
-    for version in ("2.11.0a0+nv26.2", "2.11.0+cu128", "2.14.1+cu130"):
+    oldest, newest = probe.torch_tested()
+    known = (f"{oldest}.0a0+nv26.2", f"{oldest}.0+cu128", f"{newest}.1")
+    for version in (*known, "2.99.0.dev1", "3.1"):
         assert accepted.contains(version, prereleases=True)
         probe.require_torch(a_torch(probe, version))
-    for version in ("2.10.1", "2.15.0a0", "2.15.0"):
-        assert not accepted.contains(version, prereleases=True)
+    assert not accepted.contains("2.10.1", prereleases=True)
+
+
+def test_all_name_the_torch_that_was_tested(probe):
+    oldest, newest = probe.torch_tested()
+    assert (oldest, newest) == _core.build_info.TORCH_TESTED
+    readme = (ROOT / "README.md").read_text()
+    assert f"torch {oldest} or later (tested with {oldest} to {newest})" in readme
+    assert f'`pip install "torch=={newest}.*"`' in readme
+
+
+def test_a_free_threaded_python_is_refused_in_one_line(probe, backend, monkeypatch):
+    probe.require_gil(0)
+    with pytest.raises(probe.BuildError) as error:
+        probe.require_gil(1)
+    assert re.search(r"free-threaded Python \(this is 3\.\d+t\)", str(error.value))
+    assert "\n" not in str(error.value)
+
+    def refuse():
+        raise error.value
+
+    monkeypatch.setattr(probe, "require_gil", refuse)
+    monkeypatch.setattr(probe, "find_torch", lambda: pytest.fail("looked for torch"))
+    with pytest.raises(SystemExit, match="error: ampfuse does not run on a free-threaded Python"):
+        backend.build_wheel("wheels")
+    for arguments in ([], ["--requirements"]):  # CMake alone, and the Makefile
+        with pytest.raises(probe.BuildError):
+            probe.main(arguments)
 
 
 # ---- nvcc ----------------------------------------------------------------------------------------
@@ -143,7 +184,7 @@ def test_the_dependency_lets_pip_keep_what_the_build_accepts(probe):
 @pytest.mark.parametrize("cuda", ["13.0", "13.2"])
 def test_cuda_13_without_nvcc_takes_the_compiler_from_pypi(probe, cuda):
     needed = probe.nvcc_requirements(a_torch(probe, cuda=cuda), "AUTO", None)
-    assert set(needed) == {f"{name}=={cuda}.*" for name in (*NVCC, "nvidia-cuda-cccl")}
+    assert needed == [f"cuda-toolkit[cccl,crt,cudart,nvcc,nvvm]=={cuda}.*"]
     assert probe.nvcc_requirements(a_torch(probe, cuda=cuda), "ON", None) == needed
 
 
@@ -210,12 +251,12 @@ def test_hooks_add_the_compiler(backend, monkeypatch, kind):
     monkeypatch.setattr(backend.probe, "find_nvcc", lambda: None)
     requires = getattr(backend, f"get_requires_for_build_{kind}")
     assert requires()[-1] == "ninja"
-    assert "nvidia-cuda-nvcc==13.0.*" in requires()
+    assert re.fullmatch(r"cuda-toolkit\[.*nvcc.*\]==13\.0\.\*", requires()[0])
     assert requires({"cmake.define.AMPFUSE_CUDA": "OFF"}) == ["ninja"]
 
 
 @pytest.mark.parametrize("kind", ["wheel", "editable"])
-@pytest.mark.parametrize("version", [None, "2.15.0"])
+@pytest.mark.parametrize("version", [None, "2.10.0"])
 def test_every_hook_stops_with_one_line(backend, monkeypatch, kind, version):
     found = version and a_torch(backend.probe, version)
     monkeypatch.setattr(backend.probe, "find_torch", lambda: found)

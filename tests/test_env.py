@@ -50,6 +50,26 @@ def test_says_what_was_built(facts):
     assert facts["ampfuse"]["CUDA at build time"] == _core.build_info.CUDA_NOTE
 
 
+def test_says_what_was_tested(facts):
+    oldest, newest = _core.build_info.TORCH_TESTED
+    assert facts["ampfuse"]["tested with torch"].startswith(f"{oldest} to {newest}")
+
+
+@pytest.mark.parametrize(
+    ("installed", "said"),
+    [
+        ("2.9.1", "2.11 to 2.15"),
+        ("2.15.1+cu132", "2.11 to 2.15"),
+        ("2.16.0a0", "2.11 to 2.15; torch 2.16.0a0 is newer than these"),
+        ("2.100.0", "2.11 to 2.15; torch 2.100.0 is newer than these"),
+        ("3.0.0", "2.11 to 2.15; torch 3.0.0 is newer than these"),
+        ("not installed", "2.11 to 2.15"),
+    ],
+)
+def test_a_torch_newer_than_those_tested_is_named(installed, said):
+    assert env.tested_with("2.11", "2.15", installed) == said
+
+
 def test_nothing_failed_here(facts):
     failed = {name: section["probe"] for name, section in facts.items() if "probe" in section}
     assert not failed

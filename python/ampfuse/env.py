@@ -87,6 +87,13 @@ def covering_arch(archs: Iterable[str], capability: tuple[int, int]) -> str | No
     return best[2] if best else None
 
 
+def tested_with(oldest: str, newest: str, installed: str) -> str:
+    """The releases of torch tested (``"2.11"``, ``"2.15"``), and whether `installed` is newer."""
+    tested, release = (re.match(r"(\d+)\.(\d+)", version) for version in (newest, installed))
+    newer = release and tuple(map(int, release.groups())) > tuple(map(int, tested.groups()))
+    return f"{oldest} to {newest}" + (f"; torch {installed} is newer than these" if newer else "")
+
+
 def cpu_model() -> str:
     """The name of the CPU, such as ``"Intel(R) Xeon(R) Platinum 8480+"``."""
     return _cpuinfo().get("model name") or platform.processor() or platform.machine()
@@ -120,6 +127,7 @@ def _installation() -> Facts:
         return found
     found["version"] = _build_info.VERSION
     found["built for torch"] = _build_info.TORCH_VERSION
+    found["tested with torch"] = tested_with(*_build_info.TORCH_TESTED, _version("torch"))
     found["built as"] = _build_info.BUILD_INFO
     found["CUDA at build time"] = _build_info.CUDA_NOTE
     return found
