@@ -46,13 +46,13 @@ _LAYERS = (
 
 _lock = threading.RLock()
 _replaced: dict[tuple[Any, str], tuple[Any, Any]] = {}  # by owner and name: original, replacement
-_installed: list[OpRules] = []
+_installed: dict[int, OpRules] = {}  # by id
 _INHERITED = object()
 
 
 def install(rules: OpRules) -> None:
     """Replace the functions that `rules` has names for, where they are not replaced already."""
-    if any(installed is rules for installed in _installed):
+    if id(rules) in _installed:
         return
     with _lock:
         for owner in _OWNERS:
@@ -64,7 +64,7 @@ def install(rules: OpRules) -> None:
             _replace(layer, "forward", _under_autocast)
         _replace(rnn, "_rnn_impls", _casting_all)
         _replace(torch.jit, "script", _scripting)
-        _installed.append(rules)
+        _installed[id(rules)] = rules
 
 
 def remove() -> None:
