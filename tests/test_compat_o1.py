@@ -491,6 +491,14 @@ def test_every_function_is_put_back():
     assert [dict(vars(owner)) for owner in owners] == before
 
 
+def test_deactivating_an_earlier_handle_leaves_the_latest_alone():
+    amp.initialize(nn.Linear(4, 4), verbosity=0)
+    earlier = amp._amp_state.handle
+    amp.initialize(nn.Linear(4, 4), opt_level="O4", verbosity=0)
+    earlier._deactivate()
+    assert product() == bf16
+
+
 def scripted(x, weight):
     return F.softmax(F.linear(x, weight), dim=-1).matmul(weight)
 

@@ -21,11 +21,6 @@ _CONVERSIONS = {"bfloat16", "double", "float", "half", "to", "type", "type_as"}
 _NOT_AMPS = frozenset({*_CONVERSIONS, "__array__", "backward", "grad", "item", "numpy", "tolist"})
 
 
-def is_conversion(name: str) -> bool:
-    """Whether the program calls the function of torch's called `name` to have a cast."""
-    return name in _CONVERSIONS
-
-
 class LogCasts(TorchFunctionMode):
     """Logs the casts made for each of torch's functions that is called inside the block."""
 

@@ -24,7 +24,7 @@ from torch.overrides import get_default_nowrap_functions
 
 from ampfuse.amp import trees
 from ampfuse.amp.autocast_rules import AUTOCAST
-from ampfuse.amp.cast_log import LogCastsFor, is_conversion
+from ampfuse.amp.cast_log import LogCastsFor
 from ampfuse.amp.cast_state import casts_are_disabled
 from ampfuse.amp.op_rules import OpRules, name_of
 from ampfuse.optim.masters import HALF_DTYPES
@@ -51,8 +51,7 @@ class HalfOutput(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if casts_are_disabled() or name in _AUTOGRAD:
                 return func(*args, **kwargs)
-            logs = cls.logs_casts and not is_conversion(name)
-            with LogCastsFor(name) if logs else contextlib.nullcontext():
+            with LogCastsFor(name) if cls.logs_casts else contextlib.nullcontext():
                 return cls._compute(name, func, args, kwargs)
 
     @classmethod

@@ -19,12 +19,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C import DisableTorchFunctionSubclass
 from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.nn.modules import rnn
 
 from ampfuse.amp import cast_state, trees
 from ampfuse.amp.cast_log import LogCastsFor
-from ampfuse.amp.op_rules import RNN_LAYERS, OpRules
+from ampfuse.amp.half_output import HalfOutput
+from ampfuse.amp.op_rules import RNN_LAYERS, Arguments, OpRules, Rule
 
 _OWNERS: tuple[Any, ...] = (
     Tensor,
@@ -46,13 +48,13 @@ _LAYERS = (
 
 _lock = threading.RLock()
 _replaced: dict[tuple[Any, str], tuple[Any, Any]] = {}  # by owner and name: original, replacement
-_installed: list[OpRules] = []
+_installed: dict[int, OpRules] = {}  # by id
 _INHERITED = object()
 
 
 def install(rules: OpRules) -> None:
     """Replace the functions that `rules` has names for, where they are not replaced already."""
-    if any(installed is rules for installed in _installed):
+    if id(rules) in _installed:
         return
     with _lock:
         for owner in _OWNERS:
@@ -64,7 +66,7 @@ def install(rules: OpRules) -> None:
             _replace(layer, "forward", _under_autocast)
         _replace(rnn, "_rnn_impls", _casting_all)
         _replace(torch.jit, "script", _scripting)
-        _installed.append(rules)
+        _installed[id(rules)] = rules
 
 
 def remove() -> None:
@@ -118,12 +120,20 @@ def _casting(name: str, function: Any) -> Any:
             return function(*args, **kwargs)
         if scope.logs:
             with LogCastsFor(label):
-                args, kwargs = rule(scope.dtype, args, kwargs)
+                args, kwargs = _apply(rule, scope.dtype, args, kwargs)
         else:
-            args, kwargs = rule(scope.dtype, args, kwargs)
+            args, kwargs = _apply(rule, scope.dtype, args, kwargs)
         return call(*args, **kwargs)
 
     return cast_first
+
+
+def _apply(rule: Rule, dtype: torch.dtype | None, args: Any, kwargs: Any) -> Arguments:
+    assert dtype is not None
+    if args and isinstance(args[0], HalfOutput):
+        with DisableTorchFunctionSubclass():  # its own rules take time and do the same
+            return rule(dtype, args, kwargs)
+    return rule(dtype, args, kwargs)
 
 
 def _all_on_cpu(args: Any, kwargs: Any) -> bool:

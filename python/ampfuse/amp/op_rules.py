@@ -162,12 +162,16 @@ def _to_float32(_: torch.dtype, args: Any, kwargs: Any) -> Arguments:
 
 
 def _widest(_: torch.dtype, args: Any, kwargs: Any) -> Arguments:
-    if len(args) == 2 and not kwargs:  # most are operators, on tensors of one type
+    if len(args) == 2 and not kwargs and isinstance(args[0], Tensor):  # most are operators
         a, b = args
-        if isinstance(a, Tensor):
-            same = b.dtype is a.dtype if isinstance(b, Tensor) else isinstance(b, (int, float))
-            if same:
+        if isinstance(b, (int, float)):
+            return args, kwargs
+        if isinstance(b, Tensor):
+            if a.dtype is b.dtype:
                 return args, kwargs
+            if a.is_floating_point() and b.is_floating_point():
+                dtype = torch.promote_types(a.dtype, b.dtype)
+                return (to_dtype(a, dtype), to_dtype(b, dtype)), kwargs
     dtype = widest_dtype(trees.tensors((args, kwargs)))
     return (args, kwargs) if dtype is None else _cast_all(dtype, args, kwargs)
 

@@ -82,6 +82,7 @@ class AmpHandle:
         self._clear_cache()
         restore_registered()
         op_casts.remove()
+        sessions.follow_latest()  # it may be another one
         for module, name, function in reversed(self._saved):
             setattr(module, name, function)
         self._saved.clear()
