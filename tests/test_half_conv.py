@@ -190,10 +190,20 @@ def test_extrema_are_torchs_own(op, dtype):
 def test_mixed_dtypes_are_torchs_own():
     args = list(arguments())
     args[2] = args[2].float()
-    ours = torch.ops.aten.convolution_backward(*args)
-    _core.C.set_half_conv_enabled(False)
-    torchs = torch.ops.aten.convolution_backward(*args)
-    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(ours, torchs, strict=True))
+    answers = []
+    for enabled in (True, False):
+        _core.C.set_half_conv_enabled(enabled)
+        try:
+            answers.append(torch.ops.aten.convolution_backward(*args))
+        except RuntimeError as error:  # torch 2.11 refuses them
+            answers.append(str(error))
+    ours, torchs = answers
+    if isinstance(torchs, str):
+        assert ours == torchs
+    else:
+        for a, b in zip(ours, torchs, strict=True):
+            assert torch.equal(a, b)
+            assert a.dtype == b.dtype
 
 
 def test_autograd_and_double_backward():
