@@ -551,7 +551,7 @@ def test_what_fails_or_hangs_in_the_gate_keeps_no_other_from_running(gate):
     assert code == 2
 
 
-def test_the_first_hour_of_the_gate(gate):
+def test_what_the_gate_does_first(gate):
     """In eight minutes, whatever hangs; and its parts add up in one archive over several runs."""
     script = (BENCHMARKS / "gpu_gate.sh").read_text()
     body = script[script.index("if wanted first") : script.index("if wanted build")]
