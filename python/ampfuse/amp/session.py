@@ -32,6 +32,7 @@ class Session:
     verbosity: int = 1
     rules: OpRules | None = None
     casts_functions: bool = True
+    reports_passes: bool = False  # each overflow is told where its pass ends
 
     @property
     def enabled(self) -> bool:
@@ -40,6 +41,11 @@ class Session:
     @property
     def logs_casts(self) -> bool:
         return self.verbosity >= 2
+
+    @property
+    def tells_skips(self) -> bool:
+        """Whether the optimizers tell of their skipped steps, now and then."""
+        return self.verbosity == 1 and not self.reports_passes
 
 
 _latest: Session | None = None

@@ -120,7 +120,7 @@ def initialize(
     """:func:`ampfuse.amp.initialize` with apex's arguments, by position too.
 
     At O1 and O4 operations follow apex's lists on every device, where ampfuse's own ``initialize``
-    leaves the choice to autocast.
+    leaves the choice to autocast. With ``verbosity=1`` each overflow is printed, in apex's words.
 
     Returns:
         ``models`` if `optimizers` is None, else ``(models, optimizers)``, in the shape given.
@@ -163,7 +163,7 @@ def initialize(
         for _ in range(num_losses)
     ]
     rules = None if policy.autocast_type is None else op_rules()
-    session = sessions.Session(policy, list(scalers), verbosity, rules)
+    session = sessions.Session(policy, list(scalers), verbosity, rules, reports_passes=True)
     allow_half = _amp_state.allow_incoming_model_not_fp32 or _amp_state.hard_override
     result = set_up(models, optimizers, session, allow_half=allow_half)
 

@@ -18,6 +18,7 @@ from ampfuse.amp.function_casts import restore_registered
 from ampfuse.amp.half_output import casts_are_disabled
 from ampfuse.amp.op_casts import OpCasts
 from ampfuse.amp.scale_loss import session_and_optimizers
+from ampfuse.compat.apex.amp import overflow_report
 from ampfuse.compat.apex.amp.opt import OptimWrapper
 
 
@@ -38,7 +39,7 @@ def scale_loss(
     with amp.scale_loss(
         loss, optimizers, loss_id, model, delay_unscale, delay_overflow_check
     ) as scaled:
-        session, _ = session_and_optimizers(optimizers)
+        session, listed = session_and_optimizers(optimizers)
         if session.rules is None or not session.casts_functions:
             yield scaled
         else:
@@ -46,6 +47,8 @@ def scale_loss(
             assert session.policy.autocast_type is not None
             with OpCasts(session.rules, session.policy.autocast_type):
                 yield scaled
+    if session.reports_passes and not (delay_unscale or delay_overflow_check):
+        overflow_report.after_pass(session, loss_id, listed)
 
 
 class AmpHandle:
