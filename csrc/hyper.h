@@ -57,9 +57,9 @@ struct RowHyper {
 struct alignas(16) RowCoef {
   float grad_scale = 0;  // clip / loss scale for a scaled row, clip otherwise; negative to maximize
   float inverse_scale = 1;  // 1 / loss scale for a scaled row, 1 otherwise
-  float accum_scale = 0;   // clip, likewise signed: accumulators hold unscaled values
-  float weight_decay = 0;  // L2: g += weight_decay * p
-  float decay = 1;         // decoupled: p *= decay = 1 - lr * weight_decay
+  float accum_scale = 0;    // clip, likewise signed: accumulators hold unscaled values
+  float weight_decay = 0;   // L2: g += weight_decay * p
+  float decay = 1;          // decoupled: p *= decay = 1 - lr * weight_decay
   float lr = 0;
   float momentum = 0, one_minus_dampening = 0;
   float one_minus_beta1 = 0, beta2 = 0, one_minus_beta2 = 0;

@@ -568,8 +568,7 @@ void ParamTable::prefetch_row(int64_t i) const {
   }
 }
 
-std::vector<int64_t> ParamTable::collect(const std::optional<torch::Tensor>& scale,
-                                         bool unscales) {
+std::vector<int64_t> ParamTable::collect(const std::optional<torch::Tensor>& scale, bool unscales) {
   const torch::Tensor none;
   bool any_pending = false;
   unchanged_ = !edited_sums_;
@@ -588,8 +587,7 @@ std::vector<int64_t> ParamTable::collect(const std::optional<torch::Tensor>& sca
                 "it after the context has ended");
     bool scaled = scale && !is_materialized(row);
     const torch::Tensor& used = row.has_grad ? checked_gradient(row, grad) : none;
-    row.unscales =
-        unscales && scaled && row.has_grad && used.scalar_type() == torch::kFloat32;
+    row.unscales = unscales && scaled && row.has_grad && used.scalar_type() == torch::kFloat32;
     if (row.has_grad && row.pending.is_same_tensor(grad)) scaled = any_pending = true;
     set_gradient(i, used, scaled, row.accumulated, none);
     set(kUnscaled, i, row.unscales ? used : none);

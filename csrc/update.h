@@ -304,10 +304,10 @@ struct AxpbyOp {
   }
 };
 
-// The unscaled gradient with what earlier passes accumulated: inspect writes it where a row asks for
-// it, and measures it. `fresh`: an overflow belongs to the pass that made it, so where what earlier
-// passes left is not finite, the new gradient alone is measured. kAgain: it is measured once more,
-// from where it was written if it was: that may be where it was read.
+// The unscaled gradient with what earlier passes accumulated: inspect writes it where a row asks
+// for it, and measures it. `fresh`: an overflow belongs to the pass that made it, so where what
+// earlier passes left is not finite, the new gradient alone is measured. kAgain: it is measured
+// once more, from where it was written if it was: that may be where it was read.
 template <bool kAgain = false>
 struct InspectOp {
   static constexpr unsigned kReads = bit(kGrad) | bit(kAccumulated) | (kAgain ? bit(kGradOut) : 0);

@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy as cross_entropy_imported_by_name
 from torch.nn.utils.rnn import pack_sequence
 
 from ampfuse import amp
-from ampfuse.amp import op_casts, trees
+from ampfuse.amp import copies, op_casts, trees
 from ampfuse.amp.half_output import HalfOutput
 
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -566,6 +566,214 @@ def test_disable_casts_inside_forward():
 
     model = amp.initialize(Precise(), opt_level="O4", verbosity=0)
     assert [t.dtype for t in model(torch.ones(1, 3))] == [bf16, f32, bf16]
+
+
+# --- proxies: objects that pass for a module and are none ----------------------------------------
+
+
+class Proxy:
+    """Hands on everything, what is assigned too, and computes around the module."""
+
+    def __init__(self, module):
+        self.module = module
+
+    def __getattr__(self, name):
+        if name == "module":
+            raise AttributeError(name)
+        return getattr(self.module, name)
+
+    def __setattr__(self, name, value):
+        if name in ("module", "forward"):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.module, name, value)
+
+    def forward(self, *args, **kwargs):
+        self.module.seen_weight = self.module.fc.weight.dtype
+        return F.linear(self.module(*args, **kwargs), self.module.fc.weight[:, :3])
+
+    def __call__(self, *args, **kwargs):
+        return self.forward(*args, **kwargs)
+
+    @property
+    def __class__(self):
+        return self.module.__class__
+
+
+class PassesOn(Proxy):
+    """Without a ``forward`` of its own."""
+
+    forward = property(lambda self: self.module.forward)
+
+    def __call__(self, *args, **kwargs):
+        return self.module(*args, **kwargs)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("kind", [Proxy, PassesOn])
+def test_a_proxy_computes_as_the_module_would(kind, level):
+    torch.manual_seed(0)
+    proxy, x = kind(Net()), torch.rand(4, 1, 5, 5)
+    module = proxy.module
+    twin = kind(copy.deepcopy(module))
+    expected = twin(x)
+    optimizer = torch.optim.SGD(proxy.parameters(), lr=0.1)
+    found, _ = amp.initialize(proxy, optimizer, opt_level=level, init_scale=1.0, verbosity=0)
+    assert found is proxy
+    assert type(proxy) is kind
+    assert proxy.module is module
+    half = LOW[level] if kind is Proxy and level in ("O1", "O4") else f32
+    for model in (proxy, copy.deepcopy(proxy)):
+        out = model(x)
+        assert out.dtype == half
+        assert model.seen == (f32 if level in ("O0", "O1", "O4") else LOW[level])
+        torch.testing.assert_close(out.float(), expected, rtol=0.05, atol=0.02)
+    with amp.scale_loss(proxy(x).float().sum(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    saved = proxy.state_dict()
+    assert saved["fc.weight"].dtype == f32
+    assert not torch.equal(saved["fc.weight"], twin.state_dict()["fc.weight"])
+    again = torch.optim.SGD(proxy.parameters(), lr=0.1)
+    amp.initialize(proxy, again, opt_level=level, verbosity=0)  # replaces, and wraps nothing twice
+    assert proxy(x).dtype == half
+
+
+def test_a_proxy_without_forward_is_refused_before_anything_changes():
+    class Opaque(Proxy):
+        forward = None
+
+        def __call__(self, x):
+            return self.module(x)
+
+    proxy = Opaque(Net())
+    with pytest.raises(TypeError, match="Opaque only stands for a module"):
+        amp.initialize(proxy, opt_level="O2", verbosity=0)
+    assert proxy.module.fc.weight.dtype == f32
+    assert type(proxy.module) is Net
+
+
+# --- what state_dict() returns --------------------------------------------------------------------
+
+
+@pytest.fixture
+def forgetful(monkeypatch):
+    monkeypatch.setattr(copies, "_told", False)
+
+
+def averaged(average, model, decay):
+    """In each of the ways in which programs write into a state dict."""
+    weights = list(model.state_dict().values())
+    values = list(average.state_dict().values())
+    for i, (value, weight) in enumerate(zip(values, weights, strict=True)):
+        if not value.is_floating_point():
+            value.copy_(weight)
+        elif i % 4 == 0:
+            value.copy_(value * decay + (1 - decay) * weight)
+        elif i % 4 == 1:
+            value.data.mul_(decay).add_(weight, alpha=1 - decay)
+        elif i % 4 == 2:
+            torch._foreach_lerp_([value], [weight], weight=1 - decay)
+        else:
+            value.detach().lerp_(weight, 1 - decay)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_state_dict_of_a_copy_may_be_written_to_as_anywhere_in_torch(level, forgetful, recwarn):
+    """An average moves on where each step is below half a unit in a half weight's last place."""
+    model = net(level)
+    average = copy.deepcopy(model)
+    expected = {k: v.double().clone() for k, v in model.state_dict().items()}
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(1.0)
+    for _ in range(100):
+        averaged(average, model, 0.9999)
+        for name, value in model.state_dict().items():
+            expected[name].lerp_(value.double(), 1e-4)
+    found = average.state_dict()
+    for name, weight in (*average.named_parameters(), *average.named_buffers()):
+        if weight.is_floating_point():
+            assert found[name].dtype == f32
+            torch.testing.assert_close(found[name].double(), expected[name], rtol=1e-5, atol=1e-6)
+            assert torch.equal(weight, found[name].to(weight.dtype))
+    file = io.BytesIO()
+    torch.save(found, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    assert all(type(value) is torch.Tensor for value in saved.values())
+    assert all(torch.equal(saved[name], copy.deepcopy(found)[name]) for name in saved)
+    again = copy.deepcopy(model)
+    again.load_state_dict(saved)  # with all digits
+    assert all(torch.equal(value, saved[name]) for name, value in again.state_dict().items())
+    assert again(torch.rand(2, 1, 5, 5)).isfinite().all()
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_the_state_dict_of_a_copy_follows_its_weights(level):
+    average = copy.deepcopy(net(level))
+    value = average.state_dict()["fc.weight"]
+    value.add_(1e-5)
+    average.fc.weight.data.mul_(2.0)  # leaves no trace
+    assert torch.equal(average.state_dict()["fc.weight"], average.fc.weight.float())
+    with torch.no_grad():
+        average.fc.weight[0] = 3.0
+    value = average.state_dict()["fc.weight"]
+    value[1] = 5.0
+    value.view(-1)[-1] = 7.0
+    assert average.state_dict()["fc.weight"] is value
+    assert average.fc.weight[:, 1].tolist()[:2] == [3.0, 5.0]
+    assert average.fc.weight[-1, -1] == 7.0
+    with torch.no_grad():
+        average.fc.weight[0, 0] = 4.0
+    value.mul_(2)  # of the weight as it is now
+    assert average.fc.weight[0, :2].tolist() == [8.0, 6.0]
+    average.half().to(torch.float64)
+    average.state_dict()["fc.weight"].zero_()
+    assert not average.fc.weight.any()
+    again = copy.deepcopy(average)
+    again.state_dict()["fc.weight"].fill_(1.0)
+    assert not average.fc.weight.any()
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_copy_that_is_trained_keeps_no_second_set_of_float32_values(level):
+    model = net(level)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    model, optimizer = copy.deepcopy((model, optimizer))
+    with amp.scale_loss(model(torch.rand(2, 1, 5, 5)).sum(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    first, second = model.state_dict(), model.state_dict()
+    assert type(first["fc.weight"]) is torch.Tensor
+    assert first["fc.weight"].data_ptr() != second["fc.weight"].data_ptr()
+
+
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_writing_into_the_state_dict_of_a_model_that_is_no_copy_is_told_once(
+    level, forgetful, recwarn
+):
+    model, other = net(level), net(level)
+    for _ in range(3):
+        averaged(model, other, 0.5)
+    assert [str(w.message).split(" in ")[0] for w in recwarn] == ["'conv.weight'"]
+
+
+def test_values_that_are_the_weights_or_are_loaded_may_be_written_to(forgetful, recwarn):
+    for level in ("O0", "O1", "O4", "O2"):
+        model = amp.initialize(Net(), opt_level=level, verbosity=0)
+        state = model.state_dict()
+        for value in state.values():
+            value.mul_(2)
+        model.load_state_dict(state)
+        model.state_dict()
+        with torch.inference_mode():
+            for value in model.state_dict().values():
+                value.mul_(2)
+        model.state_dict()
+    assert not recwarn.list
 
 
 # --- verbosity=2 ------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import ampfuse.amp
 import apex_names
 from ampfuse.compat import apex
 from ampfuse.compat.apex import amp, fp16_utils
-from ampfuse.compat.apex.amp import frontend
+from ampfuse.compat.apex.amp import frontend, overflow_report
 from ampfuse.compat.apex.amp.scaler import LossScaler
 
 f16, bf16, f32 = torch.float16, torch.bfloat16, torch.float32
@@ -53,6 +53,73 @@ def backward(model, optimizer, factor=1.0, **options):
     with amp.scale_loss(loss, optimizer, **options) as scaled:
         scaled.backward()
     return loss
+
+
+# --- what is printed ----------------------------------------------------------------------------
+
+
+def told(number, scale):
+    return f"Gradient overflow.  Skipping step, loss scaler {number} reducing loss scale to {scale}"
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_each_overflow_is_printed_as_apex_did(level, capsys, caplog):
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=level, num_losses=2, max_loss_scale=1024.0)
+    for factor, loss_id in ((1.0, 0), (float("inf"), 1), (float("nan"), 1), (1.0, 1), (1e30, 0)):
+        optimizer.zero_grad()
+        backward(model, optimizer, factor, loss_id=loss_id)
+        optimizer.step()
+    assert capsys.readouterr().out.splitlines() == [
+        told(1, 512.0),
+        told(1, 256.0),
+        told(0, 512.0),
+    ]
+    assert "skipped" not in caplog.text
+
+
+def test_an_overflow_of_several_optimizers_is_printed_once(capsys):
+    models = [Net(), Net()]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    amp.initialize(models, optimizers, opt_level="O2")
+    loss = sum(model(torch.ones(4, 4)).float().sum() for model in models)
+    with amp.scale_loss(loss * torch.tensor(float("inf")), optimizers) as scaled:
+        scaled.backward()
+    assert capsys.readouterr().out.splitlines() == [told(0, 32768.0)]
+
+
+@pytest.mark.parametrize("options", [{"verbosity": 0}, {"loss_scale": 128.0}, {"verbosity": 2}])
+def test_overflows_that_are_not_printed(options, capsys):
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O2", **options)
+    backward(model, optimizer, float("inf"))
+    optimizer.step()
+    assert capsys.readouterr().out == ""
+
+
+def test_what_a_device_has_not_told_yet_is_printed_later(monkeypatch, capsys):
+    class Slow(overflow_report.Sample):
+        arrived = False
+
+        def has_arrived(self):
+            return Slow.arrived
+
+    monkeypatch.setattr(overflow_report, "Sample", Slow)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O2", max_loss_scale=1024.0)
+    for factor in (float("inf"), 1.0, float("inf")):
+        optimizer.zero_grad()
+        backward(model, optimizer, factor)
+        optimizer.step()
+    assert capsys.readouterr().out == ""
+    Slow.arrived = True
+    optimizer.zero_grad()
+    backward(model, optimizer, 1.0)
+    assert capsys.readouterr().out.splitlines() == [told(0, 512.0), told(0, 256.0)]
 
 
 # --- what is kept -------------------------------------------------------------------------------

@@ -40,6 +40,8 @@ CASES = {
         },
     ),
     "distributed": ("--no-amp", {f"--opt-level {level}": 0.003 for level in LEVELS}),
+    "lightning_style": ("--no-amp", {f"--opt-level {level}": 0.03 for level in LEVELS[:4]}),
+    "timm_style": ("--no-amp", {f"--opt-level {level}": 0.05 for level in LEVELS[:4]}),
 }
 RUNS = [(script, args) for script, (_, runs) in CASES.items() for args in runs]
 
@@ -70,6 +72,8 @@ def final_loss(text):
 
 def run(script, args, way, tmp_path, monkeypatch, capsys):
     path = SCRIPTS / f"{script}.py"
+    if script == "timm_style":
+        pytest.importorskip("timm")
     monkeypatch.setattr(sys, "argv", [str(path), *args.split()])
     monkeypatch.setattr(sys, "path", list(sys.path))
     with apex_names.clean():
@@ -119,13 +123,20 @@ def test_as_a_program(way, tmp_path):
     assert (tmp_path / "c.pt").exists()
 
 
-def test_a_checkpoint_of_a_script_goes_on_where_it_was(tmp_path, monkeypatch, capsys):
-    """Two epochs, and two more from the checkpoint, are four; at O2 and with the masters saved."""
-    common = "--opt-level O2"
-    through = run("imagenet", common, "install", tmp_path, monkeypatch, capsys)
+# Two epochs, and the others from the checkpoint, are all of them; at O2 and with the masters saved.
+CHECKPOINTED = {
+    "imagenet": "--epochs 2",
+    "lightning_style": "--max-epochs 2",
+    "timm_style": "--epochs 2",
+}
+
+
+@pytest.mark.parametrize("script", CHECKPOINTED)
+def test_a_checkpoint_of_a_script_goes_on_where_it_was(script, tmp_path, monkeypatch, capsys):
+    def final(more=""):
+        return run(script, f"--opt-level O2 {more}", "install", tmp_path, monkeypatch, capsys)
+
     saved = tmp_path / "c.pt"
-    run("imagenet", f"{common} --epochs 2 --save {saved}", "install", tmp_path, monkeypatch, capsys)
-    resumed = run(
-        "imagenet", f"{common} --resume {saved}", "install", tmp_path, monkeypatch, capsys
-    )
-    assert resumed == through
+    through = final()
+    final(f"{CHECKPOINTED[script]} --save {saved}")
+    assert final(f"--resume {saved}") == through

@@ -211,3 +211,18 @@ def test_the_master_of_a_parameter_that_is_frozen_for_a_while(edited, models_fir
     assert torch.equal(again.masters()[0], master)
     again.train([4])
     assert not torch.equal(again.masters()[0], master)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("level", ["O0", "O1", "O3"])
+def test_masters_that_a_level_does_not_use_are_not_saved_again(level, kind):
+    """They would be taken for those of the weights, which have moved on since."""
+    saved = Training(kind, "O2").initialize()
+    saved.train(range(3))
+    without = Training(kind, level)
+    without.load_models(saved.state())
+    without.load_optimizers(saved.state())
+    without.initialize()
+    for state in (without.state(), copy.deepcopy(without).state()):
+        for optimizer in state["optimizers"]:
+            assert not any("master_param" in values for values in optimizer["state"].values())

@@ -12,7 +12,8 @@ from ampfuse.optim.skip_watch import STRETCH
 
 def make(optimizer=torch.optim.AdamW, **options):
     model = torch.nn.Linear(3, 2)
-    return amp.initialize(model, optimizer(model.parameters(), lr=0.1), verbosity=0, **options)
+    options = {"verbosity": 0, **options}
+    return amp.initialize(model, optimizer(model.parameters(), lr=0.1), **options)
 
 
 def step(model, optimizer, bad):
@@ -63,15 +64,15 @@ def test_a_static_scale_never_skips():
 def test_copies_that_have_not_arrived_are_not_read(monkeypatch):
     """On a GPU the count is read when its copy is there: a stretch later."""
 
-    class Slow(skip_watch._Sample):
+    class Slow(skip_watch.Sample):
         arrived = False
 
         def has_arrived(self):
             return self.arrived
 
-        def value(self):
+        def values(self):
             assert self.arrived
-            return super().value()
+            return super().values()
 
     class Table:
         steps = 0
@@ -79,7 +80,7 @@ def test_copies_that_have_not_arrived_are_not_read(monkeypatch):
         def state_field(self, name):
             return torch.tensor(self.steps if name == "skipped_steps" else -1)
 
-    monkeypatch.setattr(skip_watch, "_Sample", Slow)
+    monkeypatch.setattr(skip_watch, "Sample", Slow)
     watch, table = skip_watch.SkipWatch(), Table()
     for _ in range(3 * STRETCH - 1):
         table.steps += 1
@@ -90,3 +91,73 @@ def test_copies_that_have_not_arrived_are_not_read(monkeypatch):
     table.steps += 1
     with pytest.raises(RuntimeError, match="in a row"):
         watch.after_step(table)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.RMSprop])
+def test_skipped_steps_are_told_at_first_and_then_counted(optimizer, caplog):
+    model, optimizer = make(optimizer, opt_level="O2", verbosity=1, init_scale=1024.0)
+    quiet = make(opt_level="O2")
+    told_at = []
+    for i in range(31):
+        step(model, optimizer, i % 3 == 1)
+        step(*quiet, True)
+        if len(caplog.messages) > len(told_at):
+            told_at.append(i)
+    told = [message.partition(" steps")[0] for message in caplog.messages]
+    assert told == ["Gradient overflow: 1", "Gradient overflow: 10"]
+    assert told_at == [1, 28]  # at once
+    assert {record.levelname for record in caplog.records} == {"WARNING"}
+
+
+def test_counts_on_a_device_are_told_when_they_have_arrived(monkeypatch, caplog):
+    """Without waiting: what has not arrived is left alone, and no second copy is made then."""
+
+    class Count:
+        is_cuda, value = True, 0
+
+    class Slow:
+        arrived, made = False, 0
+
+        def __init__(self, count):
+            Slow.made += 1
+            self.value = count.value
+
+        def has_arrived(self):
+            return Slow.arrived
+
+        def values(self):
+            assert Slow.arrived
+            return [self.value]
+
+    class Table:
+        def state_field(self, name):
+            return Count
+
+    monkeypatch.setattr(skip_watch, "Sample", Slow)
+    monkeypatch.setattr(skip_watch, "_is_captured", lambda count: False)
+    watch, table = skip_watch.SkipWatch(), Table()
+    for i in range(STRETCH - 1):
+        Count.value, Slow.arrived = i // 4, i >= 80
+        watch.after_step(table, tell=True)
+        if i < 80:
+            assert (Slow.made, caplog.messages) == (int(i >= 19), [])
+    assert [m.partition(" steps")[0] for m in caplog.messages] == [
+        "Gradient overflow: 4",
+        "Gradient overflow: 24",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"opt_level": "O1"}, "O1: FP32 weights; forward picks FP16 or FP32 for each operation"),
+        ({"opt_level": "O2", "loss_scale": "128"}, "O2: FP16 model with FP32 batch norm; "),
+    ],
+)
+def test_the_level_is_logged_in_a_line(options, message, caplog):
+    with caplog.at_level("INFO", logger="ampfuse.amp"):
+        make(verbosity=1, **options)
+    (line,) = caplog.messages
+    assert line.startswith(message)
+    assert line.endswith("(autocast)." if options["opt_level"] == "O1" else " loss_scale=128.0.")
+    assert len(line) < 150

@@ -264,7 +264,8 @@ HD void apply_streaming(const Op& op, const Walk& walk, const Types& types) {
   constexpr unsigned kStored = Op::kWrites & ~bit(kModel);
   const ChunkLists lists = walk.lists;
   for_steps<F, kStrip, Prefetch<Op::kReads>>(
-      walk, types, (Op::kReads | kStored) & ~kRewritten, [&](int64_t i, int, auto) __attribute__((always_inline)) {
+      walk, types, (Op::kReads | kStored) & ~kRewritten,
+      [&](int64_t i, int, auto) __attribute__((always_inline)) {
         F model[kVectors];
 #pragma GCC unroll 4
         for (int v = 0; v < kVectors; ++v) {

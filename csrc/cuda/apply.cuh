@@ -338,8 +338,7 @@ void with_missing(unsigned present, const Run& run) {
   constexpr unsigned kRare = kUsed & kRareLists, kBack = kRare & bit(kUnscaled);
   if (!(present & kRare)) return run(std::integral_constant<unsigned, kRare>());
   if constexpr (kBack) {
-    if (!(present & kRare & ~kBack))
-      return run(std::integral_constant<unsigned, kRare & ~kBack>());
+    if (!(present & kRare & ~kBack)) return run(std::integral_constant<unsigned, kRare & ~kBack>());
   }
   run(std::integral_constant<unsigned, 0>());
 }
@@ -350,8 +349,8 @@ void apply(const char* name, const TableView& view, unsigned present, bool gradi
            const StepState* state, float a, float b, float* found_inf, cudaStream_t stream) {
   if (view.chunk_count == 0) return;
   with_missing<Op::kReads | Op::kWrites>(present, [&](auto missing) {
-    launch(Kernel{name, apply_kernel<Op, missing>}, view.chunk_count * kSlices, kLanes, stream, view,
-           gradients_only, state, a, b, found_inf);
+    launch(Kernel{name, apply_kernel<Op, missing>}, view.chunk_count * kSlices, kLanes, stream,
+           view, gradients_only, state, a, b, found_inf);
   });
 }
 

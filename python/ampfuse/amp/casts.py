@@ -4,6 +4,8 @@ The model stays the user's object. Its class is exchanged for a subclass of that
 ``forward`` casts around the original one. A method that belongs to the class, unlike one attached
 to the instance, is right for every copy: ``copy.deepcopy`` (EMA, teacher models), pickle,
 ``DataParallel`` replicas and ``torch.compile`` all work, and so does calling ``forward`` directly.
+Only of a proxy with a ``forward`` of its own, which is no module itself, it is the instance's
+``forward`` that changes, as in apex.
 """
 
 from __future__ import annotations
@@ -14,14 +16,14 @@ import functools
 import itertools
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ampfuse import _core
-from ampfuse.amp import cast_state, op_casts, trees, weight_cache
+from ampfuse.amp import cast_state, copies, op_casts, trees, weight_cache
 from ampfuse.amp.cast_log import LogCasts
 from ampfuse.amp.cast_state import casts_are_disabled
 from ampfuse.amp.half_output import half_output_class, unwrap, wrap
@@ -56,17 +58,35 @@ class Casts:
 
 
 def check_can_install(model: nn.Module) -> None:
-    """Raise TypeError if the class of `model` cannot be exchanged (a ``ScriptModule``)."""
-    if isinstance(eager_module(model), torch.jit.ScriptModule):
+    """Raise TypeError if the ``forward`` of `model` cannot be exchanged (a ``ScriptModule``)."""
+    model = eager_module(model)
+    if isinstance(model, torch.jit.ScriptModule):
         raise TypeError(
             "amp.initialize cannot change a ScriptModule. Call it on the original module, and "
             "script or compile what it returns."
         )
+    if _is_proxy(model) and not callable(getattr(model, "forward", None)):
+        raise TypeError(
+            f"A {type(model).__name__} only stands for a module and has no forward to put casts "
+            "around. Call amp.initialize on the module inside it."
+        )
+
+
+def is_installed(model: nn.Module) -> bool:
+    """Whether :func:`install` was called on `model` before."""
+    model = eager_module(model)
+    forward = getattr(model, "forward", None)
+    return isinstance(model, AmpModule) or isinstance(forward, _ProxyForward)
 
 
 def install(model: nn.Module, casts: Casts) -> None:
     """Have `model`'s ``forward`` apply `casts`, in place. A second call replaces the first's."""
     model = eager_module(model)
+    if _is_proxy(model):
+        forward: Any = model.forward
+        inner = forward.inner if isinstance(forward, _ProxyForward) else forward
+        model.forward = _ProxyForward(inner, casts, model)
+        return
     if not isinstance(model, AmpModule):
         # A forward set on the instance would hide the class's; ours calls it instead.
         if "forward" in model.__dict__:
@@ -76,17 +96,60 @@ def install(model: nn.Module, casts: Casts) -> None:
 
 
 def eager_module(model: nn.Module) -> nn.Module:
-    """`model`, or the module inside the wrapper that ``torch.compile`` put around it."""
+    """`model`, or the module inside the wrapper that ``torch.compile`` put around it.
+
+    Of a proxy that hands on ``forward`` it is the module that does the work.
+    """
     dynamo = sys.modules.get("torch._dynamo")  # importing it takes a second; a wrapper already has
     if dynamo is not None and isinstance(model, dynamo.OptimizedModule):
         return model._orig_mod
+    if _is_proxy(model):
+        owner = getattr(getattr(model, "forward", None), "__self__", None)
+        if isinstance(owner, nn.Module) and not _is_proxy(owner):
+            return owner
     return model
+
+
+def _is_proxy(model: nn.Module) -> bool:
+    """True for an object that passes for a module (its ``__class__`` is a property), but is none.
+
+    Assigning its ``__class__`` would reach another object.
+    """
+    return not issubclass(type(model), nn.Module)
+
+
+@dataclasses.dataclass(eq=False)
+class _ProxyForward:
+    """The ``forward`` of a proxy, on the instance. Copies and pickles with it."""
+
+    inner: Callable[..., Any]
+    casts: Casts
+    model: nn.Module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return _cast_forward(self.casts, self.model, self.inner, args, kwargs)
 
 
 class AmpModule:
     """Mixed into a model's class by :func:`install`; ``isinstance`` tells who went through it."""
 
     _amp_casts: Casts
+
+    def __setstate__(self, state: Any) -> None:  # of copies: deepcopy and pickle
+        super().__setstate__(state)  # type: ignore[misc]
+        copies.keep_from_now_on(self)  # type: ignore[arg-type]
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
+        state_dict = args[0] if args else kwargs.get("state_dict")
+        if not isinstance(state_dict, Mapping):  # the class's own format
+            return result
+        for prefix, module in self.named_modules():  # type: ignore[attr-defined]
+            copies.forget(module)  # it may be where an average was built
+            for name, own in _saved_tensors(module):
+                value = state_dict.get(f"{prefix}.{name}" if prefix else name)
+                copies.take_over(module, name, value, own)
+        return result
 
     def __prepare_scriptable__(self) -> Any:
         """What ``torch.jit.script`` calls first.
@@ -262,6 +325,7 @@ def save_in_float32(model: nn.Module) -> None:
 
     So a checkpoint does not depend on the level it was trained at. ``load_state_dict`` casts back.
     """
+    copies.stop_keeping(model)
     for module in model.modules():
         if isinstance(module, torch.jit.ScriptModule):  # takes no hooks; its parent's covers it
             continue
@@ -274,13 +338,14 @@ def _state_dict_in_float32(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]
 ) -> None:
     """Replace the module's own half entries; its children have hooks of their own."""
+    copies.warn_if_written(module)
     for name, own in _saved_tensors(module):
         entry = state_dict.get(prefix + name)
         if not isinstance(entry, Tensor) or entry.dtype not in HALF_DTYPES:
             continue
         if entry is own:  # keep_vars=True asks for the parameter itself
             continue
-        state_dict[prefix + name] = entry.float()
+        state_dict[prefix + name] = copies.float32_entry(module, name, prefix + name, entry, own)
 
 
 def _saved_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor | None]]:

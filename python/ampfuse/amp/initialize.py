@@ -20,18 +20,19 @@ from torch.optim import Optimizer
 
 from ampfuse.amp import session as sessions
 from ampfuse.amp.casts import (
-    AmpModule,
     Casts,
     cast_model,
     check_can_install,
     eager_module,
     install,
+    is_installed,
     save_in_float32,
 )
 from ampfuse.amp.function_casts import install_registered
 from ampfuse.amp.policy import Policy, make_policy
 from ampfuse.amp.scaler import LossScaler
 from ampfuse.optim import upgrade
+from ampfuse.optim.inner import with_inner
 from ampfuse.optim.masters import HALF_DTYPES
 
 _log = logging.getLogger("ampfuse.amp")
@@ -80,9 +81,10 @@ def initialize(
         cast_model_outputs: cast the models' outputs to this type. By default O0, O2, O3 and O5
             give FP32, O1 and O4 what autocast gives (see :mod:`ampfuse.amp.half_output`).
         num_losses: how many independent loss scalers to make, for ``scale_loss(..., loss_id=i)``.
-        verbosity: 0 silent; 1 logs the policy (logger "ampfuse.amp", level INFO); 2 logs each cast
-            of O1 and O4 too, and (as WARNING) skipped steps, for which the host waits for the
-            device once per backward pass.
+        verbosity: 0 silent; 1 logs the policy (logger "ampfuse.amp", level INFO) and the 1st, 10th,
+            100th ... skipped step (WARNING, when the device has told); 2 logs each cast of O1 and
+            O4 too, and every skipped step, for which the host waits for the device once per
+            backward pass.
         min_loss_scale, max_loss_scale: bounds of a dynamic scale. None as minimum means 2**-24,
             so that a persistent NaN cannot drive the scale to 0.
         patch_torch_functions_type: the type of autocast; only the level's own is accepted.
@@ -161,7 +163,7 @@ def set_up(models: Any, optimizers: Any, session: sessions.Session, *, allow_hal
     _check_optimizers(optimizer_list, policy, names)
 
     if verbosity >= 1:
-        _log.info("%s: %s %s", policy.opt_level, policy.brief, policy)
+        _log.info("%s", policy)
     if policy.uses_bfloat16:
         for device in {p.device for _, p in _named_parameters(model_list)}:
             warn_if_bfloat16_is_emulated(device)
@@ -203,7 +205,8 @@ def _upgrade(
     for optimizer in optimizers:
         before = [parameter for _, parameter in _parameters_of(optimizer)]
         # A checkpoint loaded before this call brought masters, which the weights only round.
-        loaded = [p for p in before if "master_param" in optimizer.state.get(p, {})]
+        states = [getattr(each, "state", {}) for each in with_inner(optimizer)]
+        loaded = [p for p in before if any("master_param" in s.get(p, {}) for s in states)]
         for parameter in loaded:
             exact.pop(id(parameter), None)
         upgrade(optimizer, master_weights=bool(policy.master_weights), names=names)
@@ -261,7 +264,7 @@ def _check_models(models: list[nn.Module], policy: Policy, allow_half: bool) -> 
             )
         check_can_install(model)
     # Parameters that this module cast to half at an earlier call are no surprise.
-    fresh = [model for model in models if not isinstance(eager_module(model), AmpModule)]
+    fresh = [model for model in models if not is_installed(model)]
     half = [
         (name, parameter)
         for name, parameter in _named_parameters(fresh)

@@ -46,6 +46,14 @@ class Policy:
     loss_scale: float | Literal["dynamic"] = 1.0
     cast_model_outputs: torch.dtype | None = None
 
+    def __str__(self) -> str:
+        """The level in a sentence, and what differs from it."""
+        level = LEVELS[self.opt_level]
+        fields = [field.name for field in dataclasses.fields(self)]
+        changed = [f for f in fields if getattr(self, f) != getattr(level, f)]
+        overrides = ", ".join(f"{name}={getattr(self, name)}" for name in changed)
+        return f"{self.opt_level}: {self.brief}" + (f" Here {overrides}." if overrides else "")
+
     @property
     def casts_model(self) -> bool:
         """True if the model's weights and inputs are cast (O0, O2, O3, O5)."""

@@ -155,6 +155,11 @@ class LossScaler:
         """True for a static scale of 1, as a script asked for it: known without the device."""
         return self._is_always_one
 
+    @property
+    def current(self) -> Tensor:
+        """The current scale where it is: float32, 0-dim. The next update writes to it."""
+        return self._scale
+
     def loss_scale(self) -> float:
         """The current scale. Waits for the device."""
         return self._scale.item()

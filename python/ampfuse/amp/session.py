@@ -37,6 +37,7 @@ class Session:
     casts_functions: bool = True
     casts_cpu: bool = True
     forwards: int | None = dataclasses.field(default_factory=cast_state.forwards)
+    reports_passes: bool = False  # each overflow is told where its pass ends
 
     @property
     def enabled(self) -> bool:
@@ -56,6 +57,11 @@ class Session:
         return Scope(
             self.policy.autocast_type, self.everywhere.table, self.casts_cpu, self.logs_casts
         )
+
+    @property
+    def tells_skips(self) -> bool:
+        """Whether the optimizers tell of their skipped steps, now and then."""
+        return self.verbosity == 1 and not self.reports_passes
 
 
 _latest: Session | None = None

@@ -8,15 +8,15 @@ extension's ``ParamTable``; csrc/param_table.h says where they are at which time
 from __future__ import annotations
 
 import operator
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ampfuse import _core
-from ampfuse.optim import left_scaled
+from ampfuse.optim import left_scaled, saved_state
+from ampfuse.optim.inner import with_inner
 from ampfuse.optim.masters import HALF_DTYPES, MasterParameter, exact_float32
 from ampfuse.optim.skip_watch import SkipWatch
 
@@ -211,6 +211,10 @@ class AmpOptimizer(torch.optim.Optimizer):
             raise ValueError("some parameters appear in more than one parameter group")
         install_masters(self)
 
+    def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """The state of the parameter's shape that a step of ours has in `group`."""
+        return ()
+
     # --- gradients between backward and step --------------------------------------------------
 
     def begin_backward(self) -> None:
@@ -346,12 +350,14 @@ class AmpOptimizer(torch.optim.Optimizer):
         }
 
     def _watch_skips(self) -> None:
-        """After a step: raise if training has stopped without a word."""
+        """After a step: tell of skipped ones; raise if training has stopped without a word."""
         if not (self._under_amp and self.skip_on_overflow):
             return
         if self._skip_watch is None:
             self._skip_watch = SkipWatch()
-        self._skip_watch.after_step(self._table)
+        session = self.__dict__.get("_amp_session")
+        tell = session is not None and session.tells_skips
+        self._skip_watch.after_step(self._table, tell=tell)
 
     # --- checkpoints, copies --------------------------------------------------------------------
 
@@ -359,10 +365,10 @@ class AmpOptimizer(torch.optim.Optimizer):
         """As torch's, plus ``master_param`` (float32) for each parameter that has a master."""
         self._follow_edits()
         state_dict = super().state_dict()
+        states = state_dict.setdefault("state", {})  # a wrapper's own format may have none
         for i, param in enumerate(self._amp_params()):
             if isinstance(param, MasterParameter):
-                state = dict(state_dict["state"].get(i, {}))
-                state_dict["state"][i] = {**state, "master_param": param.detach()}
+                states[i] = {**states.get(i, {}), "master_param": param.detach()}
         return state_dict
 
     @torch.no_grad()
@@ -385,12 +391,27 @@ class AmpOptimizer(torch.optim.Optimizer):
             ValueError: the state belongs to parameters of another number or shape. Nothing has
                 changed then.
         """
+        if len(with_inner(self)) > 1:
+            self._load_around(state_dict)
+            return
         handle = self.register_load_state_dict_pre_hook(_check_and_remember)
         try:
             super().load_state_dict(state_dict)
         finally:
             handle.remove()
             self._loading = None
+
+    def _load_around(self, state_dict: dict[str, Any]) -> None:
+        """A wrapper hands the state to the optimizers in it, which know no masters."""
+        params = list(self._amp_params())
+        rest, masters = saved_state.without_masters(state_dict)
+        for i, master in masters.items():
+            if i < len(params):
+                _check_shape("master_param", master, params[i], self._parameter_names()[i])
+        super().load_state_dict(rest)
+        for i, param in enumerate(self._amp_params()):
+            if i in masters:
+                self._restore_master(param, {}, masters[i].detach().to(param.device, torch.float32))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Called by load_state_dict, pickle and deepcopy alike.
@@ -402,14 +423,18 @@ class AmpOptimizer(torch.optim.Optimizer):
     def _restore_state(self, state: dict[Any, Any], saved: dict[str, Any]) -> None:
         """Undo torch's casts to the parameter's dtype, and put masters where they belong."""
         ids = [i for group in saved["param_groups"] for i in group["params"]]
+        dtypes = saved.get(saved_state.DTYPES, {})
         for i, param in zip(ids, self._amp_params(), strict=True):
-            for key, value in saved["state"].get(i, {}).items():
-                if isinstance(value, Tensor) and value.is_floating_point():
+            was = saved["state"].get(i)
+            if not isinstance(was, dict):
+                continue
+            for key, value in was.items():
+                if key == "master_param":
                     exact = value.detach().to(device=param.device, dtype=torch.float32, copy=True)
-                    if param.dtype in HALF_DTYPES:
-                        state[param][key] = exact
-                    if key == "master_param":
-                        self._restore_master(param, state[param], exact)
+                    self._restore_master(param, state[param], exact)
+                elif key != "step":  # torch knows where and in which type that belongs
+                    loaded = state[param][key]
+                    state[param][key] = saved_state.uncast(value, loaded, param, dtypes.get(i))
             held = self._table is not None and "master_param" in self.state.get(param, {})
             if held and "master_param" not in state[param]:  # the weight is all that was saved
                 self._restore_master(param, state[param], exact_float32(param))
@@ -443,24 +468,28 @@ class AmpOptimizer(torch.optim.Optimizer):
 
 
 def install_masters(optimizer: torch.optim.Optimizer) -> None:
-    """Replace half parameters in `optimizer`'s groups by FP32 masters, in place, state and all."""
-    state: dict[Any, Any] = defaultdict(dict)
-    state.update(optimizer.state)
-    for group in optimizer.param_groups:
+    """Replace half parameters in `optimizer`'s groups by FP32 masters, in place, state and all.
+
+    So also in the optimizers that it wraps, whether or not they share groups and state with it.
+    """
+    optimizers = with_inner(optimizer)
+    masters: dict[Tensor, MasterParameter] = {}
+    for group in [group for each in optimizers for group in each.param_groups]:
         for i, param in enumerate(group["params"]):
             if param.dtype not in HALF_DTYPES or not param.requires_grad:
                 continue
-            master = MasterParameter.of(param)
-            group["params"][i] = master
-            if param in state:
-                kept = state.pop(param)
-                # Edits of the weight since its master was loaded are followed, as with any master.
-                master.model_version = kept.pop("_model_version", master.model_version)
-                if "master_param" in kept:  # a standalone optimizer's own master
-                    with torch.no_grad():
-                        master.copy_(kept.pop("master_param"))
-                state[master] = {key: _widened(value) for key, value in kept.items()}
-    optimizer.state = state
+            if param not in masters:
+                masters[param] = MasterParameter.of(param)
+            group["params"][i] = masters[param]
+    for state in [getattr(each, "state", {}) for each in optimizers]:
+        for param in [key for key in state if isinstance(key, Tensor) and key in masters]:
+            kept, master = state.pop(param), masters[param]
+            # Edits of the weight since its master was loaded are followed, as with any master.
+            master.model_version = kept.pop("_model_version", master.model_version)
+            if "master_param" in kept:  # loaded before, or a standalone optimizer's own
+                with torch.no_grad():
+                    master.copy_(kept.pop("master_param"))
+            state[master] = {key: _widened(value) for key, value in kept.items()}
     optimizer._frozen = None  # type: ignore[attr-defined]
 
 
@@ -470,19 +499,25 @@ def _widened(value: Any) -> Any:
 
 
 def _check_and_remember(optimizer: AmpOptimizer, state_dict: dict[str, Any]) -> None:
-    """Pre-hook of load_state_dict: refuse what does not fit before anything changes."""
-    ids: Iterable[Any] = [i for group in state_dict["param_groups"] for i in group["params"]]
-    params = list(optimizer._amp_params())
-    ids = list(ids)
-    if len(ids) == len(params):  # else torch says what is wrong
-        for i, param, name in zip(ids, params, optimizer._parameter_names(), strict=True):
-            for key, value in state_dict["state"].get(i, {}).items():
-                if not isinstance(value, Tensor) or value.dim() == 0 or key == "step":
-                    continue
-                if value.shape != param.shape:
-                    raise ValueError(
-                        f"the state dict's {key} for {name} has shape {tuple(value.shape)}, the "
-                        f"parameter {tuple(param.shape)}: it was saved from another model. "
-                        "Nothing was loaded."
-                    )
+    """Pre-hook of load_state_dict: refuse what does not fit before anything changes.
+
+    Only what a step of ours reads is known to have its parameter's shape; the rest is free.
+    """
+    names = iter(optimizer._parameter_names())
+    for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=False):
+        if len(group["params"]) != len(saved["params"]):
+            break  # torch says what is wrong
+        keys = ("master_param", *optimizer._state_names({**group, **saved}))
+        for param, i, name in zip(group["params"], saved["params"], names, strict=False):
+            state = state_dict["state"].get(i)
+            for key in keys if isinstance(state, dict) else ():
+                _check_shape(key, state.get(key), param, name)
     optimizer._loading = state_dict
+
+
+def _check_shape(key: str, value: Any, param: Tensor, name: str) -> None:
+    if isinstance(value, Tensor) and value.shape != param.shape:
+        raise ValueError(
+            f"the state dict's {key} for {name} has shape {tuple(value.shape)}, the parameter "
+            f"{tuple(param.shape)}: it was saved from another model. Nothing was loaded."
+        )

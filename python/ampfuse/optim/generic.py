@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampfuse.optim import saved_state
 from ampfuse.optim.base import AmpOptimizer
+from ampfuse.optim.masters import MasterParameter
 
 
 class GenericOptimizer(AmpOptimizer):
@@ -94,6 +96,23 @@ class GenericOptimizer(AmpOptimizer):
     def clip_next_step(self, max_norm: float) -> Tensor:
         # The wrapped step reads .grad, so the gradients themselves have to be clipped.
         return torch.nn.utils.clip_grad_norm_(list(self._amp_params()), max_norm)
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """The original class's, if it has its own: what that takes and leaves is its choice."""
+        original = self._original_class.zero_grad
+        if original is torch.optim.Optimizer.zero_grad:
+            super().zero_grad(*args, **kwargs)
+            return
+        self.materialize_gradients()
+        original(self, *args, **kwargs)
+        for param in self._amp_params():  # a dropped gradient of a master is its weight's too
+            if isinstance(param, MasterParameter) and param.grad is None:
+                param.model_param.grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        state_dict = super().state_dict()
+        dtypes = saved_state.own_dtypes(self._amp_params(), state_dict["state"])
+        return {**state_dict, saved_state.DTYPES: dtypes} if dtypes else state_dict
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return _new, (self._original_class,), self.__getstate__()

@@ -168,8 +168,8 @@ class LARC(torch.optim.Optimizer):
             result = optimizer.step()
         return loss if closure is not None else result
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.optim.zero_grad(set_to_none)
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        self.optim.zero_grad(*args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
         return self.optim.state_dict()

@@ -34,9 +34,11 @@ class _LazyGradParameter(torch.nn.Parameter):
 
     _owner: weakref.ref[AmpOptimizer] | None = None
 
+    def living_owner(self) -> AmpOptimizer | None:
+        return self._owner() if self._owner is not None else None
+
     def _materialize(self) -> None:
-        owner = self._owner() if self._owner is not None else None
-        if owner is not None:
+        if (owner := self.living_owner()) is not None:
             owner.materialize_gradients()
 
     @property
@@ -92,6 +94,9 @@ class MasterParameter(_LazyGradParameter):
         return _rebuild(exact_float32(model_param), model_param)
 
     def set_owner(self, optimizer: AmpOptimizer) -> None:
+        """The first to ask has it: one that wraps `optimizer` knows the gradients of amp."""
+        if self.living_owner() is not None:
+            return
         self._owner = weakref.ref(optimizer)
         if type(self.model_param) is torch.nn.Parameter:
             self.model_param.__class__ = ModelParameter

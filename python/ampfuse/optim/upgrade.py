@@ -13,6 +13,7 @@ from ampfuse.optim.adam import Adam, AdamW
 from ampfuse.optim.base import AmpOptimizer, install_masters
 from ampfuse.optim.fused import FusedOptimizer
 from ampfuse.optim.generic import generic_class
+from ampfuse.optim.inner import with_inner
 from ampfuse.optim.larc import LARC
 from ampfuse.optim.sgd import SGD
 
@@ -57,11 +58,24 @@ def upgrade(
     optimizer._forget_rows()
     if master_weights:
         install_masters(optimizer)
+    else:
+        _drop_masters(optimizer)
+
+
+def _drop_masters(optimizer: torch.optim.Optimizer) -> None:
+    """Masters of a checkpoint that was loaded before: nobody would follow them from now on."""
+    for each in with_inner(optimizer):
+        for state in getattr(each, "state", {}).values():
+            if isinstance(state, dict):
+                state.pop("master_param", None)
 
 
 def _follow_class(optimizer: torch.optim.Optimizer) -> None:
     """What torch keeps per class or per instance and a change of class leaves behind."""
-    optimizer._patch_step_function()  # step hooks live in a wrapper that torch puts on the class
+    # Step hooks live in a wrapper that torch puts on the class. What a class that does without
+    # torch's constructor has not made is made here: the lists of hooks, at least.
+    optimizer.__dict__.setdefault("defaults", {})
+    torch.optim.Optimizer.__setstate__(optimizer, {})
     step = optimizer.__dict__.get("step")
     if getattr(step, "_wrapped_by_lr_sched", False):
         # A scheduler built earlier wrapped the old class's step, to see that step was called.

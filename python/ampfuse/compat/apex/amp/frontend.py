@@ -121,7 +121,8 @@ def initialize(
 
     At O1 and O4 operations follow apex's lists, on every device and, from then on, in the whole
     process, where ampfuse's own ``initialize`` leaves the choice to autocast, inside ``forward``.
-    CPU tensors are left alone while the model is on a GPU.
+    CPU tensors are left alone while the model is on a GPU. With ``verbosity=1`` each
+    overflow is printed, in apex's words.
 
     Returns:
         ``models`` if `optimizers` is None, else ``(models, optimizers)``, in the shape given.
@@ -164,7 +165,9 @@ def initialize(
         for _ in range(num_losses)
     ]
     rules = None if policy.autocast_type is None else op_rules()
-    session = sessions.Session(policy, list(scalers), verbosity, rules, everywhere=rules)
+    session = sessions.Session(
+        policy, list(scalers), verbosity, rules, everywhere=rules, reports_passes=True
+    )
     allow_half = _amp_state.allow_incoming_model_not_fp32 or _amp_state.hard_override
     result = set_up(models, optimizers, session, allow_half=allow_half)
 

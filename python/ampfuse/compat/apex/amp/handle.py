@@ -16,6 +16,7 @@ from ampfuse.amp import session as sessions
 from ampfuse.amp.casts import Casts, install
 from ampfuse.amp.function_casts import restore_registered
 from ampfuse.amp.scale_loss import session_and_optimizers
+from ampfuse.compat.apex.amp import overflow_report
 from ampfuse.compat.apex.amp.opt import OptimWrapper
 
 
@@ -36,9 +37,11 @@ def scale_loss(
     with amp.scale_loss(
         loss, optimizers, loss_id, model, delay_unscale, delay_overflow_check
     ) as scaled:
-        session, _ = session_and_optimizers(optimizers)
+        session, listed = session_and_optimizers(optimizers)
         with cast_state.region(session.scope()):
             yield scaled
+    if session.reports_passes and not (delay_unscale or delay_overflow_check):
+        overflow_report.after_pass(session, loss_id, listed)
 
 
 class AmpHandle:

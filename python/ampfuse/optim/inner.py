@@ -1,0 +1,26 @@
+"""Optimizers around other optimizers: Lookahead and the like."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch.optim import Optimizer
+
+
+def with_inner(optimizer: Optimizer) -> list[Optimizer]:
+    """`optimizer`, and the optimizers among its attributes, at any depth, each once."""
+    found = [optimizer]
+    for outer in found:
+        for value in vars(outer).values():
+            found.extend(one for one in _optimizers_in(value) if all(one is not f for f in found))
+    return found
+
+
+def _optimizers_in(value: Any) -> Iterator[Optimizer]:
+    if isinstance(value, Optimizer):
+        yield value
+    elif isinstance(value, (list, tuple, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            if isinstance(item, Optimizer):
+                yield item

@@ -1,0 +1,133 @@
+"""Training with models, optimizers, an average of the weights and clipping from timm."""
+
+import argparse
+import contextlib
+from collections import OrderedDict
+
+import torch
+import torch.nn as nn
+from timm import create_model
+from timm.optim import create_optimizer_v2
+from timm.scheduler import create_scheduler_v2
+from timm.utils import ModelEmaV3, NativeScaler, dispatch_clip_grad
+
+has_apex = False
+with contextlib.suppress(ImportError):
+    from apex import amp
+
+    has_apex = True
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--no-amp", action="store_true")
+parser.add_argument("--native-amp", action="store_true")
+parser.add_argument("--opt-level", default="O1")
+parser.add_argument("--opt", default="lookahead_momentum")
+parser.add_argument("--lr", type=float, default=0.2)
+parser.add_argument("--epochs", type=int, default=3)
+parser.add_argument("--clip-grad", type=float, default=1.0)
+parser.add_argument("--clip-mode", default="norm")
+parser.add_argument("--save", default="")
+parser.add_argument("--resume", default="")
+
+
+class ApexScaler:
+    state_dict_key = "amp"
+
+    def __call__(self, loss, optimizer, clip_grad=None, clip_mode="norm", parameters=None):
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        if clip_grad is not None:
+            dispatch_clip_grad(amp.master_params(optimizer), clip_grad, mode=clip_mode)
+        optimizer.step()
+
+    def state_dict(self):
+        return amp.state_dict()
+
+    def load_state_dict(self, state_dict):
+        amp.load_state_dict(state_dict)
+
+
+def dataset(seed, count):
+    generator = torch.Generator().manual_seed(seed)
+    target = torch.arange(count) % 4
+    images = 0.3 * torch.randn(count, 3, 32, 32, generator=generator)
+    images[:, 0, :16] += (target % 2).view(-1, 1, 1).float()
+    images[:, 1, :, :16] += (target // 2).view(-1, 1, 1).float()
+    return list(zip(images.split(16), target.split(16)))
+
+
+def main():
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    model = create_model("test_resnet", num_classes=4)
+    optimizer = create_optimizer_v2(model, opt=args.opt, lr=args.lr, weight_decay=0.01)
+
+    loss_scaler = None
+    autocast = contextlib.nullcontext
+    if args.native_amp:
+        autocast = lambda: torch.autocast("cpu", dtype=torch.bfloat16)
+        loss_scaler = NativeScaler(device="cpu")
+    elif has_apex and not args.no_amp:
+        model, optimizer = amp.initialize(model, optimizer, opt_level=args.opt_level)
+        loss_scaler = ApexScaler()
+
+    start_epoch = 0
+    checkpoint = torch.load(args.resume) if args.resume else None
+    if checkpoint is not None:
+        model.load_state_dict(checkpoint["state_dict"])
+        optimizer.load_state_dict(checkpoint["optimizer"])
+        if loss_scaler is not None:
+            loss_scaler.load_state_dict(checkpoint[loss_scaler.state_dict_key])
+        start_epoch = checkpoint["epoch"]
+    model_ema = ModelEmaV3(model, decay=0.5)  # after amp, before a distributed wrapper
+    if checkpoint is not None:
+        model_ema.module.load_state_dict(checkpoint["state_dict_ema"])
+
+    train = dataset(1, 64)
+    scheduler, _ = create_scheduler_v2(
+        optimizer, sched="step", decay_epochs=2, decay_rate=0.5, warmup_epochs=0
+    )
+    criterion = nn.CrossEntropyLoss()
+    for epoch in range(start_epoch, args.epochs):
+        scheduler.step(epoch)
+        model.train()
+        for input, target in train:
+            with autocast():
+                loss = criterion(model(input), target)
+            optimizer.zero_grad()
+            if loss_scaler is not None:
+                loss_scaler(
+                    loss,
+                    optimizer,
+                    clip_grad=args.clip_grad,
+                    clip_mode=args.clip_mode,
+                    parameters=model.parameters(),
+                )
+            else:
+                loss.backward()
+                dispatch_clip_grad(model.parameters(), args.clip_grad, mode=args.clip_mode)
+                optimizer.step()
+            model_ema.update(model)
+
+    metrics = OrderedDict()
+    for name, evaluated in (("loss", model), ("ema loss", model_ema.module)):
+        evaluated.eval()
+        with torch.no_grad(), autocast():
+            losses = [criterion(evaluated(x).float(), y).item() for x, y in dataset(2, 32)]
+        metrics[name] = sum(losses) / len(losses)
+    if args.save:
+        state = {
+            "epoch": args.epochs,
+            "state_dict": model.state_dict(),
+            "state_dict_ema": model_ema.module.state_dict(),
+            "optimizer": optimizer.state_dict(),
+        }
+        if loss_scaler is not None:
+            state[loss_scaler.state_dict_key] = loss_scaler.state_dict()
+        torch.save(state, args.save)
+    print(metrics)
+    print("final loss: {:.6f}".format(sum(metrics.values()) / 2))
+
+
+if __name__ == "__main__":
+    main()
