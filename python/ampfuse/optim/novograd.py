@@ -32,7 +32,8 @@ class NovoGrad(FusedOptimizer):
         init_zero: v starts at zero.
         reg_inside_moment: m = beta1 * m + (1 - beta1) * (g / d + weight_decay * p) and
             p = p - lr * m / (1 - beta1^t).
-        master_weights, max_grad_norm, skip_nonfinite, unscale_grads: as in :class:`ampfuse.optim.AdamW`.
+        master_weights, max_grad_norm, skip_nonfinite, unscale_grads: as in
+            :class:`ampfuse.optim.AdamW`.
 
     Raises:
         TypeError: a parameter of another dtype than float32, float16 and bfloat16. ValueError: an
