@@ -20,12 +20,12 @@ enum List : int {
   kGrad,         // as autograd left it, perhaps scaled
   kAccumulated,  // FP32 (or the parameter's type), unscaled, from earlier backward passes
   kGradOut,      // where inspect writes unscaled gradients, if anywhere
+  kUnscaled,     // where the update does: over scaled FP32 ones
   kParam,        // what the optimizer steps: the FP32 master, or the parameter itself
   kModel,        // the half-precision model weight beside a master
   kState0,       // exp_avg, or SGD's momentum_buffer
   kState1,       // exp_avg_sq
   kState2,       // max_exp_avg_sq
-  kUnscaled,     // where the update writes unscaled gradients, if anywhere: over scaled FP32 ones
   kLists
 };
 
