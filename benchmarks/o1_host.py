@@ -144,10 +144,10 @@ VARIANTS: dict[str, type[Training]] = {
 }
 
 
-def cases(only: str) -> Iterator[tuple[str, str, bool]]:
+def cases(only: list[str]) -> Iterator[tuple[str, str, bool]]:
     for model in MODELS:
         for what in ("pass", "step"):
-            if only in f"{model}-{what}":
+            if any(text in f"{model}-{what}" for text in only):
                 yield f"{model}-{what}", model, what == "step"
 
 
@@ -164,7 +164,7 @@ def main() -> None:
         print_rows(found)
         rows += found
     if not rows:
-        raise SystemExit(f"no case's name holds {options.only!r}")
+        raise SystemExit(f"no case's name holds {' or '.join(map(repr, options.only))}")
     write(options.csv, rows)
     print(f"{len(rows)} rows in {options.csv}")
 

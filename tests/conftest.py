@@ -10,6 +10,7 @@ import torch
 from hypothesis import settings
 
 from ampfuse import _core
+from ampfuse.amp import cast_state
 
 # With a workspace of its own for each stream, cuBLAS gives the same bits in every run.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -32,6 +33,13 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def no_casts_stay():
+    """By apex's names O1 casts in the whole process, until another `initialize`."""
+    yield
+    cast_state.set_outside(cast_state.AS_WRITTEN)
 
 
 @pytest.fixture(autouse=True, scope="session")
