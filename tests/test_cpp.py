@@ -1,18 +1,16 @@
 """The tests of the torch-free core (tests/cpp), which are a program of their own."""
 
 import os
-import platform
 import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from cpp.units import Unit, cpu_units, cuda_units
 
 ROOT = Path(__file__).parents[1]
 PROGRAM = Path(__file__).with_name("ampfuse_cpp_tests")
-AVX2 = ["-mavx2", "-mfma", "-mf16c"]
-AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
 
 
 def run(program, **environment):
@@ -43,24 +41,18 @@ def test_cpp_under_sanitizers(tmp_path):
         f"-I{ROOT}/csrc",
     ]
 
-    def options(source):
-        if source.suffix == ".cu":
-            return ["-x", "c++"]
-        return {"kernels_avx2": AVX2, "kernels_avx512": AVX512}.get(source.stem, [])
-
-    def compile_one(source):
-        target = tmp_path / f"{source.parent.name}-{source.name}.o"
-        command = ["g++", *flags, *options(source), "-c", str(source), "-o", str(target)]
-        subprocess.run(command, check=True)
+    def compile_one(unit):
+        target = tmp_path / f"{unit.name}.o"
+        language = ["-x", "c++"] if unit.source.endswith(".cu") else []
+        command = ["g++", *flags, *unit.flags, *language, "-c", unit.source, "-o", str(target)]
+        subprocess.run(command, check=True, cwd=ROOT)
         return str(target)
 
-    folders = ["csrc/cpu/*.cpp", "csrc/cuda/*.cu", "tests/host_cuda/*.cpp", "tests/cpp/*.cpp"]
-    sources = [source for folder in folders for source in sorted(ROOT.glob(folder))]
-    if platform.machine() != "x86_64":
-        sources = [source for source in sources if "kernels_avx" not in source.name]
-    if platform.machine() != "aarch64":
-        sources = [source for source in sources if "kernels_neon" not in source.name]
+    units = cpu_units() + cuda_units()
+    for folder in ("tests/host_cuda", "tests/cpp"):
+        for source in sorted(ROOT.glob(f"{folder}/*.cpp")):
+            units.append(Unit(f"test-{source.stem}", str(source), []))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        objects = list(pool.map(compile_one, sources))
+        objects = list(pool.map(compile_one, units))
     subprocess.run(["g++", *flags, *objects, "-o", str(tmp_path / "tests")], check=True)
     run(tmp_path / "tests")

@@ -7,9 +7,11 @@ import importlib
 import os
 import re
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from cpp.units import cuda_units
 
 ROOT = Path(__file__).parents[1]
 
@@ -50,20 +52,26 @@ def test_the_tests_of_the_core_compile_for_a_gpu(nvcc, tmp_path):
 
 @pytest.fixture(scope="module", params=[75, 80, 90])
 def compiled(request, nvcc, tmp_path_factory):
-    """{symbol: (PTX, what ptxas says of it)} of csrc/cuda/backend.cu for one architecture."""
+    """{symbol: (PTX, what ptxas says of it)} of every kernel for one architecture."""
     folder = tmp_path_factory.mktemp("cuda")
-    flags = ["-std=c++17", "-O3", "-fmad=false", f"-arch=sm_{request.param}", "-Xptxas", "-v"]
-    keep = ["--keep", f"--keep-dir={folder}", "-cubin", "-o", str(folder / "backend.cubin")]
-    result = subprocess.run(
-        [nvcc, *flags, *keep, str(ROOT / "csrc/cuda/backend.cu")],
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stderr
-    ptx = re.split(r"\.entry (\w+)\(", (folder / "backend.ptx").read_text())
-    said = re.split(r"Compiling entry function '(\w+)'", result.stdout + result.stderr)
-    reports = dict(zip(said[1::2], said[2::2], strict=True))
-    return {name: (code, reports[name]) for name, code in zip(ptx[1::2], ptx[2::2], strict=True)}
+    flags = ["-std=c++17", "-O3", "-fmad=false", f"-arch=sm_{request.param}", f"-I{ROOT}/csrc"]
+
+    def compile_one(unit):
+        mine = folder / unit.name
+        mine.mkdir()
+        keep = ["--keep", f"--keep-dir={mine}", "-cubin", "-o", str(mine / "unit.cubin")]
+        command = [nvcc, *flags, *unit.flags, "-Xptxas", "-v", *keep, str(ROOT / unit.source)]
+        result = subprocess.run(command, capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr
+        ptx = re.split(r"\.entry (\w+)\(", next(mine.glob("*.ptx")).read_text())
+        said = re.split(r"Compiling entry function '(\w+)'", result.stdout + result.stderr)
+        reports = dict(zip(said[1::2], said[2::2], strict=True))
+        kernels = zip(ptx[1::2], ptx[2::2], strict=True)
+        return {name: (code, reports[name]) for name, code in kernels}
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        found = list(pool.map(compile_one, cuda_units()))
+    return {name: kernel for unit in found for name, kernel in unit.items()}
 
 
 def hot_instance(compiled, symbol):

@@ -1,13 +1,15 @@
 // The CPU backend: picks the instruction set, shares chunks out to threads, and does the per-table
 // work.
-#include "../backend.h"
+#include "core/backend.h"
 
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
 #include <string>
 
-#include "../check.h"
+#include "core/advance.h"
+#include "core/check.h"
+#include "core/ops.h"
 #include "float_mode.h"
 #include "kernels.h"
 
@@ -34,26 +36,34 @@ bool runs_avx512() {
 #endif
 }
 
-const CpuKernels& choose_kernels() {
+enum class Isa { kScalar, kAvx2, kAvx512 };
+
+Isa choose_isa() {
   const char* forced = std::getenv("AMPFUSE_CPU_ISA");
   const std::string isa = forced ? forced : "";
   AMPFUSE_CHECK(isa.empty() || isa == "scalar" || isa == "avx2" || isa == "avx512",
                 "AMPFUSE_CPU_ISA is '", isa, "'; set it to scalar, avx2 or avx512, or unset it");
-  if (isa == "scalar") return kScalarKernels;
+  if (isa == "scalar") return Isa::kScalar;
   AMPFUSE_CHECK(isa != "avx2" || runs_avx2(),
                 "AMPFUSE_CPU_ISA=avx2, but this CPU lacks AVX2, FMA or F16C");
   AMPFUSE_CHECK(isa != "avx512" || runs_avx512(),
                 "AMPFUSE_CPU_ISA=avx512, but this CPU lacks AVX-512 F, BW, DQ or VL");
-#if defined(__x86_64__)
-  if (runs_avx512() && isa != "avx2") return kAvx512Kernels;
-  if (runs_avx2()) return kAvx2Kernels;
-#endif
-  return kScalarKernels;
+  if (runs_avx512() && isa != "avx2") return Isa::kAvx512;
+  return runs_avx2() ? Isa::kAvx2 : Isa::kScalar;
 }
 
-const CpuKernels& kernels() {
-  static const CpuKernels& chosen = choose_kernels();
+Isa isa() {
+  static const Isa chosen = choose_isa();
   return chosen;
+}
+
+template <class Op>
+void run_kernel(const TableView& view, const Pass& pass, int64_t begin, int64_t end) {
+#if defined(__x86_64__)
+  if (isa() == Isa::kAvx512) return Kernel<Avx512, Op>::run(view, pass, begin, end);
+  if (isa() == Isa::kAvx2) return Kernel<Avx2, Op>::run(view, pass, begin, end);
+#endif
+  Kernel<Scalar, Op>::run(view, pass, begin, end);
 }
 
 // --- threads -------------------------------------------------------------------------------------
@@ -139,7 +149,10 @@ class CpuBackend : public Backend {
   void inspect(Table& table, const InspectArgs& args, void*) override {
     const TableView view = view_of(table);
     const FloatMode standard;
-    measure(table, Measurement::kGradients, inverse_scale(args), args.fresh);
+    Pass pass;
+    pass.a = inverse_scale(args);
+    pass.b = args.fresh;
+    run<InspectOp<>>(table, pass);
     int32_t bad_row = -1;
     uint32_t bad_bits = 0;
     for (int64_t c = 0; c < view.chunk_count; ++c) {
@@ -149,6 +162,7 @@ class CpuBackend : public Backend {
     }
     const double sum = sum_partials<kLanes>(view.partials, view.chunk_count);
     if (args.state) record_inspection(*args.state, sum, bad_row, bad_bits, args.same_pass);
+    keep_scale(args);
     if (args.found_inf && bad_row >= 0) *args.found_inf = 1;
     if (args.norm) *args.norm = norm_of(sum);
     if (args.row_norms || args.row_largest) add_rows(view, 1, args.row_norms, args.row_largest);
@@ -157,7 +171,7 @@ class CpuBackend : public Backend {
 
   void measure_params(Table& table, float* row_norms, void*) override {
     const FloatMode standard;
-    measure(table, Measurement::kParams);
+    run<ParamNormOp>(table, {});
     add_rows(view_of(table), 1, row_norms, nullptr);
   }
 
@@ -171,22 +185,24 @@ class CpuBackend : public Backend {
   void update(Table& table, Algorithm algorithm, const StepState* state, void*) override {
     if (state->skip != 0) return;
     const TableView view = view_of(table);
-    if (algorithm == Algorithm::kLamb) {
-      const FloatMode standard;
-      measure(table, Measurement::kLamb);
-      add_rows(view, kMeasures, view.norms, nullptr);
-    }
-    for_chunks(table,
-               [&](int64_t begin, int64_t end) { kernels().update(view, algorithm, begin, end); });
+    visit(algorithm, [&](auto type) {
+      using Op = typename decltype(type)::type;
+      if constexpr (!std::is_void_v<typename Op::Before>) {
+        const FloatMode standard;
+        run<typename Op::Before>(table, {});
+        add_rows(view, count_lists(Op::Before::kMeasured), view.norms, nullptr);
+      }
+      if constexpr (Op::kWrites != 0) run<Op>(table, {});
+    });
   }
 
   void map(Table& table, MapOp op, const MapArgs& args, void*) override {
-    const TableView view = view_of(table);
     std::atomic<bool> found_inf{false};
-    for_chunks(table, [&](int64_t begin, int64_t end) {
-      bool found = false;
-      kernels().map(view, op, args.a, args.b, begin, end, &found);
-      if (found) found_inf = true;
+    visit(op, [&](auto type) {
+      Pass pass;
+      pass.a = args.a;
+      pass.b = args.b;
+      run<typename decltype(type)::type>(table, pass, &found_inf);
     });
     if (found_inf && args.found_inf) *args.found_inf = 1;
   }
@@ -196,11 +212,15 @@ class CpuBackend : public Backend {
   }
 
  private:
-  static void measure(Table& table, Measurement measurement, float inv_scale = 1,
-                      bool fresh = false) {
+  template <class Op>
+  static void run(Table& table, const Pass& pass, std::atomic<bool>* found_inf = nullptr) {
     const TableView view = view_of(table);
     for_chunks(table, [&](int64_t begin, int64_t end) {
-      kernels().measure(view, measurement, inv_scale, fresh, begin, end);
+      bool found = false;
+      Pass mine = pass;
+      mine.found_inf = &found;
+      run_kernel<Op>(view, mine, begin, end);
+      if (found) *found_inf = true;
     });
   }
 
@@ -225,7 +245,9 @@ Backend& cpu_backend() {
   return backend;
 }
 
-const char* cpu_isa() { return kernels().isa; }
+const char* cpu_isa() {
+  return isa() == Isa::kAvx512 ? "avx512" : isa() == Isa::kAvx2 ? "avx2" : "scalar";
+}
 
 void set_parallel_for(ParallelFor run, int (*count)()) {
   parallel_for = std::move(run);

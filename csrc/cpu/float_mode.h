@@ -7,6 +7,8 @@
 
 #if defined(__x86_64__)
 #include <xmmintrin.h>
+#else
+#include <cfenv>
 #endif
 
 namespace ampfuse {
@@ -15,21 +17,23 @@ class FloatMode {
  public:
 #if defined(__x86_64__)
   FloatMode() : saved_(_mm_getcsr()) { _mm_setcsr(0x1f80); }
-  ~FloatMode() { _mm_setcsr(uint32_t(saved_)); }
-#elif defined(__aarch64__)
-  FloatMode() {
-    asm volatile("mrs %0, fpcr" : "=r"(saved_));
-    asm volatile("msr fpcr, %0" : : "r"(uint64_t(0)));
-  }
-  ~FloatMode() { asm volatile("msr fpcr, %0" : : "r"(uint64_t(saved_))); }
+  ~FloatMode() { _mm_setcsr(saved_); }
 #else
-  FloatMode() {}
+  FloatMode() {
+    std::fegetenv(&saved_);
+    std::fesetenv(FE_DFL_ENV);
+  }
+  ~FloatMode() { std::fesetenv(&saved_); }
 #endif
   FloatMode(const FloatMode&) = delete;
   FloatMode& operator=(const FloatMode&) = delete;
 
  private:
-  [[maybe_unused]] uint64_t saved_ = 0;
+#if defined(__x86_64__)
+  uint32_t saved_;
+#else
+  std::fenv_t saved_;
+#endif
 };
 
 }  // namespace ampfuse

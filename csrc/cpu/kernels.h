@@ -1,29 +1,34 @@
-// The table of kernels that each instruction set provides. Every kernel works on chunks [begin,
-// end).
+// The kernels of the CPU backend: one for each op and instruction set, in a translation unit of its
+// own. kernels_<isa>.cpp defines what is declared here, for the ops that AMPFUSE_OPS lists, and is
+// compiled once for each header of core/ops.
 #pragma once
 
-#include "../backend.h"
+#include <tuple>
+
+#include "core/backend.h"
 
 namespace ampfuse {
 
-// What a measuring pass reads, over the rows that have a gradient.
-enum class Measurement { kGradients, kParams, kLamb };
+struct Scalar;  // every machine has it, and every other must give its bits
+struct Avx2;    // with F16C and FMA
+struct Avx512;  // F, BW, DQ, VL
 
-struct CpuKernels {
-  const char* isa;
-  // Leaves partials in the view.
-  void (*measure)(const TableView& view, Measurement measurement, float inv_scale, bool fresh,
-                  int64_t begin, int64_t end);
-  void (*update)(const TableView& view, Algorithm algorithm, int64_t begin, int64_t end);
-  // Sets *found_inf where a checked list holds a non-finite value.
-  void (*map)(const TableView& view, MapOp op, float a, float b, int64_t begin, int64_t end,
-              bool* found_inf);
+// One pass over a table.
+struct Pass {
+  float a = 1, b = 1;         // what the op takes, see Op::for_row
+  bool* found_inf = nullptr;  // set where a checked list holds a non-finite value
 };
 
-extern const CpuKernels kScalarKernels;
-#if defined(__x86_64__)
-extern const CpuKernels kAvx2Kernels;
-extern const CpuKernels kAvx512Kernels;
-#endif
+// Runs the op on chunks [begin, end). An op that measures leaves partials in the view.
+template <class Isa, class Op>
+struct Kernel {
+  static void run(const TableView& view, const Pass& pass, int64_t begin, int64_t end);
+};
+
+// Makes the compiler emit the kernels of a list.
+template <class Isa, class... Ops>
+constexpr auto kernels_of(OpList<Ops...>) {
+  return std::make_tuple(&Kernel<Isa, Ops>::run...);
+}
 
 }  // namespace ampfuse

@@ -1,10 +1,11 @@
 // AVX2 with F16C and FMA: eight floats.
+#include AMPFUSE_OPS_HEADER
+
 #include <immintrin.h>
 
-#include "apply.h"
+#include "run.h"
 
 namespace ampfuse {
-namespace {
 
 struct Avx2 {
   static constexpr int kWidth = 8;
@@ -14,71 +15,37 @@ struct Avx2 {
   HD Avx2(__m256 v) : value(v) {}
   HD explicit Avx2(float v) : value(_mm256_set1_ps(v)) {}
 
-  HD static Avx2 load(const void* data, DType dtype, int64_t i) {
-    switch (dtype) {
-      case DType::kFloat32:
-        return _mm256_loadu_ps(static_cast<const float*>(data) + i);
-      case DType::kFloat16:
-        return _mm256_cvtph_ps(load_halves(data, i));
-      case DType::kBFloat16:
-        return _mm256_castsi256_ps(
-            _mm256_slli_epi32(_mm256_cvtepu16_epi32(load_halves(data, i)), 16));
-      default:
-        return _mm256_setzero_ps();
-    }
-  }
-
-  HD void store(void* data, DType dtype, int64_t i) const {
-    switch (dtype) {
-      case DType::kFloat32:
-        return _mm256_storeu_ps(static_cast<float*>(data) + i, value);
-      case DType::kFloat16:
-        return store_halves(data, i, to_float16());
-      case DType::kBFloat16:
-        return store_halves(data, i, to_bfloat16());
-      default:
-        return;
-    }
-  }
-
-  // Stores halves past the caches; aligned.
-  HD void stream(void* data, DType dtype, int64_t i) const {
-    _mm_stream_si128(reinterpret_cast<__m128i*>(static_cast<uint16_t*>(data) + i),
-                     dtype == DType::kFloat16 ? to_float16() : to_bfloat16());
-  }
-
   // The remainder goes through a buffer, so that nothing past the tensor is touched.
-  HD static Avx2 load_partial(const void* data, DType dtype, int64_t i, int count) {
-    if (dtype == DType::kNone) return _mm256_setzero_ps();
-    alignas(32) char buffer[32] = {};
-    const int64_t size = element_size(dtype);
-    __builtin_memcpy(buffer, static_cast<const char*>(data) + i * size, count * size);
-    return load(buffer, dtype, 0);
-  }
+  template <class Bits>
+  struct First {
+    template <class Stored>
+    HD static void store_first(void* data, Stored stored, int count) {
+      alignas(32) char buffer[32];
+      Bits::store(buffer, stored);
+      __builtin_memcpy(data, buffer, size_t(count) * Bits::kSize);
+    }
+    HD static auto load_first(const void* data, int count) {
+      alignas(32) char buffer[32] = {};
+      __builtin_memcpy(buffer, data, size_t(count) * Bits::kSize);
+      return Bits::load(buffer);
+    }
+  };
 
-  HD void store_partial(void* data, DType dtype, int64_t i, int count) const {
-    if (dtype == DType::kNone) return;
-    alignas(32) char buffer[32];
-    const int64_t size = element_size(dtype);
-    store(buffer, dtype, 0);
-    __builtin_memcpy(static_cast<char*>(data) + i * size, buffer, count * size);
-  }
+  struct Halves : First<Halves> {
+    static constexpr int64_t kSize = 2;
+    HD static __m128i load(const void* data) {
+      return _mm_loadu_si128(static_cast<const __m128i*>(data));
+    }
+    HD static void store(void* data, __m128i halves) {
+      _mm_storeu_si128(static_cast<__m128i*>(data), halves);
+    }
+    HD static void stream(void* data, __m128i halves) {
+      _mm_stream_si128(static_cast<__m128i*>(data), halves);
+    }
+  };
 
-  HD __m128i to_float16() const {
-    return _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  }
-
-  HD __m128i to_bfloat16() const {
-    const __m256i bits = _mm256_castps_si256(value);
-    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-    const __m256i rounded = _mm256_srli_epi32(
-        _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))), 16);
-    const __m256i quiet = _mm256_or_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(0x40));
-    const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(value, value, _CMP_UNORD_Q));
-    const __m256i result = _mm256_blendv_epi8(rounded, quiet, nan);
-    return _mm256_castsi256_si128(
-        _mm256_permute4x64_epi64(_mm256_packus_epi32(result, result), _MM_SHUFFLE(3, 1, 2, 0)));
-  }
+  template <DType kType>
+  struct Lanes;
 
   struct Magnitude {
     __m256i bits = _mm256_setzero_si256();
@@ -95,14 +62,47 @@ struct Avx2 {
       return largest;
     }
   };
+};
 
- private:
-  HD static __m128i load_halves(const void* data, int64_t i) {
-    return _mm_loadu_si128(
-        reinterpret_cast<const __m128i*>(static_cast<const uint16_t*>(data) + i));
+template <>
+struct Avx2::Lanes<DType::kFloat32> : First<Lanes<DType::kFloat32>> {
+  static constexpr int64_t kSize = 4;
+  HD static __m256 load(const void* data) {
+    return _mm256_loadu_ps(static_cast<const float*>(data));
   }
-  HD static void store_halves(void* data, int64_t i, __m128i halves) {
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(static_cast<uint16_t*>(data) + i), halves);
+  HD static void store(void* data, __m256 floats) {
+    _mm256_storeu_ps(static_cast<float*>(data), floats);
+  }
+  HD static void stream(void* data, __m256 floats) {
+    _mm256_stream_ps(static_cast<float*>(data), floats);
+  }
+  HD static Avx2 widen(__m256 floats) { return floats; }
+  HD static __m256 narrow(Avx2 x) { return x.value; }
+};
+
+template <>
+struct Avx2::Lanes<DType::kFloat16> : Halves {
+  HD static Avx2 widen(__m128i halves) { return _mm256_cvtph_ps(halves); }
+  HD static __m128i narrow(Avx2 x) {
+    return _mm256_cvtps_ph(x.value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  }
+};
+
+template <>
+struct Avx2::Lanes<DType::kBFloat16> : Halves {
+  HD static Avx2 widen(__m128i halves) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
+  }
+  HD static __m128i narrow(Avx2 x) {
+    const __m256i bits = _mm256_castps_si256(x.value);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i rounded = _mm256_srli_epi32(
+        _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))), 16);
+    const __m256i quiet = _mm256_or_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(0x40));
+    const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x.value, x.value, _CMP_UNORD_Q));
+    const __m256i result = _mm256_blendv_epi8(rounded, quiet, nan);
+    return _mm256_castsi256_si128(
+        _mm256_permute4x64_epi64(_mm256_packus_epi32(result, result), _MM_SHUFFLE(3, 1, 2, 0)));
   }
 };
 
@@ -120,16 +120,7 @@ HD Avx2 max_nan(Avx2 a, Avx2 b) {
 HD Avx2 select_equal(Avx2 a, Avx2 b, Avx2 then, Avx2 otherwise) {
   return _mm256_blendv_ps(otherwise.value, then.value, _mm256_cmp_ps(a.value, b.value, _CMP_EQ_OQ));
 }
-HD Avx2 round_to(DType dtype, Avx2 a) {
-  if (dtype == DType::kFloat16) return _mm256_cvtph_ps(a.to_float16());
-  if (dtype == DType::kBFloat16) {
-    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(a.to_bfloat16()), 16));
-  }
-  return a;
-}
 
-}  // namespace
-
-const CpuKernels kAvx2Kernels = make_kernels<Avx2>("avx2");
+[[gnu::used]] static constexpr auto kCompiled = kernels_of<Avx2>(AMPFUSE_OPS());
 
 }  // namespace ampfuse

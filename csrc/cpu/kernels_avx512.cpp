@@ -1,10 +1,11 @@
 // AVX-512 (F, BW, DQ, VL): sixteen floats, remainders by mask.
+#include AMPFUSE_OPS_HEADER
+
 #include <immintrin.h>
 
-#include "apply.h"
+#include "run.h"
 
 namespace ampfuse {
-namespace {
 
 struct Avx512 {
   static constexpr int kWidth = 16;
@@ -14,82 +15,29 @@ struct Avx512 {
   HD Avx512(__m512 v) : value(v) {}
   HD explicit Avx512(float v) : value(_mm512_set1_ps(v)) {}
 
-  HD static Avx512 load(const void* data, DType dtype, int64_t i) {
-    switch (dtype) {
-      case DType::kFloat32:
-        return _mm512_loadu_ps(static_cast<const float*>(data) + i);
-      case DType::kFloat16:
-        return _mm512_cvtph_ps(_mm256_loadu_si256(halves(data, i)));
-      case DType::kBFloat16:
-        return from_bfloat16(_mm256_loadu_si256(halves(data, i)));
-      default:
-        return _mm512_setzero_ps();
+  HD static __mmask16 first(int count) { return __mmask16((1u << count) - 1); }
+
+  struct Halves {
+    static constexpr int64_t kSize = 2;
+    HD static __m256i load(const void* data) {
+      return _mm256_loadu_si256(static_cast<const __m256i*>(data));
     }
-  }
-
-  HD void store(void* data, DType dtype, int64_t i) const {
-    switch (dtype) {
-      case DType::kFloat32:
-        return _mm512_storeu_ps(static_cast<float*>(data) + i, value);
-      case DType::kFloat16:
-        return _mm256_storeu_si256(halves(data, i), to_float16());
-      case DType::kBFloat16:
-        return _mm256_storeu_si256(halves(data, i), to_bfloat16());
-      default:
-        return;
+    HD static void store(void* data, __m256i halves) {
+      _mm256_storeu_si256(static_cast<__m256i*>(data), halves);
     }
-  }
-
-  // Stores halves past the caches; aligned.
-  HD void stream(void* data, DType dtype, int64_t i) const {
-    _mm256_stream_si256(halves(data, i), dtype == DType::kFloat16 ? to_float16() : to_bfloat16());
-  }
-
-  HD static Avx512 load_partial(const void* data, DType dtype, int64_t i, int count) {
-    const __mmask16 mask = first(count);
-    switch (dtype) {
-      case DType::kFloat32:
-        return _mm512_maskz_loadu_ps(mask, static_cast<const float*>(data) + i);
-      case DType::kFloat16:
-        return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, halves(data, i)));
-      case DType::kBFloat16:
-        return from_bfloat16(_mm256_maskz_loadu_epi16(mask, halves(data, i)));
-      default:
-        return _mm512_setzero_ps();
+    HD static void stream(void* data, __m256i halves) {
+      _mm256_stream_si256(static_cast<__m256i*>(data), halves);
     }
-  }
-
-  HD void store_partial(void* data, DType dtype, int64_t i, int count) const {
-    const __mmask16 mask = first(count);
-    switch (dtype) {
-      case DType::kFloat32:
-        return _mm512_mask_storeu_ps(static_cast<float*>(data) + i, mask, value);
-      case DType::kFloat16:
-        return _mm256_mask_storeu_epi16(halves(data, i), mask, to_float16());
-      case DType::kBFloat16:
-        return _mm256_mask_storeu_epi16(halves(data, i), mask, to_bfloat16());
-      default:
-        return;
+    HD static __m256i load_first(const void* data, int count) {
+      return _mm256_maskz_loadu_epi16(first(count), data);
     }
-  }
+    HD static void store_first(void* data, __m256i halves, int count) {
+      _mm256_mask_storeu_epi16(data, first(count), halves);
+    }
+  };
 
-  HD __m256i to_float16() const {
-    return _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  }
-
-  HD __m256i to_bfloat16() const {
-    const __m512i bits = _mm512_castps_si512(value);
-    const __m512i top = _mm512_srli_epi32(bits, 16);
-    const __m512i odd = _mm512_and_si512(top, _mm512_set1_epi32(1));
-    const __m512i rounded = _mm512_srli_epi32(
-        _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))), 16);
-    const __mmask16 nan = _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
-    return _mm512_cvtepi32_epi16(_mm512_mask_or_epi32(rounded, nan, top, _mm512_set1_epi32(0x40)));
-  }
-
-  HD static Avx512 from_bfloat16(__m256i stored) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(stored), 16));
-  }
+  template <DType kType>
+  struct Lanes;
 
   struct Magnitude {
     __m512i bits = _mm512_setzero_si512();
@@ -100,14 +48,47 @@ struct Avx512 {
     }
     HD uint32_t reduce() const { return _mm512_reduce_max_epu32(bits); }
   };
+};
 
- private:
-  HD static __mmask16 first(int count) { return __mmask16((1u << count) - 1); }
-  HD static const __m256i* halves(const void* data, int64_t i) {
-    return reinterpret_cast<const __m256i*>(static_cast<const uint16_t*>(data) + i);
+template <>
+struct Avx512::Lanes<DType::kFloat32> {
+  static constexpr int64_t kSize = 4;
+  HD static __m512 load(const void* data) { return _mm512_loadu_ps(data); }
+  HD static void store(void* data, __m512 floats) { _mm512_storeu_ps(data, floats); }
+  HD static void stream(void* data, __m512 floats) {
+    _mm512_stream_ps(static_cast<float*>(data), floats);
   }
-  HD static __m256i* halves(void* data, int64_t i) {
-    return reinterpret_cast<__m256i*>(static_cast<uint16_t*>(data) + i);
+  HD static __m512 load_first(const void* data, int count) {
+    return _mm512_maskz_loadu_ps(first(count), data);
+  }
+  HD static void store_first(void* data, __m512 floats, int count) {
+    _mm512_mask_storeu_ps(data, first(count), floats);
+  }
+  HD static Avx512 widen(__m512 floats) { return floats; }
+  HD static __m512 narrow(Avx512 x) { return x.value; }
+};
+
+template <>
+struct Avx512::Lanes<DType::kFloat16> : Halves {
+  HD static Avx512 widen(__m256i halves) { return _mm512_cvtph_ps(halves); }
+  HD static __m256i narrow(Avx512 x) {
+    return _mm512_cvtps_ph(x.value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  }
+};
+
+template <>
+struct Avx512::Lanes<DType::kBFloat16> : Halves {
+  HD static Avx512 widen(__m256i halves) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+  }
+  HD static __m256i narrow(Avx512 x) {
+    const __m512i bits = _mm512_castps_si512(x.value);
+    const __m512i top = _mm512_srli_epi32(bits, 16);
+    const __m512i odd = _mm512_and_si512(top, _mm512_set1_epi32(1));
+    const __m512i rounded = _mm512_srli_epi32(
+        _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))), 16);
+    const __mmask16 nan = _mm512_cmp_ps_mask(x.value, x.value, _CMP_UNORD_Q);
+    return _mm512_cvtepi32_epi16(_mm512_mask_or_epi32(rounded, nan, top, _mm512_set1_epi32(0x40)));
   }
 };
 
@@ -126,14 +107,7 @@ HD Avx512 select_equal(Avx512 a, Avx512 b, Avx512 then, Avx512 otherwise) {
   return _mm512_mask_mov_ps(otherwise.value, _mm512_cmp_ps_mask(a.value, b.value, _CMP_EQ_OQ),
                             then.value);
 }
-HD Avx512 round_to(DType dtype, Avx512 a) {
-  if (dtype == DType::kFloat16) return _mm512_cvtph_ps(a.to_float16());
-  if (dtype == DType::kBFloat16) return Avx512::from_bfloat16(a.to_bfloat16());
-  return a;
-}
 
-}  // namespace
-
-const CpuKernels kAvx512Kernels = make_kernels<Avx512>("avx512");
+[[gnu::used]] static constexpr auto kCompiled = kernels_of<Avx512>(AMPFUSE_OPS());
 
 }  // namespace ampfuse

@@ -1,8 +1,9 @@
 // Plain C++: every machine has it, and every other instruction set must give its bits.
-#include "apply.h"
+#include AMPFUSE_OPS_HEADER
+
+#include "run.h"
 
 namespace ampfuse {
-namespace {
 
 struct Scalar {
   static constexpr int kWidth = 1;
@@ -11,17 +12,22 @@ struct Scalar {
   Scalar() = default;
   HD explicit Scalar(float v) : value(v) {}
 
-  HD static Scalar load(const void* data, DType dtype, int64_t i) {
-    return Scalar(dtype == DType::kNone ? 0.0f : load_float(data, dtype, i));
-  }
-  HD static Scalar load_partial(const void* data, DType dtype, int64_t i, int) {
-    return load(data, dtype, i);
-  }
-  HD void store(void* data, DType dtype, int64_t i) const {
-    if (dtype != DType::kNone) store_float(data, dtype, i, value);
-  }
-  HD void stream(void* data, DType dtype, int64_t i) const { store(data, dtype, i); }
-  HD void store_partial(void* data, DType dtype, int64_t i, int) const { store(data, dtype, i); }
+  template <DType kType>
+  struct Lanes {
+    using Stored = typename Storage<kType>::Stored;
+    static constexpr int64_t kSize = sizeof(Stored);
+    HD static Stored load(const void* data) {
+      Stored stored;
+      std::memcpy(&stored, data, sizeof stored);
+      return stored;
+    }
+    HD static void store(void* data, Stored stored) { std::memcpy(data, &stored, sizeof stored); }
+    HD static Stored load_first(const void* data, int) { return load(data); }
+    HD static void store_first(void* data, Stored stored, int) { store(data, stored); }
+    HD static void stream(void* data, Stored stored) { store(data, stored); }
+    HD static Scalar widen(Stored stored) { return Scalar(Storage<kType>::widen(stored)); }
+    HD static Stored narrow(Scalar x) { return Storage<kType>::narrow(x.value); }
+  };
 
   struct Magnitude {
     uint32_t bits = 0;
@@ -42,13 +48,10 @@ HD Scalar fma(Scalar a, Scalar b, Scalar c) {
 }
 HD Scalar sqrt(Scalar a) { return Scalar(ampfuse::sqrt(a.value)); }
 HD Scalar max_nan(Scalar a, Scalar b) { return Scalar(ampfuse::max_nan(a.value, b.value)); }
-HD Scalar round_to(DType dtype, Scalar a) { return Scalar(ampfuse::round_to(dtype, a.value)); }
 HD Scalar select_equal(Scalar a, Scalar b, Scalar then, Scalar otherwise) {
   return Scalar(ampfuse::select_equal(a.value, b.value, then.value, otherwise.value));
 }
 
-}  // namespace
-
-const CpuKernels kScalarKernels = make_kernels<Scalar>("scalar");
+[[gnu::used]] static constexpr auto kCompiled = kernels_of<Scalar>(AMPFUSE_OPS());
 
 }  // namespace ampfuse

@@ -1,7 +1,7 @@
 // The CUDA apply harness. A block takes a slice of a chunk, a tile at a time; each thread takes two
 // groups of kGroup neighbouring elements of a tile, one from each half: first it loads all lists as
 // they are stored, so that all loads are in flight together, then it widens them to float, runs the
-// op of update.h on each element, narrows and stores.
+// op on each element, narrows and stores.
 //
 // A group is 16 bytes of FP32, so an access of a warp covers whole sectors of the L2 cache, one
 // after the other: two accesses that share sectors would write each of them twice.
@@ -15,7 +15,8 @@
 
 #include <type_traits>
 
-#include "../update.h"
+#include "core/ops/op.h"
+#include "kernels.cuh"
 #include "launch.cuh"
 
 namespace ampfuse {
@@ -35,7 +36,7 @@ struct Column {
 
   // The address of element i, of a list that is there. (Not by element_size(): what it gives for
   // kNone costs registers.)
-  __device__ char* at(int i) const { return at(data, dtype == DType::kFloat32 ? i * 4 : i * 2); }
+  __device__ char* at(int i) const { return at(data, fills_word(dtype) ? i * 4 : i * 2); }
 
   __device__ static char* at(char* data, int offset) {
     char* address = data + offset;
@@ -102,7 +103,7 @@ __device__ inline Pack<kWidth> load_pack(const Column& column, int i, int count)
   Pack<kWidth> pack;
   if (column.dtype == DType::kNone) return pack;
   const bool whole = kWhole || (column.wide() && count == kWidth);
-  if (column.dtype == DType::kFloat32) {
+  if (fills_word(column.dtype)) {
     if (whole) {
       load_words<kWidth>(column.at(i), pack.word);
     } else {
@@ -131,7 +132,7 @@ __device__ inline void store_pack(const Column& column, int i, int count,
                                   const Pack<kWidth>& pack) {
   if (column.dtype == DType::kNone) return;
   const bool whole = kWhole || (column.wide() && count == kWidth);
-  if (column.dtype == DType::kFloat32) {
+  if (fills_word(column.dtype)) {
     if (whole) {
       store_words<kWidth>(column.at(i), pack.word);
     } else {
@@ -154,35 +155,35 @@ __device__ inline void store_pack(const Column& column, int i, int count,
   }
 }
 
+// Element k of a pack is in word k / (elements a word).
+template <class Storage>
+constexpr int kPerWord = int(sizeof(uint32_t) / sizeof(typename Storage::Stored));
+template <class Storage>
+constexpr int kBits = 8 * int(sizeof(typename Storage::Stored));
+
+// Leaves the values of an absent list as they are: zero.
 template <int kWidth>
 __device__ inline void widen(const Pack<kWidth>& pack, DType dtype, float (&value)[kWidth]) {
-  if (dtype == DType::kFloat32 || dtype == DType::kNone) {
-#pragma unroll
-    for (int k = 0; k < kWidth; ++k) value[k] = bits_float(pack.word[k]);
-  } else {
-    const bool float16 = dtype == DType::kFloat16;
+  with_storage(dtype, [&](auto storage) {
+    using S = decltype(storage);
 #pragma unroll
     for (int k = 0; k < kWidth; ++k) {
-      const uint16_t stored = uint16_t(pack.word[k / 2] >> 16 * (k % 2));
-      value[k] = float16 ? float16_to_float(stored) : bfloat16_to_float(stored);
+      const uint32_t word = pack.word[k / kPerWord<S>];
+      value[k] = S::widen(typename S::Stored(word >> kBits<S> * (k % kPerWord<S>)));
     }
-  }
+  });
 }
 
 template <int kWidth>
 __device__ inline Pack<kWidth> narrow(const float (&value)[kWidth], DType dtype) {
   Pack<kWidth> pack;
-  if (dtype == DType::kFloat32) {
-#pragma unroll
-    for (int k = 0; k < kWidth; ++k) pack.word[k] = float_bits(value[k]);
-  } else {
-    const bool float16 = dtype == DType::kFloat16;
+  with_storage(dtype, [&](auto storage) {
+    using S = decltype(storage);
 #pragma unroll
     for (int k = 0; k < kWidth; ++k) {
-      const uint16_t stored = float16 ? float_to_float16(value[k]) : float_to_bfloat16(value[k]);
-      pack.word[k / 2] |= uint32_t(stored) << 16 * (k % 2);
+      pack.word[k / kPerWord<S>] |= uint32_t(S::narrow(value[k])) << kBits<S> * (k % kPerWord<S>);
     }
-  }
+  });
   return pack;
 }
 
@@ -292,13 +293,12 @@ HD constexpr int updating_blocks(unsigned reads) {
   return lists <= 3 ? 4 : lists == 4 ? 3 : 2;
 }
 
-// Runs Op on every element of every row; rows without a gradient are left alone if
-// `gradients_only`. If `state` says skip, nothing happens. A non-finite value in a list that Op
-// checks sets *found_inf. No row has a list of `kMissing`.
+// Runs Op on every element of every row, of those with a gradient if it asks for that. If `state`
+// says skip, nothing happens. A non-finite value in a list that Op checks sets *found_inf. No row
+// has a list of `kMissing`.
 template <class Op, unsigned kMissing>
 __global__ void __launch_bounds__(kLanes, updating_blocks(Op::kReads & ~kMissing))
-    apply_kernel(TableView view, bool gradients_only, const StepState* state, float a, float b,
-                 float* found_inf) {
+    apply_kernel(TableView view, const StepState* state, float a, float b, float* found_inf) {
   constexpr unsigned kReads = Op::kReads & ~kMissing, kWrites = Op::kWrites & ~kMissing;
   if (state != nullptr && state->skip != 0) return;
   // Backwards: inspect has just read the gradients forwards, and their end is still in the L2
@@ -307,7 +307,7 @@ __global__ void __launch_bounds__(kLanes, updating_blocks(Op::kReads & ~kMissing
   const Chunk chunk = view.chunks[slice / kSlices];
   const int64_t first = chunk.index * kChunk + slice % kSlices * kSlice;
   const int64_t rest = view.numel[chunk.row] - first;
-  if (rest <= 0 || (gradients_only && !view.has_gradient(chunk.row))) return;
+  if (rest <= 0 || (Op::kGradientRows && !view.has_gradient(chunk.row))) return;
   const int n = rest < kSlice ? int(rest) : kSlice;
 
   const Op op = Op::for_row(view, chunk.row, a, b);
@@ -343,14 +343,12 @@ void with_missing(unsigned present, const Run& run) {
   run(std::integral_constant<unsigned, 0>());
 }
 
-// `present`: lists that some row of the table has.
 template <class Op>
-void apply(const char* name, const TableView& view, unsigned present, bool gradients_only,
-           const StepState* state, float a, float b, float* found_inf, cudaStream_t stream) {
-  if (view.chunk_count == 0) return;
-  with_missing<Op::kReads | Op::kWrites>(present, [&](auto missing) {
-    launch(Kernel{name, apply_kernel<Op, missing>}, view.chunk_count * kSlices, kLanes, stream,
-           view, gradients_only, state, a, b, found_inf);
+void apply(const DevicePass& pass) {
+  if (pass.view.chunk_count == 0) return;
+  with_missing<Op::kReads | Op::kWrites>(pass.present, [&](auto missing) {
+    launch(Kernel{Op::kName, apply_kernel<Op, missing>}, pass.view.chunk_count * kSlices, kLanes,
+           pass.stream, pass.view, pass.state, pass.a, pass.b, pass.found_inf);
   });
 }
 

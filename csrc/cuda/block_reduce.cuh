@@ -3,7 +3,7 @@
 // between.
 #pragma once
 
-#include "../reduce.h"
+#include "core/reduce.h"
 
 namespace ampfuse {
 

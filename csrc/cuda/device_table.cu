@@ -10,8 +10,7 @@
 namespace ampfuse {
 namespace {
 
-// --- device memory
-// ----------------------------------------------------------------------------------------
+// --- device memory -------------------------------------------------------------------------------
 
 std::shared_ptr<void> allocate_plain(size_t bytes) {
   void* memory = nullptr;
@@ -62,8 +61,7 @@ class AllowUnsafeCalls {
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
-// --- staging
-// ----------------------------------------------------------------------------------------------
+// --- staging -------------------------------------------------------------------------------------
 
 // Pinned buffers that copies to one device read from, each reused only after the copy before it is
 // done. The ring grows while the oldest buffer is still needed, so the host runs up to kMaxBuffers
@@ -127,8 +125,7 @@ PinnedRing& pinned_ring() {
   return (*rings)[device];
 }
 
-// --- columns
-// ----------------------------------------------------------------------------------------------
+// --- columns -------------------------------------------------------------------------------------
 
 // Hands out aligned pieces of one allocation; with no memory yet, it adds up what is needed.
 class Carver {
@@ -266,8 +263,7 @@ void upload(DeviceColumns& columns, const TableView& host, const Changes& change
   upload.send(stream);
 }
 
-// --- capture
-// ----------------------------------------------------------------------------------------------
+// --- capture -------------------------------------------------------------------------------------
 
 struct Capture {
   unsigned long long id = 0;  // 0: the stream does not capture
@@ -310,8 +306,7 @@ void set_device_allocator(Allocate allocate) {
   allocate_device = allocate ? allocate : allocate_plain;
 }
 
-// --- DeviceTable
-// ------------------------------------------------------------------------------------------
+// --- DeviceTable ---------------------------------------------------------------------------------
 
 DeviceTable::~DeviceTable() {
   // The allocator may hand the memory on in the order of the stream it was made on; work on others
@@ -382,8 +377,7 @@ void DeviceTable::upload_changes(const Table& table, cudaStream_t stream) {
   pending_scaled_ = pending_hyper_ = false;
 }
 
-// --- TableUse
-// ---------------------------------------------------------------------------------------------
+// --- TableUse ------------------------------------------------------------------------------------
 
 static DeviceTable& device_table(Table& table) {
   if (!table.cache) table.cache = std::make_unique<DeviceTable>();

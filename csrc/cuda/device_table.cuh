@@ -15,7 +15,7 @@
 #include <memory>
 #include <vector>
 
-#include "../backend.h"
+#include "core/backend.h"
 
 namespace ampfuse {
 

@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <utility>
 
-#include "../check.h"
+#include "core/check.h"
 
 namespace ampfuse {
 

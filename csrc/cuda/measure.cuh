@@ -1,11 +1,11 @@
 // Passes that measure: they run an op as apply.cuh does and take the norms of what it leaves in
 // some lists. One block per chunk leaves a partial for each list in the table, and the last block
-// of a row makes its norms of them. See reduce.h for the order of the sums.
+// of a row makes its norms of them. See core/reduce.h for the order of the sums.
 #pragma once
 
-#include "../backend.h"
 #include "apply.cuh"
 #include "block_reduce.cuh"
+#include "core/backend.h"
 #include "last_block.cuh"
 
 namespace ampfuse {
@@ -83,13 +83,8 @@ __device__ inline Sums<Op> add_squares(const Op& op, const Column (&columns)[kLi
     };
     if (column.wide()) {
       done = n - n % kStride;
-      if (column.dtype == DType::kFloat16) {
-        add_whole(KnownColumn<DType::kFloat16>());
-      } else if (column.dtype == DType::kBFloat16) {
-        add_whole(KnownColumn<DType::kBFloat16>());
-      } else {
-        add_whole(KnownColumn<DType::kFloat32>());
-      }
+      with_storage(column.dtype,
+                   [&](auto storage) { add_whole(KnownColumn<decltype(storage)::kType>()); });
     }
   }
   add_tiles<Op, kMissing, false>(op, columns, done, n, rescale, lane, sums);
@@ -211,15 +206,13 @@ __global__ void __launch_bounds__(kLanes, measuring_blocks(Op::kReads & ~kMissin
   finish_row(view, kCount, out, tickets);
 }
 
-// The norms of what the op measures go to norms[measures][rows]. `present`: lists that some row of
-// the table has.
 template <class Op>
-void measure(const char* name, const TableView& view, unsigned present, float* norms,
-             unsigned* tickets, const StepState* state, cudaStream_t stream) {
-  if (view.rows == 0) return;
-  with_missing<Op::kReads | Op::kWrites>(present, [&](auto missing) {
-    launch(Kernel{name, measure_kernel<Op, missing>}, view.chunk_count > 0 ? view.chunk_count : 1,
-           kLanes, stream, view, RowNorms{norms, nullptr}, tickets, state);
+void measure(const DevicePass& pass) {
+  if (pass.view.rows == 0) return;
+  with_missing<Op::kReads | Op::kWrites>(pass.present, [&](auto missing) {
+    launch(Kernel{Op::kName, measure_kernel<Op, missing>},
+           pass.view.chunk_count > 0 ? pass.view.chunk_count : 1, kLanes, pass.stream, pass.view,
+           RowNorms{pass.norms, nullptr}, pass.tickets, pass.state);
   });
 }
 

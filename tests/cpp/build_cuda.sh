@@ -26,22 +26,25 @@ done
 runtime=$(dirname "$(dirname "$nvcc")")/lib
 if [ -e "$runtime/libcudart_static.a" ]; then flags+=("-L$runtime"); fi
 
-sources=(csrc/cuda/*.cu csrc/cpu/backend.cpp csrc/cpu/kernels_scalar.cpp tests/cpp/main.cpp
-  tests/cpp/test_core.cpp)
-if [ "$(uname -m)" = x86_64 ]; then sources+=(csrc/cpu/kernels_avx2.cpp csrc/cpu/kernels_avx512.cpp); fi
+units=$(python3 tests/cpp/units.py)
+for test in main test_core; do units+=$'\n'"$test tests/cpp/$test.cpp"; done
 objects=()
 jobs=()
-for source in "${sources[@]}"; do
-  isa=()
-  case $source in
-    *avx2.cpp) isa=(-Xcompiler=-mavx2,-mfma,-mf16c) ;;
-    *avx512.cpp) isa=(-Xcompiler=-mavx512f,-mavx512bw,-mavx512dq,-mavx512vl,-mavx2,-mfma,-mf16c) ;;
-  esac
-  object=$folder/$(tr '/' '-' <<<"$source").o
-  "$nvcc" "${flags[@]}" "${isa[@]}" -c "$source" -o "$object" &
+while read -r name source options; do
+  own=()
+  for option in $options; do
+    case $option in
+      -m*) own+=(-Xcompiler="$option") ;;
+      *) own+=("$option") ;;
+    esac
+  done
+  object=$folder/$name.o
+  "$nvcc" "${flags[@]}" "${own[@]}" -c "$source" -o "$object" &
   jobs+=($!)
   objects+=("$object")
-done
+  # As many at a time as there are cores.
+  if [ "$(jobs -rp | wc -l)" -ge "$(nproc)" ]; then wait -n; fi
+done <<<"$units"
 for job in "${jobs[@]}"; do wait "$job"; done
 "$nvcc" "${flags[@]}" "${objects[@]}" -o "$folder/test_core"
 rm "${objects[@]}"

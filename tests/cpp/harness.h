@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "check.h"
+#include "core/check.h"
 
 struct Test {
   const char* name;

@@ -81,9 +81,6 @@ RowSpec gradient_row(int64_t numel, DType type, bool scaled = false) {
   return row;
 }
 
-constexpr Algorithm kAlgorithms[] = {Algorithm::kSgd, Algorithm::kAdam, Algorithm::kAdagrad,
-                                     Algorithm::kNovoGrad, Algorithm::kLamb};
-
 constexpr float kInf = __builtin_inff(), kNan = __builtin_nanf("");
 
 }  // namespace
@@ -92,7 +89,7 @@ constexpr float kInf = __builtin_inff(), kNan = __builtin_nanf("");
 // ------------------------------------------------------------------------------------------------
 
 TEST(steps) {
-  for (const Algorithm algorithm : kAlgorithms) {
+  for (const auto& [algorithm, name, states, grad_norms] : algorithms()) {
     Pair pair(optimizer_rows());
     for (unsigned step = 0; step < 3; ++step) {
       pair.both([&](World& world) {
@@ -107,7 +104,8 @@ TEST(steps) {
 TEST(layerwise_steps) {
   std::vector<RowSpec> rows = optimizer_rows();
   for (RowSpec& row : rows) row.hyper.flags |= kLayerwise;
-  for (const Algorithm algorithm : {Algorithm::kSgd, Algorithm::kAdam, Algorithm::kAdagrad}) {
+  for (const Algorithm algorithm :
+       {Algorithm::of<SgdOp>(), Algorithm::of<AdamOp>(), Algorithm::of<AdagradOp>()}) {
     Pair pair(rows);
     for (unsigned step = 0; step < 2; ++step) {
       pair.both([&](World& world) {
@@ -130,7 +128,7 @@ TEST(lamb_measures_values_of_any_size) {
       Pair pair(rows);
       pair.both([&](World& world) {
         for (int64_t i = 0; i < 77; ++i) world.set(1, kParam, i, magnitude * (float(1 + i) / 100));
-        world.step(Algorithm::kLamb);
+        world.step(Algorithm::of<LambOp>());
       });
       pair.expect_same();
       for (const float value : pair.gpu.values(1, kParam)) EXPECT(std::isfinite(value), value);
@@ -155,7 +153,7 @@ TEST(every_dtype_mixture) {
     }
   }
   Pair pair(rows);
-  pair.both([](World& world) { world.step(Algorithm::kAdam); });
+  pair.both([](World& world) { world.step(Algorithm::of<AdamOp>()); });
   pair.expect_same();
 }
 
@@ -164,15 +162,15 @@ TEST(many_rows) {
   for (int i = 0; i < 5000; ++i) rows.push_back(optimizer_row(i % 37, i));
   Pair pair(rows);
   pair.both([](World& world) {
-    world.step(Algorithm::kAdam);
-    world.step(Algorithm::kAdam);
+    world.step(Algorithm::of<AdamOp>());
+    world.step(Algorithm::of<AdamOp>());
   });
   pair.expect_same();
 }
 
 TEST(no_rows) {
   for (const auto& rows : {std::vector<RowSpec>(), std::vector<RowSpec>{optimizer_row(0, 0)}}) {
-    for (const Algorithm algorithm : kAlgorithms) {
+    for (const auto& [algorithm, name, states, grad_norms] : algorithms()) {
       Pair pair(rows);
       pair.both([&](World& world) { world.step(algorithm); });
       pair.expect_same();
@@ -183,7 +181,7 @@ TEST(no_rows) {
 
 // In place, and not clipped. `mixed`: beside rows that have every other list.
 TEST(updates_leave_unscaled_gradients) {
-  for (const Algorithm algorithm : kAlgorithms) {
+  for (const auto& [algorithm, name, states, grad_norms] : algorithms()) {
     for (const bool mixed : {false, true}) {
       std::vector<RowSpec> rows = mixed ? optimizer_rows() : std::vector<RowSpec>();
       const int64_t first = int64_t(rows.size());
@@ -216,7 +214,7 @@ TEST(gradients_come_and_go) {
     pair.both([&](World& world) {
       if (step == 1) world.drop(1, kGrad);
       if (step == 3) world.fill(1, kGrad, 5);
-      world.step(Algorithm::kAdam);
+      world.step(Algorithm::of<AdamOp>());
     });
     pair.expect_same();
   }
@@ -368,7 +366,7 @@ TEST(an_overflow_belongs_to_the_pass_that_made_it) {
 // ----------------------------------------------------------------------------------------
 
 TEST(a_skipped_step_changes_nothing) {
-  for (const Algorithm algorithm : kAlgorithms) {
+  for (const auto& [algorithm, name, states, grad_norms] : algorithms()) {
     Pair pair(optimizer_rows());
     World before(false, optimizer_rows());
     pair.both([&](World& world) {
@@ -391,7 +389,7 @@ TEST(a_static_scale_never_skips) {
   Pair pair(optimizer_rows());
   pair.both([&](World& world) {
     world.set(40, kGrad, 0, kNan);
-    world.step(Algorithm::kAdam, 1.0, false);
+    world.step(Algorithm::of<AdamOp>(), 1.0, false);
   });
   pair.expect_same();
   EXPECT(pair.gpu.state.read().skip == 0);
@@ -434,7 +432,8 @@ TEST(the_last_block_finishes_rows_and_step) {
   for (const Gradients gradients : {Gradients::kAll, Gradients::kSome, Gradients::kNone}) {
     const std::vector<RowSpec> rows = last_block_rows(gradients);
     const bool any = gradients != Gradients::kNone;
-    for (const Algorithm algorithm : {Algorithm::kAdam, Algorithm::kNovoGrad, Algorithm::kLamb}) {
+    for (const Algorithm algorithm :
+         {Algorithm::of<AdamOp>(), Algorithm::of<NovoGradOp>(), Algorithm::of<LambOp>()}) {
       Pair pair(rows);
       for (const bool overflow : {false, true, false}) {
         pair.both([&](World& world) {
@@ -453,7 +452,7 @@ TEST(the_last_block_finishes_rows_and_step) {
 }
 
 TEST(one_call_prepares_as_two_calls_do) {
-  for (const Algorithm algorithm : kAlgorithms) {
+  for (const auto& [algorithm, name, states, grad_norms] : algorithms()) {
     for (const bool layerwise : {false, true}) {
       std::vector<RowSpec> rows = last_block_rows(Gradients::kSome);
       for (RowSpec& row : rows) row.hyper.flags |= layerwise ? kLayerwise : 0;
@@ -469,7 +468,7 @@ TEST(one_call_prepares_as_two_calls_do) {
 }
 
 TEST(rows_without_elements_alone) {
-  for (const Algorithm algorithm : kAlgorithms) {
+  for (const auto& [algorithm, name, states, grad_norms] : algorithms()) {
     for (const size_t count : {0, 1, 3}) {
       Pair pair(std::vector<RowSpec>(count, optimizer_row(0, 0)));
       pair.both([&](World& world) {
@@ -499,8 +498,10 @@ TEST(maps) {
     row.types[kModel] = i % 5 == 0 ? kAbsent : kTypes[i % 3];
     rows.push_back(row);
   }
-  for (const MapOp op : {MapOp::kScale, MapOp::kAxpbyCheckBoth, MapOp::kAxpbyCheckX,
-                         MapOp::kAxpbyCheckY, MapOp::kRefresh, MapOp::kPublish}) {
+  for (int index = 0; index < MapOp::kCount; ++index) {
+    const MapOp op(index);
+    unsigned checked = 0;
+    visit(op, [&](auto type) { checked = decltype(type)::type::kChecked; });
     for (const int bad : {-1, int(kSource), int(kSource2)}) {
       Pair pair(rows);
       pair.both([&](World& world) {
@@ -512,11 +513,7 @@ TEST(maps) {
         world.backend().map(*world.table, op, args, nullptr);
       });
       pair.expect_same();
-      const bool reads_x =
-          op == MapOp::kScale || op == MapOp::kAxpbyCheckBoth || op == MapOp::kAxpbyCheckX;
-      const bool reads_y = op == MapOp::kAxpbyCheckBoth || op == MapOp::kAxpbyCheckY;
-      EXPECT(pair.gpu.found_inf.read() ==
-             float((bad == kSource && reads_x) || (bad == kSource2 && reads_y)));
+      EXPECT(pair.gpu.found_inf.read() == float(bad >= 0 && (checked & bit(bad))));
     }
   }
 }
@@ -527,7 +524,8 @@ TEST(refresh_leaves_rows_without_a_model_weight) {
   row.types[kParam] = kF32;
   Pair pair({row});
   World before(false, {row});
-  pair.both([](World& world) { world.backend().map(*world.table, MapOp::kRefresh, {}, nullptr); });
+  pair.both(
+      [](World& world) { world.backend().map(*world.table, MapOp::of<RefreshOp>(), {}, nullptr); });
   EXPECT(pair.cpu.values(0, kParam) == before.values(0, kParam));
   EXPECT(pair.gpu.values(0, kParam) == before.values(0, kParam));
 }

@@ -68,9 +68,9 @@ TEST(a_hundred_steps_behind_a_delayed_stream) {
   const Deferred deferred;
   for (int step = 0; step < kSteps; ++step) {
     cpu.give(pair.cpu, step);
-    pair.cpu.step(Algorithm::kAdam);
+    pair.cpu.step(Algorithm::of<AdamOp>());
     gpu.give(pair.gpu, step);
-    pair.gpu.step(Algorithm::kAdam);
+    pair.gpu.step(Algorithm::of<AdamOp>());
   }
   pair.expect_same();
 }
@@ -83,9 +83,9 @@ TEST(steps_that_change_streams) {
   const Stream streams[3];
   for (int step = 0; step < kSteps; ++step) {
     cpu.give(pair.cpu, step);
-    pair.cpu.step(Algorithm::kAdam);
+    pair.cpu.step(Algorithm::of<AdamOp>());
     gpu.give(pair.gpu, step);
-    pair.gpu.step(Algorithm::kAdam, 1.0, true, streams[step % 3]);
+    pair.gpu.step(Algorithm::of<AdamOp>(), 1.0, true, streams[step % 3]);
   }
   cuda(cudaStreamSynchronize(
       streams[(kSteps - 1) % 3]));  // the last alone: each has waited for the one before
@@ -112,10 +112,10 @@ TEST(a_table_dies_while_another_stream_uses_it) {
     const Stream first, second;
     owner = first;
     set_device_allocator(allocate_on_owner);
-    pair.cpu.step(Algorithm::kAdam);
-    pair.cpu.step(Algorithm::kAdam);
-    pair.gpu.step(Algorithm::kAdam, 1.0, true, first);
-    pair.gpu.step(Algorithm::kAdam, 1.0, true, second);
+    pair.cpu.step(Algorithm::of<AdamOp>());
+    pair.cpu.step(Algorithm::of<AdamOp>());
+    pair.gpu.step(Algorithm::of<AdamOp>(), 1.0, true, first);
+    pair.gpu.step(Algorithm::of<AdamOp>(), 1.0, true, second);
     pair.gpu.table->cache.reset();
     set_device_allocator(nullptr);
   }
@@ -136,12 +136,13 @@ TEST(launches) {
       EXPECT(launches == expected, launches, " and not ", expected);
     }
   };
-  for (const Algorithm algorithm : {Algorithm::kSgd, Algorithm::kAdam, Algorithm::kAdagrad}) {
+  for (const Algorithm algorithm :
+       {Algorithm::of<SgdOp>(), Algorithm::of<AdamOp>(), Algorithm::of<AdagradOp>()}) {
     expect(algorithm, false, 2);
     expect(algorithm, true, 3);
   }
-  expect(Algorithm::kNovoGrad, false, 2);
-  expect(Algorithm::kLamb, false, 3);
+  expect(Algorithm::of<NovoGradOp>(), false, 2);
+  expect(Algorithm::of<LambOp>(), false, 3);
 }
 
 TEST(uploads_are_only_of_what_changed) {
@@ -149,7 +150,7 @@ TEST(uploads_are_only_of_what_changed) {
   const auto copies = [&](auto change) {
     change();
     const int64_t before = emulation::copy_count();
-    world.step(Algorithm::kAdam);
+    world.step(Algorithm::of<AdamOp>());
     return emulation::copy_count() - before;
   };
   Table& table = *world.table;
@@ -240,7 +241,7 @@ TEST(capture_eager_replay) {
     const Stream stream;
     const auto eager = [&](int step) {
       gpu.give(pair.gpu, step);
-      pair.gpu.step(Algorithm::kAdam, 1.0, true, stream);
+      pair.gpu.step(Algorithm::of<AdamOp>(), 1.0, true, stream);
       history.push_back(step);
     };
     eager(0);
@@ -249,7 +250,7 @@ TEST(capture_eager_replay) {
     cuda(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
     for (const int step : {1, 3}) {  // two steps in one graph
       gpu.give(pair.gpu, step);
-      pair.gpu.step(Algorithm::kAdam, 1.0, true, stream);
+      pair.gpu.step(Algorithm::of<AdamOp>(), 1.0, true, stream);
     }
     cuda(cudaStreamEndCapture(stream, &graph));
     cuda(cudaGraphInstantiate(&exec, graph, 0));
@@ -272,7 +273,7 @@ TEST(capture_eager_replay) {
   }
   for (const int step : history) {
     cpu.give(pair.cpu, step);
-    pair.cpu.step(Algorithm::kAdam);
+    pair.cpu.step(Algorithm::of<AdamOp>());
   }
   pair.expect_same();
   pair.gpu.table->cache.reset();
@@ -289,9 +290,9 @@ TEST(eager_steps_while_another_stream_captures) {
   cuda(cudaStreamBeginCapture(other, cudaStreamCaptureModeGlobal));
   for (int step = 0; step < 80; ++step) {
     cpu.give(pair.cpu, step);
-    pair.cpu.step(Algorithm::kAdam);
+    pair.cpu.step(Algorithm::of<AdamOp>());
     gpu.give(pair.gpu, step);
-    pair.gpu.step(Algorithm::kAdam);
+    pair.gpu.step(Algorithm::of<AdamOp>());
   }
   cudaGraph_t graph = nullptr;
   cuda(cudaStreamEndCapture(other, &graph));

@@ -9,7 +9,8 @@
 #include <random>
 #include <vector>
 
-#include "backend.h"
+#include "core/backend.h"
+#include "core/ops.h"
 #include "harness.h"
 
 namespace ampfuse {
@@ -192,7 +193,8 @@ class World {
     decision.skip_nonfinite = skip;
     RowColumns& columns = preparation.columns;
     columns.steps = steps.get();
-    if (algorithm == Algorithm::kNovoGrad) columns.norm_averages = norm_averages.get();
+    preparation.algorithm = algorithm;
+    if (info(algorithm).grad_norms) columns.norm_averages = norm_averages.get();
     columns.grad_norms = row_norms.get();
     columns.grad_largest = row_largest.get();
     if (layerwise) {

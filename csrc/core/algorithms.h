@@ -1,0 +1,78 @@
+// The ops that a call can name. An optimizer is one line here and one in ops.h; both backends, the
+// Python module and the tests run over these lists.
+#pragma once
+
+#include <vector>
+
+#include "core/hd.h"
+
+namespace ampfuse {
+
+template <class... Ops>
+struct OpList {};
+
+// The optimizers, and what steps like one.
+using Algorithms = OpList<  //
+    struct NoOp,            // gradients alone: another optimizer steps
+    struct SgdOp,           // torch.optim's names, from here on
+    struct AdamOp,          // AdamW too
+    struct AdagradOp,       //
+    struct NovoGradOp,      // apex's
+    struct LambOp,          //
+    struct LambUpdateOp,    // LAMB in two calls
+    struct LayerwiseOp>;    // LARC in front of another's step
+
+// Plain maps over lists of tensors.
+template <unsigned kCheck>
+struct AxpbyOp;
+using MapOps =
+    OpList<struct ScaleOp, AxpbyOp<1>, AxpbyOp<2>, AxpbyOp<3>, struct RefreshOp, struct PublishOp>;
+
+// One op of a list, chosen when running: Algorithm::of<AdamOp>(). See visit() in ops.h.
+template <class List>
+class Choice;
+
+template <class... Ops>
+class Choice<OpList<Ops...>> {
+ public:
+  static constexpr int kCount = sizeof...(Ops);
+
+  constexpr Choice() = default;  // the first
+  HD constexpr explicit Choice(int index) : index_(index) {}
+
+  template <class Op>
+  HD static constexpr Choice of() {
+    return Choice(index_of<Op, Ops...>());
+  }
+  HD constexpr int index() const { return index_; }
+  HD constexpr bool operator==(Choice other) const { return index_ == other.index_; }
+  HD constexpr bool operator!=(Choice other) const { return index_ != other.index_; }
+
+ private:
+  template <class Op, class First, class... Rest>
+  HD static constexpr int index_of() {
+    if constexpr (__is_same(Op, First)) {
+      return 0;
+    } else {
+      return 1 + index_of<Op, Rest...>();
+    }
+  }
+
+  int index_ = 0;
+};
+
+using Algorithm = Choice<Algorithms>;
+using MapOp = Choice<MapOps>;
+
+// What callers have to know of an algorithm.
+struct AlgorithmInfo {
+  Algorithm algorithm;
+  const char* name;
+  std::vector<const char*> states;  // in the order of kState0, kState1, ...
+  bool grad_norms;                  // the step needs the norm of each row's gradient
+};
+
+const std::vector<AlgorithmInfo>& algorithms();  // by index
+inline const AlgorithmInfo& info(Algorithm algorithm) { return algorithms()[algorithm.index()]; }
+
+}  // namespace ampfuse

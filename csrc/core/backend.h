@@ -1,0 +1,112 @@
+// What a backend does with a table. The CPU and CUDA backends look alike: each has one apply
+// harness that walks the chunks, and the ops of core/ops. All pointers are the device's; nothing
+// waits for the device.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+
+#include "core/algorithms.h"
+#include "core/step_state.h"
+#include "core/table.h"
+
+namespace ampfuse {
+
+// What follows an inspection before the update can run: the step is decided in `state`, then the
+// columns of the rows that have a gradient are advanced and their coefficients computed.
+struct Preparation {
+  StepState* state = nullptr;
+  StepDecision decision;
+  Algorithm algorithm;
+  RowColumns columns;
+};
+
+struct InspectArgs {
+  const float* scale = nullptr;   // gradients of scaled rows are divided by it; 1 if absent
+  bool scale_is_inverse = false;  // ... or multiplied, if it is 1 / scale already
+  StepState* state = nullptr;     // receives flag, sum of squares, first offending row
+  float* kept_scale = nullptr;    // receives *scale: it may change before the gradients are used
+  bool same_pass = false;         // as the inspection before, see record_inspection()
+  bool fresh = false;             // judge the gradients of this pass alone, see InspectOp
+  float* found_inf = nullptr;  // set to 1, never cleared, if a gradient is non-finite; may be null
+  float* norm = nullptr;       // L2 norm over all rows; may be null
+  float* row_norms = nullptr;  // [rows] L2 norm of each; may be null
+  float* row_largest = nullptr;  // [rows] largest magnitude of each; may be null
+  Preparation preparation;       // done last, with what was found; none if its state is null
+};
+
+// What inspect multiplies the gradients of scaled rows by.
+HD float inverse_scale(const InspectArgs& args) {
+  if (args.scale == nullptr) return 1.0f;
+  return args.scale_is_inverse ? *args.scale : float(1.0 / double(*args.scale));
+}
+
+HD void keep_scale(const InspectArgs& args) {
+  if (args.kept_scale != nullptr) *args.kept_scale = *args.scale;
+}
+
+struct MapArgs {
+  float a = 1, b = 1;
+  // Set to 1, never cleared, by a non-finite value in a checked list; may be null.
+  float* found_inf = nullptr;
+};
+
+// Device flags. They travel in a kernel's arguments, of which every CUDA version takes 4 KB.
+struct OverflowFlags {
+  static constexpr int kMax = 128;
+  float* found_inf[kMax];
+  float* shared[kMax];
+  int found_infs = 0, shareds = 0;
+};
+
+HD void update_loss_scale(const LossScale& rule, const OverflowFlags& flags, bool fixed) {
+  bool any = false;
+  for (int i = 0; i < flags.found_infs; ++i) any = any || *flags.found_inf[i] != 0;
+  for (int i = 0; i < flags.shareds && any; ++i) *flags.shared[i] = 1;
+  if (!fixed) update_loss_scale(rule, any);
+}
+
+class Backend {
+ public:
+  virtual ~Backend() = default;
+
+  // Reads every gradient once. v = kGrad * (scaled ? 1 / scale : 1) + kAccumulated; v goes to
+  // kGradOut where a row has one, and into the sum of squares.
+  virtual void inspect(Table& table, const InspectArgs& args, void* stream) = 0;
+
+  // The L2 norm of each row's kParam; 0 for rows without a gradient.
+  virtual void measure_params(Table& table, float* row_norms, void* stream) = 0;
+
+  // The preparation alone, where the inspection was earlier or is none.
+  virtual void prepare(Table& table, const Preparation& preparation, void* stream) = 0;
+
+  // The update itself. Returns at once, on the device, if the state says skip. One pass, and one
+  // before it for an algorithm that needs norms of its own.
+  virtual void update(Table& table, Algorithm algorithm, const StepState* state, void* stream) = 0;
+
+  virtual void map(Table& table, MapOp op, const MapArgs& args, void* stream) = 0;
+
+  // Applies the rule to the OR of `flags.found_inf` and sets every `flags.shared` if that is 1.
+  // With `fixed` (a static scale) the scale stays.
+  virtual void update_scale(const LossScale& rule, const OverflowFlags& flags, bool fixed,
+                            void* stream) = 0;
+};
+
+Backend& cpu_backend();
+Backend* cuda_backend();  // nullptr where CUDA was not built
+
+const char* cpu_isa();  // "scalar", "avx2" or "avx512": what runs, or what AMPFUSE_CPU_ISA forces
+
+// How the CPU backend runs its tasks: body(begin, end) over [0, count). The binding hands in
+// torch's pool; the default runs them one after another.
+using ParallelFor =
+    std::function<void(int64_t count, const std::function<void(int64_t, int64_t)>& body)>;
+void set_parallel_for(ParallelFor parallel_for, int (*thread_count)());
+
+// Where the CUDA backend gets memory on the current device. The binding hands in torch's caching
+// allocator.
+using Allocate = std::shared_ptr<void> (*)(size_t bytes);
+void set_device_allocator(Allocate allocate);
+
+}  // namespace ampfuse

@@ -1,0 +1,160 @@
+// Storage types. Arithmetic is FP32 everywhere; a value is widened when it is loaded and rounded
+// once, to nearest even, when it is stored. A new storage type is one more Storage here and one
+// more Lanes beside each SIMD value; with_storage() is the only place that tells types apart.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "hd.h"
+
+#if defined(__CUDACC__)
+#include <cuda_fp16.h>
+#endif
+
+namespace ampfuse {
+
+enum class DType : uint8_t { kNone = 0, kFloat32, kFloat16, kBFloat16 };
+
+HD uint32_t float_bits(float value) {
+#if defined(__CUDA_ARCH__)
+  return __float_as_uint(value);
+#else
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return bits;
+#endif
+}
+
+HD float bits_float(uint32_t bits) {
+#if defined(__CUDA_ARCH__)
+  return __uint_as_float(bits);
+#else
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+#endif
+}
+
+HD float bfloat16_to_float(uint16_t stored) { return bits_float(uint32_t(stored) << 16); }
+
+// Integer rounding on every backend: the BF16 conversion instructions flush subnormals on x86
+// (VCVTNEPS2BF16) and depend on the architecture on NVIDIA.
+HD uint16_t float_to_bfloat16(float value) {
+  const uint32_t bits = float_bits(value);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return uint16_t((bits >> 16) | 0x0040u);  // stay a NaN
+  return uint16_t((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+HD float float16_to_float(uint16_t stored) {
+#if defined(__CUDA_ARCH__)
+  return __half2float(__ushort_as_half(stored));
+#else
+  const uint32_t sign = uint32_t(stored & 0x8000u) << 16;
+  const uint32_t magnitude = stored & 0x7fffu;
+  if (magnitude >= 0x7c00u) return bits_float(sign | 0x7f800000u | (magnitude & 0x3ffu) << 13);
+  if (magnitude < 0x0400u) {  // subnormal: a multiple of 2^-24
+    const float value = float(magnitude) * 5.9604644775390625e-8f;
+    return bits_float(sign | float_bits(value));
+  }
+  return bits_float(sign | ((magnitude << 13) + (112u << 23)));
+#endif
+}
+
+HD uint16_t float_to_float16(float value) {
+#if defined(__CUDA_ARCH__)
+  return __half_as_ushort(__float2half_rn(value));
+#else
+  const uint32_t bits = float_bits(value);
+  const uint32_t sign = (bits >> 16) & 0x8000u;
+  uint32_t magnitude = bits & 0x7fffffffu;
+  if (magnitude > 0x7f800000u) return uint16_t(sign | 0x7e00u);   // NaN
+  if (magnitude >= 0x477ff000u) return uint16_t(sign | 0x7c00u);  // 65520 and above round to inf
+  if (magnitude < 0x38800000u) {
+    // Below 2^-14 halves are multiples of 2^-24, the spacing of floats in [0.5, 1): adding 0.5
+    // rounds.
+    return uint16_t(sign | (float_bits(bits_float(magnitude) + 0.5f) - 0x3f000000u));
+  }
+  magnitude += 0xfffu + ((magnitude >> 13) & 1u);
+  return uint16_t(sign | ((magnitude - (112u << 23)) >> 13));
+#endif
+}
+
+// How a value of each type is stored, and its way to float and back.
+template <DType>
+struct Storage;
+
+template <>
+struct Storage<DType::kFloat32> {
+  static constexpr DType kType = DType::kFloat32;
+  using Stored = uint32_t;  // bits, as of the other types
+  HD static float widen(Stored stored) { return bits_float(stored); }
+  HD static Stored narrow(float value) { return float_bits(value); }
+};
+
+template <>
+struct Storage<DType::kFloat16> {
+  static constexpr DType kType = DType::kFloat16;
+  using Stored = uint16_t;
+  HD static float widen(Stored stored) { return float16_to_float(stored); }
+  HD static Stored narrow(float value) { return float_to_float16(value); }
+};
+
+template <>
+struct Storage<DType::kBFloat16> {
+  static constexpr DType kType = DType::kBFloat16;
+  using Stored = uint16_t;
+  HD static float widen(Stored stored) { return bfloat16_to_float(stored); }
+  HD static Stored narrow(float value) { return float_to_bfloat16(value); }
+};
+
+// Calls run(Storage) of a list that is there; nothing for kNone. No default case: a compiler names
+// a type that is missing.
+template <class Run>
+HD constexpr void with_storage(DType dtype, const Run& run) {
+  switch (dtype) {
+    case DType::kNone:
+      return;
+    case DType::kFloat32:
+      return run(Storage<DType::kFloat32>());
+    case DType::kFloat16:
+      return run(Storage<DType::kFloat16>());
+    case DType::kBFloat16:
+      return run(Storage<DType::kBFloat16>());
+  }
+  __builtin_unreachable();
+}
+
+// In bytes; 0 for kNone.
+HD constexpr int64_t element_size(DType dtype) {
+  int64_t size = 0;
+  with_storage(dtype,
+               [&](auto storage) HD_LAMBDA { size = sizeof(typename decltype(storage)::Stored); });
+  return size;
+}
+
+// The sizes there are: a word, or half of one.
+HD constexpr bool fills_word(DType dtype) { return dtype == DType::kFloat32; }
+static_assert(element_size(DType::kFloat32) == 4 && element_size(DType::kFloat16) == 2 &&
+              element_size(DType::kBFloat16) == 2);
+
+// The element may be anywhere in memory.
+HD float load_float(const void* data, DType dtype, int64_t i) {
+  float value = 0;
+  with_storage(dtype, [&](auto storage) HD_LAMBDA {
+    typename decltype(storage)::Stored stored;
+    std::memcpy(&stored, static_cast<const char*>(data) + i * int64_t(sizeof stored),
+                sizeof stored);
+    value = storage.widen(stored);
+  });
+  return value;
+}
+
+HD void store_float(void* data, DType dtype, int64_t i, float value) {
+  with_storage(dtype, [&](auto storage) HD_LAMBDA {
+    const auto stored = storage.narrow(value);
+    std::memcpy(static_cast<char*>(data) + i * int64_t(sizeof stored), &stored, sizeof stored);
+  });
+}
+
+}  // namespace ampfuse

@@ -1,0 +1,184 @@
+// Hyper-parameters of one tensor row, and the coefficients that its elements meet.
+//
+// Every row has its own, so parameter groups cost no launch; rows of a group share the entry that
+// holds them. `RowHyper` is what the user set, in double; `RowStep` turns it, once per step and
+// row, into the floats that an op uses (advance.h). Host and device run the same functions, and
+// powers of beta come from repeated squaring: library `pow` differs in the last place between them,
+// and a resumed run must get the same correction from its step count alone.
+#pragma once
+
+#include <cstdint>
+
+#include "core/hd.h"
+#include "core/scalar.h"
+#include "core/step_state.h"
+
+namespace ampfuse {
+
+enum HyperFlag : int32_t {
+  kMaximize = 1,   // ascend: the gradient changes sign first
+  kNesterov = 2,   // SGD
+  kDecoupled = 4,  // AdamW: weight decay acts on the parameter, not through the gradient
+  // Set on a row's first applied step: SGD's buffer starts as the gradient.
+  kFirstStep = 8,
+  kUncorrected = 16,     // moments are used without bias correction
+  kUnaveraged = 32,      // LAMB, NovoGrad: the gradient enters exp_avg whole, not times 1 - beta1
+  kLateDecay = 64,       // SGD: weight decay is added after the momentum
+  kTrustAll = 128,       // LAMB: a trust ratio also for rows without weight decay (NVLAMB)
+  kInfinityNorm = 256,   // NovoGrad: the norm of a gradient is its largest element
+  kInitZero = 512,       // NovoGrad: the average of norms starts at zero, not at the first norm
+  kLayerwise = 1024,     // LARC: the gradient is scaled by the ratio of the norms
+  kClippedRatio = 2048,  // LARC: ... so that lr times ratio is at most lr
+};
+
+// Hyper-parameters that change from step to step, known in advance: device columns of `steps`
+// values each, null where a value is constant.
+struct Schedule {
+  const double* lr = nullptr;
+  const double* weight_decay = nullptr;
+  const double* momentum = nullptr;
+  const double* beta1 = nullptr;
+  const double* beta2 = nullptr;
+  int64_t steps = 0;
+};
+
+struct RowHyper {
+  double lr = 0, weight_decay = 0;
+  double momentum = 0, dampening = 0;           // SGD
+  double beta1 = 0, beta2 = 0, eps = 0;         // Adam, AdamW, LAMB, NovoGrad; eps of Adagrad
+  double lr_decay = 0;                          // Adagrad
+  double trust_coefficient = 0, trust_eps = 0;  // LARC
+  const float* lr_tensor = nullptr;             // device value that replaces lr
+  Schedule schedule;                            // replaces both
+  int32_t flags = 0;
+};
+
+// Aligned so that device code moves it in accesses of 16 bytes. What is not said to be of all
+// optimizers an op's prepare() sets if the op uses it.
+struct alignas(16) RowCoef {
+  float grad_scale = 0;  // clip / loss scale for a scaled row, clip otherwise; negative to maximize
+  float inverse_scale = 1;  // 1 / loss scale for a scaled row, 1 otherwise
+  float accum_scale = 0;    // clip, likewise signed: accumulators hold unscaled values
+  float weight_decay = 0;   // L2: g += weight_decay * p
+  float decay = 1;          // decoupled: p *= decay = 1 - lr * weight_decay
+  float lr = 0;
+  int32_t flags = 0;  // these seven are of all
+  float momentum = 0, one_minus_dampening = 0;
+  float beta1 = 0, one_minus_beta1 = 0, beta2 = 0, one_minus_beta2 = 0;
+  float step_size = 0, eps = 0;
+  float grad_weight = 0;  // of the gradient in the next exp_avg
+  float correction = 1;   // of the bias
+};
+
+// What rows keep from step to step and what a step knows of each: columns of floats, [rows].
+struct RowColumns {
+  float* steps = nullptr;               // applied steps
+  float* norm_averages = nullptr;       // NovoGrad: the average of gradient norms, as a norm
+  const float* grad_norms = nullptr;    // L2, of the unscaled gradient before clipping
+  const float* grad_largest = nullptr;  // its largest magnitude
+  const float* param_norms = nullptr;   // L2
+
+  HD bool differ_by_row() const { return norm_averages != nullptr || param_norms != nullptr; }
+};
+
+// What the row's hyper-parameters are in step `step` of its schedule, from 0. After its end they
+// stay what they were last.
+HD RowHyper at_step(RowHyper hyper, int64_t step) {
+  if (hyper.lr_tensor) hyper.lr = double(*hyper.lr_tensor);
+  const Schedule& schedule = hyper.schedule;
+  if (schedule.steps == 0) return hyper;
+  const int64_t i = step < schedule.steps ? step : schedule.steps - 1;
+  if (schedule.lr) hyper.lr = schedule.lr[i];
+  if (schedule.weight_decay) hyper.weight_decay = schedule.weight_decay[i];
+  if (schedule.momentum) hyper.momentum = schedule.momentum[i];
+  if (schedule.beta1) hyper.beta1 = schedule.beta1[i];
+  if (schedule.beta2) hyper.beta2 = schedule.beta2[i];
+  return hyper;
+}
+
+HD double power(double base, int64_t exponent) {
+  double result = 1;
+  for (; exponent > 0; exponent >>= 1) {
+    if (exponent & 1) result *= base;
+    base *= base;
+  }
+  return result;
+}
+
+// LARC (You et al., arXiv:1708.03888): what multiplies gradient and weight decay.
+HD double layerwise_ratio(const RowHyper& hyper, double lr, double param_norm, double grad_norm) {
+  const double ratio = hyper.trust_coefficient * param_norm /
+                       (grad_norm + hyper.weight_decay * param_norm + hyper.trust_eps);
+  if (!(hyper.flags & kClippedRatio)) return ratio;
+  return ratio < lr ? ratio / lr : 1.0;
+}
+
+// One row's step in double, from which its coefficients come. An op's prepare() may change it.
+struct RowStep {
+  RowHyper hyper;  // as they are in this step
+  int64_t count;   // of the row's applied steps, this one included
+  double lr;       // after Adagrad's decay
+  double weight_decay;
+  double multiplier;  // of the unscaled gradient
+  int32_t flags;
+  const RowColumns* columns;
+  int64_t row;
+
+  HD double bias1() const { return is_corrected() ? 1 - power(hyper.beta1, count) : 1.0; }
+  HD double sqrt_bias2() const {
+    return is_corrected() ? square_root(1 - power(hyper.beta2, count)) : 1.0;
+  }
+  HD bool is_corrected() const { return !(hyper.flags & kUncorrected); }
+
+  // By NovoGrad's choice of norm.
+  HD double grad_norm() const {
+    return double((hyper.flags & kInfinityNorm ? columns->grad_largest : columns->grad_norms)[row]);
+  }
+  HD float* norm_average() const { return columns->norm_averages + row; }
+
+  // LARC: the gradient is multiplied by the ratio of the norms.
+  HD void scale_layerwise() {
+    // The decay is scaled with the gradient, so it acts through it, whatever the optimizer does.
+    const double param_norm = double(columns->param_norms[row]);
+    const double grad_norm = multiplier * double(columns->grad_norms[row]);
+    if (param_norm > 0 && grad_norm > 0) {
+      const double ratio = layerwise_ratio(hyper, lr, param_norm, grad_norm);
+      multiplier *= ratio;
+      weight_decay *= ratio;
+    } else {
+      weight_decay = 0;  // such as a bias at its start: its gradient as it is
+    }
+    flags &= ~(kDecoupled | kLateDecay);
+  }
+};
+
+// The step that `state` decided on. The row's count advances.
+HD RowStep begin_row_step(const RowHyper& hyper, const StepState& state, const RowColumns& columns,
+                          int64_t row) {
+  RowStep step;
+  step.hyper = at_step(hyper, state.schedule_step - 1);
+  step.count = int64_t(columns.steps[row]) + 1;
+  columns.steps[row] = float(step.count);
+  step.lr = step.hyper.lr / (1 + double(step.count - 1) * step.hyper.lr_decay);
+  step.weight_decay = step.hyper.weight_decay;
+  step.multiplier = double(state.clip_coef);
+  step.flags = step.hyper.flags | (step.count == 1 ? kFirstStep : 0);
+  step.columns = &columns;
+  step.row = row;
+  if (step.hyper.flags & kLayerwise && columns.param_norms) step.scale_layerwise();
+  return step;
+}
+
+// The coefficients of all optimizers.
+HD void finish_coef(RowCoef& coef, const RowStep& step, const StepState& state, bool scaled) {
+  const double multiplier = step.hyper.flags & kMaximize ? -step.multiplier : step.multiplier;
+  coef.grad_scale = float(scaled ? multiplier / double(state.loss_scale) : multiplier);
+  if (scaled) coef.inverse_scale = float(1.0 / double(state.loss_scale));
+  coef.accum_scale = float(multiplier);
+  coef.weight_decay = float(step.weight_decay);
+  coef.decay = float(1 - step.lr * step.weight_decay);
+  coef.lr = float(step.lr);
+  coef.flags = step.flags;
+}
+
+}  // namespace ampfuse

@@ -1,0 +1,30 @@
+// torch.optim.Adagrad (Duchi et al., JMLR 2011), with decoupled decay if asked for.
+#pragma once
+
+#include "core/ops/op.h"
+
+namespace ampfuse {
+
+struct AdagradOp : OptimizerOp<AdagradOp> {
+  static constexpr const char* kName = "adagrad";
+  static constexpr const char* kStates[] = {"sum"};
+  static constexpr List kSum = kState0;
+  static constexpr unsigned kReads = kGradient | bit(kParam) | bit(kSum);
+  static constexpr unsigned kWrites = bit(kParam) | bit(kModel) | bit(kSum) | bit(kUnscaled);
+
+  HD static void prepare(RowStep& step, RowCoef& c) { c.eps = float(step.hyper.eps); }
+
+  template <class F>
+  HD void operator()(F (&x)[kLists]) const {
+    const F p = x[kParam];
+    const F g = decayed_gradient(step_gradient(x, c), p, c);
+    x[kSum] = fma(g, g, x[kSum]);
+    const F u = g / (sqrt(x[kSum]) + F(c.eps));
+    x[kParam] = fma(F(-c.lr), decayed_update(u, p, c), p);
+    x[kModel] = x[kParam];
+  }
+};
+
+using adagrad_ops = OpList<AdagradOp>;
+
+}  // namespace ampfuse

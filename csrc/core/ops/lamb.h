@@ -1,0 +1,119 @@
+// LAMB (You et al., arXiv:1904.00962).
+//
+// It needs the norms of a row's weights and of its whole update u before the first weight changes.
+// The first pass (LambMomentsOp) advances the moments and measures both; the second (LambOp)
+// computes u again from the moments. To keep u between the passes would move the same bytes (4
+// written and 4 read, instead of two moments read) and take 4 bytes a parameter of memory; to keep
+// it where a half gradient was would save 6 of 42 bytes, but round every update to half and destroy
+// the gradients.
+#pragma once
+
+#include "core/ops/op.h"
+
+namespace ampfuse {
+
+constexpr float kSmallestNormal = 1.17549435e-38f;
+
+template <class Self>
+struct LambMaths : OptimizerOp<Self> {
+  static constexpr const char* kStates[] = {"exp_avg", "exp_avg_sq"};
+  static constexpr List kExpAvg = kState0, kExpAvgSq = kState1;
+  static constexpr unsigned kMoments = bit(kExpAvg) | bit(kExpAvgSq);
+  using OptimizerOp<Self>::c;
+
+  HD static void prepare(RowStep& step, RowCoef& c) {
+    const RowHyper& hyper = step.hyper;
+    c.beta1 = float(hyper.beta1);
+    c.grad_weight = hyper.flags & kUnaveraged ? 1.0f : float(1 - hyper.beta1);
+    c.beta2 = float(hyper.beta2);
+    c.one_minus_beta2 = float(1 - hyper.beta2);
+    c.correction = float(step.sqrt_bias2() / step.bias1());
+    c.eps = float(hyper.eps * step.sqrt_bias2());
+  }
+
+  template <class F>
+  HD void advance_moments(F (&x)[kLists]) const {
+    const F g = decayed_gradient(step_gradient(x, c), x[kParam], c);
+    x[kExpAvg] = fma(F(c.grad_weight), g, F(c.beta1) * x[kExpAvg]);
+    x[kExpAvgSq] = fma(F(c.one_minus_beta2) * g, g, F(c.beta2) * x[kExpAvgSq]);
+  }
+
+  // An eps of 0 is the smallest normal number, so that an element that never had a gradient, or the
+  // padding behind the last one, has no update rather than 0 / 0, which would be the row's norm.
+  template <class F>
+  HD F update(const F (&x)[kLists]) const {
+    const float eps = c.eps > 0 ? c.eps : kSmallestNormal;
+    const F u = F(c.correction) * (x[kExpAvg] / (sqrt(x[kExpAvgSq]) + F(eps)));
+    return decayed_update(u, x[kParam], c);
+  }
+};
+
+// kAgain: the moments are advanced already, and the pass only measures.
+template <bool kAgain = false>
+struct LambMomentsOp : LambMaths<LambMomentsOp<kAgain>> {
+  using Maths = LambMaths<LambMomentsOp>;
+  static constexpr const char* kName = "lamb_moments";
+  static constexpr unsigned kReads =
+      (kAgain ? 0 : Maths::kGradient) | bit(kParam) | Maths::kMoments;
+  static constexpr unsigned kWrites = kAgain ? 0 : Maths::kMoments | bit(kUnscaled);
+  static constexpr unsigned kMeasured = bit(kParam) | bit(kUpdate);
+
+  HD LambMomentsOp<true> again() const {
+    LambMomentsOp<true> op;
+    op.c = this->c;
+    return op;
+  }
+
+  template <class F>
+  HD void operator()(F (&x)[kLists]) const {
+    if (!kAgain) this->advance_moments(x);
+    x[kUpdate] = this->update(x);
+  }
+};
+
+struct LambOp : LambMaths<LambOp> {
+  using Before = LambMomentsOp<>;
+  static constexpr const char* kName = "lamb";
+  static constexpr unsigned kReads = bit(kParam) | kMoments;
+  static constexpr unsigned kWrites = bit(kParam) | bit(kModel);
+  float step_size;
+
+  HD static LambOp for_row(const TableView& view, int64_t row, float, float) {
+    const auto norm = [&](int list) HD_LAMBDA {
+      return view.norms[measure_of(Before::kMeasured, list) * view.rows + row];
+    };
+    LambOp op;
+    op.c = view.coefs[row];
+    op.step_size = op.c.lr * trust_ratio(op.c, norm(kParam), norm(kUpdate));
+    return op;
+  }
+
+  // The ratio of the norms, 1 where one of them is zero or where the row has none.
+  HD static float trust_ratio(const RowCoef& c, float param_norm, float update_norm) {
+    if (c.weight_decay == 0 && !(c.flags & kTrustAll)) return 1;
+    return param_norm > 0 && update_norm > 0 ? param_norm / update_norm : 1.0f;
+  }
+
+  template <class F>
+  HD void operator()(F (&x)[kLists]) const {
+    x[kParam] = fma(F(-step_size), update(x), x[kParam]);
+    x[kModel] = x[kParam];
+  }
+};
+
+// LAMB in two calls: the first leaves the update where the row says, the second is a plain step.
+struct LambUpdateOp : LambMaths<LambUpdateOp> {
+  static constexpr const char* kName = "lamb_update";
+  static constexpr unsigned kReads = kGradient | bit(kParam) | kMoments;
+  static constexpr unsigned kWrites = kMoments | bit(kUnscaled) | bit(kUpdate);
+
+  template <class F>
+  HD void operator()(F (&x)[kLists]) const {
+    advance_moments(x);
+    x[kUpdate] = update(x);
+  }
+};
+
+using lamb_ops = OpList<LambMomentsOp<>, LambOp, LambUpdateOp>;
+
+}  // namespace ampfuse

@@ -1,0 +1,22 @@
+// LARC (You et al., arXiv:1708.03888) in front of another's step: the gradient takes in the decay
+// and the ratio of the row's coefficients, which hyper.h computes.
+#pragma once
+
+#include "core/ops/op.h"
+
+namespace ampfuse {
+
+struct LayerwiseOp : OptimizerOp<LayerwiseOp> {
+  static constexpr const char* kName = "layerwise";
+  static constexpr unsigned kReads = bit(kGrad) | bit(kParam);
+  static constexpr unsigned kWrites = bit(kGradOut);
+
+  template <class F>
+  HD void operator()(F (&x)[kLists]) const {
+    x[kGradOut] = decayed_gradient(F(c.grad_scale) * x[kGrad], x[kParam], c);
+  }
+};
+
+using layerwise_ops = OpList<LayerwiseOp>;
+
+}  // namespace ampfuse

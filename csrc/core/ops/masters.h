@@ -1,0 +1,43 @@
+// Between FP32 masters and the model weights beside them, apart from a step.
+#pragma once
+
+#include "core/ops/op.h"
+
+namespace ampfuse {
+
+// Masters follow edits of the model: an element whose rounding the model weight no longer is takes
+// its value.
+struct RefreshOp : RowOp<RefreshOp> {
+  static constexpr const char* kName = "refresh";
+  static constexpr unsigned kReads = bit(kParam) | bit(kModel);
+  static constexpr unsigned kWrites = bit(kParam);
+  DType model;
+
+  HD static RefreshOp for_row(const TableView& view, int64_t row, float, float) {
+    RefreshOp op;
+    op.model = view.type(kModel, row);
+    return op;
+  }
+
+  template <class F>
+  HD void operator()(F (&x)[kLists]) const {
+    if (model == DType::kNone) return;  // no model weight to follow
+    x[kParam] = select_equal(round_to(model, x[kParam]), x[kModel], x[kParam], x[kModel]);
+  }
+};
+
+// Model weights from masters.
+struct PublishOp : RowOp<PublishOp> {
+  static constexpr const char* kName = "publish";
+  static constexpr unsigned kReads = bit(kParam);
+  static constexpr unsigned kWrites = bit(kModel);
+
+  template <class F>
+  HD void operator()(F (&x)[kLists]) const {
+    x[kModel] = x[kParam];
+  }
+};
+
+using masters_ops = OpList<RefreshOp, PublishOp>;
+
+}  // namespace ampfuse

@@ -1,0 +1,88 @@
+// What the ops have in common.
+//
+// An op is a function of the values x[list] of one element, written once for every backend: F is
+// float on the device and in scalar code and a SIMD vector otherwise. It says
+//   kName      what Python and error messages call it
+//   kReads, kWrites  which lists are loaded and stored back. A list that a row lacks reads as zero
+//              and is not stored.
+//   kChecked   which of the lists it reads set the flag where they hold a non-finite value
+//   kMeasured  whose norms a measuring pass takes, of the values that the op leaves in x, stored or
+//              not. Such an op says with again() how to look at the same values a second time.
+//   kGradientRows  whether rows without a gradient are left alone
+//   for_row()  the op for one row of a table
+// Branches depend on the row alone, never on an element. `fma` is spelled where it is meant and the
+// compiler adds none, so every backend rounds alike.
+#pragma once
+
+#include "core/algorithms.h"
+#include "core/hd.h"
+#include "core/hyper.h"
+#include "core/scalar.h"
+#include "core/table.h"
+
+namespace ampfuse {
+
+// The defaults. `a` and `b` are the two numbers that a call may pass.
+template <class Self>
+struct RowOp {
+  static constexpr unsigned kReads = 0, kWrites = 0, kChecked = 0, kMeasured = 0;
+  static constexpr bool kGradientRows = false;
+
+  HD static Self for_row(const TableView&, int64_t, float, float) { return {}; }
+};
+
+// An op of an optimizer's step works by its row's coefficients. Beside RowOp's it says
+//   kStates    the names of its states, in the order of kState0, kState1, ...
+//   Before     an op whose measuring pass comes first: the step needs its norms
+//   kGradNorms whether the step needs the norm of each row's gradient
+//   prepare()  how the coefficients that only some optimizers have come from a row's
+//              hyper-parameters: momentum, betas, bias corrections
+template <class Self>
+struct OptimizerOp : RowOp<Self> {
+  static constexpr bool kGradientRows = true;
+  using Before = void;
+  static constexpr bool kGradNorms = false;
+  static constexpr unsigned kGradient = bit(kGrad) | bit(kAccumulated);
+
+  RowCoef c;
+
+  HD static Self for_row(const TableView& view, int64_t row, float, float) {
+    Self op;
+    op.c = view.coefs[row];
+    return op;
+  }
+  HD static void prepare(RowStep&, RowCoef&) {}
+};
+
+struct NoOp : OptimizerOp<NoOp> {
+  static constexpr const char* kName = "none";
+};
+
+// How many states an op names.
+template <class Op, class = void>
+constexpr int kStateCount = 0;
+template <class Op>
+constexpr int kStateCount<Op, decltype(void(Op::kStates))> =
+    int(sizeof(Op::kStates) / sizeof(Op::kStates[0]));
+
+// The gradient of this step: unscaled, clipped, with what earlier passes accumulated. Whoever looks
+// at it after the step finds it unscaled and not clipped.
+template <class F>
+HD F step_gradient(F (&x)[kLists], const RowCoef& c) {
+  x[kUnscaled] = F(c.inverse_scale) * x[kGrad];
+  return fma(x[kGrad], F(c.grad_scale), x[kAccumulated] * F(c.accum_scale));
+}
+
+// Weight decay where torch does not set the form: in the gradient, or (decoupled) in the update u
+// of p -= lr * u. Then each step rounds p once; 1 - lr * weight_decay, rounded, would be off in the
+// same direction at every step.
+template <class F>
+HD F decayed_gradient(const F& g, const F& p, const RowCoef& c) {
+  return c.flags & kDecoupled || c.weight_decay == 0 ? g : fma(F(c.weight_decay), p, g);
+}
+template <class F>
+HD F decayed_update(const F& u, const F& p, const RowCoef& c) {
+  return c.flags & kDecoupled && c.weight_decay != 0 ? fma(F(c.weight_decay), p, u) : u;
+}
+
+}  // namespace ampfuse

@@ -1,0 +1,42 @@
+// torch.optim.SGD.
+#pragma once
+
+#include "core/ops/op.h"
+
+namespace ampfuse {
+
+struct SgdOp : OptimizerOp<SgdOp> {
+  static constexpr const char* kName = "sgd";
+  static constexpr const char* kStates[] = {"momentum_buffer"};
+  static constexpr List kMomentumBuffer = kState0;
+  static constexpr unsigned kReads = kGradient | bit(kParam) | bit(kMomentumBuffer);
+  static constexpr unsigned kWrites =
+      bit(kParam) | bit(kModel) | bit(kMomentumBuffer) | bit(kUnscaled);
+
+  HD static void prepare(RowStep& step, RowCoef& c) {
+    c.momentum = float(step.hyper.momentum);
+    c.one_minus_dampening = float(1 - step.hyper.dampening);
+  }
+
+  template <class F>
+  HD void operator()(F (&x)[kLists]) const {
+    const bool late = c.flags & kLateDecay;
+    F g = step_gradient(x, c);
+    if (c.weight_decay != 0 && !late) g = fma(F(c.weight_decay), x[kParam], g);
+    if (c.momentum != 0) {
+      F buffer = g;
+      if (!(c.flags & kFirstStep)) {
+        buffer = fma(F(c.momentum), x[kMomentumBuffer], F(c.one_minus_dampening) * g);
+      }
+      x[kMomentumBuffer] = buffer;
+      g = c.flags & kNesterov ? fma(F(c.momentum), buffer, g) : buffer;
+    }
+    if (c.weight_decay != 0 && late) g = fma(F(c.weight_decay), x[kParam], g);
+    x[kParam] = fma(F(-c.lr), g, x[kParam]);
+    x[kModel] = x[kParam];
+  }
+};
+
+using sgd_ops = OpList<SgdOp>;
+
+}  // namespace ampfuse

@@ -1,0 +1,51 @@
+// The value type of device code and of the scalar CPU backend: plain float, under the names that
+// the SIMD values have too, so that an op reads the same for all of them.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "dtype.h"
+#include "hd.h"
+
+namespace ampfuse {
+
+HD float fma(float a, float b, float c) {
+#if defined(__CUDA_ARCH__)
+  return __fmaf_rn(a, b, c);
+#else
+  return __builtin_fmaf(a, b, c);
+#endif
+}
+
+HD float sqrt(float a) {
+#if defined(__CUDA_ARCH__)
+  return __fsqrt_rn(a);
+#else
+  return __builtin_sqrtf(a);
+#endif
+}
+
+HD double square_root(double a) {
+#if defined(__CUDA_ARCH__)
+  return __dsqrt_rn(a);
+#else
+  return __builtin_sqrt(a);
+#endif
+}
+
+// The larger of two values; NaN if either is, as torch.maximum.
+HD float max_nan(float a, float b) { return a > b || a != a ? a : b; }
+
+// `then` where a equals b, else `otherwise`.
+HD float select_equal(float a, float b, float then, float otherwise) {
+  return a == b ? then : otherwise;
+}
+
+// The value that storing as `dtype` and loading again gives.
+HD float round_to(DType dtype, float a) {
+  with_storage(dtype, [&](auto storage) HD_LAMBDA { a = storage.widen(storage.narrow(a)); });
+  return a;
+}
+
+}  // namespace ampfuse

@@ -1,0 +1,181 @@
+// The table of tensors that one call works on, and the plan that cuts it into chunks.
+//
+// A row is one tensor with everything that belongs to it: its gradient, its parameter, its moments.
+// A list is one such role over all rows. Both backends walk the same chunks in the same way, so a
+// result depends on neither the number of tensors nor the number of threads.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "dtype.h"
+#include "hyper.h"
+#include "reduce.h"
+
+namespace ampfuse {
+
+// The roles. A list that a row lacks is null: it reads as zero and is not written.
+enum List : int {
+  kGrad,         // as autograd left it, perhaps scaled
+  kAccumulated,  // FP32 (or the parameter's type), unscaled, from earlier backward passes
+  kGradOut,      // where inspect writes unscaled gradients, if anywhere
+  kUnscaled,     // where the update does: over scaled FP32 ones
+  kParam,        // what the optimizer steps: the FP32 master, or the parameter itself
+  kModel,        // the half-precision model weight beside a master
+  kState0,       // the optimizer's states, in the order in which its op names them
+  kState1,
+  kState2,
+  kLists
+};
+
+// Plain multi-tensor ops use the first three roles under these names.
+constexpr List kSource = kGrad, kSource2 = kAccumulated, kTarget = kGradOut;
+// LAMB's update, within a pass: inspect writes no gradient then.
+constexpr List kUpdate = kGradOut;
+
+constexpr int kMaxStates = kLists - kState0;
+
+HD constexpr unsigned bit(int list) { return 1u << list; }
+
+// A pass measures at most so many lists: LAMB's weights and updates.
+constexpr int kMeasures = 2;
+
+HD constexpr int count_lists(unsigned lists) {
+  int count = 0;
+  for (; lists != 0; lists &= lists - 1) ++count;
+  return count;
+}
+
+struct Chunk {
+  int32_t row;
+  int32_t index;  // of this chunk within its row: it starts at element index * kChunk
+};
+
+// The place of `list` among those that a pass measures.
+HD constexpr int measure_of(unsigned measured, int list) {
+  return count_lists(measured & (bit(list) - 1));
+}
+
+// What kernels see: columns, in host memory for the CPU backend and in device memory for CUDA.
+struct TableView {
+  void* const* data = nullptr;           // [kLists][rows]
+  const DType* dtype = nullptr;          // [kLists][rows]
+  const int64_t* numel = nullptr;        // [rows]
+  const uint8_t* scaled = nullptr;       // [rows] 1: kGrad carries the loss scale
+  const int64_t* first_chunk = nullptr;  // [rows + 1]
+  // Rows with the same entry have the same hyper-parameters.
+  const int32_t* hyper_of = nullptr;  // [rows] the row's entry in `hyper`
+  const RowHyper* hyper = nullptr;    // [hyper_count], of at most `rows`
+  const Chunk* chunks = nullptr;      // [chunk_count]
+  RowCoef* coefs = nullptr;           // [rows]
+  // Scratch of one pass: what it measures, of up to kMeasures lists.
+  Partial* partials = nullptr;  // [kMeasures][chunk_count]
+  float* norms = nullptr;       // [kMeasures][rows]
+  int64_t rows = 0;
+  int64_t chunk_count = 0;
+  int64_t hyper_count = 0;
+
+  HD void* pointer(int list, int64_t row) const { return data[list * rows + row]; }
+  HD DType type(int list, int64_t row) const { return dtype[list * rows + row]; }
+  HD bool has_gradient(int64_t row) const {
+    return pointer(kGrad, row) != nullptr || pointer(kAccumulated, row) != nullptr;
+  }
+};
+
+// What a backend keeps beside a table between calls: device copies of the columns, scratch memory.
+struct TableCache {
+  virtual ~TableCache() = default;
+};
+
+class Table {
+ public:
+  explicit Table(std::vector<int64_t> numel) : numel_(std::move(numel)) {
+    const int64_t rows = int64_t(numel_.size());
+    data_.resize(kLists * rows);
+    dtype_.resize(kLists * rows, DType::kNone);
+    scaled_.resize(rows);
+    hyper_of_.resize(rows);
+    if (rows > 0) hyper_.emplace_back();
+    hyper_uses_.assign(hyper_.size(), int32_t(rows));
+    first_chunk_.push_back(0);
+    for (int64_t row = 0; row < rows; ++row) {
+      const int64_t count = (numel_[row] + kChunk - 1) / kChunk;
+      for (int64_t i = 0; i < count; ++i) chunks_.push_back({int32_t(row), int32_t(i)});
+      first_chunk_.push_back(int64_t(chunks_.size()));
+    }
+  }
+
+  int64_t rows() const { return int64_t(numel_.size()); }
+  int64_t numel(int64_t row) const { return numel_[row]; }
+
+  void set(int list, int64_t row, void* data, DType dtype) {
+    const int64_t i = list * rows() + row;
+    if (data_[i] == data && dtype_[i] == dtype) return;
+    data_[i] = data;
+    dtype_[i] = dtype;
+    changed_lists |= bit(list);
+  }
+
+  void set_scaled(int64_t row, bool scaled) {
+    if (scaled_[row] == uint8_t(scaled)) return;
+    scaled_[row] = scaled;
+    changed_scaled = true;
+  }
+
+  // Of rows [begin, end), which share an entry.
+  void set_hyper(int64_t begin, int64_t end, const RowHyper& hyper) {
+    if (begin == end) return;
+    for (int64_t row = begin; row < end; ++row) {
+      if (--hyper_uses_[hyper_of_[row]] == 0) unused_.push_back(hyper_of_[row]);
+    }
+    if (unused_.empty()) {
+      unused_.push_back(int32_t(hyper_.size()));
+      hyper_.emplace_back();
+      hyper_uses_.push_back(0);
+    }
+    const int32_t entry = unused_.back();
+    unused_.pop_back();
+    hyper_[entry] = hyper;
+    hyper_uses_[entry] = int32_t(end - begin);
+    for (int64_t row = begin; row < end; ++row) hyper_of_[row] = entry;
+    changed_hyper = true;
+  }
+
+  // Host columns; coefs and partials are the backend's.
+  TableView view() const {
+    TableView view;
+    view.data = data_.data();
+    view.dtype = dtype_.data();
+    view.numel = numel_.data();
+    view.scaled = scaled_.data();
+    view.first_chunk = first_chunk_.data();
+    view.hyper_of = hyper_of_.data();
+    view.hyper = hyper_.data();
+    view.chunks = chunks_.data();
+    view.rows = rows();
+    view.chunk_count = int64_t(chunks_.size());
+    view.hyper_count = int64_t(hyper_.size());
+    return view;
+  }
+
+  // What changed since a backend last copied the columns, which start as zeros; the backend clears
+  // them.
+  unsigned changed_lists = 0;
+  bool changed_scaled = false;
+  bool changed_hyper = false;
+
+  std::unique_ptr<TableCache> cache;
+
+ private:
+  std::vector<int64_t> numel_;
+  std::vector<void*> data_;
+  std::vector<DType> dtype_;
+  std::vector<uint8_t> scaled_;
+  std::vector<int32_t> hyper_of_, hyper_uses_, unused_;  // unused_: entries of no row
+  std::vector<RowHyper> hyper_;
+  std::vector<Chunk> chunks_;
+  std::vector<int64_t> first_chunk_;
+};
+
+}  // namespace ampfuse

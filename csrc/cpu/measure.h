@@ -1,0 +1,143 @@
+// Applies an op to chunks and takes the norms of what it leaves in some lists. See core/reduce.h
+// for the order of the sums.
+#pragma once
+
+#include "kernels.h"
+#include "walk.h"
+
+namespace ampfuse {
+namespace {
+
+// The chunk's part of each measured norm, in the order of the lists: the virtual lanes of one tile
+// (see reduce.h), those that the chunk has elements for, and the largest magnitude.
+constexpr DType kSums = DType::kFloat32;
+
+template <class Op>
+struct Sums {
+  static constexpr int kCount = count_lists(Op::kMeasured);
+  alignas(kCacheLine) float lane[kCount][kTile];
+  uint32_t largest[kCount];
+};
+
+// Runs the op on one vector; add(m, x) takes what it leaves in each measured list.
+template <class F, bool kWhole, class Op, class Types, class Add>
+HD void measure_vector(const Op& op, const ChunkLists& lists, const Types& types, int64_t i,
+                       int count, const Add& add) {
+  F x[kLists];
+  run_vector<F, kWhole, Op::kWrites>(op, lists, types, i, count, x);
+#pragma GCC unroll 9
+  for (int list = 0; list < kLists; ++list) {
+    if (Op::kMeasured & bit(list)) add(measure_of(Op::kMeasured, list), x[list]);
+  }
+}
+
+// Adds squares tile after tile, the lanes in memory.
+template <class F, class Op, class Types>
+HD void add_by_tiles(const Op& op, const Walk& walk, const Types& types, const float* rescale,
+                     Sums<Op>& sums) {
+  constexpr int kCount = Sums<Op>::kCount;
+  const ChunkLists lists = walk.lists;
+  typename F::Magnitude largest[kCount];
+  // The last pack, and the last vector, may reach past the last element.
+  const int64_t reached = lists.length + kPack + F::kWidth;
+  for (int m = 0; m < kCount; ++m) {
+    for (int64_t i = 0; i < kTile && i < reached; ++i) sums.lane[m][i] = 0;
+  }
+  for_steps<F, F::kWidth, Prefetch<Op::kReads>>(
+      walk, types, Op::kReads | Op::kWrites,
+      [&](int64_t i, int count, auto whole) __attribute__((always_inline)) {
+        measure_vector<F, decltype(whole)::value>(
+            op, lists, types, i, count, [&](int m, const F& x) __attribute__((always_inline)) {
+              largest[m].include(x);
+              float* sum = sums.lane[m] + i % kTile;
+              const F square = x * F(rescale[m]);
+              store_vector(fma(square, square, load_vector<F>(sum, kSums, 0)), sum, kSums, 0);
+            });
+      });
+  for (int m = 0; m < kCount; ++m) sums.largest[m] = largest[m].reduce();
+}
+
+// Adds squares lane after lane: strips of a cache line of halves through all tiles, with their sums
+// in registers. A pass that reads one list and writes none then runs at the bandwidth of reading:
+// many pages are open side by side, and each line is fetched when the chunk before is at its place
+// (a fifth of inspect from memory, AVX-512 server; a pass that writes loses by it). For a whole
+// chunk before a whole one.
+template <class F, class Op, class Types>
+HD void add_by_strips(const Op& op, const Walk& walk, const Types& types, const float* rescale,
+                      Sums<Op>& sums) {
+  static_assert(Sums<Op>::kCount == 1 && kTile % kStrip == 0 && kStrip % F::kWidth == 0);
+  constexpr int kVectors = kStrip / F::kWidth;
+  const ChunkLists lists = walk.lists;
+  const F factor(rescale[0]);
+  typename F::Magnitude largest;
+  for (int64_t lane = 0; lane < kTile; lane += kStrip) {
+    F sum[kVectors];
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) sum[v] = F(0.0f);
+    for (int64_t i = lane; i < kChunk; i += kTile) {
+      fetch_strip<Op::kReads>(walk.next, types, i);
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) {
+        measure_vector<F, true>(op, lists, types, i + v * F::kWidth, F::kWidth,
+                                [&](int, const F& x) __attribute__((always_inline)) {
+                                  largest.include(x);
+                                  const F square = x * factor;
+                                  sum[v] = fma(square, square, sum[v]);
+                                });
+      }
+    }
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v)
+      store_vector(sum[v], sums.lane[0] + lane + v * F::kWidth, kSums, 0);
+  }
+  sums.largest[0] = largest.reduce();
+}
+
+// Applies an op to one chunk and adds the squares of what it measures, each times `rescale`.
+template <class F, class Op>
+void add_squares(const Op& op, const Walk& walk, const float* rescale, Sums<Op>& sums) {
+  const bool whole = walk.lists.length == kChunk && walk.next.length == kChunk;
+  with_types<Op::kReads | Op::kWrites>(walk.lists, [&](const auto& types) {
+    if constexpr (Prefetch<Op::kReads>::kSingle && std::decay_t<decltype(types)>::kKnown) {
+      if (whole) return add_by_strips<F>(op, walk, types, rescale, sums);
+    }
+    add_by_tiles<F>(op, walk, types, rescale, sums);
+  });
+}
+
+// The chunk's partials, `stride` apart.
+template <class F, class Op>
+HD void measure_chunk(const Op& op, const Walk& walk, Partial* partials, int64_t stride) {
+  constexpr int kCount = Sums<Op>::kCount;
+  const int64_t n = walk.lists.length;
+  const int packs = n >= kTile ? kLanes : int((n + kPack - 1) / kPack);
+  const auto total = [&](const float* lane) {
+    double sum[kLanes];
+    for (int pack = 0; pack < packs; ++pack) sum[pack] = double(sum_pack(lane + pack * kPack));
+    return sum_by_halving<kLanes>(sum, packs);
+  };
+  Sums<Op> sums;
+  float rescale[kCount];
+  bool again = false;
+  for (int m = 0; m < kCount; ++m) rescale[m] = 1;
+  add_squares<F>(op, walk, rescale, sums);
+  for (int m = 0; m < kCount; ++m) {
+    partials[m * stride] = make_partial(total(sums.lane[m]), 0, sums.largest[m]);
+    if (!needs_rescaling(sums.largest[m])) continue;
+    rescale[m] = float(power_of_two(-rescaling_exponent(sums.largest[m])));
+    again = true;
+  }
+  if (!again) return;
+  const auto measuring = op.again();
+  Sums<std::decay_t<decltype(measuring)>> rescaled;
+  add_squares<F>(measuring, walk, rescale, rescaled);
+  for (int m = 0; m < kCount; ++m) {
+    const uint32_t largest = sums.largest[m];
+    if (!needs_rescaling(largest)) continue;
+    partials[m * stride] =
+        make_partial(total(rescaled.lane[m]), rescaling_exponent(largest), largest);
+  }
+}
+
+}  // namespace
+}  // namespace ampfuse

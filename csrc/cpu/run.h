@@ -1,0 +1,29 @@
+// The CPU's kernels: an op over chunks, whether it measures or not.
+//
+// Included by one translation unit per instruction set and header of ops, before its SIMD value.
+#pragma once
+
+#include "apply.h"
+#include "measure.h"
+
+namespace ampfuse {
+
+template <class Isa, class Op>
+void Kernel<Isa, Op>::run(const TableView& view, const Pass& pass, int64_t begin, int64_t end) {
+  if constexpr (Op::kMeasured != 0) {
+    for (int64_t i = begin; i < end; ++i) {
+      for (int m = 0; m < count_lists(Op::kMeasured); ++m)
+        view.partials[m * view.chunk_count + i] = {0.0, 0};
+    }
+  }
+  for_walks<Op::kGradientRows>(view, begin, end, [&](int64_t c, const Walk& walk) {
+    const Op op = Op::for_row(view, view.chunks[c].row, pass.a, pass.b);
+    if constexpr (Op::kMeasured != 0) {
+      measure_chunk<Isa>(op, walk, view.partials + c, view.chunk_count);
+    } else if (apply_op<Isa>(op, walk)) {
+      *pass.found_inf = true;
+    }
+  });
+}
+
+}  // namespace ampfuse

@@ -1,0 +1,72 @@
+// What the harness asks of a SIMD value, made from what an instruction set says of it.
+//
+// A value F has kWidth floats, arithmetic, and for each storage type a F::Lanes<DType>: `Stored`, a
+// vector as it lies in memory; load() and store(); load_first() and store_first() of fewer
+// elements, which touch nothing past them; stream(), past the caches, aligned; widen() and
+// narrow().
+#pragma once
+
+#include "core/dtype.h"
+
+namespace ampfuse {
+
+template <class Lanes>
+HD char* element(const void* data, int64_t i) {
+  return const_cast<char*>(static_cast<const char*>(data)) + i * Lanes::kSize;
+}
+
+// Calls run(Lanes) unless the list is absent.
+template <class F, class Run>
+HD void with_lanes(DType dtype, const Run& run) {
+  with_storage(dtype, [&](auto storage) HD_LAMBDA {
+    run(typename F::template Lanes<decltype(storage)::kType>());
+  });
+}
+
+template <class F>
+HD F load_vector(const void* data, DType dtype, int64_t i) {
+  F x(0.0f);
+  with_lanes<F>(dtype, [&](auto lanes) HD_LAMBDA {
+    x = lanes.widen(lanes.load(element<decltype(lanes)>(data, i)));
+  });
+  return x;
+}
+
+template <class F>
+HD F load_first(const void* data, DType dtype, int64_t i, int count) {
+  F x(0.0f);
+  with_lanes<F>(dtype, [&](auto lanes) HD_LAMBDA {
+    x = lanes.widen(lanes.load_first(element<decltype(lanes)>(data, i), count));
+  });
+  return x;
+}
+
+template <class F>
+HD void store_vector(const F& x, void* data, DType dtype, int64_t i) {
+  with_lanes<F>(dtype, [&](auto lanes) HD_LAMBDA {
+    lanes.store(element<decltype(lanes)>(data, i), lanes.narrow(x));
+  });
+}
+
+template <class F>
+HD void store_first(const F& x, void* data, DType dtype, int64_t i, int count) {
+  with_lanes<F>(dtype, [&](auto lanes) HD_LAMBDA {
+    lanes.store_first(element<decltype(lanes)>(data, i), lanes.narrow(x), count);
+  });
+}
+
+template <class F>
+HD void stream_vector(const F& x, void* data, DType dtype, int64_t i) {
+  with_lanes<F>(dtype, [&](auto lanes) HD_LAMBDA {
+    lanes.stream(element<decltype(lanes)>(data, i), lanes.narrow(x));
+  });
+}
+
+// The values that storing as `dtype` and loading again gives.
+template <class F, int = F::kWidth>
+HD F round_to(DType dtype, F x) {
+  with_lanes<F>(dtype, [&](auto lanes) HD_LAMBDA { x = lanes.widen(lanes.narrow(x)); });
+  return x;
+}
+
+}  // namespace ampfuse

@@ -1,0 +1,235 @@
+// How chunks of a table are walked: their lists, the types that are known when compiling, what is
+// fetched ahead, and vectors of F. Everything is in an anonymous namespace: code compiled for one
+// instruction set must not be merged with another's.
+#pragma once
+
+#include <type_traits>
+
+#include "core/ops/op.h"
+#include "vector.h"
+
+namespace ampfuse {
+namespace {
+
+HD char* address(const TableView& view, int list, const Chunk& chunk) {
+  char* base = static_cast<char*>(view.pointer(list, chunk.row));
+  const int64_t offset = chunk.index * kChunk * element_size(view.type(list, chunk.row));
+  return base ? base + offset : nullptr;
+}
+
+constexpr int kCacheLine = 64;
+constexpr int kStrip = kCacheLine / 2;  // elements: a line of halves
+
+// A table of so many chunks (16 M elements) is more than caches hold.
+constexpr int64_t kLargeTable = 512;
+
+// The lists of one chunk. An absent list has type kNone: it loads as zero and does not store.
+struct ChunkLists {
+  char* data[kLists];
+  DType dtype[kLists];
+  int64_t length;
+  // Model weights are written and never read. In a large table, where they would be gone from the
+  // caches before the next forward pass anyway, they are stored past them: stored normally, each
+  // line would be fetched first (7 % of a large Adam step).
+  bool streams_model;
+
+  HD ChunkLists(const TableView& view, const Chunk& chunk) {
+    for (int list = 0; list < kLists; ++list) {
+      data[list] = address(view, list, chunk);
+      dtype[list] = data[list] ? view.type(list, chunk.row) : DType::kNone;
+    }
+    const int64_t rest = view.numel[chunk.row] - chunk.index * kChunk;
+    length = rest < kChunk ? rest : kChunk;
+    streams_model = view.chunk_count >= kLargeTable && length == kChunk &&
+                    element_size(dtype[kModel]) == 2 &&
+                    reinterpret_cast<uintptr_t>(data[kModel]) % kCacheLine == 0;
+  }
+};
+
+// The storage type of each list. Any mixture works by looking types up for every vector.
+struct AnyTypes {
+  static constexpr bool kKnown = false;
+  const DType* dtype;
+  HD DType operator()(int list) const { return dtype[list]; }
+};
+
+// The mixtures that nearly all rows have are known when compiling, so that their loops are free of
+// branches: gradients and model weights in kHalf beside FP32 masters and moments, or, with
+// kFloat32, no half at all, and gradients that are written back unscaled or are not.
+template <DType kHalf, DType kBack = DType::kNone>
+struct MasterTypes {
+  static constexpr bool kKnown = true;
+  HD constexpr DType operator()(int list) const {
+    switch (list) {
+      case kGrad:
+        return kHalf;
+      case kModel:
+        return kHalf == DType::kFloat32 ? DType::kNone : kHalf;
+      case kParam:
+      case kState0:
+      case kState1:
+        return DType::kFloat32;
+      case kUnscaled:
+        return kBack;
+      default:
+        return DType::kNone;
+    }
+  }
+};
+
+// Calls run(types) with Types if all `used` lists agree with it, else with AnyTypes.
+template <class Types, class Run>
+HD void with_master_types(const ChunkLists& lists, unsigned used, const Run& run) {
+  const Types types;
+  bool known = true;
+  for (int list = 0; list < kLists; ++list)
+    known &= !(used & bit(list)) || lists.dtype[list] == types(list);
+  if (known) return run(types);
+  run(AnyTypes{lists.dtype});
+}
+
+// `kUsed`: the lists that the pass touches.
+template <unsigned kUsed, class Run>
+HD void with_types(const ChunkLists& lists, const Run& run) {
+  if (lists.dtype[kGrad] == DType::kNone) return run(AnyTypes{lists.dtype});
+  with_storage(lists.dtype[kGrad], [&](auto storage) HD_LAMBDA {
+    constexpr DType kType = decltype(storage)::kType;
+    if constexpr (kType == DType::kFloat32 && (kUsed & bit(kUnscaled))) {
+      if (lists.dtype[kUnscaled] == kType)
+        return with_master_types<MasterTypes<kType, kType>>(lists, kUsed, run);
+    }
+    with_master_types<MasterTypes<kType>>(lists, kUsed, run);
+  });
+}
+
+// A chunk and the one that is walked after it.
+struct Walk {
+  const ChunkLists& lists;
+  const ChunkLists& next;
+};
+
+// How far ahead a pass over `kReads` fetches each list, in bytes, and how near to the core. Several
+// lists share the lines that may be on their way to the L1 cache, so they are fetched late; a
+// single one goes to L2 first.
+template <unsigned kReads>
+struct Prefetch {
+  static constexpr unsigned kUsual =
+      kReads & ~(bit(kAccumulated) | bit(kGradOut) | bit(kState2));  // what nearly all rows have
+  static constexpr bool kSingle = count_lists(kUsual) == 1;
+  static constexpr int64_t kAhead = kSingle ? 4096 : 2048;
+  static constexpr int kLocality = kSingle ? 2 : 3;
+};
+
+// Unscaled gradients are stored where the gradients were read: those lines are fetched already.
+constexpr unsigned kRewritten = bit(kUnscaled);
+
+// When element i starts a cache line in a list of `fetched`, fetches the line kAhead further, in
+// this chunk (kHere: surely) or the next. The hardware's prefetchers stop at the end of each page
+// of 4 KB, of which an Adam step walks five side by side, and do not know where the next tensor is:
+// 15 % of a large step from memory, 40 % of one over small tensors (AVX-512 server).
+template <bool kHere, class Distance, class Types>
+HD void prefetch(const Walk& walk, const Types& types, unsigned fetched, int64_t i) {
+  constexpr int64_t kAhead = Distance::kAhead;
+  const int64_t n = walk.lists.length;
+#pragma GCC unroll 9
+  for (int list = 0; list < kLists; ++list) {
+    if (!(fetched & bit(list)) || types(list) == DType::kNone) continue;
+    const int64_t size = element_size(types(list));
+    if (i * size % kCacheLine != 0) continue;
+    const int64_t ahead = kAhead / size;
+    const int64_t element = i + (kHere || ahead < n ? ahead : n);
+    const bool here = kHere || element < n;
+    // An address, not a pointer: it may lie outside of the tensor, and a fetch does not fault.
+    const auto base = reinterpret_cast<uintptr_t>((here ? walk.lists : walk.next).data[list]);
+    const auto offset = uintptr_t((here ? element : element - n) * size);
+    __builtin_prefetch(reinterpret_cast<const void*>(base + offset), 0, Distance::kLocality);
+  }
+}
+
+// Fetches the strip of a whole chunk at element i into L2.
+template <unsigned kFetched, class Types>
+HD void fetch_strip(const ChunkLists& chunk, const Types& types, int64_t i) {
+#pragma GCC unroll 9
+  for (int list = 0; list < kLists; ++list) {
+    if (!(kFetched & bit(list)) || types(list) == DType::kNone) continue;
+    const int64_t size = element_size(types(list));
+    const auto address = reinterpret_cast<uintptr_t>(chunk.data[list]) + uintptr_t(i * size);
+    for (int64_t line = 0; line < kStrip * size; line += kCacheLine)
+      __builtin_prefetch(reinterpret_cast<const void*>(address + uintptr_t(line)), 0, 2);
+  }
+}
+
+// take(i, count, whole) for all elements of the chunk, kStep at a time (whole vectors of F);
+// `whole` is true_type where count is.
+template <class F, int kStep, class Distance, class Types, class Take>
+HD void for_steps(const Walk& walk, const Types& types, unsigned fetched, const Take& take) {
+  const int64_t n = walk.lists.length;
+  int64_t i = 0;
+  for (; i + Distance::kAhead / 2 + kStep <= n; i += kStep) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kStep; v += F::kWidth)
+      prefetch<true, Distance>(walk, types, fetched, i + v);
+    take(i, kStep, std::true_type());
+  }
+  for (; i + kStep <= n; i += kStep) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kStep; v += F::kWidth)
+      prefetch<false, Distance>(walk, types, fetched, i + v);
+    take(i, kStep, std::true_type());
+  }
+  if (i < n) take(i, int(n - i), std::false_type());
+}
+
+// call(c, walk) for the chunks [begin, end): all, or those of rows that have a gradient.
+template <bool kGradientRows, class Call>
+HD void for_walks(const TableView& view, int64_t begin, int64_t end, const Call& call) {
+  const auto walked_from = [&](int64_t c) {
+    while (c < end && kGradientRows && !view.has_gradient(view.chunks[c].row)) ++c;
+    return c;
+  };
+  int64_t c = walked_from(begin);
+  if (c == end) return;
+  ChunkLists lists(view, view.chunks[c]);
+  while (c < end) {
+    const int64_t after = walked_from(c + 1);
+    const ChunkLists next(view, view.chunks[after < end ? after : c]);
+    call(c, Walk{lists, next});
+    lists = next;
+    c = after;
+  }
+}
+
+template <class F, bool kWhole, class Types>
+HD F load(const ChunkLists& lists, const Types& types, int list, int64_t i, int count) {
+  return kWhole ? load_vector<F>(lists.data[list], types(list), i)
+                : load_first<F>(lists.data[list], types(list), i, count);
+}
+
+template <class F, bool kWhole, class Types>
+HD void store(const F& x, const ChunkLists& lists, const Types& types, int list, int64_t i,
+              int count) {
+  if (kWhole) {
+    store_vector(x, lists.data[list], types(list), i);
+  } else {
+    store_first(x, lists.data[list], types(list), i, count);
+  }
+}
+
+// Runs the op on `count` elements from i on, a vector of them if kWhole, and stores the lists of
+// kStored. x ends as what the op left.
+template <class F, bool kWhole, unsigned kStored, class Op, class Types>
+HD void run_vector(const Op& op, const ChunkLists& lists, const Types& types, int64_t i, int count,
+                   F (&x)[kLists]) {
+#pragma GCC unroll 9
+  for (int list = 0; list < kLists; ++list) {
+    x[list] = Op::kReads & bit(list) ? load<F, kWhole>(lists, types, list, i, count) : F(0.0f);
+  }
+  op(x);
+#pragma GCC unroll 9
+  for (int list = 0; list < kLists; ++list) {
+    if (kStored & bit(list)) store<F, kWhole>(x[list], lists, types, list, i, count);
+  }
+}
+
+}  // namespace
+}  // namespace ampfuse

@@ -1,0 +1,9 @@
+// Stands in for the CUDA backend where it is not built.
+#include "core/backend.h"
+
+namespace ampfuse {
+
+Backend* cuda_backend() { return nullptr; }
+void set_device_allocator(Allocate) {}
+
+}  // namespace ampfuse

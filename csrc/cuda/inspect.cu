@@ -1,0 +1,90 @@
+// One read of every gradient: non-finite flag, sum of squares, first offending row, norms of rows.
+// The last block to finish adds the partials up and, if the step follows at once, prepares it.
+#include "core/advance.h"
+#include "core/ops/inspect.h"
+#include "measure.cuh"
+
+namespace ampfuse {
+namespace {
+
+struct Findings {
+  double sum;     // of squares
+  int32_t row;    // the first with a non-finite gradient; -1: every one is finite
+  uint32_t bits;  // of its largest element
+};
+
+// What the partials of all chunks say, in thread 0; the order of sum_partials<kLanes>.
+__device__ inline Findings sweep_partials(const TableView& view) {
+  double sum = 0;
+  uint32_t first = UINT32_MAX;  // non-finite chunk
+#pragma unroll 4
+  for (int64_t i = threadIdx.x; i < view.chunk_count; i += kLanes) {
+    const Partial partial = load_partial(view.partials + i);
+    sum += partial.sum_squares;
+    if (partial.largest >= kInfinityBits && uint32_t(i) < first) first = uint32_t(i);
+  }
+  sum = block_sum(sum);
+  first = ~block_broadcast(block_max(~first));
+  if (first == UINT32_MAX) return {sum, -1, 0};
+  const int32_t row = view.chunks[first].row;
+  uint32_t bits = 0;
+  for (int64_t i = first + threadIdx.x; i < view.first_chunk[row + 1]; i += kLanes) {
+    const uint32_t largest = load_partial(view.partials + i).largest;
+    if (largest > bits) bits = largest;
+  }
+  return {sum, row, block_max(bits)};
+}
+
+// Decides the step, then advances the rows; by one block, whose barrier orders the one before the
+// other.
+__device__ inline void prepare_by_block(const TableView& view, const Preparation& preparation) {
+  if (threadIdx.x == 0) decide_step(*preparation.state, preparation.decision);
+  __syncthreads();
+  advance_rows(view, preparation, threadIdx.x, blockDim.x);
+}
+
+template <unsigned kMissing>
+__global__ void __launch_bounds__(kLanes, kMissing != 0 ? 4 : 2)
+    inspect_kernel(TableView view, InspectArgs args, unsigned* tickets) {
+  const RowNorms rows{args.row_norms, args.row_largest};
+  if (rows.wanted()) finish_empty_rows(view, 1, rows);
+  if (blockIdx.x < view.chunk_count) {  // a table without elements has one block and no chunk
+    measure_chunk<InspectOp<>, kMissing>(view, inverse_scale(args), args.fresh);
+    if (rows.wanted()) finish_row(view, 1, rows, tickets);
+  }
+  if (!arrives_last(tickets + view.rows, gridDim.x)) return;
+
+  const Findings found = sweep_partials(view);
+  if (threadIdx.x == 0) {
+    if (args.state != nullptr) {
+      record_inspection(*args.state, found.sum, found.row, found.bits, args.same_pass);
+    }
+    keep_scale(args);
+    if (args.found_inf != nullptr && found.row >= 0) *args.found_inf = 1;
+    if (args.norm != nullptr) *args.norm = norm_of(found.sum);
+  }
+  if (args.preparation.state != nullptr) prepare_by_block(view, args.preparation);
+}
+
+constexpr int kPrepareThreads = 1024;
+
+__global__ void __launch_bounds__(kPrepareThreads)
+    prepare_kernel(TableView view, Preparation preparation) {
+  prepare_by_block(view, preparation);
+}
+
+}  // namespace
+
+void inspect(const DevicePass& pass, const InspectArgs& args) {
+  const int64_t blocks = pass.view.chunk_count > 0 ? pass.view.chunk_count : 1;
+  constexpr unsigned kRare = bit(kAccumulated) | bit(kGradOut);
+  const auto kernel = pass.present & kRare ? inspect_kernel<0> : inspect_kernel<kRare>;
+  launch(Kernel{"inspect", kernel}, blocks, kLanes, pass.stream, pass.view, args, pass.tickets);
+}
+
+void prepare(const DevicePass& pass, const Preparation& preparation) {
+  launch(Kernel{"prepare", prepare_kernel}, 1, kPrepareThreads, pass.stream, pass.view,
+         preparation);
+}
+
+}  // namespace ampfuse

@@ -1,0 +1,32 @@
+// What the CUDA backend launches for an op. Each header of core/ops has a translation unit of its
+// own, in which ops.cu defines what is declared here.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "core/backend.h"
+
+namespace ampfuse {
+
+// One pass over a table. `present`: lists that some row of it has.
+struct DevicePass {
+  const TableView& view;
+  unsigned present;
+  unsigned* tickets;  // see DeviceColumns
+  cudaStream_t stream;
+  const StepState* state = nullptr;  // nothing happens if it says skip
+  float a = 1, b = 1;                // what the op takes, see Op::for_row
+  float* found_inf = nullptr;        // set where a checked list holds a non-finite value
+  float* norms = nullptr;            // [measures][rows], of an op that measures
+};
+
+template <class Op>
+struct DeviceKernel {
+  static void run(const DevicePass& pass);
+};
+
+// inspect.cu.
+void inspect(const DevicePass& pass, const InspectArgs& args);
+void prepare(const DevicePass& pass, const Preparation& preparation);
+
+}  // namespace ampfuse

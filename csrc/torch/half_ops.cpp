@@ -1,0 +1,177 @@
+// Operations that torch computes slowly in half precision on the CPU, in FP32 and rounded instead.
+//
+// torch has no fast kernel for the backward of an FP16 convolution: it falls back to oneDNN's
+// reference, 170 times slower than FP32. On a CPU without instructions for a half type,
+// convolutions and matrix products of that type go through scalar loops too, up to 350 times
+// slower. And on every CPU amax and amin over the outer dimensions of memory (channels_last) are 20
+// to 40 times slower, dot 70 to 100 times.
+//
+// The kernels below stand in for these operations on the CPU: they widen half arguments to FP32,
+// call torch's own kernel, and round the result once, as tensor cores do. The CPU dispatch key lies
+// below autograd and autocast, so both work as before, and CUDA tensors never come here. Everything
+// but a slow half type goes to torch's kernel as it came. benchmarks/half_ops.py finds what belongs
+// in the table at the end.
+
+#include "half_ops.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/_convolution_compositeexplicitautograd_dispatch.h>
+#include <ATen/ops/addmm_cpu_dispatch.h>
+#include <ATen/ops/addmv_cpu_dispatch.h>
+#include <ATen/ops/amax_cpu_dispatch.h>
+#include <ATen/ops/amin_cpu_dispatch.h>
+#include <ATen/ops/baddbmm_cpu_dispatch.h>
+#include <ATen/ops/bmm_cpu_dispatch.h>
+#include <ATen/ops/convolution_backward_compositeexplicitautograd_dispatch.h>
+#include <ATen/ops/dot_cpu_dispatch.h>
+#include <ATen/ops/mm_cpu_dispatch.h>
+#include <torch/library.h>
+
+#include <atomic>
+#include <cstdlib>
+#include <optional>
+#include <string_view>
+#include <tuple>
+
+namespace ampfuse {
+namespace {
+
+std::string_view environment() {
+  const char* value = std::getenv("AMPFUSE_HALF_CONV");
+  return value ? value : "1";
+}
+
+std::atomic<bool> enabled{environment() != "0"};
+
+// ---- which half types this CPU computes fast ----
+
+bool torch_says(const char* question) {
+  auto op = c10::Dispatcher::singleton().findSchema({question, ""});
+  return op && op->typed<bool()>().call();
+}
+
+bool fast_fp16() {
+  static const bool fast =
+      environment() != "all" && torch_says("mkldnn::_is_mkldnn_fp16_supported");
+  return fast;
+}
+
+bool fast_bf16() {
+  static const bool fast = [] {
+    if (environment() == "all" || !torch_says("mkldnn::_is_mkldnn_bf16_supported")) return false;
+#if defined(__x86_64__)
+    // With AVX-512 but without its BF16 instructions, oneDNN emulates them: 4 to 5 times slower
+    // than FP32.
+    if (__builtin_cpu_supports("avx512f") && !__builtin_cpu_supports("avx512bf16")) return false;
+#endif
+    return true;
+  }();
+  return fast;
+}
+
+// The rules: is torch's own kernel slow for this dtype?
+bool products_slow(at::ScalarType type) {
+  return (type == at::kHalf && !fast_fp16()) || (type == at::kBFloat16 && !fast_bf16());
+}
+bool convolution_backward_slow(at::ScalarType type) {
+  return type == at::kHalf || products_slow(type);
+}
+bool any_half_slow(at::ScalarType type) { return type == at::kHalf || type == at::kBFloat16; }
+
+// ---- the stand-in, made from torch's own kernel ----
+
+// Finds the dtype that all tensors among the arguments share. A mixture is left to torch.
+struct SharedType {
+  std::optional<at::ScalarType> type;
+  bool mixed = false;
+
+  void see(const at::Tensor& tensor) {
+    if (!tensor.defined()) return;
+    mixed |= type && *type != tensor.scalar_type();
+    type = tensor.scalar_type();
+  }
+  void see(const std::optional<at::Tensor>& tensor) {
+    if (tensor) see(*tensor);
+  }
+  template <typename Other>
+  void see(const Other&) {}
+};
+
+// Keeps strides, so channels_last stays channels_last; an undefined tensor stays undefined.
+at::Tensor cast(const at::Tensor& tensor, at::ScalarType type) {
+  return tensor.defined() ? tensor.to(type) : tensor;
+}
+
+at::Tensor widen(const at::Tensor& tensor) { return cast(tensor, at::kFloat); }
+std::optional<at::Tensor> widen(const std::optional<at::Tensor>& tensor) {
+  if (!tensor) return std::nullopt;
+  return widen(*tensor);
+}
+template <typename Other>
+const Other& widen(const Other& argument) {
+  return argument;
+}
+
+template <typename... Tensors>
+std::tuple<Tensors...> cast(const std::tuple<Tensors...>& tensors, at::ScalarType type) {
+  return std::apply([&](const auto&... t) { return std::make_tuple(cast(t, type)...); }, tensors);
+}
+
+// A kernel with the signature of `original`, for the dispatcher.
+template <auto original, bool slow(at::ScalarType)>
+struct InFloat;
+
+template <typename Result, typename... Args, Result (*original)(Args...), bool slow(at::ScalarType)>
+struct InFloat<original, slow> {
+  static Result call(Args... args) {
+    SharedType shared;
+    (shared.see(args), ...);
+    if (!shared.type || shared.mixed || !slow(*shared.type) || !enabled) return original(args...);
+    // In a backward pass inside an autocast region, the casts would turn what torch's kernel calls
+    // to half again.
+    c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+    return cast(original(widen(args)...), *shared.type);
+  }
+};
+
+// Silences torch's note that a kernel is being replaced, and leaves its once-per-process state
+// alone, so that other libraries still get theirs.
+class Unwarned : c10::WarningHandler {
+ public:
+  void process(const c10::Warning&) override {}
+
+ private:
+  c10::WarningUtils::WarnAlways not_just_once_;
+  c10::WarningUtils::WarningHandlerGuard handler_{this};
+};
+
+}  // namespace
+
+bool half_conv_enabled() { return enabled.load(); }
+void set_half_conv_enabled(bool value) { enabled.store(value); }
+
+TORCH_LIBRARY_IMPL(aten, CPU, library) {
+  // Convolutions (all come to _convolution) have one kernel for all backends and none for the CPU:
+  // these replace nothing.
+  namespace any = at::compositeexplicitautograd;
+  library.impl("convolution_backward",
+               InFloat<any::convolution_backward_symint, convolution_backward_slow>::call);
+  const bool products = !fast_fp16() || !fast_bf16();
+  if (products) {
+    library.impl("_convolution", InFloat<any::_convolution_symint, products_slow>::call);
+  }
+
+  Unwarned these_replace_kernels;
+  library.impl("amax", InFloat<at::cpu::amax, any_half_slow>::call);
+  library.impl("amin", InFloat<at::cpu::amin, any_half_slow>::call);
+  library.impl("dot", InFloat<at::cpu::dot, any_half_slow>::call);
+  if (!products) return;
+  library.impl("mm", InFloat<at::cpu::mm, products_slow>::call);
+  library.impl("addmm", InFloat<at::cpu::addmm, products_slow>::call);
+  library.impl("addmv", InFloat<at::cpu::addmv, products_slow>::call);
+  library.impl("bmm", InFloat<at::cpu::bmm, products_slow>::call);
+  library.impl("baddbmm", InFloat<at::cpu::baddbmm, products_slow>::call);
+}
+
+}  // namespace ampfuse

@@ -1,0 +1,38 @@
+#include "memory.h"
+
+#include <ATen/ops/empty_like.h>
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+namespace ampfuse {
+namespace {
+
+// Less would mostly be the rims around the huge pages inside.
+constexpr size_t kLarge = size_t(4) << 20;
+constexpr uintptr_t kPage = 4096;
+
+// Says so for memory that nobody has touched; a kernel that has no huge pages, or gives them to
+// everybody, ignores it.
+void ask_for_huge_pages(void* data, size_t bytes) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+  const auto begin = (reinterpret_cast<uintptr_t>(data) + kPage - 1) / kPage * kPage;
+  const auto end = (reinterpret_cast<uintptr_t>(data) + bytes) / kPage * kPage;
+  (void)madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#else
+  (void)data, (void)bytes;
+#endif
+}
+
+}  // namespace
+
+at::Tensor empty_laid_out_as(const at::Tensor& like, at::ScalarType dtype) {
+  const auto options = like.options().dtype(dtype).requires_grad(false);
+  at::Tensor tensor = at::empty_like(like, options, at::MemoryFormat::Preserve);
+  if (tensor.is_cpu() && tensor.nbytes() >= kLarge)
+    ask_for_huge_pages(tensor.data_ptr(), tensor.nbytes());
+  return tensor;
+}
+
+}  // namespace ampfuse

@@ -1,0 +1,410 @@
+#include "param_table.h"
+
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/zeros.h>
+#include <pybind11/pybind11.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <iterator>
+#include <map>
+
+#include "memory.h"
+#include "names.h"
+#include "torch_backend.h"
+
+namespace ampfuse {
+// --- rows ----------------------------------------------------------------------------------------
+
+ParamTable::ParamTable(const std::string& algorithm, at::Device device)
+    : algorithm_(algorithm_of(algorithm)), device_(device) {
+  check_device(device);
+  const StepState initial;
+  state_ = at::empty({int64_t(sizeof initial)}, at::kByte);
+  std::memcpy(state_.data_ptr(), &initial, sizeof initial);
+  state_ = state_.to(device);
+  steps_ = at::zeros({0}, at::TensorOptions().dtype(at::kFloat).device(device));
+  norm_averages_ = norms_ = steps_;
+  pending_scale_ = at::ones({}, steps_.options());
+}
+
+int64_t ParamTable::add_row(at::Tensor param, std::optional<at::Tensor> model, std::string name,
+                            int64_t model_version) {
+  Row row;
+  row.name = std::move(name);
+  dtype_of(param, row.name);
+  for (const at::Tensor& tensor : {param, model.value_or(param)}) {
+    TORCH_CHECK_TYPE(tensor.layout() == at::kStrided, row.name,
+                     " is sparse; ampfuse steps dense parameters");
+    TORCH_CHECK_TYPE(
+        !tensor.key_set().has(c10::DispatchKey::Python), row.name,
+        " is a tensor subclass without "
+        "memory of its own (such as DTensor); ampfuse does not step it. Pass its local tensor.");
+    TORCH_CHECK(tensor.device() == device_, row.name, " is on ", tensor.device(),
+                " and another parameter on ", device_, "; use one optimizer per device");
+    TORCH_CHECK(is_dense(tensor), row.name, " of shape ", tensor.sizes(), " and strides ",
+                tensor.strides(),
+                " has gaps or overlaps in memory. Make the parameter contiguous before building "
+                "the optimizer.");
+  }
+  if (model) {
+    TORCH_CHECK(model->strides() == param.strides(), row.name,
+                ": master and model weight differ in strides, ", param.strides(), " and ",
+                model->strides());
+    row.model = *model;
+    row.model_version = model_version;
+    row.model_data = model->data_ptr();
+  }
+  row.param = std::move(param);
+  row.is_contiguous = row.param.is_contiguous();
+  rows_.push_back(std::move(row));
+  table_.reset();
+  return rows() - 1;
+}
+
+std::optional<at::Tensor> ParamTable::model(int64_t row) const {
+  const at::Tensor& model = rows_.at(row).model;
+  return model.defined() ? std::optional(model) : std::nullopt;
+}
+
+// A column that grows with the rows.
+static at::Tensor grown(const at::Tensor& column, int64_t rows) {
+  if (column.numel() >= rows) return column;
+  return at::cat({column, at::zeros({rows - column.numel()}, column.options())});
+}
+
+at::Tensor ParamTable::steps() { return steps_ = grown(steps_, rows()); }
+
+at::Tensor ParamTable::norm_averages() { return norm_averages_ = grown(norm_averages_, rows()); }
+
+float* ParamTable::row_norms(NormColumn column) {
+  if (norms_.numel() < kNormColumns * rows()) {
+    norms_ = at::zeros({kNormColumns, rows()}, norms_.options());
+    known_.row_norms = false;
+  }
+  return norms_.data_ptr<float>() + column * norms_.size(1);
+}
+
+void ParamTable::set_states(int64_t index,
+                            const std::optional<std::vector<std::optional<at::Tensor>>>& states) {
+  Row& row = rows_.at(index);
+  row.has_states = states.has_value();
+  const size_t count = states ? states->size() : 0;
+  TORCH_CHECK_VALUE(count <= kMaxStates, "a row has at most three states");
+  for (size_t i = 0; i < kMaxStates; ++i) {
+    const at::Tensor state = i < count && (*states)[i] ? *(*states)[i] : at::Tensor();
+    TORCH_CHECK(!state.defined() ||
+                    (state.scalar_type() == at::kFloat && state.strides() == row.param.strides() &&
+                     state.sizes() == row.param.sizes() && state.device() == device_),
+                "state ", i, " of ", row.name, " has to be float32, on ", device_,
+                " and laid out as the parameter");
+    row.states[i] = state;
+    set(kState0 + int(i), index, state);
+  }
+}
+
+void ParamTable::set_hyper(int64_t begin, int64_t end, const std::optional<at::Tensor>& lr_tensor,
+                           const std::map<std::string, double>& values,
+                           const std::map<std::string, at::Tensor>& schedule) {
+  RowHyper hyper = hyper_of(values);
+  hyper.lr_tensor = float_pointer(lr_tensor, "lr", device_);
+  for (const auto& [name, column] : schedule) {
+    TORCH_CHECK_VALUE(column.scalar_type() == at::kDouble && column.dim() == 1 &&
+                          column.numel() > 0 && column.is_contiguous() &&
+                          column.device() == device_,
+                      "the schedule's ", name, " has to be a float64 vector on ", device_);
+    TORCH_CHECK_VALUE(hyper.schedule.steps == 0 || hyper.schedule.steps == column.numel(),
+                      "the schedule's ", name, " has ", column.numel(), " steps, another column ",
+                      hyper.schedule.steps);
+    schedule_column(hyper.schedule, name) = column.data_ptr<double>();
+    hyper.schedule.steps = column.numel();
+    schedules_[column.data_ptr()] = column;
+  }
+  table().set_hyper(begin, end, hyper);
+  layerwise_ = layerwise_ || hyper.flags & kLayerwise;
+}
+
+Table& ParamTable::table() {
+  if (table_) return *table_;
+  std::vector<int64_t> numel;
+  for (const Row& row : rows_) numel.push_back(row.param.numel());
+  table_ = std::make_unique<Table>(std::move(numel));
+  for (int64_t i = 0; i < rows(); ++i) {
+    const Row& row = rows_[i];
+    set(kParam, i, row.param);
+    set(kModel, i, row.model);
+    for (int state = 0; state < kMaxStates; ++state) set(kState0 + state, i, row.states[state]);
+  }
+  return *table_;
+}
+
+void ParamTable::set(int list, int64_t row, const at::Tensor& tensor) {
+  static char no_elements;  // null would say that the row has no such list, and so no gradient
+  if (tensor.defined()) {
+    void* data = tensor.numel() > 0 ? tensor.data_ptr() : &no_elements;
+    table().set(list, row, data, dtype_of(tensor, rows_[row].name));
+  } else {
+    table().set(list, row, nullptr, DType::kNone);
+  }
+}
+
+// `param.data = other`, module.to() and the like give a tensor other memory while it stays the same
+// tensor.
+void ParamTable::follow_storage(int64_t index) {
+  Row& row = rows_[index];
+  const void* found[] = {row.leaf().data_ptr(), base_of(row.param), base_of(row.states[0]),
+                         base_of(row.states[1]), base_of(row.states[2])};
+  if (std::equal(std::begin(found), std::end(found), row.memory)) return;
+  const bool fits = row.param.device() == device_ && row.param.numel() == table().numel(index) &&
+                    (!row.model.defined() ||
+                     (row.model.device() == device_ && row.model.strides() == row.param.strides()));
+  TORCH_CHECK(fits, row.name,
+              " was moved to another device or changed its shape or strides after the optimizer's "
+              "first use; do that before building the optimizer");
+  set(kParam, index, row.param);
+  set(kModel, index, row.model);
+  for (int state = 0; state < kMaxStates; ++state) {
+    TORCH_CHECK(!row.states[state].defined() || row.states[state].strides() == row.param.strides(),
+                row.name,
+                " changed its strides after the optimizer's first step; its state is laid out as "
+                "it was before");
+    set(kState0 + state, index, row.states[state]);
+  }
+  row.is_contiguous = row.param.is_contiguous();
+  std::copy(std::begin(found), std::end(found), row.memory);
+}
+
+void ParamTable::set_gradient(int64_t row, const at::Tensor& grad, bool scaled,
+                              const at::Tensor& accumulated, const at::Tensor& out) {
+  set(kGrad, row, grad);
+  set(kAccumulated, row, accumulated);
+  set(kGradOut, row, out);
+  table().set_scaled(row, scaled);
+}
+
+StepState* ParamTable::state() const { return static_cast<StepState*>(state_.data_ptr()); }
+
+at::Tensor ParamTable::state_field(const std::string& name) const {
+  struct Field {
+    size_t offset;
+    at::ScalarType dtype;
+  };
+  static const std::map<std::string, Field> fields = {
+      {"sum_squares", {offsetof(StepState, sum_squares), at::kDouble}},
+      {"found_inf", {offsetof(StepState, found_inf), at::kFloat}},
+      {"pass_found_inf", {offsetof(StepState, pass_found_inf), at::kFloat}},
+      {"skip", {offsetof(StepState, skip), at::kFloat}},
+      {"grad_norm", {offsetof(StepState, grad_norm), at::kFloat}},
+      {"clip_coef", {offsetof(StepState, clip_coef), at::kFloat}},
+      {"loss_scale", {offsetof(StepState, loss_scale), at::kFloat}},
+      {"schedule_step", {offsetof(StepState, schedule_step), at::kLong}},
+      {"last_bad_row", {offsetof(StepState, last_bad_row), at::kInt}},
+      {"last_bad_bits", {offsetof(StepState, last_bad_bits), at::kInt}},
+      {"skipped_steps", {offsetof(StepState, skipped_steps), at::kInt}},
+  };
+  const auto field = fields.find(name);
+  TORCH_CHECK_VALUE(field != fields.end(), "StepState has no field '", name, "'");
+  const int64_t size = int64_t(at::elementSize(field->second.dtype));
+  const int64_t offset = int64_t(field->second.offset);
+  return state_.slice(0, offset, offset + size).view(field->second.dtype).squeeze(0);
+}
+
+// --- gradients -----------------------------------------------------------------------------------
+
+// Zeroing the gradients of the model or those of the masters empties a materialized row alike.
+const at::Tensor& ParamTable::source(const Row& row) const {
+  const at::Tensor& grad = row.leaf().mutable_grad();
+  return is_materialized(row) && grad.defined() ? row.param.mutable_grad() : grad;
+}
+
+const at::Tensor& ParamTable::checked_gradient(Row& row, const at::Tensor& grad) const {
+  const char* what = "the gradient of ";
+  TORCH_CHECK(grad.layout() == at::kStrided, what, row.name,
+              " is sparse; ampfuse steps dense gradients. Build the layer with sparse=False, or "
+              "keep its parameters "
+              "in a torch.optim.SparseAdam.");
+  TORCH_CHECK_TYPE(!grad.is_complex(), what, row.name,
+                   " is complex; ampfuse steps real parameters. Use torch.view_as_real.");
+  dtype_of(grad, what, row.name);
+  TORCH_CHECK(grad.device() == device_, what, row.name, " is on ", grad.device(),
+              ", the parameter on ", device_);
+  TORCH_CHECK(!grad.key_set().has(c10::DispatchKey::Python), what, row.name,
+              " is a tensor subclass without memory of its own (such as DTensor); ampfuse does not "
+              "read it");
+  if (row.is_contiguous && grad.is_contiguous()) return grad;
+  if (grad.strides() == row.param.strides()) return grad;
+  row.copied_grad = empty_laid_out_as(row.param, grad.scalar_type());
+  row.copied_grad.copy_(grad);
+  return row.copied_grad;
+}
+
+// The core's inspect over whatever set_gradient() put in place.
+void ParamTable::inspect(const at::Tensor& scale, const Inspection& inspection) {
+  InspectArgs args;
+  args.preparation = inspection.preparation;
+  args.same_pass = inspection.same_pass;
+  args.fresh = inspection.fresh;
+  args.scale = scale.defined() ? scale.data_ptr<float>() : nullptr;
+  if (inspection.keeps_scale) args.kept_scale = pending_scale_.data_ptr<float>();
+  args.state = inspection.record ? state() : nullptr;
+  if (inspection.record && needs_row_norms()) {
+    args.row_norms = row_norms(kGradNorm);
+    args.row_largest = row_norms(kGradLargest);
+  }
+  known_.row_norms = args.row_norms != nullptr;
+  Table& rows = table();
+  const DeviceScope scope(device_);
+  const pybind11::gil_scoped_release release;
+  scope.backend().inspect(rows, args, scope.stream());
+}
+
+// --- the step ------------------------------------------------------------------------------------
+
+std::vector<int64_t> ParamTable::collect(const std::optional<at::Tensor>& scale, bool unscales) {
+  const at::Tensor none;
+  bool any_pending = false;
+  unchanged_ = !known_.edited_sums;
+  edited_.clear();
+  std::vector<int64_t> stateless;
+  // Every check comes before the first change of a tensor.
+  for (int64_t i = 0; i < rows(); ++i) {
+    prefetch_row(rows_, i);
+    Row& row = rows_[i];
+    follow_storage(i);
+    if (row.was_edited()) edited_.push_back(i);
+    const at::Tensor& grad = source(row);
+    row.has_grad = grad.defined();
+    TORCH_CHECK(row.model.defined() || !row.accumulated.defined(),
+                "step() inside a backward pass of scale_loss; call "
+                "it after the context has ended");
+    bool scaled = scale && !is_materialized(row);
+    const at::Tensor& used = row.has_grad ? checked_gradient(row, grad) : none;
+    row.unscales = unscales && scaled && row.has_grad && used.scalar_type() == at::kFloat;
+    if (row.has_grad && row.pending.is_same_tensor(grad)) scaled = any_pending = true;
+    set_gradient(i, used, scaled, row.accumulated, none);
+    set(kUnscaled, i, row.unscales ? used : none);
+    if (row.has_grad && !row.inspected.is_unchanged(grad)) unchanged_ = false;
+    const bool has_gradient = row.has_grad || row.accumulated.defined();
+    if (has_gradient && algorithm_ != Algorithm::of<NoOp>() && !row.has_states)
+      stateless.push_back(i);
+  }
+  TORCH_CHECK(!(any_pending && scale),
+              "these gradients carry the loss scale of amp.scale_loss and a GradScaler's as "
+              "well; use one of the two");
+  // After scale_loss the step belongs to its scale, also where every gradient is unscaled by now.
+  collected_scale_ = any_pending || (phase_.may_be_pending() && !scale) ? pending_scale_
+                     : scale                                            ? *scale
+                                                                        : none;
+  return stateless;
+}
+
+// Whether the last inspection was of the gradients that collect() found.
+bool ParamTable::is_measured() const {
+  return known_.norm && (known_.row_norms || !needs_row_norms()) && unchanged_;
+}
+
+void ParamTable::inspect_collected(const Preparation& preparation) {
+  Inspection inspection;
+  inspection.record = true;
+  inspection.preparation = preparation;
+  inspect(collected_scale_, inspection);
+  known_.norm = unchanged_ = true;
+}
+
+void ParamTable::measure() {
+  if (!is_measured()) inspect_collected({});
+  for (Row& row : rows_) {
+    if (row.has_grad) row.inspected.remember(source(row));
+  }
+}
+
+void ParamTable::decide(const std::optional<at::Tensor>& found_inf, double max_norm, bool inspect,
+                        bool skip_nonfinite) {
+  const bool inspects =
+      (max_norm > 0 || needs_row_norms() || (inspect && !unchanged_)) && !is_measured();
+  Preparation preparation;
+  preparation.state = state();
+  preparation.algorithm = algorithm_;
+  StepDecision& decision = preparation.decision;
+  decision.loss_scale = collected_scale_.defined() ? collected_scale_.data_ptr<float>() : nullptr;
+  decision.found_inf = float_pointer(found_inf, "found_inf", device_);
+  decision.max_norm = max_norm;
+  decision.norm_known = inspects || (known_.norm && unchanged_);
+  decision.skip_nonfinite = skip_nonfinite;
+  RowColumns& columns = preparation.columns;
+  columns.steps = steps().data_ptr<float>();
+  if (needs_row_norms()) {
+    columns.grad_norms = row_norms(kGradNorm);
+    columns.grad_largest = row_norms(kGradLargest);
+  }
+  if (info(algorithm_).grad_norms) columns.norm_averages = norm_averages().data_ptr<float>();
+  float* const param_norms = layerwise_ ? row_norms(kParamNorm) : nullptr;
+  columns.param_norms = param_norms;
+  Table& rows = table();
+  {
+    const DeviceScope scope(device_);
+    const pybind11::gil_scoped_release release;
+    if (param_norms) scope.backend().measure_params(rows, param_norms, scope.stream());
+    if (!inspects) scope.backend().prepare(rows, preparation, scope.stream());
+  }
+  if (inspects) inspect_collected(preparation);
+}
+
+void ParamTable::update(const std::optional<at::Tensor>& found_inf, double max_norm, bool inspect,
+                        bool skip_nonfinite) {
+  if (rows_.empty()) return;
+  map_masters(MapOp::of<RefreshOp>(), edited_);
+  decide(found_inf, max_norm, inspect, skip_nonfinite);
+  {
+    Table& rows = table();
+    const DeviceScope scope(device_);
+    const pybind11::gil_scoped_release release;
+    scope.backend().update(rows, algorithm_, state(), scope.stream());
+  }
+  spend_gradients(true);
+}
+
+void ParamTable::mark_stepped() {
+  for (Row& row : rows_) row.mark_stepped();
+}
+
+std::vector<int64_t> ParamTable::fingerprint() const {
+  std::vector<int64_t> found;
+  found.reserve(3 * rows_.size());
+  for (const Row& row : rows_) {
+    found.push_back(reinterpret_cast<int64_t>(row.param.data_ptr()));
+    found.push_back(row.model.defined() ? reinterpret_cast<int64_t>(row.model.data_ptr()) : 0);
+    found.push_back(row.leaf().requires_grad());
+  }
+  return found;
+}
+
+void ParamTable::finish_step() { spend_gradients(false); }
+
+// `stepped`: the rows that have a gradient were, by an update of ours.
+void ParamTable::spend_gradients(bool stepped) {
+  for (int64_t i = 0; i < rows(); ++i) {
+    prefetch_versions(rows_, i);
+    Row& row = rows_[i];
+    if (stepped && (row.has_grad || row.accumulated.defined())) row.mark_stepped();
+    if (stepped && row.unscales) {
+      at::Tensor& grad = row.leaf().mutable_grad();
+      if (row.copied_grad.defined()) grad = row.copied_grad;
+      bump_version(grad);
+    }
+    if (row.model.defined()) {
+      const at::Tensor& grad = row.model.mutable_grad();
+      if (grad.defined()) row.spent.remember(grad);
+      if (phase_.is_materialized()) row.param.mutable_grad().reset();
+      row.accumulated.reset();
+    }
+    row.copied_grad.reset();
+    row.inspected.forget();
+  }
+  phase_.spend();
+  known_.norm = known_.edited_sums = false;
+}
+
+}  // namespace ampfuse

@@ -1,0 +1,140 @@
+// The rows of one optimizer: each parameter with its half-precision model weight, gradients, FP32
+// accumulators, states and step count. It decides which gradients a pass reads and hands the core a
+// filled table; it computes nothing itself.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "core/backend.h"
+#include "gradient_phase.h"
+#include "row.h"
+
+namespace ampfuse {
+
+class ParamTable {
+ public:
+  // algorithm: "sgd", "adam" (covers AdamW), "adagrad", "novograd", "lamb" or "none", which keeps
+  // gradients only.
+  ParamTable(const std::string& algorithm, at::Device device);
+
+  // Appends a row. `model` is the half weight beside an FP32 `param`, or nothing; `model_version`
+  // the version of it that the master has followed. Returns the row's index.
+  int64_t add_row(at::Tensor param, std::optional<at::Tensor> model, std::string name,
+                  int64_t model_version);
+  int64_t rows() const { return int64_t(rows_.size()); }
+  at::Tensor param(int64_t row) const { return rows_.at(row).param; }
+  std::optional<at::Tensor> model(int64_t row) const;
+
+  // States in the order of the core's kState0..2; FP32, laid out as the parameter. Nothing: the row
+  // has none yet.
+  void set_states(int64_t row, const std::optional<std::vector<std::optional<at::Tensor>>>& states);
+  at::Tensor steps();          // float32 [rows], device
+  at::Tensor norm_averages();  // float32 [rows], device: NovoGrad's second moments
+
+  // Hyper-parameters of rows [begin, end) by the names of RowHyper and HyperFlag; others are off.
+  // `schedule`: float64 columns by the names of Schedule, all of one length; may be empty.
+  void set_hyper(int64_t begin, int64_t end, const std::optional<at::Tensor>& lr_tensor,
+                 const std::map<std::string, double>& values,
+                 const std::map<std::string, at::Tensor>& schedule);
+
+  // Masters and model weights (masters.cpp).
+  // The model weights are what the masters round to, now: their present versions count as ours.
+  void accept_model_weights();
+  // Masters take the elements that somebody edited in the model since our last write: seen by the
+  // weight's version and memory, or, with `all`, looked for in every weight (an edit through
+  // `.data` leaves no trace).
+  void refresh_masters(bool all);
+  void publish_masters();  // model weights = masters
+
+  // scale_loss (gradients.cpp; see gradient_phase.h).
+  void begin_backward();
+  void end_backward(const at::Tensor& scale, bool check);
+  void mark_backward(const at::Tensor& scale);
+  void cancel_backward();
+  void materialize();
+  void zero_grad(bool set_to_none);
+
+  // One step. collect() finds the gradients, checks them all and returns the rows that have one but
+  // no state yet; nothing has changed then. `scale`: what gradients not pending are multiplied by
+  // (a GradScaler's); with `unscales` the update leaves those in FP32 unscaled.
+  std::vector<int64_t> collect(const std::optional<at::Tensor>& scale, bool unscales);
+  // Makes sum_squares that of the collected gradients, now rather than in the step.
+  void measure();
+  void update(const std::optional<at::Tensor>& found_inf, double max_norm, bool inspect,
+              bool skip_nonfinite);
+  void
+  finish_step();  // after an update, or another optimizer's own step: pending gradients are spent
+  // A captured graph has stepped the rows: versions tell, and masters and model weights agree.
+  void mark_stepped();
+  // Three numbers a row: where its parameter and its model weight are, and whether autograd gives
+  // it a gradient.
+  std::vector<int64_t> fingerprint() const;
+
+  // Decides without an update, for an optimizer that steps by itself; the verdict is in skip.
+  void decide(const std::optional<at::Tensor>& found_inf, double max_norm, bool inspect,
+              bool skip_nonfinite);
+
+  at::Tensor state_field(const std::string& name) const;  // 0-dim device view into StepState
+  const std::string& name(int64_t row) const { return rows_.at(row).name; }
+
+ private:
+  struct Inspection {
+    bool record = false;       // the step state hears of it
+    bool same_pass = false;    // as the inspection before
+    bool fresh = false;        // of the gradients of this pass alone
+    bool keeps_scale = false;  // in pending_scale_
+    Preparation preparation;
+  };
+
+  // What norms_ holds of each row.
+  enum NormColumn { kGradNorm, kGradLargest, kParamNorm, kNormColumns };
+
+  Table& table();
+  void set(int list, int64_t row, const at::Tensor& tensor);
+  void follow_storage(int64_t row);
+  void set_gradient(int64_t row, const at::Tensor& grad, bool scaled, const at::Tensor& accumulated,
+                    const at::Tensor& out);
+  bool is_materialized(const Row& row) const {
+    return row.model.defined() && phase_.is_materialized();
+  }
+  const at::Tensor& source(const Row& row) const;  // the row's gradient now
+  const at::Tensor& checked_gradient(Row& row, const at::Tensor& grad) const;
+  void spend_gradients(bool stepped);
+  bool is_measured() const;
+  void inspect_collected(const Preparation& preparation);
+  void inspect(const at::Tensor& scale, const Inspection& inspection);
+  void map_masters(MapOp op, const std::vector<int64_t>& rows);
+  bool needs_row_norms() const { return info(algorithm_).grad_norms || layerwise_; }
+  float* row_norms(NormColumn column);
+  StepState* state() const;
+
+  Algorithm algorithm_;
+  at::Device device_;
+  std::vector<Row> rows_;
+  std::unique_ptr<Table> table_;
+  at::Tensor steps_, norm_averages_, state_;
+  at::Tensor norms_;                             // [kNormColumns, rows]
+  at::Tensor pending_scale_;                     // of pending gradients
+  std::map<const void*, at::Tensor> schedules_;  // a captured graph may read any of them
+  at::Tensor collected_scale_;  // of the gradients that collect() found; undefined: 1
+  GradientPhase phase_;
+  // What inspections know.
+  struct {
+    bool norm = false;         // of all gradients there are
+    bool row_norms = false;    // in norms_
+    bool before_pass = true;   // every gradient that the running pass found
+    bool edited_sums = false;  // somebody edited what earlier passes left beside a master
+  } known_;
+  // What collect() found beside the gradients.
+  bool unchanged_ = false;       // they are those that were inspected last
+  std::vector<int64_t> edited_;  // rows whose model weight somebody edited
+  bool layerwise_ = false;       // some row is stepped as in LARC
+};
+
+}  // namespace ampfuse

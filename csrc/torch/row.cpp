@@ -1,0 +1,96 @@
+#include "row.h"
+
+#include "torch_backend.h"
+
+namespace ampfuse {
+
+void Identity::remember(const at::Tensor& grad) {
+  if (!is_same_tensor(grad)) impl.emplace(grad.getIntrusivePtr());  // counting costs 10 ns
+}
+
+bool Identity::is_same_tensor(const at::Tensor& grad) const {
+  return impl && grad.defined() && impl->_unsafe_get_target() == grad.unsafeGetTensorImpl();
+}
+
+void Contents::remember(const at::Tensor& grad) {
+  Identity::remember(grad);
+  version = version_of(grad);
+}
+
+bool Contents::is_unchanged(const at::Tensor& grad) const {
+  return is_same_tensor(grad) && version == version_of(grad);
+}
+
+bool Row::was_edited() const {
+  return model.defined() && (version_of(model) != model_version || model.data_ptr() != model_data);
+}
+
+void Row::match_model() {
+  if (!model.defined()) return;
+  model_version = version_of(model);
+  model_data = model.data_ptr();
+}
+
+void Row::mark_stepped() {
+  // What autograd may have saved; states have no graph.
+  bump_version(param);
+  if (!model.defined()) return;
+  bump_version(model);
+  model_version = version_of(model);
+}
+
+const void* base_of(const at::Tensor& tensor) {
+  if (!tensor.defined()) return nullptr;
+  return tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl()->data_ptr().get();
+}
+
+// Where a tensor counts its versions, to fetch it: a VariableVersion is a pointer to its counter.
+static const void* counter_of(const at::Tensor& tensor) {
+  const c10::VariableVersion& version = tensor.unsafeGetTensorImpl()->version_counter();
+  static_assert(sizeof version == sizeof(void*));
+  return *reinterpret_cast<const void* const*>(&version);
+}
+
+void prefetch_row(const std::vector<Row>& rows, int64_t i) {
+  const auto impl = [](const at::Tensor& tensor) {
+    return reinterpret_cast<const char*>(tensor.unsafeGetTensorImpl());
+  };
+  constexpr int64_t kTensors = 12, kInside = 8, kGradient = 4;
+  constexpr int64_t kLine = 64;
+  if (i + kTensors < int64_t(rows.size())) {
+    const Row& row = rows[i + kTensors];
+    for (const at::Tensor* tensor : {&row.leaf(), &row.param, &row.states[0], &row.states[1]})
+      __builtin_prefetch(impl(*tensor));
+    __builtin_prefetch(impl(row.leaf()) + 2 * kLine);
+  }
+  if (i + kInside < int64_t(rows.size())) {
+    const Row& row = rows[i + kInside];
+    __builtin_prefetch(row.leaf().unsafeGetTensorImpl()->autograd_meta());
+    for (const at::Tensor* tensor : {&row.leaf(), &row.param, &row.states[0], &row.states[1]}) {
+      if (tensor->defined())
+        __builtin_prefetch(tensor->unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
+    }
+  }
+  if (i + kGradient < int64_t(rows.size())) {
+    const char* grad = impl(rows[i + kGradient].leaf().mutable_grad());
+    for (int line = 0; line < 4; ++line) __builtin_prefetch(grad + line * kLine);
+  }
+}
+
+void prefetch_versions(const std::vector<Row>& rows, int64_t i) {
+  constexpr int64_t kTensors = 12, kInside = 6;
+  if (i + kTensors < int64_t(rows.size())) {
+    const Row& row = rows[i + kTensors];
+    for (const at::Tensor* tensor : {&row.param, &row.model})
+      __builtin_prefetch(tensor->unsafeGetTensorImpl());
+  }
+  if (i + kInside < int64_t(rows.size())) {
+    const Row& row = rows[i + kInside];
+    __builtin_prefetch(row.leaf().unsafeGetTensorImpl()->autograd_meta());
+    for (const at::Tensor* tensor : {&row.param, &row.model}) {
+      if (tensor->defined()) __builtin_prefetch(counter_of(*tensor));
+    }
+  }
+}
+
+}  // namespace ampfuse

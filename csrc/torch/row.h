@@ -1,0 +1,61 @@
+// One parameter with everything that belongs to it.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "core/table.h"
+
+namespace ampfuse {
+
+// Tells whether a gradient is still the tensor that we last saw. The weak reference keeps a freed
+// gradient's successor from looking like it.
+struct Identity {
+  std::optional<c10::weak_intrusive_ptr<c10::TensorImpl>> impl;
+  void remember(const at::Tensor& grad);
+  void forget() { impl.reset(); }
+  bool is_same_tensor(const at::Tensor& grad) const;
+};
+
+// ... and holds what it held.
+struct Contents : Identity {
+  int64_t version = -1;
+  void remember(const at::Tensor& grad);
+  bool is_unchanged(const at::Tensor& grad) const;
+};
+
+struct Row {
+  at::Tensor param, model;
+  at::Tensor states[kMaxStates];
+  at::Tensor accumulated;
+  at::Tensor copied_grad;  // the gradient in the parameter's layout, if it has another
+  std::string name;
+  // What the model weight was when the master last matched it.
+  int64_t model_version = 0;
+  const void* model_data = nullptr;
+  const void* memory[2 + kMaxStates] = {};  // where param, states and leaf were: follow_storage()
+  bool has_states = false;
+  bool has_grad = false;  // the current pass reads one
+  bool is_contiguous = false;
+  bool unscales = false;  // the update of this step unscales the gradient in place
+  Identity pending, spent;
+  Contents inspected;
+  bool was_edited() const;  // by somebody else, since the master last matched it
+  void match_model();
+  void mark_stepped();
+  const at::Tensor& leaf() const { return model.defined() ? model : param; }
+};
+
+// Where a tensor's storage is, for the price of two cache lines; data_ptr() takes four.
+const void* base_of(const at::Tensor& tensor);
+
+// A row's tensors are a dozen cache lines behind three pointers in a row. Fetching them some rows
+// ahead of row i, a pointer further each time, halves the time of a scan over thousands of rows:
+// of one that looks at all tensors, and of one that looks at versions and gradients.
+void prefetch_row(const std::vector<Row>& rows, int64_t i);
+void prefetch_versions(const std::vector<Row>& rows, int64_t i);
+
+}  // namespace ampfuse

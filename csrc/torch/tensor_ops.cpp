@@ -1,0 +1,299 @@
+#include "tensor_ops.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <pybind11/pybind11.h>
+
+#include "core/backend.h"
+#include "names.h"
+#include "torch_backend.h"
+
+namespace ampfuse {
+namespace {
+
+struct NamedList {
+  const char* name;
+  const TensorList& tensors;
+  int list;
+  bool written;
+};
+
+std::string item(const NamedList& list, size_t i) {
+  return std::string(list.name) + "[" + std::to_string(i) + "]";
+}
+
+// Checks everything before anything is read, then fills the table.
+Table make_table(const std::vector<NamedList>& lists) {
+  const TensorList& first = lists[0].tensors;
+  if (!first.empty()) check_device(first[0].device());
+  std::vector<int64_t> numel;
+  for (const at::Tensor& tensor : first) numel.push_back(tensor.numel());
+  Table table(std::move(numel));
+  for (const NamedList& list : lists) {
+    TORCH_CHECK_VALUE(list.tensors.size() == first.size(), list.name, " holds ",
+                      list.tensors.size(), " tensors and ", lists[0].name, " ", first.size(),
+                      "; the lists have to be equally long");
+    for (size_t i = 0; i < first.size(); ++i) {
+      const at::Tensor& tensor = list.tensors[i];
+      TORCH_CHECK_TYPE(tensor.layout() == at::kStrided, item(list, i),
+                       " is sparse; pass dense tensors");
+      const DType dtype = dtype_of(tensor, list.name, "[", i, "]");
+      TORCH_CHECK_VALUE(tensor.device() == first[0].device(), item(list, i), " is on ",
+                        tensor.device(), " and ", item(lists[0], 0), " on ", first[0].device(),
+                        "; call once per device");
+      TORCH_CHECK_VALUE(is_dense(tensor), item(list, i), " of shape ", tensor.sizes(),
+                        " and strides ", tensor.strides(),
+                        " has gaps or overlaps; pass a contiguous copy");
+      TORCH_CHECK_VALUE(
+          tensor.sizes() == first[i].sizes() && tensor.strides() == first[i].strides(),
+          item(list, i), " has shape ", tensor.sizes(), " and strides ", tensor.strides(), ", ",
+          item(lists[0], i), " shape ", first[i].sizes(), " and strides ", first[i].strides(),
+          "; they have to match");
+      TORCH_CHECK(!(list.written && tensor.requires_grad() && at::GradMode::is_enabled()),
+                  item(list, i),
+                  " requires grad and would be written in place; call under torch.no_grad()");
+      table.set(list.list, int64_t(i), tensor.data_ptr(), dtype);
+    }
+  }
+  return table;
+}
+
+void bump_versions(const TensorList& tensors) {
+  for (const at::Tensor& tensor : tensors) bump_version(tensor);
+}
+
+void map(const std::vector<NamedList>& lists, MapOp op, MapArgs args,
+         const std::optional<at::Tensor>& found_inf) {
+  Table table = make_table(lists);
+  if (lists[0].tensors.empty()) return;
+  const at::Device device = lists[0].tensors[0].device();
+  args.found_inf = float_pointer(found_inf, "found_inf", device);
+  {
+    const DeviceScope scope(device);
+    const pybind11::gil_scoped_release release;
+    scope.backend().map(table, op, args, scope.stream());
+  }
+  for (const NamedList& list : lists) {
+    if (list.written) bump_versions(list.tensors);
+  }
+}
+
+}  // namespace
+
+void scale(const TensorList& src, const TensorList& dst, double factor,
+           const std::optional<at::Tensor>& found_inf) {
+  map({{"src", src, kSource, false}, {"dst", dst, kTarget, true}}, MapOp::of<ScaleOp>(),
+      {float(factor), 0, nullptr}, found_inf);
+}
+
+void axpby(const TensorList& x, const TensorList& y, const TensorList& out, double a, double b,
+           const std::optional<at::Tensor>& found_inf, int64_t check) {
+  TORCH_CHECK_VALUE(check >= -1 && check <= 1, "check is ", check,
+                    "; it is -1 (x and y), 0 (x) or 1 (y)");
+  constexpr unsigned kX = bit(kSource), kY = bit(kSource2);
+  const MapOp op = check == 0   ? MapOp::of<AxpbyOp<kX>>()
+                   : check == 1 ? MapOp::of<AxpbyOp<kY>>()
+                                : MapOp::of<AxpbyOp<kX | kY>>();
+  map({{"x", x, kSource, false}, {"y", y, kSource2, false}, {"out", out, kTarget, true}}, op,
+      {float(a), float(b), nullptr}, found_inf);
+}
+
+void copy(const TensorList& src, const TensorList& dst) { scale(src, dst, 1.0, std::nullopt); }
+
+void unscale(const TensorList& grads, const TensorList& out, const at::Tensor& inv_scale,
+             const std::optional<at::Tensor>& found_inf) {
+  Table table = make_table({{"grads", grads, kGrad, false}, {"out", out, kGradOut, true}});
+  if (grads.empty()) return;
+  for (int64_t row = 0; row < table.rows(); ++row) table.set_scaled(row, true);
+  const at::Device device = grads[0].device();
+  InspectArgs args;
+  args.scale = float_pointer(inv_scale, "inv_scale", device);
+  args.scale_is_inverse = true;
+  args.found_inf = float_pointer(found_inf, "found_inf", device);
+  {
+    const DeviceScope scope(device);
+    const pybind11::gil_scoped_release release;
+    scope.backend().inspect(table, args, scope.stream());
+  }
+  bump_versions(out);
+}
+
+std::tuple<at::Tensor, at::Tensor> l2norm(const TensorList& tensors, bool per_tensor,
+                                          const std::optional<at::Tensor>& inv_scale,
+                                          const std::optional<at::Tensor>& found_inf) {
+  Table table = make_table({{"tensors", tensors, kGrad, false}});
+  const auto options = at::TensorOptions().dtype(at::kFloat);
+  if (tensors.empty()) return {at::zeros({}, options), at::zeros({0}, options)};
+  const at::Device device = tensors[0].device();
+  at::Tensor norm = at::empty({}, options.device(device));
+  at::Tensor norms = at::empty({per_tensor ? table.rows() : 0}, options.device(device));
+  for (int64_t row = 0; row < table.rows(); ++row) table.set_scaled(row, inv_scale.has_value());
+  InspectArgs args;
+  args.scale = float_pointer(inv_scale, "inv_scale", device);
+  args.scale_is_inverse = true;
+  args.found_inf = float_pointer(found_inf, "found_inf", device);
+  args.norm = norm.data_ptr<float>();
+  args.row_norms = per_tensor ? norms.data_ptr<float>() : nullptr;
+  const DeviceScope scope(device);
+  const pybind11::gil_scoped_release release;
+  scope.backend().inspect(table, args, scope.stream());
+  return {norm, norms};
+}
+
+void step(const std::string& algorithm, const TensorList& grads, const TensorList& params,
+          const TensorList& models, const std::vector<TensorList>& states,
+          const TensorList& updates, const at::Tensor& steps,
+          const std::optional<at::Tensor>& norm_averages,
+          const std::optional<at::Tensor>& lr_tensor, const std::map<std::string, double>& values,
+          const std::optional<at::Tensor>& loss_scale, const std::optional<at::Tensor>& found_inf) {
+  const Algorithm chosen = algorithm_of(algorithm);
+  std::vector<NamedList> lists = {{"grads", grads, kGrad, false}, {"params", params, kParam, true}};
+  static const char* const names[kMaxStates] = {"states[0]", "states[1]", "states[2]"};
+  TORCH_CHECK_VALUE(states.size() <= kMaxStates, "there are at most three lists of states");
+  for (size_t i = 0; i < states.size(); ++i)
+    lists.push_back({names[i], states[i], kState0 + int(i), true});
+  if (!models.empty()) lists.push_back({"models", models, kModel, true});
+  if (!updates.empty()) lists.push_back({"updates", updates, kGradOut, true});
+  Table table = make_table(lists);
+  if (grads.empty()) return;
+  const at::Device device = grads[0].device();
+  const int64_t rows = table.rows();
+  const auto column = [&](const at::Tensor& tensor, const char* name) {
+    TORCH_CHECK_VALUE(tensor.numel() == rows && tensor.is_contiguous(), name, " has ",
+                      tensor.numel(), " elements for ", rows, " tensors");
+    return float_pointer(tensor, name, device);
+  };
+  RowHyper hyper = hyper_of(values);
+  hyper.lr_tensor = float_pointer(lr_tensor, "lr", device);
+  const bool lr_of_each = lr_tensor && lr_tensor->numel() > 1;
+  if (lr_of_each) column(*lr_tensor, "lr");
+  table.set_hyper(0, rows, hyper);
+  for (int64_t row = 0; row < rows; ++row) {
+    if (lr_of_each) {
+      table.set_hyper(row, row + 1, hyper);
+      ++hyper.lr_tensor;
+    }
+    table.set_scaled(row, loss_scale.has_value());
+  }
+  const auto options = at::TensorOptions().device(device);
+  at::Tensor state = at::zeros({int64_t(sizeof(StepState))}, options.dtype(at::kByte));
+  at::Tensor norms = at::empty({2, rows}, options.dtype(at::kFloat));
+  auto* const step_state = static_cast<StepState*>(state.data_ptr());
+  Preparation preparation;
+  preparation.state = step_state;
+  RowColumns& columns = preparation.columns;
+  columns.steps = column(steps, "steps");
+  StepDecision& decision = preparation.decision;
+  decision.loss_scale = float_pointer(loss_scale, "loss_scale", device);
+  decision.found_inf = float_pointer(found_inf, "found_inf", device);
+  decision.skip_nonfinite = true;
+  InspectArgs args;
+  preparation.algorithm = chosen;
+  const bool inspects = info(chosen).grad_norms;
+  if (inspects) {
+    TORCH_CHECK_VALUE(norm_averages, algorithm, " needs norm_averages");
+    columns.norm_averages = column(*norm_averages, "norm_averages");
+    args.scale = decision.loss_scale;
+    args.row_norms = norms.data_ptr<float>();
+    args.row_largest = args.row_norms + rows;
+    columns.grad_norms = args.row_norms;
+    columns.grad_largest = args.row_largest;
+    args.preparation = preparation;
+  }
+  {
+    const DeviceScope scope(device);
+    const pybind11::gil_scoped_release release;
+    Backend& backend = scope.backend();
+    if (inspects) {
+      backend.inspect(table, args, scope.stream());
+    } else {
+      backend.prepare(table, preparation, scope.stream());
+    }
+    backend.update(table, chosen, step_state, scope.stream());
+  }
+  for (const NamedList& list : lists) {
+    if (list.written) bump_versions(list.tensors);
+  }
+}
+
+void layerwise(const TensorList& grads, const TensorList& params, double lr,
+               const std::optional<at::Tensor>& lr_tensor, double weight_decay,
+               double trust_coefficient, double eps, bool clip) {
+  Table table = make_table({{"grads", grads, kGrad, false},
+                            {"params", params, kParam, false},
+                            {"grads", grads, kGradOut, true}});
+  if (grads.empty()) return;
+  const at::Device device = grads[0].device();
+  const int64_t rows = table.rows();
+  RowHyper hyper;
+  hyper.lr = lr;
+  hyper.lr_tensor = float_pointer(lr_tensor, "lr", device);
+  hyper.weight_decay = weight_decay;
+  hyper.trust_coefficient = trust_coefficient;
+  hyper.trust_eps = eps;
+  hyper.flags = kLayerwise | (clip ? kClippedRatio : 0);
+  table.set_hyper(0, rows, hyper);
+  for (int64_t row = 0; row < rows; ++row) {
+    table.set(kGradOut, row, nullptr, DType::kNone);  // the norms come first
+  }
+  const auto options = at::TensorOptions().device(device);
+  at::Tensor state = at::zeros({int64_t(sizeof(StepState))}, options.dtype(at::kByte));
+  const at::Tensor columns = at::zeros({3, rows}, options.dtype(at::kFloat));
+  auto* const step = static_cast<StepState*>(state.data_ptr());
+  InspectArgs args;
+  RowColumns& row_columns = args.preparation.columns;
+  row_columns.steps = columns.data_ptr<float>();
+  args.row_norms = row_columns.steps + rows;
+  float* const param_norms = args.row_norms + rows;
+  row_columns.grad_norms = args.row_norms;
+  row_columns.param_norms = param_norms;
+  args.preparation.state = step;
+  args.preparation.algorithm = Algorithm::of<LayerwiseOp>();
+  {
+    const DeviceScope scope(device);
+    const pybind11::gil_scoped_release release;
+    Backend& backend = scope.backend();
+    backend.measure_params(table, param_norms, scope.stream());
+    backend.inspect(table, args, scope.stream());
+    for (int64_t row = 0; row < rows; ++row) {
+      const at::Tensor& grad = grads[size_t(row)];
+      table.set(kGradOut, row, grad.data_ptr(), dtype_of(grad, "grads"));
+    }
+    backend.update(table, args.preparation.algorithm, step, scope.stream());
+  }
+  bump_versions(grads);
+}
+
+void update_scale(const at::Tensor& scale, const at::Tensor& growth_tracker,
+                  const at::Tensor& hysteresis_tracker, const TensorList& found_infs,
+                  double growth_factor, double backoff_factor, int64_t growth_interval,
+                  double min_scale, double max_scale, int64_t hysteresis, const TensorList& shared,
+                  bool dynamic) {
+  LossScale rule;
+  rule.scale = float_pointer(scale, "scale", scale.device());
+  rule.growth_tracker = growth_tracker.data_ptr<int32_t>();
+  rule.hysteresis_tracker = hysteresis_tracker.data_ptr<int32_t>();
+  rule.growth_factor = growth_factor;
+  rule.backoff_factor = backoff_factor;
+  rule.growth_interval = int32_t(growth_interval);
+  rule.min_scale = min_scale;
+  rule.max_scale = max_scale;
+  rule.hysteresis = int32_t(hysteresis);
+  const size_t count = std::max(found_infs.size(), shared.size());
+  TORCH_CHECK_VALUE(count <= OverflowFlags::kMax, "a loss scaler takes at most ",
+                    OverflowFlags::kMax, " optimizers, and this one has ", count);
+  OverflowFlags flags;
+  for (const at::Tensor& flag : found_infs)
+    flags.found_inf[flags.found_infs++] = float_pointer(flag, "found_inf", scale.device());
+  for (const at::Tensor& flag : shared)
+    flags.shared[flags.shareds++] = float_pointer(flag, "a shared flag", scale.device());
+  const DeviceScope scope(scale.device());
+  scope.backend().update_scale(rule, flags, !dynamic, scope.stream());
+  if (dynamic) {
+    for (const at::Tensor& tensor : {scale, growth_tracker, hysteresis_tracker})
+      bump_version(tensor);
+  }
+}
+
+}  // namespace ampfuse

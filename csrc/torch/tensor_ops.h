@@ -1,0 +1,50 @@
+// The multi-tensor ops for users: lists of tensors in, one call to a backend.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <map>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <vector>
+
+namespace ampfuse {
+
+using TensorList = std::vector<at::Tensor>;
+
+void scale(const TensorList& src, const TensorList& dst, double factor,
+           const std::optional<at::Tensor>& found_inf);
+void axpby(const TensorList& x, const TensorList& y, const TensorList& out, double a, double b,
+           const std::optional<at::Tensor>& found_inf, int64_t check);
+void copy(const TensorList& src, const TensorList& dst);
+void unscale(const TensorList& grads, const TensorList& out, const at::Tensor& inv_scale,
+             const std::optional<at::Tensor>& found_inf);
+std::tuple<at::Tensor, at::Tensor> l2norm(const TensorList& tensors, bool per_tensor,
+                                          const std::optional<at::Tensor>& inv_scale,
+                                          const std::optional<at::Tensor>& found_inf);
+
+// One step of an algorithm on lists. `steps` [n] counts the steps before this one and is advanced;
+// `lr_tensor` [1] or [n] replaces lr; gradients are divided by `loss_scale`, and nothing happens
+// where `found_inf` is set. `norm_averages` [n] is NovoGrad's, `updates` receives lamb_update's.
+void step(const std::string& algorithm, const TensorList& grads, const TensorList& params,
+          const TensorList& models, const std::vector<TensorList>& states,
+          const TensorList& updates, const at::Tensor& steps,
+          const std::optional<at::Tensor>& norm_averages,
+          const std::optional<at::Tensor>& lr_tensor, const std::map<std::string, double>& values,
+          const std::optional<at::Tensor>& loss_scale, const std::optional<at::Tensor>& found_inf);
+
+// LARC's rescaling in place: grads = ratio * (grads + weight_decay * params), per tensor.
+void layerwise(const TensorList& grads, const TensorList& params, double lr,
+               const std::optional<at::Tensor>& lr_tensor, double weight_decay,
+               double trust_coefficient, double eps, bool clip);
+
+// The loss-scale rule over the OR of `found_infs`; see step_state.h. A static scale passes dynamic
+// = false.
+void update_scale(const at::Tensor& scale, const at::Tensor& growth_tracker,
+                  const at::Tensor& hysteresis_tracker, const TensorList& found_infs,
+                  double growth_factor, double backoff_factor, int64_t growth_interval,
+                  double min_scale, double max_scale, int64_t hysteresis, const TensorList& shared,
+                  bool dynamic);
+
+}  // namespace ampfuse

@@ -1,0 +1,79 @@
+// From torch's devices, dtypes and streams to the core's. The only place that knows both.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/DeviceGuard.h>
+
+#include <optional>
+#include <string>
+
+#include "core/backend.h"
+
+namespace ampfuse {
+
+// Throws a TypeError for a dtype the kernels do not store; its message begins with `what`, put
+// together only then.
+template <class... What>
+DType dtype_of(const at::Tensor& tensor, const What&... what) {
+  switch (tensor.scalar_type()) {
+    case at::kFloat:
+      return DType::kFloat32;
+    case at::kHalf:
+      return DType::kFloat16;
+    case at::kBFloat16:
+      return DType::kBFloat16;
+    default:
+      TORCH_CHECK_TYPE(
+          false, what..., " is ", tensor.scalar_type(),
+          "; ampfuse works on float32, float16 and bfloat16. Convert it, or leave it out.");
+  }
+}
+
+inline void check_device(at::Device device) {
+  TORCH_CHECK(device.is_cpu() || device.is_cuda(),
+              "ampfuse has kernels for cpu and cuda tensors, not for ", device);
+}
+
+// The backend, device guard and stream for one call on `device`. Construct it on the calling
+// thread.
+class DeviceScope {
+ public:
+  explicit DeviceScope(at::Device device);
+  Backend& backend() const { return *backend_; }
+  void* stream() const { return stream_; }
+
+ private:
+  c10::DeviceGuard guard_;
+  Backend* backend_ = nullptr;
+  void* stream_ = nullptr;
+};
+
+// Elements fill their storage without gaps or overlap, in whatever order: what kernels walk.
+inline bool is_dense(const at::Tensor& tensor) { return tensor.is_non_overlapping_and_dense(); }
+
+// The data of a one-element float32 tensor that a kernel on `device` reads or writes; null if there
+// is none.
+inline float* float_pointer(const std::optional<at::Tensor>& tensor, const char* what,
+                            at::Device device) {
+  if (!tensor || !tensor->defined()) return nullptr;
+  TORCH_CHECK_TYPE(tensor->scalar_type() == at::kFloat, what, " is ", tensor->scalar_type(),
+                   "; it has to be a float32 tensor");
+  TORCH_CHECK_VALUE(tensor->numel() >= 1, what, " is empty; it has to hold one element");
+  TORCH_CHECK_VALUE(tensor->device() == device, what, " is on ", tensor->device(),
+                    " and the tensors on ", device, "; it has to be where they are");
+  return tensor->data_ptr<float>();
+}
+
+// Inference tensors have no version.
+inline void bump_version(const at::Tensor& tensor) {
+  if (!tensor.defined()) return;
+  c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
+  if (impl->version_counter().enabled()) impl->bump_version();
+}
+
+inline int64_t version_of(const at::Tensor& tensor) {
+  const c10::VariableVersion& version = tensor.unsafeGetTensorImpl()->version_counter();
+  return version.enabled() ? version.current_version() : 0;
+}
+
+}  // namespace ampfuse
