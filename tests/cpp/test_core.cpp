@@ -85,8 +85,7 @@ constexpr float kInf = __builtin_inff(), kNan = __builtin_nanf("");
 
 }  // namespace
 
-// --- steps
-// ------------------------------------------------------------------------------------------------
+// --- steps ---------------------------------------------------------------------------------------
 
 TEST(steps) {
   for (const auto& [algorithm, name, states, grad_norms] : algorithms()) {
@@ -182,6 +181,7 @@ TEST(no_rows) {
 // In place, and not clipped. `mixed`: beside rows that have every other list.
 TEST(updates_leave_unscaled_gradients) {
   for (const auto& [algorithm, name, states, grad_norms] : algorithms()) {
+    if (states.empty()) continue;  // no optimizer
     for (const bool mixed : {false, true}) {
       std::vector<RowSpec> rows = mixed ? optimizer_rows() : std::vector<RowSpec>();
       const int64_t first = int64_t(rows.size());
@@ -221,8 +221,7 @@ TEST(gradients_come_and_go) {
   EXPECT(pair.gpu.steps.read(0) == 4 && pair.gpu.steps.read(1) == 2);
 }
 
-// --- inspect
-// ----------------------------------------------------------------------------------------------
+// --- inspect -------------------------------------------------------------------------------------
 
 TEST(norms) {
   std::vector<RowSpec> rows;
@@ -362,8 +361,7 @@ TEST(an_overflow_belongs_to_the_pass_that_made_it) {
   }
 }
 
-// --- skipped steps
-// ----------------------------------------------------------------------------------------
+// --- skipped steps -------------------------------------------------------------------------------
 
 TEST(a_skipped_step_changes_nothing) {
   for (const auto& [algorithm, name, states, grad_norms] : algorithms()) {
@@ -396,8 +394,7 @@ TEST(a_static_scale_never_skips) {
   EXPECT(std::isnan(pair.gpu.values(40, kParam)[0]));
 }
 
-// --- the last block
-// -------------------------------------------------------------------------------------------
+// --- the last block ------------------------------------------------------------------------------
 
 namespace {
 
@@ -481,8 +478,7 @@ TEST(rows_without_elements_alone) {
   }
 }
 
-// --- multi-tensor ops
-// -------------------------------------------------------------------------------------
+// --- multi-tensor ops ----------------------------------------------------------------------------
 
 TEST(maps) {
   std::vector<RowSpec> rows;
@@ -530,8 +526,7 @@ TEST(refresh_leaves_rows_without_a_model_weight) {
   EXPECT(pair.gpu.values(0, kParam) == before.values(0, kParam));
 }
 
-// --- loss scale
-// -------------------------------------------------------------------------------------------
+// --- loss scale ----------------------------------------------------------------------------------
 
 TEST(loss_scale) {
   for (const bool share : {false, true}) {
