@@ -134,8 +134,8 @@ class Plain(torch.optim.Optimizer):
 
     def __init__(self, params, rule, options):
         self.rule = rule
-        names = inspect.signature(rule).parameters
-        defaults = {name: names[name].default for name in names}
+        self.names = inspect.signature(rule).parameters
+        defaults = {name: parameter.default for name, parameter in self.names.items()}
         super().__init__(params, {k: options.get(k, default) for k, default in defaults.items()})
 
     @torch.no_grad()
@@ -143,9 +143,7 @@ class Plain(torch.optim.Optimizer):
         with torch.enable_grad():
             loss = closure() if closure else None
         for group in self.param_groups:
-            options = {
-                k: v for k, v in group.items() if k in inspect.signature(self.rule).parameters
-            }
+            options = {name: group[name] for name in self.names}
             for param in group["params"]:
                 if param.grad is not None:
                     state = self.state[param]

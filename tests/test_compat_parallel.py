@@ -1,9 +1,7 @@
 """``apex.parallel`` in two processes with gloo, and alone."""
 
-import os
 import re
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +13,7 @@ import ampfuse.compat.apex as apex
 import ampfuse.compat.apex.__main__ as runner
 import apex_names
 from ampfuse.compat.apex.parallel import SyncBatchNorm, convert_syncbn_model
+from programs import Program
 
 HERE = Path(__file__).parent
 
@@ -25,31 +24,18 @@ def two_processes(*command):
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     common = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(sys.path),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "WORLD_SIZE": "2",
         "OMP_NUM_THREADS": "1",
     }
     processes = [
-        subprocess.Popen(
-            [sys.executable, *command],
-            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
+        Program(*command, **common, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(2)
     ]
-    try:
-        outputs = [process.communicate(timeout=120) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for process, (_, err) in zip(processes, outputs, strict=True):
-        assert process.returncode == 0, err
-    return [out for out, _ in outputs]
+    results = [process.wait() for process in processes]
+    for result in results:
+        assert result.returncode == 0, result.stderr
+    return [result.stdout for result in results]
 
 
 @pytest.fixture(scope="module")

@@ -220,8 +220,10 @@ TRAININGS = {
     "scaler": lambda d: alone(optim.AdamW, f16, d, ampfuse.GradScaler, 0.1, **ADAM),
     "torch's scaler": lambda d: alone(optim.SGD, f16, d, torch.amp.GradScaler, **SGD),
 }
-STEPS = 55
-BAD = (0, 4, 5, 21, 40)
+# The first step overflows, two in a row do, one after the scale has grown (7 good steps) and one
+# before it would grow again, which it does at the end.
+STEPS = 28
+BAD = (0, 4, 5, 14, 20)
 # With a static scale nothing is skipped.
 STATIC = ("O0", "O3", "O4", "O5")
 
@@ -313,9 +315,9 @@ def test_graphed_steps_train_like_eager_ones(name, schedule, machine):
 
 @pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", ["O2", "O5", "adamw", "scaler"])
-def test_a_thousand_steps(name, kind, monkeypatch):
+def test_hundreds_of_steps(name, kind, monkeypatch):
     """In a tabulated schedule, with overflows: planted ones, and those of a scale that grows."""
-    device, count = torch.device(kind), 1000
+    device, count = torch.device(kind), 300
     if kind == "cpu":
         StandIn().take_over(monkeypatch)
     bad = () if name in STATIC else tuple(range(0, count, 37))

@@ -1,14 +1,11 @@
 """csrc/half_conv.cpp: what torch is slow at in half on the CPU, computed in FP32 and rounded."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 import torch.nn.functional as F
 
 from ampfuse import _core
+from programs import python
 
 HALF = torch.float16
 # One rounding is off by at most half the spacing: relative 2^-11 (BF16: 2^-9; its kernels get
@@ -258,11 +255,7 @@ def test_autocast(make, inside):
 
 
 def run(code, **environment):
-    """Runs Python code in a process of its own and returns it finished."""
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-c", code],
-        env={**os.environ, **environment}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    return python("-W", "error", "-c", code, **environment)
 
 
 # Every product, forward and backward, in both half types against float64; and the switch.

@@ -1,0 +1,73 @@
+"""Python programs in processes of their own, without the seconds that each import of torch takes.
+
+They are forked from one process, which has imported torch and nothing of ampfuse. So they read the
+environment and import ampfuse as a new interpreter does.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch"])
+
+
+def python(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """``python ARGUMENTS``, in this environment with the changes given, until it ends.
+
+    `arguments` may start with ``-W error``; then come ``-c CODE``, ``-m MODULE`` or a file, and the
+    program's own.
+    """
+    return Program(*arguments, **environment).wait()
+
+
+class Program:
+    """The same, started and not waited for."""
+
+    def __init__(self, *arguments: object, **environment: str) -> None:
+        self.arguments = [str(argument) for argument in arguments]
+        self._folder = tempfile.TemporaryDirectory()
+        self._process = _context.Process(
+            target=_run, args=(self.arguments, {**os.environ, **environment}, self._folder.name)
+        )
+        self._process.start()
+
+    def wait(self, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+        """Raises TimeoutExpired, and ends it, after so many seconds."""
+        self._process.join(timeout)
+        status = self._process.exitcode
+        self._process.kill()
+        out, err = (Path(self._folder.name, name).read_text() for name in ("out", "err"))
+        self._folder.cleanup()
+        if status is None:
+            raise subprocess.TimeoutExpired(self.arguments, timeout, out, err)
+        return subprocess.CompletedProcess(self.arguments, status, out, err)
+
+
+def _run(arguments: list[str], environment: dict[str, str], folder: str) -> None:
+    for stream, name in ((sys.stdout, "out"), (sys.stderr, "err")):
+        with open(f"{folder}/{name}", "w") as file:
+            os.dup2(file.fileno(), stream.fileno())
+    os.environ.clear()
+    os.environ.update(environment)
+    if arguments[:2] == ["-W", "error"]:
+        warnings.simplefilter("error")
+        del arguments[:2]
+    kind = arguments.pop(0) if arguments[0] in ("-c", "-m") else None
+    program, *sys.argv[1:] = arguments
+    if kind == "-c":
+        sys.argv[0] = kind
+        exec(compile(program, "<string>", "exec"), {"__name__": "__main__"})
+    elif kind == "-m":
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
+    else:
+        sys.argv[0] = program
+        sys.path.insert(0, str(Path(program).parent))
+        runpy.run_path(program, run_name="__main__")
