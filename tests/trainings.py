@@ -215,8 +215,8 @@ def several_losses(level: str) -> dict[str, Any]:
 class Parameters(nn.ParameterList):
     """Tensors of all types, one longer than two chunks of a reduction."""
 
-    def __init__(self, dtypes: tuple[torch.dtype, ...], largest: int) -> None:
-        shapes = ((5, 31), (1,), (2100,), (0,), (largest,), (17, 3), (16,))
+    def __init__(self, dtypes: tuple[torch.dtype, ...], largest: int, third: int = 2100) -> None:
+        shapes = ((5, 31), (1,), (third,), (0,), (largest,), (17, 3), (16,))
         dtype = [dtypes[i % len(dtypes)] for i in range(len(shapes))]
         super().__init__(
             nn.Parameter(fractions(shape, i).to(dtype[i])) for i, shape in enumerate(shapes)
