@@ -13,8 +13,8 @@
 #
 # Further variables: DEMO_ARGS, TEST_ARGS, BENCH_ARGS; BASE_PYTHON makes .venv (python3); TORCH is
 # what pip installs there instead of the newest release tested, and TORCH_INDEX where from
-# (https://download.pytorch.org/whl/cpu has CPU builds); AMPFUSE_CUDA and AMPFUSE_CUDA_ARCHS as in the
-# README.
+# (https://download.pytorch.org/whl/cpu has CPU builds); AMPFUSE_CUDA and AMPFUSE_CUDA_ARCHS as in
+# docs/building.md.
 
 .DELETE_ON_ERROR:
 .PHONY: demo test bench experiments lint format clean help

@@ -1,4 +1,4 @@
-"""Prints the README's table of the experiments from CSVs that ``make_table --csv`` wrote.
+"""Prints docs/benchmarks.md's table of training steps from CSVs that ``make_table --csv`` wrote.
 
 python benchmarks/experiments_table.py benchmarks/results/experiments_e*_cpu.csv
 """

@@ -1,4 +1,4 @@
-"""Prints the README's table from a CSV that ``step.py`` or ``host_time.py`` wrote.
+"""Prints the table of docs/benchmarks.md from a CSV that ``step.py`` or ``host_time.py`` wrote.
 
 python benchmarks/table.py [benchmarks/results/step_cpu.csv]
 """

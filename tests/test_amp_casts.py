@@ -69,7 +69,7 @@ def images(dtype=f32):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_weights_of_each_level(level):
+def test_each_level_casts_weights_to_its_type(level):
     model = net(level)
     weights = LOW[level] if level in ("O2", "O3", "O5") else f32
     assert model.conv.weight.dtype == model.fc.bias.dtype == model.shift.dtype == weights
@@ -80,7 +80,7 @@ def test_weights_of_each_level(level):
 
 
 @pytest.mark.parametrize("level", ["O2", "O5"])
-def test_batch_norm_in_half_on_request_and_without_weights(level):
+def test_batch_norm_is_half_on_request_or_without_weights(level):
     assert net(level, keep_batchnorm_fp32="False").bn.weight.dtype == LOW[level]
     plain = nn.Sequential(nn.BatchNorm1d(3, affine=False), nn.LayerNorm(3), nn.SyncBatchNorm(3))
     amp.initialize(plain, opt_level=level, verbosity=0)
@@ -142,7 +142,7 @@ def test_recurrent_layers_run_at_every_level(kind, level):
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("dtype", [f16, bf16, f32, f64])
-def test_inputs_and_outputs(level, dtype):
+def test_each_level_casts_inputs_to_its_type_and_outputs_to_float32(level, dtype):
     model = net(level)
     if level in ("O1", "O4") and dtype == f64:
         return  # autocast leaves float64 alone, and the layer refuses it: as in torch
@@ -156,21 +156,21 @@ def test_inputs_and_outputs(level, dtype):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_cast_model_outputs(level):
-    for dtype in (f16, bf16, f32, f64):
-        out = net(level, cast_model_outputs=dtype)(images())
-        assert out.dtype == dtype
-        assert type(out) is torch.Tensor
+@pytest.mark.parametrize("dtype", [f16, bf16, f32, f64])
+def test_outputs_have_the_type_of_cast_model_outputs(level, dtype):
+    out = net(level, cast_model_outputs=dtype)(images())
+    assert out.dtype == dtype
+    assert type(out) is torch.Tensor
 
 
-def test_no_cast_at_all():
+def test_nothing_is_cast_where_the_overrides_turn_casts_off():
     model = net("O2", cast_model_type=False, master_weights=False)
     assert model.fc.weight.dtype == f32
     assert model(images()).dtype == f32
     assert net("O1", patch_torch_functions=False)(images()).dtype == f32
 
 
-def test_direct_forward_keyword_arguments_and_hooks():
+def test_casts_reach_direct_forward_keyword_arguments_and_hooks():
     model = net("O2")
     calls = []
     model.register_forward_hook(lambda module, args, out: calls.append(out.dtype))
@@ -360,7 +360,7 @@ def test_losses_on_half_outputs_compute_in_fp32(half_logits, loss):
     torch.testing.assert_close(value.double(), exact.double(), rtol=tolerance, atol=1e-5)
 
 
-def test_a_scale_of_65536_passes_through_the_loss(half_logits):
+def test_a_scale_of_65536_gives_finite_gradients_of_half_outputs(half_logits):
     """A half loss would receive 65536, which is inf in FP16, as its gradient."""
     (gradient,) = torch.autograd.grad(half_logits.mean() * 65536.0, half_logits)
     assert torch.isfinite(gradient).all()
@@ -417,7 +417,7 @@ def test_inside_a_region_of_autocast_outputs_are_plain():
     assert type(outer(torch.ones(1, 2))) is HalfOutput
 
 
-def test_nothing_outside_is_patched():
+def test_initialize_patches_nothing_outside_the_model():
     """apex rewrote torch's namespaces for the whole process."""
     before = F.cross_entropy, torch.Tensor.__add__, torch.mm
     amp.initialize(nn.Linear(2, 2), opt_level="O1", verbosity=0)(torch.ones(1, 2))
@@ -463,7 +463,7 @@ def lightning():
 
 
 @pytest.mark.parametrize("level", ["O1", "O4"])
-def test_a_loss_without_any_forward_is_told_once(level, lightning):
+def test_a_loss_without_any_forward_warns_once(level, lightning):
     module, optimizer = amp.initialize(*lightning, opt_level=level, verbosity=0)
     with pytest.warns(UserWarning, match=r"cast_everywhere\(\)") as told:
         train(module, optimizer, 3)
@@ -491,7 +491,7 @@ def compiled_forward(module, x):
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("loss", [by_forward, compiled_forward])
-def test_losses_of_a_forward_are_no_reason_to_warn(loss, lightning):
+def test_losses_of_a_forward_do_not_warn(loss, lightning):
     torch._dynamo.reset()
     module, optimizer = amp.initialize(*lightning, verbosity=0)
     train(module, optimizer, 3, loss)
@@ -504,7 +504,7 @@ def test_losses_of_a_forward_are_no_reason_to_warn(loss, lightning):
 
 
 @pytest.mark.filterwarnings("error")
-def test_two_optimizers_that_step_in_turn_are_no_reason_to_warn():
+def test_two_optimizers_that_step_in_turn_do_not_warn():
     models = [nn.Linear(4, 4), nn.Linear(4, 4)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
     amp.initialize(models, optimizers, verbosity=0, num_losses=2)
@@ -518,7 +518,7 @@ def test_two_optimizers_that_step_in_turn_are_no_reason_to_warn():
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("level", ["O0", "O1", "O4"])
-def test_cast_everywhere(level, lightning):
+def test_cast_everywhere_casts_until_the_next_initialize(level, lightning):
     module, optimizer = amp.initialize(*lightning, opt_level=level, verbosity=0)
     amp.cast_everywhere()
     train(module, optimizer)
@@ -536,7 +536,7 @@ def test_cast_everywhere(level, lightning):
 # --- disable_casts --------------------------------------------------------------------------
 
 
-def test_disable_casts():
+def test_disable_casts_blocks_nest_and_end_when_they_raise():
     model = amp.initialize(nn.Linear(3, 3), opt_level="O1", verbosity=0)
     inputs = torch.ones(2, 3)
     half = model(inputs)
@@ -552,7 +552,7 @@ def test_disable_casts():
     assert model(inputs).dtype == f16, "a block that raises leaves casting on"
 
 
-def test_disable_casts_inside_forward():
+def test_disable_casts_holds_inside_forward():
     class Precise(nn.Module):
         def __init__(self):
             super().__init__()
@@ -752,7 +752,7 @@ def test_a_copy_that_is_trained_keeps_no_second_set_of_float32_values(level):
 
 
 @pytest.mark.parametrize("level", ["O2", "O3", "O5"])
-def test_writing_into_the_state_dict_of_a_model_that_is_no_copy_is_told_once(
+def test_writing_into_the_state_dict_of_a_model_that_is_no_copy_warns_once(
     level, forgetful, recwarn
 ):
     model, other = net(level), net(level)
@@ -824,7 +824,7 @@ def test_only_the_casts_of_amp_are_logged_and_only_on_request(caplog):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_the_model_looks_as_before(level):
+def test_an_initialized_model_looks_as_before(level):
     model = Net()
     text = repr(model)
     assert amp.initialize(model, opt_level=level, verbosity=0) is model
@@ -896,7 +896,7 @@ def test_data_parallel_replicas_run_their_own_weights():
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_torch_compile_traces_through(level):
+def test_torch_compile_traces_an_initialized_model_in_one_graph(level):
     torch._dynamo.reset()
     model = net(level).eval()
     inputs = images()
@@ -926,7 +926,7 @@ def test_a_compiled_model_can_be_initialized():
     assert compiled(torch.ones(1, 2)).dtype == f32
 
 
-def test_functional_transforms():
+def test_functional_transforms_give_float32_gradients():
     model = amp.initialize(nn.Linear(2, 2), opt_level="O1", verbosity=0)
     parameters = dict(model.named_parameters())
 

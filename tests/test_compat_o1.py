@@ -193,30 +193,26 @@ NEWER = {
 
 @pytest.mark.parametrize("region", REGIONS)
 @pytest.mark.parametrize("name", NEWER)
-def test_operations_newer_than_the_lists(name, region):
+def test_operations_newer_than_the_lists_have_the_type_of_their_kind(name, region):
     function, expected = NEWER[name]
     assert REGIONS[region](function, tensor(f16, 4, 4), tensor(f32, 4, 4)).dtype == expected
 
 
-def test_comparisons_and_equality():
+def test_comparisons_see_both_arguments_in_the_widest_type():
     x, y = torch.tensor([1.0, 2.0], dtype=f16), torch.tensor([1.0, 2.001])
     assert inside(lambda: (x == y).tolist()) == [True, False]
     assert inside(lambda: torch.equal(x, y)) is False
     assert inside(lambda: (x < y).tolist()) == [False, True]
 
 
-def test_in_place():
+@pytest.mark.parametrize("dtype", [f16, f32, f64])
+@pytest.mark.parametrize("other", [f16, f32, f64])
+def test_in_place_operations_keep_the_type_of_what_they_write(dtype, other):
     """``x += y`` too, which is ``x.add_(y)`` to torch; apex made a new tensor of it."""
 
-    def both(x, y):
-        x.add_(y)
-        return x
-
-    assert inside(both, tensor(f16, 2), tensor(f32, 2)).dtype == f16
-    assert inside(both, tensor(f32, 2), tensor(f16, 2)).dtype == f32
-
-    def augmented(x, y):
+    def written(x, y):
         view = x
+        x.add_(y)
         x += y
         x *= y
         x -= y
@@ -224,10 +220,10 @@ def test_in_place():
         assert view is x
         return x
 
-    for dtype in (f16, f32, f64):
-        for other in (f16, f32, f64):
-            assert inside(augmented, tensor(dtype, 2), tensor(other, 2)).dtype == dtype
+    assert inside(written, tensor(dtype, 2), tensor(other, 2)).dtype == dtype
 
+
+def test_a_power_in_place_is_computed_in_place():
     def squared(x):
         x **= 2
         return x
@@ -260,7 +256,7 @@ def test_binary_cross_entropy_is_banned_on_half():
         F.binary_cross_entropy(model(torch.rand(3, 4)), torch.rand(3, 1))
 
 
-def test_banned_functions_on_request():
+def test_banned_functions_are_allowed_on_request():
     amp.init(allow_banned=True)
     assert F.binary_cross_entropy(tensor(f16, 4), torch.rand(4)).dtype == f32
 
@@ -296,7 +292,7 @@ def test_recurrent_cells_run_in_half(kind):
     assert (out[0] if kind is nn.LSTMCell else out).dtype == f16
 
 
-def test_packed_sequences():
+def test_packed_sequences_are_cast_to_half():
     model = amp.initialize(nn.LSTM(3, 4), verbosity=0)
     packed = nn.utils.rnn.pack_sequence([torch.randn(4, 3), torch.randn(2, 3)])
     assert model(packed)[0].data.dtype == f16
@@ -338,7 +334,7 @@ class Lightning(nn.Module):
         return self.loss(self.head(self.features)[0], y)
 
 
-def test_a_training_step_that_calls_no_forward():
+def test_a_training_step_that_calls_no_forward_is_cast_and_learns():
     module = Lightning()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     amp.initialize(module, optimizer, verbosity=0)
@@ -425,7 +421,7 @@ def test_casts_outside_end_with_their_level(end, place):
     assert model(torch.rand(1, 4)).dtype == (f16 if stays else f32)
 
 
-def test_where_nothing_is_cast():
+def test_nothing_is_cast_at_other_levels_in_disabled_blocks_or_on_float64():
     seen = []
     amp.initialize(Runs(lambda: seen.append(product())), opt_level="O1", verbosity=0)
     at_o2 = amp.initialize(Runs(lambda: seen.append(product())), opt_level="O2", verbosity=0)
@@ -505,7 +501,7 @@ def scripted(x, weight):
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script")
-def test_scripting_and_compiling_after_initialize():
+def test_scripted_and_compiled_functions_work_after_initialize():
     amp.initialize(nn.Linear(4, 4), verbosity=0)
     torch._dynamo.reset()
     x = torch.rand(4, 4)
@@ -527,7 +523,7 @@ def test_scripting_and_compiling_after_initialize():
     torch.testing.assert_close(compiled(x, x), expected, **tolerance)
 
 
-def test_names_added_to_the_lists():
+def test_names_added_to_the_lists_are_cast_at_the_next_initialize():
     torch_overrides = amp.lists.torch_overrides
     torch_overrides.FP32_FUNCS.append("sigmoid")
     try:
@@ -600,7 +596,7 @@ def test_weights_changed_after_evaluation_are_seen(edit, region):
     assert model(torch.ones(1, 4)).tolist() == [[4.0] * 4]
 
 
-def test_evaluation_between_training_steps():
+def test_evaluation_between_training_steps_sees_the_new_weights():
     model, optimizer = amp.initialize(
         linear := nn.Linear(4, 1), torch.optim.SGD(linear.parameters(), lr=0.1), verbosity=0
     )
@@ -661,7 +657,7 @@ def types(*tensors, **more):
     ],
 )
 @pytest.mark.parametrize("level", ["O1", "O4"])
-def test_decorators(decorate, expected, level):
+def test_decorators_cast_at_o1_and_o4_only(decorate, expected, level):
     function = decorate(types)
     arguments = (tensor(f16, 2), tensor(f32, 2))
     untouched = [f16, f32, f64]
@@ -707,7 +703,7 @@ class Library:
         (amp.register_float_function, f16, f32),
     ],
 )
-def test_registered_functions(register, given, expected):
+def test_registered_functions_are_cast_from_the_next_initialize_on(register, given, expected):
     with pytest.raises(ValueError, match="no function 'missing'"):
         register(Library, "missing")
     original = Library.scale
@@ -726,7 +722,7 @@ def test_a_registered_operation_wins_over_the_lists():
     assert inside(lambda x: F.softmax(x, -1), tensor(f32, 2, 2)).dtype == f16
 
 
-def test_register_promote_function():
+def test_a_function_registered_to_promote_takes_the_widest_type():
     amp.register_promote_function(Library, "scale")
     Library.scale = staticmethod(Library.scale)
     amp.initialize(nn.Linear(2, 2), verbosity=0)
@@ -769,7 +765,7 @@ def test_a_compiled_model_runs_under_autocast():
     assert compiled(torch.rand(2, 4)).dtype == f16
 
 
-def test_handle_of_initialize():
+def test_handle_of_initialize_switches_casts_off_and_on():
     model = amp.initialize(nn.Linear(4, 4), verbosity=0)
     handle = amp._amp_state.handle
     assert handle.is_active()
@@ -801,7 +797,7 @@ def test_handle_of_init_ends_and_starts_again():
         again.scale_loss(torch.zeros(()), None)
 
 
-def test_cache_of_the_handle():
+def test_cache_of_the_handle_holds_casts_of_weights():
     handle = amp.init()
     weight = nn.Parameter(torch.rand(2, 2))
     F.linear(torch.rand(2, 2), weight)
@@ -818,7 +814,7 @@ def test_cache_of_the_handle():
     assert not handle.cache
 
 
-def test_init_disabled():
+def test_init_disabled_casts_and_scales_nothing():
     handle = amp.init(enabled=False)
     assert not handle.is_active()
     assert F.linear(torch.rand(2, 2), torch.rand(2, 2)).dtype == f32
@@ -827,7 +823,7 @@ def test_init_disabled():
         assert scaled is loss
 
 
-def test_wrapped_optimizer():
+def test_wrapped_optimizer_adds_losses_and_skips_overflows():
     handle = amp.init()
     model = nn.Linear(4, 1)
     optimizer = handle.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), num_loss=2)
@@ -896,13 +892,13 @@ def test_casts_are_logged_with_their_function(caplog):
         assert caplog.messages == []
 
 
-def test_init_logs_casts_on_request(caplog):
-    for verbose, count in ((True, 2), (False, 0)):
-        handle = amp.init(verbose=verbose)
-        assert handle.verbose is verbose
-        with caplog.at_level("INFO", logger="ampfuse.amp"):
-            caplog.clear()
-            F.linear(tensor(f32, 2, 4), tensor(f32, 3, 4))
-        assert len(caplog.messages) == count
-        handle._deactivate()
-        assert torch.overrides._len_torch_function_stack() == 0
+@pytest.mark.parametrize(("verbose", "count"), [(True, 2), (False, 0)])
+def test_init_logs_casts_on_request(verbose, count, caplog):
+    handle = amp.init(verbose=verbose)
+    assert handle.verbose is verbose
+    with caplog.at_level("INFO", logger="ampfuse.amp"):
+        caplog.clear()
+        F.linear(tensor(f32, 2, 4), tensor(f32, 3, 4))
+    assert len(caplog.messages) == count
+    handle._deactivate()
+    assert torch.overrides._len_torch_function_stack() == 0

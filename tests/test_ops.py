@@ -44,14 +44,14 @@ def assert_rounded(found, exact, more=0.0):
 
 
 @given(lists(["src", "dst"]), factors)
-def test_scale(made, factor):
+def test_scale_multiplies_and_rounds_once(made, factor):
     ops.scale(made["src"], made["dst"], factor)
     for src, dst in zip(made["src"], made["dst"], strict=True):
         assert_rounded(dst, src.to(f64) * factor, more=1)
 
 
 @given(lists(["x", "y", "out"]), factors, factors)
-def test_axpby(made, a, b):
+def test_axpby_adds_two_multiples_within_rounding(made, a, b):
     ops.axpby(made["x"], made["y"], made["out"], a, b)
     for x, y, out in zip(*made.values(), strict=True):
         # b * y is rounded before the fused multiply-add, so the error is relative to the terms.
@@ -62,14 +62,14 @@ def test_axpby(made, a, b):
 
 
 @given(lists(["src", "dst"]))
-def test_copy_is_a_cast(made):
+def test_copy_gives_the_bits_of_a_cast(made):
     ops.copy(made["src"], made["dst"])
     for src, dst in zip(made["src"], made["dst"], strict=True):
         assert same_bits(dst, src.to(dst.dtype))
 
 
 @given(lists(["grads", "out"]), st.sampled_from([1.0, 2.0**16, 3.0, 1e-3]))
-def test_unscale(made, scale):
+def test_unscale_multiplies_by_the_inverse_scale_and_rounds_once(made, scale):
     inv_scale, found_inf = torch.tensor(1 / scale), torch.zeros(())
     ops.unscale(made["grads"], made["out"], inv_scale, found_inf)
     for grad, out in zip(made["grads"], made["out"], strict=True):
@@ -86,7 +86,7 @@ def test_unscaled_gradients_of_1e_7_survive(device):
 
 
 @given(lists(["tensors"]))
-def test_l2norm(made):
+def test_l2norm_gives_the_norm_of_all_and_of_each(made):
     norm, norms = ops.l2norm(made["tensors"], per_tensor=True)
     assert norm.dtype == norms.dtype == f32
     assert norm.shape == ()
@@ -108,7 +108,7 @@ def test_norm_neither_overflows_nor_underflows(device, dtype, magnitude):
     assert float(norm) == pytest.approx(reference.norm([t.cpu() for t in tensors]), rel=2e-6)
 
 
-def test_norm_of_very_different_magnitudes(device):
+def test_norm_of_very_different_magnitudes_is_accurate(device):
     tensors = [torch.full((5,), value, device=device) for value in (1e-42, 1e-20, 1.0, 1e25)]
     norm, norms = ops.l2norm(tensors, per_tensor=True)
     assert float(norm) == pytest.approx(reference.norm(tensors), rel=1e-6)
@@ -124,7 +124,7 @@ PLACES = {"first": 0, "middle": 1500, "last": -1}
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("bad", [inf, -inf, nan])
 @pytest.mark.parametrize("dtype", [f32, f16, bf16])
-def test_found_inf_anywhere(device, dtype, bad, place):
+def test_found_inf_is_set_by_a_bad_value_in_any_place(device, dtype, bad, place):
     def flag():
         return torch.zeros((), device=device)
 
@@ -164,14 +164,14 @@ def test_found_inf_is_never_cleared(device):
 # --- layouts, aliases, versions ------------------------------------------------------------------
 
 
-def test_any_order_of_dimensions(device):
+def test_copy_takes_tensors_in_any_order_of_dimensions(device):
     src = torch.randn(2, 3, 4, 5, device=device).to(memory_format=torch.channels_last)
     dst = torch.empty_like(src, dtype=bf16)
     ops.copy([src, src.transpose(0, 1)], [dst, torch.empty_like(dst).transpose(0, 1)])
     assert torch.equal(dst, src.to(bf16))
 
 
-def test_in_place(device):
+def test_output_may_be_the_input(device):
     tensor = torch.randn(100, device=device)
     expected = tensor * 3
     ops.scale([tensor], [tensor], 3.0)
@@ -180,7 +180,7 @@ def test_in_place(device):
     assert torch.equal(tensor, torch.zeros_like(tensor))
 
 
-def test_writes_bump_versions():
+def test_written_tensors_get_a_new_version_and_read_ones_do_not():
     src, dst = torch.ones(3), torch.ones(3)
     ops.copy([src], [dst])
     assert (src._version, dst._version) == (0, 1)
@@ -191,7 +191,7 @@ def test_writes_bump_versions():
         loss.backward()
 
 
-def test_empty_lists():
+def test_empty_lists_are_accepted_and_have_norm_zero():
     ops.scale([], [], 2.0)
     ops.axpby([], [], [], 1.0, 1.0)
     ops.copy([], [])
@@ -219,7 +219,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_wrong_lists(case):
+def test_lists_that_do_not_fit_are_refused_and_nothing_is_written(case):
     src, dst, error, message = WRONG[case]
     before = [tensor.clone() for tensor in dst if tensor.device.type == "cpu"]
     with pytest.raises(error, match=message):
@@ -230,28 +230,31 @@ def test_wrong_lists(case):
         assert torch.equal(tensor, value)
 
 
-def test_a_device_without_kernels():
+def test_a_device_without_kernels_is_refused():
     tensors = [torch.ones(4, device="meta")]
     with pytest.raises(RuntimeError, match="kernels for cpu and cuda tensors, not for meta"):
         ops.copy(tensors, tensors)
 
 
-def test_wrong_flag():
+ON_META = torch.zeros((), device="meta")
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda t: ops.scale(t, t, 2.0, torch.zeros(1, dtype=f64)), TypeError, "found_inf"),
+        (lambda t: ops.scale(t, t, 2.0, torch.zeros(0)), ValueError, "found_inf"),
+        (lambda t: ops.scale(t, t, 2.0, ON_META), ValueError, "found_inf is on meta"),
+        (lambda t: ops.unscale(t, t, ON_META), ValueError, "inv_scale is on meta"),
+        (lambda t: ops.axpby(t, t, t, 1.0, 1.0, check=2), ValueError, "check is 2"),
+    ],
+    ids=["flag's type", "flag's size", "flag's device", "scale's device", "check"],
+)
+def test_wrong_flags_and_scales_are_refused_and_nothing_is_written(call, error, message):
     tensor = torch.ones(3)
-    for flag, error in ((torch.zeros(1, dtype=f64), TypeError), (torch.zeros(0), ValueError)):
-        with pytest.raises(error, match="found_inf"):
-            ops.scale([tensor], [tensor], 2.0, flag)
-    with pytest.raises(ValueError, match="check is 2"):
-        ops.axpby([tensor], [tensor], [tensor], 1.0, 1.0, check=2)
+    with pytest.raises(error, match=message):
+        call([tensor])
     assert torch.equal(tensor, torch.ones(3))
-
-
-def test_a_flag_on_another_device_is_refused():
-    tensor = torch.ones(3)
-    with pytest.raises(ValueError, match="found_inf is on meta"):
-        ops.scale([tensor], [tensor], 2.0, torch.zeros((), device="meta"))
-    with pytest.raises(ValueError, match="inv_scale is on meta"):
-        ops.unscale([tensor], [tensor], torch.zeros((), device="meta"))
 
 
 def test_a_leaf_is_written_under_no_grad_only():

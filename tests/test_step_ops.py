@@ -68,7 +68,7 @@ def step(algorithm, grads, params, states, steps, values, **more):
 
 
 @pytest.mark.parametrize("algorithm", CASES)
-def test_it_is_the_optimizers_step(algorithm, device):
+def test_step_gives_the_bits_of_the_optimizer(algorithm, device):
     values, make, names = CASES[algorithm]
     own = [param.requires_grad_() for param in tensors(device)]
     optimizer = make(own)
@@ -95,7 +95,7 @@ def test_it_is_the_optimizers_step(algorithm, device):
 
 
 @pytest.mark.parametrize("algorithm", CASES)
-def test_a_set_flag_stops_it(algorithm, device):
+def test_a_set_flag_stops_the_step(algorithm, device):
     values, _, names = CASES[algorithm]
     params = tensors(device)
     states = [[torch.ones_like(p) for p in params] for _ in names]
@@ -110,7 +110,7 @@ def test_a_set_flag_stops_it(algorithm, device):
 
 
 @pytest.mark.parametrize("dtype", [f32, f16, bf16])
-def test_lamb_in_two_calls(dtype, device):
+def test_lamb_in_two_calls_follows_the_rule(dtype, device):
     """As apex's stages: the update in the gradient, rounded, then a step with a rate for each."""
     params, grads = tensors(device, dtype), tensors(device, dtype)
     states = [[torch.zeros_like(p) for p in params] for _ in range(2)]
@@ -132,7 +132,7 @@ def test_lamb_in_two_calls(dtype, device):
         torch.testing.assert_close(found, value, rtol=tolerance, atol=tolerance)
 
 
-def test_norms_of_unscaled_values(device):
+def test_l2norm_with_an_inverse_scale_measures_unscaled_values(device):
     values = tensors(device, f16)
     inverse = torch.tensor(0.25, device=device)
     flag = torch.zeros((), device=device)
@@ -146,12 +146,16 @@ def test_norms_of_unscaled_values(device):
     assert flag == 1
 
 
-def test_what_does_not_fit():
+@pytest.mark.parametrize(
+    ("algorithm", "states", "steps", "message"),
+    [
+        ("sgd", [], 3, "steps has 3 elements for 4 tensors"),
+        ("novograd", [4], 4, "novograd needs norm_averages"),
+        ("sgd", [1], 4, r"states\[0\] holds 1"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(algorithm, states, steps, message):
     params = tensors("cpu")
-    steps = torch.zeros(len(params))
-    with pytest.raises(ValueError, match="steps has 3 elements for 4 tensors"):
-        step("sgd", params, params, [], steps[:3], {})
-    with pytest.raises(ValueError, match="novograd needs norm_averages"):
-        step("novograd", params, params, [params], steps, {})
-    with pytest.raises(ValueError, match=r"states\[0\] holds 1"):
-        step("sgd", params, params, [params[:1]], steps, {})
+    states = [params[:count] for count in states]
+    with pytest.raises(ValueError, match=message):
+        step(algorithm, params, params, states, torch.zeros(steps), {})

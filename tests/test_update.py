@@ -97,7 +97,7 @@ class Run:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_fp32(name):
+def test_fp32_steps_are_as_accurate_as_torchs(name):
     run = Run(name, [(f32, f32)])
     run.steps(STEPS)
     run.check()
@@ -107,7 +107,7 @@ def test_fp32(name):
     not can_mix_dtypes(), reason="this torch ties a gradient's dtype to its parameter's"
 )
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_dtype_mixture_in_one_call(name):
+def test_every_dtype_mixture_is_as_accurate_as_torch_in_fp32(name):
     """Half gradients and weights with masters: the error of FP32 arithmetic, not of half."""
     run = Run(name, DTYPES, master_weights=True)
     # What adds up in more steps is FP32's, whatever the dtypes: the tests around this one have it.
@@ -117,7 +117,7 @@ def test_every_dtype_mixture_in_one_call(name):
 
 @pytest.mark.parametrize("dtype", [f16, bf16])
 @pytest.mark.parametrize("name", ["sgd-all", "adam-all", "adamw-all", *KINDS[3:]])
-def test_half_with_masters(name, dtype):
+def test_half_weights_with_masters_are_as_accurate_as_torch_in_fp32(name, dtype):
     run = Run(name, [(dtype, dtype), (f32, f32)], master_weights=True)
     run.steps(STEPS)
     run.check()
@@ -138,7 +138,7 @@ def test_half_without_masters_rounds_once_a_step(name, dtype, device):
 
 
 @pytest.mark.parametrize("name", ["sgd-all", "adamw", *KINDS[3:]])
-def test_clipping_is_part_of_the_step(name, device):
+def test_clipping_inside_the_step_follows_the_rule(name, device):
     """max_grad_norm gives what clip_grad_norm_ and a plain step give, by the rule in float64."""
     run = Run(name, [(f32, f32)], device, max_grad_norm=1.0)
     for _ in range(20):
@@ -227,35 +227,54 @@ def test_norms_of_rows_are_those_of_unscaled_gradients(kind, device):
         assert torch.equal(master.detach(), plain.state[b]["master_param"])
 
 
-def test_options_of_groups():
-    """What apex's optimizers can and torch's constructors have no word for."""
-    start, grads = torch.randn(100), [torch.randn(100) for _ in range(4)]
-
-    def found(kind, **options):
-        param = start.clone().requires_grad_()
-        optimizer = getattr(optim, kind)([{"params": [param], **options}], lr=0.1)
-        for grad in grads:
-            param.grad = grad
-            optimizer.step()
-        return param.detach().to(f64)
-
-    p, buffer = start.to(f64), None
+def sgd_with_decay_after_momentum(p, grads):
+    buffer = None
     for grad in grads:
-        buffer = grad.to(f64) if buffer is None else 0.9 * buffer + grad
+        buffer = grad if buffer is None else 0.9 * buffer + grad
         p = p - 0.1 * (buffer + 0.2 * p)
-    options = {"momentum": 0.9, "weight_decay": 0.2, "wd_after_momentum": True}
-    torch.testing.assert_close(found("SGD", **options), p, rtol=1e-6, atol=1e-6)
+    return p
 
-    p, state = start.to(f64), {}
-    rule = reference.Adagrad(lr=0.1, weight_decay=0.2, decoupled_weight_decay=True)
+
+def adagrad_with_decoupled_decay(p, grads):
+    rule, state = reference.Adagrad(lr=0.1, weight_decay=0.2, decoupled_weight_decay=True), {}
     for grad in grads:
         p = rule.step(p, grad, state)
-    options = {"weight_decay": 0.2, "decoupled_weight_decay": True}
-    torch.testing.assert_close(found("Adagrad", **options), p, rtol=1e-6, atol=1e-6)
+    return p
 
-    p = start.to(f64)
-    m = v = torch.zeros(100, dtype=f64)
+
+def adam_without_bias_correction(p, grads):
+    m = v = torch.zeros_like(p)
     for grad in grads:
-        m, v = 0.9 * m + 0.1 * grad, 0.999 * v + 0.001 * grad.to(f64) ** 2
+        m, v = 0.9 * m + 0.1 * grad, 0.999 * v + 0.001 * grad**2
         p = p - 0.1 * m / (v.sqrt() + 1e-8)
-    torch.testing.assert_close(found("Adam", bias_correction=False), p, rtol=1e-5, atol=1e-6)
+    return p
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "rule", "rtol"),
+    [
+        (
+            optim.SGD,
+            {"momentum": 0.9, "weight_decay": 0.2, "wd_after_momentum": True},
+            sgd_with_decay_after_momentum,
+            1e-6,
+        ),
+        (
+            optim.Adagrad,
+            {"weight_decay": 0.2, "decoupled_weight_decay": True},
+            adagrad_with_decoupled_decay,
+            1e-6,
+        ),
+        (optim.Adam, {"bias_correction": False}, adam_without_bias_correction, 1e-5),
+    ],
+)
+def test_options_that_only_groups_have_follow_the_rule(kind, options, rule, rtol):
+    """What apex's optimizers can and torch's constructors have no word for."""
+    start, grads = torch.randn(100), [torch.randn(100) for _ in range(4)]
+    param = start.clone().requires_grad_()
+    optimizer = kind([{"params": [param], **options}], lr=0.1)
+    for grad in grads:
+        param.grad = grad
+        optimizer.step()
+    exact = rule(start.to(f64), [grad.to(f64) for grad in grads])
+    torch.testing.assert_close(param.detach().to(f64), exact, rtol=rtol, atol=1e-6)

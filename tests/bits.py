@@ -1,0 +1,121 @@
+"""What training gives, to the last bit: a SHA-256 for each of a fixed set of runs.
+
+    python tests/bits.py            prints a line per run: ISA, threads, backend, run, hash
+    python tests/bits.py --write    writes the hashes to tests/data/bits.json
+
+A hash covers everything that a training leaves behind: weights, masters, optimizer states, loss
+scales, gradients, and the norm and verdict of each step. A change of the code that is meant to
+change no result leaves every hash as it is; ``test_bits.py`` compares them. The script also runs on
+an older version (``PYTHONPATH=<its python folder>``).
+
+The instruction set, the number of threads and the backend have no part in a hash; nor should torch
+and the machine (see ``trainings.py``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import itertools
+import json
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import conftest
+from ampfuse import _core
+from cases import bits
+from trainings import RUNS
+
+FILE = Path(__file__).parent / "data" / "bits.json"
+# Which instruction sets a CPU has whose best is this one.
+ISAS = {"scalar": ["scalar"], "avx2": ["scalar", "avx2"], "avx512": ["scalar", "avx2", "avx512"]}
+
+
+def digest(found: Any) -> str:
+    """SHA-256 of a nested structure of tensors and values."""
+    hashed = hashlib.sha256()
+    for key, value in _flat(found, ""):
+        if isinstance(value, Tensor):
+            hashed.update(f"{key} {value.dtype} {tuple(value.shape)}".encode())
+            hashed.update(bits(value).numpy().tobytes())
+        else:
+            hashed.update(f"{key} {value!r}".encode())
+    return hashed.hexdigest()
+
+
+def _flat(value: Any, key: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for name in sorted(value, key=str):
+            yield from _flat(value[name], f"{key}/{name}")
+    elif isinstance(value, (list, tuple)):
+        for i, item in enumerate(value):
+            yield from _flat(item, f"{key}/{i}")
+    else:
+        yield key, value
+
+
+def hashes() -> dict[str, str]:
+    """The hash of each run, with the instruction set, threads and backend in force."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return {name: digest(run()) for name, run in RUNS.items()}
+
+
+def hashes_of(isa: str, threads: int) -> dict[str, str]:
+    """The same with this instruction set and number of threads, from a process of its own."""
+    environment = {"AMPFUSE_CPU_ISA": isa, "OMP_WAIT_POLICY": "passive"}  # tables are small
+    child = subprocess.run(
+        [sys.executable, __file__, "--threads", str(threads)],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return json.loads(child.stdout)
+
+
+@contextlib.contextmanager
+def _emulated() -> Iterator[None]:
+    before, _core.C = _core.C, conftest.emulated_module()
+    try:
+        yield
+    finally:
+        _core.C = before
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--write", action="store_true", help=f"write {FILE.name}")
+    parser.add_argument("--threads", type=int, help="the hashes with so many threads, as JSON")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads or 1)
+    if arguments.threads:
+        print(json.dumps(hashes()))
+        return
+    found = {}
+    for isa, threads in itertools.product(ISAS[_core.C.cpu_isa()], (1, 2)):
+        found[f"{isa} {threads} cpu"] = hashes_of(isa, threads)
+    with _emulated():
+        found["emulated 1 cuda"] = hashes()
+    for where, runs in found.items():
+        for name, hashed in runs.items():
+            print(f"{where:<16} {name:<40} {hashed}")
+    first, *others = found.values()
+    if any(other != first for other in others):
+        sys.exit("The hashes depend on the instruction set, the threads or the backend.")
+    if arguments.write:
+        FILE.parent.mkdir(exist_ok=True)
+        FILE.write_text(json.dumps(first, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

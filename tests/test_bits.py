@@ -1,0 +1,29 @@
+"""No result changes: the runs of ``bits.py`` give the hashes that an earlier version gave."""
+
+import json
+
+import pytest
+
+import bits
+from ampfuse import _core
+
+EXPECTED = json.loads(bits.FILE.read_text())
+
+
+def assert_as_before(found):
+    assert found.keys() == EXPECTED.keys()
+    different = [name for name, hashed in EXPECTED.items() if found[name] != hashed]
+    assert not different, f"results differ from the earlier version's: {different}"
+
+
+def test_results_are_those_of_the_earlier_version():
+    assert_as_before(bits.hashes())
+
+
+@pytest.mark.parametrize("isa", bits.ISAS[_core.C.cpu_isa()])
+def test_instruction_sets_and_threads_give_the_same_results(isa):
+    assert_as_before(bits.hashes_of(isa, threads=2))
+
+
+def test_the_cuda_kernels_give_the_same_results(emulated):
+    assert_as_before(bits.hashes())

@@ -1,0 +1,99 @@
+"""README and docs/: their tables are those of the CSVs, their links lead somewhere."""
+
+import csv
+import importlib.util
+import re
+from itertools import groupby
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+README = (ROOT / "README.md").read_text()
+BENCHMARKS = (ROOT / "docs" / "benchmarks.md").read_text()
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def records(path):
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def table(text, header):
+    """The lines of the table that starts with `header`, without the header's two."""
+    return text[text.index(header) :].split("\n\n")[0].splitlines()[2:]
+
+
+@pytest.fixture(scope="module")
+def training_steps():
+    """The table of training steps, from the CSVs."""
+    path = ROOT / "benchmarks" / "experiments_table.py"
+    spec = importlib.util.spec_from_file_location("experiments_table", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    rows = [row for path in RESULTS.glob("experiments_e?_cpu.csv") for row in records(path)]
+    rows.sort(key=lambda row: (row["recipe"], row["model"], int(row["batch_size"])))
+    groups = groupby(rows, key=lambda row: (row["model"], row["batch_size"]))
+    return [module.line(list(group)) for _, group in groups]
+
+
+def test_training_steps_are_those_of_the_csvs(training_steps):
+    assert table(BENCHMARKS, "| experiment | batch |") == training_steps
+
+
+def test_readme_shows_training_steps_of_the_csvs(training_steps):
+    """Times and the gain over FP32, with the models in words."""
+    shown = [re.findall(r"[\d.]+ ± \d+|[\d.]+x(?=\*)", line) for line in table(README, "| model,")]
+    assert len(shown) == 4
+    measured = [re.findall(r"[\d.]+ ± \d+|[\d.]+x(?=\*)", line)[:4] for line in training_steps]
+    assert all(line in measured for line in shown)
+
+
+def test_demo_table_is_that_of_the_csv():
+    lines = table(BENCHMARKS, "| level | precision | time, s |")
+    for line, row in zip(lines, records(RESULTS / "demo_cpu.csv"), strict=True):
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        assert cells[0] == row["level"]
+        assert cells[2:] == [
+            f"{float(row['train_seconds']):.1f}",
+            f"{float(row['images_per_second']):,.0f}",
+            f"{float(row['peak_memory_mib']):.0f}",
+            f"{float(row['test_accuracy']):.1%}".replace("%", " %"),
+            row["steps_skipped"],
+            f"{float(row['final_loss_scale']):,.0f}",
+        ]
+
+
+def test_readme_script_trains():
+    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    torch.manual_seed(0)
+    model, x = nn.Linear(4, 2), torch.randn(16, 4)
+    loss = nn.functional.mse_loss
+    names = {
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "loader": [(x, x[:, :2])] * 40,
+        "loss_function": lambda output, target: loss(output.float(), target),
+    }
+    before = loss(model(x), x[:, :2]).item()
+    exec(code, names)
+    assert loss(model(x), x[:, :2]).item() < 0.1 * before
+
+
+def anchors(page):
+    titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title).lower().replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files_and_sections(page):
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if link.startswith("https://"):
+            continue
+        name, _, section = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        assert target.exists(), link
+        assert not section or section in anchors(target), link

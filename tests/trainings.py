@@ -1,0 +1,393 @@
+"""Trainings whose results do not depend on the machine, for ``bits.py`` and ``checkpoints.py``.
+
+All inputs come from integer arithmetic, and what torch computes here is exact in every type
+(products and short sums of small integers), so no order of summation matters. Only public names
+are used, so that the same trainings run on an older version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import ampfuse
+import apex_names
+from ampfuse import amp, ops, optim
+from ampfuse.compat import apex
+from cases import KINDS, OPTIMIZERS, bf16, f16, f32, make
+
+LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+STEPS = 6
+INIT_SCALE = 2.0**10
+TRUST = 1e-3  # so small that LARC lowers the rates of some tensors
+
+
+def integers(shape: tuple[int, ...], seed: int, limit: int) -> Tensor:
+    """Integers from -limit to limit, FP32, from a linear congruence."""
+    count = torch.Size(shape).numel()
+    values = (torch.arange(count) * 40503 + seed * 30011 + 7) % 8191 % (2 * limit + 1) - limit
+    return values.reshape(shape).to(f32)
+
+
+def fractions(shape: tuple[int, ...], seed: int) -> Tensor:
+    """FP32 values in (-1/2, 1/2) with more digits than half precision holds."""
+    count = torch.Size(shape).numel()
+    values = (torch.arange(count) * 2654435761 + seed * 97) % 1048573 - 524286
+    return values.reshape(shape).to(f32) / 2**20
+
+
+# ---- a model whose gradients are exact -----------------------------------------------------------
+
+
+class Net(nn.Module):
+    """Layers side by side, each with an input of its own; one of each kind that amp treats."""
+
+    SHAPES = ((1, 9), (1, 7), (1, 2, 5, 5), (1, 33))
+
+    def __init__(self, wide: int = 60) -> None:
+        super().__init__()
+        self.wide = nn.Linear(9, wide)
+        self.narrow = nn.Linear(7, 3)
+        self.conv = nn.Conv2d(2, 3, 3)
+        self.norm = nn.BatchNorm1d(33)  # stays FP32 at O2 and O5
+        with torch.no_grad():
+            for i, parameter in enumerate(self.parameters()):
+                parameter.copy_(fractions(tuple(parameter.shape), i))
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        wide, narrow, conv, norm = inputs
+        weighted = norm * self.norm.weight + self.norm.bias
+        return self.wide(wide), self.narrow(narrow), self.conv(conv), weighted
+
+    def loss(self, seed: int, without: int | None = None, infinite: bool = False) -> Tensor:
+        """Its gradients are products of small integers, and of 1/64.
+
+        Args:
+            without: this layer takes no part, so that its gradients stay None.
+            infinite: one gradient of the last layer is infinite.
+        """
+        inputs = [integers(shape, seed + i, 3) for i, shape in enumerate(self.SHAPES)]
+        inputs[-1][0, 0] = 1.0
+        total = torch.zeros(())
+        for i, output in enumerate(self(*inputs)):
+            factors = integers(tuple(output.shape), seed + 10 + i, 7) / 64
+            if infinite and i == 3:
+                factors[0, 0] = float("inf")
+            if i != without:
+                total = total + (output.float() * factors).sum()
+        return total
+
+
+class Foreign(torch.optim.Optimizer):
+    """An optimizer that ampfuse does not know, so that its own step runs, on masters."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    state = self.state[param]
+                    state["sum"] = state.get("sum", torch.zeros_like(param)) * 0.5 + param.grad
+                    param.sub_(state["sum"] * group["lr"])
+
+
+MAKERS = {
+    **{name: partial(make, name) for name in KINDS},
+    "torch.optim.SGD": partial(torch.optim.SGD, lr=1e-2, momentum=0.9),
+    "torch.optim.AdamW": partial(torch.optim.AdamW, lr=1e-2),
+    "LARC(torch.optim.SGD)": lambda p: optim.LARC(torch.optim.SGD(p, lr=1e-2, momentum=0.9), TRUST),
+    "LARS(adamw)": lambda p: optim.LARC(make("adamw", p), TRUST, clip=False),
+    "foreign": partial(Foreign, lr=1e-2),
+    "LARC(foreign)": lambda p: optim.LARC(Foreign(p, lr=1e-2), TRUST),
+}
+
+
+def groups(model: Net) -> list[dict[str, Any]]:
+    """Weights and the rest, each with a learning rate of its own."""
+    named = list(model.named_parameters())
+    return [
+        {"params": [p for name, p in named if "wide" in name or "conv" in name]},
+        {"params": [p for name, p in named if "narrow" in name or "norm" in name], "lr": 2.0**-6},
+    ]
+
+
+def verdict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    last = getattr(optimizer, "last_step", None)
+    return {"norm": last.grad_norm, "skipped": last.skipped} if last is not None else {}
+
+
+def left_behind(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """State dicts first: looking at masters or gradients may compute some."""
+    state = optimizer.state_dict()
+    found = {
+        "state_dict": model.state_dict(),
+        "optimizer": state["state"],
+        "lr": [group["lr"] for group in state["param_groups"]],
+        "weights": [p.detach().clone() for p in model.parameters()],
+        "masters": [p.detach().clone() for p in amp.master_params(optimizer)],
+    }
+    found["gradients"] = [p.grad for p in model.parameters()]
+    found["gradients of masters"] = [p.grad for p in amp.master_params(optimizer)]
+    return found
+
+
+# ---- the runs ------------------------------------------------------------------------------------
+
+
+class Training:
+    """``Net`` at a level, with a step for everything that happens in a training."""
+
+    def __init__(self, level: str, name: str, clip: str = "amp", wide: int = 60, **options: Any):
+        self.model = Net(wide)
+        self.optimizer = MAKERS[name](groups(self.model))
+        self.clip = clip
+        options = {"init_scale": INIT_SCALE, "growth_interval": 2, "verbosity": 0, **options}
+        amp.initialize(self.model, self.optimizer, opt_level=level, **options)
+        scale = options.get("loss_scale", "dynamic" if level in ("O1", "O2") else 1.0)
+        self.dynamic = scale == "dynamic"
+
+    def train(self, steps: range) -> list[dict[str, Any]]:
+        """Norm and verdict of each step."""
+        return [self.step(step) for step in steps]
+
+    def step(self, step: int) -> dict[str, Any]:
+        model, optimizer = self.model, self.optimizer
+        optimizer.zero_grad()
+        for part in range(2 if step == 3 else 1):  # accumulation
+            loss = model.loss(
+                7 * step + part,
+                without=1 if step == 1 else None,
+                infinite=self.dynamic and step == 4,
+            )
+            with amp.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+        if self.clip == "amp" and step in (2, 4, 5):
+            amp.clip_grad_norm_(optimizer, 0.5)
+        elif self.clip == "by hand" and step in (2, 3, 5):
+            for param in amp.master_params(optimizer):
+                if param.grad is not None:
+                    param.grad.mul_(0.75)
+        optimizer.step()
+        if step == 2:  # an edit, which masters follow
+            with torch.no_grad():
+                model.narrow.weight[0] = 0.5
+        return verdict(optimizer)
+
+    def state(self) -> dict[str, Any]:
+        return {"amp": amp.state_dict(), **left_behind(self.model, self.optimizer)}
+
+
+def at_a_level(*arguments: Any, **options: Any) -> dict[str, Any]:
+    training = Training(*arguments, **options)
+    return {"steps": training.train(range(STEPS)), **training.state()}
+
+
+def several_losses(level: str) -> dict[str, Any]:
+    """Two models and optimizers, two losses with scales of their own."""
+    models = [Net(), Net()]
+    optimizers = [make("adamw", models[0].parameters()), make("sgd-all", models[1].parameters())]
+    options = {"init_scale": INIT_SCALE, "growth_interval": 2, "verbosity": 0}
+    amp.initialize(models, optimizers, opt_level=level, num_losses=2, **options)
+    steps = []
+    for step in range(STEPS):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        with amp.scale_loss(models[0].loss(step), optimizers[0], loss_id=0) as scaled:
+            scaled.backward()
+        infinite = step == 3 and level in ("O1", "O2")
+        loss = models[0].loss(step + 50) + models[1].loss(step + 100, infinite=infinite)
+        with amp.scale_loss(loss, optimizers, loss_id=1) as scaled:
+            scaled.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            steps.append(verdict(optimizer))
+    ends = [left_behind(*pair) for pair in zip(models, optimizers, strict=True)]
+    return {"steps": steps, "amp": amp.state_dict(), "ends": ends}
+
+
+class Parameters(nn.ParameterList):
+    """Tensors of all types, one longer than two chunks of a reduction."""
+
+    def __init__(self, dtypes: tuple[torch.dtype, ...], largest: int, third: int = 2100) -> None:
+        shapes = ((5, 31), (1,), (third,), (0,), (largest,), (17, 3), (16,))
+        dtype = [dtypes[i % len(dtypes)] for i in range(len(shapes))]
+        super().__init__(
+            nn.Parameter(fractions(shape, i).to(dtype[i])) for i, shape in enumerate(shapes)
+        )
+
+    def loss(self, seed: int, infinite: bool = False) -> Tensor:
+        total = torch.zeros(())
+        for i, param in enumerate(self):
+            factors = integers(tuple(param.shape), seed + i, 63) / 64
+            if infinite and i == 2:
+                factors[9] = float("inf")
+            if i != seed % 5:
+                total = total + (param.float() * factors).sum()
+        return total
+
+
+def with_scaler(
+    name: str,
+    *,
+    dtypes: tuple[torch.dtype, ...] = (f32, f16, bf16),
+    largest: int = 300,
+    unscale: bool = False,
+    larc: dict[str, Any] | None = None,
+    follow: bool = False,
+    **options: Any,
+) -> dict[str, Any]:
+    """An optimizer of ampfuse's under its GradScaler."""
+    params = Parameters(dtypes, largest)
+    optimizer = make(name, list(params), **options)
+    if larc is not None:
+        optimizer = optim.LARC(optimizer, TRUST, **larc)
+    if follow:
+        rates = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+        optimizer.follow(rates, STEPS)
+    scaler = ampfuse.GradScaler("cpu", init_scale=INIT_SCALE, growth_interval=2)
+    steps = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        scaler.scale(params.loss(step, infinite=step == 3)).backward()
+        if unscale:
+            scaler.unscale_(optimizer)
+        if step in (1, 2):
+            scaler.clip_grad_norm_(optimizer, 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+        steps.append({**verdict(optimizer), "scale": scaler.get_scale()})
+    return {"steps": steps, "scaler": scaler.state_dict(), **left_behind(params, optimizer)}
+
+
+def alone(name: str, *, infinite: bool = False, **options: Any) -> dict[str, Any]:
+    """An optimizer of ampfuse's without scaler, with a closure."""
+    params = Parameters((f16, f32, bf16), 300)
+    optimizer = make(name, list(params), **options)
+    steps = []
+    for step in range(4):
+
+        def closure(step=step):
+            optimizer.zero_grad()
+            loss = params.loss(step, infinite=infinite and step == 2)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        steps.append(verdict(optimizer))
+    return {"steps": steps, **left_behind(params, optimizer)}
+
+
+def by_apex_names(level: str, name: str) -> dict[str, Any]:
+    options = {"momentum": 0.9, "lr": 1e-2} if name == "FusedSGD" else {"lr": 1e-2}
+    with apex_names.clean():
+        model = Net()
+        optimizer = getattr(apex.optimizers, name)(groups(model), **options)
+        model, optimizer = apex.amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        for step in range(4):
+            optimizer.zero_grad()
+            loss = model.loss(step) / 2**6
+            with apex.amp.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+        return {"amp": apex.amp.state_dict(), **left_behind(model, optimizer)}
+
+
+def fp16_optimizer(dynamic: bool) -> dict[str, Any]:
+    model = Net().half()
+    inner = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+    optimizer = apex.fp16_utils.FP16_Optimizer(
+        inner,
+        static_loss_scale=8.0,
+        dynamic_loss_scale=dynamic,
+        dynamic_loss_args={"init_scale": INIT_SCALE, "scale_window": 2},
+        verbose=False,
+    )
+    for step in range(4):
+        optimizer.zero_grad()
+        inputs = [integers(shape, step + i, 3).half() for i, shape in enumerate(Net.SHAPES)]
+        outputs = model(*inputs)
+        loss = torch.stack([(o.float() / 64).sum() for o in outputs]).sum()
+        optimizer.backward(loss * float("inf") if dynamic and step == 2 else loss)
+        optimizer.step()
+    masters = [p for group in optimizer.fp32_from_fp16_groups for p in group]
+    return {"scale": optimizer.loss_scale, "masters": masters, "weights": list(model.parameters())}
+
+
+def operations() -> dict[str, Any]:
+    """``ampfuse.ops``, in and out of all types."""
+    shapes = [(n,) for n in (0, 1, 15, 16, 33, 2049, 40000)]
+    types = (f32, f16, bf16)
+    x = [fractions(shape, i).to(t) for i, shape in enumerate(shapes) for t in types]
+    y = [fractions(shape, i + 50).to(t) for i, shape in enumerate(shapes) for t in types]
+    norm, norms = ops.l2norm(x, per_tensor=True)
+    found: dict[str, Any] = {"norm": norm, "norms": norms}
+    for name, call in {
+        "scale": lambda out, flag: ops.scale(x, out, 1 / 3, flag),
+        "axpby": lambda out, flag: ops.axpby(x, y, out, 1 / 3, -7.0, flag),
+        "unscale": lambda out, flag: ops.unscale(x, out, torch.tensor(1 / 3), flag),
+        "copy": lambda out, flag: ops.copy(x, out),
+    }.items():
+        out, flag = [t.to(types[i % 2]) for i, t in enumerate(y)], torch.zeros(1)
+        call(out, flag)
+        found[name] = [out, flag]
+    return found
+
+
+def _runs() -> dict[str, Callable[[], Any]]:
+    runs: dict[str, Callable[[], Any]] = {}
+    for level in LEVELS:
+        for name in MAKERS:
+            runs[f"amp {level} {name}"] = partial(at_a_level, level, name)
+        runs[f"amp {level} several losses"] = partial(several_losses, level)
+        for name in ("adamw", "foreign"):
+            rewritten = partial(at_a_level, level, name, clip="by hand")
+            runs[f"amp {level} {name} rewritten gradients"] = rewritten
+    for level, name in (("O1", "sgd-all"), ("O2", "adamw"), ("O5", "lamb")):
+        runs[f"amp {level} {name} large"] = partial(at_a_level, level, name, wide=4000)
+    dynamic = partial(at_a_level, "O5", "adamw", loss_scale="dynamic", hysteresis=2)
+    runs["amp O5 adamw dynamic scale"] = dynamic
+    runs["amp O2 adamw static scale"] = partial(at_a_level, "O2", "adamw", loss_scale=128.0)
+    runs["amp O2 adamw batch norm in FP16"] = partial(
+        at_a_level, "O2", "adamw", keep_batchnorm_fp32=False
+    )
+    for name in OPTIMIZERS:
+        runs[f"scaler {name} masters"] = partial(with_scaler, name, master_weights=True)
+        runs[f"alone {name}"] = partial(alone, name)
+    for name in KINDS:
+        for title, options in {
+            "no masters": {},
+            "unscaled": {"master_weights": True, "unscale": True},
+            "gradients left scaled": {"master_weights": True, "unscale_grads": False},
+            "large": {"master_weights": True, "largest": 70001},
+            "FP32": {"dtypes": (f32,), "max_grad_norm": 1.0},
+            "schedule": {"master_weights": True, "follow": True},
+        }.items():
+            runs[f"scaler {name} {title}"] = partial(with_scaler, name, **options)
+        runs[f"alone {name} skipping"] = partial(
+            alone, name, skip_nonfinite=True, master_weights=True, max_grad_norm=0.5, infinite=True
+        )
+    for name in ("sgd-all", "adamw-all", "adagrad-all"):
+        for clip in (True, False):
+            runs[f"scaler LARC {name} clip {clip}"] = partial(
+                with_scaler, name, larc={"clip": clip}, master_weights=True
+            )
+    for name in apex.optimizers.__all__:
+        for level in ("O0", "O1", "O2"):
+            if not (name == "FusedMixedPrecisionLamb" and level == "O2"):
+                runs[f"apex {level} {name}"] = partial(by_apex_names, level, name)
+    for dynamic_scale in (False, True):
+        runs[f"apex FP16_Optimizer dynamic {dynamic_scale}"] = partial(
+            fp16_optimizer, dynamic_scale
+        )
+    runs["ops"] = operations
+    return runs
+
+
+RUNS = _runs()
