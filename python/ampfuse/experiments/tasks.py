@@ -36,28 +36,9 @@ class Task:
         Raises:
             DataError: they are not there.
         """
-        from ampfuse.experiments.data import DataRequest, open_data
+        from ampfuse.experiments.data import open_data
 
-        request = DataRequest(
-            kind=self.kind,
-            source=config.data,
-            device=device,
-            batch_size=config.batch_size,
-            image_size=config.image_size,
-            loader=config.loader,
-            workers=config.workers,
-            augment=config.augment,
-            mean=config.mean,
-            std=config.std,
-            shuffle=config.shuffle,
-            channels_last=config.channels_last,
-            seed=config.seed,
-            rank=world.rank,
-            world_size=world.size,
-            synthetic_size=config.synthetic_size,
-            classes=self.classes if config.data == "synthetic" else None,
-        )
-        return open_data(request)
+        return open_data(config, device, rank=world.rank, world_size=world.size)
 
     def build_model(self, config: RunConfig, data: Data) -> nn.Module:
         """Raises UsageError if there is no such model for these images."""
