@@ -23,7 +23,7 @@ from rich.console import Console
 
 from ampfuse.__main__ import main
 from ampfuse.demo import cli, plots, report
-from ampfuse.demo.memory import PeakMemory
+from ampfuse.measuring import TensorMemory
 from ampfuse.demo.train import Run, Settings
 
 COMMAND = [sys.executable, "-m", "ampfuse.demo", "--device", "cpu"]
@@ -252,7 +252,7 @@ def test_emulated_bf16_is_marked(monkeypatch):
 
 def test_peak_memory_of_tensors(capfd):
     """Two and one MiB, which are released, and then two: the peak is three."""
-    with PeakMemory(torch.device("cpu")) as memory:
+    with TensorMemory(torch.device("cpu")) as memory:
         first = torch.zeros(2**19)
         second = torch.zeros(2**18)
         del first, second

@@ -15,11 +15,11 @@ pytest.importorskip("tqdm")
 
 from ampfuse.experiments.config import ARMS, RunConfig
 from ampfuse.experiments.distributed import World
-from ampfuse.experiments.measure import RunMemory
 from ampfuse.experiments.signals import StopWish
 from ampfuse.experiments.tasks import TASKS
 from ampfuse.experiments.training import Place, Training
 from ampfuse.graphs import EAGER_CALLS, GraphedCall
+from ampfuse.measuring import ProcessMemory
 
 CONFIG = RunConfig(
     experiment="mnist",
@@ -101,9 +101,9 @@ def test_every_batch_is_trained_on_once(fake_cuda):
 
 def train(config: RunConfig, device: torch.device) -> Training:
     place = Place(device, World(), None, StopWish())
-    task = TASKS[config.experiment]
-    training = Training(config, task, task.open_data(config, device, World()), place, "run")
-    training.measured_values = training.run()
+    data = TASKS[config.experiment].open_data(config, device, World())
+    training = Training(config, data, place, "run")
+    training.ended = training.run()
     return training
 
 
@@ -120,16 +120,16 @@ def test_captured_steps_train_like_eager_ones(arm, optimizer):
     graphed = train(dataclasses.replace(config, graph=True), device)
     assert graphed.record.losses == pytest.approx(eager.record.losses, rel=1e-3)
     assert graphed.record.skipped_steps == eager.record.skipped_steps
-    measured = graphed.measured_values
-    assert measured["timed_iterations"] == config.iterations - EAGER_CALLS - 1
-    assert measured["kernels"]["convolution"] == "cudnn"
-    assert measured["memory_kind"] == "max_memory_allocated"
-    assert 0 < measured["memory_bytes"] < 2**33
+    measured = graphed.ended
+    assert measured.timed_iterations == config.iterations - EAGER_CALLS - 1
+    assert measured.kernels["convolution"] == "cudnn"
+    assert measured.memory_kind == "max_memory_allocated"
+    assert 0 < measured.memory_bytes < 2**33
 
 
 def test_memory_of_a_run_is_its_own():
     """The peak of an earlier run is forgotten."""
-    memory = RunMemory(torch.device("cpu"))
+    memory = ProcessMemory(torch.device("cpu"))
     memory.release()
     memory.start()
     before = memory.peak()

@@ -24,11 +24,13 @@ from ampfuse.experiments import checkpoint, diagnose, report
 from ampfuse.experiments.arms import build_arm
 from ampfuse.experiments.config import ARMS, RunConfig, UsageError
 from ampfuse.experiments.distributed import World
-from ampfuse.experiments.record import Record
+from ampfuse.experiments.record import Record, RunResult
+from ampfuse.experiments.run_log import RunLog
 from ampfuse.experiments.signals import StopWish
 from ampfuse.experiments.tasks import TASKS
 from ampfuse.experiments.trainers import main
-from ampfuse.experiments.training import Diverged, Interrupted, Observer, Place, Training
+from ampfuse.experiments.training import Diverged, Interrupted, Place, Training
+from experiment_results import ResultFolder
 
 CPU_ARMS = [arm for arm in ARMS if arm != "tf32"]
 BASE = RunConfig(
@@ -53,20 +55,21 @@ BASE = RunConfig(
 
 def training_of(config: RunConfig, folder: Path | None = None, **more: object) -> Training:
     place = Place(torch.device("cpu"), World(), folder, more.pop("wish", StopWish()))
-    task = TASKS[config.experiment]
-    data = task.open_data(config, place.device, place.world)
+    data = TASKS[config.experiment].open_data(config, place.device, place.world)
     data.reseed(config.seed + config.repeat)
-    return Training(config, task, data, place, "run", **more)
+    log = more.pop("log", None) or RunLog(folder and folder / "run.jsonl")
+    return Training(config, data, place, "run", log=log, **more)
 
 
-class StopAt(Observer):
+class StopAt(RunLog):
     """Wishes for an end after so many steps."""
 
-    def __init__(self, step: int, wish: StopWish) -> None:
+    def __init__(self, step: int, wish: StopWish, folder: Path) -> None:
+        super().__init__(folder / "run.jsonl")
         self.left, self.wish = step, wish
 
-    def step(self, count: int) -> None:
-        self.left -= count
+    def step(self) -> None:
+        self.left -= 1
         if self.left == 0:
             self.wish.received = signal.SIGTERM
 
@@ -80,25 +83,25 @@ class TestRun:
     def test_learns_in_every_arm(self, arm, tmp_path):
         config = dataclasses.replace(BASE, arm=arm, epochs=4, dropout=0.0, augment=False, lr=0.1)
         measured = training_of(config, tmp_path).run()
-        assert measured["test"]["accuracy"] > 0.6
-        assert measured["train_loss"]["last"] < 1.5
-        assert measured["iterations"] == measured["timed_iterations"] == 4 * 22
-        assert measured["epochs"] == 4
-        assert [entry["epoch"] for entry in measured["epoch_log"]] == [1, 2, 3, 4]
-        assert measured["epoch_log"][-1]["test_accuracy"] == measured["test"]["accuracy"]
+        assert measured.test["accuracy"] > 0.6
+        assert measured.train_loss["last"] < 1.5
+        assert measured.iterations == measured.timed_iterations == 4 * 22
+        assert measured.epochs == 4
+        assert [entry["epoch"] for entry in measured.epoch_log] == [1, 2, 3, 4]
+        assert measured.epoch_log[-1]["test_accuracy"] == measured.test["accuracy"]
         expected = 65536 if arm in ("O1", "O2", "amp-fp16") else 1
-        assert measured["loss_scale"] == expected / 2 ** measured["skipped_steps"]
-        assert measured["kernels"]["convolution"] == "onednn"
-        assert (measured["policy"] or {}).get("opt_level") == (arm if arm[0] == "O" else None)
+        assert measured.loss_scale == expected / 2**measured.skipped_steps
+        assert measured.kernels["convolution"] == "onednn"
+        assert (measured.policy or {}).get("opt_level") == (arm if arm[0] == "O" else None)
 
     def test_figures_agree_with_each_other_and_with_the_log(self, tmp_path):
         measured = training_of(BASE, tmp_path).run()
-        steps = measured["timed_iterations"]
-        speed, time_s = measured["images_per_s"], measured["train_time_s"]
+        steps = measured.timed_iterations
+        speed, time_s = measured.images_per_s, measured.train_time_s
         assert speed["mean"] == pytest.approx(64 * steps / time_s)
         assert speed["min"] <= speed["mean"] <= speed["max"]
-        assert measured["step_time_ms"]["mean"] == pytest.approx(1e3 * time_s / steps)
-        assert sum(e["train_time_s"] for e in measured["epoch_log"]) == pytest.approx(time_s)
+        assert measured.step_time_ms["mean"] == pytest.approx(1e3 * time_s / steps)
+        assert sum(e["train_time_s"] for e in measured.epoch_log) == pytest.approx(time_s)
         log = log_of(tmp_path)
         intervals = [line for line in log if line["kind"] == "interval"]
         # Every fifth step, and the end of each epoch of 22.
@@ -107,11 +110,11 @@ class TestRun:
         assert intervals[-1]["time_s"] == pytest.approx(time_s)
         evaluations = [line for line in log if line["kind"] == "evaluation"]
         assert [line["step"] for line in evaluations] == [22, 44]
-        assert evaluations[-1]["test_accuracy"] == measured["test"]["accuracy"]
+        assert evaluations[-1]["test_accuracy"] == measured.test["accuracy"]
         weights = [5, 5, 5, 5, 2, 3, 5, 5, 5, 4]
         losses = [line["train_loss"] for line in intervals]
         mean = sum(w * loss for w, loss in zip(weights, losses, strict=True)) / 44
-        assert mean == pytest.approx(measured["train_loss"]["mean"], rel=1e-5)
+        assert mean == pytest.approx(measured.train_loss["mean"], rel=1e-5)
 
     def test_skipped_steps_are_counted_where_they_happened(self, tmp_path):
         # Five halvings of this scale until the scaled gradients fit.
@@ -127,13 +130,13 @@ class TestRun:
         training.build = with_huge_scale
         measured = training.run()
         steps = [step for line in log_of(tmp_path) for step in line.get("overflow_steps", [])]
-        assert len(steps) == measured["skipped_steps"] >= 5
+        assert len(steps) == measured.skipped_steps >= 5
         assert steps[:5] == [1, 2, 3, 4, 5]
-        assert measured["loss_scale"] == 2.0 ** (40 - len(steps))
+        assert measured.loss_scale == 2.0 ** (40 - len(steps))
 
     def test_the_same_seed_gives_the_same_run_and_another_one_another(self):
-        first, again = (training_of(BASE).run()["train_loss"] for _ in range(2))
-        other = training_of(dataclasses.replace(BASE, seed=1)).run()["train_loss"]
+        first, again = (training_of(BASE).run().train_loss for _ in range(2))
+        other = training_of(dataclasses.replace(BASE, seed=1)).run().train_loss
         assert first == again != other
 
     def test_clipping_reaches_every_arm(self):
@@ -175,7 +178,7 @@ class TestResume:
         whole = training_of(config, tmp_path / "whole")
         expected = whole.run()
         wish = StopWish()
-        broken = training_of(config, tmp_path, wish=wish, observer=StopAt(stop_at, wish))
+        broken = training_of(config, tmp_path, wish=wish, log=StopAt(stop_at, wish, tmp_path))
         with pytest.raises(Interrupted) as stopped:
             broken.run()
         assert stopped.value.step == stop_at
@@ -184,10 +187,10 @@ class TestResume:
         resumed = training_of(config, tmp_path, resume=resume)
         measured = resumed.run()
         assert resumed.record.losses == whole.record.losses
-        assert measured["test"]["loss"] == expected["test"]["loss"]
+        assert measured.test["loss"] == expected.test["loss"]
         for name, value in whole.arm.bare_model.state_dict().items():
             assert torch.equal(resumed.arm.bare_model.state_dict()[name], value), name
-        assert len(measured["epoch_log"]) == 2
+        assert len(measured.epoch_log) == 2
         steps = [line["step"] for line in log_of(tmp_path) if line["kind"] == "evaluation"]
         assert steps == [22, 44]
 
@@ -213,7 +216,7 @@ class TestResume:
     def test_checkpoint_is_plain_data(self, tmp_path):
         wish = StopWish()
         with pytest.raises(Interrupted) as stopped:
-            training_of(BASE, tmp_path, wish=wish, observer=StopAt(2, wish)).run()
+            training_of(BASE, tmp_path, wish=wish, log=StopAt(2, wish, tmp_path)).run()
         values = torch.load(stopped.value.checkpoint, weights_only=True)
         assert values["step"] == 2
         assert all(v.dtype != torch.float16 for v in values["model"].values())
@@ -244,7 +247,7 @@ class TestResume:
     def test_a_checkpoint_of_another_run_is_refused(self, tmp_path, capsys):
         wish = StopWish()
         with pytest.raises(Interrupted) as stopped:
-            training_of(BASE, tmp_path, wish=wish, observer=StopAt(2, wish)).run()
+            training_of(BASE, tmp_path, wish=wish, log=StopAt(2, wish, tmp_path)).run()
         line = ["--data", "digits", "--resume", str(stopped.value.checkpoint), "-o", str(tmp_path)]
         assert main("cifar", [*line, "--arm", "O5", "--iterations", "3"]) == 2
         error = capsys.readouterr().err
@@ -348,18 +351,18 @@ class TestDivergence:
     def test_one_bad_batch_under_a_dynamic_scale_is_no_divergence(self):
         training = training_of(dataclasses.replace(BASE, iterations=10, evaluate=False))
         training.record = Record(losses=[1.0, 1.0, math.inf])
-        training._check_interval(3, [1.0, 1.0, math.inf], [2.0] * 3, [False, False, True])
+        training._check_interval(3, [2.0] * 3, [False, False, True])
         training.record = Record(losses=[math.inf] * 3)
         with pytest.raises(Diverged, match="loss became inf") as caught:
-            training._check_interval(3, [math.inf] * 3, [2.0] * 3, [True] * 3)
+            training._check_interval(3, [2.0] * 3, [True] * 3)
         assert caught.value.step == 1
 
     def test_a_scale_that_sinks_to_nothing_is_one(self):
         training = training_of(dataclasses.replace(BASE, iterations=10, evaluate=False))
         training.record = Record(losses=[1.0] * 20)
-        training._check_interval(20, [1.0] * 20, [2.0] * 20, [True] * 20)  # still searching
+        training._check_interval(20, [2.0] * 20, [True] * 20)  # still searching
         with pytest.raises(Diverged, match="every step overflows"):
-            training._check_interval(20, [1.0] * 20, [0.5] * 20, [True] * 20)
+            training._check_interval(20, [0.5] * 20, [True] * 20)
 
     @pytest.mark.parametrize(
         ("arm", "scale", "said"),
@@ -554,19 +557,10 @@ def test_tf32_is_refused_on_a_cpu():
         build_arm(config, nn.Linear(4, 3), torch.device("cpu"))
 
 
-def test_report_without_timed_steps():
+def test_report_without_timed_steps(tmp_path):
     """A graph of four steps in a run of four leaves nothing timed, and no division by zero."""
-    summary = Record(losses=[1.0] * 4).summary(32)
-    result = {
-        **summary,
-        "model": "m",
-        "method": "O2",
-        "arm": "O2",
-        "policy": None,
-        "loop": "tuned",
-        "diverged": None,
-        "memory_kind": "max_memory_allocated",
-        "loss_scale": 1.0,
-    }
+    steps = Record(losses=[1.0] * 4).summary(32)
+    changes = {"model": "m", "method": "O2", "arm": "O2", "test": None, "loss_scale": 1.0}
+    result = RunResult.read(ResultFolder(tmp_path).add(**steps | changes))
     assert "O2" in report.table([result])
     assert report.line(result) == "m O2: loss 1.0000"

@@ -7,17 +7,16 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from ampfuse import amp
 from ampfuse.demo.data import Digits
-from ampfuse.demo.memory import PeakMemory
 from ampfuse.demo.model import DigitsNet
+from ampfuse.measuring import StepClock, StepLog, TensorMemory
 
 _REHEARSAL_STEPS = 3
 
@@ -68,37 +67,41 @@ def train(
     order = torch.Generator().manual_seed(settings.seed)
     steps = settings.epochs * settings.steps_per_epoch(digits)
     log = StepLog(steps, settings.device)
-    clock = Stopwatch(settings.device)
-    epoch_seconds, epoch_accuracies = [], []
+    clock = StepClock(settings.device)
+    seconds, epoch_seconds, epoch_accuracies = 0.0, [], []
 
     model, optimizer, scheduler = _build(level, settings, steps)
     for _ in range(settings.epochs):
         model.train()
-        with clock:
-            for images, labels in digits.batches(settings.batch_size, order):
-                loss = F.cross_entropy(model(images), labels)
-                optimizer.zero_grad()
-                with amp.scale_loss(loss, optimizer) as scaled_loss:
-                    scaled_loss.backward()
-                optimizer.step()
-                scheduler.step()
-                log.add(loss, scaled_loss, optimizer)
-                on_step()
-        epoch_seconds.append(clock.seconds)
+        clock.resume()
+        for images, labels in digits.batches(settings.batch_size, order):
+            loss = F.cross_entropy(model(images), labels)
+            optimizer.zero_grad()
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+            scheduler.step()
+            loss_scale = scaled_loss.detach() / loss.detach()
+            log.add(loss.detach().float(), loss_scale.float(), optimizer.last_step.skipped)
+            clock.mark()
+            on_step()
+        seconds += sum(clock.flush()) / 1e3
+        epoch_seconds.append(seconds)
         epoch_accuracies.append(_accuracy(model, digits))
         on_epoch(epoch_accuracies[-1])
 
+    losses, loss_scales, skipped = log.flush()
     return Run(
         level=level,
-        train_seconds=clock.seconds,
-        images_per_second=steps * settings.batch_size / clock.seconds,
+        train_seconds=seconds,
+        images_per_second=steps * settings.batch_size / seconds,
         peak_memory_mib=peak_memory_mib,
         test_accuracy=epoch_accuracies[-1],
-        steps_skipped=int(log.skipped.sum()),
+        steps_skipped=sum(skipped),
         final_loss_scale=amp.state_dict()["loss_scaler0"]["loss_scale"],
-        step_losses=log.losses.tolist(),
-        step_loss_scales=log.loss_scales.tolist(),
-        step_skipped=log.skipped.bool().tolist(),
+        step_losses=losses,
+        step_loss_scales=loss_scales,
+        step_skipped=skipped,
         epoch_seconds=epoch_seconds,
         epoch_accuracies=epoch_accuracies,
     )
@@ -128,7 +131,7 @@ def _rehearse(level: str, digits: Digits, settings: Settings) -> float:
     neither is to be in the times that are compared.
     """
     order = torch.Generator().manual_seed(settings.seed)
-    with PeakMemory(settings.device) as memory:
+    with TensorMemory(settings.device) as memory:
         model, optimizer, _ = _build(level, settings, _REHEARSAL_STEPS)
         images, labels = next(digits.batches(settings.batch_size, order))
         for _ in range(_REHEARSAL_STEPS):
@@ -146,43 +149,3 @@ def _accuracy(model: nn.Module, digits: Digits) -> float:
     model.eval()
     right = model(digits.test_images).argmax(dim=1) == digits.test_labels
     return right.float().mean().item()
-
-
-class StepLog:
-    """Loss, loss scale and skip of every step, gathered on the device.
-
-    Reading such a value makes the host wait for the GPU; copying it on the device does not. So they
-    are read once, when training is over.
-    """
-
-    def __init__(self, steps: int, device: torch.device) -> None:
-        self.losses, self.loss_scales, self.skipped = torch.zeros(3, steps, device=device)
-        self._step = 0
-
-    def add(self, loss: Tensor, scaled_loss: Tensor, optimizer: torch.optim.Optimizer) -> None:
-        self.losses[self._step] = loss.detach()
-        self.loss_scales[self._step] = scaled_loss.detach() / loss.detach()
-        self.skipped[self._step] = optimizer.last_step.skipped
-        self._step += 1
-
-
-class Stopwatch:
-    """Context that adds up the seconds spent in it, the device's outstanding work included."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.seconds = 0.0
-        self._started = 0.0
-
-    def __enter__(self) -> Stopwatch:
-        self._wait()
-        self._started = time.perf_counter()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._wait()
-        self.seconds += time.perf_counter() - self._started
-
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)

@@ -6,7 +6,6 @@ What it tells of a step (loss scale, skipped or not) are device values: nothing 
 
 from __future__ import annotations
 
-import abc
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -26,11 +25,13 @@ def build_arm(config: RunConfig, model: nn.Module, device: torch.device) -> Arm:
         UsageError: `device` cannot run this arm, or its options contradict each other.
     """
     check_device(config.arm, device)
-    _set_tf32(config.arm == "tf32")
+    # Else every FP32 convolution on an Ampere GPU would be TF32, torch's default.
+    precision = "tf32" if config.arm == "tf32" else "ieee"
+    torch.backends.cuda.matmul.fp32_precision = precision
+    torch.backends.cudnn.conv.fp32_precision = precision
     if config.arm in LEVELS:
         return _Level(config, model, device)
-    half = {"amp-fp16": torch.float16, "amp-bf16": torch.bfloat16}.get(config.arm)
-    return _Plain(config, model, device) if half is None else _TorchAmp(config, model, device, half)
+    return (_TorchAmp if config.arm in _TorchAmp.HALVES else Arm)(config, model, device)
 
 
 def check_device(arm: str, device: torch.device) -> None:
@@ -43,15 +44,8 @@ def has_tf32(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def _set_tf32(enabled: bool) -> None:
-    # Else every FP32 convolution on an Ampere GPU would be TF32, torch's default.
-    precision = "tf32" if enabled else "ieee"
-    torch.backends.cuda.matmul.fp32_precision = precision
-    torch.backends.cudnn.conv.fp32_precision = precision
-
-
-class Arm(abc.ABC):
-    """One way to run a training step. :meth:`step` is what the loops call.
+class Arm:
+    """FP32 and TF32, which scale nothing; the other arms override what they do differently.
 
     Attributes:
         optimizer: what steps the weights.
@@ -66,6 +60,20 @@ class Arm(abc.ABC):
         self.device = device
         self.model = self.bare_model = model
         self._one, self._zero = torch.ones((), device=device), torch.zeros((), device=device)
+        self.optimizer = self._torch_optimizer()
+
+    def _torch_optimizer(self) -> Optimizer:
+        """The optimizer of the configuration over the model's parameters."""
+        config = self.config
+        # The published loops left it at torch's default; at a level ampfuse's takes its place.
+        fused = True if config.loop == "tuned" and config.arm not in LEVELS else None
+        # A captured step reads its rate from the device.
+        lr = torch.tensor(config.lr, device=self.device) if config.graph else config.lr
+        common: dict[str, Any] = {"lr": lr, "weight_decay": config.weight_decay, "fused": fused}
+        if config.optimizer == "sgd":
+            return torch.optim.SGD(self.model.parameters(), momentum=config.momentum, **common)
+        kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[config.optimizer]
+        return kind(self.model.parameters(), capturable=config.graph, **common)
 
     def replace_model(self, wrap: Callable[[nn.Module], nn.Module]) -> None:
         self.model = wrap(self.model)
@@ -89,14 +97,21 @@ class Arm(abc.ABC):
         """Context for the model's call and the loss."""
         return contextlib.nullcontext()
 
-    @abc.abstractmethod
     def _backward_and_step(self, loss: Tensor) -> tuple[Tensor, Tensor]:
         """Returns loss scale and skipped."""
+        loss.backward()
+        self._clip()
+        self.optimizer.step()
+        return self._one, self._zero
+
+    def _clip(self) -> None:
+        if self.config.clip is not None:
+            nn.utils.clip_grad_norm_(self.bare_model.parameters(), self.config.clip)
 
     @property
-    @abc.abstractmethod
     def policy(self) -> dict[str, Any] | None:
         """What the arm decides of scaling, masters and batch norm, as JSON-able data; else None."""
+        return None
 
     def loss_scale(self) -> float:
         """The present scale. Waits for the device."""
@@ -109,56 +124,26 @@ class Arm(abc.ABC):
         """Restore what :meth:`scaler_state` returned."""
         assert not state
 
-    def _torch_optimizer(self, fused: bool | None) -> Optimizer:
-        """The optimizer of `config` over the model's parameters."""
-        config = self.config
-        # A captured step reads its rate from the device.
-        lr = torch.tensor(config.lr, device=self.device) if config.graph else config.lr
-        common: dict[str, Any] = {"lr": lr, "weight_decay": config.weight_decay, "fused": fused}
-        if config.optimizer == "sgd":
-            return torch.optim.SGD(self.model.parameters(), momentum=config.momentum, **common)
-        kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[config.optimizer]
-        return kind(self.model.parameters(), capturable=config.graph, **common)
 
-
-class _Plain(Arm):
-    """FP32 and TF32: no scaling. The published loops left the optimizer at torch's default."""
-
-    @property
-    def policy(self) -> dict[str, Any] | None:
-        return None
-
-    def __init__(self, config: RunConfig, model: nn.Module, device: torch.device) -> None:
-        super().__init__(config, model, device)
-        self.optimizer = self._torch_optimizer(fused=config.loop == "tuned" or None)
-
-    def _backward_and_step(self, loss: Tensor) -> tuple[Tensor, Tensor]:
-        loss.backward()
-        if self.config.clip is not None:
-            nn.utils.clip_grad_norm_(self.bare_model.parameters(), self.config.clip)
-        self.optimizer.step()
-        return self._one, self._zero
-
-
-class _TorchAmp(_Plain):
+class _TorchAmp(Arm):
     """``torch.amp`` as its documentation has it: autocast, and for FP16 a GradScaler."""
 
-    def __init__(
-        self, config: RunConfig, model: nn.Module, device: torch.device, half: torch.dtype
-    ) -> None:
+    HALVES = {"amp-fp16": torch.float16, "amp-bf16": torch.bfloat16}
+
+    def __init__(self, config: RunConfig, model: nn.Module, device: torch.device) -> None:
         super().__init__(config, model, device)
         if config.optimizer == "sgd" and config.momentum:
             # torch's fused SGD leaves the buffers of a skipped first step uninitialized, and uses
             # them in the next. From zeros the first step comes out the same.
             for parameter in model.parameters():
                 self.optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-        self._half = half
+        self._half = self.HALVES[config.arm]
         self._static = config.loss_scale if isinstance(config.loss_scale, float) else None
         self._scaler = torch.amp.GradScaler(
             device.type,
             init_scale=self._static or 2.0**16,
             growth_interval=2**31 - 1 if self._static else 2000,
-            enabled=half is torch.float16,
+            enabled=self._half is torch.float16,
         )
 
     def forward(self) -> contextlib.AbstractContextManager[Any]:
@@ -171,7 +156,7 @@ class _TorchAmp(_Plain):
         scaler.scale(loss).backward()
         if self.config.clip is not None:
             scaler.unscale_(self.optimizer)
-            nn.utils.clip_grad_norm_(self.bare_model.parameters(), self.config.clip)
+        self._clip()
         scaler.step(self.optimizer)
         # Public alternatives (get_scale, a look at the overflow flags) make the host wait.
         scale = scaler._get_scale_async()
@@ -199,11 +184,10 @@ class _Level(Arm):
 
     def __init__(self, config: RunConfig, model: nn.Module, device: torch.device) -> None:
         super().__init__(config, model, device)
-        optimizer = self._torch_optimizer(fused=None)
         try:
             self.model, self.optimizer = amp.initialize(
                 model,
-                optimizer,
+                self.optimizer,
                 opt_level=config.arm,
                 keep_batchnorm_fp32=config.keep_batchnorm_fp32,
                 loss_scale=config.loss_scale,
@@ -228,12 +212,8 @@ class _Level(Arm):
     @property
     def policy(self) -> dict[str, Any]:
         policy = self._session.policy
-        return {
-            "opt_level": policy.opt_level,
-            "keep_batchnorm_fp32": policy.keep_batchnorm_fp32,
-            "master_weights": policy.master_weights,
-            "loss_scale": policy.loss_scale,
-        }
+        names = ("opt_level", "keep_batchnorm_fp32", "master_weights", "loss_scale")
+        return {name: getattr(policy, name) for name in names}
 
     def loss_scale(self) -> float:
         return self._session.loss_scalers[0].loss_scale()

@@ -34,14 +34,12 @@ class Checkpoint:
     record: dict[str, Any]
 
     @classmethod
-    def take(
-        cls, config: RunConfig, name: str, step: int, arm: Arm, record: dict[str, Any]
-    ) -> Checkpoint:
+    def take(cls, arm: Arm, *, name: str, step: int, record: dict[str, Any]) -> Checkpoint:
         rng = {"cpu": torch.get_rng_state()}
         if arm.device.type == "cuda":
             rng["cuda"] = torch.cuda.get_rng_state(arm.device)
         return cls(
-            config=config,
+            config=arm.config,
             name=name,
             step=step,
             model=arm.bare_model.state_dict(),
@@ -65,7 +63,7 @@ class Checkpoint:
 
     def save(self, path: Path) -> None:
         values = {name: getattr(self, name) for name in _FIELDS}
-        values["config"] = self.config.as_dict()
+        values["config"] = dataclasses.asdict(self.config)
         with atomic(path) as file:
             torch.save({"format": _FORMAT, **values}, file)
 

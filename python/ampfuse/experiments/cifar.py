@@ -1,10 +1,6 @@
 """Train VGG16, Wide-ResNet, SE-ResNeXt50 or DenseNet161 on CIFAR-10 (E1 to E3)."""
 
-from __future__ import annotations
-
-import sys
-
 from ampfuse.experiments.trainers import main
 
 if __name__ == "__main__":
-    sys.exit(main("cifar"))
+    raise SystemExit(main("cifar"))

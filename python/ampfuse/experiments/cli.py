@@ -1,4 +1,4 @@
-"""The command line of the trainers: today's flags, those of the published scripts, what they mean.
+"""The command line of the trainers: the flags that :mod:`config` declares, and those of a command.
 
 Nothing heavy is imported up here: ``--help`` must not wait for torch.
 """
@@ -6,60 +6,35 @@ Nothing heavy is imported up here: ``--help`` must not wait for torch.
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import importlib.util
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ampfuse.command_line import OneLineParser, at_least, fraction, positive
-from ampfuse.experiments.config import ARMS, DESCRIPTIONS, OPTIMIZERS, SCHEDULES
-from ampfuse.experiments.recipes import Recipe, of_experiment
-
-# What the trainers import, and the packages it comes in. Plots and tables need more, digits too.
-_NEEDED = {"torchvision": "torchvision", "timm": "timm", "rich": "rich", "tqdm": "tqdm"}
-
-# Flags of the published scripts that took a value which today's spelling leaves out.
-_SWITCHES = (
-    "--channels-last",
-    "--channels_last",
-    "--cudnn-benchmark",
-    "--keep-batchnorm-fp32",
-    "--keep_batchnorm_fp32",
+from ampfuse.command_line import OneLineParser
+from ampfuse.experiments import legacy_flags
+from ampfuse.experiments.config import (
+    ARMS,
+    DESCRIPTIONS,
+    FLAGS,
+    LENGTH,
+    PRECISION,
+    RULE,
+    SPEED,
+    WHAT,
+    WHERE,
 )
-# What is meant as an arm, right or wrong, and not as a folder.
-_ARM_LIKE = re.compile(r"(?i)([o0]\d|fp\d+|tf\d+|bf16|amp[-_\w]*|all)(,[-_\w]+)*")
-MODES = {"FP32": "fp32", "FP16": "O2", "amp": "O1"}  # E1's, as arms
 
+if TYPE_CHECKING:
+    from ampfuse.experiments.trainers import Trainer
 
-@dataclasses.dataclass(frozen=True)
-class Trainer:
-    """One command: its name, what it trains, and what differs from its siblings.
-
-    Attributes:
-        models: names that ``--model`` takes; a pattern may stand for several (``wrn<d>_<w>``).
-        image_size: default of ``--image-size``.
-        closing_lines: end with the two lines that E5's scripts printed.
-    """
-
-    name: str
-    title: str
-    models: tuple[str, ...]
-    default_model: str
-    image_size: int
-    default_data: str | None
-    closing_lines: bool = False
-
-    @property
-    def recipes(self) -> list[Recipe]:
-        return of_experiment(self.name)
-
-
-def missing_packages(data: str | None) -> list[str]:
-    """What training on `data` needs of the extra ``experiments`` and is not installed."""
-    needed = {**_NEEDED, **({"sklearn": "scikit-learn"} if data == "digits" else {})}
-    return [package for name, package in needed.items() if importlib.util.find_spec(name) is None]
+# Flags that take several values, with what follows them as a value, right or wrong, and is no
+# folder of data.
+_SEVERAL = {
+    "--arm": re.compile(r"(?i)([o0]\d|fp\d+|tf\d+|bf16|amp[-_\w]*|all)(,[-_\w]+)*"),
+    "--batch-size": re.compile(r"\d+(,\d+)*"),
+    "-b": re.compile(r"\d+(,\d+)*"),
+}
 
 
 def parser_for(trainer: Trainer, prog: str) -> argparse.ArgumentParser:
@@ -69,7 +44,19 @@ def parser_for(trainer: Trainer, prog: str) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    add_arguments(parser, trainer)
+    groups = {
+        name: parser.add_argument_group(name)
+        for name in (WHAT, PRECISION, LENGTH, RULE, SPEED, WHERE)
+    }
+    _add_command_arguments(groups, trainer)
+    for name, field in FLAGS.items():
+        options: dict[str, Any] = dict(field.metadata)
+        group, names = groups[options.pop("group")], options.pop("names")
+        if "help" in options:
+            options["help"] = options["help"].format_map(vars(trainer))
+        # None is what was not given: the recipe decides.
+        group.add_argument(*names, dest=name, default=None, **options)
+    legacy_flags.add_arguments(parser)
     return parser
 
 
@@ -85,197 +72,55 @@ def _description(trainer: Trainer) -> str:
     return "\n".join(lines)
 
 
-def add_arguments(parser: argparse.ArgumentParser, trainer: Trainer) -> None:
-    what = parser.add_argument_group("what to train")
-    what.add_argument("data_folder", nargs="?", metavar="DATA", help="the same as --data")
-    what.add_argument(
-        "--data",
-        "--data-path",
-        "--data-dir",
-        metavar="PATH|digits|synthetic",
-        help="a folder with the data set (MNIST and CIFAR-10 are downloaded into an empty one), "
-        "scikit-learn's handwritten digits, or noise"
-        + (f" (default: {trainer.default_data})" if trainer.default_data else ""),
-    )
-    what.add_argument(
-        "--model",
-        "-a",
-        "--arch",
-        metavar="NAME",
-        help=f"{', '.join(trainer.models)} (default: the recipe's, else {trainer.default_model})",
-    )
-    what.add_argument(
+def _add_command_arguments(groups: dict[str, Any], trainer: Trainer) -> None:
+    """The flags that are no setting of one run."""
+    groups[WHAT].add_argument(
         "--recipe",
         choices=sorted({recipe.name for recipe in trainer.recipes}),
         help="published settings (default: those of the model)",
     )
-    what.add_argument("--image-size", type=at_least(1), metavar="N", help="pixels each way")
-    what.add_argument("--dropout", type=fraction, metavar="P", help="where the model has it")
-
-    how = parser.add_argument_group("precision")
-    how.add_argument(
+    groups[PRECISION].add_argument(
         "--arm",
-        "--arms",
         action="append",
         metavar="ARM ...",
         help="one or several of those above, or all (default: FP32 and O2, or O5 on a CPU)",
     )
-    how.add_argument(
-        "--opt-level", "--opt_level", "--amp-level", metavar="O0..O5", help="the same as --arm O1"
-    )
-    how.add_argument(
-        "--mode",
-        choices=tuple(MODES),
-        help="E1's names: FP32; FP16 (O2 with a static scale of 128); amp (O1, or --opt_level)",
-    )
-    how.add_argument("--fp16", action="store_true", help="E4's name for O2 with a static scale")
-    how.add_argument(
-        "--loss-scale", "--loss_scale", metavar="N|dynamic", help="of the arms that scale"
-    )
-    how.add_argument(
-        "--static-loss-scale", type=positive, metavar="N", help="the same, with --fp16"
-    )
-    how.add_argument("--dynamic-loss-scale", action="store_true", help="the same as dynamic")
-    how.add_argument(
-        "--keep-batchnorm-fp32",
-        "--keep_batchnorm_fp32",
-        nargs="?",
-        const="True",
-        choices=("True", "False", "None"),
-        help="at O2, O3 and O5",
-    )
-
-    length = parser.add_argument_group("length")
-    length.add_argument("--epochs", type=at_least(1), metavar="N")
-    length.add_argument(
-        "--iterations", "--iteration", type=at_least(1), metavar="N", help="training steps"
-    )
-    length.add_argument(
-        "--repeats", type=at_least(1), metavar="N", help="runs per arm, seeds apart"
-    )
-    length.add_argument("--seed", type=int, default=0, metavar="N", help="of the first repeat")
-    length.add_argument(
-        "-b",
-        "--batch-size",
-        "--batch_size",
-        type=at_least(1),
-        metavar="N",
-        help="of each process",
-    )
-
-    rule = parser.add_argument_group("optimizer")
-    rule.add_argument("--optimizer", "--opt", choices=OPTIMIZERS)
-    rule.add_argument("--lr", "--learning-rate", type=positive, metavar="X")
-    rule.add_argument("--momentum", type=float, metavar="X", help="of SGD")
-    rule.add_argument("--weight-decay", "--wd", type=float, metavar="X")
-    rule.add_argument("--clip", "--clip-grad", type=positive, metavar="NORM")
-    rule.add_argument("--schedule", "--sched", choices=SCHEDULES)
-    rule.add_argument("--warmup", type=fraction, metavar="SHARE", help="of the run, from 0 to 1")
-
-    speed = parser.add_argument_group("speed, for every arm alike")
-    speed.add_argument(
-        "--loop",
-        choices=("tuned", "original"),
-        default="tuned",
-        help="original: that of the published script, as a further row (its loader, the loss read "
-        "at every step, torch's memory format)",
-    )
-    speed.add_argument(
-        "--loader",
-        choices=("resident", "workers"),
-        help="whole set on the device, or worker processes",
-    )
-    speed.add_argument("-j", "--workers", type=at_least(0), metavar="N", help="loader processes")
-    speed.add_argument(
-        "--channels-last",
-        "--channels_last",
-        action=_Switch,
-        help="NHWC (default: on; --no-channels-last turns it off)",
-    )
-    speed.add_argument("--no-channels-last", dest="channels_last", action="store_false")
-    speed.add_argument("--cudnn-benchmark", action=_Switch, help="let cuDNN try (default: on)")
-    speed.add_argument("--no-cudnn-benchmark", dest="cudnn_benchmark", action="store_false")
-    speed.add_argument("--graph", action="store_true", help="the step as one CUDA graph")
-    speed.add_argument("--compile", action="store_true", help="torch.compile")
-    speed.add_argument("--deterministic", action="store_true", help="the same bits every time")
-    speed.add_argument("--sync_bn", "--sync-bn", action="store_true", help="batch norm across GPUs")
-    speed.set_defaults(channels_last=None, cudnn_benchmark=None)
-    parser.set_defaults(closing_lines=trainer.closing_lines)
-
-    where = parser.add_argument_group("where")
-    where.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    where.add_argument("--local_rank", "--local-rank", type=int, help="ignored: torchrun tells it")
-    where.add_argument(
-        "--GPU",
-        "--gpu-name",
-        metavar="NAME",
-        help="what results call the device (default: its name)",
-    )
-    where.add_argument(
-        "-o", "--output", "--output-dir", type=Path, default=Path("results"), metavar="DIR"
-    )
-    where.add_argument("--resume", type=Path, metavar="FILE", help="go on from a checkpoint (.pt)")
-    where.add_argument(
+    add = groups[WHERE].add_argument
+    add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    add("--GPU", metavar="NAME", help="what results call the device (default: its name)")
+    add("-o", "--output", type=Path, default=Path("results"), metavar="DIR")
+    add("--resume", type=Path, metavar="FILE", help="go on from a checkpoint (.pt)")
+    add(
         "--checkpoints",
         action="store_true",
         help="save one at the end of each epoch, and keep the last of each run",
     )
-    where.add_argument(
-        "--evaluate",
-        action=argparse.BooleanOptionalAction,
-        default=None,
-        help="test after each epoch",
-    )
-    where.add_argument(
-        "-p",
-        "--print-freq",
-        type=at_least(1),
-        metavar="N",
-        help="steps between two looks at the loss (default: 50, on a CPU 5)",
-    )
-    where.add_argument(
+    add(
         "--prof",
         type=int,
         default=-1,
         metavar="N",
         help="train N steps under torch's profiler and write a trace",
     )
-    where.add_argument("--tensorboard", action="store_true", help="write its files too")
-    where.add_argument("--quiet", action="store_true", help="no progress bars")
-
-
-class _Switch(argparse.Action):
-    """A switch that also takes the value old command lines gave it: ``--channels-last True``."""
-
-    def __init__(self, option_strings: Sequence[str], dest: str, **kwargs: Any) -> None:
-        super().__init__(option_strings, dest, nargs="?", metavar="True|False", **kwargs)
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option: Any = None) -> None:
-        setattr(namespace, self.dest, values in (None, "True", "true", "1"))
+    add("--tensorboard", action="store_true", help="write its files too")
+    add("--quiet", action="store_true", help="no progress bars")
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
     """Parse `argv`; the data folder may stand anywhere. Exits with status 2 on what is wrong."""
-    return parser.parse_intermixed_args(_join_values(argv))
+    return parser.parse_intermixed_args(_joined(legacy_flags.spelled_today(argv)))
 
 
-def _join_values(argv: Sequence[str]) -> list[str]:
-    """`argv` with values tied to their flags where argparse would take DATA for one of them.
-
-    ``--channels-last True DATA`` becomes ``--channels-last=True DATA``, and ``--arm O0 O2 DATA``
-    ``--arm=O0,O2 DATA``.
-    """
-    joined: list[str] = []
-    words = list(argv)
+def _joined(words: list[str]) -> list[str]:
+    """`words` with ``--arm=O0,O2 DATA`` for ``--arm O0 O2 DATA``, where argparse would take DATA
+    for one more value."""
+    joined = []
     while words:
-        word = words.pop(0)
-        if word in ("--arm", "--arms") and words:
-            arms = [words.pop(0)]
-            while words and _ARM_LIKE.fullmatch(words[0]):
-                arms.append(words.pop(0))
-            word += "=" + ",".join(arms)
-        elif word in _SWITCHES:
-            given = words and words[0] in ("True", "False", "true", "false", "0", "1", "None")
-            word += "=" + (words.pop(0) if given else "True")
-        joined.append(word)
+        flag = words.pop(0)
+        if flag in _SEVERAL and words:
+            values = [words.pop(0)]
+            while words and _SEVERAL[flag].fullmatch(words[0]):
+                values.append(words.pop(0))
+            flag += "=" + ",".join(values)
+        joined.append(flag)
     return joined

@@ -1,14 +1,16 @@
-"""What one run is: every setting resolved, as plain data that checkpoints and results can hold."""
+"""What one run is: every setting resolved, as plain data that checkpoints and results can hold.
+
+A field that the user may choose declares its flag beside it; the command line (:mod:`cli`) is made
+of these declarations. Nothing heavy is imported: ``--help`` must not wait for torch.
+"""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 from typing import Any
 
-FORMAT = 1  # of the result files
-
-ARMS = ("fp32", "tf32", "amp-fp16", "amp-bf16", "O0", "O1", "O2", "O3", "O4", "O5")
-LEVELS = ARMS[4:]
+from ampfuse.command_line import at_least, fraction, positive
 
 DESCRIPTIONS = {
     "fp32": "FP32, TF32 off",
@@ -22,20 +24,43 @@ DESCRIPTIONS = {
     "O4": "ampfuse, BF16 autocast",
     "O5": "ampfuse, BF16 + masters",
 }
+ARMS = tuple(DESCRIPTIONS)
+LEVELS = ARMS[4:]
 
-OPTIMIZERS = ("sgd", "adam", "adamw")
-SCHEDULES = ("constant", "linear", "cosine", "steps")
+WHAT, PRECISION, LENGTH = "what to train", "precision", "length"
+RULE, SPEED, WHERE = "optimizer", "speed, for every arm alike", "where"
 
 
 class UsageError(Exception):
     """A wish that cannot be met. The message is one line for the user; the exit status is 2."""
 
 
-@dataclasses.dataclass(frozen=True)
+def numbers(text: str) -> list[int]:
+    """The type of ``--batch-size``: numbers with commas between them."""
+    return list(dict.fromkeys(map(at_least(1), text.split(","))))
+
+
+def _flag(group: str, *names: str, default: Any = None, help: str = "", **options: Any) -> Any:
+    """A field with a flag: its `names` and argparse's `options`.
+
+    In `help` stand, in braces, attributes of the trainer.
+    """
+    options |= {"help": help} if help else {}
+    return dataclasses.field(default=default, metadata={"group": group, "names": names, **options})
+
+
+_SWITCH: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
+_ON: dict[str, Any] = {"action": "store_true"}
+_COUNT: dict[str, Any] = {"type": at_least(1), "metavar": "N"}
+_NUMBER: dict[str, Any] = {"type": float, "metavar": "X"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """One run: one arm, one repeat. Names are those of the flags.
+    """One run: one arm, one batch size, one repeat. Names are those of the flags.
 
     Attributes that the names leave open:
+        recipe: whose published settings these are; None if nobody published them together.
         method: what plots call the arm; E1's name (FP32, FP16, amp) if it was asked for by that.
         batch_size: images per process and step.
         iterations, epochs: the length; with both, whichever ends first.
@@ -47,61 +72,108 @@ class RunConfig:
         loss_scale: a number, "dynamic", or None for what the arm does by itself.
         print_freq: steps per interval, after which the host waits for the device and logs.
         synthetic_size: training images of synthetic data, before rounding up to a batch.
+        mean, std: of the pixels, as shares of 255; None for those of the data set.
     """
 
     experiment: str
-    model: str
-    data: str
-    arm: str
-    method: str
-    recipe: str | None
-    batch_size: int
-    optimizer: str
-    lr: float
-    iterations: int | None = None
-    epochs: int | None = None
+    recipe: str | None = None
+    arm: str = "fp32"
+    method: str = "fp32"
     repeat: int = 0
-    repeats: int = 1
-    seed: int = 0
-    loop: str = "tuned"
-    image_size: int = 32
-    loader: str = "resident"
-    workers: int = 2
+    # fmt: off
+    data: str = _flag(
+        WHAT, "--data", default="synthetic", metavar="PATH|digits|synthetic",
+        help="a folder with the data set (MNIST and CIFAR-10 are downloaded into an empty one), "
+        "scikit-learn's handwritten digits, or noise (default: {default_data})",
+    )
+    model: str = _flag(
+        WHAT, "--model", "-a", default="vgg16", metavar="NAME",
+        help="{model_names} (default: the recipe's, else {default_model})",
+    )
+    image_size: int = _flag(WHAT, "--image-size", default=32, help="pixels each way", **_COUNT)
+    dropout: float | None = _flag(
+        WHAT, "--dropout", type=fraction, metavar="P", help="where the model has it"
+    )
+    loss_scale: float | str | None = _flag(
+        PRECISION, "--loss-scale", metavar="N|dynamic", help="of the arms that scale"
+    )
+    keep_batchnorm_fp32: bool | None = _flag(
+        PRECISION, "--keep-batchnorm-fp32", help="at O2, O3 and O5", **_SWITCH
+    )
+    epochs: int | None = _flag(LENGTH, "--epochs", **_COUNT)
+    iterations: int | None = _flag(LENGTH, "--iterations", help="training steps", **_COUNT)
+    repeats: int = _flag(LENGTH, "--repeats", default=1, help="runs per arm, seeds apart", **_COUNT)
+    seed: int = _flag(
+        LENGTH, "--seed", default=0, type=int, metavar="N", help="of the first repeat (default: 0)"
+    )
+    batch_size: int = _flag(
+        LENGTH, "--batch-size", "-b", default=128, type=numbers, metavar="N ...",
+        help="of each process; one or several, each with runs of its own",
+    )
+    optimizer: str = _flag(RULE, "--optimizer", default="sgd", choices=("sgd", "adam", "adamw"))
+    lr: float = _flag(RULE, "--lr", default=0.01, type=positive, metavar="X")
+    momentum: float = _flag(RULE, "--momentum", default=0.9, help="of SGD", **_NUMBER)
+    weight_decay: float = _flag(RULE, "--weight-decay", default=0.0, **_NUMBER)
+    clip: float | None = _flag(RULE, "--clip", type=positive, metavar="NORM")
+    schedule: str = _flag(
+        RULE, "--schedule", default="constant", choices=("constant", "linear", "cosine", "steps")
+    )
+    warmup: float = _flag(
+        RULE, "--warmup", default=0.0, type=fraction, metavar="SHARE", help="of the run, 0 to 1"
+    )
+    loop: str = _flag(
+        SPEED, "--loop", default="tuned", choices=("tuned", "original"),
+        help="original: that of the published script, as a further row (its loader, the loss read "
+        "at every step, torch's memory format)",
+    )
+    loader: str = _flag(
+        SPEED, "--loader", default="resident", choices=("resident", "workers"),
+        help="whole set on the device, or worker processes",
+    )
+    workers: int = _flag(
+        SPEED, "--workers", "-j", default=2, type=at_least(0), metavar="N", help="loader processes"
+    )
+    channels_last: bool = _flag(
+        SPEED, "--channels-last", default=True, help="NHWC (default: on)", **_SWITCH
+    )
+    cudnn_benchmark: bool = _flag(
+        SPEED, "--cudnn-benchmark", default=True, help="let cuDNN try (default: on)", **_SWITCH
+    )
+    graph: bool = _flag(SPEED, "--graph", default=False, help="the step as one CUDA graph", **_ON)
+    compile: bool = _flag(SPEED, "--compile", default=False, help="torch.compile", **_ON)
+    deterministic: bool = _flag(
+        SPEED, "--deterministic", default=False, help="the same bits every time", **_ON
+    )
+    sync_bn: bool = _flag(SPEED, "--sync-bn", default=False, help="batch norm across GPUs", **_ON)
+    evaluate: bool = _flag(
+        WHERE, "--evaluate", default=True, help="test after each epoch", **_SWITCH
+    )
+    print_freq: int = _flag(
+        WHERE, "--print-freq", "-p", default=50,
+        help="steps between two looks at the loss (default: 50, on a CPU 5)", **_COUNT,
+    )
+    # fmt: on
     augment: bool = False
     shuffle: bool = True
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
     synthetic_size: int = 2048
-    dropout: float | None = None
-    momentum: float = 0.9
-    weight_decay: float = 0.0
-    schedule: str = "constant"
-    warmup: float = 0.0
-    clip: float | None = None
-    loss_scale: float | str | None = None
-    keep_batchnorm_fp32: bool | None = None
-    evaluate: bool = True
-    channels_last: bool = True
-    cudnn_benchmark: bool = True
-    deterministic: bool = False
-    graph: bool = False
-    compile: bool = False
-    sync_bn: bool = False
-    print_freq: int = 50
 
     @property
     def title(self) -> str:
         repeat = f", repeat {self.repeat + 1} of {self.repeats}" if self.repeats > 1 else ""
         return f"{self.model} {self.method}{repeat}"
 
-    def as_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> RunConfig:
+        """The inverse of ``dataclasses.asdict``; what this version does not know is left out."""
         known = {field.name for field in dataclasses.fields(cls)}
         values = {name: value for name, value in values.items() if name in known}
         for name in ("mean", "std"):
             if values.get(name) is not None:
                 values[name] = tuple(values[name])
         return cls(**values)
+
+
+# The fields that have a flag.
+FLAGS = {field.name: field for field in dataclasses.fields(RunConfig) if field.metadata}

@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from ampfuse.experiments.arms import Arm
 from ampfuse.experiments.config import RunConfig
 
 if TYPE_CHECKING:
@@ -111,14 +109,12 @@ class Watch:
 
 def explain(training: Training, error: Diverged) -> dict[str, Any]:
     """The ``diverged`` entry of a result: step, reason, place and a suggestion."""
-    config, arm = training.config, training.arm
-    finding = None
-    if training.place.world.size == 1:
-        finding = _replay(training, error.step)
+    arm, alone = training.arm, training.place.world.size == 1
+    finding = _replay(training, error.step) if alone else None
     if finding is None:  # not in training, then: what it left, or evaluation
         with Watch(arm.bare_model, error.step) as watch:
             watch.look_at_state()
-            if watch.finding is None and training.place.world.size == 1:
+            if watch.finding is None and alone:
                 training.evaluate(arm)
         finding = watch.finding
     norm = batch_norm_dtype(arm.bare_model)
@@ -130,16 +126,17 @@ def explain(training: Training, error: Diverged) -> dict[str, Any]:
         "tensor": finding and finding.tensor,
         "batch_norm_dtype": norm,
         "loss_scale": arm.loss_scale(),
-        "suggestion": _suggestion(config, finding, norm),
+        "suggestion": _suggestion(training.config, finding, norm),
     }
 
 
 def _replay(training: Training, bad_step: int) -> Finding | None:
     """Train again up to `bad_step`, and watch it and the step before it."""
-    arm = _fresh_arm(training)
-    first = training.first_step
-    for step, (inputs, targets) in _batches(training, first):
-        training.set_lr(arm, step - 1)
+    arm = training.build(dataclasses.replace(training.config, compile=False, graph=False))
+    if training.resume:
+        training.resume.restore(arm)
+    for step, (inputs, targets) in training.batches(training.first_step):
+        training.set_lr(arm, step)
         if step < bad_step - 1:
             arm.step(inputs, targets, training.task.loss)
             continue
@@ -152,23 +149,6 @@ def _replay(training: Training, bad_step: int) -> Finding | None:
         if watch.finding is not None or step >= bad_step:
             return watch.finding
     return None
-
-
-def _fresh_arm(training: Training) -> Arm:
-    arm = training.build(dataclasses.replace(training.config, compile=False, graph=False))
-    if training.resume:
-        training.resume.restore(arm)
-    return arm
-
-
-def _batches(training: Training, done: int) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
-    """The training's batches after `done` steps, each with its step number (from 1)."""
-    step = done
-    while step < training.total_steps:
-        epoch, start = divmod(step, training.steps_per_epoch)
-        for batch in training.data.train_batches(epoch, start):
-            step += 1
-            yield step, batch
 
 
 def batch_norm_dtype(model: nn.Module) -> str | None:

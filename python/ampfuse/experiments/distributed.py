@@ -12,6 +12,8 @@ import torch.distributed as dist
 
 # How long a process waits for the others before it gives them up.
 _PATIENCE = datetime.timedelta(minutes=10)
+# In what the errors say of peers that are gone.
+_OF_PEERS = ("peer", "gloo", "nccl", "connection", "socket", "timed out", "timeout", "store")
 
 
 class PeerLost(Exception):
@@ -73,21 +75,16 @@ class World:
         try:
             yield
         except RuntimeError as error:  # dist.DistBackendError is one too
-            if self.size == 1 or not _is_about_peers(error):
+            said = str(error).strip()
+            of_peers = any(word in said.lower() for word in _OF_PEERS)
+            if self.size == 1 or not (of_peers or isinstance(error, dist.DistError)):
                 raise
-            said = str(error).strip().splitlines()[0]
             raise PeerLost(
                 f"process {self.rank} of {self.size}: another process of this training ended or no "
-                f"longer answers ({said[:160]})"
+                f"longer answers ({said.splitlines()[0][:160]})"
             ) from error
 
     def close(self) -> None:
         if self.size > 1 and dist.is_initialized():
             with contextlib.suppress(RuntimeError):
                 dist.destroy_process_group()
-
-
-def _is_about_peers(error: RuntimeError) -> bool:
-    said = str(error).lower()
-    words = ("peer", "gloo", "nccl", "connection", "socket", "timed out", "timeout", "store")
-    return isinstance(error, dist.DistError) or any(word in said for word in words)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from ampfuse.command_line import run_alone
 from ampfuse.experiments import results
 from ampfuse.experiments.config import UsageError
-from ampfuse.experiments.files import check_writable, file_name
+from ampfuse.experiments.record import check_writable, file_name
 from ampfuse.files import atomic
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from typing import Any
 
 from ampfuse.command_line import run_alone
 from ampfuse.experiments.config import UsageError
-from ampfuse.experiments.files import check_writable
+from ampfuse.experiments.record import check_writable
 from ampfuse.experiments.results import (
     PUBLISHED_FILES,
     ResultsError,
@@ -108,13 +108,13 @@ def _explanation(rows: Sequence[Row]) -> list[str]:
     own = [run for row in rows for run in row.runs]
     if not own:
         return []
-    kinds = sorted({run.data["memory_kind"] for run in own if run.data["memory_kind"]})
+    kinds = sorted({run.memory_kind for run in own if run.memory_kind})
     versions = [
         f"{name} {version}"
         for name in ("torch", "ampfuse")
-        for version in sorted({str(run.data["environment"].get(name)) for run in own})
+        for version in sorted({str(run.environment.get(name)) for run in own})
     ]
-    dates = sorted({run.data["finished"][:10] for run in own})
+    dates = sorted({run.finished[:10] for run in own})
     return [
         "Measured here: time of training, without warm-up and evaluation; memory by "
         f"{' or '.join(kinds)}, 1 MB being 10^6 bytes; ± is the sample standard deviation of n "

@@ -1,10 +1,12 @@
-"""Where a result comes from: device, versions, the state of the sources."""
+"""Where a result comes from: device, versions, the state of the sources, the kernels used."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import platform
 import subprocess
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,16 @@ import torch
 import ampfuse
 from ampfuse import env
 from ampfuse.devices import device_name
+from ampfuse.measuring import silent_stderr
 
 
-def device_facts(device: torch.device) -> dict[str, Any]:
+@functools.cache
+def facts(device: torch.device) -> dict[str, dict[str, Any]]:
+    """The fields ``device`` and ``environment`` of a result, which are the same for a command's."""
+    return {"device": _device(device), "environment": _environment()}
+
+
+def _device(device: torch.device) -> dict[str, Any]:
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         return {
@@ -35,7 +44,7 @@ def device_facts(device: torch.device) -> dict[str, Any]:
     }
 
 
-def environment() -> dict[str, Any]:
+def _environment() -> dict[str, Any]:
     """Versions of what has a part in the numbers; None where something is not there."""
     return {
         "torch": str(torch.__version__),
@@ -72,3 +81,46 @@ def _git_revision() -> str | None:
             edited = git("status", "--porcelain", "--untracked-files=no")
             return git("rev-parse", "--short=12", "HEAD") + ("+" if edited else "")
     return None
+
+
+# Words in the names of torch's operations, and what they stand for. The first that fits counts.
+_CONVOLUTIONS = {
+    "cudnn_convolution": "cudnn",
+    "miopen_convolution": "miopen",
+    "mkldnn_convolution": "onednn",
+    "_conv_depthwise": "native",
+    "slow_conv": "native",
+    "thnn_conv": "native",
+    "convolution_overrideable": "other",
+}
+_BATCH_NORMS = {
+    "cudnn_batch_norm": "cudnn",
+    "miopen_batch_norm": "miopen",
+    "native_batch_norm": "native",
+    "batch_norm_elemt": "native",
+}
+
+
+def kernels_used(step: Callable[[], object], device: torch.device) -> dict[str, Any]:
+    """Run `step` once and see who served its convolutions and batch norms.
+
+    Returns:
+        ``cudnn`` (its version, or None on the CPU), ``convolution`` and ``batch_norm``: "cudnn",
+        "onednn", "native", ... or None where the step has none.
+    """
+    cuda = device.type == "cuda"
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    activities += [torch.profiler.ProfilerActivity.CUDA] if cuda else []
+    with silent_stderr(), torch.profiler.profile(activities=activities) as profiler:
+        step()
+    names = {event.key for event in profiler.key_averages()}
+
+    def server(words: dict[str, str]) -> str | None:
+        found = (who for word, who in words.items() if any(word in name for name in names))
+        return next(found, None)
+
+    return {
+        "cudnn": torch.backends.cudnn.version() if cuda else None,
+        "convolution": server(_CONVOLUTIONS),
+        "batch_norm": server(_BATCH_NORMS),
+    }

@@ -11,40 +11,39 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-_HALF = (0.5, 0.5, 0.5)
+Settings = Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
     """One experiment of one trainer.
 
-    `settings` hold for every model and arm; `by_model` and `by_arm` (keyed by model and arm) go
-    over them, and `by_epochs` if the user gives the length in epochs. `cpu` makes a run of seconds
-    to minutes on a machine without a GPU. `original` is how the published script loaded its data,
-    for ``--loop original``.
+    `settings` hold for every model and arm; `by_arm` (keyed by model and arm) go over them, and
+    `by_epochs` if the user gives the length in epochs. `cpu` makes a run of seconds to minutes on a
+    machine without a GPU. `original` is how the published script loaded its data, for
+    ``--loop original``.
     """
 
     name: str
     experiment: str
     title: str
     models: tuple[str, ...]
-    settings: Mapping[str, Any]
-    by_model: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
-    by_arm: Mapping[tuple[str, str], Mapping[str, Any]] = dataclasses.field(default_factory=dict)
-    by_epochs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    cpu: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    original: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    settings: Settings
+    by_arm: Mapping[tuple[str, str], Settings] = dataclasses.field(default_factory=dict)
+    by_epochs: Settings = dataclasses.field(default_factory=dict)
+    cpu: Settings = dataclasses.field(default_factory=dict)
+    original: Settings = dataclasses.field(default_factory=dict)
     ours: str = ""
 
     def settings_for(self, model: str, arm: str) -> dict[str, Any]:
-        return {
-            **self.settings,
-            **self.by_model.get(model, {}),
-            **self.by_arm.get((model, arm), {}),
-        }
+        return {**self.settings, **self.by_arm.get((model, arm), {})}
 
 
-_E3_O3 = {"optimizer": "sgd", "lr": 0.1, "momentum": 0.9}
+_HALF = (0.5, 0.5, 0.5)
+_SGD = {"optimizer": "sgd", "momentum": 0.9}
+_E3_O3 = {**_SGD, "lr": 0.1}
+_WORKERS = {"loader": "workers", "workers": 2}
+_SIX_STEPS = {"batch_size": 16, "iterations": 6}
 
 RECIPES: tuple[Recipe, ...] = (
     Recipe(
@@ -53,18 +52,9 @@ RECIPES: tuple[Recipe, ...] = (
         title="VGG16 on CIFAR-10: time and memory against batch size (znxlwm, 2018)",
         models=("vgg16",),
         settings={
-            "batch_size": 128,
-            "iterations": 100,
-            "repeats": 5,
-            "optimizer": "sgd",
-            "lr": 0.01,
-            "momentum": 0.9,
-            "weight_decay": 0.0,
-            "schedule": "constant",
-            "shuffle": False,
-            "augment": False,
-            "mean": _HALF,
-            "std": _HALF,
+            **{"batch_size": 128, "iterations": 100, "repeats": 5},
+            **{**_SGD, "lr": 0.01, "weight_decay": 0.0, "schedule": "constant"},
+            **{"shuffle": False, "augment": False, "mean": _HALF, "std": _HALF},
         },
         cpu={"batch_size": 64, "iterations": 20, "repeats": 3},
         original={"loader": "workers", "workers": 0},
@@ -75,19 +65,11 @@ RECIPES: tuple[Recipe, ...] = (
         title="Wide-ResNet-28-10 on CIFAR-10 at O0 to O3 (ceshine, 2019)",
         models=("wrn28_10",),
         settings={
-            "batch_size": 128,
-            "epochs": 10,
-            "optimizer": "sgd",
-            "lr": 0.1,
-            "momentum": 0.9,
-            "weight_decay": 5e-4,
-            "schedule": "linear",
-            "warmup": 0.1,
-            "dropout": 0.3,
-            "augment": True,
+            **{"batch_size": 128, "epochs": 10, "dropout": 0.3, "augment": True},
+            **{**_SGD, "lr": 0.1, "weight_decay": 5e-4, "schedule": "linear", "warmup": 0.1},
         },
-        cpu={"batch_size": 16, "iterations": 6},
-        original={"loader": "workers", "workers": 2},
+        cpu=_SIX_STEPS,
+        original=_WORKERS,
         ours="the peak rate 0.1, the weight decay 5e-4 (both the Wide-ResNet paper's) and the "
         "length of the warm-up",
     ),
@@ -97,15 +79,9 @@ RECIPES: tuple[Recipe, ...] = (
         title="SE-ResNeXt50 and DenseNet161 on CIFAR-10 (ceshine, 2019)",
         models=("seresnext50_32x4d", "densenet161"),
         settings={
-            "batch_size": 512,
-            "epochs": 25,
-            "optimizer": "adam",
-            "lr": 1e-3,
-            "weight_decay": 0.0,
-            "schedule": "linear",
-            "warmup": 0.1,
-            "clip": 1.0,
-            "augment": True,
+            **{"batch_size": 512, "epochs": 25, "clip": 1.0, "augment": True},
+            **{"optimizer": "adam", "lr": 1e-3, "weight_decay": 0.0},
+            **{"schedule": "linear", "warmup": 0.1},
         },
         by_arm={
             # The published comparison doubled batch and epochs together with the level.
@@ -113,8 +89,8 @@ RECIPES: tuple[Recipe, ...] = (
             ("seresnext50_32x4d", "O3"): _E3_O3,
             ("densenet161", "O3"): _E3_O3,
         },
-        cpu={"batch_size": 16, "iterations": 6},
-        original={"loader": "workers", "workers": 2},
+        cpu=_SIX_STEPS,
+        original=_WORKERS,
         ours="the rates, the clipping norm 1, the schedule, and batch and epochs of SE-ResNeXt50",
     ),
     Recipe(
@@ -123,17 +99,9 @@ RECIPES: tuple[Recipe, ...] = (
         title="ResNet-18 and ResNet-50 on ImageNet: images per second (2018)",
         models=("resnet18", "resnet34", "resnet50"),
         settings={
-            "batch_size": 128,
-            "iterations": 360,
-            "optimizer": "sgd",
-            "lr": 0.1,
-            "momentum": 0.9,
-            "weight_decay": 1e-4,
-            "schedule": "constant",
-            "augment": True,
-            "loader": "workers",
-            "workers": 4,
-            "evaluate": False,
+            **{"batch_size": 128, "iterations": 360, "augment": True, "evaluate": False},
+            **{**_SGD, "lr": 0.1, "weight_decay": 1e-4, "schedule": "constant"},
+            **{"loader": "workers", "workers": 4},
         },
         by_epochs={"schedule": "steps", "evaluate": True},
         cpu={"batch_size": 16, "iterations": 12},
@@ -145,18 +113,11 @@ RECIPES: tuple[Recipe, ...] = (
         title="A 4096-wide perceptron of three layers: torch's AMP recipe (T4, 2022)",
         models=("mlp",),
         settings={
-            "batch_size": 512,
-            "epochs": 3,
-            "optimizer": "sgd",
-            "lr": 1e-3,
-            "momentum": 0.0,
-            "weight_decay": 0.0,
+            **{"batch_size": 512, "epochs": 3, "synthetic_size": 50 * 512, "evaluate": False},
+            **{"optimizer": "sgd", "lr": 1e-3, "momentum": 0.0, "weight_decay": 0.0},
             "schedule": "constant",
-            "synthetic_size": 50 * 512,
-            "evaluate": False,
         },
         cpu={"synthetic_size": 10 * 512},
-        original={},
     ),
     Recipe(
         name="e5",
@@ -164,20 +125,11 @@ RECIPES: tuple[Recipe, ...] = (
         title="A small CNN on MNIST (T4, 2022)",
         models=("mnist_cnn",),
         settings={
-            "batch_size": 512,
-            "epochs": 20,
-            "optimizer": "adam",
-            "lr": 1e-3,
-            "weight_decay": 0.0,
-            "schedule": "constant",
-            "augment": False,
+            **{"batch_size": 512, "epochs": 20, "augment": False},
+            **{"optimizer": "adam", "lr": 1e-3, "weight_decay": 0.0, "schedule": "constant"},
         },
         cpu={"epochs": 1},
-        original={"loader": "workers", "workers": 2},
+        original=_WORKERS,
         ours="the optimizer",
     ),
 )
-
-
-def of_experiment(experiment: str) -> list[Recipe]:
-    return [recipe for recipe in RECIPES if recipe.experiment == experiment]

@@ -1,48 +1,39 @@
-"""What a run measured: gathered on the device, read once an interval, written as JSON.
+"""What a run measures: a :class:`Record` while it runs, a :class:`RunResult` when it has ended.
 
-A run leaves ``NAME.jsonl``, a line per interval and per evaluation, written as it goes, and at its
-end ``NAME.json``, the result.
+A run leaves ``NAME.jsonl`` (:mod:`run_log`), written as it goes, and at its end ``NAME.json``, the
+result.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
+import functools
 import json
 import math
+import re
 import statistics
+import typing
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
+from ampfuse.command_line import cannot_write
+from ampfuse.experiments.config import RunConfig, UsageError
+from ampfuse.files import atomic
 
-from ampfuse.experiments.config import RunConfig
-from ampfuse.experiments.files import file_name, finite
+FORMAT = 1  # of the result files
 
 
-class StepLog:
-    """Loss, loss scale and skip of the steps of one interval, on the device."""
-
-    def __init__(self, size: int, device: torch.device) -> None:
-        self._values = torch.zeros(size, 3, device=device)
-        self._used = 0
-
-    def add(self, loss: Tensor, loss_scale: Tensor, skipped: Tensor) -> None:
-        torch.stack((loss, loss_scale, skipped), out=self._values[self._used])
-        self._used += 1
-
-    def flush(self) -> tuple[list[float], list[float], list[bool]]:
-        """The interval so far, then forgotten. Waits for the device."""
-        losses, scales, skipped = self._values[: self._used].T.tolist()
-        self._used = 0
-        return losses, scales, [bool(value) for value in skipped]
+def now() -> str:
+    """The time in UTC, as results hold it."""
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
 @dataclasses.dataclass
 class Record:
-    """What one run measured so far; :meth:`state` and ``Record(**state)`` carry it over a break."""
+    """What one run measured so far; checkpoints carry it over a break as a dictionary."""
 
     step_ms: list[float] = dataclasses.field(default_factory=list)
     losses: list[float] = dataclasses.field(default_factory=list)  # of every step
@@ -52,43 +43,19 @@ class Record:
     test: dict[str, Any] | None = None
     epoch_start: int = 0  # steps of finished epochs
     epoch_start_s: float = 0.0
-    started: str = dataclasses.field(default_factory=lambda: now())
-
-    def state(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+    started: str = dataclasses.field(default_factory=now)
 
     @property
     def time_s(self) -> float:
         return sum(self.step_ms) / 1e3
 
-    def add_interval(
-        self,
-        step: int,
-        step_ms: Sequence[float],
-        losses: Sequence[float],
-        skipped: Sequence[bool],
-        memory_bytes: int,
-    ) -> list[int]:
-        """Take in the interval that ended with step number `step` (from 1).
-
-        Returns:
-            the numbers of the steps that were skipped in it.
-        """
-        first = step - len(losses) + 1
-        self.step_ms += step_ms
-        self.losses += losses
-        self.skipped_steps += sum(skipped)
-        self.memory_bytes = max(self.memory_bytes, memory_bytes)
-        return [first + i for i, was_skipped in enumerate(skipped) if was_skipped]
-
     def end_epoch(self, epoch: int, test: dict[str, Any] | None) -> None:
         """An epoch (from 1) has ended, evaluated or not."""
-        losses = self.losses[self.epoch_start :]
         self.epoch_log.append(
             {
                 "epoch": epoch,
                 "train_time_s": self.time_s - self.epoch_start_s,
-                "train_loss": mean_of_finite(losses),
+                "train_loss": mean_of_finite(self.losses[self.epoch_start :]),
                 "test_loss": test and test["loss"],
                 "test_accuracy": test and test["accuracy"],
             }
@@ -96,56 +63,206 @@ class Record:
         self.epoch_start, self.epoch_start_s = len(self.losses), self.time_s
 
     def summary(self, images_per_step: int) -> dict[str, Any]:
-        """The figures of a result, from the steps that were timed."""
-        times = self.step_ms
-        quintiles = statistics.quantiles(times, n=5, method="inclusive") if times[1:] else times * 4
-        tail = self.losses[-1] if self.losses else None
-        return {
-            "timed_iterations": len(times),
-            "train_time_s": self.time_s,
-            "images_per_s": {
+        """The fields of a result that come of steps; times of those that were timed."""
+        times, speed, step_time = self.step_ms, None, None
+        if times:
+            speed = {
                 "mean": images_per_step * len(times) / self.time_s,
                 "min": images_per_step / max(times) * 1e3,
                 "max": images_per_step / min(times) * 1e3,
             }
-            if times
-            else None,
-            "step_time_ms": {
+            fifths = (
+                statistics.quantiles(times, n=5, method="inclusive") if times[1:] else times * 4
+            )
+            step_time = {
                 "median": statistics.median(times),
-                "p20": quintiles[0],
-                "p80": quintiles[3],
+                "p20": fifths[0],
+                "p80": fifths[3],
                 "mean": statistics.fmean(times),
             }
-            if times
-            else None,
-            "train_loss": {
-                "last": tail,
-                "mean": mean_of_finite(self.losses),
-            },
+        last = self.losses[-1] if self.losses else None
+        return {
+            "timed_iterations": len(times),
+            "train_time_s": self.time_s,
+            "images_per_s": speed,
+            "step_time_ms": step_time,
+            "train_loss": {"last": last, "mean": mean_of_finite(self.losses)},
             "test": self.test,
             "epoch_log": self.epoch_log,
             "skipped_steps": self.skipped_steps,
             "memory_bytes": self.memory_bytes,
+            "started": self.started,
         }
 
 
-class LogFile:
-    """``NAME.jsonl``: one line of JSON per interval or evaluation, out at once."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """One result file: its fields, in the order in which they stand there.
 
-    def __init__(self, path: Path, keep_to_step: int = 0) -> None:
-        """`keep_to_step`: of a log that is there already, keep the lines up to this step."""
-        self.path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        kept = []
-        if keep_to_step and path.exists():
-            for line in path.read_text().splitlines():
-                if json.loads(line)["step"] <= keep_to_step:
-                    kept.append(line + "\n")
-        path.write_text("".join(kept))
+    Fields without a default are those that every file has; ``path`` is where it was read.
+    """
 
-    def write(self, kind: str, values: dict[str, Any]) -> None:
-        with open(self.path, "a") as file:
-            file.write(json.dumps(finite({"kind": kind, **values}), allow_nan=False) + "\n")
+    format: int = FORMAT
+    experiment: str
+    recipe: str | None = None
+    model: str
+    data: dict
+    gpu: str
+    device: dict
+    world_size: int
+    environment: dict
+    command: list = dataclasses.field(default_factory=list)
+    arm: str
+    method: str
+    loop: str
+    batch_size: int
+    repeat: int
+    repeats: int = 1
+    seed: int
+    switches: dict
+    optimizer: dict
+    diverged: dict | None
+    timed_iterations: int
+    train_time_s: float | None
+    images_per_s: dict | None
+    step_time_ms: dict | None = None
+    train_loss: dict | None
+    test: dict | None
+    epoch_log: list = dataclasses.field(default_factory=list)
+    skipped_steps: int = 0
+    memory_bytes: int | None
+    loss_scale: float | None = None
+    policy: dict | None = None
+    memory_kind: str | None
+    kernels: dict = dataclasses.field(default_factory=dict)
+    iterations: int
+    epochs: float
+    started: str = ""
+    finished: str
+    path: Path | None = None
+
+    @classmethod
+    def of(cls, config: RunConfig, **measured: Any) -> RunResult:
+        """The result of a run of `config` that ends now; `measured` are the fields it does not
+        settle."""
+        names = ("experiment", "recipe", "model", "arm", "method", "loop", "batch_size", "repeat")
+        switches = ("channels_last", "cudnn_benchmark", "graph", "compile", "deterministic")
+        rule = ("lr", "momentum", "weight_decay", "clip", "schedule", "warmup")
+        return cls(
+            **{name: getattr(config, name) for name in names},
+            repeats=config.repeats,
+            seed=config.seed + config.repeat,
+            switches={name: getattr(config, name) for name in switches},
+            optimizer={"name": config.optimizer, **{name: getattr(config, name) for name in rule}},
+            finished=now(),
+            **measured,
+        )
+
+    def write(self, path: Path) -> None:
+        """As JSON, with null in place of what JSON cannot say (NaN, infinity)."""
+        values = {name: getattr(self, name) for name in _TYPES if name != "path"}
+        with atomic(path) as file:
+            file.write(json.dumps(finite(values), indent=1, allow_nan=False).encode() + b"\n")
+
+    @classmethod
+    def read(cls, path: Path) -> RunResult:
+        """Raises ValueError, KeyError or OSError if `path` is no result file of this format."""
+        with open(path, encoding="utf-8") as file:
+            values = json.load(file, parse_constant=_no_constant)
+        if not isinstance(values, dict) or values.get("format") != FORMAT:
+            raise ValueError(f'"format" is not {FORMAT}')
+        for field in dataclasses.fields(cls):
+            if field.name not in values and field.default is field.default_factory:
+                raise KeyError(field.name)  # neither has a default
+            if field.name in values and not isinstance(values[field.name], _TYPES[field.name]):
+                raise ValueError(f'"{field.name}" is {json.dumps(values[field.name])[:40]}')
+        return cls(
+            **{name: values[name] for name in _TYPES.keys() & values.keys()} | {"path": path}
+        )
+
+    @property
+    def time_s(self) -> float | None:
+        """Training time of all iterations, also where the first ones could not be timed."""
+        if self.diverged or not self.timed_iterations or self.train_time_s is None:
+            return None
+        return self.train_time_s * (self.iterations / self.timed_iterations)
+
+    @property
+    def accuracy_pct(self) -> float | None:
+        accuracy = self.figure("test", "accuracy")
+        return None if accuracy is None else 100 * accuracy
+
+    def figure(self, part: str, name: str) -> float | None:
+        """`name` of a `part` of a run that came to its end, as the mean of "images_per_s"."""
+        values = getattr(self, part)
+        return None if self.diverged or not values else values[name]
+
+    @functools.cached_property
+    def conditions(self) -> dict[str, Any]:
+        """All that two runs must share to be repeats of each other, except `experiment`, `model`,
+        `gpu`, `method`, `batch_size` and their length. Plain values by name.
+        """
+        source = self.data.get("source")
+        conditions = {
+            "arm": self.arm,
+            "recipe": self.recipe,
+            # Of a folder one wants to know what it holds, not where it lies.
+            "data": source if source in ("digits", "synthetic") else self.data.get("kind"),
+            **{name: self.data[name] for name in sorted(self.data) if name not in _NOT_CHOSEN},
+            "loop": self.loop,
+            "world_size": self.world_size,
+            **self.switches,
+            "optimizer": self.optimizer.get("name"),
+            **{name: value for name, value in self.optimizer.items() if name != "name"},
+            **(self.policy or {}),
+            "device": self.device["name"],
+            "torch": self.environment.get("torch"),
+            "ampfuse": self.environment.get("ampfuse"),
+        }
+        return {
+            name: json.dumps(value) if isinstance(value, (dict, list)) else value
+            for name, value in conditions.items()
+        }
+
+    def log(self, kind: str) -> list[dict[str, Any]]:
+        """The lines of that `kind` ("interval" or "evaluation") in the run's .jsonl, by step.
+
+        Empty if there is no log. A line that was cut off, the last of a killed run, is left out.
+        """
+        path = self.path and self.path.with_suffix(".jsonl")
+        by_step = {}
+        for text in (
+            path.read_text("utf-8", "replace").splitlines() if path and path.exists() else ()
+        ):
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                line = json.loads(text)
+                if line["kind"] == kind:
+                    by_step[line["step"]] = line
+        return [by_step[step] for step in sorted(by_step)]
+
+
+# JSON has one kind of number.
+_TYPES = {
+    name: kind | int if float in (kind, *typing.get_args(kind)) else kind
+    for name, kind in typing.get_type_hints(RunResult).items()
+}
+# Said of the data, but no setting: what `data` and the batch come to.
+_NOT_CHOSEN = ("source", "device_bytes")
+
+
+def _no_constant(text: str) -> float:
+    raise ValueError(f"{text} is no JSON")
+
+
+def finite(value: Any) -> Any:
+    """`value` with None for every float that is NaN or infinite."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(item) for item in value]
+    return value
 
 
 def mean_of_finite(losses: Sequence[float]) -> float | None:
@@ -162,6 +279,12 @@ def run_name(config: RunConfig) -> str:
     return file_name("-".join([*parts, f"r{config.repeat}", when]))
 
 
-def now() -> str:
-    """The time in UTC, as results hold it."""
-    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+def file_name(text: str) -> str:
+    """`text` as a part of a path on any system: "Tesla T4/x" becomes "Tesla T4-x"."""
+    return re.sub(r'[<>:"/\\|?*\x00-\x1f]+', "-", text).strip(" .") or "unnamed"
+
+
+def check_writable(option: str, folder: Path) -> None:
+    """Raise UsageError if `folder` cannot take files; asked before hours are spent on them."""
+    if problem := cannot_write(folder):
+        raise UsageError(f"{option}: {problem}")

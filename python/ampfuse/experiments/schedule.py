@@ -20,13 +20,13 @@ def factor(schedule: str, step: int, total: int, warmup: float = 0.0) -> float:
     if step < climb:
         return (step + 1) / climb
     share = (step - climb) / max(1, total - climb)
-    if schedule == "linear":
-        return 1 - share
-    if schedule == "cosine":
-        return (1 + math.cos(math.pi * share)) / 2
-    if schedule == "steps":
-        return 0.1 ** int(3 * share)
-    return 1.0
+    shapes = {
+        "constant": 1.0,
+        "linear": 1 - share,
+        "cosine": (1 + math.cos(math.pi * share)) / 2,
+        "steps": 0.1 ** int(3 * share),
+    }
+    return shapes[schedule]
 
 
 def set_lr(optimizer: Optimizer, lr: float) -> None:

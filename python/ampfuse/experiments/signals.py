@@ -15,7 +15,7 @@ class StopWish:
     def __init__(self) -> None:
         self.received: int | None = None
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def note(self, number: int, frame: FrameType | None) -> None:
         if self.received is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.received = number
@@ -24,12 +24,10 @@ class StopWish:
 @contextlib.contextmanager
 def listening() -> Iterator[StopWish]:
     """Take Ctrl-C and SIGTERM as wishes inside the ``with`` block."""
-    wish = StopWish()
-    if threading.current_thread() is not threading.main_thread():
-        yield wish  # only the main thread may set handlers
-        return
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.signal(number, wish._note) for number in numbers}
+    wish, before = StopWish(), {}
+    if threading.current_thread() is threading.main_thread():  # no other may set handlers
+        for number in (signal.SIGINT, signal.SIGTERM):
+            before[number] = signal.signal(number, wish.note)
     try:
         yield wish
     finally:

@@ -24,11 +24,9 @@ class Task:
 
     Attributes:
         kind: which real data set a folder of ``--data`` has to hold.
-        classes: of its synthetic data.
     """
 
     kind: str
-    classes: int
 
     def open_data(self, config: RunConfig, device: torch.device, world: World) -> Data:
         """The data of all repeats of `config`; ``reseed`` turns to one of them.
@@ -103,47 +101,39 @@ class NormalFeatures:
     _TEST_BATCHES = 4
 
     def __init__(self, config: RunConfig, device: torch.device, world: World) -> None:
-        self.batches_per_epoch = max(1, config.synthetic_size // (config.batch_size * world.size))
+        size = config.batch_size * world.size
+        self.batches_per_epoch = max(1, config.synthetic_size // size)
         self.channels, self.image_size = 1, config.image_size
         self.classes = config.image_size**2
-        size = config.batch_size * world.size
-        self.train_size = size * self.batches_per_epoch
-        self.test_size = size * self._TEST_BATCHES
-        self._shape = (2, config.batch_size, self.classes)
-        self._device = device
-        self._generator = torch.Generator().manual_seed(config.seed + 1000 * world.rank)
-        self._train = [self._draw() for _ in range(self.batches_per_epoch)]
-        self._test = [self._draw() for _ in range(self._TEST_BATCHES)]
-
-    def _draw(self) -> tuple[Tensor, Tensor]:
-        inputs, targets = torch.randn(self._shape, generator=self._generator).to(self._device)
-        return inputs, targets
+        self.train_size, self.test_size = size * self.batches_per_epoch, size * self._TEST_BATCHES
+        shape = (2, config.batch_size, self.classes)
+        generator = torch.Generator().manual_seed(config.seed + 1000 * world.rank)
+        drawn = [
+            tuple(torch.randn(shape, generator=generator).to(device))
+            for _ in range(self.batches_per_epoch + self._TEST_BATCHES)
+        ]
+        self._train, self._test = drawn[: -self._TEST_BATCHES], drawn[-self._TEST_BATCHES :]
 
     def reseed(self, seed: int) -> None:
         """The recipe's batches come in one order."""
 
-    def train_batches(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+    def train_batches(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, ...]]:
         return iter(self._train[start:])
 
-    def test_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def test_batches(self) -> Iterator[tuple[Tensor, ...]]:
         return iter(self._test)
 
     def describe(self) -> dict[str, Any]:
-        return {
-            "source": "synthetic",
-            "kind": "features",
-            "loader": "resident",
-            "train_size": self.train_size,
-            "test_size": self.test_size,
-        }
+        sizes = {"train_size": self.train_size, "test_size": self.test_size}
+        return {"source": "synthetic", "kind": "features", "loader": "resident", **sizes}
 
     def close(self) -> None:
         """Nothing was opened."""
 
 
 TASKS: dict[str, Task] = {
-    "cifar": Task(kind="cifar10", classes=10),
-    "imagenet": Task(kind="imagenet", classes=1000),
-    "mnist": Task(kind="mnist", classes=10),
-    "mlp": FeatureTask(kind="mnist", classes=10),
+    "cifar": Task(kind="cifar10"),
+    "imagenet": Task(kind="imagenet"),
+    "mnist": Task(kind="mnist"),
+    "mlp": FeatureTask(kind="mnist"),
 }

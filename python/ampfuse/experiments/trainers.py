@@ -2,10 +2,40 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib.util
 import sys
 from collections.abc import Sequence
 
-from ampfuse.experiments.cli import Trainer, missing_packages, parse, parser_for
+from ampfuse.experiments.cli import parse, parser_for
+from ampfuse.experiments.recipes import RECIPES, Recipe
+
+# What the trainers import, and the packages it comes in. Plots and tables need more, digits too.
+_NEEDED = {"torchvision": "torchvision", "timm": "timm", "rich": "rich", "tqdm": "tqdm"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Trainer:
+    """One command: its name, what it trains, and what differs from its siblings.
+
+    Attributes:
+        model_names: those that ``--model`` takes; a pattern may stand for several.
+        image_size: default of ``--image-size``.
+        closing_lines: end with the two lines that E5's scripts printed.
+    """
+
+    name: str
+    title: str
+    model_names: str
+    default_model: str
+    image_size: int
+    default_data: str | None
+    closing_lines: bool = False
+
+    @property
+    def recipes(self) -> list[Recipe]:
+        return [recipe for recipe in RECIPES if recipe.experiment == self.name]
+
 
 TRAINERS = {
     trainer.name: trainer
@@ -13,7 +43,7 @@ TRAINERS = {
         Trainer(
             name="cifar",
             title="Image classification on CIFAR-10.",
-            models=("vgg16", "wrn28_10", "wrn<depth>_<width>", "seresnext50_32x4d", "densenet161"),
+            model_names="vgg16, wrn28_10, wrn<depth>_<width>, seresnext50_32x4d, densenet161",
             default_model="vgg16",
             image_size=32,
             default_data="data",
@@ -21,7 +51,7 @@ TRAINERS = {
         Trainer(
             name="imagenet",
             title="ResNets on ImageNet.",
-            models=("resnet18", "resnet34", "resnet50"),
+            model_names="resnet18, resnet34, resnet50",
             default_model="resnet18",
             image_size=224,
             default_data=None,
@@ -29,7 +59,7 @@ TRAINERS = {
         Trainer(
             name="mnist",
             title="A small CNN on MNIST.",
-            models=("mnist_cnn",),
+            model_names="mnist_cnn",
             default_model="mnist_cnn",
             image_size=28,
             default_data="data",
@@ -38,7 +68,7 @@ TRAINERS = {
         Trainer(
             name="mlp",
             title="A perceptron of three layers, 4096 wide.",
-            models=("mlp",),
+            model_names="mlp",
             default_model="mlp",
             image_size=64,
             default_data="synthetic",
@@ -46,6 +76,12 @@ TRAINERS = {
         ),
     )
 }
+
+
+def missing_packages(data: str | None) -> list[str]:
+    """What training on `data` needs of the extra ``experiments`` and is not installed."""
+    needed = {**_NEEDED, **({"sklearn": "scikit-learn"} if data == "digits" else {})}
+    return [package for name, package in needed.items() if importlib.util.find_spec(name) is None]
 
 
 def main(name: str, argv: Sequence[str] | None = None, prog: str | None = None) -> int:
@@ -64,6 +100,5 @@ def main(name: str, argv: Sequence[str] | None = None, prog: str | None = None) 
         )
         return 1
     from ampfuse.experiments.runner import run_command
-    from ampfuse.experiments.tasks import TASKS
 
-    return run_command(trainer, TASKS[name], args, argv)
+    return run_command(trainer, args, argv)

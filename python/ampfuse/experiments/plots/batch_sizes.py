@@ -47,7 +47,7 @@ def memory_against_batch(
     rows: Sequence[Row], *, std: bool = False, of: str = "iterations"
 ) -> Figure:
     """Device memory against batch size, in MB of 10^6 bytes; else as :func:`time_against_batch`."""
-    kinds = {run.data["memory_kind"] for row in rows for run in row.runs}
+    kinds = {run.memory_kind for row in rows for run in row.runs}
     what = "device memory"
     if _RESIDENT in kinds:
         what = "memory of the process" if len(kinds) == 1 else "memory of the device or CPU process"
