@@ -23,8 +23,8 @@ from rich.console import Console
 
 from ampfuse.__main__ import main
 from ampfuse.demo import cli, plots, report
-from ampfuse.measuring import TensorMemory
 from ampfuse.demo.train import Run, Settings
+from ampfuse.measuring import TensorMemory
 
 COMMAND = [sys.executable, "-m", "ampfuse.demo", "--device", "cpu"]
 # One thread: others' tests run beside this one, and threads that wait for each other crawl then.

@@ -31,7 +31,7 @@ def build_arm(config: RunConfig, model: nn.Module, device: torch.device) -> Arm:
     torch.backends.cudnn.conv.fp32_precision = precision
     if config.arm in LEVELS:
         return _Level(config, model, device)
-    return (_TorchAmp if config.arm in _TorchAmp.HALVES else Arm)(config, model, device)
+    return (_TorchAmp if config.arm in _HALVES else Arm)(config, model, device)
 
 
 def check_device(arm: str, device: torch.device) -> None:
@@ -125,10 +125,11 @@ class Arm:
         assert not state
 
 
+_HALVES = {"amp-fp16": torch.float16, "amp-bf16": torch.bfloat16}
+
+
 class _TorchAmp(Arm):
     """``torch.amp`` as its documentation has it: autocast, and for FP16 a GradScaler."""
-
-    HALVES = {"amp-fp16": torch.float16, "amp-bf16": torch.bfloat16}
 
     def __init__(self, config: RunConfig, model: nn.Module, device: torch.device) -> None:
         super().__init__(config, model, device)
@@ -137,7 +138,7 @@ class _TorchAmp(Arm):
             # them in the next. From zeros the first step comes out the same.
             for parameter in model.parameters():
                 self.optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-        self._half = self.HALVES[config.arm]
+        self._half = _HALVES[config.arm]
         self._static = config.loss_scale if isinstance(config.loss_scale, float) else None
         self._scaler = torch.amp.GradScaler(
             device.type,

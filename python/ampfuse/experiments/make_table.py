@@ -19,7 +19,6 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from ampfuse.command_line import run_alone
 from ampfuse.experiments.config import UsageError
@@ -93,9 +92,9 @@ def _own_rows(args: argparse.Namespace, warn: Callable[[str], None]) -> list[Row
 
 def table(recipe: str, rows: Sequence[Row]) -> str:
     """`rows` as a Markdown table with the columns of the published one, and what they mean."""
-    columns = _COLUMNS[recipe]
-    cells = [[cell(row) for cell in columns.values()] for row in rows]
-    lines = [list(columns), ["---"] * len(columns), *cells]
+    columns = ["source", *_COLUMNS[recipe].split("|"), "n", "note"]
+    cells = [[_CELLS[column](row) for column in columns] for row in rows]
+    lines = [columns, ["---"] * len(columns), *cells]
     text = "\n".join("| " + " | ".join(map(_escaped, line)) + " |" for line in lines)
     return "\n\n".join([text, *_explanation(rows)])
 
@@ -123,10 +122,6 @@ def _explanation(rows: Sequence[Row]) -> list[str]:
 
 
 # ---- cells ---------------------------------------------------------------------------------------
-
-
-def _source(row: Row) -> str:
-    return "published" if row.source == "published" else "measured here"
 
 
 def _gpu(row: Row) -> str:
@@ -169,120 +164,68 @@ def is_published_gpu(device: str, recipe: str) -> bool:
     return False
 
 
-def _plain(attribute: str) -> Callable[[Row], str]:
-    def cell(row: Row) -> str:
-        value = getattr(row, attribute)
-        return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
-
-    return cell
+def _plain(value: object) -> str:
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _stat(
-    attribute: str, digits: int, of: Callable[[Stat, Row], float | None] | None = None
-) -> Callable[[Row], str]:
-    """Mean, and deviation where there is one; `of` makes another value of the mean."""
+def _rounded(value: float | Stat | None, digits: int) -> str:
+    """At most so many digits behind the point, as in the published tables: 80.2, 3437.
 
-    def cell(row: Row) -> str:
-        stat: Stat | None = getattr(row, attribute)
-        if stat is None:
-            return ""
-        if of is not None:
-            value = of(stat, row)
-            return "" if value is None else _short(value, digits)
-        spread = "" if stat.std is None else f" ± {_short(stat.std, digits)}"
-        return _short(stat.mean, digits) + spread
-
-    return cell
-
-
-def _number(attribute: str, digits: int) -> Callable[[Row], str]:
-    def cell(row: Row) -> str:
-        value = getattr(row, attribute)
-        return "" if value is None else _short(value, digits)
-
-    return cell
-
-
-def _short(value: float, digits: int) -> str:
-    """At most so many digits behind the point, as in the published tables: 80.2, 3437."""
+    Of a Stat the mean, and the deviation where there is one.
+    """
+    if value is None:
+        return ""
+    if isinstance(value, Stat):
+        spread = "" if value.std is None else f" ± {_rounded(value.std, digits)}"
+        return _rounded(value.mean, digits) + spread
     text = f"{value:.{digits}f}"
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
-_TIME = {"time, s": _stat("time_s", 2)}
-_MEMORY = {"memory, MB": _stat("memory_mb", 2)}
-_ACCURACY = {"val accuracy, %": _stat("accuracy_pct", 2)}
-_END: dict[str, Callable[[Row], str]] = {"n": _plain("n"), "note": _note}
-_COLUMNS: dict[str, dict[str, Callable[[Row], str]]] = {
-    "e1": {
-        "source": _source,
-        "GPU": _gpu,
-        "method": _plain("method"),
-        "batch size": _plain("batch_size"),
-        "accuracy, %": _stat("accuracy_pct", 2),
-        **_TIME,
-        **_MEMORY,
-        "iterations": _plain("iterations"),
-        **_END,
-    },
-    "e2": {
-        "source": _source,
-        "platform": _plain("platform"),
-        "GPU": _gpu,
-        "level": _plain("method"),
-        "batch size": _plain("batch_size"),
-        "epochs": _plain("epochs"),
-        **_TIME,
-        **_MEMORY,
-        **_ACCURACY,
-        **_END,
-    },
-    "e3": {
-        "source": _source,
-        "model": _plain("model"),
-        "GPU": _gpu,
-        "level": _plain("method"),
-        "optimizer": _plain("optimizer"),
-        "batch size": _plain("batch_size"),
-        "epochs": _plain("epochs"),
-        **_TIME,
-        "time per epoch, s": _stat(
-            "time_s", 2, lambda stat, row: stat.mean / row.epochs if row.epochs else None
-        ),
-        **_MEMORY,
-        **_ACCURACY,
-        **_END,
-    },
-    "e4": {
-        "source": _source,
-        "environment": lambda row: row.platform or f"pytorch-{row.conditions['torch']}",
-        "GPU": _gpu,
-        "model": _plain("model"),
-        "precision": _plain("method"),
-        "batch size": _plain("batch_size"),
-        "batches": _plain("iterations"),
-        "images/s mean": _stat("images_per_s", 3),
-        "min": _number("images_per_s_min", 3),
-        "max": _number("images_per_s_max", 3),
-        "loss last": _stat("loss_last", 4),
-        "loss mean": _stat("loss_mean", 4),
-        **_END,
-    },
-    "e5": {
-        "source": _source,
-        "workload": _plain("model"),
-        "GPU": _gpu,
-        "method": _plain("method"),
-        "batch size": _plain("batch_size"),
-        "epochs": _plain("epochs"),
-        "time, s": _stat("time_s", 3),
-        "memory, bytes": _stat("memory_mb", 0, lambda stat, row: stat.mean * 1e6),
-        **_END,
-    },
+def _per_epoch(row: Row) -> float | None:
+    return row.time_s.mean / row.epochs if row.time_s and row.epochs else None
+
+
+# Headers, and what stands below them.
+_CELLS: dict[str, Callable[[Row], str]] = {
+    "source": lambda row: "published" if row.source == "published" else "measured here",
+    "platform": lambda row: row.platform,
+    "environment": lambda row: row.platform or f"pytorch-{row.conditions['torch']}",
+    "GPU": _gpu,
+    "model": lambda row: row.model,
+    "workload": lambda row: row.model,
+    "method": lambda row: row.method,
+    "level": lambda row: row.method,
+    "precision": lambda row: row.method,
+    "optimizer": lambda row: row.optimizer,
+    "batch size": lambda row: _plain(row.batch_size),
+    "batches": lambda row: _plain(row.iterations),
+    "iterations": lambda row: _plain(row.iterations),
+    "epochs": lambda row: _plain(row.epochs),
+    "accuracy, %": lambda row: _rounded(row.accuracy_pct, 2),
+    "val accuracy, %": lambda row: _rounded(row.accuracy_pct, 2),
+    "time, s": lambda row: _rounded(row.time_s, 3 if row.recipe == "e5" else 2),
+    "time per epoch, s": lambda row: _rounded(_per_epoch(row), 2),
+    "memory, MB": lambda row: _rounded(row.memory_mb, 2),
+    "memory, bytes": lambda row: _rounded(row.memory_mb and row.memory_mb.mean * 1e6, 0),
+    "images/s mean": lambda row: _rounded(row.images_per_s, 3),
+    "min": lambda row: _rounded(row.images_per_s_min, 3),
+    "max": lambda row: _rounded(row.images_per_s_max, 3),
+    "loss last": lambda row: _rounded(row.loss_last, 4),
+    "loss mean": lambda row: _rounded(row.loss_mean, 4),
+    "n": lambda row: _plain(row.n),
+    "note": _note,
 }
-
-
-# ---- CSV -----------------------------------------------------------------------------------------
+# The columns of each table, between the first, source, and the last two, n and note.
+_COLUMNS = {
+    "e1": "GPU|method|batch size|accuracy, %|time, s|memory, MB|iterations",
+    "e2": "platform|GPU|level|batch size|epochs|time, s|memory, MB|val accuracy, %",
+    "e3": "model|GPU|level|optimizer|batch size|epochs|time, s|time per epoch, s|memory, MB"
+    "|val accuracy, %",
+    "e4": "environment|GPU|model|precision|batch size|batches|images/s mean|min|max|loss last"
+    "|loss mean",
+    "e5": "workload|GPU|method|batch size|epochs|time, s|memory, bytes",
+}
 
 
 def _write_csv(path: Path, rows: Sequence[Row]) -> None:
@@ -297,7 +240,7 @@ def _write_csv(path: Path, rows: Sequence[Row]) -> None:
         file.write(text.getvalue().encode())
 
 
-def _one_line(value: Any) -> Any:
+def _one_line(value: object) -> object:
     return " ".join(value.split()) if isinstance(value, str) else value
 
 

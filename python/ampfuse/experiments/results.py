@@ -379,7 +379,7 @@ def select(
 
 
 def _method_named(row: Row, rows: Sequence[Row], wanted: Sequence[str]) -> str:
-    """What of `row` a name in `wanted` stands for: its method or, failing that in `rows`, its arm."""
+    """The name of `row` among those `wanted`: its method or, if no row has that, its arm."""
     names_a_method = row.arm in {other.method for other in rows}
     by_arm = row.method not in wanted and row.arm in wanted and not names_a_method
     return row.arm if by_arm else row.method

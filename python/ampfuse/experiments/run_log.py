@@ -13,7 +13,6 @@ from tqdm.auto import tqdm
 from ampfuse.experiments.config import UsageError
 from ampfuse.experiments.record import finite
 
-
 _ON_THE_BAR = (
     ("loss", "train_loss", ".4g"),
     ("img/s", "images_per_s", ".4g"),

@@ -8,11 +8,14 @@ whatever else two rows differ in (a captured graph, say) makes two lines of them
 names. What could not be compared within a line, runs of different length, is refused.
 """
 
-from ampfuse.experiments.plots.accuracies import accuracy_against_time
-from ampfuse.experiments.plots.batch_sizes import memory_against_batch, time_against_batch
-from ampfuse.experiments.plots.grouping import Line, NothingToDraw, lines
-from ampfuse.experiments.plots.loss_scales import loss_scale
-from ampfuse.experiments.plots.speed_ups import speedup
+from ampfuse.experiments.plots.figures import (
+    accuracy_against_time,
+    loss_scale,
+    memory_against_batch,
+    speedup,
+    time_against_batch,
+)
+from ampfuse.experiments.plots.lines import Line, NothingToDraw, lines
 
 __all__ = [
     "Line",

@@ -9,25 +9,21 @@ from __future__ import annotations
 import itertools
 import math
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from ampfuse.experiments.plots.grouping import Line, NothingToDraw, gpus_of, varies
+from ampfuse.experiments.plots.lines import Line, gpus_of, varies
 from ampfuse.experiments.results import Row, Stat
 
 WIDTH = 7.0  # inches: a notebook's column
-
-
 _SMALL = 8  # points: legends, numbers on bars
 
 
 # Okabe and Ito's, told apart by colour-blind readers too.
 _GPU_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-
-
 _GPU_MARKERS = "os^DvPX<>*hpd8"
 
 
@@ -224,13 +220,6 @@ def title_of(rows: Sequence[Row]) -> str:
         return model
     data, kind = own[0].conditions["data"], own[0].conditions.get("kind")
     return f"{model} on {f'synthetic {kind}' if data == 'synthetic' and kind else data}"
-
-
-def rows_with(rows: Sequence[Row], has: Callable[[Row], object]) -> list[Row]:
-    there = [row for row in rows if has(row)]
-    if not there:
-        raise NothingToDraw("the results lack what this figure shows")
-    return there
 
 
 def unclutter(axes: Axes, grid: str = "both") -> None:

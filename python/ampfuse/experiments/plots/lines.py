@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
-from ampfuse.experiments.results import ResultsError, Row
+from ampfuse.experiments.results import ResultsError, Row, listed
 
 
 class NothingToDraw(ResultsError):
@@ -31,16 +31,10 @@ _MUST_BE_ALIKE = (
     *("data", "kind", "image_size", "loader", "augment", "shuffle", "loop", "world_size"),
     *("channels_last", "cudnn_benchmark", "graph", "compile", "deterministic", "optimizer"),
 )
-
-
 # These differ between methods, and between machines, as a matter of course.
 _OWN = ("arm", "loss_scale", "keep_batchnorm_fp32", "device")
-
-
 # What "original loop" says already.
 _OF_THE_LOOP = ("loader", "workers", "channels_last", "cudnn_benchmark")
-
-
 # What goes without saying.
 USUAL: Mapping[str, object] = {
     "loop": "tuned",
@@ -69,54 +63,60 @@ def lines(rows: Sequence[Row], *, of: str = "iterations") -> list[Line]:
     if len(models) > 1:
         raise ResultsError(f"rows of {', '.join(models)} in one figure: choose one with --model")
     everywhere = [name for name in _MUST_BE_ALIKE if varies(rows, name)]
-    sources = {row.source for row in rows}
-    found = []
-    for (source, gpu, method), together in _grouped(
-        rows, lambda row: (row.source, row.gpu, row.method)
-    ):
-        at_one_batch = [same for _, same in _grouped(together, lambda row: row.batch_size)]
-        names = dict.fromkeys(
-            name
-            for name in (*_OWN, *together[0].conditions)
-            if (name in _OWN and varies(together, name))
-            or any(varies(same, name) for same in at_one_batch)
-        )
-        names = [*everywhere, *(name for name in names if name not in everywhere)]
-        for values, members in _grouped(
-            together, lambda row, names=names: tuple(row.conditions.get(name) for name in names)
-        ):
-            differing = dict(zip(names, values, strict=True))
-            if differing.get("loop") == "original":
-                differing = {k: v for k, v in differing.items() if k not in _OF_THE_LOOP}
-            words = [_word(name, value) for name, value in differing.items()]
-            words += [source] if len(sources) > 1 else []
-            found.append((gpu, method, [word for word in words if word], members))
-    for gpu, method, words, members in found:
-        _refuse_mixed(f"{gpu} {_named(method, words)}", members, of)
-    if len(lengths_of(rows, of)) > 1:
-        for _, _, words, members in found:
-            words += [f"{number(length)} {of}" for length in lengths_of(members, of)]
     gpus, methods = gpus_of(rows), list(dict.fromkeys(row.method for row in rows))
-    found.sort(key=lambda line: (gpus.index(line[0]), methods.index(line[1]), len(line[2])))
-    return [
-        Line(gpu, _named(method, words), tuple(sorted(members, key=_batch_size)))
-        for gpu, method, words, members in found
+    several_sources = len({row.source for row in rows}) > 1
+    several_lengths = len(lengths_of(rows, of)) > 1
+    found = []
+    for together in _grouped(rows, lambda row: (row.source, row.gpu, row.method)):
+        names = _naming(together, everywhere)
+        for members in _grouped(together, lambda row, names=names: _values(row, names)):
+            row, lengths = members[0], lengths_of(members, of)
+            words = _words(dict(zip(names, _values(row, names), strict=True)))
+            words += [row.source] if several_sources else []
+            if len(lengths) > 1:
+                _refuse_mixed(f"{row.gpu} {_with_words(row.method, words)}", members, of)
+            words += [f"{listed([length])} {of}" for length in lengths if several_lengths]
+            members.sort(key=lambda row: row.batch_size or 0)
+            place = (gpus.index(row.gpu), methods.index(row.method), len(words))
+            found.append((place, Line(row.gpu, _with_words(row.method, words), tuple(members))))
+    return [line for _, line in sorted(found, key=lambda place_and_line: place_and_line[0])]
+
+
+def _naming(together: Sequence[Row], everywhere: Sequence[str]) -> list[str]:
+    """The conditions that set rows of one GPU and method apart, or all rows.
+
+    What follows the batch size (a rate, say) sets none apart: it may differ between two of them.
+    """
+    at_one_batch = _grouped(together, lambda row: row.batch_size)
+    apart = [
+        name
+        for name in dict.fromkeys((*_OWN, *together[0].conditions))
+        if (name in _OWN and varies(together, name))
+        or any(varies(same, name) for same in at_one_batch)
     ]
+    return list(dict.fromkeys((*everywhere, *apart)))
 
 
-def _batch_size(row: Row) -> int:
-    return row.batch_size or 0
-
-
-def _grouped(rows: Iterable[Row], key: Callable[[Row], Any]) -> list[tuple[Any, list[Row]]]:
-    groups: dict[Any, list[Row]] = {}
+def _grouped(rows: Sequence[Row], key: Callable[[Row], Hashable]) -> list[list[Row]]:
+    groups: dict[Hashable, list[Row]] = {}
     for row in rows:
         groups.setdefault(key(row), []).append(row)
-    return list(groups.items())
+    return list(groups.values())
+
+
+def _values(row: Row, names: Sequence[str]) -> tuple[Any, ...]:
+    return tuple(row.conditions.get(name) for name in names)
 
 
 def varies(rows: Sequence[Row], name: str) -> bool:
     return len({row.conditions.get(name) for row in rows}) > 1
+
+
+def _words(differing: Mapping[str, Any]) -> list[str]:
+    if differing.get("loop") == "original":
+        differing = {k: v for k, v in differing.items() if k not in _OF_THE_LOOP}
+    words = (_word(name, value) for name, value in differing.items())
+    return [word for word in words if word]
 
 
 def _word(name: str, value: object) -> str:
@@ -131,25 +131,21 @@ def _word(name: str, value: object) -> str:
         return f"{value} loop"
     if name == "world_size":
         return f"{value} processes"
-    return f"{name} {number(value)}"
+    return f"{name} {listed([value])}"
 
 
-def _named(method: str, words: Sequence[str]) -> str:
+def _with_words(method: str, words: Sequence[str]) -> str:
     return f"{method} ({', '.join(words)})" if words else method
 
 
 def _refuse_mixed(label: str, rows: Sequence[Row], of: str) -> None:
-    counts = lengths_of(rows, of)
-    if len(counts) < 2:
-        return
-    options = {"iterations": "--iteration N", "epochs": "--epochs N"}
     epochs = lengths_of(rows, "epochs")
-    choose = options[of]
+    choose = {"iterations": "--iteration N", "epochs": "--epochs N"}[of]
     if of == "iterations" and len(epochs) == 1:
-        choose += f" or --epochs {number(epochs[0])}"
+        choose += f" or --epochs {listed(epochs)}"
     raise ResultsError(
-        f"{label} of {rows[0].model} has runs of {', '.join(map(number, counts))} {of}, which do "
-        f"not go into one line: choose with {choose}"
+        f"{label} of {rows[0].model} has runs of {listed(lengths_of(rows, of))} {of}, which do not "
+        f"go into one line: choose with {choose}"
     )
 
 
@@ -158,9 +154,12 @@ def lengths_of(rows: Sequence[Row], of: str) -> list[Any]:
     return sorted({getattr(row, of) for row in rows} - {None})
 
 
-def number(value: object) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def gpus_of(rows: Iterable[Row | Line]) -> list[str]:
+def gpus_of(rows: Sequence[Row | Line]) -> list[str]:
     return list(dict.fromkeys(row.gpu for row in rows))
+
+
+def rows_with(rows: Sequence[Row], has: Callable[[Row], object]) -> list[Row]:
+    there = [row for row in rows if has(row)]
+    if not there:
+        raise NothingToDraw("the results lack what this figure shows")
+    return there

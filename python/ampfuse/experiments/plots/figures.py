@@ -1,0 +1,346 @@
+"""The five figures: time and memory against batch size, speed-up, accuracy, loss scale."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, NullLocator
+from matplotlib.transforms import ScaledTranslation
+
+from ampfuse.experiments.plots.lines import (
+    USUAL,
+    NothingToDraw,
+    gpus_of,
+    lengths_of,
+    lines,
+    rows_with,
+)
+from ampfuse.experiments.plots.style import (
+    WIDTH,
+    add_legend,
+    draw_bars,
+    falling,
+    line_styles,
+    make_panels,
+    set_title,
+    title_of,
+    unclutter,
+)
+from ampfuse.experiments.results import Row, Stat, listed
+
+# ---- against batch size --------------------------------------------------------------------------
+
+_RESIDENT = "process RSS"  # the kind of memory that runs on a CPU report
+
+
+def time_against_batch(rows: Sequence[Row], *, std: bool = False, of: str = "iterations") -> Figure:
+    """Training time against batch size, a line per GPU and method; bars if there is one batch size.
+
+    Args:
+        rows: of one model; every line must have runs of one length.
+        std: show the sample standard deviation of the repeats as error bars.
+        of: what counts as length, "iterations" or "epochs".
+
+    Raises:
+        ResultsError: there is nothing to draw, or a line would mix lengths.
+    """
+    lengths = lengths_of(rows, of)
+    length = f" of {listed(lengths)} {of}" if len(lengths) == 1 else ""
+    return _against_batch(rows, "time_s", f"training time{length}", "s", std=std, of=of)
+
+
+def memory_against_batch(
+    rows: Sequence[Row], *, std: bool = False, of: str = "iterations"
+) -> Figure:
+    """Device memory against batch size, in MB of 10^6 bytes; else as :func:`time_against_batch`."""
+    kinds = {run.memory_kind for row in rows for run in row.runs}
+    what = "device memory"
+    if _RESIDENT in kinds:
+        what = "memory of the process" if len(kinds) == 1 else "memory of the device or CPU process"
+    return _against_batch(rows, "memory_mb", what, "MB", std=std, of=of)
+
+
+def _against_batch(
+    rows: Sequence[Row], field: str, what: str, unit: str, *, std: bool, of: str
+) -> Figure:
+    def stat(row: Row) -> Stat | None:
+        return getattr(row, field)
+
+    there = rows_with(rows, lambda row: stat(row) and row.batch_size)
+    batches = sorted({row.batch_size for row in there if row.batch_size})
+    figure = Figure(figsize=(WIDTH, 4.0), layout="constrained")
+    axes = figure.subplots()
+    at_batch = ""
+    if len(batches) > 1:
+        drawn = lines(there, of=of)
+        for place, (line, style) in enumerate(zip(drawn, line_styles(drawn), strict=True)):
+            values = [stat(row) for row in line.rows]
+            drawing = axes.errorbar(
+                [row.batch_size for row in line.rows],
+                [value.mean for value in values],
+                yerr=[value.std or 0.0 for value in values] if std else None,
+                label=line.label,
+                capsize=2,
+                elinewidth=0.9,
+                **style,
+            )
+            if std:  # error bars side by side: moved on the paper, not in the data
+                inches = 0.035 * (place - (len(drawn) - 1) / 2)
+                move = ScaledTranslation(inches, 0, figure.dpi_scale_trans)
+                for artist in drawing.get_children():
+                    artist.set_transform(axes.transData + move)
+        axes.margins(x=0.06)
+        _batch_axis(axes, batches)
+    else:
+        drawn = lines(
+            [row for row in rows if row.batch_size in batches and (stat(row) or row.diverged)],
+            of=of,
+        )
+        several = len(gpus_of(drawn)) > 1
+        cells = {
+            (line.gpu if several else batches[0], line.name): next(
+                filter(None, map(stat, line.rows)), None
+            )
+            for line in drawn
+        }
+        if several:
+            at_batch = f", batch size {batches[0]}"
+        else:
+            axes.set_xlabel("batch size")
+        draw_bars(axes, cells, std=std)
+    add_legend(figure, axes, gpus=gpus_of(drawn))
+    axes.set_ylabel(f"{what}, {unit}")
+    axes.set_ylim(bottom=0)
+    deviation = ", mean ± standard deviation" if std else ""
+    set_title(figure, f"{title_of(rows)}: {what}{at_batch}{deviation}")
+    unclutter(axes, grid="y" if len(batches) == 1 else "both")
+    return figure
+
+
+def _batch_axis(axes: Axes, batches: Sequence[int]) -> None:
+    places = [math.log(batch / batches[0], batches[-1] / batches[0]) for batch in batches]
+    upright = min(after - before for before, after in itertools.pairwise(places)) < 0.08
+    labels, last = [], -1.0
+    for batch, place in zip(batches, places, strict=True):
+        has_room = not upright or place - last > 0.035
+        labels.append(str(batch) if has_room else "")
+        last = place if has_room else last
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(batches, labels, rotation=90 if upright else 0)
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xlabel("batch size")
+
+
+# ---- speed-up ------------------------------------------------------------------------------------
+
+
+def speedup(rows: Sequence[Row], *, of: str = "iterations") -> Figure:
+    """How many times as fast as FP32 each method is: bars per batch size, a panel per GPU.
+
+    Compared are mean times per iteration. All bars of a GPU and batch size have one yardstick, the
+    tuned FP32 run on the same data, without graph or compilation if there is such a one; O0 where
+    FP32 was not run. The axis names it. Where a row diverged, that stands in the bar's place.
+
+    Raises:
+        ResultsError: no method has an FP32 to be compared with.
+    """
+    rows = rows_with(rows, lambda row: row.batch_size and (row.time_s or row.diverged))
+    drawn = lines(rows, of=of)
+    cells: dict[str, dict[tuple[int, str], Stat | None]] = {}
+    bases = []
+    for line in drawn:
+        for row in line.rows:
+            base = _baseline(row, rows)
+            if base is None or base is row:
+                continue
+            bases += [line.name for line in drawn if base in line.rows]
+            of_gpu, key = cells.setdefault(line.gpu, {}), (row.batch_size, line.name)
+            if step_s := _step_s(row):
+                of_gpu[key] = Stat(_step_s(base) / step_s)
+            else:
+                of_gpu.setdefault(key, None)
+    if not cells:
+        raise NothingToDraw("no method beside FP32 on the same GPU at the same batch size")
+    figure = Figure(figsize=(WIDTH, 1.4 + 2.2 * len(cells)), layout="constrained")
+    panels = figure.subplots(len(cells), 1, squeeze=False)[:, 0]
+    shown = {name for of_gpu in cells.values() for _, name in of_gpu}
+    names = [line.name for line in drawn if line.name in shown]
+    for axes, (gpu, of_gpu) in zip(panels, cells.items(), strict=True):
+        axes.axhline(1.0, color="black", linewidth=0.8, zorder=0.9)  # behind the bars
+        draw_bars(axes, dict(sorted(of_gpu.items())), names=names)
+        if len(cells) > 1:
+            axes.set_title(textwrap.fill(gpu, 80), fontsize=9)
+        axes.set_ylabel(textwrap.fill(f"speed, times {' or '.join(dict.fromkeys(bases))}", 32))
+        unclutter(axes, grid="y")
+    panels[-1].set_xlabel("batch size")
+    add_legend(figure, *panels, gpus=list(cells))
+    set_title(figure, f"{title_of(rows)}: speed-up of the training step")
+    return figure
+
+
+def _step_s(row: Row) -> float | None:
+    """Time per iteration, in seconds; per epoch where nobody noted the iterations."""
+    length = row.iterations or row.epochs
+    return row.time_s.mean / length if row.time_s and length else None
+
+
+# What two runs must have in common for their speeds to be compared at all.
+_SAME_WORK = ("data", "kind", "image_size", "augment", "world_size", "device")
+
+
+def _baseline(row: Row, rows: Sequence[Row]) -> Row | None:
+    """The FP32 row that `row` is to be compared with; it may be `row` itself."""
+    comparable = [
+        other
+        for other in rows
+        if other.time_s
+        and (other.source, other.gpu, other.batch_size) == (row.source, row.gpu, row.batch_size)
+        and all(other.conditions.get(name) == row.conditions.get(name) for name in _SAME_WORK)
+    ]
+
+    def oddities(other: Row) -> int:
+        return sum(other.conditions.get(name, usual) != usual for name, usual in USUAL.items())
+
+    for arm in ("FP32", "fp32", "O0"):  # published rows have E1's name for it
+        if found := [other for other in comparable if other.arm == arm]:
+            return min(found, key=oddities)
+    return None
+
+
+# ---- accuracy ------------------------------------------------------------------------------------
+
+
+def accuracy_against_time(rows: Sequence[Row], *, of: str = "iterations") -> Figure:
+    """Test accuracy against training time, from the runs' logs; means over repeats.
+
+    A panel per batch size and a line per GPU and method. Runs that were evaluated once, at their
+    end, have one point each: these are joined over the batch sizes, in one panel.
+
+    Raises:
+        ResultsError: no run was evaluated, or a line would mix lengths.
+    """
+    courses = {id(row): _accuracy_course(row) for row in rows}
+    rows = rows_with(rows, lambda row: courses[id(row)] and row.batch_size)
+    drawn = lines(rows, of=of)
+    batches = sorted({row.batch_size for row in rows if row.batch_size})
+    once = len(batches) > 1 and all(len(courses[id(row)]) == 1 for row in rows)
+    panels: list[int | None] = [None] if once else list(batches)
+    figure, all_axes = make_panels(len(panels))
+    styles = line_styles(drawn)
+    for axes, batch in zip(all_axes, panels, strict=True):
+        for line, style in zip(drawn, styles, strict=True):
+            points = [
+                point
+                for row in line.rows
+                if batch in (None, row.batch_size)
+                for point in courses[id(row)]
+            ]
+            if points:
+                seconds, percent = zip(*points, strict=True)
+                axes.plot(seconds, percent, label=line.label, **style)
+        if batch is not None and len(panels) > 1:
+            axes.set_title(f"batch size {batch}", fontsize=9)
+        axes.set(xlabel="training time, s", ylabel="test accuracy, %")
+        axes.set_xlim(left=0)
+        unclutter(axes)
+    add_legend(figure, *all_axes, gpus=gpus_of(drawn))
+    at_end = f" at the end, batch sizes {batches[0]} to {batches[-1]}" if once else ""
+    alone = f", batch size {batches[0]}" if len(batches) == 1 else ""
+    set_title(figure, f"{title_of(rows)}: test accuracy{at_end}{alone}")
+    return figure
+
+
+def _accuracy_course(row: Row) -> list[tuple[float, float]]:
+    """Mean (training time in s, accuracy in %) of each evaluation."""
+    by_step: dict[int, list[tuple[float, float]]] = {}
+    for run in row.runs:
+        for line in () if run.diverged else run.log("evaluation"):
+            if line["test_accuracy"] is not None:
+                point = (line["time_s"], 100 * line["test_accuracy"])
+                by_step.setdefault(line["step"], []).append(point)
+    return [
+        (statistics.fmean(p[0] for p in points), statistics.fmean(p[1] for p in points))
+        for points in by_step.values()
+    ]
+
+
+# ---- loss scale ----------------------------------------------------------------------------------
+
+
+def loss_scale(rows: Sequence[Row], *, of: str = "iterations") -> Figure:
+    """Loss scale over steps, a cross at every overflow (a skipped step); a panel per batch size.
+
+    Shown is the first repeat of each row that scales its loss. Lines that lie on each other are
+    of different widths, so that all of them show.
+
+    Raises:
+        ResultsError: no run scaled its loss, or none has a log.
+    """
+    logs = {id(row): _scale_log(row) for row in rows}
+    rows = rows_with(rows, lambda row: row.batch_size and _is_scaled(logs[id(row)]))
+    drawn = lines(rows, of=of)
+    batches = sorted({row.batch_size for row in rows if row.batch_size})
+    figure, all_axes = make_panels(len(batches))
+    for axes, batch in zip(all_axes, batches, strict=True):
+        for line, style, more in zip(drawn, line_styles(drawn), falling(len(drawn)), strict=True):
+            width = 1.2 + 3.6 * more
+            for row in (row for row in line.rows if row.batch_size == batch):
+                steps, scales, overflows = _scale_course(logs[id(row)])
+                axes.plot(
+                    steps,
+                    scales,
+                    drawstyle="steps-pre",
+                    linewidth=width,
+                    color=style["color"],
+                    dashes=style["dashes"],
+                    label=line.label,
+                )
+                if overflows:
+                    axes.plot(*zip(*overflows, strict=True), **_CROSS)
+        axes.set_yscale("log", base=2)
+        axes.yaxis.set_minor_locator(NullLocator())
+        low, high = axes.get_ylim()
+        axes.set_ylim(min(low, high / 16), high * 2)
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+        axes.set(xlabel="step", ylabel="loss scale, factor")
+        if len(batches) > 1:
+            axes.set_title(f"batch size {batch}", fontsize=9)
+        unclutter(axes)
+    all_axes[0].plot([], [], **_CROSS, label="overflow, step skipped")
+    add_legend(figure, *all_axes, gpus=gpus_of(drawn))
+    alone = f", batch size {batches[0]}" if len(batches) == 1 else ""
+    set_title(figure, f"{title_of(rows)}: loss scale{alone}")
+    return figure
+
+
+_CROSS = {
+    **{"marker": "x", "markersize": 7, "markeredgewidth": 1.6},
+    **{"color": "black", "linestyle": "none", "zorder": 5},
+}
+
+
+def _scale_log(row: Row) -> list[dict[str, Any]]:
+    """The log lines of the first repeat that tell a loss scale."""
+    log = row.runs[0].log("interval") if row.runs else []
+    return [line for line in log if line["loss_scale"] is not None]
+
+
+def _is_scaled(log: Sequence[Mapping[str, Any]]) -> bool:
+    return any(line["loss_scale"] != 1.0 or line["overflow_steps"] for line in log)
+
+
+def _scale_course(
+    log: Sequence[Mapping[str, Any]],
+) -> tuple[list[int], list[float], list[tuple[int, float]]]:
+    """Steps and scales, and the steps of overflows, each at the scale that stands there."""
+    steps = [0, *(line["step"] for line in log)]
+    scales = [log[0]["loss_scale"], *(line["loss_scale"] for line in log)]
+    overflows = [(step, line["loss_scale"]) for line in log for step in line["overflow_steps"]]
+    return steps, scales, overflows
