@@ -30,7 +30,7 @@ from PIL import Image
 import data_files
 from ampfuse.demo.data import load_digits
 from ampfuse.experiments.config import RunConfig
-from ampfuse.experiments.data import DataError, memory, open_data, workers
+from ampfuse.experiments.data import DataError, open_data, resident
 
 CPU = torch.device("cpu")
 # Normalisation that leaves bytes as they are.
@@ -647,17 +647,13 @@ def test_a_killed_worker_is_one_line(opened):
     assert len(list(data.train_batches(0))) == 100
 
 
-def test_samples_can_be_sent_to_a_worker_that_was_not_forked(tmp_path):
+def test_samples_can_be_sent_to_a_worker_that_was_not_forked(tmp_path, opened):
     """As Python starts processes on other systems, and from 3.14 on."""
     data_files.write_imagenet(tmp_path)
     for source in ("synthetic", tmp_path):
-        data = open_("imagenet", source, image_size=28, loader="workers", augment=True)
-        samples = data._train._samples
-        assert isinstance(samples, workers._Samples)
-        image, label = pickle.loads(pickle.dumps(samples))[0, 0, 1]
-        expected, of = samples[0, 0, 1]
-        assert torch.equal(image, expected)
-        assert label == of
+        data = opened("imagenet", source, image_size=28, loader="workers", augment=True)
+        samples, key = data._train._samples, ((0, 0), [1, 2])
+        assert same([pickle.loads(pickle.dumps(samples))[key]], [samples[key]])
 
 
 # What is missing or damaged
@@ -860,58 +856,44 @@ def test_a_batch_larger_than_the_set(tmp_path):
     refused(said, batch_size=21, world_size=2, **options)
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"mean": (0.1, 0.2)}, "mean 0.1 0.2: give one value, or 3"),
-        ({"std": (0.1, 0.2, 0.3, 0.4)}, "std 0.1 0.2 0.3 0.4: give one value, or 3"),
-        ({"std": (0.1, 0.0, 0.1)}, "std 0.1 0 0.1: has to be positive"),
-    ],
-)
-def test_unusable_normalisation(options, said):
-    refused(said, kind="cifar10", source="synthetic", **options)
-
-
-def test_a_set_that_does_not_fit(tmp_path, monkeypatch):
+def test_a_set_that_does_not_fit(tmp_path, monkeypatch, opened):
     data_files.write_imagenet(tmp_path)
-    monkeypatch.setattr(memory, "_free", lambda device: 18 * 32 * 32 * 3 - 1)
+    options = {"image_size": 28, "workers": 0}
+    monkeypatch.setattr(resident, "free_memory", lambda device: 18 * 32 * 32 * 3 - 1)
     started = time.monotonic()
     said = "0.0 GiB of images, but cpu has 0.0 GiB free: give --loader workers"
-    refused(said, kind="imagenet", source=tmp_path, workers=0)
+    refused(said, kind="imagenet", source=tmp_path, **options)
     assert time.monotonic() - started < 60  # before anything is decoded
-    monkeypatch.setattr(memory, "_free", lambda device: 18 * 32 * 32 * 3)
-    data = open_("imagenet", tmp_path, image_size=28, workers=0)
-    assert len(list(data.test_batches())) == 2
+    monkeypatch.setattr(resident, "free_memory", lambda device: 18 * 32 * 32 * 3)
+    assert len(list(opened("imagenet", tmp_path, **options).test_batches())) == 2
 
 
 def test_free_memory_of_this_machine():
-    free = memory._free(CPU)
+    free = resident.free_memory(CPU)
     if free is None:
         pytest.skip("this system does not tell its free memory")
     assert 2**20 < free < 2**50
 
 
 def test_what_linux_and_containers_tell_of_free_memory(tmp_path, monkeypatch):
-    meminfo = tmp_path / "meminfo"
-    meminfo.write_text("MemTotal:  9000 kB\nMemAvailable:  7 kB\nHugePages_Total:  0\n")
-    assert memory._available(meminfo) == 7 * 1024
-    assert memory._available(tmp_path / "none") is None
-    for name, content in (
-        ("max", "max"),
-        ("current", "6000"),
-        ("stat", "file 9\ninactive_file 500"),
-    ):
-        (tmp_path / f"memory.{name}").write_text(f"{content}\n")
-    assert memory._left_of_cgroup(tmp_path) is None
-    (tmp_path / "memory.max").write_text("10000\n")
-    assert memory._left_of_cgroup(tmp_path) == 4500
-    assert memory._left_of_cgroup(tmp_path / "none") is None
+    def write(**contents):
+        for name, content in contents.items():
+            (tmp_path / name.replace("_", ".")).write_text(f"{content}\n")
 
-    monkeypatch.setattr(memory, "_available", lambda: 9000)
-    monkeypatch.setattr(memory, "_left_of_cgroup", lambda: 8000)
-    assert memory._free(CPU) == 8000
+    def free():
+        return resident.free_memory(CPU, proc=tmp_path, cgroup=tmp_path)
+
+    assert free() is None
+    write(memory_max="max", memory_current="6000", memory_stat="file 9\ninactive_file 500")
+    assert free() is None
+    write(memory_max="10000")
+    assert free() == 4500
+    write(meminfo="MemTotal:  9000 kB\nMemAvailable:  4 kB\nHugePages_Total:  0")
+    assert free() == 4 * 1024
+    write(memory_max="9000")
+    assert free() == 3500
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert memory._free(CPU) == 2000
+    assert free() == 875
 
 
 # Downloads

@@ -5,8 +5,37 @@ device, normalised. One of two loaders makes them: worker processes, image by im
 (:mod:`workers`), or the device itself, which holds the whole set as uint8 (:mod:`resident`).
 """
 
+import torch
+
+from ampfuse.experiments import tasks
+from ampfuse.experiments.config import RunConfig
+from ampfuse.experiments.data import made
+from ampfuse.experiments.data.files import read_files
 from ampfuse.experiments.data.loader import Data
-from ampfuse.experiments.data.opening import open_data, read_files
-from ampfuse.experiments.data.request import DataError
+from ampfuse.experiments.data.resident import ResidentData
+from ampfuse.experiments.data.sets import DataError
+from ampfuse.experiments.data.workers import WorkersData
 
 __all__ = ["Data", "DataError", "open_data", "read_files"]
+
+
+def open_data(
+    config: RunConfig, device: torch.device, *, rank: int = 0, world_size: int = 1
+) -> Data:
+    """The data of `config` on `device`, for process `rank` of `world_size`.
+
+    MNIST and CIFAR-10 are downloaded if their folder holds none of them.
+
+    Raises:
+        DataError: nothing to read and no way to download it, damaged files, fewer images than a
+            batch, or more than fit on the device.
+    """
+    kind = tasks.TASKS[config.experiment].kind
+    if config.data == "digits":
+        images = made.digits(config.image_size)
+    elif config.data == "synthetic":
+        images = made.synthetic(kind, config, world_size)
+    else:
+        images = read_files(kind, config.data, config.image_size)
+    loader = WorkersData if config.loader == "workers" else ResidentData
+    return loader(config, kind, images, device, rank, world_size)

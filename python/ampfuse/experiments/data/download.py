@@ -9,35 +9,37 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
-from ampfuse.experiments.data import request
-from ampfuse.experiments.data.request import DataError, one_line
-from ampfuse.experiments.data.sets import ImageSet
+from ampfuse.experiments.data.sets import PUBLISHED, DataError, ImageSet, one_line
 
-KINDS = ("mnist", "cifar10")
 _SECONDS = 20.0  # without a sign of life, until the network counts as missing
 
 
-def fetch(kind: str, folder: Path, load: Callable[[], ImageSet | None], expected: str) -> ImageSet:
-    """Download the data set `kind` into `folder`, as torchvision lays it out, and `load` it.
+def download(
+    kind: str, folder: Path, read: Callable[[Path], ImageSet | None], expected: str
+) -> ImageSet:
+    """Download the data set `kind` into `folder`, as torchvision lays it out, and `read` it.
 
-    Processes that share the folder wait for the first of them, and load what it fetched.
+    Processes that share the folder wait for the first of them, and read what it fetched.
 
     Raises:
         DataError: no network, or no permission; it names the files that were `expected`.
     """
-    title = request.KINDS[kind].title
+    title = PUBLISHED[kind].title
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _only_one(folder):
-            images = load()
-            if images is None:
+        lock = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if (images := read(folder)) is None:
                 print(f"{title} is not in {folder}: downloading it there", file=sys.stderr)
                 _fetch(kind, folder)
-                images = load()
+                images = read(folder)
+        finally:
+            os.close(lock)  # which unlocks it
     # torchvision passes on what sockets, servers and checksums say.
     except (OSError, RuntimeError) as error:
         with contextlib.suppress(OSError):
@@ -55,34 +57,17 @@ def _fetch(kind: str, folder: Path) -> None:
     from torchvision import datasets
 
     source = {"mnist": datasets.MNIST, "cifar10": datasets.CIFAR10}[kind]
+    patience = socket.getdefaulttimeout()
     # Beside its place first, so that a download that breaks off leaves nothing that looks whole.
-    with tempfile.TemporaryDirectory(prefix=".download-", dir=folder) as temporary, _patience():
-        source(temporary, train=True, download=True)
-        for name in os.listdir(temporary):
-            target = folder / name
-            if target.is_dir():
-                shutil.copytree(Path(temporary, name), target, dirs_exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".download-", dir=folder) as temporary:
+        # torchvision sets no time limit of its own: a silent network would hang the run.
+        socket.setdefaulttimeout(_SECONDS)
+        try:
+            source(temporary, download=True)
+        finally:
+            socket.setdefaulttimeout(patience)
+        for path in Path(temporary).iterdir():
+            if path.is_dir():
+                shutil.copytree(path, folder / path.name, dirs_exist_ok=True)
             else:
-                os.replace(Path(temporary, name), target)
-
-
-@contextlib.contextmanager
-def _only_one(folder: Path) -> Iterator[None]:
-    """Hold a lock on `folder` among the processes of this machine."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)  # which unlocks it
-
-
-@contextlib.contextmanager
-def _patience() -> Iterator[None]:
-    """torchvision sets no time limit of its own: a silent network would hang the run."""
-    before = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(_SECONDS)
-    try:
-        yield
-    finally:
-        socket.setdefaulttimeout(before)
+                path.replace(folder / path.name)

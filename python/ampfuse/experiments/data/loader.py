@@ -1,19 +1,42 @@
-"""What every loader offers, and what a set and a request have to agree on first."""
+"""What both loaders have in common: order and normalisation of the images, random numbers."""
 
 from __future__ import annotations
 
 import abc
-import dataclasses
+import hashlib
+import math
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ampfuse.experiments.data import order
-from ampfuse.experiments.data.normalise import Normalisation
-from ampfuse.experiments.data.request import DataError, DataRequest
-from ampfuse.experiments.data.sets import ImageSet
+from ampfuse.experiments.config import RunConfig
+from ampfuse.experiments.data.sets import DataError, ImageSet
+
+
+def seed_of(*what: object) -> int:
+    """63 bits that differ for different `what`: strings and integers.
+
+    What is drawn from them depends on what it is for and on nothing else: not on torch's global
+    generator, not on how many were drawn before, not on the number of processes that draw.
+    """
+    # Sums of seed and epoch would give one seed's second epoch to the next seed's first.
+    digest = hashlib.blake2b(repr(what).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def generator(*what: object) -> torch.Generator:
+    """A CPU generator: the same numbers whatever the device of the training."""
+    return torch.Generator().manual_seed(seed_of(*what))
+
+
+def normalised(pixels: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+    """uint8 [..., channels, h, w] to float32 of the same shape and memory format.
+
+    The same bits image by image and in batches.
+    """
+    return pixels.float().mul_(scale).add_(shift)
 
 
 class Data(abc.ABC):
@@ -27,19 +50,48 @@ class Data(abc.ABC):
         batches_per_epoch: training batches of this process; all processes have as many.
     """
 
-    def __init__(self, request: DataRequest, images: ImageSet) -> None:
-        self.request = request
-        self.classes, self.channels = images.classes, images.channels
-        self.image_size = request.image_size
-        self.train_size, self.test_size = len(images.train), len(images.test)
-        self.batches_per_epoch = self.train_size // (request.batch_size * request.world_size)
+    def __init__(
+        self,
+        config: RunConfig,
+        kind: str,
+        images: ImageSet,
+        device: torch.device,
+        rank: int,
+        world_size: int,
+    ) -> None:
+        self.config, self.kind, self.device = config, kind, device
+        self.rank, self.world_size, self.seed = rank, world_size, config.seed
+        self.classes, self.channels = images.facts.classes, images.facts.channels
+        self.image_size = config.image_size
+        self.train_size, self.test_size = len(images.train.labels), len(images.test.labels)
+        self.batches_per_epoch = self.train_size // (config.batch_size * world_size)
         if not self.batches_per_epoch:
-            of_each = f" of each of {request.world_size} processes" * (request.world_size > 1)
+            of_each = f" of each of {world_size} processes" * (world_size > 1)
             raise DataError(
-                f"--batch-size {request.batch_size} is more than the "
-                f"{self.train_size // request.world_size} training images{of_each}: give less"
+                f"--batch-size {config.batch_size} is more than the "
+                f"{self.train_size // world_size} training images{of_each}: give less"
             )
-        self._normalise = Normalisation.of(request, images)
+        # Mirrored digits are no digits.
+        self._augments = config.augment and kind != "mnist"
+        self._memory_format = (
+            torch.channels_last if config.channels_last else torch.contiguous_format
+        )
+        # (pixels / 255 - mean) / std, in double precision and rounded once.
+        mean = self._per_channel(config.mean or images.facts.mean)
+        std = self._per_channel(config.std or images.facts.std)
+        self._scale, self._shift = (1 / (255 * std)).float(), (-mean / std).float()
+        self._prepare(images)
+
+    def _per_channel(self, values: tuple[float, ...]) -> Tensor:
+        """float64 [channels, 1, 1], or [1, 1, 1]; of three values a grey set takes the mean."""
+        given = torch.tensor(values, dtype=torch.float64)
+        if self.channels == 1:
+            given = given.mean(0, keepdim=True)
+        return given.view(-1, 1, 1)
+
+    @abc.abstractmethod
+    def _prepare(self, images: ImageSet) -> None:
+        """Make ready what the batches are made of."""
 
     @abc.abstractmethod
     def train_batches(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
@@ -59,17 +111,17 @@ class Data(abc.ABC):
 
     def describe(self) -> dict[str, Any]:
         """What was loaded, and how, as JSON can say it; `workers` is null where there are none."""
-        request = self.request
+        config = self.config
         return {
-            "source": request.source,
-            "kind": request.kind,
-            "loader": request.loader,
-            "workers": request.workers if request.loader == "workers" else None,
+            "source": config.data,
+            "kind": self.kind,
+            "loader": config.loader,
+            "workers": config.workers if config.loader == "workers" else None,
             "train_size": self.train_size,
             "test_size": self.test_size,
             "image_size": self.image_size,
-            "augment": request.augment,
-            "shuffle": request.shuffle,
+            "augment": config.augment,
+            "shuffle": config.shuffle,
             "device_bytes": self.device_bytes,
         }
 
@@ -83,28 +135,27 @@ class Data(abc.ABC):
 
         For repeats: nothing is read, decoded or started again.
         """
-        self.request = dataclasses.replace(self.request, seed=seed)
+        self.seed = seed
 
     def close(self) -> None:  # noqa: B027 (not every loader has something to end)
         """End what was started, worker processes for example. Repeating it does no harm."""
 
     def _epoch_order(self, epoch: int) -> Tensor:
-        """int64 [batches_per_epoch, batch_size]."""
-        request = self.request
-        return order.epoch_order(
-            self.train_size,
-            batch_size=request.batch_size,
-            rank=request.rank,
-            world_size=request.world_size,
-            shuffle=request.shuffle,
-            seed=request.seed,
-            epoch=epoch,
-        )
+        """Which images this process trains on in `epoch`: int64 [batches_per_epoch, batch_size].
+
+        All processes follow one order of all images and take turns in it batch by batch, where
+        torch's DistributedSampler takes turns image by image. Those short of a batch for every
+        process are left out.
+        """
+        order = torch.arange(self.train_size)
+        if self.config.shuffle:
+            random = generator("order", self.seed, epoch)
+            order = torch.randperm(self.train_size, generator=random)
+        shape = (self.batches_per_epoch, self.world_size, self.config.batch_size)
+        return order[: math.prod(shape)].view(shape)[:, self.rank]
 
     @property
     def _test_share(self) -> range:
-        return order.share(self.test_size, self.request.rank, self.request.world_size)
-
-    @property
-    def _memory_format(self) -> torch.memory_format:
-        return torch.channels_last if self.request.channels_last else torch.contiguous_format
+        """The test images of this process; no two processes share one."""
+        size, rank, world_size = self.test_size, self.rank, self.world_size
+        return range(size * rank // world_size, size * (rank + 1) // world_size)

@@ -7,101 +7,166 @@ host wait.
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ampfuse.experiments.data.augment import Crops, centre
-from ampfuse.experiments.data.decode import decode
-from ampfuse.experiments.data.loader import Data
-from ampfuse.experiments.data.memory import check_room
-from ampfuse.experiments.data.order import upload
-from ampfuse.experiments.data.request import DataRequest
-from ampfuse.experiments.data.sets import ImageFiles, ImageSet, Pixels
-from ampfuse.experiments.data.transforms import stored_size
+from ampfuse.experiments.data.loader import Data, generator, normalised
+from ampfuse.experiments.data.sets import DataError, ImageFiles, ImageSet, Pixels
+from ampfuse.experiments.data.workers import Feed, Samples, shorter_edge
 
 _PADDING = 4  # black pixels around images that have no margin to crop from
+_AT_ONCE = 32  # files decoded in one piece
 
 
 class ResidentData(Data):
     """See :mod:`ampfuse.experiments.data.resident`.
 
+    Augmented images are crops at random places of the stored ones, which are larger by 8/7 (image
+    files) or padded by 4 black pixels, and every other one is mirrored.
+
     Raises:
         DataError: the set does not fit into the device's free memory.
     """
 
-    def __init__(self, request: DataRequest, images: ImageSet) -> None:
-        super().__init__(request, images)
-        self._normalise = self._normalise.to(request.device)
-        mine = self._test_share
-        wanted = {"train": (images.train, range(self.train_size)), "test": (images.test, mine)}
-        size = sum(_bytes(split, len(which), request) for split, which in wanted.values())
-        check_room(size, request.device, request.source)
-        self._augment = request.augment and request.kind != "mnist"
-        train, self._test_images = (
-            _on_device(split, which, request, title) for title, (split, which) in wanted.items()
-        )
-        if self._augment and train.shape[1] == self.image_size:
+    def _prepare(self, images: ImageSet) -> None:
+        size, mine, device = self.image_size, self._test_share, self.device
+        from_files = isinstance(images.train, ImageFiles)
+        self._stored_size = shorter_edge(size) if from_files else size
+        self._check_room(self.train_size + len(mine))
+        train = self._on_device(images.train, range(self.train_size), "train")
+        if self._augments and not from_files:
             train = functional.pad(train, (0, 0, *(_PADDING,) * 4))
-        self._train_images = train
-        self._train_labels = images.train.labels.to(request.device)
-        self._test_labels = images.test.labels[mine.start : mine.stop].to(request.device)
+        self._train = train, images.train.labels.to(device)
+        test_labels = images.test.labels[mine.start : mine.stop]
+        self._test = self._on_device(images.test, mine, "test"), test_labels.to(device)
+        self._scale, self._shift = self._scale.to(device), self._shift.to(device)
+
+    def _check_room(self, count: int) -> None:
+        """Before minutes are spent on decoding. What a training step takes comes on top."""
+        size = count * self.channels * self._stored_size**2
+        free = free_memory(self.device)
+        if free is not None and size > free:
+            raise DataError(
+                f"--data {self.config.data}: {size / 2**30:.1f} GiB of images, but {self.device} "
+                f"has {free / 2**30:.1f} GiB free: give --loader workers, or a part of the data"
+            )
+
+    def _on_device(self, split: Pixels | ImageFiles, which: range, title: str) -> Tensor:
+        """uint8 [len(which), h, w, channels]: pixel by pixel, so that a crop moves whole pixels."""
+        if isinstance(split, Pixels):
+            images = split.images[which.start : which.stop].permute(0, 2, 3, 1)
+            return images.contiguous().to(self.device)
+        from torchvision.transforms import v2
+        from tqdm import tqdm
+
+        edge = self._stored_size
+        result = torch.empty(len(which), edge, edge, 3, dtype=torch.uint8, device=self.device)
+        middle = v2.Resize(edge), v2.CenterCrop(edge), v2.PILToTensor()
+        feed = Feed(Samples(split, *middle), self.config.workers)
+        keys = [(None, list(which[at : at + _AT_ONCE])) for at in range(0, len(which), _AT_ONCE)]
+        bar = tqdm(
+            total=len(which),
+            desc=f"decoding {title}",
+            unit=" images",
+            disable=True if self.rank else None,  # None: a bar on a terminal, nothing in a log
+        )
+        with bar, contextlib.closing(feed):
+            parts = zip(result.split(_AT_ONCE), feed.batches(keys), strict=True)
+            for into, (pixels, _) in parts:
+                into.copy_(pixels.permute(0, 2, 3, 1))
+                bar.update(len(pixels))
+        return result
 
     @property
     def device_bytes(self) -> int:
-        return sum(
-            tensor.nbytes
-            for tensor in (
-                self._train_images,
-                self._train_labels,
-                self._test_images,
-                self._test_labels,
-            )
-        )
+        return sum(tensor.nbytes for tensor in (*self._train, *self._test))
 
     def train_batches(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        request, size, images = self.request, self.image_size, self._train_images
-        device = request.device
+        (images, labels), size = self._train, self.image_size
         order = self._epoch_order(epoch)
-        crops = None
-        if self._augment:
+        crops: list[Tensor] = []
+        if self._augments:
             room = images.shape[1] - size
-            crops = Crops.draw(tuple(order.shape), room, request.seed, epoch, request.rank)
-            crops = crops.to(device)
-        order = upload(order, device)
+            random = generator("crops", self.seed, epoch, self.rank)
+            top, left = torch.randint(room + 1, (2, *order.shape), generator=random)
+            flip = torch.randint(2, order.shape, generator=random).bool()
+            crops = [self._upload(part) for part in (top, left, flip)]
+        order = self._upload(order)
         for number in range(start, len(order)):
             chosen = order[number]
-            if crops is not None:
-                pixels = crops[number].apply(images, chosen, size)
+            if crops:
+                pixels = cropped(images, chosen, *(part[number] for part in crops), size)
             else:
-                pixels = centre(images, size).index_select(0, chosen)
-            yield self._finish(pixels), self._train_labels.index_select(0, chosen)
+                pixels = _centre(images, size).index_select(0, chosen)
+            yield self._finish(pixels), labels.index_select(0, chosen)
 
     def test_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        size = self.request.test_batch_size
-        images = centre(self._test_images, self.image_size).split(size)
-        for pixels, labels in zip(images, self._test_labels.split(size), strict=True):
-            yield self._finish(pixels), labels
+        size = self.config.batch_size
+        images, labels = self._test
+        parts = _centre(images, self.image_size).split(size), labels.split(size)
+        for pixels, of in zip(*parts, strict=True):
+            yield self._finish(pixels), of
+
+    def _upload(self, values: Tensor) -> Tensor:
+        """`values` on the device, without waiting for what that is doing."""
+        if self.device.type == "cuda":
+            values = values.pin_memory()
+        return values.to(self.device, non_blocking=True)
 
     def _finish(self, pixels: Tensor) -> Tensor:
         """uint8 [n, h, w, c] to what the network takes."""
         pixels = pixels.permute(0, 3, 1, 2).contiguous(memory_format=self._memory_format)
-        return self._normalise(pixels)
+        return normalised(pixels, self._scale, self._shift)
 
 
-def _on_device(
-    split: Pixels | ImageFiles, which: range, request: DataRequest, title: str
+def cropped(
+    images: Tensor, chosen: Tensor, top: Tensor, left: Tensor, flip: Tensor, size: int
 ) -> Tensor:
-    """uint8 [len(which), h, w, c]: pixel by pixel, so that a crop moves whole pixels."""
-    if isinstance(split, ImageFiles):
-        return decode(split, which, request, title)
-    images = split.images[which.start : which.stop].permute(0, 2, 3, 1)
-    return images.contiguous().to(request.device)
+    """A crop of each of the images numbered `chosen`: uint8 [all, h, w, c] to [n, size, size, c].
+
+    `top` and `left`, int64 [n], say where the crops start; `flip`, bool [n], which are mirrored.
+    One gather out of the whole set: no padded or larger copy of the batch stands in between.
+    """
+    _, height, width, channels = images.shape
+    steps = torch.arange(size, device=images.device)
+    columns = torch.where(flip[:, None], size - 1 - steps, steps) + left[:, None]
+    rows = (chosen * height + top)[:, None] + steps
+    pixels = rows[:, :, None] * width + columns[:, None, :]
+    # On the CPU several times faster than indexing by images, rows and columns.
+    crops = images.view(-1, channels).index_select(0, pixels.view(-1))
+    return crops.view(-1, size, size, channels)
 
 
-def _bytes(split: Pixels | ImageFiles, count: int, request: DataRequest) -> int:
-    """What `count` images will take on the device."""
-    if isinstance(split, ImageFiles):
-        return count * 3 * stored_size(request.image_size) ** 2
-    return count * split.images[0].nbytes
+def _centre(images: Tensor, size: int) -> Tensor:
+    """The middle `size` by `size` pixels, as a view: [n, h, w, c] to [n, size, size, c]."""
+    top, left = ((edge - size) // 2 for edge in images.shape[1:3])
+    return images[:, top : top + size, left : left + size]
+
+
+def free_memory(
+    device: torch.device, proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")
+) -> int | None:
+    """Bytes that this process may still take on `device`; None where the system does not tell."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    free = []
+    with contextlib.suppress(OSError):  # what Linux could give without swapping
+        free.append(1024 * _table(proc / "meminfo")["MemAvailable:"])
+    with contextlib.suppress(OSError, ValueError):  # a container, unless its limit is "max"
+        left = int((cgroup / "memory.max").read_text())
+        left -= int((cgroup / "memory.current").read_text())
+        # Files that were read count as used until something else wants the place.
+        free.append(left + _table(cgroup / "memory.stat")["inactive_file"])
+    # The processes of one machine fill its memory at the same time.
+    return min(free) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if free else None
+
+
+def _table(path: Path) -> dict[str, int]:
+    """Lines of a name and a number, perhaps with a unit."""
+    return {words[0]: int(words[1]) for words in map(str.split, path.read_text().splitlines())}

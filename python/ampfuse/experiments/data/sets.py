@@ -4,16 +4,42 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 from torch.nn import functional
 
-from ampfuse.experiments.data.request import DataError, one_line
+from ampfuse.experiments.config import UsageError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+
+class DataError(UsageError):
+    """Data that is missing, damaged or too much. The message is one line: what, and what to do."""
+
+
+def one_line(error: Exception) -> str:
+    """What `error` says, to be put into a DataError."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """What is known of the images of a set; `mean` and `std` are per channel, as shares of 255."""
+
+    title: str
+    channels: int
+    classes: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+
+PUBLISHED = {
+    "mnist": Facts("MNIST", 1, 10, (0.1307,), (0.3081,)),
+    "cifar10": Facts("CIFAR-10", 3, 10, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+    "imagenet": Facts("ImageNet", 3, 1000, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,12 +49,17 @@ class Pixels:
     images: Tensor
     labels: Tensor
 
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def open(self, index: int) -> Tensor:
+    def __getitem__(self, index: int) -> Tensor:
         """uint8 [channels, size, size]."""
         return self.images[index]
+
+    def resized(self, size: int) -> Pixels:
+        """Images of `size` by `size` pixels: bilinear, with antialiasing."""
+        if self.images.shape[2:] == (size, size):
+            return self
+        # On bytes: several times faster than by way of floats, and at most one of 255 off.
+        images = functional.interpolate(self.images, (size, size), mode="bilinear", antialias=True)
+        return Pixels(images, self.labels)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,10 +69,7 @@ class ImageFiles:
     paths: Sequence[str]
     labels: Tensor
 
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def open(self, index: int) -> Image:
+    def __getitem__(self, index: int) -> Image:
         """The image, decoded, in RGB. Raises DataError, which names the file, if that fails."""
         from torchvision.datasets.folder import pil_loader
 
@@ -55,34 +83,6 @@ class ImageFiles:
 
 @dataclasses.dataclass(frozen=True)
 class ImageSet:
-    """Training and test images. `mean` and `std` are per channel, as shares of 255."""
-
     train: Pixels | ImageFiles
     test: Pixels | ImageFiles
-    classes: int
-    channels: int
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-
-
-def resized(images: Tensor, size: int) -> Tensor:
-    """uint8 [n, c, h, w] as uint8 [n, c, size, size]: bilinear, with antialiasing."""
-    if images.shape[2:] == (size, size):
-        return images
-    # On bytes: several times faster than by way of floats, and at most one of 255 off.
-    return functional.interpolate(images, (size, size), mode="bilinear", antialias=True)
-
-
-def checked(images: Tensor, labels: Tensor, classes: int, file: Path) -> Pixels:
-    """Both as :class:`Pixels`.
-
-    Raises:
-        DataError: there are no images, or labels that are no class. It names `file`.
-    """
-    if len(labels) == 0:
-        raise DataError(f"{file}: holds no images")
-    low, high = int(labels.min()), int(labels.max())
-    if low < 0 or high >= classes:
-        wrong = low if low < 0 else high
-        raise DataError(f"{file}: damaged: label {wrong} is not one of 0 to {classes - 1}")
-    return Pixels(images, labels)
+    facts: Facts

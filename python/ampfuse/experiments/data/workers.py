@@ -1,106 +1,191 @@
-"""The usual loader: worker processes open, augment and normalise images one by one.
-
-What an image becomes depends on (seed, epoch, its number) alone: the random numbers of its
-augmentation start from those, whichever process draws them.
-"""
+"""The usual loader: torch's DataLoader, whose processes open, augment and normalise the images."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 
-from ampfuse.experiments.data.loader import Data
-from ampfuse.experiments.data.normalise import Normalisation
-from ampfuse.experiments.data.order import drawing_for
-from ampfuse.experiments.data.processes import Feed
-from ampfuse.experiments.data.request import DataError, DataRequest
-from ampfuse.experiments.data.sets import ImageFiles, ImageSet, Pixels
-from ampfuse.experiments.data.transforms import augmentation, plain
+from ampfuse.experiments.data.loader import Data, generator, normalised, seed_of
+from ampfuse.experiments.data.sets import DataError, ImageFiles, ImageSet, Pixels
 
-_Key = tuple[int, int, int]  # seed, epoch, number of the image
+# Seed and epoch, or None where nothing is drawn; numbers of the images.
+Key = tuple[tuple[int, int] | None, list[int]]
 
 
 class WorkersData(Data):
     """See :mod:`ampfuse.experiments.data.workers`.
 
+    Augmented images are crops out of the image padded by 4 black pixels ("cifar10") or crops of
+    random size and shape, resized ("imagenet"), and mirrored at random.
+
     Its batches raise DataError for a file that cannot be read. Only one pass over the training
     batches, and one over the test batches, runs at a time: the next one ends it.
     """
 
-    def __init__(self, request: DataRequest, images: ImageSet) -> None:
-        super().__init__(request, images)
-        cuda = request.device.type == "cuda"
+    def _prepare(self, images: ImageSet) -> None:
+        from torchvision.transforms import v2
 
-        def feed(split: Pixels | ImageFiles, augment: bool) -> Feed[_Key]:
-            samples = _Samples(split, request, self._normalise, augment)
-            return Feed(samples, workers=request.workers, pinned=cuda)
+        size, cuda, workers = self.image_size, self.device.type == "cuda", self.config.workers
+        plain = []  # images in memory have the size wanted already
+        if isinstance(images.train, ImageFiles):
+            plain = [v2.Resize(shorter_edge(size)), v2.CenterCrop(size)]
+        augment = [v2.RandomResizedCrop(size), v2.RandomHorizontalFlip()]
+        if self.kind == "cifar10":
+            augment[0] = v2.RandomCrop(size, padding=4)
+        normalise = functools.partial(normalised, scale=self._scale, shift=self._shift)
 
-        self._train, self._test = feed(images.train, True), feed(images.test, False)
+        def feed(split: Pixels | ImageFiles, transforms: list[v2.Transform]) -> Feed:
+            samples = Samples(split, *transforms, v2.PILToTensor(), normalise)
+            return Feed(samples, workers, pin_memory=cuda)
+
+        self._train = feed(images.train, augment if self._augments else plain)
+        self._test = feed(images.test, plain)
         # Copies have a stream of their own, so that they run beside the arithmetic.
-        self._copies = torch.cuda.Stream(request.device) if cuda else None
+        self._copies = torch.cuda.Stream(self.device) if cuda else None
 
     def train_batches(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        order, seed = self._epoch_order(epoch)[start:], self.request.seed
-        keys = ([(seed, epoch, index) for index in batch.tolist()] for batch in order)
-        return self._on_device(self._train.batches(keys))
+        draws = (self.seed, epoch) if self._augments else None
+        order = self._epoch_order(epoch)[start:].tolist()
+        return self._on_device(self._train.batches((draws, numbers) for numbers in order))
 
     def test_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        size, mine = self.request.test_batch_size, self._test_share
-        starts = range(0, len(mine), size)
-        keys = ([(0, 0, index) for index in mine[at : at + size]] for at in starts)
-        return self._on_device(self._test.batches(keys))
+        size, mine = self.config.batch_size, self._test_share
+        parts = (list(mine[at : at + size]) for at in range(0, len(mine), size))
+        return self._on_device(self._test.batches((None, numbers) for numbers in parts))
 
     def close(self) -> None:
         self._train.close()
         self._test.close()
 
-    def _on_device(self, batches: Iterator[list[Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+    def _on_device(
+        self, batches: Iterator[tuple[Tensor, Tensor]]
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         for images, labels in batches:
             if self._copies is None:
                 yield images.contiguous(memory_format=self._memory_format), labels
                 continue
             with torch.cuda.stream(self._copies):
-                images = images.to(self.request.device, non_blocking=True)
+                images = images.to(self.device, non_blocking=True)
                 images = images.contiguous(memory_format=self._memory_format)
-                labels = labels.to(self.request.device, non_blocking=True)
-            current = torch.cuda.current_stream(self.request.device)
+                labels = labels.to(self.device, non_blocking=True)
+            current = torch.cuda.current_stream(self.device)
             current.wait_stream(self._copies)
             for tensor in (images, labels):
                 tensor.record_stream(current)
             yield images, labels
 
 
-class _Samples(Dataset[tuple[Tensor, int] | DataError]):
-    """By key: float32 [channels, size, size] and its label."""
+def shorter_edge(image_size: int) -> int:
+    """What a file's shorter edge is brought to before the middle is cut out: 256 for 224."""
+    return round(image_size * 256 / 224)
 
-    def __init__(
-        self,
-        split: Pixels | ImageFiles,
-        request: DataRequest,
-        normalise: Normalisation,
-        augment: bool,
-    ) -> None:
-        self._split, self._normalise = split, normalise
-        self._augment = augmentation(request) if augment else None
-        # Images in memory have the size wanted already.
-        self._plain = plain(request.image_size) if isinstance(split, ImageFiles) else None
 
-    def __getitem__(self, key: _Key) -> tuple[Tensor, int] | DataError:
-        seed, epoch, index = key
+class Samples(Dataset[tuple[Tensor, Tensor] | DataError]):
+    """By key: the images, transformed one by one and stacked, and their labels, int64 [n].
+
+    What is drawn for an image depends on (seed, epoch, its number) alone, whichever process draws.
+    An image that cannot be read is a DataError in place of the batch: raised in a worker process,
+    it would arrive with a traceback in its message.
+    """
+
+    def __init__(self, split: Pixels | ImageFiles, *transforms: Callable[[Any], Any]) -> None:
+        from torchvision.transforms import v2
+
+        self._split, self._transform = split, v2.Compose(transforms)
+
+    def __getitem__(self, key: Key) -> tuple[Tensor, Tensor] | DataError:
+        draws, numbers = key
         try:
-            image = self._split.open(index)
+            images = [self._image(draws, number) for number in numbers]
         except DataError as error:
             return error
-        if self._augment is not None:
-            with drawing_for("sample", seed, epoch, index):
-                image = self._augment(image)
-        elif self._plain is not None:
-            image = self._plain(image)
-        if not isinstance(image, Tensor):
-            from torchvision.transforms import v2
+        return default_collate(images), self._split.labels[numbers]
 
-            image = v2.functional.pil_to_tensor(image)
-        return self._normalise(image), int(self._split.labels[index])
+    def _image(self, draws: tuple[int, int] | None, number: int) -> Tensor:
+        image = self._split[number]
+        if draws is None:
+            return self._transform(image)
+        with torch.random.fork_rng(devices=[]):
+            # Not torch.manual_seed, which would seed the GPUs too.
+            torch.default_generator.manual_seed(seed_of("sample", *draws, number))
+            return self._transform(image)
+
+
+class Feed:
+    """Batches of `samples`, whose processes live on from one pass over the data to the next."""
+
+    def __init__(self, samples: Samples, workers: int, *, pin_memory: bool = False) -> None:
+        self._samples, self._workers, self._pin_memory = samples, workers, pin_memory
+        self._keys: list[Key] = []  # of the present pass
+        self._loader: DataLoader[Any] | None = None
+        self._pass = self._run()
+
+    def batches(self, keys: Iterable[Key]) -> Iterator[tuple[Tensor, Tensor]]:
+        """One batch for each key. It ends the pass before.
+
+        Raises:
+            DataError: of an image, or because a process ended.
+        """
+        self._pass.close()
+        self._keys[:] = keys
+        self._pass = self._run()
+        return self._pass
+
+    def close(self) -> None:
+        self._pass.close()
+        self._loader = None  # its processes end with it
+
+    def _run(self) -> Iterator[tuple[Tensor, Tensor]]:
+        try:
+            # Without a name of its own: an error keeps the names of its frame, and this one would
+            # keep the processes until the garbage collector comes, perhaps in one forked since.
+            for batch in self._start():
+                if isinstance(batch, DataError):
+                    raise batch
+                yield batch
+            return
+        except RuntimeError as error:
+            lost = str(error).splitlines()[0].rstrip(". ")
+            if "DataLoader worker" not in lost:
+                raise
+        self._loader = None
+        raise DataError(
+            f"--workers {self._workers}: a loader process ended ({lost}); if memory or shared "
+            "memory ran out, give fewer, or --loader resident"
+        )
+
+    def _start(self) -> Iterator[Any]:
+        """Start a pass, and keep the handler of SIGCHLD that there is.
+
+        torch's raises in the middle of whatever runs when a worker dies. Without it that error
+        comes where the next batch is fetched, a few seconds later at most.
+        """
+        if self._loader is None:
+            self._loader = DataLoader(
+                self._samples,
+                sampler=self._keys,
+                batch_size=None,  # a key is a batch
+                num_workers=self._workers,
+                persistent_workers=self._workers > 0,
+                pin_memory=self._pin_memory,
+                worker_init_fn=_ignore_interrupts,
+                generator=generator("loader"),  # else it draws a seed from torch's global one
+            )
+        before = signal.getsignal(signal.SIGCHLD)
+        try:
+            return iter(self._loader)
+        finally:
+            if threading.current_thread() is threading.main_thread() and before is not None:
+                signal.signal(signal.SIGCHLD, before)
+
+
+def _ignore_interrupts(worker: int) -> None:
+    # Ctrl-C reaches every process of the terminal; what it means is for the main one to decide.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
