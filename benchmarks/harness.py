@@ -24,6 +24,7 @@ import torch
 
 import ampfuse
 from ampfuse import _core, env
+from ampfuse.measuring import instant, milliseconds, wait_for
 
 RESULTS = Path(__file__).with_name("results")
 
@@ -87,10 +88,11 @@ class Clock:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._cold = torch.zeros(_last_level_cache_bytes(device) // 4, device=device)
+        self._cycles_per_ms = 0.0  # of a GPU that the host queues work for
         if device.type == "cuda":
             cycles = 50_000_000
             for _ in range(2):  # the first wakes the clocks
-                taken = self._events_ms(lambda: torch.cuda._sleep(cycles), 0)
+                taken = self._milliseconds(lambda: torch.cuda._sleep(cycles), 0)
             self._cycles_per_ms = cycles / taken
 
     def milliseconds(self, call: Callable[[], object], queueing_ms: float = 0.0) -> float:
@@ -100,22 +102,17 @@ class Clock:
             queueing_ms: how long the host takes to queue it; a GPU idles that long first.
         """
         self._cold.sum()
-        if self.device.type == "cuda":
-            return self._events_ms(call, int(queueing_ms * self._cycles_per_ms))
-        start = time.perf_counter()
-        call()
-        return (time.perf_counter() - start) * 1e3
+        return self._milliseconds(call, int(queueing_ms * self._cycles_per_ms))
 
-    def _events_ms(self, call: Callable[[], object], sleep_cycles: int) -> float:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize(self.device)
+    def _milliseconds(self, call: Callable[[], object], sleep_cycles: int) -> float:
+        wait_for(self.device)
         if sleep_cycles:
             torch.cuda._sleep(sleep_cycles)
-        begin.record()
+        begin = instant(self.device)
         call()
-        end.record()
-        torch.cuda.synchronize(self.device)
-        return begin.elapsed_time(end)
+        end = instant(self.device)
+        wait_for(self.device)
+        return milliseconds(begin, end)
 
 
 def measure(clock: Clock, variants: Variants, repeats: int, warm_up: int = 2) -> Times:

@@ -26,6 +26,8 @@ from step import is_wanted, options_of, tensors_of
 from torch import Tensor
 from workloads import DTYPES, Case
 
+from ampfuse.measuring import wait_for
+
 _ROUTES = ("torch fused", "torch foreach")
 _WITHOUT_CORE = "ampfuse, without its core"
 
@@ -37,8 +39,7 @@ class HostClock:
         self.device = device
 
     def milliseconds(self, call: Any, queueing_ms: float = 0.0) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        wait_for(self.device)
         start = time.perf_counter()
         call()
         return (time.perf_counter() - start) * 1e3
