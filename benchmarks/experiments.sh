@@ -19,9 +19,7 @@ train() {
     --repeats "${REPEATS:-5}" --output "$RESULTS"
 }
 
-for batch in 32 64 128; do
-  train cifar --recipe e1 --batch-size "$batch" --no-evaluate
-done
+train cifar --recipe e1 --batch-size 32 64 128 --no-evaluate
 train imagenet --recipe e4 --model resnet18
 train mlp --recipe e5
 for recipe in e1 e4 e5; do

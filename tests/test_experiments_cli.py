@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import importlib.util
+import itertools
 from pathlib import Path
 
 import pytest
@@ -178,6 +179,30 @@ class TestRecipes:
         assert (config.loader, config.workers, config.channels_last) == ("workers", 0, False)
         assert not config.cudnn_benchmark
         assert config_of("mnist", "--arm fp32 --loop original").workers == 2
+
+
+class TestBatchSizes:
+    @pytest.mark.parametrize(
+        "line",
+        [
+            "--batch-size 32 64 --arm fp32 O2 DIR",
+            "--batch-size 32 64 DIR --arm fp32 O2",
+            "DIR -b 32,64 --arm fp32,O2",
+            "--arm fp32 O2 -b 32 64 32 DIR",
+            "--batch_size=32,64 --arm fp32 O2 --data DIR",
+        ],
+    )
+    def test_each_is_a_command_of_its_own(self, line):
+        """One after the other, each with all arms and repeats."""
+        configs = configs_of("cifar", f"{line} --repeats 2")
+        ran = [(c.batch_size, c.repeat, c.arm) for c in configs]
+        assert ran == list(itertools.product((32, 64), (0, 1), ("fp32", "O2")))
+        alone = [configs_of("cifar", f"DIR -b {b} --arm fp32 O2 --repeats 2") for b in (32, 64)]
+        assert configs == [*alone[0], *alone[1]]
+
+    def test_synthetic_data_grow_with_the_batch(self):
+        sizes = {c.synthetic_size for c in configs_of("cifar", "--data synthetic -b 128 2048")}
+        assert sizes == {2048, 8192}
 
 
 class TestArms:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,20 @@ def test_e1_as_it_was_called(mode, files, tmp_path, capsys):
     result = json.loads(path.read_text())
     assert (result["method"], result["batch_size"], result["iterations"]) == (mode, 8, 2)
     assert f"vgg16 {mode}: " in capsys.readouterr().out
+
+
+def test_time_against_batch_size_in_one_command(tmp_path, capsys):
+    """E1's question: a result for each batch size and arm, as of separate commands; one table."""
+    line = "train mlp --data digits --image-size 8 --iterations 2 --batch-size 8 16 --arm fp32 O2"
+    assert main([*line.split(), "-o", str(tmp_path), "--quiet"]) == 0
+    results = [json.loads(path.read_text()) for path in tmp_path.rglob("*.json")]
+    ran = {(result["batch_size"], result["arm"]) for result in results}
+    assert ran == {(8, "fp32"), (8, "O2"), (16, "fp32"), (16, "O2")}
+    printed = capsys.readouterr().out
+    assert "batch 8, 16, 2 iterations" in printed
+    assert len(re.findall(r"^ (fp32|O2) +(8|16) ", printed, re.MULTILINE)) == 4
+    assert printed.count("1.00x") == 2  # each against FP32 at its batch size
+    assert printed.count("O2: ampfuse") == 1
 
 
 def test_the_original_loop_reads_through_workers(files, tmp_path):
