@@ -80,11 +80,12 @@ def _run_command(
         say(report.heading(trainer, configs, device, world.size))
         for note in notes:
             say(note)
+        several = len({config.batch_size for config in configs}) > 1
         results: list[RunResult] = []
         try:
             for result in _train_all(configs[position:], resume, place, args, say):
                 results.append(result)
-                say(report.line(result))
+                say(report.line(result, of_several_batches=several))
         except Interrupted as stop:
             if stop.checkpoint:
                 resume_line = _resume_command(command, stop.checkpoint)
