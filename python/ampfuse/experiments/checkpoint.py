@@ -33,22 +33,6 @@ class Checkpoint:
     rng: dict[str, Any]
     record: dict[str, Any]
 
-    @classmethod
-    def take(cls, arm: Arm, *, name: str, step: int, record: dict[str, Any]) -> Checkpoint:
-        rng = {"cpu": torch.get_rng_state()}
-        if arm.device.type == "cuda":
-            rng["cuda"] = torch.cuda.get_rng_state(arm.device)
-        return cls(
-            config=arm.config,
-            name=name,
-            step=step,
-            model=arm.bare_model.state_dict(),
-            optimizer=arm.optimizer.state_dict(),
-            scaler=arm.scaler_state(),
-            rng=rng,
-            record=record,
-        )
-
     def restore(self, arm: Arm) -> None:
         """Put model, optimizer, scaler and random numbers where they were."""
         arm.bare_model.load_state_dict(self.model)
@@ -61,14 +45,25 @@ class Checkpoint:
         if arm.device.type == "cuda" and "cuda" in self.rng:
             torch.cuda.set_rng_state(self.rng["cuda"], arm.device)
 
-    def save(self, path: Path) -> None:
-        values = {name: getattr(self, name) for name in _FIELDS}
-        values["config"] = dataclasses.asdict(self.config)
-        with atomic(path) as file:
-            torch.save({"format": _FORMAT, **values}, file)
 
-
-_FIELDS = tuple(field.name for field in dataclasses.fields(Checkpoint))
+def save(path: Path, arm: Arm, *, name: str, step: int, record: dict[str, Any]) -> None:
+    """Write the checkpoint of the run in `arm` after `step` steps; see :class:`Checkpoint`."""
+    rng = {"cpu": torch.get_rng_state()}
+    if arm.device.type == "cuda":
+        rng["cuda"] = torch.cuda.get_rng_state(arm.device)
+    values = {
+        "format": _FORMAT,
+        "config": dataclasses.asdict(arm.config),
+        "name": name,
+        "step": step,
+        "model": arm.bare_model.state_dict(),
+        "optimizer": arm.optimizer.state_dict(),
+        "scaler": arm.scaler_state(),
+        "rng": rng,
+        "record": record,
+    }
+    with atomic(path) as file:
+        torch.save(values, file)
 
 
 def load(path: Path) -> Checkpoint:
@@ -86,7 +81,8 @@ def load(path: Path) -> Checkpoint:
         raise UsageError(f"--resume: {path} cannot be read as a checkpoint ({said})") from error
     if not isinstance(values, dict) or values.get("format") != _FORMAT:
         raise UsageError(f"--resume: {path} is no checkpoint of ampfuse's trainers")
-    if missing := [name for name in _FIELDS if name not in values]:
+    names = [field.name for field in dataclasses.fields(Checkpoint)]
+    if missing := [name for name in names if name not in values]:
         raise UsageError(f"--resume: {path} lacks {', '.join(missing)}")
     values["config"] = RunConfig.from_dict(values["config"])
-    return Checkpoint(**{name: values[name] for name in _FIELDS})
+    return Checkpoint(**{name: values[name] for name in names})

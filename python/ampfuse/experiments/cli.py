@@ -53,7 +53,8 @@ def parser_for(trainer: Trainer, prog: str) -> argparse.ArgumentParser:
         options: dict[str, Any] = dict(field.metadata)
         group, names = groups[options.pop("group")], options.pop("names")
         if "help" in options:
-            options["help"] = options["help"].format_map(vars(trainer))
+            known = vars(trainer) | {"default_data": trainer.default_data or "none"}
+            options["help"] = options["help"].format_map(known)
         # None is what was not given: the recipe decides.
         group.add_argument(*names, dest=name, default=None, **options)
     legacy_flags.add_arguments(parser)

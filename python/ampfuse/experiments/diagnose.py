@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -60,15 +61,10 @@ class Watch:
     def __enter__(self) -> Watch:
         for module in self.model.modules():
             self._handles.callback(module.register_forward_hook(self._after_forward).remove)
-        for name, parameter in self.model.named_parameters():
-            if parameter.requires_grad:
-                owner, _, leaf = name.rpartition(".")
-                module = self.model.get_submodule(owner)
-
-                def look(gradient: Tensor, module: Any = module, leaf: str = leaf) -> None:
-                    self._look(module, f"gradient of {leaf}", gradient)
-
-                self._handles.callback(parameter.register_hook(look).remove)
+            for name, parameter in module.named_parameters(recurse=False):
+                if parameter.requires_grad:
+                    look = functools.partial(self._look, module, f"gradient of {name}")
+                    self._handles.callback(parameter.register_hook(look).remove)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -89,9 +85,8 @@ class Watch:
             if isinstance(tensor, Tensor):
                 self._look(module, "output", tensor)
                 if tensor.requires_grad:
-                    tensor.register_hook(
-                        lambda gradient: self._look(module, "gradient of output", gradient)
-                    )
+                    look = functools.partial(self._look, module, "gradient of output")
+                    tensor.register_hook(look)
 
     def _look(self, module: nn.Module, what: str, tensor: Tensor) -> None:
         if self.finding is not None or not tensor.is_floating_point():

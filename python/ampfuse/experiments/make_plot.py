@@ -17,7 +17,7 @@ import io
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ampfuse.command_line import run_alone
 from ampfuse.experiments import results
@@ -36,23 +36,33 @@ _INSTALL = "pip install 'ampfuse[experiments]'"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    some = {"nargs": "+", "default": []}
-    add("--GPU", "--gpu", **some, metavar="NAME", help="labels of the GPUs (default: all)")
+    add, some = parser.add_argument, {"nargs": "+", "default": []}
+    add("--GPU", "--gpu", **some, dest="gpus", metavar="NAME", help="their labels (default: all)")
     add(
         "--method",
         **some,
+        dest="methods",
         metavar="NAME",
         help="FP32, FP16, amp, or arms: fp32, amp-bf16, O2, ... (default: all)",
     )
-    add("--batch", type=int, **some, metavar="N", help="batch sizes (default: all)")
-    add("--experiment", **some, choices=EXPERIMENTS, metavar="NAME", help=", ".join(EXPERIMENTS))
-    add("--model", **some, metavar="NAME", help="vgg16, resnet50, ... (default: all)")
+    add("--batch", type=int, **some, dest="batch_sizes", metavar="N", help="default: all")
+    add(
+        "--experiment",
+        **some,
+        dest="experiments",
+        choices=EXPERIMENTS,
+        metavar="NAME",
+        help=", ".join(EXPERIMENTS),
+    )
+    add(
+        "--model", **some, dest="models", metavar="NAME", help="vgg16, resnet50, ... (default: all)"
+    )
     length = parser.add_mutually_exclusive_group()
     length.add_argument(
         "--iteration",
         "--iterations",
         type=int,
+        dest="iterations",
         metavar="N",
         help="runs of N iterations only; runs of different length do not go into one line",
     )
@@ -90,11 +100,8 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     output = args.output or args.results / "figures"
     try:
         check_writable("--output", output)
-        if args.published:
-            figures, output = _published(args), output / "published"
-        else:
-            figures = _own(args, warn=lambda line: print(f"{parser.prog}: {line}", file=sys.stderr))
-        written = save(figures, output)
+        rows = _rows(args, warn=lambda line: print(f"{parser.prog}: {line}", file=sys.stderr))
+        written = save(_drawn(rows, args), output / "published" if args.published else output)
     except (UsageError, OSError) as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return 2
@@ -130,45 +137,37 @@ def save(figures: dict[str, Figure], folder: Path) -> list[Path]:
     return list(contents)
 
 
-def _published(args: argparse.Namespace) -> dict[str, Figure]:
-    rows = _selected(results.published("e1"), args)
-    return _drawn(rows, (*_AGAINST_BATCH, *_WITH_DEVIATIONS), args)
-
-
-def _own(args: argparse.Namespace, warn: Callable[[str], object]) -> dict[str, Figure]:
-    rows = results.measured(args.results, skipped=warn)
-    if not rows:
+def _rows(args: argparse.Namespace, warn: Callable[[str], object]) -> list[results.Row]:
+    """What is to be drawn, published or own."""
+    if args.published:
+        rows = results.published("e1")
+    elif not (rows := results.measured(args.results, skipped=warn)):
         raise results.ResultsError(f"{args.results}: no results in this folder; train first")
-    rows = _selected(rows, args)
+    wishes = ("experiments", "models", "gpus", "methods", "batch_sizes", "iterations", "epochs")
+    rows = results.select(rows, **{name: getattr(args, name) for name in wishes})
     if args.plot_std and all(row.n == 1 for row in rows):
         warn("--plot_std: no run was repeated, so there are no error bars (train with --repeats 5)")
-    deviations = _WITH_DEVIATIONS if args.plot_std else ()
-    return _drawn(rows, (*_AGAINST_BATCH, *deviations, *_FURTHER), args)
+    return rows
 
 
 # The end of the files' name, the function of `plots` that draws them, and its options.
-_Kind = tuple[str, str, dict[str, Any]]
-_AGAINST_BATCH: tuple[_Kind, ...] = (
-    ("Time", "time_against_batch", {}),
-    ("Memory", "memory_against_batch", {}),
+_AGAINST_BATCH = (("Time", "time_against_batch", {}), ("Memory", "memory_against_batch", {}))
+_WITH_DEVIATIONS = tuple(
+    (f"{what} (std)", function, {"std": True}) for what, function, _ in _AGAINST_BATCH
 )
-_WITH_DEVIATIONS: tuple[_Kind, ...] = (
-    ("Time (std)", "time_against_batch", {"std": True}),
-    ("Memory (std)", "memory_against_batch", {"std": True}),
-)
-_FURTHER: tuple[_Kind, ...] = (
+_FURTHER = (
     ("Speed-up", "speedup", {}),
     ("Accuracy", "accuracy_against_time", {}),
     ("Loss scale", "loss_scale", {}),
 )
 
 
-def _drawn(
-    rows: Sequence[results.Row], kinds: Sequence[_Kind], args: argparse.Namespace
-) -> dict[str, Figure]:
+def _drawn(rows: Sequence[results.Row], args: argparse.Namespace) -> dict[str, Figure]:
     """Every kind of figure for every model; without those for which the results hold nothing."""
     from ampfuse.experiments import plots
 
+    kinds = (*_AGAINST_BATCH, *(_WITH_DEVIATIONS if args.plot_std or args.published else ()))
+    kinds += () if args.published else _FURTHER
     of = "epochs" if args.epochs is not None else "iterations"
     figures = {}
     for experiment, model in dict.fromkeys((row.experiment, row.model) for row in rows):
@@ -180,19 +179,6 @@ def _drawn(
     if not figures:
         raise results.ResultsError("the chosen results hold nothing to draw")
     return figures
-
-
-def _selected(rows: Sequence[results.Row], args: argparse.Namespace) -> list[results.Row]:
-    return results.select(
-        rows,
-        experiments=args.experiment,
-        models=args.model,
-        gpus=args.GPU,
-        methods=args.method,
-        batch_sizes=args.batch,
-        iterations=args.iteration,
-        epochs=args.epochs,
-    )
 
 
 def main(argv: list[str] | None = None, prog: str | None = None) -> int:

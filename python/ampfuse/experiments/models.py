@@ -7,25 +7,23 @@ They start from random weights, drawn from torch's global generator.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-NAMES: Mapping[str, str] = MappingProxyType(
-    {
-        "vgg16": "VGG16 with BatchNorm and one linear layer as head (torchvision)",
-        "wrn28_10": "Wide-ResNet-28-10; any wrn<depth>_<width> with a depth of 6n + 4",
-        "seresnext50_32x4d": "SE-ResNeXt50-32x4d (timm)",
-        "densenet161": "DenseNet161 (torchvision)",
-        "resnet18": "ResNet-18 (torchvision)",
-        "resnet34": "ResNet-34 (torchvision)",
-        "resnet50": "ResNet-50 (torchvision)",
-        "mnist_cnn": "two convolutions and two linear layers, as in PyTorch's MNIST example",
-        "mlp": "three square linear layers with ReLU between, as in PyTorch's AMP recipe",
-    }
-)
+NAMES = {
+    "vgg16": "VGG16 with BatchNorm and one linear layer as head (torchvision)",
+    "wrn28_10": "Wide-ResNet-28-10; any wrn<depth>_<width> with a depth of 6n + 4",
+    "seresnext50_32x4d": "SE-ResNeXt50-32x4d (timm)",
+    "densenet161": "DenseNet161 (torchvision)",
+    "resnet18": "ResNet-18 (torchvision)",
+    "resnet34": "ResNet-34 (torchvision)",
+    "resnet50": "ResNet-50 (torchvision)",
+    "mnist_cnn": "two convolutions and two linear layers, as in PyTorch's MNIST example",
+    "mlp": "three square linear layers with ReLU between, as in PyTorch's AMP recipe",
+}
 
 
 def build(
@@ -63,11 +61,11 @@ def build(
         return WideResNet(int(wide[1]), int(wide[2]), classes, channels, dropout or 0.0)
     if name == "mnist_cnn":
         first, second = (0.25, 0.5) if dropout is None else (dropout, dropout)
-        return MnistCnn(classes, channels, image_size, first, second)
+        return mnist_cnn(classes, channels, image_size, first, second)
     if name == "mlp":
-        return Mlp(channels * image_size**2)
+        return mlp(channels * image_size**2)
     if name == "vgg16":
-        return Vgg16(classes, channels, dropout or 0.0)
+        return vgg16(classes, channels, dropout or 0.0)
     if name == "seresnext50_32x4d":
         import timm
 
@@ -116,28 +114,22 @@ def _initialise(conv: nn.Conv2d) -> None:
         nn.init.zeros_(conv.bias)
 
 
-class Vgg16(nn.Sequential):
+def vgg16(classes: int, channels: int, dropout: float) -> nn.Sequential:
     """VGG16 for small images: the convolutions with BatchNorm, then a single linear layer.
 
     At 32 pixels one is left of the image after the last pooling; of larger ones the mean is taken.
     """
+    from torchvision.models import vgg
 
-    def __init__(self, classes: int, channels: int, dropout: float) -> None:
-        from torchvision.models import vgg
-
-        # Of vgg16_bn() nine tenths would be the large head, built for nothing.
-        features = vgg.make_layers(vgg.cfgs["D"], batch_norm=True)
-        _take_channels(features, "0", channels)
-        for module in features:
-            if isinstance(module, nn.Conv2d):
-                _initialise(module)
-        super().__init__(
-            features,
-            nn.AdaptiveAvgPool2d(1),
-            nn.Flatten(),
-            *([nn.Dropout(dropout)] if dropout else []),
-            nn.Linear(512, classes),
-        )
+    # Of vgg16_bn() nine tenths would be the large head, built for nothing.
+    features = vgg.make_layers(vgg.cfgs["D"], batch_norm=True)
+    _take_channels(features, "0", channels)
+    for module in features:
+        if isinstance(module, nn.Conv2d):
+            _initialise(module)
+    drop = [nn.Dropout(dropout)] if dropout else []
+    pool = (nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    return nn.Sequential(features, *pool, *drop, nn.Linear(512, classes))
 
 
 class WideResNet(nn.Module):
@@ -201,39 +193,30 @@ class _WideBlock(nn.Module):
         return hidden + (images if self.shortcut is None else self.shortcut(active))
 
 
-class MnistCnn(nn.Sequential):
+def mnist_cnn(
+    classes: int, channels: int, image_size: int, dropout1: float, dropout2: float
+) -> nn.Sequential:
     """The small network of PyTorch's MNIST example, ending in scores instead of log-probabilities.
 
     1,199,882 parameters for grey images of 28 pixels and ten classes.
     """
-
-    def __init__(
-        self, classes: int, channels: int, image_size: int, dropout1: float, dropout2: float
-    ) -> None:
-        super().__init__(
-            nn.Conv2d(channels, 32, kernel_size=3),
-            nn.ReLU(inplace=True),
-            nn.Conv2d(32, 64, kernel_size=3),
-            nn.ReLU(inplace=True),
-            nn.MaxPool2d(2),
-            nn.Dropout(dropout1),
-            nn.Flatten(),
-            nn.Linear(64 * ((image_size - 4) // 2) ** 2, 128),
-            nn.ReLU(inplace=True),
-            nn.Dropout(dropout2),
-            nn.Linear(128, classes),
-        )
+    return nn.Sequential(
+        nn.Conv2d(channels, 32, kernel_size=3),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(32, 64, kernel_size=3),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(2),
+        nn.Dropout(dropout1),
+        nn.Flatten(),
+        nn.Linear(64 * ((image_size - 4) // 2) ** 2, 128),
+        nn.ReLU(inplace=True),
+        nn.Dropout(dropout2),
+        nn.Linear(128, classes),
+    )
 
 
-class Mlp(nn.Sequential):
+def mlp(width: int) -> nn.Sequential:
     """Three linear layers of `width` by `width` with ReLU between; images are flattened first."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__(
-            nn.Flatten(),
-            nn.Linear(width, width),
-            nn.ReLU(inplace=True),
-            nn.Linear(width, width),
-            nn.ReLU(inplace=True),
-            nn.Linear(width, width),
-        )
+    relu = partial(nn.ReLU, inplace=True)
+    first, second, third = (nn.Linear(width, width) for _ in range(3))
+    return nn.Sequential(nn.Flatten(), first, relu(), second, relu(), third)

@@ -41,9 +41,10 @@ def _count(number: int | None, what: str) -> str:
     return f"{number} {what}{'s' * (number != 1)}" if number else ""
 
 
-def line(result: RunResult) -> str:
-    """One run in one line."""
+def line(result: RunResult, *, of_several_batches: bool = False) -> str:
+    """One run in one line, with its batch size if there are several."""
     name = f"{result.model} {result.method}"
+    name += f" batch {result.batch_size}" if of_several_batches else ""
     if why := result.diverged:
         first = f" First: {why['first']}." if why["first"] else ""
         norm = why["batch_norm_dtype"]

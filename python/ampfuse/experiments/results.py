@@ -348,26 +348,27 @@ def select(
         ("--GPU", gpus, lambda row: row.gpu),
         ("--method", methods, lambda row: _method_named(row, chosen, methods)),
         ("--batch", batch_sizes, lambda row: row.batch_size),
+        ("--iteration", () if iterations is None else (iterations,), lambda row: row.iterations),
+        ("--epochs", () if epochs is None else (epochs,), lambda row: row.epochs),
     )
     chosen = list(rows)
     for option, wanted, of in wishes:
-        there = list(dict.fromkeys(map(of, chosen)))
-        _refuse_missing(option, [value for value in wanted if value not in there], there)
-        chosen = [row for row in chosen if not wanted or of(row) in wanted]
-    for option, length, name in (
-        ("--iteration", iterations, "iterations"),
-        ("--epochs", epochs, "epochs"),
-    ):
-        if length is None:
+        if not wanted:
             continue
-        there = sorted({getattr(row, name) for row in chosen} - {None})
-        _refuse_missing(option, [length] if length not in there else [], there)
-        long_enough = [row for row in chosen if getattr(row, name) == length]
-        subjects = {(row.experiment, row.model) for row in long_enough}
-        chosen = [  # those that diverged never got that far, and are shown beside the others
+        there = list(dict.fromkeys(value for value in map(of, chosen) if value is not None))
+        if missing := [value for value in wanted if value not in there]:
+            there = sorted(there) if option in _LENGTHS else there
+            raise ResultsError(
+                f"{option} {listed(missing)}: no such results; there are {listed(there)}"
+            )
+        fitting = [row for row in chosen if of(row) in wanted]
+        subjects = {(row.experiment, row.model) for row in fitting}
+        chosen = [
             row
             for row in chosen
-            if row in long_enough or (row.diverged and (row.experiment, row.model) in subjects)
+            if row in fitting
+            # Those that diverged never got that far, and are shown beside those that did.
+            or (option in _LENGTHS and row.diverged and (row.experiment, row.model) in subjects)
         ]
     # A sort keeps the order among equals, so the last one here is the first to count.
     if methods:
@@ -385,11 +386,7 @@ def _method_named(row: Row, rows: Sequence[Row], wanted: Sequence[str]) -> str:
     return row.arm if by_arm else row.method
 
 
-def _refuse_missing(option: str, missing: Iterable[object], there: Iterable[object]) -> None:
-    if missing:
-        raise ResultsError(
-            f"{option} {listed(missing)}: no such results; there are {listed(there)}"
-        )
+_LENGTHS = ("--iteration", "--epochs")
 
 
 def listed(values: Iterable[object]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -80,11 +81,12 @@ def _run_command(
         say(report.heading(trainer, configs, device, world.size))
         for note in notes:
             say(note)
+        several = len({config.batch_size for config in configs}) > 1
         results: list[RunResult] = []
         try:
             for result in _train_all(configs[position:], resume, place, args, say):
                 results.append(result)
-                say(report.line(result))
+                say(report.line(result, of_several_batches=several))
         except Interrupted as stop:
             if stop.checkpoint:
                 resume_line = _resume_command(command, stop.checkpoint)
@@ -107,25 +109,45 @@ def _train_all(
     say: Say,
 ) -> Iterator[RunResult]:
     """Train `configs`, the first of them from `resume`; their result files are written."""
-    with contextlib.closing(_OpenData(place)) as opened:
-        for config in configs:
-            name = resume.name if resume else run_name(config)
-            data = opened.get(config)
-            with contextlib.closing(_run_log(config, place, name, args)) as log:
-                training = Training(config, data, place, name, resume, log)
-                try:
-                    result = training.run()
-                except Diverged as error:
-                    again = f"diverged; training again up to step {error.step} to see where"
-                    say(f"{config.title}: {again}")
-                    diverged = diagnose.explain(training, error)
-                    result = dataclasses.replace(training.result(), diverged=diverged)
-            if training.files:
-                result.write(training.files / f"{name}.json")
-            yield result
-            if training.checkpoint_path and not args.checkpoints:
-                training.checkpoint_path.unlink(missing_ok=True)
-            resume = None
+    for _, group in itertools.groupby(configs, key=_data_settings):
+        alike = list(group)
+        task = TASKS[alike[0].experiment]
+        with contextlib.closing(task.open_data(alike[0], place.device, place.world)) as data:
+            for config in alike:
+                data.reseed(config.seed + config.repeat)
+                yield _train_one(config, data, place, resume, args, say)
+                resume = None
+
+
+def _data_settings(config: RunConfig) -> tuple[Any, ...]:
+    """What two runs that share their data have in common."""
+    names = ("data", "batch_size", "image_size", "loader", "workers", "augment", "shuffle", "mean")
+    names += ("std", "channels_last", "seed", "synthetic_size")
+    return tuple(getattr(config, name) for name in names)
+
+
+def _train_one(
+    config: RunConfig,
+    data: Data,
+    place: Place,
+    resume: checkpoint.Checkpoint | None,
+    args: argparse.Namespace,
+    say: Say,
+) -> RunResult:
+    name = resume.name if resume else run_name(config)
+    with contextlib.closing(_run_log(config, place, name, args)) as log:
+        training = Training(config, data, place, name, resume, log)
+        try:
+            result = training.run()
+        except Diverged as error:
+            say(f"{config.title}: diverged; training again up to step {error.step} to see where")
+            diverged = diagnose.explain(training, error)
+            result = dataclasses.replace(training.result(), diverged=diverged)
+    if training.files:
+        result.write(training.files / f"{name}.json")
+    if training.checkpoint_path and not args.checkpoints:
+        training.checkpoint_path.unlink(missing_ok=True)  # it has served
+    return result
 
 
 def _run_log(config: RunConfig, place: Place, name: str, args: argparse.Namespace) -> RunLog:
@@ -137,36 +159,6 @@ def _run_log(config: RunConfig, place: Place, name: str, args: argparse.Namespac
         title=None if args.quiet else config.title,
         tensorboard=place.folder / "tensorboard" / name if args.tensorboard else None,
     )
-
-
-class _OpenData:
-    """The data of the present run: those of the run before, in another order, if they will do."""
-
-    # What two runs that share their data have in common.
-    _SETTINGS = (
-        *("data", "batch_size", "image_size", "loader", "workers", "augment", "shuffle", "mean"),
-        *("std", "channels_last", "seed", "synthetic_size"),
-    )
-
-    def __init__(self, place: Place) -> None:
-        self._place = place
-        self._data: Data | None = None
-        self._of: tuple[Any, ...] = ()
-
-    def get(self, config: RunConfig) -> Data:
-        of = tuple(getattr(config, name) for name in self._SETTINGS)
-        if self._data is None or of != self._of:
-            self.close()
-            task = TASKS[config.experiment]
-            self._data = task.open_data(config, self._place.device, self._place.world)
-            self._of = of
-        self._data.reseed(config.seed + config.repeat)
-        return self._data
-
-    def close(self) -> None:
-        if self._data is not None:
-            self._data.close()
-        self._data = None
 
 
 def _device(name: str, world: World) -> torch.device:

@@ -37,43 +37,16 @@ class Trainer:
         return [recipe for recipe in RECIPES if recipe.experiment == self.name]
 
 
+_CIFAR_MODELS = "vgg16, wrn28_10, wrn<depth>_<width>, seresnext50_32x4d, densenet161"
+_IMAGENET_MODELS = "resnet18, resnet34, resnet50"
+_MLP = "A perceptron of three layers, 4096 wide."
 TRAINERS = {
     trainer.name: trainer
     for trainer in (
-        Trainer(
-            name="cifar",
-            title="Image classification on CIFAR-10.",
-            model_names="vgg16, wrn28_10, wrn<depth>_<width>, seresnext50_32x4d, densenet161",
-            default_model="vgg16",
-            image_size=32,
-            default_data="data",
-        ),
-        Trainer(
-            name="imagenet",
-            title="ResNets on ImageNet.",
-            model_names="resnet18, resnet34, resnet50",
-            default_model="resnet18",
-            image_size=224,
-            default_data=None,
-        ),
-        Trainer(
-            name="mnist",
-            title="A small CNN on MNIST.",
-            model_names="mnist_cnn",
-            default_model="mnist_cnn",
-            image_size=28,
-            default_data="data",
-            closing_lines=True,
-        ),
-        Trainer(
-            name="mlp",
-            title="A perceptron of three layers, 4096 wide.",
-            model_names="mlp",
-            default_model="mlp",
-            image_size=64,
-            default_data="synthetic",
-            closing_lines=True,
-        ),
+        Trainer("cifar", "Image classification on CIFAR-10.", _CIFAR_MODELS, "vgg16", 32, "data"),
+        Trainer("imagenet", "ResNets on ImageNet.", _IMAGENET_MODELS, "resnet18", 224, None),
+        Trainer("mnist", "A small CNN on MNIST.", "mnist_cnn", "mnist_cnn", 28, "data", True),
+        Trainer("mlp", _MLP, "mlp", "mlp", 64, "synthetic", True),
     )
 }
 

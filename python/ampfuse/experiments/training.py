@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ampfuse.experiments import provenance, schedule
+from ampfuse.experiments import checkpoint, provenance, schedule
 from ampfuse.experiments.arms import Arm, build_arm, evaluating
 from ampfuse.experiments.checkpoint import Checkpoint
 from ampfuse.experiments.config import RunConfig
@@ -344,7 +344,7 @@ class Training:
         """Write the checkpoint of the run after `step` steps, in place of its last one."""
         path, record = self.checkpoint_path, dataclasses.asdict(self.record)
         if path:
-            Checkpoint.take(self.arm, name=self.name, step=step, record=record).save(path)
+            checkpoint.save(path, self.arm, name=self.name, step=step, record=record)
         return path
 
     def _profiler(self) -> contextlib.AbstractContextManager[torch.profiler.profile | None]:

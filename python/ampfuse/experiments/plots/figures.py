@@ -24,12 +24,11 @@ from ampfuse.experiments.plots.lines import (
 )
 from ampfuse.experiments.plots.style import (
     WIDTH,
-    add_legend,
     draw_bars,
     falling,
+    finish,
     line_styles,
     make_panels,
-    set_title,
     title_of,
     unclutter,
 )
@@ -115,13 +114,11 @@ def _against_batch(
         else:
             axes.set_xlabel("batch size")
         draw_bars(axes, cells, std=std)
-    add_legend(figure, axes, gpus=gpus_of(drawn))
     axes.set_ylabel(f"{what}, {unit}")
     axes.set_ylim(bottom=0)
-    deviation = ", mean ± standard deviation" if std else ""
-    set_title(figure, f"{title_of(rows)}: {what}{at_batch}{deviation}")
     unclutter(axes, grid="y" if len(batches) == 1 else "both")
-    return figure
+    title = f"{title_of(rows)}: {what}{at_batch}" + ", mean ± standard deviation" * std
+    return finish(figure, axes, gpus=gpus_of(drawn), title=title)
 
 
 def _batch_axis(axes: Axes, batches: Sequence[int]) -> None:
@@ -180,9 +177,8 @@ def speedup(rows: Sequence[Row], *, of: str = "iterations") -> Figure:
         axes.set_ylabel(textwrap.fill(f"speed, times {' or '.join(dict.fromkeys(bases))}", 32))
         unclutter(axes, grid="y")
     panels[-1].set_xlabel("batch size")
-    add_legend(figure, *panels, gpus=list(cells))
-    set_title(figure, f"{title_of(rows)}: speed-up of the training step")
-    return figure
+    title = f"{title_of(rows)}: speed-up of the training step"
+    return finish(figure, *panels, gpus=list(cells), title=title)
 
 
 def _step_s(row: Row) -> float | None:
@@ -232,10 +228,9 @@ def accuracy_against_time(rows: Sequence[Row], *, of: str = "iterations") -> Fig
     batches = sorted({row.batch_size for row in rows if row.batch_size})
     once = len(batches) > 1 and all(len(courses[id(row)]) == 1 for row in rows)
     panels: list[int | None] = [None] if once else list(batches)
-    figure, all_axes = make_panels(len(panels))
-    styles = line_styles(drawn)
+    figure, all_axes = make_panels(panels)
     for axes, batch in zip(all_axes, panels, strict=True):
-        for line, style in zip(drawn, styles, strict=True):
+        for line, style in zip(drawn, line_styles(drawn), strict=True):
             points = [
                 point
                 for row in line.rows
@@ -245,16 +240,15 @@ def accuracy_against_time(rows: Sequence[Row], *, of: str = "iterations") -> Fig
             if points:
                 seconds, percent = zip(*points, strict=True)
                 axes.plot(seconds, percent, label=line.label, **style)
-        if batch is not None and len(panels) > 1:
-            axes.set_title(f"batch size {batch}", fontsize=9)
         axes.set(xlabel="training time, s", ylabel="test accuracy, %")
         axes.set_xlim(left=0)
-        unclutter(axes)
-    add_legend(figure, *all_axes, gpus=gpus_of(drawn))
     at_end = f" at the end, batch sizes {batches[0]} to {batches[-1]}" if once else ""
-    alone = f", batch size {batches[0]}" if len(batches) == 1 else ""
-    set_title(figure, f"{title_of(rows)}: test accuracy{at_end}{alone}")
-    return figure
+    title = f"{title_of(rows)}: test accuracy{at_end}{_alone(batches)}"
+    return finish(figure, *all_axes, gpus=gpus_of(drawn), title=title)
+
+
+def _alone(batches: Sequence[int]) -> str:
+    return f", batch size {batches[0]}" if len(batches) == 1 else ""
 
 
 def _accuracy_course(row: Row) -> list[tuple[float, float]]:
@@ -287,21 +281,19 @@ def loss_scale(rows: Sequence[Row], *, of: str = "iterations") -> Figure:
     rows = rows_with(rows, lambda row: row.batch_size and _is_scaled(logs[id(row)]))
     drawn = lines(rows, of=of)
     batches = sorted({row.batch_size for row in rows if row.batch_size})
-    figure, all_axes = make_panels(len(batches))
+    figure, all_axes = make_panels(batches)
     for axes, batch in zip(all_axes, batches, strict=True):
         for line, style, more in zip(drawn, line_styles(drawn), falling(len(drawn)), strict=True):
-            width = 1.2 + 3.6 * more
+            look = {name: style[name] for name in ("color", "dashes")}
+            look |= {"linewidth": 1.2 + 3.6 * more, "drawstyle": "steps-pre", "label": line.label}
             for row in (row for row in line.rows if row.batch_size == batch):
-                steps, scales, overflows = _scale_course(logs[id(row)])
-                axes.plot(
-                    steps,
-                    scales,
-                    drawstyle="steps-pre",
-                    linewidth=width,
-                    color=style["color"],
-                    dashes=style["dashes"],
-                    label=line.label,
-                )
+                log = logs[id(row)]
+                scales = [log[0]["loss_scale"], *(entry["loss_scale"] for entry in log)]
+                axes.plot([0, *(entry["step"] for entry in log)], scales, **look)
+                # An overflow stands at the scale of its interval.
+                overflows = [
+                    (n, entry["loss_scale"]) for entry in log for n in entry["overflow_steps"]
+                ]
                 if overflows:
                     axes.plot(*zip(*overflows, strict=True), **_CROSS)
         axes.set_yscale("log", base=2)
@@ -310,14 +302,9 @@ def loss_scale(rows: Sequence[Row], *, of: str = "iterations") -> Figure:
         axes.set_ylim(min(low, high / 16), high * 2)
         axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
         axes.set(xlabel="step", ylabel="loss scale, factor")
-        if len(batches) > 1:
-            axes.set_title(f"batch size {batch}", fontsize=9)
-        unclutter(axes)
     all_axes[0].plot([], [], **_CROSS, label="overflow, step skipped")
-    add_legend(figure, *all_axes, gpus=gpus_of(drawn))
-    alone = f", batch size {batches[0]}" if len(batches) == 1 else ""
-    set_title(figure, f"{title_of(rows)}: loss scale{alone}")
-    return figure
+    title = f"{title_of(rows)}: loss scale{_alone(batches)}"
+    return finish(figure, *all_axes, gpus=gpus_of(drawn), title=title)
 
 
 _CROSS = {
@@ -334,13 +321,3 @@ def _scale_log(row: Row) -> list[dict[str, Any]]:
 
 def _is_scaled(log: Sequence[Mapping[str, Any]]) -> bool:
     return any(line["loss_scale"] != 1.0 or line["overflow_steps"] for line in log)
-
-
-def _scale_course(
-    log: Sequence[Mapping[str, Any]],
-) -> tuple[list[int], list[float], list[tuple[int, float]]]:
-    """Steps and scales, and the steps of overflows, each at the scale that stands there."""
-    steps = [0, *(line["step"] for line in log)]
-    scales = [log[0]["loss_scale"], *(line["loss_scale"] for line in log)]
-    overflows = [(step, line["loss_scale"]) for line in log for step in line["overflow_steps"]]
-    return steps, scales, overflows

@@ -165,20 +165,29 @@ def _brief(value: float) -> str:
     return f"{value:.{digits}f}"
 
 
-def make_panels(count: int) -> tuple[Figure, list[Axes]]:
-    """A figure of `count` axes, two in a line."""
+def make_panels(batches: Sequence[int | None]) -> tuple[Figure, list[Axes]]:
+    """A figure of axes for `batches`, two in a line, with their names if there are several."""
+    count = len(batches)
     columns = min(count, 2)
     lines_ = -(-count // columns)
     height = 3.8 if count == 1 else 0.5 + 2.5 * lines_
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
-    cells = figure.subplots(lines_, columns, squeeze=False).flat
+    cells = list(figure.subplots(lines_, columns, squeeze=False).flat)
     for axes in cells[count:]:
         axes.remove()
-    return figure, list(cells[:count])
+    for axes, batch in zip(cells, batches, strict=False):
+        unclutter(axes)
+        if count > 1:
+            axes.set_title(f"batch size {batch}", fontsize=9)
+    return figure, cells[:count]
 
 
-def add_legend(figure: Figure, *all_axes: Axes, gpus: Sequence[str]) -> None:
-    """Below the axes, where it hides nothing. One GPU is its heading, several are in its labels."""
+def finish(figure: Figure, *all_axes: Axes, gpus: Sequence[str], title: str) -> Figure:
+    """`figure` with a title and a legend below the axes, where it hides nothing.
+
+    One GPU is the legend's heading, several are in its labels.
+    """
+    figure.suptitle(textwrap.fill(title, 84), fontsize=10)
     by_label: dict[str, Any] = {}
     for axes in all_axes:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
@@ -204,10 +213,7 @@ def add_legend(figure: Figure, *all_axes: Axes, gpus: Sequence[str]) -> None:
         frameon=False,
         handlelength=3.6,
     )
-
-
-def set_title(figure: Figure, text: str) -> None:
-    figure.suptitle(textwrap.fill(text, 84), fontsize=10)
+    return figure
 
 
 def title_of(rows: Sequence[Row]) -> str:
