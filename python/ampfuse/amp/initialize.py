@@ -68,7 +68,7 @@ def initialize(
     before wrapping a model in (Distributed)DataParallel. It may be called several times, for
     different models and optimizers; each call has loss scalers of its own.
 
-    Args:
+    Arguments:
         models: a module, or a list or tuple of modules, on any device.
         optimizers: one, a list or tuple of them, or None (inference).
         enabled: False changes nothing and makes every amp call pass its arguments through.

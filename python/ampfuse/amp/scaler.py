@@ -6,8 +6,9 @@ updates it from the overflow flags of its optimizers in one small kernel; the ho
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -53,7 +54,7 @@ class LossScaler:
     A dynamic scale is divided (times `backoff_factor`) after a pass with a non-finite gradient and
     multiplied by `scale_factor` after `scale_window` clean passes in a row.
 
-    Args:
+    Arguments:
         loss_scale: ``"dynamic"``, or the static scale.
         init_scale, scale_factor, scale_window: start, growth factor and growth interval.
         min_loss_scale: floor; None or 0 means ``2**-24``.
@@ -67,6 +68,8 @@ class LossScaler:
 
     Reading :meth:`loss_scale` or :meth:`state_dict` waits for the device; nothing else does.
     """
+
+    _lent = 0  # blocks that have the scale
 
     def __init__(
         self,
@@ -107,15 +110,36 @@ class LossScaler:
     def snapshot(self, device: torch.device) -> Tensor:
         """A copy of the current scale on `device` (float32, 0-dim), which no update changes.
 
-        A step divides by the scale that its gradients were made with, so who scales a loss keeps
-        this copy. The first call settles which device the scaler lives on.
+        The first call settles which device the scaler lives on.
         """
+        self._place(device)
+        return self._scale.to(device=device, copy=True)
+
+    @contextlib.contextmanager
+    def lent(self, device: torch.device) -> Iterator[Tensor]:
+        """The scale of one backward pass, on `device` (float32, 0-dim), for a block.
+
+        Gradients are divided by the scale that they were made with, so it does not change in the
+        block. It is no copy: the scaler takes other memory if it has to change meanwhile.
+        """
+        self._place(device)
+        self._lent += 1
+        try:
+            yield self._scale.to(device)
+        finally:
+            self._lent -= 1
+
+    def _place(self, device: torch.device) -> None:
         if not self._placed:
             self._scale = self._scale.to(device)
             self._growth_tracker = self._growth_tracker.to(device)
             self._hysteresis_tracker = self._hysteresis_tracker.to(device)
             self._placed = True
-        return self._scale.to(device=device, copy=True)
+
+    def _leave_lent(self) -> None:
+        """The scale is about to change."""
+        if self._lent:
+            self._scale = self._scale.clone()
 
     @torch.no_grad()
     def update(self, found_infs: Sequence[Tensor], shared: Sequence[Tensor] | None = None) -> None:
@@ -129,6 +153,7 @@ class LossScaler:
         if not self.dynamic:
             self._growth_tracker += 1
             return
+        self._leave_lent()
         # Flags of models on other devices come here and go back, without the host looking at them.
         device = self._scale.device
         shared = found_infs if shared is None else shared
@@ -171,6 +196,7 @@ class LossScaler:
 
     @_loss_scale.setter
     def _loss_scale(self, value: float) -> None:
+        self._leave_lent()
         self._scale.fill_(float(value))
         self._is_always_one = not self.dynamic and float(value) == 1.0
 

@@ -85,6 +85,12 @@ def _inner(optimizer: Optimizer) -> Optimizer:
     return optimizer.optim if isinstance(optimizer, LARC) else optimizer
 
 
+def enabled_of(optimizer: Optimizer) -> Session | None:
+    """The session of `optimizer`, if it has one with amp on."""
+    session = getattr(optimizer, "_amp_session", None)
+    return session if session is not None and session.enabled else None
+
+
 def set_latest(session: Session) -> None:
     global _latest
     _latest = session

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -80,6 +80,20 @@ class GroupValues(Schedule):
             if hyper[name] != written[name]:
                 column.fill_(hyper[name])
                 written[name] = float(hyper[name])
+
+
+def refuse_unread(
+    group: int, sent: dict[str, Any], hyper: dict[str, Any], scheduled: Iterable[str]
+) -> None:
+    """Somebody writes to a group what its schedule's table replaces."""
+    for name in scheduled:
+        if sent[name] != hyper[name]:
+            raise RuntimeError(
+                f"{name} of parameter group {group} was changed from {sent[name]} to "
+                f"{hyper[name]}, but the optimizer follows a tabulated schedule and does not read "
+                "it. Do not call scheduler.step() after optimizer.follow(scheduler, ...), or end "
+                "that with optimizer.follow(None)."
+            )
 
 
 def scheduled_values(group: Group) -> dict[str, float]:

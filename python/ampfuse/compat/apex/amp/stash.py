@@ -23,7 +23,7 @@ class AmpOptimizerState:
 
     @property
     def params_have_scaled_gradients(self) -> bool:
-        return bool(getattr(self._optimizer(), "_amp_delayed", False))
+        return bool(getattr(self._optimizer(), "has_scaled_gradients", False))
 
     def _groups(self) -> list[list[Any]]:
         optimizer = self._optimizer()
@@ -81,4 +81,4 @@ class _MasterToModel:
     def __call__(self) -> None:
         optimizer = self._optimizer()
         if optimizer is not None:
-            optimizer._sync_rows().publish_masters()
+            optimizer.param_table().publish_masters()

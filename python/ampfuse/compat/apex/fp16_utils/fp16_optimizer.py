@@ -103,8 +103,8 @@ class FP16_Optimizer(torch.optim.Optimizer):
     def update_master_grads(self) -> None:
         """Unscale the gradients left scaled, look for overflow and adapt the scale."""
         optimizer, scaler = self.optimizer, self.loss_scaler
-        device = optimizer._sync_rows().param(0).device
-        if getattr(optimizer, "_amp_delayed", False):
+        device = optimizer.param_table().param(0).device
+        if optimizer.has_scaled_gradients:
             with scaled_pass(torch.zeros((), device=device), [optimizer], scaler, False, False):
                 pass
         else:  # somebody's own backward of loss * optimizer.loss_scale
