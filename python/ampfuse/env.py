@@ -89,8 +89,9 @@ def covering_arch(archs: Iterable[str], capability: tuple[int, int]) -> str | No
 
 def tested_with(oldest: str, newest: str, installed: str) -> str:
     """The releases of torch tested (``"2.11"``, ``"2.15"``), and whether `installed` is newer."""
-    tested, release = (re.match(r"(\d+)\.(\d+)", version) for version in (newest, installed))
-    newer = release and tuple(map(int, release.groups())) > tuple(map(int, tested.groups()))
+    numbers = [re.findall(r"\d+", version)[:2] for version in (newest, installed)]
+    tested, release = (tuple(map(int, found)) for found in numbers)
+    newer = len(release) == 2 and release > tested
     return f"{oldest} to {newest}" + (f"; torch {installed} is newer than these" if newer else "")
 
 
@@ -275,6 +276,7 @@ def _probe_in_child(timeout_s: float = 120.0) -> dict[str, Facts]:
     """Run _CHILD_PROBES in another interpreter and collect what it says before it ends."""
     # By path, under a name of its own: `-m ampfuse.env` would import the package first.
     code = f"import runpy; runpy.run_path({os.path.abspath(__file__)!r}, run_name='__probe__')"
+    status: int | str
     try:
         # Warnings of the libraries go to stderr, which is shown only if the child crashes.
         child = subprocess.run(

@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ampfuse import optim
 from ampfuse.amp import scale_loss, weight_cache
 from ampfuse.amp import session as sessions
 from ampfuse.graph_batch import Batch
-from ampfuse.optim.captured import CapturedOptimizer, refuse_other_options, stale
+from ampfuse.optim.captured import CapturedOptimizer, stale
 from ampfuse.optim.fused import FusedOptimizer
 
 __all__ = ["EAGER_CALLS", "GraphedCall", "GraphedStep", "make_graphed_step"]
@@ -139,10 +140,12 @@ def make_graphed_step(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; it has to be a torch.nn.Module")
     if not isinstance(optimizer, FusedOptimizer):
+        kinds = [kind for kind in vars(optim).values() if isinstance(kind, type)]
+        *most, last = [kind.__name__ for kind in kinds if issubclass(kind, FusedOptimizer)]
         raise TypeError(
             f"{type(optimizer).__name__} has no fused step, and only that reads everything it "
-            "needs on the device. Use SGD, Adam, AdamW, Adagrad, LAMB or NovoGrad of "
-            "ampfuse.optim, or let amp.initialize change torch's."
+            f"needs on the device. Use {', '.join(most)} or {last} of ampfuse.optim, or let "
+            "amp.initialize change torch's."
         )
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise ValueError(f"max_grad_norm is {max_grad_norm}; it has to be positive, or None")
@@ -159,7 +162,7 @@ def _check_scaling(optimizer: FusedOptimizer, scaler: Any) -> None:
         raise ValueError(
             "the optimizer is under amp.initialize, which scales the loss already; leave scaler out"
         )
-    if session is not None and session.verbosity >= 2 and session.policy.is_dynamic:
+    if session is not None and session.verbosity >= 2 and session.is_dynamic:
         raise RuntimeError(
             "amp.initialize(verbosity=2) reads the overflow flag on the host after every pass, "
             "which a captured step cannot. Use verbosity=1; optimizer.last_step tells of overflows."
@@ -202,7 +205,7 @@ class GraphedStep:
         self._max_grad_norm, self._scaler = max_grad_norm, scaler
         self._session = sessions.enabled_of(optimizer)
         self._captured = CapturedOptimizer(optimizer)
-        device = self._captured.table.param(0).device
+        device = self._captured.device
         self._batch = Batch(sample_batch)
         both = nn.ModuleDict({"model": model})
         if isinstance(loss_fn, nn.Module):
@@ -282,10 +285,9 @@ class GraphedStep:
     @contextlib.contextmanager
     def _unchanged(self, device: torch.device) -> Iterator[None]:
         """What skipped steps change is put back: buffers, random numbers, scalers, step state."""
-        tensors = [*self._buffers.values(), *self._scaling_tensors()]
+        tensors = [*self._buffers.values(), *self._scaling_tensors(), self._captured.step_state()]
         saved = [tensor.detach().clone() for tensor in tensors]
-        random = torch.random.fork_rng([device] if device.type == "cuda" else [])
-        with random, self._captured.unchanged():
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
             try:
                 yield
             finally:
@@ -316,12 +318,19 @@ class GraphedStep:
                 raise stale(f"the memory of buffer {name} was changed (model.to)")
         if not all(map(operator.is_, self._scaling_tensors(), self._scaling)):
             raise stale("the loss scale has other memory")
-        refuse_other_options(self._options, self._current_options())
+        options = self._current_options()
+        for name, value in self._options.items():
+            if options[name] != value:
+                raise stale(f"{name} was changed")
 
     def _current_options(self) -> dict[str, Any]:
         """Settings that kernels got as numbers, or that decided which kernels there are."""
-        scaler = self._scaler
-        options: dict[str, Any] = {"the model's train or eval mode": self._model.training}
+        optimizer, scaler = self._optimizer, self._scaler
+        options = {
+            "the model's train or eval mode": self._model.training,
+            "optimizer.max_grad_norm": optimizer.max_grad_norm,
+            "optimizer.skip_nonfinite": optimizer.skip_nonfinite,
+        }
         if scaler is not None and scaler.is_enabled():
             options["the scaler's growth factor"] = scaler.get_growth_factor()
             options["the scaler's backoff factor"] = scaler.get_backoff_factor()

@@ -13,8 +13,9 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from ampfuse import _core
-from ampfuse.amp.scaler import DEFAULT_MIN_SCALE, check_scaler_options
+from ampfuse.amp.scaler import DEFAULT_MIN_SCALE, ScaleRule
 from ampfuse.optim import AmpOptimizer
+from ampfuse.optim.base import driven
 from ampfuse.optim.fused import FusedOptimizer
 from ampfuse.optim.inner import parameters
 from ampfuse.optim.masters import HALF_DTYPES
@@ -78,15 +79,18 @@ class GradScaler(torch.amp.GradScaler):
         self._init_hysteresis_tracker = self._hysteresis
         self._hysteresis_tracker: Tensor | None = None
         if self._enabled:
-            check_scaler_options(
-                init_scale,
-                growth_factor,
-                backoff_factor,
-                growth_interval,
-                self._min_scale,
-                self._max_scale,
-                self._hysteresis,
-            )
+            self._rule.check(init_scale)
+
+    @property
+    def _rule(self) -> ScaleRule:
+        return ScaleRule(
+            self._growth_factor,
+            self._backoff_factor,
+            self._growth_interval,
+            self._min_scale,
+            self._max_scale,
+            self._hysteresis,
+        )
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         super()._lazy_init_scale_growth_tracker(dev)
@@ -118,12 +122,8 @@ class GradScaler(torch.amp.GradScaler):
         else:
             found_inf = None  # the optimizer looks for itself, in the pass it makes anyway
             grad_scale = _product(scale, getattr(optimizer, "grad_scale", None))
-        optimizer.grad_scale = grad_scale
-        optimizer.found_inf = found_inf
-        try:
+        with driven(optimizer, grad_scale=grad_scale, found_inf=found_inf):
             result = optimizer.step(*args, **kwargs)
-        finally:  # the next step may be made without a scaler
-            del optimizer.grad_scale, optimizer.found_inf
         if found_inf is None:
             skipped = optimizer.last_step.skipped
             state["found_inf_per_device"] = {skipped.device: skipped}
@@ -161,11 +161,8 @@ class GradScaler(torch.amp.GradScaler):
                 scale = None
         if not isinstance(optimizer, FusedOptimizer):
             return torch.nn.utils.clip_grad_norm_(parameters(optimizer), max_norm)
-        optimizer.grad_scale = scale
-        try:
+        with driven(optimizer, grad_scale=scale):
             return optimizer.clip_next_step(max_norm)
-        finally:
-            del optimizer.grad_scale
 
     def _unscale_grads_(
         self,
@@ -178,6 +175,7 @@ class GradScaler(torch.amp.GradScaler):
         if allow_fp16:  # torch's check for its own fused optimizers: the scale here is 1
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         if isinstance(optimizer, AmpOptimizer):
+            assert self._scale is not None
             sticky = optimizer.unscale_gradients(self._scale)
             flag = sticky.clone()
             sticky.zero_()  # `step` hands the verdict back, if there is a step
@@ -209,18 +207,10 @@ class GradScaler(torch.amp.GradScaler):
         ]
         if not found_infs:
             raise AssertionError("No inf checks were recorded prior to update.")
-        _core.C.update_scale(
-            scale,
-            growth_tracker,
-            self._hysteresis_tracker,
-            found_infs,
-            self._growth_factor,
-            self._backoff_factor,
-            self._growth_interval,
-            self._min_scale,
-            self._max_scale,
-            self._hysteresis,
-        )  # nothing is shared: each optimizer skips for itself, as in torch
+        tracker = self._hysteresis_tracker
+        assert tracker is not None
+        # Nothing is shared: each optimizer skips for itself, as in torch.
+        _core.C.update_scale(scale, growth_tracker, tracker, found_infs, *self._rule)
         self._per_optimizer_states.clear()
         return None
 
@@ -271,7 +261,7 @@ def _round_gradients_to_parameters(optimizer: Optimizer) -> None:
         if parameter.dtype in HALF_DTYPES:
             parameter.grad = gradient.to(parameter.dtype)
             if parameter.dtype == torch.float16:
-                _warn_of_stock_optimizer(type(optimizer))
+                _warn_of_stock_optimizer(type(optimizer))  # type: ignore[arg-type]
 
 
 @functools.cache

@@ -101,7 +101,7 @@ def scale_loss(
     weight_cache.clear()
 
 
-def session_and_optimizers(optimizers: Any) -> tuple[sessions.Session, list[Optimizer]]:
+def session_and_optimizers(optimizers: Any) -> tuple[sessions.Session, list[Any]]:
     """What ``scale_loss`` works with. Where amp is off, `optimizers` may be anything."""
     if isinstance(optimizers, Optimizer):
         optimizers = [optimizers]
@@ -175,6 +175,7 @@ def _warn_if_no_forward_ran(session: sessions.Session, optimizers: Sequence[Opti
         if told or now[0] != before[0] or now[1] == before[1]:
             continue
         session.forwards = None
+        assert session.policy is not None
         warnings.warn(
             f"{session.policy.opt_level} casts inside the forward() of the models that "
             "amp.initialize was given, and since the last step none of them ran: this loss was "

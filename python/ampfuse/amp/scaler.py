@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,30 +22,33 @@ from ampfuse import _core
 DEFAULT_MIN_SCALE = 2.0**-24
 
 
-def check_scaler_options(
-    init_scale: float,
-    growth_factor: float,
-    backoff_factor: float,
-    growth_interval: int,
-    min_scale: float,
-    max_scale: float,
-    hysteresis: int,
-) -> None:
-    """Raise ValueError for options that no loss scaler can work with."""
-    if not (math.isfinite(init_scale) and init_scale > 0):
-        raise ValueError(f"init_scale must be a positive number, not {init_scale}.")
-    if not growth_factor > 1:
-        raise ValueError(f"growth_factor must be > 1, not {growth_factor}.")
-    if not 0 < backoff_factor < 1:
-        raise ValueError(f"backoff_factor must be between 0 and 1, not {backoff_factor}.")
-    if growth_interval < 1:
-        raise ValueError(f"growth_interval must be at least 1, not {growth_interval}.")
-    if hysteresis < 1:
-        raise ValueError(f"hysteresis must be at least 1, not {hysteresis}.")
-    if not 0 < min_scale <= max_scale:
-        raise ValueError(
-            f"The loss scale needs 0 < minimum <= maximum, not {min_scale} and {max_scale}."
-        )
+class ScaleRule(NamedTuple):
+    """How a loss scale adapts: as ``_C.update_scale`` takes it."""
+
+    growth_factor: float
+    backoff_factor: float
+    growth_interval: int
+    min_scale: float
+    max_scale: float
+    hysteresis: int
+
+    def check(self, init_scale: float) -> None:
+        """Raise ValueError for options that no loss scaler can work with."""
+        if not (math.isfinite(init_scale) and init_scale > 0):
+            raise ValueError(f"init_scale must be a positive number, not {init_scale}.")
+        if not self.growth_factor > 1:
+            raise ValueError(f"growth_factor must be > 1, not {self.growth_factor}.")
+        if not 0 < self.backoff_factor < 1:
+            raise ValueError(f"backoff_factor must be between 0 and 1, not {self.backoff_factor}.")
+        if self.growth_interval < 1:
+            raise ValueError(f"growth_interval must be at least 1, not {self.growth_interval}.")
+        if self.hysteresis < 1:
+            raise ValueError(f"hysteresis must be at least 1, not {self.hysteresis}.")
+        if not 0 < self.min_scale <= self.max_scale:
+            raise ValueError(
+                "The loss scale needs 0 < minimum <= maximum, not "
+                f"{self.min_scale} and {self.max_scale}."
+            )
 
 
 class LossScaler:
@@ -84,26 +87,20 @@ class LossScaler:
         hysteresis: int = 1,
     ) -> None:
         self.dynamic = loss_scale == "dynamic"
-        self._growth_factor = float(scale_factor)
-        self._backoff_factor = float(backoff_factor)
-        self._growth_interval = int(scale_window)
-        self._min_loss_scale = float(min_loss_scale or DEFAULT_MIN_SCALE)
-        self._max_loss_scale = float(max_loss_scale)
-        self._hysteresis = int(hysteresis)
-        check_scaler_options(
-            init_scale,
-            self._growth_factor,
-            self._backoff_factor,
-            self._growth_interval,
-            self._min_loss_scale,
-            self._max_loss_scale,
-            self._hysteresis,
+        self._rule = ScaleRule(
+            float(scale_factor),
+            float(backoff_factor),
+            int(scale_window),
+            float(min_loss_scale or DEFAULT_MIN_SCALE),
+            float(max_loss_scale),
+            int(hysteresis),
         )
-        start = min(self._max_loss_scale, init_scale) if self.dynamic else float(loss_scale)
+        self._rule.check(init_scale)
+        start = min(self._rule.max_scale, init_scale) if self.dynamic else float(loss_scale)
         # On the CPU until the first loss shows which device to live on.
         self._scale = torch.tensor(start, dtype=torch.float32)
         self._growth_tracker = torch.tensor(0, dtype=torch.int32)
-        self._hysteresis_tracker = torch.tensor(self._hysteresis, dtype=torch.int32)
+        self._hysteresis_tracker = torch.tensor(self._rule.hysteresis, dtype=torch.int32)
         self._placed = False
         self._is_always_one = not self.dynamic and start == 1.0
 
@@ -163,12 +160,7 @@ class LossScaler:
             self._growth_tracker,
             self._hysteresis_tracker,
             [flag.to(device, non_blocking=True) for flag in found_infs],
-            self._growth_factor,
-            self._backoff_factor,
-            self._growth_interval,
-            self._min_loss_scale,
-            self._max_loss_scale,
-            self._hysteresis,
+            *self._rule,
             here,
         )
         for flag, moved in zip(shared, here, strict=True):
@@ -214,7 +206,7 @@ class LossScaler:
         With hysteresis there is one more entry, ``"hysteresis_left"``.
         """
         state: dict[str, Any] = {"loss_scale": self.loss_scale(), "unskipped": self._unskipped}
-        if self._hysteresis > 1:
+        if self._rule.hysteresis > 1:
             state["hysteresis_left"] = int(self._hysteresis_tracker.item())
         return state
 
@@ -222,7 +214,7 @@ class LossScaler:
         """Restore scale and counters; whether the scale adapts stays as it was built."""
         self._loss_scale = state["loss_scale"]
         self._unskipped = state["unskipped"]
-        self._hysteresis_tracker.fill_(int(state.get("hysteresis_left", self._hysteresis)))
+        self._hysteresis_tracker.fill_(int(state.get("hysteresis_left", self._rule.hysteresis)))
 
     def __repr__(self) -> str:
         kind = "dynamic" if self.dynamic else "static"

@@ -44,6 +44,10 @@ class Session:
         return self.policy is not None
 
     @property
+    def is_dynamic(self) -> bool:
+        return self.policy is not None and self.policy.is_dynamic
+
+    @property
     def logs_casts(self) -> bool:
         return self.verbosity >= 2
 

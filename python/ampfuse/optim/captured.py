@@ -12,10 +12,49 @@ from torch import Tensor
 from ampfuse.optim.fused import FusedOptimizer
 from ampfuse.optim.inner import parameters
 from ampfuse.optim.masters import MasterParameter
-from ampfuse.optim.schedule import GroupValues, refuse_unread
+from ampfuse.optim.schedule import COLUMNS, Schedule, refuse_unread
 
 # Of a parameter group: a rate that the kernel reads from a tensor, and the hyper-parameters.
 _Group = tuple[Tensor | None, dict[str, Any]]
+
+
+class GroupValues(Schedule):
+    """What the parameter groups hold, in one row: a captured step reads what the host writes there.
+
+    Arguments:
+        groups: of each group the rate, if it is a tensor that the kernel reads, and the other
+            hyper-parameters. Such a rate is left out, and so is a momentum of 0, which says that
+            there are no momentum buffers.
+    """
+
+    def __init__(
+        self, groups: list[tuple[Tensor | None, dict[str, Any]]], device: torch.device
+    ) -> None:
+        self._written: list[dict[str, float]] = []
+        for lr, hyper in groups:
+            values = {name: float(hyper[name]) for name in COLUMNS if name in hyper}
+            if lr is not None:
+                del values["lr"]
+            if values.get("momentum") == 0:
+                del values["momentum"]
+            self._written.append(values)
+        super().__init__(
+            [
+                {
+                    name: torch.tensor([value], dtype=torch.float64, device=device)
+                    for name, value in values.items()
+                }
+                for values in self._written
+            ]
+        )
+
+    def write(self, group: int, hyper: dict[str, Any]) -> None:
+        """Bring the columns up to date, without waiting for the device."""
+        written = self._written[group]
+        for name, column in self.columns[group].items():
+            if hyper[name] != written[name]:
+                column.fill_(hyper[name])
+                written[name] = float(hyper[name])
 
 
 class CapturedOptimizer:
@@ -23,6 +62,7 @@ class CapturedOptimizer:
 
     Attributes:
         table: the optimizer's, as the graph knows it.
+        device: of its parameters.
         params, leaves: what it steps, and what autograd gives gradients to.
     """
 
@@ -31,13 +71,13 @@ class CapturedOptimizer:
         self.table = optimizer.param_table()
         self.params = list(parameters(optimizer))
         self.leaves = [p.model_param if isinstance(p, MasterParameter) else p for p in self.params]
-        self._device = self.table.param(0).device
+        self.device = self.table.param(0).device
         self._schedule = optimizer._schedule
         self._groups = self._current_groups()
         # Without a schedule to follow, the numbers of the groups go to the device when they change.
         self._values = None
         if self._schedule is None:
-            self._values = GroupValues(self._groups, self._device)
+            self._values = GroupValues(self._groups, self.device)
 
     @contextlib.contextmanager
     def reading_values(self) -> Iterator[None]:
@@ -54,28 +94,21 @@ class CapturedOptimizer:
     def rehearsal(self) -> Iterator[None]:
         """Steps in the block are skipped; from then on the states that they made stay in place."""
         optimizer = self._optimizer
-        optimizer._rehearsal = torch.ones((), device=self._device)
+        optimizer._rehearsal = torch.ones((), device=self.device)
         try:
             yield
         finally:
             optimizer._rehearsal = None
         optimizer.pin_states()
 
-    @contextlib.contextmanager
-    def unchanged(self) -> Iterator[None]:
-        """What skipped steps change in the state of the step is put back."""
-        # All fields lie in one storage.
-        state = self.table.state_field("found_inf").untyped_storage()
-        saved = state.clone()
-        try:
-            yield
-        finally:
-            state.copy_(saved)
+    def step_state(self) -> Tensor:
+        """The state of the step, as bytes: all its fields lie in one storage."""
+        storage = self.table.state_field("found_inf").untyped_storage()
+        return torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
 
     def note_capture(self) -> None:
         """From now on `refuse_changes` compares with this."""
         self._state_names = self._optimizer.state_names_by_group()
-        self._options = self._current_options()
         self._fingerprint = self.table.fingerprint()
 
     def refuse_changes(self) -> None:
@@ -88,7 +121,6 @@ class CapturedOptimizer:
         fingerprint = self.table.fingerprint()
         if fingerprint != self._fingerprint:
             raise stale(self._what_changed(fingerprint))
-        refuse_other_options(self._options, self._current_options())
         if optimizer.state_names_by_group() != self._state_names:
             raise stale("momentum or amsgrad was switched on or off")
         for i, (now, then) in enumerate(zip(self._current_groups(), self._groups, strict=True)):
@@ -126,25 +158,12 @@ class CapturedOptimizer:
     def _current_groups(self) -> list[_Group]:
         return [self._optimizer.lr_and_hyper(group) for group in self._optimizer.param_groups]
 
-    def _current_options(self) -> dict[str, Any]:
-        return {
-            "optimizer.max_grad_norm": self._optimizer.max_grad_norm,
-            "optimizer.skip_nonfinite": self._optimizer.skip_nonfinite,
-        }
-
     def _what_changed(self, fingerprint: bytes) -> str:
         now, then = memoryview(fingerprint).cast("q"), memoryview(self._fingerprint).cast("q")
         i = next(i for i in range(len(then)) if now[i] != then[i])
         row, field = divmod(i, 3)
         what = "requires_grad" if field == 2 else "the memory (p.data = ..., model.to)"
         return f"{what} of {self.table.name(row)} was changed"
-
-
-def refuse_other_options(then: dict[str, Any], now: dict[str, Any]) -> None:
-    """Raise RuntimeError if a setting that the graph was captured with is another one."""
-    for name, value in then.items():
-        if now[name] != value:
-            raise stale(f"{name} was changed")
 
 
 def stale(what: str) -> RuntimeError:

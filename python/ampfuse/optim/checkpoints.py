@@ -205,7 +205,7 @@ def _without_masters(state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[i
     return {**state_dict, "state": states}, masters
 
 
-def _check_and_remember(optimizer: Checkpoints, state_dict: dict[str, Any]) -> None:
+def _check_and_remember(optimizer: Any, state_dict: dict[str, Any]) -> None:
     """Pre-hook of load_state_dict: refuse what does not fit before anything changes.
 
     Only what a step of ours reads is known to have its parameter's shape; the rest is free.

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from ampfuse.optim.masters import HALF_DTYPES
-from ampfuse.optim.schedule import refuse_unread
-from ampfuse.optim.scheduled import Scheduled
+from ampfuse.optim.schedule import Scheduled, refuse_unread
 from ampfuse.optim.states import States
 
 # What ``upgrade`` makes of torch's optimizers.
@@ -141,7 +140,7 @@ class FusedOptimizer(Scheduled, States):
             end = row + len(group["params"])
             lr, hyper = self.lr_and_hyper(group)
             table = schedule.of_group(i) if schedule is not None else {}
-            sent = self._hyper_sent[i] if i < len(self._hyper_sent) else None
+            sent: Any = self._hyper_sent[i] if i < len(self._hyper_sent) else None
             known = sent is not None and sent[0] is lr and sent[1] is schedule
             if not known or sent[2:] != (row, end, hyper):
                 if known:

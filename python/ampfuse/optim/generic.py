@@ -47,7 +47,7 @@ class GenericOptimizer(AmpOptimizer):
             return None
         table.materialize()
         args, kwargs = self._with_published_weights(args, kwargs)
-        step = self._original_class.step
+        step: Any = self._original_class.step
         # torch wraps step once more for this class, so that hooks would run twice.
         step = step.__wrapped__ if getattr(step, "hooked", False) else step
         # The gradients are unscaled; torch's own steps would read these too, and some refuse them.
@@ -75,10 +75,9 @@ class GenericOptimizer(AmpOptimizer):
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """A closure evaluates the model, so the model has to follow the masters first."""
-        args, kwargs = list(args), dict(kwargs)
         closure = args[0] if args else kwargs.get("closure")
         if not callable(closure):
-            return tuple(args), kwargs
+            return args, kwargs
         from ampfuse.amp import cast_state
 
         outer = cast_state.thread.scope
@@ -89,10 +88,8 @@ class GenericOptimizer(AmpOptimizer):
                 return closure()
 
         if args:
-            args[0] = closure_on_current_weights
-        else:
-            kwargs["closure"] = closure_on_current_weights
-        return tuple(args), kwargs
+            return (closure_on_current_weights, *args[1:]), kwargs
+        return args, {**kwargs, "closure": closure_on_current_weights}
 
     def clip_next_step(self, max_norm: float) -> Tensor:
         # The wrapped step reads .grad, so the gradients themselves have to be clipped.

@@ -13,7 +13,7 @@ from ampfuse.optim.inner import with_inner
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 
-_raw_grad = torch.Tensor.grad
+_raw_grad: Any = torch.Tensor.grad
 
 
 def exact_float32(param: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ class _LazyGradParameter(torch.nn.Parameter):
             owner.materialize_gradients()
 
     @property
-    def grad(self) -> Tensor | None:  # type: ignore[override]
+    def grad(self) -> Tensor | None:
         self._materialize()
         return _raw_grad.__get__(self)
 

@@ -30,7 +30,7 @@ class AmpOptimizerState:
         return [] if optimizer is None else [group["params"] for group in optimizer.param_groups]
 
     @property
-    def fp32_from_fp16_groups(self) -> list[list[Tensor]]:
+    def fp32_from_fp16_groups(self) -> list[list[MasterParameter]]:
         return [[p for p in g if isinstance(p, MasterParameter)] for g in self._groups()]
 
     @property

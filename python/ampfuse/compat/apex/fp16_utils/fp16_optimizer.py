@@ -79,7 +79,9 @@ class FP16_Optimizer(torch.optim.Optimizer):
 
     # --- the loop -----------------------------------------------------------------------------
 
-    def zero_grad(self, set_grads_to_None: bool = False, set_to_none: bool | None = None) -> None:
+    def zero_grad(  # type: ignore[override]
+        self, set_grads_to_None: bool = False, set_to_none: bool | None = None
+    ) -> None:
         """Zero the gradients of masters and model, or drop them; both names mean the same."""
         drop = set_grads_to_None if set_to_none is None else set_to_none
         self.optimizer.zero_grad(set_to_none=drop)
@@ -210,7 +212,7 @@ class FP16_Optimizer(torch.optim.Optimizer):
         self.optimizer.param_groups = value
 
     @property
-    def defaults(self) -> dict[str, Any]:
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
         return self.optimizer.defaults
 
     # --- checkpoints ----------------------------------------------------------------------------

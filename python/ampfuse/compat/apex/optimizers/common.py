@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ampfuse.compat.apex.optimizers.apex_state import as_torch
+from ampfuse.optim.base import driven
 from ampfuse.optim.fused import FusedOptimizer
 
 
@@ -85,9 +86,6 @@ def driven_by(optimizer: Any, driver: dict[str, Any]) -> Iterator[None]:
         yield
         return
     found_infs = list(grad_scaler._check_inf_per_device(optimizer).values())
-    optimizer.grad_scale = grad_scaler._get_scale_async()
-    optimizer.found_inf = torch.stack([found.reshape(()) for found in found_infs]).sum()
-    try:
+    found_inf = torch.stack([found.reshape(()) for found in found_infs]).sum()
+    with driven(optimizer, grad_scale=grad_scaler._get_scale_async(), found_inf=found_inf):
         yield
-    finally:
-        del optimizer.grad_scale, optimizer.found_inf
