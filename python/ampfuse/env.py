@@ -141,7 +141,7 @@ def _system() -> Facts:
         "kernel": platform.platform(),
         "C library": " ".join(platform.libc_ver()) or "unknown",
         "CPU": cpu_model(),
-        "CPU cores": _cores(),
+        "CPU cores": f"{core_count()} usable of {os.cpu_count()}",
         "CPU features": [flag for flag in _X86_FLAGS + _ARM_FLAGS if flag in flags] or "unknown",
         "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.1f} GiB",
     }
@@ -164,7 +164,7 @@ def _python() -> Facts:
 def _compilers() -> Facts:
     found: Facts = {}
     for tool in ("g++", "clang++", "cmake", "ninja"):
-        found[tool] = _first_line(tool, "--version") or "not found"
+        found[tool] = (_run(tool, "--version") or "not found").splitlines()[0]
     nvcc = os.environ.get("CUDACXX") or shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
     release = re.search(r"release [\d.]+, V[\d.]+", _run(nvcc, "--version") or "")
     found["CUDA toolkit"] = f"{release[0]} ({nvcc})" if release else "not found (nvcc)"
@@ -342,11 +342,6 @@ def _run(*command: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def _first_line(*command: str) -> str | None:
-    output = _run(*command)
-    return output.splitlines()[0] if output else None
-
-
 def _decoded(output: bytes | str | None) -> str:
     return output.decode(errors="replace") if isinstance(output, bytes) else output or ""
 
@@ -356,10 +351,6 @@ def _os_name() -> str:
         return platform.freedesktop_os_release()["PRETTY_NAME"]
     except (OSError, KeyError):
         return platform.system()
-
-
-def _cores() -> str:
-    return f"{core_count()} usable of {os.cpu_count()}"
 
 
 def _cpuinfo() -> dict[str, str]:

@@ -33,7 +33,7 @@ from ampfuse.amp.policy import Policy, make_policy
 from ampfuse.amp.scaler import LossScaler
 from ampfuse.optim import upgrade
 from ampfuse.optim.inner import parameters, with_inner
-from ampfuse.optim.masters import HALF_DTYPES
+from ampfuse.optim.masters import FLOAT_DTYPES, HALF_DTYPES
 
 _log = logging.getLogger("ampfuse.amp")
 
@@ -293,8 +293,7 @@ def _check_optimizers(optimizers: list[Optimizer], policy: Policy, names: dict[i
     if len({id(optimizer) for optimizer in optimizers}) < len(optimizers):
         raise RuntimeError("The same optimizer is listed twice.")
     for optimizer in optimizers:
-        session = getattr(optimizer, "_amp_session", None)
-        if session is not None and session.enabled:
+        if sessions.enabled_of(optimizer) is not None:
             raise RuntimeError(
                 f"This {type(optimizer).__name__} went through amp.initialize already. Make a new "
                 "optimizer from model.parameters() to initialize the model again."
@@ -303,7 +302,7 @@ def _check_optimizers(optimizers: list[Optimizer], policy: Policy, names: dict[i
             dtype = parameter.dtype
             if id(parameter) in names and dtype.is_floating_point:
                 dtype = policy.weights_type or dtype
-            if dtype not in (torch.float32, *HALF_DTYPES):
+            if dtype not in FLOAT_DTYPES:
                 raise TypeError(
                     f"Parameter {names.get(id(parameter), place)!r} would be stepped in {dtype}. "
                     "amp's optimizers take float32, float16 and bfloat16 parameters: cast the "

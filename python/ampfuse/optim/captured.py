@@ -27,9 +27,7 @@ class GroupValues(Schedule):
             there are no momentum buffers.
     """
 
-    def __init__(
-        self, groups: list[tuple[Tensor | None, dict[str, Any]]], device: torch.device
-    ) -> None:
+    def __init__(self, groups: list[_Group], device: torch.device) -> None:
         self._written: list[dict[str, float]] = []
         for lr, hyper in groups:
             values = {name: float(hyper[name]) for name in COLUMNS if name in hyper}

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampfuse.optim.masters import HALF_DTYPES
+from ampfuse.optim.masters import FLOAT_DTYPES
 from ampfuse.optim.schedule import Scheduled, refuse_unread
 from ampfuse.optim.states import States
 
@@ -65,7 +65,7 @@ class FusedOptimizer(Scheduled, States):
                 f"not. Use torch.optim.{type(self).__name__}."
             )
         for param in group["params"]:
-            if param.dtype not in (torch.float32, *HALF_DTYPES):
+            if param.dtype not in FLOAT_DTYPES:
                 raise TypeError(
                     f"a parameter of shape {tuple(param.shape)} is {param.dtype}; "
                     f"ampfuse.optim.{type(self).__name__} steps float32, float16 and bfloat16. "

@@ -12,6 +12,8 @@ from ampfuse import _core
 from ampfuse.optim.inner import with_inner
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
+# What the kernels step and read.
+FLOAT_DTYPES = (torch.float32, *HALF_DTYPES)
 
 _raw_grad: Any = torch.Tensor.grad
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ampfuse import _core
-from ampfuse.optim.masters import HALF_DTYPES
+from ampfuse.optim.masters import FLOAT_DTYPES, HALF_DTYPES
 
 
 @torch.no_grad()
@@ -39,7 +39,7 @@ def unscale(params: Iterable[Tensor], inv_scale: Tensor, found_inf: Tensor) -> N
                 gradient = param.grad = gradient.coalesce()
             gradient = gradient._values()
             other[gradient.dtype].append(gradient)
-        elif not _is_dense(gradient) or gradient.dtype not in (torch.float32, *HALF_DTYPES):
+        elif not _is_dense(gradient) or gradient.dtype not in FLOAT_DTYPES:
             other[gradient.dtype].append(gradient)
         else:
             out = gradient

@@ -14,10 +14,7 @@ import torch
 from torch import Tensor
 
 from ampfuse import _core, ops
-from ampfuse.compat.apex.tensor_lists import TensorLists, checked, rows, set_flag
-
-_HALF = (torch.float16, torch.bfloat16)
-_FLOATS = (torch.float32, *_HALF)
+from ampfuse.compat.apex.tensor_lists import TensorLists, checked, set_flag, typed_rows
 
 
 def multi_tensor_sgd(
@@ -37,7 +34,7 @@ def multi_tensor_sgd(
 
     Gradients are multiplied by `scale`. In `first_run` the buffers become the gradients.
     """
-    grads, params, buffers, *models = _typed_rows("multi_tensor_sgd", tensor_lists, "aaa", "aFFH")
+    grads, params, buffers, *models = typed_rows("multi_tensor_sgd", tensor_lists, "aaa", "aFFH")
     stop = _nonzero(noop_flag)
     steps = _steps(1 if first_run else 2, params)
     values = {"momentum": momentum, "dampening": dampening, "nesterov": float(nesterov)}
@@ -71,7 +68,7 @@ def multi_tensor_adam(
     weight_decay: float,
 ) -> None:
     """Adam on (gradients, parameters, exp_avg, exp_avg_sq); the last two are float32."""
-    grads, params, *states = _typed_rows("multi_tensor_adam", tensor_lists, "abFF")
+    grads, params, *states = typed_rows("multi_tensor_adam", tensor_lists, "abFF")
     values = _moments(lr, beta1, beta2, eps, weight_decay, mode, bias_correction)
     _step("adam", _Lists(grads, params, states), _steps(step, params), values)
 
@@ -95,7 +92,7 @@ def multi_tensor_adam_capturable(
     The gradients are multiplied by `inv_scale`, also where they are. A flag of 1 stops it. The
     moments are stored as they are (apex rounded them to the type of the parameter).
     """
-    grads, params, *states = _typed_rows("multi_tensor_adam_capturable", tensor_lists, "abFF")
+    grads, params, *states = typed_rows("multi_tensor_adam_capturable", tensor_lists, "abFF")
     values = _moments(0.0, beta1, beta2, eps, weight_decay, mode, bias_correction)
     _adam_on_device(noop_flag, _Lists(grads, params, states), lr, step, values, inv_scale)
 
@@ -119,7 +116,7 @@ def multi_tensor_adam_capturable_master(
     The parameters become what the masters round to.
     """
     name = "multi_tensor_adam_capturable_master"
-    grads, models, *states, masters = _typed_rows(name, tensor_lists, "abFFF")
+    grads, models, *states, masters = typed_rows(name, tensor_lists, "abFFF")
     values = _moments(0.0, beta1, beta2, eps, weight_decay, mode, bias_correction)
     _adam_on_device(noop_flag, _Lists(grads, masters, states, models), lr, step, values, inv_scale)
 
@@ -134,7 +131,7 @@ def multi_tensor_adagrad(
     weight_decay: float,
 ) -> None:
     """Adagrad on (gradients, parameters, sums of squares)."""
-    grads, params, sums = _typed_rows("multi_tensor_adagrad", tensor_lists, "aaa")
+    grads, params, sums = typed_rows("multi_tensor_adagrad", tensor_lists, "aaa")
     values = {"lr": lr, "eps": eps, "weight_decay": weight_decay, "decoupled": float(mode == 1)}
     _step("adagrad", _Lists(grads, params, [sums]), _steps(1, params), values)
 
@@ -165,7 +162,7 @@ def multi_tensor_novograd(
         raise RuntimeError(
             f"multi_tensor_novograd: norm_type is 2, or 0 for the maximum: {norm_type}"
         )
-    grads, params, exp_avg = _typed_rows("multi_tensor_novograd", tensor_lists, "aaa")
+    grads, params, exp_avg = typed_rows("multi_tensor_novograd", tensor_lists, "aaa")
     values = _moments(lr, beta1, beta2, eps, weight_decay, mode, bias_correction)
     # An average that started at the first norm would not be corrected without init_zero.
     values |= {"unaveraged": float(not grad_averaging), "init_zero": 1.0}
@@ -197,7 +194,7 @@ def multi_tensor_lamb(
     Gradients are first divided by `global_grad_norm` / `max_grad_norm` if that is more than 1. Sets
     the flag for parameters and updates that are not finite.
     """
-    grads, params, *states = _typed_rows("multi_tensor_lamb", tensor_lists, "aaaa")
+    grads, params, *states = typed_rows("multi_tensor_lamb", tensor_lists, "aaaa")
     values = _moments(0.0, beta1, beta2, eps, weight_decay, mode, bias_correction)
     values |= {"unaveraged": float(not grad_averaging)}
     clip = _clip(global_grad_norm, max_grad_norm, params)
@@ -233,7 +230,7 @@ def multi_tensor_lamb_mp(
     everything; a parameter that is not finite does so as well, and an update that is not finite,
     which has reached the moments by then, does not reach the parameters. `found_inf` is ignored.
     """
-    typed = _typed_rows("multi_tensor_lamb_mp", tensor_lists, "aaaa", "aFFFb")
+    typed = typed_rows("multi_tensor_lamb_mp", tensor_lists, "aaaa", "aFFFb")
     (grads, params, *states), models = typed[:4], typed[4:]
     values = _moments(0.0, beta1, beta2, eps, weight_decay, mode, bias_correction)
     values |= {"unaveraged": float(not grad_averaging)}
@@ -266,7 +263,7 @@ def multi_tensor_lamb_stage1_cuda(
     the host, which waits for it.
     """
     name = "multi_tensor_lamb_stage1_cuda"
-    lists = _typed_rows(name, tensor_lists, "abbbc")
+    lists = typed_rows(name, tensor_lists, "abbbc")
     decays = _of_each(name, "per_tensor_decay", per_tensor_decay, lists[0]).tolist()
     clip = _clip(global_grad_norm, max_global_grad_norm, lists[0])
     for decay in dict.fromkeys(decays):  # a call of the kernel has one
@@ -290,36 +287,11 @@ def multi_tensor_lamb_stage2_cuda(
 ) -> None:
     """LAMB's step, on (parameters, updates), by the ratios of the norms."""
     name = "multi_tensor_lamb_stage2_cuda"
-    params, updates = _typed_rows(name, tensor_lists, "ab")
+    params, updates = typed_rows(name, tensor_lists, "ab")
     param_norms = _of_each(name, "per_tensor_param_norm", per_tensor_param_norm, params)
     update_norms = _of_each(name, "per_tensor_update_norm", per_tensor_update_norm, params)
     rates = _lamb_rates(lr, weight_decay, use_nvlamb, param_norms, update_norms)
     _step("sgd", _Lists(updates, params), _steps(1, params), {}, lr=rates)
-
-
-def _typed_rows(name: str, lists: TensorLists, *kinds: str) -> list[list[Tensor]]:
-    """The rows of as many lists as one of `kinds` has letters, and of its types.
-
-    F is float32, H a half type. Other letters are float32 or a half type, the same letter in a row
-    the same type.
-    """
-    (kind,) = [k for k in kinds if len(k) == len(lists)] or [kinds[0]]
-    found = rows(name, lists, len(kind))
-    for i, row in enumerate(zip(*found, strict=True)):
-        first: dict[str, torch.dtype] = {}
-        for k, (letter, tensor) in enumerate(zip(kind, row, strict=True)):
-            allowed = {"F": (torch.float32,), "H": _HALF}.get(letter, _FLOATS)
-            if tensor.dtype not in allowed:
-                types = ", ".join(str(t) for t in allowed)
-                raise RuntimeError(
-                    f"{name}: tensor {i} of list {k} is {tensor.dtype}; it takes {types}."
-                )
-            if first.setdefault(letter, tensor.dtype) != tensor.dtype:
-                raise RuntimeError(
-                    f"{name}: tensor {i} of list {k} is {tensor.dtype}, not {first[letter]} as in "
-                    f"list {kind.index(letter)}."
-                )
-    return found
 
 
 class _Lists(NamedTuple):

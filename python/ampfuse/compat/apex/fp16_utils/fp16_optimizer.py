@@ -13,7 +13,7 @@ from ampfuse.compat.apex.amp.scaler import LossScaler
 from ampfuse.compat.apex.amp.stash import AmpOptimizerState
 from ampfuse.compat.apex.fp16_utils import fp16_checkpoint
 from ampfuse.optim import upgrade
-from ampfuse.optim.masters import HALF_DTYPES
+from ampfuse.optim.masters import FLOAT_DTYPES
 
 
 # An Optimizer, unlike apex's: learning-rate schedulers ask for one. Everything but what is defined
@@ -242,7 +242,7 @@ class FP16_Optimizer(torch.optim.Optimizer):
 def _check_dtypes(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         for param in group["params"]:
-            if param.requires_grad and param.dtype not in (torch.float32, *HALF_DTYPES):
+            if param.requires_grad and param.dtype not in FLOAT_DTYPES:
                 raise TypeError(
                     f"A parameter of shape {tuple(param.shape)} is {param.dtype}; FP16_Optimizer "
                     "takes float16, bfloat16 and float32 ones."
