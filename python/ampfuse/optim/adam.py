@@ -10,6 +10,7 @@ from torch.optim.optimizer import ParamsT
 
 from ampfuse.optim.fused import FusedOptimizer
 from ampfuse.optim.moments import moment_hyper
+from ampfuse.optim.states import STATES
 
 _DOC = """{name} with a fused step: a drop-in for :class:`torch.optim.{name}`.
 
@@ -47,7 +48,7 @@ class _AdamBase(FusedOptimizer):
     _algorithm = "adam"
 
     def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        names = super()._state_names(group)
+        names = STATES[self._algorithm]
         return names if group["amsgrad"] else names[:2]
 
     def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:

@@ -15,9 +15,7 @@ from torch import Tensor
 from ampfuse.optim import left_scaled
 from ampfuse.optim.checkpoints import Checkpoints
 from ampfuse.optim.gradients import Gradients
-from ampfuse.optim.inner import parameters
 from ampfuse.optim.layerwise import Layerwise
-from ampfuse.optim.masters import HALF_DTYPES, MasterParameter, install_masters
 from ampfuse.optim.skip_watch import SkipWatch
 
 if TYPE_CHECKING:
@@ -89,8 +87,6 @@ class AmpOptimizer(Gradients, Checkpoints):
     # Set by LARC for the time of a step of its own.
     _layerwise: Layerwise | None = None
     _skip_watch: SkipWatch | None = None
-    # Half parameters that were frozen when masters were made, and have none; None = look again.
-    _frozen: list[Tensor] | None = None
 
     @property
     def last_step(self) -> LastStep:
@@ -104,47 +100,6 @@ class AmpOptimizer(Gradients, Checkpoints):
             The norm of all unscaled gradients before clipping: float32, 0-dim, on the device.
         """
         raise NotImplementedError
-
-    # --- amp's masters --------------------------------------------------------------------------
-
-    def go_under_amp(self, *, master_weights: bool, names: dict[int, str]) -> None:
-        """What :func:`ampfuse.optim.upgrade` does once the class is right."""
-        self._under_amp = True
-        self._names = dict(names)
-        self.master_weights = master_weights
-        self._forget_rows()
-        if master_weights:
-            install_masters(self)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; under amp half-precision parameters of the group get FP32 masters."""
-        super().add_param_group(param_group)
-        if not (self._under_amp and self.master_weights):
-            return
-        *groups, added = self.param_groups
-        known = [p for g in groups for p in g["params"] if isinstance(p, MasterParameter)]
-        if not {id(p.model_param) for p in known}.isdisjoint(map(id, added["params"])):
-            self.param_groups.pop()
-            raise ValueError("some parameters appear in more than one parameter group")
-        install_masters(self)
-        self._frozen = None
-
-    def param_table(self) -> ParamTable:
-        if self._under_amp and self.master_weights:
-            self._master_the_unfrozen()
-        return super().param_table()
-
-    def _master_the_unfrozen(self) -> None:
-        if self._frozen is None:
-            self._frozen = [param for param in parameters(self) if param.dtype in HALF_DTYPES]
-        if any(param.requires_grad for param in self._frozen):
-            self.materialize_gradients()
-            install_masters(self)
-            self._frozen = None
-
-    def _forget_rows(self) -> None:
-        super()._forget_rows()
-        self._frozen = None
 
     # --- the decisions of a step ----------------------------------------------------------------
 

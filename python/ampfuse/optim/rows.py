@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import operator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ampfuse import _core
 from ampfuse.optim.inner import parameters
-from ampfuse.optim.masters import HALF_DTYPES, MasterParameter, exact_float32
+from ampfuse.optim.masters import HALF_DTYPES, MasterParameter, exact_float32, install_masters
 
 if TYPE_CHECKING:
     from ampfuse._C import ParamTable
 
 
 class Rows(torch.optim.Optimizer):
-    """Mixin: an optimizer with a table, and in it a row for each parameter of its groups."""
+    """Mixin: an optimizer with a table, and in it a row for each parameter of its groups.
+
+    Half parameters have FP32 masters if `master_weights` says so: in ``self.state``, or under amp
+    in the groups.
+    """
 
     _algorithm = "none"
 
@@ -27,6 +31,8 @@ class Rows(torch.optim.Optimizer):
     _names: dict[int, str] | None = None
     _table: ParamTable | None = None
     _row_params: list[Tensor]
+    # Half parameters that were frozen when masters were made, and have none; None = look again.
+    _frozen: list[Tensor] | None = None
     # Whether the rows have the states of the optimizer.
     _states_bound = False
     # State tensors, by row and name, that a captured graph works on.
@@ -36,6 +42,8 @@ class Rows(torch.optim.Optimizer):
 
     def param_table(self) -> ParamTable:
         """The table, with a row for each parameter of ``param_groups`` in order."""
+        if self._under_amp and self.master_weights:
+            self._master_the_unfrozen()
         table = self._table
         if table is not None and self.has_params(self._row_params):
             return table
@@ -81,6 +89,36 @@ class Rows(torch.optim.Optimizer):
                 names.append(known or f"param_groups[{i}]['params'][{j}] of shape {shape}")
         return names
 
+    def go_under_amp(self, *, master_weights: bool, names: dict[int, str]) -> None:
+        """What :func:`ampfuse.optim.upgrade` does once the class is right."""
+        self._under_amp = True
+        self._names = dict(names)
+        self.master_weights = master_weights
+        self._forget_rows()
+        if master_weights:
+            install_masters(self)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; under amp half-precision parameters of the group get FP32 masters."""
+        super().add_param_group(param_group)
+        if not (self._under_amp and self.master_weights):
+            return
+        *groups, added = self.param_groups
+        known = [p for g in groups for p in g["params"] if isinstance(p, MasterParameter)]
+        if not {id(p.model_param) for p in known}.isdisjoint(map(id, added["params"])):
+            self.param_groups.pop()
+            raise ValueError("some parameters appear in more than one parameter group")
+        install_masters(self)
+        self._frozen = None
+
+    def _master_the_unfrozen(self) -> None:
+        if self._frozen is None:
+            self._frozen = [param for param in parameters(self) if param.dtype in HALF_DTYPES]
+        if any(param.requires_grad for param in self._frozen):
+            self.materialize_gradients()
+            install_masters(self)
+            self._frozen = None
+
     def materialize_gradients(self) -> None:
         """Put FP32 unscaled gradients into the masters, if they are not there yet."""
         raise NotImplementedError
@@ -102,4 +140,5 @@ class Rows(torch.optim.Optimizer):
         if self._table is not None:
             self._schedule_step = self._table.state_field("schedule_step").clone()
         self._table = None
+        self._frozen = None
         self._states_bound = False

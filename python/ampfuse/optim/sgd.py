@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ampfuse.optim.fused import FusedOptimizer
+from ampfuse.optim.states import STATES
 
 
 class SGD(FusedOptimizer, torch.optim.SGD, replaces=torch.optim.SGD):
@@ -64,7 +65,7 @@ class SGD(FusedOptimizer, torch.optim.SGD, replaces=torch.optim.SGD):
         )
 
     def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        return super()._state_names(group) if group["momentum"] != 0 else ()
+        return STATES[self._algorithm] if group["momentum"] != 0 else ()
 
     def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:
         return {
