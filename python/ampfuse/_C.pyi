@@ -73,6 +73,9 @@ def l2norm(
     Sets found_inf where one of these values is not finite.
     """
 
+def algorithms() -> dict[str, list[str]]:
+    """The names of each algorithm's states, in the order of ``ParamTable.set_states``."""
+
 def step(
     algorithm: str,
     grads: Sequence[Tensor],
@@ -175,7 +178,7 @@ class ParamTable:
     """
 
     def __init__(self, algorithm: str, device: torch.device) -> None:
-        """`algorithm`: "sgd", "adam" (also AdamW), "adagrad", "novograd", "lamb" or "none".
+        """`algorithm`: one of `algorithms`, such as "adam" (also AdamW), or "none".
 
         With "none" the table keeps gradients only, for an optimizer that steps by itself.
         """

@@ -11,13 +11,7 @@ from ampfuse import _core
 from ampfuse.optim.base import AmpOptimizer
 
 # By algorithm: the states of the parameter's shape, in the kernel's order.
-STATES: dict[str, tuple[str, ...]] = {
-    "sgd": ("momentum_buffer",),
-    "adam": ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
-    "adagrad": ("sum",),
-    "novograd": ("exp_avg",),
-    "lamb": ("exp_avg", "exp_avg_sq"),
-}
+STATES = {name: tuple(states) for name, states in _core.C.algorithms().items()}
 
 
 class States(AmpOptimizer):
