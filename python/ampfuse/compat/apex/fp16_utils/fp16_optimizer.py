@@ -16,6 +16,14 @@ from ampfuse.optim import upgrade
 from ampfuse.optim.masters import FLOAT_DTYPES
 
 
+def _of_the_wrapped(name: str) -> Any:
+    """An attribute that is the wrapped optimizer's."""
+    return property(
+        lambda self: getattr(self.optimizer, name),
+        lambda self, value: setattr(self.optimizer, name, value),
+    )
+
+
 # An Optimizer, unlike apex's: learning-rate schedulers ask for one. Everything but what is defined
 # here is the wrapped optimizer's, so Optimizer.__init__ is not called.
 class FP16_Optimizer(torch.optim.Optimizer):
@@ -195,25 +203,9 @@ class FP16_Optimizer(torch.optim.Optimizer):
     def loss_scale(self, value: float) -> None:
         self.loss_scaler._loss_scale = value
 
-    @property
-    def state(self) -> Any:
-        return self.optimizer.state
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        self.optimizer.state = value
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, value: list[dict[str, Any]]) -> None:
-        self.optimizer.param_groups = value
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        return self.optimizer.defaults
+    state = _of_the_wrapped("state")
+    param_groups = _of_the_wrapped("param_groups")
+    defaults = _of_the_wrapped("defaults")
 
     # --- checkpoints ----------------------------------------------------------------------------
 
