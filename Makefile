@@ -66,9 +66,11 @@ experiments: $(STAMPS)/experiments
 
 CXX_FILES = git ls-files '*.h' '*.cpp' '*.cu' '*.cuh'
 
-lint: .venv/lint
+# Types are checked against the torch of the tests.
+lint: .venv/lint $(STAMPS)/ready
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
+	.venv/bin/mypy --python-executable $(PY)
 	$(CXX_FILES) | xargs .venv/bin/clang-format --dry-run -Werror
 
 format: .venv/lint

@@ -14,6 +14,7 @@ from torch import nn
 
 import ampfuse
 from ampfuse.amp import grad_scaler
+from ampfuse.optim import unscaling
 
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 inf, nan = math.inf, math.nan
@@ -250,8 +251,8 @@ def test_small_unscaled_gradients_survive_unscale(kind, dtype):
 
 
 def test_where_half_parameters_hold_no_fp32_gradient_the_exact_routes_are_named(monkeypatch):
-    grad_scaler._warn_of_rounding.cache_clear()
-    monkeypatch.setattr(grad_scaler, "_accepts_float32_gradient", _refuse)
+    unscaling._warn_of_rounding.cache_clear()
+    monkeypatch.setattr(unscaling, "_accepts_float32_gradient", _refuse)
     one = One(f16, torch.optim.SGD)
     scaler = ours(init_scale=8.0)
     for expected in (1, 0):
@@ -268,7 +269,7 @@ def test_where_half_parameters_hold_no_fp32_gradient_the_exact_routes_are_named(
 
 
 def _refuse(parameter):
-    grad_scaler._warn_of_rounding()
+    unscaling._warn_of_rounding()
     return False
 
 

@@ -73,11 +73,12 @@ class Graph:
     def memory(self):
         """What the captured step reads or writes."""
         step, optimizer = self.step, self.step._optimizer
-        states = [sorted(optimizer.state[p].items()) for p in step._params]
+        captured = step._captured
+        states = [sorted(optimizer.state[p].items()) for p in captured.params]
         states = [value for items in states for name, value in items if name != "step"]
         return [
-            *step._params,
-            *step._leaves,
+            *captured.params,
+            *captured.leaves,
             *step._buffers.values(),
             *step._scaling_tensors(),
             *(value for value in states if isinstance(value, torch.Tensor)),
@@ -253,7 +254,7 @@ def everything(training):
     fields = ("skip", "grad_norm", "clip_coef", "loss_scale", "schedule_step", "last_bad_row")
     fields += ("last_bad_bits", "skipped_steps", "found_inf", "sum_squares")
     for name in fields:
-        found[f"step {name}"] = optimizer._sync_rows().state_field(name)
+        found[f"step {name}"] = optimizer.param_table().state_field(name)
     if training.under_amp:
         found |= scaling(amp.state_dict(optimizer=optimizer)["loss_scaler0"])
     if training.scaler is not None:

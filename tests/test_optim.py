@@ -1,6 +1,7 @@
 """ampfuse.optim is torch.optim: what users do to an optimizer, done to ours and to torch's."""
 
 import copy
+import inspect
 import io
 import pickle
 import sys
@@ -360,6 +361,21 @@ def test_no_gradients_at_all_is_no_step(name):
     pair.check()
     pair.steps(2)
     pair.check()
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "Adagrad"])
+def test_signatures_are_torchs_with_four_options_more(name):
+    ours = inspect.signature(getattr(optim, name)).parameters
+    torchs = inspect.signature(getattr(torch.optim, name)).parameters
+    for key, parameter in torchs.items():
+        assert (ours[key].default, ours[key].kind) == (parameter.default, parameter.kind)
+    more = {key: parameter.default for key, parameter in ours.items() if key not in torchs}
+    assert more == {
+        "master_weights": False,
+        "max_grad_norm": None,
+        "skip_nonfinite": False,
+        "unscale_grads": True,
+    }
 
 
 @pytest.mark.parametrize("flag", ["foreach", "fused", "capturable"])

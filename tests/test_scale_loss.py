@@ -683,6 +683,26 @@ def test_step_and_another_block_inside_the_block_are_errors(level):
     assert weight(optimizer) == 0.5
 
 
+@pytest.mark.parametrize("meanwhile", ["overflow", "set"])
+@pytest.mark.parametrize("level", DYNAMIC)
+def test_a_pass_keeps_its_scale_while_another_changes_it(level, meanwhile):
+    """Blocks of two optimizers with one scaler, one in the other."""
+    models = [Scalar(), Scalar()]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
+    amp.initialize(models, optimizers, opt_level=level, verbosity=0)
+    outer, inner = optimizers
+    with amp.scale_loss(models[0](torch.ones(1)).sum().float() * 0.25, outer) as scaled:
+        if meanwhile == "overflow":
+            backward(models[1], inner, inf)
+        else:
+            outer._amp_session.loss_scalers[0]._loss_scale = 2.0**15
+        assert scale(outer) == 2.0**15
+        scaled.backward()
+    outer.step()
+    assert weight(outer) == 0.75
+    assert scale(outer) == 2.0**15
+
+
 def test_the_weight_cache_of_autocast_is_dropped():
     """Inside an autocast region around the loop, a cast weight must not outlive its step."""
     model = nn.Linear(1, 1, bias=False)

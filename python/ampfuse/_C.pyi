@@ -5,6 +5,7 @@ Lists of tensors: strided and dense, on one device, float32, float16 or bfloat16
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,6 +72,9 @@ def l2norm(
 
     Sets found_inf where one of these values is not finite.
     """
+
+def algorithms() -> dict[str, list[str]]:
+    """The names of each algorithm's states, in the order of ``ParamTable.set_states``."""
 
 def step(
     algorithm: str,
@@ -146,12 +150,12 @@ def empty_laid_out_as(like: Tensor, dtype: torch.dtype = torch.float32) -> Tenso
     On a CPU a large one is on huge pages, where the system has them.
     """
 
-Containers = Sequence[Sequence[object] | Mapping[object, object]] | Mapping[object, object]
+Containers = Sequence[Sequence[object] | Mapping[Any, object]] | Mapping[Any, object]
 
 def flattened(containers: Containers) -> list[object]:
     """The objects that lists, or dicts as values, hold: of a list, or a dict as values, of them."""
 
-def holds(containers: Containers, known: list[object]) -> bool:
+def holds(containers: Containers, known: Sequence[object]) -> bool:
     """Whether ``flattened(containers)`` would be the very objects of `known`."""
 
 class DictVersions:
@@ -174,7 +178,7 @@ class ParamTable:
     """
 
     def __init__(self, algorithm: str, device: torch.device) -> None:
-        """`algorithm`: "sgd", "adam" (also AdamW), "adagrad", "novograd", "lamb" or "none".
+        """`algorithm`: one of `algorithms`, such as "adam" (also AdamW), or "none".
 
         With "none" the table keeps gradients only, for an optimizer that steps by itself.
         """

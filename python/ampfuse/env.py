@@ -89,8 +89,9 @@ def covering_arch(archs: Iterable[str], capability: tuple[int, int]) -> str | No
 
 def tested_with(oldest: str, newest: str, installed: str) -> str:
     """The releases of torch tested (``"2.11"``, ``"2.15"``), and whether `installed` is newer."""
-    tested, release = (re.match(r"(\d+)\.(\d+)", version) for version in (newest, installed))
-    newer = release and tuple(map(int, release.groups())) > tuple(map(int, tested.groups()))
+    numbers = [re.findall(r"\d+", version)[:2] for version in (newest, installed)]
+    tested, release = (tuple(map(int, found)) for found in numbers)
+    newer = len(release) == 2 and release > tested
     return f"{oldest} to {newest}" + (f"; torch {installed} is newer than these" if newer else "")
 
 
@@ -140,7 +141,7 @@ def _system() -> Facts:
         "kernel": platform.platform(),
         "C library": " ".join(platform.libc_ver()) or "unknown",
         "CPU": cpu_model(),
-        "CPU cores": _cores(),
+        "CPU cores": f"{core_count()} usable of {os.cpu_count()}",
         "CPU features": [flag for flag in _X86_FLAGS + _ARM_FLAGS if flag in flags] or "unknown",
         "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.1f} GiB",
     }
@@ -163,7 +164,7 @@ def _python() -> Facts:
 def _compilers() -> Facts:
     found: Facts = {}
     for tool in ("g++", "clang++", "cmake", "ninja"):
-        found[tool] = _first_line(tool, "--version") or "not found"
+        found[tool] = (_run(tool, "--version") or "not found").splitlines()[0]
     nvcc = os.environ.get("CUDACXX") or shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
     release = re.search(r"release [\d.]+, V[\d.]+", _run(nvcc, "--version") or "")
     found["CUDA toolkit"] = f"{release[0]} ({nvcc})" if release else "not found (nvcc)"
@@ -275,6 +276,7 @@ def _probe_in_child(timeout_s: float = 120.0) -> dict[str, Facts]:
     """Run _CHILD_PROBES in another interpreter and collect what it says before it ends."""
     # By path, under a name of its own: `-m ampfuse.env` would import the package first.
     code = f"import runpy; runpy.run_path({os.path.abspath(__file__)!r}, run_name='__probe__')"
+    status: int | str
     try:
         # Warnings of the libraries go to stderr, which is shown only if the child crashes.
         child = subprocess.run(
@@ -340,11 +342,6 @@ def _run(*command: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def _first_line(*command: str) -> str | None:
-    output = _run(*command)
-    return output.splitlines()[0] if output else None
-
-
 def _decoded(output: bytes | str | None) -> str:
     return output.decode(errors="replace") if isinstance(output, bytes) else output or ""
 
@@ -354,10 +351,6 @@ def _os_name() -> str:
         return platform.freedesktop_os_release()["PRETTY_NAME"]
     except (OSError, KeyError):
         return platform.system()
-
-
-def _cores() -> str:
-    return f"{core_count()} usable of {os.cpu_count()}"
 
 
 def _cpuinfo() -> dict[str, str]:

@@ -38,6 +38,7 @@ from ampfuse.amp.grad_scaler import GradScaler
 from ampfuse.amp.initialize import initialize
 from ampfuse.amp.scale_loss import scale_loss
 from ampfuse.amp.scaler import LossScaler
+from ampfuse.optim.inner import parameters
 
 __all__ = [
     "GradScaler",
@@ -67,11 +68,10 @@ def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
     After ``scale_loss`` their ``.grad`` is the unscaled gradient, so this is the set to clip.
     Masters have followed what was loaded into the model, or edited in it, since the last step.
     """
-    follow_edits = getattr(optimizer, "_follow_edits", None)
+    follow_edits = getattr(optimizer, "follow_edits", None)
     if follow_edits is not None:
         follow_edits()
-    for group in optimizer.param_groups:
-        yield from group["params"]
+    yield from parameters(optimizer)
 
 
 def cast_everywhere() -> None:

@@ -45,16 +45,10 @@ class Casts:
     @classmethod
     def of(cls, policy: Policy, rules: OpRules | None = None, *, log: bool = False) -> Casts:
         """A model that casts its inputs gives FP32 outputs, unless the policy says otherwise."""
-        outputs = policy.cast_model_outputs
-        if not policy.casts_model:
-            return cls(autocast=policy.autocast_type, outputs=outputs, rules=rules, log=log)
-        return cls(
-            inputs=policy.cast_model_type,
-            autocast=policy.autocast_type,
-            outputs=outputs or torch.float32,
-            rules=rules,
-            log=log,
-        )
+        inputs, outputs = policy.weights_type, policy.cast_model_outputs
+        if inputs is not None and outputs is None:
+            outputs = torch.float32
+        return cls(inputs, policy.autocast_type, outputs, rules, log)
 
 
 def check_can_install(model: nn.Module) -> None:
@@ -91,7 +85,7 @@ def install(model: nn.Module, casts: Casts) -> None:
         # A forward set on the instance would hide the class's; ours calls it instead.
         if "forward" in model.__dict__:
             model.__dict__["_amp_inner_forward"] = model.__dict__.pop("forward")
-        model.__class__ = _amp_class(type(model))
+        model.__class__ = _amp_class(type(model))  # type: ignore[arg-type]
     model.__dict__["_amp_casts"] = casts
 
 
@@ -166,7 +160,7 @@ class AmpModule:
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Pickle finds classes by name, and this one's name is the original's: rebuild an instance
         # of the original, then exchange its class. The rest of the state travels as always.
-        make, args, *state = super().__reduce_ex__(protocol)
+        make, args, *state = super().__reduce_ex__(protocol)  # type: ignore[str-unpack]
         original = _original_class(type(self))
         args = tuple(original if arg is type(self) else arg for arg in args)
         return (_restore, (make, args, self.__dict__.get("_amp_casts")), *state)
@@ -174,7 +168,7 @@ class AmpModule:
 
 def _restore(make: Callable[..., nn.Module], args: tuple[Any, ...], casts: Casts) -> nn.Module:
     model = make(*args)
-    model.__class__ = _amp_class(type(model))
+    model.__class__ = _amp_class(type(model))  # type: ignore[arg-type]
     model.__dict__["_amp_casts"] = casts
     return model
 
@@ -184,7 +178,7 @@ def _original_class(amp_class: type) -> type:
 
 
 @functools.cache
-def _amp_class(original: type) -> type:
+def _amp_class(original: Any) -> Any:
     """The subclass of `original` that casts; its name, signature and docstring are `original`'s."""
 
     @functools.wraps(original.forward)  # who inspects the signature of forward finds the model's
@@ -197,14 +191,14 @@ def _amp_class(original: type) -> type:
 
     # torch.compile counts recompilations per code object and gives up at eight: each class gets a
     # code object of its own, as it would have without us.
-    forward.__code__ = forward.__code__.replace()
+    forward.__code__ = forward.__code__.replace()  # type: ignore[attr-defined]
 
     def body(namespace: dict[str, Any]) -> None:
         namespace["forward"] = forward
         for name in ("__module__", "__qualname__", "__doc__"):
             namespace[name] = getattr(original, name)
 
-    amp_class = types.new_class(original.__name__, (AmpModule, original), exec_body=body)
+    amp_class: Any = types.new_class(original.__name__, (AmpModule, original), exec_body=body)
     return amp_class
 
 

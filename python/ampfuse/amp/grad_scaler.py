@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,10 +13,13 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from ampfuse import _core
-from ampfuse.amp.scaler import DEFAULT_MIN_SCALE, check_scaler_options
+from ampfuse.amp.scaler import DEFAULT_MIN_SCALE, ScaleRule
 from ampfuse.optim import AmpOptimizer
+from ampfuse.optim.base import driven
 from ampfuse.optim.fused import FusedOptimizer
+from ampfuse.optim.inner import parameters
 from ampfuse.optim.masters import HALF_DTYPES
+from ampfuse.optim.unscaling import unscale
 
 # The largest power of two in FP32. torch has no ceiling, but refuses to grow to inf.
 _LARGEST_SCALE = 2.0**127
@@ -39,7 +41,7 @@ class GradScaler(torch.amp.GradScaler):
       gradients.
     - the scale has a floor (and a ceiling, and hysteresis): a NaN that stays cannot halve it to 0.
 
-    Args:
+    Arguments:
         device: device type that scales live on; None = "cuda" if there is a GPU, else "cpu".
         init_scale, growth_factor, backoff_factor, growth_interval, enabled: as in torch.
         min_scale, max_scale: bounds of the scale.
@@ -77,15 +79,18 @@ class GradScaler(torch.amp.GradScaler):
         self._init_hysteresis_tracker = self._hysteresis
         self._hysteresis_tracker: Tensor | None = None
         if self._enabled:
-            check_scaler_options(
-                init_scale,
-                growth_factor,
-                backoff_factor,
-                growth_interval,
-                self._min_scale,
-                self._max_scale,
-                self._hysteresis,
-            )
+            self._rule.check(init_scale)
+
+    @property
+    def _rule(self) -> ScaleRule:
+        return ScaleRule(
+            self._growth_factor,
+            self._backoff_factor,
+            self._growth_interval,
+            self._min_scale,
+            self._max_scale,
+            self._hysteresis,
+        )
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         super()._lazy_init_scale_growth_tracker(dev)
@@ -117,12 +122,8 @@ class GradScaler(torch.amp.GradScaler):
         else:
             found_inf = None  # the optimizer looks for itself, in the pass it makes anyway
             grad_scale = _product(scale, getattr(optimizer, "grad_scale", None))
-        optimizer.grad_scale = grad_scale
-        optimizer.found_inf = found_inf
-        try:
+        with driven(optimizer, grad_scale=grad_scale, found_inf=found_inf):
             result = optimizer.step(*args, **kwargs)
-        finally:  # the next step may be made without a scaler
-            del optimizer.grad_scale, optimizer.found_inf
         if found_inf is None:
             skipped = optimizer.last_step.skipped
             state["found_inf_per_device"] = {skipped.device: skipped}
@@ -159,12 +160,9 @@ class GradScaler(torch.amp.GradScaler):
             if stage is not OptState.READY:
                 scale = None
         if not isinstance(optimizer, FusedOptimizer):
-            return torch.nn.utils.clip_grad_norm_(_parameters(optimizer), max_norm)
-        optimizer.grad_scale = scale
-        try:
+            return torch.nn.utils.clip_grad_norm_(parameters(optimizer), max_norm)
+        with driven(optimizer, grad_scale=scale):
             return optimizer.clip_next_step(max_norm)
-        finally:
-            del optimizer.grad_scale
 
     def _unscale_grads_(
         self,
@@ -177,20 +175,20 @@ class GradScaler(torch.amp.GradScaler):
         if allow_fp16:  # torch's check for its own fused optimizers: the scale here is 1
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         if isinstance(optimizer, AmpOptimizer):
+            assert self._scale is not None
             sticky = optimizer.unscale_gradients(self._scale)
             flag = sticky.clone()
             sticky.zero_()  # `step` hands the verdict back, if there is a step
             return {flag.device: flag}
 
         by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
-        for parameter in _parameters(optimizer):
+        for parameter in parameters(optimizer):
             if parameter.grad is not None:
                 by_device[parameter.grad.device].append(parameter)
         flags = {}
-        with torch.no_grad():
-            for device, parameters in by_device.items():
-                flags[device] = found_inf.to(device, non_blocking=True, copy=True)
-                _unscale(parameters, inv_scale.to(device, non_blocking=True), flags[device])
+        for device, listed in by_device.items():
+            flags[device] = found_inf.to(device, non_blocking=True, copy=True)
+            unscale(listed, inv_scale.to(device, non_blocking=True), flags[device])
         return flags
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
@@ -209,18 +207,10 @@ class GradScaler(torch.amp.GradScaler):
         ]
         if not found_infs:
             raise AssertionError("No inf checks were recorded prior to update.")
-        _core.C.update_scale(
-            scale,
-            growth_tracker,
-            self._hysteresis_tracker,
-            found_infs,
-            self._growth_factor,
-            self._backoff_factor,
-            self._growth_interval,
-            self._min_scale,
-            self._max_scale,
-            self._hysteresis,
-        )  # nothing is shared: each optimizer skips for itself, as in torch
+        tracker = self._hysteresis_tracker
+        assert tracker is not None
+        # Nothing is shared: each optimizer skips for itself, as in torch.
+        _core.C.update_scale(scale, growth_tracker, tracker, found_infs, *self._rule)
         self._per_optimizer_states.clear()
         return None
 
@@ -258,87 +248,20 @@ def _product(scale: Tensor, other: Tensor | float | None) -> Tensor:
     return scale if other is None else scale * other
 
 
-def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
-
-
-def _unscale(parameters: list[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
-    """Unscale the gradients of `parameters` (on one device); `found_inf` = 1 if one is non-finite.
-
-    FP32 gradients change in place; half ones are replaced by FP32 ones where torch allows that.
-    """
-    old: list[Tensor] = []
-    new: list[Tensor] = []
-    replaced: list[tuple[Tensor, Tensor]] = []
-    other: dict[torch.dtype, list[Tensor]] = defaultdict(list)
-    for parameter in parameters:
-        gradient = parameter.grad
-        if gradient.is_sparse:
-            # Duplicate indices add up, and in half the sum may overflow: look at the sums.
-            if gradient.dtype in HALF_DTYPES:
-                gradient = parameter.grad = gradient.coalesce()
-            gradient = gradient._values()
-            other[gradient.dtype].append(gradient)
-        elif not _is_dense(gradient) or gradient.dtype not in (torch.float32, *HALF_DTYPES):
-            other[gradient.dtype].append(gradient)
-        else:
-            out = gradient
-            if gradient.dtype in HALF_DTYPES and _accepts_float32_gradient(parameter):
-                out = torch.empty_like(gradient, dtype=torch.float32)
-                replaced.append((parameter, out))
-            old.append(gradient)
-            new.append(out)
-    if old:
-        _core.C.unscale(old, new, inv_scale, found_inf)
-    # What the fused op does not take (sparse, float64, views with gaps) goes torch's way.
-    for gradients in other.values():
-        torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inv_scale)
-    for parameter, gradient in replaced:
-        parameter.grad = gradient
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    return tensor.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(tensor)
-
-
-def _accepts_float32_gradient(parameter: Tensor) -> bool:
-    """Let a half parameter hold an FP32 gradient; warn once where this torch has no way to."""
-    if parameter.dtype not in HALF_DTYPES:
-        return True
-    try:
-        parameter.grad_dtype = None  # any type; the next backward gives a half gradient again
-        return True
-    except (AttributeError, RuntimeError):
-        _warn_of_rounding()
-        return False
-
-
 @torch.no_grad()
 def _round_gradients_to_parameters(optimizer: Optimizer) -> None:
     """Give a stock optimizer the gradients in its parameters' type; most of torch's insist on it.
 
     Only half parameters without masters are concerned, which ours would step in FP32.
     """
-    for parameter in _parameters(optimizer):
+    for parameter in parameters(optimizer):
         gradient = parameter.grad
         if gradient is None or gradient.dtype == parameter.dtype:
             continue
         if parameter.dtype in HALF_DTYPES:
             parameter.grad = gradient.to(parameter.dtype)
             if parameter.dtype == torch.float16:
-                _warn_of_stock_optimizer(type(optimizer))
-
-
-@functools.cache
-def _warn_of_rounding() -> None:
-    warnings.warn(
-        f"torch {torch.__version__} does not let a half parameter hold an FP32 gradient, so "
-        "unscale_ rounds half gradients, and small ones become 0. To clip exactly, use "
-        "scaler.clip_grad_norm_(optimizer, max_norm) or the max_grad_norm= argument of "
-        "ampfuse's optimizers.",
-        stacklevel=6,
-    )
+                _warn_of_stock_optimizer(type(optimizer))  # type: ignore[arg-type]
 
 
 @functools.cache

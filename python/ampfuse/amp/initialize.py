@@ -32,8 +32,8 @@ from ampfuse.amp.function_casts import install_registered
 from ampfuse.amp.policy import Policy, make_policy
 from ampfuse.amp.scaler import LossScaler
 from ampfuse.optim import upgrade
-from ampfuse.optim.inner import with_inner
-from ampfuse.optim.masters import HALF_DTYPES
+from ampfuse.optim.inner import parameters, with_inner
+from ampfuse.optim.masters import FLOAT_DTYPES, HALF_DTYPES
 
 _log = logging.getLogger("ampfuse.amp")
 
@@ -68,7 +68,7 @@ def initialize(
     before wrapping a model in (Distributed)DataParallel. It may be called several times, for
     different models and optimizers; each call has loss scalers of its own.
 
-    Args:
+    Arguments:
         models: a module, or a list or tuple of modules, on any device.
         optimizers: one, a list or tuple of them, or None (inference).
         enabled: False changes nothing and makes every amp call pass its arguments through.
@@ -172,9 +172,9 @@ def set_up(models: Any, optimizers: Any, session: sessions.Session, *, allow_hal
     if policy.master_weights and not _trains_with_others():
         exact = _float32_values(optimizer_list, policy)
     for model in model_list:
-        if policy.casts_model:
+        if policy.weights_type is not None:
             keep = bool(policy.keep_batchnorm_fp32)
-            cast_model(eager_module(model), policy.cast_model_type, keep_batchnorm_fp32=keep)
+            cast_model(eager_module(model), policy.weights_type, keep_batchnorm_fp32=keep)
             save_in_float32(eager_module(model))
         install(model, Casts.of(policy, session.rules, log=session.logs_casts))
     _upgrade(optimizer_list, session, names, exact)
@@ -203,7 +203,7 @@ def _upgrade(
     policy = session.policy
     assert policy is not None
     for optimizer in optimizers:
-        before = [parameter for _, parameter in _parameters_of(optimizer)]
+        before = list(parameters(optimizer))
         # A checkpoint loaded before this call brought masters, which the weights only round.
         states = [getattr(each, "state", {}) for each in with_inner(optimizer)]
         loaded = [p for p in before if any("master_param" in s.get(p, {}) for s in states)]
@@ -213,7 +213,7 @@ def _upgrade(
         optimizer.skip_on_overflow = policy.is_dynamic  # type: ignore[attr-defined]
         sessions.add(session, optimizer)
         # A master starts from the weight as it was before the cast, which the half weight rounds.
-        after = [parameter for _, parameter in _parameters_of(optimizer)]
+        after = list(parameters(optimizer))
         for original, master in zip(before, after, strict=True):
             if master is not original and id(original) in exact:
                 with torch.no_grad():
@@ -274,7 +274,7 @@ def _check_models(models: list[nn.Module], policy: Policy, allow_half: bool) -> 
         return
     name, parameter = half[0]
     kind = str(parameter.dtype).removeprefix("torch.")
-    if not policy.casts_model:
+    if policy.weights_type is None:
         raise RuntimeError(
             f"Parameter {name!r} is {kind}, but {policy.opt_level} trains FP32 parameters: the "
             "optimizer would step it in half precision and lose small updates. Call model.float() "
@@ -293,18 +293,16 @@ def _check_optimizers(optimizers: list[Optimizer], policy: Policy, names: dict[i
     if len({id(optimizer) for optimizer in optimizers}) < len(optimizers):
         raise RuntimeError("The same optimizer is listed twice.")
     for optimizer in optimizers:
-        session = getattr(optimizer, "_amp_session", None)
-        if session is not None and session.enabled:
+        if sessions.enabled_of(optimizer) is not None:
             raise RuntimeError(
                 f"This {type(optimizer).__name__} went through amp.initialize already. Make a new "
                 "optimizer from model.parameters() to initialize the model again."
             )
         for place, parameter in _parameters_of(optimizer):
-            in_model = id(parameter) in names
             dtype = parameter.dtype
-            if in_model and policy.casts_model and dtype.is_floating_point:
-                dtype = policy.cast_model_type
-            if dtype not in (torch.float32, *HALF_DTYPES):
+            if id(parameter) in names and dtype.is_floating_point:
+                dtype = policy.weights_type or dtype
+            if dtype not in FLOAT_DTYPES:
                 raise TypeError(
                     f"Parameter {names.get(id(parameter), place)!r} would be stepped in {dtype}. "
                     "amp's optimizers take float32, float16 and bfloat16 parameters: cast the "
@@ -331,11 +329,10 @@ def _float32_values(optimizers: Iterable[Optimizer], policy: Policy) -> dict[int
 
     For an FP32 parameter that is its present memory, which the cast leaves behind: no copy.
     """
-    parameters = itertools.chain.from_iterable(_parameters_of(o) for o in optimizers)
     return {
         id(p): p.detach().float()
-        for _, p in parameters
-        if p.is_floating_point() and p.dtype != policy.cast_model_type
+        for p in itertools.chain.from_iterable(map(parameters, optimizers))
+        if p.is_floating_point() and p.dtype != policy.weights_type
     }
 
 

@@ -120,10 +120,10 @@ def _casting(name: str, function: Any) -> Any:
             return function(*args, **kwargs)
         if scope.logs:
             with LogCastsFor(label):
-                args, kwargs = _apply(rule, scope.dtype, args, kwargs)
+                cast, kwargs = _apply(rule, scope.dtype, args, kwargs)
         else:
-            args, kwargs = _apply(rule, scope.dtype, args, kwargs)
-        return call(*args, **kwargs)
+            cast, kwargs = _apply(rule, scope.dtype, args, kwargs)
+        return call(*cast, **kwargs)
 
     return cast_first
 

@@ -172,8 +172,8 @@ def _widest(_: torch.dtype, args: Any, kwargs: Any) -> Arguments:
             if a.is_floating_point() and b.is_floating_point():
                 dtype = torch.promote_types(a.dtype, b.dtype)
                 return (to_dtype(a, dtype), to_dtype(b, dtype)), kwargs
-    dtype = widest_dtype(trees.tensors((args, kwargs)))
-    return (args, kwargs) if dtype is None else _cast_all(dtype, args, kwargs)
+    widest = widest_dtype(trees.tensors((args, kwargs)))
+    return (args, kwargs) if widest is None else _cast_all(widest, args, kwargs)
 
 
 def _is_float64(args: Any, kwargs: Any) -> bool:

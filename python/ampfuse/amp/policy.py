@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -55,14 +55,18 @@ class Policy:
         return f"{self.opt_level}: {self.brief}" + (f" Here {overrides}." if overrides else "")
 
     @property
+    def weights_type(self) -> torch.dtype | None:
+        """The type that the model's weights and inputs are cast to (O0, O2, O3, O5), or None."""
+        return self.cast_model_type or None
+
+    @property
     def casts_model(self) -> bool:
-        """True if the model's weights and inputs are cast (O0, O2, O3, O5)."""
-        return isinstance(self.cast_model_type, torch.dtype)
+        return self.weights_type is not None
 
     @property
     def model_is_low_precision(self) -> bool:
         """True if the model's own weights become half or bfloat16 (O2, O3, O5)."""
-        return self.cast_model_type in HALF_DTYPES
+        return self.weights_type in HALF_DTYPES
 
     @property
     def autocast_type(self) -> torch.dtype | None:
@@ -143,7 +147,7 @@ def make_policy(opt_level: str, **overrides: object) -> Policy:
     level = LEVELS.get(opt_level) if isinstance(opt_level, str) else None
     if level is None:
         raise RuntimeError(_unknown_level(opt_level))
-    given = {name: value for name, value in overrides.items() if value is not None}
+    given: dict[str, Any] = {name: value for name, value in overrides.items() if value is not None}
 
     if "loss_scale" in given:
         given["loss_scale"] = parse_loss_scale(given["loss_scale"])

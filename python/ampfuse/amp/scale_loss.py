@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -41,7 +42,7 @@ def scale_loss(
     made with different scales. If a gradient of a pass is non-finite and scaling is dynamic, all of
     `optimizers`, and no others, skip their next step. ``step`` belongs after the block.
 
-    Args:
+    Arguments:
         loss: the loss, of any shape; computed on in FP32.
         optimizers: one or several; every optimizer whose parameters this pass gives gradients to.
         loss_id: which of the ``num_losses`` scalers of ``initialize`` to use.
@@ -100,7 +101,7 @@ def scale_loss(
     weight_cache.clear()
 
 
-def session_and_optimizers(optimizers: Any) -> tuple[sessions.Session, list[Optimizer]]:
+def session_and_optimizers(optimizers: Any) -> tuple[sessions.Session, list[Any]]:
     """What ``scale_loss`` works with. Where amp is off, `optimizers` may be anything."""
     if isinstance(optimizers, Optimizer):
         optimizers = [optimizers]
@@ -117,12 +118,14 @@ def session_and_optimizers(optimizers: Any) -> tuple[sessions.Session, list[Opti
 
 
 @contextlib.contextmanager
-def _plain_pass(loss: Tensor, optimizers: Sequence[Optimizer]) -> Iterator[Tensor]:
-    _set_in_backward(optimizers, True)
+def _plain_pass(loss: Tensor, optimizers: Sequence[Any]) -> Iterator[Tensor]:
+    for optimizer in optimizers:
+        optimizer.in_backward = True
     try:
         yield loss.float()
     finally:
-        _set_in_backward(optimizers, False)
+        for optimizer in optimizers:
+            optimizer.in_backward = False
 
 
 @contextlib.contextmanager
@@ -134,25 +137,22 @@ def scaled_pass(
     delay_overflow_check: bool,
 ) -> Iterator[Tensor]:
     """One backward pass of `optimizers` with `scaler`; see :func:`scale_loss`."""
-    scale = scaler.snapshot(loss.device)
     check = scaler.dynamic and not (delay_unscale or delay_overflow_check)
-    try:
+    with scaler.lent(loss.device) as scale:
+        try:
+            for optimizer in optimizers:
+                optimizer.begin_backward()
+            yield loss.float() * scale
+        except BaseException:
+            for optimizer in optimizers:
+                optimizer.cancel_backward()
+            raise
         for optimizer in optimizers:
-            optimizer.begin_backward()
-        yield loss.float() * scale
-    except BaseException:
-        for optimizer in optimizers:
-            optimizer.cancel_backward()
-        raise
-    if delay_unscale:
-        for optimizer in optimizers:
-            optimizer.mark_backward(scale)
-            optimizer._amp_delayed = True
-        return
-    for optimizer in optimizers:
-        optimizer.end_backward(scale, check)
-        optimizer._amp_delayed = False
-    if not delay_overflow_check:
+            if delay_unscale:
+                optimizer.mark_backward(scale)
+            else:
+                optimizer.end_backward(scale, check)
+    if not (delay_unscale or delay_overflow_check):
         # The scale reacts to this pass alone; a step skips after any overflow since the last step.
         scaler.update(
             [optimizer.pass_found_inf_flag for optimizer in optimizers],
@@ -160,18 +160,22 @@ def scaled_pass(
         )
 
 
-def _warn_if_no_forward_ran(session: sessions.Session, optimizers: Sequence[Any]) -> None:
+# Of optimizers, at their last pass: the count of forwards, and the version of what a step changes.
+_seen: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[int]]] = weakref.WeakKeyDictionary()
+
+
+def _warn_if_no_forward_ran(session: sessions.Session, optimizers: Sequence[Optimizer]) -> None:
     """Once: what was computed outside every ``forward`` was not cast."""
     forwards = cast_state.forwards()
     for optimizer in optimizers:
-        # A step changes the version of what it steps.
         now = forwards, [p._version for p in optimizer.param_groups[-1]["params"][-1:]]
-        before = getattr(optimizer, "_amp_seen", (session.forwards, None))
-        optimizer._amp_seen = now
+        before = _seen.get(optimizer, (session.forwards, None))
+        _seen[optimizer] = now
         told = session.forwards is None or not session.casts_functions
         if told or now[0] != before[0] or now[1] == before[1]:
             continue
         session.forwards = None
+        assert session.policy is not None
         warnings.warn(
             f"{session.policy.opt_level} casts inside the forward() of the models that "
             "amp.initialize was given, and since the last step none of them ran: this loss was "
@@ -179,11 +183,6 @@ def _warn_if_no_forward_ran(session: sessions.Session, optimizers: Sequence[Any]
             "(training_step, loss), call amp.cast_everywhere() after amp.initialize.",
             stacklevel=4,
         )
-
-
-def _set_in_backward(optimizers: Sequence[Any], value: bool) -> None:
-    for optimizer in optimizers:
-        optimizer.in_backward = value
 
 
 def _report_overflow(optimizers: Sequence[Any], scaler: LossScaler, loss_id: int) -> None:

@@ -6,9 +6,10 @@ updates it from the overflow flags of its optimizers in one small kernel; the ho
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,30 +22,33 @@ from ampfuse import _core
 DEFAULT_MIN_SCALE = 2.0**-24
 
 
-def check_scaler_options(
-    init_scale: float,
-    growth_factor: float,
-    backoff_factor: float,
-    growth_interval: int,
-    min_scale: float,
-    max_scale: float,
-    hysteresis: int,
-) -> None:
-    """Raise ValueError for options that no loss scaler can work with."""
-    if not (math.isfinite(init_scale) and init_scale > 0):
-        raise ValueError(f"init_scale must be a positive number, not {init_scale}.")
-    if not growth_factor > 1:
-        raise ValueError(f"growth_factor must be > 1, not {growth_factor}.")
-    if not 0 < backoff_factor < 1:
-        raise ValueError(f"backoff_factor must be between 0 and 1, not {backoff_factor}.")
-    if growth_interval < 1:
-        raise ValueError(f"growth_interval must be at least 1, not {growth_interval}.")
-    if hysteresis < 1:
-        raise ValueError(f"hysteresis must be at least 1, not {hysteresis}.")
-    if not 0 < min_scale <= max_scale:
-        raise ValueError(
-            f"The loss scale needs 0 < minimum <= maximum, not {min_scale} and {max_scale}."
-        )
+class ScaleRule(NamedTuple):
+    """How a loss scale adapts: as ``_C.update_scale`` takes it."""
+
+    growth_factor: float
+    backoff_factor: float
+    growth_interval: int
+    min_scale: float
+    max_scale: float
+    hysteresis: int
+
+    def check(self, init_scale: float) -> None:
+        """Raise ValueError for options that no loss scaler can work with."""
+        if not (math.isfinite(init_scale) and init_scale > 0):
+            raise ValueError(f"init_scale must be a positive number, not {init_scale}.")
+        if not self.growth_factor > 1:
+            raise ValueError(f"growth_factor must be > 1, not {self.growth_factor}.")
+        if not 0 < self.backoff_factor < 1:
+            raise ValueError(f"backoff_factor must be between 0 and 1, not {self.backoff_factor}.")
+        if self.growth_interval < 1:
+            raise ValueError(f"growth_interval must be at least 1, not {self.growth_interval}.")
+        if self.hysteresis < 1:
+            raise ValueError(f"hysteresis must be at least 1, not {self.hysteresis}.")
+        if not 0 < self.min_scale <= self.max_scale:
+            raise ValueError(
+                "The loss scale needs 0 < minimum <= maximum, not "
+                f"{self.min_scale} and {self.max_scale}."
+            )
 
 
 class LossScaler:
@@ -53,7 +57,7 @@ class LossScaler:
     A dynamic scale is divided (times `backoff_factor`) after a pass with a non-finite gradient and
     multiplied by `scale_factor` after `scale_window` clean passes in a row.
 
-    Args:
+    Arguments:
         loss_scale: ``"dynamic"``, or the static scale.
         init_scale, scale_factor, scale_window: start, growth factor and growth interval.
         min_loss_scale: floor; None or 0 means ``2**-24``.
@@ -68,6 +72,8 @@ class LossScaler:
     Reading :meth:`loss_scale` or :meth:`state_dict` waits for the device; nothing else does.
     """
 
+    _lent = 0  # blocks that have the scale
+
     def __init__(
         self,
         loss_scale: float | Literal["dynamic"],
@@ -81,41 +87,56 @@ class LossScaler:
         hysteresis: int = 1,
     ) -> None:
         self.dynamic = loss_scale == "dynamic"
-        self._growth_factor = float(scale_factor)
-        self._backoff_factor = float(backoff_factor)
-        self._growth_interval = int(scale_window)
-        self._min_loss_scale = float(min_loss_scale or DEFAULT_MIN_SCALE)
-        self._max_loss_scale = float(max_loss_scale)
-        self._hysteresis = int(hysteresis)
-        check_scaler_options(
-            init_scale,
-            self._growth_factor,
-            self._backoff_factor,
-            self._growth_interval,
-            self._min_loss_scale,
-            self._max_loss_scale,
-            self._hysteresis,
+        self._rule = ScaleRule(
+            float(scale_factor),
+            float(backoff_factor),
+            int(scale_window),
+            float(min_loss_scale or DEFAULT_MIN_SCALE),
+            float(max_loss_scale),
+            int(hysteresis),
         )
-        start = min(self._max_loss_scale, init_scale) if self.dynamic else float(loss_scale)
+        self._rule.check(init_scale)
+        start = min(self._rule.max_scale, init_scale) if self.dynamic else float(loss_scale)
         # On the CPU until the first loss shows which device to live on.
         self._scale = torch.tensor(start, dtype=torch.float32)
         self._growth_tracker = torch.tensor(0, dtype=torch.int32)
-        self._hysteresis_tracker = torch.tensor(self._hysteresis, dtype=torch.int32)
+        self._hysteresis_tracker = torch.tensor(self._rule.hysteresis, dtype=torch.int32)
         self._placed = False
         self._is_always_one = not self.dynamic and start == 1.0
 
     def snapshot(self, device: torch.device) -> Tensor:
         """A copy of the current scale on `device` (float32, 0-dim), which no update changes.
 
-        A step divides by the scale that its gradients were made with, so who scales a loss keeps
-        this copy. The first call settles which device the scaler lives on.
+        The first call settles which device the scaler lives on.
         """
+        self._place(device)
+        return self._scale.to(device=device, copy=True)
+
+    @contextlib.contextmanager
+    def lent(self, device: torch.device) -> Iterator[Tensor]:
+        """The scale of one backward pass, on `device` (float32, 0-dim), for a block.
+
+        Gradients are divided by the scale that they were made with, so it does not change in the
+        block. It is no copy: the scaler takes other memory if it has to change meanwhile.
+        """
+        self._place(device)
+        self._lent += 1
+        try:
+            yield self._scale.to(device)
+        finally:
+            self._lent -= 1
+
+    def _place(self, device: torch.device) -> None:
         if not self._placed:
             self._scale = self._scale.to(device)
             self._growth_tracker = self._growth_tracker.to(device)
             self._hysteresis_tracker = self._hysteresis_tracker.to(device)
             self._placed = True
-        return self._scale.to(device=device, copy=True)
+
+    def _leave_lent(self) -> None:
+        """The scale is about to change."""
+        if self._lent:
+            self._scale = self._scale.clone()
 
     @torch.no_grad()
     def update(self, found_infs: Sequence[Tensor], shared: Sequence[Tensor] | None = None) -> None:
@@ -129,6 +150,7 @@ class LossScaler:
         if not self.dynamic:
             self._growth_tracker += 1
             return
+        self._leave_lent()
         # Flags of models on other devices come here and go back, without the host looking at them.
         device = self._scale.device
         shared = found_infs if shared is None else shared
@@ -138,12 +160,7 @@ class LossScaler:
             self._growth_tracker,
             self._hysteresis_tracker,
             [flag.to(device, non_blocking=True) for flag in found_infs],
-            self._growth_factor,
-            self._backoff_factor,
-            self._growth_interval,
-            self._min_loss_scale,
-            self._max_loss_scale,
-            self._hysteresis,
+            *self._rule,
             here,
         )
         for flag, moved in zip(shared, here, strict=True):
@@ -171,6 +188,7 @@ class LossScaler:
 
     @_loss_scale.setter
     def _loss_scale(self, value: float) -> None:
+        self._leave_lent()
         self._scale.fill_(float(value))
         self._is_always_one = not self.dynamic and float(value) == 1.0
 
@@ -188,7 +206,7 @@ class LossScaler:
         With hysteresis there is one more entry, ``"hysteresis_left"``.
         """
         state: dict[str, Any] = {"loss_scale": self.loss_scale(), "unskipped": self._unskipped}
-        if self._hysteresis > 1:
+        if self._rule.hysteresis > 1:
             state["hysteresis_left"] = int(self._hysteresis_tracker.item())
         return state
 
@@ -196,7 +214,7 @@ class LossScaler:
         """Restore scale and counters; whether the scale adapts stays as it was built."""
         self._loss_scale = state["loss_scale"]
         self._unskipped = state["unskipped"]
-        self._hysteresis_tracker.fill_(int(state.get("hysteresis_left", self._hysteresis)))
+        self._hysteresis_tracker.fill_(int(state.get("hysteresis_left", self._rule.hysteresis)))
 
     def __repr__(self) -> str:
         kind = "dynamic" if self.dynamic else "static"

@@ -44,6 +44,10 @@ class Session:
         return self.policy is not None
 
     @property
+    def is_dynamic(self) -> bool:
+        return self.policy is not None and self.policy.is_dynamic
+
+    @property
     def logs_casts(self) -> bool:
         return self.verbosity >= 2
 
@@ -83,6 +87,12 @@ def others(session: Session, optimizers: Sequence[Optimizer]) -> list[Optimizer]
 
 def _inner(optimizer: Optimizer) -> Optimizer:
     return optimizer.optim if isinstance(optimizer, LARC) else optimizer
+
+
+def enabled_of(optimizer: Optimizer) -> Session | None:
+    """The session of `optimizer`, if it has one with amp on."""
+    session = getattr(optimizer, "_amp_session", None)
+    return session if session is not None and session.enabled else None
 
 
 def set_latest(session: Session) -> None:

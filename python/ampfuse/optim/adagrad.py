@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 from ampfuse.optim.fused import FusedOptimizer
 
 
-class Adagrad(FusedOptimizer, torch.optim.Adagrad):
+class Adagrad(FusedOptimizer, torch.optim.Adagrad, replaces=torch.optim.Adagrad):
     """Adagrad with a fused step: a drop-in for :class:`torch.optim.Adagrad`.
 
     Duchi, Hazan and Singer, JMLR 12, 2011. The formula and the state (``step``, ``sum``) are
@@ -29,8 +31,37 @@ class Adagrad(FusedOptimizer, torch.optim.Adagrad):
 
     _algorithm = "adagrad"
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-2,
+        lr_decay: float = 0,
+        weight_decay: float = 0,
+        initial_accumulator_value: float = 0,
+        eps: float = 1e-10,
+        foreach: bool | None = None,
+        *,
+        maximize: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        master_weights: bool = False,
+        max_grad_norm: float | None = None,
+        skip_nonfinite: bool = False,
+        unscale_grads: bool = True,
+    ) -> None:
+        self._set_options(master_weights, max_grad_norm, skip_nonfinite, unscale_grads)
+        super().__init__(
+            params,
+            lr,
+            lr_decay,
+            weight_decay,
+            initial_accumulator_value,
+            eps,
+            foreach,
+            maximize=maximize,
+            differentiable=differentiable,
+            fused=fused,
+        )
         # torch fills the sums here (before 2.14 or so), those of half parameters in half.
         for state in self.state.values():
             if state["sum"].dtype != torch.float32:
@@ -41,9 +72,6 @@ class Adagrad(FusedOptimizer, torch.optim.Adagrad):
     @property
     def _initial_state(self) -> float:
         return float(self.defaults["initial_accumulator_value"])
-
-    def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        return ("sum",)
 
     def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:
         return {

@@ -5,8 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
-from ampfuse.optim.fused import FusedOptimizer, moment_hyper
+from ampfuse.optim.fused import FusedOptimizer
+from ampfuse.optim.moments import moment_hyper
+from ampfuse.optim.states import STATES
 
 _DOC = """{name} with a fused step: a drop-in for :class:`torch.optim.{name}`.
 
@@ -44,8 +48,8 @@ class _AdamBase(FusedOptimizer):
     _algorithm = "adam"
 
     def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        names = ("exp_avg", "exp_avg_sq")
-        return (*names, "max_exp_avg_sq") if group["amsgrad"] else names
+        names = STATES[self._algorithm]
+        return names if group["amsgrad"] else names[:2]
 
     def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:
         return {
@@ -55,9 +59,79 @@ class _AdamBase(FusedOptimizer):
         }
 
 
-class Adam(_AdamBase, torch.optim.Adam):
+class Adam(_AdamBase, torch.optim.Adam, replaces=torch.optim.Adam):
     __doc__ = _DOC.format(name="Adam", reference="Kingma and Ba, arXiv:1412.6980")
 
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        amsgrad: bool = False,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        decoupled_weight_decay: bool = False,
+        master_weights: bool = False,
+        max_grad_norm: float | None = None,
+        skip_nonfinite: bool = False,
+        unscale_grads: bool = True,
+    ) -> None:
+        self._set_options(master_weights, max_grad_norm, skip_nonfinite, unscale_grads)
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            foreach=foreach,
+            maximize=maximize,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+            decoupled_weight_decay=decoupled_weight_decay,
+        )
 
-class AdamW(_AdamBase, torch.optim.AdamW):
+
+class AdamW(_AdamBase, torch.optim.AdamW, replaces=torch.optim.AdamW):
     __doc__ = _DOC.format(name="AdamW", reference="Loshchilov and Hutter, arXiv:1711.05101")
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        master_weights: bool = False,
+        max_grad_norm: float | None = None,
+        skip_nonfinite: bool = False,
+        unscale_grads: bool = True,
+    ) -> None:
+        self._set_options(master_weights, max_grad_norm, skip_nonfinite, unscale_grads)
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            foreach=foreach,
+            maximize=maximize,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+        )

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampfuse.optim import saved_state
+from ampfuse.optim import checkpoints
 from ampfuse.optim.base import AmpOptimizer
+from ampfuse.optim.inner import parameters
 from ampfuse.optim.masters import MasterParameter
 
 
@@ -33,7 +34,7 @@ class GenericOptimizer(AmpOptimizer):
         from ampfuse.amp import cast_state  # which imports this package
 
         self._check_gradients_are_unscaled()
-        table = self._sync_rows()
+        table = self.param_table()
         scale = self.__dict__.get("grad_scale")
         if scale is not None:
             self.unscale_gradients(scale)
@@ -46,7 +47,7 @@ class GenericOptimizer(AmpOptimizer):
             return None
         table.materialize()
         args, kwargs = self._with_published_weights(args, kwargs)
-        step = self._original_class.step
+        step: Any = self._original_class.step
         # torch wraps step once more for this class, so that hooks would run twice.
         step = step.__wrapped__ if getattr(step, "hooked", False) else step
         # The gradients are unscaled; torch's own steps would read these too, and some refuse them.
@@ -68,34 +69,31 @@ class GenericOptimizer(AmpOptimizer):
         driven = "found_inf" in self.__dict__
         if not (driven or (self._under_amp and self.skip_on_overflow)):
             return False
-        return bool(self._table.state_field("skip").item())
+        return bool(self._known_table().state_field("skip").item())
 
     def _with_published_weights(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """A closure evaluates the model, so the model has to follow the masters first."""
-        args, kwargs = list(args), dict(kwargs)
         closure = args[0] if args else kwargs.get("closure")
         if not callable(closure):
-            return tuple(args), kwargs
+            return args, kwargs
         from ampfuse.amp import cast_state
 
         outer = cast_state.thread.scope
 
         def closure_on_current_weights() -> Any:
-            self._table.publish_masters()
+            self._known_table().publish_masters()
             with cast_state.region(outer):
                 return closure()
 
         if args:
-            args[0] = closure_on_current_weights
-        else:
-            kwargs["closure"] = closure_on_current_weights
-        return tuple(args), kwargs
+            return (closure_on_current_weights, *args[1:]), kwargs
+        return args, {**kwargs, "closure": closure_on_current_weights}
 
     def clip_next_step(self, max_norm: float) -> Tensor:
         # The wrapped step reads .grad, so the gradients themselves have to be clipped.
-        return torch.nn.utils.clip_grad_norm_(list(self._amp_params()), max_norm)
+        return torch.nn.utils.clip_grad_norm_(list(parameters(self)), max_norm)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """The original class's, if it has its own: what that takes and leaves is its choice."""
@@ -105,14 +103,14 @@ class GenericOptimizer(AmpOptimizer):
             return
         self.materialize_gradients()
         original(self, *args, **kwargs)
-        for param in self._amp_params():  # a dropped gradient of a master is its weight's too
+        for param in parameters(self):  # a dropped gradient of a master is its weight's too
             if isinstance(param, MasterParameter) and param.grad is None:
                 param.model_param.grad = None
 
     def state_dict(self) -> dict[str, Any]:
         state_dict = super().state_dict()
-        dtypes = saved_state.own_dtypes(self._amp_params(), state_dict["state"])
-        return {**state_dict, saved_state.DTYPES: dtypes} if dtypes else state_dict
+        dtypes = checkpoints.own_dtypes(parameters(self), state_dict["state"])
+        return {**state_dict, checkpoints.DTYPES: dtypes} if dtypes else state_dict
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return _new, (self._original_class,), self.__getstate__()

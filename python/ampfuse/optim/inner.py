@@ -1,11 +1,18 @@
-"""Optimizers around other optimizers: Lookahead and the like."""
+"""What is in an optimizer: parameters, and in Lookahead and the like another optimizer."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
+
+
+def parameters(optimizer: Optimizer) -> Iterator[Tensor]:
+    """What `optimizer` steps, in the order of its groups."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
 
 
 def with_inner(optimizer: Optimizer) -> list[Optimizer]:

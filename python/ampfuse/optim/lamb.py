@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from ampfuse.optim.fused import FusedOptimizer, check_range, moment_hyper
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from ampfuse.optim.fused import FusedOptimizer
+from ampfuse.optim.moments import check_range, moment_hyper
 
 
 class LAMB(FusedOptimizer):
@@ -36,11 +40,12 @@ class LAMB(FusedOptimizer):
     """
 
     _algorithm = "lamb"
+    _follows_norms = True
 
     def __init__(
         self,
-        params: Any,
-        lr: Any = 1e-3,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-6,
         weight_decay: float = 0.01,
@@ -49,8 +54,12 @@ class LAMB(FusedOptimizer):
         grad_averaging: bool = True,
         decoupled_weight_decay: bool = True,
         use_nvlamb: bool = False,
-        **options: Any,
+        master_weights: bool = False,
+        max_grad_norm: float | None = None,
+        skip_nonfinite: bool = False,
+        unscale_grads: bool = True,
     ) -> None:
+        self._set_options(master_weights, max_grad_norm, skip_nonfinite, unscale_grads)
         check_range(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         defaults = {
             "lr": lr,
@@ -62,10 +71,7 @@ class LAMB(FusedOptimizer):
             "decoupled_weight_decay": decoupled_weight_decay,
             "use_nvlamb": use_nvlamb,
         }
-        super().__init__(params, defaults, **options)
-
-    def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        return ("exp_avg", "exp_avg_sq")
+        super().__init__(params, defaults)
 
     def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:
         return {

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ampfuse.optim.inner import parameters
 from ampfuse.optim.masters import MasterParameter, gradient_as_it_is
 
 # A gradient, as long as it lives, and its version: another version is another value.
@@ -35,7 +36,7 @@ def warn_if_used(optimizer: Any) -> None:
     """Warn if gradients that :func:`noticed` remembered are there still, about to be used."""
     left, optimizer._left_scaled = optimizer._left_scaled, {}
     now = _marks(optimizer)
-    names = optimizer._parameter_names()
+    names = optimizer.parameter_names()
     used = [names[i] for i, mark in left.items() if now.get(i) == mark]
     if used:
         warnings.warn(
@@ -51,7 +52,7 @@ def warn_if_used(optimizer: Any) -> None:
 def _marks(optimizer: Any) -> dict[int, Mark]:
     """The gradients that autograd wrote, by the parameter's place in the optimizer."""
     marks = {}
-    for i, param in enumerate(optimizer._amp_params()):
+    for i, param in enumerate(parameters(optimizer)):
         leaf = param.model_param if isinstance(param, MasterParameter) else param
         gradient = gradient_as_it_is(leaf)
         if gradient is not None:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ampfuse import _core
-
-if TYPE_CHECKING:
-    from ampfuse.optim.base import AmpOptimizer
+from ampfuse.optim.inner import with_inner
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
+# What the kernels step and read.
+FLOAT_DTYPES = (torch.float32, *HALF_DTYPES)
 
-_raw_grad = torch.Tensor.grad
+_raw_grad: Any = torch.Tensor.grad
 
 
 def exact_float32(param: Tensor) -> Tensor:
@@ -29,12 +29,18 @@ def gradient_as_it_is(param: Tensor) -> Tensor | None:
     return _raw_grad.__get__(param)
 
 
+class GradientOwner(Protocol):
+    """The optimizer that knows where the gradients of its masters are."""
+
+    def materialize_gradients(self) -> None: ...
+
+
 class _LazyGradParameter(torch.nn.Parameter):
     """A parameter whose ``.grad`` an optimizer brings up to date when somebody looks at it."""
 
-    _owner: weakref.ref[AmpOptimizer] | None = None
+    _owner: weakref.ref[GradientOwner] | None = None
 
-    def living_owner(self) -> AmpOptimizer | None:
+    def living_owner(self) -> GradientOwner | None:
         return self._owner() if self._owner is not None else None
 
     def _materialize(self) -> None:
@@ -42,7 +48,7 @@ class _LazyGradParameter(torch.nn.Parameter):
             owner.materialize_gradients()
 
     @property
-    def grad(self) -> Tensor | None:  # type: ignore[override]
+    def grad(self) -> Tensor | None:
         self._materialize()
         return _raw_grad.__get__(self)
 
@@ -93,7 +99,7 @@ class MasterParameter(_LazyGradParameter):
         """The exact FP32 copy of `model_param`, laid out in memory alike."""
         return _rebuild(exact_float32(model_param), model_param)
 
-    def set_owner(self, optimizer: AmpOptimizer) -> None:
+    def set_owner(self, optimizer: GradientOwner) -> None:
         """The first to ask has it: one that wraps `optimizer` knows the gradients of amp."""
         if self.living_owner() is not None:
             return
@@ -123,3 +129,33 @@ def _rebuild(data: Tensor, model_param: Tensor) -> MasterParameter:
     master.model_param = model_param
     master.model_version = model_param._version
     return master
+
+
+def install_masters(optimizer: torch.optim.Optimizer) -> None:
+    """Replace half parameters in `optimizer`'s groups by FP32 masters, in place, state and all.
+
+    So also in the optimizers that it wraps, whether or not they share groups and state with it.
+    """
+    optimizers = with_inner(optimizer)
+    masters: dict[Tensor, MasterParameter] = {}
+    for group in [group for each in optimizers for group in each.param_groups]:
+        for i, param in enumerate(group["params"]):
+            if param.dtype not in HALF_DTYPES or not param.requires_grad:
+                continue
+            if param not in masters:
+                masters[param] = MasterParameter.of(param)
+            group["params"][i] = masters[param]
+    for state in [getattr(each, "state", {}) for each in optimizers]:
+        for param in [key for key in state if isinstance(key, Tensor) and key in masters]:
+            kept, master = state.pop(param), masters[param]
+            # Edits of the weight since its master was loaded are followed, as with any master.
+            master.model_version = kept.pop("_model_version", master.model_version)
+            if "master_param" in kept:  # loaded before, or a standalone optimizer's own
+                with torch.no_grad():
+                    master.copy_(kept.pop("master_param"))
+            state[master] = {key: _widened(value) for key, value in kept.items()}
+
+
+def _widened(value: Any) -> Any:
+    is_half = isinstance(value, Tensor) and value.dtype in HALF_DTYPES
+    return value.to(torch.float32) if is_half else value

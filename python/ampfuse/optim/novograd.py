@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
-from ampfuse.optim.fused import FusedOptimizer, check_range, moment_hyper
+from ampfuse.optim.fused import FusedOptimizer
+from ampfuse.optim.moments import check_range, moment_hyper
 
 
 class NovoGrad(FusedOptimizer):
@@ -41,11 +43,12 @@ class NovoGrad(FusedOptimizer):
     """
 
     _algorithm = "novograd"
+    _follows_norms = True
 
     def __init__(
         self,
-        params: Any,
-        lr: Any = 1e-3,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
@@ -55,8 +58,12 @@ class NovoGrad(FusedOptimizer):
         norm_type: float = 2,
         init_zero: bool = False,
         reg_inside_moment: bool = False,
-        **options: Any,
+        master_weights: bool = False,
+        max_grad_norm: float | None = None,
+        skip_nonfinite: bool = False,
+        unscale_grads: bool = True,
     ) -> None:
+        self._set_options(master_weights, max_grad_norm, skip_nonfinite, unscale_grads)
         check_range(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         defaults = {
             "lr": lr,
@@ -69,18 +76,15 @@ class NovoGrad(FusedOptimizer):
             "init_zero": init_zero,
             "reg_inside_moment": reg_inside_moment,
         }
-        super().__init__(params, defaults, **options)
+        super().__init__(params, defaults)
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
         if group["norm_type"] not in (2, float("inf")):
             raise ValueError(f"norm_type is {group['norm_type']}; it is 2 or inf")
 
-    def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        return ("exp_avg",)
-
     def _columns(self) -> dict[str, Tensor]:
-        return {**super()._columns(), "exp_avg_norm": self._table.norm_averages()}
+        return {**super()._columns(), "exp_avg_norm": self._known_table().norm_averages()}
 
     def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:
         return {

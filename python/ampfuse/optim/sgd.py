@@ -6,11 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 from ampfuse.optim.fused import FusedOptimizer
+from ampfuse.optim.states import STATES
 
 
-class SGD(FusedOptimizer, torch.optim.SGD):
+class SGD(FusedOptimizer, torch.optim.SGD, replaces=torch.optim.SGD):
     """SGD with momentum and a fused step: a drop-in for :class:`torch.optim.SGD`.
 
     The formula and the state (``momentum_buffer``) are torch's, computed in FP32; state dicts load
@@ -30,8 +32,40 @@ class SGD(FusedOptimizer, torch.optim.SGD):
 
     _algorithm = "sgd"
 
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0,
+        dampening: float = 0,
+        weight_decay: float | Tensor = 0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        master_weights: bool = False,
+        max_grad_norm: float | None = None,
+        skip_nonfinite: bool = False,
+        unscale_grads: bool = True,
+    ) -> None:
+        self._set_options(master_weights, max_grad_norm, skip_nonfinite, unscale_grads)
+        super().__init__(
+            params,
+            lr,
+            momentum,
+            dampening,
+            weight_decay,
+            nesterov,
+            maximize=maximize,
+            foreach=foreach,
+            differentiable=differentiable,
+            fused=fused,
+        )
+
     def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        return ("momentum_buffer",) if group["momentum"] != 0 else ()
+        return STATES[self._algorithm] if group["momentum"] != 0 else ()
 
     def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:
         return {
@@ -63,7 +97,7 @@ class SGD(FusedOptimizer, torch.optim.SGD):
         self._keep_unstarted()
         self._buffers = []
         super()._bind_states()
-        self._counts = self._table.steps()
+        self._counts = self._known_table().steps()
 
     def state_dict(self) -> dict[str, Any]:
         self._keep_unstarted()

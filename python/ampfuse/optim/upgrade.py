@@ -8,22 +8,11 @@ from typing import Any
 
 import torch
 
-from ampfuse.optim.adagrad import Adagrad
-from ampfuse.optim.adam import Adam, AdamW
-from ampfuse.optim.base import AmpOptimizer, install_masters
-from ampfuse.optim.fused import FusedOptimizer
+from ampfuse.optim.base import AmpOptimizer
+from ampfuse.optim.fused import FUSED
 from ampfuse.optim.generic import generic_class
 from ampfuse.optim.inner import with_inner
 from ampfuse.optim.larc import LARC
-from ampfuse.optim.sgd import SGD
-
-# By exact type: a subclass may have changed what step means.
-_FUSED: dict[type[torch.optim.Optimizer], type[FusedOptimizer]] = {
-    torch.optim.SGD: SGD,
-    torch.optim.Adam: Adam,
-    torch.optim.AdamW: AdamW,
-    torch.optim.Adagrad: Adagrad,
-}
 
 
 def upgrade(
@@ -48,17 +37,13 @@ def upgrade(
     cls = type(optimizer)
     if not isinstance(optimizer, AmpOptimizer):
         differentiable = any(group.get("differentiable") for group in optimizer.param_groups)
-        fused = None if differentiable else _FUSED.get(cls)
+        # By exact type: a subclass may have changed what step means.
+        fused = None if differentiable else FUSED.get(cls)
         optimizer.__class__ = fused or generic_class(cls)
         _follow_class(optimizer)
     assert isinstance(optimizer, AmpOptimizer)
-    optimizer._under_amp = True
-    optimizer._names = dict(names or {})
-    optimizer.master_weights = bool(master_weights)
-    optimizer._forget_rows()
-    if master_weights:
-        install_masters(optimizer)
-    else:
+    optimizer.go_under_amp(master_weights=bool(master_weights), names=names or {})
+    if not master_weights:
         _drop_masters(optimizer)
 
 

@@ -8,15 +8,13 @@ there is no float64. Arithmetic is FP32. The flag, where an optimizer reads it, 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ampfuse import _core, ops
-from ampfuse.compat.apex.tensor_lists import TensorLists, checked, rows, set_flag
-
-_HALF = (torch.float16, torch.bfloat16)
-_FLOATS = (torch.float32, *_HALF)
+from ampfuse.compat.apex.tensor_lists import TensorLists, checked, set_flag, typed_rows
 
 
 def multi_tensor_sgd(
@@ -36,37 +34,24 @@ def multi_tensor_sgd(
 
     Gradients are multiplied by `scale`. In `first_run` the buffers become the gradients.
     """
-    name = "multi_tensor_sgd"
-    lists = _typed_rows(name, tensor_lists, "aaa", "aFFH")
-    grads, params, buffers = lists[:3]
+    grads, params, buffers, *models = typed_rows("multi_tensor_sgd", tensor_lists, "aaa", "aFFH")
     stop = _nonzero(noop_flag)
     steps = _steps(1 if first_run else 2, params)
     values = {"momentum": momentum, "dampening": dampening, "nesterov": float(nesterov)}
     if all(p.dtype == torch.float32 for p in params):
-        late = float(wd_after_momentum)
-        values |= {"lr": lr, "weight_decay": wd, "late_decay": late}
+        values |= {"lr": lr, "weight_decay": wd, "late_decay": float(wd_after_momentum)}
         inverse = torch.full((), scale, device=params[0].device).reciprocal()
-        models = lists[3] if len(lists) == 4 else []
-        _step(
-            "sgd",
-            grads,
-            params,
-            [buffers],
-            steps,
-            values,
-            loss_scale=inverse,
-            stop=stop,
-            models=models,
-        )
+        lists = _Lists(grads, params, [buffers], *models)
+        _step("sgd", lists, steps, values, loss_scale=inverse, stop=stop)
         return
     # apex rounds the step to the type of half parameters before adding it. So the step is made in
     # FP32 by an SGD of rate -1 that starts at zero, and added by another one.
     before, after = (0.0, wd) if wd_after_momentum else (wd, 0.0)
     decayed = _weighted_sum(grads, scale, params, before, torch.float32)
     taken = [torch.zeros_like(g) for g in decayed]
-    _step("sgd", decayed, taken, [buffers], steps, {**values, "lr": -1.0}, stop=stop)
+    _step("sgd", _Lists(decayed, taken, [buffers]), steps, {**values, "lr": -1.0}, stop=stop)
     rounded = _weighted_sum(taken, -lr, params, -lr * after, None)
-    _step("sgd", rounded, params, [], steps, {"lr": -1.0}, stop=stop)
+    _step("sgd", _Lists(rounded, params), steps, {"lr": -1.0}, stop=stop)
 
 
 def multi_tensor_adam(
@@ -83,10 +68,9 @@ def multi_tensor_adam(
     weight_decay: float,
 ) -> None:
     """Adam on (gradients, parameters, exp_avg, exp_avg_sq); the last two are float32."""
-    name = "multi_tensor_adam"
-    grads, params, *states = _typed_rows(name, tensor_lists, "abFF")
+    grads, params, *states = typed_rows("multi_tensor_adam", tensor_lists, "abFF")
     values = _moments(lr, beta1, beta2, eps, weight_decay, mode, bias_correction)
-    _step("adam", grads, params, states, _steps(step, params), values)
+    _step("adam", _Lists(grads, params, states), _steps(step, params), values)
 
 
 def multi_tensor_adam_capturable(
@@ -108,12 +92,9 @@ def multi_tensor_adam_capturable(
     The gradients are multiplied by `inv_scale`, also where they are. A flag of 1 stops it. The
     moments are stored as they are (apex rounded them to the type of the parameter).
     """
-    name = "multi_tensor_adam_capturable"
-    grads, params, *states = _typed_rows(name, tensor_lists, "abFF")
+    grads, params, *states = typed_rows("multi_tensor_adam_capturable", tensor_lists, "abFF")
     values = _moments(0.0, beta1, beta2, eps, weight_decay, mode, bias_correction)
-    _adam_on_device(
-        noop_flag, grads, params, states, [], lr, _steps(step, params), values, inv_scale
-    )
+    _adam_on_device(noop_flag, _Lists(grads, params, states), lr, step, values, inv_scale)
 
 
 def multi_tensor_adam_capturable_master(
@@ -135,19 +116,9 @@ def multi_tensor_adam_capturable_master(
     The parameters become what the masters round to.
     """
     name = "multi_tensor_adam_capturable_master"
-    grads, models, *states, masters = _typed_rows(name, tensor_lists, "abFFF")
+    grads, models, *states, masters = typed_rows(name, tensor_lists, "abFFF")
     values = _moments(0.0, beta1, beta2, eps, weight_decay, mode, bias_correction)
-    _adam_on_device(
-        noop_flag,
-        grads,
-        masters,
-        states,
-        models,
-        lr,
-        _steps(step, masters),
-        values,
-        inv_scale,
-    )
+    _adam_on_device(noop_flag, _Lists(grads, masters, states, models), lr, step, values, inv_scale)
 
 
 def multi_tensor_adagrad(
@@ -160,10 +131,9 @@ def multi_tensor_adagrad(
     weight_decay: float,
 ) -> None:
     """Adagrad on (gradients, parameters, sums of squares)."""
-    name = "multi_tensor_adagrad"
-    grads, params, sums = _typed_rows(name, tensor_lists, "aaa")
+    grads, params, sums = typed_rows("multi_tensor_adagrad", tensor_lists, "aaa")
     values = {"lr": lr, "eps": eps, "weight_decay": weight_decay, "decoupled": float(mode == 1)}
-    _step("adagrad", grads, params, [sums], _steps(1, params), values)
+    _step("adagrad", _Lists(grads, params, [sums]), _steps(1, params), values)
 
 
 def multi_tensor_novograd(
@@ -188,24 +158,17 @@ def multi_tensor_novograd(
     bias correction they are corrected wherever they started. `norm_type`: 2, or 0 for the maximum.
     `mode` 0: norms and decay act on the gradient, before the moment; 1: on the moment.
     """
-    name = "multi_tensor_novograd"
     if norm_type not in (0, 2):
-        raise RuntimeError(f"{name}: norm_type is 2, or 0 for the maximum: {norm_type}")
-    grads, params, exp_avg = _typed_rows(name, tensor_lists, "aaa")
+        raise RuntimeError(
+            f"multi_tensor_novograd: norm_type is 2, or 0 for the maximum: {norm_type}"
+        )
+    grads, params, exp_avg = typed_rows("multi_tensor_novograd", tensor_lists, "aaa")
     values = _moments(lr, beta1, beta2, eps, weight_decay, mode, bias_correction)
     # An average that started at the first norm would not be corrected without init_zero.
     values |= {"unaveraged": float(not grad_averaging), "init_zero": 1.0}
     values |= {"infinity_norm": float(norm_type == 0)}
-    steps = _steps(step, params)
-    _step(
-        "novograd",
-        grads,
-        params,
-        [exp_avg],
-        steps,
-        values,
-        norm_averages=grad_norms.detach(),
-    )
+    lists, steps = _Lists(grads, params, [exp_avg]), _steps(step, params)
+    _step("novograd", lists, steps, values, norm_averages=grad_norms.detach())
     _norms(noop_flag, grads)
 
 
@@ -231,16 +194,15 @@ def multi_tensor_lamb(
     Gradients are first divided by `global_grad_norm` / `max_grad_norm` if that is more than 1. Sets
     the flag for parameters and updates that are not finite.
     """
-    name = "multi_tensor_lamb"
-    grads, params, *states = _typed_rows(name, tensor_lists, "aaaa")
+    grads, params, *states = typed_rows("multi_tensor_lamb", tensor_lists, "aaaa")
     values = _moments(0.0, beta1, beta2, eps, weight_decay, mode, bias_correction)
     values |= {"unaveraged": float(not grad_averaging)}
     clip = _clip(global_grad_norm, max_grad_norm, params)
     steps = _steps(step, params)
     param_norms = _norms(noop_flag, params)
-    _step("lamb_update", grads, params, states, steps, values, loss_scale=clip, updates=grads)
+    _step("lamb_update", _Lists(grads, params, states, updates=grads), steps, values, clip)
     rates = _lamb_rates(lr, weight_decay, use_nvlamb, param_norms, _norms(noop_flag, grads))
-    _step("sgd", grads, params, [], steps, {}, lr=rates)
+    _step("sgd", _Lists(grads, params), steps, {}, lr=rates)
 
 
 def multi_tensor_lamb_mp(
@@ -268,31 +230,19 @@ def multi_tensor_lamb_mp(
     everything; a parameter that is not finite does so as well, and an update that is not finite,
     which has reached the moments by then, does not reach the parameters. `found_inf` is ignored.
     """
-    name = "multi_tensor_lamb_mp"
-    lists = _typed_rows(name, tensor_lists, "aaaa", "aFFFb")
-    grads, params, *states = lists[:4]
-    models = lists[4] if len(lists) == 5 else []
+    typed = typed_rows("multi_tensor_lamb_mp", tensor_lists, "aaaa", "aFFFb")
+    (grads, params, *states), models = typed[:4], typed[4:]
     values = _moments(0.0, beta1, beta2, eps, weight_decay, mode, bias_correction)
     values |= {"unaveraged": float(not grad_averaging)}
     clip = _clip(global_grad_norm, max_grad_norm, params) / _number(inv_scale, params)
     steps = _steps(step, params)
     param_norms = _norms(noop_flag, params)
     stop = _nonzero(noop_flag)
-    _step(
-        "lamb_update",
-        grads,
-        params,
-        states,
-        steps,
-        values,
-        loss_scale=clip,
-        stop=stop,
-        updates=grads,
-    )
+    _step("lamb_update", _Lists(grads, params, states, updates=grads), steps, values, clip, stop)
     update_norms = _norms(noop_flag, grads)
     rates = _lamb_rates(_number(lr, params), weight_decay, use_nvlamb, param_norms, update_norms)
     stop = _nonzero(noop_flag)
-    _step("sgd", grads, params, [], steps, {}, stop=stop, lr=rates, models=models)
+    _step("sgd", _Lists(grads, params, [], *models), steps, {}, stop=stop, lr=rates)
 
 
 def multi_tensor_lamb_stage1_cuda(
@@ -313,7 +263,7 @@ def multi_tensor_lamb_stage1_cuda(
     the host, which waits for it.
     """
     name = "multi_tensor_lamb_stage1_cuda"
-    lists = _typed_rows(name, tensor_lists, "abbbc")
+    lists = typed_rows(name, tensor_lists, "abbbc")
     decays = _of_each(name, "per_tensor_decay", per_tensor_decay, lists[0]).tolist()
     clip = _clip(global_grad_norm, max_global_grad_norm, lists[0])
     for decay in dict.fromkeys(decays):  # a call of the kernel has one
@@ -321,8 +271,8 @@ def multi_tensor_lamb_stage1_cuda(
             [t for t, d in zip(tensors, decays, strict=True) if d == decay] for tensors in lists
         )
         values = _moments(0.0, beta1, beta2, eps, decay, 1, 1)
-        steps = _steps(step + 1, params)
-        _step("lamb_update", grads, params, states, steps, values, loss_scale=clip, updates=updates)
+        of_decay = _Lists(grads, params, states, updates=updates)
+        _step("lamb_update", of_decay, _steps(step + 1, params), values, clip)
 
 
 def multi_tensor_lamb_stage2_cuda(
@@ -337,98 +287,53 @@ def multi_tensor_lamb_stage2_cuda(
 ) -> None:
     """LAMB's step, on (parameters, updates), by the ratios of the norms."""
     name = "multi_tensor_lamb_stage2_cuda"
-    params, updates = _typed_rows(name, tensor_lists, "ab")
+    params, updates = typed_rows(name, tensor_lists, "ab")
     param_norms = _of_each(name, "per_tensor_param_norm", per_tensor_param_norm, params)
     update_norms = _of_each(name, "per_tensor_update_norm", per_tensor_update_norm, params)
     rates = _lamb_rates(lr, weight_decay, use_nvlamb, param_norms, update_norms)
-    _step("sgd", updates, params, [], _steps(1, params), {}, lr=rates)
+    _step("sgd", _Lists(updates, params), _steps(1, params), {}, lr=rates)
 
 
-def _typed_rows(name: str, lists: TensorLists, *kinds: str) -> list[list[Tensor]]:
-    """The rows of as many lists as one of `kinds` has letters, and of its types.
+class _Lists(NamedTuple):
+    """What a step works on; `models` receive the parameters, rounded."""
 
-    F is float32, H a half type. Other letters are float32 or a half type, the same letter in a row
-    the same type.
-    """
-    (kind,) = [k for k in kinds if len(k) == len(lists)] or [kinds[0]]
-    found = rows(name, lists, len(kind))
-    for i, row in enumerate(zip(*found, strict=True)):
-        first: dict[str, torch.dtype] = {}
-        for k, (letter, tensor) in enumerate(zip(kind, row, strict=True)):
-            allowed = {"F": (torch.float32,), "H": _HALF}.get(letter, _FLOATS)
-            if tensor.dtype not in allowed:
-                types = ", ".join(str(t) for t in allowed)
-                raise RuntimeError(
-                    f"{name}: tensor {i} of list {k} is {tensor.dtype}; it takes {types}."
-                )
-            if first.setdefault(letter, tensor.dtype) != tensor.dtype:
-                raise RuntimeError(
-                    f"{name}: tensor {i} of list {k} is {tensor.dtype}, not {first[letter]} as in "
-                    f"list {kind.index(letter)}."
-                )
-    return found
+    grads: list[Tensor]
+    params: list[Tensor]
+    states: Sequence[list[Tensor]] = ()
+    models: Sequence[Tensor] = ()
+    updates: Sequence[Tensor] = ()
 
 
 def _step(
     algorithm: str,
-    grads: list[Tensor],
-    params: list[Tensor],
-    states: list[list[Tensor]],
+    lists: _Lists,
     steps: Tensor,
     values: dict[str, float],
-    *,
     loss_scale: Tensor | None = None,
     stop: Tensor | None = None,
+    *,
     lr: Tensor | None = None,
-    models: Sequence[Tensor] = (),
-    updates: Sequence[Tensor] = (),
     norm_averages: Tensor | None = None,
 ) -> None:
     """The kernels' step. It advances `steps`, which nobody keeps: the caller counts."""
-    checked(
-        _core.C.step,
-        algorithm,
-        grads,
-        params,
-        models,
-        states,
-        updates,
-        steps,
-        norm_averages,
-        lr,
-        values,
-        loss_scale,
-        stop,
-    )
+    grads, params, states, models, updates = lists
+    tensors = (grads, params, models, states, updates, steps, norm_averages, lr)
+    checked(_core.C.step, algorithm, *tensors, values, loss_scale, stop)
 
 
 def _adam_on_device(
     noop_flag: Tensor,
-    grads: list[Tensor],
-    params: list[Tensor],
-    states: list[list[Tensor]],
-    models: Sequence[Tensor],
+    lists: _Lists,
     lr: Tensor,
-    steps: Tensor,
+    step: Tensor,
     values: dict[str, float],
     inv_scale: Tensor,
 ) -> None:
+    grads, params = lists.grads, lists.params
     stop = (noop_flag == 1).float().reshape(())
     inverse = _number(inv_scale, params)
-    rate = _number(lr, params)
-    scale = inverse.reciprocal()
-    _step(
-        "adam",
-        grads,
-        params,
-        states,
-        steps,
-        values,
-        loss_scale=scale,
-        stop=stop,
-        lr=rate,
-        models=models,
-    )
+    steps, rate = _steps(step, params), _number(lr, params)
+    _step("adam", lists, steps, values, inverse.reciprocal(), stop, lr=rate)
     checked(ops.unscale, grads, grads, torch.where(stop > 0, torch.ones_like(inverse), inverse))
 
 

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampfuse.optim.masters import FLOAT_DTYPES, HALF_DTYPES
+
 TensorLists = Sequence[Sequence[Tensor]]
 
 
@@ -28,6 +30,31 @@ def rows(name: str, lists: TensorLists, depth: int) -> list[list[Tensor]]:
     for i, row in enumerate(zip(*lists, strict=True)):
         _check_row(name, i, row, lists[0][0].device)
     return [[_flat(t) for t in tensors] for tensors in lists]
+
+
+def typed_rows(name: str, lists: TensorLists, *kinds: str) -> list[list[Tensor]]:
+    """The rows of as many lists as one of `kinds` has letters, and of its types.
+
+    F is float32, H a half type. Other letters are float32 or a half type, the same letter in a row
+    the same type.
+    """
+    (kind,) = [k for k in kinds if len(k) == len(lists)] or [kinds[0]]
+    found = rows(name, lists, len(kind))
+    for i, row in enumerate(zip(*found, strict=True)):
+        first: dict[str, torch.dtype] = {}
+        for k, (letter, tensor) in enumerate(zip(kind, row, strict=True)):
+            allowed = {"F": (torch.float32,), "H": HALF_DTYPES}.get(letter, FLOAT_DTYPES)
+            if tensor.dtype not in allowed:
+                types = ", ".join(str(t) for t in allowed)
+                raise RuntimeError(
+                    f"{name}: tensor {i} of list {k} is {tensor.dtype}; it takes {types}."
+                )
+            if first.setdefault(letter, tensor.dtype) != tensor.dtype:
+                raise RuntimeError(
+                    f"{name}: tensor {i} of list {k} is {tensor.dtype}, not {first[letter]} as in "
+                    f"list {kind.index(letter)}."
+                )
+    return found
 
 
 def _check_row(name: str, i: int, row: tuple[Tensor, ...], device: torch.device) -> None:

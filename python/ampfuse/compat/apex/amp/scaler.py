@@ -88,16 +88,17 @@ class LossScaler(ampfuse.amp.scaler.LossScaler):
         return self._overflow
 
     def __getstate__(self) -> dict[str, Any]:
+        rule = self._rule
         return {
             "dynamic": self.dynamic,
             "_loss_scale": self._loss_scale,
             "_unskipped": self._unskipped,
-            "_scale_factor": self._growth_factor,
-            "_scale_seq_len": self._growth_interval,
-            "_min_loss_scale": self._min_loss_scale,
-            "_max_loss_scale": self._max_loss_scale,
-            "_backoff_factor": self._backoff_factor,
-            "_hysteresis": self._hysteresis,
+            "_scale_factor": rule.growth_factor,
+            "_scale_seq_len": rule.growth_interval,
+            "_min_loss_scale": rule.min_scale,
+            "_max_loss_scale": rule.max_scale,
+            "_backoff_factor": rule.backoff_factor,
+            "_hysteresis": rule.hysteresis,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:

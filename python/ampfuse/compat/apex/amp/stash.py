@@ -23,14 +23,14 @@ class AmpOptimizerState:
 
     @property
     def params_have_scaled_gradients(self) -> bool:
-        return bool(getattr(self._optimizer(), "_amp_delayed", False))
+        return bool(getattr(self._optimizer(), "has_scaled_gradients", False))
 
     def _groups(self) -> list[list[Any]]:
         optimizer = self._optimizer()
         return [] if optimizer is None else [group["params"] for group in optimizer.param_groups]
 
     @property
-    def fp32_from_fp16_groups(self) -> list[list[Tensor]]:
+    def fp32_from_fp16_groups(self) -> list[list[MasterParameter]]:
         return [[p for p in g if isinstance(p, MasterParameter)] for g in self._groups()]
 
     @property
@@ -81,4 +81,4 @@ class _MasterToModel:
     def __call__(self) -> None:
         optimizer = self._optimizer()
         if optimizer is not None:
-            optimizer._sync_rows().publish_masters()
+            optimizer.param_table().publish_masters()

@@ -32,7 +32,7 @@ def load(optimizer: Any, state: dict[str, Any]) -> None:
     optimizer.optimizer.load_state_dict(state["optimizer_state_dict"])
     for master, value in zip(masters, saved, strict=True):
         exact = value.detach().to(device=master.device, dtype=master.dtype, copy=True)
-        optimizer.optimizer._restore_master(master, {}, exact)
+        optimizer.optimizer.restore_master(master, {}, exact)
     _load_scaler(optimizer, state["loss_scaler"], bool(state["dynamic_loss_scale"]))
     optimizer.overflow = state["overflow"]
     optimizer.first_closure_call_this_step = state["first_closure_call_this_step"]

@@ -13,7 +13,15 @@ from ampfuse.compat.apex.amp.scaler import LossScaler
 from ampfuse.compat.apex.amp.stash import AmpOptimizerState
 from ampfuse.compat.apex.fp16_utils import fp16_checkpoint
 from ampfuse.optim import upgrade
-from ampfuse.optim.masters import HALF_DTYPES
+from ampfuse.optim.masters import FLOAT_DTYPES
+
+
+def _of_the_wrapped(name: str) -> Any:
+    """An attribute that is the wrapped optimizer's."""
+    return property(
+        lambda self: getattr(self.optimizer, name),
+        lambda self, value: setattr(self.optimizer, name, value),
+    )
 
 
 # An Optimizer, unlike apex's: learning-rate schedulers ask for one. Everything but what is defined
@@ -79,7 +87,9 @@ class FP16_Optimizer(torch.optim.Optimizer):
 
     # --- the loop -----------------------------------------------------------------------------
 
-    def zero_grad(self, set_grads_to_None: bool = False, set_to_none: bool | None = None) -> None:
+    def zero_grad(  # type: ignore[override]
+        self, set_grads_to_None: bool = False, set_to_none: bool | None = None
+    ) -> None:
         """Zero the gradients of masters and model, or drop them; both names mean the same."""
         drop = set_grads_to_None if set_to_none is None else set_to_none
         self.optimizer.zero_grad(set_to_none=drop)
@@ -103,8 +113,8 @@ class FP16_Optimizer(torch.optim.Optimizer):
     def update_master_grads(self) -> None:
         """Unscale the gradients left scaled, look for overflow and adapt the scale."""
         optimizer, scaler = self.optimizer, self.loss_scaler
-        device = optimizer._sync_rows().param(0).device
-        if getattr(optimizer, "_amp_delayed", False):
+        device = optimizer.param_table().param(0).device
+        if optimizer.has_scaled_gradients:
             with scaled_pass(torch.zeros((), device=device), [optimizer], scaler, False, False):
                 pass
         else:  # somebody's own backward of loss * optimizer.loss_scale
@@ -193,25 +203,9 @@ class FP16_Optimizer(torch.optim.Optimizer):
     def loss_scale(self, value: float) -> None:
         self.loss_scaler._loss_scale = value
 
-    @property
-    def state(self) -> Any:
-        return self.optimizer.state
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        self.optimizer.state = value
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, value: list[dict[str, Any]]) -> None:
-        self.optimizer.param_groups = value
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        return self.optimizer.defaults
+    state = _of_the_wrapped("state")
+    param_groups = _of_the_wrapped("param_groups")
+    defaults = _of_the_wrapped("defaults")
 
     # --- checkpoints ----------------------------------------------------------------------------
 
@@ -240,7 +234,7 @@ class FP16_Optimizer(torch.optim.Optimizer):
 def _check_dtypes(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         for param in group["params"]:
-            if param.requires_grad and param.dtype not in (torch.float32, *HALF_DTYPES):
+            if param.requires_grad and param.dtype not in FLOAT_DTYPES:
                 raise TypeError(
                     f"A parameter of shape {tuple(param.shape)} is {param.dtype}; FP16_Optimizer "
                     "takes float16, bfloat16 and float32 ones."

@@ -7,23 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_ as clip_grad_norm
 
 from ampfuse.amp.casts import cast_model, cast_own_parameters, is_affine_batch_norm
 
-__all__ = [
-    "BN_convert_float",
-    "FP16Model",
-    "clip_grad_norm",
-    "convert_module",
-    "convert_network",
-    "master_params_to_model_params",
-    "model_grads_to_master_grads",
-    "network_to_half",
-    "prep_param_lists",
-    "to_python_float",
-    "tofp16",
-]
+clip_grad_norm = nn.utils.clip_grad_norm_
 
 
 class tofp16(nn.Module):
@@ -82,10 +69,10 @@ def prep_param_lists(
 
     With `flat_master` the master is one flat parameter of all concatenated, its ``.grad`` zeros.
     """
-    model_params = [param for param in model.parameters() if param.requires_grad]
+    model_params: list[Tensor] = [param for param in model.parameters() if param.requires_grad]
     if flat_master:
         flat = torch.cat([param.detach().float().reshape(-1) for param in model_params])
-        master = nn.Parameter(flat)
+        master: Tensor = nn.Parameter(flat)
         master.grad = torch.zeros_like(flat)
         return model_params, [master]
     masters: list[Tensor] = []

@@ -9,22 +9,8 @@ from typing import Any
 import torch
 
 from ampfuse.compat.apex.optimizers.apex_state import as_torch
+from ampfuse.optim.base import driven
 from ampfuse.optim.fused import FusedOptimizer
-
-# Set by the constructors; a copy, for which torch keeps groups, state and defaults, has them too.
-_ATTRIBUTES = (
-    "set_grad_none",
-    "adam_w_mode",
-    "adagrad_w_mode",
-    "capturable",
-    "use_nvlamb",
-    "wd_after_momentum",
-    "materialize_master_grads",
-    "most_recent_scale",
-    "scale_set_by_backward",
-    "_first_step",
-    "_reduced_precision_dtype",
-)
 
 
 class ApexOptimizer(FusedOptimizer):
@@ -37,13 +23,27 @@ class ApexOptimizer(FusedOptimizer):
 
     set_grad_none = True
     _counts_steps = True
+    _copied = (
+        *FusedOptimizer._copied,
+        "set_grad_none",
+        "adam_w_mode",
+        "adagrad_w_mode",
+        "capturable",
+        "use_nvlamb",
+        "wd_after_momentum",
+        "materialize_master_grads",
+        "most_recent_scale",
+        "scale_set_by_backward",
+        "_first_step",
+        "_reduced_precision_dtype",
+    )
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         # The base's by name: between it and here torch may have put hooks on classes that have
         # instances of their own, and these hooks would run once more.
         result = FusedOptimizer.step(self, closure)
         if self._counts_steps:
-            steps, row = self._table.steps(), 0
+            steps, row = self.param_table().steps(), 0
             for group in self.param_groups:
                 end = row + len(group["params"])
                 if end > row:
@@ -58,10 +58,6 @@ class ApexOptimizer(FusedOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads apex's, torch's and ampfuse's state dicts."""
         super().load_state_dict(as_torch(state_dict, self.param_groups))
-
-    def __getstate__(self) -> dict[str, Any]:
-        attributes = {key: self.__dict__[key] for key in _ATTRIBUTES if key in self.__dict__}
-        return {**super().__getstate__(), **attributes}
 
     def _set_flag(self, name: str, value: Any) -> None:
         """A property of every group, of those to come too."""
@@ -90,9 +86,6 @@ def driven_by(optimizer: Any, driver: dict[str, Any]) -> Iterator[None]:
         yield
         return
     found_infs = list(grad_scaler._check_inf_per_device(optimizer).values())
-    optimizer.grad_scale = grad_scaler._get_scale_async()
-    optimizer.found_inf = torch.stack([found.reshape(()) for found in found_infs]).sum()
-    try:
+    found_inf = torch.stack([found.reshape(()) for found in found_infs]).sum()
+    with driven(optimizer, grad_scale=grad_scaler._get_scale_async(), found_inf=found_inf):
         yield
-    finally:
-        del optimizer.grad_scale, optimizer.found_inf

@@ -38,7 +38,6 @@ class FusedLAMB(ApexOptimizer, LAMB):
         set_grad_none: bool = True,
         max_grad_norm: float = 1.0,
         use_nvlamb: bool = False,
-        **options: Any,
     ) -> None:
         refuse_amsgrad(amsgrad, type(self).__name__)
         self.set_grad_none = set_grad_none
@@ -55,7 +54,6 @@ class FusedLAMB(ApexOptimizer, LAMB):
             decoupled_weight_decay=bool(adam_w_mode),
             use_nvlamb=bool(use_nvlamb),
             max_grad_norm=None if max_grad_norm in (None, math.inf) else float(max_grad_norm),
-            **options,
         )
         self.adam_w_mode = 1 if adam_w_mode else 0
         self.use_nvlamb = use_nvlamb

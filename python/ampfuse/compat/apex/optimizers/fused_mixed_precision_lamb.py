@@ -51,8 +51,8 @@ class FusedMixedPrecisionLamb(FusedLAMB):
             True,
             max_grad_norm,
             use_nvlamb,
-            skip_nonfinite=True,
         )
+        self.skip_nonfinite = True
         self.reduced_precision_dtype = reduced_precision_dtype
 
     @property

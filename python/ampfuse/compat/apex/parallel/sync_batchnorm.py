@@ -80,14 +80,15 @@ class SyncBatchNorm(_BatchNorm):
 
     @torch.no_grad()
     def _track(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
-        if not self.track_running_stats or self.running_mean is None:
+        buffers: Any = self  # which may be None
+        if not self.track_running_stats or buffers.running_mean is None:
             return
-        self.num_batches_tracked.add_(1)
+        buffers.num_batches_tracked.add_(1)
         momentum = self.momentum
         if momentum is None:  # a cumulative average
-            momentum = 1.0 / float(self.num_batches_tracked)
+            momentum = 1.0 / float(buffers.num_batches_tracked)
         unbiased = variance * (count / (count - 1))
-        for running, new in ((self.running_mean, mean), (self.running_var, unbiased)):
+        for running, new in ((buffers.running_mean, mean), (buffers.running_var, unbiased)):
             running.copy_((1 - momentum) * running.float() + momentum * new)
 
 
@@ -154,10 +155,5 @@ def create_syncbn_process_group(group_size: int) -> Any:
     world = dist.get_world_size()
     if group_size < 0 or world % group_size:
         raise ValueError(f"{world} processes do not make groups of {group_size}.")
-    mine = None
-    for first in range(0, world, group_size):
-        ranks = list(range(first, first + group_size))
-        group = dist.new_group(ranks)
-        if dist.get_rank() in ranks:
-            mine = group
+    mine, _ = dist.new_subgroups(group_size)
     return mine

@@ -1,0 +1,171 @@
+"""An optimizer whose step a CUDA graph replays: what may change in between, and what may not."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampfuse.optim.fused import FusedOptimizer
+from ampfuse.optim.inner import parameters
+from ampfuse.optim.masters import MasterParameter
+from ampfuse.optim.schedule import COLUMNS, Schedule, refuse_unread
+
+# Of a parameter group: a rate that the kernel reads from a tensor, and the hyper-parameters.
+_Group = tuple[Tensor | None, dict[str, Any]]
+
+
+class GroupValues(Schedule):
+    """What the parameter groups hold, in one row: a captured step reads what the host writes there.
+
+    Arguments:
+        groups: of each group the rate, if it is a tensor that the kernel reads, and the other
+            hyper-parameters. Such a rate is left out, and so is a momentum of 0, which says that
+            there are no momentum buffers.
+    """
+
+    def __init__(self, groups: list[_Group], device: torch.device) -> None:
+        self._written: list[dict[str, float]] = []
+        for lr, hyper in groups:
+            values = {name: float(hyper[name]) for name in COLUMNS if name in hyper}
+            if lr is not None:
+                del values["lr"]
+            if values.get("momentum") == 0:
+                del values["momentum"]
+            self._written.append(values)
+        super().__init__(
+            [
+                {
+                    name: torch.tensor([value], dtype=torch.float64, device=device)
+                    for name, value in values.items()
+                }
+                for values in self._written
+            ]
+        )
+
+    def write(self, group: int, hyper: dict[str, Any]) -> None:
+        """Bring the columns up to date, without waiting for the device."""
+        written = self._written[group]
+        for name, column in self.columns[group].items():
+            if hyper[name] != written[name]:
+                column.fill_(hyper[name])
+                written[name] = float(hyper[name])
+
+
+class CapturedOptimizer:
+    """`optimizer` beside a graph of its step; make it before the capture.
+
+    Attributes:
+        table: the optimizer's, as the graph knows it.
+        device: of its parameters.
+        params, leaves: what it steps, and what autograd gives gradients to.
+    """
+
+    def __init__(self, optimizer: FusedOptimizer) -> None:
+        self._optimizer = optimizer
+        self.table = optimizer.param_table()
+        self.params = list(parameters(optimizer))
+        self.leaves = [p.model_param if isinstance(p, MasterParameter) else p for p in self.params]
+        self.device = self.table.param(0).device
+        self._schedule = optimizer._schedule
+        self._groups = self._current_groups()
+        # Without a schedule to follow, the numbers of the groups go to the device when they change.
+        self._values = None
+        if self._schedule is None:
+            self._values = GroupValues(self._groups, self.device)
+
+    @contextlib.contextmanager
+    def reading_values(self) -> Iterator[None]:
+        """Steps in the block, which is to be captured, read the groups' numbers on the device."""
+        optimizer = self._optimizer
+        try:
+            if self._values is not None:
+                optimizer._schedule = self._values
+            yield
+        finally:
+            optimizer._schedule, optimizer.clip_once = self._schedule, None
+
+    @contextlib.contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Steps in the block are skipped; from then on the states that they made stay in place."""
+        optimizer = self._optimizer
+        optimizer._rehearsal = torch.ones((), device=self.device)
+        try:
+            yield
+        finally:
+            optimizer._rehearsal = None
+        optimizer.pin_states()
+
+    def step_state(self) -> Tensor:
+        """The state of the step, as bytes: all its fields lie in one storage."""
+        storage = self.table.state_field("found_inf").untyped_storage()
+        return torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
+
+    def note_capture(self) -> None:
+        """From now on `refuse_changes` compares with this."""
+        self._state_names = self._optimizer.state_names_by_group()
+        self._fingerprint = self.table.fingerprint()
+
+    def refuse_changes(self) -> None:
+        """Raise RuntimeError for what needs a new capture."""
+        optimizer = self._optimizer
+        if optimizer._schedule is not self._schedule:
+            raise stale("optimizer.follow was called")
+        if not optimizer.has_params(self.params) or optimizer._table is not self.table:
+            raise stale("the optimizer's parameters are others")
+        fingerprint = self.table.fingerprint()
+        if fingerprint != self._fingerprint:
+            raise stale(self._what_changed(fingerprint))
+        if optimizer.state_names_by_group() != self._state_names:
+            raise stale("momentum or amsgrad was switched on or off")
+        for i, (now, then) in enumerate(zip(self._current_groups(), self._groups, strict=True)):
+            self._refuse_hyper(i, now, then)
+
+    def follow_host(self) -> None:
+        """Bring to the device what was changed on the host since the last replay."""
+        with torch.no_grad():
+            self._optimizer.keep_bound()
+            if self._values is not None:
+                for i, (_, hyper) in enumerate(self._current_groups()):
+                    self._values.write(i, hyper)
+            self.table.refresh_masters()
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def note_replay(self) -> None:
+        """Have versions of tensors, and what torch's schedulers ask, tell of the step."""
+        self.table.mark_stepped()
+        self._optimizer._opt_called = True  # type: ignore[attr-defined]
+
+    def _refuse_hyper(self, group: int, now: _Group, then: _Group) -> None:
+        """A changed hyper-parameter that the graph does not read."""
+        if now[0] is not then[0]:
+            raise stale(f"lr of parameter group {group} is another tensor")
+        if now[1] == then[1]:
+            return
+        if self._schedule is not None:
+            refuse_unread(group, then[1], now[1], self._schedule.of_group(group))
+        followed = self._values.of_group(group) if self._values is not None else {}
+        for name, value in then[1].items():
+            if now[1][name] != value and name not in followed:
+                what = f"{name} of parameter group {group}"
+                raise stale(f"{what} was changed from {value} to {now[1][name]}")
+
+    def _current_groups(self) -> list[_Group]:
+        return [self._optimizer.lr_and_hyper(group) for group in self._optimizer.param_groups]
+
+    def _what_changed(self, fingerprint: bytes) -> str:
+        now, then = memoryview(fingerprint).cast("q"), memoryview(self._fingerprint).cast("q")
+        i = next(i for i in range(len(then)) if now[i] != then[i])
+        row, field = divmod(i, 3)
+        what = "requires_grad" if field == 2 else "the memory (p.data = ..., model.to)"
+        return f"{what} of {self.table.name(row)} was changed"
+
+
+def stale(what: str) -> RuntimeError:
+    return RuntimeError(
+        f"{what} after the step was captured, and the graph does not see that. Make the step anew "
+        "with ampfuse.graphs.make_graphed_step, or undo the change."
+    )

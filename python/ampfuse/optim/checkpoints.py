@@ -1,0 +1,230 @@
+"""State dicts and copies of optimizers: masters are saved, and FP32 state stays FP32.
+
+torch's ``load_state_dict`` casts each tensor to the type of its parameter. That rounds FP32 state
+of a half parameter, makes numbers of masks, and no state that keeps a type of its own survives.
+Here a tensor comes back as it was saved, unless it had its parameter's type and the parameter has
+got a wider one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampfuse.optim.inner import parameters, with_inner
+from ampfuse.optim.masters import HALF_DTYPES, MasterParameter, exact_float32
+from ampfuse.optim.rows import Rows
+
+# Beside "state" in a state dict: for each parameter with state of another type, by its index, the
+# type that the parameter had.
+DTYPES = "param_dtypes"
+
+
+class Checkpoints(Rows):
+    """Mixin: ``state_dict``, ``load_state_dict``, pickle and deepcopy with masters."""
+
+    # Attributes that a copy has too.
+    _copied: tuple[str, ...] = (
+        "master_weights",
+        "max_grad_norm",
+        "skip_nonfinite",
+        "unscale_grads",
+        "skip_on_overflow",
+        "_under_amp",
+        "_amp_session",  # amp's policy and loss scalers: a copy trains on under amp
+    )
+    # The state dict that is being loaded.
+    _loading: dict[str, Any] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, plus ``master_param`` (float32) for each parameter that has a master."""
+        self.follow_edits()
+        state_dict = super().state_dict()
+        states = state_dict.setdefault("state", {})  # a wrapper's own format may have none
+        for i, param in enumerate(parameters(self)):
+            if isinstance(param, MasterParameter):
+                states[i] = {**states.get(i, {}), "master_param": param.detach()}
+        return state_dict
+
+    @torch.no_grad()
+    def follow_edits(self) -> None:
+        """Before masters are saved or copied: what was edited in the model since is in them."""
+        if (
+            self._table is not None
+            or any("master_param" in state for state in self.state.values())
+            or any(isinstance(param, MasterParameter) for param in parameters(self))
+        ):
+            self.param_table().refresh_masters()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, without rounding FP32 state to a half parameter's type.
+
+        Accepts state dicts of the torch optimizer of the same name and, with or without masters,
+        of ampfuse. Masters that are not in the state dict are taken from the model weights.
+
+        Raises:
+            ValueError: the state belongs to parameters of another number or shape. Nothing has
+                changed then.
+        """
+        if len(with_inner(self)) > 1:
+            self._load_around(state_dict)
+            return
+        handle = self.register_load_state_dict_pre_hook(_check_and_remember)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+            self._loading = None
+
+    def _load_around(self, state_dict: dict[str, Any]) -> None:
+        """A wrapper hands the state to the optimizers in it, which know no masters."""
+        params = list(parameters(self))
+        rest, masters = _without_masters(state_dict)
+        for i, master in masters.items():
+            if i < len(params):
+                _check_shape("master_param", master, params[i], self.parameter_names()[i])
+        super().load_state_dict(rest)
+        for i, param in enumerate(parameters(self)):
+            if i in masters:
+                exact = masters[i].detach().to(param.device, torch.float32)
+                self.restore_master(param, {}, exact)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # Called by load_state_dict, pickle and deepcopy alike.
+        if self._loading is not None:
+            self._restore_state(state["state"], self._loading)
+        super().__setstate__(state)
+        self._states_bound = False
+
+    def _restore_state(self, state: dict[Any, Any], saved: dict[str, Any]) -> None:
+        """Undo torch's casts to the parameter's dtype, and put masters where they belong."""
+        ids = [i for group in saved["param_groups"] for i in group["params"]]
+        dtypes = saved.get(DTYPES, {})
+        for i, param in zip(ids, parameters(self), strict=True):
+            was = saved["state"].get(i)
+            if not isinstance(was, dict):
+                continue
+            for key, value in was.items():
+                if key == "master_param":
+                    exact = value.detach().to(device=param.device, dtype=torch.float32, copy=True)
+                    self.restore_master(param, state[param], exact)
+                elif key != "step":  # torch knows where and in which type that belongs
+                    state[param][key] = _uncast(value, state[param][key], param, dtypes.get(i))
+            held = self._table is not None and "master_param" in self.state.get(param, {})
+            if held and "master_param" not in state[param]:  # the weight is all that was saved
+                self.restore_master(param, state[param], exact_float32(param))
+
+    def restore_master(self, param: Tensor, state: dict[str, Any], master: Tensor) -> None:
+        """Make `master` (float32) the master of `param`, a parameter of the groups.
+
+        Arguments:
+            state: of `param`, about to be the optimizer's.
+        """
+        state.pop("master_param", None)
+        if isinstance(param, MasterParameter):
+            with torch.no_grad():
+                param.copy_(master)
+            param.model_version = param.model_param._version
+        elif self.master_weights and param.dtype in HALF_DTYPES:
+            old = self.state[param].get("master_param") if self._table is not None else None
+            if old is not None:  # the table's row holds this tensor
+                old.copy_(master)
+                master = old
+            state["master_param"] = master
+            state["_model_version"] = param._version
+        if self._table is not None:
+            # Loading the model before or after this gives the weights these masters round to.
+            self._table.accept_model_weights()
+            state.pop("_model_version", None)
+
+    def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """The state of the parameter's shape that a step of ours has in `group`."""
+        return ()
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.follow_edits()
+        own = {key: self.__dict__[key] for key in self._copied if key in self.__dict__}
+        return {**super().__getstate__(), **own}
+
+
+def own_dtypes(params: Iterable[Tensor], states: dict[Any, Any]) -> dict[int, torch.dtype]:
+    """What stands under `DTYPES`."""
+    return {
+        i: param.dtype
+        for i, param in enumerate(params)
+        if any(tensor.dtype != param.dtype for tensor in _floating(states.get(i)))
+    }
+
+
+def _floating(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor) and value.is_floating_point():
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _floating(item)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            if key not in ("step", "master_param"):
+                yield from _floating(item)
+
+
+def _uncast(saved: Any, loaded: Any, param: Tensor, was: torch.dtype | None) -> Any:
+    """`loaded`, which torch made of the state `saved`, without the casts that lose something.
+
+    Arguments:
+        was: the type of the parameter when its state was saved, if known.
+    """
+    if isinstance(saved, Tensor):
+        keep = (
+            not saved.is_floating_point()
+            or (was is not None and saved.dtype != was)
+            or (saved.dtype == torch.float32 and param.dtype in HALF_DTYPES)
+        )
+        return saved.detach().to(param.device, copy=True) if keep else loaded
+    if isinstance(saved, dict):
+        return {key: _uncast(value, loaded[key], param, was) for key, value in saved.items()}
+    if isinstance(saved, (list, tuple)):
+        pairs = zip(saved, loaded, strict=True)
+        return type(saved)(_uncast(before, after, param, was) for before, after in pairs)
+    return loaded
+
+
+def _without_masters(state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[int, Tensor]]:
+    """A state dict without its ``master_param`` entries, and these by the parameter's index."""
+    masters, states = {}, {}
+    for i, state in state_dict.get("state", {}).items():
+        if isinstance(state, dict) and "master_param" in state:
+            masters[i] = state["master_param"]
+            state = {key: value for key, value in state.items() if key != "master_param"}
+            if not state:
+                continue
+        states[i] = state
+    return {**state_dict, "state": states}, masters
+
+
+def _check_and_remember(optimizer: Any, state_dict: dict[str, Any]) -> None:
+    """Pre-hook of load_state_dict: refuse what does not fit before anything changes.
+
+    Only what a step of ours reads is known to have its parameter's shape; the rest is free.
+    """
+    names = iter(optimizer.parameter_names())
+    for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=False):
+        if len(group["params"]) != len(saved["params"]):
+            break  # torch says what is wrong
+        keys = ("master_param", *optimizer._state_names({**group, **saved}))
+        for param, i, name in zip(group["params"], saved["params"], names, strict=False):
+            state = state_dict["state"].get(i)
+            for key in keys if isinstance(state, dict) else ():
+                _check_shape(key, state.get(key), param, name)
+    optimizer._loading = state_dict
+
+
+def _check_shape(key: str, value: Any, param: Tensor, name: str) -> None:
+    if isinstance(value, Tensor) and value.shape != param.shape:
+        raise ValueError(
+            f"the state dict's {key} for {name} has shape {tuple(value.shape)}, the parameter "
+            f"{tuple(param.shape)}: it was saved from another model. Nothing was loaded."
+        )

@@ -1,0 +1,110 @@
+"""Gradients between backward and step: scaled, unscaled, left for later.
+
+The gradients themselves are in the extension's ``ParamTable``; csrc/param_table.h says where they
+are at which time.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ampfuse.optim import left_scaled
+from ampfuse.optim.inner import parameters
+from ampfuse.optim.masters import MasterParameter
+from ampfuse.optim.rows import Rows
+from ampfuse.optim.unscaling import unscale
+
+
+class Gradients(Rows):
+    """Mixin: takes in backward passes whose gradients carry a loss scale.
+
+    Attributes:
+        in_backward: between `begin_backward` and the call that ends the pass.
+        has_scaled_gradients: the last pass that ended left its gradients scaled (`mark_backward`).
+    """
+
+    in_backward: bool = False
+    has_scaled_gradients: bool = False
+
+    # Gradients of a pass that did not list this optimizer, by row.
+    _left_scaled: dict[int, left_scaled.Mark] = {}  # noqa: RUF012, replaced and never changed
+
+    def begin_backward(self) -> None:
+        """Put earlier gradients away, so that a backward pass brings new ones only."""
+        if self._left_scaled:
+            left_scaled.warn_if_used(self)
+        self.param_table().begin_backward()
+        self.in_backward = True
+
+    def end_backward(self, scale: Tensor, check: bool) -> None:
+        """Take in a pass whose gradients carry `scale` (float32, 0-dim): inspect and unscale."""
+        self.in_backward = self.has_scaled_gradients = False
+        self._known_table().end_backward(scale, check)
+
+    def mark_backward(self, scale: Tensor) -> None:
+        """Take in a pass, but leave its gradients scaled until the next pass or the step."""
+        self.in_backward, self.has_scaled_gradients = False, True
+        self._known_table().mark_backward(scale)
+
+    def cancel_backward(self) -> None:
+        """The pass failed: drop what it left and keep what was there before."""
+        self.in_backward = False
+        self._known_table().cancel_backward()
+
+    def materialize_gradients(self) -> None:
+        if self._table is not None and not self.in_backward:
+            self._table.materialize()
+
+    @torch.no_grad()
+    def refresh_masters(self) -> None:
+        """Take over every edit of the model's half weights, those made through ``.data`` too.
+
+        Edits that autograd can see (``load_state_dict``, ``clamp_`` under ``no_grad``, assigning
+        ``.data``) are followed by themselves at the next step; an in-place change of ``p.data``
+        leaves no trace, and needs this call before the step. Other elements keep their bits.
+        """
+        self.param_table().refresh_masters(all=True)
+
+    @property
+    def found_inf_flag(self) -> Tensor:
+        """float32, 0-dim, on the device: 1 if a gradient since the last step was not finite."""
+        return self.param_table().state_field("found_inf")
+
+    @property
+    def pass_found_inf_flag(self) -> Tensor:
+        """float32, 0-dim, on the device: 1 if a gradient of the last backward pass was not finite.
+
+        Passes with ``delay_unscale`` before it belong to it: nobody looked at their gradients then.
+        """
+        return self.param_table().state_field("pass_found_inf")
+
+    def unscale_gradients(self, scale: Tensor) -> Tensor:
+        """Divide all gradients by `scale` (float32, 0-dim) now, exactly.
+
+        FP32 gradients are divided in place. Half gradients of a parameter outside amp become FP32
+        ones, because rounding them back to half would flush small values to zero.
+
+        Returns:
+            The flag, float32 and 0-dim: 1 if a gradient was not finite.
+        """
+        table, found_inf = self.param_table(), self.found_inf_flag
+        if any(isinstance(param, MasterParameter) for param in self._row_params):
+            table.end_backward(scale, True)
+        else:
+            inv_scale = scale.to(torch.float64).reciprocal().to(torch.float32)
+            unscale(self._row_params, inv_scale, found_inf)
+        return found_inf
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's, and also drops what amp holds of earlier passes."""
+        if self._table is not None:
+            self.param_table().zero_grad(set_to_none)
+            return
+        for param in parameters(self):
+            if isinstance(param, MasterParameter) and param.model_param.grad is not None:
+                if set_to_none:
+                    param.model_param.grad = None
+                else:
+                    param.model_param.grad.detach_().zero_()
+        super().zero_grad(set_to_none)

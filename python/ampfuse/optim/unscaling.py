@@ -1,0 +1,84 @@
+"""Divide gradients by a loss scale where they are, exactly: what ``GradScaler.unscale_`` needs."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections import defaultdict
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from ampfuse import _core
+from ampfuse.optim.masters import FLOAT_DTYPES, HALF_DTYPES
+
+
+@torch.no_grad()
+def unscale(params: Iterable[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
+    """Multiply the gradients of `params` (on one device) by `inv_scale`.
+
+    FP32 gradients change in place. Half ones are replaced by FP32 ones where torch allows that,
+    because rounding them back to half would flush small values to zero.
+
+    Arguments:
+        inv_scale: float32, one element, on that device.
+        found_inf: float32, one element; becomes 1 if a gradient is not finite.
+    """
+    old: list[Tensor] = []
+    new: list[Tensor] = []
+    replaced: list[tuple[Tensor, Tensor]] = []
+    other: dict[torch.dtype, list[Tensor]] = defaultdict(list)
+    for param in params:
+        gradient = param.grad
+        if gradient is None:
+            continue
+        if gradient.is_sparse:
+            # Duplicate indices add up, and in half the sum may overflow: look at the sums.
+            if gradient.dtype in HALF_DTYPES:
+                gradient = param.grad = gradient.coalesce()
+            gradient = gradient._values()
+            other[gradient.dtype].append(gradient)
+        elif not _is_dense(gradient) or gradient.dtype not in FLOAT_DTYPES:
+            other[gradient.dtype].append(gradient)
+        else:
+            out = gradient
+            if gradient.dtype in HALF_DTYPES and _accepts_float32_gradient(param):
+                out = torch.empty_like(gradient, dtype=torch.float32)
+                replaced.append((param, out))
+            old.append(gradient)
+            new.append(out)
+    if old:
+        _core.C.unscale(old, new, inv_scale, found_inf)
+    # What the fused op does not take (sparse, float64, views with gaps) goes torch's way.
+    for gradients in other.values():
+        torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inv_scale)
+    for param, gradient in replaced:
+        param.grad = gradient
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(tensor)
+
+
+def _accepts_float32_gradient(param: Tensor) -> bool:
+    """Let a half parameter hold an FP32 gradient; warn once where this torch has no way to."""
+    if param.dtype not in HALF_DTYPES:
+        return True
+    try:
+        param.grad_dtype = None  # any type; the next backward gives a half gradient again
+        return True
+    except (AttributeError, RuntimeError):
+        _warn_of_rounding()
+        return False
+
+
+@functools.cache
+def _warn_of_rounding() -> None:
+    warnings.warn(
+        f"torch {torch.__version__} does not let a half parameter hold an FP32 gradient, so "
+        "unscale_ rounds half gradients, and small ones become 0. To clip exactly, use "
+        "scaler.clip_grad_norm_(optimizer, max_norm) or the max_grad_norm= argument of "
+        "ampfuse's optimizers.",
+        stacklevel=7,
+    )
