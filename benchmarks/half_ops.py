@@ -2,7 +2,7 @@
 
 Times the operations of common networks, forward and backward, in FP32 and in half, and writes one
 CSV row per operation, direction, memory layout and half dtype. A ratio far above 1 means torch has
-no fast half kernel for that operation on this CPU: what `csrc/half_conv.cpp` mends.
+no fast half kernel for that operation on this CPU: what `csrc/torch/half_ops.cpp` mends.
 
     python benchmarks/half_ops.py --csv out.csv                       # as ampfuse runs it
     AMPFUSE_HALF_CONV=0 python benchmarks/half_ops.py --csv out.csv   # as torch alone does

@@ -99,8 +99,8 @@ for name, settings in {
         "reg_inside_moment": True,
     },
 }.items():
-    kind = {"adagrad": "Adagrad", "lamb": "LAMB", "novograd": "NovoGrad"}[name.partition("-")[0]]
-    OPTIMIZERS[name] = (kind, {"lr": 1e-2, **settings})
+    kinds = {kind.lower(): kind for kind in reference.RULES}
+    OPTIMIZERS[name] = (kinds[name.partition("-")[0]], {"lr": 1e-2, **settings})
 
 # One of each kind, for tests whose subject is not the formula. The first are torch's too.
 TORCH_KINDS = ("sgd-all", "adam-all", "adamw", "adagrad-all")

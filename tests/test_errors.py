@@ -5,10 +5,11 @@ import contextlib
 import pytest
 import torch
 
+import reference
 from ampfuse import _core, optim
 from cases import KINDS, assert_same_bits, bf16, f16, f32, f64, make, snapshot
 
-OPTIMIZERS = [optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad, optim.LAMB, optim.NovoGrad]
+OPTIMIZERS = [getattr(optim, kind) for kind in reference.RULES]
 
 
 def model(dtype=f32):

@@ -25,7 +25,7 @@ from cases import (
 )
 from conftest import emulated_module
 
-CHUNK = 32768  # kChunk of csrc/reduce.h
+CHUNK = 32768  # kChunk of csrc/core/reduce.h
 SIZES = [*range(26), 255, 256, 257, 2047, 2048, 2049, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 5]
 HALF = (f16, bf16)
 

@@ -1,22 +1,21 @@
 """What a step launches and uploads on CUDA, counted by the emulated runtime."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
 
 import ampfuse
 from ampfuse import _core, amp, ops, optim
+from cases import KINDS, make
 from conftest import emulated_module
 
 # name: the optimizer over parameters, and the launches of its step: inspect or prepare, then the
 # update, which is two for LAMB; LARC measures the weights before.
 STEPS = {
-    "SGD": (lambda p, **o: optim.SGD(p, lr=0.1, momentum=0.9, **o), 2),
-    "Adam": (lambda p, **o: optim.Adam(p, lr=0.1, **o), 2),
-    "AdamW": (lambda p, **o: optim.AdamW(p, lr=0.1, **o), 2),
-    "Adagrad": (lambda p, **o: optim.Adagrad(p, lr=0.1, **o), 2),
-    "NovoGrad": (lambda p, **o: optim.NovoGrad(p, lr=0.1, **o), 2),
-    "LAMB": (lambda p, **o: optim.LAMB(p, lr=0.1, **o), 3),
+    name: (functools.partial(make, name), 3 if name.startswith("lamb") else 2) for name in KINDS
+} | {
     "LARC": (lambda p, **o: optim.LARC(optim.SGD(p, lr=0.1, weight_decay=0.1, **o)), 3),
 }
 steps = pytest.mark.parametrize(("make", "expected"), STEPS.values(), ids=STEPS)

@@ -30,7 +30,7 @@ from cases import (
 )
 from programs import python
 
-CHUNK = 32768  # kChunk of csrc/reduce.h
+CHUNK = 32768  # kChunk of csrc/core/reduce.h
 TILE = 2048  # kTile
 WIDEST = 16  # elements of the widest vector
 DTYPES = (f32, f16, bf16)

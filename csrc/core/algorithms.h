@@ -12,15 +12,18 @@ template <class... Ops>
 struct OpList {};
 
 // The optimizers, and what steps like one.
-using Algorithms = OpList<  //
-    struct NoOp,            // gradients alone: another optimizer steps
-    struct SgdOp,           // torch.optim's names, from here on
-    struct AdamOp,          // AdamW too
-    struct AdagradOp,       //
-    struct NovoGradOp,      // apex's
-    struct LambOp,          //
-    struct LambUpdateOp,    // LAMB in two calls
-    struct LayerwiseOp>;    // LARC in front of another's step
+// clang-format off
+using Algorithms = OpList<
+    struct NoOp,         // gradients alone: another optimizer steps
+    struct SgdOp,
+    struct AdamOp,       // AdamW too
+    struct AdagradOp,
+    struct NovoGradOp,
+    struct LambOp,
+    struct LambUpdateOp,  // LAMB in two calls
+    struct LayerwiseOp    // LARC in front of another's step
+>;
+// clang-format on
 
 // Plain maps over lists of tensors.
 template <unsigned kCheck>

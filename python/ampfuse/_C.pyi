@@ -1,4 +1,4 @@
-"""ampfuse's compiled core (csrc/bindings.cpp). Python code reaches it as ``ampfuse._core.C``.
+"""ampfuse's compiled core (csrc/torch/bindings.cpp). Python code reaches it as ``ampfuse._core.C``.
 
 Lists of tensors: strided and dense, on one device, float32, float16 or bfloat16 in any mixture;
 ``ampfuse.ops`` has the public functions and says more. Nothing here waits for the device.
@@ -19,7 +19,7 @@ def cuda_archs() -> list[str]:
     """The architectures they were built for."""
 
 def cpu_isa() -> str:
-    """The instruction set the CPU kernels run on: scalar, avx2, avx512 or neon.
+    """The instruction set the CPU kernels run on: scalar, avx2 or avx512.
 
     ``AMPFUSE_CPU_ISA`` forces one, in the environment before the first use.
     """
@@ -221,7 +221,7 @@ class ParamTable:
 
         Numbers: lr, weight_decay, momentum, dampening, beta1, beta2, eps, lr_decay,
         trust_coefficient, trust_eps. Flags: maximize, nesterov, decoupled, uncorrected, unaveraged,
-        late_decay, trust_all, infinity_norm, init_zero, layerwise, clipped_ratio; csrc/hyper.h says
+        late_decay, trust_all, infinity_norm, init_zero, layerwise, clipped_ratio; csrc/core/hyper.h says
         what each does. `lr_tensor` (float32, device) replaces lr. `schedule` (float64 vectors of
         one length on the device; any of lr, weight_decay, momentum, beta1, beta2) replaces both:
         element ``schedule_step`` of the step's state holds for the next step that is applied, the

@@ -1,6 +1,6 @@
 """Gradients between backward and step: scaled, unscaled, left for later.
 
-The gradients themselves are in the extension's ``ParamTable``; csrc/param_table.h says where they
+The gradients themselves are in the extension's ``ParamTable``; csrc/torch/gradient_phase.h says where they
 are at which time.
 """
 
