@@ -8,9 +8,10 @@ Algorithm algorithm_of(const std::string& name) {
   std::string names;
   for (const AlgorithmInfo& info : algorithms()) {
     if (name == info.name) return info.algorithm;
-    names += std::string(names.empty() ? "" : ", ") + info.name;
+    if (info.algorithm != Algorithm::of<NoOp>())
+      names += std::string(names.empty() ? "" : ", ") + info.name;
   }
-  TORCH_CHECK_VALUE(false, "algorithm is '", name, "'; it is one of ", names);
+  TORCH_CHECK_VALUE(false, "algorithm is '", name, "'; it is ", names, " or none");
 }
 
 RowHyper hyper_of(const std::map<std::string, double>& values) {
