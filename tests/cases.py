@@ -98,13 +98,19 @@ for name, settings in {
         "init_zero": True,
         "reg_inside_moment": True,
     },
+    "lion": {},
+    "lion-decay": {"weight_decay": 0.1},
+    "lion-maximize": {"maximize": True},
+    # Betas for which 16-bit gradients do not cancel: the sign of a sum that is zero but for rounding
+    # is anybody's.
+    "lion-all": {"betas": (0.83, 0.97), "weight_decay": 0.1, "maximize": True},
 }.items():
     kinds = {kind.lower(): kind for kind in reference.RULES}
     OPTIMIZERS[name] = (kinds[name.partition("-")[0]], {"lr": 1e-2, **settings})
 
 # One of each kind, for tests whose subject is not the formula. The first are torch's too.
 TORCH_KINDS = ("sgd-all", "adam-all", "adamw", "adagrad-all")
-KINDS = (*TORCH_KINDS, "lamb", "novograd-decay")
+KINDS = (*TORCH_KINDS, "lamb", "novograd-decay", "lion-decay")
 
 # (dtype of gradients, dtype of model weights). Autograd gives gradients of the weight's dtype; for
 # others see set_grad.

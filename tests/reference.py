@@ -220,6 +220,25 @@ class NovoGrad:
         return p - self.lr * (m if self.inside else m / d + self.weight_decay * p)
 
 
+class Lion:
+    """Chen et al., arXiv:2302.06675, algorithm 2.
+
+    p_t = p_{t-1} - lr * (sign(beta1 * m_{t-1} + (1 - beta1) * g_t) + weight_decay * p_{t-1})
+    m_t = beta2 * m_{t-1} + (1 - beta2) * g_t
+    """
+
+    def __init__(self, lr=1e-4, betas=(0.9, 0.99), weight_decay=0.0, maximize=False):
+        self.lr, self.betas, self.weight_decay, self.maximize = lr, betas, weight_decay, maximize
+
+    def step(self, p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
+        beta1, beta2 = self.betas
+        g = (-g if self.maximize else g).to(p.dtype)
+        state["step"] = state.get("step", 0) + 1
+        m = state.get("exp_avg", torch.zeros_like(p))
+        state["exp_avg"] = beta2 * m + (1 - beta2) * g
+        return p - self.lr * ((beta1 * m + (1 - beta1) * g).sign() + self.weight_decay * p)
+
+
 RULES = {
     "SGD": Sgd,
     "Adam": Adam,
@@ -227,6 +246,7 @@ RULES = {
     "Adagrad": Adagrad,
     "LAMB": Lamb,
     "NovoGrad": NovoGrad,
+    "Lion": Lion,
 }
 
 

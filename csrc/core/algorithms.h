@@ -20,6 +20,7 @@ using Algorithms = OpList<
     struct AdagradOp,
     struct NovoGradOp,
     struct LambOp,
+    struct LionOp,
     struct LambUpdateOp,  // LAMB in two calls
     struct LayerwiseOp    // LARC in front of another's step
 >;

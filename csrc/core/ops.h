@@ -8,6 +8,7 @@
 #include "core/ops/inspect.h"
 #include "core/ops/lamb.h"
 #include "core/ops/layerwise.h"
+#include "core/ops/lion.h"
 #include "core/ops/masters.h"
 #include "core/ops/novograd.h"
 #include "core/ops/op.h"

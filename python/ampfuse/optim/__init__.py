@@ -10,6 +10,7 @@ from ampfuse.optim.adam import Adam, AdamW
 from ampfuse.optim.base import AmpOptimizer, LastStep
 from ampfuse.optim.lamb import LAMB
 from ampfuse.optim.larc import LARC
+from ampfuse.optim.lion import Lion
 from ampfuse.optim.masters import MasterParameter
 from ampfuse.optim.novograd import NovoGrad
 from ampfuse.optim.sgd import SGD
@@ -24,6 +25,7 @@ __all__ = [
     "AdamW",
     "AmpOptimizer",
     "LastStep",
+    "Lion",
     "MasterParameter",
     "NovoGrad",
     "upgrade",

@@ -1,0 +1,65 @@
+"""Lion with a fused step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from ampfuse.optim.fused import FusedOptimizer
+from ampfuse.optim.moments import check_range
+
+
+class Lion(FusedOptimizer):
+    """Lion with a fused step: every element moves by the rate, in the direction of a momentum.
+
+    Chen et al., arXiv:2302.06675; the same steps as ``timm.optim.Lion``::
+
+        u = sign(beta1 * m + (1 - beta1) * g)
+        p = p - lr * (u + weight_decay * p),    m = beta2 * m + (1 - beta2) * g
+
+    State: ``step`` and ``exp_avg`` (m, in FP32). The paper advises a third to a tenth of AdamW's
+    rate, and as many times its weight decay. A NaN in the gradient makes NaN of the weight.
+
+    Arguments:
+        params, lr, betas, weight_decay, maximize: as in :class:`torch.optim.AdamW`, with the
+            defaults of the paper.
+        master_weights, max_grad_norm, skip_nonfinite, unscale_grads: as in
+            :class:`ampfuse.optim.AdamW`.
+
+    Raises:
+        TypeError: a parameter of another dtype than float32, float16 and bfloat16. ValueError: an
+            argument out of range.
+    """
+
+    _algorithm = "lion"
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+        master_weights: bool = False,
+        max_grad_norm: float | None = None,
+        skip_nonfinite: bool = False,
+        unscale_grads: bool = True,
+    ) -> None:
+        self._set_options(master_weights, max_grad_norm, skip_nonfinite, unscale_grads)
+        check_range(lr=lr, betas=betas, eps=0.0, weight_decay=weight_decay)
+        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(params, defaults)
+
+    def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:
+        beta1, beta2 = group["betas"]
+        return {
+            "lr": group["lr"],
+            "weight_decay": float(group["weight_decay"]),
+            "beta1": float(beta1),
+            "beta2": float(beta2),
+            "maximize": bool(group["maximize"]),
+            "decoupled": True,
+        }
