@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+
 from cpp.units import Unit, cpu_units, cuda_units
 
 ROOT = Path(__file__).parents[1]

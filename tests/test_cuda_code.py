@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+
 from cpp.units import cuda_units
 
 ROOT = Path(__file__).parents[1]

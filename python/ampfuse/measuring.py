@@ -34,7 +34,7 @@ def instant(device: torch.device) -> Instant:
 def milliseconds(begin: Instant, end: Instant) -> float:
     """Between two instants; the device must have come to both."""
     if isinstance(begin, torch.cuda.Event):
-        return begin.elapsed_time(end)
+        return begin.elapsed_time(end)  # type: ignore[arg-type]
     return (end - begin) * 1e3  # type: ignore[operator]
 
 
