@@ -13,8 +13,8 @@
 #
 # Nothing but ampfuse and the packages of its extras is installed there, and torch is not touched.
 #
-# Further variables: DEMO_ARGS, TEST_ARGS, BENCH_ARGS, NOTEBOOKS; BASE_PYTHON makes .venv (python3); TORCH is
-# what pip installs there instead of the newest release tested, and TORCH_INDEX where from
+# Further variables: DEMO_ARGS, TEST_ARGS, BENCH_ARGS, NOTEBOOKS; BASE_PYTHON makes .venv (python3);
+# TORCH is what pip installs there instead of the newest release tested, and TORCH_INDEX where from
 # (https://download.pytorch.org/whl/cpu has CPU builds); AMPFUSE_CUDA and AMPFUSE_CUDA_ARCHS as in
 # docs/building.md.
 
