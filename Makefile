@@ -3,6 +3,8 @@
 # make bench   measures the optimizer step: four minutes, on a machine that does nothing else
 #              (BENCH_ARGS=--all: a quarter of an hour)
 # make experiments  measures whole training steps there: E1, E4 and E5, a quarter of an hour
+# make notebooks    runs the notebooks and stores what they show, some minutes; NOTEBOOKS=e2_levels:
+#                   that one; NOTEBOOKS=--full: with the sizes that they choose for a CPU
 #
 # Each does all its own set-up: a virtual environment in .venv, torch, the build. A second call does
 # only what changed. To use an environment that has torch already, name its interpreter:
@@ -11,13 +13,13 @@
 #
 # Nothing but ampfuse and the packages of its extras is installed there, and torch is not touched.
 #
-# Further variables: DEMO_ARGS, TEST_ARGS, BENCH_ARGS; BASE_PYTHON makes .venv (python3); TORCH is
-# what pip installs there instead of the newest release tested, and TORCH_INDEX where from
+# Further variables: DEMO_ARGS, TEST_ARGS, BENCH_ARGS, NOTEBOOKS; BASE_PYTHON makes .venv (python3);
+# TORCH is what pip installs there instead of the newest release tested, and TORCH_INDEX where from
 # (https://download.pytorch.org/whl/cpu has CPU builds); AMPFUSE_CUDA and AMPFUSE_CUDA_ARCHS as in
 # docs/building.md.
 
 .DELETE_ON_ERROR:
-.PHONY: demo test bench experiments lint format clean help
+.PHONY: demo test bench experiments notebooks lint format clean help
 
 BASE_PYTHON ?= python3
 TEST_ARGS ?= -n 2
@@ -63,6 +65,9 @@ bench: $(STAMPS)/demo
 
 experiments: $(STAMPS)/experiments
 	PYTHON=$(PY) benchmarks/experiments.sh
+
+notebooks: $(STAMPS)/notebooks
+	$(PY) notebooks/execute.py $(NOTEBOOKS)
 
 CXX_FILES = git ls-files '*.h' '*.cpp' '*.cu' '*.cuh'
 
@@ -116,8 +121,8 @@ $(STAMPS)/demo: $(STAMPS)/ready $(SOURCES)
 	@$(SAY_WHAT_WAS_BUILT)
 	@touch $@
 
-$(STAMPS)/experiments: $(STAMPS)/demo
-	$(INSTALL) $(TARGET)'[experiments]'
+$(STAMPS)/experiments $(STAMPS)/notebooks: $(STAMPS)/demo
+	$(INSTALL) $(TARGET)'[$(@F)]'
 	@touch $@
 
 # The tests also run the CUDA kernels on the CPU, which is a second module. Those of the experiments

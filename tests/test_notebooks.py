@@ -34,6 +34,21 @@ def first_cell(path: Path) -> str:
     return "".join(cells(path, "code")[0]["source"])
 
 
+def all_outputs(path: Path) -> list[dict]:
+    return [output for cell in cells(path, "code") for output in cell["outputs"]]
+
+
+def outputs(path: Path) -> str:
+    """All that is text in the stored outputs."""
+    parts = [
+        part
+        for output in all_outputs(path)
+        for kind, part in [("text/plain", output.get("text", "")), *output.get("data", {}).items()]
+        if kind.startswith("text/")
+    ]
+    return "\n".join("".join(part) for part in parts)
+
+
 # ---- as stored -----------------------------------------------------------------------------------
 
 
@@ -43,11 +58,28 @@ def test_all_four_are_there():
 
 
 @each_notebook
-def test_stored_without_outputs(path):
-    assert all(
-        not cell["outputs"] and cell["execution_count"] is None and not cell["metadata"]
-        for cell in cells(path, "code")
+def test_stored_with_the_outputs_of_one_run_from_top_to_bottom(path):
+    code = cells(path, "code")
+    assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
+    assert not any(cell["metadata"] for cell in code)
+    assert "The outputs stored here come from a CPU (" in "".join(
+        cells(path, "markdown")[0]["source"]
     )
+    assert re.search(r"CUDA available +no", outputs(path))
+    assert any("image/png" in output.get("data", {}) for output in all_outputs(path))
+
+
+@each_notebook
+def test_stored_outputs_are_free_of_errors_warnings_and_paths_of_a_machine(path):
+    kinds = [(output["output_type"], output.get("name")) for output in all_outputs(path)]
+    assert set(kinds) <= {("stream", "stdout"), ("display_data", None)}
+    assert "warning" not in outputs(path).lower()
+    assert not re.search(r"(?<![\w./:])/(?!proc|sys)\w+/", outputs(path))
+
+
+@each_notebook
+def test_stored_file_is_small(path):
+    assert path.stat().st_size < 300_000
 
 
 def test_first_cell_is_the_same():
