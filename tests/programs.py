@@ -7,16 +7,19 @@ environment and import ampfuse as a new interpreter does.
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import runpy
 import subprocess
 import sys
 import tempfile
+import unittest.mock
 import warnings
 from pathlib import Path
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch"])
+_ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # as in the tests themselves; read where torch is imported
 
 
 def python(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -33,9 +36,16 @@ class Program:
 
     def __init__(self, *arguments: object, **environment: str) -> None:
         self.arguments = [str(argument) for argument in arguments]
+        with unittest.mock.patch.dict(os.environ, _ONE_THREAD):
+            multiprocessing.forkserver.ensure_running()
         self._folder = tempfile.TemporaryDirectory()
         self._process = _context.Process(
-            target=_run, args=(self.arguments, {**os.environ, **environment}, self._folder.name)
+            target=_run,
+            args=(
+                self.arguments,
+                {**os.environ, **_ONE_THREAD, **environment},
+                self._folder.name,
+            ),
         )
         self._process.start()
 

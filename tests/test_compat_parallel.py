@@ -27,7 +27,6 @@ def two_processes(*command):
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "WORLD_SIZE": "2",
-        "OMP_NUM_THREADS": "1",
     }
     processes = [
         Program(*command, **common, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(2)

@@ -172,17 +172,22 @@ class TestFirstCell:
 # ---- as run --------------------------------------------------------------------------------------
 
 
+# What a notebook finds in a new kernel, but for modules that are imported: no names, its folder.
+FRESH = "%reset -f\n__import__('os').chdir({folder!r})\n__import__('gc').freeze()"
+
+
 class Executed:
     """A notebook that ran from top to bottom at AMPFUSE_SMALL=1, in `folder`."""
 
-    def __init__(self, name: str, folder: Path) -> None:
+    def __init__(self, name: str, folder: Path, kernel: object) -> None:
         import nbformat
         from nbclient import NotebookClient
 
         path = next(path for path in NOTEBOOKS if path.stem == name)
         self.folder, self.notebook = folder, nbformat.read(path, as_version=4)
-        resources = {"metadata": {"path": str(folder)}}
-        NotebookClient(self.notebook, timeout=200, resources=resources).execute()
+        fresh = nbformat.v4.new_code_cell(FRESH.format(folder=str(folder)))
+        self.notebook.cells.insert(0, fresh)
+        NotebookClient(self.notebook, km=kernel, timeout=200).execute()
 
     @property
     def outputs(self) -> list[dict]:
@@ -229,17 +234,29 @@ class Executed:
             assert pixels.std() > 0.05
 
 
-@pytest.fixture
-def execute(tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory):
+    """One for all notebooks: what each of them imports takes seconds."""
     for package in ("nbclient", "ipykernel", "sklearn", "matplotlib"):
         pytest.importorskip(package)
-    monkeypatch.setenv("AMPFUSE_SMALL", "1")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
-    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "jupyter"))
-    monkeypatch.delenv("MPLBACKEND", raising=False)  # else figures are not shown inline
-    (tmp_path / "work").mkdir()
-    return lambda name: Executed(name, tmp_path / "work")
+    from jupyter_client.manager import start_new_kernel
+
+    folder = tmp_path_factory.mktemp("kernel")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("AMPFUSE_SMALL", "1")
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        monkeypatch.setenv("IPYTHONDIR", str(folder / "ipython"))
+        monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(folder / "jupyter"))
+        monkeypatch.delenv("MPLBACKEND", raising=False)  # else figures are not shown inline
+        manager, client = start_new_kernel(kernel_name="python3")
+        client.stop_channels()
+        yield manager
+        manager.shutdown_kernel(now=True)
+
+
+@pytest.fixture
+def execute(tmp_path, kernel):
+    return lambda name: Executed(name, tmp_path, kernel)
 
 
 @pytest.fixture

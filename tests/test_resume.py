@@ -114,7 +114,7 @@ def test_the_bits_of_an_uninterrupted_run(kind, level):
     expected = training.state()
     assert all(loss == loss for loss in losses)
     for models_at, optimizers_at in itertools.product(TIMES, TIMES):
-        for models_first in (True, False):
+        for models_first in (True, False) if models_at == optimizers_at else (True,):
             again = resumed(kind, level, saved, models_at, optimizers_at, models_first)
             assert again.train(range(4, 7)) == losses, (models_at, optimizers_at, models_first)
             assert_same(again.state(), expected)

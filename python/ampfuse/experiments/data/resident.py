@@ -101,7 +101,7 @@ class ResidentData(Data):
         for number in range(start, len(order)):
             chosen = order[number]
             if crops:
-                pixels = cropped(images, chosen, *(part[number] for part in crops), size)
+                pixels = cropped(images, size, chosen, *(part[number] for part in crops))
             else:
                 pixels = _centre(images, size).index_select(0, chosen)
             yield self._finish(pixels), labels.index_select(0, chosen)
@@ -126,7 +126,7 @@ class ResidentData(Data):
 
 
 def cropped(
-    images: Tensor, chosen: Tensor, top: Tensor, left: Tensor, flip: Tensor, size: int
+    images: Tensor, size: int, chosen: Tensor, top: Tensor, left: Tensor, flip: Tensor
 ) -> Tensor:
     """A crop of each of the images numbered `chosen`: uint8 [all, h, w, c] to [n, size, size, c].
 

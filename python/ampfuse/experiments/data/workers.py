@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -142,7 +142,7 @@ class Feed:
         self._pass.close()
         self._loader = None  # its processes end with it
 
-    def _run(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def _run(self) -> Generator[tuple[Tensor, Tensor], None, None]:
         try:
             # Without a name of its own: an error keeps the names of its frame, and this one would
             # keep the processes until the garbage collector comes, perhaps in one forked since.
