@@ -652,7 +652,7 @@ def test_samples_can_be_sent_to_a_worker_that_was_not_forked(tmp_path, opened):
     data_files.write_imagenet(tmp_path)
     for source in ("synthetic", tmp_path):
         data = opened("imagenet", source, image_size=28, loader="workers", augment=True)
-        samples, key = data._train._samples, ((0, 0), [1, 2])
+        samples, key = data._train._loader.dataset, ([1, 2], (0, 0))
         assert same([pickle.loads(pickle.dumps(samples))[key]], [samples[key]])
 
 
