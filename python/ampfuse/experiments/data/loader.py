@@ -81,16 +81,15 @@ class Data(abc.ABC):
         self._memory_format = (
             torch.channels_last if config.channels_last else torch.contiguous_format
         )
+        mean, std = (
+            torch.tensor(values, dtype=torch.float64).view(-1, 1, 1)
+            for values in (config.mean or images.facts.mean, config.std or images.facts.std)
+        )
+        if self.channels == 1:  # a grey set takes the mean of three values
+            mean, std = mean.mean(0, keepdim=True), std.mean(0, keepdim=True)
         # (pixels / 255 - mean) / std, in double precision and rounded once.
-        mean = self._per_channel(config.mean or images.facts.mean)
-        std = self._per_channel(config.std or images.facts.std)
         self._scale, self._shift = (1 / (255 * std)).float(), (-mean / std).float()
         self._prepare(images)
-
-    def _per_channel(self, values: tuple[float, ...]) -> Tensor:
-        """float64 [channels, 1, 1], or [1, 1, 1]; of three values a grey set takes the mean."""
-        given = torch.tensor(values, dtype=torch.float64)
-        return (given.mean() if self.channels == 1 else given).view(-1, 1, 1)
 
     @abc.abstractmethod
     def _prepare(self, images: ImageSet) -> None:
