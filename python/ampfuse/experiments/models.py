@@ -77,10 +77,10 @@ def build(
     make: Callable[..., nn.Module] = getattr(torchvision.models, name)
     if name == "densenet161":
         model = make(num_classes=classes, drop_rate=dropout or 0.0)
-        _take_channels(model.get_submodule("features"), "conv0", channels)
+        _take_channels(model.features.conv0, channels)
     else:
         model = make(num_classes=classes)
-        _take_channels(model, "conv1", channels)
+        _take_channels(model.conv1, channels)
     return model
 
 
@@ -89,22 +89,14 @@ _WITHOUT_DROPOUT = ("resnet18", "resnet34", "resnet50", "mlp")
 _SMALLEST = {"vgg16": 32, "densenet161": 29, "mnist_cnn": 6}
 
 
-def _take_channels(parent: nn.Module, name: str, channels: int) -> None:
-    """Exchange the first convolution, which takes three channels, for one that takes `channels`."""
-    conv = parent.get_submodule(name)
-    assert isinstance(conv, nn.Conv2d)
-    if channels == conv.in_channels:
-        return
-    new = nn.Conv2d(
-        channels,
-        conv.out_channels,
-        kernel_size=conv.kernel_size,  # type: ignore[arg-type]
-        stride=conv.stride,  # type: ignore[arg-type]
-        padding=conv.padding,  # type: ignore[arg-type]
-        bias=conv.bias is not None,
-    )
-    _initialise(new)
-    setattr(parent, name, new)
+def _take_channels(conv: nn.Conv2d, channels: int) -> None:
+    """Let a first convolution, which takes three channels, take `channels`, with new weights."""
+    if channels != conv.in_channels:
+        conv.in_channels = channels
+        shape = (conv.out_channels, channels, *conv.kernel_size)
+        conv.weight = nn.Parameter(torch.empty(shape))
+        conv.reset_parameters()  # draws what a new one draws: all that follow depend on it
+        _initialise(conv)
 
 
 def _initialise(conv: nn.Conv2d) -> None:
@@ -123,7 +115,7 @@ def vgg16(classes: int, channels: int, dropout: float) -> nn.Sequential:
 
     # Of vgg16_bn() nine tenths would be the large head, built for nothing.
     features = vgg.make_layers(vgg.cfgs["D"], batch_norm=True)
-    _take_channels(features, "0", channels)
+    _take_channels(features[0], channels)
     for module in features:
         if isinstance(module, nn.Conv2d):
             _initialise(module)

@@ -48,7 +48,10 @@ class Data(abc.ABC):
         classes, channels, image_size: of the images in the batches.
         train_size, test_size: images over all processes.
         batches_per_epoch: training batches of this process; all processes have as many.
+        device_bytes: what the set itself takes of the device's memory, whatever the batches take.
     """
+
+    device_bytes = 0
 
     def __init__(
         self,
@@ -71,23 +74,22 @@ class Data(abc.ABC):
                 f"--batch-size {config.batch_size} is more than the "
                 f"{self.train_size // world_size} training images{of_each}: give less"
             )
-        # Mirrored digits are no digits.
-        self._augments = config.augment and kind != "mnist"
+        # The test images of this process; no two processes share one.
+        first, end = (self.test_size * part // world_size for part in (rank, rank + 1))
+        self._test_share = range(first, end)
+        self._augments = config.augment and kind != "mnist"  # mirrored digits are no digits
         self._memory_format = (
             torch.channels_last if config.channels_last else torch.contiguous_format
         )
+        mean, std = (
+            torch.tensor(values, dtype=torch.float64).view(-1, 1, 1)
+            for values in (config.mean or images.facts.mean, config.std or images.facts.std)
+        )
+        if self.channels == 1:  # a grey set takes the mean of three values
+            mean, std = mean.mean(0, keepdim=True), std.mean(0, keepdim=True)
         # (pixels / 255 - mean) / std, in double precision and rounded once.
-        mean = self._per_channel(config.mean or images.facts.mean)
-        std = self._per_channel(config.std or images.facts.std)
         self._scale, self._shift = (1 / (255 * std)).float(), (-mean / std).float()
         self._prepare(images)
-
-    def _per_channel(self, values: tuple[float, ...]) -> Tensor:
-        """float64 [channels, 1, 1], or [1, 1, 1]; of three values a grey set takes the mean."""
-        given = torch.tensor(values, dtype=torch.float64)
-        if self.channels == 1:
-            given = given.mean(0, keepdim=True)
-        return given.view(-1, 1, 1)
 
     @abc.abstractmethod
     def _prepare(self, images: ImageSet) -> None:
@@ -125,11 +127,6 @@ class Data(abc.ABC):
             "device_bytes": self.device_bytes,
         }
 
-    @property
-    def device_bytes(self) -> int:
-        """What the set itself takes of the device's memory, whatever the batches take."""
-        return 0
-
     def reseed(self, seed: int) -> None:
         """Order and augmentation of another seed from here on; the images stay, synthetic ones too.
 
@@ -153,9 +150,3 @@ class Data(abc.ABC):
             order = torch.randperm(self.train_size, generator=random)
         shape = (self.batches_per_epoch, self.world_size, self.config.batch_size)
         return order[: math.prod(shape)].view(shape)[:, self.rank]
-
-    @property
-    def _test_share(self) -> range:
-        """The test images of this process; no two processes share one."""
-        size, rank, world_size = self.test_size, self.rank, self.world_size
-        return range(size * rank // world_size, size * (rank + 1) // world_size)

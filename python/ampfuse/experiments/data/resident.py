@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils.data import BatchSampler
 
 from ampfuse.experiments.data.loader import Data, generator, normalised
 from ampfuse.experiments.data.sets import DataError, ImageFiles, ImageSet, Pixels
@@ -35,17 +36,17 @@ class ResidentData(Data):
     """
 
     def _prepare(self, images: ImageSet) -> None:
-        size, mine, device = self.image_size, self._test_share, self.device
         from_files = isinstance(images.train, ImageFiles)
-        self._stored_size = shorter_edge(size) if from_files else size
-        self._check_room(self.train_size + len(mine))
-        train = self._on_device(images.train, range(self.train_size), "train")
+        self._stored_size = shorter_edge(self.image_size) if from_files else self.image_size
+        self._check_room(self.train_size + len(self._test_share))
+        everything = range(self.train_size)
+        self._train, self._train_labels = self._on_device(images.train, everything, "train")
+        self._test, self._test_labels = self._on_device(images.test, self._test_share, "test")
         if self._augments and not from_files:
-            train = functional.pad(train, (0, 0, *(_PADDING,) * 4))
-        self._train = train, images.train.labels.to(device)
-        test_labels = images.test.labels[mine.start : mine.stop]
-        self._test = self._on_device(images.test, mine, "test"), test_labels.to(device)
-        self._scale, self._shift = self._scale.to(device), self._shift.to(device)
+            self._train = functional.pad(self._train, (0, 0, *(_PADDING,) * 4))
+        stored = (self._train, self._train_labels, self._test, self._test_labels)
+        self.device_bytes = sum(tensor.nbytes for tensor in stored)
+        self._scale, self._shift = self._scale.to(self.device), self._shift.to(self.device)
 
     def _check_room(self, count: int) -> None:
         """Before minutes are spent on decoding. What a training step takes comes on top."""
@@ -57,11 +58,14 @@ class ResidentData(Data):
                 f"has {free / 2**30:.1f} GiB free: give --loader workers, or a part of the data"
             )
 
-    def _on_device(self, split: Pixels | ImageFiles, which: range, title: str) -> Tensor:
-        """uint8 [len(which), h, w, channels]: pixel by pixel, so that a crop moves whole pixels."""
+    def _on_device(
+        self, split: Pixels | ImageFiles, which: range, title: str
+    ) -> tuple[Tensor, Tensor]:
+        """uint8 [len(which), h, w, channels], so that a crop moves whole pixels, and the labels."""
+        labels = split.labels[which.start : which.stop].to(self.device)
         if isinstance(split, Pixels):
             images = split.images[which.start : which.stop].permute(0, 2, 3, 1)
-            return images.contiguous().to(self.device)
+            return images.contiguous().to(self.device), labels
         from torchvision.transforms import v2
         from tqdm import tqdm
 
@@ -69,7 +73,7 @@ class ResidentData(Data):
         result = torch.empty(len(which), edge, edge, 3, dtype=torch.uint8, device=self.device)
         middle = v2.Resize(edge), v2.CenterCrop(edge), v2.PILToTensor()
         feed = Feed(Samples(split, *middle), self.config.workers)
-        keys = [(None, list(which[at : at + _AT_ONCE])) for at in range(0, len(which), _AT_ONCE)]
+        batches = feed.batches(BatchSampler(which, _AT_ONCE, drop_last=False))
         bar = tqdm(
             total=len(which),
             desc=f"decoding {title}",
@@ -77,41 +81,32 @@ class ResidentData(Data):
             disable=True if self.rank else None,  # None: a bar on a terminal, nothing in a log
         )
         with bar, contextlib.closing(feed):
-            parts = zip(result.split(_AT_ONCE), feed.batches(keys), strict=True)
-            for into, (pixels, _) in parts:
+            for into, (pixels, _) in zip(result.split(_AT_ONCE), batches, strict=True):
                 into.copy_(pixels.permute(0, 2, 3, 1))
                 bar.update(len(pixels))
-        return result
-
-    @property
-    def device_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in (*self._train, *self._test))
+        return result, labels
 
     def train_batches(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        (images, labels), size = self._train, self.image_size
-        order = self._epoch_order(epoch)
-        crops: list[Tensor] = []
+        order, size = self._epoch_order(epoch), self.image_size
+        drawn = [order]
         if self._augments:
-            room = images.shape[1] - size
+            room = self._train.shape[1] - size
             random = generator("crops", self.seed, epoch, self.rank)
             top, left = torch.randint(room + 1, (2, *order.shape), generator=random)
             flip = torch.randint(2, order.shape, generator=random).bool()
-            crops = [self._upload(part) for part in (top, left, flip)]
-        order = self._upload(order)
-        for number in range(start, len(order)):
-            chosen = order[number]
-            if crops:
-                pixels = cropped(images, size, chosen, *(part[number] for part in crops))
+            drawn += [top, left, flip]
+        for chosen, *crop in zip(*(self._upload(part[start:]) for part in drawn), strict=True):
+            if crop:
+                pixels = cropped(self._train, size, chosen, *crop)
             else:
-                pixels = _centre(images, size).index_select(0, chosen)
-            yield self._finish(pixels), labels.index_select(0, chosen)
+                pixels = _centre(self._train, size).index_select(0, chosen)
+            yield self._finish(pixels), self._train_labels.index_select(0, chosen)
 
     def test_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        size = self.config.batch_size
-        images, labels = self._test
-        parts = _centre(images, self.image_size).split(size), labels.split(size)
-        for pixels, of in zip(*parts, strict=True):
-            yield self._finish(pixels), of
+        images = _centre(self._test, self.image_size)
+        parts = (tensor.split(self.config.batch_size) for tensor in (images, self._test_labels))
+        for pixels, labels in zip(*parts, strict=True):
+            yield self._finish(pixels), labels
 
     def _upload(self, values: Tensor) -> Tensor:
         """`values` on the device, without waiting for what that is doing."""

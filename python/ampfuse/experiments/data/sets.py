@@ -73,12 +73,12 @@ class ImageFiles:
         """The image, decoded, in RGB. Raises DataError, which names the file, if that fails."""
         from torchvision.datasets.folder import pil_loader
 
-        path = self.paths[index]
         try:
-            return pil_loader(path)
+            return pil_loader(self.paths[index])
         # Damaged files make the decoders raise nearly anything.
         except Exception as error:
-            raise DataError(f"{path}: cannot be read as an image ({one_line(error)})") from error
+            said = f"{self.paths[index]}: cannot be read as an image ({one_line(error)})"
+            raise DataError(said) from error
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import functools
 import signal
-import threading
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import BatchSampler, DataLoader, Dataset, default_collate
 
 from ampfuse.experiments.data.loader import Data, generator, normalised, seed_of
 from ampfuse.experiments.data.sets import DataError, ImageFiles, ImageSet, Pixels
 
-# Seed and epoch, or None where nothing is drawn; numbers of the images.
-Key = tuple[tuple[int, int] | None, list[int]]
+# Numbers of a batch's images; seed and epoch, or None where nothing is drawn.
+Key = tuple[list[int], tuple[int, int] | None]
 
 
 class WorkersData(Data):
@@ -32,7 +31,7 @@ class WorkersData(Data):
     def _prepare(self, images: ImageSet) -> None:
         from torchvision.transforms import v2
 
-        size, cuda, workers = self.image_size, self.device.type == "cuda", self.config.workers
+        size, cuda = self.image_size, self.device.type == "cuda"
         plain = []  # images in memory have the size wanted already
         if isinstance(images.train, ImageFiles):
             plain = [v2.Resize(shorter_edge(size)), v2.CenterCrop(size)]
@@ -43,7 +42,7 @@ class WorkersData(Data):
 
         def feed(split: Pixels | ImageFiles, transforms: list[v2.Transform]) -> Feed:
             samples = Samples(split, *transforms, v2.PILToTensor(), normalise)
-            return Feed(samples, workers, pin_memory=cuda)
+            return Feed(samples, self.config.workers, pin_memory=cuda)
 
         self._train = feed(images.train, augment if self._augments else plain)
         self._test = feed(images.test, plain)
@@ -51,14 +50,13 @@ class WorkersData(Data):
         self._copies = torch.cuda.Stream(self.device) if cuda else None
 
     def train_batches(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        draws = (self.seed, epoch) if self._augments else None
         order = self._epoch_order(epoch)[start:].tolist()
-        return self._on_device(self._train.batches((draws, numbers) for numbers in order))
+        draws = (self.seed, epoch) if self._augments else None
+        return self._on_device(self._train.batches(order, draws))
 
     def test_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        size, mine = self.config.batch_size, self._test_share
-        parts = (list(mine[at : at + size]) for at in range(0, len(mine), size))
-        return self._on_device(self._test.batches((None, numbers) for numbers in parts))
+        order = BatchSampler(self._test_share, self.config.batch_size, drop_last=False)
+        return self._on_device(self._test.batches(order))
 
     def close(self) -> None:
         self._train.close()
@@ -68,17 +66,15 @@ class WorkersData(Data):
         self, batches: Iterator[tuple[Tensor, Tensor]]
     ) -> Iterator[tuple[Tensor, Tensor]]:
         for images, labels in batches:
-            if self._copies is None:
-                yield images.contiguous(memory_format=self._memory_format), labels
-                continue
             with torch.cuda.stream(self._copies):
                 images = images.to(self.device, non_blocking=True)
                 images = images.contiguous(memory_format=self._memory_format)
                 labels = labels.to(self.device, non_blocking=True)
-            current = torch.cuda.current_stream(self.device)
-            current.wait_stream(self._copies)
-            for tensor in (images, labels):
-                tensor.record_stream(current)
+            if self._copies is not None:
+                current = torch.cuda.current_stream(self.device)
+                current.wait_stream(self._copies)
+                for tensor in (images, labels):
+                    tensor.record_stream(current)
             yield images, labels
 
 
@@ -101,46 +97,56 @@ class Samples(Dataset[tuple[Tensor, Tensor] | DataError]):
         self._split, self._transform = split, v2.Compose(transforms)
 
     def __getitem__(self, key: Key) -> tuple[Tensor, Tensor] | DataError:
-        draws, numbers = key
+        numbers, draws = key
+        images = []
         try:
-            images = [self._image(draws, number) for number in numbers]
+            with torch.random.fork_rng(devices=[]):
+                for number in numbers:
+                    if draws is not None:
+                        # Not torch.manual_seed, which would seed the GPUs too.
+                        torch.default_generator.manual_seed(seed_of("sample", *draws, number))
+                    images.append(self._transform(self._split[number]))
         except DataError as error:
             return error
         return default_collate(images), self._split.labels[numbers]
-
-    def _image(self, draws: tuple[int, int] | None, number: int) -> Tensor:
-        image = self._split[number]
-        if draws is None:
-            return self._transform(image)
-        with torch.random.fork_rng(devices=[]):
-            # Not torch.manual_seed, which would seed the GPUs too.
-            torch.default_generator.manual_seed(seed_of("sample", *draws, number))
-            return self._transform(image)
 
 
 class Feed:
     """Batches of `samples`, whose processes live on from one pass over the data to the next."""
 
     def __init__(self, samples: Samples, workers: int, *, pin_memory: bool = False) -> None:
-        self._samples, self._workers, self._pin_memory = samples, workers, pin_memory
+        self._workers = workers
         self._keys: list[Key] = []  # of the present pass
-        self._loader: DataLoader[Any] | None = None
+        self._new_loader = functools.partial(
+            DataLoader,
+            samples,
+            sampler=self._keys,
+            batch_size=None,  # a key is a batch
+            num_workers=workers,
+            persistent_workers=workers > 0,
+            pin_memory=pin_memory,
+            worker_init_fn=_ignore_interrupts,
+            generator=generator("loader"),  # else it draws a seed from torch's global one
+        )
+        self._loader = self._new_loader()
         self._pass = self._run()
 
-    def batches(self, keys: Iterable[Key]) -> Iterator[tuple[Tensor, Tensor]]:
-        """One batch for each key. It ends the pass before.
+    def batches(
+        self, order: Iterable[list[int]], draws: tuple[int, int] | None = None
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """A batch for each list of numbers in `order`. It ends the pass before.
 
         Raises:
             DataError: of an image, or because a process ended.
         """
         self._pass.close()
-        self._keys[:] = keys
+        self._keys[:] = ((numbers, draws) for numbers in order)
         self._pass = self._run()
         return self._pass
 
     def close(self) -> None:
         self._pass.close()
-        self._loader = None  # its processes end with it
+        self._loader = self._new_loader()  # the processes end with the one before
 
     def _run(self) -> Generator[tuple[Tensor, Tensor], None, None]:
         try:
@@ -155,7 +161,7 @@ class Feed:
             lost = str(error).splitlines()[0].rstrip(". ")
             if "DataLoader worker" not in lost:
                 raise
-        self._loader = None
+        self._loader = self._new_loader()
         raise DataError(
             f"--workers {self._workers}: a loader process ended ({lost}); if memory or shared "
             "memory ran out, give fewer, or --loader resident"
@@ -167,23 +173,11 @@ class Feed:
         torch's raises in the middle of whatever runs when a worker dies. Without it that error
         comes where the next batch is fetched, a few seconds later at most.
         """
-        if self._loader is None:
-            self._loader = DataLoader(
-                self._samples,
-                sampler=self._keys,
-                batch_size=None,  # a key is a batch
-                num_workers=self._workers,
-                persistent_workers=self._workers > 0,
-                pin_memory=self._pin_memory,
-                worker_init_fn=_ignore_interrupts,
-                generator=generator("loader"),  # else it draws a seed from torch's global one
-            )
         before = signal.getsignal(signal.SIGCHLD)
-        try:
-            return iter(self._loader)
-        finally:
-            if threading.current_thread() is threading.main_thread() and before is not None:
-                signal.signal(signal.SIGCHLD, before)
+        batches = iter(self._loader)
+        if before not in (None, signal.getsignal(signal.SIGCHLD)):
+            signal.signal(signal.SIGCHLD, before)
+        return batches
 
 
 def _ignore_interrupts(worker: int) -> None:
