@@ -7,6 +7,7 @@ import json
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -72,6 +73,19 @@ class StopAt(RunLog):
         self.left -= 1
         if self.left == 0:
             self.wish.received = signal.SIGTERM
+
+
+ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def in_two_processes(trainer: str, *line: str) -> str:
+    """What `trainer` printed, under torchrun."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    command += ["-m", f"ampfuse.experiments.{trainer}", *line]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=ONE_THREAD)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def log_of(folder: Path) -> list[dict]:
@@ -195,18 +209,8 @@ class TestResume:
         assert steps == [22, 44]
 
     def test_a_finished_run_can_be_made_longer(self, tmp_path):
-        place = [
-            "--data",
-            "digits",
-            "--image-size",
-            "8",
-            "-b",
-            "64",
-            "--arm",
-            "O5",
-            "--checkpoints",
-        ]
-        line = [*place, "--quiet", "-o", str(tmp_path), "--GPU", "here", "--repeats", "1"]
+        line = ["--data", "digits", "--image-size", "8", "-b", "64", "--arm", "O5", "--checkpoints"]
+        line += ["--quiet", "-o", str(tmp_path), "--GPU", "here", "--repeats", "1"]
         assert main("mlp", [*line, "--iterations", "5"]) == 0
         (saved,) = (tmp_path / "here").glob("*.pt")
         assert main("mlp", [*line, "--iterations", "8", "--resume", str(saved)]) == 0
@@ -261,10 +265,8 @@ class TestInterruption:
         command = [sys.executable, "-m", "ampfuse.experiments.mlp", "--data", "digits", "-b", "64"]
         command += ["--image-size", "16", "--arm", "O5", "--repeats", "1", "-o", str(tmp_path)]
         command += ["--GPU", "here", "--iterations", "1000000", "-p", "2"]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        with subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
-        ) as process:
+        pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        with subprocess.Popen(command, **pipe, env=ONE_THREAD) as process:
             deadline = time.monotonic() + 120
             while not any(path.stat().st_size for path in tmp_path.rglob("*.jsonl")):
                 assert time.monotonic() < deadline
@@ -413,20 +415,10 @@ class TestCommand:
         ("trainer", "model", "size"), [("cifar", "wrn10_1", "8"), ("imagenet", "resnet18", "32")]
     )
     def test_rank_0_alone_prints_and_writes(self, trainer, model, size, tmp_path):
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-        command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-        command += ["-m", f"ampfuse.experiments.{trainer}", "--data", "digits", "--model", model]
-        command += ["--image-size", size, "-b", "32", "--iterations", "12", "--repeats", "1"]
-        command += ["--arm", "O2", "-o", str(tmp_path), "--GPU", "here", "--lr", "0.1"]
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=200,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.count("images/s (") == 1
+        line = ["--data", "digits", "--model", model, "--image-size", size, "-b", "32"]
+        line += ["--iterations", "12", "--repeats", "1", "--arm", "O2", "--lr", "0.1"]
+        printed = in_two_processes(trainer, *line, "-o", str(tmp_path), "--GPU", "here")
+        assert printed.count("images/s (") == 1
         (path,) = tmp_path.rglob("*.json")
         result = json.loads(path.read_text())
         assert result["world_size"] == 2
@@ -440,18 +432,7 @@ class TestCommand:
         common = ["--data", "digits", "--image-size", "8", "--arm", level, "--iterations", "8"]
         common += ["--repeats", "1", "--lr", "10", "--quiet", "--evaluate"]
         main("mlp", [*common, "-b", "64", "-o", str(tmp_path / "1"), "--GPU", "x"])
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-        command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-        command += ["-m", "ampfuse.experiments.mlp", *common, "-b", "32"]
-        command += ["-o", str(tmp_path / "2"), "--GPU", "x"]
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=200,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        assert done.returncode == 0, done.stderr
+        in_two_processes("mlp", *common, "-b", "32", "-o", str(tmp_path / "2"), "--GPU", "x")
         one, two = (
             json.loads(next((tmp_path / n).rglob("*.json")).read_text()) for n in ("1", "2")
         )
@@ -464,29 +445,15 @@ class TestCommand:
         command = [sys.executable, "-m", "ampfuse.experiments.cifar", "--data", "digits"]
         command += ["--model", "wrn10_1", "--image-size", "8", "-b", "32", "--arm", "O2"]
         command += ["--iterations", "1000000", "-o", str(tmp_path), "-p", "5"]
-        with __import__("socket").socket() as probe:
+        with socket.socket() as probe:
             probe.bind(("localhost", 0))
             port = probe.getsockname()[1]
         processes = []
         for rank in range(2):
-            environment = {
-                **os.environ,
-                "OMP_NUM_THREADS": "1",
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": "2",
-                "MASTER_ADDR": "localhost",
-                "MASTER_PORT": str(port),
-            }
-            processes.append(
-                subprocess.Popen(
-                    command,
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                    env=environment,
-                )
-            )
+            place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+            place |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+            pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+            processes.append(subprocess.Popen(command, **pipes, env=ONE_THREAD | place))
         try:
             deadline = time.monotonic() + 120
             while not any(path.stat().st_size for path in tmp_path.rglob("*.jsonl")):

@@ -148,11 +148,13 @@ class TensorMemory(contextlib.AbstractContextManager["TensorMemory"]):
         if self._on_gpu:
             self._on_gpu.start()
             return self
-        self._profile.enter_context(silent_stderr())
         cpu = torch.profiler.ProfilerActivity.CPU
-        self._profiler = self._profile.enter_context(
-            torch.profiler.profile(activities=[cpu], profile_memory=True)
-        )
+        with contextlib.ExitStack() as starting:  # Ctrl-C meanwhile gives stderr back
+            starting.enter_context(silent_stderr())
+            self._profiler = starting.enter_context(
+                torch.profiler.profile(activities=[cpu], profile_memory=True)
+            )
+            self._profile = starting.pop_all()
         return self
 
     def __exit__(self, *error: object) -> None:

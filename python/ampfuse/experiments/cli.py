@@ -13,17 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ampfuse.command_line import OneLineParser
 from ampfuse.experiments import legacy_flags
-from ampfuse.experiments.config import (
-    ARMS,
-    DESCRIPTIONS,
-    FLAGS,
-    LENGTH,
-    PRECISION,
-    RULE,
-    SPEED,
-    WHAT,
-    WHERE,
-)
+from ampfuse.experiments.config import ARMS, DESCRIPTIONS, FLAGS, GROUPS, PRECISION, WHAT, WHERE
 
 if TYPE_CHECKING:
     from ampfuse.experiments.trainers import Trainer
@@ -44,10 +34,7 @@ def parser_for(trainer: Trainer, prog: str) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    groups = {
-        name: parser.add_argument_group(name)
-        for name in (WHAT, PRECISION, LENGTH, RULE, SPEED, WHERE)
-    }
+    groups = {name: parser.add_argument_group(name) for name in GROUPS}
     _add_command_arguments(groups, trainer)
     for name, field in FLAGS.items():
         options: dict[str, Any] = dict(field.metadata)

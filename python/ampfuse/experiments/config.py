@@ -29,6 +29,7 @@ LEVELS = ARMS[4:]
 
 WHAT, PRECISION, LENGTH = "what to train", "precision", "length"
 RULE, SPEED, WHERE = "optimizer", "speed, for every arm alike", "where"
+GROUPS = (WHAT, PRECISION, LENGTH, RULE, SPEED, WHERE)
 
 
 class UsageError(Exception):

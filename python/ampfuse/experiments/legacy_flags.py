@@ -42,10 +42,7 @@ _MODES = {"FP32": "fp32", "FP16": "O2", "amp": "O1"}
 
 
 def spelled_today(argv: Sequence[str]) -> list[str]:
-    """`argv` with today's names of flags, and ``--no-channels-last`` for ``--channels_last False``.
-
-    None, an old script's default passed on, is no wish: such a flag is left out.
-    """
+    """`argv` in today's names, and ``--no-channels-last`` for ``--channels_last False``."""
     words, todays = list(argv), []
     while words:
         flag, equals, value = words.pop(0).partition("=")
@@ -54,14 +51,11 @@ def spelled_today(argv: Sequence[str]) -> list[str]:
             if not equals and words and words[0] in (*_SWITCHED, "None"):
                 value = words.pop(0)
             if value == "None" and flag == "--keep-batchnorm-fp32":
-                continue
+                continue  # an old script's default, passed on
             if value in (*_SWITCHED, "None", ""):
                 is_on = not value or _SWITCHED.get(value, False)
                 todays.append(flag if is_on else flag.replace("--", "--no-", 1))
                 continue
-        if flag == "--loss-scale" and (value == "None" or (not equals and words[:1] == ["None"])):
-            del words[: not equals]
-            continue
         todays.append(flag + equals + value)
     return todays
 
@@ -100,6 +94,8 @@ def translate(args: argparse.Namespace) -> None:
     if len(given) > 1:
         raise UsageError(f"{' and '.join(given)}: give one of them")
     args.loss_scale = next(iter(given.values()), None)
+    if args.loss_scale == "None":  # an old script's default, passed on
+        args.loss_scale = None
     ways = {
         "--arm": args.arm,
         "--mode": args.mode,
