@@ -101,8 +101,8 @@ for name, settings in {
     "lion": {},
     "lion-decay": {"weight_decay": 0.1},
     "lion-maximize": {"maximize": True},
-    # Betas for which 16-bit gradients do not cancel: the sign of a sum that is zero but for rounding
-    # is anybody's.
+    # Betas for which 16-bit gradients do not cancel: of a sum that is zero but for rounding, the
+    # sign is anybody's.
     "lion-all": {"betas": (0.83, 0.97), "weight_decay": 0.1, "maximize": True},
 }.items():
     kinds = {kind.lower(): kind for kind in reference.RULES}

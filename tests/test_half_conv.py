@@ -1,4 +1,4 @@
-"""csrc/torch/half_ops.cpp: what torch is slow at in half on the CPU, computed in FP32 and rounded."""
+"""csrc/torch/half_ops.cpp: what torch is slow at in half on the CPU, computed in FP32."""
 
 import pytest
 import torch

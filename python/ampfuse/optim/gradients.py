@@ -1,7 +1,7 @@
 """Gradients between backward and step: scaled, unscaled, left for later.
 
-The gradients themselves are in the extension's ``ParamTable``; csrc/torch/gradient_phase.h says where they
-are at which time.
+The gradients themselves are in the extension's ``ParamTable``; csrc/torch/gradient_phase.h says
+where they are at which time.
 """
 
 from __future__ import annotations
