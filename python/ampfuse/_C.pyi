@@ -222,9 +222,9 @@ class ParamTable:
         Numbers: lr, weight_decay, momentum, dampening, beta1, beta2, eps, lr_decay,
         trust_coefficient, trust_eps. Flags: maximize, nesterov, decoupled, uncorrected, unaveraged,
         late_decay, trust_all, infinity_norm, init_zero, layerwise, clipped_ratio;
-        csrc/core/hyper.h says what each does. `lr_tensor` (float32, device) replaces lr. `schedule` (float64 vectors of
-        one length on the device; any of lr, weight_decay, momentum, beta1, beta2) replaces both:
-        element ``schedule_step`` of the step's state holds for the next step that is applied, the
+        csrc/core/hyper.h says what each does. `lr_tensor` (float32, device) replaces lr.
+        `schedule` (float64 vectors of one length on the device; any of lr, weight_decay, momentum,
+        beta1, beta2) replaces both: element ``schedule_step`` of the step's state holds for the next step that is applied, the
         last one after its end. ValueError: another name, unequal lengths.
         """
 

@@ -1,7 +1,8 @@
 """Mixed-precision training for PyTorch with a C++/CUDA core.
 
 ``ampfuse.amp``         ``initialize``, ``scale_loss`` and the levels O0 to O5
-``ampfuse.optim``       SGD, Adam, AdamW, Adagrad, LAMB and NovoGrad, fused, with FP32 masters; LARC
+``ampfuse.optim``       SGD, Adam, AdamW, Adagrad, LAMB, NovoGrad and Lion, fused, with FP32
+                        masters; LARC
 ``ampfuse.GradScaler``  ``torch.amp.GradScaler`` without the wait
 ``ampfuse.graphs``      a training step as one CUDA graph
 ``ampfuse.ops``         operations on lists of tensors

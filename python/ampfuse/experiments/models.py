@@ -31,7 +31,7 @@ def build(
 ) -> nn.Module:
     """The network `name`, FP32 on the CPU: images [n, channels, image_size, image_size] to scores.
 
-    Args:
+    Arguments:
         name: one of :data:`NAMES`, or ``wrn<depth>_<width>``.
         classes: scores per image. ``mlp`` has ``channels * image_size**2`` whatever this says.
         channels: of the images; 1 for grey ones, 3 for colour.

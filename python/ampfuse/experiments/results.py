@@ -157,7 +157,7 @@ def measured(
     Repeats have everything but seed and number in common. Of runs that have those in common too,
     the one that finished last counts: a command given twice is no second sample.
 
-    Args:
+    Arguments:
         skipped: called with a line of text for every file that cannot be read.
 
     Raises:

@@ -23,7 +23,7 @@ _ON_THE_BAR = (
 class RunLog:
     """Takes every step, and the figures of every interval and evaluation.
 
-    Args:
+    Arguments:
         path: of the .jsonl, one line of JSON per interval or evaluation, out at once; None for
             none.
         title: of the bar, which is shown on a terminal and in a notebook; None for no bar.

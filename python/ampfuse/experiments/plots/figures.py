@@ -42,7 +42,7 @@ _RESIDENT = "process RSS"  # the kind of memory that runs on a CPU report
 def time_against_batch(rows: Sequence[Row], *, std: bool = False, of: str = "iterations") -> Figure:
     """Training time against batch size, a line per GPU and method; bars if there is one batch size.
 
-    Args:
+    Arguments:
         rows: of one model; every line must have runs of one length.
         std: show the sample standard deviation of the repeats as error bars.
         of: what counts as length, "iterations" or "epochs".

@@ -51,7 +51,7 @@ USUAL: Mapping[str, object] = {
 def lines(rows: Sequence[Row], *, of: str = "iterations") -> list[Line]:
     """The lines that `rows` make.
 
-    Args:
+    Arguments:
         of: what the runs of a line must have the same number of, "iterations" or "epochs".
 
     Raises:
