@@ -16,9 +16,9 @@ pytest.importorskip("timm")
 from ampfuse.experiments import schedule
 from ampfuse.experiments.cli import parse, parser_for
 from ampfuse.experiments.config import ARMS, RunConfig, UsageError
-from ampfuse.experiments.recipes import RECIPES
+from ampfuse.experiments.recipes import RECIPES, TRAINERS
 from ampfuse.experiments.resolve import resolve
-from ampfuse.experiments.trainers import TRAINERS, main
+from ampfuse.experiments.trainers import main
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 PUBLISHED = Path(__file__).parent.parent / "python/ampfuse/experiments/published"

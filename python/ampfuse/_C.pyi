@@ -224,8 +224,9 @@ class ParamTable:
         late_decay, trust_all, infinity_norm, init_zero, layerwise, clipped_ratio;
         csrc/core/hyper.h says what each does. `lr_tensor` (float32, device) replaces lr.
         `schedule` (float64 vectors of one length on the device; any of lr, weight_decay, momentum,
-        beta1, beta2) replaces both: element ``schedule_step`` of the step's state holds for the next step that is applied, the
-        last one after its end. ValueError: another name, unequal lengths.
+        beta1, beta2) replaces both: element ``schedule_step`` of the step's state holds for the
+        next step that is applied, the last one after its end. ValueError: another name, unequal
+        lengths.
         """
 
     def accept_model_weights(self) -> None:

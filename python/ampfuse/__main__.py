@@ -15,7 +15,7 @@ def main(argv: list[str] | None = None) -> int:
     from ampfuse.command_line import OneLineParser
     from ampfuse.demo import cli as demo
     from ampfuse.experiments import make_plot, make_table
-    from ampfuse.experiments.trainers import TRAINERS
+    from ampfuse.experiments.recipes import TRAINERS
     from ampfuse.experiments.trainers import main as train
 
     argv = sys.argv[1:] if argv is None else argv

@@ -16,7 +16,7 @@ from ampfuse.experiments import legacy_flags
 from ampfuse.experiments.config import ARMS, DESCRIPTIONS, FLAGS, GROUPS, PRECISION, WHAT, WHERE
 
 if TYPE_CHECKING:
-    from ampfuse.experiments.trainers import Trainer
+    from ampfuse.experiments.recipes import Trainer
 
 # Flags that take several values, with what follows them as a value, right or wrong, and is no
 # folder of data.

@@ -1,4 +1,4 @@
-"""The published experiments as data: what each set, and how much of it suits a CPU.
+"""Trainers and published experiments as data: what each set, and how much of it suits a CPU.
 
 Where a write-up does not say a value, the field's usual one stands here and `ours` names it.
 Settings are fields of :class:`~ampfuse.experiments.config.RunConfig`; a flag of the command line
@@ -133,3 +133,40 @@ RECIPES: tuple[Recipe, ...] = (
         ours="the optimizer",
     ),
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class Trainer:
+    """One command: its name, what it trains, and what differs from its siblings.
+
+    Attributes:
+        model_names: those that ``--model`` takes; a pattern may stand for several.
+        image_size: default of ``--image-size``.
+        closing_lines: end with the two lines that E5's scripts printed.
+    """
+
+    name: str
+    title: str
+    model_names: str
+    default_model: str
+    image_size: int
+    default_data: str | None
+    closing_lines: bool = False
+
+    @property
+    def recipes(self) -> list[Recipe]:
+        return [recipe for recipe in RECIPES if recipe.experiment == self.name]
+
+
+_CIFAR_MODELS = "vgg16, wrn28_10, wrn<depth>_<width>, seresnext50_32x4d, densenet161"
+_IMAGENET_MODELS = "resnet18, resnet34, resnet50"
+_MLP = "A perceptron of three layers, 4096 wide."
+TRAINERS = {
+    trainer.name: trainer
+    for trainer in (
+        Trainer("cifar", "Image classification on CIFAR-10.", _CIFAR_MODELS, "vgg16", 32, "data"),
+        Trainer("imagenet", "ResNets on ImageNet.", _IMAGENET_MODELS, "resnet18", 224, None),
+        Trainer("mnist", "A small CNN on MNIST.", "mnist_cnn", "mnist_cnn", 28, "data", True),
+        Trainer("mlp", _MLP, "mlp", "mlp", 64, "synthetic", True),
+    )
+}

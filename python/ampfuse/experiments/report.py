@@ -18,7 +18,7 @@ from ampfuse.experiments.record import RunResult
 from ampfuse.experiments.results import Stat
 
 if TYPE_CHECKING:
-    from ampfuse.experiments.trainers import Trainer
+    from ampfuse.experiments.recipes import Trainer
 
 
 def heading(

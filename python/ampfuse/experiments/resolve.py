@@ -17,7 +17,7 @@ from ampfuse.experiments.recipes import Recipe
 if TYPE_CHECKING:
     import torch
 
-    from ampfuse.experiments.trainers import Trainer
+    from ampfuse.experiments.recipes import Trainer
 
 _MADE_UP = ("digits", "synthetic")  # data that are no folder
 

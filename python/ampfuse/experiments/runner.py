@@ -26,7 +26,7 @@ from ampfuse.experiments.training import Diverged, Interrupted, Place, Training
 
 if TYPE_CHECKING:
     from ampfuse.experiments.data import Data
-    from ampfuse.experiments.trainers import Trainer
+    from ampfuse.experiments.recipes import Trainer
 
 # Exit statuses besides 0: 2 is what argparse uses, 128 + signal what shells report.
 _WRONG_USE, _DIVERGED, _PEER_LOST = 2, 3, 4

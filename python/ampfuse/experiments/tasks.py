@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -12,21 +11,14 @@ from torch import Tensor, nn
 
 from ampfuse.experiments import models
 from ampfuse.experiments.config import RunConfig, UsageError
+from ampfuse.experiments.data import Data, open_data
 
 if TYPE_CHECKING:
-    from ampfuse.experiments.data import Data
     from ampfuse.experiments.distributed import World
 
 
-@dataclasses.dataclass(frozen=True)
 class Task:
-    """Classification of images; other tasks override its methods.
-
-    Attributes:
-        kind: which real data set a folder of ``--data`` has to hold.
-    """
-
-    kind: str
+    """Classification of images; other tasks override its methods."""
 
     def open_data(self, config: RunConfig, device: torch.device, world: World) -> Data:
         """The data of all repeats of `config`; ``reseed`` turns to one of them.
@@ -34,8 +26,6 @@ class Task:
         Raises:
             DataError: they are not there.
         """
-        from ampfuse.experiments.data import open_data
-
         return open_data(config, device, rank=world.rank, world_size=world.size)
 
     def build_model(self, config: RunConfig, data: Data) -> nn.Module:
@@ -132,8 +122,8 @@ class NormalFeatures:
 
 
 TASKS: dict[str, Task] = {
-    "cifar": Task(kind="cifar10"),
-    "imagenet": Task(kind="imagenet"),
-    "mnist": Task(kind="mnist"),
-    "mlp": FeatureTask(kind="mnist"),
+    "cifar": Task(),
+    "imagenet": Task(),
+    "mnist": Task(),
+    "mlp": FeatureTask(),
 }

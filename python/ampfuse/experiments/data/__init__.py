@@ -7,13 +7,12 @@ device, normalised. One of two loaders makes them: worker processes, image by im
 
 import torch
 
-from ampfuse.experiments import tasks
 from ampfuse.experiments.config import RunConfig
 from ampfuse.experiments.data import made
 from ampfuse.experiments.data.files import read_files
 from ampfuse.experiments.data.loader import Data
 from ampfuse.experiments.data.resident import ResidentData
-from ampfuse.experiments.data.sets import DataError
+from ampfuse.experiments.data.sets import KIND_OF, DataError
 from ampfuse.experiments.data.workers import WorkersData
 
 __all__ = ["Data", "DataError", "open_data", "read_files"]
@@ -30,7 +29,7 @@ def open_data(
         DataError: nothing to read and no way to download it, damaged files, fewer images than a
             batch, or more than fit on the device.
     """
-    kind = tasks.TASKS[config.experiment].kind
+    kind = KIND_OF[config.experiment]
     if config.data == "digits":
         images = made.digits(config.image_size)
     elif config.data == "synthetic":

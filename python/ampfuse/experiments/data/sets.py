@@ -24,6 +24,10 @@ def one_line(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
+# Which set a trainer's folder of --data has to hold, and what its synthetic images look like.
+KIND_OF = {"cifar": "cifar10", "imagenet": "imagenet", "mnist": "mnist", "mlp": "mnist"}
+
+
 @dataclasses.dataclass(frozen=True)
 class Facts:
     """What is known of the images of a set; `mean` and `std` are per channel, as shares of 255."""
