@@ -19,8 +19,6 @@ import contextlib
 import hashlib
 import itertools
 import json
-import os
-import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
@@ -33,6 +31,7 @@ from torch import Tensor
 import conftest
 from ampfuse import _core
 from cases import bits
+from programs import python
 from trainings import RUNS
 
 FILE = Path(__file__).parent / "data" / "bits.json"
@@ -72,14 +71,8 @@ def hashes() -> dict[str, str]:
 
 def hashes_of(isa: str, threads: int) -> dict[str, str]:
     """The same with this instruction set and number of threads, from a process of its own."""
-    environment = {"AMPFUSE_CPU_ISA": isa, "OMP_WAIT_POLICY": "passive"}  # tables are small
-    child = subprocess.run(
-        [sys.executable, __file__, "--threads", str(threads)],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    child = python(__file__, "--threads", threads, AMPFUSE_CPU_ISA=isa)
+    assert child.returncode == 0, child.stderr
     return json.loads(child.stdout)
 
 

@@ -19,7 +19,9 @@ from pathlib import Path
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch"])
-_ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # as in the tests themselves; read where torch is imported
+# Read where torch is imported. One thread as in the tests themselves; where a program wants more,
+# they do not keep each other from running.
+_THREADS = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
 
 
 def python(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -36,14 +38,14 @@ class Program:
 
     def __init__(self, *arguments: object, **environment: str) -> None:
         self.arguments = [str(argument) for argument in arguments]
-        with unittest.mock.patch.dict(os.environ, _ONE_THREAD):
+        with unittest.mock.patch.dict(os.environ, _THREADS):
             multiprocessing.forkserver.ensure_running()
         self._folder = tempfile.TemporaryDirectory()
         self._process = _context.Process(
             target=_run,
             args=(
                 self.arguments,
-                {**os.environ, **_ONE_THREAD, **environment},
+                {**os.environ, **_THREADS, **environment},
                 self._folder.name,
             ),
         )
