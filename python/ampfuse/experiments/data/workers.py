@@ -19,7 +19,7 @@ Key = tuple[list[int], tuple[int, int] | None]
 
 
 class WorkersData(Data):
-    """See :mod:`ampfuse.experiments.data.workers`.
+    """Batches whose images processes open, augment and normalise, one by one.
 
     Augmented images are crops out of the image padded by 4 black pixels ("cifar10") or crops of
     random size and shape, resized ("imagenet"), and mirrored at random.
