@@ -295,4 +295,4 @@ def _imagenet(folder: Path) -> ImageSet | None:
             raise DataError(f"{part}: its class folders hold no JPEG or PNG files")
         paths, labels = zip(*found, strict=True)
         splits.append(ImageFiles(paths, torch.tensor(labels)))
-    return ImageSet(*splits, replace(PUBLISHED["imagenet"], classes=len(numbers)))
+    return ImageSet(splits[0], splits[1], replace(PUBLISHED["imagenet"], classes=len(numbers)))
