@@ -203,9 +203,8 @@ def _idx(path: Path, content: bytes, dimensions: int) -> Tensor:
 
 def _cifar10(files: Contents) -> tuple[Pixels, Pixels]:
     *parts, test = (_cifar10_batch(*files[name]) for name in _CIFAR10)
-    images, labels = (
-        torch.cat([getattr(part, name) for part in parts]) for name in ("images", "labels")
-    )
+    images = torch.cat([part.images for part in parts])
+    labels = torch.cat([part.labels for part in parts])
     return Pixels(images, labels), test
 
 

@@ -92,7 +92,7 @@ class ResidentData(Data):
             top, left = torch.randint(room + 1, (2, *order.shape), generator=random)
             flip = torch.randint(2, order.shape, generator=random).bool()
             drawn += [top, left, flip]
-        for chosen, *crop in zip(*(self._upload(part[start:]) for part in drawn), strict=True):
+        for chosen, *crop in zip(*(self._upload(part)[start:] for part in drawn), strict=True):
             if crop:
                 pixels = cropped(self._train, size, chosen, *crop)
             else:
