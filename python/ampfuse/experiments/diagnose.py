@@ -73,14 +73,13 @@ class Watch:
     def look_at_state(self) -> None:
         """At parameters and buffers, as a step left them."""
         for module in self.model.modules():
-            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-                if tensor is not None:
-                    self._look(module, name, tensor)
+            parameters = module.named_parameters(recurse=False)
+            for name, tensor in (*parameters, *module.named_buffers(recurse=False)):
+                self._look(module, name, tensor)
 
     def _after_forward(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                self._look(module, name, buffer)
+        for name, buffer in module.named_buffers(recurse=False):
+            self._look(module, name, buffer)
         for tensor in outputs if isinstance(outputs, (tuple, list)) else (outputs,):
             if isinstance(tensor, Tensor):
                 self._look(module, "output", tensor)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -74,7 +75,7 @@ def build(
         )
     import torchvision
 
-    make: Callable[..., nn.Module] = getattr(torchvision.models, name)
+    make: Callable[..., Any] = getattr(torchvision.models, name)
     if name == "densenet161":
         model = make(num_classes=classes, drop_rate=dropout or 0.0)
         _take_channels(model.features.conv0, channels)

@@ -203,9 +203,8 @@ def _idx(path: Path, content: bytes, dimensions: int) -> Tensor:
 
 def _cifar10(files: Contents) -> tuple[Pixels, Pixels]:
     *parts, test = (_cifar10_batch(*files[name]) for name in _CIFAR10)
-    images, labels = (
-        torch.cat([getattr(part, name) for part in parts]) for name in ("images", "labels")
-    )
+    images = torch.cat([part.images for part in parts])
+    labels = torch.cat([part.labels for part in parts])
     return Pixels(images, labels), test
 
 
@@ -295,4 +294,4 @@ def _imagenet(folder: Path) -> ImageSet | None:
             raise DataError(f"{part}: its class folders hold no JPEG or PNG files")
         paths, labels = zip(*found, strict=True)
         splits.append(ImageFiles(paths, torch.tensor(labels)))
-    return ImageSet(*splits, replace(PUBLISHED["imagenet"], classes=len(numbers)))
+    return ImageSet(splits[0], splits[1], replace(PUBLISHED["imagenet"], classes=len(numbers)))

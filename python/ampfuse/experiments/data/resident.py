@@ -1,9 +1,4 @@
-"""The loader that has nothing to load: the whole set lies on the device as bytes.
-
-A batch is a gather and a normalisation there, for all its images at once. Order and crops are drawn
-on the CPU, so that they are the same on every device, and sent once per epoch; no batch makes the
-host wait.
-"""
+"""The loader that has nothing to load: the whole set lies on the device as bytes."""
 
 from __future__ import annotations
 
@@ -26,10 +21,12 @@ _AT_ONCE = 32  # files decoded in one piece
 
 
 class ResidentData(Data):
-    """See :mod:`ampfuse.experiments.data.resident`.
+    """A batch is a gather and a normalisation on the device, for all its images at once.
 
-    Augmented images are crops at random places of the stored ones, which are larger by 8/7 (image
-    files) or padded by 4 black pixels, and every other one is mirrored.
+    Order and crops are drawn on the CPU, so that they are the same on every device, and sent once
+    per epoch; no batch makes the host wait. Augmented images are crops at random places of the
+    stored ones, which are larger by 8/7 (image files) or padded by 4 black pixels, and every other
+    one is mirrored.
 
     Raises:
         DataError: the set does not fit into the device's free memory.
@@ -95,7 +92,7 @@ class ResidentData(Data):
             top, left = torch.randint(room + 1, (2, *order.shape), generator=random)
             flip = torch.randint(2, order.shape, generator=random).bool()
             drawn += [top, left, flip]
-        for chosen, *crop in zip(*(self._upload(part[start:]) for part in drawn), strict=True):
+        for chosen, *crop in zip(*(self._upload(part)[start:] for part in drawn), strict=True):
             if crop:
                 pixels = cropped(self._train, size, chosen, *crop)
             else:
@@ -152,16 +149,16 @@ def free_memory(
         return torch.cuda.mem_get_info(device)[0]
     free = []
     with contextlib.suppress(OSError):  # what Linux could give without swapping
-        free.append(1024 * _table(proc / "meminfo")["MemAvailable:"])
+        free.append(1024 * _number(proc / "meminfo", "MemAvailable:"))
     with contextlib.suppress(OSError, ValueError):  # a container, unless its limit is "max"
-        left = int((cgroup / "memory.max").read_text())
-        left -= int((cgroup / "memory.current").read_text())
+        limit, used = (int((cgroup / f"memory.{name}").read_text()) for name in ("max", "current"))
         # Files that were read count as used until something else wants the place.
-        free.append(left + _table(cgroup / "memory.stat")["inactive_file"])
+        free.append(limit - used + _number(cgroup / "memory.stat", "inactive_file"))
     # The processes of one machine fill its memory at the same time.
     return min(free) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if free else None
 
 
-def _table(path: Path) -> dict[str, int]:
-    """Lines of a name and a number, perhaps with a unit."""
-    return {words[0]: int(words[1]) for words in map(str.split, path.read_text().splitlines())}
+def _number(path: Path, name: str) -> int:
+    """What stands behind `name` in a file of names and numbers."""
+    words = path.read_text().split()
+    return int(words[words.index(name) + 1])

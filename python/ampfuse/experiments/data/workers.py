@@ -19,7 +19,7 @@ Key = tuple[list[int], tuple[int, int] | None]
 
 
 class WorkersData(Data):
-    """See :mod:`ampfuse.experiments.data.workers`.
+    """Batches whose images processes open, augment and normalise, one by one.
 
     Augmented images are crops out of the image padded by 4 black pixels ("cifar10") or crops of
     random size and shape, resized ("imagenet"), and mirrored at random.
@@ -66,15 +66,17 @@ class WorkersData(Data):
         self, batches: Iterator[tuple[Tensor, Tensor]]
     ) -> Iterator[tuple[Tensor, Tensor]]:
         for images, labels in batches:
+            if self._copies is None:
+                yield images.contiguous(memory_format=self._memory_format), labels
+                continue
             with torch.cuda.stream(self._copies):
                 images = images.to(self.device, non_blocking=True)
                 images = images.contiguous(memory_format=self._memory_format)
                 labels = labels.to(self.device, non_blocking=True)
-            if self._copies is not None:
-                current = torch.cuda.current_stream(self.device)
-                current.wait_stream(self._copies)
-                for tensor in (images, labels):
-                    tensor.record_stream(current)
+            current = torch.cuda.current_stream(self.device)
+            current.wait_stream(self._copies)
+            for tensor in (images, labels):
+                tensor.record_stream(current)
             yield images, labels
 
 
