@@ -1,48 +1,6 @@
 #include "row.h"
 
-#include "torch_backend.h"
-
 namespace ampfuse {
-
-void Identity::remember(const at::Tensor& grad) {
-  if (!is_same_tensor(grad)) impl.emplace(grad.getIntrusivePtr());  // counting costs 10 ns
-}
-
-bool Identity::is_same_tensor(const at::Tensor& grad) const {
-  return impl && grad.defined() && impl->_unsafe_get_target() == grad.unsafeGetTensorImpl();
-}
-
-void Contents::remember(const at::Tensor& grad) {
-  Identity::remember(grad);
-  version = version_of(grad);
-}
-
-bool Contents::is_unchanged(const at::Tensor& grad) const {
-  return is_same_tensor(grad) && version == version_of(grad);
-}
-
-bool Row::was_edited() const {
-  return model.defined() && (version_of(model) != model_version || model.data_ptr() != model_data);
-}
-
-void Row::match_model() {
-  if (!model.defined()) return;
-  model_version = version_of(model);
-  model_data = model.data_ptr();
-}
-
-void Row::mark_stepped() {
-  // What autograd may have saved; states have no graph.
-  bump_version(param);
-  if (!model.defined()) return;
-  bump_version(model);
-  model_version = version_of(model);
-}
-
-const void* base_of(const at::Tensor& tensor) {
-  if (!tensor.defined()) return nullptr;
-  return tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl()->data_ptr().get();
-}
 
 // Where a tensor counts its versions, to fetch it: a VariableVersion is a pointer to its counter.
 static const void* counter_of(const at::Tensor& tensor) {

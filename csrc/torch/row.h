@@ -1,4 +1,5 @@
-// One parameter with everything that belongs to it.
+// One parameter with everything that belongs to it. A step asks these functions of every row, so
+// they are inline.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -8,6 +9,7 @@
 #include <vector>
 
 #include "core/table.h"
+#include "torch_backend.h"
 
 namespace ampfuse {
 
@@ -15,16 +17,25 @@ namespace ampfuse {
 // gradient's successor from looking like it.
 struct Identity {
   std::optional<c10::weak_intrusive_ptr<c10::TensorImpl>> impl;
-  void remember(const at::Tensor& grad);
+  void remember(const at::Tensor& grad) {
+    if (!is_same_tensor(grad)) impl.emplace(grad.getIntrusivePtr());  // counting costs 10 ns
+  }
   void forget() { impl.reset(); }
-  bool is_same_tensor(const at::Tensor& grad) const;
+  bool is_same_tensor(const at::Tensor& grad) const {
+    return impl && grad.defined() && impl->_unsafe_get_target() == grad.unsafeGetTensorImpl();
+  }
 };
 
 // ... and holds what it held.
 struct Contents : Identity {
   int64_t version = -1;
-  void remember(const at::Tensor& grad);
-  bool is_unchanged(const at::Tensor& grad) const;
+  void remember(const at::Tensor& grad) {
+    Identity::remember(grad);
+    version = version_of(grad);
+  }
+  bool is_unchanged(const at::Tensor& grad) const {
+    return is_same_tensor(grad) && version == version_of(grad);
+  }
 };
 
 struct Row {
@@ -43,14 +54,32 @@ struct Row {
   bool unscales = false;  // the update of this step unscales the gradient in place
   Identity pending, spent;
   Contents inspected;
-  bool was_edited() const;  // by somebody else, since the master last matched it
-  void match_model();
-  void mark_stepped();
+
+  // By somebody else, since the master last matched it.
+  bool was_edited() const {
+    return model.defined() &&
+           (version_of(model) != model_version || model.data_ptr() != model_data);
+  }
+  void match_model() {
+    if (!model.defined()) return;
+    model_version = version_of(model);
+    model_data = model.data_ptr();
+  }
+  void mark_stepped() {
+    // What autograd may have saved; states have no graph.
+    bump_version(param);
+    if (!model.defined()) return;
+    bump_version(model);
+    model_version = version_of(model);
+  }
   const at::Tensor& leaf() const { return model.defined() ? model : param; }
 };
 
 // Where a tensor's storage is, for the price of two cache lines; data_ptr() takes four.
-const void* base_of(const at::Tensor& tensor);
+inline const void* base_of(const at::Tensor& tensor) {
+  if (!tensor.defined()) return nullptr;
+  return tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl()->data_ptr().get();
+}
 
 // A row's tensors are a dozen cache lines behind three pointers in a row. Fetching them some rows
 // ahead of row i, a pointer further each time, halves the time of a scan over thousands of rows:
