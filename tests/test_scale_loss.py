@@ -619,11 +619,13 @@ def test_delay_unscale(level):
         assert unskipped(optimizer) == 1, "only the pass that unscales is counted"
 
 
-def test_delay_unscale_with_overflow_in_the_delayed_pass():
-    model, optimizer = make("O2")
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4"])
+def test_an_overflow_of_a_delayed_pass_is_told_by_the_pass_that_unscales(level):
+    model, optimizer = make(level, loss_scale="dynamic")
     backward(model, optimizer, inf, delay_unscale=True)
     assert scale(optimizer) == 65536.0
     backward(model, optimizer, 0.25)
+    assert scale(optimizer) == 32768.0
     optimizer.step()
     assert weight(optimizer) == 1.0
 
