@@ -49,7 +49,9 @@ def test_readme_shows_training_steps_of_the_csvs():
     """Times and the gain over FP32, with the models in words."""
     shown = [re.findall(r"[\d.]+ ± \d+|[\d.]+x(?=\*)", line) for line in table(README, "| model,")]
     assert len(shown) == 4
-    measured = [re.findall(r"[\d.]+ ± \d+|[\d.]+x(?=\*)", line)[:4] for line in training_steps("cpu")]
+    measured = [
+        re.findall(r"[\d.]+ ± \d+|[\d.]+x(?=\*)", line)[:4] for line in training_steps("cpu")
+    ]
     assert all(line in measured for line in shown)
 
 
