@@ -26,7 +26,7 @@ using Algorithms = OpList<
 >;
 // clang-format on
 
-// Plain maps over lists of tensors.
+// Plain maps over lists of tensors. kCheck: the mask of the lists that are checked, x is 1 and y 2.
 template <unsigned kCheck>
 struct AxpbyOp;
 using MapOps =

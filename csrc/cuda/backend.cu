@@ -18,38 +18,27 @@ __global__ void update_scale_kernel(LossScale rule, OverflowFlags flags, bool fi
   update_loss_scale(rule, flags, fixed);
 }
 
-// A table's columns for one call, as what a pass over them begins with.
-class Use {
- public:
-  Use(Table& table, void* stream) : stream_(cudaStream_t(stream)), use_(table, stream_) {}
-  DevicePass pass() const { return {use_.view(), use_.present(), use_.tickets(), stream_}; }
-
- private:
-  cudaStream_t stream_;
-  TableUse use_;
-};
-
 class CudaBackend : public Backend {
  public:
   void inspect(Table& table, const InspectArgs& args, void* stream) override {
-    const Use use(table, stream);
+    const TableUse use(table, cudaStream_t(stream));
     ampfuse::inspect(use.pass(), args);
   }
 
   void measure_params(Table& table, float* row_norms, void* stream) override {
-    const Use use(table, stream);
+    const TableUse use(table, cudaStream_t(stream));
     DevicePass pass = use.pass();
     pass.norms = row_norms;
     DeviceKernel<ParamNormOp>::run(pass);
   }
 
   void prepare(Table& table, const Preparation& preparation, void* stream) override {
-    const Use use(table, stream);
+    const TableUse use(table, cudaStream_t(stream));
     ampfuse::prepare(use.pass(), preparation);
   }
 
   void update(Table& table, Algorithm algorithm, const StepState* state, void* stream) override {
-    const Use use(table, stream);
+    const TableUse use(table, cudaStream_t(stream));
     DevicePass pass = use.pass();
     pass.state = state;
     pass.norms = pass.view.norms;
@@ -62,7 +51,7 @@ class CudaBackend : public Backend {
   }
 
   void map(Table& table, MapOp op, const MapArgs& args, void* stream) override {
-    const Use use(table, stream);
+    const TableUse use(table, cudaStream_t(stream));
     DevicePass pass = use.pass();
     pass.a = args.a;
     pass.b = args.b;

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "core/backend.h"
+#include "kernels.cuh"
 
 namespace ampfuse {
 
@@ -64,9 +65,8 @@ class TableUse {
   TableUse(const TableUse&) = delete;
   TableUse& operator=(const TableUse&) = delete;
 
-  const TableView& view() const { return columns_.view; }
-  unsigned* tickets() const { return columns_.tickets; }
-  unsigned present() const { return columns_.present; }
+  // What a pass over them begins with.
+  DevicePass pass() const { return {columns_.view, columns_.present, columns_.tickets, stream_}; }
 
  private:
   DeviceTable& cache_;
