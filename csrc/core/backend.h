@@ -8,6 +8,7 @@
 #include <memory>
 
 #include "core/algorithms.h"
+#include "core/batch_norm.h"
 #include "core/step_state.h"
 #include "core/table.h"
 
@@ -91,6 +92,8 @@ class Backend {
   // With `fixed` (a static scale) the scale stays.
   virtual void update_scale(const LossScale& rule, const OverflowFlags& flags, bool fixed,
                             void* stream) = 0;
+
+  virtual BatchNorm& batch_norm() = 0;
 };
 
 Backend& cpu_backend();

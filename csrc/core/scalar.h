@@ -42,6 +42,12 @@ HD float select_equal(float a, float b, float then, float otherwise) {
   return a == b ? then : otherwise;
 }
 
+// A bit for each element (of a float, one): set where it is above zero or NaN, as a ReLU passes it.
+HD uint32_t above_zero(float a) { return !(a <= 0.0f); }
+
+// Zero where the bit is not set.
+HD float keep(uint32_t bits, float a) { return bits & 1 ? a : 0.0f; }
+
 // The value that storing as `dtype` and loading again gives.
 HD float round_to(DType dtype, float a) {
   with_storage(dtype, [&](auto storage) HD_LAMBDA { a = storage.widen(storage.narrow(a)); });

@@ -1,84 +1,22 @@
-// The CPU backend: picks the instruction set, shares chunks out to threads, and does the per-table
-// work.
+// The CPU backend: shares the chunks of a table out and does the work of a table as a whole.
 #include "core/backend.h"
 
 #include <algorithm>
 #include <atomic>
-#include <cstdlib>
-#include <string>
 
+#include "batch_norm.h"
 #include "core/advance.h"
-#include "core/check.h"
 #include "core/ops.h"
 #include "float_mode.h"
+#include "isa.h"
 #include "kernels.h"
+#include "threads.h"
 
 namespace ampfuse {
 namespace {
 
-// --- instruction set -----------------------------------------------------------------------------
-
-bool runs_avx2() {
-#if defined(__x86_64__)
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-         __builtin_cpu_supports("f16c");
-#else
-  return false;
-#endif
-}
-
-bool runs_avx512() {
-#if defined(__x86_64__)
-  return runs_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-#else
-  return false;
-#endif
-}
-
-enum class Isa { kScalar, kAvx2, kAvx512 };
-
-Isa choose_isa() {
-  const char* forced = std::getenv("AMPFUSE_CPU_ISA");
-  const std::string isa = forced ? forced : "";
-  AMPFUSE_CHECK(isa.empty() || isa == "scalar" || isa == "avx2" || isa == "avx512",
-                "AMPFUSE_CPU_ISA is '", isa, "'; set it to scalar, avx2 or avx512, or unset it");
-  if (isa == "scalar") return Isa::kScalar;
-  AMPFUSE_CHECK(isa != "avx2" || runs_avx2(),
-                "AMPFUSE_CPU_ISA=avx2, but this CPU lacks AVX2, FMA or F16C");
-  AMPFUSE_CHECK(isa != "avx512" || runs_avx512(),
-                "AMPFUSE_CPU_ISA=avx512, but this CPU lacks AVX-512 F, BW, DQ or VL");
-  if (runs_avx512() && isa != "avx2") return Isa::kAvx512;
-  return runs_avx2() ? Isa::kAvx2 : Isa::kScalar;
-}
-
-Isa isa() {
-  static const Isa chosen = choose_isa();
-  return chosen;
-}
-
-template <class Op>
-void run_kernel(const TableView& view, const Pass& pass, int64_t begin, int64_t end) {
-#if defined(__x86_64__)
-  if (isa() == Isa::kAvx512) return Kernel<Avx512, Op>::run(view, pass, begin, end);
-  if (isa() == Isa::kAvx2) return Kernel<Avx2, Op>::run(view, pass, begin, end);
-#endif
-  Kernel<Scalar, Op>::run(view, pass, begin, end);
-}
-
-// --- threads -------------------------------------------------------------------------------------
-
-ParallelFor parallel_for = [](int64_t count, const std::function<void(int64_t, int64_t)>& body) {
-  body(0, count);
-};
-int (*thread_count)() = [] { return 1; };
-
 // What a chunk costs beside its elements: measured against the elements of a small tensor.
 constexpr int64_t kChunkOverhead = 256;
-// Below this, waking a second thread costs more than it brings.
-constexpr int64_t kSerialCost = 32 * 1024;
-// Into how many pieces a thread's share is cut.
-constexpr int64_t kPiecesPerThread = 16;
 
 struct CpuCache : TableCache {
   std::vector<RowCoef> coefs;
@@ -110,38 +48,18 @@ TableView view_of(Table& table) {
 }
 
 // body(begin, end) over all chunks, in pieces of equal cost, so that tensors of any number and size
-// share out alike. A thread owns neighbouring pieces, the same in every step, and walks them
-// forwards; whoever is done early takes over what others have not begun.
+// share out alike.
 template <class Body>
 void for_chunks(Table& table, const Body& body) {
   const std::vector<int64_t>& cost = static_cast<CpuCache&>(*table.cache).cost;
-  const int threads = cost.back() < kSerialCost ? 1 : thread_count();
-  const int64_t pieces = threads == 1 ? 1 : kPiecesPerThread;  // of each thread
-  const auto boundary = [&](int64_t piece) {
-    const int64_t target = int64_t(double(cost.back()) * double(piece) / double(threads * pieces));
-    return std::lower_bound(cost.begin(), cost.end(), target) - cost.begin();
-  };
-  std::vector<std::atomic<int64_t>> begun(threads);
-  const auto work = [&](int64_t begin, int64_t end) {
-    const FloatMode standard;
-    for (int64_t thread = begin; thread < end; ++thread) {
-      for (int64_t k = 0; k < threads; ++k) {
-        const int64_t owner = (thread + k) % threads;
-        for (int64_t i; (i = begun[owner]++) < pieces;) {
-          const int64_t first = boundary(owner * pieces + i),
-                        last = boundary(owner * pieces + i + 1);
-          if (first < last) body(first, last);
-        }
-      }
-    }
-    // What was stored past the caches is visible to other threads from here on.
-    std::atomic_thread_fence(std::memory_order_seq_cst);
-  };
-  if (threads == 1) {
-    work(0, 1);
-  } else {
-    parallel_for(threads, work);
-  }
+  share_out(cost.back(), [&](int64_t piece, int64_t pieces) {
+    const auto boundary = [&](int64_t i) {
+      const int64_t target = int64_t(double(cost.back()) * double(i) / double(pieces));
+      return std::lower_bound(cost.begin(), cost.end(), target) - cost.begin();
+    };
+    const int64_t first = boundary(piece), last = boundary(piece + 1);
+    if (first < last) body(first, last);
+  });
 }
 
 class CpuBackend : public Backend {
@@ -211,6 +129,8 @@ class CpuBackend : public Backend {
     update_loss_scale(rule, flags, fixed);
   }
 
+  BatchNorm& batch_norm() override { return cpu_batch_norm(); }
+
  private:
   template <class Op>
   static void run(Table& table, const Pass& pass, std::atomic<bool>* found_inf = nullptr) {
@@ -219,7 +139,8 @@ class CpuBackend : public Backend {
       bool found = false;
       Pass mine = pass;
       mine.found_inf = &found;
-      run_kernel<Op>(view, mine, begin, end);
+      with_isa(
+          [&](auto isa) { Kernel<typename decltype(isa)::type, Op>::run(view, mine, begin, end); });
       if (found) *found_inf = true;
     });
   }
@@ -243,15 +164,6 @@ class CpuBackend : public Backend {
 Backend& cpu_backend() {
   static CpuBackend backend;
   return backend;
-}
-
-const char* cpu_isa() {
-  return isa() == Isa::kAvx512 ? "avx512" : isa() == Isa::kAvx2 ? "avx2" : "scalar";
-}
-
-void set_parallel_for(ParallelFor run, int (*count)()) {
-  parallel_for = std::move(run);
-  thread_count = count;
 }
 
 }  // namespace ampfuse

@@ -6,12 +6,9 @@
 #include <tuple>
 
 #include "core/backend.h"
+#include "isa.h"
 
 namespace ampfuse {
-
-struct Scalar;  // every machine has it, and every other must give its bits
-struct Avx2;    // with F16C and FMA
-struct Avx512;  // F, BW, DQ, VL
 
 // One pass over a table.
 struct Pass {

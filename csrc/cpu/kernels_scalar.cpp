@@ -1,57 +1,9 @@
-// Plain C++: every machine has it, and every other instruction set must give its bits.
+// The kernels of a header of ops, for every machine.
 #include AMPFUSE_OPS_HEADER
 
 #include "run.h"
+#include "simd_scalar.h"
 
 namespace ampfuse {
-
-struct Scalar {
-  static constexpr int kWidth = 1;
-  float value;
-
-  Scalar() = default;
-  HD explicit Scalar(float v) : value(v) {}
-
-  template <DType kType>
-  struct Lanes {
-    using Stored = typename Storage<kType>::Stored;
-    static constexpr int64_t kSize = sizeof(Stored);
-    HD static Stored load(const void* data) {
-      Stored stored;
-      std::memcpy(&stored, data, sizeof stored);
-      return stored;
-    }
-    HD static void store(void* data, Stored stored) { std::memcpy(data, &stored, sizeof stored); }
-    HD static Stored load_first(const void* data, int) { return load(data); }
-    HD static void store_first(void* data, Stored stored, int) { store(data, stored); }
-    HD static void stream(void* data, Stored stored) { store(data, stored); }
-    HD static Scalar widen(Stored stored) { return Scalar(Storage<kType>::widen(stored)); }
-    HD static Stored narrow(Scalar x) { return Storage<kType>::narrow(x.value); }
-  };
-
-  struct Magnitude {
-    uint32_t bits = 0;
-    HD void include(Scalar x) {
-      const uint32_t magnitude = float_bits(x.value) & 0x7fffffffu;
-      if (magnitude > bits) bits = magnitude;
-    }
-    HD uint32_t reduce() const { return bits; }
-  };
-};
-
-HD Scalar operator+(Scalar a, Scalar b) { return Scalar(a.value + b.value); }
-HD Scalar operator-(Scalar a, Scalar b) { return Scalar(a.value - b.value); }
-HD Scalar operator*(Scalar a, Scalar b) { return Scalar(a.value * b.value); }
-HD Scalar operator/(Scalar a, Scalar b) { return Scalar(a.value / b.value); }
-HD Scalar fma(Scalar a, Scalar b, Scalar c) {
-  return Scalar(ampfuse::fma(a.value, b.value, c.value));
-}
-HD Scalar sqrt(Scalar a) { return Scalar(ampfuse::sqrt(a.value)); }
-HD Scalar max_nan(Scalar a, Scalar b) { return Scalar(ampfuse::max_nan(a.value, b.value)); }
-HD Scalar select_equal(Scalar a, Scalar b, Scalar then, Scalar otherwise) {
-  return Scalar(ampfuse::select_equal(a.value, b.value, then.value, otherwise.value));
-}
-
 [[gnu::used]] static constexpr auto kCompiled = kernels_of<Scalar>(AMPFUSE_OPS());
-
 }  // namespace ampfuse

@@ -5,6 +5,7 @@
 
 #include <type_traits>
 
+#include "batch_norm.cuh"
 #include "core/backend.h"
 #include "core/ops.h"
 #include "device_table.cuh"
@@ -64,6 +65,8 @@ class CudaBackend : public Backend {
     launch(Kernel{"update_scale", update_scale_kernel}, 1, 1, cudaStream_t(stream), rule, flags,
            fixed);
   }
+
+  BatchNorm& batch_norm() override { return cuda_batch_norm(); }
 };
 
 }  // namespace

@@ -3,6 +3,8 @@
 // between.
 #pragma once
 
+#include <cuda_runtime.h>
+
 #include "core/reduce.h"
 
 namespace ampfuse {

@@ -1,0 +1,28 @@
+// The CPU's kernels of batch normalization: what one thread does with a part of the matrix.
+#pragma once
+
+#include "core/batch_norm.h"
+#include "isa.h"
+
+namespace ampfuse {
+
+// [begin, end) are rows, or at most kTaskChannels channels.
+constexpr int kTaskChannels = 512;
+
+// scale = weight * invstd, bias and slope (see core/batch_norm.h), of every channel.
+struct ChannelCoefs {
+  const float *mean, *scale, *bias, *mean_dy, *slope;
+};
+
+template <class Isa>
+struct BatchNormKernels {
+  static void moments(const MomentArgs& args, int64_t span, int64_t begin, int64_t end);
+  static void reduce(const ReduceArgs& args, int64_t span, int64_t begin, int64_t end);
+  static void apply(const ApplyArgs& args, const ChannelCoefs& coefs, int64_t begin, int64_t end);
+  static void input_gradient(const InputGradientArgs& args, const ChannelCoefs& coefs,
+                             int64_t begin, int64_t end);
+};
+
+BatchNorm& cpu_batch_norm();
+
+}  // namespace ampfuse

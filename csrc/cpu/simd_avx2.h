@@ -1,0 +1,133 @@
+// The AVX2 value, with F16C and FMA: eight floats.
+#pragma once
+
+#include <immintrin.h>
+
+#include "core/dtype.h"
+
+namespace ampfuse {
+
+struct Avx2 {
+  static constexpr int kWidth = 8;
+  __m256 value;
+
+  Avx2() = default;
+  HD Avx2(__m256 v) : value(v) {}
+  HD explicit Avx2(float v) : value(_mm256_set1_ps(v)) {}
+
+  // The remainder goes through a buffer, so that nothing past the tensor is touched.
+  template <class Bits>
+  struct First {
+    template <class Stored>
+    HD static void store_first(void* data, Stored stored, int count) {
+      alignas(32) char buffer[32];
+      Bits::store(buffer, stored);
+      __builtin_memcpy(data, buffer, size_t(count) * Bits::kSize);
+    }
+    HD static auto load_first(const void* data, int count) {
+      alignas(32) char buffer[32] = {};
+      __builtin_memcpy(buffer, data, size_t(count) * Bits::kSize);
+      return Bits::load(buffer);
+    }
+  };
+
+  struct Halves : First<Halves> {
+    static constexpr int64_t kSize = 2;
+    HD static __m128i load(const void* data) {
+      return _mm_loadu_si128(static_cast<const __m128i*>(data));
+    }
+    HD static void store(void* data, __m128i halves) {
+      _mm_storeu_si128(static_cast<__m128i*>(data), halves);
+    }
+    HD static void stream(void* data, __m128i halves) {
+      _mm_stream_si128(static_cast<__m128i*>(data), halves);
+    }
+  };
+
+  template <DType kType>
+  struct Lanes;
+
+  struct Magnitude {
+    __m256i bits = _mm256_setzero_si256();
+    HD void include(Avx2 x) {
+      const __m256i magnitude =
+          _mm256_and_si256(_mm256_castps_si256(x.value), _mm256_set1_epi32(0x7fffffff));
+      bits = _mm256_max_epu32(bits, magnitude);
+    }
+    HD uint32_t reduce() const {
+      alignas(32) uint32_t lane[8];
+      _mm256_store_si256(reinterpret_cast<__m256i*>(lane), bits);
+      uint32_t largest = 0;
+      for (uint32_t value : lane) largest = value > largest ? value : largest;
+      return largest;
+    }
+  };
+};
+
+template <>
+struct Avx2::Lanes<DType::kFloat32> : First<Lanes<DType::kFloat32>> {
+  static constexpr int64_t kSize = 4;
+  HD static __m256 load(const void* data) {
+    return _mm256_loadu_ps(static_cast<const float*>(data));
+  }
+  HD static void store(void* data, __m256 floats) {
+    _mm256_storeu_ps(static_cast<float*>(data), floats);
+  }
+  HD static void stream(void* data, __m256 floats) {
+    _mm256_stream_ps(static_cast<float*>(data), floats);
+  }
+  HD static Avx2 widen(__m256 floats) { return floats; }
+  HD static __m256 narrow(Avx2 x) { return x.value; }
+};
+
+template <>
+struct Avx2::Lanes<DType::kFloat16> : Halves {
+  HD static Avx2 widen(__m128i halves) { return _mm256_cvtph_ps(halves); }
+  HD static __m128i narrow(Avx2 x) {
+    return _mm256_cvtps_ph(x.value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  }
+};
+
+template <>
+struct Avx2::Lanes<DType::kBFloat16> : Halves {
+  HD static Avx2 widen(__m128i halves) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
+  }
+  HD static __m128i narrow(Avx2 x) {
+    const __m256i bits = _mm256_castps_si256(x.value);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i rounded = _mm256_srli_epi32(
+        _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))), 16);
+    const __m256i quiet = _mm256_or_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(0x40));
+    const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x.value, x.value, _CMP_UNORD_Q));
+    const __m256i result = _mm256_blendv_epi8(rounded, quiet, nan);
+    return _mm256_castsi256_si128(
+        _mm256_permute4x64_epi64(_mm256_packus_epi32(result, result), _MM_SHUFFLE(3, 1, 2, 0)));
+  }
+};
+
+HD Avx2 operator+(Avx2 a, Avx2 b) { return _mm256_add_ps(a.value, b.value); }
+HD Avx2 operator-(Avx2 a, Avx2 b) { return _mm256_sub_ps(a.value, b.value); }
+HD Avx2 operator*(Avx2 a, Avx2 b) { return _mm256_mul_ps(a.value, b.value); }
+HD Avx2 operator/(Avx2 a, Avx2 b) { return _mm256_div_ps(a.value, b.value); }
+HD Avx2 fma(Avx2 a, Avx2 b, Avx2 c) { return _mm256_fmadd_ps(a.value, b.value, c.value); }
+HD Avx2 sqrt(Avx2 a) { return _mm256_sqrt_ps(a.value); }
+HD Avx2 max_nan(Avx2 a, Avx2 b) {
+  // maxps returns its second operand when either is NaN, so only a NaN in a has to be put back.
+  return _mm256_blendv_ps(_mm256_max_ps(a.value, b.value), a.value,
+                          _mm256_cmp_ps(a.value, a.value, _CMP_UNORD_Q));
+}
+HD Avx2 select_equal(Avx2 a, Avx2 b, Avx2 then, Avx2 otherwise) {
+  return _mm256_blendv_ps(otherwise.value, then.value, _mm256_cmp_ps(a.value, b.value, _CMP_EQ_OQ));
+}
+
+HD uint32_t above_zero(Avx2 a) {
+  return uint32_t(_mm256_movemask_ps(_mm256_cmp_ps(a.value, _mm256_setzero_ps(), _CMP_NLE_UQ)));
+}
+HD Avx2 keep(uint32_t bits, Avx2 a) {
+  const __m256i one = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+  const __m256i all = _mm256_and_si256(_mm256_set1_epi32(int(bits)), one);
+  return _mm256_and_ps(_mm256_castsi256_ps(_mm256_cmpeq_epi32(all, one)), a.value);
+}
+
+}  // namespace ampfuse

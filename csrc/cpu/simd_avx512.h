@@ -1,0 +1,116 @@
+// The AVX-512 value (F, BW, DQ, VL): sixteen floats, remainders by mask.
+#pragma once
+
+#include <immintrin.h>
+
+#include "core/dtype.h"
+
+namespace ampfuse {
+
+struct Avx512 {
+  static constexpr int kWidth = 16;
+  __m512 value;
+
+  Avx512() = default;
+  HD Avx512(__m512 v) : value(v) {}
+  HD explicit Avx512(float v) : value(_mm512_set1_ps(v)) {}
+
+  HD static __mmask16 first(int count) { return __mmask16((1u << count) - 1); }
+
+  struct Halves {
+    static constexpr int64_t kSize = 2;
+    HD static __m256i load(const void* data) {
+      return _mm256_loadu_si256(static_cast<const __m256i*>(data));
+    }
+    HD static void store(void* data, __m256i halves) {
+      _mm256_storeu_si256(static_cast<__m256i*>(data), halves);
+    }
+    HD static void stream(void* data, __m256i halves) {
+      _mm256_stream_si256(static_cast<__m256i*>(data), halves);
+    }
+    HD static __m256i load_first(const void* data, int count) {
+      return _mm256_maskz_loadu_epi16(first(count), data);
+    }
+    HD static void store_first(void* data, __m256i halves, int count) {
+      _mm256_mask_storeu_epi16(data, first(count), halves);
+    }
+  };
+
+  template <DType kType>
+  struct Lanes;
+
+  struct Magnitude {
+    __m512i bits = _mm512_setzero_si512();
+    HD void include(Avx512 x) {
+      const __m512i magnitude =
+          _mm512_and_si512(_mm512_castps_si512(x.value), _mm512_set1_epi32(0x7fffffff));
+      bits = _mm512_max_epu32(bits, magnitude);
+    }
+    HD uint32_t reduce() const { return _mm512_reduce_max_epu32(bits); }
+  };
+};
+
+template <>
+struct Avx512::Lanes<DType::kFloat32> {
+  static constexpr int64_t kSize = 4;
+  HD static __m512 load(const void* data) { return _mm512_loadu_ps(data); }
+  HD static void store(void* data, __m512 floats) { _mm512_storeu_ps(data, floats); }
+  HD static void stream(void* data, __m512 floats) {
+    _mm512_stream_ps(static_cast<float*>(data), floats);
+  }
+  HD static __m512 load_first(const void* data, int count) {
+    return _mm512_maskz_loadu_ps(first(count), data);
+  }
+  HD static void store_first(void* data, __m512 floats, int count) {
+    _mm512_mask_storeu_ps(data, first(count), floats);
+  }
+  HD static Avx512 widen(__m512 floats) { return floats; }
+  HD static __m512 narrow(Avx512 x) { return x.value; }
+};
+
+template <>
+struct Avx512::Lanes<DType::kFloat16> : Halves {
+  HD static Avx512 widen(__m256i halves) { return _mm512_cvtph_ps(halves); }
+  HD static __m256i narrow(Avx512 x) {
+    return _mm512_cvtps_ph(x.value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  }
+};
+
+template <>
+struct Avx512::Lanes<DType::kBFloat16> : Halves {
+  HD static Avx512 widen(__m256i halves) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+  }
+  HD static __m256i narrow(Avx512 x) {
+    const __m512i bits = _mm512_castps_si512(x.value);
+    const __m512i top = _mm512_srli_epi32(bits, 16);
+    const __m512i odd = _mm512_and_si512(top, _mm512_set1_epi32(1));
+    const __m512i rounded = _mm512_srli_epi32(
+        _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))), 16);
+    const __mmask16 nan = _mm512_cmp_ps_mask(x.value, x.value, _CMP_UNORD_Q);
+    return _mm512_cvtepi32_epi16(_mm512_mask_or_epi32(rounded, nan, top, _mm512_set1_epi32(0x40)));
+  }
+};
+
+HD Avx512 operator+(Avx512 a, Avx512 b) { return _mm512_add_ps(a.value, b.value); }
+HD Avx512 operator-(Avx512 a, Avx512 b) { return _mm512_sub_ps(a.value, b.value); }
+HD Avx512 operator*(Avx512 a, Avx512 b) { return _mm512_mul_ps(a.value, b.value); }
+HD Avx512 operator/(Avx512 a, Avx512 b) { return _mm512_div_ps(a.value, b.value); }
+HD Avx512 fma(Avx512 a, Avx512 b, Avx512 c) { return _mm512_fmadd_ps(a.value, b.value, c.value); }
+HD Avx512 sqrt(Avx512 a) { return _mm512_sqrt_ps(a.value); }
+HD Avx512 max_nan(Avx512 a, Avx512 b) {
+  // maxps returns its second operand when either is NaN, so only a NaN in a has to be put back.
+  const __mmask16 nan = _mm512_cmp_ps_mask(a.value, a.value, _CMP_UNORD_Q);
+  return _mm512_mask_mov_ps(_mm512_max_ps(a.value, b.value), nan, a.value);
+}
+HD Avx512 select_equal(Avx512 a, Avx512 b, Avx512 then, Avx512 otherwise) {
+  return _mm512_mask_mov_ps(otherwise.value, _mm512_cmp_ps_mask(a.value, b.value, _CMP_EQ_OQ),
+                            then.value);
+}
+
+HD uint32_t above_zero(Avx512 a) {
+  return _mm512_cmp_ps_mask(a.value, _mm512_setzero_ps(), _CMP_NLE_UQ);
+}
+HD Avx512 keep(uint32_t bits, Avx512 a) { return _mm512_maskz_mov_ps(__mmask16(bits), a.value); }
+
+}  // namespace ampfuse
