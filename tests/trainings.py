@@ -7,6 +7,7 @@ are used, so that the same trainings run on an older version.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -19,6 +20,7 @@ import apex_names
 from ampfuse import amp, ops, optim
 from ampfuse.compat import apex
 from cases import KINDS, OPTIMIZERS, bf16, f16, f32, make
+from conftest import batch_norm_ops
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 STEPS = 6
@@ -340,6 +342,28 @@ def operations() -> dict[str, Any]:
     return found
 
 
+def batch_norm(dtype: torch.dtype) -> dict[str, Any]:
+    """Forward and backward of the fused batch norm: widths around a vector's, rows around a tile's
+    and a span's, two branches."""
+    act, fork = batch_norm_ops().batch_norm_act, batch_norm_ops().fork
+    found = {}
+    for channels, height in itertools.product((3, 16, 65, 150), (4, 23)):
+        shape = (2, height, height, channels)
+        x, residual, dy = (
+            fractions(shape, seed).to(dtype).permute(0, 3, 1, 2).requires_grad_(seed < 2)
+            for seed in range(3)
+        )
+        weight, bias = (fractions((channels,), seed).requires_grad_() for seed in (3, 4))
+        running = [fractions((channels,), 5), fractions((channels,), 6) + 1]
+        y = act(x, residual, weight, bias, *running, True, 0.1, 1e-5, True)
+        a, b = fork(act(y, None, weight, bias, *running, False, 0.1, 1e-5, False), 2)
+        # The branches' gradients are the factors, whatever torch's sum is.
+        ((a * dy).sum() + (b * dy).sum()).backward()
+        grads = [t.grad for t in (x, residual, weight, bias)]
+        found[f"{channels} {height}"] = [y.detach(), *running, *grads]
+    return found
+
+
 def _runs() -> dict[str, Callable[[], Any]]:
     runs: dict[str, Callable[[], Any]] = {}
     for level in LEVELS:
@@ -387,6 +411,8 @@ def _runs() -> dict[str, Callable[[], Any]]:
             fp16_optimizer, dynamic_scale
         )
     runs["ops"] = operations
+    for dtype in (f32, f16, bf16):
+        runs[f"batch norm {dtype}"] = partial(batch_norm, dtype)
     return runs
 
 

@@ -142,8 +142,9 @@ __global__ void __launch_bounds__(kSumThreads) moments_kernel(MomentArgs args, b
   });
 }
 
+// (Four blocks: left to itself, the compiler spills to make room for more.)
 template <DType kType>
-__global__ void __launch_bounds__(kSumThreads) reduce_kernel(ReduceArgs args, bool aligned) {
+__global__ void __launch_bounds__(kSumThreads, 4) reduce_kernel(ReduceArgs args, bool aligned) {
   const ImageRows& image = args.image;
   const SumPlace here(image);
   const Place place(image, here.pack());
@@ -159,6 +160,7 @@ __global__ void __launch_bounds__(kSumThreads) reduce_kernel(ReduceArgs args, bo
       load<kType>(args.x, image, aligned, row, place, x);
       const uint32_t bits =
           args.mask ? args.mask[row * image.mask_bytes() + place.c / kPack] : 0xffu;
+#pragma unroll 1
       for (int b = 1; b < args.branches; ++b) {
         float other[kPack];
         load<kType>(args.dy[b], image, aligned, row, place, other);
@@ -324,12 +326,6 @@ __global__ void __launch_bounds__(kLanes)
   });
 }
 
-// Calls call(storage) with the type of an image that has one.
-template <class Call>
-void with_type(const ImageRows& image, const Call& call) {
-  with_storage(image.dtype, [&](auto storage) { call(storage); });
-}
-
 // call(true_type or false_type).
 template <class Call>
 void with_bool(bool value, const Call& call) {
@@ -339,7 +335,7 @@ void with_bool(bool value, const Call& call) {
 class CudaBatchNorm : public BatchNorm {
  public:
   void moments(const MomentArgs& args, void* stream) override {
-    with_type(args.image, [&](auto storage) {
+    with_storage(args.image.dtype, [&](auto storage) {
       launch(Kernel{"batch_norm_moments", moments_kernel<decltype(storage)::kType>},
              sum_blocks(args.image), kSumThreads, cudaStream_t(stream), args,
              aligned(args.image, {args.x}));
@@ -351,7 +347,7 @@ class CudaBatchNorm : public BatchNorm {
   void apply(const ApplyArgs& args, void* stream) override {
     const Grid grid(args.image);
     const bool wide = aligned(args.image, {args.x, args.residual, args.y});
-    with_type(args.image, [&](auto storage) {
+    with_storage(args.image.dtype, [&](auto storage) {
       with_bool(args.residual != nullptr, [&](auto residual) {
         with_bool(args.mask != nullptr, [&](auto relu) {
           launch(Kernel{"batch_norm_apply",
@@ -366,7 +362,7 @@ class CudaBatchNorm : public BatchNorm {
   void reduce(const ReduceArgs& args, void* stream) override {
     bool wide = aligned(args.image, {args.x, args.g});
     for (int b = 0; b < args.branches; ++b) wide = wide && aligned(args.image, {args.dy[b]});
-    with_type(args.image, [&](auto storage) {
+    with_storage(args.image.dtype, [&](auto storage) {
       launch(Kernel{"batch_norm_reduce", reduce_kernel<decltype(storage)::kType>},
              sum_blocks(args.image), kSumThreads, cudaStream_t(stream), args, wide);
     });
@@ -377,7 +373,7 @@ class CudaBatchNorm : public BatchNorm {
   void input_gradient(const InputGradientArgs& args, void* stream) override {
     const Grid grid(args.image);
     const bool wide = aligned(args.image, {args.x, args.dy, args.dx});
-    with_type(args.image, [&](auto storage) {
+    with_storage(args.image.dtype, [&](auto storage) {
       with_bool(args.sum_dy == nullptr, [&](auto frozen) {
         launch(Kernel{"batch_norm_dx",
                       input_gradient_kernel<decltype(storage)::kType, decltype(frozen)::value>},

@@ -39,7 +39,11 @@ def cpu_units() -> list[Unit]:
     sets = ISA if platform.machine() == "x86_64" else ["scalar"]
     return [
         Unit("algorithms", "csrc/core/algorithms.cpp", []),
-        Unit("cpu-backend", "csrc/cpu/backend.cpp", []),
+        *(
+            Unit(f"cpu-{name}", f"csrc/cpu/{name}.cpp", [])
+            for name in ("backend", "batch_norm", "isa", "threads")
+        ),
+        *(Unit(f"{isa}-batch-norm", f"csrc/cpu/batch_norm_{isa}.cpp", ISA[isa]) for isa in sets),
         *(
             Unit(f"{isa}-{header}", f"csrc/cpu/kernels_{isa}.cpp", ISA[isa] + _ops(header))
             for isa in sets
@@ -53,7 +57,7 @@ def cuda_units() -> list[Unit]:
     return [
         *(
             Unit(f"cuda-{name}", f"csrc/cuda/{name}.cu", [])
-            for name in ("backend", "device_table", "inspect")
+            for name in ("backend", "batch_norm", "device_table", "inspect")
         ),
         *(
             Unit(f"cuda-{header}", "csrc/cuda/ops.cu", _ops(header))
