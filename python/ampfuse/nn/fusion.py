@@ -136,7 +136,7 @@ def _fuse_in(owner: nn.Module, norms: list[nn.Module]) -> tuple[dict[nn.Module, 
         raise Untraceable(f"this {cls.__name__} has a forward of its own")
     if all(map(_unknown, norms)):
         return {}, []
-    if owner is norms[0]:
+    if _applies_activation(owner):
         forward, fused, forked = _forward_of_timm(owner)
     else:
         forward, fused, forked = _forward_from_graphs(owner, cls)

@@ -101,7 +101,9 @@ def _added_to(node: fx.Node, value: fx.Node) -> fx.Node | None:
     first, second = node.args
     if second is value and node.target in _ADDS:
         first, second = second, first
-    return second if first is value and isinstance(second, fx.Node) else None
+    if first is not value or second is value:
+        return None
+    return second if isinstance(second, fx.Node) else None
 
 
 def _called(node: fx.Node) -> Any:
