@@ -89,6 +89,13 @@ def install(model: nn.Module, casts: Casts) -> None:
     model.__dict__["_amp_casts"] = casts
 
 
+def replaceable_forward(module: nn.Module) -> tuple[Any, str]:
+    """The class with `module`'s own ``forward``, and the attribute that takes another's place."""
+    if isinstance(module, AmpModule):
+        return _original_class(type(module)), "_amp_inner_forward"
+    return type(module), "forward"
+
+
 def eager_module(model: nn.Module) -> nn.Module:
     """`model`, or the module inside the wrapper that ``torch.compile`` put around it.
 
@@ -131,6 +138,10 @@ class AmpModule:
 
     def __setstate__(self, state: Any) -> None:  # of copies: deepcopy and pickle
         super().__setstate__(state)  # type: ignore[misc]
+        # A bound method pickles as its name, by which a pickle finds the one that casts.
+        inner = self.__dict__.get("_amp_inner_forward")
+        if getattr(inner, "__func__", None) is type(self).forward:  # type: ignore[attr-defined]
+            del self.__dict__["_amp_inner_forward"]
         copies.keep_from_now_on(self)  # type: ignore[arg-type]
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:

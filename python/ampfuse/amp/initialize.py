@@ -61,6 +61,7 @@ def initialize(
     growth_interval: int = 2000,
     hysteresis: int = 1,
     allow_incoming_model_not_fp32: bool = False,
+    fuse_batchnorm: bool = False,
 ) -> Any:
     """Prepare `models` and `optimizers` for mixed precision at `opt_level`; return them.
 
@@ -91,6 +92,7 @@ def initialize(
         init_scale, growth_factor, backoff_factor, growth_interval: of dynamic scaling.
         hysteresis: the scale backs off at this overflow since it last grew, and at each one after.
         allow_incoming_model_not_fp32: accept half parameters where no master will back them.
+        fuse_batchnorm: fuse batch norms with what follows them, see :func:`ampfuse.nn.fuse`.
 
     Returns:
         ``models`` if `optimizers` is None, else ``(models, optimizers)``, in the shape given.
@@ -125,6 +127,7 @@ def initialize(
         master_weights=master_weights,
         loss_scale=loss_scale,
         cast_model_outputs=cast_model_outputs,
+        fuse_batchnorm=fuse_batchnorm,
     )
     if not (isinstance(num_losses, int) and num_losses >= 1):
         raise ValueError(f"num_losses must be an integer of at least 1, not {num_losses!r}.")
@@ -172,6 +175,8 @@ def set_up(models: Any, optimizers: Any, session: sessions.Session, *, allow_hal
     if policy.master_weights and not _trains_with_others():
         exact = _float32_values(optimizer_list, policy)
     for model in model_list:
+        if policy.fuse_batchnorm:
+            _fuse(model, verbosity)
         if policy.weights_type is not None:
             keep = bool(policy.keep_batchnorm_fp32)
             cast_model(eager_module(model), policy.weights_type, keep_batchnorm_fp32=keep)
@@ -183,6 +188,14 @@ def set_up(models: Any, optimizers: Any, session: sessions.Session, *, allow_hal
     if policy.autocast_type is not None:
         install_registered()
     return models if optimizers is None else (models, optimizers)
+
+
+def _fuse(model: nn.Module, verbosity: int) -> None:
+    from ampfuse.nn import fuse  # builds on the casts of this package
+
+    report = fuse(model)
+    if verbosity >= 1:
+        _log.info("%s", report.summary)
 
 
 def turn_off(models: Any, optimizers: Any, session: sessions.Session) -> Any:

@@ -45,6 +45,7 @@ class Policy:
     master_weights: bool | None = None
     loss_scale: float | Literal["dynamic"] = 1.0
     cast_model_outputs: torch.dtype | None = None
+    fuse_batchnorm: bool = False
 
     def __str__(self) -> str:
         """The level in a sentence, and what differs from it."""
@@ -162,6 +163,8 @@ def make_policy(opt_level: str, **overrides: object) -> Policy:
         given["keep_batchnorm_fp32"] = _parse_bool(given["keep_batchnorm_fp32"])
     if "master_weights" in given:
         given["master_weights"] = bool(given["master_weights"])
+    if "fuse_batchnorm" in given:
+        given["fuse_batchnorm"] = bool(given["fuse_batchnorm"])
     return dataclasses.replace(level, **given)
 
 

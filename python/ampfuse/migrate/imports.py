@@ -9,6 +9,7 @@ import re
 HERE = "ampfuse.compat.apex"
 # What apex has and ampfuse has not; an import of it is left for its author to see.
 NOT_HERE = ("contrib", "transformer", "RNN", "mlp", "fused_dense", "reparameterization", "pyprof")
+HERE_THOUGH = ("contrib.groupbn",)
 
 
 def rewrite_imports(source: str) -> str:
@@ -47,7 +48,9 @@ def rewrite_imports(source: str) -> str:
 def is_here(module: str) -> bool:
     """Whether `module` is apex's (or ``amp_C``) and present in ampfuse."""
     top, _, rest = module.partition(".")
-    return top in ("apex", "amp_C") and rest.split(".")[0] not in NOT_HERE
+    parts = rest.split(".")
+    missing = parts[0] in NOT_HERE and ".".join(parts[:2]) not in HERE_THOUGH
+    return top in ("apex", "amp_C") and not missing
 
 
 def _is_all_here(node: ast.ImportFrom) -> bool:

@@ -91,12 +91,20 @@ _TABLE = {
         "torch.nn.parallel.DistributedDataParallel, after initialize",
         "torch.nn.parallel.DistributedDataParallel",
     ),
-    "apex.parallel.SyncBatchNorm": ("torch.nn.SyncBatchNorm", "torch.nn.SyncBatchNorm"),
+    "apex.parallel.SyncBatchNorm": (
+        "torch.nn.SyncBatchNorm; with fuse_relu or z, ampfuse.nn.SyncBatchNormAct2d",
+        "torch.nn.SyncBatchNorm",
+    ),
     "apex.parallel.convert_syncbn_model": (
         "torch.nn.SyncBatchNorm.convert_sync_batchnorm, before initialize",
         "torch.nn.SyncBatchNorm.convert_sync_batchnorm",
     ),
     "apex.parallel.LARC": ("ampfuse.optim.LARC", "nothing"),
+    "apex.contrib.groupbn": (
+        "ampfuse.nn.BatchNormAct2d on channels_last images, SyncBatchNormAct2d for bn_group > 1; "
+        "ampfuse.compat.apex.contrib.groupbn as it was",
+        "torch.nn.BatchNorm2d, torch.nn.SyncBatchNorm; add and ReLU by themselves",
+    ),
     "apex.normalization.FusedLayerNorm": ("torch.nn.LayerNorm", "torch.nn.LayerNorm"),
     "apex.normalization.FusedRMSNorm": ("torch.nn.RMSNorm", "torch.nn.RMSNorm"),
     "apex.normalization": ("ampfuse.compat.apex.normalization", "torch.nn"),

@@ -17,6 +17,7 @@ import warnings
 from ampfuse.compat.apex import (
     amp,
     amp_C,
+    contrib,
     fp16_utils,
     multi_tensor_apply,
     normalization,
@@ -29,6 +30,7 @@ __all__ = [
     "DeprecatedFeatureWarning",
     "amp",
     "amp_C",
+    "contrib",
     "deprecated_warning",
     "fp16_utils",
     "install",

@@ -1,14 +1,14 @@
-"""``apex.parallel.SyncBatchNorm`` on torch's, which alone refuses CPU tensors."""
+"""``apex.parallel.SyncBatchNorm`` on the one of ``ampfuse.nn``."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+
+from ampfuse.nn.sync_batch_norm import sync_normalize
 
 
 # Not a subclass of torch's: DistributedDataParallel refuses that on the CPU.
@@ -42,71 +42,11 @@ class SyncBatchNorm(_BatchNorm):
 
     def forward(self, input: Tensor, z: Tensor | None = None) -> Tensor:
         """Normalize `input` (N, C, ...), add `z` of the same shape if given."""
-        x = input.movedim(-1, 1) if self.channel_last else input
-        if self._needs_sync_on_cpu(x):
-            out = self._synced_on_cpu(x)
-        else:
-            out = nn.SyncBatchNorm.forward(self, x)  # type: ignore[arg-type]
-        if self.channel_last:
-            out = out.movedim(1, -1)
-        if z is not None:
-            out = out + z
-        return F.relu(out) if self.fuse_relu else out
-
-    def _needs_sync_on_cpu(self, x: Tensor) -> bool:
-        together = self.training and dist.is_available() and dist.is_initialized()
-        return together and x.device.type == "cpu"
-
-    def _group(self) -> Any:
-        return self.process_group if self.process_group is not None else dist.group.WORLD
-
-    def _synced_on_cpu(self, x: Tensor) -> Tensor:
-        exact = x.float()
-        dims = [d for d in range(x.dim()) if d != 1]
-        shape = [1, -1] + [1] * (x.dim() - 2)
-        group = self._group()
-        count = torch.full((1,), x.numel() / x.size(1))
-        # Two passes: a variance from the sum of squares would cancel.
-        total = _AllReduce.apply(torch.cat([exact.sum(dims), count]), group)
-        count = total[-1].detach()
-        mean = total[:-1] / count
-        centred = exact - mean.view(shape)
-        variance = _AllReduce.apply((centred * centred).sum(dims), group) / count
-        self._track(mean.detach(), variance.detach(), count)
-        out = centred * torch.rsqrt(variance + self.eps).view(shape)
-        if self.weight is not None:
-            out = out * self.weight.float().view(shape) + self.bias.float().view(shape)
-        return out.to(x.dtype)
-
-    @torch.no_grad()
-    def _track(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
-        buffers: Any = self  # which may be None
-        if not self.track_running_stats or buffers.running_mean is None:
-            return
-        buffers.num_batches_tracked.add_(1)
-        momentum = self.momentum
-        if momentum is None:  # a cumulative average
-            momentum = 1.0 / float(buffers.num_batches_tracked)
-        unbiased = variance * (count / (count - 1))
-        for running, new in ((buffers.running_mean, mean), (buffers.running_var, unbiased)):
-            running.copy_((1 - momentum) * running.float() + momentum * new)
-
-
-class _AllReduce(torch.autograd.Function):
-    """The sum over all processes; its gradient is the sum of theirs."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        total = value.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        total = grad.clone()
-        dist.all_reduce(total, group=ctx.group)
-        return total, None
+        if not self.channel_last:
+            return sync_normalize(self, input, z, self.fuse_relu)
+        x, residual = (t if t is None else t.movedim(-1, 1) for t in (input, z))
+        assert x is not None
+        return sync_normalize(self, x, residual, self.fuse_relu).movedim(1, -1)
 
 
 def convert_syncbn_model(

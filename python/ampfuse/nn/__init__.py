@@ -1,0 +1,19 @@
+"""Batch norm, residual add and ReLU as one pass forward and one backward.
+
+``fuse`` does it to a model as it is; the modules are for models that are written for it. Images in
+``torch.channels_last`` are fast.
+"""
+
+from ampfuse.nn import functional
+from ampfuse.nn.batch_norm import BatchNormAct2d
+from ampfuse.nn.fusion import FusionReport, fuse, unfuse
+from ampfuse.nn.sync_batch_norm import SyncBatchNormAct2d
+
+__all__ = [
+    "BatchNormAct2d",
+    "FusionReport",
+    "SyncBatchNormAct2d",
+    "functional",
+    "fuse",
+    "unfuse",
+]

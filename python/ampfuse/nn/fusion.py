@@ -1,0 +1,249 @@
+"""Fuse the batch norms of a model with the adds and ReLUs that follow them.
+
+No module is replaced. Each that calls batch norms gets a ``forward`` on the instance, written from
+the graph of its class's. So names, classes, state dicts, hooks and optimizers stay; a copy is fused
+like its original, and a model that was pickled loads as it was before.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import linecache
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ampfuse.amp.casts import eager_module, replaceable_forward
+from ampfuse.nn.batch_norm import BatchNormAct2d, normalize
+from ampfuse.nn.norm_act import are_bare, is_known
+from ampfuse.nn.patterns import add_forks, fuse_norms
+from ampfuse.nn.tracing import KINDS, Untraceable, required_arguments, trace
+
+
+@dataclasses.dataclass
+class FusionReport:
+    """What :func:`fuse` did; ``print`` shows a line for each place.
+
+    Attributes:
+        fused: the batch norms that are fused now, by name, and with what.
+        left: the batch norms that are not, and why.
+        forks: the modules in which the gradients of values are added in a batch norm's backward
+            pass, and which values.
+    """
+
+    fused: dict[str, str] = dataclasses.field(default_factory=dict)
+    left: dict[str, str] = dataclasses.field(default_factory=dict)
+    forks: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def summary(self) -> str:
+        """The first line."""
+        count = len(self.fused) + len(self.left)
+        return f"{len(self.fused)} of {count} batch norms fused" if count else "no batch norms"
+
+    def __str__(self) -> str:
+        lines = [self.summary]
+        for title in ("fused", "left", "forks"):
+            places = getattr(self, title)
+            lines += [f"{title:5}  {name or '(model)'}: {what}" for name, what in places.items()]
+        return "\n".join(lines)
+
+
+def fuse(model: nn.Module) -> FusionReport:
+    """Fuse the batch norms of `model`, in place, each with the add and the ReLU that follow it.
+
+    Results are those of the model as it was, but for rounding. Call it when the model is complete:
+    what a ``forward`` reads of its module, other than parameters, buffers and the mode, stays as it
+    is now. A batch norm or a ReLU may still be exchanged or get hooks; these then run. A call with
+    optional arguments runs the original ``forward``.
+
+    ``torch.fx``, ``torch.jit.script`` and ``nn.DataParallel`` take a model after :func:`unfuse`.
+
+    Returns:
+        What was fused, and what was left and why.
+    """
+    report = FusionReport()
+    modules = dict(eager_module(model).named_modules())
+    owners: dict[str, list[str]] = {}
+    for name, module in modules.items():
+        if isinstance(module, _BatchNorm):
+            owners.setdefault(_owner(name, modules), []).append(name)
+    for owner, norms in owners.items():
+        try:
+            fused, forked = _fuse_in(modules[owner], [modules[name] for name in norms])
+            reason = f"{owner or 'the model'} does not call it"
+        except Untraceable as error:
+            fused, forked, reason = {}, [], str(error)
+        for name in norms:
+            if modules[name] in fused:
+                report.fused[name] = fused[modules[name]]
+            else:
+                report.left[name] = _unknown(modules[name]) or reason
+        if forked:
+            report.forks[owner] = ", ".join(forked)
+    return report
+
+
+def unfuse(model: nn.Module) -> None:
+    """Take back what :func:`fuse` did to `model`, in place."""
+    for module in eager_module(model).modules():
+        _, attribute = replaceable_forward(module)
+        if _is_fused(module.__dict__.get(attribute)):
+            del module.__dict__[attribute]
+
+
+def _owner(name: str, modules: dict[str, nn.Module]) -> str:
+    """The name of the module whose ``forward`` should call the batch norm `name`."""
+    if _applies_activation(modules[name]):
+        return name
+    while name:
+        name = name.rpartition(".")[0]
+        if type(modules[name]).forward is not nn.Module.forward:  # as a ModuleList's is
+            break
+    return name
+
+
+def _unknown(norm: nn.Module) -> str | None:
+    """Why `norm` has no fused form; None if it has one."""
+    if isinstance(norm, BatchNormAct2d):
+        return "fused in itself"
+    if is_known(norm) or _applies_activation(norm):
+        return None
+    return f"a {type(norm).__name__} has no fused form"
+
+
+def _fuse_in(owner: nn.Module, norms: list[nn.Module]) -> tuple[dict[nn.Module, str], list[str]]:
+    """Fuse `norms`, as far as they have a fused form and `owner` calls them.
+
+    Returns:
+        Those that are fused now, and with what; the values that are forked.
+
+    Raises:
+        Untraceable: the forward of `owner` has to stay; the message says why.
+    """
+    cls, attribute = replaceable_forward(owner)
+    present = owner.__dict__.get(attribute)
+    if _is_fused(present):
+        raise Untraceable("already fused")
+    # A bound method that was pickled is the one of the class now.
+    if present is not None and getattr(present, "__func__", None) is not cls.forward:
+        raise Untraceable(f"this {cls.__name__} has a forward of its own")
+    if all(map(_unknown, norms)):
+        return {}, []
+    if _applies_activation(owner):
+        forward, fused, forked = _forward_of_timm(owner)
+    else:
+        forward, fused, forked = _forward_from_graphs(owner, cls)
+    if fused:
+        forward.is_fused = True
+        # torch.compile counts recompilations per code object.
+        forward.__code__ = forward.__code__.replace()
+        forward.__name__ = "forward"  # a bound method pickles as the name of its function
+        owner.__dict__[attribute] = types.MethodType(forward, owner)
+    return fused, forked
+
+
+def _is_fused(forward: Any) -> bool:
+    return hasattr(getattr(forward, "__func__", None), "is_fused")
+
+
+def _forward_from_graphs(
+    owner: nn.Module, cls: type[nn.Module]
+) -> tuple[Any, dict[nn.Module, str], list[str]]:
+    """A ``forward`` that runs the graph of `owner` for its mode and the kind of its arguments."""
+    variants: dict[tuple[bool, type], Callable[..., Any]] = {}
+    sources: dict[tuple[bool, type], str | None] = {}
+    fused: dict[nn.Module, str] = {}
+    forked: list[str] = []
+    failure: Untraceable | None = None
+    for training, kind in itertools.product((True, False), KINDS):
+        try:
+            graph = _graph(owner, cls, training, kind)
+        except Untraceable as error:
+            failure = failure or error
+            sources[training, kind] = None
+            continue
+        for path, what in fuse_norms(graph, owner).items():
+            fused.setdefault(owner.get_submodule(path), what)
+        forks = add_forks(graph, owner)
+        forked = forked or forks
+        sources[training, kind], variants[training, kind] = _compiled(graph, cls)
+    if not variants:
+        assert failure is not None
+        raise failure
+
+    original: Any = cls.forward
+    count = len(required_arguments(cls))
+    by_kind = any(sources[mode, kind] != sources[mode, Tensor] for mode, kind in sources)
+
+    @functools.wraps(original)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        variant = None
+        if len(args) == count and not kwargs:
+            kind = _kind(args) if by_kind else Tensor
+            variant = variants.get((self.training, kind))
+        return (variant or original)(self, *args, **kwargs)
+
+    return forward, fused, forked
+
+
+def _graph(owner: nn.Module, cls: type[nn.Module], training: bool, kind: type) -> fx.Graph:
+    """The graph of a forward that asks for the types of its arguments at most, all of one kind."""
+    graph, other = (
+        trace(owner, cls, training=training, arguments=kind, values=values)
+        for values in (Tensor, list)
+    )
+    if str(graph) != str(other):
+        raise Untraceable(f"{cls.__name__}.forward asks for the type of what a module returns")
+    return graph
+
+
+def _kind(args: tuple[Any, ...]) -> type:
+    """What all of `args` are, of the kinds that there are graphs for, or else ``object``."""
+    for kind in KINDS:
+        if all(isinstance(arg, kind) for arg in args):
+            return kind
+    return object
+
+
+def _compiled(graph: fx.Graph, cls: type[nn.Module]) -> tuple[str, Callable[..., Any]]:
+    """The source of `graph` as a method, and the function."""
+    code = graph.python_code(root_module="self")
+    # Tracebacks show lines of it.
+    name = f"<fused {cls.__name__}.forward, {id(graph)}>"
+    linecache.cache[name] = (len(code.src), None, code.src.splitlines(keepends=True), name)
+    scope = dict(code.globals)
+    exec(compile(code.src, name, "exec"), scope)
+    return code.src, scope["forward"]
+
+
+def _applies_activation(norm: nn.Module) -> bool:
+    """Whether `norm` has the forward of timm's ``BatchNormAct2d``, and a ReLU or nothing in it."""
+    cls = getattr(sys.modules.get("timm.layers.norm_act"), "BatchNormAct2d", None)
+    if cls is None or type(norm).forward is not cls.forward:
+        return False
+    return _is_simple(norm)
+
+
+def _is_simple(norm: Any) -> bool:
+    return type(norm.drop) is nn.Identity and type(norm.act) in (nn.ReLU, nn.Identity)
+
+
+def _forward_of_timm(
+    norm: Any,
+) -> tuple[Any, dict[nn.Module, str], list[str]]:
+    original: Any = type(norm).forward
+
+    @functools.wraps(original)
+    def forward(self: Any, x: Tensor) -> Tensor:
+        if x.dim() == 4 and _is_simple(self) and are_bare((self.drop, self.act)):
+            return normalize(self, x, None, type(self.act) is nn.ReLU)
+        return original(self, x)
+
+    return forward, {norm: "with ReLU" if type(norm.act) is nn.ReLU else "alone"}, []

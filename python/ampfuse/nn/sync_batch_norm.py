@@ -1,0 +1,187 @@
+"""``nn.SyncBatchNorm`` that adds a residual and applies a ReLU in the same pass, CPUs included."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from ampfuse.nn.batch_norm import BatchNormAct2d, normalize, update_factor
+from ampfuse.nn.functional import Activation, add_relu, is_relu
+from ampfuse.optim.masters import FLOAT_DTYPES
+
+
+# Not a subclass of torch's: DistributedDataParallel refuses that on the CPU.
+class SyncBatchNormAct2d(BatchNormAct2d):
+    """A :class:`BatchNormAct2d` over the batches of all processes, on GPUs and CPUs.
+
+    Batches may differ in size, and one may be empty. As with ``nn.SyncBatchNorm``, the gradients of
+    weight and bias are those of the own batch: DistributedDataParallel averages them.
+
+    Arguments:
+        num_features, eps, momentum, affine, track_running_stats, device, dtype: as in torch.
+        process_group: the processes; None = all.
+        activation: "relu" or None.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        process_group: Any = None,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        activation: Activation = "relu",
+    ) -> None:
+        super().__init__(
+            num_features,
+            eps,
+            momentum,
+            affine,
+            track_running_stats,
+            device,
+            dtype,
+            activation=activation,
+        )
+        self.process_group = process_group
+
+    _check_non_zero_input_channels = nn.SyncBatchNorm._check_non_zero_input_channels
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Normalize `x` (N, C, H, W), add `residual` of the same shape, apply the activation."""
+        return sync_normalize(self, x, residual, is_relu(self.activation))
+
+
+def sync_normalize(norm: Any, x: Tensor, residual: Tensor | None, relu: bool) -> Tensor:
+    """What ``nn.SyncBatchNorm`` does with `norm` and `x` (N, C, ...); then add and ReLU."""
+    together = norm.training and dist.is_available() and dist.is_initialized()
+    if not together or dist.get_world_size(norm.process_group) == 1:
+        return normalize(norm, x, residual, relu)
+    images = _as_images(x)
+    fits = images.is_contiguous(memory_format=torch.channels_last) and x.dtype in FLOAT_DTYPES
+    if x.is_cuda and not fits:
+        out = nn.SyncBatchNorm.forward(norm, x)  # has kernels for that, but only on GPUs
+        return add_relu(out, residual, relu)
+
+    norm._check_input_dim(x)
+    momentum = update_factor(norm)
+    alike = residual is None or (residual.shape, residual.dtype) == (x.shape, x.dtype)
+    tracks = norm.track_running_stats
+    out = _SyncBatchNormAct.apply(
+        _dense(images),
+        _dense(_as_images(residual)) if alike and residual is not None else None,
+        _float32(norm.weight),
+        _float32(norm.bias),
+        norm.running_mean if tracks else None,
+        norm.running_var if tracks else None,
+        momentum,
+        norm.eps,
+        relu and alike,
+        norm.process_group if norm.process_group is not None else dist.group.WORLD,
+    )
+    out = out.to(x.dtype).view(x.shape)
+    if x.is_contiguous():
+        out = out.contiguous()
+    return out if alike else add_relu(out, residual, relu)
+
+
+def _as_images(x: Tensor) -> Tensor:
+    """`x` (N, C, ...) with four dimensions: a view where `x` is dense."""
+    return x.flatten(3) if x.dim() > 4 else x[(..., *(None,) * (4 - x.dim()))]
+
+
+def _dense(x: Tensor) -> Tensor:
+    x = x if x.dtype in FLOAT_DTYPES else x.float()
+    return x.contiguous(memory_format=torch.channels_last)
+
+
+def _float32(parameter: Tensor | None) -> Tensor | None:
+    return None if parameter is None else parameter.float()
+
+
+class _SyncBatchNormAct(torch.autograd.Function):
+    """`x` and `residual` dense in channels-last, of one dtype; parameters float32."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        momentum: float,
+        eps: float,
+        relu: bool,
+        group: Any,
+    ) -> Tensor:
+        mean, variance, count = _moments_of_all(x, group)
+        if running_mean is not None and running_var is not None:
+            _move(running_mean, mean, momentum)
+            _move(running_var, variance * (count / (count - 1)), momentum)
+        invstd = torch.rsqrt(variance + eps)
+        if x.numel():
+            out, mask = torch.ops.ampfuse.batch_norm_apply(
+                x, residual, mean, invstd, weight, bias, relu
+            )
+        else:
+            out, mask = torch.empty_like(x), x.new_empty(0, dtype=torch.uint8)
+        ctx.save_for_backward(x, weight, mean, invstd, mask, count)
+        ctx.group = group
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, invstd, mask, count = ctx.saved_tensors
+        ops, has_residual = torch.ops.ampfuse, ctx.needs_input_grad[1]
+        dy = grad.contiguous(memory_format=torch.channels_last)
+        sums = mean.new_zeros(2, x.size(1))
+        if x.numel():
+            *both, masked = ops.batch_norm_reduce([dy], x, mean, mask, has_residual)
+            sums = torch.stack(both)
+            if has_residual:
+                dy, mask = masked, mask.new_empty(0)
+        dx, means = None, sums.clone()
+        if ctx.needs_input_grad[0]:
+            dist.all_reduce(means, group=ctx.group)
+            means /= count
+            dx = x
+            if x.numel():
+                dx = ops.batch_norm_dx(dy, mask, x, mean, invstd, weight, *means)
+        return (
+            dx,
+            dy if has_residual else None,
+            sums[1] * invstd if ctx.needs_input_grad[2] else None,
+            sums[0] if ctx.needs_input_grad[3] else None,
+            *(None,) * 6,
+        )
+
+
+def _moments_of_all(x: Tensor, group: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean and biased variance of each channel, (C,), and the count, (1,), over all processes."""
+    channels = x.size(1)
+    moments = x.new_zeros(2 * channels + 1, dtype=torch.float32)
+    moments[-1] = x.numel() // channels
+    if x.numel():
+        torch.cat(torch.ops.ampfuse.batch_norm_moments(x), out=moments[:-1])
+    every = moments.new_empty(dist.get_world_size(group), moments.numel())
+    dist.all_gather(list(every.unbind()), moments, group)
+    means, variances, counts = every.split([channels, channels, 1], dim=1)
+    count = counts.sum(0)
+    mean = (counts * means).sum(0) / count
+    # Around the common mean: the difference of two large sums would cancel.
+    variance = (counts * (variances + (means - mean) ** 2)).sum(0) / count
+    return mean, variance, count
+
+
+def _move(running: Tensor, new: Tensor, momentum: float) -> None:
+    running.copy_(torch.lerp(running.float(), new, momentum))

@@ -1,0 +1,198 @@
+"""A module's own ``forward`` as a graph in which its children are single steps.
+
+What a graph cannot say is refused, with the reason, and never guessed: a forward that branches on
+values, keeps something between calls, draws random numbers, or changes the gradient mode.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import operator
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.graph import inplace_methods
+from torch.overrides import TorchFunctionMode
+
+
+class Untraceable(Exception):
+    """A forward that is no graph; the message says why."""
+
+
+def required_arguments(cls: type[nn.Module]) -> list[str]:
+    """The arguments that a call of ``cls.forward`` has to give, without ``self``.
+
+    Raises:
+        Untraceable: one of them is keyword-only.
+    """
+    _, *parameters = inspect.signature(cls.forward).parameters.values()
+    required = [
+        p
+        for p in parameters
+        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
+    if any(p.kind is p.KEYWORD_ONLY for p in required):
+        raise Untraceable(f"{cls.__name__}.forward has a keyword-only argument")
+    return [p.name for p in required]
+
+
+def trace(
+    module: nn.Module, cls: type[nn.Module], *, training: bool, arguments: type, values: type
+) -> fx.Graph:
+    """The graph of ``cls.forward`` on `module`, with its optional arguments left out.
+
+    Arguments:
+        training: the mode that `module` and all in it are in.
+        arguments: what the arguments of forward say that they are, of :data:`KINDS`.
+        values: what everything that is computed says that it is.
+
+    Raises:
+        Untraceable: see the module.
+    """
+    # Of the class whose forward it is, with the attributes of `module`.
+    stand_in = cls.__new__(cls)
+    stand_in.__dict__ = module.__dict__
+    drawn = random.getstate()
+    with _mode(module, training), _unchanged(module), _OnlyOfArguments():
+        try:
+            graph = _Tracer(required_arguments(cls), arguments, values).trace(stand_in)
+        except Exception as error:  # whatever its lines make of a proxy
+            reason = str(error).strip().split("\n")[0]
+            raise Untraceable(f"{cls.__name__}.forward is no graph: {reason}") from error
+    if random.getstate() != drawn:
+        random.setstate(drawn)
+        raise Untraceable(f"{cls.__name__}.forward draws random numbers")
+    for node in graph.nodes:
+        node.meta.clear()  # would have the source wrap torch.cat in every trace from then on
+    return graph
+
+
+class _Tracer(fx.Tracer):
+    def __init__(self, names: list[str], arguments: type, values: type) -> None:
+        # C++ parses a list of tensors before it asks a proxy that stands for one.
+        super().__init__(autowrap_functions=(torch.cat, torch.stack))
+        self._autowrap_search.append(torch)
+        self._names, self._arguments, self._values = names, arguments, values
+        self._context = _context()
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return True
+
+    def create_args_for_root(self, root_fn: Any, *_: Any) -> tuple[Any, list[Any]]:
+        inputs = [self.create_proxy("placeholder", name, (), {}) for name in self._names]
+        return root_fn, [self.root, *inputs]
+
+    def create_node(self, kind: str, *args: Any, **kwargs: Any) -> fx.Node:
+        if _context() != self._context:
+            raise Untraceable("it changes the gradient mode or autocast")
+        return super().create_node(kind, *args, **kwargs)
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        said = self._arguments if node.op == "placeholder" else self._values
+        return _PROXIES[said](node, self)
+
+    def create_arg(self, a: Any) -> Any:
+        # Before anybody asks for its type.
+        return a.node if issubclass(type(a), fx.Proxy) else super().create_arg(a)
+
+
+def _context() -> tuple[Any, ...]:
+    devices = ("cpu", "cuda")
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        *(torch.is_autocast_enabled(device) for device in devices),
+        *(torch.get_autocast_dtype(device) for device in devices),
+    )
+
+
+class _Proxy(fx.Proxy):
+    """One whose ``x += y`` stays in place; fx would make it ``x = x + y``."""
+
+
+def _in_place(name: str) -> Callable[[Any, Any], Any]:
+    apply = getattr(operator, name)
+
+    # fx writes operator's own as statements, which rebind names.
+    def statement(x: Any, y: Any) -> Any:
+        return apply(x, y)
+
+    statement.__name__ = statement.__qualname__ = name
+    return statement
+
+
+IN_PLACE = {name: _in_place(name) for name in inplace_methods if name != "setitem"}
+
+
+def _recorded(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    def method(self: fx.Proxy, other: Any) -> Any:
+        return self.tracer.create_proxy("call_function", function, (self, other), {})
+
+    return method
+
+
+for _name, _function in IN_PLACE.items():
+    setattr(_Proxy, f"__{_name}__", _recorded(_function))
+
+
+def _saying(said: type) -> type[_Proxy]:
+    """Proxies that ``isinstance`` takes for a `said`."""
+    return type(f"_{said.__name__}Proxy", (_Proxy,), {"__class__": property(lambda _: said)})
+
+
+KINDS = (Tensor, list, tuple)
+_PROXIES: dict[type, type[_Proxy]] = {said: _saying(said) for said in KINDS}
+
+
+class _OnlyOfArguments(TorchFunctionMode):
+    """Refuses what is computed from no argument: it would be computed once and for all."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not any(issubclass(t, fx.Proxy) for t in types):
+            name = getattr(func, "__name__", func)
+            raise Untraceable(f"it computes {name} of none of its arguments")
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def _mode(module: nn.Module, training: bool) -> Iterator[None]:
+    before = [(m, m.training) for m in module.modules()]
+    for each, _ in before:
+        each.training = training
+    try:
+        yield
+    finally:
+        for each, was in before:
+            each.training = was
+
+
+@contextlib.contextmanager
+def _unchanged(module: nn.Module) -> Iterator[None]:
+    """Raise Untraceable if the block sets attributes of `module`; they get back their values."""
+    dicts: tuple[dict[str, Any], ...] = (
+        module.__dict__,
+        module._parameters,
+        module._buffers,
+        module._modules,
+    )
+    before = [dict(each) for each in dicts]
+    try:
+        yield
+    finally:
+        changed = {
+            key
+            for now, then in zip(dicts, before, strict=True)
+            for key in now.keys() | then.keys()
+            if now.get(key) is not then.get(key)
+        }
+        for now, then in zip(dicts, before, strict=True):
+            now.clear()
+            now.update(then)
+    if changed:
+        raise Untraceable(f"{type(module).__name__}.forward sets self.{min(changed)}")

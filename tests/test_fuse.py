@@ -1,0 +1,517 @@
+"""``ampfuse.nn.fuse``: the same results as the model as it was, and a report of what was done."""
+
+import copy
+import io
+import pickle
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from ampfuse import amp
+from ampfuse.demo.model import DigitsNet
+from ampfuse.nn import SyncBatchNormAct2d, fuse, unfuse
+
+f64, f32, bf16 = torch.float64, torch.float32, torch.bfloat16
+
+
+X = torch.randn(3, 4, 5, 5, dtype=f64, generator=torch.Generator().manual_seed(1))
+
+
+def last(tensor):
+    return tensor.contiguous(memory_format=torch.channels_last)
+
+
+def run(model, inputs, make_output=lambda model, inputs: model(*inputs)):
+    """Outputs, gradients and running statistics of a training step, then the outputs in eval."""
+    inputs = [x.clone().requires_grad_() for x in inputs]
+    out = make_output(model.train(), inputs)
+    (
+        out.sin() * torch.linspace(0, 1, out.numel(), dtype=out.dtype).view(out.shape)
+    ).sum().backward()
+    found = [out.detach(), *(x.grad for x in inputs), *(p.grad for p in model.parameters())]
+    with torch.no_grad():
+        evaluated = make_output(model.eval(), inputs)
+    model.train()
+    return [*found, *(b.clone() for b in model.buffers()), evaluated]
+
+
+def assert_same(found, expected, tolerance):
+    """The error of each tensor is below `tolerance`, as a part of the norm."""
+    for a, b in zip(found, expected, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            assert a.dtype == b.dtype
+            a, b = a.double(), b.double()
+            assert (a - b).norm() <= tolerance * b.norm() + 1e-12, (a - b).norm() / b.norm()
+
+
+def check(model, *inputs, tolerance=1e-10, **options):
+    """Fuse a copy of `model`, compare a step of both, and return copy and report."""
+    fused = copy.deepcopy(model)
+    report = fuse(fused)
+    assert_same(run(fused, inputs, **options), run(model, inputs, **options), tolerance)
+    return fused, report
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The names of the fused operations that ran."""
+    names = []
+
+    def recorded(name):
+        op = getattr(torch.ops.ampfuse, name)
+
+        def call(*args):
+            names.append(name)
+            return op(*args)
+
+        monkeypatch.setattr(torch.ops.ampfuse, name, call)
+
+    recorded("batch_norm_act")
+    recorded("fork")
+    return names
+
+
+# --- networks -----------------------------------------------------------------------------------
+
+
+def torchvision(name):
+    return pytest.importorskip("torchvision").models.get_model(name, num_classes=5)
+
+
+def timm(name):
+    return pytest.importorskip("timm").create_model(name, num_classes=5)
+
+
+def vgg16(_):
+    pytest.importorskip("torchvision")
+    from ampfuse.experiments import models
+
+    return models.vgg16(5, 3, 0.0)
+
+
+def wide(name):
+    from ampfuse.experiments import models
+
+    return models.build(name, classes=5, channels=3, image_size=32)
+
+
+# Batch norms with an add and a ReLU, with a ReLU, alone; modules with forks.
+NETWORKS = {
+    "resnet18": (torchvision, 8, 9, 3, 8),
+    "resnet34": (torchvision, 16, 17, 3, 16),
+    "resnet50": (torchvision, 16, 33, 4, 16),
+    "vgg16": (vgg16, 0, 13, 0, 0),
+    "densenet121": (torchvision, 0, 120, 1, 0),
+    "resnet50 ": (timm, 16, 33, 4, 16),
+    "seresnext50_32x4d": (timm, 0, 33, 20, 16),
+    "wide_resnet50_2": (timm, 16, 33, 4, 16),
+    "densenet121 ": (timm, 0, 121, 0, 0),
+    "regnetx_002": (timm, 0, 27, 17, 0),
+    "wrn10_1": (wide, 0, 7, 0, 3),
+    "digits": (lambda _: DigitsNet(4), 0, 4, 0, 0),
+}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_networks(name, calls):
+    make, with_add, with_relu, alone, forks = NETWORKS[name]
+    model = make(name.strip()).to(memory_format=torch.channels_last)
+    size = 64 if with_relu > 8 else 16
+    images = last(torch.randn(2, 1 if name == "digits" else 3, size, size))
+    with torch.no_grad():  # so that residuals count
+        for norm in model.modules():
+            if isinstance(norm, nn.BatchNorm2d):
+                norm.weight.uniform_(0.5, 1.0)
+    keys = list(model.state_dict())
+    # Rounding is amplified on the way through so many layers; a wrong wire is an error of 1.
+    fused, report = check(model, images, tolerance=0.1)
+    assert not report.left
+    count = with_add + with_relu + alone
+    found = list(report.fused.values())
+    assert [found.count(what) for what in ("with add and ReLU", "with ReLU", "alone")] == [
+        *(with_add, with_relu, alone)
+    ]
+    assert len(report.forks) == forks
+    assert calls.count("batch_norm_act") == 2 * count
+    assert calls.count("fork") == forks
+    assert str(report).count("\n") == count + forks
+    assert list(fused.state_dict()) == keys
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(f64, 1e-10), (f32, 1e-3)])
+def test_exact_where_it_can_be(dtype, tolerance):
+    model = nn.Sequential(Residual(8), Residual(8), nn.AdaptiveAvgPool2d(1)).to(dtype)
+    check(model, last(torch.randn(4, 8, 6, 6, dtype=dtype)), tolerance=tolerance)
+
+
+def test_half_is_as_exact_as_it_was():
+    model = nn.Sequential(Residual(8), Residual(8))
+    images = last(torch.randn(4, 8, 6, 6).bfloat16())
+    exact = run(copy.deepcopy(model).double(), [images.double()])
+    half = copy.deepcopy(model).bfloat16()
+    for module in half.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.float()
+    plain = run(copy.deepcopy(half), [images])
+    fuse(half)
+    for found, before, reference in zip(run(half, [images]), plain, exact, strict=True):
+        errors = [(x.double() - reference).norm() for x in (found, before)]
+        assert found.dtype == before.dtype
+        assert errors[0] <= 1.5 * errors[1] + 1e-6
+
+
+# --- forwards -----------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """Modules that the forwards below use."""
+
+    def __init__(self, channels=4):
+        super().__init__()
+        self.conv = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.conv2 = nn.Conv2d(channels, channels, 1, bias=False)
+        self.norm = nn.BatchNorm2d(channels)
+        self.norm2 = nn.BatchNorm2d(channels)
+        self.nothing = nn.Identity()
+        self.relu = nn.ReLU(inplace=True)
+
+
+class Residual(Block):
+    def forward(self, x):
+        out = self.relu(self.norm(self.conv(x)))
+        return self.relu(self.norm2(self.conv2(out)) + x)
+
+
+def module(forward, /, **attributes):
+    """A Block with this forward."""
+    made = type("Made", (Block,), {"forward": forward})()
+    for name, value in attributes.items():
+        setattr(made, name, value)
+    return made.double()
+
+
+def written_residual(self, x):
+    identity = self.conv(x)
+    identity += self.norm(x)
+    return identity
+
+
+def inplace_first(self, x):
+    x = self.conv(x)
+    return self.norm(self.conv2(self.relu(x))) + x
+
+
+def choose(self, x):
+    parts = [x] if isinstance(x, torch.Tensor) else x
+    return self.relu(self.norm(torch.cat(parts)))
+
+
+def with_options(self, x, residual=None, *, scale=1.0, **more):
+    out = self.norm(x) * scale
+    return self.relu(out if residual is None else out + residual)
+
+
+# What each forward makes of its batch norms, and how many values are forked.
+FORWARDS = {
+    "functional": (lambda self, x: F.relu(self.norm(x), inplace=True), "with ReLU", 0),
+    "method": (lambda self, x: self.norm(x).relu_(), "with ReLU", 0),
+    "torch.add": (lambda self, x: torch.add(x, self.norm(self.conv(x))), "with add", 1),
+    "no ReLU": (lambda self, x: self.norm(self.conv(x)) + x, "with add", 1),
+    "identity": (
+        lambda self, x: self.relu(self.nothing(self.norm(self.conv(x))).add_(x)),
+        "with add and ReLU",
+        1,
+    ),
+    "alpha": (lambda self, x: torch.add(self.norm(x), x, alpha=2), "alone", 1),
+    "constant": (lambda self, x: self.relu(self.norm(x) + 1), "alone", 0),
+    "twice": (lambda self, x: self.norm(x) + self.norm(self.conv(x)), "with add", 1),
+    "itself": (lambda self, x: (lambda out: out + out)(self.norm(x)), "alone", 0),
+    "broadcast": (
+        lambda self, x: self.relu(self.norm(self.conv(x)) + x.mean(1, True)),
+        "with add and ReLU",
+        0,
+    ),
+    "seen": (lambda self, x: (lambda out: out.relu() + out * 2)(self.norm(x)), "alone", 0),
+    "written residual": (written_residual, "alone", 1),
+    "in-place ReLU first": (inplace_first, "with add", 0),
+}
+
+
+@pytest.mark.parametrize("name", FORWARDS)
+def test_forwards(name):
+    forward, what, forks = FORWARDS[name]
+    _, report = check(module(forward), X)
+    assert report.fused["norm"] == what
+    assert report.left["norm2"] == "the model does not call it"
+    assert len(report.forks) == forks
+
+
+def test_an_input_that_is_written_before_the_add():
+    def forward(self, x):
+        x = x * 1
+        normed = self.norm(x)
+        x.relu_()
+        return normed + x
+
+    model = module(forward)
+    expected = copy.deepcopy(model)(X.detach())
+    assert fuse(model).fused["norm"] == "alone"
+    assert torch.equal(model(X.detach()), expected)
+
+
+def test_a_module_called_relu_is_not_one():
+    model = module(lambda self, x: self.relu(self.norm(x)), relu=nn.SiLU())
+    assert check(model, X)[1].fused["norm"] == "alone"
+
+
+@pytest.mark.parametrize(
+    "pack", [lambda a, b: (a,), lambda a, b: ([a, b],), lambda a, b: ((a, b),)]
+)
+def test_a_forward_may_ask_for_the_type_of_its_input(pack, calls):
+    x = torch.randn(2, 3, 4, 5, 5, dtype=f64)
+    check(module(choose), *x, make_output=lambda model, inputs: model(*pack(*inputs)))
+    assert calls.count("batch_norm_act") == 2
+
+
+def test_modes_may_differ(calls):
+    model = module(lambda self, x: self.relu(self.norm(x)) if self.training else self.norm(x) + x)
+    check(model, X)
+    assert len(calls) == 2
+
+
+def test_optional_arguments_run_the_original():
+    x, z = torch.randn(2, 3, 4, 5, 5, dtype=f64)
+    for call in (
+        lambda model, xs: model(*xs),
+        lambda model, xs: model(xs[0]),
+        lambda model, xs: model(x=xs[0], residual=xs[1], scale=2.0, other=1),
+    ):
+        check(module(with_options), x, z, make_output=call)
+
+
+def stores(self, x):
+    self.kept = x
+    return self.norm(x)
+
+
+def counts(self, x):
+    self.count += 1
+    return self.norm(x)
+
+
+def draws(self, x):
+    return self.norm(x) if random.random() < 2 else x
+
+
+def without_gradients(self, x):
+    with torch.no_grad():
+        y = self.norm(x)
+    return x + y
+
+
+def under_autocast(self, x):
+    with torch.autocast("cpu", dtype=bf16):
+        return self.norm(x)
+
+
+class Overridden(nn.BatchNorm2d):
+    def forward(self, input):
+        return super().forward(input) * 2
+
+
+LEFT = {
+    "branches": (lambda self, x: self.norm(x) if x.sum() > -1e9 else x, {}, "no graph"),
+    "stores": (stores, {}, "no graph"),
+    "counts": (counts, {"count": 0}, "sets self.count"),
+    "draws": (draws, {}, "draws random numbers"),
+    "constant": (lambda self, x: self.norm(x) * torch.ones(2).sum(), {}, "computes ones of none"),
+    "no_grad": (without_gradients, {}, "no graph"),
+    "autocast": (under_autocast, {}, "gradient mode or autocast"),
+    "type": (
+        lambda self, x: self.norm(x) if isinstance(self.conv(x), torch.Tensor) else x,
+        {},
+        "asks for the type",
+    ),
+    "subclass": (lambda self, x: self.norm(x), {"norm": Overridden(4)}, "Overridden has no fused"),
+    "one dimension": (
+        lambda self, x: self.norm(x.flatten(2)),
+        {"norm": nn.BatchNorm1d(4)},
+        "BatchNorm1d has no fused form",
+    ),
+    "instance": (
+        lambda self, x: self.norm(x),
+        {"forward": lambda x: x * 1},
+        "has a forward of its own",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_is_left_says_why(name):
+    forward, attributes, reason = LEFT[name]
+    model = module(forward, **attributes)
+    before, state = dict(model.__dict__), random.getstate()
+    report = fuse(model)
+    assert reason in report.left["norm"]
+    assert not report.fused
+    assert reason in str(report)
+    assert random.getstate() == state
+    assert model.__dict__.keys() == before.keys()
+    model(X)
+
+
+def test_nothing_to_fuse():
+    model = nn.Sequential(nn.Linear(2, 2))
+    assert str(fuse(model)) == "no batch norms"
+    assert not fuse(nn.BatchNorm2d(2)).fused
+
+
+# --- what may happen to a fused model -----------------------------------------------------------
+
+
+def two_blocks():
+    return nn.Sequential(Residual(4), Residual(4)).double()
+
+
+def test_twice_and_back(calls):
+    model = two_blocks()
+    assert len(fuse(model).fused) == 4
+    model(X)
+    assert len(calls) == 4 + 1  # the first input has no gradient to fork
+    report = fuse(model)
+    assert not report.fused
+    assert set(report.left.values()) == {"already fused"}
+    unfuse(model)
+    assert all("forward" not in m.__dict__ for m in model.modules())
+    model(X)
+    assert len(calls) == 5
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize(
+    "hook",
+    [
+        lambda m, seen: m.register_forward_hook(lambda *_: seen.append(0)),
+        lambda m, seen: m.register_forward_pre_hook(lambda *_: seen.append(0)),
+        lambda m, seen: m.register_full_backward_hook(lambda *_: seen.append(0)),
+        lambda m, seen: nn.modules.module.register_module_forward_hook(
+            lambda module, *_: seen.append(0) if module is m else None
+        ),
+    ],
+    ids=["forward", "pre", "backward", "global"],
+)
+@pytest.mark.parametrize("name", ["0", "1.norm", "1.norm2", "1.relu"])
+def test_hooks_run(name, hook, when):
+    model, plain = two_blocks(), two_blocks()
+    plain.load_state_dict(model.state_dict())
+    for block in (*model, *plain):  # backward hooks forbid it
+        block.relu.inplace = False
+    seen, expected = [], []
+    if when == "after":
+        fuse(model)
+    handles = [hook(m.get_submodule(name), s) for m, s in ((model, seen), (plain, expected))]
+    if when == "before":
+        fuse(model)
+    try:
+        assert_same(run(model, [X]), run(plain, [X]), 1e-10)
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert seen == expected != []
+
+
+def test_modules_that_are_exchanged_later():
+    for exchange in (
+        lambda m: setattr(m[0], "norm", Overridden(4).double()),
+        lambda m: setattr(m[1], "relu", nn.SiLU()),
+        lambda m: setattr(m[1], "norm2", nn.GroupNorm(2, 4).double()),
+        lambda m: setattr(m[1], "norm2", SyncBatchNormAct2d(4, activation=None).double()),
+        nn.SyncBatchNorm.convert_sync_batchnorm,
+    ):
+        model, plain = two_blocks(), two_blocks()
+        plain.load_state_dict(model.state_dict())
+        fuse(model)
+        for m in (model, plain):
+            torch.manual_seed(0)
+            exchange(m)
+        assert_same(run(model, [X]), run(plain, [X]), 1e-10)
+
+
+def test_a_copy_is_fused_and_is_itself(calls):
+    model = two_blocks()
+    fuse(model)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.zero_()
+    assert model(X).sum() != twin(X).sum()
+    assert len(calls) == 2 * 5
+    assert twin[0].forward.__self__ is twin[0]
+
+
+@pytest.mark.parametrize("level", [None, "O0", "O5"])
+def test_a_pickled_model_loads_as_it_was(level, calls):
+    model = two_blocks().float() if level else two_blocks()
+    x = X.float() if level else X
+    fuse(model)
+    if level:
+        amp.initialize(model[0], opt_level=level, verbosity=0)
+    expected = run(copy.deepcopy(model), [x])
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    loaded = torch.load(io.BytesIO(buffer.getvalue()), weights_only=False)
+    pickle.loads(pickle.dumps(model))
+    calls.clear()
+    assert_same(run(loaded, [x]), expected, 1e-2 if level else 1e-10)
+    assert not calls
+    assert len(fuse(loaded).fused) == 4
+    loaded(x)
+    assert calls
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiles_to_one_graph(backend):
+    torch._dynamo.reset()
+    model = two_blocks()
+    fused = copy.deepcopy(model)
+    fuse(fused)
+    compiled = torch.compile(fused, backend=backend, fullgraph=True)
+    assert_same(run(compiled, [X]), run(model, [X]), 1e-8)
+    torch._dynamo.reset()
+
+
+def test_distributed_data_parallel(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = two_blocks()
+        fused = copy.deepcopy(model)
+        fuse(fused)
+        ddp = nn.parallel.DistributedDataParallel(fused)
+        assert_same(run(ddp, [X]), run(model, [X]), 1e-10)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+@pytest.mark.parametrize("several", [False, True])
+def test_initialize(level, several, calls, caplog):
+    models = [nn.Sequential(nn.Conv2d(2, 4, 1), nn.BatchNorm2d(4), nn.ReLU()) for _ in range(2)]
+    given = models if several else models[0]
+    caplog.set_level("INFO", "ampfuse.amp")
+    assert amp.initialize(given, opt_level=level, fuse_batchnorm=True) is given
+    assert "fuse_batchnorm=True" in caplog.text
+    assert "1 of 1 batch norms fused" in caplog.text
+    for model in models[: 1 + several]:
+        model(torch.randn(2, 2, 3, 3)).sum().backward()
+    assert len(calls) == 1 + several
+    unfuse(models[0])
+    models[0](torch.randn(2, 2, 3, 3))
+    assert len(calls) == 1 + several
+    fuse(models[0])  # under the casts
+    models[0](torch.randn(2, 2, 3, 3))
+    assert len(calls) == 2 + several
