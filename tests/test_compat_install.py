@@ -42,6 +42,7 @@ def test_every_module_is_there_under_both_names():
     import apex.amp.lists.tensor_overrides
     import apex.amp.lists.torch_overrides
     import apex.amp.scaler
+    import apex.contrib.groupbn.batch_norm
     import apex.fp16_utils.loss_scaler
     import apex.multi_tensor_apply
     import apex.normalization.fused_layer_norm

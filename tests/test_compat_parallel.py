@@ -41,7 +41,8 @@ def two_processes(*command):
 def results(tmp_path_factory):
     """What each process found in each job."""
     folder = tmp_path_factory.mktemp("ranks")
-    two_processes(str(HERE / "two_processes.py"), str(folder))
+    jobs = ("train_with_an_overflow", "parallel_options", "batch_norm")
+    two_processes(str(HERE / "two_processes.py"), str(folder), *jobs)
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
 
 

@@ -122,6 +122,21 @@ def test_imports_of_what_is_not_here_stay(statement):
     assert [use.available for use in find_uses(statement)][-1] is False
 
 
+def test_of_contrib_only_a_part_is_here():
+    source = (
+        "from apex.contrib import groupbn\n"
+        "from apex.contrib.groupbn import BatchNorm2d_NHWC\n"
+        "from apex.contrib import groupbn as g, xentropy\n"
+    )
+    first, second, third = source.splitlines()
+    assert rewrite_imports(source).splitlines() == [
+        *(line.replace("apex", HERE) for line in (first, second)),
+        third,
+    ]
+    assert [use.available for use in find_uses(source)] == [True, True, True, False]
+    assert "BatchNormAct2d" in find_uses(source)[1].ampfuse
+
+
 def test_odd_ways_to_write_an_import():
     source = (
         "from \\\n  apex \\\n  import amp\n"

@@ -1,5 +1,6 @@
-"""What two processes do in test_compat_parallel.py: ``python two_processes.py FOLDER``."""
+"""What two processes do: ``python two_processes.py FOLDER JOB ...``."""
 
+import copy
 import sys
 
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 
 from ampfuse.compat import apex
 from ampfuse.compat.apex import amp
+from ampfuse.nn import SyncBatchNormAct2d, fuse
 
 
 def model_and_optimizer(level, **ddp):
@@ -96,10 +98,112 @@ def batch_norm():
     }
 
 
-JOBS = (train_with_an_overflow, parallel_options, batch_norm)
+# Of six images, how many the first process has; how they lie; which module normalizes them.
+SYNC_CASES = {
+    "uneven": {"first": 2, "relu": True, "add": True},
+    "alone": {"first": 3, "relu": False, "add": False, "momentum": None},
+    "with ReLU": {"first": 4, "relu": True, "add": False},
+    "with add": {"first": 4, "relu": False, "add": True},
+    "an empty batch": {"first": 0, "relu": True, "add": True},
+    "NCHW": {"first": 2, "relu": True, "add": True, "format": torch.contiguous_format},
+    "apex": {"first": 2, "relu": True, "add": True, "module": "apex"},
+    "apex, channel_last": {"first": 2, "relu": True, "add": True, "module": "channel_last"},
+    "groupbn": {"first": 2, "relu": True, "add": True, "module": "groupbn"},
+    "fused": {"first": 2, "relu": True, "add": True, "module": "fused"},
+}
+
+
+def sync_inputs(dtype, case):
+    """The whole batch, what is added to the result or None, and factors of its gradient."""
+    layout = case.get("format", torch.channels_last)
+    generator = torch.Generator().manual_seed(0)
+    x, z, factors = torch.randn(3, 6, 4, 3, 3, generator=generator)
+    x, z = ((t + 1).to(dtype).contiguous(memory_format=layout) for t in (x * 3 + 10, z))
+    return x.requires_grad_(), z.requires_grad_() if case["add"] else None, factors
+
+
+class _Block(nn.Module):
+    def __init__(self, norm):
+        super().__init__()
+        self.norm, self.relu = norm, nn.ReLU()
+
+    def forward(self, x, z):
+        return self.relu(self.norm(x) + z)
+
+
+def _sync_norm(case):
+    """The module that normalizes, and how it is called."""
+    from test_batch_norm_modules import start
+
+    def last(norm):
+        return lambda x, z: norm(x.permute(0, 2, 3, 1), z.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+    kind = case.get("module")
+    if kind == "groupbn":
+        norm = start(apex.contrib.groupbn.BatchNorm2d_NHWC(4, fuse_relu=True, bn_group=2))
+        return norm, last(norm)
+    if kind in ("apex", "channel_last"):
+        channel_last = kind == "channel_last"
+        norm = apex.parallel.SyncBatchNorm(4, channel_last=channel_last, fuse_relu=True)
+        return start(norm), last(norm) if channel_last else norm
+    if kind == "fused":  # and converted afterwards
+        block = _Block(start(nn.BatchNorm2d(4)))
+        assert fuse(block).fused
+        nn.SyncBatchNorm.convert_sync_batchnorm(block)
+        return block.norm, block
+    options = {"activation": "relu" if case["relu"] else None}
+    norm = start(SyncBatchNormAct2d(4, momentum=case.get("momentum", 0.1), **options))
+    return norm, norm
+
+
+def sync_batch_norms():
+    found = {}
+    rank = dist.get_rank()
+    for name, case in SYNC_CASES.items():
+        for dtype in (torch.float32, torch.bfloat16):
+            rows = slice(0, case["first"]) if rank == 0 else slice(case["first"], None)
+            norm, call = _sync_norm(case)
+            *inputs, factors = sync_inputs(dtype, case)
+            layout = case.get("format", torch.channels_last)
+            mine = [
+                None if t is None else t.detach()[rows].clone(memory_format=layout).requires_grad_()
+                for t in inputs
+            ]
+            out = call(*mine)
+            (out * factors[rows]).sum().backward()
+            assert out.dtype == dtype
+            assert out.is_contiguous(memory_format=layout)
+            found[f"{name} {dtype}"] = {
+                "rows": [out.detach(), *(t.grad for t in mine if t is not None)],
+                "sums": [p.grad for p in norm.parameters()],
+                "equal": list(norm.buffers()),
+            }
+    found["groups"] = groups()
+    return found
+
+
+def groups():
+    """How ``bn_group`` processes share their statistics."""
+    found = {}
+    x = torch.randn(2, 3, 3, 4, generator=torch.Generator().manual_seed(dist.get_rank()))
+    alone = nn.BatchNorm2d(4)(x.movedim(-1, 1)).movedim(1, -1)
+    for size in (1, 2):
+        norm = apex.contrib.groupbn.BatchNorm2d_NHWC(4, bn_group=size)
+        found[size] = "alone" if torch.allclose(norm(x), alone, atol=1e-5) else "together"
+    try:
+        apex.contrib.groupbn.BatchNorm2d_NHWC(4, bn_group=3)
+    except ValueError as error:
+        found[3] = str(error)[-2:-1]
+    found["copies"] = torch.allclose(copy.deepcopy(norm)(x), norm(x))
+    return found
+
+
+JOBS = (train_with_an_overflow, parallel_options, batch_norm, sync_batch_norms)
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    torch.save({job.__name__: job() for job in JOBS}, f"{sys.argv[1]}/{dist.get_rank()}.pt")
+    folder, *names = sys.argv[1:]
+    found = {job.__name__: job() for job in JOBS if job.__name__ in names}
+    torch.save(found, f"{folder}/{dist.get_rank()}.pt")
     dist.destroy_process_group()

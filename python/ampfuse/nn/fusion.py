@@ -68,25 +68,25 @@ def fuse(model: nn.Module) -> FusionReport:
     Returns:
         What was fused, and what was left and why.
     """
-    report = FusionReport()
     modules = dict(eager_module(model).named_modules())
     owners: dict[str, list[str]] = {}
     for name, module in modules.items():
         if isinstance(module, _BatchNorm):
             owners.setdefault(_owner(name, modules), []).append(name)
-    for owner, norms in owners.items():
+    report, fused = FusionReport(), {}
+    for owner, names in owners.items():
+        reason = f"{owner or 'the model'} does not call it"
         try:
-            fused, forked = _fuse_in(modules[owner], [modules[name] for name in norms])
-            reason = f"{owner or 'the model'} does not call it"
+            found, forks = _fuse_in(modules[owner], [modules[name] for name in names])
+            fused.update(found)
+            if forks:
+                report.forks[owner] = ", ".join(forks)
         except Untraceable as error:
-            fused, forked, reason = {}, [], str(error)
-        for name in norms:
-            if modules[name] in fused:
-                report.fused[name] = fused[modules[name]]
-            else:
-                report.left[name] = _unknown(modules[name]) or reason
-        if forked:
-            report.forks[owner] = ", ".join(forked)
+            reason = str(error)
+        report.left.update({name: _unknown(modules[name]) or reason for name in names})
+    for name in [name for name in report.left if modules[name] in fused]:
+        report.fused[name] = fused[modules[name]]
+        del report.left[name]
     return report
 
 
@@ -212,11 +212,14 @@ def _kind(args: tuple[Any, ...]) -> type:
     return object
 
 
+_number = itertools.count()
+
+
 def _compiled(graph: fx.Graph, cls: type[nn.Module]) -> tuple[str, Callable[..., Any]]:
     """The source of `graph` as a method, and the function."""
     code = graph.python_code(root_module="self")
     # Tracebacks show lines of it.
-    name = f"<fused {cls.__name__}.forward, {id(graph)}>"
+    name = f"<fused {cls.__name__}.forward, {next(_number)}>"
     linecache.cache[name] = (len(code.src), None, code.src.splitlines(keepends=True), name)
     scope = dict(code.globals)
     exec(compile(code.src, name, "exec"), scope)

@@ -54,7 +54,7 @@ def trace(
         Untraceable: see the module.
     """
     # Of the class whose forward it is, with the attributes of `module`.
-    stand_in = cls.__new__(cls)
+    stand_in: nn.Module = object.__new__(cls)
     stand_in.__dict__ = module.__dict__
     drawn = random.getstate()
     with _mode(module, training), _unchanged(module), _OnlyOfArguments():
