@@ -40,13 +40,16 @@ def run(model, inputs, make_output=lambda model, inputs: model(*inputs)):
 
 
 def assert_same(found, expected, tolerance):
-    """The error of each tensor is below `tolerance`, as a part of the norm."""
+    """The error of each tensor is below `tolerance`, as a part of its norm, or of a thousandth of the
+    largest: the gradient of a bias before a batch norm is nothing but rounding."""
+    largest = max(b.double().norm() for b in expected if b is not None)
     for a, b in zip(found, expected, strict=True):
         assert (a is None) == (b is None)
         if a is not None:
             assert a.dtype == b.dtype
             a, b = a.double(), b.double()
-            assert (a - b).norm() <= tolerance * b.norm() + 1e-12, (a - b).norm() / b.norm()
+            norm = b.norm().clamp(min=1e-3 * largest)
+            assert (a - b).norm() <= tolerance * norm, (a - b).norm() / norm
 
 
 def check(model, *inputs, tolerance=1e-10, **options):

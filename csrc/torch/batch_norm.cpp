@@ -470,7 +470,7 @@ AMPFUSE_LIBRARY(AMPFUSE_NAMESPACE, library) {
       "Tensor, Tensor)");
   library.def(
       "batch_norm_dx(Tensor dy, Tensor mask, Tensor x, Tensor mean, Tensor invstd, Tensor? weight, "
-      "Tensor? sum_dy, Tensor? sum_dy_centered, SymInt count) -> Tensor");
+      "Tensor? sum_dy, Tensor? sum_dy_centered, SymInt count=1) -> Tensor");
 }
 
 void add_kernels(torch::Library& library) {
