@@ -1,0 +1,236 @@
+"""Whole training steps of convolutional nets, and their batch norms alone.
+
+    python benchmarks/conv_nets.py [--device cuda] [--only resnet18 ...] [--quick]
+
+A step is forward pass, loss, backward pass and SGD with momentum, on one batch of random images in
+channels-last memory. Variants:
+
+    FP32             torch, torch's fused SGD
+    torch.amp        torch.autocast in BF16, torch's fused SGD
+    torch.amp, compiled   the same under torch.compile
+    O5               ampfuse's BF16 model with FP32 masters
+    O5, fused        the same with fuse_batchnorm=True
+
+Two rows of each net are no times: "memory ..." hold the peak of a step's tensors, in MiB.
+
+Cases "norm-..." are a batch norm with its ReLU (and its residual) alone, forward and backward, at
+the shapes of ResNet-50's layers: torch's operations, the fused one, and "limit", its bytes (see
+csrc/core/batch_norm.h) at the bandwidth of a copy.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from harness import Clock, Row, measure, print_rows, rows_of, write
+from limits import bounds
+from step import options_of
+from torch import Tensor, nn
+
+from ampfuse import amp
+from ampfuse.experiments import models
+from ampfuse.measuring import TensorMemory
+from ampfuse.nn import functional
+
+
+# name: side of the images, batch
+NETS = {
+    "resnet18": (224, 16),
+    "resnet50": (224, 8),
+    "wrn16_4": (32, 64),
+    "seresnext50_32x4d": (32, 32),
+    "densenet161": (32, 32),
+    "vgg16": (32, 64),
+}
+# channels, side, whether a residual is added; the images of the batch are 8
+LAYERS = (
+    (64, 112, False),
+    (64, 56, False),
+    (256, 56, True),
+    (128, 28, False),
+    (512, 28, True),
+    (256, 14, False),
+    (1024, 14, True),
+    (512, 7, False),
+    (2048, 7, True),
+)
+
+
+class Step:
+    """FP32, and what the others change of it."""
+
+    def __init__(self, model: nn.Module, side: int, batch: int, device: torch.device) -> None:
+        self.model = copy.deepcopy(model).to(device, memory_format=torch.channels_last)
+        self.x = torch.randn(batch, 3, side, side, device=device)
+        self.x = self.x.contiguous(memory_format=torch.channels_last)
+        self.y = torch.arange(batch, device=device) % 100
+        self.optimizer = torch.optim.SGD(
+            self.model.parameters(), lr=1e-3, momentum=0.9, weight_decay=5e-4, fused=True
+        )
+        self.set_up()
+
+    def set_up(self) -> None:
+        pass
+
+    def loss(self) -> Tensor:
+        return F.cross_entropy(self.model(self.x), self.y)
+
+    def __call__(self) -> None:
+        self.optimizer.zero_grad()
+        self.loss().backward()
+        self.optimizer.step()
+
+
+class TorchAmp(Step):
+    def loss(self) -> Tensor:
+        with torch.autocast(self.x.device.type, dtype=torch.bfloat16):
+            return super().loss()
+
+
+class Compiled(TorchAmp):
+    def set_up(self) -> None:
+        self.model.compile()
+
+
+class O5(Step):
+    fused = False
+
+    def set_up(self) -> None:
+        self.optimizer = torch.optim.SGD(
+            self.model.parameters(), lr=1e-3, momentum=0.9, weight_decay=5e-4
+        )
+        options = {"opt_level": "O5", "verbosity": 0, "fuse_batchnorm": self.fused}
+        self.model, self.optimizer = amp.initialize(self.model, self.optimizer, **options)
+
+    def __call__(self) -> None:
+        self.optimizer.zero_grad()
+        with amp.scale_loss(self.loss(), self.optimizer) as scaled:
+            scaled.backward()
+        self.optimizer.step()
+
+
+class Fused(O5):
+    fused = True
+
+
+VARIANTS: dict[str, type[Step]] = {
+    "FP32": Step,
+    "torch.amp": TorchAmp,
+    "torch.amp, compiled": Compiled,
+    "O5": O5,
+    "O5, fused": Fused,
+}
+
+
+class Norm:
+    """Forward and backward of one layer, by torch's operations."""
+
+    def __init__(self, channels: int, side: int, residual: bool, device: torch.device) -> None:
+        def image() -> Tensor:
+            x = torch.randn(8, channels, side, side, device=device, dtype=torch.bfloat16)
+            return x.contiguous(memory_format=torch.channels_last)
+
+        self.x, self.dy = image().requires_grad_(), image()
+        self.residual = image().requires_grad_() if residual else None
+        self.norm = nn.BatchNorm2d(channels).to(device)
+
+    def run(self) -> Tensor:
+        y = self.norm(self.x)
+        if self.residual is not None:
+            y += self.residual
+        return F.relu_(y)
+
+    def __call__(self) -> None:
+        for tensor in (self.x, self.residual, *self.norm.parameters()):
+            if tensor is not None:
+                tensor.grad = None
+        self.run().backward(self.dy)
+
+
+class FusedNorm(Norm):
+    def run(self) -> Tensor:
+        norm = self.norm
+        return functional.batch_norm_act(
+            self.x,
+            norm.running_mean,
+            norm.running_var,
+            norm.weight,
+            norm.bias,
+            training=True,
+            residual=self.residual,
+            activation="relu",
+        )
+
+
+def steps_of(name: str, options: Any) -> list[Row]:
+    side, batch = NETS[name]
+    if options.quick:
+        side, batch = min(side, 64), 4
+    torch.manual_seed(0)
+    model = models.build(name, classes=100, channels=3, image_size=side)
+    names = [v for v in VARIANTS if not (options.no_compile and v.endswith("compiled"))]
+    steps: dict[str, Callable[[], None]] = {
+        v: VARIANTS[v](model, side, batch, options.device) for v in names
+    }
+    times = measure(Clock(options.device), steps, options.repeats)
+    what = {"case": f"{name}-{side}-batch{batch}", "optimizer": "SGD"}
+    rows = rows_of(options.device, times, **what)
+    memory = {}
+    for variant, step in steps.items():
+        with TensorMemory(options.device) as peak:
+            step()
+        memory[f"memory {variant}"] = [peak.mib]
+    print({key: round(value[0]) for key, value in memory.items()})
+    return rows + [replace(rows[0], variant=k, median_ms=round(v[0], 1), n=0) for k, v in memory.items()]
+
+
+def norms_of(channels: int, side: int, residual: bool, options: Any) -> list[Row]:
+    batch = 8
+    elements = batch * side * side * channels
+    # moments, apply, reduce, dx; with a residual, g is written between the last two
+    half_bytes = 2 * (1 + 2 + 2 + 3 + (2 if residual else 0)) + 3 / 8
+    limits = bounds(options.device, 64 << 20, elements, half_bytes, 0)
+    variants: dict[str, Callable[[], Any]] = {
+        "torch": Norm(channels, side, residual, options.device),
+        "fused": FusedNorm(channels, side, residual, options.device),
+        "copy": limits["copy"],
+    }
+    times = measure(Clock(options.device), variants, 5 * options.repeats)
+    return rows_of(
+        options.device,
+        times,
+        case=f"norm-{channels}-{side}{'-residual' if residual else ''}",
+        params=elements,
+        dtype="bfloat16",
+        bytes_per_param=dict.fromkeys(variants, half_bytes),
+    )
+
+
+def main() -> None:
+    """Measures every variant of each case and writes the CSV."""
+    options = options_of(__doc__, "conv_nets")
+    rows: list[Row] = []
+    for threads in options.threads:
+        torch.set_num_threads(threads)
+        for layer in LAYERS:
+            if any(text in f"norm-{layer[0]}-{layer[1]}" for text in options.only):
+                rows += norms_of(*layer, options)
+                print_rows(rows[-3:])
+    for name in NETS:  # at all threads
+        if any(text in name for text in options.only):
+            found = steps_of(name, options)
+            print_rows(row for row in found if row.n)
+            rows += found
+    if not rows:
+        raise SystemExit(f"no case's name holds {' or '.join(map(repr, options.only))}")
+    write(options.csv, rows)
+    print(f"{len(rows)} rows in {options.csv}")
+
+
+if __name__ == "__main__":
+    main()
