@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import abc
 import hashlib
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -39,10 +37,17 @@ def normalised(pixels: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     return pixels.float().mul_(scale).add_(shift)
 
 
-class Data(abc.ABC):
+class Data:
     """Batches of one data set on one device; :func:`~ampfuse.experiments.data.open_data` makes it.
 
-    Nothing here touches torch's global random numbers.
+    Nothing here touches torch's global random numbers. A loader has ``_prepare(images)`` and two
+    passes of batches: float32 [n, channels, image_size, image_size] on the device, normalised, and
+    labels, int64 [n].
+
+    - ``train_batches(epoch, start=0)``, from number `start` on. Their order depends on (seed,
+      epoch) alone and the augmentation on nothing else but the image or the batch, so that a run
+      that goes on in the middle of an epoch sees the same bits.
+    - ``test_batches()``: this process's share, in order; the last batch may be short.
 
     Attributes:
         classes, channels, image_size: of the images in the batches.
@@ -91,26 +96,6 @@ class Data(abc.ABC):
         self._scale, self._shift = (1 / (255 * std)).float(), (-mean / std).float()
         self._prepare(images)
 
-    @abc.abstractmethod
-    def _prepare(self, images: ImageSet) -> None:
-        """Make ready what the batches are made of."""
-
-    @abc.abstractmethod
-    def train_batches(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        """The batches of `epoch` from number `start` on.
-
-        The order depends on (seed, epoch) alone and the augmentation on nothing else but the image
-        or the batch, so that a run that goes on in the middle of an epoch sees the same bits.
-
-        Yields:
-            float32 [batch_size, channels, image_size, image_size] on the device, normalised, and
-            int64 [batch_size] labels.
-        """
-
-    @abc.abstractmethod
-    def test_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """This process's share of the test images, in their order; the last batch may be short."""
-
     def describe(self) -> dict[str, Any]:
         """What was loaded, and how, as JSON can say it; `workers` is null where there are none."""
         config = self.config
@@ -134,8 +119,8 @@ class Data(abc.ABC):
         """
         self.seed = seed
 
-    def close(self) -> None:  # noqa: B027 (not every loader has something to end)
-        """End what was started, worker processes for example. Repeating it does no harm."""
+    def close(self) -> None:
+        """End what was started, worker processes for example."""
 
     def _epoch_order(self, epoch: int) -> Tensor:
         """Which images this process trains on in `epoch`: int64 [batches_per_epoch, batch_size].

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch.nn import functional
 
@@ -63,4 +61,4 @@ def synthetic(kind: str, config: RunConfig, world_size: int) -> ImageSet:
         return Pixels(pixels, labels)
 
     train, test = draw(train_size), draw(test_size)
-    return ImageSet(train, test, replace(facts, mean=(0.5,) * channels, std=(0.2,) * channels))
+    return ImageSet(train, test, facts._replace(mean=(0.5,) * channels, std=(0.2,) * channels))
