@@ -48,9 +48,7 @@ class World:
         cuda = device.type == "cuda"
         with self.watching_peers():
             dist.init_process_group(
-                "nccl" if cuda else "gloo",
-                timeout=_PATIENCE,
-                device_id=device if cuda else None,
+                "nccl" if cuda else "gloo", timeout=_PATIENCE, device_id=device if cuda else None
             )
             # What the hosts agree on goes past the GPUs, so that nobody waits for those. Over gloo
             # the end of a process is noticed at once too, which NCCL takes minutes for.

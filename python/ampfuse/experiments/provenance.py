@@ -83,22 +83,13 @@ def _git_revision() -> str | None:
     return None
 
 
-# Words in the names of torch's operations, and what they stand for. The first that fits counts.
-_CONVOLUTIONS = {
-    "cudnn_convolution": "cudnn",
-    "miopen_convolution": "miopen",
-    "mkldnn_convolution": "onednn",
-    "_conv_depthwise": "native",
-    "slow_conv": "native",
-    "thnn_conv": "native",
-    "convolution_overrideable": "other",
+# In the names of torch's operations. The first that fits counts.
+_SERVERS = {
+    "convolution": "cudnn_convolution miopen_convolution mkldnn_convolution _conv_depthwise "
+    "slow_conv thnn_conv",
+    "batch_norm": "cudnn_batch_norm miopen_batch_norm native_batch_norm batch_norm_elemt",
 }
-_BATCH_NORMS = {
-    "cudnn_batch_norm": "cudnn",
-    "miopen_batch_norm": "miopen",
-    "native_batch_norm": "native",
-    "batch_norm_elemt": "native",
-}
+_LIBRARIES = {"cudnn": "cudnn", "miopen": "miopen", "mkldnn": "onednn"}  # else torch's own
 
 
 def kernels_used(step: Callable[[], object], device: torch.device) -> dict[str, Any]:
@@ -109,18 +100,11 @@ def kernels_used(step: Callable[[], object], device: torch.device) -> dict[str, 
         "onednn", "native", ... or None where the step has none.
     """
     cuda = device.type == "cuda"
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    activities += [torch.profiler.ProfilerActivity.CUDA] if cuda else []
-    with silent_stderr(), torch.profiler.profile(activities=activities) as profiler:
+    with silent_stderr(), torch.profiler.profile() as profiler:
         step()
-    names = {event.key for event in profiler.key_averages()}
-
-    def server(words: dict[str, str]) -> str | None:
-        found = (who for word, who in words.items() if any(word in name for name in names))
-        return next(found, None)
-
-    return {
-        "cudnn": torch.backends.cudnn.version() if cuda else None,
-        "convolution": server(_CONVOLUTIONS),
-        "batch_norm": server(_BATCH_NORMS),
-    }
+    names = " ".join(event.key for event in profiler.key_averages())
+    used: dict[str, Any] = {"cudnn": torch.backends.cudnn.version() if cuda else None}
+    for what, words in _SERVERS.items():
+        found = next((word for word in words.split() if word in names), None)
+        used[what] = found and _LIBRARIES.get(found.split("_")[0], "native")
+    return used

@@ -66,20 +66,14 @@ class Record:
         """The fields of a result that come of steps; times of those that were timed."""
         times, speed, step_time = self.step_ms, None, None
         if times:
-            speed = {
-                "mean": images_per_step * len(times) / self.time_s,
-                "min": images_per_step / max(times) * 1e3,
-                "max": images_per_step / min(times) * 1e3,
-            }
             fifths = (
                 statistics.quantiles(times, n=5, method="inclusive") if times[1:] else times * 4
             )
-            step_time = {
-                "median": statistics.median(times),
-                "p20": fifths[0],
-                "p80": fifths[3],
-                "mean": statistics.fmean(times),
-            }
+            mean = statistics.fmean(times)
+            step_time = {"median": statistics.median(times), "p20": fifths[0], "p80": fifths[3]}
+            step_time["mean"] = mean
+            speeds = {"mean": mean, "min": max(times), "max": min(times)}
+            speed = {name: images_per_step / ms * 1e3 for name, ms in speeds.items()}
         last = self.losses[-1] if self.losses else None
         return {
             "timed_iterations": len(times),
@@ -87,9 +81,7 @@ class Record:
             "images_per_s": speed,
             "step_time_ms": step_time,
             "train_loss": {"last": last, "mean": mean_of_finite(self.losses)},
-            "test": self.test,
-            "epoch_log": self.epoch_log,
-            "skipped_steps": self.skipped_steps,
+            **{name: getattr(self, name) for name in ("test", "epoch_log", "skipped_steps")},
             "memory_bytes": self.memory_bytes,
             "started": self.started,
         }
@@ -216,13 +208,10 @@ class RunResult:
             **{name: value for name, value in self.optimizer.items() if name != "name"},
             **(self.policy or {}),
             "device": self.device["name"],
-            "torch": self.environment.get("torch"),
-            "ampfuse": self.environment.get("ampfuse"),
+            **{name: self.environment.get(name) for name in ("torch", "ampfuse")},
         }
-        return {
-            name: json.dumps(value) if isinstance(value, (dict, list)) else value
-            for name, value in conditions.items()
-        }
+        nested = {n: json.dumps(v) for n, v in conditions.items() if isinstance(v, (dict, list))}
+        return conditions | nested
 
     def log(self, kind: str) -> list[dict[str, Any]]:
         """The lines of that `kind` ("interval" or "evaluation") in the run's .jsonl, by step.
@@ -230,10 +219,9 @@ class RunResult:
         Empty if there is no log. A line that was cut off, the last of a killed run, is left out.
         """
         path = self.path and self.path.with_suffix(".jsonl")
+        lines = path.read_text("utf-8", "replace").splitlines() if path and path.exists() else ()
         by_step = {}
-        for text in (
-            path.read_text("utf-8", "replace").splitlines() if path and path.exists() else ()
-        ):
+        for text in lines:
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 line = json.loads(text)
                 if line["kind"] == kind:
