@@ -42,10 +42,7 @@ def numbers(text: str) -> list[int]:
 
 
 def _flag(group: str, *names: str, default: Any = None, help: str = "", **options: Any) -> Any:
-    """A field with a flag: its `names` and argparse's `options`.
-
-    In `help` stand, in braces, attributes of the trainer.
-    """
+    """A field with a flag; in its `help` stand, in braces, attributes of the trainer."""
     options |= {"help": help} if help else {}
     return dataclasses.field(default=default, metadata={"group": group, "names": names, **options})
 

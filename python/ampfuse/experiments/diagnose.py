@@ -24,14 +24,8 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """The first tensor with an inf or a NaN.
-
-    Attributes:
-        step: in which step (from 1).
-        module: name and class of the module, ``"features.3 (BatchNorm2d)"``.
-        tensor: which of its tensors: "output", "gradient of output", "weight", "running_var", ...
-        dtype, kind: of the tensor ("float16") and what it holds ("inf" or "nan").
-    """
+    """The first tensor with an inf or a NaN: in which step (from 1), of which module, and what it
+    is."""
 
     step: int
     module: str
@@ -146,7 +140,6 @@ def _replay(training: Training, bad_step: int) -> Finding | None:
 
 
 def batch_norm_dtype(model: nn.Module) -> str | None:
-    """The type of the model's batch norm statistics; None if it has none."""
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_var is not None:
             return str(module.running_var.dtype).removeprefix("torch.")

@@ -77,11 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def translate(args: argparse.Namespace) -> None:
-    """Write what the old flags in `args` mean to `data`, `arm`, `method` and `loss_scale`.
-
-    Raises:
-        UsageError: they contradict each other or today's.
-    """
+    """Write what the old flags in `args` mean to `data`, `arm`, `method` and `loss_scale`."""
     if args.data and args.data_folder:
         raise UsageError(f"--data {args.data} and {args.data_folder}: give one data folder")
     args.data = args.data or args.data_folder

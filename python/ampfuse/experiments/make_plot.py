@@ -90,10 +90,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
-    """Do what `args` say and return the exit status: 2, after a line of why, if that cannot be.
-
-    Nothing is written unless all figures could be drawn.
-    """
+    """Do what `args` say and return the exit status. Nothing is written unless all could be
+    drawn."""
     if importlib.util.find_spec("matplotlib") is None:
         print(f"{parser.prog}: matplotlib missing: {_INSTALL}", file=sys.stderr)
         return 1
@@ -116,11 +114,8 @@ def figure_name(experiment: str, model: str, what: str) -> str:
 
 
 def save(figures: dict[str, Figure], folder: Path) -> list[Path]:
-    """Write `figures`, by name, into `folder` as PNG and SVG: all of them, or none if that fails.
-
-    Returns:
-        the files.
-    """
+    """Write `figures`, by name, into `folder` as PNG and SVG: all of them, or none if that
+    fails."""
     import matplotlib
 
     contents = {}

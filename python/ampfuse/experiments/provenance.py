@@ -93,12 +93,8 @@ _LIBRARIES = {"cudnn": "cudnn", "miopen": "miopen", "mkldnn": "onednn"}  # else 
 
 
 def kernels_used(step: Callable[[], object], device: torch.device) -> dict[str, Any]:
-    """Run `step` once and see who served its convolutions and batch norms.
-
-    Returns:
-        ``cudnn`` (its version, or None on the CPU), ``convolution`` and ``batch_norm``: "cudnn",
-        "onednn", "native", ... or None where the step has none.
-    """
+    """Run `step` once and see who served its convolutions and batch norms: "cudnn", "onednn",
+    "native", ... or None where the step has none."""
     cuda = device.type == "cuda"
     with silent_stderr(), torch.profiler.profile() as profiler:
         step()

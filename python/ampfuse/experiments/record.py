@@ -135,8 +135,7 @@ class RunResult:
 
     @classmethod
     def of(cls, config: RunConfig, **measured: Any) -> RunResult:
-        """The result of a run of `config` that ends now; `measured` are the fields it does not
-        settle."""
+        """The result of a run of `config` that ends now; `measured` is the rest of the fields."""
         names = ("experiment", "recipe", "model", "arm", "method", "loop", "batch_size", "repeat")
         switches = ("channels_last", "cudnn_benchmark", "graph", "compile", "deterministic")
         rule = ("lr", "momentum", "weight_decay", "clip", "schedule", "warmup")
@@ -192,8 +191,7 @@ class RunResult:
     @functools.cached_property
     def conditions(self) -> dict[str, Any]:
         """All that two runs must share to be repeats of each other, except `experiment`, `model`,
-        `gpu`, `method`, `batch_size` and their length. Plain values by name.
-        """
+        `gpu`, `method`, `batch_size` and their length. Plain values by name."""
         source = self.data.get("source")
         conditions = {
             "arm": self.arm,
@@ -214,10 +212,7 @@ class RunResult:
         return conditions | nested
 
     def log(self, kind: str) -> list[dict[str, Any]]:
-        """The lines of that `kind` ("interval" or "evaluation") in the run's .jsonl, by step.
-
-        Empty if there is no log. A line that was cut off, the last of a killed run, is left out.
-        """
+        """The lines of that `kind` ("interval" or "evaluation") in the run's .jsonl, by step."""
         path = self.path and self.path.with_suffix(".jsonl")
         lines = path.read_text("utf-8", "replace").splitlines() if path and path.exists() else ()
         by_step = {}

@@ -25,11 +25,7 @@ _MADE_UP = ("digits", "synthetic")  # data that are no folder
 def resolve(
     args: argparse.Namespace, trainer: Trainer, device: torch.device
 ) -> tuple[list[RunConfig], list[str]]:
-    """The runs that `args` ask for, in order, and notes on what was chosen for the user.
-
-    Raises:
-        UsageError: flags that contradict each other or the machine.
-    """
+    """The runs that `args` ask for, in order, and notes on what was chosen for the user."""
     legacy_flags.translate(args)
     arms = _arms(args, device)
     _refuse_impossible(args, device)
@@ -63,7 +59,6 @@ def _refuse_impossible(args: argparse.Namespace, device: torch.device) -> None:
 
 
 def _arms(args: argparse.Namespace, device: torch.device) -> list[str]:
-    """In the order asked for."""
     names = [name for group in args.arm or [] for name in group.split(",")]
     if not names:
         names = ["fp32", "O2" if device.type == "cuda" else "O5"]

@@ -145,13 +145,8 @@ def measured(
     """The rows of all result files below `folder`, repeats taken together.
 
     Repeats have everything but seed and number in common. Of runs that have those in common too,
-    the one that finished last counts: a command given twice is no second sample.
-
-    Arguments:
-        skipped: called with a line of text for every file that cannot be read.
-
-    Raises:
-        ResultsError: `folder` is not there.
+    the one that finished last counts: a command given twice is no second sample. `skipped` is
+    called with a line of text for every file that cannot be read.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -315,9 +310,7 @@ def select(
     """The `rows` that fit; what is left empty does not restrict. Order: as given, then as it was.
 
     A name in `methods` is a method ("FP16") or, where no row has that method, an arm ("O2").
-
-    Raises:
-        ResultsError: a value fits no row; the message says what is there.
+    Raises ResultsError if a value fits no row; the message says what is there.
     """
     chosen = list(rows)
     wishes: tuple[tuple[str, Sequence[Any], Callable[[Row], Any]], ...] = (

@@ -21,17 +21,8 @@ _ON_THE_BAR = (
 
 
 class RunLog:
-    """Takes every step, and the figures of every interval and evaluation.
-
-    Arguments:
-        path: of the .jsonl, one line of JSON per interval or evaluation, out at once; None for
-            none.
-        title: of the bar, which is shown on a terminal and in a notebook; None for no bar.
-        tensorboard: folder for TensorBoard's files; None for none.
-
-    Raises:
-        UsageError: TensorBoard is not installed.
-    """
+    """Takes every step, and the figures of every interval and evaluation: into the .jsonl at
+    `path`, onto a bar with that `title`, and into the folder `tensorboard`; None for none of it."""
 
     def __init__(
         self, path: Path | None = None, title: str | None = None, tensorboard: Path | None = None

@@ -35,11 +35,7 @@ Say = Callable[[str], None]
 
 
 def run_command(trainer: Trainer, args: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Do what `args`, parsed from `argv`, say and return the exit status.
-
-    0: done; 2: wrong use, in one line; 3: a run diverged; 4: another process was lost; 128 + n:
-    ended by signal n, after saving.
-    """
+    """Do what `args`, parsed from `argv`, say and return the exit status (docs/experiments.md)."""
     world = World.of_environment()
     try:
         return _run_command(trainer, args, argv, world)
@@ -151,7 +147,6 @@ def _train_one(
 
 
 def _run_log(config: RunConfig, place: Place, name: str, args: argparse.Namespace) -> RunLog:
-    """That of one run; other processes than the main one show and write nothing."""
     if not place.world.is_main or place.folder is None:
         return RunLog()
     return RunLog(
@@ -171,10 +166,7 @@ def _device(name: str, world: World) -> torch.device:
 
 
 def _position(configs: Sequence[RunConfig], resume: checkpoint.Checkpoint | None) -> int:
-    """Which run a checkpoint belongs to. Those before it are done.
-
-    Its length, and what has no part in the numbers, may differ: a run can be made longer.
-    """
+    """Which run a checkpoint belongs to. Those before it are done. It may be made longer."""
     if resume is None:
         return 0
     differences = [_differences(config, resume.config) for config in configs]

@@ -21,15 +21,10 @@ class Task:
     """Classification of images; other tasks override its methods."""
 
     def open_data(self, config: RunConfig, device: torch.device, world: World) -> Data:
-        """The data of all repeats of `config`; ``reseed`` turns to one of them.
-
-        Raises:
-            DataError: they are not there.
-        """
+        """The data of all repeats of `config`; ``reseed`` turns to one of them."""
         return open_data(config, device, rank=world.rank, world_size=world.size)
 
     def build_model(self, config: RunConfig, data: Data) -> nn.Module:
-        """Raises UsageError if there is no such model for these images."""
         try:
             return models.build(
                 config.model,

@@ -49,14 +49,8 @@ USUAL: Mapping[str, object] = {
 
 
 def lines(rows: Sequence[Row], *, of: str = "iterations") -> list[Line]:
-    """The lines that `rows` make.
-
-    Arguments:
-        of: what the runs of a line must have the same number of, "iterations" or "epochs".
-
-    Raises:
-        ResultsError: they have not, or `rows` are of more than one model.
-    """
+    """The lines that `rows`, of one model, make. The runs of one have the same number `of`
+    "iterations" or "epochs"; else this raises ResultsError."""
     if not rows:
         raise NothingToDraw("no rows to draw")
     models = list(dict.fromkeys(row.model for row in rows))

@@ -80,7 +80,6 @@ def _looks(names: Iterable[str]) -> dict[str, _Look]:
 
 
 def line_styles(drawn: Sequence[Line]) -> list[dict[str, Any]]:
-    """matplotlib's arguments for each line; the module's docstring says what shows what."""
     gpus = gpus_of(drawn)
     looks = _looks(line.name for line in drawn)
     styles = []
@@ -156,6 +155,7 @@ def draw_bars(
     room = int(75 / len(groups))  # letters
     axes.set_xticks(range(len(groups)), [textwrap.fill(str(group), room) for group in groups])
     axes.set_xlim(-0.5, len(groups) - 0.5)
+    axes.grid(visible=False, axis="x")
     axes.margins(y=0.12 if is_wide else 0.25)  # room for the numbers
 
 
@@ -165,28 +165,27 @@ def _brief(value: float) -> str:
     return f"{value:.{digits}f}"
 
 
-def make_panels(batches: Sequence[int | None]) -> tuple[Figure, list[Axes]]:
-    """A figure of axes for `batches`, two in a line, with their names if there are several."""
-    count = len(batches)
-    columns = min(count, 2)
+def make_panels(titles: Sequence[str | None], columns: int = 2) -> tuple[Figure, list[Axes]]:
+    """A figure of so many axes, with their `titles` if there are several."""
+    count = len(titles)
+    columns = min(count, columns)
     lines_ = -(-count // columns)
     height = 3.8 if count == 1 else 0.5 + 2.5 * lines_
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
     cells = list(figure.subplots(lines_, columns, squeeze=False).flat)
     for axes in cells[count:]:
         axes.remove()
-    for axes, batch in zip(cells, batches, strict=False):
-        unclutter(axes)
+    for axes, title in zip(cells, titles, strict=False):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.25, linewidth=0.6)
+        axes.set_axisbelow(True)
         if count > 1:
-            axes.set_title(f"batch size {batch}", fontsize=9)
+            axes.set_title(textwrap.fill(title, 80 // columns), fontsize=9)
     return figure, cells[:count]
 
 
 def finish(figure: Figure, *all_axes: Axes, gpus: Sequence[str], title: str) -> Figure:
-    """`figure` with a title and a legend below the axes, where it hides nothing.
-
-    One GPU is the legend's heading, several are in its labels.
-    """
+    """`figure` with a title and a legend below the axes, where it hides nothing."""
     figure.suptitle(textwrap.fill(title, 84), fontsize=10)
     by_label: dict[str, Any] = {}
     for axes in all_axes:
@@ -226,9 +225,3 @@ def title_of(rows: Sequence[Row]) -> str:
         return model
     data, kind = own[0].conditions["data"], own[0].conditions.get("kind")
     return f"{model} on {f'synthetic {kind}' if data == 'synthetic' and kind else data}"
-
-
-def unclutter(axes: Axes, grid: str = "both") -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis=grid, alpha=0.25, linewidth=0.6)
-    axes.set_axisbelow(True)
