@@ -89,17 +89,12 @@ def translate(args: argparse.Namespace) -> None:
     given = {flag: scale for flag, scale in scales.items() if scale is not None}
     if len(given) > 1:
         raise UsageError(f"{' and '.join(given)}: give one of them")
-    args.loss_scale = next(iter(given.values()), None)
+    (args.loss_scale,) = given.values() or (None,)
     if args.loss_scale == "None":  # an old script's default, passed on
         args.loss_scale = None
-    ways = {
-        "--arm": args.arm,
-        "--mode": args.mode,
-        "--opt-level": args.opt_level and not args.mode,
-        "--fp16": args.fp16,
-    }
-    named = [flag for flag, value in ways.items() if value]
-    if len(named) > 1:
+    ways = {"--arm": args.arm, "--mode": args.mode, "--fp16": args.fp16}
+    ways["--opt-level"] = args.opt_level and not args.mode
+    if len(named := [flag for flag, value in ways.items() if value]) > 1:
         raise UsageError(f"{' and '.join(named)}: these name an arm each; give one of them")
     if args.opt_level and args.opt_level not in LEVELS:
         raise UsageError(f"--opt-level {args.opt_level}: the levels are {', '.join(LEVELS)}")

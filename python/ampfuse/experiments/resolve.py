@@ -28,9 +28,13 @@ def resolve(
     """The runs that `args` ask for, in order, and notes on what was chosen for the user."""
     legacy_flags.translate(args)
     arms = _arms(args, device)
-    _refuse_impossible(args, device)
-    given = {name: value for name, value in vars(args).items() if name in FLAGS}
-    given = {name: value for name, value in given.items() if value is not None}
+    if args.graph and device.type != "cuda":
+        raise UsageError("--graph: a CUDA graph needs a GPU; leave it out on a CPU")
+    if args.graph and args.compile:
+        raise UsageError("--graph and --compile: choose one; torch.compile has graphs of its own")
+    if args.sync_bn and device.type != "cuda":
+        raise UsageError("--sync_bn: torch synchronizes batch norm between GPUs only")
+    given = {name: getattr(args, name) for name in FLAGS if getattr(args, name) is not None}
     configs: list[RunConfig] = []
     notes: dict[str, None] = {}
     for batch_size in given.pop("batch_size", [None]):
@@ -47,15 +51,6 @@ def resolve(
             for config in of_batch
         ]
     return configs, list(notes)
-
-
-def _refuse_impossible(args: argparse.Namespace, device: torch.device) -> None:
-    if args.graph and device.type != "cuda":
-        raise UsageError("--graph: a CUDA graph needs a GPU; leave it out on a CPU")
-    if args.graph and args.compile:
-        raise UsageError("--graph and --compile: choose one; torch.compile has graphs of its own")
-    if args.sync_bn and device.type != "cuda":
-        raise UsageError("--sync_bn: torch synchronizes batch norm between GPUs only")
 
 
 def _arms(args: argparse.Namespace, device: torch.device) -> list[str]:
@@ -98,7 +93,10 @@ def _config(
         if _LENGTH & given.keys():
             reduced = {name: reduced[name] for name in reduced if name not in _LENGTH}
         settings = {"print_freq": 5, **_over(settings, reduced)}
-        note = _note_of_sizes(reduced)
+        sizes = ", ".join(f"{n.replace('_', ' ')} {reduced[n]}" for n in reduced if n != "repeats")
+        if sizes:
+            note = f"No GPU: sizes that suit a CPU ({sizes}); --batch-size, --iterations and "
+            note += "--epochs choose others."
     if "epochs" in given and "iterations" not in given:
         settings |= recipe.by_epochs
     settings = _over(settings, given)
@@ -143,16 +141,6 @@ def _over(settings: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any
     """`settings` with `more` over them; a length, in epochs or iterations, replaces any other."""
     replaced = _LENGTH if _LENGTH & more.keys() else set()
     return {name: value for name, value in settings.items() if name not in replaced} | {**more}
-
-
-def _note_of_sizes(reduced: Mapping[str, Any]) -> str | None:
-    sizes = [f"{name.replace('_', ' ')} {reduced[name]}" for name in reduced if name != "repeats"]
-    if not sizes:
-        return None
-    return (
-        f"No GPU: sizes that suit a CPU ({', '.join(sizes)}); "
-        "--batch-size, --iterations and --epochs choose others."
-    )
 
 
 def _loss_scale(wish: str | float | None, arm: str) -> float | str | None:

@@ -39,13 +39,11 @@ def run_command(trainer: Trainer, args: argparse.Namespace, argv: Sequence[str])
     world = World.of_environment()
     try:
         return _run_command(trainer, args, argv, world)
-    except UsageError as error:
-        if world.is_main:
+    except (UsageError, PeerLost) as error:
+        is_usage = isinstance(error, UsageError)
+        if world.is_main or not is_usage:
             print(f"{trainer.name}: error: {error}", file=sys.stderr)
-        return _WRONG_USE
-    except PeerLost as error:
-        print(f"{trainer.name}: error: {error}", file=sys.stderr)
-        return _PEER_LOST
+        return _WRONG_USE if is_usage else _PEER_LOST
     finally:
         world.close()
 
@@ -169,22 +167,21 @@ def _position(configs: Sequence[RunConfig], resume: checkpoint.Checkpoint | None
     """Which run a checkpoint belongs to. Those before it are done. It may be made longer."""
     if resume is None:
         return 0
-    differences = [_differences(config, resume.config) for config in configs]
-    nearest = min(differences, key=len)
-    if not nearest:
-        return differences.index(nearest)
-    now = configs[differences.index(nearest)]
-    differing = ", ".join(
-        f"{name} {getattr(resume.config, name)!r} then and {getattr(now, name)!r} now"
-        for name in nearest
-    )
-    raise UsageError(f"--resume: the checkpoint is of another run ({differing})")
-
-
-def _differences(a: RunConfig, b: RunConfig) -> list[str]:
     free = {"epochs", "iterations", "repeats", "print_freq", "evaluate", "workers"}
     names = [field.name for field in dataclasses.fields(RunConfig) if field.name not in free]
-    return [name for name in names if getattr(a, name) != getattr(b, name)]
+    then = resume.config
+    differences = [
+        [
+            f"{n} {getattr(then, n)!r} then and {getattr(now, n)!r} now"
+            for n in names
+            if getattr(then, n) != getattr(now, n)
+        ]
+        for now in configs
+    ]
+    nearest = min(differences, key=len)
+    if nearest:
+        raise UsageError(f"--resume: the checkpoint is of another run ({', '.join(nearest)})")
+    return differences.index(nearest)
 
 
 def _resume_command(command: Sequence[str], path: Path) -> str:
