@@ -170,15 +170,10 @@ class _Level(Arm):
 
     def __init__(self, config: RunConfig, model: nn.Module, device: torch.device) -> None:
         super().__init__(config, model, device)
+        options = {n: getattr(config, n) for n in ("keep_batchnorm_fp32", "loss_scale")}
+        options |= {"opt_level": config.arm, "verbosity": 0}
         try:
-            self.model, self.optimizer = amp.initialize(
-                model,
-                self.optimizer,
-                opt_level=config.arm,
-                keep_batchnorm_fp32=config.keep_batchnorm_fp32,
-                loss_scale=config.loss_scale,
-                verbosity=0,
-            )
+            self.model, self.optimizer = amp.initialize(model, self.optimizer, **options)
         except (RuntimeError, ValueError, AssertionError) as error:
             raise UsageError(f"{config.arm}: {error}") from error
         self._session = self.optimizer._amp_session

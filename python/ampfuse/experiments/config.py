@@ -57,20 +57,12 @@ _NUMBER: dict[str, Any] = {"type": float, "metavar": "X"}
 class RunConfig:
     """One run: one arm, one batch size, one repeat. Names are those of the flags.
 
-    Attributes that the names leave open:
-        recipe: whose published settings these are; None if nobody published them together.
-        method: what plots call the arm; E1's name (FP32, FP16, amp) if it was asked for by that.
-        batch_size: images per process and step.
-        iterations, epochs: the length; with both, whichever ends first.
-        data: "digits", "synthetic" or the path of a folder.
-        loop: "tuned", or "original": the loop of the published script, which reads the loss from
-            the device at every step.
-        warmup: share of the run in which the rate climbs.
-        clip: largest L2 norm of the gradients, or None.
-        loss_scale: a number, "dynamic", or None for what the arm does by itself.
-        print_freq: steps per interval, after which the host waits for the device and logs.
-        synthetic_size: training images of synthetic data, before rounding up to a batch.
-        mean, std: of the pixels, as shares of 255; None for those of the data set.
+    `recipe` is None if nobody published these settings together; `method` is what plots call the
+    arm: E1's name (FP32, FP16, amp) if it was asked for by that. `batch_size` is of each process.
+    With `iterations` and `epochs` a run has the length of whichever ends first. `clip` is a norm,
+    `warmup` a share of the run. `loss_scale` is a number, "dynamic", or None for what the arm does
+    by itself. `synthetic_size` is rounded up to a batch. `mean` and `std` are of the pixels, as
+    shares of 255; None for those of the data set.
     """
 
     experiment: str
@@ -166,11 +158,13 @@ class RunConfig:
     def from_dict(cls, values: dict[str, Any]) -> RunConfig:
         """The inverse of ``dataclasses.asdict``; what this version does not know is left out."""
         known = {field.name for field in dataclasses.fields(cls)}
-        values = {name: value for name, value in values.items() if name in known}
-        for name in ("mean", "std"):
-            if values.get(name) is not None:
-                values[name] = tuple(values[name])
-        return cls(**values)
+        return cls(
+            **{
+                name: tuple(value) if isinstance(value, list) else value
+                for name, value in values.items()
+                if name in known
+            }
+        )
 
 
 # The fields that have a flag.

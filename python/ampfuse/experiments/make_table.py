@@ -12,7 +12,6 @@ the published ones. Every row says whose it is.
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -38,12 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("recipe", choices=sorted(PUBLISHED_FILES), help="which table")
     add("--results", type=Path, default=Path("results"), metavar="DIR", help="default: %(default)s")
-    add(
-        "--csv",
-        type=Path,
-        metavar="FILE",
-        help="write the own rows there too, with hardware, versions, date, means and deviations",
-    )
+    rows = "write the own rows there too, with hardware, versions, date, means and deviations"
+    add("--csv", type=Path, metavar="FILE", help=rows)
     add("--no-published", action="store_true", help="own rows only")
 
 
@@ -63,10 +58,7 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     except (UsageError, OSError) as error:
         warn(f"error: {error}")
         return 2
-    try:
-        print(table(args.recipe, [*theirs, *own]), flush=True)
-    except BrokenPipeError:  # `| head` has seen enough; nor is there anyone to hear of that at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    print(table(args.recipe, [*theirs, *own]))
     return 0
 
 
@@ -124,9 +116,7 @@ def _explanation(rows: Sequence[Row]) -> list[str]:
 
 def _gpu(row: Row) -> str:
     """The label, and the device's own name where that says more."""
-    if not row.runs or row.gpu == row.device:
-        return row.gpu
-    return f"{row.gpu} ({row.device})"
+    return row.gpu if row.gpu == row.device else f"{row.gpu} ({row.device})"
 
 
 def _note(row: Row) -> str:
@@ -176,8 +166,7 @@ def _rounded(value: float | Stat | None, digits: int) -> str:
     if isinstance(value, Stat):
         spread = "" if value.std is None else f" ± {_rounded(value.std, digits)}"
         return _rounded(value.mean, digits) + spread
-    text = f"{value:.{digits}f}"
-    return text.rstrip("0").rstrip(".") if "." in text else text
+    return f"{round(value, digits):f}".rstrip("0").rstrip(".")
 
 
 def _shown(name: str, digits: int | None = None) -> Callable[[Row], str]:

@@ -58,13 +58,8 @@ class RunLog:
         if self._path:
             with open(self._path, "a") as file:
                 file.write(json.dumps(finite({"kind": kind, **values}), allow_nan=False) + "\n")
-        latest = {
-            label: f"{values[name]:{form}}"
-            for label, name, form in _ON_THE_BAR
-            if values.get(name) is not None
-        }
-        if latest:
-            self._bar.set_postfix(latest)
+        there = (entry for entry in _ON_THE_BAR if values.get(entry[1]) is not None)
+        self._bar.set_postfix({label: f"{values[name]:{form}}" for label, name, form in there})
         for name, value in values.items() if self._writer else ():
             if isinstance(value, (int, float)) and name != "step":
                 self._writer.add_scalar(name, value, values["step"])

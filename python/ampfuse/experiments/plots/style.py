@@ -73,8 +73,7 @@ def _looks(names: Iterable[str]) -> dict[str, _Look]:
         if (wanted := _LOOK_OF.get(name)) is not None and wanted not in chosen.values():
             chosen[name] = wanted
     rest = (name for name in names if name not in chosen)
-    free = [place for place in range(len(_LOOKS)) if place not in chosen.values()]
-    free.sort(key=lambda place: place in _LOOK_OF.values())
+    free = sorted({*range(len(_LOOKS))} - {*chosen.values()}, key=lambda n: (n < 10, n))
     chosen |= zip(rest, itertools.cycle(free or range(len(_LOOKS))), strict=False)
     return {name: _LOOKS[chosen[name]] for name in names}
 
@@ -85,20 +84,15 @@ def line_styles(drawn: Sequence[Line]) -> list[dict[str, Any]]:
     styles = []
     for line, more in zip(drawn, falling(len(drawn)), strict=True):
         look = looks[line.name]
-        gpu = gpus.index(line.gpu)
-        several = len(gpus) > 1
-        filled = {"markerfacecolor": "white"} if look.fill == "white" else {"fillstyle": look.fill}
-        styles.append(
-            {
-                "color": _GPU_COLORS[gpu % len(_GPU_COLORS)] if several else look.ink,
-                "marker": _GPU_MARKERS[gpu % len(_GPU_MARKERS)] if several else look.marker,
-                "dashes": look.dashes,
-                "markerfacecoloralt": "white",
-                "markersize": 5 + 2 * more,
-                "linewidth": 1.2 + 0.8 * more,
-                **filled,
-            }
-        )
+        style = {"color": look.ink, "marker": look.marker, "dashes": look.dashes}
+        style |= {"markersize": 5 + 2 * more, "linewidth": 1.2 + 0.8 * more}
+        style |= {"markerfacecoloralt": "white"}
+        style |= {"markerfacecolor" if look.fill == "white" else "fillstyle": look.fill}
+        if len(gpus) > 1:
+            gpu = gpus.index(line.gpu)
+            style["color"] = _GPU_COLORS[gpu % len(_GPU_COLORS)]
+            style["marker"] = _GPU_MARKERS[gpu % len(_GPU_MARKERS)]
+        styles.append(style)
     return styles
 
 
@@ -125,22 +119,18 @@ def draw_bars(
     paper = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}  # over the lines of the grid
     for place, (name, look) in enumerate(looks.items()):
         offset = (place - (len(looks) - 1) / 2) * width
-        stats = [
-            (x + offset, cells[group, name])
-            for x, group in enumerate(groups)
-            if (group, name) in cells
-        ]
-        for x in (x for x, stat in stats if stat is None):
+        there = {x + offset: cells[g, name] for x, g in enumerate(groups) if (g, name) in cells}
+        for x in (x for x, stat in there.items() if stat is None):
             method = name.split(" (")[0]
             axes.text(x, 0, f"  {method} diverged", ha="center", va="bottom", **upright)
-        bars_of = [(x, stat) for x, stat in stats if stat is not None]
-        if not bars_of:
+        there = {x: stat for x, stat in there.items() if stat}
+        if not there:
             continue
         bars = axes.bar(
-            [x for x, _ in bars_of],
-            [stat.mean for _, stat in bars_of],
+            list(there),
+            [stat.mean for stat in there.values()],
             width * 0.92,
-            yerr=[stat.std or 0.0 for _, stat in bars_of] if std else None,
+            yerr=[stat.std or 0.0 for stat in there.values()] if std else None,
             capsize=2,
             error_kw={"elinewidth": 0.9},
             label=name,
@@ -195,9 +185,8 @@ def finish(figure: Figure, *all_axes: Axes, gpus: Sequence[str], title: str) -> 
             by_label.setdefault(textwrap.fill(label, 44), handle)
     longest = max(len(part) for label in by_label for part in label.split("\n"))
     room = max(1, int((WIDTH - 0.2) / (0.068 * longest + 0.65)))  # inches that a label takes
-    columns = min(room, len(by_label), 4)
-    if len(gpus) > 1 and columns > len(gpus):
-        columns = len(gpus)  # a column of the legend is a GPU's
+    # Of several GPUs, each has a column.
+    columns = min(room, len(by_label), 4, len(gpus) if len(gpus) > 1 else 4)
     tallest = max(label.count("\n") + 1 for label in by_label)
     lines_ = -(-len(by_label) // columns) * tallest + (len(gpus) == 1)
     figure.set_figheight(figure.get_figheight() + 0.17 * lines_)
