@@ -45,12 +45,11 @@ def _device(device: torch.device) -> dict[str, Any]:
 
 
 def _environment() -> dict[str, Any]:
-    """Versions of what has a part in the numbers; None where something is not there."""
+    """Versions of what has a part in the numbers."""
     return {
         "torch": str(torch.__version__),
         "ampfuse": ampfuse.__version__,
-        "torchvision": _version("torchvision"),
-        "timm": _version("timm"),
+        **{name: metadata.version(name) for name in ("torchvision", "timm")},
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version() if torch.cuda.is_available() else None,
         "python": platform.python_version(),
@@ -58,12 +57,6 @@ def _environment() -> dict[str, Any]:
         "cpu": env.cpu_model(),
         "git": _git_revision(),
     }
-
-
-def _version(package: str) -> str | None:
-    with contextlib.suppress(metadata.PackageNotFoundError):
-        return metadata.version(package)
-    return None
 
 
 def _git_revision() -> str | None:

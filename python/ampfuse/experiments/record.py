@@ -51,15 +51,10 @@ class Record:
 
     def end_epoch(self, epoch: int, test: dict[str, Any] | None) -> None:
         """An epoch (from 1) has ended, evaluated or not."""
-        self.epoch_log.append(
-            {
-                "epoch": epoch,
-                "train_time_s": self.time_s - self.epoch_start_s,
-                "train_loss": mean_of_finite(self.losses[self.epoch_start :]),
-                "test_loss": test and test["loss"],
-                "test_accuracy": test and test["accuracy"],
-            }
-        )
+        loss, time_s = mean_of_finite(self.losses[self.epoch_start :]), self.time_s
+        entry = {"epoch": epoch, "train_time_s": time_s - self.epoch_start_s, "train_loss": loss}
+        entry |= {f"test_{name}": test and test[name] for name in ("loss", "accuracy")}
+        self.epoch_log.append(entry)
         self.epoch_start, self.epoch_start_s = len(self.losses), self.time_s
 
     def summary(self, images_per_step: int) -> dict[str, Any]:

@@ -110,18 +110,17 @@ class Row:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.name in _STATS:
-                flat[f"{field.name}_mean"] = value and value.mean
-                flat[f"{field.name}_std"] = value and value.std
+                flat |= {
+                    f"{field.name}_{of}": value and getattr(value, of) for of in ("mean", "std")
+                }
             elif field.name not in ("conditions", "runs"):
                 flat[field.name] = value
         if self.runs:
             last = max(self.runs, key=lambda run: run.finished)
-            flat["device"] = self.device
-            flat.update(self.conditions)
-            flat["memory_kind"] = last.memory_kind
-            flat["diverged"] = sum(run.diverged is not None for run in self.runs)
-            for name in ("cpu", "cuda", "python", "git"):
-                flat[name] = last.environment.get(name)
+            diverged = sum(run.diverged is not None for run in self.runs)
+            flat |= {"device": self.device, **self.conditions}
+            flat |= {"memory_kind": last.memory_kind, "diverged": diverged}
+            flat |= {n: last.environment.get(n) for n in ("cpu", "cuda", "python", "git")}
             flat["date"] = last.finished
         return flat
 

@@ -14,11 +14,7 @@ from ampfuse.experiments.data.sets import DataError, ImageSet
 
 
 def seed_of(*what: object) -> int:
-    """63 bits that differ for different `what`: strings and integers.
-
-    What is drawn from them depends on what it is for and on nothing else: not on torch's global
-    generator, not on how many were drawn before, not on the number of processes that draw.
-    """
+    """63 bits that depend on `what`, strings and integers, and on nothing else."""
     # Sums of seed and epoch would give one seed's second epoch to the next seed's first.
     digest = hashlib.blake2b(repr(what).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
@@ -30,10 +26,7 @@ def generator(*what: object) -> torch.Generator:
 
 
 def normalised(pixels: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-    """uint8 [..., channels, h, w] to float32 of the same shape and memory format.
-
-    The same bits image by image and in batches.
-    """
+    """uint8 [..., channels, h, w] to float32: the same bits image by image and in batches."""
     return pixels.float().mul_(scale).add_(shift)
 
 
@@ -98,25 +91,20 @@ class Data:
 
     def describe(self) -> dict[str, Any]:
         """What was loaded, and how, as JSON can say it; `workers` is null where there are none."""
-        config = self.config
+        config, sizes = self.config, ("train_size", "test_size", "image_size")
         return {
             "source": config.data,
             "kind": self.kind,
             "loader": config.loader,
             "workers": config.workers if config.loader == "workers" else None,
-            "train_size": self.train_size,
-            "test_size": self.test_size,
-            "image_size": self.image_size,
+            **{name: getattr(self, name) for name in sizes},
             "augment": config.augment,
             "shuffle": config.shuffle,
             "device_bytes": self.device_bytes,
         }
 
     def reseed(self, seed: int) -> None:
-        """Order and augmentation of another seed from here on; the images stay, synthetic ones too.
-
-        For repeats: nothing is read, decoded or started again.
-        """
+        """Order and augmentation of another seed from here on; the images stay, synthetic ones too."""
         self.seed = seed
 
     def close(self) -> None:
@@ -125,9 +113,7 @@ class Data:
     def _epoch_order(self, epoch: int) -> Tensor:
         """Which images this process trains on in `epoch`: int64 [batches_per_epoch, batch_size].
 
-        All processes follow one order of all images and take turns in it batch by batch, where
-        torch's DistributedSampler takes turns image by image. Those short of a batch for every
-        process are left out.
+        All processes take turns, batch by batch, in one order of all images.
         """
         order = torch.arange(self.train_size)
         if self.config.shuffle:
