@@ -21,7 +21,7 @@ from ampfuse.__main__ import main
 # library is for.
 COMMANDS = {
     "e1": ("cifar --recipe e1 --arm O2", "-b 8 --iterations 2 --repeats 1"),
-    "e2": ("cifar --recipe e2 --arm O2", "-b 2 --iterations 1"),
+    "e2": ("cifar --recipe e2 --arm O2", "-b 2 --iterations 1 --image-size 8"),
     "e3-seresnext50": (
         "cifar --recipe e3 --model seresnext50_32x4d --arm O2",
         "-b 4 --iterations 1",

@@ -104,7 +104,10 @@ class Training:
         arm = self.arm = self.build()
         if self.resume:
             self.resume.restore(arm)
-        train_step = functools.partial(arm.step, loss_of=self.task.loss)
+
+        def train_step(inputs: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+            return arm.step(inputs, targets, self.task.loss)
+
         if config.graph:
             train_step = GraphedCall(train_step)
         self.log.start(self.total_steps, self.first_step)

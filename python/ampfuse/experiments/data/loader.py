@@ -104,7 +104,7 @@ class Data:
         }
 
     def reseed(self, seed: int) -> None:
-        """Order and augmentation of another seed from here on; the images stay, synthetic ones too."""
+        """Order and augmentation of another seed from here on; the images stay as they are."""
         self.seed = seed
 
     def close(self) -> None:
