@@ -41,6 +41,11 @@ def numbers(text: str) -> list[int]:
     return list(dict.fromkeys(map(at_least(1), text.split(","))))
 
 
+def scale(text: str) -> float | str:
+    """The type of ``--loss-scale``; "None" is an old script's default, passed on."""
+    return text if text in ("dynamic", "None") else positive(text)
+
+
 def _flag(group: str, *names: str, default: Any = None, help: str = "", **options: Any) -> Any:
     """A field with a flag; in its `help` stand, in braces, attributes of the trainer."""
     options |= {"help": help} if help else {}
@@ -85,7 +90,7 @@ class RunConfig:
         WHAT, "--dropout", type=fraction, metavar="P", help="where the model has it"
     )
     loss_scale: float | str | None = _flag(
-        PRECISION, "--loss-scale", metavar="N|dynamic", help="of the arms that scale"
+        PRECISION, "--loss-scale", type=scale, metavar="N|dynamic", help="of the arms that scale"
     )
     keep_batchnorm_fp32: bool | None = _flag(
         PRECISION, "--keep-batchnorm-fp32", help="at O2, O3 and O5", **_SWITCH

@@ -90,7 +90,7 @@ def translate(args: argparse.Namespace) -> None:
     if len(given) > 1:
         raise UsageError(f"{' and '.join(given)}: give one of them")
     (args.loss_scale,) = given.values() or (None,)
-    if args.loss_scale == "None":  # an old script's default, passed on
+    if args.loss_scale == "None":
         args.loss_scale = None
     ways = {"--arm": args.arm, "--mode": args.mode, "--fp16": args.fp16}
     ways["--opt-level"] = args.opt_level and not args.mode

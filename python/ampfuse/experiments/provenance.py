@@ -89,7 +89,9 @@ def kernels_used(step: Callable[[], object], device: torch.device) -> dict[str, 
     """Run `step` once and see who served its convolutions and batch norms: "cudnn", "onednn",
     "native", ... or None where the step has none."""
     cuda = device.type == "cuda"
-    with silent_stderr(), torch.profiler.profile() as profiler:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    activities += [torch.profiler.ProfilerActivity.CUDA] if cuda else []
+    with silent_stderr(), torch.profiler.profile(activities=activities) as profiler:
         step()
     names = " ".join(event.key for event in profiler.key_averages())
     used: dict[str, Any] = {"cudnn": torch.backends.cudnn.version() if cuda else None}

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ampfuse import env
-from ampfuse.command_line import positive
 from ampfuse.experiments import legacy_flags
 from ampfuse.experiments.arms import check_device, has_tf32
 from ampfuse.experiments.config import ARMS, FLAGS, LEVELS, RunConfig, UsageError
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from ampfuse.experiments.recipes import Trainer
 
 _MADE_UP = ("digits", "synthetic")  # data that are no folder
+_SCALED = ("amp-fp16", *LEVELS[1:])  # the arms that have a loss scale
 
 
 def resolve(
@@ -119,7 +119,7 @@ def _config(
         "data": data,
         "arm": arm,
         "method": args.method or arm,
-        "loss_scale": _loss_scale(args.loss_scale, arm),
+        "loss_scale": args.loss_scale if arm in _SCALED else None,
         "keep_batchnorm_fp32": args.keep_batchnorm_fp32 if arm in ("O2", "O3", "O5") else None,
     }
     return RunConfig(**settings), note
@@ -141,15 +141,3 @@ def _over(settings: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any
     """`settings` with `more` over them; a length, in epochs or iterations, replaces any other."""
     replaced = _LENGTH if _LENGTH & more.keys() else set()
     return {name: value for name, value in settings.items() if name not in replaced} | {**more}
-
-
-def _loss_scale(wish: str | float | None, arm: str) -> float | str | None:
-    """The scale for `arm`, None for those that do not scale losses."""
-    if wish not in (None, "dynamic"):
-        try:
-            wish = positive(str(wish))
-        except (ValueError, argparse.ArgumentTypeError):
-            said = f'--loss-scale {wish}: give a positive number or "dynamic"'
-            raise UsageError(said) from None
-    scales = arm == "amp-fp16" or (arm in LEVELS and arm != "O0")
-    return wish if scales else None  # type: ignore[return-value]
