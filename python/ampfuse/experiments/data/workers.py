@@ -125,6 +125,7 @@ def batches_of(
     loader.sampler[:] = ((numbers, draws) for numbers in order)
     for batch in loader:
         if isinstance(batch, DataError):
+            loader._iterator = None  # ends the processes now, not whenever garbage is collected
             raise batch
         yield batch
 
