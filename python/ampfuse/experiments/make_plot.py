@@ -116,24 +116,20 @@ def _rows(args: argparse.Namespace, warn: Callable[[str], object]) -> list[resul
     return rows
 
 
-# The end of the files' name, the function of `plots` that draws them, and its options.
-_AGAINST_BATCH = (("Time", "time_against_batch", {}), ("Memory", "memory_against_batch", {}))
-_WITH_DEVIATIONS = tuple(
-    (f"{what} (std)", function, {"std": True}) for what, function, _ in _AGAINST_BATCH
-)
-_FURTHER = (
-    ("Speed-up", "speedup", {}),
-    ("Accuracy", "accuracy_against_time", {}),
-    ("Loss scale", "loss_scale", {}),
-)
+# The end of the files' name, and the function of `plots` that draws them.
+_AGAINST_BATCH = {"Time": "time_against_batch", "Memory": "memory_against_batch"}
+_FURTHER = {"Speed-up": "speedup", "Accuracy": "accuracy_against_time", "Loss scale": "loss_scale"}
 
 
 def _drawn(rows: Sequence[results.Row], args: argparse.Namespace) -> dict[str, Figure]:
     """Every kind of figure for every model; without those for which the results hold nothing."""
     from ampfuse.experiments import plots
 
-    kinds = (*_AGAINST_BATCH, *(_WITH_DEVIATIONS if args.plot_std or args.published else ()))
-    kinds += () if args.published else _FURTHER
+    kinds = [(what, function, {}) for what, function in _AGAINST_BATCH.items()]
+    if args.plot_std or args.published:
+        kinds += [(f"{what} (std)", function, {"std": True}) for what, function, _ in kinds]
+    if not args.published:
+        kinds += [(what, function, {}) for what, function in _FURTHER.items()]
     of = "epochs" if args.epochs is not None else "iterations"
     figures = {}
     for experiment, model in dict.fromkeys((row.experiment, row.model) for row in rows):

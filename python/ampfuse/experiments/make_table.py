@@ -111,9 +111,6 @@ def _explanation(rows: Sequence[Row]) -> list[str]:
     ]
 
 
-# ---- cells ---------------------------------------------------------------------------------------
-
-
 def _gpu(row: Row) -> str:
     """The label, and the device's own name where that says more."""
     return row.gpu if row.gpu == row.device else f"{row.gpu} ({row.device})"

@@ -135,9 +135,6 @@ def frame(rows: Iterable[Row]) -> pandas.DataFrame:
     return pandas.DataFrame([row.record() for row in rows])
 
 
-# ---- result files --------------------------------------------------------------------------------
-
-
 def measured(
     folder: str | Path = "results", skipped: Callable[[str], object] = warnings.warn
 ) -> list[Row]:
@@ -237,8 +234,6 @@ def _order(row: Row) -> tuple[object, ...]:
     return (*head, row.batch_size, row.iterations or 0, is_original, str(row.conditions))
 
 
-# ---- published figures ---------------------------------------------------------------------------
-
 # What a column of the files is called in a row; means and deviations make a Stat.
 _NAMES = {
     "level": "method",
@@ -290,9 +285,6 @@ def _published_row(recipe: str, line: Mapping[str, str]) -> Row:
         values["model"] = values["model"].removeprefix("sample_")
         values["experiment"] = values["model"].removesuffix("_cnn")
     return Row(**values)
-
-
-# ---- selection -----------------------------------------------------------------------------------
 
 
 def select(

@@ -142,8 +142,6 @@ class Training:
                     self.clock.resume()
         return self.result()
 
-    # --- model, optimizer, step, batches ---------------------------------------------------------
-
     def build(self, config: RunConfig | None = None) -> Arm:
         """Model and optimizer of a run that starts, in their arm: the same weights in every arm."""
         config, device, world = config or self.config, self.place.device, self.place.world
@@ -198,8 +196,6 @@ class Training:
 
     def _ends_epoch(self, step: int) -> bool:
         return step % self.steps_per_epoch == 0 or step == self.total_steps
-
-    # --- at the end of intervals and epochs ------------------------------------------------------
 
     def _end_interval(self, step: int, *, is_timed: bool) -> None:
         """Wait for the device, read what the steps since the last interval left, and log it."""
@@ -283,8 +279,6 @@ class Training:
             "accuracy": total[1] / total[2] if counts else None,
             "time_s": time.perf_counter() - started,
         }
-
-    # --- what is left ----------------------------------------------------------------------------
 
     def result(self) -> RunResult:
         """Of a run that ended, at its end or in divergence."""

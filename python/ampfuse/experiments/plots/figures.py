@@ -188,9 +188,6 @@ def _baseline(row: Row, rows: Sequence[Row]) -> Row | None:
     return None
 
 
-# ---- accuracy ------------------------------------------------------------------------------------
-
-
 def accuracy_against_time(rows: Sequence[Row], *, of: str = "iterations") -> Figure:
     """Test accuracy against training time, from the runs' logs; means over repeats.
 
@@ -230,9 +227,6 @@ def _accuracy_course(row: Row) -> list[tuple[float, float]]:
                 point = (line["time_s"], 100 * line["test_accuracy"])
                 by_step.setdefault(line["step"], []).append(point)
     return [tuple(map(statistics.fmean, zip(*points, strict=True))) for points in by_step.values()]
-
-
-# ---- loss scale ----------------------------------------------------------------------------------
 
 
 def loss_scale(rows: Sequence[Row], *, of: str = "iterations") -> Figure:

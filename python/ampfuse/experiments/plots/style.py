@@ -73,7 +73,8 @@ def _looks(names: Iterable[str]) -> dict[str, _Look]:
         if (wanted := _LOOK_OF.get(name)) is not None and wanted not in chosen.values():
             chosen[name] = wanted
     rest = (name for name in names if name not in chosen)
-    free = sorted({*range(len(_LOOKS))} - {*chosen.values()}, key=lambda n: (n < 10, n))
+    free = [place for place in range(len(_LOOKS)) if place not in chosen.values()]
+    free.sort(key=lambda place: place in _LOOK_OF.values())
     chosen |= zip(rest, itertools.cycle(free or range(len(_LOOKS))), strict=False)
     return {name: _LOOKS[chosen[name]] for name in names}
 
