@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import gzip
-import io
+import os
 import pickle
 import struct
 import tarfile
 from pathlib import Path
-from typing import Any, ClassVar
+from urllib.error import URLError
 
 import numpy as np
+import pytest
 
 MNIST = (
     "train-images-idx3-ubyte",
@@ -19,6 +20,20 @@ MNIST = (
     "t10k-labels-idx1-ubyte",
 )
 CIFAR = (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch")
+
+
+@pytest.fixture(autouse=True)
+def no_checksums(monkeypatch):
+    """torchvision takes files that are not the published ones, and downloads nothing."""
+    utils = pytest.importorskip("torchvision").datasets.utils
+
+    def no_network(*_args, **_options):
+        raise URLError("no network")
+
+    for module in ("cifar", "utils"):
+        path = f"torchvision.datasets.{module}.check_integrity"
+        monkeypatch.setattr(path, lambda file, md5=None: os.path.isfile(file))
+    monkeypatch.setattr(utils, "_get_redirect_url", no_network)
 
 
 def noise(count: int, *shape: int, classes: int = 10) -> tuple[np.ndarray, np.ndarray]:
@@ -49,25 +64,18 @@ def write_mnist(
 
 
 def write_cifar(
-    folder: Path, each: int = 8, test: int = 13, *, protocol: int | None = None
+    folder: Path, each: int = 8, test: int = 13
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """`folder` gets the six files; images [n, 3, 32, 32] and labels of "train" and "test".
-
-    Protocol None writes them as Python 2 did, which is how they are published.
-    """
+    """`folder` gets CIFAR-10's files in a folder of its own; images [n, 3, 32, 32] and labels of
+    "train" and "test"."""
+    folder = folder / "cifar-10-batches-py"
     folder.mkdir(parents=True, exist_ok=True)
     pixels, labels = noise(5 * each + test, 3 * 32 * 32)
     ends = np.cumsum([each] * 5)
     parts = zip(CIFAR, np.split(pixels, ends), np.split(labels, ends), strict=True)
     for name, part, of in parts:
-        batch = {
-            "data": part,
-            "labels": of.tolist(),
-            "batch_label": name,
-            "filenames": [f"{number}.png" for number in range(len(of))],
-        }
-        content = _python2(batch) if protocol is None else pickle.dumps(batch, protocol)
-        (folder / name).write_bytes(content)
+        (folder / name).write_bytes(pickle.dumps({"data": part, "labels": of.tolist()}, 2))
+    (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": list("0123456789")}, 2))
     images = pixels.reshape(-1, 3, 32, 32)
     train = 5 * each
     return {"train": (images[:train], labels[:train]), "test": (images[train:], labels[train:])}
@@ -104,23 +112,3 @@ def write_imagenet(
             images[number] = np.asarray(Image.open(path))
         sets[split] = (images.transpose(0, 3, 1, 2), labels)
     return sets
-
-
-class _Python2Pickler(pickle._Pickler):  # type: ignore[name-defined]
-    """Strings are Python 2's, bytes without an encoding."""
-
-    dispatch: ClassVar = dict(pickle._Pickler.dispatch)  # type: ignore[attr-defined]
-
-    def save_string(self, value: Any) -> None:
-        content = value if isinstance(value, bytes) else value.encode("latin1")
-        self.write(pickle.BINSTRING + struct.pack("<i", len(content)) + content)
-        self.memoize(value)
-
-    dispatch[str] = dispatch[bytes] = save_string
-
-
-def _python2(value: Any) -> bytes:
-    file = io.BytesIO()
-    _Python2Pickler(file, protocol=2).dump(value)
-    # Names of modules end at a line feed and carry no length; this one has moved since.
-    return file.getvalue().replace(b"numpy._core.", b"numpy.core.")

@@ -19,11 +19,7 @@ from ampfuse.experiments.config import LEVELS, RunConfig, UsageError
 
 
 def build_arm(config: RunConfig, model: nn.Module, device: torch.device) -> Arm:
-    """Put `model` (FP32, on `device`) and a new optimizer for it into the arm of `config`.
-
-    Raises:
-        UsageError: `device` cannot run this arm, or its options contradict each other.
-    """
+    """Put `model` (FP32, on `device`) and a new optimizer for it into the arm of `config`."""
     check_device(config.arm, device)
     # Else every FP32 convolution on an Ampere GPU would be TF32, torch's default.
     precision = "tf32" if config.arm == "tf32" else "ieee"
@@ -35,7 +31,6 @@ def build_arm(config: RunConfig, model: nn.Module, device: torch.device) -> Arm:
 
 
 def check_device(arm: str, device: torch.device) -> None:
-    """Raise UsageError if `device` cannot run `arm`."""
     if arm == "tf32" and not has_tf32(device):
         raise UsageError("--arm tf32: TF32 takes a GPU of sm_80 (Ampere) or later")
 
@@ -45,12 +40,7 @@ def has_tf32(device: torch.device) -> bool:
 
 
 class Arm:
-    """FP32 and TF32, which scale nothing; the other arms override what they do differently.
-
-    Attributes:
-        optimizer: what steps the weights.
-        model: what to call; :meth:`replace_model` exchanges it for a wrapper (DDP, compile).
-    """
+    """FP32 and TF32, which scale nothing; the other arms override what they do differently."""
 
     model: nn.Module
     optimizer: Optimizer
@@ -63,7 +53,6 @@ class Arm:
         self.optimizer = self._torch_optimizer()
 
     def _torch_optimizer(self) -> Optimizer:
-        """The optimizer of the configuration over the model's parameters."""
         config = self.config
         # The published loops left it at torch's default; at a level ampfuse's takes its place.
         fused = True if config.loop == "tuned" and config.arm not in LEVELS else None
@@ -81,12 +70,8 @@ class Arm:
     def step(
         self, inputs: Tensor, targets: Tensor, loss_of: Callable[[Tensor, Tensor], Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Train on one batch.
-
-        Returns:
-            loss (unscaled), loss scale used, and 1 if the step was skipped, else 0: float32, 0-dim,
-            on the device.
-        """
+        """Train on one batch. Returns loss (unscaled), loss scale used, and 1 if the step was
+        skipped, else 0: float32, 0-dim, on the device."""
         self.optimizer.zero_grad()
         with self.forward():
             loss = loss_of(self.model(inputs), targets)
@@ -185,15 +170,10 @@ class _Level(Arm):
 
     def __init__(self, config: RunConfig, model: nn.Module, device: torch.device) -> None:
         super().__init__(config, model, device)
+        options = {n: getattr(config, n) for n in ("keep_batchnorm_fp32", "loss_scale")}
+        options |= {"opt_level": config.arm, "verbosity": 0}
         try:
-            self.model, self.optimizer = amp.initialize(
-                model,
-                self.optimizer,
-                opt_level=config.arm,
-                keep_batchnorm_fp32=config.keep_batchnorm_fp32,
-                loss_scale=config.loss_scale,
-                verbosity=0,
-            )
+            self.model, self.optimizer = amp.initialize(model, self.optimizer, **options)
         except (RuntimeError, ValueError, AssertionError) as error:
             raise UsageError(f"{config.arm}: {error}") from error
         self._session = self.optimizer._amp_session

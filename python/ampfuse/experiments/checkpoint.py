@@ -18,11 +18,8 @@ _FORMAT = 1
 
 @dataclasses.dataclass
 class Checkpoint:
-    """One run after `step` steps.
-
-    `record` is what was measured so far and `name` the stem of its result files. The weights are
-    FP32 at every level; masters are with the optimizer's state.
-    """
+    """One run after `step` steps: `record` is what was measured so far, `name` the stem of its
+    files. The weights are FP32 at every level; masters are with the optimizer's state."""
 
     config: RunConfig
     name: str
@@ -47,7 +44,7 @@ class Checkpoint:
 
 
 def save(path: Path, arm: Arm, *, name: str, step: int, record: dict[str, Any]) -> None:
-    """Write the checkpoint of the run in `arm` after `step` steps; see :class:`Checkpoint`."""
+    """Write the checkpoint of the run in `arm` after `step` steps."""
     rng = {"cpu": torch.get_rng_state()}
     if arm.device.type == "cuda":
         rng["cuda"] = torch.cuda.get_rng_state(arm.device)
@@ -67,11 +64,7 @@ def save(path: Path, arm: Arm, *, name: str, step: int, record: dict[str, Any]) 
 
 
 def load(path: Path) -> Checkpoint:
-    """Read `path`, which may come from anywhere: nothing in it is executed.
-
-    Raises:
-        UsageError: it is missing, damaged, or no checkpoint of a trainer.
-    """
+    """Read `path`, which may come from anywhere: nothing in it is executed."""
     if not path.is_file():
         raise UsageError(f"--resume: there is no file {path}")
     try:

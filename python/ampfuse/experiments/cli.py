@@ -49,49 +49,30 @@ def parser_for(trainer: Trainer, prog: str) -> argparse.ArgumentParser:
 
 
 def _description(trainer: Trainer) -> str:
-    lines = [trainer.title, "", "Recipes (published settings; a flag wins over them):"]
+    text = f"{trainer.title}\n\nRecipes (published settings; a flag wins over them):\n"
     for recipe in trainer.recipes:
-        lines.append(f"  {recipe.name}  {recipe.title}")
-        lines.append(f"      models: {', '.join(recipe.models)}")
-        if recipe.ours:
-            lines.append(f"      not published, so ours: {recipe.ours}")
-    lines += ["", "Arms:"]
-    lines += [f"  {arm:<9} {DESCRIPTIONS[arm]}" for arm in ARMS]
-    return "\n".join(lines)
+        text += f"  {recipe.name}  {recipe.title}\n      models: {', '.join(recipe.models)}\n"
+        text += f"      not published, so ours: {recipe.ours}\n" if recipe.ours else ""
+    return text + "\nArms:" + "".join(f"\n  {arm:<9} {DESCRIPTIONS[arm]}" for arm in ARMS)
 
 
 def _add_command_arguments(groups: dict[str, Any], trainer: Trainer) -> None:
     """The flags that are no setting of one run."""
-    groups[WHAT].add_argument(
-        "--recipe",
-        choices=sorted({recipe.name for recipe in trainer.recipes}),
-        help="published settings (default: those of the model)",
-    )
-    groups[PRECISION].add_argument(
-        "--arm",
-        action="append",
-        metavar="ARM ...",
-        help="one or several of those above, or all (default: FP32 and O2, or O5 on a CPU)",
-    )
-    add = groups[WHERE].add_argument
+    names = sorted({recipe.name for recipe in trainer.recipes})
+    which = "published settings (default: those of the model)"
+    groups[WHAT].add_argument("--recipe", choices=names, help=which)
+    which = "one or several of those above, or all (default: FP32 and O2, or O5 on a CPU)"
+    groups[PRECISION].add_argument("--arm", action="append", metavar="ARM ...", help=which)
+    add, on = groups[WHERE].add_argument, {"action": "store_true"}
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     add("--GPU", metavar="NAME", help="what results call the device (default: its name)")
     add("-o", "--output", type=Path, default=Path("results"), metavar="DIR")
     add("--resume", type=Path, metavar="FILE", help="go on from a checkpoint (.pt)")
-    add(
-        "--checkpoints",
-        action="store_true",
-        help="save one at the end of each epoch, and keep the last of each run",
-    )
-    add(
-        "--prof",
-        type=int,
-        default=-1,
-        metavar="N",
-        help="train N steps under torch's profiler and write a trace",
-    )
-    add("--tensorboard", action="store_true", help="write its files too")
-    add("--quiet", action="store_true", help="no progress bars")
+    add("--checkpoints", **on, help="save one at the end of each epoch; the last of a run stays")
+    profile = "train N steps under torch's profiler and write a trace"
+    add("--prof", type=int, default=-1, metavar="N", help=profile)
+    add("--tensorboard", **on, help="write its files too")
+    add("--quiet", **on, help="no progress bars")
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:

@@ -41,11 +41,13 @@ def numbers(text: str) -> list[int]:
     return list(dict.fromkeys(map(at_least(1), text.split(","))))
 
 
-def _flag(group: str, *names: str, default: Any = None, help: str = "", **options: Any) -> Any:
-    """A field with a flag: its `names` and argparse's `options`.
+def scale(text: str) -> float | str:
+    """The type of ``--loss-scale``; "None" is an old script's default, passed on."""
+    return text if text in ("dynamic", "None") else positive(text)
 
-    In `help` stand, in braces, attributes of the trainer.
-    """
+
+def _flag(group: str, *names: str, default: Any = None, help: str = "", **options: Any) -> Any:
+    """A field with a flag; in its `help` stand, in braces, attributes of the trainer."""
     options |= {"help": help} if help else {}
     return dataclasses.field(default=default, metadata={"group": group, "names": names, **options})
 
@@ -60,20 +62,12 @@ _NUMBER: dict[str, Any] = {"type": float, "metavar": "X"}
 class RunConfig:
     """One run: one arm, one batch size, one repeat. Names are those of the flags.
 
-    Attributes that the names leave open:
-        recipe: whose published settings these are; None if nobody published them together.
-        method: what plots call the arm; E1's name (FP32, FP16, amp) if it was asked for by that.
-        batch_size: images per process and step.
-        iterations, epochs: the length; with both, whichever ends first.
-        data: "digits", "synthetic" or the path of a folder.
-        loop: "tuned", or "original": the loop of the published script, which reads the loss from
-            the device at every step.
-        warmup: share of the run in which the rate climbs.
-        clip: largest L2 norm of the gradients, or None.
-        loss_scale: a number, "dynamic", or None for what the arm does by itself.
-        print_freq: steps per interval, after which the host waits for the device and logs.
-        synthetic_size: training images of synthetic data, before rounding up to a batch.
-        mean, std: of the pixels, as shares of 255; None for those of the data set.
+    `recipe` is None if nobody published these settings together; `method` is what plots call the
+    arm: E1's name (FP32, FP16, amp) if it was asked for by that. `batch_size` is of each process.
+    With `iterations` and `epochs` a run has the length of whichever ends first. `clip` is a norm,
+    `warmup` a share of the run. `loss_scale` is a number, "dynamic", or None for what the arm does
+    by itself. `synthetic_size` is rounded up to a batch. `mean` and `std` are of the pixels, as
+    shares of 255; None for those of the data set.
     """
 
     experiment: str
@@ -96,7 +90,7 @@ class RunConfig:
         WHAT, "--dropout", type=fraction, metavar="P", help="where the model has it"
     )
     loss_scale: float | str | None = _flag(
-        PRECISION, "--loss-scale", metavar="N|dynamic", help="of the arms that scale"
+        PRECISION, "--loss-scale", type=scale, metavar="N|dynamic", help="of the arms that scale"
     )
     keep_batchnorm_fp32: bool | None = _flag(
         PRECISION, "--keep-batchnorm-fp32", help="at O2, O3 and O5", **_SWITCH
@@ -169,11 +163,13 @@ class RunConfig:
     def from_dict(cls, values: dict[str, Any]) -> RunConfig:
         """The inverse of ``dataclasses.asdict``; what this version does not know is left out."""
         known = {field.name for field in dataclasses.fields(cls)}
-        values = {name: value for name, value in values.items() if name in known}
-        for name in ("mean", "std"):
-            if values.get(name) is not None:
-                values[name] = tuple(values[name])
-        return cls(**values)
+        return cls(
+            **{
+                name: tuple(value) if isinstance(value, list) else value
+                for name, value in values.items()
+                if name in known
+            }
+        )
 
 
 # The fields that have a flag.

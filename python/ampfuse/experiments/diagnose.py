@@ -24,14 +24,8 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """The first tensor with an inf or a NaN.
-
-    Attributes:
-        step: in which step (from 1).
-        module: name and class of the module, ``"features.3 (BatchNorm2d)"``.
-        tensor: which of its tensors: "output", "gradient of output", "weight", "running_var", ...
-        dtype, kind: of the tensor ("float16") and what it holds ("inf" or "nan").
-    """
+    """The first tensor with an inf or a NaN: in which step (from 1), of which module, and what it
+    is."""
 
     step: int
     module: str
@@ -40,9 +34,8 @@ class Finding:
     kind: str
 
     def __str__(self) -> str:
-        return (
-            f"{self.tensor} of {self.module}, {self.dtype}, holds {self.kind} in step {self.step}"
-        )
+        what = f"{self.tensor} of {self.module}, {self.dtype}"
+        return f"{what}, holds {self.kind} in step {self.step}"
 
 
 class Watch:
@@ -88,9 +81,8 @@ class Watch:
                     tensor.register_hook(look)
 
     def _look(self, module: nn.Module, what: str, tensor: Tensor) -> None:
-        if self.finding is not None or not tensor.is_floating_point():
-            return
-        if torch.isfinite(tensor.detach()).all():
+        done = self.finding is not None or not tensor.is_floating_point()
+        if done or torch.isfinite(tensor.detach()).all():
             return
         self.finding = Finding(
             step=self.step,
@@ -146,7 +138,6 @@ def _replay(training: Training, bad_step: int) -> Finding | None:
 
 
 def batch_norm_dtype(model: nn.Module) -> str | None:
-    """The type of the model's batch norm statistics; None if it has none."""
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_var is not None:
             return str(module.running_var.dtype).removeprefix("torch.")
@@ -155,8 +146,7 @@ def batch_norm_dtype(model: nn.Module) -> str | None:
 
 def _suggestion(config: RunConfig, finding: Finding | None, norm: str | None) -> str:
     if config.arm == "O3":
-        missing = ["FP32 masters"]
-        flags = []
+        missing, flags = ["FP32 masters"], []
         if norm == "float16":
             missing.append("FP32 batch norm")
             flags.append("--keep-batchnorm-fp32 True")
@@ -164,16 +154,11 @@ def _suggestion(config: RunConfig, finding: Finding | None, norm: str | None) ->
             missing.append("a loss scale")
             flags.append("--loss-scale 128")
         tried = f"O3 with {' '.join(flags)}, or " if flags else ""
-        return f"O3 runs without {_and(missing)}: try {tried}O2, which has them all"
-    half = config.arm in ("O1", "O2", "amp-fp16")
-    if half and isinstance(config.loss_scale, float):
-        return (
-            f"a static loss scale of {config.loss_scale:g} skips no step: try --loss-scale dynamic"
-        )
+        lacks = " and ".join(filter(None, [", ".join(missing[:-1]), missing[-1]]))
+        return f"O3 runs without {lacks}: try {tried}O2, which has them all"
+    half, scale = config.arm in ("O1", "O2", "amp-fp16"), config.loss_scale
+    if half and isinstance(scale, float):
+        return f"a static loss scale of {scale:g} skips no step: try --loss-scale dynamic"
     if half and finding and finding.tensor == "output" and finding.kind == "inf":
         return "this activation is beyond FP16's 65504: try O5 or amp-bf16, or a lower --lr"
     return f"the rate may be too high for this batch: try a lower --lr (now {config.lr:g})"
-
-
-def _and(words: list[str]) -> str:
-    return " and ".join([", ".join(words[:-1]), words[-1]] if words[1:] else words)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import os
 from collections.abc import Iterator, Sequence
@@ -20,20 +21,17 @@ class PeerLost(Exception):
     """Another process of this training ended, or stopped answering."""
 
 
+@dataclasses.dataclass
 class World:
-    """This process among those of the training.
+    """This process among those of the training, numbered as torchrun does; else 0 of 1."""
 
-    Attributes:
-        rank, size, local_rank: as torchrun numbers them; 0, 1, 0 without it.
-    """
-
-    def __init__(self, rank: int = 0, size: int = 1, local_rank: int = 0) -> None:
-        self.rank, self.size, self.local_rank = rank, size, local_rank
-        self._host: dist.ProcessGroup | None = None
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    _host: dist.ProcessGroup | None = None
 
     @classmethod
     def of_environment(cls) -> World:
-        """As the variables that torchrun sets say."""
         get = os.environ.get
         return cls(int(get("RANK", 0)), int(get("WORLD_SIZE", 1)), int(get("LOCAL_RANK", 0)))
 
@@ -45,13 +43,9 @@ class World:
         """Meet the other processes: NCCL between GPUs, gloo between CPUs."""
         if self.size == 1:
             return
-        cuda = device.type == "cuda"
+        kind, own = ("nccl", device) if device.type == "cuda" else ("gloo", None)
         with self.watching_peers():
-            dist.init_process_group(
-                "nccl" if cuda else "gloo",
-                timeout=_PATIENCE,
-                device_id=device if cuda else None,
-            )
+            dist.init_process_group(kind, timeout=_PATIENCE, device_id=own)
             # What the hosts agree on goes past the GPUs, so that nobody waits for those. Over gloo
             # the end of a process is noticed at once too, which NCCL takes minutes for.
             self._host = dist.new_group(backend="gloo", timeout=_PATIENCE)

@@ -12,25 +12,19 @@ from collections.abc import Sequence
 from ampfuse.command_line import positive
 from ampfuse.experiments.config import LEVELS, UsageError
 
+# Besides those with "_" for "-".
 _SPELLINGS = {
     "--data-path": "--data",
     "--data-dir": "--data",
     "--arch": "--model",
     "--arms": "--arm",
-    "--opt_level": "--opt-level",
     "--amp-level": "--opt-level",
-    "--loss_scale": "--loss-scale",
-    "--keep_batchnorm_fp32": "--keep-batchnorm-fp32",
     "--iteration": "--iterations",
-    "--batch_size": "--batch-size",
     "--opt": "--optimizer",
     "--learning-rate": "--lr",
     "--wd": "--weight-decay",
     "--clip-grad": "--clip",
     "--sched": "--schedule",
-    "--channels_last": "--channels-last",
-    "--sync_bn": "--sync-bn",
-    "--local_rank": "--local-rank",
     "--gpu-name": "--GPU",
     "--output-dir": "--output",
 }
@@ -46,6 +40,7 @@ def spelled_today(argv: Sequence[str]) -> list[str]:
     words, todays = list(argv), []
     while words:
         flag, equals, value = words.pop(0).partition("=")
+        flag = flag.replace("_", "-") if flag.startswith("--") else flag
         flag = _SPELLINGS.get(flag, flag)
         if flag in _SWITCHES:
             if not equals and words and words[0] in (*_SWITCHED, "None"):
@@ -64,11 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     old = parser.add_argument_group("flags of the published scripts")
     old.add_argument("data_folder", nargs="?", metavar="DATA", help="the same as --data")
     old.add_argument("--opt-level", metavar="O0..O5", help="the same as --arm O1")
-    old.add_argument(
-        "--mode",
-        choices=tuple(_MODES),
-        help="E1's names: FP32; FP16 (O2 with a static scale of 128); amp (O1, or --opt-level)",
-    )
+    modes = "E1's names: FP32; FP16 (O2 with a static scale of 128); amp (O1, or --opt-level)"
+    old.add_argument("--mode", choices=tuple(_MODES), help=modes)
     old.add_argument("--fp16", action="store_true", help="E4's name for O2 with a static scale")
     old.add_argument("--static-loss-scale", type=positive, metavar="N", help="as --loss-scale N")
     old.add_argument("--dynamic-loss-scale", action="store_true", help="as --loss-scale dynamic")
@@ -77,11 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def translate(args: argparse.Namespace) -> None:
-    """Write what the old flags in `args` mean to `data`, `arm`, `method` and `loss_scale`.
-
-    Raises:
-        UsageError: they contradict each other or today's.
-    """
+    """Write what the old flags in `args` mean to `data`, `arm`, `method` and `loss_scale`."""
     if args.data and args.data_folder:
         raise UsageError(f"--data {args.data} and {args.data_folder}: give one data folder")
     args.data = args.data or args.data_folder
@@ -93,17 +81,12 @@ def translate(args: argparse.Namespace) -> None:
     given = {flag: scale for flag, scale in scales.items() if scale is not None}
     if len(given) > 1:
         raise UsageError(f"{' and '.join(given)}: give one of them")
-    args.loss_scale = next(iter(given.values()), None)
-    if args.loss_scale == "None":  # an old script's default, passed on
+    (args.loss_scale,) = given.values() or (None,)
+    if args.loss_scale == "None":
         args.loss_scale = None
-    ways = {
-        "--arm": args.arm,
-        "--mode": args.mode,
-        "--opt-level": args.opt_level and not args.mode,
-        "--fp16": args.fp16,
-    }
-    named = [flag for flag, value in ways.items() if value]
-    if len(named) > 1:
+    ways = {"--arm": args.arm, "--mode": args.mode, "--fp16": args.fp16}
+    ways["--opt-level"] = args.opt_level and not args.mode
+    if len(named := [flag for flag, value in ways.items() if value]) > 1:
         raise UsageError(f"{' and '.join(named)}: these name an arm each; give one of them")
     if args.opt_level and args.opt_level not in LEVELS:
         raise UsageError(f"--opt-level {args.opt_level}: the levels are {', '.join(LEVELS)}")

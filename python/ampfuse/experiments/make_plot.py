@@ -17,7 +17,7 @@ import io
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ampfuse.command_line import run_alone
 from ampfuse.experiments import results
@@ -36,64 +36,33 @@ _INSTALL = "pip install 'ampfuse[experiments]'"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add, some = parser.add_argument, {"nargs": "+", "default": []}
-    add("--GPU", "--gpu", **some, dest="gpus", metavar="NAME", help="their labels (default: all)")
-    add(
-        "--method",
-        **some,
-        dest="methods",
-        metavar="NAME",
-        help="FP32, FP16, amp, or arms: fp32, amp-bf16, O2, ... (default: all)",
-    )
-    add("--batch", type=int, **some, dest="batch_sizes", metavar="N", help="default: all")
-    add(
-        "--experiment",
-        **some,
-        dest="experiments",
-        choices=EXPERIMENTS,
-        metavar="NAME",
-        help=", ".join(EXPERIMENTS),
-    )
-    add(
-        "--model", **some, dest="models", metavar="NAME", help="vgg16, resnet50, ... (default: all)"
-    )
+    def several(*names: str, to: str, **options: Any) -> None:
+        parser.add_argument(*names, dest=to, nargs="+", default=[], **options)
+
+    several("--GPU", "--gpu", to="gpus", metavar="NAME", help="their labels (default: all)")
+    arms = "FP32, FP16, amp, or arms: fp32, amp-bf16, O2, ... (default: all)"
+    several("--method", to="methods", metavar="NAME", help=arms)
+    several("--batch", to="batch_sizes", type=int, metavar="N", help="default: all")
+    some = {"choices": EXPERIMENTS, "metavar": "NAME", "help": ", ".join(EXPERIMENTS)}
+    several("--experiment", to="experiments", **some)
+    several("--model", to="models", metavar="NAME", help="vgg16, resnet50, ... (default: all)")
     length = parser.add_mutually_exclusive_group()
-    length.add_argument(
-        "--iteration",
-        "--iterations",
-        type=int,
-        dest="iterations",
-        metavar="N",
-        help="runs of N iterations only; runs of different length do not go into one line",
-    )
-    length.add_argument(
-        "--epochs",
-        type=float,
-        metavar="N",
-        help="runs of N epochs only, however many iterations these are",
-    )
-    add(
-        "--plot_std",
-        "--plot-std",
-        action="store_true",
-        help="time and memory with error bars too: the standard deviation of the repeats",
-    )
+    alike = "runs of N iterations only; runs of different length do not go into one line"
+    names = ("--iteration", "--iterations")
+    length.add_argument(*names, type=int, dest="iterations", metavar="N", help=alike)
+    alike = "runs of N epochs only, however many iterations these are"
+    length.add_argument("--epochs", type=float, metavar="N", help=alike)
+    add, std = parser.add_argument, "time and memory with error bars: the repeats' deviation"
+    add("--plot_std", "--plot-std", action="store_true", help=std)
     add("--published", action="store_true", help="draw the published figures instead of own ones")
     add("--results", type=Path, default=Path("results"), metavar="DIR", help="default: %(default)s")
-    add(
-        "--output",
-        type=Path,
-        metavar="DIR",
-        help="folder for the figures (default: figures in the folder of the results); published "
-        "ones go into published in there",
-    )
+    where = "folder for the figures (default: figures in that of the results); published ones go "
+    add("--output", type=Path, metavar="DIR", help=where + "into published in there")
 
 
 def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
-    """Do what `args` say and return the exit status: 2, after a line of why, if that cannot be.
-
-    Nothing is written unless all figures could be drawn.
-    """
+    """Do what `args` say and return the exit status. Nothing is written unless all could be
+    drawn."""
     if importlib.util.find_spec("matplotlib") is None:
         print(f"{parser.prog}: matplotlib missing: {_INSTALL}", file=sys.stderr)
         return 1
@@ -116,11 +85,8 @@ def figure_name(experiment: str, model: str, what: str) -> str:
 
 
 def save(figures: dict[str, Figure], folder: Path) -> list[Path]:
-    """Write `figures`, by name, into `folder` as PNG and SVG: all of them, or none if that fails.
-
-    Returns:
-        the files.
-    """
+    """Write `figures`, by name, into `folder` as PNG and SVG: all of them, or none if that
+    fails."""
     import matplotlib
 
     contents = {}
@@ -150,24 +116,20 @@ def _rows(args: argparse.Namespace, warn: Callable[[str], object]) -> list[resul
     return rows
 
 
-# The end of the files' name, the function of `plots` that draws them, and its options.
-_AGAINST_BATCH = (("Time", "time_against_batch", {}), ("Memory", "memory_against_batch", {}))
-_WITH_DEVIATIONS = tuple(
-    (f"{what} (std)", function, {"std": True}) for what, function, _ in _AGAINST_BATCH
-)
-_FURTHER = (
-    ("Speed-up", "speedup", {}),
-    ("Accuracy", "accuracy_against_time", {}),
-    ("Loss scale", "loss_scale", {}),
-)
+# The end of the files' name, and the function of `plots` that draws them.
+_AGAINST_BATCH = {"Time": "time_against_batch", "Memory": "memory_against_batch"}
+_FURTHER = {"Speed-up": "speedup", "Accuracy": "accuracy_against_time", "Loss scale": "loss_scale"}
 
 
 def _drawn(rows: Sequence[results.Row], args: argparse.Namespace) -> dict[str, Figure]:
     """Every kind of figure for every model; without those for which the results hold nothing."""
     from ampfuse.experiments import plots
 
-    kinds = (*_AGAINST_BATCH, *(_WITH_DEVIATIONS if args.plot_std or args.published else ()))
-    kinds += () if args.published else _FURTHER
+    kinds = [(what, function, {}) for what, function in _AGAINST_BATCH.items()]
+    if args.plot_std or args.published:
+        kinds += [(f"{what} (std)", function, {"std": True}) for what, function, _ in kinds]
+    if not args.published:
+        kinds += [(what, function, {}) for what, function in _FURTHER.items()]
     of = "epochs" if args.epochs is not None else "iterations"
     figures = {}
     for experiment, model in dict.fromkeys((row.experiment, row.model) for row in rows):

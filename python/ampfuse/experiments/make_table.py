@@ -12,9 +12,6 @@ the published ones. Every row says whose it is.
 from __future__ import annotations
 
 import argparse
-import csv
-import io
-import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -40,12 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("recipe", choices=sorted(PUBLISHED_FILES), help="which table")
     add("--results", type=Path, default=Path("results"), metavar="DIR", help="default: %(default)s")
-    add(
-        "--csv",
-        type=Path,
-        metavar="FILE",
-        help="write the own rows there too, with hardware, versions, date, means and deviations",
-    )
+    rows = "write the own rows there too, with hardware, versions, date, means and deviations"
+    add("--csv", type=Path, metavar="FILE", help=rows)
     add("--no-published", action="store_true", help="own rows only")
 
 
@@ -65,24 +58,21 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     except (UsageError, OSError) as error:
         warn(f"error: {error}")
         return 2
-    try:
-        print(table(args.recipe, [*theirs, *own]), flush=True)
-    except BrokenPipeError:  # `| head` has seen enough; nor is there anyone to hear of that at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    print(table(args.recipe, [*theirs, *own]))
     return 0
 
 
 def _own_rows(args: argparse.Namespace, warn: Callable[[str], None]) -> list[Row]:
     """The measured rows of the recipe. None is an error only where nothing else was asked for."""
     how = f"python -m ampfuse.experiments.{_TRAINERS[args.recipe]} --recipe {args.recipe}"
-    rows = []
-    reason = f"{args.results}: no such folder"
-    if args.results.is_dir() or str(args.results) != "results":
+    if not args.results.is_dir() and str(args.results) == "results":
+        everything, reason = [], f"{args.results}: no such folder"
+    else:
         everything = measured(args.results, skipped=warn)
-        rows = [row for row in everything if row.recipe == args.recipe]
         recipes = sorted({row.recipe for row in everything if row.recipe})
         there = f", only of {', '.join(recipes)}" if recipes else ""
         reason = f"{args.results}: no results of {args.recipe}{there}"
+    rows = [row for row in everything if row.recipe == args.recipe]
     if not rows and (args.csv or args.no_published):
         raise ResultsError(f"{reason}; train first: {how}")
     if not rows:
@@ -121,14 +111,9 @@ def _explanation(rows: Sequence[Row]) -> list[str]:
     ]
 
 
-# ---- cells ---------------------------------------------------------------------------------------
-
-
 def _gpu(row: Row) -> str:
     """The label, and the device's own name where that says more."""
-    if not row.runs or row.gpu == row.device:
-        return row.gpu
-    return f"{row.gpu} ({row.device})"
+    return row.gpu if row.gpu == row.device else f"{row.gpu} ({row.device})"
 
 
 def _note(row: Row) -> str:
@@ -178,42 +163,41 @@ def _rounded(value: float | Stat | None, digits: int) -> str:
     if isinstance(value, Stat):
         spread = "" if value.std is None else f" ± {_rounded(value.std, digits)}"
         return _rounded(value.mean, digits) + spread
-    text = f"{value:.{digits}f}"
-    return text.rstrip("0").rstrip(".") if "." in text else text
+    return f"{round(value, digits):f}".rstrip("0").rstrip(".")
 
 
-def _per_epoch(row: Row) -> float | None:
-    return row.time_s.mean / row.epochs if row.time_s and row.epochs else None
+def _shown(name: str, digits: int | None = None) -> Callable[[Row], str]:
+    """A cell with a field of the row, rounded to so many `digits`."""
+    if digits is None:
+        return lambda row: _plain(getattr(row, name))
+    return lambda row: _rounded(getattr(row, name), digits)
 
 
 # Headers, and what stands below them.
 _CELLS: dict[str, Callable[[Row], str]] = {
     "source": lambda row: "published" if row.source == "published" else "measured here",
-    "platform": lambda row: row.platform,
+    "platform": _shown("platform"),
     "environment": lambda row: row.platform or f"pytorch-{row.conditions['torch']}",
     "GPU": _gpu,
-    "model": lambda row: row.model,
-    "workload": lambda row: row.model,
-    "method": lambda row: row.method,
-    "level": lambda row: row.method,
-    "precision": lambda row: row.method,
-    "optimizer": lambda row: row.optimizer,
-    "batch size": lambda row: _plain(row.batch_size),
-    "batches": lambda row: _plain(row.iterations),
-    "iterations": lambda row: _plain(row.iterations),
-    "epochs": lambda row: _plain(row.epochs),
-    "accuracy, %": lambda row: _rounded(row.accuracy_pct, 2),
-    "val accuracy, %": lambda row: _rounded(row.accuracy_pct, 2),
+    **dict.fromkeys(("model", "workload"), _shown("model")),
+    **dict.fromkeys(("method", "level", "precision"), _shown("method")),
+    "optimizer": _shown("optimizer"),
+    "batch size": _shown("batch_size"),
+    **dict.fromkeys(("batches", "iterations"), _shown("iterations")),
+    "epochs": _shown("epochs"),
+    **dict.fromkeys(("accuracy, %", "val accuracy, %"), _shown("accuracy_pct", 2)),
     "time, s": lambda row: _rounded(row.time_s, 3 if row.recipe == "e5" else 2),
-    "time per epoch, s": lambda row: _rounded(_per_epoch(row), 2),
-    "memory, MB": lambda row: _rounded(row.memory_mb, 2),
+    "time per epoch, s": lambda row: _rounded(
+        row.time_s.mean / row.epochs if row.time_s and row.epochs else None, 2
+    ),
+    "memory, MB": _shown("memory_mb", 2),
     "memory, bytes": lambda row: _rounded(row.memory_mb and row.memory_mb.mean * 1e6, 0),
-    "images/s mean": lambda row: _rounded(row.images_per_s, 3),
-    "min": lambda row: _rounded(row.images_per_s_min, 3),
-    "max": lambda row: _rounded(row.images_per_s_max, 3),
-    "loss last": lambda row: _rounded(row.loss_last, 4),
-    "loss mean": lambda row: _rounded(row.loss_mean, 4),
-    "n": lambda row: _plain(row.n),
+    "images/s mean": _shown("images_per_s", 3),
+    "min": _shown("images_per_s_min", 3),
+    "max": _shown("images_per_s_max", 3),
+    "loss last": _shown("loss_last", 4),
+    "loss mean": _shown("loss_mean", 4),
+    "n": _shown("n"),
     "note": _note,
 }
 # The columns of each table, between the first, source, and the last two, n and note.
@@ -230,18 +214,13 @@ _COLUMNS = {
 
 def _write_csv(path: Path, rows: Sequence[Row]) -> None:
     """One line per row, all that :meth:`Row.record` knows; columns in its order."""
-    records = [{name: _one_line(value) for name, value in row.record().items()} for row in rows]
-    columns = dict.fromkeys(name for record in records for name in record)
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(columns), restval="", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(records)
+    import pandas
+
+    # As objects: whole numbers stay whole beside empty cells.
+    table = pandas.DataFrame([row.record() for row in rows], dtype=object)
+    table = table.map(lambda value: " ".join(value.split()) if isinstance(value, str) else value)
     with atomic(path) as file:
-        file.write(text.getvalue().encode())
-
-
-def _one_line(value: object) -> object:
-    return " ".join(value.split()) if isinstance(value, str) else value
+        table.to_csv(file, index=False, lineterminator="\n")
 
 
 def main(argv: list[str] | None = None, prog: str | None = None) -> int:

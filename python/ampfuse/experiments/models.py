@@ -7,24 +7,13 @@ They start from random weights, drawn from torch's global generator.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-NAMES = {
-    "vgg16": "VGG16 with BatchNorm and one linear layer as head (torchvision)",
-    "wrn28_10": "Wide-ResNet-28-10; any wrn<depth>_<width> with a depth of 6n + 4",
-    "seresnext50_32x4d": "SE-ResNeXt50-32x4d (timm)",
-    "densenet161": "DenseNet161 (torchvision)",
-    "resnet18": "ResNet-18 (torchvision)",
-    "resnet34": "ResNet-34 (torchvision)",
-    "resnet50": "ResNet-50 (torchvision)",
-    "mnist_cnn": "two convolutions and two linear layers, as in PyTorch's MNIST example",
-    "mlp": "three square linear layers with ReLU between, as in PyTorch's AMP recipe",
-}
+NAMES = ("vgg16", "wrn28_10", "seresnext50_32x4d", "densenet161")  # of cifar
+NAMES += ("resnet18", "resnet34", "resnet50", "mnist_cnn", "mlp")
 
 
 def build(
@@ -35,29 +24,20 @@ def build(
     Arguments:
         name: one of :data:`NAMES`, or ``wrn<depth>_<width>``.
         classes: scores per image. ``mlp`` has ``channels * image_size**2`` whatever this says.
-        channels: of the images; 1 for grey ones, 3 for colour.
-        image_size: height and width of the images in pixels.
         dropout: probability in every dropout layer; None leaves the network's own (``mnist_cnn``:
             0.25 and 0.5; none elsewhere).
 
     Raises:
-        ValueError: no such name, images too small for it, or dropout where there is no place for
-            it. The message is one line.
+        ValueError: no such name, or dropout where there is no place for it.
     """
-    if dropout is not None and not 0 <= dropout < 1:
-        raise ValueError(f"dropout {dropout}: a probability from 0 to below 1")
     wide = re.fullmatch(r"wrn(\d+)_(\d+)", name)
     if name not in NAMES and not wide:
         raise ValueError(
             f"unknown model {name!r}: the models are {', '.join(NAMES)} and other "
             "wrn<depth>_<width>, as wrn16_4"
         )
-    if dropout and name in _WITHOUT_DROPOUT:
+    if dropout and name in ("resnet18", "resnet34", "resnet50", "mlp"):
         raise ValueError(f"dropout {dropout}: {name} has no dropout")
-    if image_size < _SMALLEST.get(name, 1):
-        raise ValueError(
-            f"images of {image_size} pixels: {name} takes {_SMALLEST[name]} pixels at least"
-        )
     if wide:
         return WideResNet(int(wide[1]), int(wide[2]), classes, channels, dropout or 0.0)
     if name == "mnist_cnn":
@@ -67,31 +47,19 @@ def build(
         return mlp(channels * image_size**2)
     if name == "vgg16":
         return vgg16(classes, channels, dropout or 0.0)
+    more = {} if name.startswith("resnet") else {"drop_rate": dropout or 0.0}
     if name == "seresnext50_32x4d":
         import timm
 
-        return timm.create_model(
-            name, num_classes=classes, in_chans=channels, drop_rate=dropout or 0.0
-        )
+        return timm.create_model(name, num_classes=classes, in_chans=channels, **more)
     import torchvision
 
-    make: Callable[..., Any] = getattr(torchvision.models, name)
-    if name == "densenet161":
-        model = make(num_classes=classes, drop_rate=dropout or 0.0)
-        _take_channels(model.features.conv0, channels)
-    else:
-        model = make(num_classes=classes)
-        _take_channels(model.conv1, channels)
+    model = getattr(torchvision.models, name)(num_classes=classes, **more)
+    _take_channels(model.features.conv0 if name == "densenet161" else model.conv1, channels)
     return model
 
 
-_WITHOUT_DROPOUT = ("resnet18", "resnet34", "resnet50", "mlp")
-# Below these a layer would be left without a pixel.
-_SMALLEST = {"vgg16": 32, "densenet161": 29, "mnist_cnn": 6}
-
-
 def _take_channels(conv: nn.Conv2d, channels: int) -> None:
-    """Let a first convolution, which takes three channels, take `channels`, with new weights."""
     if channels != conv.in_channels:
         conv.in_channels = channels
         shape = (conv.out_channels, channels, *conv.kernel_size)
@@ -108,10 +76,7 @@ def _initialise(conv: nn.Conv2d) -> None:
 
 
 def vgg16(classes: int, channels: int, dropout: float) -> nn.Sequential:
-    """VGG16 for small images: the convolutions with BatchNorm, then a single linear layer.
-
-    At 32 pixels one is left of the image after the last pooling; of larger ones the mean is taken.
-    """
+    """VGG16 for small images: the convolutions with BatchNorm, then a single linear layer."""
     from torchvision.models import vgg
 
     # Of vgg16_bn() nine tenths would be the large head, built for nothing.
@@ -126,11 +91,8 @@ def vgg16(classes: int, channels: int, dropout: float) -> nn.Sequential:
 
 
 class WideResNet(nn.Module):
-    """Wide residual network (Zagoruyko and Komodakis, 2016): few layers, many channels.
-
-    Three stages of pre-activation blocks with 16, 32 and 64 times `width` channels; the second and
-    third halve the image. Dropout is between the two convolutions of a block.
-    """
+    """Wide residual network (Zagoruyko and Komodakis, 2016): three stages of pre-activation blocks
+    with 16, 32 and 64 times `width` channels; the second and third halve the image."""
 
     def __init__(
         self, depth: int, width: int, classes: int, channels: int, dropout: float = 0.0
@@ -189,10 +151,7 @@ class _WideBlock(nn.Module):
 def mnist_cnn(
     classes: int, channels: int, image_size: int, dropout1: float, dropout2: float
 ) -> nn.Sequential:
-    """The small network of PyTorch's MNIST example, ending in scores instead of log-probabilities.
-
-    1,199,882 parameters for grey images of 28 pixels and ten classes.
-    """
+    """The small network of PyTorch's MNIST example, ending in scores."""
     return nn.Sequential(
         nn.Conv2d(channels, 32, kernel_size=3),
         nn.ReLU(inplace=True),

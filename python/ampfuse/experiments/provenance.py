@@ -45,12 +45,11 @@ def _device(device: torch.device) -> dict[str, Any]:
 
 
 def _environment() -> dict[str, Any]:
-    """Versions of what has a part in the numbers; None where something is not there."""
+    """Versions of what has a part in the numbers."""
     return {
         "torch": str(torch.__version__),
         "ampfuse": ampfuse.__version__,
-        "torchvision": _version("torchvision"),
-        "timm": _version("timm"),
+        **{name: metadata.version(name) for name in ("torchvision", "timm")},
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version() if torch.cuda.is_available() else None,
         "python": platform.python_version(),
@@ -58,12 +57,6 @@ def _environment() -> dict[str, Any]:
         "cpu": env.cpu_model(),
         "git": _git_revision(),
     }
-
-
-def _version(package: str) -> str | None:
-    with contextlib.suppress(metadata.PackageNotFoundError):
-        return metadata.version(package)
-    return None
 
 
 def _git_revision() -> str | None:
@@ -83,44 +76,26 @@ def _git_revision() -> str | None:
     return None
 
 
-# Words in the names of torch's operations, and what they stand for. The first that fits counts.
-_CONVOLUTIONS = {
-    "cudnn_convolution": "cudnn",
-    "miopen_convolution": "miopen",
-    "mkldnn_convolution": "onednn",
-    "_conv_depthwise": "native",
-    "slow_conv": "native",
-    "thnn_conv": "native",
-    "convolution_overrideable": "other",
+# In the names of torch's operations. The first that fits counts.
+_SERVERS = {
+    "convolution": "cudnn_convolution miopen_convolution mkldnn_convolution _conv_depthwise "
+    "slow_conv thnn_conv",
+    "batch_norm": "cudnn_batch_norm miopen_batch_norm native_batch_norm batch_norm_elemt",
 }
-_BATCH_NORMS = {
-    "cudnn_batch_norm": "cudnn",
-    "miopen_batch_norm": "miopen",
-    "native_batch_norm": "native",
-    "batch_norm_elemt": "native",
-}
+_LIBRARIES = {"cudnn": "cudnn", "miopen": "miopen", "mkldnn": "onednn"}  # else torch's own
 
 
 def kernels_used(step: Callable[[], object], device: torch.device) -> dict[str, Any]:
-    """Run `step` once and see who served its convolutions and batch norms.
-
-    Returns:
-        ``cudnn`` (its version, or None on the CPU), ``convolution`` and ``batch_norm``: "cudnn",
-        "onednn", "native", ... or None where the step has none.
-    """
+    """Run `step` once and see who served its convolutions and batch norms: "cudnn", "onednn",
+    "native", ... or None where the step has none."""
     cuda = device.type == "cuda"
     activities = [torch.profiler.ProfilerActivity.CPU]
     activities += [torch.profiler.ProfilerActivity.CUDA] if cuda else []
     with silent_stderr(), torch.profiler.profile(activities=activities) as profiler:
         step()
-    names = {event.key for event in profiler.key_averages()}
-
-    def server(words: dict[str, str]) -> str | None:
-        found = (who for word, who in words.items() if any(word in name for name in names))
-        return next(found, None)
-
-    return {
-        "cudnn": torch.backends.cudnn.version() if cuda else None,
-        "convolution": server(_CONVOLUTIONS),
-        "batch_norm": server(_BATCH_NORMS),
-    }
+    names = " ".join(event.key for event in profiler.key_averages())
+    used: dict[str, Any] = {"cudnn": torch.backends.cudnn.version() if cuda else None}
+    for what, words in _SERVERS.items():
+        found = next((word for word in words.split() if word in names), None)
+        used[what] = found and _LIBRARIES.get(found.split("_")[0], "native")
+    return used

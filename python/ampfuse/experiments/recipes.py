@@ -137,13 +137,8 @@ RECIPES: tuple[Recipe, ...] = (
 
 @dataclasses.dataclass(frozen=True)
 class Trainer:
-    """One command: its name, what it trains, and what differs from its siblings.
-
-    Attributes:
-        model_names: those that ``--model`` takes; a pattern may stand for several.
-        image_size: default of ``--image-size``.
-        closing_lines: end with the two lines that E5's scripts printed.
-    """
+    """One command: its name, what it trains, and what differs from its siblings. `closing_lines`:
+    it ends with the two lines that E5's scripts printed."""
 
     name: str
     title: str

@@ -51,35 +51,24 @@ class Record:
 
     def end_epoch(self, epoch: int, test: dict[str, Any] | None) -> None:
         """An epoch (from 1) has ended, evaluated or not."""
-        self.epoch_log.append(
-            {
-                "epoch": epoch,
-                "train_time_s": self.time_s - self.epoch_start_s,
-                "train_loss": mean_of_finite(self.losses[self.epoch_start :]),
-                "test_loss": test and test["loss"],
-                "test_accuracy": test and test["accuracy"],
-            }
-        )
+        loss, time_s = mean_of_finite(self.losses[self.epoch_start :]), self.time_s
+        entry = {"epoch": epoch, "train_time_s": time_s - self.epoch_start_s, "train_loss": loss}
+        entry |= {f"test_{name}": test and test[name] for name in ("loss", "accuracy")}
+        self.epoch_log.append(entry)
         self.epoch_start, self.epoch_start_s = len(self.losses), self.time_s
 
     def summary(self, images_per_step: int) -> dict[str, Any]:
         """The fields of a result that come of steps; times of those that were timed."""
         times, speed, step_time = self.step_ms, None, None
         if times:
-            speed = {
-                "mean": images_per_step * len(times) / self.time_s,
-                "min": images_per_step / max(times) * 1e3,
-                "max": images_per_step / min(times) * 1e3,
-            }
             fifths = (
                 statistics.quantiles(times, n=5, method="inclusive") if times[1:] else times * 4
             )
-            step_time = {
-                "median": statistics.median(times),
-                "p20": fifths[0],
-                "p80": fifths[3],
-                "mean": statistics.fmean(times),
-            }
+            mean = statistics.fmean(times)
+            step_time = {"median": statistics.median(times), "p20": fifths[0], "p80": fifths[3]}
+            step_time["mean"] = mean
+            speeds = {"mean": mean, "min": max(times), "max": min(times)}
+            speed = {name: images_per_step / ms * 1e3 for name, ms in speeds.items()}
         last = self.losses[-1] if self.losses else None
         return {
             "timed_iterations": len(times),
@@ -87,9 +76,7 @@ class Record:
             "images_per_s": speed,
             "step_time_ms": step_time,
             "train_loss": {"last": last, "mean": mean_of_finite(self.losses)},
-            "test": self.test,
-            "epoch_log": self.epoch_log,
-            "skipped_steps": self.skipped_steps,
+            **{name: getattr(self, name) for name in ("test", "epoch_log", "skipped_steps")},
             "memory_bytes": self.memory_bytes,
             "started": self.started,
         }
@@ -143,8 +130,7 @@ class RunResult:
 
     @classmethod
     def of(cls, config: RunConfig, **measured: Any) -> RunResult:
-        """The result of a run of `config` that ends now; `measured` are the fields it does not
-        settle."""
+        """The result of a run of `config` that ends now; `measured` is the rest of the fields."""
         names = ("experiment", "recipe", "model", "arm", "method", "loop", "batch_size", "repeat")
         switches = ("channels_last", "cudnn_benchmark", "graph", "compile", "deterministic")
         rule = ("lr", "momentum", "weight_decay", "clip", "schedule", "warmup")
@@ -200,8 +186,7 @@ class RunResult:
     @functools.cached_property
     def conditions(self) -> dict[str, Any]:
         """All that two runs must share to be repeats of each other, except `experiment`, `model`,
-        `gpu`, `method`, `batch_size` and their length. Plain values by name.
-        """
+        `gpu`, `method`, `batch_size` and their length. Plain values by name."""
         source = self.data.get("source")
         conditions = {
             "arm": self.arm,
@@ -216,24 +201,17 @@ class RunResult:
             **{name: value for name, value in self.optimizer.items() if name != "name"},
             **(self.policy or {}),
             "device": self.device["name"],
-            "torch": self.environment.get("torch"),
-            "ampfuse": self.environment.get("ampfuse"),
+            **{name: self.environment.get(name) for name in ("torch", "ampfuse")},
         }
-        return {
-            name: json.dumps(value) if isinstance(value, (dict, list)) else value
-            for name, value in conditions.items()
-        }
+        nested = {n: json.dumps(v) for n, v in conditions.items() if isinstance(v, (dict, list))}
+        return conditions | nested
 
     def log(self, kind: str) -> list[dict[str, Any]]:
-        """The lines of that `kind` ("interval" or "evaluation") in the run's .jsonl, by step.
-
-        Empty if there is no log. A line that was cut off, the last of a killed run, is left out.
-        """
+        """The lines of that `kind` ("interval" or "evaluation") in the run's .jsonl, by step."""
         path = self.path and self.path.with_suffix(".jsonl")
+        lines = path.read_text("utf-8", "replace").splitlines() if path and path.exists() else ()
         by_step = {}
-        for text in (
-            path.read_text("utf-8", "replace").splitlines() if path and path.exists() else ()
-        ):
+        for text in lines:
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 line = json.loads(text)
                 if line["kind"] == kind:

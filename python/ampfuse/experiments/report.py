@@ -70,35 +70,27 @@ def line(result: RunResult, *, of_several_batches: bool = False) -> str:
 
 def table(results: Sequence[RunResult]) -> str:
     """All runs, the repeats of an arm together: means, and standard deviations of several."""
-    batches = {result.batch_size for result in results}
+    several = len({result.batch_size for result in results}) > 1
     is_rss = any(result.memory_kind == "process RSS" for result in results)
     grid = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    grid.add_column("method", no_wrap=True)
-    for name in (
-        *(["batch\nsize"] if len(batches) > 1 else []),
-        "step\nms",
-        "speed\nimages/s",
-        "against\nfp32",
-        f"memory\nMB{'*' * is_rss}",
-        "train\nloss",
-        "accuracy\n%",
-        "steps\nskipped",
-        "final\nscale",
-    ):
-        grid.add_column(name, justify="right", no_wrap=True)
+    names = "method|batch_size" if several else "method"
+    names += f"|step_ms|speed_images/s|against_fp32|memory_MB{'*' * is_rss}|train_loss|accuracy_%"
+    for name in f"{names}|steps_skipped|final_scale".split("|"):
+        justify = "left" if name == "method" else "right"
+        grid.add_column(name.replace("_", "\n"), justify=justify, no_wrap=True)
     groups: dict[tuple[int, str], list[RunResult]] = {}
     for result in results:
         groups.setdefault((result.batch_size, result.method), []).append(result)
     for (batch, method), runs in groups.items():
-        names = [method, str(batch)] if len(batches) > 1 else [method]
+        head = [method, str(batch)] if several else [method]
         sound = [run for run in runs if not run.diverged]
         if not sound:
-            grid.add_row(*names, "diverged", *[""] * 7)
+            grid.add_row(*head, "diverged")
             continue
         ms = _step_ms(sound)
         base = _step_ms(groups.get((batch, "fp32")) or groups.get((batch, "FP32")) or [])
         grid.add_row(
-            *names,
+            *head,
             _spread(ms, "{:,.1f}".format),
             _spread(Stat.of(run.figure("images_per_s", "mean") for run in sound), _rate),
             f"{base.mean / ms.mean:.2f}x" if base and ms else "",
@@ -111,23 +103,19 @@ def table(results: Sequence[RunResult]) -> str:
     text = io.StringIO()
     Console(file=text, width=110, force_jupyter=False).print(grid)
     meanings = {method: f"{method}: {_meaning(runs[0])}" for (_, method), runs in groups.items()}
-    notes = list(meanings.values())
-    if is_rss:
-        notes.append("* resident memory of the process, with Python, libraries and data")
-    return text.getvalue() + "\n".join(notes)
+    rss = ["* resident memory of the process, with Python, libraries and data"] * is_rss
+    return text.getvalue() + "\n".join([*meanings.values(), *rss])
 
 
 def closing_lines(results: Sequence[RunResult]) -> str:
     """The two lines that the scripts of E5 ended with, for each run."""
-    lines = []
-    for result in results:
-        if result.diverged:
-            continue
-        if len(results) > 1:
-            lines.append(f"{result.method}:")
-        lines.append(f"Total execution time = {result.train_time_s:.3f} sec")
-        lines.append(f"Max memory used by tensors = {result.memory_bytes} bytes")
-    return "\n".join(lines)
+    return "\n".join(
+        (f"{result.method}:\n" if len(results) > 1 else "")
+        + f"Total execution time = {result.train_time_s:.3f} sec\n"
+        + f"Max memory used by tensors = {result.memory_bytes} bytes"
+        for result in results
+        if not result.diverged
+    )
 
 
 def _meaning(result: RunResult) -> str:

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ampfuse import env
-from ampfuse.command_line import positive
 from ampfuse.experiments import legacy_flags
 from ampfuse.experiments.arms import check_device, has_tf32
 from ampfuse.experiments.config import ARMS, FLAGS, LEVELS, RunConfig, UsageError
@@ -20,21 +19,22 @@ if TYPE_CHECKING:
     from ampfuse.experiments.recipes import Trainer
 
 _MADE_UP = ("digits", "synthetic")  # data that are no folder
+_SCALED = ("amp-fp16", *LEVELS[1:])  # the arms that have a loss scale
 
 
 def resolve(
     args: argparse.Namespace, trainer: Trainer, device: torch.device
 ) -> tuple[list[RunConfig], list[str]]:
-    """The runs that `args` ask for, in order, and notes on what was chosen for the user.
-
-    Raises:
-        UsageError: flags that contradict each other or the machine.
-    """
+    """The runs that `args` ask for, in order, and notes on what was chosen for the user."""
     legacy_flags.translate(args)
     arms = _arms(args, device)
-    _refuse_impossible(args, device)
-    given = {name: value for name, value in vars(args).items() if name in FLAGS}
-    given = {name: value for name, value in given.items() if value is not None}
+    if args.graph and device.type != "cuda":
+        raise UsageError("--graph: a CUDA graph needs a GPU; leave it out on a CPU")
+    if args.graph and args.compile:
+        raise UsageError("--graph and --compile: choose one; torch.compile has graphs of its own")
+    if args.sync_bn and device.type != "cuda":
+        raise UsageError("--sync_bn: torch synchronizes batch norm between GPUs only")
+    given = {name: getattr(args, name) for name in FLAGS if getattr(args, name) is not None}
     configs: list[RunConfig] = []
     notes: dict[str, None] = {}
     for batch_size in given.pop("batch_size", [None]):
@@ -53,17 +53,7 @@ def resolve(
     return configs, list(notes)
 
 
-def _refuse_impossible(args: argparse.Namespace, device: torch.device) -> None:
-    if args.graph and device.type != "cuda":
-        raise UsageError("--graph: a CUDA graph needs a GPU; leave it out on a CPU")
-    if args.graph and args.compile:
-        raise UsageError("--graph and --compile: choose one; torch.compile has graphs of its own")
-    if args.sync_bn and device.type != "cuda":
-        raise UsageError("--sync_bn: torch synchronizes batch norm between GPUs only")
-
-
 def _arms(args: argparse.Namespace, device: torch.device) -> list[str]:
-    """In the order asked for."""
     names = [name for group in args.arm or [] for name in group.split(",")]
     if not names:
         names = ["fp32", "O2" if device.type == "cuda" else "O5"]
@@ -103,7 +93,10 @@ def _config(
         if _LENGTH & given.keys():
             reduced = {name: reduced[name] for name in reduced if name not in _LENGTH}
         settings = {"print_freq": 5, **_over(settings, reduced)}
-        note = _note_of_sizes(reduced)
+        sizes = ", ".join(f"{n.replace('_', ' ')} {reduced[n]}" for n in reduced if n != "repeats")
+        if sizes:
+            note = f"No GPU: sizes that suit a CPU ({sizes}); --batch-size, --iterations and "
+            note += "--epochs choose others."
     if "epochs" in given and "iterations" not in given:
         settings |= recipe.by_epochs
     settings = _over(settings, given)
@@ -126,7 +119,7 @@ def _config(
         "data": data,
         "arm": arm,
         "method": args.method or arm,
-        "loss_scale": _loss_scale(args.loss_scale, arm),
+        "loss_scale": args.loss_scale if arm in _SCALED else None,
         "keep_batchnorm_fp32": args.keep_batchnorm_fp32 if arm in ("O2", "O3", "O5") else None,
     }
     return RunConfig(**settings), note
@@ -148,25 +141,3 @@ def _over(settings: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any
     """`settings` with `more` over them; a length, in epochs or iterations, replaces any other."""
     replaced = _LENGTH if _LENGTH & more.keys() else set()
     return {name: value for name, value in settings.items() if name not in replaced} | {**more}
-
-
-def _note_of_sizes(reduced: Mapping[str, Any]) -> str | None:
-    sizes = [f"{name.replace('_', ' ')} {reduced[name]}" for name in reduced if name != "repeats"]
-    if not sizes:
-        return None
-    return (
-        f"No GPU: sizes that suit a CPU ({', '.join(sizes)}); "
-        "--batch-size, --iterations and --epochs choose others."
-    )
-
-
-def _loss_scale(wish: str | float | None, arm: str) -> float | str | None:
-    """The scale for `arm`, None for those that do not scale losses."""
-    if wish not in (None, "dynamic"):
-        try:
-            wish = positive(str(wish))
-        except (ValueError, argparse.ArgumentTypeError):
-            said = f'--loss-scale {wish}: give a positive number or "dynamic"'
-            raise UsageError(said) from None
-    scales = arm == "amp-fp16" or (arm in LEVELS and arm != "O0")
-    return wish if scales else None  # type: ignore[return-value]

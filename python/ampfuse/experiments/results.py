@@ -60,19 +60,9 @@ class Stat:
 class Row:
     """One configuration: a published line, or all repeats of a measured one.
 
-    A figure is None where nobody noted it. Runs that diverged count for the memory alone; a row of
-    nothing else has no length.
-
-    Attributes:
-        source: "published" or "measured".
-        recipe: "e1" to "e5", or None.
-        platform: where it was published to have run ("colab", "pytorch-0.4.1").
-        time_s: training time of `iterations`, in seconds.
-        memory_mb: in units of 10^6 bytes.
-        images_per_s: mean of the runs' means; ``images_per_s_min`` and ``_max``: of all steps.
-        n: how many runs; None where a write-up does not say.
-        conditions: see :class:`RunResult`; empty if published.
-        note: why it has no figures, in words.
+    A figure is None where nobody noted it; `conditions` (see :class:`RunResult`) are empty if
+    published, and `n` is None where a write-up does not say. Runs that diverged count for the
+    memory alone; a row of nothing else has no length.
     """
 
     source: str
@@ -106,7 +96,7 @@ class Row:
 
     @property
     def diverged(self) -> bool:
-        """All of it; a row of which some runs diverged has figures of the others."""
+        """All of it."""
         return bool(self.runs) and all(run.diverged for run in self.runs)
 
     @property
@@ -120,18 +110,17 @@ class Row:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.name in _STATS:
-                flat[f"{field.name}_mean"] = value and value.mean
-                flat[f"{field.name}_std"] = value and value.std
+                flat |= {
+                    f"{field.name}_{of}": value and getattr(value, of) for of in ("mean", "std")
+                }
             elif field.name not in ("conditions", "runs"):
                 flat[field.name] = value
         if self.runs:
             last = max(self.runs, key=lambda run: run.finished)
-            flat["device"] = self.device
-            flat.update(self.conditions)
-            flat["memory_kind"] = last.memory_kind
-            flat["diverged"] = sum(run.diverged is not None for run in self.runs)
-            for name in ("cpu", "cuda", "python", "git"):
-                flat[name] = last.environment.get(name)
+            diverged = sum(run.diverged is not None for run in self.runs)
+            flat |= {"device": self.device, **self.conditions}
+            flat |= {"memory_kind": last.memory_kind, "diverged": diverged}
+            flat |= {n: last.environment.get(n) for n in ("cpu", "cuda", "python", "git")}
             flat["date"] = last.finished
         return flat
 
@@ -146,22 +135,14 @@ def frame(rows: Iterable[Row]) -> pandas.DataFrame:
     return pandas.DataFrame([row.record() for row in rows])
 
 
-# ---- result files --------------------------------------------------------------------------------
-
-
 def measured(
     folder: str | Path = "results", skipped: Callable[[str], object] = warnings.warn
 ) -> list[Row]:
     """The rows of all result files below `folder`, repeats taken together.
 
     Repeats have everything but seed and number in common. Of runs that have those in common too,
-    the one that finished last counts: a command given twice is no second sample.
-
-    Arguments:
-        skipped: called with a line of text for every file that cannot be read.
-
-    Raises:
-        ResultsError: `folder` is not there.
+    the one that finished last counts: a command given twice is no second sample. `skipped` is
+    called with a line of text for every file that cannot be read.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -183,19 +164,18 @@ def measured(
 
 def _repeats(runs: Sequence[RunResult]) -> list[list[RunResult]]:
     """`runs` grouped to repeats of each other, the latest of those that are the same run."""
-    lengths: dict[object, set[tuple[int, float]]] = {}
+    lengths: dict[object, set[object]] = {}
     for run in runs:
         if not run.diverged:
             lengths.setdefault(_configuration(run), set()).add((run.iterations, run.epochs))
     groups: dict[object, dict[object, RunResult]] = {}
     for run in sorted(runs, key=lambda run: run.finished):
-        configuration = _configuration(run)
-        length: object = (run.iterations, run.epochs)
+        key, length = _configuration(run), (run.iterations, run.epochs)
         if run.diverged:
             # It was to be as long as its siblings, if they agree. It does not say.
-            siblings = lengths.get(configuration, set())
+            siblings = lengths.get(key, set())
             length = next(iter(siblings)) if len(siblings) == 1 else None
-        groups.setdefault((configuration, length), {})[run.repeat, run.seed] = run
+        groups.setdefault((key, length), {})[run.repeat, run.seed] = run
     return [list(group.values()) for group in groups.values()]
 
 
@@ -210,20 +190,14 @@ def _row_of(runs: Sequence[RunResult]) -> Row:
     sound = [run for run in runs if not run.diverged]
     one, conditions = (sound or runs)[0], runs[0].conditions
 
-    def stat(part: str, name: str) -> Stat | None:
-        return Stat.of(run.figure(part, name) for run in runs)
-
-    def rates(name: str) -> list[float]:
-        figures = (run.figure("images_per_s", name) for run in runs)
-        return [figure for figure in figures if figure is not None]
+    def figures(part: str, name: str) -> list[float]:
+        values = (run.figure(part, name) for run in runs)
+        return [value for value in values if value is not None]
 
     return Row(
+        **{name: getattr(one, name) for name in ("experiment", "model", "gpu", "method")},
         source="measured",
         recipe=conditions["recipe"],
-        experiment=one.experiment,
-        model=one.model,
-        gpu=one.gpu,
-        method=one.method,
         batch_size=one.batch_size,
         iterations=one.iterations if sound else None,
         epochs=one.epochs if sound else None,
@@ -231,11 +205,11 @@ def _row_of(runs: Sequence[RunResult]) -> Row:
         time_s=Stat.of(run.time_s for run in runs),
         memory_mb=Stat.of(run.memory_bytes and run.memory_bytes / 1e6 for run in runs),
         accuracy_pct=Stat.of(run.accuracy_pct for run in runs),
-        images_per_s=stat("images_per_s", "mean"),
-        images_per_s_min=min(rates("min"), default=None),
-        images_per_s_max=max(rates("max"), default=None),
-        loss_last=stat("train_loss", "last"),
-        loss_mean=stat("train_loss", "mean"),
+        images_per_s=Stat.of(figures("images_per_s", "mean")),
+        images_per_s_min=min(figures("images_per_s", "min"), default=None),
+        images_per_s_max=max(figures("images_per_s", "max"), default=None),
+        loss_last=Stat.of(figures("train_loss", "last")),
+        loss_mean=Stat.of(figures("train_loss", "mean")),
         n=len(runs),
         note=_divergence(runs),
         conditions=conditions,
@@ -249,11 +223,8 @@ def _divergence(runs: Sequence[RunResult]) -> str:
         return ""
     what = diverged[0]
     some = "" if len(runs) == 1 else f"{len(diverged)} of {len(runs)} "
-    place = what.get("first") or ", ".join(
-        str(what[name]) for name in ("tensor", "module") if what.get(name)
-    )
-    because = f"{what.get('reason')}" + (f" ({place})" if place else "")
-    return f"{some}diverged in step {what['step']}: {because}"
+    place = f" ({what['first']})" if what.get("first") else ""
+    return f"{some}diverged in step {what['step']}: {what.get('reason')}{place}"
 
 
 def _order(row: Row) -> tuple[object, ...]:
@@ -262,8 +233,6 @@ def _order(row: Row) -> tuple[object, ...]:
     is_original = row.conditions["loop"] == "original"
     return (*head, row.batch_size, row.iterations or 0, is_original, str(row.conditions))
 
-
-# ---- published figures ---------------------------------------------------------------------------
 
 # What a column of the files is called in a row; means and deviations make a Stat.
 _NAMES = {
@@ -279,8 +248,10 @@ _NAMES = {
     "images_per_s_mean": "images_per_s",
     "max_memory_bytes": "memory_mb",
 }
+_NUMBERS = {"batch_size": int, "iterations": int, "epochs": int}
+_NUMBERS |= {"images_per_s_min": float, "images_per_s_max": float}
 # What the files do not repeat in every line.
-_OF_ALL_LINES = {
+_OF_ALL_LINES: dict[str, dict[str, Any]] = {
     "e1": {"model": "vgg16", "iterations": 100, "n": 5},
     "e2": {"model": "wrn28_10"},
     "e3": {},
@@ -306,19 +277,14 @@ def _published_row(recipe: str, line: Mapping[str, str]) -> Row:
         elif name in _STATS:
             unit = 1e-6 if column.endswith("_bytes") else 1.0
             values[name] = Stat(float(text) * unit) if text else None
-        elif name in ("batch_size", "iterations", "epochs"):
-            values[name] = int(text) if text else None
-        elif name in ("images_per_s_min", "images_per_s_max"):
-            values[name] = float(text) if text else None
+        elif kind := _NUMBERS.get(name):
+            values[name] = kind(text) if text else None
         else:
             values[name] = text
     if recipe == "e5":
         values["model"] = values["model"].removeprefix("sample_")
         values["experiment"] = values["model"].removesuffix("_cnn")
     return Row(**values)
-
-
-# ---- selection -----------------------------------------------------------------------------------
 
 
 def select(
@@ -335,13 +301,9 @@ def select(
     """The `rows` that fit; what is left empty does not restrict. Order: as given, then as it was.
 
     A name in `methods` is a method ("FP16") or, where no row has that method, an arm ("O2").
-
-    Raises:
-        ResultsError: a value fits no row, or no row fits all of them. The message says what is
-            there.
+    Raises ResultsError if a value fits no row; the message says what is there.
     """
-    if not rows:
-        raise ResultsError("there are no results yet; train something first, or give --results")
+    chosen = list(rows)
     wishes: tuple[tuple[str, Sequence[Any], Callable[[Row], Any]], ...] = (
         ("--experiment", experiments, lambda row: row.experiment),
         ("--model", models, lambda row: row.model),
@@ -351,24 +313,23 @@ def select(
         ("--iteration", () if iterations is None else (iterations,), lambda row: row.iterations),
         ("--epochs", () if epochs is None else (epochs,), lambda row: row.epochs),
     )
-    chosen = list(rows)
     for option, wanted, of in wishes:
         if not wanted:
             continue
+        is_length = option in ("--iteration", "--epochs")
         there = list(dict.fromkeys(value for value in map(of, chosen) if value is not None))
         if missing := [value for value in wanted if value not in there]:
-            there = sorted(there) if option in _LENGTHS else there
+            there = sorted(there) if is_length else there
             raise ResultsError(
                 f"{option} {listed(missing)}: no such results; there are {listed(there)}"
             )
         fitting = [row for row in chosen if of(row) in wanted]
-        subjects = {(row.experiment, row.model) for row in fitting}
+        models_ = {row.model for row in fitting}
+        # Those that diverged never got that far, and are shown beside those that did.
         chosen = [
             row
             for row in chosen
-            if row in fitting
-            # Those that diverged never got that far, and are shown beside those that did.
-            or (option in _LENGTHS and row.diverged and (row.experiment, row.model) in subjects)
+            if row in fitting or (is_length and row.diverged and row.model in models_)
         ]
     # A sort keeps the order among equals, so the last one here is the first to count.
     if methods:
@@ -384,9 +345,6 @@ def _method_named(row: Row, rows: Sequence[Row], wanted: Sequence[str]) -> str:
     names_a_method = row.arm in {other.method for other in rows}
     by_arm = row.method not in wanted and row.arm in wanted and not names_a_method
     return row.arm if by_arm else row.method
-
-
-_LENGTHS = ("--iteration", "--epochs")
 
 
 def listed(values: Iterable[object]) -> str:

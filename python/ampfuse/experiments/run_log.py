@@ -21,17 +21,8 @@ _ON_THE_BAR = (
 
 
 class RunLog:
-    """Takes every step, and the figures of every interval and evaluation.
-
-    Arguments:
-        path: of the .jsonl, one line of JSON per interval or evaluation, out at once; None for
-            none.
-        title: of the bar, which is shown on a terminal and in a notebook; None for no bar.
-        tensorboard: folder for TensorBoard's files; None for none.
-
-    Raises:
-        UsageError: TensorBoard is not installed.
-    """
+    """Takes every step, and the figures of every interval and evaluation: into the .jsonl at
+    `path`, onto a bar with that `title`, and into the folder `tensorboard`; None for none of it."""
 
     def __init__(
         self, path: Path | None = None, title: str | None = None, tensorboard: Path | None = None
@@ -67,13 +58,8 @@ class RunLog:
         if self._path:
             with open(self._path, "a") as file:
                 file.write(json.dumps(finite({"kind": kind, **values}), allow_nan=False) + "\n")
-        latest = {
-            label: f"{values[name]:{form}}"
-            for label, name, form in _ON_THE_BAR
-            if values.get(name) is not None
-        }
-        if latest:
-            self._bar.set_postfix(latest)
+        there = (entry for entry in _ON_THE_BAR if values.get(entry[1]) is not None)
+        self._bar.set_postfix({label: f"{values[name]:{form}}" for label, name, form in there})
         for name, value in values.items() if self._writer else ():
             if isinstance(value, (int, float)) and name != "step":
                 self._writer.add_scalar(name, value, values["step"])

@@ -35,21 +35,15 @@ Say = Callable[[str], None]
 
 
 def run_command(trainer: Trainer, args: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Do what `args`, parsed from `argv`, say and return the exit status.
-
-    0: done; 2: wrong use, in one line; 3: a run diverged; 4: another process was lost; 128 + n:
-    ended by signal n, after saving.
-    """
+    """Do what `args`, parsed from `argv`, say and return the exit status (docs/experiments.md)."""
     world = World.of_environment()
     try:
         return _run_command(trainer, args, argv, world)
-    except UsageError as error:
-        if world.is_main:
+    except (UsageError, PeerLost) as error:
+        is_usage = isinstance(error, UsageError)
+        if world.is_main or not is_usage:
             print(f"{trainer.name}: error: {error}", file=sys.stderr)
-        return _WRONG_USE
-    except PeerLost as error:
-        print(f"{trainer.name}: error: {error}", file=sys.stderr)
-        return _PEER_LOST
+        return _WRONG_USE if is_usage else _PEER_LOST
     finally:
         world.close()
 
@@ -151,7 +145,6 @@ def _train_one(
 
 
 def _run_log(config: RunConfig, place: Place, name: str, args: argparse.Namespace) -> RunLog:
-    """That of one run; other processes than the main one show and write nothing."""
     if not place.world.is_main or place.folder is None:
         return RunLog()
     return RunLog(
@@ -171,28 +164,24 @@ def _device(name: str, world: World) -> torch.device:
 
 
 def _position(configs: Sequence[RunConfig], resume: checkpoint.Checkpoint | None) -> int:
-    """Which run a checkpoint belongs to. Those before it are done.
-
-    Its length, and what has no part in the numbers, may differ: a run can be made longer.
-    """
+    """Which run a checkpoint belongs to. Those before it are done. It may be made longer."""
     if resume is None:
         return 0
-    differences = [_differences(config, resume.config) for config in configs]
-    nearest = min(differences, key=len)
-    if not nearest:
-        return differences.index(nearest)
-    now = configs[differences.index(nearest)]
-    differing = ", ".join(
-        f"{name} {getattr(resume.config, name)!r} then and {getattr(now, name)!r} now"
-        for name in nearest
-    )
-    raise UsageError(f"--resume: the checkpoint is of another run ({differing})")
-
-
-def _differences(a: RunConfig, b: RunConfig) -> list[str]:
     free = {"epochs", "iterations", "repeats", "print_freq", "evaluate", "workers"}
     names = [field.name for field in dataclasses.fields(RunConfig) if field.name not in free]
-    return [name for name in names if getattr(a, name) != getattr(b, name)]
+    then = resume.config
+    differences = [
+        [
+            f"{n} {getattr(then, n)!r} then and {getattr(now, n)!r} now"
+            for n in names
+            if getattr(then, n) != getattr(now, n)
+        ]
+        for now in configs
+    ]
+    nearest = min(differences, key=len)
+    if nearest:
+        raise UsageError(f"--resume: the checkpoint is of another run ({', '.join(nearest)})")
+    return differences.index(nearest)
 
 
 def _resume_command(command: Sequence[str], path: Path) -> str:

@@ -21,23 +21,13 @@ class Task:
     """Classification of images; other tasks override its methods."""
 
     def open_data(self, config: RunConfig, device: torch.device, world: World) -> Data:
-        """The data of all repeats of `config`; ``reseed`` turns to one of them.
-
-        Raises:
-            DataError: they are not there.
-        """
+        """The data of all repeats of `config`; ``reseed`` turns to one of them."""
         return open_data(config, device, rank=world.rank, world_size=world.size)
 
     def build_model(self, config: RunConfig, data: Data) -> nn.Module:
-        """Raises UsageError if there is no such model for these images."""
+        of_data = {name: getattr(data, name) for name in ("classes", "channels", "image_size")}
         try:
-            return models.build(
-                config.model,
-                classes=data.classes,
-                channels=data.channels,
-                image_size=data.image_size,
-                dropout=config.dropout,
-            )
+            return models.build(config.model, dropout=config.dropout, **of_data)
         except ValueError as error:
             raise UsageError(f"--model {config.model}: {error}") from error
 
@@ -98,11 +88,10 @@ class NormalFeatures:
         self.train_size, self.test_size = size * self.batches_per_epoch, size * self._TEST_BATCHES
         shape = (2, config.batch_size, self.classes)
         generator = torch.Generator().manual_seed(config.seed + 1000 * world.rank)
-        drawn = [
-            tuple(torch.randn(shape, generator=generator).to(device))
-            for _ in range(self.batches_per_epoch + self._TEST_BATCHES)
-        ]
-        self._train, self._test = drawn[: -self._TEST_BATCHES], drawn[-self._TEST_BATCHES :]
+        self._train, self._test = (
+            [tuple(torch.randn(shape, generator=generator).to(device)) for _ in range(count)]
+            for count in (self.batches_per_epoch, self._TEST_BATCHES)
+        )
 
     def reseed(self, seed: int) -> None:
         """The recipe's batches come in one order."""
@@ -121,9 +110,4 @@ class NormalFeatures:
         """Nothing was opened."""
 
 
-TASKS: dict[str, Task] = {
-    "cifar": Task(),
-    "imagenet": Task(),
-    "mnist": Task(),
-    "mlp": FeatureTask(),
-}
+TASKS = {"cifar": Task(), "imagenet": Task(), "mnist": Task(), "mlp": FeatureTask()}

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +42,6 @@ class Interrupted(Exception):
     """The run was asked to stop; `checkpoint` is where it can be taken up, if that was saved."""
 
     def __init__(self, signal_number: int, step: int, checkpoint: Path | None) -> None:
-        super().__init__(f"stopped after step {step}")
         self.signal_number, self.step, self.checkpoint = signal_number, step, checkpoint
 
 
@@ -55,14 +55,7 @@ class Diverged(Exception):
 
 @dataclasses.dataclass
 class Place:
-    """Where runs happen and leave their files, the same for all runs of a command.
-
-    Attributes:
-        folder: of the result files, named after the device; None to write none.
-        profile_steps: trace so many steps with torch's profiler and end the run after them.
-        save_epochs: write a checkpoint at the end of each epoch.
-        command: the command line, for the results.
-    """
+    """Where runs happen and leave their files, the same for all runs of a command."""
 
     device: torch.device
     world: World
@@ -88,11 +81,8 @@ class Training:
         self.config, self.data, self.place, self.name = config, data, place, name
         self.task, self.log = TASKS[config.experiment], log or RunLog()
         self.steps_per_epoch = data.batches_per_epoch
-        lengths = (
-            config.iterations or math.inf,
-            (config.epochs or math.inf) * self.steps_per_epoch,
-        )
-        self.total_steps = int(min(lengths))
+        of_epochs = (config.epochs or math.inf) * self.steps_per_epoch
+        self.total_steps = int(min(config.iterations or math.inf, of_epochs))
         self.resume = resume
         self.first_step = resume.step if resume else 0
         self.record = Record(**resume.record) if resume else Record()
@@ -106,13 +96,7 @@ class Training:
         torch.use_deterministic_algorithms(config.deterministic, warn_only=True)
 
     def run(self) -> RunResult:
-        """Train to the end.
-
-        Raises:
-            Interrupted: a signal came; a checkpoint was saved.
-            Diverged: the loss or a weight is no number any more.
-            PeerLost: another process of the training ended.
-        """
+        """Train to the end. Raises Interrupted after saving, Diverged, or PeerLost."""
         config, world, wish = self.config, self.place.world, self.place.wish
         self.memory.release()
         self.kernels = self.rehearse()
@@ -120,13 +104,19 @@ class Training:
         arm = self.arm = self.build()
         if self.resume:
             self.resume.restore(arm)
-        train_step = self.step_function(arm)
+
+        def train_step(inputs: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+            return arm.step(inputs, targets, self.task.loss)
+
+        if config.graph:
+            train_step = GraphedCall(train_step)
         self.log.start(self.total_steps, self.first_step)
         # A graph is captured, or code is compiled, in the first steps: these are off the clock.
         untimed = EAGER_CALLS + 1 if config.graph else 2 if config.compile else 0
         timed_from = self.first_step + untimed
-        if self._stopped_before_an_evaluation():
-            self._end_epoch(self.first_step)
+        epochs_begun = self._epoch(self.first_step)
+        if self._ends_epoch(self.first_step) and len(self.record.epoch_log) < epochs_begun:
+            self._end_epoch(self.first_step)  # it was stopped before the evaluation
         with self._profiler() as profiler:
             self.clock.resume()
             for step, (inputs, targets) in self.batches(self.first_step):
@@ -152,8 +142,6 @@ class Training:
                     self.clock.resume()
         return self.result()
 
-    # --- model, optimizer, step, batches ---------------------------------------------------------
-
     def build(self, config: RunConfig | None = None) -> Arm:
         """Model and optimizer of a run that starts, in their arm: the same weights in every arm."""
         config, device, world = config or self.config, self.place.device, self.place.world
@@ -172,12 +160,6 @@ class Training:
             arm.replace_model(torch.compile)
         return arm
 
-    def step_function(self, arm: Arm) -> Callable[[Tensor, Tensor], tuple[Tensor, ...]]:
-        def step(inputs: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
-            return arm.step(inputs, targets, self.task.loss)
-
-        return GraphedCall(step) if self.config.graph else step
-
     def rehearse(self) -> dict[str, Any]:
         """Train another model for a few steps, off the clock, and see which kernels serve it.
 
@@ -186,11 +168,10 @@ class Training:
         arm = self.build()
         batch = self.task.example(self.config, self.data, self.place.device)
         with self.place.world.watching_peers():
+            step = functools.partial(arm.step, *batch, self.task.loss)
             for _ in range(_REHEARSAL_STEPS):
-                arm.step(*batch, self.task.loss)
-            return provenance.kernels_used(
-                lambda: arm.step(*batch, self.task.loss), self.place.device
-            )
+                step()
+            return provenance.kernels_used(step, self.place.device)
 
     def batches(self, done: int) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
         """The batches after `done` steps to the end of the run, each with its step (from 1)."""
@@ -203,28 +184,18 @@ class Training:
                 yield step, batch
 
     def set_lr(self, arm: Arm, step: int) -> None:
-        """The rate for step number `step` (from 1)."""
         schedule.set_lr(arm.optimizer, self._lr(step))
 
     def _lr(self, step: int) -> float:
-        config = self.config
-        return config.lr * schedule.factor(
-            config.schedule, step - 1, self.total_steps, config.warmup
-        )
+        of = self.config
+        return of.lr * schedule.factor(of.schedule, step - 1, self.total_steps, of.warmup)
 
     def _epoch(self, step: int) -> int:
-        """The epoch (from 1) that step number `step` (from 1) belongs to."""
+        """The epoch of step number `step`; both count from 1."""
         return math.ceil(step / self.steps_per_epoch)
 
     def _ends_epoch(self, step: int) -> bool:
         return step % self.steps_per_epoch == 0 or step == self.total_steps
-
-    def _stopped_before_an_evaluation(self) -> bool:
-        step = self.first_step
-        ends = step > 0 and self._ends_epoch(step)
-        return ends and len(self.record.epoch_log) < self._epoch(step)
-
-    # --- at the end of intervals and epochs ------------------------------------------------------
 
     def _end_interval(self, step: int, *, is_timed: bool) -> None:
         """Wait for the device, read what the steps since the last interval left, and log it."""
@@ -276,14 +247,9 @@ class Training:
             with world.watching_peers():
                 test = record.test = self.evaluate(self.arm)
             record.memory_bytes = max(record.memory_bytes, self.memory.peak())
-            values = {
-                "step": step,
-                "epoch": self._epoch(step),
-                "time_s": record.time_s,
-                "test_loss": test["loss"],
-                "test_accuracy": test["accuracy"],
-            }
-            self.log.write("evaluation", values)
+            values = {"step": step, "epoch": self._epoch(step), "time_s": record.time_s}
+            found = {"test_loss": test["loss"], "test_accuracy": test["accuracy"]}
+            self.log.write("evaluation", values | found)
         record.end_epoch(self._epoch(step), test)
         name = _first_nonfinite_state(self.arm.bare_model)
         if world.any(name is not None):
@@ -314,8 +280,6 @@ class Training:
             "time_s": time.perf_counter() - started,
         }
 
-    # --- what is left ----------------------------------------------------------------------------
-
     def result(self) -> RunResult:
         """Of a run that ended, at its end or in divergence."""
         place, done = self.place, len(self.record.losses)
@@ -341,7 +305,7 @@ class Training:
         return self.files / f"{self.name}.pt" if self.files else None
 
     def save(self, step: int) -> Path | None:
-        """Write the checkpoint of the run after `step` steps, in place of its last one."""
+        """The run's checkpoint after `step` steps, in place of its last one."""
         path, record = self.checkpoint_path, dataclasses.asdict(self.record)
         if path:
             checkpoint.save(path, self.arm, name=self.name, step=step, record=record)

@@ -21,14 +21,7 @@ __all__ = ["Data", "DataError", "open_data", "read_files"]
 def open_data(
     config: RunConfig, device: torch.device, *, rank: int = 0, world_size: int = 1
 ) -> Data:
-    """The data of `config` on `device`, for process `rank` of `world_size`.
-
-    MNIST and CIFAR-10 are downloaded if their folder holds none of them.
-
-    Raises:
-        DataError: nothing to read and no way to download it, damaged files, fewer images than a
-            batch, or more than fit on the device.
-    """
+    """The data of `config` on `device`, for process `rank` of `world_size`."""
     kind = KIND_OF[config.experiment]
     if config.data == "digits":
         images = made.digits(config.image_size)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import abc
 import hashlib
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,11 +14,7 @@ from ampfuse.experiments.data.sets import DataError, ImageSet
 
 
 def seed_of(*what: object) -> int:
-    """63 bits that differ for different `what`: strings and integers.
-
-    What is drawn from them depends on what it is for and on nothing else: not on torch's global
-    generator, not on how many were drawn before, not on the number of processes that draw.
-    """
+    """63 bits that depend on `what`, strings and integers, and on nothing else."""
     # Sums of seed and epoch would give one seed's second epoch to the next seed's first.
     digest = hashlib.blake2b(repr(what).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
@@ -32,17 +26,21 @@ def generator(*what: object) -> torch.Generator:
 
 
 def normalised(pixels: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-    """uint8 [..., channels, h, w] to float32 of the same shape and memory format.
-
-    The same bits image by image and in batches.
-    """
+    """uint8 [..., channels, h, w] to float32: the same bits image by image and in batches."""
     return pixels.float().mul_(scale).add_(shift)
 
 
-class Data(abc.ABC):
+class Data:
     """Batches of one data set on one device; :func:`~ampfuse.experiments.data.open_data` makes it.
 
-    Nothing here touches torch's global random numbers.
+    Nothing here touches torch's global random numbers. A loader has ``_prepare(images)`` and two
+    passes of batches: float32 [n, channels, image_size, image_size] on the device, normalised, and
+    labels, int64 [n].
+
+    - ``train_batches(epoch, start=0)``, from number `start` on. Their order depends on (seed,
+      epoch) alone and the augmentation on nothing else but the image or the batch, so that a run
+      that goes on in the middle of an epoch sees the same bits.
+    - ``test_batches()``: this process's share, in order; the last batch may be short.
 
     Attributes:
         classes, channels, image_size: of the images in the batches.
@@ -91,58 +89,31 @@ class Data(abc.ABC):
         self._scale, self._shift = (1 / (255 * std)).float(), (-mean / std).float()
         self._prepare(images)
 
-    @abc.abstractmethod
-    def _prepare(self, images: ImageSet) -> None:
-        """Make ready what the batches are made of."""
-
-    @abc.abstractmethod
-    def train_batches(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        """The batches of `epoch` from number `start` on.
-
-        The order depends on (seed, epoch) alone and the augmentation on nothing else but the image
-        or the batch, so that a run that goes on in the middle of an epoch sees the same bits.
-
-        Yields:
-            float32 [batch_size, channels, image_size, image_size] on the device, normalised, and
-            int64 [batch_size] labels.
-        """
-
-    @abc.abstractmethod
-    def test_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """This process's share of the test images, in their order; the last batch may be short."""
-
     def describe(self) -> dict[str, Any]:
         """What was loaded, and how, as JSON can say it; `workers` is null where there are none."""
-        config = self.config
+        config, sizes = self.config, ("train_size", "test_size", "image_size")
         return {
             "source": config.data,
             "kind": self.kind,
             "loader": config.loader,
             "workers": config.workers if config.loader == "workers" else None,
-            "train_size": self.train_size,
-            "test_size": self.test_size,
-            "image_size": self.image_size,
+            **{name: getattr(self, name) for name in sizes},
             "augment": config.augment,
             "shuffle": config.shuffle,
             "device_bytes": self.device_bytes,
         }
 
     def reseed(self, seed: int) -> None:
-        """Order and augmentation of another seed from here on; the images stay, synthetic ones too.
-
-        For repeats: nothing is read, decoded or started again.
-        """
+        """Order and augmentation of another seed from here on; the images stay as they are."""
         self.seed = seed
 
-    def close(self) -> None:  # noqa: B027 (not every loader has something to end)
-        """End what was started, worker processes for example. Repeating it does no harm."""
+    def close(self) -> None:
+        """End what was started, worker processes for example."""
 
     def _epoch_order(self, epoch: int) -> Tensor:
         """Which images this process trains on in `epoch`: int64 [batches_per_epoch, batch_size].
 
-        All processes follow one order of all images and take turns in it batch by batch, where
-        torch's DistributedSampler takes turns image by image. Those short of a batch for every
-        process are left out.
+        All processes take turns, batch by batch, in one order of all images.
         """
         order = torch.arange(self.train_size)
         if self.config.shuffle:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch.nn import functional
 
@@ -17,31 +15,20 @@ _PATTERN = 4  # fields along an edge
 
 
 def digits(image_size: int) -> ImageSet:
-    """The demo's split of the digits: 1437 grey images to train and 360 to test, enlarged.
-
-    They stand in for any of the data sets where there is none.
-    """
+    """The demo's split of the digits: 1437 grey images to train and 360 to test, enlarged."""
     pixels, labels, train, test = read_digits()
     everything = Pixels((pixels * (255 / 16)).round().byte(), labels).resized(image_size)
     images = everything.images
-    counts = torch.bincount(images[train].flatten(), minlength=256).double()
-    shares = torch.arange(256, dtype=torch.float64) / 255
-    mean = (counts * shares).sum() / counts.sum()
-    variance = (counts * (shares - mean) ** 2).sum() / counts.sum()
-    return ImageSet(
-        Pixels(images[train], labels[train]),
-        Pixels(images[test], labels[test]),
-        Facts("digits", 1, 10, (mean.item(),), (variance.sqrt().item(),)),
-    )
+    std, mean = torch.std_mean(images[train].double() / 255, correction=0)
+    facts = Facts("digits", 1, 10, (mean.item(),), (std.item(),))
+    return ImageSet(*(Pixels(images[part], labels[part]) for part in (train, test)), facts)
 
 
 def synthetic(kind: str, config: RunConfig, world_size: int) -> ImageSet:
-    """Images in the shape of `kind`: noise over a pattern that tells the class.
+    """Images in the shape of `kind`, of the seed alone: noise over a pattern that tells the class.
 
-    A network can learn the patterns, so that a loss that stays where it was means that something is
-    broken. They come from the seed alone and are alike on every machine: training images are
-    `synthetic_size`, or a batch per process if that is more; test images a quarter of them, or four
-    batches per process if that is less.
+    Training images are `synthetic_size`, or a batch per process if that is more; test images a
+    quarter of them, or four batches per process if that is less.
     """
     facts, size = PUBLISHED[kind], config.image_size
     channels, together = facts.channels, config.batch_size * world_size
@@ -63,4 +50,4 @@ def synthetic(kind: str, config: RunConfig, world_size: int) -> ImageSet:
         return Pixels(pixels, labels)
 
     train, test = draw(train_size), draw(test_size)
-    return ImageSet(train, test, replace(facts, mean=(0.5,) * channels, std=(0.2,) * channels))
+    return ImageSet(train, test, facts._replace(mean=(0.5,) * channels, std=(0.2,) * channels))

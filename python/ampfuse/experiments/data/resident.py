@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -13,8 +10,8 @@ from torch.nn import functional
 from torch.utils.data import BatchSampler
 
 from ampfuse.experiments.data.loader import Data, generator, normalised
-from ampfuse.experiments.data.sets import DataError, ImageFiles, ImageSet, Pixels
-from ampfuse.experiments.data.workers import Feed, Samples, shorter_edge
+from ampfuse.experiments.data.sets import ImageFiles, ImageSet, Pixels
+from ampfuse.experiments.data.workers import Samples, batches_of, loader_of, shorter_edge
 
 _PADDING = 4  # black pixels around images that have no margin to crop from
 _AT_ONCE = 32  # files decoded in one piece
@@ -27,15 +24,11 @@ class ResidentData(Data):
     per epoch; no batch makes the host wait. Augmented images are crops at random places of the
     stored ones, which are larger by 8/7 (image files) or padded by 4 black pixels, and every other
     one is mirrored.
-
-    Raises:
-        DataError: the set does not fit into the device's free memory.
     """
 
     def _prepare(self, images: ImageSet) -> None:
         from_files = isinstance(images.train, ImageFiles)
         self._stored_size = shorter_edge(self.image_size) if from_files else self.image_size
-        self._check_room(self.train_size + len(self._test_share))
         everything = range(self.train_size)
         self._train, self._train_labels = self._on_device(images.train, everything, "train")
         self._test, self._test_labels = self._on_device(images.test, self._test_share, "test")
@@ -44,16 +37,6 @@ class ResidentData(Data):
         stored = (self._train, self._train_labels, self._test, self._test_labels)
         self.device_bytes = sum(tensor.nbytes for tensor in stored)
         self._scale, self._shift = self._scale.to(self.device), self._shift.to(self.device)
-
-    def _check_room(self, count: int) -> None:
-        """Before minutes are spent on decoding. What a training step takes comes on top."""
-        size = count * self.channels * self._stored_size**2
-        free = free_memory(self.device)
-        if free is not None and size > free:
-            raise DataError(
-                f"--data {self.config.data}: {size / 2**30:.1f} GiB of images, but {self.device} "
-                f"has {free / 2**30:.1f} GiB free: give --loader workers, or a part of the data"
-            )
 
     def _on_device(
         self, split: Pixels | ImageFiles, which: range, title: str
@@ -69,18 +52,13 @@ class ResidentData(Data):
         edge = self._stored_size
         result = torch.empty(len(which), edge, edge, 3, dtype=torch.uint8, device=self.device)
         middle = v2.Resize(edge), v2.CenterCrop(edge), v2.PILToTensor()
-        feed = Feed(Samples(split, *middle), self.config.workers)
-        batches = feed.batches(BatchSampler(which, _AT_ONCE, drop_last=False))
-        bar = tqdm(
-            total=len(which),
-            desc=f"decoding {title}",
-            unit=" images",
-            disable=True if self.rank else None,  # None: a bar on a terminal, nothing in a log
-        )
-        with bar, contextlib.closing(feed):
-            for into, (pixels, _) in zip(result.split(_AT_ONCE), batches, strict=True):
-                into.copy_(pixels.permute(0, 2, 3, 1))
-                bar.update(len(pixels))
+        loader = loader_of(Samples(split, *middle), self.config.workers)
+        batches = batches_of(loader, BatchSampler(which, _AT_ONCE, drop_last=False))
+        # None: a bar on a terminal, nothing in a log.
+        hidden = True if self.rank else None
+        batches = tqdm(batches, f"decoding {title}", -(-len(which) // _AT_ONCE), disable=hidden)
+        for into, (pixels, _) in zip(result.split(_AT_ONCE), batches, strict=True):
+            into.copy_(pixels.permute(0, 2, 3, 1))
         return result, labels
 
     def train_batches(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
@@ -139,26 +117,3 @@ def _centre(images: Tensor, size: int) -> Tensor:
     """The middle `size` by `size` pixels, as a view: [n, h, w, c] to [n, size, size, c]."""
     top, left = ((edge - size) // 2 for edge in images.shape[1:3])
     return images[:, top : top + size, left : left + size]
-
-
-def free_memory(
-    device: torch.device, proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")
-) -> int | None:
-    """Bytes that this process may still take on `device`; None where the system does not tell."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    free = []
-    with contextlib.suppress(OSError):  # what Linux could give without swapping
-        free.append(1024 * _number(proc / "meminfo", "MemAvailable:"))
-    with contextlib.suppress(OSError, ValueError):  # a container, unless its limit is "max"
-        limit, used = (int((cgroup / f"memory.{name}").read_text()) for name in ("max", "current"))
-        # Files that were read count as used until something else wants the place.
-        free.append(limit - used + _number(cgroup / "memory.stat", "inactive_file"))
-    # The processes of one machine fill its memory at the same time.
-    return min(free) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if free else None
-
-
-def _number(path: Path, name: str) -> int:
-    """What stands behind `name` in a file of names and numbers."""
-    words = path.read_text().split()
-    return int(words[words.index(name) + 1])

@@ -4,32 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
+from PIL.Image import Image
 from torch import Tensor
 from torch.nn import functional
 
 from ampfuse.experiments.config import UsageError
 
-if TYPE_CHECKING:
-    from PIL.Image import Image
-
 
 class DataError(UsageError):
     """Data that is missing, damaged or too much. The message is one line: what, and what to do."""
 
-
-def one_line(error: Exception) -> str:
-    """What `error` says, to be put into a DataError."""
-    return " ".join(str(error).split()) or type(error).__name__
+    def __init__(self, message: str) -> None:
+        super().__init__(" ".join(message.split()))
 
 
 # Which set a trainer's folder of --data has to hold, and what its synthetic images look like.
 KIND_OF = {"cifar": "cifar10", "imagenet": "imagenet", "mnist": "mnist", "mlp": "mnist"}
 
 
-@dataclasses.dataclass(frozen=True)
-class Facts:
+class Facts(NamedTuple):
     """What is known of the images of a set; `mean` and `std` are per channel, as shares of 255."""
 
     title: str
@@ -54,7 +49,6 @@ class Pixels:
     labels: Tensor
 
     def __getitem__(self, index: int) -> Tensor:
-        """uint8 [channels, size, size]."""
         return self.images[index]
 
     def resized(self, size: int) -> Pixels:
@@ -74,19 +68,17 @@ class ImageFiles:
     labels: Tensor
 
     def __getitem__(self, index: int) -> Image:
-        """The image, decoded, in RGB. Raises DataError, which names the file, if that fails."""
         from torchvision.datasets.folder import pil_loader
 
         try:
             return pil_loader(self.paths[index])
         # Damaged files make the decoders raise nearly anything.
         except Exception as error:
-            said = f"{self.paths[index]}: cannot be read as an image ({one_line(error)})"
+            said = f"{self.paths[index]}: cannot be read as an image ({error})"
             raise DataError(said) from error
 
 
-@dataclasses.dataclass(frozen=True)
-class ImageSet:
+class ImageSet(NamedTuple):
     train: Pixels | ImageFiles
     test: Pixels | ImageFiles
     facts: Facts

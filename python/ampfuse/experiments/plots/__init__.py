@@ -15,15 +15,7 @@ from ampfuse.experiments.plots.figures import (
     speedup,
     time_against_batch,
 )
-from ampfuse.experiments.plots.lines import Line, NothingToDraw, lines
+from ampfuse.experiments.plots.lines import NothingToDraw
 
-__all__ = [
-    "Line",
-    "NothingToDraw",
-    "accuracy_against_time",
-    "lines",
-    "loss_scale",
-    "memory_against_batch",
-    "speedup",
-    "time_against_batch",
-]
+__all__ = ["NothingToDraw", "accuracy_against_time", "loss_scale", "memory_against_batch"]
+__all__ += ["speedup", "time_against_batch"]

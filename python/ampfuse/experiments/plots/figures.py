@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 import statistics
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -23,36 +24,25 @@ from ampfuse.experiments.plots.lines import (
     rows_with,
 )
 from ampfuse.experiments.plots.style import (
-    WIDTH,
     draw_bars,
     falling,
     finish,
     line_styles,
     make_panels,
     title_of,
-    unclutter,
 )
 from ampfuse.experiments.results import Row, Stat, listed
-
-# ---- against batch size --------------------------------------------------------------------------
-
-_RESIDENT = "process RSS"  # the kind of memory that runs on a CPU report
 
 
 def time_against_batch(rows: Sequence[Row], *, std: bool = False, of: str = "iterations") -> Figure:
     """Training time against batch size, a line per GPU and method; bars if there is one batch size.
 
-    Arguments:
-        rows: of one model; every line must have runs of one length.
-        std: show the sample standard deviation of the repeats as error bars.
-        of: what counts as length, "iterations" or "epochs".
-
-    Raises:
-        ResultsError: there is nothing to draw, or a line would mix lengths.
+    `std` shows the sample standard deviation of the repeats as error bars. `of` is what the runs of
+    a line must have the same number of, "iterations" or "epochs": else this raises ResultsError.
     """
     lengths = lengths_of(rows, of)
     length = f" of {listed(lengths)} {of}" if len(lengths) == 1 else ""
-    return _against_batch(rows, "time_s", f"training time{length}", "s", std=std, of=of)
+    return _against_batch(rows, "time_s", f"training time{length}", "s", std, of)
 
 
 def memory_against_batch(
@@ -61,22 +51,20 @@ def memory_against_batch(
     """Device memory against batch size, in MB of 10^6 bytes; else as :func:`time_against_batch`."""
     kinds = {run.memory_kind for row in rows for run in row.runs}
     what = "device memory"
-    if _RESIDENT in kinds:
+    if "process RSS" in kinds:
         what = "memory of the process" if len(kinds) == 1 else "memory of the device or CPU process"
-    return _against_batch(rows, "memory_mb", what, "MB", std=std, of=of)
+    return _against_batch(rows, "memory_mb", what, "MB", std, of)
 
 
 def _against_batch(
-    rows: Sequence[Row], field: str, what: str, unit: str, *, std: bool, of: str
+    rows: Sequence[Row], field: str, what: str, unit: str, std: bool, of: str
 ) -> Figure:
-    def stat(row: Row) -> Stat | None:
-        return getattr(row, field)
-
+    stat = operator.attrgetter(field)
     there = rows_with(rows, lambda row: stat(row) and row.batch_size)
-    batches = sorted({row.batch_size for row in there if row.batch_size})
-    figure = Figure(figsize=(WIDTH, 4.0), layout="constrained")
-    axes = figure.subplots()
+    batches = sorted({row.batch_size for row in there})
+    figure, (axes,) = make_panels([None])
     at_batch = ""
+    axes.set_xlabel("batch size")
     if len(batches) > 1:
         drawn = lines(there, of=of)
         for place, (line, style) in enumerate(zip(drawn, line_styles(drawn), strict=True)):
@@ -98,25 +86,22 @@ def _against_batch(
         axes.margins(x=0.06)
         _batch_axis(axes, batches)
     else:
-        drawn = lines(
-            [row for row in rows if row.batch_size in batches and (stat(row) or row.diverged)],
-            of=of,
-        )
+        (batch,) = batches
+        shown = [row for row in rows if row.batch_size == batch and (stat(row) or row.diverged)]
+        drawn = lines(shown, of=of)
         several = len(gpus_of(drawn)) > 1
         cells = {
-            (line.gpu if several else batches[0], line.name): next(
+            (line.gpu if several else batch, line.name): next(
                 filter(None, map(stat, line.rows)), None
             )
             for line in drawn
         }
         if several:
-            at_batch = f", batch size {batches[0]}"
-        else:
-            axes.set_xlabel("batch size")
+            at_batch = f", batch size {batch}"
+            axes.set_xlabel("")
         draw_bars(axes, cells, std=std)
     axes.set_ylabel(f"{what}, {unit}")
     axes.set_ylim(bottom=0)
-    unclutter(axes, grid="y" if len(batches) == 1 else "both")
     title = f"{title_of(rows)}: {what}{at_batch}" + ", mean ± standard deviation" * std
     return finish(figure, axes, gpus=gpus_of(drawn), title=title)
 
@@ -132,7 +117,6 @@ def _batch_axis(axes: Axes, batches: Sequence[int]) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xticks(batches, labels, rotation=90 if upright else 0)
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_xlabel("batch size")
 
 
 # ---- speed-up ------------------------------------------------------------------------------------
@@ -145,8 +129,6 @@ def speedup(rows: Sequence[Row], *, of: str = "iterations") -> Figure:
     tuned FP32 run on the same data, without graph or compilation if there is such a one; O0 where
     FP32 was not run. The axis names it. Where a row diverged, that stands in the bar's place.
 
-    Raises:
-        ResultsError: no method has an FP32 to be compared with.
     """
     rows = rows_with(rows, lambda row: row.batch_size and (row.time_s or row.diverged))
     drawn = lines(rows, of=of)
@@ -165,17 +147,13 @@ def speedup(rows: Sequence[Row], *, of: str = "iterations") -> Figure:
                 of_gpu.setdefault(key, None)
     if not cells:
         raise NothingToDraw("no method beside FP32 on the same GPU at the same batch size")
-    figure = Figure(figsize=(WIDTH, 1.4 + 2.2 * len(cells)), layout="constrained")
-    panels = figure.subplots(len(cells), 1, squeeze=False)[:, 0]
+    figure, panels = make_panels(list(cells), columns=1)
     shown = {name for of_gpu in cells.values() for _, name in of_gpu}
     names = [line.name for line in drawn if line.name in shown]
-    for axes, (gpu, of_gpu) in zip(panels, cells.items(), strict=True):
+    for axes, of_gpu in zip(panels, cells.values(), strict=True):
         axes.axhline(1.0, color="black", linewidth=0.8, zorder=0.9)  # behind the bars
         draw_bars(axes, dict(sorted(of_gpu.items())), names=names)
-        if len(cells) > 1:
-            axes.set_title(textwrap.fill(gpu, 80), fontsize=9)
         axes.set_ylabel(textwrap.fill(f"speed, times {' or '.join(dict.fromkeys(bases))}", 32))
-        unclutter(axes, grid="y")
     panels[-1].set_xlabel("batch size")
     title = f"{title_of(rows)}: speed-up of the training step"
     return finish(figure, *panels, gpus=list(cells), title=title)
@@ -210,17 +188,11 @@ def _baseline(row: Row, rows: Sequence[Row]) -> Row | None:
     return None
 
 
-# ---- accuracy ------------------------------------------------------------------------------------
-
-
 def accuracy_against_time(rows: Sequence[Row], *, of: str = "iterations") -> Figure:
     """Test accuracy against training time, from the runs' logs; means over repeats.
 
     A panel per batch size and a line per GPU and method. Runs that were evaluated once, at their
     end, have one point each: these are joined over the batch sizes, in one panel.
-
-    Raises:
-        ResultsError: no run was evaluated, or a line would mix lengths.
     """
     courses = {id(row): _accuracy_course(row) for row in rows}
     rows = rows_with(rows, lambda row: courses[id(row)] and row.batch_size)
@@ -228,16 +200,11 @@ def accuracy_against_time(rows: Sequence[Row], *, of: str = "iterations") -> Fig
     batches = sorted({row.batch_size for row in rows if row.batch_size})
     once = len(batches) > 1 and all(len(courses[id(row)]) == 1 for row in rows)
     panels: list[int | None] = [None] if once else list(batches)
-    figure, all_axes = make_panels(panels)
+    figure, all_axes = make_panels([f"batch size {batch}" for batch in panels])
     for axes, batch in zip(all_axes, panels, strict=True):
         for line, style in zip(drawn, line_styles(drawn), strict=True):
-            points = [
-                point
-                for row in line.rows
-                if batch in (None, row.batch_size)
-                for point in courses[id(row)]
-            ]
-            if points:
+            here = (courses[id(row)] for row in line.rows if batch in (None, row.batch_size))
+            if points := list(itertools.chain(*here)):
                 seconds, percent = zip(*points, strict=True)
                 axes.plot(seconds, percent, label=line.label, **style)
         axes.set(xlabel="training time, s", ylabel="test accuracy, %")
@@ -259,29 +226,17 @@ def _accuracy_course(row: Row) -> list[tuple[float, float]]:
             if line["test_accuracy"] is not None:
                 point = (line["time_s"], 100 * line["test_accuracy"])
                 by_step.setdefault(line["step"], []).append(point)
-    return [
-        (statistics.fmean(p[0] for p in points), statistics.fmean(p[1] for p in points))
-        for points in by_step.values()
-    ]
-
-
-# ---- loss scale ----------------------------------------------------------------------------------
+    return [tuple(map(statistics.fmean, zip(*points, strict=True))) for points in by_step.values()]
 
 
 def loss_scale(rows: Sequence[Row], *, of: str = "iterations") -> Figure:
     """Loss scale over steps, a cross at every overflow (a skipped step); a panel per batch size.
-
-    Shown is the first repeat of each row that scales its loss. Lines that lie on each other are
-    of different widths, so that all of them show.
-
-    Raises:
-        ResultsError: no run scaled its loss, or none has a log.
-    """
+    Shown is the first repeat of each row that scales its loss."""
     logs = {id(row): _scale_log(row) for row in rows}
     rows = rows_with(rows, lambda row: row.batch_size and _is_scaled(logs[id(row)]))
     drawn = lines(rows, of=of)
     batches = sorted({row.batch_size for row in rows if row.batch_size})
-    figure, all_axes = make_panels(batches)
+    figure, all_axes = make_panels([f"batch size {batch}" for batch in batches])
     for axes, batch in zip(all_axes, batches, strict=True):
         for line, style, more in zip(drawn, line_styles(drawn), falling(len(drawn)), strict=True):
             look = {name: style[name] for name in ("color", "dashes")}

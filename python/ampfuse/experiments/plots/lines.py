@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -49,14 +50,8 @@ USUAL: Mapping[str, object] = {
 
 
 def lines(rows: Sequence[Row], *, of: str = "iterations") -> list[Line]:
-    """The lines that `rows` make.
-
-    Arguments:
-        of: what the runs of a line must have the same number of, "iterations" or "epochs".
-
-    Raises:
-        ResultsError: they have not, or `rows` are of more than one model.
-    """
+    """The lines that `rows`, of one model, make. The runs of one have the same number `of`
+    "iterations" or "epochs"; else this raises ResultsError."""
     if not rows:
         raise NothingToDraw("no rows to draw")
     models = list(dict.fromkeys(row.model for row in rows))
@@ -74,12 +69,18 @@ def lines(rows: Sequence[Row], *, of: str = "iterations") -> list[Line]:
             words = _words(dict(zip(names, _values(row, names), strict=True)))
             words += [row.source] if several_sources else []
             if len(lengths) > 1:
-                _refuse_mixed(f"{row.gpu} {_with_words(row.method, words)}", members, of)
+                epochs = lengths_of(members, "epochs")
+                also = f" or --epochs {listed(epochs)}" if len(epochs) == 1 else ""
+                choose = "--epochs N" if of == "epochs" else f"--iteration N{also}"
+                raise ResultsError(
+                    f"{row.gpu} {_with_words(row.method, words)} of {row.model} has runs of "
+                    f"{listed(lengths)} {of}, which do not go into one line: choose with {choose}"
+                )
             words += [f"{listed([length])} {of}" for length in lengths if several_lengths]
             members.sort(key=lambda row: row.batch_size or 0)
             place = (gpus.index(row.gpu), methods.index(row.method), len(words))
             found.append((place, Line(row.gpu, _with_words(row.method, words), tuple(members))))
-    return [line for _, line in sorted(found, key=lambda place_and_line: place_and_line[0])]
+    return [line for _, line in sorted(found, key=operator.itemgetter(0))]
 
 
 def _naming(together: Sequence[Row], everywhere: Sequence[str]) -> list[str]:
@@ -113,9 +114,8 @@ def varies(rows: Sequence[Row], name: str) -> bool:
 
 
 def _words(differing: Mapping[str, Any]) -> list[str]:
-    if differing.get("loop") == "original":
-        differing = {k: v for k, v in differing.items() if k not in _OF_THE_LOOP}
-    words = (_word(name, value) for name, value in differing.items())
+    said = _OF_THE_LOOP if differing.get("loop") == "original" else ()
+    words = (_word(name, value) for name, value in differing.items() if name not in said)
     return [word for word in words if word]
 
 
@@ -136,17 +136,6 @@ def _word(name: str, value: object) -> str:
 
 def _with_words(method: str, words: Sequence[str]) -> str:
     return f"{method} ({', '.join(words)})" if words else method
-
-
-def _refuse_mixed(label: str, rows: Sequence[Row], of: str) -> None:
-    epochs = lengths_of(rows, "epochs")
-    choose = {"iterations": "--iteration N", "epochs": "--epochs N"}[of]
-    if of == "iterations" and len(epochs) == 1:
-        choose += f" or --epochs {listed(epochs)}"
-    raise ResultsError(
-        f"{label} of {rows[0].model} has runs of {listed(lengths_of(rows, of))} {of}, which do not "
-        f"go into one line: choose with {choose}"
-    )
 
 
 def lengths_of(rows: Sequence[Row], of: str) -> list[Any]:

@@ -80,26 +80,20 @@ def _looks(names: Iterable[str]) -> dict[str, _Look]:
 
 
 def line_styles(drawn: Sequence[Line]) -> list[dict[str, Any]]:
-    """matplotlib's arguments for each line; the module's docstring says what shows what."""
     gpus = gpus_of(drawn)
     looks = _looks(line.name for line in drawn)
     styles = []
     for line, more in zip(drawn, falling(len(drawn)), strict=True):
         look = looks[line.name]
-        gpu = gpus.index(line.gpu)
-        several = len(gpus) > 1
-        filled = {"markerfacecolor": "white"} if look.fill == "white" else {"fillstyle": look.fill}
-        styles.append(
-            {
-                "color": _GPU_COLORS[gpu % len(_GPU_COLORS)] if several else look.ink,
-                "marker": _GPU_MARKERS[gpu % len(_GPU_MARKERS)] if several else look.marker,
-                "dashes": look.dashes,
-                "markerfacecoloralt": "white",
-                "markersize": 5 + 2 * more,
-                "linewidth": 1.2 + 0.8 * more,
-                **filled,
-            }
-        )
+        style = {"color": look.ink, "marker": look.marker, "dashes": look.dashes}
+        style |= {"markersize": 5 + 2 * more, "linewidth": 1.2 + 0.8 * more}
+        style |= {"markerfacecoloralt": "white"}
+        style |= {"markerfacecolor" if look.fill == "white" else "fillstyle": look.fill}
+        if len(gpus) > 1:
+            gpu = gpus.index(line.gpu)
+            style["color"] = _GPU_COLORS[gpu % len(_GPU_COLORS)]
+            style["marker"] = _GPU_MARKERS[gpu % len(_GPU_MARKERS)]
+        styles.append(style)
     return styles
 
 
@@ -126,22 +120,18 @@ def draw_bars(
     paper = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}  # over the lines of the grid
     for place, (name, look) in enumerate(looks.items()):
         offset = (place - (len(looks) - 1) / 2) * width
-        stats = [
-            (x + offset, cells[group, name])
-            for x, group in enumerate(groups)
-            if (group, name) in cells
-        ]
-        for x in (x for x, stat in stats if stat is None):
+        there = {x + offset: cells[g, name] for x, g in enumerate(groups) if (g, name) in cells}
+        for x in (x for x, stat in there.items() if stat is None):
             method = name.split(" (")[0]
             axes.text(x, 0, f"  {method} diverged", ha="center", va="bottom", **upright)
-        bars_of = [(x, stat) for x, stat in stats if stat is not None]
-        if not bars_of:
+        there = {x: stat for x, stat in there.items() if stat}
+        if not there:
             continue
         bars = axes.bar(
-            [x for x, _ in bars_of],
-            [stat.mean for _, stat in bars_of],
+            list(there),
+            [stat.mean for stat in there.values()],
             width * 0.92,
-            yerr=[stat.std or 0.0 for _, stat in bars_of] if std else None,
+            yerr=[stat.std or 0.0 for stat in there.values()] if std else None,
             capsize=2,
             error_kw={"elinewidth": 0.9},
             label=name,
@@ -156,6 +146,7 @@ def draw_bars(
     room = int(75 / len(groups))  # letters
     axes.set_xticks(range(len(groups)), [textwrap.fill(str(group), room) for group in groups])
     axes.set_xlim(-0.5, len(groups) - 0.5)
+    axes.grid(visible=False, axis="x")
     axes.margins(y=0.12 if is_wide else 0.25)  # room for the numbers
 
 
@@ -165,28 +156,27 @@ def _brief(value: float) -> str:
     return f"{value:.{digits}f}"
 
 
-def make_panels(batches: Sequence[int | None]) -> tuple[Figure, list[Axes]]:
-    """A figure of axes for `batches`, two in a line, with their names if there are several."""
-    count = len(batches)
-    columns = min(count, 2)
+def make_panels(titles: Sequence[str | None], columns: int = 2) -> tuple[Figure, list[Axes]]:
+    """A figure of so many axes, with their `titles` if there are several."""
+    count = len(titles)
+    columns = min(count, columns)
     lines_ = -(-count // columns)
     height = 3.8 if count == 1 else 0.5 + 2.5 * lines_
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
     cells = list(figure.subplots(lines_, columns, squeeze=False).flat)
     for axes in cells[count:]:
         axes.remove()
-    for axes, batch in zip(cells, batches, strict=False):
-        unclutter(axes)
+    for axes, title in zip(cells, titles, strict=False):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.25, linewidth=0.6)
+        axes.set_axisbelow(True)
         if count > 1:
-            axes.set_title(f"batch size {batch}", fontsize=9)
+            axes.set_title(textwrap.fill(title, 80 // columns), fontsize=9)
     return figure, cells[:count]
 
 
 def finish(figure: Figure, *all_axes: Axes, gpus: Sequence[str], title: str) -> Figure:
-    """`figure` with a title and a legend below the axes, where it hides nothing.
-
-    One GPU is the legend's heading, several are in its labels.
-    """
+    """`figure` with a title and a legend below the axes, where it hides nothing."""
     figure.suptitle(textwrap.fill(title, 84), fontsize=10)
     by_label: dict[str, Any] = {}
     for axes in all_axes:
@@ -196,9 +186,8 @@ def finish(figure: Figure, *all_axes: Axes, gpus: Sequence[str], title: str) -> 
             by_label.setdefault(textwrap.fill(label, 44), handle)
     longest = max(len(part) for label in by_label for part in label.split("\n"))
     room = max(1, int((WIDTH - 0.2) / (0.068 * longest + 0.65)))  # inches that a label takes
-    columns = min(room, len(by_label), 4)
-    if len(gpus) > 1 and columns > len(gpus):
-        columns = len(gpus)  # a column of the legend is a GPU's
+    # Of several GPUs, each has a column.
+    columns = min(room, len(by_label), 4, len(gpus) if len(gpus) > 1 else 4)
     tallest = max(label.count("\n") + 1 for label in by_label)
     lines_ = -(-len(by_label) // columns) * tallest + (len(gpus) == 1)
     figure.set_figheight(figure.get_figheight() + 0.17 * lines_)
@@ -226,9 +215,3 @@ def title_of(rows: Sequence[Row]) -> str:
         return model
     data, kind = own[0].conditions["data"], own[0].conditions.get("kind")
     return f"{model} on {f'synthetic {kind}' if data == 'synthetic' and kind else data}"
-
-
-def unclutter(axes: Axes, grid: str = "both") -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis=grid, alpha=0.25, linewidth=0.6)
-    axes.set_axisbelow(True)
