@@ -11,7 +11,7 @@
 # from running; the exit status is the number of parts that failed.
 #
 # PARTS    first build core tests tests_graphs tests_rest memcheck racecheck initcheck syncs host_time
-#          step compiled counters e1 e2 e4 e5 (all but first, which is the best of them)
+#          step compiled counters nets e1 e2 e4 e5 (all but first, which is the best of them)
 # PYTHON   interpreter that has a CUDA build of torch, and pytest (python3). Nothing is installed there
 #          and nothing is downloaded: the build goes to BUILD.
 # OUT      where the archive goes (results/gpu)
@@ -28,7 +28,7 @@ export PYTHON=${PYTHON:-python3}
 export OUT=${OUT:-results/gpu} BUILD=${BUILD:-build/gpu} WHEELS=${WHEELS:-}
 export PREBUILT=${CORE:+yes} CORE=${CORE:-$BUILD/core}
 PARTS=${PARTS:-build core tests tests_graphs tests_rest memcheck racecheck initcheck syncs host_time
-  step compiled counters e1 e2 e4 e5}
+  step compiled counters nets e1 e2 e4 e5}
 PARTS=$(tr -s ' \n' ' ' <<<"$PARTS")
 LIMIT=${LIMIT:-540}
 RESULTS=$PWD/$BUILD/results
@@ -83,7 +83,7 @@ sanitize() {
 # An order of magnitude slower: the tests with few blocks.
 sanitize_some() {
   local status=0 name
-  for name in norms non_finite unscaled maps steps; do sanitize "$1" "$name" || status=1; done
+  for name in norms non_finite unscaled maps steps batch_norm; do sanitize "$1" "$name" || status=1; done
   return "$status"
 }
 
@@ -126,6 +126,9 @@ for _ in range(4):
     ours()
 torch.cuda.synchronize()'
 }
+
+# Whole steps of convolutional nets, and their batch norms against torch's (cuDNN's).
+nets() { measure conv_nets conv_nets_cuda; }
 
 # Every experiment on synthetic data, at the published sizes where they take seconds, in all arms.
 train() { "$PYTHON" -m ampfuse train "$@" --data synthetic --output "$RESULTS/experiments" --quiet; }
@@ -219,7 +222,7 @@ if wanted first; then
   # Eight minutes at most, even if each takes all its time.
   part build 140 build
   part core 60 core
-  part tests 80 run_pytest tests/test_gpu.py
+  part tests 80 run_pytest tests/test_gpu.py tests/test_batch_norm.py
   part step_first 110 measure step step_first --no-compile \
     --only adamw-1B-fp16 adamw-2000x64K-fp16 adamw-resnet50-fp16
   if needs counters ncu; then part counters 60 counters; fi
@@ -227,12 +230,13 @@ fi
 
 if wanted build; then part build "$LIMIT" build; fi
 if wanted core; then part core "$LIMIT" core; fi
-if wanted tests; then part tests "$LIMIT" run_pytest tests/test_gpu.py; fi
+if wanted tests; then part tests "$LIMIT" run_pytest tests/test_gpu.py tests/test_batch_norm.py; fi
 if wanted tests_graphs; then
   part tests_graphs "$LIMIT" run_pytest tests/test_graphs.py tests/test_experiments_graphs.py
 fi
 if wanted tests_rest; then
-  part tests_rest "$LIMIT" run_pytest tests --ignore tests/test_gpu.py --ignore tests/test_graphs.py \
+  part tests_rest "$LIMIT" run_pytest tests --ignore tests/test_gpu.py --ignore tests/test_batch_norm.py \
+    --ignore tests/test_graphs.py \
     --ignore tests/test_experiments_graphs.py --continue-on-collection-errors
 fi
 if wanted memcheck && needs memcheck compute-sanitizer; then part memcheck "$LIMIT" sanitize memcheck; fi
@@ -244,7 +248,7 @@ if wanted host_time; then part host_time "$LIMIT" measure host_time host_time_cu
 if wanted step; then part step "$LIMIT" measure step step_cuda --no-compile; fi
 if wanted compiled; then part compiled "$LIMIT" measure step step_compiled --only resnet50 vit-b-fp16; fi
 if wanted counters && needs counters ncu; then part counters "$LIMIT" counters; fi
-for name in e1 e2 e4 e5; do
+for name in nets e1 e2 e4 e5; do
   wanted "$name" || continue
   if "$PYTHON" -c 'import torchvision, timm, rich, tqdm' 2>/dev/null; then
     part "$name" "$LIMIT" "$name"

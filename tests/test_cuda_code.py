@@ -27,6 +27,7 @@ HOT = {
     "sgd": ("apply_kernelINS_5SgdOpE", 3, 3),
     "adam": ("apply_kernelINS_6AdamOpE", 4, 4),
     "adagrad": ("apply_kernelINS_9AdagradOpE", 3, 3),
+    "lion": ("apply_kernelINS_6LionOpE", 3, 3),
     "novograd": ("apply_kernelINS_10NovoGradOpE", 3, 3),
     "lamb_moments": ("measure_kernelINS_13LambMomentsOpILb0EEE", 4, 2),
     "lamb": ("apply_kernelINS_6LambOpE", 3, 2),

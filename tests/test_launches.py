@@ -9,7 +9,7 @@ from torch import nn
 import ampfuse
 from ampfuse import _core, amp, ops, optim
 from cases import KINDS, make
-from conftest import emulated_module
+from conftest import batch_norm_ops, emulated_module
 
 # name: the optimizer over parameters, and the launches of its step: inspect or prepare, then the
 # update, which is two for LAMB; LARC measures the weights before.
@@ -130,6 +130,23 @@ def test_a_pass_like_the_last_uploads_nothing(emulated):
     for group in optimizer.param_groups:
         group["lr"] = 0.2
     assert copies(same) == 0
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_batch_norm(training, launches):
+    """Forward: sums in two, applied in a third; backward the same, residual and branches included."""
+    x, residual = (
+        torch.randn(2, 16, 8, 8).to(memory_format=torch.channels_last).requires_grad_()
+        for _ in range(2)
+    )
+    weight, bias = torch.ones(16, requires_grad=True), torch.zeros(16, requires_grad=True)
+    rest = (torch.zeros(16), torch.ones(16), training, 0.1, 1e-5, True)
+    act, results = batch_norm_ops().batch_norm_act, []
+    forward = launches(lambda: results.append(act(x, residual, weight, bias, *rest)))
+    assert forward == (3 if training else 1)
+    a, b = batch_norm_ops().fork(results[0], 2)
+    loss = (a * 2).sum() + b.sum()
+    assert launches(loss.backward) == 3
 
 
 def test_the_cpu_backend_launches_nothing():

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from ampfuse import amp
@@ -172,6 +173,8 @@ class _Level(Arm):
         super().__init__(config, model, device)
         options = {n: getattr(config, n) for n in ("keep_batchnorm_fp32", "loss_scale")}
         options |= {"opt_level": config.arm, "verbosity": 0}
+        norms = any(isinstance(module, _BatchNorm) for module in model.modules())
+        options["fuse_batchnorm"] = config.fuse_batchnorm and norms
         try:
             self.model, self.optimizer = amp.initialize(model, self.optimizer, **options)
         except (RuntimeError, ValueError, AssertionError) as error:
@@ -194,7 +197,8 @@ class _Level(Arm):
     def policy(self) -> dict[str, Any]:
         policy = self._session.policy
         names = ("opt_level", "keep_batchnorm_fp32", "master_weights", "loss_scale")
-        return {name: getattr(policy, name) for name in names}
+        fused = {"fuse_batchnorm": True} if policy.fuse_batchnorm else {}
+        return {name: getattr(policy, name) for name in names} | fused
 
     def loss_scale(self) -> float:
         return self._session.loss_scalers[0].loss_scale()

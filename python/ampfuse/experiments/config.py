@@ -95,6 +95,10 @@ class RunConfig:
     keep_batchnorm_fp32: bool | None = _flag(
         PRECISION, "--keep-batchnorm-fp32", help="at O2, O3 and O5", **_SWITCH
     )
+    fuse_batchnorm: bool = _flag(
+        PRECISION, "--fuse-batchnorm", default=False, help="BatchNorm, add and ReLU in one pass, at a level "
+        "(default: on at O1, O2, O4 and O5 with --channels-last)", **_SWITCH,
+    )
     epochs: int | None = _flag(LENGTH, "--epochs", **_COUNT)
     iterations: int | None = _flag(LENGTH, "--iterations", help="training steps", **_COUNT)
     repeats: int = _flag(LENGTH, "--repeats", default=1, help="runs per arm, seeds apart", **_COUNT)

@@ -122,6 +122,8 @@ def _meaning(result: RunResult) -> str:
     meaning = DESCRIPTIONS[result.arm]
     if result.policy and result.method != result.arm:
         meaning = f"{result.arm} ({meaning}), loss scale {result.policy['loss_scale']}"
+    if result.policy and result.policy.get("fuse_batchnorm"):
+        meaning += ", fused batch norm"
     return meaning + (", the published loop" if result.loop == "original" else "")
 
 

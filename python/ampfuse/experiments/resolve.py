@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ampfuse.experiments.recipes import Trainer
 
 _MADE_UP = ("digits", "synthetic")  # data that are no folder
+FUSED = ("O1", "O2", "O4", "O5")  # the arms that fuse batch norms by themselves
 _SCALED = ("amp-fp16", *LEVELS[1:])  # the arms that have a loss scale
 
 
@@ -122,6 +123,9 @@ def _config(
         "loss_scale": args.loss_scale if arm in _SCALED else None,
         "keep_batchnorm_fp32": args.keep_batchnorm_fp32 if arm in ("O2", "O3", "O5") else None,
     }
+    if arm not in LEVELS or args.fuse_batchnorm is None:
+        tuned = args.loop != "original" and settings.get("channels_last", True)
+        settings["fuse_batchnorm"] = arm in FUSED and tuned
     return RunConfig(**settings), note
 
 

@@ -19,7 +19,7 @@ from ampfuse.experiments import checkpoint, diagnose, report, signals
 from ampfuse.experiments.config import RunConfig, UsageError
 from ampfuse.experiments.distributed import PeerLost, World
 from ampfuse.experiments.record import RunResult, check_writable, file_name, run_name
-from ampfuse.experiments.resolve import resolve
+from ampfuse.experiments.resolve import FUSED, resolve
 from ampfuse.experiments.run_log import RunLog
 from ampfuse.experiments.tasks import TASKS
 from ampfuse.experiments.training import Diverged, Interrupted, Place, Training
@@ -53,6 +53,8 @@ def _run_command(
 ) -> int:
     device = _device(args.device, world)
     resume = checkpoint.load(args.resume) if args.resume else None
+    if resume and resume.config.arm in FUSED and args.fuse_batchnorm is None:
+        args.fuse_batchnorm = resume.config.fuse_batchnorm  # earlier versions did not
     configs, notes = resolve(args, trainer, device)
     if world.size > 1 and args.graph:
         raise UsageError("--graph: capture under torchrun is not supported; leave it out")
