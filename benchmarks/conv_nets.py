@@ -14,8 +14,8 @@ channels-last memory. Variants:
 Two rows of each net are no times: "memory ..." hold the peak of a step's tensors, in MiB.
 
 Cases "norm-..." are a batch norm with its ReLU (and its residual) alone, forward and backward, at
-the shapes of ResNet-50's layers: torch's operations, the fused one, and "limit", its bytes (see
-csrc/core/batch_norm.h) at the bandwidth of a copy.
+the shapes of ResNet-50's layers with a batch of 8, as many as fill 96 MiB: torch's operations, the
+fused one, and "copy", its bytes (see csrc/core/batch_norm.h) at the bandwidth of a copy.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ from torch import Tensor, nn
 from ampfuse import amp
 from ampfuse.experiments import models
 from ampfuse.measuring import TensorMemory
-from ampfuse.nn import functional
-
+from ampfuse.nn.batch_norm import normalize
 
 # name: side of the images, batch
 NETS = {
@@ -128,43 +127,45 @@ VARIANTS: dict[str, type[Step]] = {
 
 
 class Norm:
-    """Forward and backward of one layer, by torch's operations."""
+    """Forward and backward of several such layers, one after another, by torch's operations.
+
+    Of so many that no cache holds the tensors of all. One call of a cold process would mostly
+    measure how its instructions come from memory.
+    """
 
     def __init__(self, channels: int, side: int, residual: bool, device: torch.device) -> None:
         def image() -> Tensor:
             x = torch.randn(8, channels, side, side, device=device, dtype=torch.bfloat16)
             return x.contiguous(memory_format=torch.channels_last)
 
-        self.x, self.dy = image().requires_grad_(), image()
-        self.residual = image().requires_grad_() if residual else None
+        count = layers_of(channels, side)
         self.norm = nn.BatchNorm2d(channels).to(device)
+        self.x = [image().requires_grad_() for _ in range(count)]
+        self.residual = [image().requires_grad_() if residual else None for _ in range(count)]
+        self.dy = image()
 
-    def run(self) -> Tensor:
-        y = self.norm(self.x)
-        if self.residual is not None:
-            y += self.residual
+    def run(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        y = self.norm(x)
+        if residual is not None:
+            y += residual
         return F.relu_(y)
 
     def __call__(self) -> None:
-        for tensor in (self.x, self.residual, *self.norm.parameters()):
-            if tensor is not None:
-                tensor.grad = None
-        self.run().backward(self.dy)
+        self.norm.zero_grad()
+        for x, residual in zip(self.x, self.residual, strict=True):
+            self.run(x, residual).backward(self.dy)
+            x.grad = None
+            if residual is not None:
+                residual.grad = None
+
+
+def layers_of(channels: int, side: int) -> int:
+    return max(1, (96 << 20) // (8 * channels * side * side * 2))
 
 
 class FusedNorm(Norm):
-    def run(self) -> Tensor:
-        norm = self.norm
-        return functional.batch_norm_act(
-            self.x,
-            norm.running_mean,
-            norm.running_var,
-            norm.weight,
-            norm.bias,
-            training=True,
-            residual=self.residual,
-            activation="relu",
-        )
+    def run(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        return normalize(self.norm, x, residual, True)
 
 
 def steps_of(name: str, options: Any) -> list[Row]:
@@ -186,21 +187,21 @@ def steps_of(name: str, options: Any) -> list[Row]:
             step()
         memory[f"memory {variant}"] = [peak.mib]
     print({key: round(value[0]) for key, value in memory.items()})
-    return rows + [replace(rows[0], variant=k, median_ms=round(v[0], 1), n=0) for k, v in memory.items()]
+    return rows + [
+        replace(rows[0], variant=k, median_ms=round(v[0], 1), n=0) for k, v in memory.items()
+    ]
 
 
 def norms_of(channels: int, side: int, residual: bool, options: Any) -> list[Row]:
-    batch = 8
-    elements = batch * side * side * channels
-    # moments, apply, reduce, dx; with a residual, g is written between the last two
+    elements = 8 * side * side * channels * layers_of(channels, side)
+    # moments, apply, reduce, dx; a residual is read, and its gradient written and read
     half_bytes = 2 * (1 + 2 + 2 + 3 + (2 if residual else 0)) + 3 / 8
-    limits = bounds(options.device, 64 << 20, elements, half_bytes, 0)
     variants: dict[str, Callable[[], Any]] = {
         "torch": Norm(channels, side, residual, options.device),
         "fused": FusedNorm(channels, side, residual, options.device),
-        "copy": limits["copy"],
+        "copy": bounds(options.device, 64 << 20, elements, half_bytes, 0)["copy"],
     }
-    times = measure(Clock(options.device), variants, 5 * options.repeats)
+    times = measure(Clock(options.device), variants, options.repeats)
     return rows_of(
         options.device,
         times,

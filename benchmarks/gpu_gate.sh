@@ -100,7 +100,7 @@ measure() {
 
 # A table, and pictures where matplotlib is, of what was measured.
 report() {
-  case $1 in *syncs*) return ;; esac
+  case $1 in *syncs* | *conv_nets*) return ;; esac
   "$PYTHON" benchmarks/table.py "$1" || return
   if "$PYTHON" -c 'import matplotlib' 2>/dev/null; then "$PYTHON" benchmarks/plot.py "$1"; fi
 }
