@@ -220,6 +220,16 @@ def test_a_fork_gives_the_gradient_of_the_sum(n, dtype, device):
     assert (found - exact).abs().max() <= 40 * EPS[dtype] * exact.abs().max().clamp(min=n**2)
 
 
+def test_a_value_forked_in_several_places_gets_all_gradients(device):
+    x = channels_last(*NCHW).to(device).requires_grad_()
+    y = norm(x)
+    loss = forked_loss(y, 2) + forked_loss(y, 3) + summed_loss(y, 1)
+    [found] = torch.autograd.grad(loss, x)
+    y = norm(x)
+    [exact] = torch.autograd.grad(summed_loss(y, 2) + summed_loss(y, 3) + summed_loss(y, 1), x)
+    assert torch.allclose(found, exact, atol=1e-4)
+
+
 def looked_at_by_hook(y, seen):
     y.register_hook(seen.append)
 

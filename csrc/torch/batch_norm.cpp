@@ -225,8 +225,11 @@ struct Branches {
   static constexpr const char* kKey = "branches";
   static constexpr const char* kTask = "task";
 
-  static void leave(AutogradContext& producer, std::vector<Tensor> gradients) {
-    producer.saved_data[kKey] = std::move(gradients);
+  // A tensor may be forked in several places.
+  static void leave(AutogradContext& producer, const std::vector<Tensor>& gradients) {
+    std::vector<Tensor> all = take(producer);
+    all.insert(all.end(), gradients.begin(), gradients.end());
+    producer.saved_data[kKey] = std::move(all);
     producer.saved_data[kTask] = int64_t(torch::autograd::get_current_graph_task_id());
   }
 
@@ -375,10 +378,10 @@ bool has_kernels(const Tensor& x, const OptionalTensor& residual,
     return false;
   if (x.is_contiguous(kChannelsLast) || x.suggest_memory_format() == kChannelsLast) return true;
   TORCH_WARN_ONCE(
-      "ampfuse's fused batch norm works on channels-last memory; this input is in another layout "
-      "and goes through torch's own operations. model.to(memory_format=torch.channels_last) and "
-      "the "
-      "same for the input is the fast way.");
+      "ampfuse's fused batch norm works on channels-last memory; this input is in another layout ",
+      "and goes through torch's own operations. The fast way is torch.channels_last, for the "
+      "model ",
+      "(model.to(memory_format=torch.channels_last)) and its input.");
   return false;
 }
 
@@ -420,7 +423,7 @@ struct Fork : torch::autograd::Function<Fork> {
     if (producer == nullptr) return {sum_of(dy), Tensor()};
     const Tensor first = dy[0];
     dy.erase(dy.begin());
-    Branches::leave(*producer, std::move(dy));
+    Branches::leave(*producer, dy);
     return {first, Tensor()};
   }
 
@@ -431,8 +434,9 @@ struct Fork : torch::autograd::Function<Fork> {
     const auto self = torch::autograd::get_current_node();
     const auto& edge = self->next_edge(0);
     auto* node = dynamic_cast<torch::autograd::CppNode<BatchNormAct>*>(&*edge.function);
-    if (node == nullptr || !node->pre_hooks().empty() || !node->tensor_pre_hooks().empty() ||
-        !node->retains_grad_hooks().empty())
+    // (On another stream the branches' memory could be given away while it is read.)
+    if (node == nullptr || node->stream() != self->stream() || !node->pre_hooks().empty() ||
+        !node->tensor_pre_hooks().empty() || !node->retains_grad_hooks().empty())
       return nullptr;
     const auto* tasks = torch::autograd::get_current_graph_task_exec_info();
     if (tasks != nullptr) {
