@@ -40,8 +40,8 @@ def run(model, inputs, make_output=lambda model, inputs: model(*inputs)):
 
 
 def assert_same(found, expected, tolerance):
-    """The error of each tensor is below `tolerance`, as a part of its norm, or of a thousandth of the
-    largest: the gradient of a bias before a batch norm is nothing but rounding."""
+    """The error of each tensor is below `tolerance`, as a part of its norm, or of a thousandth of
+    the largest: the gradient of a bias before a batch norm is nothing but rounding."""
     largest = max(b.double().norm() for b in expected if b is not None)
     for a, b in zip(found, expected, strict=True):
         assert (a is None) == (b is None)

@@ -134,7 +134,7 @@ def test_a_pass_like_the_last_uploads_nothing(emulated):
 
 @pytest.mark.parametrize("training", [True, False])
 def test_a_batch_norm(training, launches):
-    """Forward: sums in two, applied in a third; backward the same, residual and branches included."""
+    """Forward: sums in two, applied in a third; backward the same, with residual and branches."""
     x, residual = (
         torch.randn(2, 16, 8, 8).to(memory_format=torch.channels_last).requires_grad_()
         for _ in range(2)

@@ -96,8 +96,9 @@ class RunConfig:
         PRECISION, "--keep-batchnorm-fp32", help="at O2, O3 and O5", **_SWITCH
     )
     fuse_batchnorm: bool = _flag(
-        PRECISION, "--fuse-batchnorm", default=False, help="BatchNorm, add and ReLU in one pass, at a level "
-        "(default: on at O1, O2, O4 and O5 with --channels-last)", **_SWITCH,
+        PRECISION, "--fuse-batchnorm", default=False, **_SWITCH,
+        help="BatchNorm, add and ReLU in one pass, at a level (default: on at O1, O2, O4 and O5 "
+        "with --channels-last)",
     )
     epochs: int | None = _flag(LENGTH, "--epochs", **_COUNT)
     iterations: int | None = _flag(LENGTH, "--iterations", help="training steps", **_COUNT)
