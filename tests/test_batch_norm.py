@@ -57,7 +57,7 @@ class Case:
         return {"y": y.detach(), "mean": running[0], "var": running[1], **grads}
 
     def avoid_ties(self):
-        """No gradient comes from values near zero, of which rounding decides whether ReLU passes."""
+        """No gradient comes from values near zero: rounding decides whether ReLU passes them."""
         exact = self.run(lambda *a: composed(*a[:-1], False), f64)["y"]
         near = exact.abs() < 16 * EPS[self.dy.dtype] * exact.abs().max()
         self.dy = torch.where(near, torch.zeros_like(self.dy), self.dy)
