@@ -11,7 +11,7 @@ channels-last memory. Variants:
     O5               ampfuse's BF16 model with FP32 masters
     O5, fused        the same with fuse_batchnorm=True
 
-Two rows of each net are no times: "memory ..." hold the peak of a step's tensors, in MiB.
+The column memory_mib has the peak of a step's tensors.
 
 Cases "norm-..." are a batch norm with its ReLU (and its residual) alone, forward and backward, at
 the shapes of ResNet-50's layers with a batch of 8, as many as fill 96 MiB: torch's operations, the
@@ -27,9 +27,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from harness import Clock, Row, measure, print_rows, rows_of, write
+from harness import Clock, Row, measure, rows_of
 from limits import bounds
-from step import options_of
+from step import Results, options_of
 from torch import Tensor, nn
 
 from ampfuse import amp
@@ -63,13 +63,15 @@ LAYERS = (
 class Step:
     """FP32, and what the others change of it."""
 
+    sgd_fused: bool | None = True  # torch's own
+
     def __init__(self, model: nn.Module, side: int, batch: int, device: torch.device) -> None:
         self.model = copy.deepcopy(model).to(device, memory_format=torch.channels_last)
         self.x = torch.randn(batch, 3, side, side, device=device)
         self.x = self.x.contiguous(memory_format=torch.channels_last)
         self.y = torch.arange(batch, device=device) % 100
         self.optimizer = torch.optim.SGD(
-            self.model.parameters(), lr=1e-3, momentum=0.9, weight_decay=5e-4, fused=True
+            self.model.parameters(), lr=1e-3, momentum=0.9, weight_decay=5e-4, fused=self.sgd_fused
         )
         self.set_up()
 
@@ -97,13 +99,11 @@ class Compiled(TorchAmp):
 
 
 class O5(Step):
-    fused = False
+    sgd_fused = None
+    fuse_batchnorm = False
 
     def set_up(self) -> None:
-        self.optimizer = torch.optim.SGD(
-            self.model.parameters(), lr=1e-3, momentum=0.9, weight_decay=5e-4
-        )
-        options = {"opt_level": "O5", "verbosity": 0, "fuse_batchnorm": self.fused}
+        options = {"opt_level": "O5", "verbosity": 0, "fuse_batchnorm": self.fuse_batchnorm}
         self.model, self.optimizer = amp.initialize(self.model, self.optimizer, **options)
 
     def __call__(self) -> None:
@@ -114,7 +114,7 @@ class O5(Step):
 
 
 class Fused(O5):
-    fused = True
+    fuse_batchnorm = True
 
 
 VARIANTS: dict[str, type[Step]] = {
@@ -185,11 +185,12 @@ def steps_of(name: str, options: Any) -> list[Row]:
     for variant, step in steps.items():
         with TensorMemory(options.device) as peak:
             step()
-        memory[f"memory {variant}"] = [peak.mib]
-    print({key: round(value[0]) for key, value in memory.items()})
-    return rows + [
-        replace(rows[0], variant=k, median_ms=round(v[0], 1), n=0) for k, v in memory.items()
-    ]
+        memory[variant] = round(peak.mib, 1)
+    return [replace(row, memory_mib=memory[row.variant]) for row in rows]
+
+
+def name_of(channels: int, side: int, residual: bool) -> str:
+    return f"norm-{channels}-{side}{'-residual' if residual else ''}"
 
 
 def norms_of(channels: int, side: int, residual: bool, options: Any) -> list[Row]:
@@ -205,7 +206,7 @@ def norms_of(channels: int, side: int, residual: bool, options: Any) -> list[Row
     return rows_of(
         options.device,
         times,
-        case=f"norm-{channels}-{side}{'-residual' if residual else ''}",
+        case=name_of(channels, side, residual),
         params=elements,
         dtype="bfloat16",
         bytes_per_param=dict.fromkeys(variants, half_bytes),
@@ -215,22 +216,16 @@ def norms_of(channels: int, side: int, residual: bool, options: Any) -> list[Row
 def main() -> None:
     """Measures every variant of each case and writes the CSV."""
     options = options_of(__doc__, "conv_nets")
-    rows: list[Row] = []
+    results = Results(options)
     for threads in options.threads:
         torch.set_num_threads(threads)
         for layer in LAYERS:
-            if any(text in f"norm-{layer[0]}-{layer[1]}" for text in options.only):
-                rows += norms_of(*layer, options)
-                print_rows(rows[-3:])
+            if results.want(name_of(*layer)):
+                results.add(norms_of(*layer, options))
     for name in NETS:  # at all threads
-        if any(text in name for text in options.only):
-            found = steps_of(name, options)
-            print_rows(row for row in found if row.n)
-            rows += found
-    if not rows:
-        raise SystemExit(f"no case's name holds {' or '.join(map(repr, options.only))}")
-    write(options.csv, rows)
-    print(f"{len(rows)} rows in {options.csv}")
+        if results.want(name):
+            results.add(steps_of(name, options))
+    results.finish()
 
 
 if __name__ == "__main__":

@@ -45,6 +45,7 @@ class Row:
         bytes_per_param: what the variant's passes read and write; NaN where that is not known.
         gb_per_s: these bytes of all parameters in the median time, in 1e9 bytes per second.
         share_of_copy: `gb_per_s` over that of the case's row "copy".
+        memory_mib: peak of the tensors that a call allocates; 0 where it was not measured.
         isa: what ampfuse's CPU kernels ran on.
         peer: package and version, if the variant is neither ours nor torch's.
     """
@@ -65,6 +66,7 @@ class Row:
     bytes_per_param: float = math.nan
     gb_per_s: float = math.nan
     share_of_copy: float = math.nan
+    memory_mib: float = 0.0
     hardware: str
     isa: str
     torch: str

@@ -20,9 +20,9 @@ import time
 from typing import Any
 
 import torch
-from harness import Times, measure, print_rows, rows_of, write
+from harness import Times, measure, rows_of
 from routes import Ours, peers
-from step import is_wanted, options_of, tensors_of
+from step import Results, options_of, tensors_of
 from torch import Tensor
 from workloads import DTYPES, Case
 
@@ -118,10 +118,10 @@ def main() -> None:
     device = options.device
     tensors = "2000x64K" if device.type == "cuda" else "2000x1"
     torch.set_num_threads(1)
-    rows = []
+    results = Results(options)
     for precision in DTYPES:
         case = Case("AdamW", tensors, precision, quick=options.quick)
-        if not is_wanted(case, options):
+        if not results.want(case.name):
             continue
         for kind, times in host_times(case, device, options.repeats).items():
             found = rows_of(
@@ -133,12 +133,8 @@ def main() -> None:
                 dtype=precision,
                 does=case.does,
             )
-            print_rows(found)
-            rows += found
-    if not rows:
-        raise SystemExit(f"no case's name holds {' or '.join(map(repr, options.only))}")
-    write(options.csv, rows)
-    print(f"{len(rows)} rows in {options.csv}")
+            results.add(found)
+    results.finish()
 
 
 if __name__ == "__main__":

@@ -25,9 +25,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from harness import measure, print_rows, rows_of, write
+from harness import measure, rows_of
 from host_time import HostClock
-from step import options_of
+from step import Results, options_of
 from torch import Tensor, nn
 
 from ampfuse import amp
@@ -144,11 +144,10 @@ VARIANTS: dict[str, type[Training]] = {
 }
 
 
-def cases(only: list[str]) -> Iterator[tuple[str, str, bool]]:
+def cases() -> Iterator[tuple[str, str, bool]]:
     for model in MODELS:
         for what in ("pass", "step"):
-            if any(text in f"{model}-{what}" for text in only):
-                yield f"{model}-{what}", model, what == "step"
+            yield f"{model}-{what}", model, what == "step"
 
 
 def main() -> None:
@@ -156,17 +155,15 @@ def main() -> None:
     options = options_of(__doc__, "o1_host")
     torch.set_num_threads(1)
     repeats = options.repeats if options.quick else max(options.repeats, 200)
-    rows = []
-    for name, model, steps in cases(options.only):
+    results = Results(options)
+    for name, model, steps in cases():
+        if not results.want(name):
+            continue
         variants = {key: make(model, options.device, steps) for key, make in VARIANTS.items()}
         times = measure(HostClock(options.device), variants, repeats, warm_up=5)
         found = rows_of(options.device, times, case=name, optimizer="SGD", dtype="float16")
-        print_rows(found)
-        rows += found
-    if not rows:
-        raise SystemExit(f"no case's name holds {' or '.join(map(repr, options.only))}")
-    write(options.csv, rows)
-    print(f"{len(rows)} rows in {options.csv}")
+        results.add(found)
+    results.finish()
 
 
 if __name__ == "__main__":

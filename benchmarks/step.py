@@ -183,28 +183,43 @@ def options_of(description: str | None, name: str) -> argparse.Namespace:
     return options
 
 
-def is_wanted(case: Case, options: argparse.Namespace) -> bool:
-    """Whether `--only` names the case."""
-    return any(text in case.name for text in options.only)
+class Results:
+    """The rows of the cases that `options` want: printed, and in the CSV, as each is measured."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.rows: list[Row] = []
+
+    def want(self, name: str) -> bool:
+        """Whether `--only` names the case `name`."""
+        return any(text in name for text in self.options.only)
+
+    def add(self, rows: list[Row]) -> None:
+        print_rows(rows)
+        self.rows += rows
+        write(self.options.csv, self.rows)  # now: an interrupted run leaves what it has
+
+    def finish(self) -> None:
+        """Say what was written. Raises SystemExit if no case was wanted."""
+        if not self.rows:
+            texts = " or ".join(map(repr, self.options.only))
+            raise SystemExit(f"no case's name holds {texts}")
+        print(f"{len(self.rows)} rows in {self.options.csv}")
 
 
 def main() -> None:
     """Runs the cases and writes the CSV."""
     options = options_of(__doc__, "step")
-    wanted = [case for case in cases(options.device.type, options.all) if is_wanted(case, options)]
-    if not wanted:
-        raise SystemExit(f"no case's name holds {' or '.join(map(repr, options.only))}")
-    rows: list[Row] = []
-    for case in wanted:
+    results = Results(options)
+    for case in cases(options.device.type, options.all):
+        if not results.want(case.name):
+            continue
         for threads in options.threads:
             torch.set_num_threads(threads)
             torch.compiler.reset()
             case = replace(case, quick=options.quick)
-            found = run(case, options.device, options.repeats, not options.no_compile)
-            print_rows(found)
-            rows += found
-            write(options.csv, rows)  # after every case: an interrupted run leaves what it has
-    print(f"{len(rows)} rows in {options.csv}")
+            results.add(run(case, options.device, options.repeats, not options.no_compile))
+    results.finish()
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ pytest.importorskip("torchvision")
 pytest.importorskip("timm")
 pytest.importorskip("sklearn")
 
-from ampfuse.experiments import checkpoint, diagnose, report
+from ampfuse.experiments import checkpoint, diagnose, provenance, report
 from ampfuse.experiments.arms import build_arm
 from ampfuse.experiments.config import ARMS, RunConfig, UsageError
 from ampfuse.experiments.distributed import World
@@ -33,6 +33,7 @@ from ampfuse.experiments.signals import StopWish
 from ampfuse.experiments.tasks import TASKS
 from ampfuse.experiments.trainers import main
 from ampfuse.experiments.training import Diverged, Interrupted, Place, Training
+from ampfuse.nn import fuse
 from experiment_results import ResultFolder
 
 CPU_ARMS = [arm for arm in ARMS if arm != "tf32"]
@@ -116,6 +117,16 @@ class TestRun:
         assert measured.loss_scale == expected / 2**measured.skipped_steps
         assert measured.kernels["convolution"] == "onednn"
         assert (measured.policy or {}).get("opt_level") == (arm if arm[0] == "O" else None)
+
+    @pytest.mark.parametrize(("fused", "server"), [(True, "ampfuse"), (False, "native")])
+    def test_says_who_served_the_batch_norms(self, fused, server):
+        model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
+        model.to(memory_format=torch.channels_last)
+        if fused:
+            fuse(model)
+        x = torch.randn(2, 3, 8, 8).contiguous(memory_format=torch.channels_last)
+        used = provenance.kernels_used(lambda: model(x), torch.device("cpu"))
+        assert used["batch_norm"] == server
 
     def test_figures_agree_with_each_other_and_with_the_log(self, tmp_path):
         measured = training_of(BASE, tmp_path).run()

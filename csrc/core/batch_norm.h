@@ -34,13 +34,15 @@ constexpr int kTileRows = 32;
 constexpr int kSpanTiles = 16;
 constexpr int kSpanRows = kTileRows * kSpanTiles;
 
+HD constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
 struct ImageRows {
   int64_t rows = 0, channels = 0;
   DType dtype = DType::kNone;
 
-  HD int64_t spans() const { return (rows + kSpanRows - 1) / kSpanRows; }
+  HD int64_t spans() const { return ceil_div(rows, kSpanRows); }
   // Of a mask: a bit for each channel, a row's in whole bytes.
-  HD int64_t mask_bytes() const { return (channels + 7) / 8; }
+  HD int64_t mask_bytes() const { return ceil_div(channels, 8); }
   HD int64_t row_bytes() const { return channels * element_size(dtype); }
 };
 

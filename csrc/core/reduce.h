@@ -91,15 +91,21 @@ HD double sum_by_halving(double* value, int count) {
 // kRowLanes over one row's, where a warp does it.
 constexpr int kRowLanes = 32;
 
-template <int kWidth>
-HD double sum_partials(const Partial* partials, int64_t count) {
+// value(i) summed over i below `count`, in that way.
+template <int kWidth, class Value>
+HD double sum_strided(int64_t count, const Value& value) {
   double sum[kWidth];
   const int lanes = count < kWidth ? int(count) : kWidth;
   for (int lane = 0; lane < lanes; ++lane) {
-    sum[lane] = partials[lane].sum_squares;
-    for (int64_t i = lane + kWidth; i < count; i += kWidth) sum[lane] += partials[i].sum_squares;
+    sum[lane] = value(lane);
+    for (int64_t i = lane + kWidth; i < count; i += kWidth) sum[lane] += value(i);
   }
   return sum_by_halving<kWidth>(sum, lanes);
+}
+
+template <int kWidth>
+HD double sum_partials(const Partial* partials, int64_t count) {
+  return sum_strided<kWidth>(count, [&](int64_t i) HD_LAMBDA { return partials[i].sum_squares; });
 }
 
 HD uint32_t largest_partial(const Partial* partials, int64_t count) {

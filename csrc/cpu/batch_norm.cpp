@@ -23,7 +23,7 @@ template <class Call>
 void for_spans(const ImageRows& image, const Call& call) {
   // Few spans are cut finer, for every thread to have a task.
   const int64_t width = image.spans() < 16 ? 128 : kTaskChannels;
-  const int64_t strips = (image.channels + width - 1) / width;
+  const int64_t strips = ceil_div(image.channels, width);
   const int64_t tasks = image.spans() * strips;
   share_out(elements(image), [&](int64_t piece, int64_t pieces) {
     with_kernels([&](auto kernels) {
@@ -46,18 +46,6 @@ void for_rows(const ImageRows& image, const Call& call) {
     const int64_t end = image.rows * (from_end + 1) / pieces;
     with_kernels([&](auto kernels) { call(kernels, begin, end); });
   });
-}
-
-// value(span) summed over the spans.
-template <class Value>
-double sum_spans(int64_t spans, const Value& value) {
-  double lane[kRowLanes];
-  const int lanes = spans < kRowLanes ? int(spans) : kRowLanes;
-  for (int l = 0; l < lanes; ++l) {
-    lane[l] = value(l);
-    for (int64_t span = l + kRowLanes; span < spans; span += kRowLanes) lane[l] += value(span);
-  }
-  return sum_by_halving<kRowLanes>(lane, lanes);
 }
 
 // kCount values of every channel, from of(c, values).
@@ -91,10 +79,11 @@ class CpuBatchNorm : public BatchNorm {
     const int64_t spans = image.spans();
     for (int64_t c = 0; c < image.channels; ++c) {
       const MomentSums* parts = args.partials + c * spans;
-      const double mean = sum_spans(spans, [&](int64_t i) { return sum_of(image, parts[i], i); }) /
-                          double(image.rows);
-      const double deviations =
-          sum_spans(spans, [&](int64_t i) { return deviation_of(image, parts[i], i, mean); });
+      const double mean =
+          sum_strided<kRowLanes>(spans, [&](int64_t i) { return sum_of(image, parts[i], i); }) /
+          double(image.rows);
+      const double deviations = sum_strided<kRowLanes>(
+          spans, [&](int64_t i) { return deviation_of(image, parts[i], i, mean); });
       write_statistics(args.statistics, c, mean, deviations, image.rows);
     }
   }
@@ -116,9 +105,10 @@ class CpuBatchNorm : public BatchNorm {
     const int64_t spans = args.image.spans();
     for (int64_t c = 0; c < args.image.channels; ++c) {
       const GradientSums* parts = args.partials + c * spans;
-      args.sum[c] = float(sum_spans(spans, [&](int64_t i) { return double(parts[i].sum); }));
-      args.centered[c] =
-          float(sum_spans(spans, [&](int64_t i) { return double(parts[i].centered); }));
+      args.sum[c] =
+          float(sum_strided<kRowLanes>(spans, [&](int64_t i) { return double(parts[i].sum); }));
+      args.centered[c] = float(
+          sum_strided<kRowLanes>(spans, [&](int64_t i) { return double(parts[i].centered); }));
     }
   }
 

@@ -60,9 +60,6 @@ bool aligned(const ImageRows& image, std::initializer_list<const void*> lists) {
   return all;
 }
 
-int64_t packs_of(const ImageRows& image) { return (image.channels + kPack - 1) / kPack; }
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 // ---- sums ----
 
 constexpr int kSumPacks = 8;  // of a block: a line of halves
@@ -99,7 +96,7 @@ struct SumPlace {
   int64_t span, first_channel, begin, end;  // channel of the block, rows of the thread
 
   __device__ explicit SumPlace(const ImageRows& image) {
-    const int64_t columns = (image.channels + kSumChannels - 1) / kSumChannels;
+    const int64_t columns = ceil_div(image.channels, kSumChannels);
     span = blockIdx.x / columns;
     first_channel = blockIdx.x % columns * kSumChannels;
     begin = span * kSpanRows + threadIdx.x / kSumPacks * kTileRows;
@@ -229,8 +226,9 @@ struct Grid {
   int64_t columns, blocks;
 
   explicit Grid(const ImageRows& image) : width(1) {
-    while (width < packs_of(image) && width < 32) width *= 2;
-    columns = ceil_div(packs_of(image), width);
+    const int64_t packs = ceil_div(image.channels, kPack);
+    while (width < packs && width < 32) width *= 2;
+    columns = ceil_div(packs, width);
     blocks = columns * ceil_div(image.rows, kLanes / width * kRowsEach);
   }
 };

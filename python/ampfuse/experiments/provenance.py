@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import platform
+import re
 import subprocess
 from collections.abc import Callable
 from importlib import metadata
@@ -80,9 +81,11 @@ def _git_revision() -> str | None:
 _SERVERS = {
     "convolution": "cudnn_convolution miopen_convolution mkldnn_convolution _conv_depthwise "
     "slow_conv thnn_conv",
-    "batch_norm": "cudnn_batch_norm miopen_batch_norm native_batch_norm batch_norm_elemt",
+    "batch_norm": "cudnn_batch_norm miopen_batch_norm ampfuse::batch_norm_apply native_batch_norm "
+    "batch_norm_elemt",
 }
-_LIBRARIES = {"cudnn": "cudnn", "miopen": "miopen", "mkldnn": "onednn"}  # else torch's own
+# By what such a name begins with; else torch's own.
+_LIBRARIES = {"cudnn": "cudnn", "miopen": "miopen", "mkldnn": "onednn", "ampfuse": "ampfuse"}
 
 
 def kernels_used(step: Callable[[], object], device: torch.device) -> dict[str, Any]:
@@ -97,5 +100,5 @@ def kernels_used(step: Callable[[], object], device: torch.device) -> dict[str, 
     used: dict[str, Any] = {"cudnn": torch.backends.cudnn.version() if cuda else None}
     for what, words in _SERVERS.items():
         found = next((word for word in words.split() if word in names), None)
-        used[what] = found and _LIBRARIES.get(found.split("_")[0], "native")
+        used[what] = found and _LIBRARIES.get(re.split("_|::", found)[0], "native")
     return used
