@@ -54,6 +54,8 @@ def test_a_step(make, expected, clip, gradients, launches):
     optimizer = make(params, max_grad_norm=clip)
     for _ in range(2):  # the first makes the states
         assert launches(optimizer.step) == expected
+    optimizer.meter(every=1, changed_bits=True)
+    assert launches(optimizer.step) == expected
     if gradients:
         params[1].grad[2] = torch.inf
         assert launches(optimizer.step) == expected

@@ -243,6 +243,7 @@ def with_scaler(
     unscale: bool = False,
     larc: dict[str, Any] | None = None,
     follow: bool = False,
+    meter: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
     """An optimizer of ampfuse's under its GradScaler."""
@@ -253,6 +254,8 @@ def with_scaler(
     if follow:
         rates = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
         optimizer.follow(rates, STEPS)
+    if meter:
+        optimizer.meter(every=1, changed_bits=True)
     scaler = ampfuse.GradScaler("cpu", init_scale=INIT_SCALE, growth_interval=2)
     steps = []
     for step in range(STEPS):
@@ -265,7 +268,12 @@ def with_scaler(
         scaler.step(optimizer)
         scaler.update()
         steps.append({**verdict(optimizer), "scale": scaler.get_scale()})
-    return {"steps": steps, "scaler": scaler.state_dict(), **left_behind(params, optimizer)}
+    found = {"steps": steps, "scaler": scaler.state_dict(), **left_behind(params, optimizer)}
+    if meter:
+        found["readings"] = [str(reading) for reading in optimizer.meter.readings]
+        names = dict.fromkeys(reading.parameter for reading in optimizer.meter.readings)
+        found["changed"] = [optimizer.meter.changed(name).to(torch.uint8) for name in names]
+    return found
 
 
 def alone(name: str, *, infinite: bool = False, **options: Any) -> dict[str, Any]:
@@ -392,6 +400,7 @@ def _runs() -> dict[str, Callable[[], Any]]:
             "large": {"master_weights": True, "largest": 70001},
             "FP32": {"dtypes": (f32,), "max_grad_norm": 1.0},
             "schedule": {"master_weights": True, "follow": True},
+            "metered": {"master_weights": True, "largest": 70001, "meter": True},
         }.items():
             runs[f"scaler {name} {title}"] = partial(with_scaler, name, **options)
         runs[f"alone {name} skipping"] = partial(

@@ -9,6 +9,7 @@
 
 #include "core/algorithms.h"
 #include "core/batch_norm.h"
+#include "core/meter.h"
 #include "core/step_state.h"
 #include "core/table.h"
 
@@ -83,8 +84,10 @@ class Backend {
   virtual void prepare(Table& table, const Preparation& preparation, void* stream) = 0;
 
   // The update itself. Returns at once, on the device, if the state says skip. One pass, and one
-  // before it for an algorithm that needs norms of its own.
-  virtual void update(Table& table, Algorithm algorithm, const StepState* state, void* stream) = 0;
+  // before it for an algorithm that needs norms of its own. `meter`: what a metered step fills, of
+  // an algorithm that steps parameters; or null.
+  virtual void update(Table& table, Algorithm algorithm, const StepState* state, const Meter* meter,
+                      void* stream) = 0;
 
   virtual void map(Table& table, MapOp op, const MapArgs& args, void* stream) = 0;
 

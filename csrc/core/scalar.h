@@ -48,6 +48,19 @@ HD uint32_t above_zero(float a) { return !(a <= 0.0f); }
 // Zero where the bit is not set.
 HD float keep(uint32_t bits, float a) { return bits & 1 ? a : 0.0f; }
 
+// A bit for each element, set where a and b, stored as `dtype`, differ.
+HD uint32_t differ_as(DType dtype, float a, float b) {
+  uint32_t bits = 0;
+  with_storage(dtype,
+               [&](auto storage) HD_LAMBDA { bits = storage.narrow(a) != storage.narrow(b); });
+  return bits;
+}
+
+// A bit for each element, set where the magnitude is below `bound`.
+HD uint32_t below(float a, float bound) {
+  return (float_bits(a) & 0x7fffffffu) < float_bits(bound);
+}
+
 // The value that storing as `dtype` and loading again gives.
 HD float round_to(DType dtype, float a) {
   with_storage(dtype, [&](auto storage) HD_LAMBDA { a = storage.widen(storage.narrow(a)); });

@@ -100,7 +100,8 @@ class CpuBackend : public Backend {
     advance_rows(view, preparation, 0, 1);
   }
 
-  void update(Table& table, Algorithm algorithm, const StepState* state, void*) override {
+  void update(Table& table, Algorithm algorithm, const StepState* state, const Meter* meter,
+              void*) override {
     if (state->skip != 0) return;
     const TableView view = view_of(table);
     visit(algorithm, [&](auto type) {
@@ -109,6 +110,9 @@ class CpuBackend : public Backend {
         const FloatMode standard;
         run<typename Op::Before>(table, {});
         add_rows(view, count_lists(Op::Before::kMeasured), view.norms, nullptr);
+      }
+      if constexpr (Op::kWrites & bit(kParam)) {
+        if (meter != nullptr) return run_metered<Op>(table, *meter);
       }
       if constexpr (Op::kWrites != 0) run<Op>(table, {});
     });
@@ -143,6 +147,15 @@ class CpuBackend : public Backend {
           [&](auto isa) { Kernel<typename decltype(isa)::type, Op>::run(view, mine, begin, end); });
       if (found) *found_inf = true;
     });
+  }
+
+  template <class Op>
+  static void run_metered(Table& table, const Meter& meter) {
+    const FloatMode standard;
+    Pass pass;
+    pass.meter = meter;
+    run<Metered<Op>>(table, pass);
+    add_rows(view_of(table), count_lists(Metered<Op>::kMeasured), meter.norms, nullptr);
   }
 
   // From partials to the norm and largest magnitude of each row: [measures][rows], either may be

@@ -2,6 +2,7 @@
 // for the order of the sums.
 #pragma once
 
+#include "count.h"
 #include "kernels.h"
 #include "walk.h"
 
@@ -19,12 +20,23 @@ struct Sums {
   uint32_t largest[kCount];
 };
 
-// Runs the op on one vector; add(m, x) takes what it leaves in each measured list.
+// Runs the op on one vector, and counts if it is metered; add(m, x) takes what it leaves in each
+// measured list.
 template <class F, bool kWhole, class Op, class Types, class Add>
 HD void measure_vector(const Op& op, const ChunkLists& lists, const Types& types, int64_t i,
-                       int count, const Add& add) {
+                       int count, Counts* counts, const Add& add) {
+  // A metered pass streams model weights as apply_streaming() does.
+  constexpr unsigned kStreamed = Op::kMetered ? bit(kModel) : 0;
   F x[kLists];
-  run_vector<F, kWhole, Op::kWrites>(op, lists, types, i, count, x);
+  run_vector<F, kWhole, Op::kWrites & ~kStreamed>(op, lists, types, i, count, x);
+  if constexpr (Op::kMetered) {
+    if (lists.streams_model) {
+      stream_vector(x[kModel], lists.data[kModel], types(kModel), i);
+    } else {
+      store<F, kWhole>(x[kModel], lists, types, kModel, i, count);
+    }
+    count_vector<F, kWhole, Op>(types, i, count, x, *counts);
+  }
 #pragma GCC unroll 9
   for (int list = 0; list < kLists; ++list) {
     if (Op::kMeasured & bit(list)) add(measure_of(Op::kMeasured, list), x[list]);
@@ -34,27 +46,35 @@ HD void measure_vector(const Op& op, const ChunkLists& lists, const Types& types
 // Adds squares tile after tile, the lanes in memory.
 template <class F, class Op, class Types>
 HD void add_by_tiles(const Op& op, const Walk& walk, const Types& types, const float* rescale,
-                     Sums<Op>& sums) {
+                     Sums<Op>& sums, Counts* counts) {
   constexpr int kCount = Sums<Op>::kCount;
   const ChunkLists lists = walk.lists;
+  Counts mine;  // in registers
+  if constexpr (Op::kMetered) mine.bits = counts->bits;
   typename F::Magnitude largest[kCount];
   // The last pack, and the last vector, may reach past the last element.
   const int64_t reached = lists.length + kPack + F::kWidth;
   for (int m = 0; m < kCount; ++m) {
     for (int64_t i = 0; i < kTile && i < reached; ++i) sums.lane[m][i] = 0;
   }
+  constexpr unsigned kUnfetched = Op::kMetered ? kRewritten | bit(kModel) : 0;
   for_steps<F, F::kWidth, Prefetch<Op::kReads>>(
-      walk, types, Op::kReads | Op::kWrites,
+      walk, types, (Op::kReads | Op::kWrites) & ~kUnfetched,
       [&](int64_t i, int count, auto whole) __attribute__((always_inline)) {
         measure_vector<F, decltype(whole)::value>(
-            op, lists, types, i, count, [&](int m, const F& x) __attribute__((always_inline)) {
-              largest[m].include(x);
+            op, lists, types, i, count, &mine,
+            [&](int m, const F& x) __attribute__((always_inline)) {
               float* sum = sums.lane[m] + i % kTile;
-              const F square = x * F(rescale[m]);
+              F square = x;
+              if constexpr (!Op::kMetered) {  // whose sums are looked at as they are
+                largest[m].include(x);
+                square = x * F(rescale[m]);
+              }
               store_vector(fma(square, square, load_vector<F>(sum, kSums, 0)), sum, kSums, 0);
             });
       });
   for (int m = 0; m < kCount; ++m) sums.largest[m] = largest[m].reduce();
+  if constexpr (Op::kMetered) *counts = mine;
 }
 
 // Adds squares lane after lane: strips of a cache line of halves through all tiles, with their sums
@@ -64,7 +84,7 @@ HD void add_by_tiles(const Op& op, const Walk& walk, const Types& types, const f
 // chunk before a whole one.
 template <class F, class Op, class Types>
 HD void add_by_strips(const Op& op, const Walk& walk, const Types& types, const float* rescale,
-                      Sums<Op>& sums) {
+                      Sums<Op>& sums, Counts*) {
   static_assert(Sums<Op>::kCount == 1 && kTile % kStrip == 0 && kStrip % F::kWidth == 0);
   constexpr int kVectors = kStrip / F::kWidth;
   const ChunkLists lists = walk.lists;
@@ -78,7 +98,7 @@ HD void add_by_strips(const Op& op, const Walk& walk, const Types& types, const 
       fetch_strip<Op::kReads>(walk.next, types, i);
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) {
-        measure_vector<F, true>(op, lists, types, i + v * F::kWidth, F::kWidth,
+        measure_vector<F, true>(op, lists, types, i + v * F::kWidth, F::kWidth, nullptr,
                                 [&](int, const F& x) __attribute__((always_inline)) {
                                   largest.include(x);
                                   const F square = x * factor;
@@ -95,19 +115,22 @@ HD void add_by_strips(const Op& op, const Walk& walk, const Types& types, const 
 
 // Applies an op to one chunk and adds the squares of what it measures, each times `rescale`.
 template <class F, class Op>
-void add_squares(const Op& op, const Walk& walk, const float* rescale, Sums<Op>& sums) {
+void add_squares(const Op& op, const Walk& walk, const float* rescale, Sums<Op>& sums,
+                 Counts* counts = nullptr) {
   const bool whole = walk.lists.length == kChunk && walk.next.length == kChunk;
   with_types<Op::kReads | Op::kWrites>(walk.lists, [&](const auto& types) {
     if constexpr (Prefetch<Op::kReads>::kSingle && std::decay_t<decltype(types)>::kKnown) {
-      if (whole) return add_by_strips<F>(op, walk, types, rescale, sums);
+      if (whole) return add_by_strips<F>(op, walk, types, rescale, sums, counts);
     }
-    add_by_tiles<F>(op, walk, types, rescale, sums);
+    add_by_tiles<F>(op, walk, types, rescale, sums, counts);
   });
 }
 
-// The chunk's partials, `stride` apart.
+// The chunk's partials, `stride` apart; of a metered op, what it counts too, in the row's `counts`
+// and `changed`.
 template <class F, class Op>
-HD void measure_chunk(const Op& op, const Walk& walk, Partial* partials, int64_t stride) {
+HD void measure_chunk(const Op& op, const Walk& walk, Partial* partials, int64_t stride,
+                      uint32_t* counts, uint8_t* changed) {
   constexpr int kCount = Sums<Op>::kCount;
   const int64_t n = walk.lists.length;
   const int packs = n >= kTile ? kLanes : int((n + kPack - 1) / kPack);
@@ -120,22 +143,31 @@ HD void measure_chunk(const Op& op, const Walk& walk, Partial* partials, int64_t
   float rescale[kCount];
   bool again = false;
   for (int m = 0; m < kCount; ++m) rescale[m] = 1;
-  add_squares<F>(op, walk, rescale, sums);
+  if constexpr (Op::kMetered) {
+    Counts counted;
+    counted.bits = changed;
+    add_squares<F>(op, walk, rescale, sums, &counted);
+    counted.add_to(counts, uint32_t(n));
+  } else {
+    add_squares<F>(op, walk, rescale, sums);
+  }
   for (int m = 0; m < kCount; ++m) {
     partials[m * stride] = make_partial(total(sums.lane[m]), 0, sums.largest[m]);
     if (!needs_rescaling(sums.largest[m])) continue;
     rescale[m] = float(power_of_two(-rescaling_exponent(sums.largest[m])));
     again = true;
   }
-  if (!again) return;
-  const auto measuring = op.again();
-  Sums<std::decay_t<decltype(measuring)>> rescaled;
-  add_squares<F>(measuring, walk, rescale, rescaled);
-  for (int m = 0; m < kCount; ++m) {
-    const uint32_t largest = sums.largest[m];
-    if (!needs_rescaling(largest)) continue;
-    partials[m * stride] =
-        make_partial(total(rescaled.lane[m]), rescaling_exponent(largest), largest);
+  if constexpr (!Op::kMetered) {
+    if (!again) return;
+    const auto measuring = op.again();
+    Sums<std::decay_t<decltype(measuring)>> rescaled;
+    add_squares<F>(measuring, walk, rescale, rescaled);
+    for (int m = 0; m < kCount; ++m) {
+      const uint32_t largest = sums.largest[m];
+      if (!needs_rescaling(largest)) continue;
+      partials[m * stride] =
+          make_partial(total(rescaled.lane[m]), rescaling_exponent(largest), largest);
+    }
   }
 }
 

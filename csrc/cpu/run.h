@@ -17,9 +17,12 @@ void Kernel<Isa, Op>::run(const TableView& view, const Pass& pass, int64_t begin
     }
   }
   for_walks<Op::kGradientRows>(view, begin, end, [&](int64_t c, const Walk& walk) {
-    const Op op = Op::for_row(view, view.chunks[c].row, pass.a, pass.b);
+    const int32_t row = view.chunks[c].row;
+    const Op op = Op::for_row(view, row, pass.a, pass.b);
     if constexpr (Op::kMeasured != 0) {
-      measure_chunk<Isa>(op, walk, view.partials + c, view.chunk_count);
+      uint32_t* counts = Op::kMetered ? pass.meter.counts + row * kMeterCounts : nullptr;
+      uint8_t* changed = pass.meter.changed_of(c);
+      measure_chunk<Isa>(op, walk, view.partials + c, view.chunk_count, counts, changed);
     } else if (apply_op<Isa>(op, walk)) {
       *pass.found_inf = true;
     }

@@ -42,6 +42,10 @@ struct Avx2 {
     HD static void stream(void* data, __m128i halves) {
       _mm_stream_si128(static_cast<__m128i*>(data), halves);
     }
+    HD static uint32_t differ(__m128i a, __m128i b) {
+      const __m128i equal = _mm_packs_epi16(_mm_cmpeq_epi16(a, b), _mm_setzero_si128());
+      return ~uint32_t(_mm_movemask_epi8(equal)) & 0xffu;
+    }
   };
 
   template <DType kType>
@@ -78,6 +82,10 @@ struct Avx2::Lanes<DType::kFloat32> : First<Lanes<DType::kFloat32>> {
   }
   HD static Avx2 widen(__m256 floats) { return floats; }
   HD static __m256 narrow(Avx2 x) { return x.value; }
+  HD static uint32_t differ(__m256 a, __m256 b) {
+    const __m256i equal = _mm256_cmpeq_epi32(_mm256_castps_si256(a), _mm256_castps_si256(b));
+    return ~uint32_t(_mm256_movemask_ps(_mm256_castsi256_ps(equal))) & 0xffu;
+  }
 };
 
 template <>
@@ -123,6 +131,12 @@ HD Avx2 select_equal(Avx2 a, Avx2 b, Avx2 then, Avx2 otherwise) {
 
 HD uint32_t above_zero(Avx2 a) {
   return uint32_t(_mm256_movemask_ps(_mm256_cmp_ps(a.value, _mm256_setzero_ps(), _CMP_NLE_UQ)));
+}
+HD uint32_t below(Avx2 a, float bound) {
+  const __m256i magnitude =
+      _mm256_and_si256(_mm256_castps_si256(a.value), _mm256_set1_epi32(0x7fffffff));
+  const __m256i less = _mm256_cmpgt_epi32(_mm256_set1_epi32(int(float_bits(bound))), magnitude);
+  return uint32_t(_mm256_movemask_ps(_mm256_castsi256_ps(less)));
 }
 HD Avx2 keep(uint32_t bits, Avx2 a) {
   const __m256i one = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);

@@ -34,6 +34,7 @@ struct Avx512 {
     HD static void store_first(void* data, __m256i halves, int count) {
       _mm256_mask_storeu_epi16(data, first(count), halves);
     }
+    HD static uint32_t differ(__m256i a, __m256i b) { return _mm256_cmpneq_epi16_mask(a, b); }
   };
 
   template <DType kType>
@@ -66,6 +67,9 @@ struct Avx512::Lanes<DType::kFloat32> {
   }
   HD static Avx512 widen(__m512 floats) { return floats; }
   HD static __m512 narrow(Avx512 x) { return x.value; }
+  HD static uint32_t differ(__m512 a, __m512 b) {
+    return _mm512_cmpneq_epi32_mask(_mm512_castps_si512(a), _mm512_castps_si512(b));
+  }
 };
 
 template <>
@@ -110,6 +114,11 @@ HD Avx512 select_equal(Avx512 a, Avx512 b, Avx512 then, Avx512 otherwise) {
 
 HD uint32_t above_zero(Avx512 a) {
   return _mm512_cmp_ps_mask(a.value, _mm512_setzero_ps(), _CMP_NLE_UQ);
+}
+HD uint32_t below(Avx512 a, float bound) {
+  const __m512i magnitude =
+      _mm512_and_si512(_mm512_castps_si512(a.value), _mm512_set1_epi32(0x7fffffff));
+  return _mm512_cmplt_epi32_mask(magnitude, _mm512_set1_epi32(int(float_bits(bound))));
 }
 HD Avx512 keep(uint32_t bits, Avx512 a) { return _mm512_maskz_mov_ps(__mmask16(bits), a.value); }
 

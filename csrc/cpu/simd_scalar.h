@@ -28,6 +28,7 @@ struct Scalar {
     HD static void stream(void* data, Stored stored) { store(data, stored); }
     HD static Scalar widen(Stored stored) { return Scalar(Storage<kType>::widen(stored)); }
     HD static Stored narrow(Scalar x) { return Storage<kType>::narrow(x.value); }
+    HD static uint32_t differ(Stored a, Stored b) { return a != b; }
   };
 
   struct Magnitude {
@@ -54,6 +55,7 @@ HD Scalar select_equal(Scalar a, Scalar b, Scalar then, Scalar otherwise) {
 }
 
 HD uint32_t above_zero(Scalar a) { return ampfuse::above_zero(a.value); }
+HD uint32_t below(Scalar a, float bound) { return ampfuse::below(a.value, bound); }
 HD Scalar keep(uint32_t bits, Scalar a) { return Scalar(ampfuse::keep(bits, a.value)); }
 
 }  // namespace ampfuse

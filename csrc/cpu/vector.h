@@ -3,7 +3,7 @@
 // A value F has kWidth floats, arithmetic, and for each storage type a F::Lanes<DType>: `Stored`, a
 // vector as it lies in memory; load() and store(); load_first() and store_first() of fewer
 // elements, which touch nothing past them; stream(), past the caches, aligned; widen() and
-// narrow().
+// narrow(); differ(), a bit for each element whose stored bits do.
 #pragma once
 
 #include "core/dtype.h"
@@ -60,6 +60,15 @@ HD void stream_vector(const F& x, void* data, DType dtype, int64_t i) {
   with_lanes<F>(dtype, [&](auto lanes) HD_LAMBDA {
     lanes.stream(element<decltype(lanes)>(data, i), lanes.narrow(x));
   });
+}
+
+// A bit for each element, set where a and b, stored as `dtype`, differ.
+template <class F, int = F::kWidth>
+HD uint32_t differ_as(DType dtype, const F& a, const F& b) {
+  uint32_t bits = 0;
+  with_lanes<F>(
+      dtype, [&](auto lanes) HD_LAMBDA { bits = lanes.differ(lanes.narrow(a), lanes.narrow(b)); });
+  return bits;
 }
 
 // The values that storing as `dtype` and loading again gives.

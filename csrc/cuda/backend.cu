@@ -38,7 +38,8 @@ class CudaBackend : public Backend {
     ampfuse::prepare(use.pass(), preparation);
   }
 
-  void update(Table& table, Algorithm algorithm, const StepState* state, void* stream) override {
+  void update(Table& table, Algorithm algorithm, const StepState* state, const Meter* meter,
+              void* stream) override {
     const TableUse use(table, cudaStream_t(stream));
     DevicePass pass = use.pass();
     pass.state = state;
@@ -47,6 +48,13 @@ class CudaBackend : public Backend {
       using Op = typename decltype(type)::type;
       if constexpr (!std::is_void_v<typename Op::Before>)
         DeviceKernel<typename Op::Before>::run(pass);
+      if constexpr (Op::kWrites & bit(kParam)) {
+        if (meter != nullptr) {
+          pass.meter = *meter;
+          pass.norms = meter->norms;
+          return DeviceKernel<Metered<Op>>::run(pass);
+        }
+      }
       if constexpr (Op::kWrites != 0) DeviceKernel<Op>::run(pass);
     });
   }

@@ -18,6 +18,7 @@ struct DevicePass {
   float a = 1, b = 1;                // what the op takes, see Op::for_row
   float* found_inf = nullptr;        // set where a checked list holds a non-finite value
   float* norms = nullptr;            // [measures][rows], of an op that measures
+  Meter meter = {};                  // of one that is metered
 };
 
 template <class Op>

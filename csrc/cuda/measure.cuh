@@ -6,6 +6,7 @@
 #include "apply.cuh"
 #include "block_reduce.cuh"
 #include "core/backend.h"
+#include "count.cuh"
 #include "last_block.cuh"
 
 namespace ampfuse {
@@ -29,7 +30,7 @@ HD constexpr int tiles_in_flight(unsigned reads) {
 template <class Op, unsigned kMissing, bool kWhole, class Column>
 __device__ inline void add_tiles(const Op& op, const Column (&columns)[kLists], int begin, int end,
                                  const float* rescale, float (&lane)[Sums<Op>::kCount][kPack],
-                                 Sums<Op>& sums) {
+                                 Sums<Op>& sums, Counter& counter) {
   constexpr unsigned kReads = Op::kReads & ~kMissing, kWrites = Op::kWrites & ~kMissing;
   constexpr int kTiles = tiles_in_flight(kReads);
   for (int start = begin + threadIdx.x * kPack; start < end; start += kTiles * kTile) {
@@ -45,6 +46,7 @@ __device__ inline void add_tiles(const Op& op, const Column (&columns)[kLists], 
       float values[kLists][kPack] = {};
       widen_packs<kReads>(columns, packs[tile], values);
       run(op, values);
+      if constexpr (Op::kMetered) counter.count<Op>(columns, i, part<kPack>(i, end), values);
 #pragma unroll
       for (int list = 0; list < kLists; ++list) {
         if (!(Op::kMeasured & bit(list))) continue;
@@ -66,7 +68,7 @@ __device__ inline void add_tiles(const Op& op, const Column (&columns)[kLists], 
 // tiles of an aligned list go through a loop for their type.
 template <class Op, unsigned kMissing>
 __device__ inline Sums<Op> add_squares(const Op& op, const Column (&columns)[kLists], int n,
-                                       const float* rescale) {
+                                       const float* rescale, Counter& counter) {
   constexpr unsigned kReads = Op::kReads & ~kMissing, kWrites = Op::kWrites & ~kMissing;
   constexpr int kCount = Sums<Op>::kCount;
   float lane[kCount][kPack] = {};
@@ -79,7 +81,7 @@ __device__ inline Sums<Op> add_squares(const Op& op, const Column (&columns)[kLi
     const auto add_whole = [&](auto known) {
       decltype(known) all[kLists];
       all[kList].data = column.data;
-      add_tiles<Op, kMissing, true>(op, all, 0, done, rescale, lane, sums);
+      add_tiles<Op, kMissing, true>(op, all, 0, done, rescale, lane, sums, counter);
     };
     if (column.wide()) {
       done = n - n % kStride;
@@ -87,15 +89,16 @@ __device__ inline Sums<Op> add_squares(const Op& op, const Column (&columns)[kLi
                    [&](auto storage) { add_whole(KnownColumn<decltype(storage)::kType>()); });
     }
   }
-  add_tiles<Op, kMissing, false>(op, columns, done, n, rescale, lane, sums);
+  add_tiles<Op, kMissing, false>(op, columns, done, n, rescale, lane, sums, counter);
 #pragma unroll
   for (int m = 0; m < kCount; ++m) sums.sum[m] = sum_pack(lane[m]);
   return sums;
 }
 
-// Measures the block's chunk; its partials are in the table then.
+// Measures the block's chunk; its partials are in the table then. Counts in `meter` if the op is
+// metered.
 template <class Op, unsigned kMissing>
-__device__ void measure_chunk(const TableView& view, float a, float b) {
+__device__ void measure_chunk(const TableView& view, float a, float b, const Meter& meter = {}) {
   constexpr int kCount = Sums<Op>::kCount;
   const Chunk chunk = view.chunks[blockIdx.x];
   Partial* partials = view.partials + blockIdx.x;
@@ -114,7 +117,10 @@ __device__ void measure_chunk(const TableView& view, float a, float b) {
 
   float rescale[kCount];
   for (int m = 0; m < kCount; ++m) rescale[m] = 1;
-  const Sums<Op> sums = add_squares<Op, kMissing>(op, columns, n, rescale);
+  Counter counter;
+  if constexpr (Op::kMetered) counter.begin(meter.changed_of(blockIdx.x));
+  const Sums<Op> sums = add_squares<Op, kMissing>(op, columns, n, rescale, counter);
+  if constexpr (Op::kMetered) counter.end(uint32_t(n), meter.counts + chunk.row * kMeterCounts);
   uint32_t largest[kCount];
   bool again = false;
   for (int m = 0; m < kCount; ++m) {
@@ -125,24 +131,28 @@ __device__ void measure_chunk(const TableView& view, float a, float b) {
     rescale[m] = float(power_of_two(-rescaling_exponent(largest[m])));
     again = true;
   }
-  if (!again) return;
-  using Again = decltype(op.again());
-  find_columns<Again::kReads & ~kMissing>(view, chunk.row, first, columns);
-  const Sums<Again> rescaled = add_squares<Again, kMissing>(op.again(), columns, n, rescale);
-  for (int m = 0; m < kCount; ++m) {
-    const double sum = block_sum(rescaled.sum[m]);
-    if (threadIdx.x == 0 && needs_rescaling(largest[m])) {
-      partials[m * view.chunk_count] =
-          make_partial(sum, rescaling_exponent(largest[m]), largest[m]);
+  if constexpr (!Op::kMetered) {
+    if (!again) return;
+    using Again = decltype(op.again());
+    find_columns<Again::kReads & ~kMissing>(view, chunk.row, first, columns);
+    const Sums<Again> rescaled =
+        add_squares<Again, kMissing>(op.again(), columns, n, rescale, counter);
+    for (int m = 0; m < kCount; ++m) {
+      const double sum = block_sum(rescaled.sum[m]);
+      if (threadIdx.x == 0 && needs_rescaling(largest[m])) {
+        partials[m * view.chunk_count] =
+            make_partial(sum, rescaling_exponent(largest[m]), largest[m]);
+      }
     }
   }
 }
 
 // Blocks per multiprocessor to have registers for. LAMB's four lists spill with 80 registers, and
-// two blocks of them have 57 KB of loads in flight.
+// two blocks of them have 57 KB of loads in flight. A metered Adam with all of its lists spills
+// with 128.
 HD constexpr int measuring_blocks(unsigned reads) {
   const int lists = count_lists(reads);
-  return lists == 1 ? 4 : lists <= 3 ? 3 : 2;
+  return lists == 1 ? 4 : lists <= 3 ? 3 : lists <= 5 ? 2 : 1;
 }
 
 // Where a pass leaves the norm and the largest magnitude of each row: [measures][rows], either may
@@ -197,12 +207,13 @@ __device__ inline void finish_row(const TableView& view, int measures, const Row
 
 template <class Op, unsigned kMissing>
 __global__ void __launch_bounds__(kLanes, measuring_blocks(Op::kReads & ~kMissing))
-    measure_kernel(TableView view, RowNorms out, unsigned* tickets, const StepState* state) {
+    measure_kernel(TableView view, RowNorms out, unsigned* tickets, const StepState* state,
+                   Meter meter) {
   if (state != nullptr && state->skip != 0) return;
   constexpr int kCount = Sums<Op>::kCount;
   finish_empty_rows(view, kCount, out);
   if (blockIdx.x >= view.chunk_count) return;  // a table without elements: one block and no chunk
-  measure_chunk<Op, kMissing>(view, 0, 0);
+  measure_chunk<Op, kMissing>(view, 0, 0, meter);
   finish_row(view, kCount, out, tickets);
 }
 
@@ -212,7 +223,7 @@ void measure(const DevicePass& pass) {
   with_missing<Op::kReads | Op::kWrites>(pass.present, [&](auto missing) {
     launch(Kernel{Op::kName, measure_kernel<Op, missing>},
            pass.view.chunk_count > 0 ? pass.view.chunk_count : 1, kLanes, pass.stream, pass.view,
-           RowNorms{pass.norms, nullptr}, pass.tickets, pass.state);
+           RowNorms{pass.norms, nullptr}, pass.tickets, pass.state, pass.meter);
   });
 }
 

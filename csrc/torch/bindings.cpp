@@ -162,7 +162,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("collect", &ParamTable::collect, py::arg("scale"), py::arg("unscales"))
       .def("measure", &ParamTable::measure)
       .def("update", &ParamTable::update, py::kw_only(), py::arg("found_inf"), py::arg("max_norm"),
-           py::arg("inspect"), py::arg("skip_nonfinite"))
+           py::arg("inspect"), py::arg("skip_nonfinite"), py::arg("meter") = py::none())
+      .def("new_meter", &ParamTable::new_meter, py::arg("changed"))
       .def("decide", &ParamTable::decide, py::kw_only(), py::arg("found_inf"), py::arg("max_norm"),
            py::arg("inspect"), py::arg("skip_nonfinite"))
       .def("finish_step", &ParamTable::finish_step)

@@ -352,16 +352,40 @@ void ParamTable::decide(const std::optional<at::Tensor>& found_inf, double max_n
   if (inspects) inspect_collected(preparation);
 }
 
+std::vector<at::Tensor> ParamTable::new_meter(bool changed) {
+  for (const Row& row : rows_) {
+    TORCH_CHECK(row.param.numel() >> 32 == 0, row.name, " has ", row.param.numel(),
+                " elements; the meter counts in 32 bits. Step it with an optimizer of its own.");
+  }
+  std::vector<at::Tensor> buffers = {
+      at::zeros({rows(), kMeterCounts}, steps_.options().dtype(at::kInt)),
+      at::zeros({2, rows()}, steps_.options())};
+  if (changed) {
+    const int64_t chunks = table().view().chunk_count;
+    buffers.push_back(at::zeros({chunks, kChunk / 8}, steps_.options().dtype(at::kByte)));
+  }
+  return buffers;
+}
+
+static Meter meter_of(const std::vector<at::Tensor>& buffers) {
+  Meter meter;
+  meter.counts = static_cast<uint32_t*>(buffers.at(0).data_ptr());
+  meter.norms = buffers.at(1).data_ptr<float>();
+  if (buffers.size() > 2) meter.changed = buffers[2].data_ptr<uint8_t>();
+  return meter;
+}
+
 void ParamTable::update(const std::optional<at::Tensor>& found_inf, double max_norm, bool inspect,
-                        bool skip_nonfinite) {
+                        bool skip_nonfinite, const std::optional<std::vector<at::Tensor>>& meter) {
   if (rows_.empty()) return;
+  const Meter metered = meter ? meter_of(*meter) : Meter();
   map_masters(MapOp::of<RefreshOp>(), edited_);
   decide(found_inf, max_norm, inspect, skip_nonfinite);
   {
     Table& rows = table();
     const DeviceScope scope(device_);
     const pybind11::gil_scoped_release release;
-    scope.backend().update(rows, algorithm_, state(), scope.stream());
+    scope.backend().update(rows, algorithm_, state(), meter ? &metered : nullptr, scope.stream());
   }
   spend_gradients(true);
 }

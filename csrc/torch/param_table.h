@@ -66,8 +66,12 @@ class ParamTable {
   std::vector<int64_t> collect(const std::optional<at::Tensor>& scale, bool unscales);
   // Makes sum_squares that of the collected gradients, now rather than in the step.
   void measure();
+  // `meter`: the step is metered into these, which new_meter() made.
   void update(const std::optional<at::Tensor>& found_inf, double max_norm, bool inspect,
-              bool skip_nonfinite);
+              bool skip_nonfinite, const std::optional<std::vector<at::Tensor>>& meter);
+  // Zeros, on the device: counts, int32 [rows, kMeterCounts]; norms, float32 [2, rows]; and, if
+  // asked for, bits of changed weights, uint8 [chunks, kChunk / 8]. See core/meter.h.
+  std::vector<at::Tensor> new_meter(bool changed);
   void
   finish_step();  // after an update, or another optimizer's own step: pending gradients are spent
   // A captured graph has stepped the rows: versions tell, and masters and model weights agree.

@@ -210,7 +210,7 @@ void step(const std::string& algorithm, const TensorList& grads, const TensorLis
     } else {
       backend.prepare(table, preparation, scope.stream());
     }
-    backend.update(table, chosen, step_state, scope.stream());
+    backend.update(table, chosen, step_state, nullptr, scope.stream());
   }
   for (const NamedList& list : lists) {
     if (list.written) bump_versions(list.tensors);
@@ -260,7 +260,7 @@ void layerwise(const TensorList& grads, const TensorList& params, double lr,
       const at::Tensor& grad = grads[size_t(row)];
       table.set(kGradOut, row, grad.data_ptr(), dtype_of(grad, "grads"));
     }
-    backend.update(table, args.preparation.algorithm, step, scope.stream());
+    backend.update(table, args.preparation.algorithm, step, nullptr, scope.stream());
   }
   bump_versions(grads);
 }

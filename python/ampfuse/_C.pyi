@@ -269,6 +269,9 @@ class ParamTable:
     def measure(self) -> None:
         """Inspect the collected gradients, unless that was done already."""
 
+    def new_meter(self, changed: bool) -> list[Tensor]:
+        """Zeros for `update` to meter into; `changed`: with bits of the changed weights."""
+
     def update(
         self,
         *,
@@ -276,6 +279,7 @@ class ParamTable:
         max_norm: float,
         inspect: bool,
         skip_nonfinite: bool,
+        meter: list[Tensor] | None = None,
     ) -> None:
         """The step over what `collect` found: decide, and unless that says skip, update."""
 

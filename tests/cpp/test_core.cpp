@@ -100,6 +100,47 @@ TEST(steps) {
   }
 }
 
+// What a metered step fills.
+struct Metering {
+  Cell<uint32_t> counts;
+  Cell<float> norms;
+  Cell<uint8_t> changed;
+  Meter meter;
+
+  explicit Metering(World& world)
+      : counts(world.on_cuda, 0u, size_t(world.rows()) * kMeterCounts),
+        norms(world.on_cuda, -1.0f, size_t(world.rows()) * 2),
+        changed(world.on_cuda, 0, size_t(world.table->view().chunk_count * (kChunk / 8))) {
+    meter.counts = counts.get();
+    meter.norms = norms.get();
+    meter.changed = changed.get();
+    world.meter = &meter;
+  }
+};
+
+// Bits as without, and what is counted is the same on both backends; an overflow counts nothing.
+TEST(metered_steps) {
+  for (const auto& [algorithm, name, states, grad_norms] : algorithms()) {
+    if (states.empty() || std::strcmp(name, "lamb_update") == 0) continue;  // steps no parameter
+    Pair pair(optimizer_rows());
+    World plain(false, optimizer_rows());
+    for (unsigned step = 0; step < 3; ++step) {
+      Metering cpu(pair.cpu), gpu(pair.gpu);
+      for (World* world : {&pair.cpu, &pair.gpu, &plain}) {
+        new_gradients(*world, 10 + step);
+        if (step == 1) world->set(40, kGrad, 0, kNan);
+        world->step(algorithm, 0.5);
+      }
+      pair.expect_same();
+      expect_same(pair.cpu, plain);
+      EXPECT(cpu.counts.all() == gpu.counts.all(), name, " counts, step ", step);
+      EXPECT(cpu.norms.all() == gpu.norms.all(), name, " norms, step ", step);
+      EXPECT(cpu.changed.all() == gpu.changed.all(), name, " changed weights, step ", step);
+      EXPECT((cpu.counts.read(40 * kMeterCounts + kElements) > 0) == (step != 1));
+    }
+  }
+}
+
 TEST(layerwise_steps) {
   std::vector<RowSpec> rows = optimizer_rows();
   for (RowSpec& row : rows) row.hyper.flags |= kLayerwise;

@@ -80,6 +80,7 @@ class Cell {
     std::memcpy(static_cast<void*>(&value), buffer_.read().data() + i * sizeof(T), sizeof(T));
     return value;
   }
+  const std::vector<char>& all() { return buffer_.read(); }
   void write(const T& value, size_t i = 0) { buffer_.write(i * sizeof(T), &value, sizeof(T)); }
 
  private:
@@ -207,15 +208,16 @@ class World {
     } else {
       inspect(stream, preparation);
     }
-    backend().update(*table, algorithm, state.get(), stream);
+    backend().update(*table, algorithm, state.get(), meter, stream);
   }
 
   const bool on_cuda;
   std::unique_ptr<Table> table;
   Cell<StepState> state;
-  bool layerwise = false;  // the norms of parameters take part
-  bool apart = false;      // the inspection and the preparation are two calls
-  bool fresh = false;      // an inspection judges new gradients alone
+  bool layerwise = false;        // the norms of parameters take part
+  bool apart = false;            // the inspection and the preparation are two calls
+  bool fresh = false;            // an inspection judges new gradients alone
+  const Meter* meter = nullptr;  // steps are metered
   Cell<float> steps, found_inf, norm, row_norms, row_largest, param_norms, norm_averages,
       loss_scale;
 

@@ -86,6 +86,12 @@ void __stcs(T* address, T value) {
   *address = value;
 }
 inline void __threadfence() {}
+inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
+inline unsigned atomicAdd(unsigned* address, unsigned value) {
+  const unsigned old = *address;
+  *address = old + value;
+  return old;
+}
 inline unsigned atomicInc(unsigned* address, unsigned limit) {
   const unsigned old = *address;
   *address = old >= limit ? 0 : old + 1;

@@ -1,7 +1,7 @@
 // torch.optim.Adagrad (Duchi et al., JMLR 2011), with decoupled decay if asked for.
 #pragma once
 
-#include "core/ops/op.h"
+#include "core/metered.h"
 
 namespace ampfuse {
 
@@ -25,6 +25,6 @@ struct AdagradOp : OptimizerOp<AdagradOp> {
   }
 };
 
-using adagrad_ops = OpList<AdagradOp>;
+using adagrad_ops = OpList<AdagradOp, Metered<AdagradOp>>;
 
 }  // namespace ampfuse

@@ -2,7 +2,7 @@
 // arXiv:1711.05101).
 #pragma once
 
-#include "core/ops/op.h"
+#include "core/metered.h"
 
 namespace ampfuse {
 
@@ -45,6 +45,6 @@ struct AdamOp : OptimizerOp<AdamOp> {
   }
 };
 
-using adam_ops = OpList<AdamOp>;
+using adam_ops = OpList<AdamOp, Metered<AdamOp>>;
 
 }  // namespace ampfuse

@@ -8,7 +8,7 @@
 // the gradients.
 #pragma once
 
-#include "core/ops/op.h"
+#include "core/metered.h"
 
 namespace ampfuse {
 
@@ -114,6 +114,6 @@ struct LambUpdateOp : LambMaths<LambUpdateOp> {
   }
 };
 
-using lamb_ops = OpList<LambMomentsOp<>, LambOp, LambUpdateOp>;
+using lamb_ops = OpList<LambMomentsOp<>, LambOp, LambUpdateOp, Metered<LambOp>>;
 
 }  // namespace ampfuse

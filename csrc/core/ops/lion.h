@@ -1,7 +1,7 @@
 // Lion (Chen et al., arXiv:2302.06675): the sign of a mixture of momentum and gradient.
 #pragma once
 
-#include "core/ops/op.h"
+#include "core/metered.h"
 
 namespace ampfuse {
 
@@ -38,6 +38,6 @@ struct LionOp : OptimizerOp<LionOp> {
   }
 };
 
-using lion_ops = OpList<LionOp>;
+using lion_ops = OpList<LionOp, Metered<LionOp>>;
 
 }  // namespace ampfuse

@@ -2,7 +2,7 @@
 // gradients' norms. It is stored as a norm, because a squared one overflows FP32.
 #pragma once
 
-#include "core/ops/op.h"
+#include "core/metered.h"
 
 namespace ampfuse {
 
@@ -51,6 +51,6 @@ struct NovoGradOp : OptimizerOp<NovoGradOp> {
   }
 };
 
-using novograd_ops = OpList<NovoGradOp>;
+using novograd_ops = OpList<NovoGradOp, Metered<NovoGradOp>>;
 
 }  // namespace ampfuse

@@ -7,8 +7,10 @@
 //              and is not stored.
 //   kChecked   which of the lists it reads set the flag where they hold a non-finite value
 //   kMeasured  whose norms a measuring pass takes, of the values that the op leaves in x, stored or
-//              not. Such an op says with again() how to look at the same values a second time.
+//              not. Such an op says with again() how to look at the same values a second time, or, if
+//              it is metered, never does.
 //   kGradientRows  whether rows without a gradient are left alone
+//   kMetered   whether the elements are counted, see metered.h; such an op has marks()
 //   for_row()  the op for one row of a table
 // Branches depend on the row alone, never on an element. `fma` is spelled where it is meant and the
 // compiler adds none, so every backend rounds alike.
@@ -27,6 +29,7 @@ template <class Self>
 struct RowOp {
   static constexpr unsigned kReads = 0, kWrites = 0, kChecked = 0, kMeasured = 0;
   static constexpr bool kGradientRows = false;
+  static constexpr bool kMetered = false;
 
   HD static Self for_row(const TableView&, int64_t, float, float) { return {}; }
 };

@@ -1,7 +1,7 @@
 // torch.optim.SGD.
 #pragma once
 
-#include "core/ops/op.h"
+#include "core/metered.h"
 
 namespace ampfuse {
 
@@ -37,6 +37,6 @@ struct SgdOp : OptimizerOp<SgdOp> {
   }
 };
 
-using sgd_ops = OpList<SgdOp>;
+using sgd_ops = OpList<SgdOp, Metered<SgdOp>>;
 
 }  // namespace ampfuse

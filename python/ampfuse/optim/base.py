@@ -20,6 +20,7 @@ from ampfuse.optim.skip_watch import SkipWatch
 
 if TYPE_CHECKING:
     from ampfuse._C import ParamTable
+    from ampfuse.insight.meter import Meter
 
 
 class LastStep:
@@ -87,11 +88,21 @@ class AmpOptimizer(Gradients, Checkpoints):
     # Set by LARC for the time of a step of its own.
     _layerwise: Layerwise | None = None
     _skip_watch: SkipWatch | None = None
+    _meter: Meter | None = None
 
     @property
     def last_step(self) -> LastStep:
         """What the last step decided; see :class:`LastStep`."""
         return LastStep(self.param_table())
+
+    @property
+    def meter(self) -> Meter:
+        """Counts what half precision does to each tensor, once it is called; see :class:`Meter`."""
+        if self._meter is None:
+            from ampfuse.insight.meter import Meter
+
+            self._meter = Meter(self)
+        return self._meter
 
     def clip_next_step(self, max_norm: float) -> Tensor:
         """Clip the gradients of the next step to the L2 norm `max_norm`.

@@ -110,7 +110,10 @@ class FusedOptimizer(Scheduled, States):
         if stateless:
             self._remember_bindings()
         max_norm, self.clip_once = self.clip_once or self.max_grad_norm or 0.0, None
-        table.update(**self._verdict(max_norm))
+        metered = None if self._meter is None else self._meter.before_update(table)
+        table.update(**self._verdict(max_norm), meter=metered)
+        if metered is not None:
+            self.meter.after_update(table, metered)
         if torch.is_autocast_enabled(self._row_params[0].device.type):
             torch.clear_autocast_cache()  # it may hold casts of the weights as they were
         self._watch_skips()

@@ -87,25 +87,32 @@ class SkipWatch:
 
 
 class Sample:
-    """Numbers on a device, on their way to the host."""
+    """Tensors of a device, on their way to the host."""
 
-    def __init__(self, *numbers: Tensor) -> None:
+    def __init__(self, *tensors: Tensor) -> None:
         self._events = []
-        self._values = []
-        for number in numbers:
-            if not number.is_cuda:
-                self._values.append(number.clone())
+        self._copies: list[Tensor] = []
+        for tensor in tensors:
+            if not tensor.is_cuda:
+                self._copies.append(tensor.clone())
                 continue
-            copy = torch.empty((), dtype=number.dtype, pin_memory=True)
-            self._values.append(copy.copy_(number, non_blocking=True))
-        for device in {number.device for number in numbers if number.is_cuda}:
+            copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._copies.append(copy.copy_(tensor, non_blocking=True))
+        for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
             self._events.append(torch.cuda.current_stream(device).record_event())
 
     def has_arrived(self) -> bool:
         return all(event.query() for event in self._events)
 
+    def tensors(self) -> list[Tensor]:
+        """The copies. Waits for them."""
+        for event in self._events:
+            event.synchronize()
+        return self._copies
+
     def values(self) -> list[float]:
-        return [value.item() for value in self._values]
+        """Of tensors of one element."""
+        return [tensor.item() for tensor in self.tensors()]
 
 
 def _is_captured(number: Tensor) -> bool:

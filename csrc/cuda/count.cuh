@@ -1,0 +1,75 @@
+// What a metered pass counts in a block's chunk. See core/meter.h.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "apply.cuh"
+#include "core/metered.h"
+
+namespace ampfuse {
+
+// All threads call begin() and end(); between, each counts for itself but for the few elements
+// whose exponents are counted. The counts are integers, so the order in which blocks and threads
+// add changes nothing.
+class Counter {
+ public:
+  // `changed`: where the bits of the chunk's changed weights go, or null.
+  __device__ void begin(uint8_t* changed) {
+    counts_ = shared();
+    changed_ = changed;
+    for (int i = threadIdx.x; i < kMeterCounts; i += kLanes) counts_[i] = 0;
+    __syncthreads();
+  }
+
+  // Counts `number` elements from i on, as Op, which is metered, left them. Zeroes those past the
+  // last, which would be measured too.
+  template <class Op, class Column>
+  __device__ void count(const Column (&columns)[kLists], int i, int number,
+                        float (&values)[kLists][kPack]) {
+    const DType model = columns[kModel].dtype, gradient = columns[kGrad].dtype;
+    const DType half = model != DType::kNone ? model : columns[kParam].dtype;
+    unsigned bits = 0;
+#pragma unroll
+    for (int k = 0; k < kPack; ++k) {
+      if (k >= number) {
+        values[kUpdate][k] = values[kParam][k] = 0;
+        continue;
+      }
+      const float x[kLists] = {values[0][k], values[1][k], values[2][k], values[3][k], values[4][k],
+                               values[5][k], values[6][k], values[7][k], values[8][k]};
+      const Marks marks = Op::marks(x, half, gradient);
+      bits |= marks.changed << k;
+      moved_ += marks.moved;
+      zero_ += marks.zero;
+      tiny_ += marks.tiny;
+      if (is_sampled(i)) atomicAdd(counts_ + kExponents + exponent_bin(x[kGrad]), 1u);
+    }
+    if (changed_ != nullptr && number > 0) changed_[i / 8] = uint8_t(bits);
+    changed_count_ += unsigned(__popc(bits));
+  }
+
+  // Adds the block's counts of `number` elements to the row's.
+  __device__ void end(uint32_t number, uint32_t* counts) const {
+    if (changed_count_ != 0) atomicAdd(counts_ + kChanged, changed_count_);
+    if (moved_ != changed_count_) atomicAdd(counts_ + kStale, moved_ - changed_count_);
+    if (zero_ != 0) atomicAdd(counts_ + kZero, zero_);
+    if (tiny_ != zero_) atomicAdd(counts_ + kSubnormal, tiny_ - zero_);
+    __syncthreads();
+    for (int i = threadIdx.x; i < kMeterCounts; i += kLanes) {
+      const uint32_t count = i == kElements ? number : counts_[i];
+      if (count != 0) atomicAdd(counts + i, count);
+    }
+  }
+
+ private:
+  __device__ static unsigned* shared() {
+    __shared__ unsigned counts[kMeterCounts];
+    return counts;
+  }
+
+  unsigned changed_count_ = 0, moved_ = 0, zero_ = 0, tiny_ = 0;
+  unsigned* counts_ = nullptr;
+  uint8_t* changed_ = nullptr;
+};
+
+}  // namespace ampfuse

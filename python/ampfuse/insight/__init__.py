@@ -1,0 +1,1 @@
+"""Why mixed precision failed, or did not pay: meter, overflow explanation, doctor, advice."""
