@@ -38,6 +38,7 @@ from ampfuse.amp.grad_scaler import GradScaler
 from ampfuse.amp.initialize import initialize
 from ampfuse.amp.scale_loss import scale_loss
 from ampfuse.amp.scaler import LossScaler
+from ampfuse.insight.overflow import explain_overflow
 from ampfuse.optim.inner import parameters
 
 __all__ = [
@@ -47,6 +48,7 @@ __all__ = [
     "cast_everywhere",
     "clip_grad_norm_",
     "disable_casts",
+    "explain_overflow",
     "float_function",
     "half_function",
     "initialize",
