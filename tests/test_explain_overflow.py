@@ -113,6 +113,13 @@ FORWARD = {
     "matmul": (lambda x: x @ x.T, 2e2, "matmul", "inf", "products are too large"),
     "addition in place": (lambda x: x.clone().add_(6e4), 3e4, "add", "inf", "Keep add in FP32"),
     "division in place": (divide_in_place, 20, "div", "inf", "Keep div in FP32"),
+    "passed on in place": (
+        lambda x: F.relu(x.exp() + 1, inplace=True).sub(1),
+        12,
+        "exp",
+        "inf",
+        "Keep exp in FP32",
+    ),
     "a cast": (lambda x: (x.float() * 1e4).half(), 20, "to", "inf", "do not fit"),
     "a mask of -1e9": (masked, 1, "to", "-inf", "torch.finfo(torch.float16).min"),
     "all masked": (masked_fill, 1, "softmax", "nan", "whole row is -inf"),

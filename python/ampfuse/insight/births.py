@@ -121,15 +121,16 @@ class Tracker(TorchDispatchMode):
         """The first birth that mattered; None if all that matters was finite."""
         reached = self._reached or (set() if self._saw_backward else set(self._outputs))
         if not reached:
-            reached = {index for index in [self._made_by_update()] if index is not None}
+            reached = {index for index in [self._in_parameters()] if index is not None}
         if not reached:
             return None
         return self._births[min(reached - self._meant or reached)]
 
-    def _made_by_update(self) -> int | None:
+    def _in_parameters(self) -> int | None:
         for module, name, parameter, version in self._parameters:
-            if parameter._version != version and (kind := _kind(parameter)) is not None:
-                return self._add("step", self._place_of(module, "step"), parameter, kind, name)
+            if (kind := _kind(parameter)) is not None:
+                phase = "weights" if parameter._version == version else "step"
+                return self._add(phase, self._place_of(module, phase), parameter, kind, name)
         return None
 
     # --- modules ----------------------------------------------------------------------------------
@@ -226,12 +227,12 @@ class Tracker(TorchDispatchMode):
         if func.is_view or "empty" in name or "resize" in name:
             return func(*args, **kwargs)
         writes = any(a.alias_info and a.alias_info.is_write for a in func._schema.arguments)
-        before, read = _as_before(func, args, kwargs) if writes else ((args, kwargs), None)
+        before = self._as_before(func, args, kwargs) if writes else (args, kwargs)
+        inputs = list(trees.tensors(before))
         out = func(*args, **kwargs)
-        inputs = list(trees.tensors(before)) if read is None else read
         for index, tensor in enumerate(trees.tensors(out)):
-            if not _is_readable(tensor):
-                continue
+            if not _is_readable(tensor) or (not self._stack and _address(tensor) in self._state):
+                continue  # what a program writes into weights is found where they are used
             if (kind := _kind(tensor)) is not None:
                 phase = "backward" if backward else "forward"
                 birth = self._origin(phase, place, func, before, inputs, index, tensor, kind)
@@ -245,6 +246,29 @@ class Tracker(TorchDispatchMode):
         if name == "aten::mul" and not backward and not self._stack:
             self._note_scale(*args[:2])
         return out
+
+    def _as_before(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Arguments with copies of what the operation is about to write to."""
+        overwrites = func._schema.name.rpartition("::")[2] in _OVERWRITES
+        named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+        for argument in func._schema.arguments:
+            if not (argument.alias_info and argument.alias_info.is_write):
+                continue
+
+            def copied(item: Any, unread: bool = overwrites or argument.is_out) -> Any:
+                if not isinstance(item, Tensor):
+                    return item
+                copy = item.detach().clone()
+                if unread:
+                    return copy.zero_()
+                if (birth := self._by_storage.get(_address(item))) is not None:
+                    self._by_storage[_address(copy)] = birth
+                return copy
+
+            if argument.name in named:
+                named[argument.name] = trees.replace(named[argument.name], copied)
+        names = [a.name for a in func._schema.arguments][: len(args)]
+        return tuple(named.pop(name) for name in names), named
 
     def _note_scale(self, loss: Any, by: Any) -> None:
         """The last factor of a loss before its backward pass is the loss scale."""
@@ -445,31 +469,6 @@ def _numbers(value: Any) -> Iterator[float]:
             yield from _numbers(item)
     elif isinstance(value, dict):
         yield from _numbers(list(value.values()))
-
-
-def _as_before(func: Any, args: Any, kwargs: Any) -> tuple[Any, list[Tensor]]:
-    """Arguments with copies of what the operation will write to; the tensors it reads of them."""
-    listed, copies = list(args), dict(kwargs)
-    written_only: set[int] = set()
-    overwrites = func._schema.name.rpartition("::")[2] in _OVERWRITES
-    for position, argument in enumerate(func._schema.arguments):
-        if not (argument.alias_info and argument.alias_info.is_write):
-            continue
-        given = position < len(listed)
-        value = listed[position] if given else copies.get(argument.name)
-        if value is None:
-            continue
-        copy = trees.replace(
-            value, lambda item: item.detach().clone() if isinstance(item, Tensor) else item
-        )
-        if given:
-            listed[position] = copy
-        else:
-            copies[argument.name] = copy
-        if overwrites or argument.is_out:
-            written_only.update(map(id, trees.tensors(copy)))
-    before = (tuple(listed), copies)
-    return before, [tensor for tensor in trees.tensors(before) if id(tensor) not in written_only]
 
 
 _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float64}
