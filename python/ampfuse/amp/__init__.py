@@ -36,6 +36,7 @@ from ampfuse.amp.function_casts import (
 )
 from ampfuse.amp.grad_scaler import GradScaler
 from ampfuse.amp.initialize import initialize
+from ampfuse.amp.master_weights import load_master_weights
 from ampfuse.amp.scale_loss import scale_loss
 from ampfuse.amp.scaler import LossScaler
 from ampfuse.insight.overflow import explain_overflow
@@ -52,6 +53,7 @@ __all__ = [
     "float_function",
     "half_function",
     "initialize",
+    "load_master_weights",
     "load_state_dict",
     "master_params",
     "promote_function",
