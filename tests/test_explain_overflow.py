@@ -42,6 +42,20 @@ class Double(torch.autograd.Function):
         return gradient * 1e6
 
 
+class Unseen(torch.autograd.Function):
+    """A kernel that torch does not dispatch."""
+
+    @staticmethod
+    def forward(ctx, x):
+        y = x.detach().clone()
+        y.numpy()[0, 0] = math.nan
+        return y
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
 class Exp(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -103,6 +117,7 @@ def masked_fill(x):
 FORWARD = {
     "softmax by hand": (softmax_by_hand, 20, "exp", "inf", "Keep exp in FP32"),
     "exp": (torch.exp, 12, "exp", "inf", "torch.autocast"),
+    "exp beyond FP32": (torch.exp, 100, "exp", "inf", "subtract the largest argument first"),
     "division by a small number": (lambda x: x / 1e-5, 8, "div", "inf", "Keep div in FP32"),
     "division by zero": (lambda x: x / (x - x), 8, "div", "inf", "divisor holds 0"),
     "a constant that is 0 in half": (lambda x: x / (x - x + 1e-8), 8, "div", "inf", "below 6e-8"),
@@ -255,6 +270,12 @@ def test_running_statistics_of_a_batch_norm():
         model(x).float().sum().backward()
     found = watch.explanation
     assert (found.phase, found.module, found.tensor) == ("forward", "0", "running_var")
+
+
+def test_a_kernel_that_torch_does_not_dispatch():
+    found = explained(planted(Unseen.apply), ones())
+    assert (found.phase, found.module, found.module_type) == ("forward", "1", "Op")
+    assert found.operation == "an operation that torch does not show"
 
 
 def test_float32_diverges():
@@ -467,7 +488,7 @@ def test_armed(make, caplog):
         loop.step(x, y)  # it is told once
     found = watch.explanation
     told = [r.message for r in caplog.records if "in a row" in r.message]
-    assert told == [f"3 steps in a row were skipped. {found}"]
+    assert told == [f"Skipped steps in a row: 3. {found}"]
     assert found.phase == "forward"
     assert (found.module, found.operation) == ("3", "linear")
     watch.remove()

@@ -47,6 +47,7 @@ _USUAL_NAMES = {
     "convolution": "conv",
     "native_layer_norm": "layer_norm",
 }
+_UNSEEN = "an operation that torch does not show"
 # They write without reading what was there.
 _OVERWRITES = frozenset({"copy_", "fill_", "zero_", "normal_", "uniform_"})
 
@@ -138,10 +139,9 @@ class Tracker(TorchDispatchMode):
     def enter_module(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not self._stack and torch._C._current_graph_task_id() == -1:
             for name, tensor in _named(module, args, kwargs):
-                with self._own_look():
-                    kind = _kind(tensor)
+                kind = self._look(tensor)
                 if kind is not None and _address(tensor) not in self._by_storage:
-                    what = f"{name}, first in {_first_bad(tensor)}"
+                    what = f"{name}, first in batch element {_first_bad(tensor)}"
                     place = self._place_of(module, "forward")
                     self._add("data", place, tensor, kind, what, meant=True)
         self._stack.append(module)
@@ -154,23 +154,19 @@ class Tracker(TorchDispatchMode):
                 self._made_by.setdefault(_address(tensor), module)
         self._look_at_statistics(module, "forward")
         if not self._stack and torch._C._current_graph_task_id() == -1:
-            with self._own_look():
-                for tensor in trees.tensors(output):
-                    if _kind(tensor) is not None:
-                        self._outputs.append(self._index_of(tensor, self._place_of(module, "")))
+            for tensor in trees.tensors(output):
+                if (kind := self._look(tensor)) is not None:
+                    self._outputs.append(self._index_of(tensor, self._place_of(module, ""), kind))
 
     def _look_at_statistics(self, module: nn.Module, phase: str) -> None:
         """At the running statistics of batch norms, which no operation has among its results."""
         if not isinstance(module, nn.modules.batchnorm._BatchNorm):
             return
         for name, buffer in module.named_buffers(recurse=False):
-            with self._own_look():
-                kind = _kind(buffer)
-            if kind is None:
-                continue
-            if _address(buffer) not in self._by_storage:
-                self._add(phase, self._place_of(module, "batch_norm"), buffer, kind, name)
-            self._reached.add(self._by_storage[_address(buffer)])
+            if (kind := self._look(buffer)) is not None:
+                if _address(buffer) not in self._by_storage:
+                    self._add(phase, self._place_of(module, "batch_norm"), buffer, kind, name)
+                self._reached.add(self._by_storage[_address(buffer)])
 
     def _place_of(self, module: nn.Module | None, operation: str) -> _Place:
         if module is None:
@@ -186,11 +182,10 @@ class Tracker(TorchDispatchMode):
             queue: Any = Variable._execution_engine.queue_callback
             queue(functools.partial(queue, self._after_backward))
         self._saw_backward = True
-        with self._own_look():
-            if _kind(gradient) is not None:
-                place = self._place_of(module, "an operation that torch does not show")
-                what = f"gradient of {name}"
-                self._reached.add(self._index_of(gradient, place, phase="backward", what=what))
+        if (kind := self._look(gradient)) is not None:
+            place = self._place_of(module, _UNSEEN)
+            what = f"gradient of {name}"
+            self._reached.add(self._index_of(gradient, place, kind, "backward", what))
 
     def _after_backward(self) -> None:
         """Gradients that were finite here, and are not after the reduction, are the others'."""
@@ -198,20 +193,17 @@ class Tracker(TorchDispatchMode):
             return
         for module, name, parameter, _ in self._parameters:
             gradient = gradient_as_it_is(parameter)
-            with self._own_look():
-                if gradient is not None and (kind := _kind(gradient)) is not None:
-                    place = self._place_of(module, "all_reduce")
-                    what = f"the gradient of {name}"
-                    self._reached.add(self._add("another process", place, gradient, kind, what))
-                    return
+            if gradient is not None and (kind := self._look(gradient)) is not None:
+                place, what = self._place_of(module, "all_reduce"), f"the gradient of {name}"
+                self._reached.add(self._add("another process", place, gradient, kind, what))
+                return
 
-    @contextlib.contextmanager
-    def _own_look(self) -> Iterator[None]:
-        """What is computed in the block is no part of the step."""
+    def _look(self, tensor: Tensor | None) -> str | None:
+        """As `_kind`; what is computed for it is no part of the step."""
         self._looking, before = False, self._looking
         try:
-            with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-                yield
+            with torch.no_grad():
+                return None if tensor is None else _kind(tensor)
         finally:
             self._looking = before
 
@@ -228,16 +220,28 @@ class Tracker(TorchDispatchMode):
             return func(*args, **kwargs)
         writes = any(a.alias_info and a.alias_info.is_write for a in func._schema.arguments)
         before = self._as_before(func, args, kwargs) if writes else (args, kwargs)
-        inputs = list(trees.tensors(before))
         out = func(*args, **kwargs)
         for index, tensor in enumerate(trees.tensors(out)):
             if not _is_readable(tensor) or (not self._stack and _address(tensor) in self._state):
                 continue  # what a program writes into weights is found where they are used
             if (kind := _kind(tensor)) is not None:
-                phase = "backward" if backward else "forward"
-                birth = self._origin(phase, place, func, before, inputs, index, tensor, kind)
+                birth = self._inherited(before, place, kind)
+                if birth is None:
+                    phase = "backward" if backward else "forward"
+                    sizes = [size for size in _magnitudes(before) if math.isfinite(size)]
+                    birth = self._add(
+                        phase,
+                        place,
+                        tensor,
+                        kind,
+                        "output",
+                        meant=any(map(math.isinf, _numbers(before))),
+                        aten=str(func),
+                        largest_input=max(sizes, default=None),
+                        largest_result=_wider_magnitude(func, before, index),
+                    )
                 self._by_storage[_address(tensor)] = birth
-                is_loss = tensor.dim() == 0 and any(t.requires_grad for t in inputs)
+                is_loss = tensor.dim() == 0 and any(t.requires_grad for t in trees.tensors(before))
                 if is_loss and not backward and torch.is_grad_enabled():
                     self._reached.add(birth)
             elif not writes:
@@ -299,53 +303,28 @@ class Tracker(TorchDispatchMode):
             place = place._replace(operation=re.sub(r"Backward\d*$", "", name))
         return place
 
-    def _origin(
-        self,
-        phase: str,
-        place: _Place,
-        func: Any,
-        before: Any,
-        inputs: list[Tensor],
-        index: int,
-        tensor: Tensor,
-        kind: str,
-    ) -> int:
-        """The birth that the non-finite result number `index` goes back to."""
-        origins, largest = [], None
-        numbers = [number for number in _numbers(before) if not math.isnan(number)]
-        for magnitude in [*map(_magnitude, inputs), *map(abs, numbers)]:
-            if magnitude is not None and math.isfinite(magnitude):
-                largest = max(magnitude, largest or 0.0)
-        for source in inputs:
-            if _is_readable(source) and _kind(source) is not None:
-                origins.append(self._index_of(source, place))
-        real = [origin for origin in origins if origin not in self._meant]
-        if real:
-            return min(real)
-        if any(map(math.isinf, numbers)):
-            return self._add(phase, place, tensor, kind, "output", func, meant=True)
-        if origins and kind != "nan":
-            return min(origins)
-        wider = _wider_magnitude(func, before, index)
-        return self._add(
-            phase, place, tensor, kind, "output", func, largest_input=largest, largest_result=wider
-        )
+    def _inherited(self, before: Any, place: _Place, kind: str) -> int | None:
+        """The birth that a result of `kind` has from its operation's arguments; None: its own."""
+        tensors = [(tensor, _kind(tensor)) for tensor in trees.tensors(before)]
+        origins = {self._index_of(tensor, place, bad) for tensor, bad in tensors if bad is not None}
+        real = origins - self._meant
+        # A NaN that comes of a mask is born here.
+        return min(real or origins) if real or (origins and kind != "nan") else None
 
-    def _index_of(self, tensor: Tensor, place: _Place, phase: str = "data", what: str = "") -> int:
+    def _index_of(
+        self, tensor: Tensor, place: _Place, kind: str, phase: str = "data", what: str = ""
+    ) -> int:
         """The birth in a non-finite `tensor`; if it was not seen, what is known of its memory."""
         address = _address(tensor)
         if address in self._by_storage:
             return self._by_storage[address]
-        kind = _kind(tensor) or "nan"
         if address in self._state:
             owner, what = self._state[address]
             phase, place = "weights", self._place_of(owner, place.operation)
         elif address in self._made_by:
-            unseen = "an operation that torch does not show"
-            phase, place = "forward", self._place_of(self._made_by[address], unseen)
-        elif not what:
-            what = f"an operand of {place.operation}"
-        return self._add(phase, place, tensor, kind, what or "output", meant=True)
+            phase, place = "forward", self._place_of(self._made_by[address], _UNSEEN)
+        what = what or ("output" if phase == "forward" else f"an operand of {place.operation}")
+        return self._add(phase, place, tensor, kind, what, meant=True)
 
     def _add(
         self,
@@ -354,33 +333,27 @@ class Tracker(TorchDispatchMode):
         tensor: Tensor,
         kind: str,
         what: str,
-        func: Any = "",
         *,
         meant: bool = False,
-        **numbers: Any,
+        **known: Any,
     ) -> int:
-        line = None
         if place.frame is not None:
-            line = f"{place.frame[0]}:{place.frame[1]}: {linecache.getline(*place.frame).strip()}"
+            text = linecache.getline(*place.frame).strip()
+            known["line"] = f"{place.frame[0]}:{place.frame[1]}: {text}"
         birth = Explanation(
             phase,
-            place.module,
-            place.module_type,
-            place.operation,
-            str(func),
+            *place[:3],
             what,
             kind,
             tuple(tensor.shape),
             tensor.dtype,
             str(tensor.device),
-            line=line,
-            **numbers,
+            **known,
         )
         self._births.append(birth)
-        index = len(self._births) - 1
+        index = self._by_storage[_address(tensor)] = len(self._births) - 1
         if meant and kind == "-inf":
             self._meant.add(index)
-        self._by_storage[_address(tensor)] = index
         return index
 
 
@@ -422,9 +395,9 @@ def _named(module: nn.Module, args: Any, kwargs: Any) -> Iterator[tuple[str, Ten
             yield f"argument {name!r}", tensor
 
 
-def _first_bad(tensor: Tensor) -> str:
+def _first_bad(tensor: Tensor) -> int:
     bad = ~torch.isfinite(tensor.detach().reshape(tensor.shape[0] if tensor.dim() else 1, -1))
-    return f"batch element {int(bad.any(1).nonzero()[0])}"
+    return int(bad.any(1).nonzero()[0])
 
 
 def _is_readable(tensor: Tensor) -> bool:
@@ -456,19 +429,23 @@ def _kind(tensor: Tensor) -> str | None:
     return "inf" if high == math.inf else "-inf" if low == -math.inf else None
 
 
-def _magnitude(tensor: Tensor) -> float | None:
-    return max(map(abs, _range(tensor))) if _is_readable(tensor) else None
+def _magnitude(tensor: Tensor) -> float:
+    return max(map(abs, _range(tensor)))
+
+
+def _magnitudes(arguments: Any) -> Iterator[float]:
+    """The largest magnitude in each floating point argument."""
+    yield from map(_magnitude, filter(_is_readable, trees.tensors(arguments)))
+    yield from map(abs, _numbers(arguments))
 
 
 def _numbers(value: Any) -> Iterator[float]:
     """The Python floats in `value`, at any depth."""
     if isinstance(value, float):
         yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
+    elif isinstance(value, (list, tuple, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
             yield from _numbers(item)
-    elif isinstance(value, dict):
-        yield from _numbers(list(value.values()))
 
 
 _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float64}

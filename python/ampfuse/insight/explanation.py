@@ -22,10 +22,10 @@ class Explanation:
             itself), and its class; None outside of the model.
         operation: as users call it: ``softmax``, ``cross_entropy``, ``to`` for a cast. In the
             backward pass the one whose gradient this is.
-        aten: the operation as torch dispatched it, such as ``aten._softmax.default``.
         tensor: what held it: "output", a parameter, an argument of the model.
         kind: "inf", "-inf" or "nan".
         shape, dtype, device: of that tensor.
+        aten: the operation as torch dispatched it, such as ``aten._softmax.default``.
         largest_input: largest magnitude among the operation's inputs.
         largest_result: what the result would have reached in a wider type (FP32; for FP32 FP64);
             inf or NaN if the width is not the cause, None if that cannot be told.
@@ -38,12 +38,12 @@ class Explanation:
     module: str | None
     module_type: str | None
     operation: str
-    aten: str
     tensor: str
     kind: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: str
+    aten: str = ""
     largest_input: float | None = None
     largest_result: float | None = None
     line: str | None = None
@@ -125,6 +125,8 @@ _PRODUCTS = frozenset(
 _DOMAIN = {
     "div": "the divisor holds 0: add a small number to it, or clamp it",
     "reciprocal": "the argument holds 0: add a small number to it, or clamp it",
+    "exp": "the result is beyond FP32's range too: subtract the largest argument first, as "
+    "torch.softmax and torch.logsumexp do",
     "log": "the argument holds 0 or less: use clamp(min=...), log1p or log_softmax",
     "sqrt": "at 0 the gradient of a square root is inf: add a small number under the root",
     "rsqrt": "the argument holds 0: add a small number to it",
@@ -133,7 +135,10 @@ _DOMAIN = {
     "linalg_vector_norm": "at 0 a norm has no gradient: add a small number under the root",
     "softmax": "a whole row is -inf, as when a mask hides every element: leave one in each row",
 }
-_FP16_MINIMUM = "a constant below 6e-8 is 0 in float16, so 1e-8 is none there"
+_UNDERFLOW = (
+    " In float16 all below 6e-8 is 0, constants such as 1e-8 too: if the 0 is one of these, "
+    "compute what gives it in FP32."
+)
 
 
 def _remedy(e: Explanation) -> str:
@@ -163,10 +168,13 @@ def _remedy(e: Explanation) -> str:
 
 
 def _of_domain(e: Explanation) -> str:
-    no_result = f"{e.operation} has no finite result here, as of 0 / 0, inf - inf or 0 * inf"
-    said = _DOMAIN.get(e.operation, no_result)
-    tail = f"; {_FP16_MINIMUM}" if e.dtype == torch.float16 and "small number" in said else ""
-    return f"{said[0].upper()}{said[1:]}{tail}. A wider type or another loss scale does not help."
+    if e.kind == "nan":
+        other = f"{e.operation} has no finite result here, as of 0 / 0, inf - inf or 0 * inf"
+    else:
+        other = f"the result of {e.operation} is beyond FP32's range too"
+    said = _DOMAIN.get(e.operation, other)
+    tail = _UNDERFLOW if e.dtype == torch.float16 and "0" in said.split(":")[0] else ""
+    return f"{said[0].upper()}{said[1:]}. No loss scale helps.{tail}"
 
 
 def _of_scale(e: Explanation, fitting: float) -> str:
@@ -210,7 +218,7 @@ def _of_range(e: Explanation) -> str:
             f"{wider}."
         )
     return (
-        f'Keep {e.operation} in FP32: with torch.autocast("{device}", enabled=False), on '
+        f'Keep {e.operation if e.aten else "it"} in FP32: with torch.autocast("{device}", enabled=False), on '
         f"x.float(); for a function of yours, @amp.float_function at O1; {wider}."
     )
 

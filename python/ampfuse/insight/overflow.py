@@ -153,9 +153,7 @@ class OverflowWatch:
         if self._tracker is not None:
             self.__exit__()
             if self.explanation is not None:
-                _log.warning(
-                    "%d steps in a row were skipped. %s", self._skips.row, self.explanation
-                )
+                _log.warning("Skipped steps in a row: %d. %s", self._skips.row, self.explanation)
         if self._skips.hear(skipped):
             for module in self.model.modules():
                 if not isinstance(module, torch.jit.ScriptModule):
