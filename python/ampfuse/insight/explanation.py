@@ -217,9 +217,10 @@ def _of_range(e: Explanation) -> str:
             f'weights down, run it under torch.autocast("{device}", enabled=False) on x.float(), '
             f"{wider}."
         )
+    what = e.operation if e.aten else "it"
     return (
-        f'Keep {e.operation if e.aten else "it"} in FP32: with torch.autocast("{device}", enabled=False), on '
-        f"x.float(); for a function of yours, @amp.float_function at O1; {wider}."
+        f'Keep {what} in FP32: with torch.autocast("{device}", enabled=False), on x.float(); for a '
+        f"function of yours, @amp.float_function at O1; {wider}."
     )
 
 
