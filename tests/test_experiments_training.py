@@ -23,6 +23,7 @@ pytest.importorskip("torchvision")
 pytest.importorskip("timm")
 pytest.importorskip("sklearn")
 
+from ampfuse import amp
 from ampfuse.experiments import checkpoint, diagnose, provenance, report
 from ampfuse.experiments.arms import build_arm
 from ampfuse.experiments.config import ARMS, RunConfig, UsageError
@@ -337,7 +338,8 @@ class TestDivergence:
         told = diagnose.explain(training, caught.value)
         names = [n for n, m in training.arm.bare_model.named_modules() if isinstance(m, nn.Conv2d)]
         assert told["module"] == f"{names[3]} (Conv2d)"
-        assert told["tensor"] == "output"
+        assert told["tensor"] == "weight"
+        assert told["first"].endswith("(Conv2d), float32, holds inf in step 4")
         assert told["step"] == 4
         assert told["batch_norm_dtype"] == "float32"
 
@@ -348,9 +350,8 @@ class TestDivergence:
         with pytest.raises(Diverged, match="test loss became nan") as caught:
             training.run()
         told = diagnose.explain(training, caught.value)
-        first = next(n for n, m in training.arm.bare_model.named_modules() if not [*m.children()])
-        assert told["module"] == f"{first} (Conv2d)"
-        assert told["tensor"] == "output"
+        assert told["module"].startswith("the model (")
+        assert told["tensor"].startswith("argument 'images', first in batch element")
 
     def test_o3_says_why_and_what_to_do(self, tmp_path, capsys):
         line = ["--data", "digits", "--model", "wrn10_1", "--image-size", "8", "-b", "32"]
@@ -400,8 +401,10 @@ class TestDivergence:
     )
     def test_suggestions(self, arm, scale, said):
         config = dataclasses.replace(BASE, arm=arm, loss_scale=scale)
-        finding = diagnose.Finding(4, "conv (Conv2d)", "output", "float16", "inf")
-        assert said in diagnose._suggestion(config, finding, "float16")
+        model = torch.nn.Linear(1, 1, bias=False).half()
+        with amp.explain_overflow(model) as watch:
+            model(torch.full((1, 1), 6e4).half() / model.weight.detach().abs() * 2)
+        assert said in diagnose._suggestion(config, watch.explanation, "float16")
 
 
 class TestCommand:

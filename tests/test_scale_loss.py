@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ampfuse import amp, optim
-from ampfuse.amp.initialize import _check_bfloat16, warn_if_bfloat16_is_emulated
 from ampfuse.amp.scaler import LossScaler
 from cases import assert_same
 
@@ -291,25 +290,6 @@ def test_half_models_on_request_and_frozen():
     frozen = nn.Sequential(nn.Linear(4, 4).half().requires_grad_(False), nn.Linear(4, 4))
     optimizer = torch.optim.SGD(frozen[1].parameters(), lr=0.1)
     amp.initialize(frozen, optimizer, opt_level="O1", verbosity=0)
-
-
-def test_bfloat16_on_an_old_gpu_is_pointed_out_once(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 5))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Tesla T4")
-    monkeypatch.setattr(torch.version, "hip", None)
-    _check_bfloat16.cache_clear()
-    with pytest.warns(UserWarning, match=r"Tesla T4 \(sm_75\).*emulates"):
-        warn_if_bfloat16_is_emulated(torch.device("cuda", 0))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        warn_if_bfloat16_is_emulated(torch.device("cuda", 0))
-        warn_if_bfloat16_is_emulated(torch.device("cpu"))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (8, 0))
-    _check_bfloat16.cache_clear()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        warn_if_bfloat16_is_emulated(torch.device("cuda", 0))
-    _check_bfloat16.cache_clear()
 
 
 # --- scale_loss: what it yields and leaves behind -------------------------------------------

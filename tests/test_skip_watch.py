@@ -134,7 +134,7 @@ def test_counts_on_a_device_are_told_when_they_have_arrived(monkeypatch, caplog)
             return Count
 
     monkeypatch.setattr(skip_watch, "Sample", Slow)
-    monkeypatch.setattr(skip_watch, "_is_captured", lambda count: False)
+    monkeypatch.setattr(skip_watch, "is_captured", lambda count: False)
     watch, table = skip_watch.SkipWatch(), Table()
     for i in range(STRETCH - 1):
         Count.value, Slow.arrived = i // 4, i >= 80

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ampfuse import insight
 from ampfuse.compat import apex
 from ampfuse.compat.apex import amp
 from ampfuse.nn import SyncBatchNormAct2d, fuse
@@ -46,6 +47,29 @@ def train_with_an_overflow():
         found["scales"].append(amp.state_dict()["loss_scaler0"]["loss_scale"])
         found["skipped"].append(optimizer.last_step.skipped.item())
     return found
+
+
+class _Exp(nn.Module):
+    def forward(self, x):
+        return x.exp()
+
+
+def explain_an_overflow():
+    """Half precision and an exp that leaves its range on the second process only."""
+    model = nn.Sequential(nn.Linear(4, 4), _Exp(), nn.Linear(4, 1)).half()
+    with torch.no_grad():
+        model[0].weight.copy_(torch.eye(4))
+        model[0].bias.zero_()
+    model = nn.parallel.DistributedDataParallel(model)
+    explanations = []
+    for value in (20.0 * dist.get_rank(), 0.0):
+        with insight.explain_overflow(model) as watch:
+            model(torch.full((2, 4), value, dtype=torch.half)).float().sum().backward()
+            model.zero_grad()
+        explanations.append(watch.explanation)
+    found, then = explanations
+    names = ("phase", "module", "operation")
+    return {name: getattr(found, name) for name in names} | {"text": str(found), "then": then}
 
 
 def gradients(**ddp):
@@ -198,7 +222,13 @@ def groups():
     return found
 
 
-JOBS = (train_with_an_overflow, parallel_options, batch_norm, sync_batch_norms)
+JOBS = (
+    train_with_an_overflow,
+    parallel_options,
+    batch_norm,
+    sync_batch_norms,
+    explain_an_overflow,
+)
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

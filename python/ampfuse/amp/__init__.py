@@ -36,8 +36,10 @@ from ampfuse.amp.function_casts import (
 )
 from ampfuse.amp.grad_scaler import GradScaler
 from ampfuse.amp.initialize import initialize
+from ampfuse.amp.master_weights import load_master_weights
 from ampfuse.amp.scale_loss import scale_loss
 from ampfuse.amp.scaler import LossScaler
+from ampfuse.insight.overflow import explain_overflow
 from ampfuse.optim.inner import parameters
 
 __all__ = [
@@ -47,9 +49,11 @@ __all__ = [
     "cast_everywhere",
     "clip_grad_norm_",
     "disable_casts",
+    "explain_overflow",
     "float_function",
     "half_function",
     "initialize",
+    "load_master_weights",
     "load_state_dict",
     "master_params",
     "promote_function",

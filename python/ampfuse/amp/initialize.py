@@ -6,7 +6,6 @@ optimizers as they were.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import logging
 import os
@@ -29,6 +28,7 @@ from ampfuse.amp.casts import (
     save_in_float32,
 )
 from ampfuse.amp.function_casts import install_registered
+from ampfuse.amp.hints import give_hints
 from ampfuse.amp.policy import Policy, make_policy
 from ampfuse.amp.scaler import LossScaler
 from ampfuse.optim import upgrade
@@ -82,8 +82,9 @@ def initialize(
         cast_model_outputs: cast the models' outputs to this type. By default O0, O2, O3 and O5
             give FP32, O1 and O4 what autocast gives (see :mod:`ampfuse.amp.half_output`).
         num_losses: how many independent loss scalers to make, for ``scale_loss(..., loss_id=i)``.
-        verbosity: 0 silent; 1 logs the policy (logger "ampfuse.amp", level INFO) and the 1st, 10th,
-            100th ... skipped step (WARNING, when the device has told); 2 logs each cast of O1 and
+        verbosity: 0 silent; 1 logs the policy (logger "ampfuse.amp", level INFO), what this machine
+            is slow at (WARNING, once; see :mod:`ampfuse.amp.hints`) and the 1st, 10th, 100th ...
+            skipped step (WARNING, when the device has told); 2 logs each cast of O1 and
             O4 too, and every skipped step, for which the host waits for the device once per
             backward pass.
         min_loss_scale, max_loss_scale: bounds of a dynamic scale. None as minimum means 2**-24,
@@ -167,9 +168,7 @@ def set_up(models: Any, optimizers: Any, session: sessions.Session, *, allow_hal
 
     if verbosity >= 1:
         _log.info("%s", policy)
-    if policy.uses_bfloat16:
-        for device in {p.device for _, p in _named_parameters(model_list)}:
-            warn_if_bfloat16_is_emulated(device)
+        give_hints(policy, {p.device for _, p in _named_parameters(model_list)})
 
     exact = {}
     if policy.master_weights and not _trains_with_others():
@@ -183,6 +182,7 @@ def set_up(models: Any, optimizers: Any, session: sessions.Session, *, allow_hal
             save_in_float32(eager_module(model))
         install(model, Casts.of(policy, session.rules, log=session.logs_casts))
     _upgrade(optimizer_list, session, names, exact)
+    sessions.set_models(session, map(eager_module, model_list))
     session.casts_cpu = any(p.is_cpu for _, p in _named_parameters(model_list))
     sessions.set_latest(session)
     if policy.autocast_type is not None:
@@ -297,7 +297,8 @@ def _check_models(models: list[nn.Module], policy: Policy, allow_half: bool) -> 
     warnings.warn(
         f"The model arrived with {len(half)} half-precision parameter(s), the first being {name!r} "
         f"({kind}). They are taken over exactly, but digits lost when they were rounded stay lost: "
-        "where the weights exist in FP32, load them in FP32 and let amp.initialize cast.",
+        "where the weights exist in FP32, load them in FP32 and let amp.initialize cast, or call "
+        "amp.load_master_weights(optimizer, state_dict) afterwards.",
         stacklevel=4,
     )
 
@@ -347,20 +348,3 @@ def _float32_values(optimizers: Iterable[Optimizer], policy: Policy) -> dict[int
         for p in itertools.chain.from_iterable(map(parameters, optimizers))
         if p.is_floating_point() and p.dtype != policy.weights_type
     }
-
-
-def warn_if_bfloat16_is_emulated(device: torch.device) -> None:
-    """Warn, once per GPU, if `device` has no BF16 arithmetic (before sm_80: T4, V100, P100)."""
-    if device.type == "cuda":
-        _check_bfloat16(device.index)
-
-
-@functools.cache
-def _check_bfloat16(index: int | None) -> None:
-    major, minor = torch.cuda.get_device_capability(index)
-    if torch.version.hip is None and major < 8:
-        warnings.warn(
-            f"{torch.cuda.get_device_name(index)} (sm_{major}{minor}) has no BF16 arithmetic: "
-            "torch emulates it, slowly. On this GPU use O1 or O2 (FP16) for speed.",
-            stacklevel=4,
-        )

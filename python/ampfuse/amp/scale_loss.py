@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from ampfuse.amp import cast_state, weight_cache
 from ampfuse.amp import session as sessions
-from ampfuse.amp.initialize import warn_if_bfloat16_is_emulated
+from ampfuse.amp.hints import warn_if_bfloat16_is_emulated
 from ampfuse.amp.scaler import LossScaler
 from ampfuse.optim import left_scaled
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+from torch import nn
 from torch.optim import Optimizer
 
 from ampfuse.amp import cast_state, op_casts
@@ -72,6 +73,8 @@ _latest: Session | None = None
 # Beside the sessions, not in them: a session is copied and pickled with each of its optimizers.
 _optimizers: weakref.WeakKeyDictionary[Session, weakref.WeakSet[Optimizer]]
 _optimizers = weakref.WeakKeyDictionary()
+_models: weakref.WeakKeyDictionary[Session, list[weakref.ref[nn.Module]]]
+_models = weakref.WeakKeyDictionary()
 
 
 def add(session: Session, optimizer: Optimizer) -> None:
@@ -83,6 +86,18 @@ def add(session: Session, optimizer: Optimizer) -> None:
 def others(session: Session, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
     """The optimizers of `session` that are not among `optimizers`."""
     return list(_optimizers.get(session, set()) - set(map(_inner, optimizers)))
+
+
+def set_models(session: Session, models: Iterable[nn.Module]) -> None:
+    """`session` is that of `models`."""
+    _models[session] = [weakref.ref(model) for model in models]
+
+
+def models_of(optimizer: Optimizer) -> list[nn.Module]:
+    """The models that went through ``initialize`` with `optimizer`, while they live."""
+    session = enabled_of(optimizer)
+    known = _models.get(session, []) if session is not None else []
+    return [model for reference in known if (model := reference()) is not None]
 
 
 def _inner(optimizer: Optimizer) -> Optimizer:

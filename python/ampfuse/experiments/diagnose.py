@@ -1,122 +1,54 @@
-"""Why a run diverged: which module and which tensor left the finite numbers first, and what to do.
+"""Why a run diverged: what was the first to leave the finite numbers, and what to do.
 
 The run itself looks at losses alone, once an interval, and by then everything is NaN. So the steps
 up to the bad one are trained once more from the last checkpoint, with the same data and random
-numbers, and around the bad step every module is watched. (Hugging Face's DebugUnderflowOverflow
-watches in the same way, for all of the training.)
+numbers, and the bad step is watched (see :func:`ampfuse.amp.explain_overflow`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import functools
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
+from ampfuse import amp
 from ampfuse.experiments.config import RunConfig
+from ampfuse.insight import Explanation
 
 if TYPE_CHECKING:
     from ampfuse.experiments.training import Diverged, Training
 
 
-@dataclasses.dataclass(frozen=True)
-class Finding:
-    """The first tensor with an inf or a NaN: in which step (from 1), of which module, and what it
-    is."""
-
-    step: int
-    module: str
-    tensor: str
-    dtype: str
-    kind: str
-
-    def __str__(self) -> str:
-        what = f"{self.tensor} of {self.module}, {self.dtype}"
-        return f"{what}, holds {self.kind} in step {self.step}"
-
-
-class Watch:
-    """Context in which a model's modules report the first non-finite tensor, in ``finding``.
-
-    Forward hooks see buffers and outputs in the order in which modules finish, so the first finding
-    is the module where it began. Each look waits for the device.
-    """
-
-    def __init__(self, model: nn.Module, step: int) -> None:
-        self.model, self.step = model, step
-        self.finding: Finding | None = None
-        self._names = {id(module): name or "the model" for name, module in model.named_modules()}
-        self._handles = contextlib.ExitStack()
-
-    def __enter__(self) -> Watch:
-        for module in self.model.modules():
-            self._handles.callback(module.register_forward_hook(self._after_forward).remove)
-            for name, parameter in module.named_parameters(recurse=False):
-                if parameter.requires_grad:
-                    look = functools.partial(self._look, module, f"gradient of {name}")
-                    self._handles.callback(parameter.register_hook(look).remove)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._handles.close()
-
-    def look_at_state(self) -> None:
-        """At parameters and buffers, as a step left them."""
-        for module in self.model.modules():
-            parameters = module.named_parameters(recurse=False)
-            for name, tensor in (*parameters, *module.named_buffers(recurse=False)):
-                self._look(module, name, tensor)
-
-    def _after_forward(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
-        for name, buffer in module.named_buffers(recurse=False):
-            self._look(module, name, buffer)
-        for tensor in outputs if isinstance(outputs, (tuple, list)) else (outputs,):
-            if isinstance(tensor, Tensor):
-                self._look(module, "output", tensor)
-                if tensor.requires_grad:
-                    look = functools.partial(self._look, module, "gradient of output")
-                    tensor.register_hook(look)
-
-    def _look(self, module: nn.Module, what: str, tensor: Tensor) -> None:
-        done = self.finding is not None or not tensor.is_floating_point()
-        if done or torch.isfinite(tensor.detach()).all():
-            return
-        self.finding = Finding(
-            step=self.step,
-            module=f"{self._names[id(module)]} ({type(module).__name__})",
-            tensor=what,
-            dtype=str(tensor.dtype).removeprefix("torch."),
-            kind="nan" if torch.isnan(tensor.detach()).any() else "inf",
-        )
-
-
 def explain(training: Training, error: Diverged) -> dict[str, Any]:
     """The ``diverged`` entry of a result: step, reason, place and a suggestion."""
     arm, alone = training.arm, training.place.world.size == 1
-    finding = _replay(training, error.step) if alone else None
-    if finding is None:  # not in training, then: what it left, or evaluation
-        with Watch(arm.bare_model, error.step) as watch:
-            watch.look_at_state()
-            if watch.finding is None and alone:
+    step, found = _replay(training, error.step) if alone else (error.step, None)
+    if found is None:  # not in training, then: what it left, or evaluation
+        with amp.explain_overflow(arm.bare_model) as watch:
+            if alone:
                 training.evaluate(arm)
-        finding = watch.finding
+        found = watch.explanation
     norm = batch_norm_dtype(arm.bare_model)
     return {
         "step": error.step,
         "reason": error.reason,
-        "first": str(finding) if finding else None,
-        "module": finding and finding.module,
-        "tensor": finding and finding.tensor,
+        "first": found and _in_words(found, step),
+        "module": found and found.place,
+        "tensor": found and found.tensor,
         "batch_norm_dtype": norm,
         "loss_scale": arm.loss_scale(),
-        "suggestion": _suggestion(training.config, finding, norm),
+        "suggestion": _suggestion(training.config, found, norm),
     }
 
 
-def _replay(training: Training, bad_step: int) -> Finding | None:
+def _in_words(found: Explanation, step: int) -> str:
+    kind = str(found.dtype).removeprefix("torch.")
+    what = f"{found.tensor} of {found.place}, {kind}, holds {found.kind} in step {step}"
+    return f"{what} ({found.phase} pass, {found.operation})" if found.aten else what
+
+
+def _replay(training: Training, bad_step: int) -> tuple[int, Explanation | None]:
     """Train again up to `bad_step`, and watch it and the step before it."""
     arm = training.build(dataclasses.replace(training.config, compile=False, graph=False))
     if training.resume:
@@ -126,15 +58,14 @@ def _replay(training: Training, bad_step: int) -> Finding | None:
         if step < bad_step - 1:
             arm.step(inputs, targets, training.task.loss)
             continue
-        with Watch(arm.bare_model, step) as watch:
+        with amp.explain_overflow(arm.bare_model) as watch:
             _, _, skipped = arm.step(inputs, targets, training.task.loss)
-            if not skipped.item():  # gradients of a skipped step went nowhere
-                watch.look_at_state()
-            elif watch.finding and watch.finding.tensor.startswith("gradient"):
-                watch.finding = None
-        if watch.finding is not None or step >= bad_step:
-            return watch.finding
-    return None
+        found = watch.explanation
+        if found and found.phase == "backward" and skipped.item():
+            found = None  # gradients of a skipped step went nowhere
+        if found is not None or step >= bad_step:
+            return step, found
+    return bad_step, None
 
 
 def batch_norm_dtype(model: nn.Module) -> str | None:
@@ -144,7 +75,7 @@ def batch_norm_dtype(model: nn.Module) -> str | None:
     return None
 
 
-def _suggestion(config: RunConfig, finding: Finding | None, norm: str | None) -> str:
+def _suggestion(config: RunConfig, found: Explanation | None, norm: str | None) -> str:
     if config.arm == "O3":
         missing, flags = ["FP32 masters"], []
         if norm == "float16":
@@ -159,6 +90,6 @@ def _suggestion(config: RunConfig, finding: Finding | None, norm: str | None) ->
     half, scale = config.arm in ("O1", "O2", "amp-fp16"), config.loss_scale
     if half and isinstance(scale, float):
         return f"a static loss scale of {scale:g} skips no step: try --loss-scale dynamic"
-    if half and finding and finding.tensor == "output" and finding.kind == "inf":
+    if half and found and (found.phase, str(found.dtype)) == ("forward", "torch.float16"):
         return "this activation is beyond FP16's 65504: try O5 or amp-bf16, or a lower --lr"
     return f"the rate may be too high for this batch: try a lower --lr (now {config.lr:g})"

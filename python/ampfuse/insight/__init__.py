@@ -1,1 +1,23 @@
-"""Why mixed precision failed, or did not pay: meter, overflow explanation, doctor, advice."""
+"""What goes on inside a mixed-precision training, in words and numbers.
+
+``explain_overflow``   where the first inf or NaN of a step was born, and what helps
+``optimizer.meter``    what half precision does to each tensor's steps (:mod:`.meter`)
+"""
+
+from __future__ import annotations
+
+import ampfuse.amp  # noqa: F401  # first, as it exports from here
+from ampfuse.insight.explanation import Explanation
+from ampfuse.insight.meter import Meter, TensorReading, exponent_edges
+from ampfuse.insight.meter_advice import Finding
+from ampfuse.insight.overflow import OverflowWatch, explain_overflow
+
+__all__ = [
+    "Explanation",
+    "Finding",
+    "Meter",
+    "OverflowWatch",
+    "TensorReading",
+    "explain_overflow",
+    "exponent_edges",
+]

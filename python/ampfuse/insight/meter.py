@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ampfuse.insight import meter_advice as advice
 from ampfuse.optim.masters import HALF_DTYPES
-from ampfuse.optim.skip_watch import Sample
+from ampfuse.optim.skip_watch import Sample, is_captured
 
 if TYPE_CHECKING:
     import pandas
@@ -148,7 +148,7 @@ class Meter:
         if self._every is None or self._optimizer._rehearsal is not None:
             return None
         self._steps += 1
-        if (self._steps - 1) % self._every or _is_captured(table):
+        if (self._steps - 1) % self._every or is_captured(table.param(0)):
             return None
         return table.new_meter(self._keeps_bits)
 
@@ -328,10 +328,6 @@ class _Record:
         return torch.empty_like(param, dtype=torch.bool).set_(
             marks.untyped_storage(), 0, param.shape, param.stride()
         )
-
-
-def _is_captured(table: ParamTable) -> bool:
-    return table.param(0).is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _ratio(part: float, whole: float) -> float:

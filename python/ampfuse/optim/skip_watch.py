@@ -50,7 +50,7 @@ class SkipWatch:
         if self._steps % STRETCH:
             return
         count = table.state_field("skipped_steps")
-        if _is_captured(count):
+        if is_captured(count):
             return
         self._samples = [*self._samples[-2:], Sample(count)]
         for older, newer in pairwise(self._samples):
@@ -68,7 +68,7 @@ class SkipWatch:
             if self._here.value >= self._next:
                 self._log(self._here.value)
             return
-        if self._steps % _PAUSE or _is_captured(self._count):
+        if self._steps % _PAUSE or is_captured(self._count):
             return
         if self._latest is None or self._latest.has_arrived():
             if self._latest is not None:
@@ -115,7 +115,7 @@ class Sample:
         return [tensor.item() for tensor in self.tensors()]
 
 
-def _is_captured(number: Tensor) -> bool:
+def is_captured(number: Tensor) -> bool:
     """Whether a CUDA graph is being recorded, which nothing may look into."""
     return number.is_cuda and torch.cuda.is_current_stream_capturing()
 

@@ -1,0 +1,228 @@
+"""What is known about the first inf or NaN of a step, and in words what helps against it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from typing import Any
+
+import torch
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """Where an inf or a NaN was born that reached the loss or a gradient.
+
+    Attributes:
+        phase: "forward" or "backward", where an operation gave it; "data" or "weights", where the
+            step began with it; "step", where the optimizer's update made it; "another process",
+            where it came with the gradients of the others.
+        module, module_type: the innermost module at work, by its qualified name ("" is the model
+            itself), and its class; None outside of the model.
+        operation: as users call it: ``softmax``, ``cross_entropy``, ``to`` for a cast. In the
+            backward pass the one whose gradient this is.
+        tensor: what held it: "output", a parameter, an argument of the model.
+        kind: "inf", "-inf" or "nan".
+        shape, dtype, device: of that tensor.
+        aten: the operation as torch dispatched it, such as ``aten._softmax.default``.
+        largest_input: largest magnitude among the operation's inputs.
+        largest_result: what the result would have reached in a wider type (FP32; for FP32 FP64);
+            inf or NaN if the width is not the cause, None if that cannot be told.
+        line: the line of the program that called the operation forward.
+        scale: the number that the loss was multiplied by.
+        dynamic: whether that number adapts itself.
+    """
+
+    phase: str
+    module: str | None
+    module_type: str | None
+    operation: str
+    tensor: str
+    kind: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+    aten: str = ""
+    largest_input: float | None = None
+    largest_result: float | None = None
+    line: str | None = None
+    scale: float = 1.0
+    dynamic: bool = False
+
+    @property
+    def place(self) -> str:
+        """The module in words: ``"encoder.0 (Linear)"``."""
+        if self.module is None:
+            return "code outside of the model"
+        return f"{self.module or 'the model'} ({self.module_type})"
+
+    @property
+    def limit(self) -> float:
+        """The largest finite number of the type."""
+        return torch.finfo(self.dtype).max
+
+    @property
+    def fitting_scale(self) -> float | None:
+        """The largest power of two as a loss scale with which this result would have fitted."""
+        beyond = self.largest_result
+        if self.phase != "backward" or beyond is None or not math.isfinite(beyond) or beyond == 0:
+            return None
+        return 2.0 ** math.floor(math.log2(self.scale * self.limit / beyond))
+
+    @property
+    def is_harmless(self) -> bool:
+        """True while a dynamic loss scale is finding its value: it helps itself."""
+        fitting = self.fitting_scale
+        return self.dynamic and fitting is not None and 1 <= fitting < self.scale
+
+    @property
+    def remedy(self) -> str:
+        """What helps, in a sentence or two."""
+        return _remedy(self)
+
+    def __str__(self) -> str:
+        kind = str(self.dtype).removeprefix("torch.")
+        lines = [_TITLES[self.phase].format(self=self)]
+        if self.line:
+            lines.append(f"  line     {self.line}")
+        size = f"{kind} of shape {list(self.shape)} on {self.device}"
+        lines.append(f"  {'result' if self.aten else 'tensor'}   {size}{_beyond(self)}")
+        if self.largest_input is not None:
+            lines.append(f"  inputs   at most {self.largest_input:.4g} ({self.aten})")
+        if self.phase == "backward" and self.scale != 1:
+            how = "dynamic" if self.dynamic else "static"
+            lines.append(f"  scale    {self.scale:g}, {how}")
+        return "\n".join([*lines, f"  remedy   {self.remedy}"])
+
+
+_TITLES = {
+    "forward": "{self.kind} was born in the forward pass, in {self.operation} of {self.place}.",
+    "backward": "{self.kind} was born in the backward pass of {self.operation} of {self.place}.",
+    "data": "{self.kind} came in with the data: {self.tensor}, first used by {self.place}.",
+    "weights": "{self.kind} was in {self.tensor} of {self.place} before the step.",
+    "step": "{self.kind} was made by the optimizer's update of {self.tensor} of {self.place}.",
+    "another process": "{self.kind} came from another process, with the gradients that were "
+    "reduced: it is in {self.tensor} of {self.place}, and this process made none.",
+}
+
+
+def _beyond(self: Explanation) -> str:
+    reached = self.largest_result
+    if reached is None or not math.isfinite(reached):
+        return ""
+    return f"; it would reach {reached:.4g}, {reached / self.limit:.3g} times {self.limit:.5g}"
+
+
+_REDUCTIONS = frozenset(
+    "sum mean norm linalg_vector_norm vector_norm var std var_mean std_mean prod cumsum cumprod "
+    "logsumexp mse_loss l1_loss".split()
+)
+_PRODUCTS = frozenset(
+    "linear matmul mm bmm baddbmm addbmm mv dot einsum conv scaled_dot_product_attention".split()
+)
+# Of operations that leave the numbers whatever their type.
+_DOMAIN = {
+    "div": "the divisor holds 0: add a small number to it, or clamp it",
+    "reciprocal": "the argument holds 0: add a small number to it, or clamp it",
+    "exp": "the result is beyond FP32's range too: subtract the largest argument first, as "
+    "torch.softmax and torch.logsumexp do",
+    "log": "the argument holds 0 or less: use clamp(min=...), log1p or log_softmax",
+    "sqrt": "at 0 the gradient of a square root is inf: add a small number under the root",
+    "rsqrt": "the argument holds 0: add a small number to it",
+    "pow": "a base of 0 or less has no such power, or no such gradient: add a small number to it",
+    "norm": "at 0 a norm has no gradient: add a small number under the root",
+    "linalg_vector_norm": "at 0 a norm has no gradient: add a small number under the root",
+    "softmax": "a whole row is -inf, as when a mask hides every element: leave one in each row",
+}
+_UNDERFLOW = (
+    " In float16 all below 6e-8 is 0, constants such as 1e-8 too: if the 0 is one of these, "
+    "compute what gives it in FP32."
+)
+
+
+def _remedy(e: Explanation) -> str:
+    fixed = {
+        "data": "Look at the data and what prepares them. No type and no loss scale helps.",
+        "weights": "An earlier step or the checkpoint put it there: go back to a sound checkpoint. "
+        "A dynamic loss scale (or skip_nonfinite=True) skips steps that would do this; a lower "
+        "learning rate or clipping keeps finite ones small.",
+        "step": "The update left the type's range: lower the learning rate, clip gradients, and "
+        "keep FP32 masters (O2 or O5 instead of O3; master_weights=True).",
+        "another process": "Read the explanation of the other processes. If none has one, the sum "
+        "of their gradients overflowed: reduce in FP32, or lower the loss scale.",
+    }
+    if e.phase in fixed:
+        return fixed[e.phase]
+    if e.largest_result is not None and not math.isfinite(e.largest_result):
+        return _of_domain(e)
+    if e.dtype != torch.float16:
+        return (
+            f"{_name(e.dtype)} has the widest range there is for training, so the training "
+            "diverges: lower the learning rate, clip gradients, look at the loss and the data."
+        )
+    fitting = e.fitting_scale
+    if fitting is not None and e.scale > 1 and fitting >= 1:
+        return _of_scale(e, fitting)
+    return _of_range(e)
+
+
+def _of_domain(e: Explanation) -> str:
+    if e.kind == "nan":
+        other = f"{e.operation} has no finite result here, as of 0 / 0, inf - inf or 0 * inf"
+    else:
+        other = f"the result of {e.operation} is beyond FP32's range too"
+    said = _DOMAIN.get(e.operation, other)
+    tail = _UNDERFLOW if e.dtype == torch.float16 and "0" in said.split(":")[0] else ""
+    return f"{said[0].upper()}{said[1:]}. No loss scale helps.{tail}"
+
+
+def _of_scale(e: Explanation, fitting: float) -> str:
+    if e.dynamic:
+        halvings = max(1, round(math.log2(e.scale / fitting)))
+        return (
+            f"None needed: the dynamic loss scale of {e.scale:g} is still adapting. This gradient "
+            f"fits from {fitting:g} on, after {halvings} skipped step{'s' * (halvings > 1)}."
+        )
+    return (
+        f"The static loss scale of {e.scale:g} is too high: this gradient fits with {fitting:g} or "
+        'less. Use loss_scale="dynamic", which finds it.'
+    )
+
+
+def _of_range(e: Explanation) -> str:
+    device = re.sub(r":\d+$", "", e.device)
+    wider = "or use BF16, whose range is FP32's (O4 or O5 instead of O1 or O2)"
+    if e.operation == "to":
+        if e.kind == "-inf":
+            return (
+                "A cast to float16 made -inf of a finite number. If this is a mask, fill it with "
+                "torch.finfo(torch.float16).min instead of -1e9, and let no row be hidden whole; "
+                f"if not, keep the values in FP32, {wider}."
+            )
+        return f"These values do not fit into float16: normalize them, keep them in FP32, {wider}."
+    if e.phase == "backward":
+        told = "The gradient is beyond float16 without any loss scale"
+        return (
+            f"{told}: compute the operation in FP32 (x.float()) so that its backward is, {wider}."
+        )
+    if e.operation in _REDUCTIONS:
+        return (
+            f"Reduce in FP32: {e.operation}(x.float()), or dtype=torch.float32 where it takes "
+            f"one; {wider}."
+        )
+    if e.operation in _PRODUCTS:
+        return (
+            "The products are too large for float16: normalize the layer's input or scale its "
+            f'weights down, run it under torch.autocast("{device}", enabled=False) on x.float(), '
+            f"{wider}."
+        )
+    what = e.operation if e.aten else "it"
+    return (
+        f'Keep {what} in FP32: with torch.autocast("{device}", enabled=False), on x.float(); for a '
+        f"function of yours, @amp.float_function at O1; {wider}."
+    )
+
+
+def _name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")

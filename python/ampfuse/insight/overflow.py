@@ -1,0 +1,221 @@
+"""``amp.explain_overflow``: watch one step, or the one after too many that were skipped.
+
+with amp.explain_overflow(model) as watch:  # around any step: forward, backward, update
+    ...
+print(watch.explanation)
+
+amp.explain_overflow(model, optimizer, after=3)  # once; the rest happens by itself
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ampfuse.amp import session as sessions
+from ampfuse.amp.casts import is_installed
+from ampfuse.insight.births import Tracker
+from ampfuse.insight.explanation import Explanation
+from ampfuse.optim.base import AmpOptimizer
+from ampfuse.optim.inner import with_inner
+from ampfuse.optim.skip_watch import Sample, is_captured
+
+_log = logging.getLogger("ampfuse.amp")
+
+
+def explain_overflow(
+    model: nn.Module,
+    optimizer: Optimizer | torch.amp.GradScaler | None = None,
+    *,
+    after: int | None = None,
+) -> OverflowWatch:
+    """Say which module and operation made the first inf or NaN of a training step.
+
+    As a context manager around a step it tells in ``watch.explanation``: an
+    :class:`~ampfuse.insight.Explanation`, or None if all that matters was finite. With `after` it
+    arms itself: after so many skipped steps in a row the next step is watched, from its forward
+    pass on, and the explanation is logged (logger "ampfuse.amp", WARNING). It tells again when
+    steps were applied in between.
+
+    A watched step runs every operation as always and gives the same bits, but waits for the device
+    after each of them. What ``torch.compile`` compiled runs uncompiled in it. An armed watch adds
+    nothing to a step but a copy of the count of skipped steps, for which nobody waits.
+
+    Arguments:
+        model: a module, whatever it is wrapped in. Names are those of its ``named_modules()``.
+        optimizer: what tells of skipped steps: an optimizer of ampfuse, or that went through
+            ``amp.initialize``; with another one the GradScaler. Needed with `after` only.
+        after: how many skipped steps in a row it takes.
+
+    Raises:
+        TypeError: with `after`, an optimizer that does not tell of skipped steps.
+        ValueError: `after` is not positive.
+
+    Kernels that torch does not dispatch (Triton's, CUDA graphs) are seen by their results only.
+    """
+    watch = OverflowWatch(model)
+    if after is not None:
+        if not after >= 1:
+            raise ValueError(f"after={after}: it takes at least one skipped step.")
+        watch._arm(optimizer, after)
+    return watch
+
+
+class OverflowWatch:
+    """What :func:`explain_overflow` returns.
+
+    Attributes:
+        explanation: of the latest watched step; None if there was none, or all was finite.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.explanation: Explanation | None = None
+        self._tracker: Tracker | None = None
+        self._armed = contextlib.ExitStack()  # what `remove` takes away
+        self._waiting = contextlib.ExitStack()  # hooks that begin a watched step
+
+    def __enter__(self) -> OverflowWatch:
+        if self._tracker is not None:
+            raise RuntimeError("This watch is watching a step already.")
+        self.explanation = None
+        self._tracker = Tracker(self.model)
+        self._tracker.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        tracker, self._tracker = self._tracker, None
+        assert tracker is not None
+        tracker.__exit__(*error)
+        found = tracker.explanation()
+        if found is not None:
+            # A scale that is a tensor is amp's, if the model is, else a GradScaler's.
+            adapts = not is_installed(tracker.model) or sessions.latest().is_dynamic
+            dynamic = tracker.scale_is_tensor and adapts
+            found = dataclasses.replace(found, scale=tracker.scale, dynamic=dynamic)
+        self.explanation = found
+
+    def remove(self) -> None:
+        """Disarm: nothing is watched any more."""
+        self._armed.close()
+        self._waiting.close()
+        if self._tracker is not None:
+            self.__exit__()
+
+    # --- armed ------------------------------------------------------------------------------------
+
+    def _arm(self, optimizer: Any, after: int) -> None:
+        if isinstance(optimizer, torch.amp.GradScaler):
+            self._skips = _Skips(after)
+            update = optimizer.update
+            total: list[Tensor] = []
+
+            def update_and_tell(*args: Any, **kwargs: Any) -> None:
+                states = optimizer._per_optimizer_states.values()
+                flags = [f for s in states for f in s["found_inf_per_device"].values()]
+                here = [flag.to(flags[0].device, non_blocking=True) for flag in flags]
+                update(*args, **kwargs)
+                if here:
+                    now = torch.stack(here).amax()
+                    total[:] = [total[0] + now if total else now]
+                    self._after_step(total[0])
+
+            optimizer.update = update_and_tell  # type: ignore[method-assign]
+            self._armed.callback(optimizer.__dict__.pop, "update")
+            return
+        tells = (
+            [one for one in with_inner(optimizer) if isinstance(one, AmpOptimizer)]
+            if (isinstance(optimizer, Optimizer))
+            else []
+        )
+        if not tells:
+            raise TypeError(
+                f"A {type(optimizer).__name__} does not tell of skipped steps. Pass the GradScaler "
+                "in its place, or the optimizer that went through amp.initialize."
+            )
+
+        def after_step(one: Any, args: Any, kwargs: Any) -> None:
+            self._after_step(one.param_table().state_field("skipped_steps"))
+
+        table = tells[-1]._table
+        so_far = None if table is None else table.state_field("skipped_steps")
+        self._skips = _Skips(after, so_far)
+        self._armed.callback(tells[-1].register_step_post_hook(after_step).remove)
+
+    def _after_step(self, skipped: Tensor) -> None:
+        if self._tracker is not None:
+            self.__exit__()
+            if self.explanation is not None:
+                _log.warning("Skipped steps in a row: %d. %s", self._skips.row, self.explanation)
+        if self._skips.hear(skipped):
+            for module in self.model.modules():
+                if not isinstance(module, torch.jit.ScriptModule):
+                    hook = module.register_forward_pre_hook(self._begin, with_kwargs=True)
+                    self._waiting.callback(hook.remove)
+
+    def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not torch.is_grad_enabled():  # no training
+            return
+        self._waiting.close()
+        self.__enter__()
+        assert self._tracker is not None
+        # The tracker's own hook is too late for the call that is being made.
+        self._tracker.enter_module(module, args, kwargs)
+        hook = module.register_forward_hook(self._end_if_failed, always_call=True)
+        self._tracker._undo.callback(hook.remove)
+
+    def _end_if_failed(self, *_: Any) -> None:
+        if sys.exc_info()[0] is not None and self._tracker is not None:
+            self.__exit__()
+            self._skips.told = False
+
+
+class _Skips:
+    """Counts skipped steps in a row, by samples of a count on the device that nobody waits for.
+
+    Arguments:
+        after: how many in a row it is about.
+        start: the count as it is; None if it starts at 0.
+    """
+
+    def __init__(self, after: int, start: Tensor | None = None) -> None:
+        self.row = 0
+        self.told = False
+        self._after = after
+        self._steps = 0
+        self._sample = None if start is None else (0, Sample(start))
+        # Steps, and skipped ones of them.
+        self._known: tuple[int, float] | None = (0, 0.0) if start is None else None
+
+    def hear(self, skipped: Tensor) -> bool:
+        """After a step; True if there were so many in a row, once."""
+        self._steps += 1
+        if is_captured(skipped):
+            return False
+        self._take()
+        if self._sample is None:
+            self._sample = self._steps, Sample(skipped)
+            self._take()
+        if self.row < self._after or self.told:
+            return False
+        self.told = True
+        return True
+
+    def _take(self) -> None:
+        """What the sample says, if it has arrived."""
+        if self._sample is None or not self._sample[1].has_arrived():
+            return
+        (steps, sample), self._sample = self._sample, None
+        before, self._known = self._known, (steps, sample.values()[0])
+        if before is not None:
+            made = steps - before[0]
+            all_skipped = self._known[1] - before[1] == made
+            self.row = self.row + made if all_skipped else 0
+            self.told = self.told and all_skipped
