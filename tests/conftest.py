@@ -11,7 +11,7 @@ import torch
 from hypothesis import settings
 
 from ampfuse import _core
-from ampfuse.amp import cast_state
+from ampfuse.amp import cast_state, hints
 
 # With a workspace of its own for each stream, cuBLAS gives the same bits in every run.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -52,6 +52,13 @@ def no_casts_stay():
     """By apex's names O1 casts in the whole process, until another `initialize`."""
     yield
     cast_state.set_outside(cast_state.AS_WRITTEN)
+
+
+@pytest.fixture(autouse=True)
+def no_hints(monkeypatch, request):
+    """What `initialize` says of this machine, once a process, is no part of what tests look at."""
+    if request.module.__name__ != "test_hints":
+        monkeypatch.setattr(hints, "_say", lambda message: None)
 
 
 @pytest.fixture(autouse=True, scope="session")
