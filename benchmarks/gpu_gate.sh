@@ -11,7 +11,7 @@
 # from running; the exit status is the number of parts that failed.
 #
 # PARTS    first build core tests tests_graphs tests_rest memcheck racecheck initcheck syncs host_time
-#          step compiled counters nets e1 e2 e4 e5 (all but first, which is the best of them)
+#          step compiled counters meter nets e1 e2 e4 e5 (all but first, which is the best of them)
 # PYTHON   interpreter that has a CUDA build of torch, and pytest (python3). Nothing is installed there
 #          and nothing is downloaded: the build goes to BUILD.
 # OUT      where the archive goes (results/gpu)
@@ -28,7 +28,7 @@ export PYTHON=${PYTHON:-python3}
 export OUT=${OUT:-results/gpu} BUILD=${BUILD:-build/gpu} WHEELS=${WHEELS:-}
 export PREBUILT=${CORE:+yes} CORE=${CORE:-$BUILD/core}
 PARTS=${PARTS:-build core tests tests_graphs tests_rest memcheck racecheck initcheck syncs host_time
-  step compiled counters nets e1 e2 e4 e5}
+  step compiled counters meter nets e1 e2 e4 e5}
 PARTS=$(tr -s ' \n' ' ' <<<"$PARTS")
 LIMIT=${LIMIT:-540}
 RESULTS=$PWD/$BUILD/results
@@ -100,7 +100,7 @@ measure() {
 
 # A table, and pictures where matplotlib is, of what was measured.
 report() {
-  case $1 in *syncs* | *conv_nets*) return ;; esac
+  case $1 in *syncs* | *conv_nets* | *meter*) return ;; esac
   "$PYTHON" benchmarks/table.py "$1" || return
   if "$PYTHON" -c 'import matplotlib' 2>/dev/null; then "$PYTHON" benchmarks/plot.py "$1"; fi
 }
@@ -248,6 +248,7 @@ if wanted host_time; then part host_time "$LIMIT" measure host_time host_time_cu
 if wanted step; then part step "$LIMIT" measure step step_cuda --no-compile; fi
 if wanted compiled; then part compiled "$LIMIT" measure step step_compiled --only resnet50 vit-b-fp16; fi
 if wanted counters && needs counters ncu; then part counters "$LIMIT" counters; fi
+if wanted meter; then part meter "$LIMIT" measure meter meter_cuda; fi
 for name in nets e1 e2 e4 e5; do
   wanted "$name" || continue
   if "$PYTHON" -c 'import torchvision, timm, rich, tqdm' 2>/dev/null; then

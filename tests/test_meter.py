@@ -69,6 +69,7 @@ def test_counts_are_those_of_snapshots(name, dtype, masters, device):
             assert reading.step == step + 1
             if param.grad is None:
                 assert reading.elements == reading.changed == reading.zero == 0
+                assert not optimizer.meter.changed(reading.parameter).any()
                 continue
             changed = bits(param) != bits(before[i])
             moved = bits(exact[i]) != bits(old[i])

@@ -362,7 +362,7 @@ std::vector<at::Tensor> ParamTable::new_meter(bool changed) {
       at::zeros({2, rows()}, steps_.options())};
   if (changed) {
     const int64_t chunks = table().view().chunk_count;
-    buffers.push_back(at::zeros({chunks, kChunk / 8}, steps_.options().dtype(at::kByte)));
+    buffers.push_back(at::empty({chunks, kChunk / 8}, steps_.options().dtype(at::kByte)));
   }
   return buffers;
 }

@@ -69,8 +69,9 @@ class ParamTable {
   // `meter`: the step is metered into these, which new_meter() made.
   void update(const std::optional<at::Tensor>& found_inf, double max_norm, bool inspect,
               bool skip_nonfinite, const std::optional<std::vector<at::Tensor>>& meter);
-  // Zeros, on the device: counts, int32 [rows, kMeterCounts]; norms, float32 [2, rows]; and, if
-  // asked for, bits of changed weights, uint8 [chunks, kChunk / 8]. See core/meter.h.
+  // On the device: counts, zeros, int32 [rows, kMeterCounts]; norms, zeros, float32 [2, rows]; and,
+  // if asked for, bits of changed weights, uint8 [chunks, kChunk / 8], which mean something in rows
+  // that are stepped. See core/meter.h.
   std::vector<at::Tensor> new_meter(bool changed);
   void
   finish_step();  // after an update, or another optimizer's own step: pending gradients are spent

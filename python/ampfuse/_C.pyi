@@ -270,7 +270,7 @@ class ParamTable:
         """Inspect the collected gradients, unless that was done already."""
 
     def new_meter(self, changed: bool) -> list[Tensor]:
-        """Zeros for `update` to meter into; `changed`: with bits of the changed weights."""
+        """Buffers for `update` to meter into; `changed`: with bits of the changed weights."""
 
     def update(
         self,

@@ -318,6 +318,8 @@ class _Record:
             known = ", ".join(self._names[:3])
             raise KeyError(f"no parameter is called {parameter!r}; there are {known}, ...")
         row = self._names.index(parameter)
+        if not self.rows()[row].elements:  # not stepped: its bits mean nothing
+            return torch.zeros_like(self._table.param(row), dtype=torch.bool)
         numels = [self._table.param(i).numel() for i in range(row + 1)]
         first = sum(-(-numel // _CHUNK) for numel in numels[:-1])
         assert self.changed_bits is not None
