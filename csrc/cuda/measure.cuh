@@ -20,9 +20,11 @@ struct Sums {
 };
 
 // Tiles whose loads are in flight together. One 16-byte load per thread is too little to fill a
-// GPU's memory pipeline: an H200 needs about 23 KB in flight per multiprocessor.
-HD constexpr int tiles_in_flight(unsigned reads) {
-  return count_lists(reads) == 1 ? 4 : count_lists(reads) <= 3 ? 2 : 1;
+// GPU's memory pipeline: an H200 needs about 23 KB in flight per multiprocessor. A metered op has
+// no registers for two.
+HD constexpr int tiles_in_flight(unsigned reads, bool metered) {
+  const int lists = count_lists(reads);
+  return lists == 1 ? 4 : lists <= 3 && !metered ? 2 : 1;
 }
 
 // Runs the op on elements [begin, end) and adds the squares of what it measures, each times
@@ -32,7 +34,7 @@ __device__ inline void add_tiles(const Op& op, const Column (&columns)[kLists], 
                                  const float* rescale, float (&lane)[Sums<Op>::kCount][kPack],
                                  Sums<Op>& sums, Counter& counter) {
   constexpr unsigned kReads = Op::kReads & ~kMissing, kWrites = Op::kWrites & ~kMissing;
-  constexpr int kTiles = tiles_in_flight(kReads);
+  constexpr int kTiles = tiles_in_flight(kReads, Op::kMetered);
   for (int start = begin + threadIdx.x * kPack; start < end; start += kTiles * kTile) {
     Pack<kPack> packs[kTiles][kLists];
 #pragma unroll
@@ -77,7 +79,7 @@ __device__ inline Sums<Op> add_squares(const Op& op, const Column (&columns)[kLi
   if constexpr (count_lists(kReads) == 1 && kWrites == 0) {
     constexpr int kList = count_lists((kReads & -kReads) - 1);
     const Column& column = columns[kList];
-    constexpr int kStride = tiles_in_flight(kReads) * kTile;
+    constexpr int kStride = tiles_in_flight(kReads, Op::kMetered) * kTile;
     const auto add_whole = [&](auto known) {
       decltype(known) all[kLists];
       all[kList].data = column.data;
@@ -148,11 +150,12 @@ __device__ void measure_chunk(const TableView& view, float a, float b, const Met
 }
 
 // Blocks per multiprocessor to have registers for. LAMB's four lists spill with 80 registers, and
-// two blocks of them have 57 KB of loads in flight. A metered Adam with all of its lists spills
-// with 128.
-HD constexpr int measuring_blocks(unsigned reads) {
+// two blocks of them have 57 KB of loads in flight. A metered op needs about 30 more: three lists
+// spill with 80, six with 128.
+HD constexpr int measuring_blocks(unsigned reads, bool metered) {
   const int lists = count_lists(reads);
-  return lists == 1 ? 4 : lists <= 3 ? 3 : lists <= 5 ? 2 : 1;
+  if (metered) return lists <= 5 ? 2 : 1;
+  return lists == 1 ? 4 : lists <= 3 ? 3 : 2;
 }
 
 // Where a pass leaves the norm and the largest magnitude of each row: [measures][rows], either may
@@ -206,7 +209,7 @@ __device__ inline void finish_row(const TableView& view, int measures, const Row
 }
 
 template <class Op, unsigned kMissing>
-__global__ void __launch_bounds__(kLanes, measuring_blocks(Op::kReads & ~kMissing))
+__global__ void __launch_bounds__(kLanes, measuring_blocks(Op::kReads & ~kMissing, Op::kMetered))
     measure_kernel(TableView view, RowNorms out, unsigned* tickets, const StepState* state,
                    Meter meter) {
   if (state != nullptr && state->skip != 0) return;
