@@ -223,7 +223,9 @@ __global__ void __launch_bounds__(kLanes, measuring_blocks(Op::kReads & ~kMissin
 template <class Op>
 void measure(const DevicePass& pass) {
   if (pass.view.rows == 0) return;
-  with_missing<Op::kReads | Op::kWrites>(pass.present, [&](auto missing) {
+  // A metered step is rare: two instances are enough.
+  constexpr unsigned kOneOf = Op::kMetered ? bit(kUnscaled) : 0;
+  with_missing<(Op::kReads | Op::kWrites) & ~kOneOf>(pass.present, [&](auto missing) {
     launch(Kernel{Op::kName, measure_kernel<Op, missing>},
            pass.view.chunk_count > 0 ? pass.view.chunk_count : 1, kLanes, pass.stream, pass.view,
            RowNorms{pass.norms, nullptr}, pass.tickets, pass.state, pass.meter);
