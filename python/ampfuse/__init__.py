@@ -5,6 +5,7 @@
                         masters; LARC
 ``ampfuse.GradScaler``  ``torch.amp.GradScaler`` without the wait
 ``ampfuse.graphs``      a training step as one CUDA graph
+``ampfuse.insight``     where the time of a training goes, and what would pay
 ``ampfuse.nn``          batch norm, add and ReLU in one pass; ``fuse`` for models as they are
 ``ampfuse.ops``         operations on lists of tensors
 ``ampfuse.compat.apex`` all of it under the names that scripts for apex import
@@ -18,7 +19,7 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ampfuse import amp, graphs, nn, ops, optim
+    from ampfuse import amp, graphs, insight, nn, ops, optim
     from ampfuse.amp import GradScaler
 
 
@@ -35,10 +36,10 @@ else:
 
     __version__ = _core.build_info.VERSION
 
-__all__ = ["GradScaler", "__version__", "amp", "graphs", "nn", "ops", "optim"]
+__all__ = ["GradScaler", "__version__", "amp", "graphs", "insight", "nn", "ops", "optim"]
 
 # Loaded at first use: `import ampfuse` stays cheap next to `import torch`.
-_MODULES = frozenset({"amp", "graphs", "nn", "ops", "optim"})
+_MODULES = frozenset({"amp", "graphs", "insight", "nn", "ops", "optim"})
 
 
 def __getattr__(name: str) -> object:

@@ -1,0 +1,205 @@
+"""Watches a training: counts optimizer steps, times some of them, profiles as many more."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils.data import dataloader
+
+from ampfuse.insight.doctor import marks
+from ampfuse.measuring import silent_stderr
+
+
+class Finished(BaseException):
+    """Ends the script when enough was seen. No Exception: ``except Exception`` lets it through."""
+
+
+@dataclass
+class Stepper:
+    """An optimizer of the script: what it steps, and how long that took without the profiler."""
+
+    cls: type[torch.optim.Optimizer]
+    defaults: dict[str, Any]
+    tensors: list[tuple[torch.Size, torch.dtype, torch.device]]
+    seconds: float = 0.0
+
+
+@dataclass
+class Loading:
+    """The waits of a DataLoader while the steps were timed; `busy_s` is the CPU time in them."""
+
+    workers: int
+    pinned: bool
+    wait_s: float = 0.0
+    busy_s: float = 0.0
+
+
+@dataclass
+class Watch:
+    """A context that watches what is trained in it.
+
+    A step is one call of ``step`` of the optimizer that stepped first. After `warmup` steps,
+    `steps` are timed with nothing else going on, then as many are profiled. Other processes than
+    this one are left alone.
+
+    Attributes:
+        stop: raise Finished after the last of them.
+        seconds: of each timed step.
+        profiler: once the profile has begun. It is complete after the context.
+    """
+
+    warmup: int
+    steps: int
+    stop: bool
+    seen: int = 0
+    seconds: list[float] = field(default_factory=list)
+    steppers: dict[int, Stepper] = field(default_factory=dict)
+    loading: Loading | None = None
+    profiler: profile | None = None
+    problem: str | None = None
+    done: bool = False
+
+    def __enter__(self) -> Watch:
+        self._process = os.getpid()
+        self._first: int | None = None
+        self._started = self._last = 0.0
+        self._mark: record_function | None = None
+        self._profiling = contextlib.ExitStack()
+        self._hooks = contextlib.ExitStack()
+        for register, hook in (
+            (register_optimizer_step_pre_hook, self._before),
+            (register_optimizer_step_post_hook, self._after),
+        ):
+            self._hooks.callback(register(hook).remove)
+        self._hooks.enter_context(self._loaders_timed())
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._hooks.close()
+        if os.getpid() == self._process:
+            self._profiling.close()
+
+    @property
+    def _timing(self) -> bool:
+        return self.warmup <= self.seen < self.warmup + self.steps
+
+    def _before(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if os.getpid() != self._process or self.done:
+            return
+        if self._first is None:
+            self._first = id(optimizer)
+        self._started = time.perf_counter()
+        if self.profiler and id(optimizer) == self._first:
+            self._mark = record_function(marks.STEP)
+            self._mark.__enter__()
+
+    def _after(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if os.getpid() != self._process:
+            return
+        if self.done:
+            if self.stop and self.problem is None:
+                raise Finished  # the script caught the first one
+            return
+        if self._timing:
+            self._stepper(optimizer).seconds += time.perf_counter() - self._started
+        if id(optimizer) != self._first:
+            return
+        if self._mark:
+            self._mark.__exit__(None, None, None)
+            self._mark = None
+        if self._timing:
+            self.seconds.append(time.perf_counter() - self._last)
+        self.seen += 1
+        if self.seen in (self.warmup, self.warmup + self.steps):
+            self._wait()
+        if self.seen == self.warmup + self.steps:
+            self._begin_profile()
+        elif self.seen == self.warmup + 2 * self.steps:
+            self.done = True
+            self._profiling.close()
+        self._last = time.perf_counter()
+        if self.done and self.stop:
+            raise Finished
+
+    def _wait(self) -> None:
+        """A GPU has to have done what was timed. Its backlog belongs to the last timed step."""
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        if self.seconds:
+            self.seconds[-1] = time.perf_counter() - self._last
+
+    def _begin_profile(self) -> None:
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
+        profiler = profile(activities=activities, record_shapes=True, acc_events=True)
+        try:
+            with silent_stderr():
+                profiler.start()
+        except RuntimeError as error:
+            self.problem = f"torch's profiler did not start ({error}): does the script profile too?"
+            self.done = True
+            return
+        self._profiling.callback(self._end_profile)
+        self._profiling.enter_context(marks.waits_marked())
+        self.profiler = profiler
+        with record_function(marks.BEGIN):
+            pass
+
+    def _end_profile(self) -> None:
+        assert self.profiler is not None
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        with silent_stderr():
+            self.profiler.stop()
+
+    def _stepper(self, optimizer: torch.optim.Optimizer) -> Stepper:
+        if id(optimizer) not in self.steppers:
+            params = [p for group in optimizer.param_groups for p in group["params"]]
+            self.steppers[id(optimizer)] = Stepper(
+                type(optimizer),
+                dict(optimizer.defaults),
+                [(p.shape, p.dtype, p.device) for p in params if p.requires_grad],
+            )
+        return self.steppers[id(optimizer)]
+
+    @contextlib.contextmanager
+    def _loaders_timed(self) -> Any:
+        """Time ``__next__`` of DataLoaders: whether a wait is work of this thread or of others."""
+        iterator: Any = dataloader._BaseDataLoaderIter
+        original: Callable[[Any], Any] = iterator.__next__
+
+        def timed_next(this: Any) -> Any:
+            if not self._timing:
+                return original(this)
+            begin, busy = time.perf_counter(), time.thread_time()
+            try:
+                return original(this)
+            finally:
+                if self.loading is None:
+                    self.loading = Loading(this._num_workers, this._pin_memory)
+                self.loading.wait_s += time.perf_counter() - begin
+                self.loading.busy_s += time.thread_time() - busy
+
+        iterator.__next__ = timed_next
+        try:
+            yield
+        finally:
+            iterator.__next__ = original
+
+    @property
+    def step_ms(self) -> float:
+        """The mean of the timed steps."""
+        return statistics.fmean(self.seconds) * 1e3
