@@ -43,7 +43,7 @@ class Case:
         ms: by kind of work; they sum up to `step_ms`.
         operations: those that can be replayed, the longest first.
         host_ms: how long the host works in a step.
-        wait_ms: by line that waits, for a GPU only.
+        half_matrix_ratio: time of the matrix work in half over that in FP32, once measured.
     """
 
     device: torch.device
@@ -54,6 +54,7 @@ class Case:
     steps: int
     loading: Loading | None
     host_ms: float
+    half_matrix_ratio: float | None = None
 
     def advice(
         self, title: str, how: str, saved_ms: float, basis: str, *, of_device: bool = False
@@ -85,19 +86,21 @@ def half_type(device: torch.device) -> tuple[torch.dtype, str, str]:
 
 
 def half_limit(case: Case) -> tuple[float, str]:
-    """How much half precision can gain at most, and why."""
+    """How much half precision can gain at most (Amdahl's law), and why; after :func:`all_advice`."""
     full = [op for op in case.operations if precision(op.event) not in HALVES]
     matrix = sum(op.ms for op in full if op.kind == "matrix")
     memory = sum(op.ms for op in full if op.kind in ("memory", "norm"))
-    halves = sum(op.ms for op in case.operations if op.kind == "matrix") - matrix
-    limit = case.step_ms / max(case.step_ms - matrix - memory / 2, 0.01 * case.step_ms)
-    other = 1 - matrix / case.step_ms
-    if halves > matrix:
-        return limit, f"At most {limit:.2f}x more from half precision: the matrix work is half."
-    return limit, (
-        f"At most {limit:.2f}x from half precision: {other:.0%} of the time is not matrix work, "
-        "and of that only element-wise work gains, up to twice."
-    )
+    ratio = case.half_matrix_ratio
+    gained = matrix * (1 - min(1.0, ratio or 0.0)) + memory / 2
+    limit = case.step_ms / max(case.step_ms - gained, 0.01 * case.step_ms)
+    if case.ms["matrix"] > 2 * matrix:
+        return limit, f"At most {limit:.2f}x more from half precision: the matrix work is in half."
+    because = f"{1 - matrix / case.step_ms:.0%} of the time is not matrix work"
+    if ratio is not None:
+        because += (
+            f", which takes {ratio:.2f} of its time in {half_type(case.device)[1]} (measured)"
+        )
+    return limit, f"At most {limit:.2f}x from half precision: {because}."
 
 
 def _data(case: Case) -> Iterable[Advice]:
@@ -142,15 +145,15 @@ def _types_and_layouts(case: Case) -> Iterable[Advice]:
     if case.device.type == "cuda" and half == torch.bfloat16 and not _tf32():
         variants["tf32"] = lambda op: _in_tf32(op) if op.kind == "matrix" else None
     saved = _savings(case, variants)
-    saved["half"] += (stepped := _optimizer_saving(case, half))
-    saved["both"] += stepped
     amp = f'model, optimizer = amp.initialize(model, optimizer, opt_level="{level}")'
     last = "model.to(memory_format=torch.channels_last), and the images too"
-    if saved["both"] > 1.05 * max(saved["half"], saved["images"]):
-        half_title, half_how, best = f"{name} ({level}) and channels_last", f"{amp}; {last}", "both"
-    else:
-        half_title, half_how, best = f"{name} ({level})", amp, "half"
-    yield from case.advice(half_title, half_how, saved[best], "measured", of_device=True)
+    title, how, best = f"{name} ({level})", amp, "half"
+    if case.step_ms - saved["both"] < 0.95 * (case.step_ms - max(saved["half"], saved["images"])):
+        title, how, best = f"{title} and channels_last", f"{amp}; {last}", "both"
+    # Half precision has to pay in the operations; the optimizer it brings is to be had alone.
+    if any(case.advice(title, how, saved[best], "measured", of_device=True)):
+        saved[best] += _optimizer_saving(case, half)
+        yield from case.advice(title, how, saved[best], "measured", of_device=True)
     yield from case.advice("channels_last", last, saved["images"], "measured", of_device=True)
     shapes = "pad the sizes in the notes to the next multiple"
     yield from case.advice("aligned matrices", shapes, saved["sizes"], "measured", of_device=True)
@@ -181,14 +184,11 @@ def _changed(op: Operation, change: Callable[[Input], Input]) -> Operation | Non
 def _savings(
     case: Case, variants: dict[str, Callable[[Operation], Operation | None]]
 ) -> dict[str, float]:
-    """Milliseconds of a step that each of `variants` saves, from replays of what takes longest.
-
-    What was not replayed of a kind of work gains as the rest of that kind, if that is most of it.
-    """
+    """Milliseconds of a step that each of `variants` saves, from replays of what takes longest."""
     begin = time.perf_counter()
     saved = {name: dict.fromkeys(("matrix", "memory", "norm"), 0.0) for name in variants}
     seen = dict.fromkeys(("matrix", "memory", "norm"), 0.0)
-    whole = dict.fromkeys(seen, 0.0)
+    whole, full = dict.fromkeys(seen, 0.0), 0.0
     for place, op in enumerate(op for op in case.operations if op.kind in seen):
         whole[op.kind] += op.ms
         late = time.perf_counter() - begin > _BUDGET_S
@@ -197,11 +197,13 @@ def _savings(
         changed = {name: other for name, vary in variants.items() if (other := vary(op))}
         ratios = speed_ratios(op, list(changed.values()), case.device) if changed else []
         seen[op.kind] += op.ms
+        full += op.ms if op.kind == "matrix" and "half" in changed else 0.0
         for name, ratio in zip(changed, ratios, strict=True):
             saved[name][op.kind] += op.ms * (1 - ratio) if ratio is not None else 0.0
-    more = {
-        kind: whole[kind] / seen[kind] if 2 * seen[kind] > whole[kind] else 1.0 for kind in seen
-    }
+    if full:
+        case.half_matrix_ratio = 1 - saved["half"]["matrix"] / full
+    # What was not replayed gains as the rest of its kind, if that is most of it.
+    more = {kind: whole[kind] / ms if 2 * ms > whole[kind] else 1.0 for kind, ms in seen.items()}
     return {name: sum(ms * more[kind] for kind, ms in of.items()) for name, of in saved.items()}
 
 
@@ -216,28 +218,32 @@ def _optimizer_saving(case: Case, half: torch.dtype | None) -> float:
     saved = 0.0
     for stepper in case.steppers:
         fused: Any = FUSED.get(stepper.cls)
-        total = sum(size.numel() for size, *_ in stepper.tensors)
         if fused is None or any(dtype != torch.float32 for _, dtype, _ in stepper.tensors):
             continue
-        left = _MOST_ELEMENTS
-        params: list[Tensor] = []
-        for size, _, device in stepper.tensors:
-            if (left := left - size.numel()) >= 0 or not params:
-                param = torch.rand(size, device=device, dtype=half or torch.float32)
-                params.append(param.requires_grad_())
-                param.grad = torch.rand_like(param)
-        own = {"foreach": None, "fused": None, "capturable": False, "differentiable": False}
-        options = {key: own.get(key, value) for key, value in stepper.defaults.items()}
+        options = dict(stepper.defaults)
         if stepper.cls is torch.optim.AdamW:
             options.pop("decoupled_weight_decay", None)  # its own constant, no argument
-        optimizer = fused(params, **options, master_weights=half is not None)
-        (ms,) = race([optimizer.step], case.device)
-        replaced = total / sum(param.numel() for param in params)
-        before = case.ms.get("optimizer", 0.0)
-        if case.device.type == "cpu":  # this one's alone, without the profiler
-            before = stepper.seconds * 1e3 / case.steps
-        saved += before - ms * replaced
+        own = {"foreach": None, "fused": None, "capturable": False, "differentiable": False}
+        for_ours = {name: own.get(name, value) for name, value in options.items()}
+        now = stepper.cls(_stepped(stepper, torch.float32), **options)
+        ours = fused(
+            _stepped(stepper, half or torch.float32), **for_ours, master_weights=half is not None
+        )
+        before, after = race([now.step, ours.step], case.device)
+        share = stepper.seconds / sum(each.seconds for each in case.steppers)
+        saved += share * case.ms.get("optimizer", 0.0) * (1 - after / before)
     return saved
+
+
+def _stepped(stepper: Stepper, dtype: torch.dtype) -> list[Tensor]:
+    """Parameters like those of `stepper`, with gradients; the first of very many."""
+    left = _MOST_ELEMENTS
+    params: list[Tensor] = []
+    for size, _, device in stepper.tensors:
+        if (left := left - size.numel()) >= 0 or not params:
+            params.append(torch.rand(size, device=device, dtype=dtype).requires_grad_())
+            params[-1].grad = torch.rand_like(params[-1])
+    return params
 
 
 def _batch_norm(case: Case) -> Iterable[Advice]:
@@ -251,7 +257,7 @@ def _batch_norm(case: Case) -> Iterable[Advice]:
     for op in case.operations:
         if op.name.endswith(("native_batch_norm", "cudnn_batch_norm")) and seen < 8:
             image, seen = op.inputs[0], seen + 1
-            if image.dims in relus and image.is_image:
+            if image.dims in relus and image.is_image and image.strides[1] == 1:
                 before, after = race(
                     [_norm_pass(image, case.device, fused) for fused in (False, True)], case.device
                 )

@@ -69,8 +69,11 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     if int(os.environ.get("RANK", "0")):
         return status  # of several processes, the first one reports
     if report.problem:
-        started = " (it started other processes)" if _children_s() > children else ""
-        print(f"ampfuse doctor: {report.problem}{started}", file=sys.stderr)
+        hint = (
+            "; it started other processes: use `with ampfuse.insight.doctor():` around their loop"
+        )
+        started = watch.seen == 0 and _children_s() > children
+        print(f"ampfuse doctor: {report.problem}{hint if started else ''}", file=sys.stderr)
         return status or 1
     print(f"\n{report}")
     if html:

@@ -133,14 +133,15 @@ class Report:
         lines = [f"{self.script}: {self.sentence}", "", self.conditions, ""]
         width = max(len(share.label) for share in self.shares)
         for share in self.shares:
+            if share.share < 0.0005:
+                continue
             bar = "#" * round(30 * share.share)
             lines.append(f"  {share.label:{width}} {share.share:6.1%} {share.ms:9.2f} ms  {bar}")
         lines += ["", self.bound, ""]
         pays = self.advice[:SHOWN_ADVICE]
         lines += ["What pays most:"] if pays else []
         for place, one in enumerate(pays, 1):
-            basis = "at most " if one.basis == "at most" else ""
-            lines.append(f"  {place}. {basis}{one.gain:.2f}x  {one.title} ({one.basis})")
+            lines.append(f"  {place}. {one.gain:.2f}x {one.basis}: {one.title}")
             lines.append(f"     {one.how}")
         lines += ["", "Also:"] if self.waits or self.notes else []
         for wait in self.waits:

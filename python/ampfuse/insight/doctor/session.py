@@ -85,7 +85,7 @@ def examine(watch: Watch, report: Report) -> None:
         trace = read(path)
     timeline = lay_out(trace, watch.step_ms)
     if timeline is None:
-        report.problem = f"the script ended in its first profiled step, {watch.seen} steps in all"
+        report.problem = f"the training ended in its first profiled step, {watch.seen} steps in all"
         return
     devices = {device for stepper in watch.steppers.values() for *_, device in stepper.tensors}
     device = next((d for d in devices if d.type == "cuda"), torch.device("cpu"))
@@ -103,25 +103,21 @@ def examine(watch: Watch, report: Report) -> None:
         timeline.host_us / len(timeline.steps) / 1e3,
     )
     report.operations = [row for row, _ in rows[:20]]
-    report.half_limit, report.bound = half_limit(case)
     with torch.random.fork_rng():
         report.advice = all_advice(case)
+    report.half_limit, report.bound = half_limit(case)
     _judge(report)
     report.notes = _notes(case, rows)
 
 
 def _too_short(watch: Watch) -> str | None:
-    needed = watch.warmup + 2 * watch.steps
     if watch.seen == 0:
-        return (
-            "no torch.optim.Optimizer stepped in this process; if the training runs in processes "
-            "that the script starts, use `with ampfuse.insight.doctor():` around the loop there"
-        )
+        return "no torch.optim.Optimizer made a step in this process"
     if watch.profiler is None:
         return (
-            f"the script ended after {watch.seen} optimizer step{'s' * (watch.seen > 1)}; "
-            f"{needed} are needed ({watch.warmup} to warm up, {watch.steps} to time, "
-            f"{watch.steps} to profile): give smaller --warmup and --steps"
+            f"the training ended after {watch.seen} optimizer step{'s' * (watch.seen > 1)}; "
+            f"{watch.needed} are needed ({watch.warmup} to warm up, {watch.steps} to time, the "
+            "rest to profile): give smaller warmup and steps"
         )
     return None
 

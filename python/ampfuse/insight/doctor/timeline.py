@@ -76,6 +76,7 @@ def lay_out(trace: Trace, step_ms: float) -> Timeline | None:
     thread = marks[0].thread
     marks = [mark for mark in marks if mark.thread == thread]
     steps = [(a.end, b.end) for a, b in pairwise(marks)]
+    steps = steps[1:] or steps  # the first one pays for the profiler's start
     begin, end = steps[0][0], steps[-1][1]
     for event in trace.host:
         event.kind = kind_on_host(event)

@@ -92,6 +92,11 @@ class Watch:
             self._profiling.close()
 
     @property
+    def needed(self) -> int:
+        """How many steps are watched. The first profiled one pays for the profiler's start."""
+        return self.warmup + 2 * self.steps + 1
+
+    @property
     def _timing(self) -> bool:
         return self.warmup <= self.seen < self.warmup + self.steps
 
@@ -126,7 +131,7 @@ class Watch:
             self._wait()
         if self.seen == self.warmup + self.steps:
             self._begin_profile()
-        elif self.seen == self.warmup + 2 * self.steps:
+        elif self.seen == self.needed:
             self.done = True
             self._profiling.close()
         self._last = time.perf_counter()
