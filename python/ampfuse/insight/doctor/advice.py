@@ -86,7 +86,7 @@ def half_type(device: torch.device) -> tuple[torch.dtype, str, str]:
 
 
 def half_limit(case: Case) -> tuple[float, str]:
-    """How much half precision can gain at most (Amdahl's law), and why; after :func:`all_advice`."""
+    """How much half precision can gain at most, by Amdahl's law, and why; after all_advice."""
     full = [op for op in case.operations if precision(op.event) not in HALVES]
     matrix = sum(op.ms for op in full if op.kind == "matrix")
     memory = sum(op.ms for op in full if op.kind in ("memory", "norm"))
@@ -95,12 +95,12 @@ def half_limit(case: Case) -> tuple[float, str]:
     limit = case.step_ms / max(case.step_ms - gained, 0.01 * case.step_ms)
     if case.ms["matrix"] > 2 * matrix:
         return limit, f"At most {limit:.2f}x more from half precision: the matrix work is in half."
-    because = f"{1 - matrix / case.step_ms:.0%} of the time is not matrix work"
+    other = f"{1 - matrix / case.step_ms:.0%} of the time is not matrix work"
     if ratio is not None:
-        because += (
-            f", which takes {ratio:.2f} of its time in {half_type(case.device)[1]} (measured)"
+        other += (
+            f"; matrix work in {half_type(case.device)[1]} takes {ratio:.2f} of its time (measured)"
         )
-    return limit, f"At most {limit:.2f}x from half precision: {because}."
+    return limit, f"At most {limit:.2f}x from half precision: {other}."
 
 
 def _data(case: Case) -> Iterable[Advice]:

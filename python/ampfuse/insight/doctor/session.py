@@ -204,13 +204,14 @@ def _is_shape(dims: object) -> bool:
 def _waits(trace: Trace, timeline: Timeline) -> list[WaitRow]:
     """Lines of the script that wait; not those in the optimizer and the loading, of CPU tensors."""
     counts: dict[str, list[float]] = defaultdict(list)
+    begin, end = timeline.steps[0][0], timeline.steps[-1][1]
     for event in trace.host:
         outer = event.parent
         while outer is not None and outer.kind not in ("optimizer", "data"):
             if outer.name.startswith(WAIT):
                 break  # the call around it counts
             outer = outer.parent
-        if event.name.startswith(WAIT) and outer is None:
+        if event.name.startswith(WAIT) and outer is None and begin <= event.start < end:
             counts[event.name.removeprefix(WAIT)].append(event.duration / 1e3)
     steps = len(timeline.steps)
     return [

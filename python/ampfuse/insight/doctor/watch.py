@@ -6,7 +6,7 @@ import contextlib
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,6 +75,7 @@ class Watch:
         self._process = os.getpid()
         self._first: int | None = None
         self._started = self._last = 0.0
+        self._starts_own = False
         self._mark: record_function | None = None
         self._profiling = contextlib.ExitStack()
         self._hooks = contextlib.ExitStack()
@@ -84,6 +85,7 @@ class Watch:
         ):
             self._hooks.callback(register(hook).remove)
         self._hooks.enter_context(self._loaders_timed())
+        self._hooks.enter_context(self._alone())
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -114,7 +116,7 @@ class Watch:
         if os.getpid() != self._process:
             return
         if self.done:
-            if self.stop and self.problem is None:
+            if self.stop:
                 raise Finished  # the script caught the first one
             return
         if self._timing:
@@ -150,13 +152,10 @@ class Watch:
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
         profiler = profile(activities=activities, record_shapes=True, acc_events=True)
-        try:
-            with silent_stderr():
-                profiler.start()
-        except RuntimeError as error:
-            self.problem = f"torch's profiler did not start ({error}): does the script profile too?"
-            self.done = True
-            return
+        self._starts_own = True
+        with silent_stderr():
+            profiler.start()
+        self._starts_own = False
         self._profiling.callback(self._end_profile)
         self._profiling.enter_context(marks.waits_marked())
         self.profiler = profiler
@@ -181,7 +180,26 @@ class Watch:
         return self.steppers[id(optimizer)]
 
     @contextlib.contextmanager
-    def _loaders_timed(self) -> Any:
+    def _alone(self) -> Iterator[None]:
+        """A second profile at the same time ends the process; what makes one ends the watch."""
+        kind: Any = torch.autograd.profiler.profile
+        original = kind.__init__
+
+        def init(this: Any, *args: Any, **kwargs: Any) -> None:
+            if os.getpid() == self._process and not (self._starts_own or self.done):
+                self.problem = "the script runs torch's profiler itself: switch that off"
+                self.done = True
+                self._profiling.close()  # and the next step ends the script, if it is to be ended
+            original(this, *args, **kwargs)
+
+        kind.__init__ = init
+        try:
+            yield
+        finally:
+            kind.__init__ = original
+
+    @contextlib.contextmanager
+    def _loaders_timed(self) -> Iterator[None]:
         """Time ``__next__`` of DataLoaders: whether a wait is work of this thread or of others."""
         iterator: Any = dataloader._BaseDataLoaderIter
         original: Callable[[Any], Any] = iterator.__next__
