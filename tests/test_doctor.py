@@ -216,7 +216,7 @@ def train(steps):
         ("train(3); sys.exit()", 1, "ended after 3 optimizer steps; 9 are needed"),
         ("train(5)", 1, "the training ended in its first profiled step"),
         (
-            "p = torch.profiler.profile(); p.start(); train(9); p.stop()",
+            "with torch.profiler.profile(): train(9)",
             1,
             "the script runs torch's profiler itself",
         ),
@@ -279,6 +279,18 @@ def test_modules_run_from_the_folder_they_are_in(tmp_path, command, monkeypatch)
     (tmp_path / "data").write_text("relative")
     _, out, _ = command("-m", "package.train", "--lr")
     assert out == f"__main__ ['--lr'] {tmp_path} {tmp_path}\nrelative\n"
+
+
+def test_steps_are_those_of_the_optimizer_that_trains(tmp_path, command):
+    """Not those of one that a script tries before, or that steps more seldom."""
+    path = tmp_path / "train.py"
+    path.write_text(
+        SMALL + "train(2)\nseldom = optimizer\noptimizer = torch.optim.SGD([weight], lr=0.1)\n"
+        "for _ in range(30):\n    train(3)\n    seldom.step()\n"
+    )
+    status, out, err = command("--warmup", 3, "--steps", 3, path)
+    assert status == 0, err
+    assert "(mean of 3," in out
 
 
 def test_script_goes_on_when_asked(tmp_path, command):

@@ -162,11 +162,14 @@ def _types_and_layouts(case: Case) -> Iterable[Advice]:
 
 
 def multiple_for(op: Operation, device: torch.device) -> int:
-    """Sizes of matrices should be multiples of this: 16 bytes on a GPU, a tile or vector here."""
+    """Sizes of matrices should be multiples of this.
+
+    16 bytes on a GPU; on the CPU a row of an AMX tile, 64 bytes, or 16 numbers for a vector.
+    """
     size = op.inputs[0].dtype.itemsize
     if device.type == "cuda":
         return max(1, 16 // size)
-    return 64 // size  # a row of an AMX tile, an AVX-512 register
+    return 64 // size if "amx_bf16" in env.cpu_flags() else 16
 
 
 def misaligned(op: Operation, device: torch.device) -> list[int]:
@@ -197,9 +200,10 @@ def _savings(
         changed = {name: other for name, vary in variants.items() if (other := vary(op))}
         ratios = speed_ratios(op, list(changed.values()), case.device) if changed else []
         seen[op.kind] += op.ms
-        full += op.ms if op.kind == "matrix" and "half" in changed else 0.0
         for name, ratio in zip(changed, ratios, strict=True):
-            saved[name][op.kind] += op.ms * (1 - ratio) if ratio is not None else 0.0
+            if ratio is not None:
+                saved[name][op.kind] += op.ms * (1 - ratio)
+                full += op.ms if (name, op.kind) == ("half", "matrix") else 0.0
     if full:
         case.half_matrix_ratio = 1 - saved["half"]["matrix"] / full
     # What was not replayed gains as the rest of its kind, if that is most of it.

@@ -94,39 +94,39 @@ def callable_one(event: Event) -> Event:
 
 
 def operation(event: Event, kind: str) -> Operation | None:
-    """How to call what `event` was; None if the profile does not say it (lists of tensors)."""
+    """How to call what `event` was; None if the profile does not say it (lists of tensors).
+
+    What wrote into a tensor that it was given (``out=``) is called without.
+    """
     space, _, name = event.name.partition("::")
     packet = getattr(getattr(torch.ops, space, None), name, None) if name else None
-    for overload in packet.overloads() if packet else ():
-        call = getattr(packet, overload)
-        schema = call._schema.arguments
-        if len(schema) != len(event.types) or any(argument.is_out for argument in schema):
-            continue
-        try:
-            values = [
-                _value(str(argument.type), *facts)
-                for argument, *facts in zip(
-                    schema, event.types, event.dims, event.strides, event.values, strict=True
-                )
-            ]
-        except (ValueError, SyntaxError, KeyError):
-            continue
-        positional = [v for v, a in zip(values, schema, strict=True) if not a.kwarg_only]
-        keywords = {a.name: v for v, a in zip(values, schema, strict=True) if a.kwarg_only}
-        return Operation(event.name, kind, positional, keywords, call, event)
+    calls = [getattr(packet, overload) for overload in packet.overloads()] if packet else []
+    for extra in (0, 1):
+        for call in calls:
+            schema = call._schema.arguments
+            if len(schema) + extra != len(event.types) or any(a.is_out for a in schema):
+                continue
+            given = zip(schema, event.types, event.dims, event.strides, event.values, strict=False)
+            try:
+                values = [_value(str(argument.type), *facts) for argument, *facts in given]
+            except (ValueError, SyntaxError):
+                continue
+            pairs = list(zip(schema, values, strict=True))
+            positional = [value for argument, value in pairs if not argument.kwarg_only]
+            keywords = {argument.name: value for argument, value in pairs if argument.kwarg_only}
+            return Operation(event.name, kind, positional, keywords, call, event)
     return None
 
 
 def _value(wanted: str, kind: str, dims: Any, strides: Any, text: str) -> Any:
-    if wanted in ("List[Tensor]", "List[Optional[Tensor]]"):
-        raise ValueError("a list of tensors")
-    if kind in _DTYPES:
+    """The argument of type `wanted`. Raises ValueError or SyntaxError if these facts give none."""
+    if kind in _DTYPES and wanted in ("Tensor", "Optional[Tensor]"):
         return Input(tuple(dims), tuple(strides), _DTYPES[kind])
-    if kind in ("Scalar", "ScalarList") and text:
+    if kind in ("Scalar", "ScalarList") and text and "Tensor" not in wanted:
         return float(text) if text in ("inf", "-inf", "nan") else ast.literal_eval(text)
-    if wanted.startswith("Optional"):
+    if not kind and wanted.startswith("Optional"):
         return None
-    raise ValueError(f"no value for {wanted}")
+    raise ValueError(f"no {wanted} from {kind} {text}")
 
 
 def to_dtype(half: torch.dtype, kind: str) -> Callable[[Input], Input]:

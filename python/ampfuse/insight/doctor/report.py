@@ -137,9 +137,9 @@ class Report:
                 continue
             bar = "#" * round(30 * share.share)
             lines.append(f"  {share.label:{width}} {share.share:6.1%} {share.ms:9.2f} ms  {bar}")
-        lines += ["", self.bound, ""]
+        lines += ["", self.bound]
         pays = self.advice[:SHOWN_ADVICE]
-        lines += ["What pays most:"] if pays else []
+        lines += ["", "What pays most:"] if pays else []
         for place, one in enumerate(pays, 1):
             lines.append(f"  {place}. {one.gain:.2f}x {one.basis}: {one.title}")
             lines.append(f"     {one.how}")

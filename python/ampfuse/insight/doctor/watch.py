@@ -6,6 +6,7 @@ import contextlib
 import os
 import statistics
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -50,9 +51,9 @@ class Loading:
 class Watch:
     """A context that watches what is trained in it.
 
-    A step is one call of ``step`` of the optimizer that stepped first. After `warmup` steps,
-    `steps` are timed with nothing else going on, then as many are profiled. Other processes than
-    this one are left alone.
+    A step is one call of ``step`` of the optimizer that is the first to make `warmup` steps (some
+    scripts try a few with another one). After these, `steps` are timed with nothing else going on,
+    then as many are profiled. Other processes than this one are left alone.
 
     Attributes:
         stop: raise Finished after the last of them.
@@ -73,9 +74,9 @@ class Watch:
 
     def __enter__(self) -> Watch:
         self._process = os.getpid()
-        self._first: int | None = None
+        self._counts: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
+        self._chosen: object = None
         self._started = self._last = 0.0
-        self._starts_own = False
         self._mark: record_function | None = None
         self._profiling = contextlib.ExitStack()
         self._hooks = contextlib.ExitStack()
@@ -105,10 +106,8 @@ class Watch:
     def _before(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         if os.getpid() != self._process or self.done:
             return
-        if self._first is None:
-            self._first = id(optimizer)
         self._started = time.perf_counter()
-        if self.profiler and id(optimizer) == self._first:
+        if self.profiler and optimizer is self._chosen:
             self._mark = record_function(marks.STEP)
             self._mark.__enter__()
 
@@ -119,16 +118,20 @@ class Watch:
             if self.stop:
                 raise Finished  # the script caught the first one
             return
-        if self._timing:
+        timing = self._timing
+        if timing:
             self._stepper(optimizer).seconds += time.perf_counter() - self._started
-        if id(optimizer) != self._first:
+        count = self._counts[optimizer] = self._counts.get(optimizer, 0) + 1
+        if self._chosen is None and count == self.warmup:
+            self._chosen = optimizer
+        self.seen = max(self.seen, count) if self._chosen is None else self._counts[self._chosen]
+        if optimizer is not self._chosen:
             return
         if self._mark:
             self._mark.__exit__(None, None, None)
             self._mark = None
-        if self._timing:
+        if timing:
             self.seconds.append(time.perf_counter() - self._last)
-        self.seen += 1
         if self.seen in (self.warmup, self.warmup + self.steps):
             self._wait()
         if self.seen == self.warmup + self.steps:
@@ -152,10 +155,10 @@ class Watch:
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
         profiler = profile(activities=activities, record_shapes=True, acc_events=True)
-        self._starts_own = True
+        if torch.autograd._profiler_enabled():
+            return self._give_up()
         with silent_stderr():
             profiler.start()
-        self._starts_own = False
         self._profiling.callback(self._end_profile)
         self._profiling.enter_context(marks.waits_marked())
         self.profiler = profiler
@@ -181,22 +184,31 @@ class Watch:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """A second profile at the same time ends the process; what makes one ends the watch."""
+        """A second profile would end the process: where the script begins one, the watch ends."""
         kind: Any = torch.autograd.profiler.profile
-        original = kind.__init__
+        originals = {name: getattr(kind, name) for name in ("_prepare_trace", "_start_trace")}
 
-        def init(this: Any, *args: Any, **kwargs: Any) -> None:
-            if os.getpid() == self._process and not (self._starts_own or self.done):
-                self.problem = "the script runs torch's profiler itself: switch that off"
-                self.done = True
-                self._profiling.close()  # and the next step ends the script, if it is to be ended
-            original(this, *args, **kwargs)
+        def guarded(original: Callable[..., Any]) -> Callable[..., Any]:
+            def begin(*args: Any) -> Any:
+                if self.profiler and not self.done and os.getpid() == self._process:
+                    self._give_up()
+                    self._profiling.close()
+                return original(*args)
 
-        kind.__init__ = init
+            return begin
+
+        for name, original in originals.items():
+            setattr(kind, name, guarded(original))
         try:
             yield
         finally:
-            kind.__init__ = original
+            for name, original in originals.items():
+                setattr(kind, name, original)
+
+    def _give_up(self) -> None:
+        """The next step ends the script, if it is to be ended."""
+        self.problem = "the script runs torch's profiler itself: switch that off"
+        self.done = True
 
     @contextlib.contextmanager
     def _loaders_timed(self) -> Iterator[None]:
