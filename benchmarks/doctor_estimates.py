@@ -3,8 +3,7 @@
     python benchmarks/doctor_estimates.py [--only TEXT ...] [--csv FILE]
 
 Each case is a training that lacks something. The doctor watches it and says what that would gain;
-then the training is run with and without it, in turns, and the gain is measured. A case's advice is
-the first of that title.
+then the training is run without and with it, in turns, and the gain is measured.
 """
 
 from __future__ import annotations
@@ -12,29 +11,32 @@ from __future__ import annotations
 import argparse
 import datetime
 import itertools
+import multiprocessing
 import re
-import statistics
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from harness import RESULTS, hardware, write
+from harness import RESULTS, hardware, read, write
 from torch import Tensor, nn
 
 import ampfuse
 from ampfuse import amp, insight, optim
+from ampfuse.insight.doctor.report import Advice
 
-_ROUNDS, _STEPS, _WARMUP = 5, 8, 4
+_ROUNDS, _STEPS, _WARMUP = 5, 10, 5
 
 Step = Callable[[], None]
 
 
 @dataclass(frozen=True)
 class Row:
-    """One case. `error` is the promised gain over the measured one, less 1."""
+    """One case. Times are the least of several runs, each a mean of steps; `error` is the promised
+    gain over the measured one, less 1."""
 
     case: str
     advice: str
@@ -154,40 +156,55 @@ CASES: dict[str, tuple[str, Callable[[str | None], Step]]] = {
 }
 
 
-def measure(case: str) -> Row | None:
-    """The row of `case`; None if the doctor does not give that advice here."""
-    title, make = CASES[case]
+def examine(case: str) -> list[Advice]:
+    """The doctor's advice on `case` as it is."""
     torch.manual_seed(0)
-    before = make(None)
-    with insight.doctor(warmup=_WARMUP, steps=2 * _STEPS, script=case) as report:
-        for _ in range(_WARMUP + 4 * _STEPS):
-            before()
+    step = CASES[case][1](None)
+    with insight.doctor(warmup=_WARMUP, steps=2 * _STEPS, stop=True, script=case) as report:
+        while True:
+            step()
     print(report)
-    given = [advice for advice in report.advice if advice.title == title]
-    if not given:
-        return None
-    steps = (before, make(given[0].how))
-    # Workers have prepared batches while the other training ran; those are used up first.
-    warmup = 40 if case == "data" else _WARMUP
-    times: tuple[list[float], list[float]] = ([], [])
-    for _ in range(_ROUNDS):
-        for step, taken in zip(steps, times, strict=True):
-            for _ in range(warmup):
-                step()
-            begin = time.perf_counter()
-            for _ in range(_STEPS):
-                step()
-            taken.append((time.perf_counter() - begin) / _STEPS * 1e3)
-    now, advised = (statistics.median(taken) for taken in times)
+    return report.advice
+
+
+def step_ms(case: str, advised: str | None) -> float:
+    """Milliseconds of a step of `case`, with the advice of these words, if any."""
+    step = CASES[case][1](advised)
+    for _ in range(40 if case == "data" else _WARMUP):  # workers are ahead at first
+        step()
+    begin = time.perf_counter()
+    for _ in range(_STEPS):
+        step()
+    return (time.perf_counter() - begin) / _STEPS * 1e3
+
+
+def measure(case: str) -> Row | None:
+    """The row of `case`; None if the doctor does not give that advice here.
+
+    Each run has a process of its own: what ran before decides how memory is allocated, and with
+    that how long it takes.
+    """
+    title = CASES[case][0]
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, context, max_tasks_per_child=1) as processes:
+        advice = processes.submit(examine, case).result()
+        given = next((one for one in advice if one.title == title), None)
+        if given is None:
+            return None
+        times: tuple[list[float], list[float]] = ([], [])
+        for _ in range(_ROUNDS):
+            for how, taken in zip((None, given.how), times, strict=True):
+                taken.append(processes.submit(step_ms, case, how).result())
+    now, advised = map(min, times)  # whatever else the machine does adds to them
     return Row(
         case=case,
         advice=title,
-        basis=given[0].basis,
+        basis=given.basis,
         step_ms=round(now, 3),
         advised_ms=round(advised, 3),
-        promised=round(given[0].gain, 3),
+        promised=round(given.gain, 3),
         measured=round(now / advised, 3),
-        error=round(given[0].gain * advised / now - 1, 3),
+        error=round(given.gain * advised / now - 1, 3),
         threads=torch.get_num_threads(),
         hardware=hardware(torch.device("cpu")),
         torch=torch.__version__,
@@ -203,7 +220,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[""], help="cases whose name holds this")
     parser.add_argument("--csv", type=Path, default=RESULTS / "doctor_estimates.csv")
     options = parser.parse_args()
-    rows: list[Row] = []
+    rows = {row.case: row for row in read(options.csv, Row)} if options.csv.exists() else {}
     for case in CASES:
         if not any(text in case for text in options.only):
             continue
@@ -212,8 +229,8 @@ def main() -> None:
             print(f"--- {case}: the doctor does not advise {CASES[case][0]} here\n")
             continue
         print(f"--- {case}: {row.promised:.2f}x promised, {row.measured:.2f}x ({row.error:+.0%})\n")
-        rows.append(row)
-        write(options.csv, rows)
+        rows[case] = row
+        write(options.csv, [rows[name] for name in CASES if name in rows])
 
 
 if __name__ == "__main__":

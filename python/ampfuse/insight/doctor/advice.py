@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Iterable
@@ -70,11 +71,10 @@ class Case:
 
 def all_advice(case: Case) -> list[Advice]:
     """What pays, in the order of gain. Runs for up to a minute."""
-    found = [
-        one
-        for give in (_data, _types_and_layouts, _optimizer, _batch_norm, _launches, _waits, _casts)
-        for one in give(case)
-    ]
+    found: list[Advice] = []
+    for give in (_data, _types_and_layouts, _optimizer, _batch_norm, _launches, _waits, _casts):
+        with contextlib.suppress(torch.OutOfMemoryError):  # beside the training, what is left
+            found += give(case)
     return sorted(found, key=lambda one: -one.gain)
 
 
@@ -134,24 +134,27 @@ def _types_and_layouts(case: Case) -> Iterable[Advice]:
     half, name, level = half_type(case.device)
     variants: dict[str, Callable[[Operation], Operation | None]] = {
         "half": lambda op: _changed(op, to_dtype(half, op.kind)),
-        "images": lambda op: _changed(op, to_channels_last),
-        "both": lambda op: _changed(
-            op, lambda given: to_channels_last(to_dtype(half, op.kind)(given))
-        ),
         "sizes": lambda op: (
             _changed(op, pad_to(multiple_for(op, case.device))) if op.name in _GEMMS else None
         ),
     }
+    if any("conv" in op.name and _changed(op, to_channels_last) for op in case.operations):
+        variants["images"] = lambda op: _changed(op, to_channels_last)
+        variants["both"] = lambda op: _changed(
+            op, lambda given: to_channels_last(to_dtype(half, op.kind)(given))
+        )
     if case.device.type == "cuda" and half == torch.bfloat16 and not _tf32():
         variants["tf32"] = lambda op: _in_tf32(op) if op.kind == "matrix" else None
-    saved = _savings(case, variants)
+    saved = {"images": 0.0, "both": 0.0} | _savings(case, variants)
     amp = f'model, optimizer = amp.initialize(model, optimizer, opt_level="{level}")'
     last = "model.to(memory_format=torch.channels_last), and the images too"
     title, how, best = f"{name} ({level})", amp, "half"
     if case.step_ms - saved["both"] < 0.95 * (case.step_ms - max(saved["half"], saved["images"])):
         title, how, best = f"{title} and channels_last", f"{amp}; {last}", "both"
     # Half precision has to pay in the operations; the optimizer it brings is to be had alone.
-    if any(case.advice(title, how, saved[best], "measured", of_device=True)):
+    full = (op for op in case.operations if precision(op.event) not in HALVES)
+    matrix = sum(op.ms for op in full if op.kind == "matrix")
+    if matrix > 0.1 * case.step_ms and any(case.advice(title, how, saved[best], "measured")):
         saved[best] += _optimizer_saving(case, half)
         yield from case.advice(title, how, saved[best], "measured", of_device=True)
     yield from case.advice("channels_last", last, saved["images"], "measured", of_device=True)

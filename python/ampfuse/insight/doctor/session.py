@@ -103,7 +103,7 @@ def examine(watch: Watch, report: Report) -> None:
         timeline.host_us / len(timeline.steps) / 1e3,
     )
     report.operations = [row for row, _ in rows[:20]]
-    with torch.random.fork_rng():
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
         report.advice = all_advice(case)
     report.half_limit, report.bound = half_limit(case)
     _judge(report)

@@ -6,6 +6,7 @@ the thread of the training does: the innermost operation, or Python between oper
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -77,7 +78,7 @@ def lay_out(trace: Trace, step_ms: float) -> Timeline | None:
     marks = [mark for mark in marks if mark.thread == thread]
     steps = [(a.end, b.end) for a, b in pairwise(marks)]
     steps = steps[1:] or steps  # the first one pays for the profiler's start
-    begin, end = steps[0][0], steps[-1][1]
+    begin, end = _span(steps)
     for event in trace.host:
         event.kind = kind_on_host(event)
     for event in trace.device:
@@ -142,6 +143,7 @@ def _fill(
     threads: dict[object, list[Event]] = defaultdict(list)
     for event in others:
         threads[event.thread].append(event)
+    tracks = [_Track(_innermost(events, *_span(steps))) for events in threads.values()]
     work = [p.start for p in pieces if p.kind in ("matrix", "norm") or _is_backward(p.event)]
     for piece in pieces:
         if piece.event is not None and not _is_transparent(piece.event):
@@ -149,9 +151,8 @@ def _fill(
             continue
         covering = (
             part
-            for events in threads.values()
-            if events[0].start < piece.end and events[-1].end > piece.start
-            for part in _innermost(events, piece.start, piece.end)
+            for track in tracks
+            for part in track.between(piece.start, piece.end)
             if part.event is not None
         )
         at = piece.start
@@ -183,18 +184,17 @@ def _is_transparent(event: Event) -> bool:
 
 def _overlay(device: list[Event], host: list[Piece], begin: float, end: float) -> Iterator[Piece]:
     """The kernels of `device` (when several run, the first); where none runs, those of `host`."""
-    at, place = begin, 0
+    track, at = _Track(host), begin
     for event in [*device, Event("end", "kernel", end, end)]:
         start = min(event.start, end)
         if start > at:
-            while host[place].end <= at:
-                place += 1
+            idle = list(track.between(at, start))
             # Idle because the host had waited for the device and now begins anew.
-            after_wait = host[place].kind == "sync"
-            for piece in _between(host, place, at, start):
+            after_wait = idle[0].kind == "sync"
+            for piece in idle:
                 kind = "sync" if after_wait else piece.kind
-                idle = kind if kind in ("data", "python", "sync", "communication") else "host"
-                yield Piece(piece.start, piece.end, idle, piece.event)
+                kind = kind if kind in ("data", "python", "sync", "communication") else "host"
+                yield Piece(piece.start, piece.end, kind, piece.event)
             at = start
         stop = min(event.end, end)
         if stop > at:
@@ -202,13 +202,24 @@ def _overlay(device: list[Event], host: list[Piece], begin: float, end: float) -
             at = stop
 
 
-def _between(pieces: list[Piece], place: int, begin: float, end: float) -> Iterator[Piece]:
-    """What of `pieces`, from the one at `place` on, is between `begin` and `end`."""
-    for piece in pieces[place:]:
-        if piece.start >= end:
-            return
-        if piece.end > begin:
+class _Track:
+    """Pieces one after the other, to be looked up by time."""
+
+    def __init__(self, pieces: list[Piece]) -> None:
+        self.pieces = pieces
+        self._ends = [piece.end for piece in pieces]
+
+    def between(self, begin: float, end: float) -> Iterator[Piece]:
+        """The pieces from `begin` to `end`, cut there."""
+        for place in range(bisect_right(self._ends, begin), len(self.pieces)):
+            piece = self.pieces[place]
+            if piece.start >= end:
+                return
             yield Piece(max(piece.start, begin), min(piece.end, end), piece.kind, piece.event)
+
+
+def _span(steps: list[tuple[float, float]]) -> tuple[float, float]:
+    return steps[0][0], steps[-1][1]
 
 
 def _without_profiler(
