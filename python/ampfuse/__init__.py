@@ -5,7 +5,8 @@
                         masters; LARC
 ``ampfuse.GradScaler``  ``torch.amp.GradScaler`` without the wait
 ``ampfuse.graphs``      a training step as one CUDA graph
-``ampfuse.insight``     what half precision does to each tensor, where an overflow was born
+``ampfuse.insight``     where the time goes, what half precision does to each tensor, where an
+                        overflow was born
 ``ampfuse.nn``          batch norm, add and ReLU in one pass; ``fuse`` for models as they are
 ``ampfuse.ops``         operations on lists of tensors
 ``ampfuse.compat.apex`` all of it under the names that scripts for apex import

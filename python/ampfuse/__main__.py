@@ -1,4 +1,4 @@
-"""The command line: ``ampfuse demo``, ``train``, ``make_plot``, ``make_table`` and ``env``."""
+"""The command line: ``ampfuse demo``, ``train``, ``doctor``, ``env``, and what shows results."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ def main(argv: list[str] | None = None) -> int:
     from ampfuse.experiments import make_plot, make_table
     from ampfuse.experiments.recipes import TRAINERS
     from ampfuse.experiments.trainers import main as train
+    from ampfuse.insight.diagnosis import command as doctor
 
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["train"] and argv[1:2] and argv[1] in TRAINERS:
@@ -26,9 +27,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"ampfuse {ampfuse.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
 
-    actions = {"demo": demo, "make_plot": make_plot, "make_table": make_table}
+    actions = {"demo": demo, "doctor": doctor, "make_plot": make_plot, "make_table": make_table}
     helps = {
         "demo": "train a small network at every level and compare them",
+        "doctor": "say where the time of a training script goes, and what would pay",
         "make_plot": "draw the results of the experiments",
         "make_table": "print the results of an experiment next to the published ones",
     }

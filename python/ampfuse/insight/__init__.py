@@ -1,12 +1,14 @@
 """What goes on inside a mixed-precision training, in words and numbers.
 
-``explain_overflow``   where the first inf or NaN of a step was born, and what helps
+``doctor``             where the time goes, and what would pay (:mod:`.diagnosis`)
 ``optimizer.meter``    what half precision does to each tensor's steps (:mod:`.meter`)
+``explain_overflow``   where the first inf or NaN of a step was born, and what helps
 """
 
 from __future__ import annotations
 
 import ampfuse.amp  # noqa: F401  # first, as it exports from here
+from ampfuse.insight.diagnosis.session import doctor
 from ampfuse.insight.explanation import Explanation
 from ampfuse.insight.meter import Meter, TensorReading, exponent_edges
 from ampfuse.insight.meter_advice import Finding
@@ -18,6 +20,7 @@ __all__ = [
     "Meter",
     "OverflowWatch",
     "TensorReading",
+    "doctor",
     "explain_overflow",
     "exponent_edges",
 ]

@@ -1,0 +1,212 @@
+"""The script's own operations, timed again as they were and in another dtype, layout or shape.
+
+An estimate for one machine and one script should come from these. Shapes, strides, types and
+options of the inputs are those of the profile; the values are random numbers between 0 and 1.
+"""
+
+from __future__ import annotations
+
+import ast
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampfuse.insight.diagnosis.trace import Event
+from ampfuse.measuring import instant, milliseconds, wait_for
+
+_DTYPES = {
+    "float": torch.float32,
+    "double": torch.float64,
+    "c10::Half": torch.float16,
+    "c10::BFloat16": torch.bfloat16,
+    "long int": torch.int64,
+    "int": torch.int32,
+    "bool": torch.bool,
+    "unsigned char": torch.uint8,
+}
+
+
+@dataclass(frozen=True)
+class Input:
+    """A tensor to make: its sizes, its strides (in elements), its type."""
+
+    dims: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    def make(self, device: torch.device) -> Tensor:
+        reach = 1 + sum((d - 1) * s for d, s in zip(self.dims, self.strides, strict=True) if d)
+        if self.dtype.is_floating_point:
+            values = torch.rand(reach, device=device).to(self.dtype)
+        else:
+            values = torch.zeros(reach, dtype=self.dtype, device=device)  # a valid index anywhere
+        return values.as_strided(self.dims, self.strides)
+
+    @property
+    def is_image(self) -> bool:
+        return len(self.dims) == 4 and self.dtype.is_floating_point
+
+
+@dataclass
+class Operation:
+    """Calls of one operator with equal inputs, and what they take in a step of the script."""
+
+    name: str
+    kind: str
+    arguments: list[Any]
+    keywords: dict[str, Any]
+    overload: Callable[..., Any]
+    event: Event
+    ms: float = 0.0
+    calls: float = 0.0
+
+    @property
+    def inputs(self) -> list[Input]:
+        return [value for value in self.arguments if isinstance(value, Input)]
+
+    def with_inputs(self, change: Callable[[Input], Input]) -> Operation:
+        changed = [change(v) if isinstance(v, Input) else v for v in self.arguments]
+        return replace(self, arguments=changed)
+
+    def run(self, device: torch.device) -> Callable[[], object]:
+        made = [v.make(device) if isinstance(v, Input) else v for v in self.arguments]
+        return lambda: self.overload(*made, **self.keywords)
+
+
+def key(event: Event) -> tuple[str, str]:
+    """Equal for operations that do the same work."""
+    return event.name, repr((event.dims, event.strides, event.types, event.values))
+
+
+def callable_one(event: Event) -> Event:
+    """`event`, or the operation around it that chooses an implementation by dtype and layout."""
+    while event.parent is not None and event.parent.name in (
+        "aten::convolution",
+        "aten::_convolution",
+    ):
+        event = event.parent
+    return event
+
+
+def operation(event: Event, kind: str) -> Operation | None:
+    """How to call what `event` was; None if the profile does not say it (lists of tensors).
+
+    What wrote into a tensor that it was given (``out=``) is called without.
+    """
+    space, _, name = event.name.partition("::")
+    packet = getattr(getattr(torch.ops, space, None), name, None) if name else None
+    calls = [getattr(packet, overload) for overload in packet.overloads()] if packet else []
+    for extra in (0, 1):
+        for call in calls:
+            schema = call._schema.arguments
+            if len(schema) + extra != len(event.types) or any(a.is_out for a in schema):
+                continue
+            given = zip(schema, event.types, event.dims, event.strides, event.values, strict=False)
+            try:
+                values = [_value(str(argument.type), *facts) for argument, *facts in given]
+            except (ValueError, SyntaxError):
+                continue
+            pairs = list(zip(schema, values, strict=True))
+            positional = [value for argument, value in pairs if not argument.kwarg_only]
+            keywords = {argument.name: value for argument, value in pairs if argument.kwarg_only}
+            return Operation(event.name, kind, positional, keywords, call, event)
+    return None
+
+
+def _value(wanted: str, kind: str, dims: Any, strides: Any, text: str) -> Any:
+    """The argument of type `wanted`. Raises ValueError or SyntaxError if these facts give none."""
+    if kind in _DTYPES and wanted in ("Tensor", "Optional[Tensor]"):
+        return Input(tuple(dims), tuple(strides), _DTYPES[kind])
+    if kind in ("Scalar", "ScalarList") and text and "Tensor" not in wanted:
+        return float(text) if text in ("inf", "-inf", "nan") else ast.literal_eval(text)
+    if not kind and wanted.startswith("Optional"):
+        return None
+    raise ValueError(f"no {wanted} from {kind} {text}")
+
+
+def to_dtype(half: torch.dtype, kind: str) -> Callable[[Input], Input]:
+    """FP32 inputs in `half`; statistics and weights of a normalisation stay, as amp keeps them."""
+
+    def change(given: Input) -> Input:
+        stays = given.dtype != torch.float32 or (kind == "norm" and len(given.dims) < 2)
+        return given if stays else replace(given, dtype=half)
+
+    return change
+
+
+def to_channels_last(given: Input) -> Input:
+    if not given.is_image:
+        return given
+    _, c, h, w = given.dims
+    return replace(given, strides=(h * w * c, 1, w * c, c))
+
+
+def pad_to(multiple: int) -> Callable[[Input], Input]:
+    """Sizes of matrices above `multiple` rounded up to it; those of a batch of matrices stay."""
+
+    def change(given: Input) -> Input:
+        first = max(0, len(given.dims) - 2)
+        dims = [
+            -(-size // multiple) * multiple if place >= first and size > multiple else size
+            for place, size in enumerate(given.dims)
+        ]
+        strides, step = [0] * len(dims), 1
+        order = sorted(range(len(dims)), key=lambda place: (given.strides[place], -place))
+        for place in order:
+            strides[place] = step if given.strides[place] else 0
+            step *= dims[place] if given.strides[place] else 1
+        return replace(given, dims=tuple(dims), strides=tuple(strides))
+
+    return change
+
+
+def race(
+    calls: Sequence[Callable[[], object]], device: torch.device, rounds: int = 7
+) -> list[float]:
+    """Milliseconds of each of `calls`, the least of rounds in which they take turns.
+
+    The least, as whatever else the machine does adds to it. Each turn lasts two milliseconds or so,
+    that the clock does not count.
+    """
+    repeats = []
+    for call in calls:
+        call()  # torch and its libraries choose and compile
+        wait_for(device)
+        begin = time.perf_counter()
+        call()
+        wait_for(device)
+        repeats.append(max(1, min(50, int(2e-3 / (time.perf_counter() - begin)))))
+    times: list[list[float]] = [[] for _ in calls]
+    for _ in range(rounds):
+        for call, count, taken in zip(calls, repeats, times, strict=True):
+            begin_at = instant(device)
+            for _ in range(count):
+                call()
+            end_at = instant(device)
+            wait_for(device)
+            taken.append(milliseconds(begin_at, end_at) / count)
+    return [min(taken) for taken in times]
+
+
+def speed_ratios(
+    original: Operation, variants: Sequence[Operation], device: torch.device
+) -> list[float | None]:
+    """Time of each of `variants` over that of `original`; None for one that torch refuses."""
+    runs: list[Callable[[], object] | None] = []
+    with torch.no_grad():
+        for one in (original, *variants):
+            try:
+                run = one.run(device)
+                run()
+                runs.append(run)
+            except (RuntimeError, NotImplementedError, IndexError, TypeError):
+                runs.append(None)
+        if runs[0] is None:
+            return [None] * len(variants)
+        times = iter(race([run for run in runs if run], device))
+        base = next(times)
+        return [next(times) / base if run else None for run in runs[1:]]

@@ -1,0 +1,602 @@
+"""The doctor's verdicts on scripts with known answers, on bad ones, and on traces by hand."""
+
+import csv
+import importlib
+import os
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch
+
+import programs
+from ampfuse import env, insight
+from ampfuse.__main__ import main
+from ampfuse.insight.diagnosis import kinds, marks, replay, trace
+from ampfuse.insight.diagnosis.advice import multiple_for
+from ampfuse.insight.diagnosis.report import Report
+from ampfuse.insight.diagnosis.timeline import lay_out
+
+CPU = torch.device("cpu")
+HEAD = """
+import time
+import torch
+from torch import nn
+def train(model, inputs, optimizer=torch.optim.SGD, **options):
+    optimizer = optimizer(model.parameters(), lr=1e-4, **options)
+    while True:
+        yield optimizer
+        optimizer.zero_grad()
+        model(inputs).sum().backward()
+        optimizer.step()
+"""
+
+SLOW_DATA = """
+class Slow(torch.utils.data.Dataset):
+    def __len__(self): return 10_000
+    def __getitem__(self, i): time.sleep(0.002); return torch.randn(16)
+model = nn.Linear(16, 16)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for x in torch.utils.data.DataLoader(Slow(), batch_size=4):
+    optimizer.zero_grad()
+    model(x).sum().backward()
+    optimizer.step()
+"""
+SLOW_LOOP = "for _ in train(nn.Linear(16, 16), torch.randn(4, 16)): time.sleep(0.005)"
+LAUNCHES = """
+model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(60)))
+for _ in train(model, torch.randn(2, 2)): pass
+"""
+# BF16 already, so that half precision is no way out.
+MATRIX = """
+model, x = nn.Linear(2048, 2048, bias=False).bfloat16(), torch.randn(384, 2048).bfloat16()
+for _ in train(model, x): pass
+"""
+MATRIX_FP32 = "for _ in train(nn.Linear(1024, 1024), torch.randn(128, 1024)): pass"
+CASTS = """
+x = torch.randn(400, 1000)
+for _ in train(nn.Linear(4, 4), torch.randn(2, 4)):
+    y = x
+    for _ in range(10): y = y.bfloat16().float()
+"""
+ITEMS = """
+model = nn.Linear(16, 16)
+optimizer = torch.optim.Adam(model.parameters(), foreach=False)
+while True:
+    loss = model(torch.ones(2, 16)).sum()
+    loss.backward()
+    optimizer.step()
+    loss.item()  # here
+"""
+ODD_SIZES = "for _ in train(nn.Linear(509, 1021), torch.randn(100, 509)): pass"
+CHANNELS_FIRST = """
+model = nn.Sequential(nn.Conv2d(32, 32, 3), nn.Conv2d(32, 32, 3)).bfloat16()
+for _ in train(model, torch.randn(4, 32, 24, 24).bfloat16()): pass
+"""
+OPTIMIZER = """
+model, x = nn.Embedding(40_000, 32), torch.zeros(4, dtype=torch.int64)
+for _ in train(model, x, torch.optim.Adam, foreach=False): pass
+"""
+
+
+def see(code, tmp_path, monkeypatch, steps=8):
+    """The report on a script; it is stopped by the doctor."""
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "train.py"
+    path.write_text(HEAD + code)
+    names = {"__name__": "__main__"}
+    with insight.doctor(warmup=2, steps=steps, stop=True, script="train.py") as report:
+        exec(compile(path.read_text(), str(path), "exec"), names)
+    assert report.problem is None
+    assert sum(share.ms for share in report.shares) == pytest.approx(report.step_ms)
+    return report
+
+
+@pytest.mark.parametrize(
+    ("code", "verdict", "share", "advice"),
+    [
+        pytest.param(SLOW_DATA, "data", 0.7, "load data in the background", id="data"),
+        pytest.param(SLOW_LOOP, "data", 0.6, "load data in the background", id="data-in-loop"),
+        pytest.param(LAUNCHES, "host", 0.4, "fewer and larger operations", id="launches"),
+        pytest.param(MATRIX, "matrix", 0.6, None, id="matrix"),
+        pytest.param(CASTS, "cast", 0.6, "fewer casts", id="casts"),
+        pytest.param(OPTIMIZER, "optimizer", 0.6, "fused optimizer", id="optimizer"),
+    ],
+)
+def test_verdict(code, verdict, share, advice, tmp_path, monkeypatch):
+    report = see(code, tmp_path, monkeypatch)
+    assert report.verdict == verdict, str(report)
+    assert report.share_of(verdict) > share
+    gains = {one.title: one.gain for one in report.advice}
+    assert list(gains.values()) == sorted(gains.values(), reverse=True)
+    assert (advice in gains) if advice else not gains, str(report)
+    assert advice not in gains or gains[advice] > 1.2
+
+
+def test_data_advice_names_the_loader(tmp_path, monkeypatch):
+    (first, *_) = see(SLOW_DATA, tmp_path, monkeypatch).advice
+    assert re.match(r"DataLoader\(num_workers=\d+", first.how)
+    assert first.basis == "measured"
+
+
+def test_bound_matrix_work_in_half_says_that_nothing_pays(tmp_path, monkeypatch):
+    report = see(MATRIX, tmp_path, monkeypatch)
+    assert "Nothing known here pays" in report.sentence
+    assert report.half_limit < 1.1
+    assert [share.detail[:4] for share in report.shares if share.kind == "matrix"] == ["BF16"]
+
+
+def test_lines_that_wait(tmp_path, monkeypatch):
+    """Not those of the optimizer, which reads its step counts, of CPU tensors."""
+    waits = see(ITEMS, tmp_path, monkeypatch).waits
+    line = 1 + (HEAD + ITEMS).splitlines().index("    loss.item()  # here")
+    assert [(wait.call, wait.line, wait.calls) for wait in waits] == [
+        (".item()", f"train.py:{line}", 1.0)
+    ]
+    assert "item" not in vars(torch.Tensor)  # as it was
+
+
+def test_odd_sizes(tmp_path, monkeypatch):
+    report = see(ODD_SIZES, tmp_path, monkeypatch)
+    assert report.verdict == "matrix"
+    found = " ".join(report.notes)
+    assert "100x509, 509x1021: [100, 509, 1021] miss alignment" in found
+
+
+def test_half_convolutions_with_channels_first(tmp_path, monkeypatch):
+    report = see(CHANNELS_FIRST, tmp_path, monkeypatch)
+    assert report.verdict == "matrix"
+    assert any("convolution" in note and "(NCHW)" in note for note in report.notes)
+    assert not any("BF16" in one.title for one in report.advice)
+
+
+def test_a_cpu_that_is_slow_in_half(tmp_path):
+    """Without the instructions for BF16, torch computes in it slower than in FP32."""
+    path = tmp_path / "train.py"
+    path.write_text(HEAD + MATRIX_FP32)
+    done = doctor("--warmup", 1, "--steps", 3, path, ONEDNN_MAX_CPU_ISA="AVX2")
+    assert "bound by matrix work" in done.stdout, done.stderr
+    assert "BF16 (O5)" not in done.stdout
+    assert "matrix work, FP32, no matrix units" in done.stdout
+
+
+def test_matrix_units_of_cpus(monkeypatch):
+    product = trace.Event("aten::mm", "cpu_op", 0, 1, types=["c10::BFloat16"] * 2)
+    for flags, units in (({"avx512_bf16"}, "no matrix units"), ({"amx_bf16"}, "AMX")):
+        monkeypatch.setattr(env, "cpu_flags", lambda flags=flags: flags)
+        assert kinds.units(product) == units
+
+
+# --- Scripts that are not as they should be -----------------------------------------------------
+
+
+def doctor(*arguments, **environment):
+    """The command in a process of its own."""
+    return programs.python("-m", "ampfuse", "doctor", *arguments, **environment)
+
+
+@pytest.fixture
+def command(monkeypatch, capfd):
+    """The command in this process: its exit status, and what it wrote to stdout and stderr."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["ampfuse"])
+        monkeypatch.setattr(sys, "path", [*sys.path])
+        try:
+            status = main(["doctor", *map(str, arguments)])
+        except SystemExit as ended:
+            status = ended.code
+        return (status, *capfd.readouterr())
+
+    return run
+
+
+SMALL = """
+import os, sys
+import torch
+print(__name__, sys.argv[1:], sys.path[0], os.getcwd())
+weight = torch.ones(2, requires_grad=True)
+optimizer = torch.optim.SGD([weight], lr=0.1)
+def train(steps):
+    for _ in range(steps):
+        weight.sum().backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "said"),
+    [
+        ("raise ValueError('my own')", 1, "the script failed by itself after 0 optimizer steps"),
+        ("train(3); sys.exit(7)", 7, "failed by itself after 3 optimizer steps (exit status 7)"),
+        ("sys.exit('my own')", 1, "the script failed by itself"),
+        ("sys.stdin = open(os.devnull); input()", 1, "failed by itself"),
+        ("", 1, "no torch.optim.Optimizer made a step in this process"),
+        ("train(3); sys.exit()", 1, "ended after 3 optimizer steps; 9 are needed"),
+        ("train(5)", 1, "the training ended in its first profiled step"),
+        (
+            "with torch.profiler.profile(): train(9)",
+            1,
+            "the script runs torch's profiler itself",
+        ),
+    ],
+)
+def test_scripts_that_cannot_be_examined(code, status, said, tmp_path, command):
+    path = tmp_path / "train.py"
+    path.write_text(SMALL + code)
+    found, out, err = command("--warmup", 2, "--steps", 3, path)
+    assert found == status
+    (line,) = (line for line in err.splitlines() if line.startswith("ampfuse doctor: "))
+    assert said in line
+    assert "__main__ []" in out
+    assert ("my own" in code) == ("my own" in err)
+    assert "runpy" not in err
+
+
+def test_script_that_trains_in_a_child(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(SMALL + "os.fork() and os.wait() or (train(99), sum(range(10**7)), print('+'))")
+    done = doctor("--warmup", 2, "--steps", 3, path)
+    assert done.returncode == 1
+    assert "+" in done.stdout
+    assert done.stderr.count("\n") == 1
+    assert "it started other processes: use `with ampfuse.insight.doctor():`" in done.stderr
+
+
+def test_script_is_run_as_python_runs_it_and_cleans_up(tmp_path):
+    """It cannot catch the end by accident. In an interpreter that ends as they do."""
+    folder = tmp_path / "project"
+    folder.mkdir()
+    (folder / "beside.py").write_text("value = 1")
+    (folder / "train.py").write_text(
+        f"{SMALL}\nimport atexit, beside\natexit.register(print, 'atexit ran')\n"
+        "try:\n    train(10**9)\n"
+        "except Exception: print('caught')\n"
+        "finally: print('finally ran')\n"
+    )
+    arguments = ("--warmup", "1", "--steps", "2", "--html", "page.html", "project/train.py")
+    done = subprocess.run(
+        [sys.executable, "-m", "ampfuse", "doctor", *arguments, "--help", "-m", "x"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
+        check=True,
+    )
+    first, second, *_, last = done.stdout.splitlines()
+    assert first == f"__main__ ['--help', '-m', 'x'] {folder} {tmp_path}"
+    assert (second, last) == ("finally ran", "atexit ran")
+    assert "project/train.py: " in done.stdout
+    assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
+    assert done.stderr == ""
+
+
+def test_modules_run_from_the_folder_they_are_in(tmp_path, command, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "train.py").write_text(SMALL + "print(open('data').read())")
+    (tmp_path / "data").write_text("relative")
+    _, out, _ = command("-m", "package.train", "--lr")
+    assert out == f"__main__ ['--lr'] {tmp_path} {tmp_path}\nrelative\n"
+
+
+def test_steps_are_those_of_the_optimizer_that_trains(tmp_path, command):
+    """Not those of one that a script tries before, or that steps more seldom."""
+    path = tmp_path / "train.py"
+    path.write_text(
+        SMALL + "train(2)\nseldom = optimizer\noptimizer = torch.optim.SGD([weight], lr=0.1)\n"
+        "for _ in range(30):\n    train(3)\n    seldom.step()\n"
+    )
+    status, out, err = command("--warmup", 3, "--steps", 3, path)
+    assert status == 0, err
+    assert "(mean of 3," in out
+
+
+def test_script_goes_on_when_asked(tmp_path, command):
+    path = tmp_path / "train.py"
+    path.write_text(SMALL + "train(20); print('its own end'); sys.exit(3)")
+    status, out, _ = command("--warmup", 1, "--steps", 2, "--go-on", path)
+    assert status == 3
+    assert out.index("its own end") < out.index("ms a step")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["missing.py"], "there is no file missing.py"),
+        (["--steps", "0", __file__], "0 is less than 1"),
+        (["--html", f"{__file__}/page.html", __file__], "is not a folder"),
+    ],
+)
+def test_arguments_that_cannot_be(arguments, said, command):
+    status, _, err = command(*arguments)
+    assert status == 2
+    assert said in err
+    assert err.count("\n") == 1
+
+
+def test_context_lets_training_and_random_numbers_be(tmp_path):
+    weight = torch.ones(4, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    state = torch.get_rng_state()
+    with insight.doctor(warmup=1, steps=2) as report:
+        assert "nothing was measured yet" in str(report)
+        with pytest.raises(RuntimeError, match="no report to save"):
+            report.save_html(tmp_path / "page.html")
+        for _ in range(12):
+            weight.grad = torch.ones(4)
+            optimizer.step()
+    assert report.problem is None
+    torch.testing.assert_close(weight.detach(), torch.full((4,), 1 - 12 * 0.1))
+    assert torch.equal(torch.get_rng_state(), state)
+    with pytest.raises(ValueError, match="at least 1"), insight.doctor(steps=0):
+        pass
+    with pytest.raises(KeyError), insight.doctor():
+        raise KeyError
+
+
+# --- The page -----------------------------------------------------------------------------------
+
+
+class Page(HTMLParser):
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.open, self.links = [], [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+        self.links += [value for name, value in attributes if name in ("src", "href")]
+        if tag not in ("meta",):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def test_page_is_whole_and_needs_nothing_else(tmp_path, monkeypatch):
+    report = see(ITEMS, tmp_path, monkeypatch)
+    report.script = "<script>alert(1)</script>"
+    report.save_html(tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text()
+    page = Page(text)
+    assert page.open == []
+    assert page.links == []
+    assert "http" not in text
+    assert "url(" not in text
+    assert "<script" not in text
+    assert "prefers-color-scheme: dark" in text
+    figures = [attributes for tag, attributes in page.tags if tag == "svg"]
+    assert len(figures) == 2
+    assert all(figure["role"] == "img" and figure["aria-label"] for figure in figures)
+    for expected in (report.hardware, report.versions, "train.py:", "Operations that take most"):
+        assert expected in text
+    widths = [float(attributes["width"]) for tag, attributes in page.tags if tag == "rect"]
+    assert sum(widths) == pytest.approx(2000, rel=0.02)  # both figures are full
+
+
+# --- Of a trace, by hand ------------------------------------------------------------------------
+
+
+def host(name, start, dur, tid=1, cat="cpu_op", **facts):
+    return {
+        "ph": "X", "name": name, "ts": start, "dur": dur, "tid": tid, "cat": cat, "args": facts,
+    }  # fmt: skip
+
+
+def kernel(name, start, dur, of, stream=7, cat="kernel"):
+    return host(name, start, dur, cat=cat, stream=stream, **{"External id": of})
+
+
+def step_mark(end):
+    return host(marks.STEP, end - 10, 10, cat="user_annotation")
+
+
+def us(timeline):
+    """Microseconds a step, by kind."""
+    found = {}
+    for piece in timeline.pieces:
+        found[piece.kind] = found.get(piece.kind, 0.0) + timeline.us(piece)
+    return {kind: round(value, 3) for kind, value in found.items()}
+
+
+BEGIN = host(marks.BEGIN, 0, 0, cat="user_annotation")
+HALF = {"Input type": ["c10::Half"] * 2, "Input Dims": [[8, 8]] * 2}
+
+
+def test_time_of_a_gpu():
+    """What it does while it works; while it idles, what it waits for."""
+    records = [
+        BEGIN,
+        step_mark(0),
+        host("enumerate(DataLoader)#_It.__next__", 0, 300, cat="user_annotation"),
+        host("aten::mm", 310, 20, **{"External id": 1}, **HALF),
+        host("aten::relu", 340, 20, **{"External id": 2}, **HALF),
+        # Autograd's thread; this one does nothing meanwhile.
+        host("autograd::engine::evaluate_function: MmBackward0", 400, 100, tid=2),
+        host("aten::mm", 410, 20, tid=2, **{"External id": 3}, **HALF),
+        host("aten::item", 700, 300, **{"External id": 4}),
+        host("cudaStreamSynchronize", 710, 280, cat="cuda_runtime"),
+        step_mark(1100),
+        kernel("sm80_xmma_gemm_f16f16_tensorop", 350, 200, of=1),
+        kernel("vectorized_elementwise_kernel", 550, 50, of=2),
+        kernel("ampere_h16816gemm", 620, 180, of=3),
+        kernel("ncclDevKernel_AllReduce", 700, 200, of=0, stream=9),
+        kernel("Memcpy DtoH (Device -> Pageable)", 900, 10, of=4, cat="gpu_memcpy"),
+    ]
+    timeline = lay_out(trace.build(records), step_ms=1.1)
+    assert us(timeline) == {
+        "data": 300.0,
+        "host": 50.0 + 20.0,  # until the first kernel, and a gap between two
+        "matrix": 200.0 + 180.0,
+        "memory": 50.0,
+        "communication": 100.0,  # what no other kernel hides
+        "sync": 10.0 + 190.0,  # the copy, and idle until the end of the step after it
+    }
+
+
+def test_kernels_tell_precision_and_units():
+    full = {"Input type": ["float"] * 2, "Input Dims": [[8, 8]] * 2}
+    product = trace.build(
+        [
+            host("aten::mm", 0, 9, **{"External id": 1}, **HALF),
+            host("aten::mm", 10, 9, **{"External id": 2}, **full),
+            kernel("sm80_xmma_gemm_f16f16_tensorop", 0, 1, of=1),
+            kernel("maxwell_fp16_sgemm_128x64_nn", 2, 1, of=1),
+            kernel("cutlass_80_tensorop_s1688gemm_tf32", 4, 1, of=2),
+            kernel("ampere_sgemm_128x64_tn", 6, 1, of=2),
+        ]
+    )
+    found = [(kinds.precision(event), kinds.units(event)) for event in product.device]
+    assert found == [
+        ("FP16", "tensor cores"),
+        ("FP16", "no tensor cores"),
+        ("TF32", "tensor cores"),
+        ("FP32", "no tensor cores"),
+    ]
+    assert {kinds.kind_on_device(event) for event in product.device} == {"matrix"}
+
+
+def test_time_of_the_cpu_is_counted_once():
+    """An operation's time is without that of those inside, but for what launching them takes."""
+    copy = {"Input type": ["float", "float"], "Input Dims": [[4, 4]] * 2}
+    records = [
+        BEGIN,
+        step_mark(0),
+        host("aten::linear", 10, 200),
+        host("aten::addmm", 20, 180, **{"Input type": ["float"] * 3}),
+        host("aten::view", 300, 50),
+        host("aten::copy_", 400, 100, **{**copy, "Input type": ["float", "c10::BFloat16"]}),
+        host("aten::copy_", 500, 100, **copy, **{"Input Strides": [[4, 1], [1, 4]]}),
+        host("aten::copy_", 600, 100, **copy, **{"Input Strides": [[4, 1], [4, 1]]}),
+        host("aten::native_batch_norm", 700, 100),
+        step_mark(1000),
+        # The next step prepares its batch in the loop; later, the script writes a file.
+        host("aten::addmm", 1300, 100, **{"Input type": ["float"] * 3}),
+        host("aten::sum", 1700, 100),
+        step_mark(1810),
+    ]
+    timeline = lay_out(trace.build(records), step_ms=0.905)
+    assert us(timeline) == {
+        "host": (10 + 20 + 90 + 50 + 50 + 190) / 2,
+        "matrix": (180 + 100) / 2,
+        "cast": 50.0,
+        "layout": 50.0,
+        "memory": 50.0,
+        "norm": 50.0,
+        "optimizer": (10 + 10) / 2,
+        "data": 150.0,
+        "python": 150.0,
+        "reduction": 50.0,
+    }
+
+
+def test_the_profilers_own_time_is_taken_off_where_it_falls():
+    """It slows many small operations and not one large one."""
+    small = [host("aten::add", 5 * i, 4) for i in range(100)]
+    large = host("aten::mm", 500, 500, **{"Input type": ["float"]})
+    records = [BEGIN, step_mark(0), *small, large, step_mark(1010)]
+    timeline = lay_out(trace.build(records), step_ms=0.7)
+    found = us(timeline)
+    assert sum(found.values()) == pytest.approx(700)
+    assert found["matrix"] == pytest.approx(500, rel=0.02)
+    assert found["host"] == pytest.approx(190, rel=0.05)
+
+
+def recorded(name, call, tmp_path):
+    """The event `name` in what torch's profiler writes down of `call`."""
+    with torch.profiler.profile(record_shapes=True) as profiler:
+        call()
+    profiler.export_chrome_trace(str(tmp_path / "trace.json"))
+    return next(e for e in trace.read(tmp_path / "trace.json").host if e.name == name)
+
+
+_ONES = torch.ones
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("aten::addmm", lambda: torch.addmm(_ONES(3), _ONES(2, 4), _ONES(3, 4).T)),
+        ("aten::convolution", lambda: torch.conv2d(_ONES(2, 3, 8, 8), _ONES(4, 3, 3, 3), stride=2)),
+        (
+            "aten::native_batch_norm",
+            lambda: torch.native_batch_norm(
+                _ONES(2, 3, 4, 4), None, _ONES(3), _ONES(3), _ONES(3), True, 0.1, 1e-5
+            ),
+        ),
+        (
+            "aten::max_pool2d_with_indices",
+            lambda: torch.ops.aten.max_pool2d_with_indices(_ONES(1, 2, 4, 4), [2, 2]),
+        ),
+    ],
+)
+def test_operations_can_be_run_again(name, call, tmp_path):
+    again = replay.operation(recorded(name, call, tmp_path), "matrix")
+    expected, result = ([*value] if isinstance(value, tuple) else [value]
+                        for value in (call(), again.run(CPU)()))  # fmt: skip
+    assert [value.shape for value in result] == [value.shape for value in expected]
+    assert [value.stride() for value in result] == [value.stride() for value in expected]
+    half = again.with_inputs(replay.to_dtype(torch.bfloat16, "matrix"))
+    assert {given.dtype for given in half.inputs} == {torch.bfloat16}
+    half.run(CPU)()
+
+
+def test_sizes_are_padded_and_strides_follow(tmp_path):
+    event = recorded("aten::mm", lambda: torch.mm(_ONES(30, 100), _ONES(70, 100).T), tmp_path)
+    product = replay.operation(event, "matrix")
+    assert multiple_for(product, CPU) == 16
+    padded = product.with_inputs(replay.pad_to(16))
+    assert [given.dims for given in padded.inputs] == [(32, 112), (112, 80)]
+    assert [given.strides for given in padded.inputs] == [(112, 1), (1, 112)]
+    assert padded.run(CPU)().shape == (32, 80)
+
+
+def test_images_in_channels_last():
+    given = replay.Input((2, 3, 4, 5), (60, 20, 5, 1), torch.float32)
+    image = replay.to_channels_last(given).make(CPU)
+    assert image.is_contiguous(memory_format=torch.channels_last)
+    assert replay.to_channels_last(image_like := replay.Input((2, 3), (3, 1), torch.float32)) == (
+        image_like
+    )
+
+
+def test_report_says_what_is_missing():
+    assert str(Report()) == "ampfuse doctor: nothing was measured yet"
+
+
+# --- The documentation --------------------------------------------------------------------------
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "insight.md").read_text()
+
+
+def test_documented_gains_are_those_of_the_csv():
+    with open(ROOT / "benchmarks" / "results" / "doctor_estimates.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    lines = [
+        f"| {row['case']} | {row['advice']} | {float(row['promised']):.2f}x | "
+        f"{float(row['measured']):.2f}x | {float(row['error']):+.0%} |"
+        for row in rows
+    ]
+    shown = PAGE[PAGE.index("| training | advice |") :].split("\n\n")[0].splitlines()[2:]
+    assert shown == lines
+
+
+def test_documented_program_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    exec(code, {})
+    assert "ms a step (mean of 3," in capsys.readouterr().out
+    assert (tmp_path / "doctor.html").exists()
+
+
+@pytest.mark.benchmark
+@pytest.mark.parametrize("case", ["data", "perceptron", "optimizer"])
+def test_gains_come_true(case, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    row = importlib.import_module("doctor_estimates").measure(case)
+    assert abs(row.error) < 0.25, row
