@@ -100,7 +100,7 @@ def see(code, tmp_path, monkeypatch, steps=8):
     [
         pytest.param(SLOW_DATA, "data", 0.7, "load data in the background", id="data"),
         pytest.param(SLOW_LOOP, "data", 0.6, "load data in the background", id="data-in-loop"),
-        pytest.param(LAUNCHES, "host", 0.4, "fewer and larger operations", id="launches"),
+        pytest.param(LAUNCHES, "host", 0.25, "fewer and larger operations", id="launches"),
         pytest.param(MATRIX, "matrix", 0.6, None, id="matrix"),
         pytest.param(CASTS, "cast", 0.6, "fewer casts", id="casts"),
         pytest.param(OPTIMIZER, "optimizer", 0.6, "fused optimizer", id="optimizer"),
