@@ -147,6 +147,24 @@ def test_odd_sizes(tmp_path, monkeypatch):
     assert "100x509, 509x1021: [100, 509, 1021] miss alignment" in found
 
 
+@pytest.mark.parametrize("tried", [2, 3, 5])
+def test_steps_of_an_optimizer_that_gives_way_do_not_count(tried):
+    model = nn.Linear(4, 4)
+
+    def steps(optimizer, count):
+        for _ in range(count):
+            model(torch.randn(2, 4)).sum().backward()
+            optimizer.step()
+
+    with insight.doctor(warmup=3, steps=2, stop=True) as report:
+        steps(torch.optim.SGD(model.parameters(), lr=0.1), tried)
+        steps(torch.optim.Adam(model.parameters()), 30)
+    assert report.problem is None
+    names = {row.name for row in report.operations}
+    assert "Optimizer.step#Adam.step" in names
+    assert "Optimizer.step#SGD.step" not in names
+
+
 def test_half_convolutions_with_channels_first(tmp_path, monkeypatch):
     report = see(CHANNELS_FIRST, tmp_path, monkeypatch)
     assert report.verdict == "matrix"

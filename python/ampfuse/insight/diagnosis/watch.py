@@ -7,6 +7,7 @@ import os
 import statistics
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,8 +52,8 @@ class Loading:
 class Watch:
     """A context that watches what is trained in it.
 
-    A step is one call of ``step`` of the optimizer that is the first to make `warmup` steps (some
-    scripts try a few with another one). After these, `steps` are timed with nothing else going on,
+    A step is one call of ``step`` of the optimizer that is the first to make `warmup` steps, or of
+    one that makes as many in a row after it (some scripts try a few with another one). After these, `steps` are timed with nothing else going on,
     then as many are profiled. Other processes than this one are left alone.
 
     Attributes:
@@ -76,6 +77,7 @@ class Watch:
         self._process = os.getpid()
         self._counts: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
         self._chosen: object = None
+        self._others: deque[object] = deque(maxlen=self.warmup)  # that stepped since it did
         self._started = self._last = 0.0
         self._mark: record_function | None = None
         self._profiling = contextlib.ExitStack()
@@ -126,7 +128,9 @@ class Watch:
             self._chosen = optimizer
         self.seen = max(self.seen, count) if self._chosen is None else self._counts[self._chosen]
         if optimizer is not self._chosen:
+            self._follow(optimizer)
             return
+        self._others.clear()
         if self._mark:
             self._mark.__exit__(None, None, None)
             self._mark = None
@@ -142,6 +146,19 @@ class Watch:
         self._last = time.perf_counter()
         if self.done and self.stop:
             raise Finished
+
+    def _follow(self, optimizer: torch.optim.Optimizer) -> None:
+        """Watch `optimizer`, if the one so far has given way to it."""
+        self._others.append(optimizer)
+        alone = all(one is optimizer for one in self._others)
+        if self._chosen is not None and alone and len(self._others) == self.warmup:
+            if self.profiler is None:
+                self._chosen, self._counts[optimizer] = optimizer, self.warmup
+                self.seen, self.loading = self.warmup, None
+                self.seconds.clear()
+                self.steppers.clear()
+                self._others.clear()
+                self._last = time.perf_counter()
 
     def _wait(self) -> None:
         """A GPU has to have done what was timed. Its backlog belongs to the last timed step."""
