@@ -147,9 +147,9 @@ def test_odd_sizes(tmp_path, monkeypatch):
     assert "100x509, 509x1021: [100, 509, 1021] miss alignment" in found
 
 
-@pytest.mark.parametrize("tried", [2, 3, 5])
+@pytest.mark.parametrize("tried", [2, 3, 4])
 def test_steps_of_an_optimizer_that_gives_way_do_not_count(tried):
-    model = nn.Linear(4, 4)
+    model = torch.nn.Linear(4, 4)
 
     def steps(optimizer, count):
         for _ in range(count):

@@ -53,8 +53,9 @@ class Watch:
     """A context that watches what is trained in it.
 
     A step is one call of ``step`` of the optimizer that is the first to make `warmup` steps, or of
-    one that makes as many in a row after it (some scripts try a few with another one). After these, `steps` are timed with nothing else going on,
-    then as many are profiled. Other processes than this one are left alone.
+    one that makes as many in a row after it (some scripts try a few with another one). After these,
+    `steps` are timed with nothing else going on, then as many are profiled. Other processes than
+    this one are left alone.
 
     Attributes:
         stop: raise Finished after the last of them.
@@ -150,15 +151,14 @@ class Watch:
     def _follow(self, optimizer: torch.optim.Optimizer) -> None:
         """Watch `optimizer`, if the one so far has given way to it."""
         self._others.append(optimizer)
-        alone = all(one is optimizer for one in self._others)
-        if self._chosen is not None and alone and len(self._others) == self.warmup:
-            if self.profiler is None:
-                self._chosen, self._counts[optimizer] = optimizer, self.warmup
-                self.seen, self.loading = self.warmup, None
-                self.seconds.clear()
-                self.steppers.clear()
-                self._others.clear()
-                self._last = time.perf_counter()
+        alone = len(self._others) == self.warmup == self._others.count(optimizer)
+        if self._chosen is not None and self.profiler is None and alone:
+            self._chosen, self._counts[optimizer] = optimizer, self.warmup
+            self.seen, self.loading = self.warmup, None
+            self.seconds.clear()
+            self.steppers.clear()
+            self._others.clear()
+            self._last = time.perf_counter()
 
     def _wait(self) -> None:
         """A GPU has to have done what was timed. Its backlog belongs to the last timed step."""
