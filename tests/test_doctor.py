@@ -117,6 +117,26 @@ def test_verdict(code, verdict, share, advice, tmp_path, monkeypatch):
     pytest.fail(str(report))
 
 
+def test_waits_for_data_that_come_in_bursts(tmp_path, monkeypatch):
+    """The timed steps have one, the profiled ones have none."""
+    code = """
+class Slow(torch.utils.data.Dataset):
+    def __len__(self): return 1000
+    def __getitem__(self, i):
+        time.sleep(0.2 if i == 8 else 0)
+        return torch.zeros(2)
+data = torch.utils.data.DataLoader(Slow(), batch_size=1)
+model = nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for x in data:
+    model(x).sum().backward()
+    optimizer.step()
+"""
+    report = see(code, tmp_path, monkeypatch)
+    assert report.verdict == "data", str(report)
+    assert report.share_of("data") > 0.7
+
+
 def test_data_advice_names_the_loader(tmp_path, monkeypatch):
     (first, *_) = see(SLOW_DATA, tmp_path, monkeypatch).advice
     assert re.match(r"DataLoader\(num_workers=\d+", first.how)

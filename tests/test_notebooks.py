@@ -52,9 +52,9 @@ def outputs(path: Path) -> str:
 # ---- as stored -----------------------------------------------------------------------------------
 
 
-def test_all_four_are_there():
+def test_all_are_there():
     names = [path.stem for path in NOTEBOOKS]
-    assert names == ["e1_vgg16_cifar10", "e2_levels", "e5_native_amp", "quickstart"]
+    assert names == ["e1_vgg16_cifar10", "e2_levels", "e5_native_amp", "insight", "quickstart"]
 
 
 @each_notebook
@@ -366,3 +366,12 @@ def test_e5(execute_experiment):
         *(f"{figures}MNIST - {name}.png" for name in ("Time", "Memory", "Accuracy")),
         *(f"e5-small/loops/figures/MNIST - {name}.png" for name in ("Time", "Speed-up")),
     )
+
+
+@pytest.mark.notebook
+def test_insight(execute_experiment):
+    run = execute_experiment("insight")
+    for title in ("published loop, FP32", "ResNet-18, JPEG files", "perceptron, FP32"):
+        assert re.search(rf"{title}: .*\d+% of the time\)", run.text)
+    assert re.search(r"1\.weight: \d+% of its updates .* are lost", run.text)
+    assert run.text.rstrip().endswith("Nothing to be said against it.")

@@ -83,7 +83,8 @@ def examine(watch: Watch, report: Report) -> None:
         path = Path(folder, "trace.json")
         watch.profiler.export_chrome_trace(str(path))
         trace = read(path)
-    timeline = lay_out(trace, watch.step_ms)
+    waited = watch.loading.wait_s / len(watch.seconds) * 1e3 if watch.loading else 0.0
+    timeline = lay_out(trace, watch.step_ms, waited)
     if timeline is None:
         report.problem = f"the training ended in its first profiled step, {watch.seen} steps in all"
         return

@@ -66,8 +66,11 @@ class Timeline:
         return piece.duration * self.scale[piece.kind] / len(self.steps)
 
 
-def lay_out(trace: Trace, step_ms: float) -> Timeline | None:
+def lay_out(trace: Trace, step_ms: float, data_ms: float = 0.0) -> Timeline | None:
     """The timeline of `trace`; its steps took `step_ms` without the profiler.
+
+    Of these a DataLoader was waited for `data_ms`. Such waits come in bursts, and the profiled
+    steps may have had none.
 
     None if no whole step was profiled.
     """
@@ -93,7 +96,12 @@ def lay_out(trace: Trace, step_ms: float) -> Timeline | None:
         for layer in (True, False):
             events = [e for e, talk in zip(trace.device, talks, strict=True) if talk is layer]
             pieces = list(_overlay(events, pieces, begin, end))
-    scale = _without_profiler(pieces, trace.host, begin, end, step_ms * 1e3 * len(steps))
+    if data_ms > 0 and not any(piece.kind == "data" for piece in pieces):
+        pieces[-1:] = [pieces[-1], Piece(end, end + 1.0, "data", None)]  # to be scaled
+    count = 1e3 * len(steps)
+    scale = _without_profiler(
+        pieces, trace.host, begin, end, step_ms * count, min(data_ms, step_ms) * count
+    )
     host_us *= step_ms * 1e3 / (end - begin)
     return Timeline(steps, pieces, scale, host_us, bool(trace.device))
 
@@ -223,7 +231,12 @@ def _span(steps: list[tuple[float, float]]) -> tuple[float, float]:
 
 
 def _without_profiler(
-    pieces: Iterable[Piece], host: list[Event], begin: float, end: float, wanted_us: float
+    pieces: Iterable[Piece],
+    host: list[Event],
+    begin: float,
+    end: float,
+    wanted_us: float,
+    data_us: float,
 ) -> dict[str, float]:
     """For each kind: its time without the profiler over its time with it.
 
@@ -242,4 +255,9 @@ def _without_profiler(
     each = min(_MOST_PER_EVENT_US, excess / max(1, sum(recorded.values())))
     left = {kind: max(0.1 * us, us - each * recorded[kind]) for kind, us in total.items()}
     rest = wanted_us / sum(left.values())
-    return {kind: rest * left[kind] / us for kind, us in total.items()}
+    waited = data_us > rest * left.get("data", 0.0)  # longer than the profile shows
+    if waited:
+        left.pop("data")
+        rest = (wanted_us - data_us) / max(sum(left.values()), 1e-9)
+    scale = {kind: rest * us / total[kind] for kind, us in left.items()}
+    return scale | ({"data": data_us / total["data"]} if waited else {})
