@@ -1,23 +1,27 @@
 """What goes on inside a mixed-precision training, in words and numbers.
 
 ``explain_overflow``   where the first inf or NaN of a step was born, and what helps
+``advise``             which level to train at (:mod:`.advice`)
 ``optimizer.meter``    what half precision does to each tensor's steps (:mod:`.meter`)
 """
 
 from __future__ import annotations
 
 import ampfuse.amp  # noqa: F401  # first, as it exports from here
+from ampfuse.insight.advice import Advice, advise
 from ampfuse.insight.explanation import Explanation
 from ampfuse.insight.meter import Meter, TensorReading, exponent_edges
 from ampfuse.insight.meter_advice import Finding
 from ampfuse.insight.overflow import OverflowWatch, explain_overflow
 
 __all__ = [
+    "Advice",
     "Explanation",
     "Finding",
     "Meter",
     "OverflowWatch",
     "TensorReading",
+    "advise",
     "explain_overflow",
     "exponent_edges",
 ]
