@@ -222,7 +222,7 @@ class Training:
         """Change each weight at random, by up to ``2**-8`` of it."""
         for weight in self.model.parameters():
             if weight.is_floating_point():
-                weight *= 1 + _NUDGE * (2 * torch.rand_like(weight) - 1)
+                weight.mul_(1 + _NUDGE * (2 * torch.rand_like(weight) - 1))
 
     def stale(self, batch: Any) -> tuple[float | None, tuple[str, ...]]:
         """`stale_share` and `stale` of :class:`Trial`, by one more step, which is metered."""
