@@ -88,12 +88,14 @@ def test_nothing_of_the_users_changes(monkeypatch):
 
     objects = tensors_of(model, optimizer)
     values = copy.deepcopy([None if each is None else each.detach() for each in objects])
-    groups = [{**group, "params": list(map(id, group["params"]))} for group in optimizer.param_groups]
+    groups = [
+        {**group, "params": list(map(id, group["params"]))} for group in optimizer.param_groups
+    ]
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         before = process()
         advice = amp.advise(model, loss_function, batch, optimizer, **QUICK)
         assert process() == before
-    assert all(a is b for a, b in zip(tensors_of(model, optimizer), objects, strict=True)) or True
+
     for now, value in zip(tensors_of(model, optimizer), values, strict=True):
         assert now is None if value is None else torch.equal(now, value)
     now = [{**group, "params": list(map(id, group["params"]))} for group in optimizer.param_groups]
@@ -288,6 +290,14 @@ def test_optimizers_of_other_kinds_and_frozen_parts():
     assert row_of(advice, "O3").stale_share is None  # RMSprop's step is its own
 
 
+def test_what_torch_compile_made_is_trained_uncompiled():
+    model, loss_function, batch, optimizer = training()
+    advice = amp.advise(
+        torch.compile(model), loss_function, batch, optimizer, levels=["O4"], **QUICK
+    )
+    assert row_of(advice, "O4").failure is None
+
+
 def test_a_budget_that_is_too_short_still_gives_five_steps():
     advice = amp.advise(*training(), seconds=1e-6, levels=["O4"])
     assert [len(row.losses) for row in advice.rows] == [5, 5]
@@ -325,7 +335,7 @@ def _replaced(**changes):
     [
         (_with_secret, ValueError, r"'1' \(ReLU\) cannot be copied .*: no copies of this"),
         (lambda: _using_the_original(lambda model: model), ValueError, "uses the original"),
-        (lambda: _using_the_original(lambda model: list(model)[0]), ValueError, "no gradient"),
+        (lambda: _using_the_original(lambda model: model[0]), ValueError, "no gradient"),
         (_initialized, ValueError, "went through amp.initialize already"),
         (lambda: _replaced(model="x"), TypeError, "model must be a torch.nn.Module, not str"),
         (lambda: _replaced(optimizer=[]), TypeError, "one torch.optim.Optimizer, not"),
@@ -334,7 +344,11 @@ def _replaced(**changes):
         (lambda: _replaced(batch=iter([])), ValueError, "no batch"),
         (lambda: _replaced(loss_function=lambda m, b: m(b[0])), TypeError, r"shape \[12, 1\]"),
         (lambda: _replaced(loss_function=lambda m, b: 1.0), TypeError, "it returned a float"),
-        (lambda: _replaced(loss_function=lambda m, b: m(b[0]).sum() / 0), ValueError, "FP32 already"),
+        (
+            lambda: _replaced(loss_function=lambda m, b: m(b[0]).sum() / 0),
+            ValueError,
+            "FP32 already",
+        ),
         (lambda: _replaced(loss_function=lambda m, b: {}["loss"]), KeyError, "loss"),
     ],
 )
@@ -349,7 +363,9 @@ def test_wrong_arguments(make, kind, words):
         assert all(parameter.grad is None for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("options", [{"levels": ["O7"]}, {"steps": 0}, {"seconds": 0}, {"seeds": 0}])
+@pytest.mark.parametrize(
+    "options", [{"levels": ["O7"]}, {"steps": 0}, {"seconds": 0}, {"seeds": 0}]
+)
 def test_wrong_options(options):
     with pytest.raises(ValueError, match=r"O7|positive"):
         amp.advise(*training(), **options)
@@ -389,6 +405,9 @@ def late():
     model, _, batch, optimizer = build()
     return model, lambda model, batch: batch.missing, batch, optimizer
 
+def leaves():
+    raise SystemExit(3)
+
 number = 3
 """
 
@@ -401,3 +420,38 @@ def file(tmp_path, monkeypatch):
     (tmp_path / "text.txt").write_text("text")
     monkeypatch.chdir(tmp_path)
     return tmp_path / "script.py"
+
+
+def test_the_command(file, capsys):
+    options = ["--steps", "6", "--levels", "O4", "--plot", "advice.png"]
+    assert main(["advise", "script.py", *options]) == 0
+    out = capsys.readouterr().out
+    assert "Train at O" in out
+    assert [line.split()[:2] for line in out.splitlines()[2:4]] == [["O0", "6"], ["O4", "6"]]
+    assert (file.parent / "advice.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "words"),
+    [
+        (["nowhere.py"], 2, "there is no file"),
+        (["text.txt"], 2, "no Python file"),
+        (["syntax.py"], 1, "syntax.py:2: SyntaxError"),
+        (["script.py:missing"], 2, "no function missing()"),
+        (["script.py:number"], 2, "no function number()"),
+        (["script.py:wrong"], 2, "has to return (model, loss_function, batch, optimizer), not 3"),
+        (["script.py:broken"], 1, "script.py:14: RuntimeError: no data here"),
+        (["script.py:late"], 1, "script.py:18: AttributeError"),
+        (["script.py:leaves"], 1, "script.py:21: SystemExit: 3"),
+        (["script.py", "--levels", "O9"], 2, "Unknown level 'O9'"),
+        (["script.py", "--seconds", "-1"], 2, "no positive number"),
+        (["script.py", "--plot", "script.py/x.png"], 2, "is not a folder"),
+    ],
+)
+def test_the_command_says_what_is_wrong_in_one_line(arguments, status, words, file, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["advise", *arguments])
+    assert end.value.code == status
+    lines = [line for line in capsys.readouterr().err.splitlines() if "Training copies" not in line]
+    assert len(lines) == 1
+    assert words in lines[0]

@@ -45,13 +45,15 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         parser.error("argument --plot: matplotlib is missing: pip install matplotlib")
     if args.plot and (problem := cannot_write(args.plot.parent)):
         parser.error(f"argument --plot: {problem}")
-    training = _training(parser, path, function or "build")
 
     from ampfuse import amp
-    from ampfuse.insight.advice import LEVELS
+    from ampfuse.insight.advice import LEVELS, unknown_level
 
-    print(f"Training copies of the model for about {args.seconds:g} s ...", file=sys.stderr)
     levels = LEVELS if args.levels is None else args.levels.split(",")
+    if problem := unknown_level(levels):
+        parser.error(f"argument --levels: {problem}")
+    training = _training(parser, path, function or "build")
+    print(f"Training copies of the model for about {args.seconds:g} s ...", file=sys.stderr)
     try:
         advice = amp.advise(*training, seconds=args.seconds, steps=args.steps, levels=levels)
     except Exception as error:
@@ -73,14 +75,17 @@ def _training(parser: argparse.ArgumentParser, path: Path, name: str) -> tuple[A
     sys.modules.setdefault(path.stem, module)  # where pickle looks for its classes
     try:
         spec.loader.exec_module(module)
-        function = getattr(module, name, None)
-        if not callable(function):
-            parser.error(
-                f"{path} has no function {name}(); write one that returns (model, loss_function, "
-                "batch, optimizer), or name another: FILE.py:FUNCTION"
-            )
+    except (Exception, SystemExit) as error:
+        _fail(parser, error, path)
+    function = getattr(module, name, None)
+    if not callable(function):
+        parser.error(
+            f"{path} has no function {name}(); write one that returns (model, loss_function, "
+            "batch, optimizer), or name another: FILE.py:FUNCTION"
+        )
+    try:
         result = function()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         _fail(parser, error, path)
     if not (isinstance(result, tuple) and len(result) == 4):
         parser.error(
@@ -90,7 +95,7 @@ def _training(parser: argparse.ArgumentParser, path: Path, name: str) -> tuple[A
     return result
 
 
-def _fail(parser: argparse.ArgumentParser, error: Exception, path: Path) -> NoReturn:
+def _fail(parser: argparse.ArgumentParser, error: BaseException, path: Path) -> NoReturn:
     """End with the error in one line, and the last line of the user's file that it went through."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame.lineno for frame in frames if Path(frame.filename) == path]

@@ -66,7 +66,7 @@ def advise(
     weights; O0 where nothing is 5 % faster.
 
     The model, its gradients, the optimizer, random states, autocast and what the latest
-    ``amp.initialize`` set up are left as they were.
+    ``amp.initialize`` set up are left as they were. One copy exists at a time.
 
     Arguments:
         model: FP32, before ``amp.initialize`` and before DistributedDataParallel. What
@@ -241,11 +241,17 @@ def _check(
             f"{strange} of the {len(stepped)} tensors that the optimizer steps are no parameters "
             "of the model, so they cannot be copied with it. Put them into one module with it."
         )
-    if unknown := [level for level in levels if level not in LEVELS]:
-        raise ValueError(f"Unknown level {unknown[0]!r}; the levels are {', '.join(LEVELS)}.")
+    if problem := unknown_level(levels):
+        raise ValueError(problem)
     for name, value in (("seconds", seconds), ("steps", steps), ("seeds", seeds)):
         if not value > 0:
             raise ValueError(f"{name} must be positive, not {value!r}.")
+
+
+def unknown_level(levels: Sequence[str]) -> str | None:
+    """What is wrong with `levels`."""
+    unknown = [level for level in levels if level not in LEVELS]
+    return f"Unknown level {unknown[0]!r}; the levels are {', '.join(LEVELS)}." if unknown else None
 
 
 def _batches(batch: Any) -> list[Any]:

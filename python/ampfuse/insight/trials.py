@@ -109,6 +109,7 @@ def _run(level: str, task: Task, steps: int, end: float, seed: int) -> Trial:
     memory, scale = (math.nan, 1.0) if seed else _rehearse(level, task)
     if scale is None:
         return Trial(level, failure=f"gradients overflow at every loss scale ({_TRIES} steps)")
+    ProcessMemory(task.device).release()  # the copy of the rehearsal
     _seed(seed)
     training = Training(level, task, scale)
     batches = list(task.batches)
