@@ -159,6 +159,25 @@ def test_o3_that_stands_still_is_objected_to():
     assert row_of(moving, "O3").stale_share < 0.5
 
 
+class Cancelling(nn.Module):
+    """Next to 100, BF16 has steps of 0.5."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 1)
+
+    def forward(self, x):
+        return self.layer(x) + 100 - 100
+
+
+def test_a_loss_that_half_precision_changes_is_objected_to():
+    advice = amp.advise(*training(Cancelling()), levels=("O4", "O5", "amp-bf16"), **QUICK)
+    for row in advice.rows[1:]:
+        assert row.deviation > row.allowed >= row.spread > 0
+        assert row.objection == "the loss deviates from that of FP32"
+    assert advice.level == "O0"
+
+
 class OnlyWide(nn.Module):
     """A kernel that takes no BF16 weights."""
 

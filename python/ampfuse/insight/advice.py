@@ -342,7 +342,11 @@ def _recommend(rows: Sequence[Row], device: torch.device) -> tuple[str, str]:
     ]
     if fastest is None or fastest.speedup < _EQUAL:
         if fastest is None:
-            why = "there are objections to every other level." if len(rows) > 1 else "nothing else."
+            why = (
+                "there are objections to every other level."
+                if len(rows) > 1
+                else "no other level was tried."
+            )
         else:
             why = (
                 f"half precision is no faster here ({fastest.level}, the best of those without an "
@@ -356,8 +360,8 @@ def _recommend(rows: Sequence[Row], device: torch.device) -> tuple[str, str]:
     near = [row for row in good if row.median <= fastest.median * _EQUAL]
     best = min(near, key=lambda row: _PREFERENCE.index(row.level))
     reason = (
-        f"{best.speedup:.2f}x as fast as FP32, and its loss deviates by no more than FP32's does "
-        f"between seeds ({best.deviation:.2g}, with {best.allowed:.2g} allowed)."
+        f"{best.speedup:.2f}x as fast as FP32, and its loss stays near that of FP32 "
+        f"({best.deviation:.2g} apart; {best.allowed:.2g} is allowed)."
     )
     if others := [row.level for row in near if row is not best]:
         reason += f" As fast, within {_EQUAL - 1:.0%}: {', '.join(others)}."
