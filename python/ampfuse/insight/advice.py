@@ -32,6 +32,7 @@ _PREFERENCE = ("O4", "amp-bf16", "O5", "O1", "amp-fp16", "O2", "O3")
 _EQUAL = 1.05  # times nearer than that are the same; a level that gains less does not pay
 _MAX_SKIPPED = 0.05  # of the steps, once the loss scale has settled
 _NEGLIGIBLE = 0.01  # of the way that FP32's loss went: less is nothing one could see
+_ROUNDING = 2.0**-8  # of the loss: a forward in BF16 alone makes that, also of a fitted model
 _WINDOWS = 8  # of a curve, of which the means are compared
 _MAX_BATCHES = 32  # that are kept of a loader
 
@@ -58,8 +59,9 @@ def advise(
     times more: with other random numbers (dropout), another order of the batches, and weights that
     differ from yours by up to 0.4 %, as much as rounding to BF16 changes a weight. The largest
     distance between two of these trainings is the spread; a level deviates if its loss is further
-    from that of FP32, and by more than 1 % of the way that FP32's loss went. The distance of two
-    trainings is the largest difference between their losses, in means of an eighth of the steps.
+    from that of FP32, and by more than 1 % of the way that FP32's loss went and 0.4 % of the loss
+    (rounding it to BF16). The distance of two trainings is the largest difference of their losses,
+    in means of an eighth of the steps.
 
     Recommended is the fastest level that does not deviate, loses no tensor's updates, and skips no
     more than 5 % of its steps; within 5 % of its time one without loss scaling, and with FP32
@@ -131,7 +133,8 @@ class Row(Trial):
         speedup: time of O0 over this one's.
         deviation: from the loss of O0.
         spread: between seeds of O0, over as many steps as this trial has.
-        allowed: the deviation that counts as none: the spread, or 1 % of the way O0's loss went.
+        allowed: the deviation that counts as none: the largest of the spread, 1 % of the way that
+            O0's loss went, and 0.4 % of the loss.
         objection: why this level is not to be used, or None.
     """
 
@@ -282,7 +285,11 @@ def _row(trial: Trial, reference: Trial, seeded: Sequence[Trial], batches: int) 
         pairs = itertools.combinations(curves, 2)
         means = _means(curves[0], batches, steps)
         found["spread"] = max(distance(a, b, batches) for a, b in pairs)
-        found["allowed"] = max(found["spread"], _NEGLIGIBLE * (max(means) - min(means)))
+        found["allowed"] = max(
+            found["spread"],
+            _NEGLIGIBLE * (max(means) - min(means)),
+            _ROUNDING * max(map(abs, means)),
+        )
         found["deviation"] = distance(trial.losses, reference.losses, batches)
         found["speedup"] = reference.median / trial.median
         found["objection"] = _objection(trial, found["deviation"], found["allowed"])
