@@ -1,4 +1,4 @@
-"""The command line: ``ampfuse demo``, ``train``, ``doctor``, ``env``, and what shows results."""
+"""The command line: ``ampfuse demo``, ``train``, ``doctor``, ``advise`` and others."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import ampfuse
 def main(argv: list[str] | None = None) -> int:
     """Run the command line `argv` (default: ``sys.argv``) and return the exit status."""
     # Imported here and kept light: --help must not wait for torch, and `env` must run without it.
+    from ampfuse import advise
     from ampfuse.command_line import OneLineParser
     from ampfuse.demo import cli as demo
     from ampfuse.experiments import make_plot, make_table
@@ -27,10 +28,17 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"ampfuse {ampfuse.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
 
-    actions = {"demo": demo, "doctor": doctor, "make_plot": make_plot, "make_table": make_table}
+    actions = {
+        "demo": demo,
+        "doctor": doctor,
+        "advise": advise,
+        "make_plot": make_plot,
+        "make_table": make_table,
+    }
     helps = {
         "demo": "train a small network at every level and compare them",
         "doctor": "say where the time of a training script goes, and what would pay",
+        "advise": "find the level to train a model at, by trying them",
         "make_plot": "draw the results of the experiments",
         "make_table": "print the results of an experiment next to the published ones",
     }

@@ -39,12 +39,14 @@ from ampfuse.amp.initialize import initialize
 from ampfuse.amp.master_weights import load_master_weights
 from ampfuse.amp.scale_loss import scale_loss
 from ampfuse.amp.scaler import LossScaler
+from ampfuse.insight.advice import advise
 from ampfuse.insight.overflow import explain_overflow
 from ampfuse.optim.inner import parameters
 
 __all__ = [
     "GradScaler",
     "LossScaler",
+    "advise",
     "bfloat16_function",
     "cast_everywhere",
     "clip_grad_norm_",

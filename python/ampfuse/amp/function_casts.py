@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -94,12 +94,26 @@ def install_registered() -> None:
     _pending.clear()
 
 
-def restore_registered() -> None:
-    """Undo all :func:`install_registered` have done, where nobody else has replaced it since."""
-    for module, name, original, replacement in reversed(_installed):
+def restore_registered(since: int = 0) -> None:
+    """Undo all :func:`install_registered` have done, where nobody else has replaced it since.
+
+    `since`: leave as many of the first alone.
+    """
+    for module, name, original, replacement in reversed(_installed[since:]):
         if getattr(module, name) is replacement:
             setattr(module, name, original)
-    _installed.clear()
+    del _installed[since:]
+
+
+@contextlib.contextmanager
+def registered_for_now() -> Iterator[None]:
+    """What the block installs is undone after it, and is waiting for ``initialize`` again."""
+    pending, installed = list(_pending), len(_installed)
+    try:
+        yield
+    finally:
+        restore_registered(since=installed)
+        _pending[:] = pending
 
 
 def _register(module: Any, name: str, decorate: Callable[[Any], Any]) -> None:

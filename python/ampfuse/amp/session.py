@@ -7,9 +7,10 @@ stand side by side and nothing is global but a reference to the latest one, for
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from torch import nn
 from torch.optim import Optimizer
@@ -114,6 +115,19 @@ def set_latest(session: Session) -> None:
     global _latest
     _latest = session
     follow_latest()
+
+
+@contextlib.contextmanager
+def set_aside() -> Iterator[None]:
+    """A block that starts as if there had been no ``initialize``, and forgets those made in it."""
+    global _latest
+    before, outside = _latest, cast_state.outside
+    cast_state.set_outside(AS_WRITTEN)
+    try:
+        yield
+    finally:
+        _latest = before
+        cast_state.set_outside(outside)
 
 
 def follow_latest() -> None:

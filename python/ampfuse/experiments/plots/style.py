@@ -97,6 +97,12 @@ def line_styles(drawn: Sequence[Line]) -> list[dict[str, Any]]:
     return styles
 
 
+def level_styles(names: Iterable[str]) -> list[dict[str, Any]]:
+    """Colour and dashes of a line for each of different methods, without markers."""
+    looks = _looks(names).values()
+    return [{"color": look.ink, "dashes": look.dashes} for look in looks]
+
+
 def falling(count: int) -> list[float]:
     """To 0, from 1: what is drawn first is larger, so that lines on top of each other all show."""
     return [(count - 1 - i) / max(1, count - 1) for i in range(count)]

@@ -1,0 +1,383 @@
+"""``amp.advise``: which level to train at, found by training copies for a minute."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ampfuse.amp.casts import eager_module, is_installed
+from ampfuse.amp.hints import machine
+from ampfuse.amp.policy import LEVELS as POLICIES
+from ampfuse.amp.session import enabled_of
+from ampfuse.devices import device_name
+from ampfuse.insight import trials
+from ampfuse.insight.trials import LossFunction, Task, Trial
+
+if TYPE_CHECKING:
+    import pandas
+    from matplotlib.figure import Figure
+
+LEVELS = (*POLICIES, *trials.TORCH_AMP)
+
+# At equal speed: no loss scale before one, FP32 weights before half ones.
+_PREFERENCE = ("O4", "amp-bf16", "O5", "O1", "amp-fp16", "O2", "O3")
+_EQUAL = 1.05  # times nearer than that are the same; a level that gains less does not pay
+_MAX_SKIPPED = 0.05  # of the steps, once the loss scale has settled
+_NEGLIGIBLE = 0.01  # of the way that FP32's loss went: less is nothing one could see
+_ROUNDING = 2.0**-8  # of the loss: a forward in BF16 alone makes that, also of a fitted model
+_WINDOWS = 8  # of a curve, of which the means are compared
+_MAX_BATCHES = 32  # that are kept of a loader
+
+
+def advise(
+    model: nn.Module,
+    loss_function: LossFunction,
+    batch: Any,
+    optimizer: Optimizer,
+    *,
+    levels: Sequence[str] = LEVELS,
+    seconds: float = 60.0,
+    steps: int = 1000,
+    seeds: int = 2,
+) -> Advice:
+    """Train copies of `model` and `optimizer` at each level, compare them and recommend one.
+
+        advice = amp.advise(model, lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
+                            next(iter(loader)), optimizer)
+        print(advice)
+
+    All trainings start from the model as it is, on its device and in the mode it is in, and take
+    the same batches with the same random numbers. FP32 (O0), always among them, is trained `seeds`
+    times more: with other random numbers (dropout), another order of the batches, and weights that
+    differ from yours by up to 0.4 %, as much as rounding to BF16 changes a weight. The largest
+    distance between two of these trainings is the spread; a level deviates if its loss is further
+    from that of FP32, and by more than 1 % of the way that FP32's loss went and 0.4 % of the loss
+    (rounding it to BF16). The distance of two trainings is the largest difference of their losses,
+    in means of an eighth of the steps.
+
+    Recommended is the fastest level that does not deviate, loses no tensor's updates, and skips no
+    more than 5 % of its steps; within 5 % of its time one without loss scaling, and with FP32
+    weights; O0 where nothing is 5 % faster.
+
+    The model, its gradients, the optimizer, random states, autocast and what the latest
+    ``amp.initialize`` set up are left as they were. One copy exists at a time.
+
+    Arguments:
+        model: FP32, before ``amp.initialize`` and before DistributedDataParallel. What
+            ``torch.compile`` made is trained uncompiled.
+        loss_function: ``loss_function(model, batch)`` returns the loss. It has to use the `model`
+            that it is given.
+        batch: one batch, whatever `loss_function` takes (a tensor, a tuple, a list, a dict); or
+            several: a DataLoader or an iterator (``iter(batches)``), whose first 32 are used, again
+            and again. An iterator has moved on afterwards.
+        optimizer: any, of parameters of the model.
+        levels: which of O0 to O5, "amp-fp16" and "amp-bf16" (torch's autocast and GradScaler).
+        seconds: for everything, shared evenly; a slow level gets fewer steps, and at least five.
+        steps: of each training, at most.
+        seeds: FP32 trainings beside the first.
+
+    Raises:
+        TypeError, ValueError: an argument is not as above; or the training does not work, or has no
+            finite loss, in FP32. What fails at another level is part of the advice.
+    """
+    levels = tuple(dict.fromkeys(levels))
+    _check(model, optimizer, levels, seconds, steps, seeds)
+    model = eager_module(model)
+    device = next(model.parameters()).device
+    task = Task(model, optimizer, loss_function, (), device)
+    with trials.untouched(task):
+        task = dataclasses.replace(task, batches=_batches(batch))
+        trials.try_out(task)
+        others = [level for level in levels if level != "O0"]
+        share = seconds / (1 + len(others) + seeds)
+        reference = trials.run("O0", task, steps=steps, seconds=share)
+        if problem := reference.failure or _not_finite(reference):
+            raise ValueError(f"This training fails in FP32 already (O0): {problem}.")
+        steps = len(reference.losses)
+        done = [trials.run(level, task, steps=steps, seconds=share) for level in others]
+        seeded = [
+            trials.run("O0", task, steps=steps, seconds=share, seed=seed + 1)
+            for seed in range(seeds)
+        ]
+    # Its time is that of all its trainings, before and after the others.
+    times = itertools.chain.from_iterable(trial.milliseconds for trial in (reference, *seeded))
+    reference = dataclasses.replace(reference, milliseconds=tuple(times))
+    ordered = sorted((reference, *done), key=lambda trial: LEVELS.index(trial.level))
+    return conclude(ordered, seeded, len(task.batches), device)
+
+
+def conclude(
+    trials: Sequence[Trial], seeded: Sequence[Trial], batches: int, device: torch.device
+) -> Advice:
+    """What `trials` (O0 among them) and the other seeds' trainings of O0 say."""
+    reference = next(trial for trial in trials if trial.level == "O0")
+    rows = [_row(trial, reference, seeded, batches) for trial in trials]
+    level, reason = _recommend(rows, device)
+    curves = tuple(trial.losses for trial in seeded)
+    return Advice(level, reason, tuple(rows), curves, device_name(device))
+
+
+@dataclasses.dataclass(frozen=True)
+class Row(Trial):
+    """A trial, and what is said of it.
+
+    Attributes:
+        speedup: time of O0 over this one's.
+        deviation: from the loss of O0.
+        spread: between seeds of O0, over as many steps as this trial has.
+        allowed: the deviation that counts as none: the largest of the spread, 1 % of the way that
+            O0's loss went, and 0.4 % of the loss.
+        objection: why this level is not to be used, or None.
+    """
+
+    speedup: float = math.nan
+    deviation: float = math.nan
+    spread: float = math.nan
+    allowed: float = math.nan
+    objection: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Advice:
+    """What :func:`advise` found; ``print`` shows it as a table.
+
+    Attributes:
+        level: the recommended one.
+        reason: why, in words.
+        rows: a :class:`Row` for each level.
+        seed_losses: the curves of the FP32 trainings with other seeds.
+        device: the name of the GPU or CPU.
+    """
+
+    level: str
+    reason: str
+    rows: tuple[Row, ...]
+    seed_losses: tuple[tuple[float, ...], ...]
+    device: str
+
+    def __str__(self) -> str:
+        heads = "level", "steps", "ms/step", "(middle half)", "speed", "MiB", "deviation", "allowed"
+        lines: list[tuple[str, ...]] = [(*heads, "skipped", "stale", "")]
+        for row in self.rows:
+            cells = [""] * 9
+            if row.failure is None:
+                low, high = row.quartiles
+                cells = [
+                    str(len(row.losses)),
+                    f"{row.median:.3g}",
+                    f"({low:.3g} to {high:.3g})",
+                    f"{row.speedup:.2f}x",
+                    f"{row.memory_mib:.1f}",
+                    f"{row.deviation:.2g}" if row.level != "O0" else "-",
+                    f"{row.allowed:.2g}",
+                    str(row.skipped),
+                    "-" if row.stale_share is None else f"{row.stale_share:.0%}",
+                ]
+            mark = "<- recommended" if row.level == self.level else row.objection or ""
+            lines.append((row.level, *cells, mark))
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        table = [
+            "  ".join(
+                cell.ljust(width) if place in (0, len(widths) - 1) else cell.rjust(width)
+                for place, (cell, width) in enumerate(zip(line, widths, strict=True))
+            ).rstrip()
+            for line in lines
+        ]
+        return "\n".join(
+            [f"On {self.device}:", *table, "", f"Train at {self.level}: {self.reason}"]
+        )
+
+    def frame(self) -> pandas.DataFrame:
+        """A row for each level; needs pandas."""
+        import pandas
+
+        derived = ("median", "quartiles")
+        return pandas.DataFrame(
+            [
+                dataclasses.asdict(row) | {name: getattr(row, name) for name in derived}
+                for row in self.rows
+            ]
+        )
+
+    def plot(self, path: str | Path | None = None) -> Figure:
+        """A picture of time, deviation and the curves, saved to `path` if given; needs matplotlib.
+
+        See :func:`ampfuse.insight.advice_plot.draw`.
+        """
+        from ampfuse.insight.advice_plot import draw
+
+        figure = draw(self)
+        if path is not None:
+            figure.savefig(path, dpi=150)
+        return figure
+
+
+# --- arguments ------------------------------------------------------------------------------------
+
+
+def _check(
+    model: Any, optimizer: Any, levels: Sequence[str], seconds: float, steps: int, seeds: int
+) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}.")
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer must be one torch.optim.Optimizer, not {optimizer!r:.60}.")
+    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        raise ValueError(f"Pass the model inside {type(model).__name__}: model.module.")
+    if is_installed(model) or enabled_of(optimizer) is not None:
+        raise ValueError(
+            "This model or optimizer went through amp.initialize already, which cannot be taken "
+            "back. Ask for advice before it, with a new model and optimizer."
+        )
+    known = {id(parameter) for parameter in model.parameters()}
+    stepped = [weight for group in optimizer.param_groups for weight in group["params"]]
+    if strange := sum(id(weight) not in known for weight in stepped):
+        raise ValueError(
+            f"{strange} of the {len(stepped)} tensors that the optimizer steps are no parameters "
+            "of the model, so they cannot be copied with it. Put them into one module with it."
+        )
+    if problem := unknown_level(levels):
+        raise ValueError(problem)
+    for name, value in (("seconds", seconds), ("steps", steps), ("seeds", seeds)):
+        if not value > 0:
+            raise ValueError(f"{name} must be positive, not {value!r}.")
+
+
+def unknown_level(levels: Sequence[str]) -> str | None:
+    """What is wrong with `levels`."""
+    unknown = [level for level in levels if level not in LEVELS]
+    return f"Unknown level {unknown[0]!r}; the levels are {', '.join(LEVELS)}." if unknown else None
+
+
+def _batches(batch: Any) -> list[Any]:
+    """One batch in a list, or the first ones of a loader, whose random numbers stay."""
+    if isinstance(batch, torch.utils.data.DataLoader):
+        generator = batch.generator
+        before = None if generator is None else generator.get_state()
+        taken = list(itertools.islice(batch, _MAX_BATCHES))
+        if generator is not None and before is not None:
+            generator.set_state(before)
+    elif isinstance(batch, Iterator):
+        taken = list(itertools.islice(batch, _MAX_BATCHES))
+    else:
+        return [batch]
+    if not taken:
+        raise ValueError("There is no batch in what was given as batch.")
+    return taken
+
+
+# --- conclusions ----------------------------------------------------------------------------------
+
+
+def _row(trial: Trial, reference: Trial, seeded: Sequence[Trial], batches: int) -> Row:
+    found: dict[str, Any] = {}
+    if trial.failure is None:
+        steps = len(trial.losses)
+        curves = [each.losses[:steps] for each in (reference, *seeded)]
+        pairs = itertools.combinations(curves, 2)
+        means = _means(curves[0], batches, steps)
+        found["spread"] = max(distance(a, b, batches) for a, b in pairs)
+        found["allowed"] = max(
+            found["spread"],
+            _NEGLIGIBLE * (max(means) - min(means)),
+            _ROUNDING * max(map(abs, means)),
+        )
+        found["deviation"] = distance(trial.losses, reference.losses, batches)
+        found["speedup"] = reference.median / trial.median
+        found["objection"] = _objection(trial, found["deviation"], found["allowed"])
+    else:
+        found["objection"] = trial.failure
+    fields = {field.name: getattr(trial, field.name) for field in dataclasses.fields(Trial)}
+    return Row(**fields, **found)
+
+
+def distance(a: Sequence[float], b: Sequence[float], batches: int) -> float:
+    """The largest difference of two curves, in means of an eighth of the steps they share.
+
+    That is of whole rounds through the `batches`, where there are enough: else their order would
+    be part of it. inf if one is not finite.
+    """
+    steps = min(len(a), len(b))
+    pairs = zip(_means(a, batches, steps), _means(b, batches, steps), strict=True)
+    differences = [abs(one - other) for one, other in pairs]
+    return max((d if math.isfinite(d) else math.inf for d in differences), default=math.inf)
+
+
+def _means(losses: Sequence[float], batches: int, steps: int) -> list[float]:
+    """Of the windows of :func:`distance` in the first `steps`; what is left over is left out."""
+    window = max(1, steps // _WINDOWS)
+    window = max(1, min(steps, -(-window // batches) * batches))
+    starts = range(0, steps - window + 1, window)
+    return [sum(losses[start : start + window]) / window for start in starts]
+
+
+def _not_finite(trial: Trial) -> str | None:
+    bad = next((i for i, loss in enumerate(trial.losses, 1) if not math.isfinite(loss)), None)
+    return None if bad is None else f"the loss is not finite from step {bad} on"
+
+
+def _objection(trial: Trial, deviation: float, allowed: float) -> str | None:
+    if problem := _not_finite(trial):
+        return problem
+    if trial.skipped > _MAX_SKIPPED * len(trial.losses):
+        return f"overflows: {trial.skipped} of {len(trial.losses)} steps skipped"
+    if trial.stale:
+        more = f" and {len(trial.stale) - 1} more" * (len(trial.stale) > 1)
+        return f"stands still, as updates round away: {trial.stale[0]}{more}"
+    if deviation > allowed:
+        return "the loss deviates from that of FP32"
+    return None
+
+
+def _recommend(rows: Sequence[Row], device: torch.device) -> tuple[str, str]:
+    """The level, and the reason for it."""
+    by_level: Mapping[str, Row] = {row.level: row for row in rows}
+    good = [row for row in rows if row.objection is None and row.level != "O0"]
+    fastest = min(good, key=lambda row: row.median, default=None)
+    rejected = [
+        f"{row.level} is {row.speedup:.2f}x as fast, but: {row.objection}."
+        for row in rows
+        if row.objection and row.speedup > max(_EQUAL, fastest.speedup if fastest else 0)
+    ]
+    if fastest is None or fastest.speedup < _EQUAL:
+        if fastest is None:
+            why = (
+                "there are objections to every other level."
+                if len(rows) > 1
+                else "no other level was tried."
+            )
+        else:
+            why = (
+                f"half precision is no faster here ({fastest.level}, the best of those without an "
+                f"objection: {fastest.speedup:.2f}x)." + _lacking(device)
+            )
+            small = min(good, key=lambda row: row.memory_mib)
+            if small.memory_mib < 0.8 * by_level["O0"].memory_mib:
+                saved = 1 - small.memory_mib / by_level["O0"].memory_mib
+                why += f" If memory is short: {small.level} takes {saved:.0%} less."
+        return "O0", " ".join([why, *rejected])
+    near = [row for row in good if row.median <= fastest.median * _EQUAL]
+    best = min(near, key=lambda row: _PREFERENCE.index(row.level))
+    reason = (
+        f"{best.speedup:.2f}x as fast as FP32, and its loss stays near that of FP32 "
+        f"({best.deviation:.2g} apart; {best.allowed:.2g} is allowed)."
+    )
+    if others := [row.level for row in near if row is not best]:
+        reason += f" As fast, within {_EQUAL - 1:.0%}: {', '.join(others)}."
+    return best.level, " ".join([reason, *rejected])
+
+
+def _lacking(device: torch.device) -> str:
+    """What the machine cannot do, as the end of a sentence."""
+    of = machine(device)
+    kinds = (("FP16", of.has_fp16), ("BF16", of.has_bf16))
+    lacks = [kind for kind, has in kinds if not has]
+    return f" {of.name} has no {' and no '.join(lacks)} arithmetic." if lacks else ""

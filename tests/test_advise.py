@@ -1,0 +1,483 @@
+"""``amp.advise``: what it recommends and objects to, and that nothing of the user's changes."""
+
+import copy
+import dataclasses
+import math
+import random
+import types
+
+import numpy
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import ampfuse
+from ampfuse import amp
+from ampfuse.__main__ import main
+from ampfuse.amp import cast_state
+from ampfuse.amp import session as sessions
+from ampfuse.insight import advice as advices
+from ampfuse.insight.trials import Trial
+
+CPU = torch.device("cpu")
+QUICK = {"seconds": 100.0, "steps": 16, "seeds": 1}
+
+
+class Net(nn.Module):
+    """Random numbers, running statistics, and a layer that stands still."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 1)
+        self.last.requires_grad_(False)
+
+    def forward(self, x):
+        return self.last(F.dropout(self.norm(self.first(x)), 0.1, self.training))
+
+
+def error(model, batch):
+    return F.mse_loss(model(batch[0]), batch[1])
+
+
+def training(model=None, kind=torch.optim.SGD, **options):
+    """Model, loss function, batch and optimizer."""
+    torch.manual_seed(0)
+    model = model or nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+    optimizer = kind(model.parameters(), **({"lr": 0.01} | options))
+    return model, error, (torch.randn(12, 8), torch.randn(12, 1)), optimizer
+
+
+def row_of(advice, level):
+    return next(row for row in advice.rows if row.level == level)
+
+
+def tensors_of(model, optimizer):
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    gradients = [parameter.grad for parameter in model.parameters()]
+    return [*model.state_dict().values(), *states, *gradients]
+
+
+def test_nothing_of_the_users_changes(monkeypatch):
+    model, loss_function, batch, optimizer = training(Net(), momentum=0.9)
+    for _ in range(2):
+        loss_function(model, batch).backward()
+        optimizer.step()
+    model.first.eval()
+    other = amp.initialize(nn.Linear(2, 2), opt_level="O4", verbosity=0)
+    amp.cast_everywhere()
+    module = types.SimpleNamespace(function=torch.sigmoid)
+    amp.register_float_function(module, "function")
+
+    def process():
+        return (
+            torch.get_rng_state().tolist(),
+            random.getstate(),
+            str(numpy.random.get_state()),
+            sessions._latest,
+            cast_state.outside,
+            torch.is_grad_enabled(),
+            torch.is_autocast_enabled("cpu"),
+            torch.backends.cuda.matmul.fp32_precision,
+            module.function,
+            type(model),
+            [part.training for part in model.modules()],
+            [dict(part._forward_pre_hooks) for part in model.modules()],
+            {id(parameter): id(parameter.grad) for parameter in model.parameters()},
+        )
+
+    objects = tensors_of(model, optimizer)
+    values = copy.deepcopy([None if each is None else each.detach() for each in objects])
+    groups = [
+        {**group, "params": list(map(id, group["params"]))} for group in optimizer.param_groups
+    ]
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        before = process()
+        advice = amp.advise(model, loss_function, batch, optimizer, **QUICK)
+        assert process() == before
+
+    for now, value in zip(tensors_of(model, optimizer), values, strict=True):
+        assert now is None if value is None else torch.equal(now, value)
+    now = [{**group, "params": list(map(id, group["params"]))} for group in optimizer.param_groups]
+    assert now == groups
+    assert [row.level for row in advice.rows] == list(advices.LEVELS)
+    assert not any(row.failure for row in advice.rows)
+    assert other(torch.ones(1, 2)).dtype is torch.bfloat16
+    amp.initialize(nn.Linear(2, 2), opt_level="O1", verbosity=0)  # installs what was waiting
+    assert module.function is not torch.sigmoid
+
+
+def test_every_level_trains_from_the_users_weights_as_a_loop_would():
+    model, loss_function, batch, optimizer = training(kind=torch.optim.Adam)
+    advice = amp.advise(model, loss_function, batch, optimizer, **QUICK)
+    for row in advice.rows:
+        copied, _, _, beside = training(kind=torch.optim.Adam)
+        for step in range(16):
+            beside.zero_grad()
+            loss = loss_function(copied, batch)
+            loss.backward()
+            beside.step()
+            exact = row.level == "O0"
+            assert row.losses[step] == pytest.approx(loss.item(), rel=1e-6 if exact else 0.02)
+        assert len(row.milliseconds) >= len(row.losses) == 16
+        assert row.memory_mib > 0
+    assert row_of(advice, "O0").deviation == 0 < row_of(advice, "O0").spread
+
+
+class Overflowing(nn.Module):
+    """65504 is the largest FP16."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 1)
+
+    def forward(self, x):
+        return self.last(self.first(x * 1e4) * 1e4) * 1e-9
+
+
+def test_fp16_that_always_overflows_is_objected_to():
+    advice = amp.advise(*training(Overflowing(), lr=1e-6), **QUICK)
+    for level in ("O1", "O2", "amp-fp16"):
+        assert "overflow at every loss scale" in row_of(advice, level).failure
+    assert "not finite" in row_of(advice, "O3").objection
+    for level in ("O4", "O5", "amp-bf16"):
+        assert row_of(advice, level).failure is None
+    assert advice.level in ("O0", "O4", "O5", "amp-bf16")
+
+
+def test_o3_that_stands_still_is_objected_to():
+    model, loss_function, batch, optimizer = training(lr=1e-6)
+    levels = ("O2", "O3", "O5")
+    advice = amp.advise(model, loss_function, batch, optimizer, levels=levels, **QUICK)
+    row = row_of(advice, "O3")
+    assert set(row.stale) >= {"0.weight", "2.weight"}
+    assert row.stale_share > 0.99
+    assert "stands still" in row.objection
+    assert row_of(advice, "O5").stale_share is None  # its masters keep what rounds away
+    moving = amp.advise(*training(lr=0.1), levels=["O3"], **QUICK)
+    assert row_of(moving, "O3").stale == ()
+    assert row_of(moving, "O3").stale_share < 0.5
+
+
+class Cancelling(nn.Module):
+    """Next to 100, BF16 has steps of 0.5."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 1)
+
+    def forward(self, x):
+        return self.layer(x) + 100 - 100
+
+
+def test_a_loss_that_half_precision_changes_is_objected_to():
+    advice = amp.advise(*training(Cancelling()), levels=("O4", "O5", "amp-bf16"), **QUICK)
+    for row in advice.rows[1:]:
+        assert row.deviation > row.allowed >= row.spread > 0
+        assert row.objection == "the loss deviates from that of FP32"
+    assert advice.level == "O0"
+
+
+class OnlyWide(nn.Module):
+    """A kernel that takes no BF16 weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 1)
+
+    def forward(self, x):
+        if self.layer.weight.dtype is torch.bfloat16:
+            raise torch.OutOfMemoryError("no kernel\nand more")
+        return self.layer(x)
+
+
+def test_a_level_that_raises_is_part_of_the_advice():
+    advice = amp.advise(*training(OnlyWide()), levels=("O4", "O5"), **QUICK)
+    assert row_of(advice, "O5").failure == "OutOfMemoryError: no kernel"
+    assert row_of(advice, "O5").losses == ()
+    assert row_of(advice, "O4").failure is None
+    assert "OutOfMemoryError: no kernel" in str(advice)
+    assert [row.level for row in advice.rows] == ["O0", "O4", "O5"]
+
+
+# --- conclusions from numbers ---------------------------------------------------------------------
+
+
+def trial(level, time=10.0, loss=1.0, **more):
+    return Trial(level, (3.0,) * 8 + (loss,) * 8, (time,) * 16, 10.0, **more)
+
+
+SEEDS = [trial("O0", loss=1.2)]  # so the spread is 0.2
+
+
+def conclude(*trials):
+    return advices.conclude([trial("O0"), *trials], SEEDS, 1, CPU)
+
+
+@pytest.mark.parametrize(
+    ("trials", "level"),
+    [
+        ([trial("O4", 5.0), trial("O2", 4.0)], "O2"),
+        ([trial("O4", 4.1), trial("O2", 4.0)], "O4"),  # as fast, and without a loss scale
+        ([trial("amp-bf16", 4.1), trial("O1", 4.0)], "amp-bf16"),
+        ([trial("O4", 5.0), trial("O2", 4.0, loss=1.21)], "O4"),
+        ([trial("O4", 5.0), trial("O2", 4.0, loss=1.19)], "O2"),
+        ([trial("O4", 5.0), trial("O2", 4.0, loss=math.nan)], "O4"),
+        ([trial("O4", 5.0), trial("O2", 4.0, skipped=1)], "O4"),
+        ([trial("O4", 5.0), trial("O3", 4.0, stale=("w",), stale_share=1.0)], "O4"),
+        ([trial("O4", 5.0), Trial("O2", failure="no kernel")], "O4"),
+        ([trial("O4", 9.6), trial("O2", 12.0)], "O0"),
+        ([Trial("O2", failure="no kernel")], "O0"),
+        ([], "O0"),
+    ],
+)
+def test_the_fastest_without_objection_is_recommended(trials, level):
+    advice = conclude(*trials)
+    assert advice.level == level
+    assert row_of(advice, "O0").spread == pytest.approx(0.2)
+    assert f"Train at {level}: " in str(advice)
+
+
+def test_reasons():
+    slow = conclude(trial("O4", 9.8), trial("O2", 20.0)).reason
+    assert "no faster here (O4, the best of those without an objection: 1.02x)" in slow
+    small = conclude(dataclasses.replace(trial("O4", 11.0), memory_mib=6.0)).reason
+    assert "O4 takes 40% less" in small
+    fast = conclude(trial("O4", 5.0), trial("O5", 5.1), trial("O2", 4.0, skipped=8)).reason
+    assert "2.00x as fast as FP32" in fast
+    assert "As fast, within 5%: O5." in fast
+    assert "O2 is 2.50x as fast, but: overflows: 8 of 16 steps skipped." in fast
+
+
+def test_where_seeds_make_no_difference_one_percent_does():
+    same = [trial("O0")]
+    for loss, good in ((1.019, True), (1.021, False)):
+        row = advices.conclude([trial("O0"), trial("O4", 5.0, loss)], same, 1, CPU).rows[1]
+        assert row.allowed == pytest.approx(0.02)
+        assert (row.objection is None) is good
+
+
+def test_of_a_model_that_learns_no_more_the_rounding_of_the_loss_is_allowed():
+    flat = Trial("O0", (0.5,) * 16, (10.0,) * 16)
+    for loss, good in ((0.5019, True), (0.502, False)):
+        half = Trial("O4", (loss,) * 16, (5.0,) * 16)
+        assert (advices.conclude([flat, half], [flat], 1, CPU).level == "O4") is good
+
+
+def test_distance_does_not_see_the_order_of_the_batches():
+    easy_first, hard_first = [1.0, 3.0, 1.0] * 8, [3.0, 1.0, 1.0] * 8
+    assert advices.distance(easy_first, hard_first, 3) == pytest.approx(0)
+    assert advices.distance(easy_first, hard_first, 1) == pytest.approx(0)
+    assert advices.distance([1.0, 2.0], [1.0, 2.5, 9.0], 1) == 0.5
+    assert advices.distance([1.0, math.nan], [1.0, 2.0], 1) == math.inf
+
+
+# --- what is given --------------------------------------------------------------------------------
+
+
+def test_batches_of_a_loader_or_an_iterator_come_in_turn():
+    model, _, _, optimizer = training()
+    data = [(torch.randn(4, 8), torch.full((4, 1), float(i))) for i in range(3)]
+    seen = []
+
+    def loss_function(model, batch):
+        seen.append(int(batch[1][0]))
+        return error(model, batch)
+
+    amp.advise(model, loss_function, iter(data), optimizer, levels=["O4"], **QUICK)
+    assert seen[:1] == [0]  # the try-out
+    assert seen[1:] != sorted(seen[1:])
+    assert set(seen) == {0, 1, 2}
+
+    generator = torch.Generator().manual_seed(3)
+    loader = torch.utils.data.DataLoader(
+        [(x, y) for batch in data for x, y in zip(*batch, strict=True)],
+        batch_size=4,
+        shuffle=True,
+        generator=generator,
+    )
+    before = generator.get_state()
+    advice = amp.advise(model, error, loader, optimizer, levels=["O4"], **QUICK)
+    assert torch.equal(generator.get_state(), before)
+    assert len(row_of(advice, "O4").losses) == 16
+
+
+@pytest.mark.parametrize("kind", [list, lambda batch: {0: batch[0], 1: batch[1]}])
+def test_a_list_or_dict_is_one_batch(kind):
+    model, loss_function, batch, optimizer = training()
+    advice = amp.advise(model, loss_function, kind(batch), optimizer, levels=["O4"], **QUICK)
+    assert row_of(advice, "O4").losses[-1] < row_of(advice, "O4").losses[0]
+
+
+def test_optimizers_of_other_kinds_and_frozen_parts():
+    for kind in (torch.optim.Adadelta, ampfuse.optim.LAMB, torch.optim.RMSprop):
+        advice = amp.advise(*training(Net(), kind), levels=["O3", "O5"], **QUICK)
+        assert not any(row.failure for row in advice.rows)
+    assert row_of(advice, "O3").stale_share is None  # RMSprop's step is its own
+
+
+def test_what_torch_compile_made_is_trained_uncompiled():
+    model, loss_function, batch, optimizer = training()
+    advice = amp.advise(
+        torch.compile(model), loss_function, batch, optimizer, levels=["O4"], **QUICK
+    )
+    assert row_of(advice, "O4").failure is None
+
+
+def test_a_budget_that_is_too_short_still_gives_five_steps():
+    advice = amp.advise(*training(), seconds=1e-6, levels=["O4"])
+    assert [len(row.losses) for row in advice.rows] == [5, 5]
+
+
+class Secret:
+    def __deepcopy__(self, memo):
+        raise TypeError("no copies of this")
+
+
+def _with_secret():
+    model, *rest = training()
+    model[1].secret = Secret()
+    return model, *rest
+
+
+def _using_the_original(model_part):
+    model, _, batch, optimizer = training()
+    return model, lambda _, b: error(model_part(model), b), batch, optimizer
+
+
+def _initialized():
+    model, loss_function, batch, optimizer = training()
+    amp.initialize(model, optimizer, opt_level="O4", verbosity=0)
+    return model, loss_function, batch, optimizer
+
+
+def _replaced(**changes):
+    names = ("model", "loss_function", "batch", "optimizer")
+    return tuple((dict(zip(names, training(), strict=True)) | changes).values())
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "words"),
+    [
+        (_with_secret, ValueError, r"'1' \(ReLU\) cannot be copied .*: no copies of this"),
+        (lambda: _using_the_original(lambda model: model), ValueError, "uses the original"),
+        (lambda: _using_the_original(lambda model: model[:]), ValueError, "no gradient"),
+        (_initialized, ValueError, "went through amp.initialize already"),
+        (lambda: _replaced(model="x"), TypeError, "model must be a torch.nn.Module, not str"),
+        (lambda: _replaced(optimizer=[]), TypeError, "one torch.optim.Optimizer, not"),
+        (lambda: _replaced(model=nn.DataParallel(nn.Linear(8, 1))), ValueError, "model.module"),
+        (lambda: _replaced(model=nn.Linear(8, 1)), ValueError, "4 of the 4 tensors"),
+        (lambda: _replaced(batch=iter([])), ValueError, "no batch"),
+        (lambda: _replaced(loss_function=lambda m, b: m(b[0])), TypeError, r"shape \[12, 1\]"),
+        (lambda: _replaced(loss_function=lambda m, b: 1.0), TypeError, "it returned a float"),
+        (
+            lambda: _replaced(loss_function=lambda m, b: m(b[0]).sum() / 0),
+            ValueError,
+            "FP32 already",
+        ),
+        (lambda: _replaced(loss_function=lambda m, b: {}["loss"]), KeyError, "loss"),
+    ],
+)
+def test_wrong_arguments(make, kind, words):
+    model, loss_function, batch, optimizer = make()
+    latest = sessions._latest
+    with pytest.raises(kind, match=words):
+        amp.advise(model, loss_function, batch, optimizer, **QUICK)
+    assert sessions._latest is latest
+    if isinstance(model, nn.Module):
+        assert not model._forward_pre_hooks
+        assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "options", [{"levels": ["O7"]}, {"steps": 0}, {"seconds": 0}, {"seeds": 0}]
+)
+def test_wrong_options(options):
+    with pytest.raises(ValueError, match=r"O7|positive"):
+        amp.advise(*training(), **options)
+
+
+def test_frame_and_picture(tmp_path):
+    pytest.importorskip("pandas")
+    advice = conclude(trial("O4", 5.0), trial("O3", 4.0, stale=("w",)), Trial("O5", failure="no"))
+    frame = advice.frame()
+    assert list(frame["level"]) == ["O0", "O4", "O3", "O5"]
+    assert frame["median"][1] == 5.0
+    assert frame["objection"][2].startswith("stands still")
+    figure = advice.plot(tmp_path / "advice.png")
+    assert (tmp_path / "advice.png").stat().st_size > 10_000
+    bars = [patch.get_height() for patch in figure.axes[0].patches]
+    assert bars == [10.0, 5.0, 4.0]
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+FILE = """
+import torch
+from torch import nn
+
+def build():
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, lambda model, batch: model(batch).square().mean(), torch.ones(3, 4), optimizer
+
+def wrong():
+    return 3
+
+def broken():
+    raise RuntimeError("no data\\nhere")
+
+def late():
+    model, _, batch, optimizer = build()
+    return model, lambda model, batch: batch.missing, batch, optimizer
+
+def leaves():
+    raise SystemExit(3)
+
+number = 3
+"""
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.path", [])
+    (tmp_path / "script.py").write_text(FILE)
+    (tmp_path / "syntax.py").write_text("x = 1\nx = = 2\n")
+    (tmp_path / "text.txt").write_text("text")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "script.py"
+
+
+def test_the_command(file, capsys):
+    options = ["--steps", "6", "--levels", "O4", "--plot", "advice.png"]
+    assert main(["advise", "script.py", *options]) == 0
+    out = capsys.readouterr().out
+    assert "Train at O" in out
+    assert [line.split()[:2] for line in out.splitlines()[2:4]] == [["O0", "6"], ["O4", "6"]]
+    assert (file.parent / "advice.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "words"),
+    [
+        (["nowhere.py"], 2, "there is no file"),
+        (["text.txt"], 2, "no Python file"),
+        (["syntax.py"], 1, "syntax.py:2: SyntaxError"),
+        (["script.py:missing"], 2, "no function missing()"),
+        (["script.py:number"], 2, "no function number()"),
+        (["script.py:wrong"], 2, "has to return (model, loss_function, batch, optimizer), not 3"),
+        (["script.py:broken"], 1, "script.py:14: RuntimeError: no data here"),
+        (["script.py:late"], 1, "script.py:18: AttributeError"),
+        (["script.py:leaves"], 1, "script.py:21: SystemExit: 3"),
+        (["script.py", "--levels", "O9"], 2, "Unknown level 'O9'"),
+        (["script.py", "--seconds", "-1"], 2, "no positive number"),
+        (["script.py", "--plot", "script.py/x.png"], 2, "is not a folder"),
+    ],
+)
+def test_the_command_says_what_is_wrong_in_one_line(arguments, status, words, file, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["advise", *arguments])
+    assert end.value.code == status
+    lines = [line for line in capsys.readouterr().err.splitlines() if "Training copies" not in line]
+    assert len(lines) == 1
+    assert words in lines[0]
