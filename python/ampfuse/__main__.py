@@ -12,13 +12,12 @@ import ampfuse
 def main(argv: list[str] | None = None) -> int:
     """Run the command line `argv` (default: ``sys.argv``) and return the exit status."""
     # Imported here and kept light: --help must not wait for torch, and `env` must run without it.
-    from ampfuse import advise
+    from ampfuse import advise, doctor
     from ampfuse.command_line import OneLineParser
     from ampfuse.demo import cli as demo
     from ampfuse.experiments import make_plot, make_table
     from ampfuse.experiments.recipes import TRAINERS
     from ampfuse.experiments.trainers import main as train
-    from ampfuse.insight.diagnosis import command as doctor
 
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["train"] and argv[1:2] and argv[1] in TRAINERS:

@@ -1,6 +1,5 @@
 """The doctor: runs a training script for some steps and says where its time goes.
 
-``command``  the command ``ampfuse doctor``: runs a script as python would
 ``session``  ``with insight.doctor() as report:``, and what the command does around a script
 ``watch``    counts optimizer steps, times some, profiles some
 ``marks``    annotations in the profile: steps, and the lines that wait for the device

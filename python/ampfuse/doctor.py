@@ -8,6 +8,8 @@ timed, as many under torch's profiler. Then it is stopped (its `finally` and `at
 and operations that took long are timed again in other types, layouts and sizes.
 """
 
+# The module's docstring is the text of `ampfuse doctor --help`. Nothing heavy is imported up here,
+# and so it is no part of ampfuse.insight.
 from __future__ import annotations
 
 import argparse
