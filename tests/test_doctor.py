@@ -627,7 +627,7 @@ def test_documented_gains_are_those_of_the_csv():
 
 def test_documented_program_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    section = PAGE[PAGE.index("## The doctor") : PAGE.index("## The meter")]
+    section = PAGE[PAGE.index("## The doctor") : PAGE.index("## Which level")]
     (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     exec(code, {})
     assert "ms a step (mean of 3," in capsys.readouterr().out
