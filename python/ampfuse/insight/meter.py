@@ -110,7 +110,8 @@ class Meter:
         self._keeps_bits = False
         self._records: deque[_Record] = deque()
         self._logged = 0  # the last step that went to a writer
-        self._still: dict[str, int] = {}  # readings in a row, all stale; -1: warned of
+        self._unmastered: tuple[ParamTable, list[int]] | None = None  # half rows without a master
+        self._still: dict[int, int] = {}  # readings in a row, all stale, of such a row
         self._unseen: deque[_Record] = deque()
 
     def __call__(
@@ -161,14 +162,25 @@ class Meter:
             self._warn(self._unseen.popleft())
 
     def _warn(self, record: _Record) -> None:
-        for row in record.rows():
-            run = self._still.get(row.parameter, 0)
-            if run < 0 or row.elements == 0:
+        table, counts = record.table, record.sample.tensors()[0]
+        if self._unmastered is None or self._unmastered[0] is not table:
+            half = [
+                row
+                for row in range(len(counts))
+                if table.model(row) is None and table.param(row).dtype in HALF_DTYPES
+            ]
+            self._unmastered, self._still = (table, half), dict.fromkeys(half, 0)
+        for row in list(self._still):
+            elements, changed, stale = counts[row, : _STALE + 1].tolist()
+            if not elements:
                 continue
-            self._still[row.parameter] = run = run + 1 if advice.is_stale(row) else 0
-            if run == _PATIENCE:
-                self._still[row.parameter] = -1
-                warnings.warn(str(advice.stale(self._rows_of(row.parameter))), stacklevel=6)
+            is_stale = stale > 0 and stale >= advice.STALE * (changed + stale)
+            self._still[row] = self._still[row] + 1 if is_stale else 0
+            if self._still[row] == _PATIENCE:
+                del self._still[row]
+                name = table.name(row)
+                rows = [reading for reading in self.readings if reading.parameter == name]
+                warnings.warn(str(advice.stale(rows)), stacklevel=6)
 
     # --- reading --------------------------------------------------------------------------------
 
@@ -176,9 +188,6 @@ class Meter:
     def readings(self) -> list[TensorReading]:
         """Of all metered steps that are kept, in order; waits for the device."""
         return [row for record in self._records for row in record.rows()]
-
-    def _rows_of(self, parameter: str) -> list[TensorReading]:
-        return [row for row in self.readings if row.parameter == parameter]
 
     @property
     def advice(self) -> list[advice.Finding]:
@@ -278,8 +287,7 @@ class _Record:
         self.step = step
         self.sample = Sample(*buffers[:2])
         self.changed_bits = buffers[2] if len(buffers) > 2 else None
-        self._table = table
-        self._names = [table.name(row) for row in range(len(buffers[0]))]
+        self.table = table
         self._rows: list[TensorReading] | None = None
 
     def rows(self) -> list[TensorReading]:
@@ -289,16 +297,14 @@ class _Record:
         updates, weights = norms.double().tolist()
         self._rows = []
         # The counts are unsigned.
-        for row, (name, count) in enumerate(
-            zip(self._names, (counts.long() & 0xFFFFFFFF).tolist(), strict=True)
-        ):
-            param, model = self._table.param(row), self._table.model(row)
+        for row, count in enumerate((counts.long() & 0xFFFFFFFF).tolist()):
+            param, model = self.table.param(row), self.table.model(row)
             weight = param if model is None else model
             stale = count[_STALE] if weight.dtype in HALF_DTYPES else 0
             self._rows.append(
                 TensorReading(
                     self.step,
-                    name,
+                    self.table.name(row),
                     weight.dtype,
                     model is not None,
                     count[_ELEMENTS],
@@ -314,19 +320,20 @@ class _Record:
         return self._rows
 
     def changed(self, parameter: str) -> Tensor:
-        if parameter not in self._names:
-            known = ", ".join(self._names[:3])
+        names = [reading.parameter for reading in self.rows()]
+        if parameter not in names:
+            known = ", ".join(names[:3])
             raise KeyError(f"no parameter is called {parameter!r}; there are {known}, ...")
-        row = self._names.index(parameter)
+        row = names.index(parameter)
         if not self.rows()[row].elements:  # not stepped: its bits mean nothing
-            return torch.zeros_like(self._table.param(row), dtype=torch.bool)
-        numels = [self._table.param(i).numel() for i in range(row + 1)]
+            return torch.zeros_like(self.table.param(row), dtype=torch.bool)
+        numels = [self.table.param(i).numel() for i in range(row + 1)]
         first = sum(-(-numel // _CHUNK) for numel in numels[:-1])
         assert self.changed_bits is not None
         bits = self.changed_bits[first : first - (-numels[-1] // _CHUNK)].flatten()
         places = torch.arange(8, dtype=torch.uint8, device=bits.device)
         marks = (bits[:, None] >> places & 1).flatten()[: numels[-1]].bool()
-        param = self._table.param(row)  # in memory order, which its strides tell
+        param = self.table.param(row)  # in memory order, which its strides tell
         return torch.empty_like(param, dtype=torch.bool).set_(
             marks.untyped_storage(), 0, param.shape, param.stride()
         )

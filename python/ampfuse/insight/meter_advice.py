@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ampfuse.insight.meter import TensorReading
 
 # Of the weights that were to move, so many stayed.
-_STALE = 0.99
+STALE = 0.99
 # Of the gradient elements that are not zero, so many are subnormal. (In float16 a normal
 # distribution has 5 % of them there when its deviation is 16 times the smallest normal number.)
 _UNDERFLOWS = 0.05
@@ -41,7 +41,7 @@ class Finding:
 
 def is_stale(row: TensorReading) -> bool:
     """Updates are lost: nearly all round away, and no master keeps them."""
-    return not row.has_master and row.stale_share >= _STALE
+    return not row.has_master and row.stale_share >= STALE
 
 
 def _underflows(row: TensorReading) -> bool:
