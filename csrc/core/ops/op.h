@@ -7,8 +7,8 @@
 //              and is not stored.
 //   kChecked   which of the lists it reads set the flag where they hold a non-finite value
 //   kMeasured  whose norms a measuring pass takes, of the values that the op leaves in x, stored or
-//              not. Such an op says with again() how to look at the same values a second time, or, if
-//              it is metered, never does.
+//              not. Such an op says with again() how to look at the same values a second time, or,
+//              if it is metered, never does.
 //   kGradientRows  whether rows without a gradient are left alone
 //   kMetered   whether the elements are counted, see metered.h; such an op has marks()
 //   for_row()  the op for one row of a table
