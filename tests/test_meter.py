@@ -151,6 +151,20 @@ def test_every_so_many_steps_and_off_again():
     assert [row.step for row in optimizer.meter.readings] == [7, 10]
 
 
+def test_a_meter_that_was_off_goes_on_counting_steps_and_logs_what_is_new():
+    param = nn.Parameter(torch.ones(5))
+    optimizer = ampfuse.optim.SGD([param], lr=0.1)
+    writer = Writer()
+    for every in (2, None, 2):
+        optimizer.meter(every=every)
+        for _ in range(3):
+            param.grad = torch.ones(5)
+            optimizer.step()
+        optimizer.meter.log(writer)
+    assert [row.step for row in optimizer.meter.readings] == [1, 3, 7, 9]
+    assert [step for _, step in writer.histograms] == [1, 3, 7, 9]
+
+
 def layers(dtype, lr, *, masters, scales, gradients):
     """An optimizer that has stepped a layer for each of `scales` (of weights) and `gradients`."""
     torch.manual_seed(0)

@@ -32,9 +32,8 @@ if TYPE_CHECKING:
     from ampfuse._C import ParamTable
     from ampfuse.optim.base import AmpOptimizer
 
-# As in csrc/core/meter.h: columns of the counts, elements a chunk, and what updates are times.
+# As in csrc/core/meter.h: columns of the counts, and what updates are times.
 _ELEMENTS, _CHANGED, _STALE, _ZERO, _SUBNORMAL, _EXPONENTS = range(6)
-_CHUNK = 32768
 _UPDATE_FACTOR = 2.0**30
 # Readings in a row, all of stale updates, after which a tensor without a master is warned of.
 _PATIENCE = 5
@@ -46,7 +45,7 @@ class TensorReading:
     counts are 0.
 
     Attributes:
-        step: the optimizer's step, from 1, skipped ones included.
+        step: the optimizer's, from 1 when the meter was made, skipped ones included.
         parameter: its name.
         dtype: of the weight that the model computes with.
         has_master: whether an FP32 master stands behind it.
@@ -106,12 +105,13 @@ class Meter:
     def __init__(self, optimizer: AmpOptimizer) -> None:
         self._optimizer = optimizer
         self._every: int | None = None
-        self._steps = 0
+        self._steps = self._start = 0  # so far, and when the meter was switched on
         self._keeps_bits = False
         self._records: deque[_Record] = deque()
         self._logged = 0  # the last step that went to a writer
-        self._unmastered: tuple[ParamTable, list[int]] | None = None  # half rows without a master
-        self._still: dict[int, int] = {}  # readings in a row, all stale, of such a row
+        # Of half rows without a master, not warned of yet: readings in a row that were stale.
+        self._still: dict[int, int] = {}
+        self._still_of: ParamTable | None = None
         self._unseen: deque[_Record] = deque()
 
     def __call__(
@@ -123,7 +123,7 @@ class Meter:
             every: None switches the meter off; what was read stays.
             changed_bits: also keep a bit for each weight that changed, of the last metered step;
                 see :meth:`changed`.
-            history: how many metered steps to keep, on the host (276 bytes a tensor each).
+            history: how many metered steps to keep, on the host (284 bytes a tensor each).
 
         Raises:
             TypeError: the optimizer steps by itself (it is not one of ampfuse's fused ones).
@@ -137,7 +137,9 @@ class Meter:
         for name, value in (("every", every), ("history", history)):
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ValueError(f"{name} is {value!r}; it has to be a positive integer")
-        self._every, self._steps = every, 0 if self._every is None else self._steps
+        if self._every is None:
+            self._start = self._steps
+        self._every = every
         self._keeps_bits = changed_bits
         self._records = deque(self._records, maxlen=history)
         return self
@@ -146,10 +148,12 @@ class Meter:
 
     def before_update(self, table: ParamTable) -> list[Tensor] | None:
         """The buffers that the coming step fills; None if it is not metered."""
-        if self._every is None or self._optimizer._rehearsal is not None:
+        if self._optimizer._rehearsal is not None:
             return None
         self._steps += 1
-        if (self._steps - 1) % self._every or is_captured(table.param(0)):
+        if self._every is None or (self._steps - 1 - self._start) % self._every:
+            return None
+        if is_captured(table.param(0)):
             return None
         return table.new_meter(self._keeps_bits)
 
@@ -162,24 +166,22 @@ class Meter:
             self._warn(self._unseen.popleft())
 
     def _warn(self, record: _Record) -> None:
-        table, counts = record.table, record.sample.tensors()[0]
-        if self._unmastered is None or self._unmastered[0] is not table:
-            half = [
+        table = record.table
+        if self._still_of is not table:
+            half = (
                 row
-                for row in range(len(counts))
+                for row in range(record.row_count)
                 if table.model(row) is None and table.param(row).dtype in HALF_DTYPES
-            ]
-            self._unmastered, self._still = (table, half), dict.fromkeys(half, 0)
+            )
+            self._still, self._still_of = dict.fromkeys(half, 0), table
         for row in list(self._still):
-            elements, changed, stale = counts[row, : _STALE + 1].tolist()
-            if not elements:
+            reading = record.row(row)
+            if not reading.elements:
                 continue
-            is_stale = stale > 0 and stale >= advice.STALE * (changed + stale)
-            self._still[row] = self._still[row] + 1 if is_stale else 0
+            self._still[row] = self._still[row] + 1 if advice.is_stale(reading) else 0
             if self._still[row] == _PATIENCE:
                 del self._still[row]
-                name = table.name(row)
-                rows = [reading for reading in self.readings if reading.parameter == name]
+                rows = [one for one in self.readings if one.parameter == reading.parameter]
                 warnings.warn(str(advice.stale(rows)), stacklevel=6)
 
     # --- reading --------------------------------------------------------------------------------
@@ -288,36 +290,34 @@ class _Record:
         self.sample = Sample(*buffers[:2])
         self.changed_bits = buffers[2] if len(buffers) > 2 else None
         self.table = table
+        self.row_count = len(buffers[0])
         self._rows: list[TensorReading] | None = None
 
     def rows(self) -> list[TensorReading]:
-        if self._rows is not None:
-            return self._rows
-        counts, norms = self.sample.tensors()
-        updates, weights = norms.double().tolist()
-        self._rows = []
-        # The counts are unsigned.
-        for row, count in enumerate((counts.long() & 0xFFFFFFFF).tolist()):
-            param, model = self.table.param(row), self.table.model(row)
-            weight = param if model is None else model
-            stale = count[_STALE] if weight.dtype in HALF_DTYPES else 0
-            self._rows.append(
-                TensorReading(
-                    self.step,
-                    self.table.name(row),
-                    weight.dtype,
-                    model is not None,
-                    count[_ELEMENTS],
-                    count[_CHANGED],
-                    stale,
-                    count[_ZERO],
-                    count[_SUBNORMAL],
-                    updates[row] / _UPDATE_FACTOR,
-                    weights[row],
-                    tuple(count[_EXPONENTS:]),
-                )
-            )
+        if self._rows is None:
+            self._rows = [self.row(row) for row in range(self.row_count)]
         return self._rows
+
+    def row(self, row: int) -> TensorReading:
+        counts, norms = self.sample.tensors()
+        count = [value & 0xFFFFFFFF for value in counts[row].tolist()]  # they are unsigned
+        update, weight_norm = norms[:, row].tolist()
+        param, model = self.table.param(row), self.table.model(row)
+        weight = param if model is None else model
+        return TensorReading(
+            self.step,
+            self.table.name(row),
+            weight.dtype,
+            model is not None,
+            count[_ELEMENTS],
+            count[_CHANGED],
+            count[_STALE] if weight.dtype in HALF_DTYPES else 0,
+            count[_ZERO],
+            count[_SUBNORMAL],
+            update / _UPDATE_FACTOR,
+            weight_norm,
+            tuple(count[_EXPONENTS:]),
+        )
 
     def changed(self, parameter: str) -> Tensor:
         names = [reading.parameter for reading in self.rows()]
@@ -327,10 +327,11 @@ class _Record:
         row = names.index(parameter)
         if not self.rows()[row].elements:  # not stepped: its bits mean nothing
             return torch.zeros_like(self.table.param(row), dtype=torch.bool)
-        numels = [self.table.param(i).numel() for i in range(row + 1)]
-        first = sum(-(-numel // _CHUNK) for numel in numels[:-1])
         assert self.changed_bits is not None
-        bits = self.changed_bits[first : first - (-numels[-1] // _CHUNK)].flatten()
+        chunk = 8 * self.changed_bits.shape[1]
+        numels = [self.table.param(i).numel() for i in range(row + 1)]
+        first = sum(-(-numel // chunk) for numel in numels[:-1])
+        bits = self.changed_bits[first : first - (-numels[-1] // chunk)].flatten()
         places = torch.arange(8, dtype=torch.uint8, device=bits.device)
         marks = (bits[:, None] >> places & 1).flatten()[: numels[-1]].bool()
         param = self.table.param(row)  # in memory order, which its strides tell
