@@ -84,7 +84,7 @@ HD void add_by_tiles(const Op& op, const Walk& walk, const Types& types, const f
 // chunk before a whole one.
 template <class F, class Op, class Types>
 HD void add_by_strips(const Op& op, const Walk& walk, const Types& types, const float* rescale,
-                      Sums<Op>& sums, Counts*) {
+                      Sums<Op>& sums) {
   static_assert(Sums<Op>::kCount == 1 && kTile % kStrip == 0 && kStrip % F::kWidth == 0);
   constexpr int kVectors = kStrip / F::kWidth;
   const ChunkLists lists = walk.lists;
@@ -120,7 +120,7 @@ void add_squares(const Op& op, const Walk& walk, const float* rescale, Sums<Op>&
   const bool whole = walk.lists.length == kChunk && walk.next.length == kChunk;
   with_types<Op::kReads | Op::kWrites>(walk.lists, [&](const auto& types) {
     if constexpr (Prefetch<Op::kReads>::kSingle && std::decay_t<decltype(types)>::kKnown) {
-      if (whole) return add_by_strips<F>(op, walk, types, rescale, sums, counts);
+      if (whole) return add_by_strips<F>(op, walk, types, rescale, sums);
     }
     add_by_tiles<F>(op, walk, types, rescale, sums, counts);
   });

@@ -35,8 +35,9 @@ class Counter {
         values[kUpdate][k] = values[kParam][k] = 0;
         continue;
       }
-      const float x[kLists] = {values[0][k], values[1][k], values[2][k], values[3][k], values[4][k],
-                               values[5][k], values[6][k], values[7][k], values[8][k]};
+      float x[kLists];
+#pragma unroll
+      for (int list = 0; list < kLists; ++list) x[list] = values[list][k];
       const Marks marks = Op::marks(x, half, gradient);
       bits |= marks.changed << k;
       moved_ += marks.moved;

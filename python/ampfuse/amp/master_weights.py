@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 
 from ampfuse.amp import session as sessions
 from ampfuse.amp.casts import eager_module
-from ampfuse.optim.base import AmpOptimizer
-from ampfuse.optim.inner import parameters, with_inner
+from ampfuse.optim.base import amp_optimizers
+from ampfuse.optim.inner import parameters
 from ampfuse.optim.masters import MasterParameter
 
 
@@ -38,7 +38,7 @@ def load_master_weights(
         ValueError: it is not clear which model is meant.
         RuntimeError: missing or unexpected keys, or other shapes. Nothing has changed then.
     """
-    owners = [one for one in with_inner(optimizer) if isinstance(one, AmpOptimizer)]
+    owners = amp_optimizers(optimizer)
     if not owners:
         raise TypeError(
             f"A {type(optimizer).__name__} keeps no FP32 masters: pass it through amp.initialize, "

@@ -20,6 +20,7 @@ from ampfuse.amp.session import enabled_of
 from ampfuse.devices import device_name
 from ampfuse.insight import trials
 from ampfuse.insight.trials import LossFunction, Task, Trial
+from ampfuse.insight.words import aligned
 
 if TYPE_CHECKING:
     import pandas
@@ -183,14 +184,7 @@ class Advice:
                 ]
             mark = "<- recommended" if row.level == self.level else row.objection or ""
             lines.append((row.level, *cells, mark))
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        table = [
-            "  ".join(
-                cell.ljust(width) if place in (0, len(widths) - 1) else cell.rjust(width)
-                for place, (cell, width) in enumerate(zip(line, widths, strict=True))
-            ).rstrip()
-            for line in lines
-        ]
+        table = aligned(lines, left=(0, len(heads) + 2))
         return "\n".join(
             [f"On {self.device}:", *table, "", f"Train at {self.level}: {self.reason}"]
         )

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from typing import Any
 
 import torch
+
+from ampfuse.insight.words import dtype_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,11 +83,10 @@ class Explanation:
         return _remedy(self)
 
     def __str__(self) -> str:
-        kind = str(self.dtype).removeprefix("torch.")
         lines = [_TITLES[self.phase].format(self=self)]
         if self.line:
             lines.append(f"  line     {self.line}")
-        size = f"{kind} of shape {list(self.shape)} on {self.device}"
+        size = f"{dtype_name(self.dtype)} of shape {list(self.shape)} on {self.device}"
         lines.append(f"  {'result' if self.aten else 'tensor'}   {size}{_beyond(self)}")
         if self.largest_input is not None:
             lines.append(f"  inputs   at most {self.largest_input:.4g} ({self.aten})")
@@ -158,7 +158,7 @@ def _remedy(e: Explanation) -> str:
         return _of_domain(e)
     if e.dtype != torch.float16:
         return (
-            f"{_name(e.dtype)} has the widest range there is for training, so the training "
+            f"{dtype_name(e.dtype)} has the widest range there is for training, so the training "
             "diverges: lower the learning rate, clip gradients, look at the loss and the data."
         )
     fitting = e.fitting_scale
@@ -222,7 +222,3 @@ def _of_range(e: Explanation) -> str:
         f'Keep {what} in FP32: with torch.autocast("{device}", enabled=False), on x.float(); for a '
         f"function of yours, @amp.float_function at O1; {wider}."
     )
-
-
-def _name(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-import torch
+from ampfuse.insight.words import aligned, dtype_name
 
 if TYPE_CHECKING:
     from ampfuse.insight.meter import TensorReading
 
 # Of the weights that were to move, so many stayed.
-STALE = 0.99
+_STALE = 0.99
 # Of the gradient elements that are not zero, so many are subnormal. (In float16 a normal
 # distribution has 5 % of them there when its deviation is 16 times the smallest normal number.)
 _UNDERFLOWS = 0.05
@@ -41,7 +41,7 @@ class Finding:
 
 def is_stale(row: TensorReading) -> bool:
     """Updates are lost: nearly all round away, and no master keeps them."""
-    return not row.has_master and row.stale_share >= STALE
+    return not row.has_master and row.stale_share >= _STALE
 
 
 def _underflows(row: TensorReading) -> bool:
@@ -76,8 +76,7 @@ def findings(readings: Iterable[TensorReading]) -> list[Finding]:
     return found
 
 
-def _since(rows: Sequence[TensorReading], holds: object) -> int:
-    assert callable(holds)
+def _since(rows: Sequence[TensorReading], holds: Callable[[TensorReading], bool]) -> int:
     since = rows[-1].step
     for row in reversed(rows):
         if not holds(row):
@@ -86,17 +85,13 @@ def _since(rows: Sequence[TensorReading], holds: object) -> int:
     return since
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def stale(rows: Sequence[TensorReading]) -> Finding:
     """The finding of a tensor whose last reading is stale."""
     row, since = rows[-1], _since(rows, is_stale)
     text = (
-        f"{row.stale_share:.0%} of its updates are below half a step of {_name(row.dtype)} since "
-        f"step {since}, and are lost. Keep it in FP32 (module.float(), or keep_batchnorm_fp32=True "
-        "of amp.initialize), give the optimizer masters (master_weights=True; levels O2 and O5 "
+        f"{row.stale_share:.0%} of its updates are below half a step of {dtype_name(row.dtype)} "
+        f"since step {since}, and are lost. Keep it in FP32 (module.float(), or "
+        "keep_batchnorm_fp32=True of amp.initialize), give the optimizer masters (master_weights=True; levels O2 and O5 "
         "have them), or raise its learning rate."
     )
     return Finding("stale", row.parameter, since, text)
@@ -130,19 +125,10 @@ def report(readings: Sequence[TensorReading]) -> str:
     rows = [row for row in readings if row.step == steps[-1]]
     lines: list[tuple[str, ...]] = [("parameter", *_COLUMNS)]
     for row in rows:
-        kind = _name(row.dtype) + (" + master" if row.has_master else "")
+        kind = dtype_name(row.dtype) + (" + master" if row.has_master else "")
         cells = (row.changed, row.stale, row.zero, row.subnormal)
         shares = (f"{cell / row.elements:.2%}" if row.elements else "-" for cell in cells)
         ratio = "-" if math.isnan(row.update_ratio) else f"{row.update_ratio:.1e}"
         lines.append((row.parameter, f"{row.elements:,}", kind, *shares, ratio))
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    # The name is on the left, numbers end on the right.
-    table = [
-        "  ".join(
-            cell.ljust(width) if i in (0, 2) else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in lines
-    ]
     said = [f"- {finding}" for finding in findings(readings)] or ["Nothing to be said against it."]
-    return "\n".join([f"Step {steps[-1]}", *table, "", *said])
+    return "\n".join([f"Step {steps[-1]}", *aligned(lines, left=(0, 2)), "", *said])

@@ -23,8 +23,7 @@ from ampfuse.amp import session as sessions
 from ampfuse.amp.casts import is_installed
 from ampfuse.insight.births import Tracker
 from ampfuse.insight.explanation import Explanation
-from ampfuse.optim.base import AmpOptimizer
-from ampfuse.optim.inner import with_inner
+from ampfuse.optim.base import amp_optimizers
 from ampfuse.optim.skip_watch import Sample, is_captured
 
 _log = logging.getLogger("ampfuse.amp")
@@ -130,11 +129,7 @@ class OverflowWatch:
             optimizer.update = update_and_tell  # type: ignore[method-assign]
             self._armed.callback(optimizer.__dict__.pop, "update")
             return
-        tells = (
-            [one for one in with_inner(optimizer) if isinstance(one, AmpOptimizer)]
-            if (isinstance(optimizer, Optimizer))
-            else []
-        )
+        tells = amp_optimizers(optimizer) if isinstance(optimizer, Optimizer) else []
         if not tells:
             raise TypeError(
                 f"A {type(optimizer).__name__} does not tell of skipped steps. Pass the GradScaler "

@@ -15,6 +15,7 @@ from torch import Tensor
 from ampfuse.optim import left_scaled
 from ampfuse.optim.checkpoints import Checkpoints
 from ampfuse.optim.gradients import Gradients
+from ampfuse.optim.inner import with_inner
 from ampfuse.optim.layerwise import Layerwise
 from ampfuse.optim.skip_watch import SkipWatch
 
@@ -150,6 +151,11 @@ class AmpOptimizer(Gradients, Checkpoints):
         session = self.__dict__.get("_amp_session")
         tell = session is not None and session.tells_skips
         self._skip_watch.after_step(self._known_table(), tell=tell)
+
+
+def amp_optimizers(optimizer: Any) -> list[AmpOptimizer]:
+    """Those that amp knows among `optimizer` and what it wraps, the innermost last."""
+    return [one for one in with_inner(optimizer) if isinstance(one, AmpOptimizer)]
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
 import tempfile
 from collections import defaultdict
@@ -191,9 +192,7 @@ def _operations(timeline: Timeline) -> list[tuple[OperationRow, replay.Operation
         count = len(calls) / len(timeline.steps)
         if op is not None:
             op.calls, op.ms = count, times[key]
-        rows.append(
-            (OperationRow(row.name, row.kind, row.detail, row.shapes, count, times[key]), op)
-        )
+        rows.append((dataclasses.replace(row, calls=count, ms=times[key]), op))
     rows.sort(key=lambda pair: -pair[0].ms)
     return rows
 
