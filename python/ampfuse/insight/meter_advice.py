@@ -91,8 +91,8 @@ def stale(rows: Sequence[TensorReading]) -> Finding:
     text = (
         f"{row.stale_share:.0%} of its updates are below half a step of {dtype_name(row.dtype)} "
         f"since step {since}, and are lost. Keep it in FP32 (module.float(), or "
-        "keep_batchnorm_fp32=True of amp.initialize), give the optimizer masters (master_weights=True; levels O2 and O5 "
-        "have them), or raise its learning rate."
+        "keep_batchnorm_fp32=True of amp.initialize), give the optimizer masters "
+        "(master_weights=True; levels O2 and O5 have them), or raise its learning rate."
     )
     return Finding("stale", row.parameter, since, text)
 
