@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import math
 import random
+import sys
 import types
 
 import numpy
@@ -440,7 +441,7 @@ number = 3
 
 @pytest.fixture
 def file(tmp_path, monkeypatch):
-    monkeypatch.setattr("sys.path", [])
+    monkeypatch.setattr("sys.path", [*sys.path])  # which the command puts a folder into
     (tmp_path / "script.py").write_text(FILE)
     (tmp_path / "syntax.py").write_text("x = 1\nx = = 2\n")
     (tmp_path / "text.txt").write_text("text")
