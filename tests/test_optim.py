@@ -364,18 +364,34 @@ def test_no_gradients_at_all_is_no_step(name):
 
 
 @pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "Adagrad"])
-def test_signatures_are_torchs_with_four_options_more(name):
+def test_signatures_are_torchs_and_options(name):
     ours = inspect.signature(getattr(optim, name)).parameters
     torchs = inspect.signature(getattr(torch.optim, name)).parameters
     for key, parameter in torchs.items():
         assert (ours[key].default, ours[key].kind) == (parameter.default, parameter.kind)
-    more = {key: parameter.default for key, parameter in ours.items() if key not in torchs}
-    assert more == {
+    assert ours.keys() - torchs.keys() == {"options"}
+
+
+def test_each_option_is_an_attribute_that_starts_at_its_default():
+    optimizer = optim.SGD([torch.zeros(1)])
+    assert {name: getattr(optimizer, name) for name in optim.Options.__annotations__} == {
         "master_weights": False,
         "max_grad_norm": None,
         "skip_nonfinite": False,
         "unscale_grads": True,
     }
+    given = {"max_grad_norm": 2.0, "skip_nonfinite": 1, "master_weights": 1, "unscale_grads": 0}
+    optimizer = optim.SGD([torch.zeros(1)], **given)
+    for one in (optimizer, copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert {name: getattr(one, name) for name in given} == given
+        assert isinstance(one.master_weights, bool)
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "Adagrad", "Lion", "LAMB", "NovoGrad"])
+def test_an_unknown_option_is_refused_as_python_does(name):
+    wrong = rf"^{name}\.__init__\(\) got an unexpected keyword argument 'master_weight'$"
+    with pytest.raises(TypeError, match=wrong):
+        getattr(optim, name)([torch.zeros(1)], master_weight=True)
 
 
 @pytest.mark.parametrize("flag", ["foreach", "fused", "capturable"])

@@ -6,11 +6,14 @@ Nothing heavy is imported: ``--help`` must not wait for torch.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
+import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -66,3 +69,75 @@ def cannot_write(folder: Path) -> str | None:
     if not os.access(nearest, os.W_OK | os.X_OK):
         return f"no permission to write in {nearest}"
     return None
+
+
+# --- commands that take a training from a file ----------------------------------------------------
+
+
+def add_target(parser: argparse.ArgumentParser) -> None:
+    """The file, and where a picture goes."""
+    parser.add_argument("target", metavar="FILE.py[:FUNCTION]", help="what returns the training")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="write a picture, too")
+
+
+def check_target(parser: argparse.ArgumentParser, args: argparse.Namespace) -> tuple[Path, str]:
+    """The file and the function's name; ends with what is wrong, before torch is imported."""
+    file, _, function = args.target.partition(".py:")
+    path = Path(f"{file}.py" if function else args.target).absolute()
+    if not path.is_file():
+        parser.error(f"there is no file {path}")
+    if args.plot and importlib.util.find_spec("matplotlib") is None:
+        parser.error("argument --plot: matplotlib is missing: pip install matplotlib")
+    if args.plot and (problem := cannot_write(args.plot.parent)):
+        parser.error(f"argument --plot: {problem}")
+    return path, function or "build"
+
+
+def training_of(parser: argparse.ArgumentParser, path: Path, name: str) -> tuple[Any, ...]:
+    """What the function `name` of the file `path` returns: four things."""
+    sys.path.insert(0, str(path.parent))  # as when Python runs it: it may import its neighbours
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        parser.error(f"{path} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(path.stem, module)  # where pickle looks for its classes
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        fail(parser, error, path)
+    function = getattr(module, name, None)
+    if not callable(function):
+        parser.error(
+            f"{path} has no function {name}(); write one that returns (model, loss_function, "
+            "batch, optimizer), or name another: FILE.py:FUNCTION"
+        )
+    try:
+        result = function()
+    except (Exception, SystemExit) as error:
+        fail(parser, error, path)
+    if not (isinstance(result, tuple) and len(result) == 4):
+        parser.error(
+            f"{name}() of {path} has to return (model, loss_function, batch, optimizer), "
+            f"not {result!r:.60}"
+        )
+    return result
+
+
+def fail(parser: argparse.ArgumentParser, error: BaseException, path: Path) -> NoReturn:
+    """End with the error in one line, and the last line of the user's file that it went through."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame.lineno for frame in frames if Path(frame.filename) == path]
+    if isinstance(error, SyntaxError):
+        own = [error.lineno]
+    where = f"{path}:{own[-1]}" if own else str(path)
+    text = " ".join(str(error).split())
+    parser.exit(1, f"{parser.prog}: {where}: {type(error).__name__}: {text}\n")
+
+
+def show(result: Any, args: argparse.Namespace) -> int:
+    """Print `result`, draw it where ``--plot`` says, and return the exit status."""
+    print(result)
+    if args.plot:
+        result.plot(args.plot)
+        print(f"Picture: {args.plot}")
+    return 0

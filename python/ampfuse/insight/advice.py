@@ -90,6 +90,7 @@ def advise(
             finite loss, in FP32. What fails at another level is part of the advice.
     """
     levels = tuple(dict.fromkeys(levels))
+    check_types(model, optimizer)
     _check(model, optimizer, levels, seconds, steps, seeds)
     model = eager_module(model)
     device = next(model.parameters()).device
@@ -217,13 +218,17 @@ class Advice:
 # --- arguments ------------------------------------------------------------------------------------
 
 
-def _check(
-    model: Any, optimizer: Any, levels: Sequence[str], seconds: float, steps: int, seeds: int
-) -> None:
+def check_types(model: Any, optimizer: Any) -> None:
+    """Raise TypeError unless these are a module and an optimizer."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}.")
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer must be one torch.optim.Optimizer, not {optimizer!r:.60}.")
+
+
+def _check(
+    model: nn.Module, optimizer: Any, levels: Sequence[str], seconds: float, steps: int, seeds: int
+) -> None:
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         raise ValueError(f"Pass the model inside {type(model).__name__}: model.module.")
     if is_installed(model) or enabled_of(optimizer) is not None:

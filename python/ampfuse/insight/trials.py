@@ -320,15 +320,11 @@ def untouched(task: Task) -> Iterator[None]:
     """Around trials: what they change of the process and of the user's objects is put back."""
     parameters = list(task.model.parameters())
     gradients = [parameter.grad for parameter in parameters]
-    numpy = sys.modules.get("numpy")
-    python_state = random.getstate()
-    numpy_state = None if numpy is None else numpy.random.get_state()
-    gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     for parameter in parameters:  # a loss function that uses the original adds to none of its own
         parameter.grad = None
     try:
         with (
-            torch.random.fork_rng(gpus),
+            same_random_numbers(),
             torch.enable_grad(),
             torch.autocast("cpu", enabled=False),
             torch.autocast(task.device.type, enabled=False),
@@ -339,7 +335,20 @@ def untouched(task: Task) -> Iterator[None]:
     finally:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
+        ProcessMemory(task.device).release()
+
+
+@contextlib.contextmanager
+def same_random_numbers() -> Iterator[None]:
+    """After the block torch, Python and NumPy draw what they would have drawn without it."""
+    numpy = sys.modules.get("numpy")
+    python_state = random.getstate()
+    numpy_state = None if numpy is None else numpy.random.get_state()
+    gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    try:
+        with torch.random.fork_rng(gpus):
+            yield
+    finally:
         random.setstate(python_state)
         if numpy is not None:
             numpy.random.set_state(numpy_state)
-        ProcessMemory(task.device).release()

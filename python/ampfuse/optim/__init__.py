@@ -13,6 +13,7 @@ from ampfuse.optim.larc import LARC
 from ampfuse.optim.lion import Lion
 from ampfuse.optim.masters import MasterParameter
 from ampfuse.optim.novograd import NovoGrad
+from ampfuse.optim.options import Options
 from ampfuse.optim.sgd import SGD
 from ampfuse.optim.upgrade import upgrade
 
@@ -28,5 +29,6 @@ __all__ = [
     "Lion",
     "MasterParameter",
     "NovoGrad",
+    "Options",
     "upgrade",
 ]

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ampfuse.optim.fused import FusedOptimizer
+from ampfuse.optim.options import Options, Unpack
 
 
 class Adagrad(FusedOptimizer, torch.optim.Adagrad, replaces=torch.optim.Adagrad):
@@ -21,8 +22,7 @@ class Adagrad(FusedOptimizer, torch.optim.Adagrad, replaces=torch.optim.Adagrad)
         params, lr, lr_decay, weight_decay, initial_accumulator_value, eps, maximize: as in torch.
         decoupled_weight_decay (in a parameter group only): the decay acts on the parameter, as in
             AdamW, instead of through the gradient.
-        master_weights, max_grad_norm, skip_nonfinite, unscale_grads, foreach, fused: as in
-            :class:`ampfuse.optim.AdamW`.
+        foreach, fused: accepted and without effect. options: see :class:`ampfuse.optim.Options`.
 
     Raises:
         TypeError: a parameter of another dtype than float32, float16 and bfloat16. ValueError: an
@@ -44,12 +44,9 @@ class Adagrad(FusedOptimizer, torch.optim.Adagrad, replaces=torch.optim.Adagrad)
         maximize: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
-        master_weights: bool = False,
-        max_grad_norm: float | None = None,
-        skip_nonfinite: bool = False,
-        unscale_grads: bool = True,
+        **options: Unpack[Options],
     ) -> None:
-        self._set_options(master_weights, max_grad_norm, skip_nonfinite, unscale_grads)
+        self._set_options(options)
         super().__init__(
             params,
             lr,

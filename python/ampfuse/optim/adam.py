@@ -10,6 +10,7 @@ from torch.optim.optimizer import ParamsT
 
 from ampfuse.optim.fused import FusedOptimizer
 from ampfuse.optim.moments import moment_hyper
+from ampfuse.optim.options import Options, Unpack
 from ampfuse.optim.states import STATES
 
 _DOC = """{name} with a fused step: a drop-in for :class:`torch.optim.{name}`.
@@ -23,17 +24,7 @@ _DOC = """{name} with a fused step: a drop-in for :class:`torch.optim.{name}`.
             device is read there.
         bias_correction (in a parameter group only): False uses the moments as they are.
         foreach, fused, capturable: accepted and without effect; the step is always fused.
-        master_weights: keep an FP32 master (``state[p]["master_param"]``) for each half parameter,
-            update that and round it into the parameter. Without, half parameters are updated in
-            their own precision, and small updates are lost.
-        max_grad_norm: clip all gradients to this L2 norm inside the step, as
-            ``torch.nn.utils.clip_grad_norm_``; a non-finite gradient then skips the step.
-        skip_nonfinite: skip the step if a gradient holds inf or NaN. A GradScaler and dynamic loss
-            scaling do so anyway.
-        unscale_grads: after a step that a GradScaler drives, FP32 gradients read unscaled (and not
-            clipped), as with torch's fused optimizers; a skipped step leaves them as they were, and
-            half ones always stay scaled. False: the step writes 4 bytes less per element, and
-            ``.grad`` stays multiplied by the loss scale.
+        options: see :class:`ampfuse.optim.Options`.
 
     ``last_step`` tells, on the device, whether the last step was skipped, its gradient norm and
     loss scale.
@@ -77,12 +68,9 @@ class Adam(_AdamBase, torch.optim.Adam, replaces=torch.optim.Adam):
         differentiable: bool = False,
         fused: bool | None = None,
         decoupled_weight_decay: bool = False,
-        master_weights: bool = False,
-        max_grad_norm: float | None = None,
-        skip_nonfinite: bool = False,
-        unscale_grads: bool = True,
+        **options: Unpack[Options],
     ) -> None:
-        self._set_options(master_weights, max_grad_norm, skip_nonfinite, unscale_grads)
+        self._set_options(options)
         super().__init__(
             params,
             lr,
@@ -116,12 +104,9 @@ class AdamW(_AdamBase, torch.optim.AdamW, replaces=torch.optim.AdamW):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
-        master_weights: bool = False,
-        max_grad_norm: float | None = None,
-        skip_nonfinite: bool = False,
-        unscale_grads: bool = True,
+        **options: Unpack[Options],
     ) -> None:
-        self._set_options(master_weights, max_grad_norm, skip_nonfinite, unscale_grads)
+        self._set_options(options)
         super().__init__(
             params,
             lr,

@@ -78,9 +78,6 @@ class AmpOptimizer(Gradients, Checkpoints):
     optimizer is likely to have, as this goes in front of classes of other people too.
     """
 
-    max_grad_norm: float | None = None
-    skip_nonfinite: bool = False
-    unscale_grads: bool = True
     # Under amp: whether an overflow skips the step (dynamic scaling) or not (a static scale).
     skip_on_overflow: bool = True
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ampfuse.optim.inner import parameters, with_inner
 from ampfuse.optim.masters import HALF_DTYPES, MasterParameter, exact_float32
+from ampfuse.optim.options import Options
 from ampfuse.optim.rows import Rows
 
 # Beside "state" in a state dict: for each parameter with state of another type, by its index, the
@@ -28,10 +29,7 @@ class Checkpoints(Rows):
 
     # Attributes that a copy has too.
     _copied: tuple[str, ...] = (
-        "master_weights",
-        "max_grad_norm",
-        "skip_nonfinite",
-        "unscale_grads",
+        *Options.__annotations__,
         "skip_on_overflow",
         "_under_amp",
         "_amp_session",  # amp's policy and loss scalers: a copy trains on under amp

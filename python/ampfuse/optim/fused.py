@@ -43,21 +43,6 @@ class FusedOptimizer(Scheduled, States):
     # What the table has: of each group the rate's tensor, the schedule, its rows and `_hyper`.
     _hyper_sent: list[Any]
 
-    def _set_options(
-        self,
-        master_weights: bool,
-        max_grad_norm: float | None,
-        skip_nonfinite: bool,
-        unscale_grads: bool,
-    ) -> None:
-        """The arguments that all of these optimizers have, before torch's constructor."""
-        if max_grad_norm is not None and not max_grad_norm > 0:
-            raise ValueError(f"max_grad_norm is {max_grad_norm}; it has to be positive, or None")
-        self.master_weights = bool(master_weights)
-        self.max_grad_norm = max_grad_norm
-        self.skip_nonfinite = bool(skip_nonfinite)
-        self.unscale_grads = bool(unscale_grads)
-
     def _check_group(self, group: dict[str, Any]) -> None:
         if group.get("differentiable"):
             raise ValueError(

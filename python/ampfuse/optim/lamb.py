@@ -9,6 +9,7 @@ from torch.optim.optimizer import ParamsT
 
 from ampfuse.optim.fused import FusedOptimizer
 from ampfuse.optim.moments import check_range, moment_hyper
+from ampfuse.optim.options import Options, Unpack
 
 
 class LAMB(FusedOptimizer):
@@ -30,9 +31,7 @@ class LAMB(FusedOptimizer):
         decoupled_weight_decay: False adds weight_decay * p to the gradient instead of to u.
         use_nvlamb: the ratio of norms also for groups without weight decay, which otherwise step
             as Adam (NVIDIA's variant).
-        max_grad_norm: clip all gradients to this L2 norm first, within the step. LAMB recipes
-            mostly use 1.
-        master_weights, skip_nonfinite, unscale_grads: as in :class:`ampfuse.optim.AdamW`.
+        options: see :class:`ampfuse.optim.Options`. LAMB recipes mostly have max_grad_norm=1.
 
     Raises:
         TypeError: a parameter of another dtype than float32, float16 and bfloat16. ValueError: an
@@ -54,12 +53,9 @@ class LAMB(FusedOptimizer):
         grad_averaging: bool = True,
         decoupled_weight_decay: bool = True,
         use_nvlamb: bool = False,
-        master_weights: bool = False,
-        max_grad_norm: float | None = None,
-        skip_nonfinite: bool = False,
-        unscale_grads: bool = True,
+        **options: Unpack[Options],
     ) -> None:
-        self._set_options(master_weights, max_grad_norm, skip_nonfinite, unscale_grads)
+        self._set_options(options)
         check_range(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         defaults = {
             "lr": lr,

@@ -9,6 +9,7 @@ from torch.optim.optimizer import ParamsT
 
 from ampfuse.optim.fused import FusedOptimizer
 from ampfuse.optim.moments import check_range
+from ampfuse.optim.options import Options, Unpack
 
 
 class Lion(FusedOptimizer):
@@ -25,8 +26,7 @@ class Lion(FusedOptimizer):
     Arguments:
         params, lr, betas, weight_decay, maximize: as in :class:`torch.optim.AdamW`, with the
             defaults of the paper.
-        master_weights, max_grad_norm, skip_nonfinite, unscale_grads: as in
-            :class:`ampfuse.optim.AdamW`.
+        options: see :class:`ampfuse.optim.Options`.
 
     Raises:
         TypeError: a parameter of another dtype than float32, float16 and bfloat16. ValueError: an
@@ -43,12 +43,9 @@ class Lion(FusedOptimizer):
         weight_decay: float = 0.0,
         *,
         maximize: bool = False,
-        master_weights: bool = False,
-        max_grad_norm: float | None = None,
-        skip_nonfinite: bool = False,
-        unscale_grads: bool = True,
+        **options: Unpack[Options],
     ) -> None:
-        self._set_options(master_weights, max_grad_norm, skip_nonfinite, unscale_grads)
+        self._set_options(options)
         check_range(lr=lr, betas=betas, eps=0.0, weight_decay=weight_decay)
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults)

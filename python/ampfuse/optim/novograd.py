@@ -9,6 +9,7 @@ from torch.optim.optimizer import ParamsT
 
 from ampfuse.optim.fused import FusedOptimizer
 from ampfuse.optim.moments import check_range, moment_hyper
+from ampfuse.optim.options import Options, Unpack
 
 
 class NovoGrad(FusedOptimizer):
@@ -34,8 +35,7 @@ class NovoGrad(FusedOptimizer):
         init_zero: v starts at zero.
         reg_inside_moment: m = beta1 * m + (1 - beta1) * (g / d + weight_decay * p) and
             p = p - lr * m / (1 - beta1^t).
-        master_weights, max_grad_norm, skip_nonfinite, unscale_grads: as in
-            :class:`ampfuse.optim.AdamW`.
+        options: see :class:`ampfuse.optim.Options`.
 
     Raises:
         TypeError: a parameter of another dtype than float32, float16 and bfloat16. ValueError: an
@@ -58,12 +58,9 @@ class NovoGrad(FusedOptimizer):
         norm_type: float = 2,
         init_zero: bool = False,
         reg_inside_moment: bool = False,
-        master_weights: bool = False,
-        max_grad_norm: float | None = None,
-        skip_nonfinite: bool = False,
-        unscale_grads: bool = True,
+        **options: Unpack[Options],
     ) -> None:
-        self._set_options(master_weights, max_grad_norm, skip_nonfinite, unscale_grads)
+        self._set_options(options)
         check_range(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         defaults = {
             "lr": lr,

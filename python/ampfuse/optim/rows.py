@@ -11,12 +11,13 @@ from torch import Tensor
 from ampfuse import _core
 from ampfuse.optim.inner import parameters
 from ampfuse.optim.masters import HALF_DTYPES, MasterParameter, exact_float32, install_masters
+from ampfuse.optim.options import WithOptions
 
 if TYPE_CHECKING:
     from ampfuse._C import ParamTable
 
 
-class Rows(torch.optim.Optimizer):
+class Rows(WithOptions, torch.optim.Optimizer):
     """Mixin: an optimizer with a table, and in it a row for each parameter of its groups.
 
     Half parameters have FP32 masters if `master_weights` says so: in ``self.state``, or under amp
@@ -24,8 +25,6 @@ class Rows(torch.optim.Optimizer):
     """
 
     _algorithm = "none"
-
-    master_weights: bool = False
 
     _under_amp: bool = False
     _names: dict[int, str] | None = None

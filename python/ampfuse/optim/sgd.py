@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ampfuse.optim.fused import FusedOptimizer
+from ampfuse.optim.options import Options, Unpack
 from ampfuse.optim.states import STATES
 
 
@@ -22,8 +23,7 @@ class SGD(FusedOptimizer, torch.optim.SGD, replaces=torch.optim.SGD):
         params, lr, momentum, dampening, weight_decay, nesterov, maximize: as in torch.
         wd_after_momentum (in a parameter group only): add the weight decay after the momentum
             instead of before it.
-        master_weights, max_grad_norm, skip_nonfinite, unscale_grads, foreach, fused: as in
-            :class:`ampfuse.optim.AdamW`.
+        foreach, fused: accepted and without effect. options: see :class:`ampfuse.optim.Options`.
 
     Raises:
         TypeError: a parameter of another dtype than float32, float16 and bfloat16. ValueError: an
@@ -45,12 +45,9 @@ class SGD(FusedOptimizer, torch.optim.SGD, replaces=torch.optim.SGD):
         foreach: bool | None = None,
         differentiable: bool = False,
         fused: bool | None = None,
-        master_weights: bool = False,
-        max_grad_norm: float | None = None,
-        skip_nonfinite: bool = False,
-        unscale_grads: bool = True,
+        **options: Unpack[Options],
     ) -> None:
-        self._set_options(master_weights, max_grad_norm, skip_nonfinite, unscale_grads)
+        self._set_options(options)
         super().__init__(
             params,
             lr,
