@@ -41,6 +41,7 @@ HD void advance_rows(const TableView& view, const Preparation& preparation, int6
     } else {
       columns.steps[row] = advanced;
     }
+    coef.random_key = row_key(uint32_t(view.hyper[entry].seed), row, advanced);
     view.coefs[row] = coef;
     last_entry = entry;
     last_scaled = scaled;

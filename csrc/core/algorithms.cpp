@@ -11,6 +11,8 @@ AlgorithmInfo info_of() {
   info.algorithm = Algorithm::of<Op>();
   info.name = Op::kName;
   if constexpr (kStateCount<Op> > 0) info.states.assign(Op::kStates, Op::kStates + kStateCount<Op>);
+  info.unsigned_states = Op::kUnsigned;
+  info.packable = Op::kPackable;
   info.grad_norms = Op::kGradNorms;
   return info;
 }

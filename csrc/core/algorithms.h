@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "core/hd.h"
+#include "core/lists.h"
 
 namespace ampfuse {
 
@@ -29,8 +30,15 @@ using Algorithms = OpList<
 // Plain maps over lists of tensors. kCheck: the mask of the lists that are checked, x is 1 and y 2.
 template <unsigned kCheck>
 struct AxpbyOp;
-using MapOps =
-    OpList<struct ScaleOp, AxpbyOp<1>, AxpbyOp<2>, AxpbyOp<3>, struct RefreshOp, struct PublishOp>;
+template <int kFrom, int kTo>
+struct CopyOp;
+using PublishOp = CopyOp<kParam, kModel>;   // model weights from masters
+using JoinOp = CopyOp<kParam, kTarget>;     // values from split masters
+using SplitOp = CopyOp<kSource, kParam>;    // ... and back
+using DecodeOp = CopyOp<kState0, kTarget>;  // values from a state's codes
+using EncodeOp = CopyOp<kSource, kState0>;  // ... and back
+using MapOps = OpList<struct ScaleOp, AxpbyOp<1>, AxpbyOp<2>, AxpbyOp<3>, struct RefreshOp,
+                      PublishOp, JoinOp, SplitOp, DecodeOp, EncodeOp>;
 
 // One op of a list, chosen when running: Algorithm::of<AdamOp>(). See visit() in ops.h.
 template <class List>
@@ -73,6 +81,8 @@ struct AlgorithmInfo {
   Algorithm algorithm;
   const char* name;
   std::vector<const char*> states;  // in the order of kState0, kState1, ...
+  unsigned unsigned_states;         // lists of those that are never negative
+  bool packable;                    // its states may be 8-bit codes
   bool grad_norms;                  // the step needs the norm of each row's gradient
 };
 

@@ -1,6 +1,7 @@
 // Storage types. Arithmetic is FP32 everywhere; a value is widened when it is loaded and rounded
-// once, to nearest even, when it is stored. A new storage type is one more Storage here and one
-// more Lanes beside each SIMD value; with_storage() is the only place that tells types apart.
+// once, to nearest even, when it is stored. A plain type, which needs nothing but the value, is a
+// Storage here and a Lanes beside each SIMD value; with_storage() is the only place that tells them
+// apart. What else there is stands in compact.h.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +15,31 @@
 
 namespace ampfuse {
 
-enum class DType : uint8_t { kNone = 0, kFloat32, kFloat16, kBFloat16 };
+enum class DType : uint8_t {
+  kNone = 0,
+  kFloat32,
+  kFloat16,
+  kBFloat16,
+  // The compact ones: of kParam, what a half-precision model weight leaves of its FP32 master;
+  kRestFloat16,
+  kRestBFloat16,
+  // BF16 rounded at random;
+  kRandomBFloat16,
+  // of a state, codes with a scale for each block of elements.
+  kSigned8,
+  kUnsigned8,
+};
+
+HD constexpr bool is_plain(DType dtype) { return dtype <= DType::kBFloat16; }
+HD constexpr bool is_rest(DType dtype) {
+  return dtype == DType::kRestFloat16 || dtype == DType::kRestBFloat16;
+}
+HD constexpr bool is_code(DType dtype) { return dtype >= DType::kSigned8; }
+
+// Whose bits a list of the type holds, where they are a plain type's.
+HD constexpr DType plain(DType dtype) {
+  return dtype == DType::kRandomBFloat16 ? DType::kBFloat16 : dtype;
+}
 
 HD uint32_t float_bits(float value) {
 #if defined(__CUDA_ARCH__)
@@ -108,8 +133,7 @@ struct Storage<DType::kBFloat16> {
   HD static Stored narrow(float value) { return float_to_bfloat16(value); }
 };
 
-// Calls run(Storage) of a list that is there; nothing for kNone. No default case: a compiler names
-// a type that is missing. `run` may be the host's alone.
+// Calls run(Storage) of a list of a plain type; nothing for kNone. `run` may be the host's alone.
 #if defined(__CUDACC__)
 #pragma nv_exec_check_disable
 #endif
@@ -124,22 +148,17 @@ HD constexpr void with_storage(DType dtype, const Run& run) {
       return run(Storage<DType::kFloat16>());
     case DType::kBFloat16:
       return run(Storage<DType::kBFloat16>());
+    default:
+      __builtin_unreachable();
   }
-  __builtin_unreachable();
 }
 
 // In bytes; 0 for kNone.
 HD constexpr int64_t element_size(DType dtype) {
-  int64_t size = 0;
-  with_storage(dtype,
-               [&](auto storage) HD_LAMBDA { size = sizeof(typename decltype(storage)::Stored); });
-  return size;
+  return dtype == DType::kNone ? 0 : dtype == DType::kFloat32 ? 4 : is_code(dtype) ? 1 : 2;
 }
 
-// The sizes there are: a word, or half of one.
 HD constexpr bool fills_word(DType dtype) { return dtype == DType::kFloat32; }
-static_assert(element_size(DType::kFloat32) == 4 && element_size(DType::kFloat16) == 2 &&
-              element_size(DType::kBFloat16) == 2);
 
 // The element may be anywhere in memory.
 HD float load_float(const void* data, DType dtype, int64_t i) {

@@ -48,6 +48,8 @@ struct RowHyper {
   double beta1 = 0, beta2 = 0, eps = 0;         // Adam, AdamW, LAMB, NovoGrad; eps of Adagrad
   double lr_decay = 0;                          // Adagrad
   double trust_coefficient = 0, trust_eps = 0;  // LARC
+  double ema_decay = 1;                         // of kAverage
+  double seed = 0;                              // of stochastic rounding: an integer below 2^32
   const float* lr_tensor = nullptr;             // device value that replaces lr
   Schedule schedule;                            // replaces both
   int32_t flags = 0;
@@ -62,7 +64,9 @@ struct alignas(16) RowCoef {
   float weight_decay = 0;   // L2: g += weight_decay * p
   float decay = 1;          // decoupled: p *= decay = 1 - lr * weight_decay
   float lr = 0;
-  int32_t flags = 0;  // these seven are of all
+  int32_t flags = 0;
+  float average_weight = 0;  // of the parameter in its moving average
+  uint32_t random_key = 0;   // of the row in this step; these nine are of all
   float momentum = 0, one_minus_dampening = 0;
   float beta1 = 0, one_minus_beta1 = 0, beta2 = 0, one_minus_beta2 = 0;
   float step_size = 0, eps = 0;
@@ -179,6 +183,7 @@ HD void finish_coef(RowCoef& coef, const RowStep& step, const StepState& state, 
   coef.decay = float(1 - step.lr * step.weight_decay);
   coef.lr = float(step.lr);
   coef.flags = step.flags;
+  coef.average_weight = float(1 - step.hyper.ema_decay);
 }
 
 }  // namespace ampfuse

@@ -34,12 +34,12 @@ struct Metered : Op {
     x[kUpdate] = (x[kParam] - old) * F(kUpdateFactor);
   }
 
-  // `half`: the type of the model weight, or of the parameter where there is none; `gradient`: that
-  // of the gradient.
+  // `half`: the type of the model weight, or of the parameter where there is none; `split`: that of
+  // a split master; `gradient`: that of the gradient.
   template <class F>
-  HD static Marks marks(const F (&x)[kLists], DType half, DType gradient) {
+  HD static Marks marks(const F (&x)[kLists], DType half, DType split, DType gradient) {
     Marks marks;
-    marks.changed = differ_as(half, x[kOld], x[kParam]);
+    marks.changed = differ_as(half, weight_of(split, x[kOld]), weight_of(split, x[kParam]));
     marks.moved = differ_as(DType::kFloat32, x[kOld], x[kParam]);
     marks.zero = below(x[kGrad], bits_float(1));
     marks.tiny = below(x[kGrad], smallest_normal(gradient));

@@ -42,6 +42,22 @@ HD float select_equal(float a, float b, float then, float otherwise) {
   return a == b ? then : otherwise;
 }
 
+// The bits of a value, and arithmetic on them: for float, plain integers.
+HD uint32_t bits_of(float a) { return float_bits(a); }
+HD float from_bits(float, uint32_t bits) { return bits_float(bits); }
+template <int kCount>
+HD uint32_t shift_left(uint32_t a) {
+  return a << kCount;
+}
+template <int kCount>
+HD uint32_t shift_right(uint32_t a) {
+  return a >> kCount;
+}
+// `then` where a < b as signed integers, else `otherwise`.
+HD uint32_t select_less(uint32_t a, uint32_t b, uint32_t then, uint32_t otherwise) {
+  return int32_t(a) < int32_t(b) ? then : otherwise;
+}
+
 // A bit for each element (of a float, one): set where it is above zero or NaN, as a ReLU passes it.
 HD uint32_t above_zero(float a) { return !(a <= 0.0f); }
 

@@ -1,51 +1,20 @@
 // The table of tensors that one call works on, and the plan that cuts it into chunks.
 //
-// A row is one tensor with everything that belongs to it: its gradient, its parameter, its moments.
-// A list is one such role over all rows. Both backends walk the same chunks in the same way, so a
-// result depends on neither the number of tensors nor the number of threads.
+// Both backends walk the same chunks in the same way, so a result depends on neither the number of
+// tensors nor the number of threads.
 #pragma once
 
 #include <cstdint>
 #include <memory>
 #include <vector>
 
+#include "compact.h"
 #include "dtype.h"
 #include "hyper.h"
+#include "lists.h"
 #include "reduce.h"
 
 namespace ampfuse {
-
-// The roles. A list that a row lacks is null: it reads as zero and is not written.
-enum List : int {
-  kGrad,         // as autograd left it, perhaps scaled
-  kAccumulated,  // FP32 (or the parameter's type), unscaled, from earlier backward passes
-  kGradOut,      // where inspect writes unscaled gradients, if anywhere
-  kUnscaled,     // where the update does: over scaled FP32 ones
-  kParam,        // what the optimizer steps: the FP32 master, or the parameter itself
-  kModel,        // the half-precision model weight beside a master
-  kState0,       // the optimizer's states, in the order in which its op names them
-  kState1,
-  kState2,
-  kLists
-};
-
-// Plain multi-tensor ops use the first three roles under these names.
-constexpr List kSource = kGrad, kSource2 = kAccumulated, kTarget = kGradOut;
-// LAMB's update, within a pass: inspect writes no gradient then.
-constexpr List kUpdate = kGradOut;
-
-constexpr int kMaxStates = kLists - kState0;
-
-HD constexpr unsigned bit(int list) { return 1u << list; }
-
-// A pass measures at most so many lists: LAMB's weights and updates.
-constexpr int kMeasures = 2;
-
-HD constexpr int count_lists(unsigned lists) {
-  int count = 0;
-  for (; lists != 0; lists &= lists - 1) ++count;
-  return count;
-}
 
 struct Chunk {
   int32_t row;
@@ -59,8 +28,8 @@ HD constexpr int measure_of(unsigned measured, int list) {
 
 // What kernels see: columns, in host memory for the CPU backend and in device memory for CUDA.
 struct TableView {
-  void* const* data = nullptr;           // [kLists][rows]
-  const DType* dtype = nullptr;          // [kLists][rows]
+  void* const* data = nullptr;           // [kColumns][rows]
+  const DType* dtype = nullptr;          // [kColumns][rows]
   const int64_t* numel = nullptr;        // [rows]
   const uint8_t* scaled = nullptr;       // [rows] 1: kGrad carries the loss scale
   const int64_t* first_chunk = nullptr;  // [rows + 1]
@@ -78,6 +47,11 @@ struct TableView {
 
   HD void* pointer(int list, int64_t row) const { return data[list * rows + row]; }
   HD DType type(int list, int64_t row) const { return dtype[list * rows + row]; }
+  // The scale of the block that holds element i of a state, if the state is codes.
+  HD float* scale(int list, int64_t row, int64_t i) const {
+    float* scales = static_cast<float*>(pointer(list - kState0 + kScale0, row));
+    return scales ? scales + i / kBlock : nullptr;
+  }
   HD bool has_gradient(int64_t row) const {
     return pointer(kGrad, row) != nullptr || pointer(kAccumulated, row) != nullptr;
   }
@@ -92,8 +66,8 @@ class Table {
  public:
   explicit Table(std::vector<int64_t> numel) : numel_(std::move(numel)) {
     const int64_t rows = int64_t(numel_.size());
-    data_.resize(kLists * rows);
-    dtype_.resize(kLists * rows, DType::kNone);
+    data_.resize(kColumns * rows);
+    dtype_.resize(kColumns * rows, DType::kNone);
     scaled_.resize(rows);
     hyper_of_.resize(rows);
     if (rows > 0) hyper_.emplace_back();

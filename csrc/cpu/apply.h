@@ -18,7 +18,7 @@ HD bool apply_chunk(const Op& op, const Walk& walk, const Types& types) {
       [&](int64_t i, int count, auto whole) __attribute__((always_inline)) {
         F x[kLists];
         run_vector<F, decltype(whole)::value, Op::kWrites>(op, lists, types, i, count, x);
-#pragma GCC unroll 9
+#pragma GCC unroll 10
         for (int list = 0; list < kLists; ++list) {
           if (Op::kChecked & bit(list)) largest.include(x[list]);
         }
@@ -50,11 +50,36 @@ HD void apply_streaming(const Op& op, const Walk& walk, const Types& types) {
       });
 }
 
+// Applies an op to one chunk of which states are codes.
+template <class F, class Op, class Types>
+HD void apply_blocks(const Op& op, const Walk& walk, const Types& types) {
+  static_assert(kChunk % kBlock == 0);
+  constexpr unsigned kStored = Op::kWrites & ~bit(kModel);
+  const ChunkLists lists = walk.lists;
+  for_steps<F, kBlock, Prefetch<Op::kReads>>(
+      walk, types, (Op::kReads | kStored) & ~kRewritten,
+      [&](int64_t i, int count, auto whole) __attribute__((always_inline)) {
+        run_block<F, kStored, decltype(whole)::value>(
+            op, lists, types, i, count,
+            [&](int64_t at, int n, auto all, const F(&x)[kLists]) HD_LAMBDA {
+              if (!(Op::kWrites & bit(kModel))) return;
+              if (lists.streams_model) {
+                stream_vector(x[kModel], lists.data[kModel], types(kModel), at);
+              } else {
+                store<F, decltype(all)::value>(x, lists, types, kModel, at, n);
+              }
+            });
+      });
+}
+
 // Applies an op to one chunk; true if a checked list holds a non-finite value.
 template <class F, class Op>
 bool apply_op(const Op& op, const Walk& walk) {
   bool found = false;
-  with_types<Op::kReads | Op::kWrites>(walk.lists, [&](const auto& types) {
+  with_types<Op>(walk.lists, [&](const auto& types) {
+    if constexpr (Op::kPackable) {
+      if (types.has_codes()) return apply_blocks<F>(op, walk, types);
+    }
     if constexpr (Op::kWrites & bit(kModel)) {
       if (walk.lists.streams_model) return apply_streaming<F>(op, walk, types);
     }

@@ -43,8 +43,8 @@ HD void store_bits(uint32_t marks, uint8_t* bits, int64_t i, int count) {
 template <class F, bool kWhole, class Op, class Types>
 HD void count_vector(const Types& types, int64_t i, int count, F (&x)[kLists], Counts& counts) {
   const uint32_t there = kWhole ? ~0u : (1u << count) - 1;
-  const DType half = types(kModel) != DType::kNone ? types(kModel) : types(kParam);
-  const Marks marks = Op::marks(x, half, types(kGrad));
+  const DType param = types(kParam), half = types(kModel) != DType::kNone ? types(kModel) : param;
+  const Marks marks = Op::marks(x, plain(half), param, types(kGrad));
   counts.changed += uint32_t(__builtin_popcount(marks.changed & there));
   counts.moved += uint32_t(__builtin_popcount(marks.moved & there));
   counts.zero += uint32_t(__builtin_popcount(marks.zero & there));

@@ -20,27 +20,34 @@ struct Sums {
   uint32_t largest[kCount];
 };
 
-// Runs the op on one vector, and counts if it is metered; add(m, x) takes what it leaves in each
-// measured list.
-template <class F, bool kWhole, class Op, class Types, class Add>
-HD void measure_vector(const Op& op, const ChunkLists& lists, const Types& types, int64_t i,
-                       int count, Counts* counts, const Add& add) {
-  // A metered pass streams model weights as apply_streaming() does.
-  constexpr unsigned kStreamed = Op::kMetered ? bit(kModel) : 0;
-  F x[kLists];
-  run_vector<F, kWhole, Op::kWrites & ~kStreamed>(op, lists, types, i, count, x);
+// A metered pass streams model weights as apply_streaming() does.
+template <class Op>
+constexpr unsigned kStreamed = Op::kMetered ? bit(kModel) : 0;
+
+// Of one vector, as the op left it: counts, if it is metered; add(m, x) takes each measured list.
+template <class Op, bool kWhole, class F, class Types, class Add>
+HD void measure_values(const ChunkLists& lists, const Types& types, int64_t i, int count,
+                       F (&x)[kLists], Counts* counts, const Add& add) {
   if constexpr (Op::kMetered) {
     if (lists.streams_model) {
       stream_vector(x[kModel], lists.data[kModel], types(kModel), i);
     } else {
-      store<F, kWhole>(x[kModel], lists, types, kModel, i, count);
+      store<F, kWhole>(x, lists, types, kModel, i, count);
     }
     count_vector<F, kWhole, Op>(types, i, count, x, *counts);
   }
-#pragma GCC unroll 9
+#pragma GCC unroll 10
   for (int list = 0; list < kLists; ++list) {
     if (Op::kMeasured & bit(list)) add(measure_of(Op::kMeasured, list), x[list]);
   }
+}
+
+template <class F, bool kWhole, class Op, class Types, class Add>
+HD void measure_vector(const Op& op, const ChunkLists& lists, const Types& types, int64_t i,
+                       int count, Counts* counts, const Add& add) {
+  F x[kLists];
+  run_vector<F, kWhole, Op::kWrites & ~kStreamed<Op>>(op, lists, types, i, count, x);
+  measure_values<Op, kWhole>(lists, types, i, count, x, counts, add);
 }
 
 // Adds squares tile after tile, the lanes in memory.
@@ -58,21 +65,41 @@ HD void add_by_tiles(const Op& op, const Walk& walk, const Types& types, const f
     for (int64_t i = 0; i < kTile && i < reached; ++i) sums.lane[m][i] = 0;
   }
   constexpr unsigned kUnfetched = Op::kMetered ? kRewritten | bit(kModel) : 0;
-  for_steps<F, F::kWidth, Prefetch<Op::kReads>>(
-      walk, types, (Op::kReads | Op::kWrites) & ~kUnfetched,
-      [&](int64_t i, int count, auto whole) __attribute__((always_inline)) {
-        measure_vector<F, decltype(whole)::value>(
-            op, lists, types, i, count, &mine,
-            [&](int m, const F& x) __attribute__((always_inline)) {
-              float* sum = sums.lane[m] + i % kTile;
-              F square = x;
-              if constexpr (!Op::kMetered) {  // whose sums are looked at as they are
-                largest[m].include(x);
-                square = x * F(rescale[m]);
-              }
-              store_vector(fma(square, square, load_vector<F>(sum, kSums, 0)), sum, kSums, 0);
-            });
-      });
+  constexpr unsigned kFetched = (Op::kReads | Op::kWrites) & ~kUnfetched;
+  const auto add_at = [&](int64_t i) HD_LAMBDA {
+    return [&sums, &largest, rescale, i](int m, const F& x) HD_LAMBDA {
+      float* sum = sums.lane[m] + i % kTile;
+      F square = x;
+      if constexpr (!Op::kMetered) {  // whose sums are looked at as they are
+        largest[m].include(x);
+        square = x * F(rescale[m]);
+      }
+      store_vector(fma(square, square, load_vector<F>(sum, kSums, 0)), sum, kSums, 0);
+    };
+  };
+  const auto by_vectors = [&] {
+    for_steps<F, F::kWidth, Prefetch<Op::kReads>>(
+        walk, types, kFetched,
+        [&](int64_t i, int count, auto whole) __attribute__((always_inline)) {
+          measure_vector<F, decltype(whole)::value>(op, lists, types, i, count, &mine, add_at(i));
+        });
+  };
+  const auto by_blocks = [&] {
+    for_steps<F, kBlock, Prefetch<Op::kReads>>(
+        walk, types, kFetched,
+        [&](int64_t i, int count, auto whole) __attribute__((always_inline)) {
+          run_block<F, Op::kWrites & ~kStreamed<Op>, decltype(whole)::value>(
+              op, lists, types, i, count,
+              [&](int64_t at, int n, auto all, F(&x)[kLists]) HD_LAMBDA {
+                measure_values<Op, decltype(all)::value>(lists, types, at, n, x, &mine, add_at(at));
+              });
+        });
+  };
+  if constexpr (Op::kPackable) {
+    types.has_codes() ? by_blocks() : by_vectors();
+  } else {
+    by_vectors();
+  }
   for (int m = 0; m < kCount; ++m) sums.largest[m] = largest[m].reduce();
   if constexpr (Op::kMetered) *counts = mine;
 }
@@ -118,7 +145,7 @@ template <class F, class Op>
 void add_squares(const Op& op, const Walk& walk, const float* rescale, Sums<Op>& sums,
                  Counts* counts = nullptr) {
   const bool whole = walk.lists.length == kChunk && walk.next.length == kChunk;
-  with_types<Op::kReads | Op::kWrites>(walk.lists, [&](const auto& types) {
+  with_types<Op>(walk.lists, [&](const auto& types) {
     if constexpr (Prefetch<Op::kReads>::kSingle && std::decay_t<decltype(types)>::kKnown) {
       if (whole) return add_by_strips<F>(op, walk, types, rescale, sums);
     }

@@ -11,6 +11,15 @@ struct Avx2 {
   static constexpr int kWidth = 8;
   __m256 value;
 
+  // Eight integers.
+  struct Bits {
+    __m256i value;
+
+    HD Bits(__m256i v) : value(v) {}
+    HD explicit Bits(uint32_t v) : value(_mm256_set1_epi32(int(v))) {}
+  };
+  HD static Bits count_up() { return _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7); }
+
   Avx2() = default;
   HD Avx2(__m256 v) : value(v) {}
   HD explicit Avx2(float v) : value(_mm256_set1_ps(v)) {}
@@ -50,6 +59,10 @@ struct Avx2 {
 
   template <DType kType>
   struct Lanes;
+
+  // Integers of which kBytes are stored.
+  template <int kBytes>
+  struct Part;
 
   struct Magnitude {
     __m256i bits = _mm256_setzero_si256();
@@ -113,6 +126,55 @@ struct Avx2::Lanes<DType::kBFloat16> : Halves {
         _mm256_permute4x64_epi64(_mm256_packus_epi32(result, result), _MM_SHUFFLE(3, 1, 2, 0)));
   }
 };
+
+template <>
+struct Avx2::Part<2> : First<Part<2>> {
+  static constexpr int64_t kSize = 2;
+  HD static Bits load(const void* data) {
+    return _mm256_cvtepu16_epi32(_mm_loadu_si128(static_cast<const __m128i*>(data)));
+  }
+  HD static void store(void* data, Bits bits) {
+    const __m256i low = _mm256_and_si256(bits.value, _mm256_set1_epi32(0xffff));
+    const __m256i packed =
+        _mm256_permute4x64_epi64(_mm256_packus_epi32(low, low), _MM_SHUFFLE(3, 1, 2, 0));
+    _mm_storeu_si128(static_cast<__m128i*>(data), _mm256_castsi256_si128(packed));
+  }
+};
+
+template <>
+struct Avx2::Part<1> : First<Part<1>> {
+  static constexpr int64_t kSize = 1;
+  HD static Bits load(const void* data) {
+    return _mm256_cvtepu8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(data)));
+  }
+  HD static void store(void* data, Bits bits) {
+    const __m256i low = _mm256_and_si256(bits.value, _mm256_set1_epi32(0xff));
+    const __m256i words =
+        _mm256_permute4x64_epi64(_mm256_packus_epi32(low, low), _MM_SHUFFLE(3, 1, 2, 0));
+    const __m128i halves = _mm256_castsi256_si128(words);
+    _mm_storel_epi64(static_cast<__m128i*>(data), _mm_packus_epi16(halves, halves));
+  }
+};
+
+HD Avx2::Bits operator+(Avx2::Bits a, Avx2::Bits b) { return _mm256_add_epi32(a.value, b.value); }
+HD Avx2::Bits operator-(Avx2::Bits a, Avx2::Bits b) { return _mm256_sub_epi32(a.value, b.value); }
+HD Avx2::Bits operator*(Avx2::Bits a, Avx2::Bits b) { return _mm256_mullo_epi32(a.value, b.value); }
+HD Avx2::Bits operator&(Avx2::Bits a, Avx2::Bits b) { return _mm256_and_si256(a.value, b.value); }
+HD Avx2::Bits operator|(Avx2::Bits a, Avx2::Bits b) { return _mm256_or_si256(a.value, b.value); }
+HD Avx2::Bits operator^(Avx2::Bits a, Avx2::Bits b) { return _mm256_xor_si256(a.value, b.value); }
+template <int kCount>
+HD Avx2::Bits shift_left(Avx2::Bits a) {
+  return _mm256_slli_epi32(a.value, kCount);
+}
+template <int kCount>
+HD Avx2::Bits shift_right(Avx2::Bits a) {
+  return _mm256_srli_epi32(a.value, kCount);
+}
+HD Avx2::Bits select_less(Avx2::Bits a, Avx2::Bits b, Avx2::Bits then, Avx2::Bits otherwise) {
+  return _mm256_blendv_epi8(otherwise.value, then.value, _mm256_cmpgt_epi32(b.value, a.value));
+}
+HD Avx2::Bits bits_of(Avx2 a) { return _mm256_castps_si256(a.value); }
+HD Avx2 from_bits(Avx2, Avx2::Bits bits) { return _mm256_castsi256_ps(bits.value); }
 
 HD Avx2 operator+(Avx2 a, Avx2 b) { return _mm256_add_ps(a.value, b.value); }
 HD Avx2 operator-(Avx2 a, Avx2 b) { return _mm256_sub_ps(a.value, b.value); }

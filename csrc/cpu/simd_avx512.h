@@ -11,6 +11,17 @@ struct Avx512 {
   static constexpr int kWidth = 16;
   __m512 value;
 
+  // Sixteen integers.
+  struct Bits {
+    __m512i value;
+
+    HD Bits(__m512i v) : value(v) {}
+    HD explicit Bits(uint32_t v) : value(_mm512_set1_epi32(int(v))) {}
+  };
+  HD static Bits count_up() {
+    return _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  }
+
   Avx512() = default;
   HD Avx512(__m512 v) : value(v) {}
   HD explicit Avx512(float v) : value(_mm512_set1_ps(v)) {}
@@ -39,6 +50,10 @@ struct Avx512 {
 
   template <DType kType>
   struct Lanes;
+
+  // Integers of which kBytes are stored.
+  template <int kBytes>
+  struct Part;
 
   struct Magnitude {
     __m512i bits = _mm512_setzero_si512();
@@ -95,6 +110,72 @@ struct Avx512::Lanes<DType::kBFloat16> : Halves {
     return _mm512_cvtepi32_epi16(_mm512_mask_or_epi32(rounded, nan, top, _mm512_set1_epi32(0x40)));
   }
 };
+
+template <>
+struct Avx512::Part<2> {
+  HD static Bits load(const void* data) {
+    return _mm512_cvtepu16_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(data)));
+  }
+  HD static void store(void* data, Bits bits) {
+    _mm256_storeu_si256(static_cast<__m256i*>(data), _mm512_cvtepi32_epi16(bits.value));
+  }
+  HD static Bits load_first(const void* data, int count) {
+    return _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(first(count), data));
+  }
+  HD static void store_first(void* data, Bits bits, int count) {
+    _mm256_mask_storeu_epi16(data, first(count), _mm512_cvtepi32_epi16(bits.value));
+  }
+};
+
+template <>
+struct Avx512::Part<1> {
+  HD static Bits load(const void* data) {
+    return _mm512_cvtepu8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(data)));
+  }
+  HD static void store(void* data, Bits bits) {
+    _mm_storeu_si128(static_cast<__m128i*>(data), _mm512_cvtepi32_epi8(bits.value));
+  }
+  HD static Bits load_first(const void* data, int count) {
+    return _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(first(count), data));
+  }
+  HD static void store_first(void* data, Bits bits, int count) {
+    _mm_mask_storeu_epi8(data, first(count), _mm512_cvtepi32_epi8(bits.value));
+  }
+};
+
+HD Avx512::Bits operator+(Avx512::Bits a, Avx512::Bits b) {
+  return _mm512_add_epi32(a.value, b.value);
+}
+HD Avx512::Bits operator-(Avx512::Bits a, Avx512::Bits b) {
+  return _mm512_sub_epi32(a.value, b.value);
+}
+HD Avx512::Bits operator*(Avx512::Bits a, Avx512::Bits b) {
+  return _mm512_mullo_epi32(a.value, b.value);
+}
+HD Avx512::Bits operator&(Avx512::Bits a, Avx512::Bits b) {
+  return _mm512_and_si512(a.value, b.value);
+}
+HD Avx512::Bits operator|(Avx512::Bits a, Avx512::Bits b) {
+  return _mm512_or_si512(a.value, b.value);
+}
+HD Avx512::Bits operator^(Avx512::Bits a, Avx512::Bits b) {
+  return _mm512_xor_si512(a.value, b.value);
+}
+template <int kCount>
+HD Avx512::Bits shift_left(Avx512::Bits a) {
+  return _mm512_slli_epi32(a.value, kCount);
+}
+template <int kCount>
+HD Avx512::Bits shift_right(Avx512::Bits a) {
+  return _mm512_srli_epi32(a.value, kCount);
+}
+HD Avx512::Bits select_less(Avx512::Bits a, Avx512::Bits b, Avx512::Bits then,
+                            Avx512::Bits otherwise) {
+  return _mm512_mask_mov_epi32(otherwise.value, _mm512_cmplt_epi32_mask(a.value, b.value),
+                               then.value);
+}
+HD Avx512::Bits bits_of(Avx512 a) { return _mm512_castps_si512(a.value); }
+HD Avx512 from_bits(Avx512, Avx512::Bits bits) { return _mm512_castsi512_ps(bits.value); }
 
 HD Avx512 operator+(Avx512 a, Avx512 b) { return _mm512_add_ps(a.value, b.value); }
 HD Avx512 operator-(Avx512 a, Avx512 b) { return _mm512_sub_ps(a.value, b.value); }

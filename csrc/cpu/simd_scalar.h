@@ -31,6 +31,21 @@ struct Scalar {
     HD static uint32_t differ(Stored a, Stored b) { return a != b; }
   };
 
+  HD static uint32_t count_up() { return 0; }
+
+  // An integer of which kBytes are stored.
+  template <int kBytes>
+  struct Part {
+    HD static uint32_t load(const void* data) {
+      uint32_t bits = 0;  // little-endian, as every machine here
+      std::memcpy(&bits, data, kBytes);
+      return bits;
+    }
+    HD static void store(void* data, uint32_t bits) { std::memcpy(data, &bits, kBytes); }
+    HD static uint32_t load_first(const void* data, int) { return load(data); }
+    HD static void store_first(void* data, uint32_t bits, int) { store(data, bits); }
+  };
+
   struct Magnitude {
     uint32_t bits = 0;
     HD void include(Scalar x) {
@@ -53,6 +68,9 @@ HD Scalar max_nan(Scalar a, Scalar b) { return Scalar(ampfuse::max_nan(a.value, 
 HD Scalar select_equal(Scalar a, Scalar b, Scalar then, Scalar otherwise) {
   return Scalar(ampfuse::select_equal(a.value, b.value, then.value, otherwise.value));
 }
+
+HD uint32_t bits_of(Scalar a) { return float_bits(a.value); }
+HD Scalar from_bits(Scalar, uint32_t bits) { return Scalar(bits_float(bits)); }
 
 HD uint32_t above_zero(Scalar a) { return ampfuse::above_zero(a.value); }
 HD uint32_t below(Scalar a, float bound) { return ampfuse::below(a.value, bound); }

@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "core/ops/op.h"
+#include "core/settle.h"
 #include "vector.h"
 
 namespace ampfuse {
@@ -27,21 +28,25 @@ constexpr int64_t kLargeTable = 512;
 struct ChunkLists {
   char* data[kLists];
   DType dtype[kLists];
-  int64_t length;
-  // Model weights are written and never read. In a large table, where they would be gone from the
-  // caches before the next forward pass anyway, they are stored past them: stored normally, each
-  // line would be fetched first (7 % of a large Adam step).
+  float* scales[kMaxStates];  // of the first block, for states that are codes
+  int64_t first, length;      // the chunk's elements, in the row
+  uint32_t random_key;
+  // Model weights are written and, beside whole masters, never read. In a large table, where they
+  // would be gone from the caches before the next forward pass anyway, they are stored past them:
+  // stored normally, each line would be fetched first (7 % of a large Adam step).
   bool streams_model;
 
-  HD ChunkLists(const TableView& view, const Chunk& chunk) {
+  HD ChunkLists(const TableView& view, const Chunk& chunk) : first(chunk.index * kChunk) {
     for (int list = 0; list < kLists; ++list) {
       data[list] = address(view, list, chunk);
       dtype[list] = data[list] ? view.type(list, chunk.row) : DType::kNone;
     }
-    const int64_t rest = view.numel[chunk.row] - chunk.index * kChunk;
+    for (int s = 0; s < kMaxStates; ++s) scales[s] = view.scale(kState0 + s, chunk.row, first);
+    random_key = view.coefs[chunk.row].random_key;
+    const int64_t rest = view.numel[chunk.row] - first;
     length = rest < kChunk ? rest : kChunk;
     streams_model = view.chunk_count >= kLargeTable && length == kChunk &&
-                    element_size(dtype[kModel]) == 2 &&
+                    element_size(dtype[kModel]) == 2 && !is_rest(dtype[kParam]) &&
                     reinterpret_cast<uintptr_t>(data[kModel]) % kCacheLine == 0;
   }
 };
@@ -51,14 +56,20 @@ struct AnyTypes {
   static constexpr bool kKnown = false;
   const DType* dtype;
   HD DType operator()(int list) const { return dtype[list]; }
+  HD bool has_codes() const {
+    return is_code(dtype[kState0]) || is_code(dtype[kState1]) || is_code(dtype[kState2]);
+  }
 };
 
 // The mixtures that nearly all rows have are known when compiling, so that their loops are free of
-// branches: gradients and model weights in kHalf beside FP32 masters and moments, or, with
-// kFloat32, no half at all, and gradients that are written back unscaled or are not.
-template <DType kHalf, DType kBack = DType::kNone>
+// branches: gradients and model weights in kHalf beside masters of kMaster and moments, or, with
+// kFloat32, no half at all; gradients that are written back unscaled or are not; moments in FP32
+// or, of the lists named, in codes.
+template <DType kHalf, DType kBack = DType::kNone, DType kMaster = DType::kFloat32,
+          unsigned kSigned = 0, unsigned kUnsigned = 0>
 struct MasterTypes {
   static constexpr bool kKnown = true;
+  HD static constexpr bool has_codes() { return (kSigned | kUnsigned) != 0; }
   HD constexpr DType operator()(int list) const {
     switch (list) {
       case kGrad:
@@ -66,9 +77,12 @@ struct MasterTypes {
       case kModel:
         return kHalf == DType::kFloat32 ? DType::kNone : kHalf;
       case kParam:
+        return kMaster;
       case kState0:
       case kState1:
-        return DType::kFloat32;
+        return kSigned & bit(list)     ? DType::kSigned8
+               : kUnsigned & bit(list) ? DType::kUnsigned8
+                                       : DType::kFloat32;
       case kUnscaled:
         return kBack;
       default:
@@ -77,29 +91,42 @@ struct MasterTypes {
   }
 };
 
-// Calls run(types) with Types if all `used` lists agree with it, else with AnyTypes.
+// Whether the lists of `used` have these types; if so, calls run(types).
 template <class Types, class Run>
-HD void with_master_types(const ChunkLists& lists, unsigned used, const Run& run) {
+HD bool with_master_types(const ChunkLists& lists, unsigned used, const Run& run) {
   const Types types;
   bool known = true;
   for (int list = 0; list < kLists; ++list)
     known &= !(used & bit(list)) || lists.dtype[list] == types(list);
-  if (known) return run(types);
-  run(AnyTypes{lists.dtype});
+  if (known) run(types);
+  return known;
 }
 
-// `kUsed`: the lists that the pass touches.
-template <unsigned kUsed, class Run>
+// Calls run(types) with the types that the lists of a pass over Op have, known where possible.
+template <class Op, class Run>
 HD void with_types(const ChunkLists& lists, const Run& run) {
-  if (lists.dtype[kGrad] == DType::kNone) return run(AnyTypes{lists.dtype});
-  with_storage(lists.dtype[kGrad], [&](auto storage) HD_LAMBDA {
-    constexpr DType kType = decltype(storage)::kType;
+  constexpr unsigned kUsed = Op::kReads | Op::kWrites;
+  bool known = false;
+  with_storage(plain(lists.dtype[kGrad]), [&](auto storage) HD_LAMBDA {
+    constexpr DType kType = decltype(storage)::kType, kNo = DType::kNone;
+    known = with_master_types<MasterTypes<kType>>(lists, kUsed, run);
     if constexpr (kType == DType::kFloat32 && (kUsed & bit(kUnscaled))) {
-      if (lists.dtype[kUnscaled] == kType)
-        return with_master_types<MasterTypes<kType, kType>>(lists, kUsed, run);
+      if (!known) known = with_master_types<MasterTypes<kType, kType>>(lists, kUsed, run);
     }
-    with_master_types<MasterTypes<kType>>(lists, kUsed, run);
+    if constexpr (kType == DType::kBFloat16 && (kUsed & bit(kParam)) && (kUsed & bit(kModel))) {
+      constexpr DType kRest = DType::kRestBFloat16;
+      if (!known) known = with_master_types<MasterTypes<kType, kNo, kRest>>(lists, kUsed, run);
+      if constexpr (Op::kPackable) {
+        constexpr unsigned kUnsigned = Op::kUnsigned;
+        constexpr unsigned kSigned = Op::kReads & Op::kWrites & kStates & ~kUnsigned;
+        using Whole = MasterTypes<kType, kNo, DType::kFloat32, kSigned, kUnsigned>;
+        using Halved = MasterTypes<kType, kNo, kRest, kSigned, kUnsigned>;
+        if (!known) known = with_master_types<Whole>(lists, kUsed, run);
+        if (!known) known = with_master_types<Halved>(lists, kUsed, run);
+      }
+    }
   });
+  if (!known) run(AnyTypes{lists.dtype});
 }
 
 // A chunk and the one that is walked after it.
@@ -131,7 +158,7 @@ template <bool kHere, class Distance, class Types>
 HD void prefetch(const Walk& walk, const Types& types, unsigned fetched, int64_t i) {
   constexpr int64_t kAhead = Distance::kAhead;
   const int64_t n = walk.lists.length;
-#pragma GCC unroll 9
+#pragma GCC unroll 10
   for (int list = 0; list < kLists; ++list) {
     if (!(fetched & bit(list)) || types(list) == DType::kNone) continue;
     const int64_t size = element_size(types(list));
@@ -149,7 +176,7 @@ HD void prefetch(const Walk& walk, const Types& types, unsigned fetched, int64_t
 // Fetches the strip of a whole chunk at element i into L2.
 template <unsigned kFetched, class Types>
 HD void fetch_strip(const ChunkLists& chunk, const Types& types, int64_t i) {
-#pragma GCC unroll 9
+#pragma GCC unroll 10
   for (int list = 0; list < kLists; ++list) {
     if (!(kFetched & bit(list)) || types(list) == DType::kNone) continue;
     const int64_t size = element_size(types(list));
@@ -199,35 +226,125 @@ HD void for_walks(const TableView& view, int64_t begin, int64_t end, const Call&
   }
 }
 
-template <class F, bool kWhole, class Types>
-HD F load(const ChunkLists& lists, const Types& types, int list, int64_t i, int count) {
-  return kWhole ? load_vector<F>(lists.data[list], types(list), i)
-                : load_first<F>(lists.data[list], types(list), i, count);
+// Elements as integers of kBytes.
+template <class F, int kBytes, bool kWhole>
+HD BitsOf<F> load_bits(const char* data, int64_t i, int count) {
+  using Part = typename F::template Part<kBytes>;
+  return kWhole ? Part::load(data + i * kBytes) : Part::load_first(data + i * kBytes, count);
+}
+
+template <class F, int kBytes, bool kWhole>
+HD void store_bits(const BitsOf<F>& bits, char* data, int64_t i, int count) {
+  using Part = typename F::template Part<kBytes>;
+  if (kWhole) {
+    Part::store(data + i * kBytes, bits);
+  } else {
+    Part::store_first(data + i * kBytes, bits, count);
+  }
+}
+
+template <class F, bool kWhole>
+HD F load_plain(const char* data, DType type, int64_t i, int count) {
+  return kWhole ? load_vector<F>(data, type, i) : load_first<F>(data, type, i, count);
 }
 
 template <class F, bool kWhole, class Types>
-HD void store(const F& x, const ChunkLists& lists, const Types& types, int list, int64_t i,
-              int count) {
-  if (kWhole) {
-    store_vector(x, lists.data[list], types(list), i);
+HD F load(const ChunkLists& lists, const Types& types, int list, int64_t i, int count) {
+  const DType type = types(list);
+  char* data = lists.data[list];
+  F x(0.0f);
+  if (list == kParam && is_rest(type)) {
+    const F high = load_plain<F, kWhole>(lists.data[kModel], types(kModel), i, count);
+    with_split(type, [&](auto split) HD_LAMBDA {
+      x = split.join(high, load_bits<F, 2, kWhole>(data, i, count));
+    });
+  } else if (is_state(list) && is_code(type)) {
+    const F scale(lists.scales[list - kState0][i / kBlock]);
+    with_code(type, [&](auto code) HD_LAMBDA {
+      x = code.decode(load_bits<F, 1, kWhole>(data, i, count), scale);
+    });
   } else {
-    store_first(x, lists.data[list], types(list), i, count);
+    x = load_plain<F, kWhole>(data, plain(type), i, count);
+  }
+  return x;
+}
+
+// Of settled values; codes wait for the whole block.
+template <class F, bool kWhole, class Types>
+HD void store(const F (&x)[kLists], const ChunkLists& lists, const Types& types, int list,
+              int64_t i, int count) {
+  const DType type = types(list);
+  char* data = lists.data[list];
+  if (list == kParam && is_rest(type)) {
+    with_split(type, [&](auto split) HD_LAMBDA {
+      store_bits<F, 2, kWhole>(split.rest(x[kParam], x[kModel]), data, i, count);
+    });
+  } else if (is_state(list) && is_code(type)) {
+    return;
+  } else if (kWhole) {
+    store_vector(x[list], data, plain(type), i);
+  } else {
+    store_first(x[list], data, plain(type), i, count);
   }
 }
 
 // Runs the op on `count` elements from i on, a vector of them if kWhole, and stores the lists of
-// kStored. x ends as what the op left.
+// kStored but for codes. x ends as what the op left.
 template <class F, bool kWhole, unsigned kStored, class Op, class Types>
 HD void run_vector(const Op& op, const ChunkLists& lists, const Types& types, int64_t i, int count,
                    F (&x)[kLists]) {
-#pragma GCC unroll 9
+#pragma GCC unroll 10
   for (int list = 0; list < kLists; ++list) {
     x[list] = Op::kReads & bit(list) ? load<F, kWhole>(lists, types, list, i, count) : F(0.0f);
   }
   op(x);
-#pragma GCC unroll 9
+  settle<Op::kWrites>(x, types, lists.random_key, lists.first + i, F::count_up());
+#pragma GCC unroll 10
   for (int list = 0; list < kLists; ++list) {
-    if (kStored & bit(list)) store<F, kWhole>(x[list], lists, types, list, i, count);
+    if (kStored & bit(list)) store<F, kWhole>(x, lists, types, list, i, count);
+  }
+}
+
+// Runs the op on a block, or on the `count` elements that it still has, and stores its states that
+// are codes; take(i, count, whole, x) has each vector with what the op left.
+template <class F, unsigned kStored, bool kWhole, class Op, class Types, class Take>
+HD void run_block(const Op& op, const ChunkLists& lists, const Types& types, int64_t i, int count,
+                  const Take& take) {
+  constexpr int kWidth = F::kWidth;
+  F state[kMaxStates][kBlock / kWidth];
+  typename F::Magnitude largest[kMaxStates];
+  const auto is_kept = [&](int s) HD_LAMBDA {
+    return (kStored & bit(kState0 + s)) && is_code(types(kState0 + s));
+  };
+  const auto run = [&](int v, int n, auto whole) HD_LAMBDA {
+    F x[kLists];
+    run_vector<F, decltype(whole)::value, kStored>(op, lists, types, i + v * kWidth, n, x);
+    for (int s = 0; s < kMaxStates; ++s) {
+      if (!is_kept(s)) continue;
+      // What an op makes of the lanes past the end is no part of the block.
+      state[s][v] = whole ? x[kState0 + s] : keep((1u << n) - 1, x[kState0 + s]);
+      largest[s].include(state[s][v]);
+    }
+    take(i + v * kWidth, n, whole, x);
+  };
+  const int vectors = kWhole ? kBlock / kWidth : count / kWidth;
+  for (int v = 0; v < vectors; ++v) run(v, kWidth, std::true_type());
+  const int rest = kWhole ? 0 : count % kWidth;
+  if (rest > 0) run(vectors, rest, std::false_type());
+  for (int s = 0; s < kMaxStates; ++s) {
+    if (!is_kept(s)) continue;
+    char* data = lists.data[kState0 + s];
+    with_code(types(kState0 + s), [&](auto code) HD_LAMBDA {
+      const float scale = code.scale(largest[s].reduce());
+      lists.scales[s][i / kBlock] = scale;
+      const F encoder(code.encoder(scale));
+      for (int v = 0; v < vectors; ++v)
+        store_bits<F, 1, true>(code.encode(state[s][v], encoder), data, i + v * kWidth, kWidth);
+      if (rest > 0) {
+        const BitsOf<F> codes = code.encode(state[s][vectors], encoder);
+        store_bits<F, 1, false>(codes, data, i + vectors * kWidth, rest);
+      }
+    });
   }
 }
 

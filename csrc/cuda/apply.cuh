@@ -15,7 +15,9 @@
 
 #include <type_traits>
 
+#include "block_reduce.cuh"
 #include "core/ops/op.h"
+#include "core/settle.h"
 #include "kernels.cuh"
 #include "launch.cuh"
 #include "pack.cuh"
@@ -23,12 +25,16 @@
 namespace ampfuse {
 
 // One list of a row, from some element on, as a thread sees it. An absent list has type kNone.
-struct Column {
+// kPacked: its type may be a compact one. Few tables have such, and kernels without them need fewer
+// registers.
+template <bool kPacked>
+struct ListColumn {
+  static constexpr bool kCompact = kPacked;
   char* data = nullptr;
   DType dtype = DType::kNone;
 
-  Column() = default;
-  __device__ Column(const TableView& view, int list, int64_t row, int64_t first) {
+  ListColumn() = default;
+  __device__ ListColumn(const TableView& view, int list, int64_t row, int64_t first) {
     data = static_cast<char*>(view.pointer(list, row));
     if (data == nullptr) return;
     dtype = view.type(list, row);
@@ -37,62 +43,150 @@ struct Column {
 
   // The address of element i, of a list that is there. (Not by element_size(): what it gives for
   // kNone costs registers.)
-  __device__ char* at(int i) const { return global_at(data, fills_word(dtype) ? i * 4 : i * 2); }
+  __device__ char* at(int i) const {
+    const int narrow = kPacked && is_code(dtype) ? i : i * 2;
+    return global_at(data, fills_word(dtype) ? i * 4 : narrow);
+  }
 
   // Packs are aligned for wide accesses. Asked for each pack: to remember it costs a register.
   __device__ bool wide() const { return reinterpret_cast<uintptr_t>(data) % sizeof(uint4) == 0; }
 };
 
+// The lists of a row from element `first` on. What stands behind the columns is of compact types.
+template <class ListColumn>
+struct RowSlice {
+  using Column = ListColumn;
+  Column columns[kLists];
+  float* scales[kMaxStates];
+  int64_t first;
+  uint32_t random_key;
+
+  RowSlice() = default;
+  template <unsigned kUsed>
+  __device__ RowSlice(std::integral_constant<unsigned, kUsed>, const TableView& view, int64_t row,
+                      int64_t start) {
+    // A split master is read and written with the model weight.
+    constexpr unsigned kWith = Column::kCompact && kUsed & bit(kParam) ? bit(kModel) : 0;
+#pragma unroll
+    for (int list = 0; list < kLists; ++list) {
+      if ((kUsed | kWith) & bit(list)) columns[list] = Column(view, list, row, start);
+    }
+    if (!Column::kCompact) return;
+#pragma unroll
+    for (int s = 0; s < kMaxStates; ++s) {
+      if (kUsed & bit(kState0 + s)) scales[s] = view.scale(kState0 + s, row, start);
+    }
+    first = start;
+    random_key = view.coefs[row].random_key;
+  }
+  __device__ DType operator()(int list) const { return columns[list].dtype; }
+};
+
 // One pack of every list of a mask.
-template <unsigned kReads, bool kWhole, int kWidth, class Column>
-__device__ inline void load_packs(const Column (&columns)[kLists], int i, int count,
+template <unsigned kReads, bool kWhole, int kWidth, class Slice>
+__device__ inline void load_packs(const Slice& slice, int i, int count,
                                   Pack<kWidth> (&packs)[kLists]) {
 #pragma unroll
   for (int list = 0; list < kLists; ++list) {
-    if (kReads & bit(list)) packs[list] = load_pack<kWhole, kWidth>(columns[list], i, count);
+    if (kReads & bit(list)) packs[list] = load_pack<kWhole, kWidth>(slice.columns[list], i, count);
+  }
+  if constexpr (Slice::Column::kCompact && (kReads & bit(kParam)) && !(kReads & bit(kModel))) {
+    if (is_rest(slice(kParam)))
+      packs[kModel] = load_pack<kWhole, kWidth>(slice.columns[kModel], i, count);
   }
 }
 
-template <unsigned kReads, int kWidth, class Column>
-__device__ inline void widen_packs(const Column (&columns)[kLists],
+template <unsigned kReads, int kWidth, class Slice>
+__device__ inline void widen_packs(const Slice& slice, int i, int count,
                                    const Pack<kWidth> (&packs)[kLists],
                                    float (&values)[kLists][kWidth]) {
 #pragma unroll
   for (int list = 0; list < kLists; ++list) {
-    if (kReads & bit(list)) widen(packs[list], columns[list].dtype, values[list]);
+    if (!(kReads & bit(list))) continue;
+    const DType type = slice(list);
+    if (!Slice::Column::kCompact || is_plain(plain(type))) {
+      widen(packs[list], plain(type), values[list]);
+    } else if (list == kParam) {
+      widen(packs[kModel], slice(kModel), values[kModel]);
+      with_split(type, [&](auto split) {
+#pragma unroll
+        for (int k = 0; k < kWidth; ++k)
+          values[list][k] = split.join(values[kModel][k], packs[list].template get<2>(k));
+      });
+    } else if (is_state(list) && count > 0) {
+      const float scale = slice.scales[list - kState0][i / kBlock];
+      with_code(type, [&](auto code) {
+#pragma unroll
+        for (int k = 0; k < kWidth; ++k)
+          values[list][k] = code.decode(packs[list].template get<1>(k), scale);
+      });
+    }
   }
 }
 
-template <class Op, int kWidth>
-__device__ void run(const Op& op, float (&values)[kLists][kWidth]) {
+// Runs the op on the pack at element i.
+template <class Op, int kWidth, class Slice>
+__device__ void run(const Op& op, const Slice& slice, int i, float (&values)[kLists][kWidth]) {
 #pragma unroll
   for (int k = 0; k < kWidth; ++k) {
     float x[kLists];
 #pragma unroll
     for (int list = 0; list < kLists; ++list) x[list] = values[list][k];
     op(x);
+    if constexpr (Slice::Column::kCompact)
+      settle<Op::kWrites>(x, slice, slice.random_key, slice.first + i, uint32_t(k));
 #pragma unroll
     for (int list = 0; list < kLists; ++list) values[list][k] = x[list];
   }
 }
 
-template <unsigned kWrites, bool kWhole, int kWidth, class Column>
-__device__ inline void store_packs(const Column (&columns)[kLists], int i, int count,
+// The scale of a block, whose values its threads hold; one of them stores it.
+template <class Code, int kWidth>
+__device__ inline float share_scale(const float (&value)[kWidth], int count, float* to) {
+  constexpr int kThreads = kBlock / kWidth;
+  uint32_t largest = 0;
+#pragma unroll
+  for (int k = 0; k < kWidth; ++k) {
+    const uint32_t magnitude = k < count ? magnitude_of(value[k]) : 0;
+    if (magnitude > largest) largest = magnitude;
+  }
+#pragma unroll
+  for (int offset = kThreads / 2; offset > 0; offset /= 2) {
+    const uint32_t other = __shfl_xor_sync(kWholeWarp, largest, offset);
+    if (other > largest) largest = other;
+  }
+  const float scale = Code::scale(largest);
+  if (threadIdx.x % kThreads == 0 && count > 0) *to = scale;
+  return scale;
+}
+
+template <unsigned kWrites, bool kWhole, int kWidth, class Slice>
+__device__ inline void store_packs(const Slice& slice, int i, int count,
                                    const float (&values)[kLists][kWidth]) {
 #pragma unroll
   for (int list = 0; list < kLists; ++list) {
-    if (kWrites & bit(list)) {
-      store_pack<kWhole>(columns[list], i, count, narrow(values[list], columns[list].dtype));
-    }
-  }
-}
-
-template <unsigned kUsed>
-__device__ inline void find_columns(const TableView& view, int64_t row, int64_t first,
-                                    Column (&columns)[kLists]) {
+    if (!(kWrites & bit(list))) continue;
+    const DType type = slice(list);
+    Pack<kWidth> pack;
+    if (!Slice::Column::kCompact || is_plain(plain(type))) {
+      pack = narrow(values[list], plain(type));
+    } else if (list == kParam) {
+      with_split(type, [&](auto split) {
 #pragma unroll
-  for (int list = 0; list < kLists; ++list) {
-    if (kUsed & bit(list)) columns[list] = Column(view, list, row, first);
+        for (int k = 0; k < kWidth; ++k)
+          pack.template put<2>(k, split.rest(values[kParam][k], values[kModel][k]));
+      });
+    } else if (is_state(list)) {
+      with_code(type, [&](auto code) {
+        float* to = slice.scales[list - kState0] + i / kBlock;
+        const float scale = share_scale<decltype(code)>(values[list], count, to);
+        const float encoder = code.encoder(scale);
+#pragma unroll
+        for (int k = 0; k < kWidth; ++k)
+          pack.template put<1>(k, code.encode(values[list][k], encoder));
+      });
+    }
+    store_pack<kWhole>(slice.columns[list], i, count, pack);
   }
 }
 
@@ -115,96 +209,112 @@ static_assert(kSlice % kTile == 0, "a slice is whole tiles");
 constexpr int kGroup = 4;
 constexpr int kGroups = kPack / kGroup;  // of a thread, in each tile
 
+// The element before which a thread that begins at `start` need not go on. The threads of a warp
+// make the scales of its blocks together, so with compact types they go on together.
+template <class Slice, int kWidth>
+__device__ inline int last_start(int end) {
+  return Slice::Column::kCompact ? end + int(threadIdx.x % kRowLanes) * kWidth : end;
+}
+
 // Runs Op on elements [begin, end) of a row. kWhole: they are whole tiles of aligned lists, which
 // need not ask each group for its alignment and end.
-template <class Op, unsigned kMissing, bool kWhole>
-__device__ inline void apply_tiles(const Op& op, const Column (&columns)[kLists], int begin,
-                                   int end, uint32_t& largest) {
+template <class Op, unsigned kMissing, bool kWhole, class Slice>
+__device__ inline void apply_tiles(const Op& op, const Slice& slice, int begin, int end,
+                                   uint32_t& largest) {
   constexpr unsigned kReads = Op::kReads & ~kMissing, kWrites = Op::kWrites & ~kMissing;
-  for (int start = begin + threadIdx.x * kGroup; start < end; start += kTile) {
+  const int last = last_start<Slice, kGroup>(end);
+  for (int start = begin + threadIdx.x * kGroup; start < last; start += kTile) {
     Pack<kGroup> packs[kGroups][kLists];
 #pragma unroll
     for (int group = 0; group < kGroups; ++group) {
       const int i = start + group * kLanes * kGroup;
-      load_packs<kReads, kWhole>(columns, i, part<kGroup>(i, end), packs[group]);
+      load_packs<kReads, kWhole>(slice, i, part<kGroup>(i, end), packs[group]);
     }
 #pragma unroll
     for (int group = 0; group < kGroups; ++group) {
-      const int i = start + group * kLanes * kGroup;
+      const int i = start + group * kLanes * kGroup, count = part<kGroup>(i, end);
       float values[kLists][kGroup] = {};
-      widen_packs<kReads>(columns, packs[group], values);
+      widen_packs<kReads>(slice, i, count, packs[group], values);
 #pragma unroll
       for (int list = 0; list < kLists; ++list) {
         if (Op::kChecked & bit(list)) include(values[list], largest);
       }
-      run(op, values);
-      store_packs<kWrites, kWhole>(columns, i, part<kGroup>(i, end), values);
+      run(op, slice, i, values);
+      store_packs<kWrites, kWhole>(slice, i, count, values);
     }
   }
 }
 
-// Blocks per multiprocessor to have registers for.
-HD constexpr int updating_blocks(unsigned reads) {
-  const int lists = count_lists(reads);
+// Blocks per multiprocessor to have registers for. Compact types need a few more.
+HD constexpr int updating_blocks(unsigned reads, bool compact) {
+  const int lists = count_lists(reads) + compact;
   return lists <= 3 ? 4 : lists == 4 ? 3 : 2;
 }
 
 // Runs Op on every element of every row, of those with a gradient if it asks for that. If `state`
 // says skip, nothing happens. A non-finite value in a list that Op checks sets *found_inf. No row
-// has a list of `kMissing`.
-template <class Op, unsigned kMissing>
-__global__ void __launch_bounds__(kLanes, updating_blocks(Op::kReads & ~kMissing))
+// has a list of `kMissing`, or, but for kCompact, one of a compact type.
+template <class Op, unsigned kMissing, bool kCompact>
+__global__ void __launch_bounds__(kLanes, updating_blocks(Op::kReads & ~kMissing, kCompact))
     apply_kernel(TableView view, const StepState* state, float a, float b, float* found_inf) {
-  constexpr unsigned kReads = Op::kReads & ~kMissing, kWrites = Op::kWrites & ~kMissing;
+  constexpr unsigned kUsed = (Op::kReads | Op::kWrites) & ~kMissing;
   if (state != nullptr && state->skip != 0) return;
   // Backwards: inspect has just read the gradients forwards, and their end is still in the L2
   // cache.
-  const int64_t slice = int64_t(gridDim.x) - 1 - blockIdx.x;
-  const Chunk chunk = view.chunks[slice / kSlices];
-  const int64_t first = chunk.index * kChunk + slice % kSlices * kSlice;
+  const int64_t part = int64_t(gridDim.x) - 1 - blockIdx.x;
+  const Chunk chunk = view.chunks[part / kSlices];
+  const int64_t first = chunk.index * kChunk + part % kSlices * kSlice;
   const int64_t rest = view.numel[chunk.row] - first;
   if (rest <= 0 || (Op::kGradientRows && !view.has_gradient(chunk.row))) return;
   const int n = rest < kSlice ? int(rest) : kSlice;
 
   const Op op = Op::for_row(view, chunk.row, a, b);
-  Column columns[kLists];
-  find_columns<kReads | kWrites>(view, chunk.row, first, columns);
-
+  const RowSlice<ListColumn<kCompact>> slice(std::integral_constant<unsigned, kUsed>(), view,
+                                             chunk.row, first);
   bool aligned = true;
 #pragma unroll
   for (int list = 0; list < kLists; ++list) {
-    if ((kReads | kWrites) & bit(list)) aligned = aligned && columns[list].wide();
+    if (kUsed & bit(list)) aligned = aligned && slice.columns[list].wide();
   }
   const int whole = aligned ? n - n % kTile : 0;
   uint32_t largest = 0;
-  apply_tiles<Op, kMissing, true>(op, columns, 0, whole, largest);
-  apply_tiles<Op, kMissing, false>(op, columns, whole, n, largest);
+  apply_tiles<Op, kMissing, true>(op, slice, 0, whole, largest);
+  apply_tiles<Op, kMissing, false>(op, slice, whole, n, largest);
   if (Op::kChecked && found_inf != nullptr && largest >= kInfinityBits)
     *found_inf = 1;  // all write the same
 }
 
 // Lists that few optimizers have. A kernel without them needs two thirds of the registers.
-constexpr unsigned kRareLists = bit(kAccumulated) | bit(kState2) | bit(kUnscaled);
+constexpr unsigned kRareLists = bit(kAccumulated) | bit(kState2) | bit(kUnscaled) | bit(kAverage);
 
-// Calls run(missing), an integral_constant of lists that no row of a table with the lists of
-// `present` has: all rare ones among `kUsed`; all but the unscaled gradients, which FP32 training
-// with a GradScaler has; or none.
+// Calls run(missing, compact), two integral_constants. `missing`: lists that no row of the pass
+// has, all rare ones among `kUsed`; all but the unscaled gradients, which FP32 training with a
+// GradScaler has; or none. `compact`: some list is of a compact type.
 template <unsigned kUsed, class Run>
-void with_missing(unsigned present, const Run& run) {
+void with_instance(const DevicePass& pass, const Run& run) {
   constexpr unsigned kRare = kUsed & kRareLists, kBack = kRare & bit(kUnscaled);
-  if (!(present & kRare)) return run(std::integral_constant<unsigned, kRare>());
-  if constexpr (kBack) {
-    if (!(present & kRare & ~kBack)) return run(std::integral_constant<unsigned, kRare & ~kBack>());
+  const std::integral_constant<unsigned, kRare> all;
+  const std::integral_constant<unsigned, 0> none;
+  const bool rare = pass.present & kRare;
+  if constexpr ((kUsed & (bit(kParam) | kStates | bit(kAverage))) != 0) {
+    if (pass.compact & kUsed) {
+      return rare ? run(none, std::true_type()) : run(all, std::true_type());
+    }
   }
-  run(std::integral_constant<unsigned, 0>());
+  if (!rare) return run(all, std::false_type());
+  if constexpr (kBack) {
+    if (!(pass.present & kRare & ~kBack))
+      return run(std::integral_constant<unsigned, kRare & ~kBack>(), std::false_type());
+  }
+  run(none, std::false_type());
 }
 
 template <class Op>
 void apply(const DevicePass& pass) {
   if (pass.view.chunk_count == 0) return;
-  with_missing<Op::kReads | Op::kWrites>(pass.present, [&](auto missing) {
-    launch(Kernel{Op::kName, apply_kernel<Op, missing>}, pass.view.chunk_count * kSlices, kLanes,
-           pass.stream, pass.view, pass.state, pass.a, pass.b, pass.found_inf);
+  with_instance<Op::kReads | Op::kWrites>(pass, [&](auto missing, auto compact) {
+    launch(Kernel{Op::kName, apply_kernel<Op, missing, compact>}, pass.view.chunk_count * kSlices,
+           kLanes, pass.stream, pass.view, pass.state, pass.a, pass.b, pass.found_inf);
   });
 }
 

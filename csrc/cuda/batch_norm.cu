@@ -17,6 +17,7 @@ namespace {
 template <DType kType>
 struct RowPacks {
   static constexpr DType dtype = kType;
+  static constexpr bool kCompact = false;
   char* data;
   bool aligned;
 

@@ -23,11 +23,11 @@ class Counter {
 
   // Counts `number` elements from i on, as Op, which is metered, left them. Zeroes those past the
   // last, which would be measured too.
-  template <class Op, class Column>
-  __device__ void count(const Column (&columns)[kLists], int i, int number,
-                        float (&values)[kLists][kPack]) {
-    const DType model = columns[kModel].dtype, gradient = columns[kGrad].dtype;
-    const DType half = model != DType::kNone ? model : columns[kParam].dtype;
+  template <class Op, class Slice>
+  __device__ void count(const Slice& slice, int i, int number, float (&values)[kLists][kPack]) {
+    const DType model = slice(kModel), param = slice(kParam);
+    const DType half = plain(model != DType::kNone ? model : param);
+    const DType split = Slice::Column::kCompact ? param : DType::kNone;
     unsigned bits = 0;
 #pragma unroll
     for (int k = 0; k < kPack; ++k) {
@@ -38,7 +38,7 @@ class Counter {
       float x[kLists];
 #pragma unroll
       for (int list = 0; list < kLists; ++list) x[list] = values[list][k];
-      const Marks marks = Op::marks(x, half, gradient);
+      const Marks marks = Op::marks(x, half, split, slice(kGrad));
       bits |= marks.changed << k;
       moved_ += marks.moved;
       zero_ += marks.zero;

@@ -151,8 +151,8 @@ size_t lay_out(DeviceColumns& columns, void* memory, const TableView& host) {
   TableView& view = columns.view;
   view = host;
   view.scaled = carver.take<uint8_t>(host.rows);
-  view.data = carver.take<void*>(kLists * host.rows);
-  view.dtype = carver.take<DType>(kLists * host.rows);
+  view.data = carver.take<void*>(kColumns * host.rows);
+  view.dtype = carver.take<DType>(kColumns * host.rows);
   view.hyper_of = carver.take<int32_t>(host.rows);
   view.hyper = carver.take<RowHyper>(host.rows);
   view.numel = carver.take<int64_t>(host.rows);
@@ -240,16 +240,19 @@ void upload(DeviceColumns& columns, const TableView& host, const Changes& change
   const int64_t rows = host.rows;
   Upload upload(columns);
   if (changes.scaled) upload.add(view.scaled, host.scaled, rows);
-  for (int list = 0; list < kLists; ++list) {
+  for (int list = 0; list < kColumns; ++list) {
     if (!(changes.lists & bit(list))) continue;
     void* const* data = host.data + list * rows;
     const bool present = std::any_of(data, data + rows, [](void* p) { return p != nullptr; });
     columns.present = (columns.present & ~bit(list)) | (present ? bit(list) : 0);
     upload.add(view.data + list * rows, data, rows);
   }
-  for (int list = 0; list < kLists; ++list) {
+  for (int list = 0; list < kColumns; ++list) {
     if (!(changes.lists & bit(list))) continue;
-    upload.add(view.dtype + list * rows, host.dtype + list * rows, rows);
+    const DType* dtype = host.dtype + list * rows;
+    const bool plain = std::all_of(dtype, dtype + rows, is_plain);
+    columns.compact = (columns.compact & ~bit(list)) | (plain ? 0 : bit(list));
+    upload.add(view.dtype + list * rows, dtype, rows);
   }
   if (changes.hyper) {
     upload.add(view.hyper_of, host.hyper_of, rows);

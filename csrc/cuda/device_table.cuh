@@ -29,6 +29,7 @@ struct DeviceColumns {
   // Blocks that have arrived, of each row and of the table; zero between launches.
   unsigned* tickets = nullptr;  // [rows + 1]
   unsigned present = 0;         // lists that some row has
+  unsigned compact = 0;         // ... in a compact type
 };
 
 class DeviceTable : public TableCache {
@@ -66,7 +67,9 @@ class TableUse {
   TableUse& operator=(const TableUse&) = delete;
 
   // What a pass over them begins with.
-  DevicePass pass() const { return {columns_.view, columns_.present, columns_.tickets, stream_}; }
+  DevicePass pass() const {
+    return {columns_.view, columns_.present, columns_.compact, columns_.tickets, stream_};
+  }
 
  private:
   DeviceTable& cache_;

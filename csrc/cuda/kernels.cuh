@@ -8,11 +8,11 @@
 
 namespace ampfuse {
 
-// One pass over a table. `present`: lists that some row of it has.
+// One pass over a table.
 struct DevicePass {
   const TableView& view;
-  unsigned present;
-  unsigned* tickets;  // see DeviceColumns
+  unsigned present, compact;  // lists that some row of it has, or has in a compact type
+  unsigned* tickets;          // see DeviceColumns
   cudaStream_t stream;
   const StepState* state = nullptr;  // nothing happens if it says skip
   float a = 1, b = 1;                // what the op takes, see Op::for_row

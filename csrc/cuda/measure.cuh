@@ -29,26 +29,27 @@ HD constexpr int tiles_in_flight(unsigned reads, bool metered) {
 
 // Runs the op on elements [begin, end) and adds the squares of what it measures, each times
 // `rescale`, in the thread's virtual lanes. kWhole: they are whole tiles, kTiles at a time.
-template <class Op, unsigned kMissing, bool kWhole, class Column>
-__device__ inline void add_tiles(const Op& op, const Column (&columns)[kLists], int begin, int end,
+template <class Op, unsigned kMissing, bool kWhole, class Slice>
+__device__ inline void add_tiles(const Op& op, const Slice& slice, int begin, int end,
                                  const float* rescale, float (&lane)[Sums<Op>::kCount][kPack],
                                  Sums<Op>& sums, Counter& counter) {
   constexpr unsigned kReads = Op::kReads & ~kMissing, kWrites = Op::kWrites & ~kMissing;
   constexpr int kTiles = tiles_in_flight(kReads, Op::kMetered);
-  for (int start = begin + threadIdx.x * kPack; start < end; start += kTiles * kTile) {
+  const int last = last_start<Slice, kPack>(end);
+  for (int start = begin + threadIdx.x * kPack; start < last; start += kTiles * kTile) {
     Pack<kPack> packs[kTiles][kLists];
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
       const int i = start + tile * kTile;
-      load_packs<kReads, kWhole>(columns, i, part<kPack>(i, end), packs[tile]);
+      load_packs<kReads, kWhole>(slice, i, part<kPack>(i, end), packs[tile]);
     }
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
-      const int i = start + tile * kTile;
+      const int i = start + tile * kTile, count = part<kPack>(i, end);
       float values[kLists][kPack] = {};
-      widen_packs<kReads>(columns, packs[tile], values);
-      run(op, values);
-      if constexpr (Op::kMetered) counter.count<Op>(columns, i, part<kPack>(i, end), values);
+      widen_packs<kReads>(slice, i, count, packs[tile], values);
+      run(op, slice, i, values);
+      if constexpr (Op::kMetered) counter.count<Op>(slice, i, count, values);
 #pragma unroll
       for (int list = 0; list < kLists; ++list) {
         if (!(Op::kMeasured & bit(list))) continue;
@@ -60,7 +61,7 @@ __device__ inline void add_tiles(const Op& op, const Column (&columns)[kLists], 
           lane[m][k] = fma(square, square, lane[m][k]);
         }
       }
-      store_packs<kWrites, kWhole>(columns, i, part<kPack>(i, end), values);
+      store_packs<kWrites, kWhole>(slice, i, count, values);
     }
   }
 }
@@ -68,21 +69,21 @@ __device__ inline void add_tiles(const Op& op, const Column (&columns)[kLists], 
 // add_tiles() over n elements. A pass that reads one list and writes none would spend a third of
 // its instructions on asking each pack for its type, alignment and end, and is bound by them: whole
 // tiles of an aligned list go through a loop for their type.
-template <class Op, unsigned kMissing>
-__device__ inline Sums<Op> add_squares(const Op& op, const Column (&columns)[kLists], int n,
+template <class Op, unsigned kMissing, class Slice>
+__device__ inline Sums<Op> add_squares(const Op& op, const Slice& slice, int n,
                                        const float* rescale, Counter& counter) {
   constexpr unsigned kReads = Op::kReads & ~kMissing, kWrites = Op::kWrites & ~kMissing;
   constexpr int kCount = Sums<Op>::kCount;
   float lane[kCount][kPack] = {};
   Sums<Op> sums = {};
   int done = 0;
-  if constexpr (count_lists(kReads) == 1 && kWrites == 0) {
+  if constexpr (count_lists(kReads) == 1 && kWrites == 0 && !Slice::Column::kCompact) {
     constexpr int kList = count_lists((kReads & -kReads) - 1);
-    const Column& column = columns[kList];
+    const auto& column = slice.columns[kList];
     constexpr int kStride = tiles_in_flight(kReads, Op::kMetered) * kTile;
     const auto add_whole = [&](auto known) {
-      decltype(known) all[kLists];
-      all[kList].data = column.data;
+      RowSlice<decltype(known)> all;
+      all.columns[kList].data = column.data;
       add_tiles<Op, kMissing, true>(op, all, 0, done, rescale, lane, sums, counter);
     };
     if (column.wide()) {
@@ -91,7 +92,7 @@ __device__ inline Sums<Op> add_squares(const Op& op, const Column (&columns)[kLi
                    [&](auto storage) { add_whole(KnownColumn<decltype(storage)::kType>()); });
     }
   }
-  add_tiles<Op, kMissing, false>(op, columns, done, n, rescale, lane, sums, counter);
+  add_tiles<Op, kMissing, false>(op, slice, done, n, rescale, lane, sums, counter);
 #pragma unroll
   for (int m = 0; m < kCount; ++m) sums.sum[m] = sum_pack(lane[m]);
   return sums;
@@ -99,7 +100,7 @@ __device__ inline Sums<Op> add_squares(const Op& op, const Column (&columns)[kLi
 
 // Measures the block's chunk; its partials are in the table then. Counts in `meter` if the op is
 // metered.
-template <class Op, unsigned kMissing>
+template <class Op, unsigned kMissing, bool kCompact = false>
 __device__ void measure_chunk(const TableView& view, float a, float b, const Meter& meter = {}) {
   constexpr int kCount = Sums<Op>::kCount;
   const Chunk chunk = view.chunks[blockIdx.x];
@@ -114,14 +115,15 @@ __device__ void measure_chunk(const TableView& view, float a, float b, const Met
   const int64_t first = chunk.index * kChunk;
   const int64_t rest = view.numel[chunk.row] - first;
   const int n = rest < kChunk ? int(rest) : int(kChunk);
-  Column columns[kLists];
-  find_columns<(Op::kReads | Op::kWrites) & ~kMissing>(view, chunk.row, first, columns);
+  using Slice = RowSlice<ListColumn<kCompact>>;
+  constexpr unsigned kUsed = (Op::kReads | Op::kWrites) & ~kMissing;
+  const Slice slice(std::integral_constant<unsigned, kUsed>(), view, chunk.row, first);
 
   float rescale[kCount];
   for (int m = 0; m < kCount; ++m) rescale[m] = 1;
   Counter counter;
   if constexpr (Op::kMetered) counter.begin(meter.changed_of(blockIdx.x));
-  const Sums<Op> sums = add_squares<Op, kMissing>(op, columns, n, rescale, counter);
+  const Sums<Op> sums = add_squares<Op, kMissing>(op, slice, n, rescale, counter);
   if constexpr (Op::kMetered) counter.end(uint32_t(n), meter.counts + chunk.row * kMeterCounts);
   uint32_t largest[kCount];
   bool again = false;
@@ -136,9 +138,10 @@ __device__ void measure_chunk(const TableView& view, float a, float b, const Met
   if constexpr (!Op::kMetered) {
     if (!again) return;
     using Again = decltype(op.again());
-    find_columns<Again::kReads & ~kMissing>(view, chunk.row, first, columns);
+    constexpr unsigned kAgain = Again::kReads & ~kMissing;
+    const Slice seen(std::integral_constant<unsigned, kAgain>(), view, chunk.row, first);
     const Sums<Again> rescaled =
-        add_squares<Again, kMissing>(op.again(), columns, n, rescale, counter);
+        add_squares<Again, kMissing>(op.again(), seen, n, rescale, counter);
     for (int m = 0; m < kCount; ++m) {
       const double sum = block_sum(rescaled.sum[m]);
       if (threadIdx.x == 0 && needs_rescaling(largest[m])) {
@@ -151,10 +154,10 @@ __device__ void measure_chunk(const TableView& view, float a, float b, const Met
 
 // Blocks per multiprocessor to have registers for. LAMB's four lists spill with 80 registers, and
 // two blocks of them have 57 KB of loads in flight. A metered op needs about 30 more: three lists
-// spill with 80, six with 128.
-HD constexpr int measuring_blocks(unsigned reads, bool metered) {
+// spill with 80, six with 128, of compact types three.
+HD constexpr int measuring_blocks(unsigned reads, bool metered, bool compact) {
   const int lists = count_lists(reads);
-  if (metered) return lists <= 5 ? 2 : 1;
+  if (metered) return lists <= 5 && !compact ? 2 : 1;
   return lists == 1 ? 4 : lists <= 3 ? 3 : 2;
 }
 
@@ -208,15 +211,16 @@ __device__ inline void finish_row(const TableView& view, int measures, const Row
   if (lane == 0) out.set(m * view.rows + row, norm_of(sum), bits_float(bits));
 }
 
-template <class Op, unsigned kMissing>
-__global__ void __launch_bounds__(kLanes, measuring_blocks(Op::kReads & ~kMissing, Op::kMetered))
+template <class Op, unsigned kMissing, bool kCompact>
+__global__ void __launch_bounds__(kLanes,
+                                  measuring_blocks(Op::kReads & ~kMissing, Op::kMetered, kCompact))
     measure_kernel(TableView view, RowNorms out, unsigned* tickets, const StepState* state,
                    Meter meter) {
   if (state != nullptr && state->skip != 0) return;
   constexpr int kCount = Sums<Op>::kCount;
   finish_empty_rows(view, kCount, out);
   if (blockIdx.x >= view.chunk_count) return;  // a table without elements: one block and no chunk
-  measure_chunk<Op, kMissing>(view, 0, 0, meter);
+  measure_chunk<Op, kMissing, kCompact>(view, 0, 0, meter);
   finish_row(view, kCount, out, tickets);
 }
 
@@ -225,8 +229,8 @@ void measure(const DevicePass& pass) {
   if (pass.view.rows == 0) return;
   // A metered step is rare: two instances are enough.
   constexpr unsigned kOneOf = Op::kMetered ? bit(kUnscaled) : 0;
-  with_missing<(Op::kReads | Op::kWrites) & ~kOneOf>(pass.present, [&](auto missing) {
-    launch(Kernel{Op::kName, measure_kernel<Op, missing>},
+  with_instance<(Op::kReads | Op::kWrites) & ~kOneOf>(pass, [&](auto missing, auto compact) {
+    launch(Kernel{Op::kName, measure_kernel<Op, missing, compact>},
            pass.view.chunk_count > 0 ? pass.view.chunk_count : 1, kLanes, pass.stream, pass.view,
            RowNorms{pass.norms, nullptr}, pass.tickets, pass.state, pass.meter);
   });

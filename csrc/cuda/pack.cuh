@@ -4,6 +4,8 @@
 
 #include <cuda_runtime.h>
 
+#include <type_traits>
+
 #include "core/dtype.h"
 
 namespace ampfuse {
@@ -22,16 +24,33 @@ __device__ inline char* global_at(char* data, int offset) {
 template <DType kType>
 struct KnownColumn {
   static constexpr DType dtype = kType;
+  static constexpr bool kCompact = false;
   char* data = nullptr;
 
   __device__ char* at(int i) const { return global_at(data, i * int(element_size(kType))); }
   __device__ bool wide() const { return true; }
 };
 
-// kWidth elements as they are stored: FP32 fills the words, two half-precision values share one.
+// kWidth elements as they are stored: FP32 fills the words, two half-precision values or four codes
+// share one.
 template <int kWidth>
 struct Pack {
   uint32_t word[kWidth] = {};
+
+  // Element k of those of kSize bytes.
+  template <int kSize>
+  __device__ uint32_t get(int k) const {
+    constexpr int kPerWord = 4 / kSize;
+    const uint32_t bits = word[k / kPerWord] >> 8 * kSize * (k % kPerWord);
+    return kSize == 4 ? bits : bits & ((1u << 8 * kSize % 32) - 1);
+  }
+  // ... which was zero.
+  template <int kSize>
+  __device__ void put(int k, uint32_t bits) {
+    constexpr int kPerWord = 4 / kSize;
+    if (kSize < 4) bits &= (1u << 8 * kSize % 32) - 1;
+    word[k / kPerWord] |= bits << 8 * kSize * (k % kPerWord);
+  }
 };
 
 // How many of kWidth elements from i on are before the end: zero or less past it.
@@ -42,6 +61,7 @@ __device__ inline int part(int i, int end) {
 
 template <int kWords>
 __device__ inline void load_words(const void* address, uint32_t* word) {
+  if (kWords == 1) word[0] = *static_cast<const uint32_t*>(address);
   if (kWords == 2) {
     const uint2 all = *static_cast<const uint2*>(address);
     word[0] = all.x, word[1] = all.y;
@@ -55,11 +75,40 @@ __device__ inline void load_words(const void* address, uint32_t* word) {
 
 template <int kWords>
 __device__ inline void store_words(void* address, const uint32_t* word) {
+  if (kWords == 1) *static_cast<uint32_t*>(address) = word[0];
   if (kWords == 2) *static_cast<uint2*>(address) = make_uint2(word[0], word[1]);
 #pragma unroll
   for (int w = 0; w + 4 <= kWords; w += 4) {
     static_cast<uint4*>(address)[w / 4] =
         make_uint4(word[w], word[w + 1], word[w + 2], word[w + 3]);
+  }
+}
+
+// The integer of kSize bytes.
+template <int kSize>
+struct Element;
+template <>
+struct Element<4> {
+  using type = uint32_t;
+};
+template <>
+struct Element<2> {
+  using type = uint16_t;
+};
+template <>
+struct Element<1> {
+  using type = uint8_t;
+};
+
+// Calls run(size), an integral_constant, of the elements of a column that is there.
+template <class Column, class Run>
+__device__ inline void with_size(const Column& column, const Run& run) {
+  if (fills_word(column.dtype)) {
+    run(std::integral_constant<int, 4>());
+  } else if (Column::kCompact && is_code(column.dtype)) {
+    run(std::integral_constant<int, 1>());
+  } else {
+    run(std::integral_constant<int, 2>());
   }
 }
 
@@ -70,27 +119,18 @@ __device__ inline Pack<kWidth> load_pack(const Column& column, int i, int count)
   Pack<kWidth> pack;
   if (column.dtype == DType::kNone) return pack;
   const bool whole = kWhole || (column.wide() && count == kWidth);
-  if (fills_word(column.dtype)) {
+  with_size(column, [&](auto size) {
+    constexpr int kSize = decltype(size)::value;
     if (whole) {
-      load_words<kWidth>(column.at(i), pack.word);
+      load_words<kWidth * kSize / 4>(column.at(i), pack.word);
     } else {
-      const uint32_t* data = reinterpret_cast<const uint32_t*>(column.at(i));
+      const auto* data = reinterpret_cast<const typename Element<kSize>::type*>(column.at(i));
 #pragma unroll
       for (int k = 0; k < kWidth; ++k) {
-        if (k < count) pack.word[k] = data[k];
+        if (k < count) pack.template put<kSize>(k, data[k]);
       }
     }
-  } else {
-    if (whole) {
-      load_words<kWidth / 2>(column.at(i), pack.word);
-    } else {
-      const uint16_t* data = reinterpret_cast<const uint16_t*>(column.at(i));
-#pragma unroll
-      for (int k = 0; k < kWidth; ++k) {
-        if (k < count) pack.word[k / 2] |= uint32_t(data[k]) << 16 * (k % 2);
-      }
-    }
-  }
+  });
   return pack;
 }
 
@@ -99,45 +139,28 @@ __device__ inline void store_pack(const Column& column, int i, int count,
                                   const Pack<kWidth>& pack) {
   if (column.dtype == DType::kNone) return;
   const bool whole = kWhole || (column.wide() && count == kWidth);
-  if (fills_word(column.dtype)) {
+  with_size(column, [&](auto size) {
+    constexpr int kSize = decltype(size)::value;
     if (whole) {
-      store_words<kWidth>(column.at(i), pack.word);
+      store_words<kWidth * kSize / 4>(column.at(i), pack.word);
     } else {
-      uint32_t* data = reinterpret_cast<uint32_t*>(column.at(i));
+      auto* data = reinterpret_cast<typename Element<kSize>::type*>(column.at(i));
 #pragma unroll
       for (int k = 0; k < kWidth; ++k) {
-        if (k < count) data[k] = pack.word[k];
+        if (k < count) data[k] = typename Element<kSize>::type(pack.template get<kSize>(k));
       }
     }
-  } else {
-    if (whole) {
-      store_words<kWidth / 2>(column.at(i), pack.word);
-    } else {
-      uint16_t* data = reinterpret_cast<uint16_t*>(column.at(i));
-#pragma unroll
-      for (int k = 0; k < kWidth; ++k) {
-        if (k < count) data[k] = uint16_t(pack.word[k / 2] >> 16 * (k % 2));
-      }
-    }
-  }
+  });
 }
-
-// Element k of a pack is in word k / (elements a word).
-template <class Storage>
-constexpr int kPerWord = int(sizeof(uint32_t) / sizeof(typename Storage::Stored));
-template <class Storage>
-constexpr int kBits = 8 * int(sizeof(typename Storage::Stored));
 
 // Leaves the values of an absent list as they are: zero.
 template <int kWidth>
 __device__ inline void widen(const Pack<kWidth>& pack, DType dtype, float (&value)[kWidth]) {
   with_storage(dtype, [&](auto storage) {
-    using S = decltype(storage);
+    using Stored = typename decltype(storage)::Stored;
 #pragma unroll
-    for (int k = 0; k < kWidth; ++k) {
-      const uint32_t word = pack.word[k / kPerWord<S>];
-      value[k] = S::widen(typename S::Stored(word >> kBits<S> * (k % kPerWord<S>)));
-    }
+    for (int k = 0; k < kWidth; ++k)
+      value[k] = storage.widen(Stored(pack.template get<sizeof(Stored)>(k)));
   });
 }
 
@@ -145,11 +168,9 @@ template <int kWidth>
 __device__ inline Pack<kWidth> narrow(const float (&value)[kWidth], DType dtype) {
   Pack<kWidth> pack;
   with_storage(dtype, [&](auto storage) {
-    using S = decltype(storage);
+    using Stored = typename decltype(storage)::Stored;
 #pragma unroll
-    for (int k = 0; k < kWidth; ++k) {
-      pack.word[k / kPerWord<S>] |= uint32_t(S::narrow(value[k])) << kBits<S> * (k % kPerWord<S>);
-    }
+    for (int k = 0; k < kWidth; ++k) pack.template put<sizeof(Stored)>(k, storage.narrow(value[k]));
   });
   return pack;
 }

@@ -55,6 +55,14 @@ std::map<std::string, std::vector<std::string>> algorithm_states() {
   return states;
 }
 
+std::vector<std::string> packable_algorithms() {
+  std::vector<std::string> names;
+  for (const AlgorithmInfo& info : algorithms()) {
+    if (info.packable) names.push_back(info.name);
+  }
+  return names;
+}
+
 std::vector<std::string> cuda_archs() {
   std::vector<std::string> archs;
   std::istringstream list(AMPFUSE_CUDA_ARCHS);
@@ -102,6 +110,17 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         "(norm over all, norm of each or an empty tensor), float32, of tensors * inv_scale.");
   m.def("algorithms", algorithm_states,
         "{name of an algorithm: names of its states, in the order of ParamTable.set_states}.");
+  m.def("packable_algorithms", packable_algorithms, "Those whose states may be codes of 8 bits.");
+  m.def("join_master", join_master, py::arg("model"), py::arg("rest"), py::arg("out"),
+        "out (float32) = the split master whose weight is model and whose rest is rest (int16).");
+  m.def("split_master", split_master, py::arg("master"), py::arg("model"), py::arg("rest"),
+        "The other way: model is written too.");
+  m.def("decode_state", decode_state, py::arg("algorithm"), py::arg("state"), py::arg("codes"),
+        py::arg("scales"), py::arg("out"),
+        "out (float32) = the state, by its place, that uint8 codes with float32 scales hold.");
+  m.def("encode_state", encode_state, py::arg("algorithm"), py::arg("state"), py::arg("value"),
+        py::arg("codes"), py::arg("scales"), "The other way.");
+  m.attr("block") = int(kBlock);
   m.def("step", step, py::arg("algorithm"), py::arg("grads"), py::arg("params"), py::arg("models"),
         py::arg("states"), py::arg("updates"), py::arg("steps"), py::arg("norm_averages"),
         py::arg("lr_tensor"), py::arg("values"), py::arg("loss_scale"), py::arg("found_inf"),
@@ -139,12 +158,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                          "The rows of one optimizer; see param_table.h.")
       .def(py::init<const std::string&, at::Device>(), py::arg("algorithm"), py::arg("device"))
       .def("add_row", &ParamTable::add_row, py::arg("param"), py::arg("model"), py::arg("name"),
-           py::arg("model_version") = 0)
+           py::arg("model_version") = 0, py::arg("at_random") = false)
       .def("__len__", &ParamTable::rows)
       .def("param", &ParamTable::param, py::arg("row"))
       .def("model", &ParamTable::model, py::arg("row"))
       .def("name", &ParamTable::name, py::arg("row"))
-      .def("set_states", &ParamTable::set_states, py::arg("row"), py::arg("states"))
+      .def("set_states", &ParamTable::set_states, py::arg("row"), py::arg("states"),
+           py::arg("scales") = ParamTable::Tensors(), py::arg("average") = py::none())
       .def("steps", &ParamTable::steps)
       .def("norm_averages", &ParamTable::norm_averages)
       .def("set_hyper", &ParamTable::set_hyper, py::arg("begin"), py::arg("end"),

@@ -36,7 +36,8 @@ void ParamTable::map_masters(MapOp op, const std::vector<int64_t>& rows) {
 void ParamTable::refresh_masters(bool all) {
   std::vector<int64_t> edited;
   for (int64_t i = 0; i < rows(); ++i) {
-    if (all ? rows_[i].model.defined() : rows_[i].was_edited()) edited.push_back(i);
+    const Row& row = rows_[i];
+    if (all ? row.model.defined() && !row.is_split : row.was_edited()) edited.push_back(i);
   }
   map_masters(MapOp::of<RefreshOp>(), edited);
 }
@@ -44,7 +45,7 @@ void ParamTable::refresh_masters(bool all) {
 void ParamTable::publish_masters() {
   std::vector<int64_t> mastered;
   for (int64_t i = 0; i < rows(); ++i) {
-    if (rows_[i].model.defined()) mastered.push_back(i);
+    if (rows_[i].model.defined() && !rows_[i].is_split) mastered.push_back(i);
   }
   map_masters(MapOp::of<PublishOp>(), mastered);
 }

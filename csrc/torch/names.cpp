@@ -26,6 +26,8 @@ RowHyper hyper_of(const std::map<std::string, double>& values) {
       {"lr_decay", &RowHyper::lr_decay},
       {"trust_coefficient", &RowHyper::trust_coefficient},
       {"trust_eps", &RowHyper::trust_eps},
+      {"ema_decay", &RowHyper::ema_decay},
+      {"seed", &RowHyper::seed},
   };
   static const std::map<std::string, HyperFlag> flags = {
       {"maximize", kMaximize},       {"nesterov", kNesterov},          {"decoupled", kDecoupled},

@@ -31,10 +31,12 @@ ParamTable::ParamTable(const std::string& algorithm, at::Device device)
 }
 
 int64_t ParamTable::add_row(at::Tensor param, std::optional<at::Tensor> model, std::string name,
-                            int64_t model_version) {
+                            int64_t model_version, bool at_random) {
   Row row;
   row.name = std::move(name);
-  dtype_of(param, row.name);
+  row.is_split = model && param.scalar_type() == at::kShort;
+  row.rounds_at_random = at_random && !model && param.scalar_type() == at::kBFloat16;
+  dtype_of(row.is_split ? *model : param, row.name);
   for (const at::Tensor& tensor : {param, model.value_or(param)}) {
     TORCH_CHECK_TYPE(tensor.layout() == at::kStrided, row.name,
                      " is sparse; ampfuse steps dense parameters");
@@ -87,22 +89,40 @@ float* ParamTable::row_norms(NormColumn column) {
   return norms_.data_ptr<float>() + column * norms_.size(1);
 }
 
-void ParamTable::set_states(int64_t index,
-                            const std::optional<std::vector<std::optional<at::Tensor>>>& states) {
+void ParamTable::set_states(int64_t index, const std::optional<Tensors>& states,
+                            const Tensors& scales, const std::optional<at::Tensor>& average) {
   Row& row = rows_.at(index);
   row.has_states = states.has_value();
   const size_t count = states ? states->size() : 0;
-  TORCH_CHECK_VALUE(count <= kMaxStates, "a row has at most three states");
+  TORCH_CHECK_VALUE(count <= kMaxStates && scales.size() <= count,
+                    "a row has at most three states");
+  const auto check = [&](const at::Tensor& tensor, const auto&... what) {
+    TORCH_CHECK(
+        !tensor.defined() || (tensor.strides() == row.param.strides() &&
+                              tensor.sizes() == row.param.sizes() && tensor.device() == device_),
+        what..., " of ", row.name, " has to be on ", device_, " and laid out as the parameter");
+  };
   for (size_t i = 0; i < kMaxStates; ++i) {
     const at::Tensor state = i < count && (*states)[i] ? *(*states)[i] : at::Tensor();
-    TORCH_CHECK(!state.defined() ||
-                    (state.scalar_type() == at::kFloat && state.strides() == row.param.strides() &&
-                     state.sizes() == row.param.sizes() && state.device() == device_),
-                "state ", i, " of ", row.name, " has to be float32, on ", device_,
-                " and laid out as the parameter");
+    const at::Tensor scale = i < scales.size() && scales[i] ? *scales[i] : at::Tensor();
+    check(state, "state ", i);
+    const bool is_code = state.defined() && state.scalar_type() == at::kByte;
+    TORCH_CHECK(!is_code || info(algorithm_).packable, info(algorithm_).name,
+                " keeps no states in 8 bits");
+    TORCH_CHECK(is_code == scale.defined() &&
+                    (!is_code || (scale.numel() == blocks_of(state.numel()) &&
+                                  scale.scalar_type() == at::kFloat && scale.is_contiguous() &&
+                                  scale.device() == device_)),
+                "state ", i, " of ", row.name, " needs float32 scales on ", device_,
+                " where it is uint8, one for each ", kBlock, " elements");
     row.states[i] = state;
+    row.scales[i] = scale;
     set(kState0 + int(i), index, state);
+    set(kScale0 + int(i), index, scale);
   }
+  row.average = average.value_or(at::Tensor());
+  check(row.average, "the average");
+  set(kAverage, index, row.average);
 }
 
 void ParamTable::set_hyper(int64_t begin, int64_t end, const std::optional<at::Tensor>& lr_tensor,
@@ -135,16 +155,31 @@ Table& ParamTable::table() {
     const Row& row = rows_[i];
     set(kParam, i, row.param);
     set(kModel, i, row.model);
-    for (int state = 0; state < kMaxStates; ++state) set(kState0 + state, i, row.states[state]);
+    for (int state = 0; state < kMaxStates; ++state) {
+      set(kState0 + state, i, row.states[state]);
+      set(kScale0 + state, i, row.scales[state]);
+    }
+    set(kAverage, i, row.average);
   }
   return *table_;
+}
+
+DType ParamTable::type_in(int list, int64_t index, const at::Tensor& tensor) const {
+  const Row& row = rows_[index];
+  const bool is_random = is_state(list) || (list == kParam && row.rounds_at_random);
+  if (is_random && tensor.scalar_type() == at::kBFloat16) return DType::kRandomBFloat16;
+  if (list == kParam && row.is_split)
+    return row.model.scalar_type() == at::kHalf ? DType::kRestFloat16 : DType::kRestBFloat16;
+  if (is_state(list) && tensor.scalar_type() == at::kByte)
+    return info(algorithm_).unsigned_states & bit(list) ? DType::kUnsigned8 : DType::kSigned8;
+  return dtype_of(tensor, row.name);
 }
 
 void ParamTable::set(int list, int64_t row, const at::Tensor& tensor) {
   static char no_elements;  // null would say that the row has no such list, and so no gradient
   if (tensor.defined()) {
     void* data = tensor.numel() > 0 ? tensor.data_ptr() : &no_elements;
-    table().set(list, row, data, dtype_of(tensor, rows_[row].name));
+    table().set(list, row, data, type_in(list, row, tensor));
   } else {
     table().set(list, row, nullptr, DType::kNone);
   }

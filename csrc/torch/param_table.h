@@ -23,17 +23,21 @@ class ParamTable {
   // gradients only.
   ParamTable(const std::string& algorithm, at::Device device);
 
-  // Appends a row. `model` is the half weight beside an FP32 `param`, or nothing; `model_version`
-  // the version of it that the master has followed. Returns the row's index.
+  // Appends a row. `model` is the half weight beside an FP32 `param`, or beside the int16 rest of a
+  // split master, or nothing; `model_version` the version of it that the master has followed;
+  // `at_random`: a BF16 parameter is rounded so. Returns the row's index.
   int64_t add_row(at::Tensor param, std::optional<at::Tensor> model, std::string name,
-                  int64_t model_version);
+                  int64_t model_version, bool at_random);
   int64_t rows() const { return int64_t(rows_.size()); }
   at::Tensor param(int64_t row) const { return rows_.at(row).param; }
   std::optional<at::Tensor> model(int64_t row) const;
 
-  // States in the order of the core's kState0..2; FP32, laid out as the parameter. Nothing: the row
-  // has none yet.
-  void set_states(int64_t row, const std::optional<std::vector<std::optional<at::Tensor>>>& states);
+  // States in the order of the core's kState0..2, laid out as the parameter: FP32, BF16 (rounded at
+  // random), or uint8 codes, whose float32 `scales` then stand in the same place. Nothing: the row
+  // has none yet. `average`: FP32, where there is a moving average.
+  using Tensors = std::vector<std::optional<at::Tensor>>;
+  void set_states(int64_t row, const std::optional<Tensors>& states, const Tensors& scales,
+                  const std::optional<at::Tensor>& average);
   at::Tensor steps();          // float32 [rows], device
   at::Tensor norm_averages();  // float32 [rows], device: NovoGrad's second moments
 
@@ -101,6 +105,7 @@ class ParamTable {
   enum NormColumn { kGradNorm, kGradLargest, kParamNorm, kNormColumns };
 
   Table& table();
+  DType type_in(int list, int64_t row, const at::Tensor& tensor) const;
   void set(int list, int64_t row, const at::Tensor& tensor);
   void follow_storage(int64_t row);
   void set_gradient(int64_t row, const at::Tensor& grad, bool scaled, const at::Tensor& accumulated,

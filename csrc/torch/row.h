@@ -39,8 +39,9 @@ struct Contents : Identity {
 };
 
 struct Row {
+  // Of a split master `param` is the rest, int16. States are FP32, BF16 or codes with their scales.
   at::Tensor param, model;
-  at::Tensor states[kMaxStates];
+  at::Tensor states[kMaxStates], scales[kMaxStates], average;
   at::Tensor accumulated;
   at::Tensor copied_grad;  // the gradient in the parameter's layout, if it has another
   std::string name;
@@ -51,13 +52,15 @@ struct Row {
   bool has_states = false;
   bool has_grad = false;  // the current pass reads one
   bool is_contiguous = false;
-  bool unscales = false;  // the update of this step unscales the gradient in place
+  bool is_split = false;
+  bool rounds_at_random = false;  // the parameter, in BF16
+  bool unscales = false;          // the update of this step unscales the gradient in place
   Identity pending, spent;
   Contents inspected;
 
-  // By somebody else, since the master last matched it.
+  // By somebody else, since the master last matched it. A split master has followed by itself.
   bool was_edited() const {
-    return model.defined() &&
+    return model.defined() && !is_split &&
            (version_of(model) != model_version || model.data_ptr() != model_data);
   }
   void match_model() {

@@ -265,6 +265,72 @@ void layerwise(const TensorList& grads, const TensorList& params, double lr,
   bump_versions(grads);
 }
 
+namespace {
+
+struct Placed {
+  int list;
+  DType type;
+  const at::Tensor& tensor;
+};
+
+void convert(MapOp op, std::initializer_list<Placed> lists) {
+  const at::Tensor& first = lists.begin()->tensor;
+  Table table({first.numel()});
+  for (const auto& [list, type, tensor] : lists) {
+    TORCH_CHECK_VALUE(tensor.device() == first.device(), "tensors of one state are on ",
+                      tensor.device(), " and ", first.device());
+    TORCH_CHECK_VALUE(list >= kScale0
+                          ? tensor.numel() == blocks_of(first.numel())
+                          : tensor.sizes() == first.sizes() && tensor.strides() == first.strides(),
+                      "tensors of one state have shapes ", tensor.sizes(), " and ", first.sizes());
+    TORCH_CHECK_TYPE(tensor.element_size() == element_size(type), "a tensor of a state is ",
+                     tensor.scalar_type());
+    table.set(list, 0, tensor.data_ptr(), type);
+  }
+  const DeviceScope scope(first.device());
+  scope.backend().map(table, op, {}, scope.stream());
+  for (const Placed& placed : lists) bump_version(placed.tensor);
+}
+
+DType rest_of(const at::Tensor& model) {
+  return dtype_of(model, "the weight") == DType::kFloat16 ? DType::kRestFloat16
+                                                          : DType::kRestBFloat16;
+}
+
+DType code_of(const std::string& algorithm, int64_t state) {
+  const bool is_unsigned =
+      info(algorithm_of(algorithm)).unsigned_states & bit(kState0 + int(state));
+  return is_unsigned ? DType::kUnsigned8 : DType::kSigned8;
+}
+
+}  // namespace
+
+void join_master(const at::Tensor& model, const at::Tensor& rest, const at::Tensor& out) {
+  convert(MapOp::of<JoinOp>(), {{kParam, rest_of(model), rest},
+                                {kModel, dtype_of(model), model},
+                                {kTarget, DType::kFloat32, out}});
+}
+
+void split_master(const at::Tensor& master, const at::Tensor& model, const at::Tensor& rest) {
+  convert(MapOp::of<SplitOp>(), {{kParam, rest_of(model), rest},
+                                 {kModel, dtype_of(model), model},
+                                 {kSource, DType::kFloat32, master}});
+}
+
+void decode_state(const std::string& algorithm, int64_t state, const at::Tensor& codes,
+                  const at::Tensor& scales, const at::Tensor& out) {
+  convert(MapOp::of<DecodeOp>(), {{kState0, code_of(algorithm, state), codes},
+                                  {kScale0, DType::kFloat32, scales},
+                                  {kTarget, DType::kFloat32, out}});
+}
+
+void encode_state(const std::string& algorithm, int64_t state, const at::Tensor& value,
+                  const at::Tensor& codes, const at::Tensor& scales) {
+  convert(MapOp::of<EncodeOp>(), {{kState0, code_of(algorithm, state), codes},
+                                  {kScale0, DType::kFloat32, scales},
+                                  {kSource, DType::kFloat32, value}});
+}
+
 void update_scale(const at::Tensor& scale, const at::Tensor& growth_tracker,
                   const at::Tensor& hysteresis_tracker, const TensorList& found_infs,
                   double growth_factor, double backoff_factor, int64_t growth_interval,

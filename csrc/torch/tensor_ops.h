@@ -39,6 +39,15 @@ void layerwise(const TensorList& grads, const TensorList& params, double lr,
                const std::optional<at::Tensor>& lr_tensor, double weight_decay,
                double trust_coefficient, double eps, bool clip);
 
+// Between FP32 values and compact storage; see core/compact.h. All tensors are laid out alike, and
+// scales are one for each kBlock elements.
+void join_master(const at::Tensor& model, const at::Tensor& rest, const at::Tensor& out);
+void split_master(const at::Tensor& master, const at::Tensor& model, const at::Tensor& rest);
+void decode_state(const std::string& algorithm, int64_t state, const at::Tensor& codes,
+                  const at::Tensor& scales, const at::Tensor& out);
+void encode_state(const std::string& algorithm, int64_t state, const at::Tensor& value,
+                  const at::Tensor& codes, const at::Tensor& scales);
+
 // The loss-scale rule over the OR of `found_infs`; see step_state.h. A static scale passes dynamic
 // = false.
 void update_scale(const at::Tensor& scale, const at::Tensor& growth_tracker,

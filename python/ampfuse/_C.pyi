@@ -144,6 +144,23 @@ def update_scale(
 
 # --- the rows of an optimizer ---
 
+def packable_algorithms() -> list[str]:
+    """Those of `algorithms` whose states may be codes of 8 bits."""
+
+block: int  # elements that share a scale
+
+def join_master(model: Tensor, rest: Tensor, out: Tensor) -> None:
+    """out (float32) = the split master whose weight is `model` and whose rest is `rest`, int16."""
+
+def split_master(master: Tensor, model: Tensor, rest: Tensor) -> None:
+    """The other way: `model` is written too. Tensors of one master are laid out alike."""
+
+def decode_state(algorithm: str, state: int, codes: Tensor, scales: Tensor, out: Tensor) -> None:
+    """out (float32) = the state, by its place, that uint8 `codes` with float32 `scales` hold."""
+
+def encode_state(algorithm: str, state: int, value: Tensor, codes: Tensor, scales: Tensor) -> None:
+    """The other way; rounds."""
+
 def empty_laid_out_as(like: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """An uninitialized tensor laid out in memory as `like`, to live long.
 
@@ -184,12 +201,18 @@ class ParamTable:
         """
 
     def add_row(
-        self, param: Tensor, model: Tensor | None, name: str, model_version: int = 0
+        self,
+        param: Tensor,
+        model: Tensor | None,
+        name: str,
+        model_version: int = 0,
+        at_random: bool = False,
     ) -> int:
         """Appends a row and returns its index.
 
-        `model` is the half weight beside the FP32 master `param`; `model_version` the version of it
-        that the master has followed. RuntimeError or TypeError, naming the row, for tensors that
+        `model` is the half weight beside the FP32 master `param`, or beside what it leaves of a
+        split one, int16; `model_version` the version of it that the master has followed;
+        `at_random`: a BF16 parameter is rounded stochastically. RuntimeError or TypeError, naming the row, for tensors that
         the kernels cannot walk.
         """
 
@@ -197,10 +220,18 @@ class ParamTable:
     def param(self, row: int) -> Tensor: ...
     def model(self, row: int) -> Tensor | None: ...
     def name(self, row: int) -> str: ...
-    def set_states(self, row: int, states: Sequence[Tensor | None] | None) -> None:
-        """At most three FP32 tensors, laid out as the parameter, in the kernel's order.
+    def set_states(
+        self,
+        row: int,
+        states: Sequence[Tensor | None] | None,
+        scales: Sequence[Tensor | None] = (),
+        average: Tensor | None = None,
+    ) -> None:
+        """At most three tensors, laid out as the parameter, in the kernel's order.
 
-        None: the row has no states yet, and `collect` says so when it has a gradient.
+        float32; bfloat16, rounded stochastically; or uint8 codes, with their float32 `scales`, one
+        for each `block` elements. None: the row has no states yet, and `collect` says so when it
+        has a gradient. `average` (float32): the moving average of the parameter.
         """
 
     def steps(self) -> Tensor:
@@ -220,8 +251,9 @@ class ParamTable:
         """Hyper-parameters of rows begin..end by name; those not named are zero and off.
 
         Numbers: lr, weight_decay, momentum, dampening, beta1, beta2, eps, lr_decay,
-        trust_coefficient, trust_eps. Flags: maximize, nesterov, decoupled, uncorrected, unaveraged,
-        late_decay, trust_all, infinity_norm, init_zero, layerwise, clipped_ratio;
+        trust_coefficient, trust_eps, ema_decay, seed. Flags: maximize, nesterov, decoupled,
+        uncorrected, unaveraged, late_decay, trust_all, infinity_norm, init_zero, layerwise,
+        clipped_ratio;
         csrc/core/hyper.h says what each does. `lr_tensor` (float32, device) replaces lr.
         `schedule` (float64 vectors of one length on the device; any of lr, weight_decay, momentum,
         beta1, beta2) replaces both: element ``schedule_step`` of the step's state holds for the

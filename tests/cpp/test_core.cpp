@@ -81,6 +81,36 @@ RowSpec gradient_row(int64_t numel, DType type, bool scaled = false) {
   return row;
 }
 
+// A row whose lists are of compact types: split masters, codes, random rounding, and an average.
+RowSpec compact_row(const AlgorithmInfo& info, int64_t numel, int variant) {
+  RowSpec row = optimizer_row(numel, variant);
+  row.hyper.seed = variant % 5;
+  row.hyper.ema_decay = 0.9;
+  if (variant % 3 != 1) row.types[kAverage] = kF32;
+  if (row.types[kModel] == kF16) row.types[kParam] = variant % 2 ? DType::kRestFloat16 : kF32;
+  if (row.types[kModel] == kBF16) row.types[kParam] = variant % 2 ? DType::kRestBFloat16 : kF32;
+  if (row.types[kParam] == kBF16 && row.types[kModel] == kAbsent)
+    row.types[kParam] = DType::kRandomBFloat16;
+  for (const List list : {kState0, kState1, kState2}) {
+    if (row.types[list] == kAbsent) continue;
+    if (variant % 4 == 1) row.types[list] = DType::kRandomBFloat16;
+    if (variant % 4 >= 2 && info.packable)
+      row.types[list] = info.unsigned_states & bit(list) ? DType::kUnsigned8 : DType::kSigned8;
+  }
+  return row;
+}
+
+std::vector<RowSpec> compact_rows(const AlgorithmInfo& info) {
+  std::vector<RowSpec> rows;
+  int variant = 0;
+  for (const int64_t n : seam_sizes()) rows.push_back(compact_row(info, n, variant++));
+  // Every kind at a vector, a block and a chunk, each with its neighbours.
+  for (const int64_t seam : {int64_t(16), int64_t(kBlock), int64_t(kTile), kChunk / 4, kChunk}) {
+    for (int i = 0; i < 24; ++i) rows.push_back(compact_row(info, seam - 1 + i % 3, variant++));
+  }
+  return rows;
+}
+
 constexpr float kInf = __builtin_inff(), kNan = __builtin_nanf("");
 
 }  // namespace
@@ -88,7 +118,7 @@ constexpr float kInf = __builtin_inff(), kNan = __builtin_nanf("");
 // --- steps ---------------------------------------------------------------------------------------
 
 TEST(steps) {
-  for (const auto& [algorithm, name, states, grad_norms] : algorithms()) {
+  for (const auto& [algorithm, name, states, of_squares, packable, grad_norms] : algorithms()) {
     Pair pair(optimizer_rows());
     for (unsigned step = 0; step < 3; ++step) {
       pair.both([&](World& world) {
@@ -96,6 +126,28 @@ TEST(steps) {
         world.step(algorithm, step == 1 ? 0.0 : 0.5);
       });
       pair.expect_same();
+    }
+  }
+}
+
+TEST(compact_steps) {
+  for (const AlgorithmInfo& info : algorithms()) {
+    if (info.states.empty() || info.algorithm == Algorithm::of<LambUpdateOp>()) continue;
+    const std::vector<RowSpec> rows = compact_rows(info);
+    Pair pair(rows);
+    World before(false, rows);
+    for (unsigned step = 0; step < 4; ++step) {
+      pair.both([&](World& world) {
+        new_gradients(world, 10 + step);
+        if (step == 0) world.set(40, kGrad, 0, kNan);
+        world.step(info.algorithm, step == 1 ? 0.0 : 0.5);
+      });
+      pair.expect_same();
+      if (step > 0) continue;  // the first was skipped
+      for (int64_t row = 0; row < before.rows(); ++row) {
+        for (int list = kParam; list < kColumns; ++list)
+          EXPECT(pair.cpu.values(row, list) == before.values(row, list), row, " ", list);
+      }
     }
   }
 }
@@ -120,10 +172,12 @@ struct Metering {
 
 // Bits as without, and what is counted is the same on both backends; an overflow counts nothing.
 TEST(metered_steps) {
-  for (const auto& [algorithm, name, states, grad_norms] : algorithms()) {
+  for (const auto& [algorithm, name, states, of_squares, packable, grad_norms] : algorithms()) {
     if (states.empty() || std::strcmp(name, "lamb_update") == 0) continue;  // steps no parameter
-    Pair pair(optimizer_rows());
-    World plain(false, optimizer_rows());
+    std::vector<RowSpec> rows = compact_rows(info(algorithm));
+    for (const RowSpec& row : optimizer_rows()) rows.push_back(row);
+    Pair pair(rows);
+    World plain(false, rows);
     for (unsigned step = 0; step < 3; ++step) {
       Metering cpu(pair.cpu), gpu(pair.gpu);
       for (World* world : {&pair.cpu, &pair.gpu, &plain}) {
@@ -210,7 +264,7 @@ TEST(many_rows) {
 
 TEST(no_rows) {
   for (const auto& rows : {std::vector<RowSpec>(), std::vector<RowSpec>{optimizer_row(0, 0)}}) {
-    for (const auto& [algorithm, name, states, grad_norms] : algorithms()) {
+    for (const auto& [algorithm, name, states, of_squares, packable, grad_norms] : algorithms()) {
       Pair pair(rows);
       pair.both([&](World& world) { world.step(algorithm); });
       pair.expect_same();
@@ -221,7 +275,7 @@ TEST(no_rows) {
 
 // In place, and not clipped. `mixed`: beside rows that have every other list.
 TEST(updates_leave_unscaled_gradients) {
-  for (const auto& [algorithm, name, states, grad_norms] : algorithms()) {
+  for (const auto& [algorithm, name, states, of_squares, packable, grad_norms] : algorithms()) {
     if (states.empty()) continue;  // no optimizer
     for (const bool mixed : {false, true}) {
       std::vector<RowSpec> rows = mixed ? optimizer_rows() : std::vector<RowSpec>();
@@ -405,7 +459,7 @@ TEST(an_overflow_belongs_to_the_pass_that_made_it) {
 // --- skipped steps -------------------------------------------------------------------------------
 
 TEST(a_skipped_step_changes_nothing) {
-  for (const auto& [algorithm, name, states, grad_norms] : algorithms()) {
+  for (const auto& [algorithm, name, states, of_squares, packable, grad_norms] : algorithms()) {
     Pair pair(optimizer_rows());
     World before(false, optimizer_rows());
     pair.both([&](World& world) {
@@ -490,7 +544,7 @@ TEST(the_last_block_finishes_rows_and_step) {
 }
 
 TEST(one_call_prepares_as_two_calls_do) {
-  for (const auto& [algorithm, name, states, grad_norms] : algorithms()) {
+  for (const auto& [algorithm, name, states, of_squares, packable, grad_norms] : algorithms()) {
     for (const bool layerwise : {false, true}) {
       std::vector<RowSpec> rows = last_block_rows(Gradients::kSome);
       for (RowSpec& row : rows) row.hyper.flags |= layerwise ? kLayerwise : 0;
@@ -506,7 +560,7 @@ TEST(one_call_prepares_as_two_calls_do) {
 }
 
 TEST(rows_without_elements_alone) {
-  for (const auto& [algorithm, name, states, grad_norms] : algorithms()) {
+  for (const auto& [algorithm, name, states, of_squares, packable, grad_norms] : algorithms()) {
     for (const size_t count : {0, 1, 3}) {
       Pair pair(std::vector<RowSpec>(count, optimizer_row(0, 0)));
       pair.both([&](World& world) {
@@ -603,4 +657,106 @@ TEST(loss_scale) {
       EXPECT(histories[0] == histories[1]);
     }
   }
+}
+
+// --- compact storage -----------------------------------------------------------------------------
+
+template <DType kType>
+static float joined(float x) {
+  using S = Split<kType>;
+  const float limited = S::limit(x), high = S::high(limited);
+  EXPECT(round_to(S::kWeight, high) == high || high != high, x);
+  return S::join(high, S::rest(limited, high) & 0xffffu);
+}
+
+// Every 4,099th value, and those around ties, powers of two and the ends of each type.
+template <class Check>
+static void for_values(const Check& check) {
+  for (uint64_t bits = 0; bits < (1ull << 32); bits += 4099) check(bits_float(uint32_t(bits)));
+  for (uint32_t top = 0; top < 1u << 16; ++top) {
+    for (const uint32_t low :
+         {0u, 1u, 0x0fffu, 0x1000u, 0x1001u, 0x7fffu, 0x8000u, 0x8001u, 0xffffu})
+      check(bits_float(top << 16 | low));
+  }
+}
+
+TEST(split_bfloat16_masters_come_back) {
+  for_values([](float x) {
+    const float back = joined<DType::kRestBFloat16>(x);
+    EXPECT(same(back, x), x, " came back as ", back);
+    // The weight is a nearest one, away from zero in a tie.
+    const float weight = Split<DType::kRestBFloat16>::high(x), even = round_to(kBF16, x);
+    const bool tie = (float_bits(x) & 0xffffu) == 0x8000u;
+    EXPECT(same(weight, even) || (tie && std::fabs(weight) > std::fabs(x)), x, " as ", weight);
+  });
+}
+
+TEST(split_float16_masters_come_back) {
+  for_values([](float x) {
+    const float back = joined<DType::kRestFloat16>(x), size = std::fabs(x);
+    if (size > 65504.0f && size < kInf) {
+      EXPECT(back == std::copysign(65504.0f, x), x, " came back as ", back);
+    } else if (size >= 0x1p-16f || x != x) {
+      EXPECT(same(back, x), x, " came back as ", back);
+    } else {
+      EXPECT(std::fabs(double(back) - double(x)) <= 0x1p-40, x, " came back as ", back);
+    }
+    EXPECT(same(joined<DType::kRestFloat16>(back), back));
+  });
+}
+
+// A weight that somebody changed keeps its rest: the master still rounds to it.
+TEST(edited_split_weights) {
+  using Brain = Split<DType::kRestBFloat16>;
+  for (uint32_t rest = 0; rest < 1u << 16; rest += 7) {
+    EXPECT(Brain::join(0.0f, rest) >= 0.0f && Brain::join(0.0f, rest) < 1e-38f);
+    EXPECT(Brain::high(Brain::join(1.0f, rest)) == 1.0f);
+  }
+}
+
+template <DType kType>
+static void check_codes(double worst) {
+  using C = Code<kType>;
+  std::vector<float> fractions;
+  for (float x = 1; x > 1e-12f; x *= 0.9993f) fractions.push_back(x);
+  for (const float scale : {1.0f, 3e38f, 1e-30f, 1.1754944e-38f, 0.3f}) {
+    const float encoder = C::encoder(C::scale(float_bits(scale)));
+    for (const float fraction : fractions) {
+      for (const float x : {fraction * scale, -fraction * scale}) {
+        if (x < 0 && !C::kSign) continue;
+        const uint32_t code = C::encode(x, encoder);
+        const float back = C::decode(code, scale);
+        EXPECT(code < 256 && C::encode(back, encoder) == code, x, " of ", scale);
+        EXPECT(std::fabs(double(back) - double(x)) <= worst * double(scale), x, " as ", back);
+        EXPECT(C::kSign || x == 0 || back > 0, x, " as ", back);
+      }
+    }
+    EXPECT(C::decode(C::encode(0.0f, encoder), scale) == 0);
+    EXPECT(std::fabs(C::decode(C::encode(scale, encoder), scale) / scale - 1) < 1e-6f, scale);
+  }
+  EXPECT(C::scale(0) == 0 && C::encoder(0) == 0 && C::decode(C::encode(0.0f, 0.0f), 0.0f) == 0);
+  const float poisoned = C::scale(float_bits(kInf));
+  EXPECT(poisoned != poisoned && C::encode(1.0f, C::encoder(poisoned)) < 256);
+}
+
+// At most half a step of 32 codes an octave.
+TEST(codes_of_eight_bits) {
+  check_codes<DType::kSigned8>(0.5 / 64 * 1.01);
+  check_codes<DType::kUnsigned8>(0.5 / 64 * 1.01);
+}
+
+// In the mean a value stays, what BF16 holds does, and both neighbours are met.
+TEST(rounding_at_random) {
+  for (const float x : {1.0f, 1.001f, -0.37f, 3e38f, 1e-39f, kInf, -kInf}) {
+    double sum = 0;
+    constexpr uint32_t kDraws = 1u << 16;
+    for (uint32_t i = 0; i < kDraws; ++i) {
+      const float rounded = round_at_random(x, hash(i ^ list_key(row_key(1, 2, 3), kParam, 0)));
+      EXPECT(same(round_to(kBF16, rounded), rounded), x);
+      sum += double(rounded) / kDraws;
+    }
+    const double unit = std::fabs(double(x)) / 128;
+    EXPECT(std::isinf(x) ? sum == double(x) : std::fabs(sum - double(x)) < unit / 100, x, sum);
+  }
+  EXPECT(std::isnan(round_at_random(kNan, 0xffffu)));
 }

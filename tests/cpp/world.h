@@ -112,10 +112,9 @@ class World {
     for (size_t row = 0; row < specs.size(); ++row) {
       table->set_scaled(int64_t(row), specs[row].scaled);
       table->set_hyper(int64_t(row), int64_t(row) + 1, specs[row].hyper);
-      for (int list = 0; list < kLists; ++list) {
+      for (int column = 0; column < kColumns; ++column) {
         buffers_.push_back(nullptr);
-        if (specs[row].types[list] == kAbsent) continue;
-        fill(int64_t(row), list, seed);
+        if (type(int64_t(row), column) != kAbsent) fill(int64_t(row), column, seed);
       }
     }
   }
@@ -125,29 +124,34 @@ class World {
   // New random contents at a new address.
   void fill(int64_t row, int list, unsigned seed) {
     const RowSpec& spec = specs_[size_t(row)];
-    const DType type = spec.types[list];
-    const int64_t size = element_size(type);
+    const DType type = this->type(row, list);
+    const int64_t size = element_size(type), count = length(row, list);
     std::mt19937 random(seed * 7919u + unsigned(row) * 31u + unsigned(list));
     std::normal_distribution<float> normal(0.0f, 1.0f);
-    std::vector<char> contents(size_t((spec.numel + spec.misaligned) * size));
-    for (int64_t i = 0; i < spec.numel; ++i) {
+    std::vector<char> contents(size_t((count + spec.misaligned) * size));
+    for (int64_t i = 0; i < count; ++i) {
       float value = normal(random);
+      if (!is_plain(plain(type))) {
+        const auto bits = uint16_t(random());
+        std::memcpy(contents.data() + (i + spec.misaligned) * size, &bits, size_t(size));
+        continue;
+      }
       // Second moments are not negative; Adagrad's is the first state.
-      if (list >= kState0 && list <= kState2) value = value * value;
+      if (is_state(list) || list >= kScale0) value = value * value;
       if (list == kGrad && spec.scaled) value *= 1024.0f;
-      store_float(contents.data(), type, i + spec.misaligned, value);
+      store_float(contents.data(), plain(type), i + spec.misaligned, value);
     }
-    buffers_[size_t(row * kLists + list)] = std::make_unique<Buffer>(on_cuda, contents);
+    buffers_[size_t(row * kColumns + list)] = std::make_unique<Buffer>(on_cuda, contents);
     point(row, list);
   }
   void drop(int64_t row, int list) {
-    buffers_[size_t(row * kLists + list)].reset();
+    buffers_[size_t(row * kColumns + list)].reset();
     table->set(list, row, nullptr, kAbsent);
   }
   // `list` shares the memory of `other`.
   void alias(int64_t row, int list, int other) {
     const RowSpec& spec = specs_[size_t(row)];
-    char* data = static_cast<char*>(buffers_[size_t(row * kLists + other)]->data());
+    char* data = static_cast<char*>(buffers_[size_t(row * kColumns + other)]->data());
     table->set(list, row, data + spec.misaligned * element_size(spec.types[other]),
                spec.types[other]);
   }
@@ -156,17 +160,26 @@ class World {
     char stored[4];
     store_float(stored, spec.types[list], 0, value);
     const int64_t size = element_size(spec.types[list]);
-    buffers_[size_t(row * kLists + list)]->write(size_t((i + spec.misaligned) * size), stored,
-                                                 size_t(size));
+    buffers_[size_t(row * kColumns + list)]->write(size_t((i + spec.misaligned) * size), stored,
+                                                   size_t(size));
   }
+  // What is no value by itself, as the integer that it is.
   std::vector<float> values(int64_t row, int list) {
     const RowSpec& spec = specs_[size_t(row)];
+    const DType type = this->type(row, list);
     std::vector<float> values;
-    const auto& buffer = buffers_[size_t(row * kLists + list)];
+    const auto& buffer = buffers_[size_t(row * kColumns + list)];
     if (!buffer) return values;
     const std::vector<char>& bytes = buffer->read();
-    for (int64_t i = 0; i < spec.numel; ++i) {
-      values.push_back(load_float(bytes.data(), spec.types[list], i + spec.misaligned));
+    for (int64_t i = spec.misaligned; i < spec.misaligned + length(row, list); ++i) {
+      if (is_plain(plain(type))) {
+        values.push_back(load_float(bytes.data(), plain(type), i));
+        continue;
+      }
+      uint16_t bits = 0;
+      const auto size = size_t(element_size(type));
+      std::memcpy(&bits, bytes.data() + size_t(i) * size, size);
+      values.push_back(float(bits));
     }
     return values;
   }
@@ -222,11 +235,20 @@ class World {
       loss_scale;
 
  private:
+  // Of a list; of a column of scales, where the state beside it is codes.
+  DType type(int64_t row, int column) const {
+    const RowSpec& spec = specs_[size_t(row)];
+    if (column < kLists) return spec.types[column];
+    return is_code(spec.types[column - kScale0 + kState0]) ? kF32 : kAbsent;
+  }
+  int64_t length(int64_t row, int column) const {
+    const int64_t numel = specs_[size_t(row)].numel;
+    return column < kLists ? numel : blocks_of(numel);
+  }
   void point(int64_t row, int list) {
     const RowSpec& spec = specs_[size_t(row)];
-    char* data = static_cast<char*>(buffers_[size_t(row * kLists + list)]->data());
-    table->set(list, row, data + spec.misaligned * element_size(spec.types[list]),
-               spec.types[list]);
+    char* data = static_cast<char*>(buffers_[size_t(row * kColumns + list)]->data());
+    table->set(list, row, data + spec.misaligned * element_size(type(row, list)), type(row, list));
   }
 
   std::vector<RowSpec> specs_;
@@ -238,7 +260,7 @@ inline bool same(float a, float b) { return float_bits(a) == float_bits(b) || (a
 
 inline void expect_same(World& a, World& b) {
   for (int64_t row = 0; row < a.rows(); ++row) {
-    for (int list = 0; list < kLists; ++list) {
+    for (int list = 0; list < kColumns; ++list) {
       const std::vector<float> x = a.values(row, list), y = b.values(row, list);
       EXPECT(x.size() == y.size());
       for (size_t i = 0; i < x.size(); ++i) {

@@ -53,15 +53,16 @@ inline thread_local dim3 threadIdx{0, 0, 0}, blockIdx{0, 0, 0}, blockDim, gridDi
 
 namespace ampfuse {
 namespace emulation {
+// The value of the lane `from`, or the own one where there is no such lane.
 template <class T>
-T shuffle_down(T value, unsigned offset, const char* file, int line) {
+T shuffle(T value, unsigned from, const char* file, int line) {
   static_assert(sizeof(T) <= sizeof(uint64_t), "a shuffle moves at most 8 bytes");
   const unsigned thread = threadIdx.x, lane = thread % kWarp;
   const unsigned warp_size =
       blockDim.x - thread / kWarp * kWarp < kWarp ? blockDim.x % kWarp : kWarp;
   uint64_t bits = 0;
   std::memcpy(&bits, &value, sizeof value);
-  bits = warp_exchange(bits, int(lane + offset < warp_size ? lane + offset : lane), file, line);
+  bits = warp_exchange(bits, int(from < warp_size ? from : lane), file, line);
   threadIdx.x = thread;
   std::memcpy(&value, &bits, sizeof value);
   return value;
@@ -71,7 +72,9 @@ T shuffle_down(T value, unsigned offset, const char* file, int line) {
 
 // The mask is always the whole warp.
 #define __shfl_down_sync(mask, value, offset) \
-  ::ampfuse::emulation::shuffle_down(value, unsigned(offset), __FILE__, __LINE__)
+  ::ampfuse::emulation::shuffle(value, threadIdx.x % 32 + unsigned(offset), __FILE__, __LINE__)
+#define __shfl_xor_sync(mask, value, offset) \
+  ::ampfuse::emulation::shuffle(value, (threadIdx.x % 32) ^ unsigned(offset), __FILE__, __LINE__)
 
 template <class T>
 T __ldcg(const T* address) {

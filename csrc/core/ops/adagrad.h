@@ -9,8 +9,10 @@ struct AdagradOp : OptimizerOp<AdagradOp> {
   static constexpr const char* kName = "adagrad";
   static constexpr const char* kStates[] = {"sum"};
   static constexpr List kSum = kState0;
-  static constexpr unsigned kReads = kGradient | bit(kParam) | bit(kSum);
-  static constexpr unsigned kWrites = bit(kParam) | bit(kModel) | bit(kSum) | bit(kUnscaled);
+  static constexpr unsigned kReads = kGradient | kStepped | bit(kSum);
+  static constexpr unsigned kWrites = kLeft | bit(kSum);
+  static constexpr unsigned kUnsigned = bit(kSum);
+  static constexpr bool kPackable = true;
 
   HD static void prepare(RowStep& step, RowCoef& c) { c.eps = float(step.hyper.eps); }
 
@@ -21,7 +23,7 @@ struct AdagradOp : OptimizerOp<AdagradOp> {
     x[kSum] = fma(g, g, x[kSum]);
     const F u = g / (sqrt(x[kSum]) + F(c.eps));
     x[kParam] = fma(F(-c.lr), decayed_update(u, p, c), p);
-    x[kModel] = x[kParam];
+    leave(x);
   }
 };
 

@@ -13,8 +13,10 @@ struct AdamOp : OptimizerOp<AdamOp> {
   static constexpr const char* kStates[] = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"};
   static constexpr List kExpAvg = kState0, kExpAvgSq = kState1, kMaxExpAvgSq = kState2;
   static constexpr unsigned kMoments = bit(kExpAvg) | bit(kExpAvgSq) | bit(kMaxExpAvgSq);
-  static constexpr unsigned kReads = kGradient | bit(kParam) | kMoments;
-  static constexpr unsigned kWrites = bit(kParam) | bit(kModel) | kMoments | bit(kUnscaled);
+  static constexpr unsigned kReads = kGradient | kStepped | kMoments;
+  static constexpr unsigned kWrites = kLeft | kMoments;
+  static constexpr unsigned kUnsigned = bit(kExpAvgSq) | bit(kMaxExpAvgSq);
+  static constexpr bool kPackable = true;
 
   // p -= lr / bias1 * m / (sqrt(v) / sqrt(bias2) + eps), with fraction and eps multiplied by
   // sqrt(bias2): the same value with a division and a rounding less per element.
@@ -41,7 +43,7 @@ struct AdamOp : OptimizerOp<AdamOp> {
     x[kExpAvgSq] = exp_avg_sq;
     x[kMaxExpAvgSq] = max_nan(x[kMaxExpAvgSq], exp_avg_sq);
     x[kParam] = fma(F(-c.step_size), exp_avg / (sqrt(x[kMaxExpAvgSq]) + F(c.eps)), p);
-    x[kModel] = x[kParam];
+    leave(x);
   }
 };
 

@@ -74,8 +74,8 @@ struct LambMomentsOp : LambMaths<LambMomentsOp<kAgain>> {
 struct LambOp : LambMaths<LambOp> {
   using Before = LambMomentsOp<>;
   static constexpr const char* kName = "lamb";
-  static constexpr unsigned kReads = bit(kParam) | kMoments;
-  static constexpr unsigned kWrites = bit(kParam) | bit(kModel);
+  static constexpr unsigned kReads = kStepped | kMoments;
+  static constexpr unsigned kWrites = kStepped | bit(kModel);
   float step_size;
 
   HD static LambOp for_row(const TableView& view, int64_t row, float, float) {
@@ -97,7 +97,7 @@ struct LambOp : LambMaths<LambOp> {
   template <class F>
   HD void operator()(F (&x)[kLists]) const {
     x[kParam] = fma(F(-step_size), update(x), x[kParam]);
-    x[kModel] = x[kParam];
+    leave(x);
   }
 };
 

@@ -9,8 +9,9 @@ struct LionOp : OptimizerOp<LionOp> {
   static constexpr const char* kName = "lion";
   static constexpr const char* kStates[] = {"exp_avg"};
   static constexpr List kExpAvg = kState0;
-  static constexpr unsigned kReads = kGradient | bit(kParam) | bit(kExpAvg);
-  static constexpr unsigned kWrites = bit(kParam) | bit(kModel) | bit(kExpAvg) | bit(kUnscaled);
+  static constexpr unsigned kReads = kGradient | kStepped | bit(kExpAvg);
+  static constexpr unsigned kWrites = kLeft | bit(kExpAvg);
+  static constexpr bool kPackable = true;
 
   HD static void prepare(RowStep& step, RowCoef& c) {
     c.one_minus_beta1 = float(1 - step.hyper.beta1);
@@ -34,7 +35,7 @@ struct LionOp : OptimizerOp<LionOp> {
     const F u = sign(fma(F(c.one_minus_beta1), difference, x[kExpAvg]));
     x[kExpAvg] = fma(F(c.one_minus_beta2), difference, x[kExpAvg]);
     x[kParam] = fma(F(-c.lr), decayed_update(u, p, c), p);
-    x[kModel] = x[kParam];
+    leave(x);
   }
 };
 

@@ -26,18 +26,20 @@ struct RefreshOp : RowOp<RefreshOp> {
   }
 };
 
-// Model weights from masters.
-struct PublishOp : RowOp<PublishOp> {
-  static constexpr const char* kName = "publish";
-  static constexpr unsigned kReads = bit(kParam);
-  static constexpr unsigned kWrites = bit(kModel);
+// One list from another, as the types of both have it. A split master is written with its weight.
+template <int kFrom, int kTo>
+struct CopyOp : RowOp<CopyOp<kFrom, kTo>> {
+  static constexpr const char* kName = "copy";
+  static constexpr unsigned kReads = bit(kFrom);
+  static constexpr unsigned kWrites = bit(kTo) | (kTo == kParam ? bit(kModel) : 0);
+  static constexpr bool kPackable = is_state(kFrom) || is_state(kTo);
 
   template <class F>
   HD void operator()(F (&x)[kLists]) const {
-    x[kModel] = x[kParam];
+    x[kTo] = x[kFrom];
   }
 };
 
-using masters_ops = OpList<RefreshOp, PublishOp>;
+using masters_ops = OpList<RefreshOp, PublishOp, JoinOp, SplitOp, DecodeOp, EncodeOp>;
 
 }  // namespace ampfuse

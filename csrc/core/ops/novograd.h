@@ -12,8 +12,8 @@ struct NovoGradOp : OptimizerOp<NovoGradOp> {
   static constexpr const char* kStates[] = {"exp_avg"};
   static constexpr bool kGradNorms = true;
   static constexpr List kExpAvg = kState0;
-  static constexpr unsigned kReads = kGradient | bit(kParam) | bit(kExpAvg);
-  static constexpr unsigned kWrites = bit(kParam) | bit(kModel) | bit(kExpAvg) | bit(kUnscaled);
+  static constexpr unsigned kReads = kGradient | kStepped | bit(kExpAvg);
+  static constexpr unsigned kWrites = kLeft | bit(kExpAvg);
 
   HD static void prepare(RowStep& step, RowCoef& c) {
     const RowHyper& hyper = step.hyper;
@@ -47,7 +47,7 @@ struct NovoGradOp : OptimizerOp<NovoGradOp> {
     x[kExpAvg] = fma(F(c.grad_weight), g, F(c.beta1) * x[kExpAvg]);
     const F u = F(c.correction) * x[kExpAvg];
     x[kParam] = fma(F(-c.lr), decayed_update(u, p, c), p);
-    x[kModel] = x[kParam];
+    leave(x);
   }
 };
 

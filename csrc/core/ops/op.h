@@ -29,7 +29,7 @@ template <class Self>
 struct RowOp {
   static constexpr unsigned kReads = 0, kWrites = 0, kChecked = 0, kMeasured = 0;
   static constexpr bool kGradientRows = false;
-  static constexpr bool kMetered = false;
+  static constexpr bool kMetered = false, kPackable = false;
 
   HD static Self for_row(const TableView&, int64_t, float, float) { return {}; }
 };
@@ -38,6 +38,8 @@ struct RowOp {
 //   kStates    the names of its states, in the order of kState0, kState1, ...
 //   Before     an op whose measuring pass comes first: the step needs its norms
 //   kGradNorms whether the step needs the norm of each row's gradient
+//   kUnsigned  which of its states are never negative: 8-bit codes of them need no sign
+//   kPackable  whether its states may be such codes
 //   prepare()  how the coefficients that only some optimizers have come from a row's
 //              hyper-parameters: momentum, betas, bias corrections
 template <class Self>
@@ -46,6 +48,11 @@ struct OptimizerOp : RowOp<Self> {
   using Before = void;
   static constexpr bool kGradNorms = false;
   static constexpr unsigned kGradient = bit(kGrad) | bit(kAccumulated);
+  static constexpr unsigned kUnsigned = 0;
+  static constexpr bool kPackable = false;
+  // What a step reads and writes beside gradient and states; leave() does the second.
+  static constexpr unsigned kStepped = bit(kParam) | bit(kAverage);
+  static constexpr unsigned kLeft = kStepped | bit(kModel) | bit(kUnscaled);
 
   RowCoef c;
 
@@ -55,6 +62,13 @@ struct OptimizerOp : RowOp<Self> {
     return op;
   }
   HD static void prepare(RowStep&, RowCoef&) {}
+
+  // x[kParam] is the new value.
+  template <class F>
+  HD void leave(F (&x)[kLists]) const {
+    x[kModel] = x[kParam];
+    x[kAverage] = fma(F(c.average_weight), x[kParam] - x[kAverage], x[kAverage]);
+  }
 };
 
 struct NoOp : OptimizerOp<NoOp> {

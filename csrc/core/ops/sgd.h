@@ -9,9 +9,9 @@ struct SgdOp : OptimizerOp<SgdOp> {
   static constexpr const char* kName = "sgd";
   static constexpr const char* kStates[] = {"momentum_buffer"};
   static constexpr List kMomentumBuffer = kState0;
-  static constexpr unsigned kReads = kGradient | bit(kParam) | bit(kMomentumBuffer);
-  static constexpr unsigned kWrites =
-      bit(kParam) | bit(kModel) | bit(kMomentumBuffer) | bit(kUnscaled);
+  static constexpr unsigned kReads = kGradient | kStepped | bit(kMomentumBuffer);
+  static constexpr unsigned kWrites = kLeft | bit(kMomentumBuffer);
+  static constexpr bool kPackable = true;
 
   HD static void prepare(RowStep& step, RowCoef& c) {
     c.momentum = float(step.hyper.momentum);
@@ -33,7 +33,7 @@ struct SgdOp : OptimizerOp<SgdOp> {
     }
     if (c.weight_decay != 0 && late) g = fma(F(c.weight_decay), x[kParam], g);
     x[kParam] = fma(F(-c.lr), g, x[kParam]);
-    x[kModel] = x[kParam];
+    leave(x);
   }
 };
 

@@ -11,7 +11,7 @@ import logging
 import os
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,7 @@ from ampfuse.amp.scaler import LossScaler
 from ampfuse.optim import upgrade
 from ampfuse.optim.inner import parameters, with_inner
 from ampfuse.optim.masters import FLOAT_DTYPES, HALF_DTYPES
+from ampfuse.optim.upgrade import fused_class
 
 _log = logging.getLogger("ampfuse.amp")
 
@@ -46,7 +47,7 @@ def initialize(
     cast_model_type: torch.dtype | bool | None = None,
     patch_torch_functions: bool | None = None,
     keep_batchnorm_fp32: bool | str | None = None,
-    master_weights: bool | None = None,
+    master_weights: bool | Literal["split"] | None = None,
     loss_scale: float | str | None = None,
     cast_model_outputs: torch.dtype | None = None,
     num_losses: int = 1,
@@ -77,7 +78,9 @@ def initialize(
         cast_model_type: cast weights and inputs to this type; False = do not cast.
         patch_torch_functions: run ``forward`` under autocast (the name is apex's).
         keep_batchnorm_fp32: leave batch norms that have weights in FP32; bool or its string.
-        master_weights: let the optimizers step FP32 copies of half parameters.
+        master_weights: let the optimizers step FP32 copies of half parameters. ``"split"``: the
+            copy is the half weight and 16 more bits, 2 bytes a parameter less, which only fused
+            optimizers step; see :class:`ampfuse.optim.Options`.
         loss_scale: a static scale (number or its string) or "dynamic".
         cast_model_outputs: cast the models' outputs to this type. By default O0, O2, O3 and O5
             give FP32, O1 and O4 what autocast gives (see :mod:`ampfuse.amp.half_output`).
@@ -222,15 +225,14 @@ def _upgrade(
         loaded = [p for p in before if any("master_param" in s.get(p, {}) for s in states)]
         for parameter in loaded:
             exact.pop(id(parameter), None)
-        upgrade(optimizer, master_weights=bool(policy.master_weights), names=names)
+        upgrade(optimizer, master_weights=policy.master_weights or False, names=names)
         optimizer.skip_on_overflow = policy.is_dynamic  # type: ignore[attr-defined]
         sessions.add(session, optimizer)
         # A master starts from the weight as it was before the cast, which the half weight rounds.
         after = list(parameters(optimizer))
         for original, master in zip(before, after, strict=True):
-            if master is not original and id(original) in exact:
-                with torch.no_grad():
-                    master.copy_(exact[id(original)])
+            if id(original) in exact and original.dtype in HALF_DTYPES:
+                optimizer.restore_master(master, {}, exact[id(original)])  # type: ignore[attr-defined]
 
 
 def _as_list(value: Any, kind: type, name: str, article: str) -> list[Any]:
@@ -307,6 +309,13 @@ def _check_optimizers(optimizers: list[Optimizer], policy: Policy, names: dict[i
     if len({id(optimizer) for optimizer in optimizers}) < len(optimizers):
         raise RuntimeError("The same optimizer is listed twice.")
     for optimizer in optimizers:
+        stepper = with_inner(optimizer)[-1]
+        if policy.master_weights == "split" and fused_class(stepper) is None:
+            raise TypeError(
+                f"master_weights='split' is stepped by fused optimizers alone, and "
+                f"{type(stepper).__name__} has a step of its own. Use one of ampfuse.optim, or "
+                "master_weights=True."
+            )
         if sessions.enabled_of(optimizer) is not None:
             raise RuntimeError(
                 f"This {type(optimizer).__name__} went through amp.initialize already. Make a new "

@@ -42,7 +42,7 @@ class Policy:
     patch_torch_functions: bool = False
     patch_torch_functions_type: torch.dtype | None = None
     keep_batchnorm_fp32: bool | None = None
-    master_weights: bool | None = None
+    master_weights: bool | Literal["split"] | None = None
     loss_scale: float | Literal["dynamic"] = 1.0
     cast_model_outputs: torch.dtype | None = None
     fuse_batchnorm: bool = False
@@ -162,7 +162,9 @@ def make_policy(opt_level: str, **overrides: object) -> Policy:
     if "keep_batchnorm_fp32" in given:
         given["keep_batchnorm_fp32"] = _parse_bool(given["keep_batchnorm_fp32"])
     if "master_weights" in given:
-        given["master_weights"] = bool(given["master_weights"])
+        given["master_weights"] = (given["master_weights"] == "split" and "split") or bool(
+            given["master_weights"]
+        )
     if "fuse_batchnorm" in given:
         given["fuse_batchnorm"] = bool(given["fuse_batchnorm"])
     return dataclasses.replace(level, **given)

@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ampfuse.optim.fused import FusedOptimizer
+from ampfuse.optim.kept import STATES
 from ampfuse.optim.moments import moment_hyper
 from ampfuse.optim.options import Options, Unpack
-from ampfuse.optim.states import STATES
 
 _DOC = """{name} with a fused step: a drop-in for :class:`torch.optim.{name}`.
 

@@ -106,7 +106,7 @@ class CapturedOptimizer:
 
     def note_capture(self) -> None:
         """From now on `refuse_changes` compares with this."""
-        self._state_names = self._optimizer.state_names_by_group()
+        self._state_names = self._optimizer.states_by_group()
         self._fingerprint = self.table.fingerprint()
 
     def refuse_changes(self) -> None:
@@ -119,7 +119,7 @@ class CapturedOptimizer:
         fingerprint = self.table.fingerprint()
         if fingerprint != self._fingerprint:
             raise stale(self._what_changed(fingerprint))
-        if optimizer.state_names_by_group() != self._state_names:
+        if optimizer.states_by_group() != self._state_names:
             raise stale("momentum or amsgrad was switched on or off")
         for i, (now, then) in enumerate(zip(self._current_groups(), self._groups, strict=True)):
             self._refuse_hyper(i, now, then)

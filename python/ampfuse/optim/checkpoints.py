@@ -8,6 +8,8 @@ got a wider one.
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -15,8 +17,15 @@ import torch
 from torch import Tensor
 
 from ampfuse.optim.inner import parameters, with_inner
-from ampfuse.optim.masters import HALF_DTYPES, MasterParameter, exact_float32
-from ampfuse.optim.options import Options
+from ampfuse.optim.kept import Kept, kept_in, mode_for
+from ampfuse.optim.masters import (
+    HALF_DTYPES,
+    MasterParameter,
+    exact_float32,
+    joined_master,
+    split_master,
+)
+from ampfuse.optim.options import STATE_MODES, Options, StateMode
 from ampfuse.optim.rows import Rows
 
 # Beside "state" in a state dict: for each parameter with state of another type, by its index, the
@@ -38,13 +47,31 @@ class Checkpoints(Rows):
     _loading: dict[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, plus ``master_param`` (float32) for each parameter that has a master."""
+        """As torch's, plus ``master_param`` (float32) for each parameter that has a master.
+
+        It says itself what it holds, and every mode loads every other's: a split master is in it
+        as the whole one that it stands for (4 bytes a parameter while the dict lives), a state in
+        BF16 under its name, one in 8 bits under ``<name>_codes`` and ``<name>_scale``.
+        """
         self.follow_edits()
         state_dict = super().state_dict()
         states = state_dict.setdefault("state", {})  # a wrapper's own format may have none
         for i, param in enumerate(parameters(self)):
+            state = dict(states.get(i, {}))
             if isinstance(param, MasterParameter):
-                states[i] = {**states.get(i, {}), "master_param": param.detach()}
+                state["master_param"] = param.detach()
+            if (remainder := state.pop("master_remainder", None)) is not None:
+                state["master_param"] = joined_master(param, remainder)
+            if state:
+                states[i] = state
+        return state_dict
+
+    def torch_state_dict(self) -> dict[str, Any]:
+        """`state_dict` with all states in float32, as torch's optimizer of the name loads it."""
+        state_dict = self.state_dict()
+        for state in state_dict["state"].values():
+            for kept in kept_in(state, self._algorithm):
+                kept.put(state, kept.values(state), "fp32")
         return state_dict
 
     @torch.no_grad()
@@ -57,20 +84,27 @@ class Checkpoints(Rows):
         ):
             self.param_table().refresh_masters()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any], *, strict: bool = False) -> None:
         """As torch's, without rounding FP32 state to a half parameter's type.
 
         Accepts state dicts of the torch optimizer of the same name and, with or without masters,
-        of ampfuse. Masters that are not in the state dict are taken from the model weights.
+        of ampfuse, whatever its states are kept in: they are kept here as this optimizer says,
+        and a warning tells if that rounds them. Masters that are not in the state dict are taken
+        from the model weights; split ones are written together with their weights.
+
+        Arguments:
+            strict: refuse states that are kept in another way.
 
         Raises:
-            ValueError: the state belongs to parameters of another number or shape. Nothing has
-                changed then.
+            ValueError: the state belongs to parameters of another number or shape, or, with
+                `strict`, is kept in another way. Nothing has changed then.
         """
         if len(with_inner(self)) > 1:
             self._load_around(state_dict)
             return
-        handle = self.register_load_state_dict_pre_hook(_check_and_remember)
+        handle = self.register_load_state_dict_pre_hook(
+            functools.partial(_check_and_remember, strict=strict)
+        )
         try:
             super().load_state_dict(state_dict)
         finally:
@@ -94,6 +128,11 @@ class Checkpoints(Rows):
         # Called by load_state_dict, pickle and deepcopy alike.
         if self._loading is not None:
             self._restore_state(state["state"], self._loading)
+            # How states are kept is this optimizer's choice.
+            for group, loaded in zip(self.param_groups, state["param_groups"], strict=True):
+                loaded.pop("state_dtype", None)
+                if "state_dtype" in group:
+                    loaded["state_dtype"] = group["state_dtype"]
         super().__setstate__(state)
         self._states_bound = False
 
@@ -111,8 +150,8 @@ class Checkpoints(Rows):
                     self.restore_master(param, state[param], exact)
                 elif key != "step":  # torch knows where and in which type that belongs
                     state[param][key] = _uncast(value, state[param][key], param, dtypes.get(i))
-            held = self._table is not None and "master_param" in self.state.get(param, {})
-            if held and "master_param" not in state[param]:  # the weight is all that was saved
+            held = self._table is not None and _MASTERS & self.state.get(param, {}).keys()
+            if held and not _MASTERS & state[param].keys():  # the weight is all that was saved
                 self.restore_master(param, state[param], exact_float32(param))
 
     def restore_master(self, param: Tensor, state: dict[str, Any], master: Tensor) -> None:
@@ -126,6 +165,9 @@ class Checkpoints(Rows):
             with torch.no_grad():
                 param.copy_(master)
             param.model_version = param.model_param._version
+        elif self._is_split(param):
+            state["master_remainder"] = remainder = self._remainder(param)
+            split_master(master, param, remainder)
         elif self.master_weights and param.dtype in HALF_DTYPES:
             old = self.state[param].get("master_param") if self._table is not None else None
             if old is not None:  # the table's row holds this tensor
@@ -137,6 +179,10 @@ class Checkpoints(Rows):
             # Loading the model before or after this gives the weights these masters round to.
             self._table.accept_model_weights()
             state.pop("_model_version", None)
+
+    def _mode_of(self, group: dict[str, Any]) -> StateMode:
+        """How a step of ours keeps the states of `group`."""
+        return "fp32"
 
     def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         """The state of the parameter's shape that a step of ours has in `group`."""
@@ -203,20 +249,43 @@ def _without_masters(state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[i
     return {**state_dict, "state": states}, masters
 
 
-def _check_and_remember(optimizer: Any, state_dict: dict[str, Any]) -> None:
+# What a state has its master under.
+_MASTERS = {"master_param", "master_remainder"}
+
+
+def _check_and_remember(optimizer: Any, state_dict: dict[str, Any], *, strict: bool) -> None:
     """Pre-hook of load_state_dict: refuse what does not fit before anything changes.
 
     Only what a step of ours reads is known to have its parameter's shape; the rest is free.
     """
+    rounded = {}
     names = iter(optimizer.parameter_names())
     for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=False):
         if len(group["params"]) != len(saved["params"]):
             break  # torch says what is wrong
-        keys = ("master_param", *optimizer._state_names({**group, **saved}))
+        wanted = optimizer._mode_of(group)
+        every = Kept.of(optimizer._algorithm, optimizer._state_names({**group, **saved}))
         for param, i, name in zip(group["params"], saved["params"], names, strict=False):
             state = state_dict["state"].get(i)
-            for key in keys if isinstance(state, dict) else ():
-                _check_shape(key, state.get(key), param, name)
+            if not isinstance(state, dict):
+                continue
+            _check_shape("master_param", state.get("master_param"), param, name)
+            mode = mode_for(wanted, param)
+            for kept in every:
+                for key in kept.keys[:2]:
+                    _check_shape(key, state.get(key), param, name)
+                had = kept.mode_in(state)
+                if had not in (None, mode) and strict:
+                    raise ValueError(
+                        f"the state dict has {kept.name} of {name} in {had}, and this optimizer "
+                        f"keeps it in {mode}. Build it with state_dtype={had!r}, or load with "
+                        "strict=False, which converts. Nothing was loaded."
+                    )
+                if had is not None and STATE_MODES.index(had) < STATE_MODES.index(mode):
+                    rounded[kept.name] = had, mode
+    if rounded:
+        said = ", ".join(f"{name} from {had} to {mode}" for name, (had, mode) in rounded.items())
+        warnings.warn(f"loading rounds states: {said}", stacklevel=4)
     optimizer._loading = state_dict
 
 

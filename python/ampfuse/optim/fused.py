@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampfuse.optim.ema import Averages
 from ampfuse.optim.masters import FLOAT_DTYPES
 from ampfuse.optim.schedule import Scheduled, refuse_unread
-from ampfuse.optim.states import States
 
 # What ``upgrade`` makes of torch's optimizers.
 FUSED: dict[type[torch.optim.Optimizer], type[FusedOptimizer]] = {}
 
 
-class FusedOptimizer(Scheduled, States):
+class FusedOptimizer(Scheduled, Averages):
     """Base of the optimizers whose update is a kernel of ours.
 
     A subclass names its kernel (`_algorithm`), says which state a parameter of a group has
@@ -44,6 +44,7 @@ class FusedOptimizer(Scheduled, States):
     _hyper_sent: list[Any]
 
     def _check_group(self, group: dict[str, Any]) -> None:
+        self._mode_of(group)
         if group.get("differentiable"):
             raise ValueError(
                 "differentiable=True needs an update that autograd records, and a fused one is "
@@ -82,6 +83,7 @@ class FusedOptimizer(Scheduled, States):
                 float64 or complex gradient. Nothing has changed then.
         """
         self._check_gradients_are_unscaled()
+        self._check_not_swapped()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -141,6 +143,10 @@ class FusedOptimizer(Scheduled, States):
     def lr_and_hyper(self, group: dict[str, Any]) -> tuple[Tensor | None, dict[str, Any]]:
         """The rate, if the kernel reads it from a tensor on the device, and all the rest."""
         hyper = self._hyper(group)
+        if self.seed:
+            hyper["seed"] = float(self.seed)
+        if self.ema_decay is not None:
+            hyper["ema_decay"] = float(self.ema_decay)
         if self._layerwise is not None:
             hyper.update(self._layerwise.hyper)
         lr = hyper["lr"]

@@ -89,7 +89,7 @@ class Gradients(Rows):
             The flag, float32 and 0-dim: 1 if a gradient was not finite.
         """
         table, found_inf = self.param_table(), self.found_inf_flag
-        if any(isinstance(param, MasterParameter) for param in self._row_params):
+        if self._has_amp_masters():
             table.end_backward(scale, True)
         else:
             inv_scale = scale.to(torch.float64).reciprocal().to(torch.float32)

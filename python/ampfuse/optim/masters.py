@@ -24,6 +24,19 @@ def exact_float32(param: Tensor) -> Tensor:
     return _core.C.empty_laid_out_as(param).copy_(param)
 
 
+def joined_master(param: Tensor, remainder: Tensor) -> Tensor:
+    """A new tensor, float32: the split master of `param`."""
+    master = _core.C.empty_laid_out_as(param.detach())
+    _core.C.join_master(param.detach(), remainder, master)
+    return master
+
+
+def split_master(master: Tensor, param: Tensor, remainder: Tensor) -> None:
+    """Make `master` (float32) the split master of `param`: writes `param` and `remainder`."""
+    laid_out = _core.C.empty_laid_out_as(param.detach()).copy_(master)
+    _core.C.split_master(laid_out, param.detach(), remainder)
+
+
 def gradient_as_it_is(param: Tensor) -> Tensor | None:
     """``param.grad`` where autograd left it, without bringing anything up to date."""
     return _raw_grad.__get__(param)
@@ -104,10 +117,7 @@ class MasterParameter(_LazyGradParameter):
         if self.living_owner() is not None:
             return
         self._owner = weakref.ref(optimizer)
-        if type(self.model_param) is torch.nn.Parameter:
-            self.model_param.__class__ = ModelParameter
-        if isinstance(self.model_param, ModelParameter):
-            self.model_param._owner = self._owner
+        materialize_on_sight(self.model_param, optimizer)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MasterParameter:
         import copy
@@ -122,6 +132,14 @@ class MasterParameter(_LazyGradParameter):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return _rebuild, (self.detach().clone(), self.model_param)
+
+
+def materialize_on_sight(model_param: Tensor, optimizer: GradientOwner) -> None:
+    """Have whoever reads ``model_param.grad`` see what `optimizer`'s master has."""
+    if type(model_param) is torch.nn.Parameter:
+        model_param.__class__ = ModelParameter
+    if isinstance(model_param, ModelParameter):
+        model_param._owner = weakref.ref(optimizer)
 
 
 def _rebuild(data: Tensor, model_param: Tensor) -> MasterParameter:

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import operator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
 from ampfuse import _core
 from ampfuse.optim.inner import parameters
-from ampfuse.optim.masters import HALF_DTYPES, MasterParameter, exact_float32, install_masters
+from ampfuse.optim.masters import (
+    HALF_DTYPES,
+    MasterParameter,
+    ModelParameter,
+    exact_float32,
+    install_masters,
+    joined_master,
+    materialize_on_sight,
+    split_master,
+)
 from ampfuse.optim.options import WithOptions
 
 if TYPE_CHECKING:
@@ -41,7 +50,7 @@ class Rows(WithOptions, torch.optim.Optimizer):
 
     def param_table(self) -> ParamTable:
         """The table, with a row for each parameter of ``param_groups`` in order."""
-        if self._under_amp and self.master_weights:
+        if self._installs_masters:
             self._master_the_unfrozen()
         table = self._table
         if table is not None and self.has_params(self._row_params):
@@ -88,19 +97,29 @@ class Rows(WithOptions, torch.optim.Optimizer):
                 names.append(known or f"param_groups[{i}]['params'][{j}] of shape {shape}")
         return names
 
-    def go_under_amp(self, *, master_weights: bool, names: dict[int, str]) -> None:
+    @property
+    def _installs_masters(self) -> bool:
+        """Masters stand in the groups, for whoever looks there. A split one is no tensor."""
+        return self._under_amp and self.master_weights is True
+
+    def _is_split(self, param: Tensor) -> bool:
+        return self.master_weights == "split" and param.dtype in HALF_DTYPES
+
+    def go_under_amp(
+        self, *, master_weights: bool | Literal["split"], names: dict[int, str]
+    ) -> None:
         """What :func:`ampfuse.optim.upgrade` does once the class is right."""
         self._under_amp = True
         self._names = dict(names)
         self.master_weights = master_weights
         self._forget_rows()
-        if master_weights:
+        if self._installs_masters:
             install_masters(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; under amp half-precision parameters of the group get FP32 masters."""
         super().add_param_group(param_group)
-        if not (self._under_amp and self.master_weights):
+        if not self._installs_masters:
             return
         *groups, added = self.param_groups
         known = [p for g in groups for p in g["params"] if isinstance(p, MasterParameter)]
@@ -126,6 +145,10 @@ class Rows(WithOptions, torch.optim.Optimizer):
         if isinstance(param, MasterParameter):
             param.set_owner(self)
             table.add_row(param, param.model_param, name, param.model_version)
+        elif self._is_split(param):
+            if self._under_amp:
+                materialize_on_sight(param, self)
+            table.add_row(self._remainder(param), param, name)
         elif self.master_weights and param.dtype in HALF_DTYPES and not self._under_amp:
             state = self.state[param]
             version = state.pop("_model_version", param._version)
@@ -133,7 +156,29 @@ class Rows(WithOptions, torch.optim.Optimizer):
                 state["master_param"] = exact_float32(param)
             table.add_row(state["master_param"], param, name, version)
         else:
-            table.add_row(param, None, name)
+            table.add_row(param, None, name, 0, self.rounding == "stochastic")
+
+    def _remainder(self, param: Tensor) -> Tensor:
+        """What `param` leaves of its split master, which is `param` where there is none yet."""
+        state = self.state[param]
+        if "master_remainder" not in state:
+            remainder = _core.C.empty_laid_out_as(param.detach(), torch.int16)
+            state["master_remainder"] = remainder.zero_()
+            if "master_param" in state:  # loaded before
+                split_master(state.pop("master_param"), param, remainder)
+        return state["master_remainder"]
+
+    def master_of(self, row: int) -> Tensor:
+        """What a row's step works on: the master, a copy of it if it is split, or the parameter."""
+        param = self._row_params[row]
+        if self._is_split(param):
+            return joined_master(param, self._remainder(param))
+        return self._known_table().param(row).detach()
+
+    def _has_amp_masters(self) -> bool:
+        """Gradients of half weights wait for the masters that amp gave them."""
+        kinds = (MasterParameter, ModelParameter)
+        return self._under_amp and any(isinstance(param, kinds) for param in self._row_params)
 
     def _forget_rows(self) -> None:
         if self._table is not None:

@@ -125,8 +125,8 @@ class Scheduled(AmpOptimizer):
                 group["schedule_step"] = position
         return state_dict
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
+    def load_state_dict(self, state_dict: dict[str, Any], *, strict: bool = False) -> None:
+        super().load_state_dict(state_dict, strict=strict)
         positions = [group.pop("schedule_step", None) for group in self.param_groups]
         if positions and positions[0] is not None:
             position = int(positions[0])

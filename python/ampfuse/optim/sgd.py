@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ampfuse.optim.fused import FusedOptimizer
+from ampfuse.optim.kept import STATES, Kept
 from ampfuse.optim.options import Options, Unpack
-from ampfuse.optim.states import STATES
 
 
 class SGD(FusedOptimizer, torch.optim.SGD, replaces=torch.optim.SGD):
@@ -78,17 +78,18 @@ class SGD(FusedOptimizer, torch.optim.SGD, replaces=torch.optim.SGD):
     # torch's SGD keeps no step count: a buffer that exists has been started. Ours is a device
     # column, so a buffer that exists may still wait for its first applied step.
 
-    # (state, buffer, row) of the buffers that the table works on, and its step counts.
-    _buffers: list[tuple[dict[str, Any], Tensor, int]] = []  # noqa: RUF012, replaced when bound
+    # (state, row) of the buffers that the table works on, and its step counts.
+    _buffers: list[tuple[dict[str, Any], int]] = []  # noqa: RUF012, replaced when bound
     _counts: Tensor
+    _buffer = Kept("sgd", 0, "momentum_buffer")
 
     def _bind_columns(self, state: dict[str, Any], row: int) -> None:
         state.pop("step", None)
-        if state.get("momentum_buffer") is not None:
-            self._buffers.append((state, state["momentum_buffer"], row))
+        if self._buffer.mode_in(state) is not None:
+            self._buffers.append((state, row))
 
     def _saved_number(self, state: dict[str, Any], name: str) -> Any:
-        return 0 if state.get("momentum_buffer") is None else 1
+        return 0 if self._buffer.mode_in(state) is None else 1
 
     def _bind_states(self) -> None:
         self._keep_unstarted()
@@ -107,7 +108,9 @@ class SGD(FusedOptimizer, torch.optim.SGD, replaces=torch.optim.SGD):
     def _keep_unstarted(self) -> None:
         """Write None for buffers whose first step was skipped, as torch would have them."""
         counts = self._counts.tolist() if self._buffers else []
-        for state, buffer, row in self._buffers:
-            if counts[row] == 0 and state.get("momentum_buffer") is buffer:
+        for state, row in self._buffers:
+            if counts[row] == 0 and self._buffer.mode_in(state) is not None:
+                for key in self._buffer.keys:
+                    state.pop(key, None)
                 state["momentum_buffer"] = None
                 self._states_bound = False

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from ampfuse import _core
 from ampfuse.optim.base import AmpOptimizer
-
-# By algorithm: the states of the parameter's shape, in the kernel's order.
-STATES = {name: tuple(states) for name, states in _core.C.algorithms().items()}
+from ampfuse.optim.kept import PACKABLE, STATES, Kept, mode_for
+from ampfuse.optim.masters import exact_float32
+from ampfuse.optim.options import STATE_MODES, StateMode, check_choice
 
 
 class States(AmpOptimizer):
@@ -23,7 +23,22 @@ class States(AmpOptimizer):
 
     # What `_bind_states` depends on: every state object, and which states the groups need. It
     # changes when somebody clears or exchanges states, or switches momentum or amsgrad on.
-    _bound: tuple[list[object], Any, list[tuple[str, ...]]]
+    _bound: tuple[list[object], Any, list[tuple[StateMode, tuple[str, ...]]]]
+
+    def _kept(self, group: dict[str, Any]) -> tuple[Kept, ...]:
+        """The states that a parameter of `group` has."""
+        return Kept.of(self._algorithm, self._state_names(group))
+
+    def _mode_of(self, group: dict[str, Any]) -> StateMode:
+        """What `group` asks for. Raises ValueError for what does not exist."""
+        mode: StateMode = group.get("state_dtype") or self.state_dtype
+        check_choice("state_dtype", mode, STATE_MODES)
+        if mode == "8bit" and self._algorithm not in PACKABLE:
+            raise ValueError(
+                f"{type(self).__name__} keeps no states in 8 bits; state_dtype='8bit' is for SGD, "
+                "Adam, AdamW, Adagrad and Lion. Use 'bf16' or 'fp32'."
+            )
+        return mode
 
     def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         return STATES[self._algorithm]
@@ -53,30 +68,51 @@ class States(AmpOptimizer):
         raise IndexError(row)
 
     def _init_state(self, row: int) -> None:
-        """State for a row, zeros where there is none; step counts are views of one column."""
+        """State for a row, in its mode; zeros where there is none. Counts are views of a column."""
         table = self._known_table()
         state = self.state[self._row_params[row]]
-        param = table.param(row)
-        tensors = []
-        for name in self._state_names(self._group_of(row)):
-            value = state.get(name)
-            if value is None:
-                value = _core.C.empty_laid_out_as(param).fill_(self._initial_state)
-            elif value.shape != param.shape:
+        param, group = table.param(row), self._group_of(row)
+        mode = mode_for(self._mode_of(group), param)
+        tensors, scales = [], []
+        for kept in self._kept(group):
+            found = [value for key in kept.keys if (value := state.get(key)) is not None]
+            if found and found[0].shape != param.shape:
                 raise ValueError(
-                    f"{name} of {table.name(row)} was given shape {tuple(value.shape)}, and "
-                    f"the parameter has {tuple(param.shape)}. Assign one of that shape, or delete "
-                    "the state to start anew."
+                    f"{kept.name} of {table.name(row)} was given shape {tuple(found[0].shape)}, "
+                    f"and the parameter has {tuple(param.shape)}. Assign one of that shape, or "
+                    "delete the state to start anew."
                 )
-            elif value.dtype != torch.float32 or value.stride() != param.stride():
-                value = _core.C.empty_laid_out_as(param).copy_(value)
-            pinned = self._pinned_states.get((row, name), value)
-            if pinned is not value:
-                pinned.copy_(value)
-            state[name] = pinned
-            tensors.append(pinned)
-        table.set_states(row, tensors)
+            fits = kept.mode_in(state) == mode and found[0].stride() == param.stride()
+            if not fits or (mode == "fp32" and found[0].dtype != torch.float32):
+                values = _core.C.empty_laid_out_as(param).fill_(self._initial_state)
+                if found:
+                    values.copy_(kept.values(state))
+                kept.put(state, values, mode)
+            self._use_pinned(row, kept.keys_in(mode))
+            first, *scale = (state[key] for key in kept.keys_in(mode))
+            tensors.append(first)
+            scales.append(scale[0] if scale else None)
+        table.set_states(row, tensors, scales, self._average(row))
         self._bind_columns(state, row)
+
+    def _average(self, row: int) -> Tensor | None:
+        """The moving average of a row, which starts as the parameter is now."""
+        if self.ema_decay is None:
+            return None
+        state = self.state[self._row_params[row]]
+        if state.get("ema") is None:
+            state["ema"] = exact_float32(self.master_of(row))
+        self._use_pinned(row, ("ema",))
+        return state["ema"]
+
+    def _use_pinned(self, row: int, keys: tuple[str, ...]) -> None:
+        """Put the tensors back that a captured graph knows, with what is in the state now."""
+        state = self.state[self._row_params[row]]
+        for key in keys:
+            pinned = self._pinned_states.get((row, key), state[key])
+            if pinned is not state[key]:
+                pinned.copy_(state[key])
+            state[key] = pinned
 
     def pin_states(self) -> None:
         """From now on states keep their memory, which a captured graph knows by address.
@@ -84,25 +120,37 @@ class States(AmpOptimizer):
         What is loaded or assigned is copied into it.
         """
         for row, param in enumerate(self._row_params):
-            for name in self._state_names(self._group_of(row)):
-                if isinstance(value := self.state.get(param, {}).get(name), Tensor):
-                    self._pinned_states[row, name] = value
+            for key in self._keys_of(row):
+                if isinstance(value := self.state.get(param, {}).get(key), Tensor):
+                    self._pinned_states[row, key] = value
+
+    def _keys_of(self, row: int) -> list[str]:
+        """What the states of a row may stand under."""
+        return [*(key for kept in self._kept(self._group_of(row)) for key in kept.keys), "ema"]
 
     def keep_bound(self) -> None:
         """Bind the states anew if somebody loaded, cleared or exchanged some."""
         if not self._states_bound or not self._is_bound():
             self._bind_states()
 
-    def state_names_by_group(self) -> list[tuple[str, ...]]:
-        return [self._state_names(group) for group in self.param_groups]
+    def states_by_group(self) -> list[tuple[StateMode, tuple[str, ...]]]:
+        """How states are kept, and which."""
+        return [(self._mode_of(group), self._state_names(group)) for group in self.param_groups]
 
     def _remember_bindings(self) -> None:
         states, versions = _core.C.flattened(self.state), _core.C.DictVersions(self.state)
-        self._bound = (states, versions, self.state_names_by_group())
+        self._bound = (states, versions, self.states_by_group())
 
     def _is_bound(self) -> bool:
         states, versions, names = self._bound
-        if names != self.state_names_by_group():
+        if names != (wanted := self.states_by_group()):
+            for i, ((old, _), (new, _)) in enumerate(zip(names, wanted, strict=False)):
+                if old != new and any(self.state.get(p) for p in self.param_groups[i]["params"]):
+                    raise ValueError(
+                        f"state_dtype of parameter group {i} was changed from {old!r} to {new!r} "
+                        "after its first step. Set it back; or save the state, build the "
+                        "optimizer with the other and load it there."
+                    )
             return False
         if versions.hold(self.state):
             return True
@@ -123,9 +171,8 @@ class States(AmpOptimizer):
             if saved:
                 column.copy_(torch.stack(saved))
         for row, param in enumerate(self._row_params):
-            names = self._state_names(self._group_of(row))
-            state = self.state.get(param, {})
-            known = any(name in state or (row, name) in self._pinned_states for name in names)
+            state, keys = self.state.get(param, {}), self._keys_of(row)
+            known = any(key in state or (row, key) in self._pinned_states for key in keys)
             if "step" in state or known:
                 self._init_state(row)
             else:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import functools
 import weakref
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from ampfuse.optim.base import AmpOptimizer
-from ampfuse.optim.fused import FUSED
+from ampfuse.optim.fused import FUSED, FusedOptimizer
 from ampfuse.optim.generic import generic_class
 from ampfuse.optim.inner import with_inner
 from ampfuse.optim.larc import LARC
 
 
 def upgrade(
-    optimizer: torch.optim.Optimizer, *, master_weights: bool, names: dict[int, str] | None = None
+    optimizer: torch.optim.Optimizer,
+    *,
+    master_weights: bool | Literal["split"],
+    names: dict[int, str] | None = None,
 ) -> None:
     """Make `optimizer` amp-aware in place: the same object, of a subclass of its class.
 
@@ -25,7 +28,8 @@ def upgrade(
     Learning-rate schedulers and hooks keep working, whichever came first.
 
     Arguments:
-        master_weights: replace half parameters in ``param_groups`` by FP32 masters.
+        master_weights: replace half parameters in ``param_groups`` by FP32 masters; ``"split"``,
+            for fused optimizers: keep them there, each with the rest of its master beside it.
         names: parameter names for messages, by ``id`` of the parameter.
 
     Raises:
@@ -36,15 +40,21 @@ def upgrade(
         return
     cls = type(optimizer)
     if not isinstance(optimizer, AmpOptimizer):
-        differentiable = any(group.get("differentiable") for group in optimizer.param_groups)
-        # By exact type: a subclass may have changed what step means.
-        fused = None if differentiable else FUSED.get(cls)
-        optimizer.__class__ = fused or generic_class(cls)
+        optimizer.__class__ = fused_class(optimizer) or generic_class(cls)
         _follow_class(optimizer)
     assert isinstance(optimizer, AmpOptimizer)
-    optimizer.go_under_amp(master_weights=bool(master_weights), names=names or {})
+    optimizer.go_under_amp(master_weights=master_weights, names=names or {})
     if not master_weights:
         _drop_masters(optimizer)
+
+
+def fused_class(optimizer: torch.optim.Optimizer) -> type[FusedOptimizer] | None:
+    """The class with a fused step that `optimizer` has or gets; None: it keeps its own step."""
+    if isinstance(optimizer, FusedOptimizer):
+        return type(optimizer)
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        return None
+    return FUSED.get(type(optimizer))  # by exact type: a subclass may step otherwise
 
 
 def _drop_masters(optimizer: torch.optim.Optimizer) -> None:

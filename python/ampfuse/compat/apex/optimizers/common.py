@@ -55,9 +55,9 @@ class ApexOptimizer(FusedOptimizer):
         """Drop gradients or zero them; by default as `set_grad_none` said."""
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any], *, strict: bool = False) -> None:
         """Loads apex's, torch's and ampfuse's state dicts."""
-        super().load_state_dict(as_torch(state_dict, self.param_groups))
+        super().load_state_dict(as_torch(state_dict, self.param_groups), strict=strict)
 
     def _set_flag(self, name: str, value: Any) -> None:
         """A property of every group, of those to come too."""

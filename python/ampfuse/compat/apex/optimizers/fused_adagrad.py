@@ -35,7 +35,7 @@ class FusedAdagrad(ApexOptimizer, Adagrad):
         self._set_flag("decoupled_weight_decay", bool(adagrad_w_mode))
         self.adagrad_w_mode = 1 if adagrad_w_mode else 0
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any], *, strict: bool = False) -> None:
         """Loads apex's, torch's and ampfuse's state dicts; apex counted no steps."""
         state = {k: {"step": torch.zeros(()), **v} for k, v in state_dict["state"].items()}
-        super().load_state_dict({**state_dict, "state": state})
+        super().load_state_dict({**state_dict, "state": state}, strict=strict)

@@ -55,7 +55,7 @@ class FusedNovoGrad(ApexOptimizer, NovoGrad):
             reg_inside_moment=bool(reg_inside_moment),
         )
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any], *, strict: bool = False) -> None:
         """Loads apex's and ampfuse's state dicts.
 
         apex kept the norms in the group: those of its half parameters, then of the others.
@@ -83,4 +83,6 @@ class FusedNovoGrad(ApexOptimizer, NovoGrad):
                     )
                 for key, value in zip(kind, values, strict=True):
                     state.setdefault(key, {})["exp_avg_norm"] = value.detach().clone()
-        super().load_state_dict({**state_dict, "state": state, "param_groups": groups})
+        super().load_state_dict(
+            {**state_dict, "state": state, "param_groups": groups}, strict=strict
+        )

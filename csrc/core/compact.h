@@ -1,0 +1,203 @@
+// Storage in less than a value takes by itself. Written once, for a value F, which is float or a
+// SIMD vector, and its bits B (scalar.h).
+#pragma once
+
+#include "core/scalar.h"
+#include "core/step_state.h"
+
+namespace ampfuse {
+
+template <class F>
+using BitsOf = decltype(bits_of(F(0.0f)));
+
+template <class F>
+HD BitsOf<F> magnitude_of(const F& x) {
+  return bits_of(x) & BitsOf<F>(0x7fffffffu);
+}
+
+// --- split masters -------------------------------------------------------------------------------
+
+// An FP32 master as its half-precision model weight, `high`, and 16 more bits, `rest`. What is
+// stored is limit(x); high() is then the weight and rest() the rest, of which only 16 bits count.
+template <DType>
+struct Split;
+
+// The rest is what the bits of the master are beyond those of the weight, so every value comes
+// back. To an even weight 65,537 masters round, one too many: here a tie goes away from zero, and
+// the weight differs from the one rounded to even in one of 131,072 values.
+template <>
+struct Split<DType::kRestBFloat16> {
+  static constexpr DType kWeight = DType::kBFloat16;
+
+  template <class F>
+  HD static F limit(const F& x) {
+    return x;
+  }
+  template <class F>
+  HD static F high(const F& x) {
+    using B = BitsOf<F>;
+    const B bits = bits_of(x), nan = bits | B(0x00400000u);
+    const B rounded = select_less(B(kInfinityBits), magnitude_of(x), nan, bits + B(0x8000u));
+    return from_bits(x, rounded & B(0xffff0000u));
+  }
+  template <class F>
+  HD static BitsOf<F> rest(const F& x, const F& high) {
+    return bits_of(x) - bits_of(high);
+  }
+  // A weight that somebody made zero has a master of its sign, whatever the rest is.
+  template <class F>
+  HD static F join(const F& high, const BitsOf<F>& rest) {
+    using B = BitsOf<F>;
+    const B joined = magnitude_of(high) + (rest ^ B(0x8000u)) - B(0x8000u);
+    const B sign = bits_of(high) & B(0x80000000u);
+    return from_bits(high, select_less(joined, B(0u), B(0u), joined) | sign);
+  }
+};
+
+// The rest counts 2^-15 of the weight's unit in the last place. So masters from 2^-16 on come back;
+// below, they are multiples of 2^-39. A finite master is at most 65504, FP16's largest number.
+template <>
+struct Split<DType::kRestFloat16> {
+  static constexpr DType kWeight = DType::kFloat16;
+  static constexpr float kRounding = 12582912.0f;  // 1.5 * 2^23: added, it leaves an integer
+
+  template <class F>
+  HD static F limit(const F& x) {
+    using B = BitsOf<F>;
+    const B magnitude = magnitude_of(x), largest(0x477fe000u);
+    const B limited = select_less(largest, magnitude, largest, magnitude);
+    const B sign = bits_of(x) & B(0x80000000u);
+    return from_bits(x, select_less(magnitude, B(kInfinityBits), limited, magnitude) | sign);
+  }
+  template <class F>
+  HD static F high(const F& x) {
+    return round_to(kWeight, x);
+  }
+  template <class F>
+  HD static BitsOf<F> rest(const F& x, const F& high) {
+    using B = BitsOf<F>;
+    const F count = (x - high) * from_bits(x, B(279u << 23) - exponent(high));
+    return select_less(magnitude_of(high), B(kInfinityBits), bits_of(count + F(kRounding)), B(0u));
+  }
+  template <class F>
+  HD static F join(const F& high, const BitsOf<F>& rest) {
+    using B = BitsOf<F>;
+    const B count = (rest ^ B(0x8000u)) - B(0x8000u);
+    const F whole = from_bits(high, count + B(float_bits(kRounding))) - F(kRounding);
+    return fma(whole, from_bits(high, exponent(high) - B(25u << 23)), high);
+  }
+
+ private:
+  // The bits of a power of two: that of the weight, 2^-14 of a subnormal one.
+  template <class F>
+  HD static BitsOf<F> exponent(const F& high) {
+    using B = BitsOf<F>;
+    const B found = bits_of(high) & B(0x7f800000u), smallest(113u << 23);
+    return select_less(found, smallest, smallest, found);
+  }
+};
+
+// Calls run(Split) if the type is a rest.
+template <class Run>
+HD void with_split(DType dtype, const Run& run) {
+  if (dtype == DType::kRestFloat16) return run(Split<DType::kRestFloat16>());
+  if (dtype == DType::kRestBFloat16) return run(Split<DType::kRestBFloat16>());
+}
+
+// The model weight beside the master x.
+template <class F>
+HD F weight_of(DType param, F x) {
+  with_split(param, [&](auto split) HD_LAMBDA { x = split.high(split.limit(x)); });
+  return x;
+}
+
+// --- codes of eight bits -------------------------------------------------------------------------
+
+// So many neighbouring elements of a state share a scale, their largest magnitude (block-wise
+// quantization: Dettmers et al., arXiv:2110.02861). Blocks begin with the row, and a chunk is whole
+// ones.
+constexpr int kBlock = 128;
+
+HD constexpr int64_t blocks_of(int64_t numel) { return (numel + kBlock - 1) / kBlock; }
+
+// Magnitudes are companded, so that small ones keep some digits: a code counts steps of a root of
+// the fraction of the scale, the square root for first moments and the fourth root for second ones,
+// of which Adam takes a square root itself. Nobody needs the true root: halving the bits of a
+// float, exponent and mantissa alike, gives one that is piecewise linear, and doubling them takes
+// it back. The codes of first moments then reach down to 2^-14 of the scale, those of second ones
+// to 2^-32; the upper two, or four, octaves have 32 codes each, the next ones half as many, and so
+// on. (Companding of moments: FlashOptim, arXiv:2602.23349.)
+template <DType kType>
+struct Code {
+  static constexpr bool kSign = kType == DType::kSigned8;
+  static constexpr int kRoot = kSign ? 1 : 2;  // the 2^kRoot-th
+  static constexpr uint32_t kOne = 0x3f800000u, kOffset = kOne - (kOne >> kRoot);
+  static constexpr float kCodes = kSign ? 127.0f : 255.0f, kInteger = 8388608.0f;  // 2^23
+
+  // A block's scale, from the bits of its largest magnitude. A value that is not finite makes the
+  // whole block NaN.
+  HD static float scale(uint32_t largest) {
+    constexpr uint32_t kSmallest = 0x00800000u;  // has a reciprocal
+    if (largest >= kInfinityBits) return bits_float(0x7fc00000u);
+    return bits_float(largest == 0 || largest > kSmallest ? largest : kSmallest);
+  }
+  HD static float encoder(float scale) { return scale > 0 ? 1 / scale : 0.0f; }
+
+  // A second moment that is not zero never becomes zero: the step that it divides would explode.
+  template <class F>
+  HD static BitsOf<F> encode(const F& x, const F& encoder) {
+    using B = BitsOf<F>;
+    const F fraction = from_bits(x, magnitude_of(x)) * encoder;
+    const F root = from_bits(x, shift_right<kRoot>(bits_of(fraction)) + B(kOffset));
+    const B code = bits_of(fma(root, F(kCodes), F(kInteger))), bits = bits_of(x);
+    if (kSign) return (code & B(0x7fu)) | (shift_right<24>(bits) & B(0x80u));
+    const B least = select_less(B(0u), bits, B(1u), B(0u)), found = code & B(0xffu);
+    return select_less(found, least, least, found);
+  }
+  template <class F>
+  HD static F decode(const BitsOf<F>& code, const F& scale) {
+    using B = BitsOf<F>;
+    const B count = kSign ? code & B(0x7fu) : code;
+    const F whole = from_bits(scale, count | B(float_bits(kInteger))) - F(kInteger);
+    const B root = bits_of(whole * F(1.0f / kCodes));
+    const B fraction = select_less(B(0u), count, shift_left<kRoot>(root - B(kOffset)), B(0u));
+    const F x = from_bits(scale, fraction) * scale;
+    return kSign ? from_bits(x, bits_of(x) | shift_left<24>(code & B(0x80u))) : x;
+  }
+};
+
+// Calls run(Code) if the type is one of codes.
+template <class Run>
+HD void with_code(DType dtype, const Run& run) {
+  if (dtype == DType::kSigned8) return run(Code<DType::kSigned8>());
+  if (dtype == DType::kUnsigned8) return run(Code<DType::kUnsigned8>());
+}
+
+// --- stochastic rounding -------------------------------------------------------------------------
+
+// A hash of 32 bits with little bias (Wellons, "Prospecting for Hash Functions", 2018). What it
+// makes of a counter are the random bits: the same on any device, in any order, after a resume.
+template <class B>
+HD B hash(B x) {
+  x = (x ^ shift_right<16>(x)) * B(0x7feb352du);
+  x = (x ^ shift_right<15>(x)) * B(0x846ca68bu);
+  return x ^ shift_right<16>(x);
+}
+
+// Of a row in its step `count`, and of the list in it that element `index` belongs to.
+HD uint32_t row_key(uint32_t seed, int64_t row, float count) {
+  return hash(hash(hash(seed) + uint32_t(row)) + uint32_t(count));
+}
+HD uint32_t list_key(uint32_t row_key, int list, int64_t index) {
+  return hash(row_key + uint32_t(list) * 0x9e3779b9u + uint32_t(index >> 32) * 0x85ebca6bu);
+}
+
+// One of the two BF16 values around x, the nearer the likelier; in the mean, x.
+template <class F>
+HD F round_at_random(const F& x, const BitsOf<F>& random) {
+  using B = BitsOf<F>;
+  const B bits = bits_of(x), rounded = (bits + (random & B(0xffffu))) & B(0xffff0000u);
+  return from_bits(x, select_less(magnitude_of(x), B(kInfinityBits), rounded, bits));
+}
+
+}  // namespace ampfuse

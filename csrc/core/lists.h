@@ -1,0 +1,49 @@
+// The lists of a table: a row is one tensor with everything that belongs to it, its gradient, its
+// parameter, its moments, and a list is one such role over all rows.
+#pragma once
+
+#include "hd.h"
+
+namespace ampfuse {
+
+// The roles. A list that a row lacks is null: it reads as zero and is not written.
+enum List : int {
+  kGrad,         // as autograd left it, perhaps scaled
+  kAccumulated,  // FP32 (or the parameter's type), unscaled, from earlier backward passes
+  kGradOut,      // where inspect writes unscaled gradients, if anywhere
+  kUnscaled,     // where the update does: over scaled FP32 ones
+  kParam,        // what the optimizer steps: the FP32 master, or the parameter itself
+  kModel,        // the half-precision model weight beside a master
+  kState0,       // the optimizer's states, in the order in which its op names them
+  kState1,
+  kState2,
+  kAverage,  // the exponential moving average of kParam
+  kLists,
+  // Columns beside the lists: the scales of each state's codes, of which a row has one a block.
+  kScale0 = kLists,
+  kColumns = kScale0 + 3
+};
+
+// Plain multi-tensor ops use the first three roles under these names.
+constexpr List kSource = kGrad, kSource2 = kAccumulated, kTarget = kGradOut;
+// LAMB's update, within a pass: inspect writes no gradient then.
+constexpr List kUpdate = kGradOut;
+
+constexpr int kMaxStates = kColumns - kScale0;
+
+HD constexpr bool is_state(int list) { return list >= kState0 && list < kState0 + kMaxStates; }
+
+HD constexpr unsigned bit(int list) { return 1u << list; }
+
+constexpr unsigned kStates = bit(kState0) | bit(kState1) | bit(kState2);
+
+// A pass measures at most so many lists: LAMB's weights and updates.
+constexpr int kMeasures = 2;
+
+HD constexpr int count_lists(unsigned lists) {
+  int count = 0;
+  for (; lists != 0; lists &= lists - 1) ++count;
+  return count;
+}
+
+}  // namespace ampfuse
