@@ -12,7 +12,7 @@ import ampfuse
 def main(argv: list[str] | None = None) -> int:
     """Run the command line `argv` (default: ``sys.argv``) and return the exit status."""
     # Imported here and kept light: --help must not wait for torch, and `env` must run without it.
-    from ampfuse import advise, doctor
+    from ampfuse import advise, doctor, memory
     from ampfuse.command_line import OneLineParser
     from ampfuse.demo import cli as demo
     from ampfuse.experiments import make_plot, make_table
@@ -31,6 +31,7 @@ def main(argv: list[str] | None = None) -> int:
         "demo": demo,
         "doctor": doctor,
         "advise": advise,
+        "memory": memory,
         "make_plot": make_plot,
         "make_table": make_table,
     }
@@ -38,6 +39,7 @@ def main(argv: list[str] | None = None) -> int:
         "demo": "train a small network at every level and compare them",
         "doctor": "say where the time of a training script goes, and what would pay",
         "advise": "find the level to train a model at, by trying them",
+        "memory": "say what a training holds in memory, in each mode, and what fits",
         "make_plot": "draw the results of the experiments",
         "make_table": "print the results of an experiment next to the published ones",
     }

@@ -40,6 +40,7 @@ from ampfuse.amp.master_weights import load_master_weights
 from ampfuse.amp.scale_loss import scale_loss
 from ampfuse.amp.scaler import LossScaler
 from ampfuse.insight.advice import advise
+from ampfuse.insight.memory import memory_report
 from ampfuse.insight.overflow import explain_overflow
 from ampfuse.optim.inner import parameters
 
@@ -58,6 +59,7 @@ __all__ = [
     "load_master_weights",
     "load_state_dict",
     "master_params",
+    "memory_report",
     "promote_function",
     "register_bfloat16_function",
     "register_float_function",
