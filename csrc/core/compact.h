@@ -2,6 +2,8 @@
 // SIMD vector, and its bits B (scalar.h).
 #pragma once
 
+#include <type_traits>
+
 #include "core/scalar.h"
 #include "core/step_state.h"
 
@@ -15,10 +17,14 @@ HD BitsOf<F> magnitude_of(const F& x) {
   return bits_of(x) & BitsOf<F>(0x7fffffffu);
 }
 
+// 1.5 * 2^23: added to a value, it leaves the nearest integer in the lower bits.
+constexpr float kInteger = 12582912.0f;
+
 // --- split masters -------------------------------------------------------------------------------
 
-// An FP32 master as its half-precision model weight, `high`, and 16 more bits, `rest`. What is
-// stored is limit(x); high() is then the weight and rest() the rest, of which only 16 bits count.
+// An FP32 master as its half-precision model weight, `high`, and 16 more bits, `rest`, a signed
+// integer. What is stored is limit(x); high() is then the weight and rest() the rest, of which only
+// 16 bits count.
 template <DType>
 struct Split;
 
@@ -48,9 +54,8 @@ struct Split<DType::kRestBFloat16> {
   template <class F>
   HD static F join(const F& high, const BitsOf<F>& rest) {
     using B = BitsOf<F>;
-    const B joined = magnitude_of(high) + (rest ^ B(0x8000u)) - B(0x8000u);
-    const B sign = bits_of(high) & B(0x80000000u);
-    return from_bits(high, select_less(joined, B(0u), B(0u), joined) | sign);
+    const B magnitude = max_signed(magnitude_of(high) + rest, B(0u));
+    return from_bits(high, blend(B(0x80000000u), bits_of(high), magnitude));
   }
 };
 
@@ -59,15 +64,14 @@ struct Split<DType::kRestBFloat16> {
 template <>
 struct Split<DType::kRestFloat16> {
   static constexpr DType kWeight = DType::kFloat16;
-  static constexpr float kRounding = 12582912.0f;  // 1.5 * 2^23: added, it leaves an integer
 
   template <class F>
   HD static F limit(const F& x) {
     using B = BitsOf<F>;
     const B magnitude = magnitude_of(x), largest(0x477fe000u);
-    const B limited = select_less(largest, magnitude, largest, magnitude);
-    const B sign = bits_of(x) & B(0x80000000u);
-    return from_bits(x, select_less(magnitude, B(kInfinityBits), limited, magnitude) | sign);
+    const B limited = select_less(magnitude, B(kInfinityBits), largest, magnitude);
+    const B kept = select_less(largest, magnitude, limited, magnitude);
+    return from_bits(x, blend(B(0x80000000u), bits_of(x), kept));
   }
   template <class F>
   HD static F high(const F& x) {
@@ -77,14 +81,12 @@ struct Split<DType::kRestFloat16> {
   HD static BitsOf<F> rest(const F& x, const F& high) {
     using B = BitsOf<F>;
     const F count = (x - high) * from_bits(x, B(279u << 23) - exponent(high));
-    return select_less(magnitude_of(high), B(kInfinityBits), bits_of(count + F(kRounding)), B(0u));
+    return select_less(magnitude_of(high), B(kInfinityBits), bits_of(count + F(kInteger)), B(0u));
   }
   template <class F>
   HD static F join(const F& high, const BitsOf<F>& rest) {
     using B = BitsOf<F>;
-    const B count = (rest ^ B(0x8000u)) - B(0x8000u);
-    const F whole = from_bits(high, count + B(float_bits(kRounding))) - F(kRounding);
-    return fma(whole, from_bits(high, exponent(high) - B(25u << 23)), high);
+    return fma(to_float(high, rest), from_bits(high, exponent(high) - B(25u << 23)), high);
   }
 
  private:
@@ -92,8 +94,7 @@ struct Split<DType::kRestFloat16> {
   template <class F>
   HD static BitsOf<F> exponent(const F& high) {
     using B = BitsOf<F>;
-    const B found = bits_of(high) & B(0x7f800000u), smallest(113u << 23);
-    return select_less(found, smallest, smallest, found);
+    return max_signed(bits_of(high) & B(0x7f800000u), B(113u << 23));
   }
 };
 
@@ -130,9 +131,10 @@ HD constexpr int64_t blocks_of(int64_t numel) { return (numel + kBlock - 1) / kB
 template <DType kType>
 struct Code {
   static constexpr bool kSign = kType == DType::kSigned8;
+  using Stored = std::conditional_t<kSign, int8_t, uint8_t>;
   static constexpr int kRoot = kSign ? 1 : 2;  // the 2^kRoot-th
   static constexpr uint32_t kOne = 0x3f800000u, kOffset = kOne - (kOne >> kRoot);
-  static constexpr float kCodes = kSign ? 127.0f : 255.0f, kInteger = 8388608.0f;  // 2^23
+  static constexpr float kCodes = kSign ? 127.0f : 255.0f;
 
   // A block's scale, from the bits of its largest magnitude. A value that is not finite makes the
   // whole block NaN.
@@ -143,26 +145,26 @@ struct Code {
   }
   HD static float encoder(float scale) { return scale > 0 ? 1 / scale : 0.0f; }
 
-  // A second moment that is not zero never becomes zero: the step that it divides would explode.
+  // Of the result 8 bits count, of the integer that is decoded all. Codes of second moments begin
+  // at 1, also that of zero: where one is nearly zero beside a first moment that is not, the step
+  // would explode. (In a block of zeros alone the scale is zero, and so is what is decoded.)
   template <class F>
   HD static BitsOf<F> encode(const F& x, const F& encoder) {
     using B = BitsOf<F>;
-    const F fraction = from_bits(x, magnitude_of(x)) * encoder;
-    const F root = from_bits(x, shift_right<kRoot>(bits_of(fraction)) + B(kOffset));
-    const B code = bits_of(fma(root, F(kCodes), F(kInteger))), bits = bits_of(x);
-    if (kSign) return (code & B(0x7fu)) | (shift_right<24>(bits) & B(0x80u));
-    const B least = select_less(B(0u), bits, B(1u), B(0u)), found = code & B(0xffu);
-    return select_less(found, least, least, found);
+    const F fraction = (kSign ? from_bits(x, magnitude_of(x)) : x) * encoder;
+    const B root = shift_right<kRoot>(bits_of(fraction)) + B(kOffset);
+    const B with_sign = kSign ? blend(B(0x80000000u), bits_of(x), root) : root;
+    const B code = bits_of(fma(from_bits(x, with_sign), F(kCodes), F(kInteger)));
+    return kSign ? code : max_signed(code, B(float_bits(kInteger) + 1));
   }
   template <class F>
   HD static F decode(const BitsOf<F>& code, const F& scale) {
     using B = BitsOf<F>;
-    const B count = kSign ? code & B(0x7fu) : code;
-    const F whole = from_bits(scale, count | B(float_bits(kInteger))) - F(kInteger);
-    const B root = bits_of(whole * F(1.0f / kCodes));
-    const B fraction = select_less(B(0u), count, shift_left<kRoot>(root - B(kOffset)), B(0u));
-    const F x = from_bits(scale, fraction) * scale;
-    return kSign ? from_bits(x, bits_of(x) | shift_left<24>(code & B(0x80u))) : x;
+    const B root = bits_of(to_float(scale, code) * F(1.0f / kCodes));
+    const B fraction = shift_left<kRoot>(root - B(kOffset));
+    if (!kSign) return from_bits(scale, fraction) * scale;
+    const F x = from_bits(scale, clear_where_zero(code, fraction)) * scale;
+    return from_bits(x, blend(B(0x80000000u), root, bits_of(x)));
   }
 };
 

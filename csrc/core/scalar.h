@@ -53,6 +53,13 @@ template <int kCount>
 HD uint32_t shift_right(uint32_t a) {
   return a >> kCount;
 }
+HD uint32_t max_signed(uint32_t a, uint32_t b) { return int32_t(a) > int32_t(b) ? a : b; }
+// The bits of a where the mask has ones, else those of b.
+HD uint32_t blend(uint32_t mask, uint32_t a, uint32_t b) { return b ^ ((a ^ b) & mask); }
+// b, but zero where a is.
+HD uint32_t clear_where_zero(uint32_t a, uint32_t b) { return a == 0 ? 0 : b; }
+// As a signed integer, which a float holds exactly.
+HD float to_float(float, uint32_t a) { return float(int32_t(a)); }
 // `then` where a < b as signed integers, else `otherwise`.
 HD uint32_t select_less(uint32_t a, uint32_t b, uint32_t then, uint32_t otherwise) {
   return int32_t(a) < int32_t(b) ? then : otherwise;

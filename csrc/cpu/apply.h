@@ -4,6 +4,7 @@
 #pragma once
 
 #include "kernels.h"
+#include "stage.h"
 #include "walk.h"
 
 namespace ampfuse {
@@ -18,7 +19,7 @@ HD bool apply_chunk(const Op& op, const Walk& walk, const Types& types) {
       [&](int64_t i, int count, auto whole) __attribute__((always_inline)) {
         F x[kLists];
         run_vector<F, decltype(whole)::value, Op::kWrites>(op, lists, types, i, count, x);
-#pragma GCC unroll 10
+        UNROLL_LISTS
         for (int list = 0; list < kLists; ++list) {
           if (Op::kChecked & bit(list)) largest.include(x[list]);
         }
@@ -50,40 +51,47 @@ HD void apply_streaming(const Op& op, const Walk& walk, const Types& types) {
       });
 }
 
-// Applies an op to one chunk of which states are codes.
-template <class F, class Op, class Types>
-HD void apply_blocks(const Op& op, const Walk& walk, const Types& types) {
+// Applies an op to one chunk by blocks: run(i, count, whole, take) runs it on one.
+template <class F, class Op, class Types, class Run>
+HD bool apply_blocks(const Walk& walk, const Types& types, const Run& run) {
   static_assert(kChunk % kBlock == 0);
-  constexpr unsigned kStored = Op::kWrites & ~bit(kModel);
-  const ChunkLists lists = walk.lists;
+  typename F::Magnitude largest;
   for_steps<F, kBlock, Prefetch<Op::kReads>>(
-      walk, types, (Op::kReads | kStored) & ~kRewritten,
+      walk, types, (Op::kReads | Op::kWrites) & ~kRewritten,
       [&](int64_t i, int count, auto whole) __attribute__((always_inline)) {
-        run_block<F, kStored, decltype(whole)::value>(
-            op, lists, types, i, count,
-            [&](int64_t at, int n, auto all, const F(&x)[kLists]) HD_LAMBDA {
-              if (!(Op::kWrites & bit(kModel))) return;
-              if (lists.streams_model) {
-                stream_vector(x[kModel], lists.data[kModel], types(kModel), at);
-              } else {
-                store<F, decltype(all)::value>(x, lists, types, kModel, at, n);
-              }
-            });
+        run(i, count, whole, [&](int64_t, int, auto, const F(&x)[kLists]) HD_LAMBDA {
+          UNROLL_LISTS
+          for (int list = 0; list < kLists; ++list) {
+            if (Op::kChecked & bit(list)) largest.include(x[list]);
+          }
+        });
       });
+  return Op::kChecked && largest.reduce() >= kInfinityBits;
 }
 
 // Applies an op to one chunk; true if a checked list holds a non-finite value.
 template <class F, class Op>
-bool apply_op(const Op& op, const Walk& walk) {
+bool apply_op(const Op& given, const Walk& walk) {
+  const Op op = given;  // which no store can change
+  const ChunkLists& lists = walk.lists;
   bool found = false;
-  with_types<Op>(walk.lists, [&](const auto& types) {
-    if constexpr (Op::kPackable) {
-      if (types.has_codes()) return apply_blocks<F>(op, walk, types);
+  with_types<Op>(lists, [&](const auto& types) {
+    using Types = std::decay_t<decltype(types)>;
+    if constexpr (!Types::kKnown) {
+      found = apply_blocks<F, Op>(walk, types,
+                                  [&](int64_t i, int n, auto, const auto& take)
+                                      HD_LAMBDA { run_staged<F>(op, lists, i, n, take); });
+    } else if constexpr (Types::kCodes) {
+      apply_blocks<F, Op>(
+          walk, types, [&](int64_t i, int n, auto whole, const auto& take) HD_LAMBDA {
+            run_block<F, Op::kWrites, decltype(whole)::value>(op, lists, types, i, n, take);
+          });
+    } else {
+      if constexpr (Op::kWrites & bit(kModel)) {
+        if (lists.streams_model) return apply_streaming<F>(op, walk, types);
+      }
+      found = apply_chunk<F>(op, walk, types);
     }
-    if constexpr (Op::kWrites & bit(kModel)) {
-      if (walk.lists.streams_model) return apply_streaming<F>(op, walk, types);
-    }
-    found = apply_chunk<F>(op, walk, types);
   });
   return found;
 }

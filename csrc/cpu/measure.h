@@ -4,6 +4,7 @@
 
 #include "count.h"
 #include "kernels.h"
+#include "stage.h"
 #include "walk.h"
 
 namespace ampfuse {
@@ -29,14 +30,16 @@ template <class Op, bool kWhole, class F, class Types, class Add>
 HD void measure_values(const ChunkLists& lists, const Types& types, int64_t i, int count,
                        F (&x)[kLists], Counts* counts, const Add& add) {
   if constexpr (Op::kMetered) {
-    if (lists.streams_model) {
-      stream_vector(x[kModel], lists.data[kModel], types(kModel), i);
-    } else {
-      store<F, kWhole>(x, lists, types, kModel, i, count);
+    if constexpr (Types::kKnown) {
+      if (lists.streams_model) {
+        stream_vector(x[kModel], lists.data[kModel], types(kModel), i);
+      } else {
+        store<F, kWhole>(x[kModel], x[kModel], lists, types, kModel, i, count);
+      }
     }
     count_vector<F, kWhole, Op>(types, i, count, x, *counts);
   }
-#pragma GCC unroll 10
+  UNROLL_LISTS
   for (int list = 0; list < kLists; ++list) {
     if (Op::kMeasured & bit(list)) add(measure_of(Op::kMeasured, list), x[list]);
   }
@@ -77,29 +80,24 @@ HD void add_by_tiles(const Op& op, const Walk& walk, const Types& types, const f
       store_vector(fma(square, square, load_vector<F>(sum, kSums, 0)), sum, kSums, 0);
     };
   };
-  const auto by_vectors = [&] {
-    for_steps<F, F::kWidth, Prefetch<Op::kReads>>(
-        walk, types, kFetched,
-        [&](int64_t i, int count, auto whole) __attribute__((always_inline)) {
-          measure_vector<F, decltype(whole)::value>(op, lists, types, i, count, &mine, add_at(i));
-        });
+  const auto measure = [&](int64_t i, int n, auto whole, F(&x)[kLists]) HD_LAMBDA {
+    measure_values<Op, decltype(whole)::value>(lists, types, i, n, x, &mine, add_at(i));
   };
-  const auto by_blocks = [&] {
-    for_steps<F, kBlock, Prefetch<Op::kReads>>(
-        walk, types, kFetched,
-        [&](int64_t i, int count, auto whole) __attribute__((always_inline)) {
-          run_block<F, Op::kWrites & ~kStreamed<Op>, decltype(whole)::value>(
-              op, lists, types, i, count,
-              [&](int64_t at, int n, auto all, F(&x)[kLists]) HD_LAMBDA {
-                measure_values<Op, decltype(all)::value>(lists, types, at, n, x, &mine, add_at(at));
-              });
-        });
-  };
-  if constexpr (Op::kPackable) {
-    types.has_codes() ? by_blocks() : by_vectors();
-  } else {
-    by_vectors();
-  }
+  constexpr int kStep = Types::kByVectors ? F::kWidth : kBlock;
+  for_steps<F, kStep, Prefetch<Op::kReads>>(
+      walk, types, kFetched, [&](int64_t i, int count, auto whole) __attribute__((always_inline)) {
+        constexpr bool kWhole = decltype(whole)::value;
+        constexpr unsigned kStored = Op::kWrites & ~kStreamed<Op>;
+        if constexpr (!Types::kKnown) {
+          run_staged<F>(op, lists, i, count, measure);
+        } else if constexpr (Types::kCodes) {
+          run_block<F, kStored, kWhole>(op, lists, types, i, count, measure);
+        } else {
+          F x[kLists];
+          run_vector<F, kWhole, kStored>(op, lists, types, i, count, x);
+          measure(i, count, whole, x);
+        }
+      });
   for (int m = 0; m < kCount; ++m) sums.largest[m] = largest[m].reduce();
   if constexpr (Op::kMetered) *counts = mine;
 }

@@ -60,8 +60,8 @@ struct Avx2 {
   template <DType kType>
   struct Lanes;
 
-  // Integers of which kBytes are stored.
-  template <int kBytes>
+  // Integers that are stored as smaller ones.
+  template <class Stored>
   struct Part;
 
   struct Magnitude {
@@ -128,10 +128,10 @@ struct Avx2::Lanes<DType::kBFloat16> : Halves {
 };
 
 template <>
-struct Avx2::Part<2> : First<Part<2>> {
+struct Avx2::Part<int16_t> : First<Part<int16_t>> {
   static constexpr int64_t kSize = 2;
   HD static Bits load(const void* data) {
-    return _mm256_cvtepu16_epi32(_mm_loadu_si128(static_cast<const __m128i*>(data)));
+    return _mm256_cvtepi16_epi32(_mm_loadu_si128(static_cast<const __m128i*>(data)));
   }
   HD static void store(void* data, Bits bits) {
     const __m256i low = _mm256_and_si256(bits.value, _mm256_set1_epi32(0xffff));
@@ -141,11 +141,13 @@ struct Avx2::Part<2> : First<Part<2>> {
   }
 };
 
-template <>
-struct Avx2::Part<1> : First<Part<1>> {
+template <class Stored>
+struct Avx2::Part : First<Part<Stored>> {
+  static_assert(sizeof(Stored) == 1);
   static constexpr int64_t kSize = 1;
   HD static Bits load(const void* data) {
-    return _mm256_cvtepu8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(data)));
+    const __m128i bytes = _mm_loadl_epi64(static_cast<const __m128i*>(data));
+    return Stored(-1) < 0 ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes);
   }
   HD static void store(void* data, Bits bits) {
     const __m256i low = _mm256_and_si256(bits.value, _mm256_set1_epi32(0xff));
@@ -173,6 +175,12 @@ HD Avx2::Bits shift_right(Avx2::Bits a) {
 HD Avx2::Bits select_less(Avx2::Bits a, Avx2::Bits b, Avx2::Bits then, Avx2::Bits otherwise) {
   return _mm256_blendv_epi8(otherwise.value, then.value, _mm256_cmpgt_epi32(b.value, a.value));
 }
+HD Avx2::Bits max_signed(Avx2::Bits a, Avx2::Bits b) { return _mm256_max_epi32(a.value, b.value); }
+HD Avx2::Bits blend(Avx2::Bits mask, Avx2::Bits a, Avx2::Bits b) { return b ^ ((a ^ b) & mask); }
+HD Avx2::Bits clear_where_zero(Avx2::Bits a, Avx2::Bits b) {
+  return _mm256_andnot_si256(_mm256_cmpeq_epi32(a.value, _mm256_setzero_si256()), b.value);
+}
+HD Avx2 to_float(Avx2, Avx2::Bits a) { return _mm256_cvtepi32_ps(a.value); }
 HD Avx2::Bits bits_of(Avx2 a) { return _mm256_castps_si256(a.value); }
 HD Avx2 from_bits(Avx2, Avx2::Bits bits) { return _mm256_castsi256_ps(bits.value); }
 

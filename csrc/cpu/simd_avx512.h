@@ -51,8 +51,8 @@ struct Avx512 {
   template <DType kType>
   struct Lanes;
 
-  // Integers of which kBytes are stored.
-  template <int kBytes>
+  // Integers that are stored as smaller ones.
+  template <class Stored>
   struct Part;
 
   struct Magnitude {
@@ -112,34 +112,40 @@ struct Avx512::Lanes<DType::kBFloat16> : Halves {
 };
 
 template <>
-struct Avx512::Part<2> {
+struct Avx512::Part<int16_t> {
   HD static Bits load(const void* data) {
-    return _mm512_cvtepu16_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(data)));
+    return _mm512_cvtepi16_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(data)));
   }
   HD static void store(void* data, Bits bits) {
     _mm256_storeu_si256(static_cast<__m256i*>(data), _mm512_cvtepi32_epi16(bits.value));
   }
   HD static Bits load_first(const void* data, int count) {
-    return _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(first(count), data));
+    return _mm512_cvtepi16_epi32(_mm256_maskz_loadu_epi16(first(count), data));
   }
   HD static void store_first(void* data, Bits bits, int count) {
     _mm256_mask_storeu_epi16(data, first(count), _mm512_cvtepi32_epi16(bits.value));
   }
 };
 
-template <>
-struct Avx512::Part<1> {
+template <class Stored>
+struct Avx512::Part {
+  static_assert(sizeof(Stored) == 1);
   HD static Bits load(const void* data) {
-    return _mm512_cvtepu8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(data)));
+    return widen(_mm_loadu_si128(static_cast<const __m128i*>(data)));
   }
   HD static void store(void* data, Bits bits) {
     _mm_storeu_si128(static_cast<__m128i*>(data), _mm512_cvtepi32_epi8(bits.value));
   }
   HD static Bits load_first(const void* data, int count) {
-    return _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(first(count), data));
+    return widen(_mm_maskz_loadu_epi8(first(count), data));
   }
   HD static void store_first(void* data, Bits bits, int count) {
     _mm_mask_storeu_epi8(data, first(count), _mm512_cvtepi32_epi8(bits.value));
+  }
+
+ private:
+  HD static Bits widen(__m128i bytes) {
+    return Stored(-1) < 0 ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes);
   }
 };
 
@@ -174,6 +180,16 @@ HD Avx512::Bits select_less(Avx512::Bits a, Avx512::Bits b, Avx512::Bits then,
   return _mm512_mask_mov_epi32(otherwise.value, _mm512_cmplt_epi32_mask(a.value, b.value),
                                then.value);
 }
+HD Avx512::Bits max_signed(Avx512::Bits a, Avx512::Bits b) {
+  return _mm512_max_epi32(a.value, b.value);
+}
+HD Avx512::Bits blend(Avx512::Bits mask, Avx512::Bits a, Avx512::Bits b) {
+  return _mm512_ternarylogic_epi32(mask.value, a.value, b.value, 0xca);
+}
+HD Avx512::Bits clear_where_zero(Avx512::Bits a, Avx512::Bits b) {
+  return _mm512_maskz_mov_epi32(_mm512_test_epi32_mask(a.value, a.value), b.value);
+}
+HD Avx512 to_float(Avx512, Avx512::Bits a) { return _mm512_cvtepi32_ps(a.value); }
 HD Avx512::Bits bits_of(Avx512 a) { return _mm512_castps_si512(a.value); }
 HD Avx512 from_bits(Avx512, Avx512::Bits bits) { return _mm512_castsi512_ps(bits.value); }
 

@@ -33,15 +33,18 @@ struct Scalar {
 
   HD static uint32_t count_up() { return 0; }
 
-  // An integer of which kBytes are stored.
-  template <int kBytes>
+  // An integer that is stored as a smaller one.
+  template <class Stored>
   struct Part {
     HD static uint32_t load(const void* data) {
-      uint32_t bits = 0;  // little-endian, as every machine here
-      std::memcpy(&bits, data, kBytes);
-      return bits;
+      Stored stored;
+      std::memcpy(&stored, data, sizeof stored);
+      return uint32_t(int32_t(stored));
     }
-    HD static void store(void* data, uint32_t bits) { std::memcpy(data, &bits, kBytes); }
+    HD static void store(void* data, uint32_t bits) {
+      const auto stored = Stored(bits);
+      std::memcpy(data, &stored, sizeof stored);
+    }
     HD static uint32_t load_first(const void* data, int) { return load(data); }
     HD static void store_first(void* data, uint32_t bits, int) { store(data, bits); }
   };
@@ -71,6 +74,7 @@ HD Scalar select_equal(Scalar a, Scalar b, Scalar then, Scalar otherwise) {
 
 HD uint32_t bits_of(Scalar a) { return float_bits(a.value); }
 HD Scalar from_bits(Scalar, uint32_t bits) { return Scalar(bits_float(bits)); }
+HD Scalar to_float(Scalar, uint32_t a) { return Scalar(float(int32_t(a))); }
 
 HD uint32_t above_zero(Scalar a) { return ampfuse::above_zero(a.value); }
 HD uint32_t below(Scalar a, float bound) { return ampfuse::below(a.value, bound); }

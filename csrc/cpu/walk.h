@@ -51,14 +51,11 @@ struct ChunkLists {
   }
 };
 
-// The storage type of each list. Any mixture works by looking types up for every vector.
+// The storage type of each list. Any mixture goes through stage.h.
 struct AnyTypes {
-  static constexpr bool kKnown = false;
+  static constexpr bool kKnown = false, kByVectors = false;
   const DType* dtype;
   HD DType operator()(int list) const { return dtype[list]; }
-  HD bool has_codes() const {
-    return is_code(dtype[kState0]) || is_code(dtype[kState1]) || is_code(dtype[kState2]);
-  }
 };
 
 // The mixtures that nearly all rows have are known when compiling, so that their loops are free of
@@ -69,7 +66,7 @@ template <DType kHalf, DType kBack = DType::kNone, DType kMaster = DType::kFloat
           unsigned kSigned = 0, unsigned kUnsigned = 0>
 struct MasterTypes {
   static constexpr bool kKnown = true;
-  HD static constexpr bool has_codes() { return (kSigned | kUnsigned) != 0; }
+  static constexpr bool kCodes = (kSigned | kUnsigned) != 0, kByVectors = !kCodes;
   HD constexpr DType operator()(int list) const {
     switch (list) {
       case kGrad:
@@ -150,19 +147,24 @@ struct Prefetch {
 // Unscaled gradients are stored where the gradients were read: those lines are fetched already.
 constexpr unsigned kRewritten = bit(kUnscaled);
 
-// When element i starts a cache line in a list of `fetched`, fetches the line kAhead further, in
-// this chunk (kHere: surely) or the next. The hardware's prefetchers stop at the end of each page
-// of 4 KB, of which an Adam step walks five side by side, and do not know where the next tensor is:
-// 15 % of a large step from memory, 40 % of one over small tensors (AVX-512 server).
-template <bool kHere, class Distance, class Types>
-HD void prefetch(const Walk& walk, const Types& types, unsigned fetched, int64_t i) {
+// When element v of a step of kStep starts a cache line in a list of `fetched`, fetches the line
+// kAhead further, in this chunk (kHere: surely) or the next. The hardware's prefetchers stop at the
+// end of each page of 4 KB, of which an Adam step walks five side by side, and do not know where
+// the next tensor is: 15 % of a large step from memory, 40 % of one over small tensors (AVX-512
+// server).
+template <bool kHere, class Distance, int kStep, class Types>
+HD void prefetch(const Walk& walk, const Types& types, unsigned fetched, int64_t step, int v) {
+  const int64_t i = step + v;
   constexpr int64_t kAhead = Distance::kAhead;
   const int64_t n = walk.lists.length;
-#pragma GCC unroll 10
+  UNROLL_LISTS
   for (int list = 0; list < kLists; ++list) {
     if (!(fetched & bit(list)) || types(list) == DType::kNone) continue;
     const int64_t size = element_size(types(list));
-    if (i * size % kCacheLine != 0) continue;
+    // Where steps are whole lines, that is known when compiling.
+    const bool starts =
+        kStep * size % kCacheLine == 0 ? v * size % kCacheLine == 0 : i * size % kCacheLine == 0;
+    if (!starts) continue;
     const int64_t ahead = kAhead / size;
     const int64_t element = i + (kHere || ahead < n ? ahead : n);
     const bool here = kHere || element < n;
@@ -176,7 +178,7 @@ HD void prefetch(const Walk& walk, const Types& types, unsigned fetched, int64_t
 // Fetches the strip of a whole chunk at element i into L2.
 template <unsigned kFetched, class Types>
 HD void fetch_strip(const ChunkLists& chunk, const Types& types, int64_t i) {
-#pragma GCC unroll 10
+  UNROLL_LISTS
   for (int list = 0; list < kLists; ++list) {
     if (!(kFetched & bit(list)) || types(list) == DType::kNone) continue;
     const int64_t size = element_size(types(list));
@@ -193,15 +195,15 @@ HD void for_steps(const Walk& walk, const Types& types, unsigned fetched, const 
   const int64_t n = walk.lists.length;
   int64_t i = 0;
   for (; i + Distance::kAhead / 2 + kStep <= n; i += kStep) {
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int v = 0; v < kStep; v += F::kWidth)
-      prefetch<true, Distance>(walk, types, fetched, i + v);
+      prefetch<true, Distance, kStep>(walk, types, fetched, i, v);
     take(i, kStep, std::true_type());
   }
   for (; i + kStep <= n; i += kStep) {
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int v = 0; v < kStep; v += F::kWidth)
-      prefetch<false, Distance>(walk, types, fetched, i + v);
+      prefetch<false, Distance, kStep>(walk, types, fetched, i, v);
     take(i, kStep, std::true_type());
   }
   if (i < n) take(i, int(n - i), std::false_type());
@@ -226,20 +228,22 @@ HD void for_walks(const TableView& view, int64_t begin, int64_t end, const Call&
   }
 }
 
-// Elements as integers of kBytes.
-template <class F, int kBytes, bool kWhole>
-HD BitsOf<F> load_bits(const char* data, int64_t i, int count) {
-  using Part = typename F::template Part<kBytes>;
-  return kWhole ? Part::load(data + i * kBytes) : Part::load_first(data + i * kBytes, count);
+// Elements that are integers.
+template <class F, class Stored, bool kWhole>
+HD BitsOf<F> load_integers(const char* data, int64_t i, int count) {
+  using Part = typename F::template Part<Stored>;
+  const char* address = data + i * int64_t(sizeof(Stored));
+  return kWhole ? Part::load(address) : Part::load_first(address, count);
 }
 
-template <class F, int kBytes, bool kWhole>
-HD void store_bits(const BitsOf<F>& bits, char* data, int64_t i, int count) {
-  using Part = typename F::template Part<kBytes>;
+template <class F, class Stored, bool kWhole>
+HD void store_integers(const BitsOf<F>& bits, char* data, int64_t i, int count) {
+  using Part = typename F::template Part<Stored>;
+  char* address = data + i * int64_t(sizeof(Stored));
   if (kWhole) {
-    Part::store(data + i * kBytes, bits);
+    Part::store(address, bits);
   } else {
-    Part::store_first(data + i * kBytes, bits, count);
+    Part::store_first(address, bits, count);
   }
 }
 
@@ -256,12 +260,13 @@ HD F load(const ChunkLists& lists, const Types& types, int list, int64_t i, int 
   if (list == kParam && is_rest(type)) {
     const F high = load_plain<F, kWhole>(lists.data[kModel], types(kModel), i, count);
     with_split(type, [&](auto split) HD_LAMBDA {
-      x = split.join(high, load_bits<F, 2, kWhole>(data, i, count));
+      x = split.join(high, load_integers<F, int16_t, kWhole>(data, i, count));
     });
   } else if (is_state(list) && is_code(type)) {
     const F scale(lists.scales[list - kState0][i / kBlock]);
     with_code(type, [&](auto code) HD_LAMBDA {
-      x = code.decode(load_bits<F, 1, kWhole>(data, i, count), scale);
+      using Stored = typename decltype(code)::Stored;
+      x = code.decode(load_integers<F, Stored, kWhole>(data, i, count), scale);
     });
   } else {
     x = load_plain<F, kWhole>(data, plain(type), i, count);
@@ -269,22 +274,25 @@ HD F load(const ChunkLists& lists, const Types& types, int list, int64_t i, int 
   return x;
 }
 
-// Of settled values; codes wait for the whole block.
+// Of a settled value, beside a model weight; codes wait for the whole block.
 template <class F, bool kWhole, class Types>
-HD void store(const F (&x)[kLists], const ChunkLists& lists, const Types& types, int list,
+HD void store(const F& x, const F& weight, const ChunkLists& lists, const Types& types, int list,
               int64_t i, int count) {
   const DType type = types(list);
   char* data = lists.data[list];
   if (list == kParam && is_rest(type)) {
     with_split(type, [&](auto split) HD_LAMBDA {
-      store_bits<F, 2, kWhole>(split.rest(x[kParam], x[kModel]), data, i, count);
+      store_integers<F, int16_t, kWhole>(split.rest(x, weight), data, i, count);
     });
   } else if (is_state(list) && is_code(type)) {
     return;
+  } else if (list == kModel && types(kParam) == DType::kRestBFloat16) {
+    // It has no digits to round.
+    store_integers<F, int16_t, kWhole>(shift_right<16>(bits_of(x)), data, i, count);
   } else if (kWhole) {
-    store_vector(x[list], data, plain(type), i);
+    store_vector(x, data, plain(type), i);
   } else {
-    store_first(x[list], data, plain(type), i, count);
+    store_first(x, data, plain(type), i, count);
   }
 }
 
@@ -293,15 +301,15 @@ HD void store(const F (&x)[kLists], const ChunkLists& lists, const Types& types,
 template <class F, bool kWhole, unsigned kStored, class Op, class Types>
 HD void run_vector(const Op& op, const ChunkLists& lists, const Types& types, int64_t i, int count,
                    F (&x)[kLists]) {
-#pragma GCC unroll 10
+  UNROLL_LISTS
   for (int list = 0; list < kLists; ++list) {
     x[list] = Op::kReads & bit(list) ? load<F, kWhole>(lists, types, list, i, count) : F(0.0f);
   }
   op(x);
   settle<Op::kWrites>(x, types, lists.random_key, lists.first + i, F::count_up());
-#pragma GCC unroll 10
+  UNROLL_LISTS
   for (int list = 0; list < kLists; ++list) {
-    if (kStored & bit(list)) store<F, kWhole>(x, lists, types, list, i, count);
+    if (kStored & bit(list)) store<F, kWhole>(x[list], x[kModel], lists, types, list, i, count);
   }
 }
 
@@ -319,6 +327,7 @@ HD void run_block(const Op& op, const ChunkLists& lists, const Types& types, int
   const auto run = [&](int v, int n, auto whole) HD_LAMBDA {
     F x[kLists];
     run_vector<F, decltype(whole)::value, kStored>(op, lists, types, i + v * kWidth, n, x);
+    UNROLL_LISTS
     for (int s = 0; s < kMaxStates; ++s) {
       if (!is_kept(s)) continue;
       // What an op makes of the lanes past the end is no part of the block.
@@ -331,6 +340,7 @@ HD void run_block(const Op& op, const ChunkLists& lists, const Types& types, int
   for (int v = 0; v < vectors; ++v) run(v, kWidth, std::true_type());
   const int rest = kWhole ? 0 : count % kWidth;
   if (rest > 0) run(vectors, rest, std::false_type());
+  UNROLL_LISTS
   for (int s = 0; s < kMaxStates; ++s) {
     if (!is_kept(s)) continue;
     char* data = lists.data[kState0 + s];
@@ -339,10 +349,11 @@ HD void run_block(const Op& op, const ChunkLists& lists, const Types& types, int
       lists.scales[s][i / kBlock] = scale;
       const F encoder(code.encoder(scale));
       for (int v = 0; v < vectors; ++v)
-        store_bits<F, 1, true>(code.encode(state[s][v], encoder), data, i + v * kWidth, kWidth);
+        store_integers<F, uint8_t, true>(code.encode(state[s][v], encoder), data, i + v * kWidth,
+                                         kWidth);
       if (rest > 0) {
         const BitsOf<F> codes = code.encode(state[s][vectors], encoder);
-        store_bits<F, 1, false>(codes, data, i + vectors * kWidth, rest);
+        store_integers<F, uint8_t, false>(codes, data, i + vectors * kWidth, rest);
       }
     });
   }

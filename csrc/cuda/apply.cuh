@@ -111,14 +111,18 @@ __device__ inline void widen_packs(const Slice& slice, int i, int count,
       with_split(type, [&](auto split) {
 #pragma unroll
         for (int k = 0; k < kWidth; ++k)
-          values[list][k] = split.join(values[kModel][k], packs[list].template get<2>(k));
+          values[list][k] =
+              split.join(values[kModel][k], uint32_t(int16_t(packs[list].template get<2>(k))));
       });
     } else if (is_state(list) && count > 0) {
       const float scale = slice.scales[list - kState0][i / kBlock];
       with_code(type, [&](auto code) {
 #pragma unroll
-        for (int k = 0; k < kWidth; ++k)
-          values[list][k] = code.decode(packs[list].template get<1>(k), scale);
+        for (int k = 0; k < kWidth; ++k) {
+          using Stored = typename decltype(code)::Stored;
+          const auto stored = Stored(packs[list].template get<1>(k));
+          values[list][k] = code.decode(uint32_t(int32_t(stored)), scale);
+        }
       });
     }
   }

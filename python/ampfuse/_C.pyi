@@ -212,8 +212,8 @@ class ParamTable:
 
         `model` is the half weight beside the FP32 master `param`, or beside what it leaves of a
         split one, int16; `model_version` the version of it that the master has followed;
-        `at_random`: a BF16 parameter is rounded stochastically. RuntimeError or TypeError, naming the row, for tensors that
-        the kernels cannot walk.
+        `at_random`: a BF16 parameter is rounded stochastically. RuntimeError or TypeError, naming
+        the row, for tensors that the kernels cannot walk.
         """
 
     def __len__(self) -> int: ...
