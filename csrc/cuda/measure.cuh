@@ -154,10 +154,10 @@ __device__ void measure_chunk(const TableView& view, float a, float b, const Met
 
 // Blocks per multiprocessor to have registers for. LAMB's four lists spill with 80 registers, and
 // two blocks of them have 57 KB of loads in flight. A metered op needs about 30 more: three lists
-// spill with 80, six with 128, of compact types three.
+// spill with 80, four with 128, of compact types three.
 HD constexpr int measuring_blocks(unsigned reads, bool metered, bool compact) {
   const int lists = count_lists(reads);
-  if (metered) return lists <= 5 && !compact ? 2 : 1;
+  if (metered) return lists <= 3 && !compact ? 2 : 1;
   return lists == 1 ? 4 : lists <= 3 ? 3 : 2;
 }
 
