@@ -26,6 +26,16 @@ LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 STEPS = 6
 INIT_SCALE = 2.0**10
 TRUST = 1e-3  # so small that LARC lowers the rates of some tensors
+# How masters and states may be kept; see ampfuse.optim.Options.
+MODES: dict[str, dict[str, Any]] = {
+    "split": {"master_weights": "split"},
+    "8bit": {"master_weights": True, "state_dtype": "8bit"},
+    "bf16": {"master_weights": True, "state_dtype": "bf16", "seed": 3},
+    "stochastic": {"rounding": "stochastic", "seed": 2**32 - 1},
+    "ema": {"master_weights": True, "ema_decay": 0.9},
+    "split 8bit ema": {"master_weights": "split", "state_dtype": "8bit", "ema_decay": 0.9},
+    "stochastic bf16 ema": {"rounding": "stochastic", "state_dtype": "bf16", "ema_decay": 0.9},
+}
 
 
 def integers(shape: tuple[int, ...], seed: int, limit: int) -> Tensor:
