@@ -376,6 +376,10 @@ def test_each_option_is_an_attribute_that_starts_at_its_default():
     optimizer = optim.SGD([torch.zeros(1)])
     assert {name: getattr(optimizer, name) for name in optim.Options.__annotations__} == {
         "master_weights": False,
+        "state_dtype": "fp32",
+        "rounding": "nearest",
+        "seed": 0,
+        "ema_decay": None,
         "max_grad_norm": None,
         "skip_nonfinite": False,
         "unscale_grads": True,
