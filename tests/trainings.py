@@ -26,6 +26,18 @@ LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 STEPS = 6
 INIT_SCALE = 2.0**10
 TRUST = 1e-3  # so small that LARC lowers the rates of some tensors
+# How masters and states may be kept; see ampfuse.optim.Options.
+MODES: dict[str, dict[str, Any]] = {
+    "split": {"master_weights": "split"},
+    "8bit": {"master_weights": True, "state_dtype": "8bit"},
+    "bf16": {"master_weights": True, "state_dtype": "bf16", "seed": 3},
+    "stochastic": {"rounding": "stochastic", "seed": 2**32 - 1},
+    "ema": {"master_weights": True, "ema_decay": 0.9},
+    "split 8bit ema": {"master_weights": "split", "state_dtype": "8bit", "ema_decay": 0.9},
+    "stochastic bf16 ema": {"rounding": "stochastic", "state_dtype": "bf16", "ema_decay": 0.9},
+}
+
+NOT_PACKED = ("lamb", "novograd-decay")  # of KINDS, those that keep no states in 8 bits
 
 
 def integers(shape: tuple[int, ...], seed: int, limit: int) -> Tensor:
@@ -240,6 +252,7 @@ def with_scaler(
     *,
     dtypes: tuple[torch.dtype, ...] = (f32, f16, bf16),
     largest: int = 300,
+    third: int = 2100,
     unscale: bool = False,
     larc: dict[str, Any] | None = None,
     follow: bool = False,
@@ -247,7 +260,7 @@ def with_scaler(
     **options: Any,
 ) -> dict[str, Any]:
     """An optimizer of ampfuse's under its GradScaler."""
-    params = Parameters(dtypes, largest)
+    params = Parameters(dtypes, largest, third)
     optimizer = make(name, list(params), **options)
     if larc is not None:
         optimizer = optim.LARC(optimizer, TRUST, **larc)
@@ -405,6 +418,15 @@ def _runs() -> dict[str, Callable[[], Any]]:
             runs[f"scaler {name} {title}"] = partial(with_scaler, name, **options)
         runs[f"alone {name} skipping"] = partial(
             alone, name, skip_nonfinite=True, master_weights=True, max_grad_norm=0.5, infinite=True
+        )
+        for title, options in MODES.items():
+            if "8bit" in title and name in NOT_PACKED:
+                continue
+            mode = partial(with_scaler, name, largest=33001, third=4300, **options)
+            runs[f"scaler {name} {title}"] = mode
+    for level, name in itertools.product(("O2", "O5"), ("adamw", "lamb", "LARC(torch.optim.SGD)")):
+        runs[f"amp {level} {name} split"] = partial(
+            at_a_level, level, name, master_weights="split", clip="by hand"
         )
     for name in ("sgd-all", "adamw-all", "adagrad-all"):
         for clip in (True, False):

@@ -34,7 +34,7 @@ from ampfuse.amp.scaler import LossScaler
 from ampfuse.optim import upgrade
 from ampfuse.optim.inner import parameters, with_inner
 from ampfuse.optim.masters import FLOAT_DTYPES, HALF_DTYPES
-from ampfuse.optim.upgrade import fused_class
+from ampfuse.optim.upgrade import refuse_split
 
 _log = logging.getLogger("ampfuse.amp")
 
@@ -309,13 +309,8 @@ def _check_optimizers(optimizers: list[Optimizer], policy: Policy, names: dict[i
     if len({id(optimizer) for optimizer in optimizers}) < len(optimizers):
         raise RuntimeError("The same optimizer is listed twice.")
     for optimizer in optimizers:
-        stepper = with_inner(optimizer)[-1]
-        if policy.master_weights == "split" and fused_class(stepper) is None:
-            raise TypeError(
-                f"master_weights='split' is stepped by fused optimizers alone, and "
-                f"{type(stepper).__name__} has a step of its own. Use one of ampfuse.optim, or "
-                "master_weights=True."
-            )
+        if policy.master_weights == "split":
+            refuse_split(optimizer)
         if sessions.enabled_of(optimizer) is not None:
             raise RuntimeError(
                 f"This {type(optimizer).__name__} went through amp.initialize already. Make a new "

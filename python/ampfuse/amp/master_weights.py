@@ -13,7 +13,7 @@ from ampfuse.amp import session as sessions
 from ampfuse.amp.casts import eager_module
 from ampfuse.optim.base import amp_optimizers
 from ampfuse.optim.inner import parameters
-from ampfuse.optim.masters import MasterParameter
+from ampfuse.optim.masters import MASTERS, MasterParameter
 
 
 @torch.no_grad()
@@ -61,7 +61,7 @@ def load_master_weights(
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for param in parameters(owner):
         weight = param.model_param if isinstance(param, MasterParameter) else param
-        if weight is param and "master_param" not in owner.state.get(param, {}):
+        if weight is param and not MASTERS & owner.state.get(param, {}).keys():
             continue
         if id(weight) in names:
             exact = state_dict[names[id(weight)]].detach().to(param.device, torch.float32)

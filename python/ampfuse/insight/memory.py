@@ -41,7 +41,8 @@ MODES: dict[str, dict[str, Any]] = {
     "stochastic": {"master_weights": False, "rounding": "stochastic"},
 }
 # Bytes an element: of a half parameter's master, of a state, of an average.
-_MASTER, _STATE, _AVERAGE = {False: 0, True: 4, "split": 2}, {None: 4, "bf16": 2, "8bit": 1}, 4
+_MASTER = {False: 0, True: 4, "split": 2}
+_STATE, _AVERAGE = {None: 4, "fp32": 4, "bf16": 2, "8bit": 1}, 4
 _BLOCK, _SCALE, _SMALL = 128, 4, 4096  # 8 bits: elements a scale, its bytes; smaller ones stay FP32
 _WITH_STATE_DTYPE = ("sgd", "adam", "lion", "adagrad")  # algorithms
 _KIND_OF_STATE = {"master_param": "masters", "master_remainder": "masters", "ema": "average"}

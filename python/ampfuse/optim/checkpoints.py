@@ -20,12 +20,13 @@ from ampfuse.optim.inner import parameters, with_inner
 from ampfuse.optim.kept import Kept, kept_in, mode_for
 from ampfuse.optim.masters import (
     HALF_DTYPES,
+    MASTERS,
     MasterParameter,
     exact_float32,
     joined_master,
     split_master,
 )
-from ampfuse.optim.options import STATE_MODES, Options, StateMode
+from ampfuse.optim.options import Options, StateMode
 from ampfuse.optim.rows import Rows
 
 # Beside "state" in a state dict: for each parameter with state of another type, by its index, the
@@ -45,6 +46,8 @@ class Checkpoints(Rows):
     )
     # The state dict that is being loaded.
     _loading: dict[str, Any] | None = None
+    # Within a swap_ema block.
+    _swapped = False
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, plus ``master_param`` (float32) for each parameter that has a master.
@@ -76,7 +79,11 @@ class Checkpoints(Rows):
 
     @torch.no_grad()
     def follow_edits(self) -> None:
-        """Before masters are saved or copied: what was edited in the model since is in them."""
+        """Before masters are saved or copied: what was edited in the model since is in them.
+
+        Raises RuntimeError in a swap_ema block: averages are no edits.
+        """
+        self._check_not_swapped("what looks at masters or saves them")
         if (
             self._table is not None
             or any("master_param" in state for state in self.state.values())
@@ -97,19 +104,24 @@ class Checkpoints(Rows):
 
         Raises:
             ValueError: the state belongs to parameters of another number or shape, or, with
-                `strict`, is kept in another way. Nothing has changed then.
+                `strict`, is kept in another way. RuntimeError: in a swap_ema block. Nothing has
+                changed then.
         """
+        self._check_not_swapped("load_state_dict()")
         if len(with_inner(self)) > 1:
             self._load_around(state_dict)
             return
+        rounded: dict[str, None] = {}
         handle = self.register_load_state_dict_pre_hook(
-            functools.partial(_check_and_remember, strict=strict)
+            functools.partial(_check_and_remember, strict=strict, rounded=rounded)
         )
         try:
             super().load_state_dict(state_dict)
         finally:
             handle.remove()
             self._loading = None
+        if rounded:
+            warnings.warn(f"loading rounds states: {', '.join(rounded)}", stacklevel=3)
 
     def _load_around(self, state_dict: dict[str, Any]) -> None:
         """A wrapper hands the state to the optimizers in it, which know no masters."""
@@ -150,8 +162,8 @@ class Checkpoints(Rows):
                     self.restore_master(param, state[param], exact)
                 elif key != "step":  # torch knows where and in which type that belongs
                     state[param][key] = _uncast(value, state[param][key], param, dtypes.get(i))
-            held = self._table is not None and _MASTERS & self.state.get(param, {}).keys()
-            if held and not _MASTERS & state[param].keys():  # the weight is all that was saved
+            held = self._table is not None and MASTERS & self.state.get(param, {}).keys()
+            if held and not MASTERS & state[param].keys():  # the weight is all that was saved
                 self.restore_master(param, state[param], exact_float32(param))
 
     def restore_master(self, param: Tensor, state: dict[str, Any], master: Tensor) -> None:
@@ -179,6 +191,13 @@ class Checkpoints(Rows):
             # Loading the model before or after this gives the weights these masters round to.
             self._table.accept_model_weights()
             state.pop("_model_version", None)
+
+    def _check_not_swapped(self, what: str) -> None:
+        if self._swapped:
+            raise RuntimeError(
+                f"{what} inside a swap_ema block, where the model has its averages; do that after "
+                "the block"
+            )
 
     def _mode_of(self, group: dict[str, Any]) -> StateMode:
         """How a step of ours keeps the states of `group`."""
@@ -225,7 +244,7 @@ def _uncast(saved: Any, loaded: Any, param: Tensor, was: torch.dtype | None) -> 
         keep = (
             not saved.is_floating_point()
             or (was is not None and saved.dtype != was)
-            or (saved.dtype == torch.float32 and param.dtype in HALF_DTYPES)
+            or (saved.dtype != param.dtype and param.dtype in HALF_DTYPES)
         )
         return saved.detach().to(param.device, copy=True) if keep else loaded
     if isinstance(saved, dict):
@@ -249,16 +268,14 @@ def _without_masters(state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[i
     return {**state_dict, "state": states}, masters
 
 
-# What a state has its master under.
-_MASTERS = {"master_param", "master_remainder"}
-
-
-def _check_and_remember(optimizer: Any, state_dict: dict[str, Any], *, strict: bool) -> None:
+def _check_and_remember(
+    optimizer: Any, state_dict: dict[str, Any], *, strict: bool, rounded: dict[str, None]
+) -> None:
     """Pre-hook of load_state_dict: refuse what does not fit before anything changes.
 
-    Only what a step of ours reads is known to have its parameter's shape; the rest is free.
+    Only what a step of ours reads is known to have its parameter's shape; the rest is free. What
+    loading rounds is noted in `rounded`.
     """
-    rounded = {}
     names = iter(optimizer.parameter_names())
     for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=False):
         if len(group["params"]) != len(saved["params"]):
@@ -269,11 +286,12 @@ def _check_and_remember(optimizer: Any, state_dict: dict[str, Any], *, strict: b
             state = state_dict["state"].get(i)
             if not isinstance(state, dict):
                 continue
-            _check_shape("master_param", state.get("master_param"), param, name)
             mode = mode_for(wanted, param)
+            for key in ("master_param", "ema"):
+                _check_shape(key, state.get(key), param, name)
             for kept in every:
-                for key in kept.keys[:2]:
-                    _check_shape(key, state.get(key), param, name)
+                for key, shape in kept.shapes(param).items():
+                    _check_shape(key, state.get(key), param, name, shape)
                 had = kept.mode_in(state)
                 if had not in (None, mode) and strict:
                     raise ValueError(
@@ -281,16 +299,15 @@ def _check_and_remember(optimizer: Any, state_dict: dict[str, Any], *, strict: b
                         f"keeps it in {mode}. Build it with state_dtype={had!r}, or load with "
                         "strict=False, which converts. Nothing was loaded."
                     )
-                if had is not None and STATE_MODES.index(had) < STATE_MODES.index(mode):
-                    rounded[kept.name] = had, mode
-    if rounded:
-        said = ", ".join(f"{name} from {had} to {mode}" for name, (had, mode) in rounded.items())
-        warnings.warn(f"loading rounds states: {said}", stacklevel=4)
+                if had not in (None, mode) and mode != "fp32":
+                    rounded[f"{kept.name} from {had} to {mode}"] = None
     optimizer._loading = state_dict
 
 
-def _check_shape(key: str, value: Any, param: Tensor, name: str) -> None:
-    if isinstance(value, Tensor) and value.shape != param.shape:
+def _check_shape(
+    key: str, value: Any, param: Tensor, name: str, shape: tuple[int, ...] | None = None
+) -> None:
+    if isinstance(value, Tensor) and value.shape != (param.shape if shape is None else shape):
         raise ValueError(
             f"the state dict's {key} for {name} has shape {tuple(value.shape)}, the parameter "
             f"{tuple(param.shape)}: it was saved from another model. Nothing was loaded."

@@ -13,8 +13,6 @@ from ampfuse.optim.states import States
 class Averages(States):
     """Mixin: weights and their averages change places."""
 
-    _swapped = False
-
     @contextlib.contextmanager
     def swap_ema(self) -> Iterator[None]:
         """In the block the model has the averages of its weights, rounded to their type.
@@ -23,8 +21,8 @@ class Averages(States):
         copy of the weights for the time of the block.
 
         Raises:
-            RuntimeError: without ``ema_decay``, or within another such block. A step in the block
-                raises one too.
+            RuntimeError: without ``ema_decay``, or within another such block. In the block a step
+                raises one too, and so does what saves, loads, copies or looks at masters.
         """
         if self.ema_decay is None or self._swapped:
             what = "a swap_ema block is open already" if self._swapped else "there are no averages"
@@ -48,7 +46,3 @@ class Averages(States):
                 for weight, before in saved:
                     weight.copy_(before)
             table.accept_model_weights()
-
-    def _check_not_swapped(self) -> None:
-        if self._swapped:
-            raise RuntimeError("step() inside a swap_ema block, where the model has its averages")

@@ -83,7 +83,7 @@ class FusedOptimizer(Scheduled, Averages):
                 float64 or complex gradient. Nothing has changed then.
         """
         self._check_gradients_are_unscaled()
-        self._check_not_swapped()
+        self._check_not_swapped("step()")
         loss = None
         if closure is not None:
             with torch.enable_grad():

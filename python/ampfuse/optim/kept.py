@@ -55,6 +55,11 @@ class Kept:
         """What it stands under in `mode`, the tensor of the parameter's shape first."""
         return self.keys[1:] if mode == "8bit" else self.keys[:1]
 
+    def shapes(self, param: Tensor) -> dict[str, tuple[int, ...]]:
+        """What may stand under `keys` for `param`."""
+        shape, blocks = tuple(param.shape), -(-param.numel() // _core.C.block)
+        return dict(zip(self.keys, (shape, shape, (blocks,)), strict=True))
+
     def mode_in(self, state: dict[str, Any]) -> StateMode | None:
         """How `state` has it; None if not."""
         if self.keys[1] in state:
@@ -77,7 +82,7 @@ class Kept:
             state.pop(key, None)
         if mode == "8bit":
             codes = _core.C.empty_laid_out_as(values, torch.uint8)
-            blocks = -(-values.numel() // _core.C.block)
+            blocks = self.shapes(values)[self.keys[2]]
             scale = torch.empty(blocks, dtype=torch.float32, device=values.device)
             _core.C.encode_state(self.algorithm, self.place, values, codes, scale)
             state.update(zip(self.keys[1:], (codes, scale), strict=True))

@@ -110,8 +110,8 @@ class LARC(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         return self.optim.state_dict()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.optim.load_state_dict(state_dict)
+    def load_state_dict(self, state_dict: dict[str, Any], **options: Any) -> None:
+        self.optim.load_state_dict(state_dict, **options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self.optim.add_param_group(param_group)

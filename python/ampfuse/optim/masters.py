@@ -15,6 +15,9 @@ HALF_DTYPES = (torch.float16, torch.bfloat16)
 # What the kernels step and read.
 FLOAT_DTYPES = (torch.float32, *HALF_DTYPES)
 
+# What a state has its master under: whole, or beside a weight.
+MASTERS = {"master_param", "master_remainder"}
+
 _raw_grad: Any = torch.Tensor.grad
 
 
@@ -168,9 +171,13 @@ def install_masters(optimizer: torch.optim.Optimizer) -> None:
             kept, master = state.pop(param), masters[param]
             # Edits of the weight since its master was loaded are followed, as with any master.
             master.model_version = kept.pop("_model_version", master.model_version)
-            if "master_param" in kept:  # loaded before, or a standalone optimizer's own
+            # Loaded before, or a standalone optimizer's own.
+            exact = kept.pop("master_param", None)
+            if (remainder := kept.pop("master_remainder", None)) is not None:
+                exact = joined_master(param, remainder)
+            if exact is not None:
                 with torch.no_grad():
-                    master.copy_(kept.pop("master_param"))
+                    master.copy_(exact)
             state[master] = {key: _widened(value) for key, value in kept.items()}
 
 

@@ -76,7 +76,8 @@ class SGD(FusedOptimizer, torch.optim.SGD, replaces=torch.optim.SGD):
         }
 
     # torch's SGD keeps no step count: a buffer that exists has been started. Ours is a device
-    # column, so a buffer that exists may still wait for its first applied step.
+    # column, so a buffer that exists may still wait for its first applied step. It is in the state
+    # where random bits depend on it.
 
     # (state, row) of the buffers that the table works on, and its step counts.
     _buffers: list[tuple[dict[str, Any], int]] = []  # noqa: RUF012, replaced when bound
@@ -84,12 +85,18 @@ class SGD(FusedOptimizer, torch.optim.SGD, replaces=torch.optim.SGD):
     _buffer = Kept("sgd", 0, "momentum_buffer")
 
     def _bind_columns(self, state: dict[str, Any], row: int) -> None:
-        state.pop("step", None)
+        group = self._group_of(row)
+        if self.rounding == "stochastic" or self._mode_of(group) == "bf16":
+            super()._bind_columns(state, row)
+        else:
+            state.pop("step", None)
         if self._buffer.mode_in(state) is not None:
             self._buffers.append((state, row))
 
-    def _saved_number(self, state: dict[str, Any], name: str) -> Any:
-        return 0 if self._buffer.mode_in(state) is None else 1
+    def _saved_number(self, state: dict[str, Any], row: int, name: str) -> Any:
+        has_buffer = self._buffer.mode_in(state) is not None
+        starts = self._state_names(self._group_of(row)) and not has_buffer
+        return 0 if starts else super()._saved_number({"step": int(has_buffer), **state}, row, name)
 
     def _bind_states(self) -> None:
         self._keep_unstarted()

@@ -56,7 +56,7 @@ class States(AmpOptimizer):
         for name, column in self._columns().items():
             state[name] = column[row]
 
-    def _saved_number(self, state: dict[str, Any], name: str) -> Any:
+    def _saved_number(self, state: dict[str, Any], row: int, name: str) -> Any:
         """The number of a state that was loaded or copied; 0 for a fresh one."""
         return state.get(name, 0)
 
@@ -97,9 +97,10 @@ class States(AmpOptimizer):
 
     def _average(self, row: int) -> Tensor | None:
         """The moving average of a row, which starts as the parameter is now."""
-        if self.ema_decay is None:
-            return None
         state = self.state[self._row_params[row]]
+        if self.ema_decay is None:  # one that was loaded would be saved again as it was
+            state.pop("ema", None)
+            return None
         if state.get("ema") is None:
             state["ema"] = exact_float32(self.master_of(row))
         self._use_pinned(row, ("ema",))
@@ -164,8 +165,8 @@ class States(AmpOptimizer):
         """After a load, a copy, an edit or new rows: the table takes over ``self.state``."""
         for name, column in self._columns().items():
             saved = []
-            for param in self._row_params:
-                number = self._saved_number(self.state.get(param, {}), name)
+            for row, param in enumerate(self._row_params):
+                number = self._saved_number(self.state.get(param, {}), row, name)
                 number = torch.as_tensor(number, dtype=torch.float32, device=column.device)
                 saved.append(number.reshape(()))
             if saved:

@@ -13,6 +13,7 @@ from ampfuse.optim.fused import FUSED, FusedOptimizer
 from ampfuse.optim.generic import generic_class
 from ampfuse.optim.inner import with_inner
 from ampfuse.optim.larc import LARC
+from ampfuse.optim.masters import MASTERS
 
 
 def upgrade(
@@ -33,8 +34,11 @@ def upgrade(
         names: parameter names for messages, by ``id`` of the parameter.
 
     Raises:
-        TypeError: a parameter is neither float32, float16 nor bfloat16. Nothing has changed then.
+        TypeError: a parameter is neither float32, float16 nor bfloat16; ``"split"`` for an
+            optimizer with a step of its own. Nothing has changed then.
     """
+    if master_weights == "split":
+        refuse_split(optimizer)
     if isinstance(optimizer, LARC):
         upgrade(optimizer.optim, master_weights=master_weights, names=names)
         return
@@ -46,6 +50,17 @@ def upgrade(
     optimizer.go_under_amp(master_weights=master_weights, names=names or {})
     if not master_weights:
         _drop_masters(optimizer)
+
+
+def refuse_split(optimizer: torch.optim.Optimizer) -> None:
+    """Raise TypeError for an optimizer whose own step cannot work on split masters."""
+    stepper = with_inner(optimizer)[-1]
+    if fused_class(stepper) is None:
+        raise TypeError(
+            f"master_weights='split' is stepped by fused optimizers alone, and "
+            f"{type(stepper).__name__} has a step of its own. Use one of ampfuse.optim, or "
+            "master_weights=True."
+        )
 
 
 def fused_class(optimizer: torch.optim.Optimizer) -> type[FusedOptimizer] | None:
@@ -62,7 +77,8 @@ def _drop_masters(optimizer: torch.optim.Optimizer) -> None:
     for each in with_inner(optimizer):
         for state in getattr(each, "state", {}).values():
             if isinstance(state, dict):
-                state.pop("master_param", None)
+                for key in MASTERS & state.keys():
+                    del state[key]
 
 
 def _follow_class(optimizer: torch.optim.Optimizer) -> None:
