@@ -76,10 +76,32 @@ def _scaler(kind: type, device: torch.device) -> Any:
     return scaler
 
 
-class Ours:
-    """ampfuse's optimizer and scaler; half weights are cast as ``amp.initialize`` does it."""
+# Of AdamW with half weights: each memory mode's options, and the bytes that its step reads and
+# writes per parameter. A block's two scales of 4 bytes are read and written for 128 elements.
+_SCALES = 2 * 8 / 128
+MODES: dict[str, tuple[dict[str, Any], float]] = {
+    "split": ({"master_weights": "split"}, 28),
+    "8bit": ({"state_dtype": "8bit"}, 18 + _SCALES),
+    "split 8bit": ({"master_weights": "split", "state_dtype": "8bit"}, 16 + _SCALES),
+    "split bf16": ({"master_weights": "split", "state_dtype": "bf16"}, 20),
+    "ema": ({"ema_decay": 0.999}, 38),
+}
 
-    def __init__(self, case: Case, weights: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+
+class Ours:
+    """ampfuse's optimizer and scaler; half weights are cast as ``amp.initialize`` does it.
+
+    Arguments:
+        mode: one of `MODES`; None: FP32 masters and states.
+    """
+
+    def __init__(
+        self,
+        case: Case,
+        weights: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        mode: str | None = None,
+    ) -> None:
         self.case, self.gradients = case, gradients
         copies = [w.to(torch.float32, copy=True) for w in weights]
         model = torch.nn.ParameterList(map(torch.nn.Parameter, copies))
@@ -88,15 +110,16 @@ class Ours:
         if case.rewrites:
             gradients = [gradient.clone() for gradient in gradients]
         _set_gradients(self.params, gradients)
+        options, step_bytes = MODES[mode] if mode else ({}, case.step_bytes)
         self.optimizer = getattr(ampfuse.optim, case.optimizer)(
             _groups(case, self.params),
-            master_weights=case.half,
             max_grad_norm=MAX_NORM if case.clip else None,
             unscale_grads=case.does != "leave",
+            **{"master_weights": case.half, **options},
             **OPTIONS[case.optimizer],
         )
         self.scaler = _scaler(ampfuse.GradScaler, weights[0].device)
-        self.bytes_per_param = float(case.step_bytes)
+        self.bytes_per_param = float(step_bytes)
 
     def set_gradients(self, gradients: Sequence[Tensor]) -> None:
         _set_gradients(self.params, gradients)

@@ -5,6 +5,7 @@
     python benchmarks/step.py --all              # more cases: see workloads.py
     python benchmarks/step.py --only adamw-64M-bf16 --repeats 5
     python benchmarks/step.py --no-compile       # half the time: not what torch.compile makes
+    python benchmarks/step.py --modes --only adamw-64M-bf16 --csv ...   # the memory modes too
     python benchmarks/step.py --quick            # does it run? a hundredth of each size
 
 One step is: unscale, check for overflow, clip, update, cast back. The "limit" is what the step
@@ -35,14 +36,16 @@ from typing import Any
 import torch
 from harness import RESULTS, Clock, Row, Times, measure, print_rows, rows_of, write
 from limits import bounds
-from routes import SCALE, Ours, Peer, peers
+from routes import MODES, SCALE, Ours, Peer, peers
 from torch import Tensor
 from workloads import Case, cases
 
 _ARRAY_BYTES = {"cpu": 1 << 30, "cuda": 4 << 30}  # that bandwidth is measured on
 
 
-def run(case: Case, device: torch.device, repeats: int, compiled: bool = True) -> list[Row]:
+def run(
+    case: Case, device: torch.device, repeats: int, compiled: bool = True, modes: bool = False
+) -> list[Row]:
     """Measures all variants of a case with as many threads as torch is set to."""
     weights, gradients = tensors_of(case, device)
     ours = Ours(case, weights, gradients)
@@ -50,6 +53,10 @@ def run(case: Case, device: torch.device, repeats: int, compiled: bool = True) -
     expected = [param.detach().clone() for param in ours.params]
     variants: dict[str, Any] = {"ampfuse": ours}
     moved = {"ampfuse": ours.bytes_per_param}
+    for mode in MODES if modes and case.optimizer == "AdamW" and case.half else ():
+        variants[f"ampfuse {mode}"] = route = Ours(case, weights, gradients, mode)
+        moved[f"ampfuse {mode}"] = route.bytes_per_param
+        route()
     if case.moves_memory:
         array_bytes = 64 << 20 if case.quick else _ARRAY_BYTES[device.type]
         sizes = case.params, case.update_bytes, case.inspect_bytes
@@ -167,6 +174,7 @@ def options_of(description: str | None, name: str) -> argparse.Namespace:
     )
     parser.add_argument("--no-compile", action="store_true", help="leave out torch.compile")
     parser.add_argument("--all", action="store_true", help="more cases")
+    parser.add_argument("--modes", action="store_true", help="the memory modes of AdamW too")
     parser.add_argument("--quick", action="store_true", help="small sizes, 3 repeats, no results")
     parser.add_argument("--repeats", type=int)
     parser.add_argument("--threads", type=int, nargs="+", help="CPU only (1 and all)")
@@ -218,7 +226,8 @@ def main() -> None:
             torch.set_num_threads(threads)
             torch.compiler.reset()
             case = replace(case, quick=options.quick)
-            results.add(run(case, options.device, options.repeats, not options.no_compile))
+            compiled = not options.no_compile
+            results.add(run(case, options.device, options.repeats, compiled, options.modes))
     results.finish()
 
 

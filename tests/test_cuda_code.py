@@ -76,12 +76,12 @@ def compiled(request, nvcc, tmp_path_factory):
     return {name: kernel for unit in found for name, kernel in unit.items()}
 
 
-def hot_instance(compiled, symbol):
+def hot_instance(compiled, symbol, compact="0"):
     """The PTX and the report of the instance that misses most lists."""
     missing = {}
     for name, found in compiled.items():
-        match = re.search(re.escape(symbol) + r"Lj(\d+)E", name)
-        if match:
+        match = re.search(re.escape(symbol) + r"Lj(\d+)E(?:Lb(\d)E)?", name)
+        if match and (match[2] or "0") == compact:
             missing[int(match[1])] = found
     assert missing, f"no kernel {symbol} among {sorted(compiled)}"
     return missing[max(missing)]
@@ -110,6 +110,19 @@ def test_memory_moves_in_wide_accesses(kernel, compiled):
             assert code.count(f"{access}.global.v4.u32") >= 3 * lists
     generic = re.findall(r"\b(?:ld|st)\.v[24]\.\S+", code)  # accesses that could be anywhere
     assert generic == []
+
+
+@pytest.mark.parametrize("kernel", ["sgd", "adam", "adagrad", "lion"])
+def test_compact_types_move_in_wide_accesses(kernel, compiled):
+    """Of a group of four: FP32 in one access, halves and remainders in one, codes in one."""
+    symbol, read, written = HOT[kernel]
+    code, _ = hot_instance(compiled, symbol, compact="1")
+    states = read - 2
+    for access, lists in (("ld", read), ("st", written)):
+        assert code.count(f"{access}.global.v4.u32") >= 2 * lists
+        assert code.count(f"{access}.global.v2.u32") >= 2 * lists
+        assert code.count(f"{access}.global.u32") >= 2 * states
+    assert re.findall(r"\b(?:ld|st)\.v[24]\.\S+", code) == []
 
 
 @pytest.mark.parametrize("kernel", [name for name, row in HOT.items() if "apply" in row[0]])

@@ -10,12 +10,19 @@ namespace ampfuse {
 template <unsigned kStored, class F, class Types>
 HD void settle(F (&x)[kLists], const Types& types, uint32_t row_key, int64_t first,
                const BitsOf<F>& lane) {
+  const auto is_random = [&](int list) HD_LAMBDA {
+    return ((kStored & (bit(kParam) | kStates)) & bit(list)) &&
+           types(list) == DType::kRandomBFloat16;
+  };
+  // Two lists share the halves of 32 random bits.
   UNROLL_LISTS
-  for (int list = 0; list < kLists; ++list) {
-    if (!(kStored & (bit(kParam) | kStates) & bit(list))) continue;
-    if (types(list) != DType::kRandomBFloat16) continue;
+  for (int list = kParam; list < kState0 + kMaxStates; list += 2) {
+    const bool first_is = is_random(list), second_is = is_random(list + 1);
+    if (!first_is && !second_is) continue;
     const BitsOf<F> key(list_key(row_key, list, first));
-    x[list] = round_at_random(x[list], hash((BitsOf<F>(uint32_t(first)) + lane) ^ key));
+    const BitsOf<F> random = hash((BitsOf<F>(uint32_t(first)) + lane) ^ key);
+    if (first_is) x[list] = round_at_random(x[list], random);
+    if (second_is) x[list + 1] = round_at_random(x[list + 1], shift_right<16>(random));
   }
   if (kStored & bit(kParam)) {
     with_split(types(kParam), [&](auto split) HD_LAMBDA {

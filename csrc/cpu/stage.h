@@ -85,19 +85,20 @@ void narrow_list(const ChunkLists& lists, int list, int64_t first, int count, co
 template <class F, class Op, class Take>
 HD void run_staged(const Op& op, const ChunkLists& lists, int64_t first, int count,
                    const Take& take) {
+  alignas(kCacheLine) static const float kZeros[kBlock] = {};
   alignas(kCacheLine) float stage[kLists][kBlock];
-  float* floats[kLists];  // FP32 lists are where they are
+  const float* read[kLists];
+  float* written[kLists];  // null: the row lacks the list
   UNROLL_LISTS
   for (int list = 0; list < kLists; ++list) {
-    floats[list] = stage[list];
     if (!((Op::kReads | Op::kWrites) & bit(list))) continue;
-    if (lists.dtype[list] == DType::kFloat32) {
-      floats[list] = reinterpret_cast<float*>(lists.data[list]) + first;
-    } else if (lists.dtype[list] != DType::kNone && (Op::kReads & bit(list))) {
+    const DType type = lists.dtype[list];
+    // FP32 lists are where they are.
+    written[list] = type == DType::kNone ? nullptr : stage[list];
+    if (type == DType::kFloat32) written[list] = reinterpret_cast<float*>(lists.data[list]) + first;
+    read[list] = written[list] ? written[list] : kZeros;
+    if (written[list] == stage[list] && (Op::kReads & bit(list)))
       widen_list<F>(lists, list, first, count, stage[list]);
-    } else {
-      std::memset(stage[list], 0, sizeof stage[list]);
-    }
   }
   const AnyTypes types{lists.dtype};
   bool settles = false;
@@ -109,27 +110,27 @@ HD void run_staged(const Op& op, const ChunkLists& lists, int64_t first, int cou
     F x[kLists];
     UNROLL_LISTS
     for (int list = 0; list < kLists; ++list) {
-      x[list] = Op::kReads & bit(list)
-                    ? load_plain<F, kWhole>(reinterpret_cast<char*>(floats[list]), kFloats, i, n)
-                    : F(0.0f);
+      x[list] = F(0.0f);
+      if (Op::kReads & bit(list))
+        x[list] = load_plain<F, kWhole>(reinterpret_cast<const char*>(read[list]), kFloats, i, n);
     }
     op(x);
     if (settles)
       settle<Op::kWrites>(x, types, lists.random_key, lists.first + first + i, F::count_up());
     UNROLL_LISTS
     for (int list = 0; list < kLists; ++list) {
-      if (!(Op::kWrites & bit(list))) continue;
+      if (!(Op::kWrites & bit(list)) || !written[list]) continue;
       if (kWhole) {
-        store_vector(x[list], floats[list], kFloats, i);
+        store_vector(x[list], written[list], kFloats, i);
       } else {
-        store_first(x[list], floats[list], kFloats, i, n);
+        store_first(x[list], written[list], kFloats, i, n);
       }
     }
     take(first + i, n, whole, x);
   });
   UNROLL_LISTS
   for (int list = 0; list < kLists; ++list) {
-    if (Op::kWrites & bit(list) && lists.dtype[list] > DType::kFloat32)
+    if (Op::kWrites & bit(list) && written[list] == stage[list])
       narrow_list<F>(lists, list, first, count, stage[list], stage[kModel]);
   }
 }

@@ -59,11 +59,11 @@ struct AnyTypes {
 };
 
 // The mixtures that nearly all rows have are known when compiling, so that their loops are free of
-// branches: gradients and model weights in kHalf beside masters of kMaster and moments, or, with
-// kFloat32, no half at all; gradients that are written back unscaled or are not; moments in FP32
-// or, of the lists named, in codes.
-template <DType kHalf, DType kBack = DType::kNone, DType kMaster = DType::kFloat32,
-          unsigned kSigned = 0, unsigned kUnsigned = 0>
+// branches: gradients and model weights in kHalf beside masters of kMaster and states, or, with
+// kFloat32, no half at all; gradients that are written back unscaled or are not. The states of
+// kSigned and kUnsigned are codes, others of kState.
+template <DType kHalf, DType kMaster = DType::kFloat32, DType kState = DType::kFloat32,
+          unsigned kSigned = 0, unsigned kUnsigned = 0, DType kBack = DType::kNone>
 struct MasterTypes {
   static constexpr bool kKnown = true;
   static constexpr bool kCodes = (kSigned | kUnsigned) != 0, kByVectors = !kCodes;
@@ -79,7 +79,7 @@ struct MasterTypes {
       case kState1:
         return kSigned & bit(list)     ? DType::kSigned8
                : kUnsigned & bit(list) ? DType::kUnsigned8
-                                       : DType::kFloat32;
+                                       : kState;
       case kUnscaled:
         return kBack;
       default:
@@ -104,22 +104,25 @@ template <class Op, class Run>
 HD void with_types(const ChunkLists& lists, const Run& run) {
   constexpr unsigned kUsed = Op::kReads | Op::kWrites;
   bool known = false;
+  const auto try_types = [&](auto types) HD_LAMBDA {
+    if (!known) known = with_master_types<decltype(types)>(lists, kUsed, run);
+  };
   with_storage(plain(lists.dtype[kGrad]), [&](auto storage) HD_LAMBDA {
-    constexpr DType kType = decltype(storage)::kType, kNo = DType::kNone;
-    known = with_master_types<MasterTypes<kType>>(lists, kUsed, run);
-    if constexpr (kType == DType::kFloat32 && (kUsed & bit(kUnscaled))) {
-      if (!known) known = with_master_types<MasterTypes<kType, kType>>(lists, kUsed, run);
-    }
+    constexpr DType kType = decltype(storage)::kType, kWhole = DType::kFloat32;
+    try_types(MasterTypes<kType>());
+    if constexpr (kType == kWhole && (kUsed & bit(kUnscaled)))
+      try_types(MasterTypes<kType, kWhole, kWhole, 0, 0, kType>());
     if constexpr (kType == DType::kBFloat16 && (kUsed & bit(kParam)) && (kUsed & bit(kModel))) {
-      constexpr DType kRest = DType::kRestBFloat16;
-      if (!known) known = with_master_types<MasterTypes<kType, kNo, kRest>>(lists, kUsed, run);
+      constexpr DType kSplit = DType::kRestBFloat16;
+      try_types(MasterTypes<kType, kSplit>());
       if constexpr (Op::kPackable) {
+        constexpr DType kRandom = DType::kRandomBFloat16;
         constexpr unsigned kUnsigned = Op::kUnsigned;
         constexpr unsigned kSigned = Op::kReads & Op::kWrites & kStates & ~kUnsigned;
-        using Whole = MasterTypes<kType, kNo, DType::kFloat32, kSigned, kUnsigned>;
-        using Halved = MasterTypes<kType, kNo, kRest, kSigned, kUnsigned>;
-        if (!known) known = with_master_types<Whole>(lists, kUsed, run);
-        if (!known) known = with_master_types<Halved>(lists, kUsed, run);
+        try_types(MasterTypes<kType, kWhole, kWhole, kSigned, kUnsigned>());
+        try_types(MasterTypes<kType, kSplit, kWhole, kSigned, kUnsigned>());
+        try_types(MasterTypes<kType, kWhole, kRandom>());
+        try_types(MasterTypes<kType, kSplit, kRandom>());
       }
     }
   });

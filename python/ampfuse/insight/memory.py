@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
+from ampfuse import _core
 from ampfuse.amp import trees
 from ampfuse.amp.casts import eager_module, is_affine_batch_norm
 from ampfuse.insight.advice import check_types
@@ -22,6 +23,7 @@ from ampfuse.insight.words import aligned
 from ampfuse.optim.base import AmpOptimizer
 from ampfuse.optim.fused import FUSED, FusedOptimizer
 from ampfuse.optim.inner import parameters, with_inner
+from ampfuse.optim.kept import PACKABLE, mode_for
 from ampfuse.optim.masters import HALF_DTYPES, MasterParameter, gradient_as_it_is
 
 if TYPE_CHECKING:
@@ -42,9 +44,7 @@ MODES: dict[str, dict[str, Any]] = {
 }
 # Bytes an element: of a half parameter's master, of a state, of an average.
 _MASTER = {False: 0, True: 4, "split": 2}
-_STATE, _AVERAGE = {None: 4, "fp32": 4, "bf16": 2, "8bit": 1}, 4
-_BLOCK, _SCALE, _SMALL = 128, 4, 4096  # 8 bits: elements a scale, its bytes; smaller ones stay FP32
-_WITH_STATE_DTYPE = ("sgd", "adam", "lion", "adagrad")  # algorithms
+_STATE, _AVERAGE, _SCALE = {"fp32": 4, "bf16": 2, "8bit": 1}, 4, 4
 _KIND_OF_STATE = {"master_param": "masters", "master_remainder": "masters", "ema": "average"}
 
 
@@ -102,7 +102,7 @@ def memory_report(
     expected = {("now", k) for k in KINDS[:-1] if computed[k] and not found[k]}
     is_half = any(parameter.dtype in HALF_DTYPES for parameter in model.parameters())
     for mode, changes in MODES.items() if fused else [("masters", MODES["masters"])]:
-        if "state_dtype" in changes and fused._algorithm not in _WITH_STATE_DTYPE:
+        if changes.get("state_dtype") == "8bit" and fused._algorithm not in PACKABLE:
             continue
         casts = "master_weights" in changes and not is_half
         new = _computed(model, states, {"master_weights": masters, **changes}, casts) | given
@@ -195,14 +195,14 @@ def _computed(
                 is_cast = to_half and tensor.is_floating_point()
                 tensors[id(tensor)] = tensor, 2 if is_cast else tensor.itemsize
     for key, (tensor, itemsize) in tensors.items():
-        elements, dtype = tensor.numel(), options.get("state_dtype")
+        elements = tensor.numel()
         held["weights"] += elements * itemsize
         held["gradients"] += elements * itemsize * tensor.requires_grad
         if key in states and tensor.requires_grad:
             held["masters"] += elements * _MASTER[options["master_weights"]] * (itemsize == 2)
             held["average"] += elements * _AVERAGE * bool(options.get("ema_decay"))
-            dtype = None if dtype == "8bit" and elements < _SMALL else dtype
-            scales = -(-elements // _BLOCK) * _SCALE if dtype == "8bit" else 0
+            dtype = mode_for(options.get("state_dtype") or "fp32", tensor)
+            scales = -(-elements // _core.C.block) * _SCALE if dtype == "8bit" else 0
             held["states"] += states[key] * (elements * _STATE.get(dtype, itemsize) + scales)
     return held
 
