@@ -19,6 +19,7 @@ import ampfuse
 from ampfuse import amp, graphs, optim
 from ampfuse.graphs import make_graphed_step
 from cases import assert_same_bits, bf16, f16
+from trainings import MODES
 
 # --- a stand-in for CUDA graphs -------------------------------------------------------------------
 
@@ -175,29 +176,30 @@ def loss_fn(output, target):
     return nn.functional.mse_loss(output.float(), target)
 
 
-def network(device, dtype=torch.float32):
+def network(device, dtype=torch.float32, width=16):
     """On a GPU without what may choose another kernel in a capture, or other random numbers."""
     torch.manual_seed(3)
-    layers = [nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 3)]
+    layers = [nn.Linear(6, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.2)]
+    layers.append(nn.Linear(width, 3))
     if torch.device(device).type == "cuda":
         layers[1] = layers[3] = nn.Identity()
     return nn.Sequential(*layers).to(device, dtype)
 
 
 def under_amp(level, kind, device, max_grad_norm=None, **options):
-    model = network(device)
+    model, masters = network(device), options.pop("master_weights", None)
     first, last = list(model[:3].parameters()), list(model[3:].parameters())
     optimizer = kind([{"params": first}, {"params": last, "weight_decay": 0.1}], **options)
     model, optimizer = amp.initialize(
-        model, optimizer, opt_level=level, verbosity=0, growth_interval=7
+        model, optimizer, opt_level=level, verbosity=0, growth_interval=7, master_weights=masters
     )
     return Training(model, optimizer, None, max_grad_norm, True)
 
 
-def alone(kind, dtype, device, scaler=None, max_grad_norm=None, **options):
-    model = network(device, dtype)
+def alone(kind, dtype, device, scaler=None, max_grad_norm=None, width=16, **options):
+    model = network(device, dtype, width)
     model.register_forward_pre_hook(lambda module, inputs: inputs[0].to(dtype))
-    optimizer = kind(model.parameters(), master_weights=True, **options)
+    optimizer = kind(model.parameters(), **{"master_weights": True, **options})
     if scaler is not None:
         scaler = scaler(device.type, growth_interval=7)
     return Training(model, optimizer, scaler, max_grad_norm)
@@ -215,6 +217,15 @@ TRAININGS = {
     "O5": lambda d: under_amp("O5", torch.optim.Adam, d, 0.1, **ADAM),
     "adamw": lambda d: alone(optim.AdamW, bf16, d, skip_nonfinite=True, **ADAM),
     "sgd": lambda d: alone(optim.SGD, bf16, d, None, 0.1, **SGD),
+    "O2, split": lambda d: under_amp(
+        "O2", torch.optim.AdamW, d, 0.1, master_weights="split", **ADAM
+    ),
+    "split 8bit ema": lambda d: alone(
+        optim.AdamW, bf16, d, skip_nonfinite=True, width=700, **MODES["split 8bit ema"], **ADAM
+    ),
+    "stochastic bf16 ema": lambda d: alone(
+        optim.SGD, bf16, d, None, 0.1, master_weights=False, **MODES["stochastic bf16 ema"], **SGD
+    ),
     "adagrad": lambda d: alone(optim.Adagrad, bf16, d, skip_nonfinite=True, lr=0.05),
     "lamb": lambda d: alone(optim.LAMB, f16, d, ampfuse.GradScaler, lr=0.05),
     "novograd": lambda d: alone(optim.NovoGrad, bf16, d, skip_nonfinite=True, lr=0.05),
@@ -225,6 +236,7 @@ TRAININGS = {
 # before it would grow again, which it does at the end.
 STEPS = 28
 BAD = (0, 4, 5, 14, 20)
+COMPACT = ("O2, split", "split 8bit ema", "stochastic bf16 ema")
 # With a static scale nothing is skipped.
 STATIC = ("O0", "O3", "O4", "O5")
 
@@ -348,7 +360,8 @@ def test_making_a_step_does_not_train(name, trained, machine):
         new = after.keys() - before.keys()
         start = training.optimizer.defaults.get("initial_accumulator_value", 0)
         for key in new:
-            if not key.startswith("master_param"):
+            # Masters and averages start as the weights are; codes under a scale of 0 are zeros.
+            if not key.startswith(("master_param", "ema")) and "_codes" not in key:
                 assert bool((after[key] == start).all()) or "step" in key, key
         after = {key: value for key, value in after.items() if key not in new}
         for name in ("step loss_scale", "step grad_norm"):
@@ -452,7 +465,7 @@ def load_everything(training, saved):
 
 def clear_states(training, saved):
     for state in training.optimizer.state.values():
-        for name in [name for name in state if name != "master_param"]:
+        for name in [name for name in state if not name.startswith("master_")]:
             del state[name]
 
 
@@ -466,7 +479,9 @@ def state_dict(training):
 
 
 @pytest.mark.parametrize("edit", [clamp, load_model, load_everything, clear_states])
-@pytest.mark.parametrize("name", ["O2", "O2, clipping", "O5", "adamw", "scaler", "torch's scaler"])
+@pytest.mark.parametrize(
+    "name", ["O2", "O2, clipping", "O5", "adamw", "scaler", "torch's scaler", *COMPACT]
+)
 def test_edits_in_between_are_seen(name, edit, machine):
     """Of weights, states and scales; the graph goes on in the memory it knows."""
     ours, twin = twins(name, machine)
@@ -485,7 +500,7 @@ def test_edits_in_between_are_seen(name, edit, machine):
     assert_same_bits(found, expected)
 
 
-@pytest.mark.parametrize("name", ["O2", "adamw", "sgd", "scaler"])
+@pytest.mark.parametrize("name", ["O2", "adamw", "sgd", "scaler", *COMPACT])
 def test_a_checkpoint_of_graphed_steps_resumes_eagerly_and_graphed(name, machine):
     feed = list(batches(machine, 24))
     whole = TRAININGS[name](machine)

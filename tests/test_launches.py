@@ -10,6 +10,7 @@ import ampfuse
 from ampfuse import _core, amp, ops, optim
 from cases import KINDS, make
 from conftest import batch_norm_ops, emulated_module
+from trainings import MODES, NOT_PACKED
 
 # name: the optimizer over parameters, and the launches of its step: inspect or prepare, then the
 # update, which is two for LAMB; LARC measures the weights before.
@@ -61,6 +62,23 @@ def test_a_step(make, expected, clip, gradients, launches):
         assert launches(optimizer.step) == expected
 
 
+@pytest.mark.parametrize("clip", [None, 1.0])
+@pytest.mark.parametrize("mode", MODES)
+@steps
+def test_a_step_in_any_mode(make, expected, mode, clip, launches, request):
+    if "8bit" in mode and request.node.callspec.id.startswith(NOT_PACKED):
+        pytest.skip("has no states in 8 bits")
+    params = [nn.Parameter(param.detach().bfloat16()) for param in parameters(False)]
+    optimizer = make(params, max_grad_norm=clip, **MODES[mode])
+    for step in range(3):
+        for param in params[:-1]:
+            param.grad = torch.full_like(param, torch.inf if step == 2 else 1.0)
+        # The first makes the states, in 8 bits by an operation each.
+        assert launches(optimizer.step) == expected or ("8bit" in mode and step == 0)
+    optimizer.meter(every=1, changed_bits=True)
+    assert launches(optimizer.step) == expected
+
+
 @steps
 @pytest.mark.parametrize("clip", [None, 1.0])
 def test_a_step_of_a_grad_scaler(make, expected, clip, launches):
@@ -78,14 +96,16 @@ def test_a_step_of_a_grad_scaler(make, expected, clip, launches):
 
 
 @steps
-@pytest.mark.parametrize("level", ["O0", "O2", "O5"])
+@pytest.mark.parametrize("level", ["O0", "O2", "O5", "O5 split"])
 @pytest.mark.parametrize("clip", [None, 1.0])
 def test_under_scale_loss(make, expected, level, clip, launches):
     """The backward pass inspects, so the step only prepares: as many launches."""
     model = network()
     optimizer = make(model.parameters(), max_grad_norm=clip)
+    level, _, split = level.partition(" ")
+    options = {"master_weights": split} if split else {}
     model, optimizer = amp.initialize(
-        model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0
+        model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0, **options
     )
     for bad in (False, True, False):
 

@@ -307,16 +307,16 @@ class Map:
         inverse = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale > 0)
         fraction = (np.abs(x) * inverse[:, None]).view(np.uint32)
         root = ((fraction >> self.shift) + self.offset).view(np.float32)
-        code = np.rint(root.astype(np.float64) * self.codes).astype(np.uint8)
-        sign = np.where(np.signbit(x), 128, 0).astype(np.uint8)
-        return (np.maximum(code, x > 0) if self.unsigned else code | sign), scale
+        code = np.rint(root.astype(np.float64) * self.codes)
+        if self.unsigned:
+            return np.maximum(code, 1).astype(np.uint8), scale
+        return np.copysign(code, x).astype(np.int8).view(np.uint8), scale
 
     def decode(self, codes, scale):
-        count = codes if self.unsigned else codes & 127
-        root = (count.astype(np.float32) * (1 / self.codes)).view(np.uint32)
-        fraction = np.where(count > 0, (root - self.offset) << self.shift, 0).astype(np.uint32)
-        value = fraction.view(np.float32) * scale[:, None]
-        return value if self.unsigned else np.where(codes & 128, -value, value)
+        count = codes if self.unsigned else codes.view(np.int8)
+        root = (np.abs(count.astype(np.float32)) * (1 / self.codes)).view(np.uint32)
+        fraction = np.where(count != 0, (root - self.offset) << self.shift, 0).astype(np.uint32)
+        return np.copysign(fraction.view(np.float32) * scale[:, None], count.astype(np.float32))
 
     def rounded(self, values):
         """A tensor as its codes have it."""
@@ -367,11 +367,12 @@ def test_codes_are_those_of_the_map(name, device):
                     assert same_bits(state[key], value)
                     continue
                 codes, scales = Map(key).encode(blocks_of(value))
-                assert np.array_equal(blocks_of(state[f"{key}_codes"]), codes), (step, i, key)
+                found, n = blocks_of(state[f"{key}_codes"]), param.numel()
+                assert np.array_equal(found.flat[:n], codes.flat[:n]), (step, i, key)
                 assert np.array_equal(state[f"{key}_scale"].cpu().numpy(), scales), (step, i, key)
                 assert same_bits(means[i][key], Map(key).rounded(value)), (step, i, key)
                 if Map(key).unsigned:
-                    assert torch.equal(means[i][key] > 0, value > 0)
+                    assert (means[i][key][value > 0] > 0).all()
                 value.copy_(means[i][key])
 
 
@@ -637,7 +638,9 @@ def test_a_groups_choice_stays_its_own():
         packed = ["exp_avg_codes" in each.state[param] for param in params]
         assert packed == [each is optimizer] * 2 + [False] * 2
         assert ("state_dtype" in each.param_groups[1]) == (each is optimizer)
-        (plain if each is optimizer else optimizer).load_state_dict(each.state_dict())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            (plain if each is optimizer else optimizer).load_state_dict(each.state_dict())
 
 
 # --- errors ---------------------------------------------------------------------------------------

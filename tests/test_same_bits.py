@@ -29,6 +29,8 @@ from cases import (
     snapshot,
 )
 from programs import python
+from trainings import MODES as MEMORY_MODES
+from trainings import NOT_PACKED
 
 CHUNK = 32768  # kChunk of csrc/core/reduce.h
 TILE = 2048  # kTile
@@ -63,10 +65,19 @@ class Values:
         return values.to(dtype)[offset:]
 
 
-def steps(name, sizes, count=3, values=None, group=None, around=lambda optimizer: optimizer):
+def steps(
+    name,
+    sizes,
+    count=3,
+    values=None,
+    group=None,
+    around=lambda optimizer: optimizer,
+    modes=({"master_weights": True}, {}),
+):
     """Inputs now, steps later: `count` steps of an optimizer over tensors of all dtypes.
 
-    `group` are options that only a parameter group has.
+    `group` are options that only a parameter group has, `modes` those of the first and of the
+    second half of the parameters.
     """
     values = values or Values()
     params = [values(n, DTYPES[i % 3]).requires_grad_() for i, n in enumerate(sizes)]
@@ -77,11 +88,10 @@ def steps(name, sizes, count=3, values=None, group=None, around=lambda optimizer
             dtype = DTYPES[i // 3 % 3] if can_mix_dtypes() else param.dtype
             row.append(None if i % 11 == 10 else values(len(param), dtype, spread=True))
         grads.append(row)
-    # Half of the parameters with masters, half without.
     half = len(params) // 2
     optimizers = [
-        around(make(name, [{"params": those, **(group or {})}], max_grad_norm=1.0, **masters))
-        for those, masters in ((params[:half], {"master_weights": True}), (params[half:], {}))
+        around(make(name, [{"params": those, **(group or {})}], max_grad_norm=1.0, **mode))
+        for those, mode in zip((params[:half], params[half:]), modes, strict=True)
     ]
 
     def run():
@@ -162,6 +172,18 @@ def options():
     return parts
 
 
+def memory_modes():
+    """Blocks of 8-bit states end within and beside vectors, tiles and chunks."""
+    sizes = [1, 17, 4095, 4096, 4097, 4111, 40 * 128 - 1, CHUNK - 1, CHUNK + 1, CHUNK + 130]
+    mixed = ("split 8bit ema", "stochastic bf16 ema")
+    parts = []
+    for name in KINDS:
+        pair = ("split", "stochastic bf16 ema") if name in NOT_PACKED else mixed
+        modes = [MEMORY_MODES[mode] for mode in pair]
+        parts.append(steps(name, [*sizes, *sizes], values=Values(5), modes=modes))
+    return parts
+
+
 def functions_of_lists():
     """amp_C's optimizers, and LARC in front of another's step."""
     torch.manual_seed(4)
@@ -189,7 +211,7 @@ def functions_of_lists():
 def scenario(threads, flush):
     """All outputs. Inputs are made in the standard mode, whatever is asked for."""
     parts = [steps(name, SIZES) for name in KINDS]
-    parts += [*options(), functions_of_lists()]
+    parts += [*options(), *memory_modes(), functions_of_lists()]
     parts += [steps("adamw", [i % 5 for i in range(5000)], count=2)]
     parts += [steps(name, LARGE_TABLE, count=2) for name in ("adamw", "lamb")]
     parts += [accumulation(), operations()]
