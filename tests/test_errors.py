@@ -308,9 +308,13 @@ def test_unknown_algorithm_and_field():
 def test_states_that_do_not_fit():
     table = _core.C.ParamTable("adam", torch.device("cpu"))
     table.add_row(torch.ones(4, 3), None, "w")
-    for wrong in (torch.ones(4, 3, dtype=f64), torch.ones(3, 4), torch.ones(3, 4).t()):
-        with pytest.raises(RuntimeError, match=r"state 0 of w has to be float32.*laid out"):
+    for wrong in (torch.ones(3, 4), torch.ones(3, 4).t()):
+        with pytest.raises(RuntimeError, match=r"state 0 of w has to be on cpu and laid out"):
             table.set_states(0, [wrong])
+    with pytest.raises(TypeError, match="w is Double"):
+        table.set_states(0, [torch.ones(4, 3, dtype=f64)])
+    with pytest.raises(RuntimeError, match="state 0 of w needs float32 scales"):
+        table.set_states(0, [torch.ones(4, 3, dtype=torch.uint8)])
     with pytest.raises(ValueError, match="at most three"):
         table.set_states(0, [None] * 4)
     with pytest.raises(IndexError):

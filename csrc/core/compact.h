@@ -83,10 +83,16 @@ struct Split<DType::kRestFloat16> {
     const F count = (x - high) * from_bits(x, B(279u << 23) - exponent(high));
     return select_less(magnitude_of(high), B(kInfinityBits), bits_of(count + F(kInteger)), B(0u));
   }
+  // Beside a weight that somebody edited, the rest may lead to a tie, or, where units become half
+  // as large below it, to another weight; not so below FP16's normal numbers, whose units are
+  // equal.
   template <class F>
   HD static F join(const F& high, const BitsOf<F>& rest) {
     using B = BitsOf<F>;
-    return fma(to_float(high, rest), from_bits(high, exponent(high) - B(25u << 23)), high);
+    const F x = fma(to_float(high, rest), from_bits(high, exponent(high) - B(25u << 23)), high);
+    const F near = select_equal(round_to(kWeight, x), high, x, high);
+    const B smallest(113u << 23);
+    return from_bits(x, select_less(magnitude_of(high), smallest, bits_of(x), bits_of(near)));
   }
 
  private:
@@ -151,7 +157,7 @@ struct Code {
   template <class F>
   HD static BitsOf<F> encode(const F& x, const F& encoder) {
     using B = BitsOf<F>;
-    const F fraction = (kSign ? from_bits(x, magnitude_of(x)) : x) * encoder;
+    const F fraction = from_bits(x, magnitude_of(x)) * encoder;
     const B root = shift_right<kRoot>(bits_of(fraction)) + B(kOffset);
     const B with_sign = kSign ? blend(B(0x80000000u), bits_of(x), root) : root;
     const B code = bits_of(fma(from_bits(x, with_sign), F(kCodes), F(kInteger)));

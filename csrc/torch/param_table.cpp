@@ -189,8 +189,12 @@ void ParamTable::set(int list, int64_t row, const at::Tensor& tensor) {
 // tensor.
 void ParamTable::follow_storage(int64_t index) {
   Row& row = rows_[index];
-  const void* found[] = {row.leaf().data_ptr(), base_of(row.param), base_of(row.states[0]),
-                         base_of(row.states[1]), base_of(row.states[2])};
+  const void* found[Row::kPlaces] = {row.leaf().data_ptr(), base_of(row.param),
+                                     base_of(row.average)};
+  for (int state = 0; state < kMaxStates; ++state) {
+    found[3 + state] = base_of(row.states[state]);
+    found[3 + kMaxStates + state] = base_of(row.scales[state]);
+  }
   if (std::equal(std::begin(found), std::end(found), row.memory)) return;
   const bool fits = row.param.device() == device_ && row.param.numel() == table().numel(index) &&
                     (!row.model.defined() ||
@@ -206,7 +210,9 @@ void ParamTable::follow_storage(int64_t index) {
                 " changed its strides after the optimizer's first step; its state is laid out as "
                 "it was before");
     set(kState0 + state, index, row.states[state]);
+    set(kScale0 + state, index, row.scales[state]);
   }
+  set(kAverage, index, row.average);
   row.is_contiguous = row.param.is_contiguous();
   std::copy(std::begin(found), std::end(found), row.memory);
 }

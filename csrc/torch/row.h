@@ -48,7 +48,9 @@ struct Row {
   // What the model weight was when the master last matched it.
   int64_t model_version = 0;
   const void* model_data = nullptr;
-  const void* memory[2 + kMaxStates] = {};  // where param, states and leaf were: follow_storage()
+  // Where leaf, param, average, states and scales were: follow_storage().
+  static constexpr size_t kPlaces = 3 + 2 * kMaxStates;
+  const void* memory[kPlaces] = {};
   bool has_states = false;
   bool has_grad = false;  // the current pass reads one
   bool is_contiguous = false;

@@ -730,7 +730,7 @@ static void check_codes(double worst) {
     const float encoder = C::encoder(C::scale(float_bits(scale)));
     for (const float fraction : fractions) {
       for (const float x : {fraction * scale, -fraction * scale}) {
-        if (x < 0 && !C::kSign) continue;
+        if (x < 0 && !C::kSign) continue;  // but -0
         const uint32_t code = stored<kType>(C::encode(x, encoder));
         const float back = C::decode(code, scale);
         EXPECT(stored<kType>(C::encode(back, encoder)) == code, x, " of ", scale);

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ampfuse.optim.inner import parameters, with_inner
-from ampfuse.optim.kept import Kept, kept_in, mode_for
+from ampfuse.optim.kept import STATES, Kept, mode_for
 from ampfuse.optim.masters import (
     HALF_DTYPES,
     MASTERS,
@@ -73,8 +73,9 @@ class Checkpoints(Rows):
         """`state_dict` with all states in float32, as torch's optimizer of the name loads it."""
         state_dict = self.state_dict()
         for state in state_dict["state"].values():
-            for kept in kept_in(state, self._algorithm):
-                kept.put(state, kept.values(state), "fp32")
+            for kept in Kept.of(self._algorithm, STATES[self._algorithm]):
+                if kept.mode_in(state) not in (None, "fp32"):
+                    kept.put(state, kept.values(state), "fp32")
         return state_dict
 
     @torch.no_grad()

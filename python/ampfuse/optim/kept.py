@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -78,23 +77,22 @@ class Kept:
 
     def put(self, state: dict[str, Any], values: Tensor, mode: StateMode) -> None:
         """Keep `values` (float32, in the parameter's layout) in `state`, rounded to nearest."""
+        self.put_zeros(state, values, mode)
+        if mode == "8bit":
+            codes, scale = (state[key] for key in self.keys[1:])
+            _core.C.encode_state(self.algorithm, self.place, values, codes, scale)
+        else:
+            state[self.name].copy_(values)
+
+    def put_zeros(self, state: dict[str, Any], like: Tensor, mode: StateMode) -> None:
+        """Keep zeros, laid out as `like`."""
         for key in self.keys:
             state.pop(key, None)
         if mode == "8bit":
-            codes = _core.C.empty_laid_out_as(values, torch.uint8)
-            blocks = self.shapes(values)[self.keys[2]]
-            scale = torch.empty(blocks, dtype=torch.float32, device=values.device)
-            _core.C.encode_state(self.algorithm, self.place, values, codes, scale)
+            codes = _core.C.empty_laid_out_as(like, torch.uint8).zero_()
+            blocks = self.shapes(like)[self.keys[2]]
+            scale = torch.zeros(blocks, dtype=torch.float32, device=like.device)
             state.update(zip(self.keys[1:], (codes, scale), strict=True))
         else:
             dtype = torch.float32 if mode == "fp32" else torch.bfloat16
-            if values.dtype != dtype:
-                values = _core.C.empty_laid_out_as(values, dtype).copy_(values)
-            state[self.name] = values
-
-
-def kept_in(state: dict[str, Any], algorithm: str) -> Iterator[Kept]:
-    """The states of `algorithm` that `state` has, however they are kept."""
-    for kept in Kept.of(algorithm, STATES[algorithm]):
-        if kept.mode_in(state) is not None:
-            yield kept
+            state[self.name] = _core.C.empty_laid_out_as(like, dtype).zero_()

@@ -26,7 +26,7 @@ class Options(TypedDict, total=False):
             scale each (SGD, Adam, AdamW, Adagrad, Lion). Parameters of fewer than 4,096 elements
             keep FP32 instead of 8 bits. ``state_dtype`` in a parameter group goes first.
         rounding: ``"stochastic"`` rounds BF16 parameters without masters up or down at random, so
-            that small updates count in the mean; ``"nearest"`` is the default.
+            that small updates count in the mean (others to nearest); ``"nearest"`` is the default.
         seed: of all random bits, 0 to 2**32 - 1. They depend on it, the parameter's place, its
             step count and the element alone: not on device, threads or a resume.
         ema_decay: keep an exponential moving average of each parameter, ``avg += (1 - decay) *
@@ -83,8 +83,9 @@ class WithOptions:
             )
         if not (isinstance(self.seed, int) and 0 <= self.seed < 2**32):
             raise ValueError(f"seed is {self.seed!r}; it has to be an integer from 0 to 2**32 - 1")
-        if self.ema_decay is not None and not 0 <= self.ema_decay < 1:
-            raise ValueError(f"ema_decay is {self.ema_decay}; it has to be in [0, 1), or None")
+        decay = self.ema_decay
+        if decay is not None and not (isinstance(decay, (int, float)) and 0 <= decay < 1):
+            raise ValueError(f"ema_decay is {decay!r}; it has to be in [0, 1), or None")
 
 
 def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:

@@ -82,8 +82,10 @@ class States(AmpOptimizer):
                     f"and the parameter has {tuple(param.shape)}. Assign one of that shape, or "
                     "delete the state to start anew."
                 )
-            fits = kept.mode_in(state) == mode and found[0].stride() == param.stride()
-            if not fits or (mode == "fp32" and found[0].dtype != torch.float32):
+            fits = found and kept.mode_in(state) == mode and found[0].stride() == param.stride()
+            if not found and self._initial_state == 0:
+                kept.put_zeros(state, param, mode)
+            elif not fits or (mode == "fp32" and found[0].dtype != torch.float32):
                 values = _core.C.empty_laid_out_as(param).fill_(self._initial_state)
                 if found:
                     values.copy_(kept.values(state))
