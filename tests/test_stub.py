@@ -1,8 +1,8 @@
 """The stub of the extension says what the extension has: names, arguments and defaults."""
 
 import ast
-import inspect
 import re
+import types
 from pathlib import Path
 
 import ampfuse
@@ -42,21 +42,26 @@ def definitions(body):
     return {node.name: node for node in body if isinstance(node, ast.FunctionDef)}
 
 
-def public(namespace):
-    return {name for name in vars(namespace) if not name.startswith("_")}
+def public(namespace, kind=object):
+    found = {name: value for name, value in vars(namespace).items() if not name.startswith("_")}
+    return {name for name, value in found.items() if isinstance(value, kind)}
+
+
+def test_constants():
+    stubs = {node.target.id for node in STUB.body if isinstance(node, ast.AnnAssign)}
+    assert stubs == public(_core.C, int)
 
 
 def test_functions():
     stubs = definitions(STUB.body)
-    module = {name for name in public(_core.C) if not inspect.isclass(getattr(_core.C, name))}
-    assert set(stubs) == module
+    assert set(stubs) == public(_core.C, types.BuiltinFunctionType)
     for name, stub in stubs.items():
         assert arguments(stub) == bound_arguments(getattr(_core.C, name)), name
 
 
 def test_classes():
     stubs = {node.name: node for node in STUB.body if isinstance(node, ast.ClassDef)}
-    assert set(stubs) == {name for name in public(_core.C) if name not in definitions(STUB.body)}
+    assert set(stubs) == public(_core.C, type)
     for class_name, stub in stubs.items():
         cls = getattr(_core.C, class_name)
         methods = definitions(stub.body)

@@ -164,7 +164,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("model", &ParamTable::model, py::arg("row"))
       .def("name", &ParamTable::name, py::arg("row"))
       .def("set_states", &ParamTable::set_states, py::arg("row"), py::arg("states"),
-           py::arg("scales") = ParamTable::Tensors(), py::arg("average") = py::none())
+           py::arg("scales") = py::tuple(), py::arg("average") = py::none())
       .def("steps", &ParamTable::steps)
       .def("norm_averages", &ParamTable::norm_averages)
       .def("set_hyper", &ParamTable::set_hyper, py::arg("begin"), py::arg("end"),
