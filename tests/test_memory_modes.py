@@ -9,6 +9,7 @@ test_same_bits.py, test_launches.py, test_meter.py, test_graphs.py.
 import copy
 import itertools
 import pickle
+import sys
 import warnings
 
 import numpy as np
@@ -20,6 +21,7 @@ import ampfuse
 from ampfuse import amp, optim
 from ampfuse.optim.masters import joined_master, split_master
 from cases import KINDS, OPTIMIZERS, assert_same, bf16, bits, f16, f32, make, same_bits, short
+from programs import python
 from test_resume import through_a_file
 from trainings import MAKERS, MODES, Net, fractions, groups
 
@@ -623,6 +625,50 @@ def test_torchs_optimizers_go_on_with_the_states(name, mode):
     for key in optimizer._state_names(optimizer.param_groups[0]):
         found, expected = other.state[others[0]][key], optimizer.torch_state_dict()["state"][0][key]
         torch.testing.assert_close(found, expected, rtol=0.05, atol=0.1)
+
+
+# What a process has in memory, in bytes, after a step of a small parameter and of a large one.
+RESIDENT = """
+import ast, sys
+import torch
+from ampfuse import optim
+
+def resident():
+    pages = int(open("/proc/self/statm").read().split()[1])
+    return 4096 * pages
+
+def step(count):
+    param = torch.nn.Parameter(torch.ones(count, dtype=torch.bfloat16))
+    param.grad = torch.ones_like(param)
+    optimizer = optim.AdamW([param], **ast.literal_eval(sys.argv[1]))
+    for _ in range(2):
+        optimizer.step()
+    return optimizer
+
+small, before, count = step(8192), resident(), 1 << 24
+large = step(count)
+print((resident() - before) / count)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.parametrize(
+    ("options", "held"),
+    [
+        ({"master_weights": True}, 16),
+        ({"master_weights": "split"}, 14),
+        ({"master_weights": "split", "state_dtype": "bf16"}, 10),
+        ({"master_weights": "split", "state_dtype": "8bit"}, 8 + 2 * 4 / 128),
+        ({"master_weights": True, "state_dtype": "8bit"}, 10 + 2 * 4 / 128),
+        ({"rounding": "stochastic"}, 12),
+    ],
+    ids=str,
+)
+def test_bytes_a_parameter_held(options, held):
+    """By the process: of whatever makes the step, with weight and gradient."""
+    result = python("-c", RESIDENT, str(options))
+    assert result.returncode == 0, result.stderr
+    assert float(result.stdout) == pytest.approx(held, abs=0.1)
 
 
 def test_a_groups_choice_stays_its_own():
