@@ -71,13 +71,14 @@ struct RowSlice {
     for (int list = 0; list < kLists; ++list) {
       if ((kUsed | kWith) & bit(list)) columns[list] = Column(view, list, row, start);
     }
-    if (!Column::kCompact) return;
+    if constexpr (Column::kCompact) {
 #pragma unroll
-    for (int s = 0; s < kMaxStates; ++s) {
-      if (kUsed & bit(kState0 + s)) scales[s] = view.scale(kState0 + s, row, start);
+      for (int s = 0; s < kMaxStates; ++s) {
+        if (kUsed & bit(kState0 + s)) scales[s] = view.scale(kState0 + s, row, start);
+      }
+      first = start;
+      random_key = view.coefs[row].random_key;
     }
-    first = start;
-    random_key = view.coefs[row].random_key;
   }
   __device__ DType operator()(int list) const { return columns[list].dtype; }
 };
@@ -249,9 +250,9 @@ __device__ inline void apply_tiles(const Op& op, const Slice& slice, int begin, 
   }
 }
 
-// Blocks per multiprocessor to have registers for. Compact types need a few more.
+// Blocks per multiprocessor to have registers for. Compact types need more.
 HD constexpr int updating_blocks(unsigned reads, bool compact) {
-  const int lists = count_lists(reads) + compact;
+  const int lists = count_lists(reads) + 2 * compact;
   return lists <= 3 ? 4 : lists == 4 ? 3 : 2;
 }
 

@@ -158,7 +158,7 @@ __device__ void measure_chunk(const TableView& view, float a, float b, const Met
 HD constexpr int measuring_blocks(unsigned reads, bool metered, bool compact) {
   const int lists = count_lists(reads);
   if (metered) return lists <= 3 && !compact ? 2 : 1;
-  return lists == 1 ? 4 : lists <= 3 ? 3 : 2;
+  return (lists == 1 ? 4 : lists <= 3 ? 3 : 2) / (compact ? 2 : 1);
 }
 
 // Where a pass leaves the norm and the largest magnitude of each row: [measures][rows], either may

@@ -21,10 +21,10 @@ struct LionOp : OptimizerOp<LionOp> {
   // -1, 0, 1, or NaN of NaN.
   template <class F>
   HD static F sign(const F& x) {
-    const F zero(0.0f), minus = zero - x;
-    const F below = select_equal(max_nan(minus, zero), minus, F(-1.0f), x);
-    const F apart = select_equal(max_nan(x, zero), x, F(1.0f), below);
-    return select_equal(x, zero, zero, apart);
+    using B = BitsOf<F>;
+    const B bits = bits_of(x), one = (bits & B(0x80000000u)) | B(bits_of(1.0f));
+    const F sign = from_bits(x, select_less(B(kInfinityBits), magnitude_of(x), bits, one));
+    return select_equal(x, F(0.0f), F(0.0f), sign);
   }
 
   template <class F>
