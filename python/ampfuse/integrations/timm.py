@@ -1,15 +1,6 @@
-"""timm: the fused optimizers by name. Importing this registers them; as a program it runs a script.
-
-    import ampfuse.integrations.timm
-    optimizer = timm.optim.create_optimizer_v2(model, "ampfuse-adamw", lr=1e-3)
-
-    python -m ampfuse.integrations.timm train.py --opt ampfuse-adamw --amp ...
-"""
+"""timm: importing this registers the fused optimizers as "ampfuse-adamw" and so on."""
 
 from __future__ import annotations
-
-import runpy
-import sys
 
 from ampfuse import optim
 from ampfuse.integrations import needs
@@ -32,7 +23,3 @@ for _cls in (optim.SGD, *_EPS_AND_BETAS, optim.Adagrad, optim.Lion):
             defaults={"nesterov": True} if _cls is optim.SGD else None,  # as timm's own
         )
     )
-
-if __name__ == "__main__":
-    del sys.argv[0]
-    runpy.run_path(sys.argv[0], run_name="__main__")
