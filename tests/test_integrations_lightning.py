@@ -59,10 +59,15 @@ def by_a_loop(module, level, clip):
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3", "O4", "O5"])
-def test_parts_are_cast_one_by_one_and_values_clipped(level):
-    model = Parts()
+def test_parts_are_cast_one_by_one_values_clipped_and_evaluation_follows(level):
+    model, data = Parts(), DataLoader(BATCHES, batch_size=None)
     found = trainer(level, gradient_clip_val=1e-3, gradient_clip_algorithm="value")
-    found.fit(model, DataLoader(BATCHES, batch_size=None))
+    (before,) = found.validate(model, data, verbose=False)
+    assert model.encoder[0].weight.dtype == torch.float32  # without an optimizer: digits stay
+    found.fit(model, data, data)
+    logged = found.callback_metrics["loss"]
+    (after,) = found.validate(model, data, verbose=False)
+    assert after["loss"] == logged < before["loss"]
 
     def clip(optimizer):
         torch.nn.utils.clip_grad_value_(amp.master_params(optimizer), 1e-3)
@@ -71,17 +76,6 @@ def test_parts_are_cast_one_by_one_and_values_clipped(level):
     halves = {"O2": torch.float16, "O3": torch.float16, "O5": torch.bfloat16}
     assert model.rest["decoder"].weight.dtype == halves.get(level, torch.float32)
     assert model.gain.dtype == torch.float32
-
-
-def test_evaluation_before_and_after_training():
-    data, model, found = DataLoader(BATCHES[:1], batch_size=None), Parts(), trainer("O5")
-    (before,) = found.validate(model, data, verbose=False)
-    assert model.encoder[0].weight.dtype == torch.float32  # without an optimizer: digits stay
-    found.fit(model, DataLoader(BATCHES, batch_size=None), data)
-    logged = found.callback_metrics["loss"]
-    (after,) = found.validate(model, data, verbose=False)
-    assert after["loss"] == logged < before["loss"]
-    assert model.encoder[0].weight.dtype == torch.bfloat16
 
 
 class Manual(Parts):

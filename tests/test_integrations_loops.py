@@ -77,11 +77,11 @@ class Loop:
         amp.initialize(self.model, self.optimizer, opt_level=self.level, verbosity=0)
         self.amp = amp
 
-    def run(self, folder=None, resume=None):
-        """All epochs; after the first the state is saved in `folder`, or with `resume` loaded."""
+    def run(self, folder=None, resume=False):
+        """All epochs; after the first the state is saved in `folder`. Or those after that state."""
         if resume:
-            self.load(resume)
-        for epoch in range(1 if resume else 0, EPOCHS):
+            self.load(folder)
+        for epoch in range(int(resume), EPOCHS):
             self.epoch()
             if folder and epoch == 0:
                 self.save(folder)
@@ -89,8 +89,7 @@ class Loop:
 
     def epoch(self):
         for i, batch in enumerate(self.batches):
-            loss = self.model(**batch)["loss"]
-            self.backward(loss / PASSES)
+            self.backward(self.model(**batch)["loss"] / PASSES)
             if i % PASSES == PASSES - 1:
                 self.clip(self)
                 self.optimizer.step()
@@ -154,9 +153,9 @@ class ByAccelerate(Loop):
 
 
 class Lit(lightning.LightningModule):
-    def __init__(self, loop):
+    def __init__(self, loop, path):
         super().__init__()
-        self.model, self.loop = loop.model, loop
+        self.model, self.loop, self.path = loop.model, loop, path
 
     def training_step(self, batch, _):
         return self.model(**batch)["loss"]
@@ -164,22 +163,21 @@ class Lit(lightning.LightningModule):
     def configure_optimizers(self):
         return [self.loop.optimizer], [{"scheduler": self.loop.schedule, "interval": "step"}]
 
+    def on_train_epoch_end(self):
+        if self.trainer.current_epoch == 0:
+            self.trainer.save_checkpoint(self.path)
+
 
 class ByLightning(Loop):
     def set_up(self):
         self.amp = AmpFuse(self.level, verbosity=0)
 
-    def run(self, folder=None, resume=None, **options):
-        module = Lit(self)
-        options = {"gradient_clip_val": MAX_NORM, "accumulate_grad_batches": PASSES, **options}
-        for epochs in [1, EPOCHS] if folder else [EPOCHS]:
-            trainer = quiet_trainer(self.amp, max_epochs=epochs, **options)
-            resume = resume and resume / "all.ckpt"
-            trainer.fit(module, self.batches, ckpt_path=resume, weights_only=resume and True)
-            if epochs < EPOCHS:
-                trainer.save_checkpoint(folder / "all.ckpt")
-                module = Lit(ByLightning(self.level, self.make))
-                self.__dict__, resume = module.loop.__dict__, folder
+    def run(self, folder, resume=False):
+        options = {"gradient_clip_val": MAX_NORM, "accumulate_grad_batches": PASSES}
+        trainer = quiet_trainer(self.amp, max_epochs=EPOCHS, **options)
+        path = folder / "all.ckpt"
+        loaded = {"ckpt_path": path, "weights_only": True} if resume else {}
+        trainer.fit(Lit(self, path), self.batches, **loaded)
         return self
 
 
@@ -193,7 +191,7 @@ class ByTransformers(Loop):
     def set_up(self, **options):
         self.options = options
 
-    def run(self, folder, resume=None):
+    def run(self, folder, resume=False):
         where = {"output_dir": folder / "resumed" if resume else folder, "save_strategy": "epoch"}
         batch = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": PASSES}
         run = {"num_train_epochs": EPOCHS, "max_grad_norm": MAX_NORM, "use_cpu": True}
@@ -205,7 +203,7 @@ class ByTransformers(Loop):
         level["train_dataset"] = self.batches.dataset
         level["optimizer_cls_and_kwargs"] = (self.make, {"lr": 1e-2})
         trainer = kind(self.model, arguments, **level)
-        trainer.train(resume and str(resume / f"checkpoint-{STEPS}"))
+        trainer.train(str(folder / f"checkpoint-{STEPS}") if resume else None)
         self.optimizer, self.schedule = trainer.optimizer, trainer.lr_scheduler
         self.amp = trainer.accelerator.scaler
         return self
@@ -220,7 +218,7 @@ def test_trains_clips_accumulates_skips_and_resumes_as_a_loop_does(kind, level, 
     expected = own.run().left()
     assert own.model(**batch)["loss"] < untrained
     assert_same(kind(level, make).run(tmp_path).left(), expected)
-    assert_same(kind(level, make).run(tmp_path, resume=tmp_path).left(), expected)
+    assert_same(kind(level, make).run(tmp_path, resume=True).left(), expected)
     _, optimizer, scaler, rates = expected
     skipped = EPOCHS * (level in ("O1", "O2"))
     steps = {int(state.get("step", rates)) for state in optimizer["state"].values()}
@@ -240,7 +238,7 @@ def test_fused_optimizers_need_nothing_where_no_level_is_wanted(kind, make, tmp_
             super().set_up(**bf16)
 
     whole = InBF16(None, make).run(tmp_path)
-    assert_same(InBF16(None, make).run(tmp_path, resume=tmp_path).left(), whole.left())
+    assert_same(InBF16(None, make).run(tmp_path, resume=True).left(), whole.left())
 
 
 def test_a_level_beside_mixed_precision_is_refused():
@@ -262,7 +260,6 @@ class OfGPT2(ByTransformers):
 @pytest.mark.parametrize(("level", "dtype"), [("O2", torch.float16), ("O5", torch.bfloat16)])
 def test_a_model_of_transformers_with_tied_weights(level, dtype, tmp_path):
     whole = OfGPT2(level).run(tmp_path)
-    weight = whole.model.transformer.wte.weight
-    assert weight is whole.model.lm_head.weight
-    assert weight.dtype == dtype
-    assert_same(OfGPT2(level).run(tmp_path, resume=tmp_path).left(), whole.left())
+    assert whole.model.transformer.wte.weight is whole.model.lm_head.weight
+    assert whole.model.lm_head.weight.dtype == dtype
+    assert_same(OfGPT2(level).run(tmp_path, resume=True).left(), whole.left())

@@ -20,11 +20,10 @@ def needs(package: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != package:
+        if error.name is None or error.name.partition(".")[0] != package:
             raise
         raise ImportError(
-            f"ampfuse.integrations needs {package} here, and it is not installed: run "
-            f"pip install {package}, or pip install 'ampfuse[integrations]' for the versions that "
-            "ampfuse is tested with.",
+            f"ampfuse.integrations needs {package} here: run pip install {package}, or "
+            "pip install 'ampfuse[integrations]' for the versions that ampfuse is tested with.",
             name=package,
         ) from error

@@ -1,8 +1,9 @@
-"""Accelerate: levels for an ``Accelerator``, whose own interface for precision is its scaler."""
+"""Accelerate: levels for an ``Accelerator``, whose way in for a precision is its scaler."""
 
 from __future__ import annotations
 
 import dataclasses
+import types
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,20 +21,14 @@ with needs("accelerate"):
 def initialize(
     accelerator: Accelerator, models: Any, optimizers: Any, opt_level: str = "O1", **options: Any
 ) -> Any:
-    """:func:`ampfuse.amp.initialize` for a training by `accelerator`; call it before ``prepare``.
+    """:func:`ampfuse.amp.initialize` for a training by `accelerator`.
 
-        accelerator = Accelerator()
-        model.to(accelerator.device)
-        model, optimizer = initialize(accelerator, model, optimizer, "O2")
-        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-
-    From then on ``accelerator.backward`` scales the loss, ``clip_grad_norm_`` sees unscaled
-    gradients, ``save_state`` and ``load_state`` have the loss scaler, and
-    ``optimizer_step_was_skipped`` is right, by which the scheduler waits. For that the host reads a
-    flag of the device in each step, if loss scaling is dynamic.
+    Call it before ``accelerator.prepare``, with models on ``accelerator.device``. All methods of
+    `accelerator` then do as they do under a ``mixed_precision`` of its own. At a level with dynamic
+    scaling the host reads a flag of the device in each step, for ``optimizer_step_was_skipped``.
 
     Raises:
-        ValueError: `accelerator` has a ``mixed_precision`` of its own. What else is wrong,
+        ValueError: `accelerator` has a ``mixed_precision``. What else is wrong,
             :func:`ampfuse.amp.initialize` says.
     """
     if accelerator.mixed_precision != "no":
@@ -54,8 +49,14 @@ class _Scaler:
     accelerator: Accelerator
     optimizers: Sequence[Any]
 
-    def scale(self, loss: Tensor) -> _Loss:
-        return _Loss(loss, self.optimizers)
+    def scale(self, loss: Tensor) -> Any:
+        """Something to call ``backward`` of: a pass of all `optimizers`."""
+
+        def backward(**kwargs: Any) -> None:
+            with amp.scale_loss(loss, self.optimizers) as scaled:
+                scaled.backward(**kwargs)
+
+        return types.SimpleNamespace(backward=backward)
 
     def step(self, optimizer: Any, *args: Any) -> None:
         optimizer.step(*args)
@@ -73,15 +74,3 @@ class _Scaler:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         amp.load_state_dict(state_dict, optimizer=self.optimizers[0])
-
-
-@dataclasses.dataclass
-class _Loss:
-    """A loss whose backward pass is one of `optimizers`."""
-
-    loss: Tensor
-    optimizers: Sequence[Any]
-
-    def backward(self, **kwargs: Any) -> None:
-        with amp.scale_loss(self.loss, self.optimizers) as scaled:
-            scaled.backward(**kwargs)

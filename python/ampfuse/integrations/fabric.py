@@ -23,14 +23,10 @@ _NAMES |= {"O4": "bf16-mixed", "O5": "bf16-true"}
 
 
 class Levels:
-    """What the plugins for Fabric and for the Trainer share.
+    """What both plugins share. They take the arguments of :func:`ampfuse.amp.initialize`.
 
-    Arguments:
-        opt_level, options: of :func:`ampfuse.amp.initialize`, for all models and optimizers.
-
-    Raises:
-        RuntimeError: there is no such level. What is wrong with an option,
-            :func:`~ampfuse.amp.initialize` says when the training is set up.
+    Raises RuntimeError for an unknown level; what is wrong with another argument, ``initialize``
+    says when the training is set up.
     """
 
     def __init__(self, opt_level: str = "O1", **options: Any) -> None:
@@ -46,7 +42,6 @@ class Levels:
         self._optimizers = list(optimizers)
 
     def main_params(self, optimizer: Optimizer) -> Iterator[Tensor]:
-        """What `optimizer` steps; after a backward pass with unscaled gradients."""
         return amp.master_params(optimizer)
 
     def state_dict(self) -> dict[str, Any]:
@@ -54,28 +49,21 @@ class Levels:
         return amp.state_dict(optimizer=self._optimizers[0]) if self._optimizers else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what `state_dict` gave."""
         if self._optimizers:
             amp.load_state_dict(state_dict, optimizer=self._optimizers[0])
 
 
 class AmpFuse(Levels, Precision):
-    """Precision plugin for Fabric.
+    """Precision plugin for Fabric, which tells its plugins of models but not of optimizers.
 
-        precision = AmpFuse("O2")
-        fabric = Fabric(plugins=precision)
-        model, optimizer = precision.setup(fabric, model, optimizer)  # not fabric.setup
-
-    Fabric tells its plugins of models but not of optimizers, hence ``setup``. A model without
-    optimizers stays as it is. Save the loss scaler with the rest, as
-    ``fabric.save(path, {"model": model, "optimizer": optimizer, "amp": precision})``.
+    So ``model, optimizer = plugin.setup(fabric, model, optimizer)`` comes in the place of
+    ``fabric.setup``; a model without optimizers stays as it is. To save the loss scaler:
+    ``fabric.save(path, {"model": model, "optimizer": optimizer, "amp": plugin})``.
     """
 
     def setup(self, fabric: Fabric, model: nn.Module, *optimizers: Optimizer) -> Any:
-        """``fabric.setup(model, *optimizers)`` after :func:`ampfuse.amp.initialize`.
-
-        Before that the model is moved to Fabric's device, for masters stay where they are made.
-        """
+        """``fabric.setup(model, *optimizers)``, after :func:`ampfuse.amp.initialize`."""
+        # Moved first, since masters stay where they are made.
         self._initialize([fabric.to_device(model)], optimizers)
         return fabric.setup(model, *optimizers)
 

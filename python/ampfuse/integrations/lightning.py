@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from ampfuse import amp
 from ampfuse.amp import cast_state
@@ -18,7 +17,6 @@ from ampfuse.integrations import needs
 from ampfuse.integrations.fabric import Levels
 
 with needs("lightning"):
-    from lightning.pytorch import LightningModule
     from lightning.pytorch.plugins import Precision
     from lightning.pytorch.trainer.states import TrainerFn
 
@@ -26,38 +24,36 @@ with needs("lightning"):
 class AmpFuse(Levels, Precision):
     """Precision plugin for the Trainer.
 
-    A ``training_step`` calls parts of its LightningModule one by one, so each attribute with
-    parameters and a ``forward`` (those in ModuleList and ModuleDict, too) is a model to
-    :func:`ampfuse.amp.initialize`: at O2, O3 and O5 it is cast, takes any inputs and gives FP32.
-    What is done between them, and parameters of the LightningModule itself, stay FP32; at O1 and O4
-    all of a step is under autocast.
+    A ``training_step`` calls parts of its LightningModule one by one. So each attribute with
+    parameters and a ``forward``, those in ModuleList and ModuleDict too, is a model to
+    :func:`ampfuse.amp.initialize`: at O2, O3 and O5 it takes any inputs and gives FP32. What is
+    between them stays FP32. At O1 and O4 all of a step is under autocast.
 
-    A scheduler that moves on with each step stays where it is at a skipped one. For that the host
-    reads a flag of the device in each step, if loss scaling is dynamic.
+    A scheduler that moves on with each step waits at a skipped one. For that the host reads a flag
+    of the device in each step, if loss scaling is dynamic.
     """
 
     _device_type = "cpu"
 
-    def convert_module(self, module: nn.Module) -> nn.Module:
+    def convert_module(self, module: Any) -> Any:
         # DistributedDataParallel, which comes next, has to see weights of their final type.
-        fits = isinstance(module, LightningModule) and module.trainer.state.fn == TrainerFn.FITTING
-        if fits and torch.distributed.is_initialized():
-            amp.initialize(list(_models(module)), None, **self._options)
+        others = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if others and module.trainer.state.fn == TrainerFn.FITTING:
+            amp.initialize(list(_parts(module)), None, **self._options)
         return module
 
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
-        """Put all at the level. A model to evaluate alone stays as it is, but for autocast."""
+        """Put all at the level; without optimizers, and after a fit, a model stays as it is."""
         bare = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
         self._device_type = next(bare.parameters(), torch.empty(0)).device.type
-        if optimizers and sessions.enabled_of(optimizers[0]) is None:  # else they are of a past fit
-            self._initialize(list(_models(bare)), optimizers)
-            session = sessions.enabled_of(optimizers[0])
-            if session is not None and session.is_dynamic:
-                for config in lr_schedulers:
-                    if config.interval == "step" and not config.reduce_on_plateau:
-                        config.scheduler.__class__ = _held_class(type(config.scheduler))
+        if optimizers and sessions.enabled_of(optimizers[0]) is None:
+            self._initialize(list(_parts(bare)), optimizers)
+            for config in lr_schedulers if sessions.latest().is_dynamic else []:
+                if config.interval == "step" and not config.reduce_on_plateau:
+                    cls = type(config.scheduler)
+                    config.scheduler.__class__ = type(cls.__name__, (_Held, cls), {})
         return model, optimizers, lr_schedulers
 
     @contextlib.contextmanager
@@ -88,11 +84,11 @@ class AmpFuse(Levels, Precision):
         amp.clip_grad_norm_(optimizer, clip_val)
 
 
-def _models(module: nn.Module) -> Iterator[nn.Module]:
-    """The parts of `module` that are called, as far as they have parameters."""
+def _parts(module: nn.Module) -> Iterator[nn.Module]:
+    """What is called in `module`, as far as it has parameters."""
     for child in module.children():
         if type(child).forward is nn.Module.forward:
-            yield from _models(child)
+            yield from _parts(child)
         elif next(child.parameters(), None) is not None:
             yield child
 
@@ -105,9 +101,3 @@ class _Held:
     def step(self, *args: Any) -> None:
         if not self.optimizer.last_step.skipped:
             super().step(*args)  # type: ignore[misc]
-
-
-def _held_class(original: type[LRScheduler]) -> Any:
-    if issubclass(original, _Held):
-        return original
-    return type(original.__name__, (_Held, original), {"__module__": original.__module__})

@@ -19,18 +19,14 @@ class AmpFuseTrainer(Trainer):
     """:class:`transformers.Trainer` at a level; also ``class Mine(AmpFuseTrainer, OtherTrainer)``.
 
     Arguments:
-        opt_level, amp_options: what :func:`ampfuse.amp.initialize` takes. ``fp16`` and ``bf16`` of
-            the TrainingArguments have to be False.
+        opt_level, amp_options (a dict): what :func:`ampfuse.amp.initialize` takes. ``fp16`` and
+            ``bf16`` of the TrainingArguments have to be False.
         args, kwargs: of the Trainer. ``optimizer_cls_and_kwargs`` may name an optimizer of
             ``ampfuse.optim``.
     """
 
     def __init__(
-        self,
-        *args: Any,
-        opt_level: str = "O1",
-        amp_options: dict[str, Any] | None = None,
-        **kwargs: Any,
+        self, *args: Any, opt_level: str = "O1", amp_options: Any = None, **kwargs: Any
     ) -> None:
         self._level = {**(amp_options or {}), "opt_level": opt_level}
         super().__init__(*args, **kwargs)
