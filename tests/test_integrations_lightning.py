@@ -23,10 +23,11 @@ class Parts(lightning.LightningModule):
         torch.manual_seed(0)
         self.encoder = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU())
         self.rest = nn.ModuleDict({"decoder": nn.Linear(16, 8)})
-        self.gain = nn.Parameter(torch.ones(()))
+        self.mixed = nn.Parameter(torch.eye(8))
 
     def training_step(self, x, _):
-        return nn.functional.mse_loss(self.gain * self.rest["decoder"](self.encoder(x)), x)
+        y = self.rest["decoder"](self.encoder(x))
+        return nn.functional.mse_loss(nn.functional.linear(y, self.mixed), x)
 
     def validation_step(self, x, _):
         self.log("loss", self.training_step(x, _))
@@ -75,7 +76,7 @@ def test_parts_are_cast_one_by_one_values_clipped_and_evaluation_follows(level):
     assert_same(dict(model.state_dict()), by_a_loop(Parts(), level, clip))
     halves = {"O2": torch.float16, "O3": torch.float16, "O5": torch.bfloat16}
     assert model.rest["decoder"].weight.dtype == halves.get(level, torch.float32)
-    assert model.gain.dtype == torch.float32
+    assert model.mixed.dtype == torch.float32
 
 
 class Manual(Parts):
