@@ -26,8 +26,8 @@ class Parts(lightning.LightningModule):
         self.mixed = nn.Parameter(torch.eye(8))
 
     def training_step(self, x, _):
-        y = self.rest["decoder"](self.encoder(x))
-        return nn.functional.mse_loss(nn.functional.linear(y, self.mixed), x)
+        mixed = nn.functional.linear(x, self.mixed)
+        return nn.functional.mse_loss(self.rest["decoder"](self.encoder(mixed)), x)
 
     def validation_step(self, x, _):
         self.log("loss", self.training_step(x, _))
