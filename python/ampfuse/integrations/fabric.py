@@ -37,8 +37,8 @@ class Levels:
 
     def _initialize(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
         amp.initialize(list(models), list(optimizers), **self._options)
-        policy = sessions.latest().policy  # None where amp is off
-        self._autocast = policy.autocast_type if policy is not None else None
+        # There is no policy where amp is off.
+        self._autocast = getattr(sessions.latest().policy, "autocast_type", None)
         self._optimizers = list(optimizers)
 
     def main_params(self, optimizer: Optimizer) -> Iterator[Tensor]:

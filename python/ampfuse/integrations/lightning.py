@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -42,9 +42,7 @@ class AmpFuse(Levels, Precision):
             amp.initialize(list(_parts(module)), None, **self._options)
         return module
 
-    def connect(
-        self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
-    ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
+    def connect(self, model: Any, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> Any:
         """Put all at the level; without optimizers, and after a fit, a model stays as it is."""
         bare = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
         self._device_type = next(bare.parameters(), torch.empty(0)).device.type
@@ -70,9 +68,7 @@ class AmpFuse(Levels, Precision):
         with amp.scale_loss(tensor, optimizers) as scaled:
             super().backward(scaled, model, optimizer, *args, **kwargs)
 
-    def optimizer_step(
-        self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
-    ) -> Any:
+    def optimizer_step(self, optimizer: Any, model: Any, closure: Any, **kwargs: Any) -> Any:
         """The closure, which has the backward pass, then the step; LBFGS calls it itself."""
         if isinstance(optimizer, LBFGS):
             return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
