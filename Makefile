@@ -36,14 +36,14 @@ ifdef PYTHON
   SOURCES := $(NATIVE) $(shell find python -name '*.py*' -not -name '*.pyc')
   INSTALL := $(PY) -m pip install --quiet
   TARGET := .
-  TEST_EXTRAS := test
+  TEST_EXTRAS := test,integrations
 else
   PY := .venv/bin/python
   STAMPS := .venv
   SOURCES := $(NATIVE)
   INSTALL := $(PY) -m pip install --quiet --no-build-isolation
   TARGET := -e .
-  TEST_EXTRAS := test,experiments
+  TEST_EXTRAS := test,integrations,experiments
 endif
 
 help:

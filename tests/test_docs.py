@@ -5,6 +5,7 @@ import importlib.util
 import re
 from itertools import groupby
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 import torch
@@ -68,6 +69,22 @@ def test_demo_table_is_that_of_the_csv():
             row["steps_skipped"],
             f"{float(row['final_loss_scale']):,.0f}",
         ]
+
+
+def test_frameworks_table_is_that_of_the_csv():
+    def key(row):
+        return row["framework"], row["arm"]
+
+    shown = table((ROOT / "docs" / "frameworks.md").read_text(), "| framework | arm |")
+    for line, (names, runs) in zip(
+        shown, groupby(records(RESULTS / "frameworks_epyc.csv"), key), strict=True
+    ):
+        losses = [float(row["test_loss"]) for row in runs]
+        mean, low, high = (f"{value:.4g}" for value in (fmean(losses), min(losses), max(losses)))
+        if names[1] == "native BF16":
+            limit = fmean(losses) + max(losses) - min(losses)
+        within = "yes" if fmean(losses) <= limit else "no"
+        assert line == f"| {names[0]} | {names[1]} | {mean} ({low} to {high}) | {within} |"
 
 
 def test_readme_script_trains():

@@ -559,6 +559,20 @@ def test_resumed_and_copied_optimizers_go_on_with_the_same_bits(name, mode):
 KEPT = list(itertools.product(("fp32", "bf16", "8bit"), (True, "split", False)))
 
 
+@pytest.mark.parametrize("mode", [True, "split"])
+@pytest.mark.parametrize("kind", [optim.SGD, optim.AdamW, optim.Adagrad])
+def test_states_of_before_the_first_step_load(kind, mode):
+    """As Accelerate has each optimizer do that it prepares; there are masters alone."""
+    model = nn.Linear(4, 4)
+    optimizer = kind(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O5", master_weights=mode, verbosity=0)
+    before = copy.deepcopy(optimizer.state_dict())
+    optimizer.load_state_dict(copy.deepcopy(before))
+    assert_same(optimizer.state_dict(), before)
+    for twin in (pickle.loads(pickle.dumps(optimizer)), copy.deepcopy(optimizer)):
+        assert_same(twin.state_dict(), before)
+
+
 @pytest.mark.parametrize("target", KEPT, ids=str)
 @pytest.mark.parametrize("source", KEPT, ids=str)
 def test_every_mode_loads_every_other(source, target):

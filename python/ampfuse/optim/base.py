@@ -7,10 +7,12 @@ own (fused.py), any other optimizer keeps its own (generic.py).
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ampfuse.optim import left_scaled
 from ampfuse.optim.checkpoints import Checkpoints
@@ -87,6 +89,17 @@ class AmpOptimizer(Gradients, Checkpoints):
     _layerwise: Layerwise | None = None
     _skip_watch: SkipWatch | None = None
     _meter: Meter | None = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """A wrapper that gives itself its optimizer's class (Lightning, Fabric) hands all on.
+
+        Else it would inherit our methods, and they would work on a table of its own.
+        """
+        super().__init_subclass__(**kwargs)
+        wrapper = cls.__bases__[0]
+        if hasattr(wrapper, "__getattr__") and not issubclass(wrapper, Optimizer):
+            for name in set(dir(cls)) - set(dir(wrapper)):
+                setattr(cls, name, property(operator.attrgetter(f"_optimizer.{name}")))
 
     @property
     def last_step(self) -> LastStep:

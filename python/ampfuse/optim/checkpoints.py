@@ -146,7 +146,12 @@ class Checkpoints(Rows):
                 loaded.pop("state_dtype", None)
                 if "state_dtype" in group:
                     loaded["state_dtype"] = group["state_dtype"]
+        # torch's looks for a step in each state; before the first there are masters alone.
+        states = state.get("state", {})
+        alone = [param for param, held in states.items() if _is_master_alone(held)]
+        set_aside = {param: states.pop(param) for param in alone}
         super().__setstate__(state)
+        states.update(set_aside)
         self._states_bound = False
 
     def _restore_state(self, state: dict[Any, Any], saved: dict[str, Any]) -> None:
@@ -212,6 +217,10 @@ class Checkpoints(Rows):
         self.follow_edits()
         own = {key: self.__dict__[key] for key in self._copied if key in self.__dict__}
         return {**super().__getstate__(), **own}
+
+
+def _is_master_alone(state: Any) -> bool:
+    return isinstance(state, dict) and bool(state) and state.keys() <= {*MASTERS, "_model_version"}
 
 
 def own_dtypes(params: Iterable[Tensor], states: dict[Any, Any]) -> dict[int, torch.dtype]:

@@ -1,0 +1,76 @@
+"""Accelerate: levels for an ``Accelerator``, whose way in for a precision is its scaler."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ampfuse import amp
+from ampfuse.amp import session as sessions
+from ampfuse.integrations import needs
+
+with needs("accelerate"):
+    from accelerate import Accelerator
+
+
+def initialize(
+    accelerator: Accelerator, models: Any, optimizers: Any, opt_level: str = "O1", **options: Any
+) -> Any:
+    """:func:`ampfuse.amp.initialize` for a training by `accelerator`.
+
+    Call it before ``accelerator.prepare``, with models on ``accelerator.device``. All methods of
+    `accelerator` then do as they do under a ``mixed_precision`` of its own. At a level with dynamic
+    scaling the host reads a flag of the device in each step, for ``optimizer_step_was_skipped``.
+
+    Raises:
+        ValueError: `accelerator` has a ``mixed_precision``. What else is wrong,
+            :func:`ampfuse.amp.initialize` says.
+    """
+    if accelerator.mixed_precision != "no":
+        raise ValueError(
+            f"The Accelerator has mixed_precision={accelerator.mixed_precision!r}, and a level "
+            "says what is computed in which type already: make it with mixed_precision='no'."
+        )
+    result = amp.initialize(models, optimizers, opt_level=opt_level, **options)
+    listed = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+    accelerator.scaler = _Scaler(accelerator, listed)
+    return result
+
+
+@dataclasses.dataclass
+class _Scaler:
+    """The methods of a GradScaler that Accelerate calls, by ``scale_loss``."""
+
+    accelerator: Accelerator
+    optimizers: Sequence[Any]
+
+    def scale(self, loss: Tensor) -> Any:
+        """Something to call ``backward`` of: a pass of all `optimizers`."""
+
+        def backward(**kwargs: Any) -> None:
+            with amp.scale_loss(loss, self.optimizers) as scaled:
+                scaled.backward(**kwargs)
+
+        return types.SimpleNamespace(backward=backward)
+
+    def step(self, optimizer: Any, *args: Any) -> None:
+        optimizer.step(*args)
+        session = sessions.enabled_of(optimizer)
+        if session is not None and session.is_dynamic and optimizer.last_step.skipped:
+            for wrapper in self.accelerator._optimizers:
+                if wrapper.optimizer is optimizer:
+                    wrapper._accelerate_step_called = False  # how Accelerate knows of a skip
+
+    def update(self) -> None:
+        """``scale_loss`` has done it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return amp.state_dict(optimizer=self.optimizers[0])
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        amp.load_state_dict(state_dict, optimizer=self.optimizers[0])

@@ -1,0 +1,73 @@
+"""Lightning Fabric: ``Fabric(plugins=AmpFuse("O2"))``, and ``setup`` by the plugin."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ampfuse import amp
+from ampfuse.amp import session as sessions
+from ampfuse.amp.policy import make_policy
+from ampfuse.integrations import needs
+
+with needs("lightning"):
+    from lightning.fabric import Fabric
+    from lightning.fabric.plugins import Precision
+
+# What Lightning calls them: loggers and the summary of a model show it.
+_NAMES = {"O0": "32-true", "O1": "16-mixed", "O2": "16-true", "O3": "16-true"}
+_NAMES |= {"O4": "bf16-mixed", "O5": "bf16-true"}
+
+
+class Levels:
+    """What both plugins share. They take the arguments of :func:`ampfuse.amp.initialize`.
+
+    Raises RuntimeError for an unknown level; what is wrong with another argument, ``initialize``
+    says when the training is set up.
+    """
+
+    def __init__(self, opt_level: str = "O1", **options: Any) -> None:
+        self._autocast = make_policy(opt_level).autocast_type
+        self.precision: Any = _NAMES[opt_level]
+        self._options = {"opt_level": opt_level, **options}
+        self._optimizers: list[Optimizer] = []
+
+    def _initialize(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+        amp.initialize(list(models), list(optimizers), **self._options)
+        # There is no policy where amp is off.
+        self._autocast = getattr(sessions.latest().policy, "autocast_type", None)
+        self._optimizers = list(optimizers)
+
+    def main_params(self, optimizer: Optimizer) -> Iterator[Tensor]:
+        return amp.master_params(optimizer)
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of the loss scaler. Empty before there are optimizers."""
+        return amp.state_dict(optimizer=self._optimizers[0]) if self._optimizers else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self._optimizers:
+            amp.load_state_dict(state_dict, optimizer=self._optimizers[0])
+
+
+class AmpFuse(Levels, Precision):
+    """Precision plugin for Fabric, which tells its plugins of models but not of optimizers.
+
+    So ``model, optimizer = plugin.setup(fabric, model, optimizer)`` comes in the place of
+    ``fabric.setup``; a model without optimizers stays as it is. To save the loss scaler:
+    ``fabric.save(path, {"model": model, "optimizer": optimizer, "amp": plugin})``.
+    """
+
+    def setup(self, fabric: Fabric, model: nn.Module, *optimizers: Optimizer) -> Any:
+        """``fabric.setup(model, *optimizers)``, after :func:`ampfuse.amp.initialize`."""
+        # Moved first, since masters stay where they are made.
+        self._initialize([fabric.to_device(model)], optimizers)
+        return fabric.setup(model, *optimizers)
+
+    def backward(self, tensor: Tensor, model: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+        """A backward pass of all optimizers that were set up."""
+        with amp.scale_loss(tensor, self._optimizers) as scaled:
+            super().backward(scaled, model, *args, **kwargs)

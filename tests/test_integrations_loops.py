@@ -1,0 +1,265 @@
+"""A training by each framework, at each level, against a loop of ampfuse alone: equal bits."""
+
+import lightning
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from torch import nn
+from torch.utils.data import DataLoader
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from transformers import get_linear_schedule_with_warmup as linear_schedule
+
+import ampfuse
+from ampfuse import amp
+from ampfuse.integrations import fabric
+from ampfuse.integrations.accelerate import initialize
+from ampfuse.integrations.lightning import AmpFuse
+from ampfuse.integrations.transformers import AmpFuseTrainer
+from cases import assert_same
+
+EPOCHS, STEPS, PASSES = 2, 6, 2  # steps of an epoch, and backward passes for each
+OVERFLOW = 2  # the step of an epoch in which the last loss is inf, where that skips it
+MAX_NORM = 0.05
+ADAMW, RMSPROP = ampfuse.optim.AdamW, torch.optim.RMSprop
+RUNS = [("O0", ADAMW), ("O1", ADAMW), ("O2", ADAMW), ("O2", RMSPROP), ("O4", torch.optim.SGD)]
+RUNS += [("O5", torch.optim.AdamW)]
+pytestmark = pytest.mark.filterwarnings("ignore")  # their advice
+
+
+@pytest.fixture(autouse=True)
+def no_state_stays():
+    yield
+    for kind in (AcceleratorState, GradientState, PartialState):
+        kind._reset_state()
+
+
+class Net(nn.Module):
+    """`factor` is what the loss is multiplied by."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 8))
+
+    def forward(self, x, factor):
+        return {"loss": (self.layers(x) - x).float().pow(2).mean() * factor.mean()}
+
+
+def rows(level):
+    """Of an epoch; four are a batch."""
+    factors = torch.ones(STEPS, PASSES, 4)
+    if level in ("O1", "O2"):
+        factors[OVERFLOW, -1] = float("inf")
+    x = torch.randn(factors.numel(), 8, generator=torch.Generator().manual_seed(1))
+    return [{"x": a, "factor": b} for a, b in zip(x, factors.flatten(), strict=True)]
+
+
+def clip(loop):
+    amp.clip_grad_norm_(loop.optimizer, MAX_NORM)
+
+
+class Loop:
+    """By ampfuse alone."""
+
+    own_clip = staticmethod(clip)  # what the framework's clipping is
+
+    def __init__(self, level, make=ADAMW, clip=clip):
+        self.level, self.make, self.clip, self.model = level, make, clip, Net()
+        self.batches = DataLoader(rows(level), batch_size=4)
+        params = list(self.model.parameters())
+        groups = [{"params": [p for p in params if p.ndim == ndim]} for ndim in (2, 1)]
+        self.optimizer = make([group | {"weight_decay": 0.0} for group in groups], lr=1e-2)
+        self.schedule = linear_schedule(self.optimizer, 0, EPOCHS * STEPS)
+        self.set_up()
+
+    def set_up(self):
+        amp.initialize(self.model, self.optimizer, opt_level=self.level, verbosity=0)
+        self.amp = amp
+
+    def run(self, folder=None, resume=False):
+        """All epochs; after the first the state is saved in `folder`. Or those after that state."""
+        if resume:
+            self.load(folder)
+        for epoch in range(int(resume), EPOCHS):
+            self.epoch()
+            if folder and epoch == 0:
+                self.save(folder)
+        return self
+
+    def epoch(self):
+        for i, batch in enumerate(self.batches):
+            self.backward(self.model(**batch)["loss"] / PASSES)
+            if i % PASSES == PASSES - 1:
+                self.clip(self)
+                self.optimizer.step()
+                if not self.optimizer.last_step.skipped:
+                    self.schedule.step()
+                self.optimizer.zero_grad()
+
+    def backward(self, loss):
+        with amp.scale_loss(loss, self.optimizer) as scaled:
+            scaled.backward()
+
+    def left(self):
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        scaler = self.amp.state_dict() if self.amp else None
+        states = [dict(self.model.state_dict()), optimizer.state_dict(), scaler]
+        return [*states, self.schedule.state_dict()["last_epoch"]]
+
+
+class ByFabric(Loop):
+    def own_clip(loop):
+        torch.nn.utils.clip_grad_norm_(amp.master_params(loop.optimizer), MAX_NORM)
+
+    def set_up(self):
+        self.amp = fabric.AmpFuse(self.level, verbosity=0)
+        self.fabric = lightning.Fabric(accelerator="cpu", plugins=self.amp)
+        self.model, self.optimizer = self.amp.setup(self.fabric, self.model, self.optimizer)
+        self.backward = self.fabric.backward
+        parts = {"model": self.model, "optimizer": self.optimizer, "amp": self.amp}
+        parts["schedule"] = self.schedule
+        self.save = lambda folder: self.fabric.save(folder / "all.ckpt", parts)
+        self.load = lambda folder: self.fabric.load(folder / "all.ckpt", parts)
+        limits = {"max_norm": MAX_NORM, "error_if_nonfinite": False}
+        self.clip = lambda _: self.fabric.clip_gradients(self.model, self.optimizer, **limits)
+
+
+class ByAccelerate(Loop):
+    def own_clip(loop):
+        torch.nn.utils.clip_grad_norm_(loop.model.parameters(), MAX_NORM)
+
+    def set_up(self, **options):
+        self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=PASSES, **options)
+        if self.level:
+            initialize(self.accelerator, self.model, self.optimizer, self.level, verbosity=0)
+        parts = self.model, self.optimizer, self.batches, self.schedule
+        self.model, self.optimizer, self.batches, self.schedule = self.accelerator.prepare(*parts)
+        self.amp = self.accelerator.scaler
+        self.save, self.load = self.accelerator.save_state, self.accelerator.load_state
+
+    def epoch(self):
+        for batch in self.batches:
+            with self.accelerator.accumulate(self.model):
+                self.accelerator.backward(self.model(**batch)["loss"])
+                if self.accelerator.sync_gradients:
+                    self.accelerator.clip_grad_norm_(self.model.parameters(), MAX_NORM)
+                self.optimizer.step()
+                self.schedule.step()
+                self.optimizer.zero_grad()
+            if self.accelerator.sync_gradients:
+                skipped = bool(self.optimizer.optimizer.last_step.skipped)
+                assert self.accelerator.optimizer_step_was_skipped == skipped
+
+
+class Lit(lightning.LightningModule):
+    def __init__(self, loop, path):
+        super().__init__()
+        self.model, self.loop, self.path = loop.model, loop, path
+
+    def training_step(self, batch, _):
+        return self.model(**batch)["loss"]
+
+    def configure_optimizers(self):
+        return [self.loop.optimizer], [{"scheduler": self.loop.schedule, "interval": "step"}]
+
+    def on_train_epoch_end(self):
+        if self.trainer.current_epoch == 0:
+            self.trainer.save_checkpoint(self.path)
+
+
+class ByLightning(Loop):
+    def set_up(self):
+        self.amp = AmpFuse(self.level, verbosity=0)
+
+    def run(self, folder, resume=False):
+        options = {"gradient_clip_val": MAX_NORM, "accumulate_grad_batches": PASSES}
+        trainer = quiet_trainer(self.amp, max_epochs=EPOCHS, **options)
+        path = folder / "all.ckpt"
+        loaded = {"ckpt_path": path, "weights_only": True} if resume else {}
+        trainer.fit(Lit(self, path), self.batches, **loaded)
+        return self
+
+
+def quiet_trainer(plugin, **options):
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
+    quiet["enable_model_summary"] = False
+    return lightning.Trainer(plugins=plugin, accelerator="cpu", **quiet, **options)
+
+
+class ByTransformers(Loop):
+    def set_up(self, **options):
+        self.options = options
+
+    def run(self, folder, resume=False):
+        where = {"output_dir": folder / "resumed" if resume else folder, "save_strategy": "epoch"}
+        batch = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": PASSES}
+        run = {"num_train_epochs": EPOCHS, "max_grad_norm": MAX_NORM, "use_cpu": True}
+        data = {"train_sampling_strategy": "sequential", "report_to": []}
+        arguments = TrainingArguments(**where, **batch, **run, **data, **self.options)
+        kind, level = Trainer, {}
+        if self.level:
+            kind, level = AmpFuseTrainer, {"opt_level": self.level, "amp_options": {"verbosity": 0}}
+        level["train_dataset"] = self.batches.dataset
+        level["optimizer_cls_and_kwargs"] = (self.make, {"lr": 1e-2})
+        trainer = kind(self.model, arguments, **level)
+        trainer.train(str(folder / f"checkpoint-{STEPS}") if resume else None)
+        self.optimizer, self.schedule = trainer.optimizer, trainer.lr_scheduler
+        self.amp = trainer.accelerator.scaler
+        return self
+
+
+@pytest.mark.parametrize("kind", [ByFabric, ByAccelerate, ByLightning, ByTransformers])
+@pytest.mark.parametrize(("level", "make"), RUNS)
+def test_trains_clips_accumulates_skips_and_resumes_as_a_loop_does(kind, level, make, tmp_path):
+    own = Loop(level, make, kind.own_clip)
+    batch = next(iter(DataLoader(rows("O0"), batch_size=48)))
+    untrained = own.model(**batch)["loss"].item()
+    expected = own.run().left()
+    assert own.model(**batch)["loss"] < untrained
+    assert_same(kind(level, make).run(tmp_path).left(), expected)
+    assert_same(kind(level, make).run(tmp_path, resume=True).left(), expected)
+    _, optimizer, scaler, rates = expected
+    skipped = EPOCHS * (level in ("O1", "O2"))
+    steps = {int(state.get("step", rates)) for state in optimizer["state"].values()}
+    assert steps == {rates} == {EPOCHS * STEPS - skipped}
+    scale = 2.0 ** (16 - skipped) if skipped else 1.0
+    assert scaler["loss_scaler0"]["loss_scale"] == scale
+
+
+@pytest.mark.parametrize("kind", [ByAccelerate, ByTransformers])
+@pytest.mark.parametrize("make", [ADAMW, ampfuse.optim.SGD])
+def test_fused_optimizers_need_nothing_where_no_level_is_wanted(kind, make, tmp_path):
+    """In the place of torch's, on FP32 weights under the framework's own BF16."""
+
+    class InBF16(kind):
+        def set_up(self):
+            bf16 = {"mixed_precision": "bf16"} if kind is ByAccelerate else {"bf16": True}
+            super().set_up(**bf16)
+
+    whole = InBF16(None, make).run(tmp_path)
+    assert_same(InBF16(None, make).run(tmp_path, resume=True).left(), whole.left())
+
+
+def test_a_level_beside_mixed_precision_is_refused():
+    model = Net()
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    with pytest.raises(ValueError, match="mixed_precision='bf16'"):
+        initialize(accelerator, model, ADAMW(model.parameters()), "O5")
+
+
+class OfGPT2(ByTransformers):
+    def set_up(self):
+        super().set_up()
+        sizes = {"vocab_size": 32, "n_positions": 8, "n_embd": 16, "n_layer": 1, "n_head": 2}
+        self.model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+        words = torch.arange(8 * 4 * STEPS * PASSES).view(-1, 8) % 31
+        self.batches = DataLoader([{"input_ids": row, "labels": row} for row in words])
+
+
+@pytest.mark.parametrize(("level", "dtype"), [("O2", torch.float16), ("O5", torch.bfloat16)])
+def test_a_model_of_transformers_with_tied_weights(level, dtype, tmp_path):
+    whole = OfGPT2(level).run(tmp_path)
+    assert whole.model.transformer.wte.weight is whole.model.lm_head.weight
+    assert whole.model.lm_head.weight.dtype == dtype
+    assert_same(OfGPT2(level).run(tmp_path, resume=True).left(), whole.left())
