@@ -36,7 +36,7 @@ ifdef PYTHON
   SOURCES := $(NATIVE) $(shell find python -name '*.py*' -not -name '*.pyc')
   INSTALL := $(PY) -m pip install --quiet
   TARGET := .
-  TEST_EXTRAS := test,integrations
+  TEST_EXTRAS := test
 else
   PY := .venv/bin/python
   STAMPS := .venv

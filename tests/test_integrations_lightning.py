@@ -1,10 +1,13 @@
 """What Lightning has and the other frameworks have not: parts, evaluation, several optimizers."""
 
-import lightning
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
+
+pytest.importorskip("lightning")
+
+import lightning
 
 from ampfuse import amp
 from ampfuse.integrations.lightning import AmpFuse

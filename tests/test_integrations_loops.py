@@ -1,12 +1,17 @@
 """A training by each framework, at each level, against a loop of ampfuse alone: equal bits."""
 
-import lightning
 import pytest
 import torch
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch import nn
 from torch.utils.data import DataLoader
+
+pytest.importorskip("lightning")
+pytest.importorskip("accelerate")
+pytest.importorskip("transformers")
+
+import lightning
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState, PartialState
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 from transformers import get_linear_schedule_with_warmup as linear_schedule
 

@@ -6,11 +6,14 @@ import inspect
 from pathlib import Path
 
 import pytest
-import timm
 import torch
+from torch import nn
+
+pytest.importorskip("timm")
+
+import timm
 from timm.optim import create_optimizer_v2
 from timm.utils import NativeScaler
-from torch import nn
 
 import ampfuse.integrations.timm  # noqa: F401, registers
 from cases import assert_same
