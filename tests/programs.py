@@ -10,6 +10,7 @@ import multiprocessing
 import multiprocessing.forkserver
 import os
 import runpy
+import socket
 import subprocess
 import sys
 import tempfile
@@ -31,6 +32,21 @@ def python(*arguments: object, **environment: str) -> subprocess.CompletedProces
     program's own.
     """
     return Program(*arguments, **environment).wait()
+
+
+def ranks(size: int, *arguments: object) -> list[str]:
+    """The same, as `size` processes of one group of torch.distributed; their output, by rank."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size)}
+    programs = [
+        Program(*arguments, **common, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(size)
+    ]
+    results = [program.wait() for program in programs]
+    for result in results:
+        assert result.returncode == 0, result.stderr
+    return [result.stdout for result in results]
 
 
 class Program:

@@ -1,7 +1,7 @@
 """``apex.parallel`` in two processes with gloo, and alone."""
 
+import functools
 import re
-import socket
 import sys
 from pathlib import Path
 
@@ -13,28 +13,12 @@ import ampfuse.compat.apex as apex
 import ampfuse.compat.apex.__main__ as runner
 import apex_names
 from ampfuse.compat.apex.parallel import SyncBatchNorm, convert_syncbn_model
-from programs import Program
+from programs import ranks
 
 HERE = Path(__file__).parent
 
 
-def two_processes(*command):
-    """Run `command` as two processes of one group; their output, in order of rank."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    common = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": "2",
-    }
-    processes = [
-        Program(*command, **common, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(2)
-    ]
-    results = [process.wait() for process in processes]
-    for result in results:
-        assert result.returncode == 0, result.stderr
-    return [result.stdout for result in results]
+two_processes = functools.partial(ranks, 2)
 
 
 @pytest.fixture(scope="module")

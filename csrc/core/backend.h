@@ -83,9 +83,14 @@ class Backend {
   // The preparation alone, where the inspection was earlier or is none.
   virtual void prepare(Table& table, const Preparation& preparation, void* stream) = 0;
 
-  // The update itself. Returns at once, on the device, if the state says skip. One pass, and one
-  // before it for an algorithm that needs norms of its own. `meter`: what a metered step fills, of
-  // an algorithm that steps parameters; or null.
+  // For an algorithm whose update needs norms of its own: the pass that measures them. Returns
+  // where they are on the device, L2 norms [kMeasures][rows]; null for other algorithms and a
+  // skipped step.
+  virtual float* measure_update(Table& table, Algorithm algorithm, const StepState* state,
+                                void* stream) = 0;
+
+  // The update itself, after measure_update(). Returns at once, on the device, if the state says
+  // skip. `meter`: what a metered step fills, of an algorithm that steps parameters; or null.
   virtual void update(Table& table, Algorithm algorithm, const StepState* state, const Meter* meter,
                       void* stream) = 0;
 

@@ -6,7 +6,8 @@
 
 namespace ampfuse {
 
-// `first`: of the elements x, counted from the row's first; `lane`: each one's distance from it.
+// `first`: of the elements x, counted from the first of the whole parameter; `lane`: each one's
+// distance from it.
 template <unsigned kStored, class F, class Types>
 HD void settle(F (&x)[kLists], const Types& types, uint32_t row_key, int64_t first,
                const BitsOf<F>& lane) {

@@ -31,6 +31,7 @@ struct TableView {
   void* const* data = nullptr;           // [kColumns][rows]
   const DType* dtype = nullptr;          // [kColumns][rows]
   const int64_t* numel = nullptr;        // [rows]
+  const int64_t* origin = nullptr;       // [rows] where its elements begin in what it is a shard of
   const uint8_t* scaled = nullptr;       // [rows] 1: kGrad carries the loss scale
   const int64_t* first_chunk = nullptr;  // [rows + 1]
   // Rows with the same entry have the same hyper-parameters.
@@ -64,8 +65,10 @@ struct TableCache {
 
 class Table {
  public:
-  explicit Table(std::vector<int64_t> numel) : numel_(std::move(numel)) {
+  explicit Table(std::vector<int64_t> numel, std::vector<int64_t> origin = {})
+      : numel_(std::move(numel)), origin_(std::move(origin)) {
     const int64_t rows = int64_t(numel_.size());
+    origin_.resize(rows);
     data_.resize(kColumns * rows);
     dtype_.resize(kColumns * rows, DType::kNone);
     scaled_.resize(rows);
@@ -122,6 +125,7 @@ class Table {
     view.data = data_.data();
     view.dtype = dtype_.data();
     view.numel = numel_.data();
+    view.origin = origin_.data();
     view.scaled = scaled_.data();
     view.first_chunk = first_chunk_.data();
     view.hyper_of = hyper_of_.data();
@@ -142,7 +146,7 @@ class Table {
   std::unique_ptr<TableCache> cache;
 
  private:
-  std::vector<int64_t> numel_;
+  std::vector<int64_t> numel_, origin_;
   std::vector<void*> data_;
   std::vector<DType> dtype_;
   std::vector<uint8_t> scaled_;

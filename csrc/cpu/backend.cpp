@@ -100,17 +100,27 @@ class CpuBackend : public Backend {
     advance_rows(view, preparation, 0, 1);
   }
 
+  float* measure_update(Table& table, Algorithm algorithm, const StepState* state, void*) override {
+    float* norms = nullptr;
+    if (state->skip != 0) return norms;
+    const TableView view = view_of(table);
+    visit(algorithm, [&](auto type) {
+      using Before = typename decltype(type)::type::Before;
+      if constexpr (!std::is_void_v<Before>) {
+        const FloatMode standard;
+        run<Before>(table, {});
+        norms = view.norms;
+        add_rows(view, count_lists(Before::kMeasured), norms, nullptr);
+      }
+    });
+    return norms;
+  }
+
   void update(Table& table, Algorithm algorithm, const StepState* state, const Meter* meter,
               void*) override {
     if (state->skip != 0) return;
-    const TableView view = view_of(table);
     visit(algorithm, [&](auto type) {
       using Op = typename decltype(type)::type;
-      if constexpr (!std::is_void_v<typename Op::Before>) {
-        const FloatMode standard;
-        run<typename Op::Before>(table, {});
-        add_rows(view, count_lists(Op::Before::kMeasured), view.norms, nullptr);
-      }
       if constexpr (Op::kWrites & bit(kParam)) {
         if (meter != nullptr) return run_metered<Op>(table, *meter);
       }

@@ -116,7 +116,8 @@ HD void run_staged(const Op& op, const ChunkLists& lists, int64_t first, int cou
     }
     op(x);
     if (settles)
-      settle<Op::kWrites>(x, types, lists.random_key, lists.first + first + i, F::count_up());
+      settle<Op::kWrites>(x, types, lists.random_key, lists.random_first + first + i,
+                          F::count_up());
     UNROLL_LISTS
     for (int list = 0; list < kLists; ++list) {
       if (!(Op::kWrites & bit(list)) || !written[list]) continue;

@@ -30,6 +30,7 @@ struct ChunkLists {
   DType dtype[kLists];
   float* scales[kMaxStates];  // of the first block, for states that are codes
   int64_t first, length;      // the chunk's elements, in the row
+  int64_t random_first;       // ... in what the row is a shard of, and the row's key: random bits
   uint32_t random_key;
   // Model weights are written and, beside whole masters, never read. In a large table, where they
   // would be gone from the caches before the next forward pass anyway, they are stored past them:
@@ -42,6 +43,7 @@ struct ChunkLists {
       dtype[list] = data[list] ? view.type(list, chunk.row) : DType::kNone;
     }
     for (int s = 0; s < kMaxStates; ++s) scales[s] = view.scale(kState0 + s, chunk.row, first);
+    random_first = view.origin[chunk.row] + first;
     random_key = view.coefs[chunk.row].random_key;
     const int64_t rest = view.numel[chunk.row] - first;
     length = rest < kChunk ? rest : kChunk;
@@ -309,7 +311,7 @@ HD void run_vector(const Op& op, const ChunkLists& lists, const Types& types, in
     x[list] = Op::kReads & bit(list) ? load<F, kWhole>(lists, types, list, i, count) : F(0.0f);
   }
   op(x);
-  settle<Op::kWrites>(x, types, lists.random_key, lists.first + i, F::count_up());
+  settle<Op::kWrites>(x, types, lists.random_key, lists.random_first + i, F::count_up());
   UNROLL_LISTS
   for (int list = 0; list < kLists; ++list) {
     if (kStored & bit(list)) store<F, kWhole>(x[list], x[kModel], lists, types, list, i, count);

@@ -76,7 +76,7 @@ struct RowSlice {
       for (int s = 0; s < kMaxStates; ++s) {
         if (kUsed & bit(kState0 + s)) scales[s] = view.scale(kState0 + s, row, start);
       }
-      first = start;
+      first = view.origin[row] + start;
       random_key = view.coefs[row].random_key;
     }
   }

@@ -38,6 +38,22 @@ class CudaBackend : public Backend {
     ampfuse::prepare(use.pass(), preparation);
   }
 
+  float* measure_update(Table& table, Algorithm algorithm, const StepState* state,
+                        void* stream) override {
+    const TableUse use(table, cudaStream_t(stream));
+    DevicePass pass = use.pass();
+    pass.state = state;
+    float* norms = nullptr;
+    visit(algorithm, [&](auto type) {
+      using Before = typename decltype(type)::type::Before;
+      if constexpr (!std::is_void_v<Before>) {
+        norms = pass.norms = pass.view.norms;
+        DeviceKernel<Before>::run(pass);
+      }
+    });
+    return norms;
+  }
+
   void update(Table& table, Algorithm algorithm, const StepState* state, const Meter* meter,
               void* stream) override {
     const TableUse use(table, cudaStream_t(stream));
@@ -46,8 +62,6 @@ class CudaBackend : public Backend {
     pass.norms = pass.view.norms;
     visit(algorithm, [&](auto type) {
       using Op = typename decltype(type)::type;
-      if constexpr (!std::is_void_v<typename Op::Before>)
-        DeviceKernel<typename Op::Before>::run(pass);
       if constexpr (Op::kWrites & bit(kParam)) {
         if (meter != nullptr) {
           pass.meter = *meter;

@@ -156,6 +156,7 @@ size_t lay_out(DeviceColumns& columns, void* memory, const TableView& host) {
   view.hyper_of = carver.take<int32_t>(host.rows);
   view.hyper = carver.take<RowHyper>(host.rows);
   view.numel = carver.take<int64_t>(host.rows);
+  view.origin = carver.take<int64_t>(host.rows);
   view.first_chunk = carver.take<int64_t>(host.rows + 1);
   view.chunks = carver.take<Chunk>(host.chunk_count);
   if (memory != nullptr) columns.image.assign(carver.used(), 0);
@@ -260,6 +261,7 @@ void upload(DeviceColumns& columns, const TableView& host, const Changes& change
   }
   if (changes.plan) {
     upload.add(view.numel, host.numel, rows);
+    upload.add(view.origin, host.origin, rows);
     upload.add(view.first_chunk, host.first_chunk, rows + 1);
     upload.add(view.chunks, host.chunks, host.chunk_count);
   }

@@ -1,6 +1,7 @@
 // The Python module. No maths: names, arguments and docstrings; the types are those of _C.pyi.
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
+#include <pybind11/functional.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -46,6 +47,16 @@ void use_torch_allocator() {
     void* data = memory.data_ptr();
     return std::shared_ptr<void>(data, [memory](void*) {});
   });
+}
+
+// A call that reads or writes gradients, between taking those of DTensors and giving them back.
+template <class... Args>
+auto on_shards(void (ParamTable::*method)(Args...)) {
+  return [method](ParamTable& table, Args... args) {
+    table.take_shards();
+    (table.*method)(args...);
+    table.give_shards();
+  };
 }
 
 std::map<std::string, std::vector<std::string>> algorithm_states() {
@@ -158,7 +169,15 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                          "The rows of one optimizer; see param_table.h.")
       .def(py::init<const std::string&, at::Device>(), py::arg("algorithm"), py::arg("device"))
       .def("add_row", &ParamTable::add_row, py::arg("param"), py::arg("model"), py::arg("name"),
-           py::arg("model_version") = 0, py::arg("at_random") = false)
+           py::arg("model_version") = 0, py::arg("at_random") = false,
+           py::arg("whole") = py::none(), py::arg("origin") = 0)
+      .def("has_its_shards", &ParamTable::has_its_shards)
+      .def(
+          "set_reduce",
+          [](ParamTable& table, const py::function& reduce, bool by_row) {
+            table.set_reduce(reduce.cast<ParamTable::Reduce>(), by_row);
+          },
+          py::arg("reduce"), py::arg("by_row"))
       .def("__len__", &ParamTable::rows)
       .def("param", &ParamTable::param, py::arg("row"))
       .def("model", &ParamTable::model, py::arg("row"))
@@ -173,20 +192,21 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("accept_model_weights", &ParamTable::accept_model_weights)
       .def("refresh_masters", &ParamTable::refresh_masters, py::arg("all") = false)
       .def("publish_masters", &ParamTable::publish_masters)
-      .def("begin_backward", &ParamTable::begin_backward)
-      .def("end_backward", &ParamTable::end_backward, py::arg("scale"), py::arg("check"))
-      .def("mark_backward", &ParamTable::mark_backward, py::arg("scale"))
-      .def("cancel_backward", &ParamTable::cancel_backward)
-      .def("materialize", &ParamTable::materialize)
-      .def("zero_grad", &ParamTable::zero_grad, py::arg("set_to_none"))
+      .def("begin_backward", on_shards(&ParamTable::begin_backward))
+      .def("end_backward", on_shards(&ParamTable::end_backward), py::arg("scale"), py::arg("check"))
+      .def("mark_backward", on_shards(&ParamTable::mark_backward), py::arg("scale"))
+      .def("cancel_backward", on_shards(&ParamTable::cancel_backward))
+      .def("materialize", on_shards(&ParamTable::materialize))
+      .def("zero_grad", on_shards(&ParamTable::zero_grad), py::arg("set_to_none"))
       .def("collect", &ParamTable::collect, py::arg("scale"), py::arg("unscales"))
-      .def("measure", &ParamTable::measure)
-      .def("update", &ParamTable::update, py::kw_only(), py::arg("found_inf"), py::arg("max_norm"),
-           py::arg("inspect"), py::arg("skip_nonfinite"), py::arg("meter") = py::none())
+      .def("measure", on_shards(&ParamTable::measure))
+      .def("update", on_shards(&ParamTable::update), py::kw_only(), py::arg("found_inf"),
+           py::arg("max_norm"), py::arg("inspect"), py::arg("skip_nonfinite"),
+           py::arg("meter") = py::none())
       .def("new_meter", &ParamTable::new_meter, py::arg("changed"))
       .def("decide", &ParamTable::decide, py::kw_only(), py::arg("found_inf"), py::arg("max_norm"),
            py::arg("inspect"), py::arg("skip_nonfinite"))
-      .def("finish_step", &ParamTable::finish_step)
+      .def("finish_step", on_shards(&ParamTable::finish_step))
       .def("mark_stepped", &ParamTable::mark_stepped)
       .def("fingerprint",
            [](const ParamTable& table) {

@@ -45,7 +45,12 @@ void ParamTable::begin_backward() {
   phase_.begin(fold);
   for (Row& row : rows_) {
     at::Tensor& grad = row.leaf().mutable_grad();
-    if (!row.model.defined()) row.accumulated = grad;  // stashed until end_backward
+    if (!row.model.defined()) {  // stashed until end_backward
+      row.accumulated = grad;
+      // The next pass writes over a gradient in a bucket of DistributedDataParallel.
+      if (grad.defined() && grad.storage().use_count() > 1)
+        row.accumulated = empty_laid_out_as(grad, grad.scalar_type()).copy_(grad);
+    }
     grad.reset();
     row.copied_grad.reset();
     row.pending.forget();

@@ -2,9 +2,11 @@
 
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
 #include <pybind11/pybind11.h>
+#include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
 #include <cstddef>
@@ -31,7 +33,8 @@ ParamTable::ParamTable(const std::string& algorithm, at::Device device)
 }
 
 int64_t ParamTable::add_row(at::Tensor param, std::optional<at::Tensor> model, std::string name,
-                            int64_t model_version, bool at_random) {
+                            int64_t model_version, bool at_random, std::optional<at::Tensor> whole,
+                            int64_t origin) {
   Row row;
   row.name = std::move(name);
   row.is_split = model && param.scalar_type() == at::kShort;
@@ -40,10 +43,9 @@ int64_t ParamTable::add_row(at::Tensor param, std::optional<at::Tensor> model, s
   for (const at::Tensor& tensor : {param, model.value_or(param)}) {
     TORCH_CHECK_TYPE(tensor.layout() == at::kStrided, row.name,
                      " is sparse; ampfuse steps dense parameters");
-    TORCH_CHECK_TYPE(
-        !tensor.key_set().has(c10::DispatchKey::Python), row.name,
-        " is a tensor subclass without "
-        "memory of its own (such as DTensor); ampfuse does not step it. Pass its local tensor.");
+    TORCH_CHECK_TYPE(!tensor.key_set().has(c10::DispatchKey::Python), row.name,
+                     " is a tensor subclass without memory of its own; ampfuse steps plain tensors "
+                     "and DTensors");
     TORCH_CHECK(tensor.device() == device_, row.name, " is on ", tensor.device(),
                 " and another parameter on ", device_, "; use one optimizer per device");
     TORCH_CHECK(is_dense(tensor), row.name, " of shape ", tensor.sizes(), " and strides ",
@@ -61,6 +63,12 @@ int64_t ParamTable::add_row(at::Tensor param, std::optional<at::Tensor> model, s
   }
   row.param = std::move(param);
   row.is_contiguous = row.param.is_contiguous();
+  if (whole) {
+    row.whole = *whole;
+    row.origin = origin;
+    row.whole_object = pybind11::reinterpret_steal<pybind11::object>(THPVariable_Wrap(*whole));
+    sharded_ = true;
+  }
   rows_.push_back(std::move(row));
   table_.reset();
   return rows() - 1;
@@ -148,9 +156,12 @@ void ParamTable::set_hyper(int64_t begin, int64_t end, const std::optional<at::T
 
 Table& ParamTable::table() {
   if (table_) return *table_;
-  std::vector<int64_t> numel;
-  for (const Row& row : rows_) numel.push_back(row.param.numel());
-  table_ = std::make_unique<Table>(std::move(numel));
+  std::vector<int64_t> numel, origin;
+  for (const Row& row : rows_) {
+    numel.push_back(row.param.numel());
+    origin.push_back(row.origin);
+  }
+  table_ = std::make_unique<Table>(std::move(numel), std::move(origin));
   for (int64_t i = 0; i < rows(); ++i) {
     const Row& row = rows_[i];
     set(kParam, i, row.param);
@@ -241,6 +252,8 @@ at::Tensor ParamTable::state_field(const std::string& name) const {
       {"clip_coef", {offsetof(StepState, clip_coef), at::kFloat}},
       {"loss_scale", {offsetof(StepState, loss_scale), at::kFloat}},
       {"schedule_step", {offsetof(StepState, schedule_step), at::kLong}},
+      {"bad_row", {offsetof(StepState, bad_row), at::kInt}},
+      {"bad_bits", {offsetof(StepState, bad_bits), at::kInt}},
       {"last_bad_row", {offsetof(StepState, last_bad_row), at::kInt}},
       {"last_bad_bits", {offsetof(StepState, last_bad_bits), at::kInt}},
       {"skipped_steps", {offsetof(StepState, skipped_steps), at::kInt}},
@@ -284,26 +297,35 @@ const at::Tensor& ParamTable::checked_gradient(Row& row, const at::Tensor& grad)
 // The core's inspect over whatever set_gradient() put in place.
 void ParamTable::inspect(const at::Tensor& scale, const Inspection& inspection) {
   InspectArgs args;
-  args.preparation = inspection.preparation;
+  // The ranks of a group decide when all of them have looked.
+  const bool together = inspection.record && reduce_;
+  if (!together) args.preparation = inspection.preparation;
   args.same_pass = inspection.same_pass;
   args.fresh = inspection.fresh;
   args.scale = scale.defined() ? scale.data_ptr<float>() : nullptr;
   if (inspection.keeps_scale) args.kept_scale = pending_scale_.data_ptr<float>();
   args.state = inspection.record ? state() : nullptr;
-  if (inspection.record && needs_row_norms()) {
+  if (inspection.record && (needs_row_norms() || reduces_rows_)) {
     args.row_norms = row_norms(kGradNorm);
     args.row_largest = row_norms(kGradLargest);
   }
   known_.row_norms = args.row_norms != nullptr;
   Table& rows = table();
   const DeviceScope scope(device_);
-  const pybind11::gil_scoped_release release;
-  scope.backend().inspect(rows, args, scope.stream());
+  {
+    const pybind11::gil_scoped_release release;
+    scope.backend().inspect(rows, args, scope.stream());
+  }
+  if (!together) return;
+  const Preparation& preparation = inspection.preparation;
+  reduce(true, preparation.columns.param_norms != nullptr);
+  if (preparation.state) scope.backend().prepare(rows, preparation, scope.stream());
 }
 
 // --- the step ------------------------------------------------------------------------------------
 
 std::vector<int64_t> ParamTable::collect(const std::optional<at::Tensor>& scale, bool unscales) {
+  take_shards();
   const at::Tensor none;
   bool any_pending = false;
   unchanged_ = !known_.edited_sums;
@@ -388,9 +410,11 @@ void ParamTable::decide(const std::optional<at::Tensor>& found_inf, double max_n
     const DeviceScope scope(device_);
     const pybind11::gil_scoped_release release;
     if (param_norms) scope.backend().measure_params(rows, param_norms, scope.stream());
-    if (!inspects) scope.backend().prepare(rows, preparation, scope.stream());
   }
-  if (inspects) inspect_collected(preparation);
+  if (inspects) return inspect_collected(preparation);
+  if (param_norms) reduce(false, true);
+  const DeviceScope scope(device_);
+  scope.backend().prepare(rows, preparation, scope.stream());
 }
 
 std::vector<at::Tensor> ParamTable::new_meter(bool changed) {
@@ -425,8 +449,15 @@ void ParamTable::update(const std::optional<at::Tensor>& found_inf, double max_n
   {
     Table& rows = table();
     const DeviceScope scope(device_);
-    const pybind11::gil_scoped_release release;
-    scope.backend().update(rows, algorithm_, state(), meter ? &metered : nullptr, scope.stream());
+    Backend& backend = scope.backend();
+    pybind11::gil_scoped_release release;
+    float* norms = backend.measure_update(rows, algorithm_, state(), scope.stream());
+    if (norms && reduce_) {
+      const pybind11::gil_scoped_acquire acquire;
+      reduce_(false, at::from_blob(norms, {kMeasures, this->rows()}, norms_.options()).unbind(),
+              {});
+    }
+    backend.update(rows, algorithm_, state(), meter ? &metered : nullptr, scope.stream());
   }
   spend_gradients(true);
 }

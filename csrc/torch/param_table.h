@@ -5,6 +5,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -25,10 +26,23 @@ class ParamTable {
 
   // Appends a row. `model` is the half weight beside an FP32 `param`, or beside the int16 rest of a
   // split master, or nothing; `model_version` the version of it that the master has followed;
-  // `at_random`: a BF16 parameter is rounded so. Returns the row's index.
+  // `at_random`: a BF16 parameter is rounded so; `whole`: the DTensor that the model weight, or
+  // without one the parameter, is the local shard of, from its element `origin` on. Returns the
+  // row's index.
   int64_t add_row(at::Tensor param, std::optional<at::Tensor> model, std::string name,
-                  int64_t model_version, bool at_random);
+                  int64_t model_version, bool at_random, std::optional<at::Tensor> whole,
+                  int64_t origin);
   int64_t rows() const { return int64_t(rows_.size()); }
+  // Whether every DTensor still has the local shard that its row works on.
+  bool has_its_shards() const;
+  // The step is decided by the ranks of a process group together: `reduce` makes of what this rank
+  // found what all did. Of gradients: in the fields of the step state, after each inspection that
+  // counts; then, and before an update that needs them, also in L2 norms and largest magnitudes of
+  // each row, float32 [rows]. With `by_row` the norms of gradients are among them, and first,
+  // whatever the algorithm.
+  using Columns = std::vector<at::Tensor>;
+  using Reduce = std::function<void(bool gradients, const Columns& norms, const Columns& largest)>;
+  void set_reduce(Reduce reduce, bool by_row);
   at::Tensor param(int64_t row) const { return rows_.at(row).param; }
   std::optional<at::Tensor> model(int64_t row) const;
 
@@ -46,6 +60,11 @@ class ParamTable {
   void set_hyper(int64_t begin, int64_t end, const std::optional<at::Tensor>& lr_tensor,
                  const std::map<std::string, double>& values,
                  const std::map<std::string, at::Tensor>& schedule);
+
+  // Gradients of DTensors: to the local shards, which the rest of this class reads and writes, and
+  // back; nothing else may look at them in between (shards.cpp).
+  void take_shards();
+  void give_shards();
 
   // Masters and model weights (masters.cpp).
   // The model weights are what the masters round to, now: their present versions count as ours.
@@ -121,6 +140,7 @@ class ParamTable {
   void inspect(const at::Tensor& scale, const Inspection& inspection);
   void map_masters(MapOp op, const std::vector<int64_t>& rows);
   bool needs_row_norms() const { return info(algorithm_).grad_norms || layerwise_; }
+  void reduce(bool gradients, bool params);
   float* row_norms(NormColumn column);
   StepState* state() const;
 
@@ -145,6 +165,10 @@ class ParamTable {
   bool unchanged_ = false;       // they are those that were inspected last
   std::vector<int64_t> edited_;  // rows whose model weight somebody edited
   bool layerwise_ = false;       // some row is stepped as in LARC
+  bool sharded_ = false;         // some row is a shard
+  bool took_shards_ = false;
+  Reduce reduce_;
+  bool reduces_rows_ = false;
 };
 
 }  // namespace ampfuse

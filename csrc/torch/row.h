@@ -3,6 +3,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <pybind11/pybind11.h>
 
 #include <optional>
 #include <string>
@@ -41,6 +42,9 @@ struct Contents : Identity {
 struct Row {
   // Of a split master `param` is the rest, int16. States are FP32, BF16 or codes with their scales.
   at::Tensor param, model;
+  // The DTensor that leaf() is the local shard of, if it is one, and what stands for it in Python.
+  at::Tensor whole;
+  pybind11::object whole_object, gradient_spec;
   at::Tensor states[kMaxStates], scales[kMaxStates], average;
   at::Tensor accumulated;
   at::Tensor copied_grad;  // the gradient in the parameter's layout, if it has another
@@ -57,6 +61,8 @@ struct Row {
   bool is_split = false;
   bool rounds_at_random = false;  // the parameter, in BF16
   bool unscales = false;          // the update of this step unscales the gradient in place
+  int64_t origin = 0;             // where the shard begins among the elements of the whole
+  const void* taken = nullptr;    // the gradient's local shard, as take_shards() found it
   Identity pending, spent;
   Contents inspected;
 

@@ -210,6 +210,7 @@ void step(const std::string& algorithm, const TensorList& grads, const TensorLis
     } else {
       backend.prepare(table, preparation, scope.stream());
     }
+    backend.measure_update(table, chosen, step_state, scope.stream());
     backend.update(table, chosen, step_state, nullptr, scope.stream());
   }
   for (const NamedList& list : lists) {

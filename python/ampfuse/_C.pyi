@@ -4,7 +4,7 @@ Lists of tensors: strided and dense, on one device, float32, float16 or bfloat16
 ``ampfuse.ops`` has the public functions and says more. Nothing here waits for the device.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -207,13 +207,30 @@ class ParamTable:
         name: str,
         model_version: int = 0,
         at_random: bool = False,
+        whole: Tensor | None = None,
+        origin: int = 0,
     ) -> int:
         """Appends a row and returns its index.
 
         `model` is the half weight beside the FP32 master `param`, or beside what it leaves of a
         split one, int16; `model_version` the version of it that the master has followed;
-        `at_random`: a BF16 parameter is rounded stochastically. RuntimeError or TypeError, naming
-        the row, for tensors that the kernels cannot walk.
+        `at_random`: a BF16 parameter is rounded stochastically; `whole`: the DTensor whose local
+        tensor `model` is, or without it `param`, from its element `origin` on. RuntimeError or
+        TypeError, naming the row, for tensors that the kernels cannot walk.
+        """
+
+    def has_its_shards(self) -> bool:
+        """Whether each `whole` still has the local tensor that it had."""
+
+    def set_reduce(
+        self, reduce: Callable[[bool, list[Tensor], list[Tensor]], None], by_row: bool
+    ) -> None:
+        """Have `reduce` make of what this rank has found what all have.
+
+        It is called after each inspection that counts, and with True then: of the fields of the
+        step state. It is also called when an update needs norms of rows, with columns of L2 norms
+        and of largest magnitudes, float32 [rows]. With `by_row` the norms of gradients come first
+        in the one list, whatever the algorithm.
         """
 
     def __len__(self) -> int: ...

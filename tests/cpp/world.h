@@ -221,6 +221,7 @@ class World {
     } else {
       inspect(stream, preparation);
     }
+    backend().measure_update(*table, algorithm, state.get(), stream);
     backend().update(*table, algorithm, state.get(), meter, stream);
   }
 

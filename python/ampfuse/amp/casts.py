@@ -30,6 +30,7 @@ from ampfuse.amp.half_output import half_output_class, unwrap, wrap
 from ampfuse.amp.op_rules import AS_WRITTEN, OpRules, Scope
 from ampfuse.amp.policy import Policy
 from ampfuse.optim.masters import HALF_DTYPES
+from ampfuse.optim.shards import is_sharded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -308,7 +309,11 @@ def cast_own_parameters(module: nn.Module, dtype: torch.dtype) -> None:
         if parameter is None or not parameter.is_floating_point() or parameter.dtype == dtype:
             continue
         gradient, parameter.grad = parameter.grad, None
-        parameter.data = _core.C.empty_laid_out_as(parameter, dtype).copy_(parameter.data)
+        if is_sharded(parameter):  # as module.to() does it, so that FSDP finds the new shard
+            cast = torch.nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
+            torch.utils.swap_tensors(parameter, cast)
+        else:
+            parameter.data = _core.C.empty_laid_out_as(parameter, dtype).copy_(parameter.data)
         if gradient is not None:
             parameter.grad = gradient.to(dtype)
 

@@ -28,6 +28,7 @@ from ampfuse.optim.masters import (
 )
 from ampfuse.optim.options import Options, StateMode
 from ampfuse.optim.rows import Rows
+from ampfuse.optim.shards import is_sharded, on_shards
 
 # Beside "state" in a state dict: for each parameter with state of another type, by its index, the
 # type that the parameter had.
@@ -65,6 +66,8 @@ class Checkpoints(Rows):
                 state["master_param"] = param.detach()
             if (remainder := state.pop("master_remainder", None)) is not None:
                 state["master_param"] = joined_master(param, remainder)
+            if is_sharded(param):  # another mesh has other blocks of codes
+                self._decode(state, param)
             if state:
                 states[i] = state
         return state_dict
@@ -72,11 +75,19 @@ class Checkpoints(Rows):
     def torch_state_dict(self) -> dict[str, Any]:
         """`state_dict` with all states in float32, as torch's optimizer of the name loads it."""
         state_dict = self.state_dict()
-        for state in state_dict["state"].values():
-            for kept in Kept.of(self._algorithm, STATES[self._algorithm]):
-                if kept.mode_in(state) not in (None, "fp32"):
-                    kept.put(state, kept.values(state), "fp32")
+        for i, param in enumerate(parameters(self)):
+            if i in state_dict["state"]:
+                self._decode(state_dict["state"][i], param, ("8bit", "bf16"))
         return state_dict
+
+    def _decode(
+        self, state: dict[str, Any], param: Tensor, modes: tuple[StateMode, ...] = ("8bit",)
+    ) -> None:
+        """Make float32 of the states of `param` that are kept in one of `modes`."""
+        with on_shards(state, param) as shards:
+            for kept in Kept.of(self._algorithm, STATES.get(self._algorithm, ())):
+                if kept.mode_in(shards) in modes:
+                    kept.put(shards, kept.values(shards), "fp32")
 
     @torch.no_grad()
     def follow_edits(self) -> None:

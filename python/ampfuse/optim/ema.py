@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
+from ampfuse.optim.shards import local
 from ampfuse.optim.states import States
 
 
@@ -36,7 +37,7 @@ class Averages(States):
                 weight = table.param(row) if (model := table.model(row)) is None else model
                 if (average := self.state.get(param, {}).get("ema")) is not None:
                     saved.append((weight, weight.detach().clone()))
-                    weight.copy_(average)
+                    weight.copy_(local(average))
         self._swapped = True
         try:
             yield

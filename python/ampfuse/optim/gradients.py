@@ -13,6 +13,7 @@ from ampfuse.optim import left_scaled
 from ampfuse.optim.inner import parameters
 from ampfuse.optim.masters import MasterParameter
 from ampfuse.optim.rows import Rows
+from ampfuse.optim.shards import is_sharded
 from ampfuse.optim.unscaling import unscale
 
 
@@ -40,7 +41,10 @@ class Gradients(Rows):
     def end_backward(self, scale: Tensor, check: bool) -> None:
         """Take in a pass whose gradients carry `scale` (float32, 0-dim): inspect and unscale."""
         self.in_backward = self.has_scaled_gradients = False
-        self._known_table().end_backward(scale, check)
+        table = self._known_table()
+        table.end_backward(scale, check)
+        if self._under_amp and any(is_sharded(param) for param in self._row_params):
+            table.materialize()  # a DTensor cannot do that when somebody looks at its gradient
 
     def mark_backward(self, scale: Tensor) -> None:
         """Take in a pass, but leave its gradients scaled until the next pass or the step."""
@@ -94,6 +98,8 @@ class Gradients(Rows):
         else:
             inv_scale = scale.to(torch.float64).reciprocal().to(torch.float32)
             unscale(self._row_params, inv_scale, found_inf)
+            if self._ranks is not None:
+                self._ranks.share(found_inf)
         return found_inf
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ampfuse import _core
 from ampfuse.optim.options import StateMode
+from ampfuse.optim.shards import local
 
 # By algorithm: the states of the parameter's shape, in the kernel's order.
 STATES = {name: tuple(states) for name, states in _core.C.algorithms().items()}
@@ -56,7 +57,7 @@ class Kept:
 
     def shapes(self, param: Tensor) -> dict[str, tuple[int, ...]]:
         """What may stand under `keys` for `param`."""
-        shape, blocks = tuple(param.shape), -(-param.numel() // _core.C.block)
+        shape, blocks = tuple(param.shape), -(-local(param).numel() // _core.C.block)
         return dict(zip(self.keys, (shape, shape, (blocks,)), strict=True))
 
     def mode_in(self, state: dict[str, Any]) -> StateMode | None:

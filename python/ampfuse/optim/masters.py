@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ampfuse import _core
 from ampfuse.optim.inner import with_inner
+from ampfuse.optim.shards import is_sharded, local, placed_as
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 # What the kernels step and read.
@@ -23,21 +24,23 @@ _raw_grad: Any = torch.Tensor.grad
 
 def exact_float32(param: Tensor) -> Tensor:
     """A new FP32 copy of `param`, laid out in memory alike."""
-    param = param.detach()
-    return _core.C.empty_laid_out_as(param).copy_(param)
+    shard = local(param).detach()
+    return placed_as(param, _core.C.empty_laid_out_as(shard).copy_(shard))
 
 
 def joined_master(param: Tensor, remainder: Tensor) -> Tensor:
     """A new tensor, float32: the split master of `param`."""
-    master = _core.C.empty_laid_out_as(param.detach())
-    _core.C.join_master(param.detach(), remainder, master)
-    return master
+    shard = local(param).detach()
+    master = _core.C.empty_laid_out_as(shard)
+    _core.C.join_master(shard, local(remainder), master)
+    return placed_as(param, master)
 
 
 def split_master(master: Tensor, param: Tensor, remainder: Tensor) -> None:
     """Make `master` (float32) the split master of `param`: writes `param` and `remainder`."""
-    laid_out = _core.C.empty_laid_out_as(param.detach()).copy_(master)
-    _core.C.split_master(laid_out, param.detach(), remainder)
+    shard = local(param).detach()
+    laid_out = _core.C.empty_laid_out_as(shard).copy_(local(master))
+    _core.C.split_master(laid_out, shard, local(remainder))
 
 
 def gradient_as_it_is(param: Tensor) -> Tensor | None:
@@ -152,6 +155,11 @@ def _rebuild(data: Tensor, model_param: Tensor) -> MasterParameter:
     return master
 
 
+def takes_master(param: Tensor) -> bool:
+    """Whether an FP32 master can stand for it in the groups. That of a DTensor is in the state."""
+    return param.dtype in HALF_DTYPES and not is_sharded(param)
+
+
 def install_masters(optimizer: torch.optim.Optimizer) -> None:
     """Replace half parameters in `optimizer`'s groups by FP32 masters, in place, state and all.
 
@@ -161,7 +169,7 @@ def install_masters(optimizer: torch.optim.Optimizer) -> None:
     masters: dict[Tensor, MasterParameter] = {}
     for group in [group for each in optimizers for group in each.param_groups]:
         for i, param in enumerate(group["params"]):
-            if param.dtype not in HALF_DTYPES or not param.requires_grad:
+            if not takes_master(param) or not param.requires_grad:
                 continue
             if param not in masters:
                 masters[param] = MasterParameter.of(param)

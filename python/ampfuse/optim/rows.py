@@ -13,14 +13,15 @@ from ampfuse.optim.inner import parameters
 from ampfuse.optim.masters import (
     HALF_DTYPES,
     MasterParameter,
-    ModelParameter,
     exact_float32,
     install_masters,
     joined_master,
     materialize_on_sight,
     split_master,
+    takes_master,
 )
 from ampfuse.optim.options import WithOptions
+from ampfuse.optim.shards import Ranks, is_sharded, local, origin, placed_as
 
 if TYPE_CHECKING:
     from ampfuse._C import ParamTable
@@ -41,6 +42,8 @@ class Rows(WithOptions, torch.optim.Optimizer):
     _row_params: list[Tensor]
     # Half parameters that were frozen when masters were made, and have none; None = look again.
     _frozen: list[Tensor] | None = None
+    # Who steps shards of the same parameters.
+    _ranks: Ranks | None = None
     # Whether the rows have the states of the optimizer.
     _states_bound = False
     # State tensors, by row and name, that a captured graph works on.
@@ -53,7 +56,7 @@ class Rows(WithOptions, torch.optim.Optimizer):
         if self._installs_masters:
             self._master_the_unfrozen()
         table = self._table
-        if table is not None and self.has_params(self._row_params):
+        if table is not None and self.has_params(self._row_params) and table.has_its_shards():
             return table
         params = list(parameters(self))
         if table is not None:
@@ -74,6 +77,9 @@ class Rows(WithOptions, torch.optim.Optimizer):
             self._add_row(table, params[i], names[i])
             self._row_params.append(params[i])
         self._states_bound = False
+        self._ranks = Ranks.of(params)
+        if self._ranks is not None:
+            self._ranks.join(table)
         return table
 
     def _known_table(self) -> ParamTable:
@@ -131,7 +137,7 @@ class Rows(WithOptions, torch.optim.Optimizer):
 
     def _master_the_unfrozen(self) -> None:
         if self._frozen is None:
-            self._frozen = [param for param in parameters(self) if param.dtype in HALF_DTYPES]
+            self._frozen = [param for param in parameters(self) if takes_master(param)]
         if any(param.requires_grad for param in self._frozen):
             self.materialize_gradients()
             install_masters(self)
@@ -142,28 +148,38 @@ class Rows(WithOptions, torch.optim.Optimizer):
         raise NotImplementedError
 
     def _add_row(self, table: ParamTable, param: Tensor, name: str) -> None:
+        whole: dict[str, Any] = {}
+        if is_sharded(param):
+            whole = {"whole": param, "origin": origin(param)}
+        shard = local(param)
         if isinstance(param, MasterParameter):
             param.set_owner(self)
             table.add_row(param, param.model_param, name, param.model_version)
         elif self._is_split(param):
             if self._under_amp:
                 materialize_on_sight(param, self)
-            table.add_row(self._remainder(param), param, name)
-        elif self.master_weights and param.dtype in HALF_DTYPES and not self._under_amp:
+            table.add_row(local(self._remainder(param)), shard, name, **whole)
+        elif self.master_weights and param.dtype in HALF_DTYPES and (whole or not self._under_amp):
+            if whole and self._algorithm == "none":
+                raise TypeError(
+                    f"{name} is a DTensor in {param.dtype}, and {type(self).__name__} is not "
+                    "fused: its own step knows no masters beside shards. Use an optimizer of "
+                    "ampfuse.optim, or shard FP32 parameters with fully_shard's mp_policy."
+                )
             state = self.state[param]
-            version = state.pop("_model_version", param._version)
+            version = state.pop("_model_version", shard._version)
             if "master_param" not in state:
                 state["master_param"] = exact_float32(param)
-            table.add_row(state["master_param"], param, name, version)
+            table.add_row(local(state["master_param"]), shard, name, version, **whole)
         else:
-            table.add_row(param, None, name, 0, self.rounding == "stochastic")
+            table.add_row(shard, None, name, 0, self.rounding == "stochastic", **whole)
 
     def _remainder(self, param: Tensor) -> Tensor:
         """What `param` leaves of its split master, which is `param` where there is none yet."""
         state = self.state[param]
         if "master_remainder" not in state:
-            remainder = _core.C.empty_laid_out_as(param.detach(), torch.int16)
-            state["master_remainder"] = remainder.zero_()
+            remainder = _core.C.empty_laid_out_as(local(param).detach(), torch.int16).zero_()
+            state["master_remainder"] = placed_as(param, remainder)
             if "master_param" in state:  # loaded before
                 split_master(state.pop("master_param"), param, remainder)
         return state["master_remainder"]
@@ -172,13 +188,13 @@ class Rows(WithOptions, torch.optim.Optimizer):
         """What a row's step works on: the master, a copy of it if it is split, or the parameter."""
         param = self._row_params[row]
         if self._is_split(param):
-            return joined_master(param, self._remainder(param))
+            return local(joined_master(param, self._remainder(param)))
         return self._known_table().param(row).detach()
 
     def _has_amp_masters(self) -> bool:
         """Gradients of half weights wait for the masters that amp gave them."""
-        kinds = (MasterParameter, ModelParameter)
-        return self._under_amp and any(isinstance(param, kinds) for param in self._row_params)
+        table = self._known_table()
+        return self._under_amp and any(table.model(i) is not None for i in range(len(table)))
 
     def _forget_rows(self) -> None:
         if self._table is not None:

@@ -12,6 +12,7 @@ from ampfuse.optim.base import AmpOptimizer
 from ampfuse.optim.kept import PACKABLE, STATES, Kept, mode_for
 from ampfuse.optim.masters import exact_float32
 from ampfuse.optim.options import STATE_MODES, StateMode, check_choice
+from ampfuse.optim.shards import local, on_shards
 
 
 class States(AmpOptimizer):
@@ -69,10 +70,14 @@ class States(AmpOptimizer):
 
     def _init_state(self, row: int) -> None:
         """State for a row, in its mode; zeros where there is none. Counts are views of a column."""
+        with on_shards(self.state[self._row_params[row]], self._row_params[row]) as state:
+            self._bind_row(row, state)
+        self._bind_columns(self.state[self._row_params[row]], row)
+
+    def _bind_row(self, row: int, state: dict[str, Any]) -> None:
         table = self._known_table()
-        state = self.state[self._row_params[row]]
         param, group = table.param(row), self._group_of(row)
-        mode = mode_for(self._mode_of(group), param)
+        mode = mode_for(self._mode_of(group), self._row_params[row])
         tensors, scales = [], []
         for kept in self._kept(group):
             found = [value for key in kept.keys if (value := state.get(key)) is not None]
@@ -90,27 +95,24 @@ class States(AmpOptimizer):
                 if found:
                     values.copy_(kept.values(state))
                 kept.put(state, values, mode)
-            self._use_pinned(row, kept.keys_in(mode))
+            self._use_pinned(row, state, kept.keys_in(mode))
             first, *scale = (state[key] for key in kept.keys_in(mode))
             tensors.append(first)
             scales.append(scale[0] if scale else None)
-        table.set_states(row, tensors, scales, self._average(row))
-        self._bind_columns(state, row)
+        table.set_states(row, tensors, scales, self._average(row, state))
 
-    def _average(self, row: int) -> Tensor | None:
+    def _average(self, row: int, state: dict[str, Any]) -> Tensor | None:
         """The moving average of a row, which starts as the parameter is now."""
-        state = self.state[self._row_params[row]]
         if self.ema_decay is None:  # one that was loaded would be saved again as it was
             state.pop("ema", None)
             return None
         if state.get("ema") is None:
             state["ema"] = exact_float32(self.master_of(row))
-        self._use_pinned(row, ("ema",))
+        self._use_pinned(row, state, ("ema",))
         return state["ema"]
 
-    def _use_pinned(self, row: int, keys: tuple[str, ...]) -> None:
+    def _use_pinned(self, row: int, state: dict[str, Any], keys: tuple[str, ...]) -> None:
         """Put the tensors back that a captured graph knows, with what is in the state now."""
-        state = self.state[self._row_params[row]]
         for key in keys:
             pinned = self._pinned_states.get((row, key), state[key])
             if pinned is not state[key]:
@@ -125,7 +127,7 @@ class States(AmpOptimizer):
         for row, param in enumerate(self._row_params):
             for key in self._keys_of(row):
                 if isinstance(value := self.state.get(param, {}).get(key), Tensor):
-                    self._pinned_states[row, key] = value
+                    self._pinned_states[row, key] = local(value)
 
     def _keys_of(self, row: int) -> list[str]:
         """What the states of a row may stand under."""

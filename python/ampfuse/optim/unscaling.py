@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ampfuse import _core
 from ampfuse.optim.masters import FLOAT_DTYPES, HALF_DTYPES
+from ampfuse.optim.shards import local, placed_as
 
 
 @torch.no_grad()
@@ -30,9 +31,9 @@ def unscale(params: Iterable[Tensor], inv_scale: Tensor, found_inf: Tensor) -> N
     replaced: list[tuple[Tensor, Tensor]] = []
     other: dict[torch.dtype, list[Tensor]] = defaultdict(list)
     for param in params:
-        gradient = param.grad
-        if gradient is None:
+        if param.grad is None:
             continue
+        gradient = local(param.grad)
         if gradient.is_sparse:
             # Duplicate indices add up, and in half the sum may overflow: look at the sums.
             if gradient.dtype in HALF_DTYPES:
@@ -54,7 +55,7 @@ def unscale(params: Iterable[Tensor], inv_scale: Tensor, found_inf: Tensor) -> N
     for gradients in other.values():
         torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inv_scale)
     for param, gradient in replaced:
-        param.grad = gradient
+        param.grad = placed_as(param, gradient)
 
 
 def _is_dense(tensor: Tensor) -> bool:

@@ -1,0 +1,367 @@
+"""Trainings on shards against the same on whole parameters; one process for each rank.
+
+``python sharded.py FOLDER CASE ...`` writes ``FOLDER/<rank>.pt``: for each case None, or what went
+wrong. Gradients are the same for both, so that bits have to agree.
+"""
+
+import datetime
+import os
+import sys
+import traceback
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as checkpoint
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import ampfuse
+from ampfuse import amp, optim
+from cases import KINDS, bf16, f16, f32, make
+from trainings import MODES, fractions, integers
+
+SIZE = int(os.environ["WORLD_SIZE"])
+STEPS = 100
+SHAPES = ((160, 32), (5, 31), (1,), (3, 7), (64, 80))  # uneven, and empty on most ranks
+PLACES = {  # how a mesh has the parameters; each in one dimension or two
+    "rows": ((SIZE,), [Shard(0)]),
+    "copies": ((SIZE,), [Replicate()]),
+    "copies of rows": ((2, SIZE // 2), [Replicate(), Shard(0)]),
+    "rows and columns": ((2, SIZE // 2), [Shard(0), Shard(1)]),
+}
+
+
+def mesh_of(places):
+    shape, _ = PLACES[places]
+    return init_device_mesh("cpu", shape, mesh_dim_names=("a", "b")[: len(shape)])
+
+
+def params_of(dtypes, places):
+    """The same parameters whole and in shards."""
+    mesh = mesh_of(places)
+    wholes, shards = [], []
+    for i, shape in enumerate(SHAPES):
+        value = fractions(shape, i).to(dtypes[i % len(dtypes)])
+        wholes.append(nn.Parameter(value.clone()))
+        dims = list(PLACES[places][1])
+        if len(shape) == 1:  # has no columns
+            dims = [Replicate() if place == Shard(1) else place for place in dims]
+        shards.append(nn.Parameter(distribute_tensor(value, mesh, dims)))
+    return wholes, shards
+
+
+def set_gradients(params, step, scale, infinite=False):
+    """Exact in every type. An infinite one is in one place: in one rank's shard, or its copies."""
+    for i, param in enumerate(params):
+        gradient = integers(tuple(param.shape), step + i, 7) / 64 * scale
+        if infinite and i == 0:
+            gradient[-1, 3] = float("inf")
+        gradient = gradient.to(param.dtype)
+        if isinstance(param, DTensor):
+            gradient = distribute_tensor(gradient, param.device_mesh, param.placements)
+        param.grad = None if i == 1 and step % 7 == 3 else gradient
+
+
+def full(value):
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def assert_same(whole, shards, exact=True):
+    """Parameters, masters and states of two optimizers."""
+    for group, other in zip(whole.param_groups, shards.param_groups, strict=True):
+        for param, shard in zip(group["params"], other["params"], strict=True):
+            weight = getattr(param, "model_param", param)
+            compare("the parameter", weight.detach(), shard.detach(), exact)
+    saved, others = whole.state_dict()["state"], shards.state_dict()["state"]
+    assert saved.keys() == others.keys()
+    for i, state in saved.items():
+        for key in others[i]:
+            if key in state:  # codes are saved decoded
+                compare(f"{key} of {i}", state[key], others[i][key], exact)
+
+
+def compare(what, expected, found, exact):
+    found, expected = full(torch.as_tensor(found)), torch.as_tensor(expected)
+    assert found.dtype == expected.dtype, what
+    if exact:
+        same = torch.equal(found, expected)
+    else:
+        bound = 1e-2 if found.dtype != f32 else 1e-5
+        same = torch.allclose(found, expected, rtol=bound, atol=bound / 10)
+    worst = (found.double() - expected.double()).abs().max() if found.numel() else 0
+    assert same, f"{what} differs by up to {worst}"
+
+
+def train(kind, places, *arguments, **options):
+    try:
+        return _train(kind, places, *arguments, **options)
+    except Exception as error:
+        error.add_note(f"{kind}, {places}, {options}")
+        raise
+
+
+def _train(kind, places, dtypes=(f32,), clip=False, exact=True, steps=STEPS, **options):
+    """Under our GradScaler with planted overflows."""
+    wholes, shards = params_of(dtypes, places)
+    optimizers = [make(kind, params, **options) for params in (wholes, shards)]
+    scalers = [ampfuse.GradScaler("cpu", init_scale=2.0**10, growth_interval=9) for _ in range(2)]
+    for step in range(steps):
+        for params, optimizer, scaler in zip((wholes, shards), optimizers, scalers, strict=True):
+            scaler.scale(torch.ones(()))
+            set_gradients(params, step, scaler.get_scale(), infinite=step % 11 == 4)
+            if clip and step % 2:
+                scaler.clip_grad_norm_(optimizer, 0.5)
+            scaler.step(optimizer)
+            scaler.update()
+        assert scalers[0].get_scale() == scalers[1].get_scale(), step
+        one, other = (optimizer.last_step for optimizer in optimizers)
+        assert one.skipped == other.skipped, step
+        assert one.skipped == (step % 11 == 4), step
+        torch.testing.assert_close(one.grad_norm, other.grad_norm, equal_nan=True)
+    assert_same(*optimizers, exact)
+    return optimizers
+
+
+FOLLOW_NORMS = [kind for kind in KINDS if kind.startswith(("lamb", "novograd"))]
+
+
+def every_optimizer():
+    for kind in KINDS:
+        train(kind, "rows", exact=kind not in FOLLOW_NORMS, steps=24)
+
+
+def every_place():
+    for places in PLACES:
+        train("adamw", places, dtypes=(f32, bf16, f16), master_weights=True)
+        train("adamw", places, clip=True, exact=False, steps=24)
+        train("novograd-decay", places, exact=False, steps=24)
+
+
+def every_mode():
+    """The shards of what is kept in codes are whole blocks here."""
+    for options in MODES.values():
+        for kind in ("adamw", "sgd-all", "lion-decay"):
+            train(kind, "rows", dtypes=(bf16, f16), steps=24, **options)
+
+
+def clipping():
+    for kind in KINDS:
+        train(kind, "rows", clip=True, exact=False, steps=20)
+
+
+def nets(dtype=f32):
+    """A model whole and under FSDP2, with the same weights. One layer has too few rows for all."""
+
+    def net():
+        torch.manual_seed(0)
+        layers = [nn.Linear(24, 64), nn.ReLU(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 1)]
+        return nn.Sequential(*layers).to(dtype)
+
+    whole, sharded = net(), net()
+    # Gradients are added in FP32: FP16 ones would be divided before, and lose digits.
+    options = {"mesh": mesh_of("rows"), "mp_policy": MixedPrecisionPolicy(reduce_dtype=f32)}
+    for layer in sharded:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, **options)
+    return whole, fully_shard(sharded, **options)
+
+
+def losses(models, step, dtype=f32):
+    """All ranks have the same batch, so that the mean of their gradients is that of one."""
+    inputs = fractions((16, 24), step).to(dtype)
+    return [model(inputs).float().square().mean() for model in models]
+
+
+def fsdp():
+    for dtype, options in [
+        (f32, {}),
+        (bf16, {"master_weights": True}),
+        (f16, {"master_weights": "split"}),
+        (bf16, {"rounding": "stochastic", "state_dtype": "bf16"}),
+    ]:
+        models = nets(dtype)
+        optimizers = [make("adamw", model.parameters(), **options) for model in models]
+        scalers = [ampfuse.GradScaler("cpu", init_scale=2.0**8) for _ in models]
+        for step in range(20):
+            for loss, optimizer, scaler in zip(
+                losses(models, step, dtype), optimizers, scalers, strict=True
+            ):
+                optimizer.zero_grad()
+                if step == 7:
+                    loss = loss * torch.inf
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            assert optimizers[1].last_step.skipped == (step == 7)
+        if "rounding" not in options:
+            assert_same(*optimizers)
+
+
+def levels():
+    for level in ("O0", "O1", "O2", "O4", "O5"):
+        models = nets()
+        optimizers = [make("adamw", model.parameters()) for model in models]
+        for model, optimizer in zip(models, optimizers, strict=True):
+            amp.initialize(model, optimizer, opt_level=level, init_scale=2.0**8, verbosity=0)
+        for step in range(20):
+            skips = level in ("O1", "O2") and step == 7
+            for loss, optimizer in zip(losses(models, step), optimizers, strict=True):
+                optimizer.zero_grad()
+                with amp.scale_loss(loss * torch.inf if skips else loss, optimizer) as scaled:
+                    scaled.backward()
+                if step % 3 == 1:
+                    amp.clip_grad_norm_(optimizer, 0.01)
+                optimizer.step()
+                assert optimizer.last_step.skipped == skips
+        assert_same(*optimizers, exact=False)
+
+
+def a_step_of_its_own():
+    """Of an optimizer that amp does not fuse: on FP32 shards, and not on half ones."""
+
+    def step(model, optimizer, loss):
+        optimizer.zero_grad()
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+
+    for level in ("O1", "O4", "O5"):
+        models = nets()
+        optimizers = [torch.optim.RMSprop(model.parameters(), lr=1e-3) for model in models]
+        for model, optimizer in zip(models, optimizers, strict=True):
+            amp.initialize(model, optimizer, opt_level=level, init_scale=2.0**8, verbosity=0)
+        if level == "O5":
+            with pytest.raises(TypeError, match="RMSprop is not fused"):
+                step(models[1], optimizers[1], losses(models, 0)[1])
+            return
+        for i in range(8):
+            skips = level == "O1" and i == 5
+            for model, loss, optimizer in zip(models, losses(models, i), optimizers, strict=True):
+                step(model, optimizer, loss * torch.inf if skips else loss)
+                assert optimizer.last_step.skipped == skips
+        assert_same(*optimizers)
+
+
+def ddp():
+    """Gradients in buckets; an overflow on one rank, of the second pass, skips the step on all."""
+    for level in ("O1", "O2", "O5"):
+        whole, alone = nets()[0], nets()[0]
+        optimizers = [make("adamw", m.parameters()) for m in (alone, whole)]
+        amp.initialize(alone, optimizers[0], opt_level=level, init_scale=2.0**8, verbosity=0)
+        amp.initialize(whole, optimizers[1], opt_level=level, init_scale=2.0**8, verbosity=0)
+        model = nn.parallel.DistributedDataParallel(whole, gradient_as_bucket_view=True)
+        for step in range(12):
+            skips = level != "O5" and step == 5
+            for m, optimizer in ((alone, optimizers[0]), (model, optimizers[1])):
+                optimizer.zero_grad()
+                for part in range(2):
+                    (loss,) = losses([m], 2 * step + part)
+                    if skips and part and (m is alone or dist.get_rank() == SIZE - 1):
+                        loss = loss * torch.inf
+                    with amp.scale_loss(loss, optimizer) as scaled:
+                        scaled.backward()
+                optimizer.step()
+                assert optimizer.last_step.skipped == skips, (level, step)
+        if level == "O2":  # DDP divides FP16 gradients before it adds them, which rounds small ones
+            continue
+        for one, other in zip(alone.parameters(), whole.parameters(), strict=True):
+            compare(level, one.detach(), other.detach(), exact=True)
+
+
+def zero_redundancy():
+    """States of each parameter on one rank; the others get its weights."""
+    for dtype, options in [(f32, {}), (bf16, {"master_weights": "split"})]:
+        models = [nets(dtype)[0] for _ in range(2)]
+        plain = optim.AdamW(models[0].parameters(), lr=1e-2, **options)
+        redundant = ZeroRedundancyOptimizer(models[1].parameters(), optim.AdamW, lr=1e-2, **options)
+        scalers = [ampfuse.GradScaler("cpu", init_scale=2.0**8) for _ in range(2)]
+        for step in range(10):
+            for loss, optimizer, scaler in zip(
+                losses(models, step, dtype), (plain, redundant), scalers, strict=True
+            ):
+                optimizer.zero_grad()
+                scaler.scale(loss * torch.inf if step == 4 else loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+        for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+            compare("the parameter", one.detach(), other.detach(), exact=True)
+
+
+RESUMED = {
+    "fp32": (f32, {}),
+    "masters": (bf16, {"master_weights": True}),
+    "split": (bf16, {"master_weights": "split"}),
+    "8bit": (bf16, {"master_weights": "split", "state_dtype": "8bit"}),
+    "stochastic": (bf16, {"rounding": "stochastic", "state_dtype": "bf16", "ema_decay": 0.9}),
+}
+
+
+def _train_on(model, optimizer, scaler, dtype, steps):
+    for step in steps:
+        optimizer.zero_grad()
+        (loss,) = losses([model], step, dtype)
+        scaler.scale(loss * torch.inf if step % 6 == 4 else loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def _resumable(name):
+    dtype, options = RESUMED[name]
+    model = nets(dtype)[1]
+    optimizer = make("adamw", model.parameters(), **options)
+    return model, optimizer, ampfuse.GradScaler("cpu", init_scale=2.0**8, growth_interval=5), dtype
+
+
+def save_and_go_on(folder):
+    """With torch.distributed.checkpoint; what the training comes to is saved beside it."""
+    for name in RESUMED:
+        model, optimizer, scaler, dtype = _resumable(name)
+        _train_on(model, optimizer, scaler, dtype, range(10))
+        weights, states = get_state_dict(model, optimizer)
+        saved = {"model": weights, "optimizer": states, "scaler": scaler.state_dict()}
+        checkpoint.async_save(saved, checkpoint_id=f"{folder}/{name}").result()
+        _train_on(model, optimizer, scaler, dtype, range(10, 20))
+        ended = [param.full_tensor() for param in model.parameters()]
+        if dist.get_rank() == 0:
+            torch.save([ended, scaler.state_dict()], f"{folder}/{name}.pt")
+    dist.barrier()
+
+
+def resume(folder):
+    """On as many ranks as there are; equal bits, where no block of codes ends with a shard."""
+    for name in RESUMED:
+        model, optimizer, scaler, dtype = _resumable(name)
+        weights, states = get_state_dict(model, optimizer)
+        saved = {"model": weights, "optimizer": states, "scaler": scaler.state_dict()}
+        checkpoint.load(saved, checkpoint_id=f"{folder}/{name}")
+        set_state_dict(
+            model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"]
+        )
+        scaler.load_state_dict(saved["scaler"])
+        _train_on(model, optimizer, scaler, dtype, range(10, 20))
+        expected, scale = torch.load(f"{folder}/{name}.pt")
+        assert scaler.state_dict() == scale, name
+        for one, param in zip(expected, model.parameters(), strict=True):
+            compare(name, one, param.detach(), True)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    folder, *names = sys.argv[1:]
+    found = {}
+    for name in names:
+        try:
+            globals()[name](*[folder] * (name in ("save_and_go_on", "resume")))
+            found[name] = None
+        except Exception:
+            found[name] = traceback.format_exc()
+            print(name, found[name], file=sys.stderr, flush=True)
+    torch.save(found, f"{folder}/{dist.get_rank()}.pt")
+    dist.barrier()
+    os._exit(0)  # gloo's threads now and then abort a process that ends by itself

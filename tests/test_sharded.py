@@ -1,0 +1,45 @@
+"""Steps on shards, under FSDP2, DDP and ZeRO, on 2 and 4 processes; see sharded.py."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from programs import ranks
+
+HERE = Path(__file__).parent
+CASES = (
+    "every_optimizer",
+    "every_place",
+    "every_mode",
+    "clipping",
+    "fsdp",
+    "levels",
+    "a_step_of_its_own",
+    "ddp",
+    "zero_redundancy",
+)
+
+
+def run(size, folder, *names):
+    """What each rank of `size` says of the cases: None, or what went wrong."""
+    ranks(size, HERE / "sharded.py", folder, *names)
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(size)]
+
+
+FOUR = pytest.param(4, marks=pytest.mark.slow)  # processes, where there may be two cores
+
+
+@pytest.mark.parametrize("size", [2, FOUR])
+def test_shards_go_the_way_of_whole_parameters(size, tmp_path):
+    for rank, errors in enumerate(run(size, tmp_path, *CASES)):
+        for case, error in errors.items():
+            assert error is None, f"{case}, rank {rank} of {size}: {error}"
+
+
+@pytest.mark.parametrize("size", [1, FOUR])
+def test_checkpoints_resume_on_another_number_of_ranks(size, tmp_path):
+    """With torch.distributed.checkpoint, in every mode: equal bits."""
+    for ranks_, job in ((2, "save_and_go_on"), (2, "resume"), (size, "resume")):
+        for rank, errors in enumerate(run(ranks_, tmp_path, job)):
+            assert errors[job] is None, f"rank {rank} of {ranks_}: {errors[job]}"
