@@ -22,7 +22,9 @@ def run(program, **environment):
 
 
 @pytest.mark.skipif(not PROGRAM.exists(), reason="built with AMPFUSE_HOST_EMULATION=ON only")
-@pytest.mark.parametrize("order", ["forward", "reverse", "random"])
+@pytest.mark.parametrize(
+    "order", [*(pytest.param(o, marks=pytest.mark.slow) for o in ("forward", "reverse")), "random"]
+)
 def test_cpp(order):
     """Kernels depend on the order of neither blocks nor threads."""
     run(PROGRAM, AMPFUSE_EMULATED_BLOCK_ORDER=order)

@@ -438,7 +438,11 @@ class TestCommand:
         assert len(list(folder.rglob("events.out.tfevents.*"))) == 4
 
     @pytest.mark.parametrize(
-        ("trainer", "model", "size"), [("cifar", "wrn10_1", "8"), ("imagenet", "resnet18", "32")]
+        ("trainer", "model", "size"),
+        [
+            ("cifar", "wrn10_1", "8"),
+            pytest.param("imagenet", "resnet18", "32", marks=pytest.mark.slow),
+        ],
     )
     def test_rank_0_alone_prints_and_writes(self, trainer, model, size, tmp_path):
         line = ["--data", "digits", "--model", model, "--image-size", size, "-b", "32"]

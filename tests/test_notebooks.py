@@ -284,6 +284,7 @@ def test_quickstart(execute):
         assert re.search(rf"{level} +[\d.]+ +[\d,]+", re.sub(r"\x1b\[[\d;?]*\w", "", run.text))
 
 
+@pytest.mark.slow
 @pytest.mark.notebook
 def test_e1(execute_experiment):
     run = execute_experiment("e1_vgg16_cifar10")
@@ -368,6 +369,7 @@ def test_e5(execute_experiment):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.notebook
 def test_insight(execute_experiment):
     run = execute_experiment("insight")
