@@ -4,7 +4,9 @@
 wrong. Gradients are the same for both, so that bits have to agree.
 """
 
+import contextlib
 import datetime
+import itertools
 import os
 import sys
 import traceback
@@ -271,6 +273,135 @@ def ddp():
             continue
         for one, other in zip(alone.parameters(), whole.parameters(), strict=True):
             compare(level, one.detach(), other.detach(), exact=True)
+
+
+def share_of(loss):
+    """A loss whose mean over the ranks is `loss`."""
+    return loss * (2 * dist.get_rank() + 1) / SIZE
+
+
+def gathered(tensor):
+    everyone = [torch.empty_like(tensor) for _ in range(SIZE)]
+    dist.all_gather(everyone, tensor)
+    return everyone
+
+
+def in_passes(model, optimizer, step, level, delay):
+    """Three of them, shared after the last alone where there are several ranks."""
+    optimizer.zero_grad()
+    shared = isinstance(model, nn.parallel.DistributedDataParallel)
+    for part in range(3):
+        with model.no_sync() if shared and part < 2 else contextlib.nullcontext():
+            (loss,) = losses([model], 3 * step + part)
+            if shared:
+                loss = share_of(loss)
+            if level != "O5" and step % 4 == part + 1 and (not shared or dist.get_rank() == 1):
+                loss = loss * torch.inf
+            with amp.scale_loss(loss, optimizer, delay_unscale=delay and part < 2) as scaled:
+                scaled.backward()
+    if step % 2:
+        amp.clip_grad_norm_(optimizer, 0.01)
+    optimizer.step()
+
+
+def no_sync():
+    """Accumulation that DDP averages at its end; overflows on one rank, in each of its passes."""
+    for level, delay, unused in [
+        *itertools.product(("O1", "O2", "O5"), (False, True), (False,)),
+        ("O2", False, True),
+    ]:
+        case = f"{level}, {delay=}, {unused=}"
+        nets_ = nets()[0], nets()[0]
+        optimizers = [make("sgd-all", net.parameters()) for net in nets_]
+        for net, optimizer in zip(nets_, optimizers, strict=True):
+            options = {"init_scale": 2.0**10, "growth_interval": 5, "verbosity": 0}
+            amp.initialize(net, optimizer, opt_level=level, **options)
+        spread = nn.parallel.DistributedDataParallel(nets_[1], find_unused_parameters=unused)
+        scalers = [optimizer._amp_session.loss_scalers[0] for optimizer in optimizers]
+        for step in range(12):
+            for model, optimizer in zip((nets_[0], spread), optimizers, strict=True):
+                in_passes(model, optimizer, step, level, delay)
+                skips = level != "O5" and step % 4 > 0
+                assert optimizer.last_step.skipped == skips, (case, step)
+            assert scalers[0].state_dict() == scalers[1].state_dict(), (case, step)
+            if step % 2:  # measured to clip
+                norms = [optimizer.last_step.grad_norm for optimizer in optimizers]
+                torch.testing.assert_close(*norms, rtol=2e-2, atol=0, equal_nan=True)
+        for one, other in zip(*(net.parameters() for net in nets_), strict=True):
+            assert all(torch.equal(other, same) for same in gathered(other.detach())), case
+            torch.testing.assert_close(one, other, rtol=0, atol=4e-3, msg=case)
+
+
+def accumulation_in_fsdp():
+    """FSDP keeps gradients that it does not share, in the loss's scale: which stays meanwhile."""
+    for level in ("O1", "O2"):
+        models = nets()
+        optimizers = [make("sgd-all", model.parameters()) for model in models]
+        for model, optimizer in zip(models, optimizers, strict=True):
+            options = {"init_scale": 2.0**8, "growth_interval": 3, "verbosity": 0}
+            amp.initialize(model, optimizer, opt_level=level, **options)
+        for step in range(6):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                optimizer.zero_grad()
+                for part in range(3):
+                    if model is models[1]:
+                        model.set_requires_gradient_sync(part == 2)
+                    with amp.scale_loss(losses([model], 3 * step + part)[0], optimizer) as scaled:
+                        scaled.backward()
+                optimizer.step()
+        grown = [optimizer._amp_session.loss_scalers[0].loss_scale() for optimizer in optimizers]
+        assert grown == [2.0 ** (8 + 6), 2.0 ** (8 + 2)], level
+        for one, other in zip(*(model.parameters() for model in models), strict=True):
+            torch.testing.assert_close(one, full(other.detach()), rtol=2e-3, atol=1e-4)
+
+
+def static_graph_and_join():
+    """A rank without data goes along in DDP's collectives; an overflow skips the others' step."""
+    for level in ("O1", "O2", "O5"):
+        net = nets()[0]
+        optimizer = make("adamw", net.parameters())
+        amp.initialize(net, optimizer, opt_level=level, init_scale=2.0**8, verbosity=0)
+        model = nn.parallel.DistributedDataParallel(net, static_graph=level == "O2")
+        with model.join():
+            for step in range(4 + 2 * dist.get_rank()):
+                optimizer.zero_grad()
+                (loss,) = losses([model], step)
+                skips = level != "O5" and step == 2
+                with amp.scale_loss(loss * torch.inf if skips else loss, optimizer) as scaled:
+                    scaled.backward()
+                optimizer.step()
+                assert optimizer.last_step.skipped == skips, (level, step)
+        for param in net.parameters():
+            assert all(torch.equal(param, same) for same in gathered(param.detach())), level
+
+
+def collectives():
+    """One for an inspection; LAMB has another for the norms of its updates."""
+    gather, calls = dist.all_gather_into_tensor, []
+
+    def counted(*arguments, **options):
+        calls.append(arguments)
+        return gather(*arguments, **options)
+
+    dist.all_gather_into_tensor = counted
+    try:
+        for kind, options, count in [
+            ("adamw", {}, 0),
+            ("adamw", {"max_grad_norm": 1.0}, 1),
+            ("adamw", {"skip_nonfinite": True, "max_grad_norm": 1.0}, 1),
+            ("novograd", {"max_grad_norm": 1.0}, 1),
+            ("lamb", {}, 1),
+            ("lamb", {"max_grad_norm": 1.0}, 2),
+        ]:
+            params = params_of((f32,), "rows")[1]
+            optimizer = make(kind, params, **options)
+            for step in range(3):
+                set_gradients(params, step, 1)
+                calls.clear()
+                optimizer.step()
+                assert len(calls) == count, (kind, options, step, len(calls))
+    finally:
+        dist.all_gather_into_tensor = gather
 
 
 def zero_redundancy():

@@ -372,6 +372,15 @@ def test_host_time_script(main, tmp_path):
     assert not (tmp_path / "host_roofline.png").exists()  # no bandwidth in it
 
 
+def test_sharded_host_script(main, tmp_path):
+    path = tmp_path / "sharded.csv"
+    main("sharded_host", "--quick", "--repeats", 2, "--csv", path)
+    found = {(row["case"], row["variant"]) for row in records(path)}
+    cases = [f"adamw-20x1-1ranks-{kind}" for kind in ("same", "new")]
+    variants = ["ampfuse, whole", "ampfuse, shards", "torch fused, shards"]
+    assert found == {(case, variant) for case in cases for variant in variants}
+
+
 def test_o1_host_script(main, tmp_path):
     path = tmp_path / "o1.csv"
     main("o1_host", "--quick", "--repeats", 2, "--only", "mlp", "--csv", path)

@@ -17,6 +17,10 @@ CASES = (
     "levels",
     "a_step_of_its_own",
     "ddp",
+    "no_sync",
+    "accumulation_in_fsdp",
+    "static_graph_and_join",
+    "collectives",
     "zero_redundancy",
 )
 

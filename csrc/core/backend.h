@@ -9,6 +9,7 @@
 
 #include "core/algorithms.h"
 #include "core/batch_norm.h"
+#include "core/merge.h"
 #include "core/meter.h"
 #include "core/step_state.h"
 #include "core/table.h"
@@ -88,6 +89,10 @@ class Backend {
   // skipped step.
   virtual float* measure_update(Table& table, Algorithm algorithm, const StepState* state,
                                 void* stream) = 0;
+
+  // Where the rows are shards: of what each rank found, what all did. Between an inspection and its
+  // preparation, and after the calls that measure norms.
+  virtual void merge(const Findings& found, void* stream) = 0;
 
   // The update itself, after measure_update(). Returns at once, on the device, if the state says
   // skip. `meter`: what a metered step fills, of an algorithm that steps parameters; or null.

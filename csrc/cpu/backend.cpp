@@ -100,6 +100,12 @@ class CpuBackend : public Backend {
     advance_rows(view, preparation, 0, 1);
   }
 
+  void merge(const Findings& found, void*) override {
+    const FloatMode standard;
+    if (found.state) merge_states(found);
+    for (int64_t i = 0; i < found.values; ++i) merge_norm(found, i);
+  }
+
   float* measure_update(Table& table, Algorithm algorithm, const StepState* state, void*) override {
     float* norms = nullptr;
     if (state->skip != 0) return norms;

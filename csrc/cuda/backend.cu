@@ -19,6 +19,14 @@ __global__ void update_scale_kernel(LossScale rule, OverflowFlags flags, bool fi
   update_loss_scale(rule, flags, fixed);
 }
 
+constexpr int kMergeThreads = 256;
+
+__global__ void merge_kernel(Findings found) {
+  const int64_t i = int64_t(blockIdx.x) * kMergeThreads + threadIdx.x;
+  if (i == 0 && found.state != nullptr) merge_states(found);
+  if (i < found.values) merge_norm(found, i);
+}
+
 class CudaBackend : public Backend {
  public:
   void inspect(Table& table, const InspectArgs& args, void* stream) override {
@@ -36,6 +44,11 @@ class CudaBackend : public Backend {
   void prepare(Table& table, const Preparation& preparation, void* stream) override {
     const TableUse use(table, cudaStream_t(stream));
     ampfuse::prepare(use.pass(), preparation);
+  }
+
+  void merge(const Findings& found, void* stream) override {
+    const int64_t blocks = found.values / kMergeThreads + 1;
+    launch(Kernel{"merge", merge_kernel}, blocks, kMergeThreads, cudaStream_t(stream), found);
   }
 
   float* measure_update(Table& table, Algorithm algorithm, const StepState* state,

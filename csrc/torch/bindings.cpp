@@ -49,13 +49,17 @@ void use_torch_allocator() {
   });
 }
 
-// A call that reads or writes gradients, between taking those of DTensors and giving them back.
-template <class... Args>
-auto on_shards(void (ParamTable::*method)(Args...)) {
+// A call that writes gradients, between taking those of DTensors and giving them back.
+template <class Result, class... Args>
+auto on_shards(Result (ParamTable::*method)(Args...)) {
+  struct Taken {
+    ParamTable& table;
+    ~Taken() noexcept(false) { table.give_shards(); }
+  };
   return [method](ParamTable& table, Args... args) {
     table.take_shards();
-    (table.*method)(args...);
-    table.give_shards();
+    const Taken taken{table};
+    return (table.*method)(args...);
   };
 }
 
@@ -173,11 +177,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
            py::arg("whole") = py::none(), py::arg("origin") = 0)
       .def("has_its_shards", &ParamTable::has_its_shards)
       .def(
-          "set_reduce",
-          [](ParamTable& table, const py::function& reduce, bool by_row) {
-            table.set_reduce(reduce.cast<ParamTable::Reduce>(), by_row);
+          "set_gather",
+          [](ParamTable& table, const py::function& gather, std::optional<at::Tensor> elsewhere) {
+            table.set_gather(gather.cast<ParamTable::Gather>(), elsewhere);
           },
-          py::arg("reduce"), py::arg("by_row"))
+          py::arg("gather"), py::arg("counted_elsewhere"))
       .def("__len__", &ParamTable::rows)
       .def("param", &ParamTable::param, py::arg("row"))
       .def("model", &ParamTable::model, py::arg("row"))
@@ -195,18 +199,18 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("begin_backward", on_shards(&ParamTable::begin_backward))
       .def("end_backward", on_shards(&ParamTable::end_backward), py::arg("scale"), py::arg("check"))
       .def("mark_backward", on_shards(&ParamTable::mark_backward), py::arg("scale"))
+      .def("accumulated", &ParamTable::accumulated, py::arg("row"), py::arg("make") = false)
       .def("cancel_backward", on_shards(&ParamTable::cancel_backward))
       .def("materialize", on_shards(&ParamTable::materialize))
       .def("zero_grad", on_shards(&ParamTable::zero_grad), py::arg("set_to_none"))
       .def("collect", &ParamTable::collect, py::arg("scale"), py::arg("unscales"))
-      .def("measure", on_shards(&ParamTable::measure))
-      .def("update", on_shards(&ParamTable::update), py::kw_only(), py::arg("found_inf"),
-           py::arg("max_norm"), py::arg("inspect"), py::arg("skip_nonfinite"),
-           py::arg("meter") = py::none())
+      .def("measure", &ParamTable::measure)
+      .def("update", &ParamTable::update, py::kw_only(), py::arg("found_inf"), py::arg("max_norm"),
+           py::arg("inspect"), py::arg("skip_nonfinite"), py::arg("meter") = py::none())
       .def("new_meter", &ParamTable::new_meter, py::arg("changed"))
       .def("decide", &ParamTable::decide, py::kw_only(), py::arg("found_inf"), py::arg("max_norm"),
            py::arg("inspect"), py::arg("skip_nonfinite"))
-      .def("finish_step", on_shards(&ParamTable::finish_step))
+      .def("finish_step", &ParamTable::finish_step)
       .def("mark_stepped", &ParamTable::mark_stepped)
       .def("fingerprint",
            [](const ParamTable& table) {

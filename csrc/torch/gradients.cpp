@@ -77,14 +77,15 @@ void ParamTable::mark_backward(const at::Tensor& scale) {
   }
 }
 
-void ParamTable::end_backward(const at::Tensor& scale, bool check) {
+bool ParamTable::end_backward(const at::Tensor& scale, bool check) {
   const at::Tensor none;
-  bool any = false;
+  bool any = false, left = phase_.includes_delayed();
   known_.norm = check;
   for (int64_t i = 0; i < rows(); ++i) {
     Row& row = rows_[i];
     at::Tensor& grad = row.leaf().mutable_grad();
     row.has_grad = grad.defined();
+    left |= row.has_grad;
     set_gradient(i, none, false, none, none);
     if (row.accumulated.defined() && (row.model.defined() || !grad.defined())) known_.norm = false;
     if (!grad.defined()) {
@@ -135,6 +136,17 @@ void ParamTable::end_backward(const at::Tensor& scale, bool check) {
       row.inspected.forget();
     }
   }
+  return left;
+}
+
+std::optional<at::Tensor> ParamTable::accumulated(int64_t index, bool make) {
+  Row& row = rows_.at(index);
+  if (!row.accumulated.defined()) {
+    if (!make) return std::nullopt;
+    const at::ScalarType type = row.model.defined() ? at::kFloat : row.param.scalar_type();
+    row.accumulated = empty_laid_out_as(row.param, type).zero_();
+  }
+  return row.accumulated;
 }
 
 void ParamTable::cancel_backward() {

@@ -269,7 +269,7 @@ at::Tensor ParamTable::state_field(const std::string& name) const {
 
 // Zeroing the gradients of the model or those of the masters empties a materialized row alike.
 const at::Tensor& ParamTable::source(const Row& row) const {
-  const at::Tensor& grad = row.leaf().mutable_grad();
+  const at::Tensor& grad = row.gradient();
   return is_materialized(row) && grad.defined() ? row.param.mutable_grad() : grad;
 }
 
@@ -298,14 +298,14 @@ const at::Tensor& ParamTable::checked_gradient(Row& row, const at::Tensor& grad)
 void ParamTable::inspect(const at::Tensor& scale, const Inspection& inspection) {
   InspectArgs args;
   // The ranks of a group decide when all of them have looked.
-  const bool together = inspection.record && reduce_;
+  const bool together = inspection.record && gather_;
   if (!together) args.preparation = inspection.preparation;
   args.same_pass = inspection.same_pass;
   args.fresh = inspection.fresh;
   args.scale = scale.defined() ? scale.data_ptr<float>() : nullptr;
   if (inspection.keeps_scale) args.kept_scale = pending_scale_.data_ptr<float>();
   args.state = inspection.record ? state() : nullptr;
-  if (inspection.record && (needs_row_norms() || reduces_rows_)) {
+  if (inspection.record && (needs_row_norms() || counted_elsewhere_.defined())) {
     args.row_norms = row_norms(kGradNorm);
     args.row_largest = row_norms(kGradLargest);
   }
@@ -318,14 +318,14 @@ void ParamTable::inspect(const at::Tensor& scale, const Inspection& inspection) 
   }
   if (!together) return;
   const Preparation& preparation = inspection.preparation;
-  reduce(true, preparation.columns.param_norms != nullptr);
+  share_row_norms(true, preparation.columns.param_norms != nullptr);
   if (preparation.state) scope.backend().prepare(rows, preparation, scope.stream());
 }
 
 // --- the step ------------------------------------------------------------------------------------
 
 std::vector<int64_t> ParamTable::collect(const std::optional<at::Tensor>& scale, bool unscales) {
-  take_shards();
+  lend_shards();
   const at::Tensor none;
   bool any_pending = false;
   unchanged_ = !known_.edited_sums;
@@ -406,14 +406,13 @@ void ParamTable::decide(const std::optional<at::Tensor>& found_inf, double max_n
   float* const param_norms = layerwise_ ? row_norms(kParamNorm) : nullptr;
   columns.param_norms = param_norms;
   Table& rows = table();
-  {
-    const DeviceScope scope(device_);
+  const DeviceScope scope(device_);
+  if (param_norms) {
     const pybind11::gil_scoped_release release;
-    if (param_norms) scope.backend().measure_params(rows, param_norms, scope.stream());
+    scope.backend().measure_params(rows, param_norms, scope.stream());
   }
   if (inspects) return inspect_collected(preparation);
-  if (param_norms) reduce(false, true);
-  const DeviceScope scope(device_);
+  share_row_norms(false, param_norms != nullptr);
   scope.backend().prepare(rows, preparation, scope.stream());
 }
 
@@ -452,10 +451,9 @@ void ParamTable::update(const std::optional<at::Tensor>& found_inf, double max_n
     Backend& backend = scope.backend();
     pybind11::gil_scoped_release release;
     float* norms = backend.measure_update(rows, algorithm_, state(), scope.stream());
-    if (norms && reduce_) {
+    if (norms && gather_) {
       const pybind11::gil_scoped_acquire acquire;
-      reduce_(false, at::from_blob(norms, {kMeasures, this->rows()}, norms_.options()).unbind(),
-              {});
+      share(false, at::from_blob(norms, {kMeasures, this->rows()}, norms_.options()), kMeasures);
     }
     backend.update(rows, algorithm_, state(), meter ? &metered : nullptr, scope.stream());
   }
@@ -486,18 +484,18 @@ void ParamTable::spend_gradients(bool stepped) {
     Row& row = rows_[i];
     if (stepped && (row.has_grad || row.accumulated.defined())) row.mark_stepped();
     if (stepped && row.unscales) {
-      at::Tensor& grad = row.leaf().mutable_grad();
-      if (row.copied_grad.defined()) grad = row.copied_grad;
-      bump_version(grad);
+      if (row.copied_grad.defined()) set_leaf_gradient(row, row.copied_grad);
+      bump_version(row.gradient());
     }
     if (row.model.defined()) {
-      const at::Tensor& grad = row.model.mutable_grad();
+      const at::Tensor& grad = row.gradient();
       if (grad.defined()) row.spent.remember(grad);
       if (phase_.is_materialized()) row.param.mutable_grad().reset();
       row.accumulated.reset();
     }
     row.copied_grad.reset();
     row.inspected.forget();
+    row.lent = nullptr;
   }
   phase_.spend();
   known_.norm = known_.edited_sums = false;

@@ -35,14 +35,11 @@ class ParamTable {
   int64_t rows() const { return int64_t(rows_.size()); }
   // Whether every DTensor still has the local shard that its row works on.
   bool has_its_shards() const;
-  // The step is decided by the ranks of a process group together: `reduce` makes of what this rank
-  // found what all did. Of gradients: in the fields of the step state, after each inspection that
-  // counts; then, and before an update that needs them, also in L2 norms and largest magnitudes of
-  // each row, float32 [rows]. With `by_row` the norms of gradients are among them, and first,
-  // whatever the algorithm.
-  using Columns = std::vector<at::Tensor>;
-  using Reduce = std::function<void(bool gradients, const Columns& norms, const Columns& largest)>;
-  void set_reduce(Reduce reduce, bool by_row);
+  // The step is decided by the ranks of a process group together: `gather` returns the bytes that
+  // each rank calls it with, uint8 on the device, in the order of ranks. `counted_elsewhere`, bool
+  // [rows], if any: rows that another rank has alike, and adds the norms of.
+  using Gather = std::function<at::Tensor(const at::Tensor&)>;
+  void set_gather(Gather gather, const std::optional<at::Tensor>& counted_elsewhere);
   at::Tensor param(int64_t row) const { return rows_.at(row).param; }
   std::optional<at::Tensor> model(int64_t row) const;
 
@@ -61,8 +58,8 @@ class ParamTable {
                  const std::map<std::string, double>& values,
                  const std::map<std::string, at::Tensor>& schedule);
 
-  // Gradients of DTensors: to the local shards, which the rest of this class reads and writes, and
-  // back; nothing else may look at them in between (shards.cpp).
+  // Gradients of DTensors: to the local shards, which the functions of a backward pass read and
+  // write, and back; nothing else may look at them in between (shards.cpp).
   void take_shards();
   void give_shards();
 
@@ -77,8 +74,11 @@ class ParamTable {
 
   // scale_loss (gradients.cpp; see gradient_phase.h).
   void begin_backward();
-  void end_backward(const at::Tensor& scale, bool check);
+  bool end_backward(const at::Tensor& scale, bool check);  // whether the pass left a gradient
   void mark_backward(const at::Tensor& scale);
+  // During a pass: what earlier ones left in a row, FP32 and unscaled. Who edits it says by
+  // found_inf whether it is finite. Zeros where that is nothing, if `make` says so.
+  std::optional<at::Tensor> accumulated(int64_t row, bool make);
   void cancel_backward();
   void materialize();
   void zero_grad(bool set_to_none);
@@ -123,6 +123,8 @@ class ParamTable {
   // What norms_ holds of each row.
   enum NormColumn { kGradNorm, kGradLargest, kParamNorm, kNormColumns };
 
+  void lend_shards();
+  static void set_leaf_gradient(Row& row, const at::Tensor& gradient);
   Table& table();
   DType type_in(int list, int64_t row, const at::Tensor& tensor) const;
   void set(int list, int64_t row, const at::Tensor& tensor);
@@ -140,7 +142,9 @@ class ParamTable {
   void inspect(const at::Tensor& scale, const Inspection& inspection);
   void map_masters(MapOp op, const std::vector<int64_t>& rows);
   bool needs_row_norms() const { return info(algorithm_).grad_norms || layerwise_; }
-  void reduce(bool gradients, bool params);
+  // Makes of norms [columns, rows], and of the step state if `found`, what they are on all ranks.
+  void share(bool found, at::Tensor norms, int64_t largest_column);
+  void share_row_norms(bool found, bool of_params);
   float* row_norms(NormColumn column);
   StepState* state() const;
 
@@ -166,9 +170,8 @@ class ParamTable {
   std::vector<int64_t> edited_;  // rows whose model weight somebody edited
   bool layerwise_ = false;       // some row is stepped as in LARC
   bool sharded_ = false;         // some row is a shard
-  bool took_shards_ = false;
-  Reduce reduce_;
-  bool reduces_rows_ = false;
+  Gather gather_;
+  at::Tensor counted_elsewhere_;
 };
 
 }  // namespace ampfuse

@@ -30,7 +30,7 @@ void prefetch_row(const std::vector<Row>& rows, int64_t i) {
     }
   }
   if (i + kGradient < int64_t(rows.size())) {
-    const char* grad = impl(rows[i + kGradient].leaf().mutable_grad());
+    const char* grad = impl(rows[i + kGradient].gradient());
     for (int line = 0; line < 4; ++line) __builtin_prefetch(grad + line * kLine);
   }
 }

@@ -84,6 +84,10 @@ struct Row {
     model_version = version_of(model);
   }
   const at::Tensor& leaf() const { return model.defined() ? model : param; }
+  // What a step reads. Between collect() and the end of a step that of a DTensor is its own local
+  // tensor: to own it for that time would count references of Python objects, twice for each row.
+  const at::Tensor* lent = nullptr;
+  const at::Tensor& gradient() const { return lent ? *lent : leaf().mutable_grad(); }
 };
 
 // Where a tensor's storage is, for the price of two cache lines; data_ptr() takes four.

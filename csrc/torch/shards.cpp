@@ -1,5 +1,6 @@
 // Rows that are local shards of parameters spread over processes: torch's DTensor. Autograd knows
 // nothing of a shard, so gradients are carried between the two.
+#include <ATen/ops/cat.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -26,26 +27,34 @@ class Slot {
                 name, "; this ampfuse does not know how to step it");
     offset_ = reinterpret_cast<PyMemberDescrObject*>(descriptor.ptr())->d_member->offset;
   }
-  py::handle of(py::handle dtensor) const {
-    return *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(dtensor.ptr()) + offset_);
+  PyObject** at(py::handle dtensor) const {
+    return reinterpret_cast<PyObject**>(reinterpret_cast<char*>(dtensor.ptr()) + offset_);
   }
 
  private:
   Py_ssize_t offset_;
 };
 
-py::handle local_of(py::handle dtensor) {
+PyObject** local_slot_of(py::handle dtensor) {
   static const Slot slot("_local_tensor");
-  return slot.of(dtensor);
+  return slot.at(dtensor);
 }
+
+py::handle local_of(py::handle dtensor) { return *local_slot_of(dtensor); }
 
 py::handle spec_of(py::handle dtensor) {
   static const Slot slot("_spec");
-  return slot.of(dtensor);
+  return *slot.at(dtensor);
 }
 
 py::object object_of(const at::Tensor& tensor) {
   return py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor));
+}
+
+// What stands in Python for a DTensor, which is always something: it lives as long as the tensor.
+// Counting references to it would take longer than all else that is done here.
+py::handle lent_object_of(const at::Tensor& dtensor) {
+  return dtensor.unsafeGetTensorImpl()->pyobj_slot()->load_pyobj();
 }
 
 const at::Tensor& tensor_of(py::handle object) { return THPVariable_Unpack(object.ptr()); }
@@ -54,22 +63,23 @@ py::object helper(const char* name) {
   return py::module_::import("ampfuse.optim.shards").attr(name);
 }
 
-// The local shard of the gradient of a row's DTensor; undefined without one. One that is placed
-// otherwise than its parameter is redistributed first, which is a collective.
-at::Tensor taken_gradient(Row& row) {
+// The gradient of a row's DTensor as Python has it; null without one. One that is placed otherwise
+// than its parameter is redistributed first, which is a collective.
+py::handle gradient_object(Row& row) {
   const at::Tensor& gradient = row.whole.mutable_grad();
-  if (!gradient.defined()) return {};
-  py::object found = object_of(gradient);
+  if (!gradient.defined()) return nullptr;
   // FSDP gives all gradients of a parameter one spec.
-  if (!spec_of(found).is(row.gradient_spec)) {
-    const py::object whole = object_of(row.whole);
-    if (!spec_of(found).attr("placements").equal(spec_of(whole).attr("placements"))) {
-      found = helper("redistributed")(found, whole);
-      row.whole.mutable_grad() = tensor_of(found);
+  if (const py::handle spec = spec_of(lent_object_of(gradient)); !spec.is(row.gradient_spec)) {
+    static const py::str name =
+        py::reinterpret_steal<py::str>(PyUnicode_InternFromString("placements"));
+    const py::handle whole = row.whole_object;
+    if (!spec.attr(name).equal(spec_of(whole).attr(name))) {
+      const py::object placed = helper("redistributed")(object_of(gradient), whole);
+      row.whole.mutable_grad() = tensor_of(placed);
     }
-    row.gradient_spec = py::reinterpret_borrow<py::object>(spec_of(found));
+    row.gradient_spec = py::reinterpret_borrow<py::object>(spec_of(lent_object_of(gradient)));
   }
-  return tensor_of(local_of(found));
+  return lent_object_of(gradient);
 }
 
 }  // namespace
@@ -82,46 +92,109 @@ bool ParamTable::has_its_shards() const {
   });
 }
 
-// Nothing while they are taken: the local shards are then what counts.
-void ParamTable::take_shards() {
-  if (!sharded_ || took_shards_) return;
+void ParamTable::lend_shards() {
+  static const at::Tensor none;
+  if (!sharded_) return;
+  // Seven pointers in a row lead to what a gradient's shard is, most of them in cold memory: each
+  // scan brings there what the next one begins with.
+  const auto scan = [&](const auto& fetch) {
+    for (const Row& row : rows_) {
+      if (!row.whole.defined()) continue;
+      const at::Tensor& gradient = row.whole.mutable_grad();
+      if (gradient.defined()) fetch(gradient);
+    }
+  };
+  scan([](const at::Tensor& gradient) {
+    __builtin_prefetch(gradient.unsafeGetTensorImpl()->pyobj_slot());
+  });
+  scan([](const at::Tensor& gradient) {
+    __builtin_prefetch(local_slot_of(lent_object_of(gradient)));
+  });
+  scan([](const at::Tensor& gradient) {
+    __builtin_prefetch(&tensor_of(local_of(lent_object_of(gradient))));
+  });
   for (Row& row : rows_) {
     if (!row.whole.defined()) continue;
-    at::Tensor local = taken_gradient(row);
-    row.taken = local.unsafeGetTensorImpl();
-    row.leaf().mutable_grad() = std::move(local);
+    const py::handle gradient = gradient_object(row);
+    row.lent = gradient ? &tensor_of(local_of(gradient)) : &none;
   }
-  took_shards_ = true;
+}
+
+void ParamTable::set_leaf_gradient(Row& row, const at::Tensor& gradient) {
+  if (!row.whole.defined()) {
+    row.leaf().mutable_grad() = gradient;
+    return;
+  }
+  const py::object placed = helper("placed_as")(row.whole_object, object_of(gradient));
+  row.whole.mutable_grad() = tensor_of(placed);
+  if (row.lent) row.lent = &tensor_of(local_of(placed));
+}
+
+void ParamTable::take_shards() {
+  if (!sharded_) return;
+  for (Row& row : rows_) {
+    if (!row.whole.defined()) continue;
+    const py::handle gradient = gradient_object(row);
+    at::Tensor& local = row.leaf().mutable_grad();
+    if (gradient) local = tensor_of(local_of(gradient));
+    row.taken = local.unsafeGetTensorImpl();
+    row.lent = nullptr;
+  }
 }
 
 void ParamTable::give_shards() {
-  if (!took_shards_) return;
+  if (!sharded_) return;
   for (Row& row : rows_) {
     if (!row.whole.defined()) continue;
     at::Tensor& local = row.leaf().mutable_grad();
     if (!local.defined()) {
       row.whole.mutable_grad().reset();
     } else if (local.unsafeGetTensorImpl() != row.taken) {
-      const py::object placed = helper("placed_as")(row.whole_object, object_of(local));
-      row.whole.mutable_grad() = tensor_of(placed);
+      set_leaf_gradient(row, local);
     }
     local.reset();  // or it would outlive the DTensor's
   }
-  took_shards_ = false;
 }
 
-void ParamTable::set_reduce(Reduce reduce, bool by_row) {
-  reduce_ = std::move(reduce);
-  reduces_rows_ = by_row;
+void ParamTable::set_gather(Gather gather, const std::optional<at::Tensor>& counted_elsewhere) {
+  gather_ = std::move(gather);
+  counted_elsewhere_ = counted_elsewhere.value_or(at::Tensor());
 }
 
-void ParamTable::reduce(bool gradients, bool params) {
-  if (!reduce_) return;
-  std::vector<at::Tensor> norms, largest;
-  if (gradients && known_.row_norms) norms.push_back(norms_[kGradNorm]);
-  if (gradients && needs_row_norms()) largest.push_back(norms_[kGradLargest]);
-  if (params) norms.push_back(norms_[kParamNorm]);
-  reduce_(gradients, norms, largest);
+void ParamTable::share(bool found, at::Tensor norms, int64_t largest_column) {
+  if (counted_elsewhere_.defined() && norms.defined()) norms.masked_fill_(counted_elsewhere_, 0);
+  at::Tensor mine = state_;
+  Findings findings;
+  findings.stride = state_.numel();
+  if (norms.defined()) {
+    const at::Tensor bytes = norms.view(-1).view(at::kByte);
+    // Each rank's part begins where a step state may.
+    const int64_t odd = bytes.numel() % int64_t(alignof(StepState));
+    mine = at::cat({state_, bytes, state_.slice(0, 0, odd)});
+    findings.stride = mine.numel();
+    findings.norms = norms.data_ptr<float>();
+    findings.values = norms.numel();
+    findings.first_largest = largest_column * rows();
+    findings.end_largest = findings.first_largest + rows();
+  }
+  const at::Tensor everyone = gather_(mine);
+  findings.everyone = static_cast<const char*>(everyone.data_ptr());
+  findings.ranks = everyone.numel() / findings.stride;
+  if (found) findings.state = state();
+  const DeviceScope scope(device_);
+  scope.backend().merge(findings, scope.stream());
+}
+
+void ParamTable::share_row_norms(bool found, bool of_params) {
+  if (!gather_ || !(found || of_params)) return;
+  if (found && counted_elsewhere_.defined()) {
+    const at::Tensor counted = norms_[kGradNorm].masked_fill(counted_elsewhere_, 0);
+    state_field("sum_squares").copy_(counted.to(at::kDouble).square_().sum());
+  }
+  const int64_t begin = found ? kGradNorm : kParamNorm;
+  const int64_t end = of_params ? kNormColumns : kParamNorm;
+  const bool by_row = needs_row_norms();
+  share(found, by_row ? norms_.slice(0, begin, end) : at::Tensor(), kGradLargest - begin);
 }
 
 }  // namespace ampfuse

@@ -222,15 +222,14 @@ class ParamTable:
     def has_its_shards(self) -> bool:
         """Whether each `whole` still has the local tensor that it had."""
 
-    def set_reduce(
-        self, reduce: Callable[[bool, list[Tensor], list[Tensor]], None], by_row: bool
+    def set_gather(
+        self, gather: Callable[[Tensor], Tensor], counted_elsewhere: Tensor | None
     ) -> None:
-        """Have `reduce` make of what this rank has found what all have.
+        """Have steps be decided with other ranks: `gather` returns what all call it with.
 
-        It is called after each inspection that counts, and with True then: of the fields of the
-        step state. It is also called when an update needs norms of rows, with columns of L2 norms
-        and of largest magnitudes, float32 [rows]. With `by_row` the norms of gradients come first
-        in the one list, whatever the algorithm.
+        It is called with bytes, uint8 on the device, after each inspection that counts, and
+        before an update that needs norms of rows. `counted_elsewhere`, bool [rows]: rows that
+        another rank has alike, and adds the norms of.
         """
 
     def __len__(self) -> int: ...
@@ -293,14 +292,24 @@ class ParamTable:
     def begin_backward(self) -> None:
         """Put earlier gradients away, so that a backward pass brings new ones only."""
 
-    def end_backward(self, scale: Tensor, check: bool) -> None:
-        """Take in a pass whose gradients carry `scale`; with `check`, inspect it."""
+    def end_backward(self, scale: Tensor, check: bool) -> bool:
+        """Take in a pass whose gradients carry `scale`; with `check`, inspect it.
+
+        Returns whether it left a gradient, or the delayed one before it did.
+        """
 
     def mark_backward(self, scale: Tensor) -> None:
         """Take in a pass, but leave its gradients scaled."""
 
     def cancel_backward(self) -> None:
         """Drop what a failed pass left."""
+
+    def accumulated(self, row: int, make: bool = False) -> Tensor | None:
+        """In a backward pass: what earlier ones left, float32 and unscaled, to be edited in place.
+
+        Who edits it says by ``found_inf`` whether it is finite. None where they left nothing;
+        zeros then with `make`.
+        """
 
     def materialize(self) -> None:
         """Put FP32 unscaled gradients into the masters' ``.grad``."""

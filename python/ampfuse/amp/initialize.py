@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ampfuse.amp import no_sync
 from ampfuse.amp import session as sessions
 from ampfuse.amp.casts import (
     Casts,
@@ -185,6 +186,7 @@ def set_up(models: Any, optimizers: Any, session: sessions.Session, *, allow_hal
             save_in_float32(eager_module(model))
         install(model, Casts.of(policy, session.rules, log=session.logs_casts))
     _upgrade(optimizer_list, session, names, exact)
+    no_sync.watch()
     sessions.set_models(session, map(eager_module, model_list))
     session.casts_cpu = any(p.is_cpu for _, p in _named_parameters(model_list))
     sessions.set_latest(session)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ampfuse.amp import cast_state, weight_cache
+from ampfuse.amp import cast_state, no_sync, weight_cache
 from ampfuse.amp import session as sessions
 from ampfuse.amp.hints import warn_if_bfloat16_is_emulated
 from ampfuse.amp.scaler import LossScaler
@@ -142,22 +142,27 @@ def scaled_pass(
         try:
             for optimizer in optimizers:
                 optimizer.begin_backward()
+            groups = no_sync.average_earlier(optimizers)
             yield loss.float() * scale
         except BaseException:
             for optimizer in optimizers:
                 optimizer.cancel_backward()
             raise
+        left_gradients = False
         for optimizer in optimizers:
             if delay_unscale:
                 optimizer.mark_backward(scale)
             else:
-                optimizer.end_backward(scale, check)
-    if not (delay_unscale or delay_overflow_check):
+                left_gradients |= optimizer.end_backward(scale, check)
+    # FSDP keeps the gradients of passes that it does not synchronise until one that it does: they
+    # carry the scale, which must not change between.
+    if left_gradients and not delay_overflow_check:
         # The scale reacts to this pass alone; a step skips after any overflow since the last step.
-        scaler.update(
-            [optimizer.pass_found_inf_flag for optimizer in optimizers],
-            [optimizer.found_inf_flag for optimizer in optimizers],
-        )
+        of_pass = [optimizer.pass_found_inf_flag for optimizer in optimizers]
+        since_step = [optimizer.found_inf_flag for optimizer in optimizers]
+        if groups and check:
+            no_sync.share([*of_pass, *since_step], groups)
+        scaler.update(of_pass, since_step)
 
 
 # Of optimizers, at their last pass: the count of forwards, and the version of what a step changes.

@@ -6,6 +6,8 @@ where they are at which time.
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 import torch
 from torch import Tensor
 
@@ -13,7 +15,6 @@ from ampfuse.optim import left_scaled
 from ampfuse.optim.inner import parameters
 from ampfuse.optim.masters import MasterParameter
 from ampfuse.optim.rows import Rows
-from ampfuse.optim.shards import is_sharded
 from ampfuse.optim.unscaling import unscale
 
 
@@ -38,13 +39,18 @@ class Gradients(Rows):
         self.param_table().begin_backward()
         self.in_backward = True
 
-    def end_backward(self, scale: Tensor, check: bool) -> None:
-        """Take in a pass whose gradients carry `scale` (float32, 0-dim): inspect and unscale."""
+    def end_backward(self, scale: Tensor, check: bool) -> bool:
+        """Take in a pass whose gradients carry `scale` (float32, 0-dim): inspect and unscale.
+
+        Returns:
+            Whether the pass left a gradient.
+        """
         self.in_backward = self.has_scaled_gradients = False
         table = self._known_table()
-        table.end_backward(scale, check)
-        if self._under_amp and any(is_sharded(param) for param in self._row_params):
+        left = table.end_backward(scale, check)
+        if self._under_amp and self._has_shards:
             table.materialize()  # a DTensor cannot do that when somebody looks at its gradient
+        return left
 
     def mark_backward(self, scale: Tensor) -> None:
         """Take in a pass, but leave its gradients scaled until the next pass or the step."""
@@ -55,6 +61,12 @@ class Gradients(Rows):
         """The pass failed: drop what it left and keep what was there before."""
         self.in_backward = False
         self._known_table().cancel_backward()
+
+    def rows_of(self, params: Container[int]) -> list[int]:
+        """Those of parameters of a model, given by their ids."""
+        self.param_table()
+        leaves = [getattr(param, "model_param", param) for param in self._row_params]
+        return [row for row, leaf in enumerate(leaves) if id(leaf) in params]
 
     def materialize_gradients(self) -> None:
         if self._table is not None and not self.in_backward:

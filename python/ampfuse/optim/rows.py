@@ -42,7 +42,8 @@ class Rows(WithOptions, torch.optim.Optimizer):
     _row_params: list[Tensor]
     # Half parameters that were frozen when masters were made, and have none; None = look again.
     _frozen: list[Tensor] | None = None
-    # Who steps shards of the same parameters.
+    # Whether some parameter is a DTensor, and who steps shards of the same.
+    _has_shards = False
     _ranks: Ranks | None = None
     # Whether the rows have the states of the optimizer.
     _states_bound = False
@@ -77,6 +78,7 @@ class Rows(WithOptions, torch.optim.Optimizer):
             self._add_row(table, params[i], names[i])
             self._row_params.append(params[i])
         self._states_bound = False
+        self._has_shards = any(map(is_sharded, params))
         self._ranks = Ranks.of(params)
         if self._ranks is not None:
             self._ranks.join(table)

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from ampfuse._C import ParamTable
 
-_FOUND = ("sum_squares", "found_inf", "pass_found_inf", "bad_row", "bad_bits")
-
 
 def local(tensor: Tensor) -> Tensor:
     """What a DTensor holds in this process; any other tensor as it is."""
@@ -93,13 +91,12 @@ class Ranks:
 
     Attributes:
         group: to which each hands what it found.
-        owns: of each row, whether this rank adds its norm; of replicas one does. bool, [rows].
-        by_row: some rank adds norms of some rows only.
+        counted_elsewhere: rows of which another rank has the same shard, and adds the norm: bool,
+            [rows], on the device. None where there are none.
     """
 
     group: ProcessGroup
-    owns: Tensor
-    by_row: bool
+    counted_elsewhere: Tensor | None
 
     @classmethod
     def of(cls, params: list[Tensor]) -> Ranks | None:
@@ -118,55 +115,24 @@ class Ranks:
                     f"a parameter of shape {tuple(param.shape)} is on {mesh} and another on "
                     f"{largest}, which does not have all its ranks. Use an optimizer for each."
                 )
-        owns = [_is_first_replica(param, min(ranks)) for param in params]
-        copied = {(mesh, _copied_along(param)) for param, mesh in zip(params, meshes, strict=True)}
+        elsewhere = [not _is_first_replica(param, min(ranks)) for param in params]
         device = local(params[0]).device
-        return cls(_group_of(largest), torch.tensor(owns, device=device), len(copied) > 1)
+        counted = torch.tensor(elsewhere, device=device) if any(elsewhere) else None
+        return cls(_group_of(largest), counted)
 
     def join(self, table: ParamTable) -> None:
         """From now on the steps of `table` are decided together."""
-        owns_none = not self.owns.any()
-        fields = [table.state_field(name) for name in _FOUND]
 
-        def reduce(gradients: bool, norms: list[Tensor], largest: list[Tensor]) -> None:
-            squares = [torch.where(self.owns, norm.double().square(), 0.0) for norm in norms]
-            mine = [field.double().reshape(1) for field in fields] if gradients else []
-            if gradients and self.by_row:
-                mine[0] = squares[0].sum(0, keepdim=True)
-            elif gradients and owns_none:
-                mine[0] = torch.zeros_like(mine[0])
-            mine += [*squares, *(column.double() for column in largest)]
-            everyone = self._gathered(torch.cat(mine)).split([len(part) for part in mine], 1)
-            if gradients:
-                _merge(fields, torch.cat(everyone[: len(fields)], 1))
-            rows = iter(everyone[len(fields) * gradients :])
-            for norm, column in zip(norms, rows, strict=False):
-                norm.copy_(column.sum(0).sqrt_())
-            for most, column in zip(largest, rows, strict=True):
-                most.copy_(column.amax(0))
+        def gather(mine: Tensor) -> Tensor:
+            everyone = mine.new_empty(self.group.size() * mine.numel())
+            torch.distributed.all_gather_into_tensor(everyone, mine, self.group)
+            return everyone
 
-        table.set_reduce(reduce, self.by_row)
+        table.set_gather(gather, self.counted_elsewhere)
 
     def share(self, flag: Tensor) -> None:
         """Make `flag` (float32) the largest of all ranks'."""
         torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, self.group)
-
-    def _gathered(self, mine: Tensor) -> Tensor:
-        everyone = mine.new_empty(self.group.size() * mine.numel())
-        torch.distributed.all_gather_into_tensor(everyone, mine, self.group)
-        return everyone.view(-1, mine.numel())
-
-
-def _merge(fields: list[Tensor], everyone: Tensor) -> None:
-    """Fields of the step state, from those of every rank, float64 [ranks, fields]."""
-    sum_squares, found_inf, pass_found_inf, bad_row, bad_bits = fields
-    sum_squares.copy_(everyone[:, 0].sum())
-    found_inf.copy_(everyone[:, 1].amax())
-    pass_found_inf.copy_(everyone[:, 2].amax())
-    rows = torch.where(everyone[:, 3] < 0, torch.inf, everyone[:, 3])
-    first = rows.amin()
-    bad_row.copy_(torch.where(first.isinf(), -1, first))
-    bad_bits.copy_(torch.where(rows == first, everyone[:, 4], 0).amax())
 
 
 def _copied_along(param: Any) -> tuple[int, ...]:

@@ -1,0 +1,95 @@
+"""Accumulation under ``DistributedDataParallel.no_sync()``.
+
+DDP averages what is in ``.grad`` at the end of a pass that it synchronises. ``scale_loss`` has put
+gradients of earlier passes away by then, so they are averaged here, in FP32 and after the passes
+that no rank shared. Of those the ranks share whether they overflowed: else their loss scales would
+part.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# What no_sync() was called of, with the ids of its parameters.
+_models: weakref.WeakKeyDictionary[Any, frozenset[int]] = weakref.WeakKeyDictionary()
+
+# Elements that are averaged at once: large enough for the bandwidth, small beside a model.
+_BUCKET = 2**23
+
+
+@functools.cache
+def watch() -> None:
+    """Know from now on of which models ``no_sync()`` is called; nothing else changes."""
+    if not torch.distributed.is_available():
+        return
+    ddp: Any = torch.nn.parallel.DistributedDataParallel
+    no_sync = ddp.no_sync
+
+    @functools.wraps(no_sync)
+    def watched(self: Any) -> Any:
+        _models[self] = frozenset(map(id, self.module.parameters()))
+        return no_sync(self)
+
+    ddp.no_sync = watched
+
+
+@torch.no_grad()
+def average_earlier(optimizers: Sequence[Any]) -> list[Any]:
+    """A pass of `optimizers` begins: average what earlier ones left, unless it does no more.
+
+    Returns:
+        The process groups in which what the pass finds has to be shared.
+    """
+    groups = []
+    for model, params in _models.items():
+        rows = [optimizer.rows_of(params) for optimizer in optimizers]
+        if not any(rows):
+            continue
+        averaged = False
+        # The mark of the last forward is that of an evaluation, if there was one since.
+        if model.require_backward_grad_sync or model.require_forward_param_sync:
+            for optimizer, mine in zip(optimizers, rows, strict=True):
+                earlier = list(_earlier_gradients(optimizer, mine, model))
+                _average(earlier, model.process_group)
+                averaged |= bool(earlier)
+        if averaged or not model.require_forward_param_sync:
+            groups.append(model.process_group)
+    return groups
+
+
+def share(flags: Sequence[Tensor], groups: Sequence[Any]) -> None:
+    """Make each of `flags` (float32, 0-dim) the largest of all ranks'."""
+    for group in groups:
+        for flag in flags:
+            torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group)
+
+
+def _earlier_gradients(optimizer: Any, rows: list[int], model: Any) -> Iterator[Tensor]:
+    table = optimizer.param_table()
+    have = [table.accumulated(row) is not None for row in rows]
+    if model.find_unused_parameters and rows:  # those of another rank may be others
+        flags = torch.tensor(have, dtype=torch.float32, device=table.param(rows[0]).device)
+        share([flags], [model.process_group])
+        have = flags.tolist()
+    for row, has in zip(rows, have, strict=True):
+        if has:
+            yield table.accumulated(row, make=True)
+
+
+def _average(tensors: list[Tensor], group: Any) -> None:
+    while tensors:
+        count, elements = 0, 0
+        while count < len(tensors) and elements < _BUCKET:
+            elements += tensors[count].numel()
+            count += 1
+        bucket, tensors = tensors[:count], tensors[count:]
+        flat = torch.cat([tensor.reshape(-1) for tensor in bucket]).div_(group.size())
+        torch.distributed.all_reduce(flat, group=group)
+        for tensor, mean in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
+            tensor.copy_(mean.view_as(tensor))
