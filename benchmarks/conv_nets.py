@@ -10,6 +10,7 @@ channels-last memory. Variants:
     torch.amp, compiled   the same under torch.compile
     O5               ampfuse's BF16 model with FP32 masters
     O5, fused        the same with fuse_batchnorm=True
+    O5, recomputed   the same under ampfuse.nn.recompute_norms
 
 The column memory_mib has the peak of a step's tensors.
 
@@ -35,6 +36,7 @@ from torch import Tensor, nn
 from ampfuse import amp
 from ampfuse.experiments import models
 from ampfuse.measuring import TensorMemory
+from ampfuse.nn import recompute_norms
 from ampfuse.nn.batch_norm import normalize
 
 # name: side of the images, batch
@@ -117,12 +119,19 @@ class Fused(O5):
     fuse_batchnorm = True
 
 
+class Recomputed(Fused):
+    def loss(self) -> Tensor:
+        with recompute_norms():
+            return super().loss()
+
+
 VARIANTS: dict[str, type[Step]] = {
     "FP32": Step,
     "torch.amp": TorchAmp,
     "torch.amp, compiled": Compiled,
     "O5": O5,
     "O5, fused": Fused,
+    "O5, recomputed": Recomputed,
 }
 
 

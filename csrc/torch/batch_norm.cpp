@@ -14,6 +14,7 @@
 #include <tuple>
 #include <vector>
 
+#include "batch_norm.h"
 #include "memory.h"
 #include "torch_backend.h"
 
@@ -274,8 +275,10 @@ struct BatchNormAct : torch::autograd::Function<BatchNormAct> {
     }
     auto [y, mask] = Call<apply_pass>::of(AMPFUSE_OP("batch_norm_apply"), x, residual, mean, invstd,
                                           weight, bias, relu);
-    context->save_for_backward({x, weight.value_or(Tensor()), mean, invstd, mask});
+    context->save_for_backward(
+        {x, weight.value_or(Tensor()), mean, invstd, mask, bias.value_or(Tensor())});
     context->saved_data["training"] = training;
+    context->saved_data["residual"] = given(residual);
     context->saved_data["relu"] = relu;
     context->saved_data["eps"] = eps;
     // (needs_input_grad() counts the tensors that are there, not the arguments.)
@@ -304,6 +307,14 @@ struct BatchNormAct : torch::autograd::Function<BatchNormAct> {
       fused(context, std::move(dy), result);
     }
     return result;
+  }
+
+  // The output once more, from what is saved, in the same bits.
+  static Tensor recompute(AutogradContext& context) {
+    const variable_list saved = context.get_saved_variables();
+    return std::get<0>(Call<apply_pass>::of(
+        AMPFUSE_OP("batch_norm_apply"), saved[0], std::nullopt, saved[2], saved[3],
+        optional(saved[1]), optional(saved[5]), context.saved_data["relu"].toBool()));
   }
 
  private:
@@ -358,6 +369,8 @@ struct BatchNormAct : torch::autograd::Function<BatchNormAct> {
     if (needs(context, kBias)) result[kBias] = dbias;
   }
 };
+
+using Node = torch::autograd::CppNode<BatchNormAct>;
 
 // Whether the kernels take it: everything else is torch's.
 bool has_kernels(const Tensor& x, const OptionalTensor& residual,
@@ -433,7 +446,7 @@ struct Fork : torch::autograd::Function<Fork> {
     if (at::GradMode::is_enabled()) return nullptr;
     const auto self = torch::autograd::get_current_node();
     const auto& edge = self->next_edge(0);
-    auto* node = dynamic_cast<torch::autograd::CppNode<BatchNormAct>*>(&*edge.function);
+    auto* node = dynamic_cast<Node*>(&*edge.function);
     // (On another stream the branches' memory could be given away while it is read.)
     if (node == nullptr || node->stream() != self->stream() || !node->pre_hooks().empty() ||
         !node->tensor_pre_hooks().empty() || !node->retains_grad_hooks().empty())
@@ -489,4 +502,30 @@ AMPFUSE_KERNELS(AMPFUSE_NAMESPACE, CUDA, library) { add_kernels(library); }
 AMPFUSE_KERNELS(AMPFUSE_NAMESPACE, Meta, library) { add_kernels(library); }
 
 }  // namespace
+
+SavedTensor::SavedTensor(const at::Tensor& tensor) {
+  const auto& producer = tensor.grad_fn();
+  auto* node = dynamic_cast<Node*>(producer.get());
+  if (node != nullptr && !node->ctx_.saved_data["residual"].toBool()) {
+    producer_ = producer;
+  } else {
+    tensor_ = tensor;
+    version_ = version_of(tensor);
+  }
+}
+
+at::Tensor SavedTensor::unpack() const {
+  if (producer_) {
+    const at::NoGradGuard no_grad;
+    return BatchNormAct::recompute(dynamic_cast<Node&>(*producer_).ctx_);
+  }
+  // Autograd leaves this check to those who hook into it.
+  TORCH_CHECK(version_of(tensor_) == version_,
+              "one of the variables needed for gradient computation has been modified by an "
+              "inplace operation: a ",
+              tensor_.scalar_type(), " of shape ", tensor_.sizes(), " is at version ",
+              version_of(tensor_), "; expected version ", version_, " instead");
+  return tensor_;
+}
+
 }  // namespace ampfuse

@@ -8,6 +8,7 @@
 #include <sstream>
 #include <vector>
 
+#include "batch_norm.h"
 #include "core/algorithms.h"
 #include "core/backend.h"
 #include "half_ops.h"
@@ -151,6 +152,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       py::arg("max_scale"), py::arg("hysteresis"), py::arg("shared") = std::vector<at::Tensor>(),
       py::arg("dynamic") = true,
       "Applies the loss-scale rule to the OR of found_infs, and sets the shared flags if it is 1.");
+
+  py::class_<SavedTensor>(m, "SavedTensor", py::module_local(), "See batch_norm.h.")
+      .def(py::init<const at::Tensor&>(), py::arg("tensor"))
+      .def("unpack", &SavedTensor::unpack);
 
 #if defined(AMPFUSE_EMULATE_CUDA)
   m.def("launch_count", emulation::launch_count, "Kernels launched so far; for tests.");

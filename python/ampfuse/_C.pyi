@@ -175,6 +175,15 @@ def flattened(containers: Containers) -> list[object]:
 def holds(containers: Containers, known: Sequence[object]) -> bool:
     """Whether ``flattened(containers)`` would be the very objects of `known`."""
 
+class SavedTensor:
+    """What autograd keeps of a tensor."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        """Of what batch_norm_act returned nothing is kept but how to make it again."""
+
+    def unpack(self) -> Tensor:
+        """The tensor, or one with the same bits. RuntimeError: it was changed since."""
+
 class DictVersions:
     """Remembers versions of a dict of dicts, so that most often one need not look into them."""
 

@@ -1,0 +1,154 @@
+"""Outputs of batch norms that the backward pass computes again: the same bits from less memory."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import ampfuse
+from ampfuse import amp
+from ampfuse.measuring import TensorMemory
+from ampfuse.nn import BatchNormAct2d, fuse, recompute_norms
+from conftest import batch_norm_ops
+
+
+class Block(nn.Module):
+    """Two convolutions, each after a batch norm; a residual is added in the second."""
+
+    def __init__(self, channels=16):
+        super().__init__()
+        self.norm1 = BatchNormAct2d(channels)
+        self.conv1 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.norm2 = BatchNormAct2d(channels)
+        self.conv2 = nn.Conv2d(channels, channels, 1, bias=False)
+
+    def forward(self, x):
+        return self.conv2(self.norm2(self.conv1(self.norm1(x)), x))
+
+
+def image(*shape, dtype=torch.float32):
+    return torch.randn(shape).to(dtype, memory_format=torch.channels_last).requires_grad_()
+
+
+def gradients(model, x, recomputed, mode=True):
+    """The loss and all gradients, of a copy."""
+    model, x = copy.deepcopy(model).train(mode), x.detach().clone().requires_grad_()
+    if recomputed:
+        with recompute_norms():
+            loss = model(x).square().mean()
+    else:
+        loss = model(x).square().mean()
+    loss.backward()
+    return [loss, x.grad, *(param.grad for param in model.parameters())]
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_results_have_the_same_bits(dtype, training):
+    torch.manual_seed(0)
+    block, x = Block().to(memory_format=torch.channels_last), image(4, 16, 9, 7, dtype=dtype)
+    for conv in (block.conv1, block.conv2):
+        conv.to(dtype)
+    kept, made = (gradients(block, x, recomputed, training) for recomputed in (False, True))
+    assert all(map(torch.equal, kept, made))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("relu", [True, False])
+def test_the_kernel_repeats_itself(relu, bias, device):
+    """On every backend; and only for what was asked for."""
+    op = batch_norm_ops().batch_norm_act
+    x, weight = image(3, 5, 4, 4).to(device), torch.rand(5, device=device)
+    shift = torch.rand(5, device=device) if bias else None
+    y = op(x, None, weight, shift, None, None, True, 0.1, 1e-5, relu)
+    saved = ampfuse._core.C.SavedTensor
+    made = saved(y).unpack()
+    assert made is not y
+    assert torch.equal(made, y)
+    added = op(x, y.detach(), weight, shift, None, None, True, 0.1, 1e-5, relu)
+    for other in (added, y + 1, y.detach(), x, weight):
+        assert saved(other).unpack() is other
+
+
+def test_memory_of_a_net_and_equal_steps():
+    """Of each block's four saved images one is not kept."""
+    torch.manual_seed(0)
+    x = torch.randn(8, 16, 32, 32).contiguous(memory_format=torch.channels_last)
+    peaks, ends = [], []
+    for recomputed in (False, True):
+        torch.manual_seed(1)
+        model = nn.Sequential(*(Block() for _ in range(6))).to(memory_format=torch.channels_last)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
+        for _ in range(2):
+            with TensorMemory(torch.device("cpu")) as peak:
+                if recomputed:
+                    with recompute_norms():
+                        loss = model(x).float().square().mean()
+                else:
+                    loss = model(x).float().square().mean()
+                with amp.scale_loss(loss, optimizer) as scaled:
+                    scaled.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        peaks.append(peak.mib)
+        ends.append([param.detach().clone() for param in model.parameters()])
+    assert all(map(torch.equal, *ends))
+    one_image = x.numel() * 2 / 2**20
+    assert peaks[0] - peaks[1] > 5 * one_image  # the sixth is made while the rest is there
+
+
+def test_a_fused_net_as_it_is():
+    torchvision = pytest.importorskip("torchvision")
+    torch.manual_seed(0)
+    model = torchvision.models.resnet18(num_classes=4).to(memory_format=torch.channels_last)
+    fuse(model)
+    x = image(2, 3, 32, 32)
+    kept, made = (gradients(model, x, recomputed) for recomputed in (False, True))
+    assert all(map(torch.equal, kept, made))
+
+
+def test_second_derivatives_and_second_passes():
+    torch.manual_seed(0)
+    block, x = Block(4).to(memory_format=torch.channels_last), image(2, 4, 5, 5)
+
+    def results():
+        loss = block(x).square().sum()
+        (first,) = torch.autograd.grad(loss, x, create_graph=True)
+        again = torch.autograd.grad(loss, block.conv1.weight, retain_graph=True)
+        return [first, *again, *torch.autograd.grad(first.square().sum(), [x, block.conv1.weight])]
+
+    kept = results()
+    with recompute_norms():
+        made = results()
+    for one, other in zip(kept, made, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_an_edited_input_is_an_error_as_ever():
+    norm = BatchNormAct2d(4).to(memory_format=torch.channels_last)
+    weight = torch.randn(4, 4, 1, 1).requires_grad_()
+    x = image(2, 4, 5, 5)
+    for edited in ("the norm's input", "another's"):
+        hidden = x * 1
+        with recompute_norms():
+            loss = F.conv2d(norm(hidden), weight).exp().sum()
+            other = hidden.sin().sum()
+        hidden.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            (loss if edited == "the norm's input" else other).backward()
+
+
+def test_a_compiled_model_goes_through():
+    torch.manual_seed(0)
+    block, x = Block(4).to(memory_format=torch.channels_last), image(2, 4, 5, 5)
+
+    def loss(x):
+        with recompute_norms():
+            return block(x).square().mean()
+
+    expected = torch.autograd.grad(loss(x), x)
+    found = torch.autograd.grad(torch.compile(loss, backend="aot_eager")(x), x)
+    torch.testing.assert_close(found, expected)
