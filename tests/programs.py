@@ -34,7 +34,7 @@ def python(*arguments: object, **environment: str) -> subprocess.CompletedProces
     return Program(*arguments, **environment).wait()
 
 
-def ranks(size: int, *arguments: object) -> list[str]:
+def ranks(size: int, *arguments: object, timeout: float = 120) -> list[str]:
     """The same, as `size` processes of one group of torch.distributed; their output, by rank."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -43,7 +43,7 @@ def ranks(size: int, *arguments: object) -> list[str]:
     programs = [
         Program(*arguments, **common, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(size)
     ]
-    results = [program.wait() for program in programs]
+    results = [program.wait(timeout) for program in programs]
     for result in results:
         assert result.returncode == 0, result.stderr
     return [result.stdout for result in results]

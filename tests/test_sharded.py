@@ -27,7 +27,7 @@ CASES = (
 
 def run(size, folder, *names):
     """What each rank of `size` says of the cases: None, or what went wrong."""
-    ranks(size, HERE / "sharded.py", folder, *names)
+    ranks(size, HERE / "sharded.py", folder, *names, timeout=120 * size)
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(size)]
 
 

@@ -265,12 +265,18 @@ struct BatchNormAct : torch::autograd::Function<BatchNormAct> {
                         const OptionalTensor& weight, const OptionalTensor& bias,
                         const OptionalTensor& running_mean, const OptionalTensor& running_var,
                         bool training, double momentum, double eps, bool relu) {
+    // (needs_input_grad() counts the tensors that are there, not the arguments.)
+    std::vector<bool> needs = {x.requires_grad()};
+    for (const OptionalTensor* tensor : {&residual, &weight, &bias})
+      needs.push_back(given(*tensor) && (*tensor)->requires_grad());
     Tensor mean, invstd;
     if (training) {
       std::tie(mean, invstd) = Call<statistics_pass>::of(AMPFUSE_OP("batch_norm_statistics"), x,
                                                          running_mean, running_var, momentum, eps);
     } else {
-      mean = running_mean->clone();  // a later pass in training mode changes it
+      // A later pass in training mode changes it, maybe before the backward pass.
+      const bool any = std::any_of(needs.begin(), needs.end(), [](bool need) { return need; });
+      mean = any ? running_mean->clone() : *running_mean;
       invstd = at::rsqrt(*running_var + eps);
     }
     auto [y, mask] = Call<apply_pass>::of(AMPFUSE_OP("batch_norm_apply"), x, residual, mean, invstd,
@@ -281,10 +287,6 @@ struct BatchNormAct : torch::autograd::Function<BatchNormAct> {
     context->saved_data["residual"] = given(residual);
     context->saved_data["relu"] = relu;
     context->saved_data["eps"] = eps;
-    // (needs_input_grad() counts the tensors that are there, not the arguments.)
-    std::vector<bool> needs = {x.requires_grad()};
-    for (const OptionalTensor* tensor : {&residual, &weight, &bias})
-      needs.push_back(given(*tensor) && (*tensor)->requires_grad());
     context->saved_data["needs"] = needs;
     context->set_materialize_grads(false);
     return y;

@@ -190,6 +190,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("__len__", &ParamTable::rows)
       .def("param", &ParamTable::param, py::arg("row"))
       .def("model", &ParamTable::model, py::arg("row"))
+      .def("has_models", &ParamTable::has_models)
       .def("name", &ParamTable::name, py::arg("row"))
       .def("set_states", &ParamTable::set_states, py::arg("row"), py::arg("states"),
            py::arg("scales") = py::tuple(), py::arg("average") = py::none())

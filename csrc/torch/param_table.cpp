@@ -58,6 +58,7 @@ int64_t ParamTable::add_row(at::Tensor param, std::optional<at::Tensor> model, s
                 ": master and model weight differ in strides, ", param.strides(), " and ",
                 model->strides());
     row.model = *model;
+    has_models_ = true;
     row.model_version = model_version;
     row.model_data = model->data_ptr();
   }

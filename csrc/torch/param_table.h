@@ -42,6 +42,7 @@ class ParamTable {
   void set_gather(Gather gather, const std::optional<at::Tensor>& counted_elsewhere);
   at::Tensor param(int64_t row) const { return rows_.at(row).param; }
   std::optional<at::Tensor> model(int64_t row) const;
+  bool has_models() const { return has_models_; }  // some row has one
 
   // States in the order of the core's kState0..2, laid out as the parameter: FP32, BF16 (rounded at
   // random), or uint8 codes, whose float32 `scales` then stand in the same place. Nothing: the row
@@ -170,6 +171,7 @@ class ParamTable {
   std::vector<int64_t> edited_;  // rows whose model weight somebody edited
   bool layerwise_ = false;       // some row is stepped as in LARC
   bool sharded_ = false;         // some row is a shard
+  bool has_models_ = false;
   Gather gather_;
   at::Tensor counted_elsewhere_;
 };

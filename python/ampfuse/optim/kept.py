@@ -78,22 +78,27 @@ class Kept:
 
     def put(self, state: dict[str, Any], values: Tensor, mode: StateMode) -> None:
         """Keep `values` (float32, in the parameter's layout) in `state`, rounded to nearest."""
-        self.put_zeros(state, values, mode)
+        kept = self._make(state, values, mode)
         if mode == "8bit":
-            codes, scale = (state[key] for key in self.keys[1:])
-            _core.C.encode_state(self.algorithm, self.place, values, codes, scale)
+            _core.C.encode_state(self.algorithm, self.place, values, *kept)
         else:
-            state[self.name].copy_(values)
+            kept[0].copy_(values)
 
     def put_zeros(self, state: dict[str, Any], like: Tensor, mode: StateMode) -> None:
         """Keep zeros, laid out as `like`."""
+        for tensor in self._make(state, like, mode):
+            tensor.zero_()
+
+    def _make(self, state: dict[str, Any], like: Tensor, mode: StateMode) -> list[Tensor]:
+        """What it stands under in `mode`, in place of what there was; with no values yet."""
         for key in self.keys:
             state.pop(key, None)
         if mode == "8bit":
-            codes = _core.C.empty_laid_out_as(like, torch.uint8).zero_()
             blocks = self.shapes(like)[self.keys[2]]
-            scale = torch.zeros(blocks, dtype=torch.float32, device=like.device)
-            state.update(zip(self.keys[1:], (codes, scale), strict=True))
+            scale = torch.empty(blocks, dtype=torch.float32, device=like.device)
+            made = [_core.C.empty_laid_out_as(like, torch.uint8), scale]
         else:
             dtype = torch.float32 if mode == "fp32" else torch.bfloat16
-            state[self.name] = _core.C.empty_laid_out_as(like, dtype).zero_()
+            made = [_core.C.empty_laid_out_as(like, dtype)]
+        state.update(zip(self.keys_in(mode), made, strict=True))
+        return made

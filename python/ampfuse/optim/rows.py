@@ -195,8 +195,7 @@ class Rows(WithOptions, torch.optim.Optimizer):
 
     def _has_amp_masters(self) -> bool:
         """Gradients of half weights wait for the masters that amp gave them."""
-        table = self._known_table()
-        return self._under_amp and any(table.model(i) is not None for i in range(len(table)))
+        return self._under_amp and self._known_table().has_models()
 
     def _forget_rows(self) -> None:
         if self._table is not None:
