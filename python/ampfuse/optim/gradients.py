@@ -15,6 +15,7 @@ from ampfuse.optim.masters import MasterParameter
 from ampfuse.optim.rows import Rows
 from ampfuse.optim.shards import is_sharded
 from ampfuse.optim.unscaling import unscale
+from ampfuse.uncompiled import uncompiled
 
 
 class Gradients(Rows):
@@ -31,6 +32,7 @@ class Gradients(Rows):
     # Gradients of a pass that did not list this optimizer, by row.
     _left_scaled: dict[int, left_scaled.Mark] = {}  # noqa: RUF012, replaced and never changed
 
+    @uncompiled
     def begin_backward(self) -> None:
         """Put earlier gradients away, so that a backward pass brings new ones only."""
         if self._left_scaled:
@@ -38,6 +40,7 @@ class Gradients(Rows):
         self.param_table().begin_backward()
         self.in_backward = True
 
+    @uncompiled
     def end_backward(self, scale: Tensor, check: bool) -> None:
         """Take in a pass whose gradients carry `scale` (float32, 0-dim): inspect and unscale."""
         self.in_backward = self.has_scaled_gradients = False
@@ -46,6 +49,7 @@ class Gradients(Rows):
         if self._under_amp and any(is_sharded(param) for param in self._row_params):
             table.materialize()  # a DTensor cannot do that when somebody looks at its gradient
 
+    @uncompiled
     def mark_backward(self, scale: Tensor) -> None:
         """Take in a pass, but leave its gradients scaled until the next pass or the step."""
         self.in_backward, self.has_scaled_gradients = False, True
@@ -56,6 +60,7 @@ class Gradients(Rows):
         self.in_backward = False
         self._known_table().cancel_backward()
 
+    @uncompiled
     def materialize_gradients(self) -> None:
         if self._table is not None and not self.in_backward:
             self._table.materialize()
@@ -102,6 +107,7 @@ class Gradients(Rows):
                 self._ranks.share(found_inf)
         return found_inf
 
+    @uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's, and also drops what amp holds of earlier passes."""
         if self._table is not None:
