@@ -2,6 +2,8 @@
 
 import collections
 import shutil
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -12,6 +14,7 @@ from torch._dynamo.utils import counters
 
 import ampfuse
 from ampfuse import amp, optim
+from ampfuse.amp import op_casts
 from ampfuse.amp.half_output import HalfOutput
 from cases import assert_same_bits
 
@@ -24,6 +27,7 @@ OVERFLOW = 2  # the step with one, at the dynamic levels
 @pytest.fixture(autouse=True)
 def compiler():
     """Forgets other tests. To compile a function again is an error, as is a warning of Dynamo's."""
+    op_casts.remove()  # as other tests left it
     torch._dynamo.reset()
     counters.clear()
     with torch._dynamo.config.patch(error_on_recompile=True), warnings.catch_warnings():
@@ -421,6 +425,26 @@ def test_losses_of_half_outputs_compute_in_float32(name, inside):
     x = torch.rand(3, 4)
     found = same_compiled((lambda x: loss(model(x))) if inside else loss, x if inside else model(x))
     assert found.dtype == f32
+
+
+AFTER_CAST_EVERYWHERE = """
+import torch
+from torch import nn
+from ampfuse import amp
+
+model = amp.initialize(nn.Linear(4, 4), opt_level="O1", verbosity=0)
+amp.cast_everywhere()
+amp.initialize(nn.Linear(1, 1), opt_level="O2", verbosity=0)
+out = model(torch.rand(3, 4))
+target = torch.tensor([0, 1, 2])
+loss = torch.compile(lambda o: nn.functional.cross_entropy(o, target), backend="aot_eager")
+assert loss(out).dtype == torch.float32
+"""
+
+
+def test_compiled_losses_where_functions_were_replaced_before():
+    """In a process that has not compiled anything before."""
+    subprocess.run([sys.executable, "-c", AFTER_CAST_EVERYWHERE], check=True)
 
 
 # --- tools ----------------------------------------------------------------------------------------

@@ -275,5 +275,5 @@ def _warn_of_stock_optimizer(kind: type) -> None:
         f"{kind.__module__}.{kind.__name__} steps FP16 parameters in FP16: unscaled gradients are "
         "rounded for it, and small ones become 0. The optimizers of ampfuse.optim with "
         "master_weights=True step in FP32.",
-        stacklevel=5,
+        stacklevel=7,
     )
