@@ -326,6 +326,20 @@ def test_graphed_steps_train_like_eager_ones(name, schedule, machine):
         assert torch.equal(*rates)
 
 
+@pytest.mark.parametrize("name", ["O1", "O2", "O5", "scaler"])
+def test_a_compiled_model_is_captured_too(name, machine):
+    """It is compiled in the first calls, before the capture, and not again."""
+    torch._dynamo.reset()
+    ours, twin = twins(name, machine)
+    compiled = dataclasses.replace(ours)
+    compiled.model = torch.compile(ours.model, backend="aot_eager", fullgraph=True)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        step = compiled.graphed(sample(machine))
+        found = run(step, batches(machine)) | everything(ours)
+    expected = run(twin.eager, batches(machine)) | everything(twin)
+    assert_same_bits(found, expected)
+
+
 @pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", ["O2", "O5", "adamw", "scaler"])
 def test_hundreds_of_steps(name, kind, monkeypatch):

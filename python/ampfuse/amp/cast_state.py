@@ -17,8 +17,9 @@ from ampfuse.amp.op_rules import AS_WRITTEN, Scope
 
 
 class _Thread(threading.local):
-    scope: Scope | None = None  # of the innermost region; None outside of all
-    disabled = 0
+    def __init__(self) -> None:
+        self.scope: Scope | None = None  # of the innermost region; None outside of all
+        self.disabled = 0
 
 
 thread = _Thread()
@@ -94,10 +95,8 @@ def disable_casts() -> Iterator[None]:
     """
     thread.disabled += 1
     try:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(region(AS_WRITTEN))
-            for device_type in {"cpu", _accelerator()}:
-                stack.enter_context(torch.autocast(device_type, enabled=False))
+        on_cpu = torch.autocast("cpu", enabled=False)
+        with region(AS_WRITTEN), on_cpu, torch.autocast(_accelerator(), enabled=False):
             yield
     finally:
         thread.disabled -= 1

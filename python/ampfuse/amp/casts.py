@@ -243,17 +243,15 @@ def _cast_forward(
         return trees.cast(outputs, casts.outputs)
     if covered:
         return outputs
-    if torch.compiler.is_compiling():
-        return wrap(outputs)
     return wrap(outputs, half_output_class(casts.rules, casts.log))
 
 
 def _function_casts(casts: Casts, device_type: str) -> contextlib.AbstractContextManager[None]:
     """What `casts` says besides autocast."""
-    if torch.compiler.is_compiling():  # it follows autocast, not Python that looks at every call
-        return contextlib.nullcontext()
     if casts.autocast is None:
         return cast_state.region(AS_WRITTEN)
+    if torch.compiler.is_compiling():  # it follows autocast, not Python that looks at every call
+        return cast_state.region(Scope(casts.autocast))
     return _inside_forward(casts, device_type == "cpu")
 
 

@@ -20,6 +20,7 @@ from ampfuse.optim.fused import FusedOptimizer
 from ampfuse.optim.inner import parameters
 from ampfuse.optim.masters import HALF_DTYPES
 from ampfuse.optim.unscaling import unscale
+from ampfuse.uncompiled import uncompiled
 
 # The largest power of two in FP32. torch has no ceiling, but refuses to grow to inf.
 _LARGEST_SCALE = 2.0**127
@@ -98,6 +99,7 @@ class GradScaler(torch.amp.GradScaler):
             (), self._init_hysteresis_tracker, dtype=torch.int32, device=dev
         )
 
+    @uncompiled
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Unscale the gradients and step, or skip the step if one is non-finite.
 
@@ -140,6 +142,7 @@ class GradScaler(torch.amp.GradScaler):
             _round_gradients_to_parameters(optimizer)
         return super().step(optimizer, *args, **kwargs)
 
+    @uncompiled
     @torch.no_grad()
     def clip_grad_norm_(self, optimizer: Optimizer, max_norm: float) -> Tensor:
         """Clip the gradients of `optimizer` to `max_norm`, as measured after unscaling.
@@ -164,6 +167,7 @@ class GradScaler(torch.amp.GradScaler):
         with driven(optimizer, grad_scale=scale):
             return optimizer.clip_next_step(max_norm)
 
+    @uncompiled
     def _unscale_grads_(
         self,
         optimizer: Optimizer,
@@ -191,6 +195,7 @@ class GradScaler(torch.amp.GradScaler):
             unscale(listed, inv_scale.to(device, non_blocking=True), flags[device])
         return flags
 
+    @uncompiled
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Adapt the scale to the steps since the last update, or set it to `new_scale`.
 
@@ -270,5 +275,5 @@ def _warn_of_stock_optimizer(kind: type) -> None:
         f"{kind.__module__}.{kind.__name__} steps FP16 parameters in FP16: unscaled gradients are "
         "rounded for it, and small ones become 0. The optimizers of ampfuse.optim with "
         "master_weights=True step in FP32.",
-        stacklevel=5,
+        stacklevel=7,
     )

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 from torch.overrides import get_default_nowrap_functions
 
 from ampfuse.amp import trees
@@ -67,6 +68,8 @@ class HalfOutput(Tensor):
             }
             return func(*args, **kwargs)
         with _autocast_if_mixed(args, kwargs):
+            if is_dynamo_compiling():  # it follows torch's Python code only on plain tensors
+                args, kwargs = unwrap(args), unwrap(kwargs)
             result = func(*args, **kwargs)
         if func in get_default_nowrap_functions() or name in _PLAIN:
             return result
@@ -96,11 +99,15 @@ def wrap(value: Any, kind: type[HalfOutput] = HalfOutput) -> Any:
     return trees.replace(value, leaf)
 
 
-@functools.cache
 def half_output_class(rules: OpRules | None, logs_casts: bool) -> type[HalfOutput]:
     """The class of outputs that follow `rules` outside the model too; None: AUTOCAST's."""
-    if rules is None and not logs_casts:
+    if torch.compiler.is_compiling() or (rules is None and not logs_casts):
         return HalfOutput
+    return _class_of(rules, logs_casts)
+
+
+@functools.cache
+def _class_of(rules: OpRules | None, logs_casts: bool) -> type[HalfOutput]:
     return type("HalfOutput", (HalfOutput,), {"rules": rules, "logs_casts": logs_casts})
 
 
@@ -112,7 +119,7 @@ def unwrap(value: Any) -> Any:
 def _plain(item: Any) -> Any:
     if isinstance(item, HalfOutput):
         with torch._C.DisableTorchFunctionSubclass():
-            return item.as_subclass(Tensor)
+            return item.view_as(item)  # what `as_subclass` does, and Dynamo knows this one
     return item
 
 

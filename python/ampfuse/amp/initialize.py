@@ -273,9 +273,10 @@ def _parameters_of(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
 
 def _check_models(models: list[nn.Module], policy: Policy, allow_half: bool) -> None:
     for model in models:
-        if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        wrapper = eager_module(model)
+        if isinstance(wrapper, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
             raise RuntimeError(
-                f"The model is wrapped in {type(model).__name__} already. Call amp.initialize on "
+                f"The model is wrapped in {type(wrapper).__name__} already. Call amp.initialize on "
                 "the bare model, then wrap what it returns: the wrapper has to see the weights in "
                 "their final type."
             )

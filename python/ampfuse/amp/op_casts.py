@@ -57,6 +57,11 @@ def install(rules: OpRules) -> None:
     if id(rules) in _installed:
         return
     with _lock:
+        # Compiled code calls the originals, and half outputs override those: both lists that Dynamo
+        # knows torch's functions by are made once, and now.
+        import torch._dynamo.trace_rules
+
+        torch.overrides.get_overridable_functions()
         for owner in _OWNERS:
             for name in rules.table:
                 function = getattr(owner, name, None)
@@ -106,13 +111,12 @@ def _casting(name: str, function: Any) -> Any:
     """`function`, with its arguments cast by the rule that the scope in force has for `name`."""
     label = name.removeprefix("__").removesuffix("__")
     call = _without_cpu_autocast(function) if name in RNN_LAYERS else function
-    thread = cast_state.thread
 
     @functools.wraps(function)
     def cast_first(*args: Any, **kwargs: Any) -> Any:
         if is_dynamo_compiling():  # it follows autocast, and must not see what is below
             return function(*args, **kwargs)
-        scope = thread.scope or cast_state.outside
+        scope = cast_state.thread.scope or cast_state.outside
         rule = scope.table.get(name)
         if rule is None or is_compiling():
             return function(*args, **kwargs)

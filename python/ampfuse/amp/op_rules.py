@@ -113,6 +113,7 @@ AS_WRITTEN = Scope()
 
 def name_of(function: Any) -> str:
     """What rules call `function`: ``torch.linalg.norm`` too is ``norm``."""
+    function = getattr(function, "__wrapped__", function)  # of a wrapper Dynamo tells another name
     name = getattr(function, "__name__", "")  # some callables of torch's have none
     return name.removeprefix("linalg_").removeprefix("special_")
 

@@ -23,10 +23,12 @@ from ampfuse.amp import session as sessions
 from ampfuse.amp.hints import warn_if_bfloat16_is_emulated
 from ampfuse.amp.scaler import LossScaler
 from ampfuse.optim import left_scaled
+from ampfuse.uncompiled import uncompiled
 
 _log = logging.getLogger("ampfuse.amp")
 
 
+@uncompiled
 @contextlib.contextmanager
 def scale_loss(
     loss: Tensor,

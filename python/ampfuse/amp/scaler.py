@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ampfuse import _core
+from ampfuse.uncompiled import uncompiled
 
 # Without a floor, a NaN that does not go away halves the scale to 0, and 1 / scale is inf from then
 # on. This floor mirrors the default ceiling of 2**24: far below any useful scale, and 1 / scale is
@@ -138,6 +139,7 @@ class LossScaler:
         if self._lent:
             self._scale = self._scale.clone()
 
+    @uncompiled
     @torch.no_grad()
     def update(self, found_infs: Sequence[Tensor], shared: Sequence[Tensor] | None = None) -> None:
         """Adapt the scale to one backward pass, and let its optimizers share the verdict.

@@ -10,12 +10,16 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 from torch.nn.utils.rnn import PackedSequence
+
+_DICTS = (dict, OrderedDict)  # Dynamo knows neither copies nor attributes of these
 
 
 def replace(value: Any, leaf: Callable[[Any], Any]) -> Any:
@@ -28,26 +32,31 @@ def replace(value: Any, leaf: Callable[[Any], Any]) -> Any:
         return replaced
     if isinstance(value, (list, tuple)):
         items = [replace(item, leaf) for item in value]
-        if all(new is old for new, old in zip(items, value, strict=True)):
+        if all(_same(new, old) for new, old in zip(items, value, strict=True)):
             return value
         if hasattr(value, "_fields"):  # a namedtuple takes its fields one by one
             return type(value)(*items)
         return type(value)(items)
     if isinstance(value, Mapping):
-        changed = {}
-        for key, old in value.items():
-            new = replace(old, leaf)
-            if new is not old:
-                changed[key] = new
-        if not changed:
+        entries = {key: replace(old, leaf) for key, old in value.items()}
+        if all(map(_same, entries.values(), value.values())):
             return value
-        if not isinstance(value, MutableMapping):
-            return {**value, **changed}
+        if type(value) in _DICTS or not isinstance(value, MutableMapping):
+            return OrderedDict(entries) if isinstance(value, OrderedDict) else entries
         rebuilt = copy.copy(value)
-        for key, new in changed.items():
+        for key, new in entries.items():
             rebuilt[key] = new
         return rebuilt
     return value
+
+
+def _same(new: Any, old: Any) -> bool:
+    if not is_dynamo_compiling():
+        return new is old
+    # To Dynamo a tensor is itself as a subclass too, and of tuples it cannot tell.
+    if type(new) is not type(old):
+        return False
+    return all(map(_same, new, old)) if isinstance(new, tuple) else new is old
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
@@ -83,7 +92,7 @@ def _cast_object(item: Any, dtype: torch.dtype) -> Any:
     """``item.to(dtype)`` if that means what it says; `item` otherwise."""
     # A module given as an argument would be cast in place; its owner decides about that. A class
     # is no instance: its `to` is an unbound function.
-    if not hasattr(item, "to") or isinstance(item, (torch.nn.Module, type)):
+    if type(item) in _DICTS or not hasattr(item, "to") or isinstance(item, (torch.nn.Module, type)):
         return item
     try:
         parameters = inspect.signature(item.to).parameters

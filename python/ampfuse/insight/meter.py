@@ -182,7 +182,7 @@ class Meter:
             if self._still[row] == _PATIENCE:
                 del self._still[row]
                 rows = [one for one in self.readings if one.parameter == reading.parameter]
-                warnings.warn(str(advice.stale(rows)), stacklevel=6)
+                warnings.warn(str(advice.stale(rows)), stacklevel=8)
 
     # --- reading --------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from ampfuse.optim.ema import Averages
 from ampfuse.optim.masters import FLOAT_DTYPES
 from ampfuse.optim.schedule import Scheduled, refuse_unread
+from ampfuse.uncompiled import uncompiled
 
 # What ``upgrade`` makes of torch's optimizers.
 FUSED: dict[type[torch.optim.Optimizer], type[FusedOptimizer]] = {}
@@ -66,6 +67,7 @@ class FusedOptimizer(Scheduled, Averages):
             self.param_groups.pop()
             raise
 
+    @uncompiled
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step; see the class for what it does with masters, clipping and overflow.
@@ -106,6 +108,7 @@ class FusedOptimizer(Scheduled, Averages):
         self._watch_skips()
         return loss
 
+    @uncompiled
     @torch.no_grad()
     def clip_next_step(self, max_norm: float) -> Tensor:
         if not max_norm > 0:

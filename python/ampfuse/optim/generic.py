@@ -12,6 +12,7 @@ from ampfuse.optim import checkpoints
 from ampfuse.optim.base import AmpOptimizer
 from ampfuse.optim.inner import parameters
 from ampfuse.optim.masters import MasterParameter
+from ampfuse.uncompiled import uncompiled
 
 
 class GenericOptimizer(AmpOptimizer):
@@ -26,6 +27,7 @@ class GenericOptimizer(AmpOptimizer):
     _step_supports_amp_scaling = True
     _original_class: type[torch.optim.Optimizer]
 
+    @uncompiled
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """The original class's step, unless the gradients overflowed; then nothing, and None.
 
@@ -91,10 +93,12 @@ class GenericOptimizer(AmpOptimizer):
             return (closure_on_current_weights, *args[1:]), kwargs
         return args, {**kwargs, "closure": closure_on_current_weights}
 
+    @uncompiled
     def clip_next_step(self, max_norm: float) -> Tensor:
         # The wrapped step reads .grad, so the gradients themselves have to be clipped.
         return torch.nn.utils.clip_grad_norm_(list(parameters(self)), max_norm)
 
+    @uncompiled
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """The original class's, if it has its own: what that takes and leaves is its choice."""
         original = self._original_class.zero_grad

@@ -16,6 +16,7 @@ from ampfuse.optim.inner import parameters
 from ampfuse.optim.masters import MasterParameter
 from ampfuse.optim.rows import Rows
 from ampfuse.optim.unscaling import unscale
+from ampfuse.uncompiled import uncompiled
 
 
 class Gradients(Rows):
@@ -32,6 +33,7 @@ class Gradients(Rows):
     # Gradients of a pass that did not list this optimizer, by row.
     _left_scaled: dict[int, left_scaled.Mark] = {}  # noqa: RUF012, replaced and never changed
 
+    @uncompiled
     def begin_backward(self) -> None:
         """Put earlier gradients away, so that a backward pass brings new ones only."""
         if self._left_scaled:
@@ -39,6 +41,7 @@ class Gradients(Rows):
         self.param_table().begin_backward()
         self.in_backward = True
 
+    @uncompiled
     def end_backward(self, scale: Tensor, check: bool) -> bool:
         """Take in a pass whose gradients carry `scale` (float32, 0-dim): inspect and unscale.
 
@@ -52,6 +55,7 @@ class Gradients(Rows):
             table.materialize()  # a DTensor cannot do that when somebody looks at its gradient
         return left
 
+    @uncompiled
     def mark_backward(self, scale: Tensor) -> None:
         """Take in a pass, but leave its gradients scaled until the next pass or the step."""
         self.in_backward, self.has_scaled_gradients = False, True
@@ -68,6 +72,7 @@ class Gradients(Rows):
         leaves = [getattr(param, "model_param", param) for param in self._row_params]
         return [row for row, leaf in enumerate(leaves) if id(leaf) in params]
 
+    @uncompiled
     def materialize_gradients(self) -> None:
         if self._table is not None and not self.in_backward:
             self._table.materialize()
@@ -114,6 +119,7 @@ class Gradients(Rows):
                 self._ranks.share(found_inf)
         return found_inf
 
+    @uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's, and also drops what amp holds of earlier passes."""
         if self._table is not None:

@@ -63,6 +63,9 @@ class _LazyGradParameter(torch.nn.Parameter):
         return self._owner() if self._owner is not None else None
 
     def _materialize(self) -> None:
+        # Dynamo looks too, and accepts no gradient of another type than the weight's.
+        if torch.compiler.is_compiling():
+            return
         if (owner := self.living_owner()) is not None:
             owner.materialize_gradients()
 
@@ -173,6 +176,8 @@ def install_masters(optimizer: torch.optim.Optimizer) -> None:
                 continue
             if param not in masters:
                 masters[param] = MasterParameter.of(param)
+                # Now, not at the first step: what was compiled meanwhile knows the weight's class.
+                masters[param].set_owner(optimizer)  # type: ignore[arg-type]
             group["params"][i] = masters[param]
     for state in [getattr(each, "state", {}) for each in optimizers]:
         for param in [key for key in state if isinstance(key, Tensor) and key in masters]:

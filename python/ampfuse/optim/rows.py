@@ -22,6 +22,7 @@ from ampfuse.optim.masters import (
 )
 from ampfuse.optim.options import WithOptions
 from ampfuse.optim.shards import Ranks, is_sharded, local, origin, placed_as
+from ampfuse.uncompiled import uncompiled
 
 if TYPE_CHECKING:
     from ampfuse._C import ParamTable
@@ -52,6 +53,7 @@ class Rows(WithOptions, torch.optim.Optimizer):
     # Where a table that is made anew goes on in a schedule; the table counts from there.
     _schedule_step: Tensor | int = 0
 
+    @uncompiled
     def param_table(self) -> ParamTable:
         """The table, with a row for each parameter of ``param_groups`` in order."""
         if self._installs_masters:
@@ -123,6 +125,8 @@ class Rows(WithOptions, torch.optim.Optimizer):
         self._forget_rows()
         if self._installs_masters:
             install_masters(self)
+        for param in filter(self._is_split, parameters(self)):
+            materialize_on_sight(param, self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; under amp half-precision parameters of the group get FP32 masters."""

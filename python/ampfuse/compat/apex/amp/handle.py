@@ -18,8 +18,10 @@ from ampfuse.amp.function_casts import restore_registered
 from ampfuse.amp.scale_loss import session_and_optimizers
 from ampfuse.compat.apex.amp import overflow_report
 from ampfuse.compat.apex.amp.opt import OptimWrapper
+from ampfuse.uncompiled import uncompiled
 
 
+@uncompiled
 @contextlib.contextmanager
 def scale_loss(
     loss: Tensor,

@@ -1,0 +1,464 @@
+"""torch.compile with ampfuse: the bits of uncompiled runs, one graph, and no compiling anew."""
+
+import collections
+import shutil
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._dynamo.utils import counters
+
+import ampfuse
+from ampfuse import amp, optim
+from ampfuse.amp import op_casts
+from ampfuse.amp.half_output import HalfOutput
+from cases import assert_same_bits
+
+f16, bf16, f32 = torch.float16, torch.bfloat16, torch.float32
+LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+DYNAMIC = ("O1", "O2")
+OVERFLOW = 2  # the step with one, at the dynamic levels
+
+
+@pytest.fixture(autouse=True)
+def compiler():
+    """Forgets other tests. To compile a function again is an error, as is a warning of Dynamo's."""
+    op_casts.remove()  # as other tests left it
+    torch._dynamo.reset()
+    counters.clear()
+    with torch._dynamo.config.patch(error_on_recompile=True), warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Dynamo")
+        yield
+    torch._dynamo.reset()
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4)
+        self.wide, self.out = nn.Linear(4, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        x = F.relu(self.norm(self.conv(x))).mean((2, 3))
+        x = F.layer_norm(F.gelu(self.wide(x)), (8,))
+        return self.out(F.softmax(x, dim=-1) + x)
+
+
+def batch(i):
+    random = torch.Generator().manual_seed(i)
+    return torch.randn(6, 2, 5, 5, generator=random), torch.randint(3, (6,), generator=random)
+
+
+def build(kind=optim.AdamW, **options):
+    torch.manual_seed(0)
+    model = Net()
+    return model, kind(model.parameters(), **{"lr": 1e-2, **options})
+
+
+def factor(level, i):
+    return torch.tensor(float("inf") if level in DYNAMIC and i == OVERFLOW else 1.0)
+
+
+def train(level, run, optimizer, steps=4):
+    losses = {}
+    for i in range(steps):
+        x, y = batch(i)
+        loss = F.cross_entropy(run(x), y) * factor(level, i)
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses[f"loss {i}"] = loss.detach()
+    return losses
+
+
+def everything(model, optimizer):
+    found = {f"model {k}": v for k, v in model.named_parameters()}
+    found |= {f"buffer {k}": v for k, v in model.named_buffers()}
+    for i, state in optimizer.state_dict()["state"].items():
+        found |= {f"{k} {i}": v for k, v in state.items() if isinstance(v, torch.Tensor)}
+    if getattr(optimizer, "_amp_session", None) is not None:
+        scaler = amp.state_dict(optimizer=optimizer)["loss_scaler0"]
+        found |= {k: torch.tensor(float(v)) for k, v in scaler.items()}
+    if hasattr(optimizer, "last_step"):
+        found["skipped"] = optimizer.param_table().state_field("skipped_steps")
+    return {name: value.detach().clone() for name, value in found.items()}
+
+
+# --- models ---------------------------------------------------------------------------------------
+
+
+def compiled_after(model, compile, initialize):
+    initialize(model)
+    return compile(model)
+
+
+def compiled_before(model, compile, initialize):
+    model = compile(model)
+    initialize(model)
+    return model
+
+
+def in_place_after(model, compile, initialize):
+    initialize(model)
+    model.compile(backend="aot_eager", fullgraph=True)
+    return model
+
+
+def in_place_before(model, compile, initialize):
+    model.compile(backend="aot_eager", fullgraph=True)
+    initialize(model)
+    return model
+
+
+def a_part(model, compile, initialize):
+    model.wide = compile(model.wide)
+    initialize(model)
+    return model
+
+
+ORDERS = [
+    (compiled_after, "aot_eager"),
+    (compiled_before, "eager"),
+    (in_place_after, "aot_eager"),
+    (in_place_before, "aot_eager"),
+    (a_part, "aot_eager"),
+]
+
+
+def run_compiled(level, order, backend, fullgraph=True, **options):
+    model, optimizer = build()
+
+    def compile(module):
+        return torch.compile(module, backend=backend, fullgraph=fullgraph)
+
+    def initialize(module):
+        amp.initialize(module, optimizer, opt_level=level, verbosity=0, **options)
+
+    run = order(model, compile, initialize)
+    found = train(level, run, optimizer) | everything(model, optimizer)
+    return {name.replace("_orig_mod.", ""): value for name, value in found.items()}
+
+
+def uncompiled_order(model, compile, initialize):
+    initialize(model)
+    return model
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_compiled_models_train_to_the_bits_of_uncompiled_ones(level):
+    expected = run_compiled(level, uncompiled_order, None)
+    assert expected["skipped"] == (level in DYNAMIC)
+    for order, backend in ORDERS if level in DYNAMIC else ORDERS[:2]:
+        torch._dynamo.reset()
+        counters.clear()
+        assert_same_bits(run_compiled(level, order, backend), expected)
+        assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+@pytest.mark.parametrize("order", [compiled_after, compiled_before])
+@pytest.mark.parametrize("level", LEVELS)
+def test_inductor_trains_alike(level, order):
+    expected = run_compiled(level, uncompiled_order, None)
+    found = run_compiled(level, order, "inductor")
+    assert counters["stats"]["unique_graphs"] == 1
+    for name in ("skipped", "loss_scale", "unskipped"):
+        assert found[name] == expected[name]
+    tolerance = {"O0": 1e-5, "O1": 5e-3, "O2": 5e-3, "O3": 5e-3}.get(level, 4e-2)
+    for i in range(OVERFLOW):  # later on Adam makes much of gradients that are next to nothing
+        loss = found[f"loss {i}"], expected[f"loss {i}"]
+        torch.testing.assert_close(*loss, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("order", [compiled_after, compiled_before])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_fused_batch_norms_compile(level, order):
+    expected = run_compiled(level, uncompiled_order, None, fuse_batchnorm=True)
+    assert_same_bits(run_compiled(level, order, "aot_eager", fuse_batchnorm=True), expected)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_a_wrapper_that_initialize_refuses_is_refused_compiled():
+    class DistributedDataParallel(nn.parallel.DistributedDataParallel):
+        def __init__(self, module):
+            nn.Module.__init__(self)
+            self.module = module
+
+    with pytest.raises(RuntimeError, match="wrapped in DistributedDataParallel"):
+        amp.initialize(torch.compile(DistributedDataParallel(nn.Linear(2, 2))), verbosity=0)
+
+
+# --- steps and passes -----------------------------------------------------------------------------
+
+
+class Plain(torch.optim.RMSprop):
+    """An optimizer with a step of its own, on masters."""
+
+
+def build_at(level, kind):
+    model, optimizer = build(kind)
+    if level == "scaler":
+        return model, optimizer, ampfuse.GradScaler("cpu", init_scale=2.0**10)
+    if level is not None:
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    return model, optimizer, None
+
+
+def step_of(model, optimizer, level, scaler):
+    """The whole of a step: two passes, clipping, update."""
+
+    def backward(loss, delay):
+        if scaler is not None:
+            scaler.scale(loss).backward()
+        elif level is not None:
+            with amp.scale_loss(loss, optimizer, delay_unscale=delay) as scaled:
+                scaled.backward()
+        else:
+            loss.backward()
+
+    def step(x, y, factor):
+        loss = F.cross_entropy(model(x), y) * factor
+        backward(loss, delay=True)
+        backward(F.cross_entropy(model(x.flip(0)), y), delay=False)
+        if scaler is None:
+            amp.clip_grad_norm_(optimizer, 0.1)
+            optimizer.step()
+        else:
+            scaler.clip_grad_norm_(optimizer, 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+STEPS = [(None, optim.AdamW), ("scaler", optim.AdamW), ("O1", optim.SGD), ("O2", optim.AdamW)]
+
+
+@pytest.mark.parametrize(("level", "kind"), [*STEPS, ("O2", Plain), ("scaler", Plain)])
+def test_a_compiled_step_of_training_leaves_amp_uncompiled(level, kind):
+    """Only the uses of the model are compiled, and after two steps nothing is."""
+    found = []
+    for compiled in (False, True):
+        model, optimizer, scaler = build_at(level, kind)
+        step = step_of(model, optimizer, level, scaler)
+        if compiled:
+            torch._dynamo.config.error_on_recompile = False  # torch's own steps
+            step = torch.compile(step, backend="aot_eager")
+        losses, graphs = {}, []
+        for i in range(4):
+            losses[f"loss {i}"] = step(*batch(i), factor(level, i))
+            graphs.append(counters["stats"]["unique_graphs"])
+        found.append(losses | everything(model, optimizer))
+        if scaler is not None:
+            found[-1]["scale"] = torch.tensor(scaler.get_scale())
+    assert_same_bits(*found)
+    assert 2 <= graphs[1] == graphs[-1] <= 4
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_shape_that_comes_between_two_passes_compiles_too(level):
+    """Dynamo looks at the gradients that there are then, and they stay as they are."""
+    found = []
+    torch._dynamo.config.error_on_recompile = False
+    for compiled in (False, True):
+        model, optimizer = build()
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+        for rows in (6, 4):
+            x, y = batch(0)
+            with amp.scale_loss(F.cross_entropy(run(x[:rows]), y[:rows]), optimizer) as scaled:
+                scaled.backward()
+        optimizer.step()
+        found.append(everything(model, optimizer))
+    assert_same_bits(*found)
+
+
+@pytest.mark.parametrize("kind", [optim.SGD, optim.AdamW, optim.LAMB])
+def test_a_compiled_optimizer_step_is_the_step(kind):
+    found = []
+    for compiled in (False, True):
+        model, optimizer = build(kind)
+        step = torch.compile(optimizer.step, backend="aot_eager") if compiled else optimizer.step
+        for i in range(3):
+            x, y = batch(i)
+            F.cross_entropy(model(x), y).backward()
+            step()
+            optimizer.zero_grad()
+        found.append(everything(model, optimizer))
+    assert_same_bits(*found)
+    assert not counters["stats"]
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="ampfuse does this in its extension"):
+        torch.compile(optimizer.step, backend="aot_eager", fullgraph=True)()
+
+
+# --- what casts see in compiled code --------------------------------------------------------------
+
+
+def own(x):
+    return x.exp()
+
+
+IN_FLOAT, IN_HALF = amp.float_function(own), amp.half_function(own)
+WIDEST, HALF_LINEAR = amp.promote_function(torch.mul), amp.half_function(F.linear)
+
+
+class Part(nn.Module):
+    """A layer, and something after it."""
+
+    def __init__(self, after, results=lambda y: y):
+        super().__init__()
+        self.layer, self.after, self.results = nn.Linear(4, 4), after, results
+
+    def forward(self, x):
+        return self.results(self.after(self.layer, self.layer(x), x))
+
+
+def without_casts(layer, y, x):
+    with amp.disable_casts():
+        return layer(y.float()) + F.softmax(y, -1)
+
+
+def breaking(layer, y, x):
+    torch._dynamo.graph_break()
+    return layer(y).mean(0)
+
+
+AFTER = {
+    "float_function": lambda layer, y, x: IN_FLOAT(y) * 2,
+    "half_function": lambda layer, y, x: (IN_HALF(x) * 2).mean(),
+    "promote_function": lambda layer, y, x: WIDEST(y, x),
+    "half_function of torch's": lambda layer, y, x: HALF_LINEAR(x, layer.weight) + y,
+    "disable_casts": without_casts,
+    "graph break": breaking,
+}
+
+
+def tensors(value):
+    values = value.values() if isinstance(value, dict) else value
+    return [value] if isinstance(value, torch.Tensor) else [t for v in values for t in tensors(v)]
+
+
+def same_compiled(function, x, backend="aot_eager", fullgraph=True):
+    """`function` and compiled give results of the same classes, types and bits."""
+    expected = function(x)
+    found = torch.compile(function, backend=backend, fullgraph=fullgraph)(x)
+    assert type(found) is type(expected)
+    for a, b in zip(tensors(found), tensors(expected), strict=True):
+        assert (type(a), a.dtype) == (type(b), b.dtype)
+        assert torch.equal(a, b)
+    return found
+
+
+@pytest.mark.parametrize("latest", ["O1", "O2"])
+@pytest.mark.parametrize("name", AFTER)
+def test_types_that_functions_ask_for(name, latest):
+    """They are those of the model's own level, whichever model was initialized last."""
+    model = amp.initialize(Part(AFTER[name]), opt_level="O1", verbosity=0)
+    amp.initialize(nn.Linear(1, 1), opt_level=latest, verbosity=0)
+    same_compiled(model, torch.rand(3, 4), fullgraph=name != "graph break")
+
+
+Pair = collections.namedtuple("Pair", ["first", "rest"])
+RESULTS = {
+    "dict": lambda y: {"a": y, "b": [y.float(), (y, y)]},
+    "OrderedDict": lambda y: collections.OrderedDict(a=y.float(), b=y),
+    "namedtuple": lambda y: Pair(y, [y, (y.float(),)]),
+    "torch's": lambda y: y.max(1)[:1],
+}
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("name", RESULTS)
+def test_results_in_containers(name, level):
+    model = Part(lambda layer, y, x: y, RESULTS[name])
+    amp.initialize(model, opt_level=level, verbosity=0)
+    found = tensors(same_compiled(model, torch.rand(3, 4)))
+    assert any(isinstance(t, HalfOutput) for t in found) == (level == "O1")
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_results_of_hugging_face(level):
+    outputs = pytest.importorskip("transformers.modeling_outputs")
+    model = Part(
+        lambda layer, y, x: y,
+        lambda y: outputs.SequenceClassifierOutput(loss=y.float().sum(), logits=y),
+    )
+    amp.initialize(model, opt_level=level, verbosity=0)
+    found = same_compiled(model, torch.rand(3, 4))
+    assert list(found) == ["loss", "logits"]
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_models_on_what_models_return(level):
+    models = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    first, second = amp.initialize(models, opt_level=level, verbosity=0)
+    x = torch.rand(3, 4)
+    same_compiled(lambda x: second(first(x)), x)
+    same_compiled(second, first(x))
+
+
+LOSSES = {
+    "cross_entropy": lambda o: F.cross_entropy(o, torch.tensor([0, 1, 2])),
+    "powers": lambda o: (o**2).sum() + (2**o).mean(),
+    "from and by": lambda o: (1 - o).abs().sum() + (1 / (o.exp() + 1)).mean(),
+    "norms": lambda o: o.norm() + torch.linalg.norm(o) + F.normalize(o).sum(),
+    "in place": lambda o: (o * 1).add_(1).mul_(2).sum(),
+    "a layer": lambda o: F.linear(o, torch.ones(2, 4)).log_softmax(-1)[:, 0].mean(),
+}
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_of_half_outputs_compute_in_float32(name, inside):
+    """With the model in one function, and in one of their own."""
+    loss = LOSSES[name]
+    model = amp.initialize(nn.Linear(4, 4), opt_level="O1", verbosity=0)
+    x = torch.rand(3, 4)
+    found = same_compiled((lambda x: loss(model(x))) if inside else loss, x if inside else model(x))
+    assert found.dtype == f32
+
+
+AFTER_CAST_EVERYWHERE = """
+import torch
+from torch import nn
+from ampfuse import amp
+
+model = amp.initialize(nn.Linear(4, 4), opt_level="O1", verbosity=0)
+amp.cast_everywhere()
+amp.initialize(nn.Linear(1, 1), opt_level="O2", verbosity=0)
+out = model(torch.rand(3, 4))
+target = torch.tensor([0, 1, 2])
+loss = torch.compile(lambda o: nn.functional.cross_entropy(o, target), backend="aot_eager")
+assert loss(out).dtype == torch.float32
+"""
+
+
+def test_compiled_losses_where_functions_were_replaced_before():
+    """In a process that has not compiled anything before."""
+    subprocess.run([sys.executable, "-c", AFTER_CAST_EVERYWHERE], check=True)
+
+
+# --- tools ----------------------------------------------------------------------------------------
+
+
+def test_explain_overflow_sees_into_a_compiled_model():
+    model, optimizer = build()
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    run = torch.compile(model, backend="aot_eager", fullgraph=True)
+    train("O2", run, optimizer, 1)
+    with torch.no_grad():
+        model.out.weight.fill_(6e4)[:, ::2].neg_()
+    with amp.explain_overflow(run) as watch:
+        train("O2", run, optimizer, 1)
+    assert (watch.explanation.module, watch.explanation.operation) == ("out", "linear")
+    train("O2", run, optimizer, 2)
+    assert counters["stats"]["unique_graphs"] == 1
