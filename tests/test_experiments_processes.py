@@ -137,6 +137,7 @@ def test_imagenet_in_shards(tmp_path):
     ("more", "said"),
     [
         (["--arm", "O2", "--fuse-batchnorm"], "at O2 batch norms are gathered apart"),
+        (["--compile"], "torch.compile of shards is not supported"),
         (["--arm", "O4", "--model", "wrn11_1"], "the depth is 6n + 4"),
     ],
 )
@@ -198,6 +199,16 @@ def test_who_is_silent_is_given_up(images, tmp_path):
     (line,) = end.stderr.splitlines()
     assert "process 1 no longer answers. To go on, give --resume " in line
     checkpoint_in(tmp_path)
+
+
+@pytest.mark.slow
+def test_who_hangs_when_another_is_killed_is_ended(images, tmp_path):
+    trainer, trap, *line = trapped(images, tmp_path, "forward", 1)
+    end, _ = run(2, [trainer, trap, "die sleep 0 15", *line])
+    assert end.returncode == 4
+    (line,) = end.stderr.splitlines()
+    path = checkpoint_in(tmp_path)
+    assert line.endswith(f"process 1 ended without a word (killed?). To go on, give --resume {path}")
 
 
 def test_an_error_in_one_ends_all_with_its_line(images, tmp_path):

@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import sys
+import time
 import unittest.mock
 
 import torch
@@ -55,6 +56,7 @@ TRAPS = {
     "writing": (torch, "save", dies_while_writing),
     "error": (tasks.Task, "loss", fails),
     "silence": (tasks.Task, "loss", lambda *_: stop()),
+    "sleep": (tasks.Task, "loss", lambda *_: time.sleep(1000)),
 }
 
 
@@ -78,7 +80,7 @@ if __name__ == "__main__":
     with unittest.mock.patch("torchvision.datasets.cifar.check_integrity", return_value=True):
         for port, trainer, *line in json.loads(sys.argv[1]):
             os.environ["MASTER_PORT"] = str(port)
-            if line[0].startswith("die "):
+            while line[0].startswith("die "):
                 set_trap(*line.pop(0).split()[1:])
             status = trainers.main(trainer, line)
             gc.collect()

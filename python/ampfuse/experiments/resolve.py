@@ -35,6 +35,8 @@ def resolve(
         raise UsageError("--graph and --compile: choose one; torch.compile has graphs of its own")
     if args.sync_bn and device.type != "cuda":
         raise UsageError("--sync_bn: torch synchronizes batch norm between GPUs only")
+    if args.fsdp and args.compile:
+        raise UsageError("--fsdp --compile: torch.compile of shards is not supported; leave it out")
     if args.fsdp and args.fuse_batchnorm and (half := set(arms).intersection(HALF_LEVELS)):
         raise UsageError(
             f"--fsdp --fuse-batchnorm: at {min(half)} batch norms are gathered apart from the "

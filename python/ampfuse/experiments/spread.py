@@ -127,7 +127,6 @@ def _is_free_norm(module: nn.Module) -> bool:
     return isinstance(module, _BatchNorm) and not isinstance(module, FSDPModule)
 
 
-@torch.compiler.disable
 def _take_buffers_of_main(model: nn.Module, inputs: Any) -> None:
     """Batch norm's statistics, as DistributedDataParallel does it."""
     if model.training and (buffers := list(model.buffers())):
