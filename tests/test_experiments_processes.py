@@ -13,12 +13,11 @@ pytest.importorskip("torchvision")
 pytest.importorskip("timm")
 
 import data_files
-from ampfuse.experiments import checkpoint
+from ampfuse.experiments import checkpoint, config
 from programs import free_port, python, started
 
 TRAINED = Path(__file__).parent / "trained.py"
 LINE = ["--model", "wrn10_1", "--lr", "0.05", "--repeats", "1", "--quiet", "--GPU", "here"]
-LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
 
 
 @pytest.fixture(scope="module")
@@ -47,18 +46,25 @@ def results_in(folder):
     return {result["arm"]: result for result in results}
 
 
-def test_shards_go_the_way_of_copies(images, tmp_path):
+@pytest.mark.parametrize(
+    "arms",
+    [
+        ["amp-fp16", "O2"],
+        pytest.param(["fp32", "amp-bf16", "O0", "O1", "O3", "O4", "O5"], marks=pytest.mark.slow),
+    ],
+)
+def test_shards_go_the_way_of_copies(arms, images, tmp_path):
     """The same bits at all levels, where gradients are the same by construction; torch's fused
     steps on copies round otherwise than its steps on shards."""
     line = ["cifar", *images, *LINE, "-b", "8", "--iterations", "6", "--no-fuse-batchnorm"]
-    line += ["--arm", "fp32", "amp-fp16", "amp-bf16", *LEVELS]
+    line += ["--arm", *arms]
     trained(2, [*line, "-o", tmp_path / "copies"], [*line, "-o", tmp_path / "shards", "--fsdp"])
     copies, shards = (results_in(tmp_path / name) for name in ("copies", "shards"))
-    assert copies.keys() == shards.keys() == {"fp32", "amp-fp16", "amp-bf16", *LEVELS}
+    assert copies.keys() == shards.keys() == set(arms)
     for arm, expected in copies.items():
         found = shards[arm]
         assert found["switches"] == {**expected["switches"], "fsdp": True}
-        if arm in LEVELS:
+        if arm in config.LEVELS:
             assert found["train_loss"] == expected["train_loss"], arm
             assert found["test"]["loss"] == expected["test"]["loss"], arm
         else:
@@ -124,6 +130,7 @@ def test_goes_on_in_another_number_of_processes(size, saved, tmp_path):
     assert found["world_size"] == size
 
 
+@pytest.mark.slow
 def test_imagenet_in_shards(tmp_path):
     data_files.write_imagenet(tmp_path / "data", each=8)
     line = ["imagenet", "--data", tmp_path / "data", "--image-size", "32", "-b", "4", "--arm", "O5"]
@@ -169,12 +176,16 @@ def checkpoint_in(folder):
 
 
 KILLS = [("forward", 1), ("backward", 0), ("collective", 1), ("saving", 1), ("writing", 0)]
+QUICK = [(where, rank, True) for where, rank in KILLS if where not in ("backward", "saving")]
+SLOW = [(*kill, fsdp) for kill in KILLS for fsdp in (True, False) if (*kill, fsdp) not in QUICK]
 
 
-@pytest.mark.parametrize("spread", ["--fsdp", pytest.param("copies", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("where", "rank"), KILLS)
-def test_the_death_of_one_ends_the_other_in_a_line(where, rank, spread, images, tmp_path):
-    more = ["--fsdp"] * (spread == "--fsdp")
+@pytest.mark.parametrize(
+    ("where", "rank", "fsdp"),
+    [*QUICK, *(pytest.param(*kill, marks=pytest.mark.slow) for kill in SLOW)],
+)
+def test_the_death_of_one_ends_the_other_in_a_line(where, rank, fsdp, images, tmp_path):
+    more = ["--fsdp"] * fsdp
     step = 20 if where in ("saving", "writing") else 15
     ends = run(2, trapped(images, tmp_path, where, rank, *more, step=step))
     path = checkpoint_in(tmp_path)
@@ -182,12 +193,13 @@ def test_the_death_of_one_ends_the_other_in_a_line(where, rank, spread, images, 
     (line,) = ends[1 - rank].stderr.splitlines()
     assert line.startswith(f"cifar: error: process {1 - rank} of 2: process {rank} ended")
     assert line.endswith(f"To go on, give --resume {path}")
-    if (where, spread) == ("writing", "--fsdp"):
+    if (where, fsdp) == ("writing", False):
         line = [*LINE, "-b", "8", "--arm", "O2", "--checkpoints", "-o", tmp_path, *more]
         trained(2, ["cifar", *images, *line, "--iterations", "20", "--resume", path])
         assert checkpoint.load(path).step == 20
 
 
+@pytest.mark.slow
 def test_who_is_silent_is_given_up(images, tmp_path):
     """A stopped process holds its connections: what ends the other is the limit of its wait."""
     line = trapped(images, tmp_path, "silence", 1, "--timeout", "6", step=12)
@@ -208,7 +220,9 @@ def test_who_hangs_when_another_is_killed_is_ended(images, tmp_path):
     assert end.returncode == 4
     (line,) = end.stderr.splitlines()
     path = checkpoint_in(tmp_path)
-    assert line.endswith(f"process 1 ended without a word (killed?). To go on, give --resume {path}")
+    assert line.endswith(
+        f"process 1 ended without a word (killed?). To go on, give --resume {path}"
+    )
 
 
 def test_an_error_in_one_ends_all_with_its_line(images, tmp_path):

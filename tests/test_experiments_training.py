@@ -242,6 +242,26 @@ class TestResume:
         (result,) = (tmp_path / "here").glob("*.json")
         assert json.loads(result.read_text())["iterations"] == 8
 
+    def test_after_a_kill_and_from_a_file_of_earlier_versions(self, tmp_path):
+        """Half a line in the log; the random numbers of one process, which does not say of many."""
+        config = dataclasses.replace(BASE, arm="O5", epochs=1)
+        whole, _ = whole_run(config)
+        wish = StopWish()
+        with pytest.raises(Interrupted) as stopped:
+            training_of(config, tmp_path, wish=wish, log=StopAt(13, wish, tmp_path)).run()
+        path = stopped.value.checkpoint
+        values = torch.load(path, weights_only=True)
+        del values["world_size"]
+        values["rng"] = {name: rows[0].clone() for name, rows in values["rng"].items()}
+        torch.save(values, path)
+        with open(tmp_path / "run.jsonl", "a") as log:
+            log.write('{"kind": "interval", "st')
+        resumed = training_of(config, tmp_path, resume=checkpoint.load(path))
+        resumed.run()
+        assert resumed.record.losses == whole.record.losses
+        steps = [line["step"] for line in log_of(tmp_path) if line["kind"] == "interval"]
+        assert steps == [5, 10, 13, 15, 20, 22]
+
     def test_checkpoint_is_plain_data(self, tmp_path):
         wish = StopWish()
         with pytest.raises(Interrupted) as stopped:
