@@ -36,17 +36,24 @@ def python(*arguments: object, **environment: str) -> subprocess.CompletedProces
 
 def ranks(size: int, *arguments: object, timeout: float = 120) -> list[str]:
     """The same, as `size` processes of one group of torch.distributed; their output, by rank."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size)}
-    programs = [
-        Program(*arguments, **common, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(size)
-    ]
-    results = [program.wait(timeout) for program in programs]
+    results = [program.wait(timeout) for program in started(size, *arguments)]
     for result in results:
         assert result.returncode == 0, result.stderr
     return [result.stdout for result in results]
+
+
+def started(size: int, *arguments: object) -> list[Program]:
+    """The same, not waited for."""
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(size)}
+    return [
+        Program(*arguments, **common, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(size)
+    ]
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
 
 
 class Program:
@@ -66,6 +73,9 @@ class Program:
             ),
         )
         self._process.start()
+
+    def kill(self) -> None:
+        self._process.kill()
 
     def wait(self, timeout: float = 120) -> subprocess.CompletedProcess[str]:
         """Raises TimeoutExpired, and ends it, after so many seconds."""

@@ -3,6 +3,7 @@
 import csv
 import importlib.util
 import re
+import shutil
 from itertools import groupby
 from pathlib import Path
 from statistics import fmean
@@ -10,6 +11,8 @@ from statistics import fmean
 import pytest
 import torch
 from torch import nn
+
+from programs import ranks
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -101,6 +104,23 @@ def test_readme_script_trains():
     before = loss(model(x), x[:, :2]).item()
     exec(code, names)
     assert loss(model(x), x[:, :2]).item() < 0.1 * before
+
+
+@pytest.mark.slow
+def test_the_loop_on_shards_goes_on_on_any_number_of_ranks(tmp_path):
+    page = (ROOT / "docs" / "distributed.md").read_text()
+    (code,) = re.findall(r"## A whole loop.*?```python\n(.*?)```", page, re.DOTALL)
+    script, folder = tmp_path / "loop.py", tmp_path / "checkpoints"
+    script.write_text(code.replace('Path("checkpoints")', f"Path({str(folder)!r})"))
+    lines = ranks(2, script)[0].splitlines()
+    losses = [float(re.findall(r"loss ([\d.]+)", line)[0]) for line in lines]
+    assert losses[0] > losses[1] > losses[2]
+    (folder / "30" / ".metadata").unlink()  # as of one that was killed while it wrote
+    assert ranks(2, script)[0].splitlines() == lines[2:]
+    shutil.rmtree(folder / "30")
+    (alone,) = ranks(1, script)
+    norms = [re.findall(r"norm ([\d.]+)", line)[0] for line in (alone, lines[2])]
+    assert float(norms[0]) == pytest.approx(float(norms[1]), rel=1e-2)
 
 
 def anchors(page):

@@ -56,7 +56,9 @@ class Arm:
     def _torch_optimizer(self) -> Optimizer:
         config = self.config
         # The published loops left it at torch's default; at a level ampfuse's takes its place.
-        fused = True if config.loop == "tuned" and config.arm not in LEVELS else None
+        # torch's fused SGD takes no shards.
+        tuned = config.loop == "tuned" and not (config.fsdp and config.optimizer == "sgd")
+        fused = True if tuned and config.arm not in LEVELS else None
         # A captured step reads its rate from the device.
         lr = torch.tensor(config.lr, device=self.device) if config.graph else config.lr
         common: dict[str, Any] = {"lr": lr, "weight_decay": config.weight_decay, "fused": fused}
@@ -211,16 +213,11 @@ class _Level(Arm):
 
 
 @contextlib.contextmanager
-def evaluating(arm: Arm, *, distributed: bool) -> Iterator[nn.Module]:
-    """Evaluation mode, without gradients, in the arm's precision; gives the model to call.
-
-    In a distributed training that is the bare one: the wrapper would have every process wait for
-    the others at each batch, and they may have different numbers of them.
-    """
-    model = arm.bare_model if distributed else arm.model
-    model.eval()
+def evaluating(arm: Arm) -> Iterator[None]:
+    """Evaluation mode, without gradients, in the arm's precision."""
+    arm.model.eval()
     try:
         with torch.no_grad(), arm.forward():
-            yield model
+            yield
     finally:
         arm.model.train()

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ampfuse.command_line import OneLineParser
+from ampfuse.command_line import OneLineParser, positive
 from ampfuse.experiments import legacy_flags
 from ampfuse.experiments.config import ARMS, DESCRIPTIONS, FLAGS, GROUPS, PRECISION, WHAT, WHERE
 
@@ -68,6 +68,8 @@ def _add_command_arguments(groups: dict[str, Any], trainer: Trainer) -> None:
     add("--GPU", metavar="NAME", help="what results call the device (default: its name)")
     add("-o", "--output", type=Path, default=Path("results"), metavar="DIR")
     add("--resume", type=Path, metavar="FILE", help="go on from a checkpoint (.pt)")
+    waits = "seconds that processes wait for each other at most (default: 600)"
+    add("--timeout", type=positive, default=600.0, metavar="S", help=waits)
     add("--checkpoints", **on, help="save one at the end of each epoch; the last of a run stays")
     profile = "train N steps under torch's profiler and write a trace"
     add("--prof", type=int, default=-1, metavar="N", help=profile)

@@ -26,6 +26,7 @@ DESCRIPTIONS = {
 }
 ARMS = tuple(DESCRIPTIONS)
 LEVELS = ARMS[4:]
+HALF_LEVELS = ("O2", "O3", "O5")  # whose weights are half, but for batch norms'
 
 WHAT, PRECISION, LENGTH = "what to train", "precision", "length"
 RULE, SPEED, WHERE = "optimizer", "speed, for every arm alike", "where"
@@ -145,6 +146,10 @@ class RunConfig:
         SPEED, "--deterministic", default=False, help="the same bits every time", **_ON
     )
     sync_bn: bool = _flag(SPEED, "--sync-bn", default=False, help="batch norm across GPUs", **_ON)
+    fsdp: bool = _flag(
+        SPEED, "--fsdp", default=False, **_ON,
+        help="shards of the model on the processes (FSDP2) in place of copies (DDP)",
+    )
     evaluate: bool = _flag(
         WHERE, "--evaluate", default=True, help="test after each epoch", **_SWITCH
     )

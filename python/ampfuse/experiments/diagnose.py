@@ -25,7 +25,8 @@ def explain(training: Training, error: Diverged) -> dict[str, Any]:
     arm, alone = training.arm, training.place.world.size == 1
     step, found = _replay(training, error.step) if alone else (error.step, None)
     if found is None:  # not in training, then: what it left, or evaluation
-        with amp.explain_overflow(arm.bare_model) as watch:
+        whole = training.spread.evaluated(arm)
+        with whole as model, amp.explain_overflow(model) as watch:
             if alone:
                 training.evaluate(arm)
         found = watch.explanation
@@ -52,7 +53,7 @@ def _replay(training: Training, bad_step: int) -> tuple[int, Explanation | None]
     """Train again up to `bad_step`, and watch it and the step before it."""
     arm = training.build(dataclasses.replace(training.config, compile=False, graph=False))
     if training.resume:
-        training.resume.restore(arm)
+        training.restore(arm)
     for step, (inputs, targets) in training.batches(training.first_step):
         training.set_lr(arm, step)
         if step < bad_step - 1:

@@ -6,13 +6,14 @@ import contextlib
 import dataclasses
 import datetime
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-# How long a process waits for the others before it gives them up.
-_PATIENCE = datetime.timedelta(minutes=10)
+from ampfuse.experiments.pulse import Pulse
+
 # In what the errors say of peers that are gone.
 _OF_PEERS = ("peer", "gloo", "nccl", "connection", "socket", "timed out", "timeout", "store")
 
@@ -28,6 +29,9 @@ class World:
     rank: int = 0
     size: int = 1
     local_rank: int = 0
+    _patience: datetime.timedelta | None = None
+    _store: dist.Store | None = None
+    _pulse: Pulse | None = None
     _host: dist.ProcessGroup | None = None
 
     @classmethod
@@ -39,16 +43,39 @@ class World:
     def is_main(self) -> bool:
         return self.rank == 0
 
+    def meet(self, patience: float, leave: Callable[[str], None]) -> None:
+        """Find the other processes. From now on they know of each other's end.
+
+        None waits longer than `patience` seconds for another. `leave` ends this process, with why
+        the training is over, where it hangs after that.
+        """
+        if self.size == 1:
+            return
+        self._patience = datetime.timedelta(seconds=patience)
+        with self.watching_peers():
+            found = dist.rendezvous("env://", self.rank, self.size, timeout=self._patience)
+            self._store, _, _ = next(found)
+            self._pulse = Pulse(
+                self._store,
+                self.rank,
+                self.size,
+                self._patience,
+                lambda why: leave(self.named(why)),
+            )
+
     def connect(self, device: torch.device) -> None:
-        """Meet the other processes: NCCL between GPUs, gloo between CPUs."""
+        """Make the groups: NCCL between GPUs, gloo between CPUs."""
         if self.size == 1:
             return
         kind, own = ("nccl", device) if device.type == "cuda" else ("gloo", None)
+        # NCCL ends a process that has waited, without an error; gloo is to be first.
+        patience = self._patience * (2 if kind == "nccl" else 1)
+        place = {"store": self._store, "rank": self.rank, "world_size": self.size}
         with self.watching_peers():
-            dist.init_process_group(kind, timeout=_PATIENCE, device_id=own)
+            dist.init_process_group(kind, timeout=patience, device_id=own, **place)
             # What the hosts agree on goes past the GPUs, so that nobody waits for those. Over gloo
             # the end of a process is noticed at once too, which NCCL takes minutes for.
-            self._host = dist.new_group(backend="gloo", timeout=_PATIENCE)
+            self._host = dist.new_group(backend="gloo", timeout=self._patience)
 
     def any(self, wish: bool) -> bool:
         """True if any process says True. All have to ask."""
@@ -63,6 +90,23 @@ class World:
             dist.all_reduce(total, group=self._host)
         return total.tolist()
 
+    def stack(self, mine: Tensor) -> Tensor:
+        """What all processes bring, CPU tensors of one shape, [size, ...]. All have to ask."""
+        everyone = [torch.empty_like(mine) for _ in range(self.size)]
+        if self.size == 1:
+            return mine[None]
+        with self.watching_peers():
+            dist.all_gather(everyone, mine, group=self._host)
+        return torch.stack(everyone)
+
+    def of_main(self, text: str) -> str:
+        """The `text` of the main process. All have to ask."""
+        texts = [text]
+        if self.size > 1:
+            with self.watching_peers():
+                dist.broadcast_object_list(texts, src=0, group=self._host)
+        return texts[0]
+
     @contextlib.contextmanager
     def watching_peers(self) -> Iterator[None]:
         """Context for anything that talks to the others: their end becomes PeerLost."""
@@ -73,12 +117,25 @@ class World:
             of_peers = any(word in said.lower() for word in _OF_PEERS)
             if self.size == 1 or not (of_peers or isinstance(error, dist.DistError)):
                 raise
+            why = self._pulse and self._pulse.who_is_missing()
             raise PeerLost(
-                f"process {self.rank} of {self.size}: another process of this training ended or no "
-                f"longer answers ({said.splitlines()[0][:160]})"
+                self.named(why or f"no answer from another process ({said.splitlines()[0][:160]})")
             ) from error
 
+    def fail(self, why: str) -> bool:
+        """Tell the others that this process ends because of `why`. False if one has said so."""
+        if self._pulse is None:
+            return True
+        mine = f"process {self.rank} ended: {why}"
+        first = self._pulse.leave_word(mine)
+        return first == mine or why not in first
+
+    def named(self, what: str) -> str:
+        return f"process {self.rank} of {self.size}: {what}"
+
     def close(self) -> None:
+        if self._pulse:
+            self._pulse.stop()
         if self.size > 1 and dist.is_initialized():
             with contextlib.suppress(RuntimeError):
                 dist.destroy_process_group()

@@ -133,6 +133,7 @@ class RunResult:
         """The result of a run of `config` that ends now; `measured` is the rest of the fields."""
         names = ("experiment", "recipe", "model", "arm", "method", "loop", "batch_size", "repeat")
         switches = ("channels_last", "cudnn_benchmark", "graph", "compile", "deterministic")
+        switches += ("fsdp",) * config.fsdp
         rule = ("lr", "momentum", "weight_decay", "clip", "schedule", "warmup")
         return cls(
             **{name: getattr(config, name) for name in names},

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ampfuse import env
 from ampfuse.experiments import legacy_flags
 from ampfuse.experiments.arms import check_device, has_tf32
-from ampfuse.experiments.config import ARMS, FLAGS, LEVELS, RunConfig, UsageError
+from ampfuse.experiments.config import ARMS, FLAGS, HALF_LEVELS, LEVELS, RunConfig, UsageError
 from ampfuse.experiments.recipes import Recipe
 
 if TYPE_CHECKING:
@@ -35,6 +35,13 @@ def resolve(
         raise UsageError("--graph and --compile: choose one; torch.compile has graphs of its own")
     if args.sync_bn and device.type != "cuda":
         raise UsageError("--sync_bn: torch synchronizes batch norm between GPUs only")
+    if args.fsdp and args.compile:
+        raise UsageError("--fsdp --compile: torch.compile of shards is not supported; leave it out")
+    if args.fsdp and args.fuse_batchnorm and (half := set(arms).intersection(HALF_LEVELS)):
+        raise UsageError(
+            f"--fsdp --fuse-batchnorm: at {min(half)} batch norms are gathered apart from the "
+            "half weights, which cannot be fused; leave --fuse-batchnorm out"
+        )
     given = {name: getattr(args, name) for name in FLAGS if getattr(args, name) is not None}
     configs: list[RunConfig] = []
     notes: dict[str, None] = {}
@@ -121,11 +128,12 @@ def _config(
         "arm": arm,
         "method": args.method or arm,
         "loss_scale": args.loss_scale if arm in _SCALED else None,
-        "keep_batchnorm_fp32": args.keep_batchnorm_fp32 if arm in ("O2", "O3", "O5") else None,
+        "keep_batchnorm_fp32": args.keep_batchnorm_fp32 if arm in HALF_LEVELS else None,
     }
     if arm not in LEVELS or args.fuse_batchnorm is None:
         tuned = args.loop != "original" and settings.get("channels_last", True)
-        settings["fuse_batchnorm"] = arm in FUSED and tuned
+        apart = args.fsdp and arm in HALF_LEVELS
+        settings["fuse_batchnorm"] = arm in FUSED and tuned and not apart
     return RunConfig(**settings), note
 
 

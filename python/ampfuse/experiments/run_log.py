@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import warnings
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ class RunLog:
         self._bar.update(done)
         if self._path:
             lines = self._path.read_text().splitlines() if done and self._path.exists() else []
-            kept = [line + "\n" for line in lines if json.loads(line)["step"] <= done]
+            kept = [line + "\n" for line in lines if _step_of(line) <= done]
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._path.write_text("".join(kept))
 
@@ -68,3 +69,11 @@ class RunLog:
         self._bar.close()
         if self._writer:
             self._writer.close()
+
+
+def _step_of(line: str) -> float:
+    """Infinite of half a line, which a killed run may have left."""
+    try:
+        return json.loads(line)["step"]
+    except ValueError:
+        return math.inf

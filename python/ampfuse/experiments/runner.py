@@ -6,9 +6,11 @@ import argparse
 import contextlib
 import dataclasses
 import itertools
+import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import traceback
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,28 +31,75 @@ if TYPE_CHECKING:
     from ampfuse.experiments.recipes import Trainer
 
 # Exit statuses besides 0: 2 is what argparse uses, 128 + signal what shells report.
-_WRONG_USE, _DIVERGED, _PEER_LOST = 2, 3, 4
-
-Say = Callable[[str], None]
+_FAILED, _WRONG_USE, _DIVERGED, _PEER_LOST = 1, 2, 3, 4
 
 
 def run_command(trainer: Trainer, args: argparse.Namespace, argv: Sequence[str]) -> int:
     """Do what `args`, parsed from `argv`, say and return the exit status (docs/experiments.md)."""
     world = World.of_environment()
+    voice = _Voice(trainer.name, world, args.resume)
     try:
-        return _run_command(trainer, args, argv, world)
-    except (UsageError, PeerLost) as error:
-        is_usage = isinstance(error, UsageError)
-        if world.is_main or not is_usage:
-            print(f"{trainer.name}: error: {error}", file=sys.stderr)
-        return _WRONG_USE if is_usage else _PEER_LOST
+        world.meet(args.timeout, voice.leave)
+        return _run_command(trainer, args, argv, voice)
+    except UsageError as error:
+        if world.fail(str(error)):
+            voice.error(str(error))
+        return _WRONG_USE
+    except PeerLost as error:
+        voice.error(f"{error}. {voice.how_to_go_on()}")
+        return _PEER_LOST
+    except Exception as error:
+        if world.size == 1:
+            raise
+        what = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
+        world.fail(what)
+        voice.error(f"{world.named(what)} ({voice.traceback()}). {voice.how_to_go_on()}")
+        return _FAILED
     finally:
         world.close()
 
 
+@dataclasses.dataclass
+class _Voice:
+    """What a command prints: of all processes the main one speaks, but errors are of each."""
+
+    name: str
+    world: World
+    checkpoint: Path | None  # where that of the present run is, if it was saved
+    folder: Path | None = None
+
+    def __call__(self, text: str) -> None:
+        if self.world.is_main:
+            print(text)
+
+    def error(self, text: str) -> None:
+        print(f"{self.name}: error: {text}", file=sys.stderr, flush=True)
+
+    def how_to_go_on(self) -> str:
+        if self.checkpoint and self.checkpoint.exists():
+            return f"To go on, give --resume {self.checkpoint}"
+        return "Nothing was saved yet: start again; with --checkpoints every epoch is saved"
+
+    def leave(self, text: str) -> None:
+        """End this process, wherever it hangs."""
+        self.error(f"{text}. {self.how_to_go_on()}")
+        os._exit(_PEER_LOST)
+
+    def traceback(self) -> str:
+        """That of the present exception goes into a file: among the lines of many processes
+        nobody finds it."""
+        if self.folder is None:
+            return "".join(traceback.format_exc())
+        path = self.folder / f"{self.name}-process{self.world.rank}-error.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(traceback.format_exc())
+        return f"see {path}"
+
+
 def _run_command(
-    trainer: Trainer, args: argparse.Namespace, argv: Sequence[str], world: World
+    trainer: Trainer, args: argparse.Namespace, argv: Sequence[str], voice: _Voice
 ) -> int:
+    world = voice.world
     device = _device(args.device, world)
     resume = checkpoint.load(args.resume) if args.resume else None
     if resume and resume.config.arm in FUSED and args.fuse_batchnorm is None:
@@ -58,11 +107,12 @@ def _run_command(
     configs, notes = resolve(args, trainer, device)
     if world.size > 1 and args.graph:
         raise UsageError("--graph: capture under torchrun is not supported; leave it out")
-    folder = args.output / file_name(args.GPU or device_name(device))
+    if world.size == 1 and args.fsdp:
+        raise UsageError("--fsdp: one process has nobody to share with; start several by torchrun")
+    folder = voice.folder = args.output / file_name(args.GPU or device_name(device))
     check_writable("--output", folder)
-    position = _position(configs, resume)
+    position = _position(configs, resume, world.size)
     command = [Path(sys.executable).name, "-m", f"ampfuse.experiments.{trainer.name}", *argv]
-    say: Say = print if world.is_main else lambda text: None
     with signals.listening() as wish:
         world.connect(device)
         place = Place(
@@ -74,26 +124,26 @@ def _run_command(
             save_epochs=args.checkpoints,
             command=command,
         )
-        say(report.heading(trainer, configs, device, world.size))
+        voice(report.heading(trainer, configs, device, world.size))
         for note in notes:
-            say(note)
+            voice(note)
         several = len({config.batch_size for config in configs}) > 1
         results: list[RunResult] = []
         try:
-            for result in _train_all(configs[position:], resume, place, args, say):
+            for result in _train_all(configs[position:], resume, place, args, voice):
                 results.append(result)
-                say(report.line(result, of_several_batches=several))
+                voice(report.line(result, of_several_batches=several))
         except Interrupted as stop:
             if stop.checkpoint:
                 resume_line = _resume_command(command, stop.checkpoint)
-                say(f"\nStopped after step {stop.step} and saved. To go on:\n  {resume_line}")
+                voice(f"\nStopped after step {stop.step} and saved. To go on:\n  {resume_line}")
             if results:
-                say(report.table(results))
+                voice(report.table(results))
             return 128 + stop.signal_number
-    say(report.table(results))
-    say(f"Results: {folder.absolute()}")
+    voice(report.table(results))
+    voice(f"Results: {folder.absolute()}")
     if trainer.closing_lines:
-        say(report.closing_lines(results))
+        voice(report.closing_lines(results))
     return _DIVERGED if any(result.diverged for result in results) else 0
 
 
@@ -102,7 +152,7 @@ def _train_all(
     resume: checkpoint.Checkpoint | None,
     place: Place,
     args: argparse.Namespace,
-    say: Say,
+    voice: _Voice,
 ) -> Iterator[RunResult]:
     """Train `configs`, the first of them from `resume`; their result files are written."""
     for _, group in itertools.groupby(configs, key=_data_settings):
@@ -111,7 +161,7 @@ def _train_all(
         with contextlib.closing(task.open_data(alike[0], place.device, place.world)) as data:
             for config in alike:
                 data.reseed(config.seed + config.repeat)
-                yield _train_one(config, data, place, resume, args, say)
+                yield _train_one(config, data, place, resume, args, voice)
                 resume = None
 
 
@@ -128,20 +178,22 @@ def _train_one(
     place: Place,
     resume: checkpoint.Checkpoint | None,
     args: argparse.Namespace,
-    say: Say,
+    voice: _Voice,
 ) -> RunResult:
-    name = resume.name if resume else run_name(config)
+    name = resume.name if resume else place.world.of_main(run_name(config))
     with contextlib.closing(_run_log(config, place, name, args)) as log:
         training = Training(config, data, place, name, resume, log)
+        if not resume or training.checkpoint_path.exists():
+            voice.checkpoint = training.checkpoint_path
         try:
             result = training.run()
         except Diverged as error:
-            say(f"{config.title}: diverged; training again up to step {error.step} to see where")
+            voice(f"{config.title}: diverged; training again up to step {error.step} to see where")
             diverged = diagnose.explain(training, error)
             result = dataclasses.replace(training.result(), diverged=diverged)
     if training.files:
         result.write(training.files / f"{name}.json")
-    if training.checkpoint_path and not args.checkpoints:
+    if training.files and training.checkpoint_path and not args.checkpoints:
         training.checkpoint_path.unlink(missing_ok=True)  # it has served
     return result
 
@@ -165,11 +217,16 @@ def _device(name: str, world: World) -> torch.device:
         raise UsageError(f"--device: {error}") from None
 
 
-def _position(configs: Sequence[RunConfig], resume: checkpoint.Checkpoint | None) -> int:
-    """Which run a checkpoint belongs to. Those before it are done. It may be made longer."""
+def _position(
+    configs: Sequence[RunConfig], resume: checkpoint.Checkpoint | None, processes: int
+) -> int:
+    """Which run a checkpoint belongs to. Those before it are done. It may be made longer, and go
+    on in another number of processes, if their batches together are the same."""
     if resume is None:
         return 0
-    free = {"epochs", "iterations", "repeats", "print_freq", "evaluate", "workers"}
+    free = {"epochs", "iterations", "repeats", "print_freq", "evaluate", "workers", "fsdp"}
+    if resume.config.fsdp != configs[0].fsdp:
+        free.add("fuse_batchnorm")
     names = [field.name for field in dataclasses.fields(RunConfig) if field.name not in free]
     then = resume.config
     differences = [
@@ -178,12 +235,18 @@ def _position(configs: Sequence[RunConfig], resume: checkpoint.Checkpoint | None
             for n in names
             if getattr(then, n) != getattr(now, n)
         ]
-        for now in configs
+        for now in (_of_processes(config, processes, resume) for config in configs)
     ]
     nearest = min(differences, key=len)
     if nearest:
         raise UsageError(f"--resume: the checkpoint is of another run ({', '.join(nearest)})")
     return differences.index(nearest)
+
+
+def _of_processes(config: RunConfig, processes: int, resume: checkpoint.Checkpoint) -> RunConfig:
+    """`config`, with the batch size that it has in as many processes as `resume` had."""
+    size = config.batch_size * processes / (resume.world_size or processes)
+    return dataclasses.replace(config, batch_size=int(size) if size.is_integer() else size)
 
 
 def _resume_command(command: Sequence[str], path: Path) -> str:

@@ -28,9 +28,11 @@ from ampfuse.experiments.distributed import World
 from ampfuse.experiments.record import Record, RunResult, mean_of_finite
 from ampfuse.experiments.run_log import RunLog
 from ampfuse.experiments.signals import StopWish
+from ampfuse.experiments.spread import spread_of
 from ampfuse.experiments.tasks import TASKS
 from ampfuse.graphs import EAGER_CALLS, GraphedCall
 from ampfuse.measuring import ProcessMemory, StepClock, StepLog
+from ampfuse.optim.shards import local
 
 if TYPE_CHECKING:
     from ampfuse.experiments.data import Data
@@ -89,6 +91,7 @@ class Training:
         self.memory = ProcessMemory(place.device)
         self.clock = StepClock(place.device)
         self.steps = StepLog(config.print_freq, place.device)
+        self.spread = spread_of(config, place.world)
         # Only the main process writes.
         self.files = place.folder if place.world.is_main else None
         torch.backends.cudnn.benchmark = config.cudnn_benchmark
@@ -103,7 +106,7 @@ class Training:
         self.memory.start()
         arm = self.arm = self.build()
         if self.resume:
-            self.resume.restore(arm)
+            self.restore(arm)
 
         def train_step(inputs: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
             return arm.step(inputs, targets, self.task.loss)
@@ -150,11 +153,12 @@ class Training:
         if config.sync_bn:
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         layout = torch.channels_last if config.channels_last else torch.contiguous_format
-        arm = build_arm(config, model.to(device, memory_format=layout), device)
-        if world.size > 1:
-            # Every process starts from rank 0's weights; each draws its own random numbers.
-            ids = [device.index] if device.type == "cuda" else None
-            arm.replace_model(lambda m: nn.parallel.DistributedDataParallel(m, device_ids=ids))
+        model.to(device, memory_format=layout)
+        with world.watching_peers():
+            self.spread.before(model)
+            arm = build_arm(config, model, device)
+            self.spread.after(arm)
+        if world.size > 1:  # all start from the same weights; each draws its own random numbers
             torch.manual_seed(config.seed + config.repeat + 1000 * world.rank)
         if config.compile:
             arm.replace_model(torch.compile)
@@ -265,7 +269,7 @@ class Training:
         loss = torch.zeros((), dtype=torch.float64, device=device)
         right = torch.zeros((), dtype=torch.int64, device=device)
         images, counts = 0, True
-        with evaluating(arm, distributed=self.place.world.size > 1) as model:
+        with evaluating(arm), self.spread.evaluated(arm) as model:
             for inputs, targets in self.data.test_batches():
                 outputs = model(inputs)
                 loss += self.task.loss(outputs, targets).double() * len(targets)
@@ -302,14 +306,36 @@ class Training:
 
     @property
     def checkpoint_path(self) -> Path | None:
-        return self.files / f"{self.name}.pt" if self.files else None
+        """The same for all processes; the main one writes it."""
+        return self.place.folder / f"{self.name}.pt" if self.place.folder else None
 
     def save(self, step: int) -> Path | None:
         """The run's checkpoint after `step` steps, in place of its last one."""
-        path, record = self.checkpoint_path, dataclasses.asdict(self.record)
-        if path:
-            checkpoint.save(path, self.arm, name=self.name, step=step, record=record)
+        world, arm, path = self.place.world, self.arm, self.checkpoint_path
+        with world.watching_peers():
+            model, optimizer = self.spread.states(arm)
+        rng = {name: world.stack(state) for name, state in checkpoint.rng_states(arm).items()}
+        if path and self.files:
+            saved = Checkpoint(
+                config=self.config,
+                name=self.name,
+                step=step,
+                model=model,
+                optimizer=optimizer,
+                scaler=arm.scaler_state(),
+                rng=rng,
+                record=dataclasses.asdict(self.record),
+                world_size=world.size,
+            )
+            saved.save(path)
         return path
+
+    def restore(self, arm: Arm) -> None:
+        """Put `arm` and the random numbers where they were at the checkpoint to resume."""
+        assert self.resume is not None
+        with self.place.world.watching_peers():
+            self.spread.load(arm, self.resume.model, self.resume.optimizer)
+        self.resume.restore(arm, self.place.world.rank)
 
     def _profiler(self) -> contextlib.AbstractContextManager[torch.profiler.profile | None]:
         if not self.place.profile_steps or self.files is None:
@@ -321,8 +347,8 @@ class Training:
 
 
 def _first_nonfinite_state(model: nn.Module) -> str | None:
-    """The first parameter or buffer that holds inf or NaN. Waits for the device."""
+    """The first parameter or buffer that holds inf or NaN here. Waits for the device."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+        if tensor.is_floating_point() and not torch.isfinite(local(tensor)).all():
             return name
     return None

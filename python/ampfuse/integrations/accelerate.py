@@ -15,7 +15,7 @@ from ampfuse.amp import session as sessions
 from ampfuse.integrations import needs
 
 with needs("accelerate"):
-    from accelerate import Accelerator
+    from accelerate import Accelerator, DistributedType
 
 
 def initialize(
@@ -28,9 +28,15 @@ def initialize(
     scaling the host reads a flag of the device in each step, for ``optimizer_step_was_skipped``.
 
     Raises:
-        ValueError: `accelerator` has a ``mixed_precision``. What else is wrong,
+        ValueError: `accelerator` has a ``mixed_precision``, or FSDP. What else is wrong,
             :func:`ampfuse.amp.initialize` says.
     """
+    if accelerator.distributed_type == DistributedType.FSDP:
+        raise ValueError(
+            "Accelerate's FSDP replaces the parameters that a level has set up. Under FSDP2 leave "
+            "the level out: take an optimizer of ampfuse.optim, and mixed_precision='bf16' of "
+            "Accelerate. Levels work under fully_shard without Accelerate."
+        )
     if accelerator.mixed_precision != "no":
         raise ValueError(
             f"The Accelerator has mixed_precision={accelerator.mixed_precision!r}, and a level "

@@ -16,6 +16,8 @@ from ampfuse.integrations import needs
 with needs("lightning"):
     from lightning.fabric import Fabric
     from lightning.fabric.plugins import Precision
+    from lightning.fabric.strategies import ModelParallelStrategy
+    from lightning.fabric.wrappers import _FabricModule
 
 # What Lightning calls them: loggers and the summary of a model show it.
 _NAMES = {"O0": "32-true", "O1": "16-mixed", "O2": "16-true", "O3": "16-true"}
@@ -62,7 +64,21 @@ class AmpFuse(Levels, Precision):
     """
 
     def setup(self, fabric: Fabric, model: nn.Module, *optimizers: Optimizer) -> Any:
-        """``fabric.setup(model, *optimizers)``, after :func:`ampfuse.amp.initialize`."""
+        """``fabric.setup(model, *optimizers)``, after :func:`ampfuse.amp.initialize`.
+
+        Under ModelParallelStrategy, which makes the shards, `model` is what ``setup_module`` gave
+        and `optimizers` are made after it; ValueError if it is not.
+        """
+        if isinstance(fabric.strategy, ModelParallelStrategy):
+            if not isinstance(model, _FabricModule):
+                raise ValueError(
+                    "ModelParallelStrategy makes new parameters, which these optimizers do not "
+                    "have. First model = fabric.setup_module(model), then the optimizer of "
+                    "model.parameters(), then plugin.setup(fabric, model, optimizer)."
+                )
+            self._initialize([model.module], optimizers)
+            ready = [fabric.setup_optimizers(optimizer) for optimizer in optimizers]
+            return (model, *ready)
         # Moved first, since masters stay where they are made.
         self._initialize([fabric.to_device(model)], optimizers)
         return fabric.setup(model, *optimizers)
