@@ -30,12 +30,13 @@ from trainings import MODES, fractions, integers
 SIZE = int(os.environ["WORLD_SIZE"])
 STEPS = 100
 FEWER = STEPS if SIZE > 2 else 24  # on two ranks, in the quick tests
+GRID = (min(SIZE, 2), max(SIZE // 2, 1))
 SHAPES = ((160, 32), (5, 31), (1,), (3, 7), (64, 80))  # uneven, and empty on most ranks
 PLACES = {  # how a mesh has the parameters; each in one dimension or two
     "rows": ((SIZE,), [Shard(0)]),
     "copies": ((SIZE,), [Replicate()]),
-    "copies of rows": ((2, SIZE // 2), [Replicate(), Shard(0)]),
-    "rows and columns": ((2, SIZE // 2), [Shard(0), Shard(1)]),
+    "copies of rows": (GRID, [Replicate(), Shard(0)]),
+    "rows and columns": (GRID, [Shard(0), Shard(1)]),
 }
 
 
@@ -136,6 +137,27 @@ FOLLOW_NORMS = [kind for kind in KINDS if kind.startswith(("lamb", "novograd"))]
 def every_optimizer():
     for kind in KINDS:
         train(kind, "rows", exact=kind not in FOLLOW_NORMS, steps=FEWER)
+
+
+def groups_and_frozen_parameters():
+    """Several groups, of which one has no trained parameter, and a row without any gradient."""
+    wholes, shards = params_of((f32, bf16), "rows")
+    optimizers = []
+    for params in (wholes, shards):
+        params[2].requires_grad_(False)
+        groups = [
+            {"params": params[:2], "lr": 1e-2},
+            {"params": params[2:3]},
+            {"params": params[3:], "lr": 1e-3, "weight_decay": 0.3},
+        ]
+        optimizers.append(make("adamw", groups, master_weights=True, skip_nonfinite=True))
+    for step in range(20):
+        for params, optimizer in zip((wholes, shards), optimizers, strict=True):
+            set_gradients(params, step, 1.0, infinite=step == 4)
+            params[2].grad = params[4].grad = None
+            optimizer.step()
+            assert optimizer.last_step.skipped == (step == 4)
+    assert_same(*optimizers)
 
 
 def every_place():

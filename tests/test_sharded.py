@@ -10,6 +10,7 @@ from programs import ranks
 HERE = Path(__file__).parent
 CASES = (
     "every_optimizer",
+    "groups_and_frozen_parameters",
     "every_place",
     "every_mode",
     "clipping",
@@ -17,12 +18,10 @@ CASES = (
     "levels",
     "a_step_of_its_own",
     "ddp",
-    "no_sync",
     "accumulation_in_fsdp",
-    "static_graph_and_join",
-    "collectives",
     "zero_redundancy",
 )
+OF_SEVERAL = ("no_sync", "static_graph_and_join", "collectives")
 
 
 def run(size, folder, *names):
@@ -31,12 +30,14 @@ def run(size, folder, *names):
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(size)]
 
 
+ONE = pytest.param(1, marks=pytest.mark.slow)
 FOUR = pytest.param(4, marks=pytest.mark.slow)  # processes, where there may be two cores
 
 
-@pytest.mark.parametrize("size", [2, FOUR])
+@pytest.mark.parametrize("size", [ONE, 2, FOUR])
 def test_shards_go_the_way_of_whole_parameters(size, tmp_path):
-    for rank, errors in enumerate(run(size, tmp_path, *CASES)):
+    cases = CASES + OF_SEVERAL if size > 1 else CASES
+    for rank, errors in enumerate(run(size, tmp_path, *cases)):
         for case, error in errors.items():
             assert error is None, f"{case}, rank {rank} of {size}: {error}"
 

@@ -35,6 +35,7 @@ from ampfuse.amp.scaler import LossScaler
 from ampfuse.optim import upgrade
 from ampfuse.optim.inner import parameters, with_inner
 from ampfuse.optim.masters import FLOAT_DTYPES, HALF_DTYPES
+from ampfuse.optim.shards import is_sharded
 from ampfuse.optim.upgrade import refuse_split
 
 _log = logging.getLogger("ampfuse.amp")
@@ -234,7 +235,8 @@ def _upgrade(
         after = list(parameters(optimizer))
         for original, master in zip(before, after, strict=True):
             if id(original) in exact and original.dtype in HALF_DTYPES:
-                optimizer.restore_master(master, {}, exact[id(original)])  # type: ignore[attr-defined]
+                state = optimizer.state[master] if is_sharded(master) else {}
+                optimizer.restore_master(master, state, exact[id(original)])  # type: ignore[attr-defined]
 
 
 def _as_list(value: Any, kind: type, name: str, article: str) -> list[Any]:
