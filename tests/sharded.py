@@ -28,6 +28,7 @@ from cases import KINDS, bf16, f16, f32, make
 from trainings import MODES, fractions, integers
 
 SIZE = int(os.environ["WORLD_SIZE"])
+DEVICE = os.environ.get("DEVICE", "cpu")
 STEPS = 100
 FEWER = STEPS if SIZE > 2 else 24  # on two ranks, in the quick tests
 GRID = (min(SIZE, 2), max(SIZE // 2, 1))
@@ -42,7 +43,7 @@ PLACES = {  # how a mesh has the parameters; each in one dimension or two
 
 def mesh_of(places):
     shape, _ = PLACES[places]
-    return init_device_mesh("cpu", shape, mesh_dim_names=("a", "b")[: len(shape)])
+    return init_device_mesh(DEVICE, shape, mesh_dim_names=("a", "b")[: len(shape)])
 
 
 def params_of(dtypes, places):
@@ -113,7 +114,7 @@ def _train(kind, places, dtypes=(f32,), clip=False, exact=True, steps=STEPS, **o
     """Under our GradScaler with planted overflows."""
     wholes, shards = params_of(dtypes, places)
     optimizers = [make(kind, params, **options) for params in (wholes, shards)]
-    scalers = [ampfuse.GradScaler("cpu", init_scale=2.0**10, growth_interval=9) for _ in range(2)]
+    scalers = [ampfuse.GradScaler(DEVICE, init_scale=2.0**10, growth_interval=9) for _ in range(2)]
     for step in range(steps):
         for params, optimizer, scaler in zip((wholes, shards), optimizers, scalers, strict=True):
             scaler.scale(torch.ones(()))
@@ -211,7 +212,7 @@ def fsdp():
     ]:
         models = nets(dtype)
         optimizers = [make("adamw", model.parameters(), **options) for model in models]
-        scalers = [ampfuse.GradScaler("cpu", init_scale=2.0**8) for _ in models]
+        scalers = [ampfuse.GradScaler(DEVICE, init_scale=2.0**8) for _ in models]
         for step in range(20):
             for loss, optimizer, scaler in zip(
                 losses(models, step, dtype), optimizers, scalers, strict=True
@@ -433,7 +434,7 @@ def zero_redundancy():
         models = [nets(dtype)[0] for _ in range(2)]
         plain = optim.AdamW(models[0].parameters(), lr=1e-2, **options)
         redundant = ZeroRedundancyOptimizer(models[1].parameters(), optim.AdamW, lr=1e-2, **options)
-        scalers = [ampfuse.GradScaler("cpu", init_scale=2.0**8) for _ in range(2)]
+        scalers = [ampfuse.GradScaler(DEVICE, init_scale=2.0**8) for _ in range(2)]
         for step in range(10):
             for loss, optimizer, scaler in zip(
                 losses(models, step, dtype), (plain, redundant), scalers, strict=True
@@ -468,7 +469,7 @@ def _resumable(name):
     dtype, options = RESUMED[name]
     model = nets(dtype)[1]
     optimizer = make("adamw", model.parameters(), **options)
-    return model, optimizer, ampfuse.GradScaler("cpu", init_scale=2.0**8, growth_interval=5), dtype
+    return model, optimizer, ampfuse.GradScaler(DEVICE, init_scale=2.0**8, growth_interval=5), dtype
 
 
 def save_and_go_on(folder):
@@ -506,7 +507,9 @@ def resume(folder):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    torch.set_default_device(DEVICE)
+    backend = "gloo" if DEVICE == "cpu" else "nccl"
+    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=60))
     folder, *names = sys.argv[1:]
     found = {}
     for name in names:

@@ -42,6 +42,14 @@ def test_shards_go_the_way_of_whole_parameters(size, tmp_path):
             assert error is None, f"{case}, rank {rank} of {size}: {error}"
 
 
+@pytest.mark.gpu
+def test_shards_on_a_gpu(tmp_path, monkeypatch):
+    """One rank: two would need two GPUs. What ranks decide together: test_merge.py."""
+    monkeypatch.setenv("DEVICE", "cuda")
+    for case, error in run(1, tmp_path, *CASES, "save_and_go_on", "resume")[0].items():
+        assert error is None, f"{case}: {error}"
+
+
 @pytest.mark.parametrize("size", [1, FOUR])
 def test_checkpoints_resume_on_another_number_of_ranks(size, tmp_path):
     """With torch.distributed.checkpoint, in every mode: equal bits."""
