@@ -94,11 +94,10 @@ def main() -> None:
     """Measures both variants; the first rank writes the CSV."""
     options = options_of(__doc__, "sharded_host")
     torch.set_num_threads(1)
-    os.environ.setdefault("MASTER_ADDR", "localhost")
-    os.environ.setdefault("MASTER_PORT", "29517")
-    os.environ.setdefault("RANK", "0")
-    os.environ.setdefault("WORLD_SIZE", "1")
-    dist.init_process_group("gloo")
+    if "RANK" in os.environ:  # torchrun's
+        dist.init_process_group("gloo")
+    else:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     count = 20 if options.quick else 2000
     results = Results(options)

@@ -161,6 +161,26 @@ def groups_and_frozen_parameters():
     assert_same(*optimizers)
 
 
+def gradients_of_other_kinds():
+    """One that is placed otherwise, and one that is no DTensor."""
+    mesh = mesh_of("rows")
+    whole = nn.Parameter(fractions((12, 4), 0))
+    shard = nn.Parameter(distribute_tensor(whole.detach().clone(), mesh, [Shard(0)]))
+    optimizers = [
+        make("adamw", [(name, param)]) for name, param in zip("ws", (whole, shard), strict=True)
+    ]
+    for step in range(3):
+        whole.grad = integers((12, 4), step, 7)
+        shard.grad = distribute_tensor(whole.grad.clone(), mesh, [Replicate()])
+        for optimizer in optimizers:
+            optimizer.step()
+    assert_same(*optimizers)
+    shard.grad = torch.ones(12, 4)
+    with pytest.raises(TypeError, match="gradient of s is no DTensor"):
+        optimizers[1].step()
+    compare("the parameter", whole.detach(), shard.detach(), exact=True)
+
+
 def every_place():
     for places in PLACES:
         train("adamw", places, dtypes=(f32, bf16, f16), master_weights=True)

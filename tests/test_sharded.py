@@ -11,6 +11,7 @@ HERE = Path(__file__).parent
 CASES = (
     "every_optimizer",
     "groups_and_frozen_parameters",
+    "gradients_of_other_kinds",
     "every_place",
     "every_mode",
     "clipping",

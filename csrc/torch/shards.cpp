@@ -16,13 +16,18 @@ namespace py = pybind11;
 namespace ampfuse {
 namespace {
 
+py::handle dtensor_type() {
+  static const py::handle type =
+      py::object(py::module_::import("torch.distributed.tensor").attr("DTensor")).release();
+  return type;
+}
+
 // A slot of Python's class DTensor. Read where it lies, as a step reads it of every parameter: a
 // lookup by name takes ten times as long.
 class Slot {
  public:
   explicit Slot(const char* name) {
-    const py::object type = py::module_::import("torch.distributed.tensor").attr("DTensor");
-    const py::object descriptor = type.attr(name);
+    const py::object descriptor = dtensor_type().attr(name);
     TORCH_CHECK(Py_IS_TYPE(descriptor.ptr(), &PyMemberDescr_Type), "torch's DTensor has no slot ",
                 name, "; this ampfuse does not know how to step it");
     offset_ = reinterpret_cast<PyMemberDescrObject*>(descriptor.ptr())->d_member->offset;
@@ -51,10 +56,15 @@ py::object object_of(const at::Tensor& tensor) {
   return py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor));
 }
 
-// What stands in Python for a DTensor, which is always something: it lives as long as the tensor.
+// What stands in Python for a tensor, if something does; for a DTensor, as long as it lives.
 // Counting references to it would take longer than all else that is done here.
-py::handle lent_object_of(const at::Tensor& dtensor) {
-  return dtensor.unsafeGetTensorImpl()->pyobj_slot()->load_pyobj();
+py::handle lent_object_of(const at::Tensor& tensor) {
+  return tensor.unsafeGetTensorImpl()->pyobj_slot()->load_pyobj();
+}
+
+bool is_dtensor(py::handle object) {
+  auto* const type = reinterpret_cast<PyTypeObject*>(dtensor_type().ptr());
+  return object && PyObject_TypeCheck(object.ptr(), type);
 }
 
 const at::Tensor& tensor_of(py::handle object) { return THPVariable_Unpack(object.ptr()); }
@@ -68,8 +78,12 @@ py::object helper(const char* name) {
 py::handle gradient_object(Row& row) {
   const at::Tensor& gradient = row.whole.mutable_grad();
   if (!gradient.defined()) return nullptr;
+  const py::handle object = lent_object_of(gradient);
+  TORCH_CHECK_TYPE(is_dtensor(object), "the gradient of ", row.name,
+                   " is no DTensor, as the parameter is. Give it one in the parameter's places, by "
+                   "DTensor.from_local or distribute_tensor.");
   // FSDP gives all gradients of a parameter one spec.
-  if (const py::handle spec = spec_of(lent_object_of(gradient)); !spec.is(row.gradient_spec)) {
+  if (const py::handle spec = spec_of(object); !spec.is(row.gradient_spec)) {
     static const py::str name =
         py::reinterpret_steal<py::str>(PyUnicode_InternFromString("placements"));
     const py::handle whole = row.whole_object;
@@ -111,7 +125,8 @@ void ParamTable::lend_shards() {
     __builtin_prefetch(local_slot_of(lent_object_of(gradient)));
   });
   scan([](const at::Tensor& gradient) {
-    __builtin_prefetch(&tensor_of(local_of(lent_object_of(gradient))));
+    const py::handle object = lent_object_of(gradient);
+    if (is_dtensor(object)) __builtin_prefetch(&tensor_of(local_of(object)));
   });
   for (Row& row : rows_) {
     if (!row.whole.defined()) continue;
