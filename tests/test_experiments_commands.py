@@ -53,7 +53,10 @@ def files(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+LARGE = {"e3-densenet161": pytest.mark.slow}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=LARGE.get(n, ())) for n in COMMANDS])
 def test_on_synthetic_data(name, tmp_path):
     result = run(name, "synthetic", tmp_path)
     assert result["recipe"] == name[:2]
@@ -68,7 +71,7 @@ def test_on_synthetic_data(name, tmp_path):
     [
         ("e1", "cifar10"),
         ("e2", "cifar10"),
-        ("e3-densenet161", "cifar10"),
+        pytest.param("e3-densenet161", "cifar10", marks=pytest.mark.slow),
         ("e4-resnet18", "imagenet"),
         ("e5-mlp", "mnist"),
         ("e5-mnist", "mnist"),

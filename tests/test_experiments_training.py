@@ -456,12 +456,9 @@ class TestCommand:
         assert not list(folder.glob("*.pt"))
         assert len(list(folder.rglob("events.out.tfevents.*"))) == 4
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
-        ("trainer", "model", "size"),
-        [
-            ("cifar", "wrn10_1", "8"),
-            pytest.param("imagenet", "resnet18", "32", marks=pytest.mark.slow),
-        ],
+        ("trainer", "model", "size"), [("cifar", "wrn10_1", "8"), ("imagenet", "resnet18", "32")]
     )
     def test_rank_0_alone_prints_and_writes(self, trainer, model, size, tmp_path):
         line = ["--data", "digits", "--model", model, "--image-size", size, "-b", "32"]

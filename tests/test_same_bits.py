@@ -247,7 +247,10 @@ def test_the_instruction_set_of_this_process_can_be_asked_for():
     assert python("-c", code, AMPFUSE_CPU_ISA=isa).stdout == f"{isa}\n"
 
 
-@pytest.mark.parametrize("isa", ISAS[:THIS_ISA])
+SLOW = {"scalar": pytest.mark.slow}  # test_bits.py has its kernels one by one
+
+
+@pytest.mark.parametrize("isa", [pytest.param(i, marks=SLOW.get(i, ())) for i in ISAS[:THIS_ISA]])
 def test_instruction_sets(expected, isa):
     run = python(__file__, AMPFUSE_CPU_ISA=isa)
     assert run.returncode == 0, run.stderr

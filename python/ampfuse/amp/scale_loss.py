@@ -150,15 +150,13 @@ def scaled_pass(
             for optimizer in optimizers:
                 optimizer.cancel_backward()
             raise
-        left_gradients = False
+        counts = False
         for optimizer in optimizers:
             if delay_unscale:
                 optimizer.mark_backward(scale)
             else:
-                left_gradients |= optimizer.end_backward(scale, check)
-    # FSDP keeps the gradients of passes that it does not synchronise until one that it does: they
-    # carry the scale, which must not change between.
-    if left_gradients and not delay_overflow_check:
+                counts |= optimizer.end_backward(scale, check)
+    if counts and not delay_overflow_check:
         # The scale reacts to this pass alone; a step skips after any overflow since the last step.
         of_pass = [optimizer.pass_found_inf_flag for optimizer in optimizers]
         since_step = [optimizer.found_inf_flag for optimizer in optimizers]

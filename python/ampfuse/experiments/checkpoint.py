@@ -38,8 +38,9 @@ class Checkpoint:
 
     def save(self, path: Path) -> None:
         """Write it in the place of what is there: whole, or not at all."""
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        values |= {"format": _FORMAT, "config": dataclasses.asdict(self.config)}
+        values: dict[str, Any] = {"format": _FORMAT}
+        values |= {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        values["config"] = dataclasses.asdict(self.config)
         with atomic(path) as file:
             torch.save(values, file)
 

@@ -46,14 +46,16 @@ class Gradients(Rows):
         """Take in a pass whose gradients carry `scale` (float32, 0-dim): inspect and unscale.
 
         Returns:
-            Whether the pass left a gradient.
+            Whether the pass says something about the loss scale: not where there are shards, and
+            FSDP keeps the gradients until a pass that it synchronises. They carry the scale,
+            which must not change between.
         """
         self.in_backward = self.has_scaled_gradients = False
         table = self._known_table()
         left = table.end_backward(scale, check)
         if self._under_amp and self._has_shards:
             table.materialize()  # a DTensor cannot do that when somebody looks at its gradient
-        return left
+        return left or not self._has_shards
 
     @uncompiled
     def mark_backward(self, scale: Tensor) -> None:
