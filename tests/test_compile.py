@@ -442,6 +442,7 @@ assert loss(out).dtype == torch.float32
 """
 
 
+@pytest.mark.slow  # in a process of its own
 def test_compiled_losses_where_functions_were_replaced_before():
     """In a process that has not compiled anything before."""
     subprocess.run([sys.executable, "-c", AFTER_CAST_EVERYWHERE], check=True)
