@@ -1,10 +1,15 @@
 """Steps on shards, under FSDP2, DDP and ZeRO, on 2 and 4 processes; see sharded.py."""
 
+import copy
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 
+from ampfuse import amp
 from programs import ranks
 
 HERE = Path(__file__).parent
@@ -57,3 +62,28 @@ def test_checkpoints_resume_on_another_number_of_ranks(size, tmp_path):
     for ranks_, job in ((2, "save_and_go_on"), (2, "resume"), (size, "resume")):
         for rank, errors in enumerate(run(ranks_, tmp_path, job)):
             assert errors[job] is None, f"rank {rank} of {ranks_}: {errors[job]}"
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """A group of one process."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_batch_norms_among_half_weights_are_refused(level, alone):
+    """As FSDP does, at the first forward pass; in a group of their own they train."""
+    layers = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+    model = fully_shard(copy.deepcopy(layers))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(RuntimeError, match="'the model' in one group, but " + level):
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+    amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    fully_shard([layers[1]])
+    model = fully_shard(layers)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, _ = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    assert model(torch.randn(3, 4)).isfinite().all()

@@ -1,10 +1,12 @@
 """Trainers in the processes of one group: ``python trained.py PLAN``, with a list of command lines
-as JSON, each with a port of its own. In a line "die WHERE RANK STEP" that rank is killed there.
+as JSON, each with a port of its own. In a line "die WHERE RANK STEP" that rank is killed there, and
+a word "DIR/**/*.pt" is the checkpoint that a line before it left.
 
 Exits with the status of the last.
 """
 
 import gc
+import glob
 import json
 import os
 import signal
@@ -82,7 +84,8 @@ if __name__ == "__main__":
             os.environ["MASTER_PORT"] = str(port)
             while line[0].startswith("die "):
                 set_trap(*line.pop(0).split()[1:])
-            status = trainers.main(trainer, line)
+            words = [(glob.glob(w, recursive=True) or [w])[0] if "*" in w else w for w in line]
+            status = trainers.main(trainer, words)
             gc.collect()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -25,6 +25,7 @@ from ampfuse.amp.casts import (
     check_can_install,
     eager_module,
     install,
+    is_affine_batch_norm,
     is_installed,
     save_in_float32,
 )
@@ -105,8 +106,9 @@ def initialize(
 
     Raises:
         RuntimeError: unknown level; overrides that contradict it; a model in DataParallel or
-            DistributedDataParallel; an optimizer that is initialized already; trainable half
-            parameters at a level that expects FP32 ones.
+            DistributedDataParallel, or whose batch norms fully_shard gathers with half weights; an
+            optimizer that is initialized already; trainable half parameters at a level that expects
+            FP32 ones.
         TypeError: something that is no model or no optimizer; parameters of a type that the
             optimizers cannot step (float64, complex).
         ValueError, AssertionError: malformed values, see :func:`ampfuse.amp.policy.make_policy`.
@@ -283,6 +285,8 @@ def _check_models(models: list[nn.Module], policy: Policy, allow_half: bool) -> 
                 "their final type."
             )
         check_can_install(model)
+        if policy.weights_type in HALF_DTYPES and policy.keep_batchnorm_fp32:
+            _check_shards(wrapper, policy)
     # Parameters that this module cast to half at an earlier call are no surprise.
     fresh = [model for model in models if not is_installed(model)]
     half = [
@@ -308,6 +312,35 @@ def _check_models(models: list[nn.Module], policy: Policy, allow_half: bool) -> 
         "amp.load_master_weights(optimizer, state_dict) afterwards.",
         stacklevel=4,
     )
+
+
+def _check_shards(model: nn.Module, policy: Policy) -> None:
+    """fully_shard gathers the weights of a group together, which have to be of one type."""
+    if not any(map(is_sharded, model.parameters())):
+        return
+    from torch.distributed.fsdp import FSDPModule
+
+    def group(module: Any) -> Iterator[nn.Module]:
+        yield module
+        for child in module.children():
+            if not isinstance(child, FSDPModule):
+                yield from group(child)
+
+    for name, module in model.named_modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        trained = {
+            is_affine_batch_norm(part)
+            for part in group(module)
+            for p in part.parameters(recurse=False)
+            if p.requires_grad and is_sharded(p)
+        }
+        if len(trained) > 1:
+            raise RuntimeError(
+                f"fully_shard gathers {name or 'the model'!r} in one group, but {policy.opt_level} "
+                "leaves its batch norms in FP32 beside half weights. Give them a group of their "
+                "own first, fully_shard([norm1, norm2]), or use keep_batchnorm_fp32=False."
+            )
 
 
 def _check_optimizers(optimizers: list[Optimizer], policy: Policy, names: dict[int, str]) -> None:

@@ -29,7 +29,6 @@ class World:
     rank: int = 0
     size: int = 1
     local_rank: int = 0
-    _patience: datetime.timedelta | None = None
     _store: dist.Store | None = None
     _pulse: Pulse | None = None
     _host: dist.ProcessGroup | None = None
@@ -43,39 +42,31 @@ class World:
     def is_main(self) -> bool:
         return self.rank == 0
 
-    def meet(self, patience: float, leave: Callable[[str], None]) -> None:
-        """Find the other processes. From now on they know of each other's end.
+    def connect(self, device: torch.device, patience: float, leave: Callable[[str], None]) -> None:
+        """Meet the others: NCCL between GPUs, gloo between CPUs. All know of each other's end then.
 
         None waits longer than `patience` seconds for another. `leave` ends this process, with why
         the training is over, where it hangs after that.
         """
         if self.size == 1:
             return
-        self._patience = datetime.timedelta(seconds=patience)
-        with self.watching_peers():
-            found = dist.rendezvous("env://", self.rank, self.size, timeout=self._patience)
-            self._store, _, _ = next(found)
-            self._pulse = Pulse(
-                self._store,
-                self.rank,
-                self.size,
-                self._patience,
-                lambda why: leave(self.named(why)),
-            )
-
-    def connect(self, device: torch.device) -> None:
-        """Make the groups: NCCL between GPUs, gloo between CPUs."""
-        if self.size == 1:
-            return
         kind, own = ("nccl", device) if device.type == "cuda" else ("gloo", None)
-        # NCCL ends a process that has waited, without an error; gloo is to be first.
-        patience = self._patience * (2 if kind == "nccl" else 1)
-        place = {"store": self._store, "rank": self.rank, "world_size": self.size}
+        limit, me = datetime.timedelta(seconds=patience), (self.rank, self.size)
         with self.watching_peers():
-            dist.init_process_group(kind, timeout=patience, device_id=own, **place)
+            self._store, *_ = next(dist.rendezvous("env://", *me, timeout=limit))
+            self._pulse = Pulse(*me, lambda why: leave(self.named(why)))
+            # NCCL ends a process that has waited, without an error; gloo is to be first.
+            dist.init_process_group(
+                kind,
+                store=self._store,
+                rank=self.rank,
+                world_size=self.size,
+                timeout=limit * (2 if kind == "nccl" else 1),
+                device_id=own,
+            )
             # What the hosts agree on goes past the GPUs, so that nobody waits for those. Over gloo
             # the end of a process is noticed at once too, which NCCL takes minutes for.
-            self._host = dist.new_group(backend="gloo", timeout=self._patience)
+            self._host = dist.new_group(backend="gloo", timeout=limit)
 
     def any(self, wish: bool) -> bool:
         """True if any process says True. All have to ask."""

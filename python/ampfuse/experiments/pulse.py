@@ -1,148 +1,86 @@
 """What processes know of each other past the training: who ended, and why.
 
 A collective that fails says that a connection broke, not whose process ended; others may hang in
-theirs. So each process has a connection to process 0, over which every second it says that it is
-there. The end of a process closes its connection, and process 0 tells all the others.
+theirs. So a thread of each process counts up in the store of the group, and looks whether the
+counts of the others move and whether somebody left a last word. The first word counts.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
-import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
-from multiprocessing.connection import Connection, wait
 
-from torch.distributed import Store
+import torch.distributed as dist
 
 _BEAT = 1.0  # seconds
-_SILENT = 5.0  # seconds after which nobody counts on a process that says nothing
-_HANGING = 20.0  # seconds that a process has to end by itself when the training is over
-# What is said; words of why the training is over are longer.
-_HERE, _BYE, _WHO = b"h", b"b", b"?"
+# In beats of one's own: who was stopped itself accuses nobody.
+_SILENT = 5  # without a beat, when a collective failed, and the process is given up
+_GONE = 15  # the same while nothing failed; code that keeps Python's lock is to have its time
+_HANGING = 20  # that a process has to end by itself when the training is over
 
 
 class Pulse:
-    """Of process `rank` of `size`; `leave` ends it, with why, where it hangs after that.
+    """Of process `rank` of `size`; `leave` ends it, with why, where it hangs after the end."""
 
-    The address is left at `store`, with a secret: who does not know it is not let in.
-    """
-
-    def __init__(
-        self, store: Store, rank: int, size: int, patience: timedelta, leave: Callable[[str], None]
-    ) -> None:
+    def __init__(self, rank: int, size: int, leave: Callable[[str], None]) -> None:
         self.why: str | None = None
-        self._rank, self._leave = rank, leave
+        self._rank, self._leave, self._word, self._patience = rank, leave, "", _GONE
+        self._seen = {other: (0, 0) for other in range(size) if other != rank}
+        self._beats = 0
         self._over, self._stopped = threading.Event(), threading.Event()
-        meet = _welcomed if rank == 0 else _joined
-        self._others = meet(store, rank, size, patience.total_seconds())
-        self._heard = dict.fromkeys(self._others, time.monotonic())
-        threading.Thread(target=self._listen, daemon=True).start()
-        threading.Thread(target=self._end_if_it_hangs, daemon=True).start()
+        by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        self._host = "torchrun" if by_agent else "process 0"
+        # A connection of its own, since an operation on one that is shared waits for all others.
+        place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        self._store = dist.PrefixStore(f"pulse{attempt}", dist.TCPStore(*place, is_master=False))
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
 
-    def _listen(self) -> None:
-        beat = time.monotonic()
-        while self._others and not self._stopped.is_set():
-            for connection in wait(list(self._others.values()), _BEAT / 2):
-                rank = next(r for r, c in self._others.items() if c is connection)
-                try:
-                    self._take(rank, connection.recv_bytes())
-                except (EOFError, OSError):
-                    del self._others[rank]
-                    self._declare(f"process {rank} ended without a word (killed?)")
-            if time.monotonic() > beat:
-                beat = time.monotonic() + _BEAT
-                self._tell(_HERE)
+    def _run(self) -> None:
+        over = 0
+        while over < _HANGING:
+            try:
+                self._beat()
+            except RuntimeError:  # the store is gone
+                self.why = self.why or _silent(self._host)
+            if self.why:
+                self._over.set()
+                over += 1
+            if self._stopped.wait(_BEAT):
+                return
+        self._leave(self.why or "")
 
-    def _take(self, rank: int, said: bytes) -> None:
-        self._heard[rank] = time.monotonic()
-        if said == _BYE:
-            del self._others[rank]
-        elif said == _WHO:
-            self._name_the_silent()
-        elif said != _HERE:
-            self._declare(said.decode())
-
-    def _tell(self, what: bytes) -> None:
-        for connection in list(self._others.values()):
-            with contextlib.suppress(OSError):  # of who ended, which is noticed elsewhere
-                connection.send_bytes(what)
-
-    def _declare(self, why: str) -> None:
-        """The first word counts; process 0 tells it to all."""
-        if self.why is None:
-            self.why = why
-            if self._rank == 0:
-                self._tell(why.encode())
-            self._over.set()
-
-    def _name_the_silent(self) -> None:
-        limit = time.monotonic() - _SILENT
-        if silent := [rank for rank in self._others if self._heard[rank] < limit]:
-            names = ", ".join(f"process {rank}" for rank in silent)
-            self._declare(f"{names} no longer answer{'s' * (len(silent) == 1)}")
+    def _beat(self) -> None:
+        self._beats = self._store.add(str(self._rank), 1)
+        for rank, (count, still) in self._seen.items():
+            now = self._store.add(str(rank), 0)
+            self._seen[rank] = now, still + 1 if now == count > 0 else 0
+        if gone := [rank for rank, (_, still) in self._seen.items() if still >= self._patience]:
+            self._word = self._word or _silent(*(f"process {rank}" for rank in gone))
+        self.why = self._store.compare_set("over", "", self._word).decode() or None
 
     def who_is_missing(self) -> str | None:
-        """Why the training is over, if that is known within seconds."""
-        if self._rank == 0:
-            until = time.monotonic() + _SILENT
-            while not self._over.wait(_BEAT) and time.monotonic() < until:
-                self._name_the_silent()
-        elif not self._over.wait(_BEAT):
-            self._tell(_WHO)
-            if not self._over.wait(_SILENT):
-                self._name_the_silent()
+        """Why a collective failed, if that is known within seconds."""
+        self._patience, beats = _SILENT, self._beats
+        if not self._over.wait(2 * _SILENT * _BEAT) and self._beats == beats:
+            self.why = _silent(self._host)
         return self.why
 
     def leave_word(self, why: str) -> str:
         """Tell all why the training is over; returns the first word of any."""
-        if self._rank == 0:
-            self._declare(why)
-        else:
-            self._tell(why.encode())
-            self._over.wait(_SILENT)  # for what process 0 makes of it
+        self._word = self._word or why
+        self._over.wait(_SILENT * _BEAT)
         return self.why or why
 
-    def _end_if_it_hangs(self) -> None:
-        self._over.wait()
-        if not self._stopped.wait(_HANGING):
-            self._leave(self.why or "")
-
     def stop(self) -> None:
+        if self.why and self._rank == 0:
+            time.sleep(3 * _BEAT)  # the store may end with this process: let the others read it
         self._stopped.set()
-        self._tell(_BYE)
+        self._thread.join(_SILENT * _BEAT)
 
 
-_PLACE = "pulse"
-
-
-def _welcomed(store: Store, rank: int, size: int, patience: float) -> dict[int, Connection]:
-    """The connections of all others to process 0, by rank."""
-    secret, others = secrets.token_hex(), {}
-    dual = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if dual else socket.AF_INET
-    with socket.create_server(("", 0), family=family, dualstack_ipv6=dual) as server:
-        server.settimeout(patience)
-        store.set(_PLACE, f"{server.getsockname()[1]} {secret}")
-        while len(others) < size - 1:
-            connection = Connection(server.accept()[0].detach())
-            with contextlib.suppress(EOFError, OSError, ValueError):
-                said, other = connection.recv_bytes(200).decode().split()
-                if secrets.compare_digest(said, secret):
-                    others[int(other)] = connection
-    return others
-
-
-def _joined(store: Store, rank: int, size: int, patience: float) -> dict[int, Connection]:
-    """The connection to process 0."""
-    port, secret = store.get(_PLACE).decode().split()
-    address = os.environ["MASTER_ADDR"], int(port)
-    connected = socket.create_connection(address, patience)
-    connected.settimeout(None)
-    connection = Connection(connected.detach())
-    connection.send_bytes(f"{secret} {rank}".encode())
-    return {0: connection}
+def _silent(*names: str) -> str:
+    return f"{', '.join(names)} no longer answer{'s' * (len(names) == 1)} (killed?)"

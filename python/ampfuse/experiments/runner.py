@@ -39,8 +39,9 @@ def run_command(trainer: Trainer, args: argparse.Namespace, argv: Sequence[str])
     world = World.of_environment()
     voice = _Voice(trainer.name, world, args.resume)
     try:
-        world.meet(args.timeout, voice.leave)
-        return _run_command(trainer, args, argv, voice)
+        status = _run_command(trainer, args, argv, voice)
+        world.any(False)  # who ends is missed by those that are not done
+        return status
     except UsageError as error:
         if world.fail(str(error)):
             voice.error(str(error))
@@ -114,7 +115,7 @@ def _run_command(
     position = _position(configs, resume, world.size)
     command = [Path(sys.executable).name, "-m", f"ampfuse.experiments.{trainer.name}", *argv]
     with signals.listening() as wish:
-        world.connect(device)
+        world.connect(device, args.timeout, voice.leave)
         place = Place(
             device,
             world,
