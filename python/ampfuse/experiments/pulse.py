@@ -17,7 +17,7 @@ import torch.distributed as dist
 _BEAT = 1.0  # seconds
 # In beats of one's own: who was stopped itself accuses nobody.
 _SILENT = 5  # without a beat, when a collective failed, and the process is given up
-_GONE = 15  # the same while nothing failed; code that keeps Python's lock is to have its time
+_GONE = 30  # the same while nothing failed; code that keeps Python's lock is to have its time
 _HANGING = 20  # that a process has to end by itself when the training is over
 
 
