@@ -15,6 +15,7 @@ from torch._dynamo.utils import counters
 import ampfuse
 from ampfuse import amp, optim
 from ampfuse.amp import op_casts
+from ampfuse.amp.autocast_rules import AUTOCAST
 from ampfuse.amp.half_output import HalfOutput
 from cases import assert_same_bits
 
@@ -446,6 +447,20 @@ assert loss(out).dtype == torch.float32
 def test_compiled_losses_where_functions_were_replaced_before():
     """In a process that has not compiled anything before."""
     subprocess.run([sys.executable, "-c", AFTER_CAST_EVERYWHERE], check=True)
+
+
+def test_replaced_functions_are_known_when_dynamo_lists_functions_anew():
+    """As torch.distributed.init_process_group has it do."""
+    op_casts.install(AUTOCAST)
+    torch._dynamo.trace_rules.clear_lru_cache()
+    try:
+        model, x = nn.Conv2d(2, 4, 3), batch(0)[0]
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        assert torch.equal(compiled(x), model(x))
+    finally:
+        op_casts.remove()
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(model, backend="aot_eager", fullgraph=True)(x), model(x))
 
 
 # --- tools ----------------------------------------------------------------------------------------

@@ -57,10 +57,8 @@ def install(rules: OpRules) -> None:
     if id(rules) in _installed:
         return
     with _lock:
-        # Compiled code calls the originals, and half outputs override those: both lists that Dynamo
-        # knows torch's functions by are made once, and now.
-        import torch._dynamo.trace_rules
-
+        # Compiled code calls the originals, and half outputs override those: by a list that is made
+        # once, and now.
         torch.overrides.get_overridable_functions()
         for owner in _OWNERS:
             for name in rules.table:
@@ -129,6 +127,8 @@ def _casting(name: str, function: Any) -> Any:
             cast, kwargs = _apply(rule, scope.dtype, args, kwargs)
         return call(*cast, **kwargs)
 
+    # What Dynamo takes in its place, also in the list of functions that it knows by name.
+    cast_first._torchdynamo_inline = function  # type: ignore[attr-defined]
     return cast_first
 
 
