@@ -16,7 +16,8 @@ The column memory_mib has the peak of a step's tensors.
 
 Cases "norm-..." are a batch norm with its ReLU (and its residual) alone, forward and backward, at
 the shapes of ResNet-50's layers with a batch of 8, as many as fill 96 MiB: torch's operations, the
-fused one, and "copy", its bytes (see csrc/core/batch_norm.h) at the bandwidth of a copy.
+fused one, "copy", its bytes (see csrc/core/batch_norm.h) at the bandwidth of a copy, and on a GPU
+"cuDNN, FP16": cuDNN's own fused one in the other half type, whose bytes are the same.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from cudnn_norm import CudnnNorm
 from harness import Clock, Row, measure, rows_of
 from limits import bounds
 from step import Results, options_of
@@ -142,9 +144,11 @@ class Norm:
     measure how its instructions come from memory.
     """
 
+    dtype = torch.bfloat16
+
     def __init__(self, channels: int, side: int, residual: bool, device: torch.device) -> None:
         def image() -> Tensor:
-            x = torch.randn(8, channels, side, side, device=device, dtype=torch.bfloat16)
+            x = torch.randn(8, channels, side, side, device=device, dtype=self.dtype)
             return x.contiguous(memory_format=torch.channels_last)
 
         count = layers_of(channels, side)
@@ -175,6 +179,19 @@ def layers_of(channels: int, side: int) -> int:
 class FusedNorm(Norm):
     def run(self, x: Tensor, residual: Tensor | None) -> Tensor:
         return normalize(self.norm, x, residual, True)
+
+
+class DirectCudnn(Norm):
+    dtype = torch.float16
+
+    def __init__(self, channels: int, side: int, residual: bool, device: torch.device) -> None:
+        super().__init__(channels, side, residual, device)
+        self.cudnn = CudnnNorm(self.x[0].detach(), residual)
+
+    def __call__(self) -> None:
+        for x, residual in zip(self.x, self.residual, strict=True):
+            y = self.cudnn.forward(x, residual)
+            self.cudnn.backward(x, y, self.dy, residual is not None)
 
 
 def steps_of(name: str, options: Any) -> list[Row]:
@@ -211,6 +228,11 @@ def norms_of(channels: int, side: int, residual: bool, options: Any) -> list[Row
         "fused": FusedNorm(channels, side, residual, options.device),
         "copy": bounds(options.device, 64 << 20, elements, half_bytes, 0)["copy"],
     }
+    if options.device.type == "cuda":
+        try:
+            variants["cuDNN, FP16"] = DirectCudnn(channels, side, residual, options.device)
+        except RuntimeError as error:  # such shapes are not measured
+            print(f"{name_of(channels, side, residual)}: {error}")
     times = measure(Clock(options.device), variants, options.repeats)
     return rows_of(
         options.device,

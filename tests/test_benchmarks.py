@@ -6,6 +6,7 @@ Nothing here asserts how long anything took.
 from __future__ import annotations
 
 import csv
+import ctypes
 import importlib
 import math
 import os
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import tarfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -455,6 +457,68 @@ def test_syncs_script(main, tmp_path):
     items = {row["variant"]: float(row["items"]) for row in records(path)}
     assert {name for name, number in items.items() if number} == {"torch fused", "torch foreach"}
     assert {"ampfuse O5", "ampfuse O4", "ampfuse GradScaler"} < set(items)
+
+
+# --- cuDNN ----------------------------------------------------------------------------------------
+
+CUDNN = Path(torch.__file__).parents[1] / "nvidia" / "cudnn" / "include"
+
+
+class Declared:
+    """In the place of the library: what is passed must be what its headers declare."""
+
+    def __init__(self):
+        headers = "".join((CUDNN / f"cudnn_{name}.h").read_text() for name in ("ops", "graph"))
+        self.headers = re.sub(r"/\*.*?\*/", "", headers, flags=re.S)
+        self.called = []
+
+    def __getattr__(self, name):
+        declared = re.search(rf"\b{name}\(([^;]*)\);", self.headers)[1].split(",")
+
+        def function(*arguments):
+            self.called.append(name)
+            for argument, parameter in zip(arguments, declared, strict=True):
+                kind, pointer = parameter.split()[:-1], "*" in parameter
+                if kind == ["double"]:
+                    assert type(argument) is ctypes.c_double
+                elif kind == ["size_t"] and not pointer:
+                    assert type(argument) is ctypes.c_size_t
+                elif kind == ["int"] or re.search(r"(Mode|Ops|Format|Type|Propagation)_t", kind[0]):
+                    assert type(argument) is int
+                else:  # an address or a handle, which is one too
+                    assert argument is None or type(argument) in ADDRESSES
+            return 0
+
+        self.__dict__[name] = function
+        return function
+
+
+ADDRESSES = (ctypes.c_void_p, type(ctypes.byref(ctypes.c_int())))
+
+
+@pytest.mark.skipif(not CUDNN.exists(), reason="this torch comes without cuDNN's headers")
+@pytest.mark.parametrize("residual", [False, True])
+def test_cudnn_is_called_as_its_headers_say(load, monkeypatch, residual):
+    cudnn, library = load("cudnn_norm"), Declared()
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 90000)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=1))
+    x = torch.randn(2, 8, 3, 3).half().contiguous(memory_format=torch.channels_last)
+    with pytest.raises(RuntimeError, match="cuDNN differs from torch"):  # nothing was computed
+        cudnn.CudnnNorm(x, residual)
+    passes = [name for name in library.called if name.startswith("cudnnBatchNormalization")]
+    assert passes == [f"cudnnBatchNormalization{way}Ex" for way in ("ForwardTraining", "Backward")]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("residual", [False, True])
+def test_cudnn_computes_what_torch_does(load, residual):
+    x = (
+        torch.randn(4, 64, 14, 14, device="cuda")
+        .half()
+        .contiguous(memory_format=torch.channels_last)
+    )
+    load("cudnn_norm").CudnnNorm(x, residual)
 
 
 # --- what is published ----------------------------------------------------------------------------
