@@ -7,7 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.profiler import profile
 
+from cases import assert_same_bits
 from conftest import batch_norm_ops
 
 f32, f16, bf16, f64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
@@ -44,15 +46,18 @@ class Case:
         self.rest = (training, 0.1, 1e-5, relu)
         self.dy = channels_last(*shape, dtype=dtype).to(device)
 
-    def run(self, op, dtype=None):
-        """Everything that `op` leaves behind, given the arguments as they are or as `dtype`."""
+    def run(self, op, dtype=None, held=True):
+        """Everything that `op` leaves behind, given the arguments as they are or as `dtype`.
+
+        held: whether its gradient is a tensor that somebody has, too.
+        """
         tensors = {
             name: None if t is None else t.detach().clone().to(dtype or t.dtype).requires_grad_()
             for name, t in self.tensors.items()
         }
         running = [t.clone().to(dtype or t.dtype) for t in self.running]
         y = op(*tensors.values(), *running, *self.rest)
-        y.backward(self.dy.to(y.dtype))
+        (y if held else y * 1).backward(self.dy.to(y.dtype))
         grads = {f"d{name}": t.grad for name, t in tensors.items() if t is not None}
         return {"y": y.detach(), "mean": running[0], "var": running[1], **grads}
 
@@ -83,6 +88,7 @@ def test_results_are_those_of_float64(dtype, channels, device):
         found = case.run(batch_norm_ops().batch_norm_act)
         assert found["y"].is_contiguous(memory_format=torch.channels_last)
         assert_near(found, case.run(composed, f64), dtype, 64)
+        assert_same_bits(found, case.run(batch_norm_ops().batch_norm_act, held=False))
 
 
 @pytest.mark.parametrize("dtype", [f16, bf16])
@@ -255,6 +261,50 @@ def test_a_forked_gradient_asked_for_by_grad_is_whole():
     assert torch.allclose(dy, 28 * y.detach())
     [again] = torch.autograd.grad(forked_loss(y, 3), x)
     assert torch.allclose(dx, again, atol=1e-5)
+
+
+def passes_of(backward):
+    """Names of the passes that a function runs. (A hook would hold the gradients it looks at.)"""
+    with profile() as profiled:
+        backward()
+    return [event.name.split("::")[1] for event in profiled.events() if "::batch_" in event.name]
+
+
+INTO = ["batch_norm_reduce_into", "batch_norm_dx_into"]
+
+
+def test_gradients_that_nobody_holds_are_written_over(device):
+    x, w = (channels_last(*NCHW).to(device) for _ in range(2))
+    loss = (norm(x.requires_grad_()) * w).sum()
+    assert passes_of(loss.backward) == ["batch_norm_reduce", INTO[1]]
+
+
+def test_a_block_writes_over_the_gradients_of_both_its_users(device):
+    x, residual, *factors = (channels_last(*NCHW).to(device) for _ in range(4))
+    inputs = [tensor.requires_grad_() for tensor in (x, residual)]
+    arguments = (*inputs, *[None] * 4, True, 0.1, 1e-5, True)
+    branches = batch_norm_ops().fork(batch_norm_ops().batch_norm_act(*arguments), 2)
+    loss = sum((b * f).sum() for b, f in zip(branches, factors, strict=True))
+    assert passes_of(loss.backward) == INTO
+    y = composed(*(t.double() for t in inputs), *arguments[2:])
+    exact = torch.autograd.grad(y, inputs, sum(factors).double())
+    for tensor, gradient in zip(inputs, exact, strict=True):
+        assert torch.allclose(tensor.grad, gradient, atol=1e-5)
+
+
+def test_gradients_that_somebody_holds_are_left_alone():
+    x, w = (channels_last(*NCHW) for _ in range(2))
+    y = norm(x.requires_grad_())
+    alias, held = y.view_as(y), []
+    for tensor in (y, alias):  # held by the one who asks for it; as memory of another tensor
+        dy, _ = torch.autograd.grad((alias * w).sum(), (tensor, x), retain_graph=True)
+        assert torch.equal(dy, w)
+    y.register_hook(held.append)
+    (alias * w).sum().backward(retain_graph=True)
+    assert torch.equal(held[0], w)
+    dy = w.clone()
+    y.backward(dy)
+    assert torch.equal(dy, w)
 
 
 def test_branches_of_a_pass_that_failed_are_forgotten():

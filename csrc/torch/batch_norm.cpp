@@ -5,6 +5,7 @@
 #include "core/batch_norm.h"
 
 #include <ATen/ATen.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/library.h>
@@ -45,6 +46,10 @@ OptionalTensor optional(const Tensor& tensor) {
 // Each serves CPU, CUDA and meta tensors; of the latter it makes the results' shapes alone.
 
 const at::MemoryFormat kChannelsLast = at::MemoryFormat::ChannelsLast;
+// Of tensors whose memory is another's, or nobody's.
+const c10::DispatchKeySet kWrappers({c10::DispatchKey::Python, c10::DispatchKey::Functionalize,
+                                     c10::DispatchKey::FuncTorchBatched,
+                                     c10::DispatchKey::FuncTorchGradWrapper});
 
 Tensor empty_like_channel(const Tensor& x) {
   return at::empty_symint({x.sym_size(1)}, x.options().dtype(at::kFloat));
@@ -153,11 +158,12 @@ std::tuple<Tensor, Tensor> apply_pass(const Tensor& x, const OptionalTensor& res
   return {y, mask};
 }
 
-std::tuple<Tensor, Tensor, Tensor> reduce_pass(at::TensorList dy, const Tensor& x,
-                                               const Tensor& mean, const Tensor& mask, bool keep) {
+// g: for the gradient under the mask, which is not kept if it has no elements; may be one of dy.
+std::tuple<Tensor, Tensor> reduce_into_pass(at::TensorList dy, const Tensor& x, const Tensor& mean,
+                                            const Tensor& mask, const Tensor& g) {
   const Tensor sum = empty_like_channel(x), centered = empty_like_channel(x);
-  const Tensor g = keep ? empty_laid_out_as(x, x.scalar_type()) : nothing(x, x.scalar_type());
-  if (x.is_meta()) return {sum, centered, g};
+  if (x.is_meta()) return {sum, centered};
+  const bool keep = g.numel() > 0;
   ReduceArgs args = {};
   args.image = image_of(x);
   TORCH_CHECK_VALUE(
@@ -168,6 +174,7 @@ std::tuple<Tensor, Tensor, Tensor> reduce_pass(at::TensorList dy, const Tensor& 
     check_like(branch, x, "dy");
     args.dy[args.branches++] = branch.const_data_ptr();
   }
+  if (keep) check_like(g, x, "g");
   args.mask = mask_of(mask, args.image);
   args.x = x.const_data_ptr();
   args.mean = channels_of(mean, x, "mean");
@@ -178,17 +185,24 @@ std::tuple<Tensor, Tensor, Tensor> reduce_pass(at::TensorList dy, const Tensor& 
   const Tensor partials = empty_partials<GradientSums>(args.image, x);
   args.partials = static_cast<GradientSums*>(partials.data_ptr());
   scope.backend().batch_norm().reduce(args, scope.stream());
-  return {sum, centered, g};
+  return {sum, centered};
 }
 
-Tensor dx_pass(const Tensor& dy, const Tensor& mask, const Tensor& x, const Tensor& mean,
-               const Tensor& invstd, const OptionalTensor& weight, const OptionalTensor& sum_dy,
-               const OptionalTensor& sum_dy_centered, c10::SymInt count) {
-  const Tensor dx = empty_laid_out_as(x, x.scalar_type());
-  if (x.is_meta()) return dx;
+std::tuple<Tensor, Tensor, Tensor> reduce_pass(at::TensorList dy, const Tensor& x,
+                                               const Tensor& mean, const Tensor& mask, bool keep) {
+  const Tensor g = keep ? empty_laid_out_as(x, x.scalar_type()) : nothing(x, x.scalar_type());
+  return std::tuple_cat(reduce_into_pass(dy, x, mean, mask, g), std::tuple(g));
+}
+
+// dx may be dy.
+void dx_into_pass(const Tensor& dy, const Tensor& mask, const Tensor& x, const Tensor& mean,
+                  const Tensor& invstd, const OptionalTensor& weight, const OptionalTensor& sum_dy,
+                  const OptionalTensor& sum_dy_centered, c10::SymInt count, const Tensor& dx) {
+  if (x.is_meta()) return;
   InputGradientArgs args = {};
   args.image = image_of(x);
   check_like(dy, x, "dy");
+  check_like(dx, x, "dx");
   args.dy = dy.const_data_ptr();
   args.mask = mask_of(mask, args.image);
   args.x = x.const_data_ptr();
@@ -201,6 +215,13 @@ Tensor dx_pass(const Tensor& dy, const Tensor& mask, const Tensor& x, const Tens
   args.inverse_count = float(1.0 / double(count.expect_int()));
   const DeviceScope scope(x.device());
   scope.backend().batch_norm().input_gradient(args, scope.stream());
+}
+
+Tensor dx_pass(const Tensor& dy, const Tensor& mask, const Tensor& x, const Tensor& mean,
+               const Tensor& invstd, const OptionalTensor& weight, const OptionalTensor& sum_dy,
+               const OptionalTensor& sum_dy_centered, c10::SymInt count) {
+  const Tensor dx = empty_laid_out_as(x, x.scalar_type());
+  dx_into_pass(dy, mask, x, mean, invstd, weight, sum_dy, sum_dy_centered, std::move(count), dx);
   return dx;
 }
 
@@ -298,9 +319,9 @@ struct BatchNormAct : torch::autograd::Function<BatchNormAct> {
     return context->saved_data["needs"].toBoolList().get(argument);
   }
 
-  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+  static variable_list backward(AutogradContext* context, variable_list& gradients) {
     std::vector<Tensor> dy = Branches::take(*context);
-    if (gradients[0].defined()) dy.insert(dy.begin(), gradients[0]);
+    if (gradients[0].defined()) dy.insert(dy.begin(), std::move(gradients[0]));
     variable_list result(kArguments);
     if (dy.empty()) return result;
     if (at::GradMode::is_enabled()) {
@@ -333,25 +354,57 @@ struct BatchNormAct : torch::autograd::Function<BatchNormAct> {
     const bool to_weight = needs(context, kWeight);
     const bool to_bias = needs(context, kBias);
     const bool keep = dy.size() > 1 || needs(context, kResidual);
+    std::vector<Tensor> spare = only_ours(dy);
+    const auto take = [&spare] {
+      if (spare.empty()) return Tensor();
+      const Tensor taken = std::move(spare.back());
+      spare.pop_back();
+      return taken;
+    };
     Tensor sum, centered;
     if (training || to_weight || to_bias || keep) {
-      Tensor g;
-      std::tie(sum, centered, g) =
-          Call<reduce_pass>::of(AMPFUSE_OP("batch_norm_reduce"), dy, x, mean, mask, keep);
+      Tensor g = keep ? take() : Tensor();
+      if (g.defined()) {
+        std::tie(sum, centered) =
+            Call<reduce_into_pass>::of(AMPFUSE_OP("batch_norm_reduce_into"), dy, x, mean, mask, g);
+      } else {
+        std::tie(sum, centered, g) =
+            Call<reduce_pass>::of(AMPFUSE_OP("batch_norm_reduce"), dy, x, mean, mask, keep);
+      }
       if (keep) {
-        dy[0] = g;
+        dy = {g};
         mask = nothing(x, at::kByte);
+        if (!needs(context, kResidual)) spare.push_back(g);
       }
     }
     if (needs(context, kResidual)) result[kResidual] = dy[0];
     if (to_weight) result[kWeight] = centered * invstd;
     if (to_bias) result[kBias] = sum;
-    if (needs(context, kX)) {
-      const auto frozen = [&](const Tensor& t) { return training ? optional(t) : std::nullopt; };
+    if (!needs(context, kX)) return;
+    const auto frozen = [&](const Tensor& t) { return training ? optional(t) : std::nullopt; };
+    const c10::SymInt count = x.sym_numel() / x.sym_size(1);
+    if (const Tensor dx = take(); dx.defined()) {
+      Call<dx_into_pass>::of(AMPFUSE_OP("batch_norm_dx_into"), dy[0], mask, x, mean, invstd,
+                             optional(weight), frozen(sum), frozen(centered), count, dx);
+      result[kX] = dx;
+    } else {
       result[kX] = Call<dx_pass>::of(AMPFUSE_OP("batch_norm_dx"), dy[0], mask, x, mean, invstd,
-                                     optional(weight), frozen(sum), frozen(centered),
-                                     x.sym_numel() / x.sym_size(1));
+                                     optional(weight), frozen(sum), frozen(centered), count);
     }
+  }
+
+  // Gradients that nobody else holds, in memory that nobody else sees. What is computed of them is
+  // written over them: in lines that the cache has, and to pages that need not be asked for.
+  static std::vector<Tensor> only_ours(const std::vector<Tensor>& gradients) {
+    std::vector<Tensor> ours;
+    // Whatever traces looks for new tensors.
+    if (c10::impl::TorchDispatchModeTLS::any_modes_set()) return ours;
+    for (const Tensor& tensor : gradients) {
+      if (tensor.use_count() == 1 && !tensor.key_set().has_any(kWrappers) &&
+          tensor.storage().use_count() == 1)
+        ours.push_back(tensor);
+    }
+    return ours;
   }
 
   // The same by torch's operations, for a second derivative.
@@ -490,6 +543,13 @@ AMPFUSE_LIBRARY(AMPFUSE_NAMESPACE, library) {
   library.def(
       "batch_norm_dx(Tensor dy, Tensor mask, Tensor x, Tensor mean, Tensor invstd, Tensor? weight, "
       "Tensor? sum_dy, Tensor? sum_dy_centered, SymInt count=1) -> Tensor");
+  library.def(
+      "batch_norm_reduce_into(Tensor[] dy, Tensor x, Tensor mean, Tensor mask, Tensor(a!) g) -> "
+      "(Tensor, Tensor)");
+  library.def(
+      "batch_norm_dx_into(Tensor dy, Tensor mask, Tensor x, Tensor mean, Tensor invstd, "
+      "Tensor? weight, Tensor? sum_dy, Tensor? sum_dy_centered, SymInt count, Tensor(a!) dx) -> "
+      "()");
 }
 
 void add_kernels(torch::Library& library) {
@@ -498,6 +558,8 @@ void add_kernels(torch::Library& library) {
   library.impl("batch_norm_apply", apply_pass);
   library.impl("batch_norm_reduce", reduce_pass);
   library.impl("batch_norm_dx", dx_pass);
+  library.impl("batch_norm_reduce_into", reduce_into_pass);
+  library.impl("batch_norm_dx_into", dx_into_pass);
 }
 AMPFUSE_KERNELS(AMPFUSE_NAMESPACE, CPU, library) { add_kernels(library); }
 AMPFUSE_KERNELS(AMPFUSE_NAMESPACE, CUDA, library) { add_kernels(library); }
