@@ -14,13 +14,13 @@ void ParamTable::begin_backward() {
   for (int64_t i = 0; i < rows(); ++i) {
     Row& row = rows_[i];
     at::Tensor& grad = row.leaf().mutable_grad();
-    const bool pending = row.pending.is_same_tensor(grad);
+    const bool pending = row.pending.is_or_was(grad);
     if (is_materialized(row)) {
       row.accumulated = source(row);
       if (row.accumulated.defined() && !row.inspected.is_unchanged(row.accumulated))
         known_.edited_sums = true;
       row.param.mutable_grad().reset();
-    } else if (grad.defined() && row.model.defined() && !row.spent.is_same_tensor(grad)) {
+    } else if (grad.defined() && row.model.defined() && !row.spent.is_or_was(grad)) {
       const at::Tensor& used = checked_gradient(row, grad);
       const at::Tensor earlier = row.accumulated;
       if (!earlier.defined()) row.accumulated = empty_laid_out_as(row.param);
@@ -164,7 +164,7 @@ void ParamTable::materialize() {
   for (int64_t i = 0; i < rows(); ++i) {
     const Row& row = rows_[i];
     if (!row.model.defined()) continue;
-    if (row.accumulated.defined() || row.pending.is_same_tensor(row.model.mutable_grad()))
+    if (row.accumulated.defined() || row.pending.is_or_was(row.model.mutable_grad()))
       found.push_back(i);
   }
   if (found.empty()) return;
@@ -177,7 +177,7 @@ void ParamTable::materialize() {
     const at::Tensor accumulated = std::move(row.accumulated);
     at::Tensor out = accumulated.defined() ? accumulated : empty_laid_out_as(row.param);
     bool inspected = true;
-    if (row.pending.is_same_tensor(row.model.mutable_grad())) {
+    if (row.pending.is_or_was(row.model.mutable_grad())) {
       inspected = row.inspected.is_unchanged(row.model.mutable_grad());
       const at::Tensor grad = checked_gradient(row, row.model.mutable_grad());
       row.copied_grad.reset();

@@ -346,7 +346,7 @@ std::vector<int64_t> ParamTable::collect(const std::optional<at::Tensor>& scale,
     bool scaled = scale && !is_materialized(row);
     const at::Tensor& used = row.has_grad ? checked_gradient(row, grad) : none;
     row.unscales = unscales && scaled && row.has_grad && used.scalar_type() == at::kFloat;
-    if (row.has_grad && row.pending.is_same_tensor(grad)) scaled = any_pending = true;
+    if (row.has_grad && row.pending.is_or_was(grad)) scaled = any_pending = true;
     set_gradient(i, used, scaled, row.accumulated, none);
     set(kUnscaled, i, row.unscales ? used : none);
     if (row.has_grad && !row.inspected.is_unchanged(grad)) unchanged_ = false;

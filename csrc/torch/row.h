@@ -25,6 +25,12 @@ struct Identity {
   bool is_same_tensor(const at::Tensor& grad) const {
     return impl && grad.defined() && impl->_unsafe_get_target() == grad.unsafeGetTensorImpl();
   }
+  // ... or what DistributedDataParallel put in its place: after the first pass it makes new buckets
+  // and moves the gradients that are views of the old ones.
+  bool is_or_was(const at::Tensor& grad) const {
+    return is_same_tensor(grad) ||
+           (impl && grad.defined() && grad.has_storage() && grad.storage().use_count() > 1);
+  }
 };
 
 // ... and holds what it held.
