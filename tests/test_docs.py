@@ -74,6 +74,23 @@ def test_demo_table_is_that_of_the_csv():
         ]
 
 
+def test_conv_nets_table_is_that_of_the_csv():
+    rows = [r for r in records(RESULTS / "conv_nets_epyc.csv") if not r["case"].startswith("norm")]
+    groups = groupby(rows, key=lambda row: row["case"])
+    shown = table(BENCHMARKS, "| network, images, batch | FP32")
+    for line, (case, group) in zip(shown, groups, strict=True):
+        group = list(group)
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        side, batch = re.search(r"-(\d+)-batch(\d+)$", case).groups()
+        assert cells[0].endswith(f", {side}x{side}, {batch}")
+        times = {row["variant"]: float(row["median_ms"]) for row in group}
+        memory = {row["variant"]: float(row["memory_mib"]) for row in group}
+        assert cells[1:7] == [f"{value:.0f}" for value in times.values()]
+        assert cells[7] == f"{times['torch.amp'] / times['O5, fused']:.2f}x"
+        compared = ("torch.amp", "O5, fused", "O5, recomputed")
+        assert cells[8:] == [f"{memory[name]:.0f}" for name in compared]
+
+
 def test_frameworks_table_is_that_of_the_csv():
     def key(row):
         return row["framework"], row["arm"]
