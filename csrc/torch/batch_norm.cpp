@@ -372,9 +372,9 @@ struct BatchNormAct : torch::autograd::Function<BatchNormAct> {
             Call<reduce_pass>::of(AMPFUSE_OP("batch_norm_reduce"), dy, x, mean, mask, keep);
       }
       if (keep) {
-        dy = {g};
+        dy = {std::move(g)};
         mask = nothing(x, at::kByte);
-        if (!needs(context, kResidual)) spare.push_back(g);
+        if (spare.empty() && !needs(context, kResidual)) spare = only_ours(dy);
       }
     }
     if (needs(context, kResidual)) result[kResidual] = dy[0];
