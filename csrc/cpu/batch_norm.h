@@ -16,10 +16,10 @@ struct ChannelCoefs {
 
 template <class Isa>
 struct BatchNormKernels {
-  static void moments(const MomentArgs& args, int64_t span, int64_t begin, int64_t end);
-  static void reduce(const ReduceArgs& args, int64_t span, int64_t begin, int64_t end);
-  static void apply(const ApplyArgs& args, const ChannelCoefs& coefs, int64_t begin, int64_t end);
-  static void input_gradient(const InputGradientArgs& args, const ChannelCoefs& coefs,
+  static void moments(MomentArgs args, int64_t span, int64_t begin, int64_t end);
+  static void reduce(ReduceArgs args, int64_t span, int64_t begin, int64_t end);
+  static void apply(ApplyArgs args, ChannelCoefs coefs, int64_t begin, int64_t end);
+  static void input_gradient(InputGradientArgs args, ChannelCoefs coefs,
                              int64_t begin, int64_t end);
 };
 

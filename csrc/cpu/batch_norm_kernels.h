@@ -208,7 +208,7 @@ HD void for_groups(const ImageRows& image, int64_t begin, int64_t end, const Run
 }  // namespace
 
 template <class Isa>
-void BatchNormKernels<Isa>::moments(const MomentArgs& args, int64_t span, int64_t begin,
+void BatchNormKernels<Isa>::moments(MomentArgs args, int64_t span, int64_t begin,
                                     int64_t end) {
   float shift[kTaskChannels] = {};
   SpanSums sums;
@@ -232,7 +232,7 @@ void BatchNormKernels<Isa>::moments(const MomentArgs& args, int64_t span, int64_
 }
 
 template <class Isa>
-void BatchNormKernels<Isa>::reduce(const ReduceArgs& args, int64_t span, int64_t begin,
+void BatchNormKernels<Isa>::reduce(ReduceArgs args, int64_t span, int64_t begin,
                                    int64_t end) {
   SpanSums sums;
   const auto run = [&](auto branches, auto keep) HD_LAMBDA {
@@ -264,7 +264,7 @@ void BatchNormKernels<Isa>::reduce(const ReduceArgs& args, int64_t span, int64_t
 }
 
 template <class Isa>
-void BatchNormKernels<Isa>::apply(const ApplyArgs& args, const ChannelCoefs& coefs, int64_t begin,
+void BatchNormKernels<Isa>::apply(ApplyArgs args, ChannelCoefs coefs, int64_t begin,
                                   int64_t end) {
   with_storage(args.image.dtype, [&](auto storage) HD_LAMBDA {
     using Lanes = typename Isa::template Lanes<decltype(storage)::kType>;
@@ -304,7 +304,7 @@ void BatchNormKernels<Isa>::apply(const ApplyArgs& args, const ChannelCoefs& coe
 }
 
 template <class Isa>
-void BatchNormKernels<Isa>::input_gradient(const InputGradientArgs& args, const ChannelCoefs& coefs,
+void BatchNormKernels<Isa>::input_gradient(InputGradientArgs args, ChannelCoefs coefs,
                                            int64_t begin, int64_t end) {
   with_storage(args.image.dtype, [&](auto storage) HD_LAMBDA {
     using Lanes = typename Isa::template Lanes<decltype(storage)::kType>;
