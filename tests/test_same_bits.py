@@ -28,6 +28,7 @@ from cases import (
     set_grad,
     snapshot,
 )
+from conftest import batch_norm_ops
 from programs import python
 from trainings import MODES as MEMORY_MODES
 from trainings import NOT_PACKED
@@ -208,13 +209,41 @@ def functions_of_lists():
     return run
 
 
+def batch_norms():
+    """Passes over many rows and over many channels, with sums of gradients that are subnormal."""
+    layers = []
+    for dtype, shape in itertools.product(DTYPES, ((4, 41, 24, 24), (2, 520, 3, 3))):
+        torch.manual_seed(6)
+        x, residual, dy = (torch.randn(shape).to(dtype) for _ in range(3))
+        images = [x, residual, (1e-40 * dy.float()).to(dtype)]
+        images = [t.contiguous(memory_format=torch.channels_last) for t in images]
+        layers.append((*images, torch.rand(3, shape[1]).unbind()))
+
+    def run():
+        norm = batch_norm_ops()
+        found = {}
+        for i, (x, residual, dy, (weight, *running)) in enumerate(layers):
+            running = [t.clone() for t in running]
+            mean, invstd = norm.batch_norm_statistics(x, *running, 0.1, 1e-5)
+            y, mask = norm.batch_norm_apply(x, residual, mean, invstd, weight, None, True)
+            sums, centered, g = norm.batch_norm_reduce([dy, dy], x, mean, mask, True)
+            count = x.numel() // x.shape[1]
+            none = mask.new_empty(0)
+            dx = norm.batch_norm_dx(g, none, x, mean, invstd, weight, sums, centered, count)
+            results = (*running, mean, invstd, y, mask, sums, centered, g, dx)
+            found |= {f"{i} {k}": t for k, t in enumerate(results)}
+        return found
+
+    return run
+
+
 def scenario(threads, flush):
     """All outputs. Inputs are made in the standard mode, whatever is asked for."""
     parts = [steps(name, SIZES) for name in KINDS]
     parts += [*options(), *memory_modes(), functions_of_lists()]
     parts += [steps("adamw", [i % 5 for i in range(5000)], count=2)]
     parts += [steps(name, LARGE_TABLE, count=2) for name in ("adamw", "lamb")]
-    parts += [accumulation(), operations()]
+    parts += [accumulation(), operations(), batch_norms()]
     found = {}
     torch.set_num_threads(threads)
     torch.set_flush_denormal(flush)

@@ -48,6 +48,16 @@ void for_rows(const ImageRows& image, const Call& call) {
   });
 }
 
+// call(c) for every channel, whose divisions and root take as long as so many elements.
+template <class Call>
+void for_channels(const ImageRows& image, const Call& call) {
+  constexpr int64_t kElements = 64;
+  share_out(image.channels * (kElements + image.spans()), [&](int64_t piece, int64_t pieces) {
+    const int64_t end = image.channels * (piece + 1) / pieces;
+    for (int64_t c = image.channels * piece / pieces; c < end; ++c) call(c);
+  });
+}
+
 // kCount values of every channel, from of(c, values).
 template <size_t kCount>
 class PerChannel {
@@ -74,10 +84,9 @@ class CpuBatchNorm : public BatchNorm {
     for_spans(args.image, [&](auto kernels, int64_t span, int64_t begin, int64_t end) {
       kernels.moments(args, span, begin, end);
     });
-    const FloatMode standard;
     const ImageRows& image = args.image;
     const int64_t spans = image.spans();
-    for (int64_t c = 0; c < image.channels; ++c) {
+    for_channels(image, [&](int64_t c) {
       const MomentSums* parts = args.partials + c * spans;
       const double mean =
           sum_strided<kRowLanes>(spans, [&](int64_t i) { return sum_of(image, parts[i], i); }) /
@@ -85,7 +94,7 @@ class CpuBatchNorm : public BatchNorm {
       const double deviations = sum_strided<kRowLanes>(
           spans, [&](int64_t i) { return deviation_of(image, parts[i], i, mean); });
       write_statistics(args.statistics, c, mean, deviations, image.rows);
-    }
+    });
   }
 
   void apply(const ApplyArgs& args, void*) override {
@@ -103,13 +112,13 @@ class CpuBatchNorm : public BatchNorm {
       kernels.reduce(args, span, begin, end);
     });
     const int64_t spans = args.image.spans();
-    for (int64_t c = 0; c < args.image.channels; ++c) {
+    for_channels(args.image, [&](int64_t c) {
       const GradientSums* parts = args.partials + c * spans;
       args.sum[c] =
           float(sum_strided<kRowLanes>(spans, [&](int64_t i) { return double(parts[i].sum); }));
       args.centered[c] = float(
           sum_strided<kRowLanes>(spans, [&](int64_t i) { return double(parts[i].centered); }));
-    }
+    });
   }
 
   void input_gradient(const InputGradientArgs& args, void*) override {

@@ -19,8 +19,8 @@ struct BatchNormKernels {
   static void moments(MomentArgs args, int64_t span, int64_t begin, int64_t end);
   static void reduce(ReduceArgs args, int64_t span, int64_t begin, int64_t end);
   static void apply(ApplyArgs args, ChannelCoefs coefs, int64_t begin, int64_t end);
-  static void input_gradient(InputGradientArgs args, ChannelCoefs coefs,
-                             int64_t begin, int64_t end);
+  static void input_gradient(InputGradientArgs args, ChannelCoefs coefs, int64_t begin,
+                             int64_t end);
 };
 
 BatchNorm& cpu_batch_norm();

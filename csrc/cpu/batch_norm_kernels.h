@@ -208,8 +208,7 @@ HD void for_groups(const ImageRows& image, int64_t begin, int64_t end, const Run
 }  // namespace
 
 template <class Isa>
-void BatchNormKernels<Isa>::moments(MomentArgs args, int64_t span, int64_t begin,
-                                    int64_t end) {
+void BatchNormKernels<Isa>::moments(MomentArgs args, int64_t span, int64_t begin, int64_t end) {
   float shift[kTaskChannels] = {};
   SpanSums sums;
   for (int64_t c = begin; c < end; ++c) {
@@ -232,8 +231,7 @@ void BatchNormKernels<Isa>::moments(MomentArgs args, int64_t span, int64_t begin
 }
 
 template <class Isa>
-void BatchNormKernels<Isa>::reduce(ReduceArgs args, int64_t span, int64_t begin,
-                                   int64_t end) {
+void BatchNormKernels<Isa>::reduce(ReduceArgs args, int64_t span, int64_t begin, int64_t end) {
   SpanSums sums;
   const auto run = [&](auto branches, auto keep) HD_LAMBDA {
     constexpr int kGroups = keep && Isa::kWidth == 16 ? 4 : kStripGroups<Isa>;
@@ -264,8 +262,7 @@ void BatchNormKernels<Isa>::reduce(ReduceArgs args, int64_t span, int64_t begin,
 }
 
 template <class Isa>
-void BatchNormKernels<Isa>::apply(ApplyArgs args, ChannelCoefs coefs, int64_t begin,
-                                  int64_t end) {
+void BatchNormKernels<Isa>::apply(ApplyArgs args, ChannelCoefs coefs, int64_t begin, int64_t end) {
   with_storage(args.image.dtype, [&](auto storage) HD_LAMBDA {
     using Lanes = typename Isa::template Lanes<decltype(storage)::kType>;
     const ImageRows& image = args.image;
