@@ -2,7 +2,7 @@
 # make test    runs the tests
 # make bench   measures the optimizer step: four minutes, on a machine that does nothing else
 #              (BENCH_ARGS=--all: a quarter of an hour)
-# make experiments  measures whole training steps there: E1, E4 and E5, a quarter of an hour
+# make experiments  measures whole training steps there: E1, E2, E4 and E5, twenty minutes
 # make notebooks    runs the notebooks and stores what they show, some minutes; NOTEBOOKS=e2_levels:
 #                   that one; NOTEBOOKS=--full: with the sizes that they choose for a CPU
 #

@@ -16,7 +16,12 @@ _HEADER = (
     "| O5 against FP32 | against torch.amp | memory, MB: FP32 | torch.amp | O5 |\n"
     "|---|---|---|---|---|---|---|---|---|---|"
 )
-_NAMES = {"vgg16": "VGG16, 32x32 (E1)", "resnet18": "ResNet-18, 224x224 (E4)", "mlp": "MLP (E5)"}
+_NAMES = {
+    "vgg16": "VGG16, 32x32 (E1)",
+    "wrn28_10": "WRN-28-10, 32x32 (E2)",
+    "resnet18": "ResNet-18, 224x224 (E4)",
+    "mlp": "MLP (E5)",
+}
 
 Row = dict[str, str]
 

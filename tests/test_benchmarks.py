@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import ctypes
+import functools
 import importlib
 import math
 import os
@@ -559,6 +560,46 @@ def test_the_documentation_has_the_table_of_the_csv(load):
     text = (ROOT / "docs" / "benchmarks.md").read_text()
     start = text.index("| step | threads |")
     assert text[start:].split("\n\n")[0].splitlines() == lines
+
+
+def test_the_documentation_has_the_accuracies_of_the_csv(load):
+    pytest.importorskip("sklearn")
+    fused = load("fused_accuracy")
+    lines = fused.lines(load("harness").read(fused._CSV, fused.Row))
+    text = (ROOT / "docs" / "benchmarks.md").read_text()
+    shown = text[text.index("| network | level |") :].split("\n\n")[0].splitlines()
+    assert shown[2:] == lines
+
+
+@pytest.mark.slow
+def test_accuracies_with_and_without_fused_batch_norms(load, main, monkeypatch, tmp_path, capsys):
+    """Two seeds of trainings that are all but none, and of E2's again where its runs are there."""
+    for package in ("sklearn", "torchvision", "timm"):
+        pytest.importorskip(package)
+    fused = load("fused_accuracy")
+    short = "--recipe e2 --model wrn10_1 --data digits --image-size 8 --iterations 2"
+    settings = functools.partial(fused.Settings, epochs=1, width=8)
+    for name, value in {
+        "_CSV": tmp_path / "results" / "fused.csv",
+        "_SEEDS": 2,
+        "_PLAIN": ("O0", "O5"),
+        "_FUSED": ("O5",),
+        "_E2": f"{short} --batch-size 8 --repeats 2 --device cpu --quiet --arm".split(),
+        "Settings": settings,
+    }.items():
+        monkeypatch.setattr(fused, name, value)
+    main("fused_accuracy", "--runs", tmp_path)
+    first = fused._CSV.read_text()
+    rows = load("harness").read(fused._CSV, fused.Row)
+    arms = [("O0", 0, 0), ("O0", 0, 1), *(("O5", f, seed) for f in (0, 1) for seed in (0, 1))]
+    assert [(r.network, r.level, r.fused, r.seed) for r in rows] == [
+        (network, *arm) for network in ("demo", "wrn10_1") for arm in arms
+    ]
+    assert all(0 <= row.test_accuracy <= 1 for row in rows)
+    assert len(capsys.readouterr().out.splitlines()) == 2 * 2
+    monkeypatch.setattr(fused, "subprocess", None)  # nothing is trained anew
+    main("fused_accuracy", "--runs", tmp_path)
+    assert fused._CSV.read_text() == first
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in BENCHMARKS.glob("*.sh")))

@@ -14,6 +14,8 @@ struct ChannelCoefs {
   const float *mean, *scale, *bias, *mean_dy, *slope;
 };
 
+// Arguments are values: what a reference leads to is read again after every store to an image,
+// which could have changed it.
 template <class Isa>
 struct BatchNormKernels {
   static void moments(MomentArgs args, int64_t span, int64_t begin, int64_t end);

@@ -31,6 +31,7 @@ class Settings:
     width: int = 128
     seed: int = 0
     channels_last: bool = True
+    fuse_batchnorm: bool = False
     lr: float = 0.1
 
     def steps_per_epoch(self, digits: Digits) -> int:
@@ -118,7 +119,12 @@ def _build(
     )
     # Dynamic loss scales double after so many clean steps; the default, 2000, is for longer runs.
     model, optimizer = amp.initialize(
-        model, optimizer, opt_level=level, growth_interval=25, verbosity=0
+        model,
+        optimizer,
+        opt_level=level,
+        growth_interval=25,
+        fuse_batchnorm=settings.fuse_batchnorm,
+        verbosity=0,
     )
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, settings.lr, total_steps=steps)
     return model, optimizer, scheduler
