@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The experiments that have something to show without a GPU: E1, E2, E4 and E5 on synthetic data in FP32,
-# under torch.amp and at O5. Twenty minutes on two cores that do nothing else.
+# The experiments that have something to show without a GPU: E1, E2, E4 and E5 on synthetic data in
+# FP32, under torch.amp and at O5. Twenty minutes on two cores that do nothing else.
 #
 #     make experiments
 #

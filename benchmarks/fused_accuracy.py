@@ -50,7 +50,7 @@ class Row:
     fused: int  # 0 or 1
     seed: int
     test_accuracy: float  # 0 to 1
-    test_loss: float = float("nan")
+    test_loss: float
     hardware: str
     torch: str
     ampfuse: str

@@ -555,20 +555,22 @@ def test_table(load):
     assert table.table(few).splitlines()[:2] == [header, "|---|---|---|---|"]
 
 
+def documented(header):
+    """The lines of the table in docs/benchmarks.md that starts with `header`."""
+    text = (ROOT / "docs" / "benchmarks.md").read_text()
+    return text[text.index(header) :].split("\n\n")[0].splitlines()
+
+
 def test_the_documentation_has_the_table_of_the_csv(load):
     lines = load("table").table(load("harness").read(STEP_CSV)).splitlines()
-    text = (ROOT / "docs" / "benchmarks.md").read_text()
-    start = text.index("| step | threads |")
-    assert text[start:].split("\n\n")[0].splitlines() == lines
+    assert documented("| step | threads |") == lines
 
 
 def test_the_documentation_has_the_accuracies_of_the_csv(load):
     pytest.importorskip("sklearn")
     fused = load("fused_accuracy")
     lines = fused.lines(load("harness").read(fused._CSV, fused.Row))
-    text = (ROOT / "docs" / "benchmarks.md").read_text()
-    shown = text[text.index("| network | level |") :].split("\n\n")[0].splitlines()
-    assert shown[2:] == lines
+    assert documented("| network | level |")[2:] == lines
 
 
 @pytest.mark.slow
