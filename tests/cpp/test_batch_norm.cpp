@@ -76,10 +76,10 @@ class Norm {
     return static_cast<float*>(values(count, DType::kFloat32, seed));
   }
   void* values(int64_t count, DType dtype, unsigned seed) {
-    std::mt19937 random(seed);
+    Random random(seed);
     std::vector<char> contents(size_t(count * element_size(dtype)));
     for (int64_t i = 0; i < count; ++i)
-      store_float(contents.data(), dtype, i, float(random() % 2000) / 500.0f - 1.5f);
+      store_float(contents.data(), dtype, i, float(random.bits() % 2000) / 500.0f - 1.5f);
     return keep(std::move(contents));
   }
   void* keep(std::vector<char> contents) {

@@ -68,7 +68,7 @@ std::vector<RowSpec> optimizer_rows() {
 void new_gradients(World& world, unsigned seed) {
   for (int64_t row = 0; row < world.rows(); ++row) {
     for (const int list : {int(kGrad), int(kAccumulated)}) {
-      if (!world.values(row, list).empty()) world.fill(row, list, seed);
+      if (!world.bytes(row, list).empty()) world.fill(row, list, seed);
     }
   }
 }
