@@ -21,7 +21,14 @@ def test_results_are_those_of_the_earlier_version():
     assert_as_before(bits.hashes())
 
 
-@pytest.mark.parametrize("isa", bits.ISAS[_core.C.cpu_isa()])
+# Of the others test_same_bits.py has every kernel.
+ISAS = [
+    pytest.param(isa, marks=() if isa == "scalar" else pytest.mark.slow)
+    for isa in bits.ISAS[_core.C.cpu_isa()]
+]
+
+
+@pytest.mark.parametrize("isa", ISAS)
 def test_instruction_sets_and_threads_give_the_same_results(isa):
     assert_as_before(bits.hashes_of(isa, threads=2))
 

@@ -53,7 +53,7 @@ def files(tmp_path_factory):
     return folder
 
 
-LARGE = {"e3-densenet161": pytest.mark.slow}
+LARGE = dict.fromkeys(("e3-densenet161", "e4-resnet50"), pytest.mark.slow)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=LARGE.get(n, ())) for n in COMMANDS])
@@ -70,7 +70,7 @@ def test_on_synthetic_data(name, tmp_path):
     ("name", "data"),
     [
         ("e1", "cifar10"),
-        ("e2", "cifar10"),
+        pytest.param("e2", "cifar10", marks=pytest.mark.slow),
         pytest.param("e3-densenet161", "cifar10", marks=pytest.mark.slow),
         ("e4-resnet18", "imagenet"),
         ("e5-mlp", "mnist"),

@@ -35,6 +35,7 @@ from ampfuse.experiments.trainers import main
 from ampfuse.experiments.training import Diverged, Interrupted, Place, Training
 from ampfuse.nn import fuse
 from experiment_results import ResultFolder
+from programs import ranks
 
 CPU_ARMS = [arm for arm in ARMS if arm != "tf32"]
 BASE = RunConfig(
@@ -478,7 +479,7 @@ class TestCommand:
         common += ["--arm", "O0", "O2", "O5", "--repeats", "1", "--lr", "10", "--quiet"]
         common += ["--evaluate"]
         main("mlp", [*common, "-b", "64", "-o", str(tmp_path / "1")])
-        in_two_processes("mlp", *common, "-b", "32", "-o", str(tmp_path / "2"))
+        ranks(2, "-m", "ampfuse.experiments.mlp", *common, "-b", "32", "-o", tmp_path / "2")
         alone, together = (
             {result["arm"]: result for result in map(json.loads, texts)}
             for texts in (

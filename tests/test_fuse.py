@@ -120,7 +120,11 @@ NETWORKS = {
 }
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+# Others of their kind are tested quickly.
+SLOW = dict.fromkeys(("resnet34", "densenet121", "wide_resnet50_2"), pytest.mark.slow)
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=SLOW.get(n, ())) for n in NETWORKS])
 def test_networks(name, calls):
     make, with_add, with_relu, alone, forks = NETWORKS[name]
     model = make(name.strip()).to(memory_format=torch.channels_last)

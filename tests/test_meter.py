@@ -34,10 +34,9 @@ def bins_of(gradient):
     counts = [0] * 64
     flat = gradient.detach().float().flatten().cpu()
     for chunk in flat.split(32768):
-        for i, value in enumerate(chunk.tolist()):
-            if i % 1024 < 16:
-                exponent = math.frexp(value)[1] - 1 if value else -200
-                counts[max(0, min(63, (exponent + 130) // 4))] += 1
+        for value in chunk[torch.arange(len(chunk)) % 1024 < 16].tolist():
+            exponent = math.frexp(value)[1] - 1 if value else -200
+            counts[max(0, min(63, (exponent + 130) // 4))] += 1
     return counts
 
 

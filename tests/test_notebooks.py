@@ -309,6 +309,7 @@ def test_e1(execute_experiment):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.notebook
 def test_e2(execute_experiment):
     run = execute_experiment("e2_levels")
@@ -338,6 +339,7 @@ def test_e2(execute_experiment):
     assert "O2 at lr 0.1: did not diverge" in run.text
 
 
+@pytest.mark.slow
 @pytest.mark.notebook
 def test_e5(execute_experiment):
     run = execute_experiment("e5_native_amp")
