@@ -11,6 +11,7 @@ channels-last memory. Variants:
     O5               ampfuse's BF16 model with FP32 masters
     O5, fused        the same with fuse_batchnorm=True
     O5, recomputed   the same under ampfuse.nn.recompute_norms
+    convolutions     what they take of "O5, fused": the least that any fusion leaves
 
 The column memory_mib has the peak of a step's tensors.
 
@@ -34,6 +35,7 @@ from harness import Clock, Row, measure, rows_of
 from limits import bounds
 from step import Results, options_of
 from torch import Tensor, nn
+from torch.profiler import profile
 
 from ampfuse import amp
 from ampfuse.experiments import models
@@ -85,7 +87,7 @@ class Step:
     def loss(self) -> Tensor:
         return F.cross_entropy(self.model(self.x), self.y)
 
-    def __call__(self) -> None:
+    def __call__(self) -> object:
         self.optimizer.zero_grad()
         self.loss().backward()
         self.optimizer.step()
@@ -127,6 +129,16 @@ class Recomputed(Fused):
             return super().loss()
 
 
+class Convolutions(Fused):
+    def __call__(self) -> float:  # type: ignore[override]  # its own measure, see `measure`
+        with profile() as profiled:
+            super().__call__()
+        on = "device" if self.x.is_cuda else "cpu"
+        events = profiled.key_averages()
+        return sum(getattr(e, f"{on}_time_total") for e in events if e.key in CONVOLUTIONS) / 1e3
+
+
+CONVOLUTIONS = {"aten::convolution", "aten::convolution_backward"}
 VARIANTS: dict[str, type[Step]] = {
     "FP32": Step,
     "torch.amp": TorchAmp,
@@ -134,6 +146,7 @@ VARIANTS: dict[str, type[Step]] = {
     "O5": O5,
     "O5, fused": Fused,
     "O5, recomputed": Recomputed,
+    "convolutions": Convolutions,
 }
 
 

@@ -1,12 +1,11 @@
 """Test accuracy with batch norms fused and left as they are: three seeds on handwritten digits.
 
-    python benchmarks/fused_accuracy.py [--runs build/fused_accuracy]
+    python benchmarks/fused_accuracy.py
 
     demo   the demo's network, as it trains it
     wrn    E2's recipe on a Wide-ResNet-16-4 and images of 16x16, 15 epochs
 
-Half an hour on two cores. Result files of wrn that are in the folder `--runs` are read and not made
-again. The rows go to results/fused_accuracy.csv.
+Half an hour on two cores. The rows go to results/fused_accuracy.csv.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import json
 import math
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby, product
@@ -60,28 +60,24 @@ class Row:
 def demo() -> Iterator[Row]:
     """The demo's own loop, with the option."""
     digits = load_digits(_CPU)
-    for seed, (level, fused) in product(range(_SEEDS), _arms()):
+    arms = [(level, 0) for level in _PLAIN] + [(level, 1) for level in _FUSED]
+    for seed, (level, fused) in product(range(_SEEDS), arms):
         settings = Settings(device=_CPU, seed=seed, fuse_batchnorm=bool(fused))
         run = train(level, digits, settings)
         yield _row("demo", level, fused, seed, run.test_accuracy)
 
 
-def wide_resnet(folder: Path) -> Iterator[Row]:
+def wide_resnet() -> Iterator[Row]:
     """``ampfuse train cifar``, which leaves a JSON file of each run."""
-    if not list(folder.rglob("*.json")):
+    with tempfile.TemporaryDirectory() as folder:
         for fuse, levels in (("--no-fuse-batchnorm", _PLAIN), ("--fuse-batchnorm", _FUSED)):
             command = ["-m", "ampfuse", "train", "cifar", *_E2, *levels, fuse]
-            subprocess.run([sys.executable, *command, "--output", str(folder)], check=True)
-    for path in sorted(folder.rglob("*.json")):
-        run = json.loads(path.read_text())
+            subprocess.run([sys.executable, *command, "--output", folder], check=True)
+        runs = [json.loads(path.read_text()) for path in sorted(Path(folder).rglob("*.json"))]
+    for run in runs:
         fused = int((run["policy"] or {}).get("fuse_batchnorm", False))
-        if (run["arm"], fused) in _arms():
-            test = run["test"]
-            yield _row(run["model"], run["arm"], fused, run["seed"], test["accuracy"], test["loss"])
-
-
-def _arms() -> list[tuple[str, int]]:
-    return [(level, 0) for level in _PLAIN] + [(level, 1) for level in _FUSED]
+        test = run["test"]
+        yield _row(run["model"], run["arm"], fused, run["seed"], test["accuracy"], test["loss"])
 
 
 def _row(
@@ -121,11 +117,10 @@ def _cell(values: list[float], digits: int) -> str:
 
 def main() -> None:
     """Trains, writes the rows, prints the table."""
-    parser = argparse.ArgumentParser(
+    argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--runs", type=Path, default=Path("build/fused_accuracy"))
-    rows = [*demo(), *wide_resnet(parser.parse_args().runs)]
+    ).parse_args()
+    rows = [*demo(), *wide_resnet()]
     rows.sort(key=lambda row: (row.network, row.level, row.fused, row.seed))
     write(_CSV, rows)
     print("\n".join(lines(rows)))
