@@ -112,7 +112,7 @@ class O5(Step):
         options = {"opt_level": "O5", "verbosity": 0, "fuse_batchnorm": self.fuse_batchnorm}
         self.model, self.optimizer = amp.initialize(self.model, self.optimizer, **options)
 
-    def __call__(self) -> None:
+    def __call__(self) -> object:
         self.optimizer.zero_grad()
         with amp.scale_loss(self.loss(), self.optimizer) as scaled:
             scaled.backward()
@@ -130,7 +130,7 @@ class Recomputed(Fused):
 
 
 class Convolutions(Fused):
-    def __call__(self) -> float:  # type: ignore[override]  # its own measure, see `measure`
+    def __call__(self) -> float:  # its own measure, see `measure`
         with profile() as profiled:
             super().__call__()
         on = "device" if self.x.is_cuda else "cpu"

@@ -42,8 +42,8 @@ class Random {
   // About that: four uniform parts, with deviation 1 together.
   float normal() {
     const uint64_t z = bits();
-    const int64_t sum = int64_t(z & 0xffff) + int64_t(z >> 16 & 0xffff) + int64_t(z >> 32 & 0xffff) +
-                        int64_t(z >> 48);
+    const int64_t sum = int64_t(z & 0xffff) + int64_t(z >> 16 & 0xffff) +
+                        int64_t(z >> 32 & 0xffff) + int64_t(z >> 48);
     return float(sum - 2 * 0xffff) * (1.7320508f / 0x10000);
   }
 
