@@ -21,7 +21,7 @@ def test_results_are_those_of_the_earlier_version():
     assert_as_before(bits.hashes())
 
 
-# Of the others test_same_bits.py has every kernel.
+# Of the others, and of CUDA, test_same_bits.py has every kernel.
 ISAS = [
     pytest.param(isa, marks=() if isa == "scalar" else pytest.mark.slow)
     for isa in bits.ISAS[_core.C.cpu_isa()]
@@ -33,5 +33,6 @@ def test_instruction_sets_and_threads_give_the_same_results(isa):
     assert_as_before(bits.hashes_of(isa, threads=2))
 
 
+@pytest.mark.slow
 def test_the_cuda_kernels_give_the_same_results(emulated):
     assert_as_before(bits.hashes())
