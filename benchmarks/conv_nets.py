@@ -19,14 +19,23 @@ Cases "norm-..." are a batch norm with its ReLU (and its residual) alone, forwar
 the shapes of ResNet-50's layers with a batch of 8, as many as fill 96 MiB: torch's operations, the
 fused one, "copy", its bytes (see csrc/core/batch_norm.h) at the bandwidth of a copy, and on a GPU
 "cuDNN, FP16": cuDNN's own fused one in the other half type, whose bytes are the same.
+
+Cases "conv-..." are a convolution alone, forward and backward in BF16 on the CPU: torch's, and with
+ampfuse's products in its place (see csrc/torch/half_conv.cpp). Whatever is called "torch" or
+"torch.amp" runs torch's kernels alone.
 """
 
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+
+# oneDNN keeps 1,024 primitives by default. All variants of one network need more, and each would be
+# compiled again in every step.
+os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16384")
 
 import torch
 import torch.nn.functional as F
@@ -39,7 +48,7 @@ from torch.profiler import profile
 
 from ampfuse import amp
 from ampfuse.experiments import models
-from ampfuse.measuring import TensorMemory
+from ampfuse.measuring import TensorMemory, torchs_kernels
 from ampfuse.nn import recompute_norms
 from ampfuse.nn.batch_norm import normalize
 
@@ -52,7 +61,7 @@ NETS = {
     "densenet161": (32, 32),
     "vgg16": (32, 64),
 }
-# channels, side, whether a residual is added; the images of the batch are 8
+# A batch norm's channels, the side of its images, whether a residual is added; the batch is 8.
 LAYERS = (
     (64, 112, False),
     (64, 56, False),
@@ -63,6 +72,19 @@ LAYERS = (
     (1024, 14, True),
     (512, 7, False),
     (2048, 7, True),
+)
+# A convolution's batch, channels, filters, side of its images, side of its kernel, and stride.
+SMALL = (
+    (8, 1024, 256, 14, 1, 1),
+    (8, 1024, 2048, 14, 1, 2),
+    (8, 2048, 512, 7, 1, 1),
+    (8, 512, 512, 7, 3, 1),
+    (32, 384, 192, 8, 1, 1),
+    (32, 1000, 192, 2, 1, 1),
+    (32, 2000, 192, 1, 1, 1),
+    (32, 192, 48, 2, 3, 1),
+    (64, 512, 512, 4, 3, 1),
+    (64, 512, 512, 2, 3, 1),
 )
 
 
@@ -94,6 +116,10 @@ class Step:
 
 
 class TorchAmp(Step):
+    def __call__(self) -> object:
+        with torchs_kernels():
+            return super().__call__()
+
     def loss(self) -> Tensor:
         with torch.autocast(self.x.device.type, dtype=torch.bfloat16):
             return super().loss()
@@ -207,6 +233,37 @@ class DirectCudnn(Norm):
             self.cudnn.backward(x, y, self.dy, residual is not None)
 
 
+class Convolution:
+    def __init__(
+        self, batch: int, channels: int, filters: int, side: int, kernel: int, stride: int
+    ) -> None:
+        conv = nn.Conv2d(channels, filters, kernel, stride, kernel // 2, bias=False)
+        self.conv = conv.to(torch.bfloat16, memory_format=torch.channels_last)
+        x = torch.randn(batch, channels, side, side, dtype=torch.bfloat16)
+        self.x = x.contiguous(memory_format=torch.channels_last).requires_grad_()
+        self.dy = torch.randn_like(self.conv(self.x))
+
+    def __call__(self) -> None:
+        self.x.grad = self.conv.weight.grad = None
+        self.conv(self.x).backward(self.dy)
+
+
+class TorchsConvolution(Convolution):
+    def __call__(self) -> None:
+        with torchs_kernels():
+            super().__call__()
+
+
+def convolution_of(layer: tuple[int, ...], options: Any) -> list[Row]:
+    variants = {"torch": TorchsConvolution(*layer), "products": Convolution(*layer)}
+    times = measure(Clock(options.device), variants, options.repeats)
+    return rows_of(options.device, times, case=convolution_name(layer), dtype="bfloat16")
+
+
+def convolution_name(layer: tuple[int, ...]) -> str:
+    return "conv-" + "-".join(map(str, layer))
+
+
 def steps_of(name: str, options: Any) -> list[Row]:
     side, batch = NETS[name]
     if options.quick:
@@ -266,6 +323,9 @@ def main() -> None:
         for layer in LAYERS:
             if results.want(name_of(*layer)):
                 results.add(norms_of(*layer, options))
+        for small in SMALL if options.device.type == "cpu" else ():
+            if results.want(convolution_name(small)):
+                results.add(convolution_of(small, options))
     for name in NETS:  # at all threads
         if results.want(name):
             results.add(steps_of(name, options))

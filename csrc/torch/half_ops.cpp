@@ -9,21 +9,19 @@
 // The kernels below stand in for these operations on the CPU: they widen half arguments to FP32,
 // call torch's own kernel, and round the result once, as tensor cores do. The CPU dispatch key lies
 // below autograd and autocast, so both work as before, and CUDA tensors never come here. Everything
-// but a slow half type goes to torch's kernel as it came. benchmarks/half_ops.py finds what belongs
-// in the table at the end.
+// but a slow half type goes to torch's kernel as it came (convolutions by way of half_conv.h).
+// benchmarks/half_ops.py finds what belongs in the table at the end.
 
 #include "half_ops.h"
 
 #include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/ops/_convolution_compositeexplicitautograd_dispatch.h>
 #include <ATen/ops/addmm_cpu_dispatch.h>
 #include <ATen/ops/addmv_cpu_dispatch.h>
 #include <ATen/ops/amax_cpu_dispatch.h>
 #include <ATen/ops/amin_cpu_dispatch.h>
 #include <ATen/ops/baddbmm_cpu_dispatch.h>
 #include <ATen/ops/bmm_cpu_dispatch.h>
-#include <ATen/ops/convolution_backward_compositeexplicitautograd_dispatch.h>
 #include <ATen/ops/dot_cpu_dispatch.h>
 #include <ATen/ops/mm_cpu_dispatch.h>
 #include <torch/library.h>
@@ -33,6 +31,8 @@
 #include <optional>
 #include <string_view>
 #include <tuple>
+
+#include "half_conv.h"
 
 namespace ampfuse {
 namespace {
@@ -154,19 +154,15 @@ void set_half_conv_enabled(bool value) { enabled.store(value); }
 TORCH_LIBRARY_IMPL(aten, CPU, library) {
   // Convolutions (all come to _convolution) have one kernel for all backends and none for the CPU:
   // these replace nothing.
-  namespace any = at::compositeexplicitautograd;
   library.impl("convolution_backward",
-               InFloat<any::convolution_backward_symint, convolution_backward_slow>::call);
-  const bool products = !fast_fp16() || !fast_bf16();
-  if (products) {
-    library.impl("_convolution", InFloat<any::_convolution_symint, products_slow>::call);
-  }
+               InFloat<small_convolution_backward, convolution_backward_slow>::call);
+  library.impl("_convolution", InFloat<small_convolution, products_slow>::call);
 
   Unwarned these_replace_kernels;
   library.impl("amax", InFloat<at::cpu::amax, any_half_slow>::call);
   library.impl("amin", InFloat<at::cpu::amin, any_half_slow>::call);
   library.impl("dot", InFloat<at::cpu::dot, any_half_slow>::call);
-  if (!products) return;
+  if (fast_fp16() && fast_bf16()) return;
   library.impl("mm", InFloat<at::cpu::mm, products_slow>::call);
   library.impl("addmm", InFloat<at::cpu::addmm, products_slow>::call);
   library.impl("addmv", InFloat<at::cpu::addmv, products_slow>::call);

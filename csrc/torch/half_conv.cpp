@@ -1,0 +1,210 @@
+// A convolution of channels-last images is a product of matrices: of what each output pixel sees of
+// x, (batch x height x width) rows by (kernel x channels), and of the weight. oneDNN's convolution
+// first brings the weight into an order of its own, and later its gradient back; over few rows that
+// takes as long as the product and longer. Where the product was faster it stands in (cases
+// "conv-..." of benchmarks/conv_nets.py). Both add in FP32 and round once.
+//
+// The gradient of x is such a product where no two output pixels see the same of x. Else several
+// would be rounded before they are added, and torch computes it.
+//
+// (In FP32 torch's convolution is the faster one.)
+
+#include "half_conv.h"
+
+#include <ATen/ops/_convolution_compositeexplicitautograd_dispatch.h>
+#include <ATen/ops/addmm_cpu_dispatch.h>
+#include <ATen/ops/convolution_backward_compositeexplicitautograd_dispatch.h>
+#include <ATen/ops/mm_cpu_dispatch.h>
+#include <ATen/ops/sum_cpu_dispatch.h>
+
+#include <algorithm>
+
+#include "half_ops.h"
+
+namespace ampfuse {
+namespace {
+
+using at::Tensor;
+using Sizes = c10::SymIntArrayRef;
+
+const at::MemoryFormat kChannelsLast = at::MemoryFormat::ChannelsLast;
+
+// The most rows over which the product is faster: with a 1x1 kernel, whose rows are x itself; with
+// others as many as there are filters, but no fewer or more than these.
+constexpr int64_t kPointwiseRows = 2048;
+constexpr int64_t kLeastRows = 256, kMostRows = 512;
+constexpr int64_t kMaxKernel = 9;  // rows take that many times the memory of x
+
+// One of the two dimensions of an image.
+struct Side {
+  int64_t size, kernel, stride, padding, dilation;
+
+  Side(int i, const Tensor& x, const Tensor& weight, Sizes strides, Sizes paddings, Sizes dilations)
+      : size(x.size(2 + i)),
+        kernel(weight.size(2 + i)),
+        stride(at(strides, i)),
+        padding(at(paddings, i)),
+        dilation(at(dilations, i)) {}
+
+  bool is_valid() const {
+    return stride > 0 && padding >= 0 && dilation > 0 && size + 2 * padding >= extent();
+  }
+  int64_t out() const { return (size + 2 * padding - extent()) / stride + 1; }
+  bool is_pointwise() const { return kernel == 1 && padding == 0; }
+
+ private:
+  int64_t extent() const { return dilation * (kernel - 1) + 1; }
+  static int64_t at(Sizes values, int i) { return values[values.size() == 1 ? 0 : i].expect_int(); }
+};
+
+// Between images, (N, C, H, W) in channels-last memory, and matrices with a row for each of N.
+Tensor as_matrix(const Tensor& image) {
+  return image.permute({0, 2, 3, 1}).reshape({image.size(0), -1});
+}
+Tensor as_image(const Tensor& rows, at::IntArrayRef shape) {
+  return rows.view({shape[0], shape[2], shape[3], shape[1]}).permute({0, 3, 1, 2});
+}
+
+class Product {
+ public:
+  // None if torch's convolution is the only way.
+  static std::optional<Product> of(const Tensor& x, const Tensor& weight, Sizes stride,
+                                   Sizes padding, Sizes dilation, bool transposed,
+                                   const c10::SymInt& groups) {
+    if (x.scalar_type() != at::kBFloat16 || weight.scalar_type() != at::kBFloat16 || x.dim() != 4 ||
+        weight.dim() != 4 || x.numel() == 0 || weight.numel() == 0 || transposed || groups != 1 ||
+        x.size(1) != weight.size(1) || !x.is_contiguous(kChannelsLast) || !half_conv_enabled())
+      return std::nullopt;
+    const Side h(0, x, weight, stride, padding, dilation);
+    const Side w(1, x, weight, stride, padding, dilation);
+    if (!h.is_valid() || !w.is_valid() || h.kernel * w.kernel > kMaxKernel) return std::nullopt;
+    return Product(x, weight, h, w);
+  }
+
+  bool forward_is_faster() const {
+    return rows() <= few_rows() && weight_.is_contiguous(kChannelsLast);
+  }
+  bool input_gradient_is_faster() const { return rows() <= few_rows() && is_pointwise(); }
+  bool weight_gradient_is_faster() const {
+    return rows() <= (is_pointwise() ? few_rows() : 2 * few_rows());
+  }
+
+  bool is_bias(const std::optional<Tensor>& bias) const {
+    return !bias || !bias->defined() ||
+           (bias->scalar_type() == at::kBFloat16 && bias->sizes() == weight_.sizes().slice(0, 1));
+  }
+  bool is_output(const Tensor& y) const {
+    return y.scalar_type() == at::kBFloat16 && y.sizes() == output_shape();
+  }
+
+  Tensor forward(const std::optional<Tensor>& bias) const {
+    const Tensor weight = as_matrix(weight_).t();
+    const Tensor product = bias && bias->defined() ? at::cpu::addmm(*bias, matrix(), weight)
+                                                   : at::cpu::mm(matrix(), weight);
+    return as_image(product, output_shape()).contiguous(format());
+  }
+
+  Tensor input_gradient(const Tensor& dy) const {
+    const Tensor product = at::cpu::mm(rows_of(dy), as_matrix(weight_));
+    if (h_.stride * w_.stride == 1) return as_image(product, x_.sizes()).contiguous(format());
+    Tensor dx = at::zeros_like(x_, x_.options(), format());
+    Tensor part = seen(dx);
+    part.copy_(product.view(part.sizes()));
+    return dx;
+  }
+
+  Tensor weight_gradient(const Tensor& dy) const {
+    const Tensor product = at::cpu::mm(rows_of(dy).t(), matrix());
+    return as_image(product, weight_.sizes()).contiguous(format());
+  }
+
+  Tensor bias_gradient(const Tensor& dy) const { return at::cpu::sum(rows_of(dy), {0}); }
+
+ private:
+  Product(const Tensor& x, const Tensor& weight, Side h, Side w)
+      : x_(x), weight_(weight), h_(h), w_(w) {}
+
+  // Of the results, as of torch's.
+  at::MemoryFormat format() const {
+    return x_.suggest_memory_format() == kChannelsLast ||
+                   weight_.suggest_memory_format() == kChannelsLast
+               ? kChannelsLast
+               : at::MemoryFormat::Contiguous;
+  }
+  bool is_pointwise() const { return h_.is_pointwise() && w_.is_pointwise(); }
+  int64_t few_rows() const {
+    return is_pointwise() ? kPointwiseRows : std::clamp(weight_.size(0), kLeastRows, kMostRows);
+  }
+  int64_t rows() const { return x_.size(0) * h_.out() * w_.out(); }
+  std::array<int64_t, 4> output_shape() const {
+    return {x_.size(0), weight_.size(0), h_.out(), w_.out()};
+  }
+
+  // [rows][kernel x channels]
+  Tensor matrix() const {
+    const bool pads = h_.padding + w_.padding > 0;
+    const Tensor padded =
+        pads ? at::constant_pad_nd(x_, {w_.padding, w_.padding, h_.padding, h_.padding}) : x_;
+    return seen(padded).reshape({rows(), -1});
+  }
+
+  // [N][out][out][kernel][kernel][channels], of an image with its padding.
+  Tensor seen(const Tensor& image) const {
+    const at::IntArrayRef step = image.strides();
+    return image.as_strided({x_.size(0), h_.out(), w_.out(), h_.kernel, w_.kernel, x_.size(1)},
+                            {step[0], step[2] * h_.stride, step[3] * w_.stride,
+                             step[2] * h_.dilation, step[3] * w_.dilation, step[1]});
+  }
+
+  Tensor rows_of(const Tensor& y) const {
+    return y.permute({0, 2, 3, 1}).reshape({rows(), y.size(1)});
+  }
+
+  Tensor x_, weight_;
+  Side h_, w_;
+};
+
+}  // namespace
+
+Tensor small_convolution(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
+                         Sizes stride, Sizes padding, Sizes dilation, bool transposed,
+                         Sizes output_padding, c10::SymInt groups, bool benchmark,
+                         bool deterministic, bool cudnn_enabled, bool allow_tf32) {
+  const auto product = Product::of(x, weight, stride, padding, dilation, transposed, groups);
+  if (product && product->is_bias(bias) && product->forward_is_faster())
+    return product->forward(bias);
+  return at::compositeexplicitautograd::_convolution_symint(
+      x, weight, bias, stride, padding, dilation, transposed, output_padding, std::move(groups),
+      benchmark, deterministic, cudnn_enabled, allow_tf32);
+}
+
+std::tuple<Tensor, Tensor, Tensor> small_convolution_backward(
+    const Tensor& dy, const Tensor& x, const Tensor& weight, at::OptionalSymIntArrayRef bias_sizes,
+    Sizes stride, Sizes padding, Sizes dilation, bool transposed, Sizes output_padding,
+    c10::SymInt groups, std::array<bool, 3> output_mask) {
+  auto [to_x, to_weight, to_bias] = output_mask;
+  Tensor dx, dweight, dbias;
+  const auto product = Product::of(x, weight, stride, padding, dilation, transposed, groups);
+  if (product && product->is_output(dy)) {
+    if (to_x && product->input_gradient_is_faster()) {
+      dx = product->input_gradient(dy);
+      to_x = false;
+    }
+    if (to_weight && product->weight_gradient_is_faster()) {
+      dweight = product->weight_gradient(dy);
+      if (to_bias) dbias = product->bias_gradient(dy);
+      to_weight = to_bias = false;
+    }
+  }
+  if (to_x || to_weight || to_bias) {
+    auto torchs = at::compositeexplicitautograd::convolution_backward_symint(
+        dy, x, weight, bias_sizes, stride, padding, dilation, transposed, output_padding,
+        std::move(groups), {to_x, to_weight, to_bias});
+    if (to_x) dx = std::get<0>(torchs);
+    if (to_weight) dweight = std::get<1>(torchs);
+    if (to_bias) dbias = std::get<2>(torchs);
+  }
+  return {dx, dweight, dbias};
+}
+
+}  // namespace ampfuse

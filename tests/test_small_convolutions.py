@@ -1,0 +1,340 @@
+"""csrc/torch/half_conv.cpp: BF16 convolutions over few rows on the CPU, as products of matrices."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ampfuse import _core, env
+from ampfuse.measuring import torchs_kernels
+from programs import python
+
+HALF = torch.bfloat16
+LAST = torch.channels_last
+
+pytestmark = pytest.mark.skipif(
+    not env.cpu_has_bf16(), reason="BF16 is computed in FP32 on this CPU"
+)
+
+
+class Case:
+    """A convolution's arguments, drawn for the shapes of x and weight."""
+
+    def __init__(
+        self, x, w, stride=1, padding=0, dilation=1, bias=False, transposed=False, groups=1
+    ):
+        def draw(*shape):
+            return torch.randn(shape).to(HALF)
+
+        torch.manual_seed(0)
+        self.x = draw(*x).contiguous(memory_format=LAST)
+        self.w = draw(*w).contiguous(memory_format=LAST)
+        self.bias = draw(w[0]) if bias else None
+        pairs = [[v] * 2 if isinstance(v, int) else list(v) for v in (stride, padding, dilation)]
+        self.options = (*pairs, transposed, [0, 0], groups)
+        with contextlib.suppress(RuntimeError):  # of shapes that torch refuses
+            self.dy = draw(*self.forward(torch.float64).shape).contiguous(memory_format=LAST)
+
+    def forward(self, dtype=HALF):
+        x, w, bias = (None if t is None else t.to(dtype) for t in (self.x, self.w, self.bias))
+        return torch.convolution(x, w, bias, *self.options)
+
+    def backward(self, dtype=HALF, wanted=(True, True, True)):
+        dy, x, w = (t.to(dtype) for t in (self.dy, self.x, self.w))
+        sizes = None if self.bias is None else list(self.bias.shape)
+        mask = [*wanted[:2], wanted[2] and sizes is not None]
+        return torch.ops.aten.convolution_backward(dy, x, w, sizes, *self.options, mask)
+
+    def results(self, dtype=HALF):
+        return [self.forward(dtype), *self.backward(dtype)]
+
+    def torchs(self):
+        with torchs_kernels():
+            return self.results()
+
+    def products(self, convolves):
+        """What no convolution of oneDNN's computes."""
+        calls = {
+            "y": self.forward,
+            "dx": lambda: self.backward(wanted=(True, False, False)),
+            "dw": lambda: self.backward(wanted=(False, True, True)),
+        }
+        return " ".join(name for name, call in calls.items() if not convolves(call))
+
+
+@pytest.fixture
+def convolves(capfd):
+    """Whether a call comes to a convolution of oneDNN's."""
+    onednn = torch.backends.mkldnn
+
+    def convolves(call):
+        capfd.readouterr()
+        with onednn.verbose(onednn.VERBOSE_ON):
+            call()
+        return ",convolution," in capfd.readouterr().out
+
+    return convolves
+
+
+def assert_right(case):
+    """Errors of one rounding, as torch's; the same layout."""
+    for name, ours, torchs, exact in zip(
+        ("y", "dx", "dw", "db"),
+        case.results(),
+        case.torchs(),
+        case.results(torch.float64),
+        strict=True,
+    ):
+        assert (ours is None) == (torchs is None), name
+        if ours is None:
+            continue
+        assert ours.dtype == HALF, name
+        assert ours.shape == exact.shape, name
+        strides = zip(ours.shape, ours.stride(), torchs.stride(), strict=True)
+        assert all(size == 1 or mine == other for size, mine, other in strides), name
+        error = (ours.double() - exact).abs()
+        assert (error <= 2.0**-8 * 1.01 * exact.abs() + 1e-5 * exact.abs().max()).all(), name
+        torchs_error = (torchs.double() - exact).abs()
+        assert error.mean() <= 1.02 * torchs_error.mean() + 1e-9, name
+
+
+# name: (what is a product, the convolution)
+CASES = {
+    "1x1": ("y dx dw", {"x": (2, 5, 7, 6), "w": (4, 5, 1, 1)}),
+    "1x1, bias": ("y dx dw", {"x": (2, 5, 7, 6), "w": (4, 5, 1, 1), "bias": True}),
+    "1x1, one pixel": ("y dx dw", {"x": (3, 65, 1, 1), "w": (7, 65, 1, 1)}),
+    "1x1, one row": ("y dx dw", {"x": (1, 33, 1, 1), "w": (2, 33, 1, 1), "bias": True}),
+    "1x1, one channel": ("y dx dw", {"x": (3, 2, 4, 4), "w": (1, 2, 1, 1)}),
+    "1x1, wide": ("y dx dw", {"x": (2, 2000, 2, 2), "w": (300, 2000, 1, 1)}),
+    "1x1, stride": ("y dx dw", {"x": (2, 8, 7, 6), "w": (9, 8, 1, 1), "stride": 2}),
+    "1x1, strides": ("y dx dw", {"x": (2, 8, 7, 8), "w": (9, 8, 1, 1), "stride": (1, 3)}),
+    "1x1, padding": ("y dw", {"x": (2, 8, 3, 4), "w": (9, 8, 1, 1), "padding": (0, 1)}),
+    "1x1, 2048 rows": ("y dx dw", {"x": (2, 4, 32, 32), "w": (5, 4, 1, 1)}),
+    "1x1, 2049 rows": ("", {"x": (1, 4, 3, 683), "w": (5, 4, 1, 1)}),
+    "3x3": ("y dw", {"x": (3, 7, 5, 6), "w": (9, 7, 3, 3), "padding": 1}),
+    "3x3, bias": ("y dw", {"x": (3, 7, 5, 6), "w": (9, 7, 3, 3), "padding": 1, "bias": True}),
+    "3x3, no padding": ("y dw", {"x": (3, 64, 5, 6), "w": (65, 64, 3, 3)}),
+    "3x3, one pixel": ("y dw", {"x": (4, 64, 1, 1), "w": (9, 64, 3, 3), "padding": 1}),
+    "3x3, stride": ("y dw", {"x": (3, 8, 7, 6), "w": (9, 8, 3, 3), "padding": 1, "stride": 2}),
+    "3x3, dilation": ("y dw", {"x": (3, 8, 9, 8), "w": (9, 8, 3, 3), "padding": 2, "dilation": 2}),
+    "3x3, one channel": ("y dw", {"x": (3, 1, 5, 6), "w": (1, 1, 3, 3), "padding": 1}),
+    "1x3": ("y dw", {"x": (2, 8, 5, 6), "w": (9, 8, 1, 3), "padding": (0, 1)}),
+    "2x1": ("y dw", {"x": (2, 8, 5, 6), "w": (9, 8, 2, 1), "stride": (2, 1)}),
+    "2x5": ("", {"x": (2, 8, 5, 6), "w": (9, 8, 2, 5)}),
+    "3x3, 256 rows": ("y dw", {"x": (1, 4, 16, 16), "w": (5, 4, 3, 3), "padding": 1}),
+    "3x3, 257 rows": ("dw", {"x": (1, 4, 1, 257), "w": (5, 4, 3, 3), "padding": 1}),
+    "3x3, 512 rows": ("dw", {"x": (1, 4, 32, 16), "w": (5, 4, 3, 3), "padding": 1}),
+    "3x3, 513 rows": ("", {"x": (1, 4, 27, 19), "w": (5, 4, 3, 3), "padding": 1}),
+    "300 filters, 300 rows": (
+        "y dw",
+        {"x": (1, 4, 3, 100), "w": (300, 4, 3, 1), "padding": (1, 0)},
+    ),
+    "300 filters, 600 rows": ("dw", {"x": (1, 4, 6, 100), "w": (300, 4, 3, 1), "padding": (1, 0)}),
+    "300 filters, 602 rows": ("", {"x": (1, 4, 7, 86), "w": (300, 4, 3, 1), "padding": (1, 0)}),
+    "many filters, 512 rows": (
+        "y dw",
+        {"x": (1, 4, 4, 128), "w": (600, 4, 1, 3), "padding": (0, 1)},
+    ),
+    "many filters, 1024 rows": (
+        "dw",
+        {"x": (1, 4, 8, 128), "w": (600, 4, 1, 3), "padding": (0, 1)},
+    ),
+    "many filters, 1025 rows": ("", {"x": (1, 4, 25, 41), "w": (600, 4, 1, 3), "padding": (0, 1)}),
+    "groups": ("", {"x": (2, 8, 5, 6), "w": (8, 4, 1, 1), "groups": 2}),
+    "transposed": ("", {"x": (2, 8, 5, 6), "w": (8, 4, 1, 1), "transposed": True}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_cases(name, convolves):
+    products, arguments = CASES[name]
+    case = Case(**arguments)
+    assert case.products(convolves) == products
+    assert_right(case)
+    if not products:
+        for ours, torchs in zip(case.results(), case.torchs(), strict=True):
+            assert ours is torchs is None or torch.equal(ours, torchs)
+
+
+@given(st.data())
+def test_any_convolution(data):
+    def side(name):
+        kernel = data.draw(st.integers(1, 3), f"kernel, {name}")
+        dilation = data.draw(st.integers(1, 2), f"dilation, {name}")
+        padding = data.draw(st.integers(0, 2), f"padding, {name}")
+        least = max(1, dilation * (kernel - 1) + 1 - 2 * padding)
+        size = data.draw(st.integers(least, least + 6), f"size, {name}")
+        return size, kernel, data.draw(st.integers(1, 3), f"stride, {name}"), padding, dilation
+
+    (h, kh, *high), (w, kw, *wide) = side("height"), side("width")
+    batch, channels, filters = (data.draw(st.integers(1, 9), name) for name in "NCO")
+    pairs = dict(zip(("stride", "padding", "dilation"), zip(high, wide, strict=True), strict=True))
+    case = Case((batch, channels, h, w), (filters, channels, kh, kw), bias=True, **pairs)
+    assert_right(case)
+
+
+OTHERS = {
+    "another layout": lambda case: setattr(case, "x", case.x.contiguous()),
+    "gaps between pixels": lambda case: setattr(case, "x", case.x[:, :, :, ::2]),
+    "gradient in another layout": lambda case: setattr(case, "dy", case.dy.contiguous()),
+    "expanded gradient": lambda case: setattr(
+        case, "dy", case.dy[:1, :, :1, :1].expand_as(case.dy)
+    ),
+    "weight in another layout": lambda case: setattr(case, "w", case.w.contiguous()),
+    "transposed weight": lambda case: setattr(case, "w", case.w.mT.contiguous().mT),
+    "nothing to compute": lambda case: setattr(case, "x", case.x[:0]),
+}
+
+
+@pytest.mark.parametrize("kernel", [1, 3])
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_memory(name, kernel):
+    case = Case((2, 6, 8, 8), (5, 6, kernel, kernel), padding=kernel // 2, bias=True)
+    OTHERS[name](case)
+    shape = case.forward().shape
+    case.dy = case.dy[: shape[0], :, : shape[2], : shape[3]]
+    if case.x.numel():
+        assert_right(case)
+    else:
+        for ours, torchs in zip(case.results(), case.torchs(), strict=True):
+            assert torch.equal(ours, torchs)
+
+
+WRONG = {
+    "stride": {"stride": 0},
+    "padding": {"padding": -1},
+    "dilation": {"dilation": 0},
+    "channels": {"w": (4, 6, 1, 1)},
+    "kernel": {"w": (4, 5, 3, 3), "x": (2, 5, 2, 2)},
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_torch_refuses_what_is_wrong(name):
+    case = Case(**{"x": (2, 5, 7, 6), "w": (4, 5, 1, 1), **WRONG[name]})
+    with torchs_kernels(), pytest.raises(RuntimeError) as torchs:
+        case.forward()
+    with pytest.raises(RuntimeError) as ours:
+        case.forward()
+    assert str(ours.value) == str(torchs.value)
+
+
+@pytest.mark.parametrize("length", [1, 3])
+def test_a_bias_of_another_length_is_refused(length):
+    case = Case((2, 5, 7, 6), (4, 5, 1, 1))
+    case.bias = torch.ones(length, dtype=HALF)
+    with pytest.raises(RuntimeError, match="bias"):
+        case.forward()
+
+
+def test_types_are_not_mixed():
+    """FP32 and FP64 are torch's, and so is a bias of another type."""
+    for dtype in (torch.float32, torch.float64):
+        case = Case((2, 5, 7, 6), (4, 5, 1, 1))
+        with torchs_kernels():
+            torchs = case.results(dtype)
+        for a, b in zip(case.results(dtype), torchs, strict=True):
+            assert a is b is None or torch.equal(a, b)
+    case = Case((2, 5, 7, 6), (4, 5, 1, 1))
+    case.bias = torch.ones(4)
+
+    def answer():
+        try:
+            return case.forward()
+        except RuntimeError as error:
+            return str(error)
+
+    ours = answer()
+    with torchs_kernels():
+        torchs = answer()
+    assert ours == torchs if isinstance(torchs, str) else torch.equal(ours, torchs)
+
+
+@pytest.mark.parametrize("kernel", [1, 3])
+def test_inf_and_nan_go_where_torch_puts_them(kernel):
+    case = Case((2, 6, 8, 8), (5, 6, kernel, kernel), bias=True)
+    case.x[0, 1, 2, 3], case.x[1, 2, 3, 4] = float("inf"), float("nan")
+    case.dy[0, 1, 2, 3], case.dy[1, 2, 3, 4] = float("-inf"), float("nan")
+    for ours, torchs in zip(case.results(), case.torchs(), strict=True):
+        assert torch.equal(ours.isfinite(), torchs.isfinite())
+        assert torch.equal(ours.isnan(), torchs.isnan())
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Conv2d(6, 16, 1)
+        self.second = torch.nn.Conv2d(16, 8, 3, 2, 1, bias=False)
+
+    def forward(self, x):
+        return self.second(F.relu(self.first(x)))
+
+
+def gradients(model, x, run=None):
+    x = x.clone(memory_format=torch.preserve_format).requires_grad_()
+    model.zero_grad()
+    y = (model if run is None else run)(x)
+    y.float().square().sum().backward()
+    return [y.detach(), x.grad, *(p.grad for p in model.parameters())]
+
+
+def image(*shape, dtype=HALF):
+    return torch.randn(shape).to(dtype).contiguous(memory_format=LAST)
+
+
+def test_weights_under_autocast(convolves):
+    """The same as with weights cast beforehand, gradients in FP32."""
+    x = image(4, 6, 8, 8)
+    half = Net().to(HALF, memory_format=LAST)
+    full = Net().to(memory_format=LAST)
+    full.load_state_dict(half.state_dict())
+
+    def under_autocast(x):
+        with torch.autocast("cpu", dtype=HALF):
+            return full(x)
+
+    assert not convolves(lambda: under_autocast(x))
+    for a, b in zip(gradients(full, x, under_autocast), gradients(half, x), strict=True):
+        assert torch.equal(a.to(b.dtype), b)
+
+
+def test_compiled():
+    model, x = Net().to(HALF, memory_format=LAST), image(4, 6, 8, 8)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for a, b in zip(gradients(model, x, compiled), gradients(model, x), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_second_derivative():
+    case = Case((2, 6, 8, 8), (5, 6, 1, 1))
+
+    def second(dtype):
+        x, w = (t.to(dtype).requires_grad_() for t in (case.x, case.w))
+        y = torch.convolution(x, w, None, *case.options)
+        (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        return torch.autograd.grad(dx.square().sum(), w)[0]
+
+    exact = second(torch.float64)
+    assert (second(HALF).double() - exact).abs().max() <= 0.02 * exact.abs().max()
+
+
+def test_a_backward_pass_inside_autocast():
+    case = Case((2, 6, 8, 8), (5, 6, 1, 1), bias=True)
+    expected = case.backward()
+    with torch.autocast("cpu", dtype=torch.float16):
+        for a, b in zip(case.backward(), expected, strict=True):
+            assert a.dtype == HALF
+            assert torch.equal(a, b)
+
+
+def test_switch(convolves):
+    case = Case((2, 6, 8, 8), (5, 6, 1, 1))
+    with torchs_kernels():
+        assert case.products(convolves) == ""
+        assert not _core.C.half_conv_enabled()
+    assert case.products(convolves) == "y dx dw"
+    off = "from ampfuse import _core; print(_core.C.half_conv_enabled())"
+    assert python("-c", off, AMPFUSE_HALF_CONV="0").stdout == "False\n"
