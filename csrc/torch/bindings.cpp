@@ -107,7 +107,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       "The torch this was built for.");
 #if !defined(AMPFUSE_EMULATE_CUDA)
   m.def("half_conv_enabled", half_conv_enabled,
-        "Whether FP16 convolutions on the CPU compute in FP32.");
+        "Whether kernels for half types on the CPU stand in for torch's.");
   m.def("set_half_conv_enabled", set_half_conv_enabled, py::arg("enabled"));
 #endif
 

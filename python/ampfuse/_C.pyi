@@ -28,7 +28,7 @@ def torch_version() -> str:
     """The torch this was built for."""
 
 def half_conv_enabled() -> bool:
-    """Whether FP16 convolutions on the CPU compute in FP32."""
+    """Whether kernels for half types on the CPU stand in for torch's."""
 
 def set_half_conv_enabled(enabled: bool) -> None:
     """Switch that, for the process."""
