@@ -116,9 +116,7 @@ class Step:
 
 
 class TorchAmp(Step):
-    def __call__(self) -> object:
-        with torchs_kernels():
-            return super().__call__()
+    __call__ = torchs_kernels()(Step.__call__)
 
     def loss(self) -> Tensor:
         with torch.autocast(self.x.device.type, dtype=torch.bfloat16):
@@ -243,19 +241,14 @@ class Convolution:
         self.x = x.contiguous(memory_format=torch.channels_last).requires_grad_()
         self.dy = torch.randn_like(self.conv(self.x))
 
-    def __call__(self) -> None:
+    def run(self) -> None:
         self.x.grad = self.conv.weight.grad = None
         self.conv(self.x).backward(self.dy)
 
 
-class TorchsConvolution(Convolution):
-    def __call__(self) -> None:
-        with torchs_kernels():
-            super().__call__()
-
-
 def convolution_of(layer: tuple[int, ...], options: Any) -> list[Row]:
-    variants = {"torch": TorchsConvolution(*layer), "products": Convolution(*layer)}
+    run = Convolution(*layer).run
+    variants = {"torch": torchs_kernels()(run), "products": run}
     times = measure(Clock(options.device), variants, options.repeats)
     return rows_of(options.device, times, case=convolution_name(layer), dtype="bfloat16")
 

@@ -20,23 +20,23 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+def image(*shape):
+    return torch.randn(shape).to(HALF).contiguous(memory_format=LAST)
+
+
 class Case:
     """A convolution's arguments, drawn for the shapes of x and weight."""
 
     def __init__(
         self, x, w, stride=1, padding=0, dilation=1, bias=False, transposed=False, groups=1
     ):
-        def draw(*shape):
-            return torch.randn(shape).to(HALF)
-
         torch.manual_seed(0)
-        self.x = draw(*x).contiguous(memory_format=LAST)
-        self.w = draw(*w).contiguous(memory_format=LAST)
-        self.bias = draw(w[0]) if bias else None
+        self.x, self.w = image(*x), image(*w)
+        self.bias = torch.randn(w[0]).to(HALF) if bias else None
         pairs = [[v] * 2 if isinstance(v, int) else list(v) for v in (stride, padding, dilation)]
         self.options = (*pairs, transposed, [0, 0], groups)
         with contextlib.suppress(RuntimeError):  # of shapes that torch refuses
-            self.dy = draw(*self.forward(torch.float64).shape).contiguous(memory_format=LAST)
+            self.dy = image(*self.forward(torch.float64).shape)
 
     def forward(self, dtype=HALF):
         x, w, bias = (None if t is None else t.to(dtype) for t in (self.x, self.w, self.bias))
@@ -51,9 +51,9 @@ class Case:
     def results(self, dtype=HALF):
         return [self.forward(dtype), *self.backward(dtype)]
 
-    def torchs(self):
+    def torchs(self, dtype=HALF):
         with torchs_kernels():
-            return self.results()
+            return self.results(dtype)
 
     def products(self, convolves):
         """What no convolution of oneDNN's computes."""
@@ -99,6 +99,11 @@ def assert_right(case):
         assert (error <= 2.0**-8 * 1.01 * exact.abs() + 1e-5 * exact.abs().max()).all(), name
         torchs_error = (torchs.double() - exact).abs()
         assert error.mean() <= 1.02 * torchs_error.mean() + 1e-9, name
+
+
+def assert_torchs_own(case, dtype=HALF):
+    for ours, torchs in zip(case.results(dtype), case.torchs(dtype), strict=True):
+        assert ours is torchs is None or torch.equal(ours, torchs)
 
 
 # name: (what is a product, the convolution)
@@ -155,8 +160,7 @@ def test_cases(name, convolves):
     assert case.products(convolves) == products
     assert_right(case)
     if not products:
-        for ours, torchs in zip(case.results(), case.torchs(), strict=True):
-            assert ours is torchs is None or torch.equal(ours, torchs)
+        assert_torchs_own(case)
 
 
 @given(st.data())
@@ -199,8 +203,7 @@ def test_other_memory(name, kernel):
     if case.x.numel():
         assert_right(case)
     else:
-        for ours, torchs in zip(case.results(), case.torchs(), strict=True):
-            assert torch.equal(ours, torchs)
+        assert_torchs_own(case)
 
 
 WRONG = {
@@ -232,13 +235,9 @@ def test_a_bias_of_another_length_is_refused(length):
 
 def test_types_are_not_mixed():
     """FP32 and FP64 are torch's, and so is a bias of another type."""
-    for dtype in (torch.float32, torch.float64):
-        case = Case((2, 5, 7, 6), (4, 5, 1, 1))
-        with torchs_kernels():
-            torchs = case.results(dtype)
-        for a, b in zip(case.results(dtype), torchs, strict=True):
-            assert a is b is None or torch.equal(a, b)
     case = Case((2, 5, 7, 6), (4, 5, 1, 1))
+    for dtype in (torch.float32, torch.float64):
+        assert_torchs_own(case, dtype)
     case.bias = torch.ones(4)
 
     def answer():
@@ -279,10 +278,6 @@ def gradients(model, x, run=None):
     y = (model if run is None else run)(x)
     y.float().square().sum().backward()
     return [y.detach(), x.grad, *(p.grad for p in model.parameters())]
-
-
-def image(*shape, dtype=HALF):
-    return torch.randn(shape).to(dtype).contiguous(memory_format=LAST)
 
 
 def test_weights_under_autocast(convolves):

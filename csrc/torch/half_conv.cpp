@@ -57,14 +57,6 @@ struct Side {
   static int64_t at(Sizes values, int i) { return values[values.size() == 1 ? 0 : i].expect_int(); }
 };
 
-// Between images, (N, C, H, W) in channels-last memory, and matrices with a row for each of N.
-Tensor as_matrix(const Tensor& image) {
-  return image.permute({0, 2, 3, 1}).reshape({image.size(0), -1});
-}
-Tensor as_image(const Tensor& rows, at::IntArrayRef shape) {
-  return rows.view({shape[0], shape[2], shape[3], shape[1]}).permute({0, 3, 1, 2});
-}
-
 class Product {
  public:
   // None if torch's convolution is the only way.
@@ -97,28 +89,28 @@ class Product {
     return y.scalar_type() == at::kBFloat16 && y.sizes() == output_shape();
   }
 
+  // A row for each output pixel of y, or of its gradient.
+  Tensor rows_of(const Tensor& y) const { return as_matrix(y, rows()); }
+
   Tensor forward(const std::optional<Tensor>& bias) const {
-    const Tensor weight = as_matrix(weight_).t();
+    const Tensor weight = weights().t();
     const Tensor product = bias && bias->defined() ? at::cpu::addmm(*bias, matrix(), weight)
                                                    : at::cpu::mm(matrix(), weight);
-    return as_image(product, output_shape()).contiguous(format());
+    return as_image(product, output_shape());
   }
 
-  Tensor input_gradient(const Tensor& dy) const {
-    const Tensor product = at::cpu::mm(rows_of(dy), as_matrix(weight_));
-    if (h_.stride * w_.stride == 1) return as_image(product, x_.sizes()).contiguous(format());
+  // Gradients from g, the rows of y's.
+  Tensor input_gradient(const Tensor& g) const {
+    const Tensor product = at::cpu::mm(g, weights());
+    if (h_.stride * w_.stride == 1) return as_image(product, x_.sizes());
     Tensor dx = at::zeros_like(x_, x_.options(), format());
     Tensor part = seen(dx);
     part.copy_(product.view(part.sizes()));
     return dx;
   }
-
-  Tensor weight_gradient(const Tensor& dy) const {
-    const Tensor product = at::cpu::mm(rows_of(dy).t(), matrix());
-    return as_image(product, weight_.sizes()).contiguous(format());
+  Tensor weight_gradient(const Tensor& g) const {
+    return as_image(at::cpu::mm(g.t(), matrix()), weight_.sizes());
   }
-
-  Tensor bias_gradient(const Tensor& dy) const { return at::cpu::sum(rows_of(dy), {0}); }
 
  private:
   Product(const Tensor& x, const Tensor& weight, Side h, Side w)
@@ -140,6 +132,17 @@ class Product {
     return {x_.size(0), weight_.size(0), h_.out(), w_.out()};
   }
 
+  static Tensor as_matrix(const Tensor& image, int64_t rows) {
+    return image.permute({0, 2, 3, 1}).reshape({rows, -1});
+  }
+  Tensor as_image(const Tensor& matrix, at::IntArrayRef shape) const {
+    const Tensor image = matrix.view({shape[0], shape[2], shape[3], shape[1]});
+    return image.permute({0, 3, 1, 2}).contiguous(format());
+  }
+
+  // [filters][kernel x channels]
+  Tensor weights() const { return as_matrix(weight_, weight_.size(0)); }
+
   // [rows][kernel x channels]
   Tensor matrix() const {
     const bool pads = h_.padding + w_.padding > 0;
@@ -154,10 +157,6 @@ class Product {
     return image.as_strided({x_.size(0), h_.out(), w_.out(), h_.kernel, w_.kernel, x_.size(1)},
                             {step[0], step[2] * h_.stride, step[3] * w_.stride,
                              step[2] * h_.dilation, step[3] * w_.dilation, step[1]});
-  }
-
-  Tensor rows_of(const Tensor& y) const {
-    return y.permute({0, 2, 3, 1}).reshape({rows(), y.size(1)});
   }
 
   Tensor x_, weight_;
@@ -185,14 +184,18 @@ std::tuple<Tensor, Tensor, Tensor> small_convolution_backward(
   auto [to_x, to_weight, to_bias] = output_mask;
   Tensor dx, dweight, dbias;
   const auto product = Product::of(x, weight, stride, padding, dilation, transposed, groups);
-  if (product && product->is_output(dy)) {
-    if (to_x && product->input_gradient_is_faster()) {
-      dx = product->input_gradient(dy);
+  const bool fits = product && product->is_output(dy);
+  const bool input_here = fits && to_x && product->input_gradient_is_faster();
+  const bool weight_here = fits && to_weight && product->weight_gradient_is_faster();
+  if (input_here || weight_here) {
+    const Tensor g = product->rows_of(dy);  // a copy where dy is not channels-last
+    if (input_here) {
+      dx = product->input_gradient(g);
       to_x = false;
     }
-    if (to_weight && product->weight_gradient_is_faster()) {
-      dweight = product->weight_gradient(dy);
-      if (to_bias) dbias = product->bias_gradient(dy);
+    if (weight_here) {
+      dweight = product->weight_gradient(g);
+      if (to_bias) dbias = at::cpu::sum(g, {0});
       to_weight = to_bias = false;
     }
   }
