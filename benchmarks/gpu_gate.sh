@@ -26,12 +26,13 @@ cd "$(dirname "$SELF")/.." || exit
 
 export PYTHON=${PYTHON:-python3}
 export OUT=${OUT:-results/gpu} BUILD=${BUILD:-build/gpu} WHEELS=${WHEELS:-}
-export PREBUILT=${CORE:+yes} CORE=${CORE:-$BUILD/core}
+export CORE=${CORE:-}
 PARTS=${PARTS:-build core tests tests_graphs tests_rest memcheck racecheck initcheck syncs host_time
   step compiled counters meter nets e1 e2 e4 e5}
 PARTS=$(tr -s ' \n' ' ' <<<"$PARTS")
 LIMIT=${LIMIT:-540}
 RESULTS=$PWD/$BUILD/results
+CORE_TESTS=${CORE:-$BUILD/core}/test_core
 mkdir -p "$OUT" "$RESULTS"
 # Where pip puts cmake and ninja; and what was built.
 PATH=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("scripts"))'):$PATH
@@ -63,10 +64,9 @@ build() {
     cmake --install "$BUILD" --prefix "$BUILD/site"
 }
 
-core() {
-  if [ -z "$PREBUILT" ]; then tests/cpp/build_cuda.sh "$CORE" || return; fi
-  "$CORE/test_core"
-}
+build_core() { [ -n "$CORE" ] || tests/cpp/build_cuda.sh "$BUILD/core"; }
+
+core() { build_core && "$CORE_TESTS"; }
 
 run_pytest() {
   "$PYTHON" -m pytest -p no:cacheprovider -q -m gpu -o faulthandler_timeout=180 "$@"
@@ -76,8 +76,9 @@ run_pytest() {
 sanitize() {
   local tool=$1
   local options=(--tool "$tool" --error-exitcode 9)
+  [ -x "$CORE_TESTS" ] || build_core || return
   [ "$tool" = memcheck ] && options+=(--leak-check full)
-  compute-sanitizer "${options[@]}" "$CORE/test_core" "${@:2}"
+  compute-sanitizer "${options[@]}" "$CORE_TESTS" "${@:2}"
 }
 
 # An order of magnitude slower: the tests with few blocks.

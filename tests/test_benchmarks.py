@@ -618,21 +618,24 @@ def gate(tmp_path):
     tools = tmp_path / "tools"
     tools.mkdir()
     # What the stand-ins do: "fail NAME" fails, "hang NAME" does not end, of any of their arguments.
-    stand_in = """#!/bin/sh
+    # What a compiler is told to make is there then, and what a program is to run must be.
+    stand_in = f"""#!/bin/sh
         for word in $FAIL; do case "$(basename "$0") $*" in *$word*) exit 3 ;; esac; done
         for word in $HANG; do case "$(basename "$0") $*" in *$word*) sleep 60 ;; esac; done
-        echo "$(basename "$0") $*" | head -n 1"""
+        case "$*" in *units.py*) exec {sys.executable} "$@" ;; esac
+        echo "$(basename "$0") $*" | head -n 1
+        for word; do
+            case "$0 $before" in */nvcc" "-o) cp "$0" "$word" ;; esac
+            case $word in */test_core) [ -x "$word" ] || exit 4 ;; esac
+            before=$word
+        done"""
     for name in ("python3", "cmake", "nvcc", "nvidia-smi", "compute-sanitizer", "ncu"):
         (tools / name).write_text(stand_in)
         (tools / name).chmod(0o755)
-    core = tmp_path / "core"
-    core.mkdir()
-    (core / "test_core").write_text("#!/bin/sh\necho core")
-    (core / "test_core").chmod(0o755)
 
     def run(parts, **environment):
         path = f"{tools}{os.pathsep}{os.environ['PATH']}"
-        environment |= {"PARTS": parts, "PATH": path, "CORE": str(core), "PYTHON": "python3"}
+        environment |= {"PARTS": parts, "PATH": path, "PYTHON": "python3"}
         environment |= {"OUT": str(tmp_path / "out"), "BUILD": os.path.relpath(tmp_path, ROOT)}
         program = [BENCHMARKS / "gpu_gate.sh"]
         result = subprocess.run(
@@ -655,6 +658,16 @@ def test_the_gate_runs_all_its_parts(gate):
     code, found = gate(" ".join(parts))
     assert found == dict.fromkeys(["machine", *parts], "ok")
     assert code == 0
+
+
+@pytest.mark.parametrize("part", ["core", "memcheck", "racecheck", "initcheck"])
+def test_each_part_of_the_gate_has_the_tests_of_the_core(gate, tmp_path, part):
+    """Built by the part itself, or brought along, and then no compiler is asked."""
+    assert gate(part) == (0, {"machine": "ok", part: "ok"})
+    built = tmp_path / "core"
+    brought = built.rename(tmp_path / "brought")
+    assert gate(part, CORE=str(brought), FAIL="nvcc") == (0, {"machine": "ok", part: "ok"})
+    assert not built.exists()
 
 
 def test_what_fails_or_hangs_in_the_gate_keeps_no_other_from_running(gate):
