@@ -50,6 +50,23 @@ def test_says_what_was_built(facts):
     assert facts["ampfuse"]["CUDA at build time"] == _core.build_info.CUDA_NOTE
 
 
+@pytest.mark.parametrize(
+    ("vendor", "family", "model", "name"),
+    [
+        ("AuthenticAMD", 25, 1, "CPU (Zen 3)"),
+        ("AuthenticAMD", 25, 17, "CPU (Zen 4)"),
+        ("AuthenticAMD", 25, 97, "CPU (Zen 4)"),
+        ("AuthenticAMD", 26, 2, "CPU (Zen 5)"),
+        ("AuthenticAMD", 27, 0, "CPU"),
+        ("GenuineIntel", 26, 2, "CPU"),
+    ],
+)
+def test_names_amds_generations(monkeypatch, vendor, family, model, name):
+    info = {"vendor_id": vendor, "cpu family": family, "model": model, "model name": "CPU"}
+    monkeypatch.setattr(env, "_cpuinfo", lambda: {key: str(value) for key, value in info.items()})
+    assert env.cpu_model() == name
+
+
 def test_says_what_was_tested(facts):
     oldest, newest = _core.build_info.TORCH_TESTED
     assert facts["ampfuse"]["tested with torch"].startswith(f"{oldest} to {newest}")

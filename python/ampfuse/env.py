@@ -95,9 +95,21 @@ def tested_with(oldest: str, newest: str, installed: str) -> str:
     return f"{oldest} to {newest}" + (f"; torch {installed} is newer than these" if newer else "")
 
 
+# AMD's generation by family and model: in a virtual machine the name is "AMD EPYC" for all of them.
+_ZEN: dict[int, Callable[[int], str]] = {
+    25: lambda model: "Zen 4" if model >> 4 in (1, 6, 7, 10) else "Zen 3",
+    26: lambda model: "Zen 5",
+}
+
+
 def cpu_model() -> str:
-    """The name of the CPU, such as ``"Intel(R) Xeon(R) Platinum 8480+"``."""
-    return _cpuinfo().get("model name") or platform.processor() or platform.machine()
+    """The name of the CPU, as ``"Intel(R) Xeon(R) Platinum 8480+"`` or ``"AMD EPYC (Zen 5)"``."""
+    info = _cpuinfo()
+    name = info.get("model name") or platform.processor() or platform.machine()
+    family, model = int(info.get("cpu family", 0)), int(info.get("model", 0))
+    if info.get("vendor_id") == "AuthenticAMD" and family in _ZEN:
+        name += f" ({_ZEN[family](model)})"
+    return name
 
 
 def cpu_flags() -> frozenset[str]:
