@@ -394,6 +394,102 @@ def test_loss_scalers_pickle():
     assert again.loss_scale() == 128.0
 
 
+# What is not finite in the first of two passes is seen when the second one adds to it.
+@pytest.mark.parametrize("factors", [[float("inf")], [float("nan"), 1.0], [1.0, float("inf")]])
+@pytest.mark.parametrize(
+    ("level", "kind"),
+    [("O0", torch.optim.SGD), ("O1", torch.optim.SGD), ("O2", torch.optim.SGD)]
+    + [("O2", torch.optim.RMSprop), ("O2", apex.optimizers.FusedLAMB)],
+)
+def test_the_caller_decides_on_overflow(level, kind, factors):
+    model, optimizer = start(level, kind, loss_scale="dynamic")
+    (scaler,) = state.loss_scalers
+    scaler._loss_scale = 2.0**20
+
+    def passes(*factors):
+        for factor in factors:
+            backward(model, optimizer, factor, delay_overflow_check=True)
+
+    *_, bias = amp.master_params(optimizer)
+    before = bias.clone()
+    for halved in (2.0**19, 2.0**18, 2.0**17):
+        passes(*factors)
+        assert scaler.loss_scale() == 2 * halved
+        assert scaler._has_overflow
+        assert scaler.update_scale() is True
+        assert scaler.loss_scale() == halved
+        for param in [*amp.master_params(optimizer), *model.parameters()]:
+            param.grad = None  # instead of a step
+    passes(*[1e-3] * len(factors))
+    assert scaler._overflow_buf.tolist() == [0]
+    assert scaler.update_scale() is False
+    optimizer.step()
+    assert bool((bias != before).all() and bias.isfinite().all())
+    assert (scaler.loss_scale(), scaler._unskipped) == (2.0**17, 1)
+
+
+def test_update_scale_reads_the_buffer_that_the_script_gave():
+    model, optimizer = start("O2")
+    (scaler,) = state.loss_scalers
+    ours, overflow = torch.zeros(1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+    for _ in range(2):
+        backward(model, optimizer, delay_overflow_check=True)
+        former = scaler._overflow_buf
+        scaler._overflow_buf = ours if former is overflow else overflow
+        assert scaler.update_scale() is (former is not overflow)
+    assert former is overflow
+    assert overflow.tolist() == [0]  # cleared for the next pass
+    assert (scaler.loss_scale(), scaler._unskipped) == (32768.0, 1)
+    backward(model, optimizer, float("inf"), delay_overflow_check=True)
+    scaler._overflow_buf = ours  # the gradients were mended, or will be
+    assert scaler.update_scale() is False
+    scaler._has_overflow = True
+    assert scaler.update_scale() is True
+    assert ours.tolist() == [1]
+    scaler._has_overflow = False
+    assert scaler.update_scale() is False
+
+
+def test_what_a_checked_pass_found_is_in_the_buffer():
+    model, optimizer = start("O2", loss_scale="dynamic")
+    (scaler,) = state.loss_scalers
+    assert not scaler._has_overflow
+    for factor, found in ((float("inf"), True), (1e-3, False)):
+        backward(model, optimizer, factor)
+        assert scaler._has_overflow is found
+        optimizer.step()
+        optimizer.zero_grad()
+    assert scaler.loss_scale() == 32768.0
+    static, optimizer = start("O2", loss_scale=4.0)
+    backward(static, optimizer, float("inf"), delay_overflow_check=True)
+    assert state.loss_scalers[0]._has_overflow
+    assert state.loss_scalers[0].update_scale() is False
+
+
+def test_the_rule_of_a_scale_can_be_assigned():
+    model, optimizer = start("O2")
+    (scaler,) = state.loss_scalers
+    scaler._loss_scale, scaler._scale_seq_len, scaler._max_loss_scale = 2.0**13, 4, 2.0**14
+    scales = []
+    for _ in range(12):
+        backward(model, optimizer, 1e-3)
+        optimizer.step()
+        scales.append(scaler.loss_scale())
+    assert scales == [2.0**13] * 3 + [2.0**14] * 9
+    assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 2.0**14, "unskipped": 0}}
+    assert pickle.loads(pickle.dumps(scaler))._scale_seq_len == 4
+    scaler._min_loss_scale = 2.0**13
+    for _ in range(3):
+        backward(model, optimizer, float("inf"))
+    assert scaler.loss_scale() == 2.0**13
+    scaler._min_loss_scale = None
+    backward(model, optimizer, float("inf"))
+    assert scaler.loss_scale() == 2.0**12
+    with pytest.raises(ValueError, match="growth_interval must be at least 1"):
+        scaler._scale_seq_len = 0
+    assert (scaler._scale_seq_len, scaler._max_loss_scale) == (4, 2.0**14)
+
+
 # --- apex's defects ------------------------------------------------------------------------------
 
 

@@ -102,6 +102,19 @@ class Gradients(Rows):
         """
         return self.param_table().state_field("pass_found_inf")
 
+    @uncompiled
+    @torch.no_grad()
+    def inspect_gradients(self) -> Tensor:
+        """Look at the gradients now, as the step would, which need not look again.
+
+        Returns:
+            `found_inf_flag`.
+        """
+        table = self.param_table()
+        table.collect(None, False)
+        table.measure()
+        return self.found_inf_flag
+
     def unscale_gradients(self, scale: Tensor) -> Tensor:
         """Divide all gradients by `scale` (float32, 0-dim) now, exactly.
 

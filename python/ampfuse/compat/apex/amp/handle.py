@@ -35,6 +35,8 @@ def scale_loss(
 
     Inside the block the casts of the optimizers' `initialize` are on, whatever the latest one says:
     a checkpointed part of the model, computed again in the backward pass, meets those of before.
+    With `delay_overflow_check` the scale adapts when the scaler's ``update_scale()`` is called,
+    which also says whether to step.
     """
     with amp.scale_loss(
         loss, optimizers, loss_id, model, delay_unscale, delay_overflow_check
@@ -42,8 +44,11 @@ def scale_loss(
         session, listed = session_and_optimizers(optimizers)
         with cast_state.region(session.scope()):
             yield scaled
-    if session.reports_passes and not (delay_unscale or delay_overflow_check):
-        overflow_report.after_pass(session, loss_id, listed)
+    if session.reports_passes and not delay_unscale:
+        scaler: Any = session.loss_scalers[loss_id]
+        scaler.after_pass(listed, decided=scaler.dynamic and not delay_overflow_check)
+        if not delay_overflow_check:
+            overflow_report.after_pass(session, loss_id, listed)
 
 
 class AmpHandle:

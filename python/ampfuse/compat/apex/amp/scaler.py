@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +11,19 @@ from torch import Tensor
 
 import ampfuse.amp.scaler
 from ampfuse import ops
+from ampfuse.amp.scaler import DEFAULT_MIN_SCALE
+from ampfuse.compat.apex.tensor_lists import set_flag
+
+
+def _of_rule(field: str, kind: Callable[[Any], float]) -> Any:
+    """An attribute that is `field` of the rule; assigning it changes how the scale adapts."""
+
+    def write(self: LossScaler, value: Any) -> None:
+        rule = self._rule._replace(**{field: kind(value)})
+        rule.check(init_scale=1.0)
+        self._rule = rule
+
+    return property(lambda self: getattr(self._rule, field), write)
 
 
 class LossScaler(ampfuse.amp.scaler.LossScaler):
@@ -18,11 +32,64 @@ class LossScaler(ampfuse.amp.scaler.LossScaler):
     Pickles as plain numbers, and unpickles what apex's class of this name had pickled.
     """
 
-    _overflow: Tensor | None = None
+    has_fused_kernel = True
+
+    _buffer: Tensor | None = None
+    # Of the latest backward pass: its optimizers, whether the scale has followed it, and whether
+    # the buffer has.
+    _optimizers: tuple[weakref.ref[Any], ...] = ()
+    _is_decided = True
+    _is_noted = True
+
+    _scale_seq_len = _of_rule("growth_interval", int)
+    _max_loss_scale = _of_rule("max_scale", float)
+    _min_loss_scale = _of_rule("min_scale", lambda value: float(value or DEFAULT_MIN_SCALE))
+
+    @property
+    def _overflow_buf(self) -> Tensor:
+        """int32, one element: 1 if the latest pass, or an ``unscale`` since, met an overflow.
+
+        Of a pass with ``delay_overflow_check`` the gradients are looked at now, as they are now.
+        """
+        if self._buffer is None:
+            self._buffer = torch.zeros(1, dtype=torch.int32, device=self._scale.device)
+        if not self._is_noted:
+            self._is_noted = True
+            for optimizer in self._living_optimizers():
+                decided = self._is_decided
+                set_flag(
+                    self._buffer,
+                    optimizer.pass_found_inf_flag if decided else optimizer.inspect_gradients(),
+                )
+        return self._buffer
+
+    @_overflow_buf.setter
+    def _overflow_buf(self, buffer: Tensor) -> None:
+        self._buffer, self._is_noted = buffer, True
+
+    @property
+    def _has_overflow(self) -> bool:
+        """What ``_overflow_buf`` says. Waits for the device."""
+        return bool(self._overflow_buf.item())
+
+    @_has_overflow.setter
+    def _has_overflow(self, value: bool) -> None:
+        self._overflow_buf.fill_(bool(value))
 
     def clear_overflow_state(self) -> None:
-        """Forget the overflows that the ``unscale`` methods have seen."""
-        self._overflow = None
+        """Forget the overflows of the latest pass and of the ``unscale`` methods."""
+        if self._buffer is not None:
+            self._buffer.zero_()
+        self._is_noted = True
+
+    def after_pass(self, optimizers: Iterable[Any], *, decided: bool) -> None:
+        """A backward pass of `optimizers` has ended. `decided`: the scale has followed it."""
+        self.clear_overflow_state()
+        self._optimizers = tuple(map(weakref.ref, optimizers))
+        self._is_decided, self._is_noted = decided, False
+
+    def _living_optimizers(self) -> list[Any]:
+        return [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]
 
     def unscale(
         self,
@@ -44,8 +111,9 @@ class LossScaler(ampfuse.amp.scaler.LossScaler):
         if models_are_masters and self.is_always_one:
             return
         scale = self.loss_scale() if scale_override is None else scale_override
-        flag = self._flag(model_grads)
-        ops.scale(model_grads, master_grads, 1.0 / scale, flag)
+        found = self._new_flag(model_grads)
+        ops.scale(model_grads, master_grads, 1.0 / scale, found)
+        set_flag(self._overflow_buf, found)
 
     def unscale_with_stashed(
         self,
@@ -60,32 +128,38 @@ class LossScaler(ampfuse.amp.scaler.LossScaler):
         ``(grads_scale, stash_scale, out)``; by default ``(loss_scale(), 1, 1)``.
         """
         grads_scale, stash_scale, out = scale_override or (self.loss_scale(), 1.0, 1.0)
-        flag = self._flag(model_grads)
+        found = self._new_flag(model_grads)
         ops.axpby(
             model_grads,
             stashed_master_grads,
             master_grads,
             out / grads_scale,
             out / stash_scale,
-            flag,
+            found,
             check=0,
         )
+        set_flag(self._overflow_buf, found)
 
     def update_scale(self) -> bool:
-        """Adapt the scale to what the ``unscale`` methods saw. Waits for the device.
+        """Adapt the scale to what ``_overflow_buf`` says. Waits for the device.
+
+        After a pass with ``delay_overflow_check`` the caller decides by the result, and the
+        optimizers of the pass no longer do: their next step is not skipped for its overflow.
 
         Returns:
             Whether to skip the step: a dynamic scale met an overflow.
         """
-        flag = torch.zeros(()) if self._overflow is None else self._overflow
-        self.update([flag])
-        return self.dynamic and bool(flag.item())
+        overflow = self._overflow_buf.reshape(()).to(torch.float32)
+        self.update([overflow])
+        if not self._is_decided:
+            for optimizer in self._living_optimizers():
+                optimizer.found_inf_flag.zero_()
+        return self.dynamic and bool(overflow.item())
 
-    def _flag(self, grads: Sequence[Tensor]) -> Tensor:
-        if self._overflow is None:
-            self._overflow = torch.zeros((), device=grads[0].device if grads else "cpu")
-            self.snapshot(self._overflow.device)
-        return self._overflow
+    def _new_flag(self, grads: Sequence[Tensor]) -> Tensor:
+        device = grads[0].device if grads else self._scale.device
+        self._place(device)
+        return torch.zeros((), device=device)
 
     def __getstate__(self) -> dict[str, Any]:
         rule = self._rule
