@@ -3,6 +3,7 @@
 import collections
 import copy
 import dataclasses
+import functools
 import io
 import logging
 import pickle
@@ -584,7 +585,7 @@ class Proxy:
 
     def __setattr__(self, name, value):
         if name in ("module", "forward"):
-            super().__setattr__(name, value)
+            object.__setattr__(self, name, value)
         else:
             setattr(self.module, name, value)
 
@@ -609,20 +610,69 @@ class PassesOn(Proxy):
         return self.module(*args, **kwargs)
 
 
+class SetsThrough(Proxy):
+    """What is assigned reaches the module, ``forward`` too."""
+
+    def __setattr__(self, name, value):
+        if name == "module":
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.module, name, value)
+
+
+class CallsModule(SetsThrough):
+    """Its ``forward`` is for others."""
+
+    def __call__(self, *args, **kwargs):
+        return self.module(*args, **kwargs)
+
+
+class WithoutForward(Proxy):
+    forward = None
+
+    def __call__(self, x):
+        return self.module(x)
+
+
+class Slotted:
+    """Takes no attributes."""
+
+    __slots__ = ("module",)
+    __init__, __getattr__, __setattr__ = Proxy.__init__, Proxy.__getattr__, Proxy.__setattr__
+    __class__ = property(lambda self: self.module.__class__)
+
+    def forward(self, x):
+        return self.module(x)
+
+    __call__ = forward
+
+
+def of_an_attribute(module):
+    """The module's ``forward`` is an attribute that is no method."""
+    module.forward = functools.partial(Net.forward, module)
+    return PassesOn(module)
+
+
+KINDS = [Proxy, PassesOn, SetsThrough, CallsModule, WithoutForward, Slotted, of_an_attribute]
+
+
+@pytest.mark.parametrize("outputs", [None, bf16])
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("kind", [Proxy, PassesOn])
-def test_a_proxy_computes_as_the_module_would(kind, level):
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_proxy_computes_as_the_module_would(kind, level, outputs):
     torch.manual_seed(0)
     proxy, x = kind(Net()), torch.rand(4, 1, 5, 5)
-    module = proxy.module
+    module, own_type = proxy.module, type(proxy)
     twin = kind(copy.deepcopy(module))
     expected = twin(x)
     optimizer = torch.optim.SGD(proxy.parameters(), lr=0.1)
-    found, _ = amp.initialize(proxy, optimizer, opt_level=level, init_scale=1.0, verbosity=0)
+    options = {"opt_level": level, "cast_model_outputs": outputs, "verbosity": 0}
+    found, _ = amp.initialize(proxy, optimizer, init_scale=1.0, **options)
     assert found is proxy
-    assert type(proxy) is kind
+    assert type(proxy) is own_type
     assert proxy.module is module
-    half = LOW[level] if kind is Proxy and level in ("O1", "O4") else f32
+    computes = kind in (Proxy, SetsThrough)  # a product around the module's own
+    half = outputs or (LOW[level] if computes and level in ("O1", "O4") else f32)
     for model in (proxy, copy.deepcopy(proxy)):
         out = model(x)
         assert out.dtype == half
@@ -635,19 +685,49 @@ def test_a_proxy_computes_as_the_module_would(kind, level):
     assert saved["fc.weight"].dtype == f32
     assert not torch.equal(saved["fc.weight"], twin.state_dict()["fc.weight"])
     again = torch.optim.SGD(proxy.parameters(), lr=0.1)
-    amp.initialize(proxy, again, opt_level=level, verbosity=0)  # replaces, and wraps nothing twice
+    amp.initialize(proxy, again, **options)  # replaces, and wraps nothing twice
     assert proxy(x).dtype == half
 
 
-def test_a_proxy_without_forward_is_refused_before_anything_changes():
-    class Opaque(Proxy):
-        forward = None
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_module_may_pass_for_another_one(level):
+    class Wraps(nn.Module):
+        def __init__(self, module):
+            super().__init__()
+            self.module = module
 
-        def __call__(self, x):
+        def __setattr__(self, name, value):
+            if name == "module":
+                super().__setattr__(name, value)
+            else:
+                setattr(self.module, name, value)
+
+        def forward(self, x):
             return self.module(x)
 
+        @property
+        def __class__(self):
+            return type(self._modules["module"])
+
+    torch.manual_seed(0)
+    model, x = Wraps(Net()), torch.rand(4, 1, 5, 5)
+    expected = model(x)
+    amp.initialize(model, opt_level=level, cast_model_outputs=bf16, verbosity=0)
+    assert type(model.module) is Net
+    assert model.module.seen == f32
+    out = model(x)
+    assert out.dtype == bf16
+    assert model.module.seen == (f32 if level in ("O0", "O1", "O4") else LOW[level])
+    torch.testing.assert_close(out.float(), expected, rtol=0.05, atol=0.02)
+
+
+def test_a_proxy_of_nothing_is_refused_before_anything_changes():
+    class Opaque(Proxy):
+        def modules(self):
+            yield self
+
     proxy = Opaque(Net())
-    with pytest.raises(TypeError, match="Opaque only stands for a module"):
+    with pytest.raises(TypeError, match="Opaque only passes for a module"):
         amp.initialize(proxy, opt_level="O2", verbosity=0)
     assert proxy.module.fc.weight.dtype == f32
     assert type(proxy.module) is Net

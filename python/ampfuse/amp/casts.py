@@ -4,8 +4,8 @@ The model stays the user's object. Its class is exchanged for a subclass of that
 ``forward`` casts around the original one. A method that belongs to the class, unlike one attached
 to the instance, is right for every copy: ``copy.deepcopy`` (EMA, teacher models), pickle,
 ``DataParallel`` replicas and ``torch.compile`` all work, and so does calling ``forward`` directly.
-Only of a proxy with a ``forward`` of its own, which is no module itself, it is the instance's
-``forward`` that changes, as in apex.
+An object that only passes for a module has no class to exchange: its module gets the casts, and a
+``forward`` of its own, around the module's, too.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import itertools
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -42,6 +43,7 @@ class Casts:
     outputs: torch.dtype | None = None
     rules: OpRules | None = None  # in addition to autocast's own
     log: bool = False  # each cast of autocast and of the rules
+    behind_proxy: bool = False  # the module's calls in the forward of its proxy are covered by that
 
     @classmethod
     def of(cls, policy: Policy, rules: OpRules | None = None, *, log: bool = False) -> Casts:
@@ -60,34 +62,40 @@ def check_can_install(model: nn.Module) -> None:
             "amp.initialize cannot change a ScriptModule. Call it on the original module, and "
             "script or compile what it returns."
         )
-    if _is_proxy(model) and not callable(getattr(model, "forward", None)):
+    if _is_proxy(model):
         raise TypeError(
-            f"A {type(model).__name__} only stands for a module and has no forward to put casts "
-            "around. Call amp.initialize on the module inside it."
+            f"A {type(model).__name__} only passes for a module, and the first of its modules() is "
+            "none. Call amp.initialize on the module inside it."
         )
 
 
 def is_installed(model: nn.Module) -> bool:
     """Whether :func:`install` was called on `model` before."""
-    model = eager_module(model)
-    forward = getattr(model, "forward", None)
-    return isinstance(model, AmpModule) or isinstance(forward, _ProxyForward)
+    return issubclass(type(eager_module(model)), AmpModule)
 
 
 def install(model: nn.Module, casts: Casts) -> None:
     """Have `model`'s ``forward`` apply `casts`, in place. A second call replaces the first's."""
-    model = eager_module(model)
-    if _is_proxy(model):
-        forward: Any = model.forward
-        inner = forward.inner if isinstance(forward, _ProxyForward) else forward
-        model.forward = _ProxyForward(inner, casts, model)
-        return
-    if not isinstance(model, AmpModule):
+    module = eager_module(model)
+    if not is_installed(module):
         # A forward set on the instance would hide the class's; ours calls it instead.
-        if "forward" in model.__dict__:
-            model.__dict__["_amp_inner_forward"] = model.__dict__.pop("forward")
-        model.__class__ = _amp_class(type(model))  # type: ignore[arg-type]
-    model.__dict__["_amp_casts"] = casts
+        if "forward" in module.__dict__:
+            module.__dict__["_amp_inner_forward"] = module.__dict__.pop("forward")
+        _exchange_class(module)
+    own: Any = getattr(model, "forward", None)
+    if _is_proxy(model) and callable(own) and own != module.forward:
+        casts = dataclasses.replace(casts, behind_proxy=True)
+        inner = own.inner if isinstance(own, _ProxyForward) else own
+        # Not by the proxy's own way, which may lead to the module. A class that takes no attribute
+        # of this name leaves the casts to the module.
+        with contextlib.suppress(AttributeError):
+            object.__setattr__(model, "forward", _ProxyForward(inner, casts, module))
+    module.__dict__["_amp_casts"] = casts
+
+
+def _exchange_class(module: nn.Module) -> None:
+    """``module.__class__ = ...``, whatever the class makes of ``__class__`` or of assignments."""
+    vars(object)["__class__"].__set__(module, _amp_class(type(module)))
 
 
 def replaceable_forward(module: nn.Module) -> tuple[Any, str]:
@@ -100,15 +108,13 @@ def replaceable_forward(module: nn.Module) -> tuple[Any, str]:
 def eager_module(model: nn.Module) -> nn.Module:
     """`model`, or the module inside the wrapper that ``torch.compile`` put around it.
 
-    Of a proxy that hands on ``forward`` it is the module that does the work.
+    Of a proxy, the module that it stands for.
     """
     dynamo = sys.modules.get("torch._dynamo")  # importing it takes a second; a wrapper already has
     if dynamo is not None and isinstance(model, dynamo.OptimizedModule):
         return model._orig_mod
-    if _is_proxy(model):
-        owner = getattr(getattr(model, "forward", None), "__self__", None)
-        if isinstance(owner, nn.Module) and not _is_proxy(owner):
-            return owner
+    if _is_proxy(model):  # whoever hands on modules(), its first one is the root
+        return next(iter(model.modules()), model)
     return model
 
 
@@ -120,16 +126,27 @@ def _is_proxy(model: nn.Module) -> bool:
     return not issubclass(type(model), nn.Module)
 
 
+class _Running(threading.local):
+    module: nn.Module | None = None  # behind the proxy whose forward this thread is in
+
+
+_running = _Running()
+
+
 @dataclasses.dataclass(eq=False)
 class _ProxyForward:
     """The ``forward`` of a proxy, on the instance. Copies and pickles with it."""
 
     inner: Callable[..., Any]
     casts: Casts
-    model: nn.Module
+    module: nn.Module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return _cast_forward(self.casts, self.model, self.inner, args, kwargs)
+        outer, _running.module = _running.module, self.module
+        try:
+            return _cast_forward(self.casts, self.module, self.inner, args, kwargs)
+        finally:
+            _running.module = outer
 
 
 class AmpModule:
@@ -180,7 +197,7 @@ class AmpModule:
 
 def _restore(make: Callable[..., nn.Module], args: tuple[Any, ...], casts: Casts) -> nn.Module:
     model = make(*args)
-    model.__class__ = _amp_class(type(model))  # type: ignore[arg-type]
+    _exchange_class(model)
     model.__dict__["_amp_casts"] = casts
     return model
 
@@ -197,7 +214,8 @@ def _amp_class(original: Any) -> Any:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         inner = self.__dict__.get("_amp_inner_forward") or super(amp_class, self).forward
         casts = self.__dict__.get("_amp_casts")
-        if casts is None:  # made by `type(model)(...)`, not by initialize
+        # None: made by `type(model)(...)`, not by initialize.
+        if casts is None or (casts.behind_proxy and _running.module is self):
             return inner(*args, **kwargs)
         return _cast_forward(casts, self, inner, args, kwargs)
 
