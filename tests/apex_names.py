@@ -5,10 +5,11 @@ import sys
 
 from ampfuse.amp import function_casts
 from ampfuse.compat import apex
+from ampfuse.migrate.table import TOP
 
 
 def _names():
-    return {n: m for n, m in sys.modules.items() if n.split(".")[0] in ("apex", "amp_C")}
+    return {n: m for n, m in sys.modules.items() if n.split(".")[0] in TOP}
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ampfuse.compat.apex import amp_C
+from ampfuse.compat.apex import amp_C, apex_C
 from ampfuse.compat.apex.multi_tensor_apply import MultiTensorApply, multi_tensor_applier
 
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -231,3 +231,21 @@ def test_update_scale_hysteresis():
     largest = torch.tensor([2.0**127])
     amp_C.update_scale_hysteresis(largest, *tensors[1:], torch.zeros(1), 2.0, 0.5, 1, 2)
     assert largest.item() == 2.0**127
+
+
+# --- apex_C -------------------------------------------------------------------------------------
+
+
+def test_flatten_and_unflatten():
+    tensors = [torch.rand(2, 3, requires_grad=True), torch.rand(()), torch.rand(0, 4)]
+    flat = apex_C.flatten(tensors)
+    assert flat.tolist() == [*tensors[0].flatten().tolist(), tensors[1].item()]
+    flat.sum().backward()
+    assert tensors[0].grad.tolist() == [[1.0] * 3] * 2
+    raw = torch.zeros(9, dtype=f16)
+    views = apex_C.unflatten(raw, tensors)
+    assert [view.shape for view in views] == [tensor.shape for tensor in tensors]
+    views[1].fill_(2)  # a view
+    assert raw.tolist() == [0.0] * 6 + [2.0, 0.0, 0.0]
+    with pytest.raises(RuntimeError):
+        apex_C.unflatten(raw[:6], tensors)

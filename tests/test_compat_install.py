@@ -43,22 +43,67 @@ def test_every_module_is_there_under_both_names():
     import apex.amp.lists.torch_overrides
     import apex.amp.scaler
     import apex.contrib.groupbn.batch_norm
+    import apex.contrib.optimizers
     import apex.fp16_utils.loss_scaler
     import apex.multi_tensor_apply
     import apex.normalization.fused_layer_norm
     import apex.optimizers
     import apex.parallel
+    import apex_C
     from apex.amp import _amp_state
     from apex.amp._amp_state import master_params, maybe_print, warn_or_err
 
     assert apex is compat
-    assert amp_C is compat.amp_C
+    assert (amp_C, apex_C) == (compat.amp_C, compat.apex_C)
     assert apex.amp.scaler.LossScaler is compat.amp.scaler.LossScaler
     assert apex.amp._amp_state is _amp_state is compat.amp._amp_state
     assert not hasattr(_amp_state, "_amp_state")
     assert all(map(callable, (master_params, maybe_print, warn_or_err)))
     assert compat.install() is compat  # again: no harm
     assert "apex.__main__" not in sys.modules
+
+
+@pytest.mark.parametrize("top", ["apex", "ampfuse.compat.apex"])
+@pytest.mark.parametrize(
+    ("statement", "missing", "instead"),
+    [
+        ("import {}.mlp", "mlp", "torch.nn.Sequential"),
+        ("from {} import amp, RNN", "RNN", "torch.nn.RNN"),
+        ("from {}.contrib.xentropy import Any", "contrib.xentropy", "cross_entropy"),
+        ("from {}.contrib import groupbn, fmha as f", "contrib.fmha", "scaled_dot_product"),
+        ("from {}.contrib.optimizers import FusedAdam", "contrib.optimizers.FusedAdam", "apex.opt"),
+        ("import {}.transformer.tensor_parallel", "transformer", "tensor.parallel"),
+        ("import {}.parallel.multiproc", "parallel.multiproc", "torchrun"),
+        ("import {}.pyprof.nvtx", "pyprof", "nsys"),
+        (
+            "from {}.normalization import FusedLayerNormAffineFunction",
+            "normalization.FusedLayerNormAffineFunction",
+            "apex.normalization.FusedLayerNorm;",
+        ),
+        (
+            "from {}.normalization.fused_layer_norm import FusedLayerNormAffineFunction",
+            "normalization.fused_layer_norm.FusedLayerNormAffineFunction",
+            "apex.normalization.FusedLayerNorm;",
+        ),
+        ("import {}.unheard.of", "unheard", "torch's own"),
+    ],
+)
+def test_imports_of_what_is_left_out_say_so(top, statement, missing, instead):
+    compat.install()
+    with pytest.raises(ModuleNotFoundError, match="ampfuse leaves out") as error:
+        exec(statement.format(top))
+    assert str(error.value).startswith(f"ampfuse leaves out apex.{missing}: use ")
+    assert "python -m ampfuse.migrate SCRIPT" in str(error.value)
+    assert instead in str(error.value)
+    parent, _, last = f"{top}.{missing}".rpartition(".")
+    assert not hasattr(sys.modules[parent], last)
+
+
+def test_nothing_is_said_of_another_apex(other):
+    with pytest.warns(UserWarning, match="elsewhere"):
+        compat.install(prefer="installed")
+    with pytest.raises(ModuleNotFoundError, match=r"^No module named 'apex\.mlp'$"):
+        import apex.mlp  # noqa: F401
 
 
 def test_another_apex_is_named(other):
@@ -141,16 +186,18 @@ import {}
 from apex.amp import _amp_state
 
 def work():
-    import apex, apex.parallel, amp_C
+    import apex, apex.parallel, amp_C, apex_C
     import ampfuse.compat.apex as compat
-    print(apex is compat, amp_C is compat.amp_C, compat.installed_apex(), flush=True)
+    from importlib.machinery import PathFinder
+    mine = amp_C is compat.amp_C and apex_C is compat.apex_C and bool(PathFinder.find_spec("amp_C"))
+    print(apex is compat, mine, compat.installed_apex(), flush=True)
 
 if __name__ == "__main__":
     process = multiprocessing.get_context("spawn").Process(target=work)
     process.start()
     process.join()
     sys.exit(process.exitcode)
-""".format("apex" if beside else "amp_C"),
+""".format("apex" if beside else "apex_C"),
     )
     sys.path.insert(0, "")
     with pytest.raises(SystemExit) as exit:

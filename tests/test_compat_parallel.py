@@ -56,6 +56,8 @@ def test_options_of_distributed_data_parallel(results):
             "delayed": 1.5,
             "reducer": 0.5,
             "reducer of a module": 0.5,
+            "averaged": [[1.5, 1.5], [4.5, 4.5, 4.5], [1.5, 1.5]],
+            "broadcast": 1.0,
             "group": 1,
         }
 

@@ -16,6 +16,7 @@ import reference
 from ampfuse.compat import apex
 from ampfuse.compat.apex import fp16_utils
 from ampfuse.compat.apex.amp.scaler import LossScaler as AmpScaler
+from ampfuse.compat.apex.contrib.optimizers import FP16_Optimizer as ContribOptimizer
 from ampfuse.compat.apex.fp16_utils import FP16_Optimizer
 from ampfuse.compat.apex.parallel.LARC import LARC
 
@@ -294,6 +295,35 @@ def test_a_static_scale_never_skips():
     assert optimizer.overflow is False
     optimizer.step()
     assert model[1][0].weight.isnan().any()
+
+
+@pytest.mark.parametrize("options", [{"static_loss_scale": 8.0}, {"dynamic_loss_scale": True}])
+@pytest.mark.parametrize("kind", [torch.optim.RMSprop, apex.optimizers.FusedAdam])
+def test_contribs_own_skips_overflows_at_any_scale(kind, options):
+    model = fp16_utils.network_to_half(net())
+    optimizer = ContribOptimizer(kind(model.parameters(), lr=0.01), **options)
+    start = optimizer.cur_scale
+    before = [param.clone() for param in model.parameters()]
+    optimizer.backward(loss_of(model) * float("inf"))
+    optimizer.step()
+    assert all(map(torch.equal, model.parameters(), before))
+    optimizer.zero_grad()
+    assert all(param.grad is None for param in model.parameters())
+    scale = optimizer.cur_scale
+    assert scale == (start / 2 if optimizer.dynamic_loss_scale else 8.0)
+    train(model, optimizer, steps=1)
+    assert optimizer.fp32_groups == [optimizer.param_groups[0]["params"]]
+    assert {param.dtype for param in optimizer.fp32_groups[0]} == {f32}
+    assert any(not torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+    if optimizer.dynamic_loss_scale:
+        optimizer.loss_scaler._unskipped = 999
+        train(model, optimizer, steps=1, factor=1e-3)
+        assert optimizer.cur_scale == 2 * scale
+        optimizer.cur_scale = 1.0
+        optimizer.backward(loss_of(model) * float("inf"))
+        assert optimizer.cur_scale == 1.0
+    with pytest.raises(RuntimeError, match="FP16_Optimizer"):
+        apex.amp.initialize(model, optimizer, opt_level="O2")
 
 
 def test_gradients_zeroed_after_an_overflow_are_clean():

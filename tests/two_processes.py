@@ -10,6 +10,7 @@ from torch import nn
 from ampfuse import insight
 from ampfuse.compat import apex
 from ampfuse.compat.apex import amp
+from ampfuse.compat.apex.parallel.distributed import flat_dist_call
 from ampfuse.nn import SyncBatchNormAct2d, fuse
 
 
@@ -96,6 +97,12 @@ def parallel_options():
     module.weight.grad = torch.full((1, 1), float(dist.get_rank()))
     apex.parallel.Reducer(module).reduce()
     found["reducer of a module"] = module.weight.grad.item()
+    half = torch.full((2, 1), float(dist.get_rank() + 1), dtype=torch.half)
+    several = [half, torch.full((3,), 4.0 + dist.get_rank()), half.clone()]
+    flat_dist_call(several, dist.all_reduce)
+    found["averaged"] = [tensor.flatten().tolist() for tensor in several]
+    flat_dist_call([several[0], p.data.fill_(dist.get_rank())], dist.broadcast, (1,))
+    found["broadcast"] = p.item()
     group = apex.parallel.create_syncbn_process_group(1)
     found["group"] = dist.get_world_size(group)
     assert apex.parallel.create_syncbn_process_group(0) is None

@@ -6,14 +6,13 @@ import ast
 import io
 import re
 
+from ampfuse.migrate.table import TOP, is_left_out
+
 HERE = "ampfuse.compat.apex"
-# What apex has and ampfuse has not; an import of it is left for its author to see.
-NOT_HERE = ("contrib", "transformer", "RNN", "mlp", "fused_dense", "reparameterization", "pyprof")
-HERE_THOUGH = ("contrib.groupbn",)
 
 
 def rewrite_imports(source: str) -> str:
-    """`source` with its imports of ``apex`` and ``amp_C`` rewritten.
+    """`source` with its imports of ``apex``, ``amp_C`` and ``apex_C`` rewritten.
 
     Names stay bound as they were, so no other line has to change. Formatting, comments and line
     ends stay. Imports of what is not in ampfuse stay too, with what is imported in one ``from``
@@ -29,8 +28,7 @@ def rewrite_imports(source: str) -> str:
         if isinstance(node, ast.ImportFrom) and _is_all_here(node):
             start = positions.first_name_after(node)
             first = (node.module or "").split(".")[0]
-            new = HERE if first == "apex" else f"{HERE}.amp_C"
-            edits.append((start, start + len(first), new))
+            edits.append((start, start + len(first), here(first)))
         elif isinstance(node, ast.Import):
             for alias in node.names:
                 if is_here(alias.name):
@@ -46,11 +44,14 @@ def rewrite_imports(source: str) -> str:
 
 
 def is_here(module: str) -> bool:
-    """Whether `module` is apex's (or ``amp_C``) and present in ampfuse."""
-    top, _, rest = module.partition(".")
-    parts = rest.split(".")
-    missing = parts[0] in NOT_HERE and ".".join(parts[:2]) not in HERE_THOUGH
-    return top in ("apex", "amp_C") and not missing
+    """Whether `module` is apex's, or one of its extensions, and not left out of ampfuse."""
+    return module.split(".")[0] in TOP and not is_left_out(module)
+
+
+def here(module: str) -> str:
+    """Where `module`, apex's or one of its extensions, is in ampfuse."""
+    top, *parts = module.split(".")
+    return ".".join([HERE, *parts] if top == "apex" else [HERE, top, *parts])
 
 
 def _is_all_here(node: ast.ImportFrom) -> bool:
@@ -59,11 +60,10 @@ def _is_all_here(node: ast.ImportFrom) -> bool:
 
 
 def _alias(alias: ast.alias) -> str:
-    if alias.name == "amp_C":
-        return f"{HERE}.amp_C as {alias.asname or 'amp_C'}"
-    if alias.asname is None:  # `import apex.amp` binds apex, which has all its modules here
-        return f"{HERE} as apex"
-    return f"{HERE}{alias.name.removeprefix('apex')} as {alias.asname}"
+    top, *parts = alias.name.split(".")
+    if alias.asname is None and parts:  # binds the top, which has all its modules here
+        return f"{here(top)} as {top}"
+    return f"{here(alias.name)} as {alias.asname or top}"
 
 
 class _Positions:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-UNKNOWN = (
-    "not in ampfuse",
-    "see torch's own modules",
-)
+EXTENSIONS = ("amp_C", "apex_C")
+TOP = ("apex", *EXTENSIONS)  # the modules that scripts written for apex import
 
 _AUTOCAST = "torch.autocast around the forward pass and the loss"
 _NO_MASTERS = "nothing: torch.amp has no half-precision model with FP32 masters"
 _SAME = "the same name in ampfuse.amp"
+_UNKNOWN = "torch's own modules"
+_LAYER_NORM = "apex.normalization.FusedLayerNorm"
 
-# The longest entry that a name starts with is its own.
-_TABLE = {
+# The longest entry that a name starts with is its own. None: left out on purpose.
+_TABLE: dict[str, tuple[str | None, str]] = {
     "apex": ("ampfuse.compat.apex", "torch.amp, and a loop of its own"),
     "apex.amp": ("ampfuse.amp", "torch.autocast and torch.amp.GradScaler"),
     "apex.amp.initialize": (
@@ -95,6 +95,10 @@ _TABLE = {
         "torch.nn.SyncBatchNorm; with fuse_relu or z, ampfuse.nn.SyncBatchNormAct2d",
         "torch.nn.SyncBatchNorm",
     ),
+    "apex.parallel.distributed.flat_dist_call": (
+        "ampfuse.compat.apex.parallel.distributed.flat_dist_call",
+        "the collective on each tensor, or on torch.cat of them",
+    ),
     "apex.parallel.convert_syncbn_model": (
         "torch.nn.SyncBatchNorm.convert_sync_batchnorm, before initialize",
         "torch.nn.SyncBatchNorm.convert_sync_batchnorm",
@@ -104,6 +108,11 @@ _TABLE = {
         "ampfuse.nn.BatchNormAct2d on channels_last images, SyncBatchNormAct2d for bn_group > 1; "
         "ampfuse.compat.apex.contrib.groupbn as it was",
         "torch.nn.BatchNorm2d, torch.nn.SyncBatchNorm; add and ReLU by themselves",
+    ),
+    "apex.contrib.optimizers": (
+        "ampfuse.amp.initialize(opt_level='O2') and scale_loss, "
+        "or ampfuse.compat.apex.contrib.optimizers.FP16_Optimizer as it was",
+        f"torch.amp.GradScaler on an FP32 model; {_NO_MASTERS}",
     ),
     "apex.normalization.FusedLayerNorm": ("torch.nn.LayerNorm", "torch.nn.LayerNorm"),
     "apex.normalization.FusedRMSNorm": ("torch.nn.RMSNorm", "torch.nn.RMSNorm"),
@@ -116,6 +125,24 @@ _TABLE = {
     "amp_C.multi_tensor_scale": ("ampfuse.ops.scale", "torch._foreach_mul"),
     "amp_C.multi_tensor_axpby": ("ampfuse.ops.axpby", "torch._foreach_mul, torch._foreach_add"),
     "amp_C.multi_tensor_l2norm": ("ampfuse.ops.l2norm", "torch.nn.utils.get_total_norm"),
+    "apex_C": ("ampfuse.compat.apex.apex_C", "torch.cat, and split with view_as"),
+    "apex.RNN": (None, "torch.nn.RNN, GRU or LSTM"),
+    "apex.contrib": (None, _UNKNOWN),
+    "apex.contrib.clip_grad": (None, "torch.nn.utils.clip_grad_norm_"),
+    "apex.contrib.fmha": (None, "torch.nn.functional.scaled_dot_product_attention"),
+    "apex.contrib.multihead_attn": (None, "torch.nn.MultiheadAttention"),
+    "apex.contrib.optimizers.FusedAdam": (None, "apex.optimizers.FusedAdam"),
+    "apex.contrib.optimizers.FusedLAMB": (None, "apex.optimizers.FusedLAMB"),
+    "apex.contrib.optimizers.FusedSGD": (None, "apex.optimizers.FusedSGD"),
+    "apex.contrib.xentropy": (None, "torch.nn.functional.cross_entropy"),
+    "apex.fused_dense": (None, "torch.nn.Linear, with torch.compile"),
+    "apex.mlp": (None, "torch.nn.Sequential, with torch.compile"),
+    "apex.normalization.FusedLayerNormAffineFunction": (None, _LAYER_NORM),
+    "apex.normalization.fused_layer_norm.FusedLayerNormAffineFunction": (None, _LAYER_NORM),
+    "apex.parallel.multiproc": (None, "torchrun"),
+    "apex.pyprof": (None, "torch.profiler or nsys"),
+    "apex.reparameterization": (None, "torch.nn.utils.parametrizations"),
+    "apex.transformer": (None, "torch.distributed.tensor.parallel"),
 }
 
 FP16_OPTIMIZER = {
@@ -139,9 +166,21 @@ FP16_OPTIMIZER = {
 
 def counterparts(name: str) -> tuple[str, str]:
     """What `name` (``"apex.amp.initialize"``) becomes in ampfuse and in plain torch."""
+    ampfuse, torch = _entry(name)
+    return ampfuse or "not in ampfuse", torch
+
+
+def is_left_out(name: str) -> bool:
+    """Whether ampfuse leaves out `name`, or what it is in, on purpose."""
+    return _entry(name)[0] is None
+
+
+def instead_of(name: str) -> str:
+    """What takes the place of `name`, which is not in ampfuse."""
+    return _entry(name)[1] if is_left_out(name) else _UNKNOWN
+
+
+def _entry(name: str) -> tuple[str | None, str]:
     parts = name.split(".")
-    for end in range(len(parts), 0, -1):
-        found = _TABLE.get(".".join(parts[:end]))
-        if found is not None:
-            return found
-    return UNKNOWN
+    starts = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
+    return next(_TABLE[start] for start in starts if start in _TABLE)

@@ -7,10 +7,9 @@ import dataclasses
 import importlib
 from types import ModuleType
 
-from ampfuse.migrate.imports import is_here
-from ampfuse.migrate.table import FP16_OPTIMIZER, UNKNOWN, counterparts
+from ampfuse.migrate.imports import here, is_here
+from ampfuse.migrate.table import FP16_OPTIMIZER, TOP, counterparts, instead_of
 
-_TOP = ("apex", "amp_C")
 _IMPORTERS = ("import_module", "find_spec", "__import__")
 _BY_STRING = (
     "imported by its name in a string, which --write leaves: call ampfuse.compat.apex.install() "
@@ -35,7 +34,7 @@ class Use:
 
 
 def find_uses(source: str) -> list[Use]:
-    """The uses of apex and ``amp_C`` in `source`, in the order of its lines.
+    """The uses of apex and its extensions in `source`, in the order of its lines.
 
     Imported names are followed, under other names too, and so are the methods of an
     ``FP16_Optimizer`` that is assigned to a name. A module's name in a string is found where it
@@ -58,13 +57,13 @@ class _Finder(ast.NodeVisitor):
     def visit_Import(self, node: ast.Import) -> None:
         for alias in node.names:
             top = alias.name.split(".")[0]
-            if top in _TOP:
+            if top in TOP:
                 self._names[alias.asname or top] = alias.name if alias.asname else top
                 self._add(alias.lineno, alias.name)
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
         module = node.module or ""
-        if node.level or module.split(".")[0] not in _TOP:
+        if node.level or module.split(".")[0] not in TOP:
             return
         for alias in node.names:
             name = f"{module}.{alias.name}"
@@ -99,7 +98,7 @@ class _Finder(ast.NodeVisitor):
         if not (is_importer and node.args and isinstance(node.args[0], ast.Constant)):
             return
         name = str(node.args[0].value)
-        if name.split(".")[0] in _TOP:
+        if name.split(".")[0] in TOP:
             self.uses.append(Use(node.lineno, name, *_BY_STRING, _is_available(name)))
 
     def visit_Assign(self, node: ast.Assign) -> None:
@@ -126,7 +125,8 @@ class _Finder(ast.NodeVisitor):
 
     def _add(self, line: int, name: str) -> None:
         available = _is_available(name)
-        ampfuse, torch = counterparts(name) if available else UNKNOWN
+        missing = "not in ampfuse", instead_of(name)
+        ampfuse, torch = counterparts(name) if available else missing
         self.uses.append(Use(line, name, ampfuse, torch, available))
 
 
@@ -142,10 +142,8 @@ def _chain(node: ast.AST) -> list[str]:
 
 
 def _module(name: str) -> object | None:
-    top, _, rest = name.partition(".")
-    path = "ampfuse.compat.apex" + (".amp_C" if top == "amp_C" else "") + (rest and "." + rest)
     try:
-        return importlib.import_module(path)
+        return importlib.import_module(here(name))
     except ImportError:
         return None
 

@@ -12,11 +12,13 @@ copy and pickle, nothing of torch is replaced, and CPU tensors and BF16 are welc
 
 from __future__ import annotations
 
+import sys
 import warnings
 
 from ampfuse.compat.apex import (
     amp,
     amp_C,
+    apex_C,
     contrib,
     fp16_utils,
     multi_tensor_apply,
@@ -25,11 +27,13 @@ from ampfuse.compat.apex import (
     parallel,
 )
 from ampfuse.compat.apex.installing import install, installed_apex
+from ampfuse.compat.apex.left_out import LeftOut
 
 __all__ = [
     "DeprecatedFeatureWarning",
     "amp",
     "amp_C",
+    "apex_C",
     "contrib",
     "deprecated_warning",
     "fp16_utils",
@@ -40,6 +44,8 @@ __all__ = [
     "optimizers",
     "parallel",
 ]
+
+sys.meta_path.append(LeftOut())
 
 
 class DeprecatedFeatureWarning(FutureWarning):

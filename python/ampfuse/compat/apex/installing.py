@@ -1,4 +1,4 @@
-"""Put these modules where ``import apex`` and ``import amp_C`` look."""
+"""Put these modules where ``import apex``, ``amp_C`` and ``apex_C`` look."""
 
 from __future__ import annotations
 
@@ -12,12 +12,16 @@ from typing import Literal
 
 import torch
 
+from ampfuse.migrate.table import EXTENSIONS
+
 _HERE = "ampfuse.compat.apex"
-# A folder of modules called apex and amp_C which lead here. On ``sys.path`` it reaches the
+# A folder of modules of these names which lead here. On ``sys.path`` it reaches the
 # processes that multiprocessing spawns, which get nothing else of a program's set-up.
 ON_PATH = Path(__file__).parent / "on_path"
 # Run as a program, or part of how to get in: not parts of apex.
-_NOT_APEX = frozenset({"__main__", "installing", "amp_C", "list_steps", "tensor_lists"})
+_NOT_APEX = frozenset(
+    {"__main__", "installing", "left_out", "list_steps", "tensor_lists", *EXTENSIONS}
+)
 
 
 def installed_apex() -> str | None:
@@ -41,7 +45,7 @@ def _location(spec: importlib.machinery.ModuleSpec | None) -> str:
 
 
 def install(prefer: Literal["ampfuse", "installed"] = "ampfuse") -> ModuleType:
-    """Have ``import apex``, ``import apex.amp``, ..., and ``import amp_C`` find ampfuse's.
+    """Have ``import apex``, ``apex.amp``, ..., ``amp_C`` and ``apex_C`` find ampfuse's.
 
     Call it before anything imports apex. Old checkpoints that hold apex's pickled loss scalers then
     load too, also with ``torch.load(..., weights_only=True)``.
@@ -81,7 +85,7 @@ def take_names() -> ModuleType:
     """What :func:`install` does once it is clear which apex to use."""
     package = importlib.import_module(_HERE)
     sys.modules.update(_modules())
-    sys.modules["amp_C"] = package.amp_C
+    sys.modules.update({name: getattr(package, name) for name in EXTENSIONS})
     _allow_old_pickles()
     return package
 

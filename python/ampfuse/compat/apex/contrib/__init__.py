@@ -1,5 +1,5 @@
-"""``apex.contrib``: of its many parts, ``groupbn``."""
+"""``apex.contrib``: of its many parts, ``groupbn`` and ``optimizers``."""
 
-from ampfuse.compat.apex.contrib import groupbn
+from ampfuse.compat.apex.contrib import groupbn, optimizers
 
-__all__ = ["groupbn"]
+__all__ = ["groupbn", "optimizers"]

@@ -15,6 +15,9 @@ from torch import Tensor, nn
 
 Shape = int | Sequence[int]
 
+# As in a package, Python looks for modules where names are missing, and is told (left_out.py).
+__path__: list[str] = []
+
 
 def fused_layer_norm(input: Tensor, normalized_shape: Shape, eps: float = 1e-6) -> Tensor:
     """Layer norm over the last dimensions, which are `normalized_shape`; the input's dtype."""

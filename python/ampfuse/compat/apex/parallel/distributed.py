@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from ampfuse.compat.apex.apex_C import flatten, unflatten
 
 # apex leaves each process its own running statistics. torch 2.14 has a new name for that.
 _HAS_NEW_NAME = (
@@ -107,12 +109,29 @@ class Reducer:
         else:
             self.grads = list(module_or_grads_list)
 
-    @torch.no_grad()
     def reduce(self) -> None:
         """All-reduce and divide by the number of processes, in place."""
         tensors = self.grads
         if self.module is not None:
             tensors = [p.grad for p in self.module.parameters() if p.grad is not None]
-        for tensor in tensors:
-            dist.all_reduce(tensor)
-            tensor.div_(dist.get_world_size())
+        flat_dist_call(tensors, dist.all_reduce)
+
+
+@torch.no_grad()
+def flat_dist_call(
+    tensors: Iterable[Tensor], call: Callable[..., Any], extra_args: Sequence[Any] | None = None
+) -> None:
+    """``call(flat, *extra_args)`` on all tensors of one type as a flat one, in place.
+
+    ``torch.distributed.all_reduce`` averages: the sum is divided by the number of processes.
+    """
+    alike: dict[Any, list[Tensor]] = {}
+    for tensor in tensors:
+        alike.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    for group in alike.values():
+        flat = flatten(group)
+        call(flat, *(extra_args or ()))
+        if call is dist.all_reduce:
+            flat.div_(dist.get_world_size())
+        for tensor, value in zip(group, unflatten(flat, group), strict=True):
+            tensor.copy_(value)
