@@ -398,8 +398,10 @@ def test_loss_scalers_pickle():
 @pytest.mark.parametrize("factors", [[float("inf")], [float("nan"), 1.0], [1.0, float("inf")]])
 @pytest.mark.parametrize(
     ("level", "kind"),
-    [("O0", torch.optim.SGD), ("O1", torch.optim.SGD), ("O2", torch.optim.SGD)]
-    + [("O2", torch.optim.RMSprop), ("O2", apex.optimizers.FusedLAMB)],
+    [
+        *((level, torch.optim.SGD) for level in ("O0", "O1", "O2")),
+        *(("O2", kind) for kind in (torch.optim.RMSprop, apex.optimizers.FusedLAMB)),
+    ],
 )
 def test_the_caller_decides_on_overflow(level, kind, factors):
     model, optimizer = start(level, kind, loss_scale="dynamic")

@@ -30,6 +30,20 @@ CASES = {
     ),
     "dcgan": ("--no-amp", {f"--opt-level {level}": 0.1 for level in LEVELS}),
     "bert": ("--no-amp", {f"--opt-level {level}": 0.01 for level in LEVELS}),
+    "bert_pretraining": (
+        "--no-amp",
+        {f"--opt-level {level}": 0.002 for level in LEVELS}
+        | {"--allreduce_post_accumulation_fp16": 0.002},
+    ),
+    "translation": (
+        "--math fp32",
+        {f"--opt-level {level}": 0.005 for level in LEVELS},
+    ),
+    "proxy_trainer": (
+        "--no-amp",
+        {f"--opt-level {level}": 0.001 for level in LEVELS}
+        | {f"--opt-level {level} --half-outputs": 0.001 for level in ("O1", "O2")},
+    ),
     "fp16_optimizer": (
         "",
         {
