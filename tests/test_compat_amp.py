@@ -452,6 +452,20 @@ def test_update_scale_reads_the_buffer_that_the_script_gave():
     assert scaler.update_scale() is False
 
 
+def test_the_buffer_may_be_asked_for_in_a_pass():
+    model, optimizer = start("O2")
+    (scaler,) = state.loss_scalers
+    backward(model, optimizer, 1e-3, delay_overflow_check=True)
+    loss = model(torch.rand(4, 4)).float().mean() * 1e-3
+    with amp.scale_loss(loss, optimizer, delay_overflow_check=True) as scaled:
+        assert not scaler._has_overflow
+        scaled.backward()
+    assert scaler.update_scale() is False
+    optimizer.step()
+    assert optimizer.last_step.skipped == 0
+    assert all(p.isfinite().all() for p in amp.master_params(optimizer))
+
+
 def test_what_a_checked_pass_found_is_in_the_buffer():
     model, optimizer = start("O2", loss_scale="dynamic")
     (scaler,) = state.loss_scalers

@@ -137,6 +137,31 @@ def test_of_contrib_only_a_part_is_here():
     assert "BatchNormAct2d" in find_uses(source)[1].ampfuse
 
 
+def test_extensions_and_what_takes_the_place_of_others():
+    source = (
+        "import apex_C, amp_C as C\n"
+        "from apex_C import flatten\n"
+        "from apex.parallel.distributed import flat_dist_call\n"
+        "from apex.contrib.optimizers import FP16_Optimizer\n"
+        "from apex.contrib.optimizers import FusedAdam\n"
+        "from apex.mlp import MLP\n"
+    )
+    assert rewrite_imports(source).splitlines() == [
+        f"import {HERE}.apex_C as apex_C, {HERE}.amp_C as C",
+        f"from {HERE}.apex_C import flatten",
+        f"from {HERE}.parallel.distributed import flat_dist_call",
+        f"from {HERE}.contrib.optimizers import FP16_Optimizer",
+        *source.splitlines()[4:],
+    ]
+    uses = find_uses(source)
+    assert [use.available for use in uses] == [True] * 5 + [False] * 2
+    assert [use.torch for use in uses[5:]] == [
+        "apex.optimizers.FusedAdam",
+        "torch.nn.Sequential, with torch.compile",
+    ]
+    assert all(use.ampfuse == "not in ampfuse" for use in uses[5:])
+
+
 def test_odd_ways_to_write_an_import():
     source = (
         "from \\\n  apex \\\n  import amp\n"

@@ -82,8 +82,8 @@ def install(model: nn.Module, casts: Casts) -> None:
         if "forward" in module.__dict__:
             module.__dict__["_amp_inner_forward"] = module.__dict__.pop("forward")
         _exchange_class(module)
-    own: Any = getattr(model, "forward", None)
-    if _is_proxy(model) and callable(own) and own != module.forward:
+    own: Any = getattr(model, "forward", None) if _is_proxy(model) else None
+    if callable(own) and own != module.forward:
         casts = dataclasses.replace(casts, behind_proxy=True)
         inner = own.inner if isinstance(own, _ProxyForward) else own
         # Not by the proxy's own way, which may lead to the module. A class that takes no attribute
@@ -95,7 +95,8 @@ def install(model: nn.Module, casts: Casts) -> None:
 
 def _exchange_class(module: nn.Module) -> None:
     """``module.__class__ = ...``, whatever the class makes of ``__class__`` or of assignments."""
-    vars(object)["__class__"].__set__(module, _amp_class(type(module)))
+    original: Any = type(module)
+    vars(object)["__class__"].__set__(module, _amp_class(original))
 
 
 def replaceable_forward(module: nn.Module) -> tuple[Any, str]:

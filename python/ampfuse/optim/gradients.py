@@ -108,11 +108,12 @@ class Gradients(Rows):
         """Look at the gradients now, as the step would, which need not look again.
 
         Returns:
-            `found_inf_flag`.
+            `found_inf_flag`. In a backward pass, what was known before it.
         """
         table = self.param_table()
-        table.collect(None, False)
-        table.measure()
+        if not self.in_backward:
+            table.collect(None, False)
+            table.measure()
         return self.found_inf_flag
 
     def unscale_gradients(self, scale: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from ampfuse.amp.scaler import DEFAULT_MIN_SCALE
 from ampfuse.compat.apex.tensor_lists import set_flag
 
 
-def _of_rule(field: str, kind: Callable[[Any], float]) -> Any:
+def _of_rule(field: str, kind: Callable[[Any], Any]) -> Any:
     """An attribute that is `field` of the rule; assigning it changes how the scale adapts."""
 
     def write(self: LossScaler, value: Any) -> None:
@@ -55,12 +55,9 @@ class LossScaler(ampfuse.amp.scaler.LossScaler):
             self._buffer = torch.zeros(1, dtype=torch.int32, device=self._scale.device)
         if not self._is_noted:
             self._is_noted = True
-            for optimizer in self._living_optimizers():
-                decided = self._is_decided
-                set_flag(
-                    self._buffer,
-                    optimizer.pass_found_inf_flag if decided else optimizer.inspect_gradients(),
-                )
+            for each in self._living_optimizers():
+                found = each.pass_found_inf_flag if self._is_decided else each.inspect_gradients()
+                set_flag(self._buffer, found)
         return self._buffer
 
     @_overflow_buf.setter
