@@ -46,9 +46,9 @@ from step import Results, options_of
 from torch import Tensor, nn
 from torch.profiler import profile
 
-from ampfuse import amp
+from ampfuse import amp, cpu_half_ops
 from ampfuse.experiments import models
-from ampfuse.measuring import TensorMemory, torchs_kernels
+from ampfuse.measuring import TensorMemory
 from ampfuse.nn import recompute_norms
 from ampfuse.nn.batch_norm import normalize
 
@@ -92,6 +92,7 @@ class Step:
     """FP32, and what the others change of it."""
 
     sgd_fused: bool | None = True  # torch's own
+    half_ops = False
 
     def __init__(self, model: nn.Module, side: int, batch: int, device: torch.device) -> None:
         self.model = copy.deepcopy(model).to(device, memory_format=torch.channels_last)
@@ -109,6 +110,9 @@ class Step:
     def loss(self) -> Tensor:
         return F.cross_entropy(self.model(self.x), self.y)
 
+    def prepare(self) -> None:
+        cpu_half_ops(self.half_ops)
+
     def __call__(self) -> object:
         self.optimizer.zero_grad()
         self.loss().backward()
@@ -116,8 +120,6 @@ class Step:
 
 
 class TorchAmp(Step):
-    __call__ = torchs_kernels()(Step.__call__)
-
     def loss(self) -> Tensor:
         with torch.autocast(self.x.device.type, dtype=torch.bfloat16):
             return super().loss()
@@ -130,6 +132,7 @@ class Compiled(TorchAmp):
 
 class O5(Step):
     sgd_fused = None
+    half_ops = True
     fuse_batchnorm = False
 
     def set_up(self) -> None:
@@ -233,22 +236,35 @@ class DirectCudnn(Norm):
 
 class Convolution:
     def __init__(
-        self, batch: int, channels: int, filters: int, side: int, kernel: int, stride: int
+        self,
+        batch: int,
+        channels: int,
+        filters: int,
+        side: int,
+        kernel: int,
+        stride: int,
+        half_ops: bool,
     ) -> None:
+        self.half_ops = half_ops
         conv = nn.Conv2d(channels, filters, kernel, stride, kernel // 2, bias=False)
         self.conv = conv.to(torch.bfloat16, memory_format=torch.channels_last)
         x = torch.randn(batch, channels, side, side, dtype=torch.bfloat16)
         self.x = x.contiguous(memory_format=torch.channels_last).requires_grad_()
         self.dy = torch.randn_like(self.conv(self.x))
 
-    def run(self) -> None:
+    def prepare(self) -> None:
+        cpu_half_ops(self.half_ops)
+
+    def __call__(self) -> None:
         self.x.grad = self.conv.weight.grad = None
         self.conv(self.x).backward(self.dy)
 
 
 def convolution_of(layer: tuple[int, ...], options: Any) -> list[Row]:
-    run = Convolution(*layer).run
-    variants = {"torch": torchs_kernels()(run), "products": run}
+    variants = {
+        "torch": Convolution(*layer, half_ops=False),
+        "products": Convolution(*layer, half_ops=True),
+    }
     times = measure(Clock(options.device), variants, options.repeats)
     return rows_of(options.device, times, case=convolution_name(layer), dtype="bfloat16")
 
@@ -264,14 +280,13 @@ def steps_of(name: str, options: Any) -> list[Row]:
     torch.manual_seed(0)
     model = models.build(name, classes=100, channels=3, image_size=side)
     names = [v for v in VARIANTS if not (options.no_compile and v.endswith("compiled"))]
-    steps: dict[str, Callable[[], None]] = {
-        v: VARIANTS[v](model, side, batch, options.device) for v in names
-    }
+    steps: dict[str, Step] = {v: VARIANTS[v](model, side, batch, options.device) for v in names}
     times = measure(Clock(options.device), steps, options.repeats)
     what = {"case": f"{name}-{side}-batch{batch}", "optimizer": "SGD"}
     rows = rows_of(options.device, times, **what)
     memory = {}
     for variant, step in steps.items():
+        step.prepare()
         with TensorMemory(options.device) as peak:
             step()
         memory[variant] = round(peak.mib, 1)

@@ -4,9 +4,9 @@ Times the operations of common networks, forward and backward, in FP32 and in ha
 CSV row per operation, direction, memory layout and half dtype. A ratio far above 1 means torch has
 no fast half kernel for that operation on this CPU: what `csrc/torch/half_ops.cpp` mends.
 
-    python benchmarks/half_ops.py --csv out.csv                       # as ampfuse runs it
-    AMPFUSE_HALF_CONV=0 python benchmarks/half_ops.py --csv out.csv   # as torch alone does
-    ONEDNN_MAX_CPU_ISA=AVX2 python benchmarks/half_ops.py             # as an older CPU does
+    python benchmarks/half_ops.py --csv out.csv             # as ampfuse runs it
+    python benchmarks/half_ops.py --torch --csv out.csv     # as torch alone does
+    ONEDNN_MAX_CPU_ISA=AVX2 python benchmarks/half_ops.py   # as an older CPU does
 
 `ONEDNN_MAX_CPU_ISA` (AVX2, AVX512_CORE, ...) hides newer instructions from oneDNN, through which
 torch computes in half; so one machine shows what several generations of CPUs do. Each time is the
@@ -25,9 +25,9 @@ import torch
 import torch.nn.functional as F
 
 try:
-    from ampfuse import _core
+    from ampfuse import cpu_half_ops
 except ImportError:  # torch alone can be surveyed too
-    _core = None
+    cpu_half_ops = None
 
 ACTIVATIONS = {  # training shapes, from digits to ImageNet stages
     "digits": (128, 1, 8, 8),
@@ -363,6 +363,7 @@ def main():
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--csv", default="half_ops.csv")
+    parser.add_argument("--torch", action="store_true", help="leave torch's kernels in place")
     parser.add_argument("--only", default="", help="measure operations whose name holds this text")
     parser.add_argument("--shapes", nargs="+", default=list(ACTIVATIONS), choices=ACTIVATIONS)
     parser.add_argument("--threads", type=int, default=1)
@@ -371,7 +372,9 @@ def main():
     )
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    mended = _core is not None and _core.C.half_conv_enabled()
+    mended = cpu_half_ops is not None and not options.torch
+    if mended:
+        cpu_half_ops()
     fields = [
         "op",
         "direction",

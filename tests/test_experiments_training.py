@@ -22,7 +22,7 @@ pytest.importorskip("torchvision")
 pytest.importorskip("timm")
 pytest.importorskip("sklearn")
 
-from ampfuse import _core, amp
+from ampfuse import _C, amp
 from ampfuse.experiments import checkpoint, diagnose, provenance, report
 from ampfuse.experiments.arms import build_arm
 from ampfuse.experiments.config import ARMS, RunConfig, UsageError
@@ -543,15 +543,14 @@ def test_scales_and_skips_are_device_values():
 @pytest.mark.parametrize("arm_name", CPU_ARMS)
 def test_bf16_under_torch_amp_is_as_without_ampfuse(arm_name):
     def loss_of(outputs, targets):
-        ours.append(_core.C.half_conv_enabled())
+        ours.append(_C.half_ops())
         return nn.functional.cross_entropy(outputs.float(), targets)
 
     ours = []
     config = dataclasses.replace(BASE, arm=arm_name)
     arm = build_arm(config, nn.Linear(4, 3), torch.device("cpu"))
     arm.step(torch.randn(8, 4), torch.randint(3, (8,)), loss_of)
-    assert ours == [arm_name != "amp-bf16"]
-    assert _core.C.half_conv_enabled()
+    assert ours == [arm_name not in ("fp32", "O0", "amp-bf16")]
 
 
 def test_tf32_is_refused_on_a_cpu():

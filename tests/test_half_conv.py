@@ -1,10 +1,14 @@
 """csrc/torch/half_ops.cpp: what torch is slow at in half on the CPU, computed in FP32."""
 
+import threading
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.fx.experimental.proxy_tensor import make_fx
 
-from ampfuse import _core
+import ampfuse
+from ampfuse import _C, half_ops
 from programs import python
 
 HALF = torch.float16
@@ -14,11 +18,9 @@ ROUNDING = {torch.float16: (2.0**-11, 2.0**-25), torch.bfloat16: (2.0**-8, 2.0**
 
 
 @pytest.fixture(autouse=True)
-def switch_on():
-    before = _core.C.half_conv_enabled()
-    _core.C.set_half_conv_enabled(True)
-    yield
-    _core.C.set_half_conv_enabled(before)
+def ours():
+    with ampfuse.cpu_half_ops():
+        yield
 
 
 def arguments(
@@ -139,25 +141,21 @@ def test_other_dtypes_are_torchs_own(name, dtype):
         pytest.skip("BF16 is computed in FP32 on this CPU")
     args = arguments(**CONVOLUTIONS[name], dtype=dtype)
     ours = torch.ops.aten.convolution_backward(*args)
-    _core.C.set_half_conv_enabled(False)
-    torchs = torch.ops.aten.convolution_backward(*args)
+    with ampfuse.cpu_half_ops(False):
+        torchs = torch.ops.aten.convolution_backward(*args)
     for a, b in zip(ours, torchs, strict=True):
         assert a.dtype == b.dtype
         assert a.stride() == b.stride()
         assert torch.equal(a, b)
 
 
-def test_switch():
-    assert _core.C.half_conv_enabled()
+def test_taken_back():
     x, g = torch.ones(4, 1, 64, 64, dtype=HALF), torch.ones(4, 3, 64, 64, dtype=HALF) / 3
     w = torch.ones(3, 1, 3, 3, dtype=HALF)
     args = (g, x, w, [3], [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True] * 3)
     on = torch.ops.aten.convolution_backward(*args)
-    _core.C.set_half_conv_enabled(False)
-    assert not _core.C.half_conv_enabled()
-    off = torch.ops.aten.convolution_backward(
-        *args
-    )  # torch's own kernel still answers, to its own precision
+    with ampfuse.cpu_half_ops(False):  # torch's own kernel answers again, to its own precision
+        off = torch.ops.aten.convolution_backward(*args)
     for a, b in zip(on, off, strict=True):
         assert a.dtype == b.dtype == HALF
         torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
@@ -173,13 +171,11 @@ def test_extrema_are_torchs_own(op, dtype):
     for layout in (torch.contiguous_format, torch.channels_last):
         y = x.contiguous(memory_format=layout)
         for dim in ((2, 3), (), 1, (0, 2, 3)):
-            _core.C.set_half_conv_enabled(True)
             ours = op(y, dim, keepdim=True)
-            _core.C.set_half_conv_enabled(False)
-            torchs = op(y, dim, keepdim=True)
+            with ampfuse.cpu_half_ops(False):
+                torchs = op(y, dim, keepdim=True)
             assert ours.stride() == torchs.stride()
             torch.testing.assert_close(ours, torchs, rtol=0, atol=0, equal_nan=True)
-    _core.C.set_half_conv_enabled(True)
     with pytest.raises(IndexError):
         op(torch.empty(0, 3, dtype=dtype), 0)
 
@@ -189,11 +185,11 @@ def test_mixed_dtypes_are_torchs_own():
     args[2] = args[2].float()
     answers = []
     for enabled in (True, False):
-        _core.C.set_half_conv_enabled(enabled)
-        try:
-            answers.append(torch.ops.aten.convolution_backward(*args))
-        except RuntimeError as error:  # torch 2.11 refuses them
-            answers.append(str(error))
+        with ampfuse.cpu_half_ops(enabled):
+            try:
+                answers.append(torch.ops.aten.convolution_backward(*args))
+            except RuntimeError as error:  # torch 2.11 refuses them
+                answers.append(str(error))
     ours, torchs = answers
     if isinstance(torchs, str):
         assert ours == torchs
@@ -254,19 +250,15 @@ def test_autocast(make, inside):
         assert_rounded(ours.grad.to(HALF), exact.grad, HALF)
 
 
-def run(code, **environment):
-    return python("-W", "error", "-c", code, **environment)
+def ints(*shape):
+    return torch.randint(-8, 9, shape).div(8)
 
 
-# Every product, forward and backward, in both half types against float64; and the switch.
-PRODUCTS = """
-import torch, torch.nn.functional as F
-from ampfuse import _core
-def ints(*shape): return torch.randint(-8, 9, shape).div(8)
-cases = {
+# Every product, forward and backward, in both half types against float64.
+PRODUCTS = {
     "conv2d": (F.conv2d, ints(2, 4, 7, 6), ints(6, 4, 3, 3), ints(6)),
     "conv2d groups": (lambda x, w: F.conv2d(x, w, groups=2), ints(2, 4, 7, 6), ints(6, 2, 3, 3)),
-    "conv_transpose2d": (lambda x, w: F.conv_transpose2d(x, w), ints(2, 4, 7, 6), ints(4, 6, 3, 3)),
+    "conv_transpose2d": (F.conv_transpose2d, ints(2, 4, 7, 6), ints(4, 6, 3, 3)),
     "mm": (torch.mm, ints(5, 70), ints(70, 9)),
     "linear": (F.linear, ints(5, 70), ints(9, 70), ints(9)),
     "linear 3d": (F.linear, ints(2, 5, 70), ints(9, 70), ints(9)),
@@ -275,41 +267,153 @@ cases = {
     "bmm": (torch.bmm, ints(3, 5, 70), ints(3, 70, 9)),
     "baddbmm": (torch.baddbmm, ints(3, 5, 9), ints(3, 5, 70), ints(3, 70, 9)),
 }
-for name, (call, *inputs) in cases.items():
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_on_a_cpu_without_half_instructions(name):
+    call, *inputs = PRODUCTS[name]
+    _C.set_half_ops(True, every=True)
+
+    def gradients(dtype):
+        wide = [t.to(dtype).requires_grad_() for t in inputs]
+        y = call(*wide)
+        return y, *torch.autograd.grad(y, wide, torch.ones_like(y))
+
     for dtype, rtol in ((torch.float16, 2.0**-11), (torch.bfloat16, 2.0**-8)):
-        def gradients(dtype):
-            wide = [t.to(dtype).requires_grad_() for t in inputs]
-            y = call(*wide)
-            return y, *torch.autograd.grad(y, wide, torch.ones_like(y))
-        for half, exact in zip(gradients(dtype), gradients(torch.float64)):
-            assert half.dtype == dtype, name
-            torch.testing.assert_close(half.double(), exact, rtol=1.01 * rtol, atol=1e-6, msg=name)
-    exact = [t.float() for t in inputs]
-    on = call(*exact)
-    _core.C.set_half_conv_enabled(False)
-    assert torch.equal(on, call(*exact)), name
-    _core.C.set_half_conv_enabled(True)
-print("done")
-"""
+        for half, exact in zip(gradients(dtype), gradients(torch.float64), strict=True):
+            assert half.dtype == dtype
+            torch.testing.assert_close(half.double(), exact, rtol=1.01 * rtol, atol=1e-6)
+    ours = call(*inputs)
+    _C.set_half_ops(False)
+    assert torch.equal(ours, call(*inputs))
 
 
-def test_products_on_a_cpu_without_half_instructions():
-    result = run(PRODUCTS, AMPFUSE_HALF_CONV="all")
-    assert result.stdout == "done\n", result.stderr
-    assert not result.stderr
+ALWAYS = {"amax", "amin", "dot", "_convolution", "convolution_backward", "lstm.input"}
+PRODUCTS_REPLACED = {"mm", "addmm", "addmv", "bmm", "baddbmm"}
 
 
-@pytest.mark.parametrize("setting", ["0", "1", "all"])
-def test_import_is_silent_and_reads_the_environment(setting):
-    code = "from ampfuse import _core; print(_core.C.half_conv_enabled())"
-    result = run(code, AMPFUSE_HALF_CONV=setting)
-    assert result.stdout == f"{setting != '0'}\n"
-    assert not result.stderr
+def dispatch():
+    """What torch has registered for each operation, and how its table is filled."""
+    names = [f"aten::{name}" for name in ALWAYS | PRODUCTS_REPLACED]
+    return {n: torch._C._dispatch_dump(n) + torch._C._dispatch_dump_table(n) for n in names}
 
 
-def test_other_libraries_still_get_torchs_warning():
-    """Silence is for our registrations: what torch tells the next library stays as it is."""
-    replace = """
+def test_the_dispatch_table_is_as_before():
+    _C.set_half_ops(False)
+    before = dispatch()
+    for every, replaced in ((False, ALWAYS), (True, ALWAYS | PRODUCTS_REPLACED)):
+        _C.set_half_ops(True, every)
+        table = dispatch()
+        _C.set_half_ops(True, every)
+        assert dispatch() == table
+        changed = {name.removeprefix("aten::") for name in before if table[name] != before[name]}
+        assert changed - PRODUCTS_REPLACED == ALWAYS
+        assert changed >= replaced
+        _C.set_half_ops(False)
+        assert dispatch() == before
+
+
+def convolution(dtype=torch.float16):
+    torch.manual_seed(0)
+    return torch.nn.Conv2d(2, 3, 3).to(dtype), torch.randn(2, 2, 5, 5).to(dtype)
+
+
+def casts(call):
+    """How often `call` casts: the kernels that compute in FP32 do."""
+    with torch.profiler.profile() as profiled:
+        call()
+    return sum(e.count for e in profiled.key_averages() if e.key == "aten::_to_copy")
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("first", [True, False], ids=["compiled with", "compiled without"])
+def test_compiled_code_has_the_kernels_of_the_moment(first, backend):
+    model, x = convolution()
+
+    def gradient(run):
+        model.zero_grad()
+        run(x).sum().backward()
+        return model.weight.grad
+
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    counted = {}
+    for on in (first, not first):
+        with ampfuse.cpu_half_ops(on):
+            assert torch.equal(gradient(compiled), gradient(model))
+            counted[on] = casts(lambda: gradient(compiled))
+    assert counted[True] > counted[False]
+
+
+def test_traced_code_is_the_same():
+    model, x = convolution()
+    with_ours = make_fx(model)(x).code
+    with ampfuse.cpu_half_ops(False):
+        assert make_fx(model)(x).code == with_ours
+
+
+@pytest.mark.parametrize("by_name", [None, True, False])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+def test_initialize_installs_them_for_half_types_unless_refused_by_name(level, by_name):
+    half_ops.forget()
+    if by_name is not None:
+        ampfuse.cpu_half_ops(by_name)
+    model = torch.nn.Linear(2, 2)
+    ampfuse.amp.initialize(model, opt_level=level, verbosity=0)
+    assert _C.half_ops() == (level != "O0" if by_name is None else by_name)
+
+
+def test_models_elsewhere_leave_the_cpu_alone():
+    half_ops.forget()
+    ampfuse.amp.initialize(torch.nn.Linear(2, 2, device="meta"), opt_level="O2", verbosity=0)
+    assert not _C.half_ops()
+
+
+def test_a_block_puts_back_what_was_before():
+    half_ops.forget()
+    with ampfuse.cpu_half_ops():
+        assert _C.half_ops()
+        with ampfuse.cpu_half_ops(False):
+            assert not _C.half_ops()
+        assert _C.half_ops()
+    assert not _C.half_ops()
+    ampfuse.amp.initialize(torch.nn.Linear(2, 2), opt_level="O2", verbosity=0)
+    assert _C.half_ops()  # after the blocks nothing was said by name
+    ampfuse.amp.restore_torch()
+    assert not _C.half_ops()
+
+
+def test_threads_compute_meanwhile():
+    model, x = convolution()
+    expected = {}
+    for on in (True, False):
+        with ampfuse.cpu_half_ops(on):
+            expected[on] = torch.autograd.grad(model(x).sum(), model.weight)[0]
+    ended = threading.Event()
+    wrong = []
+
+    def compute():
+        while not ended.is_set():
+            (gradient,) = torch.autograd.grad(model(x).sum(), model.weight)
+            if not any(torch.equal(gradient, e) for e in expected.values()):
+                wrong.append(gradient)
+
+    threads = [threading.Thread(target=compute) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for _ in range(300):
+        with ampfuse.cpu_half_ops(False):
+            pass
+    ended.set()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def run(code, **environment):
+    return python("-W", "error", "-c", code, **environment)
+
+
+REPLACE = """
 import warnings, torch
 with warnings.catch_warnings(record=True) as seen:
     warnings.simplefilter("always")
@@ -317,5 +421,12 @@ with warnings.catch_warnings(record=True) as seen:
     library.impl("mm", lambda a, b: a, "CPU")
 print(len(seen))
 """
-    ours = run("from ampfuse import _core\n" + replace, AMPFUSE_HALF_CONV="all")
-    assert ours.stdout == run(replace).stdout != ""
+
+
+def test_silence_is_for_our_registrations():
+    """What torch tells the next library that replaces a kernel stays as it is. And a process may
+    end with ours in place."""
+    ours = run("from ampfuse import _C\n_C.set_half_ops(True, every=True)\n" + REPLACE)
+    assert not ours.stderr
+    assert ours.returncode == 0
+    assert ours.stdout == run(REPLACE).stdout != ""

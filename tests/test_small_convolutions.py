@@ -8,9 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ampfuse import _core, env
-from ampfuse.measuring import torchs_kernels
-from programs import python
+from ampfuse import cpu_half_ops, env
 
 HALF = torch.bfloat16
 LAST = torch.channels_last
@@ -18,6 +16,12 @@ LAST = torch.channels_last
 pytestmark = pytest.mark.skipif(
     not env.cpu_has_bf16(), reason="BF16 is computed in FP32 on this CPU"
 )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def ours():
+    with cpu_half_ops():
+        yield
 
 
 def image(*shape):
@@ -52,7 +56,7 @@ class Case:
         return [self.forward(dtype), *self.backward(dtype)]
 
     def torchs(self, dtype=HALF):
-        with torchs_kernels():
+        with cpu_half_ops(False):
             return self.results(dtype)
 
     def products(self, convolves):
@@ -218,7 +222,7 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_torch_refuses_what_is_wrong(name):
     case = Case(**{"x": (2, 5, 7, 6), "w": (4, 5, 1, 1), **WRONG[name]})
-    with torchs_kernels(), pytest.raises(RuntimeError) as torchs:
+    with cpu_half_ops(False), pytest.raises(RuntimeError) as torchs:
         case.forward()
     with pytest.raises(RuntimeError) as ours:
         case.forward()
@@ -247,7 +251,7 @@ def test_types_are_not_mixed():
             return str(error)
 
     ours = answer()
-    with torchs_kernels():
+    with cpu_half_ops(False):
         torchs = answer()
     assert ours == torchs if isinstance(torchs, str) else torch.equal(ours, torchs)
 
@@ -325,11 +329,8 @@ def test_a_backward_pass_inside_autocast():
             assert torch.equal(a, b)
 
 
-def test_switch(convolves):
+def test_taken_back(convolves):
     case = Case((2, 6, 8, 8), (5, 6, 1, 1))
-    with torchs_kernels():
+    with cpu_half_ops(False):
         assert case.products(convolves) == ""
-        assert not _core.C.half_conv_enabled()
     assert case.products(convolves) == "y dx dw"
-    off = "from ampfuse import _core; print(_core.C.half_conv_enabled())"
-    assert python("-c", off, AMPFUSE_HALF_CONV="0").stdout == "False\n"

@@ -106,9 +106,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       "torch_version", [] { return std::string(AMPFUSE_TORCH_VERSION); },
       "The torch this was built for.");
 #if !defined(AMPFUSE_EMULATE_CUDA)
-  m.def("half_conv_enabled", half_conv_enabled,
-        "Whether kernels for half types on the CPU stand in for torch's.");
-  m.def("set_half_conv_enabled", set_half_conv_enabled, py::arg("enabled"));
+  m.def("half_ops", half_ops, "Whether kernels for half types on the CPU stand in for torch's.");
+  m.def("set_half_ops", set_half_ops, py::arg("on"), py::arg("every") = false,
+        "Registers them with torch or takes them back; every: for fast half types too.");
 #endif
 
   m.def("scale", scale, py::arg("src"), py::arg("dst"), py::arg("scale"),

@@ -19,8 +19,6 @@
 
 #include <algorithm>
 
-#include "half_ops.h"
-
 namespace ampfuse {
 namespace {
 
@@ -65,7 +63,7 @@ class Product {
                                    const c10::SymInt& groups) {
     if (x.scalar_type() != at::kBFloat16 || weight.scalar_type() != at::kBFloat16 || x.dim() != 4 ||
         weight.dim() != 4 || x.numel() == 0 || weight.numel() == 0 || transposed || groups != 1 ||
-        x.size(1) != weight.size(1) || !x.is_contiguous(kChannelsLast) || !half_conv_enabled())
+        x.size(1) != weight.size(1) || !x.is_contiguous(kChannelsLast))
       return std::nullopt;
     const Side h(0, x, weight, stride, padding, dilation);
     const Side w(1, x, weight, stride, padding, dilation);

@@ -7,10 +7,11 @@
 
 #include <ATen/ATen.h>
 #include <ATen/autocast_mode.h>
-#include <torch/library.h>
 
 #include <tuple>
 #include <vector>
+
+#include "half_ops.h"
 
 namespace ampfuse {
 namespace {
@@ -41,7 +42,8 @@ Result lstm(c10::DispatchKeySet keys, const at::Tensor& input, at::TensorList hx
                   train, bidirectional, batch_first);
 }
 
-TORCH_LIBRARY_IMPL(aten, AutocastCPU, library) { library.impl("lstm.input", TORCH_FN(lstm)); }
-
 }  // namespace
+
+void add_half_lstm(torch::Library& autocast) { autocast.impl("lstm.input", TORCH_FN(lstm)); }
+
 }  // namespace ampfuse

@@ -6,11 +6,12 @@
 // slower. And on every CPU amax and amin over the outer dimensions of memory (channels_last) are 20
 // to 40 times slower, dot 70 to 100 times.
 //
-// The kernels below stand in for these operations on the CPU: they widen half arguments to FP32,
-// call torch's own kernel, and round the result once, as tensor cores do. The CPU dispatch key lies
-// below autograd and autocast, so both work as before, and CUDA tensors never come here. Everything
-// but a slow half type goes to torch's kernel as it came (convolutions by way of half_conv.h).
-// benchmarks/half_ops.py finds what belongs in the table at the end.
+// The kernels below stand in for these operations on the CPU, once set_half_ops has registered
+// them: they widen half arguments to FP32, call torch's own kernel, and round the result once, as
+// tensor cores do. The CPU dispatch key lies below autograd and autocast, so both work as before,
+// and CUDA tensors never come here. Everything but a slow half type goes to torch's kernel as it
+// came (convolutions by way of half_conv.h). benchmarks/half_ops.py finds what belongs in the
+// table.
 
 #include "half_ops.h"
 
@@ -24,25 +25,14 @@
 #include <ATen/ops/bmm_cpu_dispatch.h>
 #include <ATen/ops/dot_cpu_dispatch.h>
 #include <ATen/ops/mm_cpu_dispatch.h>
-#include <torch/library.h>
 
-#include <atomic>
-#include <cstdlib>
 #include <optional>
-#include <string_view>
 #include <tuple>
 
 #include "half_conv.h"
 
 namespace ampfuse {
 namespace {
-
-std::string_view environment() {
-  const char* value = std::getenv("AMPFUSE_HALF_CONV");
-  return value ? value : "1";
-}
-
-std::atomic<bool> enabled{environment() != "0"};
 
 // ---- which half types this CPU computes fast ----
 
@@ -52,14 +42,13 @@ bool torch_says(const char* question) {
 }
 
 bool fast_fp16() {
-  static const bool fast =
-      environment() != "all" && torch_says("mkldnn::_is_mkldnn_fp16_supported");
+  static const bool fast = torch_says("mkldnn::_is_mkldnn_fp16_supported");
   return fast;
 }
 
 bool fast_bf16() {
   static const bool fast = [] {
-    if (environment() == "all" || !torch_says("mkldnn::_is_mkldnn_bf16_supported")) return false;
+    if (!torch_says("mkldnn::_is_mkldnn_bf16_supported")) return false;
 #if defined(__x86_64__)
     // With AVX-512 but without its BF16 instructions, oneDNN emulates them: 4 to 5 times slower
     // than FP32.
@@ -127,7 +116,7 @@ struct InFloat<original, slow> {
   static Result call(Args... args) {
     SharedType shared;
     (shared.see(args), ...);
-    if (!shared.type || shared.mixed || !slow(*shared.type) || !enabled) return original(args...);
+    if (!shared.type || shared.mixed || !slow(*shared.type)) return original(args...);
     // In a backward pass inside an autocast region, the casts would turn what torch's kernel calls
     // to half again.
     c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
@@ -146,28 +135,53 @@ class Unwarned : c10::WarningHandler {
   c10::WarningUtils::WarningHandlerGuard handler_{this};
 };
 
+// The registrations. A kernel is a type here, not an object with a pointer: a thread that computes
+// while torch's table changes finds one kernel or the other.
+struct Kernels {
+  const bool every;
+  torch::Library cpu = MAKE_TORCH_LIBRARY_IMPL(aten, CPU);
+  torch::Library autocast = MAKE_TORCH_LIBRARY_IMPL(aten, AutocastCPU);
+
+  explicit Kernels(bool every_type) : every(every_type) {
+    // Convolutions (all come to _convolution) have one kernel for all backends and none for the
+    // CPU: these replace nothing.
+    add<small_convolution_backward, convolution_backward_slow>("convolution_backward");
+    add<small_convolution, products_slow>("_convolution");
+    add_half_lstm(autocast);
+
+    Unwarned these_replace_kernels;
+    add<at::cpu::amax, any_half_slow>("amax");
+    add<at::cpu::amin, any_half_slow>("amin");
+    add<at::cpu::dot, any_half_slow>("dot");
+    if (fast_fp16() && fast_bf16() && !every) return;
+    add<at::cpu::mm, products_slow>("mm");
+    add<at::cpu::addmm, products_slow>("addmm");
+    add<at::cpu::addmv, products_slow>("addmv");
+    add<at::cpu::bmm, products_slow>("bmm");
+    add<at::cpu::baddbmm, products_slow>("baddbmm");
+  }
+
+ private:
+  template <auto original, bool slow(at::ScalarType)>
+  void add(const char* name) {
+    if (every) {
+      cpu.impl(name, TORCH_FN((InFloat<original, any_half_slow>::call)));
+    } else {
+      cpu.impl(name, TORCH_FN((InFloat<original, slow>::call)));
+    }
+  }
+};
+
+Kernels* registered = nullptr;  // left alone at exit, when torch may be gone
+
 }  // namespace
 
-bool half_conv_enabled() { return enabled.load(); }
-void set_half_conv_enabled(bool value) { enabled.store(value); }
+bool half_ops() { return registered; }
 
-TORCH_LIBRARY_IMPL(aten, CPU, library) {
-  // Convolutions (all come to _convolution) have one kernel for all backends and none for the CPU:
-  // these replace nothing.
-  library.impl("convolution_backward",
-               InFloat<small_convolution_backward, convolution_backward_slow>::call);
-  library.impl("_convolution", InFloat<small_convolution, products_slow>::call);
-
-  Unwarned these_replace_kernels;
-  library.impl("amax", InFloat<at::cpu::amax, any_half_slow>::call);
-  library.impl("amin", InFloat<at::cpu::amin, any_half_slow>::call);
-  library.impl("dot", InFloat<at::cpu::dot, any_half_slow>::call);
-  if (fast_fp16() && fast_bf16()) return;
-  library.impl("mm", InFloat<at::cpu::mm, products_slow>::call);
-  library.impl("addmm", InFloat<at::cpu::addmm, products_slow>::call);
-  library.impl("addmv", InFloat<at::cpu::addmv, products_slow>::call);
-  library.impl("bmm", InFloat<at::cpu::bmm, products_slow>::call);
-  library.impl("baddbmm", InFloat<at::cpu::baddbmm, products_slow>::call);
+void set_half_ops(bool on, bool every) {
+  if (registered ? on && registered->every == every : !on) return;
+  delete registered;  // and with it its registrations
+  registered = on ? new Kernels(every) : nullptr;
 }
 
 }  // namespace ampfuse

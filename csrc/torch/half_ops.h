@@ -1,12 +1,19 @@
 // Operations that torch computes slowly in half precision on the CPU, in FP32 and rounded instead.
 #pragma once
 
+#include <torch/library.h>
+
 namespace ampfuse {
 
-// The switch, of half_conv.h too. It starts as the environment variable AMPFUSE_HALF_CONV says when
-// this library is loaded: 0 off; 1 on (the default); "all" on, and even for half types for which
-// this CPU has instructions (so that tests reach every kernel).
-bool half_conv_enabled();
-void set_half_conv_enabled(bool enabled);
+// Whether the kernels of half_ops.cpp, half_conv.cpp and half_lstm.cpp stand in for torch's.
+bool half_ops();
+
+// Registers them with torch, for the process; or takes them back, and torch's dispatch tables are
+// as before. `every`: even for half types for which this CPU has instructions (so that tests reach
+// every kernel). One call at a time: Python's lock sees to it.
+void set_half_ops(bool on, bool every = false);
+
+// Adds the kernel of half_lstm.cpp.
+void add_half_lstm(torch::Library& autocast);
 
 }  // namespace ampfuse

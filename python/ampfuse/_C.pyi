@@ -27,11 +27,15 @@ def cpu_isa() -> str:
 def torch_version() -> str:
     """The torch this was built for."""
 
-def half_conv_enabled() -> bool:
-    """Whether kernels for half types on the CPU stand in for torch's."""
+def half_ops() -> bool:
+    """Whether kernels for half types on the CPU stand in for torch's; see ``cpu_half_ops``."""
 
-def set_half_conv_enabled(enabled: bool) -> None:
-    """Switch that, for the process."""
+def set_half_ops(on: bool, every: bool = False) -> None:
+    """Register them with torch, for the process, or take them back.
+
+    `every`: even for half types for which this CPU has instructions, so that tests reach every
+    kernel.
+    """
 
 # --- operations on lists of tensors ---
 

@@ -9,6 +9,7 @@
                         overflow was born
 ``ampfuse.nn``          batch norm, add and ReLU in one pass; ``fuse`` for models as they are
 ``ampfuse.ops``         operations on lists of tensors
+``ampfuse.cpu_half_ops``  faster kernels for half types on the CPU
 ``ampfuse.compat.apex`` all of it under the names that scripts for apex import
 """
 
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ampfuse import amp, graphs, insight, nn, ops, optim
     from ampfuse.amp import GradScaler
+    from ampfuse.half_ops import cpu_half_ops
 
 
 def _only_reports_environment() -> bool:
@@ -37,7 +39,17 @@ else:
 
     __version__ = _core.build_info.VERSION
 
-__all__ = ["GradScaler", "__version__", "amp", "graphs", "insight", "nn", "ops", "optim"]
+__all__ = [
+    "GradScaler",
+    "__version__",
+    "amp",
+    "cpu_half_ops",
+    "graphs",
+    "insight",
+    "nn",
+    "ops",
+    "optim",
+]
 
 # Loaded at first use: `import ampfuse` stays cheap next to `import torch`.
 _MODULES = frozenset({"amp", "graphs", "insight", "nn", "ops", "optim"})
@@ -50,6 +62,10 @@ def __getattr__(name: str) -> object:
         from ampfuse.amp import GradScaler
 
         return GradScaler
+    if name == "cpu_half_ops":
+        from ampfuse.half_ops import cpu_half_ops
+
+        return cpu_half_ops
     raise AttributeError(f"module 'ampfuse' has no attribute {name!r}")
 
 

@@ -226,7 +226,6 @@ def _extension() -> Facts:
     return {
         "CUDA backend": f"yes: {' '.join(archs)}" if C.cuda_built() else "no",
         "CPU ISA": C.cpu_isa() + (f" (AMPFUSE_CPU_ISA={forced})" if forced else " (picked)"),
-        "FP16 convolution on the CPU": "ampfuse's" if C.half_conv_enabled() else "torch's",
     }
 
 

@@ -19,8 +19,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ampfuse import _core
-
 Instant = float | torch.cuda.Event
 
 
@@ -44,17 +42,6 @@ def wait_for(device: torch.device) -> None:
     """Have the host wait for all that `device` was given to do."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-@contextlib.contextmanager
-def torchs_kernels() -> Iterator[None]:
-    """What torch does without ampfuse: its own kernels for half types on the CPU."""
-    enabled = _core.C.half_conv_enabled()
-    _core.C.set_half_conv_enabled(False)
-    try:
-        yield
-    finally:
-        _core.C.set_half_conv_enabled(enabled)
 
 
 class StepClock:

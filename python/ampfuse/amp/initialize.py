@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ampfuse import half_ops
 from ampfuse.amp import no_sync
 from ampfuse.amp import session as sessions
 from ampfuse.amp.casts import (
@@ -192,6 +193,8 @@ def set_up(models: Any, optimizers: Any, session: sessions.Session, *, allow_hal
     no_sync.watch()
     sessions.set_models(session, map(eager_module, model_list))
     session.casts_cpu = any(p.is_cpu for _, p in _named_parameters(model_list))
+    if session.casts_cpu:
+        half_ops.follow(policy)
     sessions.set_latest(session)
     if policy.autocast_type is not None:
         install_registered()

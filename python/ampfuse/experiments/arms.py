@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from ampfuse import amp
+from ampfuse import amp, half_ops
 from ampfuse.experiments.config import LEVELS, RunConfig, UsageError
-from ampfuse.measuring import torchs_kernels
 
 
 def build_arm(config: RunConfig, model: nn.Module, device: torch.device) -> Arm:
@@ -27,6 +26,8 @@ def build_arm(config: RunConfig, model: nn.Module, device: torch.device) -> Arm:
     precision = "tf32" if config.arm == "tf32" else "ieee"
     torch.backends.cuda.matmul.fp32_precision = precision
     torch.backends.cudnn.conv.fp32_precision = precision
+    # torch's own for FP16 take a hundred times as long; a level sees to it itself.
+    half_ops.use(device.type == "cpu" and config.arm == "amp-fp16")
     if config.arm in LEVELS:
         return _Level(config, model, device)
     return (_TorchAmp if config.arm in _HALVES else Arm)(config, model, device)
@@ -135,12 +136,6 @@ class _TorchAmp(Arm):
             growth_interval=2**31 - 1 if self._static else 2000,
             enabled=self._half is torch.float16,
         )
-
-    def step(self, *batch: Any) -> tuple[Tensor, Tensor, Tensor]:
-        if self._half is torch.float16:  # torch's own take a hundred times as long on the CPU
-            return super().step(*batch)
-        with torchs_kernels():
-            return super().step(*batch)
 
     def forward(self) -> contextlib.AbstractContextManager[Any]:
         return torch.autocast(self.device.type, dtype=self._half)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ampfuse import half_ops
 from ampfuse.amp import function_casts
 from ampfuse.amp import session as sessions
 from ampfuse.amp.initialize import initialize
@@ -330,6 +331,7 @@ def untouched(task: Task) -> Iterator[None]:
             torch.autocast(task.device.type, enabled=False),
             function_casts.registered_for_now(),
             sessions.set_aside(),
+            half_ops.unless_refused(),
         ):
             yield
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ampfuse import half_ops
 from ampfuse.amp import session as sessions
 from ampfuse.amp import weight_cache
 from ampfuse.amp.function_casts import install_registered
@@ -66,6 +67,8 @@ def init(
         everywhere=rules,
         casts_cpu=not torch.accelerator.is_available(),
     )
+    if session.casts_cpu:
+        half_ops.follow(policy)
     sessions.set_latest(session)
     install_registered()
     _amp_state.handle = InitHandle(session, enable_caching, verbose)
