@@ -21,6 +21,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ampfuse import half_ops as _half_ops
+from ampfuse.amp import function_casts as _function_casts
+from ampfuse.amp import no_sync as _no_sync
+from ampfuse.amp import op_casts as _op_casts
 from ampfuse.amp import session as _sessions
 from ampfuse.amp.autocast_rules import AUTOCAST
 from ampfuse.amp.cast_state import disable_casts
@@ -65,6 +69,7 @@ __all__ = [
     "register_float_function",
     "register_half_function",
     "register_promote_function",
+    "restore_torch",
     "scale_loss",
     "state_dict",
 ]
@@ -99,6 +104,22 @@ def cast_everywhere() -> None:
     session = _sessions.latest()
     session.everywhere = session.everywhere or AUTOCAST
     _sessions.follow_latest()
+
+
+def restore_torch() -> None:
+    """Put back what ampfuse has replaced of torch's in this process, for a training that is over.
+
+    These are functions that :func:`cast_everywhere` and ``register_..._function`` replaced,
+    ``DistributedDataParallel.no_sync``, and the CPU's kernels for half types
+    (:func:`ampfuse.cpu_half_ops`). What somebody else has replaced since stays. Models and
+    optimizers keep their level, and the next ``initialize`` replaces anew what it needs. The page
+    docs/what_it_changes.md has the whole list.
+    """
+    _sessions.end_everywhere()
+    _op_casts.remove()
+    _function_casts.restore_registered()
+    _no_sync.unwatch()
+    _half_ops.forget()
 
 
 def clip_grad_norm_(optimizer: Optimizer, max_norm: float) -> Tensor:

@@ -7,6 +7,7 @@ Inside the ``forward`` of a model its level decides, outside the latest ``initia
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
 from collections.abc import Iterator
@@ -34,11 +35,15 @@ def set_outside(value: Scope) -> None:
     """What the latest ``initialize`` says, for all threads."""
     global outside
     outside = value
+    if value is not AS_WRITTEN:
+        _end_in_forks()
 
 
-# In a worker that loads data nothing is computed for the model.
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=lambda: set_outside(AS_WRITTEN))
+@functools.cache
+def _end_in_forks() -> None:
+    """In a worker that loads data nothing is computed for the model."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=lambda: set_outside(AS_WRITTEN))
 
 
 @contextlib.contextmanager

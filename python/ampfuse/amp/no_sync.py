@@ -23,20 +23,31 @@ _models: weakref.WeakKeyDictionary[Any, frozenset[int]] = weakref.WeakKeyDiction
 _BUCKET = 2**23
 
 
-@functools.cache
+_DDP: Any = torch.nn.parallel.DistributedDataParallel
+_replaced: tuple[Any, Any] | None = None  # its no_sync(), and the one in its place
+
+
 def watch() -> None:
     """Know from now on of which models ``no_sync()`` is called; nothing else changes."""
-    if not torch.distributed.is_available():
+    global _replaced
+    if _replaced is not None or not torch.distributed.is_available():
         return
-    ddp: Any = torch.nn.parallel.DistributedDataParallel
-    no_sync = ddp.no_sync
+    no_sync = _DDP.no_sync
 
     @functools.wraps(no_sync)
     def watched(self: Any) -> Any:
         _models[self] = frozenset(map(id, self.module.parameters()))
         return no_sync(self)
 
-    ddp.no_sync = watched
+    _replaced = no_sync, watched
+    _DDP.no_sync = watched
+
+
+def unwatch() -> None:
+    """Undo :func:`watch`, if nobody else has replaced ``no_sync`` since."""
+    global _replaced
+    if _replaced is not None and _DDP.no_sync is _replaced[1]:
+        _DDP.no_sync, _replaced = _replaced[0], None
 
 
 @torch.no_grad()

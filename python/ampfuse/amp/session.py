@@ -136,6 +136,13 @@ def follow_latest() -> None:
     cast_state.set_outside(_latest.scope())
 
 
+def end_everywhere() -> None:
+    """From now on nothing is cast outside the models, whatever was said before."""
+    if _latest is not None:
+        _latest.everywhere = None
+        follow_latest()
+
+
 def latest() -> Session:
     """The session of the latest ``initialize``.
 

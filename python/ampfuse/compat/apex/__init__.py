@@ -7,12 +7,11 @@ Three ways in, the last of which leaves a script as it is:
 - ``python -m ampfuse.compat.apex train.py ARGS...``.
 
 The interface is apex's, the known defects are not: masters are saved, resuming is exact, models
-copy and pickle, nothing of torch is replaced, and CPU tensors and BF16 are welcome.
+copy and pickle, and CPU tensors and BF16 are welcome.
 """
 
 from __future__ import annotations
 
-import sys
 import warnings
 
 from ampfuse.compat.apex import (
@@ -26,8 +25,7 @@ from ampfuse.compat.apex import (
     optimizers,
     parallel,
 )
-from ampfuse.compat.apex.installing import install, installed_apex
-from ampfuse.compat.apex.left_out import LeftOut
+from ampfuse.compat.apex.installing import install, installed_apex, uninstall
 
 __all__ = [
     "DeprecatedFeatureWarning",
@@ -43,9 +41,8 @@ __all__ = [
     "normalization",
     "optimizers",
     "parallel",
+    "uninstall",
 ]
-
-sys.meta_path.append(LeftOut())
 
 
 class DeprecatedFeatureWarning(FutureWarning):

@@ -8,10 +8,11 @@ import sys
 import warnings
 from pathlib import Path
 from types import ModuleType
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
+from ampfuse.compat.apex.left_out import LEFT_OUT
 from ampfuse.migrate.table import EXTENSIONS
 
 _HERE = "ampfuse.compat.apex"
@@ -86,8 +87,27 @@ def take_names() -> ModuleType:
     package = importlib.import_module(_HERE)
     sys.modules.update(_modules())
     sys.modules.update({name: getattr(package, name) for name in EXTENSIONS})
-    _allow_old_pickles()
+    torch.serialization.add_safe_globals(_old_pickles())
+    if LEFT_OUT not in sys.meta_path:
+        sys.meta_path.append(LEFT_OUT)
     return package
+
+
+def uninstall() -> None:
+    """Undo :func:`install`: the names lead nowhere again, and apex's old pickles are refused.
+
+    Who has imported them keeps the modules.
+    """
+    for name, module in list(sys.modules.items()):
+        is_ours = getattr(module, "__name__", "").startswith(_HERE)
+        if is_ours and not name.startswith(_HERE):
+            del sys.modules[name]
+    if LEFT_OUT in sys.meta_path:
+        sys.meta_path.remove(LEFT_OUT)
+    old = _old_pickles()
+    kept = [each for each in torch.serialization.get_safe_globals() if each not in old]
+    torch.serialization.clear_safe_globals()
+    torch.serialization.add_safe_globals(kept)
 
 
 def _modules() -> dict[str, ModuleType]:
@@ -100,15 +120,13 @@ def _modules() -> dict[str, ModuleType]:
     return found
 
 
-def _allow_old_pickles() -> None:
-    """Let ``weights_only=True`` load the loss scalers that apex pickled into checkpoints."""
+def _old_pickles() -> list[Any]:
+    """The loss scalers that apex pickled into checkpoints, for ``weights_only=True``."""
     from ampfuse.compat.apex.amp import scaler
     from ampfuse.compat.apex.fp16_utils import loss_scaler
 
-    torch.serialization.add_safe_globals(
-        [
-            (scaler.LossScaler, "apex.amp.scaler.LossScaler"),
-            (loss_scaler.LossScaler, "apex.fp16_utils.loss_scaler.LossScaler"),
-            (loss_scaler.DynamicLossScaler, "apex.fp16_utils.loss_scaler.DynamicLossScaler"),
-        ]
-    )
+    return [
+        (scaler.LossScaler, "apex.amp.scaler.LossScaler"),
+        (loss_scaler.LossScaler, "apex.fp16_utils.loss_scaler.LossScaler"),
+        (loss_scaler.DynamicLossScaler, "apex.fp16_utils.loss_scaler.DynamicLossScaler"),
+    ]

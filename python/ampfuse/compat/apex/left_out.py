@@ -35,3 +35,6 @@ def _name_in_apex(fullname: str) -> str | None:
         return fullname if rest else None
     inside = fullname.removeprefix(_HERE + ".")
     return None if inside == fullname else f"apex.{inside}"
+
+
+LEFT_OUT = LeftOut()

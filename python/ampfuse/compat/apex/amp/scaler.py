@@ -73,6 +73,11 @@ class LossScaler(ampfuse.amp.scaler.LossScaler):
     def _has_overflow(self, value: bool) -> None:
         self._overflow_buf.fill_(bool(value))
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # Scripts save scalers as objects. They hold numbers only: weights_only=True may load them.
+        torch.serialization.add_safe_globals([LossScaler])
+
     def clear_overflow_state(self) -> None:
         """Forget the overflows of the latest pass and of the ``unscale`` methods."""
         if self._buffer is not None:
@@ -186,7 +191,3 @@ class LossScaler(ampfuse.amp.scaler.LossScaler):
         )
         self._loss_scale = scale
         self._unskipped = state.get("_unskipped", 0)
-
-
-# Scripts save scalers as objects. These hold numbers only, which ``weights_only=True`` may load.
-torch.serialization.add_safe_globals([LossScaler])

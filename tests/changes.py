@@ -1,0 +1,244 @@
+"""What differs in a process, and in a model and its optimizer, after calls of ampfuse.
+
+Run as a program it makes the calls of docs/what_it_changes.md and prints, as JSON, the names of
+what each has changed. The names are those of the page.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import importlib
+import json
+import os
+import pkgutil
+import re
+import signal
+import sys
+import types
+import warnings
+
+import torch
+import torch.distributed.checkpoint
+import torch.distributed.fsdp
+import torch.nn.functional as F
+from torch import nn
+
+# Of torch all but what compiles; of Python what a library could reach for.
+_MODULES = re.compile(
+    r"torch(?!\._(dynamo|inductor|functorch|refs|prims|decomp|export|higher_order|numpy))(\..*)?|"
+    r"builtins|copyreg|functools|gc|logging|os|pickle|signal|sys|threading|warnings|weakref"
+)
+# What Python and torch count and remember themselves.
+_OWN = re.compile(
+    r".*\.__(warningregistry|builtins|loader|spec)__|sys\.(modules|path_importer_cache)(\[\])?|"
+    r"warnings\.filters(\[\])?|"
+    r"torch\.utils\.hooks\.RemovableHandle\.next_id|"
+    r"torch\._weights_only_unpickler\._marked_safe_globals_set(\[\])?"
+)
+_calls = []  # of what leaves no trace that Python shows
+
+
+def record_calls(module, name):
+    original = getattr(module, name)
+
+    def recorded(*args, **kwargs):
+        if sys._getframe(1).f_globals["__name__"].startswith("ampfuse"):
+            _calls.append(f"{module.__name__}.{name}()")
+        return original(*args, **kwargs)
+
+    setattr(module, name, recorded)
+
+
+def process():
+    """{name: object, or a list of such} of what one process has once."""
+    found = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of deprecated names that are looked at
+        for name, module in list(sys.modules.items()):
+            if _MODULES.fullmatch(name) and isinstance(module, types.ModuleType):
+                _look(found, name, module)
+    found["os.environ"] = sorted(os.environ.items())
+    found["signal.getsignal()"] = [signal.getsignal(n) for n in signal.valid_signals()]
+    found["warnings.filters"] = list(warnings.filters)
+    found["gc"] = [gc.isenabled(), gc.get_threshold()]
+    for call in _calls:
+        found[call] = [_calls.count(call)]
+    found["sys.modules"] = sorted(
+        name
+        for name, module in list(sys.modules.items())
+        if getattr(module, "__name__", "").startswith("ampfuse") and not name.startswith("ampfuse")
+    )
+    found["torch.serialization.get_safe_globals()"] = sorted(
+        map(str, torch.serialization.get_safe_globals())
+    )
+    found["torch's flags"] = [
+        torch.get_default_dtype(),
+        torch.get_num_threads(),
+        torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.backends.cudnn.benchmark,
+        torch.backends.cudnn.deterministic,
+        torch.backends.cuda.matmul.fp32_precision,
+        torch.backends.cudnn.conv.fp32_precision,
+        torch.is_grad_enabled(),
+        [(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")],
+        torch.is_autocast_cache_enabled(),
+    ]
+    for name in torch._C._dispatch_get_all_op_names():
+        if not name.startswith("ampfuse"):
+            found[name.partition(".")[0]] = found.get(name.partition(".")[0], "")
+            found[name.partition(".")[0]] += torch._C._dispatch_dump(name)
+    return found
+
+
+def _look(found, name, module):
+    for key, value in list(vars(module).items()):
+        if not isinstance(value, types.ModuleType):
+            _note(found, f"{name}.{key}", value)
+        if isinstance(value, type) and value.__module__ == name:
+            for attribute, inner in list(vars(value).items()):
+                _note(found, f"{name}.{key}.{attribute}", inner)
+
+
+def _note(found, name, value):
+    if _OWN.fullmatch(name):
+        return
+    found[name] = value
+    if isinstance(value, dict):
+        found[name + "[]"] = [(id(k), id(v)) for k, v in value.items()]
+    elif isinstance(value, (list, set)):
+        found[name + "[]"] = [id(each) for each in value]
+
+
+def objects(model, optimizer):
+    """The same of what ``amp.initialize`` is given; what a part of it has is the part's."""
+    found = {}
+
+    def look(key, kind, thing):
+        attributes = {f"{kind}.__class__": type(thing)}
+        for name, value in vars(thing).items():
+            if name not in ("_parameters", "_buffers"):
+                _note(attributes, f"{kind}.{name}", value)
+        found.update({(key, name): value for name, value in attributes.items()})
+
+    for key, module in model.named_modules():
+        look(key, "model" if not key else "loss" if key == "loss" else "module", module)
+        for name, buffer in module._buffers.items():
+            found[f"{key}.{name}", "buffer"] = buffer
+    for key, parameter in model.named_parameters():
+        look(key, "parameter", parameter)
+        found[key, "parameter"] = parameter
+        found[key, "parameter.data"] = [parameter.dtype, parameter.data_ptr()]
+    look("", "optimizer", optimizer)
+    found["params", "optimizer.param_groups"] = list(map(id, optimizer.param_groups[0]["params"]))
+    return found
+
+
+def changed(before, after):
+    """The names of what is another object, has another content, or is new in a known place."""
+    known = {_place(name) for name in before}
+    names = set()
+    for name in before.keys() | after.keys():
+        if name in before and name in after:
+            same = before[name] is after[name]
+            if not same and isinstance(after[name], (list, str)):
+                same = before[name] == after[name]
+        else:
+            # An imported module brings names of its own, also to the package that it is in.
+            same = name in after and _place(name) not in known
+        if not same:
+            names.add((name[1] if isinstance(name, tuple) else name).removesuffix("[]"))
+    return sorted(names)
+
+
+def _place(name):
+    """What has the attribute."""
+    if isinstance(name, tuple):
+        return name[0], name[1].partition(".")[0]
+    return name.removesuffix("[]").rpartition(".")[0]
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Conv2d(2, 4, 3)
+        self.norm = nn.BatchNorm2d(4)
+        self.last = nn.Linear(16, 3)
+        self.loss = nn.CrossEntropyLoss(weight=torch.ones(3))
+        self.register_buffer("offset", torch.zeros(3))
+
+    def forward(self, x, target):
+        x = F.relu(self.norm(self.first(x)))
+        return self.loss(self.last(x.flatten(1)) + self.offset, target)
+
+
+def training():
+    model = Net()
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+BATCH = torch.randn(2, 2, 4, 4), torch.tensor([0, 1])
+
+
+def torchs_own():
+    """What torch loads and counts at first use, it does here."""
+    model, optimizer = training()
+    for dtype in (torch.float16, torch.bfloat16):
+        with torch.autocast("cpu", dtype=dtype):
+            loss = model(*BATCH)
+        loss.backward()
+        optimizer.step()
+
+
+def import_all(skipped=re.compile(r"on_path|__main__|experiments\.(mnist|cifar|imagenet|mlp)")):
+    import ampfuse
+
+    for module in pkgutil.walk_packages(ampfuse.__path__, "ampfuse."):
+        if not skipped.search(module.name) and ".integrations." not in module.name:
+            importlib.import_module(module.name)
+
+
+def main():
+    torchs_own()
+    record_calls(os, "register_at_fork")
+    record_calls(atexit, "register")
+    found = {}
+    start = process()
+    torchs_own()
+    found["nothing"] = changed(start, process())
+    import_all()
+    found["import"] = changed(start, process())
+
+    from ampfuse import _C, amp
+    from ampfuse.compat import apex
+
+    for level in ("O0", "O2", "O3", "O5", "O1", "O4"):
+        model, optimizer = training()
+        before = objects(model, optimizer)
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        found[f"objects {level}"] = changed(before, objects(model, optimizer))
+        with amp.scale_loss(model(*BATCH), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        found[f"amp.initialize {level}"] = changed(start, process())
+        amp.restore_torch()
+    amp.cast_everywhere()
+    found["amp.cast_everywhere"] = changed(start, process())
+    amp.restore_torch()
+    amp.register_float_function(torch.fft, "fft")
+    amp.initialize(nn.Linear(2, 2), opt_level="O1", verbosity=0)
+    found["amp.register_float_function"] = changed(start, process())
+    amp.restore_torch()
+    _C.set_half_ops(True, every=True)
+    found["ampfuse.cpu_half_ops"] = changed(start, process())
+    amp.restore_torch()
+    apex.install()
+    found["apex.install"] = changed(start, process())
+    apex.uninstall()
+    found["undone"] = changed(start, process())
+    json.dump(found, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
