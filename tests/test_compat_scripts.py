@@ -53,6 +53,7 @@ CASES = {
         },
     ),
     "distributed": ("--no-amp", {f"--opt-level {level}": 0.003 for level in LEVELS}),
+    "grad_scaler": ("--no-apex", {"": 1e-5, "--half": 0.002}),
     "lightning_style": ("--no-amp", {f"--opt-level {level}": 0.03 for level in LEVELS[:4]}),
     "timm_style": ("--no-amp", {f"--opt-level {level}": 0.05 for level in LEVELS[:4]}),
 }

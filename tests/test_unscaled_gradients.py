@@ -6,6 +6,8 @@ import pytest
 import torch
 
 import ampfuse
+from ampfuse.compat.apex import optimizers
+from ampfuse.compat.apex.optimizers import FusedAdam
 from cases import KINDS, assert_same_bits, bf16, f16, f32, make, same_bits, snapshot
 
 inf = math.inf
@@ -101,6 +103,48 @@ def test_half_gradients_are_not_rewritten(dtype, device):
         assert (param.grad._version == versions[i]) == half
 
 
+@pytest.mark.parametrize("dtype", [f32, f16, bf16])
+@pytest.mark.parametrize("capturable", [True, False])
+@pytest.mark.parametrize("masters", [True, False])
+@pytest.mark.parametrize("scaler", [ampfuse.GradScaler, torch.amp.GradScaler])
+def test_apexs_capturable_adam_rounds_half_ones(dtype, capturable, masters, scaler, device):
+    """As its kernel did; what the step makes of them is not changed by that."""
+    options = {"capturable": capturable, "master_weights": masters and capturable}
+    parameters = [*params(dtype, device), *params(f32, device)]
+    twins = [p.detach().clone().requires_grad_() for p in parameters]
+    optimizer = FusedAdam(parameters, **options)
+    reference = make("adamw", twins, lr=1e-3, weight_decay=0.0, **options)
+    scale = 3000.0
+    inverse = torch.tensor(scale, dtype=torch.float64).reciprocal().float().to(device)
+    for i in range(2):
+        give_gradients(parameters, scale, seed=i)
+        carried = [param.grad.clone() for param in parameters]
+        versions = [param.grad._version for param in parameters]
+        for twin, gradient in zip(twins, carried, strict=True):
+            twin.grad = gradient.clone()
+        step(optimizer, scale, scaler)
+        step(reference, scale, scaler)
+        for j, (param, gradient) in enumerate(zip(parameters, carried, strict=True)):
+            unscaled = capturable or param.dtype == f32
+            expected = (gradient.float() * inverse).to(gradient.dtype) if unscaled else gradient
+            assert same_bits(param.grad, expected)
+            assert (param.grad._version > versions[j]) == unscaled
+    assert_same_bits(snapshot(optimizer), snapshot(reference))
+    give_gradients(parameters, scale)
+    parameters[3].grad[2] = inf
+    before = [param.grad.clone() for param in parameters]
+    step(optimizer, scale, scaler)
+    assert all(same_bits(p.grad, b) for p, b in zip(parameters, before, strict=True))
+
+
+@pytest.mark.parametrize("optimizer", ["FusedLAMB", "FusedMixedPrecisionLamb", "FusedNovoGrad"])
+def test_apexs_others_do_not(optimizer):
+    parameters = params(f16)
+    true = give_gradients(parameters, 1024.0)
+    step(getattr(optimizers, optimizer)(parameters, lr=0.1), 1024.0)
+    assert all(same_bits(p.grad, g * 1024) for p, g in zip(parameters, true, strict=True))
+
+
 def test_an_overflow_leaves_them_as_they_were(device):
     parameters = params(device=device)
     optimizer = make("adamw", parameters)
@@ -123,11 +167,12 @@ def test_gradients_unscaled_before_stay(device):
 
 
 def test_a_gradient_of_another_layout(device):
-    weight = torch.randn(5, 7, device=device).requires_grad_()
-    true = torch.randn(7, 5, device=device).t()
-    weight.grad = true * 1024
-    step(make("adamw", [weight]), 1024.0)
-    assert torch.equal(weight.grad, true)
+    for dtype in (f32, f16):
+        weight = torch.randn(5, 7).to(device, dtype).requires_grad_()
+        true = torch.randn(7, 5).to(device, dtype).t()
+        weight.grad = true * 1024
+        step(FusedAdam([weight], capturable=True), 1024.0)
+        assert torch.equal(weight.grad, true)
 
 
 def test_without_a_scaler_gradients_are_not_written(device):

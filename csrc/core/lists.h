@@ -11,7 +11,7 @@ enum List : int {
   kGrad,         // as autograd left it, perhaps scaled
   kAccumulated,  // FP32 (or the parameter's type), unscaled, from earlier backward passes
   kGradOut,      // where inspect writes unscaled gradients, if anywhere
-  kUnscaled,     // where the update does: over scaled FP32 ones
+  kUnscaled,     // where the update does: over scaled ones
   kParam,        // what the optimizer steps: the FP32 master, or the parameter itself
   kModel,        // the half-precision model weight beside a master
   kState0,       // the optimizer's states, in the order in which its op names them

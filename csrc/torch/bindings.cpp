@@ -209,7 +209,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("cancel_backward", on_shards(&ParamTable::cancel_backward))
       .def("materialize", on_shards(&ParamTable::materialize))
       .def("zero_grad", on_shards(&ParamTable::zero_grad), py::arg("set_to_none"))
-      .def("collect", &ParamTable::collect, py::arg("scale"), py::arg("unscales"))
+      .def("collect", &ParamTable::collect, py::arg("scale"), py::arg("unscales"),
+           py::arg("unscales_half") = false)
       .def("measure", &ParamTable::measure)
       .def("update", &ParamTable::update, py::kw_only(), py::arg("found_inf"), py::arg("max_norm"),
            py::arg("inspect"), py::arg("skip_nonfinite"), py::arg("meter") = py::none())

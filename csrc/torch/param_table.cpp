@@ -325,7 +325,8 @@ void ParamTable::inspect(const at::Tensor& scale, const Inspection& inspection) 
 
 // --- the step ------------------------------------------------------------------------------------
 
-std::vector<int64_t> ParamTable::collect(const std::optional<at::Tensor>& scale, bool unscales) {
+std::vector<int64_t> ParamTable::collect(const std::optional<at::Tensor>& scale, bool unscales,
+                                         bool unscales_half) {
   lend_shards();
   const at::Tensor none;
   bool any_pending = false;
@@ -345,7 +346,8 @@ std::vector<int64_t> ParamTable::collect(const std::optional<at::Tensor>& scale,
                 "it after the context has ended");
     bool scaled = scale && !is_materialized(row);
     const at::Tensor& used = row.has_grad ? checked_gradient(row, grad) : none;
-    row.unscales = unscales && scaled && row.has_grad && used.scalar_type() == at::kFloat;
+    row.unscales =
+        unscales && scaled && row.has_grad && (unscales_half || used.scalar_type() == at::kFloat);
     if (row.has_grad && row.pending.is_or_was(grad)) scaled = any_pending = true;
     set_gradient(i, used, scaled, row.accumulated, none);
     set(kUnscaled, i, row.unscales ? used : none);

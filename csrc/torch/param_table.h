@@ -86,8 +86,10 @@ class ParamTable {
 
   // One step. collect() finds the gradients, checks them all and returns the rows that have one but
   // no state yet; nothing has changed then. `scale`: what gradients not pending are multiplied by
-  // (a GradScaler's); with `unscales` the update leaves those in FP32 unscaled.
-  std::vector<int64_t> collect(const std::optional<at::Tensor>& scale, bool unscales);
+  // (a GradScaler's); with `unscales` the update leaves those in FP32 unscaled, with
+  // `unscales_half` too the others, rounded.
+  std::vector<int64_t> collect(const std::optional<at::Tensor>& scale, bool unscales,
+                               bool unscales_half);
   // Makes sum_squares that of the collected gradients, now rather than in the step.
   void measure();
   // `meter`: the step is metered into these, which new_meter() made.

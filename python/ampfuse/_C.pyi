@@ -333,11 +333,14 @@ class ParamTable:
     def zero_grad(self, set_to_none: bool) -> None:
         """Drop all gradients, or fill them with zeros."""
 
-    def collect(self, scale: Tensor | None, unscales: bool) -> list[int]:
+    def collect(
+        self, scale: Tensor | None, unscales: bool, unscales_half: bool = False
+    ) -> list[int]:
         """Find and check the gradients of a step; the rows that have one but no state yet.
 
         `scale` is what gradients outside scale_loss carry; with `unscales` the update writes those
-        in FP32 back without it. Nothing has changed when this raises.
+        in FP32 back without it, with `unscales_half` the others too. Nothing has changed when this
+        raises.
         """
 
     def measure(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,6 +12,9 @@ from ampfuse.optim.ema import Averages
 from ampfuse.optim.masters import FLOAT_DTYPES
 from ampfuse.optim.schedule import Scheduled, refuse_unread
 from ampfuse.uncompiled import uncompiled
+
+if TYPE_CHECKING:
+    from ampfuse._C import ParamTable
 
 # What ``upgrade`` makes of torch's optimizers.
 FUSED: dict[type[torch.optim.Optimizer], type[FusedOptimizer]] = {}
@@ -35,6 +38,9 @@ class FusedOptimizer(Scheduled, Averages):
 
     # torch.amp.GradScaler then hands over `grad_scale` and `found_inf` instead of unscaling.
     _step_supports_amp_scaling = True
+
+    # Whether half gradients are left unscaled as FP32 ones are, rounded.
+    _unscales_half = False
 
     # Whether a step follows the norm of each tensor by itself, so that LARC has no place around it.
     _follows_norms = False
@@ -93,7 +99,7 @@ class FusedOptimizer(Scheduled, Averages):
         table = self.param_table()
         self.keep_bound()
         self._send_hyper()
-        stateless = table.collect(self.__dict__.get("grad_scale"), self.unscale_grads)
+        stateless = self._collect(table)
         for row in stateless:
             self._init_state(row)
         if stateless:
@@ -114,10 +120,15 @@ class FusedOptimizer(Scheduled, Averages):
         if not max_norm > 0:
             raise ValueError(f"max_norm is {max_norm}; it has to be positive")
         table = self.param_table()
-        table.collect(self.__dict__.get("grad_scale"), self.unscale_grads)
+        self._collect(table)
         table.measure()
         self.clip_once = float(max_norm)
         return table.state_field("sum_squares").sqrt().to(torch.float32)
+
+    def _collect(self, table: ParamTable) -> list[int]:
+        """Tell `table` of the gradients and their scale; the rows with a gradient but no state."""
+        scale = self.__dict__.get("grad_scale")
+        return table.collect(scale, self.unscale_grads, self._unscales_half)
 
     # --- hyper-parameters -----------------------------------------------------------------------
 

@@ -37,7 +37,7 @@ class Options(TypedDict, total=False):
             scaling do so anyway.
         unscale_grads: after a step that a GradScaler drives, FP32 gradients read unscaled (and not
             clipped), as with torch's fused optimizers; a skipped step leaves them as they were, and
-            half ones always stay scaled. False: the step writes 4 bytes less per element, and
+            half ones stay scaled. False: the step writes 4 bytes less per element, and
             ``.grad`` stays multiplied by the loss scale.
     """
 

@@ -19,7 +19,8 @@ class FusedAdam(ApexOptimizer, Adam):
         bias_correction: False uses the moments as they are.
         adam_w_mode: decoupled weight decay (AdamW), else L2 through the gradient (Adam).
         set_grad_none: whether ``zero_grad()`` drops gradients by default, or zeroes them.
-        capturable: accepted and without effect: a step never waits, and can be captured.
+        capturable: a step never waits, and can be captured; with True, one that a GradScaler
+            drives leaves half gradients unscaled too.
         master_weights: keep FP32 masters of half parameters; apex wants `capturable` with it.
 
     Raises:
@@ -56,6 +57,10 @@ class FusedAdam(ApexOptimizer, Adam):
         self._set_flag("bias_correction", bool(bias_correction))
         self.adam_w_mode = 1 if adam_w_mode else 0
         self.capturable = capturable
+
+    @property
+    def _unscales_half(self) -> bool:  # type: ignore[override]
+        return self.capturable
 
     def step(
         self,
