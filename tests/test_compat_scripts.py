@@ -53,6 +53,10 @@ CASES = {
         },
     ),
     "distributed": ("--no-amp", {f"--opt-level {level}": 0.003 for level in LEVELS}),
+    "fairseq_style": (
+        "--no-apex",
+        {"": 1e-5, "--fp16": 0.005} | {f"--opt-level {level}": 0.01 for level in LEVELS},
+    ),
     "grad_scaler": ("--no-apex", {"": 1e-5, "--half": 0.002}),
     "lightning_style": ("--no-amp", {f"--opt-level {level}": 0.03 for level in LEVELS[:4]}),
     "timm_style": ("--no-amp", {f"--opt-level {level}": 0.05 for level in LEVELS[:4]}),
@@ -139,6 +143,7 @@ def test_as_a_program(way, tmp_path):
 # Two epochs, and the others from the checkpoint, are all of them; at O2 and with the masters saved.
 CHECKPOINTED = {
     "imagenet": "--epochs 2",
+    "fairseq_style": "--epochs 2",
     "lightning_style": "--max-epochs 2",
     "timm_style": "--epochs 2",
 }

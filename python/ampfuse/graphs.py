@@ -24,7 +24,7 @@ from ampfuse.amp import scale_loss, weight_cache
 from ampfuse.amp import session as sessions
 from ampfuse.graph_batch import Batch
 from ampfuse.optim.captured import CapturedOptimizer, stale
-from ampfuse.optim.fused import FusedOptimizer
+from ampfuse.optim.fused import FusedOptimizer, is_fused
 
 __all__ = ["EAGER_CALLS", "GraphedCall", "GraphedStep", "make_graphed_step"]
 
@@ -139,7 +139,7 @@ def make_graphed_step(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; it has to be a torch.nn.Module")
-    if not isinstance(optimizer, FusedOptimizer):
+    if not is_fused(optimizer):
         kinds = [kind for kind in vars(optim).values() if isinstance(kind, type)]
         *most, last = [kind.__name__ for kind in kinds if issubclass(kind, FusedOptimizer)]
         raise TypeError(

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from ampfuse import _core
 from ampfuse.amp.scaler import DEFAULT_MIN_SCALE, ScaleRule
 from ampfuse.optim import AmpOptimizer
-from ampfuse.optim.base import driven
-from ampfuse.optim.fused import FusedOptimizer
+from ampfuse.optim.base import driven, takes_scale
+from ampfuse.optim.fused import is_fused
 from ampfuse.optim.inner import parameters
 from ampfuse.optim.masters import HALF_DTYPES
 from ampfuse.optim.unscaling import unscale
@@ -110,7 +110,7 @@ class GradScaler(torch.amp.GradScaler):
             return optimizer.step(*args, **kwargs)
         if "closure" in kwargs:
             raise RuntimeError("A closure is not supported while GradScaler is enabled.")
-        if not isinstance(optimizer, AmpOptimizer):
+        if not takes_scale(optimizer):
             return self._step_other(optimizer, *args, **kwargs)
         scale, _ = self._check_scale_growth_tracker("step")
         state = self._per_optimizer_states[id(optimizer)]
@@ -158,11 +158,11 @@ class GradScaler(torch.amp.GradScaler):
         else:
             scale, _ = self._check_scale_growth_tracker("clip_grad_norm_")
             stage = self._per_optimizer_states[id(optimizer)]["stage"]
-            if stage is OptState.READY and not isinstance(optimizer, FusedOptimizer):
+            if stage is OptState.READY and not is_fused(optimizer):
                 self.unscale_(optimizer)
             if stage is not OptState.READY:
                 scale = None
-        if not isinstance(optimizer, FusedOptimizer):
+        if not is_fused(optimizer):
             return torch.nn.utils.clip_grad_norm_(parameters(optimizer), max_norm)
         with driven(optimizer, grad_scale=scale):
             return optimizer.clip_next_step(max_norm)

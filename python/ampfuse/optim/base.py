@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -79,6 +79,9 @@ class AmpOptimizer(Gradients, Checkpoints):
     :class:`Gradients`, the masters of :class:`Checkpoints`. Other attributes have names that no
     optimizer is likely to have, as this goes in front of classes of other people too.
     """
+
+    # torch.amp.GradScaler then hands over `grad_scale` and `found_inf` instead of unscaling.
+    _step_supports_amp_scaling = True
 
     # Under amp: whether an overflow skips the step (dynamic scaling) or not (a static scale).
     skip_on_overflow: bool = True
@@ -166,6 +169,11 @@ class AmpOptimizer(Gradients, Checkpoints):
 def amp_optimizers(optimizer: Any) -> list[AmpOptimizer]:
     """Those that amp knows among `optimizer` and what it wraps, the innermost last."""
     return [one for one in with_inner(optimizer) if isinstance(one, AmpOptimizer)]
+
+
+def takes_scale(optimizer: Any) -> TypeGuard[AmpOptimizer]:
+    """Whether its step unscales, inspects and skips by itself."""
+    return isinstance(optimizer, AmpOptimizer) and optimizer._step_supports_amp_scaling
 
 
 @contextlib.contextmanager

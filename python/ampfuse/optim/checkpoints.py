@@ -47,6 +47,8 @@ class Checkpoints(Rows):
     )
     # The state dict that is being loaded.
     _loading: dict[str, Any] | None = None
+    # In a subclass of a fused optimizer whose step, and state, is not ours.
+    _has_own_step = False
     # Within a swap_ema block.
     _swapped = False
 
@@ -157,9 +159,10 @@ class Checkpoints(Rows):
                 loaded.pop("state_dtype", None)
                 if "state_dtype" in group:
                     loaded["state_dtype"] = group["state_dtype"]
-        # torch's looks for a step in each state; before the first there are masters alone.
+        # torch's looks for a step in each state; before the first there are masters alone, and the
+        # state of another's step is not torch's.
         states = state.get("state", {})
-        alone = [param for param, held in states.items() if _is_master_alone(held)]
+        alone = [p for p, held in states.items() if self._has_own_step or _is_master_alone(held)]
         set_aside = {param: states.pop(param) for param in alone}
         super().__setstate__(state)
         states.update(set_aside)

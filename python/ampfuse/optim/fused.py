@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from types import CodeType
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -27,17 +29,18 @@ class FusedOptimizer(Scheduled, Averages):
     (:class:`States`), and gives the kernel's hyper-parameters (`_hyper`, by the names of
     ``ParamTable.set_hyper``, and ``lr``, which may be a tensor). With the class argument `replaces`
     it stands in, under amp, for that class of torch, from which it also inherits.
+
+    In a subclass whose step calls no other, amp and GradScalers see an optimizer like any other.
     """
 
     def __init_subclass__(
         cls, *, replaces: type[torch.optim.Optimizer] | None = None, **kwargs: Any
     ) -> None:
+        if not cls._has_own_step and _has_own_step(cls):
+            cls._has_own_step, cls._step_supports_amp_scaling = True, False
         super().__init_subclass__(**kwargs)
         if replaces is not None:
             FUSED[replaces] = cls
-
-    # torch.amp.GradScaler then hands over `grad_scale` and `found_inf` instead of unscaling.
-    _step_supports_amp_scaling = True
 
     # Whether half gradients are left unscaled as FP32 ones are, rounded.
     _unscales_half = False
@@ -169,3 +172,23 @@ class FusedOptimizer(Scheduled, Averages):
         on_device = lr.device == self._row_params[0].device and lr.dtype == torch.float32
         hyper["lr"] = 0.0 if on_device else float(lr)
         return (lr if on_device else None), hyper
+
+
+def is_fused(optimizer: torch.optim.Optimizer) -> TypeGuard[FusedOptimizer]:
+    """Whether the optimizer's step is ours, or a subclass's that calls ours."""
+    return isinstance(optimizer, FusedOptimizer) and not optimizer._has_own_step
+
+
+def _has_own_step(cls: type) -> bool:
+    """Whether some class has put a step before ours that calls no other, by its code."""
+    ours = inspect.unwrap(FusedOptimizer.step)  # torch wraps it anew for each class
+    steps = (inspect.unwrap(vars(kind)["step"]) for kind in cls.__mro__ if "step" in vars(kind))
+    first = next(s for s in steps if s is ours or not _names_step(getattr(s, "__code__", None)))
+    return first is not ours
+
+
+def _names_step(code: CodeType | None) -> bool:
+    """Whether code, or a function in it, looks up a ``step``. What has no code might."""
+    if code is None or "step" in code.co_names:
+        return True
+    return any(_names_step(const) for const in code.co_consts if isinstance(const, CodeType))

@@ -23,8 +23,9 @@ class GenericOptimizer(AmpOptimizer):
     to know whether to run it: `_overflowed` reads that once per step, as torch's GradScaler does.
     """
 
-    # GradScaler of torch then leaves unscaling to us.
+    # Also where a subclass of a fused optimizer has a step of its own.
     _step_supports_amp_scaling = True
+    _algorithm = "none"
     _original_class: type[torch.optim.Optimizer]
 
     @uncompiled

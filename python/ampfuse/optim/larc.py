@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ampfuse.optim.base import AmpOptimizer
+from ampfuse.optim.base import takes_scale
 from ampfuse.optim.layerwise import Layerwise
 
 
@@ -90,7 +90,7 @@ class LARC(torch.optim.Optimizer):
         """
         settings = Layerwise(float(self.trust_coefficient), bool(self.clip), float(self.eps))
         optimizer = self.optim
-        if isinstance(optimizer, AmpOptimizer):
+        if takes_scale(optimizer):
             optimizer._layerwise = settings
             try:
                 return optimizer.step(closure)

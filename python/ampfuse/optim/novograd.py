@@ -44,6 +44,7 @@ class NovoGrad(FusedOptimizer):
 
     _algorithm = "novograd"
     _follows_norms = True
+    _norm_types: tuple[float, ...] = (2, float("inf"))  # the second is the largest magnitude
 
     def __init__(
         self,
@@ -77,8 +78,8 @@ class NovoGrad(FusedOptimizer):
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
-        if group["norm_type"] not in (2, float("inf")):
-            raise ValueError(f"norm_type is {group['norm_type']}; it is 2 or inf")
+        if group["norm_type"] not in self._norm_types:
+            raise ValueError(f"norm_type is {group['norm_type']}; it is 2 or {self._norm_types[1]}")
 
     def _columns(self) -> dict[str, Tensor]:
         return {**super()._columns(), "exp_avg_norm": self._known_table().norm_averages()}

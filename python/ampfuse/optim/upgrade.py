@@ -9,8 +9,8 @@ from typing import Any, Literal
 import torch
 
 from ampfuse.optim.base import AmpOptimizer
-from ampfuse.optim.fused import FUSED, FusedOptimizer
-from ampfuse.optim.generic import generic_class
+from ampfuse.optim.fused import FUSED, FusedOptimizer, is_fused
+from ampfuse.optim.generic import GenericOptimizer, generic_class
 from ampfuse.optim.inner import with_inner
 from ampfuse.optim.larc import LARC
 from ampfuse.optim.masters import MASTERS
@@ -43,7 +43,7 @@ def upgrade(
         upgrade(optimizer.optim, master_weights=master_weights, names=names)
         return
     cls = type(optimizer)
-    if not isinstance(optimizer, AmpOptimizer):
+    if not (is_fused(optimizer) or isinstance(optimizer, GenericOptimizer)):
         optimizer.__class__ = fused_class(optimizer) or generic_class(cls)
         _follow_class(optimizer)
     assert isinstance(optimizer, AmpOptimizer)
@@ -66,7 +66,7 @@ def refuse_split(optimizer: torch.optim.Optimizer) -> None:
 def fused_class(optimizer: torch.optim.Optimizer) -> type[FusedOptimizer] | None:
     """The class with a fused step that `optimizer` has or gets; None: it keeps its own step."""
     if isinstance(optimizer, FusedOptimizer):
-        return type(optimizer)
+        return type(optimizer) if is_fused(optimizer) else None
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return None
     return FUSED.get(type(optimizer))  # by exact type: a subclass may step otherwise

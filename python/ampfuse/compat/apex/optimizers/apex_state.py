@@ -7,11 +7,13 @@ from typing import Any
 import torch
 
 
-def as_torch(state_dict: dict[str, Any], param_groups: list[dict[str, Any]]) -> dict[str, Any]:
+def as_torch(
+    state_dict: dict[str, Any], param_groups: list[dict[str, Any]], *, by_group: bool
+) -> dict[str, Any]:
     """`state_dict`, of apex or torch, with torch's keys; `state_dict` itself is not changed.
 
     What a saved group does not say is taken from `param_groups`, the optimizer's own. The step of a
-    group counts for parameters whose state has none.
+    group counts for parameters whose state has none, unless they are to be counted `by_group`.
     """
     state = {key: dict(value) for key, value in state_dict["state"].items()}
     groups = []
@@ -20,7 +22,7 @@ def as_torch(state_dict: dict[str, Any], param_groups: list[dict[str, Any]]) -> 
         own = param_groups[i] if len(saved_groups) == len(param_groups) else {}
         group = {key: value for key, value in own.items() if key not in ("params", "param_names")}
         group.update(saved)
-        step = group.get("step")
+        step = None if by_group else group.get("step")
         for key in group["params"]:
             # Without a moment there is nothing that a count could belong to.
             if step is not None and state.get(key) and "step" not in state[key]:

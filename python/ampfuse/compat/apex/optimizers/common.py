@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ampfuse.compat.apex.optimizers.apex_state import as_torch
 from ampfuse.optim.base import driven
 from ampfuse.optim.fused import FusedOptimizer
+from ampfuse.optim.inner import parameters
 
 
 class ApexOptimizer(FusedOptimizer):
@@ -26,17 +29,19 @@ class ApexOptimizer(FusedOptimizer):
     _copied = (
         *FusedOptimizer._copied,
         "set_grad_none",
-        "adam_w_mode",
-        "adagrad_w_mode",
         "capturable",
-        "use_nvlamb",
-        "wd_after_momentum",
         "materialize_master_grads",
         "most_recent_scale",
         "scale_set_by_backward",
         "_first_step",
         "_reduced_precision_dtype",
     )
+
+    @functools.cached_property
+    def _dummy_overflow_buf(self) -> Tensor:
+        """The flag that ``amp_C``'s operations take; our own step has another."""
+        device = next((param.device for param in parameters(self)), None)
+        return torch.zeros(1, dtype=torch.int32, device=device)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         # The base's by name: between it and here torch may have put hooks on classes that have
@@ -57,13 +62,24 @@ class ApexOptimizer(FusedOptimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any], *, strict: bool = False) -> None:
         """Loads apex's, torch's and ampfuse's state dicts."""
-        super().load_state_dict(as_torch(state_dict, self.param_groups), strict=strict)
+        state_dict = as_torch(state_dict, self.param_groups, by_group=self._has_own_step)
+        super().load_state_dict(state_dict, strict=strict)
 
     def _set_flag(self, name: str, value: Any) -> None:
         """A property of every group, of those to come too."""
         self.defaults[name] = value
         for group in self.param_groups:
             group.setdefault(name, value)
+
+
+def of_groups(key: str, read: Callable[[Any], Any], write: Callable[[Any], bool] = bool) -> Any:
+    """An attribute of apex's that is, here, an entry of each parameter group and of new ones."""
+
+    def assign(self: ApexOptimizer, value: Any) -> None:
+        for group in (self.defaults, *self.param_groups):
+            group[key] = write(value)
+
+    return property(lambda self: read(self.param_groups[0][key]), assign)
 
 
 def refuse_amsgrad(amsgrad: bool, name: str) -> None:

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from ampfuse.compat.apex.optimizers.common import ApexOptimizer
+from ampfuse.compat.apex import amp_C
+from ampfuse.compat.apex.optimizers.common import ApexOptimizer, of_groups
 from ampfuse.optim import Adagrad
 
 
@@ -20,6 +21,8 @@ class FusedAdagrad(ApexOptimizer, Adagrad):
     """
 
     _counts_steps = False
+    multi_tensor_adagrad = staticmethod(amp_C.multi_tensor_adagrad)
+    adagrad_w_mode = of_groups("decoupled_weight_decay", int)
 
     def __init__(
         self,
@@ -33,7 +36,6 @@ class FusedAdagrad(ApexOptimizer, Adagrad):
         self.set_grad_none = set_grad_none
         super().__init__(params, lr=lr, eps=eps, weight_decay=weight_decay)
         self._set_flag("decoupled_weight_decay", bool(adagrad_w_mode))
-        self.adagrad_w_mode = 1 if adagrad_w_mode else 0
 
     def load_state_dict(self, state_dict: dict[str, Any], *, strict: bool = False) -> None:
         """Loads apex's, torch's and ampfuse's state dicts; apex counted no steps."""

@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ampfuse.compat.apex.optimizers.common import ApexOptimizer, driven_by, refuse_amsgrad
+from ampfuse.compat.apex import amp_C
+from ampfuse.compat.apex.optimizers.common import (
+    ApexOptimizer,
+    driven_by,
+    of_groups,
+    refuse_amsgrad,
+)
 from ampfuse.optim import Adam
 
 _REFUSED = ("grads", "output_params", "scale", "grad_norms")
@@ -26,6 +32,11 @@ class FusedAdam(ApexOptimizer, Adam):
     Raises:
         RuntimeError: `amsgrad`; `master_weights` without `capturable`.
     """
+
+    multi_tensor_adam = staticmethod(amp_C.multi_tensor_adam)
+    multi_tensor_adam_capturable = staticmethod(amp_C.multi_tensor_adam_capturable)
+    multi_tensor_adam_capturable_master = staticmethod(amp_C.multi_tensor_adam_capturable_master)
+    adam_w_mode = of_groups("decoupled_weight_decay", int)
 
     def __init__(
         self,
@@ -55,7 +66,6 @@ class FusedAdam(ApexOptimizer, Adam):
             master_weights=master_weights,
         )
         self._set_flag("bias_correction", bool(bias_correction))
-        self.adam_w_mode = 1 if adam_w_mode else 0
         self.capturable = capturable
 
     @property

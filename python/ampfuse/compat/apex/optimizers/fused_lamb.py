@@ -6,7 +6,8 @@ import math
 import sys
 from typing import Any
 
-from ampfuse.compat.apex.optimizers.common import ApexOptimizer, refuse_amsgrad
+from ampfuse.compat.apex import amp_C
+from ampfuse.compat.apex.optimizers.common import ApexOptimizer, of_groups, refuse_amsgrad
 from ampfuse.optim import LAMB
 
 
@@ -23,6 +24,11 @@ class FusedLAMB(ApexOptimizer, LAMB):
     Raises:
         RuntimeError: `amsgrad`.
     """
+
+    multi_tensor_l2norm = staticmethod(amp_C.multi_tensor_l2norm)
+    multi_tensor_lamb = staticmethod(amp_C.multi_tensor_lamb)
+    adam_w_mode = of_groups("decoupled_weight_decay", int)
+    use_nvlamb = of_groups("use_nvlamb", bool)
 
     def __init__(
         self,
@@ -41,8 +47,8 @@ class FusedLAMB(ApexOptimizer, LAMB):
     ) -> None:
         refuse_amsgrad(amsgrad, type(self).__name__)
         self.set_grad_none = set_grad_none
-        if max_grad_norm == 0:
-            max_grad_norm = sys.float_info.min  # and 0 in FP32, which gradients are multiplied in
+        # The least of numbers in place of 0: it is 0 in FP32, which gradients are multiplied in.
+        largest = None if max_grad_norm in (None, math.inf) else max_grad_norm or sys.float_info.min
         super().__init__(
             params,
             lr,
@@ -53,7 +59,6 @@ class FusedLAMB(ApexOptimizer, LAMB):
             grad_averaging=bool(grad_averaging),
             decoupled_weight_decay=bool(adam_w_mode),
             use_nvlamb=bool(use_nvlamb),
-            max_grad_norm=None if max_grad_norm in (None, math.inf) else float(max_grad_norm),
+            max_grad_norm=largest,
         )
-        self.adam_w_mode = 1 if adam_w_mode else 0
-        self.use_nvlamb = use_nvlamb
+        self._set_flag("max_grad_norm", max_grad_norm)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ampfuse.compat.apex import amp_C
 from ampfuse.compat.apex.optimizers.common import ApexOptimizer, driven_by
 from ampfuse.compat.apex.optimizers.fused_lamb import FusedLAMB
 
@@ -20,6 +21,9 @@ class FusedMixedPrecisionLamb(FusedLAMB):
             before the first step.
         The others are :class:`FusedLAMB`'s.
     """
+
+    multi_tensor_l2norm = staticmethod(amp_C.multi_tensor_l2norm_mp)
+    multi_tensor_lamb = staticmethod(amp_C.multi_tensor_lamb_mp)  # type: ignore[assignment]
 
     def __init__(
         self,

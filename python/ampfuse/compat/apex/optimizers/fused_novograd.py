@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
-from ampfuse.compat.apex.optimizers.common import ApexOptimizer, refuse_amsgrad
+from ampfuse.compat.apex import amp_C
+from ampfuse.compat.apex.optimizers.common import ApexOptimizer, of_groups, refuse_amsgrad
 from ampfuse.optim import NovoGrad
 from ampfuse.optim.masters import HALF_DTYPES
 
@@ -23,6 +23,10 @@ class FusedNovoGrad(ApexOptimizer, NovoGrad):
         RuntimeError: `amsgrad`, or another `norm_type`.
     """
 
+    _norm_types = (2, 0)
+    multi_tensor_novograd = staticmethod(amp_C.multi_tensor_novograd)
+    moment_mode = of_groups("reg_inside_moment", lambda inside: 1 - inside, lambda mode: mode == 0)
+
     def __init__(
         self,
         params: Any,
@@ -39,7 +43,7 @@ class FusedNovoGrad(ApexOptimizer, NovoGrad):
         set_grad_none: bool = True,
     ) -> None:
         refuse_amsgrad(amsgrad, "FusedNovoGrad")
-        if norm_type not in (0, 2):
+        if norm_type not in self._norm_types:
             raise RuntimeError(f"FusedNovoGrad's norm_type is 2, or 0 for the maximum: {norm_type}")
         self.set_grad_none = set_grad_none
         super().__init__(
@@ -50,7 +54,7 @@ class FusedNovoGrad(ApexOptimizer, NovoGrad):
             weight_decay,
             bias_correction=bool(bias_correction),
             grad_averaging=bool(grad_averaging),
-            norm_type=math.inf if norm_type == 0 else 2,
+            norm_type=norm_type,
             init_zero=bool(init_zero),
             reg_inside_moment=bool(reg_inside_moment),
         )
@@ -66,10 +70,9 @@ class FusedNovoGrad(ApexOptimizer, NovoGrad):
         state = {key: dict(value) for key, value in state_dict["state"].items()}
         groups = [dict(group) for group in state_dict["param_groups"]]
         for group, own in zip(groups, self.param_groups, strict=False):
-            norms = group.pop("exp_avg_sq", None)
+            norms = None if self._has_own_step else group.pop("exp_avg_sq", None)
             if norms is None or len(group["params"]) != len(own["params"]):
                 continue  # groups that do not fit are torch's to refuse
-            group.pop("norm_type", None)  # 0 where ours is inf; the constructor's counts
             half = [param.dtype in HALF_DTYPES for param in own["params"]]
             keys = [
                 [k for k, h in zip(group["params"], half, strict=True) if h == kind]

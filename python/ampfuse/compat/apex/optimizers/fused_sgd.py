@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
-from ampfuse.compat.apex.optimizers.common import ApexOptimizer
+import torch
+
+from ampfuse.compat.apex import amp_C
+from ampfuse.compat.apex.optimizers.common import ApexOptimizer, of_groups
 from ampfuse.optim import SGD
+
+if TYPE_CHECKING:
+    from ampfuse._C import ParamTable
 
 
 class FusedSGD(ApexOptimizer, SGD):
@@ -24,6 +31,8 @@ class FusedSGD(ApexOptimizer, SGD):
     """
 
     _counts_steps = False
+    multi_tensor_sgd = staticmethod(amp_C.multi_tensor_sgd)
+    wd_after_momentum = of_groups("wd_after_momentum", bool)
 
     def __init__(
         self,
@@ -41,11 +50,24 @@ class FusedSGD(ApexOptimizer, SGD):
         if lr is None and not all(isinstance(g, dict) and "lr" in g for g in params):
             raise ValueError("FusedSGD needs a learning rate: pass lr.")
         self.set_grad_none = set_grad_none
+        self.most_recent_scale = 1.0
+        self.scale_set_by_backward = False
         super().__init__(
             params, 0.0 if lr is None else lr, momentum, dampening, weight_decay, nesterov
         )
         self._set_flag("wd_after_momentum", bool(wd_after_momentum))
-        self.wd_after_momentum = wd_after_momentum
         self.materialize_master_grads = materialize_master_grads
-        self.most_recent_scale = 1.0
-        self.scale_set_by_backward = False
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step on gradients divided by ``most_recent_scale``, which is 1 again after it."""
+        result = super().step(closure)
+        self.most_recent_scale, self.scale_set_by_backward = 1.0, False
+        return result
+
+    def _collect(self, table: ParamTable) -> list[int]:
+        if self.most_recent_scale == 1:
+            return super()._collect(table)
+        device = self._row_params[0].device
+        scale = torch.full((), self.most_recent_scale, dtype=torch.float32, device=device)
+        scaler = self.__dict__.get("grad_scale")
+        return table.collect(scale if scaler is None else scale * scaler, unscales=False)

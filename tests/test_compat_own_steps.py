@@ -1,0 +1,521 @@
+"""What subclasses of apex's optimizers call and read, in steps of their own."""
+
+import copy
+import itertools
+import math
+import operator
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import ampfuse
+from ampfuse.compat.apex import amp, amp_C, optimizers
+from ampfuse.compat.apex.multi_tensor_apply import multi_tensor_applier
+from ampfuse.compat.apex.parallel.LARC import LARC
+from ampfuse.optim.fused import FusedOptimizer
+from cases import f16, f32
+
+SHAPES = ((3, 4), (5,), (1,))
+FLAGS, OFF = (True, False), (False, True)
+
+
+def given(*names):
+    """Attributes that are the options of that name."""
+    return {name: operator.itemgetter(name) for name in names}
+
+
+def as_number(attribute, option, on=1):
+    return {attribute: lambda chosen: on if chosen[option] else 1 - on}
+
+
+# The options of each constructor that an attribute tells of, with their values, the default first;
+# the attributes; and those that are functions, by their names in amp_C.
+INTERFACE = {
+    "FusedSGD": (
+        {"wd_after_momentum": OFF, "materialize_master_grads": FLAGS, "set_grad_none": OFF},
+        given("wd_after_momentum", "materialize_master_grads", "set_grad_none")
+        | {"most_recent_scale": lambda _: 1.0, "scale_set_by_backward": lambda _: False},
+        {"multi_tensor_sgd": "multi_tensor_sgd"},
+    ),
+    "FusedAdam": (
+        {"adam_w_mode": FLAGS, "set_grad_none": FLAGS, "capturable": OFF, "master_weights": OFF},
+        given("set_grad_none", "capturable", "master_weights")
+        | as_number("adam_w_mode", "adam_w_mode"),
+        {
+            "multi_tensor_adam": "multi_tensor_adam",
+            "multi_tensor_adam_capturable": "multi_tensor_adam_capturable",
+            "multi_tensor_adam_capturable_master": "multi_tensor_adam_capturable_master",
+        },
+    ),
+    "FusedAdagrad": (
+        {"adagrad_w_mode": OFF, "set_grad_none": FLAGS},
+        given("set_grad_none") | as_number("adagrad_w_mode", "adagrad_w_mode"),
+        {"multi_tensor_adagrad": "multi_tensor_adagrad"},
+    ),
+    "FusedNovoGrad": (
+        {"reg_inside_moment": OFF, "set_grad_none": FLAGS},
+        given("set_grad_none") | as_number("moment_mode", "reg_inside_moment", on=0),
+        {"multi_tensor_novograd": "multi_tensor_novograd"},
+    ),
+    "FusedLAMB": (
+        {"adam_w_mode": FLAGS, "set_grad_none": FLAGS, "use_nvlamb": OFF},
+        given("set_grad_none", "use_nvlamb") | as_number("adam_w_mode", "adam_w_mode"),
+        {"multi_tensor_lamb": "multi_tensor_lamb", "multi_tensor_l2norm": "multi_tensor_l2norm"},
+    ),
+    "FusedMixedPrecisionLamb": (
+        {"adam_w_mode": FLAGS, "use_nvlamb": OFF, "reduced_precision_dtype": (None, f16)},
+        given("use_nvlamb", "reduced_precision_dtype") | as_number("adam_w_mode", "adam_w_mode"),
+        {
+            "multi_tensor_lamb": "multi_tensor_lamb_mp",
+            "multi_tensor_l2norm": "multi_tensor_l2norm_mp",
+        },
+    ),
+}
+# What a group has, as apex's constructors named it and with the values given.
+GROUPS = {
+    "FusedSGD": {"lr": 0.1, "momentum": 0.9, "dampening": 0, "weight_decay": 0.1, "nesterov": True},
+    "FusedAdam": {"lr": 0.1, "bias_correction": False, "betas": (0.8, 0.9), "eps": 1e-3}
+    | {"weight_decay": 0.1},
+    "FusedAdagrad": {"lr": 0.1, "eps": 1e-3, "weight_decay": 0.1},
+    "FusedNovoGrad": {"lr": 0.1, "bias_correction": False, "betas": (0.8, 0.9), "eps": 1e-3}
+    | {"weight_decay": 0.1, "grad_averaging": False, "norm_type": 0, "init_zero": True},
+    "FusedLAMB": {"lr": 0.1, "bias_correction": False, "betas": (0.8, 0.9), "eps": 1e-3}
+    | {"weight_decay": 0.1, "grad_averaging": False, "max_grad_norm": 0.5},
+}
+GROUPS["FusedMixedPrecisionLamb"] = GROUPS["FusedLAMB"]
+
+
+def start(dtype=f32):
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
+
+
+def give_gradients(ps, t, scale=1.0):
+    generator = torch.Generator().manual_seed(t)
+    for p in ps:
+        p.grad = (torch.randn(p.shape, generator=generator) * scale).to(p.dtype)
+
+
+def take_steps(optimizer, ps, first=1, last=4):
+    for t in range(first, last + 1):
+        give_gradients(ps, t)
+        optimizer.step()
+
+
+def combinations(options):
+    return [
+        dict(zip(options, values, strict=True)) for values in itertools.product(*options.values())
+    ]
+
+
+@pytest.mark.parametrize("name", INTERFACE)
+def test_attributes_say_what_the_constructor_was_told(name):
+    options, attributes, operations = INTERFACE[name]
+    needed = {"lr": 0.1} if name == "FusedSGD" else {}
+    default = {key: values[0] for key, values in options.items()}
+    calls = [({}, default)] + [(chosen, chosen) for chosen in combinations(options)]
+    for arguments, chosen in calls:
+        if chosen.get("master_weights") and not chosen["capturable"]:
+            continue
+        optimizer = getattr(optimizers, name)(start(), **needed, **arguments)
+        found = {key: getattr(optimizer, key) for key in attributes}
+        expected = {key: value(chosen) for key, value in attributes.items()}
+        assert found == expected
+        assert {k: type(v) for k, v in found.items()} == {k: type(v) for k, v in expected.items()}
+        for key, operation in operations.items():
+            assert getattr(optimizer, key) is getattr(amp_C, operation)
+        flag = optimizer._dummy_overflow_buf
+        assert (flag.dtype, flag.tolist()) == (torch.int32, [0])
+        assert flag is optimizer._dummy_overflow_buf
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_groups_and_defaults_have_apexs_entries(name):
+    optimizer = getattr(optimizers, name)(start(), **GROUPS[name])
+    for group in (optimizer.param_groups[0], optimizer.defaults):
+        assert {key: group[key] for key in GROUPS[name]} == GROUPS[name]
+
+
+class OwnStep:
+    """A step by hand: lists of tensors, of each group, for an operation of ``amp_C``."""
+
+    states = ()
+
+    def step(self, closure=None):
+        loss = None if closure is None else closure()
+        self.before()
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            ps = [p for p in group["params"] if p.grad is not None]
+            first = [not self.state[p] for p in ps]
+            for p in ps:
+                for key in self.states:
+                    self.state[p].setdefault(key, torch.zeros_like(p.data, dtype=torch.float))
+            kept = [[self.state[p][key] for p in ps] for key in self.states]
+            lists = [[p.grad.data.float() for p in ps], [p.data.float() for p in ps], *kept]
+            operation, options = self.call(group, lists[0], all(first))
+            multi_tensor_applier(operation, self._dummy_overflow_buf, lists, *options)
+            for p, stepped in zip(ps, lists[1], strict=True):
+                p.data.copy_(stepped)
+        return loss
+
+    def before(self):
+        pass
+
+
+class OwnSGD(OwnStep, optimizers.FusedSGD):
+    states = ("momentum_buffer",)
+
+    def step(self, closure=None):
+        loss = OwnStep.__dict__["step"](self, closure)
+        self.most_recent_scale = 1.0
+        return loss
+
+    def call(self, group, grads, first):
+        values = [group[key] for key in ("weight_decay", "momentum", "dampening", "lr", "nesterov")]
+        scale = 1.0 / self.most_recent_scale
+        return self.multi_tensor_sgd, (*values, first, self.wd_after_momentum, scale)
+
+
+def moments(group):
+    return group["lr"], *group["betas"], group["eps"], group["step"]
+
+
+class OwnAdam(OwnStep, optimizers.FusedAdam):
+    states = ("exp_avg", "exp_avg_sq")
+
+    def call(self, group, grads, first):
+        more = (self.adam_w_mode, int(group["bias_correction"]), group["weight_decay"])
+        return self.multi_tensor_adam, (*moments(group), *more)
+
+
+class OwnAdagrad(OwnStep, optimizers.FusedAdagrad):
+    states = ("sum",)
+
+    def call(self, group, grads, first):
+        values = (group["lr"], group["eps"], self.adagrad_w_mode, group["weight_decay"])
+        return self.multi_tensor_adagrad, values
+
+
+class OwnNovoGrad(OwnStep, optimizers.FusedNovoGrad):
+    states = ("exp_avg",)
+
+    def call(self, group, grads, first):
+        if "exp_avg_sq" not in group:
+            kind = math.inf if group["norm_type"] == 0 else 2
+            norms = torch.stack([g.flatten().norm(kind) for g in grads])
+            group["exp_avg_sq"] = [None, torch.zeros_like(norms) if group["init_zero"] else norms]
+        more = (int(group["bias_correction"]), group["weight_decay"], int(group["grad_averaging"]))
+        options = (group["exp_avg_sq"][1], *moments(group), *more)
+        return self.multi_tensor_novograd, (*options, self.moment_mode, group["norm_type"])
+
+
+class OwnLAMB(OwnStep, optimizers.FusedLAMB):
+    states = ("exp_avg", "exp_avg_sq")
+
+    def before(self):
+        grads = [
+            p.grad.float() for g in self.param_groups for p in g["params"] if p.grad is not None
+        ]
+        flag = self._dummy_overflow_buf
+        self.norm = multi_tensor_applier(self.multi_tensor_l2norm, flag, [grads], False)[0]
+
+    def call(self, group, grads, first):
+        more = (int(group["bias_correction"]), group["weight_decay"], int(group["grad_averaging"]))
+        options = (*moments(group), *more, self.adam_w_mode, self.norm)
+        return self.multi_tensor_lamb, (*options, self.defaults["max_grad_norm"], self.use_nvlamb)
+
+
+OWN = {
+    "FusedSGD": (OwnSGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}),
+    "FusedAdam": (OwnAdam, {"lr": 0.02, "weight_decay": 0.1}),
+    "FusedAdagrad": (OwnAdagrad, {"lr": 0.05, "weight_decay": 0.1}),
+    # The operation corrects averages that started at a norm too, as apex did, and the class not.
+    "FusedNovoGrad": (OwnNovoGrad, {"lr": 0.05, "weight_decay": 0.1, "init_zero": True}),
+    "FusedLAMB": (OwnLAMB, {"lr": 0.05, "weight_decay": 0.1}),
+}
+# One option after another that is not the default.
+OPTIONS = {
+    "FusedSGD": ({"wd_after_momentum": True}, {"nesterov": True}),
+    "FusedAdam": ({"adam_w_mode": False}, {"bias_correction": False}),
+    "FusedAdagrad": ({"adagrad_w_mode": True},),
+    "FusedNovoGrad": ({"reg_inside_moment": True}, {"norm_type": 0}, {"grad_averaging": False}),
+    "FusedLAMB": (
+        {"adam_w_mode": False},
+        {"use_nvlamb": True, "weight_decay": 0.0},
+        {"max_grad_norm": 0.5},
+    ),
+}
+CASES = [(name, more) for name in OWN for more in ({}, *OPTIONS[name])]
+
+
+def pair(name, **more):
+    """The subclass and the class that it inherits from, and the parameters of each."""
+    own, options = OWN[name]
+    ps, twins = start(), start()
+    kind = getattr(optimizers, name)
+    return own(ps, **(options | more)), ps, kind(twins, **(options | more)), twins
+
+
+def assert_close(ps, twins, **tolerances):
+    for p, q in zip(ps, twins, strict=True):
+        torch.testing.assert_close(p, q, **({"rtol": 1e-5, "atol": 1e-6} | tolerances))
+
+
+@pytest.mark.parametrize(("name", "more"), CASES)
+def test_a_step_by_hand_is_the_classs_own(name, more):
+    optimizer, ps, reference, twins = pair(name, **more)
+    take_steps(optimizer, ps)
+    take_steps(reference, twins)
+    assert_close(ps, twins)
+    assert not torch.equal(ps[0], start()[0])
+
+
+# attribute, what it is set to, what that is in the constructor
+ASSIGNED = [
+    ("FusedSGD", "wd_after_momentum", True, {"wd_after_momentum": True}),
+    ("FusedAdam", "adam_w_mode", 0, {"adam_w_mode": False}),
+    ("FusedAdagrad", "adagrad_w_mode", 1, {"adagrad_w_mode": True}),
+    ("FusedNovoGrad", "moment_mode", 0, {"reg_inside_moment": True}),
+    ("FusedLAMB", "adam_w_mode", 0, {"adam_w_mode": False}),
+    ("FusedLAMB", "use_nvlamb", True, {"use_nvlamb": True}),
+]
+
+
+@pytest.mark.parametrize(("name", "attribute", "value", "argument"), ASSIGNED)
+@pytest.mark.parametrize("copied", [lambda x: x, copy.deepcopy])
+def test_what_is_assigned_later_acts(name, attribute, value, argument, copied):
+    """After a step too, in groups added later, and in copies."""
+    decay = {"weight_decay": 0.0 if attribute == "use_nvlamb" else 0.1}
+    _, options = OWN[name]
+    ps, twins, untouched = start(), start(), start()
+    make = getattr(optimizers, name)
+    optimizer = make(ps[:1], **(options | decay))
+    take_steps(optimizer, ps[:1], last=1)
+    reference = make(twins[:1], **(options | decay))
+    take_steps(reference, twins[:1], last=1)
+    unchanged = make(untouched[:1], **(options | decay))
+    take_steps(unchanged, untouched[:1], last=1)
+    setattr(optimizer, attribute, value)
+    optimizer = copied(optimizer)
+    assert getattr(optimizer, attribute) == value
+    assert type(getattr(optimizer, attribute)) is type(value)
+    saved = reference.state_dict()
+    reference = make(twins[:1], **(options | decay | argument))
+    reference.load_state_dict({**saved, "param_groups": reference.state_dict()["param_groups"]})
+    for each, those in ((optimizer, ps), (reference, twins), (unchanged, untouched)):
+        (first,) = each.param_groups[0]["params"]
+        each.add_param_group({"params": those[1:]})
+        take_steps(each, [first, *those[1:]], first=2)
+        those[0] = first
+    assert_close(ps, twins, rtol=0, atol=0)
+    assert not any(torch.equal(p, q) for p, q in zip(ps[:2], untouched[:2], strict=True))
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_set_grad_none_may_be_assigned(name):
+    for own in (True, False):
+        optimizer, ps = pair(name)[:2] if own else pair(name)[2:]
+        for drops in (True, False):
+            give_gradients(ps, 1)
+            optimizer.set_grad_none = drops
+            optimizer.zero_grad()
+            assert [p.grad is None for p in ps] == [drops] * len(ps)
+
+
+@pytest.mark.parametrize("dtype", [f16, f32])
+@pytest.mark.parametrize("driven", [False, True])
+def test_sgd_divides_by_the_scale_that_it_was_told(dtype, driven):
+    """Once, also beside a GradScaler's; the closure's gradients count."""
+    ps, twins = start(dtype), start(dtype)
+    options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
+    optimizer = optimizers.FusedSGD(ps, **options)
+    reference = optimizers.FusedSGD(twins, **options)
+    scaler = ampfuse.GradScaler("cpu", init_scale=16.0)
+
+    def closure():
+        give_gradients(ps, 2, 64.0)
+        optimizer.most_recent_scale, optimizer.scale_set_by_backward = 64.0, True
+
+    give_gradients(ps, 1, 128.0 * (16.0 if driven else 1.0))
+    optimizer.most_recent_scale = 128.0
+    before = [p.grad.clone() for p in ps]
+    if driven:
+        scaler.scale(torch.zeros(()))
+        scaler.step(optimizer)
+    else:
+        optimizer.step()
+    assert optimizer.most_recent_scale == 1.0
+    assert all(torch.equal(p.grad, b) for p, b in zip(ps, before, strict=True))
+    optimizer.step(closure)
+    assert (optimizer.most_recent_scale, optimizer.scale_set_by_backward) == (1.0, False)
+    take_steps(optimizer, ps, first=3)
+    take_steps(reference, twins)
+    assert_close(ps, twins, rtol=0, atol=0)
+
+
+# --- under amp and a GradScaler -------------------------------------------------------------------
+
+
+def trained(make, level, steps=10, overflow=4):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    optimizer = make(model.parameters())
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    train(model, optimizer, steps, overflow)
+    return model, optimizer
+
+
+def train(model, optimizer, steps, overflow=None):
+    x = torch.rand(16, 4, generator=torch.Generator().manual_seed(1))
+    for t in range(steps):
+        loss = (model(x).float() - x[:, :2]).pow(2).mean()
+        loss = loss * math.inf if t == overflow else loss
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O5"])
+@pytest.mark.parametrize("name", OWN)
+def test_under_amp_it_trains_and_skips_as_the_class_does(name, level):
+    """Its own step knew of no overflow, and its masters did not reach the model."""
+    own, options = OWN[name]
+    overflow = 4 if level in ("O1", "O2") else None  # elsewhere the scale is static: nobody skips
+    found = [
+        trained(lambda ps, kind=kind: kind(ps, **options), level, overflow=overflow)
+        for kind in (own, getattr(optimizers, name))
+    ]
+    tolerance = {"O3": 2e-3, "O5": 2e-2}.get(level, 1e-5)
+    (model, optimizer), (reference, _) = found
+    assert isinstance(optimizer, own)
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=tolerance, atol=tolerance)
+    assert optimizer.param_groups[0]["step"] == (9 if overflow else 10)
+
+
+@pytest.mark.parametrize("level", [None, "O0", "O2", "O3"])
+@pytest.mark.parametrize("name", OWN)
+def test_copies_and_checkpoints_go_on_with_the_same_bits(name, level):
+    """torch's classes look for a step in the state of each parameter, and there is none."""
+    own, options = OWN[name]
+
+    def started():
+        torch.manual_seed(0)
+        model = nn.Linear(4, 2)
+        optimizer = own(model.parameters(), **options)
+        return amp.initialize(model, optimizer, level, verbosity=0) if level else (model, optimizer)
+
+    def steps(model, optimizer):
+        if level is not None:
+            train(model, optimizer, 3)
+        for _ in range(0 if level else 3):
+            model(torch.ones(2, 4)).pow(2).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    model, optimizer = started()
+    steps(model, optimizer)
+    again, resumed = started()
+    for thing, state in ((again, model), (resumed, optimizer), (amp, amp)):
+        thing.load_state_dict(copy.deepcopy(state.state_dict()))
+    copies = [copy.deepcopy((model, optimizer)), pickle.loads(pickle.dumps((model, optimizer)))]
+    steps(model, optimizer)
+    assert not torch.equal(model.weight, again.weight)
+    for other in ((again, resumed), *copies):
+        steps(*other)
+        assert_close(other[0].parameters(), model.parameters(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("scaler", [torch.amp.GradScaler, ampfuse.GradScaler])
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("name", OWN)
+def test_a_grad_scaler_unscales_and_skips(name, clips, scaler):
+    optimizer, ps, reference, twins = pair(name)
+    scaler = scaler("cpu", init_scale=1024.0)
+    for t in (1, 2, 3):
+        scaler.scale(torch.zeros(()))
+        give_gradients(ps, t, scaler.get_scale())
+        give_gradients(twins, t)
+        if t == 2:
+            ps[1].grad[0] = math.inf
+        before = [p.detach().clone() for p in ps]
+        if clips and isinstance(scaler, ampfuse.GradScaler):
+            scaler.clip_grad_norm_(optimizer, 0.5)
+        elif clips:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(ps, 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+        if t == 2:
+            assert all(torch.equal(p, b) for p, b in zip(ps, before, strict=True))
+            continue
+        if clips:
+            nn.utils.clip_grad_norm_(twins, 0.5)
+        reference.step()
+    assert scaler.get_scale() == 512.0
+    assert_close(ps, twins)
+
+
+def test_larc_around_it():
+    optimizer, ps, reference, twins = pair("FusedSGD")
+    for each, those in ((optimizer, ps), (reference, twins)):
+        take_steps(LARC(each), those)
+    assert_close(ps, twins)
+    plain = start()
+    take_steps(OwnSGD(plain, **OWN["FusedSGD"][1]), plain)
+    assert not torch.equal(plain[0], ps[0])
+
+
+class Counted(optimizers.FusedAdam):
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.calls = getattr(self, "calls", 0) + 1
+        return super().step(closure)
+
+
+class CountedInside(optimizers.FusedAdam):
+    def step(self, closure=None):
+        def inside():
+            return super(CountedInside, self).step(closure)
+
+        self.calls = getattr(self, "calls", 0) + 1
+        return inside()
+
+
+class OwnAgain(OwnAdam):
+    def step(self, closure=None):
+        self.calls = getattr(self, "calls", 0) + 1
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fused"), [(Counted, True), (CountedInside, True), (OwnAgain, False)]
+)
+def test_a_step_that_calls_ours_stays_fused(kind, fused):
+    model, optimizer = trained(lambda ps: kind(ps, lr=0.02), "O2")
+    reference, _ = trained(lambda ps: optimizers.FusedAdam(ps, lr=0.02), "O2")
+    assert optimizer.calls == (10 if fused else 9)
+    assert (type(optimizer) is kind) == fused
+    assert isinstance(optimizer, FusedOptimizer)
+    assert torch.equal(model.weight, reference.weight)
+
+
+@pytest.mark.parametrize("to_own", [True, False])
+@pytest.mark.parametrize("name", [name for name in OWN if name != "FusedNovoGrad"])
+def test_states_go_from_the_class_to_a_step_by_hand_and_back(name, to_own):
+    """But NovoGrad's norms, which apex kept in the group."""
+    optimizer, ps, reference, twins = pair(name)
+    if not to_own:
+        optimizer, ps, reference, twins = reference, twins, optimizer, ps
+    take_steps(reference, twins)
+    optimizer.load_state_dict(copy.deepcopy(reference.state_dict()))
+    with torch.no_grad():
+        for p, q in zip(ps, twins, strict=True):
+            p.copy_(q)
+    take_steps(optimizer, ps, first=5, last=6)
+    take_steps(reference, twins, first=5, last=6)
+    assert_close(ps, twins)
