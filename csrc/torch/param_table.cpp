@@ -277,9 +277,9 @@ const at::Tensor& ParamTable::source(const Row& row) const {
 const at::Tensor& ParamTable::checked_gradient(Row& row, const at::Tensor& grad) const {
   const char* what = "the gradient of ";
   TORCH_CHECK(grad.layout() == at::kStrided, what, row.name,
-              " is sparse; ampfuse steps dense gradients. Build the layer with sparse=False, or "
-              "keep its parameters "
-              "in a torch.optim.SparseAdam.");
+              " is sparse; ampfuse steps dense gradients. Build the layer with sparse=False, or keep "
+              "its parameters in a torch.optim.SparseAdam of their own, which amp.initialize and "
+              "amp.scale_loss take beside this optimizer.");
   TORCH_CHECK_TYPE(!grad.is_complex(), what, row.name,
                    " is complex; ampfuse steps real parameters. Use torch.view_as_real.");
   dtype_of(grad, what, row.name);

@@ -171,8 +171,9 @@ def set_up(models: Any, optimizers: Any, session: sessions.Session, *, allow_hal
         else _as_list(optimizers, Optimizer, "optimizers", "a torch.optim.Optimizer")
     )
     names = {id(parameter): name for name, parameter in _named_parameters(model_list)}
+    sparse = _with_sparse_gradients(model_list)
     _check_models(model_list, policy, allow_half)
-    _check_optimizers(optimizer_list, policy, names)
+    _check_optimizers(optimizer_list, policy, names, sparse)
 
     if verbosity >= 1:
         _log.info("%s", policy)
@@ -189,7 +190,7 @@ def set_up(models: Any, optimizers: Any, session: sessions.Session, *, allow_hal
             cast_model(eager_module(model), policy.weights_type, keep_batchnorm_fp32=keep)
             save_in_float32(eager_module(model))
         install(model, Casts.of(policy, session.rules, log=session.logs_casts))
-    _upgrade(optimizer_list, session, names, exact)
+    _upgrade(optimizer_list, session, names, sparse, exact)
     no_sync.watch()
     sessions.set_models(session, map(eager_module, model_list))
     session.casts_cpu = any(p.is_cpu for _, p in _named_parameters(model_list))
@@ -221,6 +222,7 @@ def _upgrade(
     optimizers: list[Optimizer],
     session: sessions.Session,
     names: dict[int, str],
+    sparse: set[int],
     exact: dict[int, Tensor],
 ) -> None:
     """Give the optimizers masters, fused steps and `session`."""
@@ -233,7 +235,8 @@ def _upgrade(
         loaded = [p for p in before if any("master_param" in s.get(p, {}) for s in states)]
         for parameter in loaded:
             exact.pop(id(parameter), None)
-        upgrade(optimizer, master_weights=policy.master_weights or False, names=names)
+        masters = policy.master_weights or False
+        upgrade(optimizer, master_weights=masters, names=names, sparse=sparse)
         optimizer.skip_on_overflow = policy.is_dynamic  # type: ignore[attr-defined]
         sessions.add(session, optimizer)
         # A master starts from the weight as it was before the cast, which the half weight rounds.
@@ -269,6 +272,16 @@ def _named_parameters(models: list[nn.Module]) -> Iterator[tuple[str, nn.Paramet
         prefix = f"models[{index}]." if len(models) > 1 else ""
         for name, parameter in eager_module(model).named_parameters():
             yield prefix + name, parameter
+
+
+def _with_sparse_gradients(models: list[nn.Module]) -> set[int]:
+    """The ids of the parameters whose modules say that their gradients are sparse."""
+    modules = (module for model in models for module in eager_module(model).modules())
+    return {
+        id(module.weight)
+        for module in modules
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
+    }
 
 
 def _parameters_of(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
@@ -346,12 +359,14 @@ def _check_shards(model: nn.Module, policy: Policy) -> None:
             )
 
 
-def _check_optimizers(optimizers: list[Optimizer], policy: Policy, names: dict[int, str]) -> None:
+def _check_optimizers(
+    optimizers: list[Optimizer], policy: Policy, names: dict[int, str], sparse: set[int]
+) -> None:
     if len({id(optimizer) for optimizer in optimizers}) < len(optimizers):
         raise RuntimeError("The same optimizer is listed twice.")
     for optimizer in optimizers:
         if policy.master_weights == "split":
-            refuse_split(optimizer)
+            refuse_split(optimizer, sparse)
         if sessions.enabled_of(optimizer) is not None:
             raise RuntimeError(
                 f"This {type(optimizer).__name__} went through amp.initialize already. Make a new "

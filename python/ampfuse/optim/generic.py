@@ -12,10 +12,11 @@ from ampfuse.optim import checkpoints
 from ampfuse.optim.base import AmpOptimizer
 from ampfuse.optim.inner import parameters
 from ampfuse.optim.masters import MasterParameter
+from ampfuse.optim.sparse import SparseGradients
 from ampfuse.uncompiled import uncompiled
 
 
-class GenericOptimizer(AmpOptimizer):
+class GenericOptimizer(SparseGradients, AmpOptimizer):
     """Mixin that :func:`ampfuse.optim.upgrade` puts in front of an optimizer's class.
 
     The wrapped step runs on FP32 masters with unscaled FP32 gradients; afterwards the model
@@ -42,11 +43,15 @@ class GenericOptimizer(AmpOptimizer):
         if scale is not None:
             self.unscale_gradients(scale)
         table.refresh_masters()
-        table.collect(None, False)
-        table.decide(**self._verdict(0.0))
+        with self._sparse_aside() as sparse:
+            table.collect(None, False)
+            verdict = self._verdict(0.0)
+            if verdict["inspect"]:
+                self._inspect_sparse(sparse)
+            table.decide(**verdict)
+            self._add_sparse_norm(sparse)
         if self._overflowed():
-            table.finish_step()
-            self._watch_skips()
+            self._finish_step(sparse)
             return None
         table.materialize()
         args, kwargs = self._with_published_weights(args, kwargs)
@@ -63,9 +68,13 @@ class GenericOptimizer(AmpOptimizer):
         finally:
             self.__dict__.update(driven)
         table.publish_masters()
-        table.finish_step()
-        self._watch_skips()
+        self._finish_step(sparse)
         return result
+
+    def _finish_step(self, sparse: dict[int, Tensor]) -> None:
+        self._known_table().finish_step()
+        self._spend_sparse(sparse)
+        self._watch_skips()
 
     def _overflowed(self) -> bool:
         """The one read of the device in a generic step; none with a static scale."""

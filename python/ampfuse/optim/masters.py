@@ -48,6 +48,13 @@ def gradient_as_it_is(param: Tensor) -> Tensor | None:
     return _raw_grad.__get__(param)
 
 
+def set_gradient_as_it_is(param: Tensor, gradient: Tensor | None) -> None:
+    """``param.grad = gradient``, which may be FP32 beside a half parameter."""
+    if gradient is not None and gradient.dtype != param.dtype:
+        param.grad_dtype = None  # any; the next backward pass gives one of the parameter's again
+    _raw_grad.__set__(param, gradient)
+
+
 class GradientOwner(Protocol):
     """The optimizer that knows where the gradients of its masters are."""
 

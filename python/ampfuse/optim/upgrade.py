@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Container
 from typing import Any, Literal
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from ampfuse.optim.base import AmpOptimizer
 from ampfuse.optim.fused import FUSED, FusedOptimizer, is_fused
 from ampfuse.optim.generic import GenericOptimizer, generic_class
-from ampfuse.optim.inner import with_inner
+from ampfuse.optim.inner import parameters, with_inner
 from ampfuse.optim.larc import LARC
 from ampfuse.optim.masters import MASTERS
 
@@ -21,6 +22,7 @@ def upgrade(
     *,
     master_weights: bool | Literal["split"],
     names: dict[int, str] | None = None,
+    sparse: Container[int] = (),
 ) -> None:
     """Make `optimizer` amp-aware in place: the same object, of a subclass of its class.
 
@@ -32,19 +34,21 @@ def upgrade(
         master_weights: replace half parameters in ``param_groups`` by FP32 masters; ``"split"``,
             for fused optimizers: keep them there, each with the rest of its master beside it.
         names: parameter names for messages, by ``id`` of the parameter.
+        sparse: the ids of parameters whose gradients are sparse. An optimizer that has some keeps
+            its own step.
 
     Raises:
         TypeError: a parameter is neither float32, float16 nor bfloat16; ``"split"`` for an
             optimizer with a step of its own. Nothing has changed then.
     """
     if master_weights == "split":
-        refuse_split(optimizer)
+        refuse_split(optimizer, sparse)
     if isinstance(optimizer, LARC):
-        upgrade(optimizer.optim, master_weights=master_weights, names=names)
+        upgrade(optimizer.optim, master_weights=master_weights, names=names, sparse=sparse)
         return
     cls = type(optimizer)
     if not (is_fused(optimizer) or isinstance(optimizer, GenericOptimizer)):
-        optimizer.__class__ = fused_class(optimizer) or generic_class(cls)
+        optimizer.__class__ = fused_class(optimizer, sparse) or generic_class(cls)
         _follow_class(optimizer)
     assert isinstance(optimizer, AmpOptimizer)
     optimizer.go_under_amp(master_weights=master_weights, names=names or {})
@@ -52,10 +56,10 @@ def upgrade(
         _drop_masters(optimizer)
 
 
-def refuse_split(optimizer: torch.optim.Optimizer) -> None:
+def refuse_split(optimizer: torch.optim.Optimizer, sparse: Container[int] = ()) -> None:
     """Raise TypeError for an optimizer whose own step cannot work on split masters."""
     stepper = with_inner(optimizer)[-1]
-    if fused_class(stepper) is None:
+    if fused_class(stepper, sparse) is None:
         raise TypeError(
             f"master_weights='split' is stepped by fused optimizers alone, and "
             f"{type(stepper).__name__} has a step of its own. Use one of ampfuse.optim, or "
@@ -63,11 +67,15 @@ def refuse_split(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def fused_class(optimizer: torch.optim.Optimizer) -> type[FusedOptimizer] | None:
+def fused_class(
+    optimizer: torch.optim.Optimizer, sparse: Container[int] = ()
+) -> type[FusedOptimizer] | None:
     """The class with a fused step that `optimizer` has or gets; None: it keeps its own step."""
     if isinstance(optimizer, FusedOptimizer):
         return type(optimizer) if is_fused(optimizer) else None
     if any(group.get("differentiable") for group in optimizer.param_groups):
+        return None
+    if any(id(param) in sparse for param in parameters(optimizer)):
         return None
     return FUSED.get(type(optimizer))  # by exact type: a subclass may step otherwise
 

@@ -1,0 +1,181 @@
+"""Sparse gradients, as ``nn.Embedding(sparse=True)`` gives them, under amp.
+
+Optimizers that step by themselves may take them. The extension's table knows dense gradients alone:
+while it looks for those, sparse ones are put aside; here they are unscaled, inspected and added up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from ampfuse import _core
+from ampfuse.optim import left_scaled
+from ampfuse.optim.gradients import Gradients
+from ampfuse.optim.masters import MasterParameter, gradient_as_it_is, set_gradient_as_it_is
+from ampfuse.uncompiled import uncompiled
+
+_INFINITY = 0x7F800000  # the bits of inf as FP32; those of NaN are larger
+
+
+class SparseGradients(Gradients):
+    """Mixin: :class:`Gradients`, some of which may be sparse.
+
+    A pass leaves sparse gradients coalesced, unscaled and in the type of what the step works on:
+    of a half weight with a master in FP32, under both names.
+    """
+
+    # By row, what earlier passes left, while one runs.
+    _earlier_sparse: dict[int, Tensor] = {}  # noqa: RUF012, replaced and never changed
+    # Whether nobody has looked at what earlier passes left.
+    _unseen_sparse = False
+
+    @uncompiled
+    def begin_backward(self) -> None:
+        if self._left_scaled:
+            left_scaled.warn_if_used(self)
+        self.param_table()
+        self._earlier_sparse = self._take_sparse()
+        super().begin_backward()
+
+    @uncompiled
+    def end_backward(self, scale: Tensor, check: bool) -> bool:
+        with self._sparse_aside() as found:
+            new = self._end_pass(found, scale)
+            left = bool(new) | super().end_backward(scale, check)
+            if check:
+                self._inspect_sparse(found if self._unseen_sparse else new)
+        self._unseen_sparse = False
+        return left
+
+    @uncompiled
+    def mark_backward(self, scale: Tensor) -> None:
+        """As of dense gradients, but sparse ones are unscaled at once; nobody looks at them yet."""
+        with self._sparse_aside() as found:
+            self._end_pass(found, scale)
+            super().mark_backward(scale)
+        self._unseen_sparse = True
+
+    def cancel_backward(self) -> None:
+        self._take_sparse()
+        super().cancel_backward()
+        self._put_sparse(self._earlier_sparse)
+        self._earlier_sparse = {}
+
+    def unscale_gradients(self, scale: Tensor) -> Tensor:
+        self.param_table()
+        with self._sparse_aside() as found:
+            _unscale(found.values(), scale)
+            flag = super().unscale_gradients(scale)
+            self._inspect_sparse(found)
+        return flag
+
+    def has_earlier_sparse(self, rows: Iterable[int]) -> list[str]:
+        """During a pass: the names of those of `rows` in which earlier ones left a sparse gradient."""
+        names = self.parameter_names()
+        return [names[row] for row in rows if row in self._earlier_sparse]
+
+    def _end_pass(self, found: dict[int, Tensor], scale: Tensor) -> dict[int, Tensor]:
+        """Unscale the gradients in `found` and make them sums with those of earlier passes.
+
+        Returns:
+            The unscaled gradients of this pass alone.
+        """
+        earlier, self._earlier_sparse = self._earlier_sparse, {}
+        table = self._known_table()
+        # Of a row that gets both kinds the sum is dense, and the table's.
+        for row in [row for row in found if table.accumulated(row) is not None]:
+            set_gradient_as_it_is(self._leaf(row), found.pop(row).to_dense())
+        for row in [row for row in earlier if self._gradient(row) is not None]:
+            dense = table.accumulated(row, make=True)
+            assert dense is not None
+            dense.add_(earlier.pop(row))
+        _unscale(found.values(), scale)
+        new = dict(found)
+        for row, gradient in earlier.items():
+            if row in found:  # on the CPU torch adds no half ones
+                total = gradient.float() + found[row].float()
+                gradient = total.to(gradient.dtype).coalesce()
+            found[row] = gradient
+        return new
+
+    @torch.no_grad()
+    def _inspect_sparse(self, gradients: dict[int, Tensor]) -> None:
+        """Have the state of the table know, as of dense gradients, whether these are finite."""
+        filled = {row: g._values() for row, g in gradients.items() if g._nnz() > 0}
+        if not filled:
+            return
+        largest = torch.stack(torch._foreach_norm(list(filled.values()), float("inf"))).float()
+        bits = largest.view(torch.int32)
+        is_bad = bits >= _INFINITY
+        first = is_bad.int().argmax()
+        field = self._known_table().state_field
+        told = ~is_bad.any() | (field("bad_row") >= 0)
+        rows = torch.tensor(list(filled), dtype=torch.int32, device=bits.device)
+        for name, values in (("bad_row", rows), ("bad_bits", bits)):
+            field(name).copy_(torch.where(told, field(name), values[first]))
+        for name in ("found_inf", "pass_found_inf"):
+            field(name).copy_(torch.maximum(field(name), is_bad.any().float()))
+
+    @torch.no_grad()
+    def _add_sparse_norm(self, gradients: dict[int, Tensor]) -> None:
+        """Have the norm that a step reports be of `gradients` too. One not known stays so."""
+        if gradients:
+            norms = torch._foreach_norm([gradient._values() for gradient in gradients.values()])
+            of_all = self._known_table().state_field("grad_norm")
+            of_all.copy_(torch.hypot(of_all, torch.stack(norms).float().norm()))
+
+    def _spend_sparse(self, gradients: dict[int, Tensor]) -> None:
+        """After a step with `gradients`: as dense ones, those of masters are used up."""
+        for row in gradients:
+            if isinstance(self._row_params[row], MasterParameter):
+                self._set_gradient(row, None)
+
+    # --- where they are ---------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _sparse_aside(self) -> Iterator[dict[int, Tensor]]:
+        """For a block nobody finds a sparse gradient; what is in the dictionary is there after it."""
+        found = self._take_sparse()
+        try:
+            yield found
+        finally:
+            self._put_sparse(found)
+
+    def _take_sparse(self) -> dict[int, Tensor]:
+        """The sparse gradients by row, coalesced; they are where they were no longer."""
+        found = {}
+        for row, param in enumerate(self._row_params):
+            gradient = self._gradient(row)
+            if gradient is not None and gradient.layout is torch.sparse_coo:
+                found[row] = gradient.detach().to(param.dtype).coalesce()
+                self._set_gradient(row, None)
+        return found
+
+    def _put_sparse(self, gradients: dict[int, Tensor]) -> None:
+        for row, gradient in gradients.items():
+            self._set_gradient(row, gradient)
+
+    def _leaf(self, row: int) -> Tensor:
+        param = self._row_params[row]
+        return param.model_param if isinstance(param, MasterParameter) else param
+
+    def _gradient(self, row: int) -> Tensor | None:
+        """As it is, without bringing the dense ones of masters up to date."""
+        param = self._row_params[row]
+        gradient = gradient_as_it_is(self._leaf(row))
+        is_masters = gradient is not None and gradient.dtype == param.dtype
+        return gradient_as_it_is(param) if is_masters else gradient
+
+    def _set_gradient(self, row: int, gradient: Tensor | None) -> None:
+        for param in (self._leaf(row), self._row_params[row]):
+            set_gradient_as_it_is(param, gradient)
+
+
+def _unscale(gradients: Iterable[Tensor], scale: Tensor) -> None:
+    values = [gradient._values() for gradient in gradients]
+    if values:
+        _core.C.unscale(values, values, scale.double().reciprocal().float())
