@@ -6,7 +6,7 @@ where they are at which time.
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterable
 
 import torch
 from torch import Tensor
@@ -73,6 +73,10 @@ class Gradients(Rows):
         self.param_table()
         leaves = [getattr(param, "model_param", param) for param in self._row_params]
         return [row for row, leaf in enumerate(leaves) if id(leaf) in params]
+
+    def earlier_sparse(self, rows: Iterable[int]) -> list[str]:
+        """During a pass: the names of those of `rows` to which earlier ones gave sparse gradients."""
+        return []
 
     @uncompiled
     def materialize_gradients(self) -> None:

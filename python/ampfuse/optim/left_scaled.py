@@ -25,19 +25,23 @@ Mark = tuple[weakref.ref[Tensor], int]
 @contextlib.contextmanager
 def noticed(optimizers: Sequence[Any]) -> Iterator[None]:
     """A backward pass of other optimizers: remember what it changes in `optimizers`."""
-    before = [_marks(optimizer) for optimizer in optimizers]
+    before = [list(map(mark_of, leaves(optimizer))) for optimizer in optimizers]
     yield
-    for optimizer, old in zip(optimizers, before, strict=True):
-        changed = {i: mark for i, mark in _marks(optimizer).items() if old.get(i) != mark}
+    for optimizer, marks in zip(optimizers, before, strict=True):
+        changed = {
+            i: mark
+            for i, (leaf, old) in enumerate(zip(leaves(optimizer), marks, strict=True))
+            if not is_unchanged(leaf, old) and (mark := mark_of(leaf)) is not None
+        }
         optimizer._left_scaled = {**optimizer._left_scaled, **changed}
 
 
 def warn_if_used(optimizer: Any) -> None:
     """Warn if gradients that :func:`noticed` remembered are there still, about to be used."""
     left, optimizer._left_scaled = optimizer._left_scaled, {}
-    now = _marks(optimizer)
+    now = list(leaves(optimizer))
     names = optimizer.parameter_names()
-    used = [names[i] for i, mark in left.items() if now.get(i) == mark]
+    used = [names[i] for i, mark in left.items() if i < len(now) and is_unchanged(now[i], mark)]
     if used:
         warnings.warn(
             f"{len(used)} gradient(s), the first of {used[0]}, come from a scale_loss block that "
@@ -49,12 +53,21 @@ def warn_if_used(optimizer: Any) -> None:
         )
 
 
-def _marks(optimizer: Any) -> dict[int, Mark]:
-    """The gradients that autograd wrote, by the parameter's place in the optimizer."""
-    marks = {}
-    for i, param in enumerate(parameters(optimizer)):
-        leaf = param.model_param if isinstance(param, MasterParameter) else param
-        gradient = gradient_as_it_is(leaf)
-        if gradient is not None:
-            marks[i] = (weakref.ref(gradient), gradient._version)
-    return marks
+def leaves(optimizer: Any) -> Iterator[Tensor]:
+    """What autograd gives the gradients of `optimizer` to."""
+    for param in parameters(optimizer):
+        yield param.model_param if isinstance(param, MasterParameter) else param
+
+
+def mark_of(leaf: Tensor) -> Mark | None:
+    """The gradient that autograd wrote."""
+    gradient = gradient_as_it_is(leaf)
+    return None if gradient is None else (weakref.ref(gradient), gradient._version)
+
+
+def is_unchanged(leaf: Tensor, mark: Mark | None) -> bool:
+    """Whether `leaf` has the gradient, and that the value, of `mark`."""
+    gradient = gradient_as_it_is(leaf)
+    if gradient is None or mark is None:
+        return gradient is mark
+    return mark[0]() is gradient and mark[1] == gradient._version

@@ -73,8 +73,7 @@ class SparseGradients(Gradients):
             self._inspect_sparse(found)
         return flag
 
-    def has_earlier_sparse(self, rows: Iterable[int]) -> list[str]:
-        """During a pass: the names of those of `rows` in which earlier ones left a sparse gradient."""
+    def earlier_sparse(self, rows: Iterable[int]) -> list[str]:
         names = self.parameter_names()
         return [names[row] for row in rows if row in self._earlier_sparse]
 
@@ -138,7 +137,7 @@ class SparseGradients(Gradients):
 
     @contextlib.contextmanager
     def _sparse_aside(self) -> Iterator[dict[int, Tensor]]:
-        """For a block nobody finds a sparse gradient; what is in the dictionary is there after it."""
+        """For a block there is no sparse gradient; after it, those in the dictionary."""
         found = self._take_sparse()
         try:
             yield found
