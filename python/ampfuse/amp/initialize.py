@@ -31,6 +31,7 @@ from ampfuse.amp.casts import (
     save_in_float32,
 )
 from ampfuse.amp.function_casts import install_registered
+from ampfuse.amp.half_range import warn_of_range
 from ampfuse.amp.hints import give_hints
 from ampfuse.amp.policy import Policy, make_policy
 from ampfuse.amp.scaler import LossScaler
@@ -179,6 +180,8 @@ def set_up(models: Any, optimizers: Any, session: sessions.Session, *, allow_hal
         _log.info("%s", policy)
         give_hints(policy, {p.device for _, p in _named_parameters(model_list)})
 
+    for model in model_list:
+        warn_of_range(model, policy)
     exact = {}
     if policy.master_weights and not _trains_with_others():
         exact = _float32_values(optimizer_list, policy)

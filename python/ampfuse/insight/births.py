@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampfuse.amp import trees
 from ampfuse.amp.casts import eager_module
+from ampfuse.amp.half_range import was_too_large
 from ampfuse.insight.explanation import Explanation
 from ampfuse.optim.masters import gradient_as_it_is
 
@@ -340,6 +341,8 @@ class Tracker(TorchDispatchMode):
         if place.frame is not None:
             text = linecache.getline(*place.frame).strip()
             known["line"] = f"{place.frame[0]}:{place.frame[1]}: {text}"
+        if phase == "weights" and _address(tensor) in self._state:
+            known["largest_result"] = was_too_large(*self._state[_address(tensor)])
         birth = Explanation(
             phase,
             *place[:3],

@@ -29,7 +29,8 @@ class Explanation:
         aten: the operation as torch dispatched it, such as ``aten._softmax.default``.
         largest_input: largest magnitude among the operation's inputs.
         largest_result: what the result would have reached in a wider type (FP32; for FP32 FP64);
-            inf or NaN if the width is not the cause, None if that cannot be told.
+            inf or NaN if the width is not the cause, None if that cannot be told. Of a weight that
+            ``amp.initialize`` made inf by its cast: what it was before.
         line: the line of the program that called the operation forward.
         scale: the number that the loss was multiplied by.
         dynamic: whether that number adapts itself.
@@ -152,6 +153,11 @@ def _remedy(e: Explanation) -> str:
         "another process": "Read the explanation of the other processes. If none has one, the sum "
         "of their gradients overflowed: reduce in FP32, or lower the loss scale.",
     }
+    if e.phase == "weights" and e.largest_result is not None:
+        return (
+            "The cast of amp.initialize put it there: use O5 or O4, whose BF16 has FP32's range, or "
+            "bring the values into range before amp.initialize. No loss scale helps."
+        )
     if e.phase in fixed:
         return fixed[e.phase]
     if e.largest_result is not None and not math.isfinite(e.largest_result):
