@@ -10,6 +10,7 @@ import itertools
 import logging
 import os
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -33,7 +34,7 @@ from ampfuse.amp.casts import (
 from ampfuse.amp.function_casts import install_registered
 from ampfuse.amp.half_range import warn_of_range
 from ampfuse.amp.hints import give_hints
-from ampfuse.amp.policy import Policy, make_policy
+from ampfuse.amp.policy import Policy, make_policy, parse_bool
 from ampfuse.amp.scaler import LossScaler
 from ampfuse.optim import upgrade
 from ampfuse.optim.inner import parameters, with_inner
@@ -125,7 +126,9 @@ def initialize(
 
     Source: ``apex.amp.initialize``; O4 and O5 from ROCm/apex.
     """
-    if not enabled:
+    if not isinstance(verbosity, int):
+        raise TypeError(f"verbosity must be 0, 1 or 2, not {verbosity!r}.")
+    if not parse_bool("enabled", enabled or False):
         return turn_off(models, optimizers, sessions.Session(policy=None, verbosity=verbosity))
 
     policy = make_policy(
@@ -175,6 +178,7 @@ def set_up(models: Any, optimizers: Any, session: sessions.Session, *, allow_hal
     sparse = _with_sparse_gradients(model_list)
     _check_models(model_list, policy, allow_half)
     _check_optimizers(optimizer_list, policy, names, sparse)
+    _warn_of_strangers(model_list, optimizer_list)
 
     if verbosity >= 1:
         _log.info("%s", policy)
@@ -373,10 +377,17 @@ def _check_optimizers(
             refuse_split(optimizer, sparse)
         if sessions.enabled_of(optimizer) is not None:
             raise RuntimeError(
-                f"This {type(optimizer).__name__} went through amp.initialize already. Make a new "
-                "optimizer from model.parameters() to initialize the model again."
+                f"This {type(optimizer).__name__} went through amp.initialize already. To "
+                "initialize the model again, make a new optimizer from model.parameters(), call "
+                "amp.initialize with it, then new.load_state_dict(old.state_dict()): moments and "
+                "masters go along."
             )
         for place, parameter in _parameters_of(optimizer):
+            if not isinstance(parameter, Tensor):
+                raise TypeError(
+                    f"{place} of the {type(optimizer).__name__} is a {type(parameter).__name__}, "
+                    "where optimizers have parameters (torch.Tensor)."
+                )
             dtype = parameter.dtype
             if id(parameter) in names and dtype.is_floating_point:
                 dtype = policy.weights_type or dtype
@@ -387,6 +398,31 @@ def _check_optimizers(
                     "model (model.float()), or keep this parameter in an optimizer of its own "
                     "that does not go through amp.initialize."
                 )
+
+
+def _warn_of_strangers(models: list[nn.Module], optimizers: list[Optimizer]) -> None:
+    """Warn of an optimizer that was most likely made for another copy of a model.
+
+    It holds none of the models' parameters, and either no optimizer does, or it holds parameters of
+    the same shapes. Others may be of a loss with parameters of its own.
+    """
+    own = [list(eager_module(model).parameters()) for model in models]
+    known = {id(parameter) for listed in own for parameter in listed}
+    held = [[p for one in with_inner(each) for p in parameters(one)] for each in optimizers]
+    strangers = [known.isdisjoint(map(id, params)) for params in held]
+    if not any(parameter.requires_grad for listed in own for parameter in listed):
+        return
+    shapes = [Counter(parameter.shape for parameter in listed) for listed in own]
+    for optimizer, params, is_stranger in zip(optimizers, held, strangers, strict=True):
+        alike = Counter(parameter.shape for parameter in parameters(optimizer)) in shapes
+        if params and is_stranger and (all(strangers) or alike):
+            warnings.warn(
+                f"{type(optimizer).__name__} holds no parameter of the model(s) given to "
+                "amp.initialize, so it does not train them. Was it made from another copy, before "
+                "a copy.deepcopy, a wrapper such as fully_shard, or a change that replaced the "
+                "parameters? Make it from model.parameters() just before amp.initialize.",
+                stacklevel=4,
+            )
 
 
 def _trains_with_others() -> bool:

@@ -1,9 +1,9 @@
 """Notice an optimizer that amp does not know, before it steps on gradients with a loss scale.
 
-What a scaled loss reaches and none of amp's optimizers holds is watched: of the models, and of what
-else the first loss reaches. Nobody may step on it, or only after a backward pass of its own. So what
-a scaled pass leaves there is remembered, and the word is said when an optimizer steps on it. For
-that there is torch's hook on every step, from the first such gradient on; else torch is left alone.
+Watched is what none of amp's optimizers holds: of the models, and of what else the first loss
+reaches. Nobody may step on it, or only after a backward pass of its own. So what a scaled pass
+leaves there is remembered, and told when an optimizer steps on it. For that there is torch's hook
+on every step, from the first such gradient on; until then torch is left alone.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from ampfuse.optim.left_scaled import is_unchanged, leaves, mark_of
 from ampfuse.optim.masters import gradient_as_it_is
 
 _watched = WeakIdKeyDictionary()  # parameters, with what messages call them
-_scaled = WeakIdKeyDictionary()  # of these, the gradient that a scaled pass left, as a weak reference
+_scaled = (
+    WeakIdKeyDictionary()
+)  # of these, the gradient that a scaled pass left, as a weak reference
 _followed: weakref.WeakSet[LossScaler] = weakref.WeakSet()  # scalers whose loss was looked at
 
 

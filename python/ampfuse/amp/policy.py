@@ -139,7 +139,8 @@ def make_policy(opt_level: str, **overrides: object) -> Policy:
 
     Raises:
         RuntimeError: unknown level, or overrides that contradict the level.
-        AssertionError: ``keep_batchnorm_fp32`` is not True, False, "True" or "False".
+        AssertionError: a switch such as ``keep_batchnorm_fp32`` is not True, False, "True" or
+            "False".
         ValueError: ``loss_scale`` is neither "dynamic" nor a positive number.
         TypeError: a type argument is not a floating point ``torch.dtype``.
 
@@ -156,17 +157,14 @@ def make_policy(opt_level: str, **overrides: object) -> Policy:
         if name in given:
             _check_dtype(name, given[name], allow_false=name == "cast_model_type")
     if "patch_torch_functions" in given:
-        given["patch_torch_functions"] = bool(given["patch_torch_functions"])
+        given["patch_torch_functions"] = parse_bool(
+            "patch_torch_functions", given["patch_torch_functions"]
+        )
     # The level's own say first: at O1 and O4 any value of these is an error, "True" or nonsense.
     _check_against_level(level, given)
-    if "keep_batchnorm_fp32" in given:
-        given["keep_batchnorm_fp32"] = _parse_bool(given["keep_batchnorm_fp32"])
-    if "master_weights" in given:
-        given["master_weights"] = (given["master_weights"] == "split" and "split") or bool(
-            given["master_weights"]
-        )
-    if "fuse_batchnorm" in given:
-        given["fuse_batchnorm"] = bool(given["fuse_batchnorm"])
+    for name in ("keep_batchnorm_fp32", "master_weights", "fuse_batchnorm"):
+        if name in given and not (name == "master_weights" and given[name] == "split"):
+            given[name] = parse_bool(name, given[name])
     return dataclasses.replace(level, **given)
 
 
@@ -180,7 +178,7 @@ def parse_loss_scale(value: object) -> float | Literal["dynamic"]:
         return "dynamic"
     try:
         scale = float(value)  # type: ignore[arg-type]
-    except ValueError:
+    except (TypeError, ValueError):
         scale = math.nan
     if not (math.isfinite(scale) and scale > 0):
         raise ValueError(f'loss_scale must be "dynamic" or a positive number, not {value!r}.')
@@ -244,12 +242,17 @@ def _check_dtype(name: str, value: object, *, allow_false: bool) -> None:
         )
 
 
-def _parse_bool(value: object) -> bool:
-    """True or False, as such or as the strings that command lines give."""
+def parse_bool(name: str, value: object) -> bool:
+    """True or False, as such or as the strings that command lines give.
+
+    Raises:
+        AssertionError: anything else.
+    """
     if value in ("True", "False"):
         return value == "True"
-    if not isinstance(value, bool):
+    if not (isinstance(value, int) and value in (0, 1)):
+        more = ', "split"' if name == "master_weights" else ""
         raise AssertionError(
-            f'keep_batchnorm_fp32 must be True, False, "True", "False" or None; got {value!r}.'
+            f'{name} must be True, False, "True", "False"{more} or None; got {value!r}.'
         )
-    return value
+    return bool(value)

@@ -63,6 +63,11 @@ def scale_loss(
 
     Source: the semantics of ``apex.amp.scale_loss``.
     """
+    if isinstance(loss, Optimizer) or isinstance(optimizers, Tensor):
+        raise TypeError(
+            "The arguments of scale_loss are swapped: it takes the loss first, "
+            "amp.scale_loss(loss, optimizer)."
+        )
     session, optimizers = session_and_optimizers(optimizers)
     if session.policy is None:
         yield loss

@@ -52,6 +52,16 @@ class ScaleRule(NamedTuple):
             )
 
 
+def _number(name: str, value: Any, *, whole: bool = False) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if math.isnan(number) or (whole and not number.is_integer()):
+        raise ValueError(f"{name} must be {'a whole' if whole else 'a'} number, not {value!r}.")
+    return number
+
+
 class LossScaler:
     """Scales one loss: a fixed factor, or one that adapts.
 
@@ -88,13 +98,14 @@ class LossScaler:
         hysteresis: int = 1,
     ) -> None:
         self.dynamic = loss_scale == "dynamic"
+        init_scale = _number("init_scale", init_scale)
         self._rule = ScaleRule(
-            float(scale_factor),
-            float(backoff_factor),
-            int(scale_window),
-            float(min_loss_scale or DEFAULT_MIN_SCALE),
-            float(max_loss_scale),
-            int(hysteresis),
+            _number("growth_factor", scale_factor),
+            _number("backoff_factor", backoff_factor),
+            int(_number("growth_interval", scale_window, whole=True)),
+            _number("min_loss_scale", min_loss_scale or DEFAULT_MIN_SCALE),
+            _number("max_loss_scale", max_loss_scale),
+            int(_number("hysteresis", hysteresis, whole=True)),
         )
         self._rule.check(init_scale)
         start = min(self._rule.max_scale, init_scale) if self.dynamic else float(loss_scale)

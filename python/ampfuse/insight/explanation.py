@@ -155,8 +155,8 @@ def _remedy(e: Explanation) -> str:
     }
     if e.phase == "weights" and e.largest_result is not None:
         return (
-            "The cast of amp.initialize put it there: use O5 or O4, whose BF16 has FP32's range, or "
-            "bring the values into range before amp.initialize. No loss scale helps."
+            "The cast of amp.initialize put it there: use O5 or O4, whose BF16 has FP32's range, "
+            "or bring the values into range before amp.initialize. No loss scale helps."
         )
     if e.phase in fixed:
         return fixed[e.phase]

@@ -75,7 +75,7 @@ class Gradients(Rows):
         return [row for row, leaf in enumerate(leaves) if id(leaf) in params]
 
     def earlier_sparse(self, rows: Iterable[int]) -> list[str]:
-        """During a pass: the names of those of `rows` to which earlier ones gave sparse gradients."""
+        """During a pass: names of those of `rows` to which earlier ones gave sparse gradients."""
         return []
 
     @uncompiled

@@ -88,7 +88,7 @@ class SparseGradients(Gradients):
         # Of a row that gets both kinds the sum is dense, and the table's.
         for row in [row for row in found if table.accumulated(row) is not None]:
             set_gradient_as_it_is(self._leaf(row), found.pop(row).to_dense())
-        for row in [row for row in earlier if self._gradient(row) is not None]:
+        for row in [row for row in earlier if gradient_as_it_is(self._leaf(row)) is not None]:
             dense = table.accumulated(row, make=True)
             assert dense is not None
             dense.add_(earlier.pop(row))
@@ -145,13 +145,20 @@ class SparseGradients(Gradients):
             self._put_sparse(found)
 
     def _take_sparse(self) -> dict[int, Tensor]:
-        """The sparse gradients by row, coalesced; they are where they were no longer."""
+        """The sparse gradients by row, coalesced; they are no longer where they were."""
         found = {}
         for row, param in enumerate(self._row_params):
-            gradient = self._gradient(row)
-            if gradient is not None and gradient.layout is torch.sparse_coo:
+            leaf = self._leaf(row)
+            gradient = gradient_as_it_is(leaf)
+            names = [gradient, gradient_as_it_is(param)]
+            if not any(each is not None and each.layout is torch.sparse_coo for each in names):
+                continue
+            # Under both names it is one tensor, and dropped if it is under either.
+            if gradient is not None and gradient.dtype == param.dtype:
+                gradient = names[1]
+            self._set_gradient(row, None)
+            if gradient is not None:
                 found[row] = gradient.detach().to(param.dtype).coalesce()
-                self._set_gradient(row, None)
         return found
 
     def _put_sparse(self, gradients: dict[int, Tensor]) -> None:
@@ -161,13 +168,6 @@ class SparseGradients(Gradients):
     def _leaf(self, row: int) -> Tensor:
         param = self._row_params[row]
         return param.model_param if isinstance(param, MasterParameter) else param
-
-    def _gradient(self, row: int) -> Tensor | None:
-        """As it is, without bringing the dense ones of masters up to date."""
-        param = self._row_params[row]
-        gradient = gradient_as_it_is(self._leaf(row))
-        is_masters = gradient is not None and gradient.dtype == param.dtype
-        return gradient_as_it_is(param) if is_masters else gradient
 
     def _set_gradient(self, row: int, gradient: Tensor | None) -> None:
         for param in (self._leaf(row), self._row_params[row]):

@@ -34,8 +34,8 @@ def upgrade(
         master_weights: replace half parameters in ``param_groups`` by FP32 masters; ``"split"``,
             for fused optimizers: keep them there, each with the rest of its master beside it.
         names: parameter names for messages, by ``id`` of the parameter.
-        sparse: the ids of parameters whose gradients are sparse. An optimizer that has some keeps
-            its own step.
+        sparse: the ids of parameters whose gradients are sparse. An ``SGD`` or ``Adagrad`` that
+            has some keeps its own step, which takes them.
 
     Raises:
         TypeError: a parameter is neither float32, float16 nor bfloat16; ``"split"`` for an
@@ -75,7 +75,8 @@ def fused_class(
         return type(optimizer) if is_fused(optimizer) else None
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return None
-    if any(id(param) in sparse for param in parameters(optimizer)):
+    takes_sparse = type(optimizer) in (torch.optim.SGD, torch.optim.Adagrad)
+    if takes_sparse and any(id(param) in sparse for param in parameters(optimizer)):
         return None
     return FUSED.get(type(optimizer))  # by exact type: a subclass may step otherwise
 
