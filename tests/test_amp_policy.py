@@ -123,6 +123,14 @@ def test_master_weights(level, value):
         assert make_policy(level, master_weights=value).master_weights is value
 
 
+@pytest.mark.parametrize("name", ["patch_torch_functions", "master_weights", "fuse_batchnorm"])
+def test_other_switches(name):
+    """As words too, which would be true by their length."""
+    assert getattr(make_policy("O2", **{name: "False"}), name) is False
+    with pytest.raises(AssertionError, match=f'{name} must be True, False, "True", "False".*yes'):
+        make_policy("O2", **{name: "yes"})
+
+
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(
     ("value", "parsed"), [(128, 128.0), (0.5, 0.5), ("128.0", 128.0), ("dynamic", "dynamic")]
@@ -133,7 +141,9 @@ def test_loss_scale(level, value, parsed):
     assert policy.is_dynamic is (parsed == "dynamic")
 
 
-@pytest.mark.parametrize("value", ["Dynamic", "", "x1", 0, -1.0, float("nan"), float("inf"), "-2"])
+@pytest.mark.parametrize(
+    "value", ["Dynamic", "", "x1", 0, -1.0, float("nan"), float("inf"), "-2", [1]]
+)
 def test_bad_loss_scale(value):
     with pytest.raises(ValueError, match=r"loss_scale|could not convert"):
         make_policy("O2", loss_scale=value)

@@ -1,4 +1,4 @@
-"""Optimizers and parameters that do not belong together are told of, once, and no others."""
+"""Optimizers that amp was not given, or that train nothing, are told of; so are wrong arguments."""
 
 import copy
 import itertools
@@ -186,3 +186,95 @@ def test_an_optimizer_without_a_parameter_of_the_model(case, level):
     )
     found = messages_of(lambda: amp.initialize(models, optimizers, opt_level=level, verbosity=0))
     assert [message.startswith(TRAINS_NOTHING) for message in found] == [True] * count
+
+
+# --- arguments ------------------------------------------------------------------------------------
+
+
+class NoParameters(torch.optim.Optimizer):
+    """Of another framework, which names what it steps."""
+
+    def __init__(self):
+        self.param_groups = [{"params": ["weight"]}]
+
+
+WRONG = {
+    "a name": (
+        {"optimizers": NoParameters()},
+        TypeError,
+        r"\['params'\]\[0\] of the No.* is a str",
+    ),
+    "verbosity": ({"verbosity": "1"}, TypeError, "verbosity must be 0, 1 or 2, not '1'"),
+    "enabled": ({"enabled": "no"}, AssertionError, "enabled must be True, False.*got 'no'"),
+    **{
+        name: ({name: "x"}, ValueError, f"{name} must be a .*number, not 'x'")
+        for name in (
+            "init_scale",
+            "min_loss_scale",
+            "max_loss_scale",
+            "growth_factor",
+            "backoff_factor",
+            "growth_interval",
+            "hysteresis",
+        )
+    },
+    "half a pass": ({"growth_interval": 1.5}, ValueError, "growth_interval must be a whole number"),
+    "no maximum": ({"max_loss_scale": None}, ValueError, "max_loss_scale must be a number, not No"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_arguments_of_initialize(case):
+    arguments, error, message = WRONG[case]
+    model = nn.Linear(2, 2)
+    arguments = {"optimizers": sgd(model), "opt_level": "O2", **arguments}
+    with pytest.raises(error, match=message):
+        amp.initialize(model, **arguments)
+    assert model.weight.dtype == torch.float32
+    assert type(model) is nn.Linear
+
+
+@pytest.mark.parametrize("enabled", [True, "False"])
+def test_swapped_arguments_of_scale_loss(enabled):
+    model = nn.Linear(2, 2)
+    optimizer = sgd(model)
+    amp.initialize(model, optimizer, enabled, verbosity=0)
+    loss = model(torch.ones(2)).float().sum()
+    message = r"swapped: .* amp.scale_loss\(loss, optimizer\)"
+    with pytest.raises(TypeError, match=message), amp.scale_loss(optimizer, loss):
+        pass
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.RAdam, optim.Lion])
+def test_the_way_to_initialize_again(level, cls):
+    """The message's, step by step: the training goes on as if nothing had happened."""
+
+    def train(model, optimizer, seeds):
+        for seed in seeds:
+            x = torch.randn(8, 4, generator=torch.Generator().manual_seed(seed))
+            with amp.scale_loss((model(x).float() - x).square().mean(), optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model
+
+    def started():
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4)
+        optimizer = cls(model.parameters(), lr=0.01)
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        return train(model, optimizer, range(3)), optimizer
+
+    expected = train(*started(), range(3, 6))
+    model, old = started()
+    message = r"make a new .* model.parameters\(\).*new.load_state_dict\(old.state_dict\(\)\)"
+    with pytest.raises(RuntimeError, match=message):
+        amp.initialize(model, old, opt_level=level, verbosity=0)
+    scale = amp.state_dict()
+    new = cls(model.parameters(), lr=0.01)
+    amp.initialize(model, new, opt_level=level, verbosity=0)
+    new.load_state_dict(old.state_dict())
+    amp.load_state_dict(scale)
+    train(model, new, range(3, 6))
+    assert torch.equal(model.weight, expected.weight)

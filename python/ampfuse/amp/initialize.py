@@ -128,7 +128,7 @@ def initialize(
     """
     if not isinstance(verbosity, int):
         raise TypeError(f"verbosity must be 0, 1 or 2, not {verbosity!r}.")
-    if not parse_bool("enabled", enabled or False):
+    if not (parse_bool("enabled", enabled) if isinstance(enabled, str) else enabled):
         return turn_off(models, optimizers, sessions.Session(policy=None, verbosity=verbosity))
 
     policy = make_policy(
@@ -380,7 +380,8 @@ def _check_optimizers(
                 f"This {type(optimizer).__name__} went through amp.initialize already. To "
                 "initialize the model again, make a new optimizer from model.parameters(), call "
                 "amp.initialize with it, then new.load_state_dict(old.state_dict()): moments and "
-                "masters go along."
+                "masters go along. So does the loss scale with amp.state_dict() before and "
+                "amp.load_state_dict() after."
             )
         for place, parameter in _parameters_of(optimizer):
             if not isinstance(parameter, Tensor):

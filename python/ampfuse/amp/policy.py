@@ -250,9 +250,9 @@ def parse_bool(name: str, value: object) -> bool:
     """
     if value in ("True", "False"):
         return value == "True"
-    if not (isinstance(value, int) and value in (0, 1)):
+    if not isinstance(value, bool):
         more = ', "split"' if name == "master_weights" else ""
         raise AssertionError(
             f'{name} must be True, False, "True", "False"{more} or None; got {value!r}.'
         )
-    return bool(value)
+    return value

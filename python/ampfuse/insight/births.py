@@ -355,7 +355,7 @@ class Tracker(TorchDispatchMode):
         )
         self._births.append(birth)
         index = self._by_storage[_address(tensor)] = len(self._births) - 1
-        if meant and kind == "-inf" and birth.largest_result is None:
+        if meant and kind == "-inf" and not birth.was_cast_to_inf:
             self._meant.add(index)
         return index
 

@@ -65,6 +65,11 @@ class Explanation:
         return torch.finfo(self.dtype).max
 
     @property
+    def was_cast_to_inf(self) -> bool:
+        """True for a weight that ``amp.initialize`` cast, and that did not fit."""
+        return self.phase == "weights" and self.largest_result is not None
+
+    @property
     def fitting_scale(self) -> float | None:
         """The largest power of two as a loss scale with which this result would have fitted."""
         beyond = self.largest_result
@@ -153,7 +158,7 @@ def _remedy(e: Explanation) -> str:
         "another process": "Read the explanation of the other processes. If none has one, the sum "
         "of their gradients overflowed: reduce in FP32, or lower the loss scale.",
     }
-    if e.phase == "weights" and e.largest_result is not None:
+    if e.was_cast_to_inf:
         return (
             "The cast of amp.initialize put it there: use O5 or O4, whose BF16 has FP32's range, "
             "or bring the values into range before amp.initialize. No loss scale helps."
