@@ -269,3 +269,26 @@ def test_a_fused_optimizer_names_the_way():
     # An optimizer that is fused by itself stays so.
     model = Net()
     amp.initialize(model, optim.SGD(model.parameters(), lr=0.1), opt_level="O1", verbosity=0)
+
+
+def test_passes_under_no_sync_are_refused():
+    """DistributedDataParallel would average the sparse gradients of the last pass alone."""
+    distributed = torch.distributed
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model, optimizers = made("O2")
+        parallel = nn.parallel.DistributedDataParallel(model)
+        with parallel.no_sync():
+            backward(parallel, optimizers, 0)
+        with pytest.raises(
+            RuntimeError, match=r"items.weight has a sparse .*Leave no_sync\(\) out"
+        ):
+            backward(parallel, optimizers, 1)
+        model.zero_grad()
+        before = model.items.weight.detach().clone()
+        for seed in range(2):  # the way that is named
+            backward(parallel, optimizers, seed)
+        optimizers[0].step()
+        assert not torch.equal(model.items.weight, before)
+    finally:
+        distributed.destroy_process_group()

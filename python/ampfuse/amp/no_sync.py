@@ -19,6 +19,9 @@ from torch import Tensor
 # What no_sync() was called of, with the ids of its parameters.
 _models: weakref.WeakKeyDictionary[Any, frozenset[int]] = weakref.WeakKeyDictionary()
 
+# Of these, those whose ranks have not shared their latest passes.
+_unshared: weakref.WeakSet[Any] = weakref.WeakSet()
+
 # Elements that are averaged at once: large enough for the bandwidth, small beside a model.
 _BUCKET = 2**23
 
@@ -66,7 +69,7 @@ def average_earlier(optimizers: Sequence[Any]) -> list[Any]:
         # The mark of the last forward is that of an evaluation, if there was one since.
         if model.require_backward_grad_sync or model.require_forward_param_sync:
             for optimizer, mine in zip(optimizers, rows, strict=True):
-                for name in optimizer.earlier_sparse(mine):
+                for name in optimizer.earlier_sparse(mine) if model in _unshared else ():
                     raise RuntimeError(
                         f"{name} has a sparse gradient from a pass under no_sync(), which would "
                         "not be averaged. Leave no_sync() out: each pass then averages its own."
@@ -74,6 +77,9 @@ def average_earlier(optimizers: Sequence[Any]) -> list[Any]:
                 earlier = list(_earlier_gradients(optimizer, mine, model))
                 _average(earlier, model.process_group)
                 averaged |= bool(earlier)
+            _unshared.discard(model)
+        else:
+            _unshared.add(model)
         if averaged or not model.require_forward_param_sync:
             groups.append(model.process_group)
     return groups

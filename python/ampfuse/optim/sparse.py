@@ -148,14 +148,14 @@ class SparseGradients(Gradients):
         """The sparse gradients by row, coalesced; they are no longer where they were."""
         found = {}
         for row, param in enumerate(self._row_params):
-            leaf = self._leaf(row)
+            leaf = param.model_param if isinstance(param, MasterParameter) else param
             gradient = gradient_as_it_is(leaf)
-            names = [gradient, gradient_as_it_is(param)]
-            if not any(each is not None and each.layout is torch.sparse_coo for each in names):
+            of_master = gradient if leaf is param else gradient_as_it_is(param)
+            if not (_is_sparse(gradient) or _is_sparse(of_master)):
                 continue
             # Under both names it is one tensor, and dropped if it is under either.
             if gradient is not None and gradient.dtype == param.dtype:
-                gradient = names[1]
+                gradient = of_master
             self._set_gradient(row, None)
             if gradient is not None:
                 found[row] = gradient.detach().to(param.dtype).coalesce()
@@ -172,6 +172,10 @@ class SparseGradients(Gradients):
     def _set_gradient(self, row: int, gradient: Tensor | None) -> None:
         for param in (self._leaf(row), self._row_params[row]):
             set_gradient_as_it_is(param, gradient)
+
+
+def _is_sparse(gradient: Tensor | None) -> bool:
+    return gradient is not None and gradient.layout is torch.sparse_coo
 
 
 def _unscale(gradients: Iterable[Tensor], scale: Tensor) -> None:
