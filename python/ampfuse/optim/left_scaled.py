@@ -30,7 +30,7 @@ def noticed(optimizers: Sequence[Any]) -> Iterator[None]:
     for optimizer, marks in zip(optimizers, before, strict=True):
         changed = {
             i: mark
-            for i, (leaf, old) in enumerate(zip(leaves(optimizer), marks, strict=True))
+            for i, (leaf, old) in enumerate(zip(leaves(optimizer), marks, strict=False))
             if not is_unchanged(leaf, old) and (mark := mark_of(leaf)) is not None
         }
         optimizer._left_scaled = {**optimizer._left_scaled, **changed}

@@ -115,7 +115,7 @@ class SparseGradients(Gradients):
         told = ~is_bad.any() | (field("bad_row") >= 0)
         rows = torch.tensor(list(filled), dtype=torch.int32, device=bits.device)
         for name, values in (("bad_row", rows), ("bad_bits", bits)):
-            field(name).copy_(torch.where(told, field(name), values[first]))
+            field(name).copy_(torch.where(told, field(name), values.take(first)))
         for name in ("found_inf", "pass_found_inf"):
             field(name).copy_(torch.maximum(field(name), is_bad.any().float()))
 
