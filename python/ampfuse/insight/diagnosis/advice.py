@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -110,23 +111,26 @@ def _data(case: Case) -> Iterable[Advice]:
         how = "prepare batches in a torch.utils.data.DataLoader with num_workers, not in the loop"
         yield from case.advice(title, how, wait, "at most")
         return
-    cores = env.core_count()
-    pin = ", pin_memory=True" if case.device.type == "cuda" and not loading.pinned else ""
-    if loading.workers:
-        workers = min(2 * cores, math.ceil(loading.workers * case.step_ms / max(rest, 1e-3)))
-        how = f"DataLoader(num_workers={workers}{pin}); or cheaper transforms: "
-        how += f"{loading.workers} workers do not keep up"
-        saved = case.step_ms - max(rest, case.step_ms * loading.workers / workers)
-        yield from case.advice(title, how, saved, "at most")
+    cores, busy_ms = env.core_count(), loading.busy_s * 1e3 / case.steps
+    load_ms = loading.workers * case.step_ms or wait  # of one batch, in one process
+    busy = min(1.0, busy_ms / max(load_ms, 1e-3))
+    # Work of the CPU takes cores, from a training on the CPU too; waiting for files does not.
+    most = 4 * cores if 0 < busy < 0.5 else cores
+    workers = max(1, min(math.ceil(load_ms / max(rest, 1e-3)) + 1, most))
+    if workers <= loading.workers:
+        how = f"cheaper transforms: {loading.workers} workers do not keep up on {cores} cores"
+        yield from case.advice(title, how, wait, "at most")
         return
-    # Work of the CPU takes cores from a training on the CPU; waiting for files does not.
-    busy_ms = loading.busy_s * 1e3 / case.steps
-    busy = min(1.0, loading.busy_s / max(loading.wait_s, 1e-9))
-    workers = max(1, min(math.ceil(wait / max(rest, 1e-3)) + 1, cores if busy > 0.5 else 4 * cores))
-    crowded = case.device.type == "cpu" and torch.get_num_threads() >= cores
-    left = max(rest + (busy_ms / cores if crowded else 0.0), wait / workers)
+    takes = not loading.workers and case.device.type == "cpu" and torch.get_num_threads() >= cores
+    left = max(rest + (busy_ms / cores if takes else 0.0), load_ms / workers)
+    pin = ", pin_memory=True" if case.device.type == "cuda" and not loading.pinned else ""
     how = f"DataLoader(num_workers={workers}, persistent_workers=True{pin})"
-    yield from case.advice(title, how, case.step_ms - left, "measured")
+    if workers > cores:
+        how += f": more than the {cores} cores, as loading waits {1 - busy:.0%} of its time"
+    elif workers == most:
+        how += f": as many as there are cores, which loading keeps busy {busy:.0%} of its time"
+    basis = "at most" if loading.workers else "measured"
+    yield from case.advice(title, how, case.step_ms - left, basis)
 
 
 def _types_and_layouts(case: Case) -> Iterable[Advice]:
@@ -145,7 +149,8 @@ def _types_and_layouts(case: Case) -> Iterable[Advice]:
         variants["both"] = lambda op: _changed(
             op, lambda given: to_channels_last(to_dtype(half, op.kind)(given))
         )
-    if case.device.type == "cuda" and half == torch.bfloat16 and not _tf32():
+    highest = torch.get_float32_matmul_precision() == "highest"
+    if case.device.type == "cuda" and half == torch.bfloat16 and highest:
         variants["tf32"] = lambda op: _in_tf32(op) if op.kind == "matrix" else None
     saved = {"images": 0.0, "both": 0.0} | _savings(case, variants)
     amp = f'model, optimizer = amp.initialize(model, optimizer, opt_level="{level}")'
@@ -235,12 +240,17 @@ def _optimizer_saving(case: Case, half: torch.dtype | None) -> float:
             options.pop("decoupled_weight_decay", None)  # its own constant, no argument
         own = {"foreach": None, "fused": None, "capturable": False, "differentiable": False}
         for_ours = {name: own.get(name, value) for name, value in options.items()}
-        now = stepper.cls(_stepped(stepper, torch.float32), **options)
+        params = _stepped(stepper, torch.float32)
+        now = stepper.cls(params, **options)
         ours = fused(
             _stepped(stepper, half or torch.float32), **for_ours, master_weights=half is not None
         )
         before, after = race([now.step, ours.step], case.device)
-        share = stepper.seconds / sum(each.seconds for each in case.steppers)
+        share = sum(stepper.seconds) / sum(sum(each.seconds) for each in case.steppers)
+        if case.device.type == "cpu":
+            # In the script torch's temporaries may be fresh pages each time, here they are not.
+            part = sum(p.numel() for p in params) / sum(s.numel() for s, *_ in stepper.tensors)
+            before = max(before, part * statistics.median(stepper.seconds) * 1e3)
         saved += share * case.ms.get("optimizer", 0.0) * (1 - after / before)
     return saved
 
@@ -323,10 +333,6 @@ def _casts(case: Case) -> Iterable[Advice]:
     how = "keep images in one memory format, call .contiguous() once and not in each step"
     layouts = case.ms.get("layout", 0.0)
     yield from case.advice("fewer transpositions", how, layouts, "at most", of_device=True)
-
-
-def _tf32() -> bool:
-    return torch.get_float32_matmul_precision() != "highest"
 
 
 def _in_tf32(op: Operation) -> Operation:

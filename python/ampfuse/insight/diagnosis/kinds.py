@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from ampfuse import env
-from ampfuse.insight.diagnosis.marks import STEP, WAIT
+from ampfuse.insight.diagnosis.marks import CLOSURE, STEP, WAIT
 from ampfuse.insight.diagnosis.trace import Event
 
 # kind -> what it is called. The order is that of tables and colours.
@@ -24,7 +24,7 @@ LABELS = {
     "scaling": "loss scaling",
     "communication": "communication",
 }
-# What is inside these belongs to them, whatever it is.
+# What is inside these belongs to them, whatever it is; but for the closure of an optimizer's step.
 ENCLOSING = frozenset({"data", "optimizer", "communication"})
 
 # An operation of the CPU that takes less is mostly its own launch. Torch's dispatcher and the
@@ -42,7 +42,7 @@ _NAMES = [
     (kind, re.compile(pattern))
     for kind, pattern in (
         ("data", r"enumerate\(DataLoader\).*"),
-        ("optimizer", re.escape(STEP) + r"|Optimizer\.(step|zero_grad)#.*"),
+        ("optimizer", re.escape(STEP) + r"|Optimizer\.step#.*"),
         ("sync", r"aten::(item|_local_scalar_dense|is_nonzero)|cuda\w*Synchronize"),
         ("scaling", r"aten::_amp_\w+"),
         ("communication", r"(c10d|nccl|gloo|ucc|mpi)\b.*|.*nccl.*Kernel.*"),
@@ -56,6 +56,7 @@ _NAMES = [
             r"|aten::_softmax_backward_data|aten::binary_cross_entropy\w*",
         ),
         ("memory", r"(?!autograd|torch)\w+::.*|Torch-Compiled.*|## Call Compiled.*|graph_\d+_.*"),
+        ("memory", r"Optimizer\.zero_grad#.*"),
     )
 ]
 _MATRIX_KERNEL = re.compile(r"gemm|cutlass|conv|wgrad|dgrad|fprop|xmma|attention|flash|nvjet", re.I)
@@ -81,7 +82,7 @@ def kind_by_name(event: Event) -> str:
 
 def kind_on_host(event: Event) -> str:
     """The kind of the time that the host spends in `event` itself; its parent's kind is set."""
-    if event.parent is not None and event.parent.kind in ENCLOSING:
+    if event.parent and event.parent.kind in ENCLOSING and event.name != CLOSURE:
         return event.parent.kind
     kind = kind_by_name(event)
     if kind in ENCLOSING or kind in ("sync", "scaling"):
@@ -99,11 +100,8 @@ def kind_on_device(event: Event) -> str:
         return "communication"
     if event.category == "gpu_memcpy" and "DtoD" not in event.name:
         return "data" if "HtoD" in event.name else "sync"
-    ancestor = event.parent
-    while ancestor is not None:
-        if ancestor.kind in ENCLOSING:
-            return ancestor.kind
-        ancestor = ancestor.parent
+    if event.parent and event.parent.kind in ENCLOSING:
+        return event.parent.kind
     kind = kind_by_name(event.parent) if event.parent else "host"
     if kind in ("host", "sync"):
         return "matrix" if _MATRIX_KERNEL.search(event.name) else "memory"

@@ -19,6 +19,7 @@ from torch.profiler import record_function
 
 BEGIN = "ampfuse.doctor begin"
 STEP = "ampfuse.doctor step"
+CLOSURE = "ampfuse.doctor closure"  # the forward and backward pass that a step was given
 WAIT = "ampfuse.doctor wait "
 
 _OWN = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
@@ -33,10 +34,6 @@ def _reads_number(self: Tensor, *_: Any) -> bool:
 def _has_mask(self: Tensor, index: Any) -> bool:
     parts = index if isinstance(index, tuple) else (index,)
     return any(isinstance(part, Tensor) and part.dtype == torch.bool for part in parts)
-
-
-def _always(*_: Any) -> bool:
-    return True
 
 
 _METHODS: dict[str, Callable[..., bool]] = {
@@ -55,7 +52,7 @@ def waits_marked() -> Iterator[None]:
     places: list[tuple[Any, str, Callable[..., bool]]] = [
         *((Tensor, name, waits) for name, waits in _METHODS.items()),
         (torch, "nonzero", _reads_number),
-        (torch.cuda, "synchronize", _always),
+        (torch.cuda, "synchronize", lambda *_: True),
     ]
     missing = object()
     before = [vars(owner).get(name, missing) for owner, name, _ in places]

@@ -123,7 +123,7 @@ def _strip(report: Report) -> str:
     ]
     said = "Kinds of work in the order in which they run, in the colours of the table above"
     caption = '<p class="soft">The profiled step of median length, from the end of one optimizer '
-    caption += "step to the end of the next; what takes most of each 400th of it.</p>"
+    caption += "step to the end of the next; what runs in the middle of each 400th.</p>"
     return _svg(70, "".join(rects + ticks), said) + caption
 
 

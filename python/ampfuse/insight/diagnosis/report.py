@@ -68,6 +68,8 @@ class Report:
         steps: how many were timed, and profiled after that.
         step_ms: mean of the timed steps; `fastest_ms` and `slowest_ms` are their range.
         profiled_ms: mean of the profiled ones, which the profiler slows.
+        queued: the share of the timed steps in which one of the threads or workers was ready to run
+            and had no core, 0 to 1. Above 0.1 `sentence` says so.
         shares: where the time goes, by kinds of work; they sum up to `step_ms`.
         operations: those that take most, first.
         waits: lines of the script that wait for the device.
@@ -89,6 +91,7 @@ class Report:
     fastest_ms: float = 0.0
     slowest_ms: float = 0.0
     profiled_ms: float = 0.0
+    queued: float = 0.0
     shares: list[Share] = field(default_factory=list)
     operations: list[OperationRow] = field(default_factory=list)
     waits: list[WaitRow] = field(default_factory=list)

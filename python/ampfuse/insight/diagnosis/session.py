@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import sys
 import tempfile
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +15,7 @@ from pathlib import Path
 import torch
 
 import ampfuse
+from ampfuse import env
 from ampfuse.devices import device_name
 from ampfuse.insight.diagnosis import replay
 from ampfuse.insight.diagnosis.advice import Case, all_advice, half_limit, misaligned
@@ -24,6 +27,7 @@ from ampfuse.insight.diagnosis.trace import Trace, read
 from ampfuse.insight.diagnosis.watch import Finished, Watch
 
 WARMUP, STEPS = 5, 10  # the defaults
+_CROWDED = 0.1  # an idle machine has it near 0.01
 
 _SENTENCES = {
     "data": "data-bound: the step waits for its batch",
@@ -84,8 +88,11 @@ def examine(watch: Watch, report: Report) -> None:
         path = Path(folder, "trace.json")
         watch.profiler.export_chrome_trace(str(path))
         trace = read(path)
-    waited = watch.loading.wait_s / len(watch.seconds) * 1e3 if watch.loading else 0.0
-    timeline = lay_out(trace, watch.step_ms, waited)
+    steps = len(watch.seconds)
+    stepping = sum(sum(stepper.seconds) for stepper in watch.steppers.values())
+    waiting = watch.loading.wait_s if watch.loading else 0.0
+    clocks = {"optimizer": 1e3 * stepping / steps, "data": 1e3 * waiting / steps}
+    timeline = lay_out(trace, watch.step_ms, clocks)
     if timeline is None:
         report.problem = f"the training ended in its first profiled step, {watch.seen} steps in all"
         return
@@ -100,7 +107,7 @@ def examine(watch: Watch, report: Report) -> None:
         {kind: sum(s.ms for s in report.shares if s.kind == kind) for kind in LABELS},
         [op for _, op in rows if op is not None],
         list(watch.steppers.values()),
-        len(watch.seconds),
+        steps,
         watch.loading,
         timeline.host_us / len(timeline.steps) / 1e3,
     )
@@ -108,7 +115,7 @@ def examine(watch: Watch, report: Report) -> None:
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         report.advice = all_advice(case)
     report.half_limit, report.bound = half_limit(case)
-    _judge(report)
+    _judge(report, case)
     report.notes = _notes(case, rows)
 
 
@@ -130,6 +137,7 @@ def _describe(report: Report, watch: Watch, timeline: Timeline, device: torch.de
     report.versions = f"torch {torch.__version__}, ampfuse {ampfuse.__version__}"
     report.steps, report.step_ms = len(times), watch.step_ms
     report.fastest_ms, report.slowest_ms = min(times), max(times)
+    report.queued = watch.queued
     begin, end = timeline.steps[0][0], timeline.steps[-1][1]
     report.profiled_ms = (end - begin) / len(timeline.steps) / 1e3
     totals: dict[tuple[str, str], float] = defaultdict(float)
@@ -145,26 +153,16 @@ def _describe(report: Report, watch: Watch, timeline: Timeline, device: torch.de
 
 
 def _strip(timeline: Timeline, cells: int = 400) -> list[tuple[float, float, str]]:
-    """The step of median length; each cell is what takes most of it, neighbours are joined."""
-    begin, end = sorted(timeline.steps, key=lambda step: step[1] - step[0])[
-        len(timeline.steps) // 2
-    ]
+    """The step of median length; each cell is what runs in its middle, neighbours are joined."""
+    by_length = sorted(timeline.steps, key=lambda step: step[1] - step[0])
+    begin, end = by_length[len(by_length) // 2]
     width = (end - begin) / cells
-    weights: list[dict[str, float]] = [defaultdict(float) for _ in range(cells)]
-    for piece in timeline.pieces:
-        at, stop = max(piece.start, begin), min(piece.end, end)
-        while at < stop:
-            cell = min(int((at - begin) / width), cells - 1)
-            edge = min(stop, begin + (cell + 1) * width) if cell < cells - 1 else stop
-            weights[cell][piece.kind] += edge - at
-            at = max(edge, at + 1e-3)
-    strip: list[tuple[float, float, str]] = []
-    for place, weight in enumerate(weights):
-        kind = max(weight, key=lambda kind: weight[kind]) if weight else "host"
-        if strip and strip[-1][2] == kind:
-            strip[-1] = (strip[-1][0], (place + 1) * width / 1e3, kind)
-        else:
-            strip.append((place * width / 1e3, (place + 1) * width / 1e3, kind))
+    ends = [piece.end for piece in timeline.pieces]
+    middles = (begin + (cell + 0.5) * width for cell in range(cells))
+    kinds = [timeline.pieces[bisect_right(ends, middle)].kind for middle in middles]
+    strip, at = [], 0.0
+    for kind, same in itertools.groupby(kinds):
+        strip.append((at, at := at + len(list(same)) * width / 1e3, kind))
     return strip
 
 
@@ -207,11 +205,10 @@ def _waits(trace: Trace, timeline: Timeline) -> list[WaitRow]:
     begin, end = timeline.steps[0][0], timeline.steps[-1][1]
     for event in trace.host:
         outer = event.parent
-        while outer is not None and outer.kind not in ("optimizer", "data"):
-            if outer.name.startswith(WAIT):
-                break  # the call around it counts
-            outer = outer.parent
-        if event.name.startswith(WAIT) and outer is None and begin <= event.start < end:
+        while outer is not None and not outer.name.startswith(WAIT):
+            outer = outer.parent  # of calls in each other the outermost counts
+        elsewhere = outer or event.kind in ("optimizer", "data")
+        if event.name.startswith(WAIT) and not elsewhere and begin <= event.start < end:
             counts[event.name.removeprefix(WAIT)].append(event.duration / 1e3)
     steps = len(timeline.steps)
     return [
@@ -221,13 +218,18 @@ def _waits(trace: Trace, timeline: Timeline) -> list[WaitRow]:
     ]
 
 
-def _judge(report: Report) -> None:
+def _judge(report: Report, case: Case) -> None:
     by_kind = {kind: report.share_of(kind) for kind in LABELS}
     report.verdict = max(by_kind, key=lambda kind: by_kind[kind])
     report.sentence = f"{_SENTENCES[report.verdict]} ({by_kind[report.verdict]:.0%} of the time)"
-    best = report.advice[0].gain if report.advice else 1.0
-    if best < 1.05:
+    if not report.advice:
         report.sentence += ". Nothing known here pays: a faster machine would"
+    if report.queued > _CROWDED:
+        cores, threads = env.core_count(), torch.get_num_threads()
+        workers = case.loading.workers if case.loading else 0
+        own = f" (or its own: {threads} threads and {workers} workers on {cores} cores)"
+        report.sentence += f". Unsure, as other work is running{own * (threads + workers > cores)}"
+        report.sentence += f": a thread was ready and had no core {report.queued:.0%} of the time"
 
 
 def _notes(case: Case, rows: list[tuple[OperationRow, replay.Operation | None]]) -> list[str]:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
 from ampfuse.insight.diagnosis.kinds import (
     ENCLOSING,
+    kind_by_name,
     kind_on_device,
     kind_on_host,
     precision,
@@ -59,18 +60,18 @@ class Timeline:
     pieces: list[Piece]
     scale: dict[str, float]
     host_us: float
-    on_gpu: bool
 
     def us(self, piece: Piece) -> float:
         """Microseconds of `piece`, on average of a step without the profiler."""
         return piece.duration * self.scale[piece.kind] / len(self.steps)
 
 
-def lay_out(trace: Trace, step_ms: float, data_ms: float = 0.0) -> Timeline | None:
+def lay_out(trace: Trace, step_ms: float, measured: Mapping[str, float] = {}) -> Timeline | None:
     """The timeline of `trace`; its steps took `step_ms` without the profiler.
 
-    Of these a DataLoader was waited for `data_ms`. Such waits come in bursts, and the profiled
-    steps may have had none.
+    `measured` is what a clock said of kinds, in ms. Profiled steps may have other times: waits for
+    a DataLoader come in bursts; and the profiler's own memory changes how often the temporaries of
+    an optimizer are fresh pages, which can double its time.
 
     None if no whole step was profiled.
     """
@@ -88,7 +89,8 @@ def lay_out(trace: Trace, step_ms: float, data_ms: float = 0.0) -> Timeline | No
         event.kind = kind_on_device(event)
     own = [event for event in trace.host if event.thread == thread]
     others = [event for event in trace.host if event.thread != thread]
-    pieces = list(_fill(_innermost(own, begin, end), others, steps))
+    work = sorted([*trace.forward, *(event.start for event in own if _is_work(event))])
+    pieces = list(_fill(_innermost(own, begin, end), others, steps, work))
     host_us = sum(piece.duration for piece in pieces if piece.kind != "sync")
     if trace.device:
         # Communication shows where nothing else runs.
@@ -96,14 +98,15 @@ def lay_out(trace: Trace, step_ms: float, data_ms: float = 0.0) -> Timeline | No
         for layer in (True, False):
             events = [e for e, talk in zip(trace.device, talks, strict=True) if talk is layer]
             pieces = list(_overlay(events, pieces, begin, end))
-    if data_ms > 0 and not any(piece.kind == "data" for piece in pieces):
-        pieces[-1:] = [pieces[-1], Piece(end, end + 1.0, "data", None)]  # to be scaled
-    count = 1e3 * len(steps)
-    scale = _without_profiler(
-        pieces, trace.host, begin, end, step_ms * count, min(data_ms, step_ms) * count
-    )
+    us = {kind: ms * 1e3 * len(steps) for kind, ms in measured.items()}
+    if trace.device:
+        us.pop("optimizer", None)  # a GPU works on when the clock has stopped
+    if us.get("data") and not any(piece.kind == "data" for piece in pieces):
+        pieces.append(Piece(end, end + 1.0, "data", None))  # to be scaled
+    recorded = [event for event in trace.host if begin <= event.start < end]
+    scale = _without_profiler(pieces, recorded, step_ms * 1e3 * len(steps), us)
     host_us *= step_ms * 1e3 / (end - begin)
-    return Timeline(steps, pieces, scale, host_us, bool(trace.device))
+    return Timeline(steps, pieces, scale, host_us)
 
 
 def detail(piece: Piece) -> str:
@@ -141,20 +144,25 @@ def _innermost(events: list[Event], begin: float, end: float) -> list[Piece]:
 
 
 def _fill(
-    pieces: list[Piece], others: list[Event], steps: list[tuple[float, float]]
+    pieces: list[Piece], others: list[Event], steps: list[tuple[float, float]], work: list[float]
 ) -> Iterator[Piece]:
     """`pieces`, where this thread does nothing in torch: what `others` do, or Python.
 
     Autograd runs the backward pass of a GPU on a thread of its own, gloo communicates on another. A
-    pause between a step and the first real work of the next one is the script's own loading.
+    pause between a step and the next begin of `work` is the script's own loading; if it has a
+    DataLoader, a pause after that.
     """
     threads: dict[object, list[Event]] = defaultdict(list)
     for event in others:
         threads[event.thread].append(event)
     tracks = [_Track(_innermost(events, *_span(steps))) for events in threads.values()]
-    work = [p.start for p in pieces if p.kind in ("matrix", "norm") or _is_backward(p.event)]
+    loads = [piece.start for piece in pieces if piece.kind == "data"]
     for piece in pieces:
-        if piece.event is not None and not _is_transparent(piece.event):
+        transparent = piece.event is None or (
+            # An annotation of the script: its time is that of the Python in it.
+            piece.event.category == "user_annotation" and piece.kind == "host"
+        )
+        if not transparent:
             yield piece
             continue
         covering = (
@@ -176,18 +184,15 @@ def _fill(
         kind = piece.kind
         if kind == "host" and piece.end - at > _PAUSE_US:
             step = next((step for step in steps if step[0] <= at < step[1]), steps[-1])
+            load = next((start for start in loads if step[0] <= start < step[1]), at)
             first = next((start for start in work if step[0] <= start < step[1]), step[1])
-            kind = "data" if at < first else "python"
+            kind = "data" if load <= at < first else "python"
         yield Piece(at, piece.end, kind, piece.event)
 
 
-def _is_backward(event: Event | None) -> bool:
-    return event is not None and event.name.startswith("autograd::engine")
-
-
-def _is_transparent(event: Event) -> bool:
-    """An annotation of the script: its time is that of the Python in it."""
-    return event.category == "user_annotation" and event.kind == "host"
+def _is_work(event: Event) -> bool:
+    """Of a backward pass, or of a model though it may be one that is not trained."""
+    return event.name.startswith("autograd::engine") or kind_by_name(event) in ("matrix", "norm")
 
 
 def _overlay(device: list[Event], host: list[Piece], begin: float, end: float) -> Iterator[Piece]:
@@ -231,33 +236,32 @@ def _span(steps: list[tuple[float, float]]) -> tuple[float, float]:
 
 
 def _without_profiler(
-    pieces: Iterable[Piece],
-    host: list[Event],
-    begin: float,
-    end: float,
-    wanted_us: float,
-    data_us: float,
+    pieces: Iterable[Piece], recorded: list[Event], wanted_us: float, measured: Mapping[str, float]
 ) -> dict[str, float]:
     """For each kind: its time without the profiler over its time with it.
 
     Writing down an operation costs the same for each, and falls into what is around it. What the
-    measured difference leaves after that is spread over all kinds.
+    measured difference leaves after that is spread over all kinds but those that are `measured`;
+    the waits for data are at least that.
     """
     total: dict[str, float] = defaultdict(float)
     for piece in pieces:
         total[piece.kind] += piece.duration
-    recorded: dict[str, int] = defaultdict(int)
-    for event in host:
-        if begin <= event.start < end:
-            outer = event.parent.kind if event.parent else "host"
-            recorded[outer if outer in ENCLOSING else "host"] += 1
-    excess = max(0.0, (end - begin) - wanted_us)
-    each = min(_MOST_PER_EVENT_US, excess / max(1, sum(recorded.values())))
-    left = {kind: max(0.1 * us, us - each * recorded[kind]) for kind, us in total.items()}
-    rest = wanted_us / sum(left.values())
-    waited = data_us > rest * left.get("data", 0.0)  # longer than the profile shows
-    if waited:
+    known = {kind: measured[kind] for kind in measured.keys() & total.keys() & {"optimizer"}}
+    wanted_us -= sum(known.values())
+    counts: dict[str, int] = defaultdict(int)
+    for event in recorded:
+        outer = event.parent.kind if event.parent else "host"
+        counts[outer if outer in ENCLOSING else "host"] += 1
+    left = {kind: us for kind, us in total.items() if kind not in known}
+    excess = max(0.0, sum(left.values()) - wanted_us)
+    each = min(_MOST_PER_EVENT_US, excess / max(1, sum(counts[kind] for kind in left)))
+    left = {kind: max(0.1 * us, us - each * counts[kind]) for kind, us in left.items()}
+    rest = wanted_us / max(sum(left.values()), 1e-9)
+    waited = min(measured.get("data", 0.0), wanted_us)
+    if waited > rest * left.get("data", 0.0):  # longer than the profile shows
+        known["data"] = waited
         left.pop("data")
-        rest = (wanted_us - data_us) / max(sum(left.values()), 1e-9)
-    scale = {kind: rest * us / total[kind] for kind, us in left.items()}
-    return scale | ({"data": data_us / total["data"]} if waited else {})
+        rest = (wanted_us - waited) / max(sum(left.values()), 1e-9)
+    known |= {kind: rest * us for kind, us in left.items()}
+    return {kind: us / total[kind] for kind, us in known.items()}

@@ -50,10 +50,11 @@ class Event:
 
 @dataclass
 class Trace:
-    """Events of the host and of the device, each sorted by their start."""
+    """Events of the host and of the device; begins of operations that a backward pass is due to."""
 
     host: list[Event]
     device: list[Event]
+    forward: list[float] = field(default_factory=list)
 
 
 def read(path: Path) -> Trace:
@@ -67,6 +68,8 @@ def build(records: Iterable[Mapping[str, Any]]) -> Trace:
     trace, by_id, launches = Trace([], []), {}, []
     for record in records:
         category = record.get("cat", "")
+        if category == "fwdbwd" and record["ph"] == "s":
+            trace.forward.append(float(record["ts"]))
         if record.get("ph", "X") != "X" or category not in _HOST | _DEVICE:
             continue
         facts, start = record.get("args", {}), float(record["ts"])

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import glob
+import multiprocessing
 import os
 import statistics
 import time
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,17 +32,17 @@ class Finished(BaseException):
 
 @dataclass
 class Stepper:
-    """An optimizer of the script: what it steps, and how long that took without the profiler."""
+    """An optimizer of the script: what it steps, and how long its timed steps took."""
 
     cls: type[torch.optim.Optimizer]
     defaults: dict[str, Any]
     tensors: list[tuple[torch.Size, torch.dtype, torch.device]]
-    seconds: float = 0.0
+    seconds: list[float] = field(default_factory=list)
 
 
 @dataclass
 class Loading:
-    """The waits of a DataLoader while the steps were timed; `busy_s` is the CPU time in them."""
+    """Waits of a DataLoader in timed steps; `busy_s`: CPU time in them or of workers, if known."""
 
     workers: int
     pinned: bool
@@ -60,6 +62,8 @@ class Watch:
     Attributes:
         stop: raise Finished after the last of them.
         seconds: of each timed step.
+        queued: the share of them in which a thread (here or in a worker, the one that had to most)
+            was ready to run and had no core, which is no wait for a file, a GPU or a lock.
         profiler: once the profile has begun. It is complete after the context.
     """
 
@@ -68,6 +72,7 @@ class Watch:
     stop: bool
     seen: int = 0
     seconds: list[float] = field(default_factory=list)
+    queued: float = 0.0
     steppers: dict[int, Stepper] = field(default_factory=dict)
     loading: Loading | None = None
     profiler: profile | None = None
@@ -106,13 +111,27 @@ class Watch:
     def _timing(self) -> bool:
         return self.warmup <= self.seen < self.warmup + self.steps
 
-    def _before(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+    def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         if os.getpid() != self._process or self.done:
-            return
+            return None
         self._started = time.perf_counter()
         if self.profiler and optimizer is self._chosen:
             self._mark = record_function(marks.STEP)
             self._mark.__enter__()
+        if not callable(closure := kwargs.get("closure", *args[1:2])):
+            return None
+        timed = self._not_counted()(closure)
+        if args[1:]:
+            return (args[0], timed, *args[2:]), kwargs
+        return args, kwargs | {"closure": timed}
+
+    @contextlib.contextmanager
+    def _not_counted(self) -> Iterator[None]:
+        """A closure's time is not that of the optimizer's step around it."""
+        begin = time.perf_counter()
+        with record_function(marks.CLOSURE):
+            yield
+        self._started += time.perf_counter() - begin
 
     def _after(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         if os.getpid() != self._process:
@@ -123,7 +142,9 @@ class Watch:
             return
         timing = self._timing
         if timing:
-            self._stepper(optimizer).seconds += time.perf_counter() - self._started
+            now = time.perf_counter()
+            self._stepper(optimizer).seconds.append(now - self._started)
+            self._started = now  # of a step around this one the rest counts
         count = self._counts[optimizer] = self._counts.get(optimizer, 0) + 1
         if self._chosen is None and count == self.warmup:
             self._chosen = optimizer
@@ -139,7 +160,10 @@ class Watch:
             self.seconds.append(time.perf_counter() - self._last)
         if self.seen in (self.warmup, self.warmup + self.steps):
             self._wait()
-        if self.seen == self.warmup + self.steps:
+        if self.seen == self.warmup:
+            self._threads = _threads()
+        elif self.seen == self.warmup + self.steps:
+            self._count_threads()
             self._begin_profile()
         elif self.seen == self.needed:
             self.done = True
@@ -158,7 +182,17 @@ class Watch:
             self.seconds.clear()
             self.steppers.clear()
             self._others.clear()
+            self._threads = _threads()
             self._last = time.perf_counter()
+
+    def _count_threads(self) -> None:
+        """What the threads did in the timed steps."""
+        ran, queued = (now - then for now, then in zip(_threads(), self._threads, strict=True))
+        self.queued = max(queued.values(), default=0) / 1e9 / sum(self.seconds)
+        if self.loading and self.loading.workers:
+            own = f"/proc/{self._process}/"
+            in_workers = (ns for path, ns in ran.items() if not path.startswith(own))
+            self.loading.busy_s = sum(in_workers) / 1e9
 
     def _wait(self) -> None:
         """A GPU has to have done what was timed. Its backlog belongs to the last timed step."""
@@ -255,3 +289,14 @@ class Watch:
     def step_ms(self) -> float:
         """The mean of the timed steps."""
         return statistics.fmean(self.seconds) * 1e3
+
+
+def _threads() -> tuple[Counter[str], Counter[str]]:
+    """Nanoseconds that each thread, here and in workers, ran; and was ready but had no core."""
+    ran: Counter[str] = Counter()
+    queued: Counter[str] = Counter()
+    for pid in (os.getpid(), *(worker.pid for worker in multiprocessing.active_children())):
+        for path in glob.glob(f"/proc/{pid}/task/*/schedstat"):  # Linux has them
+            with contextlib.suppress(OSError), open(path) as file:  # the thread may have ended
+                ran[path], queued[path], _ = map(int, file.read().split())
+    return ran, queued
