@@ -9,7 +9,6 @@ on every step, from the first such gradient on; until then torch is left alone.
 from __future__ import annotations
 
 import contextlib
-import functools
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,6 +17,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ampfuse.amp.scaler import LossScaler
@@ -81,9 +81,21 @@ def _reached_by(loss: Tensor) -> Iterator[tuple[str, Tensor]]:
                 nodes.append(following)
 
 
-@functools.cache
+_hook: RemovableHandle | None = None
+
+
 def _listen() -> None:
-    register_optimizer_step_pre_hook(_before_step)
+    global _hook
+    if _hook is None:
+        _hook = register_optimizer_step_pre_hook(_before_step)
+
+
+def forget() -> None:
+    """Take the hook away, until the next such gradient."""
+    global _hook
+    if _hook is not None:
+        _hook.remove()
+    _hook = None
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
