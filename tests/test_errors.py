@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import reference
-from ampfuse import _core, optim
+from ampfuse import _core, amp, optim
 from cases import KINDS, assert_same_bits, bf16, f16, f32, f64, make, snapshot
 
 OPTIMIZERS = [getattr(optim, kind) for kind in reference.RULES]
@@ -141,20 +141,41 @@ def test_parameters_of_another_dtype(optimizer, dtype):
     assert len(good.param_groups) == 1
 
 
-def test_parameters_on_two_devices():
-    named = model()
-    optimizer = make("adamw", [*named, ("far", torch.ones(2, device="meta").requires_grad_())])
-    clean_gradients(named)
-    with pytest.raises(RuntimeError, match=r"far is on meta.*one optimizer per device"):
-        optimizer.step()
-
-
 def test_parameters_without_kernels():
-    param = torch.ones(2, device="meta").requires_grad_()
-    optimizer = make("adamw", [("far", param)])
-    param.grad = torch.ones_like(param)
+    far = torch.ones(2, device="meta")
     with pytest.raises(RuntimeError, match="cpu and cuda tensors, not for meta"):
+        _core.C.ParamTable("adam", far.device)
+    with pytest.raises(RuntimeError, match=r"far is on meta.*one optimizer per device"):
+        _core.C.ParamTable("adam", torch.device("cpu")).add_row(far, None, "far")
+
+
+def test_parameters_without_values():
+    """Those of a model that waits on the meta device."""
+    named = [*model(), ("far", torch.ones(2, device="meta").requires_grad_())]
+    optimizer = make("adamw", named)
+    clean_gradients(named[:3])
+    before = [param.detach().clone() for _, param in named[:3]]
+    with pytest.raises(RuntimeError, match=r"^far is on the meta device.*Materialize it"):
         optimizer.step()
+    assert not any(optimizer.state.values())
+    assert all(map(torch.equal, before, [param for _, param in named[:3]]))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_levels_on_the_meta_device(level):
+    """Where masters would stay there it is told at once; elsewhere values may come later."""
+    net = torch.nn.Linear(3, 2, device="meta")
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    before = dict(optimizer.__dict__)
+    if level == "O1":
+        amp.initialize(net, optimizer, opt_level=level, verbosity=0)
+        meta = pytest.raises(RuntimeError, match=r"^weight is on the meta device")
+        with meta, amp.scale_loss(torch.zeros(()), optimizer):
+            pass
+        return
+    with pytest.raises(RuntimeError, match=r"'weight' is on the meta device.*Materialize"):
+        amp.initialize(net, optimizer, opt_level=level, verbosity=0)
+    assert (optimizer.__dict__, net.weight.dtype) == (before, f32)
 
 
 STRANGE = {
@@ -250,7 +271,7 @@ def test_options_of_one_algorithm():
         optim.AdamW(model(), betas=(1.0, 0.9))
     with pytest.raises(ValueError, match="Nesterov"):
         optim.SGD(model(), nesterov=True)
-    with pytest.raises(ValueError, match="norm_type is 1; it is 2 or inf"):
+    with pytest.raises(ValueError, match="norm_type is 1; it has to be 2 or inf"):
         optim.NovoGrad(model(), norm_type=1)
     for kind in (optim.LAMB, optim.NovoGrad):
         with pytest.raises(ValueError, match="beta parameter at index 1"):

@@ -24,7 +24,9 @@ from ampfuse.amp import scale_loss, weight_cache
 from ampfuse.amp import session as sessions
 from ampfuse.graph_batch import Batch
 from ampfuse.optim.captured import CapturedOptimizer, stale
+from ampfuse.optim.checks import check
 from ampfuse.optim.fused import FusedOptimizer, is_fused
+from ampfuse.optim.options import RULES
 
 __all__ = ["EAGER_CALLS", "GraphedCall", "GraphedStep", "make_graphed_step"]
 
@@ -147,8 +149,7 @@ def make_graphed_step(
             f"needs on the device. Use {', '.join(most)} or {last} of ampfuse.optim, or let "
             "amp.initialize change torch's."
         )
-    if max_grad_norm is not None and not max_grad_norm > 0:
-        raise ValueError(f"max_grad_norm is {max_grad_norm}; it has to be positive, or None")
+    check("max_grad_norm", max_grad_norm, RULES["max_grad_norm"])
     _check_scaling(optimizer, scaler)
     _check_device(optimizer.param_table().param(0).device)
     return GraphedStep(model, loss_fn, optimizer, sample_batch, max_grad_norm, scaler)
@@ -328,8 +329,7 @@ class GraphedStep:
         optimizer, scaler = self._optimizer, self._scaler
         options = {
             "the model's train or eval mode": self._model.training,
-            "optimizer.max_grad_norm": optimizer.max_grad_norm,
-            "optimizer.skip_nonfinite": optimizer.skip_nonfinite,
+            **{f"optimizer.{name}": getattr(optimizer, name) for name in RULES},
         }
         if scaler is not None and scaler.is_enabled():
             options["the scaler's growth factor"] = scaler.get_growth_factor()

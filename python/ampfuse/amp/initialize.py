@@ -34,13 +34,13 @@ from ampfuse.amp.casts import (
 from ampfuse.amp.function_casts import install_registered
 from ampfuse.amp.half_range import warn_of_range
 from ampfuse.amp.hints import give_hints
-from ampfuse.amp.policy import Policy, make_policy, parse_bool
+from ampfuse.amp.policy import Policy, make_policy, parse_switch
 from ampfuse.amp.scaler import LossScaler
 from ampfuse.optim import upgrade
 from ampfuse.optim.inner import parameters, with_inner
 from ampfuse.optim.masters import FLOAT_DTYPES, HALF_DTYPES
 from ampfuse.optim.shards import is_sharded
-from ampfuse.optim.upgrade import refuse_split
+from ampfuse.optim.upgrade import check_upgrade
 
 _log = logging.getLogger("ampfuse.amp")
 
@@ -111,7 +111,7 @@ def initialize(
         RuntimeError: unknown level; overrides that contradict it; a model in DataParallel or
             DistributedDataParallel, or whose batch norms fully_shard gathers with half weights; an
             optimizer that is initialized already; trainable half parameters at a level that expects
-            FP32 ones.
+            FP32 ones; parameters on the meta device that get masters.
         TypeError: something that is no model or no optimizer; parameters of a type that the
             optimizers cannot step (float64, complex).
         ValueError, AssertionError: malformed values, see :func:`ampfuse.amp.policy.make_policy`.
@@ -128,7 +128,7 @@ def initialize(
     """
     if not isinstance(verbosity, int):
         raise TypeError(f"verbosity must be 0, 1 or 2, not {verbosity!r}.")
-    if not (parse_bool("enabled", enabled) if isinstance(enabled, str) else enabled):
+    if not (parse_switch("enabled", enabled) if isinstance(enabled, str) else enabled):
         return turn_off(models, optimizers, sessions.Session(policy=None, verbosity=verbosity))
 
     policy = make_policy(
@@ -373,8 +373,7 @@ def _check_optimizers(
     if len({id(optimizer) for optimizer in optimizers}) < len(optimizers):
         raise RuntimeError("The same optimizer is listed twice.")
     for optimizer in optimizers:
-        if policy.master_weights == "split":
-            refuse_split(optimizer, sparse)
+        check_upgrade(optimizer, policy.master_weights or False, sparse)
         if sessions.enabled_of(optimizer) is not None:
             raise RuntimeError(
                 f"This {type(optimizer).__name__} went through amp.initialize already. To "
@@ -392,6 +391,14 @@ def _check_optimizers(
             dtype = parameter.dtype
             if id(parameter) in names and dtype.is_floating_point:
                 dtype = policy.weights_type or dtype
+            takes_master = policy.master_weights is True and dtype in HALF_DTYPES
+            if parameter.is_meta and takes_master and not is_sharded(parameter):
+                raise RuntimeError(
+                    f"Parameter {names.get(id(parameter), place)!r} is on the meta device, and a "
+                    "master of it would stay there. Materialize the model first "
+                    "(model.to_empty(device=...)), then build the optimizer and call "
+                    "amp.initialize."
+                )
             if dtype not in FLOAT_DTYPES:
                 raise TypeError(
                     f"Parameter {names.get(id(parameter), place)!r} would be stepped in {dtype}. "

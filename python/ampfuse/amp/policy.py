@@ -26,6 +26,7 @@ from typing import Any, Literal
 
 import torch
 
+from ampfuse.optim.checks import check, one_of
 from ampfuse.optim.masters import HALF_DTYPES
 
 
@@ -139,9 +140,9 @@ def make_policy(opt_level: str, **overrides: object) -> Policy:
 
     Raises:
         RuntimeError: unknown level, or overrides that contradict the level.
-        AssertionError: a switch such as ``keep_batchnorm_fp32`` is not True, False, "True" or
-            "False".
-        ValueError: ``loss_scale`` is neither "dynamic" nor a positive number.
+        AssertionError: ``keep_batchnorm_fp32`` is not True, False, "True" or "False".
+        ValueError: ``loss_scale`` is neither "dynamic" nor a positive number; ``master_weights`` is
+            neither a bool nor "split", or another switch none.
         TypeError: a type argument is not a floating point ``torch.dtype``.
 
     These are the error types of ``apex.amp``.
@@ -156,16 +157,20 @@ def make_policy(opt_level: str, **overrides: object) -> Policy:
     for name in ("cast_model_type", "cast_model_outputs", "patch_torch_functions_type"):
         if name in given:
             _check_dtype(name, given[name], allow_false=name == "cast_model_type")
-    if "patch_torch_functions" in given:
-        given["patch_torch_functions"] = parse_bool(
-            "patch_torch_functions", given["patch_torch_functions"]
-        )
     # The level's own say first: at O1 and O4 any value of these is an error, "True" or nonsense.
     _check_against_level(level, given)
-    for name in ("keep_batchnorm_fp32", "master_weights", "fuse_batchnorm"):
-        if name in given and not (name == "master_weights" and given[name] == "split"):
-            given[name] = parse_bool(name, given[name])
-    return dataclasses.replace(level, **given)
+    for name in _SWITCHES & given.keys():
+        given[name] = parse_switch(name, given[name])
+    policy = dataclasses.replace(level, **given)
+    if policy.master_weights == "split" and policy.weights_type == torch.float32:
+        raise RuntimeError(
+            f"master_weights='split' contradicts {level.opt_level}, which keeps FP32 weights: only "
+            "half ones are split. Leave it out, or use O2 (float16) or O5 (bfloat16)."
+        )
+    return policy
+
+
+_SWITCHES = {"keep_batchnorm_fp32", "patch_torch_functions", "master_weights", "fuse_batchnorm"}
 
 
 def parse_loss_scale(value: object) -> float | Literal["dynamic"]:
@@ -242,17 +247,17 @@ def _check_dtype(name: str, value: object, *, allow_false: bool) -> None:
         )
 
 
-def parse_bool(name: str, value: object) -> bool:
-    """True or False, as such or as the strings that command lines give.
+def parse_switch(name: str, value: object) -> Any:
+    """True or False, as such or as the words that command lines give; "split" as it is.
 
     Raises:
-        AssertionError: anything else.
+        ValueError: anything else; AssertionError of ``keep_batchnorm_fp32``, as in apex.
     """
-    if value in ("True", "False"):
-        return value == "True"
-    if not isinstance(value, bool):
-        more = ', "split"' if name == "master_weights" else ""
-        raise AssertionError(
-            f'{name} must be True, False, "True", "False"{more} or None; got {value!r}.'
-        )
-    return value
+    split = ("split",) if name == "master_weights" else ()
+    try:
+        check(name, value, one_of(True, False, "True", "False", *split))
+    except ValueError as error:
+        if name != "keep_batchnorm_fp32":
+            raise
+        raise AssertionError(str(error)) from None
+    return value if value == "split" else value in (True, "True")

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from ampfuse.optim.checks import NUMBER, check
 from ampfuse.optim.fused import FusedOptimizer
 from ampfuse.optim.options import Options, Unpack
 
@@ -46,7 +47,8 @@ class Adagrad(FusedOptimizer, torch.optim.Adagrad, replaces=torch.optim.Adagrad)
         fused: bool | None = None,
         **options: Unpack[Options],
     ) -> None:
-        self._set_options(options)
+        self._set_options(options, locals())
+        check("initial_accumulator_value", initial_accumulator_value, NUMBER)
         super().__init__(
             params,
             lr,

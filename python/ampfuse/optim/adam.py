@@ -70,7 +70,7 @@ class Adam(_AdamBase, torch.optim.Adam, replaces=torch.optim.Adam):
         decoupled_weight_decay: bool = False,
         **options: Unpack[Options],
     ) -> None:
-        self._set_options(options)
+        self._set_options(options, locals())
         super().__init__(
             params,
             lr,
@@ -106,7 +106,7 @@ class AdamW(_AdamBase, torch.optim.AdamW, replaces=torch.optim.AdamW):
         fused: bool | None = None,
         **options: Unpack[Options],
     ) -> None:
-        self._set_options(options)
+        self._set_options(options, locals())
         super().__init__(
             params,
             lr,

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampfuse.optim.checks import COUNT, Rule, check
 from ampfuse.optim.inner import parameters, with_inner
 from ampfuse.optim.kept import STATES, Kept, mode_for
 from ampfuse.optim.masters import (
@@ -26,7 +27,7 @@ from ampfuse.optim.masters import (
     joined_master,
     split_master,
 )
-from ampfuse.optim.options import Options, StateMode
+from ampfuse.optim.options import RULES, StateMode
 from ampfuse.optim.rows import Rows
 from ampfuse.optim.shards import is_sharded, on_shards
 
@@ -40,7 +41,8 @@ class Checkpoints(Rows):
 
     # Attributes that a copy has too.
     _copied: tuple[str, ...] = (
-        *Options.__annotations__,
+        *RULES,
+        "_takes_options",
         "skip_on_overflow",
         "_under_amp",
         "_amp_session",  # amp's policy and loss scalers: a copy trains on under amp
@@ -49,6 +51,11 @@ class Checkpoints(Rows):
     _loading: dict[str, Any] | None = None
     # In a subclass of a fused optimizer whose step, and state, is not ours.
     _has_own_step = False
+    # Of a state, beside the states of the algorithm: tensors of the parameter's shape, and numbers;
+    # and what it may lack where it has the rest.
+    _whole: tuple[str, ...] = ("master_param",)
+    _numbers: tuple[str, ...] = ()
+    _may_lack: tuple[str, ...] = ()
     # Within a swap_ema block.
     _swapped = False
 
@@ -117,9 +124,10 @@ class Checkpoints(Rows):
             strict: refuse states that are kept in another way.
 
         Raises:
-            ValueError: the state belongs to parameters of another number or shape, or, with
-                `strict`, is kept in another way. RuntimeError: in a swap_ema block. Nothing has
-                changed then.
+            ValueError: the state belongs to parameters of another number or shape; it is damaged,
+                as a state dict without ``exp_avg`` or with a step count of NaN; or, with `strict`,
+                it is kept in another way. RuntimeError: in a swap_ema block. Nothing has changed
+                then.
         """
         self._check_not_swapped("load_state_dict()")
         if len(with_inner(self)) > 1:
@@ -143,7 +151,7 @@ class Checkpoints(Rows):
         rest, masters = _without_masters(state_dict)
         for i, master in masters.items():
             if i < len(params):
-                _check_shape("master_param", master, params[i], self.parameter_names()[i])
+                _check_tensor("master_param", master, params[i], self.parameter_names()[i])
         super().load_state_dict(rest)
         for i, param in enumerate(parameters(self)):
             if i in masters:
@@ -154,11 +162,10 @@ class Checkpoints(Rows):
         # Called by load_state_dict, pickle and deepcopy alike.
         if self._loading is not None:
             self._restore_state(state["state"], self._loading)
-            # How states are kept is this optimizer's choice.
-            for group, loaded in zip(self.param_groups, state["param_groups"], strict=True):
-                loaded.pop("state_dtype", None)
-                if "state_dtype" in group:
-                    loaded["state_dtype"] = group["state_dtype"]
+            state["param_groups"] = [
+                self._as_loaded(*pair)
+                for pair in zip(self.param_groups, state["param_groups"], strict=True)
+            ]
         # torch's looks for a step in each state; before the first there are masters alone, and the
         # state of another's step is not torch's.
         states = state.get("state", {})
@@ -167,6 +174,19 @@ class Checkpoints(Rows):
         super().__setstate__(state)
         states.update(set_aside)
         self._states_bound = False
+
+    def _as_loaded(self, group: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
+        """What `saved` is in place of `group`: how states are kept is this optimizer's choice."""
+        options = {"state_dtype", *self._whole_options()}
+        own = {key: value for key, value in group.items() if key in options}
+        return {key: value for key, value in saved.items() if key not in options} | own
+
+    def _whole_options(self) -> dict[str, Any]:
+        """The options that are the same for all groups."""
+        return {}
+
+    def _check_loaded(self, group: dict[str, Any]) -> None:
+        """Raise ValueError for a group that no step of ours can work with."""
 
     def _restore_state(self, state: dict[Any, Any], saved: dict[str, Any]) -> None:
         """Undo torch's casts to the parameter's dtype, and put masters where they belong."""
@@ -297,42 +317,89 @@ def _check_and_remember(
 ) -> None:
     """Pre-hook of load_state_dict: refuse what does not fit before anything changes.
 
-    Only what a step of ours reads is known to have its parameter's shape; the rest is free. What
-    loading rounds is noted in `rounded`.
+    Only what a step of ours reads is looked at; the rest is free. What loading rounds is noted in
+    `rounded`.
     """
+    for key in ("state", "param_groups"):
+        if key not in state_dict:
+            raise ValueError(f"the state dict has no {key!r}, but {list(state_dict)}")
     names = iter(optimizer.parameter_names())
-    for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=False):
-        if len(group["params"]) != len(saved["params"]):
-            break  # torch says what is wrong
-        wanted = optimizer._mode_of(group)
-        every = Kept.of(optimizer._algorithm, optimizer._state_names({**group, **saved}))
-        for param, i, name in zip(group["params"], saved["params"], names, strict=False):
-            state = state_dict["state"].get(i)
-            if not isinstance(state, dict):
-                continue
-            mode = mode_for(wanted, param)
-            for key in ("master_param", "ema"):
-                _check_shape(key, state.get(key), param, name)
-            for kept in every:
-                for key, shape in kept.shapes(param).items():
-                    _check_shape(key, state.get(key), param, name, shape)
-                had = kept.mode_in(state)
-                if had not in (None, mode) and strict:
-                    raise ValueError(
-                        f"the state dict has {kept.name} of {name} in {had}, and this optimizer "
-                        f"keeps it in {mode}. Build it with state_dtype={had!r}, or load with "
-                        "strict=False, which converts. Nothing was loaded."
-                    )
-                if had not in (None, mode) and mode != "fp32":
-                    rounded[f"{kept.name} from {had} to {mode}"] = None
+    groups = enumerate(zip(optimizer.param_groups, state_dict["param_groups"], strict=False))
+    try:
+        for i, (own, saved) in groups:
+            if len(own["params"]) != len(saved["params"]):
+                break  # torch says what is wrong
+            group = {**own, **optimizer._as_loaded(own, saved)}
+            try:
+                optimizer._check_loaded(group)
+            except ValueError as error:
+                raise ValueError(f"in parameter group {i}, {error}") from None
+            for param, key, name in zip(own["params"], saved["params"], names, strict=False):
+                if (state := state_dict["state"].get(key)) is not None:
+                    _check_state(optimizer, group, param, state, name, strict, rounded)
+    except ValueError as error:
+        raise ValueError(f"the state dict does not fit: {error}. Nothing was loaded.") from None
     optimizer._loading = state_dict
 
 
-def _check_shape(
-    key: str, value: Any, param: Tensor, name: str, shape: tuple[int, ...] | None = None
+def _check_state(
+    optimizer: Any,
+    group: dict[str, Any],
+    param: Tensor,
+    state: Any,
+    name: str,
+    strict: bool,
+    rounded: dict[str, None],
 ) -> None:
-    if isinstance(value, Tensor) and value.shape != (param.shape if shape is None else shape):
+    """Raise ValueError unless a step of ours can go on with `state`: it has all or nothing."""
+    if not isinstance(state, dict):
+        if optimizer._algorithm != "none":
+            raise ValueError(f"the state for {name} is {state!r}, and no dict")
+        return
+    for key in optimizer._whole:
+        _check_tensor(key, state.get(key), param, name)
+    found = {key for key, value in state.items() if value is not None}
+    wanted, known = [*optimizer._numbers], {*optimizer._numbers}
+    for key in found & known:
+        check(f"{key} for {name}", state[key], COUNT)
+    mode = mode_for(optimizer._mode_of(group), param)
+    for kept in Kept.of(optimizer._algorithm, optimizer._state_names(group)):
+        for key, shape in kept.shapes(param).items():
+            rule = _CODES if key == kept.keys[1] else _VALUES
+            _check_tensor(key, state.get(key), param, name, shape, rule)
+        had = kept.mode_in(state)
+        wanted += kept.keys_in(had or "fp32")
+        known.update(kept.keys)
+        if had not in (None, mode) and strict:
+            raise ValueError(
+                f"it has {kept.name} of {name} in {had}, and this optimizer keeps it in {mode}. "
+                f"Build it with state_dtype={had!r}, or load with strict=False, which converts"
+            )
+        if had not in (None, mode) and mode != "fp32":
+            rounded[f"{kept.name} from {had} to {mode}"] = None
+    lost = [key for key in wanted if key not in found and key not in optimizer._may_lack]
+    if lost and found & known:
+        raise ValueError(f"{lost[0]} for {name} is missing; there are {', '.join(state)}")
+
+
+_VALUES = Rule(lambda value: value.is_floating_point(), "a tensor of floating point numbers")
+_CODES = Rule(lambda value: value.dtype == torch.uint8, "a tensor of uint8")
+
+
+def _check_tensor(
+    key: str,
+    value: Any,
+    param: Tensor,
+    name: str,
+    shape: tuple[int, ...] | None = None,
+    rule: Rule = _VALUES,
+) -> None:
+    """Raise ValueError for a tensor of a state that is none of `shape`, the parameter's if None."""
+    if value is None:
+        return
+    check(f"{key} for {name}", value, rule)
+    if value.shape != (param.shape if shape is None else shape):
         raise ValueError(
-            f"the state dict's {key} for {name} has shape {tuple(value.shape)}, the parameter "
-            f"{tuple(param.shape)}: it was saved from another model. Nothing was loaded."
+            f"{key} for {name} has shape {tuple(value.shape)}, the parameter "
+            f"{tuple(param.shape)}: it was saved from another model"
         )

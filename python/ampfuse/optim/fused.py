@@ -10,8 +10,20 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 from torch import Tensor
 
+from ampfuse.optim.checks import ABOVE_0, COUNT, FINITE, NUMBER, check
 from ampfuse.optim.ema import Averages
+from ampfuse.optim.hyper import Asked, check_range
 from ampfuse.optim.masters import FLOAT_DTYPES
+from ampfuse.optim.options import (
+    NOT_IN_GROUPS,
+    NOT_IN_OTHERS_GROUPS,
+    RULES,
+    Options,
+    changed_too_late,
+    check_group,
+    check_options,
+    values_of,
+)
 from ampfuse.optim.schedule import Scheduled, refuse_unread
 from ampfuse.uncompiled import uncompiled
 
@@ -53,8 +65,50 @@ class FusedOptimizer(Scheduled, Averages):
     # What the table has: of each group the rate's tensor, the schedule, its rows and `_hyper`.
     _hyper_sent: list[Any]
 
+    def _set_options(self, options: Options, arguments: dict[str, Any]) -> None:
+        """Set the options that a constructor was given, and look at its other arguments.
+
+        Raises TypeError for an unknown option, and ValueError.
+        """
+        for name, value in options.items():
+            if name not in RULES:
+                call = f"{type(self).__name__}.__init__()"
+                raise TypeError(f"{call} got an unexpected keyword argument {name!r}")
+            check(name, value, RULES[name])
+            is_flag = isinstance(getattr(FusedOptimizer, name), bool)
+            setattr(self, name, bool(value) if is_flag and value != "split" else value)
+        check_options({name: getattr(self, name) for name in RULES})
+        self._takes_options = True
+        check_range(self._checked_hyper(arguments))
+
+    def check_options(self) -> None:
+        """Raise ValueError for options and groups that were changed to what they cannot be."""
+        now = values_of(self)
+        if now != self._checked:
+            options = dict(zip(RULES, now, strict=True))
+            check_options(options)
+            for name, value in self._made_with.items() if self._table is not None else ():
+                if options[name] != value:
+                    raise ValueError(changed_too_late(name, value, options[name]))
+            self._checked = now
+        for group in self.param_groups:
+            if not NOT_IN_GROUPS.isdisjoint(group):
+                check_group(group, self._whole_options())
+
+    # Of a group: keys of other people stay free, but for those that only options of ours have.
+    def _whole_options(self) -> dict[str, Any]:
+        names = NOT_IN_GROUPS if self._takes_options else NOT_IN_OTHERS_GROUPS
+        return {name: getattr(self, name) for name in names}
+
+    def _check_loaded(self, group: dict[str, Any]) -> None:
+        for name, value in self._checked_hyper(group).items():
+            check(name, value, FINITE)
+        check("schedule_step", group.get("schedule_step", 0), COUNT)
+
     def _check_group(self, group: dict[str, Any]) -> None:
+        check_group(group, self._whole_options())
         self._mode_of(group)
+        self._checked_hyper(group)
         if group.get("differentiable"):
             raise ValueError(
                 "differentiable=True needs an update that autograd records, and a fused one is "
@@ -90,18 +144,25 @@ class FusedOptimizer(Scheduled, Averages):
 
         Raises:
             RuntimeError: inside a scale_loss context; a sparse gradient; tensors on several
-                devices; under amp, hundreds of steps in a row that were all skipped. TypeError: a
-                float64 or complex gradient. Nothing has changed then.
+                devices or on meta; under amp, hundreds of steps in a row that were all skipped.
+                TypeError: a float64 or complex gradient. ValueError: an option or hyper-parameter
+                was changed to what it cannot be. Nothing has changed then.
         """
         self._check_gradients_are_unscaled()
         self._check_not_swapped("step()")
+        self.check_options()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         table = self.param_table()
-        self.keep_bound()
-        self._send_hyper()
+        try:
+            self.keep_bound()
+            self._send_hyper()
+        except (RuntimeError, TypeError, ValueError):
+            for group in self.param_groups:
+                self._checked_hyper(group)
+            raise
         stateless = self._collect(table)
         for row in stateless:
             self._init_state(row)
@@ -120,8 +181,7 @@ class FusedOptimizer(Scheduled, Averages):
     @uncompiled
     @torch.no_grad()
     def clip_next_step(self, max_norm: float) -> Tensor:
-        if not max_norm > 0:
-            raise ValueError(f"max_norm is {max_norm}; it has to be positive")
+        check("max_norm", max_norm, ABOVE_0)
         table = self.param_table()
         self._collect(table)
         table.measure()
@@ -136,6 +196,8 @@ class FusedOptimizer(Scheduled, Averages):
     # --- hyper-parameters -----------------------------------------------------------------------
 
     def _bind_states(self) -> None:
+        for group in self.param_groups:
+            self._checked_hyper(group)
         self._hyper_sent = []
         super()._bind_states()
 
@@ -150,12 +212,24 @@ class FusedOptimizer(Scheduled, Averages):
             sent: Any = self._hyper_sent[i] if i < len(self._hyper_sent) else None
             known = sent is not None and sent[0] is lr and sent[1] is schedule
             if not known or sent[2:] != (row, end, hyper):
+                if not known or {**sent[-1], "lr": hyper["lr"]} != hyper:
+                    self._checked_hyper(group)
                 if known:
                     refuse_unread(i, sent[-1], hyper, table)
                 self._known_table().set_hyper(row, end, lr, hyper, table)
                 del self._hyper_sent[i:]
                 self._hyper_sent.append((lr, schedule, row, end, hyper))
             row = end
+
+    def _checked_hyper(self, group: dict[str, Any]) -> dict[str, Any]:
+        """`_hyper`. Raises ValueError for what is of a wrong type, of all that a step reads."""
+        asked = Asked(group)
+        try:
+            hyper = self._hyper(asked)
+            self._state_names(asked)
+        finally:
+            asked.check()
+        return hyper
 
     def lr_and_hyper(self, group: dict[str, Any]) -> tuple[Tensor | None, dict[str, Any]]:
         """The rate, if the kernel reads it from a tensor on the device, and all the rest."""
@@ -168,6 +242,8 @@ class FusedOptimizer(Scheduled, Averages):
             hyper.update(self._layerwise.hyper)
         lr = hyper["lr"]
         if not isinstance(lr, Tensor):
+            if type(lr) is not float:
+                check("lr", lr, NUMBER)
             return None, hyper
         on_device = lr.device == self._row_params[0].device and lr.dtype == torch.float32
         hyper["lr"] = 0.0 if on_device else float(lr)

@@ -66,7 +66,8 @@ class Gradients(Rows):
     def cancel_backward(self) -> None:
         """The pass failed: drop what it left and keep what was there before."""
         self.in_backward = False
-        self._known_table().cancel_backward()
+        if self._table is not None:  # else the pass failed because there could be none
+            self._table.cancel_backward()
 
     def rows_of(self, params: Container[int]) -> list[int]:
         """Those of parameters of a model, given by their ids."""

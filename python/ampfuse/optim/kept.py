@@ -62,7 +62,7 @@ class Kept:
 
     def mode_in(self, state: dict[str, Any]) -> StateMode | None:
         """How `state` has it; None if not."""
-        if self.keys[1] in state:
+        if not state.keys().isdisjoint(self.keys[1:]):
             return "8bit"
         value = state.get(self.name)
         return None if value is None else _DTYPES.get(value.dtype, "fp32")

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ampfuse.optim.fused import FusedOptimizer
-from ampfuse.optim.moments import check_range, moment_hyper
+from ampfuse.optim.moments import moment_hyper
 from ampfuse.optim.options import Options, Unpack
 
 
@@ -55,8 +55,7 @@ class LAMB(FusedOptimizer):
         use_nvlamb: bool = False,
         **options: Unpack[Options],
     ) -> None:
-        self._set_options(options)
-        check_range(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        self._set_options(options, locals())
         defaults = {
             "lr": lr,
             "betas": betas,

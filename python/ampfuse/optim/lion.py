@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ampfuse.optim.fused import FusedOptimizer
-from ampfuse.optim.moments import check_range
 from ampfuse.optim.options import Options, Unpack
 
 
@@ -34,6 +33,7 @@ class Lion(FusedOptimizer):
     """
 
     _algorithm = "lion"
+    _may_lack = ("step",)  # which others have not
 
     def __init__(
         self,
@@ -45,8 +45,7 @@ class Lion(FusedOptimizer):
         maximize: bool = False,
         **options: Unpack[Options],
     ) -> None:
-        self._set_options(options)
-        check_range(lr=lr, betas=betas, eps=0.0, weight_decay=weight_decay)
+        self._set_options(options, locals())
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults)
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ampfuse.optim.fused import FusedOptimizer
-from ampfuse.optim.moments import check_range, moment_hyper
+from ampfuse.optim.moments import moment_hyper
 from ampfuse.optim.options import Options, Unpack
 
 
@@ -31,7 +31,7 @@ class NovoGrad(FusedOptimizer):
         bias_correction: False leaves out 1 - beta1^t. (v needs no correction, as it starts at a
             norm; with `init_zero` it is divided by sqrt(1 - beta2^t).)
         grad_averaging: the gradient enters m times 1 - beta1; False: as it is.
-        norm_type: 2, or ``inf`` for the largest magnitude, v = beta2 * v + (1 - beta2) * |g|.
+        norm_type: 2, or ``inf`` (as apex: 0) for the largest magnitude, v = beta2 * v + (1 - beta2) * |g|.
         init_zero: v starts at zero.
         reg_inside_moment: m = beta1 * m + (1 - beta1) * (g / d + weight_decay * p) and
             p = p - lr * m / (1 - beta1^t).
@@ -43,8 +43,8 @@ class NovoGrad(FusedOptimizer):
     """
 
     _algorithm = "novograd"
+    _numbers = ("step", "exp_avg_norm")
     _follows_norms = True
-    _norm_types: tuple[float, ...] = (2, float("inf"))  # the second is the largest magnitude
 
     def __init__(
         self,
@@ -61,8 +61,7 @@ class NovoGrad(FusedOptimizer):
         reg_inside_moment: bool = False,
         **options: Unpack[Options],
     ) -> None:
-        self._set_options(options)
-        check_range(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        self._set_options(options, locals())
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -75,11 +74,6 @@ class NovoGrad(FusedOptimizer):
             "reg_inside_moment": reg_inside_moment,
         }
         super().__init__(params, defaults)
-
-    def _check_group(self, group: dict[str, Any]) -> None:
-        super()._check_group(group)
-        if group["norm_type"] not in self._norm_types:
-            raise ValueError(f"norm_type is {group['norm_type']}; it is 2 or {self._norm_types[1]}")
 
     def _columns(self) -> dict[str, Tensor]:
         return {**super()._columns(), "exp_avg_norm": self._known_table().norm_averages()}

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
+from operator import attrgetter, eq
 from typing import Any, Literal, TypedDict
 
 from typing_extensions import Unpack as Unpack  # typing has it from Python 3.11 on
+
+from ampfuse.optim.checks import FLAG, Rule, check, one_of
 
 StateMode = Literal["fp32", "bf16", "8bit"]
 STATE_MODES: tuple[StateMode, ...] = ("fp32", "bf16", "8bit")
 
 
 class Options(TypedDict, total=False):
-    """Keyword arguments of every fused optimizer, beside torch's.
+    """Keyword arguments of every fused optimizer, beside torch's, and attributes of its.
+
+    Set as attributes they hold from the next step on; `master_weights`, `state_dtype` and
+    `rounding` cannot change after the first one. A parameter group may have its own `state_dtype`.
 
     Arguments:
         master_weights: keep an FP32 master (``state[p]["master_param"]``) for each half parameter,
@@ -63,33 +71,57 @@ class WithOptions:
     skip_nonfinite: bool = False
     unscale_grads: bool = True
 
-    def _set_options(self, options: Options) -> None:
-        """Set those that a constructor was given. Raises TypeError and ValueError."""
-        for name, value in options.items():
-            if name not in Options.__annotations__:
-                call = f"{type(self).__name__}.__init__()"
-                raise TypeError(f"{call} got an unexpected keyword argument {name!r}")
-            is_flag = isinstance(getattr(WithOptions, name), bool) and not isinstance(value, str)
-            setattr(self, name, bool(value) if is_flag else value)
-        if (norm := self.max_grad_norm) is not None and not norm > 0:
-            raise ValueError(f"max_grad_norm is {norm}; it has to be positive, or None")
-        check_choice("master_weights", self.master_weights, (True, False, "split"))
-        check_choice("state_dtype", self.state_dtype, STATE_MODES)
-        check_choice("rounding", self.rounding, ("nearest", "stochastic"))
-        if self.rounding == "stochastic" and self.master_weights:
-            raise ValueError(
-                "rounding='stochastic' is for BF16 parameters without masters, and master_weights "
-                f"is {self.master_weights!r}: masters lose nothing. Leave one of the two out."
-            )
-        if not (isinstance(self.seed, int) and 0 <= self.seed < 2**32):
-            raise ValueError(f"seed is {self.seed!r}; it has to be an integer from 0 to 2**32 - 1")
-        decay = self.ema_decay
-        if decay is not None and not (isinstance(decay, (int, float)) and 0 <= decay < 1):
-            raise ValueError(f"ema_decay is {decay!r}; it has to be in [0, 1), or None")
+
+RULES = {
+    "master_weights": one_of(True, False, "split"),
+    "state_dtype": one_of(*STATE_MODES),
+    "rounding": one_of("nearest", "stochastic"),
+    "seed": Rule(
+        lambda value: isinstance(value, int) and 0 <= value < 2**32,
+        "an integer from 0 to 2**32 - 1",
+    ),
+    "ema_decay": Rule(lambda value: value is None or 0 <= value < 1, "in [0, 1), or None"),
+    "max_grad_norm": Rule(lambda value: value is None or value > 0, "positive, or None"),
+    "skip_nonfinite": FLAG,
+    "unscale_grads": FLAG,
+}
+# Of these a group cannot have its own. The last two are names that loops of other people may have
+# put into a group for themselves, so they are ours only where the constructor is.
+NOT_IN_GROUPS = RULES.keys() - {"state_dtype"}
+NOT_IN_OTHERS_GROUPS = NOT_IN_GROUPS - {"seed", "max_grad_norm"}
+
+values_of = attrgetter(*RULES)
 
 
-def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
-    """Raise ValueError for a value of an option that is none of `choices`."""
-    if value not in choices:
-        known = ", ".join(map(repr, choices[:-1])) + f" or {choices[-1]!r}"
-        raise ValueError(f"{name} is {value!r}; it has to be {known}")
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raise ValueError for what does not exist, or does not go together."""
+    for name, value in options.items():
+        check(name, value, RULES[name])
+    masters = options.get("master_weights", False)
+    if options.get("rounding") == "stochastic" and masters:
+        raise ValueError(
+            "rounding='stochastic' is for BF16 parameters without masters, and master_weights "
+            f"is {masters!r}: masters lose nothing. Leave one of the two out."
+        )
+
+
+def changed_too_late(what: str, old: Any, new: Any) -> str:
+    return (
+        f"{what} was changed from {old!r} to {new!r} after the optimizer was first used. Set it "
+        "back; or save the state, build the optimizer with the other and load it there."
+    )
+
+
+def check_group(group: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    """Raise ValueError for what a parameter group cannot have.
+
+    Arguments:
+        options: those of the whole optimizer, which a group may repeat and not change.
+    """
+    for name, value in options.items():
+        if name in group:
+            words = f"pass {name} to the constructor, or set optimizer.{name}"
+            own = Rule(partial(eq, value), f"{value!r}, as of the whole optimizer: {words}")
+            check(f"{name} in a parameter group", group[name], own)
+    if group.get("state_dtype") is not None:
+        check("state_dtype", group["state_dtype"], RULES["state_dtype"])

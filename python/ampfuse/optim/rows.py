@@ -46,6 +46,11 @@ class Rows(WithOptions, torch.optim.Optimizer):
     # Whether some parameter is a DTensor, and who steps shards of the same.
     _has_shards = False
     _ranks: Ranks | None = None
+    # Whether its constructor takes options, whose names are then ours in groups too.
+    _takes_options = False
+    # The options that rows are made by, and all of them as a step last found them.
+    _made_with: dict[str, Any]
+    _checked: tuple[Any, ...] | None = None
     # Whether the rows have the states of the optimizer.
     _states_bound = False
     # State tensors, by row and name, that a captured graph works on.
@@ -62,6 +67,14 @@ class Rows(WithOptions, torch.optim.Optimizer):
         if table is not None and self.has_params(self._row_params) and table.has_its_shards():
             return table
         params = list(parameters(self))
+        names = self.parameter_names()
+        for param, name in zip(params, names, strict=True):
+            if param.is_meta:
+                raise RuntimeError(
+                    f"{name} is on the meta device, where it has no values to step. Materialize it "
+                    "(model.to_empty(device=...), then load or initialize it) and build the "
+                    "optimizer from the parameters that the model has then."
+                )
         if table is not None:
             known = self._row_params
             appended = len(known) < len(params) and all(map(operator.is_, known, params))
@@ -75,7 +88,8 @@ class Rows(WithOptions, torch.optim.Optimizer):
             self._table = table = _core.C.ParamTable(self._algorithm, params[0].device)
             table.state_field("schedule_step").add_(self._schedule_step)
             self._row_params, self._pinned_states = [], {}
-        names = self.parameter_names()
+            self._made_with = {n: getattr(self, n) for n in ("master_weights", "rounding")}
+            self._checked = None
         for i in range(len(self._row_params), len(params)):
             self._add_row(table, params[i], names[i])
             self._row_params.append(params[i])

@@ -31,6 +31,7 @@ class SGD(FusedOptimizer, torch.optim.SGD, replaces=torch.optim.SGD):
     """
 
     _algorithm = "sgd"
+    _may_lack = ("step", "momentum_buffer")
 
     def __init__(
         self,
@@ -47,7 +48,7 @@ class SGD(FusedOptimizer, torch.optim.SGD, replaces=torch.optim.SGD):
         fused: bool | None = None,
         **options: Unpack[Options],
     ) -> None:
-        self._set_options(options)
+        self._set_options(options, locals())
         super().__init__(
             params,
             lr,

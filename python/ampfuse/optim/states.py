@@ -9,9 +9,10 @@ from torch import Tensor
 
 from ampfuse import _core
 from ampfuse.optim.base import AmpOptimizer
+from ampfuse.optim.checks import check
 from ampfuse.optim.kept import PACKABLE, STATES, Kept, mode_for
 from ampfuse.optim.masters import exact_float32
-from ampfuse.optim.options import STATE_MODES, StateMode, check_choice
+from ampfuse.optim.options import RULES, StateMode, changed_too_late
 from ampfuse.optim.shards import local, on_shards
 
 
@@ -22,9 +23,12 @@ class States(AmpOptimizer):
     group has (`_state_names`), where that is not all, and which numbers (`_columns`).
     """
 
-    # What `_bind_states` depends on: every state object, and which states the groups need. It
-    # changes when somebody clears or exchanges states, or switches momentum or amsgrad on.
-    _bound: tuple[list[object], Any, list[tuple[StateMode, tuple[str, ...]]]]
+    # What `_bind_states` depends on: every state object, which states the groups need, and whether
+    # there are averages. It changes when somebody clears or exchanges states, or switches momentum,
+    # amsgrad or averages on.
+    _bound: tuple[list[object], Any, list[tuple[StateMode, tuple[str, ...]]], bool]
+    _whole = ("master_param", "ema")
+    _numbers: tuple[str, ...] = ("step",)
 
     def _kept(self, group: dict[str, Any]) -> tuple[Kept, ...]:
         """The states that a parameter of `group` has."""
@@ -33,7 +37,7 @@ class States(AmpOptimizer):
     def _mode_of(self, group: dict[str, Any]) -> StateMode:
         """What `group` asks for. Raises ValueError for what does not exist."""
         mode: StateMode = group.get("state_dtype") or self.state_dtype
-        check_choice("state_dtype", mode, STATE_MODES)
+        check("state_dtype", mode, RULES["state_dtype"])
         if mode == "8bit" and self._algorithm not in PACKABLE:
             raise ValueError(
                 f"{type(self).__name__} keeps no states in 8 bits; state_dtype='8bit' is for SGD, "
@@ -144,25 +148,23 @@ class States(AmpOptimizer):
 
     def _remember_bindings(self) -> None:
         states, versions = _core.C.flattened(self.state), _core.C.DictVersions(self.state)
-        self._bound = (states, versions, self.states_by_group())
+        self._bound = (states, versions, self.states_by_group(), self.ema_decay is not None)
 
     def _is_bound(self) -> bool:
-        states, versions, names = self._bound
+        states, versions, names, averages = self._bound
         if names != (wanted := self.states_by_group()):
             for i, ((old, _), (new, _)) in enumerate(zip(names, wanted, strict=False)):
                 if old != new and any(self.state.get(p) for p in self.param_groups[i]["params"]):
-                    raise ValueError(
-                        f"state_dtype of parameter group {i} was changed from {old!r} to {new!r} "
-                        "after its first step. Set it back; or save the state, build the "
-                        "optimizer with the other and load it there."
-                    )
+                    raise ValueError(changed_too_late(f"state_dtype of group {i}", old, new))
+            return False
+        if averages != (self.ema_decay is not None):
             return False
         if versions.hold(self.state):
             return True
         if not _core.C.holds(self.state, states):
             return False
         # The same objects, assigned again; or Python does not count.
-        self._bound = (states, _core.C.DictVersions(self.state), names)
+        self._bound = (states, _core.C.DictVersions(self.state), names, averages)
         return True
 
     def _bind_states(self) -> None:

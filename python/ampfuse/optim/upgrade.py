@@ -15,6 +15,7 @@ from ampfuse.optim.generic import GenericOptimizer, generic_class
 from ampfuse.optim.inner import parameters, with_inner
 from ampfuse.optim.larc import LARC
 from ampfuse.optim.masters import MASTERS
+from ampfuse.optim.options import NOT_IN_OTHERS_GROUPS, WithOptions, check_group, check_options
 
 
 def upgrade(
@@ -39,10 +40,10 @@ def upgrade(
 
     Raises:
         TypeError: a parameter is neither float32, float16 nor bfloat16; ``"split"`` for an
-            optimizer with a step of its own. Nothing has changed then.
+            optimizer with a step of its own. ValueError: `master_weights` is none of its values,
+            or does not go with the options of `optimizer` or its groups. Nothing has changed then.
     """
-    if master_weights == "split":
-        refuse_split(optimizer, sparse)
+    check_upgrade(optimizer, master_weights, sparse)
     if isinstance(optimizer, LARC):
         upgrade(optimizer.optim, master_weights=master_weights, names=names, sparse=sparse)
         return
@@ -56,15 +57,28 @@ def upgrade(
         _drop_masters(optimizer)
 
 
-def refuse_split(optimizer: torch.optim.Optimizer, sparse: Container[int] = ()) -> None:
-    """Raise TypeError for an optimizer whose own step cannot work on split masters."""
+def check_upgrade(
+    optimizer: torch.optim.Optimizer,
+    master_weights: bool | Literal["split"],
+    sparse: Container[int] = (),
+) -> None:
+    """Raise TypeError or ValueError for what :func:`upgrade` cannot do."""
+    check_options({"master_weights": master_weights})
     stepper = with_inner(optimizer)[-1]
     if fused_class(stepper, sparse) is None:
-        raise TypeError(
-            f"master_weights='split' is stepped by fused optimizers alone, and "
-            f"{type(stepper).__name__} has a step of its own. Use one of ampfuse.optim, or "
-            "master_weights=True."
-        )
+        if master_weights == "split":
+            raise TypeError(
+                f"master_weights='split' is stepped by fused optimizers alone, and "
+                f"{type(stepper).__name__} has a step of its own. Use one of ampfuse.optim, or "
+                "master_weights=True."
+            )
+        return
+    if not isinstance(stepper, FusedOptimizer):
+        for group in stepper.param_groups:
+            check_group(group, {name: getattr(WithOptions, name) for name in NOT_IN_OTHERS_GROUPS})
+        return
+    stepper.check_options()
+    check_options({"rounding": stepper.rounding, "master_weights": master_weights})
 
 
 def fused_class(

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from ampfuse.optim.masters import MASTERS
+
 
 def as_torch(
     state_dict: dict[str, Any], param_groups: list[dict[str, Any]], *, by_group: bool
@@ -25,7 +27,8 @@ def as_torch(
         step = None if by_group else group.get("step")
         for key in group["params"]:
             # Without a moment there is nothing that a count could belong to.
-            if step is not None and state.get(key) and "step" not in state[key]:
+            moments = state.get(key, {}).keys() - MASTERS
+            if step is not None and moments and "step" not in moments:
                 state[key]["step"] = torch.as_tensor(step, dtype=torch.float32).reshape(()).clone()
         groups.append(group)
     return {**state_dict, "state": state, "param_groups": groups}

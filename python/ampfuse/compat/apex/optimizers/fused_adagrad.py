@@ -39,5 +39,6 @@ class FusedAdagrad(ApexOptimizer, Adagrad):
 
     def load_state_dict(self, state_dict: dict[str, Any], *, strict: bool = False) -> None:
         """Loads apex's, torch's and ampfuse's state dicts; apex counted no steps."""
-        state = {k: {"step": torch.zeros(()), **v} for k, v in state_dict["state"].items()}
+        count = {"step": torch.zeros(())}
+        state = {k: {**count, **v} if "sum" in v else v for k, v in state_dict["state"].items()}
         super().load_state_dict({**state_dict, "state": state}, strict=strict)

@@ -23,7 +23,6 @@ class FusedNovoGrad(ApexOptimizer, NovoGrad):
         RuntimeError: `amsgrad`, or another `norm_type`.
     """
 
-    _norm_types = (2, 0)
     multi_tensor_novograd = staticmethod(amp_C.multi_tensor_novograd)
     moment_mode = of_groups("reg_inside_moment", lambda inside: 1 - inside, lambda mode: mode == 0)
 
@@ -43,7 +42,7 @@ class FusedNovoGrad(ApexOptimizer, NovoGrad):
         set_grad_none: bool = True,
     ) -> None:
         refuse_amsgrad(amsgrad, "FusedNovoGrad")
-        if norm_type not in self._norm_types:
+        if norm_type not in (0, 2):
             raise RuntimeError(f"FusedNovoGrad's norm_type is 2, or 0 for the maximum: {norm_type}")
         self.set_grad_none = set_grad_none
         super().__init__(
