@@ -161,7 +161,8 @@ def load_state_dict(state_dict: dict[str, Any], *, optimizer: Optimizer | None =
     scalers than ``initialize`` made is used as far as it goes, with a warning, as in apex.
 
     Raises:
-        RuntimeError: this is no state of loss scalers; then nothing has changed.
+        RuntimeError: this is no state of loss scalers. ValueError: a scale that is not positive and
+            finite, or a count below 0. Nothing has changed then.
     """
     session = _session(optimizer)
     if not session.enabled:
@@ -173,8 +174,7 @@ def load_state_dict(state_dict: dict[str, Any], *, optimizer: Optimizer | None =
     for key, state in state_dict.items():
         if not str(key).startswith("loss_scaler"):
             raise RuntimeError(f"{key!r} is no loss scaler; this is not the state of amp.")
-        if not (isinstance(state, Mapping) and {"loss_scale", "unskipped"} <= state.keys()):
-            raise RuntimeError(f"{key} needs 'loss_scale' and 'unskipped'; it is {state!r}.")
+        LossScaler.check_state(state, key)
     scalers = {f"loss_scaler{i}": scaler for i, scaler in enumerate(session.loss_scalers)}
     if scalers.keys() != state_dict.keys():
         warnings.warn(

@@ -7,14 +7,14 @@ updates it from the overflow flags of its optimizers in one small kernel; the ho
 from __future__ import annotations
 
 import contextlib
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ampfuse import _core
+from ampfuse.optim.checks import COUNT, POSITIVE, Rule, check
 from ampfuse.uncompiled import uncompiled
 
 # Without a floor, a NaN that does not go away halves the scale to 0, and 1 / scale is inf from then
@@ -35,16 +35,12 @@ class ScaleRule(NamedTuple):
 
     def check(self, init_scale: float) -> None:
         """Raise ValueError for options that no loss scaler can work with."""
-        if not (math.isfinite(init_scale) and init_scale > 0):
-            raise ValueError(f"init_scale must be a positive number, not {init_scale}.")
-        if not self.growth_factor > 1:
-            raise ValueError(f"growth_factor must be > 1, not {self.growth_factor}.")
-        if not 0 < self.backoff_factor < 1:
-            raise ValueError(f"backoff_factor must be between 0 and 1, not {self.backoff_factor}.")
-        if self.growth_interval < 1:
-            raise ValueError(f"growth_interval must be at least 1, not {self.growth_interval}.")
-        if self.hysteresis < 1:
-            raise ValueError(f"hysteresis must be at least 1, not {self.hysteresis}.")
+        check("init_scale", init_scale, POSITIVE)
+        check("growth_factor", self.growth_factor, Rule(lambda value: value > 1, "above 1"))
+        inside = Rule(lambda value: 0 < value < 1, "between 0 and 1")
+        check("backoff_factor", self.backoff_factor, inside)
+        for name in ("growth_interval", "hysteresis"):
+            check(name, getattr(self, name), Rule(lambda value: value >= 1, "at least 1"))
         if not 0 < self.min_scale <= self.max_scale:
             raise ValueError(
                 "The loss scale needs 0 < minimum <= maximum, not "
@@ -109,6 +105,7 @@ class LossScaler:
         )
         self._rule.check(init_scale)
         start = min(self._rule.max_scale, init_scale) if self.dynamic else float(loss_scale)
+        check("loss_scale", start, POSITIVE)
         # On the CPU until the first loss shows which device to live on.
         self._scale = torch.tensor(start, dtype=torch.float32)
         self._growth_tracker = torch.tensor(0, dtype=torch.int32)
@@ -201,6 +198,7 @@ class LossScaler:
 
     @_loss_scale.setter
     def _loss_scale(self, value: float) -> None:
+        check("loss_scale", value, POSITIVE)
         self._leave_lent()
         self._scale.fill_(float(value))
         self._is_always_one = not self.dynamic and float(value) == 1.0
@@ -211,6 +209,7 @@ class LossScaler:
 
     @_unskipped.setter
     def _unskipped(self, value: int) -> None:
+        check("unskipped", value, COUNT)
         self._growth_tracker.fill_(int(value))
 
     def state_dict(self) -> dict[str, Any]:
@@ -223,8 +222,21 @@ class LossScaler:
             state["hysteresis_left"] = int(self._hysteresis_tracker.item())
         return state
 
+    @staticmethod
+    def check_state(state: Any, name: str = "the loss scaler") -> None:
+        """Raise RuntimeError for what is no state of a scaler, and ValueError for a damaged one."""
+        if not (isinstance(state, Mapping) and {"loss_scale", "unskipped"} <= state.keys()):
+            raise RuntimeError(f"{name} needs 'loss_scale' and 'unskipped'; it is {state!r}.")
+        check(f"loss_scale of {name}", state["loss_scale"], POSITIVE)
+        for key in ("unskipped", "hysteresis_left"):
+            check(f"{key} of {name}", state.get(key, 0), COUNT)
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore scale and counters; whether the scale adapts stays as it was built."""
+        """Restore scale and counters; whether the scale adapts stays as it was built.
+
+        Raises as :meth:`check_state`; nothing has changed then.
+        """
+        self.check_state(state)
         self._loss_scale = state["loss_scale"]
         self._unskipped = state["unskipped"]
         self._hysteresis_tracker.fill_(int(state.get("hysteresis_left", self._rule.hysteresis)))

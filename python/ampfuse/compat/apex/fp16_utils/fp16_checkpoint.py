@@ -29,16 +29,22 @@ def load(optimizer: Any, state: dict[str, Any]) -> None:
             f"The state holds {len(saved)} master weights, this optimizer has {len(masters)}, or "
             "their shapes differ: it was saved from another model. Nothing was loaded."
         )
+    scaling = _scaling(state["loss_scaler"])
+    LossScaler.check_state(scaling)
     optimizer.optimizer.load_state_dict(state["optimizer_state_dict"])
     for master, value in zip(masters, saved, strict=True):
         exact = value.detach().to(device=master.device, dtype=master.dtype, copy=True)
         optimizer.optimizer.restore_master(master, {}, exact)
-    _load_scaler(optimizer, state["loss_scaler"], bool(state["dynamic_loss_scale"]))
+    dynamic = bool(state["dynamic_loss_scale"])
+    if dynamic != optimizer.dynamic_loss_scale:
+        optimizer.set_loss_scaler(LossScaler("dynamic" if dynamic else scaling["loss_scale"]))
+    optimizer.loss_scaler.load_state_dict(scaling)
     optimizer.overflow = state["overflow"]
     optimizer.first_closure_call_this_step = state["first_closure_call_this_step"]
 
 
-def _load_scaler(optimizer: Any, saved: Any, dynamic: bool) -> None:
+def _scaling(saved: Any) -> dict[str, Any]:
+    """The state of a scaler, which may have been saved as an object."""
     if isinstance(saved, dict):
         scale, unskipped = saved["loss_scale"], saved["unskipped"]
     elif isinstance(saved, LossScaler):
@@ -47,6 +53,4 @@ def _load_scaler(optimizer: Any, saved: Any, dynamic: bool) -> None:
         scale = saved.cur_scale
         since = getattr(saved, "cur_iter", 0) - getattr(saved, "last_overflow_iter", -1) - 1
         unskipped = since % getattr(saved, "scale_window", 2000)
-    if dynamic != optimizer.dynamic_loss_scale:
-        optimizer.set_loss_scaler(LossScaler("dynamic" if dynamic else float(scale)))
-    optimizer.loss_scaler.load_state_dict({"loss_scale": scale, "unskipped": unskipped})
+    return {"loss_scale": scale, "unskipped": unskipped}

@@ -1,0 +1,537 @@
+"""Options, hyper-parameters and checkpoints that nothing can go on with: told before all changes.
+
+Tables over all optimizers, alone and under amp.
+"""
+
+import copy
+import functools
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import ampfuse
+import reference
+from ampfuse import amp, optim
+from ampfuse.amp.policy import make_policy
+from ampfuse.compat.apex.amp.scaler import LossScaler
+from cases import (
+    KINDS,
+    OPTIMIZERS,
+    TORCH_KINDS,
+    assert_same,
+    assert_same_bits,
+    bf16,
+    f32,
+    make,
+    make_torch,
+    snapshot,
+)
+
+ALL = [getattr(optim, kind) for kind in reference.RULES]
+inf, nan = torch.inf, torch.nan
+every = pytest.mark.parametrize("kind", KINDS)
+
+
+def parameters(dtype=f32):
+    torch.manual_seed(0)
+    return [nn.Parameter(torch.randn(shape).to(dtype)) for shape in ((4, 3), (5,))]
+
+
+def give_gradients(optimizer, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
+
+
+def train(optimizer, steps=1):
+    for seed in range(steps):
+        give_gradients(optimizer, seed)
+        optimizer.step()
+
+
+def state_of(optimizer):
+    """All that loading, or a step, may change."""
+    return copy.deepcopy((optimizer.state_dict(), snapshot(optimizer)))
+
+
+def refused(optimizer, action, message):
+    before = state_of(optimizer)
+    with pytest.raises(ValueError, match=message):
+        action()
+    found = state_of(optimizer)
+    assert_same(found[0]["state"], before[0]["state"])
+    assert_same_bits(found[1], before[1])
+    assert repr(found[0]["param_groups"]) == repr(before[0]["param_groups"])  # NaN is NaN here
+
+
+# --- hyper-parameters ----------------------------------------------------------------------------
+
+NUMBERS = ("lr", "weight_decay", "momentum", "dampening", "eps", "lr_decay")
+FLAGS = ("amsgrad", "maximize", "nesterov", "grad_averaging", "use_nvlamb", "init_zero")
+WRONG = {
+    **{name: ("0.9", None, [0.1], torch.ones(2)) for name in NUMBERS},
+    **{name: ("no", 0.5, torch.ones(2)) for name in FLAGS},
+    "initial_accumulator_value": ("1", None),
+    "betas": ("xy", None, 0.9, (0.9,), (0.9, "0.9")),
+    "norm_type": (1, "2", None),
+}
+HYPER = [
+    (kind, name)
+    for kind in KINDS
+    for name in WRONG
+    if name in make(kind, [torch.zeros(1)]).defaults
+]
+
+
+@pytest.mark.parametrize(("kind", "name"), HYPER)
+def test_hyper_parameters_of_wrong_types(kind, name):
+    message = rf"^{name} is .*; it has to be"
+    optimizer = make(kind, parameters())
+    for wrong in WRONG[name]:
+        with pytest.raises(ValueError, match=message):
+            make(kind, parameters(), **{name: wrong})
+        if name == "initial_accumulator_value":
+            continue  # nobody looks at that in a group
+        group = {"params": parameters(), name: wrong}
+        with pytest.raises(ValueError, match=message):
+            make(kind, [{"params": parameters()}, group])
+        refused(optimizer, lambda group=group: optimizer.add_param_group(group), message)
+        right = optimizer.param_groups[0][name]
+        if name in FLAGS:  # what counts as the same is no change
+            optimizer.param_groups[0][name] = False
+            train(optimizer)
+        optimizer.param_groups[0][name] = "0.91" if wrong == "0.9" else wrong
+        give_gradients(optimizer)
+        refused(optimizer, optimizer.step, message)
+        optimizer.param_groups[0][name] = right
+        train(optimizer)
+
+
+@pytest.mark.parametrize("kind", TORCH_KINDS)
+@pytest.mark.parametrize("name", ["lr", "weight_decay", "maximize"])
+def test_hyper_parameters_under_amp(kind, name):
+    optimizer = make_torch(kind, parameters())
+    optim.upgrade(optimizer, master_weights=False)
+    optimizer.param_groups[0][name] = "no"
+    give_gradients(optimizer)
+    refused(optimizer, optimizer.step, f"^{name} is 'no'")
+
+
+def test_what_torch_takes_is_taken():
+    for lr in (1, torch.tensor(0.1), torch.tensor([0.1])):
+        train(optim.SGD(parameters(), lr=lr, weight_decay=torch.tensor(0.1), maximize=None))
+    train(optim.AdamW(parameters(), betas=[0.9, 0.99], amsgrad=1))
+    group = {"params": parameters(), "name": "head", "betas": "mine", "momentum": None}
+    train(optim.Adagrad([group]))  # keys that Adagrad does not look at
+
+
+# --- options -------------------------------------------------------------------------------------
+
+OPTIONS = {
+    "master_weights": ("Split", "True", None, 2),
+    "state_dtype": ("int8", None, f32),
+    "rounding": ("up", None, True),
+    "seed": (-1, "0", 1.5, None),
+    "ema_decay": (1.0, -0.1, nan, "0.9", torch.ones(2)),
+    "max_grad_norm": (0.0, -1, nan, "1", [1.0]),
+    "skip_nonfinite": ("yes", None, 0.5),
+    "unscale_grads": ("no", None, 2),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("cls", ALL)
+def test_options_that_cannot_be(cls, name):
+    message = rf"^{name} is .*; it has to be"
+    assert OPTIONS.keys() == optim.Options.__annotations__.keys()
+    optimizer = cls(parameters(), lr=0.1)
+    right = getattr(optimizer, name)
+    for wrong in OPTIONS[name]:
+        with pytest.raises(ValueError, match=message):
+            cls(parameters(), lr=0.1, **{name: wrong})
+        if wrong is not None or name != "state_dtype":
+            setattr(optimizer, name, wrong)
+            give_gradients(optimizer)
+            refused(optimizer, optimizer.step, message)
+            setattr(optimizer, name, right)
+        train(optimizer)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("cls", ALL)
+def test_options_in_a_group(cls, name):
+    """The state's type may be there, the others are of the whole optimizer."""
+    value = {"state_dtype": "bf16", "rounding": "stochastic"}.get(name, 0.5)
+    group, groups = {"params": parameters(), name: value}, [{"params": parameters()}]
+    optimizer = cls(groups, lr=0.1)
+    if name == "state_dtype":
+        train(cls([*groups, group], lr=0.1))
+        optimizer.add_param_group(group)
+        return
+    message = f"^{name} in a parameter group is .* as of the whole optimizer: pass {name} to"
+    with pytest.raises(ValueError, match=message):
+        cls([*groups, group], lr=0.1)
+    refused(optimizer, lambda: optimizer.add_param_group(group), message)
+    for copied in (optimizer, pickle.loads(pickle.dumps(optimizer))):
+        copied.param_groups[0][name] = value
+        give_gradients(copied)
+        refused(copied, copied.step, message)
+        copied.param_groups[0][name] = getattr(copied, name)  # as ZeroRedundancyOptimizer does
+        train(copied)
+
+
+@pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.AdamW, torch.optim.RMSprop])
+def test_groups_that_go_under_amp(cls):
+    for name in OPTIONS:
+        model = nn.Linear(3, 2)
+        value = {"state_dtype": "bf16"}.get(name, 0.5)
+        optimizer = cls([{"params": model.parameters(), name: value}], lr=0.1)
+        start = functools.partial(amp.initialize, model, optimizer, opt_level="O5", verbosity=0)
+        is_torchs = cls is torch.optim.RMSprop or name in ("seed", "max_grad_norm", "state_dtype")
+        if not is_torchs:
+            refused(optimizer, start, f"^{name} in a parameter group is")
+            assert (type(optimizer), model.weight.dtype) == (cls, f32)
+            continue
+        start()  # names that loops of other people use, and ours where no step of ours is
+        train(optimizer)
+        saved = copy.deepcopy(optimizer.state_dict())
+        assert saved["param_groups"][0][name] == value
+        optimizer.load_state_dict(saved)
+        assert optimizer.param_groups[0][name] == value
+
+
+@pytest.mark.parametrize("cls", ALL)
+@pytest.mark.parametrize(
+    ("name", "new"),
+    [("master_weights", True), ("master_weights", "split"), ("rounding", "stochastic")],
+)
+def test_what_cannot_change(cls, name, new):
+    optimizer = cls(parameters(bf16), lr=0.1)
+    setattr(optimizer, name, new)  # that early it can
+    setattr(optimizer, name, old := getattr(cls, name))
+    train(optimizer)
+    message = rf"^{name} was changed from {old!r} to {new!r} .*Set it back; or save the state"
+    for loaded in (False, True):
+        if loaded:
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        setattr(optimizer, name, new)
+        give_gradients(optimizer)
+        before = snapshot(optimizer)
+        with pytest.raises(ValueError, match=message):
+            optimizer.step()
+        assert_same_bits(snapshot(optimizer), before)
+        setattr(optimizer, name, old)
+        train(optimizer)
+
+
+@every
+def test_averages_that_start_later(kind):
+    """As those of an optimizer that is built at that point; and they end."""
+    optimizer = make(kind, params := parameters())
+    train(optimizer, 2)
+    twin = make(kind, twins := copy.deepcopy(params), ema_decay=0.5)
+    twin.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    optimizer.ema_decay = 0.5
+    for each in (optimizer, twin):
+        train(each, 2)
+        each.ema_decay = 0.75
+        train(each)
+    for param, other in zip(params, twins, strict=True):
+        assert torch.equal(optimizer.state[param]["ema"], twin.state[other]["ema"])
+        assert not torch.equal(optimizer.state[param]["ema"], param)
+    with optimizer.swap_ema():
+        assert torch.equal(params[0], twin.state[twins[0]]["ema"])
+    optimizer.ema_decay = None
+    train(optimizer)
+    assert not any("ema" in state for state in optimizer.state.values())
+
+
+# --- amp.initialize ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrong", ["Split", "True", 2, f32])
+def test_master_weights_of_a_level(wrong):
+    for level in ("O0", "O2", "O3", "O5"):
+        with pytest.raises(ValueError, match=r"^master_weights is .*True, False or 'split'"):
+            make_policy(level, master_weights=wrong)
+    for level in ("O1", "O4"):
+        with pytest.raises(RuntimeError, match="master_weights has no meaning at"):
+            make_policy(level, master_weights=wrong)
+    optimizer = torch.optim.AdamW(parameters())
+    with pytest.raises(ValueError, match=r"^master_weights is"):
+        optim.upgrade(optimizer, master_weights=wrong)
+    assert type(optimizer) is torch.optim.AdamW
+
+
+@pytest.mark.parametrize("name", ["patch_torch_functions", "fuse_batchnorm"])
+def test_flags_of_a_level(name):
+    with pytest.raises(ValueError, match=f"^{name} is 'no'; it has to be True or False"):
+        make_policy("O1", **{name: "no"})
+
+
+def test_split_masters_where_weights_are_whole():
+    with pytest.raises(RuntimeError, match=r"master_weights='split' contradicts O0.*O2.*O5"):
+        make_policy("O0", master_weights="split")
+    assert make_policy("O0", master_weights="split", cast_model_type=bf16).master_weights == "split"
+
+
+def test_stochastic_weights_get_no_masters():
+    model = nn.Linear(3, 2)
+    optimizer = optim.AdamW(model.parameters(), rounding="stochastic")
+    start = functools.partial(amp.initialize, model, optimizer, verbosity=0)
+    for masters in (True, "split"):
+        refused(
+            optimizer,
+            lambda masters=masters: start(opt_level="O5", master_weights=masters),
+            "master_weights is .*Leave one of the two out",
+        )
+    assert model.weight.dtype == f32
+    start(opt_level="O5", master_weights=False)
+
+
+# --- states --------------------------------------------------------------------------------------
+
+HOW = ("alone", "masters", "8bit", "O5", "O5 split")
+
+
+def trained(kind, how, steps=2):
+    """An optimizer after `steps`."""
+    if how in ("alone", "masters", "8bit"):
+        more = {"alone": {}, "masters": {"master_weights": True, "ema_decay": 0.9}}
+        more["8bit"] = {"state_dtype": "8bit"}
+        params = parameters(bf16 if how == "masters" else f32)
+        if how == "8bit":
+            params = [nn.Parameter(torch.ones(4096)), *params]
+        optimizer = make(kind, params, **more[how])
+    else:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        optimizer = make_torch(kind, model.parameters())
+        masters = True if how == "O5" else "split"
+        amp.initialize(model, optimizer, opt_level="O5", master_weights=masters, verbosity=0)
+    train(optimizer, steps)
+    return optimizer
+
+
+def damages(optimizer):
+    """Damaged copies of its state dict, each with what has to be said of it."""
+
+    def damaged(key, value):
+        saved = copy.deepcopy(optimizer.state_dict())
+        if value is None:
+            del saved["state"][0][key]
+        else:
+            saved["state"][0][key] = value
+        return saved
+
+    for key, value in optimizer.state_dict()["state"][0].items():
+        of = rf"{key} for .* "
+        if isinstance(value, torch.Tensor) and value.dim():
+            yield damaged(key, torch.ones(7).to(value.dtype)), rf"{of}has shape \(7,\)"
+            other = torch.int32 if value.is_floating_point() else f32
+            yield damaged(key, value.to(other)), rf"{of}is a .*; it has to be a tensor of"
+            yield damaged(key, [1.0]), rf"{of}is \[1.0\]; it has to be a tensor of"
+        else:
+            for wrong in (-5.0, nan, inf, torch.tensor(nan), torch.tensor(-1), "3", torch.ones(2)):
+                message = rf"{of}is .*; it has to be a finite number of at least 0"
+                yield damaged(key, wrong), message
+        if key not in ("master_param", "ema", *optimizer._may_lack):
+            yield damaged(key, None), f"{key} for .* is missing; there are "
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"][1] = 3
+    yield saved, "the state for .* is 3, and no dict"
+    for name, wrong in (("lr", nan), ("lr", inf), ("weight_decay", "x"), ("maximize", "no")):
+        saved = copy.deepcopy(optimizer.state_dict())
+        if name in saved["param_groups"][0]:
+            saved["param_groups"][0][name] = wrong
+            yield saved, f"in parameter group 0, {name} is "
+    for key in ("state", "param_groups"):
+        saved = copy.deepcopy(optimizer.state_dict())
+        del saved[key]
+        yield saved, f"the state dict has no '{key}', but "
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["param_groups"][0]["schedule_step"] = -1
+    yield saved, "schedule_step is -1"
+
+
+@pytest.mark.parametrize("how", HOW)
+@every
+def test_damaged_states(kind, how):
+    if how.startswith("O5") and kind not in TORCH_KINDS:
+        how = "masters"
+    if how == "8bit" and kind in ("lamb", "novograd-decay"):
+        how = "alone"
+    optimizer = trained(kind, how)
+    count = 0
+    for damaged, message in damages(optimizer):
+        whole = "has no" in message
+        refused(
+            optimizer,
+            functools.partial(optimizer.load_state_dict, damaged),
+            message if whole else rf"the state dict does not fit: .*{message}.*Nothing was loaded",
+        )
+        count += 1
+    assert count >= 8
+    fresh = trained(kind, how, 0)
+    fresh.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    train(fresh)
+
+
+STEPS = {"tensor": lambda step: step, "float": float, "int": int, "one": lambda s: s.reshape(1)}
+
+
+@pytest.mark.parametrize("number", STEPS)
+@pytest.mark.parametrize("name", [n for n in OPTIMIZERS if n.partition("-")[0] in
+                                  ("sgd", "adam", "adamw", "adagrad")])  # fmt: skip
+def test_what_torch_saves_loads(name, number):
+    """Numbers as tensors or not, with parameters that never had a gradient."""
+    theirs = make_torch(name, parameters())
+    theirs.param_groups[0]["params"][1].requires_grad_(False)
+    for seed in range(2):
+        give_gradients(theirs, seed)
+        theirs.param_groups[0]["params"][1].grad = None
+        theirs.step()
+    saved = copy.deepcopy(theirs.state_dict())
+    for state in saved["state"].values():
+        if "step" in state:
+            state["step"] = STEPS[number](torch.as_tensor(state["step"]))
+    ours = make(name, copy.deepcopy(theirs.param_groups[0]["params"]))
+    ours.load_state_dict(saved)
+    for optimizer in (ours, theirs):
+        give_gradients(optimizer, 5)
+        optimizer.step()
+    for a, b in zip(ours.param_groups[0]["params"], theirs.param_groups[0]["params"], strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("state", [None, {}, {"momentum_buffer": None}], ids=str)
+def test_momentum_that_has_not_started(state):
+    theirs = torch.optim.SGD(parameters(), lr=0.1, momentum=0.9)
+    train(theirs)
+    saved = copy.deepcopy(theirs.state_dict())
+    saved["state"].pop(1)
+    if state is not None:
+        saved["state"][1] = state
+    ours = optim.SGD(copy.deepcopy(theirs.param_groups[0]["params"]), lr=0.1, momentum=0.9)
+    theirs.load_state_dict(copy.deepcopy(saved))
+    ours.load_state_dict(saved)
+    train(ours)
+    train(theirs)
+    for a, b in zip(ours.param_groups[0]["params"], theirs.param_groups[0]["params"], strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_states_of_other_settings():
+    """What the saved groups say has its states, not what this optimizer was built with."""
+    theirs = torch.optim.Adam(parameters())
+    train(theirs)
+    optim.Adam(parameters(), amsgrad=True).load_state_dict(copy.deepcopy(theirs.state_dict()))
+    saved = copy.deepcopy(theirs.state_dict())
+    saved["param_groups"][0]["amsgrad"] = True
+    with pytest.raises(ValueError, match=r"max_exp_avg_sq for .* is missing"):
+        optim.Adam(parameters()).load_state_dict(saved)
+    lion = copy.deepcopy(trained("lion-decay", "alone").state_dict())
+    for state in lion["state"].values():
+        del state["step"]  # which no other Lion has
+    optim.Lion(parameters()).load_state_dict(lion)
+
+
+def test_edits_of_the_state_are_free():
+    optimizer = trained("adamw", "alone")
+    param = optimizer.param_groups[0]["params"][0]
+    del optimizer.state[param]["exp_avg"]
+    optimizer.state[param]["step"] = 7
+    train(optimizer)
+    assert optimizer.state[param]["step"] == 8
+
+
+# --- loss scales ---------------------------------------------------------------------------------
+
+SCALES = {
+    "loss_scale": (inf, nan, -1, 0, "1", None, torch.ones(2)),
+    "unskipped": (-1, nan, inf, "1", None),
+    "hysteresis_left": (-1, nan, "1"),
+}
+
+
+@pytest.mark.parametrize("key", SCALES)
+def test_damaged_loss_scales(key):
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O2", num_losses=2, hysteresis=2, verbosity=0)
+    apex, before = LossScaler("dynamic", 8.0, hysteresis=2), amp.state_dict()
+    right = {"loss_scale": 4.0, "unskipped": 3, "hysteresis_left": 1}
+    for wrong in SCALES[key]:
+        damaged = {**right, key: wrong}
+        with pytest.raises(ValueError, match=f"^{key} of loss_scaler1 is .*; it has to be"):
+            amp.load_state_dict({"loss_scaler0": right, "loss_scaler1": damaged})
+        assert amp.state_dict() == before
+        with pytest.raises(ValueError, match=f"^{key} of the loss scaler is "):
+            apex.load_state_dict(damaged)
+        assert apex.state_dict() == {"loss_scale": 8.0, "unskipped": 0, "hysteresis_left": 2}
+    if key != "hysteresis_left":
+        for wrong in SCALES[key]:
+            with pytest.raises(ValueError, match=f"^{key} is "):
+                setattr(apex, f"_{key}", wrong)
+    amp.load_state_dict({"loss_scaler0": right, "loss_scaler1": right})
+    assert amp.state_dict() == {"loss_scaler0": right, "loss_scaler1": right}
+
+
+@pytest.mark.parametrize("scale", [inf, nan, -1.0])
+def test_static_scales_and_pickled_scalers(scale):
+    with pytest.raises(ValueError, match=r"^loss_scale is .*positive and finite"):
+        amp.LossScaler(scale)
+    scaler = LossScaler("dynamic")
+    state = {**scaler.__getstate__(), "_loss_scale": scale}
+    with pytest.raises(ValueError, match=r"^loss_scale is"):
+        scaler.__setstate__(state)
+
+
+GRAD_SCALES = {
+    "scale": SCALES["loss_scale"],
+    "growth_factor": (1.0, nan, "2", None),
+    "backoff_factor": (0.0, 1.0, nan, None),
+    "growth_interval": (0, -1, None),
+    "_growth_tracker": SCALES["unskipped"],
+    "_hysteresis_tracker": SCALES["hysteresis_left"],
+}
+
+
+@pytest.mark.parametrize("used", [False, True])
+@pytest.mark.parametrize("key", GRAD_SCALES)
+def test_damaged_states_of_a_grad_scaler(key, used):
+    scaler = ampfuse.GradScaler("cpu", hysteresis=2)
+    if used:
+        scaler.scale(torch.ones(()))
+    before = scaler.state_dict()
+    for wrong in GRAD_SCALES[key]:
+        with pytest.raises(ValueError, match=f"^{key} is .*; it has to be"):
+            scaler.load_state_dict({**before, key: wrong})
+        assert scaler.state_dict() == before
+    lacking = {name: value for name, value in before.items() if name != key}
+    if key != "_hysteresis_tracker":
+        with pytest.raises(ValueError, match=f"lacks {key}$"):
+            scaler.load_state_dict(lacking)
+    assert scaler.state_dict() == before
+    theirs = torch.amp.GradScaler("cpu", init_scale=2.0**10).state_dict()
+    scaler.load_state_dict(theirs)
+    assert scaler.get_scale() == 2.0**10
+
+
+def test_a_checkpoint_of_fp16_optimizer_is_whole_or_refused():
+    from ampfuse.compat.apex.fp16_utils import FP16_Optimizer
+
+    def start():
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2).half()
+        return FP16_Optimizer(torch.optim.SGD(model.parameters(), lr=0.1), 8.0, verbose=False)
+
+    optimizer, saved = start(), start().state_dict()
+    saved["optimizer_state_dict"]["param_groups"][0]["lr"] = 0.5
+    saved["loss_scaler"]["loss_scale"] = inf
+    with pytest.raises(ValueError, match=r"^loss_scale of the loss scaler is inf"):
+        optimizer.load_state_dict(saved)
+    assert (optimizer.loss_scale, optimizer.param_groups[0]["lr"]) == (8.0, 0.1)
