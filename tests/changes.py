@@ -213,6 +213,14 @@ def main():
     from ampfuse import _C, amp
     from ampfuse.compat import apex
 
+    model, optimizer = training()
+    optimizer.param_groups[0]["params"].pop()
+    amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    before = process()
+    with amp.scale_loss(model(*BATCH), optimizer) as scaled:
+        scaled.backward()
+    found["amp.scale_loss"] = changed(before, process())
+    amp.restore_torch()
     for level in ("O0", "O2", "O3", "O5", "O1", "O4"):
         model, optimizer = training()
         before = objects(model, optimizer)
@@ -223,14 +231,6 @@ def main():
         optimizer.step()
         found[f"amp.initialize {level}"] = changed(start, process())
         amp.restore_torch()
-    model, optimizer = training()
-    optimizer.param_groups[0]["params"].pop()
-    amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
-    before = process()
-    with amp.scale_loss(model(*BATCH), optimizer) as scaled:
-        scaled.backward()
-    found["amp.scale_loss"] = changed(before, process())
-    amp.restore_torch()
     amp.cast_everywhere()
     found["amp.cast_everywhere"] = changed(start, process())
     amp.restore_torch()

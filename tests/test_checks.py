@@ -252,7 +252,7 @@ def test_averages_that_start_later(kind):
 # --- amp.initialize ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("wrong", ["Split", "True", 2, f32])
+@pytest.mark.parametrize("wrong", ["Split", "yes", 2, f32])
 def test_master_weights_of_a_level(wrong):
     for level in ("O0", "O2", "O3", "O5"):
         with pytest.raises(ValueError, match=r"^master_weights is .*True, False or 'split'"):

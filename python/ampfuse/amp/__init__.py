@@ -112,9 +112,9 @@ def restore_torch() -> None:
 
     These are functions that :func:`cast_everywhere` and ``register_..._function`` replaced,
     ``DistributedDataParallel.no_sync``, a hook on the steps of optimizers that amp was not given,
-    and the CPU's kernels for half types (:func:`ampfuse.cpu_half_ops`). What somebody else has replaced since stays. Models and
-    optimizers keep their level, and the next ``initialize`` replaces anew what it needs. The page
-    docs/what_it_changes.md has the whole list.
+    and the CPU's kernels for half types (:func:`ampfuse.cpu_half_ops`). What somebody else has
+    replaced since stays. Models and optimizers keep their level, and the next ``initialize``
+    replaces anew what it needs. The page docs/what_it_changes.md has the whole list.
     """
     _sessions.end_everywhere()
     _op_casts.remove()

@@ -26,7 +26,7 @@ from typing import Any, Literal
 
 import torch
 
-from ampfuse.optim.checks import check, one_of
+from ampfuse.optim.checks import Rule, check
 from ampfuse.optim.masters import HALF_DTYPES
 
 
@@ -157,10 +157,15 @@ def make_policy(opt_level: str, **overrides: object) -> Policy:
     for name in ("cast_model_type", "cast_model_outputs", "patch_torch_functions_type"):
         if name in given:
             _check_dtype(name, given[name], allow_false=name == "cast_model_type")
+    if "patch_torch_functions" in given:
+        given["patch_torch_functions"] = parse_switch(
+            "patch_torch_functions", given["patch_torch_functions"]
+        )
     # The level's own say first: at O1 and O4 any value of these is an error, "True" or nonsense.
     _check_against_level(level, given)
-    for name in _SWITCHES & given.keys():
-        given[name] = parse_switch(name, given[name])
+    for name in ("keep_batchnorm_fp32", "master_weights", "fuse_batchnorm"):
+        if name in given:
+            given[name] = parse_switch(name, given[name])
     policy = dataclasses.replace(level, **given)
     if policy.master_weights == "split" and policy.weights_type == torch.float32:
         raise RuntimeError(
@@ -170,7 +175,11 @@ def make_policy(opt_level: str, **overrides: object) -> Policy:
     return policy
 
 
-_SWITCHES = {"keep_batchnorm_fp32", "patch_torch_functions", "master_weights", "fuse_batchnorm"}
+# No number, though 1 == True.
+_SWITCH = Rule(lambda value: value in ("True", "False") or value is bool(value), "True or False")
+_SPLIT_SWITCH = Rule(
+    lambda value: value == "split" or _SWITCH.holds(value), "True, False or 'split'"
+)
 
 
 def parse_loss_scale(value: object) -> float | Literal["dynamic"]:
@@ -253,9 +262,9 @@ def parse_switch(name: str, value: object) -> Any:
     Raises:
         ValueError: anything else; AssertionError of ``keep_batchnorm_fp32``, as in apex.
     """
-    split = ("split",) if name == "master_weights" else ()
+    rule = _SPLIT_SWITCH if name == "master_weights" else _SWITCH
     try:
-        check(name, value, one_of(True, False, "True", "False", *split))
+        check(name, value, rule)
     except ValueError as error:
         if name != "keep_batchnorm_fp32":
             raise

@@ -7,6 +7,7 @@ updates it from the overflow flags of its optimizers in one small kernel; the ho
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 

@@ -358,6 +358,8 @@ def _check_state(
         return
     for key in optimizer._whole:
         _check_tensor(key, state.get(key), param, name)
+    if optimizer._has_own_step:  # and a state of its own
+        return
     found = {key for key, value in state.items() if value is not None}
     wanted, known = [*optimizer._numbers], {*optimizer._numbers}
     for key in found & known:

@@ -31,7 +31,8 @@ class NovoGrad(FusedOptimizer):
         bias_correction: False leaves out 1 - beta1^t. (v needs no correction, as it starts at a
             norm; with `init_zero` it is divided by sqrt(1 - beta2^t).)
         grad_averaging: the gradient enters m times 1 - beta1; False: as it is.
-        norm_type: 2, or ``inf`` (as apex: 0) for the largest magnitude, v = beta2 * v + (1 - beta2) * |g|.
+        norm_type: 2, or ``inf`` (apex's 0) for the largest magnitude,
+            v = beta2 * v + (1 - beta2) * |g|.
         init_zero: v starts at zero.
         reg_inside_moment: m = beta1 * m + (1 - beta1) * (g / d + weight_decay * p) and
             p = p - lr * m / (1 - beta1^t).

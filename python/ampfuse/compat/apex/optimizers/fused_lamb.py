@@ -62,3 +62,9 @@ class FusedLAMB(ApexOptimizer, LAMB):
             max_grad_norm=largest,
         )
         self._set_flag("max_grad_norm", max_grad_norm)
+
+    def _whole_options(self) -> dict[str, Any]:
+        # As in apex, groups have the norm that was asked for. Its step reads that of the optimizer.
+        options = super()._whole_options()
+        del options["max_grad_norm"]
+        return options
