@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import itertools
 import json
 import multiprocessing
@@ -24,7 +25,7 @@ from PIL import Image
 import data_files
 from ampfuse.demo.data import load_digits
 from ampfuse.experiments.config import RunConfig
-from ampfuse.experiments.data import DataError, open_data, sets
+from ampfuse.experiments.data import DataError, open_data
 from data_files import no_checksums as no_checksums
 
 CPU = torch.device("cpu")
@@ -625,28 +626,74 @@ def test_damaged_images(change, loader, tmp_path, new_processes):
         gc.enable()
 
 
-@pytest.mark.parametrize("change", [shortened, lambda content: b"", lambda content: b"<html>"])
+@pytest.fixture
+def sums(monkeypatch):
+    """Makes the files below a folder the published ones: their MD5 sums, which are checked."""
+    from torchvision.datasets import CIFAR10, MNIST, utils
+
+    def check(file, md5=None):
+        return Path(file).is_file() and (md5 is None or utils.check_md5(file, md5))
+
+    for module in ("cifar", "utils"):
+        monkeypatch.setattr(f"torchvision.datasets.{module}.check_integrity", check)
+
+    def publish(folder):
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        md5 = {path.name: utils.calculate_md5(path) for path in files}
+        for of, names in ((CIFAR10, ("train_list", "test_list")), (MNIST, ("resources",))):
+            for name in names:
+                monkeypatch.setattr(of, name, [(n, md5.get(n, "?")) for n, _ in getattr(of, name)])
+        monkeypatch.setattr(CIFAR10, "tgz_md5", md5.get(CIFAR10.filename, "?"))
+        monkeypatch.setitem(CIFAR10.meta, "md5", md5.get(CIFAR10.meta["filename"], "?"))
+        return md5
+
+    return publish
+
+
+BATCH, IMAGES = "cifar-10-batches-py/data_batch_3", "train-images-idx3-ubyte"
+LABELS = "MNIST/raw/t10k-labels-idx1-ubyte"
+
+
 @pytest.mark.parametrize(
-    ("kind", "name"),
+    ("kind", "name", "change", "problem"),
     [
-        ("mnist", "MNIST/raw/train-images-idx3-ubyte"),
-        ("mnist", "MNIST/raw/t10k-labels-idx1-ubyte.gz"),
-        ("cifar10", "cifar-10-batches-py/data_batch_3"),
-        ("cifar10", "cifar-10-python.tar.gz"),
+        ("cifar10", BATCH, shortened, "{size} bytes with the MD5 sum {now}; .* has {md5}"),
+        ("cifar10", BATCH, lambda content: b"<html>", "6 bytes .* {now}; .* has {md5}"),
+        ("cifar10", BATCH, lambda content: content[:-9] + b"*" + content[-8:], "{md5}"),
+        ("cifar10", "cifar-10-batches-py/batches.meta", lambda content: b"", "0 bytes .* {md5}"),
+        ("cifar10", "cifar-10-python.tar.gz", shortened, "{size} bytes .* {now}; .* has {md5}"),
+        ("mnist", f"{LABELS}.gz", lambda content: b"", "0 bytes with the MD5 .* has {md5}"),
+        ("mnist", IMAGES, shortened, "{size} bytes from '00000803' on; expected: 31376"),
+        ("mnist", IMAGES, lambda content: content + b"*", "31377 bytes .* expected: 31376"),
+        ("mnist", IMAGES, lambda content: b"", "0 bytes from '' on; .* from '00000803' on"),
+        ("mnist", LABELS, lambda content: b"<html>", "from '3c68746d' on; .* '00000801' on"),
+        ("mnist", LABELS, lambda content: content[:11] + b"\xc8" + content[12:],
+         "the label of image 3 is 200, not 0 to 9"),
     ],
-)
-def test_damaged_files(kind, name, change, tmp_path):
+)  # fmt: skip
+def test_damaged_files_are_named(kind, name, change, problem, tmp_path, sums):
+    path = tmp_path / name
     if kind == "mnist":
-        data_files.write_mnist(tmp_path / "MNIST" / "raw", zipped=name.endswith("gz"))
+        data_files.write_mnist(path.parent, zipped=name.endswith("gz"))
     else:
         data_files.write_cifar(tmp_path)
-        if name.endswith("gz"):
-            data_files.archive(tmp_path / "cifar-10-batches-py", tmp_path / name)
-            shutil.rmtree(tmp_path / "cifar-10-batches-py")
-    path = tmp_path / name
+    if name.endswith("tar.gz"):
+        data_files.archive(tmp_path / "cifar-10-batches-py", path)
+    published = sums(tmp_path)
+    open_(kind, tmp_path, image_size=28).close()
+    if name.endswith("gz"):  # what was unpacked when it was opened
+        shutil.rmtree(tmp_path / "cifar-10-batches-py", ignore_errors=True)
+        path.with_suffix("").unlink(missing_ok=True)
     path.write_bytes(change(path.read_bytes()))
-    title = sets.PUBLISHED[kind].title
-    refused(f"--data {tmp_path}: {title} could not be read", kind=kind, source=tmp_path)
+    size, now = path.stat().st_size, hashlib.md5(path.read_bytes()).hexdigest()
+    problem = problem.format(size=size, now=now, md5=published[path.name])
+    refused(f"--data: {path} is damaged .*{problem}.*: delete it", kind=kind, source=tmp_path)
+
+
+def test_more_labels_than_images(tmp_path):
+    data_files.write_mnist(tmp_path)
+    (tmp_path / data_files.MNIST[1]).write_bytes(data_files.idx(np.arange(41) % 10))
+    refused("41 labels, 0 to 9, for 40 images", kind="mnist", source=tmp_path)
 
 
 @pytest.mark.parametrize(
