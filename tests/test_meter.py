@@ -200,9 +200,11 @@ def test_planted_stale_layers_are_found_and_no_others(dtype):
     with pytest.warns(UserWarning, match="half a step") as told:
         optimizer = layers(dtype, 0.1, masters=False, scales=scales, gradients=[1.0] * 6)
     assert {f.parameter for f in optimizer.meter.advice if f.kind == "stale"} == stale
-    assert {str(warning.message).partition(":")[0] for warning in told} == stale
-    assert len(told) == 3  # once each
-    assert told[0].filename == __file__
+    (warning,) = told  # of all that come to it in one step
+    remedy, tensors = str(warning.message).splitlines()
+    assert remedy.startswith("- stale: updates below half a step")
+    assert tensors == "  100% of the updates lost since step 1: layer0, layer2, layer4"
+    assert warning.filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         kept = layers(dtype, 0.1, masters=True, scales=scales, gradients=[1.0] * 6)
@@ -237,8 +239,10 @@ def test_report_frame_and_plot(tmp_path):
     assert report[0] == "Step 7"
     assert report[1].split()[:3] == ["parameter", "weights", "type"]
     assert report[2].split()[:5] == ["layer0", "512", "float16", "+", "master"]
-    assert "- layer1: " in report[-2]
-    assert "- layer2: " in report[-1]
+    assert report[-4].startswith("- underflow: ")
+    assert report[-3].endswith("zero since step 1: layer1")
+    assert report[-2].startswith("- zero gradient: ")
+    assert report[-1] == "  every element zero since step 1: layer2"
     frame = optimizer.meter.frame()
     assert len(frame) == 21
     assert frame.loc[(frame.step == 7) & (frame.parameter == "layer2"), "zero"].item() == 512
@@ -249,6 +253,28 @@ def test_report_frame_and_plot(tmp_path):
     assert "nothing yet" in empty.meter.report()
     with pytest.raises(ValueError, match="read nothing yet"):
         empty.meter.plot()
+
+
+@pytest.mark.parametrize("known", ["by nobody", "by the optimizer", "by amp.initialize"])
+def test_a_report_has_each_remedy_once_and_names_where_somebody_knows_them(known):
+    model = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(12)))
+    unnamed = torch.optim.SGD if known == "by amp.initialize" else ampfuse.optim.SGD
+    named = known == "by the optimizer"
+    optimizer = unnamed(model.named_parameters() if named else model.parameters(), lr=0.1)
+    if known == "by amp.initialize":
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    optimizer.meter(every=1)
+    for name, param in model.named_parameters():
+        param.grad = torch.zeros_like(param) if name.startswith("1") else torch.ones_like(param)
+    optimizer.step()
+    _, report = optimizer.meter.report().split("\n\n")
+    names = "1.weight, 10.weight, 11.weight"
+    if known == "by nobody":
+        places = (f"param_groups[0]['params'][{i}] of shape (2, 2)" for i in (1, 10, 11))
+        names = ", ".join(places) + "\nFor names, build the optimizer from "
+    assert report.count("either nothing in the loss depends on the weight") == 1
+    assert f"\n  every element zero since step 1: {names}" in report
+    assert report.count("For names") == (known == "by nobody")
 
 
 class Writer:

@@ -174,6 +174,7 @@ class Meter:
                 if table.model(row) is None and table.param(row).dtype in HALF_DTYPES
             )
             self._still, self._still_of = dict.fromkeys(half, 0), table
+        lost = set()
         for row in list(self._still):
             reading = record.row(row)
             if not reading.elements:
@@ -181,8 +182,9 @@ class Meter:
             self._still[row] = self._still[row] + 1 if advice.is_stale(reading) else 0
             if self._still[row] == _PATIENCE:
                 del self._still[row]
-                rows = [one for one in self.readings if one.parameter == reading.parameter]
-                warnings.warn(str(advice.stale(rows)), stacklevel=8)
+                lost.add(reading.parameter)
+        if lost and (found := [one for one in self.advice if one.parameter in lost]):
+            warnings.warn(advice.in_words(found), stacklevel=8)
 
     # --- reading --------------------------------------------------------------------------------
 

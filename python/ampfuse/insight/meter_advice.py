@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from ampfuse.insight.words import aligned, dtype_name
@@ -19,6 +20,21 @@ _STALE = 0.99
 _UNDERFLOWS = 0.05
 
 
+# What a kind of finding means, and what to do.
+_REMEDIES = {
+    "stale": "updates below half a step of the weight's type are lost. Keep the weight in FP32 "
+    "(module.float(), or keep_batchnorm_fp32=True of amp.initialize), give the optimizer masters "
+    "(master_weights=True; levels O2 and O5 have them), or raise the learning rate.",
+    "underflow": "where a gradient is subnormal, digits are missing. Use a dynamic loss scale, a "
+    "larger one (init_scale=, loss_scale=), or BF16 (levels O4, O5).",
+    "zero gradient": "either nothing in the loss depends on the weight, or everything was below "
+    "the smallest number of the gradient's type: then a larger loss scale or BF16 (levels O4, O5) "
+    "helps.",
+    "no gradient": "the weight is not part of the loss, or frozen.",
+}
+_NO_NAMES = "For names, build the optimizer from model.named_parameters() or use amp.initialize."
+
+
 @dataclasses.dataclass(frozen=True)
 class Finding:
     """What is wrong with one tensor.
@@ -27,29 +43,21 @@ class Finding:
         kind: "stale", "underflow", "zero gradient" or "no gradient".
         parameter: its name.
         since: the metered step since which it has been so, without interruption.
-        text: what it means, and what to do.
+        found: what the last reading showed.
     """
 
     kind: str
     parameter: str
     since: int
-    text: str
+    found: str
 
     def __str__(self) -> str:
-        return f"{self.parameter}: {self.text}"
+        return f"{self.parameter}: {self.found} since step {self.since}: {_REMEDIES[self.kind]}"
 
 
 def is_stale(row: TensorReading) -> bool:
     """Updates are lost: nearly all round away, and no master keeps them."""
     return not row.has_master and row.stale_share >= _STALE
-
-
-def _underflows(row: TensorReading) -> bool:
-    return row.subnormal_share >= _UNDERFLOWS
-
-
-def _is_zero(row: TensorReading) -> bool:
-    return row.zero == row.elements
 
 
 def findings(readings: Iterable[TensorReading]) -> list[Finding]:
@@ -63,54 +71,35 @@ def findings(readings: Iterable[TensorReading]) -> list[Finding]:
     for name, rows in rows_of.items():
         stepped = [row for row in rows if row.elements]
         if not stepped:
-            text = f"no gradient since step {rows[0].step}: it is not part of the loss, or frozen."
-            found.append(Finding("no gradient", name, rows[0].step, text))
-        elif is_stale(stepped[-1]):
-            found.append(stale(stepped))
-        elif _is_zero(stepped[-1]):
-            since = _since(stepped, _is_zero)
-            found.append(Finding("zero gradient", name, since, _zero_text(stepped[-1], since)))
-        elif _underflows(stepped[-1]):
-            since = _since(stepped, _underflows)
-            found.append(Finding("underflow", name, since, _underflow_text(stepped[-1], since)))
+            found.append(Finding("no gradient", name, rows[0].step, "no gradient"))
+            continue
+        row = stepped[-1]
+        zero = f"{row.zero / row.elements:.0%} zero"
+        tiny = f"{row.subnormal_share:.0%} of the gradient subnormal and {zero}"
+        for kind, holds, text in (
+            ("stale", is_stale, f"{row.stale_share:.0%} of the updates lost"),
+            ("zero gradient", lambda row: row.zero == row.elements, "every element zero"),
+            ("underflow", lambda row: row.subnormal_share >= _UNDERFLOWS, tiny),
+        ):
+            if holds(row):
+                *_, first = itertools.takewhile(holds, reversed(stepped))
+                found.append(Finding(kind, name, first.step, text))
+                break
     return found
 
 
-def _since(rows: Sequence[TensorReading], holds: Callable[[TensorReading], bool]) -> int:
-    since = rows[-1].step
-    for row in reversed(rows):
-        if not holds(row):
-            break
-        since = row.step
-    return since
-
-
-def stale(rows: Sequence[TensorReading]) -> Finding:
-    """The finding of a tensor whose last reading is stale."""
-    row, since = rows[-1], _since(rows, is_stale)
-    text = (
-        f"{row.stale_share:.0%} of its updates are below half a step of {dtype_name(row.dtype)} "
-        f"since step {since}, and are lost. Keep it in FP32 (module.float(), or "
-        "keep_batchnorm_fp32=True of amp.initialize), give the optimizer masters "
-        "(master_weights=True; levels O2 and O5 have them), or raise its learning rate."
-    )
-    return Finding("stale", row.parameter, since, text)
-
-
-def _underflow_text(row: TensorReading, since: int) -> str:
-    return (
-        f"{row.subnormal_share:.0%} of its gradient is subnormal since step {since}, where digits "
-        f"are missing, and {row.zero / row.elements:.0%} is zero. Use a dynamic loss scale, a "
-        "larger one (init_scale=, loss_scale=), or BF16 (levels O4, O5)."
-    )
-
-
-def _zero_text(row: TensorReading, since: int) -> str:
-    return (
-        f"its gradient has been zero in every element since step {since}. Either nothing in the "
-        "loss depends on it, or everything was below the smallest number of the gradient's type: "
-        "then a larger loss scale or BF16 (levels O4, O5) helps."
-    )
+def in_words(found: Sequence[Finding]) -> str:
+    """Each kind of finding with its remedy, once, and below it the tensors."""
+    lines: dict[str, dict[str, list[str]]] = {}
+    for one in found:
+        told = f"{one.found} since step {one.since}"
+        lines.setdefault(one.kind, {}).setdefault(told, []).append(one.parameter)
+    said = []
+    for kind, tensors in lines.items():
+        said.append(f"- {kind}: {_REMEDIES[kind]}")
+        said += [f"  {told}: {', '.join(names)}" for told, names in tensors.items()]
+    unnamed = any(one.parameter.startswith("param_groups[") for one in found)
+    return "\n".join(said + [_NO_NAMES] * unnamed)
 
 
 _COLUMNS = ("weights", "type", "changed", "stale", "zero", "subnormal", "update/weight")
@@ -130,5 +119,5 @@ def report(readings: Sequence[TensorReading]) -> str:
         shares = (f"{cell / row.elements:.2%}" if row.elements else "-" for cell in cells)
         ratio = "-" if math.isnan(row.update_ratio) else f"{row.update_ratio:.1e}"
         lines.append((row.parameter, f"{row.elements:,}", kind, *shares, ratio))
-    said = [f"- {finding}" for finding in findings(readings)] or ["Nothing to be said against it."]
-    return "\n".join([f"Step {steps[-1]}", *aligned(lines, left=(0, 2)), "", *said])
+    said = in_words(findings(readings)) or "Nothing to be said against it."
+    return "\n".join([f"Step {steps[-1]}", *aligned(lines, left=(0, 2)), "", said])
