@@ -1,6 +1,7 @@
 """Overflows planted in known places are found there, and a watched step has the bits of another."""
 
 import contextlib
+import functools
 import logging
 import math
 import pickle
@@ -116,7 +117,7 @@ def masked_fill(x):
 
 # Name: function, value of the input, phase, operation, kind, word of the remedy.
 FORWARD = {
-    "softmax by hand": (softmax_by_hand, 20, "exp", "inf", "Keep exp in FP32"),
+    "softmax by hand": (softmax_by_hand, 20, "exp", "inf", "Of a softmax, subtract the largest"),
     "exp": (torch.exp, 12, "exp", "inf", "torch.autocast"),
     "exp beyond FP32": (torch.exp, 100, "exp", "inf", "subtract the largest argument first"),
     "division by a small number": (lambda x: x / 1e-5, 8, "div", "inf", "Keep div in FP32"),
@@ -134,7 +135,7 @@ FORWARD = {
         12,
         "exp",
         "inf",
-        "Keep exp in FP32",
+        "Else: Keep exp in FP32",
     ),
     "a cast": (lambda x: (x.float() * 1e4).half(), 20, "to", "inf", "do not fit"),
     "a mask of -1e9": (masked, 1, "to", "-inf", "torch.finfo(torch.float16).min"),
@@ -149,6 +150,63 @@ FORWARD = {
         "Keep mul in FP32",
     ),
 }
+
+
+# Attention's weights of queries and keys: what overflows, and what the remedy says instead.
+ATTENTION = {
+    "matmul": lambda q, k: (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1),
+    "einsum": lambda q, k: (torch.einsum("bqd,bkd->bqk", q, k) / q.shape[-1] ** 0.5).softmax(-1),
+    "exp": lambda q, k: softmax_by_hand(q / q.shape[-1] ** 0.5 @ k.mT),
+}
+REMEDIES = {
+    "the query before the product, q / d**0.5 @ k.mT": lambda q, k, by: (
+        q / q.shape[-1] ** 0.5 @ k.mT
+    ).softmax(-1),
+    "divided by {by} or more": lambda q, k, by: (q / by @ k.mT).softmax(-1),
+    "F.scaled_dot_product_attention": lambda q, k, by: F.scaled_dot_product_attention(q, k, k),
+    "subtract the largest argument first": lambda q, k, by: softmax_by_hand(
+        (s := q / q.shape[-1] ** 0.5 @ k.mT) - s.amax(-1, keepdim=True)
+    ),
+    "torch.softmax": lambda q, k, by: torch.softmax(q / q.shape[-1] ** 0.5 @ k.mT, -1),
+}
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("written", ATTENTION)
+def test_remedies_of_attention_help(written, level):
+    class Attention(nn.Module):
+        weights = staticmethod(ATTENTION[written])
+
+        def __init__(self):
+            super().__init__()
+            self.q, self.k = nn.Linear(64, 64), nn.Linear(64, 64)
+            for layer in (self.q, self.k):
+                layer.weight.data.mul_(6 if written == "exp" else 200)
+
+        def forward(self, x):
+            return self.weights(self.q(x), self.k(x))
+
+    torch.manual_seed(0)
+    model = Attention()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    x = torch.randn(2, 16, 64)
+
+    def watched():
+        with amp.explain_overflow(model) as watch:
+            model(x)
+        return watch.explanation
+
+    found = watched()
+    assert found.operation == written
+    by = math.ceil(found.largest_result / 65504)
+    told = [words for words in REMEDIES if words.format(by=by) in found.remedy]
+    assert len(told) == (2 if written == "exp" else 3)
+    places = [found.remedy.index(words.format(by=by)) for words in told]
+    assert max(places) < found.remedy.index("BF16")
+    for words in told:
+        Attention.weights = staticmethod(functools.partial(REMEDIES[words], by=by))
+        assert watched() is None
 
 
 @pytest.mark.parametrize("case", FORWARD.values(), ids=FORWARD)

@@ -217,6 +217,13 @@ def _of_range(e: Explanation) -> str:
         return (
             f"{told}: compute the operation in FP32 (x.float()) so that its backward is, {wider}."
         )
+    if e.aten.startswith(("aten.bmm", "aten.baddbmm")) and e.largest_result is not None:
+        by = math.ceil(e.largest_result / e.limit)
+        return (
+            f"These products fit if an operand is divided by {by} or more. Attention scores: scale "
+            "the query before the product, q / d**0.5 @ k.mT, not the scores after it; or call "
+            f"F.scaled_dot_product_attention; {wider}."
+        )
     if e.operation in _REDUCTIONS:
         return (
             f"Reduce in FP32: {e.operation}(x.float()), or dtype=torch.float32 where it takes "
@@ -229,7 +236,8 @@ def _of_range(e: Explanation) -> str:
             f"{wider}."
         )
     what = e.operation if e.aten else "it"
-    return (
+    softmax = "Of a softmax, subtract the largest argument first, or call torch.softmax. Else: "
+    return softmax * (what == "exp") + (
         f'Keep {what} in FP32: with torch.autocast("{device}", enabled=False), on x.float(); for a '
         f"function of yours, @amp.float_function at O1; {wider}."
     )
