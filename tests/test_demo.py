@@ -150,9 +150,9 @@ def test_a_second_run_replaces_the_files(tmp_path, capsys):
         (["--batch-size", "1"], "argument --batch-size: 1 is less than 2"),
         (["--batch-size", "2000"], "2000 is more than the 1437 training images"),
         (["--width", "0"], "argument --width: 0 is less than 1"),
-        (["--device", "gpu"], "'gpu' is no device"),
-        (["--device", "meta"], "ampfuse runs on cpu and cuda, not on meta"),
-        (["--device", "cuda:99"], "argument --device: cuda:99, but"),
+        (["--device", "gpu"], "--device gpu: give auto, cpu, cuda or cuda:N"),
+        (["--device", "meta"], "--device meta: ampfuse runs on cpu and cuda"),
+        (["--device", "cuda:99"], "--device cuda:99, but"),
         (["--output", __file__], "is not a folder"),
         (["--output", __file__ + "/results"], "is not a folder"),
     ],
@@ -160,10 +160,14 @@ def test_a_second_run_replaces_the_files(tmp_path, capsys):
 )
 def test_wrong_options(options, said, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as exit_info:
-        main(["demo", *options])
-    assert exit_info.value.code == 2
-    assert said in capsys.readouterr().err
+    try:
+        status = main(["demo", *options])
+    except SystemExit as stop:
+        status = stop.code
+    assert status == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert err.count("\n") == 1
     assert not list(tmp_path.iterdir())
 
 
@@ -271,7 +275,7 @@ def test_a_failure_while_writing_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(plots, "draw", fail)
     with pytest.raises(OSError, match="disk full"):
         report.save([a_run()], CPU, tmp_path / "results", plots=True)
-    assert not list(tmp_path.iterdir())
+    assert not list((tmp_path / "results").iterdir())
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import math
 from importlib import resources
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ampfuse.experiments import make_table, results
+from ampfuse.experiments import make_plot, make_table, results
 from experiment_results import ResultFolder, divergence
 
 # Header of each table's column, by the column of the published CSV.
@@ -295,6 +296,44 @@ def test_rows_of_other_recipes_stay_out(folder, capsys):
     assert own(parsed(said.out)) == []
     assert "results: no results of e1, only of e2" in said.err
     assert "--recipe e1" in said.err
+
+
+@pytest.mark.parametrize(
+    ("flags", "chosen"),
+    [
+        ("", [1, 2, 4, 3, 5, 6]),
+        ("--GPU V100 T4", [6, 1, 2, 4, 3, 5]),
+        ("--method O2 FP32", [4, 3, 1, 2, 6]),
+        ("--batch 128 --GPU T4", [1, 4, 3, 5]),
+        ("--iteration 50", [4, 5]),
+        ("--epochs 2 --model vgg16", [2, 5]),
+    ],
+)
+def test_tables_and_figures_choose_the_same_runs(flags, chosen, folder):
+    """Diverged runs (the fifth) have no length, and stand beside those that have one."""
+    folder.add()
+    folder.add(batch_size=256, epochs=2.0)
+    folder.add(arm="O2", method="FP16")
+    folder.add(arm="O2", method="FP16", iterations=50, timed_iterations=50, switches__graph=True)
+    folder.add(arm="O3", method="O3", diverged=divergence())
+    folder.add(gpu="V100")
+    folder.add(recipe=None, batch_size=512)  # of no recipe
+    folder.add(recipe="e2", model="wrn28_10")
+
+    def rows(command, of, *words):
+        parser = argparse.ArgumentParser()
+        command.add_arguments(parser)
+        return of(parser.parse_args([*words, *flags.split()]), pytest.fail)
+
+    own = rows(make_table, make_table._own_rows, "e1")
+    assert own == rows(make_plot, make_plot._rows, "--recipe", "e1")
+    assert [int(row.runs[0].path.stem.removeprefix("run")) for row in own] == chosen
+
+
+def test_what_no_run_fits_is_said(folder, capsys):
+    folder.add()
+    assert make_table.main(["e1", "--GPU", "V100"]) == 2
+    assert "--GPU V100: no such results; there are T4" in capsys.readouterr().err
 
 
 def test_cells_hold_no_column_separators(folder, capsys):

@@ -511,7 +511,11 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("trainer", "line", "said"),
         [
-            ("cifar", ["--data", "digits", "--device", "gpu"], "'gpu' is no device"),
+            (
+                "cifar",
+                ["--data", "digits", "--device", "gpu"],
+                "--device gpu: give auto, cpu, cuda or cuda:N",
+            ),
             ("cifar", ["--data", "digits", "--model", "vgg99"], "vgg99"),
             ("cifar", ["--data", "digits", "-b", "5000"], "5000"),
             ("imagenet", ["/nowhere/at/all"], "/nowhere/at/all"),

@@ -13,7 +13,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line `argv` (default: ``sys.argv``) and return the exit status."""
     # Imported here and kept light: --help must not wait for torch, and `env` must run without it.
     from ampfuse import advise, doctor, memory
-    from ampfuse.command_line import OneLineParser
+    from ampfuse.command_line import OneLineParser, status_of
     from ampfuse.demo import cli as demo
     from ampfuse.experiments import make_plot, make_table
     from ampfuse.experiments.recipes import TRAINERS
@@ -72,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if args.command == "env":
             return _env(as_json=args.json)
-        return actions[args.command].run(parsers[args.command], args)
+        return status_of(actions[args.command], parsers[args.command], args)
     except KeyboardInterrupt:
         print("\nInterrupted; nothing was written.", file=sys.stderr)
         return 130  # what a shell reports for a process that Ctrl-C ended

@@ -9,11 +9,16 @@ import argparse
 import importlib.util
 import os
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
+
+
+class UsageError(Exception):
+    """A wish that cannot be met. The message is one line for the user; the exit status is 2."""
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -34,7 +39,16 @@ def run_alone(command: ModuleType, argv: list[str] | None, prog: str) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.add_arguments(parser)
-    return command.run(parser, parser.parse_args(argv))
+    return status_of(command, parser, parser.parse_args(argv))
+
+
+def status_of(command: ModuleType, parser: OneLineParser, args: argparse.Namespace) -> int:
+    """``command.run``; what the user has to put right ends in a line and status 2."""
+    try:
+        return command.run(parser, args)
+    except (UsageError, OSError) as error:
+        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        return 2
 
 
 def at_least(least: int) -> Callable[[str], int]:
@@ -61,14 +75,16 @@ def fraction(text: str) -> float:
     return value
 
 
-def cannot_write(folder: Path) -> str | None:
-    """Why `folder` cannot take the results; asked before minutes are spent on them."""
-    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+def check_writable(option: str, folder: Path) -> None:
+    """Raise UsageError if `folder` cannot take files; asked before hours are spent on them."""
+    nearest = next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
     if not nearest.is_dir():
-        return f"{nearest} is not a folder"
-    if not os.access(nearest, os.W_OK | os.X_OK):
-        return f"no permission to write in {nearest}"
-    return None
+        raise UsageError(f"{option}: {nearest} is not a folder")
+    try:  # permissions do not tell of read-only and full disks
+        with tempfile.TemporaryFile(dir=nearest) as file:
+            file.write(b"0")
+    except OSError as error:
+        raise UsageError(f"{option}: {nearest} takes no files ({error.strerror})") from error
 
 
 # --- commands that take a training from a file ----------------------------------------------------
@@ -88,8 +104,8 @@ def check_target(parser: argparse.ArgumentParser, args: argparse.Namespace) -> t
         parser.error(f"there is no file {path}")
     if args.plot and importlib.util.find_spec("matplotlib") is None:
         parser.error("argument --plot: matplotlib is missing: pip install matplotlib")
-    if args.plot and (problem := cannot_write(args.plot.parent)):
-        parser.error(f"argument --plot: {problem}")
+    if args.plot:
+        check_writable("--plot", args.plot.parent)
     return path, function or "build"
 
 

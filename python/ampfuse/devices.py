@@ -5,28 +5,29 @@ from __future__ import annotations
 import torch
 
 from ampfuse import env
+from ampfuse.command_line import UsageError
 
 
 def choose_device(name: str) -> torch.device:
     """The device called `name` ("auto", "cpu", "cuda", "cuda:N"), made current if it is a GPU.
 
     Raises:
-        ValueError: there is no such device here. The message says what there is.
+        UsageError: there is no such device here. The message says what there is.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ValueError(f"{name!r} is no device: give auto, cpu, cuda or cuda:N") from None
+        raise UsageError(f"--device {name}: give auto, cpu, cuda or cuda:N") from None
     if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"ampfuse runs on cpu and cuda, not on {device.type}")
+        raise UsageError(f"--device {name}: ampfuse runs on cpu and cuda")
     if device.type == "cuda":
         if not torch.cuda.is_available():
-            raise ValueError(f"{name}, but torch finds no usable GPU")
+            raise UsageError(f"--device {name}, but torch finds no usable GPU")
         count = torch.cuda.device_count()
         if (device.index or 0) >= count:
-            raise ValueError(f"{name}, but the last GPU is cuda:{count - 1}")
+            raise UsageError(f"--device {name}, but the last GPU is cuda:{count - 1}")
         device = torch.device("cuda", device.index or 0)
         torch.cuda.set_device(device)
     return device

@@ -20,7 +20,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from ampfuse.command_line import at_least, cannot_write
+from ampfuse.command_line import at_least, check_writable
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,8 +48,8 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     """
     if not args.module and not os.path.exists(args.script):
         parser.error(f"there is no file {args.script}")
-    if args.html and (reason := cannot_write(args.html.absolute().parent)):
-        parser.error(f"--html {args.html}: {reason}")
+    if args.html:
+        check_writable("--html", args.html.parent)
     html = args.html and args.html.absolute()  # the script may change the folder
 
     from ampfuse.insight.diagnosis.report import Report

@@ -16,17 +16,31 @@ def atomic(path: Path, mode: int | None = None) -> Iterator[BinaryIO]:
 
     `mode` are its permissions; by default those of any new file.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+    with naming(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                yield file
+            # mkstemp's files are for their owner alone
+            os.chmod(name, 0o666 & ~_umask() if mode is None else mode)
+            os.replace(name, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(name)
+            raise
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Context for writing `path`: a failure to do so raises an OSError with that name."""
     try:
-        with os.fdopen(handle, "wb") as file:
-            yield file
-        # mkstemp's files are for their owner alone
-        os.chmod(name, 0o666 & ~_umask() if mode is None else mode)
-        os.replace(name, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
+        yield
+    except Exception as error:
+        # Of a full disk torch.save raises an error of its archive, and the cause is the context.
+        for cause in (error, error.__context__):
+            if isinstance(cause, OSError) and cause.strerror:
+                raise OSError(cause.errno, cause.strerror, str(path)) from error
         raise
 
 

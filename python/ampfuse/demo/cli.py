@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ampfuse.command_line import at_least, cannot_write
+from ampfuse.command_line import at_least, check_writable
 
 if TYPE_CHECKING:
     import torch
@@ -68,16 +68,16 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         needs = " and ".join(missing)
         print(f"ampfuse demo: {needs} missing: pip install ampfuse[demo]", file=sys.stderr)
         return 1
-    if problem := cannot_write(args.output):
-        parser.error(f"argument -o/--output: {problem}")
+    check_writable("--output", args.output)
 
     from rich.console import Console
 
     from ampfuse.demo import report
     from ampfuse.demo.data import load_digits
     from ampfuse.demo.train import Settings
+    from ampfuse.devices import choose_device
 
-    device = _device(parser, args.device)
+    device = choose_device(args.device)
     digits = load_digits(device)
     if args.batch_size > len(digits.train_images):
         parser.error(
@@ -147,15 +147,6 @@ def _levels(text: str) -> tuple[str, ...]:
                 "(the letter O, then a digit)"
             )
     return levels
-
-
-def _device(parser: argparse.ArgumentParser, name: str) -> torch.device:
-    from ampfuse.devices import choose_device
-
-    try:
-        return choose_device(name)
-    except ValueError as error:
-        parser.error(f"argument --device: {error}")
 
 
 def _default_width(device: torch.device) -> int:

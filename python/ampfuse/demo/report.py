@@ -22,6 +22,7 @@ from ampfuse.demo.data import Digits
 from ampfuse.demo.model import DigitsNet
 from ampfuse.demo.train import Run, Settings
 from ampfuse.devices import device_name
+from ampfuse.files import naming
 
 # What a level is, in the few words a table has room for.
 PRECISION = {
@@ -107,15 +108,14 @@ def save(runs: Sequence[Run], settings: Settings, folder: Path, *, plots: bool) 
         "steps.csv": _step_rows(runs),
         "epochs.csv": _epoch_rows(runs),
     }
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".ampfuse-demo-", dir=folder.parent) as made:
+    folder.mkdir(parents=True, exist_ok=True)
+    with naming(folder), tempfile.TemporaryDirectory(prefix=".made-", dir=folder) as made:
         for name, rows in files.items():
             _write_csv(Path(made, name), rows)
         if plots:
             from ampfuse.demo.plots import draw
 
             draw(runs, device_name(settings.device), Path(made))
-        folder.mkdir(exist_ok=True)
         # Plots first: they are what one looks for.
         names = sorted(os.listdir(made), key=lambda name: (name.endswith(".csv"), name))
         for name in names:

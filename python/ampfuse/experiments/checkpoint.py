@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import pickle
+import os
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,12 @@ from torch import Tensor
 
 from ampfuse.experiments.arms import Arm
 from ampfuse.experiments.config import RunConfig, UsageError
+from ampfuse.experiments.record import Record, file_name
 from ampfuse.files import atomic
 
 _FORMAT = 1
+_KINDS = dict.fromkeys(("config", "model", "optimizer", "scaler", "rng", "record"), dict)
+_KINDS |= {"name": str, "step": int}
 
 
 @dataclasses.dataclass
@@ -76,17 +80,26 @@ def _set_rng_state(arm: Arm, name: str, state: Tensor) -> None:
 
 def load(path: Path) -> Checkpoint:
     """Read `path`, which may come from anywhere: nothing in it is executed."""
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise UsageError(f"--resume: there is no file {path}")
+    with open(path, "rb") as file:
+        if not zipfile.is_zipfile(file):
+            size = f"{os.path.getsize(path)} bytes"
+            raise UsageError(f"--resume: {path} is no checkpoint, or its end is missing ({size})")
     try:
         values = torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, OSError, ValueError, KeyError, pickle.UnpicklingError) as error:
-        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UsageError(f"--resume: {path} cannot be read as a checkpoint ({said})") from error
+    # Damaged files make torch raise nearly anything, and advise to execute what is in them.
+    except Exception as error:
+        raise UsageError(f"--resume: {path} is damaged, or not of plain data") from error
     if not isinstance(values, dict) or values.get("format") != _FORMAT:
         raise UsageError(f"--resume: {path} is no checkpoint of ampfuse's trainers")
-    names = {field.name for field in dataclasses.fields(Checkpoint)}
-    if missing := names - {"world_size"} - values.keys():
-        raise UsageError(f"--resume: {path} lacks {', '.join(sorted(missing))}")
-    values["config"] = RunConfig.from_dict(values["config"])
-    return Checkpoint(**{name: values[name] for name in names & values.keys()})
+    wrong = [name for name, kind in _KINDS.items() if not isinstance(values.get(name), kind)]
+    if wrong or values["name"] != file_name(values["name"]):
+        raise UsageError(f"--resume: {path} lacks {', '.join(wrong) or 'the name of a run'}")
+    try:
+        values["config"] = RunConfig.from_dict(values["config"])
+        Record(**values["record"])
+    except TypeError as error:  # a field too few or too many
+        raise UsageError(f"--resume: {path} is of another version ({error})") from error
+    names = [field.name for field in dataclasses.fields(Checkpoint)]
+    return Checkpoint(**{name: values[name] for name in names if name in values})

@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 from typing import Any
 
+from ampfuse.command_line import UsageError as UsageError
 from ampfuse.command_line import at_least, fraction, positive
 
 DESCRIPTIONS = {
@@ -31,10 +32,6 @@ HALF_LEVELS = ("O2", "O3", "O5")  # whose weights are half, but for batch norms'
 WHAT, PRECISION, LENGTH = "what to train", "precision", "length"
 RULE, SPEED, WHERE = "optimizer", "speed, for every arm alike", "where"
 GROUPS = (WHAT, PRECISION, LENGTH, RULE, SPEED, WHERE)
-
-
-class UsageError(Exception):
-    """A wish that cannot be met. The message is one line for the user; the exit status is 2."""
 
 
 def numbers(text: str) -> list[int]:

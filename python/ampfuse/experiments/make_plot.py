@@ -17,18 +17,17 @@ import io
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ampfuse.command_line import run_alone
+from ampfuse.command_line import check_writable, run_alone
 from ampfuse.experiments import results
-from ampfuse.experiments.config import UsageError
-from ampfuse.experiments.record import check_writable, file_name
+from ampfuse.experiments.record import file_name
+from ampfuse.experiments.results import EXPERIMENTS
 from ampfuse.files import atomic
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-EXPERIMENTS = {"cifar": "CIFAR", "imagenet": "ImageNet", "mnist": "MNIST", "mlp": "MLP"}
 # Models that stand for their experiment: their figures are named after that alone, as E1 named its.
 _ITS_OWN = {"vgg16", "mnist_cnn", "mlp"}
 _DPI = 150
@@ -36,26 +35,13 @@ _INSTALL = "pip install 'ampfuse[experiments]'"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    def several(*names: str, to: str, **options: Any) -> None:
-        parser.add_argument(*names, dest=to, nargs="+", default=[], **options)
-
-    several("--GPU", "--gpu", to="gpus", metavar="NAME", help="their labels (default: all)")
-    arms = "FP32, FP16, amp, or arms: fp32, amp-bf16, O2, ... (default: all)"
-    several("--method", to="methods", metavar="NAME", help=arms)
-    several("--batch", to="batch_sizes", type=int, metavar="N", help="default: all")
-    some = {"choices": EXPERIMENTS, "metavar": "NAME", "help": ", ".join(EXPERIMENTS)}
-    several("--experiment", to="experiments", **some)
-    several("--model", to="models", metavar="NAME", help="vgg16, resnet50, ... (default: all)")
-    length = parser.add_mutually_exclusive_group()
-    alike = "runs of N iterations only; runs of different length do not go into one line"
-    names = ("--iteration", "--iterations")
-    length.add_argument(*names, type=int, dest="iterations", metavar="N", help=alike)
-    alike = "runs of N epochs only, however many iterations these are"
-    length.add_argument("--epochs", type=float, metavar="N", help=alike)
+    results.add_selection(parser)
+    of = {"choices": sorted(results.PUBLISHED_FILES), "metavar": "NAME"}
+    which = "runs of that published experiment only: e1 to e5 (default: all)"
+    parser.add_argument("--recipe", dest="recipes", nargs="+", default=[], help=which, **of)
     add, std = parser.add_argument, "time and memory with error bars: the repeats' deviation"
     add("--plot_std", "--plot-std", action="store_true", help=std)
     add("--published", action="store_true", help="draw the published figures instead of own ones")
-    add("--results", type=Path, default=Path("results"), metavar="DIR", help="default: %(default)s")
     where = "folder for the figures (default: figures in that of the results); published ones go "
     add("--output", type=Path, metavar="DIR", help=where + "into published in there")
 
@@ -67,13 +53,9 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         print(f"{parser.prog}: matplotlib missing: {_INSTALL}", file=sys.stderr)
         return 1
     output = args.output or args.results / "figures"
-    try:
-        check_writable("--output", output)
-        rows = _rows(args, warn=lambda line: print(f"{parser.prog}: {line}", file=sys.stderr))
-        written = save(_drawn(rows, args), output / "published" if args.published else output)
-    except (UsageError, OSError) as error:
-        print(f"{parser.prog}: error: {error}", file=sys.stderr)
-        return 2
+    check_writable("--output", output)
+    rows = _rows(args, warn=lambda line: print(f"{parser.prog}: {line}", file=sys.stderr))
+    written = save(_drawn(rows, args), output / "published" if args.published else output)
     print(*written, sep="\n")
     return 0
 
@@ -109,8 +91,7 @@ def _rows(args: argparse.Namespace, warn: Callable[[str], object]) -> list[resul
         rows = results.published("e1")
     elif not (rows := results.measured(args.results, skipped=warn)):
         raise results.ResultsError(f"{args.results}: no results in this folder; train first")
-    wishes = ("experiments", "models", "gpus", "methods", "batch_sizes", "iterations", "epochs")
-    rows = results.select(rows, **{name: getattr(args, name) for name in wishes})
+    rows = results.chosen(rows, args, args.recipes)
     if args.plot_std and all(row.n == 1 for row in rows):
         warn("--plot_std: no run was repeated, so there are no error bars (train with --repeats 5)")
     return rows

@@ -17,14 +17,14 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ampfuse.command_line import run_alone
-from ampfuse.experiments.config import UsageError
-from ampfuse.experiments.record import check_writable
+from ampfuse.command_line import check_writable, run_alone
 from ampfuse.experiments.results import (
     PUBLISHED_FILES,
     ResultsError,
     Row,
     Stat,
+    add_selection,
+    chosen,
     measured,
     published,
 )
@@ -36,7 +36,7 @@ _TRAINERS = {"e1": "cifar", "e2": "cifar", "e3": "cifar", "e4": "imagenet", "e5"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("recipe", choices=sorted(PUBLISHED_FILES), help="which table")
-    add("--results", type=Path, default=Path("results"), metavar="DIR", help="default: %(default)s")
+    add_selection(parser)
     rows = "write the own rows there too, with hardware, versions, date, means and deviations"
     add("--csv", type=Path, metavar="FILE", help=rows)
     add("--no-published", action="store_true", help="own rows only")
@@ -48,16 +48,12 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     def warn(line: str) -> None:
         print(f"{parser.prog}: {line}", file=sys.stderr)
 
-    try:
-        if args.csv:
-            check_writable("--csv", args.csv.parent)
-        own = _own_rows(args, warn)
-        theirs = [] if args.no_published else published(args.recipe)
-        if args.csv:
-            _write_csv(args.csv, own)
-    except (UsageError, OSError) as error:
-        warn(f"error: {error}")
-        return 2
+    if args.csv:
+        check_writable("--csv", args.csv.parent)
+    own = _own_rows(args, warn)
+    theirs = [] if args.no_published else published(args.recipe)
+    if args.csv:
+        _write_csv(args.csv, own)
     print(table(args.recipe, [*theirs, *own]))
     return 0
 
@@ -65,19 +61,17 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
 def _own_rows(args: argparse.Namespace, warn: Callable[[str], None]) -> list[Row]:
     """The measured rows of the recipe. None is an error only where nothing else was asked for."""
     how = f"python -m ampfuse.experiments.{_TRAINERS[args.recipe]} --recipe {args.recipe}"
-    if not args.results.is_dir() and str(args.results) == "results":
-        everything, reason = [], f"{args.results}: no such folder"
-    else:
-        everything = measured(args.results, skipped=warn)
-        recipes = sorted({row.recipe for row in everything if row.recipe})
-        there = f", only of {', '.join(recipes)}" if recipes else ""
-        reason = f"{args.results}: no results of {args.recipe}{there}"
-    rows = [row for row in everything if row.recipe == args.recipe]
-    if not rows and (args.csv or args.no_published):
+    wanted = args.results.is_dir() or str(args.results) != "results"
+    everything = measured(args.results, skipped=warn) if wanted else []
+    recipes = sorted({row.recipe for row in everything if row.recipe})
+    if args.recipe in recipes:
+        return chosen(everything, args, [args.recipe])
+    there = f", only of {', '.join(recipes)}" if recipes else ""
+    reason = f"{args.results}: no results of {args.recipe}{there}"
+    if args.csv or args.no_published:
         raise ResultsError(f"{reason}; train first: {how}")
-    if not rows:
-        warn(f"{reason}; published rows only. To measure: {how}")
-    return rows
+    warn(f"{reason}; published rows only. To measure: {how}")
+    return []
 
 
 def table(recipe: str, rows: Sequence[Row]) -> str:

@@ -65,7 +65,8 @@ def _git_revision() -> str | None:
     folder = Path(ampfuse.__file__).parent
 
     def git(*words: str) -> str:
-        command = ["git", "-C", str(folder), *words]
+        # Without locks: the user's git may be at work beside a training, which may be killed.
+        command = ["git", "--no-optional-locks", "-C", str(folder), *words]
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
         return done.stdout.strip()
 

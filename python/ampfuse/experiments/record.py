@@ -19,8 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ampfuse.command_line import cannot_write
-from ampfuse.experiments.config import RunConfig, UsageError
+from ampfuse.experiments.config import RunConfig
 from ampfuse.files import atomic
 
 FORMAT = 1  # of the result files
@@ -261,9 +260,3 @@ def run_name(config: RunConfig) -> str:
 def file_name(text: str) -> str:
     """`text` as a part of a path on any system: "Tesla T4/x" becomes "Tesla T4-x"."""
     return re.sub(r'[<>:"/\\|?*\x00-\x1f]+', "-", text).strip(" .") or "unnamed"
-
-
-def check_writable(option: str, folder: Path) -> None:
-    """Raise UsageError if `folder` cannot take files; asked before hours are spent on them."""
-    if problem := cannot_write(folder):
-        raise UsageError(f"{option}: {problem}")

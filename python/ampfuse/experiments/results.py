@@ -1,12 +1,13 @@
 """Result files and published figures, read as rows of one type.
 
 :func:`measured` reads the result files below a folder, :func:`published` the figures of a write-up,
-:func:`select` chooses among rows, :func:`frame` makes a pandas DataFrame of them. Every row says
-which of the two it is (``source``); nothing here mixes them.
+:func:`select` chooses among rows, :func:`chosen` by a command's flags, :func:`frame` makes a pandas
+DataFrame of them. Every row says which of the two it is (``source``); nothing here mixes them.
 """
 
 from __future__ import annotations
 
+import argparse
 import csv
 import dataclasses
 import statistics
@@ -290,6 +291,7 @@ def _published_row(recipe: str, line: Mapping[str, str]) -> Row:
 def select(
     rows: Sequence[Row],
     *,
+    recipes: Sequence[str] = (),
     experiments: Sequence[str] = (),
     models: Sequence[str] = (),
     gpus: Sequence[str] = (),
@@ -305,6 +307,7 @@ def select(
     """
     chosen = list(rows)
     wishes: tuple[tuple[str, Sequence[Any], Callable[[Row], Any]], ...] = (
+        ("--recipe", recipes, lambda row: row.recipe),
         ("--experiment", experiments, lambda row: row.experiment),
         ("--model", models, lambda row: row.model),
         ("--GPU", gpus, lambda row: row.gpu),
@@ -338,6 +341,38 @@ def select(
     if gpus:
         chosen.sort(key=lambda row: gpus.index(row.gpu))
     return chosen
+
+
+EXPERIMENTS = {"cifar": "CIFAR", "imagenet": "ImageNet", "mnist": "MNIST", "mlp": "MLP"}
+
+
+def add_selection(parser: argparse.ArgumentParser) -> None:
+    """The flags that choose results, the same in every command that shows them."""
+
+    def several(*names: str, to: str, **options: Any) -> None:
+        parser.add_argument(*names, dest=to, nargs="+", default=[], **options)
+
+    several("--GPU", "--gpu", to="gpus", metavar="NAME", help="their labels (default: all)")
+    arms = "FP32, FP16, amp, or arms: fp32, amp-bf16, O2, ... (default: all)"
+    several("--method", to="methods", metavar="NAME", help=arms)
+    several("--batch", to="batch_sizes", type=int, metavar="N", help="default: all")
+    some = {"choices": EXPERIMENTS, "metavar": "NAME", "help": ", ".join(EXPERIMENTS)}
+    several("--experiment", to="experiments", **some)
+    several("--model", to="models", metavar="NAME", help="vgg16, resnet50, ... (default: all)")
+    length = parser.add_mutually_exclusive_group()
+    alike = "runs of N iterations only; runs of different length do not go into one line"
+    names = ("--iteration", "--iterations")
+    length.add_argument(*names, type=int, dest="iterations", metavar="N", help=alike)
+    alike = "runs of N epochs only, however many iterations these are"
+    length.add_argument("--epochs", type=float, metavar="N", help=alike)
+    add = parser.add_argument
+    add("--results", type=Path, default=Path("results"), metavar="DIR", help="default: %(default)s")
+
+
+def chosen(rows: Sequence[Row], args: argparse.Namespace, recipes: Sequence[str]) -> list[Row]:
+    """Those of `rows` that are of `recipes` and fit the flags of :func:`add_selection`."""
+    wishes = ("experiments", "models", "gpus", "methods", "batch_sizes", "iterations", "epochs")
+    return select(rows, recipes=recipes, **{name: getattr(args, name) for name in wishes})
 
 
 def _method_named(row: Row, rows: Sequence[Row], wanted: Sequence[str]) -> str:

@@ -13,6 +13,7 @@ from tqdm.auto import tqdm
 
 from ampfuse.experiments.config import UsageError
 from ampfuse.experiments.record import finite
+from ampfuse.files import naming
 
 _ON_THE_BAR = (
     ("loss", "train_loss", ".4g"),
@@ -57,7 +58,7 @@ class RunLog:
     def write(self, kind: str, values: dict[str, Any]) -> None:
         """Note the figures of an "interval" or "evaluation" that ended with ``values["step"]``."""
         if self._path:
-            with open(self._path, "a") as file:
+            with naming(self._path), open(self._path, "a") as file:
                 file.write(json.dumps(finite({"kind": kind, **values}), allow_nan=False) + "\n")
         there = (entry for entry in _ON_THE_BAR if values.get(entry[1]) is not None)
         self._bar.set_postfix({label: f"{values[name]:{form}}" for label, name, form in there})

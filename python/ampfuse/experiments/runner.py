@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ampfuse.command_line import check_writable
 from ampfuse.devices import choose_device, device_name
 from ampfuse.experiments import checkpoint, diagnose, report, signals
 from ampfuse.experiments.config import RunConfig, UsageError
 from ampfuse.experiments.distributed import PeerLost, World
-from ampfuse.experiments.record import RunResult, check_writable, file_name, run_name
+from ampfuse.experiments.record import RunResult, file_name, run_name
 from ampfuse.experiments.resolve import FUSED, resolve
 from ampfuse.experiments.run_log import RunLog
 from ampfuse.experiments.tasks import TASKS
@@ -42,9 +43,12 @@ def run_command(trainer: Trainer, args: argparse.Namespace, argv: Sequence[str])
         status = _run_command(trainer, args, argv, voice)
         world.any(False)  # who ends is missed by those that are not done
         return status
-    except UsageError as error:
-        if world.fail(str(error)):
-            voice.error(str(error))
+    except (UsageError, OSError) as error:
+        text = str(error)
+        if isinstance(error, OSError) and voice.checkpoint:  # a disk that was full, in a run
+            text += f". {voice.how_to_go_on()}"
+        if world.fail(text):
+            voice.error(text)
         return _WRONG_USE
     except PeerLost as error:
         voice.error(f"{error}. {voice.how_to_go_on()}")
@@ -77,7 +81,7 @@ class _Voice:
         print(f"{self.name}: error: {text}", file=sys.stderr, flush=True)
 
     def how_to_go_on(self) -> str:
-        if self.checkpoint and self.checkpoint.exists():
+        if self.checkpoint and os.path.exists(self.checkpoint):
             return f"To go on, give --resume {self.checkpoint}"
         return "Nothing was saved yet: start again; with --checkpoints every epoch is saved"
 
@@ -212,10 +216,7 @@ def _run_log(config: RunConfig, place: Place, name: str, args: argparse.Namespac
 def _device(name: str, world: World) -> torch.device:
     if world.size > 1 and name in ("auto", "cuda") and torch.cuda.is_available():
         name = f"cuda:{world.local_rank}"
-    try:
-        return choose_device(name)
-    except ValueError as error:
-        raise UsageError(f"--device: {error}") from None
+    return choose_device(name)
 
 
 def _position(

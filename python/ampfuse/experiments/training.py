@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ampfuse.experiments import checkpoint, provenance, schedule
 from ampfuse.experiments.arms import Arm, build_arm, evaluating
 from ampfuse.experiments.checkpoint import Checkpoint
-from ampfuse.experiments.config import RunConfig
+from ampfuse.experiments.config import RunConfig, UsageError
 from ampfuse.experiments.distributed import World
 from ampfuse.experiments.record import Record, RunResult, mean_of_finite
 from ampfuse.experiments.run_log import RunLog
@@ -333,6 +333,12 @@ class Training:
     def restore(self, arm: Arm) -> None:
         """Put `arm` and the random numbers where they were at the checkpoint to resume."""
         assert self.resume is not None
+        states = self.resume.model, arm.bare_model.state_dict()
+        for name in {**states[0], **states[1]}:
+            then, now = (list(s[name].shape) if name in s else "missing" for s in states)
+            if then != now:
+                what = f"{self.config.model}: {name} is {then} in it, and {now} here"
+                raise UsageError(f"--resume: the checkpoint is of another {what}")
         with self.place.world.watching_peers():
             self.spread.load(arm, self.resume.model, self.resume.optimizer)
         self.resume.restore(arm, self.place.world.rank)
