@@ -37,6 +37,7 @@ from ampfuse.amp.hints import give_hints
 from ampfuse.amp.policy import Policy, make_policy, parse_switch
 from ampfuse.amp.scaler import LossScaler
 from ampfuse.optim import upgrade
+from ampfuse.optim.fused import is_fused
 from ampfuse.optim.inner import parameters, with_inner
 from ampfuse.optim.masters import FLOAT_DTYPES, HALF_DTYPES
 from ampfuse.optim.shards import is_sharded
@@ -198,6 +199,7 @@ def set_up(models: Any, optimizers: Any, session: sessions.Session, *, allow_hal
             save_in_float32(eager_module(model))
         install(model, Casts.of(policy, session.rules, log=session.logs_casts))
     _upgrade(optimizer_list, session, names, sparse, exact)
+    _warn_of_lost_eps(optimizer_list, policy)
     no_sync.watch()
     outsiders.watch(_named_parameters(model_list), optimizer_list)
     sessions.set_models(session, map(eager_module, model_list))
@@ -431,6 +433,22 @@ def _warn_of_strangers(models: list[nn.Module], optimizers: list[Optimizer]) -> 
                 "parameters? Make it from model.parameters() just before amp.initialize.",
                 stacklevel=4,
             )
+
+
+def _warn_of_lost_eps(optimizers: list[Optimizer], policy: Policy) -> None:
+    """Warn of an optimizer that divides by zero where its `eps` keeps it from that."""
+    if policy.weights_type is not torch.float16 or policy.master_weights:
+        return
+    for optimizer in optimizers:
+        stepper = with_inner(optimizer)[-1]
+        for eps in {group.get("eps") for group in stepper.param_groups} - {None, 0}:
+            if not is_fused(stepper) and torch.tensor(eps).half() == 0:
+                warnings.warn(
+                    f"eps={eps:g} of {type(stepper).__name__} is 0 in float16, in which its own "
+                    f"step computes at {policy.opt_level}: where a gradient was always 0 it "
+                    "divides by 0. Use O2 or O5, whose masters are FP32, or an eps of 1e-4.",
+                    stacklevel=4,
+                )
 
 
 def _trains_with_others() -> bool:
