@@ -142,11 +142,13 @@ struct Code {
   static constexpr uint32_t kOne = 0x3f800000u, kOffset = kOne - (kOne >> kRoot);
   static constexpr float kCodes = kSign ? 127.0f : 255.0f;
 
-  // A block's scale, from the bits of its largest magnitude. A value that is not finite makes the
-  // whole block NaN.
+  // A block's scale, from the bits of its largest magnitude. A NaN makes the whole block NaN. An
+  // infinite second moment, the square of a finite gradient, makes the block infinite, so its
+  // steps are zero, as the element's are with FP32 states. An infinite first moment is limited.
   HD static float scale(uint32_t largest) {
     constexpr uint32_t kSmallest = 0x00800000u;  // has a reciprocal
-    if (largest >= kInfinityBits) return bits_float(0x7fc00000u);
+    if (largest > kInfinityBits) return bits_float(0x7fc00000u);
+    if (kSign && largest == kInfinityBits) return bits_float(kInfinityBits - 1);
     return bits_float(largest == 0 || largest > kSmallest ? largest : kSmallest);
   }
   HD static float encoder(float scale) { return scale > 0 ? 1 / scale : 0.0f; }
@@ -157,8 +159,8 @@ struct Code {
   template <class F>
   HD static BitsOf<F> encode(const F& x, const F& encoder) {
     using B = BitsOf<F>;
-    const F fraction = from_bits(x, magnitude_of(x)) * encoder;
-    const B root = shift_right<kRoot>(bits_of(fraction)) + B(kOffset);
+    const F fraction = from_bits(x, magnitude_of(x)) * encoder;  // not finite: x is not
+    const B root = shift_right<kRoot>(min_signed(bits_of(fraction), B(kOne))) + B(kOffset);
     const B with_sign = kSign ? blend(B(0x80000000u), bits_of(x), root) : root;
     const B code = bits_of(fma(from_bits(x, with_sign), F(kCodes), F(kInteger)));
     return kSign ? code : max_signed(code, B(float_bits(kInteger) + 1));

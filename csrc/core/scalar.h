@@ -54,6 +54,7 @@ HD uint32_t shift_right(uint32_t a) {
   return a >> kCount;
 }
 HD uint32_t max_signed(uint32_t a, uint32_t b) { return int32_t(a) > int32_t(b) ? a : b; }
+HD uint32_t min_signed(uint32_t a, uint32_t b) { return int32_t(a) < int32_t(b) ? a : b; }
 // The bits of a where the mask has ones, else those of b.
 HD uint32_t blend(uint32_t mask, uint32_t a, uint32_t b) { return b ^ ((a ^ b) & mask); }
 // b, but zero where a is.

@@ -176,6 +176,7 @@ HD Avx2::Bits select_less(Avx2::Bits a, Avx2::Bits b, Avx2::Bits then, Avx2::Bit
   return _mm256_blendv_epi8(otherwise.value, then.value, _mm256_cmpgt_epi32(b.value, a.value));
 }
 HD Avx2::Bits max_signed(Avx2::Bits a, Avx2::Bits b) { return _mm256_max_epi32(a.value, b.value); }
+HD Avx2::Bits min_signed(Avx2::Bits a, Avx2::Bits b) { return _mm256_min_epi32(a.value, b.value); }
 HD Avx2::Bits blend(Avx2::Bits mask, Avx2::Bits a, Avx2::Bits b) { return b ^ ((a ^ b) & mask); }
 HD Avx2::Bits clear_where_zero(Avx2::Bits a, Avx2::Bits b) {
   return _mm256_andnot_si256(_mm256_cmpeq_epi32(a.value, _mm256_setzero_si256()), b.value);

@@ -183,6 +183,9 @@ HD Avx512::Bits select_less(Avx512::Bits a, Avx512::Bits b, Avx512::Bits then,
 HD Avx512::Bits max_signed(Avx512::Bits a, Avx512::Bits b) {
   return _mm512_max_epi32(a.value, b.value);
 }
+HD Avx512::Bits min_signed(Avx512::Bits a, Avx512::Bits b) {
+  return _mm512_min_epi32(a.value, b.value);
+}
 HD Avx512::Bits blend(Avx512::Bits mask, Avx512::Bits a, Avx512::Bits b) {
   return _mm512_ternarylogic_epi32(mask.value, a.value, b.value, 0xca);
 }

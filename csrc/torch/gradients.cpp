@@ -8,6 +8,7 @@
 namespace ampfuse {
 
 void ParamTable::begin_backward() {
+  is_collected_ = false;
   const at::Tensor none;
   bool fold = false;
   known_.before_pass = true;
@@ -60,6 +61,7 @@ void ParamTable::begin_backward() {
 }
 
 void ParamTable::mark_backward(const at::Tensor& scale) {
+  is_collected_ = false;
   phase_.end_delayed();
   pending_scale_.copy_(scale);
   for (Row& row : rows_) {
@@ -78,6 +80,7 @@ void ParamTable::mark_backward(const at::Tensor& scale) {
 }
 
 bool ParamTable::end_backward(const at::Tensor& scale, bool check) {
+  is_collected_ = false;
   const at::Tensor none;
   bool any = false, left = phase_.includes_delayed();
   known_.norm = check;
@@ -143,6 +146,8 @@ std::optional<at::Tensor> ParamTable::accumulated(int64_t index, bool make) {
   Row& row = rows_.at(index);
   if (!row.accumulated.defined()) {
     if (!make) return std::nullopt;
+    TORCH_CHECK(row.param.numel() == row.numel, row.name,
+                " changed its shape after the optimizer was built");
     const at::ScalarType type = row.model.defined() ? at::kFloat : row.param.scalar_type();
     row.accumulated = empty_laid_out_as(row.param, type).zero_();
   }
@@ -150,6 +155,7 @@ std::optional<at::Tensor> ParamTable::accumulated(int64_t index, bool make) {
 }
 
 void ParamTable::cancel_backward() {
+  is_collected_ = false;
   for (Row& row : rows_) {
     at::Tensor& grad = row.leaf().mutable_grad();
     grad.reset();
@@ -160,6 +166,7 @@ void ParamTable::cancel_backward() {
 
 void ParamTable::materialize() {
   if (phase_.is_materialized() || !phase_.may_be_pending()) return;
+  is_collected_ = false;
   std::vector<int64_t> found;
   for (int64_t i = 0; i < rows(); ++i) {
     const Row& row = rows_[i];
@@ -169,7 +176,7 @@ void ParamTable::materialize() {
   }
   if (found.empty()) return;
   std::vector<int64_t> numel;
-  for (int64_t i : found) numel.push_back(rows_[i].param.numel());
+  for (int64_t i : found) numel.push_back(rows_[i].numel);
   Table table(std::move(numel));
   std::vector<at::Tensor> alive;
   for (size_t i = 0; i < found.size(); ++i) {
@@ -205,6 +212,7 @@ void ParamTable::materialize() {
 }
 
 void ParamTable::zero_grad(bool set_to_none) {
+  is_collected_ = false;
   for (Row& row : rows_) {
     at::Tensor& grad = row.leaf().mutable_grad();
     if (set_to_none) {

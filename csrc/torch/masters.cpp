@@ -13,12 +13,14 @@ void ParamTable::accept_model_weights() {
 void ParamTable::map_masters(MapOp op, const std::vector<int64_t>& rows) {
   if (rows.empty()) return;
   std::vector<int64_t> numel;
-  for (int64_t i : rows) numel.push_back(rows_[i].param.numel());
+  for (int64_t i : rows) numel.push_back(rows_[i].numel);
   Table table(std::move(numel));
   for (size_t i = 0; i < rows.size(); ++i) {
     const Row& row = rows_[rows[i]];
     TORCH_CHECK(
-        row.model.strides() == row.param.strides() && row.model.device() == device_, row.name,
+        is_laid_out_as(row.model, row.param) && row.model.device() == device_ &&
+            row.param.device() == device_ && row.param.numel() == row.numel && is_dense(row.param),
+        row.name,
         " was moved or laid out anew after the optimizer was built; build the optimizer, or call "
         "amp.initialize, after that");
     table.set(kParam, int64_t(i), row.param.data_ptr(), dtype_of(row.param, row.name));

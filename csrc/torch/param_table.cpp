@@ -40,6 +40,7 @@ int64_t ParamTable::add_row(at::Tensor param, std::optional<at::Tensor> model, s
   row.is_split = model && param.scalar_type() == at::kShort;
   row.rounds_at_random = at_random && !model && param.scalar_type() == at::kBFloat16;
   dtype_of(row.is_split ? *model : param, row.name);
+  TORCH_CHECK_VALUE(origin >= 0, "a shard begins at element ", origin);
   for (const at::Tensor& tensor : {param, model.value_or(param)}) {
     TORCH_CHECK_TYPE(tensor.layout() == at::kStrided, row.name,
                      " is sparse; ampfuse steps dense parameters");
@@ -54,9 +55,11 @@ int64_t ParamTable::add_row(at::Tensor param, std::optional<at::Tensor> model, s
                 "the optimizer.");
   }
   if (model) {
-    TORCH_CHECK(model->strides() == param.strides(), row.name,
-                ": master and model weight differ in strides, ", param.strides(), " and ",
-                model->strides());
+    TORCH_CHECK(is_laid_out_as(*model, param), row.name,
+                ": master and model weight differ, in shapes ", param.sizes(), " and ",
+                model->sizes(), " or in strides ", param.strides(), " and ", model->strides());
+    TORCH_CHECK_TYPE(!row.is_split || element_size(dtype_of(*model)) == 2, row.name,
+                     ": the rest of a split master stands beside a weight of float16 or bfloat16");
     row.model = *model;
     has_models_ = true;
     row.model_version = model_version;
@@ -64,14 +67,18 @@ int64_t ParamTable::add_row(at::Tensor param, std::optional<at::Tensor> model, s
   }
   row.param = std::move(param);
   row.is_contiguous = row.param.is_contiguous();
+  row.numel = row.param.numel();
   if (whole) {
     row.whole = *whole;
     row.origin = origin;
     row.whole_object = pybind11::reinterpret_steal<pybind11::object>(THPVariable_Wrap(*whole));
+    TORCH_CHECK_TYPE(is_shard_of(row.whole_object, row.leaf()), row.name,
+                     " is not the local shard of the DTensor that it is said to be");
     sharded_ = true;
   }
   rows_.push_back(std::move(row));
   table_.reset();
+  is_collected_ = false;
   return rows() - 1;
 }
 
@@ -101,14 +108,13 @@ float* ParamTable::row_norms(NormColumn column) {
 void ParamTable::set_states(int64_t index, const std::optional<Tensors>& states,
                             const Tensors& scales, const std::optional<at::Tensor>& average) {
   Row& row = rows_.at(index);
-  row.has_states = states.has_value();
+  at::Tensor found[kMaxStates], found_scales[kMaxStates];
   const size_t count = states ? states->size() : 0;
   TORCH_CHECK_VALUE(count <= kMaxStates && scales.size() <= count,
                     "a row has at most three states");
   const auto check = [&](const at::Tensor& tensor, const auto&... what) {
     TORCH_CHECK(
-        !tensor.defined() || (tensor.strides() == row.param.strides() &&
-                              tensor.sizes() == row.param.sizes() && tensor.device() == device_),
+        !tensor.defined() || (is_laid_out_as(tensor, row.param) && tensor.device() == device_),
         what..., " of ", row.name, " has to be on ", device_, " and laid out as the parameter");
   };
   for (size_t i = 0; i < kMaxStates; ++i) {
@@ -116,6 +122,7 @@ void ParamTable::set_states(int64_t index, const std::optional<Tensors>& states,
     const at::Tensor scale = i < scales.size() && scales[i] ? *scales[i] : at::Tensor();
     check(state, "state ", i);
     const bool is_code = state.defined() && state.scalar_type() == at::kByte;
+    if (state.defined() && !is_code) dtype_of(state, "state ", i, " of ", row.name);
     TORCH_CHECK(!is_code || info(algorithm_).packable, info(algorithm_).name,
                 " keeps no states in 8 bits");
     TORCH_CHECK(is_code == scale.defined() &&
@@ -124,19 +131,29 @@ void ParamTable::set_states(int64_t index, const std::optional<Tensors>& states,
                                   scale.device() == device_)),
                 "state ", i, " of ", row.name, " needs float32 scales on ", device_,
                 " where it is uint8, one for each ", kBlock, " elements");
-    row.states[i] = state;
-    row.scales[i] = scale;
-    set(kState0 + int(i), index, state);
-    set(kScale0 + int(i), index, scale);
+    found[i] = state;
+    found_scales[i] = scale;
   }
-  row.average = average.value_or(at::Tensor());
-  check(row.average, "the average");
+  const at::Tensor found_average = average.value_or(at::Tensor());
+  check(found_average, "the average");
+  TORCH_CHECK_TYPE(!average || found_average.scalar_type() == at::kFloat, "the average of ",
+                   row.name, " is ", found_average.scalar_type(), "; it has to be float32");
+  row.has_states = states.has_value();
+  row.average = found_average;
+  for (int i = 0; i < kMaxStates; ++i) {
+    row.states[i] = found[i];
+    row.scales[i] = found_scales[i];
+    set(kState0 + i, index, row.states[i]);
+    set(kScale0 + i, index, row.scales[i]);
+  }
   set(kAverage, index, row.average);
 }
 
 void ParamTable::set_hyper(int64_t begin, int64_t end, const std::optional<at::Tensor>& lr_tensor,
                            const std::map<std::string, double>& values,
                            const std::map<std::string, at::Tensor>& schedule) {
+  TORCH_CHECK_INDEX(0 <= begin && begin <= end && end <= rows(), "rows ", begin, " to ", end,
+                    " of ", rows());
   RowHyper hyper = hyper_of(values);
   hyper.lr_tensor = float_pointer(lr_tensor, "lr", device_);
   for (const auto& [name, column] : schedule) {
@@ -152,6 +169,7 @@ void ParamTable::set_hyper(int64_t begin, int64_t end, const std::optional<at::T
     schedules_[column.data_ptr()] = column;
   }
   table().set_hyper(begin, end, hyper);
+  for (int64_t i = begin; i < end; ++i) rows_[i].lr = lr_tensor.value_or(at::Tensor());
   layerwise_ = layerwise_ || hyper.flags & kLayerwise;
 }
 
@@ -159,7 +177,7 @@ Table& ParamTable::table() {
   if (table_) return *table_;
   std::vector<int64_t> numel, origin;
   for (const Row& row : rows_) {
-    numel.push_back(row.param.numel());
+    numel.push_back(row.numel);
     origin.push_back(row.origin);
   }
   table_ = std::make_unique<Table>(std::move(numel), std::move(origin));
@@ -191,6 +209,7 @@ void ParamTable::set(int list, int64_t row, const at::Tensor& tensor) {
   static char no_elements;  // null would say that the row has no such list, and so no gradient
   if (tensor.defined()) {
     void* data = tensor.numel() > 0 ? tensor.data_ptr() : &no_elements;
+    TORCH_CHECK(data, rows_[row].name, " or what belongs to it has lost its memory");
     table().set(list, row, data, type_in(list, row, tensor));
   } else {
     table().set(list, row, nullptr, DType::kNone);
@@ -208,17 +227,18 @@ void ParamTable::follow_storage(int64_t index) {
     found[3 + kMaxStates + state] = base_of(row.scales[state]);
   }
   if (std::equal(std::begin(found), std::end(found), row.memory)) return;
-  const bool fits = row.param.device() == device_ && row.param.numel() == table().numel(index) &&
-                    (!row.model.defined() ||
-                     (row.model.device() == device_ && row.model.strides() == row.param.strides()));
+  const auto fits_param = [&](const at::Tensor& tensor) {
+    return !tensor.defined() || (tensor.device() == device_ && is_laid_out_as(tensor, row.param));
+  };
+  const bool fits = row.param.device() == device_ && row.param.numel() == row.numel &&
+                    is_dense(row.param) && fits_param(row.model);
   TORCH_CHECK(fits, row.name,
               " was moved to another device or changed its shape or strides after the optimizer's "
               "first use; do that before building the optimizer");
   set(kParam, index, row.param);
   set(kModel, index, row.model);
   for (int state = 0; state < kMaxStates; ++state) {
-    TORCH_CHECK(!row.states[state].defined() || row.states[state].strides() == row.param.strides(),
-                row.name,
+    TORCH_CHECK(fits_param(row.states[state]), row.name,
                 " changed its strides after the optimizer's first step; its state is laid out as "
                 "it was before");
     set(kState0 + state, index, row.states[state]);
@@ -276,10 +296,11 @@ const at::Tensor& ParamTable::source(const Row& row) const {
 
 const at::Tensor& ParamTable::checked_gradient(Row& row, const at::Tensor& grad) const {
   const char* what = "the gradient of ";
-  TORCH_CHECK(grad.layout() == at::kStrided, what, row.name,
-              " is sparse; ampfuse steps dense gradients. Build the layer with sparse=False, or keep "
-              "its parameters in a torch.optim.SparseAdam of their own, which amp.initialize and "
-              "amp.scale_loss take beside this optimizer.");
+  TORCH_CHECK(
+      grad.layout() == at::kStrided, what, row.name,
+      " is sparse; ampfuse steps dense gradients. Build the layer with sparse=False, or keep "
+      "its parameters in a torch.optim.SparseAdam of their own, which amp.initialize and "
+      "amp.scale_loss take beside this optimizer.");
   TORCH_CHECK_TYPE(!grad.is_complex(), what, row.name,
                    " is complex; ampfuse steps real parameters. Use torch.view_as_real.");
   dtype_of(grad, what, row.name);
@@ -288,6 +309,11 @@ const at::Tensor& ParamTable::checked_gradient(Row& row, const at::Tensor& grad)
   TORCH_CHECK(!grad.key_set().has(c10::DispatchKey::Python), what, row.name,
               " is a tensor subclass without memory of its own (such as DTensor); ampfuse does not "
               "read it");
+  TORCH_CHECK(grad.sizes() == row.param.sizes() && grad.numel() == row.numel, what, row.name,
+              " has shape ", grad.sizes(), ", the parameter ", row.param.sizes(),
+              " and when the "
+              "optimizer was built ",
+              row.numel, " elements");
   if (row.is_contiguous && grad.is_contiguous()) return grad;
   if (grad.strides() == row.param.strides()) return grad;
   row.copied_grad = empty_laid_out_as(row.param, grad.scalar_type());
@@ -303,7 +329,7 @@ void ParamTable::inspect(const at::Tensor& scale, const Inspection& inspection) 
   if (!together) args.preparation = inspection.preparation;
   args.same_pass = inspection.same_pass;
   args.fresh = inspection.fresh;
-  args.scale = scale.defined() ? scale.data_ptr<float>() : nullptr;
+  args.scale = float_pointer(scale, "scale", device_);
   if (inspection.keeps_scale) args.kept_scale = pending_scale_.data_ptr<float>();
   args.state = inspection.record ? state() : nullptr;
   if (inspection.record && (needs_row_norms() || counted_elsewhere_.defined())) {
@@ -360,6 +386,7 @@ std::vector<int64_t> ParamTable::collect(const std::optional<at::Tensor>& scale,
               "these gradients carry the loss scale of amp.scale_loss and a GradScaler's as "
               "well; use one of the two");
   // After scale_loss the step belongs to its scale, also where every gradient is unscaled by now.
+  is_collected_ = true;
   collected_scale_ = any_pending || (phase_.may_be_pending() && !scale) ? pending_scale_
                      : scale                                            ? *scale
                                                                         : none;
@@ -379,7 +406,12 @@ void ParamTable::inspect_collected(const Preparation& preparation) {
   known_.norm = unchanged_ = true;
 }
 
+void ParamTable::check_collected() const {
+  TORCH_CHECK(is_collected_, "the gradients changed after collect(); call it again");
+}
+
 void ParamTable::measure() {
+  check_collected();
   if (!is_measured()) inspect_collected({});
   for (Row& row : rows_) {
     if (row.has_grad) row.inspected.remember(source(row));
@@ -388,13 +420,14 @@ void ParamTable::measure() {
 
 void ParamTable::decide(const std::optional<at::Tensor>& found_inf, double max_norm, bool inspect,
                         bool skip_nonfinite) {
+  check_collected();
   const bool inspects =
       (max_norm > 0 || needs_row_norms() || (inspect && !unchanged_)) && !is_measured();
   Preparation preparation;
   preparation.state = state();
   preparation.algorithm = algorithm_;
   StepDecision& decision = preparation.decision;
-  decision.loss_scale = collected_scale_.defined() ? collected_scale_.data_ptr<float>() : nullptr;
+  decision.loss_scale = float_pointer(collected_scale_, "scale", device_);
   decision.found_inf = float_pointer(found_inf, "found_inf", device_);
   decision.max_norm = max_norm;
   decision.norm_known = inspects || (known_.norm && unchanged_);
@@ -434,17 +467,22 @@ std::vector<at::Tensor> ParamTable::new_meter(bool changed) {
   return buffers;
 }
 
-static Meter meter_of(const std::vector<at::Tensor>& buffers) {
+Meter ParamTable::meter_of(const std::vector<at::Tensor>& buffers) {
   Meter meter;
-  meter.counts = static_cast<uint32_t*>(buffers.at(0).data_ptr());
-  meter.norms = buffers.at(1).data_ptr<float>();
-  if (buffers.size() > 2) meter.changed = buffers[2].data_ptr<uint8_t>();
+  meter.counts = reinterpret_cast<uint32_t*>(
+      pointer_to<int32_t>(buffers.at(0), "counts", rows() * kMeterCounts, device_));
+  meter.norms = pointer_to<float>(buffers.at(1), "norms", 2 * rows(), device_);
+  if (buffers.size() > 2) {
+    const int64_t bytes = table().view().chunk_count * (kChunk / 8);
+    meter.changed = pointer_to<uint8_t>(buffers[2], "changed", bytes, device_);
+  }
   return meter;
 }
 
 void ParamTable::update(const std::optional<at::Tensor>& found_inf, double max_norm, bool inspect,
                         bool skip_nonfinite, const std::optional<std::vector<at::Tensor>>& meter) {
   if (rows_.empty()) return;
+  check_collected();
   const Meter metered = meter ? meter_of(*meter) : Meter();
   map_masters(MapOp::of<RefreshOp>(), edited_);
   decide(found_inf, max_norm, inspect, skip_nonfinite);
@@ -501,6 +539,7 @@ void ParamTable::spend_gradients(bool stepped) {
     row.lent = nullptr;
   }
   phase_.spend();
+  is_collected_ = false;
   known_.norm = known_.edited_sums = false;
 }
 

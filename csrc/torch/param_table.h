@@ -20,8 +20,7 @@ namespace ampfuse {
 
 class ParamTable {
  public:
-  // algorithm: "sgd", "adam" (covers AdamW), "adagrad", "novograd", "lamb" or "none", which keeps
-  // gradients only.
+  // algorithm: a name of core/algorithms.h; "none" keeps gradients only.
   ParamTable(const std::string& algorithm, at::Device device);
 
   // Appends a row. `model` is the half weight beside an FP32 `param`, or beside the int16 rest of a
@@ -126,6 +125,7 @@ class ParamTable {
   // What norms_ holds of each row.
   enum NormColumn { kGradNorm, kGradLargest, kParamNorm, kNormColumns };
 
+  static bool is_shard_of(pybind11::handle dtensor, const at::Tensor& local);
   void lend_shards();
   static void set_leaf_gradient(Row& row, const at::Tensor& gradient);
   Table& table();
@@ -141,6 +141,8 @@ class ParamTable {
   const at::Tensor& checked_gradient(Row& row, const at::Tensor& grad) const;
   void spend_gradients(bool stepped);
   bool is_measured() const;
+  void check_collected() const;
+  Meter meter_of(const std::vector<at::Tensor>& buffers);
   void inspect_collected(const Preparation& preparation);
   void inspect(const at::Tensor& scale, const Inspection& inspection);
   void map_masters(MapOp op, const std::vector<int64_t>& rows);
@@ -168,7 +170,9 @@ class ParamTable {
     bool before_pass = true;   // every gradient that the running pass found
     bool edited_sums = false;  // somebody edited what earlier passes left beside a master
   } known_;
-  // What collect() found beside the gradients.
+  // What collect() found beside the gradients. Of those the table has addresses alone, so whatever
+  // may replace one ends it.
+  bool is_collected_ = false;
   bool unchanged_ = false;       // they are those that were inspected last
   std::vector<int64_t> edited_;  // rows whose model weight somebody edited
   bool layerwise_ = false;       // some row is stepped as in LARC

@@ -53,8 +53,10 @@ struct Row {
   pybind11::object whole_object, gradient_spec;
   at::Tensor states[kMaxStates], scales[kMaxStates], average;
   at::Tensor accumulated;
+  at::Tensor lr;           // whose value the hyper-parameters point to
   at::Tensor copied_grad;  // the gradient in the parameter's layout, if it has another
   std::string name;
+  int64_t numel = 0;  // of the parameter when the row was made
   // What the model weight was when the master last matched it.
   int64_t model_version = 0;
   const void* model_data = nullptr;

@@ -100,9 +100,13 @@ py::handle gradient_object(Row& row) {
 
 // --- the table -----------------------------------------------------------------------------------
 
+bool ParamTable::is_shard_of(py::handle dtensor, const at::Tensor& local) {
+  return is_dtensor(dtensor) && tensor_of(local_of(dtensor)).is_same(local);
+}
+
 bool ParamTable::has_its_shards() const {
   return !sharded_ || std::all_of(rows_.begin(), rows_.end(), [](const Row& row) {
-    return !row.whole.defined() || tensor_of(local_of(row.whole_object)).is_same(row.leaf());
+    return !row.whole.defined() || is_shard_of(row.whole_object, row.leaf());
   });
 }
 
@@ -193,7 +197,11 @@ void ParamTable::share(bool found, at::Tensor norms, int64_t largest_column) {
     findings.end_largest = findings.first_largest + rows();
   }
   const at::Tensor everyone = gather_(mine);
-  findings.everyone = static_cast<const char*>(everyone.data_ptr());
+  TORCH_CHECK_VALUE(everyone.numel() > 0 && everyone.numel() % findings.stride == 0,
+                    "the ranks' parts have ", findings.stride, " bytes each, and together ",
+                    everyone.numel());
+  findings.everyone = reinterpret_cast<const char*>(
+      pointer_to<uint8_t>(everyone, "what the ranks found", everyone.numel(), device_));
   findings.ranks = everyone.numel() / findings.stride;
   if (found) findings.state = state();
   const DeviceScope scope(device_);

@@ -160,9 +160,9 @@ void step(const std::string& algorithm, const TensorList& grads, const TensorLis
   const at::Device device = grads[0].device();
   const int64_t rows = table.rows();
   const auto column = [&](const at::Tensor& tensor, const char* name) {
-    TORCH_CHECK_VALUE(tensor.numel() == rows && tensor.is_contiguous(), name, " has ",
-                      tensor.numel(), " elements for ", rows, " tensors");
-    return float_pointer(tensor, name, device);
+    TORCH_CHECK_VALUE(tensor.numel() == rows, name, " has ", tensor.numel(), " elements for ", rows,
+                      " tensors");
+    return pointer_to<float>(tensor, name, rows, device);
   };
   RowHyper hyper = hyper_of(values);
   hyper.lr_tensor = float_pointer(lr_tensor, "lr", device);
@@ -281,11 +281,11 @@ void convert(MapOp op, std::initializer_list<Placed> lists) {
     TORCH_CHECK_VALUE(tensor.device() == first.device(), "tensors of one state are on ",
                       tensor.device(), " and ", first.device());
     TORCH_CHECK_VALUE(list >= kScale0
-                          ? tensor.numel() == blocks_of(first.numel())
-                          : tensor.sizes() == first.sizes() && tensor.strides() == first.strides(),
+                          ? tensor.numel() == blocks_of(first.numel()) && tensor.is_contiguous()
+                          : is_laid_out_as(tensor, first) && is_dense(tensor),
                       "tensors of one state have shapes ", tensor.sizes(), " and ", first.sizes());
-    TORCH_CHECK_TYPE(tensor.element_size() == element_size(type), "a tensor of a state is ",
-                     tensor.scalar_type());
+    TORCH_CHECK_TYPE(tensor.layout() == at::kStrided && tensor.element_size() == element_size(type),
+                     "a tensor of a state is ", tensor.scalar_type());
     table.set(list, 0, tensor.data_ptr(), type);
   }
   const DeviceScope scope(first.device());
@@ -299,6 +299,7 @@ DType rest_of(const at::Tensor& model) {
 }
 
 DType code_of(const std::string& algorithm, int64_t state) {
+  TORCH_CHECK_INDEX(0 <= state && state < kMaxStates, "state ", state, " of ", kMaxStates);
   const bool is_unsigned =
       info(algorithm_of(algorithm)).unsigned_states & bit(kState0 + int(state));
   return is_unsigned ? DType::kUnsigned8 : DType::kSigned8;
@@ -339,8 +340,9 @@ void update_scale(const at::Tensor& scale, const at::Tensor& growth_tracker,
                   bool dynamic) {
   LossScale rule;
   rule.scale = float_pointer(scale, "scale", scale.device());
-  rule.growth_tracker = growth_tracker.data_ptr<int32_t>();
-  rule.hysteresis_tracker = hysteresis_tracker.data_ptr<int32_t>();
+  rule.growth_tracker = pointer_to<int32_t>(growth_tracker, "growth_tracker", 1, scale.device());
+  rule.hysteresis_tracker =
+      pointer_to<int32_t>(hysteresis_tracker, "hysteresis_tracker", 1, scale.device());
   rule.growth_factor = growth_factor;
   rule.backoff_factor = backoff_factor;
   rule.growth_interval = int32_t(growth_interval);

@@ -51,17 +51,31 @@ class DeviceScope {
 // Elements fill their storage without gaps or overlap, in whatever order: what kernels walk.
 inline bool is_dense(const at::Tensor& tensor) { return tensor.is_non_overlapping_and_dense(); }
 
-// The data of a one-element float32 tensor that a kernel on `device` reads or writes; null if there
-// is none.
+// The memory of a caller's tensor of which a kernel on `device` reads or writes `count` elements:
+// all that reaches a kernel beside the rows of a table comes through here.
+template <class T>
+T* pointer_to(const at::Tensor& tensor, const char* what, int64_t count, at::Device device) {
+  constexpr at::ScalarType dtype = c10::CppTypeToScalarType<T>::value;
+  TORCH_CHECK_TYPE(tensor.scalar_type() == dtype, what, " is ", tensor.scalar_type(),
+                   "; it has to be a ", dtype, " tensor");
+  TORCH_CHECK_VALUE(tensor.numel() >= count, what, " has ", tensor.numel(),
+                    " elements; it has to hold ", count);
+  TORCH_CHECK_VALUE(tensor.device() == device, what, " is on ", tensor.device(),
+                    " and the tensors on ", device, "; it has to be where they are");
+  TORCH_CHECK_VALUE(count <= 1 || tensor.is_contiguous(), what,
+                    " has gaps in memory; it has to be contiguous");
+  return tensor.data_ptr<T>();
+}
+
+// Of one float32; null if there is no tensor.
 inline float* float_pointer(const std::optional<at::Tensor>& tensor, const char* what,
                             at::Device device) {
-  if (!tensor || !tensor->defined()) return nullptr;
-  TORCH_CHECK_TYPE(tensor->scalar_type() == at::kFloat, what, " is ", tensor->scalar_type(),
-                   "; it has to be a float32 tensor");
-  TORCH_CHECK_VALUE(tensor->numel() >= 1, what, " is empty; it has to hold one element");
-  TORCH_CHECK_VALUE(tensor->device() == device, what, " is on ", tensor->device(),
-                    " and the tensors on ", device, "; it has to be where they are");
-  return tensor->data_ptr<float>();
+  return tensor && tensor->defined() ? pointer_to<float>(*tensor, what, 1, device) : nullptr;
+}
+
+// One loop can walk both.
+inline bool is_laid_out_as(const at::Tensor& tensor, const at::Tensor& other) {
+  return tensor.sizes() == other.sizes() && tensor.strides() == other.strides();
 }
 
 // Inference tensors have no version.

@@ -1,0 +1,297 @@
+"""Random calls of the extension, wrong ones among them: `table_fuzz.py EXTENSION CALLS`.
+
+Each call works or is an exception; whatever it does to memory, the address sanitizer sees. Run by
+test_arguments.py with an extension that is built for that. The one thing that is not done at random:
+between `collect` and the step, nobody replaces the tensors of a row, as the step has addresses.
+"""
+
+import importlib.util
+import sys
+
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
+
+WIDTHS = (0, 1, 3, 15, 16, 17, 127, 128, 129, 4096, 65537)
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+DTYPES = (*FLOATS, torch.int16, torch.int32, torch.uint8, torch.float64)
+ALGORITHMS = ("sgd", "adam", "adagrad", "novograd", "lamb", "lion", "none")
+FIELDS = ("sum_squares", "found_inf", "skip", "grad_norm", "clip_coef", "loss_scale", "no_such")
+HYPER = ("lr", "weight_decay", "momentum", "beta1", "beta2", "eps", "ema_decay", "seed")
+FLAGS = ("maximize", "nesterov", "decoupled", "layerwise", "clipped_ratio", "init_zero", "wrong")
+
+spec = importlib.util.spec_from_file_location("_C", sys.argv[1])
+C = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(C)
+counts = {"done": 0, "refused": 0}
+
+small = st.integers(-2, 9)
+numbers = st.floats(allow_nan=True, allow_infinity=True, width=32)
+shapes = st.sampled_from([(w,) for w in WIDTHS] + [(2, 3), (3, 2), (16, 1), (5, 13, 2)])
+
+
+@st.composite
+def tensors(draw, dtypes=DTYPES, shape=None):
+    """Of any size, type, layout and device that a caller may come with."""
+    shape = draw(shapes) if shape is None else shape
+    dtype = draw(st.sampled_from(dtypes))
+    kind = draw(st.sampled_from(["plain"] * 12 + ["transposed", "gaps", "expanded", "meta", "sparse"]))
+    if kind == "meta":
+        return torch.zeros(shape, dtype=dtype, device="meta")
+    if kind == "expanded":
+        return torch.ones((), dtype=dtype).expand(shape)
+    if kind == "gaps":
+        return torch.ones((*shape, 2), dtype=dtype)[..., 0]
+    tensor = torch.ones(shape, dtype=dtype)
+    if kind == "sparse" and dtype.is_floating_point:
+        return tensor.to_sparse()
+    return tensor.t() if kind == "transposed" and tensor.dim() == 2 else tensor
+
+
+vectors = st.one_of(
+    st.none(),
+    tensors(dtypes=(torch.float32,), shape=(1,)),
+    tensors(dtypes=(torch.float32,), shape=()),
+    tensors(),
+)
+lists = st.lists(tensors(), max_size=3)
+
+
+def attempt(call, *args, **kwargs):
+    """The result, or None where the call refuses."""
+    try:
+        result = call(*args, **kwargs)
+    except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError):
+        counts["refused"] += 1
+        return None
+    counts["done"] += 1
+    return result
+
+
+class Table(RuleBasedStateMachine):
+    """One table, its leaves, and the buffers that earlier calls made."""
+
+    def __init__(self):
+        super().__init__()
+        self.leaves = []
+        self.buffers = None
+        self.collected = False
+        self.table = C.ParamTable("adam", torch.device("cpu"))
+
+    @rule(algorithm=st.sampled_from((*ALGORITHMS, "wrong")))
+    def new_table(self, algorithm):
+        table = attempt(C.ParamTable, algorithm, torch.device("cpu"))
+        if table is not None:
+            self.__dict__.update(leaves=[], buffers=None, table=table)
+
+    def _add(self, param, model, **options):
+        row = attempt(self.table.add_row, param, model, f"row {len(self.leaves)}", **options)
+        if row is not None:
+            self.leaves.append(param if model is None else model)
+
+    @rule(shape=shapes, kind=st.sampled_from(["alone", "half", "master", "split"]), bf16=st.booleans())
+    def add_row(self, shape, kind, bf16):
+        half = torch.bfloat16 if bf16 else torch.float16
+        leaf = torch.ones(shape, dtype=torch.float32 if kind == "alone" else half)
+        master = {"master": leaf.float, "split": lambda: torch.zeros(shape, dtype=torch.int16)}
+        with_master = kind in master
+        leaf.requires_grad_()
+        with torch.no_grad():
+            param = master[kind]() if with_master else leaf
+        self._add(param, leaf if with_master else None, at_random=bf16)
+
+    @rule(param=tensors(), model=st.one_of(st.none(), tensors()), at_random=st.booleans(),
+          whole=st.one_of(st.none(), tensors()), origin=small)
+    def add_any_row(self, param, model, at_random, whole, origin):
+        self._add(param, model, at_random=at_random, whole=whole, origin=origin)
+
+    @rule(row=small, data=st.data(), compact=st.sampled_from(["fp32", "bf16", "8bit"]),
+          count=st.integers(0, 3), average=st.booleans())
+    def set_states(self, row, data, compact, count, average):
+        if not 0 <= row < len(self.leaves):
+            return attempt(self.table.set_states, row, [])
+        like = self.table.param(row)
+        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}[compact]
+        with torch.no_grad():
+            states = [torch.zeros_like(like, dtype=dtype) for _ in range(count)]
+        scales = [torch.zeros(-(-like.numel() // 128)) for _ in states if compact == "8bit"]
+        mean = torch.zeros_like(like, dtype=torch.float32) if average else None
+        attempt(self.table.set_states, row, states, scales, mean)
+
+    @rule(row=small, states=st.one_of(st.none(), st.lists(st.one_of(st.none(), tensors()), max_size=4)),
+          scales=lists, average=st.one_of(st.none(), tensors()))
+    def set_any_states(self, row, states, scales, average):
+        attempt(self.table.set_states, row, states, scales, average)
+
+    @rule(begin=small, end=small, lr=vectors,
+          values=st.dictionaries(st.sampled_from((*HYPER, *FLAGS)), numbers, max_size=4),
+          schedule=st.dictionaries(st.sampled_from(("lr", "beta1", "wrong")), tensors(
+              dtypes=(torch.float64, torch.float64, torch.float32)), max_size=2))
+    def set_hyper(self, begin, end, lr, values, schedule):
+        attempt(self.table.set_hyper, begin, end, lr, values, schedule)
+
+    @rule()
+    def set_plain_hyper(self):
+        values = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8}
+        attempt(self.table.set_hyper, 0, len(self.leaves), None, values)
+
+    # --- gradients: as autograd leaves them, or anything that torch lets a user put there ---------
+
+    @rule(value=numbers)
+    def gradients(self, value):
+        for leaf in self.leaves:
+            if leaf.dtype.is_floating_point and leaf.layout is torch.strided:
+                leaf.grad = torch.full_like(leaf, value, requires_grad=False)
+        self.collected = False
+
+    @rule(row=small, grad=st.one_of(st.none(), tensors()), by_data=st.booleans())
+    def any_gradient(self, row, grad, by_data):
+        if not 0 <= row < len(self.leaves):
+            return
+        leaf = self.leaves[row]
+        self.collected = False
+        if by_data and leaf.grad is not None and grad is not None:
+            attempt(setattr, leaf.grad, "data", grad)
+        else:
+            attempt(setattr, leaf, "grad", grad)
+
+    @rule(row=small, other=tensors())
+    def other_data(self, row, other):
+        if 0 <= row < len(self.leaves):
+            self.collected = False
+            attempt(setattr, self.leaves[row], "data", other)
+
+    # --- a backward pass ----------------------------------------------------------------------------
+
+    @rule()
+    def begin_backward(self):
+        attempt(self.table.begin_backward)
+
+    @rule(scale=tensors(dtypes=(torch.float32,), shape=()), value=numbers, check=st.booleans(),
+          delayed=st.booleans())
+    def whole_pass(self, scale, value, check, delayed):
+        attempt(self.table.begin_backward)
+        self.gradients(value)
+        if delayed:
+            attempt(self.table.mark_backward, scale)
+        else:
+            attempt(self.table.end_backward, scale, check)
+
+    @rule(scale=tensors(), check=st.booleans())
+    def end_backward(self, scale, check):
+        attempt(self.table.end_backward, scale, check)
+
+    @rule(scale=tensors())
+    def mark_backward(self, scale):
+        attempt(self.table.mark_backward, scale)
+
+    @rule(row=small, make=st.booleans())
+    def accumulated(self, row, make):
+        attempt(self.table.accumulated, row, make)
+
+    @rule(name=st.sampled_from(
+        ["cancel_backward", "materialize", "finish_step", "mark_stepped", "accept_model_weights",
+         "publish_masters", "refresh_masters", "steps", "norm_averages", "fingerprint", "measure",
+         "has_models", "has_its_shards", "__len__"]))
+    def plain_call(self, name):
+        if name != "measure" or self.collected:
+            attempt(getattr(self.table, name))
+
+    @rule(set_to_none=st.booleans())
+    def zero_grad(self, set_to_none):
+        attempt(self.table.zero_grad, set_to_none)
+        self.collected = False
+
+    # --- the step -----------------------------------------------------------------------------------
+
+    @rule(scale=vectors, unscales=st.booleans(), half=st.booleans())
+    def collect(self, scale, unscales, half):
+        self.collected = attempt(self.table.collect, scale, unscales, half) is not None
+
+    @rule(changed=st.booleans())
+    def new_meter(self, changed):
+        self.buffers = attempt(self.table.new_meter, changed) or self.buffers
+
+    def _step(self, call, found_inf, max_norm, inspect, skip, **meter):
+        # Never collected at all is refused; collected before tensors were replaced, nobody knows.
+        options = {"found_inf": found_inf, "max_norm": max_norm, "inspect": inspect}
+        attempt(call, skip_nonfinite=skip, **options, **meter)
+
+    @rule(found_inf=vectors, max_norm=numbers, inspect=st.booleans(), skip=st.booleans(),
+          again=st.booleans(), wrong=st.one_of(st.none(), lists), meters=st.booleans())
+    def update(self, found_inf, max_norm, inspect, skip, again, wrong, meters):
+        if again or not self.collected:
+            attempt(self.table.collect, None, unscales=False)
+        meter = (wrong if wrong is not None else self.buffers) if meters else None
+        self._step(self.table.update, found_inf, max_norm, inspect, skip, meter=meter)
+        self.collected = False
+
+    @rule(found_inf=vectors, max_norm=numbers, inspect=st.booleans(), skip=st.booleans())
+    def decide(self, found_inf, max_norm, inspect, skip):
+        if self.collected:
+            self._step(self.table.decide, found_inf, max_norm, inspect, skip)
+
+    @rule(name=st.sampled_from(FIELDS))
+    def state_field(self, name):
+        attempt(self.table.state_field, name)
+
+    @rule(row=small)
+    def of_a_row(self, row):
+        for name in ("param", "model", "name"):
+            attempt(getattr(self.table, name), row)
+
+    @rule(result=tensors(), elsewhere=st.one_of(st.none(), tensors()))
+    def set_gather(self, result, elsewhere):
+        attempt(self.table.set_gather, lambda mine: result, elsewhere)
+        self.collected = False
+
+    # --- functions on lists -------------------------------------------------------------------------
+
+    @rule(scale=vectors, growth=tensors(), hysteresis=tensors(), found=lists, shared=lists,
+          interval=small, allowed=small, dynamic=st.booleans())
+    def update_scale(self, scale, growth, hysteresis, found, shared, interval, allowed, dynamic):
+        rule = (2.0, 0.5, interval, 1.0, 2.0**24, allowed)
+        attempt(C.update_scale, scale, growth, hysteresis, found, *rule, shared, dynamic)
+
+    @rule(x=lists, y=lists, found_inf=vectors, factor=numbers, check=small, same=st.booleans())
+    def on_lists(self, x, y, found_inf, factor, check, same):
+        if same:
+            y = [tensor.clone() for tensor in x]
+        attempt(C.scale, x, y, factor, found_inf)
+        attempt(C.copy, x, y)
+        attempt(C.axpby, x, y, y, factor, factor, found_inf, check)
+        attempt(C.unscale, x, y, found_inf, found_inf)
+        attempt(C.l2norm, x, same, found_inf, found_inf)
+        attempt(C.layerwise, x, y, 0.1, found_inf, 0.0, factor, 0.0, same)
+
+    @rule(algorithm=st.sampled_from(ALGORITHMS), shape=shapes, rows=st.integers(0, 3), data=st.data(),
+          states=st.integers(0, 4), column=vectors, lr=vectors, found_inf=vectors)
+    def step(self, algorithm, shape, rows, data, states, column, lr, found_inf):
+        some = [torch.ones(shape) for _ in range(rows)]
+        steps = data.draw(st.sampled_from([torch.zeros(rows), torch.zeros(1)]))
+        args = (some, [some] * states, [], steps, column, lr, {"lr": 0.1})
+        attempt(C.step, algorithm, some, some, args[0], *args[1:], found_inf, found_inf)
+
+    @rule(algorithm=st.sampled_from(ALGORITHMS), state=small, a=tensors(), b=tensors(), c=tensors())
+    def compact(self, algorithm, state, a, b, c):
+        attempt(C.decode_state, algorithm, state, a, b, c)
+        attempt(C.encode_state, algorithm, state, a, b, c)
+        attempt(C.join_master, a, b, c)
+        attempt(C.split_master, a, b, c)
+
+
+if __name__ == "__main__":
+    STEPS = 100
+    calls = int(sys.argv[2])
+    # The same calls in each run, and none of them again to make an example smaller.
+    profile = settings(
+        max_examples=-(-calls // STEPS),
+        stateful_step_count=STEPS,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    run_state_machine_as_test(Table, settings=profile)
+    print(counts["done"], counts["refused"])
