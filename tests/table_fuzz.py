@@ -56,6 +56,9 @@ vectors = st.one_of(
     tensors(),
 )
 lists = st.lists(tensors(), max_size=3)
+storages = st.sampled_from(("fp32", "bf16", "8bit", "wrong"))
+# What stands in for an optimizer's groups and states.
+containers = st.sampled_from((None, [], {}, [{"params": []}], {1: {"a": 1}}, [3], "wrong"))
 
 
 def attempt(call, *args, **kwargs):
@@ -114,15 +117,16 @@ class Table(RuleBasedStateMachine):
         like = self.table.param(row)
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}[compact]
         with torch.no_grad():
-            states = [torch.zeros_like(like, dtype=dtype) for _ in range(count)]
-        scales = [torch.zeros(-(-like.numel() // 128)) for _ in states if compact == "8bit"]
+            states = [[torch.zeros_like(like, dtype=dtype)] for _ in range(count)]
+        for state in states if compact == "8bit" else ():
+            state.append(torch.zeros(-(-like.numel() // 128)))
         mean = torch.zeros_like(like, dtype=torch.float32) if average else None
-        attempt(self.table.set_states, row, states, scales, mean)
+        attempt(self.table.set_states, row, states, compact, mean)
 
-    @rule(row=small, states=st.one_of(st.none(), st.lists(st.one_of(st.none(), tensors()), max_size=4)),
-          scales=lists, average=st.one_of(st.none(), tensors()))
-    def set_any_states(self, row, states, scales, average):
-        attempt(self.table.set_states, row, states, scales, average)
+    @rule(row=small, states=st.one_of(st.none(), st.lists(lists, max_size=4)), storage=storages,
+          average=st.one_of(st.none(), tensors()))
+    def set_any_states(self, row, states, storage, average):
+        attempt(self.table.set_states, row, states, storage, average)
 
     @rule(begin=small, end=small, lr=vectors,
           values=st.dictionaries(st.sampled_from((*HYPER, *FLAGS)), numbers, max_size=4),
@@ -193,7 +197,7 @@ class Table(RuleBasedStateMachine):
     @rule(name=st.sampled_from(
         ["cancel_backward", "materialize", "finish_step", "mark_stepped", "accept_model_weights",
          "publish_masters", "refresh_masters", "steps", "norm_averages", "fingerprint", "measure",
-         "has_models", "has_its_shards", "__len__"]))
+         "has_models", "__len__"]))
     def plain_call(self, name):
         if name != "measure" or self.collected:
             attempt(getattr(self.table, name))
@@ -205,9 +209,17 @@ class Table(RuleBasedStateMachine):
 
     # --- the step -----------------------------------------------------------------------------------
 
-    @rule(scale=vectors, unscales=st.booleans(), half=st.booleans())
-    def collect(self, scale, unscales, half):
-        self.collected = attempt(self.table.collect, scale, unscales, half) is not None
+    @rule(scale=vectors, unscales=st.booleans(), half=st.booleans(), groups=containers, states=containers)
+    def collect(self, scale, unscales, half, groups, states):
+        found = attempt(self.table.collect, scale, unscales, half, groups, states)
+        self.collected = found is not None
+
+    @rule(groups=containers, states=containers)
+    def containers(self, groups, states):
+        attempt(self.table.remember_params, groups)
+        attempt(self.table.has_params, groups)
+        attempt(self.table.remember_states, states)
+        attempt(self.table.has_states, states)
 
     @rule(changed=st.booleans())
     def new_meter(self, changed):
@@ -273,10 +285,11 @@ class Table(RuleBasedStateMachine):
         args = (some, [some] * states, [], steps, column, lr, {"lr": 0.1})
         attempt(C.step, algorithm, some, some, args[0], *args[1:], found_inf, found_inf)
 
-    @rule(algorithm=st.sampled_from(ALGORITHMS), state=small, a=tensors(), b=tensors(), c=tensors())
-    def compact(self, algorithm, state, a, b, c):
-        attempt(C.decode_state, algorithm, state, a, b, c)
-        attempt(C.encode_state, algorithm, state, a, b, c)
+    @rule(algorithm=st.sampled_from(ALGORITHMS), state=small, storage=storages, of=lists,
+          a=tensors(), b=tensors(), c=tensors())
+    def compact(self, algorithm, state, storage, of, a, b, c):
+        attempt(C.decode_state, algorithm, state, storage, of, a)
+        attempt(C.encode_state, algorithm, state, a, storage, of)
         attempt(C.join_master, a, b, c)
         attempt(C.split_master, a, b, c)
 

@@ -338,7 +338,10 @@ def damages(optimizer):
             for wrong in (-5.0, nan, inf, torch.tensor(nan), torch.tensor(-1), "3", torch.ones(2)):
                 message = rf"{of}is .*; it has to be a finite number of at least 0"
                 yield damaged(key, wrong), message
-        if key not in ("master_param", "ema", *optimizer._may_lack):
+        algorithm = optimizer.algorithm
+        may_lack = set() if algorithm.uses_count else {"step"}
+        may_lack |= set(algorithm.states) if algorithm.starts_at_gradient else set()
+        if key not in ("master_param", "ema", *may_lack):
             yield damaged(key, None), f"{key} for .* is missing; there are "
     saved = copy.deepcopy(optimizer.state_dict())
     saved["state"][1] = 3

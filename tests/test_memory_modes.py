@@ -636,7 +636,7 @@ def test_torchs_optimizers_go_on_with_the_states(name, mode):
     train(other, others, range(4, 8))
     for a, b in zip(params, others, strict=True):
         torch.testing.assert_close(a, b, rtol=0.02, atol=0.02)
-    for key in optimizer._state_names(optimizer.param_groups[0]):
+    for key in optimizer.algorithm.states_in(optimizer.param_groups[0]):
         found, expected = other.state[others[0]][key], optimizer.torch_state_dict()["state"][0][key]
         torch.testing.assert_close(found, expected, rtol=0.05, atol=0.1)
 

@@ -4,7 +4,6 @@ import copy
 import inspect
 import io
 import pickle
-import sys
 import warnings
 
 import pytest
@@ -895,33 +894,60 @@ def test_max_grad_norm_under_a_grad_scaler_clips_the_unscaled_gradients():
     pair.check()
 
 
-VERSION_CHANGES = {
-    "assign": lambda states: states[1].update(a=object()),
-    "remove": lambda states: states[1].pop("a"),
-    "empty": lambda states: states[1].clear(),
-    "default": lambda states: states[2].setdefault("c", object()),
-    "add": lambda states: states.setdefault(3, {}),
-    "drop": lambda states: states.pop(2),
-    "exchange": lambda states: states.update({2: dict(states[2])}),
+class Watched:
+    """A table that notes which of its functions are called."""
+
+    def __init__(self, table):
+        self.table, self.calls = table, []
+
+    def __getattr__(self, name):
+        self.calls.append(name)
+        return getattr(self.table, name)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_step_crosses_into_the_extension_twice(name):
+    params = [torch.randn(5, requires_grad=True), torch.randn(3, 2, requires_grad=True)]
+    optimizer = make(name, [{"params": params[:1]}, {"params": params[1:], "lr": 1e-4}])
+    watched, calls = None, ["collect", "update"]
+    for step, expected in enumerate(([], calls, [*calls[:1], "set_hyper", *calls[1:]], calls)):
+        for param in params:
+            param.grad = torch.randn_like(param)
+        if step == 2:
+            optimizer.param_groups[1]["lr"] = 1e-5
+        optimizer.step()
+        if watched is None:
+            optimizer._table = watched = Watched(optimizer._table)
+        assert watched.calls == expected
+        watched.calls.clear()
+
+
+# A change of states, and whether they hold other objects then.
+CHANGES = {
+    "assign": (lambda states: states[1].update(a=object()), True),
+    "assign again": (lambda states: states[1].update(a=states[1]["a"]), False),
+    "remove": (lambda states: states[1].pop("a"), True),
+    "empty": (lambda states: states[1].clear(), True),
+    "default": (lambda states: states[2].setdefault("c", object()), True),
+    "drop": (lambda states: states.pop(2), True),
+    "no dict": (lambda states: states.update({2: object()}), True),
+    "exchange": (lambda states: states.update({2: dict(states[2])}), False),
 }
 
 
-@pytest.mark.parametrize("change", VERSION_CHANGES.values(), ids=VERSION_CHANGES.keys())
-def test_versions_of_dicts_tell_every_change(change):
+@pytest.mark.parametrize(("change", "is_other"), CHANGES.values(), ids=CHANGES.keys())
+def test_the_table_notices_states_that_somebody_changed(change, is_other):
     """A step looks into the states again unless they say that nobody assigned to them."""
     states = {1: {"a": object()}, 2: {"b": object()}}
-    versions = _core.C.DictVersions(states)
-    counted = sys.version_info < (3, 14)
-    assert versions.hold(states) == counted
-    assert not versions.hold(dict(states))
+    table = _core.C.ParamTable("adam", torch.device("cpu"))
+    table.remember_states(states)
+    assert table.has_states(states)
+    assert table.has_states(dict(states))
     change(states)
-    assert not versions.hold(states)
-    assert _core.C.DictVersions(states).hold(states) == counted
-
-
-@pytest.mark.parametrize("other", [{1: 2}, [{}], None], ids=str)
-def test_what_is_no_dict_of_dicts_has_no_version(other):
-    assert not _core.C.DictVersions(other).hold(other)
+    for _ in range(2):
+        assert table.has_states(states) == (not is_other)
+    table.remember_states(states)
+    assert table.has_states(states)
 
 
 @pytest.mark.parametrize("size", [1, 7, 8, 17, 2049])

@@ -1,4 +1,4 @@
-"""Trainings whose results do not depend on the machine, for ``bits.py`` and ``checkpoints.py``.
+"""Trainings whose results do not depend on the machine, for ``bits.py``.
 
 All inputs come from integer arithmetic, and what torch computes here is exact in every type
 (products and short sums of small integers), so no order of summation matters. Only public names

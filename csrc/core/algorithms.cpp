@@ -1,5 +1,7 @@
 #include "core/algorithms.h"
 
+#include <type_traits>
+
 #include "core/ops.h"
 
 namespace ampfuse {
@@ -14,6 +16,11 @@ AlgorithmInfo info_of() {
   info.unsigned_states = Op::kUnsigned;
   info.packable = Op::kPackable;
   info.grad_norms = Op::kGradNorms;
+  if constexpr (kHyperCount<Op> > 0) info.hypers.assign(Op::kHypers, Op::kHypers + kHyperCount<Op>);
+  info.last_state_if = Op::kLastStateIf;
+  info.filled_with = Op::kFilledWith;
+  info.uses_count = Op::kUsesCount;
+  info.follows_norms = Op::kGradNorms || !std::is_void_v<typename Op::Before>;
   return info;
 }
 
@@ -26,6 +33,20 @@ std::vector<AlgorithmInfo> all(OpList<Ops...>) {
 
 const std::vector<AlgorithmInfo>& algorithms() {
   static const std::vector<AlgorithmInfo> found = all(Algorithms());
+  return found;
+}
+
+// Small parameters are no memory, and often biases and norms, whose neighbours differ in size
+// (Dettmers et al., arXiv:2110.02861).
+const std::vector<StorageInfo>& storages() {
+  constexpr int64_t kMinQuantized = 4096;
+  static const std::vector<StorageInfo> found = {
+      {StateStorage::kFloat32, "fp32", DType::kFloat32, DType::kFloat32, 32, false, nullptr, 0, 0},
+      {StateStorage::kBFloat16, "bf16", DType::kRandomBFloat16, DType::kRandomBFloat16, 16, true,
+       nullptr, 0, 0},
+      {StateStorage::k8Bit, "8bit", DType::kSigned8, DType::kUnsigned8, 8, false, "_codes", kBlock,
+       kMinQuantized},
+  };
   return found;
 }
 

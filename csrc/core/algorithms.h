@@ -4,7 +4,9 @@
 
 #include <vector>
 
+#include "core/dtype.h"
 #include "core/hd.h"
+#include "core/hyper.h"
 #include "core/lists.h"
 
 namespace ampfuse {
@@ -76,17 +78,44 @@ class Choice<OpList<Ops...>> {
 using Algorithm = Choice<Algorithms>;
 using MapOp = Choice<MapOps>;
 
-// What callers have to know of an algorithm.
+// What callers have to know of an algorithm: what its op says.
 struct AlgorithmInfo {
   Algorithm algorithm;
   const char* name;
   std::vector<const char*> states;  // in the order of kState0, kState1, ...
   unsigned unsigned_states;         // lists of those that are never negative
-  bool packable;                    // its states may be 8-bit codes
+  bool packable;                    // its states may be codes with scales
   bool grad_norms;                  // the step needs the norm of each row's gradient
+  std::vector<HyperInfo> hypers;
+  const char* last_state_if;  // see op.h
+  const char* filled_with;
+  bool uses_count;
+  bool follows_norms;  // of gradients or weights, row by row
 };
 
 const std::vector<AlgorithmInfo>& algorithms();  // by index
 inline const AlgorithmInfo& info(Algorithm algorithm) { return algorithms()[algorithm.index()]; }
+
+// How a row's states are stored: what a user chooses.
+enum class StateStorage : uint8_t { kFloat32, kBFloat16, k8Bit };
+
+struct StorageInfo {
+  StateStorage storage;
+  const char* name;
+  DType signed_type, unsigned_type;  // of a list; the second of one that is never negative
+  int bits;                          // of an element
+  bool rounds_at_random;
+  // Of a type with codes: the list of them is called as the state, with this suffix, and beside it
+  // are float32 scales, each of `block` elements as they lie in memory. Else null and 0.
+  const char* suffix;
+  int block;
+  int64_t min_elements;  // smaller parameters keep float32 states
+
+  DType type(bool is_unsigned) const { return is_unsigned ? unsigned_type : signed_type; }
+};
+
+// By index.
+const std::vector<StorageInfo>& storages();
+inline const StorageInfo& info(StateStorage storage) { return storages()[int(storage)]; }
 
 }  // namespace ampfuse

@@ -55,6 +55,64 @@ struct RowHyper {
   int32_t flags = 0;
 };
 
+// A hyper-parameter of an algorithm, as its op lists it: the one description of it that there is.
+struct HyperInfo {
+  const char* name;           // in ParamTable.set_hyper
+  const char* key;            // in a parameter group; null: not there, always as it is
+  int index;                  // of the group's value, where that is a pair; or -1
+  double initial;             // where a group does not have it
+  double RowHyper::* number;  // what it sets; null for a flag
+  int32_t flag;
+  double off;  // the flag is set where the group's value is another
+};
+
+namespace hyper {
+
+constexpr HyperInfo number(const char* name, double RowHyper::* number, double initial) {
+  return {name, name, -1, initial, number, 0, 0};
+}
+constexpr HyperInfo flag(const char* name, HyperFlag flag, const char* key, bool initial = false) {
+  return {name, key, -1, double(initial), nullptr, flag, 0};
+}
+// Set where the group says no.
+constexpr HyperInfo unless(const char* name, HyperFlag flag, const char* key, bool initial = true) {
+  return {name, key, -1, double(initial), nullptr, flag, 1};
+}
+
+constexpr HyperInfo always(const char* name, HyperFlag flag) {
+  return {name, nullptr, -1, 1, nullptr, flag, 0};
+}
+
+constexpr HyperInfo lr(double initial) { return number("lr", &RowHyper::lr, initial); }
+constexpr HyperInfo beta1(double initial) {
+  return {"beta1", "betas", 0, initial, &RowHyper::beta1, 0, 0};
+}
+constexpr HyperInfo beta2(double initial) {
+  return {"beta2", "betas", 1, initial, &RowHyper::beta2, 0, 0};
+}
+constexpr HyperInfo eps(double initial) { return number("eps", &RowHyper::eps, initial); }
+constexpr HyperInfo weight_decay(double initial = 0) {
+  return number("weight_decay", &RowHyper::weight_decay, initial);
+}
+constexpr HyperInfo maximize() { return flag("maximize", kMaximize, "maximize"); }
+constexpr HyperInfo decoupled(bool initial = false) {
+  return flag("decoupled", kDecoupled, "decoupled_weight_decay", initial);
+}
+constexpr HyperInfo uncorrected() { return unless("uncorrected", kUncorrected, "bias_correction"); }
+constexpr HyperInfo unaveraged() { return unless("unaveraged", kUnaveraged, "grad_averaging"); }
+
+// Of all algorithms, from options of the optimizer and not from its groups.
+constexpr HyperInfo kOfAll[] = {
+    number("seed", &RowHyper::seed, 0),
+    number("ema_decay", &RowHyper::ema_decay, 1),
+    number("trust_coefficient", &RowHyper::trust_coefficient, 0),
+    number("trust_eps", &RowHyper::trust_eps, 0),
+    flag("layerwise", kLayerwise, "layerwise"),
+    flag("clipped_ratio", kClippedRatio, "clipped_ratio"),
+};
+
+}  // namespace hyper
+
 // Aligned so that device code moves it in accesses of 16 bytes. What is not said to be of all
 // optimizers an op's prepare() sets if the op uses it.
 struct alignas(16) RowCoef {

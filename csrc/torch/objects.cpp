@@ -1,5 +1,7 @@
 #include "objects.h"
 
+namespace py = pybind11;
+
 namespace ampfuse {
 namespace {
 
@@ -23,22 +25,19 @@ bool for_items(PyObject* container, const Visit& visit) {
 }
 
 template <class Visit>
-bool for_nested_items(PyObject* containers, const Visit& visit) {
-  return for_items(containers, [&](PyObject* inner) { return for_items(inner, visit); });
-}
-
-}  // namespace
-
-pybind11::list flattened(const pybind11::handle& containers) {
-  pybind11::list found;
-  for_nested_items(containers.ptr(), [&](PyObject* object) {
-    found.append(pybind11::handle(object));
-    return true;
+bool for_params(const py::handle& groups, const Visit& visit) {
+  static PyObject* const key = PyUnicode_InternFromString("params");
+  return for_items(groups.ptr(), [&](PyObject* group) {
+    const auto params = py::reinterpret_steal<py::object>(PyObject_GetItem(group, key));
+    if (!params) throw py::error_already_set();
+    return for_items(params.ptr(), visit);
   });
-  return found;
 }
 
-namespace {
+template <class Visit>
+bool for_states(const py::handle& states, const Visit& visit) {
+  return for_items(states.ptr(), [&](PyObject* state) { return for_items(state, visit); });
+}
 
 // No two contents of any dicts have the same number (PEP 509; gone in 3.14, PEP 699).
 #if PY_VERSION_HEX < 0x030e0000 && !defined(Py_GIL_DISABLED)
@@ -54,20 +53,20 @@ uint64_t version_of_dict(const PyObject*) { return 0; }
 
 // Asked of the interpreter that runs, not believed: a change that no version tells would be lost.
 bool counts_versions() {
-  pybind11::dict probe;
+  py::dict probe;
   uint64_t version = version_of_dict(probe.ptr());
   const auto changed = [&] {
     const uint64_t before = version;
     version = version_of_dict(probe.ptr());
     return version != before;
   };
-  probe["key"] = pybind11::none();
+  probe["key"] = py::none();
   bool counts = changed();
-  probe["key"] = pybind11::list();
+  probe["key"] = py::list();
   counts &= changed();
   probe.attr("pop")("key");
   counts &= changed();
-  probe.attr("update")(pybind11::dict(pybind11::arg("key") = 1));
+  probe.attr("update")(py::dict(py::arg("key") = 1));
   counts &= changed();
   probe.clear();
   return counts & changed();
@@ -75,7 +74,7 @@ bool counts_versions() {
 
 }  // namespace
 
-DictVersions::DictVersions(const pybind11::handle& dicts) {
+DictVersions::DictVersions(const py::handle& dicts) {
   static const bool counts = counts_versions();
   if (!counts || !PyDict_Check(dicts.ptr())) return;
   versions_.push_back({dicts.ptr(), version_of_dict(dicts.ptr())});
@@ -87,7 +86,7 @@ DictVersions::DictVersions(const pybind11::handle& dicts) {
   if (!known) versions_.clear();
 }
 
-bool DictVersions::hold(const pybind11::handle& dicts) const {
+bool DictVersions::hold(const py::handle& dicts) const {
   if (versions_.empty() || versions_.front().dict != dicts.ptr()) return false;
   // As long as the outer dict is what it was, the inner ones are alive.
   for (const Version& known : versions_) {
@@ -96,13 +95,49 @@ bool DictVersions::hold(const pybind11::handle& dicts) const {
   return true;
 }
 
-bool holds(const pybind11::handle& containers, const pybind11::list& known) {
-  PyObject** const items = PySequence_Fast_ITEMS(known.ptr());
-  const Py_ssize_t count = PyList_GET_SIZE(known.ptr());
-  Py_ssize_t i = 0;
-  const bool same = for_nested_items(
-      containers.ptr(), [&](PyObject* object) { return i < count && items[i++] == object; });
-  return same && i == count;
+namespace {
+
+// A visitor that tells whether it is shown the objects of `known` in turn, and at the end, all.
+struct Compared {
+  const std::vector<py::object>& known;
+  mutable size_t seen = 0;
+  bool operator()(PyObject* object) const {
+    return seen < known.size() && known[seen++].ptr() == object;
+  }
+};
+
+struct Kept {
+  std::vector<py::object>& kept;
+  bool operator()(PyObject* object) const {
+    kept.push_back(py::reinterpret_borrow<py::object>(object));
+    return true;
+  }
+};
+
+}  // namespace
+
+void Containers::remember_params(const py::handle& groups) {
+  params_.clear();
+  for_params(groups, Kept{params_});
+}
+
+void Containers::remember_states(const py::handle& states) {
+  states_.clear();
+  for_states(states, Kept{states_});
+  versions_ = DictVersions(states);
+}
+
+bool Containers::have_params(const py::handle& groups) const {
+  const Compared compared{params_};
+  return for_params(groups, compared) && compared.seen == params_.size();
+}
+
+bool Containers::have_states(const py::handle& states) {
+  if (versions_.hold(states)) return true;
+  const Compared compared{states_};
+  if (!for_states(states, compared) || compared.seen != states_.size()) return false;
+  versions_ = DictVersions(states);  // the same objects, assigned again; or Python does not count
+  return true;
 }
 
 }  // namespace ampfuse

@@ -14,7 +14,7 @@
 #include <map>
 
 #include "memory.h"
-#include "names.h"
+#include "schema.h"
 #include "torch_backend.h"
 
 namespace ampfuse {
@@ -105,46 +105,47 @@ float* ParamTable::row_norms(NormColumn column) {
   return norms_.data_ptr<float>() + column * norms_.size(1);
 }
 
-void ParamTable::set_states(int64_t index, const std::optional<Tensors>& states,
-                            const Tensors& scales, const std::optional<at::Tensor>& average) {
+void ParamTable::set_states(int64_t index, const std::optional<States>& states,
+                            const std::string& storage, const std::optional<at::Tensor>& average) {
   Row& row = rows_.at(index);
-  at::Tensor found[kMaxStates], found_scales[kMaxStates];
+  const StorageInfo& stored = info(storage_of(storage));
   const size_t count = states ? states->size() : 0;
-  TORCH_CHECK_VALUE(count <= kMaxStates && scales.size() <= count,
-                    "a row has at most three states");
+  TORCH_CHECK_VALUE(count <= kMaxStates, "a row has at most three states");
+  TORCH_CHECK(stored.block == 0 || info(algorithm_).packable, info(algorithm_).name,
+              " keeps no states in ", storage);
   const auto check = [&](const at::Tensor& tensor, const auto&... what) {
-    TORCH_CHECK(
-        !tensor.defined() || (is_laid_out_as(tensor, row.param) && tensor.device() == device_),
-        what..., " of ", row.name, " has to be on ", device_, " and laid out as the parameter");
+    TORCH_CHECK(is_laid_out_as(tensor, row.param) && tensor.device() == device_, what..., " of ",
+                row.name, " has to be on ", device_, " and laid out as the parameter");
   };
-  for (size_t i = 0; i < kMaxStates; ++i) {
-    const at::Tensor state = i < count && (*states)[i] ? *(*states)[i] : at::Tensor();
-    const at::Tensor scale = i < scales.size() && scales[i] ? *scales[i] : at::Tensor();
-    check(state, "state ", i);
-    const bool is_code = state.defined() && state.scalar_type() == at::kByte;
-    if (state.defined() && !is_code) dtype_of(state, "state ", i, " of ", row.name);
-    TORCH_CHECK(!is_code || info(algorithm_).packable, info(algorithm_).name,
-                " keeps no states in 8 bits");
-    TORCH_CHECK(is_code == scale.defined() &&
-                    (!is_code || (scale.numel() == blocks_of(state.numel()) &&
-                                  scale.scalar_type() == at::kFloat && scale.is_contiguous() &&
-                                  scale.device() == device_)),
+  const at::ScalarType element = scalar_type_of(stored.signed_type);
+  for (size_t i = 0; i < count; ++i) {
+    const std::vector<at::Tensor>& lists = (*states)[i];
+    TORCH_CHECK_VALUE(lists.size() == (stored.block ? 2 : 1), "state ", i, " of ", row.name,
+                      " has ", lists.size(), " tensors; in ", storage, " it has ",
+                      stored.block ? "elements and scales" : "one");
+    check(lists[0], "state ", i);
+    TORCH_CHECK_TYPE(lists[0].scalar_type() == element, "state ", i, " of ", row.name, " is ",
+                     lists[0].scalar_type(), "; in ", storage, " it is ", element);
+    if (stored.block == 0) continue;
+    TORCH_CHECK(lists[1].numel() == blocks_of(lists[0].numel()) &&
+                    lists[1].scalar_type() == at::kFloat && lists[1].is_contiguous() &&
+                    lists[1].device() == device_,
                 "state ", i, " of ", row.name, " needs float32 scales on ", device_,
-                " where it is uint8, one for each ", kBlock, " elements");
-    found[i] = state;
-    found_scales[i] = scale;
+                ", one for each ", stored.block, " elements");
   }
-  const at::Tensor found_average = average.value_or(at::Tensor());
-  check(found_average, "the average");
-  TORCH_CHECK_TYPE(!average || found_average.scalar_type() == at::kFloat, "the average of ",
-                   row.name, " is ", found_average.scalar_type(), "; it has to be float32");
+  if (average) {
+    check(*average, "the average");
+    TORCH_CHECK_TYPE(average->scalar_type() == at::kFloat, "the average of ", row.name, " is ",
+                     average->scalar_type(), "; it has to be float32");
+  }
   row.has_states = states.has_value();
-  row.average = found_average;
-  for (int i = 0; i < kMaxStates; ++i) {
-    row.states[i] = found[i];
-    row.scales[i] = found_scales[i];
-    set(kState0 + i, index, row.states[i]);
-    set(kScale0 + i, index, row.scales[i]);
+  row.storage = stored.storage;
+  row.average = average.value_or(at::Tensor());
+  for (size_t i = 0; i < kMaxStates; ++i) {
+    row.states[i] = i < count ? (*states)[i][0] : at::Tensor();
+    row.scales[i] = i < count && stored.block ? (*states)[i][1] : at::Tensor();
+    set(kState0 + int(i), index, row.states[i]);
+    set(kScale0 + int(i), index, row.scales[i]);
   }
   set(kAverage, index, row.average);
 }
@@ -154,7 +155,7 @@ void ParamTable::set_hyper(int64_t begin, int64_t end, const std::optional<at::T
                            const std::map<std::string, at::Tensor>& schedule) {
   TORCH_CHECK_INDEX(0 <= begin && begin <= end && end <= rows(), "rows ", begin, " to ", end,
                     " of ", rows());
-  RowHyper hyper = hyper_of(values);
+  RowHyper hyper = hyper_of(algorithm_, values);
   hyper.lr_tensor = float_pointer(lr_tensor, "lr", device_);
   for (const auto& [name, column] : schedule) {
     TORCH_CHECK_VALUE(column.scalar_type() == at::kDouble && column.dim() == 1 &&
@@ -196,12 +197,10 @@ Table& ParamTable::table() {
 
 DType ParamTable::type_in(int list, int64_t index, const at::Tensor& tensor) const {
   const Row& row = rows_[index];
-  const bool is_random = is_state(list) || (list == kParam && row.rounds_at_random);
-  if (is_random && tensor.scalar_type() == at::kBFloat16) return DType::kRandomBFloat16;
+  if (is_state(list)) return info(row.storage).type(info(algorithm_).unsigned_states & bit(list));
+  if (list == kParam && row.rounds_at_random) return DType::kRandomBFloat16;
   if (list == kParam && row.is_split)
     return row.model.scalar_type() == at::kHalf ? DType::kRestFloat16 : DType::kRestBFloat16;
-  if (is_state(list) && tensor.scalar_type() == at::kByte)
-    return info(algorithm_).unsigned_states & bit(list) ? DType::kUnsigned8 : DType::kSigned8;
   return dtype_of(tensor, row.name);
 }
 
@@ -238,9 +237,17 @@ void ParamTable::follow_storage(int64_t index) {
   set(kParam, index, row.param);
   set(kModel, index, row.model);
   for (int state = 0; state < kMaxStates; ++state) {
-    TORCH_CHECK(fits_param(row.states[state]), row.name,
+    const at::Tensor &values = row.states[state], &scales = row.scales[state];
+    TORCH_CHECK(fits_param(values), row.name,
                 " changed its strides after the optimizer's first step; its state is laid out as "
                 "it was before");
+    TORCH_CHECK((!values.defined() ||
+                 values.scalar_type() == scalar_type_of(info(row.storage).signed_type)) &&
+                    (!scales.defined() || (scales.scalar_type() == at::kFloat &&
+                                           scales.numel() == blocks_of(row.numel) &&
+                                           scales.device() == device_ && scales.is_contiguous())),
+                "a state of ", row.name,
+                " was given memory of another type or size; assign to optimizer.state instead");
     set(kState0 + state, index, row.states[state]);
     set(kScale0 + state, index, row.scales[state]);
   }
@@ -351,8 +358,12 @@ void ParamTable::inspect(const at::Tensor& scale, const Inspection& inspection) 
 
 // --- the step ------------------------------------------------------------------------------------
 
-std::vector<int64_t> ParamTable::collect(const std::optional<at::Tensor>& scale, bool unscales,
-                                         bool unscales_half) {
+std::optional<std::vector<int64_t>> ParamTable::collect(const std::optional<at::Tensor>& scale,
+                                                        bool unscales, bool unscales_half,
+                                                        pybind11::handle groups,
+                                                        pybind11::handle states) {
+  if (!groups.is_none() && !has_params(groups)) return std::nullopt;
+  if (!states.is_none() && !has_states(states)) return std::nullopt;
   lend_shards();
   const at::Tensor none;
   bool any_pending = false;

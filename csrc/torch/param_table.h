@@ -14,6 +14,7 @@
 
 #include "core/backend.h"
 #include "gradient_phase.h"
+#include "objects.h"
 #include "row.h"
 
 namespace ampfuse {
@@ -32,8 +33,14 @@ class ParamTable {
                   int64_t model_version, bool at_random, std::optional<at::Tensor> whole,
                   int64_t origin);
   int64_t rows() const { return int64_t(rows_.size()); }
-  // Whether every DTensor still has the local shard that its row works on.
-  bool has_its_shards() const;
+  // Of the optimizer's groups and states: that rows are as they are there, now; and whether they
+  // still are. Beside the objects a DTensor's local shard counts.
+  void remember_params(pybind11::handle groups) { containers_.remember_params(groups); }
+  void remember_states(pybind11::handle states) { containers_.remember_states(states); }
+  bool has_states(pybind11::handle states) { return containers_.have_states(states); }
+  bool has_params(pybind11::handle groups) const {
+    return containers_.have_params(groups) && has_its_shards();
+  }
   // The step is decided by the ranks of a process group together: `gather` returns the bytes that
   // each rank calls it with, uint8 on the device, in the order of ranks. `counted_elsewhere`, bool
   // [rows], if any: rows that another rank has alike, and adds the norms of.
@@ -43,11 +50,11 @@ class ParamTable {
   std::optional<at::Tensor> model(int64_t row) const;
   bool has_models() const { return has_models_; }  // some row has one
 
-  // States in the order of the core's kState0..2, laid out as the parameter: FP32, BF16 (rounded at
-  // random), or uint8 codes, whose float32 `scales` then stand in the same place. Nothing: the row
-  // has none yet. `average`: FP32, where there is a moving average.
-  using Tensors = std::vector<std::optional<at::Tensor>>;
-  void set_states(int64_t row, const std::optional<Tensors>& states, const Tensors& scales,
+  // States in the order of the core's kState0..2: of each the lists of its storage type, elements
+  // laid out as the parameter, and float32 scales where it has blocks. Nothing: the row has none
+  // yet. `average`: FP32, where there is a moving average.
+  using States = std::vector<std::vector<at::Tensor>>;
+  void set_states(int64_t row, const std::optional<States>& states, const std::string& storage,
                   const std::optional<at::Tensor>& average);
   at::Tensor steps();          // float32 [rows], device
   at::Tensor norm_averages();  // float32 [rows], device: NovoGrad's second moments
@@ -84,11 +91,13 @@ class ParamTable {
   void zero_grad(bool set_to_none);
 
   // One step. collect() finds the gradients, checks them all and returns the rows that have one but
-  // no state yet; nothing has changed then. `scale`: what gradients not pending are multiplied by
-  // (a GradScaler's); with `unscales` the update leaves those in FP32 unscaled, with
+  // no state yet; nothing has changed then. It returns nothing where `groups` and `states`, unless
+  // they are None, are no longer what was remembered. `scale`: what gradients not pending are
+  // multiplied by (a GradScaler's); with `unscales` the update leaves those in FP32 unscaled, with
   // `unscales_half` too the others, rounded.
-  std::vector<int64_t> collect(const std::optional<at::Tensor>& scale, bool unscales,
-                               bool unscales_half);
+  std::optional<std::vector<int64_t>> collect(const std::optional<at::Tensor>& scale, bool unscales,
+                                              bool unscales_half, pybind11::handle groups,
+                                              pybind11::handle states);
   // Makes sum_squares that of the collected gradients, now rather than in the step.
   void measure();
   // `meter`: the step is metered into these, which new_meter() made.
@@ -125,6 +134,7 @@ class ParamTable {
   // What norms_ holds of each row.
   enum NormColumn { kGradNorm, kGradLargest, kParamNorm, kNormColumns };
 
+  bool has_its_shards() const;  // every DTensor the local shard that its row works on
   static bool is_shard_of(pybind11::handle dtensor, const at::Tensor& local);
   void lend_shards();
   static void set_leaf_gradient(Row& row, const at::Tensor& gradient);
@@ -155,6 +165,7 @@ class ParamTable {
 
   Algorithm algorithm_;
   at::Device device_;
+  Containers containers_;
   std::vector<Row> rows_;
   std::unique_ptr<Table> table_;
   at::Tensor steps_, norm_averages_, state_;

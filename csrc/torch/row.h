@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "core/algorithms.h"
 #include "core/table.h"
 #include "torch_backend.h"
 
@@ -46,12 +47,13 @@ struct Contents : Identity {
 };
 
 struct Row {
-  // Of a split master `param` is the rest, int16. States are FP32, BF16 or codes with their scales.
+  // Of a split master `param` is the rest, int16. Scales are those of quantized states.
   at::Tensor param, model;
   // The DTensor that leaf() is the local shard of, if it is one, and what stands for it in Python.
   at::Tensor whole;
   pybind11::object whole_object, gradient_spec;
   at::Tensor states[kMaxStates], scales[kMaxStates], average;
+  StateStorage storage = StateStorage::kFloat32;
   at::Tensor accumulated;
   at::Tensor lr;           // whose value the hyper-parameters point to
   at::Tensor copied_grad;  // the gradient in the parameter's layout, if it has another

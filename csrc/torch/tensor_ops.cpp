@@ -6,7 +6,7 @@
 #include <pybind11/pybind11.h>
 
 #include "core/backend.h"
-#include "names.h"
+#include "schema.h"
 #include "torch_backend.h"
 
 namespace ampfuse {
@@ -164,7 +164,7 @@ void step(const std::string& algorithm, const TensorList& grads, const TensorLis
                       " tensors");
     return pointer_to<float>(tensor, name, rows, device);
   };
-  RowHyper hyper = hyper_of(values);
+  RowHyper hyper = hyper_of(chosen, values);
   hyper.lr_tensor = float_pointer(lr_tensor, "lr", device);
   const bool lr_of_each = lr_tensor && lr_tensor->numel() > 1;
   if (lr_of_each) column(*lr_tensor, "lr");
@@ -298,38 +298,49 @@ DType rest_of(const at::Tensor& model) {
                                                           : DType::kRestBFloat16;
 }
 
-DType code_of(const std::string& algorithm, int64_t state) {
-  TORCH_CHECK_INDEX(0 <= state && state < kMaxStates, "state ", state, " of ", kMaxStates);
-  const bool is_unsigned =
-      info(algorithm_of(algorithm)).unsigned_states & bit(kState0 + int(state));
-  return is_unsigned ? DType::kUnsigned8 : DType::kSigned8;
-}
+// The lists of a state in a quantized storage type: codes and scales.
+struct Quantized {
+  DType type;
+  const at::Tensor &codes, &scales;
+
+  Quantized(const std::string& algorithm, int64_t state, const std::string& storage,
+            const TensorList& lists)
+      : codes(lists.at(0)), scales(lists.at(1)) {
+    TORCH_CHECK_INDEX(0 <= state && state < kMaxStates, "state ", state, " of ", kMaxStates);
+    const StorageInfo& found = info(storage_of(storage));
+    TORCH_CHECK_VALUE(found.block > 0, storage, " has no codes; copy the state");
+    const unsigned unsigned_states = info(algorithm_of(algorithm)).unsigned_states;
+    type = found.type(unsigned_states & bit(kState0 + int(state)));
+  }
+};
 
 }  // namespace
 
-void join_master(const at::Tensor& model, const at::Tensor& rest, const at::Tensor& out) {
-  convert(MapOp::of<JoinOp>(), {{kParam, rest_of(model), rest},
+void join_master(const at::Tensor& model, const at::Tensor& remainder, const at::Tensor& out) {
+  convert(MapOp::of<JoinOp>(), {{kParam, rest_of(model), remainder},
                                 {kModel, dtype_of(model), model},
                                 {kTarget, DType::kFloat32, out}});
 }
 
-void split_master(const at::Tensor& master, const at::Tensor& model, const at::Tensor& rest) {
-  convert(MapOp::of<SplitOp>(), {{kParam, rest_of(model), rest},
+void split_master(const at::Tensor& master, const at::Tensor& model, const at::Tensor& remainder) {
+  convert(MapOp::of<SplitOp>(), {{kParam, rest_of(model), remainder},
                                  {kModel, dtype_of(model), model},
                                  {kSource, DType::kFloat32, master}});
 }
 
-void decode_state(const std::string& algorithm, int64_t state, const at::Tensor& codes,
-                  const at::Tensor& scales, const at::Tensor& out) {
-  convert(MapOp::of<DecodeOp>(), {{kState0, code_of(algorithm, state), codes},
-                                  {kScale0, DType::kFloat32, scales},
+void decode_state(const std::string& algorithm, int64_t state, const std::string& storage,
+                  const TensorList& lists, const at::Tensor& out) {
+  const Quantized quantized(algorithm, state, storage, lists);
+  convert(MapOp::of<DecodeOp>(), {{kState0, quantized.type, quantized.codes},
+                                  {kScale0, DType::kFloat32, quantized.scales},
                                   {kTarget, DType::kFloat32, out}});
 }
 
 void encode_state(const std::string& algorithm, int64_t state, const at::Tensor& value,
-                  const at::Tensor& codes, const at::Tensor& scales) {
-  convert(MapOp::of<EncodeOp>(), {{kState0, code_of(algorithm, state), codes},
-                                  {kScale0, DType::kFloat32, scales},
+                  const std::string& storage, const TensorList& lists) {
+  const Quantized quantized(algorithm, state, storage, lists);
+  convert(MapOp::of<EncodeOp>(), {{kState0, quantized.type, quantized.codes},
+                                  {kScale0, DType::kFloat32, quantized.scales},
                                   {kSource, DType::kFloat32, value}});
 }
 

@@ -41,12 +41,12 @@ void layerwise(const TensorList& grads, const TensorList& params, double lr,
 
 // Between FP32 values and compact storage; see core/compact.h. All tensors are laid out alike, and
 // scales are one for each kBlock elements.
-void join_master(const at::Tensor& model, const at::Tensor& rest, const at::Tensor& out);
-void split_master(const at::Tensor& master, const at::Tensor& model, const at::Tensor& rest);
-void decode_state(const std::string& algorithm, int64_t state, const at::Tensor& codes,
-                  const at::Tensor& scales, const at::Tensor& out);
+void join_master(const at::Tensor& model, const at::Tensor& remainder, const at::Tensor& out);
+void split_master(const at::Tensor& master, const at::Tensor& model, const at::Tensor& remainder);
+void decode_state(const std::string& algorithm, int64_t state, const std::string& storage,
+                  const TensorList& lists, const at::Tensor& out);
 void encode_state(const std::string& algorithm, int64_t state, const at::Tensor& value,
-                  const at::Tensor& codes, const at::Tensor& scales);
+                  const std::string& storage, const TensorList& lists);
 
 // The loss-scale rule over the OR of `found_infs`; see step_state.h. A static scale passes dynamic
 // = false.

@@ -29,6 +29,18 @@ DType dtype_of(const at::Tensor& tensor, const What&... what) {
   }
 }
 
+// The torch type whose tensors hold elements of a storage type.
+inline at::ScalarType scalar_type_of(DType dtype) {
+  switch (plain(dtype)) {
+    case DType::kFloat32:
+      return at::kFloat;
+    case DType::kBFloat16:
+      return at::kBFloat16;
+    default:
+      return at::kByte;
+  }
+}
+
 inline void check_device(at::Device device) {
   TORCH_CHECK(device.is_cpu() || device.is_cuda(),
               "ampfuse has kernels for cpu and cuda tensors, not for ", device);

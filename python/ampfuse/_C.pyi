@@ -1,4 +1,5 @@
-"""ampfuse's compiled core (csrc/torch/bindings.cpp). Python code reaches it as ``ampfuse._core.C``.
+# Written by buildtools/stub.py; see csrc/torch/bind*.cpp.
+"""ampfuse's compiled core (csrc/torch). Python code reaches it as ``ampfuse._core.C``.
 
 Lists of tensors: strided and dense, on one device, float32, float16 or bfloat16 in any mixture;
 ``ampfuse.ops`` has the public functions and says more. Nothing here waits for the device.
@@ -9,40 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-# --- what was built, what runs ---
-
-def cuda_built() -> bool:
-    """Whether the CUDA kernels were built."""
-
-def cuda_archs() -> list[str]:
-    """The architectures they were built for."""
-
-def cpu_isa() -> str:
-    """The instruction set the CPU kernels run on: scalar, avx2 or avx512.
-
-    ``AMPFUSE_CPU_ISA`` forces one, in the environment before the first use.
-    """
-
-def torch_version() -> str:
-    """The torch this was built for."""
-
-def half_ops() -> bool:
-    """Whether kernels for half types on the CPU stand in for torch's; see ``cpu_half_ops``."""
-
-def set_half_ops(on: bool, every: bool = False) -> None:
-    """Register them with torch, for the process, or take them back.
-
-    `every`: even for half types for which this CPU has instructions, so that tests reach every
-    kernel.
-    """
-
-# --- operations on lists of tensors ---
-
-def scale(
-    src: Sequence[Tensor], dst: Sequence[Tensor], scale: float, found_inf: Tensor | None = None
-) -> None:
-    """dst = src * scale, one rounding. Sets found_inf where src is not finite."""
 
 def axpby(
     x: Sequence[Tensor],
@@ -58,13 +25,39 @@ def axpby(
 def copy(src: Sequence[Tensor], dst: Sequence[Tensor]) -> None:
     """dst = src, cast."""
 
-def unscale(
-    grads: Sequence[Tensor],
-    out: Sequence[Tensor],
-    inv_scale: Tensor,
-    found_inf: Tensor | None = None,
+def cpu_isa() -> str:
+    """The instruction set the CPU kernels run on: scalar, avx2 or avx512.
+
+    ``AMPFUSE_CPU_ISA`` forces one, in the environment before the first use.
+    """
+
+def cuda_archs() -> list[str]:
+    """The architectures they were built for."""
+
+def cuda_built() -> bool:
+    """Whether the CUDA kernels were built."""
+
+def decode_state(
+    algorithm: str, state: int, storage: str, lists: Sequence[Tensor], out: Tensor
 ) -> None:
-    """out = grads * inv_scale; out may be grads. Sets found_inf where a result is not finite."""
+    """out (float32) = the state, by its place, that codes and scales of `storage` hold."""
+
+def empty_laid_out_as(like: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """An uninitialized tensor laid out in memory as `like`, to live long.
+
+    On a CPU a large one is on huge pages, where the system has them.
+    """
+
+def encode_state(
+    algorithm: str, state: int, value: Tensor, storage: str, lists: Sequence[Tensor]
+) -> None:
+    """The other way; rounds."""
+
+def half_ops() -> bool:
+    """Whether kernels for half types on the CPU stand in for torch's; see ``cpu_half_ops``."""
+
+def join_master(model: Tensor, remainder: Tensor, out: Tensor) -> None:
+    """out (float32) = the split master of the weight `model` with its `remainder`, int16."""
 
 def l2norm(
     tensors: Sequence[Tensor],
@@ -75,36 +68,6 @@ def l2norm(
     """(norm over all, norm of each or an empty tensor), float32, of tensors * inv_scale.
 
     Sets found_inf where one of these values is not finite.
-    """
-
-def algorithms() -> dict[str, list[str]]:
-    """The names of each algorithm's states, in the order of ``ParamTable.set_states``."""
-
-def step(
-    algorithm: str,
-    grads: Sequence[Tensor],
-    params: Sequence[Tensor],
-    models: Sequence[Tensor],
-    states: Sequence[Sequence[Tensor]],
-    updates: Sequence[Tensor],
-    steps: Tensor,
-    norm_averages: Tensor | None,
-    lr_tensor: Tensor | None,
-    values: Mapping[str, float],
-    loss_scale: Tensor | None,
-    found_inf: Tensor | None,
-) -> None:
-    """One step of an algorithm of `ParamTable` on lists of tensors, states of any type included.
-
-    `models` (may be empty) receive the parameters, rounded. `states` are lists in the kernel's
-    order. `steps` (float32, one for each tensor) counts the steps before this one and is advanced,
-    but for tensors without elements. `norm_averages` (likewise) is NovoGrad's second moment.
-    `lr_tensor` (float32, one element or one for each tensor) replaces ``values["lr"]``; for
-    `values` see `ParamTable.set_hyper`. Gradients are divided by `loss_scale`. Where `found_inf`
-    (float32) is set, nothing happens.
-
-    "lamb_update" advances LAMB's moments and writes the update u into `updates` (which may be
-    `grads`); ``"sgd"`` on u with the rate of each tensor is then its second half.
     """
 
 def layerwise(
@@ -123,6 +86,61 @@ def layerwise(
     divided by lr. Where a norm is zero the gradient stays. `lr_tensor` (float32, device) replaces
     `lr`.
     """
+
+def scale(
+    src: Sequence[Tensor], dst: Sequence[Tensor], scale: float, found_inf: Tensor | None = None
+) -> None:
+    """dst = src * scale, one rounding. Sets found_inf where src is not finite."""
+
+def schema() -> dict[str, Any]:
+    """Algorithms, their states and hyper-parameters, and storage types; see _schema.py."""
+
+def set_half_ops(on: bool, every: bool = False) -> None:
+    """Register them with torch, for the process, or take them back.
+
+    `every`: even for half types for which this CPU has instructions, so that tests reach every kernel.
+    """
+
+def split_master(master: Tensor, model: Tensor, remainder: Tensor) -> None:
+    """The other way: `model` is written too. Tensors of one master are laid out alike."""
+
+def step(
+    algorithm: str,
+    grads: Sequence[Tensor],
+    params: Sequence[Tensor],
+    models: Sequence[Tensor],
+    states: Sequence[Sequence[Tensor]],
+    updates: Sequence[Tensor],
+    steps: Tensor,
+    norm_averages: Tensor | None,
+    lr_tensor: Tensor | None,
+    values: Mapping[str, float],
+    loss_scale: Tensor | None,
+    found_inf: Tensor | None,
+) -> None:
+    """One step of an algorithm of `ParamTable` on lists of tensors, states of any type included.
+
+    `models` (may be empty) receive the parameters, rounded. `states` are lists in the kernel's order.
+    `steps` (float32, one for each tensor) counts the steps before this one and is advanced, but for
+    tensors without elements. `norm_averages` (likewise) is NovoGrad's second moment. `lr_tensor`
+    (float32, one element or one for each tensor) replaces ``values["lr"]``; for `values` see
+    `ParamTable.set_hyper`. Gradients are divided by `loss_scale`. Where `found_inf` (float32) is set,
+    nothing happens.
+
+    "lamb_update" advances LAMB's moments and writes the update u into `updates` (which may be `grads`);
+    ``"sgd"`` on u with the rate of each tensor is then its second half.
+    """
+
+def torch_version() -> str:
+    """The torch this was built for."""
+
+def unscale(
+    grads: Sequence[Tensor],
+    out: Sequence[Tensor],
+    inv_scale: Tensor,
+    found_inf: Tensor | None = None,
+) -> None:
+    """out = grads * inv_scale; out may be grads. Sets found_inf where a result is not finite."""
 
 def update_scale(
     scale: Tensor,
@@ -146,69 +164,14 @@ def update_scale(
     ``dynamic=False`` the scale stays.
     """
 
-# --- the rows of an optimizer ---
-
-def packable_algorithms() -> list[str]:
-    """Those of `algorithms` whose states may be codes of 8 bits."""
-
-block: int  # elements that share a scale
-
-def join_master(model: Tensor, rest: Tensor, out: Tensor) -> None:
-    """out (float32) = the split master whose weight is `model` and whose rest is `rest`, int16."""
-
-def split_master(master: Tensor, model: Tensor, rest: Tensor) -> None:
-    """The other way: `model` is written too. Tensors of one master are laid out alike."""
-
-def decode_state(algorithm: str, state: int, codes: Tensor, scales: Tensor, out: Tensor) -> None:
-    """out (float32) = the state, by its place, that uint8 `codes` with float32 `scales` hold."""
-
-def encode_state(algorithm: str, state: int, value: Tensor, codes: Tensor, scales: Tensor) -> None:
-    """The other way; rounds."""
-
-def empty_laid_out_as(like: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """An uninitialized tensor laid out in memory as `like`, to live long.
-
-    On a CPU a large one is on huge pages, where the system has them.
-    """
-
-Containers = Sequence[Sequence[object] | Mapping[Any, object]] | Mapping[Any, object]
-
-def flattened(containers: Containers) -> list[object]:
-    """The objects that lists, or dicts as values, hold: of a list, or a dict as values, of them."""
-
-def holds(containers: Containers, known: Sequence[object]) -> bool:
-    """Whether ``flattened(containers)`` would be the very objects of `known`."""
-
-class SavedTensor:
-    """What autograd keeps of a tensor."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        """Of what batch_norm_act returned nothing is kept but how to make it again."""
-
-    def unpack(self) -> Tensor:
-        """The tensor, or one with the same bits. RuntimeError: it was changed since."""
-
-class DictVersions:
-    """Remembers versions of a dict of dicts, so that most often one need not look into them."""
-
-    def __init__(self, dicts: object) -> None:
-        """Those of `dicts` now."""
-
-    def hold(self, dicts: object) -> bool:
-        """Whether it is the same dict and nobody has assigned to it or to one inside.
-
-        False also where Python does not count (3.14 and later).
-        """
-
 class ParamTable:
     """The rows of one optimizer; see param_table.h.
 
-    A row is a parameter with its half model weight, if it is a master, its gradients, states and
-    step count. The table finds and checks gradients and runs the fused step over all rows.
+    A row is a parameter with its half model weight, if it is a master, its gradients, states and step
+    count. The table finds and checks gradients and runs the fused step over all rows.
     """
-
     def __init__(self, algorithm: str, device: torch.device) -> None:
-        """`algorithm`: one of `algorithms`, such as "adam" (also AdamW), or "none".
+        """`algorithm`: one of `schema`, such as "adam" (also AdamW), or "none".
 
         With "none" the table keeps gradients only, for an optimizer that steps by itself.
         """
@@ -225,45 +188,58 @@ class ParamTable:
     ) -> int:
         """Appends a row and returns its index.
 
-        `model` is the half weight beside the FP32 master `param`, or beside what it leaves of a
-        split one, int16; `model_version` the version of it that the master has followed;
-        `at_random`: a BF16 parameter is rounded stochastically; `whole`: the DTensor whose local
-        tensor `model` is, or without it `param`, from its element `origin` on. RuntimeError or
-        TypeError, naming the row, for tensors that the kernels cannot walk.
+        `model` is the half weight beside the FP32 master `param`, or beside the remainder of a split one,
+        int16; `model_version` the version of it that the master has followed; `at_random`: a BF16 parameter
+        is rounded stochastically; `whole`: the DTensor whose local tensor `model` is, or without it
+        `param`, from its element `origin` on. RuntimeError or TypeError, naming the row, for tensors that
+        the kernels cannot walk.
         """
 
-    def has_its_shards(self) -> bool:
-        """Whether each `whole` still has the local tensor that it had."""
+    def remember_params(self, groups: Any) -> None:
+        """Rows are what an optimizer's ``param_groups`` hold, now."""
 
-    def set_gather(
-        self, gather: Callable[[Tensor], Tensor], counted_elsewhere: Tensor | None
-    ) -> None:
+    def has_params(self, groups: Any) -> bool:
+        """Whether they hold the same still, and each DTensor its local tensor."""
+
+    def remember_states(self, states: Any) -> None:
+        """`set_states` was called with what an optimizer's ``state`` holds; `collect` compares."""
+
+    def has_states(self, states: Any) -> bool:
+        """Whether it holds the same."""
+
+    def set_gather(self, gather: Callable[..., Any], counted_elsewhere: Tensor | None) -> None:
         """Have steps be decided with other ranks: `gather` returns what all call it with.
 
-        It is called with bytes, uint8 on the device, after each inspection that counts, and
-        before an update that needs norms of rows. `counted_elsewhere`, bool [rows]: rows that
-        another rank has alike, and adds the norms of.
+        It is called with bytes, uint8 on the device, after each inspection that counts, and before an
+        update that needs norms of rows. `counted_elsewhere`, bool [rows]: rows that another rank has alike,
+        and adds the norms of.
         """
 
     def __len__(self) -> int: ...
-    def param(self, row: int) -> Tensor: ...
-    def model(self, row: int) -> Tensor | None: ...
+    def param(self, row: int) -> Tensor:
+        """What the row's step works on."""
+
+    def model(self, row: int) -> Tensor | None:
+        """The half weight beside a master."""
+
     def has_models(self) -> bool:
         """Whether some row has one."""
 
-    def name(self, row: int) -> str: ...
+    def name(self, row: int) -> str:
+        """What messages call it."""
+
     def set_states(
         self,
         row: int,
-        states: Sequence[Tensor | None] | None,
-        scales: Sequence[Tensor | None] = (),
+        states: Sequence[Sequence[Tensor]] | None,
+        storage: str = "fp32",
         average: Tensor | None = None,
     ) -> None:
-        """At most three tensors, laid out as the parameter, in the kernel's order.
+        """The row's states in the kernel's order, at most three, in a storage type of `schema`.
 
-        float32; bfloat16, rounded stochastically; or uint8 codes, with their float32 `scales`, one
-        for each `block` elements. None: the row has no states yet, and `collect` says so when it
-        has a gradient. `average` (float32): the moving average of the parameter.
+        Of each the tensors of that type: elements laid out as the parameter and, where the type has blocks,
+        their float32 scales. None: the row has no states yet, and `collect` says so when it has a gradient.
+        `average` (float32): the moving average of the parameter.
         """
 
     def steps(self) -> Tensor:
@@ -280,17 +256,11 @@ class ParamTable:
         values: Mapping[str, float],
         schedule: Mapping[str, Tensor] = {},
     ) -> None:
-        """Hyper-parameters of rows begin..end by name; those not named are zero and off.
+        """Hyper-parameters of rows begin..end, by the names of `schema`; others are zero and off.
 
-        Numbers: lr, weight_decay, momentum, dampening, beta1, beta2, eps, lr_decay,
-        trust_coefficient, trust_eps, ema_decay, seed. Flags: maximize, nesterov, decoupled,
-        uncorrected, unaveraged, late_decay, trust_all, infinity_norm, init_zero, layerwise,
-        clipped_ratio;
-        csrc/core/hyper.h says what each does. `lr_tensor` (float32, device) replaces lr.
-        `schedule` (float64 vectors of one length on the device; any of lr, weight_decay, momentum,
-        beta1, beta2) replaces both: element ``schedule_step`` of the step's state holds for the
-        next step that is applied, the last one after its end. ValueError: another name, unequal
-        lengths.
+        `lr_tensor` (float32, device) replaces lr. `schedule` (float64 vectors of one length on the device)
+        replaces both: element ``schedule_step`` of the step's state holds for the next step that is
+        applied, the last one after its end. ValueError: another name, unequal lengths.
         """
 
     def accept_model_weights(self) -> None:
@@ -317,15 +287,15 @@ class ParamTable:
     def mark_backward(self, scale: Tensor) -> None:
         """Take in a pass, but leave its gradients scaled."""
 
-    def cancel_backward(self) -> None:
-        """Drop what a failed pass left."""
-
     def accumulated(self, row: int, make: bool = False) -> Tensor | None:
         """In a backward pass: what earlier ones left, float32 and unscaled, to be edited in place.
 
-        Who edits it says by ``found_inf`` whether it is finite. None where they left nothing;
-        zeros then with `make`.
+        Who edits it says by ``found_inf`` whether it is finite. None where they left nothing; zeros then
+        with `make`.
         """
+
+    def cancel_backward(self) -> None:
+        """Drop what a failed pass left."""
 
     def materialize(self) -> None:
         """Put FP32 unscaled gradients into the masters' ``.grad``."""
@@ -334,13 +304,18 @@ class ParamTable:
         """Drop all gradients, or fill them with zeros."""
 
     def collect(
-        self, scale: Tensor | None, unscales: bool, unscales_half: bool = False
-    ) -> list[int]:
+        self,
+        scale: Tensor | None,
+        unscales: bool,
+        unscales_half: bool = False,
+        groups: Any = None,
+        states: Any = None,
+    ) -> list[int] | None:
         """Find and check the gradients of a step; the rows that have one but no state yet.
 
-        `scale` is what gradients outside scale_loss carry; with `unscales` the update writes those
-        in FP32 back without it, with `unscales_half` the others too. Nothing has changed when this
-        raises.
+        None where `groups` or `states`, if given, are not what `remember_params` and `remember_states` saw.
+        `scale` is what gradients outside scale_loss carry; with `unscales` the update writes those in FP32
+        back without it, with `unscales_half` the others too. Nothing has changed when this raises.
         """
 
     def measure(self) -> None:
@@ -356,17 +331,12 @@ class ParamTable:
         max_norm: float,
         inspect: bool,
         skip_nonfinite: bool,
-        meter: list[Tensor] | None = None,
+        meter: Sequence[Tensor] | None = None,
     ) -> None:
         """The step over what `collect` found: decide, and unless that says skip, update."""
 
     def decide(
-        self,
-        *,
-        found_inf: Tensor | None,
-        max_norm: float,
-        inspect: bool,
-        skip_nonfinite: bool,
+        self, *, found_inf: Tensor | None, max_norm: float, inspect: bool, skip_nonfinite: bool
     ) -> None:
         """Decide without an update, for an optimizer that steps by itself."""
 
@@ -382,9 +352,17 @@ class ParamTable:
     def fingerprint(self) -> bytes:
         """Three int64 a row, to be compared with earlier ones.
 
-        The addresses of parameter and model weight (0 for none), and whether the weight, or else
-        the parameter, requires a gradient.
+        The addresses of parameter and model weight (0 for none), and whether the weight, or else the
+        parameter, requires a gradient.
         """
 
     def state_field(self, name: str) -> Tensor:
         """A 0-dim view of a field of the step's state on the device; ValueError: no such field."""
+
+class SavedTensor:
+    """What autograd keeps of a tensor."""
+    def __init__(self, tensor: Tensor) -> None:
+        """Of what batch_norm_act returned nothing is kept but how to make it again."""
+
+    def unpack(self) -> Tensor:
+        """The tensor, or one with the same bits. RuntimeError: it was changed since."""

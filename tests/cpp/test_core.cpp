@@ -118,7 +118,8 @@ constexpr float kInf = __builtin_inff(), kNan = __builtin_nanf("");
 // --- steps ---------------------------------------------------------------------------------------
 
 TEST(steps) {
-  for (const auto& [algorithm, name, states, of_squares, packable, grad_norms] : algorithms()) {
+  for (const AlgorithmInfo& each : algorithms()) {
+    const Algorithm algorithm = each.algorithm;
     Pair pair(optimizer_rows());
     for (unsigned step = 0; step < 3; ++step) {
       pair.both([&](World& world) {
@@ -172,9 +173,11 @@ struct Metering {
 
 // Bits as without, and what is counted is the same on both backends; an overflow counts nothing.
 TEST(metered_steps) {
-  for (const auto& [algorithm, name, states, of_squares, packable, grad_norms] : algorithms()) {
-    if (states.empty() || std::strcmp(name, "lamb_update") == 0) continue;  // steps no parameter
-    std::vector<RowSpec> rows = compact_rows(info(algorithm));
+  for (const AlgorithmInfo& each : algorithms()) {
+    const Algorithm algorithm = each.algorithm;
+    if (each.states.empty() || std::strcmp(each.name, "lamb_update") == 0)
+      continue;  // steps no parameter
+    std::vector<RowSpec> rows = compact_rows(each);
     for (const RowSpec& row : optimizer_rows()) rows.push_back(row);
     Pair pair(rows);
     World plain(false, rows);
@@ -187,8 +190,8 @@ TEST(metered_steps) {
       }
       pair.expect_same();
       expect_same(pair.cpu, plain);
-      EXPECT(cpu.counts.all() == gpu.counts.all(), name, " counts, step ", step);
-      EXPECT(cpu.norms.all() == gpu.norms.all(), name, " norms, step ", step);
+      EXPECT(cpu.counts.all() == gpu.counts.all(), each.name, " counts, step ", step);
+      EXPECT(cpu.norms.all() == gpu.norms.all(), each.name, " norms, step ", step);
       EXPECT(cpu.changed.all() == gpu.changed.all(), name, " changed weights, step ", step);
       EXPECT((cpu.counts.read(40 * kMeterCounts + kElements) > 0) == (step != 1));
     }
@@ -264,7 +267,8 @@ TEST(many_rows) {
 
 TEST(no_rows) {
   for (const auto& rows : {std::vector<RowSpec>(), std::vector<RowSpec>{optimizer_row(0, 0)}}) {
-    for (const auto& [algorithm, name, states, of_squares, packable, grad_norms] : algorithms()) {
+    for (const AlgorithmInfo& each : algorithms()) {
+      const Algorithm algorithm = each.algorithm;
       Pair pair(rows);
       pair.both([&](World& world) { world.step(algorithm); });
       pair.expect_same();
@@ -275,8 +279,9 @@ TEST(no_rows) {
 
 // In place, and not clipped. `mixed`: beside rows that have every other list.
 TEST(updates_leave_unscaled_gradients) {
-  for (const auto& [algorithm, name, states, of_squares, packable, grad_norms] : algorithms()) {
-    if (states.empty()) continue;  // no optimizer
+  for (const AlgorithmInfo& each : algorithms()) {
+    const Algorithm algorithm = each.algorithm;
+    if (each.states.empty()) continue;  // no optimizer
     for (const bool mixed : {false, true}) {
       std::vector<RowSpec> rows = mixed ? optimizer_rows() : std::vector<RowSpec>();
       const int64_t first = int64_t(rows.size());
@@ -459,7 +464,8 @@ TEST(an_overflow_belongs_to_the_pass_that_made_it) {
 // --- skipped steps -------------------------------------------------------------------------------
 
 TEST(a_skipped_step_changes_nothing) {
-  for (const auto& [algorithm, name, states, of_squares, packable, grad_norms] : algorithms()) {
+  for (const AlgorithmInfo& each : algorithms()) {
+    const Algorithm algorithm = each.algorithm;
     Pair pair(optimizer_rows());
     World before(false, optimizer_rows());
     pair.both([&](World& world) {
@@ -544,7 +550,8 @@ TEST(the_last_block_finishes_rows_and_step) {
 }
 
 TEST(one_call_prepares_as_two_calls_do) {
-  for (const auto& [algorithm, name, states, of_squares, packable, grad_norms] : algorithms()) {
+  for (const AlgorithmInfo& each : algorithms()) {
+    const Algorithm algorithm = each.algorithm;
     for (const bool layerwise : {false, true}) {
       std::vector<RowSpec> rows = last_block_rows(Gradients::kSome);
       for (RowSpec& row : rows) row.hyper.flags |= layerwise ? kLayerwise : 0;
@@ -560,7 +567,8 @@ TEST(one_call_prepares_as_two_calls_do) {
 }
 
 TEST(rows_without_elements_alone) {
-  for (const auto& [algorithm, name, states, of_squares, packable, grad_norms] : algorithms()) {
+  for (const AlgorithmInfo& each : algorithms()) {
+    const Algorithm algorithm = each.algorithm;
     for (const size_t count : {0, 1, 3}) {
       Pair pair(std::vector<RowSpec>(count, optimizer_row(0, 0)));
       pair.both([&](World& world) {

@@ -8,6 +8,11 @@ namespace ampfuse {
 struct AdagradOp : OptimizerOp<AdagradOp> {
   static constexpr const char* kName = "adagrad";
   static constexpr const char* kStates[] = {"sum"};
+  static constexpr const char* kFilledWith = "initial_accumulator_value";
+  static constexpr HyperInfo kHypers[] = {
+      hyper::lr(1e-2),       hyper::number("lr_decay", &RowHyper::lr_decay, 0),
+      hyper::weight_decay(), hyper::eps(1e-10),
+      hyper::maximize(),     hyper::decoupled()};
   static constexpr List kSum = kState0;
   static constexpr unsigned kReads = kGradient | kStepped | bit(kSum);
   static constexpr unsigned kWrites = kLeft | bit(kSum);

@@ -11,6 +11,10 @@ namespace ampfuse {
 struct AdamOp : OptimizerOp<AdamOp> {
   static constexpr const char* kName = "adam";
   static constexpr const char* kStates[] = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"};
+  static constexpr const char* kLastStateIf = "amsgrad";
+  static constexpr HyperInfo kHypers[] = {
+      hyper::lr(1e-3),       hyper::beta1(0.9), hyper::beta2(0.999), hyper::eps(1e-8),
+      hyper::weight_decay(), hyper::maximize(), hyper::decoupled(),  hyper::uncorrected()};
   static constexpr List kExpAvg = kState0, kExpAvgSq = kState1, kMaxExpAvgSq = kState2;
   static constexpr unsigned kMoments = bit(kExpAvg) | bit(kExpAvgSq) | bit(kMaxExpAvgSq);
   static constexpr unsigned kReads = kGradient | kStepped | kMoments;

@@ -17,6 +17,15 @@ constexpr float kSmallestNormal = 1.17549435e-38f;
 template <class Self>
 struct LambMaths : OptimizerOp<Self> {
   static constexpr const char* kStates[] = {"exp_avg", "exp_avg_sq"};
+  static constexpr HyperInfo kHypers[] = {hyper::lr(1e-3),
+                                          hyper::beta1(0.9),
+                                          hyper::beta2(0.999),
+                                          hyper::eps(1e-6),
+                                          hyper::weight_decay(0.01),
+                                          hyper::uncorrected(),
+                                          hyper::unaveraged(),
+                                          hyper::decoupled(true),
+                                          hyper::flag("trust_all", kTrustAll, "use_nvlamb")};
   static constexpr List kExpAvg = kState0, kExpAvgSq = kState1;
   static constexpr unsigned kMoments = bit(kExpAvg) | bit(kExpAvgSq);
   using OptimizerOp<Self>::c;

@@ -8,6 +8,10 @@ namespace ampfuse {
 struct LionOp : OptimizerOp<LionOp> {
   static constexpr const char* kName = "lion";
   static constexpr const char* kStates[] = {"exp_avg"};
+  static constexpr bool kUsesCount = false;
+  static constexpr HyperInfo kHypers[] = {
+      hyper::lr(1e-4),       hyper::beta1(0.9), hyper::beta2(0.99),
+      hyper::weight_decay(), hyper::maximize(), hyper::always("decoupled", kDecoupled)};
   static constexpr List kExpAvg = kState0;
   static constexpr unsigned kReads = kGradient | kStepped | bit(kExpAvg);
   static constexpr unsigned kWrites = kLeft | bit(kExpAvg);

@@ -10,6 +10,17 @@ namespace ampfuse {
 struct NovoGradOp : OptimizerOp<NovoGradOp> {
   static constexpr const char* kName = "novograd";
   static constexpr const char* kStates[] = {"exp_avg"};
+  static constexpr HyperInfo kHypers[] = {
+      hyper::lr(1e-3),
+      hyper::beta1(0.9),
+      hyper::beta2(0.999),
+      hyper::eps(1e-8),
+      hyper::weight_decay(),
+      hyper::uncorrected(),
+      hyper::unaveraged(),
+      {"infinity_norm", "norm_type", -1, 2, nullptr, kInfinityNorm, 2},
+      hyper::flag("init_zero", kInitZero, "init_zero"),
+      hyper::unless("decoupled", kDecoupled, "reg_inside_moment", false)};
   static constexpr bool kGradNorms = true;
   static constexpr List kExpAvg = kState0;
   static constexpr unsigned kReads = kGradient | kStepped | bit(kExpAvg);

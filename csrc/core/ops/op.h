@@ -40,6 +40,10 @@ struct RowOp {
 //   kGradNorms whether the step needs the norm of each row's gradient
 //   kUnsigned  which of its states are never negative: 8-bit codes of them need no sign
 //   kPackable  whether its states may be such codes
+//   kHypers    its hyper-parameters (hyper.h), in the order in which torch has them
+//   kLastStateIf  of a parameter group: there is no last state where this is 0 or false
+//   kFilledWith   the constructor's argument that fresh states are filled with
+//   kUsesCount    whether the update needs the number of the row's step, other than the first one
 //   prepare()  how the coefficients that only some optimizers have come from a row's
 //              hyper-parameters: momentum, betas, bias corrections
 template <class Self>
@@ -50,6 +54,8 @@ struct OptimizerOp : RowOp<Self> {
   static constexpr unsigned kGradient = bit(kGrad) | bit(kAccumulated);
   static constexpr unsigned kUnsigned = 0;
   static constexpr bool kPackable = false;
+  static constexpr const char *kLastStateIf = nullptr, *kFilledWith = nullptr;
+  static constexpr bool kUsesCount = true;
   // What a step reads and writes beside gradient and states; leave() does the second.
   static constexpr unsigned kStepped = bit(kParam) | bit(kAverage);
   static constexpr unsigned kLeft = kStepped | bit(kModel) | bit(kUnscaled);
@@ -75,12 +81,17 @@ struct NoOp : OptimizerOp<NoOp> {
   static constexpr const char* kName = "none";
 };
 
-// How many states an op names.
+// How many states an op names, and hyper-parameters.
 template <class Op, class = void>
 constexpr int kStateCount = 0;
 template <class Op>
 constexpr int kStateCount<Op, decltype(void(Op::kStates))> =
     int(sizeof(Op::kStates) / sizeof(Op::kStates[0]));
+template <class Op, class = void>
+constexpr int kHyperCount = 0;
+template <class Op>
+constexpr int kHyperCount<Op, decltype(void(Op::kHypers))> =
+    int(sizeof(Op::kHypers) / sizeof(Op::kHypers[0]));
 
 // The gradient of this step: unscaled, clipped, with what earlier passes accumulated. Whoever looks
 // at it after the step finds it unscaled and not clipped.

@@ -8,6 +8,16 @@ namespace ampfuse {
 struct SgdOp : OptimizerOp<SgdOp> {
   static constexpr const char* kName = "sgd";
   static constexpr const char* kStates[] = {"momentum_buffer"};
+  static constexpr const char* kLastStateIf = "momentum";
+  static constexpr bool kUsesCount = false;
+  static constexpr HyperInfo kHypers[] = {
+      hyper::lr(1e-3),
+      hyper::number("momentum", &RowHyper::momentum, 0),
+      hyper::number("dampening", &RowHyper::dampening, 0),
+      hyper::weight_decay(),
+      hyper::flag("nesterov", kNesterov, "nesterov"),
+      hyper::maximize(),
+      hyper::flag("late_decay", kLateDecay, "wd_after_momentum")};
   static constexpr List kMomentumBuffer = kState0;
   static constexpr unsigned kReads = kGradient | kStepped | bit(kMomentumBuffer);
   static constexpr unsigned kWrites = kLeft | bit(kMomentumBuffer);

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
-from ampfuse import _core
+from ampfuse._schema import ALGORITHMS, STORAGES
 from ampfuse.amp import trees
 from ampfuse.amp.casts import eager_module, is_affine_batch_norm
 from ampfuse.insight.advice import check_types
@@ -23,8 +23,8 @@ from ampfuse.insight.words import aligned
 from ampfuse.optim.base import AmpOptimizer
 from ampfuse.optim.fused import FUSED, FusedOptimizer
 from ampfuse.optim.inner import parameters, with_inner
-from ampfuse.optim.kept import PACKABLE, mode_for
 from ampfuse.optim.masters import HALF_DTYPES, MasterParameter, gradient_as_it_is
+from ampfuse.optim.stored import storage_for
 
 if TYPE_CHECKING:
     import pandas
@@ -42,9 +42,8 @@ MODES: dict[str, dict[str, Any]] = {
     "split+8bit+ema": {"master_weights": "split", "state_dtype": "8bit", "ema_decay": 0.999},
     "stochastic": {"master_weights": False, "rounding": "stochastic"},
 }
-# Bytes an element: of a half parameter's master, of a state, of an average.
-_MASTER = {False: 0, True: 4, "split": 2}
-_STATE, _AVERAGE, _SCALE = {"fp32": 4, "bf16": 2, "8bit": 1}, 4, 4
+# Bytes an element: of a half parameter's master, of an average.
+_MASTER, _AVERAGE = {False: 0, True: 4, "split": 2}, 4
 _KIND_OF_STATE = {"master_param": "masters", "master_remainder": "masters", "ema": "average"}
 
 
@@ -79,9 +78,9 @@ def memory_report(
     limit = bytes_of(budget)
     model, inner = eager_module(model), with_inner(optimizer)[-1]
     fused: Any = type(inner) if isinstance(inner, FusedOptimizer) else FUSED.get(type(inner))
-    names = fused._state_names if fused else lambda cls, group: ()
+    algorithm = ALGORITHMS[fused._algorithm if fused else "none"]
     states = {  # how many of the parameter's shape, by id of the parameter in the model
-        id(getattr(parameter, "model_param", parameter)): len(names(fused, group))
+        id(getattr(parameter, "model_param", parameter)): len(algorithm.states_in(group))
         for group in inner.param_groups
         for parameter in group["params"]
     }
@@ -102,7 +101,7 @@ def memory_report(
     expected = {("now", k) for k in KINDS[:-1] if computed[k] and not found[k]}
     is_half = any(parameter.dtype in HALF_DTYPES for parameter in model.parameters())
     for mode, changes in MODES.items() if fused else [("masters", MODES["masters"])]:
-        if changes.get("state_dtype") == "8bit" and fused._algorithm not in PACKABLE:
+        if fused and changes.get("state_dtype", "fp32") not in algorithm.storages:
             continue
         casts = "master_weights" in changes and not is_half
         new = _computed(model, states, {"master_weights": masters, **changes}, casts) | given
@@ -201,9 +200,10 @@ def _computed(
         if key in states and tensor.requires_grad:
             held["masters"] += elements * _MASTER[options["master_weights"]] * (itemsize == 2)
             held["average"] += elements * _AVERAGE * bool(options.get("ema_decay"))
-            dtype = mode_for(options.get("state_dtype") or "fp32", tensor)
-            scales = -(-elements // _core.C.block) * _SCALE if dtype == "8bit" else 0
-            held["states"] += states[key] * (elements * _STATE.get(dtype, itemsize) + scales)
+            name = options.get("state_dtype") or "fp32"
+            of_torch = name not in STORAGES  # in the parameter's type
+            nbytes = itemsize * elements if of_torch else storage_for(name, tensor).nbytes(elements)
+            held["states"] += states[key] * nbytes
     return held
 
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from ampfuse.optim.checks import NUMBER, check
 from ampfuse.optim.fused import FusedOptimizer
 from ampfuse.optim.options import Options, Unpack
 
 
-class Adagrad(FusedOptimizer, torch.optim.Adagrad, replaces=torch.optim.Adagrad):
+class Adagrad(
+    FusedOptimizer, torch.optim.Adagrad, algorithm="adagrad", replaces=torch.optim.Adagrad
+):
     """Adagrad with a fused step: a drop-in for :class:`torch.optim.Adagrad`.
 
     Duchi, Hazan and Singer, JMLR 12, 2011. The formula and the state (``step``, ``sum``) are
@@ -30,8 +29,6 @@ class Adagrad(FusedOptimizer, torch.optim.Adagrad, replaces=torch.optim.Adagrad)
             argument out of range, or ``differentiable=True``.
     """
 
-    _algorithm = "adagrad"
-
     def __init__(
         self,
         params: ParamsT,
@@ -47,37 +44,4 @@ class Adagrad(FusedOptimizer, torch.optim.Adagrad, replaces=torch.optim.Adagrad)
         fused: bool | None = None,
         **options: Unpack[Options],
     ) -> None:
-        self._set_options(options, locals())
-        check("initial_accumulator_value", initial_accumulator_value, NUMBER)
-        super().__init__(
-            params,
-            lr,
-            lr_decay,
-            weight_decay,
-            initial_accumulator_value,
-            eps,
-            foreach,
-            maximize=maximize,
-            differentiable=differentiable,
-            fused=fused,
-        )
-        # torch fills the sums here (before 2.14 or so), those of half parameters in half.
-        for state in self.state.values():
-            if state["sum"].dtype != torch.float32:
-                state["sum"] = torch.full_like(
-                    state["sum"], self._initial_state, dtype=torch.float32
-                )
-
-    @property
-    def _initial_state(self) -> float:
-        return float(self.defaults["initial_accumulator_value"])
-
-    def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:
-        return {
-            "lr": group["lr"],
-            "lr_decay": float(group["lr_decay"]),
-            "weight_decay": float(group["weight_decay"]),
-            "eps": float(group["eps"]),
-            "maximize": bool(group["maximize"]),
-            "decoupled": bool(group.get("decoupled_weight_decay", False)),
-        }
+        self._construct(locals())

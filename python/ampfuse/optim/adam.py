@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ampfuse.optim.fused import FusedOptimizer
-from ampfuse.optim.kept import STATES
-from ampfuse.optim.moments import moment_hyper
 from ampfuse.optim.options import Options, Unpack
 
 _DOC = """{name} with a fused step: a drop-in for :class:`torch.optim.{name}`.
@@ -35,22 +31,7 @@ _DOC = """{name} with a fused step: a drop-in for :class:`torch.optim.{name}`.
     """
 
 
-class _AdamBase(FusedOptimizer):
-    _algorithm = "adam"
-
-    def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        names = STATES[self._algorithm]
-        return names if group["amsgrad"] else names[:2]
-
-    def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:
-        return {
-            **moment_hyper(group),
-            "maximize": bool(group["maximize"]),
-            "decoupled": bool(group.get("decoupled_weight_decay", False)),
-        }
-
-
-class Adam(_AdamBase, torch.optim.Adam, replaces=torch.optim.Adam):
+class Adam(FusedOptimizer, torch.optim.Adam, algorithm="adam", replaces=torch.optim.Adam):
     __doc__ = _DOC.format(name="Adam", reference="Kingma and Ba, arXiv:1412.6980")
 
     def __init__(
@@ -70,24 +51,10 @@ class Adam(_AdamBase, torch.optim.Adam, replaces=torch.optim.Adam):
         decoupled_weight_decay: bool = False,
         **options: Unpack[Options],
     ) -> None:
-        self._set_options(options, locals())
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
-            foreach=foreach,
-            maximize=maximize,
-            capturable=capturable,
-            differentiable=differentiable,
-            fused=fused,
-            decoupled_weight_decay=decoupled_weight_decay,
-        )
+        self._construct(locals())
 
 
-class AdamW(_AdamBase, torch.optim.AdamW, replaces=torch.optim.AdamW):
+class AdamW(FusedOptimizer, torch.optim.AdamW, algorithm="adam", replaces=torch.optim.AdamW):
     __doc__ = _DOC.format(name="AdamW", reference="Loshchilov and Hutter, arXiv:1711.05101")
 
     def __init__(
@@ -106,17 +73,4 @@ class AdamW(_AdamBase, torch.optim.AdamW, replaces=torch.optim.AdamW):
         fused: bool | None = None,
         **options: Unpack[Options],
     ) -> None:
-        self._set_options(options, locals())
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
-            foreach=foreach,
-            maximize=maximize,
-            capturable=capturable,
-            differentiable=differentiable,
-            fused=fused,
-        )
+        self._construct(locals())

@@ -1,25 +1,31 @@
-"""What every optimizer under amp shares.
+"""What every optimizer under amp shares: rows of a table, and a ledger of gradients.
 
-`AmpOptimizer` is a mixin over a ``torch.optim.Optimizer``. The fused optimizers add a step of their
-own (fused.py), any other optimizer keeps its own (generic.py).
+`AmpOptimizer` goes in front of a ``torch.optim.Optimizer``. The fused optimizers add a step of
+their own (fused.py), any other optimizer keeps its own (generic.py).
 """
 
 from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, TypeGuard
+from collections.abc import Container, Iterable, Iterator
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ampfuse.optim import left_scaled
-from ampfuse.optim.checkpoints import Checkpoints
-from ampfuse.optim.gradients import Gradients
-from ampfuse.optim.inner import with_inner
+from ampfuse._schema import ALGORITHMS, Algorithm
+from ampfuse.optim import checkpoints
+from ampfuse.optim.inner import parameters, with_inner
 from ampfuse.optim.layerwise import Layerwise
+from ampfuse.optim.ledger import Ledger
+from ampfuse.optim.masters import MasterParameter
+from ampfuse.optim.options import RULES, WithOptions
+from ampfuse.optim.rows import Rows
 from ampfuse.optim.skip_watch import SkipWatch
+from ampfuse.uncompiled import uncompiled
 
 if TYPE_CHECKING:
     from ampfuse._C import ParamTable
@@ -72,25 +78,46 @@ class LastStep:
         }
 
 
-class AmpOptimizer(Gradients, Checkpoints):
-    """Mixin: an optimizer that amp can scale, inspect and skip.
+class AmpOptimizer(WithOptions, Optimizer):
+    """An optimizer that amp can scale, inspect and skip, in front of a class of torch's or others'.
 
-    Its public methods are what the rest of ampfuse works with: `param_table`, the passes of
-    :class:`Gradients`, the masters of :class:`Checkpoints`. Other attributes have names that no
+    Its public methods are what the rest of ampfuse works with. Other attributes have names that no
     optimizer is likely to have, as this goes in front of classes of other people too.
     """
 
     # torch.amp.GradScaler then hands over `grad_scale` and `found_inf` instead of unscaling.
     _step_supports_amp_scaling = True
+    _algorithm = "none"
 
     # Under amp: whether an overflow skips the step (dynamic scaling) or not (a static scale).
     skip_on_overflow: bool = True
 
+    _under_amp: bool = False
+    # In a subclass of a fused optimizer whose step, and state, is not ours.
+    _has_own_step = False
+    # Whether its constructor takes options, whose names are then ours in groups too.
+    _takes_options = False
     # A 1 on the device while steps are rehearsed: each is skipped, whatever its gradients are.
     _rehearsal: Tensor | None = None
     # Set by LARC for the time of a step of its own.
     _layerwise: Layerwise | None = None
-    _skip_watch: SkipWatch | None = None
+    # Within a swap_ema block.
+    _swapped = False
+    # The state dict that is being loaded.
+    _loading: dict[str, Any] | None = None
+
+    # Attributes that a copy has too.
+    _copied: tuple[str, ...] = (
+        *RULES,
+        "_takes_options",
+        "skip_on_overflow",
+        "_under_amp",
+        "_amp_session",  # amp's policy and loss scalers: a copy trains on under amp
+    )
+
+    _rows = cached_property(Rows)
+    _ledger = cached_property(Ledger)
+    _skip_watch = cached_property(lambda _: SkipWatch())
     _meter: Meter | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -103,6 +130,11 @@ class AmpOptimizer(Gradients, Checkpoints):
         if hasattr(wrapper, "__getattr__") and not issubclass(wrapper, Optimizer):
             for name in set(dir(cls)) - set(dir(wrapper)):
                 setattr(cls, name, property(operator.attrgetter(f"_optimizer.{name}")))
+
+    @property
+    def algorithm(self) -> Algorithm:
+        """What the extension says of its kernel."""
+        return ALGORITHMS[self._algorithm]
 
     @property
     def last_step(self) -> LastStep:
@@ -126,16 +158,169 @@ class AmpOptimizer(Gradients, Checkpoints):
         """
         raise NotImplementedError
 
-    # --- the decisions of a step ----------------------------------------------------------------
+    # --- rows -----------------------------------------------------------------------------------
 
-    def _check_gradients_are_unscaled(self) -> None:
-        if self.in_backward:
+    @uncompiled
+    def param_table(self) -> ParamTable:
+        """The table, with a row for each parameter of ``param_groups`` in order."""
+        return self._rows.current()
+
+    @property
+    def _table(self) -> ParamTable | None:
+        return self._rows.table
+
+    @_table.setter
+    def _table(self, table: ParamTable | None) -> None:
+        self._rows.table = table
+
+    def _table_is_new(self) -> None:
+        """It has nothing of states."""
+
+    def _rows_are_added(self) -> None:
+        """The table has no hyper-parameters."""
+
+    def parameter_names(self) -> list[str]:
+        """What messages call the parameters, in the order of the groups."""
+        return self._rows.parameter_names()
+
+    def go_under_amp(
+        self, *, master_weights: bool | Literal["split"], names: dict[int, str]
+    ) -> None:
+        """What :func:`ampfuse.optim.upgrade` does once the class is right."""
+        self._under_amp, self.master_weights = True, master_weights
+        self._rows.go_under_amp(names)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; under amp half-precision parameters of the group get FP32 masters."""
+        super().add_param_group(param_group)
+        self._rows.master_added_group()
+
+    def restore_master(self, param: Tensor, state: dict[str, Any], master: Tensor) -> None:
+        """Make `master` (float32) the master of `param`; `state` is about to be its state."""
+        self._rows.restore_master(param, state, master)
+
+    @torch.no_grad()
+    def refresh_masters(self) -> None:
+        """Take over every edit of the model's half weights, those made through ``.data`` too.
+
+        Edits that autograd can see (``load_state_dict``, ``clamp_`` under ``no_grad``, assigning
+        ``.data``) are followed by themselves at the next step; an in-place change of ``p.data``
+        leaves no trace, and needs this call before the step. Other elements keep their bits.
+        """
+        self.param_table().refresh_masters(all=True)
+
+    @torch.no_grad()
+    def follow_edits(self) -> None:
+        """Before masters are saved or copied: what was edited in the model since is in them.
+
+        Raises RuntimeError in a swap_ema block: averages are no edits.
+        """
+        self._check_not_swapped("what looks at masters or saves them")
+        if (
+            self._rows.table is not None
+            or any("master_param" in state for state in self.state.values())
+            or any(isinstance(param, MasterParameter) for param in parameters(self))
+        ):
+            self.param_table().refresh_masters()
+
+    def _check_not_swapped(self, what: str) -> None:
+        if self._swapped:
             raise RuntimeError(
-                "step() was called inside the scale_loss context, where gradients are still "
-                "scaled. Call optimizer.step() after the with block."
+                f"{what} inside a swap_ema block, where the model has its averages; do that after "
+                "the block"
             )
-        if self._left_scaled:
-            left_scaled.warn_if_used(self)
+
+    # --- gradients: see Ledger ------------------------------------------------------------------
+
+    @property
+    def in_backward(self) -> bool:
+        """A pass of scale_loss runs."""
+        return self._ledger.in_backward
+
+    @in_backward.setter
+    def in_backward(self, runs: bool) -> None:
+        self._ledger.in_backward = runs
+
+    @property
+    def has_scaled_gradients(self) -> bool:
+        """The last pass that ended left its gradients scaled."""
+        return self._ledger.has_scaled
+
+    @uncompiled
+    def begin_backward(self) -> None:
+        """See :meth:`Ledger.begin`."""
+        self._ledger.begin()
+
+    @uncompiled
+    def end_backward(self, scale: Tensor, check: bool) -> bool:
+        """See :meth:`Ledger.end`."""
+        return self._ledger.end(scale, check)
+
+    @uncompiled
+    def mark_backward(self, scale: Tensor) -> None:
+        """See :meth:`Ledger.mark`."""
+        self._ledger.mark(scale)
+
+    def cancel_backward(self) -> None:
+        """See :meth:`Ledger.cancel`."""
+        self._ledger.cancel()
+
+    @uncompiled
+    def materialize_gradients(self) -> None:
+        """See :meth:`Ledger.materialize`."""
+        self._ledger.materialize()
+
+    def unscale_gradients(self, scale: Tensor) -> Tensor:
+        """See :meth:`Ledger.unscale`."""
+        return self._ledger.unscale(scale)
+
+    def rows_of(self, params: Container[int]) -> list[int]:
+        """See :meth:`Ledger.rows_of`."""
+        return self._ledger.rows_of(params)
+
+    def earlier_sparse(self, rows: Iterable[int]) -> list[str]:
+        """See :meth:`Ledger.earlier_sparse`."""
+        return self._ledger.earlier_sparse(rows)
+
+    @property
+    def found_inf_flag(self) -> Tensor:
+        """float32, 0-dim, on the device: 1 if a gradient since the last step was not finite."""
+        return self.param_table().state_field("found_inf")
+
+    @property
+    def pass_found_inf_flag(self) -> Tensor:
+        """float32, 0-dim, on the device: 1 if a gradient of the last backward pass was not finite.
+
+        Passes with ``delay_unscale`` before it belong to it: nobody looked at their gradients then.
+        """
+        return self.param_table().state_field("pass_found_inf")
+
+    @uncompiled
+    @torch.no_grad()
+    def inspect_gradients(self) -> Tensor:
+        """Look at the gradients now, as the step would, which need not look again.
+
+        Returns:
+            `found_inf_flag`. In a backward pass, what was known before it.
+        """
+        self._ledger.inspect()
+        return self.found_inf_flag
+
+    @uncompiled
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's, and also drops what amp holds of earlier passes."""
+        if self._rows.table is not None:
+            self.param_table().zero_grad(set_to_none)
+            return
+        for param in parameters(self):
+            if isinstance(param, MasterParameter) and param.model_param.grad is not None:
+                if set_to_none:
+                    param.model_param.grad = None
+                else:
+                    param.model_param.grad.detach_().zero_()
+        super().zero_grad(set_to_none)
+
+    # --- the decisions of a step ----------------------------------------------------------------
 
     def _verdict(self, max_norm: float) -> dict[str, Any]:
         """Arguments for ``ParamTable.update`` and ``decide``: what to inspect, whether to skip."""
@@ -157,13 +342,77 @@ class AmpOptimizer(Gradients, Checkpoints):
 
     def _watch_skips(self) -> None:
         """After a step: tell of skipped ones; raise if training has stopped without a word."""
-        if not (self._under_amp and self.skip_on_overflow):
-            return
-        if self._skip_watch is None:
-            self._skip_watch = SkipWatch()
-        session = self.__dict__.get("_amp_session")
-        tell = session is not None and session.tells_skips
-        self._skip_watch.after_step(self._known_table(), tell=tell)
+        if self._under_amp and self.skip_on_overflow:
+            session = self.__dict__.get("_amp_session")
+            tell = session is not None and session.tells_skips
+            self._skip_watch.after_step(self._rows.known(), tell=tell)
+
+    # --- state dicts and copies: see checkpoints.py ---------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, plus ``master_param`` (float32) for each parameter that has a master.
+
+        It says itself what it holds, and every mode loads every other's: a split master is in it
+        as the whole one that it stands for (4 bytes a parameter while the dict lives), a state in
+        BF16 under its name, one in 8 bits under ``<name>_codes`` and ``<name>_scale``.
+        """
+        self.follow_edits()
+        return checkpoints.with_masters(self, super().state_dict())
+
+    def torch_state_dict(self) -> dict[str, Any]:
+        """`state_dict` with all states in float32, as torch's optimizer of the name loads it."""
+        return checkpoints.in_float32(self, self.state_dict())
+
+    def load_state_dict(self, state_dict: dict[str, Any], *, strict: bool = False) -> None:
+        """As torch's, without rounding FP32 state to a half parameter's type.
+
+        Accepts state dicts of the torch optimizer of the same name and, with or without masters,
+        of ampfuse, whatever its states are stored in: they are stored here as this optimizer says,
+        and a warning tells if that rounds them. Masters that are not in the state dict are taken
+        from the model weights; split ones are written together with their weights.
+
+        Arguments:
+            strict: refuse states that are stored in another way.
+
+        Raises:
+            ValueError: the state belongs to parameters of another number or shape; it is damaged,
+                as a state dict without ``exp_avg`` or with a step count of NaN; or, with `strict`,
+                it is stored in another way. RuntimeError: in a swap_ema block. Nothing has changed
+                then.
+        """
+        self._check_not_swapped("load_state_dict()")
+        if len(with_inner(self)) > 1:
+            checkpoints.load_around(self, state_dict, super().load_state_dict)
+        else:
+            checkpoints.load(self, state_dict, super().load_state_dict, strict=strict)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # Called by load_state_dict, pickle and deepcopy alike.
+        if self._loading is not None:
+            checkpoints.restore_state(self, state, self._loading)
+        # torch's looks for a step in each state; before the first there are masters alone, and the
+        # state of another's step is not torch's.
+        states = state.get("state", {})
+        alone = [
+            param
+            for param, held in states.items()
+            if self._has_own_step or checkpoints.is_master_alone(held)
+        ]
+        set_aside = {param: states.pop(param) for param in alone}
+        super().__setstate__(state)
+        states.update(set_aside)
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.follow_edits()
+        own = {key: self.__dict__[key] for key in self._copied if key in self.__dict__}
+        return {**super().__getstate__(), **own}
+
+    def _whole_options(self) -> dict[str, Any]:
+        """The options that are the same for all groups."""
+        return {}
+
+    def _check_loaded(self, group: dict[str, Any]) -> None:
+        """Raise ValueError for a group that no step of ours can work with."""
 
 
 def amp_optimizers(optimizer: Any) -> list[AmpOptimizer]:

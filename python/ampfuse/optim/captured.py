@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampfuse._schema import SCHEDULED
 from ampfuse.optim.fused import FusedOptimizer
+from ampfuse.optim.hyper import refuse_unread
 from ampfuse.optim.inner import parameters
 from ampfuse.optim.masters import MasterParameter
-from ampfuse.optim.schedule import COLUMNS, Schedule, refuse_unread
+from ampfuse.optim.schedule import Schedule
 
 # Of a parameter group: a rate that the kernel reads from a tensor, and the hyper-parameters.
 _Group = tuple[Tensor | None, dict[str, Any]]
@@ -30,7 +32,7 @@ class GroupValues(Schedule):
     def __init__(self, groups: list[_Group], device: torch.device) -> None:
         self._written: list[dict[str, float]] = []
         for lr, hyper in groups:
-            values = {name: float(hyper[name]) for name in COLUMNS if name in hyper}
+            values = {name: float(hyper[name]) for name in SCHEDULED if name in hyper}
             if lr is not None:
                 del values["lr"]
             if values.get("momentum") == 0:
@@ -97,7 +99,7 @@ class CapturedOptimizer:
             yield
         finally:
             optimizer._rehearsal = None
-        optimizer.pin_states()
+        optimizer._states.pin()
 
     def step_state(self) -> Tensor:
         """The state of the step, as bytes: all its fields lie in one storage."""
@@ -106,7 +108,7 @@ class CapturedOptimizer:
 
     def note_capture(self) -> None:
         """From now on `refuse_changes` compares with this."""
-        self._state_names = self._optimizer.states_by_group()
+        self._state_names = self._optimizer._states.wanted()
         self._fingerprint = self.table.fingerprint()
 
     def refuse_changes(self) -> None:
@@ -114,12 +116,14 @@ class CapturedOptimizer:
         optimizer = self._optimizer
         if optimizer._schedule is not self._schedule:
             raise stale("optimizer.follow was called")
-        if not optimizer.has_params(self.params) or optimizer._table is not self.table:
+        if optimizer._rows.table is not self.table or not self.table.has_params(
+            optimizer.param_groups
+        ):
             raise stale("the optimizer's parameters are others")
         fingerprint = self.table.fingerprint()
         if fingerprint != self._fingerprint:
             raise stale(self._what_changed(fingerprint))
-        if optimizer.states_by_group() != self._state_names:
+        if optimizer._states.wanted() != self._state_names:
             raise stale("momentum or amsgrad was switched on or off")
         for i, (now, then) in enumerate(zip(self._current_groups(), self._groups, strict=True)):
             self._refuse_hyper(i, now, then)
@@ -154,7 +158,7 @@ class CapturedOptimizer:
                 raise stale(f"{what} was changed from {value} to {now[1][name]}")
 
     def _current_groups(self) -> list[_Group]:
-        return [self._optimizer.lr_and_hyper(group) for group in self._optimizer.param_groups]
+        return list(map(self._optimizer._hypers.of, self._optimizer.param_groups))
 
     def _what_changed(self, fingerprint: bytes) -> str:
         now, then = memoryview(fingerprint).cast("q"), memoryview(self._fingerprint).cast("q")

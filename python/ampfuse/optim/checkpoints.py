@@ -10,250 +10,133 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ampfuse._schema import STORAGES
 from ampfuse.optim.checks import COUNT, Rule, check
-from ampfuse.optim.inner import parameters, with_inner
-from ampfuse.optim.kept import STATES, Kept, mode_for
+from ampfuse.optim.inner import parameters
 from ampfuse.optim.masters import (
     HALF_DTYPES,
     MASTERS,
     MasterParameter,
     exact_float32,
     joined_master,
-    split_master,
 )
-from ampfuse.optim.options import RULES, StateMode
-from ampfuse.optim.rows import Rows
 from ampfuse.optim.shards import is_sharded, on_shards
+from ampfuse.optim.states import storage_of
+from ampfuse.optim.stored import FP32, Stored, storage_for
 
 # Beside "state" in a state dict: for each parameter with state of another type, by its index, the
 # type that the parameter had.
 DTYPES = "param_dtypes"
 
 
-class Checkpoints(Rows):
-    """Mixin: ``state_dict``, ``load_state_dict``, pickle and deepcopy with masters."""
-
-    # Attributes that a copy has too.
-    _copied: tuple[str, ...] = (
-        *RULES,
-        "_takes_options",
-        "skip_on_overflow",
-        "_under_amp",
-        "_amp_session",  # amp's policy and loss scalers: a copy trains on under amp
-    )
-    # The state dict that is being loaded.
-    _loading: dict[str, Any] | None = None
-    # In a subclass of a fused optimizer whose step, and state, is not ours.
-    _has_own_step = False
-    # Of a state, beside the states of the algorithm: tensors of the parameter's shape, and numbers;
-    # and what it may lack where it has the rest.
-    _whole: tuple[str, ...] = ("master_param",)
-    _numbers: tuple[str, ...] = ()
-    _may_lack: tuple[str, ...] = ()
-    # Within a swap_ema block.
-    _swapped = False
-
-    def state_dict(self) -> dict[str, Any]:
-        """As torch's, plus ``master_param`` (float32) for each parameter that has a master.
-
-        It says itself what it holds, and every mode loads every other's: a split master is in it
-        as the whole one that it stands for (4 bytes a parameter while the dict lives), a state in
-        BF16 under its name, one in 8 bits under ``<name>_codes`` and ``<name>_scale``.
-        """
-        self.follow_edits()
-        state_dict = super().state_dict()
-        states = state_dict.setdefault("state", {})  # a wrapper's own format may have none
-        for i, param in enumerate(parameters(self)):
-            state = dict(states.get(i, {}))
-            if isinstance(param, MasterParameter):
-                state["master_param"] = param.detach()
-            if (remainder := state.pop("master_remainder", None)) is not None:
-                state["master_param"] = joined_master(param, remainder)
-            if is_sharded(param):  # another mesh has other blocks of codes
-                self._decode(state, param)
-            if state:
-                states[i] = state
-        return state_dict
-
-    def torch_state_dict(self) -> dict[str, Any]:
-        """`state_dict` with all states in float32, as torch's optimizer of the name loads it."""
-        state_dict = self.state_dict()
-        for i, param in enumerate(parameters(self)):
-            if i in state_dict["state"]:
-                self._decode(state_dict["state"][i], param, ("8bit", "bf16"))
-        return state_dict
-
-    def _decode(
-        self, state: dict[str, Any], param: Tensor, modes: tuple[StateMode, ...] = ("8bit",)
-    ) -> None:
-        """Make float32 of the states of `param` that are kept in one of `modes`."""
-        with on_shards(state, param) as shards:
-            for kept in Kept.of(self._algorithm, STATES.get(self._algorithm, ())):
-                if kept.mode_in(shards) in modes:
-                    kept.put(shards, kept.values(shards), "fp32")
-
-    @torch.no_grad()
-    def follow_edits(self) -> None:
-        """Before masters are saved or copied: what was edited in the model since is in them.
-
-        Raises RuntimeError in a swap_ema block: averages are no edits.
-        """
-        self._check_not_swapped("what looks at masters or saves them")
-        if (
-            self._table is not None
-            or any("master_param" in state for state in self.state.values())
-            or any(isinstance(param, MasterParameter) for param in parameters(self))
-        ):
-            self.param_table().refresh_masters()
-
-    def load_state_dict(self, state_dict: dict[str, Any], *, strict: bool = False) -> None:
-        """As torch's, without rounding FP32 state to a half parameter's type.
-
-        Accepts state dicts of the torch optimizer of the same name and, with or without masters,
-        of ampfuse, whatever its states are kept in: they are kept here as this optimizer says,
-        and a warning tells if that rounds them. Masters that are not in the state dict are taken
-        from the model weights; split ones are written together with their weights.
-
-        Arguments:
-            strict: refuse states that are kept in another way.
-
-        Raises:
-            ValueError: the state belongs to parameters of another number or shape; it is damaged,
-                as a state dict without ``exp_avg`` or with a step count of NaN; or, with `strict`,
-                it is kept in another way. RuntimeError: in a swap_ema block. Nothing has changed
-                then.
-        """
-        self._check_not_swapped("load_state_dict()")
-        if len(with_inner(self)) > 1:
-            self._load_around(state_dict)
-            return
-        rounded: dict[str, None] = {}
-        handle = self.register_load_state_dict_pre_hook(
-            functools.partial(_check_and_remember, strict=strict, rounded=rounded)
-        )
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            handle.remove()
-            self._loading = None
-        if rounded:
-            warnings.warn(f"loading rounds states: {', '.join(rounded)}", stacklevel=3)
-
-    def _load_around(self, state_dict: dict[str, Any]) -> None:
-        """A wrapper hands the state to the optimizers in it, which know no masters."""
-        params = list(parameters(self))
-        rest, masters = _without_masters(state_dict)
-        for i, master in masters.items():
-            if i < len(params):
-                _check_tensor("master_param", master, params[i], self.parameter_names()[i])
-        super().load_state_dict(rest)
-        for i, param in enumerate(parameters(self)):
-            if i in masters:
-                exact = masters[i].detach().to(param.device, torch.float32)
-                self.restore_master(param, {}, exact)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        # Called by load_state_dict, pickle and deepcopy alike.
-        if self._loading is not None:
-            self._restore_state(state["state"], self._loading)
-            state["param_groups"] = [
-                self._as_loaded(*pair)
-                for pair in zip(self.param_groups, state["param_groups"], strict=True)
-            ]
-        # torch's looks for a step in each state; before the first there are masters alone, and the
-        # state of another's step is not torch's.
-        states = state.get("state", {})
-        alone = [p for p, held in states.items() if self._has_own_step or _is_master_alone(held)]
-        set_aside = {param: states.pop(param) for param in alone}
-        super().__setstate__(state)
-        states.update(set_aside)
-        self._states_bound = False
-
-    def _as_loaded(self, group: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
-        """What `saved` is in place of `group`: how states are kept is this optimizer's choice."""
-        options = {"state_dtype", *self._whole_options()}
-        own = {key: value for key, value in group.items() if key in options}
-        return {key: value for key, value in saved.items() if key not in options} | own
-
-    def _whole_options(self) -> dict[str, Any]:
-        """The options that are the same for all groups."""
-        return {}
-
-    def _check_loaded(self, group: dict[str, Any]) -> None:
-        """Raise ValueError for a group that no step of ours can work with."""
-
-    def _restore_state(self, state: dict[Any, Any], saved: dict[str, Any]) -> None:
-        """Undo torch's casts to the parameter's dtype, and put masters where they belong."""
-        ids = [i for group in saved["param_groups"] for i in group["params"]]
-        dtypes = saved.get(DTYPES, {})
-        for i, param in zip(ids, parameters(self), strict=True):
-            was = saved["state"].get(i)
-            if not isinstance(was, dict):
-                continue
-            for key, value in was.items():
-                if key == "master_param":
-                    exact = value.detach().to(device=param.device, dtype=torch.float32, copy=True)
-                    self.restore_master(param, state[param], exact)
-                elif key != "step":  # torch knows where and in which type that belongs
-                    state[param][key] = _uncast(value, state[param][key], param, dtypes.get(i))
-            held = self._table is not None and MASTERS & self.state.get(param, {}).keys()
-            if held and not MASTERS & state[param].keys():  # the weight is all that was saved
-                self.restore_master(param, state[param], exact_float32(param))
-
-    def restore_master(self, param: Tensor, state: dict[str, Any], master: Tensor) -> None:
-        """Make `master` (float32) the master of `param`, a parameter of the groups.
-
-        Arguments:
-            state: of `param`, about to be the optimizer's.
-        """
-        state.pop("master_param", None)
+def with_masters(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """torch's `state_dict` with all masters, in whatever form they are kept."""
+    states = state_dict.setdefault("state", {})  # a wrapper's own format may have none
+    for i, param in enumerate(parameters(optimizer)):
+        state = dict(states.get(i, {}))
         if isinstance(param, MasterParameter):
-            with torch.no_grad():
-                param.copy_(master)
-            param.model_version = param.model_param._version
-        elif self._is_split(param):
-            state["master_remainder"] = remainder = self._remainder(param)
-            split_master(master, param, remainder)
-        elif self.master_weights and param.dtype in HALF_DTYPES:
-            old = self.state[param].get("master_param") if self._table is not None else None
-            if old is not None:  # the table's row holds this tensor
-                old.copy_(master)
-                master = old
-            state["master_param"] = master
-            state["_model_version"] = param._version
-        if self._table is not None:
-            # Loading the model before or after this gives the weights these masters round to.
-            self._table.accept_model_weights()
-            state.pop("_model_version", None)
-
-    def _check_not_swapped(self, what: str) -> None:
-        if self._swapped:
-            raise RuntimeError(
-                f"{what} inside a swap_ema block, where the model has its averages; do that after "
-                "the block"
-            )
-
-    def _mode_of(self, group: dict[str, Any]) -> StateMode:
-        """How a step of ours keeps the states of `group`."""
-        return "fp32"
-
-    def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """The state of the parameter's shape that a step of ours has in `group`."""
-        return ()
-
-    def __getstate__(self) -> dict[str, Any]:
-        self.follow_edits()
-        own = {key: self.__dict__[key] for key in self._copied if key in self.__dict__}
-        return {**super().__getstate__(), **own}
+            state["master_param"] = param.detach()
+        if (remainder := state.pop("master_remainder", None)) is not None:
+            state["master_param"] = joined_master(param, remainder)
+        if is_sharded(param):  # another mesh has other blocks of codes
+            _decode(optimizer, state, param, with_blocks_only=True)
+        if state:
+            states[i] = state
+    return state_dict
 
 
-def _is_master_alone(state: Any) -> bool:
+def in_float32(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """`state_dict` with all states in float32."""
+    for i, param in enumerate(parameters(optimizer)):
+        if i in state_dict["state"]:
+            _decode(optimizer, state_dict["state"][i], param)
+    return state_dict
+
+
+def _decode(
+    optimizer: Any, state: dict[str, Any], param: Tensor, *, with_blocks_only: bool = False
+) -> None:
+    """Make float32 of the states of `param`; `with_blocks_only`: of those that have scales."""
+    algorithm = optimizer.algorithm
+    with on_shards(state, param) as shards:
+        for stored in Stored.of(algorithm.name, algorithm.states):
+            storage = stored.storage_in(shards)
+            if storage not in (None, FP32) and (storage.block or not with_blocks_only):
+                stored.put(shards, stored.values(shards), FP32)
+
+
+def load(
+    optimizer: Any, state_dict: dict[str, Any], by: Callable[[Any], None], *, strict: bool
+) -> None:
+    """Load with torch's `by`, after a look at everything."""
+    rounded: dict[str, None] = {}
+    handle = optimizer.register_load_state_dict_pre_hook(
+        functools.partial(_check_and_remember, strict=strict, rounded=rounded)
+    )
+    try:
+        by(state_dict)
+    finally:
+        handle.remove()
+        optimizer._loading = None
+    if rounded:
+        warnings.warn(f"loading rounds states: {', '.join(rounded)}", stacklevel=4)
+
+
+def load_around(optimizer: Any, state_dict: dict[str, Any], by: Callable[[Any], None]) -> None:
+    """A wrapper hands the state to the optimizers in it, which know no masters."""
+    params = list(parameters(optimizer))
+    rest, masters = _without_masters(state_dict)
+    for i, master in masters.items():
+        if i < len(params):
+            _check_tensor("master_param", master, params[i], optimizer.parameter_names()[i])
+    by(rest)
+    for i, param in enumerate(parameters(optimizer)):
+        if i in masters:
+            exact = masters[i].detach().to(param.device, torch.float32)
+            optimizer.restore_master(param, {}, exact)
+
+
+def restore_state(optimizer: Any, state: dict[str, Any], saved: dict[str, Any]) -> None:
+    """Undo, in what torch made of `saved`, its casts; put masters where they belong."""
+    _restore_tensors(optimizer, state["state"], saved)
+    pairs = zip(optimizer.param_groups, state["param_groups"], strict=True)
+    state["param_groups"] = [_as_loaded(optimizer, *pair) for pair in pairs]
+
+
+def _as_loaded(optimizer: Any, group: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
+    """What `saved` is in place of `group`: how states are stored is this optimizer's choice."""
+    options = {"state_dtype", *optimizer._whole_options()}
+    own = {key: value for key, value in group.items() if key in options}
+    return {key: value for key, value in saved.items() if key not in options} | own
+
+
+def _restore_tensors(optimizer: Any, state: dict[Any, Any], saved: dict[str, Any]) -> None:
+    ids = [i for group in saved["param_groups"] for i in group["params"]]
+    dtypes = saved.get(DTYPES, {})
+    has_table = optimizer._rows.table is not None
+    for i, param in zip(ids, parameters(optimizer), strict=True):
+        was = saved["state"].get(i)
+        if not isinstance(was, dict):
+            continue
+        for key, value in was.items():
+            if key == "master_param":
+                exact = value.detach().to(device=param.device, dtype=torch.float32, copy=True)
+                optimizer.restore_master(param, state[param], exact)
+            elif key != "step":  # torch knows where and in which type that belongs
+                state[param][key] = _uncast(value, state[param][key], param, dtypes.get(i))
+        held = has_table and MASTERS & optimizer.state.get(param, {}).keys()
+        if held and not MASTERS & state[param].keys():  # the weight is all that was saved
+            optimizer.restore_master(param, state[param], exact_float32(param))
+
+
+def is_master_alone(state: Any) -> bool:
+    """Whether the state of a parameter is what it has before the first step."""
     return isinstance(state, dict) and bool(state) and state.keys() <= {*MASTERS, "_model_version"}
 
 
@@ -329,7 +212,7 @@ def _check_and_remember(
         for i, (own, saved) in groups:
             if len(own["params"]) != len(saved["params"]):
                 break  # torch says what is wrong
-            group = {**own, **optimizer._as_loaded(own, saved)}
+            group = {**own, **_as_loaded(optimizer, own, saved)}
             try:
                 optimizer._check_loaded(group)
             except ValueError as error:
@@ -352,34 +235,41 @@ def _check_state(
     rounded: dict[str, None],
 ) -> None:
     """Raise ValueError unless a step of ours can go on with `state`: it has all or nothing."""
+    algorithm = optimizer.algorithm
     if not isinstance(state, dict):
-        if optimizer._algorithm != "none":
+        if algorithm.name != "none":
             raise ValueError(f"the state for {name} is {state!r}, and no dict")
         return
-    for key in optimizer._whole:
+    for key in ("master_param",) if algorithm.name == "none" else ("master_param", "ema"):
         _check_tensor(key, state.get(key), param, name)
-    if optimizer._has_own_step:  # and a state of its own
+    if algorithm.name == "none" or optimizer._has_own_step:  # and a state of its own
         return
     found = {key for key, value in state.items() if value is not None}
-    wanted, known = [*optimizer._numbers], {*optimizer._numbers}
+    may_lack = set() if algorithm.uses_count else {"step"}
+    wanted, known = [*algorithm.numbers], {*algorithm.numbers}
     for key in found & known:
         check(f"{key} for {name}", state[key], COUNT)
-    mode = mode_for(optimizer._mode_of(group), param)
-    for kept in Kept.of(optimizer._algorithm, optimizer._state_names(group)):
-        for key, shape in kept.shapes(param).items():
-            rule = _CODES if key == kept.keys[1] else _VALUES
-            _check_tensor(key, state.get(key), param, name, shape, rule)
-        had = kept.mode_in(state)
-        wanted += kept.keys_in(had or "fp32")
-        known.update(kept.keys)
-        if had not in (None, mode) and strict:
+    storage = storage_for(storage_of(optimizer, group), param)
+    for stored in Stored.of(algorithm.name, algorithm.states_in(group)):
+        for of in STORAGES.values():
+            for i, (key, shape) in enumerate(stored.shapes(param, of).items()):
+                rule = _CODES if of.block and i == 0 else _VALUES
+                _check_tensor(key, state.get(key), param, name, shape, rule)
+        had = stored.storage_in(state)
+        keys = (had or FP32).keys(stored.name)
+        wanted += keys
+        known.update(stored.keys)
+        if algorithm.starts_at_gradient:
+            may_lack.update(keys[:1] if had is None else ())
+        if had not in (None, storage) and strict:
             raise ValueError(
-                f"it has {kept.name} of {name} in {had}, and this optimizer keeps it in {mode}. "
-                f"Build it with state_dtype={had!r}, or load with strict=False, which converts"
+                f"it has {stored.name} of {name} in {had.name}, and this optimizer keeps it in "
+                f"{storage.name}. Build it with state_dtype={had.name!r}, or load with "
+                "strict=False, which converts"
             )
-        if had not in (None, mode) and mode != "fp32":
-            rounded[f"{kept.name} from {had} to {mode}"] = None
-    lost = [key for key in wanted if key not in found and key not in optimizer._may_lack]
+        if had not in (None, storage) and storage is not FP32:
+            rounded[f"{stored.name} from {had.name} to {storage.name}"] = None
+    lost = [key for key in wanted if key not in found and key not in may_lack]
     if lost and found & known:
         raise ValueError(f"{lost[0]} for {name} is missing; there are {', '.join(state)}")
 

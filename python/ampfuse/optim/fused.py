@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
 from types import CodeType
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
 
+from ampfuse.optim.base import AmpOptimizer
 from ampfuse.optim.checks import ABOVE_0, COUNT, FINITE, NUMBER, check
-from ampfuse.optim.ema import Averages
-from ampfuse.optim.hyper import Asked, check_range
+from ampfuse.optim.hyper import Hypers, check_hyper, check_range, kernel_hyper
 from ampfuse.optim.masters import FLOAT_DTYPES
 from ampfuse.optim.options import (
     NOT_IN_GROUPS,
     NOT_IN_OTHERS_GROUPS,
     RULES,
-    Options,
     changed_too_late,
     check_group,
     check_options,
     values_of,
 )
-from ampfuse.optim.schedule import Scheduled, refuse_unread
+from ampfuse.optim.schedule import Schedule, tabulate
+from ampfuse.optim.states import CLASSES, States, storage_of
 from ampfuse.uncompiled import uncompiled
 
 if TYPE_CHECKING:
@@ -34,42 +37,54 @@ if TYPE_CHECKING:
 FUSED: dict[type[torch.optim.Optimizer], type[FusedOptimizer]] = {}
 
 
-class FusedOptimizer(Scheduled, Averages):
+class FusedOptimizer(AmpOptimizer):
     """Base of the optimizers whose update is a kernel of ours.
 
-    A subclass names its kernel (`_algorithm`), says which state a parameter of a group has
-    (:class:`States`), and gives the kernel's hyper-parameters (`_hyper`, by the names of
-    ``ParamTable.set_hyper``, and ``lr``, which may be a tensor). With the class argument `replaces`
-    it stands in, under amp, for that class of torch, from which it also inherits.
+    A subclass names its kernel by the class argument `algorithm`; states and hyper-parameters are
+    the schema's. With `replaces` it stands in, under amp, for that class of torch, from which it
+    also inherits.
 
     In a subclass whose step calls no other, amp and GradScalers see an optimizer like any other.
     """
 
+    # The class of torch that it stands in for.
+    _replaces: type[torch.optim.Optimizer] | None = None
+    # Whether half gradients are left unscaled as FP32 ones are, rounded.
+    _unscales_half = False
+    # Clip the next step to this L2 norm instead of `max_grad_norm`.
+    clip_once: float | None = None
+    # The options as a step last found them.
+    _checked: tuple[Any, ...] | None = None
+    # What the steps follow, and where it goes on if a state dict was loaded first.
+    _schedule: Schedule | None = None
+    _loaded_schedule_step: int | None = None
+
+    _states = cached_property(States)
+    _hypers = cached_property(Hypers)
+
     def __init_subclass__(
-        cls, *, replaces: type[torch.optim.Optimizer] | None = None, **kwargs: Any
+        cls,
+        *,
+        algorithm: str | None = None,
+        replaces: type[torch.optim.Optimizer] | None = None,
+        **kwargs: Any,
     ) -> None:
         if not cls._has_own_step and _has_own_step(cls):
             cls._has_own_step, cls._step_supports_amp_scaling = True, False
         super().__init_subclass__(**kwargs)
+        if algorithm is not None:
+            cls._algorithm, cls._replaces = algorithm, replaces
+            CLASSES.append((algorithm, cls.__name__))
         if replaces is not None:
             FUSED[replaces] = cls
 
-    # Whether half gradients are left unscaled as FP32 ones are, rounded.
-    _unscales_half = False
-
-    # Whether a step follows the norm of each tensor by itself, so that LARC has no place around it.
-    _follows_norms = False
-
-    # Clip the next step to this L2 norm instead of `max_grad_norm`.
-    clip_once: float | None = None
-    # What the table has: of each group the rate's tensor, the schedule, its rows and `_hyper`.
-    _hyper_sent: list[Any]
-
-    def _set_options(self, options: Options, arguments: dict[str, Any]) -> None:
-        """Set the options that a constructor was given, and look at its other arguments.
+    def _construct(self, arguments: dict[str, Any]) -> None:
+        """The constructor of an optimizer, given its ``locals()``.
 
         Raises TypeError for an unknown option, and ValueError.
         """
+        arguments = {name: value for name, value in arguments.items() if name != "self"}
+        params, options = arguments.pop("params"), arguments.pop("options")
         for name, value in options.items():
             if name not in RULES:
                 call = f"{type(self).__name__}.__init__()"
@@ -79,7 +94,20 @@ class FusedOptimizer(Scheduled, Averages):
             setattr(self, name, bool(value) if is_flag and value != "split" else value)
         check_options({name: getattr(self, name) for name in RULES})
         self._takes_options = True
-        check_range(self._checked_hyper(arguments))
+        check_hyper(self.algorithm, arguments)
+        check_range(kernel_hyper(self.algorithm, arguments))
+        if (fill := self.algorithm.filled_with) is not None:
+            check(fill, arguments[fill], NUMBER)
+        if self._replaces is None:
+            torch.optim.Optimizer.__init__(self, params, arguments)
+            return
+        self._replaces.__init__(self, params, **arguments)
+        # torch's Adagrad has filled its states now (before 2.14 or so), in the parameter's type.
+        for state in self.state.values():
+            for name in self.algorithm.states:
+                if state[name].dtype != torch.float32:
+                    fresh = float(arguments[str(fill)])
+                    state[name] = torch.full_like(state[name], fresh, dtype=torch.float32)
 
     def check_options(self) -> None:
         """Raise ValueError for options and groups that were changed to what they cannot be."""
@@ -87,9 +115,10 @@ class FusedOptimizer(Scheduled, Averages):
         if now != self._checked:
             options = dict(zip(RULES, now, strict=True))
             check_options(options)
-            for name, value in self._made_with.items() if self._table is not None else ():
-                if options[name] != value:
-                    raise ValueError(changed_too_late(name, value, options[name]))
+            if self._rows.table is not None:
+                for name, value in self._rows.made_with.items():
+                    if options[name] != value:
+                        raise ValueError(changed_too_late(name, value, options[name]))
             self._checked = now
         for group in self.param_groups:
             if not NOT_IN_GROUPS.isdisjoint(group):
@@ -101,14 +130,15 @@ class FusedOptimizer(Scheduled, Averages):
         return {name: getattr(self, name) for name in names}
 
     def _check_loaded(self, group: dict[str, Any]) -> None:
-        for name, value in self._checked_hyper(group).items():
+        check_hyper(self.algorithm, group)
+        for name, value in kernel_hyper(self.algorithm, group).items():
             check(name, value, FINITE)
         check("schedule_step", group.get("schedule_step", 0), COUNT)
 
     def _check_group(self, group: dict[str, Any]) -> None:
         check_group(group, self._whole_options())
-        self._mode_of(group)
-        self._checked_hyper(group)
+        storage_of(self, group)
+        check_hyper(self.algorithm, group)
         if group.get("differentiable"):
             raise ValueError(
                 "differentiable=True needs an update that autograd records, and a fused one is "
@@ -130,6 +160,8 @@ class FusedOptimizer(Scheduled, Averages):
             self.param_groups.pop()
             raise
 
+    # --- the step -------------------------------------------------------------------------------
+
     @uncompiled
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -148,106 +180,178 @@ class FusedOptimizer(Scheduled, Averages):
                 TypeError: a float64 or complex gradient. ValueError: an option or hyper-parameter
                 was changed to what it cannot be. Nothing has changed then.
         """
-        self._check_gradients_are_unscaled()
+        self._ledger.check_before_step()
         self._check_not_swapped("step()")
         self.check_options()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        table = self.param_table()
-        try:
-            self.keep_bound()
-            self._send_hyper()
-        except (RuntimeError, TypeError, ValueError):
-            for group in self.param_groups:
-                self._checked_hyper(group)
-            raise
-        stateless = self._collect(table)
+        table, stateless = self._collect()
         for row in stateless:
-            self._init_state(row)
+            self._states.init_row(row)
         if stateless:
-            self._remember_bindings()
+            self._states.remember()
         max_norm, self.clip_once = self.clip_once or self.max_grad_norm or 0.0, None
         metered = None if self._meter is None else self._meter.before_update(table)
         table.update(**self._verdict(max_norm), meter=metered)
         if metered is not None:
             self.meter.after_update(table, metered)
-        if torch.is_autocast_enabled(self._row_params[0].device.type):
+        if torch.is_autocast_enabled(self._rows.params[0].device.type):
             torch.clear_autocast_cache()  # it may hold casts of the weights as they were
         self._watch_skips()
         return loss
+
+    def _collect(self) -> tuple[ParamTable, list[int]]:
+        """The table, which has all that the step needs, and rows with a gradient but no state."""
+        self._rows.master_the_unfrozen()
+        table = self._rows.table
+        if table is not None and self._states.are_of(self._rows.params):
+            found = table.collect(*self._gradient_scale(), self.param_groups, self.state)
+            if found is not None:
+                self._hypers.send(table)
+                if self._states.are_bound:
+                    return table, found
+        # The first step; or parameters, states or what groups keep of them are others.
+        table = self.keep_bound()
+        self._hypers.send(table)
+        found = table.collect(*self._gradient_scale())
+        assert found is not None
+        return table, found
+
+    def _gradient_scale(self) -> tuple[Tensor | None, bool, bool]:
+        """What gradients outside scale_loss carry; whether the update leaves them without it."""
+        return self.__dict__.get("grad_scale"), self.unscale_grads, self._unscales_half
+
+    def keep_bound(self) -> ParamTable:
+        """The table, bound anew if somebody loaded, cleared or exchanged parameters or states."""
+        table = self.param_table()
+        if not (self._states.are_of(self._rows.params) and table.has_states(self.state)):
+            self._states.bind()
+        return table
+
+    def _table_is_new(self) -> None:
+        self._states.unpin()
+        self._checked = None
+
+    def _rows_are_added(self) -> None:
+        self._hypers.forget()
 
     @uncompiled
     @torch.no_grad()
     def clip_next_step(self, max_norm: float) -> Tensor:
         check("max_norm", max_norm, ABOVE_0)
         table = self.param_table()
-        self._collect(table)
+        table.collect(*self._gradient_scale())
         table.measure()
         self.clip_once = float(max_norm)
         return table.state_field("sum_squares").sqrt().to(torch.float32)
 
-    def _collect(self, table: ParamTable) -> list[int]:
-        """Tell `table` of the gradients and their scale; the rows with a gradient but no state."""
-        scale = self.__dict__.get("grad_scale")
-        return table.collect(scale, self.unscale_grads, self._unscales_half)
+    @contextlib.contextmanager
+    def swap_ema(self) -> Iterator[None]:
+        """In the block the model has the averages of its weights, rounded to their type.
 
-    # --- hyper-parameters -----------------------------------------------------------------------
+        Afterwards it has the weights again, with the same bits; masters never change. It takes a
+        copy of the weights for the time of the block.
 
-    def _bind_states(self) -> None:
-        for group in self.param_groups:
-            self._checked_hyper(group)
-        self._hyper_sent = []
-        super()._bind_states()
+        Raises:
+            RuntimeError: without ``ema_decay``, or within another such block. In the block a step
+                raises one too, and so does what saves, loads, copies or looks at masters.
+        """
+        if self.ema_decay is None or self._swapped:
+            what = "a swap_ema block is open already" if self._swapped else "there are no averages"
+            raise RuntimeError(f"{what}; build the optimizer with ema_decay= and nest no blocks")
+        table = self.keep_bound()
+        table.refresh_masters()  # so that afterwards all there is counts as known
+        with self._states.averages_in_place(table):
+            self._swapped = True
+            try:
+                yield
+            finally:
+                self._swapped = False
 
-    def _send_hyper(self) -> None:
-        """Give the table each group's hyper-parameters, if they changed."""
-        schedule = self._schedule
-        row = 0
+    # --- schedules ------------------------------------------------------------------------------
+
+    def follow(self, scheduler: LRScheduler | None, steps: int = 0) -> None:
+        """Tabulate `scheduler` and take each coming step's lr, weight decay, momentum, betas there.
+
+        The table lives on the device and is indexed by the steps that were applied, so that a
+        step skipped after an overflow does not use up a rate, and a per-step schedule needs neither
+        ``scheduler.step()`` nor any other work of the host, inside a captured graph too. Rates are
+        doubles, as the scheduler computes them. After the table's end the last row stays.
+
+        The scheduler is run on a copy of the groups and stays as it is; do not call its ``step``
+        any more. ``state_dict`` saves the position (``schedule_step`` in the groups); who resumes
+        makes scheduler and optimizer as at the start, and calls ``follow`` before or after
+        ``load_state_dict``.
+
+        Arguments:
+            scheduler: of ``torch.optim.lr_scheduler`` and of this optimizer; compositions too.
+                None: follow no longer. The groups then hold the values of the next step (waits).
+            steps: the number of steps to tabulate; one ``scheduler.step()`` each.
+
+        Raises:
+            TypeError: a scheduler that needs a metric, or that is not torch's. ValueError: it
+                belongs to another optimizer, ends earlier, or changes another option.
+        """
+        table = self.param_table()
+        if scheduler is None:
+            schedule, self._schedule = self._schedule, None
+            if schedule is not None:
+                schedule.write_to(self.param_groups, table.state_field("schedule_step"))
+            return
+
+        def hyper(group: Mapping[str, Any]) -> dict[str, Any]:
+            return kernel_hyper(self.algorithm, group)
+
+        self._schedule = tabulate(self, scheduler, int(steps), hyper, table.param(0).device)
+        self._rows.start_schedule_at(self._loaded_schedule_step or 0)
+        self._loaded_schedule_step = None
+
+    def learning_rates(self) -> Tensor:
+        """Each group's rate in the next applied step: float64, shape (groups,), on the device."""
+        step = self.param_table().state_field("schedule_step")
+        rates = []
         for i, group in enumerate(self.param_groups):
-            end = row + len(group["params"])
-            lr, hyper = self.lr_and_hyper(group)
-            table = schedule.of_group(i) if schedule is not None else {}
-            sent: Any = self._hyper_sent[i] if i < len(self._hyper_sent) else None
-            known = sent is not None and sent[0] is lr and sent[1] is schedule
-            if not known or sent[2:] != (row, end, hyper):
-                if not known or {**sent[-1], "lr": hyper["lr"]} != hyper:
-                    self._checked_hyper(group)
-                if known:
-                    refuse_unread(i, sent[-1], hyper, table)
-                self._known_table().set_hyper(row, end, lr, hyper, table)
-                del self._hyper_sent[i:]
-                self._hyper_sent.append((lr, schedule, row, end, hyper))
-            row = end
+            scheduled = self._schedule.at(i, step) if self._schedule is not None else {}
+            rate = torch.as_tensor(scheduled.get("lr", group["lr"]), dtype=torch.float64)
+            rates.append(rate.to(step.device).reshape(()))
+        return torch.stack(rates)
 
-    def _checked_hyper(self, group: dict[str, Any]) -> dict[str, Any]:
-        """`_hyper`. Raises ValueError for what is of a wrong type, of all that a step reads."""
-        asked = Asked(group)
-        try:
-            hyper = self._hyper(asked)
-            self._state_names(asked)
-        finally:
-            asked.check()
-        return hyper
+    # --- state dicts and copies -----------------------------------------------------------------
 
-    def lr_and_hyper(self, group: dict[str, Any]) -> tuple[Tensor | None, dict[str, Any]]:
-        """The rate, if the kernel reads it from a tensor on the device, and all the rest."""
-        hyper = self._hyper(group)
-        if self.seed:
-            hyper["seed"] = float(self.seed)
-        if self.ema_decay is not None:
-            hyper["ema_decay"] = float(self.ema_decay)
-        if self._layerwise is not None:
-            hyper.update(self._layerwise.hyper)
-        lr = hyper["lr"]
-        if not isinstance(lr, Tensor):
-            if type(lr) is not float:
-                check("lr", lr, NUMBER)
-            return None, hyper
-        on_device = lr.device == self._row_params[0].device and lr.dtype == torch.float32
-        hyper["lr"] = 0.0 if on_device else float(lr)
-        return (lr if on_device else None), hyper
+    def state_dict(self) -> dict[str, Any]:
+        self._states.drop_unstarted()
+        state_dict = super().state_dict()
+        if self._schedule is not None:
+            position = self._rows.applied_steps()
+            for group in state_dict["param_groups"]:
+                group["schedule_step"] = position
+        return state_dict
+
+    def load_state_dict(self, state_dict: dict[str, Any], *, strict: bool = False) -> None:
+        super().load_state_dict(state_dict, strict=strict)
+        positions = [group.pop("schedule_step", None) for group in self.param_groups]
+        if positions and positions[0] is not None:
+            if self._schedule is None:
+                self._loaded_schedule_step = int(positions[0])
+            else:
+                self._rows.start_schedule_at(int(positions[0]))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        position = state.pop("_applied_steps", 0)
+        super().__setstate__(state)
+        self._states.are_bound = False
+        if position:
+            self._rows.next_schedule_step = position
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._states.drop_unstarted()
+        state = super().__getstate__()
+        if self._schedule is None:
+            return state
+        position = self._rows.applied_steps()
+        return {**state, "_schedule": self._schedule, "_applied_steps": position}
 
 
 def is_fused(optimizer: torch.optim.Optimizer) -> TypeGuard[FusedOptimizer]:

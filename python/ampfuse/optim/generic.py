@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,12 +13,12 @@ from ampfuse.optim import checkpoints
 from ampfuse.optim.base import AmpOptimizer
 from ampfuse.optim.inner import parameters
 from ampfuse.optim.masters import MasterParameter
-from ampfuse.optim.sparse import SparseGradients
+from ampfuse.optim.sparse import SparseLedger
 from ampfuse.uncompiled import uncompiled
 
 
-class GenericOptimizer(SparseGradients, AmpOptimizer):
-    """Mixin that :func:`ampfuse.optim.upgrade` puts in front of an optimizer's class.
+class GenericOptimizer(AmpOptimizer):
+    """What :func:`ampfuse.optim.upgrade` puts in front of an optimizer's class.
 
     The wrapped step runs on FP32 masters with unscaled FP32 gradients; afterwards the model
     weights are the masters, rounded. Such a step is host code, so with dynamic scaling the host has
@@ -28,6 +29,7 @@ class GenericOptimizer(SparseGradients, AmpOptimizer):
     _step_supports_amp_scaling = True
     _algorithm = "none"
     _original_class: type[torch.optim.Optimizer]
+    _ledger = cached_property(SparseLedger)
 
     @uncompiled
     def step(self, *args: Any, **kwargs: Any) -> Any:
@@ -37,19 +39,19 @@ class GenericOptimizer(SparseGradients, AmpOptimizer):
         """
         from ampfuse.amp import cast_state  # which imports this package
 
-        self._check_gradients_are_unscaled()
+        self._ledger.check_before_step()
         table = self.param_table()
         scale = self.__dict__.get("grad_scale")
         if scale is not None:
             self.unscale_gradients(scale)
         table.refresh_masters()
-        with self._sparse_aside() as sparse:
+        with self._ledger.aside() as sparse:
             table.collect(None, False)
             verdict = self._verdict(0.0)
             if verdict["inspect"]:
-                self._inspect_sparse(sparse)
+                self._ledger.inspect_sparse(sparse)
             table.decide(**verdict)
-            self._add_sparse_norm(sparse)
+            self._ledger.add_norm(sparse)
         if self._overflowed():
             self._finish_step(sparse)
             return None
@@ -72,8 +74,8 @@ class GenericOptimizer(SparseGradients, AmpOptimizer):
         return result
 
     def _finish_step(self, sparse: dict[int, Tensor]) -> None:
-        self._known_table().finish_step()
-        self._spend_sparse(sparse)
+        self._rows.known().finish_step()
+        self._ledger.spend(sparse)
         self._watch_skips()
 
     def _overflowed(self) -> bool:
@@ -81,7 +83,7 @@ class GenericOptimizer(SparseGradients, AmpOptimizer):
         driven = "found_inf" in self.__dict__
         if not (driven or (self._under_amp and self.skip_on_overflow)):
             return False
-        return bool(self._known_table().state_field("skip").item())
+        return bool(self._rows.field("skip").item())
 
     def _with_published_weights(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -95,7 +97,7 @@ class GenericOptimizer(SparseGradients, AmpOptimizer):
         outer = cast_state.thread.scope
 
         def closure_on_current_weights() -> Any:
-            self._known_table().publish_masters()
+            self._rows.known().publish_masters()
             with cast_state.region(outer):
                 return closure()
 

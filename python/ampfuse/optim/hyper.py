@@ -1,56 +1,48 @@
-"""What hyper-parameters have to be, in groups and as arguments of constructors."""
+"""Hyper-parameters: from parameter groups to the table, when they change."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Iterable, Mapping
+from operator import is_
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+from torch import Tensor
+
+from ampfuse._schema import Algorithm
 from ampfuse.optim.checks import NUMBER, Rule, check, is_number, one_of
+from ampfuse.optim.parts import Part
 
-_NUMBERS = ("lr", "weight_decay", "momentum", "dampening", "eps", "lr_decay")
-_FLAGS = (
-    "amsgrad",
-    "bias_correction",
-    "decoupled_weight_decay",
-    "grad_averaging",
-    "init_zero",
-    "maximize",
-    "nesterov",
-    "reg_inside_moment",
-    "use_nvlamb",
-    "wd_after_momentum",
-)
-_RULES: dict[str, Rule] = {
-    **dict.fromkeys(_NUMBERS, NUMBER),
-    **dict.fromkeys(_FLAGS, one_of(True, False, None)),  # None is False to torch
-    "betas": Rule(lambda pair: len(pair) == 2 and all(map(is_number, pair)), "two numbers"),
-    "norm_type": one_of(2, math.inf, 0),  # 0 is apex's name of inf
-}
+if TYPE_CHECKING:
+    from ampfuse._C import ParamTable
+
+_FLAG = one_of(True, False, None)  # None is False to torch
+_PAIR = Rule(lambda pair: len(pair) == 2 and all(map(is_number, pair)), "two numbers")
+_NORM = one_of(2, math.inf, 0)  # 0 is apex's name of inf
 
 
-class Asked(dict[str, Any]):
-    """A group that knows what it was asked for: the rest may be anything."""
-
-    def __init__(self, group: dict[str, Any]) -> None:
-        super().__init__(group)
-        self._names: list[str] = []
-
-    def __getitem__(self, name: str) -> Any:
-        self._names.append(name)
-        return super().__getitem__(name)
-
-    def get(self, name: str, default: Any = None) -> Any:
-        self._names += [name] * (name in self)
-        return super().get(name, default)
-
-    def check(self) -> None:
-        """Raise ValueError if something was that is of no type to go on with."""
-        for name in self._names:
-            check(name, super().__getitem__(name), _RULES[name])
+def check_hyper(algorithm: Algorithm, group: Mapping[str, Any]) -> None:
+    """Raise ValueError for what of a group, or of a constructor's arguments, is of a wrong type."""
+    for hyper in algorithm.hypers:
+        if hyper.key is None or hyper.key not in group:
+            continue
+        rule = NUMBER if hyper.index is None else _PAIR
+        if hyper.is_flag:
+            rule = _NORM if hyper.off == 2 else _FLAG
+        check(hyper.key, group[hyper.key], rule)
+    switch = algorithm.last_state_if
+    if switch in group and all(hyper.key != switch for hyper in algorithm.hypers):
+        check(str(switch), group[str(switch)], _FLAG)
 
 
-def check_range(hyper: dict[str, Any]) -> None:
-    """Raise ValueError, in torch's words, for what no optimizer takes. `hyper`: of ``_hyper``."""
+def kernel_hyper(algorithm: Algorithm, group: Mapping[str, Any]) -> dict[str, Any]:
+    """What kernels are told of a group that was checked; ``lr`` may be a tensor."""
+    return {hyper.name: hyper.of(group) for hyper in algorithm.hypers}
+
+
+def check_range(hyper: Mapping[str, Any]) -> None:
+    """Raise ValueError, in torch's words, for what no optimizer takes of `kernel_hyper`."""
     if not hyper["lr"] >= 0.0:
         raise ValueError(f"Invalid learning rate: {hyper['lr']}")
     for i in (0, 1):
@@ -60,3 +52,118 @@ def check_range(hyper: dict[str, Any]) -> None:
         raise ValueError(f"Invalid epsilon value: {hyper['eps']}")
     if not hyper["weight_decay"] >= 0.0:
         raise ValueError(f"Invalid weight_decay value: {hyper['weight_decay']}")
+
+
+class _Sent(NamedTuple):
+    """What the table has of a group."""
+
+    rows: tuple[int, int]
+    values: list[Any]  # as they stood in the group
+    may_change: bool  # in place: some are lists, or tensors that the host reads
+    lr: Tensor | None
+    hyper: dict[str, Any]
+
+
+class Hypers(Part):
+    """What the table of an optimizer has of its groups."""
+
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__(optimizer)
+        self._algorithm: Algorithm = optimizer.algorithm
+        keys = [hyper.key for hyper in self._algorithm.hypers if hyper.key is not None]
+        wanted = [*keys, self._algorithm.last_state_if, "state_dtype"]
+        self._keys = [key for key in dict.fromkeys(wanted) if key is not None]
+        self._sent: list[_Sent] = []
+        self._sent_with: list[Any] = []  # options of the optimizer
+
+    def forget(self) -> None:
+        """The table has nothing."""
+        self._sent = []
+
+    def send(self, table: ParamTable) -> None:
+        """Give the table what changed. Raises ValueError for what it cannot be."""
+        optimizer, schedule = self.optimizer, self.optimizer._schedule
+        options = [
+            schedule,
+            optimizer.seed,
+            optimizer.ema_decay,
+            optimizer.state_dtype,
+            optimizer._layerwise,
+        ]
+        same = options == self._sent_with
+        row = 0
+        for i, group in enumerate(optimizer.param_groups):
+            end = row + len(group["params"])
+            values = list(map(group.get, self._keys))
+            sent = self._sent[i] if i < len(self._sent) else None
+            if (
+                sent is None
+                or not same
+                or sent.may_change
+                or sent.rows != (row, end)
+                or not all(map(is_, values, sent.values))
+            ):
+                self._send(table, i, group, (row, end), values, same)
+            row = end
+        self._sent_with = options
+
+    def _send(
+        self,
+        table: ParamTable,
+        i: int,
+        group: dict[str, Any],
+        rows: tuple[int, int],
+        values: list[Any],
+        same: bool,
+    ) -> None:
+        check_hyper(self._algorithm, group)
+        self.optimizer._states.follow_group(i, group)
+        lr, hyper = self.of(group)
+        sent = self._sent[i] if i < len(self._sent) else None
+        schedule = self.optimizer._schedule
+        columns = schedule.of_group(i) if schedule is not None else {}
+        if sent is not None and sent.lr is lr and schedule is self._sent_with[0]:
+            refuse_unread(i, sent.hyper, hyper, columns)
+        known = sent is not None and same and sent.rows == rows and sent.lr is lr
+        if sent is None or not known or sent.hyper != hyper:
+            table.set_hyper(*rows, lr, hyper, columns)
+        may_change = any(value is not lr and not _is_constant(value) for value in values)
+        self._sent[i : i + 1] = [_Sent(rows, values, may_change, lr, hyper)]
+
+    def of(self, group: Mapping[str, Any]) -> tuple[Tensor | None, dict[str, Any]]:
+        """The rate, if the kernel reads it from a tensor on the device, and all the rest."""
+        optimizer = self.optimizer
+        hyper = kernel_hyper(self._algorithm, group)
+        if optimizer.seed:
+            hyper["seed"] = float(optimizer.seed)
+        if optimizer.ema_decay is not None:
+            hyper["ema_decay"] = float(optimizer.ema_decay)
+        if optimizer._layerwise is not None:
+            hyper.update(optimizer._layerwise.hyper)
+        lr = hyper["lr"]
+        if not isinstance(lr, Tensor):
+            return None, hyper
+        device = optimizer._rows.params[0].device
+        on_device = lr.device == device and lr.dtype == torch.float32
+        hyper["lr"] = 0.0 if on_device else float(lr)
+        return (lr if on_device else None), hyper
+
+
+def _is_constant(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return not any(isinstance(each, Tensor) for each in value)
+    return not isinstance(value, (Tensor, list))
+
+
+def refuse_unread(
+    group: int, sent: Mapping[str, Any], hyper: Mapping[str, Any], scheduled: Iterable[str]
+) -> None:
+    """Somebody writes to a group what its schedule's table replaces."""
+    for name in scheduled:
+        if sent[name] != hyper[name]:
+            raise RuntimeError(
+                f"{name} of parameter group {group} was changed from {sent[name]} to "
+                f"{hyper[name]}, but the optimizer follows a tabulated schedule and does not read "
+                "it. Do not call scheduler.step() after optimizer.follow(scheduler, ...), or end "
+                "that with optimizer.follow(None)."
+            )

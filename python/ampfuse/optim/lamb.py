@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ampfuse.optim.fused import FusedOptimizer
-from ampfuse.optim.moments import moment_hyper
 from ampfuse.optim.options import Options, Unpack
 
 
-class LAMB(FusedOptimizer):
+class LAMB(FusedOptimizer, algorithm="lamb"):
     """LAMB with a fused step: Adam whose step of each tensor is as long as the tensor's weights.
 
     You et al., "Large batch optimization for deep learning", arXiv:1904.00962. With the gradient g
@@ -38,9 +35,6 @@ class LAMB(FusedOptimizer):
             argument out of range.
     """
 
-    _algorithm = "lamb"
-    _follows_norms = True
-
     def __init__(
         self,
         params: ParamsT,
@@ -55,23 +49,4 @@ class LAMB(FusedOptimizer):
         use_nvlamb: bool = False,
         **options: Unpack[Options],
     ) -> None:
-        self._set_options(options, locals())
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "bias_correction": bias_correction,
-            "grad_averaging": grad_averaging,
-            "decoupled_weight_decay": decoupled_weight_decay,
-            "use_nvlamb": use_nvlamb,
-        }
-        super().__init__(params, defaults)
-
-    def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:
-        return {
-            **moment_hyper(group),
-            "unaveraged": not group["grad_averaging"],
-            "decoupled": bool(group["decoupled_weight_decay"]),
-            "trust_all": bool(group["use_nvlamb"]),
-        }
+        self._construct(locals())

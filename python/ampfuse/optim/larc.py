@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ampfuse.optim.base import takes_scale
+from ampfuse.optim.base import AmpOptimizer, takes_scale
 from ampfuse.optim.layerwise import Layerwise
 
 
@@ -51,7 +51,7 @@ class LARC(torch.optim.Optimizer):
         # Not torch's __init__, which would make groups and state: they are the other's.
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"LARC goes around an optimizer, not a {type(optimizer).__name__}")
-        if getattr(optimizer, "_follows_norms", False):
+        if isinstance(optimizer, AmpOptimizer) and optimizer.algorithm.follows_norms:
             raise ValueError(
                 f"{type(optimizer).__name__} follows the norm of each tensor itself; use it alone"
             )

@@ -33,12 +33,12 @@ def noticed(optimizers: Sequence[Any]) -> Iterator[None]:
             for i, (leaf, old) in enumerate(zip(leaves(optimizer), marks, strict=False))
             if not is_unchanged(leaf, old) and (mark := mark_of(leaf)) is not None
         }
-        optimizer._left_scaled = {**optimizer._left_scaled, **changed}
+        optimizer._ledger.left_scaled = {**optimizer._ledger.left_scaled, **changed}
 
 
 def warn_if_used(optimizer: Any) -> None:
     """Warn if gradients that :func:`noticed` remembered are there still, about to be used."""
-    left, optimizer._left_scaled = optimizer._left_scaled, {}
+    left, optimizer._ledger.left_scaled = optimizer._ledger.left_scaled, {}
     now = list(leaves(optimizer))
     names = optimizer.parameter_names()
     used = [names[i] for i, mark in left.items() if i < len(now) and is_unchanged(now[i], mark)]

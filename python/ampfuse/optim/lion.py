@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
@@ -11,7 +9,7 @@ from ampfuse.optim.fused import FusedOptimizer
 from ampfuse.optim.options import Options, Unpack
 
 
-class Lion(FusedOptimizer):
+class Lion(FusedOptimizer, algorithm="lion"):
     """Lion with a fused step: every element moves by the rate, in the direction of a momentum.
 
     Chen et al., arXiv:2302.06675; the same steps as ``timm.optim.Lion``::
@@ -32,9 +30,6 @@ class Lion(FusedOptimizer):
             argument out of range.
     """
 
-    _algorithm = "lion"
-    _may_lack = ("step",)  # which others have not
-
     def __init__(
         self,
         params: ParamsT,
@@ -45,17 +40,4 @@ class Lion(FusedOptimizer):
         maximize: bool = False,
         **options: Unpack[Options],
     ) -> None:
-        self._set_options(options, locals())
-        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(params, defaults)
-
-    def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:
-        beta1, beta2 = group["betas"]
-        return {
-            "lr": group["lr"],
-            "weight_decay": float(group["weight_decay"]),
-            "beta1": float(beta1),
-            "beta2": float(beta2),
-            "maximize": bool(group["maximize"]),
-            "decoupled": True,
-        }
+        self._construct(locals())

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ampfuse.optim.fused import FusedOptimizer
-from ampfuse.optim.moments import moment_hyper
 from ampfuse.optim.options import Options, Unpack
 
 
-class NovoGrad(FusedOptimizer):
+class NovoGrad(FusedOptimizer, algorithm="novograd"):
     """NovoGrad with a fused step: momentum on gradients that each tensor's norm divides.
 
     Ginsburg et al., arXiv:1905.11286. With the gradient g of a step t and its norm |g| over the
@@ -43,10 +40,6 @@ class NovoGrad(FusedOptimizer):
             argument out of range.
     """
 
-    _algorithm = "novograd"
-    _numbers = ("step", "exp_avg_norm")
-    _follows_norms = True
-
     def __init__(
         self,
         params: ParamsT,
@@ -62,28 +55,4 @@ class NovoGrad(FusedOptimizer):
         reg_inside_moment: bool = False,
         **options: Unpack[Options],
     ) -> None:
-        self._set_options(options, locals())
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "bias_correction": bias_correction,
-            "grad_averaging": grad_averaging,
-            "norm_type": norm_type,
-            "init_zero": init_zero,
-            "reg_inside_moment": reg_inside_moment,
-        }
-        super().__init__(params, defaults)
-
-    def _columns(self) -> dict[str, Tensor]:
-        return {**super()._columns(), "exp_avg_norm": self._known_table().norm_averages()}
-
-    def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:
-        return {
-            **moment_hyper(group),
-            "unaveraged": not group["grad_averaging"],
-            "infinity_norm": group["norm_type"] != 2,
-            "init_zero": bool(group["init_zero"]),
-            "decoupled": not group["reg_inside_moment"],
-        }
+        self._construct(locals())

@@ -9,10 +9,8 @@ from typing import Any, Literal, TypedDict
 
 from typing_extensions import Unpack as Unpack  # typing has it from Python 3.11 on
 
+from ampfuse._schema import STORAGES
 from ampfuse.optim.checks import FLAG, Rule, check, one_of
-
-StateMode = Literal["fp32", "bf16", "8bit"]
-STATE_MODES: tuple[StateMode, ...] = ("fp32", "bf16", "8bit")
 
 
 class Options(TypedDict, total=False):
@@ -50,7 +48,7 @@ class Options(TypedDict, total=False):
     """
 
     master_weights: bool | Literal["split"]
-    state_dtype: StateMode
+    state_dtype: str
     rounding: Literal["nearest", "stochastic"]
     seed: int
     ema_decay: float | None
@@ -63,7 +61,7 @@ class WithOptions:
     """Mixin: the options as attributes, which start at their defaults."""
 
     master_weights: bool | Literal["split"] = False
-    state_dtype: StateMode = "fp32"
+    state_dtype: str = "fp32"
     rounding: Literal["nearest", "stochastic"] = "nearest"
     seed: int = 0
     ema_decay: float | None = None
@@ -74,7 +72,7 @@ class WithOptions:
 
 RULES = {
     "master_weights": one_of(True, False, "split"),
-    "state_dtype": one_of(*STATE_MODES),
+    "state_dtype": one_of(*STORAGES),
     "rounding": one_of("nearest", "stochastic"),
     "seed": Rule(
         lambda value: isinstance(value, int) and 0 <= value < 2**32,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,53 +20,47 @@ from ampfuse.optim.masters import (
     split_master,
     takes_master,
 )
-from ampfuse.optim.options import WithOptions
+from ampfuse.optim.parts import Part
 from ampfuse.optim.shards import Ranks, is_sharded, local, origin, placed_as
-from ampfuse.uncompiled import uncompiled
 
 if TYPE_CHECKING:
     from ampfuse._C import ParamTable
 
 
-class Rows(WithOptions, torch.optim.Optimizer):
-    """Mixin: an optimizer with a table, and in it a row for each parameter of its groups.
+class Rows(Part):
+    """A table with a row for each parameter of an optimizer's groups, in their order.
 
-    Half parameters have FP32 masters if `master_weights` says so: in ``self.state``, or under amp
-    in the groups.
+    Half parameters have FP32 masters if `master_weights` says so: in ``optimizer.state``, or under
+    amp in the groups.
+
+    Attributes:
+        table: None until it is used, and when the parameters were replaced.
+        params: what its rows are of.
+        names: what messages call parameters, by their ids, where that is known.
+        has_shards, ranks: whether some parameter is a DTensor, and who steps shards of the same.
+        made_with: the options that rows are made by.
+        next_schedule_step: where a table that is made anew goes on; the table counts from there.
     """
 
-    _algorithm = "none"
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__(optimizer)
+        self.table: ParamTable | None = None
+        self.params: list[Tensor] = []
+        self.names: dict[int, str] = {}
+        self.has_shards = False
+        self.ranks: Ranks | None = None
+        self.made_with: dict[str, Any] = {}
+        # Half parameters that were frozen when masters were made, and have none; None: look again.
+        self._frozen: list[Tensor] | None = None
+        self.next_schedule_step: Tensor | int = 0
 
-    _under_amp: bool = False
-    _names: dict[int, str] | None = None
-    _table: ParamTable | None = None
-    _row_params: list[Tensor]
-    # Half parameters that were frozen when masters were made, and have none; None = look again.
-    _frozen: list[Tensor] | None = None
-    # Whether some parameter is a DTensor, and who steps shards of the same.
-    _has_shards = False
-    _ranks: Ranks | None = None
-    # Whether its constructor takes options, whose names are then ours in groups too.
-    _takes_options = False
-    # The options that rows are made by, and all of them as a step last found them.
-    _made_with: dict[str, Any]
-    _checked: tuple[Any, ...] | None = None
-    # Whether the rows have the states of the optimizer.
-    _states_bound = False
-    # State tensors, by row and name, that a captured graph works on.
-    _pinned_states: dict[tuple[int, str], Tensor]
-    # Where a table that is made anew goes on in a schedule; the table counts from there.
-    _schedule_step: Tensor | int = 0
-
-    @uncompiled
-    def param_table(self) -> ParamTable:
-        """The table, with a row for each parameter of ``param_groups`` in order."""
-        if self._installs_masters:
-            self._master_the_unfrozen()
-        table = self._table
-        if table is not None and self.has_params(self._row_params) and table.has_its_shards():
+    def current(self) -> ParamTable:
+        """The table, with a row for each parameter of ``param_groups``."""
+        self.master_the_unfrozen()
+        optimizer, table = self.optimizer, self.table
+        if table is not None and table.has_params(optimizer.param_groups):
             return table
-        params = list(parameters(self))
+        params = list(parameters(optimizer))
         names = self.parameter_names()
         for param, name in zip(params, names, strict=True):
             if param.is_meta:
@@ -76,148 +70,193 @@ class Rows(WithOptions, torch.optim.Optimizer):
                     "optimizer from the parameters that the model has then."
                 )
         if table is not None:
-            known = self._row_params
+            known = self.params
             appended = len(known) < len(params) and all(map(operator.is_, known, params))
             if not appended:  # replaced, reordered or taken out
                 table.refresh_masters()
-                self._forget_rows()
+                self.forget()
                 table = None
         if table is None:
             if not params:
                 raise RuntimeError("the optimizer has no parameters; add a parameter group first")
-            self._table = table = _core.C.ParamTable(self._algorithm, params[0].device)
-            table.state_field("schedule_step").add_(self._schedule_step)
-            self._row_params, self._pinned_states = [], {}
-            self._made_with = {n: getattr(self, n) for n in ("master_weights", "rounding")}
-            self._checked = None
-        for i in range(len(self._row_params), len(params)):
+            table = _core.C.ParamTable(optimizer._algorithm, params[0].device)
+            table.state_field("schedule_step").add_(self.next_schedule_step)
+            self.table, self.params = table, []
+            self.made_with = {n: getattr(optimizer, n) for n in ("master_weights", "rounding")}
+            optimizer._table_is_new()
+        optimizer._rows_are_added()
+        for i in range(len(self.params), len(params)):
             self._add_row(table, params[i], names[i])
-            self._row_params.append(params[i])
-        self._states_bound = False
-        self._has_shards = any(map(is_sharded, params))
-        self._ranks = Ranks.of(params)
-        if self._ranks is not None:
-            self._ranks.join(table)
+            self.params.append(params[i])
+        table.remember_params(optimizer.param_groups)
+        self.has_shards = any(map(is_sharded, params))
+        self.ranks = Ranks.of(params)
+        if self.ranks is not None:
+            self.ranks.join(table)
         return table
 
-    def _known_table(self) -> ParamTable:
+    def known(self) -> ParamTable:
         """The table as it is, where there is one."""
-        assert self._table is not None
-        return self._table
+        assert self.table is not None
+        return self.table
 
-    def has_params(self, known: list[Tensor]) -> bool:
-        """Whether the groups hold the very parameters of `known`, in that order."""
-        return _core.C.holds([group["params"] for group in self.param_groups], known)
+    def forget(self) -> None:
+        """Rows are made anew from the groups at the next use."""
+        if self.table is not None:
+            self.next_schedule_step = self.table.state_field("schedule_step").clone()
+        self.table = self._frozen = None
+
+    def applied_steps(self) -> int:
+        """How many steps were applied since the schedule began. Waits for the device."""
+        return int(self.next_schedule_step if self.table is None else self.field("schedule_step"))
+
+    def start_schedule_at(self, step: int) -> None:
+        """The next applied step is the schedule's `step`, from 0."""
+        self.current().state_field("schedule_step").fill_(step)
+
+    def field(self, name: str) -> Tensor:
+        """A field of the step's state, of the table as it is."""
+        return self.known().state_field(name)
 
     def parameter_names(self) -> list[str]:
         """What messages call the parameters, in the order of the groups."""
         names = []
-        for i, group in enumerate(self.param_groups):
+        for i, group in enumerate(self.optimizer.param_groups):
             given = group.get("param_names") or [None] * len(group["params"])
             for j, param in enumerate(group["params"]):
                 leaf = param.model_param if isinstance(param, MasterParameter) else param
-                known = (self._names or {}).get(id(leaf)) or given[j]
+                known = self.names.get(id(leaf)) or given[j]
                 shape = tuple(param.shape)
                 names.append(known or f"param_groups[{i}]['params'][{j}] of shape {shape}")
         return names
 
+    def group_of(self, row: int) -> dict[str, Any]:
+        """The parameter group of a row."""
+        for group in self.optimizer.param_groups:
+            if row < len(group["params"]):
+                found: dict[str, Any] = group
+                return found
+            row -= len(group["params"])
+        raise IndexError(row)
+
+    # --- masters --------------------------------------------------------------------------------
+
     @property
-    def _installs_masters(self) -> bool:
+    def installs_masters(self) -> bool:
         """Masters stand in the groups, for whoever looks there. A split one is no tensor."""
-        return self._under_amp and self.master_weights is True
+        return self.optimizer._under_amp and self.optimizer.master_weights is True
 
-    def _is_split(self, param: Tensor) -> bool:
-        return self.master_weights == "split" and param.dtype in HALF_DTYPES
+    @property
+    def has_amp_masters(self) -> bool:
+        """Gradients of half weights wait for the masters that amp gave them."""
+        return self.optimizer._under_amp and self.known().has_models()
 
-    def go_under_amp(
-        self, *, master_weights: bool | Literal["split"], names: dict[int, str]
-    ) -> None:
-        """What :func:`ampfuse.optim.upgrade` does once the class is right."""
-        self._under_amp = True
-        self._names = dict(names)
-        self.master_weights = master_weights
-        self._forget_rows()
-        if self._installs_masters:
-            install_masters(self)
-        for param in filter(self._is_split, parameters(self)):
-            materialize_on_sight(param, self)
+    def is_split(self, param: Tensor) -> bool:
+        """Whether the master of `param` is what it leaves of one, beside it."""
+        return self.optimizer.master_weights == "split" and param.dtype in HALF_DTYPES
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; under amp half-precision parameters of the group get FP32 masters."""
-        super().add_param_group(param_group)
-        if not self._installs_masters:
+    def go_under_amp(self, names: dict[int, str]) -> None:
+        """Give half parameters the masters that amp asks for; see :func:`ampfuse.optim.upgrade`."""
+        self.names = dict(names)
+        self.forget()
+        if self.installs_masters:
+            install_masters(self.optimizer)
+        for param in filter(self.is_split, parameters(self.optimizer)):
+            materialize_on_sight(param, self.optimizer)
+
+    def master_added_group(self) -> None:
+        """The last group is new: its half parameters get masters. Raises ValueError."""
+        optimizer = self.optimizer
+        if not self.installs_masters:
             return
-        *groups, added = self.param_groups
+        *groups, added = optimizer.param_groups
         known = [p for g in groups for p in g["params"] if isinstance(p, MasterParameter)]
         if not {id(p.model_param) for p in known}.isdisjoint(map(id, added["params"])):
-            self.param_groups.pop()
+            optimizer.param_groups.pop()
             raise ValueError("some parameters appear in more than one parameter group")
-        install_masters(self)
+        install_masters(optimizer)
         self._frozen = None
 
-    def _master_the_unfrozen(self) -> None:
+    def master_the_unfrozen(self) -> None:
+        """Masters for half parameters that were frozen when others got theirs."""
+        if not self.installs_masters:
+            return
         if self._frozen is None:
-            self._frozen = [param for param in parameters(self) if takes_master(param)]
+            self._frozen = [param for param in parameters(self.optimizer) if takes_master(param)]
         if any(param.requires_grad for param in self._frozen):
-            self.materialize_gradients()
-            install_masters(self)
+            self.optimizer.materialize_gradients()
+            install_masters(self.optimizer)
             self._frozen = None
 
-    def materialize_gradients(self) -> None:
-        """Put FP32 unscaled gradients into the masters, if they are not there yet."""
-        raise NotImplementedError
-
     def _add_row(self, table: ParamTable, param: Tensor, name: str) -> None:
+        optimizer = self.optimizer
         whole: dict[str, Any] = {}
         if is_sharded(param):
             whole = {"whole": param, "origin": origin(param)}
-        shard = local(param)
+        shard, under_amp = local(param), optimizer._under_amp
         if isinstance(param, MasterParameter):
-            param.set_owner(self)
+            param.set_owner(optimizer)
             table.add_row(param, param.model_param, name, param.model_version)
-        elif self._is_split(param):
-            if self._under_amp:
-                materialize_on_sight(param, self)
-            table.add_row(local(self._remainder(param)), shard, name, **whole)
-        elif self.master_weights and param.dtype in HALF_DTYPES and (whole or not self._under_amp):
-            if whole and self._algorithm == "none":
+        elif self.is_split(param):
+            if under_amp:
+                materialize_on_sight(param, optimizer)
+            table.add_row(local(self.remainder(param)), shard, name, **whole)
+        elif optimizer.master_weights and param.dtype in HALF_DTYPES and (whole or not under_amp):
+            if whole and optimizer._algorithm == "none":
                 raise TypeError(
-                    f"{name} is a DTensor in {param.dtype}, and {type(self).__name__} is not "
+                    f"{name} is a DTensor in {param.dtype}, and {type(optimizer).__name__} is not "
                     "fused: its own step knows no masters beside shards. Use an optimizer of "
                     "ampfuse.optim, or shard FP32 parameters with fully_shard's mp_policy."
                 )
-            state = self.state[param]
+            state = optimizer.state[param]
             version = state.pop("_model_version", shard._version)
             if "master_param" not in state:
                 state["master_param"] = exact_float32(param)
             table.add_row(local(state["master_param"]), shard, name, version, **whole)
         else:
-            table.add_row(shard, None, name, 0, self.rounding == "stochastic", **whole)
+            table.add_row(shard, None, name, 0, optimizer.rounding == "stochastic", **whole)
 
-    def _remainder(self, param: Tensor) -> Tensor:
+    def remainder(self, param: Tensor) -> Tensor:
         """What `param` leaves of its split master, which is `param` where there is none yet."""
-        state = self.state[param]
+        state = self.optimizer.state[param]
         if "master_remainder" not in state:
             remainder = _core.C.empty_laid_out_as(local(param).detach(), torch.int16).zero_()
             state["master_remainder"] = placed_as(param, remainder)
             if "master_param" in state:  # loaded before
                 split_master(state.pop("master_param"), param, remainder)
-        return state["master_remainder"]
+        found: Tensor = state["master_remainder"]
+        return found
 
     def master_of(self, row: int) -> Tensor:
         """What a row's step works on: the master, a copy of it if it is split, or the parameter."""
-        param = self._row_params[row]
-        if self._is_split(param):
-            return local(joined_master(param, self._remainder(param)))
-        return self._known_table().param(row).detach()
+        param = self.params[row]
+        if self.is_split(param):
+            return local(joined_master(param, self.remainder(param)))
+        return self.known().param(row).detach()
 
-    def _has_amp_masters(self) -> bool:
-        """Gradients of half weights wait for the masters that amp gave them."""
-        return self._under_amp and self._known_table().has_models()
+    def restore_master(self, param: Tensor, state: dict[str, Any], master: Tensor) -> None:
+        """Make `master` (float32) the master of `param`, a parameter of the groups.
 
-    def _forget_rows(self) -> None:
-        if self._table is not None:
-            self._schedule_step = self._table.state_field("schedule_step").clone()
-        self._table = None
-        self._frozen = None
-        self._states_bound = False
+        Arguments:
+            state: of `param`, about to be the optimizer's.
+        """
+        optimizer = self.optimizer
+        state.pop("master_param", None)
+        if isinstance(param, MasterParameter):
+            with torch.no_grad():
+                param.copy_(master)
+            param.model_version = param.model_param._version
+        elif self.is_split(param):
+            state["master_remainder"] = remainder = self.remainder(param)
+            split_master(master, param, remainder)
+        elif optimizer.master_weights and param.dtype in HALF_DTYPES:
+            old = optimizer.state[param].get("master_param") if self.table is not None else None
+            if old is not None:  # the table's row holds this tensor
+                old.copy_(master)
+                master = old
+            state["master_param"] = master
+            state["_model_version"] = param._version
+        if self.table is not None:
+            # Loading the model before or after this gives the weights these masters round to.
+            self.table.accept_model_weights()
+            state.pop("_model_version", None)

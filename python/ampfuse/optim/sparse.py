@@ -8,74 +8,72 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ampfuse import _core
 from ampfuse.optim import left_scaled
-from ampfuse.optim.gradients import Gradients
+from ampfuse.optim.ledger import Ledger
 from ampfuse.optim.masters import MasterParameter, gradient_as_it_is, set_gradient_as_it_is
-from ampfuse.uncompiled import uncompiled
 
 _INFINITY = 0x7F800000  # the bits of inf as FP32; those of NaN are larger
 
 
-class SparseGradients(Gradients):
-    """Mixin: :class:`Gradients`, some of which may be sparse.
+class SparseLedger(Ledger):
+    """:class:`Ledger` of gradients of which some may be sparse.
 
     A pass leaves sparse gradients coalesced, unscaled and in the type of what the step works on:
     of a half weight with a master in FP32, under both names.
     """
 
-    # By row, what earlier passes left, while one runs.
-    _earlier_sparse: dict[int, Tensor] = {}  # noqa: RUF012, replaced and never changed
-    # Whether nobody has looked at what earlier passes left.
-    _unseen_sparse = False
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__(optimizer)
+        # By row, what earlier passes left, while one runs; whether nobody has looked at it.
+        self._earlier: dict[int, Tensor] = {}
+        self._is_unseen = False
 
-    @uncompiled
-    def begin_backward(self) -> None:
-        if self._left_scaled:
-            left_scaled.warn_if_used(self)
-        self.param_table()
-        self._earlier_sparse = self._take_sparse()
-        super().begin_backward()
+    def begin(self) -> None:
+        if self.left_scaled:
+            left_scaled.warn_if_used(self.optimizer)
+        self._rows.current()
+        self._earlier = self._take()
+        super().begin()
 
-    @uncompiled
-    def end_backward(self, scale: Tensor, check: bool) -> bool:
-        with self._sparse_aside() as found:
+    def end(self, scale: Tensor, check: bool) -> bool:
+        with self.aside() as found:
             new = self._end_pass(found, scale)
-            left = bool(new) | super().end_backward(scale, check)
+            left = bool(new) | super().end(scale, check)
             if check:
-                self._inspect_sparse(found if self._unseen_sparse else new)
-        self._unseen_sparse = False
+                self.inspect_sparse(found if self._is_unseen else new)
+        self._is_unseen = False
         return left
 
-    @uncompiled
-    def mark_backward(self, scale: Tensor) -> None:
+    def mark(self, scale: Tensor) -> None:
         """As of dense gradients, but sparse ones are unscaled at once; nobody looks at them yet."""
-        with self._sparse_aside() as found:
+        with self.aside() as found:
             self._end_pass(found, scale)
-            super().mark_backward(scale)
-        self._unseen_sparse = True
+            super().mark(scale)
+        self._is_unseen = True
 
-    def cancel_backward(self) -> None:
-        self._take_sparse()
-        super().cancel_backward()
-        self._put_sparse(self._earlier_sparse)
-        self._earlier_sparse = {}
+    def cancel(self) -> None:
+        self._take()
+        super().cancel()
+        self._put(self._earlier)
+        self._earlier = {}
 
-    def unscale_gradients(self, scale: Tensor) -> Tensor:
-        self.param_table()
-        with self._sparse_aside() as found:
+    def unscale(self, scale: Tensor) -> Tensor:
+        self._rows.current()
+        with self.aside() as found:
             _unscale(found.values(), scale)
-            flag = super().unscale_gradients(scale)
-            self._inspect_sparse(found)
+            flag = super().unscale(scale)
+            self.inspect_sparse(found)
         return flag
 
     def earlier_sparse(self, rows: Iterable[int]) -> list[str]:
-        names = self.parameter_names()
-        return [names[row] for row in rows if row in self._earlier_sparse]
+        names = self._rows.parameter_names()
+        return [names[row] for row in rows if row in self._earlier]
 
     def _end_pass(self, found: dict[int, Tensor], scale: Tensor) -> dict[int, Tensor]:
         """Unscale the gradients in `found` and make them sums with those of earlier passes.
@@ -83,8 +81,8 @@ class SparseGradients(Gradients):
         Returns:
             The unscaled gradients of this pass alone.
         """
-        earlier, self._earlier_sparse = self._earlier_sparse, {}
-        table = self._known_table()
+        earlier, self._earlier = self._earlier, {}
+        table = self._rows.known()
         # Of a row that gets both kinds the sum is dense, and the table's.
         for row in [row for row in found if table.accumulated(row) is not None]:
             set_gradient_as_it_is(self._leaf(row), found.pop(row).to_dense())
@@ -102,7 +100,7 @@ class SparseGradients(Gradients):
         return new
 
     @torch.no_grad()
-    def _inspect_sparse(self, gradients: dict[int, Tensor]) -> None:
+    def inspect_sparse(self, gradients: dict[int, Tensor]) -> None:
         """Have the state of the table know, as of dense gradients, whether these are finite."""
         filled = {row: g._values() for row, g in gradients.items() if g._nnz() > 0}
         if not filled:
@@ -111,7 +109,7 @@ class SparseGradients(Gradients):
         bits = largest.view(torch.int32)
         is_bad = bits >= _INFINITY
         first = is_bad.int().argmax()
-        field = self._known_table().state_field
+        field = self._rows.field
         told = ~is_bad.any() | (field("bad_row") >= 0)
         rows = torch.tensor(list(filled), dtype=torch.int32, device=bits.device)
         for name, values in (("bad_row", rows), ("bad_bits", bits)):
@@ -120,34 +118,34 @@ class SparseGradients(Gradients):
             field(name).copy_(torch.maximum(field(name), is_bad.any().float()))
 
     @torch.no_grad()
-    def _add_sparse_norm(self, gradients: dict[int, Tensor]) -> None:
+    def add_norm(self, gradients: dict[int, Tensor]) -> None:
         """Have the norm that a step reports be of `gradients` too. One not known stays so."""
         if gradients:
             norms = torch._foreach_norm([gradient._values() for gradient in gradients.values()])
-            of_all = self._known_table().state_field("grad_norm")
+            of_all = self._rows.field("grad_norm")
             of_all.copy_(torch.hypot(of_all, torch.stack(norms).float().norm()))
 
-    def _spend_sparse(self, gradients: dict[int, Tensor]) -> None:
+    def spend(self, gradients: dict[int, Tensor]) -> None:
         """After a step with `gradients`: as dense ones, those of masters are used up."""
         for row in gradients:
-            if isinstance(self._row_params[row], MasterParameter):
+            if isinstance(self._rows.params[row], MasterParameter):
                 self._set_gradient(row, None)
 
     # --- where they are ---------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _sparse_aside(self) -> Iterator[dict[int, Tensor]]:
+    def aside(self) -> Iterator[dict[int, Tensor]]:
         """For a block there is no sparse gradient; after it, those in the dictionary."""
-        found = self._take_sparse()
+        found = self._take()
         try:
             yield found
         finally:
-            self._put_sparse(found)
+            self._put(found)
 
-    def _take_sparse(self) -> dict[int, Tensor]:
+    def _take(self) -> dict[int, Tensor]:
         """The sparse gradients by row, coalesced; they are no longer where they were."""
         found = {}
-        for row, param in enumerate(self._row_params):
+        for row, param in enumerate(self._rows.params):
             leaf = param.model_param if isinstance(param, MasterParameter) else param
             gradient = gradient_as_it_is(leaf)
             of_master = gradient if leaf is param else gradient_as_it_is(param)
@@ -161,16 +159,16 @@ class SparseGradients(Gradients):
                 found[row] = gradient.detach().to(param.dtype).coalesce()
         return found
 
-    def _put_sparse(self, gradients: dict[int, Tensor]) -> None:
+    def _put(self, gradients: dict[int, Tensor]) -> None:
         for row, gradient in gradients.items():
             self._set_gradient(row, gradient)
 
     def _leaf(self, row: int) -> Tensor:
-        param = self._row_params[row]
+        param = self._rows.params[row]
         return param.model_param if isinstance(param, MasterParameter) else param
 
     def _set_gradient(self, row: int, gradient: Tensor | None) -> None:
-        for param in (self._leaf(row), self._row_params[row]):
+        for param in (self._leaf(row), self._rows.params[row]):
             set_gradient_as_it_is(param, gradient)
 
 

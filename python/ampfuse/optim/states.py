@@ -2,187 +2,288 @@
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ampfuse import _core
-from ampfuse.optim.base import AmpOptimizer
+from ampfuse._schema import ALGORITHMS, STORAGES, Storage
 from ampfuse.optim.checks import check
-from ampfuse.optim.kept import PACKABLE, STATES, Kept, mode_for
 from ampfuse.optim.masters import exact_float32
-from ampfuse.optim.options import RULES, StateMode, changed_too_late
+from ampfuse.optim.options import RULES, changed_too_late
+from ampfuse.optim.parts import Part
 from ampfuse.optim.shards import local, on_shards
+from ampfuse.optim.stored import FP32, Stored, storage_for
+
+if TYPE_CHECKING:
+    from ampfuse._C import ParamTable
+
+# Names of the optimizers' classes with those of their algorithms.
+CLASSES: list[tuple[str, str]] = []
 
 
-class States(AmpOptimizer):
-    """Mixin: an optimizer whose table works on the tensors of ``self.state``.
+class States(Part):
+    """The tensors of ``optimizer.state`` that the table of an optimizer works on.
 
-    A subclass names its algorithm (`_algorithm`) and says which of its states a parameter of a
-    group has (`_state_names`), where that is not all, and which numbers (`_columns`).
+    Attributes:
+        are_bound: whether the table has what was in ``state`` at the last look.
+        by_group: of each group then, the storage type and the names of its states.
     """
 
-    # What `_bind_states` depends on: every state object, which states the groups need, and whether
-    # there are averages. It changes when somebody clears or exchanges states, or switches momentum,
-    # amsgrad or averages on.
-    _bound: tuple[list[object], Any, list[tuple[StateMode, tuple[str, ...]]], bool]
-    _whole = ("master_param", "ema")
-    _numbers: tuple[str, ...] = ("step",)
-
-    def _kept(self, group: dict[str, Any]) -> tuple[Kept, ...]:
-        """The states that a parameter of `group` has."""
-        return Kept.of(self._algorithm, self._state_names(group))
-
-    def _mode_of(self, group: dict[str, Any]) -> StateMode:
-        """What `group` asks for. Raises ValueError for what does not exist."""
-        mode: StateMode = group.get("state_dtype") or self.state_dtype
-        check("state_dtype", mode, RULES["state_dtype"])
-        if mode == "8bit" and self._algorithm not in PACKABLE:
-            raise ValueError(
-                f"{type(self).__name__} keeps no states in 8 bits; state_dtype='8bit' is for SGD, "
-                "Adam, AdamW, Adagrad and Lion. Use 'bf16' or 'fp32'."
-            )
-        return mode
-
-    def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        return STATES[self._algorithm]
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__(optimizer)
+        self.algorithm = optimizer.algorithm
+        self.are_bound = False
+        self._bound_rows = 0
+        self._has_averages = False
+        self.by_group: list[tuple[str, tuple[str, ...]]] = []
+        # State tensors, by row and name, that a captured graph works on.
+        self._pinned: dict[tuple[int, str], Tensor] = {}
+        # Of an algorithm whose states start at a gradient: (state, row) of those that the table
+        # works on, and its step counts.
+        self._started: list[tuple[dict[str, Any], int]] = []
+        self._counts: Tensor
 
     @property
-    def _initial_state(self) -> float:
+    def _table(self) -> ParamTable:
+        table: ParamTable = self.optimizer._rows.known()
+        return table
+
+    def are_of(self, params: list[Tensor]) -> bool:
+        """Whether the table has the states of all `params`."""
+        return self.are_bound and self._bound_rows == len(params)
+
+    def of_group(self, group: dict[str, Any]) -> tuple[Stored, ...]:
+        """The states that a parameter of `group` has."""
+        return Stored.of(self.algorithm.name, self.algorithm.states_in(group))
+
+    def storage_of(self, group: dict[str, Any]) -> str:
+        """What `group` asks for. Raises ValueError for what does not exist."""
+        return storage_of(self.optimizer, group)
+
+    def wanted(self) -> list[tuple[str, tuple[str, ...]]]:
+        """What `by_group` would be now."""
+        return [
+            (self.storage_of(group), self.algorithm.states_in(group))
+            for group in self.optimizer.param_groups
+        ]
+
+    def follow_group(self, i: int, group: dict[str, Any]) -> None:
+        """Note whether the states of a group that was changed are others now.
+
+        Raises ValueError if some are there that are stored in another type.
+        """
+        if self._has_averages != (self.optimizer.ema_decay is not None):
+            self.are_bound = False
+        wanted = self.storage_of(group), self.algorithm.states_in(group)
+        if i >= len(self.by_group) or wanted == self.by_group[i]:
+            return
+        was, now = self.by_group[i][0], wanted[0]
+        if was != now and any(self.optimizer.state.get(p) for p in group["params"]):
+            raise ValueError(changed_too_late(f"state_dtype of group {i}", was, now))
+        self.are_bound = False
+
+    # --- binding --------------------------------------------------------------------------------
+
+    def bind(self) -> None:
+        """After a load, a copy, an edit or new rows: the table takes over ``state``."""
+        self.drop_unstarted()
+        self._started = []
+        optimizer, rows = self.optimizer, self.optimizer._rows
+        self.by_group = self.wanted()
+        self._has_averages = optimizer.ema_decay is not None
+        for name, column in self._columns().items():
+            saved = []
+            for row, param in enumerate(rows.params):
+                number = self._saved_number(optimizer.state.get(param, {}), row, name)
+                number = torch.as_tensor(number, dtype=torch.float32, device=column.device)
+                saved.append(number.reshape(()))
+            if saved:
+                column.copy_(torch.stack(saved))
+        for row, param in enumerate(rows.params):
+            state, keys = optimizer.state.get(param, {}), self._keys_of(row)
+            known = any(key in state or (row, key) in self._pinned for key in keys)
+            if "step" in state or known:
+                self.init_row(row)
+            else:
+                self._table.set_states(row, None)  # made at the row's next gradient
+        self._counts = self._table.steps()
+        self.remember()
+
+    def remember(self) -> None:
+        """The table has all that is in ``state`` now."""
+        self._table.remember_states(self.optimizer.state)
+        self._bound_rows = len(self.optimizer._rows.params)
+        self.are_bound = True
+
+    def init_row(self, row: int) -> None:
+        """State for a row; zeros where there is none. Counts are views of a column."""
+        param = self.optimizer._rows.params[row]
+        with on_shards(self.optimizer.state[param], param) as state:
+            self._bind_row(row, state)
+        self._bind_numbers(self.optimizer.state[param], row)
+
+    def _bind_row(self, row: int, state: dict[str, Any]) -> None:
+        table, rows = self._table, self.optimizer._rows
+        param, group = table.param(row), rows.group_of(row)
+        storage = storage_for(self.storage_of(group), rows.params[row])
+        states = []
+        for stored in self.of_group(group):
+            found = [value for key in stored.keys if (value := state.get(key)) is not None]
+            if found and found[0].shape != param.shape:
+                raise ValueError(
+                    f"{stored.name} of {table.name(row)} was given shape {tuple(found[0].shape)}, "
+                    f"and the parameter has {tuple(param.shape)}. Assign one of that shape, or "
+                    "delete the state to start anew."
+                )
+            self._fit(stored, state, storage, param, bool(found))
+            keys = storage.keys(stored.name)
+            self._use_pinned(row, state, keys)
+            states.append([state[key] for key in keys])
+        table.set_states(row, states, storage.name, self._average(row, state))
+
+    def _fit(
+        self, stored: Stored, state: dict[str, Any], storage: Storage, param: Tensor, is_there: bool
+    ) -> None:
+        """Have `state` hold one in `storage`, laid out as `param`."""
+        fill = self._fresh_value
+        if not is_there and fill == 0:
+            stored.put_zeros(state, param, storage)
+            return
+        if is_there and stored.storage_in(state) == storage:
+            first = state[storage.keys(stored.name)[0]]
+            is_float32 = storage is not FP32 or first.dtype == torch.float32
+            if first.stride() == param.stride() and is_float32:
+                return
+        values = _core.C.empty_laid_out_as(param).fill_(fill)
+        if is_there:
+            values.copy_(stored.values(state))
+        stored.put(state, values, storage)
+
+    @property
+    def _fresh_value(self) -> float:
         """What a fresh state is filled with."""
-        return 0.0
+        name = self.algorithm.filled_with
+        return 0.0 if name is None else float(self.optimizer.defaults[name])
+
+    def _average(self, row: int, state: dict[str, Any]) -> Tensor | None:
+        """The moving average of a row, which starts as the parameter is now."""
+        if self.optimizer.ema_decay is None:  # one that was loaded would be saved again as it was
+            state.pop("ema", None)
+            return None
+        if state.get("ema") is None:
+            state["ema"] = exact_float32(self.optimizer._rows.master_of(row))
+        self._use_pinned(row, state, ("ema",))
+        average: Tensor = state["ema"]
+        return average
+
+    # --- numbers --------------------------------------------------------------------------------
 
     def _columns(self) -> dict[str, Tensor]:
         """State that is one number a parameter, by name: float32 columns of the table."""
-        return {"step": self._known_table().steps()}
+        columns = (self._table.steps, self._table.norm_averages)
+        return {name: of() for name, of in zip(self.algorithm.numbers, columns, strict=False)}
 
-    def _bind_columns(self, state: dict[str, Any], row: int) -> None:
+    # torch's SGD keeps no step count: a buffer that exists has been started. Ours is a device
+    # column, so a buffer that exists may still wait for its first applied step. It is in the state
+    # where random bits depend on it.
+
+    def _bind_numbers(self, state: dict[str, Any], row: int) -> None:
+        if self.algorithm.starts_at_gradient:
+            storage = STORAGES[self.storage_of(self.optimizer._rows.group_of(row))]
+            if self._has_start(state):
+                self._started.append((state, row))
+            if not (self.optimizer.rounding == "stochastic" or storage.rounds_at_random):
+                state.pop("step", None)
+                return
         for name, column in self._columns().items():
             state[name] = column[row]
 
     def _saved_number(self, state: dict[str, Any], row: int, name: str) -> Any:
         """The number of a state that was loaded or copied; 0 for a fresh one."""
-        return state.get(name, 0)
+        if not self.algorithm.starts_at_gradient:
+            return state.get(name, 0)
+        has_start = self._has_start(state)
+        starts = self.algorithm.states_in(self.optimizer._rows.group_of(row)) and not has_start
+        return 0 if starts else state.get("step", int(has_start))
 
-    def _group_of(self, row: int) -> dict[str, Any]:
-        for group in self.param_groups:
-            if row < len(group["params"]):
-                return group
-            row -= len(group["params"])
-        raise IndexError(row)
+    def _has_start(self, state: dict[str, Any]) -> bool:
+        (stored,) = Stored.of(self.algorithm.name, self.algorithm.states[-1:])
+        return stored.storage_in(state) is not None
 
-    def _init_state(self, row: int) -> None:
-        """State for a row, in its mode; zeros where there is none. Counts are views of a column."""
-        with on_shards(self.state[self._row_params[row]], self._row_params[row]) as state:
-            self._bind_row(row, state)
-        self._bind_columns(self.state[self._row_params[row]], row)
+    def drop_unstarted(self) -> None:
+        """Write None for states whose first step was skipped, as torch would have them."""
+        counts = self._counts.tolist() if self._started else []
+        (stored,) = Stored.of(self.algorithm.name, self.algorithm.states[-1:])
+        for state, row in self._started:
+            if counts[row] == 0 and stored.storage_in(state) is not None:
+                for key in stored.keys:
+                    state.pop(key, None)
+                state[stored.name] = None
+                self.are_bound = False
 
-    def _bind_row(self, row: int, state: dict[str, Any]) -> None:
-        table = self._known_table()
-        param, group = table.param(row), self._group_of(row)
-        mode = mode_for(self._mode_of(group), self._row_params[row])
-        tensors, scales = [], []
-        for kept in self._kept(group):
-            found = [value for key in kept.keys if (value := state.get(key)) is not None]
-            if found and found[0].shape != param.shape:
-                raise ValueError(
-                    f"{kept.name} of {table.name(row)} was given shape {tuple(found[0].shape)}, "
-                    f"and the parameter has {tuple(param.shape)}. Assign one of that shape, or "
-                    "delete the state to start anew."
-                )
-            fits = found and kept.mode_in(state) == mode and found[0].stride() == param.stride()
-            if not found and self._initial_state == 0:
-                kept.put_zeros(state, param, mode)
-            elif not fits or (mode == "fp32" and found[0].dtype != torch.float32):
-                values = _core.C.empty_laid_out_as(param).fill_(self._initial_state)
-                if found:
-                    values.copy_(kept.values(state))
-                kept.put(state, values, mode)
-            self._use_pinned(row, state, kept.keys_in(mode))
-            first, *scale = (state[key] for key in kept.keys_in(mode))
-            tensors.append(first)
-            scales.append(scale[0] if scale else None)
-        table.set_states(row, tensors, scales, self._average(row, state))
-
-    def _average(self, row: int, state: dict[str, Any]) -> Tensor | None:
-        """The moving average of a row, which starts as the parameter is now."""
-        if self.ema_decay is None:  # one that was loaded would be saved again as it was
-            state.pop("ema", None)
-            return None
-        if state.get("ema") is None:
-            state["ema"] = exact_float32(self.master_of(row))
-        self._use_pinned(row, state, ("ema",))
-        return state["ema"]
+    # --- states that keep their memory ----------------------------------------------------------
 
     def _use_pinned(self, row: int, state: dict[str, Any], keys: tuple[str, ...]) -> None:
         """Put the tensors back that a captured graph knows, with what is in the state now."""
         for key in keys:
-            pinned = self._pinned_states.get((row, key), state[key])
+            pinned = self._pinned.get((row, key), state[key])
             if pinned is not state[key]:
                 pinned.copy_(state[key])
             state[key] = pinned
 
-    def pin_states(self) -> None:
+    def pin(self) -> None:
         """From now on states keep their memory, which a captured graph knows by address.
 
         What is loaded or assigned is copied into it.
         """
-        for row, param in enumerate(self._row_params):
+        for row, param in enumerate(self.optimizer._rows.params):
             for key in self._keys_of(row):
-                if isinstance(value := self.state.get(param, {}).get(key), Tensor):
-                    self._pinned_states[row, key] = local(value)
+                if isinstance(value := self.optimizer.state.get(param, {}).get(key), Tensor):
+                    self._pinned[row, key] = local(value)
+
+    def unpin(self) -> None:
+        """The rows are others."""
+        self._pinned, self.are_bound = {}, False
 
     def _keys_of(self, row: int) -> list[str]:
         """What the states of a row may stand under."""
-        return [*(key for kept in self._kept(self._group_of(row)) for key in kept.keys), "ema"]
+        group = self.optimizer._rows.group_of(row)
+        return [*(key for stored in self.of_group(group) for key in stored.keys), "ema"]
 
-    def keep_bound(self) -> None:
-        """Bind the states anew if somebody loaded, cleared or exchanged some."""
-        if not self._states_bound or not self._is_bound():
-            self._bind_states()
+    # --- averages -------------------------------------------------------------------------------
 
-    def states_by_group(self) -> list[tuple[StateMode, tuple[str, ...]]]:
-        """How states are kept, and which."""
-        return [(self._mode_of(group), self._state_names(group)) for group in self.param_groups]
+    @contextlib.contextmanager
+    def averages_in_place(self, table: ParamTable) -> Iterator[None]:
+        """In the block the weights are their averages, rounded; then they have their bits again."""
+        saved = []
+        with torch.no_grad():
+            for row, param in enumerate(self.optimizer._rows.params):
+                weight = table.param(row) if (model := table.model(row)) is None else model
+                if (average := self.optimizer.state.get(param, {}).get("ema")) is not None:
+                    saved.append((weight, weight.detach().clone()))
+                    weight.copy_(local(average))
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for weight, before in saved:
+                    weight.copy_(before)
+            table.accept_model_weights()
 
-    def _remember_bindings(self) -> None:
-        states, versions = _core.C.flattened(self.state), _core.C.DictVersions(self.state)
-        self._bound = (states, versions, self.states_by_group(), self.ema_decay is not None)
 
-    def _is_bound(self) -> bool:
-        states, versions, names, averages = self._bound
-        if names != (wanted := self.states_by_group()):
-            for i, ((old, _), (new, _)) in enumerate(zip(names, wanted, strict=False)):
-                if old != new and any(self.state.get(p) for p in self.param_groups[i]["params"]):
-                    raise ValueError(changed_too_late(f"state_dtype of group {i}", old, new))
-            return False
-        if averages != (self.ema_decay is not None):
-            return False
-        if versions.hold(self.state):
-            return True
-        if not _core.C.holds(self.state, states):
-            return False
-        # The same objects, assigned again; or Python does not count.
-        self._bound = (states, _core.C.DictVersions(self.state), names, averages)
-        return True
-
-    def _bind_states(self) -> None:
-        """After a load, a copy, an edit or new rows: the table takes over ``self.state``."""
-        for name, column in self._columns().items():
-            saved = []
-            for row, param in enumerate(self._row_params):
-                number = self._saved_number(self.state.get(param, {}), row, name)
-                number = torch.as_tensor(number, dtype=torch.float32, device=column.device)
-                saved.append(number.reshape(()))
-            if saved:
-                column.copy_(torch.stack(saved))
-        for row, param in enumerate(self._row_params):
-            state, keys = self.state.get(param, {}), self._keys_of(row)
-            known = any(key in state or (row, key) in self._pinned_states for key in keys)
-            if "step" in state or known:
-                self._init_state(row)
-            else:
-                self._known_table().set_states(row, None)  # made at the row's next gradient
-        self._remember_bindings()
-        self._states_bound = True
+def storage_of(optimizer: Any, group: dict[str, Any]) -> str:
+    """The name of the storage type that `group` asks for. Raises ValueError for a wrong one."""
+    name: str = group.get("state_dtype") or optimizer.state_dtype
+    check("state_dtype", name, RULES["state_dtype"])
+    if name not in optimizer.algorithm.storages:
+        kinds = [kind for of, kind in CLASSES if name in ALGORITHMS[of].storages]
+        raise ValueError(
+            f"{type(optimizer).__name__} keeps no states in {STORAGES[name].bits} bits; "
+            f"state_dtype={name!r} is for {', '.join(kinds[:-1])} and {kinds[-1]}. Use 'bf16' or "
+            "'fp32'."
+        )
+    return name

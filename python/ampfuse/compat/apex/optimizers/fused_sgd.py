@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from ampfuse.compat.apex import amp_C
 from ampfuse.compat.apex.optimizers.common import ApexOptimizer, of_groups
 from ampfuse.optim import SGD
-
-if TYPE_CHECKING:
-    from ampfuse._C import ParamTable
 
 
 class FusedSGD(ApexOptimizer, SGD):
@@ -64,10 +62,10 @@ class FusedSGD(ApexOptimizer, SGD):
         self.most_recent_scale, self.scale_set_by_backward = 1.0, False
         return result
 
-    def _collect(self, table: ParamTable) -> list[int]:
+    def _gradient_scale(self) -> tuple[Tensor | None, bool, bool]:
         if self.most_recent_scale == 1:
-            return super()._collect(table)
-        device = self._row_params[0].device
+            return super()._gradient_scale()
+        device = self._rows.params[0].device
         scale = torch.full((), self.most_recent_scale, dtype=torch.float32, device=device)
         scaler = self.__dict__.get("grad_scale")
-        return table.collect(scale if scaler is None else scale * scaler, unscales=False)
+        return (scale if scaler is None else scale * scaler), False, False

@@ -1,5 +1,7 @@
-// Algorithms and hyper-parameters by the names that Python uses.
+// What the core says of its algorithms and storage types, by the names that Python uses.
 #pragma once
+
+#include <pybind11/pybind11.h>
 
 #include <map>
 #include <string>
@@ -8,9 +10,13 @@
 
 namespace ampfuse {
 
+// All of it, for python/ampfuse/_schema.py.
+pybind11::dict schema();
+
 // A ValueError for a name that does not exist.
 Algorithm algorithm_of(const std::string& name);
-RowHyper hyper_of(const std::map<std::string, double>& values);
+StateStorage storage_of(const std::string& name);
+RowHyper hyper_of(Algorithm algorithm, const std::map<std::string, double>& values);
 // The column of `schedule` by its name.
 const double*& schedule_column(Schedule& schedule, const std::string& name);
 

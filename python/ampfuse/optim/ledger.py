@@ -1,0 +1,121 @@
+"""Gradients between backward and step: scaled, unscaled, left for later.
+
+The gradients themselves are in the extension's ``ParamTable``; csrc/torch/gradient_phase.h says
+where they are at which time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable
+from typing import Any
+
+from torch import Tensor
+
+from ampfuse.optim import left_scaled
+from ampfuse.optim.parts import Part
+from ampfuse.optim.unscaling import unscale
+
+
+class Ledger(Part):
+    """Takes in backward passes whose gradients carry a loss scale, for an optimizer.
+
+    Attributes:
+        in_backward: between `begin` and the call that ends the pass.
+        has_scaled: the last pass that ended left its gradients scaled (`mark`).
+        left_scaled: gradients of a pass that did not list this optimizer, by row.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__(optimizer)
+        self.in_backward = self.has_scaled = False
+        self.left_scaled: dict[int, left_scaled.Mark] = {}
+
+    @property
+    def _rows(self) -> Any:
+        return self.optimizer._rows
+
+    def begin(self) -> None:
+        """Put earlier gradients away, so that a backward pass brings new ones only."""
+        if self.left_scaled:
+            left_scaled.warn_if_used(self.optimizer)
+        self._rows.current().begin_backward()
+        self.in_backward = True
+
+    def end(self, scale: Tensor, check: bool) -> bool:
+        """Take in a pass whose gradients carry `scale` (float32, 0-dim): inspect and unscale.
+
+        Returns:
+            Whether the pass says something about the loss scale: not where there are shards, and
+            FSDP keeps the gradients until a pass that it synchronises. They carry the scale,
+            which must not change between.
+        """
+        self.in_backward = self.has_scaled = False
+        table = self._rows.known()
+        left: bool = table.end_backward(scale, check)
+        has_shards: bool = self._rows.has_shards
+        if self.optimizer._under_amp and has_shards:
+            table.materialize()  # a DTensor cannot do that when somebody looks at its gradient
+        return left or not has_shards
+
+    def mark(self, scale: Tensor) -> None:
+        """Take in a pass, but leave its gradients scaled until the next pass or the step."""
+        self.in_backward, self.has_scaled = False, True
+        self._rows.known().mark_backward(scale)
+
+    def cancel(self) -> None:
+        """The pass failed: drop what it left and keep what was there before."""
+        self.in_backward = False
+        if self._rows.table is not None:  # else the pass failed because there could be none
+            self._rows.table.cancel_backward()
+
+    def rows_of(self, params: Container[int]) -> list[int]:
+        """Those of parameters of a model, given by their ids."""
+        self._rows.current()
+        leaves = [getattr(param, "model_param", param) for param in self._rows.params]
+        return [row for row, leaf in enumerate(leaves) if id(leaf) in params]
+
+    def earlier_sparse(self, rows: Iterable[int]) -> list[str]:
+        """During a pass: names of those of `rows` to which earlier ones gave sparse gradients."""
+        return []
+
+    def materialize(self) -> None:
+        """Put FP32 unscaled gradients into the masters, if they are not there yet."""
+        if self._rows.table is not None and not self.in_backward:
+            self._rows.table.materialize()
+
+    def inspect(self) -> None:
+        """Look at the gradients now, as the step would, which need not look again."""
+        table = self._rows.current()
+        if not self.in_backward:
+            table.collect(None, False)
+            table.measure()
+
+    def unscale(self, scale: Tensor) -> Tensor:
+        """Divide all gradients by `scale` (float32, 0-dim) now, exactly.
+
+        FP32 gradients are divided in place. Half gradients of a parameter outside amp become FP32
+        ones, because rounding them back to half would flush small values to zero.
+
+        Returns:
+            The flag, float32 and 0-dim: 1 if a gradient was not finite.
+        """
+        rows = self._rows
+        table = rows.current()
+        found_inf: Tensor = table.state_field("found_inf")
+        if rows.has_amp_masters:
+            table.end_backward(scale, True)
+        else:
+            unscale(rows.params, scale.double().reciprocal().float(), found_inf)
+            if rows.ranks is not None:
+                rows.ranks.share(found_inf)
+        return found_inf
+
+    def check_before_step(self) -> None:
+        """Raise RuntimeError inside a scale_loss context; warn of gradients left scaled."""
+        if self.in_backward:
+            raise RuntimeError(
+                "step() was called inside the scale_loss context, where gradients are still "
+                "scaled. Call optimizer.step() after the with block."
+            )
+        if self.left_scaled:
+            left_scaled.warn_if_used(self.optimizer)

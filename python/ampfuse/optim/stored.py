@@ -1,0 +1,102 @@
+"""A state of a parameter's shape in the dicts of an optimizer's ``state``, in its storage type."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampfuse import _core
+from ampfuse._schema import ALGORITHMS, STORAGES, Storage
+from ampfuse.optim.shards import local
+
+FP32 = STORAGES["fp32"]
+
+
+def storage_for(wanted: str, param: Tensor) -> Storage:
+    """What a state of `param` is stored in where `wanted` was asked for."""
+    storage = STORAGES[wanted]
+    return FP32 if param.numel() < storage.min_elements else storage
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """A state of an algorithm, by its place in the kernel's order.
+
+    It is one tensor under its name; in 8 bits it is ``<name>_codes``, uint8 of the parameter's
+    shape, and ``<name>_scale``, so that nobody who looks for the name takes codes for values.
+    """
+
+    algorithm: str
+    place: int
+    name: str
+
+    @classmethod
+    def of(cls, algorithm: str, names: tuple[str, ...]) -> tuple[Stored, ...]:
+        """The states of `algorithm` that are called so."""
+        states = ALGORITHMS[algorithm].states
+        return tuple(cls(algorithm, states.index(name), name) for name in names)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """All that it may stand under."""
+        return tuple(dict.fromkeys(key for of in STORAGES.values() for key in of.keys(self.name)))
+
+    def shapes(self, param: Tensor, storage: Storage) -> dict[str, tuple[int, ...]]:
+        """Of what it stands under for `param`."""
+        first, *scale = storage.keys(self.name)
+        blocks = (storage.scales(local(param).numel()),)
+        return {first: tuple(param.shape), **dict.fromkeys(scale, blocks)}
+
+    def storage_in(self, state: dict[str, Any]) -> Storage | None:
+        """How `state` has it; None if not."""
+        for storage in STORAGES.values():
+            if storage.block and not state.keys().isdisjoint(storage.keys(self.name)):
+                return storage
+        value = state.get(self.name)
+        if value is None:
+            return None
+        return next((of for of in STORAGES.values() if value.dtype is dtype_of(of)), FP32)
+
+    def values(self, state: dict[str, Any]) -> Tensor:
+        """Its values, float32."""
+        storage = self.storage_in(state)
+        assert storage is not None
+        lists = [state[key] for key in storage.keys(self.name)]
+        if not storage.block:
+            return lists[0].to(torch.float32)
+        values = _core.C.empty_laid_out_as(lists[0])
+        _core.C.decode_state(self.algorithm, self.place, storage.name, lists, values)
+        return values
+
+    def put(self, state: dict[str, Any], values: Tensor, storage: Storage) -> None:
+        """Have `values` (float32, in the parameter's layout) in `state`, rounded to nearest."""
+        lists = self._make(state, values, storage)
+        if storage.block:
+            _core.C.encode_state(self.algorithm, self.place, values, storage.name, lists)
+        else:
+            lists[0].copy_(values)
+
+    def put_zeros(self, state: dict[str, Any], like: Tensor, storage: Storage) -> None:
+        """Have zeros in it, laid out as `like`."""
+        for tensor in self._make(state, like, storage):
+            tensor.zero_()
+
+    def _make(self, state: dict[str, Any], like: Tensor, storage: Storage) -> list[Tensor]:
+        """What it stands under, in place of what there was; with no values yet."""
+        for key in self.keys:
+            state.pop(key, None)
+        first, *scale = storage.keys(self.name)
+        made = {first: _core.C.empty_laid_out_as(like, dtype_of(storage))}
+        for key in scale:
+            blocks = storage.scales(like.numel())
+            made[key] = torch.empty(blocks, dtype=torch.float32, device=like.device)
+        state.update(made)
+        return list(made.values())
+
+
+def dtype_of(storage: Storage) -> torch.dtype:
+    """Of the tensor that has a state's elements."""
+    return {32: torch.float32, 16: torch.bfloat16, 8: torch.uint8}[storage.bits]
