@@ -50,33 +50,34 @@ def stub(module: ModuleType) -> str:
         if isinstance(value, type):
             classes.append(_class(value))
         elif callable(value):
-            functions.append(_function(name, value))
+            functions.append(_function(value))
     doc = inspect.cleandoc(module.__doc__ or "")
     return "\n".join([HEAD.format(doc=doc), *functions, *classes])
 
 
 def _class(cls: type[Any]) -> str:
-    lines = [f"class {cls.__name__}:", textwrap.indent(_doc(cls.__doc__ or ""), "    ")]
+    lines = [f"class {cls.__name__}:", _doc(cls.__doc__ or "", depth=1)]
     for name, value in vars(cls).items():
         if callable(value) and (name in ("__init__", "__len__") or not name.startswith("_")):
-            lines.append(textwrap.indent(_function(name, value), "    "))
+            lines.append(_function(value, depth=1))
     return "\n".join(lines)
 
 
-def _function(name: str, function: Any) -> str:
+def _function(function: Any, depth: int = 0) -> str:
     signature, _, doc = function.__doc__.partition("\n")
     for pattern, word in WORDS:
         signature = re.sub(pattern, word, signature)
     signature = re.sub(r"\(self: \w+", "(self", signature)
-    signature = re.sub(r"=? ?torch\.float32", "= torch.float32", signature)
-    # A default that is an object of C++ has a representation that is no expression.
-    body = textwrap.indent(_doc(doc), "    ") if doc.strip() else "    ..."
-    return f"def {signature}:\n{body}\n"
+    body = _doc(doc, depth + 1) if doc.strip() else "    " * (depth + 1) + "..."
+    return f"{'    ' * depth}def {signature}:\n{body}\n"
 
 
-def _doc(text: str) -> str:
-    lines = inspect.cleandoc(text).strip()
-    return f'"""{lines}\n"""' if "\n" in lines else f'"""{lines}"""'
+def _doc(text: str, depth: int) -> str:
+    """A docstring, its paragraphs filled, so deep within classes and functions."""
+    paragraphs = inspect.cleandoc(text).split("\n\n")
+    filled = [textwrap.fill(part, 100 - 4 * depth - len('"""')) for part in paragraphs]
+    text = "\n\n".join(filled) + ("\n" if len(filled) > 1 else "")
+    return textwrap.indent(f'"""{text}"""', "    " * depth)
 
 
 def main() -> None:

@@ -82,9 +82,9 @@ def layerwise(
 ) -> None:
     """grads = ratio * (grads + weight_decay * params), with LARC's ratio of each tensor.
 
-    ratio = trust_coefficient * |p| / (|g| + weight_decay * |p| + eps), with `clip` at most lr and
-    divided by lr. Where a norm is zero the gradient stays. `lr_tensor` (float32, device) replaces
-    `lr`.
+    ratio = trust_coefficient * |p| / (|g| + weight_decay * |p| + eps), with `clip` at most lr
+    and divided by lr. Where a norm is zero the gradient stays. `lr_tensor` (float32, device)
+    replaces `lr`.
     """
 
 def scale(
@@ -98,7 +98,8 @@ def schema() -> dict[str, Any]:
 def set_half_ops(on: bool, every: bool = False) -> None:
     """Register them with torch, for the process, or take them back.
 
-    `every`: even for half types for which this CPU has instructions, so that tests reach every kernel.
+    `every`: even for half types for which this CPU has instructions, so that tests reach every
+    kernel.
     """
 
 def split_master(master: Tensor, model: Tensor, remainder: Tensor) -> None:
@@ -120,15 +121,15 @@ def step(
 ) -> None:
     """One step of an algorithm of `ParamTable` on lists of tensors, states of any type included.
 
-    `models` (may be empty) receive the parameters, rounded. `states` are lists in the kernel's order.
-    `steps` (float32, one for each tensor) counts the steps before this one and is advanced, but for
-    tensors without elements. `norm_averages` (likewise) is NovoGrad's second moment. `lr_tensor`
-    (float32, one element or one for each tensor) replaces ``values["lr"]``; for `values` see
-    `ParamTable.set_hyper`. Gradients are divided by `loss_scale`. Where `found_inf` (float32) is set,
-    nothing happens.
+    `models` (may be empty) receive the parameters, rounded. `states` are lists in the kernel's
+    order. `steps` (float32, one for each tensor) counts the steps before this one and is
+    advanced, but for tensors without elements. `norm_averages` (likewise) is NovoGrad's second
+    moment. `lr_tensor` (float32, one element or one for each tensor) replaces ``values["lr"]``;
+    for `values` see `ParamTable.set_hyper`. Gradients are divided by `loss_scale`. Where
+    `found_inf` (float32) is set, nothing happens.
 
-    "lamb_update" advances LAMB's moments and writes the update u into `updates` (which may be `grads`);
-    ``"sgd"`` on u with the rate of each tensor is then its second half.
+    "lamb_update" advances LAMB's moments and writes the update u into `updates` (which may be
+    `grads`); ``"sgd"`` on u with the rate of each tensor is then its second half.
     """
 
 def torch_version() -> str:
@@ -159,16 +160,16 @@ def update_scale(
     """Applies the loss-scale rule to the OR of found_infs, and sets the shared flags if it is 1.
 
     `scale` and the flags are float32, the trackers int32, each one element. An overflow resets
-    `growth_tracker` and, when it is the `hysteresis`-th, multiplies the scale by `backoff_factor`;
-    `growth_interval` clean calls in a row multiply it by `growth_factor`, within the limits. With
-    ``dynamic=False`` the scale stays.
+    `growth_tracker` and, when it is the `hysteresis`-th, multiplies the scale by
+    `backoff_factor`; `growth_interval` clean calls in a row multiply it by `growth_factor`,
+    within the limits. With ``dynamic=False`` the scale stays.
     """
 
 class ParamTable:
     """The rows of one optimizer; see param_table.h.
 
-    A row is a parameter with its half model weight, if it is a master, its gradients, states and step
-    count. The table finds and checks gradients and runs the fused step over all rows.
+    A row is a parameter with its half model weight, if it is a master, its gradients, states and
+    step count. The table finds and checks gradients and runs the fused step over all rows.
     """
     def __init__(self, algorithm: str, device: torch.device) -> None:
         """`algorithm`: one of `schema`, such as "adam" (also AdamW), or "none".
@@ -188,11 +189,11 @@ class ParamTable:
     ) -> int:
         """Appends a row and returns its index.
 
-        `model` is the half weight beside the FP32 master `param`, or beside the remainder of a split one,
-        int16; `model_version` the version of it that the master has followed; `at_random`: a BF16 parameter
-        is rounded stochastically; `whole`: the DTensor whose local tensor `model` is, or without it
-        `param`, from its element `origin` on. RuntimeError or TypeError, naming the row, for tensors that
-        the kernels cannot walk.
+        `model` is the half weight beside the FP32 master `param`, or beside the remainder of a
+        split one, int16; `model_version` the version of it that the master has followed;
+        `at_random`: a BF16 parameter is rounded stochastically; `whole`: the DTensor whose local
+        tensor `model` is, or without it `param`, from its element `origin` on. RuntimeError or
+        TypeError, naming the row, for tensors that the kernels cannot walk.
         """
 
     def remember_params(self, groups: Any) -> None:
@@ -210,9 +211,9 @@ class ParamTable:
     def set_gather(self, gather: Callable[..., Any], counted_elsewhere: Tensor | None) -> None:
         """Have steps be decided with other ranks: `gather` returns what all call it with.
 
-        It is called with bytes, uint8 on the device, after each inspection that counts, and before an
-        update that needs norms of rows. `counted_elsewhere`, bool [rows]: rows that another rank has alike,
-        and adds the norms of.
+        It is called with bytes, uint8 on the device, after each inspection that counts, and
+        before an update that needs norms of rows. `counted_elsewhere`, bool [rows]: rows that
+        another rank has alike, and adds the norms of.
         """
 
     def __len__(self) -> int: ...
@@ -237,9 +238,9 @@ class ParamTable:
     ) -> None:
         """The row's states in the kernel's order, at most three, in a storage type of `schema`.
 
-        Of each the tensors of that type: elements laid out as the parameter and, where the type has blocks,
-        their float32 scales. None: the row has no states yet, and `collect` says so when it has a gradient.
-        `average` (float32): the moving average of the parameter.
+        Of each the tensors of that type: elements laid out as the parameter and, where the type
+        has blocks, their float32 scales. None: the row has no states yet, and `collect` says so
+        when it has a gradient. `average` (float32): the moving average of the parameter.
         """
 
     def steps(self) -> Tensor:
@@ -258,9 +259,10 @@ class ParamTable:
     ) -> None:
         """Hyper-parameters of rows begin..end, by the names of `schema`; others are zero and off.
 
-        `lr_tensor` (float32, device) replaces lr. `schedule` (float64 vectors of one length on the device)
-        replaces both: element ``schedule_step`` of the step's state holds for the next step that is
-        applied, the last one after its end. ValueError: another name, unequal lengths.
+        `lr_tensor` (float32, device) replaces lr. `schedule` (float64 vectors of one length on
+        the device) replaces both: element ``schedule_step`` of the step's state holds for the
+        next step that is applied, the last one after its end. ValueError: another name, unequal
+        lengths.
         """
 
     def accept_model_weights(self) -> None:
@@ -290,8 +292,8 @@ class ParamTable:
     def accumulated(self, row: int, make: bool = False) -> Tensor | None:
         """In a backward pass: what earlier ones left, float32 and unscaled, to be edited in place.
 
-        Who edits it says by ``found_inf`` whether it is finite. None where they left nothing; zeros then
-        with `make`.
+        Who edits it says by ``found_inf`` whether it is finite. None where they left nothing;
+        zeros then with `make`.
         """
 
     def cancel_backward(self) -> None:
@@ -313,9 +315,10 @@ class ParamTable:
     ) -> list[int] | None:
         """Find and check the gradients of a step; the rows that have one but no state yet.
 
-        None where `groups` or `states`, if given, are not what `remember_params` and `remember_states` saw.
-        `scale` is what gradients outside scale_loss carry; with `unscales` the update writes those in FP32
-        back without it, with `unscales_half` the others too. Nothing has changed when this raises.
+        None where `groups` or `states`, if given, are not what `remember_params` and
+        `remember_states` saw. `scale` is what gradients outside scale_loss carry; with
+        `unscales` the update writes those in FP32 back without it, with `unscales_half` the
+        others too. Nothing has changed when this raises.
         """
 
     def measure(self) -> None:
@@ -352,8 +355,8 @@ class ParamTable:
     def fingerprint(self) -> bytes:
         """Three int64 a row, to be compared with earlier ones.
 
-        The addresses of parameter and model weight (0 for none), and whether the weight, or else the
-        parameter, requires a gradient.
+        The addresses of parameter and model weight (0 for none), and whether the weight, or else
+        the parameter, requires a gradient.
         """
 
     def state_field(self, name: str) -> Tensor:
