@@ -1,9 +1,8 @@
 """Random calls of the extension, wrong ones among them: `table_fuzz.py EXTENSION CALLS`.
 
 Each call works or is an exception; whatever it does to memory, the address sanitizer sees. Run by
-test_arguments.py with an extension that is built for that. The one thing that is not done at
-random: between `collect` and the step, nobody replaces the tensors of a row, as the step has
-addresses.
+test_arguments.py with an extension that is built for that. One thing is not done at random: nobody
+replaces the tensors of a row between `collect` and the step, which has their addresses.
 """
 
 import importlib.util

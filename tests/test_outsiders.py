@@ -205,7 +205,7 @@ WRONG = {
         r"\['params'\]\[0\] of the No.* is a str",
     ),
     "verbosity": ({"verbosity": "1"}, TypeError, "verbosity must be 0, 1 or 2, not '1'"),
-    "enabled": ({"enabled": "no"}, AssertionError, "enabled must be True, False.*got 'no'"),
+    "enabled": ({"enabled": "no"}, ValueError, "enabled is 'no'; it has to be True or False"),
     **{
         name: ({name: "x"}, ValueError, f"{name} must be a .*number, not 'x'")
         for name in (

@@ -147,7 +147,8 @@ def left_behind(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
         "weights": [p.detach().clone() for p in model.parameters()],
         "masters": [p.detach().clone() for p in amp.master_params(optimizer)],
     }
-    found["gradients"] = [p.grad for p in model.parameters()]
+    # Of torch's zeros the sign depends on the CPU.
+    found["gradients"] = [None if p.grad is None else p.grad + 0 for p in model.parameters()]
     found["gradients of masters"] = [p.grad for p in amp.master_params(optimizer)]
     return found
 

@@ -33,8 +33,9 @@ void ParamTable::begin_backward() {
       set_gradient(i, grad, true, none, grad);
       fold = true;
       continue;
-    } else if (grad.defined() && !row.model.defined() && !row.inspected.is_unchanged(grad)) {
-      known_.before_pass = false;
+    } else if (grad.defined() && !row.model.defined()) {
+      checked_gradient(row, grad);
+      if (!row.inspected.is_unchanged(grad)) known_.before_pass = false;
     }
     set_gradient(i, none, false, none, none);
   }
@@ -47,10 +48,10 @@ void ParamTable::begin_backward() {
   for (Row& row : rows_) {
     at::Tensor& grad = row.leaf().mutable_grad();
     if (!row.model.defined()) {  // stashed until end_backward
-      row.accumulated = grad;
+      row.accumulated = row.copied_grad.defined() ? row.copied_grad : grad;
       // The next pass writes over a gradient in a bucket of DistributedDataParallel.
       if (grad.defined() && grad.storage().use_count() > 1)
-        row.accumulated = empty_laid_out_as(grad, grad.scalar_type()).copy_(grad);
+        row.accumulated = empty_laid_out_as(row.param, grad.scalar_type()).copy_(grad);
     }
     grad.reset();
     row.copied_grad.reset();

@@ -362,6 +362,7 @@ std::optional<std::vector<int64_t>> ParamTable::collect(const std::optional<at::
                                                         bool unscales, bool unscales_half,
                                                         pybind11::handle groups,
                                                         pybind11::handle states) {
+  is_collected_ = false;
   if (!groups.is_none() && !has_params(groups)) return std::nullopt;
   if (!states.is_none() && !has_states(states)) return std::nullopt;
   lend_shards();

@@ -753,8 +753,15 @@ static void check_codes(double worst) {
   }
   EXPECT(C::scale(0) == 0 && C::encoder(0) == 0 &&
          C::decode(stored<kType>(C::encode(0.0f, 0.0f)), 0.0f) == 0);
-  const float poisoned = C::scale(float_bits(kInf));
+  const float poisoned = C::scale(float_bits(kInf) + 1);
   EXPECT(poisoned != poisoned);
+  // Limited, or infinite as the square is, and so with all its neighbours.
+  const float limit = C::scale(float_bits(kInf));
+  const float encoder = C::encoder(limit);
+  const float infinite = C::decode(stored<kType>(C::encode(kInf, encoder)), limit);
+  const float beside = C::decode(stored<kType>(C::encode(1.0f, encoder)), limit);
+  EXPECT(infinite == (C::kSign ? std::numeric_limits<float>::max() : kInf), infinite);
+  EXPECT(beside == (C::kSign ? 0.0f : kInf), beside);
 }
 
 // At most half a step of 32 codes an octave.

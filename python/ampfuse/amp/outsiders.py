@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -99,7 +100,8 @@ def forget() -> None:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if not _scaled or isinstance(optimizer, AmpOptimizer):
+    # A step that is traced would ask this while it compiles, and not again.
+    if torch.compiler.is_compiling() or isinstance(optimizer, AmpOptimizer) or not _scaled:
         return
     stepped = list(parameters(optimizer))
     for parameter in stepped:
