@@ -27,7 +27,7 @@ from ampfuse.optim.options import (
     values_of,
 )
 from ampfuse.optim.schedule import Schedule, tabulate
-from ampfuse.optim.states import CLASSES, States, storage_of
+from ampfuse.optim.states import CLASSES, States
 from ampfuse.uncompiled import uncompiled
 
 if TYPE_CHECKING:
@@ -51,6 +51,8 @@ class FusedOptimizer(AmpOptimizer):
     _replaces: type[torch.optim.Optimizer] | None = None
     # Whether half gradients are left unscaled as FP32 ones are, rounded.
     _unscales_half = False
+    # What parameters without a state count as having made.
+    _first_step = 0
     # Clip the next step to this L2 norm instead of `max_grad_norm`.
     clip_once: float | None = None
     # The options as a step last found them.
@@ -137,7 +139,7 @@ class FusedOptimizer(AmpOptimizer):
 
     def _check_group(self, group: dict[str, Any]) -> None:
         check_group(group, self._whole_options())
-        storage_of(self, group)
+        self._states.storage_of(group)
         check_hyper(self.algorithm, group)
         if group.get("differentiable"):
             raise ValueError(

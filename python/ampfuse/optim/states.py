@@ -203,9 +203,9 @@ class States(Part):
             state[name] = column[row]
 
     def _saved_number(self, state: dict[str, Any], row: int, name: str) -> Any:
-        """The number of a state that was loaded or copied; 0 for a fresh one."""
+        """The number of a state that was loaded or copied; that of a fresh one."""
         if not self.algorithm.starts_at_gradient:
-            return state.get(name, 0)
+            return state.get(name, self.optimizer._first_step if name == "step" else 0)
         has_start = self._has_start(state)
         starts = self.algorithm.states_in(self.optimizer._rows.group_of(row)) and not has_start
         return 0 if starts else state.get("step", int(has_start))

@@ -68,9 +68,6 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         self._reduced_precision_dtype = dtype
         self.master_weights = dtype is not None
 
-    def _saved_number(self, state: dict[str, Any], row: int, name: str) -> Any:
-        return state.get(name, self._first_step if name == "step" else 0)
-
     def step(self, closure: Callable[[], Any] | None = None, **driver: Any) -> Any:
         """One step; with ``grad_scaler=s`` torch's GradScaler unscales and skips on overflow."""
         with driven_by(self, driver):
