@@ -19,51 +19,37 @@
 
 namespace ampfuse {
 
+// What each public function does, bind_param_table.cpp says: that is its documentation in Python.
 class ParamTable {
  public:
-  // algorithm: a name of core/algorithms.h; "none" keeps gradients only.
   ParamTable(const std::string& algorithm, at::Device device);
 
-  // Appends a row. `model` is the half weight beside an FP32 `param`, or beside the int16 rest of a
-  // split master, or nothing; `model_version` the version of it that the master has followed;
-  // `at_random`: a BF16 parameter is rounded so; `whole`: the DTensor that the model weight, or
-  // without one the parameter, is the local shard of, from its element `origin` on. Returns the
-  // row's index.
+  // Rows. Containers are those of an optimizer: its groups, and its states.
   int64_t add_row(at::Tensor param, std::optional<at::Tensor> model, std::string name,
                   int64_t model_version, bool at_random, std::optional<at::Tensor> whole,
                   int64_t origin);
   int64_t rows() const { return int64_t(rows_.size()); }
-  // Of the optimizer's groups and states: that rows are as they are there, now; and whether they
-  // still are. Beside the objects a DTensor's local shard counts.
   void remember_params(pybind11::handle groups) { containers_.remember_params(groups); }
   void remember_states(pybind11::handle states) { containers_.remember_states(states); }
   bool has_states(pybind11::handle states) { return containers_.have_states(states); }
   bool has_params(pybind11::handle groups) const {
     return containers_.have_params(groups) && has_its_shards();
   }
-  // The step is decided by the ranks of a process group together: `gather` returns the bytes that
-  // each rank calls it with, uint8 on the device, in the order of ranks. `counted_elsewhere`, bool
-  // [rows], if any: rows that another rank has alike, and adds the norms of.
   using Gather = std::function<at::Tensor(const at::Tensor&)>;
   void set_gather(Gather gather, const std::optional<at::Tensor>& counted_elsewhere);
   at::Tensor param(int64_t row) const { return rows_.at(row).param; }
   std::optional<at::Tensor> model(int64_t row) const;
-  bool has_models() const { return has_models_; }  // some row has one
-
-  // States in the order of the core's kState0..2: of each the lists of its storage type, elements
-  // laid out as the parameter, and float32 scales where it has blocks. Nothing: the row has none
-  // yet. `average`: FP32, where there is a moving average.
-  using States = std::vector<std::vector<at::Tensor>>;
+  bool has_models() const { return has_models_; }
+  const std::string& name(int64_t row) const { return rows_.at(row).name; }
+  using States = std::vector<std::vector<at::Tensor>>;  // of each the lists of its storage type
   void set_states(int64_t row, const std::optional<States>& states, const std::string& storage,
                   const std::optional<at::Tensor>& average);
-  at::Tensor steps();          // float32 [rows], device
-  at::Tensor norm_averages();  // float32 [rows], device: NovoGrad's second moments
-
-  // Hyper-parameters of rows [begin, end) by the names of RowHyper and HyperFlag; others are off.
-  // `schedule`: float64 columns by the names of Schedule, all of one length; may be empty.
+  at::Tensor steps();
+  at::Tensor norm_averages();
   void set_hyper(int64_t begin, int64_t end, const std::optional<at::Tensor>& lr_tensor,
                  const std::map<std::string, double>& values,
                  const std::map<std::string, at::Tensor>& schedule);
+  std::vector<int64_t> fingerprint() const;
 
   // Gradients of DTensors: to the local shards, which the functions of a backward pass read and
   // write, and back; nothing else may look at them in between (shards.cpp).
@@ -71,56 +57,35 @@ class ParamTable {
   void give_shards();
 
   // Masters and model weights (masters.cpp).
-  // The model weights are what the masters round to, now: their present versions count as ours.
   void accept_model_weights();
-  // Masters take the elements that somebody edited in the model since our last write: seen by the
-  // weight's version and memory, or, with `all`, looked for in every weight (an edit through
-  // `.data` leaves no trace).
   void refresh_masters(bool all);
-  void publish_masters();  // model weights = masters
+  void publish_masters();
 
-  // scale_loss (gradients.cpp; see gradient_phase.h).
+  // Gradients between two steps (gradients.cpp; see gradient_phase.h).
   void begin_backward();
-  bool end_backward(const at::Tensor& scale, bool check);  // whether the pass left a gradient
+  bool end_backward(const at::Tensor& scale, bool check);
   void mark_backward(const at::Tensor& scale);
-  // During a pass: what earlier ones left in a row, FP32 and unscaled. Who edits it says by
-  // found_inf whether it is finite. Zeros where that is nothing, if `make` says so.
   std::optional<at::Tensor> accumulated(int64_t row, bool make);
   void cancel_backward();
   void materialize();
   void zero_grad(bool set_to_none);
 
-  // One step. collect() finds the gradients, checks them all and returns the rows that have one but
-  // no state yet; nothing has changed then. It returns nothing where `groups` and `states`, unless
-  // they are None, are no longer what was remembered. `scale`: what gradients not pending are
-  // multiplied by (a GradScaler's); with `unscales` the update leaves those in FP32 unscaled, with
-  // `unscales_half` too the others, rounded.
+  // One step.
   std::optional<std::vector<int64_t>> collect(const std::optional<at::Tensor>& scale, bool unscales,
                                               bool unscales_half, pybind11::handle groups,
                                               pybind11::handle states);
-  // Makes sum_squares that of the collected gradients, now rather than in the step.
   void measure();
-  // `meter`: the step is metered into these, which new_meter() made.
   void update(const std::optional<at::Tensor>& found_inf, double max_norm, bool inspect,
               bool skip_nonfinite, const std::optional<std::vector<at::Tensor>>& meter);
-  // On the device: counts, zeros, int32 [rows, kMeterCounts]; norms, zeros, float32 [2, rows]; and,
-  // if asked for, bits of changed weights, uint8 [chunks, kChunk / 8], which mean something in rows
-  // that are stepped. See core/meter.h.
-  std::vector<at::Tensor> new_meter(bool changed);
-  void
-  finish_step();  // after an update, or another optimizer's own step: pending gradients are spent
-  // A captured graph has stepped the rows: versions tell, and masters and model weights agree.
-  void mark_stepped();
-  // Three numbers a row: where its parameter and its model weight are, and whether autograd gives
-  // it a gradient.
-  std::vector<int64_t> fingerprint() const;
-
-  // Decides without an update, for an optimizer that steps by itself; the verdict is in skip.
   void decide(const std::optional<at::Tensor>& found_inf, double max_norm, bool inspect,
               bool skip_nonfinite);
-
-  at::Tensor state_field(const std::string& name) const;  // 0-dim device view into StepState
-  const std::string& name(int64_t row) const { return rows_.at(row).name; }
+  // Counts, zeros, int32 [rows, kMeterCounts]; norms, zeros, float32 [2, rows]; and, if asked for,
+  // bits of changed weights, uint8 [chunks, kChunk / 8], which mean something in rows that are
+  // stepped. See core/meter.h.
+  std::vector<at::Tensor> new_meter(bool changed);
+  void finish_step();
+  void mark_stepped();
+  at::Tensor state_field(const std::string& name) const;
 
  private:
   struct Inspection {

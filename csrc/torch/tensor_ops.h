@@ -1,4 +1,4 @@
-// The multi-tensor ops for users: lists of tensors in, one call to a backend.
+// Operations on lists of tensors, one call to a backend each; bind_tensor_ops.cpp documents them.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -24,9 +24,6 @@ std::tuple<at::Tensor, at::Tensor> l2norm(const TensorList& tensors, bool per_te
                                           const std::optional<at::Tensor>& inv_scale,
                                           const std::optional<at::Tensor>& found_inf);
 
-// One step of an algorithm on lists. `steps` [n] counts the steps before this one and is advanced;
-// `lr_tensor` [1] or [n] replaces lr; gradients are divided by `loss_scale`, and nothing happens
-// where `found_inf` is set. `norm_averages` [n] is NovoGrad's, `updates` receives lamb_update's.
 void step(const std::string& algorithm, const TensorList& grads, const TensorList& params,
           const TensorList& models, const std::vector<TensorList>& states,
           const TensorList& updates, const at::Tensor& steps,
@@ -34,7 +31,6 @@ void step(const std::string& algorithm, const TensorList& grads, const TensorLis
           const std::optional<at::Tensor>& lr_tensor, const std::map<std::string, double>& values,
           const std::optional<at::Tensor>& loss_scale, const std::optional<at::Tensor>& found_inf);
 
-// LARC's rescaling in place: grads = ratio * (grads + weight_decay * params), per tensor.
 void layerwise(const TensorList& grads, const TensorList& params, double lr,
                const std::optional<at::Tensor>& lr_tensor, double weight_decay,
                double trust_coefficient, double eps, bool clip);
@@ -48,8 +44,6 @@ void decode_state(const std::string& algorithm, int64_t state, const std::string
 void encode_state(const std::string& algorithm, int64_t state, const at::Tensor& value,
                   const std::string& storage, const TensorList& lists);
 
-// The loss-scale rule over the OR of `found_infs`; see step_state.h. A static scale passes dynamic
-// = false.
 void update_scale(const at::Tensor& scale, const at::Tensor& growth_tracker,
                   const at::Tensor& hysteresis_tracker, const TensorList& found_infs,
                   double growth_factor, double backoff_factor, int64_t growth_interval,
