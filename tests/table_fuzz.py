@@ -67,7 +67,7 @@ def attempt(call, *args, **kwargs):
     """The result, or None where the call refuses."""
     try:
         result = call(*args, **kwargs)
-    except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError):
+    except (RuntimeError, ValueError, TypeError, LookupError, NotImplementedError):
         counts["refused"] += 1
         return None
     counts["done"] += 1
@@ -171,7 +171,7 @@ class Table(RuleBasedStateMachine):
     def gradients(self, value):
         for leaf in self.leaves:
             if leaf.dtype.is_floating_point and leaf.layout is torch.strided:
-                leaf.grad = torch.full_like(leaf, value, requires_grad=False)
+                leaf.grad = torch.full_like(leaf, value, dtype=torch.float32).to(leaf.dtype)
         self.collected = False
 
     @rule(row=small, grad=st.one_of(st.none(), tensors()), by_data=st.booleans())
