@@ -192,7 +192,7 @@ TEST(metered_steps) {
       expect_same(pair.cpu, plain);
       EXPECT(cpu.counts.all() == gpu.counts.all(), each.name, " counts, step ", step);
       EXPECT(cpu.norms.all() == gpu.norms.all(), each.name, " norms, step ", step);
-      EXPECT(cpu.changed.all() == gpu.changed.all(), name, " changed weights, step ", step);
+      EXPECT(cpu.changed.all() == gpu.changed.all(), each.name, " changed weights, step ", step);
       EXPECT((cpu.counts.read(40 * kMeterCounts + kElements) > 0) == (step != 1));
     }
   }
