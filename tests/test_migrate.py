@@ -124,9 +124,9 @@ def test_imports_of_what_is_not_here_stay(statement):
 
 def test_of_contrib_only_a_part_is_here():
     source = (
-        "from apex.contrib import groupbn\n"
-        "from apex.contrib.groupbn import BatchNorm2d_NHWC\n"
-        "from apex.contrib import groupbn as g, xentropy\n"
+        "from apex.contrib import optimizers\n"
+        "from apex.contrib.optimizers import FP16_Optimizer\n"
+        "from apex.contrib import optimizers as o, xentropy\n"
     )
     first, second, third = source.splitlines()
     assert rewrite_imports(source).splitlines() == [
@@ -134,7 +134,9 @@ def test_of_contrib_only_a_part_is_here():
         third,
     ]
     assert [use.available for use in find_uses(source)] == [True, True, True, False]
-    assert "BatchNormAct2d" in find_uses(source)[1].ampfuse
+    assert "initialize" in find_uses(source)[1].ampfuse
+    groupbn = find_uses("from apex.contrib.groupbn import BatchNorm2d_NHWC\n")
+    assert [(use.available, "BatchNormAct2d" in use.torch) for use in groupbn] == [(False, True)]
 
 
 def test_extensions_and_what_takes_the_place_of_others():

@@ -7,8 +7,8 @@ import dataclasses
 import importlib
 from types import ModuleType
 
+from ampfuse.compat.names import TOP, counterparts, has_row, instead_of
 from ampfuse.migrate.imports import here, is_here
-from ampfuse.migrate.table import FP16_OPTIMIZER, TOP, counterparts, instead_of
 
 _IMPORTERS = ("import_module", "find_spec", "__import__")
 _BY_STRING = (
@@ -84,11 +84,9 @@ class _Finder(ast.NodeVisitor):
             name = ".".join([self._names[root], *chain[1:]])
             self._add(node.lineno, _known_part(name))
         elif chain and ".".join(chain[:-1]) in self._fp16_optimizers:
-            if chain[-1] in FP16_OPTIMIZER:
-                ampfuse, torch = FP16_OPTIMIZER[chain[-1]]
-                self.uses.append(
-                    Use(node.lineno, f"apex.fp16_utils.FP16_Optimizer.{chain[-1]}", ampfuse, torch)
-                )
+            name = f"apex.fp16_utils.FP16_Optimizer.{chain[-1]}"
+            if has_row(name):
+                self.uses.append(Use(node.lineno, name, *counterparts(name)))
         else:
             self.generic_visit(node)
 

@@ -1,5 +1,5 @@
-"""``apex.contrib``: of its many parts, ``groupbn`` and ``optimizers``."""
+"""``apex.contrib``: of its many parts, ``optimizers``."""
 
-from ampfuse.compat.apex.contrib import groupbn, optimizers
+from ampfuse.compat.apex.contrib import optimizers
 
-__all__ = ["groupbn", "optimizers"]
+__all__ = ["optimizers"]
