@@ -117,9 +117,8 @@ class _Finder(ast.NodeVisitor):
             self._fp16_optimizers |= {".".join(_chain(target)) for target in targets} - {""}
 
     def _star(self, module: str) -> None:
-        here = _module(module)
-        for name in getattr(here, "__all__", []):
-            self._names[name] = f"{module}.{name}"
+        public = (name for name in dir(_module(module)) if not name.startswith("_"))
+        self._names |= {name: f"{module}.{name}" for name in public}
 
     def _add(self, line: int, name: str) -> None:
         available = _is_available(name)

@@ -54,14 +54,14 @@ def _takes(numbers: str, *lists: str) -> Callable[..., Callable[..., None]]:
     def decorate(run: Callable[[Tensor, Lists, Numbers], None]) -> Callable[..., None]:
         @functools.wraps(run)
         def operation(
-            chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, *args: Any, **kwargs: Any
+            chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, *given: Any
         ) -> None:
-            given = {"use_nvlamb": False} if names[-1] == "use_nvlamb" else {}
-            given |= {**dict(zip(names, args, strict=False)), **kwargs}
-            if len(args) > len(names) or given.keys() != set(names):
-                takes = f"{run.__name__} takes {', '.join(names)} after the lists of tensors"
-                raise TypeError(f"{takes}, not {len(args)} numbers and {list(kwargs)} by name.")
-            run(noop_flag, typed_rows(run.__name__, tensor_lists, *lists), given)
+            if names[-1] == "use_nvlamb" and len(given) == len(names) - 1:
+                given = (*given, False)
+            if len(given) != len(names):
+                raise TypeError(f"{run.__name__} takes, after the lists, {', '.join(names)}.")
+            typed = typed_rows(run.__name__, tensor_lists, *lists)
+            run(noop_flag, typed, dict(zip(names, given, strict=True)))
 
         return operation
 
