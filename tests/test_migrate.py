@@ -95,7 +95,6 @@ def test_uses_are_found_line_by_line():
         (15, "apex.parallel"),
         (16, "apex.amp.initialize"),
         (17, "apex.fp16_utils.FP16_Optimizer"),
-        (18, "apex.fp16_utils.FP16_Optimizer.backward"),
         (19, "apex.amp._amp_state"),
         (19, "apex.amp.state_dict"),
     ]
@@ -103,8 +102,6 @@ def test_uses_are_found_line_by_line():
     assert [use.line for use in by_line.values() if not use.available] == [10]
     assert "ampfuse.amp.initialize" in by_line[16].ampfuse
     assert "autocast" in by_line[16].torch
-    assert "scale_loss" in by_line[18].ampfuse
-    assert "scaler.scale(loss)" in by_line[18].torch
 
 
 @pytest.mark.parametrize(
@@ -203,7 +200,6 @@ def test_uses_behind_names_conditions_and_strings():
         (7, "apex.amp.initialize"),
         (10, "apex.parallel.LARC.LARC"),
         (11, "apex.fp16_utils.FP16_Optimizer"),
-        (12, "apex.fp16_utils.FP16_Optimizer.clip_master_grads"),
         (13, "apex.amp"),
         (14, "apex.contrib"),
     ]

@@ -22,11 +22,6 @@ def counterparts(name: str) -> tuple[str, str]:
     return ampfuse or "not in ampfuse", torch
 
 
-def has_row(name: str) -> bool:
-    """Whether the table says something of `name` itself, not only of what it is in."""
-    return name in _ROWS
-
-
 def is_left_out(name: str) -> bool:
     """Whether ampfuse leaves out `name`, or what it is in, on purpose."""
     return not _row(name)[0]

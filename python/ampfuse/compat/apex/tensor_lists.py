@@ -84,10 +84,8 @@ def _check_row(name: str, i: int, row: tuple[Tensor, ...], device: torch.device)
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    if tensor.is_contiguous():
-        return True
-    return tensor.dim() in formats and tensor.is_contiguous(memory_format=formats[tensor.dim()])
+    formats = torch.contiguous_format, torch.channels_last, torch.channels_last_3d
+    return any(tensor.is_contiguous(memory_format=each) for each in formats)
 
 
 def _same_order(a: Tensor, b: Tensor) -> bool:

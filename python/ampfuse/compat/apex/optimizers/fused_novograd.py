@@ -72,18 +72,18 @@ class FusedNovoGrad(ApexOptimizer, NovoGrad):
             norms = None if self._has_own_step else group.pop("exp_avg_sq", None)
             if norms is None or len(group["params"]) != len(own["params"]):
                 continue  # groups that do not fit are torch's to refuse
-            half = [param.dtype in HALF_DTYPES for param in own["params"]]
-            keys = [
-                [k for k, h in zip(group["params"], half, strict=True) if h == kind]
-                for kind in (True, False)
-            ]
-            for kind, values in zip(keys, norms, strict=True):
-                if len(kind) != len(values):
+            of_half = {
+                key: param.dtype in HALF_DTYPES
+                for key, param in zip(group["params"], own["params"], strict=True)
+            }
+            for is_half, values in zip((True, False), norms, strict=True):
+                keys = [key for key, half in of_half.items() if half == is_half]
+                if len(keys) != len(values):
                     raise ValueError(
                         f"The state holds norms of {len(values)} parameters where there are "
-                        f"{len(kind)}. Nothing was loaded."
+                        f"{len(keys)}. Nothing was loaded."
                     )
-                for key, value in zip(kind, values, strict=True):
+                for key, value in zip(keys, values, strict=True):
                     state.setdefault(key, {})["exp_avg_norm"] = value.detach().clone()
         super().load_state_dict(
             {**state_dict, "state": state, "param_groups": groups}, strict=strict
