@@ -44,6 +44,12 @@ class AmpOptimizerState:
     def params_have_scaled_gradients(self) -> bool:
         return bool(getattr(self._optimizer(), "has_scaled_gradients", False))
 
+    def publish_masters(self) -> None:
+        """Write the masters into the model's half weights now."""
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            optimizer.param_table().publish_masters()
+
     @property
     def all_fp16_params(self) -> list[Tensor]:
         """Half weights: those behind masters, or where there are none, those stepped directly."""
@@ -60,22 +66,11 @@ class AmpOptimizerState:
 
 def add_stash(optimizer: Any) -> None:
     """Give `optimizer` the private names that recipes use before they load a checkpoint."""
-    optimizer._amp_stash = AmpOptimizerState(optimizer)
+    stash = AmpOptimizerState(optimizer)
+    optimizer._amp_stash = stash
     optimizer._lazy_init_maybe_master_weights = _nothing_to_do
-    optimizer._master_params_to_model_params = _MasterToModel(optimizer)
+    optimizer._master_params_to_model_params = stash.publish_masters
 
 
 def _nothing_to_do() -> None:
     """Masters were made by ``initialize``."""
-
-
-class _MasterToModel:
-    """Write the masters into the model's half weights now."""
-
-    def __init__(self, optimizer: Any) -> None:
-        self._optimizer = weakref.ref(optimizer)
-
-    def __call__(self) -> None:
-        optimizer = self._optimizer()
-        if optimizer is not None:
-            optimizer.param_table().publish_masters()

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampfuse.compat.apex.optimizers.apex_state import as_torch
 from ampfuse.optim.base import driven
-from ampfuse.optim.fused import FusedOptimizer
+from ampfuse.optim.fused import FusedOptimizer, is_fused
 from ampfuse.optim.inner import parameters
+from ampfuse.optim.masters import MASTERS
 
 
 class ApexOptimizer(FusedOptimizer):
@@ -61,9 +61,29 @@ class ApexOptimizer(FusedOptimizer):
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
     def load_state_dict(self, state_dict: dict[str, Any], *, strict: bool = False) -> None:
-        """Loads apex's, torch's and ampfuse's state dicts."""
-        state_dict = as_torch(state_dict, self.param_groups, by_group=self._has_own_step)
-        super().load_state_dict(state_dict, strict=strict)
+        """Loads apex's, torch's and ampfuse's state dicts.
+
+        What a saved group does not say, as apex's groups of few keys, is taken from our own. apex's
+        count of steps, of the group, becomes that of its parameters.
+        """
+        state = {key: dict(value) for key, value in state_dict["state"].items()}
+        groups, own_groups = [], self.param_groups
+        if len(own_groups) != len(state_dict["param_groups"]):  # torch's to refuse
+            own_groups = [{}] * len(state_dict["param_groups"])
+        for own, saved in zip(own_groups, state_dict["param_groups"], strict=True):
+            inherited = {k: v for k, v in own.items() if k not in ("params", "param_names")}
+            group = {**inherited, **saved}
+            groups.append(group)
+            # A step of a subclass's own counts by group.
+            step = group.get("step") if is_fused(self) else None
+            for key in group["params"] if step is not None else ():
+                # Without a moment there is nothing that a count could belong to.
+                if state.get(key, {}).keys() - {*MASTERS, "step"} and "step" not in state[key]:
+                    count = torch.as_tensor(step, dtype=torch.float32).reshape(())
+                    state[key]["step"] = count.clone()
+        super().load_state_dict(
+            {**state_dict, "state": state, "param_groups": groups}, strict=strict
+        )
 
     def _set_flag(self, name: str, value: Any) -> None:
         """A property of every group, of those to come too."""

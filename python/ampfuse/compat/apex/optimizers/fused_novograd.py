@@ -7,6 +7,7 @@ from typing import Any
 from ampfuse.compat.apex import amp_C
 from ampfuse.compat.apex.optimizers.common import ApexOptimizer, of_groups, refuse_amsgrad
 from ampfuse.optim import NovoGrad
+from ampfuse.optim.fused import is_fused
 from ampfuse.optim.masters import HALF_DTYPES
 
 
@@ -69,7 +70,7 @@ class FusedNovoGrad(ApexOptimizer, NovoGrad):
         state = {key: dict(value) for key, value in state_dict["state"].items()}
         groups = [dict(group) for group in state_dict["param_groups"]]
         for group, own in zip(groups, self.param_groups, strict=False):
-            norms = None if self._has_own_step else group.pop("exp_avg_sq", None)
+            norms = group.pop("exp_avg_sq", None) if is_fused(self) else None
             if norms is None or len(group["params"]) != len(own["params"]):
                 continue  # groups that do not fit are torch's to refuse
             of_half = {
