@@ -16,10 +16,8 @@ from ampfuse import optim
 from ampfuse.compat import apex
 from ampfuse.compat.apex import amp, optimizers
 from apex_formulas import DEFAULTS, adagrad, adam, lamb, novograd, sgd
+from apex_optimizers import gradients, start, take_steps
 from cases import assert_same_bits, bf16, f16, f32, f64, snapshot
-
-SHAPES = ((3, 4), (5,), (1,))
-
 
 LAMB_FLAGS = {
     "bias_correction": (True, False),
@@ -78,24 +76,6 @@ def make(name, params, **options):
     """An optimizer with a rate, and momentum if it is SGD."""
     usual = {"lr": 0.01} | ({"momentum": 0.9} if name == "FusedSGD" else {})
     return getattr(optimizers, name)(params, **(usual | options))
-
-
-def start(dtype=f32):
-    generator = torch.Generator().manual_seed(0)
-    ps = [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
-    return [nn.Parameter(p) for p in ps]
-
-
-def gradients(t, dtype=f32):
-    generator = torch.Generator().manual_seed(t)
-    return [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
-
-
-def take_steps(optimizer, ps, first=1, last=4):
-    for t in range(first, last + 1):
-        for p, g in zip(ps, gradients(t, ps[0].dtype), strict=False):  # or the first of them only
-            p.grad = g
-        optimizer.step()
 
 
 @pytest.mark.parametrize(

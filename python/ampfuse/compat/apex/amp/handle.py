@@ -93,7 +93,7 @@ class AmpHandle(NoOpHandle):
         self._saved: list[tuple[Any, str, Any]] = []
 
     @property
-    def _is_active(self) -> bool:  # type: ignore[override]
+    def _is_active(self) -> bool:
         return self._session.casts_functions and not cast_state.casts_are_disabled()
 
     @_is_active.setter

@@ -60,7 +60,7 @@ def mixed_dtype_fused_rms_norm_affine(
 def _norm(
     norm: Callable[..., Tensor],
     x: Tensor,
-    params: list[Tensor],
+    params: Sequence[Tensor],
     shape: Shape,
     eps: float | None,
     out: torch.dtype,
@@ -93,6 +93,8 @@ class _FusedNorm(nn.Module):
 
 
 class _MixedNorm(_FusedNorm):
+    weight: Tensor
+
     def __init__(self, normalized_shape: Shape, eps: float = 1e-5, **kwargs: Any) -> None:
         if not kwargs.pop("elementwise_affine", True):
             name = type(self).__name__

@@ -23,7 +23,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
     """
 
     multi_tensor_l2norm = staticmethod(amp_C.multi_tensor_l2norm_mp)
-    multi_tensor_lamb = staticmethod(amp_C.multi_tensor_lamb_mp)  # type: ignore[assignment]
+    multi_tensor_lamb = staticmethod(amp_C.multi_tensor_lamb_mp)
 
     def __init__(
         self,
