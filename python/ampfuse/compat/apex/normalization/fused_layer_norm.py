@@ -93,8 +93,6 @@ class _FusedNorm(nn.Module):
 
 
 class _MixedNorm(_FusedNorm):
-    weight: Tensor
-
     def __init__(self, normalized_shape: Shape, eps: float = 1e-5, **kwargs: Any) -> None:
         if not kwargs.pop("elementwise_affine", True):
             name = type(self).__name__
@@ -102,7 +100,7 @@ class _MixedNorm(_FusedNorm):
         super().__init__(normalized_shape, eps, True, **kwargs)
 
     def _out(self, input: Tensor) -> torch.dtype:
-        return self.weight.dtype
+        return next(self.parameters()).dtype
 
 
 class FusedLayerNorm(_FusedNorm, nn.LayerNorm):

@@ -15,6 +15,13 @@ from ampfuse.optim.fused import FusedOptimizer, is_fused
 from ampfuse.optim.inner import parameters
 from ampfuse.optim.masters import MASTERS
 
+# apex takes any value for these; and what they are called here.
+_FLAGS = frozenset(
+    "adam_w_mode adagrad_w_mode bias_correction grad_averaging init_zero reg_inside_moment "
+    "use_nvlamb wd_after_momentum".split()
+)
+_RENAMED = dict.fromkeys(("adam_w_mode", "adagrad_w_mode"), "decoupled_weight_decay")
+
 
 class ApexOptimizer(FusedOptimizer):
     """Mixin: ``zero_grad`` with apex's default, and state dicts of apex, torch and ampfuse.
@@ -36,6 +43,26 @@ class ApexOptimizer(FusedOptimizer):
         "_first_step",
         "_reduced_precision_dtype",
     )
+
+    def construct(self, given: dict[str, Any], *in_groups: str, **instead: Any) -> None:
+        """Run our constructor on `given`, the ``locals()`` of apex's, and what there is `instead`.
+
+        Options named in `in_groups` are, in ours, of parameter groups alone.
+
+        Raises:
+            RuntimeError: `amsgrad`.
+        """
+        options = arguments({**given, **instead})
+        if options.pop("amsgrad", False):
+            name = type(self).__name__
+            raise RuntimeError(f"{name} has no AMSGrad variant; ampfuse.optim.Adam has.")
+        self.set_grad_none = options.pop("set_grad_none", True)
+        for name in _FLAGS & options.keys():
+            options[_RENAMED.get(name, name)] = bool(options.pop(name))
+        of_group = {name: options.pop(name) for name in in_groups}
+        super().__init__(**options)
+        for name, value in of_group.items():
+            self.set_in_groups(name, value)
 
     @functools.cached_property
     def _dummy_overflow_buf(self) -> Tensor:
@@ -85,7 +112,7 @@ class ApexOptimizer(FusedOptimizer):
             {**state_dict, "state": state, "param_groups": groups}, strict=strict
         )
 
-    def _set_flag(self, name: str, value: Any) -> None:
+    def set_in_groups(self, name: str, value: Any) -> None:
         """A property of every group, of those to come too."""
         self.defaults[name] = value
         for group in self.param_groups:
@@ -102,9 +129,9 @@ def of_groups(key: str, read: Callable[[Any], Any], write: Callable[[Any], bool]
     return property(lambda self: read(self.param_groups[0][key]), assign)
 
 
-def refuse_amsgrad(amsgrad: bool, name: str) -> None:
-    if amsgrad:
-        raise RuntimeError(f"{name} has no AMSGrad variant; ampfuse.optim.Adam has.")
+def arguments(given: dict[str, Any], *but: str) -> dict[str, Any]:
+    """What a constructor was called with, of its ``locals()``, without what is named in `but`."""
+    return {k: v for k, v in given.items() if k not in ("self", "__class__", *but)}
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ampfuse.compat.apex import amp_C
-from ampfuse.compat.apex.optimizers.common import ApexOptimizer, of_groups, refuse_amsgrad
+from ampfuse.compat.apex.optimizers.common import ApexOptimizer, of_groups
 from ampfuse.optim import NovoGrad
 from ampfuse.optim.fused import is_fused
 from ampfuse.optim.masters import HALF_DTYPES
@@ -42,22 +42,9 @@ class FusedNovoGrad(ApexOptimizer, NovoGrad):
         init_zero: bool = False,
         set_grad_none: bool = True,
     ) -> None:
-        refuse_amsgrad(amsgrad, "FusedNovoGrad")
         if norm_type not in (0, 2):
             raise RuntimeError(f"FusedNovoGrad's norm_type is 2, or 0 for the maximum: {norm_type}")
-        self.set_grad_none = set_grad_none
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            bias_correction=bool(bias_correction),
-            grad_averaging=bool(grad_averaging),
-            norm_type=norm_type,
-            init_zero=bool(init_zero),
-            reg_inside_moment=bool(reg_inside_moment),
-        )
+        self.construct(locals())
 
     def load_state_dict(self, state_dict: dict[str, Any], *, strict: bool = False) -> None:
         """Loads apex's and ampfuse's state dicts.
