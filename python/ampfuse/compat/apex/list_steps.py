@@ -138,11 +138,9 @@ def multi_tensor_novograd(noop_flag: Tensor, lists: Lists, given: Numbers) -> No
     bias correction they are corrected wherever they started. `norm_type`: 2, or 0 for the maximum.
     `mode` 0: norms and decay act on the gradient, before the moment; 1: on the moment.
     """
-    if given["norm_type"] not in (0, 2):
-        raise RuntimeError(
-            "multi_tensor_novograd: norm_type is 2, or 0 for the maximum: "
-            + str(given["norm_type"])
-        )
+    kind = given["norm_type"]
+    if kind not in (0, 2):
+        raise RuntimeError(f"multi_tensor_novograd: norm_type is 2, or 0 for the maximum: {kind}")
     # An average that started at the first norm would not be corrected without init_zero.
     averages = given["grad_norms"].detach()
     _step("novograd", lists, {**given, "init_zero": True}, norm_averages=averages)
@@ -204,7 +202,7 @@ def multi_tensor_lamb_stage2_cuda(noop_flag: Tensor, lists: Lists, given: Number
         _of_each(f"stage2_cuda: {name}", given[name], lists)
         for name in ("per_tensor_param_norm", "per_tensor_update_norm")
     ]
-    _step("sgd", lists, {"lr": _lamb_rates(given, *norms)})
+    _step("sgd", lists, {"lr": _lamb_rates(given, lists, *norms)})
 
 
 def _adam_on_device(noop_flag: Tensor, lists: Lists, given: Numbers) -> None:
@@ -222,7 +220,7 @@ def _lamb(noop_flag: Tensor, lists: Lists, given: Numbers, *, stops: bool) -> No
     stop = _nonzero(noop_flag) if stops else None
     update = {**given, "lr": 0.0}
     _step("lamb_update", {**lists, "updates": grads}, update, loss_scale=clip, stop=stop)
-    rates = _lamb_rates(given, param_norms, _norms(noop_flag, grads))
+    rates = _lamb_rates(given, lists, param_norms, _norms(noop_flag, grads))
     stop = _nonzero(noop_flag) if stops else None
     _step("sgd", {"grads": grads, "params": params, "models": models}, {"lr": rates}, stop=stop)
 
@@ -240,19 +238,17 @@ def _step(
 
     Gradients are divided by `loss_scale`. A `lr` that is a tensor stays on the device.
     """
-    params = lists["params"]
-    device = params[0].device
-    lr = given.get("lr")
-    rates = lr.detach().to(device, torch.float32).reshape(-1) if isinstance(lr, Tensor) else None
-    values = {
-        name: float(given[name])
-        for name in _SAME
-        if not isinstance(given.get(name), (Tensor, type(None)))
-    }
+    params, roles = lists["params"], ("grads", "params", "models", "updates")
+    rates = given.get("lr")
+    if isinstance(rates, Tensor):
+        rates = rates.detach().to(params[0].device, torch.float32).reshape(-1)
+        given = {**given, "lr": 0.0}
+    else:
+        rates = None
+    values = {name: float(given[name]) for name in _SAME if name in given}
     for ours, (theirs, translated) in _TRANSLATED.items():
         if theirs in given:
             values[ours] = float(translated(given[theirs]))
-    roles = "grads", "params", "models", "updates"
     checked(
         _core.C.step,
         algorithm,
@@ -302,13 +298,13 @@ def _clip(given: Numbers, lists: Lists) -> Tensor:
     return torch.where(norm > largest, norm / largest, torch.ones_like(norm))
 
 
-def _lamb_rates(given: Numbers, param_norms: Tensor, update_norms: Tensor) -> Tensor:
+def _lamb_rates(given: Numbers, lists: Lists, param_norms: Tensor, update_norms: Tensor) -> Tensor:
     """The learning rate of each tensor, times its trust ratio if it has one."""
     ratios = torch.ones_like(param_norms)
     if given["use_nvlamb"] or given["weight_decay"] != 0:
         both = (param_norms != 0) & (update_norms != 0)
         ratios = torch.where(both, param_norms / update_norms, ratios)
-    return given["lr"] * ratios
+    return _number(given["lr"], lists) * ratios
 
 
 def _weighted_sum(
