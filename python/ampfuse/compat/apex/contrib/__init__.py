@@ -1,5 +1,3 @@
 """``apex.contrib``: of its many parts, ``optimizers``."""
 
 from ampfuse.compat.apex.contrib import optimizers
-
-__all__ = ["optimizers"]
