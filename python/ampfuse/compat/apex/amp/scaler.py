@@ -62,7 +62,7 @@ class LossScaler(ampfuse.amp.scaler.LossScaler):
         Of a pass with ``delay_overflow_check`` the gradients are looked at now, as they are now.
         """
         if self._buffer is None:
-            self._buffer = torch.zeros(1, dtype=torch.int32, device=self._scale.device)
+            self._buffer = torch.zeros(1, dtype=torch.int32, device=self.current.device)
         if not self._is_noted:
             self._is_noted = True
             for each in self._living_optimizers():
@@ -169,8 +169,8 @@ class LossScaler(ampfuse.amp.scaler.LossScaler):
         return self.dynamic and bool(overflow.item())
 
     def _new_flag(self, grads: Sequence[Tensor]) -> Tensor:
-        device = grads[0].device if grads else self._scale.device
-        self._place(device)
+        device = grads[0].device if grads else self.current.device
+        self.snapshot(device)  # it lives there from now on
         return torch.zeros((), device=device)
 
     def __getstate__(self) -> dict[str, Any]:
