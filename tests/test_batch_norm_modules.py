@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ampfuse.compat.apex.contrib.groupbn import BatchNorm2d_NHWC
 from ampfuse.nn import BatchNormAct2d, SyncBatchNormAct2d
 from ampfuse.nn.functional import batch_norm_act
 from test_compat_parallel import two_processes
@@ -167,18 +166,6 @@ def test_repr_copy_and_pickle(cls):
         assert other.activation is None
 
 
-def test_images_with_channels_last_alone():
-    x, z = (images(seed=seed).permute(0, 2, 3, 1) for seed in range(2))
-    norm = start(BatchNorm2d_NHWC(4, fuse_relu=True))
-    expected = plainly(True)(start(nn.BatchNorm2d(4)), images(), images(seed=1))
-    assert x.is_contiguous()
-    out = norm(x, z)
-    assert out.is_contiguous()
-    torch.testing.assert_close(out, expected.permute(0, 2, 3, 1))
-    with pytest.raises(ValueError, match="process group"):
-        BatchNorm2d_NHWC(4, bn_group=2)
-
-
 # --- in two processes ---------------------------------------------------------------------------
 
 HERE = Path(__file__).parent
@@ -221,8 +208,3 @@ def test_two_processes_are_one_batch(results, dtype):
         assert_close(added, sums, dtype)
         for found in (first, second):
             assert_close(found["equal"], equal, dtype)
-
-
-def test_groups_of_neighbours(results):
-    for found in results:
-        assert found["groups"] == {1: "alone", 2: "together", 3: "3", "copies": True}

@@ -1,6 +1,5 @@
 """What two processes do: ``python two_processes.py FOLDER JOB ...``."""
 
-import copy
 import sys
 
 import torch
@@ -139,7 +138,6 @@ SYNC_CASES = {
     "NCHW": {"first": 2, "relu": True, "add": True, "format": torch.contiguous_format},
     "apex": {"first": 2, "relu": True, "add": True, "module": "apex"},
     "apex, channel_last": {"first": 2, "relu": True, "add": True, "module": "channel_last"},
-    "groupbn": {"first": 2, "relu": True, "add": True, "module": "groupbn"},
     "fused": {"first": 2, "relu": True, "add": True, "module": "fused"},
 }
 
@@ -170,9 +168,6 @@ def _sync_norm(case):
         return lambda x, z: norm(x.permute(0, 2, 3, 1), z.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
     kind = case.get("module")
-    if kind == "groupbn":
-        norm = start(apex.contrib.groupbn.BatchNorm2d_NHWC(4, fuse_relu=True, bn_group=2))
-        return norm, last(norm)
     if kind in ("apex", "channel_last"):
         channel_last = kind == "channel_last"
         norm = apex.parallel.SyncBatchNorm(4, channel_last=channel_last, fuse_relu=True)
@@ -209,23 +204,6 @@ def sync_batch_norms():
                 "sums": [p.grad for p in norm.parameters()],
                 "equal": list(norm.buffers()),
             }
-    found["groups"] = groups()
-    return found
-
-
-def groups():
-    """How ``bn_group`` processes share their statistics."""
-    found = {}
-    x = torch.randn(2, 3, 3, 4, generator=torch.Generator().manual_seed(dist.get_rank()))
-    alone = nn.BatchNorm2d(4)(x.movedim(-1, 1)).movedim(1, -1)
-    for size in (1, 2):
-        norm = apex.contrib.groupbn.BatchNorm2d_NHWC(4, bn_group=size)
-        found[size] = "alone" if torch.allclose(norm(x), alone, atol=1e-5) else "together"
-    try:
-        apex.contrib.groupbn.BatchNorm2d_NHWC(4, bn_group=3)
-    except ValueError as error:
-        found[3] = str(error)[-2:-1]
-    found["copies"] = torch.allclose(copy.deepcopy(norm)(x), norm(x))
     return found
 
 

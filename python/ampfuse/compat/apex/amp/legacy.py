@@ -18,13 +18,9 @@ class InitHandle(AmpHandle):
     """Casts on in the whole process until ``_deactivate()``."""
 
     def __init__(self, session: sessions.Session, enable_caching: bool, verbose: bool) -> None:
-        super().__init__(session, verbose=verbose)
-        self._has_cache = enable_caching
+        super().__init__(session)
+        self.has_cache, self.verbose = enable_caching, verbose
         weight_cache.set_enabled(enable_caching)
-
-    @property
-    def has_cache(self) -> bool:
-        return self._has_cache
 
     def _deactivate(self) -> None:
         super()._deactivate()
