@@ -18,8 +18,8 @@ from ampfuse import amp
 from ampfuse.__main__ import main
 from ampfuse.amp import cast_state
 from ampfuse.amp import session as sessions
-from ampfuse.insight import advice as advices
-from ampfuse.insight.trials import Trial
+from ampfuse.doctor import levels as advices
+from ampfuse.doctor.trainings import Row
 
 CPU = torch.device("cpu")
 QUICK = {"seconds": 100.0, "steps": 16, "seeds": 1}
@@ -205,7 +205,7 @@ def test_a_level_that_raises_is_part_of_the_advice():
 
 
 def trial(level, time=10.0, loss=1.0, **more):
-    return Trial(level, (3.0,) * 8 + (loss,) * 8, (time,) * 16, 10.0, **more)
+    return Row(level, (3.0,) * 8 + (loss,) * 8, (time,) * 16, 10.0, **more)
 
 
 SEEDS = [trial("O0", loss=1.2)]  # so the spread is 0.2
@@ -226,9 +226,9 @@ def conclude(*trials):
         ([trial("O4", 5.0), trial("O2", 4.0, loss=math.nan)], "O4"),
         ([trial("O4", 5.0), trial("O2", 4.0, skipped=1)], "O4"),
         ([trial("O4", 5.0), trial("O3", 4.0, stale=("w",), stale_share=1.0)], "O4"),
-        ([trial("O4", 5.0), Trial("O2", failure="no kernel")], "O4"),
+        ([trial("O4", 5.0), Row("O2", failure="no kernel")], "O4"),
         ([trial("O4", 9.6), trial("O2", 12.0)], "O0"),
-        ([Trial("O2", failure="no kernel")], "O0"),
+        ([Row("O2", failure="no kernel")], "O0"),
         ([], "O0"),
     ],
 )
@@ -259,9 +259,9 @@ def test_where_seeds_make_no_difference_one_percent_does():
 
 
 def test_of_a_model_that_learns_no_more_the_rounding_of_the_loss_is_allowed():
-    flat = Trial("O0", (0.5,) * 16, (10.0,) * 16)
+    flat = Row("O0", (0.5,) * 16, (10.0,) * 16)
     for loss, good in ((0.5019, True), (0.502, False)):
-        half = Trial("O4", (loss,) * 16, (5.0,) * 16)
+        half = Row("O4", (loss,) * 16, (5.0,) * 16)
         assert (advices.conclude([flat, half], [flat], 1, CPU).level == "O4") is good
 
 
@@ -400,7 +400,7 @@ def test_wrong_options(options):
 
 def test_frame_and_picture(tmp_path):
     pytest.importorskip("pandas")
-    advice = conclude(trial("O4", 5.0), trial("O3", 4.0, stale=("w",)), Trial("O5", failure="no"))
+    advice = conclude(trial("O4", 5.0), trial("O3", 4.0, stale=("w",)), Row("O5", failure="no"))
     frame = advice.frame()
     assert list(frame["level"]) == ["O0", "O4", "O3", "O5"]
     assert frame["median"][1] == 5.0

@@ -8,7 +8,7 @@ import re
 
 import torch
 
-from ampfuse.insight.words import dtype_name
+from ampfuse.insight.tables import dtype_name
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ options of the inputs are those of the profile; the values are random numbers be
 from __future__ import annotations
 
 import ast
-import time
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampfuse.insight.diagnosis.trace import Event
+from ampfuse.doctor.trace import Event
 from ampfuse.measuring import instant, milliseconds, wait_for
 
 _DTYPES = {
@@ -68,6 +68,10 @@ class Operation:
     def inputs(self) -> list[Input]:
         return [value for value in self.arguments if isinstance(value, Input)]
 
+    @property
+    def label(self) -> str:
+        return f"{self.name} {shapes(self.event)}"
+
     def with_inputs(self, change: Callable[[Input], Input]) -> Operation:
         changed = [change(v) if isinstance(v, Input) else v for v in self.arguments]
         return replace(self, arguments=changed)
@@ -77,6 +81,12 @@ class Operation:
         return lambda: self.overload(*made, **self.keywords)
 
 
+def shapes(event: Event) -> str:
+    """Those of the tensors that `event` was given: ``"100x509, 509x1021"``."""
+    tensors = (dims for dims in event.dims if dims and all(isinstance(size, int) for size in dims))
+    return ", ".join("x".join(map(str, dims)) for dims in tensors)
+
+
 def key(event: Event) -> tuple[str, str]:
     """Equal for operations that do the same work."""
     return event.name, repr((event.dims, event.strides, event.types, event.values))
@@ -84,10 +94,7 @@ def key(event: Event) -> tuple[str, str]:
 
 def callable_one(event: Event) -> Event:
     """`event`, or the operation around it that chooses an implementation by dtype and layout."""
-    while event.parent is not None and event.parent.name in (
-        "aten::convolution",
-        "aten::_convolution",
-    ):
+    while event.parent and event.parent.name in ("aten::convolution", "aten::_convolution"):
         event = event.parent
     return event
 
@@ -106,14 +113,11 @@ def operation(event: Event, kind: str) -> Operation | None:
             if len(schema) + extra != len(event.types) or any(a.is_out for a in schema):
                 continue
             given = zip(schema, event.types, event.dims, event.strides, event.values, strict=False)
-            try:
-                values = [_value(str(argument.type), *facts) for argument, *facts in given]
-            except (ValueError, SyntaxError):
-                continue
-            pairs = list(zip(schema, values, strict=True))
-            positional = [value for argument, value in pairs if not argument.kwarg_only]
-            keywords = {argument.name: value for argument, value in pairs if argument.kwarg_only}
-            return Operation(event.name, kind, positional, keywords, call, event)
+            with contextlib.suppress(ValueError, SyntaxError):
+                pairs = [(each, _value(str(each.type), *facts)) for each, *facts in given]
+                positional = [value for each, value in pairs if not each.kwarg_only]
+                keywords = {each.name: value for each, value in pairs if each.kwarg_only}
+                return Operation(event.name, kind, positional, keywords, call, event)
     return None
 
 
@@ -149,10 +153,13 @@ def pad_to(multiple: int) -> Callable[[Input], Input]:
     """Sizes of matrices above `multiple` rounded up to it; those of a batch of matrices stay."""
 
     def change(given: Input) -> Input:
-        first = max(0, len(given.dims) - 2)
+        batch = given.dims[:-2]
         dims = [
-            -(-size // multiple) * multiple if place >= first and size > multiple else size
-            for place, size in enumerate(given.dims)
+            *batch,
+            *(
+                -(-n // multiple) * multiple if n > multiple else n
+                for n in given.dims[len(batch) :]
+            ),
         ]
         strides, step = [0] * len(dims), 1
         order = sorted(range(len(dims)), key=lambda place: (given.strides[place], -place))
@@ -172,24 +179,20 @@ def race(
     The least, as whatever else the machine does adds to it. Each turn lasts two milliseconds or so,
     that the clock does not count.
     """
-    repeats = []
+
+    def turn(call: Callable[[], object], count: int) -> float:
+        begin = instant(device)
+        for _ in range(count):
+            call()
+        end = instant(device)
+        wait_for(device)
+        return milliseconds(begin, end) / count
+
     for call in calls:
-        call()  # torch and its libraries choose and compile
-        wait_for(device)
-        begin = time.perf_counter()
-        call()
-        wait_for(device)
-        repeats.append(max(1, min(50, int(2e-3 / (time.perf_counter() - begin)))))
-    times: list[list[float]] = [[] for _ in calls]
-    for _ in range(rounds):
-        for call, count, taken in zip(calls, repeats, times, strict=True):
-            begin_at = instant(device)
-            for _ in range(count):
-                call()
-            end_at = instant(device)
-            wait_for(device)
-            taken.append(milliseconds(begin_at, end_at) / count)
-    return [min(taken) for taken in times]
+        turn(call, 1)  # torch and its libraries choose and compile
+    counts = [max(1, min(50, int(2.0 / turn(call, 1)))) for call in calls]
+    turns = [[turn(*each) for each in zip(calls, counts, strict=True)] for _ in range(rounds)]
+    return [min(times) for times in zip(*turns, strict=True)]
 
 
 def speed_ratios(
@@ -199,12 +202,12 @@ def speed_ratios(
     runs: list[Callable[[], object] | None] = []
     with torch.no_grad():
         for one in (original, *variants):
-            try:
-                run = one.run(device)
-                run()
-                runs.append(run)
-            except (RuntimeError, NotImplementedError, IndexError, TypeError):
-                runs.append(None)
+            run = None
+            with contextlib.suppress(RuntimeError, NotImplementedError, IndexError, TypeError):
+                made = one.run(device)
+                made()
+                run = made
+            runs.append(run)
         if runs[0] is None:
             return [None] * len(variants)
         times = iter(race([run for run in runs if run], device))
