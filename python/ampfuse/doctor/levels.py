@@ -181,31 +181,24 @@ class Advice:
         Bars of levels with an objection are hatched.
         """
         rows = [row for row in self.rows if row.failure is None]
-        names, colors = [row.level for row in rows], charts.COLORS[: len(rows)]
-        time, deviation, loss = (
-            "time of a step, ms (median, middle half)",
-            "deviation of the loss from FP32",
-            "loss by step",
-        )
-        figure, axes = charts.panels([[time, deviation], [loss, loss]], (10, 6))
-        for place, row in enumerate(rows):
-            low, high = row.quartiles
-            around = [[row.median - low], [high - row.median]]
-            style = charts.bar_style(place, [row.objection is not None])
-            axes[time].bar([place], [row.median], yerr=around, capsize=3, **style)
-            ends, label = (place - 0.45, place + 0.45), "allowed" if place == 0 else None
-            axes[deviation].plot(ends, [row.allowed] * 2, color="black", lw=1.5, label=label)
-        # O0's, which is 0, has no place on a logarithmic axis.
-        heights = [row.deviation or math.nan for row in rows]
-        axes[deviation].scatter(range(len(rows)), heights, c=colors, s=60)
-        axes[deviation].set_yscale("log")
-        for each in (axes[time], axes[deviation]):
-            each.set_xticks(range(len(rows)), [name.replace("-", "\n") for name in names])
+        time, deviation = "time of a step, ms (median, middle half)", "deviation from FP32's loss"
+        figure, axes = charts.panels([[time, deviation], ["loss", "loss"]], (10, 6))
         for number, losses in enumerate(self.seed_losses):
             label = None if number else "O0, other seeds"
-            axes[loss].plot(losses, color="0.75", lw=3, label=label)
-        for row, color in zip(rows, colors, strict=True):
-            axes[loss].plot(row.losses, label=row.level, lw=1.2, color=color)
+            axes["loss"].plot(losses, color="0.75", lw=3, label=label)
+        for place, row in enumerate(rows):
+            style = charts.bar_style(place, [row.objection is not None])
+            around = [[abs(row.median - quartile)] for quartile in row.quartiles]
+            axes[time].bar([place], [row.median], yerr=around, capsize=3, **style)
+            # O0's, which is 0, has no place on a logarithmic axis.
+            axes[deviation].scatter([place], [row.deviation or math.nan], color=style["color"])
+            ends, label = (place - 0.45, place + 0.45), None if place else "allowed"
+            axes[deviation].plot(ends, [row.allowed] * 2, color="black", label=label)
+            axes["loss"].plot(row.losses, label=row.level, lw=1.2, color=style["color"])
+        axes[deviation].set_yscale("log")
+        names = [row.level.replace("-", "\n") for row in rows]
+        for title in (time, deviation):
+            axes[title].set_xticks(range(len(names)), names)
         return charts.finish(figure, f"{self.device}: train at {self.level}", path)
 
 

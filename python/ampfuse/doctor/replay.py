@@ -149,28 +149,6 @@ def to_channels_last(given: Input) -> Input:
     return replace(given, strides=(h * w * c, 1, w * c, c))
 
 
-def pad_to(multiple: int) -> Callable[[Input], Input]:
-    """Sizes of matrices above `multiple` rounded up to it; those of a batch of matrices stay."""
-
-    def change(given: Input) -> Input:
-        batch = given.dims[:-2]
-        dims = [
-            *batch,
-            *(
-                -(-n // multiple) * multiple if n > multiple else n
-                for n in given.dims[len(batch) :]
-            ),
-        ]
-        strides, step = [0] * len(dims), 1
-        order = sorted(range(len(dims)), key=lambda place: (given.strides[place], -place))
-        for place in order:
-            strides[place] = step if given.strides[place] else 0
-            step *= dims[place] if given.strides[place] else 1
-        return replace(given, dims=tuple(dims), strides=tuple(strides))
-
-    return change
-
-
 def race(
     calls: Sequence[Callable[[], object]], device: torch.device, rounds: int = 7
 ) -> list[float]:

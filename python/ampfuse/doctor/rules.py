@@ -10,7 +10,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -22,7 +22,6 @@ from ampfuse.doctor.kinds import HALVES, precision
 from ampfuse.doctor.replay import (
     Input,
     Operation,
-    pad_to,
     race,
     speed_ratios,
     to_channels_last,
@@ -30,7 +29,6 @@ from ampfuse.doctor.replay import (
 )
 from ampfuse.doctor.watch import Loading, Stepper
 from ampfuse.insight.findings import Finding
-from ampfuse.nn.functional import batch_norm_act
 from ampfuse.optim.fused import FUSED
 
 LEAST_GAIN = 1.05  # below that, noise decides
@@ -38,7 +36,6 @@ _BUDGET_S = 30.0
 _MOST_OPERATIONS = 24
 _MOST_ELEMENTS = 50_000_000  # of parameters that are stepped to time an optimizer
 _REPLAYED = ("matrix", "memory", "norm")
-_GEMMS = frozenset(f"aten::{name}" for name in ("mm", "addmm", "bmm", "baddbmm"))
 
 
 class Half(NamedTuple):
@@ -139,13 +136,8 @@ _LAST = "model.to(memory_format=torch.channels_last), and the images too"
 # fmt: off
 RULES: tuple[Rule, ...] = (
     Rule("channels_last", _LAST, _replayed("images"), "measured", True),
-    Rule("aligned matrices", "pad the sizes in the notes to the next multiple",
-         _replayed("sizes"), "measured", True),
-    Rule("TF32", 'torch.set_float32_matmul_precision("high")', _replayed("tf32"), "measured", True),
     Rule("fused optimizer", "ampfuse.optim.{optimizers}, or opt_level O0: one pass over all "
          "parameters", lambda case: _optimizer_saving(case, None), "measured"),
-    Rule("fused BatchNorm and ReLU", "ampfuse.nn.fuse(model), or amp.initialize(..., "
-         "fuse_batchnorm=True)", lambda case: _batch_norm_saving(case), "measured", True),
     Rule("one launch for a whole step", "ampfuse.graphs.make_graphed_step(model, loss_fn, "
          "optimizer, batch): a CUDA graph", _of("host"), on="cuda"),
     Rule("fewer and larger operations", "larger batches; torch.compile(model)",
@@ -287,23 +279,14 @@ def _changed(op: Operation, *changes: Callable[[Input], Input]) -> Operation | N
 
 
 def _variants(case: Case) -> dict[str, Callable[[Operation], Operation | None]]:
-    """Half precision, channels_last, both; matrices of better sizes; TF32."""
+    """Half precision, channels_last, both."""
+    half = case.half.dtype
     variants: dict[str, Callable[[Operation], Operation | None]] = {
-        "half": lambda op: _changed(op, to_dtype(case.half.dtype, op.kind)),
+        "half": lambda op: _changed(op, to_dtype(half, op.kind)),
     }
-    # Vectors gain so little by it that the estimate is noise; matrix units take whole tiles.
-    if case.on_gpu or "amx_bf16" in env.cpu_flags():
-        variants["sizes"] = lambda op: (
-            _changed(op, pad_to(multiple_for(op, case.device))) if op.name in _GEMMS else None
-        )
     if any("conv" in op.name and _changed(op, to_channels_last) for op in case.operations):
         variants["images"] = lambda op: _changed(op, to_channels_last)
-        variants["both"] = lambda op: _changed(
-            op, to_dtype(case.half.dtype, op.kind), to_channels_last
-        )
-    highest = torch.get_float32_matmul_precision() == "highest"
-    if case.on_gpu and case.half.dtype is torch.bfloat16 and highest:
-        variants["tf32"] = lambda op: _in_tf32(op) if op.kind == "matrix" else None
+        variants["both"] = lambda op: _changed(op, to_dtype(half, op.kind), to_channels_last)
     return variants
 
 
@@ -329,17 +312,6 @@ def _replays(case: Case) -> tuple[dict[str, float], float | None]:
     more = {kind: whole[kind] / ms if 2 * ms > whole[kind] else 1.0 for kind, ms in seen.items()}
     totals = {name: sum(ms * more[kind] for kind, ms in of.items()) for name, of in saved.items()}
     return totals, ratio
-
-
-def _in_tf32(op: Operation) -> Operation:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        torch.set_float32_matmul_precision("high")
-        try:
-            return op.overload(*args, **kwargs)
-        finally:
-            torch.set_float32_matmul_precision("highest")
-
-    return replace(op, overload=call)
 
 
 def _optimizer_saving(case: Case, half: torch.dtype | None) -> float:
@@ -378,36 +350,3 @@ def _stepped(stepper: Stepper, dtype: torch.dtype) -> list[Tensor]:
             params.append(torch.rand(size, device=device, dtype=dtype).requires_grad_())
             params[-1].grad = torch.rand_like(params[-1])
     return params
-
-
-def _batch_norm_saving(case: Case) -> float:
-    """Of BatchNorm and ReLU in one pass, on the script's shapes, forward and backward."""
-    names = ("aten::clamp_min", "aten::clamp_min_", "aten::relu", "aten::relu_")
-    relus = {op.inputs[0].dims for op in case.operations if op.name in names}
-    norms = (
-        op for op in case.operations if op.name.endswith(("native_batch_norm", "cudnn_batch_norm"))
-    )
-    saved = 0.0
-    for op, _ in zip(norms, range(8), strict=False):
-        image = op.inputs[0]
-        if image.dims in relus and image.is_image and image.strides[1] == 1:
-            passes = [_norm_pass(image, case.device, fused) for fused in (False, True)]
-            before, after = race(passes, case.device)
-            saved += (before - after) * op.calls
-    return saved
-
-
-def _norm_pass(image: Input, device: torch.device, fused: bool) -> Callable[[], object]:
-    x = image.make(device).requires_grad_()
-    weight = torch.rand(image.dims[1], device=device, requires_grad=True)
-    mean, var = torch.zeros_like(weight).detach(), torch.ones_like(weight).detach()
-    grad = image.make(device)
-
-    def run() -> None:
-        if fused:
-            y: Tensor = batch_norm_act(x, mean, var, weight, weight, True, activation="relu")
-        else:
-            y = torch.relu(torch.batch_norm(x, weight, weight, mean, var, True, 0.1, 1e-5, True))
-        torch.autograd.grad(y, (x, weight), grad)
-
-    return run

@@ -154,14 +154,15 @@ def _rehearse(level: str, task: Task) -> tuple[float, float | None]:
         training = Training(level, task)
         for batch in itertools.islice(batches, 2):  # the second finds the optimizer's state there
             training.step(batch)
-    clean = 0
+    clean, scale = 0, None
     for batch in itertools.islice(batches, _TRIES):
         skipped = training.skipped
         training.step(batch)
         clean = clean + 1 if training.skipped == skipped else 0
         if clean == _REHEARSED_STEPS:
-            return memory.mib - before, training.scale
-    return memory.mib - before, None
+            scale = training.scale
+            break
+    return memory.mib - before, scale
 
 
 class Training:
@@ -183,7 +184,6 @@ class Training:
             task.device.type, init_scale=scale, enabled=self._torch_type is torch.float16
         )
         self._skipped = torch.zeros((), device=task.device)
-        _complete_momentum(self.optimizer)
 
     def step(self, batch: Any) -> Tensor:
         """Forward, backward and update. Returns the loss: float32, 0-dim, on the device."""
@@ -250,24 +250,17 @@ class Training:
         return share, tuple(row.parameter for row in rows if row.is_lost)
 
 
-def _complete_momentum(optimizer: Optimizer) -> None:
-    """torch's fused SGD leaves the buffers of a skipped first step uninitialized, and uses them."""
-    if isinstance(optimizer, torch.optim.SGD):
-        for group in optimizer.param_groups:
-            for weight in group["params"] if group["fused"] and group["momentum"] else ():
-                optimizer.state[weight].setdefault("momentum_buffer", torch.zeros_like(weight))
-
-
 def _check_loss(loss: object) -> None:
-    if not (isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad):
-        what = f"a {type(loss).__name__}"
-        if isinstance(loss, Tensor):
-            no_gradient = " that needs no gradient" * (not loss.requires_grad)
-            what = f"a tensor of shape {list(loss.shape)}{no_gradient}"
-        raise TypeError(
-            f"loss_function(model, batch) has to return the loss, a tensor of one element that "
-            f"backward() can start from; it returned {what}."
-        )
+    if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
+        return
+    what = f"a {type(loss).__name__}"
+    if isinstance(loss, Tensor):
+        what = f"a tensor of shape {list(loss.shape)}"
+        what += "" if loss.requires_grad else " that needs no gradient"
+    raise TypeError(
+        "loss_function(model, batch) has to return the loss, a tensor of one element that "
+        f"backward() can start from; it returned {what}."
+    )
 
 
 def try_out(task: Task) -> None:

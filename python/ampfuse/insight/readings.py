@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -85,47 +85,26 @@ def exponent_edges() -> list[float]:
     return [-149.0, *(4.0 * i - 126 for i in range(64))]
 
 
-class _Rule(NamedTuple):
-    """When something is wrong with a tensor, what that is, and what helps."""
-
-    kind: str
-    holds: Callable[[TensorReading], bool]
-    found: str
-    remedy: str
-
-
-_RULES = (
-    _Rule(
-        "no gradient",
-        lambda row: row.elements == 0,
-        "no gradient",
-        "the weight is not part of the loss, or frozen.",
-    ),
-    _Rule(
-        "stale",
-        lambda row: row.is_lost,
-        "{row.stale_share:.0%} of the updates lost",
-        "updates below half a step of the weight's type are lost. Keep the weight in FP32 "
-        "(module.float(), or keep_batchnorm_fp32=True of amp.initialize), give the optimizer "
-        "masters (master_weights=True; levels O2 and O5 have them), or raise the learning rate.",
-    ),
-    _Rule(
-        "zero gradient",
-        lambda row: row.zero == row.elements,
-        "every element zero",
-        "either nothing in the loss depends on the weight, or everything was below the smallest "
-        "number of the gradient's type: then a larger loss scale or BF16 (levels O4, O5) helps.",
-    ),
-    _Rule(
-        "underflow",
-        # In float16 a normal distribution has so many there when its deviation is 16 times the
-        # smallest normal number.
-        lambda row: row.subnormal_share >= 0.05,
-        "{row.subnormal_share:.0%} of the gradient subnormal and {zero:.0%} zero",
-        "where a gradient is subnormal, digits are missing. Use a dynamic loss scale, a larger one "
-        "(init_scale=, loss_scale=), or BF16 (levels O4, O5).",
-    ),
+# Of each kind: when a tensor has it, what that is in words, and what helps. The first that holds.
+# fmt: off
+_RULES: tuple[tuple[str, Callable[[TensorReading], bool], str, str], ...] = (
+    ("no gradient", lambda row: row.elements == 0, "no gradient",
+     "the weight is not part of the loss, or frozen."),
+    ("stale", lambda row: row.is_lost, "{row.stale_share:.0%} of the updates lost",
+     "updates below half a step of the weight's type are lost. Keep the weight in FP32 "
+     "(module.float(), or keep_batchnorm_fp32=True of amp.initialize), give the optimizer masters "
+     "(master_weights=True; levels O2 and O5 have them), or raise the learning rate."),
+    ("zero gradient", lambda row: row.zero == row.elements, "every element zero",
+     "either nothing in the loss depends on the weight, or everything was below the smallest "
+     "number of the gradient's type: then a larger loss scale or BF16 (levels O4, O5) helps."),
+    # In float16 a normal distribution has 5 % there when its deviation is 16 times the smallest
+    # normal number.
+    ("underflow", lambda row: row.subnormal_share >= 0.05,
+     "{row.subnormal_share:.0%} of the gradient subnormal and {zero:.0%} zero",
+     "where a gradient is subnormal, digits are missing. Use a dynamic loss scale, a larger one "
+     "(init_scale=, loss_scale=), or BF16 (levels O4, O5)."),
 )
+# fmt: on
 
 
 def find(readings: Iterable[TensorReading]) -> list[Finding]:
@@ -139,11 +118,12 @@ def find(readings: Iterable[TensorReading]) -> list[Finding]:
     found = []
     for name, rows in rows_of.items():
         rows = [row for row in rows if row.elements] or rows
-        rule = next((rule for rule in _RULES if rule.holds(rows[-1])), None)
-        if rule is not None:
-            *_, first = itertools.takewhile(rule.holds, reversed(rows))
-            text = rule.found.format(row=rows[-1], zero=_ratio(rows[-1].zero, rows[-1].elements))
-            found.append(Finding(rule.kind, rule.remedy, name, f"{text} since step {first.step}"))
+        for kind, holds, text, remedy in _RULES:
+            if holds(rows[-1]):
+                *_, first = itertools.takewhile(holds, reversed(rows))
+                said = text.format(row=rows[-1], zero=_ratio(rows[-1].zero, rows[-1].elements))
+                found.append(Finding(kind, remedy, name, f"{said} since step {first.step}"))
+                break
     return found
 
 
@@ -184,9 +164,8 @@ def draw(readings: Sequence[TensorReading], path: str | Path | None) -> Figure:
 
     if not readings:
         raise ValueError("the meter has read nothing yet: optimizer.meter(every=...), then train")
-    names = list(dict.fromkeys(row.parameter for row in readings))
-    steps = list(dict.fromkeys(row.step for row in readings))
-    at = {(row.parameter, row.step): row for row in readings}
+    names = {name: i for i, name in enumerate(dict.fromkeys(row.parameter for row in readings))}
+    steps = {step: i for i, step in enumerate(dict.fromkeys(row.step for row in readings))}
     values: dict[str, tuple[Callable[[TensorReading], float], str, Normalize]] = {
         "updates lost to rounding": (
             lambda row: math.nan if row.has_master else row.stale_share,
@@ -197,19 +176,17 @@ def draw(readings: Sequence[TensorReading], path: str | Path | None) -> Figure:
         "|update| / |weight|": (lambda row: row.update_ratio or math.nan, "viridis", LogNorm()),
     }
     figure, axes = charts.panels([list(values)], (9, 1.9 + 0.17 * len(names)))
-    named = {finding.where for finding in find(readings)}
     for title, (value, colours, norm) in values.items():
-        cells = [
-            [value(at[name, step]) if (name, step) in at else math.nan for step in steps]
-            for name in names
-        ]
+        cells = [[math.nan] * len(steps) for _ in names]  # where there is nothing to say
+        for row in readings:
+            cells[names[row.parameter]][steps[row.step]] = value(row)
         ax = axes[title]
         image = ax.imshow(cells, aspect="auto", interpolation="nearest", cmap=colours, norm=norm)
         figure.colorbar(image, ax=ax, location="bottom", pad=0.02)
-        ax.set_facecolor("0.93")  # where there is nothing to say
         places = sorted({0, (len(steps) - 1) // 2, len(steps) - 1})
-        ax.set_xticks(places, [str(steps[place]) for place in places])
-        ax.set_yticks(range(len(names)), names if ax is figure.axes[0] else [""] * len(names))
-        for label in ax.get_yticklabels():
-            label.set_fontweight("bold" if label.get_text() in named else "normal")
+        ax.set_xticks(places, [str(list(steps)[place]) for place in places])
+        ax.set_yticks(range(len(names)), list(names) if ax is figure.axes[0] else [""] * len(names))
+    named = {finding.where for finding in find(readings)}
+    for label in figure.axes[0].get_yticklabels():
+        label.set_fontweight("bold" if label.get_text() in named else "normal")
     return charts.finish(figure, "by metered step", path)
