@@ -138,21 +138,12 @@ def _optimizer(advised: str | None) -> Step:
     return _train(model, kind(model.parameters(), foreach=False), _same(torch.randn(16, 4096)))
 
 
-def _sizes(advised: str | None) -> Step:
-    width = 1040 if advised else 1025
-    model = _perceptron(width)
-    return _train(
-        model, torch.optim.SGD(model.parameters(), lr=0.01), _same(torch.randn(256, width))
-    )
-
-
 # case -> how its advice begins, and the training; with the words of that advice, it is followed
 CASES: dict[str, tuple[str, Callable[[str | None], Step]]] = {
     "data": ("load data in the background", _data),
     "perceptron": ("BF16 (O5)", _half),
     "conv net": ("BF16 (O5)", _half_images),  # or with channels_last
     "optimizer": ("fused optimizer", _optimizer),
-    "odd sizes": ("aligned matrices", _sizes),
 }
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ampfuse import env
+from ampfuse.amp.hints import machine
 from ampfuse.doctor.kinds import HALVES, precision
 from ampfuse.doctor.replay import (
     Input,
@@ -36,14 +37,6 @@ _BUDGET_S = 30.0
 _MOST_OPERATIONS = 24
 _MOST_ELEMENTS = 50_000_000  # of parameters that are stepped to time an optimizer
 _REPLAYED = ("matrix", "memory", "norm")
-
-
-class Half(NamedTuple):
-    """A half type, its name, and the level of ampfuse.amp that computes in it."""
-
-    dtype: torch.dtype
-    name: str
-    level: str
 
 
 @dataclass
@@ -70,15 +63,16 @@ class Case:
         return self.device.type == "cuda"
 
     @property
-    def half(self) -> Half:
-        if self.on_gpu and torch.cuda.get_device_capability(self.device) < (8, 0):
-            return Half(torch.float16, "FP16", "O2")
-        return Half(torch.bfloat16, "BF16", "O5")
+    def half(self) -> tuple[torch.dtype, str, str]:
+        """The half type for the device, its name, and the level of ampfuse.amp that uses it."""
+        if machine(self.device).has_bf16 or not self.on_gpu:
+            return torch.bfloat16, "BF16", "O5"
+        return torch.float16, "FP16", "O2"
 
-    @property
-    def full_matrix_ms(self) -> float:
-        """Of matrix work that is not in half precision."""
-        return sum(op.ms for op in _full(self) if op.kind == "matrix")
+    def full_ms(self, *kinds: str) -> float:
+        """Of operations of `kinds` that are not in half precision."""
+        full = (op for op in self.operations if precision(op.event) not in HALVES)
+        return sum(op.ms for op in full if op.kind in kinds)
 
     @property
     def weight_casts_ms(self) -> float:
@@ -100,20 +94,14 @@ class Case:
 
 
 class Change(NamedTuple):
-    """Something to do, and the milliseconds that it saves of a step.
+    """What to do, how, and how many milliseconds of a step it saves.
 
-    `basis` says where they are from: "measured" on the script's shapes here, or "at most", if what
-    it removes costs nothing more.
+    Attributes:
+        basis: "measured" on the script's shapes here, or "at most", if what it removes costs
+            nothing more.
+        of_device: it makes kernels shorter, and leaves the host's work as it is.
+        on: the one type of device that it is for; "" if for all.
     """
-
-    what: str
-    remedy: str
-    saved_ms: float
-    basis: str
-
-
-class Rule(NamedTuple):
-    """What to do, how, and how much it saves; only `on` one type of device, if that is named."""
 
     what: str
     remedy: str
@@ -132,30 +120,6 @@ def _replayed(variant: str) -> Callable[[Case], float]:
 
 
 _LAST = "model.to(memory_format=torch.channels_last), and the images too"
-# `half` and `optimizers` are those of the case. Changes whose words depend on more are functions.
-# fmt: off
-RULES: tuple[Rule, ...] = (
-    Rule("channels_last", _LAST, _replayed("images"), "measured", True),
-    Rule("fused optimizer", "ampfuse.optim.{optimizers}, or opt_level O0: one pass over all "
-         "parameters", lambda case: _optimizer_saving(case, None), "measured"),
-    Rule("one launch for a whole step", "ampfuse.graphs.make_graphed_step(model, loss_fn, "
-         "optimizer, batch): a CUDA graph", _of("host"), on="cuda"),
-    Rule("fewer and larger operations", "larger batches; torch.compile(model)",
-         _of("host"), on="cpu"),
-    Rule("less Python in a step", "the script's own Python (numpy, logging, files) holds up the "
-         "step: move it out of it", _of("python")),
-    Rule("no waiting for the GPU", "keep numbers on the device, read them every hundred steps; the "
-         "lines are below", _of("sync"), on="cuda"),
-    Rule("less communication", "overlap it with the backward pass (DistributedDataParallel), or "
-         "send half precision", _of("communication")),
-    Rule("no casts of weights", "opt_level {half.level} keeps weights in half precision; autocast "
-         "casts them in every step", lambda case: case.weight_casts_ms, of_device=True),
-    Rule("fewer casts", "keep tensors in one type from the model's input to its output",
-         lambda case: case.ms.get("cast", 0.0) - case.weight_casts_ms, of_device=True),
-    Rule("fewer transpositions", "keep images in one memory format, call .contiguous() once and "
-         "not in each step", _of("layout"), of_device=True),
-)
-# fmt: on
 
 
 def _data(case: Case) -> Change:
@@ -163,7 +127,7 @@ def _data(case: Case) -> Change:
     what, wait, loading = "load data in the background", case.ms.get("data", 0.0), case.loading
     if loading is None:
         how = "prepare batches in a torch.utils.data.DataLoader with num_workers, not in the loop"
-        return Change(what, how, wait, "at most")
+        return Change(what, how, _of("data"))
     cores, busy_ms = env.core_count(), loading.busy_s * 1e3 / case.steps
     rest, load_ms = case.step_ms - wait, loading.workers * case.step_ms or wait  # of one batch
     busy = min(1.0, busy_ms / max(load_ms, 1e-3))
@@ -172,7 +136,7 @@ def _data(case: Case) -> Change:
     workers = max(1, min(math.ceil(load_ms / max(rest, 1e-3)) + 1, most))
     if workers <= loading.workers:
         how = f"cheaper transforms: {loading.workers} workers do not keep up on {cores} cores"
-        return Change(what, how, wait, "at most")
+        return Change(what, how, _of("data"))
     takes = not loading.workers and not case.on_gpu and torch.get_num_threads() >= cores
     left = max(rest + (busy_ms / cores if takes else 0.0), load_ms / workers)
     pin = ", pin_memory=True" if case.on_gpu and not loading.pinned else ""
@@ -181,61 +145,79 @@ def _data(case: Case) -> Change:
         how += f": more than the {cores} cores, as loading waits {1 - busy:.0%} of its time"
     elif workers == most:
         how += f": as many as there are cores, which loading keeps busy {busy:.0%} of its time"
-    return Change(what, how, case.step_ms - left, "at most" if loading.workers else "measured")
+    basis = "at most" if loading.workers else "measured"
+    return Change(what, how, lambda case: case.step_ms - left, basis)
 
 
 def _half(case: Case) -> Change:
     """Half precision, with channels_last if both together gain more than the better of them."""
-    half, (saved, _) = case.half, case.replays
-    what = f"{half.name} ({half.level})"
-    how = f'model, optimizer = amp.initialize(model, optimizer, opt_level="{half.level}")'
+    (dtype, name, level), (saved, _) = case.half, case.replays
+    what = f"{name} ({level})"
+    how = f'model, optimizer = amp.initialize(model, optimizer, opt_level="{level}")'
     best, both, images = saved["half"], saved.get("both", 0.0), saved.get("images", 0.0)
     if case.step_ms - both < 0.95 * (case.step_ms - max(best, images)):
         what, how, best = f"{what} and channels_last", f"{how}; {_LAST}", both
     # It has to pay in the operations; the optimizer it brings is to be had alone.
-    pays = case.full_matrix_ms > 0.1 * case.step_ms and case.gain(best) >= LEAST_GAIN
-    saved_ms = best + _optimizer_saving(case, half.dtype) if pays else 0.0
-    return Change(what, how, saved_ms, "measured")
+    pays = case.full_ms("matrix") > 0.1 * case.step_ms and case.gain(best) >= LEAST_GAIN
+    saved_ms = best + _optimizer_saving(case, dtype) if pays else 0.0
+    return Change(what, how, lambda case: saved_ms, "measured", of_device=True)
+
+
+def _fused_optimizer(case: Case) -> Change:
+    names = dict.fromkeys(each.cls.__name__ for each in case.steppers if each.cls in FUSED)
+    how = f"ampfuse.optim.{' and '.join(names)}, or opt_level O0: one pass over all parameters"
+    return Change("fused optimizer", how, lambda case: _optimizer_saving(case, None), "measured")
+
+
+# Those whose words depend on the case are functions.
+# fmt: off
+RULES: tuple[Change | Callable[[Case], Change], ...] = (
+    _data, _half, _fused_optimizer,
+    Change("channels_last", _LAST, _replayed("images"), "measured", True),
+    Change("one launch for a whole step", "ampfuse.graphs.make_graphed_step(model, loss_fn, "
+           "optimizer, batch): a CUDA graph", _of("host"), on="cuda"),
+    Change("fewer and larger operations", "larger batches; torch.compile(model)",
+           _of("host"), on="cpu"),
+    Change("less Python in a step", "the script's own Python (numpy, logging, files) holds up the "
+           "step: move it out of it", _of("python")),
+    Change("no waiting for the GPU", "keep numbers on the device, read them every hundred steps; "
+           "the lines are below", _of("sync"), on="cuda"),
+    Change("less communication", "overlap it with the backward pass (DistributedDataParallel), or "
+           "send half precision", _of("communication")),
+    Change("no casts of weights", "opt_level O2 or O5 keeps weights in half precision; autocast "
+           "casts them in every step", lambda case: case.weight_casts_ms, of_device=True),
+    Change("fewer casts", "keep tensors in one type from the model's input to its output",
+           lambda case: case.ms.get("cast", 0.0) - case.weight_casts_ms, of_device=True),
+    Change("fewer transpositions", "keep images in one memory format, call .contiguous() once and "
+           "not in each step", _of("layout"), of_device=True),
+)
+# fmt: on
 
 
 def find(case: Case) -> list[Finding]:
     """What pays, in the order of gain. Runs for up to a minute."""
     found = []
-
-    def add(change: Change, of_device: bool) -> None:
-        gain = case.gain(change.saved_ms, of_device)
-        if gain >= LEAST_GAIN:
-            basis = f"{gain:.2f}x {change.basis}"
-            found.append(Finding(change.what, change.remedy, found=basis, gain=gain))
-
-    names = (each.cls.__name__ for each in case.steppers if each.cls in FUSED)
-    words = {"half": case.half, "optimizers": " and ".join(dict.fromkeys(names))}
-    out_of_memory = contextlib.suppress(torch.OutOfMemoryError)  # beside the training, what is left
-    add(_data(case), of_device=False)
-    with out_of_memory:
-        add(_half(case), of_device=True)
-    for what, remedy, saved_ms, basis, of_device, on in RULES:
-        if on in ("", case.device.type):
-            with out_of_memory:
-                add(Change(what, remedy.format(**words), saved_ms(case), basis), of_device)
+    for rule in RULES:
+        with contextlib.suppress(torch.OutOfMemoryError):  # beside the training, what is left
+            change = rule if isinstance(rule, Change) else rule(case)
+            if change.on in ("", case.device.type):
+                gain = case.gain(change.saved_ms(case), change.of_device)
+                basis = f"{gain:.2f}x {change.basis}"
+                if gain >= LEAST_GAIN:
+                    found.append(Finding(change.what, change.remedy, found=basis, gain=gain))
     return sorted(found, key=lambda one: -(one.gain or 0.0))
-
-
-def _full(case: Case) -> list[Operation]:
-    return [op for op in case.operations if precision(op.event) not in HALVES]
 
 
 def half_limit(case: Case) -> tuple[float, str]:
     """How much half precision can gain at most, by Amdahl's law, and why."""
-    matrix, ratio = case.full_matrix_ms, case.replays[1]
-    memory = sum(op.ms for op in _full(case) if op.kind in ("memory", "norm"))
-    gained = matrix * (1 - min(1.0, ratio or 0.0)) + memory / 2
+    matrix, ratio = case.full_ms("matrix"), case.replays[1]
+    gained = matrix * (1 - min(1.0, ratio or 0.0)) + case.full_ms("memory", "norm") / 2
     limit = case.step_ms / max(case.step_ms - gained, 0.01 * case.step_ms)
     if case.ms["matrix"] > 2 * matrix:
         return limit, f"At most {limit:.2f}x more from half precision: the matrix work is in half."
     other = f"{1 - matrix / case.step_ms:.0%} of the time is not matrix work"
     if ratio is not None:
-        other += f"; matrix work in {case.half.name} takes {ratio:.2f} of its time (measured)"
+        other += f"; matrix work in {case.half[1]} takes {ratio:.2f} of its time (measured)"
     return limit, f"At most {limit:.2f}x from half precision: {other}."
 
 
@@ -280,7 +262,7 @@ def _changed(op: Operation, *changes: Callable[[Input], Input]) -> Operation | N
 
 def _variants(case: Case) -> dict[str, Callable[[Operation], Operation | None]]:
     """Half precision, channels_last, both."""
-    half = case.half.dtype
+    half = case.half[0]
     variants: dict[str, Callable[[Operation], Operation | None]] = {
         "half": lambda op: _changed(op, to_dtype(half, op.kind)),
     }

@@ -184,7 +184,7 @@ class Watch:
             self._chosen, self._counts[optimizer] = optimizer, self.warmup
             self.seen, self.loading = self.warmup, None
             for of_the_other in (self.seconds, self.steppers, self._others):
-                of_the_other.clear()  # type: ignore[attr-defined]
+                of_the_other.clear()
             self._threads = _threads()
             self._last = time.perf_counter()
 

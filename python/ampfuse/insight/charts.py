@@ -21,7 +21,7 @@ def panels(rows: list[list[str]], size: tuple[float, float]) -> tuple[Figure, di
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size, layout="constrained")
-    axes: dict[str, Axes] = figure.subplot_mosaic(rows)  # type: ignore[arg-type, assignment]
+    axes: dict[str, Axes] = figure.subplot_mosaic(rows)  # type: ignore[arg-type]
     for title, each in axes.items():
         each.set_title(title, fontsize=9)
         each.tick_params(labelsize=8)

@@ -344,8 +344,8 @@ class Tracker(TorchDispatchMode):
             known["line"] = f"{place.frame[0]}:{place.frame[1]}: {text}"
         if phase == "weights" and _address(tensor) in self._state:
             known["largest_result"] = was_too_large(*self._state[_address(tensor)])
-        of_tensor = what, kind, tuple(tensor.shape), tensor.dtype, str(tensor.device)
-        origin = Explanation(phase, *place[:3], *of_tensor, **known)
+        known |= {"shape": tuple(tensor.shape), "dtype": tensor.dtype, "device": str(tensor.device)}
+        origin = Explanation(phase, *place[:3], what, kind, **known)
         self._origins.append(origin)
         index = self._by_storage[_address(tensor)] = len(self._origins) - 1
         if meant and kind == "-inf" and not origin.was_cast_to_inf:
