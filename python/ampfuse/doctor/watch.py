@@ -85,7 +85,9 @@ class Watch:
         self._counts: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
         self._chosen: object = None
         self._others: deque[object] = deque(maxlen=self.warmup)  # that stepped since it did
-        self._started = self._last = 0.0
+        self._started = 0.0
+        self._timing = False
+        self._phases: Iterator[None] = iter(())
         self._annotation: record_function | None = None
         self._profiling = contextlib.ExitStack()
         self._hooks = contextlib.ExitStack()
@@ -111,10 +113,6 @@ class Watch:
         return statistics.fmean(self.seconds) * 1e3
 
     # --- around a step --------------------------------------------------------------------------
-
-    @property
-    def _timing(self) -> bool:
-        return self.warmup <= self.seen < self.warmup + self.steps
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if os.getpid() != self._process or self.done:
@@ -147,14 +145,13 @@ class Watch:
             raise Finished
 
     def _count(self, optimizer: Optimizer) -> None:
-        timing = self._timing
-        if timing:
+        if self._timing:
             now = time.perf_counter()
             self._stepper(optimizer).seconds.append(now - self._started)
             self._started = now  # of a step around this one the rest counts
         count = self._counts[optimizer] = self._counts.get(optimizer, 0) + 1
         if self._chosen is None and count == self.warmup:
-            self._chosen = optimizer
+            self._chosen, self._phases = optimizer, self._after_warmup()
         self.seen = max(self.seen, count) if self._chosen is None else self._counts[self._chosen]
         if optimizer is not self._chosen:
             return self._follow(optimizer)
@@ -162,19 +159,25 @@ class Watch:
         if self._annotation:
             self._annotation.__exit__(None, None, None)
             self._annotation = None
-        if timing:
-            self.seconds.append(time.perf_counter() - self._last)
-        if self.seen in (self.warmup, self.warmup + self.steps):
-            self._wait()
-        if self.seen == self.warmup:
-            self._threads = _threads()
-        elif self.seen == self.warmup + self.steps:
-            self._count_threads()
-            self._begin_profile()
-        elif self.seen == self.needed:
-            self.done = True
-            self._profiling.close()
-        self._last = time.perf_counter()
+        next(self._phases, None)
+
+    def _after_warmup(self) -> Iterator[None]:
+        """What is done between steps from then on; goes on after each."""
+        _synchronize()
+        before, self._timing = _threads(), True
+        for _ in range(self.steps):
+            begin = time.perf_counter()
+            yield
+            self.seconds.append(time.perf_counter() - begin)
+        _synchronize()  # a GPU's backlog belongs to the last step
+        self.seconds[-1] = time.perf_counter() - begin
+        self._timing = False
+        self._count_threads(before)
+        self._begin_profile()
+        for _ in range(self.steps + 1):
+            yield
+        self.done = True
+        self._profiling.close()
 
     def _follow(self, optimizer: Optimizer) -> None:
         """Watch `optimizer`, if the one so far has given way to it."""
@@ -185,8 +188,8 @@ class Watch:
             self.seen, self.loading = self.warmup, None
             for of_the_other in (self.seconds, self.steppers, self._others):
                 of_the_other.clear()
-            self._threads = _threads()
-            self._last = time.perf_counter()
+            self._phases = self._after_warmup()
+            next(self._phases)
 
     def _stepper(self, optimizer: Optimizer) -> Stepper:
         if id(optimizer) not in self.steppers:
@@ -198,21 +201,14 @@ class Watch:
             )
         return self.steppers[id(optimizer)]
 
-    def _count_threads(self) -> None:
+    def _count_threads(self, before: tuple[Counter[str], Counter[str]]) -> None:
         """What the threads did in the timed steps."""
-        ran, queued = (now - then for now, then in zip(_threads(), self._threads, strict=True))
+        ran, queued = (now - then for now, then in zip(_threads(), before, strict=True))
         self.queued = max(queued.values(), default=0) / 1e9 / sum(self.seconds)
         if self.loading and self.loading.workers:
             own = f"/proc/{self._process}/"
             in_workers = (ns for path, ns in ran.items() if not path.startswith(own))
             self.loading.busy_s = sum(in_workers) / 1e9
-
-    def _wait(self) -> None:
-        """A GPU has to have done what was timed. Its backlog belongs to the last timed step."""
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
-        if self.seconds:
-            self.seconds[-1] = time.perf_counter() - self._last
 
     # --- what is replaced meanwhile -------------------------------------------------------------
 
@@ -233,8 +229,7 @@ class Watch:
 
     def _end_profile(self) -> None:
         assert self.profiler is not None
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
+        _synchronize()
         with silent_stderr():
             self.profiler.stop()
 
@@ -276,6 +271,11 @@ class Watch:
                 self.loading.busy_s += time.thread_time() - busy
 
         self._hooks.enter_context(replaced(iterators, "__next__", timed_next))
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
 
 
 def _threads() -> tuple[Counter[str], Counter[str]]:
