@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 
+import torch
+
 from ampfuse import env
 from ampfuse.doctor.annotations import CLOSURE, STEP, WAIT
-from ampfuse.doctor.trace import Event
+from ampfuse.doctor.trace import DTYPES, Event
 
 # Kinds, what they are called, and what it means if one takes most. The order is that of tables and
 # colours.
@@ -71,12 +73,8 @@ _MATRIX_KERNEL = re.compile(r"gemm|cutlass|conv|wgrad|dgrad|fprop|xmma|attention
 _TENSOR_CORES = re.compile(r"tf32|1688|16816|884|hmma|wgmma|tensorop|xmma|flash|nvjet|sm90", re.I)
 
 _PRECISIONS = {
-    "float": "FP32",
-    "double": "FP64",
-    "c10::Half": "FP16",
-    "c10::BFloat16": "BF16",
-    "c10::Float8_e4m3fn": "FP8",
-    "c10::Float8_e5m2": "FP8",
+    **{torch.float64: "FP64", torch.float32: "FP32", torch.float16: "FP16", torch.bfloat16: "BF16"},
+    **{torch.float8_e4m3fn: "FP8", torch.float8_e5m2: "FP8"},
 }
 HALVES = frozenset({"FP16", "BF16"})
 
@@ -122,7 +120,8 @@ def precision(event: Event) -> str:
     Of a kernel: that of its operation, and "TF32" where the kernel's name says so.
     """
     operation = event if event.types or event.parent is None else event.parent
-    found = next((_PRECISIONS[kind] for kind in operation.types if kind in _PRECISIONS), "")
+    dtypes = (DTYPES.get(name) for name in operation.types)
+    found = next((_PRECISIONS[dtype] for dtype in dtypes if dtype in _PRECISIONS), "")
     return "TF32" if found == "FP32" and "tf32" in event.name.lower() else found
 
 

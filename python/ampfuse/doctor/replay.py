@@ -15,19 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampfuse.doctor.trace import Event
+from ampfuse.doctor.trace import DTYPES, Event
 from ampfuse.measuring import instant, milliseconds, wait_for
-
-_DTYPES = {
-    "float": torch.float32,
-    "double": torch.float64,
-    "c10::Half": torch.float16,
-    "c10::BFloat16": torch.bfloat16,
-    "long int": torch.int64,
-    "int": torch.int32,
-    "bool": torch.bool,
-    "unsigned char": torch.uint8,
-}
 
 
 @dataclass(frozen=True)
@@ -123,8 +112,8 @@ def operation(event: Event, kind: str) -> Operation | None:
 
 def _value(wanted: str, kind: str, dims: Any, strides: Any, text: str) -> Any:
     """The argument of type `wanted`. Raises ValueError or SyntaxError if these facts give none."""
-    if kind in _DTYPES and wanted in ("Tensor", "Optional[Tensor]"):
-        return Input(tuple(dims), tuple(strides), _DTYPES[kind])
+    if kind in DTYPES and wanted in ("Tensor", "Optional[Tensor]"):
+        return Input(tuple(dims), tuple(strides), DTYPES[kind])
     if kind in ("Scalar", "ScalarList") and text and "Tensor" not in wanted:
         return float(text) if text in ("inf", "-inf", "nan") else ast.literal_eval(text)
     if not kind and wanted.startswith("Optional"):

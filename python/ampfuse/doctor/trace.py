@@ -12,6 +12,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
+# As a profile calls the types of tensors.
+DTYPES = {
+    **{"float": torch.float32, "double": torch.float64, "c10::Half": torch.float16},
+    **{"c10::BFloat16": torch.bfloat16, "long int": torch.int64, "int": torch.int32},
+    **{"bool": torch.bool, "unsigned char": torch.uint8},
+    **{f"c10::{kind}": getattr(torch, kind.lower()) for kind in ("Float8_e4m3fn", "Float8_e5m2")},
+}
 # Categories of what runs on the host, and on the GPU.
 _HOST = frozenset({"cpu_op", "user_annotation", "cuda_runtime", "cuda_driver"})
 _DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})

@@ -298,7 +298,7 @@ def try_out(task: Task) -> None:
 def _cannot_be_copied(task: Task) -> str | None:
     """The innermost thing that ``copy.deepcopy`` fails on."""
     culprit = None
-    modules = [(f"Module {name!r}", module) for name, module in task.model.named_modules()]
+    modules = ((f"Module {name!r}", module) for name, module in task.model.named_modules())
     for name, thing in (("The optimizer", task.optimizer), *modules):
         try:
             copy.deepcopy(thing)
