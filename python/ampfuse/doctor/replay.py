@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -42,38 +43,43 @@ class Input:
 
 @dataclass
 class Operation:
-    """Calls of one operator with equal inputs, and what they take in a step of the script."""
+    """Calls of one operation with equal inputs, in a step of the script.
+
+    Attributes:
+        detail: of matrix work its type and what computes it.
+        event: one of the calls.
+        overload: what to call with `arguments` and `keywords`; None if the profile does not say it.
+    """
 
     name: str
     kind: str
-    arguments: list[Any]
-    keywords: dict[str, Any]
-    overload: Callable[..., Any]
     event: Event
-    ms: float = 0.0
+    detail: str = ""
     calls: float = 0.0
+    ms: float = 0.0
+    overload: Callable[..., Any] | None = None
+    arguments: list[Any] = field(default_factory=list)
+    keywords: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def shapes(self) -> str:
+        """Those of the tensors that it was given: ``"100x509, 509x1021"``."""
+        dims = (dims for dims in self.event.dims if dims and all(isinstance(n, int) for n in dims))
+        return ", ".join("x".join(map(str, sizes)) for sizes in dims)
 
     @property
     def inputs(self) -> list[Input]:
         return [value for value in self.arguments if isinstance(value, Input)]
-
-    @property
-    def label(self) -> str:
-        return f"{self.name} {shapes(self.event)}"
 
     def with_inputs(self, change: Callable[[Input], Input]) -> Operation:
         changed = [change(v) if isinstance(v, Input) else v for v in self.arguments]
         return replace(self, arguments=changed)
 
     def run(self, device: torch.device) -> Callable[[], object]:
+        call = self.overload
+        assert call is not None
         made = [v.make(device) if isinstance(v, Input) else v for v in self.arguments]
-        return lambda: self.overload(*made, **self.keywords)
-
-
-def shapes(event: Event) -> str:
-    """Those of the tensors that `event` was given: ``"100x509, 509x1021"``."""
-    tensors = (dims for dims in event.dims if dims and all(isinstance(size, int) for size in dims))
-    return ", ".join("x".join(map(str, dims)) for dims in tensors)
+        return lambda: call(*made, **self.keywords)
 
 
 def key(event: Event) -> tuple[str, str]:
@@ -88,26 +94,27 @@ def callable_one(event: Event) -> Event:
     return event
 
 
-def operation(event: Event, kind: str) -> Operation | None:
-    """How to call what `event` was; None if the profile does not say it (lists of tensors).
+def operation(event: Event, kind: str) -> Operation:
+    """What `event` was, with how to call it, unless the profile does not say (lists of tensors).
 
     What wrote into a tensor that it was given (``out=``) is called without.
     """
+    found = Operation(event.name, kind, event)
     space, _, name = event.name.partition("::")
     packet = getattr(getattr(torch.ops, space, None), name, None) if name else None
     calls = [getattr(packet, overload) for overload in packet.overloads()] if packet else []
-    for extra in (0, 1):
-        for call in calls:
-            schema = call._schema.arguments
-            if len(schema) + extra != len(event.types) or any(a.is_out for a in schema):
-                continue
-            given = zip(schema, event.types, event.dims, event.strides, event.values, strict=False)
-            with contextlib.suppress(ValueError, SyntaxError):
-                pairs = [(each, _value(str(each.type), *facts)) for each, *facts in given]
-                positional = [value for each, value in pairs if not each.kwarg_only]
-                keywords = {each.name: value for each, value in pairs if each.kwarg_only}
-                return Operation(event.name, kind, positional, keywords, call, event)
-    return None
+    for extra, call in itertools.product((0, 1), calls):
+        schema = call._schema.arguments
+        if len(schema) + extra != len(event.types) or any(a.is_out for a in schema):
+            continue
+        given = zip(schema, event.types, event.dims, event.strides, event.values, strict=False)
+        with contextlib.suppress(ValueError, SyntaxError):
+            pairs = [(each, _value(str(each.type), *facts)) for each, *facts in given]
+            found.arguments = [value for each, value in pairs if not each.kwarg_only]
+            found.keywords = {each.name: value for each, value in pairs if each.kwarg_only}
+            found.overload = call
+            break
+    return found
 
 
 def _value(wanted: str, kind: str, dims: Any, strides: Any, text: str) -> Any:

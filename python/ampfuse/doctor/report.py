@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ampfuse.doctor.replay import Operation
 from ampfuse.files import atomic
 from ampfuse.insight.findings import Finding
 
@@ -18,18 +19,6 @@ class Share:
     ms: float
     share: float
     detail: str = ""
-
-
-@dataclass(frozen=True)
-class OperationRow:
-    """Calls of one operation on the same shapes, in a step."""
-
-    name: str
-    kind: str
-    detail: str
-    shapes: str
-    calls: float
-    ms: float
 
 
 @dataclass
@@ -65,7 +54,7 @@ class Report:
     profiled_ms: float = 0.0
     queued: float = 0.0
     shares: list[Share] = field(default_factory=list)
-    operations: list[OperationRow] = field(default_factory=list)
+    operations: list[Operation] = field(default_factory=list)
     verdict: str = ""
     sentence: str = ""
     half_limit: float = 1.0

@@ -231,12 +231,14 @@ def shape_notes(case: Case) -> Iterator[Finding]:
         odd = sorted(size for size in sizes if size > multiple and size % multiple)
         if odd and op.name.endswith("mm"):
             found = f"{odd} miss alignment ({op.ms:.2f} ms)"
-            yield Finding("sizes", f"pad them to multiples of {multiple}", op.label, found)
+            yield Finding(
+                "sizes", f"pad them to multiples of {multiple}", f"{op.name} {op.shapes}", found
+            )
         first = op.inputs[0]
         channels_first = first.is_image and first.strides[1] != 1 != first.dims[1]
         if channels_first and "conv" in op.name and precision(op.event) in HALVES:
             found = "half precision with channels first (NCHW)"
-            yield Finding("layout", _LAST, op.label, found)
+            yield Finding("layout", _LAST, f"{op.name} {op.shapes}", found)
 
 
 # --- replays --------------------------------------------------------------------------------------

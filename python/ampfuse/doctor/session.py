@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import sys
 import tempfile
 from collections import defaultdict
@@ -18,7 +17,8 @@ from ampfuse.devices import device_name
 from ampfuse.doctor import replay, rules
 from ampfuse.doctor.annotations import STEP, WAIT
 from ampfuse.doctor.kinds import LABELS, VERDICTS
-from ampfuse.doctor.report import OperationRow, Report, Share
+from ampfuse.doctor.replay import Operation
+from ampfuse.doctor.report import Report, Share
 from ampfuse.doctor.rules import Case
 from ampfuse.doctor.timeline import Timeline, detail, lay_out
 from ampfuse.doctor.trace import Trace, read
@@ -82,13 +82,13 @@ def fill(report: Report, watch: Watch) -> None:
     devices = {device for stepper in steppers for *_, device in stepper.tensors}
     device = next((d for d in devices if d.type == "cuda"), torch.device("cpu"))
     _describe(report, watch, timeline, device)
-    rows = _operations(timeline)
-    report.operations = [row for row, _ in rows[:20]]
+    operations = _operations(timeline)
+    report.operations = operations[:20]
     case = Case(
         device=device,
         step_ms=report.step_ms,
         ms={kind: report.share_of(kind) * report.step_ms for kind in LABELS},
-        operations=[op for _, op in rows if op is not None],
+        operations=[op for op in operations if op.overload is not None],
         steppers=steppers,
         steps=steps,
         loading=watch.loading,
@@ -131,10 +131,9 @@ def _describe(report: Report, watch: Watch, timeline: Timeline, device: torch.de
         report.shares.append(Share(kind, label, ms, ms / report.step_ms, more))
 
 
-def _operations(timeline: Timeline) -> list[tuple[OperationRow, replay.Operation | None]]:
-    """The operations of a step, longest first, with what replays them."""
-    found: dict[tuple[object, ...], tuple[OperationRow, replay.Operation | None]] = {}
-    times: dict[tuple[object, ...], float] = defaultdict(float)
+def _operations(timeline: Timeline) -> list[Operation]:
+    """The operations of a step, longest first."""
+    found: dict[tuple[object, ...], Operation] = {}
     calls: dict[tuple[object, ...], set[int]] = defaultdict(set)
     for piece in timeline.pieces:
         event, kind = piece.event, piece.kind
@@ -143,20 +142,17 @@ def _operations(timeline: Timeline) -> list[tuple[OperationRow, replay.Operation
         source = event.parent if event.category == "kernel" and event.parent else event
         source = replay.callable_one(source)
         key: tuple[object, ...] = (*replay.key(source), kind)
-        times[key] += timeline.us(piece) / 1e3
-        calls[key].add(id(source))
         if key not in found:
-            name = "Optimizer.step" if source.name == STEP else source.name
-            row = OperationRow(name, kind, detail(piece), replay.shapes(source), 0.0, 0.0)
-            is_whole = kind not in ("optimizer", "communication", "sync")
-            found[key] = row, replay.operation(source, kind) if is_whole else None
-    rows = []
-    for key, (row, op) in found.items():
-        count = len(calls[key]) / len(timeline.steps)
-        if op is not None:
-            op.calls, op.ms = count, times[key]
-        rows.append((dataclasses.replace(row, calls=count, ms=times[key]), op))
-    return sorted(rows, key=lambda pair: -pair[0].ms)
+            op = replay.operation(source, kind)
+            if kind in ("optimizer", "communication", "sync"):  # a part of something
+                op.overload = None
+            op.name, op.detail = op.name.replace(STEP, "Optimizer.step"), detail(piece)
+            found[key] = op
+        found[key].ms += timeline.us(piece) / 1e3
+        calls[key].add(id(source))
+    for key, op in found.items():
+        op.calls = len(calls[key]) / len(timeline.steps)
+    return sorted(found.values(), key=lambda op: -op.ms)
 
 
 def _waits(trace: Trace, timeline: Timeline) -> list[Finding]:
