@@ -25,8 +25,8 @@ from harness import RESULTS, hardware, read, write
 from torch import Tensor, nn
 
 import ampfuse
-from ampfuse import amp, insight, optim
-from ampfuse.insight.diagnosis.report import Advice
+from ampfuse import amp, doctor, optim
+from ampfuse.insight import Finding
 
 _ROUNDS, _STEPS, _WARMUP = 5, 10, 5
 
@@ -138,29 +138,20 @@ def _optimizer(advised: str | None) -> Step:
     return _train(model, kind(model.parameters(), foreach=False), _same(torch.randn(16, 4096)))
 
 
-def _sizes(advised: str | None) -> Step:
-    width = 1040 if advised else 1025
-    model = _perceptron(width)
-    return _train(
-        model, torch.optim.SGD(model.parameters(), lr=0.01), _same(torch.randn(256, width))
-    )
-
-
 # case -> how its advice begins, and the training; with the words of that advice, it is followed
 CASES: dict[str, tuple[str, Callable[[str | None], Step]]] = {
     "data": ("load data in the background", _data),
     "perceptron": ("BF16 (O5)", _half),
     "conv net": ("BF16 (O5)", _half_images),  # or with channels_last
     "optimizer": ("fused optimizer", _optimizer),
-    "odd sizes": ("aligned matrices", _sizes),
 }
 
 
-def examine(case: str) -> list[Advice]:
+def examine(case: str) -> list[Finding]:
     """The doctor's advice on `case` as it is."""
     torch.manual_seed(0)
     step = CASES[case][1](None)
-    with insight.doctor(warmup=_WARMUP, steps=2 * _STEPS, stop=True, script=case) as report:
+    with doctor.examine(warmup=_WARMUP, steps=2 * _STEPS, stop=True, script=case) as report:
         while True:
             step()
     print(report)
@@ -188,23 +179,23 @@ def measure(case: str) -> Row | None:
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, context, max_tasks_per_child=1) as processes:
         advice = processes.submit(examine, case).result()
-        given = next((one for one in advice if one.title.startswith(title)), None)
-        if given is None:
+        given = next((one for one in advice if one.kind.startswith(title)), None)
+        if given is None or (gain := given.gain) is None:
             return None
         times: tuple[list[float], list[float]] = ([], [])
         for _ in range(_ROUNDS):
-            for how, taken in zip((None, given.how), times, strict=True):
+            for how, taken in zip((None, given.remedy), times, strict=True):
                 taken.append(processes.submit(step_ms, case, how).result())
     now, advised = map(min, times)  # whatever else the machine does adds to them
     return Row(
         case=case,
-        advice=given.title,
-        basis=given.basis,
+        advice=given.kind,
+        basis=given.found.partition(" ")[2],
         step_ms=round(now, 3),
         advised_ms=round(advised, 3),
-        promised=round(given.gain, 3),
+        promised=round(gain, 3),
         measured=round(now / advised, 3),
-        error=round(given.gain * advised / now - 1, 3),
+        error=round(gain * advised / now - 1, 3),
         threads=torch.get_num_threads(),
         hardware=hardware(torch.device("cpu")),
         torch=torch.__version__,

@@ -5,8 +5,9 @@
                         masters; LARC
 ``ampfuse.GradScaler``  ``torch.amp.GradScaler`` without the wait
 ``ampfuse.graphs``      a training step as one CUDA graph
-``ampfuse.insight``     where the time goes, what half precision does to each tensor, where an
-                        overflow was born
+``ampfuse.insight``     what half precision does to each tensor, where an overflow was born, what
+                        a training holds in memory
+``ampfuse.doctor``      where the time goes, and which level to train at
 ``ampfuse.nn``          batch norm, add and ReLU in one pass; ``fuse`` for models as they are
 ``ampfuse.ops``         operations on lists of tensors
 ``ampfuse.cpu_half_ops``  faster kernels for half types on the CPU
@@ -21,7 +22,7 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ampfuse import amp, graphs, insight, nn, ops, optim
+    from ampfuse import amp, doctor, graphs, insight, nn, ops, optim
     from ampfuse.amp import GradScaler
     from ampfuse.half_ops import cpu_half_ops
 
@@ -44,6 +45,7 @@ __all__ = [
     "__version__",
     "amp",
     "cpu_half_ops",
+    "doctor",
     "graphs",
     "insight",
     "nn",
@@ -52,7 +54,7 @@ __all__ = [
 ]
 
 # Loaded at first use: `import ampfuse` stays cheap next to `import torch`.
-_MODULES = frozenset({"amp", "graphs", "insight", "nn", "ops", "optim"})
+_MODULES = frozenset({"amp", "doctor", "graphs", "insight", "nn", "ops", "optim"})
 
 
 def __getattr__(name: str) -> object:

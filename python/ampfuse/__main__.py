@@ -12,9 +12,10 @@ import ampfuse
 def main(argv: list[str] | None = None) -> int:
     """Run the command line `argv` (default: ``sys.argv``) and return the exit status."""
     # Imported here and kept light: --help must not wait for torch, and `env` must run without it.
-    from ampfuse import advise, doctor, memory
+    from ampfuse import memory
     from ampfuse.command_line import OneLineParser, status_of
     from ampfuse.demo import cli as demo
+    from ampfuse.doctor import advise_command, command
     from ampfuse.experiments import make_plot, make_table
     from ampfuse.experiments.recipes import TRAINERS
     from ampfuse.experiments.trainers import main as train
@@ -29,8 +30,8 @@ def main(argv: list[str] | None = None) -> int:
 
     actions = {
         "demo": demo,
-        "doctor": doctor,
-        "advise": advise,
+        "doctor": command,
+        "advise": advise_command,
         "memory": memory,
         "make_plot": make_plot,
         "make_table": make_table,

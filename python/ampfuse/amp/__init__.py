@@ -44,7 +44,7 @@ from ampfuse.amp.initialize import initialize
 from ampfuse.amp.master_weights import load_master_weights
 from ampfuse.amp.scale_loss import scale_loss
 from ampfuse.amp.scaler import LossScaler
-from ampfuse.insight.advice import advise
+from ampfuse.doctor.levels import advise
 from ampfuse.insight.memory import memory_report
 from ampfuse.insight.overflow import explain_overflow
 from ampfuse.optim.inner import parameters

@@ -7,27 +7,17 @@ options of the inputs are those of the profile; the values are random numbers be
 from __future__ import annotations
 
 import ast
-import time
+import contextlib
+import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ampfuse.insight.diagnosis.trace import Event
+from ampfuse.doctor.trace import DTYPES, Event
 from ampfuse.measuring import instant, milliseconds, wait_for
-
-_DTYPES = {
-    "float": torch.float32,
-    "double": torch.float64,
-    "c10::Half": torch.float16,
-    "c10::BFloat16": torch.bfloat16,
-    "long int": torch.int64,
-    "int": torch.int32,
-    "bool": torch.bool,
-    "unsigned char": torch.uint8,
-}
 
 
 @dataclass(frozen=True)
@@ -53,16 +43,29 @@ class Input:
 
 @dataclass
 class Operation:
-    """Calls of one operator with equal inputs, and what they take in a step of the script."""
+    """Calls of one operation with equal inputs, in a step of the script.
+
+    Attributes:
+        detail: of matrix work its type and what computes it.
+        event: one of the calls.
+        overload: what to call with `arguments` and `keywords`; None if the profile does not say it.
+    """
 
     name: str
     kind: str
-    arguments: list[Any]
-    keywords: dict[str, Any]
-    overload: Callable[..., Any]
     event: Event
-    ms: float = 0.0
+    detail: str = ""
     calls: float = 0.0
+    ms: float = 0.0
+    overload: Callable[..., Any] | None = None
+    arguments: list[Any] = field(default_factory=list)
+    keywords: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def shapes(self) -> str:
+        """Those of the tensors that it was given: ``"100x509, 509x1021"``."""
+        dims = (dims for dims in self.event.dims if dims and all(isinstance(n, int) for n in dims))
+        return ", ".join("x".join(map(str, sizes)) for sizes in dims)
 
     @property
     def inputs(self) -> list[Input]:
@@ -73,8 +76,10 @@ class Operation:
         return replace(self, arguments=changed)
 
     def run(self, device: torch.device) -> Callable[[], object]:
+        call = self.overload
+        assert call is not None
         made = [v.make(device) if isinstance(v, Input) else v for v in self.arguments]
-        return lambda: self.overload(*made, **self.keywords)
+        return lambda: call(*made, **self.keywords)
 
 
 def key(event: Event) -> tuple[str, str]:
@@ -84,43 +89,38 @@ def key(event: Event) -> tuple[str, str]:
 
 def callable_one(event: Event) -> Event:
     """`event`, or the operation around it that chooses an implementation by dtype and layout."""
-    while event.parent is not None and event.parent.name in (
-        "aten::convolution",
-        "aten::_convolution",
-    ):
+    while event.parent and event.parent.name in ("aten::convolution", "aten::_convolution"):
         event = event.parent
     return event
 
 
-def operation(event: Event, kind: str) -> Operation | None:
-    """How to call what `event` was; None if the profile does not say it (lists of tensors).
+def operation(event: Event, kind: str) -> Operation:
+    """What `event` was, with how to call it, unless the profile does not say (lists of tensors).
 
     What wrote into a tensor that it was given (``out=``) is called without.
     """
+    found = Operation(event.name, kind, event)
     space, _, name = event.name.partition("::")
     packet = getattr(getattr(torch.ops, space, None), name, None) if name else None
     calls = [getattr(packet, overload) for overload in packet.overloads()] if packet else []
-    for extra in (0, 1):
-        for call in calls:
-            schema = call._schema.arguments
-            if len(schema) + extra != len(event.types) or any(a.is_out for a in schema):
-                continue
-            given = zip(schema, event.types, event.dims, event.strides, event.values, strict=False)
-            try:
-                values = [_value(str(argument.type), *facts) for argument, *facts in given]
-            except (ValueError, SyntaxError):
-                continue
-            pairs = list(zip(schema, values, strict=True))
-            positional = [value for argument, value in pairs if not argument.kwarg_only]
-            keywords = {argument.name: value for argument, value in pairs if argument.kwarg_only}
-            return Operation(event.name, kind, positional, keywords, call, event)
-    return None
+    for extra, call in itertools.product((0, 1), calls):
+        schema = call._schema.arguments
+        if len(schema) + extra != len(event.types) or any(a.is_out for a in schema):
+            continue
+        given = zip(schema, event.types, event.dims, event.strides, event.values, strict=False)
+        with contextlib.suppress(ValueError, SyntaxError):
+            pairs = [(each, _value(str(each.type), *facts)) for each, *facts in given]
+            found.arguments = [value for each, value in pairs if not each.kwarg_only]
+            found.keywords = {each.name: value for each, value in pairs if each.kwarg_only}
+            found.overload = call
+            break
+    return found
 
 
 def _value(wanted: str, kind: str, dims: Any, strides: Any, text: str) -> Any:
     """The argument of type `wanted`. Raises ValueError or SyntaxError if these facts give none."""
-    if kind in _DTYPES and wanted in ("Tensor", "Optional[Tensor]"):
-        return Input(tuple(dims), tuple(strides), _DTYPES[kind])
+    if kind in DTYPES and wanted in ("Tensor", "Optional[Tensor]"):
+        return Input(tuple(dims), tuple(strides), DTYPES[kind])
     if kind in ("Scalar", "ScalarList") and text and "Tensor" not in wanted:
         return float(text) if text in ("inf", "-inf", "nan") else ast.literal_eval(text)
     if not kind and wanted.startswith("Optional"):
@@ -145,25 +145,6 @@ def to_channels_last(given: Input) -> Input:
     return replace(given, strides=(h * w * c, 1, w * c, c))
 
 
-def pad_to(multiple: int) -> Callable[[Input], Input]:
-    """Sizes of matrices above `multiple` rounded up to it; those of a batch of matrices stay."""
-
-    def change(given: Input) -> Input:
-        first = max(0, len(given.dims) - 2)
-        dims = [
-            -(-size // multiple) * multiple if place >= first and size > multiple else size
-            for place, size in enumerate(given.dims)
-        ]
-        strides, step = [0] * len(dims), 1
-        order = sorted(range(len(dims)), key=lambda place: (given.strides[place], -place))
-        for place in order:
-            strides[place] = step if given.strides[place] else 0
-            step *= dims[place] if given.strides[place] else 1
-        return replace(given, dims=tuple(dims), strides=tuple(strides))
-
-    return change
-
-
 def race(
     calls: Sequence[Callable[[], object]], device: torch.device, rounds: int = 7
 ) -> list[float]:
@@ -172,24 +153,20 @@ def race(
     The least, as whatever else the machine does adds to it. Each turn lasts two milliseconds or so,
     that the clock does not count.
     """
-    repeats = []
+
+    def turn(call: Callable[[], object], count: int) -> float:
+        begin = instant(device)
+        for _ in range(count):
+            call()
+        end = instant(device)
+        wait_for(device)
+        return milliseconds(begin, end) / count
+
     for call in calls:
-        call()  # torch and its libraries choose and compile
-        wait_for(device)
-        begin = time.perf_counter()
-        call()
-        wait_for(device)
-        repeats.append(max(1, min(50, int(2e-3 / (time.perf_counter() - begin)))))
-    times: list[list[float]] = [[] for _ in calls]
-    for _ in range(rounds):
-        for call, count, taken in zip(calls, repeats, times, strict=True):
-            begin_at = instant(device)
-            for _ in range(count):
-                call()
-            end_at = instant(device)
-            wait_for(device)
-            taken.append(milliseconds(begin_at, end_at) / count)
-    return [min(taken) for taken in times]
+        turn(call, 1)  # torch and its libraries choose and compile
+    counts = [max(1, min(50, int(2.0 / turn(call, 1)))) for call in calls]
+    turns = [[turn(*each) for each in zip(calls, counts, strict=True)] for _ in range(rounds)]
+    return [min(times) for times in zip(*turns, strict=True)]
 
 
 def speed_ratios(
@@ -199,12 +176,12 @@ def speed_ratios(
     runs: list[Callable[[], object] | None] = []
     with torch.no_grad():
         for one in (original, *variants):
-            try:
-                run = one.run(device)
-                run()
-                runs.append(run)
-            except (RuntimeError, NotImplementedError, IndexError, TypeError):
-                runs.append(None)
+            run = None
+            with contextlib.suppress(RuntimeError, NotImplementedError, IndexError, TypeError):
+                made = one.run(device)
+                made()
+                run = made
+            runs.append(run)
         if runs[0] is None:
             return [None] * len(variants)
         times = iter(race([run for run in runs if run], device))

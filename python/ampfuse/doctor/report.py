@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ampfuse.doctor.replay import Operation
 from ampfuse.files import atomic
-
-SHOWN_ADVICE = 3
+from ampfuse.insight.findings import Finding
 
 
 @dataclass(frozen=True)
@@ -19,42 +19,6 @@ class Share:
     ms: float
     share: float
     detail: str = ""
-
-
-@dataclass(frozen=True)
-class OperationRow:
-    """Calls of one operation on the same shapes, in a step."""
-
-    name: str
-    kind: str
-    detail: str
-    shapes: str
-    calls: float
-    ms: float
-
-
-@dataclass(frozen=True)
-class WaitRow:
-    """A line of the script that waits for a GPU (on a CPU: that would)."""
-
-    call: str
-    line: str
-    calls: float
-    ms: float
-
-
-@dataclass(frozen=True)
-class Advice:
-    """A change, and how much faster the whole step gets by it.
-
-    `gain` is the time of a step now over that with the change. `basis` says where it is from:
-    "measured" on the script's shapes here, or "at most", if what it removes costs nothing more.
-    """
-
-    title: str
-    how: str
-    gain: float
-    basis: str
 
 
 @dataclass
@@ -72,14 +36,11 @@ class Report:
             and had no core, 0 to 1. Above 0.1 `sentence` says so.
         shares: where the time goes, by kinds of work; they sum up to `step_ms`.
         operations: those that take most, first.
-        waits: lines of the script that wait for the device.
-        notes: further findings: shapes, layouts, types.
         verdict: the kind of work (``kinds.LABELS``) that decides, and ...
         sentence: ... what that means, in words.
         half_limit: no half precision can make the step more than so many times as fast; `bound`
             says why.
-        advice: what would pay, in the order of gain.
-        strip: one step, as (begin, end, kind) in milliseconds.
+        findings: what would pay; then lines that wait for the device, and shapes.
     """
 
     script: str = ""
@@ -93,15 +54,22 @@ class Report:
     profiled_ms: float = 0.0
     queued: float = 0.0
     shares: list[Share] = field(default_factory=list)
-    operations: list[OperationRow] = field(default_factory=list)
-    waits: list[WaitRow] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    operations: list[Operation] = field(default_factory=list)
     verdict: str = ""
     sentence: str = ""
     half_limit: float = 1.0
     bound: str = ""
-    advice: list[Advice] = field(default_factory=list)
-    strip: list[tuple[float, float, str]] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+
+    @property
+    def advice(self) -> list[Finding]:
+        """What would pay, in the order of gain."""
+        return [one for one in self.findings if one.gain is not None]
+
+    @property
+    def notes(self) -> list[Finding]:
+        """The other findings."""
+        return [one for one in self.findings if one.gain is None]
 
     def share_of(self, *kinds: str) -> float:
         """The share of the step, 0 to 1, of all work of `kinds`."""
@@ -123,7 +91,7 @@ class Report:
             RuntimeError: there are no findings. The message says why.
             OSError: `path` cannot be written.
         """
-        from ampfuse.insight.diagnosis.page import as_html
+        from ampfuse.doctor.page import as_html
 
         if self.problem:
             raise RuntimeError(f"no report to save: {self.problem}")
@@ -136,18 +104,15 @@ class Report:
         lines = [f"{self.script}: {self.sentence}", "", self.conditions, ""]
         width = max(len(share.label) for share in self.shares)
         for share in self.shares:
-            if share.share < 0.0005:
-                continue
-            bar = "#" * round(30 * share.share)
-            lines.append(f"  {share.label:{width}} {share.share:6.1%} {share.ms:9.2f} ms  {bar}")
+            if share.share >= 0.0005:
+                bar = "#" * round(30 * share.share)
+                lines.append(
+                    f"  {share.label:{width}} {share.share:6.1%} {share.ms:9.2f} ms  {bar}"
+                )
         lines += ["", self.bound]
-        pays = self.advice[:SHOWN_ADVICE]
-        lines += ["", "What pays most:"] if pays else []
-        for place, one in enumerate(pays, 1):
-            lines.append(f"  {place}. {one.gain:.2f}x {one.basis}: {one.title}")
-            lines.append(f"     {one.how}")
-        lines += ["", "Also:"] if self.waits or self.notes else []
-        for wait in self.waits:
-            lines.append(f"  {wait.line}  {wait.call}: waits {wait.calls:g} times a step")
-        lines += [f"  {note}" for note in self.notes]
+        lines += ["", "What pays most:"] if self.advice else []
+        for place, one in enumerate(self.advice[:3], 1):
+            lines += [f"  {place}. {one.found}: {one.kind}", f"     {one.remedy}"]
+        lines += ["", "Also:"] if self.notes else []
+        lines += [f"  {one.where}  {one.found}" for one in self.notes]
         return "\n".join(lines)

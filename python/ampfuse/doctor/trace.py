@@ -12,6 +12,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
+# As a profile calls the types of tensors.
+DTYPES = {
+    **{"float": torch.float32, "double": torch.float64, "c10::Half": torch.float16},
+    **{"c10::BFloat16": torch.bfloat16, "long int": torch.int64, "int": torch.int32},
+    **{"bool": torch.bool, "unsigned char": torch.uint8},
+    **{f"c10::{kind}": getattr(torch, kind.lower()) for kind in ("Float8_e4m3fn", "Float8_e5m2")},
+}
 # Categories of what runs on the host, and on the GPU.
 _HOST = frozenset({"cpu_op", "user_annotation", "cuda_runtime", "cuda_driver"})
 _DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
@@ -65,34 +74,31 @@ def read(path: Path) -> Trace:
 
 def build(records: Iterable[Mapping[str, Any]]) -> Trace:
     """The events among `records`, the ``traceEvents`` of a trace."""
-    trace, by_id, launches = Trace([], []), {}, []
+    trace, by_id, launchers = Trace([], []), {}, {}
     for record in records:
-        category = record.get("cat", "")
+        category, facts = record.get("cat", ""), record.get("args", {})
         if category == "fwdbwd" and record["ph"] == "s":
             trace.forward.append(float(record["ts"]))
         if record.get("ph", "X") != "X" or category not in _HOST | _DEVICE:
             continue
-        facts, start = record.get("args", {}), float(record["ts"])
-        stream = facts.get("stream", 0)
+        start, on_device = float(record["ts"]), category in _DEVICE
         event = Event(
             record["name"],
             category,
             start,
             start + float(record.get("dur", 0)),
-            stream if category in _DEVICE else record.get("tid", 0),
+            facts.get("stream", 0) if on_device else record.get("tid", 0),
             facts.get("Input Dims", []),
             facts.get("Input Strides", []),
             facts.get("Input type", []),
             facts.get("Concrete Inputs", []),
         )
-        if category in _DEVICE:
-            launches.append((event, facts.get("External id")))
-            trace.device.append(event)
-        else:
-            trace.host.append(event)
-            if category == "cpu_op":
-                by_id[facts.get("External id")] = event
-    for event, launcher in launches:
+        (trace.device if on_device else trace.host).append(event)
+        if on_device:
+            launchers[event] = facts.get("External id")
+        elif category == "cpu_op":
+            by_id[facts.get("External id")] = event
+    for event, launcher in launchers.items():
         event.parent = by_id.get(launcher)
     trace.host.sort(key=lambda event: (event.start, -event.end))
     trace.device.sort(key=lambda event: event.start)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,15 +18,17 @@ from ampfuse.amp.hints import machine
 from ampfuse.amp.policy import LEVELS as POLICIES
 from ampfuse.amp.session import enabled_of
 from ampfuse.devices import device_name
-from ampfuse.insight import trials
-from ampfuse.insight.trials import LossFunction, Task, Trial
-from ampfuse.insight.words import aligned
+from ampfuse.doctor import trainings
+from ampfuse.doctor.trainings import Row, Task
+from ampfuse.insight import charts
+from ampfuse.insight.inputs import LossFunction, check_owned, check_types
+from ampfuse.insight.tables import aligned, frame
 
 if TYPE_CHECKING:
     import pandas
     from matplotlib.figure import Figure
 
-LEVELS = (*POLICIES, *trials.TORCH_AMP)
+LEVELS = (*POLICIES, *trainings.TORCH_AMP)
 
 # At equal speed: no loss scale before one, FP32 weights before half ones.
 _PREFERENCE = ("O4", "amp-bf16", "O5", "O1", "amp-fp16", "O2", "O3")
@@ -91,60 +93,39 @@ def advise(
     """
     levels = tuple(dict.fromkeys(levels))
     check_types(model, optimizer)
-    _check(model, optimizer, levels, seconds, steps, seeds)
+    _check(model, optimizer, levels, seconds=seconds, steps=steps, seeds=seeds)
     model = eager_module(model)
     device = next(model.parameters()).device
     task = Task(model, optimizer, loss_function, (), device)
-    with trials.untouched(task):
+    with trainings.untouched(task):
         task = dataclasses.replace(task, batches=_batches(batch))
-        trials.try_out(task)
+        trainings.try_out(task)
         others = [level for level in levels if level != "O0"]
         share = seconds / (1 + len(others) + seeds)
-        reference = trials.run("O0", task, steps=steps, seconds=share)
+        reference = trainings.run("O0", task, steps=steps, seconds=share)
         if problem := reference.failure or _not_finite(reference):
             raise ValueError(f"This training fails in FP32 already (O0): {problem}.")
         steps = len(reference.losses)
-        done = [trials.run(level, task, steps=steps, seconds=share) for level in others]
+        rows = [trainings.run(level, task, steps=steps, seconds=share) for level in others]
         seeded = [
-            trials.run("O0", task, steps=steps, seconds=share, seed=seed + 1)
+            trainings.run("O0", task, steps=steps, seconds=share, seed=seed + 1)
             for seed in range(seeds)
         ]
     # Its time is that of all its trainings, before and after the others.
-    times = itertools.chain.from_iterable(trial.milliseconds for trial in (reference, *seeded))
+    times = itertools.chain.from_iterable(row.milliseconds for row in (reference, *seeded))
     reference = dataclasses.replace(reference, milliseconds=tuple(times))
-    ordered = sorted((reference, *done), key=lambda trial: LEVELS.index(trial.level))
-    return conclude(ordered, seeded, len(task.batches), device)
+    rows = sorted((reference, *rows), key=lambda row: LEVELS.index(row.level))
+    return conclude(rows, seeded, len(task.batches), device)
 
 
 def conclude(
-    trials: Sequence[Trial], seeded: Sequence[Trial], batches: int, device: torch.device
+    rows: Sequence[Row], seeded: Sequence[Row], batches: int, device: torch.device
 ) -> Advice:
-    """What `trials` (O0 among them) and the other seeds' trainings of O0 say."""
-    reference = next(trial for trial in trials if trial.level == "O0")
-    rows = [_row(trial, reference, seeded, batches) for trial in trials]
-    level, reason = _recommend(rows, device)
-    curves = tuple(trial.losses for trial in seeded)
-    return Advice(level, reason, tuple(rows), curves, device_name(device))
-
-
-@dataclasses.dataclass(frozen=True)
-class Row(Trial):
-    """A trial, and what is said of it.
-
-    Attributes:
-        speedup: time of O0 over this one's.
-        deviation: from the loss of O0.
-        spread: between seeds of O0, over as many steps as this trial has.
-        allowed: the deviation that counts as none: the largest of the spread, 1 % of the way that
-            O0's loss went, and 0.4 % of the loss.
-        objection: why this level is not to be used, or None.
-    """
-
-    speedup: float = math.nan
-    deviation: float = math.nan
-    spread: float = math.nan
-    allowed: float = math.nan
-    objection: str | None = None
+    """What `rows` (O0 among them) and the other seeds' trainings of O0 say."""
+    reference = next(row for row in rows if row.level == "O0")
+    judged = tuple(_judged(row, reference, seeded, batches) for row in rows)
+    level, reason = _recommend(judged, device)
+    return Advice(level, reason, judged, tuple(row.losses for row in seeded), device_name(device))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,7 +135,7 @@ class Advice:
     Attributes:
         level: the recommended one.
         reason: why, in words.
-        rows: a :class:`Row` for each level.
+        rows: a :class:`~ampfuse.doctor.trainings.Row` for each level.
         seed_losses: the curves of the FP32 trainings with other seeds.
         device: the name of the GPU or CPU.
     """
@@ -166,8 +147,8 @@ class Advice:
     device: str
 
     def __str__(self) -> str:
-        heads = "level", "steps", "ms/step", "(middle half)", "speed", "MiB", "deviation", "allowed"
-        lines: list[tuple[str, ...]] = [(*heads, "skipped", "stale", "")]
+        heads = ("level", "steps", "ms/step", "(middle half)", "speed", "MiB", "deviation")
+        lines: list[tuple[str, ...]] = [(*heads, "allowed", "skipped", "stale", "")]
         for row in self.rows:
             cells = [""] * 9
             if row.failure is None:
@@ -183,52 +164,48 @@ class Advice:
                     str(row.skipped),
                     "-" if row.stale_share is None else f"{row.stale_share:.0%}",
                 ]
-            mark = "<- recommended" if row.level == self.level else row.objection or ""
-            lines.append((row.level, *cells, mark))
-        table = aligned(lines, left=(0, len(heads) + 2))
+            remark = "<- recommended" if row.level == self.level else row.objection or ""
+            lines.append((row.level, *cells, remark))
+        table = aligned(lines, left=(0, 10))
         return "\n".join(
             [f"On {self.device}:", *table, "", f"Train at {self.level}: {self.reason}"]
         )
 
     def frame(self) -> pandas.DataFrame:
         """A row for each level; needs pandas."""
-        import pandas
-
-        derived = ("median", "quartiles")
-        return pandas.DataFrame(
-            [
-                dataclasses.asdict(row) | {name: getattr(row, name) for name in derived}
-                for row in self.rows
-            ]
-        )
+        return frame(self.rows, "median", "quartiles")
 
     def plot(self, path: str | Path | None = None) -> Figure:
         """A picture of time, deviation and the curves, saved to `path` if given; needs matplotlib.
 
-        See :func:`ampfuse.insight.advice_plot.draw`.
+        Bars of levels with an objection are hatched.
         """
-        from ampfuse.insight.advice_plot import draw
-
-        figure = draw(self)
-        if path is not None:
-            figure.savefig(path, dpi=150)
-        return figure
+        rows = [row for row in self.rows if row.failure is None]
+        time, deviation = "time of a step, ms (median, middle half)", "deviation from FP32's loss"
+        figure, axes = charts.panels([[time, deviation], ["loss", "loss"]], (10, 6))
+        for number, losses in enumerate(self.seed_losses):
+            label = None if number else "O0, other seeds"
+            axes["loss"].plot(losses, color="0.75", lw=3, label=label)
+        for place, row in enumerate(rows):
+            style = charts.bar_style(place, [row.objection is not None])
+            around = [[abs(row.median - quartile)] for quartile in row.quartiles]
+            axes[time].bar([place], [row.median], yerr=around, capsize=3, **style)
+            # O0's, which is 0, has no place on a logarithmic axis.
+            axes[deviation].scatter([place], [row.deviation or math.nan], color=style["color"])
+            ends, label = (place - 0.45, place + 0.45), None if place else "allowed"
+            axes[deviation].plot(ends, [row.allowed] * 2, color="black", label=label)
+            axes["loss"].plot(row.losses, label=row.level, lw=1.2, color=style["color"])
+        axes[deviation].set_yscale("log")
+        names = [row.level.replace("-", "\n") for row in rows]
+        for title in (time, deviation):
+            axes[title].set_xticks(range(len(names)), names)
+        return charts.finish(figure, f"{self.device}: train at {self.level}", path)
 
 
 # --- arguments ------------------------------------------------------------------------------------
 
 
-def check_types(model: Any, optimizer: Any) -> None:
-    """Raise TypeError unless these are a module and an optimizer."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}.")
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"optimizer must be one torch.optim.Optimizer, not {optimizer!r:.60}.")
-
-
-def _check(
-    model: nn.Module, optimizer: Any, levels: Sequence[str], seconds: float, steps: int, seeds: int
-) -> None:
+def _check(model: nn.Module, optimizer: Any, levels: Sequence[str], **positive: float) -> None:
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         raise ValueError(f"Pass the model inside {type(model).__name__}: model.module.")
     if is_installed(model) or enabled_of(optimizer) is not None:
@@ -236,16 +213,11 @@ def _check(
             "This model or optimizer went through amp.initialize already, which cannot be taken "
             "back. Ask for advice before it, with a new model and optimizer."
         )
-    known = {id(parameter) for parameter in model.parameters()}
     stepped = [weight for group in optimizer.param_groups for weight in group["params"]]
-    if strange := sum(id(weight) not in known for weight in stepped):
-        raise ValueError(
-            f"{strange} of the {len(stepped)} tensors that the optimizer steps are no parameters "
-            "of the model, so they cannot be copied with it. Put them into one module with it."
-        )
+    check_owned(model, stepped, "They cannot be copied with it: put them into one module with it.")
     if problem := unknown_level(levels):
         raise ValueError(problem)
-    for name, value in (("seconds", seconds), ("steps", steps), ("seeds", seeds)):
+    for name, value in positive.items():
         if not value > 0:
             raise ValueError(f"{name} must be positive, not {value!r}.")
 
@@ -258,44 +230,37 @@ def unknown_level(levels: Sequence[str]) -> str | None:
 
 def _batches(batch: Any) -> list[Any]:
     """One batch in a list, or the first ones of a loader, whose random numbers stay."""
-    if isinstance(batch, torch.utils.data.DataLoader):
-        generator = batch.generator
-        before = None if generator is None else generator.get_state()
-        taken = list(itertools.islice(batch, _MAX_BATCHES))
-        if generator is not None and before is not None:
-            generator.set_state(before)
-    elif isinstance(batch, Iterator):
-        taken = list(itertools.islice(batch, _MAX_BATCHES))
-    else:
+    generator = batch.generator if isinstance(batch, torch.utils.data.DataLoader) else None
+    if not isinstance(batch, (torch.utils.data.DataLoader, Iterator)):
         return [batch]
-    if not taken:
+    before = None if generator is None else generator.get_state()
+    first = list(itertools.islice(batch, _MAX_BATCHES))
+    if generator is not None and before is not None:
+        generator.set_state(before)
+    if not first:
         raise ValueError("There is no batch in what was given as batch.")
-    return taken
+    return first
 
 
 # --- conclusions ----------------------------------------------------------------------------------
 
 
-def _row(trial: Trial, reference: Trial, seeded: Sequence[Trial], batches: int) -> Row:
-    found: dict[str, Any] = {}
-    if trial.failure is None:
-        steps = len(trial.losses)
-        curves = [each.losses[:steps] for each in (reference, *seeded)]
-        pairs = itertools.combinations(curves, 2)
-        means = _means(curves[0], batches, steps)
-        found["spread"] = max(distance(a, b, batches) for a, b in pairs)
-        found["allowed"] = max(
-            found["spread"],
-            _NEGLIGIBLE * (max(means) - min(means)),
-            _ROUNDING * max(map(abs, means)),
-        )
-        found["deviation"] = distance(trial.losses, reference.losses, batches)
-        found["speedup"] = reference.median / trial.median
-        found["objection"] = _objection(trial, found["deviation"], found["allowed"])
-    else:
-        found["objection"] = trial.failure
-    fields = {field.name: getattr(trial, field.name) for field in dataclasses.fields(Trial)}
-    return Row(**fields, **found)
+def _judged(row: Row, reference: Row, seeded: Sequence[Row], batches: int) -> Row:
+    if row.failure is not None:
+        return dataclasses.replace(row, objection=row.failure)
+    steps = len(row.losses)
+    curves = [each.losses[:steps] for each in (reference, *seeded)]
+    spread = max(distance(a, b, batches) for a, b in itertools.combinations(curves, 2))
+    means = _means(curves[0], batches, steps)
+    rounding = _ROUNDING * max(map(abs, means))
+    row = dataclasses.replace(
+        row,
+        spread=spread,
+        allowed=max(spread, _NEGLIGIBLE * (max(means) - min(means)), rounding),
+        deviation=distance(row.losses, reference.losses, batches),
+        speedup=reference.median / row.median,
+    )
+    return dataclasses.replace(row, objection=_objection(row))
 
 
 def distance(a: Sequence[float], b: Sequence[float], batches: int) -> float:
@@ -318,50 +283,46 @@ def _means(losses: Sequence[float], batches: int, steps: int) -> list[float]:
     return [sum(losses[start : start + window]) / window for start in starts]
 
 
-def _not_finite(trial: Trial) -> str | None:
-    bad = next((i for i, loss in enumerate(trial.losses, 1) if not math.isfinite(loss)), None)
+def _not_finite(row: Row) -> str | None:
+    bad = next((i for i, loss in enumerate(row.losses, 1) if not math.isfinite(loss)), None)
     return None if bad is None else f"the loss is not finite from step {bad} on"
 
 
-def _objection(trial: Trial, deviation: float, allowed: float) -> str | None:
-    if problem := _not_finite(trial):
+def _objection(row: Row) -> str | None:
+    if problem := _not_finite(row):
         return problem
-    if trial.skipped > _MAX_SKIPPED * len(trial.losses):
-        return f"overflows: {trial.skipped} of {len(trial.losses)} steps skipped"
-    if trial.stale:
-        more = f" and {len(trial.stale) - 1} more" * (len(trial.stale) > 1)
-        return f"stands still, as updates round away: {trial.stale[0]}{more}"
-    if deviation > allowed:
-        return "the loss deviates from that of FP32"
-    return None
+    if row.skipped > _MAX_SKIPPED * len(row.losses):
+        return f"overflows: {row.skipped} of {len(row.losses)} steps skipped"
+    if row.stale:
+        more = f" and {len(row.stale) - 1} more" * (len(row.stale) > 1)
+        return f"stands still, as updates round away: {row.stale[0]}{more}"
+    return "the loss deviates from that of FP32" if row.deviation > row.allowed else None
 
 
 def _recommend(rows: Sequence[Row], device: torch.device) -> tuple[str, str]:
     """The level, and the reason for it."""
-    by_level: Mapping[str, Row] = {row.level: row for row in rows}
     good = [row for row in rows if row.objection is None and row.level != "O0"]
     fastest = min(good, key=lambda row: row.median, default=None)
+    worth = max(_EQUAL, fastest.speedup if fastest else 0)
     rejected = [
         f"{row.level} is {row.speedup:.2f}x as fast, but: {row.objection}."
         for row in rows
-        if row.objection and row.speedup > max(_EQUAL, fastest.speedup if fastest else 0)
+        if row.objection and row.speedup > worth
     ]
-    if fastest is None or fastest.speedup < _EQUAL:
-        if fastest is None:
-            why = (
-                "there are objections to every other level."
-                if len(rows) > 1
-                else "no other level was tried."
-            )
-        else:
-            why = (
-                f"half precision is no faster here ({fastest.level}, the best of those without an "
-                f"objection: {fastest.speedup:.2f}x)." + _lacking(device)
-            )
-            small = min(good, key=lambda row: row.memory_mib)
-            if small.memory_mib < 0.8 * by_level["O0"].memory_mib:
-                saved = 1 - small.memory_mib / by_level["O0"].memory_mib
-                why += f" If memory is short: {small.level} takes {saved:.0%} less."
+    if fastest is None:
+        tried = "there are objections to every" if len(rows) > 1 else "no"
+        other = "other level." if len(rows) > 1 else "other level was tried."
+        return "O0", " ".join([f"{tried} {other}", *rejected])
+    if fastest.speedup < _EQUAL:
+        why = (
+            f"half precision is no faster here ({fastest.level}, the best of those without an "
+            f"objection: {fastest.speedup:.2f}x)." + _lacking(device)
+        )
+        full = next(row for row in rows if row.level == "O0")
+        small = min(good, key=lambda row: row.memory_mib)
+        if small.memory_mib < 0.8 * full.memory_mib:
+            saved = 1 - small.memory_mib / full.memory_mib
+            why += f" If memory is short: {small.level} takes {saved:.0%} less."
         return "O0", " ".join([why, *rejected])
     near = [row for row in good if row.median <= fastest.median * _EQUAL]
     best = min(near, key=lambda row: _PREFERENCE.index(row.level))
@@ -377,6 +338,5 @@ def _recommend(rows: Sequence[Row], device: torch.device) -> tuple[str, str]:
 def _lacking(device: torch.device) -> str:
     """What the machine cannot do, as the end of a sentence."""
     of = machine(device)
-    kinds = (("FP16", of.has_fp16), ("BF16", of.has_bf16))
-    lacks = [kind for kind, has in kinds if not has]
+    lacks = [kind for kind, has in (("FP16", of.has_fp16), ("BF16", of.has_bf16)) if not has]
     return f" {of.name} has no {' and no '.join(lacks)} arithmetic." if lacks else ""

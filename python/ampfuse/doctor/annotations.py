@@ -22,7 +22,7 @@ STEP = "ampfuse.doctor step"
 CLOSURE = "ampfuse.doctor closure"  # the forward and backward pass that a step was given
 WAIT = "ampfuse.doctor wait "
 
-_OWN = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
+_OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
@@ -36,50 +36,57 @@ def _has_mask(self: Tensor, index: Any) -> bool:
     return any(isinstance(part, Tensor) and part.dtype == torch.bool for part in parts)
 
 
-_METHODS: dict[str, Callable[..., bool]] = {
-    **dict.fromkeys(("item", "tolist", "__bool__", "__float__", "__int__"), _reads_number),
-    **dict.fromkeys(("nonzero", "cpu", "masked_select"), _reads_number),
-    "__getitem__": _has_mask,
-}
+# What may wait, how it is shown, and whether a call with these arguments does.
+_WAITS: list[tuple[Any, str, str, Callable[..., bool]]] = [
+    *(
+        (Tensor, name, f".{name}()", _reads_number)
+        for name in ("item", "tolist", "nonzero", "cpu", "masked_select")
+    ),
+    *((Tensor, f"__{name}__", f"{name}()", _reads_number) for name in ("bool", "float", "int")),
+    (Tensor, "__getitem__", "[mask]", _has_mask),
+    (torch, "nonzero", ".nonzero()", _reads_number),
+    (torch.cuda, "synchronize", ".synchronize()", lambda *_: True),
+]
 
 
 @contextlib.contextmanager
-def waits_marked() -> Iterator[None]:
+def waits_annotated() -> Iterator[None]:
     """Within it, each call that waits for a GPU (or would, on the CPU) is an annotation.
 
     Its name is WAIT, the call, and the line of the script: ``"... wait .item() train.py:12"``.
     """
-    places: list[tuple[Any, str, Callable[..., bool]]] = [
-        *((Tensor, name, waits) for name, waits in _METHODS.items()),
-        (torch, "nonzero", _reads_number),
-        (torch.cuda, "synchronize", lambda *_: True),
-    ]
-    missing = object()
-    before = [vars(owner).get(name, missing) for owner, name, _ in places]
+    with contextlib.ExitStack() as stack:
+        for owner, name, shown, waits in _WAITS:
+            annotated = _annotated(getattr(owner, name), shown, waits)
+            stack.enter_context(replaced(owner, name, annotated))
+        yield
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """``owner.name`` is `value` in the block."""
+    is_own, before = name in vars(owner), getattr(owner, name)
+    setattr(owner, name, value)
     try:
-        for owner, name, waits in places:
-            setattr(owner, name, _marked(getattr(owner, name), name, waits))
         yield
     finally:
-        for (owner, name, _), value in zip(places, before, strict=True):
-            if value is missing:
-                delattr(owner, name)  # was inherited
-            else:
-                setattr(owner, name, value)
+        if is_own:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)  # was inherited
 
 
-def _marked(call: Callable[..., Any], name: str, waits: Callable[..., bool]) -> Callable[..., Any]:
-    shown = {"__bool__": "bool()", "__float__": "float()", "__int__": "int()"}.get(name)
-    shown = shown or ("[mask]" if name == "__getitem__" else f".{name}()")
-
+def _annotated(
+    call: Callable[..., Any], shown: str, waits: Callable[..., bool]
+) -> Callable[..., Any]:
     @functools.wraps(call)
-    def marked(*args: Any, **kwargs: Any) -> Any:
+    def annotated(*args: Any, **kwargs: Any) -> Any:
         if not waits(*args):
             return call(*args, **kwargs)
         with record_function(f"{WAIT}{shown} {_line()}"):
             return call(*args, **kwargs)
 
-    return marked
+    return annotated
 
 
 def _line() -> str:

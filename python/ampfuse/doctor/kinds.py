@@ -4,26 +4,36 @@ from __future__ import annotations
 
 import re
 
-from ampfuse import env
-from ampfuse.insight.diagnosis.marks import CLOSURE, STEP, WAIT
-from ampfuse.insight.diagnosis.trace import Event
+import torch
 
-# kind -> what it is called. The order is that of tables and colours.
-LABELS = {
-    "data": "waiting for data",
-    "python": "Python without torch",
-    "host": "launching operations",
-    "sync": "waiting for the device",
-    "matrix": "matrix work",
-    "norm": "normalisation",
-    "reduction": "softmax, losses, sums",
-    "memory": "element-wise work and copies",
-    "cast": "casts between types",
-    "layout": "changes of layout",
-    "optimizer": "optimizer",
-    "scaling": "loss scaling",
-    "communication": "communication",
-}
+from ampfuse import env
+from ampfuse.doctor.annotations import CLOSURE, STEP, WAIT
+from ampfuse.doctor.trace import DTYPES, Event
+
+# Kinds, what they are called, and what it means if one takes most. The order is that of tables and
+# colours.
+# fmt: off
+_KINDS = (
+    ("data", "waiting for data", "data-bound: the step waits for its batch"),
+    ("python", "Python without torch", "held up by the script's own Python between operations"),
+    ("host", "launching operations",
+     "launch-bound: many small operations, each cheaper than its launch"),
+    ("sync", "waiting for the device", "held up by waiting for the device"),
+    ("matrix", "matrix work", "bound by matrix work"),
+    ("norm", "normalisation", "bound by normalisation, which is memory traffic"),
+    ("reduction", "softmax, losses, sums",
+     "bound by reductions (softmax, losses), which are memory traffic"),
+    ("memory", "element-wise work and copies",
+     "bound by element-wise work and copies, which are memory traffic"),
+    ("cast", "casts between types", "cast-bound: tensors go from one type to another"),
+    ("layout", "changes of layout", "bound by changes of layout (transpositions)"),
+    ("optimizer", "optimizer", "optimizer-bound"),
+    ("scaling", "loss scaling", "bound by loss scaling"),
+    ("communication", "communication", "bound by communication"),
+)
+# fmt: on
+LABELS = {kind: label for kind, label, _ in _KINDS}
+VERDICTS = {kind: verdict for kind, _, verdict in _KINDS}
 # What is inside these belongs to them, whatever it is; but for the closure of an optimizer's step.
 ENCLOSING = frozenset({"data", "optimizer", "communication"})
 
@@ -63,12 +73,8 @@ _MATRIX_KERNEL = re.compile(r"gemm|cutlass|conv|wgrad|dgrad|fprop|xmma|attention
 _TENSOR_CORES = re.compile(r"tf32|1688|16816|884|hmma|wgmma|tensorop|xmma|flash|nvjet|sm90", re.I)
 
 _PRECISIONS = {
-    "float": "FP32",
-    "double": "FP64",
-    "c10::Half": "FP16",
-    "c10::BFloat16": "BF16",
-    "c10::Float8_e4m3fn": "FP8",
-    "c10::Float8_e5m2": "FP8",
+    **{torch.float64: "FP64", torch.float32: "FP32", torch.float16: "FP16", torch.bfloat16: "BF16"},
+    **{torch.float8_e4m3fn: "FP8", torch.float8_e5m2: "FP8"},
 }
 HALVES = frozenset({"FP16", "BF16"})
 
@@ -114,7 +120,8 @@ def precision(event: Event) -> str:
     Of a kernel: that of its operation, and "TF32" where the kernel's name says so.
     """
     operation = event if event.types or event.parent is None else event.parent
-    found = next((_PRECISIONS[kind] for kind in operation.types if kind in _PRECISIONS), "")
+    dtypes = (DTYPES.get(name) for name in operation.types)
+    found = next((_PRECISIONS[dtype] for dtype in dtypes if dtype in _PRECISIONS), "")
     return "TF32" if found == "FP32" and "tf32" in event.name.lower() else found
 
 

@@ -16,13 +16,14 @@ from typing import Any
 
 import torch
 from torch.optim.optimizer import (
+    Optimizer,
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.data import dataloader
 
-from ampfuse.insight.diagnosis import marks
+from ampfuse.doctor.annotations import BEGIN, CLOSURE, STEP, replaced, waits_annotated
 from ampfuse.measuring import silent_stderr
 
 
@@ -34,7 +35,7 @@ class Finished(BaseException):
 class Stepper:
     """An optimizer of the script: what it steps, and how long its timed steps took."""
 
-    cls: type[torch.optim.Optimizer]
+    cls: type[Optimizer]
     defaults: dict[str, Any]
     tensors: list[tuple[torch.Size, torch.dtype, torch.device]]
     seconds: list[float] = field(default_factory=list)
@@ -84,17 +85,16 @@ class Watch:
         self._counts: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
         self._chosen: object = None
         self._others: deque[object] = deque(maxlen=self.warmup)  # that stepped since it did
-        self._started = self._last = 0.0
-        self._mark: record_function | None = None
+        self._started = 0.0
+        self._timing = False
+        self._phases: Iterator[None] = iter(())
+        self._annotation: record_function | None = None
         self._profiling = contextlib.ExitStack()
         self._hooks = contextlib.ExitStack()
-        for register, hook in (
-            (register_optimizer_step_pre_hook, self._before),
-            (register_optimizer_step_post_hook, self._after),
-        ):
-            self._hooks.callback(register(hook).remove)
-        self._hooks.enter_context(self._loaders_timed())
-        self._hooks.enter_context(self._alone())
+        self._hooks.callback(register_optimizer_step_pre_hook(self._before).remove)
+        self._hooks.callback(register_optimizer_step_post_hook(self._after).remove)
+        self._time(dataloader._BaseDataLoaderIter)
+        self._guard(torch.autograd.profiler.profile)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -108,16 +108,19 @@ class Watch:
         return self.warmup + 2 * self.steps + 1
 
     @property
-    def _timing(self) -> bool:
-        return self.warmup <= self.seen < self.warmup + self.steps
+    def step_ms(self) -> float:
+        """The mean of the timed steps."""
+        return statistics.fmean(self.seconds) * 1e3
 
-    def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+    # --- around a step --------------------------------------------------------------------------
+
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if os.getpid() != self._process or self.done:
             return None
         self._started = time.perf_counter()
         if self.profiler and optimizer is self._chosen:
-            self._mark = record_function(marks.STEP)
-            self._mark.__enter__()
+            self._annotation = record_function(STEP)
+            self._annotation.__enter__()
         if not callable(closure := kwargs.get("closure", *args[1:2])):
             return None
         timed = self._not_counted()(closure)
@@ -129,77 +132,85 @@ class Watch:
     def _not_counted(self) -> Iterator[None]:
         """A closure's time is not that of the optimizer's step around it."""
         begin = time.perf_counter()
-        with record_function(marks.CLOSURE):
+        with record_function(CLOSURE):
             yield
         self._started += time.perf_counter() - begin
 
-    def _after(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+    def _after(self, optimizer: Optimizer, *_: object) -> None:
         if os.getpid() != self._process:
             return
-        if self.done:
-            if self.stop:
-                raise Finished  # the script caught the first one
-            return
-        timing = self._timing
-        if timing:
+        if not self.done:
+            self._count(optimizer)
+        if self.done and self.stop:  # again, if the script caught the first one
+            raise Finished
+
+    def _count(self, optimizer: Optimizer) -> None:
+        if self._timing:
             now = time.perf_counter()
             self._stepper(optimizer).seconds.append(now - self._started)
             self._started = now  # of a step around this one the rest counts
         count = self._counts[optimizer] = self._counts.get(optimizer, 0) + 1
         if self._chosen is None and count == self.warmup:
-            self._chosen = optimizer
+            self._chosen, self._phases = optimizer, self._after_warmup()
         self.seen = max(self.seen, count) if self._chosen is None else self._counts[self._chosen]
         if optimizer is not self._chosen:
-            self._follow(optimizer)
-            return
+            return self._follow(optimizer)
         self._others.clear()
-        if self._mark:
-            self._mark.__exit__(None, None, None)
-            self._mark = None
-        if timing:
-            self.seconds.append(time.perf_counter() - self._last)
-        if self.seen in (self.warmup, self.warmup + self.steps):
-            self._wait()
-        if self.seen == self.warmup:
-            self._threads = _threads()
-        elif self.seen == self.warmup + self.steps:
-            self._count_threads()
-            self._begin_profile()
-        elif self.seen == self.needed:
-            self.done = True
-            self._profiling.close()
-        self._last = time.perf_counter()
-        if self.done and self.stop:
-            raise Finished
+        if self._annotation:
+            self._annotation.__exit__(None, None, None)
+            self._annotation = None
+        next(self._phases, None)
 
-    def _follow(self, optimizer: torch.optim.Optimizer) -> None:
+    def _after_warmup(self) -> Iterator[None]:
+        """What is done between steps from then on; goes on after each."""
+        _synchronize()
+        before, self._timing = _threads(), True
+        for _ in range(self.steps):
+            begin = time.perf_counter()
+            yield
+            self.seconds.append(time.perf_counter() - begin)
+        _synchronize()  # a GPU's backlog belongs to the last step
+        self.seconds[-1] = time.perf_counter() - begin
+        self._timing = False
+        self._count_threads(before)
+        self._begin_profile()
+        for _ in range(self.steps + 1):
+            yield
+        self.done = True
+        self._profiling.close()
+
+    def _follow(self, optimizer: Optimizer) -> None:
         """Watch `optimizer`, if the one so far has given way to it."""
         self._others.append(optimizer)
         alone = len(self._others) == self.warmup == self._others.count(optimizer)
         if self._chosen is not None and self.profiler is None and alone:
             self._chosen, self._counts[optimizer] = optimizer, self.warmup
             self.seen, self.loading = self.warmup, None
-            self.seconds.clear()
-            self.steppers.clear()
-            self._others.clear()
-            self._threads = _threads()
-            self._last = time.perf_counter()
+            for of_the_other in (self.seconds, self.steppers, self._others):
+                of_the_other.clear()
+            self._phases = self._after_warmup()
+            next(self._phases)
 
-    def _count_threads(self) -> None:
+    def _stepper(self, optimizer: Optimizer) -> Stepper:
+        if id(optimizer) not in self.steppers:
+            params = [p for group in optimizer.param_groups for p in group["params"]]
+            self.steppers[id(optimizer)] = Stepper(
+                type(optimizer),
+                dict(optimizer.defaults),
+                [(p.shape, p.dtype, p.device) for p in params if p.requires_grad],
+            )
+        return self.steppers[id(optimizer)]
+
+    def _count_threads(self, before: tuple[Counter[str], Counter[str]]) -> None:
         """What the threads did in the timed steps."""
-        ran, queued = (now - then for now, then in zip(_threads(), self._threads, strict=True))
+        ran, queued = (now - then for now, then in zip(_threads(), before, strict=True))
         self.queued = max(queued.values(), default=0) / 1e9 / sum(self.seconds)
         if self.loading and self.loading.workers:
             own = f"/proc/{self._process}/"
             in_workers = (ns for path, ns in ran.items() if not path.startswith(own))
             self.loading.busy_s = sum(in_workers) / 1e9
 
-    def _wait(self) -> None:
-        """A GPU has to have done what was timed. Its backlog belongs to the last timed step."""
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
-        if self.seconds:
-            self.seconds[-1] = time.perf_counter() - self._last
+    # --- what is replaced meanwhile -------------------------------------------------------------
 
     def _begin_profile(self) -> None:
         activities = [ProfilerActivity.CPU]
@@ -211,33 +222,24 @@ class Watch:
         with silent_stderr():
             profiler.start()
         self._profiling.callback(self._end_profile)
-        self._profiling.enter_context(marks.waits_marked())
+        self._profiling.enter_context(waits_annotated())
         self.profiler = profiler
-        with record_function(marks.BEGIN):
+        with record_function(BEGIN):
             pass
 
     def _end_profile(self) -> None:
         assert self.profiler is not None
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
+        _synchronize()
         with silent_stderr():
             self.profiler.stop()
 
-    def _stepper(self, optimizer: torch.optim.Optimizer) -> Stepper:
-        if id(optimizer) not in self.steppers:
-            params = [p for group in optimizer.param_groups for p in group["params"]]
-            self.steppers[id(optimizer)] = Stepper(
-                type(optimizer),
-                dict(optimizer.defaults),
-                [(p.shape, p.dtype, p.device) for p in params if p.requires_grad],
-            )
-        return self.steppers[id(optimizer)]
+    def _give_up(self) -> None:
+        """The next step ends the script, if it is to be ended."""
+        self.problem = "the script runs torch's profiler itself: switch that off"
+        self.done = True
 
-    @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _guard(self, profiles: Any) -> None:
         """A second profile would end the process: where the script begins one, the watch ends."""
-        kind: Any = torch.autograd.profiler.profile
-        originals = {name: getattr(kind, name) for name in ("_prepare_trace", "_start_trace")}
 
         def guarded(original: Callable[..., Any]) -> Callable[..., Any]:
             def begin(*args: Any) -> Any:
@@ -248,24 +250,13 @@ class Watch:
 
             return begin
 
-        for name, original in originals.items():
-            setattr(kind, name, guarded(original))
-        try:
-            yield
-        finally:
-            for name, original in originals.items():
-                setattr(kind, name, original)
+        for name in ("_prepare_trace", "_start_trace"):
+            guard = guarded(getattr(profiles, name))
+            self._hooks.enter_context(replaced(profiles, name, guard))
 
-    def _give_up(self) -> None:
-        """The next step ends the script, if it is to be ended."""
-        self.problem = "the script runs torch's profiler itself: switch that off"
-        self.done = True
-
-    @contextlib.contextmanager
-    def _loaders_timed(self) -> Iterator[None]:
+    def _time(self, iterators: Any) -> None:
         """Time ``__next__`` of DataLoaders: whether a wait is work of this thread or of others."""
-        iterator: Any = dataloader._BaseDataLoaderIter
-        original: Callable[[Any], Any] = iterator.__next__
+        original: Callable[[Any], Any] = iterators.__next__
 
         def timed_next(this: Any) -> Any:
             if not self._timing:
@@ -279,16 +270,12 @@ class Watch:
                 self.loading.wait_s += time.perf_counter() - begin
                 self.loading.busy_s += time.thread_time() - busy
 
-        iterator.__next__ = timed_next
-        try:
-            yield
-        finally:
-            iterator.__next__ = original
+        self._hooks.enter_context(replaced(iterators, "__next__", timed_next))
 
-    @property
-    def step_ms(self) -> float:
-        """The mean of the timed steps."""
-        return statistics.fmean(self.seconds) * 1e3
+
+def _synchronize() -> None:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
 
 
 def _threads() -> tuple[Counter[str], Counter[str]]:

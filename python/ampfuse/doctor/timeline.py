@@ -7,12 +7,13 @@ the thread of the training does: the innermost operation, or Python between oper
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from ampfuse.insight.diagnosis.kinds import (
+from ampfuse.doctor.annotations import BEGIN, STEP
+from ampfuse.doctor.kinds import (
     ENCLOSING,
     kind_by_name,
     kind_on_device,
@@ -20,8 +21,7 @@ from ampfuse.insight.diagnosis.kinds import (
     precision,
     units,
 )
-from ampfuse.insight.diagnosis.marks import BEGIN, STEP
-from ampfuse.insight.diagnosis.trace import Event, Trace
+from ampfuse.doctor.trace import Event, Trace
 
 # Python between two operations takes tens of microseconds per call of a module. A longer pause is
 # the script's own work: numpy, files, a generator that makes the next batch.
@@ -29,6 +29,8 @@ _PAUSE_US = 200.0
 # The profiler needs 1 to 5 us for each operation that it writes down; a larger difference to the
 # time without it has other causes, and is spread over all.
 _MOST_PER_EVENT_US = 6.0
+# Of a GPU's work what moves data shows where nothing else runs.
+_TRANSFERS = frozenset({"communication", "data", "sync"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +39,18 @@ class Piece:
 
     start: float
     end: float
-    kind: str
-    event: Event | None
+    kind: str = "host"
+    event: Event | None = None
 
     @property
     def duration(self) -> float:
         return self.end - self.start
+
+    @property
+    def is_free(self) -> bool:
+        """Nothing of torch's runs; in an annotation of the script, time is that of its Python."""
+        event = self.event
+        return event is None or (event.category == "user_annotation" and self.kind == "host")
 
 
 @dataclass
@@ -79,34 +87,35 @@ def lay_out(trace: Trace, step_ms: float, measured: Mapping[str, float] = {}) ->
     if len(marks) < 2:
         return None
     thread = marks[0].thread
-    marks = [mark for mark in marks if mark.thread == thread]
-    steps = [(a.end, b.end) for a, b in pairwise(marks)]
+    steps = [(a.end, b.end) for a, b in pairwise(mark for mark in marks if mark.thread == thread)]
     steps = steps[1:] or steps  # the first one pays for the profiler's start
-    begin, end = _span(steps)
+    begin, end = steps[0][0], steps[-1][1]
+    threads: dict[object, list[Event]] = defaultdict(list)
     for event in trace.host:
         event.kind = kind_on_host(event)
+        threads[event.thread].append(event)
     for event in trace.device:
         event.kind = kind_on_device(event)
-    own = [event for event in trace.host if event.thread == thread]
-    others = [event for event in trace.host if event.thread != thread]
-    work = sorted([*trace.forward, *(event.start for event in own if _is_work(event))])
-    pieces = list(_fill(_innermost(own, begin, end), others, steps, work))
+    own = threads.pop(thread)
+    # Autograd runs the backward pass of a GPU on a thread of its own, gloo communicates on another.
+    pieces = _innermost(own, begin, end)
+    for events in threads.values():
+        pieces = _over(pieces, _innermost(events, begin, end))
+    starts = (event.start for event in own if _is_work(event))
+    pieces = list(_with_pauses(pieces, steps, sorted([*trace.forward, *starts])))
     host_us = sum(piece.duration for piece in pieces if piece.kind != "sync")
-    if trace.device:
-        # Communication shows where nothing else runs.
-        talks = [event.kind == "communication" for event in trace.device]
-        for layer in (True, False):
-            events = [e for e, talk in zip(trace.device, talks, strict=True) if talk is layer]
-            pieces = list(_overlay(events, pieces, begin, end))
     us = {kind: ms * 1e3 * len(steps) for kind, ms in measured.items()}
     if trace.device:
+        transfers = [event for event in trace.device if event.kind in _TRANSFERS]
+        others = [event for event in trace.device if event.kind not in _TRANSFERS]
+        device = _over(_innermost(others, begin, end), _innermost(transfers, begin, end))
+        pieces = list(_with_idle_device(device, pieces))
         us.pop("optimizer", None)  # a GPU works on when the clock has stopped
     if us.get("data") and not any(piece.kind == "data" for piece in pieces):
-        pieces.append(Piece(end, end + 1.0, "data", None))  # to be scaled
+        pieces.append(Piece(end, end + 1.0, "data"))  # to be scaled
     recorded = [event for event in trace.host if begin <= event.start < end]
     scale = _without_profiler(pieces, recorded, step_ms * 1e3 * len(steps), us)
-    host_us *= step_ms * 1e3 / (end - begin)
-    return Timeline(steps, pieces, scale, host_us)
+    return Timeline(steps, pieces, scale, host_us * step_ms * 1e3 / (end - begin))
 
 
 def detail(piece: Piece) -> str:
@@ -117,7 +126,10 @@ def detail(piece: Piece) -> str:
 
 
 def _innermost(events: list[Event], begin: float, end: float) -> list[Piece]:
-    """The time between `begin` and `end`, each part with the innermost of `events` (one thread)."""
+    """The time between `begin` and `end`, each part with the innermost of `events`.
+
+    They are sorted by start. Of two that overlap, as on a GPU, the later one counts.
+    """
     pieces: list[Piece] = []
     stack: list[Event] = []
     at = begin
@@ -143,51 +155,43 @@ def _innermost(events: list[Event], begin: float, end: float) -> list[Piece]:
     return pieces
 
 
-def _fill(
-    pieces: list[Piece], others: list[Event], steps: list[tuple[float, float]], work: list[float]
-) -> Iterator[Piece]:
-    """`pieces`, where this thread does nothing in torch: what `others` do, or Python.
+def _over(above: list[Piece], below: list[Piece]) -> list[Piece]:
+    """`above`, and where nothing runs there, `below`; both without gaps."""
+    ends = [piece.end for piece in below]
+    merged = []
+    for piece in above:
+        merged += list(_between(below, ends, piece)) if piece.is_free else [piece]
+    return merged
 
-    Autograd runs the backward pass of a GPU on a thread of its own, gloo communicates on another. A
-    pause between a step and the next begin of `work` is the script's own loading; if it has a
-    DataLoader, a pause after that.
+
+def _between(pieces: list[Piece], ends: list[float], span: Piece) -> Iterator[Piece]:
+    """What there is of `pieces`, which end at `ends`, in the time of `span`."""
+    for place in range(bisect_right(ends, span.start), len(pieces)):
+        piece = pieces[place]
+        if piece.start >= span.end:
+            return
+        start, end = max(piece.start, span.start), min(piece.end, span.end)
+        yield replace(piece, start=start, end=end)
+
+
+def _with_pauses(
+    pieces: list[Piece], steps: list[tuple[float, float]], work: list[float]
+) -> Iterator[Piece]:
+    """`pieces` with the script's own long pauses: its loading, or other Python.
+
+    A pause between a step and the next begin of `work` is loading; if the script has a DataLoader,
+    only a pause after that.
     """
-    threads: dict[object, list[Event]] = defaultdict(list)
-    for event in others:
-        threads[event.thread].append(event)
-    tracks = [_Track(_innermost(events, *_span(steps))) for events in threads.values()]
     loads = [piece.start for piece in pieces if piece.kind == "data"]
     for piece in pieces:
-        transparent = piece.event is None or (
-            # An annotation of the script: its time is that of the Python in it.
-            piece.event.category == "user_annotation" and piece.kind == "host"
-        )
-        if not transparent:
+        if not piece.is_free or piece.duration <= _PAUSE_US:
             yield piece
             continue
-        covering = (
-            part
-            for track in tracks
-            for part in track.between(piece.start, piece.end)
-            if part.event is not None
-        )
         at = piece.start
-        for part in sorted(covering, key=lambda part: part.start):
-            if part.end <= at:
-                continue
-            if part.start > at:
-                yield Piece(at, part.start, "host", None)
-            yield Piece(max(at, part.start), part.end, part.kind, part.event)
-            at = part.end
-        if at >= piece.end:
-            continue
-        kind = piece.kind
-        if kind == "host" and piece.end - at > _PAUSE_US:
-            step = next((step for step in steps if step[0] <= at < step[1]), steps[-1])
-            load = next((start for start in loads if step[0] <= start < step[1]), at)
-            first = next((start for start in work if step[0] <= start < step[1]), step[1])
-            kind = "data" if load <= at < first else "python"
-        yield Piece(at, piece.end, kind, piece.event)
+        step = next((step for step in steps if step[0] <= at < step[1]), steps[-1])
+        load = next((start for start in loads if step[0] <= start < step[1]), at)
+        first = next((start for start in work if step[0] <= start < step[1]), step[1])
+        yield replace(piece, kind="data" if load <= at < first else "python")
 
 
 def _is_work(event: Event) -> bool:
@@ -195,44 +199,19 @@ def _is_work(event: Event) -> bool:
     return event.name.startswith("autograd::engine") or kind_by_name(event) in ("matrix", "norm")
 
 
-def _overlay(device: list[Event], host: list[Piece], begin: float, end: float) -> Iterator[Piece]:
-    """The kernels of `device` (when several run, the first); where none runs, those of `host`."""
-    track, at = _Track(host), begin
-    for event in [*device, Event("end", "kernel", end, end)]:
-        start = min(event.start, end)
-        if start > at:
-            idle = list(track.between(at, start))
-            # Idle because the host had waited for the device and now begins anew.
-            after_wait = idle[0].kind == "sync"
-            for piece in idle:
-                kind = "sync" if after_wait else piece.kind
-                kind = kind if kind in ("data", "python", "sync", "communication") else "host"
-                yield Piece(piece.start, piece.end, kind, piece.event)
-            at = start
-        stop = min(event.end, end)
-        if stop > at:
-            yield Piece(at, stop, event.kind, event)
-            at = stop
-
-
-class _Track:
-    """Pieces one after the other, to be looked up by time."""
-
-    def __init__(self, pieces: list[Piece]) -> None:
-        self.pieces = pieces
-        self._ends = [piece.end for piece in pieces]
-
-    def between(self, begin: float, end: float) -> Iterator[Piece]:
-        """The pieces from `begin` to `end`, cut there."""
-        for place in range(bisect_right(self._ends, begin), len(self.pieces)):
-            piece = self.pieces[place]
-            if piece.start >= end:
-                return
-            yield Piece(max(piece.start, begin), min(piece.end, end), piece.kind, piece.event)
-
-
-def _span(steps: list[tuple[float, float]]) -> tuple[float, float]:
-    return steps[0][0], steps[-1][1]
+def _with_idle_device(device: list[Piece], host: list[Piece]) -> Iterator[Piece]:
+    """`device`, and where it idles, what it waits for on the `host`."""
+    ends = [piece.end for piece in host]
+    for piece in device:
+        if piece.event is not None:
+            yield piece
+            continue
+        idle = list(_between(host, ends, piece))
+        # Idle because the host had waited for the device and now begins anew.
+        after_wait = idle[0].kind == "sync"
+        for part in idle:
+            kind = part.kind if part.kind in _TRANSFERS | {"python"} else "host"
+            yield replace(part, kind="sync" if after_wait else kind)
 
 
 def _without_profiler(
@@ -247,12 +226,10 @@ def _without_profiler(
     total: dict[str, float] = defaultdict(float)
     for piece in pieces:
         total[piece.kind] += piece.duration
-    known = {kind: measured[kind] for kind in measured.keys() & total.keys() & {"optimizer"}}
+    known = {kind: us for kind, us in measured.items() if kind == "optimizer" and kind in total}
     wanted_us -= sum(known.values())
-    counts: dict[str, int] = defaultdict(int)
-    for event in recorded:
-        outer = event.parent.kind if event.parent else "host"
-        counts[outer if outer in ENCLOSING else "host"] += 1
+    outer = (event.parent.kind if event.parent else "host" for event in recorded)
+    counts = Counter(kind if kind in ENCLOSING else "host" for kind in outer)
     left = {kind: us for kind, us in total.items() if kind not in known}
     excess = max(0.0, sum(left.values()) - wanted_us)
     each = min(_MOST_PER_EVENT_US, excess / max(1, sum(counts[kind] for kind in left)))

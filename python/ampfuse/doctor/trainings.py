@@ -15,7 +15,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,12 +28,10 @@ from ampfuse.amp import session as sessions
 from ampfuse.amp.initialize import initialize
 from ampfuse.amp.policy import LEVELS
 from ampfuse.amp.scale_loss import scale_loss
-from ampfuse.insight import meter_advice
+from ampfuse.insight.inputs import LossFunction, same_random_numbers
 from ampfuse.measuring import ProcessMemory, StepClock, TensorMemory
 
 TORCH_AMP = {"amp-fp16": torch.float16, "amp-bf16": torch.bfloat16}
-
-LossFunction = Callable[[nn.Module, Any], Tensor]
 
 _LEAST_STEPS = 5  # however slow a level is
 _REHEARSED_STEPS = 3  # clean ones, before anything is timed
@@ -53,8 +51,8 @@ class Task:
 
 
 @dataclasses.dataclass(frozen=True)
-class Trial:
-    """What one level did.
+class Row:
+    """What one level did, and from `speedup` on what is said of it.
 
     Attributes:
         level: "O0" to "O5", "amp-fp16" or "amp-bf16".
@@ -66,6 +64,12 @@ class Trial:
             rounding kept; None where every weight has digits enough, or it cannot be told.
         stale: the parameters of which nearly all weights stayed.
         failure: why there is nothing of all this.
+        speedup: time of O0 over this one's.
+        deviation: from the loss of O0.
+        spread: between seeds of O0, over as many steps as this level has.
+        allowed: the deviation that counts as none: the largest of the spread, 1 % of the way that
+            O0's loss went, and 0.4 % of the loss.
+        objection: why this level is not to be used, or None.
     """
 
     level: str
@@ -76,6 +80,11 @@ class Trial:
     stale_share: float | None = None
     stale: tuple[str, ...] = ()
     failure: str | None = None
+    speedup: float = math.nan
+    deviation: float = math.nan
+    spread: float = math.nan
+    allowed: float = math.nan
+    objection: str | None = None
 
     @property
     def median(self) -> float:
@@ -91,7 +100,7 @@ class Trial:
         return low, high
 
 
-def run(level: str, task: Task, *, steps: int, seconds: float, seed: int = 0) -> Trial:
+def run(level: str, task: Task, *, steps: int, seconds: float, seed: int = 0) -> Row:
     """Train a copy for `steps`, or as many as `seconds` allow, at least 5. Raises nothing.
 
     With another `seed` than 0 the batches come in another order, and the weights start next to the
@@ -103,13 +112,13 @@ def run(level: str, task: Task, *, steps: int, seconds: float, seed: int = 0) ->
     except Exception as error:
         # Its first line alone: the error itself would keep the copies in memory.
         first_line = (str(error).splitlines() or [""])[0]
-        return Trial(level, failure=f"{type(error).__name__}: {first_line}".rstrip(": "))
+        return Row(level, failure=f"{type(error).__name__}: {first_line}".rstrip(": "))
 
 
-def _run(level: str, task: Task, steps: int, end: float, seed: int) -> Trial:
+def _run(level: str, task: Task, steps: int, end: float, seed: int) -> Row:
     memory, scale = (math.nan, 1.0) if seed else _rehearse(level, task)
     if scale is None:
-        return Trial(level, failure=f"gradients overflow at every loss scale ({_TRIES} steps)")
+        return Row(level, failure=f"gradients overflow at every loss scale ({_TRIES} steps)")
     ProcessMemory(task.device).release()  # the copy of the rehearsal
     _seed(seed)
     training = Training(level, task, scale)
@@ -125,11 +134,10 @@ def _run(level: str, task: Task, steps: int, end: float, seed: int) -> Trial:
         clock.mark()
         if len(losses) >= _LEAST_STEPS and time.perf_counter() > end:
             break
-    times = clock.flush()
-    skipped = training.skipped
+    times, skipped = clock.flush(), training.skipped
     stale_share, stale = training.stale(batches[len(losses) % len(batches)])
     values = torch.stack(losses).tolist()
-    return Trial(level, tuple(values), tuple(times), memory, skipped, stale_share, stale)
+    return Row(level, tuple(values), tuple(times), memory, skipped, stale_share, stale)
 
 
 def _rehearse(level: str, task: Task) -> tuple[float, float | None]:
@@ -146,14 +154,15 @@ def _rehearse(level: str, task: Task) -> tuple[float, float | None]:
         training = Training(level, task)
         for batch in itertools.islice(batches, 2):  # the second finds the optimizer's state there
             training.step(batch)
-    clean = 0
+    clean, scale = 0, None
     for batch in itertools.islice(batches, _TRIES):
         skipped = training.skipped
         training.step(batch)
         clean = clean + 1 if training.skipped == skipped else 0
         if clean == _REHEARSED_STEPS:
-            return memory.mib - before, training.scale
-    return memory.mib - before, None
+            scale = training.scale
+            break
+    return memory.mib - before, scale
 
 
 class Training:
@@ -164,35 +173,34 @@ class Training:
 
     def __init__(self, level: str, task: Task, scale: float = 2.0**16) -> None:
         self._level, self._task = level, task
-        model, optimizer = copy.deepcopy((task.model, task.optimizer))
-        if level in TORCH_AMP:
-            enabled = level == "amp-fp16"
-            self._scaler = torch.amp.GradScaler(task.device.type, init_scale=scale, enabled=enabled)
-            self._skipped = torch.zeros((), device=task.device)
-            _complete_momentum(optimizer)
-        else:
-            model, optimizer = initialize(
-                model, optimizer, opt_level=level, verbosity=0, init_scale=scale
+        self.model, self.optimizer = copy.deepcopy((task.model, task.optimizer))
+        self._torch_type = TORCH_AMP.get(level)
+        if self._torch_type is None:
+            self.model, self.optimizer = initialize(
+                self.model, self.optimizer, opt_level=level, verbosity=0, init_scale=scale
             )
-        self.model, self.optimizer = model, optimizer
+            return
+        self._scaler = torch.amp.GradScaler(
+            task.device.type, init_scale=scale, enabled=self._torch_type is torch.float16
+        )
+        self._skipped = torch.zeros((), device=task.device)
 
     def step(self, batch: Any) -> Tensor:
         """Forward, backward and update. Returns the loss: float32, 0-dim, on the device."""
-        optimizer, task = self.optimizer, self._task
-        optimizer.zero_grad()
-        if self._level not in TORCH_AMP:
-            loss = task.loss_function(self.model, batch)
-            _check_loss(loss)
-            with scale_loss(loss, optimizer) as scaled:
+        self.optimizer.zero_grad()
+        dtype = self._torch_type
+        with torch.autocast(self._task.device.type, dtype=dtype, enabled=dtype is not None):
+            loss = self._task.loss_function(self.model, batch)
+        _check_loss(loss)
+        if dtype is None:
+            with scale_loss(loss, self.optimizer) as scaled:
                 scaled.backward()
-            optimizer.step()
+            self.optimizer.step()
             return loss.detach().float()
-        with torch.autocast(task.device.type, dtype=TORCH_AMP[self._level]):
-            loss = task.loss_function(self.model, batch)
         torch.clear_autocast_cache()  # of weights: inside `untouched` this region is not the outer
         scaler = self._scaler
         scaler.scale(loss).backward()
-        scaler.step(optimizer)
+        scaler.step(self.optimizer)
         if scaler.is_enabled():
             # Public alternatives (get_scale, a look at the overflow flags) make the host wait.
             scale = scaler._get_scale_async()
@@ -205,17 +213,16 @@ class Training:
     @property
     def skipped(self) -> int:
         """Steps that were left out so far; waits for the device."""
-        if self._level in TORCH_AMP:
+        if self._torch_type is not None:
             return int(self._skipped)
-        if not LEVELS[self._level].is_dynamic:
-            return 0
         optimizer: Any = self.optimizer
-        return int(optimizer.param_table().state_field("skipped_steps"))
+        overflow = optimizer.last_step.overflow()
+        return 0 if overflow is None else overflow["skipped_steps"]
 
     @property
     def scale(self) -> float:
         """The present loss scale; waits for the device."""
-        if self._level in TORCH_AMP:
+        if self._torch_type is not None:
             return self._scaler.get_scale()
         return sessions.of_optimizers([self.optimizer]).loss_scalers[0].loss_scale()
 
@@ -227,7 +234,7 @@ class Training:
                 weight.mul_(1 + _NUDGE * (2 * torch.rand_like(weight) - 1))
 
     def stale(self, batch: Any) -> tuple[float | None, tuple[str, ...]]:
-        """`stale_share` and `stale` of :class:`Trial`, by one more step, which is metered."""
+        """`stale_share` and `stale` of :class:`Row`, by one more step, which is metered."""
         policy = LEVELS.get(self._level)
         if policy is None or not policy.model_is_low_precision or policy.master_weights:
             return None, ()
@@ -240,29 +247,20 @@ class Training:
         rows = [row for row in meter.readings if not row.has_master]
         still, moved = sum(row.stale for row in rows), sum(row.changed for row in rows)
         share = still / (still + moved) if still + moved else None
-        return share, tuple(row.parameter for row in rows if meter_advice.is_stale(row))
-
-
-def _complete_momentum(optimizer: Optimizer) -> None:
-    """torch's fused SGD leaves the buffers of a skipped first step uninitialized, and uses them."""
-    if isinstance(optimizer, torch.optim.SGD):
-        for group in optimizer.param_groups:
-            for weight in group["params"] if group["fused"] and group["momentum"] else ():
-                if optimizer.state[weight].get("momentum_buffer") is None:
-                    optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
+        return share, tuple(row.parameter for row in rows if row.is_lost)
 
 
 def _check_loss(loss: object) -> None:
-    if not (isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad):
-        what = f"a {type(loss).__name__}"
-        if isinstance(loss, Tensor):
-            what = f"a tensor of shape {list(loss.shape)}" + " that needs no gradient" * (
-                not loss.requires_grad
-            )
-        raise TypeError(
-            f"loss_function(model, batch) has to return the loss, a tensor of one element that "
-            f"backward() can start from; it returned {what}."
-        )
+    if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
+        return
+    what = f"a {type(loss).__name__}"
+    if isinstance(loss, Tensor):
+        what = f"a tensor of shape {list(loss.shape)}"
+        what += "" if loss.requires_grad else " that needs no gradient"
+    raise TypeError(
+        "loss_function(model, batch) has to return the loss, a tensor of one element that "
+        f"backward() can start from; it returned {what}."
+    )
 
 
 def try_out(task: Task) -> None:
@@ -300,7 +298,7 @@ def try_out(task: Task) -> None:
 def _cannot_be_copied(task: Task) -> str | None:
     """The innermost thing that ``copy.deepcopy`` fails on."""
     culprit = None
-    modules = [(f"Module {name!r}", module) for name, module in task.model.named_modules()]
+    modules = ((f"Module {name!r}", module) for name, module in task.model.named_modules())
     for name, thing in (("The optimizer", task.optimizer), *modules):
         try:
             copy.deepcopy(thing)
@@ -318,7 +316,7 @@ def _seed(seed: int) -> None:
 
 @contextlib.contextmanager
 def untouched(task: Task) -> Iterator[None]:
-    """Around trials: what they change of the process and of the user's objects is put back."""
+    """Around trainings: what they change of the process and of the user's objects is put back."""
     parameters = list(task.model.parameters())
     gradients = [parameter.grad for parameter in parameters]
     for parameter in parameters:  # a loss function that uses the original adds to none of its own
@@ -338,19 +336,3 @@ def untouched(task: Task) -> Iterator[None]:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
         ProcessMemory(task.device).release()
-
-
-@contextlib.contextmanager
-def same_random_numbers() -> Iterator[None]:
-    """After the block torch, Python and NumPy draw what they would have drawn without it."""
-    numpy = sys.modules.get("numpy")
-    python_state = random.getstate()
-    numpy_state = None if numpy is None else numpy.random.get_state()
-    gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    try:
-        with torch.random.fork_rng(gpus):
-            yield
-    finally:
-        random.setstate(python_state)
-        if numpy is not None:
-            numpy.random.set_state(numpy_state)

@@ -1,8 +1,8 @@
 """Follow inf and NaN through a training step: which operation made one, and whether it matters.
 
 Every operation that torch dispatches is looked at, forward and backward (autograd carries a
-dispatch mode to its own threads). A non-finite result of finite inputs is a *birth*; one of
-non-finite inputs inherits theirs. A birth matters if it reaches a loss or the gradient of a
+dispatch mode to its own threads). A non-finite result of finite inputs is an *origin*; one of
+non-finite inputs inherits theirs. An origin matters if it reaches a loss or the gradient of a
 parameter: a mask of -inf that a softmax turns into zeros does not. Each look waits for the device.
 """
 
@@ -40,13 +40,8 @@ _INTERNAL = (
 )
 _FUNCTIONAL = (os.path.join(_TORCH, "nn", "functional.py"), os.path.join(_TORCH, "functional.py"))
 _USUAL_NAMES = {
-    "to_copy": "to",
-    "copy": "to",
-    "addmm": "linear",
-    "mm": "matmul",
-    "bmm": "matmul",
-    "convolution": "conv",
-    "native_layer_norm": "layer_norm",
+    **{"to_copy": "to", "copy": "to", "addmm": "linear", "mm": "matmul", "bmm": "matmul"},
+    **{"convolution": "conv", "native_layer_norm": "layer_norm"},
 }
 _UNSEEN = "an operation that torch does not show"
 # They write without reading what was there.
@@ -56,14 +51,14 @@ _OVERWRITES = frozenset({"copy_", "fill_", "zero_", "normal_", "uniform_"})
 class _Place(NamedTuple):
     """Where an operation was called."""
 
-    module: str | None
-    module_type: str | None
-    operation: str
-    frame: tuple[str, int] | None
+    module: str | None = None
+    module_type: str | None = None
+    operation: str = ""
+    frame: tuple[str, int] | None = None
 
 
 class Tracker(TorchDispatchMode):
-    """Context in which the births of `model`'s training step are recorded.
+    """Context in which the origins of inf and NaN in `model`'s training step are recorded.
 
     The model and its wrappers stay as they are; compiled code runs as it was written.
     """
@@ -73,17 +68,18 @@ class Tracker(TorchDispatchMode):
         self.model = _bare(model)
         self.scale: float = 1.0  # that the loss was multiplied by
         self.scale_is_tensor = False
-        self._modules = {id(m): (name, m) for name, m in self.model.named_modules()}
+        self._names = {id(module): name for name, module in self.model.named_modules()}
         self._stack: list[nn.Module] = []
-        self._births: list[Explanation] = []
-        self._meant: set[int] = set()  # births of a -inf that was asked for, as masks are
-        self._by_storage: dict[int, int] = {}  # births by the address of the memory that holds one
-        self._state: dict[int, tuple[nn.Module, str]] = {}  # parameters and buffers by address
+        self._origins: list[Explanation] = []
+        self._meant: set[int] = set()  # origins of a -inf that was asked for, as masks are
+        self._reached: set[int] = set()  # origins that matter
+        self._outputs: set[int] = set()  # origins in what the model returned
+        # By address of the memory: the origin in it; parameters and buffers; outputs of modules.
+        self._by_storage: dict[int, int] = {}
+        self._state: dict[int, tuple[nn.Module, str]] = {}
+        self._made_by: dict[int, nn.Module] = {}
         self._parameters: list[tuple[nn.Module, str, Tensor, int]] = []  # and their versions
-        self._made_by: dict[int, nn.Module] = {}  # outputs of modules by address
         self._forward_of: dict[int, _Place] = {}  # by the sequence number of an autograd node
-        self._reached: set[int] = set()
-        self._outputs: list[int] = []  # births in what the model returned
         self._saw_backward = False
         self._looking = True
         self._undo = contextlib.ExitStack()
@@ -93,7 +89,7 @@ class Tracker(TorchDispatchMode):
     def __enter__(self) -> Tracker:
         if "torch._dynamo" in sys.modules:
             self._undo.enter_context(torch.compiler.set_stance("force_eager"))
-        for _, module in self._modules.values():
+        for module in self.model.modules():
             if isinstance(module, torch.jit.ScriptModule):  # takes no hooks
                 continue
             enter = module.register_forward_pre_hook(self.enter_module, with_kwargs=True)
@@ -120,25 +116,22 @@ class Tracker(TorchDispatchMode):
         self._looking = False  # should a mode of the user's be above, this one does nothing
 
     def explanation(self) -> Explanation | None:
-        """The first birth that mattered; None if all that matters was finite."""
-        reached = self._reached or (set() if self._saw_backward else set(self._outputs))
-        if not reached:
-            reached = {index for index in [self._in_parameters()] if index is not None}
-        if not reached:
-            return None
-        return self._births[min(reached - self._meant or reached)]
+        """The first origin that mattered; None if all that matters was finite."""
+        reached = self._reached or (set() if self._saw_backward else self._outputs)
+        reached = reached or self._in_parameters()
+        return self._origins[min(reached - self._meant or reached)] if reached else None
 
-    def _in_parameters(self) -> int | None:
+    def _in_parameters(self) -> set[int]:
         for module, name, parameter, version in self._parameters:
             if (kind := _kind(parameter)) is not None:
                 phase = "weights" if parameter._version == version else "step"
-                return self._add(phase, self._place_of(module, phase), parameter, kind, name)
-        return None
+                return {self._add(phase, self._place_of(module, phase), parameter, kind, name)}
+        return set()
 
     # --- modules ----------------------------------------------------------------------------------
 
     def enter_module(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if not self._stack and torch._C._current_graph_task_id() == -1:
+        if self._is_outermost():
             for name, tensor in _named(module, args, kwargs):
                 kind = self._look(tensor)
                 if kind is not None and _address(tensor) not in self._by_storage:
@@ -150,43 +143,44 @@ class Tracker(TorchDispatchMode):
     def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
         while self._stack and self._stack.pop() is not module:
             pass  # an exception left it
-        for tensor in trees.tensors(output):
-            if _is_readable(tensor):  # the innermost module made it
-                self._made_by.setdefault(_address(tensor), module)
+        for tensor in filter(_is_readable, trees.tensors(output)):
+            self._made_by.setdefault(_address(tensor), module)  # the innermost one made it
+            if self._is_outermost() and (kind := self._look(tensor)) is not None:
+                self._outputs.add(self._origin_in(tensor, self._place_of(module), kind))
         self._look_at_statistics(module, "forward")
-        if not self._stack and torch._C._current_graph_task_id() == -1:
-            for tensor in trees.tensors(output):
-                if (kind := self._look(tensor)) is not None:
-                    self._outputs.append(self._index_of(tensor, self._place_of(module, ""), kind))
+
+    def _is_outermost(self) -> bool:
+        return not self._stack and torch._C._current_graph_task_id() == -1
 
     def _look_at_statistics(self, module: nn.Module, phase: str) -> None:
         """At the running statistics of batch norms, which no operation has among its results."""
-        if not isinstance(module, nn.modules.batchnorm._BatchNorm):
-            return
-        for name, buffer in module.named_buffers(recurse=False):
-            if (kind := self._look(buffer)) is not None:
-                if _address(buffer) not in self._by_storage:
-                    self._add(phase, self._place_of(module, "batch_norm"), buffer, kind, name)
-                self._reached.add(self._by_storage[_address(buffer)])
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            for name, buffer in module.named_buffers(recurse=False):
+                if (kind := self._look(buffer)) is not None:
+                    origin = self._by_storage.get(_address(buffer))
+                    if origin is None:
+                        place = self._place_of(module, "batch_norm")
+                        origin = self._add(phase, place, buffer, kind, name)
+                    self._reached.add(origin)
 
-    def _place_of(self, module: nn.Module | None, operation: str) -> _Place:
+    def _place_of(self, module: nn.Module | None, operation: str = "") -> _Place:
         if module is None:
-            return _Place(None, None, operation, None)
-        name, _ = self._modules.get(id(module), ("a copy of a module", module))
-        return _Place(name, type(module).__name__, operation, None)
+            return _Place(operation=operation)
+        name = self._names.get(id(module), "a copy of a module")
+        return _Place(name, type(module).__name__, operation)
 
     # --- gradients --------------------------------------------------------------------------------
 
     def _at_parameter(self, module: nn.Module, name: str, gradient: Tensor) -> None:
-        if not self._saw_backward and _trains_with_others():
+        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if not self._saw_backward and distributed:
             # Behind the callbacks that reduce gradients, which are there when this one runs.
             queue: Any = Variable._execution_engine.queue_callback
             queue(functools.partial(queue, self._after_backward))
         self._saw_backward = True
         if (kind := self._look(gradient)) is not None:
-            place = self._place_of(module, _UNSEEN)
-            what = f"gradient of {name}"
-            self._reached.add(self._index_of(gradient, place, kind, "backward", what))
+            place, what = self._place_of(module, _UNSEEN), f"gradient of {name}"
+            self._reached.add(self._origin_in(gradient, place, kind, "backward", what))
 
     def _after_backward(self) -> None:
         """Gradients that were finite here, and are not after the reduction, are the others'."""
@@ -199,12 +193,12 @@ class Tracker(TorchDispatchMode):
                 self._reached.add(self._add("another process", place, gradient, kind, what))
                 return
 
-    def _look(self, tensor: Tensor | None) -> str | None:
+    def _look(self, tensor: Tensor) -> str | None:
         """As `_kind`; what is computed for it is no part of the step."""
         self._looking, before = False, self._looking
         try:
             with torch.no_grad():
-                return None if tensor is None else _kind(tensor)
+                return _kind(tensor)
         finally:
             self._looking = before
 
@@ -226,25 +220,14 @@ class Tracker(TorchDispatchMode):
             if not _is_readable(tensor) or (not self._stack and _address(tensor) in self._state):
                 continue  # what a program writes into weights is found where they are used
             if (kind := _kind(tensor)) is not None:
-                birth = self._inherited(before, place, kind)
-                if birth is None:
+                origin = self._inherited(before, place, kind)
+                if origin is None:
                     phase = "backward" if backward else "forward"
-                    sizes = [size for size in _magnitudes(before) if math.isfinite(size)]
-                    birth = self._add(
-                        phase,
-                        place,
-                        tensor,
-                        kind,
-                        "output",
-                        meant=any(map(math.isinf, _numbers(before))),
-                        aten=str(func),
-                        largest_input=max(sizes, default=None),
-                        largest_result=_wider_magnitude(func, before, index),
-                    )
-                self._by_storage[_address(tensor)] = birth
+                    origin = self._new(phase, place, tensor, kind, func, before, index)
+                self._by_storage[_address(tensor)] = origin
                 is_loss = tensor.dim() == 0 and any(t.requires_grad for t in trees.tensors(before))
                 if is_loss and not backward and torch.is_grad_enabled():
-                    self._reached.add(birth)
+                    self._reached.add(origin)
             elif not writes:
                 self._by_storage.pop(_address(tensor), None)
             self._made_by.pop(_address(tensor), None)
@@ -255,40 +238,38 @@ class Tracker(TorchDispatchMode):
     def _as_before(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Arguments with copies of what the operation is about to write to."""
         overwrites = func._schema.name.rpartition("::")[2] in _OVERWRITES
-        named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+        names = [argument.name for argument in func._schema.arguments]
+        named = dict(zip(names, args, strict=False)) | kwargs
+
+        def copied(item: Any, is_unread: bool) -> Any:
+            if not isinstance(item, Tensor):
+                return item
+            copy = item.detach().clone()
+            if is_unread:
+                return copy.zero_()
+            if (origin := self._by_storage.get(_address(item))) is not None:
+                self._by_storage[_address(copy)] = origin
+            return copy
+
         for argument in func._schema.arguments:
-            if not (argument.alias_info and argument.alias_info.is_write):
-                continue
-
-            def copied(item: Any, unread: bool = overwrites or argument.is_out) -> Any:
-                if not isinstance(item, Tensor):
-                    return item
-                copy = item.detach().clone()
-                if unread:
-                    return copy.zero_()
-                if (birth := self._by_storage.get(_address(item))) is not None:
-                    self._by_storage[_address(copy)] = birth
-                return copy
-
-            if argument.name in named:
-                named[argument.name] = trees.replace(named[argument.name], copied)
-        names = [a.name for a in func._schema.arguments][: len(args)]
-        return tuple(named.pop(name) for name in names), named
+            if argument.name in named and argument.alias_info and argument.alias_info.is_write:
+                copy = functools.partial(copied, is_unread=overwrites or argument.is_out)
+                named[argument.name] = trees.replace(named[argument.name], copy)
+        return tuple(named.pop(name) for name in names[: len(args)]), named
 
     def _note_scale(self, loss: Any, by: Any) -> None:
         """The last factor of a loss before its backward pass is the loss scale."""
         is_tensor = isinstance(by, Tensor)
         differentiable = isinstance(loss, Tensor) and loss.requires_grad
-        if not differentiable or (is_tensor and (by.dim() > 0 or by.requires_grad)):
-            return
-        self.scale, self.scale_is_tensor = float(by), is_tensor
+        if differentiable and not (is_tensor and (by.dim() > 0 or by.requires_grad)):
+            self.scale, self.scale_is_tensor = float(by), is_tensor
 
     def _forward_place(self, func: Any) -> _Place:
-        module = self._stack[-1] if self._stack else None
         frame, function = _callers()
         if function is None:
             name = func._schema.name.rpartition("::")[2].strip("_")
             function = _USUAL_NAMES.get(name, name)
+        module = self._stack[-1] if self._stack else None
         place = self._place_of(module, function)._replace(frame=frame)
         # An autograd node takes its number, the one before the next, before its operation runs.
         self._forward_of.setdefault(torch.autograd._get_sequence_nr() - 1, place)
@@ -298,24 +279,26 @@ class Tracker(TorchDispatchMode):
         node: Any = torch._C._current_autograd_node()
         name = "AccumulateGrad" if node is None else node.name()
         if name.endswith("AccumulateGrad"):
-            return _Place(None, None, "accumulating gradients", None)
-        place = self._forward_of.get(node._sequence_nr(), _Place(None, None, "", None))
+            return _Place(operation="accumulating gradients")
+        place = self._forward_of.get(node._sequence_nr(), _Place())
         if isinstance(node, torch._C._FunctionBase) or not place.operation:
             place = place._replace(operation=re.sub(r"Backward\d*$", "", name))
         return place
 
+    # --- origins ----------------------------------------------------------------------------------
+
     def _inherited(self, before: Any, place: _Place, kind: str) -> int | None:
-        """The birth that a result of `kind` has from its operation's arguments; None: its own."""
+        """The origin that a result of `kind` has from its operation's arguments; None: its own."""
         tensors = [(tensor, _kind(tensor)) for tensor in trees.tensors(before)]
-        origins = {self._index_of(tensor, place, bad) for tensor, bad in tensors if bad is not None}
+        origins = {self._origin_in(tensor, place, bad) for tensor, bad in tensors if bad}
         real = origins - self._meant
-        # A NaN that comes of a mask is born here.
+        # A NaN that comes of a mask has its origin here.
         return min(real or origins) if real or (origins and kind != "nan") else None
 
-    def _index_of(
+    def _origin_in(
         self, tensor: Tensor, place: _Place, kind: str, phase: str = "data", what: str = ""
     ) -> int:
-        """The birth in a non-finite `tensor`; if it was not seen, what is known of its memory."""
+        """That of a non-finite `tensor`; if it was not seen, what is known of its memory."""
         address = _address(tensor)
         if address in self._by_storage:
             return self._by_storage[address]
@@ -326,6 +309,24 @@ class Tracker(TorchDispatchMode):
             phase, place = "forward", self._place_of(self._made_by[address], _UNSEEN)
         what = what or ("output" if phase == "forward" else f"an operand of {place.operation}")
         return self._add(phase, place, tensor, kind, what, meant=True)
+
+    def _new(
+        self, phase: str, place: _Place, tensor: Tensor, kind: str, func: Any, before: Any, at: int
+    ) -> int:
+        """The origin in result number `at` of `func`."""
+        numbers = list(_numbers(before))
+        sizes = [*map(_magnitude, filter(_is_readable, trees.tensors(before))), *map(abs, numbers)]
+        return self._add(
+            phase,
+            place,
+            tensor,
+            kind,
+            "output",
+            meant=any(map(math.isinf, numbers)),
+            aten=str(func),
+            largest_input=max(filter(math.isfinite, sizes), default=None),
+            largest_result=_wider_magnitude(func, before, at),
+        )
 
     def _add(
         self,
@@ -343,19 +344,11 @@ class Tracker(TorchDispatchMode):
             known["line"] = f"{place.frame[0]}:{place.frame[1]}: {text}"
         if phase == "weights" and _address(tensor) in self._state:
             known["largest_result"] = was_too_large(*self._state[_address(tensor)])
-        birth = Explanation(
-            phase,
-            *place[:3],
-            what,
-            kind,
-            tuple(tensor.shape),
-            tensor.dtype,
-            str(tensor.device),
-            **known,
-        )
-        self._births.append(birth)
-        index = self._by_storage[_address(tensor)] = len(self._births) - 1
-        if meant and kind == "-inf" and not birth.was_cast_to_inf:
+        known |= {"shape": tuple(tensor.shape), "dtype": tensor.dtype, "device": str(tensor.device)}
+        origin = Explanation(phase, *place[:3], what, kind, **known)
+        self._origins.append(origin)
+        index = self._by_storage[_address(tensor)] = len(self._origins) - 1
+        if meant and kind == "-inf" and not origin.was_cast_to_inf:
             self._meant.add(index)
         return index
 
@@ -367,11 +360,6 @@ def _bare(model: nn.Module) -> nn.Module:
         if not type(model).__name__.endswith("DataParallel") or not hasattr(model, "module"):
             return model
         model = model.module  # type: ignore[assignment]
-
-
-def _trains_with_others() -> bool:
-    distributed = torch.distributed
-    return distributed.is_available() and distributed.is_initialized()
 
 
 def _callers() -> tuple[tuple[str, int] | None, str | None]:
@@ -434,12 +422,6 @@ def _kind(tensor: Tensor) -> str | None:
 
 def _magnitude(tensor: Tensor) -> float:
     return max(map(abs, _range(tensor)))
-
-
-def _magnitudes(arguments: Any) -> Iterator[float]:
-    """The largest magnitude in each floating point argument."""
-    yield from map(_magnitude, filter(_is_readable, trees.tensors(arguments)))
-    yield from map(abs, _numbers(arguments))
 
 
 def _numbers(value: Any) -> Iterator[float]:

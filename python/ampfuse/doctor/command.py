@@ -8,8 +8,7 @@ timed, as many under torch's profiler. Then it is stopped (its `finally` and `at
 and operations that took long are timed again in other types, layouts and sizes.
 """
 
-# The module's docstring is the text of `ampfuse doctor --help`. Nothing heavy is imported up here,
-# and so it is no part of ampfuse.insight.
+# The module's docstring is the text of `ampfuse doctor --help`; nothing heavy is imported up here.
 from __future__ import annotations
 
 import argparse
@@ -24,20 +23,15 @@ from ampfuse.command_line import at_least, check_writable
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--warmup", type=at_least(1), default=5, metavar="N", help="steps before (default: 5)"
-    )
-    parser.add_argument(
-        "--steps", type=at_least(1), default=10, metavar="N",
-        help="steps to time, and as many to profile (default: 10)",
-    )  # fmt: skip
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write the report there too")
-    parser.add_argument("--go-on", action="store_true", help="let the script run to its end")
-    parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module's name")
-    parser.add_argument("script", metavar="SCRIPT", help="the script, as given to python")
-    parser.add_argument(
-        "args", metavar="ARGS", nargs=argparse.REMAINDER, help="the script's arguments"
-    )
+    add = parser.add_argument
+    add("--warmup", type=at_least(1), default=5, metavar="N", help="steps before (default: 5)")
+    profiled = "steps to time, and as many to profile (default: 10)"
+    add("--steps", type=at_least(1), default=10, metavar="N", help=profiled)
+    add("--html", type=Path, metavar="FILE", help="write the report there too")
+    add("--go-on", action="store_true", help="let the script run to its end")
+    add("-m", dest="module", action="store_true", help="SCRIPT is a module's name")
+    add("script", metavar="SCRIPT", help="the script, as given to python")
+    add("args", metavar="ARGS", nargs=argparse.REMAINDER, help="the script's arguments")
 
 
 def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
@@ -52,9 +46,9 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         check_writable("--html", args.html.parent)
     html = args.html and args.html.absolute()  # the script may change the folder
 
-    from ampfuse.insight.diagnosis.report import Report
-    from ampfuse.insight.diagnosis.session import examine
-    from ampfuse.insight.diagnosis.watch import Watch
+    from ampfuse.doctor.report import Report
+    from ampfuse.doctor.session import fill
+    from ampfuse.doctor.watch import Watch
 
     process, children = os.getpid(), _children_s()
     report, watch = Report(script=args.script), Watch(args.warmup, args.steps, not args.go_on)
@@ -67,15 +61,15 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         problem = f"the script failed by itself after {watch.seen} optimizer steps"
         print(f"ampfuse doctor: {problem} (exit status {status})", file=sys.stderr)
         return status
-    examine(watch, report)
+    fill(report, watch)
     if int(os.environ.get("RANK", "0")):
         return status  # of several processes, the first one reports
     if report.problem:
         hint = (
-            "; it started other processes: use `with ampfuse.insight.doctor():` around their loop"
+            "; it started other processes: use `with ampfuse.doctor.examine():` around their loop"
         )
         started = watch.seen == 0 and _children_s() > children
-        print(f"ampfuse doctor: {report.problem}{hint if started else ''}", file=sys.stderr)
+        print(f"ampfuse doctor: {report.problem}{hint * started}", file=sys.stderr)
         return status or 1
     print(f"\n{report}")
     if html:
@@ -86,7 +80,7 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
 
 def _run_script(args: argparse.Namespace) -> int:
     """Run it as python does; its exit status."""
-    from ampfuse.insight.diagnosis.watch import Finished
+    from ampfuse.doctor.watch import Finished
 
     sys.argv = [args.script, *args.args]
     sys.path[0] = os.getcwd() if args.module else os.path.dirname(os.path.realpath(args.script))

@@ -6,8 +6,7 @@ which to use. FILE.py has a function, build() if no other is named, that returns
 as amp.advise takes them: loss_function(model, batch) returns the loss; batch is one batch, or a
 DataLoader. Prints a table and the reason."""
 
-# The module's docstring is the text of `ampfuse advise --help`. Nothing heavy is imported up here,
-# and so it is no part of ampfuse.insight.
+# The module's docstring is the text of `ampfuse advise --help`; nothing heavy is imported up here.
 from __future__ import annotations
 
 import argparse
@@ -27,13 +26,8 @@ from ampfuse.command_line import (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_target(parser)
-    add(
-        "--seconds",
-        type=positive,
-        default=60.0,
-        metavar="X",
-        help="for everything (default: %(default)g)",
-    )
+    whole = "for everything (default: %(default)g)"
+    add("--seconds", type=positive, default=60.0, metavar="X", help=whole)
     add("--steps", type=at_least(1), default=1000, metavar="N", help="of each training, at most")
     add("--levels", metavar="O4,O5", help="separated by commas (default: all, and torch.amp)")
 
@@ -42,8 +36,7 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     """Do what `args` say and return the exit status; wrong ones end in ``parser.error``."""
     path, function = check_target(parser, args)
 
-    from ampfuse import amp
-    from ampfuse.insight.advice import LEVELS, unknown_level
+    from ampfuse.doctor.levels import LEVELS, advise, unknown_level
 
     levels = LEVELS if args.levels is None else args.levels.split(",")
     if problem := unknown_level(levels):
@@ -51,7 +44,7 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     training = training_of(parser, path, function)
     print(f"Training copies of the model for about {args.seconds:g} s ...", file=sys.stderr)
     try:
-        advice = amp.advise(*training, seconds=args.seconds, steps=args.steps, levels=levels)
+        advice = advise(*training, seconds=args.seconds, steps=args.steps, levels=levels)
     except Exception as error:
         fail(parser, error, path)
     return show(advice, args)
