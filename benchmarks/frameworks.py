@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
+import ampfuse.integrations.timm  # noqa: F401  registers its names
 from ampfuse.integrations import accelerate, fabric
 from ampfuse.integrations.lightning import AmpFuse
 from ampfuse.integrations.transformers import AmpFuseTrainer
