@@ -5,26 +5,27 @@ parameters with scaled gradients. ``route()`` takes one whole step: unscale, che
 clip, update, and the model weights in their own precision (less of it where the case says so).
 
 A route has ``params``, the model weights; ``bytes_per_param``, what its passes read and write per
-parameter, NaN if that is not known; and maybe ``prepare()``, what a backward pass would do before
-the next step, which is not measured.
+parameter, NaN if that is not known; and ``prepare()``, what a backward pass would do before the
+next step, which is not measured.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import inspect
 import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from workloads import Case
+from torch.distributed.tensor import DTensor
 
-import ampfuse
-from ampfuse.amp.casts import cast_own_parameters
+from .cases import Case
 
 # torch.compile reports what it leaves out of an optimizer's graph: nothing that computes.
 torch._logging.set_logs(all=logging.ERROR)
@@ -54,6 +55,56 @@ _UPDATE_BYTES = {
 Make = Callable[[list[Any]], torch.optim.Optimizer]
 
 
+@lru_cache(maxsize=1)  # all routes of a case share them
+def tensors_of(case: Case, device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
+    """Model weights, and gradients that carry the scale if the case has one."""
+    random = torch.Generator(device).manual_seed(0)
+
+    def normal(size: int, deviation: float) -> Tensor:
+        values = torch.randn(size, generator=random, device=device)
+        return values.mul_(deviation).to(case.dtype)
+
+    scale = SCALE if case.scaled else 1.0
+    return (
+        [normal(size, 0.02) for size in case.sizes],
+        [normal(size, 1e-3 * scale) for size in case.sizes],
+    )
+
+
+class Route:
+    """What all routes have."""
+
+    case: Case
+    params: Sequence[Tensor]
+    gradients: Sequence[Tensor]
+    bytes_per_param = math.nan
+
+    def prepare(self) -> None:
+        pass
+
+    def set_gradients(self, gradients: Sequence[Tensor]) -> None:
+        """Other tensors with the gradients, as after ``zero_grad`` and a backward pass."""
+        _set_gradients(self.params, gradients)
+
+    def answer(self) -> tuple[float, list[list[float]]]:
+        """`bytes_per_param`, and a part of the weights, as it fits through a pipe."""
+        stride = 1 + self.case.params // 2**18
+        return self.bytes_per_param, [p.detach()[::stride].tolist() for p in self.params]
+
+
+class NewGradients:
+    """A route whose gradients are other tensors before each call."""
+
+    def __init__(self, route: Route) -> None:
+        self.route, self.gradients = route, route.gradients
+
+    def prepare(self) -> None:
+        self.route.set_gradients([gradient.clone() for gradient in self.gradients])
+
+    def __call__(self) -> None:
+        self.route()
+
+
 def _parameters(weights: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
     """Parameters of their own; the gradients are shared, and no route may write half ones."""
     params: list[Tensor] = [torch.nn.Parameter(w.clone()) for w in weights]
@@ -64,6 +115,13 @@ def _parameters(weights: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[
 def _set_gradients(params: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
     for param, gradient in zip(params, gradients, strict=True):
         param.grad = gradient
+
+
+def _copy_gradients(params: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    targets = [param.grad for param in params]
+    if isinstance(targets[0], DTensor):
+        targets, gradients = ([t.to_local() for t in some] for some in (targets, gradients))
+    torch._foreach_copy_(targets, gradients)
 
 
 def _groups(case: Case, params: Sequence[Tensor]) -> list[Any]:
@@ -88,8 +146,8 @@ MODES: dict[str, tuple[dict[str, Any], float]] = {
 }
 
 
-class Ours:
-    """ampfuse's optimizer and scaler; half weights are cast as ``amp.initialize`` does it.
+class Ours(Route):
+    """ampfuse's optimizer and scaler.
 
     Arguments:
         mode: one of `MODES`; None: FP32 masters and states.
@@ -102,14 +160,12 @@ class Ours:
         gradients: Sequence[Tensor],
         mode: str | None = None,
     ) -> None:
+        import ampfuse
+
         self.case, self.gradients = case, gradients
-        copies = [w.to(torch.float32, copy=True) for w in weights]
-        model = torch.nn.ParameterList(map(torch.nn.Parameter, copies))
-        cast_own_parameters(model, case.dtype)
-        self.params = list(model)
         if case.rewrites:
             gradients = [gradient.clone() for gradient in gradients]
-        _set_gradients(self.params, gradients)
+        self.params = _parameters(weights, gradients)
         options, step_bytes = MODES[mode] if mode else ({}, case.step_bytes)
         self.optimizer = getattr(ampfuse.optim, case.optimizer)(
             _groups(case, self.params),
@@ -121,14 +177,11 @@ class Ours:
         self.scaler = _scaler(ampfuse.GradScaler, weights[0].device)
         self.bytes_per_param = float(step_bytes)
 
-    def set_gradients(self, gradients: Sequence[Tensor]) -> None:
-        _set_gradients(self.params, gradients)
-
     @torch.no_grad()
     def prepare(self) -> None:
         """New gradients, where the last step rewrote them."""
         if self.case.rewrites:
-            torch._foreach_copy_([param.grad for param in self.params], self.gradients)
+            _copy_gradients(self.params, self.gradients)
 
     def __call__(self) -> None:
         if self.case.scaled:
@@ -138,7 +191,7 @@ class Ours:
             self.optimizer.step()
 
 
-class OnMasters:
+class OnMasters(Route):
     """An optimizer on FP32 masters, with what torch has around it.
 
     - FP32 case: the parameters are stepped themselves.
@@ -191,7 +244,6 @@ class OnMasters:
         return total
 
     def set_gradients(self, gradients: Sequence[Tensor]) -> None:
-        """Other tensors with the gradients, as after ``zero_grad`` and a backward pass."""
         self.gradients = list(gradients)
         if self.case.half:
             _set_gradients(self.params, gradients)
@@ -199,15 +251,16 @@ class OnMasters:
             for master, gradient in zip(self.masters, gradients, strict=True):
                 master.grad = gradient.float().clone()
 
+    @torch.no_grad()
     def prepare(self) -> None:
         """New gradients, where the last step rewrote them."""
         if not self.case.half:
-            self._copy_gradients()
+            _copy_gradients(self.masters, self.gradients)
 
     @torch.no_grad()
     def __call__(self) -> None:
         if self.case.half:
-            self._copy_gradients()
+            _copy_gradients(self.masters, self.gradients)
         if self.case.clip:
             self.scaler.unscale_(self.optimizer)
             torch.nn.utils.clip_grad_norm_(self.masters, MAX_NORM, foreach=True)
@@ -219,19 +272,13 @@ class OnMasters:
         if self.case.half:
             torch._foreach_copy_(self.params, self.masters)
 
-    @torch.no_grad()
-    def _copy_gradients(self) -> None:
-        torch._foreach_copy_([master.grad for master in self.masters], self.gradients)
 
-
-class OnHalf:
+class OnHalf(Route):
     """An optimizer that keeps what it needs beside half parameters (or steps FP32 ones).
 
     ``clip_grad_norm_`` has to clip half gradients as they are, scaled: to the scaled norm. An
     optimizer that no scaler can drive is given gradients without a scale: less work than ours.
     """
-
-    bytes_per_param = math.nan
 
     def __init__(
         self, case: Case, weights: Sequence[Tensor], gradients: Sequence[Tensor], make: Make
@@ -270,24 +317,53 @@ class Peer:
     """A route by somebody else.
 
     Attributes:
-        build: makes the route of case, weights and gradients; ImportError: it is not installed.
-        package: the distribution whose version counts; "" for torch itself.
+        optimizer: "module:class", imported where it is measured.
+        options: beside `OPTIONS`; a compiled one has lr as a tensor, so that a schedule would not
+            compile again.
+        update: what :class:`OnMasters` takes; None: the optimizer takes half parameters.
         agrees: arrives at ampfuse's weights (an optimizer with 8-bit moments does not).
     """
 
-    build: Callable[[Case, Sequence[Tensor], Sequence[Tensor]], Any]
-    package: str = ""
+    optimizer: str
+    options: dict[str, Any]
+    update: str | float | None = None
     agrees: bool = True
+
+    def build(self, case: Case, weights: Sequence[Tensor], gradients: Sequence[Tensor]) -> Route:
+        """Raises ImportError if the peer is not installed."""
+        module, name = self.optimizer.split(":")
+        kind = getattr(importlib.import_module(module), name)
+        options: dict[str, Any] = OPTIONS[case.optimizer] | self.options
+        if self.update == "compiled" and case.optimizer == "AdamW":
+            options["lr"] = torch.tensor(options["lr"], device=weights[0].device)
+
+        def make(params: list[Any]) -> torch.optim.Optimizer:
+            return kind(params, **options)
+
+        if self.update is None:
+            return OnHalf(case, weights, gradients, make)
+        return OnMasters(case, weights, gradients, make, self.update)
 
     @property
     def version(self) -> str:
         """Name and version of the package, if it is not torch."""
-        if not self.package:
+        package = self.optimizer.split(".")[0]
+        if package == "torch":
             return ""
         try:
-            return f"{self.package} {importlib.metadata.version(self.package)}"
+            return f"{package} {importlib.metadata.version(package)}"
         except importlib.metadata.PackageNotFoundError:
-            return self.package
+            return package
+
+
+def peer_route(case: Case, device: torch.device, peer: Peer, new_gradients: bool = False) -> Any:
+    """For a worker: the peer's route after its first step, which makes the state."""
+    route: Any = peer.build(case, *tensors_of(case, device))
+    if new_gradients:
+        route = NewGradients(route)
+    route.prepare()
+    route()
+    return route
 
 
 # Tensors (or groups). torch.compile takes seconds for each on a CPU, a fraction of one on a GPU.
@@ -299,108 +375,29 @@ def peers(case: Case, device: torch.device, compiled: bool = True) -> dict[str, 
 
     `compiled`: also what torch.compile makes, where that is a matter of seconds.
     """
-    routes: dict[str, Peer] = {}
-    if case.optimizer in ("AdamW", "SGD"):
-        routes["torch fused"] = _torch(case, device, "fused")
-        routes["torch foreach"] = _torch(case, device, "foreach")
-        few = len(case.sizes) <= _COMPILED_AT_MOST[device.type] and not case.grouped
-        if compiled and few:
-            routes["torch compiled"] = _torch(case, device, "compiled")
-    elif case.optimizer == "LAMB":
-        routes["timm Lamb"] = Peer(_timm_lamb, "timm")
-    if case.optimizer == "AdamW" and device.type == "cpu":
-        routes["DeepSpeed CPUAdam"] = Peer(_deepspeed, "deepspeed")
-    if case.optimizer == "AdamW" and device.type == "cuda":
-        routes["apex FusedAdam"] = Peer(_apex, "apex")
-        routes["TransformerEngine FusedAdam"] = Peer(_transformer_engine, "transformer_engine")
-        routes["flashoptim FlashAdamW"] = Peer(_flashoptim, "flashoptim", agrees=False)
-        routes["bitsandbytes AdamW8bit"] = Peer(_bitsandbytes, "bitsandbytes", agrees=False)
+    on_gpu = device.type == "cuda"
+    if case.optimizer == "LAMB":
+        return {"timm Lamb": Peer("timm.optim:Lamb", {"max_grad_norm": None}, math.nan)}
+    ours = f"torch.optim:{case.optimizer}"
+    routes = {f"torch {way}": Peer(ours, {way: True}, way) for way in ("fused", "foreach")}
+    if compiled and len(case.sizes) <= _COMPILED_AT_MOST[device.type] and not case.grouped:
+        # On a GPU the multi-tensor path, which is the one that compiles into few kernels, takes a
+        # tensor as lr only with capturable.
+        multi = on_gpu and case.optimizer == "AdamW"
+        options = {"foreach": True, "capturable": True} if multi else {}
+        routes["torch compiled"] = Peer(ours, options, "compiled")
+    if case.optimizer == "AdamW" and not on_gpu:
+        deepspeed = "deepspeed.ops.adam:DeepSpeedCPUAdam"
+        routes["DeepSpeed CPUAdam"] = Peer(deepspeed, {"adamw_mode": True}, 28)
+    if case.optimizer == "AdamW" and on_gpu:
+        masters = {"adam_w_mode": True, "master_weights": case.half}
+        if case.precision != "bf16":  # apex has no masters for those
+            capturable = {"capturable": case.scaled or case.half}
+            routes["apex FusedAdam"] = Peer("apex.optimizers:FusedAdam", masters | capturable)
+        engine = "transformer_engine.pytorch.optimizers:FusedAdam"
+        engines = Peer(engine, masters | {"capturable": case.scaled})
+        routes["TransformerEngine FusedAdam"] = engines
+        flash, bits = "flashoptim:FlashAdamW", "bitsandbytes.optim:AdamW8bit"
+        routes["flashoptim FlashAdamW"] = Peer(flash, {}, agrees=False)
+        routes["bitsandbytes AdamW8bit"] = Peer(bits, {}, agrees=False)
     return routes
-
-
-def _torch(case: Case, device: torch.device, update: str) -> Peer:
-    options: dict[str, Any] = dict(OPTIONS[case.optimizer])
-    if update != "compiled":
-        options[update] = True
-    elif case.optimizer == "AdamW":
-        # A tensor, so that a schedule would not compile again. On a GPU the multi-tensor path,
-        # which is the one that compiles into few kernels, takes one only with capturable.
-        options["lr"] = torch.tensor(options["lr"], device=device)
-        if device.type == "cuda":
-            options |= {"foreach": True, "capturable": True}
-
-    def build(case: Case, weights: Sequence[Tensor], gradients: Sequence[Tensor]) -> OnMasters:
-        def make(params: list[Any]) -> torch.optim.Optimizer:
-            return getattr(torch.optim, case.optimizer)(params, **options)
-
-        return OnMasters(case, weights, gradients, make, update)
-
-    return Peer(build)
-
-
-def _timm_lamb(case: Case, weights: Sequence[Tensor], gradients: Sequence[Tensor]) -> OnMasters:
-    from timm.optim import Lamb
-
-    def make(params: list[Any]) -> torch.optim.Optimizer:
-        return Lamb(params, max_grad_norm=None, **OPTIONS["LAMB"])
-
-    return OnMasters(case, weights, gradients, make, math.nan)
-
-
-def _deepspeed(case: Case, weights: Sequence[Tensor], gradients: Sequence[Tensor]) -> OnMasters:
-    """Compiled at its first use; step.py says what that needs."""
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-    def make(params: list[Any]) -> torch.optim.Optimizer:
-        return DeepSpeedCPUAdam(params, adamw_mode=True, **OPTIONS["AdamW"])
-
-    return OnMasters(case, weights, gradients, make, 28)
-
-
-def _apex(case: Case, weights: Sequence[Tensor], gradients: Sequence[Tensor]) -> OnHalf:
-    from apex.optimizers import FusedAdam
-
-    if FusedAdam.__module__.startswith("ampfuse"):
-        raise ImportError("apex is ampfuse.compat.apex here")
-    if case.precision == "bf16":
-        raise NotImplementedError("apex has no masters for BF16 parameters")
-
-    def make(params: list[Any]) -> torch.optim.Optimizer:
-        return FusedAdam(
-            params,
-            adam_w_mode=True,
-            capturable=case.scaled or case.half,
-            master_weights=case.half,
-            **OPTIONS["AdamW"],
-        )
-
-    return OnHalf(case, weights, gradients, make)
-
-
-def _transformer_engine(
-    case: Case, weights: Sequence[Tensor], gradients: Sequence[Tensor]
-) -> OnHalf:
-    from transformer_engine.pytorch.optimizers import FusedAdam
-
-    def make(params: list[Any]) -> torch.optim.Optimizer:
-        return FusedAdam(
-            params,
-            adam_w_mode=True,
-            capturable=case.scaled,
-            master_weights=case.half,
-            **OPTIONS["AdamW"],
-        )
-
-    return OnHalf(case, weights, gradients, make)
-
-
-def _flashoptim(case: Case, weights: Sequence[Tensor], gradients: Sequence[Tensor]) -> OnHalf:
-    from flashoptim import FlashAdamW
-
-    return OnHalf(case, weights, gradients, lambda params: FlashAdamW(params, **OPTIONS["AdamW"]))
-
-
-def _bitsandbytes(case: Case, weights: Sequence[Tensor], gradients: Sequence[Tensor]) -> OnHalf:
-    from bitsandbytes.optim import AdamW8bit
-
-    return OnHalf(case, weights, gradients, lambda params: AdamW8bit(params, **OPTIONS["AdamW"]))

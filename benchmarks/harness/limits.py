@@ -1,4 +1,4 @@
-"""What the machine can do at best, for :mod:`step` to divide by.
+"""What the machine can do at best, for the benchmarks to divide by.
 
 copy
     The step's bytes at the bandwidth of copying: as many read as written, each once. On a GPU a
@@ -6,7 +6,7 @@ copy
     being overwritten.
 limit
     The bytes of the update at that bandwidth, and the bytes of the inspection at the bandwidth of
-    reading; or the time of the arithmetic (of AdamW), where that is longer.
+    reading.
 
 All are measured here, on arrays far larger than the caches.
 """
@@ -24,8 +24,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-
-_L1_ELEMENTS = 2048  # times 16 bytes per parameter: 32 KB
 
 
 def bounds(
@@ -52,7 +50,7 @@ def bounds(
     def limit() -> float:
         update = params * update_bytes * copied
         inspect = params * inspect_bytes * machine.read_seconds_per_byte()
-        return max(update + inspect, params * machine.arithmetic_seconds_per_param()) * 1e3
+        return (update + inspect) * 1e3
 
     return {"copy": copy, "limit": limit}
 
@@ -65,46 +63,31 @@ class _Cpu:
         self._array = torch.zeros(array_bytes // 4).add_(1)  # touched: pages exist
         self._threads = torch.get_num_threads()
         self._pool = ThreadPoolExecutor(self._threads)
-        self._small = [[torch.zeros(_L1_ELEMENTS) for _ in range(5)] for _ in range(self._threads)]
 
     def _seconds(self, call: Callable[[int], object]) -> float:
         start = time.perf_counter()
         list(self._pool.map(call, range(self._threads)))
         return time.perf_counter() - start
 
-    def _share(self, thread: int) -> tuple[ctypes.c_void_p, ctypes.c_int64]:
+    def _share(self, thread: int) -> tuple[int, int]:
         count = self._array.numel() // self._threads
-        address = self._array.data_ptr() + 4 * count * thread
-        return ctypes.c_void_p(address), ctypes.c_int64(count)
+        return self._array.data_ptr() + 4 * count * thread, count
 
     def copy_seconds_per_byte(self) -> float:
-        # One array, or four walked side by side as a step does: whichever the machine likes best.
-        seconds = min(self._update_seconds(streams) for streams in (1, 4))
-        return seconds / (8 * self._array.numel())
+        def update(streams: int) -> float:
+            loop = self._library.update_in_place
+            return self._seconds(lambda thread: loop(*self._share(thread), streams))
 
-    def _update_seconds(self, streams: int) -> float:
-        return self._seconds(
-            lambda thread: self._library.update_in_place(
-                *self._share(thread), ctypes.c_int64(streams)
-            )
-        )
+        # One array, or four walked side by side as a step does: whichever the machine likes best.
+        return min(update(1), update(4)) / (8 * self._array.numel())
 
     def read_seconds_per_byte(self) -> float:
         seconds = self._seconds(lambda thread: self._library.read(*self._share(thread)))
         return seconds / (4 * self._array.numel())
 
-    def arithmetic_seconds_per_param(self, repeats: int = 1000) -> float:
-        def work(thread: int) -> None:
-            arrays = (ctypes.c_void_p(a.data_ptr()) for a in self._small[thread])
-            self._library.adamw_arithmetic(
-                *arrays, ctypes.c_int64(_L1_ELEMENTS), ctypes.c_int64(repeats)
-            )
-
-        return self._seconds(work) / (repeats * _L1_ELEMENTS * self._threads)
-
 
 class _Cuda:
-    """torch's copy and sum, which reach a GPU's bandwidth; arithmetic is no limit."""
+    """torch's copy and sum, which reach a GPU's bandwidth."""
 
     def __init__(self, device: torch.device, array_bytes: int) -> None:
         self._from, self._to = (torch.zeros(array_bytes // 8, device=device) for _ in range(2))
@@ -124,9 +107,6 @@ class _Cuda:
     def read_seconds_per_byte(self) -> float:
         return self._seconds(lambda: self._from.sum()) / (4 * self._from.numel())
 
-    def arithmetic_seconds_per_param(self) -> float:
-        return 0.0
-
 
 def _compile() -> ctypes.CDLL:
     """``limits.cpp`` with all that this machine's instruction set has."""
@@ -138,4 +118,7 @@ def _compile() -> ctypes.CDLL:
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder, "limits.so")
         subprocess.run([*compiler, *flags, str(source), "-o", str(library)], check=True)
-        return ctypes.CDLL(str(library))
+        loaded = ctypes.CDLL(str(library))
+    loaded.read.argtypes = [ctypes.c_void_p, ctypes.c_int64]
+    loaded.update_in_place.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
+    return loaded

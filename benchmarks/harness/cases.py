@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
 
 import torch
-from shapes import Shape, gpt2_medium, resnet50, vit_b
 
-TENSORS: dict[str, list[Shape]] = {
-    "64M": [(16_000_000,)] * 4,
-    "1B": [(250_000_000,)] * 4,
-    "resnet50": resnet50(),
-    "vit-b": vit_b(),
-    "vit-b-groups": vit_b(),  # a group for each tensor, as with a learning rate for each layer
-    "gpt2-medium": gpt2_medium(),
-    "2000x1": [(1,)] * 2000,
-    "2000x500": [(500,)] * 2000,
-    "2000x64K": [(65_536,)] * 2000,
+TENSORS = {  # their sizes
+    "64M": [16_000_000] * 4,
+    "1B": [250_000_000] * 4,
+    "2000x1": [1] * 2000,
+    "2000x500": [500] * 2000,
+    "2000x64K": [65_536] * 2000,
 }
+# torchvision's; "-groups": a group for each tensor, as with a learning rate for each layer.
+NETS = {"resnet50": "resnet50", "vit-b": "vit_b_16", "vit-b-groups": "vit_b_16"}
+
+
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@cache
+def sizes_of(net: str) -> list[int]:
+    """Of the parameters of one of `NETS`, in the model's own order."""
+    from torchvision import models
+
+    with torch.device("meta"):
+        model = getattr(models, NETS[net])()
+    return [param.numel() for param in model.parameters()]
 
 
 @dataclass(frozen=True)
@@ -28,7 +39,7 @@ class Case:
 
     Attributes:
         optimizer: "AdamW", "SGD" (with momentum) or "LAMB".
-        tensors: a key of `TENSORS`.
+        tensors: a key of `TENSORS` or `NETS`.
         precision: of model weights and gradients; half weights have FP32 masters.
         does: "clip" (unscale, overflow check, clip, update, cast back), "noclip" (all but the
             clipping), "leave" (as "clip", but FP32 gradients stay scaled: ``unscale_grads=False``),
@@ -48,6 +59,12 @@ class Case:
         return "-".join(["quick"] * self.quick + parts + [self.does] * (self.does != "clip"))
 
     @property
+    def columns(self) -> dict[str, Any]:
+        """Of a row."""
+        what = {"optimizer": self.optimizer, "dtype": self.precision, "does": self.does}
+        return {"case": self.name, "params": self.params, **what}
+
+    @property
     def clip(self) -> bool:
         return self.does in ("clip", "leave")
 
@@ -65,7 +82,7 @@ class Case:
 
     @property
     def sizes(self) -> list[int]:
-        sizes = [math.prod(shape) for shape in TENSORS[self.tensors]]
+        sizes = TENSORS.get(self.tensors) or sizes_of(self.tensors)
         if self.quick:
             sizes = [max(1, size // 100) for size in sizes[: max(4, len(sizes) // 100)]]
         return sizes
@@ -124,7 +141,10 @@ def _cases(*lines: str) -> list[Case]:
 
 
 def cases(device: str, wide: bool = False) -> list[Case]:
-    """The cases of a device type, the most important first; `wide`: also what takes long."""
+    """The cases of a device type, the most important first; `wide`: also what takes long.
+
+    Without torchvision those of nets are left out.
+    """
     if device == "cpu":
         usual = _cases(
             "AdamW 64M clip bf16 fp16 fp32",
@@ -140,8 +160,6 @@ def cases(device: str, wide: bool = False) -> list[Case]:
             "AdamW resnet50 clip bf16 fp16 fp32",
             "AdamW vit-b clip bf16",
             "AdamW vit-b-groups clip bf16",
-            "AdamW gpt2-medium clip bf16",
-            "AdamW 2000x500 clip fp32",
         )
     else:
         usual = _cases(
@@ -149,7 +167,6 @@ def cases(device: str, wide: bool = False) -> list[Case]:
             "AdamW 2000x64K clip fp16 bf16",
             "AdamW resnet50 clip fp16 bf16",
             "AdamW vit-b clip fp16 bf16",
-            "AdamW gpt2-medium clip fp16 bf16",
             "SGD 1B clip fp16 bf16",
             "AdamW vit-b-groups clip fp16",
             "AdamW 1B noclip fp16",
@@ -163,8 +180,8 @@ def cases(device: str, wide: bool = False) -> list[Case]:
             "AdamW resnet50 noclip fp16 bf16",
             "AdamW resnet50 clip fp32",
             "AdamW vit-b clip fp32",
-            "AdamW gpt2-medium clip fp32",
             "AdamW 2000x64K clip fp32",
             "SGD resnet50 clip fp16 bf16",
         )
-    return usual + more if wide else usual
+    found = usual + more if wide else usual
+    return [case for case in found if case.tensors in TENSORS or find_spec("torchvision")]
