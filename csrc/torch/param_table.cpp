@@ -353,6 +353,7 @@ void ParamTable::inspect(const at::Tensor& scale, const Inspection& inspection) 
 
 std::vector<int64_t> ParamTable::collect(const std::optional<at::Tensor>& scale, bool unscales,
                                          bool unscales_half) {
+  is_collected_ = false;
   lend_shards();
   const at::Tensor none;
   bool any_pending = false;
