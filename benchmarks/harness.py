@@ -23,7 +23,8 @@ from typing import Any
 import torch
 
 import ampfuse
-from ampfuse import _core, env
+from ampfuse import _core
+from ampfuse.hardware import cpu_model
 from ampfuse.measuring import instant, milliseconds, wait_for
 
 RESULTS = Path(__file__).with_name("results")
@@ -238,7 +239,7 @@ def hardware(device: torch.device) -> str:
     """What the device calls itself."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{' '.join(env.cpu_model().split())}, {os.cpu_count()} cores"
+    return f"{' '.join(cpu_model().split())}, {os.cpu_count()} cores"
 
 
 def _last_level_cache_bytes(device: torch.device) -> int:

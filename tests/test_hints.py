@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ampfuse import amp, env, optim
+from ampfuse import amp, hardware, optim
 from ampfuse.amp import hints
 from ampfuse.amp.hints import Machine, warn_if_bfloat16_is_emulated
 from ampfuse.amp.policy import make_policy
@@ -79,7 +79,7 @@ def test_what_a_cpu_has(monkeypatch):
         ({"avx512_fp16", "amx_bf16"}, (True, True)),
         (set(), (True, True)),  # not known
     ):
-        monkeypatch.setattr(env, "cpu_flags", lambda flags=flags: frozenset(flags))
+        monkeypatch.setattr(hardware, "cpu_flags", lambda flags=flags: frozenset(flags))
         assert hints.machine(CPU)[2:4] == known
 
 

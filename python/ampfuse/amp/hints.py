@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from ampfuse import env
+from ampfuse import hardware
 from ampfuse.amp.policy import Policy
 
 _log = logging.getLogger("ampfuse.amp")
@@ -41,9 +41,9 @@ class Machine(NamedTuple):
 def machine(device: torch.device) -> Machine:
     """What is known of `device`."""
     if device.type == "cpu":
-        flags = env.cpu_flags()  # empty where they are not known: then nothing is said
+        flags = hardware.cpu_flags()  # empty where they are not known: then nothing is said
         has_fp16 = not flags or not flags.isdisjoint(_FP16_ON_CPUS)
-        return Machine(env.cpu_model(), (0, 0), has_fp16, not flags or env.cpu_has_bf16())
+        return Machine(hardware.cpu_model(), (0, 0), has_fp16, not flags or hardware.cpu_has_bf16())
     if device.type != "cuda" or torch.version.hip is not None:
         return Machine(device.type)
     gpu = torch.cuda.get_device_properties(device)

@@ -441,8 +441,10 @@ def _warn_of_lost_eps(optimizers: list[Optimizer], policy: Policy) -> None:
         return
     for optimizer in optimizers:
         stepper = with_inner(optimizer)[-1]
-        for eps in {group.get("eps") for group in stepper.param_groups} - {None, 0}:
-            if not is_fused(stepper) and torch.tensor(eps).half() == 0:
+        for eps in {group.get("eps") for group in stepper.param_groups}:
+            # Adafactor has two, in a tuple.
+            lost = isinstance(eps, float) and eps > 0 and torch.tensor(eps).half() == 0
+            if lost and not is_fused(stepper):
                 warnings.warn(
                     f"eps={eps:g} of {type(stepper).__name__} is 0 in float16, in which its own "
                     f"step computes at {policy.opt_level}: where a gradient was always 0 it "

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampfuse import env
+from ampfuse import hardware
 from ampfuse.insight.diagnosis.kinds import HALVES, precision
 from ampfuse.insight.diagnosis.replay import (
     Input,
@@ -111,7 +111,7 @@ def _data(case: Case) -> Iterable[Advice]:
         how = "prepare batches in a torch.utils.data.DataLoader with num_workers, not in the loop"
         yield from case.advice(title, how, wait, "at most")
         return
-    cores, busy_ms = env.core_count(), loading.busy_s * 1e3 / case.steps
+    cores, busy_ms = hardware.core_count(), loading.busy_s * 1e3 / case.steps
     load_ms = loading.workers * case.step_ms or wait  # of one batch, in one process
     busy = min(1.0, busy_ms / max(load_ms, 1e-3))
     # Work of the CPU takes cores, from a training on the CPU too; waiting for files does not.
@@ -140,7 +140,7 @@ def _types_and_layouts(case: Case) -> Iterable[Advice]:
         "half": lambda op: _changed(op, to_dtype(half, op.kind)),
     }
     # Vectors gain so little by it that the estimate is noise; matrix units take whole tiles.
-    if case.device.type == "cuda" or "amx_bf16" in env.cpu_flags():
+    if case.device.type == "cuda" or "amx_bf16" in hardware.cpu_flags():
         variants["sizes"] = lambda op: (
             _changed(op, pad_to(multiple_for(op, case.device))) if op.name in _GEMMS else None
         )
@@ -180,7 +180,7 @@ def multiple_for(op: Operation, device: torch.device) -> int:
     size = op.inputs[0].dtype.itemsize
     if device.type == "cuda":
         return max(1, 16 // size)
-    return 64 // size if "amx_bf16" in env.cpu_flags() else 16
+    return 64 // size if "amx_bf16" in hardware.cpu_flags() else 16
 
 
 def misaligned(op: Operation, device: torch.device) -> list[int]:
