@@ -25,7 +25,6 @@ from torch.overrides import get_default_nowrap_functions
 
 from ampfuse.amp import trees
 from ampfuse.amp.autocast_rules import AUTOCAST
-from ampfuse.amp.cast_log import LogCastsFor
 from ampfuse.amp.cast_state import casts_are_disabled
 from ampfuse.amp.op_rules import OpRules, name_of
 from ampfuse.optim.masters import HALF_DTYPES
@@ -39,11 +38,9 @@ class HalfOutput(Tensor):
 
     Attributes:
         rules: of a subclass for models that follow rules of their own instead of autocast's.
-        logs_casts: of a subclass for models whose casts are logged.
     """
 
     rules: OpRules | None = None
-    logs_casts = False
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -52,8 +49,7 @@ class HalfOutput(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if casts_are_disabled() or name in _AUTOGRAD:
                 return func(*args, **kwargs)
-            with LogCastsFor(name) if cls.logs_casts else contextlib.nullcontext():
-                return cls._compute(name, func, args, kwargs)
+            return cls._compute(name, func, args, kwargs)
 
     @classmethod
     def _compute(cls, name: str, func: Any, args: Any, kwargs: Any) -> Any:
@@ -99,16 +95,16 @@ def wrap(value: Any, kind: type[HalfOutput] = HalfOutput) -> Any:
     return trees.replace(value, leaf)
 
 
-def half_output_class(rules: OpRules | None, logs_casts: bool) -> type[HalfOutput]:
+def half_output_class(rules: OpRules | None) -> type[HalfOutput]:
     """The class of outputs that follow `rules` outside the model too; None: AUTOCAST's."""
-    if torch.compiler.is_compiling() or (rules is None and not logs_casts):
+    if torch.compiler.is_compiling() or rules is None:
         return HalfOutput
-    return _class_of(rules, logs_casts)
+    return _class_of(rules)
 
 
 @functools.cache
-def _class_of(rules: OpRules | None, logs_casts: bool) -> type[HalfOutput]:
-    return type("HalfOutput", (HalfOutput,), {"rules": rules, "logs_casts": logs_casts})
+def _class_of(rules: OpRules) -> type[HalfOutput]:
+    return type("HalfOutput", (HalfOutput,), {"rules": rules})
 
 
 def unwrap(value: Any) -> Any:

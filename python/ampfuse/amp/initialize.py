@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ampfuse import half_ops
-from ampfuse.amp import no_sync, outsiders
+from ampfuse.amp import no_sync
 from ampfuse.amp import session as sessions
 from ampfuse.amp.casts import (
     Casts,
@@ -94,9 +94,8 @@ def initialize(
         num_losses: how many independent loss scalers to make, for ``scale_loss(..., loss_id=i)``.
         verbosity: 0 silent; 1 logs the policy (logger "ampfuse.amp", level INFO), what this machine
             is slow at (WARNING, once; see :mod:`ampfuse.amp.hints`) and the 1st, 10th, 100th ...
-            skipped step (WARNING, when the device has told); 2 logs each cast of O1 and
-            O4 too, and every skipped step, for which the host waits for the device once per
-            backward pass.
+            skipped step (WARNING, when the device has told); 2 logs every skipped step, for which
+            the host waits for the device once per backward pass.
         min_loss_scale, max_loss_scale: bounds of a dynamic scale. None as minimum means 2**-24,
             so that a persistent NaN cannot drive the scale to 0.
         patch_torch_functions_type: the type of autocast; only the level's own is accepted.
@@ -197,11 +196,10 @@ def set_up(models: Any, optimizers: Any, session: sessions.Session, *, allow_hal
             keep = bool(policy.keep_batchnorm_fp32)
             cast_model(eager_module(model), policy.weights_type, keep_batchnorm_fp32=keep)
             save_in_float32(eager_module(model))
-        install(model, Casts.of(policy, session.rules, log=session.logs_casts))
+        install(model, Casts.of(policy, session.rules))
     _upgrade(optimizer_list, session, names, sparse, exact)
     _warn_of_lost_eps(optimizer_list, policy)
     no_sync.watch()
-    outsiders.watch(_named_parameters(model_list), optimizer_list)
     sessions.set_models(session, map(eager_module, model_list))
     session.casts_cpu = any(p.is_cpu for _, p in _named_parameters(model_list))
     if session.casts_cpu:
