@@ -10,7 +10,6 @@ import itertools
 import logging
 import os
 import warnings
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ampfuse import half_ops
+from ampfuse import half_ops, plugs
 from ampfuse.amp import no_sync
 from ampfuse.amp import session as sessions
 from ampfuse.amp.casts import (
@@ -32,8 +31,6 @@ from ampfuse.amp.casts import (
     save_in_float32,
 )
 from ampfuse.amp.function_casts import install_registered
-from ampfuse.amp.half_range import warn_of_range
-from ampfuse.amp.hints import give_hints
 from ampfuse.amp.policy import Policy, make_policy, parse_switch
 from ampfuse.amp.scaler import LossScaler
 from ampfuse.optim import upgrade
@@ -93,7 +90,7 @@ def initialize(
             give FP32, O1 and O4 what autocast gives (see :mod:`ampfuse.amp.half_output`).
         num_losses: how many independent loss scalers to make, for ``scale_loss(..., loss_id=i)``.
         verbosity: 0 silent; 1 logs the policy (logger "ampfuse.amp", level INFO), what this machine
-            is slow at (WARNING, once; see :mod:`ampfuse.amp.hints`) and the 1st, 10th, 100th ...
+            is slow at (WARNING, once; :mod:`ampfuse.insight.hints`) and the 1st, 10th, 100th ...
             skipped step (WARNING, when the device has told); 2 logs every skipped step, for which
             the host waits for the device once per backward pass.
         min_loss_scale, max_loss_scale: bounds of a dynamic scale. None as minimum means 2**-24,
@@ -178,14 +175,10 @@ def set_up(models: Any, optimizers: Any, session: sessions.Session, *, allow_hal
     sparse = _with_sparse_gradients(model_list)
     _check_models(model_list, policy, allow_half)
     _check_optimizers(optimizer_list, policy, names, sparse)
-    _warn_of_strangers(model_list, optimizer_list)
-
     if verbosity >= 1:
         _log.info("%s", policy)
-        give_hints(policy, {p.device for _, p in _named_parameters(model_list)})
+    plugs.at("initialize.hints")(model_list, optimizer_list, policy, verbosity)
 
-    for model in model_list:
-        warn_of_range(model, policy)
     exact = {}
     if policy.master_weights and not _trains_with_others():
         exact = _float32_values(optimizer_list, policy)
@@ -406,31 +399,6 @@ def _check_optimizers(
                     "model (model.float()), or keep this parameter in an optimizer of its own "
                     "that does not go through amp.initialize."
                 )
-
-
-def _warn_of_strangers(models: list[nn.Module], optimizers: list[Optimizer]) -> None:
-    """Warn of an optimizer that was most likely made for another copy of a model.
-
-    It holds none of the models' parameters, and either no optimizer does, or it holds parameters of
-    the same shapes. Others may be of a loss with parameters of its own.
-    """
-    own = [list(eager_module(model).parameters()) for model in models]
-    known = {id(parameter) for listed in own for parameter in listed}
-    held = [[p for one in with_inner(each) for p in parameters(one)] for each in optimizers]
-    strangers = [known.isdisjoint(map(id, params)) for params in held]
-    if not any(parameter.requires_grad for listed in own for parameter in listed):
-        return
-    shapes = [Counter(parameter.shape for parameter in listed) for listed in own]
-    for optimizer, params, is_stranger in zip(optimizers, held, strangers, strict=True):
-        alike = Counter(parameter.shape for parameter in parameters(optimizer)) in shapes
-        if params and is_stranger and (all(strangers) or alike):
-            warnings.warn(
-                f"{type(optimizer).__name__} holds no parameter of the model(s) given to "
-                "amp.initialize, so it does not train them. Was it made from another copy, before "
-                "a copy.deepcopy, a wrapper such as fully_shard, or a change that replaced the "
-                "parameters? Make it from model.parameters() just before amp.initialize.",
-                stacklevel=4,
-            )
 
 
 def _warn_of_lost_eps(optimizers: list[Optimizer], policy: Policy) -> None:

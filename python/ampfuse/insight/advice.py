@@ -14,11 +14,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ampfuse.amp.casts import eager_module, is_installed
-from ampfuse.amp.hints import machine
 from ampfuse.amp.policy import LEVELS as POLICIES
 from ampfuse.amp.session import enabled_of
 from ampfuse.devices import device_name
 from ampfuse.insight import trials
+from ampfuse.insight.hints import machine
 from ampfuse.insight.trials import LossFunction, Task, Trial
 from ampfuse.insight.words import aligned
 

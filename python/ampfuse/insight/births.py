@@ -26,8 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampfuse.amp import trees
 from ampfuse.amp.casts import eager_module
-from ampfuse.amp.half_range import was_too_large
 from ampfuse.insight.explanation import Explanation
+from ampfuse.insight.half_range import was_too_large
 from ampfuse.optim.masters import gradient_as_it_is
 
 _TORCH = os.path.dirname(torch.__file__)

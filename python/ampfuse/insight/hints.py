@@ -1,6 +1,6 @@
-"""What ``amp.initialize`` says before it hurts: what this machine is slow at.
+"""What ``amp.initialize`` says before it hurts: what does not fit, what this machine is slow at.
 
-Each fact is told once in a process; ``verbosity=0`` is silent.
+The latter is told once in a process, and not with ``verbosity=0``.
 """
 
 from __future__ import annotations
@@ -8,13 +8,19 @@ from __future__ import annotations
 import functools
 import logging
 import warnings
+from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
 from ampfuse import hardware
+from ampfuse.amp.casts import eager_module
 from ampfuse.amp.policy import Policy
+from ampfuse.insight.half_range import warn_of_range
+from ampfuse.optim.inner import parameters, with_inner
 
 _log = logging.getLogger("ampfuse.amp")
 
@@ -51,7 +57,20 @@ def machine(device: torch.device) -> Machine:
     return Machine(gpu.name, (gpu.major, gpu.minor), has_bf16=gpu.major >= 8, uses_tf32=tf32)
 
 
-def give_hints(policy: Policy, devices: Iterable[torch.device]) -> None:
+def give_hints(
+    models: list[nn.Module], optimizers: list[Optimizer], policy: Policy, verbosity: int
+) -> None:
+    """What :func:`ampfuse.amp.initialize` calls before it changes anything."""
+    if optimizers:
+        _warn_of_strangers(models, optimizers)
+    for model in models:
+        warn_of_range(model, policy)
+    if verbosity >= 1:
+        devices = {p.device for model in models for p in eager_module(model).parameters()}
+        say_what_is_slow(policy, devices)
+
+
+def say_what_is_slow(policy: Policy, devices: Iterable[torch.device]) -> None:
     """Say, once, what is slow at this level on `devices`."""
     uses_fp16 = torch.float16 in (policy.cast_model_type, policy.autocast_type)
     for device in devices:
@@ -66,7 +85,7 @@ def give_hints(policy: Policy, devices: Iterable[torch.device]) -> None:
                 f"rounds. That saves memory and costs time; for speed use {use} on this CPU."
             )
         elif lacks:
-            warn_if_bfloat16_is_emulated(device)
+            _warn_of_emulation(of)
         # O2, O3 and O5 have next to no FP32 products.
         elif not (policy.model_is_low_precision or of.uses_tf32 or of.capability < (8, 0)):
             which = "what autocast leaves of them" if policy.autocast_type else "all of them"
@@ -77,23 +96,41 @@ def give_hints(policy: Policy, devices: Iterable[torch.device]) -> None:
             )
 
 
-def warn_if_bfloat16_is_emulated(device: torch.device) -> None:
-    """Warn, once per GPU, if `device` has no BF16 arithmetic (before sm_80: T4, V100, P100)."""
-    if device.type == "cuda":
-        _check_bfloat16(device)
-
-
 @functools.cache
-def _check_bfloat16(device: torch.device) -> None:
-    of = machine(device)
-    if not of.has_bf16:
-        warnings.warn(
-            f"{of.name} (sm_{of.capability[0]}{of.capability[1]}) has no BF16 arithmetic: torch "
-            "emulates it, slowly. On this GPU use O1 or O2 (FP16) for speed.",
-            stacklevel=5,
-        )
+def _warn_of_emulation(gpu: Machine) -> None:
+    """Before sm_80: T4, V100, P100."""
+    warnings.warn(
+        f"{gpu.name} (sm_{gpu.capability[0]}{gpu.capability[1]}) has no BF16 arithmetic: torch "
+        "emulates it, slowly. On this GPU use O1 or O2 (FP16) for speed.",
+        stacklevel=6,
+    )
 
 
 @functools.cache
 def _say(message: str) -> None:
     _log.warning("%s", message)
+
+
+def _warn_of_strangers(models: list[nn.Module], optimizers: list[Optimizer]) -> None:
+    """Warn of an optimizer that was most likely made for another copy of a model.
+
+    It holds none of the models' parameters, and either no optimizer does, or it holds parameters of
+    the same shapes. Others may be of a loss with parameters of its own.
+    """
+    own = [list(eager_module(model).parameters()) for model in models]
+    known = {id(parameter) for listed in own for parameter in listed}
+    held = [[p for one in with_inner(each) for p in parameters(one)] for each in optimizers]
+    strangers = [known.isdisjoint(map(id, params)) for params in held]
+    if not any(parameter.requires_grad for listed in own for parameter in listed):
+        return
+    shapes = [Counter(parameter.shape for parameter in listed) for listed in own]
+    for optimizer, params, is_stranger in zip(optimizers, held, strangers, strict=True):
+        alike = Counter(parameter.shape for parameter in parameters(optimizer)) in shapes
+        if params and is_stranger and (all(strangers) or alike):
+            warnings.warn(
+                f"{type(optimizer).__name__} holds no parameter of the model(s) given to "
+                "amp.initialize, so it does not train them. Was it made from another copy, before "
+                "a copy.deepcopy, a wrapper such as fully_shard, or a change that replaced the "
+                "parameters? Make it from model.parameters() just before amp.initialize.",
+                stacklevel=5,
+            )
