@@ -40,7 +40,7 @@ class HalfOutput(Tensor):
         rules: of a subclass for models that follow rules of their own instead of autocast's.
     """
 
-    rules: OpRules | None = None
+    rules: OpRules = AUTOCAST
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -49,27 +49,17 @@ class HalfOutput(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if casts_are_disabled() or name in _AUTOGRAD:
                 return func(*args, **kwargs)
-            return cls._compute(name, func, args, kwargs)
-
-    @classmethod
-    def _compute(cls, name: str, func: Any, args: Any, kwargs: Any) -> Any:
-        if cls.rules is not None:
-            dtype = next(t.dtype for t in trees.tensors((args, kwargs)) if isinstance(t, cls))
-            args, kwargs = cls.rules.apply(name, dtype, args, kwargs)
-        elif name in AUTOCAST.float32:
-            args = trees.replace(args, _to_float32)
-            kwargs = {
-                key: value if key == "out" else trees.replace(value, _to_float32)
-                for key, value in kwargs.items()
-            }
-            return func(*args, **kwargs)
-        with _autocast_if_mixed(args, kwargs):
-            if is_dynamo_compiling():  # it follows torch's Python code only on plain tensors
-                args, kwargs = unwrap(args), unwrap(kwargs)
-            result = func(*args, **kwargs)
-        if func in get_default_nowrap_functions() or name in _PLAIN:
-            return result
-        return wrap(result, cls)
+            for tensor in trees.tensors((args, kwargs)):
+                if isinstance(tensor, cls):
+                    args, kwargs = cls.rules.apply(name, tensor.dtype, args, kwargs)
+                    break
+            with _autocast_if_mixed(args, kwargs):
+                if is_dynamo_compiling():  # it follows torch's Python code only on plain tensors
+                    args, kwargs = unwrap(args), unwrap(kwargs)
+                result = func(*args, **kwargs)
+            if func in get_default_nowrap_functions() or name in _PLAIN:
+                return result
+            return wrap(result, cls)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return copy.deepcopy(_plain(self), memo)
@@ -119,17 +109,8 @@ def _plain(item: Any) -> Any:
     return item
 
 
-def _to_float32(item: Any) -> Any:
-    if isinstance(item, Tensor) and item.dtype in HALF_DTYPES:
-        return item.float()
-    return item
-
-
 def _autocast_if_mixed(args: Any, kwargs: Any) -> contextlib.AbstractContextManager[Any]:
-    """Autocast, if a half output meets FP32 tensors, as in a layer applied outside the model.
-
-    Autocast then does what it would have done inside: casts for a product, promotes for ``cat``.
-    """
+    """Autocast, if a half output still meets FP32 tensors: a layer of several operations."""
     half = None
     mixed = False
     for tensor in trees.tensors((args, kwargs)):
