@@ -17,8 +17,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy as cross_entropy_imported_by_name
 from torch.nn.utils.rnn import pack_sequence
 
-from ampfuse import amp
-from ampfuse.amp import op_casts, trees
+from ampfuse import amp, trees
+from ampfuse.amp import op_casts
 from ampfuse.amp.half_output import HalfOutput
 
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64

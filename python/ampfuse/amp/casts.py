@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ampfuse import _core
-from ampfuse.amp import cast_state, copies, op_casts, trees, weight_cache
+from ampfuse import _core, trees
+from ampfuse.amp import cast_state, copies, op_casts, weight_cache
 from ampfuse.amp.cast_state import casts_are_disabled
 from ampfuse.amp.half_output import half_output_class, unwrap, wrap
 from ampfuse.amp.op_rules import AS_WRITTEN, OpRules, Scope

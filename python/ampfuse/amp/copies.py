@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ampfuse.amp import trees
+from ampfuse import trees
 from ampfuse.optim.masters import HALF_DTYPES, ModelParameter
 
 # The FP32 values, by name, of each part of a copied model.

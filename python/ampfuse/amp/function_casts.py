@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from ampfuse import trees
 from ampfuse.amp import session as sessions
-from ampfuse.amp import trees
 from ampfuse.amp.cast_state import active_dtype, disable_casts, in_a_region
 from ampfuse.amp.half_output import half_output_class, unwrap, wrap
 from ampfuse.amp.op_rules import to_dtype, widest_dtype

@@ -84,7 +84,7 @@ class GradScaler(torch.amp.GradScaler):
         self._init_hysteresis_tracker = self._hysteresis
         self._hysteresis_tracker: Tensor | None = None
         if self._enabled:
-            self._rule.check(init_scale)
+            self._rule.check(init_scale, "min_scale", "max_scale")
 
     @property
     def _rule(self) -> ScaleRule:
@@ -244,7 +244,7 @@ class GradScaler(torch.amp.GradScaler):
             check("_growth_tracker", state_dict["_growth_tracker"], COUNT)
             check("_hysteresis_tracker", state_dict.get("_hysteresis_tracker", 0), COUNT)
             rule = {name: state_dict[name] for name in _RULE}
-            self._rule._replace(**rule).check(state_dict["scale"])
+            self._rule._replace(**rule).check(state_dict["scale"], "min_scale", "max_scale")
         super().load_state_dict(state_dict)
         if self._enabled:
             left = int(state_dict.get("_hysteresis_tracker", self._hysteresis))

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import get_default_nowrap_functions
 
-from ampfuse.amp import trees
+from ampfuse import trees
 from ampfuse.amp.autocast_rules import AUTOCAST
 from ampfuse.amp.cast_state import casts_are_disabled
 from ampfuse.amp.op_rules import OpRules, name_of

@@ -34,7 +34,6 @@ from ampfuse.amp.function_casts import install_registered
 from ampfuse.amp.policy import Policy, make_policy, parse_switch
 from ampfuse.amp.scaler import LossScaler
 from ampfuse.optim import upgrade
-from ampfuse.optim.fused import is_fused
 from ampfuse.optim.inner import parameters, with_inner
 from ampfuse.optim.masters import FLOAT_DTYPES, HALF_DTYPES
 from ampfuse.optim.shards import is_sharded
@@ -166,11 +165,8 @@ def set_up(models: Any, optimizers: Any, session: sessions.Session, *, allow_hal
     policy, verbosity = session.policy, session.verbosity
     assert policy is not None
     model_list = _as_list(models, nn.Module, "models", "a torch.nn.Module")
-    optimizer_list = (
-        []
-        if optimizers is None
-        else _as_list(optimizers, Optimizer, "optimizers", "a torch.optim.Optimizer")
-    )
+    listed = [] if optimizers is None else optimizers
+    optimizer_list = _as_list(listed, Optimizer, "optimizers", "a torch.optim.Optimizer")
     names = {id(parameter): name for name, parameter in _named_parameters(model_list)}
     sparse = _with_sparse_gradients(model_list)
     _check_models(model_list, policy, allow_half)
@@ -191,7 +187,6 @@ def set_up(models: Any, optimizers: Any, session: sessions.Session, *, allow_hal
             save_in_float32(eager_module(model))
         install(model, Casts.of(policy, session.rules))
     _upgrade(optimizer_list, session, names, sparse, exact)
-    _warn_of_lost_eps(optimizer_list, policy)
     no_sync.watch()
     sessions.set_models(session, map(eager_module, model_list))
     session.casts_cpu = any(p.is_cpu for _, p in _named_parameters(model_list))
@@ -214,8 +209,9 @@ def _fuse(model: nn.Module, verbosity: int) -> None:
 def turn_off(models: Any, optimizers: Any, session: sessions.Session) -> Any:
     """What :func:`initialize` does for ``enabled=False``."""
     sessions.set_latest(session)
-    for optimizer in _optimizers_in(optimizers):
-        optimizer._amp_session = session  # type: ignore[attr-defined]
+    for item in optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]:
+        if isinstance(item, Optimizer):  # the argument was not checked
+            item._amp_session = session  # type: ignore[attr-defined]
     return models if optimizers is None else (models, optimizers)
 
 
@@ -261,12 +257,6 @@ def _as_list(value: Any, kind: type, name: str, article: str) -> list[Any]:
     return list(items)
 
 
-def _optimizers_in(value: Any) -> list[Optimizer]:
-    """The optimizers in an argument that was not checked."""
-    items = value if isinstance(value, (list, tuple)) else [value]
-    return [item for item in items if isinstance(item, Optimizer)]
-
-
 def _named_parameters(models: list[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
     """Parameters with the names that messages use; ``models[1].`` in front if there are several."""
     for index, model in enumerate(models):
@@ -283,13 +273,6 @@ def _with_sparse_gradients(models: list[nn.Module]) -> set[int]:
         for module in modules
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
     }
-
-
-def _parameters_of(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
-    """The optimizer's parameters, each with its place, for those that no model has a name for."""
-    for g, group in enumerate(optimizer.param_groups):
-        for i, parameter in enumerate(group["params"]):
-            yield f"param_groups[{g}]['params'][{i}]", parameter
 
 
 def _check_models(models: list[nn.Module], policy: Policy, allow_half: bool) -> None:
@@ -375,7 +358,12 @@ def _check_optimizers(
                 "masters go along. So does the loss scale with amp.state_dict() before and "
                 "amp.load_state_dict() after."
             )
-        for place, parameter in _parameters_of(optimizer):
+        places = [
+            (f"param_groups[{g}]['params'][{i}]", parameter)
+            for g, group in enumerate(optimizer.param_groups)
+            for i, parameter in enumerate(group["params"])
+        ]
+        for place, parameter in places:
             if not isinstance(parameter, Tensor):
                 raise TypeError(
                     f"{place} of the {type(optimizer).__name__} is a {type(parameter).__name__}, "
@@ -398,24 +386,6 @@ def _check_optimizers(
                     "amp's optimizers take float32, float16 and bfloat16 parameters: cast the "
                     "model (model.float()), or keep this parameter in an optimizer of its own "
                     "that does not go through amp.initialize."
-                )
-
-
-def _warn_of_lost_eps(optimizers: list[Optimizer], policy: Policy) -> None:
-    """Warn of an optimizer that divides by zero where its `eps` keeps it from that."""
-    if policy.weights_type is not torch.float16 or policy.master_weights:
-        return
-    for optimizer in optimizers:
-        stepper = with_inner(optimizer)[-1]
-        for eps in {group.get("eps") for group in stepper.param_groups}:
-            # Adafactor has two, in a tuple.
-            lost = isinstance(eps, float) and eps > 0 and torch.tensor(eps).half() == 0
-            if lost and not is_fused(stepper):
-                warnings.warn(
-                    f"eps={eps:g} of {type(stepper).__name__} is 0 in float16, in which its own "
-                    f"step computes at {policy.opt_level}: where a gradient was always 0 it "
-                    "divides by 0. Use O2 or O5, whose masters are FP32, or an eps of 1e-4.",
-                    stacklevel=4,
                 )
 
 

@@ -23,7 +23,8 @@ from torch._C import DisableTorchFunctionSubclass
 from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.nn.modules import rnn
 
-from ampfuse.amp import cast_state, trees
+from ampfuse import trees
+from ampfuse.amp import cast_state
 from ampfuse.amp.half_output import HalfOutput
 from ampfuse.amp.op_rules import RNN_LAYERS, Arguments, OpRules, Rule
 

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampfuse.amp import trees, weight_cache
+from ampfuse import trees
+from ampfuse.amp import weight_cache
 
 # Autocast casts and flattens the weights of cuDNN's recurrent layers itself. On the CPU it leaves
 # these layers alone.

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampfuse.amp import trees
+from ampfuse import trees
 from ampfuse.amp.casts import eager_module
 from ampfuse.insight.explanation import Explanation
 from ampfuse.insight.half_range import was_too_large
