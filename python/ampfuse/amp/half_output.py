@@ -26,7 +26,7 @@ from torch.overrides import get_default_nowrap_functions
 from ampfuse import trees
 from ampfuse.amp.autocast_rules import AUTOCAST
 from ampfuse.amp.cast_state import casts_are_disabled
-from ampfuse.amp.op_rules import OpRules, name_of
+from ampfuse.amp.op_rules import RNN_LAYERS, OpRules, name_of
 from ampfuse.optim.masters import HALF_DTYPES
 
 
@@ -49,11 +49,13 @@ class HalfOutput(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if casts_are_disabled() or name in _AUTOGRAD:
                 return func(*args, **kwargs)
-            for tensor in trees.tensors((args, kwargs)):
-                if isinstance(tensor, cls):
-                    args, kwargs = cls.rules.apply(name, tensor.dtype, args, kwargs)
-                    break
-            with _autocast_if_mixed(args, kwargs):
+            rule = cls.rules.table.get(name)
+            if rule is not None:
+                half = next(t for t in trees.tensors((args, kwargs)) if isinstance(t, cls))
+                args, kwargs = rule(half.dtype, args, kwargs)
+            # Layers of several operations have no rule; of cuDNN's autocast casts the weights.
+            ruled = rule is not None and name not in RNN_LAYERS
+            with contextlib.nullcontext() if ruled else _autocast_if_mixed(args, kwargs):
                 if is_dynamo_compiling():  # it follows torch's Python code only on plain tensors
                     args, kwargs = unwrap(args), unwrap(kwargs)
                 result = func(*args, **kwargs)
