@@ -7,7 +7,6 @@ import pytest
 from ampfuse.cli import COMMANDS, main
 from programs import python
 
-
 IMPORTS_NONE = """
 import sys
 from ampfuse.cli import COMMANDS, main
