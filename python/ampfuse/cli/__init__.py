@@ -51,8 +51,4 @@ def main(argv: list[str] | None = None) -> int:
             own.description = command.__doc__
             command.add_arguments(own)
     args = parser.parse_args(argv)
-    try:
-        return status_of(command, command_parser, args)
-    except KeyboardInterrupt:
-        print("\nInterrupted; nothing was written.", file=sys.stderr)
-        return 130  # what a shell reports for a process that Ctrl-C ended
+    return status_of(command, command_parser, args)
