@@ -36,7 +36,9 @@ def tensors(draw, dtypes=DTYPES, shape=None):
     """Of any size, type, layout and device that a caller may come with."""
     shape = draw(shapes) if shape is None else shape
     dtype = draw(st.sampled_from(dtypes))
-    kind = draw(st.sampled_from(["plain"] * 12 + ["transposed", "gaps", "expanded", "meta", "sparse"]))
+    kind = draw(
+        st.sampled_from(["plain"] * 12 + ["transposed", "gaps", "expanded", "meta", "sparse"])
+    )
     if kind == "meta":
         return torch.zeros(shape, dtype=dtype, device="meta")
     if kind == "expanded":
@@ -90,7 +92,9 @@ class Table(RuleBasedStateMachine):
         if row is not None:
             self.leaves.append(param if model is None else model)
 
-    @rule(shape=shapes, kind=st.sampled_from(["alone", "half", "master", "split"]), bf16=st.booleans())
+    @rule(
+        shape=shapes, kind=st.sampled_from(["alone", "half", "master", "split"]), bf16=st.booleans()
+    )
     def add_row(self, shape, kind, bf16):
         half = torch.bfloat16 if bf16 else torch.float16
         leaf = torch.ones(shape, dtype=torch.float32 if kind == "alone" else half)
@@ -101,13 +105,23 @@ class Table(RuleBasedStateMachine):
             param = master[kind]() if with_master else leaf
         self._add(param, leaf if with_master else None, at_random=bf16)
 
-    @rule(param=tensors(), model=st.one_of(st.none(), tensors()), at_random=st.booleans(),
-          whole=st.one_of(st.none(), tensors()), origin=small)
+    @rule(
+        param=tensors(),
+        model=st.one_of(st.none(), tensors()),
+        at_random=st.booleans(),
+        whole=st.one_of(st.none(), tensors()),
+        origin=small,
+    )
     def add_any_row(self, param, model, at_random, whole, origin):
         self._add(param, model, at_random=at_random, whole=whole, origin=origin)
 
-    @rule(row=small, data=st.data(), compact=st.sampled_from(["fp32", "bf16", "8bit"]),
-          count=st.integers(0, 3), average=st.booleans())
+    @rule(
+        row=small,
+        data=st.data(),
+        compact=st.sampled_from(["fp32", "bf16", "8bit"]),
+        count=st.integers(0, 3),
+        average=st.booleans(),
+    )
     def set_states(self, row, data, compact, count, average):
         if not 0 <= row < len(self.leaves):
             return attempt(self.table.set_states, row, [])
@@ -119,15 +133,26 @@ class Table(RuleBasedStateMachine):
         mean = torch.zeros_like(like, dtype=torch.float32) if average else None
         attempt(self.table.set_states, row, states, scales, mean)
 
-    @rule(row=small, states=st.one_of(st.none(), st.lists(st.one_of(st.none(), tensors()), max_size=4)),
-          scales=lists, average=st.one_of(st.none(), tensors()))
+    @rule(
+        row=small,
+        states=st.one_of(st.none(), st.lists(st.one_of(st.none(), tensors()), max_size=4)),
+        scales=lists,
+        average=st.one_of(st.none(), tensors()),
+    )
     def set_any_states(self, row, states, scales, average):
         attempt(self.table.set_states, row, states, scales, average)
 
-    @rule(begin=small, end=small, lr=vectors,
-          values=st.dictionaries(st.sampled_from((*HYPER, *FLAGS)), numbers, max_size=4),
-          schedule=st.dictionaries(st.sampled_from(("lr", "beta1", "wrong")), tensors(
-              dtypes=(torch.float64, torch.float64, torch.float32)), max_size=2))
+    @rule(
+        begin=small,
+        end=small,
+        lr=vectors,
+        values=st.dictionaries(st.sampled_from((*HYPER, *FLAGS)), numbers, max_size=4),
+        schedule=st.dictionaries(
+            st.sampled_from(("lr", "beta1", "wrong")),
+            tensors(dtypes=(torch.float64, torch.float64, torch.float32)),
+            max_size=2,
+        ),
+    )
     def set_hyper(self, begin, end, lr, values, schedule):
         attempt(self.table.set_hyper, begin, end, lr, values, schedule)
 
@@ -168,8 +193,12 @@ class Table(RuleBasedStateMachine):
     def begin_backward(self):
         attempt(self.table.begin_backward)
 
-    @rule(scale=tensors(dtypes=(torch.float32,), shape=()), value=numbers, check=st.booleans(),
-          delayed=st.booleans())
+    @rule(
+        scale=tensors(dtypes=(torch.float32,), shape=()),
+        value=numbers,
+        check=st.booleans(),
+        delayed=st.booleans(),
+    )
     def whole_pass(self, scale, value, check, delayed):
         attempt(self.table.begin_backward)
         self.gradients(value)
@@ -190,10 +219,26 @@ class Table(RuleBasedStateMachine):
     def accumulated(self, row, make):
         attempt(self.table.accumulated, row, make)
 
-    @rule(name=st.sampled_from(
-        ["cancel_backward", "materialize", "finish_step", "mark_stepped", "accept_model_weights",
-         "publish_masters", "refresh_masters", "steps", "norm_averages", "fingerprint", "measure",
-         "has_models", "has_its_shards", "__len__"]))
+    @rule(
+        name=st.sampled_from(
+            [
+                "cancel_backward",
+                "materialize",
+                "finish_step",
+                "mark_stepped",
+                "accept_model_weights",
+                "publish_masters",
+                "refresh_masters",
+                "steps",
+                "norm_averages",
+                "fingerprint",
+                "measure",
+                "has_models",
+                "has_its_shards",
+                "__len__",
+            ]
+        )
+    )
     def plain_call(self, name):
         if name != "measure" or self.collected:
             attempt(getattr(self.table, name))
@@ -218,8 +263,15 @@ class Table(RuleBasedStateMachine):
         options = {"found_inf": found_inf, "max_norm": max_norm, "inspect": inspect}
         attempt(call, skip_nonfinite=skip, **options, **meter)
 
-    @rule(found_inf=vectors, max_norm=numbers, inspect=st.booleans(), skip=st.booleans(),
-          again=st.booleans(), wrong=st.one_of(st.none(), lists), meters=st.booleans())
+    @rule(
+        found_inf=vectors,
+        max_norm=numbers,
+        inspect=st.booleans(),
+        skip=st.booleans(),
+        again=st.booleans(),
+        wrong=st.one_of(st.none(), lists),
+        meters=st.booleans(),
+    )
     def update(self, found_inf, max_norm, inspect, skip, again, wrong, meters):
         if again or not self.collected:
             attempt(self.table.collect, None, unscales=False)
@@ -248,8 +300,16 @@ class Table(RuleBasedStateMachine):
 
     # --- functions on lists -------------------------------------------------------------------------
 
-    @rule(scale=vectors, growth=tensors(), hysteresis=tensors(), found=lists, shared=lists,
-          interval=small, allowed=small, dynamic=st.booleans())
+    @rule(
+        scale=vectors,
+        growth=tensors(),
+        hysteresis=tensors(),
+        found=lists,
+        shared=lists,
+        interval=small,
+        allowed=small,
+        dynamic=st.booleans(),
+    )
     def update_scale(self, scale, growth, hysteresis, found, shared, interval, allowed, dynamic):
         rule = (2.0, 0.5, interval, 1.0, 2.0**24, allowed)
         attempt(C.update_scale, scale, growth, hysteresis, found, *rule, shared, dynamic)
@@ -265,8 +325,16 @@ class Table(RuleBasedStateMachine):
         attempt(C.l2norm, x, same, found_inf, found_inf)
         attempt(C.layerwise, x, y, 0.1, found_inf, 0.0, factor, 0.0, same)
 
-    @rule(algorithm=st.sampled_from(ALGORITHMS), shape=shapes, rows=st.integers(0, 3), data=st.data(),
-          states=st.integers(0, 4), column=vectors, lr=vectors, found_inf=vectors)
+    @rule(
+        algorithm=st.sampled_from(ALGORITHMS),
+        shape=shapes,
+        rows=st.integers(0, 3),
+        data=st.data(),
+        states=st.integers(0, 4),
+        column=vectors,
+        lr=vectors,
+        found_inf=vectors,
+    )
     def step(self, algorithm, shape, rows, data, states, column, lr, found_inf):
         some = [torch.ones(shape) for _ in range(rows)]
         steps = data.draw(st.sampled_from([torch.zeros(rows), torch.zeros(1)]))

@@ -1,6 +1,7 @@
-"""Optimizers that train nothing are told of; so are wrong arguments."""
+"""Optimizers that amp was not given, or that train nothing, are told of; so are wrong arguments."""
 
 import copy
+import itertools
 import warnings
 
 import pytest
@@ -9,12 +10,87 @@ from torch import nn
 
 from ampfuse import amp, optim
 
+STEPS_ON = "SGD steps on gradients that are still multiplied by the loss scale"
+
 
 def messages_of(run):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run()
     return [str(warning.message) for warning in caught]
+
+
+class Net(nn.Module):
+    def __init__(self, sparse=True):
+        super().__init__()
+        self.items = nn.Embedding(30, 4, sparse=sparse)
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.head(self.items(x))
+
+
+class Training:
+    """Three steps with `inside` under amp and `outside` not, each named after what it trains."""
+
+    def __init__(self, level, inside, outside=(), between=None, **options):
+        torch.manual_seed(0)
+        self.model, self.loss = Net("items" in outside), nn.Linear(4, 4)
+        parts = {"items": self.model.items, "head": self.model.head, "loss": self.loss}
+        self.inside = [torch.optim.AdamW(parts[part].parameters()) for part in inside]
+        self.outside = [torch.optim.SGD(parts[part].parameters(), lr=0.1) for part in outside]
+        self.between = between
+        amp.initialize(self.model, self.inside, opt_level=level, verbosity=0, **options)
+
+    def __call__(self):
+        for _ in range(3):
+            loss = self.loss(self.model(torch.arange(30)).float()).square().mean()
+            with amp.scale_loss(loss, self.inside) as scaled:
+                scaled.backward()
+            if self.between is not None:
+                self.between(self)
+            for optimizer in self.inside + self.outside:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def clip(training):
+    nn.utils.clip_grad_norm_(training.model.parameters(), 1.0)
+
+
+WARNED = {
+    "sparse": (Training, ("O1", ["head", "loss"], ["items"]), "items.weight"),
+    "half weights": (Training, ("O2", ["head", "loss"], ["items"]), "items.weight"),
+    "dense": (Training, ("O1", ["items", "loss"], ["head"]), "head.weight"),
+    "clipped": (Training, ("O1", ["items", "loss"], ["head"], clip), "head.weight"),
+    "not of the model": (Training, ("O1", ["items", "head"], ["loss"]), r"of shape (4, 4)"),
+}
+
+
+@pytest.mark.parametrize("case", WARNED)
+def test_a_step_outside_of_amp_is_warned_of_once(case):
+    make, args, name = WARNED[case]
+    (message,) = messages_of(make(*args))
+    assert STEPS_ON in message
+    assert f"its parameter {name}." in message
+
+
+def test_a_static_scale_is_one_too():
+    (message,) = messages_of(Training("O5", ["head", "loss"], ["items"], loss_scale=8.0))
+    assert STEPS_ON in message
+
+
+def own_pass(training):
+    """What the scaled loss left is dropped before the outer optimizer's own backward pass."""
+    for optimizer in training.outside:
+        optimizer.zero_grad()
+    training.model(torch.arange(30)).float().square().mean().backward()
+
+
+def join(training):
+    """What no optimizer holds at first is given to one of amp's."""
+    if len(training.inside[0].param_groups) == 1:
+        training.inside[0].add_param_group({"params": list(training.model.items.parameters())})
 
 
 class Lookahead(torch.optim.Optimizer):
@@ -27,6 +103,31 @@ class Lookahead(torch.optim.Optimizer):
 
     def step(self, closure=None):
         return self.base.step(closure)
+
+
+class Wrapped(Training):
+    def __init__(self, level):
+        self.model, self.loss = Net(sparse=False), nn.Linear(4, 4)
+        parts = itertools.chain(self.model.parameters(), self.loss.parameters())
+        self.inside = [Lookahead(torch.optim.SGD(parts, lr=0.1))]
+        self.outside, self.between = [], None
+        amp.initialize(self.model, self.inside, opt_level=level, verbosity=0)
+
+
+QUIET = {
+    "nobody steps": (Training, ("O1", ["head"])),
+    "no scale": (Training, ("O4", ["head", "loss"], ["items"])),
+    "a pass of its own": (Training, ("O1", ["items", "loss"], ["head"], own_pass)),
+    "added later": (Training, ("O1", ["head"], [], join)),
+    "wrapped O1": (Wrapped, ("O1",)),
+    "wrapped O2": (Wrapped, ("O2",)),
+}
+
+
+@pytest.mark.parametrize("case", QUIET)
+def test_nothing_is_said_where_nothing_is_wrong(case):
+    make, args = QUIET[case]
+    assert messages_of(make(*args)) == []
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
@@ -104,7 +205,7 @@ WRONG = {
         r"\['params'\]\[0\] of the No.* is a str",
     ),
     "verbosity": ({"verbosity": "1"}, TypeError, "verbosity must be 0, 1 or 2, not '1'"),
-    "enabled": ({"enabled": "no"}, ValueError, "enabled is .no.; it has to be True or False"),
+    "enabled": ({"enabled": "no"}, AssertionError, "enabled must be True, False.*got 'no'"),
     **{
         name: ({name: "x"}, ValueError, f"{name} is 'x'; it has to be")
         for name in (
