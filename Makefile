@@ -74,6 +74,7 @@ lint: .venv/lint $(STAMPS)/ready
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy --python-executable $(PY)
+	PYTHONPATH=python .venv/bin/lint-imports
 	$(CXX_FILES) | xargs .venv/bin/clang-format --dry-run -Werror
 
 format: .venv/lint

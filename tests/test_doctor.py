@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import programs
-from ampfuse import env
+from ampfuse import hardware
 from ampfuse.__main__ import main
 from ampfuse.doctor import annotations, examine, kinds, replay, rules, session, trace
 from ampfuse.doctor.report import Report, Share
@@ -275,7 +275,7 @@ def test_a_cpu_that_is_slow_in_half(tmp_path):
 def test_matrix_units_of_cpus(monkeypatch):
     product = trace.Event("aten::mm", "cpu_op", 0, 1, types=["c10::BFloat16"] * 2)
     for flags, units in (({"avx512_bf16"}, "no matrix units"), ({"amx_bf16"}, "AMX")):
-        monkeypatch.setattr(env, "cpu_flags", lambda flags=flags: flags)
+        monkeypatch.setattr(hardware, "cpu_flags", lambda flags=flags: flags)
         assert kinds.units(product) == units
 
 
@@ -336,7 +336,7 @@ def case(**known):
     ],
 )
 def test_verdict_is_unsure_where_threads_wait_for_a_core(queued, workers, said, monkeypatch):
-    monkeypatch.setattr(env, "core_count", lambda: 2)
+    monkeypatch.setattr(hardware, "core_count", lambda: 2)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     report = Report(shares=[Share("data", "", 10.0, 1.0)], queued=queued)
     session.judge(report, case(loading=Loading(workers, pinned=False)))
@@ -365,7 +365,7 @@ CHEAPER = "cheaper transforms: 2 workers do not keep up on 2 cores"
 )
 def test_number_of_workers_has_a_reason(workers, busy, how, monkeypatch):
     """More than there are cores only where they wait."""
-    monkeypatch.setattr(env, "core_count", lambda: 2)
+    monkeypatch.setattr(hardware, "core_count", lambda: 2)
     loading_s = 0.1 * workers or 0.09
     loading = Loading(workers, pinned=False, wait_s=0.09, busy_s=busy * loading_s)
     (found,) = rules.find(case(ms={"data": 9.0}, loading=loading))

@@ -21,6 +21,8 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
+from ampfuse import plugs
+
 if TYPE_CHECKING:
     from ampfuse import amp, doctor, graphs, insight, nn, ops, optim
     from ampfuse.amp import GradScaler
@@ -56,19 +58,24 @@ __all__ = [
 # Loaded at first use: `import ampfuse` stays cheap next to `import torch`.
 _MODULES = frozenset({"amp", "doctor", "graphs", "insight", "nn", "ops", "optim"})
 
+# So is what is shown here and, by lower floors, of upper ones.
+plugs.plug_in(
+    {
+        "ampfuse.GradScaler": "ampfuse.amp:GradScaler",
+        "ampfuse.cpu_half_ops": "ampfuse.half_ops:cpu_half_ops",
+        "ampfuse.amp.advise": "ampfuse.doctor:advise",
+        "ampfuse.amp.explain_overflow": "ampfuse.insight:explain_overflow",
+        "ampfuse.amp.memory_report": "ampfuse.insight:memory_report",
+        "initialize.hints": "ampfuse.insight.hints:give_hints",
+        "optimizer.meter": "ampfuse.insight:Meter",
+    }
+)
+
 
 def __getattr__(name: str) -> object:
     if name in _MODULES:
         return importlib.import_module(f"ampfuse.{name}")
-    if name == "GradScaler":
-        from ampfuse.amp import GradScaler
-
-        return GradScaler
-    if name == "cpu_half_ops":
-        from ampfuse.half_ops import cpu_half_ops
-
-        return cpu_half_ops
-    raise AttributeError(f"module 'ampfuse' has no attribute {name!r}")
+    return plugs.at(f"ampfuse.{name}")
 
 
 def __dir__() -> list[str]:

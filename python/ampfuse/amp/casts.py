@@ -4,8 +4,7 @@ The model stays the user's object. Its class is exchanged for a subclass of that
 ``forward`` casts around the original one. A method that belongs to the class, unlike one attached
 to the instance, is right for every copy: ``copy.deepcopy`` (EMA, teacher models), pickle,
 ``DataParallel`` replicas and ``torch.compile`` all work, and so does calling ``forward`` directly.
-An object that only passes for a module has no class to exchange: its module gets the casts, and a
-``forward`` of its own, around the module's, too.
+An object that only passes for a module has no class to exchange: its module gets the casts.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import dataclasses
 import functools
 import itertools
 import sys
-import threading
 import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -23,9 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ampfuse import _core
-from ampfuse.amp import cast_state, copies, op_casts, trees, weight_cache
-from ampfuse.amp.cast_log import LogCasts
+from ampfuse import _core, trees
+from ampfuse.amp import cast_state, copies, op_casts, weight_cache
 from ampfuse.amp.cast_state import casts_are_disabled
 from ampfuse.amp.half_output import half_output_class, unwrap, wrap
 from ampfuse.amp.op_rules import AS_WRITTEN, OpRules, Scope
@@ -42,16 +39,14 @@ class Casts:
     autocast: torch.dtype | None = None
     outputs: torch.dtype | None = None
     rules: OpRules | None = None  # in addition to autocast's own
-    log: bool = False  # each cast of autocast and of the rules
-    behind_proxy: bool = False  # the module's calls in the forward of its proxy are covered by that
 
     @classmethod
-    def of(cls, policy: Policy, rules: OpRules | None = None, *, log: bool = False) -> Casts:
+    def of(cls, policy: Policy, rules: OpRules | None = None) -> Casts:
         """A model that casts its inputs gives FP32 outputs, unless the policy says otherwise."""
         inputs, outputs = policy.weights_type, policy.cast_model_outputs
         if inputs is not None and outputs is None:
             outputs = torch.float32
-        return cls(inputs, policy.autocast_type, outputs, rules, log)
+        return cls(inputs, policy.autocast_type, outputs, rules)
 
 
 def check_can_install(model: nn.Module) -> None:
@@ -82,14 +77,6 @@ def install(model: nn.Module, casts: Casts) -> None:
         if "forward" in module.__dict__:
             module.__dict__["_amp_inner_forward"] = module.__dict__.pop("forward")
         _exchange_class(module)
-    own: Any = getattr(model, "forward", None) if _is_proxy(model) else None
-    if callable(own) and own != module.forward:
-        casts = dataclasses.replace(casts, behind_proxy=True)
-        inner = own.inner if isinstance(own, _ProxyForward) else own
-        # Not by the proxy's own way, which may lead to the module. A class that takes no attribute
-        # of this name leaves the casts to the module.
-        with contextlib.suppress(AttributeError):
-            object.__setattr__(model, "forward", _ProxyForward(inner, casts, module))
     module.__dict__["_amp_casts"] = casts
 
 
@@ -127,29 +114,6 @@ def _is_proxy(model: nn.Module) -> bool:
     return not issubclass(type(model), nn.Module)
 
 
-class _Running(threading.local):
-    module: nn.Module | None = None  # behind the proxy whose forward this thread is in
-
-
-_running = _Running()
-
-
-@dataclasses.dataclass(eq=False)
-class _ProxyForward:
-    """The ``forward`` of a proxy, on the instance. Copies and pickles with it."""
-
-    inner: Callable[..., Any]
-    casts: Casts
-    module: nn.Module
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        outer, _running.module = _running.module, self.module
-        try:
-            return _cast_forward(self.casts, self.module, self.inner, args, kwargs)
-        finally:
-            _running.module = outer
-
-
 class AmpModule:
     """Mixed into a model's class by :func:`install`; ``isinstance`` tells who went through it."""
 
@@ -169,7 +133,6 @@ class AmpModule:
         if not isinstance(state_dict, Mapping):  # the class's own format
             return result
         for prefix, module in self.named_modules():  # type: ignore[attr-defined]
-            copies.forget(module)  # it may be where an average was built
             for name, own in _saved_tensors(module):
                 value = state_dict.get(f"{prefix}.{name}" if prefix else name)
                 copies.take_over(module, name, value, own)
@@ -215,8 +178,7 @@ def _amp_class(original: Any) -> Any:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         inner = self.__dict__.get("_amp_inner_forward") or super(amp_class, self).forward
         casts = self.__dict__.get("_amp_casts")
-        # None: made by `type(model)(...)`, not by initialize.
-        if casts is None or (casts.behind_proxy and _running.module is self):
+        if casts is None:  # made by `type(model)(...)`, not by initialize
             return inner(*args, **kwargs)
         return _cast_forward(casts, self, inner, args, kwargs)
 
@@ -262,7 +224,7 @@ def _cast_forward(
         return trees.cast(outputs, casts.outputs)
     if covered:
         return outputs
-    return wrap(outputs, half_output_class(casts.rules, casts.log))
+    return wrap(outputs, half_output_class(casts.rules))
 
 
 def _function_casts(casts: Casts, device_type: str) -> contextlib.AbstractContextManager[None]:
@@ -276,13 +238,13 @@ def _function_casts(casts: Casts, device_type: str) -> contextlib.AbstractContex
 
 @contextlib.contextmanager
 def _inside_forward(casts: Casts, on_cpu: bool) -> Iterator[None]:
-    scope = Scope(casts.autocast, casts_cpu=on_cpu, logs=casts.log)
+    scope = Scope(casts.autocast, casts_cpu=on_cpu)
     if casts.rules is not None:
         op_casts.install(casts.rules)
         scope.table = casts.rules.table_under_autocast
     if cast_state.outside.table:
         cast_state.outside.casts_cpu = on_cpu
-    with cast_state.region(scope), LogCasts() if casts.log else contextlib.nullcontext():
+    with cast_state.region(scope):
         yield
 
 
@@ -369,14 +331,13 @@ def _state_dict_in_float32(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]
 ) -> None:
     """Replace the module's own half entries; its children have hooks of their own."""
-    copies.warn_if_written(module)
     for name, own in _saved_tensors(module):
         entry = state_dict.get(prefix + name)
         if not isinstance(entry, Tensor) or entry.dtype not in HALF_DTYPES:
             continue
         if entry is own:  # keep_vars=True asks for the parameter itself
             continue
-        state_dict[prefix + name] = copies.float32_entry(module, name, prefix + name, entry, own)
+        state_dict[prefix + name] = copies.float32_entry(module, name, entry, own)
 
 
 def _saved_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor | None]]:

@@ -2,7 +2,8 @@
 
 import sys
 
-from ampfuse.__main__ import main
+from ampfuse.command_line import run_alone
+from ampfuse.demo import cli
 
 if __name__ == "__main__":
-    sys.exit(main(["demo", *sys.argv[1:]]))
+    sys.exit(run_alone(cli, None, "python -m ampfuse.demo"))

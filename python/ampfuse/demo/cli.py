@@ -151,6 +151,6 @@ def _levels(text: str) -> tuple[str, ...]:
 
 def _default_width(device: torch.device) -> int:
     """Wide enough to show what half precision gains, where it does; else quick on any laptop."""
-    from ampfuse import env
+    from ampfuse import hardware
 
-    return 128 if device.type == "cuda" or env.cpu_has_bf16() else 64
+    return 128 if device.type == "cuda" or hardware.cpu_has_bf16() else 64

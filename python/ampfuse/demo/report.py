@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 import ampfuse
-from ampfuse import env
+from ampfuse import hardware
 from ampfuse.amp.policy import LEVELS
 from ampfuse.demo.data import Digits
 from ampfuse.demo.model import DigitsNet
@@ -91,7 +91,7 @@ def _notes(runs: Sequence[Run], settings: Settings) -> Iterator[str]:
     elif settings.device.type == "cpu":
         if levels & {"O1", "O2", "O3"}:
             yield "FP16 on a CPU shows what it does to training. What it gains takes a GPU to see."
-        if levels & {"O4", "O5"} and not env.cpu_has_bf16():
+        if levels & {"O4", "O5"} and not hardware.cpu_has_bf16():
             yield "This CPU announces no BF16 arithmetic: BF16 saves memory here, not time."
     if "O3" in levels:
         yield "O3 has no FP32 master weights: small updates round away, and it may learn worse."

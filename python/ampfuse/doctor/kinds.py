@@ -6,7 +6,7 @@ import re
 
 import torch
 
-from ampfuse import env
+from ampfuse import hardware
 from ampfuse.doctor.annotations import CLOSURE, STEP, WAIT
 from ampfuse.doctor.trace import DTYPES, Event
 
@@ -131,7 +131,7 @@ def units(event: Event) -> str:
     if event.category == "kernel":
         on = kind in HALVES | {"TF32", "FP8"} and _TENSOR_CORES.search(event.name)
         return "tensor cores" if on else "no tensor cores"
-    flags = env.cpu_flags()
+    flags = hardware.cpu_flags()
     if {"BF16": "amx_bf16", "FP16": "amx_fp16"}.get(kind, "none") in flags:
         return "AMX"
     return "no matrix units"

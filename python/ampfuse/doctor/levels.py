@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ampfuse.amp.casts import eager_module, is_installed
-from ampfuse.amp.hints import machine
+from ampfuse.insight.hints import machine
 from ampfuse.amp.policy import LEVELS as POLICIES
 from ampfuse.amp.session import enabled_of
 from ampfuse.devices import device_name

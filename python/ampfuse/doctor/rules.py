@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ampfuse import env
-from ampfuse.amp.hints import machine
+from ampfuse import hardware
+from ampfuse.insight.hints import machine
 from ampfuse.doctor.kinds import HALVES, precision
 from ampfuse.doctor.replay import (
     Input,
@@ -128,7 +128,7 @@ def _data(case: Case) -> Change:
     if loading is None:
         how = "prepare batches in a torch.utils.data.DataLoader with num_workers, not in the loop"
         return Change(what, how, _of("data"))
-    cores, busy_ms = env.core_count(), loading.busy_s * 1e3 / case.steps
+    cores, busy_ms = hardware.core_count(), loading.busy_s * 1e3 / case.steps
     rest, load_ms = case.step_ms - wait, loading.workers * case.step_ms or wait  # of one batch
     busy = min(1.0, busy_ms / max(load_ms, 1e-3))
     # Work of the CPU takes cores, from a training on the CPU too; waiting for files does not.
@@ -252,7 +252,7 @@ def multiple_for(op: Operation, device: torch.device) -> int:
     size = op.inputs[0].dtype.itemsize
     if device.type == "cuda":
         return max(1, 16 // size)
-    return 64 // size if "amx_bf16" in env.cpu_flags() else 16
+    return 64 // size if "amx_bf16" in hardware.cpu_flags() else 16
 
 
 def _changed(op: Operation, *changes: Callable[[Input], Input]) -> Operation | None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 import ampfuse
-from ampfuse import env
+from ampfuse import hardware
 from ampfuse.devices import device_name
 from ampfuse.doctor import replay, rules
 from ampfuse.doctor.annotations import STEP, WAIT
@@ -184,7 +184,7 @@ def judge(report: Report, case: Case) -> None:
     if not report.advice:
         report.sentence += ". Nothing known here pays: a faster machine would"
     if report.queued > _CROWDED:
-        cores, threads = env.core_count(), torch.get_num_threads()
+        cores, threads = hardware.core_count(), torch.get_num_threads()
         workers = case.loading.workers if case.loading else 0
         own = f" (or its own: {threads} threads and {workers} workers on {cores} cores)"
         report.sentence += f". Unsure, as other work is running{own * (threads + workers > cores)}"

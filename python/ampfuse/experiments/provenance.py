@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import ampfuse
-from ampfuse import env
+from ampfuse import hardware
 from ampfuse.devices import device_name
 from ampfuse.measuring import silent_stderr
 
@@ -39,9 +39,9 @@ def _device(device: torch.device) -> dict[str, Any]:
     return {
         "type": "cpu",
         "name": device_name(device),
-        "cores": env.core_count(),
+        "cores": hardware.core_count(),
         "threads": torch.get_num_threads(),
-        "bf16": env.cpu_has_bf16(),
+        "bf16": hardware.cpu_has_bf16(),
     }
 
 
@@ -55,7 +55,7 @@ def _environment() -> dict[str, Any]:
         "cudnn": torch.backends.cudnn.version() if torch.cuda.is_available() else None,
         "python": platform.python_version(),
         "os": platform.platform(),
-        "cpu": env.cpu_model(),
+        "cpu": hardware.cpu_model(),
         "git": _git_revision(),
     }
 

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ampfuse import env
+from ampfuse import hardware
 from ampfuse.experiments import legacy_flags
 from ampfuse.experiments.arms import check_device, has_tf32
 from ampfuse.experiments.config import ARMS, FLAGS, HALF_LEVELS, LEVELS, RunConfig, UsageError
@@ -112,7 +112,7 @@ def _config(
         settings["iterations"] = args.prof
     if args.workers is None and "workers" in settings:
         # More of them than cores slow it down.
-        settings["workers"] = min(settings["workers"], env.core_count())
+        settings["workers"] = min(settings["workers"], hardware.core_count())
     if args.workers and args.loader is None and data not in _MADE_UP:
         settings["loader"] = "workers"
     if args.deterministic:

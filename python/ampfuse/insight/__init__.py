@@ -9,7 +9,6 @@ Where the time goes, and which level to train at: :mod:`ampfuse.doctor`.
 
 from __future__ import annotations
 
-import ampfuse.amp  # noqa: F401  # first, as it exports from here
 from ampfuse.insight.explanation import Explanation
 from ampfuse.insight.findings import Finding
 from ampfuse.insight.memory import MemoryReport, memory_report

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
-from ampfuse import _core
-from ampfuse.amp import trees
+from ampfuse import _core, trees
 from ampfuse.amp.casts import eager_module, is_affine_batch_norm
 from ampfuse.insight import charts
 from ampfuse.insight.inputs import LossFunction, check_owned, check_types, same_random_numbers

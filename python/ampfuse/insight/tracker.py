@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampfuse.amp import trees
+from ampfuse import trees
 from ampfuse.amp.casts import eager_module
-from ampfuse.amp.half_range import was_too_large
 from ampfuse.insight.explanation import Explanation
+from ampfuse.insight.half_range import was_too_large
 from ampfuse.optim.masters import gradient_as_it_is
 
 _TORCH = os.path.dirname(torch.__file__)

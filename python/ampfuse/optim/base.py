@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ampfuse import plugs
 from ampfuse.optim import left_scaled
 from ampfuse.optim.checkpoints import Checkpoints
 from ampfuse.optim.gradients import Gradients
@@ -113,9 +114,7 @@ class AmpOptimizer(Gradients, Checkpoints):
     def meter(self) -> Meter:
         """Counts what half precision does to each tensor, once it is called; see :class:`Meter`."""
         if self._meter is None:
-            from ampfuse.insight.meter import Meter
-
-            self._meter = Meter(self)
+            self._meter = plugs.at("optimizer.meter")(self)
         return self._meter
 
     def clip_next_step(self, max_norm: float) -> Tensor:

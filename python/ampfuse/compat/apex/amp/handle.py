@@ -102,7 +102,7 @@ class AmpHandle(NoOpHandle):
         sessions.follow_latest()
         policy = self._session.policy
         assert policy is not None
-        casts = Casts.of(policy, self._session.rules, log=self._session.logs_casts)
+        casts = Casts.of(policy, self._session.rules)
         if not active:
             casts = Casts(inputs=casts.inputs, outputs=casts.outputs)
         for reference in self._models:

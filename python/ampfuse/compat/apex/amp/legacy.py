@@ -44,7 +44,7 @@ def init(
         enabled: False gives a handle that does nothing.
         loss_scale: ignored, as in apex: ``wrap_optimizer`` makes a scale per loss.
         enable_caching: cast a weight once per iteration.
-        verbose: log each cast (logger "ampfuse.amp", level INFO).
+        verbose: kept as ``handle.verbose``; no cast is logged.
         allow_banned: compute ``binary_cross_entropy`` on half inputs in FP32 instead of refusing.
         patch_type: float16, or bfloat16 as in ROCm/apex.
     """

@@ -32,7 +32,7 @@ def warn_of_range(model: nn.Module, policy: Policy) -> None:
             f"ends at {_LIMIT:g}: the cast of {policy.opt_level} makes inf of them.{more} Use O5 "
             "or O4, whose BF16 has FP32's range, or bring the values into range before "
             "amp.initialize.",
-            stacklevel=4,
+            stacklevel=5,
         )
 
 
