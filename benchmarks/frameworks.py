@@ -42,7 +42,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 import ampfuse.integrations.timm  # registers its names
-from ampfuse.demo.data import load_digits
+from ampfuse.experiments.data import load_digits
 from ampfuse.integrations import accelerate, fabric
 from ampfuse.integrations.lightning import AmpFuse
 from ampfuse.integrations.transformers import AmpFuseTrainer

@@ -27,8 +27,9 @@ import torch
 from harness import RESULTS, hardware, write
 
 import ampfuse
-from ampfuse.demo.data import load_digits
-from ampfuse.demo.train import Settings, train
+from ampfuse.experiments.demo import settings_of, train
+from ampfuse.experiments.run import Place
+from ampfuse.experiments.sweep import train_all
 
 _CSV = RESULTS / "fused_accuracy.csv"
 _CPU = torch.device("cpu")
@@ -59,12 +60,11 @@ class Row:
 
 def demo() -> Iterator[Row]:
     """The demo's own loop, with the option."""
-    digits = load_digits(_CPU)
     arms = [(level, 0) for level in _PLAIN] + [(level, 1) for level in _FUSED]
     for seed, (level, fused) in product(range(_SEEDS), arms):
-        settings = Settings(device=_CPU, seed=seed, fuse_batchnorm=bool(fused))
-        run = train(level, digits, settings)
-        yield _row("demo", level, fused, seed, run.test_accuracy)
+        settings = settings_of(level, 128, epochs=12, seed=seed, fuse_batchnorm=bool(fused))
+        (result,) = train_all([settings], Place(_CPU, quiet=True), train)
+        yield _row("demo", level, fused, seed, result["accuracy_pct"] / 100)
 
 
 def wide_resnet() -> Iterator[Row]:

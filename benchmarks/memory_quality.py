@@ -36,7 +36,7 @@ from harness import RESULTS, hardware
 from torch import Tensor, nn
 
 import ampfuse
-from ampfuse.demo.data import load_digits
+from ampfuse.experiments.data import load_digits
 from ampfuse.experiments import models, schedule
 from ampfuse.optim import SGD, AdamW
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import sys
 
@@ -14,27 +15,28 @@ def main(argv: list[str] | None = None) -> int:
     # Imported here and kept light: --help must not wait for torch, and `env` must run without it.
     from ampfuse import advise, doctor, memory
     from ampfuse.command_line import OneLineParser, status_of
-    from ampfuse.demo import cli as demo
-    from ampfuse.experiments import make_plot, make_table
-    from ampfuse.experiments.recipes import TRAINERS
-    from ampfuse.experiments.trainers import main as train
+    from ampfuse.experiments import SCRIPTS, make_plot, make_table
 
     argv = sys.argv[1:] if argv is None else argv
-    if argv[:1] == ["train"] and argv[1:2] and argv[1] in TRAINERS:
-        return train(argv[1], argv[2:], prog=f"ampfuse train {argv[1]}")
+    if argv[:1] == ["train"] and argv[1:2] and argv[1] in SCRIPTS:
+        script = importlib.import_module(f"ampfuse.experiments.{argv[1]}")
+        return script.main(argv[2:], prog=f"ampfuse train {argv[1]}")
 
     parser = OneLineParser(prog="ampfuse", description="Mixed-precision training for PyTorch.")
     parser.add_argument("--version", action="version", version=f"ampfuse {ampfuse.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
 
     actions = {
-        "demo": demo,
         "doctor": doctor,
         "advise": advise,
         "memory": memory,
         "make_plot": make_plot,
         "make_table": make_table,
     }
+    if argv[:1] == ["demo"]:
+        actions["demo"] = importlib.import_module("ampfuse.experiments.demo")
+    else:
+        commands.add_parser("demo", help="train a small network at every level and compare them")
     helps = {
         "demo": "train a small network at every level and compare them",
         "doctor": "say where the time of a training script goes, and what would pay",
@@ -59,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
         help="run an experiment: cifar, imagenet, mnist or mlp",
         description="Train at one or several levels and compare them: ampfuse train cifar --help",
     )
-    train_parser.add_argument("trainer", choices=tuple(TRAINERS))
+    train_parser.add_argument("trainer", choices=SCRIPTS)
 
     env_parser = commands.add_parser(
         "env",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from matplotlib.figure import Figure
 
-from ampfuse.experiments.plots.style import level_styles
+from ampfuse.experiments.figures import colors_of
 from ampfuse.insight.advice import Advice
 
 
@@ -16,7 +16,7 @@ def draw(advice: Advice) -> Figure:
     """
     rows = [row for row in advice.rows if row.failure is None]
     names = [row.level for row in rows]
-    styles = level_styles(names)
+    styles = [{"color": color} for color in colors_of(names).values()]
     figure = Figure(figsize=(10, 6), layout="constrained")
     panels = figure.subplot_mosaic([["time", "deviation"], ["loss", "loss"]])
     places = range(len(rows))

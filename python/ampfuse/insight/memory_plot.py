@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from matplotlib.figure import Figure
 
-from ampfuse.experiments.plots.style import finish, level_styles, make_panels
+from ampfuse.experiments.figures import colors_of, finish, make_panels
 from ampfuse.insight.memory import KINDS, MemoryReport, size
 
 
@@ -16,10 +16,10 @@ def draw(report: MemoryReport) -> Figure:
     unit, name = (1e9, "GB") if max(totals) > 5e8 else (1e6, "MB")
     figure, (axes,) = make_panels([None])
     bottoms = [0.0] * len(totals)
-    for kind, style in zip(KINDS, level_styles(KINDS), strict=True):
+    for kind, color in colors_of(KINDS).items():
         heights = [held[kind] / unit for held in report.held.values()]
         hatches = ["////" if (mode, kind) in report.expected else "" for mode in report.held]
-        look = {"color": style["color"], "edgecolor": "white", "hatch": hatches, "linewidth": 0.6}
+        look = {"color": color, "edgecolor": "white", "hatch": hatches, "linewidth": 0.6}
         if any(heights):
             axes.bar(places, heights, 0.7, bottoms, label=kind, **look)
         bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
