@@ -504,7 +504,7 @@ def test_speedup_is_the_ratio_of_times_per_iteration(folder):
         folder.add_repeats([8.0, 12.0], batch_size=batch)
         folder.add(batch_size=batch, arm="O2", method="FP16", time_s=batch / 32)
         folder.add(
-            **{"batch_size": batch, "arm": "O1", "method": "amp", "time_s": 2.0, **GRAPH},
+            **{"batch_size": batch, "arm": "O1", "method": "amp", "time_s": 4.0, **GRAPH},
         )
     figure = figures.speedup(rows_of(folder))
     bars = drawn_bars(figure.axes[0])
@@ -521,7 +521,7 @@ def test_speedup_has_one_yardstick_and_a_panel_per_gpu(folder):
         folder.add(gpu=gpu, arm="O0", method="O0", time_s=8.0)
         folder.add(gpu=gpu, arm="fp32", method="fp32", time_s=20.0, loop="original")
         folder.add(gpu=gpu, arm="O2", method="O2", time_s=5.0 if gpu == "A" else 2.5)
-        folder.add(gpu=gpu, arm="O3", method="O3", iterations=4, diverged=divergence(4))
+        folder.add(gpu=gpu, arm="O3", method="O3", diverged=divergence(4))
     figure = figures.speedup(rows_of(folder))
     assert [axes.get_title() for axes in figure.axes] == ["A", "B"]
     first, second = map(drawn_bars, figure.axes)
@@ -606,7 +606,7 @@ def test_loss_scale_and_overflows(folder):
     folder.add(arm="fp32", method="fp32", log=[interval(100, loss_scale=1.0)])
     figure = figures.loss_scale(rows_of(folder))
     (axes,) = figure.axes
-    scale, crosses, _ = axes.get_lines()
+    scale, crosses = axes.get_lines()
     assert list(scale.get_xdata()) == [0, 50, 100]
     assert list(scale.get_ydata()) == [65536, 65536, 16384]
     assert scale.get_drawstyle() == "steps-pre"  # a scale held from the last look to this one

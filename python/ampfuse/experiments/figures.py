@@ -208,12 +208,16 @@ def draw_bars(axes: Axes, cells: Mapping[tuple[Any, str], Stat | None], std: boo
         if heights := [stat.mean for stat in sound.values()]:
             look = {"label": name, "color": color, "capsize": 2}
             bars = axes.bar(list(sound), heights, width * 0.92, yerr=errors, **look)
-            axes.bar_label(bars, fmt="{:.3g}", padding=2.5, **letters)
+            axes.bar_label(bars, fmt=_brief, padding=2.5, **letters)
     room = int(75 / len(groups))  # letters
     axes.set_xticks(range(len(groups)), [textwrap.fill(str(group), room) for group in groups])
     axes.set_xlim(-0.5, len(groups) - 0.5)
     axes.grid(visible=False, axis="x")
     axes.margins(y=0.2)  # room for the numbers
+
+
+def _brief(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def title_of(rows: Sequence[Row]) -> str:

@@ -220,9 +220,8 @@ _FIGURES = (
 )
 
 
-_COLUMNS = (
-    "method|batch size|step, ms|images/s|memory, MB|loss last|accuracy, %|skipped|scale|outcome"
-)
+_COLUMNS = ("method", "batch size", "step, ms", "images/s", "memory, MB", "loss last")
+_COLUMNS += ("accuracy, %", "skipped", "scale", "outcome")
 
 
 def table(found: Sequence[Result]) -> str:
