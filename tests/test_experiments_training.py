@@ -36,7 +36,6 @@ from ampfuse.experiments.run import (
     suggestion,
 )
 from ampfuse.experiments.settings import ARMS, Settings
-from ampfuse.graphs import EAGER_CALLS
 from ampfuse.measuring import ProcessMemory
 
 CPU = torch.device("cpu")
@@ -403,31 +402,6 @@ def test_a_run_without_timed_steps():
     assert result["time_s"] is None
     assert sweep.line(result).startswith("wrn10_1 O2: loss ")
     assert "| O2" in sweep.table([result])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("arm", ARMS)
-@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-def test_captured_steps_train_like_eager_ones(arm, optimizer):
-    if arm == "tf32" and torch.cuda.get_device_capability() < (8, 0):
-        pytest.skip("this GPU has no TF32")
-    device = torch.device("cuda", 0)
-    runs = []
-    for graph in (False, True):
-        settings = dataclasses.replace(
-            BASE,
-            **{"experiment": "mnist", "model": "mnist_cnn", "data": "synthetic", "dropout": 0.0},
-            **{"arm": arm, "optimizer": optimizer, "lr": 1e-3, "image_size": 28, "iterations": 20},
-            **{"deterministic": True, "cudnn_benchmark": False, "graph": graph},
-            evaluate=False,
-        )
-        runs.append(Run(settings, open_data(settings, device), Place(device, quiet=True)))
-        mnist.train(runs[-1])
-    eager, graphed = runs
-    assert graphed.record.losses == pytest.approx(eager.record.losses, rel=1e-3)
-    assert graphed.record.skipped_steps == eager.record.skipped_steps
-    assert len(graphed.record.step_ms) == 20 - EAGER_CALLS - 1
-    assert 0 < graphed.result()["memory_mb"] < 8192
 
 
 def test_memory_of_a_run_is_its_own():
