@@ -118,6 +118,7 @@ class Row:
             last = max(self.runs, key=lambda run: run["finished"])
             diverged = sum(run["diverged"] is not None for run in self.runs)
             flat |= {**self.conditions, "memory_kind": last["memory_kind"], "diverged": diverged}
+            flat |= {"skipped_steps": last["skipped_steps"], "scale": last["loss_scale"]}
             flat["date"] = last["finished"]
         return flat
 
