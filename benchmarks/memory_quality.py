@@ -36,8 +36,8 @@ from harness import RESULTS, hardware
 from torch import Tensor, nn
 
 import ampfuse
-from ampfuse.experiments.data import load_digits
 from ampfuse.experiments import models, schedule
+from ampfuse.experiments.data import load_digits
 from ampfuse.optim import SGD, AdamW
 
 MODES: dict[str, dict[str, Any]] = {  # what each hands to the optimizer; the first is the reference

@@ -296,22 +296,17 @@ def test_without_shuffle_the_order_is_that_of_the_files(loader, counted):
 
 
 @pytest.mark.parametrize("loader", LOADERS[:2])
-def test_another_seed_without_opening_again(loader, counted):
-    data = counted(seed=1, **loader)
-    data.reseed(2)
-    assert numbers(data.train_batches(0)) == numbers(counted(seed=2).train_batches(0))
+def test_a_repeat_has_the_order_of_its_seed(loader, counted):
+    repeat, seed = counted(seed=1, repeat=1, **loader), counted(seed=2, **loader)
+    assert numbers(repeat.train_batches(0)) == numbers(seed.train_batches(0))
 
 
-def test_a_new_seed_keeps_synthetic_images_and_changes_their_augmentation(opened):
-    data = opened(synthetic_size=8, batch_size=8, augment=True, loader="workers", workers=0)
-
-    def sums():
-        return joined(data.train_batches(0))[0].sum(dim=(1, 2, 3)).sort().values
-
-    test, before = list(data.test_batches()), sums()
-    data.reseed(5)
-    assert same(test, data.test_batches())
-    assert not torch.equal(sums(), before)
+def test_a_repeat_keeps_synthetic_images_and_changes_their_augmentation(opened):
+    options = {"synthetic_size": 8, "batch_size": 8, "augment": True}
+    first, second = (opened(repeat=n, loader="workers", workers=0, **options) for n in (0, 5))
+    assert same(first.test_batches(), second.test_batches())
+    sums = [joined(d.train_batches(0))[0].sum(dim=(1, 2, 3)).sort().values for d in (first, second)]
+    assert not torch.equal(*sums)
 
 
 @pytest.mark.parametrize("loader", LOADERS)
@@ -424,15 +419,15 @@ def test_workers_augment_an_image_alike_however_many_they_are(opened):
 
 @pytest.mark.parametrize("loader", LOADERS[:2])
 def test_augmentation_differs_between_epochs_and_seeds(loader, opened):
-    def opened_():
-        return opened(synthetic_size=16, shuffle=False, augment=True, image_size=8, **loader)
+    def opened_(repeat=0):
+        options = {"synthetic_size": 16, "shuffle": False, "augment": True, "image_size": 8}
+        return opened(repeat=repeat, **options, **loader)
 
     data = opened_()
     before = list(data.train_batches(0))
     assert same(before, opened_().train_batches(0))
     assert not same(before[:1], [next(data.train_batches(1))])
-    data.reseed(1)
-    assert not same(before, data.train_batches(0))
+    assert not same(before, opened_(repeat=1).train_batches(0))
 
 
 def test_ranks_draw_their_own_crops(tmp_path, opened):

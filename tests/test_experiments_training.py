@@ -60,7 +60,6 @@ BASE = Settings(
 
 def run_of(settings: Settings, folder: Path | None = None, resume: dict | None = None) -> Run:
     data = open_data(settings, CPU)
-    data.reseed(settings.seed + settings.repeat)
     return Run(settings, data, Place(CPU, folder=folder, quiet=True), "run", resume)
 
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from ampfuse.command_line import check_writable, run_alone
 from ampfuse.experiments import results
-from ampfuse.experiments.results import EXPERIMENTS, RECIPES, Row, file_name
+from ampfuse.experiments.results import EXPERIMENTS, Row, file_name
 from ampfuse.files import atomic
 
 if TYPE_CHECKING:
@@ -34,10 +34,7 @@ _INSTALL = "pip install 'ampfuse[experiments]'"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    results.add_selection(parser)
-    of = {"choices": RECIPES, "metavar": "NAME"}
-    which = "runs of that published experiment only: e1 to e5 (default: all)"
-    parser.add_argument("--recipe", dest="recipes", nargs="+", default=[], help=which, **of)
+    results.add_selection(parser, recipe=True)
     add, std = parser.add_argument, "time and memory with error bars: the repeats' deviation"
     add("--plot_std", "--plot-std", action="store_true", help=std)
     add("--published", action="store_true", help="draw the published figures instead of own ones")
@@ -54,7 +51,7 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     output = args.output or args.results / "figures"
     check_writable("--output", output)
     rows = _rows(args, warn=lambda line: print(f"{parser.prog}: {line}", file=sys.stderr))
-    of = "epochs" if args.epochs is not None else "iterations"
+    of = "epochs" if args.epochs else "iterations"
     found = drawn(rows, of, std=args.plot_std, published=args.published)
     written = save(found, output / "published" if args.published else output)
     print(*written, sep="\n")
@@ -93,7 +90,7 @@ def _rows(args: argparse.Namespace, warn: Callable[[str], object]) -> list[Row]:
         rows = results.published("e1")
     elif not (rows := results.measured(args.results, skipped=warn)):
         raise results.ResultsError(f"{args.results}: no results in this folder; train first")
-    rows = results.chosen(rows, args, args.recipes)
+    rows = results.chosen(rows, args)
     if args.plot_std and all(row.n == 1 for row in rows):
         warn("--plot_std: no run was repeated, so there are no error bars (train with --repeats 5)")
     return rows

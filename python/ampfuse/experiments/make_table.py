@@ -33,7 +33,7 @@ _SCRIPTS = {"e1": "cifar", "e2": "cifar", "e3": "cifar", "e4": "imagenet", "e5":
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("recipe", choices=RECIPES, help="which table")
-    results.add_selection(parser)
+    results.add_selection(parser, recipe=False)
     rows = "write the own rows there too, with device, versions, date, means and deviations"
     add("--csv", type=Path, metavar="FILE", help=rows)
     add("--no-published", action="store_true", help="own rows only")
@@ -62,7 +62,7 @@ def _own_rows(args: argparse.Namespace, warn: Callable[[str], None]) -> list[Row
     everything = results.measured(args.results, skipped=warn) if wanted else []
     recipes = sorted({row.recipe for row in everything if row.recipe})
     if args.recipe in recipes:
-        return results.chosen(everything, args, [args.recipe])
+        return results.chosen(everything, args, recipes=[args.recipe])
     there = f", only of {', '.join(recipes)}" if recipes else ""
     reason = f"{args.results}: no results of {args.recipe}{there}"
     if args.csv or args.no_published:

@@ -93,8 +93,6 @@ class NormalFeatures:
         sizes = {"train_size": self.train_size, "test_size": self.test_size}
         return {"data": "synthetic", "kind": "features", "workers": None, **sizes}
 
-    def reseed(self, seed: int) -> None: ...
-
     def close(self) -> None: ...
 
 

@@ -241,85 +241,66 @@ def _order(row: Row) -> tuple[object, ...]:
 
 # ---- choosing ------------------------------------------------------------------------------------
 
+# By the name of the wish: the flag, the row's field, its type, and the flag's help.
+_WISHES: dict[str, tuple[str, str, type, str]] = {
+    "recipes": ("--recipe", "recipe", str, "e1 to e5"),
+    "experiments": ("--experiment", "experiment", str, ", ".join(EXPERIMENTS)),
+    "models": ("--model", "model", str, "vgg16, resnet50, ..."),
+    "gpus": ("--GPU", "gpu", str, "their labels"),
+    "methods": ("--method", "method", str, "FP32, FP16, amp, or arms: fp32, O2, ..."),
+    "batch_sizes": ("--batch", "batch_size", int, "of each process"),
+    "iterations": ("--iteration", "iterations", int, "runs of so many iterations only"),
+    "epochs": ("--epochs", "epochs", float, "runs of so many epochs only"),
+}
 
-def select(
-    rows: Sequence[Row],
-    *,
-    recipes: Sequence[str] = (),
-    experiments: Sequence[str] = (),
-    models: Sequence[str] = (),
-    gpus: Sequence[str] = (),
-    methods: Sequence[str] = (),
-    batch_sizes: Sequence[int] = (),
-    iterations: int | None = None,
-    epochs: float | None = None,
-) -> list[Row]:
-    """The `rows` that fit; what is left empty does not restrict. Order: as given, then as it was.
 
-    A name in `methods` is a method ("FP16") or, where no row has that method, an arm ("O2").
+def select(rows: Sequence[Row], **wishes: Sequence[Any]) -> list[Row]:
+    """The `rows` that fit `wishes`: lists named recipes, experiments, models, gpus, methods,
+    batch_sizes, iterations, epochs; an empty one does not restrict. Order: gpus and methods as
+    given, then as it was.
+
+    A name in methods is a method ("FP16") or, where no row has that method, an arm ("O2").
     Raises ResultsError if a value fits no row; the message says what is there.
     """
-    chosen = list(rows)
-    known = {row.method for row in rows}
+    chosen, known = list(rows), {row.method for row in rows}
+    methods = wishes.get("methods", ())
 
-    def method_of(row: Row) -> str:
-        by_arm = row.method not in methods and row.arm in methods and row.arm not in known
-        return row.arm if by_arm else row.method
+    def value(row: Row, field: str) -> Any:
+        by_arm = field == "method" and row.method not in methods and row.arm in methods
+        return row.arm if by_arm and row.arm not in known else getattr(row, field)
 
-    wishes: tuple[tuple[str, Sequence[Any], Callable[[Row], Any]], ...] = (
-        ("--recipe", recipes, lambda row: row.recipe),
-        ("--experiment", experiments, lambda row: row.experiment),
-        ("--model", models, lambda row: row.model),
-        ("--GPU", gpus, lambda row: row.gpu),
-        ("--method", methods, method_of),
-        ("--batch", batch_sizes, lambda row: row.batch_size),
-        ("--iteration", () if iterations is None else (iterations,), lambda row: row.iterations),
-        ("--epochs", () if epochs is None else (epochs,), lambda row: row.epochs),
-    )
-    for option, wanted, of in wishes:
-        if not wanted:
-            continue
-        there = list(dict.fromkeys(value for value in map(of, chosen) if value is not None))
-        if missing := [value for value in wanted if value not in there]:
-            raise ResultsError(
-                f"{option} {listed(missing)}: no such results; there are {listed(there)}"
-            )
-        chosen = [row for row in chosen if of(row) in wanted]
-    # A sort keeps the order among equals, so the last one here is the first to count.
-    if methods:
-        chosen.sort(key=lambda row: methods.index(method_of(row)))
-    if gpus:
+    for name, (flag, field, _, _) in _WISHES.items():
+        wanted = wishes.get(name) or ()
+        there = list(dict.fromkeys(value(row, field) for row in chosen))
+        if missing := [wish for wish in wanted if wish not in there]:
+            shown = listed(one for one in there if one is not None)
+            raise ResultsError(f"{flag} {listed(missing)}: no such results; there are {shown}")
+        if wanted:
+            chosen = [row for row in chosen if value(row, field) in wanted]
+        if wanted and name == "methods":
+            chosen.sort(key=lambda row: wanted.index(value(row, field)))
+    if gpus := wishes.get("gpus"):  # before the methods
         chosen.sort(key=lambda row: gpus.index(row.gpu))
     return chosen
 
 
-def add_selection(parser: argparse.ArgumentParser) -> None:
-    """The flags that choose results, the same in every command that shows them."""
-
-    def several(*names: str, to: str, **options: Any) -> None:
-        parser.add_argument(*names, dest=to, nargs="+", default=[], **options)
-
-    several("--GPU", "--gpu", to="gpus", metavar="NAME", help="their labels (default: all)")
-    arms = "FP32, FP16, amp, or arms: fp32, amp-bf16, O2, ... (default: all)"
-    several("--method", to="methods", metavar="NAME", help=arms)
-    several("--batch", to="batch_sizes", type=int, metavar="N", help="default: all")
-    some = {"choices": EXPERIMENTS, "metavar": "NAME", "help": ", ".join(EXPERIMENTS)}
-    several("--experiment", to="experiments", **some)
-    several("--model", to="models", metavar="NAME", help="vgg16, resnet50, ... (default: all)")
-    length = parser.add_mutually_exclusive_group()
-    alike = "runs of N iterations only; runs of different length do not go into one line"
-    names = ("--iteration", "--iterations")
-    length.add_argument(*names, type=int, dest="iterations", metavar="N", help=alike)
-    alike = "runs of N epochs only, however many iterations these are"
-    length.add_argument("--epochs", type=float, metavar="N", help=alike)
-    add = parser.add_argument
-    add("--results", type=Path, default=Path("results"), metavar="DIR", help="default: %(default)s")
+def add_selection(parser: argparse.ArgumentParser, *, recipe: bool) -> None:
+    """The flags that choose results, the same in every command that shows them; with that of
+    recipes, or without."""
+    for name, (flag, field, kind, what) in _WISHES.items():
+        choices = {"recipes": RECIPES, "experiments": tuple(EXPERIMENTS)}.get(name)
+        if name != "recipes" or recipe:
+            options = {"type": kind, "choices": choices, "metavar": field.upper(), "nargs": "+"}
+            parser.add_argument(
+                flag, dest=name, default=[], help=f"{what} (default: all)", **options
+            )
+    folder = {"type": Path, "default": Path("results"), "metavar": "DIR"}
+    parser.add_argument("--results", **folder, help="default: %(default)s")
 
 
-def chosen(rows: Sequence[Row], args: argparse.Namespace, recipes: Sequence[str]) -> list[Row]:
-    """Those of `rows` that are of `recipes` and fit the flags of :func:`add_selection`."""
-    wishes = ("experiments", "models", "gpus", "methods", "batch_sizes", "iterations", "epochs")
-    return select(rows, recipes=recipes, **{name: getattr(args, name) for name in wishes})
+def chosen(rows: Sequence[Row], args: argparse.Namespace, **more: Sequence[str]) -> list[Row]:
+    """Those of `rows` that fit the flags of :func:`add_selection`."""
+    return select(rows, **{n: getattr(args, n) for n in _WISHES if hasattr(args, n)} | more)
 
 
 def file_name(text: str) -> str:

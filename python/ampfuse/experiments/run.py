@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 import ampfuse
 from ampfuse.command_line import UsageError
@@ -134,6 +133,8 @@ class Run:
 
         With `measure_tensors` the memory of the run is what the tensors of those steps took.
         """
+        from tqdm import tqdm
+
         of, world = self.settings, self.world
         self.memory.release()
         torch.manual_seed(self.seed)

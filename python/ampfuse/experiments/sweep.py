@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import importlib.util
-import itertools
 import shlex
 import signal
 import sys
@@ -20,7 +18,19 @@ import torch
 from ampfuse.command_line import UsageError, check_writable
 from ampfuse.devices import choose_device, device_name
 from ampfuse.experiments import make_table
+from ampfuse.experiments.data import Data, open_data
+from ampfuse.experiments.distributed import World
 from ampfuse.experiments.results import Result, Row, file_name, rows_of
+from ampfuse.experiments.run import (
+    Diverged,
+    Interrupted,
+    Place,
+    Run,
+    load_checkpoint,
+    position,
+    run_name,
+    write_result,
+)
 from ampfuse.experiments.settings import ARMS, Script, Settings, parse, runs_of
 
 # What the scripts import, and the packages it comes in.
@@ -29,12 +39,16 @@ _NEEDED = {"torchvision": "torchvision", "timm": "timm", "tqdm": "tqdm"}
 _MISSING, _WRONG_USE, _DIVERGED = 1, 2, 3
 
 
+Train = Callable[[Run], None]
+DataOf = Callable[[Settings, torch.device, int, int], Data]
+
+
 def main(
     script: Script,
-    train: Callable[[Any], None],
+    train: Train,
     argv: Sequence[str] | None = None,
     prog: str | None = None,
-    data_of: Callable[..., Any] | None = None,
+    data_of: DataOf = open_data,
 ) -> int:
     """Train what `argv` (default: ``sys.argv``) asks for and return the exit status, which
     docs/experiments.md explains. What the user has to put right ends in one line and status 2."""
@@ -54,46 +68,35 @@ def main(
 
 
 def _sweep(
-    script: Script,
-    train: Callable[[Any], None],
-    args: argparse.Namespace,
-    command: list[str],
-    data_of: Callable[..., Any] | None,
+    script: Script, train: Train, args: argparse.Namespace, command: list[str], data_of: DataOf
 ) -> int:
-    from ampfuse.experiments import run as runs
-    from ampfuse.experiments.distributed import World
-
     world = World.of_environment()
     if world.size > 1 and not script.distributed:
         raise UsageError(f"{script.name} trains in one process; imagenet takes torchrun's")
-    device = _device(args.device, world)
-    resume = runs.load_checkpoint(args.resume) if args.resume else None
+    by_rank = world.size > 1 and args.device in ("auto", "cuda") and torch.cuda.is_available()
+    device = choose_device(f"cuda:{world.local_rank}" if by_rank else args.device)
+    resume = load_checkpoint(args.resume) if args.resume else None
     todo, notes = runs_of(args, script, device)
     label = file_name(args.GPU or device_name(device))
-    folder = args.output / label
-    check_writable("--output", folder)
-    todo = todo[runs.position(todo, resume, world) :]
-    say = print if world.is_main else lambda text: None
-    say(heading(script, todo, device, world.size))
-    for note in notes:
-        say(note)
-    results: list[Result] = []
-    place = runs.Place(device, world, folder, label, checkpoints=bool(args.checkpoints))
+    place = Place(device, world, args.output / label, label, checkpoints=bool(args.checkpoints))
     place.profile, place.quiet = args.prof > 0, bool(args.quiet)
+    check_writable("--output", place.folder)
+    todo = todo[position(todo, resume, world) :]
+    say = print if world.is_main else lambda text: None
+    say("\n".join([heading(script, todo, device, world.size), *notes]))
+    results: list[Result] = []
     with world.connected(device), _signals_in(place.wish):
         try:
             for result in train_all(todo, place, train, resume, data_of):
                 results.append(result)
-                say(line(result, of_several_batches=len({one.batch_size for one in todo}) > 1))
-        except runs.Interrupted as stop:
-            if stop.checkpoint:
-                go_on = _resume_command(command, stop.checkpoint)
-                say(f"\nStopped after step {stop.step} and saved. To go on:\n  {go_on}")
-            if results:
-                say(table(results))
-            return 128 + place.wish[0] if place.wish else 128 + signal.SIGTERM
-    say(table(results))
-    say(f"Results: {folder.absolute()}")
+                say(line(result))
+        except Interrupted as stop:
+            words = [word for word in command if word not in ("--resume", str(args.resume))]
+            go_on = shlex.join([*words, "--resume", str(stop.checkpoint)])
+            say(f"\nStopped after step {stop.step} and saved. To go on:\n  {go_on}")
+            say(table(results) if results else "")
+            return 128 + (place.wish or [signal.SIGTERM])[0]
+    say(f"{table(results)}\nResults: {place.folder.absolute()}")
     if any(result["recipe"] == "e5" for result in results):
         say(closing_lines(results))
     return _DIVERGED if any(result["diverged"] for result in results) else 0
@@ -101,44 +104,28 @@ def _sweep(
 
 def train_all(
     todo: Sequence[Settings],
-    place: Any,
-    train: Callable[[Any], None],
+    place: Place,
+    train: Train,
     resume: dict[str, Any] | None = None,
-    data_of: Callable[..., Any] | None = None,
+    data_of: DataOf = open_data,
 ) -> Iterator[Result]:
     """Train `todo`, the first of it from `resume`; its result files are written."""
-    from ampfuse.experiments import run as runs
-    from ampfuse.experiments.data import open_data
-
-    of_run = ("arm", "method", "repeat", "loss_scale", "keep_batchnorm_fp32", "fuse_batchnorm")
-    alike = dict.fromkeys(of_run)  # runs that differ in nothing else share their data
-    for _, group in itertools.groupby(todo, lambda one: repr(dataclasses.replace(one, **alike))):
-        settings = list(group)
-        data = (data_of or open_data)(settings[0], place.device, place.world.rank, place.world.size)
-        with contextlib.closing(data):
-            for of in settings:
-                data.reseed(of.seed + of.repeat)
-                name = resume["name"] if resume else place.world.gather(runs.run_name(of))[0]
-                run = runs.Run(of, data, place, name, resume)
-                resume = None
-                with contextlib.closing(run):
-                    yield _train_one(run, train)
-
-
-def _train_one(run: Any, train: Callable[[Any], None]) -> Result:
-    from ampfuse.experiments import run as runs
-
-    diverged = None
-    try:
-        train(run)
-    except runs.Diverged as error:
-        diverged = error
-    result = run.result(diverged)
-    if run.place.folder and run.world.is_main:
-        runs.write_result(run.path(".json"), result)
-        if not run.place.checkpoints:
-            run.path(".pt").unlink(missing_ok=True)  # it has served
-    return result
+    for of in todo:
+        name = resume["name"] if resume else place.world.gather(run_name(of))[0]
+        data = data_of(of, place.device, place.world.rank, place.world.size)
+        run, diverged = Run(of, data, place, name, resume), None
+        with contextlib.closing(data), contextlib.closing(run):
+            try:
+                train(run)
+            except Diverged as error:
+                diverged = error
+            result = run.result(diverged)
+        resume = None
+        if place.folder and place.world.is_main:
+            write_result(run.path(".json"), result)
+            if not place.checkpoints:
+                run.path(".pt").unlink(missing_ok=True)  # it has served
+        yield result
 
 
 @contextlib.contextmanager
@@ -161,20 +148,6 @@ def _signals_in(wish: list[int]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _device(name: str, world: Any) -> torch.device:
-    if world.size > 1 and name in ("auto", "cuda") and torch.cuda.is_available():
-        name = f"cuda:{world.local_rank}"
-    return choose_device(name)
-
-
-def _resume_command(command: Sequence[str], path: Path) -> str:
-    words = list(command)
-    if "--resume" in words:
-        at = words.index("--resume")
-        del words[at : at + 2]
-    return shlex.join([*words, "--resume", str(path)])
-
-
 # ---- what is printed -----------------------------------------------------------------------------
 
 
@@ -192,10 +165,9 @@ def heading(script: Script, todo: Sequence[Settings], device: torch.device, proc
     )
 
 
-def line(result: Result, *, of_several_batches: bool = False) -> str:
-    """One run in one line, with its batch size if there are several."""
-    name = f"{result['model']} {result['method']}"
-    name += f" batch {result['batch_size']}" if of_several_batches else ""
+def line(result: Result) -> str:
+    """One run in one line."""
+    name = f"{result['model']} {result['method']} batch {result['batch_size']}"
     if why := result["diverged"]:
         return (
             f"{name} diverged in step {why['step']}: {why['reason']}. Loss scale: "

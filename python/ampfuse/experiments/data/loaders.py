@@ -55,7 +55,7 @@ class Data:
         world_size: int,
     ) -> None:
         self.settings, self.kind, self.device = settings, kind, device
-        self.rank, self.world_size, self.seed = rank, world_size, settings.seed
+        self.rank, self.world_size, self.seed = rank, world_size, settings.seed + settings.repeat
         self.classes, self.channels = images.facts.classes, images.facts.channels
         self.image_size = settings.image_size
         self.train_size, self.test_size = len(images.train.labels), len(images.test.labels)
@@ -83,15 +83,6 @@ class Data:
         self._scale, self._shift = (1 / (255 * std)).float(), (-mean / std).float()
         self._prepare(images)
 
-    def _prepare(self, images: ImageSet) -> None:
-        raise NotImplementedError
-
-    def train_batches(self, epoch: int, start: int = 0) -> Batches:
-        raise NotImplementedError
-
-    def test_batches(self) -> Batches:
-        raise NotImplementedError
-
     def describe(self) -> dict[str, Any]:
         """What was loaded, as JSON can say it; `workers` is null where there are none. Of a folder
         one wants to know what it holds, not where it lies."""
@@ -100,10 +91,6 @@ class Data:
         sizes = {"train_size": self.train_size, "test_size": self.test_size}
         data = source if source in ("digits", "synthetic") else self.kind
         return {"data": data, "kind": self.kind, "workers": workers, **sizes}
-
-    def reseed(self, seed: int) -> None:
-        """Order and augmentation of another seed from here on; the images stay as they are."""
-        self.seed = seed
 
     def close(self) -> None:
         """End what was started, worker processes for example."""
