@@ -94,7 +94,7 @@ def test_e1_as_it_was_called(mode, files, tmp_path, capsys):
     (path,) = (tmp_path / "V100").glob("*.json")
     result = json.loads(path.read_text())
     assert (result["method"], result["batch_size"], result["iterations"]) == (mode, 8, 2)
-    assert f"vgg16 {mode}: " in capsys.readouterr().out
+    assert f"vgg16 {mode} batch 8: " in capsys.readouterr().out
 
 
 def test_time_against_batch_size_in_one_command(tmp_path, capsys):

@@ -279,7 +279,7 @@ class TestDivergence:
         line += ["--arm", "fp32", "O3", "--lr", "1000", "--iterations", "12", "--repeats", "1"]
         assert cifar.main([*line, "-o", str(tmp_path), "--GPU", "here", "--quiet"]) == 3
         printed = capsys.readouterr().out
-        assert "O3 diverged in step" in printed
+        assert "O3 batch 32 diverged in step" in printed
         assert "Loss scale: 1." in printed
         assert "--keep-batchnorm-fp32 True --loss-scale 128" in printed
         assert "amp.explain_overflow(model)" in printed
@@ -399,7 +399,7 @@ def test_a_run_without_timed_steps():
     run.record.step_ms = []
     result = run.result()
     assert result["time_s"] is None
-    assert sweep.line(result).startswith("wrn10_1 O2: loss ")
+    assert sweep.line(result).startswith("wrn10_1 O2 batch 64: loss ")
     assert "| O2" in sweep.table([result])
 
 

@@ -56,6 +56,10 @@ class Arm:
         self.step: Callable[..., tuple[Tensor, ...]] = self._step
         if settings.graph:
             self.step = GraphedCall(self._step)
+        self._set_up()
+
+    def _set_up(self) -> None:
+        """Put model and optimizer, which are there, into the precision."""
 
     def _torch_optimizer(self) -> Optimizer:
         of = self.settings
@@ -130,14 +134,12 @@ class Arm:
 class _TorchAmp(Arm):
     """``torch.amp`` as its documentation has it: autocast, and for FP16 a GradScaler."""
 
-    def __init__(
-        self, settings: Settings, model: nn.Module, loss_of: Loss, device: torch.device
-    ) -> None:
-        super().__init__(settings, model, loss_of, device)
+    def _set_up(self) -> None:
+        settings, device = self.settings, self.device
         if settings.optimizer == "sgd" and settings.momentum:
             # torch's fused SGD leaves the buffers of a skipped first step uninitialized, and uses
             # them in the next. From zeros the first step comes out the same.
-            for parameter in model.parameters():
+            for parameter in self.model.parameters():
                 self.optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         self._half = _HALVES[settings.arm]
         self._static = settings.loss_scale if isinstance(settings.loss_scale, float) else None
@@ -184,10 +186,8 @@ class _TorchAmp(Arm):
 class _Level(Arm):
     """ampfuse: ``amp.initialize`` at O0 to O5."""
 
-    def __init__(
-        self, settings: Settings, model: nn.Module, loss_of: Loss, device: torch.device
-    ) -> None:
-        super().__init__(settings, model, loss_of, device)
+    def _set_up(self) -> None:
+        settings, model = self.settings, self.model
         options = {n: getattr(settings, n) for n in ("keep_batchnorm_fp32", "loss_scale")}
         norms = any(isinstance(module, _BatchNorm) for module in model.modules())
         options |= {"opt_level": settings.arm, "verbosity": 0}

@@ -104,7 +104,7 @@ class Run:
         self.device, self.world, self.resume = place.device, place.world, resume
         of_epochs = (settings.epochs or math.inf) * data.batches_per_epoch
         self.total = int(min(settings.iterations or math.inf, of_epochs))
-        self.step = self._first_step = resume["step"] if resume else 0
+        self.step = resume["step"] if resume else 0
         self.record = Record(**resume["record"]) if resume else Record()
         # A graph is captured in the first steps: these are off the clock.
         self._timed_from = self.step + (EAGER_CALLS + 1 if settings.graph else 0)
@@ -156,6 +156,7 @@ class Run:
         self._bar = self._open.enter_context(bar)
         if self.place.profile and self._is_writer:
             trace = str(self.path(".trace.json"))
+            self.place.folder.mkdir(parents=True, exist_ok=True)
             profile = torch.profiler.profile(on_trace_ready=lambda p: p.export_chrome_trace(trace))
             self._open.enter_context(profile)
         self._clock.resume()
