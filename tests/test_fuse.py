@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ampfuse import amp
-from ampfuse.demo.model import DigitsNet
+from ampfuse.experiments.demo import DigitsNet
 from ampfuse.nn import SyncBatchNormAct2d, fuse, unfuse
 
 f64, f32, bf16 = torch.float64, torch.float32, torch.bfloat16

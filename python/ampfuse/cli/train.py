@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 
-from ampfuse.experiments.recipes import TRAINERS
-from ampfuse.experiments.trainers import main
+from ampfuse.experiments import SCRIPTS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("trainer", choices=tuple(TRAINERS))
-    parser.add_argument("options", nargs=argparse.REMAINDER, help="of the trainer")
+    parser.add_argument("script", choices=SCRIPTS)
+    parser.add_argument("options", nargs=argparse.REMAINDER, help="of the script")
 
 
 def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
-    """Have the trainer read its options and train; returns the exit status."""
-    return main(args.trainer, args.options, prog=f"{parser.prog} {args.trainer}")
+    """Have the script read its options and train; returns the exit status."""
+    script = importlib.import_module(f"ampfuse.experiments.{args.script}")
+    return script.main(args.options, prog=f"{parser.prog} {args.script}")
