@@ -11,7 +11,6 @@ from ampfuse import insight
 from ampfuse.compat import apex
 from ampfuse.compat.apex import amp
 from ampfuse.compat.apex.parallel.distributed import flat_dist_call
-from ampfuse.nn import SyncBatchNormAct2d, fuse
 
 
 def model_and_optimizer(level, **ddp):
@@ -137,10 +136,8 @@ SYNC_CASES = {
     "with add": {"first": 4, "relu": False, "add": True},
     "an empty batch": {"first": 0, "relu": True, "add": True},
     "NCHW": {"first": 2, "relu": True, "add": True, "format": torch.contiguous_format},
-    "apex": {"first": 2, "relu": True, "add": True, "module": "apex"},
-    "apex, channel_last": {"first": 2, "relu": True, "add": True, "module": "channel_last"},
+    "channel_last": {"first": 2, "relu": True, "add": True, "module": "channel_last"},
     "groupbn": {"first": 2, "relu": True, "add": True, "module": "groupbn"},
-    "fused": {"first": 2, "relu": True, "add": True, "module": "fused"},
 }
 
 
@@ -151,15 +148,6 @@ def sync_inputs(dtype, case):
     x, z, factors = torch.randn(3, 6, 4, 3, 3, generator=generator)
     x, z = ((t + 1).to(dtype).contiguous(memory_format=layout) for t in (x * 3 + 10, z))
     return x.requires_grad_(), z.requires_grad_() if case["add"] else None, factors
-
-
-class _Block(nn.Module):
-    def __init__(self, norm):
-        super().__init__()
-        self.norm, self.relu = norm, nn.ReLU()
-
-    def forward(self, x, z):
-        return self.relu(self.norm(x) + z)
 
 
 def _sync_norm(case):
@@ -173,18 +161,10 @@ def _sync_norm(case):
     if kind == "groupbn":
         norm = start(apex.contrib.groupbn.BatchNorm2d_NHWC(4, fuse_relu=True, bn_group=2))
         return norm, last(norm)
-    if kind in ("apex", "channel_last"):
-        channel_last = kind == "channel_last"
-        norm = apex.parallel.SyncBatchNorm(4, channel_last=channel_last, fuse_relu=True)
-        return start(norm), last(norm) if channel_last else norm
-    if kind == "fused":  # and converted afterwards
-        block = _Block(start(nn.BatchNorm2d(4)))
-        assert fuse(block).fused
-        nn.SyncBatchNorm.convert_sync_batchnorm(block)
-        return block.norm, block
-    options = {"activation": "relu" if case["relu"] else None}
-    norm = start(SyncBatchNormAct2d(4, momentum=case.get("momentum", 0.1), **options))
-    return norm, norm
+    channel_last = kind == "channel_last"
+    options = {"channel_last": channel_last, "fuse_relu": case["relu"]}
+    norm = apex.parallel.SyncBatchNorm(4, momentum=case.get("momentum", 0.1), **options)
+    return start(norm), last(norm) if channel_last else norm
 
 
 def sync_batch_norms():

@@ -36,6 +36,7 @@ from ampfuse.amp.half_range import warn_of_range
 from ampfuse.amp.hints import give_hints
 from ampfuse.amp.policy import Policy, make_policy, parse_switch
 from ampfuse.amp.scaler import LossScaler
+from ampfuse.nn import fuse
 from ampfuse.optim import upgrade
 from ampfuse.optim.fused import is_fused
 from ampfuse.optim.inner import parameters, with_inner
@@ -213,8 +214,6 @@ def set_up(models: Any, optimizers: Any, session: sessions.Session, *, allow_hal
 
 
 def _fuse(model: nn.Module, verbosity: int) -> None:
-    from ampfuse.nn import fuse  # builds on the casts of this package
-
     report = fuse(model)
     if verbosity >= 1:
         _log.info("%s", report.summary)

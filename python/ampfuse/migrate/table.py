@@ -92,7 +92,8 @@ _TABLE: dict[str, tuple[str | None, str]] = {
         "torch.nn.parallel.DistributedDataParallel",
     ),
     "apex.parallel.SyncBatchNorm": (
-        "torch.nn.SyncBatchNorm; with fuse_relu or z, ampfuse.nn.SyncBatchNormAct2d",
+        "torch.nn.SyncBatchNorm; with fuse_relu or z, "
+        "ampfuse.compat.apex.parallel.SyncBatchNorm as it was",
         "torch.nn.SyncBatchNorm",
     ),
     "apex.parallel.distributed.flat_dist_call": (
@@ -105,7 +106,7 @@ _TABLE: dict[str, tuple[str | None, str]] = {
     ),
     "apex.parallel.LARC": ("ampfuse.optim.LARC", "nothing"),
     "apex.contrib.groupbn": (
-        "ampfuse.nn.BatchNormAct2d on channels_last images, SyncBatchNormAct2d for bn_group > 1; "
+        "ampfuse.nn.BatchNormAct2d on channels_last images; "
         "ampfuse.compat.apex.contrib.groupbn as it was",
         "torch.nn.BatchNorm2d, torch.nn.SyncBatchNorm; add and ReLU by themselves",
     ),
