@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from typing import TypeGuard
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from ampfuse.nn.batch_norm import normalize
 
 
-def is_known(norm: nn.Module) -> bool:
+def is_known(norm: nn.Module) -> TypeGuard[_BatchNorm]:
     """Whether :func:`norm_act` has a fused form of `norm`, for images.
 
     A class that overrides ``forward`` does something else.
