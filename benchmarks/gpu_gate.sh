@@ -84,7 +84,7 @@ sanitize() {
 # An order of magnitude slower: the tests with few blocks.
 sanitize_some() {
   local status=0 name
-  for name in norms non_finite unscaled maps steps batch_norm; do sanitize "$1" "$name" || status=1; done
+  for name in norms non_finite unscaled maps steps nn_ops; do sanitize "$1" "$name" || status=1; done
   return "$status"
 }
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ampfuse.nn import BatchNormAct2d, SyncBatchNormAct2d
+from ampfuse.nn import BatchNormAct2d
 from ampfuse.nn.functional import batch_norm_act
 from test_compat_parallel import two_processes
 
@@ -116,8 +116,7 @@ def test_what_has_no_fast_kernel(make):
 @pytest.mark.parametrize("arguments", [{}, {"affine": False}, {"track_running_stats": False}])
 def test_state_dicts_fit_both_ways(arguments):
     ours, theirs = BatchNormAct2d(4, **arguments), nn.BatchNorm2d(4, **arguments)
-    sync = SyncBatchNormAct2d(4, **arguments)
-    for source, target in ((start(ours), theirs), (start(theirs), sync), (sync, ours)):
+    for source, target in ((start(ours), theirs), (start(theirs), ours)):
         assert list(source.state_dict()) == list(target.state_dict())
         target.load_state_dict(source.state_dict())
     assert vars(theirs).keys() | {"activation"} == vars(ours).keys()
@@ -156,11 +155,10 @@ def test_the_function():
         batch_norm_act(torch.ones(1, 4, 1, 1), None, None, training=True)
 
 
-@pytest.mark.parametrize("cls", [BatchNormAct2d, SyncBatchNormAct2d])
-def test_repr_copy_and_pickle(cls):
-    norm = start(cls(4, eps=0.1, activation=None))
+def test_repr_copy_and_pickle():
+    norm = start(BatchNormAct2d(4, eps=0.1, activation=None))
     inside = repr(nn.BatchNorm2d(4, eps=0.1)).partition("(")[2][:-1]
-    assert repr(norm) == f"{cls.__name__}({inside}, activation=None)"
+    assert repr(norm) == f"BatchNormAct2d({inside}, activation=None)"
     for other in (copy.deepcopy(norm), pickle.loads(pickle.dumps(norm))):
         assert torch.equal(other(images()), copy.deepcopy(norm)(images()))
         assert other.activation is None

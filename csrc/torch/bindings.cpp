@@ -8,11 +8,11 @@
 #include <sstream>
 #include <vector>
 
-#include "batch_norm.h"
 #include "core/algorithms.h"
 #include "core/backend.h"
 #include "half_ops.h"
 #include "memory.h"
+#include "nn/recompute.h"
 #include "objects.h"
 #include "param_table.h"
 #include "tensor_ops.h"
@@ -153,7 +153,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       py::arg("dynamic") = true,
       "Applies the loss-scale rule to the OR of found_infs, and sets the shared flags if it is 1.");
 
-  py::class_<SavedTensor>(m, "SavedTensor", py::module_local(), "See batch_norm.h.")
+  py::class_<SavedTensor>(m, "SavedTensor", py::module_local(), "See nn/recompute.h.")
       .def(py::init<const at::Tensor&>(), py::arg("tensor"))
       .def("unpack", &SavedTensor::unpack);
 

@@ -13,7 +13,6 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -27,6 +26,8 @@ from ampfuse.amp.cast_state import casts_are_disabled
 from ampfuse.amp.half_output import half_output_class, unwrap, wrap
 from ampfuse.amp.op_rules import AS_WRITTEN, OpRules, Scope
 from ampfuse.amp.policy import Policy
+from ampfuse.nn.forwards import WrappedForward, is_proxy, original_class
+from ampfuse.nn.forwards import eager_module as eager_module
 from ampfuse.optim.masters import HALF_DTYPES
 from ampfuse.optim.shards import is_sharded
 
@@ -57,7 +58,7 @@ def check_can_install(model: nn.Module) -> None:
             "amp.initialize cannot change a ScriptModule. Call it on the original module, and "
             "script or compile what it returns."
         )
-    if _is_proxy(model):
+    if is_proxy(model):
         raise TypeError(
             f"A {type(model).__name__} only passes for a module, and the first of its modules() is "
             "none. Call amp.initialize on the module inside it."
@@ -86,35 +87,7 @@ def _exchange_class(module: nn.Module) -> None:
     vars(object)["__class__"].__set__(module, _amp_class(original))
 
 
-def replaceable_forward(module: nn.Module) -> tuple[Any, str]:
-    """The class with `module`'s own ``forward``, and the attribute that takes another's place."""
-    if isinstance(module, AmpModule):
-        return _original_class(type(module)), "_amp_inner_forward"
-    return type(module), "forward"
-
-
-def eager_module(model: nn.Module) -> nn.Module:
-    """`model`, or the module inside the wrapper that ``torch.compile`` put around it.
-
-    Of a proxy, the module that it stands for.
-    """
-    dynamo = sys.modules.get("torch._dynamo")  # importing it takes a second; a wrapper already has
-    if dynamo is not None and isinstance(model, dynamo.OptimizedModule):
-        return model._orig_mod
-    if _is_proxy(model):  # whoever hands on modules(), its first one is the root
-        return next(iter(model.modules()), model)
-    return model
-
-
-def _is_proxy(model: nn.Module) -> bool:
-    """True for an object that passes for a module (its ``__class__`` is a property), but is none.
-
-    Assigning its ``__class__`` would reach another object.
-    """
-    return not issubclass(type(model), nn.Module)
-
-
-class AmpModule:
+class AmpModule(WrappedForward):
     """Mixed into a model's class by :func:`install`; ``isinstance`` tells who went through it."""
 
     _amp_casts: Casts
@@ -154,7 +127,7 @@ class AmpModule:
         # Pickle finds classes by name, and this one's name is the original's: rebuild an instance
         # of the original, then exchange its class. The rest of the state travels as always.
         make, args, *state = super().__reduce_ex__(protocol)  # type: ignore[str-unpack]
-        original = _original_class(type(self))
+        original = original_class(type(self))
         args = tuple(original if arg is type(self) else arg for arg in args)
         return (_restore, (make, args, self.__dict__.get("_amp_casts")), *state)
 
@@ -164,10 +137,6 @@ def _restore(make: Callable[..., nn.Module], args: tuple[Any, ...], casts: Casts
     _exchange_class(model)
     model.__dict__["_amp_casts"] = casts
     return model
-
-
-def _original_class(amp_class: type) -> type:
-    return amp_class.__bases__[1]
 
 
 @functools.cache

@@ -33,6 +33,7 @@ from ampfuse.amp.casts import (
 from ampfuse.amp.function_casts import install_registered
 from ampfuse.amp.policy import Policy, make_policy, parse_switch
 from ampfuse.amp.scaler import LossScaler
+from ampfuse.nn import fuse
 from ampfuse.optim import upgrade
 from ampfuse.optim.inner import parameters, with_inner
 from ampfuse.optim.masters import FLOAT_DTYPES, HALF_DTYPES
@@ -200,8 +201,6 @@ def set_up(models: Any, optimizers: Any, session: sessions.Session, *, allow_hal
 
 
 def _fuse(model: nn.Module, verbosity: int) -> None:
-    from ampfuse.nn import fuse  # builds on the casts of this package
-
     report = fuse(model)
     if verbosity >= 1:
         _log.info("%s", report.summary)
