@@ -26,7 +26,10 @@ COMMANDS = {
         "ampfuse.doctor.command",
         "say where the time of a training script goes, and what would pay",
     ),
-    "advise": ("ampfuse.doctor.advise_command", "find the level to train a model at, by trying them"),
+    "advise": (
+        "ampfuse.doctor.advise_command",
+        "find the level to train a model at, by trying them",
+    ),
     "memory": (
         "ampfuse.memory",
         "say what a training holds in memory, in each mode, and what fits",

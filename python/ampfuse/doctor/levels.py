@@ -14,13 +14,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ampfuse.amp.casts import eager_module, is_installed
-from ampfuse.insight.hints import machine
 from ampfuse.amp.policy import LEVELS as POLICIES
 from ampfuse.amp.session import enabled_of
 from ampfuse.devices import device_name
 from ampfuse.doctor import trainings
 from ampfuse.doctor.trainings import Row, Task
 from ampfuse.insight import charts
+from ampfuse.insight.hints import machine
 from ampfuse.insight.inputs import LossFunction, check_owned, check_types
 from ampfuse.insight.tables import aligned, frame
 

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from ampfuse import hardware
-from ampfuse.insight.hints import machine
 from ampfuse.doctor.kinds import HALVES, precision
 from ampfuse.doctor.replay import (
     Input,
@@ -30,6 +29,7 @@ from ampfuse.doctor.replay import (
 )
 from ampfuse.doctor.watch import Loading, Stepper
 from ampfuse.insight.findings import Finding
+from ampfuse.insight.hints import machine
 from ampfuse.optim.fused import FUSED
 
 LEAST_GAIN = 1.05  # below that, noise decides
