@@ -58,10 +58,8 @@ test: $(STAMPS)/test
 bench: $(STAMPS)/demo
 	$(PY) benchmarks/step.py $(BENCH_ARGS)
 	$(PY) benchmarks/host_time.py
-	$(PY) benchmarks/o1_host.py
-	for csv in benchmarks/results/step_cpu.csv benchmarks/results/host_time_cpu.csv; do \
-	  $(PY) benchmarks/plot.py $$csv && $(PY) benchmarks/table.py $$csv || exit 1; \
-	done
+	$(PY) benchmarks/report.py benchmarks/results/step_cpu.csv
+	$(PY) benchmarks/report.py benchmarks/results/host_time_cpu.csv
 
 experiments: $(STAMPS)/experiments
 	PYTHON=$(PY) benchmarks/experiments.sh
@@ -76,6 +74,7 @@ lint: .venv/lint $(STAMPS)/ready
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy --python-executable $(PY)
+	PYTHONPATH=python .venv/bin/lint-imports
 	$(CXX_FILES) | xargs .venv/bin/clang-format --dry-run -Werror
 
 format: .venv/lint

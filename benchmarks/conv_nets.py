@@ -1,4 +1,4 @@
-"""Whole training steps of convolutional nets, and their batch norms alone.
+"""Whole training steps of convolutional nets, and their batch norms and convolutions alone.
 
     python benchmarks/conv_nets.py [--device cuda] [--only resnet18 ...] [--quick]
 
@@ -13,24 +13,26 @@ channels-last memory. Variants:
     O5, recomputed   the same under ampfuse.nn.recompute_norms
     convolutions     what they take of "O5, fused": the least that any fusion leaves
 
-The column memory_mib has the peak of a step's tensors.
+The column memory_mib has the peak of a step's tensors. Torch's variants run in a process that never
+imports ampfuse.
 
 Cases "norm-..." are a batch norm with its ReLU (and its residual) alone, forward and backward, at
 the shapes of ResNet-50's layers with a batch of 8, as many as fill 96 MiB: torch's operations, the
-fused one, "copy", its bytes (see csrc/core/batch_norm.h) at the bandwidth of a copy, and on a GPU
-"cuDNN, FP16": cuDNN's own fused one in the other half type, whose bytes are the same.
+fused one, and "copy", its bytes (see csrc/core/batch_norm.h) at the bandwidth of a copy.
 
-Cases "conv-..." are a convolution alone, forward and backward in BF16 on the CPU: torch's, and with
-ampfuse's products in its place (see csrc/torch/half_conv.cpp). Whatever is called "torch" or
-"torch.amp" runs torch's kernels alone.
+Cases "conv-..." and "op-..." are one operation, forward and backward, on the CPU: in FP32 and in
+half by torch, and in half with ``ampfuse.cpu_half_ops()``, which runs the convolutions as matrix
+products (see csrc/torch/half_conv.cpp). Where torch's half takes many times FP32's time, torch has
+no half kernel for that operation on this CPU: what csrc/torch/half_ops.cpp mends. With
+ONEDNN_MAX_CPU_ISA=AVX2 (AVX512_CORE, ...), oneDNN does as on an older CPU.
 """
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Callable
-from dataclasses import replace
+from functools import partial
+from itertools import product
 from typing import Any
 
 # oneDNN keeps 1,024 primitives by default. All variants of one network need more, and each would be
@@ -39,18 +41,12 @@ os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16384")
 
 import torch
 import torch.nn.functional as F
-from cudnn_norm import CudnnNorm
-from harness import Clock, Row, measure, rows_of
-from limits import bounds
-from step import Results, options_of
+from harness.limits import bounds
+from harness.measuring import Clock, Variant, Worker, measure
+from harness.models import build
+from harness.results import Results, Row, options_of, rows_of
 from torch import Tensor, nn
 from torch.profiler import profile
-
-from ampfuse import amp, cpu_half_ops
-from ampfuse.experiments import models
-from ampfuse.measuring import TensorMemory
-from ampfuse.nn import recompute_norms
-from ampfuse.nn.batch_norm import normalize
 
 # name: side of the images, batch
 NETS = {
@@ -62,17 +58,17 @@ NETS = {
     "vgg16": (32, 64),
 }
 # A batch norm's channels, the side of its images, whether a residual is added; the batch is 8.
-LAYERS = (
-    (64, 112, False),
-    (64, 56, False),
-    (256, 56, True),
-    (128, 28, False),
-    (512, 28, True),
-    (256, 14, False),
-    (1024, 14, True),
-    (512, 7, False),
-    (2048, 7, True),
-)
+LAYERS = {
+    "norm-64-112": (64, 112, False),
+    "norm-64-56": (64, 56, False),
+    "norm-256-56-residual": (256, 56, True),
+    "norm-128-28": (128, 28, False),
+    "norm-512-28-residual": (512, 28, True),
+    "norm-256-14": (256, 14, False),
+    "norm-1024-14-residual": (1024, 14, True),
+    "norm-512-7": (512, 7, False),
+    "norm-2048-7-residual": (2048, 7, True),
+}
 # A convolution's batch, channels, filters, side of its images, side of its kernel, and stride.
 SMALL = (
     (8, 1024, 256, 14, 1, 1),
@@ -86,16 +82,42 @@ SMALL = (
     (64, 512, 512, 4, 3, 1),
     (64, 512, 512, 2, 3, 1),
 )
+# A function, and the shapes of its inputs; "x" is a batch of images.
+OPS: dict[str, tuple[Callable[..., Tensor], str]] = {
+    "conv2d": (partial(F.conv2d, padding=1), "x 32,32,3,3 32"),
+    "conv_transpose2d": (partial(F.conv_transpose2d, stride=2), "x 32,32,2,2"),
+    "linear": (F.linear, "512,512 1024,512 1024"),
+    "matmul": (torch.matmul, "512,512 512,1024"),
+    "mv": (torch.mv, "1024,1024 1024"),
+    "dot": (torch.dot, "65536 65536"),
+    "bmm": (torch.bmm, "64,64,64 64,64,64"),
+    "baddbmm": (torch.baddbmm, "64,64,64 64,64,64 64,64,64"),
+    "attention": (F.scaled_dot_product_attention, "8,8,128,64 8,8,128,64 8,8,128,64"),
+    "batch_norm": (lambda x, g, b: F.batch_norm(x, None, None, g, b, True), "x 32 32"),
+    "layer_norm": (lambda x, g, b: F.layer_norm(x, (512,), g, b), "32,64,512 512 512"),
+    "amax": (partial(torch.amax, dim=(0, 2, 3)), "x"),
+}
+
+
+# case: operation and dtype; the small convolutions in BF16 alone
+OPERATIONS = {
+    f"op-{name}-{half}": (name, half) for name, half in product(OPS, ("bfloat16", "float16"))
+}
+for n, channels, filters, side, kernel, stride in SMALL:
+    name = f"conv-{n}-{channels}-{filters}-{side}-{kernel}-{stride}"
+    shapes = f"{n},{channels},{side},{side} {filters},{channels},{kernel},{kernel}"
+    OPS[name] = partial(F.conv2d, stride=stride, padding=kernel // 2), shapes
+    OPERATIONS[name] = name, "bfloat16"
 
 
 class Step:
     """FP32, and what the others change of it."""
 
     sgd_fused: bool | None = True  # torch's own
-    half_ops = False
 
-    def __init__(self, model: nn.Module, side: int, batch: int, device: torch.device) -> None:
-        self.model = copy.deepcopy(model).to(device, memory_format=torch.channels_last)
+    def __init__(self, net: str, side: int, batch: int, device: torch.device) -> None:
+        torch.manual_seed(0)
+        self.model = build(net, classes=100).to(device, memory_format=torch.channels_last)
         self.x = torch.randn(batch, 3, side, side, device=device)
         self.x = self.x.contiguous(memory_format=torch.channels_last)
         self.y = torch.arange(batch, device=device) % 100
@@ -109,9 +131,6 @@ class Step:
 
     def loss(self) -> Tensor:
         return F.cross_entropy(self.model(self.x), self.y)
-
-    def prepare(self) -> None:
-        cpu_half_ops(self.half_ops)
 
     def __call__(self) -> object:
         self.optimizer.zero_grad()
@@ -132,16 +151,18 @@ class Compiled(TorchAmp):
 
 class O5(Step):
     sgd_fused = None
-    half_ops = True
     fuse_batchnorm = False
 
     def set_up(self) -> None:
+        from ampfuse import amp
+
+        self.amp = amp
         options = {"opt_level": "O5", "verbosity": 0, "fuse_batchnorm": self.fuse_batchnorm}
         self.model, self.optimizer = amp.initialize(self.model, self.optimizer, **options)
 
     def __call__(self) -> object:
         self.optimizer.zero_grad()
-        with amp.scale_loss(self.loss(), self.optimizer) as scaled:
+        with self.amp.scale_loss(self.loss(), self.optimizer) as scaled:
             scaled.backward()
         self.optimizer.step()
 
@@ -152,12 +173,14 @@ class Fused(O5):
 
 class Recomputed(Fused):
     def loss(self) -> Tensor:
+        from ampfuse.nn import recompute_norms
+
         with recompute_norms():
             return super().loss()
 
 
 class Convolutions(Fused):
-    def __call__(self) -> float:  # its own measure, see `measure`
+    def __call__(self) -> float:  # its own measure, see `Variant`
         with profile() as profiled:
             super().__call__()
         on = "device" if self.x.is_cuda else "cpu"
@@ -184,18 +207,19 @@ class Norm:
     measure how its instructions come from memory.
     """
 
-    dtype = torch.bfloat16
-
     def __init__(self, channels: int, side: int, residual: bool, device: torch.device) -> None:
         def image() -> Tensor:
-            x = torch.randn(8, channels, side, side, device=device, dtype=self.dtype)
+            x = torch.randn(8, channels, side, side, device=device, dtype=torch.bfloat16)
             return x.contiguous(memory_format=torch.channels_last)
 
         count = layers_of(channels, side)
-        self.norm = nn.BatchNorm2d(channels).to(device)
+        self.norm = self.make(channels).to(device)
         self.x = [image().requires_grad_() for _ in range(count)]
         self.residual = [image().requires_grad_() if residual else None for _ in range(count)]
         self.dy = image()
+
+    def make(self, channels: int) -> nn.Module:
+        return nn.BatchNorm2d(channels)
 
     def run(self, x: Tensor, residual: Tensor | None) -> Tensor:
         y = self.norm(x)
@@ -217,126 +241,106 @@ def layers_of(channels: int, side: int) -> int:
 
 
 class FusedNorm(Norm):
+    def make(self, channels: int) -> nn.Module:
+        from ampfuse.nn import BatchNormAct2d
+
+        return BatchNormAct2d(channels, activation="relu")
+
     def run(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        return normalize(self.norm, x, residual, True)
+        return self.norm(x, residual)
 
 
-class DirectCudnn(Norm):
-    dtype = torch.float16
+class Operation:
+    """Forward and backward of one of `OPS`."""
 
-    def __init__(self, channels: int, side: int, residual: bool, device: torch.device) -> None:
-        super().__init__(channels, side, residual, device)
-        self.cudnn = CudnnNorm(self.x[0].detach(), residual)
+    def __init__(self, name: str, dtype: torch.dtype) -> None:
+        self.function, shapes = OPS[name]
+        self.inputs = [self._tensor(shape, dtype) for shape in shapes.split()]
+        self.dy = torch.ones_like(self.function(*self.inputs))
 
-    def __call__(self) -> None:
-        for x, residual in zip(self.x, self.residual, strict=True):
-            y = self.cudnn.forward(x, residual)
-            self.cudnn.backward(x, y, self.dy, residual is not None)
-
-
-class Convolution:
-    def __init__(
-        self,
-        batch: int,
-        channels: int,
-        filters: int,
-        side: int,
-        kernel: int,
-        stride: int,
-        half_ops: bool,
-    ) -> None:
-        self.half_ops = half_ops
-        conv = nn.Conv2d(channels, filters, kernel, stride, kernel // 2, bias=False)
-        self.conv = conv.to(torch.bfloat16, memory_format=torch.channels_last)
-        x = torch.randn(batch, channels, side, side, dtype=torch.bfloat16)
-        self.x = x.contiguous(memory_format=torch.channels_last).requires_grad_()
-        self.dy = torch.randn_like(self.conv(self.x))
-
-    def prepare(self) -> None:
-        cpu_half_ops(self.half_ops)
+    @staticmethod
+    def _tensor(text: str, dtype: torch.dtype) -> Tensor:
+        shape = [int(size) for size in text.replace("x", "32,32,16,16").split(",")]
+        x = torch.randn(shape).mul_(0.1).to(dtype)
+        images = torch.channels_last if x.dim() == 4 else torch.contiguous_format
+        return x.contiguous(memory_format=images).requires_grad_()
 
     def __call__(self) -> None:
-        self.x.grad = self.conv.weight.grad = None
-        self.conv(self.x).backward(self.dy)
+        torch.autograd.grad(self.function(*self.inputs), self.inputs, self.dy)
 
 
-def convolution_of(layer: tuple[int, ...], options: Any) -> list[Row]:
-    variants = {
-        "torch": Convolution(*layer, half_ops=False),
-        "products": Convolution(*layer, half_ops=True),
-    }
-    times = measure(Clock(options.device), variants, options.repeats)
-    return rows_of(options.device, times, case=convolution_name(layer), dtype="bfloat16")
-
-
-def convolution_name(layer: tuple[int, ...]) -> str:
-    return "conv-" + "-".join(map(str, layer))
-
-
-def steps_of(name: str, options: Any) -> list[Row]:
+def steps_of(name: str, options: Any, worker: Worker) -> list[Row]:
     side, batch = NETS[name]
     if options.quick:
         side, batch = min(side, 64), 4
-    torch.manual_seed(0)
-    model = models.build(name, classes=100, channels=3, image_size=side)
-    names = [v for v in VARIANTS if not (options.no_compile and v.endswith("compiled"))]
-    steps: dict[str, Step] = {v: VARIANTS[v](model, side, batch, options.device) for v in names}
-    times = measure(Clock(options.device), steps, options.repeats)
-    what = {"case": f"{name}-{side}-batch{batch}", "optimizer": "SGD"}
-    rows = rows_of(options.device, times, **what)
-    memory = {}
-    for variant, step in steps.items():
-        step.prepare()
-        with TensorMemory(options.device) as peak:
-            step()
-        memory[variant] = round(peak.mib, 1)
-    return [replace(row, memory_mib=memory[row.variant]) for row in rows]
+    arguments = name, side, batch, options.device
+    clock = Clock(options.device)
+    steps: dict[str, Any] = {}
+    for variant, kind in VARIANTS.items():
+        if issubclass(kind, O5):
+            steps[variant] = Variant(clock, kind(*arguments))
+        elif not (options.no_compile and kind is Compiled):
+            steps[variant] = worker.variant(kind, *arguments)
+    times = measure(steps, options.repeats)
+    # Of a step that is not profiled itself.
+    memory = {v: step.memory_mib() for v, step in steps.items() if v != "convolutions"}
+    case = f"{name}-{side}-batch{batch}"
+    return rows_of(options.device, times, memory_mib=memory, case=case, optimizer="SGD")
 
 
-def name_of(channels: int, side: int, residual: bool) -> str:
-    return f"norm-{channels}-{side}{'-residual' if residual else ''}"
-
-
-def norms_of(channels: int, side: int, residual: bool, options: Any) -> list[Row]:
+def norms_of(case: str, options: Any, worker: Worker) -> list[Row]:
+    channels, side, residual = layer = LAYERS[case]
     elements = 8 * side * side * channels * layers_of(channels, side)
     # moments, apply, reduce, dx; a residual is read, and its gradient written and read
     half_bytes = 2 * (1 + 2 + 2 + 3 + (2 if residual else 0)) + 3 / 8
-    variants: dict[str, Callable[[], Any]] = {
-        "torch": Norm(channels, side, residual, options.device),
-        "fused": FusedNorm(channels, side, residual, options.device),
+    variants = {
+        "torch": worker.variant(Norm, *layer, options.device),
+        "fused": Variant(Clock(options.device), FusedNorm(*layer, options.device)),
         "copy": bounds(options.device, 64 << 20, elements, half_bytes, 0)["copy"],
     }
-    if options.device.type == "cuda":
-        try:
-            variants["cuDNN, FP16"] = DirectCudnn(channels, side, residual, options.device)
-        except RuntimeError as error:  # such shapes are not measured
-            print(f"{name_of(channels, side, residual)}: {error}")
-    times = measure(Clock(options.device), variants, options.repeats)
     return rows_of(
         options.device,
-        times,
-        case=name_of(channels, side, residual),
+        measure(variants, options.repeats),
+        case=case,
         params=elements,
         dtype="bfloat16",
         bytes_per_param=dict.fromkeys(variants, half_bytes),
     )
 
 
+def operation_of(case: str, options: Any, worker: Worker) -> list[Row]:
+    import ampfuse
+
+    ampfuse.cpu_half_ops()
+    name, half = OPERATIONS[case]
+    dtype = getattr(torch, half)
+    variants = {
+        "FP32": worker.variant(Operation, name, torch.float32),
+        "torch": worker.variant(Operation, name, dtype),
+        "ampfuse": Variant(Clock(options.device), Operation(name, dtype)),
+    }
+    return rows_of(options.device, measure(variants, options.repeats), case=case, dtype=half)
+
+
 def main() -> None:
     """Measures every variant of each case and writes the CSV."""
-    options = options_of(__doc__, "conv_nets")
+    options = options_of(__doc__, "conv_nets", no_compile="leave out torch.compile")
     results = Results(options)
-    for threads in options.threads:
-        torch.set_num_threads(threads)
-        for layer in LAYERS:
-            if results.want(name_of(*layer)):
-                results.add(norms_of(*layer, options))
-        for small in SMALL if options.device.type == "cpu" else ():
-            if results.want(convolution_name(small)):
-                results.add(convolution_of(small, options))
-    for name in NETS:  # at all threads
-        if results.want(name):
-            results.add(steps_of(name, options))
+    with Worker(Clock, options.device) as worker:
+        for threads in options.threads:
+            torch.set_num_threads(threads)
+            for case in LAYERS:
+                if results.want(case):
+                    results.add(norms_of(case, options, worker))
+                    worker.clear()
+            for case in OPERATIONS if options.device.type == "cpu" else ():
+                if results.want(case):
+                    results.add(operation_of(case, options, worker))
+                    worker.clear()
+        for name in NETS:  # at all threads
+            if results.want(name):
+                results.add(steps_of(name, options, worker))
+                worker.clear()
     results.finish()
 
 

@@ -3,30 +3,27 @@
     python benchmarks/doctor_estimates.py [--only TEXT ...] [--csv FILE]
 
 Each case is a training that lacks something. The doctor watches it and says what that would gain;
-then the training is run without and with it, in turns, and the gain is measured.
+then the training is run without and with it, in turns, and the gain is measured. Each run has a
+process of its own: what ran before decides how memory is allocated, and so how long it takes.
 """
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import itertools
 import multiprocessing
 import re
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from harness import RESULTS, hardware, read, write
+from harness.results import RESULTS, conditions, parser_of, put
 from torch import Tensor, nn
-
-import ampfuse
-from ampfuse import amp, insight, optim
-from ampfuse.insight.diagnosis.report import Advice
 
 _ROUNDS, _STEPS, _WARMUP = 5, 10, 5
 
@@ -70,104 +67,82 @@ def _endless(workers: int) -> Iterator[Tensor]:
 
 
 def _train(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    batches: Iterator[Tensor],
-    level: str | None = None,
+    model: nn.Module, batches: Iterator[Tensor], level: str | None = None, optimizer: Any = None
 ) -> Step:
     """A step of a training that makes the output small."""
+    from ampfuse import amp
+
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.01)
     if level:
         model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
 
     def step() -> None:
         optimizer.zero_grad()
         loss = F.mse_loss(out := model(next(batches)), torch.zeros_like(out))
-        if level:
-            with amp.scale_loss(loss, optimizer) as scaled:
-                scaled.backward()
-        else:
-            loss.backward()
+        with amp.scale_loss(loss, optimizer) if level else nullcontext(loss) as scaled:
+            scaled.backward()
         optimizer.step()
 
     return step
 
 
-def _same(batch: Tensor) -> Iterator[Tensor]:
-    while True:
-        yield batch
-
-
-def _perceptron(width: int = 2048) -> nn.Sequential:
+def _perceptron(width: int) -> nn.Sequential:
     return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(4)))
 
 
-def _conv_net() -> nn.Sequential:
-    widths = (3, 32, 64, 128)
+def _data(advised: str) -> Step:
+    found = re.search(r"num_workers=(\d+)", advised)
+    return _train(_perceptron(256), _endless(int(found[1]) if found else 0))
+
+
+def _half(advised: str) -> Step:
+    batches = itertools.repeat(torch.randn(512, 2048))
+    return _train(_perceptron(2048), batches, "O5" if advised else None)
+
+
+def _half_images(advised: str) -> Step:
     blocks = [
         (nn.Conv2d(a, b, 3, padding=1, bias=False), nn.BatchNorm2d(b), nn.ReLU(), nn.MaxPool2d(2))
-        for a, b in itertools.pairwise(widths)
+        for a, b in itertools.pairwise((3, 32, 64, 128))
     ]
-    return nn.Sequential(*(layer for block in blocks for layer in block))
+    layout: Any = torch.channels_last if "channels_last" in advised else torch.contiguous_format
+    model = nn.Sequential(*itertools.chain(*blocks)).to(memory_format=layout)
+    images = torch.randn(32, 3, 64, 64).contiguous(memory_format=layout)
+    return _train(model, itertools.repeat(images), "O5" if advised else None)
 
 
-def _data(advised: str | None) -> Step:
-    model = _perceptron(256)
-    found = re.search(r"num_workers=(\d+)", advised or "")
-    workers = int(found[1]) if found else 0
-    return _train(model, torch.optim.SGD(model.parameters(), lr=0.01), _endless(workers))
+def _optimizer(advised: str) -> Step:
+    import ampfuse
 
-
-def _half(advised: str | None) -> Step:
-    model = _perceptron()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    return _train(model, optimizer, _same(torch.randn(512, 2048)), "O5" if advised else None)
-
-
-def _half_images(advised: str | None) -> Step:
-    model, images = _conv_net(), torch.randn(32, 3, 64, 64)
-    if advised and "channels_last" in advised:
-        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        images = images.to(memory_format=torch.channels_last)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    return _train(model, optimizer, _same(images), "O5" if advised else None)
-
-
-def _optimizer(advised: str | None) -> Step:
     model = nn.Sequential(nn.Linear(4096, 4096), nn.Linear(4096, 16))
-    kind = optim.AdamW if advised else torch.optim.AdamW
-    return _train(model, kind(model.parameters(), foreach=False), _same(torch.randn(16, 4096)))
-
-
-def _sizes(advised: str | None) -> Step:
-    width = 1040 if advised else 1025
-    model = _perceptron(width)
-    return _train(
-        model, torch.optim.SGD(model.parameters(), lr=0.01), _same(torch.randn(256, width))
-    )
+    kind = ampfuse.optim.AdamW if advised else torch.optim.AdamW
+    optimizer = kind(model.parameters(), foreach=False)
+    return _train(model, itertools.repeat(torch.randn(16, 4096)), optimizer=optimizer)
 
 
 # case -> how its advice begins, and the training; with the words of that advice, it is followed
-CASES: dict[str, tuple[str, Callable[[str | None], Step]]] = {
+CASES: dict[str, tuple[str, Callable[[str], Step]]] = {
     "data": ("load data in the background", _data),
     "perceptron": ("BF16 (O5)", _half),
     "conv net": ("BF16 (O5)", _half_images),  # or with channels_last
     "optimizer": ("fused optimizer", _optimizer),
-    "odd sizes": ("aligned matrices", _sizes),
 }
 
 
-def examine(case: str) -> list[Advice]:
+def examine(case: str) -> list[Any]:
     """The doctor's advice on `case` as it is."""
+    from ampfuse import doctor
+
     torch.manual_seed(0)
-    step = CASES[case][1](None)
-    with insight.doctor(warmup=_WARMUP, steps=2 * _STEPS, stop=True, script=case) as report:
+    step = CASES[case][1]("")
+    with doctor.examine(warmup=_WARMUP, steps=2 * _STEPS, stop=True, script=case) as report:
         while True:
             step()
     print(report)
     return report.advice
 
 
-def step_ms(case: str, advised: str | None) -> float:
+def step_ms(case: str, advised: str) -> float:
     """Milliseconds of a step of `case`, with the advice of these words, if any."""
     step = CASES[case][1](advised)
     for _ in range(40 if case == "data" else _WARMUP):  # workers are ahead at first
@@ -179,48 +154,38 @@ def step_ms(case: str, advised: str | None) -> float:
 
 
 def measure(case: str) -> Row | None:
-    """The row of `case`; None if the doctor does not give that advice here.
-
-    Each run has a process of its own: what ran before decides how memory is allocated, and with
-    that how long it takes.
-    """
-    title = CASES[case][0]
+    """The row of `case`; None if the doctor does not give that advice here."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, context, max_tasks_per_child=1) as processes:
         advice = processes.submit(examine, case).result()
-        given = next((one for one in advice if one.title.startswith(title)), None)
-        if given is None:
+        given = next((one for one in advice if one.kind.startswith(CASES[case][0])), None)
+        if given is None or (gain := given.gain) is None:
             return None
         times: tuple[list[float], list[float]] = ([], [])
         for _ in range(_ROUNDS):
-            for how, taken in zip((None, given.how), times, strict=True):
+            for how, taken in zip(("", given.remedy), times, strict=True):
                 taken.append(processes.submit(step_ms, case, how).result())
     now, advised = map(min, times)  # whatever else the machine does adds to them
     return Row(
         case=case,
-        advice=given.title,
-        basis=given.basis,
+        advice=given.kind,
+        basis=given.found.partition(" ")[2],
         step_ms=round(now, 3),
         advised_ms=round(advised, 3),
-        promised=round(given.gain, 3),
+        promised=round(gain, 3),
         measured=round(now / advised, 3),
-        error=round(given.gain * advised / now - 1, 3),
+        error=round(gain * advised / now - 1, 3),
         threads=torch.get_num_threads(),
-        hardware=hardware(torch.device("cpu")),
-        torch=torch.__version__,
-        ampfuse=ampfuse.__version__,
-        date=datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        **conditions(torch.device("cpu")),
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    """Measures each case; rows replace those of the same case."""
+    parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="+", default=[""], help="cases whose name holds this")
     parser.add_argument("--csv", type=Path, default=RESULTS / "doctor_estimates.csv")
     options = parser.parse_args()
-    rows = {row.case: row for row in read(options.csv, Row)} if options.csv.exists() else {}
     for case in CASES:
         if not any(text in case for text in options.only):
             continue
@@ -229,8 +194,7 @@ def main() -> None:
             print(f"--- {case}: the doctor does not advise {CASES[case][0]} here\n")
             continue
         print(f"--- {case}: {row.promised:.2f}x promised, {row.measured:.2f}x ({row.error:+.0%})\n")
-        rows[case] = row
-        write(options.csv, [rows[name] for name in CASES if name in rows])
+        put(options.csv, [row], lambda row: row.case, list(CASES))
 
 
 if __name__ == "__main__":

@@ -28,4 +28,4 @@ for recipe in e1 e2 e4 e5; do
     --csv "$CSV/experiments_${recipe}_cpu.csv"
 done
 "$PYTHON" -m ampfuse make_plot --results "$RESULTS" --plot_std
-"$PYTHON" benchmarks/experiments_table.py "$CSV"/experiments_e?_cpu.csv
+"$PYTHON" benchmarks/report.py "$CSV"/experiments_e?_cpu.csv

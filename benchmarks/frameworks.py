@@ -3,46 +3,37 @@
     python benchmarks/frameworks.py [--frameworks fabric ...]
 
 Runs replace their rows in results/frameworks_epyc.csv. The examples are made small, their data are
-scikit-learn's digits (for MNIST, pets, ImageNet) and the sentences of memory_quality.py:
+scikit-learn's digits (for MNIST, pets, ImageNet) and the sentences of quality.py, which says also
+what "within the spread" is:
 
     lightning     the autoencoder of Lightning's README, 28x28 pixels
     fabric        the convolutional net of Fabric's image classifier example
     accelerate    examples/cv_example.py, a ResNet of timm with OneCycleLR
     transformers  examples/pytorch/language-modeling/run_clm.py, GPT-2 from a config
     timm          train.py --amp, a vision transformer
-
-Each of three seeds gives the same initial weights and batches in every arm. An arm's loss on the
-test set is within the spread if its mean is above native BF16's by no more than the native seeds
-differ, largest less smallest.
 """
 
 from __future__ import annotations
 
-import argparse
-import csv
-import datetime
 import tempfile
-from collections.abc import Callable, Iterator
-from itertools import groupby, product
-from operator import itemgetter
-from statistics import fmean
+from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import lightning
+import quality
 import timm
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from harness import RESULTS, hardware
-from memory_quality import sentences
+from harness.results import RESULTS, conditions, parser_of, read
 from timm.optim import create_optimizer_v2
 from timm.utils import NativeScaler
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
-import ampfuse.integrations.timm  # registers its names
-from ampfuse.demo.data import load_digits
+import ampfuse.integrations.timm  # noqa: F401  registers its names
 from ampfuse.integrations import accelerate, fabric
 from ampfuse.integrations.lightning import AmpFuse
 from ampfuse.integrations.transformers import AmpFuseTrainer
@@ -54,10 +45,9 @@ ARMS = (NATIVE, "O5", "O2")
 
 def digits(side: int) -> tuple[DataLoader[Any], Tensor, Tensor]:
     """Batches of 64 to train on; images [n, 1, side, side] and classes to test on."""
-    data = load_digits(torch.device("cpu"))
-    train, test = (F.interpolate(x, side) for x in (data.train_images, data.test_images))
-    batches = DataLoader(TensorDataset(train, data.train_labels), 64, shuffle=True, drop_last=True)
-    return batches, test, data.test_labels
+    train, classes, test, test_classes = quality.digits(side)
+    batches = DataLoader(TensorDataset(train, classes), 64, shuffle=True, drop_last=True)
+    return batches, test, test_classes
 
 
 class LitAutoEncoder(lightning.LightningModule):
@@ -143,7 +133,9 @@ def train_accelerate(arm: str) -> float:
 
 
 def train_transformers(arm: str) -> float:
-    words = [torch.cat([a, b[:, -1:]], 1) for a, b in zip(*[iter(sentences())] * 2, strict=True)]
+    words = [
+        torch.cat([a, b[:, -1:]], 1) for a, b in zip(*[iter(quality.sentences())] * 2, strict=True)
+    ]
     train, test = ([{"input_ids": row, "labels": row} for row in rows] for rows in words)
     model = GPT2LMHeadModel(
         GPT2Config(vocab_size=364, n_positions=33, n_embd=64, n_layer=2, n_head=4)
@@ -203,51 +195,25 @@ EXAMPLES: dict[str, Callable[[str], float]] = {
 _TIMM = {"O5": "ampfuse-adamw, BF16", "O2": "ampfuse-adamw, FP16"}
 
 
-def rows(frameworks: list[str]) -> Iterator[dict[str, str]]:
-    """A run each."""
-    for name, arm, seed in product(frameworks, ARMS, range(3)):
-        torch.manual_seed(seed)
-        loss = EXAMPLES[name](arm)
-        shown = _TIMM.get(arm, arm) if name == "timm" else arm
-        print(name, shown, seed, f"{loss:.5g}", flush=True)
-        row = {"framework": name, "arm": shown, "seed": str(seed), "test_loss": f"{loss:.5g}"}
-        row |= {"hardware": hardware(torch.device("cpu")), "torch": torch.__version__}
-        row |= {"ampfuse": ampfuse.__version__, "date": datetime.date.today().isoformat()}
-        yield row
-
-
-def print_table(found: list[dict[str, str]]) -> None:
-    """A line for each framework and arm: mean and range over the seeds, and the verdict."""
-    print("| framework | arm | test loss | within the spread |\n|---|---|---|---|")
-    limit = 0.0
-    for (name, arm), runs in groupby(found, key=itemgetter("framework", "arm")):
-        losses = [float(run["test_loss"]) for run in runs]
-        if arm == NATIVE:
-            limit = fmean(losses) + max(losses) - min(losses)
-        verdict = "yes" if fmean(losses) <= limit else "no"
-        spread = f"{fmean(losses):.4g} ({min(losses):.4g} to {max(losses):.4g})"
-        print(f"| {name} | {arm} | {spread} | {verdict} |")
+def shown(framework: str, arm: str) -> str:
+    """What the arm is called in the rows."""
+    return _TIMM.get(arm, arm) if framework == "timm" else arm
 
 
 def main() -> None:
-    """Trains, writes the rows, prints the table."""
-    parser = argparse.ArgumentParser()
+    """Trains, and after each run writes its row; then the table."""
+    parser = parser_of(__doc__)
     parser.add_argument("--frameworks", nargs="*", default=list(EXAMPLES), choices=list(EXAMPLES))
     options = parser.parse_args()
     torch.set_num_threads(1)
-    kept = []
-    if _CSV.exists():
-        with _CSV.open(newline="") as file:
-            kept = [
-                row for row in csv.DictReader(file) if row["framework"] not in options.frameworks
-            ]
-    found = kept + list(rows(options.frameworks))
-    found.sort(key=lambda row: list(EXAMPLES).index(row["framework"]))
-    with _CSV.open("w", newline="") as file:
-        writer = csv.DictWriter(file, found[0].keys(), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(found)
-    print_table(found)
+    order = [(name, shown(name, arm)) for name, arm in product(EXAMPLES, ARMS)]
+    for name, arm, seed in product(options.frameworks, ARMS, quality.SEEDS):
+        torch.manual_seed(seed)
+        loss = float(f"{EXAMPLES[name](arm):.5g}")
+        print(name, shown(name, arm), seed, loss, flush=True)
+        what = {"task": name, "arm": shown(name, arm), "seed": seed, "test_loss": loss}
+        quality.save(_CSV, [quality.Row(**what, **conditions(quality.CPU))], order)
+    print("\n".join(quality.table(read(_CSV, quality.Row))))
 
 
 if __name__ == "__main__":

@@ -5,12 +5,12 @@
 #     PARTS=first benchmarks/gpu_gate.sh        what answers most, in eight minutes
 #     PARTS="tests step" benchmarks/gpu_gate.sh
 #
-# The results are one log per part, the CSV files, tables and pictures of the benchmarks and
+# The results are one log per part, the CSV files, tables of the benchmarks and
 # summary.txt. They gather in BUILD/results over all runs, and $OUT/gpu_gate.tar.gz, written again
 # after each part, holds them all. A part that fails, or takes LIMIT seconds, does not keep the others
 # from running; the exit status is the number of parts that failed.
 #
-# PARTS    first build core tests tests_graphs tests_rest memcheck racecheck initcheck syncs host_time
+# PARTS    first build core tests tests_graphs tests_rest memcheck racecheck initcheck host_time
 #          step compiled counters meter nets e1 e2 e4 e5 (all but first, which is the best of them)
 # PYTHON   interpreter that has a CUDA build of torch, and pytest (python3). Nothing is installed there
 #          and nothing is downloaded: the build goes to BUILD.
@@ -27,7 +27,7 @@ cd "$(dirname "$SELF")/.." || exit
 export PYTHON=${PYTHON:-python3}
 export OUT=${OUT:-results/gpu} BUILD=${BUILD:-build/gpu} WHEELS=${WHEELS:-}
 export CORE=${CORE:-}
-PARTS=${PARTS:-build core tests tests_graphs tests_rest memcheck racecheck initcheck syncs host_time
+PARTS=${PARTS:-build core tests tests_graphs tests_rest memcheck racecheck initcheck host_time
   step compiled counters meter nets e1 e2 e4 e5}
 PARTS=$(tr -s ' \n' ' ' <<<"$PARTS")
 LIMIT=${LIMIT:-540}
@@ -84,7 +84,7 @@ sanitize() {
 # An order of magnitude slower: the tests with few blocks.
 sanitize_some() {
   local status=0 name
-  for name in norms non_finite unscaled maps steps batch_norm; do sanitize "$1" "$name" || status=1; done
+  for name in norms non_finite unscaled maps steps nn_ops; do sanitize "$1" "$name" || status=1; done
   return "$status"
 }
 
@@ -99,11 +99,10 @@ measure() {
     report "$RESULTS/$csv.csv"
 }
 
-# A table, and pictures where matplotlib is, of what was measured.
+# A table of what was measured.
 report() {
-  case $1 in *syncs* | *conv_nets* | *meter*) return ;; esac
-  "$PYTHON" benchmarks/table.py "$1" || return
-  if "$PYTHON" -c 'import matplotlib' 2>/dev/null; then "$PYTHON" benchmarks/plot.py "$1"; fi
+  case $1 in *conv_nets*) return ;; esac
+  "$PYTHON" benchmarks/report.py "$1"
 }
 
 # What inspect and update move: DRAM, and sectors that L2 is asked to write. An update of 64 M FP16
@@ -118,9 +117,8 @@ counters() {
 import sys
 sys.path.insert(0, "benchmarks")
 import torch
-from routes import Ours
-from step import tensors_of
-from workloads import Case
+from harness.cases import Case
+from harness.routes import Ours, tensors_of
 case = Case("AdamW", "64M", "fp16")
 ours = Ours(case, *tensors_of(case, torch.device("cuda")))
 for _ in range(4):
@@ -244,12 +242,13 @@ if wanted memcheck && needs memcheck compute-sanitizer; then part memcheck "$LIM
 for tool in racecheck initcheck; do
   if wanted "$tool" && needs "$tool" compute-sanitizer; then part "$tool" "$LIMIT" sanitize_some "$tool"; fi
 done
-if wanted syncs; then part syncs "$LIMIT" measure syncs syncs_cuda; fi
 if wanted host_time; then part host_time "$LIMIT" measure host_time host_time_cuda; fi
 if wanted step; then part step "$LIMIT" measure step step_cuda --no-compile; fi
 if wanted compiled; then part compiled "$LIMIT" measure step step_compiled --only resnet50 vit-b-fp16; fi
 if wanted counters && needs counters ncu; then part counters "$LIMIT" counters; fi
-if wanted meter; then part meter "$LIMIT" measure meter meter_cuda; fi
+if wanted meter; then
+  part meter "$LIMIT" measure step meter_cuda --no-compile --meter --only 64K-fp16 resnet50-fp16 sgd-1B-fp16
+fi
 for name in nets e1 e2 e4 e5; do
   wanted "$name" || continue
   if "$PYTHON" -c 'import torchvision, timm, rich, tqdm' 2>/dev/null; then

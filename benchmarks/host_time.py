@@ -1,140 +1,273 @@
-"""How long the host is busy with a step of 2,000 tensors, against torch's scaler and clipping.
+"""How long the host is busy with steps whose kernels are next to nothing.
 
-    python benchmarks/host_time.py [--device cuda] [--quick]
+    python benchmarks/host_time.py [--device cuda] [--quick] [--only TEXT ...]
+    torchrun --nproc-per-node 2 benchmarks/host_time.py --csv ...    # the cases "sharded-..."
 
-Two variants of each route: "same", where every tensor is where it was in the last step, and "new",
-where every gradient is another tensor, as after ``zero_grad()`` and a backward pass. Torch's routes
-are its AdamW with GradScaler and clip_grad_norm_, in half cases on FP32 masters with casts around
-them (``routes.OnMasters``).
+On a GPU a time is that of the Python calls with the GPU idle before them, not waiting for what they
+queued. On a CPU the kernels run inside the calls and count, so tensors are tiny: an upper bound of
+the host's time. What ampfuse is compared with runs in a process that never imports it. Cases:
 
-On a GPU this is the time of the Python call with the GPU idle before it, not waiting for what it
-queued, on tensors of 64K elements. On a CPU the kernels run inside the call. There the tensors have
-one element, so that next to nothing is left of the kernels but their calls, which count: the time
-is an upper bound of the host's. For ampfuse there is a lower bound too, the row "ampfuse, without
-its core": less the time inside the extension's one call that checks, decides and updates.
+adamw-..., sharded-...
+    a step of 2,000 tensors (of 64K elements on a GPU, else of one) against torch's AdamW with
+    GradScaler and clip_grad_norm_, in half cases on FP32 masters with casts around them. "same":
+    every tensor is where it was in the last step. "new": every gradient is another tensor, as after
+    ``zero_grad()`` and a backward pass. Sharded parameters are DTensors as in FSDP2's loops, one
+    element on each rank; ranks begin together, and the time includes their collectives.
+mlp-..., transformer-...
+    training at O1 against torch.amp: 37 linear layers of width 8, and 6 encoder layers of width 16.
+    "pass" is forward pass, loss and backward pass with what amp does around them; "step" adds
+    torch's SGD, which ampfuse steps in its fused form. "ampfuse.compat" is the same by apex's
+    names, whose O1 follows apex's lists in the whole process.
 """
 
 from __future__ import annotations
 
-import time
+import importlib
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import product
 from typing import Any
 
 import torch
-from harness import Times, measure, rows_of
-from routes import Ours, peers
-from step import Results, options_of, tensors_of
-from torch import Tensor
-from workloads import DTYPES, Case
-
-from ampfuse.measuring import wait_for
+import torch.distributed as dist
+import torch.nn.functional as F
+from harness.cases import DTYPES, Case
+from harness.measuring import HostClock, Variant, Worker, measure
+from harness.results import Results, Row, options_of, rows_of
+from harness.routes import NewGradients, Ours, Peer, peer_route, peers, tensors_of
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 _ROUTES = ("torch fused", "torch foreach")
-_WITHOUT_CORE = "ampfuse, without its core"
+KINDS = ("same", "new")
 
 
-class HostClock:
-    """Times what the host does; the device is idle before it (see ``harness.Clock``)."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def milliseconds(self, call: Any, queueing_ms: float = 0.0) -> float:
-        wait_for(self.device)
-        start = time.perf_counter()
-        call()
-        return (time.perf_counter() - start) * 1e3
+def prepared(route: Any, kind: str) -> Any:
+    """After its first step, which makes the state."""
+    route = NewGradients(route) if kind == "new" else route
+    route.prepare()
+    route()
+    return route
 
 
-class NewGradients:
-    """A route whose gradients are other tensors before each call."""
+def steps_of(case: Case, kind: str, options: Any, worker: Worker) -> list[Row]:
+    """Of whole tensors."""
+    ours = prepared(Ours(case, *tensors_of(case, options.device)), kind)
+    variants: dict[str, Any] = {"ampfuse": Variant(HostClock(options.device), ours)}
+    for name, peer in peers(case, options.device).items():
+        if name in _ROUTES:
+            variants[name] = worker.variant(peer_route, case, options.device, peer, kind == "new")
+    return rows(case, f"{case.name}-{kind}", variants, options)
 
-    def __init__(self, route: Any, gradients: list[Tensor]) -> None:
-        self.route, self.gradients = route, gradients
+
+def rows(case: Case, name: str, variants: dict[str, Any], options: Any) -> list[Row]:
+    times = measure(variants, options.repeats)
+    return rows_of(options.device, times, **case.columns | {"case": name})
+
+
+# ---- sharded parameters --------------------------------------------------------------------------
+
+
+class Sharded:
+    """A route whose parameters and gradients are shards; all ranks begin together.
+
+    Arguments:
+        peer: whose route it is; None: ours.
+    """
+
+    def __init__(self, case: Case, peer: Peer | None, kind: str) -> None:
+        ensure_group()
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        weights, gradients = (
+            [DTensor.from_local(tensor, mesh, [Shard(0)]) for tensor in tensors]
+            for tensors in tensors_of(case, torch.device("cpu"))
+        )
+        build = peer.build if peer else Ours
+        self.route = prepared(build(case, weights, gradients), kind)
 
     def prepare(self) -> None:
-        self.route.set_gradients([gradient.clone() for gradient in self.gradients])
+        self.route.prepare()
+        dist.barrier()
 
     def __call__(self) -> None:
         self.route()
 
 
-class WithoutCore:
-    """Our step; returns its time less that inside ``ParamTable.update``, in milliseconds."""
-
-    def __init__(self, route: Any) -> None:
-        self.route, self.prepare = route, getattr(route, "prepare", lambda: None)
-
-    def __call__(self) -> float:
-        optimizer = getattr(self.route, "route", self.route).optimizer
-        table = optimizer._table
-        optimizer._table = watched = _Watched(table)
-        try:
-            start = time.perf_counter()
-            self.route()
-            return (time.perf_counter() - start - watched.seconds) * 1e3
-        finally:
-            optimizer._table = table
+def ensure_group() -> None:
+    """torchrun's processes, or this one alone."""
+    if dist.is_initialized():
+        return
+    if "RANK" in os.environ:
+        # A worker's group is beside that of the process that started it.
+        beside = int(torch.multiprocessing.parent_process() is not None)
+        os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1 + beside)
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+        dist.init_process_group("gloo")
+    else:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
-class _Watched:
-    """A ParamTable, and the seconds spent in its ``update``."""
-
-    def __init__(self, table: Any) -> None:
-        self._inner, self.seconds = table, 0.0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def update(self, **verdict: Any) -> None:
-        start = time.perf_counter()
-        self._inner.update(**verdict)
-        self.seconds += time.perf_counter() - start
+def shards_of(case: Case, kind: str, options: Any, worker: Worker) -> list[Row]:
+    clock = HostClock(options.device)
+    fused = peers(case, options.device)["torch fused"]
+    whole = prepared(Ours(case, *tensors_of(case, options.device)), kind)
+    variants = {
+        "ampfuse, whole": Variant(clock, whole),
+        "ampfuse, shards": Variant(clock, Sharded(case, None, kind)),
+        "torch fused, shards": worker.variant(Sharded, case, fused, kind),
+    }
+    ranks = f"{dist.get_world_size()}ranks"
+    return rows(case, f"sharded-{case.name}-{ranks}-{kind}", variants, options)
 
 
-def host_times(case: Case, device: torch.device, repeats: int) -> dict[str, Times]:
-    """Milliseconds by variant, for gradients that are the "same" and "new"."""
-    times: dict[str, Times] = {}
-    for kind in ("same", "new"):
-        weights, gradients = tensors_of(case, device)
-        routes: dict[str, Any] = {"ampfuse": Ours(case, weights, gradients)}
-        for name, peer in peers(case, device).items():
-            if name in _ROUTES:
-                routes[name] = peer.build(case, weights, gradients)
-        if kind == "new":
-            routes = {name: NewGradients(route, gradients) for name, route in routes.items()}
-        for route in routes.values():
-            getattr(route, "prepare", lambda: None)()
-            route()  # the first step makes the state
-        if device.type == "cpu":
-            core = {"ampfuse": routes["ampfuse"], _WITHOUT_CORE: WithoutCore(routes["ampfuse"])}
-            routes = core | routes
-        times[kind] = measure(HostClock(device), routes, repeats)
-    return times
+# ---- training at O1 ------------------------------------------------------------------------------
+
+
+def mlp() -> nn.Module:
+    """Of 37 linear layers; takes (batch, 8)."""
+    layers: list[nn.Module] = []
+    for _ in range(37):
+        layers += [nn.Linear(8, 8), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
+def transformer() -> nn.Module:
+    """Of 6 encoder layers; takes (batch, length, 16)."""
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "mlp": (mlp, (8, 8)),
+    "transformer": (transformer, (4, 8, 16)),
+}
+
+
+class Training:
+    """A step of training: plain FP32."""
+
+    def __init__(self, model: str, device: torch.device, steps: bool) -> None:
+        torch.manual_seed(0)
+        make, shape = MODELS[model]
+        self.model = make().to(device)
+        self.x = torch.randn(shape, device=device)
+        self.y = torch.randn(shape, device=device)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
+        self.steps = steps
+
+    def loss(self) -> Tensor:
+        return F.mse_loss(self.model(self.x), self.y)
+
+    def backward(self) -> None:
+        self.loss().backward()
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+    def answer(self) -> float:
+        return float(self.loss().detach())
+
+    def __call__(self) -> None:
+        self.optimizer.zero_grad()
+        self.backward()
+        if self.steps:
+            self.step()
+
+
+class TorchAmp(Training):
+    def __init__(self, model: str, device: torch.device, steps: bool) -> None:
+        super().__init__(model, device, steps)
+        self.scaler = torch.amp.GradScaler(device.type, init_scale=1024.0)
+
+    def backward(self) -> None:
+        with torch.autocast(self.x.device.type, dtype=torch.float16):
+            loss = self.loss()
+        self.scaler.scale(loss).backward()
+
+    def step(self) -> None:
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+
+class O1(Training):
+    """By ampfuse.amp, or by another module with its functions."""
+
+    amp = "ampfuse.amp"
+
+    def __init__(self, model: str, device: torch.device, steps: bool) -> None:
+        super().__init__(model, device, steps)
+        self.api = importlib.import_module(self.amp)
+        self.api.initialize(self.model, self.optimizer, opt_level="O1", verbosity=0)
+
+    def backward(self) -> None:
+        with self.api.scale_loss(self.loss(), self.optimizer) as scaled:
+            scaled.backward()
+
+
+class Alias(O1):
+    amp = "ampfuse.compat.apex.amp"
+
+
+# A process each, for what amp does to the process it is in.
+TRAININGS: dict[str, type[Training]] = {
+    "torch.amp": TorchAmp,
+    "FP32": Training,
+    "ampfuse O1": O1,
+    "ampfuse.compat": Alias,
+}
+
+
+@contextmanager
+def trainings(model: str, device: torch.device, steps: bool) -> Iterator[dict[str, Any]]:
+    """Variants by what their rows are called."""
+    workers = {
+        name: Worker(HostClock, device, issubclass(TRAININGS[name], O1)) for name in TRAININGS
+    }
+    try:
+        yield {
+            name: worker.variant(TRAININGS[name], model, device, steps)
+            for name, worker in workers.items()
+        }
+    finally:
+        for worker in workers.values():
+            worker.close()
+
+
+def trainings_of(model: str, what: str, options: Any) -> list[Row]:
+    repeats = options.repeats if options.quick else max(options.repeats, 200)
+    with trainings(model, options.device, what == "step") as variants:
+        times = measure(variants, repeats, warm_up=5)
+    return rows_of(options.device, times, case=f"{model}-{what}", optimizer="SGD", dtype="float16")
 
 
 def main() -> None:
-    """Measures both kinds in each precision and writes the CSV."""
+    """Measures every variant of each case and writes the CSV."""
     options = options_of(__doc__, "host_time")
-    device = options.device
-    tensors = "2000x64K" if device.type == "cuda" else "2000x1"
     torch.set_num_threads(1)
-    results = Results(options)
-    for precision in DTYPES:
-        case = Case("AdamW", tensors, precision, quick=options.quick)
-        if not results.want(case.name):
-            continue
-        for kind, times in host_times(case, device, options.repeats).items():
-            found = rows_of(
-                device,
-                times,
-                params=case.params,
-                case=f"{case.name}-{kind}",
-                optimizer=case.optimizer,
-                dtype=precision,
-                does=case.does,
-            )
-            results.add(found)
-    results.finish()
+    device, results = options.device, Results(options)
+    tensors = "2000x64K" if device.type == "cuda" else "2000x1"
+    steps = [Case("AdamW", tensors, precision, quick=options.quick) for precision in DTYPES]
+    ranks = "RANK" in os.environ  # torchrun's: only what is about ranks
+    with Worker(HostClock, device) as worker:
+        for case, kind in product(steps if not ranks else (), KINDS):
+            if results.want(f"{case.name}-{kind}"):
+                results.add(steps_of(case, kind, options, worker))
+                worker.clear()
+        for kind in KINDS if device.type == "cpu" and results.want("sharded-adamw") else ():
+            found = shards_of(steps[0], kind, options, worker)
+            if dist.get_rank() == 0:
+                results.add(found)
+            worker.clear()
+    for model in MODELS if not ranks else ():
+        for what in ("pass", "step"):
+            if results.want(f"{model}-{what}"):
+                results.add(trainings_of(model, what, options))
+    if results.rows or not ranks:
+        results.finish()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

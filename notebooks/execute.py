@@ -23,7 +23,7 @@ from nbclient import NotebookClient
 from nbformat import NotebookNode
 from PIL import Image
 
-from ampfuse import env
+from ampfuse.hardware import core_count, cpu_model
 
 FOLDER = Path(__file__).parent
 # What AMPFUSE_DATA says to those that would download something.
@@ -73,7 +73,7 @@ def origin(full: bool) -> str:
     """Where the outputs come from."""
     sizes = "" if full else ", with the sizes of `AMPFUSE_SMALL=1`: the times mean nothing"
     return (
-        f"The outputs stored here come from a CPU ({env.cpu_model()}, {env.core_count()} cores)"
+        f"The outputs stored here come from a CPU ({cpu_model()}, {core_count()} cores)"
         f"{sizes}.\nRun the notebook to have those of your machine, best on a GPU."
     )
 

@@ -5,7 +5,7 @@ import sys
 
 from ampfuse.amp import function_casts
 from ampfuse.compat import apex
-from ampfuse.migrate.table import TOP
+from ampfuse.compat.names import TOP
 
 
 def _names():

@@ -11,7 +11,8 @@ import torch
 from hypothesis import settings
 
 from ampfuse import _core
-from ampfuse.amp import cast_state, hints
+from ampfuse.amp import cast_state
+from ampfuse.insight import hints
 
 # With a workspace of its own for each stream, cuBLAS gives the same bits in every run.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -11,7 +11,12 @@ import sys
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    rule,
+    run_state_machine_as_test,
+)
 
 WIDTHS = (0, 1, 3, 15, 16, 17, 127, 128, 129, 4096, 65537)
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -29,6 +34,9 @@ counts = {"done": 0, "refused": 0}
 small = st.integers(-2, 9)
 numbers = st.floats(allow_nan=True, allow_infinity=True, width=32)
 shapes = st.sampled_from([(w,) for w in WIDTHS] + [(2, 3), (3, 2), (16, 1), (5, 13, 2)])
+KINDS = st.sampled_from(["alone", "half", "master", "split"])
+STATES = st.sampled_from(["fp32", "bf16", "8bit"])
+ROWS = st.lists(st.tuples(shapes, KINDS, st.booleans(), STATES), min_size=1, max_size=4)
 
 
 @st.composite
@@ -84,28 +92,35 @@ class Table(RuleBasedStateMachine):
         self.collected = False
         self.table = C.ParamTable("adam", torch.device("cpu"))
 
-    @rule(algorithm=st.sampled_from((*ALGORITHMS, "wrong")))
-    def new_table(self, algorithm):
+    @initialize(algorithm=st.sampled_from(ALGORITHMS), rows=ROWS)
+    def first_table(self, algorithm, rows):
+        self.new_table(algorithm, rows)
+
+    @rule(algorithm=st.sampled_from((*ALGORITHMS, "wrong")), rows=ROWS)
+    def new_table(self, algorithm, rows):
         table = attempt(C.ParamTable, algorithm, torch.device("cpu"))
-        if table is not None:
-            self.__dict__.update(leaves=[], buffers=None, table=table)
+        if table is None:
+            return
+        self.__dict__.update(leaves=[], buffers=None, collected=False, table=table)
+        for row, (shape, kind, bf16, states) in enumerate(rows):
+            self.add_row(shape, kind, bf16)
+            self.set_states(row, states, 2, bf16)
+        self.set_plain_hyper()
 
     def _add(self, param, model, **options):
         row = attempt(self.table.add_row, param, model, f"row {len(self.leaves)}", **options)
         if row is not None:
             self.leaves.append(param if model is None else model)
+            self.collected = False
 
-    @rule(
-        shape=shapes, kind=st.sampled_from(["alone", "half", "master", "split"]), bf16=st.booleans()
-    )
+    @rule(shape=shapes, kind=KINDS, bf16=st.booleans())
     def add_row(self, shape, kind, bf16):
         half = torch.bfloat16 if bf16 else torch.float16
         leaf = torch.ones(shape, dtype=torch.float32 if kind == "alone" else half)
         master = {"master": leaf.float, "split": lambda: torch.zeros(shape, dtype=torch.int16)}
         with_master = kind in master
+        param = master[kind]() if with_master else leaf
         leaf.requires_grad_()
-        with torch.no_grad():
-            param = master[kind]() if with_master else leaf
         self._add(param, leaf if with_master else None, at_random=bf16)
 
     @rule(
@@ -118,24 +133,19 @@ class Table(RuleBasedStateMachine):
     def add_any_row(self, param, model, at_random, whole, origin):
         self._add(param, model, at_random=at_random, whole=whole, origin=origin)
 
-    @rule(
-        row=small,
-        data=st.data(),
-        compact=st.sampled_from(["fp32", "bf16", "8bit"]),
-        count=st.integers(0, 3),
-        average=st.booleans(),
-    )
-    def set_states(self, row, data, compact, count, average):
-        if not 0 <= row < len(self.leaves):
-            return attempt(self.table.set_states, row, [])
+    @rule(row=st.integers(0, 9), kind=STATES, count=st.integers(0, 3), average=st.booleans())
+    def set_states(self, row, kind, count, average):
+        if not self.leaves:
+            return
+        row %= len(self.leaves)
         like = self.table.param(row)
-        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}[compact]
+        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}[kind]
         with torch.no_grad():
             states = [[torch.zeros_like(like, dtype=dtype)] for _ in range(count)]
-        for state in states if compact == "8bit" else ():
+        for state in states if kind == "8bit" else ():
             state.append(torch.zeros(-(-like.numel() // 128)))
         mean = torch.zeros_like(like, dtype=torch.float32) if average else None
-        attempt(self.table.set_states, row, states, compact, mean)
+        attempt(self.table.set_states, row, states, kind, mean)
 
     @rule(
         row=small,
@@ -171,7 +181,7 @@ class Table(RuleBasedStateMachine):
     def gradients(self, value):
         for leaf in self.leaves:
             if leaf.dtype.is_floating_point and leaf.layout is torch.strided:
-                leaf.grad = torch.full_like(leaf, value, dtype=torch.float32).to(leaf.dtype)
+                leaf.grad = torch.zeros_like(leaf, requires_grad=False).add_(torch.tensor(value))
         self.collected = False
 
     @rule(row=small, grad=st.one_of(st.none(), tensors()), by_data=st.booleans())

@@ -18,8 +18,8 @@ from ampfuse import amp
 from ampfuse.__main__ import main
 from ampfuse.amp import cast_state
 from ampfuse.amp import session as sessions
-from ampfuse.insight import advice as advices
-from ampfuse.insight.trials import Trial
+from ampfuse.doctor import levels
+from ampfuse.doctor.trainings import Row
 
 CPU = torch.device("cpu")
 QUICK = {"seconds": 100.0, "steps": 16, "seeds": 1}
@@ -101,7 +101,7 @@ def test_nothing_of_the_users_changes(monkeypatch):
         assert now is None if value is None else torch.equal(now, value)
     now = [{**group, "params": list(map(id, group["params"]))} for group in optimizer.param_groups]
     assert now == groups
-    assert [row.level for row in advice.rows] == list(advices.LEVELS)
+    assert [row.level for row in advice.rows] == list(levels.LEVELS)
     assert not any(row.failure for row in advice.rows)
     assert other(torch.ones(1, 2)).dtype is torch.bfloat16
     amp.initialize(nn.Linear(2, 2), opt_level="O1", verbosity=0)  # installs what was waiting
@@ -148,8 +148,8 @@ def test_fp16_that_always_overflows_is_objected_to():
 
 def test_o3_that_stands_still_is_objected_to():
     model, loss_function, batch, optimizer = training(lr=1e-6)
-    levels = ("O2", "O3", "O5")
-    advice = amp.advise(model, loss_function, batch, optimizer, levels=levels, **QUICK)
+    tried = ("O2", "O3", "O5")
+    advice = amp.advise(model, loss_function, batch, optimizer, levels=tried, **QUICK)
     row = row_of(advice, "O3")
     assert set(row.stale) >= {"0.weight", "2.weight"}
     assert row.stale_share > 0.99
@@ -204,73 +204,80 @@ def test_a_level_that_raises_is_part_of_the_advice():
 # --- conclusions from numbers ---------------------------------------------------------------------
 
 
-def trial(level, time=10.0, loss=1.0, **more):
-    return Trial(level, (3.0,) * 8 + (loss,) * 8, (time,) * 16, 10.0, **more)
+def row(level, time=10.0, loss=1.0, **more):
+    return Row(level, (3.0,) * 8 + (loss,) * 8, (time,) * 16, 10.0, **more)
 
 
-SEEDS = [trial("O0", loss=1.2)]  # so the spread is 0.2
+def flat(level, loss):
+    return Row(level, (loss,) * 16, (10.0 if level == "O0" else 5.0,) * 16)
 
 
-def conclude(*trials):
-    return advices.conclude([trial("O0"), *trials], SEEDS, 1, CPU)
+SEEDS = [row("O0", loss=1.2)]  # so the spread is 0.2
+
+
+def conclude(*rows):
+    return levels.conclude([row("O0"), *rows], SEEDS, 1, CPU)
 
 
 @pytest.mark.parametrize(
-    ("trials", "level"),
+    ("rows", "level"),
     [
-        ([trial("O4", 5.0), trial("O2", 4.0)], "O2"),
-        ([trial("O4", 4.1), trial("O2", 4.0)], "O4"),  # as fast, and without a loss scale
-        ([trial("amp-bf16", 4.1), trial("O1", 4.0)], "amp-bf16"),
-        ([trial("O4", 5.0), trial("O2", 4.0, loss=1.21)], "O4"),
-        ([trial("O4", 5.0), trial("O2", 4.0, loss=1.19)], "O2"),
-        ([trial("O4", 5.0), trial("O2", 4.0, loss=math.nan)], "O4"),
-        ([trial("O4", 5.0), trial("O2", 4.0, skipped=1)], "O4"),
-        ([trial("O4", 5.0), trial("O3", 4.0, stale=("w",), stale_share=1.0)], "O4"),
-        ([trial("O4", 5.0), Trial("O2", failure="no kernel")], "O4"),
-        ([trial("O4", 9.6), trial("O2", 12.0)], "O0"),
-        ([Trial("O2", failure="no kernel")], "O0"),
+        ([row("O4", 5.0), row("O2", 4.0)], "O2"),
+        ([row("O4", 4.1), row("O2", 4.0)], "O4"),  # as fast, and without a loss scale
+        ([row("amp-bf16", 4.1), row("O1", 4.0)], "amp-bf16"),
+        ([row("O4", 5.0), row("O2", 4.0, loss=1.21)], "O4"),
+        ([row("O4", 5.0), row("O2", 4.0, loss=1.19)], "O2"),
+        ([row("O4", 5.0), row("O2", 4.0, loss=math.nan)], "O4"),
+        ([row("O4", 5.0), row("O2", 4.0, skipped=1)], "O4"),
+        ([row("O4", 5.0), row("O3", 4.0, stale=("w",), stale_share=1.0)], "O4"),
+        ([row("O4", 5.0), Row("O2", failure="no kernel")], "O4"),
+        ([row("O4", 9.6), row("O2", 12.0)], "O0"),
+        ([Row("O2", failure="no kernel")], "O0"),
         ([], "O0"),
     ],
 )
-def test_the_fastest_without_objection_is_recommended(trials, level):
-    advice = conclude(*trials)
+def test_the_fastest_without_objection_is_recommended(rows, level):
+    advice = conclude(*rows)
     assert advice.level == level
     assert row_of(advice, "O0").spread == pytest.approx(0.2)
     assert f"Train at {level}: " in str(advice)
 
 
 def test_reasons():
-    slow = conclude(trial("O4", 9.8), trial("O2", 20.0)).reason
+    slow = conclude(row("O4", 9.8), row("O2", 20.0)).reason
     assert "no faster here (O4, the best of those without an objection: 1.02x)" in slow
-    small = conclude(dataclasses.replace(trial("O4", 11.0), memory_mib=6.0)).reason
+    small = conclude(dataclasses.replace(row("O4", 11.0), memory_mib=6.0)).reason
     assert "O4 takes 40% less" in small
-    fast = conclude(trial("O4", 5.0), trial("O5", 5.1), trial("O2", 4.0, skipped=8)).reason
+    fast = conclude(row("O4", 5.0), row("O5", 5.1), row("O2", 4.0, skipped=8)).reason
     assert "2.00x as fast as FP32" in fast
     assert "As fast, within 5%: O5." in fast
     assert "O2 is 2.50x as fast, but: overflows: 8 of 16 steps skipped." in fast
 
 
-def test_where_seeds_make_no_difference_one_percent_does():
-    same = [trial("O0")]
-    for loss, good in ((1.019, True), (1.021, False)):
-        row = advices.conclude([trial("O0"), trial("O4", 5.0, loss)], same, 1, CPU).rows[1]
-        assert row.allowed == pytest.approx(0.02)
-        assert (row.objection is None) is good
-
-
-def test_of_a_model_that_learns_no_more_the_rounding_of_the_loss_is_allowed():
-    flat = Trial("O0", (0.5,) * 16, (10.0,) * 16)
-    for loss, good in ((0.5019, True), (0.502, False)):
-        half = Trial("O4", (loss,) * 16, (5.0,) * 16)
-        assert (advices.conclude([flat, half], [flat], 1, CPU).level == "O4") is good
+@pytest.mark.parametrize(
+    ("reference", "loss", "is_good"),
+    [
+        # Where seeds make no difference, one percent of the way does.
+        (row("O0"), row("O4", 5.0, 1.019), True),
+        (row("O0"), row("O4", 5.0, 1.021), False),
+        # Of a model that learns no more, the rounding of the loss is allowed.
+        (flat("O0", 0.5), flat("O4", 0.5019), True),
+        (flat("O0", 0.5), flat("O4", 0.502), False),
+    ],
+)
+def test_what_is_allowed(reference, loss, is_good):
+    advice = levels.conclude([reference, loss], [reference], 1, CPU)
+    assert (advice.rows[1].objection is None) is is_good
+    assert (advice.level == "O4") is is_good
+    assert advice.rows[1].allowed == pytest.approx(0.02 if reference == row("O0") else 0.5 / 256)
 
 
 def test_distance_does_not_see_the_order_of_the_batches():
     easy_first, hard_first = [1.0, 3.0, 1.0] * 8, [3.0, 1.0, 1.0] * 8
-    assert advices.distance(easy_first, hard_first, 3) == pytest.approx(0)
-    assert advices.distance(easy_first, hard_first, 1) == pytest.approx(0)
-    assert advices.distance([1.0, 2.0], [1.0, 2.5, 9.0], 1) == 0.5
-    assert advices.distance([1.0, math.nan], [1.0, 2.0], 1) == math.inf
+    assert levels.distance(easy_first, hard_first, 3) == pytest.approx(0)
+    assert levels.distance(easy_first, hard_first, 1) == pytest.approx(0)
+    assert levels.distance([1.0, 2.0], [1.0, 2.5, 9.0], 1) == 0.5
+    assert levels.distance([1.0, math.nan], [1.0, 2.0], 1) == math.inf
 
 
 # --- what is given --------------------------------------------------------------------------------
@@ -400,7 +407,7 @@ def test_wrong_options(options):
 
 def test_frame_and_picture(tmp_path):
     pytest.importorskip("pandas")
-    advice = conclude(trial("O4", 5.0), trial("O3", 4.0, stale=("w",)), Trial("O5", failure="no"))
+    advice = conclude(row("O4", 5.0), row("O3", 4.0, stale=("w",)), Row("O5", failure="no"))
     frame = advice.frame()
     assert list(frame["level"]) == ["O0", "O4", "O3", "O5"]
     assert frame["median"][1] == 5.0

@@ -7,12 +7,14 @@ import pytest
 import torch
 
 from ampfuse.compat.apex import amp_C
+from apex_formulas import adagrad, adam, adam_update, novograd, sgd
 from cases import bf16, f16, f32, f64
 
 SIZES = (300, 5, 40000, 1)
 CHUNKS = (65536, 333)
 LR, BETA1, BETA2, EPS, WD = 0.1, 0.9, 0.99, 1e-2, 0.1
 T = 3  # the step
+OPTIONS = {"lr": LR, "betas": (BETA1, BETA2), "eps": EPS, "weight_decay": WD}
 TOLERANCE = {f32: 2e-6, f16: 1e-3, bf16: 8e-3}
 
 
@@ -53,32 +55,22 @@ def assert_unchanged(found, before):
             torch.testing.assert_close(t, v, rtol=0, atol=0, equal_nan=True)
 
 
-def corrections(bc, t=T):
-    return (1 - BETA1**t, 1 - BETA2**t) if bc else (1.0, 1.0)
+def after(rule, lists, names, t=T, **options):
+    """(parameters, *states) after the step."""
+    grads, params, *states = exact(lists)
+    held = [dict(zip(names, row, strict=True)) for row in zip(*states, strict=True)]
+    rule(params, grads, held, t, **OPTIONS | options)
+    return [params, *([each[name] for each in held] for name in names)]
 
 
-def adam(lists, mode, bc, t=T, lr=LR):
-    """(parameters, exp_avg, exp_avg_sq) after the step."""
-    c1, c2 = corrections(bc, t)
-    result = []
-    for g, p, m, v in zip(*lists, strict=True):
-        g = g if mode else g + WD * p
-        m, v = BETA1 * m + (1 - BETA1) * g, BETA2 * v + (1 - BETA2) * g * g
-        u = (m / c1) / ((v / c2).sqrt() + EPS)
-        result.append((p - lr * (u + WD * p if mode else u), m, v))
-    return [list(column) for column in zip(*result, strict=True)]
-
-
-def lamb_update(lists, k, decays, mode, bc, averaging, t=T):
+def lamb_update(lists, k, decays, mode, bc, averaging):
     """(updates, exp_avg, exp_avg_sq)."""
-    c1, c2 = corrections(bc, t)
     result = []
     for g, p, m, v, wd in zip(*lists, decays, strict=True):
-        g = g / k if mode else g / k + wd * p
-        m = BETA1 * m + (1 - BETA1 if averaging else 1) * g
-        v = BETA2 * v + (1 - BETA2) * g * g
-        u = (m / c1) / ((v / c2).sqrt() + EPS)
-        result.append((u + wd * p if mode else u, m, v))
+        options = {"weight_decay": wd, "adam_w_mode": mode, "bias_correction": bc}
+        state = {"m": m, "v": v}
+        u = adam_update(p, g / k, state, T, OPTIONS | options | {"grad_averaging": averaging})
+        result.append((u, state["m"], state["v"]))
     return [list(column) for column in zip(*result, strict=True)]
 
 
@@ -94,23 +86,16 @@ def lamb_apply(params, updates, has_ratio):
 def test_sgd(dtype, momentum, nesterov, late, first, models, device):
     kind = f32 if models else dtype
     lists = [randn(dtype, device), randn(kind, device), randn(kind, device)]
-    grads, params, buffers = exact(lists)
+    dampening = 0.0 if nesterov else 0.3
+    decay = {"momentum": momentum, "nesterov": nesterov, "wd_after_momentum": late}
+    scaled = [[g.to(f64) * 0.3 for g in lists[0]], *lists[1:]]
+    expected = after(sgd, scaled, "m", 1 if first else 2, dampening=dampening, **decay)
     if models:
         lists.append(randn(models, device))
     noop = flag(0, device)
-    dampening = 0.0 if nesterov else 0.3
     options = (WD, momentum, dampening, LR, nesterov, first, late, 0.3)
     assert amp_C.multi_tensor_sgd(333, noop, lists, *options) is None
-    new, moved = [], []
-    for g, p, m in zip(grads, params, buffers, strict=True):
-        g = g * 0.3 if late else g * 0.3 + WD * p
-        if momentum:
-            m = g if first else momentum * m + (1 - dampening) * g
-            g = g + momentum * m if nesterov else m
-        g = g + WD * p if late else g
-        new.append(p - LR * g)
-        moved.append(m)
-    assert_lists(lists[1:3], [new, moved])
+    assert_lists(lists[1:3], expected)
     if models:
         assert all(torch.equal(h, p.to(models)) for p, h in zip(lists[1], lists[3], strict=True))
     assert noop.item() == 0
@@ -157,7 +142,8 @@ def test_sgd_without_decay_does_not_read_the_weights(dtype, device):
 def test_adam(set_flag, dtype, mode, bc, device):
     """It ignores the flag."""
     lists = [randn(dtype, device), randn(dtype, device), randn(f32, device), rand(f32, device)]
-    expected, noop = adam(exact(lists), mode, bc), flag(set_flag, device)
+    expected = after(adam, lists, "mv", adam_w_mode=mode, bias_correction=bc)
+    noop = flag(set_flag, device)
     amp_C.multi_tensor_adam(333, noop, lists, LR, BETA1, BETA2, EPS, T, mode, bc, WD)
     assert_lists(lists[1:], expected)
     assert noop.item() == set_flag
@@ -173,7 +159,7 @@ def test_capturable_adam(master, dtype, mode, bc, device):
         lists.append(randn(f32, device))
         start[1] = exact(lists)[4]
     start[0] = [g / 8 for g in start[0]]
-    params, *states = adam(start, mode, bc)
+    params, *states = after(adam, start, "mv", adam_w_mode=mode, bias_correction=bc)
     numbers = [number(LR, device), number(T, device, torch.int32), number(0.125, device)]
     options = [numbers[0], BETA1, BETA2, EPS, numbers[1], mode, bc, WD, numbers[2]]
     name = "multi_tensor_adam_capturable" + "_master" * master
@@ -189,15 +175,9 @@ def test_capturable_adam(master, dtype, mode, bc, device):
 @pytest.mark.parametrize("dtype", [f32, f16, bf16])
 def test_adagrad(dtype, mode, device):
     lists = [randn(dtype, device), randn(dtype, device), rand(dtype, device)]
-    new, sums = [], []
-    for g, p, h in zip(*exact(lists), strict=True):
-        g = g if mode else g + WD * p
-        h = h + g * g
-        u = g / (h.sqrt() + EPS)
-        new.append(p - LR * (u + WD * p if mode else u))
-        sums.append(h)
+    expected = after(adagrad, lists, "h", adagrad_w_mode=mode)
     amp_C.multi_tensor_adagrad(333, flag(1, device), lists, LR, EPS, mode, WD)
-    assert_lists(lists[1:], [new, sums])
+    assert_lists(lists[1:], expected)
 
 
 @pytest.mark.parametrize(
@@ -207,23 +187,13 @@ def test_adagrad(dtype, mode, device):
 def test_novograd(dtype, mode, bc, averaging, kind, device):
     lists = [randn(dtype, device), randn(dtype, device), randn(dtype, device)]
     norms = torch.rand(len(SIZES), device=device) + 1
-    c1, c2 = corrections(bc)
-    new, moments, averages = [], [], []
-    for g, p, m, v in zip(*exact(lists), norms.cpu().to(f64), strict=True):
-        if kind == 2:
-            v = (BETA2 * v**2 + (1 - BETA2) * g.norm() ** 2).sqrt()
-        else:
-            v = BETA2 * v + (1 - BETA2) * g.abs().max()
-        d = v / c2**0.5 + EPS
-        g = g if mode else g / d + WD * p
-        m = BETA1 * m + (1 - BETA1 if averaging else 1) * g
-        new.append(p - LR * ((m / c1) / d + WD * p if mode else m / c1))
-        moments.append(m)
-        averages.append(v)
+    flags = {"bias_correction": bc, "grad_averaging": averaging, "norm_type": kind}
+    flags |= {"reg_inside_moment": not mode, "init_zero": True}
+    expected = after(novograd, [*lists, norms], "mv", **flags)
     noop = flag(0, device)
     options = (norms, LR, BETA1, BETA2, EPS, T, bc, WD, averaging, mode, kind)
     amp_C.multi_tensor_novograd(333, noop, lists, *options)
-    assert_lists([*lists[1:], list(norms)], [new, moments, averages])
+    assert_lists([*lists[1:], list(norms)], expected)
     assert noop.item() == 0
     lists[0][1][2] = float("inf")
     amp_C.multi_tensor_novograd(333, noop, lists, *options)

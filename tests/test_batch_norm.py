@@ -201,66 +201,8 @@ def test_second_derivatives_are_torchs(training):
         assert (found - exact).abs().max() <= 1e-4 * exact.abs().max()
 
 
-# ---- forks ----
-
-
 def norm(x):
     return batch_norm_ops().batch_norm_act(x, None, None, None, None, None, True, 0.1, 1e-5, True)
-
-
-def forked_loss(y, n):
-    branches = batch_norm_ops().fork(y, n)
-    return sum((branch * (i + 1)).square().sum() for i, branch in enumerate(branches))
-
-
-def summed_loss(y, n):
-    return sum((y * (i + 1)).square().sum() for i in range(n))
-
-
-@pytest.mark.parametrize("dtype", [f32, bf16])
-@pytest.mark.parametrize("n", [1, 2, 3, 12])
-def test_a_fork_gives_the_gradient_of_the_sum(n, dtype, device):
-    x = channels_last(*NCHW, dtype=dtype).to(device).requires_grad_()
-    [found] = torch.autograd.grad(forked_loss(norm(x), n), x)
-    wide = x.detach().double().requires_grad_()
-    [exact] = torch.autograd.grad(summed_loss(norm(wide), n), wide)
-    assert (found - exact).abs().max() <= 40 * EPS[dtype] * exact.abs().max().clamp(min=n**2)
-
-
-def test_a_value_forked_in_several_places_gets_all_gradients(device):
-    x = channels_last(*NCHW).to(device).requires_grad_()
-    y = norm(x)
-    loss = forked_loss(y, 2) + forked_loss(y, 3) + summed_loss(y, 1)
-    [found] = torch.autograd.grad(loss, x)
-    y = norm(x)
-    [exact] = torch.autograd.grad(summed_loss(y, 2) + summed_loss(y, 3) + summed_loss(y, 1), x)
-    assert torch.allclose(found, exact, atol=1e-4)
-
-
-def looked_at_by_hook(y, seen):
-    y.register_hook(seen.append)
-
-
-def looked_at_by_retain_grad(y, seen):
-    y.retain_grad()
-
-
-@pytest.mark.parametrize("look", [looked_at_by_hook, looked_at_by_retain_grad])
-def test_who_looks_at_a_forked_gradient_sees_all_of_it(look):
-    x = channels_last(*NCHW).requires_grad_()
-    y, seen = norm(x), []
-    look(y, seen)
-    forked_loss(y, 3).backward()
-    assert torch.allclose((seen or [y.grad])[0], 28 * y.detach())  # 2 * (1 + 4 + 9)
-
-
-def test_a_forked_gradient_asked_for_by_grad_is_whole():
-    x = channels_last(*NCHW).requires_grad_()
-    y = norm(x)
-    dy, dx = torch.autograd.grad(forked_loss(y, 3), (y, x), retain_graph=True)
-    assert torch.allclose(dy, 28 * y.detach())
-    [again] = torch.autograd.grad(forked_loss(y, 3), x)
-    assert torch.allclose(dx, again, atol=1e-5)
 
 
 def passes_of(backward):
@@ -279,15 +221,14 @@ def test_gradients_that_nobody_holds_are_written_over(device):
     assert passes_of(loss.backward) == ["batch_norm_reduce", INTO[1]]
 
 
-def test_a_block_writes_over_the_gradients_of_both_its_users(device):
-    x, residual, *factors = (channels_last(*NCHW).to(device) for _ in range(4))
+def test_the_residual_has_the_gradient_that_was_written_over(device):
+    x, residual, factors = (channels_last(*NCHW).to(device) for _ in range(3))
     inputs = [tensor.requires_grad_() for tensor in (x, residual)]
     arguments = (*inputs, *[None] * 4, True, 0.1, 1e-5, True)
-    branches = batch_norm_ops().fork(batch_norm_ops().batch_norm_act(*arguments), 2)
-    loss = sum((b * f).sum() for b, f in zip(branches, factors, strict=True))
-    assert passes_of(loss.backward) == INTO
+    loss = (batch_norm_ops().batch_norm_act(*arguments) * factors).sum()
+    assert passes_of(loss.backward) == [INTO[0], "batch_norm_dx"]
     y = composed(*(t.double() for t in inputs), *arguments[2:])
-    exact = torch.autograd.grad(y, inputs, sum(factors).double())
+    exact = torch.autograd.grad(y, inputs, factors.double())
     for tensor, gradient in zip(inputs, exact, strict=True):
         assert torch.allclose(tensor.grad, gradient, atol=1e-5)
 
@@ -307,36 +248,6 @@ def test_gradients_that_somebody_holds_are_left_alone():
     assert torch.equal(dy, w)
 
 
-def test_branches_of_a_pass_that_failed_are_forgotten():
-    x = channels_last(*NCHW).requires_grad_()
-    y = norm(x)
-    a, b = batch_norm_ops().fork(y, 2)
-
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            raise RuntimeError("on purpose")
-
-    # The failing branch runs after the fork's: it was made before.
-    early = Fails.apply(y)
-    with pytest.raises(RuntimeError, match="on purpose"):
-        (a.sum() + (b * b).sum() + early.sum()).backward(retain_graph=True)
-    x.grad = None
-    (y * y).sum().backward()
-    [exact] = torch.autograd.grad((norm(x).square()).sum(), x)
-    assert torch.allclose(x.grad, exact, atol=1e-6)
-
-
-def test_a_fork_of_anything_else_is_summed():
-    x = torch.randn(3, requires_grad=True)
-    forked_loss(x * 2, 2).backward()
-    assert torch.allclose(x.grad, 40 * x.detach())
-
-
 # ---- torch ----
 
 
@@ -349,7 +260,7 @@ def test_operators_keep_torchs_contract():
         ops.batch_norm_moments: (x,),
         ops.batch_norm_statistics: (x, mean.clone(), invstd.clone(), 0.1, 1e-5),
         ops.batch_norm_apply: (x, y, mean, invstd, weight, None, True),
-        ops.batch_norm_reduce: ([x, y], x, mean, mask, True),
+        ops.batch_norm_reduce: (y, x, mean, mask, True),
         ops.batch_norm_dx: (y, mask, x, mean, invstd, weight, mean, mean, 32),
     }
     for op, arguments in calls.items():
@@ -367,8 +278,7 @@ class Block(nn.Module):
         n = self.norm
         args = (n.weight, n.bias, n.running_mean, n.running_var, self.training, 0.1, n.eps, True)
         y = torch.ops.ampfuse.batch_norm_act(self.conv(x), None, *args)
-        a, b = torch.ops.ampfuse.fork(y, 2)
-        return torch.ops.ampfuse.batch_norm_act(self.out(a), b, *args)
+        return torch.ops.ampfuse.batch_norm_act(self.out(y), y, *args)
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -427,9 +337,8 @@ def test_frozen_statistics_may_change_before_backward():
         (lambda o, x, c: o.batch_norm_moments(x.contiguous()), "channels_last"),
         (lambda o, x, c: o.batch_norm_apply(x, x.half(), c, c, None, None, True), "residual has"),
         (lambda o, x, c: o.batch_norm_apply(x, None, c[:2], c, None, None, True), "mean has to"),
-        (lambda o, x, c: o.batch_norm_reduce([x, x], x, c, c[:0].byte(), False), "keep=True"),
+        (lambda o, x, c: o.batch_norm_reduce(x.half(), x, c, c[:0].byte(), False), "dy has to"),
         (lambda o, x, c: o.batch_norm_dx(x, c.byte(), x, c, c, None, c, c, 1), "mask has to"),
-        (lambda o, x, c: o.fork(x, 0), "n is 0"),
     ],
 )
 def test_misuse_is_named(call, message):

@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ampfuse.compat.apex.contrib.groupbn import BatchNorm2d_NHWC
-from ampfuse.nn import BatchNormAct2d, SyncBatchNormAct2d
+from ampfuse.nn import BatchNormAct2d
 from ampfuse.nn.functional import batch_norm_act
 from test_compat_parallel import two_processes
 
@@ -117,8 +116,7 @@ def test_what_has_no_fast_kernel(make):
 @pytest.mark.parametrize("arguments", [{}, {"affine": False}, {"track_running_stats": False}])
 def test_state_dicts_fit_both_ways(arguments):
     ours, theirs = BatchNormAct2d(4, **arguments), nn.BatchNorm2d(4, **arguments)
-    sync = SyncBatchNormAct2d(4, **arguments)
-    for source, target in ((start(ours), theirs), (start(theirs), sync), (sync, ours)):
+    for source, target in ((start(ours), theirs), (start(theirs), ours)):
         assert list(source.state_dict()) == list(target.state_dict())
         target.load_state_dict(source.state_dict())
     assert vars(theirs).keys() | {"activation"} == vars(ours).keys()
@@ -157,26 +155,13 @@ def test_the_function():
         batch_norm_act(torch.ones(1, 4, 1, 1), None, None, training=True)
 
 
-@pytest.mark.parametrize("cls", [BatchNormAct2d, SyncBatchNormAct2d])
-def test_repr_copy_and_pickle(cls):
-    norm = start(cls(4, eps=0.1, activation=None))
+def test_repr_copy_and_pickle():
+    norm = start(BatchNormAct2d(4, eps=0.1, activation=None))
     inside = repr(nn.BatchNorm2d(4, eps=0.1)).partition("(")[2][:-1]
-    assert repr(norm) == f"{cls.__name__}({inside}, activation=None)"
+    assert repr(norm) == f"BatchNormAct2d({inside}, activation=None)"
     for other in (copy.deepcopy(norm), pickle.loads(pickle.dumps(norm))):
         assert torch.equal(other(images()), copy.deepcopy(norm)(images()))
         assert other.activation is None
-
-
-def test_images_with_channels_last_alone():
-    x, z = (images(seed=seed).permute(0, 2, 3, 1) for seed in range(2))
-    norm = start(BatchNorm2d_NHWC(4, fuse_relu=True))
-    expected = plainly(True)(start(nn.BatchNorm2d(4)), images(), images(seed=1))
-    assert x.is_contiguous()
-    out = norm(x, z)
-    assert out.is_contiguous()
-    torch.testing.assert_close(out, expected.permute(0, 2, 3, 1))
-    with pytest.raises(ValueError, match="process group"):
-        BatchNorm2d_NHWC(4, bn_group=2)
 
 
 # --- in two processes ---------------------------------------------------------------------------
@@ -221,8 +206,3 @@ def test_two_processes_are_one_batch(results, dtype):
         assert_close(added, sums, dtype)
         for found in (first, second):
             assert_close(found["equal"], equal, dtype)
-
-
-def test_groups_of_neighbours(results):
-    for found in results:
-        assert found["groups"] == {1: "alone", 2: "together", 3: "3", "copies": True}

@@ -15,138 +15,9 @@ from torch import nn
 from ampfuse import optim
 from ampfuse.compat import apex
 from ampfuse.compat.apex import amp, optimizers
+from apex_formulas import DEFAULTS, adagrad, adam, lamb, novograd, sgd
+from apex_optimizers import gradients, start, take_steps
 from cases import assert_same_bits, bf16, f16, f32, f64, snapshot
-
-SHAPES = ((3, 4), (5,), (1,))
-
-
-def corrections(group, t):
-    beta1, beta2 = group["betas"]
-    return (1 - beta1**t, 1 - beta2**t) if group["bias_correction"] else (1.0, 1.0)
-
-
-def sgd(
-    ps,
-    gs,
-    states,
-    t,
-    *,
-    lr,
-    momentum=0,
-    dampening=0,
-    weight_decay=0,
-    nesterov=False,
-    wd_after_momentum=False,
-):
-    for p, g, s in zip(ps, gs, states, strict=True):
-        if not wd_after_momentum:
-            g = g + weight_decay * p
-        if momentum:
-            s["m"] = g if t == 1 else momentum * s["m"] + (1 - dampening) * g
-            g = g + momentum * s["m"] if nesterov else s["m"]
-        if wd_after_momentum:
-            g = g + weight_decay * p
-        p -= lr * g
-
-
-def adam(
-    ps,
-    gs,
-    states,
-    t,
-    *,
-    lr=1e-3,
-    bias_correction=True,
-    betas=(0.9, 0.999),
-    eps=1e-8,
-    adam_w_mode=True,
-    weight_decay=0.0,
-):
-    c1, c2 = corrections({"betas": betas, "bias_correction": bias_correction}, t)
-    for p, g, s in zip(ps, gs, states, strict=True):
-        if not adam_w_mode:
-            g = g + weight_decay * p
-        s["m"] = betas[0] * s.get("m", 0) + (1 - betas[0]) * g
-        s["v"] = betas[1] * s.get("v", 0) + (1 - betas[1]) * g * g
-        u = (s["m"] / c1) / ((s["v"] / c2).sqrt() + eps)
-        if adam_w_mode:
-            u = u + weight_decay * p
-        p -= lr * u
-
-
-def adagrad(ps, gs, states, t, *, lr=1e-2, eps=1e-10, weight_decay=0.0, adagrad_w_mode=False):
-    for p, g, s in zip(ps, gs, states, strict=True):
-        if not adagrad_w_mode:
-            g = g + weight_decay * p
-        s["h"] = s.get("h", 0) + g * g
-        u = g / (s["h"].sqrt() + eps)
-        p -= lr * (u + weight_decay * p if adagrad_w_mode else u)
-
-
-def novograd(
-    ps,
-    gs,
-    states,
-    t,
-    *,
-    lr=1e-3,
-    bias_correction=True,
-    betas=(0.9, 0.999),
-    eps=1e-8,
-    weight_decay=0.0,
-    reg_inside_moment=False,
-    grad_averaging=True,
-    norm_type=2,
-    init_zero=False,
-):
-    c1, c2 = corrections({"betas": betas, "bias_correction": bias_correction}, t)
-    beta3 = 1 - betas[0] if grad_averaging else 1.0
-    for p, g, s in zip(ps, gs, states, strict=True):
-        norm = g.norm() if norm_type == 2 else g.abs().max()
-        v = s.get("v", 0.0 if init_zero else norm)
-        if norm_type == 2:
-            s["v"] = (betas[1] * v**2 + (1 - betas[1]) * norm**2) ** 0.5
-        else:
-            s["v"] = betas[1] * v + (1 - betas[1]) * norm
-        # apex corrects an average that started at a norm too, which shrinks the first steps.
-        d = s["v"] / (c2**0.5 if init_zero else 1.0) + eps
-        if reg_inside_moment:
-            g = g / d + weight_decay * p
-        s["m"] = betas[0] * s.get("m", 0) + beta3 * g
-        p -= lr * (s["m"] / c1 if reg_inside_moment else s["m"] / c1 / d + weight_decay * p)
-
-
-def lamb(
-    ps,
-    gs,
-    states,
-    t,
-    *,
-    lr=1e-3,
-    bias_correction=True,
-    betas=(0.9, 0.999),
-    eps=1e-6,
-    weight_decay=0.01,
-    adam_w_mode=True,
-    grad_averaging=True,
-    max_grad_norm=1.0,
-    use_nvlamb=False,
-):
-    c1, c2 = corrections({"betas": betas, "bias_correction": bias_correction}, t)
-    beta3 = 1 - betas[0] if grad_averaging else 1.0
-    total = torch.stack([g.norm() for g in gs]).norm()
-    for p, g, s in zip(ps, gs, states, strict=True):
-        g = g * (max_grad_norm / total) if total > max_grad_norm else g
-        if not adam_w_mode:
-            g = g + weight_decay * p
-        s["m"] = betas[0] * s.get("m", 0) + beta3 * g
-        s["v"] = betas[1] * s.get("v", 0) + (1 - betas[1]) * g * g
-        u = (s["m"] / c1) / ((s["v"] / c2).sqrt() + eps)
-        if adam_w_mode:
-            u = u + weight_decay * p
-        ratio = p.norm() / u.norm() if (use_nvlamb or weight_decay) and p.any() and u.any() else 1.0
-        p -= lr * ratio * u
-
 
 LAMB_FLAGS = {
     "bias_correction": (True, False),
@@ -207,24 +78,6 @@ def make(name, params, **options):
     return getattr(optimizers, name)(params, **(usual | options))
 
 
-def start(dtype=f32):
-    generator = torch.Generator().manual_seed(0)
-    ps = [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
-    return [nn.Parameter(p) for p in ps]
-
-
-def gradients(t, dtype=f32):
-    generator = torch.Generator().manual_seed(t)
-    return [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
-
-
-def take_steps(optimizer, ps, first=1, last=4):
-    for t in range(first, last + 1):
-        for p, g in zip(ps, gradients(t, ps[0].dtype), strict=False):  # or the first of them only
-            p.grad = g
-        optimizer.step()
-
-
 @pytest.mark.parametrize(
     ("name", "options"),
     CASES,
@@ -251,10 +104,8 @@ def test_formulas(name, options):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_reference_has_the_signatures_defaults(name):
     ours = inspect.signature(getattr(optimizers, name)).parameters
-    reference = inspect.signature(OPTIMIZERS[name][0]).parameters
-    for key, parameter in reference.items():
-        if parameter.kind is parameter.KEYWORD_ONLY and key != "lr":
-            assert ours[key].default == parameter.default, key
+    for key, value in DEFAULTS[OPTIMIZERS[name][0].__name__].items():
+        assert ours[key].default == value, key
 
 
 SIGNATURES = {
@@ -283,14 +134,54 @@ def test_arguments_keep_apexs_order_and_defaults(name):
     assert ", ".join(["params", SIGNATURES[name]]) == ", ".join(["params", *ours[1:]])
 
 
-@pytest.mark.parametrize("name", [n for n in OPTIMIZERS if n != "FusedSGD"])
-def test_what_they_refuse(name):
-    if name != "FusedAdagrad":
-        with pytest.raises(RuntimeError, match="AMSGrad"):
-            getattr(optimizers, name)(start(), amsgrad=True)
-    if name == "FusedNovoGrad":
-        with pytest.raises(RuntimeError, match="norm_type"):
-            optimizers.FusedNovoGrad(start(), norm_type=1)
+@pytest.mark.parametrize(
+    ("name", "options", "error"),
+    [
+        *(
+            (name, {"amsgrad": True}, "AMSGrad")
+            for name in OPTIMIZERS
+            if "amsgrad" in SIGNATURES[name]
+        ),
+        ("FusedNovoGrad", {"norm_type": 1}, "norm_type"),
+        ("FusedAdam", {"master_weights": True}, "capturable"),
+        ("FusedSGD", {}, "pass lr"),
+        ("FusedSGD", {"lr": -1.0}, "rate"),
+        ("FusedSGD", {"lr": 1.0, "momentum": -1.0}, "momentum"),
+        ("FusedSGD", {"lr": 1.0, "weight_decay": -1.0}, "weight_decay"),
+        ("FusedSGD", {"lr": 1.0, "nesterov": True}, "momentum"),
+        (
+            "FusedSGD",
+            {"lr": 1.0, "momentum": 0.9, "dampening": 0.1, "nesterov": True},
+            "dampening",
+        ),
+    ],
+)
+def test_what_they_refuse(name, options, error):
+    kind = ValueError if name == "FusedSGD" else RuntimeError
+    with pytest.raises(kind, match=error):
+        getattr(optimizers, name)(start(), **options)
+
+
+@pytest.mark.parametrize("name", ["grads", "output_params", "scale", "grad_norms"])
+def test_arguments_that_apex_gave_up(name):
+    with pytest.raises(RuntimeError, match=name):
+        optimizers.FusedAdam(start()).step(**{name: 1})
+    with pytest.raises(TypeError, match="nonsense"):
+        optimizers.FusedAdam(start()).step(nonsense=1)
+
+
+def test_a_gradient_that_comes_later_starts_its_own_momentum():
+    """apex's FusedSGD started the momentum of all anew, or left this one out."""
+    ps, theirs = start(), start()
+    # The rate is of the group alone.
+    ours = optimizers.FusedSGD([{"params": ps, "lr": 0.1}], momentum=0.9)
+    for optimizer, those in ((ours, ps), (torch.optim.SGD(theirs, 0.1, 0.9), theirs)):
+        for present in ((0,), (0, 1), (0, 1)):
+            for i, p in enumerate(those):
+                p.grad = torch.full_like(p, 0.5) if i in present else None
+            optimizer.step()
+    for a, b in zip(ps, theirs, strict=True):
+        torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -319,7 +210,7 @@ def test_closures_run_with_gradients_and_return_the_loss(name):
     optimizer = make(name, ps)
 
     def closure():
-        assert torch.is_grad_enabled()
+        assert torch.is_grad_enabled()  # apex's mixed precision LAMB had it off
         optimizer.zero_grad()
         loss = sum(p.pow(2).sum() for p in ps)
         loss.backward()
@@ -489,6 +380,17 @@ def test_a_state_of_apex_goes_on(name):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8)
 
 
+def test_a_state_of_apex_keeps_the_mode_of_the_decay():
+    optimizer = make("FusedAdam", ps := start())
+    take_steps(optimizer, ps)
+    saved = as_apex("FusedAdam", optimizer)
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["decoupled_weight_decay"] is True
+    fresh = make("FusedAdam", ps)  # saved before the first step: a count, but no moments
+    fresh.load_state_dict({**saved, "state": {}})
+    take_steps(fresh, ps, last=1)
+
+
 @pytest.mark.parametrize("dtype", [f16, bf16])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_states_of_half_parameters_come_back_as_they_were(name, dtype):
@@ -622,26 +524,15 @@ def test_copies_keep_what_the_constructor_said(name, copied):
     assert_same_bits(snapshot(other), snapshot(optimizer))
 
 
-def test_novograd_reads_apexs_norms():
-    ps = start()
-    optimizer = optimizers.FusedNovoGrad(ps, lr=0.01)
+def test_novograd_refuses_norms_of_other_parameters():
+    optimizer = make("FusedNovoGrad", ps := start())
     take_steps(optimizer, ps)
-    state = copy.deepcopy(optimizer.state_dict())
-    norms = [entry.pop("exp_avg_norm").reshape(()) for entry in state["state"].values()]
-    for entry in state["state"].values():
-        entry.pop("step")
-    state["param_groups"][0].update(step=4, exp_avg_sq=[torch.empty(0), torch.stack(norms)])
-    again = [nn.Parameter(p.detach().clone()) for p in ps]
-    resumed = optimizers.FusedNovoGrad(again, lr=0.01)
-    resumed.load_state_dict(state)
-    take_steps(optimizer, ps, first=5, last=6)
-    take_steps(resumed, again, first=5, last=6)
-    assert all(torch.equal(a, b) for a, b in zip(ps, again, strict=True))
-    state["param_groups"][0]["exp_avg_sq"] = [torch.stack(norms), torch.empty(0)]
-    with pytest.raises(ValueError, match="norms of 3"):
-        resumed.load_state_dict(state)
+    saved = as_apex("FusedNovoGrad", optimizer)
     with pytest.raises(ValueError, match="match the size"):
-        make("FusedNovoGrad", start()[:2]).load_state_dict(state)
+        make("FusedNovoGrad", start()[:2]).load_state_dict(saved)
+    saved["param_groups"][0]["exp_avg_sq"].reverse()
+    with pytest.raises(ValueError, match="norms of 3"):
+        optimizer.load_state_dict(saved)
 
 
 @pytest.mark.parametrize("dtype", [f16, bf16])
@@ -705,6 +596,7 @@ def test_masters_see_what_a_broadcast_did_before_the_first_step():
     assert all((p == 0.5).all() for p in ps)
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("by", ["scaler.step", "step(grad_scaler)"])
 @pytest.mark.parametrize("name", ["FusedAdam", "FusedMixedPrecisionLamb"])
 def test_torchs_grad_scaler(name, by):
@@ -773,15 +665,6 @@ def test_mixed_precision_lamb():
     optimizer.step()
     assert all(torch.equal(a, b) for a, b in zip(ps, before, strict=True))
     assert optimizer.state[ps[0]]["step"].item() == 4
-
-    def closure():
-        assert torch.is_grad_enabled()  # it was off in apex
-        optimizer.zero_grad()
-        loss = sum(p.float().pow(2).sum() for p in ps)
-        loss.backward()
-        return loss
-
-    assert optimizer.step(closure) > 0
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

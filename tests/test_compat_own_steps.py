@@ -15,9 +15,9 @@ from ampfuse.compat.apex import amp, amp_C, optimizers
 from ampfuse.compat.apex.multi_tensor_apply import multi_tensor_applier
 from ampfuse.compat.apex.parallel.LARC import LARC
 from ampfuse.optim.fused import FusedOptimizer
+from apex_optimizers import give_gradients, start, take_steps
 from cases import f16, f32
 
-SHAPES = ((3, 4), (5,), (1,))
 FLAGS, OFF = (True, False), (False, True)
 
 
@@ -85,23 +85,6 @@ GROUPS = {
     | {"weight_decay": 0.1, "grad_averaging": False, "max_grad_norm": 0.5},
 }
 GROUPS["FusedMixedPrecisionLamb"] = GROUPS["FusedLAMB"]
-
-
-def start(dtype=f32):
-    generator = torch.Generator().manual_seed(0)
-    return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
-
-
-def give_gradients(ps, t, scale=1.0):
-    generator = torch.Generator().manual_seed(t)
-    for p in ps:
-        p.grad = (torch.randn(p.shape, generator=generator) * scale).to(p.dtype)
-
-
-def take_steps(optimizer, ps, first=1, last=4):
-    for t in range(first, last + 1):
-        give_gradients(ps, t)
-        optimizer.step()
 
 
 def combinations(options):

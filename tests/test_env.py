@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ampfuse import _core, env
+from ampfuse import _core, hardware
+from ampfuse.cli import env, env_probes
 
 
 def run_env(*arguments: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -63,8 +64,10 @@ def test_says_what_was_built(facts):
 )
 def test_names_amds_generations(monkeypatch, vendor, family, model, name):
     info = {"vendor_id": vendor, "cpu family": family, "model": model, "model name": "CPU"}
-    monkeypatch.setattr(env, "_cpuinfo", lambda: {key: str(value) for key, value in info.items()})
-    assert env.cpu_model() == name
+    monkeypatch.setattr(
+        hardware, "_cpuinfo", lambda: {key: str(value) for key, value in info.items()}
+    )
+    assert hardware.cpu_model() == name
 
 
 def test_says_what_was_tested(facts):
@@ -163,8 +166,8 @@ def test_the_package_itself_still_refuses_another_torch(tmp_path):
     ],
 )
 def test_covering_arch(archs, capability, covering):
-    assert env.covering_arch(archs, capability) == covering
-    assert env.covering_arch(archs[::-1], capability) == covering
+    assert env_probes.covering_arch(archs, capability) == covering
+    assert env_probes.covering_arch(archs[::-1], capability) == covering
 
 
 def test_a_wrong_result_is_no_working_step(monkeypatch):
@@ -172,7 +175,7 @@ def test_a_wrong_result_is_no_working_step(monkeypatch):
     from ampfuse import optim
 
     monkeypatch.setattr(optim.AdamW, "step", lambda self: None)
-    assert env._steps()["step on cpu"] == "runs, but gives a WRONG RESULT"
+    assert env_probes._steps()["step on cpu"] == "runs, but gives a WRONG RESULT"
 
 
 @pytest.mark.gpu

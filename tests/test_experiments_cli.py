@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import csv
 import importlib.util
 import itertools
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,26 +11,31 @@ import torch
 pytest.importorskip("torchvision")
 pytest.importorskip("timm")
 
-from ampfuse.experiments import schedule
-from ampfuse.experiments.cli import parse, parser_for
-from ampfuse.experiments.config import ARMS, RunConfig, UsageError
-from ampfuse.experiments.recipes import RECIPES, TRAINERS
-from ampfuse.experiments.resolve import resolve
-from ampfuse.experiments.trainers import main
+from ampfuse.command_line import UsageError
+from ampfuse.experiments import SCRIPTS, cifar, imagenet, mlp, mnist, results, schedule
+from ampfuse.experiments.settings import ARMS, Settings, parse, runs_of
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-PUBLISHED = Path(__file__).parent.parent / "python/ampfuse/experiments/published"
+MODULES = {"cifar": cifar, "imagenet": imagenet, "mnist": mnist, "mlp": mlp}
 
 
-def configs_of(trainer: str, line: str, device: torch.device = CUDA) -> list[RunConfig]:
-    parser = parser_for(TRAINERS[trainer], "trainer")
-    return resolve(parse(parser, line.split()), TRAINERS[trainer], device)[0]
+def runs_and_notes(name: str, line: str, device: torch.device) -> tuple[list[Settings], list[str]]:
+    script = MODULES[name].SCRIPT
+    return runs_of(parse(script, line.split(), name), script, device)
 
 
-def config_of(trainer: str, line: str, device: torch.device = CUDA) -> RunConfig:
-    configs = configs_of(trainer, line, device)
+def configs_of(name: str, line: str, device: torch.device = CUDA) -> list[Settings]:
+    return runs_and_notes(name, line, device)[0]
+
+
+def config_of(name: str, line: str, device: torch.device = CUDA) -> Settings:
+    configs = configs_of(name, line, device)
     assert len({config.arm for config in configs}) == 1
     return configs[0]
+
+
+def test_scripts_are_those_of_the_command():
+    assert tuple(MODULES) == SCRIPTS
 
 
 class TestOldCommandLines:
@@ -90,12 +93,12 @@ class TestOldCommandLines:
     def test_channels_last_with_and_without_a_value(self):
         for flags, value in (
             ("--channels-last True DIR", True),
-            ("--channels-last DIR", True),
+            ("DIR --channels-last", True),
             ("DIR --channels-last False", False),
             ("DIR --no-channels-last", False),
             ("DIR", True),
         ):
-            config = config_of("imagenet", f"--arm O2 {flags}")
+            config = config_of("imagenet", f"{flags} --arm O2")
             assert (config.channels_last, config.data) == (value, "DIR"), flags
 
     def test_dynamic_scale_and_none(self):
@@ -110,26 +113,22 @@ class TestOldCommandLines:
 
 
 class TestRecipes:
-    def test_published_sizes(self):
+    @pytest.mark.parametrize(
+        ("recipe", "name", "line", "columns"),
+        [
+            ("e2", "cifar", "--recipe e2 --arm O2", ("batch_size", "epochs")),
+            ("e4", "imagenet", "DIR --recipe e4 --arm fp32", ("batch_size", "iterations")),
+        ],
+    )
+    def test_published_sizes(self, recipe, name, line, columns):
         """The settings are those that the published tables state."""
-        for name, trainer, flags, columns in (
-            ("vgg16_cifar10_2018", "cifar", "--recipe e1 --mode FP32", {}),
-            ("wrn28_10_cifar10_2019", "cifar", "--recipe e2 --arm O2", ("batch_size", "epochs")),
-            (
-                "imagenet_resnet_2018",
-                "imagenet",
-                "DIR --recipe e4 --arm fp32",
-                {"batch_size": "batch_size", "batches": "iterations"},
-            ),
-        ):
-            with open(PUBLISHED / f"{name}.csv", newline="") as file:
-                rows = list(csv.DictReader(file))
-            config = config_of(trainer, flags)
-            for column in columns:
-                field = columns[column] if isinstance(columns, dict) else column
-                assert {int(row[column]) for row in rows} == {getattr(config, field)}
-            if name.startswith("vgg16"):
-                assert str(config.batch_size) in {row["batch_size"] for row in rows}
+        rows, config = results.published(recipe), config_of(name, line)
+        for column in columns:
+            assert {getattr(row, column) for row in rows} == {getattr(config, column)}
+
+    def test_e1_is_published_at_its_batch_size(self):
+        config = config_of("cifar", "--recipe e1 --mode FP32")
+        assert config.batch_size in {row.batch_size for row in results.published("e1")}
 
     def test_densenet_as_published_by_level(self):
         for arm, batch, epochs in (("O0", 512, 25), ("O2", 1024, 50)):
@@ -152,25 +151,20 @@ class TestRecipes:
         assert config_of("cifar", "--recipe e2 --arm O2 --iterations 7").epochs is None
 
     def test_every_recipe_resolves_for_every_model_and_arm(self):
-        for recipe in RECIPES:
-            for model in recipe.models:
-                for arm in ARMS:
-                    for device in (CPU, CUDA) if arm != "tf32" else ():
-                        line = f"--data digits --recipe {recipe.name} --model {model} --arm {arm}"
-                        config = config_of(recipe.experiment, line, device)
+        for name, module in MODULES.items():
+            for recipe, arm in itertools.product(module.SCRIPT.recipes, ARMS):
+                for model, device in itertools.product(recipe.models, (CPU, CUDA)):
+                    if arm != "tf32":
+                        line = f"--recipe {recipe.name} --model {model} --arm {arm} --data digits"
+                        config = config_of(name, line, device)
                         assert config.iterations or config.epochs
                         assert config.recipe == recipe.name
 
     def test_cpu_sizes_unless_told_otherwise(self):
-        parser = parser_for(TRAINERS["cifar"], "trainer")
-        args = parse(parser, ["--data", "digits"])
-        configs, notes = resolve(args, TRAINERS["cifar"], CPU)
-        assert configs[0].batch_size == 64
-        assert configs[0].iterations == 20
-        assert "batch size 64" in notes[0]
-        assert "iterations 20" in notes[0]
-        args = parse(parser, ["--data", "digits", "-b", "128", "--iterations", "100"])
-        configs, notes = resolve(args, TRAINERS["cifar"], CPU)
+        configs, notes = runs_and_notes("cifar", "--data digits", CPU)
+        assert (configs[0].batch_size, configs[0].iterations) == (64, 20)
+        assert "batch size 64, iterations 20" in notes[0]
+        configs, notes = runs_and_notes("cifar", "--data digits -b 128 --iterations 100", CPU)
         assert (configs[0].batch_size, configs[0].iterations, notes) == (128, 100, [])
         assert config_of("cifar", "--data digits --arm O5 --epochs 2", CPU).iterations is None
 
@@ -185,10 +179,10 @@ class TestBatchSizes:
     @pytest.mark.parametrize(
         "line",
         [
-            "--batch-size 32 64 --arm fp32 O2 DIR",
-            "--batch-size 32 64 DIR --arm fp32 O2",
+            "DIR --batch-size 32 64 --arm fp32 O2",
+            "--batch-size 32 64 --data DIR --arm fp32 O2",
             "DIR -b 32,64 --arm fp32,O2",
-            "--arm fp32 O2 -b 32 64 32 DIR",
+            "--arm fp32 O2 -b 32 64 32 --data DIR",
             "--batch_size=32,64 --arm fp32 O2 --data DIR",
         ],
     )
@@ -235,11 +229,9 @@ class TestArms:
     [
         ("cifar", "--arm O6", "--arm O6: the arms are fp32, tf32"),
         ("cifar", "--arm O1 --mode amp", "--arm and --mode: these name an arm each"),
-        ("cifar", "--mode FP16 --opt-level O2", "--opt-level goes with --mode amp"),
-        ("cifar", "--opt-level 02", "--opt-level 02: the levels are O0, O1"),
+        ("cifar", "--mode FP16 --opt-level O2", "--mode and --opt-level: these name an arm"),
         ("cifar", "--arm tf32", "TF32 takes a GPU of sm_80"),
         ("cifar", "--graph", "--graph: a CUDA graph needs a GPU"),
-        ("cifar", "--sync_bn", "between GPUs only"),
         ("cifar", "--loss-scale 2 --static-loss-scale 4", "give one of them"),
         ("cifar", "there --data digits", "give one data folder"),
         ("imagenet", "--arm O2", "--data: give a folder, digits or synthetic"),
@@ -262,6 +254,9 @@ def test_contradictions(trainer, line, said):
         ("--loss-scale -1", "--loss-scale: -1 is no positive number"),
         ("--warmup 1", "1 is not between 0 and 1"),
         ("--recipe e4", "invalid choice: 'e4'"),
+        ("--opt-level 02", "invalid choice: '02'"),
+        ("--fsdp", "unrecognized arguments: --fsdp"),
+        ("--channels-last maybe", "maybe is not True or False"),
         ("--bogus", "unrecognized arguments: --bogus"),
         ("a b", "unrecognized arguments: b"),
     ],
@@ -282,7 +277,7 @@ def test_without_the_extra_one_line_names_it(data, monkeypatch, capsys):
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name in missing else find_spec(name)
     )
-    assert main("cifar", ["--data", data]) == 1
+    assert cifar.main(["--data", data]) == 1
     error = capsys.readouterr().err
     named = "torchvision, scikit-learn" if data == "digits" else "torchvision"
     assert f": {named} missing: pip install 'ampfuse[experiments]'" in error

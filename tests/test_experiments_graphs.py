@@ -10,26 +10,18 @@ import torch
 
 pytest.importorskip("torchvision")
 pytest.importorskip("timm")
-pytest.importorskip("rich")
 pytest.importorskip("tqdm")
 
-from ampfuse.experiments.config import ARMS, RunConfig
-from ampfuse.experiments.distributed import World
-from ampfuse.experiments.signals import StopWish
-from ampfuse.experiments.tasks import TASKS
-from ampfuse.experiments.training import Place, Training
+from ampfuse.experiments import mnist
+from ampfuse.experiments.data import open_data
+from ampfuse.experiments.run import Place, Run
+from ampfuse.experiments.settings import ARMS, Settings
 from ampfuse.graphs import EAGER_CALLS, GraphedCall
-from ampfuse.measuring import ProcessMemory
 
-CONFIG = RunConfig(
+SETTINGS = Settings(
     experiment="mnist",
     model="mnist_cnn",
-    data="synthetic",
-    arm="O2",
-    method="O2",
-    recipe=None,
     batch_size=32,
-    optimizer="adam",
     lr=1e-3,
     image_size=28,
     iterations=20,
@@ -38,6 +30,8 @@ CONFIG = RunConfig(
     evaluate=False,
     print_freq=6,
     synthetic_size=256,
+    cudnn_benchmark=False,
+    deterministic=True,
 )
 
 
@@ -99,44 +93,21 @@ def test_every_batch_is_trained_on_once(fake_cuda):
     assert graphed._graph.replays == 8 - EAGER_CALLS
 
 
-def train(config: RunConfig, device: torch.device) -> Training:
-    place = Place(device, World(), None, StopWish())
-    data = TASKS[config.experiment].open_data(config, device, World())
-    training = Training(config, data, place, "run")
-    training.ended = training.run()
-    return training
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("arm", ARMS)
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_captured_steps_train_like_eager_ones(arm, optimizer):
     if arm == "tf32" and torch.cuda.get_device_capability() < (8, 0):
         pytest.skip("this GPU has no TF32")
-    device = torch.device("cuda", 0)
-    config = dataclasses.replace(CONFIG, arm=arm, optimizer=optimizer, deterministic=True)
-    config = dataclasses.replace(config, cudnn_benchmark=False)
-    eager = train(config, device)
-    graphed = train(dataclasses.replace(config, graph=True), device)
+    device, runs = torch.device("cuda", 0), []
+    for graph in (False, True):
+        settings = dataclasses.replace(SETTINGS, arm=arm, optimizer=optimizer, graph=graph)
+        runs.append(Run(settings, open_data(settings, device), Place(device, quiet=True)))
+        mnist.train(runs[-1])
+    eager, graphed = runs
     assert graphed.record.losses == pytest.approx(eager.record.losses, rel=1e-3)
     assert graphed.record.skipped_steps == eager.record.skipped_steps
-    measured = graphed.ended
-    assert measured.timed_iterations == config.iterations - EAGER_CALLS - 1
-    assert measured.kernels["convolution"] == "cudnn"
-    assert measured.memory_kind == "max_memory_allocated"
-    assert 0 < measured.memory_bytes < 2**33
-
-
-def test_memory_of_a_run_is_its_own():
-    """The peak of an earlier run is forgotten."""
-    memory = ProcessMemory(torch.device("cpu"))
-    memory.release()
-    memory.start()
-    before = memory.peak()
-    block = torch.ones(64 << 20)  # 256 MiB
-    with_block = memory.peak()
-    del block
-    memory.release()
-    memory.start()
-    assert with_block - before > 250 << 20
-    assert memory.peak() - before < 50 << 20
+    assert len(graphed.record.step_ms) == SETTINGS.iterations - EAGER_CALLS - 1
+    result = graphed.result()
+    assert result["memory_kind"] == "max_memory_allocated"
+    assert 0 < result["memory_mb"] < 8192

@@ -5,9 +5,7 @@ from __future__ import annotations
 import csv
 import importlib.util
 import itertools
-import json
 import math
-import operator
 import statistics
 import subprocess
 import sys
@@ -26,13 +24,13 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from ampfuse.experiments import make_plot, plots, results
+from ampfuse.experiments import figures, make_plot, results
 from experiment_results import ResultFolder, divergence, evaluation, interval
 
 E1_GPUS, E1_METHODS = ("1080 Ti", "TITAN X", "V100"), ("FP32", "FP16", "amp")
 E1_BATCHES = (128, 256, 512, 1024, 2048)
 E1_FILES = ("CIFAR - Time", "CIFAR - Memory", "CIFAR - Time (std)", "CIFAR - Memory (std)")
-GRAPH = {"switches__graph": True}
+GRAPH = {"graph": True}
 CPU = "Intel(R) Xeon(R) Platinum 8481C CPU @ 2.70GHz, 2 threads"
 
 
@@ -50,8 +48,8 @@ def row_of(folder: ResultFolder) -> results.Row:
     return row
 
 
-def csv_lines(name: str) -> list[dict[str, str]]:
-    file = resources.files("ampfuse.experiments") / "published" / name
+def csv_lines(recipe: str) -> list[dict[str, str]]:
+    file = resources.files("ampfuse.experiments") / "published" / f"{recipe}.csv"
     return list(csv.DictReader(file.read_text().splitlines()))
 
 
@@ -83,62 +81,30 @@ def heading_of(figure: Figure) -> str:
 
 
 def test_published_rows_are_the_csv():
-    """Every number of every CSV is in a row, in its place."""
-    numbers = {
-        "accuracy_mean_pct": "accuracy_pct.mean",
-        "accuracy_std_pct": "accuracy_pct.std",
-        "val_accuracy_pct": "accuracy_pct.mean",
-        "time_mean_s": "time_s.mean",
-        "time_std_s": "time_s.std",
-        "time_s": "time_s.mean",
-        "memory_mean_mb": "memory_mb.mean",
-        "memory_std_mb": "memory_mb.std",
-        "memory_mb": "memory_mb.mean",
-        "max_memory_bytes": "memory_mb.mean",
-        "images_per_s_mean": "images_per_s.mean",
-        "images_per_s_min": "images_per_s_min",
-        "images_per_s_max": "images_per_s_max",
-        "loss_last": "loss_last.mean",
-        "loss_mean": "loss_mean.mean",
-        "batch_size": "batch_size",
-        "epochs": "epochs",
-        "batches": "iterations",
-    }
-    words = {"gpu": "gpu", "method": "method", "level": "method", "precision": "method"}
-    words |= {"model": "model", "note": "note", "optimizer": "optimizer"}
-    words |= {"platform": "platform", "environment": "platform"}
-    lines_of = {"e1": 45, "e2": 8, "e3": 6, "e4": 8, "e5": 5}
-    for recipe, name in results.PUBLISHED_FILES.items():
-        lines, rows = csv_lines(name), results.published(recipe)
-        assert len(lines) == len(rows) == lines_of[recipe]
-        for line, row in zip(lines, rows, strict=True):
-            assert row.source == "published"
+    """Every number and word of every CSV is in a row, in its place."""
+    for recipe, count in {"e1": 45, "e2": 8, "e3": 6, "e4": 8, "e5": 5}.items():
+        written, rows = csv_lines(recipe), results.published(recipe)
+        assert len(written) == len(rows) == count
+        for line, row in zip(written, rows, strict=True):
+            assert (row.source, row.recipe, row.conditions) == ("published", recipe, {})
+            record = {name: value for name, value in row.record().items() if value is not None}
             for column, text in line.items():
-                if column in words:
-                    assert getattr(row, words[column]) == text
-                elif column == "workload":
-                    assert row.model == text.replace("sample_", "")
-                elif text:
-                    unit = 1e-6 if column == "max_memory_bytes" else 1
-                    value = operator.attrgetter(numbers[column])(row)
-                    assert value == pytest.approx(float(text) * unit, rel=1e-12)
-                else:
-                    assert getattr(row, numbers[column].split(".")[0]) is None
+                value = record.pop(column, "")
+                assert text == value or float(text) == value, column
+            assert set(record.values()) <= {""}
 
 
 def test_published_figures_show_the_csv():
     rows = results.published("e1")
     for draw, quantity in (
-        (plots.time_against_batch, "time_{}_s"),
-        (plots.memory_against_batch, "memory_{}_mb"),
+        (figures.time_against_batch, "time_s_{}"),
+        (figures.memory_against_batch, "memory_mb_{}"),
     ):
         lines = drawn_lines(draw(rows, std=True).axes[0])
         assert len(lines) == 9
         for gpu, method in itertools.product(E1_GPUS, E1_METHODS):
             of_line = [
-                line
-                for line in csv_lines("vgg16_cifar10_2018.csv")
-                if (line["gpu"], line["method"]) == (gpu, method)
+                line for line in csv_lines("e1") if (line["gpu"], line["method"]) == (gpu, method)
             ]
             x, y, spread = lines[f"{gpu} {method}"]
             assert tuple(x) == E1_BATCHES
@@ -149,7 +115,7 @@ def test_published_figures_show_the_csv():
 
 
 def test_published_axes_and_legend():
-    figure = plots.time_against_batch(results.published("e1"))
+    figure = figures.time_against_batch(results.published("e1"))
     (axes,) = figure.axes
     assert axes.get_xlabel() == "batch size"
     assert axes.get_ylabel() == "training time of 100 iterations, s"
@@ -158,28 +124,20 @@ def test_published_axes_and_legend():
     assert axes.get_ylim()[0] == 0
     assert legend_of(figure) == [f"{gpu} {m}" for gpu in E1_GPUS for m in E1_METHODS]
     assert "published" in heading_of(figure)
-    memory = plots.memory_against_batch(results.published("e1")).axes[0]
+    memory = figures.memory_against_batch(results.published("e1")).axes[0]
     assert memory.get_ylabel() == "device memory, MB"
 
 
 def test_colour_is_the_gpu_and_dash_the_method():
-    axes = plots.time_against_batch(results.published("e1")).axes[0]
-    colors, dashes, looks = {}, {}, set()
+    axes = figures.time_against_batch(results.published("e1")).axes[0]
+    colors, dashes = {}, {}
     for container in axes.containers:
-        line = container[0]
         gpu, method = container.get_label().rsplit(" ", 1)
-        dash = str(line._dash_pattern[1])
-        colors.setdefault(gpu, set()).add(to_hex(line.get_color()))
-        dashes.setdefault(method, set()).add(
-            tuple(round(x / line.get_linewidth(), 3) for x in line._dash_pattern[1] or ())
-        )
-        filling = (line.get_fillstyle(), to_hex(line.get_markerfacecolor()) == "#ffffff")
-        looks.add((dash, line.get_marker(), filling))
-    assert all(len(of_gpu) == 1 for of_gpu in colors.values())
-    assert all(len(of_method) == 1 for of_method in dashes.values())
-    assert len(set.union(*colors.values())) == len(E1_GPUS)
-    assert len(set.union(*dashes.values())) == len(E1_METHODS)
-    assert len(looks) == 9  # told apart without colour
+        colors.setdefault(gpu, set()).add(to_hex(container[0].get_color()))
+        dashes.setdefault(method, set()).add(str(container[0]._dash_pattern))
+    for looks, count in ((colors, len(E1_GPUS)), (dashes, len(E1_METHODS))):
+        assert all(len(look) == 1 for look in looks.values())
+        assert len(set.union(*looks.values())) == count
 
 
 # ---- result files --------------------------------------------------------------------------------
@@ -190,11 +148,14 @@ def test_repeats_become_mean_and_sample_deviation(folder):
     for repeat, seconds in enumerate(times):
         folder.add(
             repeat=repeat,
-            train_time_s=seconds,
-            memory_bytes=10**9 + repeat,
-            test={"loss": 1.0, "accuracy": 0.4 + repeat / 100, "time_s": 1.0},
-            images_per_s={"mean": 1000.0 + repeat, "min": 900.0 - repeat, "max": 2000.0 + repeat},
-            train_loss={"last": 1.0 + repeat, "mean": 2.0 + repeat},
+            time_s=seconds,
+            memory_mb=1000.0 + repeat,
+            accuracy_pct=40.0 + repeat,
+            images_per_s=1000.0 + repeat,
+            images_per_s_min=900.0 - repeat,
+            images_per_s_max=2000.0 + repeat,
+            loss_last=1.0 + repeat,
+            loss_mean=2.0 + repeat,
         )
     row = row_of(folder)
     mean = sum(times) / 5
@@ -202,7 +163,7 @@ def test_repeats_become_mean_and_sample_deviation(folder):
     assert (row.source, row.n, row.time_s.n) == ("measured", 5, 5)
     assert row.time_s.mean == pytest.approx(mean)
     assert row.time_s.std == pytest.approx(deviation)
-    assert row.memory_mb.mean == pytest.approx(1000.000002)
+    assert row.memory_mb.mean == pytest.approx(1002)
     assert row.accuracy_pct.mean == pytest.approx(42)
     assert row.accuracy_pct.std == pytest.approx(statistics.stdev([40, 41, 42, 43, 44]))
     assert (row.images_per_s.mean, row.images_per_s_min, row.images_per_s_max) == (1002, 896, 2004)
@@ -214,14 +175,8 @@ def test_one_run_has_no_deviation(folder):
     assert row_of(folder).time_s == results.Stat(5.0, None, 1)
 
 
-def test_untimed_iterations_are_made_up_for(folder):
-    """Ten of 100 iterations went into graph capture: 90 took 4.5 s, so 100 take 5."""
-    folder.add(iterations=100, timed_iterations=90, train_time_s=4.5, **GRAPH)
-    assert row_of(folder).time_s.mean == pytest.approx(5.0)
-
-
 def test_nothing_timed_is_no_time(folder):
-    folder.add(timed_iterations=0, train_time_s=0.0, images_per_s=None, step_time_ms=None)
+    folder.add(time_s=None, images_per_s=None, images_per_s_min=None, images_per_s_max=None)
     row = row_of(folder)
     assert row.time_s is None
     assert row.images_per_s is None
@@ -233,20 +188,20 @@ def test_nothing_timed_is_no_time(folder):
         {"method": "fp32"},
         {"arm": "O1"},
         {"gpu": "V100"},
-        {"device__name": "Tesla V100"},
+        {"device": "Tesla V100"},
         {"batch_size": 256},
         {"iterations": 50},
         {"epochs": 2.0},
         {"recipe": None},
         {"model": "wrn28_10"},
-        {"data__source": "digits"},
-        {"data__loader": "workers"},
+        {"data": "digits"},
+        {"loader": "workers"},
         {"loop": "original"},
         {"world_size": 2},
         GRAPH,
-        {"optimizer__lr": 0.1},
-        {"policy": {"loss_scale": 128.0}},
-        {"environment__torch": "2.13.0"},
+        {"lr": 0.1},
+        {"loss_scale_of": 128.0},
+        {"torch": "2.13.0"},
     ],
     ids=lambda change: next(iter(change)),
 )
@@ -264,41 +219,24 @@ def test_a_command_given_twice_is_no_second_sample(folder):
     assert (row.n, row.time_s.mean) == (2, 5.5)
 
 
-def test_two_folders_with_the_same_data_are_the_same(folder):
-    folder.add(repeat=0, data__source="/here/cifar")
-    folder.add(repeat=1, data__source="/there/cifar")
-    assert row_of(folder).conditions["data"] == "cifar10"
-
-
 def test_diverged_runs_count_for_memory_alone(folder):
     folder.add_repeats([5.0, 6.0], arm="O3", method="O3")
-    folder.add(
-        repeat=2,
-        arm="O3",
-        method="O3",
-        iterations=31,
-        epochs=1.9,
-        timed_iterations=31,
-        train_time_s=0.1,
-        memory_bytes=3 * 10**9,
-        train_loss={"last": None, "mean": None},
-        test={"loss": 9.0, "accuracy": 0.1, "time_s": 0.1},  # of an epoch before
-        diverged=divergence(31),
-    )
+    # A test accuracy of an epoch before.
+    folder.add(repeat=2, arm="O3", method="O3", time_s=0.1, memory_mb=3000.0, loss_last=None,
+               diverged=divergence(31))  # fmt: skip
     row = row_of(folder)
     assert (row.n, row.time_s.n, row.time_s.mean, row.iterations) == (3, 2, 5.5, 100)
     assert (row.accuracy_pct.n, row.loss_last.n) == (2, 2)
     assert row.memory_mb.mean == pytest.approx(2000)
-    assert row.note.startswith("1 of 3 diverged in step 31: the training loss became nan")
-    assert "features.3 (BatchNorm2d)" in row.note
+    assert row.note == "1 of 3 diverged in step 31: the training loss became nan"
     assert not row.diverged
 
 
-def test_a_row_of_diverged_runs_has_no_length(folder):
-    folder.add(arm="O3", method="O3", iterations=31, diverged=divergence(31), test=None)
+def test_a_row_of_diverged_runs_has_the_length_it_was_to_have(folder):
+    folder.add(arm="O3", method="O3", diverged=divergence(31))
     row = row_of(folder)
     assert row.diverged
-    assert (row.time_s, row.iterations, row.epochs, row.accuracy_pct) == (None,) * 4
+    assert (row.time_s, row.accuracy_pct, row.iterations) == (None, None, 100)
     assert row.note.startswith("diverged in step 31")
 
 
@@ -308,12 +246,12 @@ def test_unreadable_files_are_named_and_skipped(folder, capsys, tmp_path):
     bad = {
         "cut.json": text[: len(text) // 2],
         "other.json": '{"loss": 1}',
-        "newer.json": text.replace('"format": 1', '"format": 2'),
+        "newer.json": text.replace('"format": 2', '"format": 3'),
         "list.json": "[]",
-        "nan.json": text.replace('"train_time_s": 5.0', '"train_time_s": NaN'),
+        "nan.json": text.replace('"time_s": 5.0', '"time_s": NaN'),
         "nobatch.json": text.replace('"batch_size": 128', '"batch": 128'),
-        "text.json": text.replace('"batch_size": 128', '"batch_size": "128"'),
-        "speed.json": text.replace('"mean": 2560.0, ', ""),
+        "text.json": text.replace('"time_s": 5.0', '"time_s": "5.0"'),
+        "speed.json": text.replace('"images_per_s": 2560.0, ', ""),
         "binary.json": "\x00\x01",
     }
     for name, content in bad.items():
@@ -394,8 +332,8 @@ def test_a_method_may_be_named_by_its_arm(folder):
         ({"batch_sizes": [64, 128]}, "--batch 64: no such results; there are 128, 256"),
         ({"models": ["vgg"]}, "--model vgg: no such results; there are vgg16"),
         ({"experiments": ["mlp"]}, "--experiment mlp: no such results; there are cifar"),
-        ({"iterations": 7}, "--iteration 7: no such results; there are 100"),
-        ({"epochs": 7}, "--epochs 7: no such results; there are 6.25"),
+        ({"iterations": [7]}, "--iteration 7: no such results; there are 100"),
+        ({"epochs": [7]}, "--epochs 7: no such results; there are 6.25"),
         ({"methods": ["FP16"], "batch_sizes": [256]}, "--batch 256: .* there are 128"),
     ],
 )
@@ -423,10 +361,9 @@ def add_e1(folder: ResultFolder, *, gpus=("A", "B"), batches=(128, 256, 512)) ->
                 arm=arm,
                 batch_size=batch,
                 repeat=repeat,
-                data__train_size=max(2048, 4 * batch),  # as synthetic data have it
-                train_time_s=(i + 1) * factor * batch / 32 + repeat,
-                memory_bytes=int(1e9 * factor + 1e6 * batch),
-                policy=None if method == "FP32" else {"opt_level": arm, "loss_scale": "dynamic"},
+                train_size=max(2048, 4 * batch),  # as synthetic data have it
+                time_s=(i + 1) * factor * batch / 32 + repeat,
+                memory_mb=1e3 * factor + batch,
                 log=[
                     interval(50, loss_scale=1.0 if method == "FP32" else 65536.0),
                     interval(
@@ -441,14 +378,14 @@ def add_e1(folder: ResultFolder, *, gpus=("A", "B"), batches=(128, 256, 512)) ->
 
 def test_lines_of_own_results(folder):
     add_e1(folder)
-    figure = plots.time_against_batch(rows_of(folder), std=True)
+    figure = figures.time_against_batch(rows_of(folder), std=True)
     lines = drawn_lines(figure.axes[0])
     assert list(lines) == [f"{gpu} {m}" for gpu in "AB" for m in E1_METHODS] == legend_of(figure)
     x, y, spread = lines["B FP16"]
     assert x == [128, 256, 512]
     assert y == pytest.approx([2 * 0.5 * batch / 32 + 1 for batch in x])
     assert spread == pytest.approx([1, 1, 1])  # of 0, 1 and 2 seconds more
-    memory = drawn_lines(plots.memory_against_batch(rows_of(folder)).axes[0])
+    memory = drawn_lines(figures.memory_against_batch(rows_of(folder)).axes[0])
     assert memory["A amp"][1] == pytest.approx([928, 1056, 1312])
     assert memory["A amp"][2] == []
     assert heading_of(figure).startswith("vgg16 on synthetic cifar10")
@@ -456,15 +393,15 @@ def test_lines_of_own_results(folder):
 
 def test_one_gpu_is_named_once(folder):
     add_e1(folder, gpus=(CPU,))
-    figure = plots.time_against_batch(rows_of(folder))
+    figure = figures.time_against_batch(rows_of(folder))
     assert legend_of(figure) == list(E1_METHODS)
     assert figure.legends[0].get_title().get_text() == CPU
 
 
 def test_one_batch_size_makes_bars(folder):
     add_e1(folder, batches=(128,))
-    folder.add(gpu="A", method="O3", arm="O3", iterations=3, diverged=divergence(3))
-    figure = plots.time_against_batch(rows_of(folder), std=True)
+    folder.add(gpu="A", method="O3", arm="O3", diverged=divergence(3))
+    figure = figures.time_against_batch(rows_of(folder), std=True)
     (axes,) = figure.axes
     bars = {c.get_label(): c for c in axes.containers if c.get_label() in E1_METHODS}
     assert [bar.get_height() for bar in bars["FP16"]] == pytest.approx([3, 5])
@@ -472,47 +409,44 @@ def test_one_batch_size_makes_bars(folder):
     assert [top - bottom for (_, bottom), (_, top) in errors.get_segments()] == pytest.approx(
         [2, 2]
     )
-    hatches = {bar.patches[0].get_hatch() for bar in bars.values()}
-    assert len(hatches) == 3
+    assert len({bar.patches[0].get_facecolor() for bar in bars.values()}) == 3
     assert [label.get_text() for label in axes.get_xticklabels()] == ["A", "B"]
     texts = [text.get_text().strip() for text in axes.texts]
     assert "O3 diverged" in texts
-    assert "3.00" in texts
+    assert "3" in texts
     assert "batch size 128" in heading_of(figure)
 
 
 def test_runs_of_different_length_do_not_mix(folder):
-    folder.add(iterations=50, timed_iterations=50)
+    folder.add(iterations=50)
     folder.add(batch_size=256)
     rows = rows_of(folder)
-    for draw in (plots.time_against_batch, plots.memory_against_batch):
+    for draw in (figures.time_against_batch, figures.memory_against_batch):
         with pytest.raises(
-            results.ResultsError, match=r"T4 FP32 .*50, 100 iterations.*--iteration"
+            results.ResultsError, match=r"T4 FP32 \(50, 100 iterations\).*--iteration"
         ):
             draw(rows)
-    chosen = results.select(rows, iterations=50)
+    chosen = results.select(rows, iterations=[50])
     assert [row.iterations for row in chosen] == [50]
-    assert plots.time_against_batch(chosen).axes[0].get_ylabel().endswith("of 50 iterations, s")
+    assert figures.time_against_batch(chosen).axes[0].get_ylabel().endswith("of 50 iterations, s")
 
 
 def test_lines_of_different_length_say_so(folder):
     for batch in (128, 256):
         folder.add(batch_size=batch)
-        folder.add(batch_size=batch, gpu="V100", iterations=50, timed_iterations=50)
-    figure = plots.time_against_batch(rows_of(folder))
+        folder.add(batch_size=batch, gpu="V100", iterations=50)
+    figure = figures.time_against_batch(rows_of(folder))
     assert legend_of(figure) == ["T4 FP32 (100 iterations)", "V100 FP32 (50 iterations)"]
     assert figure.axes[0].get_ylabel() == "training time, s"
 
 
 def test_equal_epochs_may_be_asked_for(folder):
     for batch, iterations in ((512, 2340), (1024, 1170)):
-        folder.add(
-            batch_size=batch, iterations=iterations, timed_iterations=iterations, epochs=20.0
-        )
+        folder.add(batch_size=batch, iterations=iterations, epochs=20.0)
     rows = rows_of(folder)
-    with pytest.raises(results.ResultsError, match="or --epochs 20"):
-        plots.time_against_batch(rows)
-    axes = plots.time_against_batch(results.select(rows, epochs=20), of="epochs").axes[0]
+    with pytest.raises(results.ResultsError, match="--epochs N"):
+        figures.time_against_batch(rows)
+    axes = figures.time_against_batch(results.select(rows, epochs=[20]), of="epochs").axes[0]
     assert axes.get_ylabel() == "training time of 20 epochs, s"
     assert drawn_lines(axes)["T4 FP32"][0] == [512, 1024]
 
@@ -520,12 +454,12 @@ def test_equal_epochs_may_be_asked_for(folder):
 def test_different_conditions_make_different_lines(folder):
     for batch in (128, 256):
         folder.add(batch_size=batch)
-        folder.add(batch_size=batch, loop="original", switches__channels_last=False)
+        folder.add(batch_size=batch, loop="original", channels_last=False)
         folder.add(batch_size=batch, method="FP16", arm="O2")
         folder.add(batch_size=batch, method="FP16", arm="O2", **GRAPH)
-        folder.add(batch_size=batch, method="amp", arm="O1", optimizer__lr=0.1)
-        folder.add(batch_size=batch, method="amp", arm="O1", optimizer__lr=0.2)
-    figure = plots.time_against_batch(rows_of(folder))
+        folder.add(batch_size=batch, method="amp", arm="O1", lr=0.1)
+        folder.add(batch_size=batch, method="amp", arm="O1", lr=0.2)
+    figure = figures.time_against_batch(rows_of(folder))
     assert legend_of(figure) == [
         "FP32",
         "FP32 (original loop)",
@@ -534,24 +468,21 @@ def test_different_conditions_make_different_lines(folder):
         "amp (lr 0.1)",
         "amp (lr 0.2)",
     ]
-    looks = {
-        (str(c[0]._dash_pattern), c[0].get_marker(), to_hex(c[0].get_color()))
-        for c in figure.axes[0].containers
-    }
+    looks = {(str(c[0]._dash_pattern), c[0].get_color()) for c in figure.axes[0].containers}
     assert len(looks) == 6
 
 
 def test_what_may_follow_the_batch_size_makes_one_line(folder):
     for batch in (128, 256):
-        folder.add(batch_size=batch, optimizer__lr=batch / 1000, data__train_size=4 * batch)
-    assert legend_of(plots.time_against_batch(rows_of(folder))) == ["FP32"]
+        folder.add(batch_size=batch, lr=batch / 1000, train_size=4 * batch)
+    assert legend_of(figures.time_against_batch(rows_of(folder))) == ["FP32"]
 
 
 def test_own_and_published_figures_never_share_a_line(folder):
     for batch in E1_BATCHES:
         folder.add(gpu="V100", batch_size=batch)
     both = [*results.select(results.published("e1"), gpus=["V100"]), *rows_of(folder)]
-    lines = drawn_lines(plots.time_against_batch(both).axes[0])
+    lines = drawn_lines(figures.time_against_batch(both).axes[0])
     assert len(lines) == 4
     assert lines["V100 FP32 (published)"][1] == [3.93, 6.9, 12.97, 25.11, 49.43]
     (ours,) = (label for label in lines if "measured" in label)
@@ -562,20 +493,7 @@ def test_two_models_in_one_figure_are_refused(folder):
     folder.add()
     folder.add(model="wrn28_10")
     with pytest.raises(results.ResultsError, match="--model"):
-        plots.time_against_batch(rows_of(folder))
-
-
-def test_crowded_batch_sizes_stand_upright(folder):
-    """Those too close even so have a tick without a number."""
-    for batch in (96, 97, 104, 112, 2048):
-        folder.add(batch_size=batch)
-    figure = plots.time_against_batch(rows_of(folder))
-    assert not overlaps(figure)
-    (axes,) = figure.axes
-    assert list(axes.get_xticks()) == [96, 97, 104, 112, 2048]
-    labels = axes.get_xticklabels()
-    assert [label.get_text() for label in labels] == ["96", "", "", "112", "2048"]
-    assert labels[0].get_rotation() == 90
+        figures.time_against_batch(rows_of(folder))
 
 
 # ---- speed-up ------------------------------------------------------------------------------------
@@ -584,12 +502,11 @@ def test_crowded_batch_sizes_stand_upright(folder):
 def test_speedup_is_the_ratio_of_times_per_iteration(folder):
     for batch in (128, 256):
         folder.add_repeats([8.0, 12.0], batch_size=batch)
-        folder.add(batch_size=batch, arm="O2", method="FP16", train_time_s=batch / 32)
+        folder.add(batch_size=batch, arm="O2", method="FP16", time_s=batch / 32)
         folder.add(
-            **{"batch_size": batch, "arm": "O1", "method": "amp", "train_time_s": 2.0, **GRAPH},
-            timed_iterations=50,
+            **{"batch_size": batch, "arm": "O1", "method": "amp", "time_s": 4.0, **GRAPH},
         )
-    figure = plots.speedup(rows_of(folder))
+    figure = figures.speedup(rows_of(folder))
     bars = drawn_bars(figure.axes[0])
     assert bars["FP16"] == pytest.approx([10 / 4, 10 / 8])
     assert bars["amp (graph)"] == pytest.approx([2.5, 2.5])
@@ -600,12 +517,12 @@ def test_speedup_is_the_ratio_of_times_per_iteration(folder):
 
 def test_speedup_has_one_yardstick_and_a_panel_per_gpu(folder):
     for gpu in ("A", "B"):
-        folder.add(gpu=gpu, arm="fp32", method="fp32", train_time_s=10.0)
-        folder.add(gpu=gpu, arm="O0", method="O0", train_time_s=8.0)
-        folder.add(gpu=gpu, arm="fp32", method="fp32", train_time_s=20.0, loop="original")
-        folder.add(gpu=gpu, arm="O2", method="O2", train_time_s=5.0 if gpu == "A" else 2.5)
-        folder.add(gpu=gpu, arm="O3", method="O3", iterations=4, diverged=divergence(4))
-    figure = plots.speedup(rows_of(folder))
+        folder.add(gpu=gpu, arm="fp32", method="fp32", time_s=10.0)
+        folder.add(gpu=gpu, arm="O0", method="O0", time_s=8.0)
+        folder.add(gpu=gpu, arm="fp32", method="fp32", time_s=20.0, loop="original")
+        folder.add(gpu=gpu, arm="O2", method="O2", time_s=5.0 if gpu == "A" else 2.5)
+        folder.add(gpu=gpu, arm="O3", method="O3", diverged=divergence(4))
+    figure = figures.speedup(rows_of(folder))
     assert [axes.get_title() for axes in figure.axes] == ["A", "B"]
     first, second = map(drawn_bars, figure.axes)
     assert first == {"fp32 (original loop)": [0.5], "O0": [1.25], "O2": [2.0]}
@@ -614,21 +531,21 @@ def test_speedup_has_one_yardstick_and_a_panel_per_gpu(folder):
 
 
 def test_speedup_of_runs_of_different_length(folder):
-    folder.add(train_time_s=10.0)
-    folder.add(arm="O2", method="O2", iterations=50, timed_iterations=50, train_time_s=2.5)
-    assert drawn_bars(plots.speedup(rows_of(folder)).axes[0]) == {"O2 (50 iterations)": [2.0]}
+    folder.add(time_s=10.0)
+    folder.add(arm="O2", method="O2", iterations=50, time_s=2.5)
+    assert drawn_bars(figures.speedup(rows_of(folder)).axes[0]) == {"O2 (50 iterations)": [2.0]}
 
 
 def test_speedup_against_o0_where_fp32_was_not_run(folder):
-    folder.add(arm="O0", method="O0", train_time_s=10.0)
-    folder.add(arm="O2", method="O2", train_time_s=5.0)
-    figure = plots.speedup(rows_of(folder))
+    folder.add(arm="O0", method="O0", time_s=10.0)
+    folder.add(arm="O2", method="O2", time_s=5.0)
+    figure = figures.speedup(rows_of(folder))
     assert drawn_bars(figure.axes[0]) == {"O2": [2.0]}
     assert figure.axes[0].get_ylabel() == "speed, times O0"
 
 
 def test_speedup_of_published_figures():
-    bars = drawn_bars(plots.speedup(results.published("e1")).axes[2])
+    bars = drawn_bars(figures.speedup(results.published("e1")).axes[2])
     assert bars["FP16"][4] == pytest.approx(49.43 / 37.32)
 
 
@@ -636,8 +553,8 @@ def test_no_speedup_without_fp32(folder):
     folder.add(arm="O1", method="O1")
     folder.add(arm="O2", method="O2")
     folder.add(arm="fp32", method="fp32", batch_size=256)
-    with pytest.raises(plots.NothingToDraw):
-        plots.speedup(rows_of(folder))
+    with pytest.raises(figures.NothingToDraw):
+        figures.speedup(rows_of(folder))
 
 
 # ---- accuracy and loss scale ---------------------------------------------------------------------
@@ -652,7 +569,7 @@ def test_accuracy_is_the_mean_of_the_repeats(folder):
         ]
         folder.add(repeat=repeat, log=log)
     folder.add(arm="O3", method="O3", diverged=divergence(60), log=[evaluation(50, 1.0, 0.1)])
-    figure = plots.accuracy_against_time(rows_of(folder))
+    figure = figures.accuracy_against_time(rows_of(folder))
     (axes,) = figure.axes
     (line,) = axes.get_lines()
     assert list(line.get_xdata()) == pytest.approx([2.5, 4.5])
@@ -661,34 +578,22 @@ def test_accuracy_is_the_mean_of_the_repeats(folder):
     assert axes.get_ylabel() == "test accuracy, %"
 
 
-def test_accuracy_has_a_panel_per_batch_size_or_joins_single_points(folder):
+def test_accuracy_has_a_panel_per_batch_size(folder):
     for batch in (128, 256):
         folder.add(batch_size=batch, log=[evaluation(100, batch / 100, 0.5)])
-    (axes,) = plots.accuracy_against_time(rows_of(folder)).axes
-    (line,) = axes.get_lines()
-    assert list(line.get_xdata()) == [1.28, 2.56]
     folder.add(method="amp", arm="O1", log=[evaluation(50, 1.0, 0.3), evaluation(100, 2.0, 0.5)])
-    panels = plots.accuracy_against_time(rows_of(folder)).axes
+    panels = figures.accuracy_against_time(rows_of(folder)).axes
     assert [panel.get_title() for panel in panels] == ["batch size 128", "batch size 256"]
     assert [len(panel.get_lines()) for panel in panels] == [2, 1]
-
-
-def test_a_log_that_was_cut_off_is_read_up_to_there(folder):
-    path = folder.add(log=[evaluation(50, 1.0, 0.3)]).with_suffix(".jsonl")
-    path.write_text(path.read_text() + '{"kind": "evaluation", "step": 100, "ti')
-    run = row_of(folder).runs[0]
-    assert [line["step"] for line in run.log("evaluation")] == [50]
-
-
-def test_a_resumed_log_counts_each_step_once(folder):
-    folder.add(log=[evaluation(50, 1.0, 0.1), evaluation(50, 1.5, 0.2)])
-    assert [line["test_accuracy"] for line in row_of(folder).runs[0].log("evaluation")] == [0.2]
+    for panel in panels:  # whatever was drawn first, all are in sight
+        for line in panel.get_lines():
+            assert panel.get_xlim()[1] > max(line.get_xdata())
 
 
 def test_no_accuracy_without_an_evaluation(folder):
     folder.add(log=[interval(50), evaluation(100, 5.0, None)])
-    with pytest.raises(plots.NothingToDraw):
-        plots.accuracy_against_time(rows_of(folder))
+    with pytest.raises(figures.NothingToDraw):
+        figures.accuracy_against_time(rows_of(folder))
 
 
 def test_loss_scale_and_overflows(folder):
@@ -699,23 +604,23 @@ def test_loss_scale_and_overflows(folder):
     ]
     folder.add(arm="O2", method="O2", log=log)
     folder.add(arm="fp32", method="fp32", log=[interval(100, loss_scale=1.0)])
-    figure = plots.loss_scale(rows_of(folder))
+    figure = figures.loss_scale(rows_of(folder))
     (axes,) = figure.axes
-    scale, crosses, _ = axes.get_lines()
+    scale, crosses = axes.get_lines()
     assert list(scale.get_xdata()) == [0, 50, 100]
     assert list(scale.get_ydata()) == [65536, 65536, 16384]
     assert scale.get_drawstyle() == "steps-pre"  # a scale held from the last look to this one
     assert list(crosses.get_xdata()) == [3, 60, 77]
     assert list(crosses.get_ydata()) == [65536, 16384, 16384]
-    assert legend_of(figure) == ["O2", "overflow, step skipped"]
+    assert legend_of(figure) == ["O2"]
     assert axes.get_yscale() == "log"
 
 
 def test_no_loss_scale_where_nothing_is_scaled(folder):
     folder.add(log=[interval(100, loss_scale=1.0)])
     folder.add(arm="O2", method="O2")  # without a log
-    with pytest.raises(plots.NothingToDraw):
-        plots.loss_scale(rows_of(folder))
+    with pytest.raises(figures.NothingToDraw):
+        figures.loss_scale(rows_of(folder))
 
 
 # ---- readable ------------------------------------------------------------------------------------
@@ -751,7 +656,7 @@ def overlaps(figure: Figure) -> list[tuple[str, str]]:
 
 
 def test_the_overlap_check_sees_overlaps():
-    figure = plots.speedup(results.published("e1"))
+    figure = figures.speedup(results.published("e1"))
     figure.axes[0].text(0, 0.5, "one text", fontsize=9)
     assert not overlaps(figure)
     figure.axes[0].text(0.02, 0.5, "on another", fontsize=9)
@@ -769,7 +674,7 @@ def add_all_arms(folder: ResultFolder, **changes) -> None:
         if arm in ("O1", "O2", "amp-fp16"):
             log += [interval(s, loss_scale=2.0 ** (16 + place - s // 50)) for s in (50, 100)]
         common = {"recipe": "e2", "model": "wrn28_10", "arm": arm, "method": arm, "log": log}
-        common |= {"train_time_s": seconds, "memory_bytes": 10**9 * (20 - place)} | changes
+        common |= {"time_s": seconds, "memory_mb": 1000.0 * (20 - place)} | changes
         folder.add(**common, diverged=divergence() if arm == "O3" else None)
         if arm in ("fp32", "O2"):
             folder.add(**common, loop="original")
@@ -803,11 +708,11 @@ def all_arms_at_three_batches(folder: ResultFolder) -> list[results.Row]:
 @pytest.mark.parametrize(
     "draw",
     [
-        plots.time_against_batch,
-        plots.memory_against_batch,
-        plots.speedup,
-        plots.accuracy_against_time,
-        plots.loss_scale,
+        figures.time_against_batch,
+        figures.memory_against_batch,
+        figures.speedup,
+        figures.accuracy_against_time,
+        figures.loss_scale,
     ],
     ids=lambda function: function.__name__,
 )
@@ -820,8 +725,8 @@ def test_no_text_lies_on_another(
     draw: Callable[..., Figure], rows: Callable[..., list[results.Row]], folder
 ):
     data = rows(folder)
-    if rows is published and draw in (plots.accuracy_against_time, plots.loss_scale):
-        with pytest.raises(plots.NothingToDraw):  # nobody published these
+    if rows is published and draw in (figures.accuracy_against_time, figures.loss_scale):
+        with pytest.raises(figures.NothingToDraw):  # nobody published these
             draw(data)
         return
     figure = draw(data)
@@ -899,7 +804,7 @@ def test_all_models_are_drawn(folder, tmp_path):
 
 
 def test_iteration_chooses(folder, tmp_path, capsys):
-    folder.add(iterations=50, timed_iterations=50)
+    folder.add(iterations=50)
     folder.add(iterations=100, batch_size=256)
     output = tmp_path / "figures"
     assert make_plot.main(arguments(folder, output)) == 2
@@ -928,7 +833,6 @@ def test_epochs_choose(folder, tmp_path):
         (["--batch", "512"], "--batch 512: no such results; there are 128"),
         (["--batch", "many"], "--batch: invalid int value"),
         (["--iteration", "3"], "--iteration 3"),
-        (["--iteration", "3", "--epochs", "4"], "not allowed with"),
         (["--experiment", "coco"], "--experiment: invalid choice"),
         (["--model", "vgg11"], "--model vgg11"),
         (["--wrong"], "unrecognized arguments: --wrong"),
@@ -1013,24 +917,23 @@ def test_help_is_light_and_says_the_flags():
         assert flag in done.stdout
 
 
-def test_results_of_a_trainer(tmp_path, monkeypatch, capsys):
-    """What the trainers write is what is read here."""
-    for package in ("torchvision", "timm", "pandas", "sklearn", "rich", "tqdm"):
+def test_results_of_a_script(tmp_path, monkeypatch, capsys):
+    """What the scripts write is what is read here."""
+    for package in ("torchvision", "timm", "sklearn", "tqdm"):
         pytest.importorskip(package)
-    from ampfuse.experiments import trainers
+    from ampfuse.experiments import mnist
 
     monkeypatch.chdir(tmp_path)
     line = "--data digits --iterations 2 --batch-size 32 --arm fp32 O2 --repeats 2 --device cpu"
-    assert trainers.main("mnist", [*line.split(), "--quiet", "--GPU", "here"]) == 0
+    assert mnist.main([*line.split(), "--quiet", "--GPU", "here", "--image-size", "8"]) == 0
     rows = results.measured("results", skipped=pytest.fail)
     assert [(row.method, row.n, row.iterations, row.gpu) for row in rows] == [
         ("fp32", 2, 2, "here"),
         ("O2", 2, 2, "here"),
     ]
     for row in rows:
-        files = [json.loads(run.path.read_text()) for run in row.runs]
-        assert row.time_s.mean == pytest.approx(statistics.fmean(f["train_time_s"] for f in files))
-        accuracies = [100 * f["test"]["accuracy"] for f in files]
+        assert row.time_s.mean == pytest.approx(statistics.fmean(r["time_s"] for r in row.runs))
+        accuracies = [run["accuracy_pct"] for run in row.runs]
         assert row.accuracy_pct.std == pytest.approx(statistics.stdev(accuracies))
     capsys.readouterr()
     assert make_plot.main(["--plot_std"]) == 0

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import ampfuse
 from ampfuse import amp, insight, optim
-from ampfuse.insight.overflow import _Skips
+from ampfuse.insight.overflow import _SkipsInARow
 from ampfuse.optim import skip_watch
 
 INF = math.inf
@@ -99,12 +99,6 @@ def norm_by_hand(x):
     return (x - x.mean()) * ((x - x.mean()) ** 2).mean().rsqrt()
 
 
-def divide_in_place(x):
-    y = x.clone()
-    y.div_(1e-4)
-    return y
-
-
 def masked(x):
     """A mask of -1e9, cast with everything else, that hides all."""
     mask = torch.full((2, 8), -1e9).half()
@@ -115,41 +109,44 @@ def masked_fill(x):
     return torch.softmax(x.masked_fill(torch.ones_like(x, dtype=torch.bool), -INF), -1)
 
 
-# Name: function, value of the input, phase, operation, kind, word of the remedy.
+# By name: function, value of the input, operation, kind, a word of the remedy.
+# fmt: off
 FORWARD = {
     "softmax by hand": (softmax_by_hand, 20, "exp", "inf", "Of a softmax, subtract the largest"),
     "exp": (torch.exp, 12, "exp", "inf", "torch.autocast"),
     "exp beyond FP32": (torch.exp, 100, "exp", "inf", "subtract the largest argument first"),
     "division by a small number": (lambda x: x / 1e-5, 8, "div", "inf", "Keep div in FP32"),
     "division by zero": (lambda x: x / (x - x), 8, "div", "inf", "divisor holds 0"),
-    "a constant that is 0 in half": (lambda x: x / (x - x + 1e-8), 8, "div", "inf", "below 6e-8"),
+    "a constant that is 0 in half":
+        (lambda x: x / (x - x + 1e-8), 8, "div", "inf", "below 6e-8"),
     "sum": (lambda x: x.sum(-1), 1e4, "sum", "inf", "Reduce in FP32"),
     "sum of squares": (lambda x: (x * x).sum(-1), 120, "sum", "inf", "Reduce in FP32"),
     "squares": (lambda x: x.pow(2).sum(-1), 300, "pow", "inf", "Keep pow in FP32"),
     "norm": (lambda x: x.norm(dim=-1), 6e4, "norm", "inf", "Reduce in FP32"),
+    "a norm by hand": (norm_by_hand, torch.linspace(-400, 400, 16).reshape(2, 8), "pow", "inf",
+                       "FP32"),
     "matmul": (lambda x: x @ x.T, 2e2, "matmul", "inf", "products are too large"),
     "addition in place": (lambda x: x.clone().add_(6e4), 3e4, "add", "inf", "Keep add in FP32"),
-    "division in place": (divide_in_place, 20, "div", "inf", "Keep div in FP32"),
-    "passed on in place": (
-        lambda x: F.relu(x.exp() + 1, inplace=True).sub(1),
-        12,
-        "exp",
-        "inf",
-        "Else: Keep exp in FP32",
-    ),
+    "division in place": (lambda x: x.clone().div_(1e-4), 20, "div", "inf", "Keep div in FP32"),
+    "passed on in place": (lambda x: F.relu(x.exp() + 1, inplace=True).sub(1), 12, "exp", "inf",
+                           "Else: Keep exp in FP32"),
     "a cast": (lambda x: (x.float() * 1e4).half(), 20, "to", "inf", "do not fit"),
     "a mask of -1e9": (masked, 1, "to", "-inf", "torch.finfo(torch.float16).min"),
     "all masked": (masked_fill, 1, "softmax", "nan", "whole row is -inf"),
     "log of zero": (lambda x: torch.log(x * 0), 1, "log", "-inf", "log1p"),
     "a Function": (Exp.apply, 12, "exp", "inf", "Keep exp in FP32"),
-    "cross entropy": (
-        lambda x: F.cross_entropy(x * 1e3, torch.tensor([0, 1])),
-        100,
-        "mul",
-        "inf",
-        "Keep mul in FP32",
-    ),
+    "cross entropy": (lambda x: F.cross_entropy(x * 1e3, torch.tensor([0, 1])), 100, "mul", "inf",
+                      "Keep mul in FP32"),
 }
+# Finite results whose gradients are not.
+BACKWARD = {
+    "a steep function": (lambda x: (x * 300) * 300, 1e-3, "mul", "inf", "FP32"),
+    "sqrt at 0": (lambda x: torch.sqrt(x * 0), 1, "sqrt", "inf", "under the root"),
+    "norm at 0, by hand": (lambda x: (x * 0).pow(2).sum().sqrt(), 1, "sqrt", "inf", "under the"),
+    "a Function backward": (Double.apply, 1, "Double", "inf", "float16"),
+    "pow at 0": (lambda x: (x * 0) ** 0.5, 1, "pow", "inf", "A base of 0"),
+}
+# fmt: on
 
 
 # Attention's weights of queries and keys: what overflows, and what the remedy says instead.
@@ -209,37 +206,21 @@ def test_remedies_of_attention_help(written, level):
         assert watched() is None
 
 
-@pytest.mark.parametrize("case", FORWARD.values(), ids=FORWARD)
-def test_born_in_the_forward_pass(case):
-    function, value, operation, kind, said = case
-    found = explained(planted(function), ones(value))
-    assert (found.phase, found.module, found.module_type) == ("forward", "1", "Op")
+@pytest.mark.parametrize("name", [*FORWARD, *BACKWARD])
+def test_where_it_is_born(name):
+    function, value, operation, kind, said = (FORWARD | BACKWARD)[name]
+    phase = "forward" if name in FORWARD else "backward"
+    x = value if isinstance(value, torch.Tensor) else ones(value)
+    loss = half_mean if phase == "forward" else lambda y: y.float().sum()
+    found = explained(planted(function), x, loss)
+    assert (found.phase, found.module, found.module_type) == (phase, "1", "Op")
     assert (found.operation, found.kind, found.dtype) == (operation, kind, torch.float16)
     assert said in found.remedy
     assert "test_explain_overflow.py" in found.line
     assert not found.is_harmless
-    assert str(found).startswith(f"{kind} was born in the forward pass, in {operation} of 1 (Op).")
-
-
-# Finite results whose gradients are not.
-BACKWARD = {
-    "a steep function": (lambda x: (x * 300) * 300, 1e-3, "mul", "inf", "FP32"),
-    "sqrt at 0": (lambda x: torch.sqrt(x * 0), 1, "sqrt", "inf", "under the root"),
-    "norm at 0, by hand": (lambda x: (x * 0).pow(2).sum().sqrt(), 1, "sqrt", "inf", "under the"),
-    "a Function": (Double.apply, 1, "Double", "inf", "float16"),
-    "pow at 0": (lambda x: (x * 0) ** 0.5, 1, "pow", "inf", "A base of 0"),
-}
-
-
-@pytest.mark.parametrize("case", BACKWARD.values(), ids=BACKWARD)
-def test_born_in_the_backward_pass(case):
-    function, value, operation, kind, said = case
-    found = explained(planted(function), ones(value), lambda y: y.float().sum())
-    assert (found.phase, found.module, found.module_type) == ("backward", "1", "Op")
-    assert (found.operation, found.kind) == (operation, kind)
-    assert said in found.remedy
-    assert "test_explain_overflow.py" in found.line
-    assert str(found).startswith(f"{kind} was born in the backward pass of {operation} of 1 (Op).")
+    where = ", in" if phase == "forward" else " of"
+    title = f"{kind} was born in the {phase} pass{where} {operation} of 1 (Op)."
+    assert str(found).startswith(title)
 
 
 def test_numbers_of_an_overflow():
@@ -263,13 +244,6 @@ def test_large_activations_in_layer_k():
     assert (found.phase, found.operation, found.largest_input) == ("forward", "matmul", 1000)
     assert found.largest_result == pytest.approx(2e5, rel=1e-3)
     assert "normalize the layer's input" in found.remedy
-
-
-def test_a_norm_written_by_hand():
-    x = torch.linspace(-400, 400, 16).reshape(2, 8)
-    found = explained(planted(norm_by_hand), x)
-    assert (found.module, found.operation, found.phase) == ("1", "pow", "forward")
-    assert "FP32" in found.remedy
 
 
 def test_a_loss_outside_of_the_model():
@@ -509,17 +483,24 @@ def test_a_static_scale_that_is_too_high(level):
         assert (again is None or (again.module, again.operation) != born) == fits
 
 
+@pytest.mark.parametrize("how", ["watched", "armed"])
 @pytest.mark.parametrize("make", [*LOOPS.values(), *OTHERS.values()], ids=[*LOOPS, *OTHERS])
-def test_a_watched_step_has_the_same_bits(make):
+def test_a_watched_step_has_the_same_bits(make, how):
     """With overflows in the first steps, and a dropout that draws random numbers."""
     trained = []
     for watched in (False, True):
         loop = make(nn.Sequential(mlp(), nn.Dropout(0.1)))
         torch.manual_seed(3)
+        armed = watched and how == "armed"
+        watch = amp.explain_overflow(loop.model, loop.tells, after=2) if armed else None
         for _ in range(14):
-            with amp.explain_overflow(loop.model) if watched else contextlib.nullcontext():
+            around = amp.explain_overflow(loop.model) if watched and not armed else None
+            with around or contextlib.nullcontext():
                 loop.step(*batch())
         trained.append([p.detach().clone() for p in loop.model.parameters()])
+        if watch is not None:
+            assert make in OTHERS.values() or watch.explanation.is_harmless
+            watch.remove()
         assert not any(m._forward_hooks or m._forward_pre_hooks for m in loop.model.modules())
         assert not any(p._backward_hooks for p in loop.model.parameters())
     assert all(map(torch.equal, *trained))
@@ -595,18 +576,6 @@ def test_armed(make, caplog):
     assert "update" not in vars(getattr(loop, "scaler", loop))
 
 
-def test_armed_bits_are_the_same():
-    trained = []
-    for armed in (False, True):
-        loop = Level(mlp(), "O2")
-        watch = amp.explain_overflow(loop.model, loop.tells, after=2) if armed else None
-        for _ in range(14):
-            loop.step(*batch())
-        trained.append([p.detach().clone() for p in loop.model.parameters()])
-    assert watch.explanation.is_harmless
-    assert all(map(torch.equal, *trained))
-
-
 def test_armed_survives_an_exception_in_forward():
     loop = Level(mlp(), "O2")
     watch = amp.explain_overflow(loop.model, loop.tells, after=2)
@@ -658,11 +627,9 @@ def test_counts_on_a_device_are_not_waited_for(monkeypatch):
             return super().values()
 
     monkeypatch.setattr(insight.overflow, "Sample", Slow)
-    skips, count, told = _Skips(3), torch.tensor(0, dtype=torch.int32), []
+    skips, told = _SkipsInARow(3), []
     for step in range(40):
-        skipped = 10 <= step < 20 or step >= 30
-        count += skipped
-        if skips.hear(count):
+        if skips.are_enough(torch.tensor(float(10 <= step < 20 or step >= 30))):
             told.append(step)
     assert len(told) == 2
     assert 12 <= told[0] < 20

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from ampfuse import amp, env, optim
-from ampfuse.amp import hints
-from ampfuse.amp.hints import Machine, warn_if_bfloat16_is_emulated
+from ampfuse import amp, hardware, optim
 from ampfuse.amp.policy import make_policy
+from ampfuse.insight import hints
+from ampfuse.insight.hints import Machine
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 T4 = Machine("Tesla T4", (7, 5), has_bf16=False, uses_tf32=False)
@@ -24,17 +24,17 @@ def said(monkeypatch, caplog):
 
     def saying(level, machine, device=GPU):
         hints._say.cache_clear()
-        hints._check_bfloat16.cache_clear()
+        hints._warn_of_emulation.cache_clear()
         caplog.clear()
         monkeypatch.setattr(hints, "machine", lambda device: machine)
         with caplog.at_level(logging.WARNING, "ampfuse.amp"):
-            hints.give_hints(make_policy(level), [device])
-            hints.give_hints(make_policy(level), [device])
+            hints.say_what_is_slow(make_policy(level), [device])
+            hints.say_what_is_slow(make_policy(level), [device])
         return " ".join(caplog.messages)
 
     yield saying
     hints._say.cache_clear()
-    hints._check_bfloat16.cache_clear()
+    hints._warn_of_emulation.cache_clear()
 
 
 @pytest.mark.parametrize("level", ["O4", "O5"])
@@ -44,8 +44,6 @@ def test_bfloat16_on_an_old_gpu_is_pointed_out_once(level, said):
     assert len(caught) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warn_if_bfloat16_is_emulated(GPU)
-        warn_if_bfloat16_is_emulated(CPU)
         said(level, A100)
         said("O2", T4)
 
@@ -79,7 +77,7 @@ def test_what_a_cpu_has(monkeypatch):
         ({"avx512_fp16", "amx_bf16"}, (True, True)),
         (set(), (True, True)),  # not known
     ):
-        monkeypatch.setattr(env, "cpu_flags", lambda flags=flags: frozenset(flags))
+        monkeypatch.setattr(hardware, "cpu_flags", lambda flags=flags: frozenset(flags))
         assert hints.machine(CPU)[2:4] == known
 
 

@@ -11,7 +11,7 @@ from torch import nn
 import ampfuse
 import trainings
 from ampfuse import amp
-from ampfuse.insight import meter as meters
+from ampfuse.insight import exponent_edges
 from cases import KINDS, bf16, bits, f16, f32, make, same_bits, short
 
 # Around a vector, a strip, a tile and a chunk.
@@ -199,7 +199,7 @@ def test_planted_stale_layers_are_found_and_no_others(dtype):
     stale = {"layer0", "layer2", "layer4"}
     with pytest.warns(UserWarning, match="half a step") as told:
         optimizer = layers(dtype, 0.1, masters=False, scales=scales, gradients=[1.0] * 6)
-    assert {f.parameter for f in optimizer.meter.advice if f.kind == "stale"} == stale
+    assert {f.where for f in optimizer.meter.advice if f.kind == "stale"} == stale
     (warning,) = told  # of all that come to it in one step
     remedy, tensors = str(warning.message).splitlines()
     assert remedy.startswith("- stale: updates below half a step")
@@ -215,7 +215,7 @@ def test_planted_stale_layers_are_found_and_no_others(dtype):
 def test_planted_underflow_is_found_and_nothing_else():
     gradients = [1.0, 1e-5, 1e-3, 1e-6, 1e-9, 1.0]
     optimizer = layers(f16, 1e-3, masters=True, scales=[1] * 6, gradients=gradients)
-    kinds = {finding.parameter: finding.kind for finding in optimizer.meter.advice}
+    kinds = {finding.where: finding.kind for finding in optimizer.meter.advice}
     assert kinds == {
         "layer1": "underflow", "layer3": "underflow", "layer4": "zero gradient"
     }  # fmt: skip
@@ -230,7 +230,7 @@ def test_a_tensor_that_never_has_a_gradient_is_named():
     params[0][1].grad = torch.ones(3)
     optimizer.step()
     (finding,) = optimizer.meter.advice
-    assert (finding.parameter, finding.kind) == ("b", "no gradient")
+    assert (finding.where, finding.kind) == ("b", "no gradient")
 
 
 def test_report_frame_and_plot(tmp_path):
@@ -309,7 +309,7 @@ def test_log_writes_each_reading_once(monkeypatch):
     again.meter.log(types.SimpleNamespace(log=logged.append))
     assert [entry["meter/step"] for entry in logged] == list(range(1, 8))
     counts, edges = logged[0]["meter/layer0/log2_gradient"]
-    assert len(edges) == len(counts) + 1 == len(meters.exponent_edges())
+    assert len(edges) == len(counts) + 1 == len(exponent_edges())
 
 
 def test_changed_weights_of_a_permuted_parameter():

@@ -17,11 +17,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from ampfuse import env
+from ampfuse import hardware
 
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
 GPU = torch.cuda.is_available()
-BF16 = torch.cuda.get_device_capability() >= (8, 0) if GPU else env.cpu_has_bf16()
+BF16 = torch.cuda.get_device_capability() >= (8, 0) if GPU else hardware.cpu_has_bf16()
 
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
 

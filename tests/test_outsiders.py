@@ -207,7 +207,7 @@ WRONG = {
     "verbosity": ({"verbosity": "1"}, TypeError, "verbosity must be 0, 1 or 2, not '1'"),
     "enabled": ({"enabled": "no"}, ValueError, "enabled is 'no'; it has to be True or False"),
     **{
-        name: ({name: "x"}, ValueError, f"{name} must be a .*number, not 'x'")
+        name: ({name: "x"}, ValueError, f"{name} is 'x'; it has to be")
         for name in (
             "init_scale",
             "min_loss_scale",
@@ -218,8 +218,12 @@ WRONG = {
             "hysteresis",
         )
     },
-    "half a pass": ({"growth_interval": 1.5}, ValueError, "growth_interval must be a whole number"),
-    "no maximum": ({"max_loss_scale": None}, ValueError, "max_loss_scale must be a number, not No"),
+    "half a pass": (
+        {"growth_interval": 1.5},
+        ValueError,
+        "growth_interval is 1.5; it has to be a whole",
+    ),
+    "no maximum": ({"max_loss_scale": None}, ValueError, "max_loss_scale is None; it has to be at"),
 }
 
 

@@ -8,13 +8,13 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ampfuse import cpu_half_ops, env
+from ampfuse import cpu_half_ops, hardware
 
 HALF = torch.bfloat16
 LAST = torch.channels_last
 
 pytestmark = pytest.mark.skipif(
-    not env.cpu_has_bf16(), reason="BF16 is computed in FP32 on this CPU"
+    not hardware.cpu_has_bf16(), reason="BF16 is computed in FP32 on this CPU"
 )
 
 

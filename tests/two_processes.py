@@ -1,6 +1,5 @@
 """What two processes do: ``python two_processes.py FOLDER JOB ...``."""
 
-import copy
 import sys
 
 import torch
@@ -11,7 +10,6 @@ from ampfuse import insight
 from ampfuse.compat import apex
 from ampfuse.compat.apex import amp
 from ampfuse.compat.apex.parallel.distributed import flat_dist_call
-from ampfuse.nn import SyncBatchNormAct2d, fuse
 
 
 def model_and_optimizer(level, **ddp):
@@ -137,10 +135,7 @@ SYNC_CASES = {
     "with add": {"first": 4, "relu": False, "add": True},
     "an empty batch": {"first": 0, "relu": True, "add": True},
     "NCHW": {"first": 2, "relu": True, "add": True, "format": torch.contiguous_format},
-    "apex": {"first": 2, "relu": True, "add": True, "module": "apex"},
-    "apex, channel_last": {"first": 2, "relu": True, "add": True, "module": "channel_last"},
-    "groupbn": {"first": 2, "relu": True, "add": True, "module": "groupbn"},
-    "fused": {"first": 2, "relu": True, "add": True, "module": "fused"},
+    "channel_last": {"first": 2, "relu": True, "add": True, "module": "channel_last"},
 }
 
 
@@ -153,15 +148,6 @@ def sync_inputs(dtype, case):
     return x.requires_grad_(), z.requires_grad_() if case["add"] else None, factors
 
 
-class _Block(nn.Module):
-    def __init__(self, norm):
-        super().__init__()
-        self.norm, self.relu = norm, nn.ReLU()
-
-    def forward(self, x, z):
-        return self.relu(self.norm(x) + z)
-
-
 def _sync_norm(case):
     """The module that normalizes, and how it is called."""
     from test_batch_norm_modules import start
@@ -170,21 +156,10 @@ def _sync_norm(case):
         return lambda x, z: norm(x.permute(0, 2, 3, 1), z.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
     kind = case.get("module")
-    if kind == "groupbn":
-        norm = start(apex.contrib.groupbn.BatchNorm2d_NHWC(4, fuse_relu=True, bn_group=2))
-        return norm, last(norm)
-    if kind in ("apex", "channel_last"):
-        channel_last = kind == "channel_last"
-        norm = apex.parallel.SyncBatchNorm(4, channel_last=channel_last, fuse_relu=True)
-        return start(norm), last(norm) if channel_last else norm
-    if kind == "fused":  # and converted afterwards
-        block = _Block(start(nn.BatchNorm2d(4)))
-        assert fuse(block).fused
-        nn.SyncBatchNorm.convert_sync_batchnorm(block)
-        return block.norm, block
-    options = {"activation": "relu" if case["relu"] else None}
-    norm = start(SyncBatchNormAct2d(4, momentum=case.get("momentum", 0.1), **options))
-    return norm, norm
+    channel_last = kind == "channel_last"
+    options = {"channel_last": channel_last, "fuse_relu": case["relu"]}
+    norm = apex.parallel.SyncBatchNorm(4, momentum=case.get("momentum", 0.1), **options)
+    return start(norm), last(norm) if channel_last else norm
 
 
 def sync_batch_norms():
@@ -209,23 +184,6 @@ def sync_batch_norms():
                 "sums": [p.grad for p in norm.parameters()],
                 "equal": list(norm.buffers()),
             }
-    found["groups"] = groups()
-    return found
-
-
-def groups():
-    """How ``bn_group`` processes share their statistics."""
-    found = {}
-    x = torch.randn(2, 3, 3, 4, generator=torch.Generator().manual_seed(dist.get_rank()))
-    alone = nn.BatchNorm2d(4)(x.movedim(-1, 1)).movedim(1, -1)
-    for size in (1, 2):
-        norm = apex.contrib.groupbn.BatchNorm2d_NHWC(4, bn_group=size)
-        found[size] = "alone" if torch.allclose(norm(x), alone, atol=1e-5) else "together"
-    try:
-        apex.contrib.groupbn.BatchNorm2d_NHWC(4, bn_group=3)
-    except ValueError as error:
-        found[3] = str(error)[-2:-1]
-    found["copies"] = torch.allclose(copy.deepcopy(norm)(x), norm(x))
     return found
 
 

@@ -42,7 +42,7 @@ using EncodeOp = CopyOp<kSource, kState0>;  // ... and back
 using MapOps = OpList<struct ScaleOp, AxpbyOp<1>, AxpbyOp<2>, AxpbyOp<3>, struct RefreshOp,
                       PublishOp, JoinOp, SplitOp, DecodeOp, EncodeOp>;
 
-// One op of a list, chosen when running: Algorithm::of<AdamOp>(). See visit() in ops.h.
+// One op of a list, chosen when running: Algorithm::of<AdamOp>().
 template <class List>
 class Choice;
 
@@ -74,6 +74,22 @@ class Choice<OpList<Ops...>> {
 
   int index_ = 0;
 };
+
+// Hands on a type without a value of it.
+template <class T>
+struct Type {
+  using type = T;
+};
+
+// `run` may be the host's alone.
+#if defined(__CUDACC__)
+#pragma nv_exec_check_disable
+#endif
+template <class... Ops, class Run>
+HD void visit(Choice<OpList<Ops...>> choice, const Run& run) {
+  int index = 0;
+  ((choice.index() == index++ ? run(Type<Ops>()) : void()), ...);
+}
 
 using Algorithm = Choice<Algorithms>;
 using MapOp = Choice<MapOps>;

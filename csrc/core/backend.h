@@ -8,9 +8,9 @@
 #include <memory>
 
 #include "core/algorithms.h"
-#include "core/batch_norm.h"
 #include "core/merge.h"
 #include "core/meter.h"
+#include "core/nn_ops/nn_op.h"
 #include "core/step_state.h"
 #include "core/table.h"
 
@@ -106,7 +106,8 @@ class Backend {
   virtual void update_scale(const LossScale& rule, const OverflowFlags& flags, bool fixed,
                             void* stream) = 0;
 
-  virtual BatchNorm& batch_norm() = 0;
+  // A pass of a fused layer.
+  virtual void run(NnOp op, const NnArgs& args, void* stream) = 0;
 };
 
 Backend& cpu_backend();

@@ -1,4 +1,4 @@
-// All ops, and the way from a choice that was made when running to the op's type.
+// All ops of optimizers and lists.
 #pragma once
 
 #include "core/algorithms.h"
@@ -14,23 +14,3 @@
 #include "core/ops/op.h"
 #include "core/ops/param_norm.h"
 #include "core/ops/sgd.h"
-
-namespace ampfuse {
-
-// Hands on a type without a value of it.
-template <class T>
-struct Type {
-  using type = T;
-};
-
-// `run` may be the host's alone.
-#if defined(__CUDACC__)
-#pragma nv_exec_check_disable
-#endif
-template <class... Ops, class Run>
-HD void visit(Choice<OpList<Ops...>> choice, const Run& run) {
-  int index = 0;
-  ((choice.index() == index++ ? run(Type<Ops>()) : void()), ...);
-}
-
-}  // namespace ampfuse

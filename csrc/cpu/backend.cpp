@@ -4,12 +4,12 @@
 #include <algorithm>
 #include <atomic>
 
-#include "batch_norm.h"
 #include "core/advance.h"
 #include "core/ops.h"
 #include "float_mode.h"
 #include "isa.h"
 #include "kernels.h"
+#include "nn.h"
 #include "threads.h"
 
 namespace ampfuse {
@@ -149,7 +149,7 @@ class CpuBackend : public Backend {
     update_loss_scale(rule, flags, fixed);
   }
 
-  BatchNorm& batch_norm() override { return cpu_batch_norm(); }
+  void run(NnOp op, const NnArgs& args, void*) override { run_nn(op, args); }
 
  private:
   template <class Op>

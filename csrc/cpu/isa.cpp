@@ -10,7 +10,7 @@ namespace ampfuse {
 namespace {
 
 bool runs_avx2() {
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(AMPFUSE_SCALAR_ONLY)
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
          __builtin_cpu_supports("f16c");
 #else
@@ -19,7 +19,7 @@ bool runs_avx2() {
 }
 
 bool runs_avx512() {
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(AMPFUSE_SCALAR_ONLY)
   return runs_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 #else

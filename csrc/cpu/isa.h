@@ -20,7 +20,7 @@ struct IsaTag {
 // Calls run(IsaTag) of the one that runs.
 template <class Run>
 void with_isa(const Run& run) {
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(AMPFUSE_SCALAR_ONLY)
   if (isa() == Isa::kAvx512) return run(IsaTag<Avx512>());
   if (isa() == Isa::kAvx2) return run(IsaTag<Avx2>());
 #endif

@@ -5,12 +5,13 @@
 
 #include <type_traits>
 
-#include "batch_norm.cuh"
 #include "core/backend.h"
+#include "core/nn_ops.h"
 #include "core/ops.h"
 #include "device_table.cuh"
 #include "kernels.cuh"
 #include "launch.cuh"
+#include "nn.cuh"
 
 namespace ampfuse {
 namespace {
@@ -101,7 +102,11 @@ class CudaBackend : public Backend {
            fixed);
   }
 
-  BatchNorm& batch_norm() override { return cuda_batch_norm(); }
+  void run(NnOp op, const NnArgs& args, void* stream) override {
+    visit(op, [&](auto type) {
+      NnDeviceKernel<typename decltype(type)::type>::run(args, cudaStream_t(stream));
+    });
+  }
 };
 
 }  // namespace

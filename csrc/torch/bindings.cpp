@@ -9,10 +9,10 @@
 #include <sstream>
 #include <vector>
 
-#include "batch_norm.h"
 #include "core/backend.h"
 #include "half_ops.h"
 #include "memory.h"
+#include "nn/recompute.h"
 #include "schema.h"
 
 #if defined(AMPFUSE_EMULATE_CUDA)

@@ -10,8 +10,8 @@
 // them: they widen half arguments to FP32, call torch's own kernel, and round the result once, as
 // tensor cores do. The CPU dispatch key lies below autograd and autocast, so both work as before,
 // and CUDA tensors never come here. Everything but a slow half type goes to torch's kernel as it
-// came (convolutions by way of half_conv.h). benchmarks/half_ops.py finds what belongs in the
-// table.
+// came (convolutions by way of half_conv.h). What belongs in the table: the cases "op-..." of
+// benchmarks/conv_nets.py.
 
 #include "half_ops.h"
 

@@ -5,8 +5,9 @@
                         masters; LARC
 ``ampfuse.GradScaler``  ``torch.amp.GradScaler`` without the wait
 ``ampfuse.graphs``      a training step as one CUDA graph
-``ampfuse.insight``     where the time goes, what half precision does to each tensor, where an
-                        overflow was born
+``ampfuse.insight``     what half precision does to each tensor, where an overflow was born, what
+                        a training holds in memory
+``ampfuse.doctor``      where the time goes, and which level to train at
 ``ampfuse.nn``          batch norm, add and ReLU in one pass; ``fuse`` for models as they are
 ``ampfuse.ops``         operations on lists of tensors
 ``ampfuse.cpu_half_ops``  faster kernels for half types on the CPU
@@ -20,8 +21,10 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
+from ampfuse import plugs
+
 if TYPE_CHECKING:
-    from ampfuse import amp, graphs, insight, nn, ops, optim
+    from ampfuse import amp, doctor, graphs, insight, nn, ops, optim
     from ampfuse.amp import GradScaler
     from ampfuse.half_ops import cpu_half_ops
 
@@ -44,6 +47,7 @@ __all__ = [
     "__version__",
     "amp",
     "cpu_half_ops",
+    "doctor",
     "graphs",
     "insight",
     "nn",
@@ -52,21 +56,26 @@ __all__ = [
 ]
 
 # Loaded at first use: `import ampfuse` stays cheap next to `import torch`.
-_MODULES = frozenset({"amp", "graphs", "insight", "nn", "ops", "optim"})
+_MODULES = frozenset({"amp", "doctor", "graphs", "insight", "nn", "ops", "optim"})
+
+# So is what is shown here and, by lower floors, of upper ones.
+plugs.plug_in(
+    {
+        "ampfuse.GradScaler": "ampfuse.amp:GradScaler",
+        "ampfuse.cpu_half_ops": "ampfuse.half_ops:cpu_half_ops",
+        "ampfuse.amp.advise": "ampfuse.doctor:advise",
+        "ampfuse.amp.explain_overflow": "ampfuse.insight:explain_overflow",
+        "ampfuse.amp.memory_report": "ampfuse.insight:memory_report",
+        "initialize.hints": "ampfuse.insight.hints:give_hints",
+        "optimizer.meter": "ampfuse.insight:Meter",
+    }
+)
 
 
 def __getattr__(name: str) -> object:
     if name in _MODULES:
         return importlib.import_module(f"ampfuse.{name}")
-    if name == "GradScaler":
-        from ampfuse.amp import GradScaler
-
-        return GradScaler
-    if name == "cpu_half_ops":
-        from ampfuse.half_ops import cpu_half_ops
-
-        return cpu_half_ops
-    raise AttributeError(f"module 'ampfuse' has no attribute {name!r}")
+    return plugs.at(f"ampfuse.{name}")
 
 
 def __dir__() -> list[str]:

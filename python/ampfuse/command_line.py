@@ -43,12 +43,15 @@ def run_alone(command: ModuleType, argv: list[str] | None, prog: str) -> int:
 
 
 def status_of(command: ModuleType, parser: OneLineParser, args: argparse.Namespace) -> int:
-    """``command.run``; what the user has to put right ends in a line and status 2."""
+    """``command.run``; what the user has to put right, and Ctrl-C, end in a line."""
     try:
         return command.run(parser, args)
     except (UsageError, OSError) as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("\nInterrupted; nothing was written.", file=sys.stderr)
+        return 130  # what a shell reports for a process that Ctrl-C ended
 
 
 def at_least(least: int) -> Callable[[str], int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ampfuse import env
+from ampfuse import hardware
 from ampfuse.command_line import UsageError
 
 
@@ -38,4 +38,4 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     threads = torch.get_num_threads()
-    return f"{env.cpu_model()}, {threads} thread{'s' * (threads != 1)}"
+    return f"{hardware.cpu_model()}, {threads} thread{'s' * (threads != 1)}"

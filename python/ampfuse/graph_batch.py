@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from ampfuse.amp import trees
+from ampfuse import trees
 
 
 class Batch:

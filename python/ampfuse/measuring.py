@@ -1,4 +1,4 @@
-"""What demo, experiments and benchmarks measure with: a clock, a log of steps, the peak of memory.
+"""What demo and experiments measure with: a clock, a log of steps, the peak of memory.
 
 Nothing here makes the host wait for a GPU but where it says so: times are those of events on the
 GPU, and what a step leaves is gathered there.

@@ -27,7 +27,7 @@ runtime=$(dirname "$(dirname "$nvcc")")/lib
 if [ -e "$runtime/libcudart_static.a" ]; then flags+=("-L$runtime"); fi
 
 units=$(python3 tests/cpp/units.py)
-for test in main test_core test_batch_norm; do units+=$'\n'"$test tests/cpp/$test.cpp"; done
+for test in main test_core test_nn; do units+=$'\n'"$test tests/cpp/$test.cpp"; done
 objects=()
 jobs=()
 while read -r name source options; do

@@ -27,11 +27,16 @@ class Unit(NamedTuple):
     flags: list[str]
 
 
-def _ops(header: str) -> list[str]:
-    return [f'-DAMPFUSE_OPS_HEADER="core/ops/{header}.h"', f"-DAMPFUSE_OPS={header}_ops"]
+def _ops(header: str, folder: str = "ops") -> list[str]:
+    return [f'-DAMPFUSE_OPS_HEADER="core/{folder}/{header}.h"', f"-DAMPFUSE_OPS={header}_ops"]
 
 
-HEADERS = sorted(path.stem for path in (ROOT / "csrc/core/ops").glob("*.h") if path.stem != "op")
+def _headers(folder: str, apart: str) -> list[str]:
+    return sorted(p.stem for p in (ROOT / "csrc/core" / folder).glob("*.h") if p.stem != apart)
+
+
+HEADERS = _headers("ops", "op")
+NN_HEADERS = _headers("nn_ops", "nn_op")
 
 
 def cpu_units() -> list[Unit]:
@@ -41,9 +46,13 @@ def cpu_units() -> list[Unit]:
         Unit("algorithms", "csrc/core/algorithms.cpp", []),
         *(
             Unit(f"cpu-{name}", f"csrc/cpu/{name}.cpp", [])
-            for name in ("backend", "batch_norm", "isa", "threads")
+            for name in ("backend", "isa", "nn", "threads")
         ),
-        *(Unit(f"{isa}-batch-norm", f"csrc/cpu/batch_norm_{isa}.cpp", ISA[isa]) for isa in sets),
+        *(
+            Unit(f"{isa}-{header}", f"csrc/cpu/nn_{isa}.cpp", ISA[isa] + _ops(header, "nn_ops"))
+            for isa in sets
+            for header in NN_HEADERS
+        ),
         *(
             Unit(f"{isa}-{header}", f"csrc/cpu/kernels_{isa}.cpp", ISA[isa] + _ops(header))
             for isa in sets
@@ -57,12 +66,16 @@ def cuda_units() -> list[Unit]:
     return [
         *(
             Unit(f"cuda-{name}", f"csrc/cuda/{name}.cu", [])
-            for name in ("backend", "batch_norm", "device_table", "inspect")
+            for name in ("backend", "device_table", "inspect")
         ),
         *(
             Unit(f"cuda-{header}", "csrc/cuda/ops.cu", _ops(header))
             for header in HEADERS
             if header != "inspect"
+        ),
+        *(
+            Unit(f"cuda-{header}", "csrc/cuda/nn.cu", _ops(header, "nn_ops"))
+            for header in NN_HEADERS
         ),
     ]
 

@@ -15,13 +15,14 @@ from __future__ import annotations
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from ampfuse import half_ops as _half_ops
+from ampfuse import plugs as _plugs
 from ampfuse.amp import function_casts as _function_casts
 from ampfuse.amp import no_sync as _no_sync
 from ampfuse.amp import op_casts as _op_casts
@@ -44,10 +45,11 @@ from ampfuse.amp.initialize import initialize
 from ampfuse.amp.master_weights import load_master_weights
 from ampfuse.amp.scale_loss import scale_loss
 from ampfuse.amp.scaler import LossScaler
-from ampfuse.insight.advice import advise
-from ampfuse.insight.memory import memory_report
-from ampfuse.insight.overflow import explain_overflow
 from ampfuse.optim.inner import parameters
+
+if TYPE_CHECKING:
+    from ampfuse.doctor import advise
+    from ampfuse.insight import explain_overflow, memory_report
 
 __all__ = [
     "GradScaler",
@@ -74,6 +76,10 @@ __all__ = [
     "scale_loss",
     "state_dict",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    return _plugs.at(f"{__name__}.{name}")
 
 
 def master_params(optimizer: Optimizer) -> Iterator[Tensor]:

@@ -10,11 +10,12 @@ import contextlib
 import functools
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
 from ampfuse.amp.op_rules import AS_WRITTEN, Scope
+from ampfuse.optim import generic
 
 
 class _Thread(threading.local):
@@ -55,6 +56,17 @@ def region(scope: Scope | None) -> Iterator[None]:
         yield
     finally:
         thread.scope = outer
+
+
+@contextlib.contextmanager
+def _around_step() -> Iterator[Callable[[], contextlib.AbstractContextManager[None]]]:
+    """No function in the block is cast; where its value makes a context, as outside the block."""
+    outer = thread.scope
+    with region(AS_WRITTEN):
+        yield functools.partial(region, outer)
+
+
+generic.around_step = _around_step
 
 
 def in_a_region() -> bool:

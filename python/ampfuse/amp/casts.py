@@ -4,8 +4,7 @@ The model stays the user's object. Its class is exchanged for a subclass of that
 ``forward`` casts around the original one. A method that belongs to the class, unlike one attached
 to the instance, is right for every copy: ``copy.deepcopy`` (EMA, teacher models), pickle,
 ``DataParallel`` replicas and ``torch.compile`` all work, and so does calling ``forward`` directly.
-An object that only passes for a module has no class to exchange: its module gets the casts, and a
-``forward`` of its own, around the module's, too.
+An object that only passes for a module has no class to exchange: its module gets the casts.
 """
 
 from __future__ import annotations
@@ -14,8 +13,6 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import sys
-import threading
 import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -23,13 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ampfuse import _core
-from ampfuse.amp import cast_state, copies, op_casts, trees, weight_cache
-from ampfuse.amp.cast_log import LogCasts
+from ampfuse import _core, trees
+from ampfuse.amp import cast_state, copies, op_casts, weight_cache
 from ampfuse.amp.cast_state import casts_are_disabled
 from ampfuse.amp.half_output import half_output_class, unwrap, wrap
 from ampfuse.amp.op_rules import AS_WRITTEN, OpRules, Scope
 from ampfuse.amp.policy import Policy
+from ampfuse.nn.forwards import WrappedForward, is_proxy, original_class
+from ampfuse.nn.forwards import eager_module as eager_module
 from ampfuse.optim.masters import HALF_DTYPES
 from ampfuse.optim.shards import is_sharded
 
@@ -42,16 +40,14 @@ class Casts:
     autocast: torch.dtype | None = None
     outputs: torch.dtype | None = None
     rules: OpRules | None = None  # in addition to autocast's own
-    log: bool = False  # each cast of autocast and of the rules
-    behind_proxy: bool = False  # the module's calls in the forward of its proxy are covered by that
 
     @classmethod
-    def of(cls, policy: Policy, rules: OpRules | None = None, *, log: bool = False) -> Casts:
+    def of(cls, policy: Policy, rules: OpRules | None = None) -> Casts:
         """A model that casts its inputs gives FP32 outputs, unless the policy says otherwise."""
         inputs, outputs = policy.weights_type, policy.cast_model_outputs
         if inputs is not None and outputs is None:
             outputs = torch.float32
-        return cls(inputs, policy.autocast_type, outputs, rules, log)
+        return cls(inputs, policy.autocast_type, outputs, rules)
 
 
 def check_can_install(model: nn.Module) -> None:
@@ -62,7 +58,7 @@ def check_can_install(model: nn.Module) -> None:
             "amp.initialize cannot change a ScriptModule. Call it on the original module, and "
             "script or compile what it returns."
         )
-    if _is_proxy(model):
+    if is_proxy(model):
         raise TypeError(
             f"A {type(model).__name__} only passes for a module, and the first of its modules() is "
             "none. Call amp.initialize on the module inside it."
@@ -82,14 +78,6 @@ def install(model: nn.Module, casts: Casts) -> None:
         if "forward" in module.__dict__:
             module.__dict__["_amp_inner_forward"] = module.__dict__.pop("forward")
         _exchange_class(module)
-    own: Any = getattr(model, "forward", None) if _is_proxy(model) else None
-    if callable(own) and own != module.forward:
-        casts = dataclasses.replace(casts, behind_proxy=True)
-        inner = own.inner if isinstance(own, _ProxyForward) else own
-        # Not by the proxy's own way, which may lead to the module. A class that takes no attribute
-        # of this name leaves the casts to the module.
-        with contextlib.suppress(AttributeError):
-            object.__setattr__(model, "forward", _ProxyForward(inner, casts, module))
     module.__dict__["_amp_casts"] = casts
 
 
@@ -99,58 +87,7 @@ def _exchange_class(module: nn.Module) -> None:
     vars(object)["__class__"].__set__(module, _amp_class(original))
 
 
-def replaceable_forward(module: nn.Module) -> tuple[Any, str]:
-    """The class with `module`'s own ``forward``, and the attribute that takes another's place."""
-    if isinstance(module, AmpModule):
-        return _original_class(type(module)), "_amp_inner_forward"
-    return type(module), "forward"
-
-
-def eager_module(model: nn.Module) -> nn.Module:
-    """`model`, or the module inside the wrapper that ``torch.compile`` put around it.
-
-    Of a proxy, the module that it stands for.
-    """
-    dynamo = sys.modules.get("torch._dynamo")  # importing it takes a second; a wrapper already has
-    if dynamo is not None and isinstance(model, dynamo.OptimizedModule):
-        return model._orig_mod
-    if _is_proxy(model):  # whoever hands on modules(), its first one is the root
-        return next(iter(model.modules()), model)
-    return model
-
-
-def _is_proxy(model: nn.Module) -> bool:
-    """True for an object that passes for a module (its ``__class__`` is a property), but is none.
-
-    Assigning its ``__class__`` would reach another object.
-    """
-    return not issubclass(type(model), nn.Module)
-
-
-class _Running(threading.local):
-    module: nn.Module | None = None  # behind the proxy whose forward this thread is in
-
-
-_running = _Running()
-
-
-@dataclasses.dataclass(eq=False)
-class _ProxyForward:
-    """The ``forward`` of a proxy, on the instance. Copies and pickles with it."""
-
-    inner: Callable[..., Any]
-    casts: Casts
-    module: nn.Module
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        outer, _running.module = _running.module, self.module
-        try:
-            return _cast_forward(self.casts, self.module, self.inner, args, kwargs)
-        finally:
-            _running.module = outer
-
-
-class AmpModule:
+class AmpModule(WrappedForward):
     """Mixed into a model's class by :func:`install`; ``isinstance`` tells who went through it."""
 
     _amp_casts: Casts
@@ -169,7 +106,6 @@ class AmpModule:
         if not isinstance(state_dict, Mapping):  # the class's own format
             return result
         for prefix, module in self.named_modules():  # type: ignore[attr-defined]
-            copies.forget(module)  # it may be where an average was built
             for name, own in _saved_tensors(module):
                 value = state_dict.get(f"{prefix}.{name}" if prefix else name)
                 copies.take_over(module, name, value, own)
@@ -191,7 +127,7 @@ class AmpModule:
         # Pickle finds classes by name, and this one's name is the original's: rebuild an instance
         # of the original, then exchange its class. The rest of the state travels as always.
         make, args, *state = super().__reduce_ex__(protocol)  # type: ignore[str-unpack]
-        original = _original_class(type(self))
+        original = original_class(type(self))
         args = tuple(original if arg is type(self) else arg for arg in args)
         return (_restore, (make, args, self.__dict__.get("_amp_casts")), *state)
 
@@ -203,10 +139,6 @@ def _restore(make: Callable[..., nn.Module], args: tuple[Any, ...], casts: Casts
     return model
 
 
-def _original_class(amp_class: type) -> type:
-    return amp_class.__bases__[1]
-
-
 @functools.cache
 def _amp_class(original: Any) -> Any:
     """The subclass of `original` that casts; its name, signature and docstring are `original`'s."""
@@ -215,8 +147,7 @@ def _amp_class(original: Any) -> Any:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         inner = self.__dict__.get("_amp_inner_forward") or super(amp_class, self).forward
         casts = self.__dict__.get("_amp_casts")
-        # None: made by `type(model)(...)`, not by initialize.
-        if casts is None or (casts.behind_proxy and _running.module is self):
+        if casts is None:  # made by `type(model)(...)`, not by initialize
             return inner(*args, **kwargs)
         return _cast_forward(casts, self, inner, args, kwargs)
 
@@ -262,7 +193,7 @@ def _cast_forward(
         return trees.cast(outputs, casts.outputs)
     if covered:
         return outputs
-    return wrap(outputs, half_output_class(casts.rules, casts.log))
+    return wrap(outputs, half_output_class(casts.rules))
 
 
 def _function_casts(casts: Casts, device_type: str) -> contextlib.AbstractContextManager[None]:
@@ -276,13 +207,13 @@ def _function_casts(casts: Casts, device_type: str) -> contextlib.AbstractContex
 
 @contextlib.contextmanager
 def _inside_forward(casts: Casts, on_cpu: bool) -> Iterator[None]:
-    scope = Scope(casts.autocast, casts_cpu=on_cpu, logs=casts.log)
+    scope = Scope(casts.autocast, casts_cpu=on_cpu)
     if casts.rules is not None:
         op_casts.install(casts.rules)
         scope.table = casts.rules.table_under_autocast
     if cast_state.outside.table:
         cast_state.outside.casts_cpu = on_cpu
-    with cast_state.region(scope), LogCasts() if casts.log else contextlib.nullcontext():
+    with cast_state.region(scope):
         yield
 
 
@@ -369,14 +300,13 @@ def _state_dict_in_float32(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]
 ) -> None:
     """Replace the module's own half entries; its children have hooks of their own."""
-    copies.warn_if_written(module)
     for name, own in _saved_tensors(module):
         entry = state_dict.get(prefix + name)
         if not isinstance(entry, Tensor) or entry.dtype not in HALF_DTYPES:
             continue
         if entry is own:  # keep_vars=True asks for the parameter itself
             continue
-        state_dict[prefix + name] = copies.float32_entry(module, name, prefix + name, entry, own)
+        state_dict[prefix + name] = copies.float32_entry(module, name, entry, own)
 
 
 def _saved_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor | None]]:

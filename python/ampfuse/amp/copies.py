@@ -3,27 +3,22 @@
 Elsewhere in torch the values of a state dict are the weights themselves, and moving averages of a
 copied model (EMA) rely on it. So the copy of a model keeps its FP32 values once they were asked
 for, as an optimizer keeps masters, and a write to one reaches the half weight at once. With any
-other model the values are made anew each time; what is written to them is lost, and told.
+other model the values are made anew each time.
 """
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ampfuse.amp import trees
+from ampfuse import trees
 from ampfuse.optim.masters import HALF_DTYPES, ModelParameter
 
 # The FP32 values, by name, of each part of a copied model.
 _kept: weakref.WeakKeyDictionary[nn.Module, dict[str, KeptCopy]] = weakref.WeakKeyDictionary()
-# Of other modules, what their latest state dict held: name, witness, the version it had.
-_watched: weakref.WeakKeyDictionary[nn.Module, list[tuple[str, Tensor, int]]]
-_watched = weakref.WeakKeyDictionary()
-_told = False
 
 
 class KeptCopy(Tensor):
@@ -107,15 +102,11 @@ def stop_keeping(model: nn.Module) -> None:
         _kept.pop(module, None)
 
 
-def float32_entry(
-    module: nn.Module, name: str, full_name: str, entry: Tensor, weight: Tensor | None
-) -> Tensor:
+def float32_entry(module: nn.Module, name: str, entry: Tensor, weight: Tensor | None) -> Tensor:
     """What stands for `entry` of a state dict, the half `weight` called ``module.name``."""
     kept = _kept.get(module)
     if kept is None or weight is None or not _can_keep(entry, weight):
-        copy = entry.float()
-        _watch(module, full_name, copy)
-        return copy
+        return entry.float()
     known = kept.get(name)
     if known is None or known.weight is not weight or known.device != weight.device:
         kept[name] = KeptCopy.of(weight)
@@ -138,31 +129,3 @@ def _can_keep(entry: Tensor, weight: Tensor) -> bool:
     is_trained = isinstance(weight, ModelParameter) and weight.living_owner() is not None
     is_weight = entry.data_ptr() == weight.data_ptr() and weight.dtype in HALF_DTYPES
     return is_weight and not (is_trained or torch.is_inference_mode_enabled())
-
-
-def _watch(module: nn.Module, name: str, copy: Tensor) -> None:
-    """Remember the version of `copy`, an entry of `module`'s state dict, without keeping it."""
-    if _told or copy.is_inference():  # these count no versions
-        return
-    witness = copy.detach()  # shares the version counter, and keeps it with other data
-    witness.data = copy.new_empty(0)
-    _watched.setdefault(module, []).append((name, witness, witness._version))
-
-
-def forget(module: nn.Module) -> None:
-    _watched.pop(module, None)
-
-
-def warn_if_written(module: nn.Module) -> None:
-    """Warn, once in a process, if an entry of `module`'s last state dict was written to."""
-    global _told
-    for name, witness, version in _watched.pop(module, ()):
-        if witness._version != version and not _told:
-            _told = True
-            warnings.warn(
-                f"{name!r} in what state_dict() returned was written to in place, and perhaps "
-                "more. The values are FP32 copies of a half-precision model's weights: the model "
-                "itself has not changed. Write through model.load_state_dict(...), or to the "
-                "state dict of a copy.deepcopy of the model, which takes it over.",
-                stacklevel=2,
-            )

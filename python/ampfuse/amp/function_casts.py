@@ -19,9 +19,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from ampfuse import trees
 from ampfuse.amp import session as sessions
-from ampfuse.amp import trees
-from ampfuse.amp.cast_log import LogCastsFor
 from ampfuse.amp.cast_state import active_dtype, disable_casts, in_a_region
 from ampfuse.amp.half_output import half_output_class, unwrap, wrap
 from ampfuse.amp.op_rules import to_dtype, widest_dtype
@@ -126,7 +125,6 @@ def _register(module: Any, name: str, decorate: Callable[[Any], Any]) -> None:
 def _casting(function: Any, choose: Callable[[Any], torch.dtype | None]) -> Any:
     # Within torch's own function the level's rule for it would undo the cast made here.
     own_rule = disable_casts if _is_torchs(function) else contextlib.nullcontext
-    name = getattr(function, "__name__", repr(function))
 
     @functools.wraps(function)
     def cast_first(*args: Any, **kwargs: Any) -> Any:
@@ -135,14 +133,13 @@ def _casting(function: Any, choose: Callable[[Any], torch.dtype | None]) -> Any:
         args, kwargs = unwrap(args), unwrap(kwargs)
         dtype = choose(trees.tensors((args, kwargs)))
         if dtype is not None:
-            with LogCastsFor(name) if sessions.logs_casts() else contextlib.nullcontext():
-                args, kwargs = to_dtype(args, dtype), to_dtype(kwargs, dtype)
+            args, kwargs = to_dtype(args, dtype), to_dtype(kwargs, dtype)
         with own_rule():
             result = function(*args, **kwargs)
         if in_a_region():
             return result
         # A loss computed outside the model on a half result is to be as right as on its outputs.
-        return wrap(result, half_output_class(sessions.rules(), sessions.logs_casts()))
+        return wrap(result, half_output_class(sessions.rules()))
 
     return cast_first
 

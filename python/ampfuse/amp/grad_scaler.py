@@ -44,20 +44,18 @@ class GradScaler(torch.amp.GradScaler):
       them back would lose what scaling has saved (1e-3 / 65536 is 0 in FP16).
     - ``scaler.clip_grad_norm_(optimizer, max_norm)`` clips without materialising unscaled
       gradients.
-    - the scale has a floor (and a ceiling, and hysteresis): a NaN that stays cannot halve it to 0.
+    - the scale has a floor (and a ceiling): a NaN that stays cannot halve it to 0.
 
     Arguments:
         device: device type that scales live on; None = "cuda" if there is a GPU, else "cpu".
         init_scale, growth_factor, backoff_factor, growth_interval, enabled: as in torch.
         min_scale, max_scale: bounds of the scale.
-        hysteresis: how many updates with an overflow, without a clean one in between, it takes to
-            back off.
 
     Raises:
         AssertionError, ValueError: options that no loss scaler can work with.
         RuntimeError: ``unscale_`` or ``step`` twice for one optimizer without ``update``.
 
-    Source: ``torch.amp.GradScaler``; hysteresis as in Megatron-LM.
+    Source: ``torch.amp.GradScaler``.
     """
 
     def __init__(
@@ -71,7 +69,6 @@ class GradScaler(torch.amp.GradScaler):
         *,
         min_scale: float = DEFAULT_MIN_SCALE,
         max_scale: float = _LARGEST_SCALE,
-        hysteresis: int = 1,
     ) -> None:
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -80,11 +77,9 @@ class GradScaler(torch.amp.GradScaler):
         )
         self._min_scale = float(min_scale)
         self._max_scale = float(max_scale)
-        self._hysteresis = int(hysteresis)
-        self._init_hysteresis_tracker = self._hysteresis
-        self._hysteresis_tracker: Tensor | None = None
+        self._hysteresis_tracker: Tensor | None = None  # of the one rule for all loss scales
         if self._enabled:
-            self._rule.check(init_scale)
+            self._rule.check(init_scale, "min_scale", "max_scale")
 
     @property
     def _rule(self) -> ScaleRule:
@@ -94,14 +89,12 @@ class GradScaler(torch.amp.GradScaler):
             self._growth_interval,
             self._min_scale,
             self._max_scale,
-            self._hysteresis,
+            1,
         )
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         super()._lazy_init_scale_growth_tracker(dev)
-        self._hysteresis_tracker = torch.full(
-            (), self._init_hysteresis_tracker, dtype=torch.int32, device=dev
-        )
+        self._hysteresis_tracker = torch.ones((), dtype=torch.int32, device=dev)
 
     @uncompiled
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
@@ -203,8 +196,8 @@ class GradScaler(torch.amp.GradScaler):
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Adapt the scale to the steps since the last update, or set it to `new_scale`.
 
-        If any optimizer found a non-finite gradient the scale backs off (after `hysteresis` such
-        updates); after `growth_interval` clean updates in a row it grows. Nothing waits.
+        If any optimizer found a non-finite gradient the scale backs off; after `growth_interval`
+        clean updates in a row it grows. Nothing waits.
         """
         if not self._enabled or new_scale is not None:
             return super().update(new_scale)
@@ -223,13 +216,6 @@ class GradScaler(torch.amp.GradScaler):
         self._per_optimizer_states.clear()
         return None
 
-    def state_dict(self) -> dict[str, Any]:
-        """torch's entries; with hysteresis also ``"_hysteresis_tracker"``. Waits for the device."""
-        state = super().state_dict()
-        if state and self._hysteresis > 1:
-            state["_hysteresis_tracker"] = self._get_hysteresis_tracker()
-        return state
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class or of torch's GradScaler.
 
@@ -242,27 +228,9 @@ class GradScaler(torch.amp.GradScaler):
                 raise ValueError(f"the state of the GradScaler lacks {', '.join(sorted(missing))}")
             check("scale", state_dict["scale"], POSITIVE)
             check("_growth_tracker", state_dict["_growth_tracker"], COUNT)
-            check("_hysteresis_tracker", state_dict.get("_hysteresis_tracker", 0), COUNT)
             rule = {name: state_dict[name] for name in _RULE}
-            self._rule._replace(**rule).check(state_dict["scale"])
+            self._rule._replace(**rule).check(state_dict["scale"], "min_scale", "max_scale")
         super().load_state_dict(state_dict)
-        if self._enabled:
-            left = int(state_dict.get("_hysteresis_tracker", self._hysteresis))
-            self._init_hysteresis_tracker = left
-            if self._hysteresis_tracker is not None:
-                self._hysteresis_tracker.fill_(left)
-
-    def _get_hysteresis_tracker(self) -> int:
-        if self._hysteresis_tracker is None:
-            return self._init_hysteresis_tracker
-        return int(self._hysteresis_tracker.item())
-
-    def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()
-        if self._enabled:
-            state["_init_hysteresis_tracker"] = self._get_hysteresis_tracker()
-            state["_hysteresis_tracker"] = None
-        return state
 
 
 def _product(scale: Tensor, other: Tensor | float | None) -> Tensor:

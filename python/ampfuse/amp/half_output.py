@@ -23,11 +23,10 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import get_default_nowrap_functions
 
-from ampfuse.amp import trees
+from ampfuse import trees
 from ampfuse.amp.autocast_rules import AUTOCAST
-from ampfuse.amp.cast_log import LogCastsFor
 from ampfuse.amp.cast_state import casts_are_disabled
-from ampfuse.amp.op_rules import OpRules, name_of
+from ampfuse.amp.op_rules import RNN_LAYERS, OpRules, name_of
 from ampfuse.optim.masters import HALF_DTYPES
 
 
@@ -39,11 +38,9 @@ class HalfOutput(Tensor):
 
     Attributes:
         rules: of a subclass for models that follow rules of their own instead of autocast's.
-        logs_casts: of a subclass for models whose casts are logged.
     """
 
-    rules: OpRules | None = None
-    logs_casts = False
+    rules: OpRules = AUTOCAST
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -52,28 +49,19 @@ class HalfOutput(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if casts_are_disabled() or name in _AUTOGRAD:
                 return func(*args, **kwargs)
-            with LogCastsFor(name) if cls.logs_casts else contextlib.nullcontext():
-                return cls._compute(name, func, args, kwargs)
-
-    @classmethod
-    def _compute(cls, name: str, func: Any, args: Any, kwargs: Any) -> Any:
-        if cls.rules is not None:
-            dtype = next(t.dtype for t in trees.tensors((args, kwargs)) if isinstance(t, cls))
-            args, kwargs = cls.rules.apply(name, dtype, args, kwargs)
-        elif name in AUTOCAST.float32:
-            args = trees.replace(args, _to_float32)
-            kwargs = {
-                key: value if key == "out" else trees.replace(value, _to_float32)
-                for key, value in kwargs.items()
-            }
-            return func(*args, **kwargs)
-        with _autocast_if_mixed(args, kwargs):
-            if is_dynamo_compiling():  # it follows torch's Python code only on plain tensors
-                args, kwargs = unwrap(args), unwrap(kwargs)
-            result = func(*args, **kwargs)
-        if func in get_default_nowrap_functions() or name in _PLAIN:
-            return result
-        return wrap(result, cls)
+            rule = cls.rules.table.get(name)
+            if rule is not None:
+                half = next(t for t in trees.tensors((args, kwargs)) if isinstance(t, cls))
+                args, kwargs = rule(half.dtype, args, kwargs)
+            # Layers of several operations have no rule; of cuDNN's autocast casts the weights.
+            ruled = rule is not None and name not in RNN_LAYERS
+            with contextlib.nullcontext() if ruled else _autocast_if_mixed(args, kwargs):
+                if is_dynamo_compiling():  # it follows torch's Python code only on plain tensors
+                    args, kwargs = unwrap(args), unwrap(kwargs)
+                result = func(*args, **kwargs)
+            if func in get_default_nowrap_functions() or name in _PLAIN:
+                return result
+            return wrap(result, cls)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return copy.deepcopy(_plain(self), memo)
@@ -99,16 +87,16 @@ def wrap(value: Any, kind: type[HalfOutput] = HalfOutput) -> Any:
     return trees.replace(value, leaf)
 
 
-def half_output_class(rules: OpRules | None, logs_casts: bool) -> type[HalfOutput]:
+def half_output_class(rules: OpRules | None) -> type[HalfOutput]:
     """The class of outputs that follow `rules` outside the model too; None: AUTOCAST's."""
-    if torch.compiler.is_compiling() or (rules is None and not logs_casts):
+    if torch.compiler.is_compiling() or rules is None:
         return HalfOutput
-    return _class_of(rules, logs_casts)
+    return _class_of(rules)
 
 
 @functools.cache
-def _class_of(rules: OpRules | None, logs_casts: bool) -> type[HalfOutput]:
-    return type("HalfOutput", (HalfOutput,), {"rules": rules, "logs_casts": logs_casts})
+def _class_of(rules: OpRules) -> type[HalfOutput]:
+    return type("HalfOutput", (HalfOutput,), {"rules": rules})
 
 
 def unwrap(value: Any) -> Any:
@@ -123,17 +111,8 @@ def _plain(item: Any) -> Any:
     return item
 
 
-def _to_float32(item: Any) -> Any:
-    if isinstance(item, Tensor) and item.dtype in HALF_DTYPES:
-        return item.float()
-    return item
-
-
 def _autocast_if_mixed(args: Any, kwargs: Any) -> contextlib.AbstractContextManager[Any]:
-    """Autocast, if a half output meets FP32 tensors, as in a layer applied outside the model.
-
-    Autocast then does what it would have done inside: casts for a product, promotes for ``cat``.
-    """
+    """Autocast, if a half output still meets FP32 tensors: a layer of several operations."""
     half = None
     mixed = False
     for tensor in trees.tensors((args, kwargs)):

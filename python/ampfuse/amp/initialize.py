@@ -10,7 +10,6 @@ import itertools
 import logging
 import os
 import warnings
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ampfuse import half_ops
+from ampfuse import half_ops, plugs
 from ampfuse.amp import no_sync, outsiders
 from ampfuse.amp import session as sessions
 from ampfuse.amp.casts import (
@@ -32,12 +31,10 @@ from ampfuse.amp.casts import (
     save_in_float32,
 )
 from ampfuse.amp.function_casts import install_registered
-from ampfuse.amp.half_range import warn_of_range
-from ampfuse.amp.hints import give_hints
 from ampfuse.amp.policy import Policy, make_policy, parse_switch
 from ampfuse.amp.scaler import LossScaler
+from ampfuse.nn import fuse
 from ampfuse.optim import upgrade
-from ampfuse.optim.fused import is_fused
 from ampfuse.optim.inner import parameters, with_inner
 from ampfuse.optim.masters import FLOAT_DTYPES, HALF_DTYPES
 from ampfuse.optim.shards import is_sharded
@@ -93,10 +90,9 @@ def initialize(
             give FP32, O1 and O4 what autocast gives (see :mod:`ampfuse.amp.half_output`).
         num_losses: how many independent loss scalers to make, for ``scale_loss(..., loss_id=i)``.
         verbosity: 0 silent; 1 logs the policy (logger "ampfuse.amp", level INFO), what this machine
-            is slow at (WARNING, once; see :mod:`ampfuse.amp.hints`) and the 1st, 10th, 100th ...
-            skipped step (WARNING, when the device has told); 2 logs each cast of O1 and
-            O4 too, and every skipped step, for which the host waits for the device once per
-            backward pass.
+            is slow at (WARNING, once; :mod:`ampfuse.insight.hints`) and the 1st, 10th, 100th ...
+            skipped step (WARNING, when the device has told); 2 logs every skipped step, for which
+            the host waits for the device once per backward pass.
         min_loss_scale, max_loss_scale: bounds of a dynamic scale. None as minimum means 2**-24,
             so that a persistent NaN cannot drive the scale to 0.
         patch_torch_functions_type: the type of autocast; only the level's own is accepted.
@@ -170,23 +166,16 @@ def set_up(models: Any, optimizers: Any, session: sessions.Session, *, allow_hal
     policy, verbosity = session.policy, session.verbosity
     assert policy is not None
     model_list = _as_list(models, nn.Module, "models", "a torch.nn.Module")
-    optimizer_list = (
-        []
-        if optimizers is None
-        else _as_list(optimizers, Optimizer, "optimizers", "a torch.optim.Optimizer")
-    )
+    listed = [] if optimizers is None else optimizers
+    optimizer_list = _as_list(listed, Optimizer, "optimizers", "a torch.optim.Optimizer")
     names = {id(parameter): name for name, parameter in _named_parameters(model_list)}
     sparse = _with_sparse_gradients(model_list)
     _check_models(model_list, policy, allow_half)
     _check_optimizers(optimizer_list, policy, names, sparse)
-    _warn_of_strangers(model_list, optimizer_list)
-
     if verbosity >= 1:
         _log.info("%s", policy)
-        give_hints(policy, {p.device for _, p in _named_parameters(model_list)})
+    plugs.at("initialize.hints")(model_list, optimizer_list, policy, verbosity)
 
-    for model in model_list:
-        warn_of_range(model, policy)
     exact = {}
     if policy.master_weights and not _trains_with_others():
         exact = _float32_values(optimizer_list, policy)
@@ -197,9 +186,8 @@ def set_up(models: Any, optimizers: Any, session: sessions.Session, *, allow_hal
             keep = bool(policy.keep_batchnorm_fp32)
             cast_model(eager_module(model), policy.weights_type, keep_batchnorm_fp32=keep)
             save_in_float32(eager_module(model))
-        install(model, Casts.of(policy, session.rules, log=session.logs_casts))
+        install(model, Casts.of(policy, session.rules))
     _upgrade(optimizer_list, session, names, sparse, exact)
-    _warn_of_lost_eps(optimizer_list, policy)
     no_sync.watch()
     outsiders.watch(_named_parameters(model_list), optimizer_list)
     sessions.set_models(session, map(eager_module, model_list))
@@ -213,8 +201,6 @@ def set_up(models: Any, optimizers: Any, session: sessions.Session, *, allow_hal
 
 
 def _fuse(model: nn.Module, verbosity: int) -> None:
-    from ampfuse.nn import fuse  # builds on the casts of this package
-
     report = fuse(model)
     if verbosity >= 1:
         _log.info("%s", report.summary)
@@ -223,8 +209,9 @@ def _fuse(model: nn.Module, verbosity: int) -> None:
 def turn_off(models: Any, optimizers: Any, session: sessions.Session) -> Any:
     """What :func:`initialize` does for ``enabled=False``."""
     sessions.set_latest(session)
-    for optimizer in _optimizers_in(optimizers):
-        optimizer._amp_session = session  # type: ignore[attr-defined]
+    for item in optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]:
+        if isinstance(item, Optimizer):  # the argument was not checked
+            item._amp_session = session  # type: ignore[attr-defined]
     return models if optimizers is None else (models, optimizers)
 
 
@@ -270,12 +257,6 @@ def _as_list(value: Any, kind: type, name: str, article: str) -> list[Any]:
     return list(items)
 
 
-def _optimizers_in(value: Any) -> list[Optimizer]:
-    """The optimizers in an argument that was not checked."""
-    items = value if isinstance(value, (list, tuple)) else [value]
-    return [item for item in items if isinstance(item, Optimizer)]
-
-
 def _named_parameters(models: list[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
     """Parameters with the names that messages use; ``models[1].`` in front if there are several."""
     for index, model in enumerate(models):
@@ -292,13 +273,6 @@ def _with_sparse_gradients(models: list[nn.Module]) -> set[int]:
         for module in modules
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
     }
-
-
-def _parameters_of(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
-    """The optimizer's parameters, each with its place, for those that no model has a name for."""
-    for g, group in enumerate(optimizer.param_groups):
-        for i, parameter in enumerate(group["params"]):
-            yield f"param_groups[{g}]['params'][{i}]", parameter
 
 
 def _check_models(models: list[nn.Module], policy: Policy, allow_half: bool) -> None:
@@ -384,7 +358,12 @@ def _check_optimizers(
                 "masters go along. So does the loss scale with amp.state_dict() before and "
                 "amp.load_state_dict() after."
             )
-        for place, parameter in _parameters_of(optimizer):
+        places = [
+            (f"param_groups[{g}]['params'][{i}]", parameter)
+            for g, group in enumerate(optimizer.param_groups)
+            for i, parameter in enumerate(group["params"])
+        ]
+        for place, parameter in places:
             if not isinstance(parameter, Tensor):
                 raise TypeError(
                     f"{place} of the {type(optimizer).__name__} is a {type(parameter).__name__}, "
@@ -407,48 +386,6 @@ def _check_optimizers(
                     "amp's optimizers take float32, float16 and bfloat16 parameters: cast the "
                     "model (model.float()), or keep this parameter in an optimizer of its own "
                     "that does not go through amp.initialize."
-                )
-
-
-def _warn_of_strangers(models: list[nn.Module], optimizers: list[Optimizer]) -> None:
-    """Warn of an optimizer that was most likely made for another copy of a model.
-
-    It holds none of the models' parameters, and either no optimizer does, or it holds parameters of
-    the same shapes. Others may be of a loss with parameters of its own.
-    """
-    own = [list(eager_module(model).parameters()) for model in models]
-    known = {id(parameter) for listed in own for parameter in listed}
-    held = [[p for one in with_inner(each) for p in parameters(one)] for each in optimizers]
-    strangers = [known.isdisjoint(map(id, params)) for params in held]
-    if not any(parameter.requires_grad for listed in own for parameter in listed):
-        return
-    shapes = [Counter(parameter.shape for parameter in listed) for listed in own]
-    for optimizer, params, is_stranger in zip(optimizers, held, strangers, strict=True):
-        alike = Counter(parameter.shape for parameter in parameters(optimizer)) in shapes
-        if params and is_stranger and (all(strangers) or alike):
-            warnings.warn(
-                f"{type(optimizer).__name__} holds no parameter of the model(s) given to "
-                "amp.initialize, so it does not train them. Was it made from another copy, before "
-                "a copy.deepcopy, a wrapper such as fully_shard, or a change that replaced the "
-                "parameters? Make it from model.parameters() just before amp.initialize.",
-                stacklevel=4,
-            )
-
-
-def _warn_of_lost_eps(optimizers: list[Optimizer], policy: Policy) -> None:
-    """Warn of an optimizer that divides by zero where its `eps` keeps it from that."""
-    if policy.weights_type is not torch.float16 or policy.master_weights:
-        return
-    for optimizer in optimizers:
-        stepper = with_inner(optimizer)[-1]
-        for eps in {group.get("eps") for group in stepper.param_groups}:
-            is_number = isinstance(eps, float) and eps > 0  # Adafactor has two, and may have none
-            if is_number and not is_fused(stepper) and torch.tensor(eps).half() == 0:
-                warnings.warn(
-                    f"eps={eps:g} of {type(stepper).__name__} is 0 in float16, in which its own "
-                    f"step computes at {policy.opt_level}: where a gradient was always 0 it "
-                    "divides by 0. Use O2 or O5, whose masters are FP32, or an eps of 1e-4.",
-                    stacklevel=4,
                 )
 
 

@@ -23,8 +23,8 @@ from torch._C import DisableTorchFunctionSubclass
 from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.nn.modules import rnn
 
-from ampfuse.amp import cast_state, trees
-from ampfuse.amp.cast_log import LogCastsFor
+from ampfuse import trees
+from ampfuse.amp import cast_state
 from ampfuse.amp.half_output import HalfOutput
 from ampfuse.amp.op_rules import RNN_LAYERS, Arguments, OpRules, Rule
 
@@ -107,7 +107,6 @@ def _put_back_originals() -> list[tuple[Any, str]]:
 
 def _casting(name: str, function: Any) -> Any:
     """`function`, with its arguments cast by the rule that the scope in force has for `name`."""
-    label = name.removeprefix("__").removesuffix("__")
     call = _without_cpu_autocast(function) if name in RNN_LAYERS else function
 
     @functools.wraps(function)
@@ -120,11 +119,7 @@ def _casting(name: str, function: Any) -> Any:
             return function(*args, **kwargs)
         if not scope.casts_cpu and _all_on_cpu(args, kwargs):
             return function(*args, **kwargs)
-        if scope.logs:
-            with LogCastsFor(label):
-                cast, kwargs = _apply(rule, scope.dtype, args, kwargs)
-        else:
-            cast, kwargs = _apply(rule, scope.dtype, args, kwargs)
+        cast, kwargs = _apply(rule, scope.dtype, args, kwargs)
         return call(*cast, **kwargs)
 
     # What Dynamo takes in its place, also in the list of functions that it knows by name.

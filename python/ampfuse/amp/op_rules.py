@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampfuse.amp import trees, weight_cache
+from ampfuse import trees
+from ampfuse.amp import weight_cache
 
 # Autocast casts and flattens the weights of cuDNN's recurrent layers itself. On the CPU it leaves
 # these layers alone.
@@ -99,13 +100,11 @@ class Scope:
         dtype: the low-precision type; None where nothing is cast.
         table: the rules for torch's functions; empty where autocast sees to them, or nobody.
         casts_cpu: False leaves CPU tensors alone: what loads and counts there is not the model.
-        logs: each cast of the rules is logged.
     """
 
     dtype: torch.dtype | None = None
     table: Mapping[str, Rule] = dataclasses.field(default_factory=dict)
     casts_cpu: bool = True
-    logs: bool = False
 
 
 AS_WRITTEN = Scope()

@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 
 from ampfuse.amp import cast_state, no_sync, outsiders, weight_cache
 from ampfuse.amp import session as sessions
-from ampfuse.amp.hints import warn_if_bfloat16_is_emulated
 from ampfuse.amp.scaler import LossScaler
 from ampfuse.optim import left_scaled
 from ampfuse.uncompiled import uncompiled
@@ -85,8 +84,6 @@ def scale_loss(
                 "amp.scale_loss blocks of one optimizer cannot be nested: leave the first block, "
                 "then enter the second. Their gradients add up."
             )
-    if session.policy.uses_bfloat16:
-        warn_if_bfloat16_is_emulated(loss.device)
     casts_forward = session.policy.autocast_type is not None and not cast_state.outside.table
     if casts_forward and loss.requires_grad:
         _warn_if_no_forward_ran(session, optimizers)

@@ -7,7 +7,6 @@ updates it from the overflow flags of its optimizers in one small kernel; the ho
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -34,29 +33,20 @@ class ScaleRule(NamedTuple):
     max_scale: float
     hysteresis: int
 
-    def check(self, init_scale: float) -> None:
-        """Raise ValueError for options that no loss scaler can work with."""
+    def check(
+        self, init_scale: float, low: str = "min_loss_scale", high: str = "max_loss_scale"
+    ) -> None:
+        """Raise ValueError for options that no loss scaler can work with; `low`, `high`: names."""
         check("init_scale", init_scale, POSITIVE)
         check("growth_factor", self.growth_factor, Rule(lambda value: value > 1, "above 1"))
         inside = Rule(lambda value: 0 < value < 1, "between 0 and 1")
         check("backoff_factor", self.backoff_factor, inside)
-        for name in ("growth_interval", "hysteresis"):
-            check(name, getattr(self, name), Rule(lambda value: value >= 1, "at least 1"))
-        if not 0 < self.min_scale <= self.max_scale:
-            raise ValueError(
-                "The loss scale needs 0 < minimum <= maximum, not "
-                f"{self.min_scale} and {self.max_scale}."
-            )
-
-
-def _number(name: str, value: Any, *, whole: bool = False) -> float:
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if math.isnan(number) or (whole and not number.is_integer()):
-        raise ValueError(f"{name} must be {'a whole' if whole else 'a'} number, not {value!r}.")
-    return number
+        whole = Rule(lambda value: 1 <= value == int(value), "a whole number of at least 1")
+        check("growth_interval", self.growth_interval, whole)
+        check("hysteresis", self.hysteresis, whole)
+        check(low, self.min_scale, POSITIVE)
+        above = Rule(lambda value: value >= self.min_scale, f"at least {low}, {self.min_scale}")
+        check(high, self.max_scale, above)
 
 
 class LossScaler:
@@ -95,16 +85,12 @@ class LossScaler:
         hysteresis: int = 1,
     ) -> None:
         self.dynamic = loss_scale == "dynamic"
-        init_scale = _number("init_scale", init_scale)
-        self._rule = ScaleRule(
-            _number("growth_factor", scale_factor),
-            _number("backoff_factor", backoff_factor),
-            int(_number("growth_interval", scale_window, whole=True)),
-            _number("min_loss_scale", min_loss_scale or DEFAULT_MIN_SCALE),
-            _number("max_loss_scale", max_loss_scale),
-            int(_number("hysteresis", hysteresis, whole=True)),
+        low = min_loss_scale or DEFAULT_MIN_SCALE
+        rule = ScaleRule(
+            scale_factor, backoff_factor, scale_window, low, max_loss_scale, hysteresis
         )
-        self._rule.check(init_scale)
+        rule.check(init_scale)
+        self._rule = rule._replace(growth_interval=int(scale_window), hysteresis=int(hysteresis))
         start = min(self._rule.max_scale, init_scale) if self.dynamic else float(loss_scale)
         check("loss_scale", start, POSITIVE)
         # On the CPU until the first loss shows which device to live on.

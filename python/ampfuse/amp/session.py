@@ -49,10 +49,6 @@ class Session:
     def is_dynamic(self) -> bool:
         return self.policy is not None and self.policy.is_dynamic
 
-    @property
-    def logs_casts(self) -> bool:
-        return self.verbosity >= 2
-
     def scope(self) -> Scope:
         """By what functions are cast outside the models."""
         if self.policy is None or self.policy.autocast_type is None or not self.casts_functions:
@@ -60,9 +56,7 @@ class Session:
         if self.everywhere is None:
             return Scope(self.policy.autocast_type)
         op_casts.install(self.everywhere)
-        return Scope(
-            self.policy.autocast_type, self.everywhere.table, self.casts_cpu, self.logs_casts
-        )
+        return Scope(self.policy.autocast_type, self.everywhere.table, self.casts_cpu)
 
     @property
     def tells_skips(self) -> bool:
@@ -157,11 +151,6 @@ def latest() -> Session:
 def rules() -> OpRules | None:
     """The latest session's own rules, if it has any."""
     return None if _latest is None else _latest.rules
-
-
-def logs_casts() -> bool:
-    """Whether the latest session logs each cast that it makes."""
-    return _latest is not None and _latest.logs_casts
 
 
 def of_optimizers(optimizers: Sequence[Optimizer]) -> Session:

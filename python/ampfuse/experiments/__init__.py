@@ -1,16 +1,17 @@
 """The experiments: published mixed-precision benchmarks, re-run at every level and plotted.
 
-    python -m ampfuse.experiments.cifar      VGG16, Wide-ResNet, SE-ResNeXt50, DenseNet161 (E1-E3)
-    python -m ampfuse.experiments.imagenet   ResNet-18, 34 and 50 (E4)
-    python -m ampfuse.experiments.mnist      a small CNN (E5)
-    python -m ampfuse.experiments.mlp        a three-layer perceptron (E5)
-    python -m ampfuse.experiments.make_plot  figures of their results
-    python -m ampfuse.experiments.make_table the published tables, own rows beside them
+    python -m ampfuse.experiments.cifar       VGG16, Wide-ResNet, SE-ResNeXt50, DenseNet161 (E1-E3)
+    python -m ampfuse.experiments.imagenet    ResNet-18, 34 and 50 (E4), also under torchrun
+    python -m ampfuse.experiments.mnist       a small CNN (E5)
+    python -m ampfuse.experiments.mlp         a three-layer perceptron (E5)
+    python -m ampfuse.experiments.demo        handwritten digits at O0 to O5
+    python -m ampfuse.experiments.make_plot   figures of their results
+    python -m ampfuse.experiments.make_table  the published tables, own rows beside them
 
-Also ``ampfuse train cifar ...``, ``ampfuse make_plot`` and ``ampfuse make_table``. They need the
-extra ``ampfuse[experiments]``.
-
-A trainer reads its command line (:mod:`cli`), which becomes a list of runs (:mod:`config`, with the
-published settings of :mod:`recipes`); each run is trained in an arm (:mod:`arms`: FP32, TF32,
-torch.amp, O0 to O5) by one loop (:mod:`training`) and leaves a result file (:mod:`record`).
+Also ``ampfuse train cifar ...``, ``ampfuse demo`` and so on. Each is a script to be read from top
+to bottom; what all of them share is beside it: the command line (:mod:`settings`), the loop over
+arms and batch sizes (:mod:`sweep`), clock, checkpoints and results of a run (:mod:`run`), the model
+in its precision (:mod:`arms`), data, results and figures.
 """
+
+SCRIPTS = ("cifar", "imagenet", "mnist", "mlp")  # of ``ampfuse train``

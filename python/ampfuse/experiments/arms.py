@@ -7,7 +7,7 @@ What it tells of a step (loss scale, skipped or not) are device values: nothing 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -16,70 +16,69 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from ampfuse import amp, half_ops
-from ampfuse.experiments.config import LEVELS, RunConfig, UsageError
+from ampfuse.command_line import UsageError
+from ampfuse.experiments.settings import LEVELS, Settings
+from ampfuse.graphs import GraphedCall
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+_HALVES = {"amp-fp16": torch.float16, "amp-bf16": torch.bfloat16}
 
 
-def build_arm(config: RunConfig, model: nn.Module, device: torch.device) -> Arm:
-    """Put `model` (FP32, on `device`) and a new optimizer for it into the arm of `config`."""
-    check_device(config.arm, device)
+def build_arm(settings: Settings, model: nn.Module, loss_of: Loss, device: torch.device) -> Arm:
+    """Put `model` (FP32, on `device`) and a new optimizer for it into the arm of `settings`."""
     # Else every FP32 convolution on an Ampere GPU would be TF32, torch's default.
-    precision = "tf32" if config.arm == "tf32" else "ieee"
+    precision = "tf32" if settings.arm == "tf32" else "ieee"
     torch.backends.cuda.matmul.fp32_precision = precision
     torch.backends.cudnn.conv.fp32_precision = precision
     # torch's own for FP16 take a hundred times as long; a level sees to it itself.
-    half_ops.use(device.type == "cpu" and config.arm == "amp-fp16")
-    if config.arm in LEVELS:
-        return _Level(config, model, device)
-    return (_TorchAmp if config.arm in _HALVES else Arm)(config, model, device)
-
-
-def check_device(arm: str, device: torch.device) -> None:
-    if arm == "tf32" and not has_tf32(device):
-        raise UsageError("--arm tf32: TF32 takes a GPU of sm_80 (Ampere) or later")
-
-
-def has_tf32(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    half_ops.use(device.type == "cpu" and settings.arm == "amp-fp16")
+    kind = _Level if settings.arm in LEVELS else _TorchAmp if settings.arm in _HALVES else Arm
+    return kind(settings, model, loss_of, device)
 
 
 class Arm:
-    """FP32 and TF32, which scale nothing; the other arms override what they do differently."""
+    """FP32 and TF32, which scale nothing; the other arms override what they do differently.
 
-    model: nn.Module
-    optimizer: Optimizer
+    Attributes:
+        step: ``step(inputs, targets)`` trains on one batch, as one CUDA graph if the settings say
+            so, and returns loss (unscaled), loss scale used, and 1 if the step was skipped, else 0:
+            float32, 0-dim, on the device.
+        bare_model: `model` without what trains it in several processes.
+    """
 
-    def __init__(self, config: RunConfig, model: nn.Module, device: torch.device) -> None:
-        self.config = config
-        self.device = device
+    def __init__(
+        self, settings: Settings, model: nn.Module, loss_of: Loss, device: torch.device
+    ) -> None:
+        self.settings, self.loss_of, self.device = settings, loss_of, device
         self.model = self.bare_model = model
         self._one, self._zero = torch.ones((), device=device), torch.zeros((), device=device)
         self.optimizer = self._torch_optimizer()
+        self.step: Callable[..., tuple[Tensor, ...]] = self._step
+        if settings.graph:
+            self.step = GraphedCall(self._step)
+        self._set_up()
+
+    def _set_up(self) -> None:
+        """Put model and optimizer, which are there, into the precision."""
 
     def _torch_optimizer(self) -> Optimizer:
-        config = self.config
+        of = self.settings
         # The published loops left it at torch's default; at a level ampfuse's takes its place.
         # torch's fused SGD takes no shards.
-        tuned = config.loop == "tuned" and not (config.fsdp and config.optimizer == "sgd")
-        fused = True if tuned and config.arm not in LEVELS else None
+        tuned = of.loop == "tuned" and not (of.fsdp and of.optimizer == "sgd")
+        fused = True if tuned and of.arm not in LEVELS else None
         # A captured step reads its rate from the device.
-        lr = torch.tensor(config.lr, device=self.device) if config.graph else config.lr
-        common: dict[str, Any] = {"lr": lr, "weight_decay": config.weight_decay, "fused": fused}
-        if config.optimizer == "sgd":
-            return torch.optim.SGD(self.model.parameters(), momentum=config.momentum, **common)
-        kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[config.optimizer]
-        return kind(self.model.parameters(), capturable=config.graph, **common)
+        lr = torch.tensor(of.lr, device=self.device) if of.graph else of.lr
+        common: dict[str, Any] = {"lr": lr, "weight_decay": of.weight_decay, "fused": fused}
+        if of.optimizer == "sgd":
+            return torch.optim.SGD(self.model.parameters(), momentum=of.momentum, **common)
+        kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[of.optimizer]
+        return kind(self.model.parameters(), capturable=of.graph, **common)
 
-    def replace_model(self, wrap: Callable[[nn.Module], nn.Module]) -> None:
-        self.model = wrap(self.model)
-
-    def step(
-        self, inputs: Tensor, targets: Tensor, loss_of: Callable[[Tensor, Tensor], Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Train on one batch. Returns loss (unscaled), loss scale used, and 1 if the step was
-        skipped, else 0: float32, 0-dim, on the device."""
+    def _step(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         self.optimizer.zero_grad()
         with self.forward():
-            loss = loss_of(self.model(inputs), targets)
+            loss = self.loss_of(self.model(inputs), targets)
         scale, skipped = self._backward_and_step(loss)
         return loss.detach().float(), scale, skipped
 
@@ -95,13 +94,30 @@ class Arm:
         return self._one, self._zero
 
     def _clip(self) -> None:
-        if self.config.clip is not None:
-            nn.utils.clip_grad_norm_(self.bare_model.parameters(), self.config.clip)
+        if self.settings.clip is not None:
+            nn.utils.clip_grad_norm_(self.bare_model.parameters(), self.settings.clip)
+
+    def test(self, batches: Iterable[tuple[Tensor, Tensor]], model: nn.Module) -> list[float]:
+        """Sum of the losses, right answers and number of the images in `batches`, by `model`, which
+        is in evaluation mode meanwhile. Waits for the device."""
+        loss = torch.zeros((), dtype=torch.float64, device=self.device)
+        right = torch.zeros((), dtype=torch.int64, device=self.device)
+        images = 0
+        self.model.eval()
+        with torch.no_grad(), self.forward():
+            for inputs, targets in batches:
+                outputs = model(inputs)
+                loss += self.loss_of(outputs, targets).double() * len(targets)
+                if not targets.is_floating_point():
+                    right += (outputs.argmax(1) == targets).sum()
+                images += len(targets)
+        self.model.train()
+        return [loss.item(), float(right.item()), float(images)]
 
     @property
-    def policy(self) -> dict[str, Any] | None:
-        """What the arm decides of scaling, masters and batch norm, as JSON-able data; else None."""
-        return None
+    def policy(self) -> dict[str, Any]:
+        """What the arm decides of scaling, masters and batch norm, as JSON can say it."""
+        return {}
 
     def loss_scale(self) -> float:
         """The present scale. Waits for the device."""
@@ -115,21 +131,18 @@ class Arm:
         assert not state
 
 
-_HALVES = {"amp-fp16": torch.float16, "amp-bf16": torch.bfloat16}
-
-
 class _TorchAmp(Arm):
     """``torch.amp`` as its documentation has it: autocast, and for FP16 a GradScaler."""
 
-    def __init__(self, config: RunConfig, model: nn.Module, device: torch.device) -> None:
-        super().__init__(config, model, device)
-        if config.optimizer == "sgd" and config.momentum:
+    def _set_up(self) -> None:
+        settings, device = self.settings, self.device
+        if settings.optimizer == "sgd" and settings.momentum:
             # torch's fused SGD leaves the buffers of a skipped first step uninitialized, and uses
             # them in the next. From zeros the first step comes out the same.
-            for parameter in model.parameters():
+            for parameter in self.model.parameters():
                 self.optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-        self._half = _HALVES[config.arm]
-        self._static = config.loss_scale if isinstance(config.loss_scale, float) else None
+        self._half = _HALVES[settings.arm]
+        self._static = settings.loss_scale if isinstance(settings.loss_scale, float) else None
         self._scaler = torch.amp.GradScaler(
             device.type,
             init_scale=self._static or 2.0**16,
@@ -145,7 +158,7 @@ class _TorchAmp(Arm):
         if not scaler.is_enabled():
             return super()._backward_and_step(loss)
         scaler.scale(loss).backward()
-        if self.config.clip is not None:
+        if self.settings.clip is not None:
             scaler.unscale_(self.optimizer)
         self._clip()
         scaler.step(self.optimizer)
@@ -157,8 +170,8 @@ class _TorchAmp(Arm):
         return used, (scale < used).float()
 
     @property
-    def policy(self) -> dict[str, Any] | None:
-        return {"loss_scale": self._static or "dynamic"} if self._scaler.is_enabled() else None
+    def policy(self) -> dict[str, Any]:
+        return {"loss_scale": self._static or "dynamic"} if self._scaler.is_enabled() else {}
 
     def loss_scale(self) -> float:
         return self._scaler.get_scale()
@@ -173,23 +186,25 @@ class _TorchAmp(Arm):
 class _Level(Arm):
     """ampfuse: ``amp.initialize`` at O0 to O5."""
 
-    def __init__(self, config: RunConfig, model: nn.Module, device: torch.device) -> None:
-        super().__init__(config, model, device)
-        options = {n: getattr(config, n) for n in ("keep_batchnorm_fp32", "loss_scale")}
-        options |= {"opt_level": config.arm, "verbosity": 0}
+    def _set_up(self) -> None:
+        settings, model = self.settings, self.model
+        options = {n: getattr(settings, n) for n in ("keep_batchnorm_fp32", "loss_scale")}
         norms = any(isinstance(module, _BatchNorm) for module in model.modules())
-        options["fuse_batchnorm"] = config.fuse_batchnorm and norms
+        options |= {"opt_level": settings.arm, "verbosity": 0}
+        options["fuse_batchnorm"] = settings.fuse_batchnorm and norms
+        if settings.growth_interval is not None:
+            options["growth_interval"] = settings.growth_interval
         try:
             self.model, self.optimizer = amp.initialize(model, self.optimizer, **options)
         except (RuntimeError, ValueError, AssertionError) as error:
-            raise UsageError(f"{config.arm}: {error}") from error
+            raise UsageError(f"{settings.arm}: {error}") from error
         self._session = self.optimizer._amp_session
 
     def _backward_and_step(self, loss: Tensor) -> tuple[Tensor, Tensor]:
-        with amp.scale_loss(loss, self.optimizer) as scaled:
-            scaled.backward()
-        if self.config.clip is not None:
-            amp.clip_grad_norm_(self.optimizer, self.config.clip)
+        with amp.scale_loss(loss, self.optimizer) as scaled_loss:
+            scaled_loss.backward()
+        if self.settings.clip is not None:
+            amp.clip_grad_norm_(self.optimizer, self.settings.clip)
         self.optimizer.step()
         last = self.optimizer.last_step
         policy = self._session.policy
@@ -199,10 +214,8 @@ class _Level(Arm):
 
     @property
     def policy(self) -> dict[str, Any]:
-        policy = self._session.policy
-        names = ("opt_level", "keep_batchnorm_fp32", "master_weights", "loss_scale")
-        fused = {"fuse_batchnorm": True} if policy.fuse_batchnorm else {}
-        return {name: getattr(policy, name) for name in names} | fused
+        names = ("keep_batchnorm_fp32", "master_weights", "loss_scale", "fuse_batchnorm")
+        return {name: getattr(self._session.policy, name) for name in names}
 
     def loss_scale(self) -> float:
         return self._session.loss_scalers[0].loss_scale()
@@ -212,14 +225,3 @@ class _Level(Arm):
 
     def load_scaler_state(self, state: dict[str, Any]) -> None:
         amp.load_state_dict(state, optimizer=self.optimizer)
-
-
-@contextlib.contextmanager
-def evaluating(arm: Arm) -> Iterator[None]:
-    """Evaluation mode, without gradients, in the arm's precision."""
-    arm.model.eval()
-    try:
-        with torch.no_grad(), arm.forward():
-            yield
-    finally:
-        arm.model.train()

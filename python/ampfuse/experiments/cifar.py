@@ -1,6 +1,104 @@
-"""Train VGG16, Wide-ResNet, SE-ResNeXt50 or DenseNet161 on CIFAR-10 (E1 to E3)."""
+"""CIFAR-10: VGG16, Wide-ResNet, SE-ResNeXt50 and DenseNet161 in FP32, torch.amp and O0 to O5.
 
-from ampfuse.experiments.trainers import main
+    python -m ampfuse.experiments.cifar --recipe e1 --arm fp32 O1 O2 --batch-size 128 256 512
+    python -m ampfuse.experiments.cifar --recipe e2 --arm O0 O1 O2 O3
+    python -m ampfuse.experiments.cifar --GPU V100 --mode FP16 --batch_size 128 --iteration 100
+
+E1 to E3 of docs/experiments.md. :func:`train` is the part to read.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import torch.nn.functional as F
+
+from ampfuse.experiments import models
+from ampfuse.experiments.arms import Arm, build_arm
+from ampfuse.experiments.run import Run
+from ampfuse.experiments.settings import Recipe, Script
+from ampfuse.experiments.sweep import main as sweep
+
+_SGD = {"optimizer": "sgd", "momentum": 0.9}
+_HALF = (0.5, 0.5, 0.5)
+_WORKERS = {"loader": "workers", "workers": 2}
+_SIX_STEPS = {"batch_size": 16, "iterations": 6}
+_E3_O3 = {**_SGD, "lr": 0.1}
+
+E1 = Recipe(
+    name="e1",
+    title="VGG16: time and memory against batch size (znxlwm, 2018)",
+    models=("vgg16",),
+    settings={
+        **{"batch_size": 128, "iterations": 100, "repeats": 5},
+        **{**_SGD, "lr": 0.01, "weight_decay": 0.0, "schedule": "constant"},
+        **{"shuffle": False, "augment": False, "mean": _HALF, "std": _HALF},
+    },
+    cpu={"batch_size": 64, "iterations": 20, "repeats": 3},
+    original={"loader": "workers", "workers": 0},
+)
+E2 = Recipe(
+    name="e2",
+    title="Wide-ResNet-28-10 at O0 to O3 (ceshine, 2019)",
+    models=("wrn28_10",),
+    settings={
+        **{"batch_size": 128, "epochs": 10, "dropout": 0.3, "augment": True},
+        **{**_SGD, "lr": 0.1, "weight_decay": 5e-4, "schedule": "linear", "warmup": 0.1},
+    },
+    cpu=_SIX_STEPS,
+    original=_WORKERS,
+    ours="the peak rate 0.1, the weight decay 5e-4 (both the Wide-ResNet paper's) and the length "
+    "of the warm-up",
+)
+E3 = Recipe(
+    name="e3",
+    title="SE-ResNeXt50 and DenseNet161 (ceshine, 2019)",
+    models=("seresnext50_32x4d", "densenet161"),
+    settings={
+        **{"batch_size": 512, "epochs": 25, "clip": 1.0, "augment": True},
+        **{"optimizer": "adam", "lr": 1e-3, "weight_decay": 0.0},
+        **{"schedule": "linear", "warmup": 0.1},
+    },
+    by_arm={
+        # The published comparison doubled batch and epochs together with the level.
+        ("densenet161", "O2"): {"batch_size": 1024, "epochs": 50},
+        ("seresnext50_32x4d", "O3"): _E3_O3,
+        ("densenet161", "O3"): _E3_O3,
+    },
+    cpu=_SIX_STEPS,
+    original=_WORKERS,
+    ours="the rates, the clipping norm 1, the schedule, and batch and epochs of SE-ResNeXt50",
+)
+SCRIPT = Script(
+    name="cifar",
+    title="Image classification on CIFAR-10.",
+    models="vgg16, wrn28_10, wrn<depth>_<width>, seresnext50_32x4d, densenet161",
+    recipes=(E1, E2, E3),
+    image_size=32,
+)
+
+
+def train(run: Run) -> None:
+    """One run: a network in one arm, with one batch size."""
+    arm = run.start(lambda: build(run))  # goes on from a checkpoint, if there is one
+    for images, labels in run.batches():
+        run.note(*arm.step(images, labels))  # loss, loss scale, skipped: nothing waits for them
+        if run.at_epoch_end:
+            run.end_epoch()  # tests and saves
+
+
+def build(run: Run) -> Arm:
+    """The network on the device, with an optimizer, in the precision of the run's arm."""
+    model = models.for_data(run.settings, run.data)
+    model.to(run.device, memory_format=run.layout)
+    return build_arm(run.settings, model, F.cross_entropy, run.device)
+
+
+def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
+    """Run the command line `argv` (default: ``sys.argv``) and return the exit status."""
+    return sweep(SCRIPT, train, argv, prog)
+
 
 if __name__ == "__main__":
-    raise SystemExit(main("cifar"))
+    sys.exit(main())

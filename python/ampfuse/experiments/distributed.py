@@ -1,25 +1,28 @@
-"""The processes of one training, as ``torchrun`` starts them; alone, a world of one."""
+"""The processes of one training, as ``torchrun`` starts them; alone, a world of one.
+
+torchrun ends the others when one of them fails. A model is spread over the processes as copies
+(DistributedDataParallel), or as shards of each of its blocks (FSDP2).
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import datetime
 import os
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import nn
+from torch.distributed.checkpoint import state_dict as whole_states
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from ampfuse.experiments.pulse import Pulse
+from ampfuse.experiments.arms import Arm
 
-# In what the errors say of peers that are gone.
-_OF_PEERS = ("peer", "gloo", "nccl", "connection", "socket", "timed out", "timeout", "store")
-
-
-class PeerLost(Exception):
-    """Another process of this training ended, or stopped answering."""
+States = tuple[dict[str, Any], dict[str, Any]]  # of model and optimizer
 
 
 @dataclasses.dataclass
@@ -29,9 +32,6 @@ class World:
     rank: int = 0
     size: int = 1
     local_rank: int = 0
-    _store: dist.Store | None = None
-    _pulse: Pulse | None = None
-    _host: dist.ProcessGroup | None = None
 
     @classmethod
     def of_environment(cls) -> World:
@@ -42,91 +42,103 @@ class World:
     def is_main(self) -> bool:
         return self.rank == 0
 
-    def connect(self, device: torch.device, patience: float, leave: Callable[[str], None]) -> None:
-        """Meet the others: NCCL between GPUs, gloo between CPUs. All know of each other's end then.
-
-        None waits longer than `patience` seconds for another. `leave` ends this process, with why
-        the training is over, where it hangs after that.
-        """
+    @contextlib.contextmanager
+    def connected(self, device: torch.device) -> Iterator[None]:
+        """Meet the others: NCCL between GPUs, gloo between CPUs."""
         if self.size == 1:
+            yield
             return
-        kind, own = ("nccl", device) if device.type == "cuda" else ("gloo", None)
-        limit, me = datetime.timedelta(seconds=patience), (self.rank, self.size)
-        with self.watching_peers():
-            self._store, *_ = next(dist.rendezvous("env://", *me, timeout=limit))
-            self._pulse = Pulse(*me, lambda why: leave(self.named(why)))
-            # NCCL ends a process that has waited, without an error; gloo is to be first.
-            dist.init_process_group(
-                kind,
-                store=self._store,
-                rank=self.rank,
-                world_size=self.size,
-                timeout=limit * (2 if kind == "nccl" else 1),
-                device_id=own,
-            )
-            # What the hosts agree on goes past the GPUs, so that nobody waits for those. Over gloo
-            # the end of a process is noticed at once too, which NCCL takes minutes for.
-            self._host = dist.new_group(backend="gloo", timeout=limit)
-
-    def any(self, wish: bool) -> bool:
-        """True if any process says True. All have to ask."""
-        return self.sum([float(wish)])[0] > 0
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        self._device = device
+        yield
+        dist.destroy_process_group()
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """The sums over all processes, element by element. All have to ask."""
         if self.size == 1:
             return list(values)
-        total = torch.tensor(values, dtype=torch.float64)
-        with self.watching_peers():
-            dist.all_reduce(total, group=self._host)
+        total = torch.tensor(values, dtype=torch.float64, device=self._device)
+        dist.all_reduce(total)
         return total.tolist()
 
-    def stack(self, mine: Tensor) -> Tensor:
-        """What all processes bring, CPU tensors of one shape, [size, ...]. All have to ask."""
-        everyone = [torch.empty_like(mine) for _ in range(self.size)]
-        if self.size == 1:
-            return mine[None]
-        with self.watching_peers():
-            dist.all_gather(everyone, mine, group=self._host)
-        return torch.stack(everyone)
-
-    def of_main(self, text: str) -> str:
-        """The `text` of the main process. All have to ask."""
-        texts = [text]
+    def gather(self, mine: Any) -> list[Any]:
+        """What all processes bring, by rank. All have to ask."""
+        everyone = [mine] * self.size
         if self.size > 1:
-            with self.watching_peers():
-                dist.broadcast_object_list(texts, src=0, group=self._host)
-        return texts[0]
+            dist.all_gather_object(everyone, mine)
+        return everyone
 
-    @contextlib.contextmanager
-    def watching_peers(self) -> Iterator[None]:
-        """Context for anything that talks to the others: their end becomes PeerLost."""
-        try:
-            yield
-        except RuntimeError as error:  # dist.DistBackendError is one too
-            said = str(error).strip()
-            of_peers = any(word in said.lower() for word in _OF_PEERS)
-            if self.size == 1 or not (of_peers or isinstance(error, dist.DistError)):
-                raise
-            why = self._pulse and self._pulse.who_is_missing()
-            raise PeerLost(
-                self.named(why or f"no answer from another process ({said.splitlines()[0][:160]})")
-            ) from error
 
-    def fail(self, why: str) -> bool:
-        """Tell the others that this process ends because of `why`. False if one has said so."""
-        if self._pulse is None:
-            return True
-        mine = f"process {self.rank} ended: {why}"
-        first = self._pulse.leave_word(mine)
-        return first == mine or why not in first
+# ---- shards --------------------------------------------------------------------------------------
 
-    def named(self, what: str) -> str:
-        return f"process {self.rank} of {self.size}: {what}"
 
-    def close(self) -> None:
-        if self._pulse:
-            self._pulse.stop()
-        if self.size > 1 and dist.is_initialized():
-            with contextlib.suppress(RuntimeError):
-                dist.destroy_process_group()
+def shard(model: nn.Module, *, apart: bool) -> None:
+    """Leave each process a share of `model`, gathered block by block. `apart` are its batch norms,
+    which stay FP32 among half weights: what is gathered together is of one type."""
+    # Scores that are a view of something: nobody writes to them.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
+    model.to(memory_format=torch.contiguous_format)  # FSDP takes no others; images keep theirs
+    for block in (*blocks(model), model):
+        if apart and (norms := [module for module in block.modules() if _is_free_norm(module)]):
+            fully_shard(norms)
+        fully_shard(block)
+    model.register_forward_pre_hook(_take_buffers_of_main)
+
+
+_HOLDERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+def blocks(model: nn.Module) -> Iterator[nn.Module]:
+    """The parts that are gathered one by one: what containers hold, as far as it has weights."""
+    for part in model.children():
+        if isinstance(part, _HOLDERS):
+            yield from blocks(part)
+        elif isinstance(model, _HOLDERS) and any(p.ndim > 1 for p in part.parameters()):
+            yield part
+
+
+def _is_free_norm(module: nn.Module) -> bool:
+    return isinstance(module, _BatchNorm) and not isinstance(module, FSDPModule)
+
+
+def _take_buffers_of_main(model: nn.Module, inputs: Any) -> None:
+    """Batch norm's statistics, as DistributedDataParallel does it."""
+    if model.training and (buffers := list(model.buffers())):
+        dist._broadcast_coalesced(dist.group.WORLD, buffers, 250 * 2**20, 0)
+
+
+@contextlib.contextmanager
+def gathered(model: nn.Module) -> Iterator[nn.Module]:
+    """`model`, whole in each process while the block lasts: in evaluation nobody waits for the
+    others, who may have another number of batches."""
+    parts = [part for part in model.modules() if isinstance(part, FSDPModule)]
+    for part in parts:
+        part.unshard()
+        part.set_reshard_after_forward(False, recurse=False)
+    yield model
+    for part in parts:
+        part.set_reshard_after_forward(part is not model, recurse=False)
+        part.reshard()
+
+
+def states_of(arm: Arm) -> States:
+    """The states of model and optimizer, those of shards gathered. All processes have to ask."""
+    if not isinstance(arm.bare_model, FSDPModule):
+        return arm.bare_model.state_dict(), arm.optimizer.state_dict()
+    options = whole_states.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    return whole_states.get_state_dict(arm.bare_model, arm.optimizer, options=options)
+
+
+def load_states(arm: Arm, model: dict[str, Any], optimizer: dict[str, Any]) -> None:
+    """Put `arm` into the states of :func:`states_of`. All processes have to."""
+    if not isinstance(arm.bare_model, FSDPModule):
+        arm.bare_model.load_state_dict(model)
+        arm.optimizer.load_state_dict(optimizer)
+        return
+    whole_states.set_state_dict(
+        arm.bare_model,
+        arm.optimizer,
+        model_state_dict=model,
+        optim_state_dict=optimizer,
+        options=whole_states.StateDictOptions(full_state_dict=True),
+    )

@@ -1,6 +1,99 @@
-"""Train ResNet-18, 34 or 50 on ImageNet (E4)."""
+"""ImageNet: ResNet-18, 34 and 50 in FP32, torch.amp and O0 to O5, in one process or under torchrun.
 
-from ampfuse.experiments.trainers import main
+    python -m ampfuse.experiments.imagenet -a resnet50 -b 128 --arm fp32 O2 --data DIR
+    python -m ampfuse.experiments.imagenet -a resnet18 -b 128 --static-loss-scale 256 --fp16 DIR
+    torchrun --nproc-per-node 4 -m ampfuse.experiments.imagenet --arm O2 [--fsdp] --data DIR
+
+E4 of docs/experiments.md. :func:`train` is the part to read.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import torch.nn.functional as F
+from torch import nn
+
+from ampfuse.command_line import UsageError
+from ampfuse.experiments import models
+from ampfuse.experiments.arms import Arm, build_arm
+from ampfuse.experiments.distributed import shard
+from ampfuse.experiments.run import Run
+from ampfuse.experiments.settings import HALF_LEVELS, Recipe, Script
+from ampfuse.experiments.sweep import main as sweep
+
+E4 = Recipe(
+    name="e4",
+    title="ResNet-18 and ResNet-50: images per second (2018)",
+    models=("resnet18", "resnet34", "resnet50"),
+    settings={
+        **{"batch_size": 128, "iterations": 360, "augment": True, "evaluate": False},
+        **{"optimizer": "sgd", "momentum": 0.9, "lr": 0.1, "weight_decay": 1e-4},
+        **{"schedule": "constant", "loader": "workers", "workers": 4},
+    },
+    by_epochs={"schedule": "steps", "evaluate": True},
+    cpu={"batch_size": 16, "iterations": 12},
+    original={"loader": "workers", "workers": 4},
+)
+SCRIPT = Script(
+    name="imagenet",
+    title="ResNets on ImageNet.",
+    models="resnet18, resnet34, resnet50",
+    recipes=(E4,),
+    image_size=224,
+    data=None,
+    distributed=True,
+)
+
+
+def train(run: Run) -> None:
+    """One run: a ResNet in one arm, with one batch size."""
+    check(run)
+    arm = run.start(lambda: build(run))  # goes on from a checkpoint, if there is one
+    for images, labels in run.batches():
+        run.note(*arm.step(images, labels))  # loss, loss scale, skipped: nothing waits for them
+        if run.at_epoch_end:
+            run.end_epoch()  # tests and saves
+
+
+def check(run: Run) -> None:
+    """Raise UsageError for what does not go together in several processes."""
+    of, size = run.settings, run.world.size
+    if of.sync_bn and run.device.type != "cuda":
+        raise UsageError("--sync_bn: torch synchronizes batch norm between GPUs only")
+    if of.graph and size > 1:
+        raise UsageError("--graph: capture under torchrun is not supported; leave it out")
+    if of.fsdp and size == 1:
+        raise UsageError("--fsdp: one process has nobody to share with; start several by torchrun")
+    if of.fsdp and of.fuse_batchnorm and of.arm in HALF_LEVELS:
+        raise UsageError(
+            f"--fsdp --fuse-batchnorm: at {of.arm} batch norms are gathered apart from the half "
+            "weights, which cannot be fused; leave --fuse-batchnorm out"
+        )
+
+
+def build(run: Run) -> Arm:
+    """The network on the device, with an optimizer, in the precision of the run's arm: alone, as a
+    copy in each process (DistributedDataParallel), or as a share of it (FSDP2)."""
+    of = run.settings
+    model = models.for_data(of, run.data)
+    if of.sync_bn:
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    model.to(run.device, memory_format=run.layout)
+    if of.fsdp:
+        shard(model, apart=of.arm in HALF_LEVELS)
+    arm = build_arm(of, model, F.cross_entropy, run.device)
+    if run.world.size > 1 and not of.fsdp:
+        ids = [run.device.index] if run.device.type == "cuda" else None
+        arm.model = nn.parallel.DistributedDataParallel(arm.model, device_ids=ids)
+    return arm
+
+
+def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
+    """Run the command line `argv` (default: ``sys.argv``) and return the exit status."""
+    return sweep(SCRIPT, train, argv, prog)
+
 
 if __name__ == "__main__":
-    raise SystemExit(main("imagenet"))
+    sys.exit(main())

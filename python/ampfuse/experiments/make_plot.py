@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING
 
 from ampfuse.command_line import check_writable, run_alone
 from ampfuse.experiments import results
-from ampfuse.experiments.record import file_name
-from ampfuse.experiments.results import EXPERIMENTS
+from ampfuse.experiments.results import EXPERIMENTS, Row, file_name
 from ampfuse.files import atomic
 
 if TYPE_CHECKING:
@@ -35,10 +34,7 @@ _INSTALL = "pip install 'ampfuse[experiments]'"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    results.add_selection(parser)
-    of = {"choices": sorted(results.PUBLISHED_FILES), "metavar": "NAME"}
-    which = "runs of that published experiment only: e1 to e5 (default: all)"
-    parser.add_argument("--recipe", dest="recipes", nargs="+", default=[], help=which, **of)
+    results.add_selection(parser, recipe=True)
     add, std = parser.add_argument, "time and memory with error bars: the repeats' deviation"
     add("--plot_std", "--plot-std", action="store_true", help=std)
     add("--published", action="store_true", help="draw the published figures instead of own ones")
@@ -55,7 +51,9 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     output = args.output or args.results / "figures"
     check_writable("--output", output)
     rows = _rows(args, warn=lambda line: print(f"{parser.prog}: {line}", file=sys.stderr))
-    written = save(_drawn(rows, args), output / "published" if args.published else output)
+    of = "epochs" if args.epochs else "iterations"
+    found = drawn(rows, of, std=args.plot_std, published=args.published)
+    written = save(found, output / "published" if args.published else output)
     print(*written, sep="\n")
     return 0
 
@@ -63,7 +61,8 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
 def figure_name(experiment: str, model: str, what: str) -> str:
     """The name of a figure's files: "CIFAR - Time", "ImageNet resnet18 - Memory (std)"."""
     title = EXPERIMENTS.get(experiment, experiment)
-    return file_name(f"{title} - {what}" if model in _ITS_OWN else f"{title} {model} - {what}")
+    own = model in _ITS_OWN or experiment == "demo"
+    return file_name(f"{title} - {what}" if own else f"{title} {model} - {what}")
 
 
 def save(figures: dict[str, Figure], folder: Path) -> list[Path]:
@@ -85,43 +84,45 @@ def save(figures: dict[str, Figure], folder: Path) -> list[Path]:
     return list(contents)
 
 
-def _rows(args: argparse.Namespace, warn: Callable[[str], object]) -> list[results.Row]:
+def _rows(args: argparse.Namespace, warn: Callable[[str], object]) -> list[Row]:
     """What is to be drawn, published or own."""
     if args.published:
         rows = results.published("e1")
     elif not (rows := results.measured(args.results, skipped=warn)):
         raise results.ResultsError(f"{args.results}: no results in this folder; train first")
-    rows = results.chosen(rows, args, args.recipes)
+    rows = results.chosen(rows, args)
     if args.plot_std and all(row.n == 1 for row in rows):
         warn("--plot_std: no run was repeated, so there are no error bars (train with --repeats 5)")
     return rows
 
 
-# The end of the files' name, and the function of `plots` that draws them.
+# The end of the files' name, and the function of :mod:`figures` that draws them.
 _AGAINST_BATCH = {"Time": "time_against_batch", "Memory": "memory_against_batch"}
 _FURTHER = {"Speed-up": "speedup", "Accuracy": "accuracy_against_time", "Loss scale": "loss_scale"}
 
 
-def _drawn(rows: Sequence[results.Row], args: argparse.Namespace) -> dict[str, Figure]:
-    """Every kind of figure for every model; without those for which the results hold nothing."""
-    from ampfuse.experiments import plots
+def drawn(
+    rows: Sequence[Row], of: str = "iterations", *, std: bool = False, published: bool = False
+) -> dict[str, Figure]:
+    """Every kind of figure for every model, by name; without those for which the results hold
+    nothing."""
+    from ampfuse.experiments import figures
 
     kinds = [(what, function, {}) for what, function in _AGAINST_BATCH.items()]
-    if args.plot_std or args.published:
+    if std or published:
         kinds += [(f"{what} (std)", function, {"std": True}) for what, function, _ in kinds]
-    if not args.published:
+    if not published:
         kinds += [(what, function, {}) for what, function in _FURTHER.items()]
-    of = "epochs" if args.epochs is not None else "iterations"
-    figures = {}
+    found = {}
     for experiment, model in dict.fromkeys((row.experiment, row.model) for row in rows):
         ours = [row for row in rows if (row.experiment, row.model) == (experiment, model)]
         for what, function, options in kinds:
-            with contextlib.suppress(plots.NothingToDraw):
-                figure = getattr(plots, function)(ours, of=of, **options)
-                figures[figure_name(experiment, model, what)] = figure
-    if not figures:
+            with contextlib.suppress(figures.NothingToDraw):
+                figure = getattr(figures, function)(ours, of=of, **options)
+                found[figure_name(experiment, model, what)] = figure
+    if not found:
         raise results.ResultsError("the chosen results hold nothing to draw")
-    return figures
+    return found
 
 
 def main(argv: list[str] | None = None, prog: str | None = None) -> int:

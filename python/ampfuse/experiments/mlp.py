@@ -1,6 +1,111 @@
-"""Train a perceptron of three 4096-wide layers (E5)."""
+"""A perceptron of three layers, 4096 wide, in FP32, torch.amp and O0 to O5.
 
-from ampfuse.experiments.trainers import main
+    python -m ampfuse.experiments.mlp --arm fp32 amp-fp16 O2
+
+The workload of torch's AMP recipe, in E5 of docs/experiments.md. :func:`train` is the part to read.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ampfuse.experiments import models
+from ampfuse.experiments.arms import Arm, build_arm
+from ampfuse.experiments.data import Data, open_data
+from ampfuse.experiments.run import Run
+from ampfuse.experiments.settings import Recipe, Script, Settings
+from ampfuse.experiments.sweep import main as sweep
+
+E5 = Recipe(
+    name="e5",
+    title="A 4096-wide perceptron of three layers: torch's AMP recipe (T4, 2022)",
+    models=("mlp",),
+    settings={
+        **{"batch_size": 512, "epochs": 3, "synthetic_size": 50 * 512, "evaluate": False},
+        **{"optimizer": "sgd", "lr": 1e-3, "momentum": 0.0, "weight_decay": 0.0},
+        "schedule": "constant",
+    },
+    cpu={"synthetic_size": 10 * 512},
+)
+SCRIPT = Script(
+    name="mlp",
+    title="A perceptron of three layers, 4096 wide.",
+    models="mlp",
+    recipes=(E5,),
+    image_size=64,
+    data="synthetic",
+)
+
+
+def train(run: Run) -> None:
+    """One run: the perceptron in one arm, with one batch size."""
+    arm = run.start(lambda: build(run))
+    for features, targets in run.batches():
+        run.note(*arm.step(features, targets))
+        if run.at_epoch_end:
+            run.end_epoch()
+
+
+def build(run: Run) -> Arm:
+    """The perceptron on the device, with an optimizer, in the precision of the run's arm."""
+    model = models.for_data(run.settings, run.data).to(run.device)
+    return build_arm(run.settings, model, squared_error, run.device)
+
+
+def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
+    """To the targets; of images (digits, MNIST) the target is the class as a vector."""
+    if not targets.is_floating_point():
+        targets = F.one_hot(targets, outputs.shape[1]).to(outputs.dtype)
+    return F.mse_loss(outputs, targets)
+
+
+class NormalFeatures:
+    """The recipe's data: features and targets from a normal distribution, float32 [b, 4096] each,
+    drawn once, on the device. They come in one order."""
+
+    classes, channels = 0, 1
+    _TEST_BATCHES = 4
+
+    def __init__(self, settings: Settings, device: torch.device) -> None:
+        size, self.image_size = settings.batch_size, settings.image_size
+        self.batches_per_epoch = max(1, settings.synthetic_size // size)
+        self.train_size, self.test_size = size * self.batches_per_epoch, size * self._TEST_BATCHES
+        shape = (2, size, self.image_size**2)
+        generator = torch.Generator().manual_seed(settings.seed)
+        self._train, self._test = (
+            [tuple(torch.randn(shape, generator=generator).to(device)) for _ in range(count)]
+            for count in (self.batches_per_epoch, self._TEST_BATCHES)
+        )
+
+    def train_batches(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, ...]]:
+        return iter(self._train[start:])
+
+    def test_batches(self) -> Iterator[tuple[Tensor, ...]]:
+        return iter(self._test)
+
+    def describe(self) -> dict[str, Any]:
+        sizes = {"train_size": self.train_size, "test_size": self.test_size}
+        return {"data": "synthetic", "kind": "features", "workers": None, **sizes}
+
+    def close(self) -> None: ...
+
+
+def data_of(settings: Settings, device: torch.device, rank: int, world_size: int) -> Data:
+    if settings.data == "synthetic":
+        return NormalFeatures(settings, device)  # type: ignore[return-value]
+    return open_data(settings, device, rank, world_size)
+
+
+def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
+    """Run the command line `argv` (default: ``sys.argv``) and return the exit status."""
+    return sweep(SCRIPT, train, argv, prog, data_of)
+
 
 if __name__ == "__main__":
-    raise SystemExit(main("mlp"))
+    sys.exit(main())

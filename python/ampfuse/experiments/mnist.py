@@ -1,6 +1,65 @@
-"""Train a small CNN on MNIST (E5)."""
+"""MNIST: a small CNN in FP32, torch.amp and O0 to O5.
 
-from ampfuse.experiments.trainers import main
+    python -m ampfuse.experiments.mnist --arm fp32 amp-fp16 O2
+    python -m ampfuse.experiments.mnist --data digits --epochs 10
+
+The CNN of E5 of docs/experiments.md. :func:`train` is the part to read.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import torch.nn.functional as F
+
+from ampfuse.experiments import models
+from ampfuse.experiments.arms import Arm, build_arm
+from ampfuse.experiments.run import Run
+from ampfuse.experiments.settings import Recipe, Script
+from ampfuse.experiments.sweep import main as sweep
+
+E5 = Recipe(
+    name="e5",
+    title="A small CNN on MNIST (T4, 2022)",
+    models=("mnist_cnn",),
+    settings={
+        **{"batch_size": 512, "epochs": 20, "augment": False},
+        **{"optimizer": "adam", "lr": 1e-3, "weight_decay": 0.0, "schedule": "constant"},
+    },
+    cpu={"epochs": 1},
+    original={"loader": "workers", "workers": 2},
+    ours="the optimizer",
+)
+SCRIPT = Script(
+    name="mnist",
+    title="A small CNN on MNIST.",
+    models="mnist_cnn",
+    recipes=(E5,),
+    image_size=28,
+)
+
+
+def train(run: Run) -> None:
+    """One run: the CNN in one arm, with one batch size."""
+    arm = run.start(lambda: build(run))
+    for images, labels in run.batches():
+        run.note(*arm.step(images, labels))
+        if run.at_epoch_end:
+            run.end_epoch()
+
+
+def build(run: Run) -> Arm:
+    """The CNN on the device, with an optimizer, in the precision of the run's arm."""
+    model = models.for_data(run.settings, run.data)
+    model.to(run.device, memory_format=run.layout)
+    return build_arm(run.settings, model, F.cross_entropy, run.device)
+
+
+def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
+    """Run the command line `argv` (default: ``sys.argv``) and return the exit status."""
+    return sweep(SCRIPT, train, argv, prog)
+
 
 if __name__ == "__main__":
-    raise SystemExit(main("mnist"))
+    sys.exit(main())

@@ -10,6 +10,8 @@ from __future__ import annotations
 import argparse
 import csv
 import dataclasses
+import json
+import re
 import statistics
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,19 +19,16 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ampfuse.experiments.config import UsageError
-from ampfuse.experiments.record import FORMAT, RunResult
+from ampfuse.command_line import UsageError
 
 if TYPE_CHECKING:
     import pandas
 
-PUBLISHED_FILES = {
-    "e1": "vgg16_cifar10_2018.csv",
-    "e2": "wrn28_10_cifar10_2019.csv",
-    "e3": "cifar10_gtx1070_2019.csv",
-    "e4": "imagenet_resnet_2018.csv",
-    "e5": "native_amp_t4_2022.csv",
-}
+FORMAT = 2  # of result files and checkpoints
+Result = dict[str, Any]  # a result file; its fields are those of Run.result
+RECIPES = ("e1", "e2", "e3", "e4", "e5")
+EXPERIMENTS = {"cifar": "CIFAR", "imagenet": "ImageNet", "mnist": "MNIST", "mlp": "MLP"}
+EXPERIMENTS |= {"demo": "Digits"}
 # The order of lines and rows: full precision first. E1's names stand beside their arms.
 METHODS = ("FP32", "fp32", "tf32", "FP16", "fp16", "amp", "amp-fp16", "amp-bf16")
 METHODS += ("O0", "O1", "O2", "O3", "O4", "O5")
@@ -61,14 +60,14 @@ class Stat:
 class Row:
     """One configuration: a published line, or all repeats of a measured one.
 
-    A figure is None where nobody noted it; `conditions` (see :class:`RunResult`) are empty if
-    published, and `n` is None where a write-up does not say. Runs that diverged count for the
-    memory alone; a row of nothing else has no length.
+    A figure is None where nobody noted it; `conditions`, all that repeats have in common, are empty
+    if published, and `n` is None where a write-up does not say. Runs that diverged count for the
+    memory alone; their length is what it was to be.
     """
 
     source: str
-    recipe: str | None
-    experiment: str = "cifar"
+    recipe: str | None = None
+    experiment: str
     model: str
     gpu: str = ""
     method: str
@@ -88,7 +87,7 @@ class Row:
     n: int | None = None
     note: str = ""
     conditions: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    runs: tuple[RunResult, ...] = dataclasses.field(default=(), repr=False)
+    runs: tuple[Result, ...] = dataclasses.field(default=(), repr=False)
 
     @property
     def arm(self) -> str:
@@ -98,35 +97,48 @@ class Row:
     @property
     def diverged(self) -> bool:
         """All of it."""
-        return bool(self.runs) and all(run.diverged for run in self.runs)
+        return bool(self.runs) and all(run["diverged"] for run in self.runs)
 
     @property
     def device(self) -> str:
         """The device's own name, whatever label the run was given."""
-        return self.runs[0].device["name"] if self.runs else self.gpu
+        return self.conditions.get("device", self.gpu)
 
     def record(self) -> dict[str, Any]:
         """The row as one flat dictionary: what a CSV or a DataFrame holds."""
         flat: dict[str, Any] = {}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.name in _STATS:
-                flat |= {
-                    f"{field.name}_{of}": value and getattr(value, of) for of in ("mean", "std")
-                }
+            if field.name in STATS:
+                flat[f"{field.name}_mean"] = value and value.mean
+                flat[f"{field.name}_std"] = value and value.std
             elif field.name not in ("conditions", "runs"):
                 flat[field.name] = value
         if self.runs:
-            last = max(self.runs, key=lambda run: run.finished)
-            diverged = sum(run.diverged is not None for run in self.runs)
-            flat |= {"device": self.device, **self.conditions}
-            flat |= {"memory_kind": last.memory_kind, "diverged": diverged}
-            flat |= {n: last.environment.get(n) for n in ("cpu", "cuda", "python", "git")}
-            flat["date"] = last.finished
+            last = max(self.runs, key=lambda run: run["finished"])
+            diverged = sum(run["diverged"] is not None for run in self.runs)
+            flat |= {**self.conditions, "memory_kind": last["memory_kind"], "diverged": diverged}
+            flat |= {"skipped_steps": last["skipped_steps"], "scale": last["loss_scale"]}
+            flat["date"] = last["finished"]
         return flat
 
+    @classmethod
+    def of_record(cls, flat: Mapping[str, str]) -> Row:
+        """The published row that a CSV holds, as :meth:`record` has it."""
+        values: dict[str, Any] = {n: t for n, t in flat.items() if n in _TEXTS}
+        numbers = {"batch_size": int, "iterations": int, "epochs": float, "n": int}
+        numbers |= {"images_per_s_min": float, "images_per_s_max": float}
+        values |= {n: kind(flat[n]) for n, kind in numbers.items() if flat.get(n)}
+        for name in STATS:
+            if mean := flat.get(f"{name}_mean"):
+                std = flat.get(f"{name}_std")
+                values[name] = Stat(float(mean), float(std) if std else None, values.get("n", 1))
+        return cls(**values)
 
-_STATS = {field.name for field in dataclasses.fields(Row) if str(field.type).startswith("Stat")}
+
+STATS = [field.name for field in dataclasses.fields(Row) if str(field.type).startswith("Stat")]
+_TEXTS = ("source", "recipe", "experiment", "model", "gpu", "method", "optimizer", "platform")
+_TEXTS += ("note",)
 
 
 def frame(rows: Iterable[Row]) -> pandas.DataFrame:
@@ -134,6 +146,13 @@ def frame(rows: Iterable[Row]) -> pandas.DataFrame:
     import pandas
 
     return pandas.DataFrame([row.record() for row in rows])
+
+
+def published(recipe: str) -> list[Row]:
+    """The figures of write-up `recipe` ("e1" to "e5"), as they were published."""
+    file = resources.files("ampfuse.experiments") / "published" / f"{recipe}.csv"
+    with file.open(newline="") as lines:
+        return [Row.of_record(line) for line in csv.DictReader(lines)]
 
 
 def measured(
@@ -153,233 +172,140 @@ def measured(
         if path.name.endswith(".trace.json") or path.name.startswith("."):
             continue  # a profiler's trace; a file that is being written
         try:
-            run = RunResult.read(path)
-            _row_of([run]).record()  # whatever else is missing shows while the file can be named
+            run = json.loads(path.read_text("utf-8"), parse_constant=_no_constant)
+            if run["format"] != FORMAT:
+                raise ValueError(f'"format" is not {FORMAT}')
+            _order(_row_of([run]))  # whatever is missing shows while the file can be named
+            _row_of([run]).record()
             runs.append(run)
         except (OSError, ValueError, KeyError, TypeError) as error:
             no_key = isinstance(error, KeyError)
             reason = f"no {error.args[0]!r}" if no_key else str(error).splitlines()[0]
             skipped(f"{path}: skipped, no result file of format {FORMAT} ({reason})")
-    return sorted(map(_row_of, _repeats(runs)), key=_order)
+    return rows_of(runs)
 
 
-def _repeats(runs: Sequence[RunResult]) -> list[list[RunResult]]:
-    """`runs` grouped to repeats of each other, the latest of those that are the same run."""
-    lengths: dict[object, set[object]] = {}
-    for run in runs:
-        if not run.diverged:
-            lengths.setdefault(_configuration(run), set()).add((run.iterations, run.epochs))
-    groups: dict[object, dict[object, RunResult]] = {}
-    for run in sorted(runs, key=lambda run: run.finished):
-        key, length = _configuration(run), (run.iterations, run.epochs)
-        if run.diverged:
-            # It was to be as long as its siblings, if they agree. It does not say.
-            siblings = lengths.get(key, set())
-            length = next(iter(siblings)) if len(siblings) == 1 else None
-        groups.setdefault((key, length), {})[run.repeat, run.seed] = run
-    return [list(group.values()) for group in groups.values()]
+def _no_constant(text: str) -> float:
+    raise ValueError(f"{text} is no JSON")
 
 
-def _configuration(run: RunResult) -> tuple[object, ...]:
-    """All that repeats share but the length."""
-    conditions = tuple(sorted(run.conditions.items(), key=str))
-    return (run.experiment, run.model, run.gpu, run.method, run.batch_size, conditions)
+def rows_of(runs: Iterable[Result]) -> list[Row]:
+    """`runs` as rows: grouped to repeats of each other, the latest of those that are the same."""
+    groups: dict[str, dict[object, Result]] = {}
+    for run in sorted(runs, key=lambda run: run["finished"]):
+        groups.setdefault(_configuration(run), {})[run["repeat"], run["seed"]] = run
+    return sorted((_row_of(list(group.values())) for group in groups.values()), key=_order)
 
 
-def _row_of(runs: Sequence[RunResult]) -> Row:
+_SHARED = ("recipe", "experiment", "model", "gpu", "method", "batch_size", "optimizer")
+_SHARED += ("iterations", "epochs")
+
+
+def _configuration(run: Result) -> str:
+    """All that repeats share."""
+    return repr([*(run[name] for name in _SHARED), sorted(run["conditions"].items())])
+
+
+def _row_of(runs: Sequence[Result]) -> Row:
     """`runs`, which are repeats of each other, as one row."""
-    sound = [run for run in runs if not run.diverged]
-    one, conditions = (sound or runs)[0], runs[0].conditions
-
-    def figures(part: str, name: str) -> list[float]:
-        values = (run.figure(part, name) for run in runs)
-        return [value for value in values if value is not None]
-
+    sound = [run for run in runs if not run["diverged"]]
+    speeds = [(run["images_per_s_min"], run["images_per_s_max"]) for run in sound]
+    slowest, fastest = zip(*speeds, strict=True) if speeds else ((), ())
     return Row(
-        **{name: getattr(one, name) for name in ("experiment", "model", "gpu", "method")},
+        **{name: runs[0][name] for name in _SHARED},
         source="measured",
-        recipe=conditions["recipe"],
-        batch_size=one.batch_size,
-        iterations=one.iterations if sound else None,
-        epochs=one.epochs if sound else None,
-        optimizer=conditions["optimizer"],
-        time_s=Stat.of(run.time_s for run in runs),
-        memory_mb=Stat.of(run.memory_bytes and run.memory_bytes / 1e6 for run in runs),
-        accuracy_pct=Stat.of(run.accuracy_pct for run in runs),
-        images_per_s=Stat.of(figures("images_per_s", "mean")),
-        images_per_s_min=min(figures("images_per_s", "min"), default=None),
-        images_per_s_max=max(figures("images_per_s", "max"), default=None),
-        loss_last=Stat.of(figures("train_loss", "last")),
-        loss_mean=Stat.of(figures("train_loss", "mean")),
+        **{n: Stat.of(run[n] for run in (runs if n == "memory_mb" else sound)) for n in STATS},
+        images_per_s_min=min(filter(None, slowest), default=None),
+        images_per_s_max=max(filter(None, fastest), default=None),
         n=len(runs),
         note=_divergence(runs),
-        conditions=conditions,
-        runs=tuple(sorted(runs, key=lambda run: run.repeat)),
+        conditions=runs[0]["conditions"],
+        runs=tuple(sorted(runs, key=lambda run: run["repeat"])),
     )
 
 
-def _divergence(runs: Sequence[RunResult]) -> str:
-    diverged = [run.diverged for run in runs if run.diverged]
+def _divergence(runs: Sequence[Result]) -> str:
+    diverged = [run["diverged"] for run in runs if run["diverged"]]
     if not diverged:
         return ""
-    what = diverged[0]
     some = "" if len(runs) == 1 else f"{len(diverged)} of {len(runs)} "
-    place = f" ({what['first']})" if what.get("first") else ""
-    return f"{some}diverged in step {what['step']}: {what.get('reason')}{place}"
+    return f"{some}diverged in step {diverged[0]['step']}: {diverged[0]['reason']}"
 
 
 def _order(row: Row) -> tuple[object, ...]:
     known = METHODS.index(row.method) if row.method in METHODS else len(METHODS)
-    head = (row.experiment, row.model, row.gpu, known, row.method)
+    head = (row.experiment, row.model, row.gpu, known, row.method, row.batch_size)
     is_original = row.conditions["loop"] == "original"
-    return (*head, row.batch_size, row.iterations or 0, is_original, str(row.conditions))
+    return (*head, row.iterations or 0, is_original, str(row.conditions))
 
 
-# What a column of the files is called in a row; means and deviations make a Stat.
-_NAMES = {
-    "level": "method",
-    "precision": "method",
-    "environment": "platform",
-    "workload": "model",
-    "batches": "iterations",
-    "val_accuracy_pct": "accuracy_pct",
-    "accuracy_mean_pct": "accuracy_pct",
-    "time_mean_s": "time_s",
-    "memory_mean_mb": "memory_mb",
-    "images_per_s_mean": "images_per_s",
-    "max_memory_bytes": "memory_mb",
-}
-_NUMBERS = {"batch_size": int, "iterations": int, "epochs": int}
-_NUMBERS |= {"images_per_s_min": float, "images_per_s_max": float}
-# What the files do not repeat in every line.
-_OF_ALL_LINES: dict[str, dict[str, Any]] = {
-    "e1": {"model": "vgg16", "iterations": 100, "n": 5},
-    "e2": {"model": "wrn28_10"},
-    "e3": {},
-    "e4": {"experiment": "imagenet"},
-    "e5": {},
+# ---- choosing ------------------------------------------------------------------------------------
+
+# By the name of the wish: the flag, the row's field, its type, and the flag's help.
+_WISHES: dict[str, tuple[str, str, type, str]] = {
+    "recipes": ("--recipe", "recipe", str, "e1 to e5"),
+    "experiments": ("--experiment", "experiment", str, ", ".join(EXPERIMENTS)),
+    "models": ("--model", "model", str, "vgg16, resnet50, ..."),
+    "gpus": ("--GPU", "gpu", str, "their labels"),
+    "methods": ("--method", "method", str, "FP32, FP16, amp, or arms: fp32, O2, ..."),
+    "batch_sizes": ("--batch", "batch_size", int, "of each process"),
+    "iterations": ("--iteration", "iterations", int, "runs of so many iterations only"),
+    "epochs": ("--epochs", "epochs", float, "runs of so many epochs only"),
 }
 
 
-def published(recipe: str) -> list[Row]:
-    """The figures of write-up `recipe` ("e1" to "e5"), as they were published."""
-    file = resources.files("ampfuse.experiments") / "published" / PUBLISHED_FILES[recipe]
-    with file.open(newline="") as lines:
-        return [_published_row(recipe, line) for line in csv.DictReader(lines)]
+def select(rows: Sequence[Row], **wishes: Sequence[Any]) -> list[Row]:
+    """The `rows` that fit `wishes`: lists named recipes, experiments, models, gpus, methods,
+    batch_sizes, iterations, epochs; an empty one does not restrict. Order: gpus and methods as
+    given, then as it was.
 
-
-def _published_row(recipe: str, line: Mapping[str, str]) -> Row:
-    values: dict[str, Any] = {"source": "published", "recipe": recipe, **_OF_ALL_LINES[recipe]}
-    for column, text in line.items():
-        name = _NAMES.get(column, column)
-        if "_std_" in column:  # E1's, of five repeats; it stands after the mean
-            name = column.replace("_std_", "_")
-            values[name] = Stat(values[name].mean, float(text), n=values["n"])
-        elif name in _STATS:
-            unit = 1e-6 if column.endswith("_bytes") else 1.0
-            values[name] = Stat(float(text) * unit) if text else None
-        elif kind := _NUMBERS.get(name):
-            values[name] = kind(text) if text else None
-        else:
-            values[name] = text
-    if recipe == "e5":
-        values["model"] = values["model"].removeprefix("sample_")
-        values["experiment"] = values["model"].removesuffix("_cnn")
-    return Row(**values)
-
-
-def select(
-    rows: Sequence[Row],
-    *,
-    recipes: Sequence[str] = (),
-    experiments: Sequence[str] = (),
-    models: Sequence[str] = (),
-    gpus: Sequence[str] = (),
-    methods: Sequence[str] = (),
-    batch_sizes: Sequence[int] = (),
-    iterations: int | None = None,
-    epochs: float | None = None,
-) -> list[Row]:
-    """The `rows` that fit; what is left empty does not restrict. Order: as given, then as it was.
-
-    A name in `methods` is a method ("FP16") or, where no row has that method, an arm ("O2").
+    A name in methods is a method ("FP16") or, where no row has that method, an arm ("O2").
     Raises ResultsError if a value fits no row; the message says what is there.
     """
-    chosen = list(rows)
-    wishes: tuple[tuple[str, Sequence[Any], Callable[[Row], Any]], ...] = (
-        ("--recipe", recipes, lambda row: row.recipe),
-        ("--experiment", experiments, lambda row: row.experiment),
-        ("--model", models, lambda row: row.model),
-        ("--GPU", gpus, lambda row: row.gpu),
-        ("--method", methods, lambda row: _method_named(row, chosen, methods)),
-        ("--batch", batch_sizes, lambda row: row.batch_size),
-        ("--iteration", () if iterations is None else (iterations,), lambda row: row.iterations),
-        ("--epochs", () if epochs is None else (epochs,), lambda row: row.epochs),
-    )
-    for option, wanted, of in wishes:
-        if not wanted:
-            continue
-        is_length = option in ("--iteration", "--epochs")
-        there = list(dict.fromkeys(value for value in map(of, chosen) if value is not None))
-        if missing := [value for value in wanted if value not in there]:
-            there = sorted(there) if is_length else there
-            raise ResultsError(
-                f"{option} {listed(missing)}: no such results; there are {listed(there)}"
-            )
-        fitting = [row for row in chosen if of(row) in wanted]
-        models_ = {row.model for row in fitting}
-        # Those that diverged never got that far, and are shown beside those that did.
-        chosen = [
-            row
-            for row in chosen
-            if row in fitting or (is_length and row.diverged and row.model in models_)
-        ]
-    # A sort keeps the order among equals, so the last one here is the first to count.
-    if methods:
-        names = {id(row): _method_named(row, chosen, methods) for row in chosen}
-        chosen.sort(key=lambda row: methods.index(names[id(row)]))
-    if gpus:
+    chosen, known = list(rows), {row.method for row in rows}
+    methods = wishes.get("methods", ())
+
+    def value(row: Row, field: str) -> Any:
+        by_arm = field == "method" and row.method not in methods and row.arm in methods
+        return row.arm if by_arm and row.arm not in known else getattr(row, field)
+
+    for name, (flag, field, _, _) in _WISHES.items():
+        wanted = wishes.get(name) or ()
+        there = list(dict.fromkeys(value(row, field) for row in chosen))
+        if missing := [wish for wish in wanted if wish not in there]:
+            shown = listed(one for one in there if one is not None)
+            raise ResultsError(f"{flag} {listed(missing)}: no such results; there are {shown}")
+        if wanted:
+            chosen = [row for row in chosen if value(row, field) in wanted]
+        if wanted and name == "methods":
+            chosen.sort(key=lambda row: wanted.index(value(row, field)))
+    if gpus := wishes.get("gpus"):  # before the methods
         chosen.sort(key=lambda row: gpus.index(row.gpu))
     return chosen
 
 
-EXPERIMENTS = {"cifar": "CIFAR", "imagenet": "ImageNet", "mnist": "MNIST", "mlp": "MLP"}
+def add_selection(parser: argparse.ArgumentParser, *, recipe: bool) -> None:
+    """The flags that choose results, the same in every command that shows them; with that of
+    recipes, or without."""
+    for name, (flag, field, kind, what) in _WISHES.items():
+        choices = {"recipes": RECIPES, "experiments": tuple(EXPERIMENTS)}.get(name)
+        if name != "recipes" or recipe:
+            options = {"type": kind, "choices": choices, "metavar": field.upper(), "nargs": "+"}
+            parser.add_argument(
+                flag, dest=name, default=[], help=f"{what} (default: all)", **options
+            )
+    folder = {"type": Path, "default": Path("results"), "metavar": "DIR"}
+    parser.add_argument("--results", **folder, help="default: %(default)s")
 
 
-def add_selection(parser: argparse.ArgumentParser) -> None:
-    """The flags that choose results, the same in every command that shows them."""
-
-    def several(*names: str, to: str, **options: Any) -> None:
-        parser.add_argument(*names, dest=to, nargs="+", default=[], **options)
-
-    several("--GPU", "--gpu", to="gpus", metavar="NAME", help="their labels (default: all)")
-    arms = "FP32, FP16, amp, or arms: fp32, amp-bf16, O2, ... (default: all)"
-    several("--method", to="methods", metavar="NAME", help=arms)
-    several("--batch", to="batch_sizes", type=int, metavar="N", help="default: all")
-    some = {"choices": EXPERIMENTS, "metavar": "NAME", "help": ", ".join(EXPERIMENTS)}
-    several("--experiment", to="experiments", **some)
-    several("--model", to="models", metavar="NAME", help="vgg16, resnet50, ... (default: all)")
-    length = parser.add_mutually_exclusive_group()
-    alike = "runs of N iterations only; runs of different length do not go into one line"
-    names = ("--iteration", "--iterations")
-    length.add_argument(*names, type=int, dest="iterations", metavar="N", help=alike)
-    alike = "runs of N epochs only, however many iterations these are"
-    length.add_argument("--epochs", type=float, metavar="N", help=alike)
-    add = parser.add_argument
-    add("--results", type=Path, default=Path("results"), metavar="DIR", help="default: %(default)s")
+def chosen(rows: Sequence[Row], args: argparse.Namespace, **more: Sequence[str]) -> list[Row]:
+    """Those of `rows` that fit the flags of :func:`add_selection`."""
+    return select(rows, **{n: getattr(args, n) for n in _WISHES if hasattr(args, n)} | more)
 
 
-def chosen(rows: Sequence[Row], args: argparse.Namespace, recipes: Sequence[str]) -> list[Row]:
-    """Those of `rows` that are of `recipes` and fit the flags of :func:`add_selection`."""
-    wishes = ("experiments", "models", "gpus", "methods", "batch_sizes", "iterations", "epochs")
-    return select(rows, recipes=recipes, **{name: getattr(args, name) for name in wishes})
-
-
-def _method_named(row: Row, rows: Sequence[Row], wanted: Sequence[str]) -> str:
-    """The name of `row` among those `wanted`: its method or, if no row has that, its arm."""
-    names_a_method = row.arm in {other.method for other in rows}
-    by_arm = row.method not in wanted and row.arm in wanted and not names_a_method
-    return row.arm if by_arm else row.method
+def file_name(text: str) -> str:
+    """`text` as a part of a path on any system: "Tesla T4/x" becomes "Tesla T4-x"."""
+    return re.sub(r'[<>:"/\\|?*\x00-\x1f]+', "-", text).strip(" .") or "unnamed"
 
 
 def listed(values: Iterable[object]) -> str:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from collections.abc import Callable
 
 import torch
 
-from ampfuse.insight.words import dtype_name
+from ampfuse.insight.tables import dtype_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,19 +87,36 @@ class Explanation:
     @property
     def remedy(self) -> str:
         """What helps, in a sentence or two."""
-        return _remedy(self)
+        skips = max(1, round(math.log2(self.scale / (self.fitting_scale or self.scale))))
+        return next(remedy for when, remedy in _REMEDIES if when(self)).format(
+            e=self,
+            dtype=dtype_name(self.dtype),
+            device=re.sub(r":\d+$", "", self.device),
+            domain=_of_domain(self),
+            by=math.ceil((self.largest_result or 0.0) / self.limit) if self.is_beyond else 0,
+            skips=f"{skips} skipped step{'s' * (skips > 1)}",
+            wider="or use BF16, whose range is FP32's (O4 or O5 instead of O1 or O2)",
+        )
+
+    @property
+    def is_beyond(self) -> bool:
+        """The result is finite, and the type too narrow for it."""
+        return self.largest_result is not None and math.isfinite(self.largest_result)
 
     def __str__(self) -> str:
         lines = [_TITLES[self.phase].format(self=self)]
         if self.line:
             lines.append(f"  line     {self.line}")
         size = f"{dtype_name(self.dtype)} of shape {list(self.shape)} on {self.device}"
-        lines.append(f"  {'result' if self.aten else 'tensor'}   {size}{_beyond(self)}")
+        if self.is_beyond:
+            reached = self.largest_result or 0.0
+            times = f"{reached / self.limit:.3g} times {self.limit:.5g}"
+            size += f"; it would reach {reached:.4g}, {times}"
+        lines.append(f"  {'result' if self.aten else 'tensor'}   {size}")
         if self.largest_input is not None:
             lines.append(f"  inputs   at most {self.largest_input:.4g} ({self.aten})")
         if self.phase == "backward" and self.scale != 1:
-            how = "dynamic" if self.dynamic else "static"
-            lines.append(f"  scale    {self.scale:g}, {how}")
+            lines.append(f"  scale    {self.scale:g}, {'dynamic' if self.dynamic else 'static'}")
         return "\n".join([*lines, f"  remedy   {self.remedy}"])
 
 
@@ -112,14 +130,6 @@ _TITLES = {
     "reduced: it is in {self.tensor} of {self.place}, and this process made none.",
 }
 
-
-def _beyond(self: Explanation) -> str:
-    reached = self.largest_result
-    if reached is None or not math.isfinite(reached):
-        return ""
-    return f"; it would reach {reached:.4g}, {reached / self.limit:.3g} times {self.limit:.5g}"
-
-
 _REDUCTIONS = frozenset(
     "sum mean norm linalg_vector_norm vector_norm var std var_mean std_mean prod cumsum cumprod "
     "logsumexp mse_loss l1_loss".split()
@@ -128,6 +138,7 @@ _PRODUCTS = frozenset(
     "linear matmul mm bmm baddbmm addbmm mv dot einsum conv scaled_dot_product_attention".split()
 )
 # Of operations that leave the numbers whatever their type.
+_NORM = "at 0 a norm has no gradient: add a small number under the root"
 _DOMAIN = {
     "div": "the divisor holds 0: add a small number to it, or clamp it",
     "reciprocal": "the argument holds 0: add a small number to it, or clamp it",
@@ -137,45 +148,10 @@ _DOMAIN = {
     "sqrt": "at 0 the gradient of a square root is inf: add a small number under the root",
     "rsqrt": "the argument holds 0: add a small number to it",
     "pow": "a base of 0 or less has no such power, or no such gradient: add a small number to it",
-    "norm": "at 0 a norm has no gradient: add a small number under the root",
-    "linalg_vector_norm": "at 0 a norm has no gradient: add a small number under the root",
+    "norm": _NORM,
+    "linalg_vector_norm": _NORM,
     "softmax": "a whole row is -inf, as when a mask hides every element: leave one in each row",
 }
-_UNDERFLOW = (
-    " In float16 all below 6e-8 is 0, constants such as 1e-8 too: if the 0 is one of these, "
-    "compute what gives it in FP32."
-)
-
-
-def _remedy(e: Explanation) -> str:
-    fixed = {
-        "data": "Look at the data and what prepares them. No type and no loss scale helps.",
-        "weights": "An earlier step or the checkpoint put it there: go back to a sound checkpoint. "
-        "A dynamic loss scale (or skip_nonfinite=True) skips steps that would do this; a lower "
-        "learning rate or clipping keeps finite ones small.",
-        "step": "The update left the type's range: lower the learning rate, clip gradients, and "
-        "keep FP32 masters (O2 or O5 instead of O3; master_weights=True).",
-        "another process": "Read the explanation of the other processes. If none has one, the sum "
-        "of their gradients overflowed: reduce in FP32, or lower the loss scale.",
-    }
-    if e.was_cast_to_inf:
-        return (
-            "The cast of amp.initialize put it there: use O5 or O4, whose BF16 has FP32's range, "
-            "or bring the values into range before amp.initialize. No loss scale helps."
-        )
-    if e.phase in fixed:
-        return fixed[e.phase]
-    if e.largest_result is not None and not math.isfinite(e.largest_result):
-        return _of_domain(e)
-    if e.dtype != torch.float16:
-        return (
-            f"{dtype_name(e.dtype)} has the widest range there is for training, so the training "
-            "diverges: lower the learning rate, clip gradients, look at the loss and the data."
-        )
-    fitting = e.fitting_scale
-    if fitting is not None and e.scale > 1 and fitting >= 1:
-        return _of_scale(e, fitting)
-    return _of_range(e)
 
 
 def _of_domain(e: Explanation) -> str:
@@ -184,60 +160,73 @@ def _of_domain(e: Explanation) -> str:
     else:
         other = f"the result of {e.operation} is beyond FP32's range too"
     said = _DOMAIN.get(e.operation, other)
-    tail = _UNDERFLOW if e.dtype == torch.float16 and "0" in said.split(":")[0] else ""
-    return f"{said[0].upper()}{said[1:]}. No loss scale helps.{tail}"
-
-
-def _of_scale(e: Explanation, fitting: float) -> str:
-    if e.dynamic:
-        halvings = max(1, round(math.log2(e.scale / fitting)))
-        return (
-            f"None needed: the dynamic loss scale of {e.scale:g} is still adapting. This gradient "
-            f"fits from {fitting:g} on, after {halvings} skipped step{'s' * (halvings > 1)}."
-        )
-    return (
-        f"The static loss scale of {e.scale:g} is too high: this gradient fits with {fitting:g} or "
-        'less. Use loss_scale="dynamic", which finds it.'
+    underflow = (
+        " In float16 all below 6e-8 is 0, constants such as 1e-8 too: if the 0 is one of these, "
+        "compute what gives it in FP32."
     )
+    is_zero = e.dtype == torch.float16 and "0" in said.split(":")[0]
+    return f"{said[0].upper()}{said[1:]}. No loss scale helps.{underflow * is_zero}"
 
 
-def _of_range(e: Explanation) -> str:
-    device = re.sub(r":\d+$", "", e.device)
-    wider = "or use BF16, whose range is FP32's (O4 or O5 instead of O1 or O2)"
-    if e.operation == "to":
-        if e.kind == "-inf":
-            return (
-                "A cast to float16 made -inf of a finite number. If this is a mask, fill it with "
-                "torch.finfo(torch.float16).min instead of -1e9, and let no row be hidden whole; "
-                f"if not, keep the values in FP32, {wider}."
-            )
-        return f"These values do not fit into float16: normalize them, keep them in FP32, {wider}."
-    if e.phase == "backward":
-        told = "The gradient is beyond float16 without any loss scale"
-        return (
-            f"{told}: compute the operation in FP32 (x.float()) so that its backward is, {wider}."
-        )
-    if e.aten.startswith(("aten.bmm", "aten.baddbmm")) and e.largest_result is not None:
-        by = math.ceil(e.largest_result / e.limit)
-        return (
-            f"These products fit if an operand is divided by {by} or more. Attention scores: scale "
-            "the query before the product, q / d**0.5 @ k.mT, not the scores after it; or call "
-            f"F.scaled_dot_product_attention; {wider}."
-        )
-    if e.operation in _REDUCTIONS:
-        return (
-            f"Reduce in FP32: {e.operation}(x.float()), or dtype=torch.float32 where it takes "
-            f"one; {wider}."
-        )
-    if e.operation in _PRODUCTS:
-        return (
-            "The products are too large for float16: normalize the layer's input or scale its "
-            f'weights down, run it under torch.autocast("{device}", enabled=False) on x.float(), '
-            f"{wider}."
-        )
-    what = e.operation if e.aten else "it"
-    softmax = "Of a softmax, subtract the largest argument first, or call torch.softmax. Else: "
-    return softmax * (what == "exp") + (
-        f'Keep {what} in FP32: with torch.autocast("{device}", enabled=False), on x.float(); for a '
-        f"function of yours, @amp.float_function at O1; {wider}."
-    )
+def _scale_helps(e: Explanation) -> bool:
+    return e.scale > 1 and e.fitting_scale is not None and e.fitting_scale >= 1
+
+
+_KEEP = (
+    'Keep {what} in FP32: with torch.autocast("{{device}}", enabled=False), on x.float(); for a '
+    "function of yours, @amp.float_function at O1; {{wider}}."
+)
+# When it helps, and what: the first that holds.
+# fmt: off
+_REMEDIES: tuple[tuple[Callable[[Explanation], bool], str], ...] = (
+    (lambda e: e.was_cast_to_inf,
+     "The cast of amp.initialize put it there: use O5 or O4, whose BF16 has FP32's range, or "
+     "bring the values into range before amp.initialize. No loss scale helps."),
+    (lambda e: e.phase == "data",
+     "Look at the data and what prepares them. No type and no loss scale helps."),
+    (lambda e: e.phase == "weights",
+     "An earlier step or the checkpoint put it there: go back to a sound checkpoint. A dynamic "
+     "loss scale (or skip_nonfinite=True) skips steps that would do this; a lower learning rate "
+     "or clipping keeps finite ones small."),
+    (lambda e: e.phase == "step",
+     "The update left the type's range: lower the learning rate, clip gradients, and keep FP32 "
+     "masters (O2 or O5 instead of O3; master_weights=True)."),
+    (lambda e: e.phase == "another process",
+     "Read the explanation of the other processes. If none has one, the sum of their gradients "
+     "overflowed: reduce in FP32, or lower the loss scale."),
+    (lambda e: e.largest_result is not None and not e.is_beyond, "{domain}"),
+    (lambda e: e.dtype != torch.float16,
+     "{dtype} has the widest range there is for training, so the training diverges: lower the "
+     "learning rate, clip gradients, look at the loss and the data."),
+    (lambda e: _scale_helps(e) and e.dynamic,
+     "None needed: the dynamic loss scale of {e.scale:g} is still adapting. This gradient fits "
+     "from {e.fitting_scale:g} on, after {skips}."),
+    (_scale_helps,
+     "The static loss scale of {e.scale:g} is too high: this gradient fits with "
+     '{e.fitting_scale:g} or less. Use loss_scale="dynamic", which finds it.'),
+    (lambda e: e.operation == "to" and e.kind == "-inf",
+     "A cast to float16 made -inf of a finite number. If this is a mask, fill it with "
+     "torch.finfo(torch.float16).min instead of -1e9, and let no row be hidden whole; if not, "
+     "keep the values in FP32, {wider}."),
+    (lambda e: e.operation == "to",
+     "These values do not fit into float16: normalize them, keep them in FP32, {wider}."),
+    (lambda e: e.phase == "backward",
+     "The gradient is beyond float16 without any loss scale: compute the operation in FP32 "
+     "(x.float()) so that its backward is, {wider}."),
+    (lambda e: e.aten.startswith(("aten.bmm", "aten.baddbmm")) and e.is_beyond,
+     "These products fit if an operand is divided by {by} or more. Attention scores: scale the "
+     "query before the product, q / d**0.5 @ k.mT, not the scores after it; or call "
+     "F.scaled_dot_product_attention; {wider}."),
+    (lambda e: e.operation in _REDUCTIONS,
+     "Reduce in FP32: {e.operation}(x.float()), or dtype=torch.float32 where it takes one; "
+     "{wider}."),
+    (lambda e: e.operation in _PRODUCTS,
+     "The products are too large for float16: normalize the layer's input or scale its weights "
+     'down, run it under torch.autocast("{device}", enabled=False) on x.float(), {wider}.'),
+    (lambda e: e.operation == "exp",
+     "Of a softmax, subtract the largest argument first, or call torch.softmax. Else: "
+     + _KEEP.format(what="exp")),
+    (lambda e: bool(e.aten), _KEEP.format(what="{e.operation}")),
+    (lambda e: True, _KEEP.format(what="it")),
+)
+# fmt: on

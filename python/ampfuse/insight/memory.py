@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
+from ampfuse import trees
 from ampfuse._schema import ALGORITHMS, STORAGES
-from ampfuse.amp import trees
 from ampfuse.amp.casts import eager_module, is_affine_batch_norm
-from ampfuse.insight.advice import check_types
-from ampfuse.insight.trials import LossFunction, same_random_numbers
-from ampfuse.insight.words import aligned
+from ampfuse.insight import charts
+from ampfuse.insight.inputs import LossFunction, check_owned, check_types, same_random_numbers
+from ampfuse.insight.tables import aligned
 from ampfuse.optim.base import AmpOptimizer
 from ampfuse.optim.fused import FUSED, FusedOptimizer
 from ampfuse.optim.inner import parameters, with_inner
@@ -79,16 +79,15 @@ def memory_report(
     model, inner = eager_module(model), with_inner(optimizer)[-1]
     fused: Any = type(inner) if isinstance(inner, FusedOptimizer) else FUSED.get(type(inner))
     algorithm = ALGORITHMS[fused._algorithm if fused else "none"]
-    states = {  # how many of the parameter's shape, by id of the parameter in the model
-        id(getattr(parameter, "model_param", parameter)): len(algorithm.states_in(group))
+    stepped = [
+        (getattr(parameter, "model_param", parameter), len(algorithm.states_in(group)))
         for group in inner.param_groups
         for parameter in group["params"]
-    }
-    if strange := len(states.keys() - set(map(id, model.parameters()))):
-        raise ValueError(
-            f"{strange} of the {len(states)} tensors that the optimizer steps are no parameters of "
-            "the model. Pass the model's own optimizer, or one module with all of them."
-        )
+    ]
+    remedy = "Pass the model's own optimizer, or one module with all of them."
+    check_owned(model, [parameter for parameter, _ in stepped], remedy)
+    # How many of the parameter's shape, by id of the parameter in the model.
+    states = {id(parameter): count for parameter, count in stepped}
     found = _measured(model, optimizer)
     kept, wide = (0, 0) if batch is None else _activations(model, batch, loss_function)
     masters = getattr(inner, "master_weights", False)
@@ -157,13 +156,31 @@ class MemoryReport:
         return pandas.DataFrame.from_dict(self.held, orient="index")
 
     def plot(self, path: str | Path | None = None) -> Figure:
-        """A bar for each mode, saved to `path` if given; needs matplotlib."""
-        from ampfuse.insight.memory_plot import draw
+        """A bar for each mode, saved to `path` if given; needs matplotlib.
 
-        figure = draw(self)
-        if path is not None:
-            figure.savefig(path, dpi=150)
-        return figure
+        Bars are stacked by kind; what is only expected is hatched. The budget is a line, unless it
+        is more than twice the highest bar; totals beyond it are bold.
+        """
+        totals = [sum(held.values()) for held in self.held.values()]
+        unit, name = (1e9, "GB") if max(totals) > 5e8 else (1e6, "MB")
+        figure, panels = charts.panels([[name]], (7, 4.2))
+        axes = panels[name]
+        places, bottoms = range(len(totals)), [0.0] * len(totals)
+        for color, kind in enumerate(KINDS):
+            heights = [held[kind] / unit for held in self.held.values()]
+            style = charts.bar_style(color, [(mode, kind) in self.expected for mode in self.held])
+            if any(heights):
+                axes.bar(places, heights, 0.7, bottoms, label=kind, **style)
+            bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
+        for place, total in enumerate(totals):
+            weight = "bold" if total > self.budget else "normal"
+            axes.text(place, total / unit, size(total), size=7, weight=weight, ha="center")
+        if self.budget <= 2 * max(totals):
+            axes.axhline(self.budget / unit, color="black", lw=1.2, ls="--", label="budget")
+        axes.set_ylim(0, 1.3 * axes.get_ylim()[1])  # room for the legend
+        axes.set_xticks(places, [mode.replace("+", "\n+ ") for mode in self.held])
+        title = f"{self.heading}, budget {size(self.budget)} (hatched: expected)"
+        return charts.finish(figure, title, path)
 
 
 def size(count: float) -> str:

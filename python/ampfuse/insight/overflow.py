@@ -21,8 +21,8 @@ from torch.optim import Optimizer
 
 from ampfuse.amp import session as sessions
 from ampfuse.amp.casts import is_installed
-from ampfuse.insight.births import Tracker
 from ampfuse.insight.explanation import Explanation
+from ampfuse.insight.tracker import Tracker
 from ampfuse.optim.base import amp_optimizers
 from ampfuse.optim.skip_watch import Sample, is_captured
 
@@ -45,7 +45,7 @@ def explain_overflow(
 
     A watched step runs every operation as always and gives the same bits, but waits for the device
     after each of them. What ``torch.compile`` compiled runs uncompiled in it. An armed watch adds
-    nothing to a step but a copy of the count of skipped steps, for which nobody waits.
+    nothing to a step but a count of skipped steps on the device, for which nobody waits.
 
     Arguments:
         model: a module, whatever it is wrapped in. Names are those of its ``named_modules()``.
@@ -111,10 +111,9 @@ class OverflowWatch:
     # --- armed ------------------------------------------------------------------------------------
 
     def _arm(self, optimizer: Any, after: int) -> None:
+        self._skips = _SkipsInARow(after)
         if isinstance(optimizer, torch.amp.GradScaler):
-            self._skips = _Skips(after)
             update = optimizer.update
-            total: list[Tensor] = []
 
             def update_and_tell(*args: Any, **kwargs: Any) -> None:
                 states = optimizer._per_optimizer_states.values()
@@ -122,9 +121,7 @@ class OverflowWatch:
                 here = [flag.to(flags[0].device, non_blocking=True) for flag in flags]
                 update(*args, **kwargs)
                 if here:
-                    now = torch.stack(here).amax()
-                    total[:] = [total[0] + now if total else now]
-                    self._after_step(total[0])
+                    self._after_step(torch.stack(here).amax())
 
             optimizer.update = update_and_tell  # type: ignore[method-assign]
             self._armed.callback(optimizer.__dict__.pop, "update")
@@ -137,19 +134,16 @@ class OverflowWatch:
             )
 
         def after_step(one: Any, args: Any, kwargs: Any) -> None:
-            self._after_step(one.param_table().state_field("skipped_steps"))
+            self._after_step(one.last_step.skipped)
 
-        table = tells[-1]._table
-        so_far = None if table is None else table.state_field("skipped_steps")
-        self._skips = _Skips(after, so_far)
         self._armed.callback(tells[-1].register_step_post_hook(after_step).remove)
 
     def _after_step(self, skipped: Tensor) -> None:
         if self._tracker is not None:
             self.__exit__()
             if self.explanation is not None:
-                _log.warning("Skipped steps in a row: %d. %s", self._skips.row, self.explanation)
-        if self._skips.hear(skipped):
+                _log.warning("Skipped steps in a row: %d. %s", self._skips.count, self.explanation)
+        if self._skips.are_enough(skipped):
             for module in self.model.modules():
                 if not isinstance(module, torch.jit.ScriptModule):
                     hook = module.register_forward_pre_hook(self._begin, with_kwargs=True)
@@ -172,45 +166,27 @@ class OverflowWatch:
             self._skips.told = False
 
 
-class _Skips:
-    """Counts skipped steps in a row, by samples of a count on the device that nobody waits for.
+class _SkipsInARow:
+    """Counts skipped steps in a row, on the device; nobody waits for the count."""
 
-    Arguments:
-        after: how many in a row it is about.
-        start: the count as it is; None if it starts at 0.
-    """
-
-    def __init__(self, after: int, start: Tensor | None = None) -> None:
-        self.row = 0
+    def __init__(self, after: int) -> None:
+        self.count = 0  # as far as it is known here
         self.told = False
         self._after = after
-        self._steps = 0
-        self._sample = None if start is None else (0, Sample(start))
-        # Steps, and skipped ones of them.
-        self._known: tuple[int, float] | None = (0, 0.0) if start is None else None
+        self._on_device: Tensor | None = None
+        self._sample: Sample | None = None
 
-    def hear(self, skipped: Tensor) -> bool:
-        """After a step; True if there were so many in a row, once."""
-        self._steps += 1
+    def are_enough(self, skipped: Tensor) -> bool:
+        """After a step, which was `skipped` (1) or not (0): whether there are so many, once."""
         if is_captured(skipped):
             return False
-        self._take()
+        before = 0 if self._on_device is None else self._on_device
+        self._on_device = (before + 1) * skipped
         if self._sample is None:
-            self._sample = self._steps, Sample(skipped)
-            self._take()
-        if self.row < self._after or self.told:
+            self._sample = Sample(self._on_device)
+        if not self._sample.has_arrived():
             return False
-        self.told = True
-        return True
-
-    def _take(self) -> None:
-        """What the sample says, if it has arrived."""
-        if self._sample is None or not self._sample[1].has_arrived():
-            return
-        (steps, sample), self._sample = self._sample, None
-        before, self._known = self._known, (steps, sample.values()[0])
-        if before is not None:
-            made = steps - before[0]
-            all_skipped = self._known[1] - before[1] == made
-            self.row = self.row + made if all_skipped else 0
-            self.told = self.told and all_skipped
+        self.count, self._sample = int(self._sample.values()[0]), None
+        is_new = self.count >= self._after and not self.told
+        self.told = self.count >= self._after
+        return is_new

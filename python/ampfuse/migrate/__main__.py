@@ -1,4 +1,5 @@
-"""The command line: ``python -m ampfuse.migrate [--write] FILE...``."""
+"""Report line by line what a script uses of apex, and what it becomes in ampfuse and in plain
+torch."""
 
 from __future__ import annotations
 
@@ -7,31 +8,34 @@ import sys
 import tokenize
 from pathlib import Path
 
+from ampfuse.command_line import run_alone
 from ampfuse.files import atomic
 from ampfuse.migrate.imports import rewrite_imports
 from ampfuse.migrate.uses import Use, find_uses
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Report on the files of `argv` (default: ``sys.argv[1:]``).
-
-    Returns:
-        0; 1 if a file uses something that has no counterpart here; 2 if one cannot be read or
-        written.
-    """
-    parser = argparse.ArgumentParser(
-        prog="python -m ampfuse.migrate",
-        description="Report line by line what a script uses of apex, and what it becomes in "
-        "ampfuse and in plain torch.",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("files", metavar="FILE", nargs="+", type=Path)
     parser.add_argument(
         "--write",
         action="store_true",
         help="change the imports to ampfuse.compat.apex; nothing else in the files changes",
     )
-    options = parser.parse_args(argv)
-    return max(_report(path, write=options.write) for path in options.files)
+
+
+def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
+    """Report on the files of `args`.
+
+    Returns:
+        0; 1 if a file uses something that has no counterpart here; 2 if one cannot be read or
+        written.
+    """
+    return max(_report(path, write=args.write) for path in args.files)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """``python -m ampfuse.migrate``: the same as ``ampfuse migrate``."""
+    return run_alone(sys.modules[__name__], argv, "python -m ampfuse.migrate")
 
 
 def _report(path: Path, *, write: bool) -> int:

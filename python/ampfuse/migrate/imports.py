@@ -6,7 +6,7 @@ import ast
 import io
 import re
 
-from ampfuse.migrate.table import TOP, is_left_out
+from ampfuse.compat.names import TOP, is_left_out
 
 HERE = "ampfuse.compat.apex"
 

@@ -7,8 +7,8 @@ import dataclasses
 import importlib
 from types import ModuleType
 
+from ampfuse.compat.names import TOP, counterparts, instead_of
 from ampfuse.migrate.imports import here, is_here
-from ampfuse.migrate.table import FP16_OPTIMIZER, TOP, counterparts, instead_of
 
 _IMPORTERS = ("import_module", "find_spec", "__import__")
 _BY_STRING = (
@@ -36,9 +36,8 @@ class Use:
 def find_uses(source: str) -> list[Use]:
     """The uses of apex and its extensions in `source`, in the order of its lines.
 
-    Imported names are followed, under other names too, and so are the methods of an
-    ``FP16_Optimizer`` that is assigned to a name. A module's name in a string is found where it
-    stands in a call of ``import_module``, ``find_spec`` or ``__import__``.
+    Imported names are followed, under other names too. A module's name in a string is found where
+    it stands in a call of ``import_module``, ``find_spec`` or ``__import__``.
 
     Raises:
         SyntaxError: `source` is no Python.
@@ -52,7 +51,6 @@ class _Finder(ast.NodeVisitor):
     def __init__(self) -> None:
         self.uses: list[Use] = []
         self._names: dict[str, str] = {}  # a name in the script -> what it is in apex
-        self._fp16_optimizers: set[str] = set()
 
     def visit_Import(self, node: ast.Import) -> None:
         for alias in node.names:
@@ -83,12 +81,6 @@ class _Finder(ast.NodeVisitor):
         if chain and root in self._names:
             name = ".".join([self._names[root], *chain[1:]])
             self._add(node.lineno, _known_part(name))
-        elif chain and ".".join(chain[:-1]) in self._fp16_optimizers:
-            if chain[-1] in FP16_OPTIMIZER:
-                ampfuse, torch = FP16_OPTIMIZER[chain[-1]]
-                self.uses.append(
-                    Use(node.lineno, f"apex.fp16_utils.FP16_Optimizer.{chain[-1]}", ampfuse, torch)
-                )
         else:
             self.generic_visit(node)
 
@@ -101,27 +93,9 @@ class _Finder(ast.NodeVisitor):
         if name.split(".")[0] in TOP:
             self.uses.append(Use(node.lineno, name, *_BY_STRING, _is_available(name)))
 
-    def visit_Assign(self, node: ast.Assign) -> None:
-        self.generic_visit(node)
-        self._remember_fp16_optimizer(node.targets, node.value)
-
-    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
-        self.generic_visit(node)
-        self._remember_fp16_optimizer([node.target], node.value)
-
-    def _remember_fp16_optimizer(self, targets: list[ast.expr], value: ast.expr | None) -> None:
-        if not isinstance(value, ast.Call):
-            return
-        chain = _chain(value.func)
-        if not chain or chain[0] not in self._names:
-            return
-        if ".".join([self._names[chain[0]], *chain[1:]]).endswith("FP16_Optimizer"):
-            self._fp16_optimizers |= {".".join(_chain(target)) for target in targets} - {""}
-
     def _star(self, module: str) -> None:
-        here = _module(module)
-        for name in getattr(here, "__all__", []):
-            self._names[name] = f"{module}.{name}"
+        public = (name for name in dir(_module(module)) if not name.startswith("_"))
+        self._names |= {name: f"{module}.{name}" for name in public}
 
     def _add(self, line: int, name: str) -> None:
         available = _is_available(name)

@@ -8,12 +8,10 @@ from ampfuse.nn import functional
 from ampfuse.nn.batch_norm import BatchNormAct2d
 from ampfuse.nn.fusion import FusionReport, fuse, unfuse
 from ampfuse.nn.recompute import recompute_norms
-from ampfuse.nn.sync_batch_norm import SyncBatchNormAct2d
 
 __all__ = [
     "BatchNormAct2d",
     "FusionReport",
-    "SyncBatchNormAct2d",
     "functional",
     "fuse",
     "recompute_norms",

@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import itertools
 import linecache
-import sys
 import types
 from collections.abc import Callable
 from typing import Any
@@ -19,10 +18,10 @@ from typing import Any
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ampfuse.amp.casts import eager_module, replaceable_forward
-from ampfuse.nn.batch_norm import BatchNormAct2d, normalize
-from ampfuse.nn.norm_act import are_bare, is_known
-from ampfuse.nn.patterns import add_forks, fuse_norms
+from ampfuse.nn.batch_norm import BatchNormAct2d
+from ampfuse.nn.forwards import eager_module, replaceable_forward
+from ampfuse.nn.norm_act import is_known
+from ampfuse.nn.patterns import fuse_norms
 from ampfuse.nn.tracing import KINDS, Untraceable, required_arguments, trace
 
 
@@ -33,13 +32,10 @@ class FusionReport:
     Attributes:
         fused: the batch norms that are fused now, by name, and with what.
         left: the batch norms that are not, and why.
-        forks: the modules in which the gradients of values are added in a batch norm's backward
-            pass, and which values.
     """
 
     fused: dict[str, str] = dataclasses.field(default_factory=dict)
     left: dict[str, str] = dataclasses.field(default_factory=dict)
-    forks: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def summary(self) -> str:
@@ -49,7 +45,7 @@ class FusionReport:
 
     def __str__(self) -> str:
         lines = [self.summary]
-        for title in ("fused", "left", "forks"):
+        for title in ("fused", "left"):
             places = getattr(self, title)
             lines += [f"{title:5}  {name or '(model)'}: {what}" for name, what in places.items()]
         return "\n".join(lines)
@@ -77,10 +73,7 @@ def fuse(model: nn.Module) -> FusionReport:
     for owner, names in owners.items():
         reason = f"{owner or 'the model'} does not call it"
         try:
-            found, forks = _fuse_in(modules[owner], [modules[name] for name in names])
-            fused.update(found)
-            if forks:
-                report.forks[owner] = ", ".join(forks)
+            fused.update(_fuse_in(modules[owner], [modules[name] for name in names]))
         except Untraceable as error:
             reason = str(error)
         report.left.update({name: _unknown(modules[name]) or reason for name in names})
@@ -100,8 +93,6 @@ def unfuse(model: nn.Module) -> None:
 
 def _owner(name: str, modules: dict[str, nn.Module]) -> str:
     """The name of the module whose ``forward`` should call the batch norm `name`."""
-    if _applies_activation(modules[name]):
-        return name
     while name:
         name = name.rpartition(".")[0]
         if type(modules[name]).forward is not nn.Module.forward:  # as a ModuleList's is
@@ -113,16 +104,16 @@ def _unknown(norm: nn.Module) -> str | None:
     """Why `norm` has no fused form; None if it has one."""
     if isinstance(norm, BatchNormAct2d):
         return "fused in itself"
-    if is_known(norm) or _applies_activation(norm):
+    if is_known(norm):
         return None
     return f"a {type(norm).__name__} has no fused form"
 
 
-def _fuse_in(owner: nn.Module, norms: list[nn.Module]) -> tuple[dict[nn.Module, str], list[str]]:
+def _fuse_in(owner: nn.Module, norms: list[nn.Module]) -> dict[nn.Module, str]:
     """Fuse `norms`, as far as they have a fused form and `owner` calls them.
 
     Returns:
-        Those that are fused now, and with what; the values that are forked.
+        Those that are fused now, and with what.
 
     Raises:
         Untraceable: the forward of `owner` has to stay; the message says why.
@@ -135,18 +126,15 @@ def _fuse_in(owner: nn.Module, norms: list[nn.Module]) -> tuple[dict[nn.Module, 
     if present is not None and getattr(present, "__func__", None) is not cls.forward:
         raise Untraceable(f"this {cls.__name__} has a forward of its own")
     if all(map(_unknown, norms)):
-        return {}, []
-    if _applies_activation(owner):
-        forward, fused, forked = _forward_of_timm(owner)
-    else:
-        forward, fused, forked = _forward_from_graphs(owner, cls)
+        return {}
+    forward, fused = _forward_from_graphs(owner, cls)
     if fused:
         forward.is_fused = True
         # torch.compile counts recompilations per code object.
         forward.__code__ = forward.__code__.replace()
         forward.__name__ = "forward"  # a bound method pickles as the name of its function
         owner.__dict__[attribute] = types.MethodType(forward, owner)
-    return fused, forked
+    return fused
 
 
 def _is_fused(forward: Any) -> bool:
@@ -155,12 +143,11 @@ def _is_fused(forward: Any) -> bool:
 
 def _forward_from_graphs(
     owner: nn.Module, cls: type[nn.Module]
-) -> tuple[Any, dict[nn.Module, str], list[str]]:
+) -> tuple[Any, dict[nn.Module, str]]:
     """A ``forward`` that runs the graph of `owner` for its mode and the kind of its arguments."""
     variants: dict[tuple[bool, type], Callable[..., Any]] = {}
     sources: dict[tuple[bool, type], str | None] = {}
     fused: dict[nn.Module, str] = {}
-    forked: list[str] = []
     failure: Untraceable | None = None
     for training, kind in itertools.product((True, False), KINDS):
         try:
@@ -171,8 +158,6 @@ def _forward_from_graphs(
             continue
         for path, what in fuse_norms(graph, owner).items():
             fused.setdefault(owner.get_submodule(path), what)
-        forks = add_forks(graph, owner)
-        forked = forked or forks
         sources[training, kind], variants[training, kind] = _compiled(graph, cls)
     if not variants:
         assert failure is not None
@@ -190,7 +175,7 @@ def _forward_from_graphs(
             variant = variants.get((self.training, kind))
         return (variant or original)(self, *args, **kwargs)
 
-    return forward, fused, forked
+    return forward, fused
 
 
 def _graph(owner: nn.Module, cls: type[nn.Module], training: bool, kind: type) -> fx.Graph:
@@ -224,29 +209,3 @@ def _compiled(graph: fx.Graph, cls: type[nn.Module]) -> tuple[str, Callable[...,
     scope = dict(code.globals)
     exec(compile(code.src, name, "exec"), scope)
     return code.src, scope["forward"]
-
-
-def _applies_activation(norm: nn.Module) -> bool:
-    """Whether `norm` has the forward of timm's ``BatchNormAct2d``, and a ReLU or nothing in it."""
-    cls = getattr(sys.modules.get("timm.layers.norm_act"), "BatchNormAct2d", None)
-    if cls is None or type(norm).forward is not cls.forward:
-        return False
-    return _is_simple(norm)
-
-
-def _is_simple(norm: Any) -> bool:
-    return type(norm.drop) is nn.Identity and type(norm.act) in (nn.ReLU, nn.Identity)
-
-
-def _forward_of_timm(
-    norm: Any,
-) -> tuple[Any, dict[nn.Module, str], list[str]]:
-    original: Any = type(norm).forward
-
-    @functools.wraps(original)
-    def forward(self: Any, x: Tensor) -> Tensor:
-        if x.dim() == 4 and _is_simple(self) and are_bare((self.drop, self.act)):
-            return normalize(self, x, None, type(self.act) is nn.ReLU)
-        return original(self, x)
-
-    return forward, {norm: "with ReLU" if type(norm.act) is nn.ReLU else "alone"}, []

@@ -1,7 +1,6 @@
 """Batch norms and what follows them, in the graph of a forward, as calls of ``norm_act``.
 
-A batch norm takes with it an add and a ReLU, if nobody else sees what is between them. A value that
-several steps read, and none of them writes, is forked for the sake of its gradient.
+A batch norm takes with it an add and a ReLU, if nobody else sees what is between them.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ampfuse.nn.norm_act import fork, is_known, norm_act
+from ampfuse.nn.norm_act import is_known, norm_act
 from ampfuse.nn.tracing import IN_PLACE
 
 _ADDS = (operator.add, torch.add, "add")
@@ -120,24 +119,6 @@ def _module(node: fx.Node, root: nn.Module) -> nn.Module | None:
     if node.op != "call_module" or len(node.args) != 1 or node.kwargs:
         return None
     return root.get_submodule(str(node.target))
-
-
-def add_forks(graph: fx.Graph, root: nn.Module) -> list[str]:
-    """Fork the values that several nodes of `graph` read; returns each in words."""
-    forked = []
-    for node in list(graph.nodes):
-        users = list(node.users)
-        if len(users) < 2 or not all(reads(user, node, root) for user in users):
-            continue
-        with graph.inserting_after(node):
-            items = graph.call_function(fork, (node, len(users)))
-        for index, user in enumerate(users):
-            with graph.inserting_before(user):
-                item = graph.call_function(operator.getitem, (items, index))
-            user.replace_input_with(node, item)
-        what = node.args[0] if node.target is norm_act else node.name
-        forked.append(f"{what} for {len(users)} readers")
-    return forked
 
 
 def reads(node: fx.Node, value: fx.Node, root: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""``nn.SyncBatchNorm`` that adds a residual and applies a ReLU in the same pass, CPUs included."""
+"""``nn.SyncBatchNorm`` with an add and a ReLU in the same pass, on CPUs too, for apex's."""
 
 from __future__ import annotations
 
@@ -9,54 +9,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ampfuse.nn.batch_norm import BatchNormAct2d, normalize, update_factor
-from ampfuse.nn.functional import Activation, add_relu, is_relu
-from ampfuse.optim.masters import FLOAT_DTYPES
+from ampfuse.nn.batch_norm import normalize, update_factor
+from ampfuse.nn.functional import add_relu
 
-
-# Not a subclass of torch's: DistributedDataParallel refuses that on the CPU.
-class SyncBatchNormAct2d(BatchNormAct2d):
-    """A :class:`BatchNormAct2d` over the batches of all processes, on GPUs and CPUs.
-
-    Batches may differ in size, and one may be empty. As with ``nn.SyncBatchNorm``, the gradients of
-    weight and bias are those of the own batch: DistributedDataParallel averages them.
-
-    Arguments:
-        num_features, eps, momentum, affine, track_running_stats, device, dtype: as in torch.
-        process_group: the processes; None = all.
-        activation: "relu" or None.
-    """
-
-    def __init__(
-        self,
-        num_features: int,
-        eps: float = 1e-5,
-        momentum: float | None = 0.1,
-        affine: bool = True,
-        track_running_stats: bool = True,
-        process_group: Any = None,
-        device: Any = None,
-        dtype: Any = None,
-        *,
-        activation: Activation = "relu",
-    ) -> None:
-        super().__init__(
-            num_features,
-            eps,
-            momentum,
-            affine,
-            track_running_stats,
-            device,
-            dtype,
-            activation=activation,
-        )
-        self.process_group = process_group
-
-    _check_non_zero_input_channels = nn.SyncBatchNorm._check_non_zero_input_channels
-
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Normalize `x` (N, C, H, W), add `residual` of the same shape, apply the activation."""
-        return sync_normalize(self, x, residual, is_relu(self.activation))
+_FUSED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def sync_normalize(norm: Any, x: Tensor, residual: Tensor | None, relu: bool) -> Tensor:
@@ -65,7 +21,7 @@ def sync_normalize(norm: Any, x: Tensor, residual: Tensor | None, relu: bool) ->
     if not together or dist.get_world_size(norm.process_group) == 1:
         return normalize(norm, x, residual, relu)
     images = _as_images(x)
-    fits = images.is_contiguous(memory_format=torch.channels_last) and x.dtype in FLOAT_DTYPES
+    fits = images.is_contiguous(memory_format=torch.channels_last) and x.dtype in _FUSED_DTYPES
     if x.is_cuda and not fits:
         out = nn.SyncBatchNorm.forward(norm, x)  # has kernels for that, but only on GPUs
         return add_relu(out, residual, relu)
@@ -98,7 +54,7 @@ def _as_images(x: Tensor) -> Tensor:
 
 
 def _dense(x: Tensor) -> Tensor:
-    x = x if x.dtype in FLOAT_DTYPES else x.float()
+    x = x if x.dtype in _FUSED_DTYPES else x.float()
     return x.contiguous(memory_format=torch.channels_last)
 
 
@@ -146,7 +102,7 @@ class _SyncBatchNormAct(torch.autograd.Function):
         dy = grad.contiguous(memory_format=torch.channels_last)
         sums = mean.new_zeros(2, x.size(1))
         if x.numel():
-            *both, masked = ops.batch_norm_reduce([dy], x, mean, mask, has_residual)
+            *both, masked = ops.batch_norm_reduce(dy, x, mean, mask, has_residual)
             sums = torch.stack(both)
             if has_residual:
                 dy, mask = masked, mask.new_empty(0)

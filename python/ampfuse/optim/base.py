@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ampfuse import plugs
 from ampfuse._schema import ALGORITHMS, Algorithm
 from ampfuse.optim import checkpoints
 from ampfuse.optim.inner import parameters, with_inner
@@ -145,9 +146,7 @@ class AmpOptimizer(WithOptions, Optimizer):
     def meter(self) -> Meter:
         """Counts what half precision does to each tensor, once it is called; see :class:`Meter`."""
         if self._meter is None:
-            from ampfuse.insight.meter import Meter
-
-            self._meter = Meter(self)
+            self._meter = plugs.at("optimizer.meter")(self)
         return self._meter
 
     def clip_next_step(self, max_norm: float) -> Tensor:

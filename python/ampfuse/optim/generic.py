@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
@@ -15,6 +17,12 @@ from ampfuse.optim.inner import parameters
 from ampfuse.optim.masters import MasterParameter
 from ampfuse.optim.sparse import SparseLedger
 from ampfuse.uncompiled import uncompiled
+
+_Contexts = Callable[[], contextlib.AbstractContextManager[Any]]
+
+# What is around a step of somebody else's. Its value makes what is around the closure in it. amp,
+# which casts functions at some levels, plugs its own in.
+around_step: _Contexts = functools.partial(contextlib.nullcontext, contextlib.nullcontext)
 
 
 class GenericOptimizer(AmpOptimizer):
@@ -37,8 +45,6 @@ class GenericOptimizer(AmpOptimizer):
 
         No function in it is cast, whatever the level; in a closure they are, as they were outside.
         """
-        from ampfuse.amp import cast_state  # which imports this package
-
         self._ledger.check_before_step()
         table = self.param_table()
         scale = self.__dict__.get("grad_scale")
@@ -56,7 +62,6 @@ class GenericOptimizer(AmpOptimizer):
             self._finish_step(sparse)
             return None
         table.materialize()
-        args, kwargs = self._with_published_weights(args, kwargs)
         step: Any = self._original_class.step
         # torch wraps step once more for this class, so that hooks would run twice.
         step = step.__wrapped__ if getattr(step, "hooked", False) else step
@@ -65,7 +70,8 @@ class GenericOptimizer(AmpOptimizer):
         larc = self._layerwise
         try:
             layerwise = larc.rescaled(self) if larc is not None else contextlib.nullcontext()
-            with layerwise, cast_state.region(cast_state.AS_WRITTEN):
+            with layerwise, around_step() as around_closure:
+                args, kwargs = self._with_published_weights(args, kwargs, around_closure)
                 result = step(self, *args, **kwargs)
         finally:
             self.__dict__.update(driven)
@@ -86,19 +92,16 @@ class GenericOptimizer(AmpOptimizer):
         return bool(self._rows.field("skip").item())
 
     def _with_published_weights(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], around_closure: _Contexts
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """A closure evaluates the model, so the model has to follow the masters first."""
         closure = args[0] if args else kwargs.get("closure")
         if not callable(closure):
             return args, kwargs
-        from ampfuse.amp import cast_state
-
-        outer = cast_state.thread.scope
 
         def closure_on_current_weights() -> Any:
             self._rows.known().publish_masters()
-            with cast_state.region(outer):
+            with around_closure():
                 return closure()
 
         if args:

@@ -27,23 +27,6 @@ from ampfuse.compat.apex import (
 )
 from ampfuse.compat.apex.installing import install, installed_apex, uninstall
 
-__all__ = [
-    "DeprecatedFeatureWarning",
-    "amp",
-    "amp_C",
-    "apex_C",
-    "contrib",
-    "deprecated_warning",
-    "fp16_utils",
-    "install",
-    "installed_apex",
-    "multi_tensor_apply",
-    "normalization",
-    "optimizers",
-    "parallel",
-    "uninstall",
-]
-
 
 class DeprecatedFeatureWarning(FutureWarning):
     """What apex warned with in its last years; kept for the filters that name it."""

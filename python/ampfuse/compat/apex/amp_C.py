@@ -33,26 +33,6 @@ from ampfuse.compat.apex.list_steps import (
 )
 from ampfuse.compat.apex.tensor_lists import TensorLists, checked, no_overflow, rows, set_flag
 
-__all__ = [
-    "multi_tensor_adagrad",
-    "multi_tensor_adam",
-    "multi_tensor_adam_capturable",
-    "multi_tensor_adam_capturable_master",
-    "multi_tensor_axpby",
-    "multi_tensor_l2norm",
-    "multi_tensor_l2norm_mp",
-    "multi_tensor_l2norm_scale",
-    "multi_tensor_lamb",
-    "multi_tensor_lamb_mp",
-    "multi_tensor_lamb_stage1_cuda",
-    "multi_tensor_lamb_stage2_cuda",
-    "multi_tensor_novograd",
-    "multi_tensor_scale",
-    "multi_tensor_sgd",
-    "multi_tensor_unscale_l2norm",
-    "update_scale_hysteresis",
-]
-
 
 def __getattr__(name: str) -> Any:
     raise AttributeError(f"amp_C has no {name!r}; it has {', '.join(__all__)}.")
@@ -169,3 +149,6 @@ def update_scale_hysteresis(
             torch.where(overflow, tracker, torch.full_like(tracker, hysteresis))
         )
     return current_scale
+
+
+__all__ = sorted(name for name in globals() if name.startswith(("multi_tensor_", "update_")))

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 
 from ampfuse.compat.apex.left_out import LEFT_OUT
-from ampfuse.migrate.table import EXTENSIONS
+from ampfuse.compat.names import EXTENSIONS
 
 _HERE = "ampfuse.compat.apex"
 # A folder of modules of these names which lead here. On ``sys.path`` it reaches the

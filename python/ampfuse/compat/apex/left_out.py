@@ -10,7 +10,7 @@ import importlib.abc
 import sys
 from typing import Any
 
-from ampfuse.migrate.table import instead_of
+from ampfuse.compat.names import instead_of
 
 _HERE = "ampfuse.compat.apex"
 

@@ -32,29 +32,31 @@ def rows(name: str, lists: TensorLists, depth: int) -> list[list[Tensor]]:
     return [[_flat(t) for t in tensors] for tensors in lists]
 
 
-def typed_rows(name: str, lists: TensorLists, *kinds: str) -> list[list[Tensor]]:
-    """The rows of as many lists as one of `kinds` has letters, and of its types.
+def typed_rows(name: str, lists: TensorLists, *kinds: str) -> dict[str, list[Tensor]]:
+    """The rows of `lists` by the names, and of the types, of one of `kinds`.
 
-    F is float32, H a half type. Other letters are float32 or a half type, the same letter in a row
-    the same type.
+    A kind is ``"grads:a params:F ..."``, a name and a type for each list. F is float32, H a half
+    type. Other letters are float32 or a half type, the same letter in a row the same type.
     """
-    (kind,) = [k for k in kinds if len(k) == len(lists)] or [kinds[0]]
-    found = rows(name, lists, len(kind))
+    texts = [kind.split() for kind in kinds]
+    text = next((t for t in texts if len(t) == len(lists)), texts[0])
+    found = rows(name, lists, len(text))
+    names, letters = zip(*(item.split(":") for item in text), strict=True)
     for i, row in enumerate(zip(*found, strict=True)):
-        first: dict[str, torch.dtype] = {}
-        for k, (letter, tensor) in enumerate(zip(kind, row, strict=True)):
+        for k, (letter, tensor) in enumerate(zip(letters, row, strict=True)):
             allowed = {"F": (torch.float32,), "H": HALF_DTYPES}.get(letter, FLOAT_DTYPES)
             if tensor.dtype not in allowed:
                 types = ", ".join(str(t) for t in allowed)
                 raise RuntimeError(
                     f"{name}: tensor {i} of list {k} is {tensor.dtype}; it takes {types}."
                 )
-            if first.setdefault(letter, tensor.dtype) != tensor.dtype:
+            first = letters.index(letter)
+            if letter.islower() and row[first].dtype != tensor.dtype:
                 raise RuntimeError(
-                    f"{name}: tensor {i} of list {k} is {tensor.dtype}, not {first[letter]} as in "
-                    f"list {kind.index(letter)}."
+                    f"{name}: tensor {i} of list {k} is {tensor.dtype}, not {row[first].dtype} as "
+                    f"in list {first}."
                 )
-    return found
+    return dict(zip(names, found, strict=True))
 
 
 def _check_row(name: str, i: int, row: tuple[Tensor, ...], device: torch.device) -> None:
@@ -82,10 +84,8 @@ def _check_row(name: str, i: int, row: tuple[Tensor, ...], device: torch.device)
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    if tensor.is_contiguous():
-        return True
-    return tensor.dim() in formats and tensor.is_contiguous(memory_format=formats[tensor.dim()])
+    formats = torch.contiguous_format, torch.channels_last, torch.channels_last_3d
+    return any(tensor.is_contiguous(memory_format=each) for each in formats)
 
 
 def _same_order(a: Tensor, b: Tensor) -> bool:

@@ -1,16 +1,24 @@
-"""A data set before any loader: images in memory, or the paths of their files."""
+"""A data set before any loader: images in memory, or the paths of their files.
+
+Two sets need no files: scikit-learn's digits, enlarged, and synthetic images.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from PIL.Image import Image
+import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ampfuse.experiments.config import UsageError
+from ampfuse.command_line import UsageError
+from ampfuse.experiments.settings import Settings
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 
 class DataError(UsageError):
@@ -18,10 +26,6 @@ class DataError(UsageError):
 
     def __init__(self, message: str) -> None:
         super().__init__(" ".join(message.split()))
-
-
-# Which set a trainer's folder of --data has to hold, and what its synthetic images look like.
-KIND_OF = {"cifar": "cifar10", "imagenet": "imagenet", "mnist": "mnist", "mlp": "mnist"}
 
 
 class Facts(NamedTuple):
@@ -82,3 +86,90 @@ class ImageSet(NamedTuple):
     train: Pixels | ImageFiles
     test: Pixels | ImageFiles
     facts: Facts
+
+
+def seed_of(*what: object) -> int:
+    """63 bits that depend on `what`, strings and integers, and on nothing else."""
+    # Sums of seed and epoch would give one seed's second epoch to the next seed's first.
+    digest = hashlib.blake2b(repr(what).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def generator(*what: object) -> torch.Generator:
+    """A CPU generator: the same numbers whatever the device of the training."""
+    return torch.Generator().manual_seed(seed_of(*what))
+
+
+# ---- scikit-learn's digits -----------------------------------------------------------------------
+
+_TEST_DIGITS = 360
+
+
+def digits(image_size: int) -> ImageSet:
+    """1437 grey images to train and 360 to test, of 8x8 pixels, enlarged. The split is fixed and
+    stratified, so that runs with different seeds are tested on the same images."""
+    from sklearn import datasets
+    from sklearn.model_selection import train_test_split
+
+    pixels, labels = datasets.load_digits(return_X_y=True)
+    options = {"test_size": _TEST_DIGITS, "stratify": labels, "random_state": 0}
+    train, test = train_test_split(range(len(labels)), **options)
+    grey = (torch.as_tensor(pixels).view(-1, 1, 8, 8) * (255 / 16)).round().byte()
+    images = Pixels(grey, torch.as_tensor(labels, dtype=torch.int64)).resized(image_size)
+    parts = [Pixels(images.images[part], images.labels[part]) for part in (train, test)]
+    std, mean = torch.std_mean(parts[0].images.double() / 255, correction=0)
+    return ImageSet(*parts, Facts("digits", 1, 10, (mean.item(),), (std.item(),)))
+
+
+class Digits(NamedTuple):
+    """Images are float32 [n, 1, 8, 8], standardised; labels are int64 [n]."""
+
+    train_images: Tensor
+    train_labels: Tensor
+    test_images: Tensor
+    test_labels: Tensor
+
+
+def load_digits(device: torch.device) -> Digits:
+    """The digits as tensors on `device`."""
+    train, test, facts = digits(8)
+    parts = []
+    for part in (train, test):
+        images = (part.images.float() / 255 - facts.mean[0]) / facts.std[0]
+        parts += [images.to(device), part.labels.to(device)]
+    return Digits(*parts)
+
+
+# ---- synthetic images ----------------------------------------------------------------------------
+
+_TEST_BATCHES = 4  # of synthetic images: their evaluation is for show
+_PATTERN = 4  # fields along an edge
+
+
+def synthetic(kind: str, settings: Settings, world_size: int) -> ImageSet:
+    """Images in the shape of `kind`, of the seed alone: noise over a pattern that tells the class.
+
+    Training images are `synthetic_size`, or a batch per process if that is more; test images a
+    quarter of them, or four batches per process if that is less.
+    """
+    facts, size = PUBLISHED[kind], settings.image_size
+    channels, together = facts.channels, settings.batch_size * world_size
+    train_size = max(settings.synthetic_size, together)
+    test_size = min(-(-train_size // 4), _TEST_BATCHES * together)
+    random = generator("synthetic", settings.seed)
+    patterns = torch.randint(
+        128, (facts.classes, channels, _PATTERN, _PATTERN), dtype=torch.uint8, generator=random
+    )
+
+    def draw(count: int) -> Pixels:
+        labels = torch.randint(facts.classes, (count,), generator=random)
+        # Noise and pattern are below 128 each: their sum is a byte.
+        pixels = torch.randint(
+            128, (count, channels, size, size), dtype=torch.uint8, generator=random
+        )
+        for part, of in zip(pixels.split(256), labels.split(256), strict=True):
+            part += functional.interpolate(patterns[of], (size, size), mode="nearest")
+        return Pixels(pixels, labels)
+
+    train, test = draw(train_size), draw(test_size)
+    return ImageSet(train, test, facts._replace(mean=(0.5,) * channels, std=(0.2,) * channels))

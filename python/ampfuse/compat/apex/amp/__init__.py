@@ -19,27 +19,3 @@ from ampfuse.compat.apex.amp.legacy import init
 
 # Last: the attribute is the state itself, as it was in apex, not the module of the same name.
 from ampfuse.compat.apex.amp._amp_state import _amp_state  # isort: skip
-
-__all__ = [
-    "_amp_state",
-    "bfloat16_function",
-    "disable_casts",
-    "float_function",
-    "frontend",
-    "half_function",
-    "handle",
-    "init",
-    "initialize",
-    "lists",
-    "load_state_dict",
-    "master_params",
-    "opt",
-    "promote_function",
-    "register_bfloat16_function",
-    "register_float_function",
-    "register_half_function",
-    "register_promote_function",
-    "scale_loss",
-    "scaler",
-    "state_dict",
-]

@@ -9,9 +9,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ampfuse import amp
+from ampfuse.amp import load_state_dict as load_state_dict
 from ampfuse.amp import policy as policies
 from ampfuse.amp import session as sessions
+from ampfuse.amp import state_dict as state_dict
 from ampfuse.amp.initialize import set_up, turn_off
 from ampfuse.compat.apex.amp._amp_state import _amp_state, warn_or_err
 from ampfuse.compat.apex.amp.handle import AmpHandle, NoOpHandle
@@ -134,7 +135,7 @@ def initialize(
 
     Source: ``apex.amp.initialize``; O4 and O5 from ROCm/apex.
     """
-    properties = Properties()
+    given, properties = locals(), Properties()
     _amp_state.opt_properties = properties
     _amp_state.verbosity = verbosity
     if not enabled:
@@ -144,17 +145,9 @@ def initialize(
     # An unknown level is explained there. Properties check the options that they hold.
     policies.make_policy(opt_level, cast_model_outputs=cast_model_outputs)
     opt_levels[opt_level](properties)
-    overrides = {
-        "cast_model_type": cast_model_type,
-        "patch_torch_functions": patch_torch_functions,
-        "patch_torch_functions_type": patch_torch_functions_type,
-        "keep_batchnorm_fp32": keep_batchnorm_fp32,
-        "master_weights": master_weights,
-        "loss_scale": loss_scale,
-    }
-    for name, value in overrides.items():
-        if value is not None:
-            setattr(properties, name, value)
+    for name in list(properties.options):
+        if name not in ("enabled", "opt_level") and given[name] is not None:
+            setattr(properties, name, given[name])
     _refuse_fp16_optimizers(optimizers)
     if not (isinstance(num_losses, int) and num_losses >= 1):
         raise ValueError(f"num_losses must be an integer of at least 1, not {num_losses!r}.")
@@ -176,16 +169,6 @@ def initialize(
     for optimizer in _as_list(optimizers):
         add_stash(optimizer)
     return result
-
-
-def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The loss scalers' state; see :func:`ampfuse.amp.state_dict`."""
-    return amp.state_dict(destination)
-
-
-def load_state_dict(state_dict: dict[str, Any]) -> None:
-    """Restore the loss scalers, each by its key; see :func:`ampfuse.amp.load_state_dict`."""
-    amp.load_state_dict(state_dict)
 
 
 def _as_list(value: Any) -> list[Any]:

@@ -51,22 +51,46 @@ def scale_loss(
             overflow_report.after_pass(session, loss_id, listed)
 
 
-class AmpHandle:
+class NoOpHandle:
+    """The handle where nothing is cast: amp off, and levels that cast the model instead."""
+
+    _is_active = False
+    has_cache = False
+    verbose = False
+
+    def is_active(self) -> bool:
+        return self._is_active
+
+    def _disable_casts(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def wrap_optimizer(self, optimizer: torch.optim.Optimizer, num_loss: int = 1) -> OptimWrapper:
+        """An optimizer with ``scale_loss`` and a ``step`` that skips after an overflow."""
+        return OptimWrapper(optimizer, self, num_loss)
+
+    @contextlib.contextmanager
+    def scale_loss(self, loss: Tensor, optimizer: Any) -> Iterator[Tensor]:
+        yield loss
+
+    def _clear_cache(self) -> None:
+        """There is none."""
+
+    def _deactivate(self) -> None:
+        """Nothing is active."""
+
+
+class AmpHandle(NoOpHandle):
     """The casts of one ``initialize`` at O1 or O4.
 
     ``_is_active`` may be set; ``_deactivate()`` also puts registered functions back.
     """
 
-    def __init__(
-        self, session: sessions.Session, models: Sequence[nn.Module] = (), verbose: bool = False
-    ) -> None:
+    has_cache = True
+
+    def __init__(self, session: sessions.Session, models: Sequence[nn.Module] = ()) -> None:
         self._session = session
         self._models = [weakref.ref(model) for model in models]
-        self._verbose = verbose
         self._saved: list[tuple[Any, str, Any]] = []
-
-    def is_active(self) -> bool:
-        return self._is_active
 
     @property
     def _is_active(self) -> bool:
@@ -78,7 +102,7 @@ class AmpHandle:
         sessions.follow_latest()
         policy = self._session.policy
         assert policy is not None
-        casts = Casts.of(policy, self._session.rules, log=self._session.logs_casts)
+        casts = Casts.of(policy, self._session.rules)
         if not active:
             casts = Casts(inputs=casts.inputs, outputs=casts.outputs)
         for reference in self._models:
@@ -109,53 +133,14 @@ class AmpHandle:
         torch.clear_autocast_cache()
 
     @property
-    def has_cache(self) -> bool:
-        return True
-
-    @property
     def cache(self) -> dict[Tensor, Tensor]:
         return weight_cache.copies()
 
     def remove_cache(self, param: Tensor) -> None:
         weight_cache.remove(param)
 
-    @property
-    def verbose(self) -> bool:
-        return self._verbose
-
-    def wrap_optimizer(self, optimizer: torch.optim.Optimizer, num_loss: int = 1) -> OptimWrapper:
-        """An optimizer with ``scale_loss`` and a ``step`` that skips after an overflow."""
-        return OptimWrapper(optimizer, self, num_loss)
-
     def scale_loss(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(
             "A handle scales no loss itself. Use optimizer = handle.wrap_optimizer(optimizer) and "
             "optimizer.scale_loss(loss); or amp.initialize and amp.scale_loss(loss, optimizer)."
         )
-
-
-class NoOpHandle:
-    """The handle where nothing is cast: amp off, and levels that cast the model instead."""
-
-    _is_active = False
-    has_cache = False
-    verbose = False
-
-    def is_active(self) -> bool:
-        return False
-
-    def _disable_casts(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def wrap_optimizer(self, optimizer: torch.optim.Optimizer, num_loss: int = 1) -> OptimWrapper:
-        return OptimWrapper(optimizer, self, num_loss)
-
-    @contextlib.contextmanager
-    def scale_loss(self, loss: Tensor, optimizer: Any) -> Iterator[Tensor]:
-        yield loss
-
-    def _clear_cache(self) -> None:
-        """There is none."""
-
-    def _deactivate(self) -> None:
-        """Nothing is active."""

@@ -18,13 +18,9 @@ class InitHandle(AmpHandle):
     """Casts on in the whole process until ``_deactivate()``."""
 
     def __init__(self, session: sessions.Session, enable_caching: bool, verbose: bool) -> None:
-        super().__init__(session, verbose=verbose)
-        self._has_cache = enable_caching
+        super().__init__(session)
+        self.has_cache, self.verbose = enable_caching, verbose
         weight_cache.set_enabled(enable_caching)
-
-    @property
-    def has_cache(self) -> bool:
-        return self._has_cache
 
     def _deactivate(self) -> None:
         super()._deactivate()
@@ -48,7 +44,7 @@ def init(
         enabled: False gives a handle that does nothing.
         loss_scale: ignored, as in apex: ``wrap_optimizer`` makes a scale per loss.
         enable_caching: cast a weight once per iteration.
-        verbose: log each cast (logger "ampfuse.amp", level INFO).
+        verbose: kept as ``handle.verbose``; no cast is logged.
         allow_banned: compute ``binary_cross_entropy`` on half inputs in FP32 instead of refusing.
         patch_type: float16, or bfloat16 as in ROCm/apex.
     """

@@ -31,9 +31,7 @@ class OptimWrapper:
         self._loss_scaler = [LossScaler("dynamic") for _ in range(num_loss)]
         if amp_handle.is_active():
             upgrade(optimizer, master_weights=False)
-            optimizer._amp_session = sessions.Session(  # type: ignore[attr-defined]
-                O1, list(self._loss_scaler), verbosity=0
-            )
+            sessions.add(sessions.Session(O1, list(self._loss_scaler), verbosity=0), optimizer)
 
     @contextlib.contextmanager
     def scale_loss(self, loss: Tensor) -> Iterator[Tensor]:

@@ -14,6 +14,16 @@ from ampfuse import ops
 from ampfuse.amp.scaler import DEFAULT_MIN_SCALE
 from ampfuse.compat.apex.tensor_lists import set_flag
 
+# The rule in apex's pickles, in the order of its fields, and by the arguments of the constructor.
+_PICKLED = {
+    "_scale_factor": "scale_factor",
+    "_backoff_factor": "backoff_factor",
+    "_scale_seq_len": "scale_window",
+    "_min_loss_scale": "min_loss_scale",
+    "_max_loss_scale": "max_loss_scale",
+    "_hysteresis": "hysteresis",
+}
+
 
 def _of_rule(field: str, kind: Callable[[Any], Any]) -> Any:
     """An attribute that is `field` of the rule; assigning it changes how the scale adapts."""
@@ -52,7 +62,7 @@ class LossScaler(ampfuse.amp.scaler.LossScaler):
         Of a pass with ``delay_overflow_check`` the gradients are looked at now, as they are now.
         """
         if self._buffer is None:
-            self._buffer = torch.zeros(1, dtype=torch.int32, device=self._scale.device)
+            self._buffer = torch.zeros(1, dtype=torch.int32, device=self.current.device)
         if not self._is_noted:
             self._is_noted = True
             for each in self._living_optimizers():
@@ -159,35 +169,18 @@ class LossScaler(ampfuse.amp.scaler.LossScaler):
         return self.dynamic and bool(overflow.item())
 
     def _new_flag(self, grads: Sequence[Tensor]) -> Tensor:
-        device = grads[0].device if grads else self._scale.device
-        self._place(device)
+        device = grads[0].device if grads else self.current.device
+        self.snapshot(device)  # it lives there from now on
         return torch.zeros((), device=device)
 
     def __getstate__(self) -> dict[str, Any]:
-        rule = self._rule
-        return {
-            "dynamic": self.dynamic,
-            "_loss_scale": self._loss_scale,
-            "_unskipped": self._unskipped,
-            "_scale_factor": rule.growth_factor,
-            "_scale_seq_len": rule.growth_interval,
-            "_min_loss_scale": rule.min_scale,
-            "_max_loss_scale": rule.max_scale,
-            "_backoff_factor": rule.backoff_factor,
-            "_hysteresis": rule.hysteresis,
-        }
+        state = {"dynamic": self.dynamic, "_loss_scale": self._loss_scale}
+        rule = zip(_PICKLED, self._rule, strict=True)
+        return {**state, "_unskipped": self._unskipped, **dict(rule)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        dynamic = bool(state.get("dynamic", False))
         scale = float(state.get("_loss_scale", 1.0))
-        self.__init__(  # type: ignore[misc]
-            "dynamic" if dynamic else scale,
-            scale_factor=state.get("_scale_factor", 2.0),
-            scale_window=state.get("_scale_seq_len", 2000),
-            min_loss_scale=state.get("_min_loss_scale"),
-            max_loss_scale=state.get("_max_loss_scale", 2.0**24),
-            backoff_factor=state.get("_backoff_factor", 0.5),
-            hysteresis=state.get("_hysteresis", 1),
-        )
+        options = {name: state[key] for key, name in _PICKLED.items() if key in state}
+        self.__init__("dynamic" if state.get("dynamic") else scale, **options)  # type: ignore[misc]
         self._loss_scale = scale
         self._unskipped = state.get("_unskipped", 0)

@@ -1,5 +1,3 @@
-"""``apex.contrib``: of its many parts, ``groupbn`` and ``optimizers``."""
+"""``apex.contrib``: of its many parts, ``optimizers``."""
 
-from ampfuse.compat.apex.contrib import groupbn, optimizers
-
-__all__ = ["groupbn", "optimizers"]
+from ampfuse.compat.apex.contrib import optimizers

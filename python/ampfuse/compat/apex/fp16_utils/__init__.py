@@ -15,20 +15,3 @@ from ampfuse.compat.apex.fp16_utils.fp16util import (
     tofp16,
 )
 from ampfuse.compat.apex.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
-
-__all__ = [
-    "BN_convert_float",
-    "DynamicLossScaler",
-    "FP16Model",
-    "FP16_Optimizer",
-    "LossScaler",
-    "clip_grad_norm",
-    "convert_module",
-    "convert_network",
-    "master_params_to_model_params",
-    "model_grads_to_master_grads",
-    "network_to_half",
-    "prep_param_lists",
-    "to_python_float",
-    "tofp16",
-]

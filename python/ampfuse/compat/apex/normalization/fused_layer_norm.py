@@ -6,7 +6,7 @@ rounded once: to the input's type, or in the ``Mixed`` classes to the weights'.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,44 +21,61 @@ __path__: list[str] = []
 
 def fused_layer_norm(input: Tensor, normalized_shape: Shape, eps: float = 1e-6) -> Tensor:
     """Layer norm over the last dimensions, which are `normalized_shape`; the input's dtype."""
-    return F.layer_norm(input, _shape(normalized_shape), eps=eps)
+    return _norm(F.layer_norm, input, [], normalized_shape, eps, input.dtype)
 
 
 def fused_layer_norm_affine(
     input: Tensor, weight: Tensor, bias: Tensor, normalized_shape: Shape, eps: float = 1e-6
 ) -> Tensor:
     """Layer norm with weight and bias of `normalized_shape`; the input's dtype."""
-    return _layer_norm(input, weight, bias, normalized_shape, eps, input.dtype)
+    return _norm(F.layer_norm, input, [weight, bias], normalized_shape, eps, input.dtype)
 
 
 def mixed_dtype_fused_layer_norm_affine(
     input: Tensor, weight: Tensor, bias: Tensor, normalized_shape: Shape, eps: float = 1e-6
 ) -> Tensor:
     """Layer norm with weight and bias of `normalized_shape`; the weight's dtype."""
-    return _layer_norm(input, weight, bias, normalized_shape, eps, weight.dtype)
+    return _norm(F.layer_norm, input, [weight, bias], normalized_shape, eps, weight.dtype)
 
 
 def fused_rms_norm(input: Tensor, normalized_shape: Shape, eps: float | None = 1e-6) -> Tensor:
     """RMS norm over the last dimensions, which are `normalized_shape`; the input's dtype."""
-    return F.rms_norm(input, _shape(normalized_shape), eps=eps)
+    return _norm(F.rms_norm, input, [], normalized_shape, eps, input.dtype)
 
 
 def fused_rms_norm_affine(
     input: Tensor, weight: Tensor, normalized_shape: Shape, eps: float | None = 1e-6
 ) -> Tensor:
     """RMS norm with a weight of `normalized_shape`; the input's dtype."""
-    return _rms_norm(input, weight, normalized_shape, eps, input.dtype)
+    return _norm(F.rms_norm, input, [weight], normalized_shape, eps, input.dtype)
 
 
 def mixed_dtype_fused_rms_norm_affine(
     input: Tensor, weight: Tensor, normalized_shape: Shape, eps: float | None = 1e-6
 ) -> Tensor:
     """RMS norm with a weight of `normalized_shape`; the weight's dtype."""
-    return _rms_norm(input, weight, normalized_shape, eps, weight.dtype)
+    return _norm(F.rms_norm, input, [weight], normalized_shape, eps, weight.dtype)
+
+
+def _norm(
+    norm: Callable[..., Tensor],
+    x: Tensor,
+    params: Sequence[Tensor],
+    shape: Shape,
+    eps: float | None,
+    out: torch.dtype,
+) -> Tensor:
+    if any(param.dtype != x.dtype for param in params):
+        x, params = x.float(), [param.float() for param in params]
+    return norm(x, _as_list(shape), *params, eps=eps).to(out)
+
+
+def _as_list(shape: Shape) -> list[int]:
+    return [shape] if isinstance(shape, int) else list(shape)
 
 
 class _FusedNorm(nn.Module):
-    """Mixin before torch's class: apex's constructor."""
+    """Mixin before torch's class: apex's constructor, and a result of the input's type."""
 
     def __init__(
         self,
@@ -67,8 +84,12 @@ class _FusedNorm(nn.Module):
         elementwise_affine: bool = True,
         memory_efficient: bool = False,
     ) -> None:
-        super().__init__(_shape(normalized_shape), eps=eps, elementwise_affine=elementwise_affine)
+        shape = _as_list(normalized_shape)
+        super().__init__(shape, eps=eps, elementwise_affine=elementwise_affine)
         self.memory_efficient = memory_efficient
+
+    def _out(self, input: Tensor) -> torch.dtype:
+        return input.dtype
 
 
 class _MixedNorm(_FusedNorm):
@@ -77,6 +98,9 @@ class _MixedNorm(_FusedNorm):
             name = type(self).__name__
             raise RuntimeError(f"{name} has weights; without, use the class that is not Mixed.")
         super().__init__(normalized_shape, eps, True, **kwargs)
+
+    def _out(self, input: Tensor) -> torch.dtype:
+        return next(self.parameters()).dtype
 
 
 class FusedLayerNorm(_FusedNorm, nn.LayerNorm):
@@ -88,18 +112,9 @@ class FusedLayerNorm(_FusedNorm, nn.LayerNorm):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        shape = self.normalized_shape
-        if not self.elementwise_affine:
-            return fused_layer_norm(input, shape, self.eps)
-        return fused_layer_norm_affine(input, self.weight, self.bias, shape, self.eps)
-
-
-class MixedFusedLayerNorm(_MixedNorm, FusedLayerNorm):
-    """A :class:`FusedLayerNorm` whose output has the weights' type."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        shape = self.normalized_shape
-        return mixed_dtype_fused_layer_norm_affine(input, self.weight, self.bias, shape, self.eps)
+        params = [self.weight, self.bias] if self.elementwise_affine else []
+        out = self._out(input)
+        return _norm(F.layer_norm, input, params, self.normalized_shape, self.eps, out)
 
 
 class FusedRMSNorm(_FusedNorm, nn.RMSNorm):
@@ -111,37 +126,14 @@ class FusedRMSNorm(_FusedNorm, nn.RMSNorm):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        if not self.elementwise_affine:
-            return fused_rms_norm(input, self.normalized_shape, self.eps)
-        return fused_rms_norm_affine(input, self.weight, self.normalized_shape, self.eps)
+        params = [self.weight] if self.elementwise_affine else []
+        out = self._out(input)
+        return _norm(F.rms_norm, input, params, self.normalized_shape, self.eps, out)
+
+
+class MixedFusedLayerNorm(_MixedNorm, FusedLayerNorm):
+    """A :class:`FusedLayerNorm` whose output has the weights' type."""
 
 
 class MixedFusedRMSNorm(_MixedNorm, FusedRMSNorm):
     """A :class:`FusedRMSNorm` whose output has the weights' type."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        shape = self.normalized_shape
-        return mixed_dtype_fused_rms_norm_affine(input, self.weight, shape, self.eps)
-
-
-def _shape(normalized_shape: Shape) -> list[int]:
-    if isinstance(normalized_shape, int):
-        return [normalized_shape]
-    return list(normalized_shape)
-
-
-def _layer_norm(
-    x: Tensor, weight: Tensor, bias: Tensor, shape: Shape, eps: float, out: torch.dtype
-) -> Tensor:
-    if x.dtype == weight.dtype == out:
-        return F.layer_norm(x, _shape(shape), weight, bias, eps)
-    exact = F.layer_norm(x.float(), _shape(shape), weight.float(), bias.float(), eps)
-    return exact.to(out)
-
-
-def _rms_norm(
-    x: Tensor, weight: Tensor, shape: Shape, eps: float | None, out: torch.dtype
-) -> Tensor:
-    if x.dtype == weight.dtype == out:
-        return F.rms_norm(x, _shape(shape), weight, eps)
-    return F.rms_norm(x.float(), _shape(shape), weight.float(), eps).to(out)

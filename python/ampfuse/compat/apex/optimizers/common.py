@@ -10,10 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampfuse.compat.apex.optimizers.apex_state import as_torch
 from ampfuse.optim.base import driven
-from ampfuse.optim.fused import FusedOptimizer
+from ampfuse.optim.fused import FusedOptimizer, is_fused
 from ampfuse.optim.inner import parameters
+from ampfuse.optim.masters import MASTERS
+
+# apex takes any value for these; and what they are called here.
+_FLAGS = frozenset(
+    "adam_w_mode adagrad_w_mode bias_correction grad_averaging init_zero reg_inside_moment "
+    "use_nvlamb wd_after_momentum".split()
+)
+_RENAMED = dict.fromkeys(("adam_w_mode", "adagrad_w_mode"), "decoupled_weight_decay")
 
 
 class ApexOptimizer(FusedOptimizer):
@@ -36,6 +43,26 @@ class ApexOptimizer(FusedOptimizer):
         "_first_step",
         "_reduced_precision_dtype",
     )
+
+    def construct(self, given: dict[str, Any], *in_groups: str, **instead: Any) -> None:
+        """Run our constructor on `given`, the ``locals()`` of apex's, and what there is `instead`.
+
+        Options named in `in_groups` are, in ours, of parameter groups alone.
+
+        Raises:
+            RuntimeError: `amsgrad`.
+        """
+        options = arguments({**given, **instead})
+        if options.pop("amsgrad", False):
+            name = type(self).__name__
+            raise RuntimeError(f"{name} has no AMSGrad variant; ampfuse.optim.Adam has.")
+        self.set_grad_none = options.pop("set_grad_none", True)
+        for name in _FLAGS & options.keys():
+            options[_RENAMED.get(name, name)] = bool(options.pop(name))
+        of_group = {name: options.pop(name) for name in in_groups}
+        super().__init__(**options)
+        for name, value in of_group.items():
+            self.set_in_groups(name, value)
 
     @functools.cached_property
     def _dummy_overflow_buf(self) -> Tensor:
@@ -61,11 +88,31 @@ class ApexOptimizer(FusedOptimizer):
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
     def load_state_dict(self, state_dict: dict[str, Any], *, strict: bool = False) -> None:
-        """Loads apex's, torch's and ampfuse's state dicts."""
-        state_dict = as_torch(state_dict, self.param_groups, by_group=self._has_own_step)
-        super().load_state_dict(state_dict, strict=strict)
+        """Loads apex's, torch's and ampfuse's state dicts.
 
-    def _set_flag(self, name: str, value: Any) -> None:
+        What a saved group does not say, as apex's groups of few keys, is taken from our own. apex's
+        count of steps, of the group, becomes that of its parameters.
+        """
+        state = {key: dict(value) for key, value in state_dict["state"].items()}
+        groups, own_groups = [], self.param_groups
+        if len(own_groups) != len(state_dict["param_groups"]):  # torch's to refuse
+            own_groups = [{}] * len(state_dict["param_groups"])
+        for own, saved in zip(own_groups, state_dict["param_groups"], strict=True):
+            inherited = {k: v for k, v in own.items() if k not in ("params", "param_names")}
+            group = {**inherited, **saved}
+            groups.append(group)
+            # A step of a subclass's own counts by group.
+            step = group.get("step") if is_fused(self) else None
+            for key in group["params"] if step is not None else ():
+                # Without a moment there is nothing that a count could belong to.
+                if state.get(key, {}).keys() - {*MASTERS, "step"} and "step" not in state[key]:
+                    count = torch.as_tensor(step, dtype=torch.float32).reshape(())
+                    state[key]["step"] = count.clone()
+        super().load_state_dict(
+            {**state_dict, "state": state, "param_groups": groups}, strict=strict
+        )
+
+    def set_in_groups(self, name: str, value: Any) -> None:
         """A property of every group, of those to come too."""
         self.defaults[name] = value
         for group in self.param_groups:
@@ -82,9 +129,9 @@ def of_groups(key: str, read: Callable[[Any], Any], write: Callable[[Any], bool]
     return property(lambda self: read(self.param_groups[0][key]), assign)
 
 
-def refuse_amsgrad(amsgrad: bool, name: str) -> None:
-    if amsgrad:
-        raise RuntimeError(f"{name} has no AMSGrad variant; ampfuse.optim.Adam has.")
+def arguments(given: dict[str, Any], *but: str) -> dict[str, Any]:
+    """What a constructor was called with, of its ``locals()``, without what is named in `but`."""
+    return {k: v for k, v in given.items() if k not in ("self", "__class__", *but)}
 
 
 @contextlib.contextmanager

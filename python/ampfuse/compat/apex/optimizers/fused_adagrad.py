@@ -33,9 +33,7 @@ class FusedAdagrad(ApexOptimizer, Adagrad):
         set_grad_none: bool = True,
         adagrad_w_mode: bool = False,
     ) -> None:
-        self.set_grad_none = set_grad_none
-        super().__init__(params, lr=lr, eps=eps, weight_decay=weight_decay)
-        self._set_flag("decoupled_weight_decay", bool(adagrad_w_mode))
+        self.construct(locals(), "decoupled_weight_decay")
 
     def load_state_dict(self, state_dict: dict[str, Any], *, strict: bool = False) -> None:
         """Loads apex's, torch's and ampfuse's state dicts; apex counted no steps."""

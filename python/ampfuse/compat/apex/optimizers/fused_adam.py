@@ -8,9 +8,9 @@ from typing import Any
 from ampfuse.compat.apex import amp_C
 from ampfuse.compat.apex.optimizers.common import (
     ApexOptimizer,
+    arguments,
     driven_by,
     of_groups,
-    refuse_amsgrad,
 )
 from ampfuse.optim import Adam
 
@@ -52,20 +52,9 @@ class FusedAdam(ApexOptimizer, Adam):
         capturable: bool = False,
         master_weights: bool = False,
     ) -> None:
-        refuse_amsgrad(amsgrad, "FusedAdam")
         if master_weights and not capturable:
             raise RuntimeError("FusedAdam takes master_weights=True with capturable=True only.")
-        self.set_grad_none = set_grad_none
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            decoupled_weight_decay=bool(adam_w_mode),
-            master_weights=master_weights,
-        )
-        self._set_flag("bias_correction", bool(bias_correction))
+        self.construct(arguments(locals(), "capturable"), "bias_correction")
         self.capturable = capturable
 
     @property

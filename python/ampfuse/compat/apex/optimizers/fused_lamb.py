@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from ampfuse.compat.apex import amp_C
-from ampfuse.compat.apex.optimizers.common import ApexOptimizer, of_groups, refuse_amsgrad
+from ampfuse.compat.apex.optimizers.common import ApexOptimizer, of_groups
 from ampfuse.optim import LAMB
 
 
@@ -45,23 +45,11 @@ class FusedLAMB(ApexOptimizer, LAMB):
         max_grad_norm: float = 1.0,
         use_nvlamb: bool = False,
     ) -> None:
-        refuse_amsgrad(amsgrad, type(self).__name__)
-        self.set_grad_none = set_grad_none
+        given = locals()
         # The least of numbers in place of 0: it is 0 in FP32, which gradients are multiplied in.
         largest = None if max_grad_norm in (None, math.inf) else max_grad_norm or sys.float_info.min
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            bias_correction=bool(bias_correction),
-            grad_averaging=bool(grad_averaging),
-            decoupled_weight_decay=bool(adam_w_mode),
-            use_nvlamb=bool(use_nvlamb),
-            max_grad_norm=largest,
-        )
-        self._set_flag("max_grad_norm", max_grad_norm)
+        self.construct(given, max_grad_norm=largest)
+        self.set_in_groups("max_grad_norm", max_grad_norm)
 
     def _whole_options(self) -> dict[str, Any]:
         # As in apex, groups have the norm that was asked for. Its step reads that of the optimizer.

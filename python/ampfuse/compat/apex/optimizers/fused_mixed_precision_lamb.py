@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ampfuse.compat.apex import amp_C
-from ampfuse.compat.apex.optimizers.common import ApexOptimizer, driven_by
+from ampfuse.compat.apex.optimizers.common import ApexOptimizer, arguments, driven_by
 from ampfuse.compat.apex.optimizers.fused_lamb import FusedLAMB
 
 
@@ -23,7 +23,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
     """
 
     multi_tensor_l2norm = staticmethod(amp_C.multi_tensor_l2norm_mp)
-    multi_tensor_lamb = staticmethod(amp_C.multi_tensor_lamb_mp)  # type: ignore[assignment]
+    multi_tensor_lamb = staticmethod(amp_C.multi_tensor_lamb_mp)
 
     def __init__(
         self,
@@ -42,20 +42,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         reduced_precision_dtype: torch.dtype | None = None,
     ) -> None:
         self._first_step = int(step)
-        super().__init__(
-            params,
-            lr,
-            bias_correction,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
-            adam_w_mode,
-            grad_averaging,
-            True,
-            max_grad_norm,
-            use_nvlamb,
-        )
+        super().__init__(**arguments(locals(), "step", "reduced_precision_dtype"))
         self.skip_nonfinite = True
         self.reduced_precision_dtype = reduced_precision_dtype
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from ampfuse.compat.apex import amp_C
-from ampfuse.compat.apex.optimizers.common import ApexOptimizer, of_groups, refuse_amsgrad
+from ampfuse.compat.apex.optimizers.common import ApexOptimizer, of_groups
 from ampfuse.optim import NovoGrad
+from ampfuse.optim.fused import is_fused
 from ampfuse.optim.masters import HALF_DTYPES
 
 
@@ -41,22 +42,9 @@ class FusedNovoGrad(ApexOptimizer, NovoGrad):
         init_zero: bool = False,
         set_grad_none: bool = True,
     ) -> None:
-        refuse_amsgrad(amsgrad, "FusedNovoGrad")
         if norm_type not in (0, 2):
             raise RuntimeError(f"FusedNovoGrad's norm_type is 2, or 0 for the maximum: {norm_type}")
-        self.set_grad_none = set_grad_none
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            bias_correction=bool(bias_correction),
-            grad_averaging=bool(grad_averaging),
-            norm_type=norm_type,
-            init_zero=bool(init_zero),
-            reg_inside_moment=bool(reg_inside_moment),
-        )
+        self.construct(locals())
 
     def load_state_dict(self, state_dict: dict[str, Any], *, strict: bool = False) -> None:
         """Loads apex's and ampfuse's state dicts.
@@ -69,21 +57,21 @@ class FusedNovoGrad(ApexOptimizer, NovoGrad):
         state = {key: dict(value) for key, value in state_dict["state"].items()}
         groups = [dict(group) for group in state_dict["param_groups"]]
         for group, own in zip(groups, self.param_groups, strict=False):
-            norms = None if self._has_own_step else group.pop("exp_avg_sq", None)
+            norms = group.pop("exp_avg_sq", None) if is_fused(self) else None
             if norms is None or len(group["params"]) != len(own["params"]):
                 continue  # groups that do not fit are torch's to refuse
-            half = [param.dtype in HALF_DTYPES for param in own["params"]]
-            keys = [
-                [k for k, h in zip(group["params"], half, strict=True) if h == kind]
-                for kind in (True, False)
-            ]
-            for kind, values in zip(keys, norms, strict=True):
-                if len(kind) != len(values):
+            of_half = {
+                key: param.dtype in HALF_DTYPES
+                for key, param in zip(group["params"], own["params"], strict=True)
+            }
+            for is_half, values in zip((True, False), norms, strict=True):
+                keys = [key for key, half in of_half.items() if half == is_half]
+                if len(keys) != len(values):
                     raise ValueError(
                         f"The state holds norms of {len(values)} parameters where there are "
-                        f"{len(kind)}. Nothing was loaded."
+                        f"{len(keys)}. Nothing was loaded."
                     )
-                for key, value in zip(kind, values, strict=True):
+                for key, value in zip(keys, values, strict=True):
                     state.setdefault(key, {})["exp_avg_norm"] = value.detach().clone()
         super().load_state_dict(
             {**state_dict, "state": state, "param_groups": groups}, strict=strict

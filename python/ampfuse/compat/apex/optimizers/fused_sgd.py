@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ampfuse.compat.apex import amp_C
-from ampfuse.compat.apex.optimizers.common import ApexOptimizer, of_groups
+from ampfuse.compat.apex.optimizers.common import ApexOptimizer, arguments, of_groups
 from ampfuse.optim import SGD
 
 
@@ -47,14 +47,11 @@ class FusedSGD(ApexOptimizer, SGD):
         params = list(params)
         if lr is None and not all(isinstance(g, dict) and "lr" in g for g in params):
             raise ValueError("FusedSGD needs a learning rate: pass lr.")
-        self.set_grad_none = set_grad_none
+        given = arguments(locals(), "materialize_master_grads")
+        self.construct(given, "wd_after_momentum", lr=0.0 if lr is None else lr)
+        self.materialize_master_grads = materialize_master_grads
         self.most_recent_scale = 1.0
         self.scale_set_by_backward = False
-        super().__init__(
-            params, 0.0 if lr is None else lr, momentum, dampening, weight_decay, nesterov
-        )
-        self._set_flag("wd_after_momentum", bool(wd_after_momentum))
-        self.materialize_master_grads = materialize_master_grads
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step on gradients divided by ``most_recent_scale``, which is 1 again after it."""

@@ -7,12 +7,3 @@ from ampfuse.compat.apex.parallel.sync_batchnorm import (
     convert_syncbn_model,
     create_syncbn_process_group,
 )
-
-__all__ = [
-    "LARC",
-    "DistributedDataParallel",
-    "Reducer",
-    "SyncBatchNorm",
-    "convert_syncbn_model",
-    "create_syncbn_process_group",
-]

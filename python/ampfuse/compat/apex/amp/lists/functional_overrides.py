@@ -2,21 +2,11 @@
 
 import torch.nn.functional
 
+from ampfuse.compat.apex.amp.lists.names import names
+
 MODULE = torch.nn.functional
-
-FP16_FUNCS = """
-    conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc linear
-""".split()
-
-FP32_FUNCS = """
-    interpolate grid_sample softplus softmin log_softmax softmax gelu layer_norm group_norm
-    local_response_norm normalize cosine_similarity poisson_nll_loss cosine_embedding_loss
-    cross_entropy hinge_embedding_loss kl_div l1_loss mse_loss margin_ranking_loss
-    multilabel_margin_loss multilabel_soft_margin_loss multi_margin_loss nll_loss
-    binary_cross_entropy_with_logits smooth_l1_loss soft_margin_loss triplet_margin_loss
-    ctc_loss
-""".split()
-
+FP16_FUNCS = names("torch.nn.functional", "FP16_FUNCS")
+FP32_FUNCS = names("torch.nn.functional", "FP32_FUNCS")
 BANNED_FUNCS = [
     (
         "binary_cross_entropy",

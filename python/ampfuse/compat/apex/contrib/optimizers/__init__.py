@@ -1,5 +1,3 @@
 """``apex.contrib.optimizers``: of its parts, ``FP16_Optimizer``."""
 
 from ampfuse.compat.apex.contrib.optimizers.fp16_optimizer import FP16_Optimizer
-
-__all__ = ["FP16_Optimizer"]

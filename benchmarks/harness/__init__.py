@@ -1,0 +1,2 @@
+"""What the benchmarks share. No module here or beside it imports ampfuse at its top: a peer's
+process imports them too, and must never import ampfuse (see ``measuring.Worker``)."""

@@ -1,0 +1,289 @@
+"""How the benchmarks measure: rounds over all variants, a cold cache, peers in their own process.
+
+A benchmark names the variants of a case (ours, the peers, the machine's bounds) and hands them to
+:func:`measure`, which runs them in turn, round after round, so that whatever else the machine does
+meets all of them alike. What ampfuse is compared with runs in a :class:`Worker`.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+_LONGEST_QUEUEING_MS = 200.0
+_SETTLING_S = 0.005  # threads that wait for work keep a core busy for a while
+
+Times = dict[str, list[float]]
+
+
+def measure(variants: Mapping[str, Callable[[], float]], repeats: int, warm_up: int = 2) -> Times:
+    """Milliseconds that each variant says it took, `repeats` times after `warm_up`, in turns."""
+    times: Times = {name: [] for name in variants}
+    for round_ in range(warm_up + repeats):
+        for name, variant in variants.items():
+            time.sleep(_SETTLING_S)
+            taken = variant()
+            if round_ >= warm_up:
+                times[name].append(taken)
+    return times
+
+
+class Clock:
+    """Times a call on a device, from a cold cache.
+
+    Before each call an array as large as the last-level cache (on a GPU four times that) is read,
+    so the data caches hold nothing of the call's tensors, and nothing that has to be written back
+    while it runs. What stays warm: instructions, branch predictions, address translations.
+
+    A GPU's time is taken on the GPU, between events, with the host ahead of it, as in training: how
+    long the host takes to queue the call counts only where the call waits for the GPU
+    (:class:`HostClock` measures the host).
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._cold = torch.zeros(_last_level_cache_bytes(device) // 4, device=device)
+        self._cycles_per_ms = 0.0  # of a GPU that the host queues work for
+        if device.type == "cuda":
+            cycles = 50_000_000
+            for _ in range(2):  # the first wakes the clocks
+                taken = self._on_gpu(lambda: torch.cuda._sleep(cycles), 0)
+            self._cycles_per_ms = cycles / taken
+
+    def milliseconds(self, call: Callable[[], object], queueing_ms: float = 0.0) -> float:
+        """Of one call.
+
+        Arguments:
+            queueing_ms: how long the host takes to queue it; a GPU idles that long first.
+        """
+        self._cold.sum()
+        if self.device.type == "cuda":
+            return self._on_gpu(call, int(queueing_ms * self._cycles_per_ms))
+        return _host_ms(call)
+
+    def _on_gpu(self, call: Callable[[], object], sleep_cycles: int) -> float:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize(self.device)
+        if sleep_cycles:
+            torch.cuda._sleep(sleep_cycles)
+        begin.record()
+        call()
+        end.record()
+        torch.cuda.synchronize(self.device)
+        return begin.elapsed_time(end)
+
+
+class HostClock:
+    """Times how long the host is busy with a call; the device is idle before it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def milliseconds(self, call: Callable[[], object], queueing_ms: float = 0.0) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return _host_ms(call)
+
+
+def _host_ms(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return (time.perf_counter() - start) * 1e3
+
+
+class Variant:
+    """A call in this process, as :func:`measure` takes it.
+
+    Arguments:
+        call: may have a method `prepare`, which runs before each call and is not timed. May return
+            a float: its own measure in milliseconds, in place of how long it took.
+    """
+
+    def __init__(self, clock: Any, call: Callable[[], object]) -> None:
+        self.clock, self.call = clock, call
+        self._calls, self._queueing_ms = 0, 0.0
+
+    def __call__(self) -> float:
+        """Milliseconds of one call."""
+        self._prepare()
+        result: object = None
+        host_ms = 0.0
+
+        def run() -> None:
+            nonlocal result, host_ms
+            start = time.perf_counter()
+            result = self.call()
+            host_ms = (time.perf_counter() - start) * 1e3
+
+        gc.disable()
+        try:
+            taken = self.clock.milliseconds(run, self._queueing_ms)
+        finally:
+            gc.enable()
+        self._calls += 1
+        if self._calls == 2:  # the first one compiled and allocated
+            self._queueing_ms = min(1.5 * host_ms, _LONGEST_QUEUEING_MS)
+        return result if isinstance(result, float) else taken
+
+    def memory_mib(self) -> float:
+        """The peak of the tensors that one call allocates."""
+        self._prepare()
+        device = self.clock.device
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            self.call()
+            return torch.cuda.max_memory_allocated(device) / 2**20
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+            self.call()
+        allocated = peak = 0
+        for event in sorted(profiled.events(), key=lambda event: event.time_range.end):
+            allocated += event.self_cpu_memory_usage
+            peak = max(peak, allocated)
+        return peak / 2**20
+
+    def answer(self) -> Any:
+        """What the call's method `answer` returns."""
+        return self.call.answer()  # type: ignore[attr-defined]
+
+    def _prepare(self) -> None:
+        getattr(self.call, "prepare", lambda: None)()
+
+
+class WorkerError(RuntimeError):
+    """What a worker was asked raised an exception there.
+
+    Attributes:
+        missing: because a package is not installed.
+    """
+
+    def __init__(self, message: str, missing: bool) -> None:
+        super().__init__(message, missing)
+        self.missing = missing
+
+    def __str__(self) -> str:
+        return self.args[0]
+
+
+class Worker:
+    """A process of its own for variants, so that nothing of ours is in the way of a peer.
+
+    It never imports ampfuse, and fails if something does, unless it is `with_ampfuse`: for what
+    changes the process it runs in. Variants are made there, by functions and arguments that pickle.
+
+    Arguments:
+        clock: :class:`Clock` or :class:`HostClock`.
+    """
+
+    def __init__(self, clock: type, device: torch.device, with_ampfuse: bool = False) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, clock, device, with_ampfuse))
+        self._process.start()
+        theirs.close()
+        self._made = 0
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._pipe.close()  # ends it
+        self._process.join()
+
+    def variant(self, make: Callable[..., Any], *arguments: Any) -> RemoteVariant:
+        """The call that ``make(*arguments)`` returns there, on as many threads as torch has here.
+
+        Raises:
+            WorkerError: it raised something.
+        """
+        self._made += 1
+        self.ask("make", self._made, torch.get_num_threads(), make, arguments)
+        return RemoteVariant(self, self._made)
+
+    def clear(self) -> None:
+        """Forget all variants."""
+        self.ask("clear")
+
+    def ask(self, *message: Any) -> Any:
+        self._pipe.send(message)
+        reply = self._pipe.recv()
+        if isinstance(reply, WorkerError):
+            raise reply
+        return reply
+
+
+class RemoteVariant:
+    """A :class:`Variant` that a worker has."""
+
+    def __init__(self, worker: Worker, number: int) -> None:
+        self._ask = lambda method: worker.ask("run", number, method)
+
+    def __call__(self) -> float:
+        return self._ask("__call__")
+
+    def memory_mib(self) -> float:
+        return self._ask("memory_mib")
+
+    def answer(self) -> Any:
+        return self._ask("answer")
+
+
+class _Served:
+    """The worker's side."""
+
+    def __init__(self, clock: Any) -> None:
+        self.clock = clock
+        self.variants: dict[int, Variant] = {}
+
+    def make(self, number: int, threads: int, make: Callable[..., Any], arguments: Any) -> None:
+        torch.set_num_threads(threads)
+        self.variants[number] = Variant(self.clock, make(*arguments))
+
+    def run(self, number: int, method: str) -> Any:
+        return getattr(self.variants[number], method)()
+
+    def clear(self) -> None:
+        self.variants.clear()
+        gc.collect()
+        if "torch._dynamo" in sys.modules:
+            torch.compiler.reset()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+
+
+def _serve(pipe: Any, clock: type, device: torch.device, with_ampfuse: bool) -> None:
+    served = _Served(clock(device))
+    while True:
+        try:
+            method, *arguments = pipe.recv()
+        except EOFError:
+            return
+        try:
+            reply = getattr(served, method)(*arguments)
+            if "ampfuse" in sys.modules and not with_ampfuse:
+                raise RuntimeError("ampfuse was imported where a peer is measured")
+        except Exception as error:
+            reason = (str(error).strip() or "no reason given").splitlines()[0]
+            missing = isinstance(error, ImportError)
+            reply = WorkerError(f"{type(error).__name__}: {reason}", missing)
+        pipe.send(reply)
+
+
+def _last_level_cache_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return 4 * torch.cuda.get_device_properties(device).L2_cache_size
+    sizes = [64 << 20]
+    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        text = path.read_text().strip()
+        sizes.append(int(text[:-1]) << {"K": 10, "M": 20}[text[-1]])
+    return min(max(sizes), 512 << 20)

@@ -1,0 +1,144 @@
+"""The tables of docs/benchmarks.md from CSV files in benchmarks/results.
+
+python benchmarks/report.py benchmarks/results/step_cpu.csv              # or host_time_....csv
+python benchmarks/report.py benchmarks/results/experiments_e?_cpu.csv    # ``make_table --csv``
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+
+from harness.results import Row, parser_of, read
+
+
+def markdown(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table."""
+    header, *body = ("| " + " | ".join(line) + " |" for line in (columns, *lines))
+    return [header, "|---" * len(columns) + "|", *body]
+
+
+# ---- steps against peers and the machine's limit -------------------------------------------------
+
+
+def cells(case: str, rows: list[Row]) -> dict[str, str]:
+    """One line of the table, by column: medians, with the 20th to 80th percentile."""
+    by_variant = {row.variant: row for row in rows}
+    ours, limit = by_variant["ampfuse"], by_variant.get("limit")
+    torch_routes = [row for row in rows if row.variant.startswith("torch ")]
+    best = min(torch_routes, key=lambda row: row.median_ms, default=None)
+    others = [row for row in rows if row.peer]
+    return {
+        "step": case,
+        "threads": str(ours.threads) if ours.device == "cpu" else "",
+        "ampfuse, ms": _spread(ours),
+        "the machine's limit, ms": _spread(limit) if limit else "",
+        "ampfuse / limit": f"{ours.median_ms / limit.median_ms:.2f}" if limit else "",
+        "share of copy bandwidth": ""
+        if math.isnan(ours.share_of_copy)
+        else f"{ours.share_of_copy:.0%} of {by_variant['copy'].gb_per_s:,.0f} GB/s",
+        "fastest torch route, ms": f"{_spread(best)} {best.variant.removeprefix('torch ')}"
+        if best
+        else "",
+        "ampfuse is faster by": f"**{_ratio(best, ours)}**" if best else "",
+        "than others": ", ".join(f"{row.variant} {_ratio(row, ours)}" for row in others),
+    }
+
+
+def _ratio(theirs: Row, ours: Row) -> str:
+    ratio = theirs.median_ms / ours.median_ms
+    return f"{ratio:.1f}x" if ratio >= 1.2 else f"{ratio:.2f}x"
+
+
+def _spread(row: Row) -> str:
+    digits = 1 if row.median_ms >= 10 else 2 if row.median_ms >= 1 else 3
+    values = (f"{value:.{digits}f}" for value in (row.median_ms, row.p20_ms, row.p80_ms))
+    return "{} ({}-{})".format(*values)
+
+
+def steps_table(rows: list[Row]) -> list[str]:
+    """Of the cases that ampfuse has a row of; without the columns that have nothing to say."""
+    groups = [list(group) for _, group in groupby(rows, key=lambda row: (row.case, row.threads))]
+    ours = [group for group in groups if any(row.variant == "ampfuse" for row in group)]
+    lines = [cells(group[0].case, group) for group in ours]
+    columns = [name for name in lines[0] if any(line[name] for line in lines)]
+    return markdown(columns, [[line[column] for column in columns] for line in lines])
+
+
+def print_steps(path: Path) -> None:
+    """The table, and the conditions it was measured under."""
+    rows = read(path)
+    print("\n".join(steps_table(rows)))
+    row = rows[0]
+    peers = dict.fromkeys(row.peer for row in rows)
+    conditions = [row.hardware, row.isa, f"torch {row.torch}", f"ampfuse {row.ampfuse}", *peers]
+    count = min(row.n for row in rows)
+    print(
+        f"\n{', '.join(filter(None, [*conditions, row.date]))}. "
+        f"Median of {count}{' or more' * any(row.n > count for row in rows)}, "
+        "20th to 80th percentile."
+    )
+
+
+# ---- training steps of the experiments -----------------------------------------------------------
+
+_NAMES = {
+    "vgg16": "VGG16, 32x32 (E1)",
+    "wrn28_10": "WRN-28-10, 32x32 (E2)",
+    "resnet18": "ResNet-18, 224x224 (E4)",
+    "mlp": "MLP (E5)",
+}
+_COLUMNS = (
+    *("experiment", "batch", "FP32, ms", "torch.amp BF16, ms", "O5, ms", "O5 against FP32"),
+    *("against torch.amp", "memory, MB: FP32", "torch.amp", "O5"),
+)
+
+
+def experiments_table(rows: list[dict[str, str]]) -> list[str]:
+    """Mean milliseconds of a training step and the standard deviation of the repeats' means."""
+    rows = sorted(rows, key=lambda row: (row["recipe"], row["model"], int(row["batch_size"])))
+    lines = []
+    for (model, batch), group in groupby(rows, key=lambda row: (row["model"], row["batch_size"])):
+        by_method = {row["method"]: row for row in group}
+        arms = [by_method[name] for name in ("fp32", "amp-bf16", "O5")]
+        means, deviations = (
+            [1e3 * float(row[column] or 0) / int(row["iterations"]) for row in arms]
+            for column in ("time_s_mean", "time_s_std")
+        )
+        times = [f"{mean:.0f} ± {std:.0f}" for mean, std in zip(means, deviations, strict=True)]
+        gains = [f"**{mean / means[2]:.1f}x**" for mean in means[:2]]
+        memory = [f"{float(row['memory_mb_mean']):,.0f}" for row in arms]
+        lines.append([_NAMES.get(model, model), batch, *times, *gains, *memory])
+    return markdown(_COLUMNS, lines)
+
+
+def print_experiments(rows: list[dict[str, str]]) -> None:
+    """The table, and the conditions it was measured under."""
+    print("\n".join(experiments_table(rows)))
+    row = rows[0]
+    print(
+        f"\n{row['device']}, torch {row['torch']}, ampfuse {row['ampfuse']}, {row['date'][:10]}. "
+        f"Mean and standard deviation of {row['n']} runs; memory is the process's."
+    )
+
+
+def main() -> None:
+    """Prints the table that fits the files."""
+    parser = parser_of(__doc__)
+    parser.add_argument("files", type=Path, nargs="+", help="CSV files, of one kind")
+    options = parser.parse_args()
+    records = []
+    for path in options.files:
+        with open(path, newline="") as file:
+            records += csv.DictReader(file)
+    if "recipe" in records[0]:
+        return print_experiments(records)
+    for path in options.files:
+        print_steps(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,24 @@
+// The passes of all fused layers: a layer is an include and a name here.
+#pragma once
+
+#include "core/nn_ops/batch_norm.h"
+
+namespace ampfuse {
+
+template <class... Ops, class... More>
+OpList<Ops..., More...> operator+(OpList<Ops...>, OpList<More...>);
+
+using NnOps = decltype(OpList<>() + batch_norm_ops());
+
+template <class Op>
+NnOp nn_op() {
+  return {Choice<NnOps>::of<Op>().index()};
+}
+
+// run(Type) of the op.
+template <class Run>
+void visit(NnOp op, const Run& run) {
+  visit(Choice<NnOps>(op.index), run);
+}
+
+}  // namespace ampfuse

@@ -1,0 +1,117 @@
+// What the passes of fused layers have in common: each reads and writes images in channels-last
+// memory, matrices of `rows` (batch x height x width) by `channels`.
+//
+// An op is a function of the values x[image] at one place of the matrix, and of a channel's
+// coefficients; F is float on the device and in scalar code and a SIMD vector otherwise, whose
+// lanes are neighbouring channels. It says
+//   kName      what error messages call it
+//   kReads, kWrites  which of NnArgs' images are loaded and stored back, and whether the mask is
+//   kOptional  which of them may be absent: the op is compiled with them and without. A mask that
+//              is read is none of these: where it is absent, all its bits are set
+//   kCoefs     how many coefficients it takes of a channel
+//   coefs()    computes them; in a sum, those of the span that begins with `row`
+// A map (ChannelMap) computes values:
+//   apply(x, coef, bits)
+// A sum (ChannelSum) adds two sums over the rows of each channel:
+//   add(x, coef, bits, first, second)
+//   Partial, partial()  what is kept of the sums of a span
+//   finish()   makes results of a channel's partials; sum(value) adds value(span) over its spans
+//
+// Sums are those of reduce.h's idea: one order for every backend, thread count and vector width. A
+// tile of kTileRows is added in FP32, row after row; the tiles of a span, one after another, in
+// FP32; spans by kRowLanes strided lanes and halving, in double.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "core/algorithms.h"
+#include "core/dtype.h"
+#include "core/hd.h"
+#include "core/lists.h"
+#include "core/reduce.h"
+#include "core/scalar.h"
+
+namespace ampfuse {
+
+constexpr int kTileRows = 32;
+constexpr int kSpanTiles = 16;
+constexpr int kSpanRows = kTileRows * kSpanTiles;
+
+HD constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+struct ImageRows {
+  int64_t rows = 0, channels = 0;
+  DType dtype = DType::kNone;
+
+  HD int64_t spans() const { return ceil_div(rows, kSpanRows); }
+  HD int64_t rows_of(int64_t span) const {
+    const int64_t rest = rows - span * kSpanRows;
+    return rest < kSpanRows ? rest : kSpanRows;
+  }
+  // Of a mask: a bit for each channel, a row's in whole bytes.
+  HD int64_t mask_bytes() const { return ceil_div(channels, 8); }
+  HD int64_t row_bytes() const { return channels * element_size(dtype); }
+};
+
+constexpr int kMaxImages = 4, kMaxVectors = 8;
+constexpr unsigned kMask = bit(kMaxImages);
+
+// All that a pass takes; an op names the places. What is absent is null.
+struct NnArgs {
+  ImageRows image;
+  void* images[kMaxImages] = {};
+  uint8_t* mask = nullptr;           // [rows][mask_bytes]
+  float* vectors[kMaxVectors] = {};  // [channels] each
+  float numbers[2] = {};
+  void* partials = nullptr;  // of a sum: [channels][spans] of its Partial
+
+  HD bool has(unsigned list) const {
+    if (list == kMask) return mask != nullptr;
+    for (int i = 0; i < kMaxImages; ++i) {
+      if (list == bit(i)) return images[i] != nullptr;
+    }
+    return false;
+  }
+  template <class Partial>
+  HD Partial* partials_of(int64_t c) const {
+    return static_cast<Partial*>(partials) + c * image.spans();
+  }
+};
+
+// An op of NnOps, in nn_ops.h.
+struct NnOp {
+  int index;
+};
+
+struct NnPass {
+  static constexpr unsigned kOptional = 0;
+};
+struct ChannelMap : NnPass {
+  static constexpr bool kSums = false;
+};
+struct ChannelSum : NnPass {
+  static constexpr bool kSums = true;
+};
+
+// Calls run(lists), an integral_constant: what an op reads and writes, without the optional ones
+// that `args` lacks. `run` may be the host's alone.
+#if defined(__CUDACC__)
+#pragma nv_exec_check_disable
+#endif
+template <class Op, unsigned kLists = Op::kReads | Op::kWrites, unsigned kOpen = Op::kOptional,
+          class Run>
+HD void with_lists(const NnArgs& args, const Run& run) {
+  if constexpr (kOpen == 0) {
+    run(std::integral_constant<unsigned, kLists>());
+  } else {
+    constexpr unsigned kOne = kOpen & (~kOpen + 1);
+    if (args.has(kOne)) {
+      with_lists<Op, kLists, kOpen & ~kOne>(args, run);
+    } else {
+      with_lists<Op, kLists & ~kOne, kOpen & ~kOne>(args, run);
+    }
+  }
+}
+
+}  // namespace ampfuse

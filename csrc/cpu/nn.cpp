@@ -1,0 +1,91 @@
+// Fused layers on the CPU: what is shared out to threads, and what is added of their parts.
+#include "nn.h"
+
+#include <algorithm>
+#include <vector>
+
+#include "core/nn_ops.h"
+#include "float_mode.h"
+#include "threads.h"
+
+namespace ampfuse {
+namespace {
+
+template <class Op, class Call>
+void with_kernel(const Call& call) {
+  with_isa([&](auto isa) { call(NnKernel<typename decltype(isa)::type, Op>()); });
+}
+
+int64_t elements(const ImageRows& image) { return image.rows * image.channels; }
+
+// Backwards over the rows: sums have just been taken forwards, and the end of what they read is
+// still in the caches.
+template <class Op>
+void map(const NnArgs& args) {
+  const ImageRows& image = args.image;
+  const int64_t stride = coef_stride(image);
+  std::vector<float> coefs(Op::kCoefs * stride);
+  with_lists<Op>(args, [&](auto lists) {
+    const FloatMode standard;
+    for (int64_t c = 0; c < image.channels; ++c) {
+      float coef[Op::kCoefs];
+      Op::template coefs<lists>(args, 0, c, coef);
+      for (int k = 0; k < Op::kCoefs; ++k) coefs[k * stride + c] = coef[k];
+    }
+  });
+  share_out(elements(image), [&](int64_t piece, int64_t pieces) {
+    const int64_t from_end = pieces - 1 - piece;
+    const int64_t begin = image.rows * from_end / pieces;
+    const int64_t end = image.rows * (from_end + 1) / pieces;
+    with_kernel<Op>([&](auto kernel) { kernel.map(args, coefs.data(), begin, end); });
+  });
+}
+
+// A channel's partials, see Op::finish().
+struct SpanSum {
+  int64_t spans;
+  template <class Value>
+  double operator()(const Value& value) const {
+    return sum_strided<kRowLanes>(spans, value);
+  }
+  bool writes() const { return true; }
+};
+
+template <class Op>
+void sum(const NnArgs& args) {
+  const ImageRows& image = args.image;
+  // Few spans are cut finer, for every thread to have a task.
+  const int64_t width = image.spans() < 16 ? 128 : kTaskChannels;
+  const int64_t strips = ceil_div(image.channels, width);
+  const int64_t tasks = image.spans() * strips;
+  share_out(elements(image), [&](int64_t piece, int64_t pieces) {
+    with_kernel<Op>([&](auto kernel) {
+      for (int64_t task = tasks * piece / pieces; task < tasks * (piece + 1) / pieces; ++task) {
+        const int64_t begin = task % strips * width;
+        kernel.sum(args, task / strips, begin, std::min(begin + width, image.channels));
+      }
+    });
+  });
+  // A channel's divisions and root take as long as so many elements.
+  constexpr int64_t kElements = 64;
+  share_out(image.channels * (kElements + image.spans()), [&](int64_t piece, int64_t pieces) {
+    const int64_t end = image.channels * (piece + 1) / pieces;
+    for (int64_t c = image.channels * piece / pieces; c < end; ++c)
+      Op::finish(args, c, SpanSum{image.spans()});
+  });
+}
+
+}  // namespace
+
+void run_nn(NnOp op, const NnArgs& args) {
+  visit(op, [&](auto type) {
+    using Op = typename decltype(type)::type;
+    if constexpr (Op::kSums) {
+      sum<Op>(args);
+    } else {
+      map<Op>(args);
+    }
+  });
+}
+
+}  // namespace ampfuse

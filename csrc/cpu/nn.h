@@ -1,0 +1,47 @@
+// The CPU's kernels of fused layers: one for each op and instruction set, in a translation unit of
+// its own. nn_<isa>.cpp defines what is declared here, for the ops that AMPFUSE_OPS lists, and is
+// compiled once for each header of core/nn_ops.
+#pragma once
+
+#include <tuple>
+
+#include "core/nn_ops/nn_op.h"
+#include "isa.h"
+
+namespace ampfuse {
+
+constexpr int kGroup = 16;  // channels of which masks are handled at a time
+constexpr int kTaskChannels = 512;
+
+// The coefficients of all channels, coef k of channel c at k * coef_stride() + c; zero past them.
+HD constexpr int64_t coef_stride(const ImageRows& image) {
+  return ceil_div(image.channels, kGroup) * kGroup;
+}
+
+// What one thread does with a part of the matrix.
+template <class Isa, class Op>
+struct NnKernel {
+  // (`args` is a value: what a reference leads to is read again after every store to an image,
+  // which could have changed it.)
+  static void map(NnArgs args, const float* coefs, int64_t begin, int64_t end);  // rows
+  // At most kTaskChannels channels.
+  static void sum(NnArgs args, int64_t span, int64_t begin, int64_t end);
+};
+
+// Makes the compiler emit the kernels of a list.
+template <class Isa, class Op>
+constexpr auto nn_kernel_of() {
+  if constexpr (Op::kSums) {
+    return &NnKernel<Isa, Op>::sum;
+  } else {
+    return &NnKernel<Isa, Op>::map;
+  }
+}
+template <class Isa, class... Ops>
+constexpr auto nn_kernels_of(OpList<Ops...>) {
+  return std::make_tuple(nn_kernel_of<Isa, Ops>()...);
+}
+
+void run_nn(NnOp op, const NnArgs& args);
+
+}  // namespace ampfuse

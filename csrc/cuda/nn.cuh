@@ -1,0 +1,16 @@
+// What the CUDA backend launches for an op of a fused layer. Each header of core/nn_ops has a
+// translation unit of its own, in which nn.cu defines what is declared here.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "core/nn_ops/nn_op.h"
+
+namespace ampfuse {
+
+template <class Op>
+struct NnDeviceKernel {
+  static void run(const NnArgs& args, cudaStream_t stream);
+};
+
+}  // namespace ampfuse

@@ -1,0 +1,384 @@
+// batch_norm_act as an operator of torch.
+//
+// The operator is a composition: torch traces, compiles and exports the passes it is made of, and
+// autograd's formula stands here once for the CPU, CUDA and tracing.
+#include <ATen/ATen.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <tuple>
+#include <vector>
+
+#include "nn_pass.h"
+#include "recompute.h"
+
+namespace ampfuse {
+namespace {
+
+using at::Tensor;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+// ---- the passes ----
+//
+// Each serves CPU, CUDA and meta tensors; of the latter it makes the results' shapes alone.
+
+std::tuple<Tensor, Tensor> moments_pass(const Tensor& x) {
+  using Op = BatchNormMoments;
+  const Tensor mean = empty_vector(x), var = empty_vector(x);
+  if (!x.is_meta())
+    PassArgs(x)
+        .image(Op::kX, x, "x")
+        .vector(Op::kMean, mean, "mean")
+        .vector(Op::kVar, var, "var")
+        .run<Op>();
+  return {mean, var};
+}
+
+std::tuple<Tensor, Tensor> statistics_pass(const Tensor& x, const OptionalTensor& running_mean,
+                                           const OptionalTensor& running_var, double momentum,
+                                           double eps) {
+  using Op = BatchNormMoments;
+  const Tensor mean = empty_vector(x), invstd = empty_vector(x);
+  if (!x.is_meta()) {
+    PassArgs(x)
+        .image(Op::kX, x, "x")
+        .vector(Op::kMean, mean, "mean")
+        .vector(Op::kInvstd, invstd, "invstd")
+        .vector(Op::kRunningMean, running_mean, "running_mean")
+        .vector(Op::kRunningVar, running_var, "running_var")
+        .number(Op::kMomentum, momentum)
+        .number(Op::kEps, eps)
+        .run<Op>();
+  }
+  return {mean, invstd};
+}
+
+std::tuple<Tensor, Tensor> apply_pass(const Tensor& x, const OptionalTensor& residual,
+                                      const Tensor& mean, const Tensor& invstd,
+                                      const OptionalTensor& weight, const OptionalTensor& bias,
+                                      bool relu) {
+  using Op = BatchNormApply;
+  const Tensor y = empty_laid_out_as(x, x.scalar_type());
+  const Tensor mask = relu ? empty_mask(x) : nothing(x, at::kByte);
+  if (x.is_meta()) return {y, mask};
+  PassArgs args(x);
+  if (given(residual)) args.image(Op::kResidual, *residual, "residual");
+  args.image(Op::kX, x, "x")
+      .image(Op::kY, y, "y")
+      .mask(mask)
+      .vector(Op::kMean, mean, "mean")
+      .vector(Op::kInvstd, invstd, "invstd")
+      .vector(Op::kWeight, weight, "weight")
+      .vector(Op::kBias, bias, "bias")
+      .run<Op>();
+  return {y, mask};
+}
+
+// g: for the gradient under the mask, which is not kept if it has no elements; may be dy.
+std::tuple<Tensor, Tensor> reduce_into_pass(const Tensor& dy, const Tensor& x, const Tensor& mean,
+                                            const Tensor& mask, const Tensor& g) {
+  using Op = BatchNormReduce;
+  const Tensor sum = empty_vector(x), centered = empty_vector(x);
+  if (x.is_meta()) return {sum, centered};
+  PassArgs args(x);
+  if (g.numel() > 0) args.image(Op::kG, g, "g");
+  args.image(Op::kX, x, "x")
+      .image(Op::kDy, dy, "dy")
+      .mask(mask)
+      .vector(Op::kMean, mean, "mean")
+      .vector(Op::kSum, sum, "sum")
+      .vector(Op::kCentered, centered, "centered")
+      .run<Op>();
+  return {sum, centered};
+}
+
+std::tuple<Tensor, Tensor, Tensor> reduce_pass(const Tensor& dy, const Tensor& x,
+                                               const Tensor& mean, const Tensor& mask, bool keep) {
+  const Tensor g = keep ? empty_laid_out_as(x, x.scalar_type()) : nothing(x, x.scalar_type());
+  return std::tuple_cat(reduce_into_pass(dy, x, mean, mask, g), std::tuple(g));
+}
+
+// The sums are absent where statistics are frozen. dx may be dy.
+void dx_into_pass(const Tensor& dy, const Tensor& mask, const Tensor& x, const Tensor& mean,
+                  const Tensor& invstd, const OptionalTensor& weight, const OptionalTensor& sum_dy,
+                  const OptionalTensor& sum_dy_centered, c10::SymInt count, const Tensor& dx) {
+  using Op = BatchNormDx;
+  if (x.is_meta()) return;
+  PassArgs args(x);
+  if (given(sum_dy)) args.image(Op::kX, x, "x");
+  args.image(Op::kDy, dy, "dy")
+      .image(Op::kDx, dx, "dx")
+      .mask(mask)
+      .vector(Op::kMean, mean, "mean")
+      .vector(Op::kInvstd, invstd, "invstd")
+      .vector(Op::kWeight, weight, "weight")
+      .vector(Op::kSum, sum_dy, "sum_dy")
+      .vector(Op::kCentered, sum_dy_centered, "sum_dy_centered")
+      .number(Op::kInverseCount, 1.0 / double(count.expect_int()))
+      .run<Op>();
+}
+
+Tensor dx_pass(const Tensor& dy, const Tensor& mask, const Tensor& x, const Tensor& mean,
+               const Tensor& invstd, const OptionalTensor& weight, const OptionalTensor& sum_dy,
+               const OptionalTensor& sum_dy_centered, c10::SymInt count) {
+  const Tensor dx = empty_laid_out_as(x, x.scalar_type());
+  dx_into_pass(dy, mask, x, mean, invstd, weight, sum_dy, sum_dy_centered, std::move(count), dx);
+  return dx;
+}
+
+// ---- the operator ----
+
+// The bits of a mask as a tensor like x.
+Tensor unpacked(const Tensor& mask, const Tensor& x) {
+  const Tensor bit = at::arange(8, mask.options());
+  const Tensor bits = at::bitwise_and(at::bitwise_right_shift(mask.unsqueeze(-1), bit), 1);
+  return bits.flatten(3).slice(3, 0, x.size(1)).permute({0, 3, 1, 2}).to(at::kBool);
+}
+
+// Of tensors whose memory is another's, or nobody's.
+const c10::DispatchKeySet kWrappers({c10::DispatchKey::Python, c10::DispatchKey::Functionalize,
+                                     c10::DispatchKey::FuncTorchBatched,
+                                     c10::DispatchKey::FuncTorchGradWrapper});
+
+struct BatchNormAct : torch::autograd::Function<BatchNormAct> {
+  static Tensor forward(AutogradContext* context, const Tensor& x, const OptionalTensor& residual,
+                        const OptionalTensor& weight, const OptionalTensor& bias,
+                        const OptionalTensor& running_mean, const OptionalTensor& running_var,
+                        bool training, double momentum, double eps, bool relu) {
+    // (needs_input_grad() counts the tensors that are there, not the arguments.)
+    std::vector<bool> needs = {x.requires_grad()};
+    for (const OptionalTensor* tensor : {&residual, &weight, &bias})
+      needs.push_back(given(*tensor) && (*tensor)->requires_grad());
+    Tensor mean, invstd;
+    if (training) {
+      std::tie(mean, invstd) = Call<statistics_pass>::of(AMPFUSE_OP("batch_norm_statistics"), x,
+                                                         running_mean, running_var, momentum, eps);
+    } else {
+      // A later pass in training mode changes it, maybe before the backward pass.
+      const bool any = std::any_of(needs.begin(), needs.end(), [](bool need) { return need; });
+      mean = any ? running_mean->clone() : *running_mean;
+      invstd = at::rsqrt(*running_var + eps);
+    }
+    auto [y, mask] = Call<apply_pass>::of(AMPFUSE_OP("batch_norm_apply"), x, residual, mean, invstd,
+                                          weight, bias, relu);
+    context->save_for_backward(
+        {x, weight.value_or(Tensor()), mean, invstd, mask, bias.value_or(Tensor())});
+    context->saved_data["training"] = training;
+    context->saved_data["residual"] = given(residual);
+    context->saved_data["relu"] = relu;
+    context->saved_data["eps"] = eps;
+    context->saved_data["needs"] = needs;
+    context->set_materialize_grads(false);
+    return y;
+  }
+  // Of forward()'s arguments.
+  enum { kX, kResidual, kWeight, kBias, kArguments = 10 };
+
+  static bool needs(AutogradContext* context, int argument) {
+    return context->saved_data["needs"].toBoolList().get(argument);
+  }
+
+  static variable_list backward(AutogradContext* context, variable_list& gradients) {
+    variable_list result(kArguments);
+    if (!gradients[0].defined()) return result;
+    if (at::GradMode::is_enabled()) {
+      differentiable(context, gradients[0], result);
+    } else {
+      fused(context, std::move(gradients[0]), result);
+    }
+    return result;
+  }
+
+  // The output once more, from what is saved, in the same bits.
+  static Tensor recompute(AutogradContext& context) {
+    const variable_list saved = context.get_saved_variables();
+    return std::get<0>(Call<apply_pass>::of(
+        AMPFUSE_OP("batch_norm_apply"), saved[0], std::nullopt, saved[2], saved[3],
+        optional(saved[1]), optional(saved[5]), context.saved_data["relu"].toBool()));
+  }
+
+ private:
+  static void fused(AutogradContext* context, Tensor dy, variable_list& result) {
+    const variable_list saved = context->get_saved_variables();
+    const Tensor &x = saved[0], &weight = saved[1], &mean = saved[2], &invstd = saved[3];
+    Tensor mask = saved[4];
+    const bool training = context->saved_data["training"].toBool();
+    const bool to_residual = needs(context, kResidual);
+    const bool to_weight = needs(context, kWeight), to_bias = needs(context, kBias);
+    dy = dy.contiguous(kChannelsLast);
+    bool ours = is_only_ours(dy);
+    Tensor sum, centered;
+    if (training || to_weight || to_bias || to_residual) {
+      if (to_residual && ours) {
+        std::tie(sum, centered) =
+            Call<reduce_into_pass>::of(AMPFUSE_OP("batch_norm_reduce_into"), dy, x, mean, mask, dy);
+      } else {
+        Tensor g;
+        std::tie(sum, centered, g) =
+            Call<reduce_pass>::of(AMPFUSE_OP("batch_norm_reduce"), dy, x, mean, mask, to_residual);
+        if (to_residual) dy = g;
+      }
+    }
+    if (to_residual) {
+      result[kResidual] = dy;
+      mask = nothing(x, at::kByte);
+      ours = false;
+    }
+    if (to_weight) result[kWeight] = centered * invstd;
+    if (to_bias) result[kBias] = sum;
+    if (!needs(context, kX)) return;
+    const auto frozen = [&](const Tensor& t) { return training ? optional(t) : std::nullopt; };
+    const c10::SymInt count = x.sym_numel() / x.sym_size(1);
+    if (ours) {
+      Call<dx_into_pass>::of(AMPFUSE_OP("batch_norm_dx_into"), dy, mask, x, mean, invstd,
+                             optional(weight), frozen(sum), frozen(centered), count, dy);
+      result[kX] = dy;
+    } else {
+      result[kX] = Call<dx_pass>::of(AMPFUSE_OP("batch_norm_dx"), dy, mask, x, mean, invstd,
+                                     optional(weight), frozen(sum), frozen(centered), count);
+    }
+  }
+
+  // Whether nobody else holds a gradient or sees its memory. What is computed of it is written over
+  // it then: in lines that the cache has, and to pages that need not be asked for.
+  static bool is_only_ours(const Tensor& gradient) {
+    // (Whatever traces looks for new tensors.)
+    return !c10::impl::TorchDispatchModeTLS::any_modes_set() && gradient.use_count() == 1 &&
+           !gradient.key_set().has_any(kWrappers) && gradient.storage().use_count() == 1;
+  }
+
+  // The same by torch's operations, for a second derivative.
+  static void differentiable(AutogradContext* context, Tensor g, variable_list& result) {
+    const variable_list saved = context->get_saved_variables();
+    const Tensor &x = saved[0], &weight = saved[1], &mean = saved[2], &invstd = saved[3];
+    const double eps = context->saved_data["eps"].toDouble();
+    if (context->saved_data["relu"].toBool())
+      g = at::where(unpacked(saved[4], x), g, at::zeros({}, g.options()));
+    const Tensor var = at::reciprocal(invstd * invstd) - eps;
+    auto [dx, dweight, dbias] = at::native_batch_norm_backward(
+        g, x, optional(weight), mean, var, mean, invstd, context->saved_data["training"].toBool(),
+        eps, {true, true, true});
+    if (needs(context, kX)) result[kX] = dx;
+    if (needs(context, kResidual)) result[kResidual] = g;
+    if (needs(context, kWeight)) result[kWeight] = dweight;
+    if (needs(context, kBias)) result[kBias] = dbias;
+  }
+};
+
+using Node = torch::autograd::CppNode<BatchNormAct>;
+
+// Whether the kernels take it: everything else is torch's.
+bool has_kernels(const Tensor& x, const OptionalTensor& residual,
+                 const std::vector<const OptionalTensor*>& per_channel, bool complete) {
+  const at::ScalarType type = x.scalar_type();
+  if (!complete || x.dim() != 4 ||
+      (type != at::kFloat && type != at::kHalf && type != at::kBFloat16))
+    return false;
+  if (!(x.is_cpu() || x.is_cuda() || x.is_meta()) || x.sym_numel() == 0) return false;
+  for (const OptionalTensor* tensor : per_channel) {
+    if (given(*tensor) &&
+        ((*tensor)->scalar_type() != at::kFloat || (*tensor)->device() != x.device() ||
+         (*tensor)->dim() != 1 || (*tensor)->sym_size(0) != x.sym_size(1)))
+      return false;
+  }
+  if (given(residual) && (residual->scalar_type() != type || residual->device() != x.device() ||
+                          residual->sym_sizes() != x.sym_sizes()))
+    return false;
+  if (x.is_contiguous(kChannelsLast) || x.suggest_memory_format() == kChannelsLast) return true;
+  TORCH_WARN_ONCE(
+      "ampfuse's fused batch norm works on channels-last memory; this input is in another layout ",
+      "and goes through torch's own operations. The fast way is torch.channels_last, for the "
+      "model ",
+      "(model.to(memory_format=torch.channels_last)) and its input.");
+  return false;
+}
+
+Tensor batch_norm_act(const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
+                      const OptionalTensor& bias, const OptionalTensor& running_mean,
+                      const OptionalTensor& running_var, bool training, double momentum, double eps,
+                      bool relu) {
+  if (has_kernels(x, residual, {&weight, &bias, &running_mean, &running_var},
+                  training || (given(running_mean) && given(running_var)))) {
+    const OptionalTensor added =
+        given(residual) ? OptionalTensor(residual->contiguous(kChannelsLast)) : std::nullopt;
+    return BatchNormAct::apply(x.contiguous(kChannelsLast), added, weight, bias, running_mean,
+                               running_var, training, momentum, eps, relu);
+  }
+  Tensor y = at::batch_norm(x, weight, bias, running_mean, running_var, training, momentum, eps,
+                            at::globalContext().userEnabledCuDNN());
+  if (given(residual)) y = y + *residual;
+  return relu ? at::relu(y) : y;
+}
+
+AMPFUSE_LIBRARY(AMPFUSE_NAMESPACE, library) {
+  library.def(
+      "batch_norm_act(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, "
+      "Tensor(a!)? running_mean, Tensor(b!)? running_var, bool training, float momentum, "
+      "float eps, bool relu) -> Tensor",
+      batch_norm_act);
+  library.def("batch_norm_moments(Tensor x) -> (Tensor, Tensor)");
+  library.def(
+      "batch_norm_statistics(Tensor x, Tensor(a!)? running_mean, Tensor(b!)? running_var, "
+      "float momentum, float eps) -> (Tensor, Tensor)");
+  library.def(
+      "batch_norm_apply(Tensor x, Tensor? residual, Tensor mean, Tensor invstd, Tensor? weight, "
+      "Tensor? bias, bool relu) -> (Tensor, Tensor)");
+  library.def(
+      "batch_norm_reduce(Tensor dy, Tensor x, Tensor mean, Tensor mask, bool keep) -> (Tensor, "
+      "Tensor, Tensor)");
+  library.def(
+      "batch_norm_dx(Tensor dy, Tensor mask, Tensor x, Tensor mean, Tensor invstd, Tensor? weight, "
+      "Tensor? sum_dy, Tensor? sum_dy_centered, SymInt count=1) -> Tensor");
+  library.def(
+      "batch_norm_reduce_into(Tensor dy, Tensor x, Tensor mean, Tensor mask, Tensor(a!) g) -> "
+      "(Tensor, Tensor)");
+  library.def(
+      "batch_norm_dx_into(Tensor dy, Tensor mask, Tensor x, Tensor mean, Tensor invstd, "
+      "Tensor? weight, Tensor? sum_dy, Tensor? sum_dy_centered, SymInt count, Tensor(a!) dx) -> "
+      "()");
+}
+
+void add_kernels(torch::Library& library) {
+  library.impl("batch_norm_moments", moments_pass);
+  library.impl("batch_norm_statistics", statistics_pass);
+  library.impl("batch_norm_apply", apply_pass);
+  library.impl("batch_norm_reduce", reduce_pass);
+  library.impl("batch_norm_dx", dx_pass);
+  library.impl("batch_norm_reduce_into", reduce_into_pass);
+  library.impl("batch_norm_dx_into", dx_into_pass);
+}
+AMPFUSE_KERNELS(AMPFUSE_NAMESPACE, CPU, library) { add_kernels(library); }
+AMPFUSE_KERNELS(AMPFUSE_NAMESPACE, CUDA, library) { add_kernels(library); }
+AMPFUSE_KERNELS(AMPFUSE_NAMESPACE, Meta, library) { add_kernels(library); }
+
+}  // namespace
+
+SavedTensor::SavedTensor(const at::Tensor& tensor) {
+  const auto& producer = tensor.grad_fn();
+  auto* node = dynamic_cast<Node*>(producer.get());
+  if (node != nullptr && !node->ctx_.saved_data["residual"].toBool()) {
+    producer_ = producer;
+  } else {
+    tensor_ = tensor;
+    version_ = version_of(tensor);
+  }
+}
+
+at::Tensor SavedTensor::unpack() const {
+  if (producer_) {
+    const at::NoGradGuard no_grad;
+    return BatchNormAct::recompute(dynamic_cast<Node&>(*producer_).ctx_);
+  }
+  // Autograd leaves this check to those who hook into it.
+  TORCH_CHECK(version_of(tensor_) == version_,
+              "one of the variables needed for gradient computation has been modified by an "
+              "inplace operation: a ",
+              tensor_.scalar_type(), " of shape ", tensor_.sizes(), " is at version ",
+              version_of(tensor_), "; expected version ", version_, " instead");
+  return tensor_;
+}
+
+}  // namespace ampfuse

@@ -1,0 +1,57 @@
+"""The command line: ``ampfuse demo``, ``train``, ``doctor``, ``advise`` and others.
+
+A command is a module with ``add_arguments(parser)`` and ``run(parser, args)``, which returns the
+exit status; its docstring is what ``--help`` says. Only the module of the command that is given is
+imported: ``env`` has to run where the others do not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+
+import ampfuse
+from ampfuse.command_line import OneLineParser, status_of
+
+COMMANDS = {
+    "demo": ("ampfuse.experiments.demo", "train a small network at every level and compare them"),
+    "train": ("ampfuse.cli.train", "run an experiment: cifar, imagenet, mnist or mlp"),
+    "make_plot": ("ampfuse.experiments.make_plot", "draw the results of the experiments"),
+    "make_table": (
+        "ampfuse.experiments.make_table",
+        "print the results of an experiment next to the published ones",
+    ),
+    "doctor": (
+        "ampfuse.doctor.command",
+        "say where the time of a training script goes, and what would pay",
+    ),
+    "advise": (
+        "ampfuse.doctor.advise_command",
+        "find the level to train a model at, by trying them",
+    ),
+    "memory": (
+        "ampfuse.memory",
+        "say what a training holds in memory, in each mode, and what fits",
+    ),
+    "migrate": ("ampfuse.migrate.__main__", "say what becomes of a script's uses of apex"),
+    "env": ("ampfuse.cli.env", "print what a bug report needs"),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line `argv` (default: ``sys.argv``) and return the exit status."""
+    argv = sys.argv[1:] if argv is None else argv
+    parser = OneLineParser(prog="ampfuse", description="Mixed-precision training for PyTorch.")
+    parser.add_argument("--version", action="version", version=f"ampfuse {ampfuse.__version__}")
+    parsers = parser.add_subparsers(dest="command", metavar="command", required=True)
+    for name, (module, what) in COMMANDS.items():
+        own = parsers.add_parser(
+            name, help=what, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        if argv[:1] == [name]:
+            command, command_parser = importlib.import_module(module), own
+            own.description = command.__doc__
+            command.add_arguments(own)
+    args = parser.parse_args(argv)
+    return status_of(command, command_parser, args)

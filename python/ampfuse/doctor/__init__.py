@@ -1,0 +1,31 @@
+"""Looks at a training from outside: where its time goes, and which level to train at.
+
+``examine``  says where the time goes, and what would pay: ``with examine() as report:``
+``advise``   trains copies at each level and recommends one
+
+Of ``examine``: ``watch`` times and profiles some steps (``annotations`` are in the profile),
+``trace`` reads it, ``timeline`` gives each microsecond to one of the ``kinds`` of work, ``replay``
+times operations again, ``rules`` say what would pay, ``session`` makes the ``report`` of it, and
+``page`` shows that. Of ``advise``: ``trainings`` are the copies, ``levels`` compares them.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ampfuse.doctor.levels import Advice, advise
+    from ampfuse.doctor.report import Report
+    from ampfuse.doctor.session import examine
+
+__all__ = ["Advice", "Report", "advise", "examine"]
+
+# Loaded at first use, as the commands in this package need next to nothing to say --help.
+_HOME = {"Advice": "levels", "Report": "report", "advise": "levels", "examine": "session"}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module 'ampfuse.doctor' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"ampfuse.doctor.{_HOME[name]}"), name)

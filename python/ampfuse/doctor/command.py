@@ -1,0 +1,115 @@
+"""Say where the time of a training goes, and what would pay.
+
+    ampfuse doctor train.py --lr 0.1              a script, as `python train.py --lr 0.1` runs it
+    ampfuse doctor --html report.html -m package.train
+
+The script runs unmodified until enough optimizer steps were seen: some to warm up, some that are
+timed, as many under torch's profiler. Then it is stopped (its `finally` and `atexit` are honoured),
+and operations that took long are timed again in other types, layouts and sizes.
+"""
+
+# The module's docstring is the text of `ampfuse doctor --help`; nothing heavy is imported up here.
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import runpy
+import sys
+import traceback
+from pathlib import Path
+
+from ampfuse.command_line import at_least, check_writable
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--warmup", type=at_least(1), default=5, metavar="N", help="steps before (default: 5)")
+    profiled = "steps to time, and as many to profile (default: 10)"
+    add("--steps", type=at_least(1), default=10, metavar="N", help=profiled)
+    add("--html", type=Path, metavar="FILE", help="write the report there too")
+    add("--go-on", action="store_true", help="let the script run to its end")
+    add("-m", dest="module", action="store_true", help="SCRIPT is a module's name")
+    add("script", metavar="SCRIPT", help="the script, as given to python")
+    add("args", metavar="ARGS", nargs=argparse.REMAINDER, help="the script's arguments")
+
+
+def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
+    """Run the script and print the report.
+
+    Returns:
+        The script's own exit status if it failed; 1 if it ended well but gave too little to see.
+    """
+    if not args.module and not os.path.exists(args.script):
+        parser.error(f"there is no file {args.script}")
+    if args.html:
+        check_writable("--html", args.html.parent)
+    html = args.html and args.html.absolute()  # the script may change the folder
+
+    from ampfuse.doctor.report import Report
+    from ampfuse.doctor.session import fill
+    from ampfuse.doctor.watch import Watch
+
+    process, children = os.getpid(), _children_s()
+    report, watch = Report(script=args.script), Watch(args.warmup, args.steps, not args.go_on)
+    with watch:
+        status = _run_script(args)
+    if os.getpid() != process:  # the script forked, and this is the child's end
+        return status
+    sys.stdout.flush()
+    if status and not watch.done:
+        problem = f"the script failed by itself after {watch.seen} optimizer steps"
+        print(f"ampfuse doctor: {problem} (exit status {status})", file=sys.stderr)
+        return status
+    fill(report, watch)
+    if int(os.environ.get("RANK", "0")):
+        return status  # of several processes, the first one reports
+    if report.problem:
+        hint = (
+            "; it started other processes: use `with ampfuse.doctor.examine():` around their loop"
+        )
+        started = watch.seen == 0 and _children_s() > children
+        print(f"ampfuse doctor: {report.problem}{hint * started}", file=sys.stderr)
+        return status or 1
+    print(f"\n{report}")
+    if html:
+        report.save_html(html)
+        print(f"\nwritten: {args.html}")
+    return status
+
+
+def _run_script(args: argparse.Namespace) -> int:
+    """Run it as python does; its exit status."""
+    from ampfuse.doctor.watch import Finished
+
+    sys.argv = [args.script, *args.args]
+    sys.path[0] = os.getcwd() if args.module else os.path.dirname(os.path.realpath(args.script))
+    try:
+        if args.module:
+            runpy.run_module(args.script, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(args.script, run_name="__main__")
+    except Finished:
+        return 0
+    except SystemExit as ended:
+        if ended.code is None or isinstance(ended.code, int):
+            return ended.code or 0
+        print(ended.code, file=sys.stderr)  # as python does
+        return 1
+    except Exception as error:
+        trace = error.__traceback__
+        while trace and trace.tb_next and _is_ours(trace.tb_frame.f_code.co_filename):
+            trace = trace.tb_next
+        traceback.print_exception(type(error), error, trace)
+        return 1
+    return 0
+
+
+def _is_ours(path: str) -> bool:
+    return path == __file__ or path.startswith("<frozen") or path == runpy.__file__
+
+
+def _children_s() -> float:
+    """CPU time of processes that this one started and that have ended."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime

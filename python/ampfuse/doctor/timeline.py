@@ -1,0 +1,244 @@
+"""Each microsecond of the profiled steps, given to one kind of work.
+
+While a GPU works, time is what the GPU does. While it idles, and on the CPU always, time is what
+the thread of the training does: the innermost operation, or Python between operations.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from ampfuse.doctor.annotations import BEGIN, STEP
+from ampfuse.doctor.kinds import (
+    ENCLOSING,
+    kind_by_name,
+    kind_on_device,
+    kind_on_host,
+    precision,
+    units,
+)
+from ampfuse.doctor.trace import Event, Trace
+
+# Python between two operations takes tens of microseconds per call of a module. A longer pause is
+# the script's own work: numpy, files, a generator that makes the next batch.
+_PAUSE_US = 200.0
+# The profiler needs 1 to 5 us for each operation that it writes down; a larger difference to the
+# time without it has other causes, and is spread over all.
+_MOST_PER_EVENT_US = 6.0
+# Of a GPU's work what moves data shows where nothing else runs.
+_TRANSFERS = frozenset({"communication", "data", "sync"})
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Time from `start` to `end`, in microseconds, of one kind; `event` did it, if one did."""
+
+    start: float
+    end: float
+    kind: str = "host"
+    event: Event | None = None
+
+    @property
+    def duration(self) -> float:
+        return self.end - self.start
+
+    @property
+    def is_free(self) -> bool:
+        """Nothing of torch's runs; in an annotation of the script, time is that of its Python."""
+        event = self.event
+        return event is None or (event.category == "user_annotation" and self.kind == "host")
+
+
+@dataclass
+class Timeline:
+    """The profiled steps.
+
+    Attributes:
+        steps: begin and end of each.
+        pieces: all that is between the first begin and the last end, without gaps.
+        scale: what a microsecond of each kind took without the profiler.
+        host_us: how long the host works in a step; a GPU cannot make it shorter.
+    """
+
+    steps: list[tuple[float, float]]
+    pieces: list[Piece]
+    scale: dict[str, float]
+    host_us: float
+
+    def us(self, piece: Piece) -> float:
+        """Microseconds of `piece`, on average of a step without the profiler."""
+        return piece.duration * self.scale[piece.kind] / len(self.steps)
+
+
+def lay_out(trace: Trace, step_ms: float, measured: Mapping[str, float] = {}) -> Timeline | None:
+    """The timeline of `trace`; its steps took `step_ms` without the profiler.
+
+    `measured` is what a clock said of kinds, in ms. Profiled steps may have other times: waits for
+    a DataLoader come in bursts; and the profiler's own memory changes how often the temporaries of
+    an optimizer are fresh pages, which can double its time.
+
+    None if no whole step was profiled.
+    """
+    marks = [event for event in trace.host if event.name in (BEGIN, STEP)]
+    if len(marks) < 2:
+        return None
+    thread = marks[0].thread
+    steps = [(a.end, b.end) for a, b in pairwise(mark for mark in marks if mark.thread == thread)]
+    steps = steps[1:] or steps  # the first one pays for the profiler's start
+    begin, end = steps[0][0], steps[-1][1]
+    threads: dict[object, list[Event]] = defaultdict(list)
+    for event in trace.host:
+        event.kind = kind_on_host(event)
+        threads[event.thread].append(event)
+    for event in trace.device:
+        event.kind = kind_on_device(event)
+    own = threads.pop(thread)
+    # Autograd runs the backward pass of a GPU on a thread of its own, gloo communicates on another.
+    pieces = _innermost(own, begin, end)
+    for events in threads.values():
+        pieces = _over(pieces, _innermost(events, begin, end))
+    starts = (event.start for event in own if _is_work(event))
+    pieces = list(_with_pauses(pieces, steps, sorted([*trace.forward, *starts])))
+    host_us = sum(piece.duration for piece in pieces if piece.kind != "sync")
+    us = {kind: ms * 1e3 * len(steps) for kind, ms in measured.items()}
+    if trace.device:
+        transfers = [event for event in trace.device if event.kind in _TRANSFERS]
+        others = [event for event in trace.device if event.kind not in _TRANSFERS]
+        device = _over(_innermost(others, begin, end), _innermost(transfers, begin, end))
+        pieces = list(_with_idle_device(device, pieces))
+        us.pop("optimizer", None)  # a GPU works on when the clock has stopped
+    if us.get("data") and not any(piece.kind == "data" for piece in pieces):
+        pieces.append(Piece(end, end + 1.0, "data"))  # to be scaled
+    recorded = [event for event in trace.host if begin <= event.start < end]
+    scale = _without_profiler(pieces, recorded, step_ms * 1e3 * len(steps), us)
+    return Timeline(steps, pieces, scale, host_us * step_ms * 1e3 / (end - begin))
+
+
+def detail(piece: Piece) -> str:
+    """Of matrix work its precision and what computes it: "BF16, tensor cores"; else ""."""
+    if piece.kind != "matrix" or piece.event is None:
+        return ""
+    return f"{precision(piece.event) or 'integers'}, {units(piece.event)}"
+
+
+def _innermost(events: list[Event], begin: float, end: float) -> list[Piece]:
+    """The time between `begin` and `end`, each part with the innermost of `events`.
+
+    They are sorted by start. Of two that overlap, as on a GPU, the later one counts.
+    """
+    pieces: list[Piece] = []
+    stack: list[Event] = []
+    at = begin
+
+    def advance(until: float) -> None:
+        nonlocal at
+        until = min(until, end)
+        if until > at:
+            event = stack[-1] if stack else None
+            pieces.append(Piece(at, until, event.kind if event else "host", event))
+            at = until
+
+    for event in events:
+        while stack and stack[-1].end <= event.start:
+            advance(stack[-1].end)
+            stack.pop()
+        advance(event.start)
+        stack.append(event)
+    while stack:
+        advance(stack[-1].end)
+        stack.pop()
+    advance(end)
+    return pieces
+
+
+def _over(above: list[Piece], below: list[Piece]) -> list[Piece]:
+    """`above`, and where nothing runs there, `below`; both without gaps."""
+    ends = [piece.end for piece in below]
+    merged = []
+    for piece in above:
+        merged += list(_between(below, ends, piece)) if piece.is_free else [piece]
+    return merged
+
+
+def _between(pieces: list[Piece], ends: list[float], span: Piece) -> Iterator[Piece]:
+    """What there is of `pieces`, which end at `ends`, in the time of `span`."""
+    for place in range(bisect_right(ends, span.start), len(pieces)):
+        piece = pieces[place]
+        if piece.start >= span.end:
+            return
+        start, end = max(piece.start, span.start), min(piece.end, span.end)
+        yield replace(piece, start=start, end=end)
+
+
+def _with_pauses(
+    pieces: list[Piece], steps: list[tuple[float, float]], work: list[float]
+) -> Iterator[Piece]:
+    """`pieces` with the script's own long pauses: its loading, or other Python.
+
+    A pause between a step and the next begin of `work` is loading; if the script has a DataLoader,
+    only a pause after that.
+    """
+    loads = [piece.start for piece in pieces if piece.kind == "data"]
+    for piece in pieces:
+        if not piece.is_free or piece.duration <= _PAUSE_US:
+            yield piece
+            continue
+        at = piece.start
+        step = next((step for step in steps if step[0] <= at < step[1]), steps[-1])
+        load = next((start for start in loads if step[0] <= start < step[1]), at)
+        first = next((start for start in work if step[0] <= start < step[1]), step[1])
+        yield replace(piece, kind="data" if load <= at < first else "python")
+
+
+def _is_work(event: Event) -> bool:
+    """Of a backward pass, or of a model though it may be one that is not trained."""
+    return event.name.startswith("autograd::engine") or kind_by_name(event) in ("matrix", "norm")
+
+
+def _with_idle_device(device: list[Piece], host: list[Piece]) -> Iterator[Piece]:
+    """`device`, and where it idles, what it waits for on the `host`."""
+    ends = [piece.end for piece in host]
+    for piece in device:
+        if piece.event is not None:
+            yield piece
+            continue
+        idle = list(_between(host, ends, piece))
+        # Idle because the host had waited for the device and now begins anew.
+        after_wait = idle[0].kind == "sync"
+        for part in idle:
+            kind = part.kind if part.kind in _TRANSFERS | {"python"} else "host"
+            yield replace(part, kind="sync" if after_wait else kind)
+
+
+def _without_profiler(
+    pieces: Iterable[Piece], recorded: list[Event], wanted_us: float, measured: Mapping[str, float]
+) -> dict[str, float]:
+    """For each kind: its time without the profiler over its time with it.
+
+    Writing down an operation costs the same for each, and falls into what is around it. What the
+    measured difference leaves after that is spread over all kinds but those that are `measured`;
+    the waits for data are at least that.
+    """
+    total: dict[str, float] = defaultdict(float)
+    for piece in pieces:
+        total[piece.kind] += piece.duration
+    known = {kind: us for kind, us in measured.items() if kind == "optimizer" and kind in total}
+    wanted_us -= sum(known.values())
+    outer = (event.parent.kind if event.parent else "host" for event in recorded)
+    counts = Counter(kind if kind in ENCLOSING else "host" for kind in outer)
+    left = {kind: us for kind, us in total.items() if kind not in known}
+    excess = max(0.0, sum(left.values()) - wanted_us)
+    each = min(_MOST_PER_EVENT_US, excess / max(1, sum(counts[kind] for kind in left)))
+    left = {kind: max(0.1 * us, us - each * counts[kind]) for kind, us in left.items()}
+    rest = wanted_us / max(sum(left.values()), 1e-9)
+    waited = min(measured.get("data", 0.0), wanted_us)
+    if waited > rest * left.get("data", 0.0):  # longer than the profile shows
+        known["data"] = waited
+        left.pop("data")
+        rest = (wanted_us - waited) / max(sum(left.values()), 1e-9)
+    known |= {kind: rest * us for kind, us in left.items()}
+    return {kind: us / total[kind] for kind, us in known.items()}

@@ -1,0 +1,163 @@
+"""Train a small convolutional network on scikit-learn's handwritten digits at each level from O0
+to O5, on the GPU if there is one and else on the CPU, and compare time, memory and accuracy. Prints
+a table; writes its rows as CSV, and pictures."""
+
+# The module's docstring is the text of `ampfuse demo --help`; `train` is the part to read.
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ampfuse import hardware
+from ampfuse.command_line import at_least, check_writable, run_alone
+from ampfuse.devices import choose_device, device_name
+from ampfuse.experiments import make_plot, make_table
+from ampfuse.experiments.arms import Arm, build_arm
+from ampfuse.experiments.results import rows_of
+from ampfuse.experiments.run import Place, Run
+from ampfuse.experiments.settings import ARMS, LEVELS, Settings
+from ampfuse.experiments.sweep import train_all
+
+_NEEDED = {"sklearn": "scikit-learn", "matplotlib": "matplotlib", "tqdm": "tqdm"}
+_COLUMNS = ("method", "time, s", "images/s", "memory, MB", "accuracy, %", "skipped", "scale")
+
+
+def train(run: Run) -> None:
+    """One run: the network at one level, from the same weights, on the same batches."""
+    arm = run.start(lambda: build(run), measure_tensors=True)
+    for images, labels in run.batches():
+        run.note(*arm.step(images, labels))  # loss, loss scale, skipped: nothing waits for them
+        if run.at_epoch_end:
+            run.end_epoch()  # tests
+
+
+def build(run: Run) -> Arm:
+    """The network on the device, with an optimizer, at the run's level."""
+    model = DigitsNet(width=int(run.settings.model.removeprefix("digits")))
+    model.to(run.device, memory_format=run.layout)
+    return build_arm(run.settings, model, F.cross_entropy, run.device)
+
+
+class DigitsNet(nn.Sequential):
+    """Images [n, 1, 8, 8] to scores [n, 10]; `width` channels at 8x8, then twice as many at 4x4."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(
+            _conv(1, width),
+            _conv(width, width),
+            _conv(width, 2 * width, stride=2),
+            _conv(2 * width, 2 * width),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(2 * width, 10),
+        )
+
+
+def _conv(channels: int, filters: int, stride: int = 1) -> nn.Sequential:
+    return nn.Sequential(
+        # No bias: the batch norm after it would take it away again.
+        nn.Conv2d(channels, filters, kernel_size=3, stride=stride, padding=1, bias=False),
+        nn.BatchNorm2d(filters),
+        nn.ReLU(inplace=True),
+    )
+
+
+def settings_of(level: str, width: int, **more: object) -> Settings:
+    """The demo's run at `level`: SGD under a cosine, and a loss scale that grows within the run."""
+    return Settings(
+        experiment="demo",
+        model=f"digits{width}",
+        arm=level,
+        method=level,
+        data="digits",
+        image_size=8,
+        **{"lr": 0.1, "weight_decay": 5e-4, "schedule": "cosine", "warmup": 0.3},
+        growth_interval=25,
+        **more,  # type: ignore[arg-type]
+    )
+
+
+# ---- the command ---------------------------------------------------------------------------------
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add, count = parser.add_argument, {"metavar": "N", "type": at_least(1)}
+    levels = "which, in which order, separated by commas (default: all six)"
+    add("--levels", type=_levels, default=LEVELS, metavar="O0,O2", help=levels)
+    add("--epochs", **count, default=12, help="default: %(default)s")
+    add("--batch-size", type=at_least(2), default=128, metavar="N", help="default: %(default)s")
+    width = "channels of the first layers (default: 128 on GPUs and CPUs with BF16, else 64)"
+    add("--width", **count, help=width)
+    add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
+    add("--seed", type=int, default=0, metavar="N", help="default: %(default)s")
+    add("--contiguous", action="store_true", help="NCHW; NHWC is faster nearly everywhere")
+    folder = "folder for CSV and pictures (default: ./%(default)s)"
+    add("--output", "-o", type=Path, default=Path("ampfuse-demo"), metavar="DIR", help=folder)
+    add("--no-plots", action="store_true", help="write the CSV file only")
+
+
+def _levels(text: str) -> tuple[str, ...]:
+    levels = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
+    if unknown := [level for level in levels if level not in LEVELS]:
+        known = f"{', '.join(LEVELS)} (the letter O, then a digit)"
+        raise argparse.ArgumentTypeError(f"unknown level {unknown[0]!r}: the levels are {known}")
+    return levels
+
+
+def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
+    """Do what `args` say and return the exit status."""
+    if missing := [_NEEDED[name] for name in _NEEDED if importlib.util.find_spec(name) is None]:
+        needs = " and ".join(missing)
+        print(f"ampfuse demo: {needs} missing: pip install ampfuse[demo]", file=sys.stderr)
+        return 1
+    check_writable("--output", args.output)
+    device = choose_device(args.device)
+    # Wide enough to show what half precision gains, where it does; else quick on any laptop.
+    width = args.width or (128 if device.type == "cuda" or hardware.cpu_has_bf16() else 64)
+    common = {"epochs": args.epochs, "batch_size": args.batch_size, "seed": args.seed}
+    common |= {"channels_last": not args.contiguous, "print_freq": 10}
+    todo = [settings_of(level, width, **common) for level in args.levels]
+    print(f"Handwritten digits; a CNN {width} channels wide, {args.epochs} epochs, batches of ")
+    print(
+        f"{args.batch_size}, seed {args.seed}. On {device_name(device)}, torch {torch.__version__}."
+    )
+    sys.stdout.flush()
+    place = Place(device, label=device_name(device))
+    rows = rows_of(train_all(todo, place, train))
+    print(f"\n{make_table.table(rows, _COLUMNS)}\n")
+    print(
+        *(f"{row.method}: {ARMS[row.arm]}" for row in rows), *_notes(args.levels, device), sep="\n"
+    )
+    make_table.write_csv(args.output / "levels.csv", rows)
+    found = {} if args.no_plots else make_plot.drawn(rows, "epochs")
+    written = [*make_plot.save(found, args.output), args.output / "levels.csv"]
+    print(f"Written to {args.output.absolute()}: {', '.join(path.name for path in written)}")
+    return 0
+
+
+def _notes(levels: Sequence[str], device: torch.device) -> Iterator[str]:
+    yield "memory: the most that torch's tensors took at a time, in a few steps before."
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+        yield "This GPU has no BF16 arithmetic: O4 and O5 are emulated, and slow."
+    elif device.type == "cpu" and {"O1", "O2", "O3"}.intersection(levels):
+        yield "FP16 on a CPU shows what it does to training. What it gains takes a GPU to see."
+    if device.type == "cpu" and {"O4", "O5"}.intersection(levels) and not hardware.cpu_has_bf16():
+        yield "This CPU announces no BF16 arithmetic: BF16 saves memory here, not time."
+    if "O3" in levels:
+        yield "O3 has no FP32 master weights: small updates round away, and it may learn worse."
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line `argv` (default: ``sys.argv``) and return the exit status."""
+    return run_alone(sys.modules[__name__], argv, "python -m ampfuse.experiments.demo")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,476 @@
+"""One run while it trains: its clock, its log, its checkpoint, and at the end its result.
+
+A script's loop is ``for inputs, targets in run.batches(): run.note(*arm.step(inputs, targets))``,
+with ``run.end_epoch`` where an epoch ends. The host does not wait for the device between the ends
+of intervals (``--print-freq`` steps): losses, scales and skips are gathered there, and times are
+its events.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import itertools
+import json
+import math
+import os
+import statistics
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import ampfuse
+from ampfuse.command_line import UsageError
+from ampfuse.devices import device_name
+from ampfuse.experiments import schedule
+from ampfuse.experiments.arms import Arm
+from ampfuse.experiments.data import Data
+from ampfuse.experiments.distributed import World, gathered, load_states, states_of
+from ampfuse.experiments.results import FORMAT, Result, file_name
+from ampfuse.experiments.settings import Settings
+from ampfuse.files import atomic
+from ampfuse.graphs import EAGER_CALLS
+from ampfuse.measuring import ProcessMemory, StepClock, StepLog, TensorMemory
+
+_WARM_UP_STEPS = 2
+
+
+class Interrupted(Exception):
+    """The run was asked to stop after `step`; `checkpoint` is where it can be taken up."""
+
+    def __init__(self, step: int, checkpoint: Path | None) -> None:
+        self.step, self.checkpoint = step, checkpoint
+
+
+class Diverged(Exception):
+    """The run left the finite numbers in step `step` (from 1)."""
+
+    def __init__(self, step: int, reason: str) -> None:
+        super().__init__(reason)
+        self.step, self.reason = step, reason
+
+
+@dataclasses.dataclass
+class Place:
+    """Where runs happen and leave their files: the same for all runs of a command."""
+
+    device: torch.device
+    world: World = dataclasses.field(default_factory=World)
+    folder: Path | None = None
+    label: str = ""  # of the device, as results call it
+    wish: list[int] = dataclasses.field(default_factory=list)  # signals that ask for the end
+    checkpoints: bool = False  # one at the end of each epoch
+    profile: bool = False
+    quiet: bool = False
+
+
+@dataclasses.dataclass
+class Record:
+    """What was measured so far, as plain data: checkpoints carry it over a break."""
+
+    step_ms: list[float] = dataclasses.field(default_factory=list)
+    losses: list[float] = dataclasses.field(default_factory=list)  # of every step
+    skipped_steps: int = 0
+    memory_bytes: int = 0
+    intervals: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    evaluations: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+
+    @property
+    def time_s(self) -> float:
+        return sum(self.step_ms) / 1e3
+
+
+class Run:
+    """One run of `settings` on `data`, from scratch or from a checkpoint.
+
+    Attributes:
+        step: how many steps are done; `total` is how many there will be.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        data: Data,
+        place: Place,
+        name: str = "run",
+        resume: dict[str, Any] | None = None,
+    ) -> None:
+        self.settings, self.data, self.place, self.name = settings, data, place, name
+        self.device, self.world, self.resume = place.device, place.world, resume
+        of_epochs = (settings.epochs or math.inf) * data.batches_per_epoch
+        self.total = int(min(settings.iterations or math.inf, of_epochs))
+        self.step = resume["step"] if resume else 0
+        self.record = Record(**resume["record"]) if resume else Record()
+        # A graph is captured in the first steps: these are off the clock.
+        self._timed_from = self.step + (EAGER_CALLS + 1 if settings.graph else 0)
+        self.memory, self._clock = ProcessMemory(self.device), StepClock(self.device)
+        self._steps = StepLog(settings.print_freq, self.device)
+        self._open = contextlib.ExitStack()
+        torch.backends.cudnn.benchmark = settings.cudnn_benchmark
+        torch.backends.cudnn.deterministic = settings.deterministic
+        torch.use_deterministic_algorithms(settings.deterministic, warn_only=True)
+
+    # ---- what a script's loop calls --------------------------------------------------------------
+
+    @property
+    def seed(self) -> int:
+        return self.settings.seed + self.settings.repeat
+
+    @property
+    def layout(self) -> torch.memory_format:
+        """The model's and the images'."""
+        last = self.settings.channels_last
+        return torch.channels_last if last else torch.contiguous_format
+
+    def start(self, build: Callable[[], Arm], *, measure_tensors: bool = False) -> Arm:
+        """The arm to train, put where the checkpoint left it. `build` makes it, twice: libraries
+        choose and compile kernels in the first steps, which another model makes off the clock.
+
+        With `measure_tensors` the memory of the run is what the tensors of those steps took.
+        """
+        from tqdm import tqdm
+
+        of, world = self.settings, self.world
+        self.memory.release()
+        torch.manual_seed(self.seed)
+        with TensorMemory(self.device) if measure_tensors else contextlib.nullcontext() as tensors:
+            rehearsal = build()
+            for batch in itertools.islice(self.data.train_batches(0), _WARM_UP_STEPS):
+                rehearsal._step(*batch)
+        del rehearsal
+        self._tensors = tensors and int(tensors.mib * 2**20)
+        self.memory.start()
+        torch.manual_seed(self.seed)  # every arm starts from the same weights
+        self.arm = arm = build()
+        if world.size > 1:  # all start from the same weights; each draws its own random numbers
+            torch.manual_seed(self.seed + 1000 * world.rank)
+        if self.resume:
+            _restore(arm, self.resume, world.rank)
+        hidden = True if self.place.quiet or not world.is_main else None  # None: unless a terminal
+        bar = tqdm(desc=of.title, total=self.total, initial=self.step, leave=False, disable=hidden)
+        self._bar = self._open.enter_context(bar)
+        if self.place.profile and self._is_writer:
+            trace = str(self.path(".trace.json"))
+            self.place.folder.mkdir(parents=True, exist_ok=True)
+            profile = torch.profiler.profile(on_trace_ready=lambda p: p.export_chrome_trace(trace))
+            self._open.enter_context(profile)
+        self._clock.resume()
+        return arm
+
+    def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """The batches from here to the end of the run, over as many epochs as it takes; the rate of
+        each step is set."""
+        while self.step < self.total:
+            epoch, start = divmod(self.step, self.data.batches_per_epoch)
+            for batch in self.data.train_batches(epoch, start):
+                schedule.set_lr(self.arm.optimizer, self._lr(self.step))
+                yield batch
+                if self.step == self.total:
+                    return
+
+    def _lr(self, step: int) -> float:
+        of = self.settings
+        return of.lr * schedule.factor(of.schedule, step, self.total, of.warmup)
+
+    def note(self, loss: Tensor, loss_scale: Tensor, skipped: Tensor) -> None:
+        """A step has ended. Raises Interrupted after saving, or Diverged."""
+        if self.settings.loop == "original":
+            loss.item()  # the published scripts added it up on the host
+        self._clock.mark()
+        self._steps.add(loss, loss_scale, skipped)
+        self.step += 1
+        self._bar.update()
+        if self.step == self._timed_from:
+            self._clock.resume()
+        looks = self.at_epoch_end or self.step % self.settings.print_freq == 0
+        # Alone it stops at once; several agree when they look at the loss.
+        stop = looks if self.world.size > 1 else bool(self.place.wish)
+        if looks or stop:
+            self._end_interval()
+        if stop and not self.at_epoch_end:
+            self._stop_if_wished()
+
+    @property
+    def at_epoch_end(self) -> bool:
+        return self.step % self.data.batches_per_epoch == 0 or self.step == self.total
+
+    def end_epoch(self) -> None:
+        """Test, if the settings say so, and save, if the command does. Raises as :meth:`note`."""
+        record = self.record
+        if self.settings.evaluate:
+            test = self.test()
+            record.memory_bytes = max(record.memory_bytes, self._memory())
+            record.evaluations.append({"step": self.step, "time_s": record.time_s, **test})
+            if test["accuracy"] is not None:
+                self._bar.set_postfix({"test accuracy": f"{test['accuracy']:.1%}"})
+        if self.settings.evaluate and not math.isfinite(test["loss"]):
+            raise Diverged(self.step, f"the test loss became {test['loss']}")
+        if self.place.checkpoints:
+            self.save()
+        self._stop_if_wished()
+        self._clock.resume()
+
+    def test(self) -> dict[str, Any]:
+        """Loss and accuracy over the whole test set, all processes' shares together; no accuracy
+        where there are no classes."""
+        arm, classes = self.arm, self.data.classes
+        with gathered(arm.bare_model) as model:
+            sums = arm.test(self.data.test_batches(), arm.model if self.world.size == 1 else model)
+        loss, right, images = self.world.sum(sums)
+        return {"loss": loss / images, "accuracy": right / images if classes else None}
+
+    def close(self) -> None:
+        self._open.close()
+
+    # ---- intervals -------------------------------------------------------------------------------
+
+    def _end_interval(self) -> None:
+        """Wait for the device, and read what the steps since the last interval left."""
+        record = self.record
+        step_ms = self._clock.flush() if self.step > self._timed_from else []
+        losses, scales, skipped = self._steps.flush()
+        losses = [total / self.world.size for total in self.world.sum(losses)]
+        first = self.step - len(losses) + 1
+        record.step_ms += step_ms
+        record.losses += losses
+        record.skipped_steps += sum(skipped)
+        record.memory_bytes = max(record.memory_bytes, self._memory())
+        line = {"step": self.step, "time_s": record.time_s, "loss": mean_of_finite(losses)}
+        line |= {"lr": self._lr(self.step - 1), "loss_scale": scales[-1]}
+        line["overflow_steps"] = [first + i for i, skip in enumerate(skipped) if skip]
+        record.intervals.append(line)
+        self._bar.set_postfix(loss=line["loss"])
+        self._check(scales, skipped)
+
+    def _memory(self) -> int:
+        return self.memory.peak() if self._tensors is None else self._tensors
+
+    def _check(self, scales: Sequence[float], skipped: Sequence[bool]) -> None:
+        """Raise Diverged if the interval ends in losses that are no numbers, or in skips only.
+
+        Under a dynamic scale one bad batch is skipped and forgotten, so one bad loss says nothing.
+        """
+        losses, first = self.record.losses, self.step
+        if not any(map(math.isfinite, losses[-3 if any(skipped) else -1 :])):
+            while first > 1 and not math.isfinite(losses[first - 2]):
+                first -= 1
+            raise Diverged(first, f"the training loss became {losses[-1]}")
+        if len(skipped) >= 10 and all(skipped) and scales[-1] <= 1.0:
+            reason = f"every step overflows, at a loss scale of {scales[-1]:g} too"
+            raise Diverged(self.step - len(skipped) + 1, reason)
+
+    def _stop_if_wished(self) -> None:
+        if self.world.sum([len(self.place.wish)])[0]:
+            raise Interrupted(self.step, self.save())
+
+    # ---- files -----------------------------------------------------------------------------------
+
+    @property
+    def _is_writer(self) -> bool:
+        return self.world.is_main and self.place.folder is not None
+
+    def path(self, suffix: str) -> Path | None:
+        return self.place.folder and self.place.folder / f"{self.name}{suffix}"
+
+    def save(self) -> Path | None:
+        """The run's checkpoint, in place of its last one. All processes have to."""
+        arm, path = self.arm, self.path(".pt")
+        model, optimizer = states_of(arm)
+        rng = {"cpu": torch.get_rng_state()}
+        if self.device.type == "cuda":
+            rng["cuda"] = torch.cuda.get_rng_state(self.device)
+        values = {
+            "format": FORMAT,
+            "settings": dataclasses.asdict(self.settings),
+            "name": self.name,
+            "step": self.step,
+            "model": model,
+            "optimizer": optimizer,
+            "scaler": arm.scaler_state(),
+            "rng": self.world.gather(rng),
+            "record": dataclasses.asdict(self.record),
+        }
+        if path and self._is_writer:
+            with atomic(path) as file:
+                torch.save(values, file)
+        return path
+
+    def result(self, diverged: Diverged | None = None) -> Result:
+        """What a result file holds: JSON, with None in place of NaN and infinity."""
+        of, record, arm = self.settings, self.record, self.arm
+        times, images = record.step_ms, of.batch_size * self.world.size
+        mean = statistics.fmean(times) if times else None
+        rates = [images / ms * 1e3 for ms in (mean, max(times), min(times))] if mean else [None] * 3
+        test = record.evaluations[-1] if record.evaluations else {"loss": None, "accuracy": None}
+        result = {
+            "format": FORMAT,
+            **{name: getattr(of, name) for name in ("recipe", "experiment", "model", "method")},
+            "gpu": self.place.label,
+            "batch_size": of.batch_size,
+            "optimizer": of.optimizer,
+            "repeat": of.repeat,
+            "seed": self.seed,
+            # That of a run that diverged is what it was to be.
+            "iterations": self.total,
+            "epochs": self.total / self.data.batches_per_epoch,
+            # Of all steps, also where the first ones could not be timed.
+            "time_s": mean and mean * self.total / 1e3,
+            "memory_mb": record.memory_bytes / 1e6,
+            "memory_kind": self.memory.kind if self._tensors is None else "tensors",
+            "accuracy_pct": test["accuracy"] and 100 * test["accuracy"],
+            "test_loss": test["loss"],
+            "images_per_s": rates[0],
+            "images_per_s_min": rates[1],
+            "images_per_s_max": rates[2],
+            "loss_last": record.losses[-1] if record.losses else None,
+            "loss_mean": mean_of_finite(record.losses),
+            "loss_scale": arm.loss_scale(),
+            "skipped_steps": record.skipped_steps,
+            "diverged": diverged
+            and {
+                "step": diverged.step,
+                "reason": diverged.reason,
+                "suggestion": suggestion(of),
+            },
+            "conditions": self._conditions(),
+            "intervals": record.intervals,
+            "evaluations": record.evaluations,
+            "finished": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        }
+        return finite(result)
+
+    def _conditions(self) -> dict[str, Any]:
+        """All that repeats of this run have in common, but its length and what names its row."""
+        settings = {n: v for n, v in dataclasses.asdict(self.settings).items() if n not in _NO_ROW}
+        cudnn = torch.backends.cudnn.version() if torch.cuda.is_available() else None
+        return {
+            **settings,
+            **self.data.describe(),
+            **self.arm.policy,
+            "world_size": self.world.size,
+            "device": device_name(self.device),
+            "torch": str(torch.__version__),
+            "ampfuse": ampfuse.__version__,
+            "cuda": torch.version.cuda,
+            "cudnn": cudnn,
+        }
+
+
+# The settings that are no condition: those that name a row, and those that change no step.
+_NO_ROW = {"recipe", "experiment", "model", "method", "batch_size", "optimizer", "repeat"}
+_NO_ROW |= {"repeats", "seed", "iterations", "epochs", "print_freq", "evaluate", "synthetic_size"}
+
+
+def suggestion(of: Settings) -> str:
+    """What to try when a run of these settings diverged."""
+    if of.arm == "O3":
+        flags = "" if of.keep_batchnorm_fp32 else " --keep-batchnorm-fp32 True"
+        flags += " --loss-scale 128" if of.loss_scale in (None, 1.0) else ""
+        more = f"O3 with{flags}, or " if flags else ""
+        return f"O3 has no FP32 masters, batch norms or loss scale of its own: try {more}O2"
+    if of.arm in ("O1", "O2", "amp-fp16") and isinstance(of.loss_scale, float):
+        return f"a static loss scale of {of.loss_scale:g} skips no step: try --loss-scale dynamic"
+    if of.arm in ("O1", "O2", "amp-fp16"):
+        return "activations may be beyond FP16's 65504: try O5 or amp-bf16, or a lower --lr"
+    return f"the rate may be too high for this batch: try a lower --lr (now {of.lr:g})"
+
+
+def finite(value: Any) -> Any:
+    """`value` with None for every float that is NaN or infinite."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    return [finite(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def mean_of_finite(losses: Sequence[float]) -> float | None:
+    """The mean without inf and NaN, which a skipped step may have had; None of nothing."""
+    finite_ones = [loss for loss in losses if math.isfinite(loss)]
+    return statistics.fmean(finite_ones) if finite_ones else None
+
+
+def run_name(of: Settings) -> str:
+    """The stem of a run's files: what it is, and when, so that no run replaces another's."""
+    length = f"i{of.iterations}" if of.iterations else f"e{of.epochs}"
+    when = datetime.datetime.now().strftime("%Y%m%d-%H%M%S-%f")[:-3]
+    parts = [of.experiment, of.model, of.method, f"b{of.batch_size}", length, f"r{of.repeat}"]
+    return file_name("-".join([*parts, when]))
+
+
+def write_result(path: Path, result: Result) -> None:
+    with atomic(path) as file:
+        file.write(json.dumps(result, indent=1, allow_nan=False).encode() + b"\n")
+
+
+# ---- checkpoints ---------------------------------------------------------------------------------
+
+_KINDS = dict.fromkeys(("settings", "model", "optimizer", "scaler", "record"), dict)
+_KINDS |= {"rng": list, "name": str, "step": int}
+
+
+def load_checkpoint(path: Path) -> dict[str, Any]:
+    """Read `path`, which may come from anywhere: nothing in it is executed."""
+    if not os.path.isfile(path):
+        raise UsageError(f"--resume: there is no file {path}")
+    if not zipfile.is_zipfile(path):
+        size = f"{os.path.getsize(path)} bytes"
+        raise UsageError(f"--resume: {path} is no checkpoint, or its end is missing ({size})")
+    try:
+        values = torch.load(path, map_location="cpu", weights_only=True)
+    # Damaged files make torch raise nearly anything, and advise to execute what is in them.
+    except Exception as error:
+        raise UsageError(f"--resume: {path} is damaged, or not of plain data") from error
+    if not isinstance(values, dict) or values.get("format") != FORMAT:
+        raise UsageError(f"--resume: {path} is no checkpoint of ampfuse's trainers")
+    wrong = [name for name, kind in _KINDS.items() if not isinstance(values.get(name), kind)]
+    if wrong or values["name"] != file_name(values["name"]):
+        raise UsageError(f"--resume: {path} lacks {', '.join(wrong) or 'the name of a run'}")
+    try:
+        Settings(**values["settings"])
+        Record(**values["record"])
+    except TypeError as error:  # a field too few or too many
+        raise UsageError(f"--resume: {path} is of another version ({error})") from error
+    return values
+
+
+def position(runs: Sequence[Settings], resume: dict[str, Any] | None, world: World) -> int:
+    """Which of the `runs` a checkpoint belongs to. Those before it are done. It may be made
+    longer."""
+    if resume is None:
+        return 0
+    free = {"epochs", "iterations", "repeats", "print_freq", "evaluate", "workers"}
+    then = {**resume["settings"], "processes": len(resume["rng"])}
+    differences = []
+    for run in runs:
+        now = {**dataclasses.asdict(run), "processes": world.size}
+        names = [name for name in then if name not in free and then[name] != now[name]]
+        differences.append([f"{n} {then[n]!r} then and {now[n]!r} now" for n in names])
+    nearest = min(differences, key=len)
+    if nearest:
+        raise UsageError(f"--resume: the checkpoint is of another run ({', '.join(nearest)})")
+    return differences.index(nearest)
+
+
+def _restore(arm: Arm, saved: dict[str, Any], rank: int) -> None:
+    """Put `arm` and the random numbers where they were at the checkpoint."""
+    states = saved["model"], arm.bare_model.state_dict()
+    for name in {**states[0], **states[1]}:
+        then, now = (list(s[name].shape) if name in s else "missing" for s in states)
+        if then != now:
+            what = f"{arm.settings.model}: {name} is {then} in it, and {now} here"
+            raise UsageError(f"--resume: the checkpoint is of another {what}")
+    load_states(arm, saved["model"], saved["optimizer"])
+    for group in arm.optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):  # of a captured step, on its device
+            group["lr"] = group["lr"].to(arm.device)
+    arm.load_scaler_state(saved["scaler"])
+    rng = saved["rng"][rank]
+    torch.set_rng_state(rng["cpu"])
+    if "cuda" in rng and arm.device.type == "cuda":
+        torch.cuda.set_rng_state(rng["cuda"], arm.device)

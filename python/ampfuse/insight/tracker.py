@@ -1,0 +1,456 @@
+"""Follow inf and NaN through a training step: which operation made one, and whether it matters.
+
+Every operation that torch dispatches is looked at, forward and backward (autograd carries a
+dispatch mode to its own threads). A non-finite result of finite inputs is an *origin*; one of
+non-finite inputs inherits theirs. An origin matters if it reaches a loss or the gradient of a
+parameter: a mask of -inf that a softmax turns into zeros does not. Each look waits for the device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import linecache
+import math
+import os
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ampfuse import trees
+from ampfuse.amp.casts import eager_module
+from ampfuse.insight.explanation import Explanation
+from ampfuse.insight.half_range import was_too_large
+from ampfuse.optim.masters import gradient_as_it_is
+
+_TORCH = os.path.dirname(torch.__file__)
+_OURS = os.path.dirname(os.path.dirname(__file__))
+# Code that is not the user's, and the files of functions that are written in Python.
+_INTERNAL = (
+    _TORCH,
+    contextlib.__file__,
+    *(os.path.join(_OURS, part) for part in ("amp", "compat", "insight", "nn", "optim")),
+)
+_FUNCTIONAL = (os.path.join(_TORCH, "nn", "functional.py"), os.path.join(_TORCH, "functional.py"))
+_USUAL_NAMES = {
+    **{"to_copy": "to", "copy": "to", "addmm": "linear", "mm": "matmul", "bmm": "matmul"},
+    **{"convolution": "conv", "native_layer_norm": "layer_norm"},
+}
+_UNSEEN = "an operation that torch does not show"
+# They write without reading what was there.
+_OVERWRITES = frozenset({"copy_", "fill_", "zero_", "normal_", "uniform_"})
+
+
+class _Place(NamedTuple):
+    """Where an operation was called."""
+
+    module: str | None = None
+    module_type: str | None = None
+    operation: str = ""
+    frame: tuple[str, int] | None = None
+
+
+class Tracker(TorchDispatchMode):
+    """Context in which the origins of inf and NaN in `model`'s training step are recorded.
+
+    The model and its wrappers stay as they are; compiled code runs as it was written.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = _bare(model)
+        self.scale: float = 1.0  # that the loss was multiplied by
+        self.scale_is_tensor = False
+        self._names = {id(module): name for name, module in self.model.named_modules()}
+        self._stack: list[nn.Module] = []
+        self._origins: list[Explanation] = []
+        self._meant: set[int] = set()  # origins of a -inf that was asked for, as masks are
+        self._reached: set[int] = set()  # origins that matter
+        self._outputs: set[int] = set()  # origins in what the model returned
+        # By address of the memory: the origin in it; parameters and buffers; outputs of modules.
+        self._by_storage: dict[int, int] = {}
+        self._state: dict[int, tuple[nn.Module, str]] = {}
+        self._made_by: dict[int, nn.Module] = {}
+        self._parameters: list[tuple[nn.Module, str, Tensor, int]] = []  # and their versions
+        self._forward_of: dict[int, _Place] = {}  # by the sequence number of an autograd node
+        self._saw_backward = False
+        self._looking = True
+        self._undo = contextlib.ExitStack()
+
+    # --- the life of a watched step ---------------------------------------------------------------
+
+    def __enter__(self) -> Tracker:
+        if "torch._dynamo" in sys.modules:
+            self._undo.enter_context(torch.compiler.set_stance("force_eager"))
+        for module in self.model.modules():
+            if isinstance(module, torch.jit.ScriptModule):  # takes no hooks
+                continue
+            enter = module.register_forward_pre_hook(self.enter_module, with_kwargs=True)
+            leave = module.register_forward_hook(self._leave_module, always_call=True)
+            self._undo.callback(enter.remove)
+            self._undo.callback(leave.remove)
+            own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+            for name, tensor in own:
+                self._state[_address(tensor)] = module, name
+                if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
+                    self._parameters.append((module, name, tensor, tensor._version))
+                    hook = functools.partial(self._at_parameter, module, name)
+                    self._undo.callback(tensor.register_hook(hook).remove)
+            self._look_at_statistics(module, "weights")
+        super().__enter__()
+        return self
+
+    def __exit__(self, kind: Any = None, error: Any = None, trace: Any = None) -> None:
+        self._undo.close()
+        self._stack.clear()
+        modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+        if modes and modes[-1] is self:
+            super().__exit__(kind, error, trace)
+        self._looking = False  # should a mode of the user's be above, this one does nothing
+
+    def explanation(self) -> Explanation | None:
+        """The first origin that mattered; None if all that matters was finite."""
+        reached = self._reached or (set() if self._saw_backward else self._outputs)
+        reached = reached or self._in_parameters()
+        return self._origins[min(reached - self._meant or reached)] if reached else None
+
+    def _in_parameters(self) -> set[int]:
+        for module, name, parameter, version in self._parameters:
+            if (kind := _kind(parameter)) is not None:
+                phase = "weights" if parameter._version == version else "step"
+                return {self._add(phase, self._place_of(module, phase), parameter, kind, name)}
+        return set()
+
+    # --- modules ----------------------------------------------------------------------------------
+
+    def enter_module(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._is_outermost():
+            for name, tensor in _named(module, args, kwargs):
+                kind = self._look(tensor)
+                if kind is not None and _address(tensor) not in self._by_storage:
+                    what = f"{name}, first in batch element {_first_bad(tensor)}"
+                    place = self._place_of(module, "forward")
+                    self._add("data", place, tensor, kind, what, meant=True)
+        self._stack.append(module)
+
+    def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
+        while self._stack and self._stack.pop() is not module:
+            pass  # an exception left it
+        for tensor in filter(_is_readable, trees.tensors(output)):
+            self._made_by.setdefault(_address(tensor), module)  # the innermost one made it
+            if self._is_outermost() and (kind := self._look(tensor)) is not None:
+                self._outputs.add(self._origin_in(tensor, self._place_of(module), kind))
+        self._look_at_statistics(module, "forward")
+
+    def _is_outermost(self) -> bool:
+        return not self._stack and torch._C._current_graph_task_id() == -1
+
+    def _look_at_statistics(self, module: nn.Module, phase: str) -> None:
+        """At the running statistics of batch norms, which no operation has among its results."""
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            for name, buffer in module.named_buffers(recurse=False):
+                if (kind := self._look(buffer)) is not None:
+                    origin = self._by_storage.get(_address(buffer))
+                    if origin is None:
+                        place = self._place_of(module, "batch_norm")
+                        origin = self._add(phase, place, buffer, kind, name)
+                    self._reached.add(origin)
+
+    def _place_of(self, module: nn.Module | None, operation: str = "") -> _Place:
+        if module is None:
+            return _Place(operation=operation)
+        name = self._names.get(id(module), "a copy of a module")
+        return _Place(name, type(module).__name__, operation)
+
+    # --- gradients --------------------------------------------------------------------------------
+
+    def _at_parameter(self, module: nn.Module, name: str, gradient: Tensor) -> None:
+        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if not self._saw_backward and distributed:
+            # Behind the callbacks that reduce gradients, which are there when this one runs.
+            queue: Any = Variable._execution_engine.queue_callback
+            queue(functools.partial(queue, self._after_backward))
+        self._saw_backward = True
+        if (kind := self._look(gradient)) is not None:
+            place, what = self._place_of(module, _UNSEEN), f"gradient of {name}"
+            self._reached.add(self._origin_in(gradient, place, kind, "backward", what))
+
+    def _after_backward(self) -> None:
+        """Gradients that were finite here, and are not after the reduction, are the others'."""
+        if self._reached:
+            return
+        for module, name, parameter, _ in self._parameters:
+            gradient = gradient_as_it_is(parameter)
+            if gradient is not None and (kind := self._look(gradient)) is not None:
+                place, what = self._place_of(module, "all_reduce"), f"the gradient of {name}"
+                self._reached.add(self._add("another process", place, gradient, kind, what))
+                return
+
+    def _look(self, tensor: Tensor) -> str | None:
+        """As `_kind`; what is computed for it is no part of the step."""
+        self._looking, before = False, self._looking
+        try:
+            with torch.no_grad():
+                return _kind(tensor)
+        finally:
+            self._looking = before
+
+    # --- operations -------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        backward = not self._stack and torch._C._current_graph_task_id() != -1
+        if not (self._looking and (backward or self._stack or torch.is_grad_enabled())):
+            return func(*args, **kwargs)
+        place = self._backward_place() if backward else self._forward_place(func)
+        name = func._schema.name
+        if func.is_view or "empty" in name or "resize" in name:
+            return func(*args, **kwargs)
+        writes = any(a.alias_info and a.alias_info.is_write for a in func._schema.arguments)
+        before = self._as_before(func, args, kwargs) if writes else (args, kwargs)
+        out = func(*args, **kwargs)
+        for index, tensor in enumerate(trees.tensors(out)):
+            if not _is_readable(tensor) or (not self._stack and _address(tensor) in self._state):
+                continue  # what a program writes into weights is found where they are used
+            if (kind := _kind(tensor)) is not None:
+                origin = self._inherited(before, place, kind)
+                if origin is None:
+                    phase = "backward" if backward else "forward"
+                    origin = self._new(phase, place, tensor, kind, func, before, index)
+                self._by_storage[_address(tensor)] = origin
+                is_loss = tensor.dim() == 0 and any(t.requires_grad for t in trees.tensors(before))
+                if is_loss and not backward and torch.is_grad_enabled():
+                    self._reached.add(origin)
+            elif not writes:
+                self._by_storage.pop(_address(tensor), None)
+            self._made_by.pop(_address(tensor), None)
+        if name == "aten::mul" and not backward and not self._stack:
+            self._note_scale(*args[:2])
+        return out
+
+    def _as_before(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Arguments with copies of what the operation is about to write to."""
+        overwrites = func._schema.name.rpartition("::")[2] in _OVERWRITES
+        names = [argument.name for argument in func._schema.arguments]
+        named = dict(zip(names, args, strict=False)) | kwargs
+
+        def copied(item: Any, is_unread: bool) -> Any:
+            if not isinstance(item, Tensor):
+                return item
+            copy = item.detach().clone()
+            if is_unread:
+                return copy.zero_()
+            if (origin := self._by_storage.get(_address(item))) is not None:
+                self._by_storage[_address(copy)] = origin
+            return copy
+
+        for argument in func._schema.arguments:
+            if argument.name in named and argument.alias_info and argument.alias_info.is_write:
+                copy = functools.partial(copied, is_unread=overwrites or argument.is_out)
+                named[argument.name] = trees.replace(named[argument.name], copy)
+        return tuple(named.pop(name) for name in names[: len(args)]), named
+
+    def _note_scale(self, loss: Any, by: Any) -> None:
+        """The last factor of a loss before its backward pass is the loss scale."""
+        is_tensor = isinstance(by, Tensor)
+        differentiable = isinstance(loss, Tensor) and loss.requires_grad
+        if differentiable and not (is_tensor and (by.dim() > 0 or by.requires_grad)):
+            self.scale, self.scale_is_tensor = float(by), is_tensor
+
+    def _forward_place(self, func: Any) -> _Place:
+        frame, function = _callers()
+        if function is None:
+            name = func._schema.name.rpartition("::")[2].strip("_")
+            function = _USUAL_NAMES.get(name, name)
+        module = self._stack[-1] if self._stack else None
+        place = self._place_of(module, function)._replace(frame=frame)
+        # An autograd node takes its number, the one before the next, before its operation runs.
+        self._forward_of.setdefault(torch.autograd._get_sequence_nr() - 1, place)
+        return place
+
+    def _backward_place(self) -> _Place:
+        node: Any = torch._C._current_autograd_node()
+        name = "AccumulateGrad" if node is None else node.name()
+        if name.endswith("AccumulateGrad"):
+            return _Place(operation="accumulating gradients")
+        place = self._forward_of.get(node._sequence_nr(), _Place())
+        if isinstance(node, torch._C._FunctionBase) or not place.operation:
+            place = place._replace(operation=re.sub(r"Backward\d*$", "", name))
+        return place
+
+    # --- origins ----------------------------------------------------------------------------------
+
+    def _inherited(self, before: Any, place: _Place, kind: str) -> int | None:
+        """The origin that a result of `kind` has from its operation's arguments; None: its own."""
+        tensors = [(tensor, _kind(tensor)) for tensor in trees.tensors(before)]
+        origins = {self._origin_in(tensor, place, bad) for tensor, bad in tensors if bad}
+        real = origins - self._meant
+        # A NaN that comes of a mask has its origin here.
+        return min(real or origins) if real or (origins and kind != "nan") else None
+
+    def _origin_in(
+        self, tensor: Tensor, place: _Place, kind: str, phase: str = "data", what: str = ""
+    ) -> int:
+        """That of a non-finite `tensor`; if it was not seen, what is known of its memory."""
+        address = _address(tensor)
+        if address in self._by_storage:
+            return self._by_storage[address]
+        if address in self._state:
+            owner, what = self._state[address]
+            phase, place = "weights", self._place_of(owner, place.operation)
+        elif address in self._made_by:
+            phase, place = "forward", self._place_of(self._made_by[address], _UNSEEN)
+        what = what or ("output" if phase == "forward" else f"an operand of {place.operation}")
+        return self._add(phase, place, tensor, kind, what, meant=True)
+
+    def _new(
+        self, phase: str, place: _Place, tensor: Tensor, kind: str, func: Any, before: Any, at: int
+    ) -> int:
+        """The origin in result number `at` of `func`."""
+        numbers = list(_numbers(before))
+        sizes = [*map(_magnitude, filter(_is_readable, trees.tensors(before))), *map(abs, numbers)]
+        return self._add(
+            phase,
+            place,
+            tensor,
+            kind,
+            "output",
+            meant=any(map(math.isinf, numbers)),
+            aten=str(func),
+            largest_input=max(filter(math.isfinite, sizes), default=None),
+            largest_result=_wider_magnitude(func, before, at),
+        )
+
+    def _add(
+        self,
+        phase: str,
+        place: _Place,
+        tensor: Tensor,
+        kind: str,
+        what: str,
+        *,
+        meant: bool = False,
+        **known: Any,
+    ) -> int:
+        if place.frame is not None:
+            text = linecache.getline(*place.frame).strip()
+            known["line"] = f"{place.frame[0]}:{place.frame[1]}: {text}"
+        if phase == "weights" and _address(tensor) in self._state:
+            known["largest_result"] = was_too_large(*self._state[_address(tensor)])
+        known |= {"shape": tuple(tensor.shape), "dtype": tensor.dtype, "device": str(tensor.device)}
+        origin = Explanation(phase, *place[:3], what, kind, **known)
+        self._origins.append(origin)
+        index = self._by_storage[_address(tensor)] = len(self._origins) - 1
+        if meant and kind == "-inf" and not origin.was_cast_to_inf:
+            self._meant.add(index)
+        return index
+
+
+def _bare(model: nn.Module) -> nn.Module:
+    """The model in its wrappers: torch.compile's, DistributedDataParallel's, apex's."""
+    while True:
+        model = eager_module(model)
+        if not type(model).__name__.endswith("DataParallel") or not hasattr(model, "module"):
+            return model
+        model = model.module  # type: ignore[assignment]
+
+
+def _callers() -> tuple[tuple[str, int] | None, str | None]:
+    """The user's line that is being run, and the function of torch's, written in Python, in it."""
+    frame, function = sys._getframe(2), None
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith(_INTERNAL):
+            return (file, frame.f_lineno), function
+        if function is None and file in _FUNCTIONAL:
+            function = frame.f_code.co_name.strip("_")
+        frame = frame.f_back  # type: ignore[assignment]
+    return None, function
+
+
+def _named(module: nn.Module, args: Any, kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that `module` was called with, by the names of its arguments."""
+    try:
+        arguments = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+    except (TypeError, ValueError):
+        arguments = {"input": args, **kwargs}
+    for name, value in arguments.items():
+        for tensor in trees.tensors(value):
+            yield f"argument {name!r}", tensor
+
+
+def _first_bad(tensor: Tensor) -> int:
+    bad = ~torch.isfinite(tensor.detach().reshape(tensor.shape[0] if tensor.dim() else 1, -1))
+    return int(bad.any(1).nonzero()[0])
+
+
+def _is_readable(tensor: Tensor) -> bool:
+    """Whether the numbers in `tensor` can be looked at."""
+    ordinary = tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_quantized
+    return ordinary and tensor.is_floating_point() and tensor.numel() > 0 and not tensor.is_meta
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _range(tensor: Tensor) -> tuple[float, float]:
+    with torch._C.DisableTorchFunctionSubclass():
+        tensor = tensor.detach()
+        if tensor.itemsize < 2:
+            tensor = tensor.float()
+        low, high = torch.stack(torch.aminmax(tensor)).tolist()
+    return low, high
+
+
+def _kind(tensor: Tensor) -> str | None:
+    """ "inf", "-inf" (and no inf) or "nan", if `tensor` holds one."""
+    if not _is_readable(tensor):
+        return None
+    low, high = _range(tensor)
+    if math.isnan(low):
+        return "nan"
+    return "inf" if high == math.inf else "-inf" if low == -math.inf else None
+
+
+def _magnitude(tensor: Tensor) -> float:
+    return max(map(abs, _range(tensor)))
+
+
+def _numbers(value: Any) -> Iterator[float]:
+    """The Python floats in `value`, at any depth."""
+    if isinstance(value, float):
+        yield value
+    elif isinstance(value, (list, tuple, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _numbers(item)
+
+
+_WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float64}
+
+
+def _wider_magnitude(func: Any, arguments: Any, index: int) -> float | None:
+    """The largest magnitude in result `index` of `func`, computed once more in a wider type."""
+    args, kwargs = arguments
+    is_random = torch.Tag.nondeterministic_seeded in func.tags
+    if func.namespace != "aten" or is_random or "out" in kwargs:
+        return None
+
+    def widened(item: Any) -> Any:
+        if isinstance(item, Tensor) and item.dtype in _WIDER:
+            return item.detach().to(_WIDER[item.dtype])
+        return _WIDER.get(item, item) if isinstance(item, torch.dtype) else item
+
+    try:
+        with torch.no_grad():
+            out = func(*trees.replace(args, widened), **trees.replace(kwargs, widened))
+        return _magnitude(list(trees.tensors(out))[index])
+    except (RuntimeError, TypeError, NotImplementedError, IndexError):  # no such kernel
+        return None

@@ -1,0 +1,83 @@
+// Fused layers at their seams: for every op of NnOps, the CUDA backend must leave the bits that the
+// CPU backend leaves. Every list is an allocation of its own, so that a sanitizer sees what is past
+// its end.
+#include "core/nn_ops.h"
+#include "world.h"
+
+using namespace ampfuse;
+
+namespace {
+
+// What `Op` takes of one backend's memory, without the optional lists in `absent`.
+template <class Op>
+class Call {
+ public:
+  Call(bool cuda, ImageRows image, unsigned absent) : cuda_(cuda) {
+    args_.image = image;
+    const unsigned lists = (Op::kReads | Op::kWrites) & ~absent;
+    for (int i = 0; i < kMaxImages; ++i)
+      if (lists & bit(i)) args_.images[i] = values(image.rows * image.channels, image.dtype);
+    if (lists & kMask) args_.mask = static_cast<uint8_t*>(bytes(image.rows * image.mask_bytes()));
+    for (float*& vector : args_.vectors)
+      vector = static_cast<float*>(values(image.channels, DType::kFloat32));
+    args_.numbers[0] = 0.1f, args_.numbers[1] = 0.01f;
+    if constexpr (Op::kSums)
+      args_.partials =
+          bytes(image.channels * image.spans() * int64_t(sizeof(typename Op::Partial)));
+  }
+
+  std::vector<std::vector<char>> run() {
+    (cuda_ ? *cuda_backend() : cpu_backend()).run(nn_op<Op>(), args_, nullptr);
+    std::vector<std::vector<char>> found;
+    for (Buffer& buffer : buffers_) found.push_back(buffer.read());
+    return found;
+  }
+
+ private:
+  void* bytes(int64_t count) {
+    std::vector<char> contents(size_t(count), 0);
+    for (char& byte : contents) byte = char(random_.bits());
+    return keep(std::move(contents));
+  }
+  void* values(int64_t count, DType dtype) {
+    std::vector<char> contents(size_t(count * element_size(dtype)));
+    for (int64_t i = 0; i < count; ++i)
+      store_float(contents.data(), dtype, i, float(random_.bits() % 2000) / 500.0f - 1.5f);
+    return keep(std::move(contents));
+  }
+  void* keep(std::vector<char> contents) {
+    buffers_.emplace_back(cuda_, std::move(contents));
+    return buffers_.back().data();
+  }
+
+  bool cuda_;
+  NnArgs args_;
+  Random random_{1};
+  std::vector<Buffer> buffers_;
+};
+
+}  // namespace
+
+TEST(nn_ops) {
+  int variant = 0;
+  for (int op = 0; op < Choice<NnOps>::kCount; ++op) {
+    visit(NnOp{op}, [&](auto type) {
+      using Op = typename decltype(type)::type;
+      for (const DType dtype : {kF32, kF16, kBF16}) {
+        for (const int64_t channels : {1, 7, 8, 9, 16, 40, 64, 65, 150}) {
+          for (const int64_t rows : {1, 31, 32, 33, 70, kSpanRows - 1, kSpanRows + 1}) {
+            // In turn all sets of optional lists; a mask that is read may be absent, too.
+            const unsigned read_mask = Op::kReads & kMask;
+            const unsigned absent = unsigned(++variant) & (Op::kOptional | read_mask);
+            const ImageRows image = {rows, channels, dtype};
+            const auto expected = Call<Op>(false, image, absent).run();
+            const auto found = Call<Op>(true, image, absent).run();
+            for (size_t list = 0; list < expected.size(); ++list)
+              EXPECT(found[list] == expected[list], Op::kName, ": list ", list, " of ", rows,
+                     " rows of ", channels, " channels without ", absent);
+          }
+        }
+      }
+    });
+  }
+}
