@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ampfuse.optim.inner import parameters
 from ampfuse.optim.masters import MasterParameter, gradient_as_it_is
+from ampfuse.uncompiled import uncompiled
 
 # A gradient, as long as it lives, and its version: another version is another value.
 Mark = tuple[weakref.ref[Tensor], int]
@@ -59,12 +60,14 @@ def leaves(optimizer: Any) -> Iterator[Tensor]:
         yield param.model_param if isinstance(param, MasterParameter) else param
 
 
+@uncompiled  # as code around a compiled backward pass may be
 def mark_of(leaf: Tensor) -> Mark | None:
     """The gradient that autograd wrote."""
     gradient = gradient_as_it_is(leaf)
     return None if gradient is None else (weakref.ref(gradient), gradient._version)
 
 
+@uncompiled
 def is_unchanged(leaf: Tensor, mark: Mark | None) -> bool:
     """Whether `leaf` has the gradient, and that the value, of `mark`."""
     gradient = gradient_as_it_is(leaf)
