@@ -280,8 +280,9 @@ def test_quickstart(execute):
     assert float(re.search(r"test accuracy ([\d.]+)%", run.text)[1]) > 50
     assert "last step skipped: False" in run.text
     assert len(run.figures) == 1
-    for level in ("O0 +FP32", r"O5 +BF16 \+ masters"):
-        assert re.search(rf"{level} +[\d.]+ +[\d,]+", re.sub(r"\x1b\[[\d;?]*\w", "", run.text))
+    for level, what in (("O0", "FP32"), ("O5", r"BF16 \+ masters")):
+        assert re.search(rf"\| {level} +\| [\d.]+ +\| \d+", run.text)
+        assert re.search(rf"{level}: ampfuse, {what}", run.text)
 
 
 @pytest.mark.slow
