@@ -222,21 +222,23 @@ __device__ inline int last_start(int end) {
 }
 
 // Runs Op on elements [begin, end) of a row. kWhole: they are whole tiles of aligned lists, which
-// need not ask each group for its alignment and end.
+// need not ask each group for its alignment and end. Others go a group at a time, which keeps half
+// of each kernel's code small; two blocks' loads of one group are enough in flight.
 template <class Op, unsigned kMissing, bool kWhole, class Slice>
 __device__ inline void apply_tiles(const Op& op, const Slice& slice, int begin, int end,
                                    uint32_t& largest) {
   constexpr unsigned kReads = Op::kReads & ~kMissing, kWrites = Op::kWrites & ~kMissing;
+  constexpr int kAtOnce = kWhole ? kGroups : 1;
   const int last = last_start<Slice, kGroup>(end);
-  for (int start = begin + threadIdx.x * kGroup; start < last; start += kTile) {
-    Pack<kGroup> packs[kGroups][kLists];
+  for (int start = begin + threadIdx.x * kGroup; start < last; start += kAtOnce * kLanes * kGroup) {
+    Pack<kGroup> packs[kAtOnce][kLists];
 #pragma unroll
-    for (int group = 0; group < kGroups; ++group) {
+    for (int group = 0; group < kAtOnce; ++group) {
       const int i = start + group * kLanes * kGroup;
       load_packs<kReads, kWhole>(slice, i, part<kGroup>(i, end), packs[group]);
     }
 #pragma unroll
-    for (int group = 0; group < kGroups; ++group) {
+    for (int group = 0; group < kAtOnce; ++group) {
       const int i = start + group * kLanes * kGroup, count = part<kGroup>(i, end);
       float values[kLists][kGroup] = {};
       widen_packs<kReads>(slice, i, count, packs[group], values);
