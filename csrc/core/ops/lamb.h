@@ -102,11 +102,10 @@ struct LambOp : LambMaths<LambOp> {
 };
 
 // LAMB in two calls: the first leaves the update where the row says, the second is a plain step.
-// Its gradients are those of one backward pass, and stay as they are.
 struct LambUpdateOp : LambMaths<LambUpdateOp> {
   static constexpr const char* kName = "lamb_update";
-  static constexpr unsigned kReads = bit(kGrad) | bit(kParam) | kMoments;
-  static constexpr unsigned kWrites = kMoments | bit(kUpdate);
+  static constexpr unsigned kReads = kGradient | bit(kParam) | kMoments;
+  static constexpr unsigned kWrites = kMoments | bit(kUnscaled) | bit(kUpdate);
   static constexpr bool kPlain = true;
 
   template <class F>
