@@ -2,7 +2,8 @@
 #
 # uses:    AMPFUSE_CUDA, AMPFUSE_CUDA_ARCHS, AMPFUSE_NVCC
 # defines: AMPFUSE_WITH_CUDA        true or false
-#          AMPFUSE_CUDA_ARCH_NAMES  "sm_75 sm_80 compute_80", empty without CUDA
+#          AMPFUSE_CUDA_ARCH_NAMES  "compute_75 sm_75 sm_80", empty without CUDA
+#          AMPFUSE_CUDA_CODE        the same, as nvcc's options
 #          AMPFUSE_CUDA_NOTE        why it is as it is, for the summary
 #          AMPFUSE_CUDART_STATIC    the CUDA runtime as a static library
 set(AMPFUSE_WITH_CUDA OFF)
@@ -31,7 +32,7 @@ if(CMAKE_CUDA_COMPILER)
     set(ENV{LIBRARY_PATH} "${nvcc_root}/lib:$ENV{LIBRARY_PATH}")
   endif()
   set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
-  # Chosen below; until the compiler's version is known this only keeps CMake from choosing.
+  # Ours go to nvcc below, not by way of CMake, which compiles each from PTX of its own.
   set(requested_archs "${CMAKE_CUDA_ARCHITECTURES}")
   set(CMAKE_CUDA_ARCHITECTURES OFF)
   include(CheckLanguage)
@@ -91,40 +92,45 @@ if(NOT archs OR archs STREQUAL "native")
   endif()
 endif()
 
-# To CMake's form, sorted, with PTX of the newest so that later GPUs can run it too.
+# Nothing in the kernels is one architecture's own, so the PTX of the oldest gives every one of them
+# the machine code that its own PTX would, and is compiled once for all. It is kept, for GPUs of other
+# architectures and later ones. Pascal has PTX of its own: what is compiled from that keeps Pascal's
+# scheduling of threads wherever it runs.
 string(REGEX REPLACE "[ ,]+" ";" archs "${archs}")
+set(all)
 set(real)
-set(virtual)
 foreach(arch IN LISTS archs)
-  string(REGEX MATCH "^([0-9]+)\\.?([0-9]?)([af]?)(\\+PTX|-real|-virtual)?$" matched "${arch}")
+  string(REGEX MATCH "^([0-9]+)\\.?([0-9]?)[af]?(\\+PTX|-real|-virtual)?$" matched "${arch}")
   if(NOT matched)
     message(FATAL_ERROR "'${arch}' is no GPU architecture; write 75 or 7.5, 80-real, 90-virtual or 9.0+PTX.")
   endif()
-  set(number "${CMAKE_MATCH_1}${CMAKE_MATCH_2}${CMAKE_MATCH_3}")
-  if(NOT CMAKE_MATCH_4 STREQUAL "-virtual")
-    list(APPEND real ${number})
-  endif()
-  if(CMAKE_MATCH_4 MATCHES "PTX|virtual")
-    list(APPEND virtual ${number})
+  list(APPEND all ${CMAKE_MATCH_1}${CMAKE_MATCH_2})
+  if(NOT CMAKE_MATCH_3 STREQUAL "-virtual")
+    list(APPEND real ${CMAKE_MATCH_1}${CMAKE_MATCH_2})
   endif()
 endforeach()
-set(all ${real} ${virtual})
+list(REMOVE_DUPLICATES all)
 list(SORT all COMPARE NATURAL)
-list(POP_BACK all newest)
-list(APPEND virtual ${newest})
-foreach(kind real virtual)
-  list(REMOVE_DUPLICATES ${kind})
-  list(SORT ${kind} COMPARE NATURAL)
-endforeach()
+set(pascal ${all})
+list(FILTER pascal INCLUDE REGEX "^6")
+set(later ${all})
+list(FILTER later EXCLUDE REGEX "^6")
 
-set(CMAKE_CUDA_ARCHITECTURES)
-foreach(arch IN LISTS real)
-  list(APPEND CMAKE_CUDA_ARCHITECTURES ${arch}-real)
-  string(APPEND AMPFUSE_CUDA_ARCH_NAMES "sm_${arch} ")
-endforeach()
-foreach(arch IN LISTS virtual)
-  list(APPEND CMAKE_CUDA_ARCHITECTURES ${arch}-virtual)
-  string(APPEND AMPFUSE_CUDA_ARCH_NAMES "compute_${arch} ")
+set(AMPFUSE_CUDA_CODE)
+foreach(generation IN ITEMS pascal later)
+  if(NOT ${generation})
+    continue()
+  endif()
+  list(GET ${generation} 0 oldest)
+  set(code compute_${oldest})
+  foreach(arch IN LISTS ${generation})
+    if(arch IN_LIST real)
+      string(APPEND code ",sm_${arch}")
+    endif()
+  endforeach()
+  list(APPEND AMPFUSE_CUDA_CODE "--generate-code=arch=compute_${oldest},code=[${code}]")
+  string(REPLACE "," " " code "${code}")
+  string(APPEND AMPFUSE_CUDA_ARCH_NAMES "${code} ")
 endforeach()
 string(STRIP "${AMPFUSE_CUDA_ARCH_NAMES}" AMPFUSE_CUDA_ARCH_NAMES)
 string(APPEND AMPFUSE_CUDA_NOTE " (${source})")

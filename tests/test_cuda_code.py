@@ -52,28 +52,46 @@ def test_the_tests_of_the_core_compile_for_a_gpu(nvcc, tmp_path):
     assert os.access(tmp_path / "test_core", os.X_OK)
 
 
-@pytest.fixture(scope="module", params=[75, 80, 90])
-def compiled(request, nvcc, tmp_path_factory):
-    """{symbol: (PTX, what ptxas says of it)} of every kernel for one architecture."""
+ARCHS = ("sm_75", "sm_80", "sm_90")
+
+
+@pytest.fixture(scope="module")
+def compiled_for_all(nvcc, tmp_path_factory):
+    """{architecture: {symbol: (PTX, what ptxas says of it)}} of every kernel.
+
+    As in the build, the PTX is that of the oldest for all.
+    """
     folder = tmp_path_factory.mktemp("cuda")
-    flags = ["-std=c++17", "-O3", "-fmad=false", f"-arch=sm_{request.param}", f"-I{ROOT}/csrc"]
+    code = f"-gencode=arch=compute_75,code=[{','.join(ARCHS)}]"
+    flags = ["-std=c++17", "-O3", "-fmad=false", code, f"-I{ROOT}/csrc"]
 
     def compile_one(unit):
         mine = folder / unit.name
         mine.mkdir()
-        keep = ["--keep", f"--keep-dir={mine}", "-cubin", "-o", str(mine / "unit.cubin")]
+        keep = ["--keep", f"--keep-dir={mine}", "-fatbin", "-o", str(mine / "unit.fatbin")]
         command = [nvcc, *flags, *unit.flags, "-Xptxas", "-v", *keep, str(ROOT / unit.source)]
         result = subprocess.run(command, capture_output=True, text=True)
         assert result.returncode == 0, result.stderr
         ptx = re.split(r"\.entry (\w+)\(", next(mine.glob("*.ptx")).read_text())
-        said = re.split(r"Compiling entry function '(\w+)'", result.stdout + result.stderr)
-        reports = dict(zip(said[1::2], said[2::2], strict=True))
-        kernels = zip(ptx[1::2], ptx[2::2], strict=True)
-        return {name: (code, reports[name]) for name, code in kernels}
+        kernels = dict(zip(ptx[1::2], ptx[2::2], strict=True))
+        said = re.split(
+            r"Compiling entry function '(\w+)' for '(sm_\d+)'", result.stdout + result.stderr
+        )
+        reports = {arch: {} for arch in ARCHS}
+        for name, arch, report in zip(said[1::3], said[2::3], said[3::3], strict=True):
+            reports[arch][name] = (kernels[name], report)
+        assert all(reports[arch].keys() == kernels.keys() for arch in ARCHS)
+        return reports
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         found = list(pool.map(compile_one, cuda_units()))
-    return {name: kernel for unit in found for name, kernel in unit.items()}
+    return {arch: {k: v for unit in found for k, v in unit[arch].items()} for arch in ARCHS}
+
+
+@pytest.fixture(scope="module", params=ARCHS)
+def compiled(request, compiled_for_all):
+    """Those for one architecture."""
+    return compiled_for_all[request.param]
 
 
 def hot_instance(compiled, symbol, compact="0"):

@@ -186,7 +186,8 @@ HD void measure_chunk(const Op& op, const Walk& walk, Partial* partials, int64_t
     if (!again) return;
     const auto measuring = op.again();
     Sums<std::decay_t<decltype(measuring)>> rescaled;
-    add_squares<F>(measuring, walk, rescale, rescaled);
+    // Rare, so by blocks, whatever the types.
+    add_by_tiles<F>(measuring, walk, AnyTypes{walk.lists.dtype}, rescale, rescaled, nullptr);
     for (int m = 0; m < kCount; ++m) {
       const uint32_t largest = sums.largest[m];
       if (!needs_rescaling(largest)) continue;

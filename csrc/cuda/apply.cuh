@@ -41,10 +41,11 @@ struct ListColumn {
     data += first * element_size(dtype);
   }
 
-  // The address of element i, of a list that is there. (Not by element_size(): what it gives for
-  // kNone costs registers.)
-  __device__ char* at(int i) const {
-    const int narrow = kPacked && is_code(dtype) ? i : i * 2;
+  // The address of element i, of a list that is there and, if `codes`, may be of codes. (Not by
+  // element_size(): what it gives for kNone costs registers. Nor by the size that load_pack() has
+  // asked for: an address for each does too.)
+  __device__ char* at(int i, bool codes = false) const {
+    const int narrow = codes && is_code(dtype) ? i : i * 2;
     return global_at(data, fills_word(dtype) ? i * 4 : narrow);
   }
 
@@ -83,13 +84,25 @@ struct RowSlice {
   __device__ DType operator()(int list) const { return columns[list].dtype; }
 };
 
+// Whether `list` may be of a compact type, and of one of a byte.
+template <class Slice>
+__device__ constexpr bool may_be_compact(int list) {
+  return Slice::Column::kCompact && (list == kParam || is_state(list));
+}
+template <class Op, class Slice>
+__device__ constexpr bool may_be_codes(int list) {
+  return may_be_compact<Slice>(list) && Op::kPackable && is_state(list);
+}
+
 // One pack of every list of a mask.
-template <unsigned kReads, bool kWhole, int kWidth, class Slice>
+template <class Op, unsigned kReads, bool kWhole, int kWidth, class Slice>
 __device__ inline void load_packs(const Slice& slice, int i, int count,
                                   Pack<kWidth> (&packs)[kLists]) {
 #pragma unroll
   for (int list = 0; list < kLists; ++list) {
-    if (kReads & bit(list)) packs[list] = load_pack<kWhole, kWidth>(slice.columns[list], i, count);
+    if (!(kReads & bit(list))) continue;
+    const bool codes = may_be_codes<Op, Slice>(list);
+    packs[list] = load_pack<kWhole, kWidth>(slice.columns[list], i, count, codes);
   }
   if constexpr (Slice::Column::kCompact && (kReads & bit(kParam)) && !(kReads & bit(kModel))) {
     if (is_rest(slice(kParam)))
@@ -97,7 +110,7 @@ __device__ inline void load_packs(const Slice& slice, int i, int count,
   }
 }
 
-template <unsigned kReads, int kWidth, class Slice>
+template <class Op, unsigned kReads, int kWidth, class Slice>
 __device__ inline void widen_packs(const Slice& slice, int i, int count,
                                    const Pack<kWidth> (&packs)[kLists],
                                    float (&values)[kLists][kWidth]) {
@@ -105,7 +118,7 @@ __device__ inline void widen_packs(const Slice& slice, int i, int count,
   for (int list = 0; list < kLists; ++list) {
     if (!(kReads & bit(list))) continue;
     const DType type = slice(list);
-    if (!Slice::Column::kCompact || is_plain(plain(type))) {
+    if (!may_be_compact<Slice>(list) || is_plain(plain(type))) {
       widen(packs[list], plain(type), values[list]);
     } else if (list == kParam) {
       widen(packs[kModel], slice(kModel), values[kModel]);
@@ -115,9 +128,9 @@ __device__ inline void widen_packs(const Slice& slice, int i, int count,
           values[list][k] =
               split.join(values[kModel][k], uint32_t(int16_t(packs[list].template get<2>(k))));
       });
-    } else if (is_state(list) && count > 0) {
+    } else if (may_be_codes<Op, Slice>(list) && count > 0) {
       const float scale = slice.scales[list - kState0][i / kBlock];
-      with_code(type, [&](auto code) {
+      with_code_of<Op>(list, type, [&](auto code) {
 #pragma unroll
         for (int k = 0; k < kWidth; ++k) {
           using Stored = typename decltype(code)::Stored;
@@ -165,7 +178,7 @@ __device__ inline float share_scale(const float (&value)[kWidth], int count, flo
   return scale;
 }
 
-template <unsigned kWrites, bool kWhole, int kWidth, class Slice>
+template <class Op, unsigned kWrites, bool kWhole, int kWidth, class Slice>
 __device__ inline void store_packs(const Slice& slice, int i, int count,
                                    const float (&values)[kLists][kWidth]) {
 #pragma unroll
@@ -173,7 +186,7 @@ __device__ inline void store_packs(const Slice& slice, int i, int count,
     if (!(kWrites & bit(list))) continue;
     const DType type = slice(list);
     Pack<kWidth> pack;
-    if (!Slice::Column::kCompact || is_plain(plain(type))) {
+    if (!may_be_compact<Slice>(list) || is_plain(plain(type))) {
       pack = narrow(values[list], plain(type));
     } else if (list == kParam) {
       with_split(type, [&](auto split) {
@@ -181,8 +194,8 @@ __device__ inline void store_packs(const Slice& slice, int i, int count,
         for (int k = 0; k < kWidth; ++k)
           pack.template put<2>(k, split.rest(values[kParam][k], values[kModel][k]));
       });
-    } else if (is_state(list)) {
-      with_code(type, [&](auto code) {
+    } else if (may_be_codes<Op, Slice>(list)) {
+      with_code_of<Op>(list, type, [&](auto code) {
         float* to = slice.scales[list - kState0] + i / kBlock;
         const float scale = share_scale<decltype(code)>(values[list], count, to);
         const float encoder = code.encoder(scale);
@@ -191,7 +204,7 @@ __device__ inline void store_packs(const Slice& slice, int i, int count,
           pack.template put<1>(k, code.encode(values[list][k], encoder));
       });
     }
-    store_pack<kWhole>(slice.columns[list], i, count, pack);
+    store_pack<kWhole>(slice.columns[list], i, count, pack, may_be_codes<Op, Slice>(list));
   }
 }
 
@@ -222,30 +235,32 @@ __device__ inline int last_start(int end) {
 }
 
 // Runs Op on elements [begin, end) of a row. kWhole: they are whole tiles of aligned lists, which
-// need not ask each group for its alignment and end.
+// need not ask each group for its alignment and end. Others go a group at a time, which keeps half
+// of each kernel's code small; two blocks' loads of one group are enough in flight.
 template <class Op, unsigned kMissing, bool kWhole, class Slice>
 __device__ inline void apply_tiles(const Op& op, const Slice& slice, int begin, int end,
                                    uint32_t& largest) {
   constexpr unsigned kReads = Op::kReads & ~kMissing, kWrites = Op::kWrites & ~kMissing;
+  constexpr int kAtOnce = kWhole ? kGroups : 1;
   const int last = last_start<Slice, kGroup>(end);
-  for (int start = begin + threadIdx.x * kGroup; start < last; start += kTile) {
-    Pack<kGroup> packs[kGroups][kLists];
+  for (int start = begin + threadIdx.x * kGroup; start < last; start += kAtOnce * kLanes * kGroup) {
+    Pack<kGroup> packs[kAtOnce][kLists];
 #pragma unroll
-    for (int group = 0; group < kGroups; ++group) {
+    for (int group = 0; group < kAtOnce; ++group) {
       const int i = start + group * kLanes * kGroup;
-      load_packs<kReads, kWhole>(slice, i, part<kGroup>(i, end), packs[group]);
+      load_packs<Op, kReads, kWhole>(slice, i, part<kGroup>(i, end), packs[group]);
     }
 #pragma unroll
-    for (int group = 0; group < kGroups; ++group) {
+    for (int group = 0; group < kAtOnce; ++group) {
       const int i = start + group * kLanes * kGroup, count = part<kGroup>(i, end);
       float values[kLists][kGroup] = {};
-      widen_packs<kReads>(slice, i, count, packs[group], values);
+      widen_packs<Op, kReads>(slice, i, count, packs[group], values);
 #pragma unroll
       for (int list = 0; list < kLists; ++list) {
         if (Op::kChecked & bit(list)) include(values[list], largest);
       }
       run(op, slice, i, values);
-      store_packs<kWrites, kWhole>(slice, i, count, values);
+      store_packs<Op, kWrites, kWhole>(slice, i, count, values);
     }
   }
 }
@@ -295,13 +310,13 @@ constexpr unsigned kRareLists = bit(kAccumulated) | bit(kState2) | bit(kUnscaled
 // Calls run(missing, compact), two integral_constants. `missing`: lists that no row of the pass
 // has, all rare ones among `kUsed`; all but the unscaled gradients, which FP32 training with a
 // GradScaler has; or none. `compact`: some list is of a compact type.
-template <unsigned kUsed, class Run>
+template <class Op, unsigned kUsed, class Run>
 void with_instance(const DevicePass& pass, const Run& run) {
   constexpr unsigned kRare = kUsed & kRareLists, kBack = kRare & bit(kUnscaled);
   const std::integral_constant<unsigned, kRare> all;
   const std::integral_constant<unsigned, 0> none;
   const bool rare = pass.present & kRare;
-  if constexpr ((kUsed & (bit(kParam) | kStates | bit(kAverage))) != 0) {
+  if constexpr (!Op::kPlain && (kUsed & (bit(kParam) | kStates)) != 0) {
     if (pass.compact & kUsed) {
       return rare ? run(none, std::true_type()) : run(all, std::true_type());
     }
@@ -317,7 +332,7 @@ void with_instance(const DevicePass& pass, const Run& run) {
 template <class Op>
 void apply(const DevicePass& pass) {
   if (pass.view.chunk_count == 0) return;
-  with_instance<Op::kReads | Op::kWrites>(pass, [&](auto missing, auto compact) {
+  with_instance<Op, Op::kReads | Op::kWrites>(pass, [&](auto missing, auto compact) {
     launch(Kernel{Op::kName, apply_kernel<Op, missing, compact>}, pass.view.chunk_count * kSlices,
            kLanes, pass.stream, pass.view, pass.state, pass.a, pass.b, pass.found_inf);
   });

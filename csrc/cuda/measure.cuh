@@ -41,13 +41,13 @@ __device__ inline void add_tiles(const Op& op, const Slice& slice, int begin, in
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
       const int i = start + tile * kTile;
-      load_packs<kReads, kWhole>(slice, i, part<kPack>(i, end), packs[tile]);
+      load_packs<Op, kReads, kWhole>(slice, i, part<kPack>(i, end), packs[tile]);
     }
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
       const int i = start + tile * kTile, count = part<kPack>(i, end);
       float values[kLists][kPack] = {};
-      widen_packs<kReads>(slice, i, count, packs[tile], values);
+      widen_packs<Op, kReads>(slice, i, count, packs[tile], values);
       run(op, slice, i, values);
       if constexpr (Op::kMetered) counter.count<Op>(slice, i, count, values);
 #pragma unroll
@@ -61,7 +61,7 @@ __device__ inline void add_tiles(const Op& op, const Slice& slice, int begin, in
           lane[m][k] = fma(square, square, lane[m][k]);
         }
       }
-      store_packs<kWrites, kWhole>(slice, i, count, values);
+      store_packs<Op, kWrites, kWhole>(slice, i, count, values);
     }
   }
 }
@@ -229,7 +229,7 @@ void measure(const DevicePass& pass) {
   if (pass.view.rows == 0) return;
   // A metered step is rare: two instances are enough.
   constexpr unsigned kOneOf = Op::kMetered ? bit(kUnscaled) : 0;
-  with_instance<(Op::kReads | Op::kWrites) & ~kOneOf>(pass, [&](auto missing, auto compact) {
+  with_instance<Op, (Op::kReads | Op::kWrites) & ~kOneOf>(pass, [&](auto missing, auto compact) {
     launch(Kernel{Op::kName, measure_kernel<Op, missing, compact>},
            pass.view.chunk_count > 0 ? pass.view.chunk_count : 1, kLanes, pass.stream, pass.view,
            RowNorms{pass.norms, nullptr}, pass.tickets, pass.state, pass.meter);

@@ -100,31 +100,43 @@ struct Element<1> {
   using type = uint8_t;
 };
 
-// Calls run(size), an integral_constant, of the elements of a column that is there.
+// Calls run(size), an integral_constant, of the elements of a column that is there. codes: it may
+// be of codes, where the caller knows when compiling.
 template <class Column, class Run>
-__device__ inline void with_size(const Column& column, const Run& run) {
+__device__ inline void with_size(const Column& column, bool codes, const Run& run) {
   if (fills_word(column.dtype)) {
     run(std::integral_constant<int, 4>());
-  } else if (Column::kCompact && is_code(column.dtype)) {
+  } else if (codes && is_code(column.dtype)) {
     run(std::integral_constant<int, 1>());
   } else {
     run(std::integral_constant<int, 2>());
   }
 }
 
+template <class Column>
+__device__ inline char* address(const Column& column, bool codes, int i) {
+  if constexpr (Column::kCompact) {
+    return column.at(i, codes);
+  } else {
+    return column.at(i);
+  }
+}
+
 // Elements [i, i + count) of the column, count <= kWidth; the rest of the pack is zero. kWhole: the
 // column is aligned and count is kWidth.
 template <bool kWhole, int kWidth, class Column>
-__device__ inline Pack<kWidth> load_pack(const Column& column, int i, int count) {
+__device__ inline Pack<kWidth> load_pack(const Column& column, int i, int count,
+                                         bool codes = false) {
   Pack<kWidth> pack;
   if (column.dtype == DType::kNone) return pack;
   const bool whole = kWhole || (column.wide() && count == kWidth);
-  with_size(column, [&](auto size) {
+  with_size(column, codes, [&](auto size) {
     constexpr int kSize = decltype(size)::value;
     if (whole) {
-      load_words<kWidth * kSize / 4>(column.at(i), pack.word);
+      load_words<kWidth * kSize / 4>(address(column, codes, i), pack.word);
     } else {
-      const auto* data = reinterpret_cast<const typename Element<kSize>::type*>(column.at(i));
+      const auto* data =
+          reinterpret_cast<const typename Element<kSize>::type*>(address(column, codes, i));
 #pragma unroll
       for (int k = 0; k < kWidth; ++k) {
         if (k < count) pack.template put<kSize>(k, data[k]);
@@ -135,16 +147,16 @@ __device__ inline Pack<kWidth> load_pack(const Column& column, int i, int count)
 }
 
 template <bool kWhole, int kWidth, class Column>
-__device__ inline void store_pack(const Column& column, int i, int count,
-                                  const Pack<kWidth>& pack) {
+__device__ inline void store_pack(const Column& column, int i, int count, const Pack<kWidth>& pack,
+                                  bool codes = false) {
   if (column.dtype == DType::kNone) return;
   const bool whole = kWhole || (column.wide() && count == kWidth);
-  with_size(column, [&](auto size) {
+  with_size(column, codes, [&](auto size) {
     constexpr int kSize = decltype(size)::value;
     if (whole) {
-      store_words<kWidth * kSize / 4>(column.at(i), pack.word);
+      store_words<kWidth * kSize / 4>(address(column, codes, i), pack.word);
     } else {
-      auto* data = reinterpret_cast<typename Element<kSize>::type*>(column.at(i));
+      auto* data = reinterpret_cast<typename Element<kSize>::type*>(address(column, codes, i));
 #pragma unroll
       for (int k = 0; k < kWidth; ++k) {
         if (k < count) data[k] = typename Element<kSize>::type(pack.template get<kSize>(k));

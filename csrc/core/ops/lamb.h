@@ -115,6 +115,7 @@ struct LambUpdateOp : LambMaths<LambUpdateOp> {
   static constexpr const char* kName = "lamb_update";
   static constexpr unsigned kReads = kGradient | bit(kParam) | kMoments;
   static constexpr unsigned kWrites = kMoments | bit(kUnscaled) | bit(kUpdate);
+  static constexpr bool kPlain = true;
 
   template <class F>
   HD void operator()(F (&x)[kLists]) const {

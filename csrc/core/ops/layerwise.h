@@ -10,6 +10,7 @@ struct LayerwiseOp : OptimizerOp<LayerwiseOp> {
   static constexpr const char* kName = "layerwise";
   static constexpr unsigned kReads = bit(kGrad) | bit(kParam);
   static constexpr unsigned kWrites = bit(kGradOut);
+  static constexpr bool kPlain = true;
 
   template <class F>
   HD void operator()(F (&x)[kLists]) const {

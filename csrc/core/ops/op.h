@@ -11,6 +11,7 @@
 //              if it is metered, never does.
 //   kGradientRows  whether rows without a gradient are left alone
 //   kMetered   whether the elements are counted, see metered.h; such an op has marks()
+//   kPlain     whether rows are never of a compact type: it is called over lists of tensors
 //   for_row()  the op for one row of a table
 // Branches depend on the row alone, never on an element. `fma` is spelled where it is meant and the
 // compiler adds none, so every backend rounds alike.
@@ -29,7 +30,7 @@ template <class Self>
 struct RowOp {
   static constexpr unsigned kReads = 0, kWrites = 0, kChecked = 0, kMeasured = 0;
   static constexpr bool kGradientRows = false;
-  static constexpr bool kMetered = false, kPackable = false;
+  static constexpr bool kMetered = false, kPackable = false, kPlain = false;
 
   HD static Self for_row(const TableView&, int64_t, float, float) { return {}; }
 };
@@ -92,6 +93,22 @@ constexpr int kHyperCount = 0;
 template <class Op>
 constexpr int kHyperCount<Op, decltype(void(Op::kHypers))> =
     int(sizeof(Op::kHypers) / sizeof(Op::kHypers[0]));
+
+// Calls run(Code) if `list` of Op, which is of type `dtype`, holds codes. Whether they have a sign
+// is known of an optimizer's states; an op that names no states takes both kinds.
+template <class Op, class Run>
+HD void with_code_of(int list, DType dtype, const Run& run) {
+  if constexpr (Op::kPackable) {
+    if (!is_state(list) || !is_code(dtype)) return;
+    if constexpr (kStateCount<Op> == 0) {
+      with_code(dtype, run);
+    } else if (Op::kUnsigned & bit(list)) {
+      run(Code<DType::kUnsigned8>());
+    } else {
+      run(Code<DType::kSigned8>());
+    }
+  }
+}
 
 // The gradient of this step: unscaled, clipped, with what earlier passes accumulated. Whoever looks
 // at it after the step finds it unscaled and not clipped.
