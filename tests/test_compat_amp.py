@@ -501,7 +501,9 @@ def test_the_rule_of_a_scale_can_be_assigned():
     scaler._min_loss_scale = None
     backward(model, optimizer, float("inf"))
     assert scaler.loss_scale() == 2.0**12
-    with pytest.raises(ValueError, match="growth_interval is 0; it has to be a whole number of at least 1"):
+    with pytest.raises(
+        ValueError, match="growth_interval is 0; it has to be a whole number of at least 1"
+    ):
         scaler._scale_seq_len = 0
     assert (scaler._scale_seq_len, scaler._max_loss_scale) == (4, 2.0**14)
 
