@@ -127,9 +127,9 @@ def hardware(device: torch.device) -> str:
     """What the device calls itself."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    from ampfuse import hardware
+    from ampfuse.hardware import cpu_model
 
-    return f"{' '.join(hardware.cpu_model().split())}, {os.cpu_count()} cores"
+    return f"{' '.join(cpu_model().split())}, {os.cpu_count()} cores"
 
 
 def write(path: Path, rows: Sequence[Any]) -> None:
