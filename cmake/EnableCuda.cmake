@@ -92,10 +92,9 @@ if(NOT archs OR archs STREQUAL "native")
   endif()
 endif()
 
-# Nothing in the kernels is one architecture's own, so the PTX of the oldest gives every one of them
-# the machine code that its own PTX would, and is compiled once for all. It is kept, for GPUs of other
-# architectures and later ones. Pascal has PTX of its own: what is compiled from that keeps Pascal's
-# scheduling of threads wherever it runs.
+# Nothing in the kernels is one architecture's own, so the PTX of the oldest serves all of them and is
+# compiled once. It is kept, for GPUs of other architectures and later ones. Pascal has PTX of its
+# own: what is compiled from that keeps Pascal's scheduling of threads wherever it runs.
 string(REGEX REPLACE "[ ,]+" ";" archs "${archs}")
 set(all)
 set(real)

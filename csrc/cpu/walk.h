@@ -105,8 +105,8 @@ HD bool with_master_types(const ChunkLists& lists, unsigned used, const Run& run
 template <class Op, class Run>
 HD void with_types(const ChunkLists& lists, const Run& run) {
   constexpr unsigned kUsed = Op::kReads | Op::kWrites;
-  // By blocks alone (stage.h) these steps would take 1.3 to 1.7 times as long. Metered ones do.
-  constexpr bool kCompact = (kUsed & bit(kParam)) && (kUsed & bit(kModel)) && !Op::kMetered;
+  // By blocks alone (stage.h) these steps take 1.3 to 1.7 times as long.
+  constexpr bool kCompact = (kUsed & bit(kParam)) && (kUsed & bit(kModel));
   bool known = false;
   const auto try_types = [&](auto types) HD_LAMBDA {
     if (!known) known = with_master_types<decltype(types)>(lists, kUsed, run);
