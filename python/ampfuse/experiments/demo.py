@@ -124,11 +124,9 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     common = {"epochs": args.epochs, "batch_size": args.batch_size, "seed": args.seed}
     common |= {"channels_last": not args.contiguous, "print_freq": 10}
     todo = [settings_of(level, width, **common) for level in args.levels]
-    print(f"Handwritten digits; a CNN {width} channels wide, {args.epochs} epochs, batches of ")
-    print(
-        f"{args.batch_size}, seed {args.seed}. On {device_name(device)}, torch {torch.__version__}."
-    )
-    sys.stdout.flush()
+    what = f"a CNN {width} channels wide, {args.epochs} epochs, batches of {args.batch_size}"
+    where = f"{device_name(device)}, torch {torch.__version__}"
+    print(f"Handwritten digits; {what}, seed {args.seed}. On {where}.", flush=True)
     place = Place(device, label=device_name(device))
     rows = rows_of(train_all(todo, place, train))
     print(f"\n{make_table.table(rows, _COLUMNS)}\n")
