@@ -5,6 +5,7 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+import torch
 
 from ampfuse import _core
 
@@ -15,7 +16,7 @@ spec.loader.exec_module(stub)
 
 
 def test_the_stub_is_not_stale():
-    if "collections.abc.Sequence" not in _core.C.copy.__doc__:
+    if torch.__version__ < "2.13":
         pytest.skip("the pybind11 of this torch writes types in other words")
     written = ast.dump(ast.parse(stub.STUB.read_text()))
     assert written == ast.dump(ast.parse(stub.stub(_core.C))), "run buildtools/stub.py"

@@ -26,6 +26,7 @@ from ampfuse.optim import AmpOptimizer
 from ampfuse.optim.inner import parameters, with_inner
 from ampfuse.optim.left_scaled import is_unchanged, leaves, mark_of
 from ampfuse.optim.masters import gradient_as_it_is
+from ampfuse.optim.shards import is_sharded
 
 _watched = WeakIdKeyDictionary()  # parameters, with what messages call them
 _scaled = (
@@ -35,10 +36,14 @@ _followed: weakref.WeakSet[LossScaler] = weakref.WeakSet()  # scalers whose loss
 
 
 def watch(named: Iterable[tuple[str, Tensor]], optimizers: Sequence[Optimizer]) -> None:
-    """From now on, those parameters that `optimizers` do not hold."""
+    """From now on, those parameters that `optimizers` do not hold.
+
+    But no shards: torch moves and casts those by an exchange of tensors, which a weak reference to
+    one forbids.
+    """
     held = _leaves(optimizers)
     for name, parameter in named:
-        if id(parameter) not in held:
+        if id(parameter) not in held and not is_sharded(parameter):
             _watched.setdefault(parameter, name)
 
 
