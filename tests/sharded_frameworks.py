@@ -91,7 +91,9 @@ def by_lightning(level, strategy, epochs=2, resume=None, save=None):
 def lightnings():
     for level in ("O0", "O1", "O2", "O5"):
         copies = by_lightning(level, strategies.DDPStrategy(process_group_backend="gloo"))
-        assert by_lightning(level, strategies.ModelParallelStrategy(**SHARDS)) == copies, level
+        shards = by_lightning(level, strategies.ModelParallelStrategy(**SHARDS))
+        # On some CPUs torch's products round otherwise by where a tensor lies in memory.
+        assert shards == pytest.approx(copies, rel=1e-5), level
     for level in ("O1", "O5"):
         whole = by_lightning(level, strategies.ModelParallelStrategy(**SHARDS))
         for kind in (True, False):  # a folder of shards, or one file
