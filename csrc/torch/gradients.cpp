@@ -8,7 +8,6 @@
 namespace ampfuse {
 
 void ParamTable::begin_backward() {
-  is_collected_ = false;
   const at::Tensor none;
   bool fold = false;
   known_.before_pass = true;
@@ -62,7 +61,6 @@ void ParamTable::begin_backward() {
 }
 
 void ParamTable::mark_backward(const at::Tensor& scale) {
-  is_collected_ = false;
   phase_.end_delayed();
   pending_scale_.copy_(scale);
   for (Row& row : rows_) {
@@ -81,7 +79,6 @@ void ParamTable::mark_backward(const at::Tensor& scale) {
 }
 
 bool ParamTable::end_backward(const at::Tensor& scale, bool check) {
-  is_collected_ = false;
   const at::Tensor none;
   bool any = false, left = phase_.includes_delayed();
   known_.norm = check;
@@ -156,7 +153,6 @@ std::optional<at::Tensor> ParamTable::accumulated(int64_t index, bool make) {
 }
 
 void ParamTable::cancel_backward() {
-  is_collected_ = false;
   for (Row& row : rows_) {
     at::Tensor& grad = row.leaf().mutable_grad();
     grad.reset();
@@ -167,7 +163,6 @@ void ParamTable::cancel_backward() {
 
 void ParamTable::materialize() {
   if (phase_.is_materialized() || !phase_.may_be_pending()) return;
-  is_collected_ = false;
   std::vector<int64_t> found;
   for (int64_t i = 0; i < rows(); ++i) {
     const Row& row = rows_[i];
@@ -213,7 +208,6 @@ void ParamTable::materialize() {
 }
 
 void ParamTable::zero_grad(bool set_to_none) {
-  is_collected_ = false;
   for (Row& row : rows_) {
     at::Tensor& grad = row.leaf().mutable_grad();
     if (set_to_none) {

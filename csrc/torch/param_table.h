@@ -51,8 +51,9 @@ class ParamTable {
                  const std::map<std::string, at::Tensor>& schedule);
   std::vector<int64_t> fingerprint() const;
 
-  // Gradients of DTensors: to the local shards, which the functions of a backward pass read and
-  // write, and back; nothing else may look at them in between (shards.cpp).
+  // Around every call that may put other gradients in place, so what collect() found is outdated.
+  // Those of DTensors go to the local shards, which such a call reads and writes, and back; nothing
+  // else may look at them in between (shards.cpp).
   void take_shards();
   void give_shards();
 

@@ -150,6 +150,7 @@ void ParamTable::set_leaf_gradient(Row& row, const at::Tensor& gradient) {
 }
 
 void ParamTable::take_shards() {
+  is_collected_ = false;
   if (!sharded_) return;
   for (Row& row : rows_) {
     if (!row.whole.defined()) continue;
