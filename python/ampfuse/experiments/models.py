@@ -1,20 +1,22 @@
 """The networks of the experiments by name, for any number of classes and channels.
 
 torchvision's and timm's are taken as they are but for the first convolution and the last layer.
-They start from random weights, drawn from torch's global generator.
+They start from random weights, drawn from torch's global generator. This file needs torch alone:
+the benchmarks load it where ampfuse must not be.
 """
 
 from __future__ import annotations
 
 import re
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from ampfuse.command_line import UsageError
-from ampfuse.experiments.data import Data
-from ampfuse.experiments.settings import Settings
+if TYPE_CHECKING:
+    from ampfuse.experiments.data import Data
+    from ampfuse.experiments.settings import Settings
 
 NAMES = ("vgg16", "wrn28_10", "seresnext50_32x4d", "densenet161")  # of cifar
 NAMES += ("resnet18", "resnet34", "resnet50", "mnist_cnn", "mlp")
@@ -22,6 +24,8 @@ NAMES += ("resnet18", "resnet34", "resnet50", "mnist_cnn", "mlp")
 
 def for_data(settings: Settings, data: Data) -> nn.Module:
     """The network of a run, for the images in its data."""
+    from ampfuse.command_line import UsageError
+
     sizes = {name: getattr(data, name) for name in ("classes", "channels", "image_size")}
     try:
         return build(settings.model, dropout=settings.dropout, **sizes)
