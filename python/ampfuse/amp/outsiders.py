@@ -29,9 +29,8 @@ from ampfuse.optim.masters import gradient_as_it_is
 from ampfuse.optim.shards import is_sharded
 
 _watched = WeakIdKeyDictionary()  # parameters, with what messages call them
-_scaled = (
-    WeakIdKeyDictionary()
-)  # of these, the gradient that a scaled pass left, as a weak reference
+# Of these, the gradient that a scaled pass left, as a weak reference.
+_scaled = WeakIdKeyDictionary()
 _followed: weakref.WeakSet[LossScaler] = weakref.WeakSet()  # scalers whose loss was looked at
 
 

@@ -159,13 +159,6 @@ def _shown(name: str, of: Callable[[Row], Any] | None = None) -> Callable[[Row],
     return cell
 
 
-def _step_ms(row: Row) -> Stat | None:
-    if row.time_s is None or not row.iterations:
-        return None
-    each = 1e3 / row.iterations
-    return Stat(each * row.time_s.mean, row.time_s.std and each * row.time_s.std, row.time_s.n)
-
-
 def _per_step(row: Row) -> Stat | None:
     if row.time_s is None or not row.iterations:
         return None
