@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import csv
 from functools import partial
+from importlib.metadata import version
 from itertools import product
 from typing import Any
 
-import bitsandbytes
 import torch
-from bitsandbytes.functional import create_dynamic_map, dequantize_blockwise, quantize_blockwise
 from harness.results import RESULTS, conditions
 from quality import TASKS
 from torch import Tensor, nn
@@ -68,6 +67,8 @@ def update(moments: Tensor, step: int) -> Tensor:
 
 def theirs(moments: Tensor, block: int) -> Tensor:
     """Through bitsandbytes' codes."""
+    from bitsandbytes.functional import create_dynamic_map, dequantize_blockwise, quantize_blockwise
+
     maps = map(create_dynamic_map, (True, False))  # signed or not
     codes = map(partial(quantize_blockwise, blocksize=block), moments.float(), maps)
     return torch.stack([dequantize_blockwise(*code).double() for code in codes])
@@ -108,7 +109,7 @@ def main() -> None:
             row["largest"] = f"{some.abs().max() / exact.abs().max():.4g}"
             print(*row.values(), sep=", ", flush=True)
             row |= conditions(torch.device("cpu"))
-            row["bitsandbytes"] = bitsandbytes.__version__
+            row["bitsandbytes"] = version("bitsandbytes")
             rows.append(row)
     with (RESULTS / "quantization_error.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, rows[0], lineterminator="\n")
