@@ -101,7 +101,8 @@ def assert_right(case):
         assert all(size == 1 or mine == other for size, mine, other in strides), name
         error = (ours.double() - exact).abs()
         assert (error <= 2.0**-8 * 1.01 * exact.abs() + 1e-5 * exact.abs().max()).all(), name
-        torchs_error = (torchs.double() - exact).abs()
+        # On CPUs with AMX oneDNN now and then leaves a NaN where nothing is multiplied.
+        torchs_error = (torchs.double() - exact).abs().nan_to_num(nan=torch.inf)
         assert error.mean() <= 1.02 * torchs_error.mean() + 1e-9, name
 
 
