@@ -58,7 +58,13 @@ def stub(module: ModuleType) -> str:
 def _class(cls: type[Any]) -> str:
     lines = [f"class {cls.__name__}:", _doc(cls.__doc__ or "", depth=1)]
     for name, value in vars(cls).items():
-        if callable(value) and (name in ("__init__", "__len__") or not name.startswith("_")):
+        if name.startswith("_") and name not in ("__init__", "__len__"):
+            continue
+        if isinstance(value, property):
+            result = re.sub(r".* -> (?:.*\.)?", "", value.fget.__doc__).strip()
+            body = _doc(value.__doc__ or "", depth=2)
+            lines.append(f"    @property\n    def {name}(self) -> {result}:\n{body}\n")
+        elif callable(value) and value.__doc__.startswith(name):  # else it is object's own
             lines.append(_function(value, depth=1))
     return "\n".join(lines)
 

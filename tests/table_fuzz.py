@@ -7,6 +7,7 @@ replaces the tensors of a row between `collect` and the step, which has their ad
 
 import importlib.util
 import sys
+from operator import attrgetter
 
 import torch
 from hypothesis import HealthCheck, settings
@@ -205,7 +206,7 @@ class Table(RuleBasedStateMachine):
 
     @rule()
     def begin_backward(self):
-        attempt(self.table.begin_backward)
+        attempt(self.table.gradients.begin_backward)
 
     @rule(
         scale=tensors(dtypes=(torch.float32,), shape=()),
@@ -214,51 +215,51 @@ class Table(RuleBasedStateMachine):
         delayed=st.booleans(),
     )
     def whole_pass(self, scale, value, check, delayed):
-        attempt(self.table.begin_backward)
+        attempt(self.table.gradients.begin_backward)
         self.gradients(value)
         if delayed:
-            attempt(self.table.mark_backward, scale)
+            attempt(self.table.gradients.mark_backward, scale)
         else:
-            attempt(self.table.end_backward, scale, check)
+            attempt(self.table.gradients.end_backward, scale, check)
 
     @rule(scale=tensors(), check=st.booleans())
     def end_backward(self, scale, check):
-        attempt(self.table.end_backward, scale, check)
+        attempt(self.table.gradients.end_backward, scale, check)
 
     @rule(scale=tensors())
     def mark_backward(self, scale):
-        attempt(self.table.mark_backward, scale)
+        attempt(self.table.gradients.mark_backward, scale)
 
     @rule(row=small, make=st.booleans())
     def accumulated(self, row, make):
-        attempt(self.table.accumulated, row, make)
+        attempt(self.table.gradients.accumulated, row, make)
 
     @rule(
         name=st.sampled_from(
             [
-                "cancel_backward",
-                "materialize",
-                "finish_step",
-                "mark_stepped",
-                "accept_model_weights",
-                "publish_masters",
-                "refresh_masters",
+                "gradients.cancel_backward",
+                "gradients.materialize",
+                "plan.finish_step",
+                "plan.mark_stepped",
+                "masters.accept_model_weights",
+                "masters.publish",
+                "masters.refresh",
+                "masters.exist",
                 "steps",
                 "norm_averages",
                 "fingerprint",
-                "measure",
-                "has_models",
+                "plan.measure",
                 "__len__",
             ]
         )
     )
     def plain_call(self, name):
-        if name != "measure" or self.collected:
-            attempt(getattr(self.table, name))
+        if name != "plan.measure" or self.collected:
+            attempt(attrgetter(name)(self.table))
 
     @rule(set_to_none=st.booleans())
     def zero_grad(self, set_to_none):
-        attempt(self.table.zero_grad, set_to_none)
+        attempt(self.table.gradients.zero_grad, set_to_none)
         self.collected = False
 
     # --- the step ---------------------------------------------------------------------------------
@@ -271,19 +272,17 @@ class Table(RuleBasedStateMachine):
         states=containers,
     )
     def collect(self, scale, unscales, half, groups, states):
-        found = attempt(self.table.collect, scale, unscales, half, groups, states)
+        found = attempt(self.table.plan.collect, scale, unscales, half, groups, states)
         self.collected = found is not None
 
     @rule(groups=containers, states=containers)
     def containers(self, groups, states):
-        attempt(self.table.remember_params, groups)
-        attempt(self.table.has_params, groups)
-        attempt(self.table.remember_states, states)
-        attempt(self.table.has_states, states)
+        attempt(self.table.remember, groups, states)
+        attempt(self.table.holds, groups, states)
 
     @rule(changed=st.booleans())
     def new_meter(self, changed):
-        self.buffers = attempt(self.table.new_meter, changed) or self.buffers
+        self.buffers = attempt(self.table.plan.new_meter, changed) or self.buffers
 
     def _step(self, call, found_inf, max_norm, inspect, skip, **meter):
         # Never collected at all is refused; collected before tensors were replaced, nobody knows.
@@ -301,19 +300,19 @@ class Table(RuleBasedStateMachine):
     )
     def update(self, found_inf, max_norm, inspect, skip, again, wrong, meters):
         if again or not self.collected:
-            attempt(self.table.collect, None, unscales=False)
+            attempt(self.table.plan.collect, None, unscales=False)
         meter = (wrong if wrong is not None else self.buffers) if meters else None
-        self._step(self.table.update, found_inf, max_norm, inspect, skip, meter=meter)
+        self._step(self.table.plan.update, found_inf, max_norm, inspect, skip, meter=meter)
         self.collected = False
 
     @rule(found_inf=vectors, max_norm=numbers, inspect=st.booleans(), skip=st.booleans())
     def decide(self, found_inf, max_norm, inspect, skip):
         if self.collected:
-            self._step(self.table.decide, found_inf, max_norm, inspect, skip)
+            self._step(self.table.plan.decide, found_inf, max_norm, inspect, skip)
 
     @rule(name=st.sampled_from(FIELDS))
     def state_field(self, name):
-        attempt(self.table.state_field, name)
+        attempt(self.table.inspector.state_field, name)
 
     @rule(row=small)
     def of_a_row(self, row):
@@ -322,7 +321,7 @@ class Table(RuleBasedStateMachine):
 
     @rule(result=tensors(), elsewhere=st.one_of(st.none(), tensors()))
     def set_gather(self, result, elsewhere):
-        attempt(self.table.set_gather, lambda mine: result, elsewhere)
+        attempt(self.table.inspector.set_gather, lambda mine: result, elsewhere)
         self.collected = False
 
     # --- functions on lists -----------------------------------------------------------------------

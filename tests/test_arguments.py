@@ -88,8 +88,8 @@ def test_states_that_do_not_fit_change_nothing(table, states, storage, average, 
     with pytest.raises((RuntimeError, ValueError, TypeError), match=said):
         table.set_states(0, states, storage, average)
     before = values(table)
-    assert table.collect(None, unscales=False) == []  # the row has still its states
-    table.update(**STEP)
+    assert table.plan.collect(None, unscales=False) == []  # the row has still its states
+    table.plan.update(**STEP)
     assert all((new < old).all() for new, old in zip(values(table), before, strict=True))
 
 
@@ -105,12 +105,12 @@ def test_states_that_do_not_fit_change_nothing(table, states, storage, average, 
     ],
 )
 def test_buffers_that_are_no_meter(table, place, buffer, said):
-    meter = table.new_meter(True)
+    meter = table.plan.new_meter(True)
     meter[place] = buffer
     before = values(table)
-    table.collect(None, unscales=False)
+    table.plan.collect(None, unscales=False)
     with pytest.raises((TypeError, ValueError), match=said):
-        table.update(**STEP, meter=meter)
+        table.plan.update(**STEP, meter=meter)
     assert all(map(torch.equal, values(table), before))
 
 
@@ -119,22 +119,22 @@ def outdated_by_a_row(table):
 
 
 def outdated_by_zeros(table):
-    table.zero_grad(True)
+    table.gradients.zero_grad(True)
 
 
 def outdated_by_a_pass(table):
-    table.begin_backward()
-    table.end_backward(torch.ones(()), True)
+    table.gradients.begin_backward()
+    table.gradients.end_backward(torch.ones(()), True)
 
 
 def outdated_by_a_step(table):
-    table.update(**STEP)
+    table.plan.update(**STEP)
 
 
 def outdated_by_a_refusal(table):
     table.param(1).grad.data = torch.ones(2)
     with pytest.raises(RuntimeError, match="has shape"):
-        table.collect(None, unscales=False)
+        table.plan.collect(None, unscales=False)
 
 
 OUTDATED = [function for name, function in globals().items() if name.startswith("outdated_by_")]
@@ -143,11 +143,11 @@ OUTDATED = [function for name, function in globals().items() if name.startswith(
 @pytest.mark.parametrize("outdate", OUTDATED)
 @pytest.mark.parametrize("call", ["update", "decide", "measure"])
 def test_a_step_of_gradients_that_are_no_longer_there(table, outdate, call):
-    table.collect(None, unscales=False)
+    table.plan.collect(None, unscales=False)
     outdate(table)
     before = values(table)
     with pytest.raises(RuntimeError, match=r"after collect\(\); call it again"):
-        getattr(table, call)(**({} if call == "measure" else STEP))
+        getattr(table.plan, call)(**({} if call == "measure" else STEP))
     assert all(map(torch.equal, values(table), before))
 
 
@@ -160,12 +160,12 @@ def test_a_step_of_gradients_that_are_no_longer_there(table, outdate, call):
     ],
 )
 def test_scales_that_are_no_number(table, scale, said):
-    table.collect(scale, unscales=True)
+    table.plan.collect(scale, unscales=True)
     with pytest.raises((TypeError, ValueError), match=said):
-        table.update(**{**STEP, "inspect": True})
-    table.begin_backward()
+        table.plan.update(**{**STEP, "inspect": True})
+    table.gradients.begin_backward()
     with pytest.raises((TypeError, ValueError), match=said):
-        table.end_backward(scale, True)
+        table.gradients.end_backward(scale, True)
 
 
 @pytest.mark.parametrize("layout", ["swapped", "shorter", "longer"])
@@ -178,7 +178,7 @@ def test_a_gradient_of_another_shape(table, layout):
         "longer": torch.ones(50),
     }[layout]
     with pytest.raises(RuntimeError, match="the gradient of a has shape"):
-        table.collect(None, unscales=False)
+        table.plan.collect(None, unscales=False)
 
 
 def test_earlier_gradients_in_another_layout_add_up():
@@ -188,9 +188,9 @@ def test_earlier_gradients_in_another_layout_add_up():
     earlier = torch.arange(6.0).view(3, 2).t()
     param.grad = earlier
     table.add_row(param, None, "row")
-    table.begin_backward()
+    table.gradients.begin_backward()
     param.grad = torch.ones(2, 3)
-    table.end_backward(torch.ones(()), True)
+    table.gradients.end_backward(torch.ones(()), True)
     assert torch.equal(param.grad, earlier + 1)
 
 

@@ -321,7 +321,7 @@ def test_unknown_algorithm_and_field():
         _core.C.ParamTable("lars", torch.device("cpu"))
     table = _core.C.ParamTable("sgd", torch.device("cpu"))
     with pytest.raises(ValueError, match="no field 'colour'"):
-        table.state_field("colour")
+        table.inspector.state_field("colour")
     with pytest.raises(ValueError, match="no hyper-parameter 'colour'"):
         table.set_hyper(0, 0, None, {"lr": 0.1, "colour": 1.0})
 

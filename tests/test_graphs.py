@@ -86,7 +86,7 @@ class Graph:
             optimizer._table.steps(),
             optimizer._table.norm_averages(),
             torch.tensor([], dtype=torch.uint8).set_(
-                optimizer._table.state_field("skip").untyped_storage()
+                optimizer._table.inspector.state_field("skip").untyped_storage()
             ),
         ]
 
@@ -97,7 +97,8 @@ class Graph:
         groups = [dict(group) for group in optimizer.param_groups]
         schedule, stepped = optimizer._schedule, getattr(optimizer, "_opt_called", False)
         self._set(self.groups, self.schedule)
-        optimizer._table.accept_model_weights()  # edits of weights are no business of a graph
+        # Edits of weights are no business of a graph.
+        optimizer._table.masters.accept_model_weights()
         try:
             results = self.call._call(*self.call._tensors)
         finally:
@@ -266,7 +267,7 @@ def everything(training):
     fields = ("skip", "grad_norm", "clip_coef", "loss_scale", "schedule_step", "last_bad_row")
     fields += ("last_bad_bits", "skipped_steps", "found_inf", "sum_squares")
     for name in fields:
-        found[f"step {name}"] = optimizer.param_table().state_field(name)
+        found[f"step {name}"] = optimizer.param_table().inspector.state_field(name)
     if training.under_amp:
         found |= scaling(amp.state_dict(optimizer=optimizer)["loss_scaler0"])
     if training.scaler is not None:
@@ -838,10 +839,10 @@ def test_marked_rows_have_new_versions_and_agree(device):
     with torch.no_grad():
         weight.mul_(2)
     before = masters[0].detach().clone()
-    optimizer._table.mark_stepped()
+    optimizer._table.plan.mark_stepped()
     versions[0] += 1  # the edit
     assert [tensor._version for tensor in written] == [version + 1 for version in versions]
-    optimizer._table.refresh_masters()
+    optimizer._table.masters.refresh()
     assert torch.equal(masters[0], before)
 
 

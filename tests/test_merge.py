@@ -41,7 +41,7 @@ class Ranks:
             self.barrier.wait()
             return everyone
 
-        optimizer.param_table().set_gather(gather, counted_elsewhere)
+        optimizer.param_table().inspector.set_gather(gather, counted_elsewhere)
 
 
 BAD = {1: {41: torch.inf, 203: torch.nan}, 2: {259: torch.nan}}

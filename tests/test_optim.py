@@ -895,31 +895,32 @@ def test_max_grad_norm_under_a_grad_scaler_clips_the_unscaled_gradients():
 
 
 class Watched:
-    """A table that notes which of its functions are called."""
+    """An object of the extension that notes in `calls` what is asked of it."""
 
-    def __init__(self, table):
-        self.table, self.calls = table, []
+    def __init__(self, watched, calls):
+        self.watched, self.calls = watched, calls
 
     def __getattr__(self, name):
         self.calls.append(name)
-        return getattr(self.table, name)
+        return getattr(self.watched, name)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_step_crosses_into_the_extension_twice(name):
     params = [torch.randn(5, requires_grad=True), torch.randn(3, 2, requires_grad=True)]
     optimizer = make(name, [{"params": params[:1]}, {"params": params[1:], "lr": 1e-4}])
-    watched, calls = None, ["collect", "update"]
+    seen, calls = [], ["collect", "update"]
     for step, expected in enumerate(([], calls, [*calls[:1], "set_hyper", *calls[1:]], calls)):
         for param in params:
             param.grad = torch.randn_like(param)
         if step == 2:
             optimizer.param_groups[1]["lr"] = 1e-5
         optimizer.step()
-        if watched is None:
-            optimizer._table = watched = Watched(optimizer._table)
-        assert watched.calls == expected
-        watched.calls.clear()
+        if step == 0:
+            rows = optimizer._rows
+            rows.table, rows.plan = Watched(rows.table, seen), Watched(rows.plan, seen)
+        assert seen == expected
+        seen.clear()
 
 
 # A change of states, and whether they hold other objects then.
@@ -940,14 +941,14 @@ def test_the_table_notices_states_that_somebody_changed(change, is_other):
     """A step looks into the states again unless they say that nobody assigned to them."""
     states = {1: {"a": object()}, 2: {"b": object()}}
     table = _core.C.ParamTable("adam", torch.device("cpu"))
-    table.remember_states(states)
-    assert table.has_states(states)
-    assert table.has_states(dict(states))
+    table.remember(states=states)
+    assert table.holds(states=states)
+    assert table.holds(states=dict(states))
     change(states)
     for _ in range(2):
-        assert table.has_states(states) == (not is_other)
-    table.remember_states(states)
-    assert table.has_states(states)
+        assert table.holds(states=states) == (not is_other)
+    table.remember(states=states)
+    assert table.holds(states=states)
 
 
 @pytest.mark.parametrize("size", [1, 7, 8, 17, 2049])

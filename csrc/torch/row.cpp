@@ -1,5 +1,7 @@
 #include "row.h"
 
+#include "memory.h"
+
 namespace ampfuse {
 
 // Where a tensor counts its versions, to fetch it: a VariableVersion is a pointer to its counter.
@@ -49,6 +51,33 @@ void prefetch_versions(const std::vector<Row>& rows, int64_t i) {
       if (tensor->defined()) __builtin_prefetch(counter_of(*tensor));
     }
   }
+}
+
+const at::Tensor& Row::checked(const at::Tensor& grad, at::Device device) {
+  const char* what = "the gradient of ";
+  TORCH_CHECK(
+      grad.layout() == at::kStrided, what, name,
+      " is sparse; ampfuse steps dense gradients. Build the layer with sparse=False, or keep "
+      "its parameters in a torch.optim.SparseAdam of their own, which amp.initialize and "
+      "amp.scale_loss take beside this optimizer.");
+  TORCH_CHECK_TYPE(!grad.is_complex(), what, name,
+                   " is complex; ampfuse steps real parameters. Use torch.view_as_real.");
+  dtype_of(grad, what, name);
+  TORCH_CHECK(grad.device() == device, what, name, " is on ", grad.device(), ", the parameter on ",
+              device);
+  TORCH_CHECK(!grad.key_set().has(c10::DispatchKey::Python), what, name,
+              " is a tensor subclass without memory of its own (such as DTensor); ampfuse does not "
+              "read it");
+  TORCH_CHECK(grad.sizes() == param.sizes() && grad.numel() == numel, what, name, " has shape ",
+              grad.sizes(), ", the parameter ", param.sizes(),
+              " and when the "
+              "optimizer was built ",
+              numel, " elements");
+  if (is_contiguous && grad.is_contiguous()) return grad;
+  if (grad.strides() == param.strides()) return grad;
+  copied_grad = empty_laid_out_as(param, grad.scalar_type());
+  copied_grad.copy_(grad);
+  return copied_grad;
 }
 
 }  // namespace ampfuse

@@ -47,7 +47,7 @@ struct Contents : Identity {
 };
 
 struct Row {
-  // Of a split master `param` is the rest, int16. Scales are those of quantized states.
+  // Of a split master `param` is the remainder, int16. Scales are those of quantized states.
   at::Tensor param, model;
   // The DTensor that leaf() is the local shard of, if it is one, and what stands for it in Python.
   at::Tensor whole;
@@ -62,17 +62,17 @@ struct Row {
   // What the model weight was when the master last matched it.
   int64_t model_version = 0;
   const void* model_data = nullptr;
-  // Where leaf, param, average, states and scales were: follow_storage().
+  // Where leaf, param, average, states and scales were: ParamTable::follow_storage().
   static constexpr size_t kPlaces = 3 + 2 * kMaxStates;
   const void* memory[kPlaces] = {};
   bool has_states = false;
   bool has_grad = false;  // the current pass reads one
   bool is_contiguous = false;
   bool is_split = false;
-  bool rounds_at_random = false;  // the parameter, in BF16
-  bool unscales = false;          // the update of this step unscales the gradient in place
-  int64_t origin = 0;             // where the shard begins among the elements of the whole
-  const void* taken = nullptr;    // the gradient's local shard, as take_shards() found it
+  bool rounds_at_random = false;    // the parameter, in BF16
+  bool unscales = false;            // the update of this step unscales the gradient in place
+  int64_t origin = 0;               // where the shard begins among the elements of the whole
+  const void* localized = nullptr;  // the gradient's local shard, as LocalGradients found it
   Identity pending, spent;
   Contents inspected;
 
@@ -96,8 +96,13 @@ struct Row {
   const at::Tensor& leaf() const { return model.defined() ? model : param; }
   // What a step reads. Between collect() and the end of a step that of a DTensor is its own local
   // tensor: to own it for that time would count references of Python objects, twice for each row.
-  const at::Tensor* lent = nullptr;
-  const at::Tensor& gradient() const { return lent ? *lent : leaf().mutable_grad(); }
+  const at::Tensor* borrowed = nullptr;
+  const at::Tensor& gradient() const { return borrowed ? *borrowed : leaf().mutable_grad(); }
+  // Of a whole parameter; a DTensor's gets a DTensor around it.
+  void set_gradient(const at::Tensor& gradient);
+  // `grad`, or a copy in the parameter's layout, which `copied_grad` keeps. Throws, and names the
+  // row, where no kernel on `device` can read it.
+  const at::Tensor& checked(const at::Tensor& grad, at::Device device);
 };
 
 // Where a tensor's storage is, for the price of two cache lines; data_ptr() takes four.

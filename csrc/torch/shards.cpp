@@ -1,6 +1,5 @@
-// Rows that are local shards of parameters spread over processes: torch's DTensor. Autograd knows
-// nothing of a shard, so gradients are carried between the two.
-#include <ATen/ops/cat.h>
+#include "shards.h"
+
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -8,8 +7,6 @@
 
 // After Python's own header.
 #include <structmember.h>
-
-#include "param_table.h"
 
 namespace py = pybind11;
 
@@ -58,7 +55,7 @@ py::object object_of(const at::Tensor& tensor) {
 
 // What stands in Python for a tensor, if something does; for a DTensor, as long as it lives.
 // Counting references to it would take longer than all else that is done here.
-py::handle lent_object_of(const at::Tensor& tensor) {
+py::handle object_behind(const at::Tensor& tensor) {
   return tensor.unsafeGetTensorImpl()->pyobj_slot()->load_pyobj();
 }
 
@@ -78,7 +75,7 @@ py::object helper(const char* name) {
 py::handle gradient_object(Row& row) {
   const at::Tensor& gradient = row.whole.mutable_grad();
   if (!gradient.defined()) return nullptr;
-  const py::handle object = lent_object_of(gradient);
+  const py::handle object = object_behind(gradient);
   TORCH_CHECK_TYPE(is_dtensor(object), "the gradient of ", row.name,
                    " is no DTensor, as the parameter is. Give it one in the parameter's places, by "
                    "DTensor.from_local or distribute_tensor.");
@@ -91,32 +88,29 @@ py::handle gradient_object(Row& row) {
       const py::object placed = helper("redistributed")(object_of(gradient), whole);
       row.whole.mutable_grad() = tensor_of(placed);
     }
-    row.gradient_spec = py::reinterpret_borrow<py::object>(spec_of(lent_object_of(gradient)));
+    row.gradient_spec = py::reinterpret_borrow<py::object>(spec_of(object_behind(gradient)));
   }
-  return lent_object_of(gradient);
+  return object_behind(gradient);
 }
 
 }  // namespace
 
-// --- the table -----------------------------------------------------------------------------------
-
-bool ParamTable::is_shard_of(py::handle dtensor, const at::Tensor& local) {
+bool is_shard_of(py::handle dtensor, const at::Tensor& local) {
   return is_dtensor(dtensor) && tensor_of(local_of(dtensor)).is_same(local);
 }
 
-bool ParamTable::has_its_shards() const {
-  return !sharded_ || std::all_of(rows_.begin(), rows_.end(), [](const Row& row) {
+bool have_their_shards(const std::vector<Row>& rows) {
+  return std::all_of(rows.begin(), rows.end(), [](const Row& row) {
     return !row.whole.defined() || is_shard_of(row.whole_object, row.leaf());
   });
 }
 
-void ParamTable::lend_shards() {
+void borrow_local_gradients(std::vector<Row>& rows) {
   static const at::Tensor none;
-  if (!sharded_) return;
   // Seven pointers in a row lead to what a gradient's shard is, most of them in cold memory: each
   // scan brings there what the next one begins with.
   const auto scan = [&](const auto& fetch) {
-    for (const Row& row : rows_) {
+    for (const Row& row : rows) {
       if (!row.whole.defined()) continue;
       const at::Tensor& gradient = row.whole.mutable_grad();
       if (gradient.defined()) fetch(gradient);
@@ -126,99 +120,54 @@ void ParamTable::lend_shards() {
     __builtin_prefetch(gradient.unsafeGetTensorImpl()->pyobj_slot());
   });
   scan([](const at::Tensor& gradient) {
-    __builtin_prefetch(local_slot_of(lent_object_of(gradient)));
+    __builtin_prefetch(local_slot_of(object_behind(gradient)));
   });
   scan([](const at::Tensor& gradient) {
-    const py::handle object = lent_object_of(gradient);
+    const py::handle object = object_behind(gradient);
     if (is_dtensor(object)) __builtin_prefetch(&tensor_of(local_of(object)));
   });
-  for (Row& row : rows_) {
+  for (Row& row : rows) {
     if (!row.whole.defined()) continue;
     const py::handle gradient = gradient_object(row);
-    row.lent = gradient ? &tensor_of(local_of(gradient)) : &none;
+    row.borrowed = gradient ? &tensor_of(local_of(gradient)) : &none;
   }
 }
 
-void ParamTable::set_leaf_gradient(Row& row, const at::Tensor& gradient) {
-  if (!row.whole.defined()) {
-    row.leaf().mutable_grad() = gradient;
+void Row::set_gradient(const at::Tensor& gradient) {
+  if (!whole.defined()) {
+    leaf().mutable_grad() = gradient;
     return;
   }
-  const py::object placed = helper("placed_as")(row.whole_object, object_of(gradient));
-  row.whole.mutable_grad() = tensor_of(placed);
-  if (row.lent) row.lent = &tensor_of(local_of(placed));
+  const py::object placed = helper("placed_as")(whole_object, object_of(gradient));
+  whole.mutable_grad() = tensor_of(placed);
+  if (borrowed) borrowed = &tensor_of(local_of(placed));
 }
 
-void ParamTable::take_shards() {
-  is_collected_ = false;
-  if (!sharded_) return;
-  for (Row& row : rows_) {
+LocalGradients::LocalGradients(ParamTable& table) : table_(table) {
+  ++table.changes;
+  if (!table.has_shards) return;
+  for (Row& row : table.rows()) {
     if (!row.whole.defined()) continue;
     const py::handle gradient = gradient_object(row);
     at::Tensor& local = row.leaf().mutable_grad();
     if (gradient) local = tensor_of(local_of(gradient));
-    row.taken = local.unsafeGetTensorImpl();
-    row.lent = nullptr;
+    row.localized = local.unsafeGetTensorImpl();
+    row.borrowed = nullptr;
   }
 }
 
-void ParamTable::give_shards() {
-  if (!sharded_) return;
-  for (Row& row : rows_) {
+LocalGradients::~LocalGradients() noexcept(false) {
+  if (!table_.has_shards) return;
+  for (Row& row : table_.rows()) {
     if (!row.whole.defined()) continue;
     at::Tensor& local = row.leaf().mutable_grad();
     if (!local.defined()) {
       row.whole.mutable_grad().reset();
-    } else if (local.unsafeGetTensorImpl() != row.taken) {
-      set_leaf_gradient(row, local);
+    } else if (local.unsafeGetTensorImpl() != row.localized) {
+      row.set_gradient(local);
     }
     local.reset();  // or it would outlive the DTensor's
   }
-}
-
-void ParamTable::set_gather(Gather gather, const std::optional<at::Tensor>& counted_elsewhere) {
-  gather_ = std::move(gather);
-  counted_elsewhere_ = counted_elsewhere.value_or(at::Tensor());
-}
-
-void ParamTable::share(bool found, at::Tensor norms, int64_t largest_column) {
-  if (counted_elsewhere_.defined() && norms.defined()) norms.masked_fill_(counted_elsewhere_, 0);
-  at::Tensor mine = state_;
-  Findings findings;
-  findings.stride = state_.numel();
-  if (norms.defined()) {
-    const at::Tensor bytes = norms.view(-1).view(at::kByte);
-    // Each rank's part begins where a step state may.
-    const int64_t odd = bytes.numel() % int64_t(alignof(StepState));
-    mine = at::cat({state_, bytes, state_.slice(0, 0, odd)});
-    findings.stride = mine.numel();
-    findings.norms = norms.data_ptr<float>();
-    findings.values = norms.numel();
-    findings.first_largest = largest_column * rows();
-    findings.end_largest = findings.first_largest + rows();
-  }
-  const at::Tensor everyone = gather_(mine);
-  TORCH_CHECK_VALUE(everyone.numel() > 0 && everyone.numel() % findings.stride == 0,
-                    "the ranks' parts have ", findings.stride, " bytes each, and together ",
-                    everyone.numel());
-  findings.everyone = reinterpret_cast<const char*>(
-      pointer_to<uint8_t>(everyone, "what the ranks found", everyone.numel(), device_));
-  findings.ranks = everyone.numel() / findings.stride;
-  if (found) findings.state = state();
-  const DeviceScope scope(device_);
-  scope.backend().merge(findings, scope.stream());
-}
-
-void ParamTable::share_row_norms(bool found, bool of_params) {
-  if (!gather_ || !(found || of_params)) return;
-  if (found && counted_elsewhere_.defined()) {
-    const at::Tensor counted = norms_[kGradNorm].masked_fill(counted_elsewhere_, 0);
-    state_field("sum_squares").copy_(counted.to(at::kDouble).square_().sum());
-  }
-  const int64_t begin = found ? kGradNorm : kParamNorm;
-  const int64_t end = of_params ? kNormColumns : kParamNorm;
-  const bool by_row = needs_row_norms();
-  share(found, by_row ? norms_.slice(0, begin, end) : at::Tensor(), kGradLargest - begin);
 }
 
 }  // namespace ampfuse

@@ -165,11 +165,71 @@ def update_scale(
     within the limits. With ``dynamic=False`` the scale stays.
     """
 
+class GradientLedger:
+    """The passes between two steps of a table; see gradient_ledger.h."""
+    def begin_backward(self) -> None:
+        """Put earlier gradients away, so that a backward pass brings new ones only."""
+
+    def end_backward(self, scale: Tensor, check: bool) -> bool:
+        """Take in a pass whose gradients carry `scale`; with `check`, inspect it.
+
+        Returns whether it left a gradient, or the delayed one before it did.
+        """
+
+    def mark_backward(self, scale: Tensor) -> None:
+        """Take in a pass, but leave its gradients scaled."""
+
+    def accumulated(self, row: int, make: bool = False) -> Tensor | None:
+        """In a backward pass: what earlier ones left, float32 and unscaled, to be edited in place.
+
+        Who edits it says by ``found_inf`` whether it is finite. None where they left nothing;
+        zeros then with `make`.
+        """
+
+    def cancel_backward(self) -> None:
+        """Drop what a failed pass left."""
+
+    def materialize(self) -> None:
+        """Put FP32 unscaled gradients into the masters' ``.grad``."""
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Drop all gradients, or fill them with zeros."""
+
+class Inspector:
+    """Of a table; see inspector.h."""
+    def state_field(self, name: str) -> Tensor:
+        """A 0-dim view of a field of the step's state on the device; ValueError: no such field."""
+
+    def set_gather(self, gather: Callable[..., Any], counted_elsewhere: Tensor | None) -> None:
+        """Have steps be decided with other ranks: `gather` returns what all call it with.
+
+        It is called with bytes, uint8 on the device, after each inspection that counts, and
+        before an update that needs norms of rows. `counted_elsewhere`, bool [rows]: rows that
+        another rank has alike, and adds the norms of.
+        """
+
+class Masters:
+    """A table's masters; see masters.h."""
+    def exist(self) -> bool:
+        """Whether some row has one."""
+
+    def accept_model_weights(self) -> None:
+        """The model weights are what the masters round to, now."""
+
+    def refresh(self, all: bool = False) -> None:
+        """Masters take the elements that somebody edited in the model since our last write.
+
+        An edit is seen by the weight's version and memory; `all` looks for it in every weight.
+        """
+
+    def publish(self) -> None:
+        """Model weights = masters, rounded."""
+
 class ParamTable:
     """The rows of one optimizer; see param_table.h.
 
     A row is a parameter with its half model weight, if it is a master, its gradients, states and
-    step count. The table finds and checks gradients and runs the fused step over all rows.
+    step count.
     """
     def __init__(self, algorithm: str, device: torch.device) -> None:
         """`algorithm`: one of `schema`, such as "adam" (also AdamW), or "none".
@@ -196,25 +256,12 @@ class ParamTable:
         TypeError, naming the row, for tensors that the kernels cannot walk.
         """
 
-    def remember_params(self, groups: Any) -> None:
-        """Rows are what an optimizer's ``param_groups`` hold, now."""
+    def remember(self, groups: Any = None, states: Any = None) -> None:
+        """Rows are what an optimizer's ``param_groups`` hold, now; and `set_states` was called with
+        what its ``state`` holds."""
 
-    def has_params(self, groups: Any) -> bool:
+    def holds(self, groups: Any = None, states: Any = None) -> bool:
         """Whether they hold the same still, and each DTensor its local tensor."""
-
-    def remember_states(self, states: Any) -> None:
-        """`set_states` was called with what an optimizer's ``state`` holds; `collect` compares."""
-
-    def has_states(self, states: Any) -> bool:
-        """Whether it holds the same."""
-
-    def set_gather(self, gather: Callable[..., Any], counted_elsewhere: Tensor | None) -> None:
-        """Have steps be decided with other ranks: `gather` returns what all call it with.
-
-        It is called with bytes, uint8 on the device, after each inspection that counts, and
-        before an update that needs norms of rows. `counted_elsewhere`, bool [rows]: rows that
-        another rank has alike, and adds the norms of.
-        """
 
     def __len__(self) -> int: ...
     def param(self, row: int) -> Tensor:
@@ -222,9 +269,6 @@ class ParamTable:
 
     def model(self, row: int) -> Tensor | None:
         """The half weight beside a master."""
-
-    def has_models(self) -> bool:
-        """Whether some row has one."""
 
     def name(self, row: int) -> str:
         """What messages call it."""
@@ -265,46 +309,39 @@ class ParamTable:
         lengths.
         """
 
-    def accept_model_weights(self) -> None:
-        """The model weights are what the masters round to, now."""
+    def fingerprint(self) -> bytes:
+        """Three int64 a row, to be compared with earlier ones.
 
-    def refresh_masters(self, all: bool = False) -> None:
-        """Masters take the elements that somebody edited in the model since our last write.
-
-        An edit is seen by the weight's version and memory; `all` looks for it in every weight.
+        The addresses of parameter and model weight (0 for none), and whether the weight, or else
+        the parameter, requires a gradient.
         """
 
-    def publish_masters(self) -> None:
-        """Model weights = masters, rounded."""
+    @property
+    def masters(self) -> Masters:
+        """FP32 masters and the half weights beside them."""
 
-    def begin_backward(self) -> None:
-        """Put earlier gradients away, so that a backward pass brings new ones only."""
+    @property
+    def inspector(self) -> Inspector:
+        """What inspections found."""
 
-    def end_backward(self, scale: Tensor, check: bool) -> bool:
-        """Take in a pass whose gradients carry `scale`; with `check`, inspect it.
+    @property
+    def gradients(self) -> GradientLedger:
+        """Gradients between two steps."""
 
-        Returns whether it left a gradient, or the delayed one before it did.
-        """
+    @property
+    def plan(self) -> StepPlan:
+        """One step."""
 
-    def mark_backward(self, scale: Tensor) -> None:
-        """Take in a pass, but leave its gradients scaled."""
+class SavedTensor:
+    """What autograd keeps of a tensor."""
+    def __init__(self, tensor: Tensor) -> None:
+        """Of what batch_norm_act returned nothing is kept but how to make it again."""
 
-    def accumulated(self, row: int, make: bool = False) -> Tensor | None:
-        """In a backward pass: what earlier ones left, float32 and unscaled, to be edited in place.
+    def unpack(self) -> Tensor:
+        """The tensor, or one with the same bits. RuntimeError: it was changed since."""
 
-        Who edits it says by ``found_inf`` whether it is finite. None where they left nothing;
-        zeros then with `make`.
-        """
-
-    def cancel_backward(self) -> None:
-        """Drop what a failed pass left."""
-
-    def materialize(self) -> None:
-        """Put FP32 unscaled gradients into the masters' ``.grad``."""
-
-    def zero_grad(self, set_to_none: bool) -> None:
-        """Drop all gradients, or fill them with zeros."""
-
+class StepPlan:
+    """A table's step; see step_plan.h."""
     def collect(
         self,
         scale: Tensor | None,
@@ -315,10 +352,10 @@ class ParamTable:
     ) -> list[int] | None:
         """Find and check the gradients of a step; the rows that have one but no state yet.
 
-        None where `groups` or `states`, if given, are not what `remember_params` and
-        `remember_states` saw. `scale` is what gradients outside scale_loss carry; with
-        `unscales` the update writes those in FP32 back without it, with `unscales_half` the
-        others too. Nothing has changed when this raises.
+        None where `groups` or `states`, if given, are not what the table remembers. `scale` is
+        what gradients outside scale_loss carry; with `unscales` the update writes those in FP32
+        back without it, with `unscales_half` the others too. Nothing has changed when this
+        raises.
         """
 
     def measure(self) -> None:
@@ -351,21 +388,3 @@ class ParamTable:
 
         The versions of their tensors move, and masters and model weights count as agreeing.
         """
-
-    def fingerprint(self) -> bytes:
-        """Three int64 a row, to be compared with earlier ones.
-
-        The addresses of parameter and model weight (0 for none), and whether the weight, or else
-        the parameter, requires a gradient.
-        """
-
-    def state_field(self, name: str) -> Tensor:
-        """A 0-dim view of a field of the step's state on the device; ValueError: no such field."""
-
-class SavedTensor:
-    """What autograd keeps of a tensor."""
-    def __init__(self, tensor: Tensor) -> None:
-        """Of what batch_norm_act returned nothing is kept but how to make it again."""
-
-    def unpack(self) -> Tensor:
-        """The tensor, or one with the same bits. RuntimeError: it was changed since."""

@@ -94,14 +94,14 @@ def share(flags: Sequence[Tensor], groups: Sequence[Any]) -> None:
 
 def _earlier_gradients(optimizer: Any, rows: list[int], model: Any) -> Iterator[Tensor]:
     table = optimizer.param_table()
-    have = [table.accumulated(row) is not None for row in rows]
+    have = [table.gradients.accumulated(row) is not None for row in rows]
     if model.find_unused_parameters and rows:  # those of another rank may be others
         flags = torch.tensor(have, dtype=torch.float32, device=table.param(rows[0]).device)
         share([flags], [model.process_group])
         have = flags.tolist()
     for row, has in zip(rows, have, strict=True):
         if has:
-            yield table.accumulated(row, make=True)
+            yield table.gradients.accumulated(row, make=True)
 
 
 def _average(tensors: list[Tensor], group: Any) -> None:

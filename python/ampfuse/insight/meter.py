@@ -99,7 +99,7 @@ class Meter:
         self._steps += 1
         if self._every is None or (self._steps - 1 - self._start) % self._every:
             return None
-        return None if is_captured(table.param(0)) else table.new_meter(self._keeps_bits)
+        return None if is_captured(table.param(0)) else table.plan.new_meter(self._keeps_bits)
 
     def after_update(self, table: ParamTable, buffers: list[Tensor]) -> None:
         """Have what the step left brought to the host; warn of what earlier ones tell."""

@@ -47,7 +47,7 @@ class LastStep:
         self._table = table
 
     def _field(self, name: str) -> Tensor:
-        return self._table.state_field(name).clone()
+        return self._table.inspector.state_field(name).clone()
 
     @property
     def skipped(self) -> Tensor:
@@ -68,14 +68,14 @@ class LastStep:
             ``parameter`` (name of the first parameter whose gradient was not finite), ``kind``
             (``"inf"`` or ``"nan"``) and ``skipped_steps`` (how many steps were skipped so far).
         """
-        row = int(self._table.state_field("last_bad_row"))
+        row = int(self._table.inspector.state_field("last_bad_row"))
         if row < 0:
             return None
-        bits = int(self._table.state_field("last_bad_bits"))
+        bits = int(self._table.inspector.state_field("last_bad_bits"))
         return {
             "parameter": self._table.name(row),
             "kind": "nan" if bits > 0x7F800000 else "inf",
-            "skipped_steps": int(self._table.state_field("skipped_steps")),
+            "skipped_steps": int(self._table.inspector.state_field("skipped_steps")),
         }
 
 
@@ -206,7 +206,7 @@ class AmpOptimizer(WithOptions, Optimizer):
         ``.data``) are followed by themselves at the next step; an in-place change of ``p.data``
         leaves no trace, and needs this call before the step. Other elements keep their bits.
         """
-        self.param_table().refresh_masters(all=True)
+        self.param_table().masters.refresh(all=True)
 
     @torch.no_grad()
     def follow_edits(self) -> None:
@@ -220,7 +220,7 @@ class AmpOptimizer(WithOptions, Optimizer):
             or any("master_param" in state for state in self.state.values())
             or any(isinstance(param, MasterParameter) for param in parameters(self))
         ):
-            self.param_table().refresh_masters()
+            self.param_table().masters.refresh()
 
     def _check_not_swapped(self, what: str) -> None:
         if self._swapped:
@@ -284,7 +284,7 @@ class AmpOptimizer(WithOptions, Optimizer):
     @property
     def found_inf_flag(self) -> Tensor:
         """float32, 0-dim, on the device: 1 if a gradient since the last step was not finite."""
-        return self.param_table().state_field("found_inf")
+        return self.param_table().inspector.state_field("found_inf")
 
     @property
     def pass_found_inf_flag(self) -> Tensor:
@@ -292,7 +292,7 @@ class AmpOptimizer(WithOptions, Optimizer):
 
         Passes with ``delay_unscale`` before it belong to it: nobody looked at their gradients then.
         """
-        return self.param_table().state_field("pass_found_inf")
+        return self.param_table().inspector.state_field("pass_found_inf")
 
     @uncompiled
     @torch.no_grad()
@@ -309,7 +309,7 @@ class AmpOptimizer(WithOptions, Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's, and also drops what amp holds of earlier passes."""
         if self._rows.table is not None:
-            self.param_table().zero_grad(set_to_none)
+            self.param_table().gradients.zero_grad(set_to_none)
             return
         for param in parameters(self):
             if isinstance(param, MasterParameter) and param.model_param.grad is not None:
@@ -322,7 +322,7 @@ class AmpOptimizer(WithOptions, Optimizer):
     # --- the decisions of a step ----------------------------------------------------------------
 
     def _verdict(self, max_norm: float) -> dict[str, Any]:
-        """Arguments for ``ParamTable.update`` and ``decide``: what to inspect, whether to skip."""
+        """Arguments for ``StepPlan.update`` and ``decide``: what to inspect, whether to skip."""
         found_inf = self.__dict__.get("found_inf")
         if "found_inf" in self.__dict__:  # a GradScaler drives this step
             inspect, skip = found_inf is None, True

@@ -103,7 +103,7 @@ class CapturedOptimizer:
 
     def step_state(self) -> Tensor:
         """The state of the step, as bytes: all its fields lie in one storage."""
-        storage = self.table.state_field("found_inf").untyped_storage()
+        storage = self.table.inspector.state_field("found_inf").untyped_storage()
         return torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
 
     def note_capture(self) -> None:
@@ -116,8 +116,8 @@ class CapturedOptimizer:
         optimizer = self._optimizer
         if optimizer._schedule is not self._schedule:
             raise stale("optimizer.follow was called")
-        if optimizer._rows.table is not self.table or not self.table.has_params(
-            optimizer.param_groups
+        if optimizer._rows.table is not self.table or not self.table.holds(
+            groups=optimizer.param_groups
         ):
             raise stale("the optimizer's parameters are others")
         fingerprint = self.table.fingerprint()
@@ -135,12 +135,12 @@ class CapturedOptimizer:
             if self._values is not None:
                 for i, (_, hyper) in enumerate(self._current_groups()):
                     self._values.write(i, hyper)
-            self.table.refresh_masters()
+            self.table.masters.refresh()
         self._optimizer.zero_grad(set_to_none=True)
 
     def note_replay(self) -> None:
         """Have versions of tensors, and what torch's schedulers ask, tell of the step."""
-        self.table.mark_stepped()
+        self.table.plan.mark_stepped()
         self._optimizer._opt_called = True  # type: ignore[attr-defined]
 
     def _refuse_hyper(self, group: int, now: _Group, then: _Group) -> None:

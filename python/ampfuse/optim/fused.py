@@ -196,7 +196,7 @@ class FusedOptimizer(AmpOptimizer):
             self._states.remember()
         max_norm, self.clip_once = self.clip_once or self.max_grad_norm or 0.0, None
         metered = None if self._meter is None else self._meter.before_update(table)
-        table.update(**self._verdict(max_norm), meter=metered)
+        self._rows.plan.update(**self._verdict(max_norm), meter=metered)
         if metered is not None:
             self.meter.after_update(table, metered)
         if torch.is_autocast_enabled(self._rows.params[0].device.type):
@@ -206,10 +206,11 @@ class FusedOptimizer(AmpOptimizer):
 
     def _collect(self) -> tuple[ParamTable, list[int]]:
         """The table, which has all that the step needs, and rows with a gradient but no state."""
-        self._rows.master_the_unfrozen()
-        table = self._rows.table
-        if table is not None and self._states.are_of(self._rows.params):
-            found = table.collect(*self._gradient_scale(), self.param_groups, self.state)
+        rows = self._rows
+        rows.master_the_unfrozen()
+        table = rows.table
+        if table is not None and self._states.are_of(rows.params):
+            found = rows.plan.collect(*self._gradient_scale(), self.param_groups, self.state)
             if found is not None:
                 self._hypers.send(table)
                 if self._states.are_bound:
@@ -217,7 +218,7 @@ class FusedOptimizer(AmpOptimizer):
         # The first step; or parameters, states or what groups keep of them are others.
         table = self.keep_bound()
         self._hypers.send(table)
-        found = table.collect(*self._gradient_scale())
+        found = rows.plan.collect(*self._gradient_scale())
         assert found is not None
         return table, found
 
@@ -228,7 +229,7 @@ class FusedOptimizer(AmpOptimizer):
     def keep_bound(self) -> ParamTable:
         """The table, bound anew if somebody loaded, cleared or exchanged parameters or states."""
         table = self.param_table()
-        if not (self._states.are_of(self._rows.params) and table.has_states(self.state)):
+        if not (self._states.are_of(self._rows.params) and table.holds(states=self.state)):
             self._states.bind()
         return table
 
@@ -244,10 +245,10 @@ class FusedOptimizer(AmpOptimizer):
     def clip_next_step(self, max_norm: float) -> Tensor:
         check("max_norm", max_norm, ABOVE_0)
         table = self.param_table()
-        table.collect(*self._gradient_scale())
-        table.measure()
+        table.plan.collect(*self._gradient_scale())
+        table.plan.measure()
         self.clip_once = float(max_norm)
-        return table.state_field("sum_squares").sqrt().to(torch.float32)
+        return table.inspector.state_field("sum_squares").sqrt().to(torch.float32)
 
     @contextlib.contextmanager
     def swap_ema(self) -> Iterator[None]:
@@ -264,7 +265,7 @@ class FusedOptimizer(AmpOptimizer):
             what = "a swap_ema block is open already" if self._swapped else "there are no averages"
             raise RuntimeError(f"{what}; build the optimizer with ema_decay= and nest no blocks")
         table = self.keep_bound()
-        table.refresh_masters()  # so that afterwards all there is counts as known
+        table.masters.refresh()  # so that afterwards all there is counts as known
         with self._states.averages_in_place(table):
             self._swapped = True
             try:
@@ -300,7 +301,7 @@ class FusedOptimizer(AmpOptimizer):
         if scheduler is None:
             schedule, self._schedule = self._schedule, None
             if schedule is not None:
-                schedule.write_to(self.param_groups, table.state_field("schedule_step"))
+                schedule.write_to(self.param_groups, table.inspector.state_field("schedule_step"))
             return
 
         def hyper(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -312,7 +313,7 @@ class FusedOptimizer(AmpOptimizer):
 
     def learning_rates(self) -> Tensor:
         """Each group's rate in the next applied step: float64, shape (groups,), on the device."""
-        step = self.param_table().state_field("schedule_step")
+        step = self.param_table().inspector.state_field("schedule_step")
         rates = []
         for i, group in enumerate(self.param_groups):
             scheduled = self._schedule.at(i, step) if self._schedule is not None else {}

@@ -50,18 +50,18 @@ class GenericOptimizer(AmpOptimizer):
         scale = self.__dict__.get("grad_scale")
         if scale is not None:
             self.unscale_gradients(scale)
-        table.refresh_masters()
+        table.masters.refresh()
         with self._ledger.aside() as sparse:
-            table.collect(None, False)
+            table.plan.collect(None, False)
             verdict = self._verdict(0.0)
             if verdict["inspect"]:
                 self._ledger.inspect_sparse(sparse)
-            table.decide(**verdict)
+            table.plan.decide(**verdict)
             self._ledger.add_norm(sparse)
         if self._overflowed():
             self._finish_step(sparse)
             return None
-        table.materialize()
+        table.gradients.materialize()
         step: Any = self._original_class.step
         # torch wraps step once more for this class, so that hooks would run twice.
         step = step.__wrapped__ if getattr(step, "hooked", False) else step
@@ -75,12 +75,12 @@ class GenericOptimizer(AmpOptimizer):
                 result = step(self, *args, **kwargs)
         finally:
             self.__dict__.update(driven)
-        table.publish_masters()
+        table.masters.publish()
         self._finish_step(sparse)
         return result
 
     def _finish_step(self, sparse: dict[int, Tensor]) -> None:
-        self._rows.known().finish_step()
+        self._rows.known().plan.finish_step()
         self._ledger.spend(sparse)
         self._watch_skips()
 
@@ -100,7 +100,7 @@ class GenericOptimizer(AmpOptimizer):
             return args, kwargs
 
         def closure_on_current_weights() -> Any:
-            self._rows.known().publish_masters()
+            self._rows.known().masters.publish()
             with around_closure():
                 return closure()
 

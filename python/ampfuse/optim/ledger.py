@@ -1,7 +1,7 @@
 """Gradients between backward and step: scaled, unscaled, left for later.
 
-The gradients themselves are in the extension's ``ParamTable``; csrc/torch/gradient_phase.h says
-where they are at which time.
+The gradients themselves are in the extension's ``GradientLedger``; csrc/torch/gradient_ledger.h
+says where they are at which time.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Ledger(Part):
         """Put earlier gradients away, so that a backward pass brings new ones only."""
         if self.left_scaled:
             left_scaled.warn_if_used(self.optimizer)
-        self._rows.current().begin_backward()
+        self._rows.current().gradients.begin_backward()
         self.in_backward = True
 
     def end(self, scale: Tensor, check: bool) -> bool:
@@ -51,22 +51,23 @@ class Ledger(Part):
         """
         self.in_backward = self.has_scaled = False
         table = self._rows.known()
-        left: bool = table.end_backward(scale, check)
+        left: bool = table.gradients.end_backward(scale, check)
         has_shards: bool = self._rows.has_shards
         if self.optimizer._under_amp and has_shards:
-            table.materialize()  # a DTensor cannot do that when somebody looks at its gradient
+            # A DTensor cannot do that when somebody looks at its gradient.
+            table.gradients.materialize()
         return left or not has_shards
 
     def mark(self, scale: Tensor) -> None:
         """Take in a pass, but leave its gradients scaled until the next pass or the step."""
         self.in_backward, self.has_scaled = False, True
-        self._rows.known().mark_backward(scale)
+        self._rows.known().gradients.mark_backward(scale)
 
     def cancel(self) -> None:
         """The pass failed: drop what it left and keep what was there before."""
         self.in_backward = False
         if self._rows.table is not None:  # else the pass failed because there could be none
-            self._rows.table.cancel_backward()
+            self._rows.table.gradients.cancel_backward()
 
     def rows_of(self, params: Container[int]) -> list[int]:
         """Those of parameters of a model, given by their ids."""
@@ -81,14 +82,14 @@ class Ledger(Part):
     def materialize(self) -> None:
         """Put FP32 unscaled gradients into the masters, if they are not there yet."""
         if self._rows.table is not None and not self.in_backward:
-            self._rows.table.materialize()
+            self._rows.table.gradients.materialize()
 
     def inspect(self) -> None:
         """Look at the gradients now, as the step would, which need not look again."""
         table = self._rows.current()
         if not self.in_backward:
-            table.collect(None, False)
-            table.measure()
+            table.plan.collect(None, False)
+            table.plan.measure()
 
     def unscale(self, scale: Tensor) -> Tensor:
         """Divide all gradients by `scale` (float32, 0-dim) now, exactly.
@@ -101,9 +102,9 @@ class Ledger(Part):
         """
         rows = self._rows
         table = rows.current()
-        found_inf: Tensor = table.state_field("found_inf")
+        found_inf: Tensor = table.inspector.state_field("found_inf")
         if rows.has_amp_masters:
-            table.end_backward(scale, True)
+            table.gradients.end_backward(scale, True)
         else:
             unscale(rows.params, scale.double().reciprocal().float(), found_inf)
             if rows.ranks is not None:

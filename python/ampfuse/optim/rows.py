@@ -24,7 +24,7 @@ from ampfuse.optim.parts import Part
 from ampfuse.optim.shards import Ranks, is_sharded, local, origin, placed_as
 
 if TYPE_CHECKING:
-    from ampfuse._C import ParamTable
+    from ampfuse._C import ParamTable, StepPlan
 
 
 class Rows(Part):
@@ -34,7 +34,7 @@ class Rows(Part):
     amp in the groups.
 
     Attributes:
-        table: None until it is used, and when the parameters were replaced.
+        table: None until it is used, and when the parameters were replaced; plan: the table's.
         params: what its rows are of.
         names: what messages call parameters, by their ids, where that is known.
         has_shards, ranks: whether some parameter is a DTensor, and who steps shards of the same.
@@ -45,6 +45,7 @@ class Rows(Part):
     def __init__(self, optimizer: Any) -> None:
         super().__init__(optimizer)
         self.table: ParamTable | None = None
+        self.plan: StepPlan
         self.params: list[Tensor] = []
         self.names: dict[int, str] = {}
         self.has_shards = False
@@ -58,7 +59,7 @@ class Rows(Part):
         """The table, with a row for each parameter of ``param_groups``."""
         self.master_the_unfrozen()
         optimizer, table = self.optimizer, self.table
-        if table is not None and table.has_params(optimizer.param_groups):
+        if table is not None and table.holds(groups=optimizer.param_groups):
             return table
         params = list(parameters(optimizer))
         names = self.parameter_names()
@@ -73,22 +74,22 @@ class Rows(Part):
             known = self.params
             appended = len(known) < len(params) and all(map(operator.is_, known, params))
             if not appended:  # replaced, reordered or taken out
-                table.refresh_masters()
+                table.masters.refresh()
                 self.forget()
                 table = None
         if table is None:
             if not params:
                 raise RuntimeError("the optimizer has no parameters; add a parameter group first")
             table = _core.C.ParamTable(optimizer._algorithm, params[0].device)
-            table.state_field("schedule_step").add_(self.next_schedule_step)
-            self.table, self.params = table, []
+            table.inspector.state_field("schedule_step").add_(self.next_schedule_step)
+            self.table, self.plan, self.params = table, table.plan, []
             self.made_with = {n: getattr(optimizer, n) for n in ("master_weights", "rounding")}
             optimizer._table_is_new()
         optimizer._rows_are_added()
         for i in range(len(self.params), len(params)):
             self._add_row(table, params[i], names[i])
             self.params.append(params[i])
-        table.remember_params(optimizer.param_groups)
+        table.remember(groups=optimizer.param_groups)
         self.has_shards = any(map(is_sharded, params))
         self.ranks = Ranks.of(params)
         if self.ranks is not None:
@@ -103,7 +104,7 @@ class Rows(Part):
     def forget(self) -> None:
         """Rows are made anew from the groups at the next use."""
         if self.table is not None:
-            self.next_schedule_step = self.table.state_field("schedule_step").clone()
+            self.next_schedule_step = self.table.inspector.state_field("schedule_step").clone()
         self.table = self._frozen = None
 
     def applied_steps(self) -> int:
@@ -112,11 +113,11 @@ class Rows(Part):
 
     def start_schedule_at(self, step: int) -> None:
         """The next applied step is the schedule's `step`, from 0."""
-        self.current().state_field("schedule_step").fill_(step)
+        self.current().inspector.state_field("schedule_step").fill_(step)
 
     def field(self, name: str) -> Tensor:
         """A field of the step's state, of the table as it is."""
-        return self.known().state_field(name)
+        return self.known().inspector.state_field(name)
 
     def parameter_names(self) -> list[str]:
         """What messages call the parameters, in the order of the groups."""
@@ -149,7 +150,7 @@ class Rows(Part):
     @property
     def has_amp_masters(self) -> bool:
         """Gradients of half weights wait for the masters that amp gave them."""
-        return self.optimizer._under_amp and self.known().has_models()
+        return self.optimizer._under_amp and self.known().masters.exist()
 
     def is_split(self, param: Tensor) -> bool:
         """Whether the master of `param` is what it leaves of one, beside it."""
@@ -258,5 +259,5 @@ class Rows(Part):
             state["_model_version"] = param._version
         if self.table is not None:
             # Loading the model before or after this gives the weights these masters round to.
-            self.table.accept_model_weights()
+            self.table.masters.accept_model_weights()
             state.pop("_model_version", None)

@@ -128,7 +128,7 @@ class Ranks:
             torch.distributed.all_gather_into_tensor(everyone, mine, self.group)
             return everyone
 
-        table.set_gather(gather, self.counted_elsewhere)
+        table.inspector.set_gather(gather, self.counted_elsewhere)
 
     def share(self, flag: Tensor) -> None:
         """Make `flag` (float32) the largest of all ranks'."""

@@ -49,7 +49,7 @@ class SkipWatch:
             self._tell(table)
         if self._steps % STRETCH:
             return
-        count = table.state_field("skipped_steps")
+        count = table.inspector.state_field("skipped_steps")
         if is_captured(count):
             return
         self._samples = [*self._samples[-2:], Sample(count)]
@@ -60,7 +60,7 @@ class SkipWatch:
 
     def _tell(self, table: Any) -> None:
         if table is not self._table:
-            self._table, self._count = table, table.state_field("skipped_steps")
+            self._table, self._count = table, table.inspector.state_field("skipped_steps")
             self._next, self._latest, self._here = 1, None, None
             if not self._count.is_cuda:  # read from memory, at a fortieth of what int(tensor) takes
                 self._here = ctypes.c_int32.from_address(self._count.data_ptr())
@@ -121,7 +121,7 @@ def is_captured(number: Tensor) -> bool:
 
 
 def _message(table: Any) -> str:
-    row = int(table.state_field("last_bad_row"))
+    row = int(table.inspector.state_field("last_bad_row"))
     where = f"; the last was in {table.name(row)}" if row >= 0 else ""
     return (
         f"{STRETCH} steps in a row were skipped: every backward pass left inf or NaN in a "

@@ -84,10 +84,10 @@ class SparseLedger(Ledger):
         earlier, self._earlier = self._earlier, {}
         table = self._rows.known()
         # Of a row that gets both kinds the sum is dense, and the table's.
-        for row in [row for row in found if table.accumulated(row) is not None]:
+        for row in [row for row in found if table.gradients.accumulated(row) is not None]:
             set_gradient_as_it_is(self._leaf(row), found.pop(row).to_dense())
         for row in [row for row in earlier if gradient_as_it_is(self._leaf(row)) is not None]:
-            dense = table.accumulated(row, make=True)
+            dense = table.gradients.accumulated(row, make=True)
             assert dense is not None
             dense.add_(earlier.pop(row))
         _unscale(found.values(), scale)

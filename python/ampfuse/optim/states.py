@@ -115,7 +115,7 @@ class States(Part):
 
     def remember(self) -> None:
         """The table has all that is in ``state`` now."""
-        self._table.remember_states(self.optimizer.state)
+        self._table.remember(states=self.optimizer.state)
         self._bound_rows = len(self.optimizer._rows.params)
         self.are_bound = True
 
@@ -272,7 +272,7 @@ class States(Part):
             with torch.no_grad():
                 for weight, before in saved:
                     weight.copy_(before)
-            table.accept_model_weights()
+            table.masters.accept_model_weights()
 
 
 def storage_of(optimizer: Any, group: dict[str, Any]) -> str:

@@ -48,7 +48,7 @@ class AmpOptimizerState:
         """Write the masters into the model's half weights now."""
         optimizer = self._optimizer()
         if optimizer is not None:
-            optimizer.param_table().publish_masters()
+            optimizer.param_table().masters.publish()
 
     @property
     def all_fp16_params(self) -> list[Tensor]:

@@ -1,50 +1,66 @@
-// The gradients of an optimizer's rows between two steps.
-#include <pybind11/pybind11.h>
+#include "gradient_ledger.h"
+
+#include <ATen/ops/ones.h>
 
 #include "memory.h"
-#include "param_table.h"
+#include "shards.h"
 #include "torch_backend.h"
 
 namespace ampfuse {
 
-void ParamTable::begin_backward() {
+GradientLedger::GradientLedger(ParamTable& table, Inspector& inspector)
+    : table_(table),
+      inspector_(inspector),
+      scale_(at::ones({}, at::TensorOptions().dtype(at::kFloat).device(table.device))) {}
+
+// Zeroing the gradients of the model or those of the masters empties a materialized row alike.
+const at::Tensor& GradientLedger::gradient(const Row& row) const {
+  const at::Tensor& grad = row.gradient();
+  return is_materialized(row) && grad.defined() ? row.param.mutable_grad() : grad;
+}
+
+void GradientLedger::begin_backward() {
+  const LocalGradients local(table_);
   const at::Tensor none;
   bool fold = false;
-  known_.before_pass = true;
-  for (int64_t i = 0; i < rows(); ++i) {
-    Row& row = rows_[i];
+  knows_earlier_ = true;
+  std::vector<Row>& rows = table_.rows();
+  for (size_t i = 0; i < rows.size(); ++i) {
+    Row& row = rows[i];
     at::Tensor& grad = row.leaf().mutable_grad();
     const bool pending = row.pending.is_or_was(grad);
     if (is_materialized(row)) {
-      row.accumulated = source(row);
+      row.accumulated = gradient(row);
       if (row.accumulated.defined() && !row.inspected.is_unchanged(row.accumulated))
-        known_.edited_sums = true;
+        edited_sums_ = true;
       row.param.mutable_grad().reset();
     } else if (grad.defined() && row.model.defined() && !row.spent.is_or_was(grad)) {
-      const at::Tensor& used = checked_gradient(row, grad);
+      const at::Tensor& used = row.checked(grad, table_.device);
       const at::Tensor earlier = row.accumulated;
       if (!earlier.defined()) row.accumulated = empty_laid_out_as(row.param);
-      set_gradient(i, used, pending, earlier, row.accumulated);
+      table_.set_gradient(i, used, pending, earlier, row.accumulated);
       fold = true;
       continue;
     } else if (grad.defined() && !row.model.defined() && pending) {
-      grad = checked_gradient(row, grad);
-      set_gradient(i, grad, true, none, grad);
+      grad = row.checked(grad, table_.device);
+      table_.set_gradient(i, grad, true, none, grad);
       fold = true;
       continue;
     } else if (grad.defined() && !row.model.defined()) {
-      checked_gradient(row, grad);
-      if (!row.inspected.is_unchanged(grad)) known_.before_pass = false;
+      row.checked(grad, table_.device);
+      if (!row.inspected.is_unchanged(grad)) knows_earlier_ = false;
     }
-    set_gradient(i, none, false, none, none);
+    table_.set_gradient(i, none, false, none, none);
   }
   if (fold) {
     Inspection inspection;
     inspection.record = inspection.fresh = true;
-    inspect(pending_scale_, inspection);
+    inspector_.inspect(scale_, inspection);
   }
-  phase_.begin(fold);
-  for (Row& row : rows_) {
+  includes_delayed_ = fold && phase_ == Phase::kDelayed;
+  phase_ = Phase::kBackward;
+  materialized_ = false;
+  for (Row& row : table_.rows()) {
     at::Tensor& grad = row.leaf().mutable_grad();
     if (!row.model.defined()) {  // stashed until end_backward
       row.accumulated = row.copied_grad.defined() ? row.copied_grad : grad;
@@ -57,13 +73,14 @@ void ParamTable::begin_backward() {
     row.pending.forget();
     row.spent.forget();
   }
-  known_.norm = false;
+  inspector_.knows_norm = false;
 }
 
-void ParamTable::mark_backward(const at::Tensor& scale) {
-  phase_.end_delayed();
-  pending_scale_.copy_(scale);
-  for (Row& row : rows_) {
+void GradientLedger::mark_backward(const at::Tensor& scale) {
+  const LocalGradients local(table_);
+  phase_ = Phase::kDelayed;
+  scale_.copy_(scale);
+  for (Row& row : table_.rows()) {
     at::Tensor& grad = row.leaf().mutable_grad();
     if (grad.defined()) row.pending.remember(grad);
     row.inspected.forget();
@@ -78,35 +95,38 @@ void ParamTable::mark_backward(const at::Tensor& scale) {
   }
 }
 
-bool ParamTable::end_backward(const at::Tensor& scale, bool check) {
+bool GradientLedger::end_backward(const at::Tensor& scale, bool check) {
+  const LocalGradients local(table_);
   const at::Tensor none;
-  bool any = false, left = phase_.includes_delayed();
-  known_.norm = check;
-  for (int64_t i = 0; i < rows(); ++i) {
-    Row& row = rows_[i];
+  bool any = false, left = includes_delayed_;
+  inspector_.knows_norm = check;
+  std::vector<Row>& rows = table_.rows();
+  for (size_t i = 0; i < rows.size(); ++i) {
+    Row& row = rows[i];
     at::Tensor& grad = row.leaf().mutable_grad();
     row.has_grad = grad.defined();
     left |= row.has_grad;
-    set_gradient(i, none, false, none, none);
-    if (row.accumulated.defined() && (row.model.defined() || !grad.defined())) known_.norm = false;
+    table_.set_gradient(i, none, false, none, none);
+    if (row.accumulated.defined() && (row.model.defined() || !grad.defined()))
+      inspector_.knows_norm = false;
     if (!grad.defined()) {
       if (row.model.defined() || !row.accumulated.defined()) continue;
       grad = std::move(row.accumulated);
       if (!check || row.inspected.is_unchanged(grad)) continue;
       // Nobody has looked at it, as at zeros. By the next pass all are inspected.
-      grad = checked_gradient(row, grad);
-      set_gradient(i, none, false, grad, none);
+      grad = row.checked(grad, table_.device);
+      table_.set_gradient(i, none, false, grad, none);
       row.inspected.remember(grad);
       continue;
     }
     if (row.model.defined()) {
-      const at::Tensor& used = checked_gradient(row, grad);
+      const at::Tensor& used = row.checked(grad, table_.device);
       row.pending.remember(grad);
       if (!check) continue;
-      set_gradient(i, used, true, none, none);
+      table_.set_gradient(i, used, true, none, none);
     } else {
-      grad = checked_gradient(row, grad);
-      set_gradient(i, grad, true, row.accumulated, grad);
+      grad = row.checked(grad, table_.device);
+      table_.set_gradient(i, grad, true, row.accumulated, grad);
     }
     any = true;
   }
@@ -115,15 +135,16 @@ bool ParamTable::end_backward(const at::Tensor& scale, bool check) {
   if (any || check) {
     Inspection inspection;
     inspection.record = check;
-    inspection.same_pass = phase_.includes_delayed();
-    inspection.fresh = known_.before_pass;
-    inspection.keeps_scale = true;
-    inspect(scale, inspection);
+    inspection.same_pass = includes_delayed_;
+    inspection.fresh = knows_earlier_;
+    inspection.kept_scale = scale_.data_ptr<float>();
+    inspector_.inspect(scale, inspection);
   } else {
-    pending_scale_.copy_(scale);
+    scale_.copy_(scale);
   }
-  phase_.end();
-  for (Row& row : rows_) {
+  phase_ = Phase::kPending;
+  includes_delayed_ = false;
+  for (Row& row : table_.rows()) {
     if (!row.has_grad) continue;
     const at::Tensor& grad = row.leaf().mutable_grad();
     if (!row.model.defined()) {
@@ -140,8 +161,8 @@ bool ParamTable::end_backward(const at::Tensor& scale, bool check) {
   return left;
 }
 
-std::optional<at::Tensor> ParamTable::accumulated(int64_t index, bool make) {
-  Row& row = rows_.at(index);
+std::optional<at::Tensor> GradientLedger::accumulated(int64_t index, bool make) {
+  Row& row = table_.rows().at(index);
   if (!row.accumulated.defined()) {
     if (!make) return std::nullopt;
     TORCH_CHECK(row.param.numel() == row.numel, row.name,
@@ -152,37 +173,40 @@ std::optional<at::Tensor> ParamTable::accumulated(int64_t index, bool make) {
   return row.accumulated;
 }
 
-void ParamTable::cancel_backward() {
-  for (Row& row : rows_) {
+void GradientLedger::cancel_backward() {
+  const LocalGradients local(table_);
+  for (Row& row : table_.rows()) {
     at::Tensor& grad = row.leaf().mutable_grad();
     grad.reset();
     if (!row.model.defined()) grad = std::move(row.accumulated);
   }
-  phase_.cancel();
+  phase_ = Phase::kPending;
 }
 
-void ParamTable::materialize() {
-  if (phase_.is_materialized() || !phase_.may_be_pending()) return;
+void GradientLedger::materialize() {
+  if (materialized_ || !may_be_pending()) return;
+  const LocalGradients local(table_);
   std::vector<int64_t> found;
-  for (int64_t i = 0; i < rows(); ++i) {
-    const Row& row = rows_[i];
+  std::vector<Row>& rows = table_.rows();
+  for (size_t i = 0; i < rows.size(); ++i) {
+    const Row& row = rows[i];
     if (!row.model.defined()) continue;
     if (row.accumulated.defined() || row.pending.is_or_was(row.model.mutable_grad()))
       found.push_back(i);
   }
   if (found.empty()) return;
   std::vector<int64_t> numel;
-  for (int64_t i : found) numel.push_back(rows_[i].numel);
+  for (int64_t i : found) numel.push_back(rows[i].numel);
   Table table(std::move(numel));
   std::vector<at::Tensor> alive;
   for (size_t i = 0; i < found.size(); ++i) {
-    Row& row = rows_[found[i]];
+    Row& row = rows[found[i]];
     const at::Tensor accumulated = std::move(row.accumulated);
     at::Tensor out = accumulated.defined() ? accumulated : empty_laid_out_as(row.param);
     bool inspected = true;
     if (row.pending.is_or_was(row.model.mutable_grad())) {
       inspected = row.inspected.is_unchanged(row.model.mutable_grad());
-      const at::Tensor grad = checked_gradient(row, row.model.mutable_grad());
+      const at::Tensor grad = row.checked(row.model.mutable_grad(), table_.device);
       row.copied_grad.reset();
       table.set(kGrad, int64_t(i), grad.data_ptr(), dtype_of(grad, row.name));
       alive.push_back(grad);
@@ -200,15 +224,16 @@ void ParamTable::materialize() {
     if (inspected) row.inspected.remember(out);
   }
   InspectArgs args;
-  args.scale = pending_scale_.data_ptr<float>();
-  const DeviceScope scope(device_);
+  args.scale = scale_.data_ptr<float>();
+  const DeviceScope scope(table_.device);
   scope.backend().inspect(table, args, scope.stream());
-  phase_.materialize();
-  known_.norm = false;
+  materialized_ = true;
+  inspector_.knows_norm = false;
 }
 
-void ParamTable::zero_grad(bool set_to_none) {
-  for (Row& row : rows_) {
+void GradientLedger::zero_grad(bool set_to_none) {
+  const LocalGradients local(table_);
+  for (Row& row : table_.rows()) {
     at::Tensor& grad = row.leaf().mutable_grad();
     if (set_to_none) {
       grad.reset();
@@ -222,8 +247,37 @@ void ParamTable::zero_grad(bool set_to_none) {
     row.inspected.forget();
     row.spent.forget();
   }
-  phase_.spend();
-  known_.norm = known_.edited_sums = false;
+  go_idle();
+}
+
+void GradientLedger::spend(bool stepped) {
+  std::vector<Row>& rows = table_.rows();
+  for (size_t i = 0; i < rows.size(); ++i) {
+    prefetch_versions(rows, i);
+    Row& row = rows[i];
+    if (stepped && (row.has_grad || row.accumulated.defined())) row.mark_stepped();
+    if (stepped && row.unscales) {
+      if (row.copied_grad.defined()) row.set_gradient(row.copied_grad);
+      bump_version(row.gradient());
+    }
+    if (row.model.defined()) {
+      const at::Tensor& grad = row.gradient();
+      if (grad.defined()) row.spent.remember(grad);
+      if (materialized_) row.param.mutable_grad().reset();
+      row.accumulated.reset();
+    }
+    row.copied_grad.reset();
+    row.inspected.forget();
+    row.borrowed = nullptr;
+  }
+  ++table_.changes;
+  go_idle();
+}
+
+void GradientLedger::go_idle() {
+  phase_ = Phase::kIdle;
+  materialized_ = false;
+  inspector_.knows_norm = edited_sums_ = false;
 }
 
 }  // namespace ampfuse

@@ -1,0 +1,59 @@
+// Looks at the gradients that the rows' lists point to: are they finite, and how large? Where rows
+// are shards, all ranks of the group find the same.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+#include <optional>
+#include <string>
+
+#include "param_table.h"
+
+namespace ampfuse {
+
+struct Inspection {
+  bool record = false;          // the step state hears of it
+  bool same_pass = false;       // as the inspection before
+  bool fresh = false;           // of the gradients of this pass alone
+  float* kept_scale = nullptr;  // receives the scale
+  Preparation preparation;
+};
+
+class Inspector {
+ public:
+  using Gather = std::function<at::Tensor(const at::Tensor&)>;
+  // What is kept of each row.
+  enum Column { kGradNorm, kGradLargest, kParamNorm, kColumns };
+
+  // Whether the norm is of all gradients that there are, and whether norms of rows are kept.
+  bool knows_norm = false, knows_row_norms = false;
+
+  explicit Inspector(ParamTable& table);
+
+  void set_gather(Gather gather, const std::optional<at::Tensor>& counted_elsewhere);
+  bool is_shared() const { return bool(gather_); }
+  StepState* state() const { return static_cast<StepState*>(state_.data_ptr()); }
+  at::Tensor state_field(const std::string& name) const;
+  // The algorithm or LARC needs the norm of each row.
+  bool needs_row_norms() const;
+  float* row_norms(Column column);
+
+  // The core's inspect.
+  void inspect(const at::Tensor& scale, const Inspection& inspection);
+  // Makes what this rank found, or its norms of parameters, what all did; nothing without a group.
+  void share_row_norms(bool found, bool of_params);
+  // ... and what LAMB measured: L2 norms [kMeasures, rows].
+  void share_measures(float* norms);
+
+ private:
+  void share(bool found, at::Tensor norms, int64_t largest_column);
+
+  ParamTable& table_;
+  at::Tensor state_;  // a StepState
+  at::Tensor norms_;  // [kColumns, rows]
+  Gather gather_;
+  at::Tensor counted_elsewhere_;
+};
+
+}  // namespace ampfuse

@@ -1,0 +1,179 @@
+#include "step_plan.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <pybind11/pybind11.h>
+
+#include "shards.h"
+#include "torch_backend.h"
+
+namespace ampfuse {
+
+std::optional<std::vector<int64_t>> StepPlan::collect(const std::optional<at::Tensor>& scale,
+                                                      bool unscales, bool unscales_half,
+                                                      pybind11::handle groups,
+                                                      pybind11::handle states) {
+  collected_at_ = -1;
+  if (!table_.holds(groups, states)) return std::nullopt;
+  std::vector<Row>& rows = table_.rows();
+  if (table_.has_shards) borrow_local_gradients(rows);
+  const at::Tensor none;
+  bool any_pending = false;
+  unchanged_ = !ledger_.has_edited_sums();
+  edited_.clear();
+  std::vector<int64_t> stateless;
+  // Every check comes before the first change of a tensor.
+  for (size_t i = 0; i < rows.size(); ++i) {
+    prefetch_row(rows, i);
+    Row& row = rows[i];
+    table_.follow_storage(i);
+    if (row.was_edited()) edited_.push_back(i);
+    const at::Tensor& grad = ledger_.gradient(row);
+    row.has_grad = grad.defined();
+    TORCH_CHECK(row.model.defined() || !row.accumulated.defined(),
+                "step() inside a backward pass of scale_loss; call "
+                "it after the context has ended");
+    bool scaled = scale && !ledger_.is_materialized(row);
+    const at::Tensor& used = row.has_grad ? row.checked(grad, table_.device) : none;
+    row.unscales =
+        unscales && scaled && row.has_grad && (unscales_half || used.scalar_type() == at::kFloat);
+    if (row.has_grad && row.pending.is_or_was(grad)) scaled = any_pending = true;
+    table_.set_gradient(i, used, scaled, row.accumulated, none);
+    table_.set_unscaled(i, row.unscales ? used : none);
+    if (row.has_grad && !row.inspected.is_unchanged(grad)) unchanged_ = false;
+    const bool has_gradient = row.has_grad || row.accumulated.defined();
+    if (has_gradient && table_.algorithm != Algorithm::of<NoOp>() && !row.has_states)
+      stateless.push_back(i);
+  }
+  TORCH_CHECK(!(any_pending && scale),
+              "these gradients carry the loss scale of amp.scale_loss and a GradScaler's as "
+              "well; use one of the two");
+  // After scale_loss the step belongs to its scale, also where every gradient is unscaled by now.
+  collected_at_ = table_.changes;
+  const bool pending = any_pending || (ledger_.may_be_pending() && !scale);
+  scale_ = pending ? ledger_.scale() : scale.value_or(none);
+  return stateless;
+}
+
+// Whether the last inspection was of the gradients that collect() found.
+bool StepPlan::is_measured() const {
+  return unchanged_ && inspector_.knows_norm &&
+         (inspector_.knows_row_norms || !inspector_.needs_row_norms());
+}
+
+void StepPlan::inspect_collected(const Preparation& preparation) {
+  Inspection inspection;
+  inspection.record = true;
+  inspection.preparation = preparation;
+  inspector_.inspect(scale_, inspection);
+  inspector_.knows_norm = unchanged_ = true;
+}
+
+void StepPlan::check_collected() const {
+  TORCH_CHECK(collected_at_ == table_.changes,
+              "the gradients changed after collect(); call it again");
+}
+
+void StepPlan::measure() {
+  check_collected();
+  if (!is_measured()) inspect_collected({});
+  for (Row& row : table_.rows()) {
+    if (row.has_grad) row.inspected.remember(ledger_.gradient(row));
+  }
+}
+
+void StepPlan::decide(const std::optional<at::Tensor>& found_inf, double max_norm, bool inspect,
+                      bool skip_nonfinite) {
+  check_collected();
+  const bool inspects =
+      (max_norm > 0 || inspector_.needs_row_norms() || (inspect && !unchanged_)) && !is_measured();
+  Preparation preparation;
+  preparation.state = inspector_.state();
+  preparation.algorithm = table_.algorithm;
+  StepDecision& decision = preparation.decision;
+  decision.loss_scale = float_pointer(scale_, "scale", table_.device);
+  decision.found_inf = float_pointer(found_inf, "found_inf", table_.device);
+  decision.max_norm = max_norm;
+  decision.norm_known = inspects || (inspector_.knows_norm && unchanged_);
+  decision.skip_nonfinite = skip_nonfinite;
+  RowColumns& columns = preparation.columns;
+  columns.steps = table_.steps().data_ptr<float>();
+  if (inspector_.needs_row_norms()) {
+    columns.grad_norms = inspector_.row_norms(Inspector::kGradNorm);
+    columns.grad_largest = inspector_.row_norms(Inspector::kGradLargest);
+  }
+  if (info(table_.algorithm).grad_norms)
+    columns.norm_averages = table_.norm_averages().data_ptr<float>();
+  float* const param_norms =
+      table_.is_layerwise ? inspector_.row_norms(Inspector::kParamNorm) : nullptr;
+  columns.param_norms = param_norms;
+  Table& rows = table_.core();
+  const DeviceScope scope(table_.device);
+  if (param_norms) {
+    const pybind11::gil_scoped_release release;
+    scope.backend().measure_params(rows, param_norms, scope.stream());
+  }
+  if (inspects) return inspect_collected(preparation);
+  inspector_.share_row_norms(false, param_norms != nullptr);
+  scope.backend().prepare(rows, preparation, scope.stream());
+}
+
+std::vector<at::Tensor> StepPlan::new_meter(bool changed) {
+  for (const Row& row : table_.rows()) {
+    TORCH_CHECK(row.param.numel() >> 32 == 0, row.name, " has ", row.param.numel(),
+                " elements; the meter counts in 32 bits. Step it with an optimizer of its own.");
+  }
+  const int64_t rows = int64_t(table_.rows().size());
+  const auto options = at::TensorOptions().device(table_.device);
+  std::vector<at::Tensor> buffers = {at::zeros({rows, kMeterCounts}, options.dtype(at::kInt)),
+                                     at::zeros({2, rows}, options.dtype(at::kFloat))};
+  if (changed) {
+    const int64_t chunks = table_.core().view().chunk_count;
+    buffers.push_back(at::empty({chunks, kChunk / 8}, options.dtype(at::kByte)));
+  }
+  return buffers;
+}
+
+Meter StepPlan::meter_of(const std::vector<at::Tensor>& buffers) {
+  const int64_t rows = int64_t(table_.rows().size());
+  Meter meter;
+  meter.counts = reinterpret_cast<uint32_t*>(
+      pointer_to<int32_t>(buffers.at(0), "counts", rows * kMeterCounts, table_.device));
+  meter.norms = pointer_to<float>(buffers.at(1), "norms", 2 * rows, table_.device);
+  if (buffers.size() > 2) {
+    const int64_t bytes = table_.core().view().chunk_count * (kChunk / 8);
+    meter.changed = pointer_to<uint8_t>(buffers[2], "changed", bytes, table_.device);
+  }
+  return meter;
+}
+
+void StepPlan::update(const std::optional<at::Tensor>& found_inf, double max_norm, bool inspect,
+                      bool skip_nonfinite, const std::optional<std::vector<at::Tensor>>& meter) {
+  if (table_.rows().empty()) return;
+  check_collected();
+  const Meter metered = meter ? meter_of(*meter) : Meter();
+  Masters(table_).refresh(edited_);
+  decide(found_inf, max_norm, inspect, skip_nonfinite);
+  {
+    Table& rows = table_.core();
+    const StepState* state = inspector_.state();
+    const DeviceScope scope(table_.device);
+    Backend& backend = scope.backend();
+    pybind11::gil_scoped_release release;
+    float* norms = backend.measure_update(rows, table_.algorithm, state, scope.stream());
+    if (norms && inspector_.is_shared()) {
+      const pybind11::gil_scoped_acquire acquire;
+      inspector_.share_measures(norms);
+    }
+    backend.update(rows, table_.algorithm, state, meter ? &metered : nullptr, scope.stream());
+  }
+  ledger_.spend(true);
+}
+
+void StepPlan::finish_step() { ledger_.spend(false); }
+
+void StepPlan::mark_stepped() {
+  for (Row& row : table_.rows()) row.mark_stepped();
+}
+
+}  // namespace ampfuse

@@ -1,0 +1,52 @@
+// One step: what is inspected, who decides, what is updated. The only place that decides it.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+#include <vector>
+
+#include "gradient_ledger.h"
+#include "inspector.h"
+#include "masters.h"
+#include "param_table.h"
+
+namespace ampfuse {
+
+class StepPlan {
+ public:
+  StepPlan(ParamTable& table, Inspector& inspector, GradientLedger& ledger)
+      : table_(table), inspector_(inspector), ledger_(ledger) {}
+
+  std::optional<std::vector<int64_t>> collect(const std::optional<at::Tensor>& scale, bool unscales,
+                                              bool unscales_half, pybind11::handle groups,
+                                              pybind11::handle states);
+  void measure();
+  void decide(const std::optional<at::Tensor>& found_inf, double max_norm, bool inspect,
+              bool skip_nonfinite);
+  // Counts, zeros, int32 [rows, kMeterCounts]; norms, zeros, float32 [2, rows]; and, if asked for,
+  // bits of changed weights, uint8 [chunks, kChunk / 8], which mean something in rows that are
+  // stepped. See core/meter.h.
+  std::vector<at::Tensor> new_meter(bool changed);
+  void update(const std::optional<at::Tensor>& found_inf, double max_norm, bool inspect,
+              bool skip_nonfinite, const std::optional<std::vector<at::Tensor>>& meter);
+  void finish_step();
+  void mark_stepped();
+
+ private:
+  bool is_measured() const;
+  void check_collected() const;
+  void inspect_collected(const Preparation& preparation);
+  Meter meter_of(const std::vector<at::Tensor>& buffers);
+
+  ParamTable& table_;
+  Inspector& inspector_;
+  GradientLedger& ledger_;
+  // What collect() found, as long as nothing has changed since.
+  int64_t collected_at_ = -1;    // table_.changes then
+  at::Tensor scale_;             // of the gradients; undefined: 1
+  bool unchanged_ = false;       // they are those that were inspected last
+  std::vector<int64_t> edited_;  // rows whose model weight somebody edited
+};
+
+}  // namespace ampfuse
