@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
@@ -33,6 +33,20 @@ if TYPE_CHECKING:
     from ampfuse.insight.meter import Meter
 
 
+def _member(path: str, doc: str | None = None) -> Any:
+    """What a part of an optimizer has, as an attribute of the optimizer."""
+
+    def put(optimizer: AmpOptimizer, value: Any) -> None:
+        part, _, name = path.partition(".")
+        setattr(getattr(optimizer, part), name, value)
+
+    return property(operator.attrgetter(path), put, doc=doc)
+
+
+def _copy_of(field: str) -> Callable[[Any], Tensor]:
+    return lambda last_step: last_step._table.state_field(field).clone()
+
+
 class LastStep:
     """What an optimizer's last step decided, as device tensors; reading one is what waits.
 
@@ -46,20 +60,9 @@ class LastStep:
     def __init__(self, table: ParamTable) -> None:
         self._table = table
 
-    def _field(self, name: str) -> Tensor:
-        return self._table.state_field(name).clone()
-
-    @property
-    def skipped(self) -> Tensor:
-        return self._field("skip")
-
-    @property
-    def grad_norm(self) -> Tensor:
-        return self._field("grad_norm")
-
-    @property
-    def loss_scale(self) -> Tensor:
-        return self._field("loss_scale")
+    skipped = property(_copy_of("skip"))
+    grad_norm = property(_copy_of("grad_norm"))
+    loss_scale = property(_copy_of("loss_scale"))
 
     def overflow(self) -> dict[str, Any] | None:
         """Where the latest overflow was, or None if there was none. Waits for the device.
@@ -157,30 +160,18 @@ class AmpOptimizer(WithOptions, Optimizer):
         """
         raise NotImplementedError
 
-    # --- rows -----------------------------------------------------------------------------------
+    # --- rows: see Rows -------------------------------------------------------------------------
 
-    @uncompiled
-    def param_table(self) -> ParamTable:
-        """The table, with a row for each parameter of ``param_groups`` in order."""
-        return self._rows.current()
-
-    @property
-    def _table(self) -> ParamTable | None:
-        return self._rows.table
-
-    @_table.setter
-    def _table(self, table: ParamTable | None) -> None:
-        self._rows.table = table
+    param_table = _member("_rows.current", "The table, with a row for each parameter of groups.")
+    parameter_names = _member("_rows.parameter_names", "What messages call the parameters.")
+    restore_master = _member("_rows.restore_master", "See :meth:`Rows.restore_master`.")
+    _table = _member("_rows.table")
 
     def _table_is_new(self) -> None:
         """It has nothing of states."""
 
     def _rows_are_added(self) -> None:
         """The table has no hyper-parameters."""
-
-    def parameter_names(self) -> list[str]:
-        """What messages call the parameters, in the order of the groups."""
-        return self._rows.parameter_names()
 
     def go_under_amp(
         self, *, master_weights: bool | Literal["split"], names: dict[int, str]
@@ -193,10 +184,6 @@ class AmpOptimizer(WithOptions, Optimizer):
         """As torch's; under amp half-precision parameters of the group get FP32 masters."""
         super().add_param_group(param_group)
         self._rows.master_added_group()
-
-    def restore_master(self, param: Tensor, state: dict[str, Any], master: Tensor) -> None:
-        """Make `master` (float32) the master of `param`; `state` is about to be its state."""
-        self._rows.restore_master(param, state, master)
 
     @torch.no_grad()
     def refresh_masters(self) -> None:
@@ -231,55 +218,16 @@ class AmpOptimizer(WithOptions, Optimizer):
 
     # --- gradients: see Ledger ------------------------------------------------------------------
 
-    @property
-    def in_backward(self) -> bool:
-        """A pass of scale_loss runs."""
-        return self._ledger.in_backward
-
-    @in_backward.setter
-    def in_backward(self, runs: bool) -> None:
-        self._ledger.in_backward = runs
-
-    @property
-    def has_scaled_gradients(self) -> bool:
-        """The last pass that ended left its gradients scaled."""
-        return self._ledger.has_scaled
-
-    @uncompiled
-    def begin_backward(self) -> None:
-        """See :meth:`Ledger.begin`."""
-        self._ledger.begin()
-
-    @uncompiled
-    def end_backward(self, scale: Tensor, check: bool) -> bool:
-        """See :meth:`Ledger.end`."""
-        return self._ledger.end(scale, check)
-
-    @uncompiled
-    def mark_backward(self, scale: Tensor) -> None:
-        """See :meth:`Ledger.mark`."""
-        self._ledger.mark(scale)
-
-    def cancel_backward(self) -> None:
-        """See :meth:`Ledger.cancel`."""
-        self._ledger.cancel()
-
-    @uncompiled
-    def materialize_gradients(self) -> None:
-        """See :meth:`Ledger.materialize`."""
-        self._ledger.materialize()
-
-    def unscale_gradients(self, scale: Tensor) -> Tensor:
-        """See :meth:`Ledger.unscale`."""
-        return self._ledger.unscale(scale)
-
-    def rows_of(self, params: Container[int]) -> list[int]:
-        """See :meth:`Ledger.rows_of`."""
-        return self._ledger.rows_of(params)
-
-    def earlier_sparse(self, rows: Iterable[int]) -> list[str]:
-        """See :meth:`Ledger.earlier_sparse`."""
-        return self._ledger.earlier_sparse(rows)
+    begin_backward = _member("_ledger.begin")
+    end_backward = _member("_ledger.end")
+    mark_backward = _member("_ledger.mark")
+    cancel_backward = _member("_ledger.cancel")
+    materialize_gradients = _member("_ledger.materialize")
+    unscale_gradients = _member("_ledger.unscale")
+    has_scaled_gradients = _member("_ledger.has_scaled")
+    in_backward = _member("_ledger.in_backward")
+    rows_of = _member("_ledger.rows_of")
+    earlier_sparse = _member("_ledger.earlier_sparse")
 
     @property
     def found_inf_flag(self) -> Tensor:
@@ -302,7 +250,10 @@ class AmpOptimizer(WithOptions, Optimizer):
         Returns:
             `found_inf_flag`. In a backward pass, what was known before it.
         """
-        self._ledger.inspect()
+        table = self._rows.current()
+        if not self.in_backward:
+            table.collect(None, False)
+            table.measure()
         return self.found_inf_flag
 
     @uncompiled
