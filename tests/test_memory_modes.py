@@ -20,9 +20,20 @@ from torch import nn
 import ampfuse
 from ampfuse import amp, optim
 from ampfuse.optim.masters import joined_master, split_master
-from cases import KINDS, OPTIMIZERS, assert_same, bf16, bits, f16, f32, make, same_bits, short
+from cases import (
+    KINDS,
+    OPTIMIZERS,
+    assert_same,
+    bf16,
+    bits,
+    f16,
+    f32,
+    make,
+    same_bits,
+    short,
+    through_a_file,
+)
 from programs import python
-from test_resume import through_a_file
 from trainings import MAKERS, MODES, Net, fractions, groups
 
 halves = pytest.mark.parametrize("dtype", [bf16, f16], ids=short)

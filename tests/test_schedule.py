@@ -9,7 +9,7 @@ from torch.optim import lr_scheduler as lrs
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampfuse import amp, optim
-from cases import assert_same_bits
+from cases import assert_same_bits, snapshot
 
 STEPS = 12
 SHAPES = ((7,), (3, 5), (), (40,))
@@ -69,15 +69,6 @@ def set_gradients(params, step, bad=False):
         param.grad = torch.randn(param.shape, generator=random).to(param)
         if bad and i == 1:
             param.grad.view(-1)[0] = float("inf")
-
-
-def snapshot(optimizer):
-    state = optimizer.state_dict()["state"]
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    found = {f"param {i}": param.detach().clone() for i, param in enumerate(params)}
-    for i, values in state.items():
-        found |= {f"{k} {i}": v.clone() for k, v in values.items() if v is not None}
-    return found
 
 
 def two_groups(kind, params, **options):

@@ -104,7 +104,11 @@ class FusedOptimizer(AmpOptimizer):
             torch.optim.Optimizer.__init__(self, params, arguments)
             return
         self._replaces.__init__(self, params, **arguments)
-        self.state.clear()  # torch's Adagrad (before 2.14 or so) fills it, in the parameter's type
+        # torch's Adagrad has filled its states now, in the parameter's type.
+        for state in self.state.values():
+            for name in self.algorithm.states:
+                fresh = float(arguments[str(fill)])
+                state[name] = torch.full_like(state[name], fresh, dtype=torch.float32)
 
     def check_options(self) -> None:
         """Raise ValueError for options and groups that were changed to what they cannot be."""
