@@ -170,20 +170,6 @@ def train(optimizer, params, steps, seed=1):
 
 
 @kinds
-@pytest.mark.parametrize("masters", [False, True])
-def test_fp32_state_of_half_parameters_is_never_rounded(kind, masters):
-    params = [torch.randn(50).to(bf16).requires_grad_()]
-    optimizer = make(kind, params, master_weights=masters)
-    train(optimizer, params, 3)
-    state = optimizer.state_dict()
-    other = make(kind, clone_of(params), master_weights=masters)
-    other.load_state_dict(through_a_file(state))
-    for key, value in state["state"][0].items():
-        assert value.dtype == f32, key
-        assert same_bits(other.state_dict()["state"][0][key], value), key
-
-
-@kinds
 def test_loading_without_masters_takes_them_from_the_model(kind):
     """A torch state dict, into a fresh optimizer and into one that has masters already."""
     params = [torch.randn(50).to(bf16).requires_grad_()]
@@ -238,30 +224,6 @@ def test_loading_does_not_tie_two_optimizers_together(name):
 
 
 # --- copies --------------------------------------------------------------------------------------
-
-
-@kinds
-@pytest.mark.parametrize("copy_", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
-@pytest.mark.parametrize("dtype", [f32, bf16])
-def test_copies_go_on_alone_with_the_same_bits(kind, copy_, dtype):
-    params = [torch.randn(s).to(dtype).requires_grad_() for s in SHAPES]
-    optimizer = make(kind, params, master_weights=True, max_grad_norm=1.0, skip_nonfinite=True)
-    fresh = copy_(optimizer)  # before the first step, too
-    for steps in (0, 2):
-        train(optimizer, params, steps)
-        other = copy_(optimizer)
-        assert (other.max_grad_norm, other.skip_nonfinite, other.master_weights) == (
-            1.0,
-            True,
-            True,
-        )
-        before = snapshot(optimizer)
-        copied = other.param_groups[0]["params"]
-        train(other, copied, 2, seed=5)
-        assert_same_bits(snapshot(optimizer), before)
-        train(optimizer, params, 2, seed=5)
-        assert_same_bits(snapshot(other), snapshot(optimizer))
-    train(fresh, fresh.param_groups[0]["params"], 1)
 
 
 def test_a_model_and_its_optimizer_copied_together_stay_together():

@@ -306,15 +306,3 @@ def test_a_parameter_unfrozen_later_trains_as_the_others(name, level, copied):
     assert not torch.equal(first.weight.detach(), before)
     if level in WITH_MASTERS:
         assert all(param.dtype == f32 for param in amp.master_params(training.optimizer))
-
-
-@pytest.mark.parametrize("level", WITH_MASTERS)
-@pytest.mark.parametrize("name", SOME)
-def test_state_dicts_hold_the_masters(name, level):
-    training = Training(name, level)
-    training.steps(5)
-    state = training.optimizer.state_dict()["state"]
-    for i, master in enumerate(training.masters()):
-        assert same_bits(state[i]["master_param"], master)
-        for key, value in state[i].items():
-            assert not isinstance(value, torch.Tensor) or value.dtype == f32, key

@@ -19,11 +19,11 @@ from torch.optim import Optimizer
 from ampfuse import plugs
 from ampfuse._schema import ALGORITHMS, Algorithm
 from ampfuse.optim import checkpoints
-from ampfuse.optim.inner import parameters, with_inner
+from ampfuse.optim.inner import with_inner
 from ampfuse.optim.layerwise import Layerwise
 from ampfuse.optim.ledger import Ledger
-from ampfuse.optim.masters import MasterParameter
 from ampfuse.optim.options import RULES, WithOptions
+from ampfuse.optim.parts import member
 from ampfuse.optim.rows import Rows
 from ampfuse.optim.skip_watch import SkipWatch
 from ampfuse.uncompiled import uncompiled
@@ -31,16 +31,6 @@ from ampfuse.uncompiled import uncompiled
 if TYPE_CHECKING:
     from ampfuse._C import ParamTable
     from ampfuse.insight.meter import Meter
-
-
-def _member(path: str, doc: str | None = None) -> Any:
-    """What a part of an optimizer has, as an attribute of the optimizer."""
-
-    def put(optimizer: AmpOptimizer, value: Any) -> None:
-        part, _, name = path.partition(".")
-        setattr(getattr(optimizer, part), name, value)
-
-    return property(operator.attrgetter(path), put, doc=doc)
 
 
 def _copy_of(field: str) -> Callable[[Any], Tensor]:
@@ -162,10 +152,10 @@ class AmpOptimizer(WithOptions, Optimizer):
 
     # --- rows: see Rows -------------------------------------------------------------------------
 
-    param_table = _member("_rows.current", "The table, with a row for each parameter of groups.")
-    parameter_names = _member("_rows.parameter_names", "What messages call the parameters.")
-    restore_master = _member("_rows.restore_master", "See :meth:`Rows.restore_master`.")
-    _table = _member("_rows.table")
+    param_table = member("_rows.current", "The table, with a row for each parameter of groups.")
+    parameter_names = member("_rows.parameter_names", "What messages call the parameters.")
+    restore_master = member("_rows.restore_master", "See :meth:`Rows.restore_master`.")
+    _table = member("_rows.table")
 
     def _table_is_new(self) -> None:
         """It has nothing of states."""
@@ -202,11 +192,7 @@ class AmpOptimizer(WithOptions, Optimizer):
         Raises RuntimeError in a swap_ema block: averages are no edits.
         """
         self._check_not_swapped("what looks at masters or saves them")
-        if (
-            self._rows.table is not None
-            or any("master_param" in state for state in self.state.values())
-            or any(isinstance(param, MasterParameter) for param in parameters(self))
-        ):
+        if self._rows.are_used():
             self.param_table().refresh_masters()
 
     def _check_not_swapped(self, what: str) -> None:
@@ -218,16 +204,16 @@ class AmpOptimizer(WithOptions, Optimizer):
 
     # --- gradients: see Ledger ------------------------------------------------------------------
 
-    begin_backward = _member("_ledger.begin")
-    end_backward = _member("_ledger.end")
-    mark_backward = _member("_ledger.mark")
-    cancel_backward = _member("_ledger.cancel")
-    materialize_gradients = _member("_ledger.materialize")
-    unscale_gradients = _member("_ledger.unscale")
-    has_scaled_gradients = _member("_ledger.has_scaled")
-    in_backward = _member("_ledger.in_backward")
-    rows_of = _member("_ledger.rows_of")
-    earlier_sparse = _member("_ledger.earlier_sparse")
+    begin_backward = member("_ledger.begin")
+    end_backward = member("_ledger.end")
+    mark_backward = member("_ledger.mark")
+    cancel_backward = member("_ledger.cancel")
+    materialize_gradients = member("_ledger.materialize")
+    unscale_gradients = member("_ledger.unscale")
+    has_scaled_gradients = member("_ledger.has_scaled")
+    in_backward = member("_ledger.in_backward")
+    rows_of = member("_ledger.rows_of")
+    earlier_sparse = member("_ledger.earlier_sparse")
 
     @property
     def found_inf_flag(self) -> Tensor:
@@ -259,16 +245,10 @@ class AmpOptimizer(WithOptions, Optimizer):
     @uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's, and also drops what amp holds of earlier passes."""
-        if self._rows.table is not None:
+        if self._rows.are_used():
             self.param_table().zero_grad(set_to_none)
-            return
-        for param in parameters(self):
-            if isinstance(param, MasterParameter) and param.model_param.grad is not None:
-                if set_to_none:
-                    param.model_param.grad = None
-                else:
-                    param.model_param.grad.detach_().zero_()
-        super().zero_grad(set_to_none)
+        else:
+            super().zero_grad(set_to_none)
 
     # --- the decisions of a step ----------------------------------------------------------------
 

@@ -41,7 +41,7 @@ class CapturedOptimizer:
 
     def __init__(self, optimizer: FusedOptimizer) -> None:
         self._optimizer = optimizer
-        self.table = optimizer.param_table()
+        self.table = optimizer._rows.current()
         self.params = list(parameters(optimizer))
         self.leaves = list(map(leaf_of, self.params))
         self.device = self.table.param(0).device

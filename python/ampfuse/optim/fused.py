@@ -28,7 +28,7 @@ from ampfuse.optim.options import (
     values_of,
 )
 from ampfuse.optim.schedule import Schedule, tabulate
-from ampfuse.optim.states import CLASSES, States
+from ampfuse.optim.states import CLASSES, States, storage_of
 from ampfuse.uncompiled import uncompiled
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ class FusedOptimizer(AmpOptimizer):
 
     def _check_group(self, group: dict[str, Any]) -> None:
         check_group(group, self._whole_options())
-        self._states.storage_of(group)
+        storage_of(self, group)
         check_hyper(self.algorithm, group)
         if group.get("differentiable"):
             raise ValueError(
@@ -265,11 +265,7 @@ class FusedOptimizer(AmpOptimizer):
         table = self.keep_bound()
         table.refresh_masters()  # so that afterwards all there is counts as known
         with self._states.averages_in_place(table):
-            self._swapped = True
-            try:
-                yield
-            finally:
-                self._swapped = False
+            yield
 
     # --- schedules ------------------------------------------------------------------------------
 

@@ -41,8 +41,13 @@ class Ledger(Part):
         """Put earlier gradients away, so that a backward pass brings new ones only."""
         if self.left_scaled:
             left_scaled.warn_if_used(self.optimizer)
-        self._rows.current().begin_backward()
+        table = self._rows.current()
+        self._set_sparse_aside()
+        table.begin_backward()
         self.in_backward = True
+
+    def _set_sparse_aside(self) -> None:
+        """Earlier gradients that the table does not know: there are none."""
 
     @uncompiled
     def end(self, scale: Tensor, check: bool) -> bool:

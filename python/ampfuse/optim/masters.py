@@ -198,9 +198,5 @@ def install_masters(optimizer: torch.optim.Optimizer) -> None:
             if exact is not None:
                 with torch.no_grad():
                     master.copy_(exact)
-            state[master] = {key: _widened(value) for key, value in kept.items()}
-
-
-def _widened(value: Any) -> Any:
-    is_half = isinstance(value, Tensor) and value.dtype in HALF_DTYPES
-    return value.to(torch.float32) if is_half else value
+            halves = [k for k, v in kept.items() if getattr(v, "dtype", None) in HALF_DTYPES]
+            state[master] = kept | {key: kept[key].to(torch.float32) for key in halves}

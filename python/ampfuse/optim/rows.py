@@ -98,6 +98,15 @@ class Rows(Part):
             self.ranks.join(table)
         return table
 
+    def are_used(self) -> bool:
+        """There is a table, or there are masters, which only one follows."""
+        if self.table is not None:
+            return True
+        states = getattr(self.optimizer, "state", {})  # some wrappers have none
+        return any(
+            isinstance(param, MasterParameter) for param in parameters(self.optimizer)
+        ) or any("master_param" in state for state in states.values())
+
     def known(self) -> ParamTable:
         """The table as it is, where there is one."""
         assert self.table is not None

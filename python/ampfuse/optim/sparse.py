@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from ampfuse import _core
-from ampfuse.optim import left_scaled
 from ampfuse.optim.ledger import Ledger
 from ampfuse.optim.masters import (
     MasterParameter,
@@ -40,13 +39,8 @@ class SparseLedger(Ledger):
         self._earlier: dict[int, Tensor] = {}
         self._is_unseen = False
 
-    @uncompiled
-    def begin(self) -> None:
-        if self.left_scaled:
-            left_scaled.warn_if_used(self.optimizer)
-        self._rows.current()
+    def _set_sparse_aside(self) -> None:
         self._earlier = self._take()
-        super().begin()
 
     @uncompiled
     def end(self, scale: Tensor, check: bool) -> bool:

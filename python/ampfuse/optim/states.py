@@ -60,14 +60,10 @@ class States(Part):
         """The states that a parameter of `group` has."""
         return Stored.of(self.algorithm.name, self.algorithm.states_in(group))
 
-    def storage_of(self, group: dict[str, Any]) -> str:
-        """What `group` asks for. Raises ValueError for what does not exist."""
-        return storage_of(self.optimizer, group)
-
     def wanted(self) -> list[tuple[str, tuple[str, ...]]]:
         """What `by_group` would be now."""
         return [
-            (self.storage_of(group), self.algorithm.states_in(group))
+            (storage_of(self.optimizer, group), self.algorithm.states_in(group))
             for group in self.optimizer.param_groups
         ]
 
@@ -78,7 +74,7 @@ class States(Part):
         """
         if self._has_averages != (self.optimizer.ema_decay is not None):
             self.are_bound = False
-        wanted = self.storage_of(group), self.algorithm.states_in(group)
+        wanted = storage_of(self.optimizer, group), self.algorithm.states_in(group)
         if i >= len(self.by_group) or wanted == self.by_group[i]:
             return
         was, now = self.by_group[i][0], wanted[0]
@@ -129,7 +125,7 @@ class States(Part):
     def _bind_row(self, row: int, state: dict[str, Any]) -> None:
         table, rows = self._table, self.optimizer._rows
         param, group = table.param(row), rows.group_of(row)
-        storage = storage_for(self.storage_of(group), rows.params[row])
+        storage = storage_for(storage_of(self.optimizer, group), rows.params[row])
         states = []
         for stored in self.of_group(group):
             found = [value for key in stored.keys if (value := state.get(key)) is not None]
@@ -193,7 +189,7 @@ class States(Part):
 
     def _bind_numbers(self, state: dict[str, Any], row: int) -> None:
         if self.algorithm.starts_at_gradient:
-            storage = STORAGES[self.storage_of(self.optimizer._rows.group_of(row))]
+            storage = STORAGES[storage_of(self.optimizer, self.optimizer._rows.group_of(row))]
             if self._has_start(state):
                 self._started.append((state, row))
             if not (self.optimizer.rounding == "stochastic" or storage.rounds_at_random):
@@ -266,9 +262,11 @@ class States(Part):
                 if (average := self.optimizer.state.get(param, {}).get("ema")) is not None:
                     saved.append((weight, weight.detach().clone()))
                     weight.copy_(local(average))
+        self.optimizer._swapped = True
         try:
             yield
         finally:
+            self.optimizer._swapped = False
             with torch.no_grad():
                 for weight, before in saved:
                     weight.copy_(before)
