@@ -26,7 +26,7 @@ from ampfuse.optim.options import RULES, WithOptions
 from ampfuse.optim.parts import member
 from ampfuse.optim.rows import Rows
 from ampfuse.optim.skip_watch import SkipWatch
-from ampfuse.uncompiled import uncompiled
+from ampfuse.uncompiled import Function, uncompiled
 
 if TYPE_CHECKING:
     from ampfuse._C import ParamTable
@@ -113,6 +113,7 @@ class AmpOptimizer(WithOptions, Optimizer):
     _ledger = cached_property(Ledger)
     _skip_watch = cached_property(lambda _: SkipWatch())
     _meter: Meter | None = None
+    _opt_called = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """A wrapper that gives itself its optimizer's class (Lightning, Fabric) hands all on.
@@ -348,6 +349,13 @@ class AmpOptimizer(WithOptions, Optimizer):
 def amp_optimizers(optimizer: Any) -> list[AmpOptimizer]:
     """Those that amp knows among `optimizer` and what it wraps, the innermost last."""
     return [one for one in with_inner(optimizer) if isinstance(one, AmpOptimizer)]
+
+
+def tells_schedulers(step: Function) -> Function:
+    """Decorator of a step that sets ``_opt_called``: torch's schedulers need not wrap it then."""
+    marked: Any = step
+    marked._wrapped_by_lr_sched = True
+    return step
 
 
 def takes_scale(optimizer: Any) -> TypeGuard[AmpOptimizer]:

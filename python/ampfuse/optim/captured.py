@@ -124,7 +124,7 @@ class CapturedOptimizer:
     def note_replay(self) -> None:
         """Have versions of tensors, and what torch's schedulers ask, tell of the step."""
         self.table.mark_stepped()
-        self._optimizer._opt_called = True  # type: ignore[attr-defined]
+        self._optimizer._opt_called = True
 
     def _refuse_hyper(self, group: int, now: _Group, then: _Group) -> None:
         """A changed hyper-parameter that the graph does not read."""

@@ -49,6 +49,10 @@ def with_masters(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
             _decode(optimizer, state, param, with_blocks_only=True)
         if state:
             states[i] = state
+    if optimizer.algorithm.name == "none" and (
+        dtypes := _own_dtypes(parameters(optimizer), states)
+    ):
+        return {**state_dict, DTYPES: dtypes}
     return state_dict
 
 
@@ -149,7 +153,7 @@ def is_master_alone(state: Any) -> bool:
     return isinstance(state, dict) and bool(state) and state.keys() <= {*MASTERS, "_model_version"}
 
 
-def own_dtypes(params: Iterable[Tensor], states: dict[Any, Any]) -> dict[int, torch.dtype]:
+def _own_dtypes(params: Iterable[Tensor], states: dict[Any, Any]) -> dict[int, torch.dtype]:
     """What stands under `DTYPES`."""
     found = {}
     for i, param in enumerate(params):

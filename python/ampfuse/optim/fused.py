@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from ampfuse.optim.base import AmpOptimizer
+from ampfuse.optim.base import AmpOptimizer, tells_schedulers
 from ampfuse.optim.checks import ABOVE_0, COUNT, FINITE, NUMBER, check
 from ampfuse.optim.hyper import Hypers, check_hyper, check_range, kernel_hyper
 from ampfuse.optim.masters import FLOAT_DTYPES
@@ -163,6 +163,7 @@ class FusedOptimizer(AmpOptimizer):
 
     # --- the step -------------------------------------------------------------------------------
 
+    @tells_schedulers
     @uncompiled
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -181,6 +182,7 @@ class FusedOptimizer(AmpOptimizer):
                 TypeError: a float64 or complex gradient. ValueError: an option or hyper-parameter
                 was changed to what it cannot be. Nothing has changed then.
         """
+        self._opt_called = True
         self._ledger.check_before_step()
         self._check_not_swapped("step()")
         self.check_options()

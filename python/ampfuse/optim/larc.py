@@ -56,10 +56,8 @@ class LARC(torch.optim.Optimizer):
             raise ValueError(
                 f"{type(optimizer).__name__} follows the norm of each tensor itself; use it alone"
             )
-        self.__dict__["optim"] = optimizer
-        self.__dict__["trust_coefficient"] = trust_coefficient
-        self.__dict__["clip"] = clip
-        self.__dict__["eps"] = eps
+        self.optim, self.trust_coefficient = optimizer, trust_coefficient
+        self.clip, self.eps = clip, eps
 
     _OWN = frozenset({"optim", "trust_coefficient", "clip", "eps", "step"})
 
