@@ -212,7 +212,9 @@ class States(Part):
 
     def drop_unstarted(self) -> None:
         """Write None for states whose first step was skipped, as torch would have them."""
-        counts = self._counts.tolist() if self._started else []
+        if not self._started:
+            return
+        counts = self._counts.tolist()
         (stored,) = Stored.of(self.algorithm.name, self.algorithm.states[-1:])
         for state, row in self._started:
             if counts[row] == 0 and stored.storage_in(state) is not None:
