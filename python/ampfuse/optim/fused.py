@@ -87,14 +87,13 @@ class FusedOptimizer(AmpOptimizer):
         """
         arguments = {name: value for name, value in arguments.items() if name != "self"}
         params, options = arguments.pop("params"), arguments.pop("options")
+        for name in options.keys() - RULES.keys():
+            call = f"{type(self).__name__}.__init__()"
+            raise TypeError(f"{call} got an unexpected keyword argument {name!r}")
+        check_options(options)
         for name, value in options.items():
-            if name not in RULES:
-                call = f"{type(self).__name__}.__init__()"
-                raise TypeError(f"{call} got an unexpected keyword argument {name!r}")
-            check(name, value, RULES[name])
             is_flag = isinstance(getattr(FusedOptimizer, name), bool)
             setattr(self, name, bool(value) if is_flag and value != "split" else value)
-        check_options({name: getattr(self, name) for name in RULES})
         self._takes_options = True
         check_hyper(self.algorithm, arguments)
         check_range(kernel_hyper(self.algorithm, arguments))
