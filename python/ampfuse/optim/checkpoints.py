@@ -28,7 +28,6 @@ from ampfuse.optim.masters import (
     joined_master,
 )
 from ampfuse.optim.shards import is_sharded, on_shards
-from ampfuse.optim.states import storage_of
 from ampfuse.optim.stored import FP32, Stored, storage_for
 
 # Beside "state" in a state dict: for each parameter with state of another type, by its index, the
@@ -235,7 +234,7 @@ def _check_state(
     wanted, known = [*algorithm.numbers], {*algorithm.numbers}
     for key in found & known:
         check(f"{key} for {name}", state[key], COUNT)
-    storage = storage_for(storage_of(optimizer, group), param)
+    storage = storage_for(optimizer._states.storage_of(group), param)
     for stored in Stored.of(algorithm.name, algorithm.states_in(group)):
         for of in STORAGES.values():
             for i, (key, shape) in enumerate(stored.shapes(param, of).items()):

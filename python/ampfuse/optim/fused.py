@@ -28,7 +28,7 @@ from ampfuse.optim.options import (
     values_of,
 )
 from ampfuse.optim.schedule import Schedule, tabulate
-from ampfuse.optim.states import CLASSES, States, storage_of
+from ampfuse.optim.states import CLASSES, States
 from ampfuse.uncompiled import uncompiled
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ class FusedOptimizer(AmpOptimizer):
 
     def _check_group(self, group: dict[str, Any]) -> None:
         check_group(group, self._whole_options())
-        storage_of(self, group)
+        self._states.storage_of(group)
         check_hyper(self.algorithm, group)
         if group.get("differentiable"):
             raise ValueError(

@@ -60,10 +60,24 @@ class States(Part):
         """The states that a parameter of `group` has."""
         return Stored.of(self.algorithm.name, self.algorithm.states_in(group))
 
+    def storage_of(self, group: dict[str, Any]) -> str:
+        """The name of the storage type that `group` asks for. Raises ValueError for a wrong one."""
+        optimizer = self.optimizer
+        name: str = group.get("state_dtype") or optimizer.state_dtype
+        check("state_dtype", name, RULES["state_dtype"])
+        if name not in optimizer.algorithm.storages:
+            kinds = [kind for of, kind in CLASSES if name in ALGORITHMS[of].storages]
+            raise ValueError(
+                f"{type(optimizer).__name__} keeps no states in {STORAGES[name].bits} bits; "
+                f"state_dtype={name!r} is for {', '.join(kinds[:-1])} and {kinds[-1]}. Use 'bf16' "
+                "or 'fp32'."
+            )
+        return name
+
     def wanted(self) -> list[tuple[str, tuple[str, ...]]]:
         """What `by_group` would be now."""
         return [
-            (storage_of(self.optimizer, group), self.algorithm.states_in(group))
+            (self.storage_of(group), self.algorithm.states_in(group))
             for group in self.optimizer.param_groups
         ]
 
@@ -74,7 +88,7 @@ class States(Part):
         """
         if self._has_averages != (self.optimizer.ema_decay is not None):
             self.are_bound = False
-        wanted = storage_of(self.optimizer, group), self.algorithm.states_in(group)
+        wanted = self.storage_of(group), self.algorithm.states_in(group)
         if i >= len(self.by_group) or wanted == self.by_group[i]:
             return
         was, now = self.by_group[i][0], wanted[0]
@@ -125,7 +139,7 @@ class States(Part):
     def _bind_row(self, row: int, state: dict[str, Any]) -> None:
         table, rows = self._table, self.optimizer._rows
         param, group = table.param(row), rows.group_of(row)
-        storage = storage_for(storage_of(self.optimizer, group), rows.params[row])
+        storage = storage_for(self.storage_of(group), rows.params[row])
         states = []
         for stored in self.of_group(group):
             found = [value for key in stored.keys if (value := state.get(key)) is not None]
@@ -189,7 +203,7 @@ class States(Part):
 
     def _bind_numbers(self, state: dict[str, Any], row: int) -> None:
         if self.algorithm.starts_at_gradient:
-            storage = STORAGES[storage_of(self.optimizer, self.optimizer._rows.group_of(row))]
+            storage = STORAGES[self.storage_of(self.optimizer._rows.group_of(row))]
             if self._has_start(state):
                 self._started.append((state, row))
             if not (self.optimizer.rounding == "stochastic" or storage.rounds_at_random):
@@ -273,17 +287,3 @@ class States(Part):
                 for weight, before in saved:
                     weight.copy_(before)
             table.accept_model_weights()
-
-
-def storage_of(optimizer: Any, group: dict[str, Any]) -> str:
-    """The name of the storage type that `group` asks for. Raises ValueError for a wrong one."""
-    name: str = group.get("state_dtype") or optimizer.state_dtype
-    check("state_dtype", name, RULES["state_dtype"])
-    if name not in optimizer.algorithm.storages:
-        kinds = [kind for of, kind in CLASSES if name in ALGORITHMS[of].storages]
-        raise ValueError(
-            f"{type(optimizer).__name__} keeps no states in {STORAGES[name].bits} bits; "
-            f"state_dtype={name!r} is for {', '.join(kinds[:-1])} and {kinds[-1]}. Use 'bf16' or "
-            "'fp32'."
-        )
-    return name
