@@ -1,6 +1,7 @@
 """The table of optimizers and dtypes that the tests share, and small helpers."""
 
 import inspect
+import io
 import itertools
 
 import torch
@@ -156,6 +157,14 @@ class Plain(torch.optim.Optimizer):
                     state.setdefault("step", torch.tensor(0.0))
                     param.copy_(self.rule(**options).step(param, param.grad, state))
         return loss
+
+
+def through_a_file(state):
+    """Saved and loaded."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
 
 
 def set_grad(param, grad):

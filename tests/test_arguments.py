@@ -70,7 +70,8 @@ STATE, CODES = torch.zeros(5), torch.zeros(5, dtype=torch.uint8)
 @pytest.mark.parametrize(
     ("states", "storage", "average", "said"),
     [
-        ([[STATE], [torch.zeros(4)]], "fp32", None, "state 1 of a"),
+        ([[STATE], [torch.zeros(4)]], "fp32", None, "state 1 of a has to be on cpu and laid out"),
+        ([[STATE.double()]], "fp32", None, "state 0 of a is Double; in fp32 it is Float"),
         ([[STATE], [STATE.int()]], "fp32", None, "state 1 of a is Int; in fp32 it is Float"),
         ([[STATE]], "bf16", None, "state 0 of a is Float; in bf16 it is BFloat16"),
         ([[CODES]], "fp32", None, "state 0 of a is Byte; in fp32 it is Float"),

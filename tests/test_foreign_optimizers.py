@@ -1,7 +1,6 @@
 """Optimizers of others: their state resumes bit by bit, and wrappers and old signatures train."""
 
 import copy
-import io
 from collections import defaultdict
 
 import pytest
@@ -10,7 +9,7 @@ from torch import nn
 
 from ampfuse import amp, optim
 from ampfuse.optim.base import AmpOptimizer
-from cases import same_bits
+from cases import same_bits, through_a_file
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 HALF = {"O2": torch.float16, "O3": torch.float16, "O5": torch.bfloat16}
@@ -149,13 +148,6 @@ class Training:
     def tensors(self):
         masters = amp.master_params(self.optimizer)
         return [p.detach().clone() for p in (*self.model.parameters(), *masters)]
-
-
-def through_a_file(state):
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 @pytest.fixture(autouse=True)

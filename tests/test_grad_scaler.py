@@ -14,7 +14,6 @@ from torch import nn
 
 import ampfuse
 from ampfuse.amp import grad_scaler
-from ampfuse.optim import unscaling
 
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 inf, nan = math.inf, math.nan
@@ -248,29 +247,6 @@ def test_small_unscaled_gradients_survive_unscale(kind, dtype):
     one.optimizer.zero_grad()
     one.backward(scaler, 0.25)
     assert one.w.grad.dtype == dtype, "the next backward gives half gradients again"
-
-
-def test_where_half_parameters_hold_no_fp32_gradient_the_exact_routes_are_named(monkeypatch):
-    unscaling._warn_of_rounding.cache_clear()
-    monkeypatch.setattr(unscaling, "_accepts_float32_gradient", _refuse)
-    one = One(f16, torch.optim.SGD)
-    scaler = ours(init_scale=8.0)
-    for expected in (1, 0):
-        one.backward(scaler, 0.25)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            scaler.unscale_(one.optimizer)
-        assert len(caught) == expected
-        assert all("max_grad_norm=" in str(w.message) for w in caught)
-        assert (one.w.grad.dtype, one.w.grad.item()) == (f16, 0.25)
-        scaler.step(one.optimizer)
-        scaler.update()
-        one.optimizer.zero_grad()
-
-
-def _refuse(parameter):
-    unscaling._warn_of_rounding()
-    return False
 
 
 @pytest.mark.parametrize("name", ["SGD", "AdamW", "Adagrad", "RMSprop", "NAdam"])

@@ -217,22 +217,6 @@ def test_a_step_that_raises_leaves_the_wrapped_optimizer_as_it_was():
     assert torch.equal(*params)
 
 
-def test_ours_and_the_fused_operation_agree():
-    """Bits differ only in where decay and ratio are rounded."""
-    params = parameters()
-    twins = [param.detach().clone().requires_grad_() for param in params]
-    ours = optim.LARC(optim.SGD(params, lr=0.1, weight_decay=0.01))
-    other = optim.LARC(torch.optim.SGD(twins, lr=0.1, weight_decay=0.01))
-    for _ in range(5):
-        for param, twin in zip(params, twins, strict=True):
-            param.grad = torch.randn_like(param)
-            twin.grad = param.grad.clone()
-        ours.step()
-        other.step()
-    for param, twin in zip(params, twins, strict=True):
-        torch.testing.assert_close(param, twin, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.filterwarnings("error:Detected call of")
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize("around", [True, False])

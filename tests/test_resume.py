@@ -2,7 +2,6 @@
 
 import collections
 import copy
-import io
 import itertools
 import pickle
 
@@ -11,9 +10,8 @@ import torch
 from torch import nn
 
 from ampfuse import amp
-from cases import assert_same
+from cases import assert_same, f32, through_a_file
 
-f16, bf16, f32 = torch.float16, torch.bfloat16, torch.float32
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 MASTERED = ("O2", "O5")
 OPTIMIZERS = {
@@ -96,13 +94,6 @@ def resumed(kind, level, saved, models_at, optimizers_at, models_first):
                 load(saved)
     amp.load_state_dict(saved["amp"])
     return training
-
-
-def through_a_file(state):
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 @pytest.mark.parametrize(("kind", "level"), RUNS)

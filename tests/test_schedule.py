@@ -9,7 +9,7 @@ from torch.optim import lr_scheduler as lrs
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampfuse import amp, optim
-from cases import assert_same_bits
+from cases import assert_same_bits, snapshot
 
 STEPS = 12
 SHAPES = ((7,), (3, 5), (), (40,))
@@ -69,15 +69,6 @@ def set_gradients(params, step, bad=False):
         param.grad = torch.randn(param.shape, generator=random).to(param)
         if bad and i == 1:
             param.grad.view(-1)[0] = float("inf")
-
-
-def snapshot(optimizer):
-    state = optimizer.state_dict()["state"]
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    found = {f"param {i}": param.detach().clone() for i, param in enumerate(params)}
-    for i, values in state.items():
-        found |= {f"{k} {i}": v.clone() for k, v in values.items() if v is not None}
-    return found
 
 
 def two_groups(kind, params, **options):
@@ -300,15 +291,20 @@ def test_under_amp_with_masters():
     assert_same_bits(train(model, True), train(twin, False))
 
 
-class WritesEps(lrs.LRScheduler):
+class Writes(lrs.LRScheduler):
+    def __init__(self, optimizer, name):
+        self.name = name
+        super().__init__(optimizer)
+
     def get_lr(self):
         for group in self.optimizer.param_groups:
-            group["eps"] = 1e-3 * (1 + self.last_epoch)
+            group[self.name] = 0.1 * self.last_epoch
         return [group["lr"] for group in self.optimizer.param_groups]
 
 
 def test_what_cannot_be_tabulated_is_refused():
     ours, other = adamw(params_of()), adamw(params_of())
+    still = optim.SGD(params_of(), lr=0.1)
     plateau = lrs.ReduceLROnPlateau(ours)
     cases = [
         (plateau, 5, TypeError, "metric"),
@@ -316,26 +312,15 @@ def test_what_cannot_be_tabulated_is_refused():
         (lrs.StepLR(other, 1), 5, ValueError, "StepLR schedules another optimizer"),
         (lrs.StepLR(ours, 1), 0, ValueError, "steps is 0"),
         (lrs.OneCycleLR(ours, 0.1, total_steps=4), 6, ValueError, "tabulated for 6 steps"),
-        (WritesEps(ours), 5, ValueError, "changes eps of parameter group 0"),
+        (Writes(ours, "eps"), 5, ValueError, "changes eps of parameter group 0"),
+        (Writes(still, "momentum"), 5, ValueError, "start with a momentum above 0"),
     ]
     for scheduler, steps, error, text in cases:
+        optimizer = still if "momentum" in text else ours
         with pytest.raises(error, match=text):
-            ours.follow(scheduler, steps)
-        assert ours._schedule is None
-    still = optim.SGD(params_of(), lr=0.1)
+            optimizer.follow(scheduler, steps)
+        assert optimizer._schedule is None
     momentum = lrs.LambdaLR(still, lambda k: 1.0)
     momentum.step = lambda: still.param_groups[0].update(momentum=0.5)  # somebody's patch
     still.follow(momentum, 3)  # writes to the real groups, not to the copy's: no table
     assert still._schedule.columns == [{}]
-
-
-def test_momentum_that_starts_later_is_refused():
-    class Momentum(lrs.LRScheduler):
-        def get_lr(self):
-            for group in self.optimizer.param_groups:
-                group["momentum"] = 0.1 * self.last_epoch
-            return [group["lr"] for group in self.optimizer.param_groups]
-
-    ours = optim.SGD(params_of(), lr=0.1)
-    with pytest.raises(ValueError, match="momentum above 0"):
-        ours.follow(Momentum(ours), 5)

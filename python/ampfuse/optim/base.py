@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
@@ -19,18 +19,22 @@ from torch.optim import Optimizer
 from ampfuse import plugs
 from ampfuse._schema import ALGORITHMS, Algorithm
 from ampfuse.optim import checkpoints
-from ampfuse.optim.inner import parameters, with_inner
+from ampfuse.optim.inner import with_inner
 from ampfuse.optim.layerwise import Layerwise
 from ampfuse.optim.ledger import Ledger
-from ampfuse.optim.masters import MasterParameter
 from ampfuse.optim.options import RULES, WithOptions
+from ampfuse.optim.parts import member
 from ampfuse.optim.rows import Rows
 from ampfuse.optim.skip_watch import SkipWatch
-from ampfuse.uncompiled import uncompiled
+from ampfuse.uncompiled import Function, uncompiled
 
 if TYPE_CHECKING:
     from ampfuse._C import ParamTable
     from ampfuse.insight.meter import Meter
+
+
+def _copy_of(field: str) -> Callable[[Any], Tensor]:
+    return lambda last_step: last_step._table.inspector.state_field(field).clone()
 
 
 class LastStep:
@@ -46,20 +50,9 @@ class LastStep:
     def __init__(self, table: ParamTable) -> None:
         self._table = table
 
-    def _field(self, name: str) -> Tensor:
-        return self._table.inspector.state_field(name).clone()
-
-    @property
-    def skipped(self) -> Tensor:
-        return self._field("skip")
-
-    @property
-    def grad_norm(self) -> Tensor:
-        return self._field("grad_norm")
-
-    @property
-    def loss_scale(self) -> Tensor:
-        return self._field("loss_scale")
+    skipped = property(_copy_of("skip"))
+    grad_norm = property(_copy_of("grad_norm"))
+    loss_scale = property(_copy_of("loss_scale"))
 
     def overflow(self) -> dict[str, Any] | None:
         """Where the latest overflow was, or None if there was none. Waits for the device.
@@ -120,6 +113,7 @@ class AmpOptimizer(WithOptions, Optimizer):
     _ledger = cached_property(Ledger)
     _skip_watch = cached_property(lambda _: SkipWatch())
     _meter: Meter | None = None
+    _opt_called = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """A wrapper that gives itself its optimizer's class (Lightning, Fabric) hands all on.
@@ -157,30 +151,18 @@ class AmpOptimizer(WithOptions, Optimizer):
         """
         raise NotImplementedError
 
-    # --- rows -----------------------------------------------------------------------------------
+    # --- rows: see Rows -------------------------------------------------------------------------
 
-    @uncompiled
-    def param_table(self) -> ParamTable:
-        """The table, with a row for each parameter of ``param_groups`` in order."""
-        return self._rows.current()
-
-    @property
-    def _table(self) -> ParamTable | None:
-        return self._rows.table
-
-    @_table.setter
-    def _table(self, table: ParamTable | None) -> None:
-        self._rows.table = table
+    param_table = member("_rows.current", "The table, with a row for each parameter of groups.")
+    parameter_names = member("_rows.parameter_names", "What messages call the parameters.")
+    restore_master = member("_rows.restore_master", "See :meth:`Rows.restore_master`.")
+    _table = member("_rows.table")
 
     def _table_is_new(self) -> None:
         """It has nothing of states."""
 
     def _rows_are_added(self) -> None:
         """The table has no hyper-parameters."""
-
-    def parameter_names(self) -> list[str]:
-        """What messages call the parameters, in the order of the groups."""
-        return self._rows.parameter_names()
 
     def go_under_amp(
         self, *, master_weights: bool | Literal["split"], names: dict[int, str]
@@ -193,10 +175,6 @@ class AmpOptimizer(WithOptions, Optimizer):
         """As torch's; under amp half-precision parameters of the group get FP32 masters."""
         super().add_param_group(param_group)
         self._rows.master_added_group()
-
-    def restore_master(self, param: Tensor, state: dict[str, Any], master: Tensor) -> None:
-        """Make `master` (float32) the master of `param`; `state` is about to be its state."""
-        self._rows.restore_master(param, state, master)
 
     @torch.no_grad()
     def refresh_masters(self) -> None:
@@ -215,11 +193,7 @@ class AmpOptimizer(WithOptions, Optimizer):
         Raises RuntimeError in a swap_ema block: averages are no edits.
         """
         self._check_not_swapped("what looks at masters or saves them")
-        if (
-            self._rows.table is not None
-            or any("master_param" in state for state in self.state.values())
-            or any(isinstance(param, MasterParameter) for param in parameters(self))
-        ):
+        if self._rows.are_used():
             self.param_table().masters.refresh()
 
     def _check_not_swapped(self, what: str) -> None:
@@ -231,55 +205,16 @@ class AmpOptimizer(WithOptions, Optimizer):
 
     # --- gradients: see Ledger ------------------------------------------------------------------
 
-    @property
-    def in_backward(self) -> bool:
-        """A pass of scale_loss runs."""
-        return self._ledger.in_backward
-
-    @in_backward.setter
-    def in_backward(self, runs: bool) -> None:
-        self._ledger.in_backward = runs
-
-    @property
-    def has_scaled_gradients(self) -> bool:
-        """The last pass that ended left its gradients scaled."""
-        return self._ledger.has_scaled
-
-    @uncompiled
-    def begin_backward(self) -> None:
-        """See :meth:`Ledger.begin`."""
-        self._ledger.begin()
-
-    @uncompiled
-    def end_backward(self, scale: Tensor, check: bool) -> bool:
-        """See :meth:`Ledger.end`."""
-        return self._ledger.end(scale, check)
-
-    @uncompiled
-    def mark_backward(self, scale: Tensor) -> None:
-        """See :meth:`Ledger.mark`."""
-        self._ledger.mark(scale)
-
-    def cancel_backward(self) -> None:
-        """See :meth:`Ledger.cancel`."""
-        self._ledger.cancel()
-
-    @uncompiled
-    def materialize_gradients(self) -> None:
-        """See :meth:`Ledger.materialize`."""
-        self._ledger.materialize()
-
-    def unscale_gradients(self, scale: Tensor) -> Tensor:
-        """See :meth:`Ledger.unscale`."""
-        return self._ledger.unscale(scale)
-
-    def rows_of(self, params: Container[int]) -> list[int]:
-        """See :meth:`Ledger.rows_of`."""
-        return self._ledger.rows_of(params)
-
-    def earlier_sparse(self, rows: Iterable[int]) -> list[str]:
-        """See :meth:`Ledger.earlier_sparse`."""
-        return self._ledger.earlier_sparse(rows)
+    begin_backward = member("_ledger.begin")
+    end_backward = member("_ledger.end")
+    mark_backward = member("_ledger.mark")
+    cancel_backward = member("_ledger.cancel")
+    materialize_gradients = member("_ledger.materialize")
+    unscale_gradients = member("_ledger.unscale")
+    has_scaled_gradients = member("_ledger.has_scaled")
+    in_backward = member("_ledger.in_backward")
+    rows_of = member("_ledger.rows_of")
+    earlier_sparse = member("_ledger.earlier_sparse")
 
     @property
     def found_inf_flag(self) -> Tensor:
@@ -302,22 +237,19 @@ class AmpOptimizer(WithOptions, Optimizer):
         Returns:
             `found_inf_flag`. In a backward pass, what was known before it.
         """
-        self._ledger.inspect()
+        table = self._rows.current()
+        if not self.in_backward:
+            table.plan.collect(None, False)
+            table.plan.measure()
         return self.found_inf_flag
 
     @uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's, and also drops what amp holds of earlier passes."""
-        if self._rows.table is not None:
+        if self._rows.are_used():
             self.param_table().gradients.zero_grad(set_to_none)
-            return
-        for param in parameters(self):
-            if isinstance(param, MasterParameter) and param.model_param.grad is not None:
-                if set_to_none:
-                    param.model_param.grad = None
-                else:
-                    param.model_param.grad.detach_().zero_()
-        super().zero_grad(set_to_none)
+        else:
+            super().zero_grad(set_to_none)
 
     # --- the decisions of a step ----------------------------------------------------------------
 
@@ -417,6 +349,13 @@ class AmpOptimizer(WithOptions, Optimizer):
 def amp_optimizers(optimizer: Any) -> list[AmpOptimizer]:
     """Those that amp knows among `optimizer` and what it wraps, the innermost last."""
     return [one for one in with_inner(optimizer) if isinstance(one, AmpOptimizer)]
+
+
+def tells_schedulers(step: Function) -> Function:
+    """Decorator of a step that sets ``_opt_called``: torch's schedulers need not wrap it then."""
+    marked: Any = step
+    marked._wrapped_by_lr_sched = True
+    return step
 
 
 def takes_scale(optimizer: Any) -> TypeGuard[AmpOptimizer]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,48 +14,20 @@ from ampfuse._schema import SCHEDULED
 from ampfuse.optim.fused import FusedOptimizer
 from ampfuse.optim.hyper import refuse_unread
 from ampfuse.optim.inner import parameters
-from ampfuse.optim.masters import MasterParameter
+from ampfuse.optim.masters import leaf_of
 from ampfuse.optim.schedule import Schedule
 
 # Of a parameter group: a rate that the kernel reads from a tensor, and the hyper-parameters.
 _Group = tuple[Tensor | None, dict[str, Any]]
 
 
-class GroupValues(Schedule):
-    """What the parameter groups hold, in one row: a captured step reads what the host writes there.
+def _readable(lr: Tensor | None, hyper: dict[str, Any]) -> list[str]:
+    """What a captured step can take from the device: not what switches something on or off.
 
-    Arguments:
-        groups: of each group the rate, if it is a tensor that the kernel reads, and the other
-            hyper-parameters. Such a rate is left out, and so is a momentum of 0, which says that
-            there are no momentum buffers.
+    A rate that is a tensor is read there already.
     """
-
-    def __init__(self, groups: list[_Group], device: torch.device) -> None:
-        self._written: list[dict[str, float]] = []
-        for lr, hyper in groups:
-            values = {name: float(hyper[name]) for name in SCHEDULED if name in hyper}
-            if lr is not None:
-                del values["lr"]
-            if values.get("momentum") == 0:
-                del values["momentum"]
-            self._written.append(values)
-        super().__init__(
-            [
-                {
-                    name: torch.tensor([value], dtype=torch.float64, device=device)
-                    for name, value in values.items()
-                }
-                for values in self._written
-            ]
-        )
-
-    def write(self, group: int, hyper: dict[str, Any]) -> None:
-        """Bring the columns up to date, without waiting for the device."""
-        written = self._written[group]
-        for name, column in self.columns[group].items():
-            if hyper[name] != written[name]:
-                column.fill_(hyper[name])
-                written[name] = float(hyper[name])
+    names = [name for name in SCHEDULED if name in hyper and (name != "lr" or lr is None)]
+    return [name for name in names if name != "momentum" or hyper[name] != 0]
 
 
 class CapturedOptimizer:
@@ -68,16 +41,23 @@ class CapturedOptimizer:
 
     def __init__(self, optimizer: FusedOptimizer) -> None:
         self._optimizer = optimizer
-        self.table = optimizer.param_table()
+        self.table = optimizer._rows.current()
         self.params = list(parameters(optimizer))
-        self.leaves = [p.model_param if isinstance(p, MasterParameter) else p for p in self.params]
+        self.leaves = list(map(leaf_of, self.params))
         self.device = self.table.param(0).device
         self._schedule = optimizer._schedule
-        self._groups = self._current_groups()
-        # Without a schedule to follow, the numbers of the groups go to the device when they change.
+        self._groups = self._written = self._current_groups()
+        # Without a schedule to follow, the numbers of the groups go to the device when they change:
+        # a table of one row.
         self._values = None
         if self._schedule is None:
-            self._values = GroupValues(self._groups, self.device)
+            number = functools.partial(torch.tensor, dtype=torch.float64, device=self.device)
+            self._values = Schedule(
+                [
+                    {n: number([hyper[n]]) for n in _readable(lr, hyper)}
+                    for lr, hyper in self._groups
+                ]
+            )
 
     @contextlib.contextmanager
     def reading_values(self) -> Iterator[None]:
@@ -133,15 +113,18 @@ class CapturedOptimizer:
         with torch.no_grad():
             self._optimizer.keep_bound()
             if self._values is not None:
-                for i, (_, hyper) in enumerate(self._current_groups()):
-                    self._values.write(i, hyper)
+                was, self._written = self._written, self._current_groups()
+                for i, columns in enumerate(self._values.columns):
+                    for name, column in columns.items():
+                        if (value := self._written[i][1][name]) != was[i][1][name]:
+                            column.fill_(value)
             self.table.masters.refresh()
         self._optimizer.zero_grad(set_to_none=True)
 
     def note_replay(self) -> None:
         """Have versions of tensors, and what torch's schedulers ask, tell of the step."""
         self.table.plan.mark_stepped()
-        self._optimizer._opt_called = True  # type: ignore[attr-defined]
+        self._optimizer._opt_called = True
 
     def _refuse_hyper(self, group: int, now: _Group, then: _Group) -> None:
         """A changed hyper-parameter that the graph does not read."""

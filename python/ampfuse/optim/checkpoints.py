@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ampfuse._schema import STORAGES
 from ampfuse.optim.checks import COUNT, Rule, check
@@ -27,7 +28,6 @@ from ampfuse.optim.masters import (
     joined_master,
 )
 from ampfuse.optim.shards import is_sharded, on_shards
-from ampfuse.optim.states import storage_of
 from ampfuse.optim.stored import FP32, Stored, storage_for
 
 # Beside "state" in a state dict: for each parameter with state of another type, by its index, the
@@ -48,6 +48,10 @@ def with_masters(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
             _decode(optimizer, state, param, with_blocks_only=True)
         if state:
             states[i] = state
+    if optimizer.algorithm.name == "none" and (
+        dtypes := _own_dtypes(parameters(optimizer), states)
+    ):
+        return {**state_dict, DTYPES: dtypes}
     return state_dict
 
 
@@ -90,12 +94,19 @@ def load(
 
 def load_around(optimizer: Any, state_dict: dict[str, Any], by: Callable[[Any], None]) -> None:
     """A wrapper hands the state to the optimizers in it, which know no masters."""
-    params = list(parameters(optimizer))
-    rest, masters = _without_masters(state_dict)
-    for i, master in masters.items():
-        if i < len(params):
-            _check_tensor("master_param", master, params[i], optimizer.parameter_names()[i])
-    by(rest)
+    states = {
+        i: dict(state) if isinstance(state, dict) else state
+        for i, state in state_dict.get("state", {}).items()
+    }
+    masters = {
+        i: state.pop("master_param")
+        for i, state in states.items()
+        if isinstance(state, dict) and "master_param" in state
+    }
+    names = optimizer.parameter_names()
+    for i, param in enumerate(parameters(optimizer)):
+        _check_tensor("master_param", masters.get(i), param, names[i])
+    by({**state_dict, "state": {i: s for i, s in states.items() if s or i not in masters}})
     for i, param in enumerate(parameters(optimizer)):
         if i in masters:
             exact = masters[i].detach().to(param.device, torch.float32)
@@ -129,7 +140,8 @@ def _restore_tensors(optimizer: Any, state: dict[Any, Any], saved: dict[str, Any
                 exact = value.detach().to(device=param.device, dtype=torch.float32, copy=True)
                 optimizer.restore_master(param, state[param], exact)
             elif key != "step":  # torch knows where and in which type that belongs
-                state[param][key] = _uncast(value, state[param][key], param, dtypes.get(i))
+                uncast = functools.partial(_uncast, param, dtypes.get(i))
+                state[param][key] = tree_map(uncast, value, state[param][key])
         held = has_table and MASTERS & optimizer.state.get(param, {}).keys()
         if held and not MASTERS & state[param].keys():  # the weight is all that was saved
             optimizer.restore_master(param, state[param], exact_float32(param))
@@ -140,59 +152,32 @@ def is_master_alone(state: Any) -> bool:
     return isinstance(state, dict) and bool(state) and state.keys() <= {*MASTERS, "_model_version"}
 
 
-def own_dtypes(params: Iterable[Tensor], states: dict[Any, Any]) -> dict[int, torch.dtype]:
+def _own_dtypes(params: Iterable[Tensor], states: dict[Any, Any]) -> dict[int, torch.dtype]:
     """What stands under `DTYPES`."""
-    return {
-        i: param.dtype
-        for i, param in enumerate(params)
-        if any(tensor.dtype != param.dtype for tensor in _floating(states.get(i)))
-    }
+    found = {}
+    for i, param in enumerate(params):
+        state = states.get(i)
+        if isinstance(state, dict):
+            state = {key: state[key] for key in state.keys() - {"step", "master_param"}}
+        tensors = [value for value in tree_leaves(state) if isinstance(value, Tensor)]
+        if any(each.is_floating_point() and each.dtype != param.dtype for each in tensors):
+            found[i] = param.dtype
+    return found
 
 
-def _floating(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor) and value.is_floating_point():
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _floating(item)
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            if key not in ("step", "master_param"):
-                yield from _floating(item)
-
-
-def _uncast(saved: Any, loaded: Any, param: Tensor, was: torch.dtype | None) -> Any:
-    """`loaded`, which torch made of the state `saved`, without the casts that lose something.
+def _uncast(param: Tensor, was: torch.dtype | None, saved: Any, loaded: Any) -> Any:
+    """`loaded`, which torch made of `saved` in a state, unless its cast loses something.
 
     Arguments:
         was: the type of the parameter when its state was saved, if known.
     """
-    if isinstance(saved, Tensor):
-        keep = (
-            not saved.is_floating_point()
-            or (was is not None and saved.dtype != was)
-            or (saved.dtype != param.dtype and param.dtype in HALF_DTYPES)
-        )
-        return saved.detach().to(param.device, copy=True) if keep else loaded
-    if isinstance(saved, dict):
-        return {key: _uncast(value, loaded[key], param, was) for key, value in saved.items()}
-    if isinstance(saved, (list, tuple)):
-        pairs = zip(saved, loaded, strict=True)
-        return type(saved)(_uncast(before, after, param, was) for before, after in pairs)
+    if isinstance(saved, Tensor) and (
+        not saved.is_floating_point()
+        or (was is not None and saved.dtype != was)
+        or (saved.dtype != param.dtype and param.dtype in HALF_DTYPES)
+    ):
+        return saved.detach().to(param.device, copy=True)
     return loaded
-
-
-def _without_masters(state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[int, Tensor]]:
-    """A state dict without its ``master_param`` entries, and these by the parameter's index."""
-    masters, states = {}, {}
-    for i, state in state_dict.get("state", {}).items():
-        if isinstance(state, dict) and "master_param" in state:
-            masters[i] = state["master_param"]
-            state = {key: value for key, value in state.items() if key != "master_param"}
-            if not state:
-                continue
-        states[i] = state
-    return {**state_dict, "state": states}, masters
 
 
 def _check_and_remember(
@@ -249,7 +234,7 @@ def _check_state(
     wanted, known = [*algorithm.numbers], {*algorithm.numbers}
     for key in found & known:
         check(f"{key} for {name}", state[key], COUNT)
-    storage = storage_for(storage_of(optimizer, group), param)
+    storage = storage_for(optimizer._states.storage_of(group), param)
     for stored in Stored.of(algorithm.name, algorithm.states_in(group)):
         for of in STORAGES.values():
             for i, (key, shape) in enumerate(stored.shapes(param, of).items()):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from types import CodeType
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from ampfuse.optim.base import AmpOptimizer
+from ampfuse.optim.base import AmpOptimizer, tells_schedulers
 from ampfuse.optim.checks import ABOVE_0, COUNT, FINITE, NUMBER, check
 from ampfuse.optim.hyper import Hypers, check_hyper, check_range, kernel_hyper
 from ampfuse.optim.masters import FLOAT_DTYPES
@@ -57,9 +58,8 @@ class FusedOptimizer(AmpOptimizer):
     clip_once: float | None = None
     # The options as a step last found them.
     _checked: tuple[Any, ...] | None = None
-    # What the steps follow, and where it goes on if a state dict was loaded first.
+    # What the steps follow.
     _schedule: Schedule | None = None
-    _loaded_schedule_step: int | None = None
 
     _states = cached_property(States)
     _hypers = cached_property(Hypers)
@@ -87,14 +87,13 @@ class FusedOptimizer(AmpOptimizer):
         """
         arguments = {name: value for name, value in arguments.items() if name != "self"}
         params, options = arguments.pop("params"), arguments.pop("options")
+        if unknown := [name for name in options if name not in RULES]:
+            call = f"{type(self).__name__}.__init__()"
+            raise TypeError(f"{call} got an unexpected keyword argument {unknown[0]!r}")
+        check_options(options)
         for name, value in options.items():
-            if name not in RULES:
-                call = f"{type(self).__name__}.__init__()"
-                raise TypeError(f"{call} got an unexpected keyword argument {name!r}")
-            check(name, value, RULES[name])
             is_flag = isinstance(getattr(FusedOptimizer, name), bool)
             setattr(self, name, bool(value) if is_flag and value != "split" else value)
-        check_options({name: getattr(self, name) for name in RULES})
         self._takes_options = True
         check_hyper(self.algorithm, arguments)
         check_range(kernel_hyper(self.algorithm, arguments))
@@ -104,12 +103,11 @@ class FusedOptimizer(AmpOptimizer):
             torch.optim.Optimizer.__init__(self, params, arguments)
             return
         self._replaces.__init__(self, params, **arguments)
-        # torch's Adagrad has filled its states now (before 2.14 or so), in the parameter's type.
+        # torch's Adagrad has filled its states now, in the parameter's type.
         for state in self.state.values():
             for name in self.algorithm.states:
-                if state[name].dtype != torch.float32:
-                    fresh = float(arguments[str(fill)])
-                    state[name] = torch.full_like(state[name], fresh, dtype=torch.float32)
+                fresh = float(arguments[str(fill)])
+                state[name] = torch.full_like(state[name], fresh, dtype=torch.float32)
 
     def check_options(self) -> None:
         """Raise ValueError for options and groups that were changed to what they cannot be."""
@@ -164,6 +162,7 @@ class FusedOptimizer(AmpOptimizer):
 
     # --- the step -------------------------------------------------------------------------------
 
+    @tells_schedulers
     @uncompiled
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -182,6 +181,7 @@ class FusedOptimizer(AmpOptimizer):
                 TypeError: a float64 or complex gradient. ValueError: an option or hyper-parameter
                 was changed to what it cannot be. Nothing has changed then.
         """
+        self._opt_called = True
         self._ledger.check_before_step()
         self._check_not_swapped("step()")
         self.check_options()
@@ -267,11 +267,7 @@ class FusedOptimizer(AmpOptimizer):
         table = self.keep_bound()
         table.masters.refresh()  # so that afterwards all there is counts as known
         with self._states.averages_in_place(table):
-            self._swapped = True
-            try:
-                yield
-            finally:
-                self._swapped = False
+            yield
 
     # --- schedules ------------------------------------------------------------------------------
 
@@ -304,12 +300,10 @@ class FusedOptimizer(AmpOptimizer):
                 schedule.write_to(self.param_groups, table.inspector.state_field("schedule_step"))
             return
 
-        def hyper(group: Mapping[str, Any]) -> dict[str, Any]:
-            return kernel_hyper(self.algorithm, group)
-
+        hyper = functools.partial(kernel_hyper, self.algorithm)
         self._schedule = tabulate(self, scheduler, int(steps), hyper, table.param(0).device)
-        self._rows.start_schedule_at(self._loaded_schedule_step or 0)
-        self._loaded_schedule_step = None
+        self._rows.start_schedule_at(0)
+        self._take_schedule_step()
 
     def learning_rates(self) -> Tensor:
         """Each group's rate in the next applied step: float64, shape (groups,), on the device."""
@@ -334,12 +328,14 @@ class FusedOptimizer(AmpOptimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any], *, strict: bool = False) -> None:
         super().load_state_dict(state_dict, strict=strict)
+        if self._schedule is not None:
+            self._take_schedule_step()
+
+    def _take_schedule_step(self) -> None:
+        """Go on where a state dict that was loaded, before or after `follow`, says."""
         positions = [group.pop("schedule_step", None) for group in self.param_groups]
-        if positions and positions[0] is not None:
-            if self._schedule is None:
-                self._loaded_schedule_step = int(positions[0])
-            else:
-                self._rows.start_schedule_at(int(positions[0]))
+        if positions[0] is not None:
+            self._rows.start_schedule_at(int(positions[0]))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         position = state.pop("_applied_steps", 0)

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampfuse.optim import checkpoints
-from ampfuse.optim.base import AmpOptimizer
+from ampfuse.optim.base import AmpOptimizer, tells_schedulers
 from ampfuse.optim.inner import parameters
 from ampfuse.optim.masters import MasterParameter
 from ampfuse.optim.sparse import SparseLedger
@@ -39,12 +38,14 @@ class GenericOptimizer(AmpOptimizer):
     _original_class: type[torch.optim.Optimizer]
     _ledger = cached_property(SparseLedger)
 
+    @tells_schedulers
     @uncompiled
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """The original class's step, unless the gradients overflowed; then nothing, and None.
 
         No function in it is cast, whatever the level; in a closure they are, as they were outside.
         """
+        self._opt_called = True
         self._ledger.check_before_step()
         table = self.param_table()
         scale = self.__dict__.get("grad_scale")
@@ -125,11 +126,6 @@ class GenericOptimizer(AmpOptimizer):
         for param in parameters(self):  # a dropped gradient of a master is its weight's too
             if isinstance(param, MasterParameter) and param.grad is None:
                 param.model_param.grad = None
-
-    def state_dict(self) -> dict[str, Any]:
-        state_dict = super().state_dict()
-        dtypes = checkpoints.own_dtypes(parameters(self), state_dict["state"])
-        return {**state_dict, checkpoints.DTYPES: dtypes} if dtypes else state_dict
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return _new, (self._original_class,), self.__getstate__()

@@ -90,45 +90,42 @@ class Hypers(Part):
             optimizer.state_dtype,
             optimizer._layerwise,
         ]
-        same = options == self._sent_with
+        if options != self._sent_with:
+            self._sent, self._sent_with = [], options
         row = 0
         for i, group in enumerate(optimizer.param_groups):
-            end = row + len(group["params"])
+            rows = row, row + len(group["params"])
             values = list(map(group.get, self._keys))
             sent = self._sent[i] if i < len(self._sent) else None
             if (
                 sent is None
-                or not same
                 or sent.may_change
-                or sent.rows != (row, end)
+                or sent.rows != rows
                 or not all(map(is_, values, sent.values))
             ):
-                self._send(table, i, group, (row, end), values, same)
-            row = end
-        self._sent_with = options
+                self._sent[i : i + 1] = [self._send(table, i, rows, values, sent)]
+            row = rows[1]
 
     def _send(
         self,
         table: ParamTable,
         i: int,
-        group: dict[str, Any],
         rows: tuple[int, int],
         values: list[Any],
-        same: bool,
-    ) -> None:
+        sent: _Sent | None,
+    ) -> _Sent:
+        """Give the table what group `i` holds, unless it was `sent` before."""
+        group, schedule = self.optimizer.param_groups[i], self.optimizer._schedule
         check_hyper(self._algorithm, group)
         self.optimizer._states.follow_group(i, group)
         lr, hyper = self.of(group)
-        sent = self._sent[i] if i < len(self._sent) else None
-        schedule = self.optimizer._schedule
         columns = schedule.of_group(i) if schedule is not None else {}
-        if sent is not None and sent.lr is lr and schedule is self._sent_with[0]:
-            refuse_unread(i, sent.hyper, hyper, columns)
-        known = sent is not None and same and sent.rows == rows and sent.lr is lr
-        if sent is None or not known or sent.hyper != hyper:
+        if sent is None or sent.rows != rows or sent.lr is not lr or sent.hyper != hyper:
+            if sent is not None and sent.lr is lr:
+                refuse_unread(i, sent.hyper, hyper, columns)
             table.set_hyper(*rows, lr, hyper, columns)
         may_change = any(value is not lr and not _is_constant(value) for value in values)
-        self._sent[i : i + 1] = [_Sent(rows, values, may_change, lr, hyper)]
+        return _Sent(rows, values, may_change, lr, hyper)
 
     def of(self, group: Mapping[str, Any]) -> tuple[Tensor | None, dict[str, Any]]:
         """The rate, if the kernel reads it from a tensor on the device, and all the rest."""

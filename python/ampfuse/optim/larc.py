@@ -9,6 +9,7 @@ import torch
 
 from ampfuse.optim.base import AmpOptimizer, takes_scale
 from ampfuse.optim.layerwise import Layerwise
+from ampfuse.optim.parts import member
 
 
 class LARC(torch.optim.Optimizer):
@@ -55,10 +56,8 @@ class LARC(torch.optim.Optimizer):
             raise ValueError(
                 f"{type(optimizer).__name__} follows the norm of each tensor itself; use it alone"
             )
-        self.__dict__["optim"] = optimizer
-        self.__dict__["trust_coefficient"] = trust_coefficient
-        self.__dict__["clip"] = clip
-        self.__dict__["eps"] = eps
+        self.optim, self.trust_coefficient = optimizer, trust_coefficient
+        self.clip, self.eps = clip, eps
 
     _OWN = frozenset({"optim", "trust_coefficient", "clip", "eps", "step"})
 
@@ -104,17 +103,10 @@ class LARC(torch.optim.Optimizer):
             result = optimizer.step()
         return loss if closure is not None else result
 
-    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        self.optim.zero_grad(*args, **kwargs)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.optim.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any], **options: Any) -> None:
-        self.optim.load_state_dict(state_dict, **options)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        self.optim.add_param_group(param_group)
+    zero_grad = member("optim.zero_grad")
+    state_dict = member("optim.state_dict")
+    load_state_dict = member("optim.load_state_dict")
+    add_param_group = member("optim.add_param_group")
 
     def __repr__(self) -> str:
         return f"LARC({self.optim!r})"

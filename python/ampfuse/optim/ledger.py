@@ -12,8 +12,10 @@ from typing import Any
 from torch import Tensor
 
 from ampfuse.optim import left_scaled
+from ampfuse.optim.masters import leaf_of
 from ampfuse.optim.parts import Part
 from ampfuse.optim.unscaling import unscale
+from ampfuse.uncompiled import uncompiled
 
 
 class Ledger(Part):
@@ -34,13 +36,20 @@ class Ledger(Part):
     def _rows(self) -> Any:
         return self.optimizer._rows
 
+    @uncompiled
     def begin(self) -> None:
         """Put earlier gradients away, so that a backward pass brings new ones only."""
         if self.left_scaled:
             left_scaled.warn_if_used(self.optimizer)
-        self._rows.current().gradients.begin_backward()
+        table = self._rows.current()
+        self._set_sparse_aside()
+        table.gradients.begin_backward()
         self.in_backward = True
 
+    def _set_sparse_aside(self) -> None:
+        """Earlier gradients that the table does not know: there are none."""
+
+    @uncompiled
     def end(self, scale: Tensor, check: bool) -> bool:
         """Take in a pass whose gradients carry `scale` (float32, 0-dim): inspect and unscale.
 
@@ -58,6 +67,7 @@ class Ledger(Part):
             table.gradients.materialize()
         return left or not has_shards
 
+    @uncompiled
     def mark(self, scale: Tensor) -> None:
         """Take in a pass, but leave its gradients scaled until the next pass or the step."""
         self.in_backward, self.has_scaled = False, True
@@ -72,24 +82,17 @@ class Ledger(Part):
     def rows_of(self, params: Container[int]) -> list[int]:
         """Those of parameters of a model, given by their ids."""
         self._rows.current()
-        leaves = [getattr(param, "model_param", param) for param in self._rows.params]
-        return [row for row, leaf in enumerate(leaves) if id(leaf) in params]
+        return [row for row, param in enumerate(self._rows.params) if id(leaf_of(param)) in params]
 
     def earlier_sparse(self, rows: Iterable[int]) -> list[str]:
         """During a pass: names of those of `rows` to which earlier ones gave sparse gradients."""
         return []
 
+    @uncompiled
     def materialize(self) -> None:
         """Put FP32 unscaled gradients into the masters, if they are not there yet."""
         if self._rows.table is not None and not self.in_backward:
             self._rows.table.gradients.materialize()
-
-    def inspect(self) -> None:
-        """Look at the gradients now, as the step would, which need not look again."""
-        table = self._rows.current()
-        if not self.in_backward:
-            table.plan.collect(None, False)
-            table.plan.measure()
 
     def unscale(self, scale: Tensor) -> Tensor:
         """Divide all gradients by `scale` (float32, 0-dim) now, exactly.

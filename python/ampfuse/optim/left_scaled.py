@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from ampfuse.optim.inner import parameters
-from ampfuse.optim.masters import MasterParameter, gradient_as_it_is
+from ampfuse.optim.masters import gradient_as_it_is, leaf_of
 from ampfuse.uncompiled import uncompiled
 
 # A gradient, as long as it lives, and its version: another version is another value.
@@ -56,8 +56,7 @@ def warn_if_used(optimizer: Any) -> None:
 
 def leaves(optimizer: Any) -> Iterator[Tensor]:
     """What autograd gives the gradients of `optimizer` to."""
-    for param in parameters(optimizer):
-        yield param.model_param if isinstance(param, MasterParameter) else param
+    return map(leaf_of, parameters(optimizer))
 
 
 @uncompiled  # as code around a compiled backward pass may be

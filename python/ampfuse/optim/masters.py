@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,18 +55,18 @@ def set_gradient_as_it_is(param: Tensor, gradient: Tensor | None) -> None:
     _raw_grad.__set__(param, gradient)
 
 
-class GradientOwner(Protocol):
-    """The optimizer that knows where the gradients of its masters are."""
-
-    def materialize_gradients(self) -> None: ...
+def leaf_of(param: Tensor) -> Tensor:
+    """What autograd gives the gradient of `param` to: of a master the half weight."""
+    return param.model_param if isinstance(param, MasterParameter) else param
 
 
 class _LazyGradParameter(torch.nn.Parameter):
     """A parameter whose ``.grad`` an optimizer brings up to date when somebody looks at it."""
 
-    _owner: weakref.ref[GradientOwner] | None = None
+    # The optimizer that knows where the gradients of its masters are.
+    _owner: weakref.ref[Any] | None = None
 
-    def living_owner(self) -> GradientOwner | None:
+    def living_owner(self) -> Any:
         return self._owner() if self._owner is not None else None
 
     def _materialize(self) -> None:
@@ -128,7 +128,7 @@ class MasterParameter(_LazyGradParameter):
         """The exact FP32 copy of `model_param`, laid out in memory alike."""
         return _rebuild(exact_float32(model_param), model_param)
 
-    def set_owner(self, optimizer: GradientOwner) -> None:
+    def set_owner(self, optimizer: Any) -> None:
         """The first to ask has it: one that wraps `optimizer` knows the gradients of amp."""
         if self.living_owner() is not None:
             return
@@ -150,7 +150,7 @@ class MasterParameter(_LazyGradParameter):
         return _rebuild, (self.detach().clone(), self.model_param)
 
 
-def materialize_on_sight(model_param: Tensor, optimizer: GradientOwner) -> None:
+def materialize_on_sight(model_param: Tensor, optimizer: Any) -> None:
     """Have whoever reads ``model_param.grad`` see what `optimizer`'s master has."""
     if type(model_param) is torch.nn.Parameter:
         model_param.__class__ = ModelParameter
@@ -184,7 +184,7 @@ def install_masters(optimizer: torch.optim.Optimizer) -> None:
             if param not in masters:
                 masters[param] = MasterParameter.of(param)
                 # Now, not at the first step: what was compiled meanwhile knows the weight's class.
-                masters[param].set_owner(optimizer)  # type: ignore[arg-type]
+                masters[param].set_owner(optimizer)
             group["params"][i] = masters[param]
     for state in [getattr(each, "state", {}) for each in optimizers]:
         for param in [key for key in state if isinstance(key, Tensor) and key in masters]:
@@ -198,9 +198,5 @@ def install_masters(optimizer: torch.optim.Optimizer) -> None:
             if exact is not None:
                 with torch.no_grad():
                     master.copy_(exact)
-            state[master] = {key: _widened(value) for key, value in kept.items()}
-
-
-def _widened(value: Any) -> Any:
-    is_half = isinstance(value, Tensor) and value.dtype in HALF_DTYPES
-    return value.to(torch.float32) if is_half else value
+            halves = [k for k, v in kept.items() if getattr(v, "dtype", None) in HALF_DTYPES]
+            state[master] = kept | {key: kept[key].to(torch.float32) for key in halves}

@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from typing import Any
+
+
+def member(path: str, doc: str | None = None) -> Any:
+    """What a part of an object has, as an attribute of the object."""
+
+    def put(whole: Any, value: Any) -> None:
+        part, _, name = path.partition(".")
+        setattr(getattr(whole, part), name, value)
+
+    return property(operator.attrgetter(path), put, doc=doc)
 
 
 class Part:

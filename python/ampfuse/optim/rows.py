@@ -16,12 +16,14 @@ from ampfuse.optim.masters import (
     exact_float32,
     install_masters,
     joined_master,
+    leaf_of,
     materialize_on_sight,
     split_master,
     takes_master,
 )
 from ampfuse.optim.parts import Part
 from ampfuse.optim.shards import Ranks, is_sharded, local, origin, placed_as
+from ampfuse.uncompiled import uncompiled
 
 if TYPE_CHECKING:
     from ampfuse._C import ParamTable, StepPlan
@@ -55,6 +57,7 @@ class Rows(Part):
         self._frozen: list[Tensor] | None = None
         self.next_schedule_step: Tensor | int = 0
 
+    @uncompiled
     def current(self) -> ParamTable:
         """The table, with a row for each parameter of ``param_groups``."""
         self.master_the_unfrozen()
@@ -96,6 +99,15 @@ class Rows(Part):
             self.ranks.join(table)
         return table
 
+    def are_used(self) -> bool:
+        """There is a table, or there are masters, which only one follows."""
+        if self.table is not None:
+            return True
+        states = getattr(self.optimizer, "state", {})  # some wrappers have none
+        return any(
+            isinstance(param, MasterParameter) for param in parameters(self.optimizer)
+        ) or any("master_param" in state for state in states.values())
+
     def known(self) -> ParamTable:
         """The table as it is, where there is one."""
         assert self.table is not None
@@ -125,8 +137,7 @@ class Rows(Part):
         for i, group in enumerate(self.optimizer.param_groups):
             given = group.get("param_names") or [None] * len(group["params"])
             for j, param in enumerate(group["params"]):
-                leaf = param.model_param if isinstance(param, MasterParameter) else param
-                known = self.names.get(id(leaf)) or given[j]
+                known = self.names.get(id(leaf_of(param))) or given[j]
                 shape = tuple(param.shape)
                 names.append(known or f"param_groups[{i}]['params'][{j}] of shape {shape}")
         return names

@@ -56,13 +56,6 @@ class Schedule:
                     group[name] = value
 
 
-def scheduled_values(group: Group) -> dict[str, float]:
-    """What of a parameter group a schedule may change, as doubles."""
-    values = {name: group[name] for name in SCHEDULED if name in group}
-    values.update(zip(("beta1", "beta2"), group.get("betas", ()), strict=False))
-    return {name: float(value) for name, value in values.items()}
-
-
 def tabulate(
     optimizer: torch.optim.Optimizer,
     scheduler: LRScheduler,
@@ -77,33 +70,29 @@ def tabulate(
     _check(optimizer, scheduler, steps)
     groups = [_detached(group) for group in optimizer.param_groups]
     scheduler = _copy_onto(groups, optimizer, scheduler)
-    start = [scheduled_values(group) for group in groups]
-    others = [_unscheduled(hyper(group)) for group in groups]
-    rows: list[list[dict[str, float]]] = [[values] for values in start]
-    for step in range(1, steps):
-        _advance(scheduler, step, steps)
-        for i, group in enumerate(groups):
-            rows[i].append(scheduled_values(group))
-            if (now := _unscheduled(hyper(group))) != others[i]:
-                name = next(name for name in now if now[name] != others[i][name])
-                raise ValueError(
-                    f"the scheduler changes {name} of parameter group {i}; a tabulated schedule "
-                    f"holds {', '.join(SCHEDULED)}"
-                )
+    names = [list(hyper(group)) for group in groups]
+    tables: list[list[tuple[Any, ...]]] = [[] for _ in groups]
+    for step in range(steps):
+        if step > 0:
+            _advance(scheduler, step, steps)
+        for group, table in zip(groups, tables, strict=True):
+            table.append(tuple(hyper(group).values()))
     columns = []
-    for values, table in zip(start, rows, strict=True):
-        column = {name: [row[name] for row in table] for name in values}
-        if values.get("momentum") == 0 and any(column["momentum"]):
+    for i, table in enumerate(tables):
+        column = dict(zip(names[i], zip(*table, strict=True), strict=True))
+        varies = {name: ns for name, ns in column.items() if any(n != ns[0] for n in ns)}
+        for name in varies.keys() - set(SCHEDULED):
+            raise ValueError(
+                f"the scheduler changes {name} of parameter group {i}; a tabulated schedule "
+                f"holds {', '.join(SCHEDULED)}"
+            )
+        if "momentum" in varies and column["momentum"][0] == 0:
             raise ValueError(
                 "the scheduler turns momentum on later; start with a momentum above 0, so that the "
                 "momentum buffers are there"
             )
         columns.append(
-            {
-                name: torch.tensor(numbers, dtype=torch.float64, device=device)
-                for name, numbers in column.items()
-                if any(number != numbers[0] for number in numbers)
-            }
+            {n: torch.tensor(of, dtype=torch.float64, device=device) for n, of in varies.items()}
         )
     return Schedule(columns)
 
@@ -149,10 +138,6 @@ def _copy_onto(groups: list[Group], optimizer: Any, scheduler: LRScheduler) -> L
         param_groups=groups, defaults=dict(optimizer.defaults), step=step, _opt_called=True
     )
     return copy.deepcopy(scheduler, {id(optimizer): stand_in})
-
-
-def _unscheduled(hyper: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in hyper.items() if name not in SCHEDULED}
 
 
 def _advance(scheduler: LRScheduler, step: int, steps: int) -> None:

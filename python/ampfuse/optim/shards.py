@@ -135,19 +135,14 @@ class Ranks:
         torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, self.group)
 
 
-def _copied_along(param: Any) -> tuple[int, ...]:
-    """The dimensions of its mesh along which a DTensor is replicated."""
-    places = getattr(param, "placements", ())
-    return tuple(i for i, place in enumerate(places) if place.is_replicate())
-
-
 def _is_first_replica(param: Any, first_rank: int) -> bool:
     """Whether this process is the first of those that hold the same shard of `param`."""
     if not is_sharded(param):
         return torch.distributed.get_rank() == first_rank
-    at = param.device_mesh.get_coordinate()
     # Of meshes side by side, as those of one dimension of a larger mesh, the first one counts.
-    return first_rank in param.device_mesh.mesh and not any(at[i] for i in _copied_along(param))
+    at = zip(param.placements, param.device_mesh.get_coordinate() or (), strict=False)
+    is_first = not any(place.is_replicate() and coordinate for place, coordinate in at)
+    return first_rank in param.device_mesh.mesh and is_first
 
 
 def _group_of(mesh: DeviceMesh) -> ProcessGroup:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,21 +18,24 @@ _log = logging.getLogger("ampfuse.amp")
 
 # From the default scale to the default minimum are 40 overflows.
 STRETCH = 200
-# Between two looks at a count on a GPU; on the CPU it is there at once.
+# Steps between two looks at a count on a GPU; on the CPU it is there at once.
 _PAUSE = 20
 
 
 class SkipWatch:
-    """Raises after `STRETCH` skipped steps in a row, at the latest after three times as many."""
+    """Raises after `STRETCH` skipped steps in a row; on a GPU a few looks later."""
 
     def __init__(self) -> None:
-        self._steps = 0
-        self._samples: list[Sample] = []  # of the count of skipped steps, STRETCH steps apart
         self._table: Any = None
-        self._count: Tensor  # of the table's skipped steps
+
+    def _start(self, table: Any) -> None:
+        self._table, self._count = table, table.inspector.state_field("skipped_steps")
         self._next = 1  # the count to tell of
+        self._steps = self._applied = self._applied_until = 0
         self._here: ctypes.c_int32 | None = None  # the count, if it is on the CPU
-        self._latest: Sample | None = None
+        self._sample: tuple[int, Sample] | None = None  # of the count after so many steps
+        if not self._count.is_cuda:  # read from memory, at a fortieth of what int(tensor) takes
+            self._here = ctypes.c_int32.from_address(self._count.data_ptr())
 
     def after_step(self, table: Any, *, tell: bool = False) -> None:
         """Call after each step of an optimizer's `table`.
@@ -44,46 +46,32 @@ class SkipWatch:
         Raises:
             RuntimeError: a whole stretch of steps was skipped. It is told once a stretch.
         """
-        self._steps += 1
-        if tell:
-            self._tell(table)
-        if self._steps % STRETCH:
-            return
-        count = table.inspector.state_field("skipped_steps")
-        if is_captured(count):
-            return
-        self._samples = [*self._samples[-2:], Sample(count)]
-        for older, newer in pairwise(self._samples):
-            if newer.has_arrived() and newer.values()[0] - older.values()[0] == STRETCH:
-                self._samples = self._samples[-1:]
-                raise RuntimeError(_message(table))
-
-    def _tell(self, table: Any) -> None:
         if table is not self._table:
-            self._table, self._count = table, table.inspector.state_field("skipped_steps")
-            self._next, self._latest, self._here = 1, None, None
-            if not self._count.is_cuda:  # read from memory, at a fortieth of what int(tensor) takes
-                self._here = ctypes.c_int32.from_address(self._count.data_ptr())
+            self._start(table)
+        self._steps += 1
         if self._here is not None:
-            if self._here.value >= self._next:
-                self._log(self._here.value)
-            return
-        if self._steps % _PAUSE or is_captured(self._count):
-            return
-        if self._latest is None or self._latest.has_arrived():
-            if self._latest is not None:
-                self._log(int(self._latest.values()[0]))
-            self._latest = Sample(self._count)
+            self._look(self._steps, self._here.value, tell)
+        elif self._steps % _PAUSE == 0 and not is_captured(self._count):
+            sample = self._sample
+            if sample is None or sample[1].has_arrived():
+                self._sample = self._steps, Sample(self._count)
+                if sample is not None:
+                    self._look(sample[0], int(sample[1].values()[0]), tell)
 
-    def _log(self, skipped: int) -> None:
-        if skipped < self._next:
-            return
-        self._next = 10 ** len(str(skipped))
-        _log.warning(
-            "Gradient overflow: %d steps skipped so far, while the loss scale adapts. "
-            "optimizer.last_step.overflow() names the parameter.",
-            skipped,
-        )
+    def _look(self, steps: int, skipped: int, tell: bool) -> None:
+        """`skipped` of the first `steps` were."""
+        if tell and skipped >= self._next:
+            self._next = 10 ** len(str(skipped))
+            _log.warning(
+                "Gradient overflow: %d steps skipped so far, while the loss scale adapts. "
+                "optimizer.last_step.overflow() names the parameter.",
+                skipped,
+            )
+        if steps - skipped != self._applied:
+            self._applied, self._applied_until = steps - skipped, steps
+        elif steps - self._applied_until >= STRETCH:
+            self._applied_until = steps
+            raise RuntimeError(_message(self._table))
 
 
 class Sample:

@@ -14,9 +14,14 @@ import torch
 from torch import Tensor
 
 from ampfuse import _core
-from ampfuse.optim import left_scaled
 from ampfuse.optim.ledger import Ledger
-from ampfuse.optim.masters import MasterParameter, gradient_as_it_is, set_gradient_as_it_is
+from ampfuse.optim.masters import (
+    MasterParameter,
+    gradient_as_it_is,
+    leaf_of,
+    set_gradient_as_it_is,
+)
+from ampfuse.uncompiled import uncompiled
 
 _INFINITY = 0x7F800000  # the bits of inf as FP32; those of NaN are larger
 
@@ -34,13 +39,10 @@ class SparseLedger(Ledger):
         self._earlier: dict[int, Tensor] = {}
         self._is_unseen = False
 
-    def begin(self) -> None:
-        if self.left_scaled:
-            left_scaled.warn_if_used(self.optimizer)
-        self._rows.current()
+    def _set_sparse_aside(self) -> None:
         self._earlier = self._take()
-        super().begin()
 
+    @uncompiled
     def end(self, scale: Tensor, check: bool) -> bool:
         with self.aside() as found:
             new = self._end_pass(found, scale)
@@ -50,6 +52,7 @@ class SparseLedger(Ledger):
         self._is_unseen = False
         return left
 
+    @uncompiled
     def mark(self, scale: Tensor) -> None:
         """As of dense gradients, but sparse ones are unscaled at once; nobody looks at them yet."""
         with self.aside() as found:
@@ -146,7 +149,7 @@ class SparseLedger(Ledger):
         """The sparse gradients by row, coalesced; they are no longer where they were."""
         found = {}
         for row, param in enumerate(self._rows.params):
-            leaf = param.model_param if isinstance(param, MasterParameter) else param
+            leaf = leaf_of(param)
             gradient = gradient_as_it_is(leaf)
             of_master = gradient if leaf is param else gradient_as_it_is(param)
             if not (_is_sparse(gradient) or _is_sparse(of_master)):
@@ -164,8 +167,7 @@ class SparseLedger(Ledger):
             self._set_gradient(row, gradient)
 
     def _leaf(self, row: int) -> Tensor:
-        param = self._rows.params[row]
-        return param.model_param if isinstance(param, MasterParameter) else param
+        return leaf_of(self._rows.params[row])
 
     def _set_gradient(self, row: int, gradient: Tensor | None) -> None:
         for param in (self._leaf(row), self._rows.params[row]):

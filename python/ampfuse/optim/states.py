@@ -61,8 +61,18 @@ class States(Part):
         return Stored.of(self.algorithm.name, self.algorithm.states_in(group))
 
     def storage_of(self, group: dict[str, Any]) -> str:
-        """What `group` asks for. Raises ValueError for what does not exist."""
-        return storage_of(self.optimizer, group)
+        """The name of the storage type that `group` asks for. Raises ValueError for a wrong one."""
+        optimizer = self.optimizer
+        name: str = group.get("state_dtype") or optimizer.state_dtype
+        check("state_dtype", name, RULES["state_dtype"])
+        if name not in optimizer.algorithm.storages:
+            kinds = [kind for of, kind in CLASSES if name in ALGORITHMS[of].storages]
+            raise ValueError(
+                f"{type(optimizer).__name__} keeps no states in {STORAGES[name].bits} bits; "
+                f"state_dtype={name!r} is for {', '.join(kinds[:-1])} and {kinds[-1]}. Use 'bf16' "
+                "or 'fp32'."
+            )
+        return name
 
     def wanted(self) -> list[tuple[str, tuple[str, ...]]]:
         """What `by_group` would be now."""
@@ -216,7 +226,9 @@ class States(Part):
 
     def drop_unstarted(self) -> None:
         """Write None for states whose first step was skipped, as torch would have them."""
-        counts = self._counts.tolist() if self._started else []
+        if not self._started:
+            return
+        counts = self._counts.tolist()
         (stored,) = Stored.of(self.algorithm.name, self.algorithm.states[-1:])
         for state, row in self._started:
             if counts[row] == 0 and stored.storage_in(state) is not None:
@@ -266,24 +278,12 @@ class States(Part):
                 if (average := self.optimizer.state.get(param, {}).get("ema")) is not None:
                     saved.append((weight, weight.detach().clone()))
                     weight.copy_(local(average))
+        self.optimizer._swapped = True
         try:
             yield
         finally:
+            self.optimizer._swapped = False
             with torch.no_grad():
                 for weight, before in saved:
                     weight.copy_(before)
             table.masters.accept_model_weights()
-
-
-def storage_of(optimizer: Any, group: dict[str, Any]) -> str:
-    """The name of the storage type that `group` asks for. Raises ValueError for a wrong one."""
-    name: str = group.get("state_dtype") or optimizer.state_dtype
-    check("state_dtype", name, RULES["state_dtype"])
-    if name not in optimizer.algorithm.storages:
-        kinds = [kind for of, kind in CLASSES if name in ALGORITHMS[of].storages]
-        raise ValueError(
-            f"{type(optimizer).__name__} keeps no states in {STORAGES[name].bits} bits; "
-            f"state_dtype={name!r} is for {', '.join(kinds[:-1])} and {kinds[-1]}. Use 'bf16' or "
-            "'fp32'."
-        )
-    return name

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import warnings
 from collections import defaultdict
 from collections.abc import Iterable
 
@@ -19,8 +17,8 @@ from ampfuse.optim.shards import local, placed_as
 def unscale(params: Iterable[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
     """Multiply the gradients of `params` (on one device) by `inv_scale`.
 
-    FP32 gradients change in place. Half ones are replaced by FP32 ones where torch allows that,
-    because rounding them back to half would flush small values to zero.
+    FP32 gradients change in place. Half ones are replaced by FP32 ones, because rounding them back
+    to half would flush small values to zero.
 
     Arguments:
         inv_scale: float32, one element, on that device.
@@ -44,7 +42,7 @@ def unscale(params: Iterable[Tensor], inv_scale: Tensor, found_inf: Tensor) -> N
             other[gradient.dtype].append(gradient)
         else:
             out = gradient
-            if gradient.dtype in HALF_DTYPES and _accepts_float32_gradient(param):
+            if gradient.dtype in HALF_DTYPES:
                 out = torch.empty_like(gradient, dtype=torch.float32)
                 replaced.append((param, out))
             old.append(gradient)
@@ -55,31 +53,10 @@ def unscale(params: Iterable[Tensor], inv_scale: Tensor, found_inf: Tensor) -> N
     for gradients in other.values():
         torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inv_scale)
     for param, gradient in replaced:
+        if param.dtype in HALF_DTYPES:
+            param.grad_dtype = None  # any type; the next backward gives a half gradient again
         param.grad = placed_as(param, gradient)
 
 
 def _is_dense(tensor: Tensor) -> bool:
     return tensor.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(tensor)
-
-
-def _accepts_float32_gradient(param: Tensor) -> bool:
-    """Let a half parameter hold an FP32 gradient; warn once where this torch has no way to."""
-    if param.dtype not in HALF_DTYPES:
-        return True
-    try:
-        param.grad_dtype = None  # any type; the next backward gives a half gradient again
-        return True
-    except (AttributeError, RuntimeError):
-        _warn_of_rounding()
-        return False
-
-
-@functools.cache
-def _warn_of_rounding() -> None:
-    warnings.warn(
-        f"torch {torch.__version__} does not let a half parameter hold an FP32 gradient, so "
-        "unscale_ rounds half gradients, and small ones become 0. To clip exactly, use "
-        "scaler.clip_grad_norm_(optimizer, max_norm) or the max_grad_norm= argument of "
-        "ampfuse's optimizers.",
-        stacklevel=7,
-    )

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-import weakref
 from collections.abc import Container
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -113,18 +111,4 @@ def _follow_class(optimizer: torch.optim.Optimizer) -> None:
     step = optimizer.__dict__.get("step")
     if getattr(step, "_wrapped_by_lr_sched", False):
         # A scheduler built earlier wrapped the old class's step, to see that step was called.
-        optimizer.step = _counted_step(optimizer)  # type: ignore[method-assign]
-
-
-def _counted_step(optimizer: torch.optim.Optimizer) -> Any:
-    reference = weakref.ref(optimizer)
-
-    @functools.wraps(type(optimizer).step)
-    def step(*args: Any, **kwargs: Any) -> Any:
-        target = reference()
-        assert target is not None
-        target._opt_called = True  # type: ignore[attr-defined]
-        return type(target).step(target, *args, **kwargs)
-
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    return step
+        del optimizer.__dict__["step"]
