@@ -462,7 +462,7 @@ def test_what_does_not_fit(name):
         call(name, noop, lists[:1], options)
     with refuses(match="list 1 3"):
         call(name, noop, [lists[0], lists[1][:3], *lists[2:]], options)
-    with refuses(match="elements in list 0"):
+    with refuses(match="they have to match"):
         call(name, noop, [lists[0][::-1], *lists[1:]], options)
     with refuses(match="first list is empty"):
         call(name, noop, [[] for _ in lists], options)
