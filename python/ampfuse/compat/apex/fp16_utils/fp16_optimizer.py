@@ -132,13 +132,9 @@ class FP16_Optimizer(torch.optim.Optimizer):
         Raises:
             RuntimeError: the closure overflows at the smallest scale too.
         """
-        if closure is not None:
-            return self._step_with_closure(closure)
-        if self._overflow is True:
-            return None
-        return self.optimizer.step()
+        if closure is None:
+            return None if self._overflow is True else self.optimizer.step()
 
-    def _step_with_closure(self, closure: Callable[[], Any]) -> Any:
         # The wrapped step brings the model up to the masters before each evaluation.
         def repeated() -> Any:
             while True:
@@ -202,7 +198,6 @@ class FP16_Optimizer(torch.optim.Optimizer):
 
     state = _of_the_wrapped("state")
     param_groups = _of_the_wrapped("param_groups")
-    defaults = _of_the_wrapped("defaults")
     add_param_group = _of_the_wrapped("add_param_group")
 
     # --- checkpoints ----------------------------------------------------------------------------
