@@ -34,6 +34,15 @@ def number(value, device, dtype=f32):
     return torch.tensor([value], dtype=dtype, device=device)
 
 
+def call(name, noop, lists, options, chunk=65536):
+    return getattr(amp_C, f"multi_tensor_{name}")(chunk, noop, lists, *options)
+
+
+def moments(dtype, kind=f32, device="cpu"):
+    """Parameters, and the two states of Adam."""
+    return [randn(dtype, device), randn(kind, device), rand(kind, device)]
+
+
 def exact(lists):
     return [[t.detach().cpu().to(f64) for t in tensors] for tensors in lists]
 
@@ -141,10 +150,10 @@ def test_sgd_without_decay_does_not_read_the_weights(dtype, device):
 @pytest.mark.parametrize("set_flag", [0, 1])
 def test_adam(set_flag, dtype, mode, bc, device):
     """It ignores the flag."""
-    lists = [randn(dtype, device), randn(dtype, device), randn(f32, device), rand(f32, device)]
+    lists = [randn(dtype, device), *moments(dtype, device=device)]
     expected = after(adam, lists, "mv", adam_w_mode=mode, bias_correction=bc)
     noop = flag(set_flag, device)
-    amp_C.multi_tensor_adam(333, noop, lists, LR, BETA1, BETA2, EPS, T, mode, bc, WD)
+    call("adam", noop, lists, (LR, BETA1, BETA2, EPS, T, mode, bc, WD))
     assert_lists(lists[1:], expected)
     assert noop.item() == set_flag
 
@@ -153,22 +162,21 @@ def test_adam(set_flag, dtype, mode, bc, device):
 @pytest.mark.parametrize("dtype", [f32, f16, bf16])
 @pytest.mark.parametrize("master", [False, True])
 def test_capturable_adam(master, dtype, mode, bc, device):
-    lists = [randn(dtype, device), randn(dtype, device), randn(f32, device), rand(f32, device)]
+    lists = [randn(dtype, device), *moments(dtype, device=device)]
     start, grads = exact(lists), copies(lists)[0]
     if master:
         lists.append(randn(f32, device))
         start[1] = exact(lists)[4]
     start[0] = [g / 8 for g in start[0]]
-    params, *states = after(adam, start, "mv", adam_w_mode=mode, bias_correction=bc)
-    numbers = [number(LR, device), number(T, device, torch.int32), number(0.125, device)]
-    options = [numbers[0], BETA1, BETA2, EPS, numbers[1], mode, bc, WD, numbers[2]]
-    name = "multi_tensor_adam_capturable" + "_master" * master
-    getattr(amp_C, name)(333, flag(0, device), lists, *options)
-    assert_lists([lists[4] if master else lists[1], *lists[2:4]], [params, *states])
+    expected = after(adam, start, "mv", adam_w_mode=mode, bias_correction=bc)
+    lr, step, inverse = number(LR, device), number(T, device, torch.int32), number(0.125, device)
+    options = (lr, BETA1, BETA2, EPS, step, mode, bc, WD, inverse)
+    call("adam_capturable" + "_master" * master, flag(0, device), lists, options)
+    assert_lists([lists[4] if master else lists[1], *lists[2:4]], expected)
     assert_unchanged([lists[0]], [[(g.float() / 8).to(dtype) for g in grads]])
     if master:
         assert_unchanged([lists[1]], [[p.to(dtype) for p in lists[4]]])
-    assert numbers[1].item() == T
+    assert step.item() == T
 
 
 @pytest.mark.parametrize("mode", [0, 1])
@@ -213,21 +221,34 @@ LAMB_FLAGS = [
 
 
 @pytest.mark.parametrize(("mode", "bc", "averaging", "wd", "nvlamb", "largest"), LAMB_FLAGS)
-@pytest.mark.parametrize("dtype", [f32, f16])
-def test_lamb(dtype, mode, bc, averaging, wd, nvlamb, largest, device):
-    """The norms are of the updates as they are rounded into the gradients; the flag is not read."""
-    lists = [randn(dtype, device), randn(dtype, device), randn(dtype, device), rand(dtype, device)]
+@pytest.mark.parametrize(
+    ("name", "low", "high"),
+    [(name, kind, kind) for name in ("lamb", "lamb_mp") for kind in (f32, f16)]
+    + [("lamb_mp", low, f32) for low in (f16, bf16)],
+)
+def test_lamb(name, low, high, mode, bc, averaging, wd, nvlamb, largest, device):
+    """The norms are of the updates as they are rounded into the gradients."""
+    lists = [randn(low, device), *moments(high, high, device)]
     start = exact(lists)
-    norm = torch.cat(start[0]).norm()
-    k = max(float(norm) / largest, 1)
+    if low != high:
+        lists.append(randn(low, device))
+    norm = float(torch.cat(start[0]).norm())
+    mp = name == "lamb_mp"
+    k = max(norm / largest, 1) * (8 if mp else 1)
     expected = lamb_update(start, k, [wd] * len(SIZES), mode, bc, averaging)
-    noop = flag(1, device)
-    options = (LR, BETA1, BETA2, EPS, T, bc, wd, averaging, mode)
-    clip = (number(float(norm), device), largest)
-    amp_C.multi_tensor_lamb(333, noop, lists, *options, *clip, nvlamb)
-    assert_lists([lists[0], *lists[2:]], expected)
-    applied = lamb_apply(start[1], exact(lists)[0], nvlamb or wd != 0)
-    assert_lists([lists[1]], [applied])
+    noop = flag(not mp, device)  # LAMB without masters does not read it
+    flags, clip = (bc, wd, averaging, mode), number(norm, device)
+    options = (LR, BETA1, BETA2, EPS, T, *flags, clip, largest, nvlamb)
+    if mp:
+        step, one = number(T, device, torch.int32), number(1.0, device)  # found_inf says nothing
+        options = (number(LR, device), BETA1, BETA2, EPS, step, *flags, clip)
+        options += (number(largest, device), nvlamb, one, one / 8)
+    call(name, noop, lists, options)
+    assert_lists([lists[0], *lists[2:4]], expected)
+    assert_lists([lists[1]], [lamb_apply(start[1], exact(lists)[0], nvlamb or wd != 0)])
+    if low != high:
+        assert_unchanged([lists[4]], [[p.to(low) for p in lists[1]]])
+    assert noop.item() == (not mp)
 
 
 @pytest.mark.parametrize(("norm", "gradients"), [(5.0, 0.0), (0.0, 1.0)])
@@ -240,29 +261,6 @@ def test_lamb_clips_to_a_norm_of_zero(norm, gradients, device):
     options = (LR, BETA1, BETA2, EPS, T, 1, WD, 1, 1, number(norm, device), 0.0, False)
     amp_C.multi_tensor_lamb(333, flag(0, device), lists, *options)
     assert_lists([lists[0], *lists[2:]], expected)
-
-
-@pytest.mark.parametrize(("mode", "bc", "averaging", "wd", "nvlamb", "largest"), LAMB_FLAGS)
-@pytest.mark.parametrize("kinds", [(f32, f32), (f16, f16), (f16, f32), (bf16, f32)])
-def test_lamb_mp(kinds, mode, bc, averaging, wd, nvlamb, largest, device):
-    low, high = kinds
-    lists = [randn(low, device), randn(high, device), randn(high, device), rand(high, device)]
-    start = exact(lists)
-    if low != high:
-        lists.append(randn(low, device))
-    norm = float(torch.cat(start[0]).norm())
-    k = max(norm / largest, 1) * 8
-    expected = lamb_update(start, k, [wd] * len(SIZES), mode, bc, averaging)
-    noop = flag(0, device)
-    options = [number(LR, device), BETA1, BETA2, EPS, number(T, device, torch.int32), bc, wd]
-    options += [averaging, mode, number(norm, device), number(largest, device), nvlamb]
-    options += [number(1.0, device), number(0.125, device)]  # found_inf says nothing
-    amp_C.multi_tensor_lamb_mp(333, noop, lists, *options)
-    assert_lists([lists[0], *lists[2:4]], expected)
-    assert_lists([lists[1]], [lamb_apply(start[1], exact(lists)[0], nvlamb or wd != 0)])
-    if low != high:
-        assert_unchanged([lists[4]], [[p.to(low) for p in lists[1]]])
-    assert noop.item() == 0
 
 
 @pytest.mark.parametrize("kinds", list(itertools.product((f32, f16), repeat=3)))
@@ -327,31 +325,25 @@ NAMES = [
 ]
 
 
-def call(name, noop, lists, options, chunk=65536):
-    return getattr(amp_C, f"multi_tensor_{name}")(chunk, noop, lists, *options)
-
-
 @pytest.mark.parametrize(
-    ("name", "values"),
-    [
-        ("sgd", (1, 2)),
-        ("adam_capturable", (1,)),
-        ("adam_capturable_master", (1,)),
-        ("lamb_mp", (1, 2)),
-    ],
+    ("name", "value", "stops"),
+    [(name, 1, True) for name in ("sgd", "adam_capturable", "adam_capturable_master", "lamb_mp")]
+    + [("sgd", 2, True), ("lamb_mp", 2, True)]
+    + [("adam_capturable", 2, False), ("adam_capturable_master", 2, False)],
 )
-def test_a_set_flag_stops_it(name, values, device):
-    for value in values:
-        lists, options = arguments(name, device)
-        before, noop = copies(lists), flag(value, device)
-        call(name, noop, lists, options)
+def test_a_set_flag_stops_it(name, value, stops, device):
+    lists, options = arguments(name, device)
+    before, noop = copies(lists), flag(value, device)
+    call(name, noop, lists, options)
+    if stops:
         assert_unchanged(lists, before)
-        assert noop.item() == value
+    else:
+        assert not any(map(torch.equal, lists[0], before[0]))
+    assert noop.item() == value
     if name == "sgd":
         lists = [[t.half() for t in tensors] for tensors in before]
         before = copies(lists)
-        late_decay = (*options[:6], True, options[7])
-        call(name, flag(1, device), lists, late_decay)
+        call(name, noop, lists, (*options[:6], True, options[7]))  # late decay
         assert_unchanged(lists, before)
 
 
@@ -386,14 +378,6 @@ def test_a_norm_of_zero_is_no_ratio(name, params, device):
     torch.testing.assert_close(lists[params][0], -lr * lists[update][0])
     if name == "lamb_stage2_cuda":
         assert torch.equal(lists[params][2], before[params][2])
-
-
-@pytest.mark.parametrize("name", ["adam_capturable", "adam_capturable_master"])
-def test_capturable_adam_stops_for_a_flag_of_one_only(name, device):
-    lists, options = arguments(name, device)
-    before = copies(lists)
-    call(name, flag(2, device), lists, options)
-    assert not any(torch.equal(a, b) for a, b in zip(lists[0], before[0], strict=True))
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
@@ -462,7 +446,7 @@ def test_what_does_not_fit(name):
         call(name, noop, lists[:1], options)
     with refuses(match="list 1 3"):
         call(name, noop, [lists[0], lists[1][:3], *lists[2:]], options)
-    with refuses(match="elements in list 0"):
+    with refuses(match="they have to match"):
         call(name, noop, [lists[0][::-1], *lists[1:]], options)
     with refuses(match="first list is empty"):
         call(name, noop, [[] for _ in lists], options)
@@ -477,20 +461,25 @@ def test_what_does_not_fit(name):
     assert_unchanged(lists, before)
 
 
-def test_numbers_that_do_not_fit():
-    lists, options = arguments("novograd", "cpu")
-    with pytest.raises(RuntimeError, match="norm_type is 2, or 0"):
-        call("novograd", flag(0, "cpu"), lists, (*options[:-1], 1))
-    with pytest.raises(RuntimeError, match="norm_averages has 3 elements"):
-        call("novograd", flag(0, "cpu"), lists, (options[0][:3], *options[1:]))
-    lists, options = arguments("lamb_stage1_cuda", "cpu")
-    with pytest.raises(RuntimeError, match="per_tensor_decay has 3 elements for 4"):
-        call("lamb_stage1_cuda", flag(0, "cpu"), lists, (options[0][:3], *options[1:]))
-    lists, options = arguments("lamb_stage2_cuda", "cpu")
-    for k, which in enumerate(("param", "update")):
-        wrong = [*options[:k], options[k][:3], *options[k + 1 :]]
-        with pytest.raises(RuntimeError, match=f"per_tensor_{which}_norm has 3 elements for 4"):
-            call("lamb_stage2_cuda", flag(0, "cpu"), lists, wrong)
+@pytest.mark.parametrize(
+    ("name", "place", "message"),
+    [
+        ("novograd", 0, "norm_averages has 3 elements"),
+        ("lamb_stage1_cuda", 0, "per_tensor_decay has 3 elements for 4"),
+        ("lamb_stage2_cuda", 0, "per_tensor_param_norm has 3 elements for 4"),
+        ("lamb_stage2_cuda", 1, "per_tensor_update_norm has 3 elements for 4"),
+        ("novograd", -1, "norm_type is 2, or 0"),
+    ],
+)
+def test_numbers_that_do_not_fit(name, place, message):
+    lists, options = arguments(name, "cpu")
+    options = list(options)
+    options[place] = 1 if place == -1 else options[place][:3]
+    with pytest.raises(RuntimeError, match=message):
+        call(name, flag(0, "cpu"), lists, options)
+
+
+def test_model_weights_that_are_not_half():
     lists, options = arguments("sgd", "cpu")
     with pytest.raises(RuntimeError, match=r"list 3 is torch.float32; it takes torch.float16"):
         call("sgd", flag(0, "cpu"), [*lists, rand()], options)

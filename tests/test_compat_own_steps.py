@@ -19,87 +19,70 @@ from apex_optimizers import give_gradients, start, take_steps
 from cases import f16, f32
 
 FLAGS, OFF = (True, False), (False, True)
+DROPS = {"set_grad_none": FLAGS}
 
 
-def given(*names):
-    """Attributes that are the options of that name."""
-    return {name: operator.itemgetter(name) for name in names}
-
-
-def as_number(attribute, option, on=1):
-    return {attribute: lambda chosen: on if chosen[option] else 1 - on}
+def as_number(option, on=1):
+    return lambda chosen: on if chosen[option] else 1 - on
 
 
 # The options of each constructor that an attribute tells of, with their values, the default first;
-# the attributes; and those that are functions, by their names in amp_C.
+# attributes that say it otherwise; and operations that have other names in amp_C.
 INTERFACE = {
     "FusedSGD": (
         {"wd_after_momentum": OFF, "materialize_master_grads": FLAGS, "set_grad_none": OFF},
-        given("wd_after_momentum", "materialize_master_grads", "set_grad_none")
-        | {"most_recent_scale": lambda _: 1.0, "scale_set_by_backward": lambda _: False},
-        {"multi_tensor_sgd": "multi_tensor_sgd"},
+        {"most_recent_scale": lambda _: 1.0, "scale_set_by_backward": lambda _: False},
+        {"multi_tensor_sgd": ""},
     ),
     "FusedAdam": (
-        {"adam_w_mode": FLAGS, "set_grad_none": FLAGS, "capturable": OFF, "master_weights": OFF},
-        given("set_grad_none", "capturable", "master_weights")
-        | as_number("adam_w_mode", "adam_w_mode"),
-        {
-            "multi_tensor_adam": "multi_tensor_adam",
-            "multi_tensor_adam_capturable": "multi_tensor_adam_capturable",
-            "multi_tensor_adam_capturable_master": "multi_tensor_adam_capturable_master",
-        },
+        DROPS | {"adam_w_mode": FLAGS, "capturable": OFF, "master_weights": OFF},
+        {"adam_w_mode": as_number("adam_w_mode")},
+        dict.fromkeys(n for n in amp_C.__all__ if n.startswith("multi_tensor_adam")),
     ),
     "FusedAdagrad": (
-        {"adagrad_w_mode": OFF, "set_grad_none": FLAGS},
-        given("set_grad_none") | as_number("adagrad_w_mode", "adagrad_w_mode"),
-        {"multi_tensor_adagrad": "multi_tensor_adagrad"},
+        DROPS | {"adagrad_w_mode": OFF},
+        {"adagrad_w_mode": as_number("adagrad_w_mode")},
+        {"multi_tensor_adagrad": ""},
     ),
     "FusedNovoGrad": (
-        {"reg_inside_moment": OFF, "set_grad_none": FLAGS},
-        given("set_grad_none") | as_number("moment_mode", "reg_inside_moment", on=0),
-        {"multi_tensor_novograd": "multi_tensor_novograd"},
+        DROPS | {"reg_inside_moment": OFF},
+        {"moment_mode": as_number("reg_inside_moment", on=0)},
+        {"multi_tensor_novograd": ""},
     ),
     "FusedLAMB": (
-        {"adam_w_mode": FLAGS, "set_grad_none": FLAGS, "use_nvlamb": OFF},
-        given("set_grad_none", "use_nvlamb") | as_number("adam_w_mode", "adam_w_mode"),
-        {"multi_tensor_lamb": "multi_tensor_lamb", "multi_tensor_l2norm": "multi_tensor_l2norm"},
+        DROPS | {"adam_w_mode": FLAGS, "use_nvlamb": OFF},
+        {"adam_w_mode": as_number("adam_w_mode")},
+        {"multi_tensor_lamb": "", "multi_tensor_l2norm": ""},
     ),
     "FusedMixedPrecisionLamb": (
         {"adam_w_mode": FLAGS, "use_nvlamb": OFF, "reduced_precision_dtype": (None, f16)},
-        given("use_nvlamb", "reduced_precision_dtype") | as_number("adam_w_mode", "adam_w_mode"),
-        {
-            "multi_tensor_lamb": "multi_tensor_lamb_mp",
-            "multi_tensor_l2norm": "multi_tensor_l2norm_mp",
-        },
+        {"adam_w_mode": as_number("adam_w_mode")},
+        {name: f"{name}_mp" for name in ("multi_tensor_lamb", "multi_tensor_l2norm")},
     ),
 }
 # What a group has, as apex's constructors named it and with the values given.
+SHARED = {"lr": 0.1, "weight_decay": 0.1}
+MOMENTS = SHARED | {"bias_correction": False, "betas": (0.8, 0.9), "eps": 1e-3}
 GROUPS = {
-    "FusedSGD": {"lr": 0.1, "momentum": 0.9, "dampening": 0, "weight_decay": 0.1, "nesterov": True},
-    "FusedAdam": {"lr": 0.1, "bias_correction": False, "betas": (0.8, 0.9), "eps": 1e-3}
-    | {"weight_decay": 0.1},
-    "FusedAdagrad": {"lr": 0.1, "eps": 1e-3, "weight_decay": 0.1},
-    "FusedNovoGrad": {"lr": 0.1, "bias_correction": False, "betas": (0.8, 0.9), "eps": 1e-3}
-    | {"weight_decay": 0.1, "grad_averaging": False, "norm_type": 0, "init_zero": True},
-    "FusedLAMB": {"lr": 0.1, "bias_correction": False, "betas": (0.8, 0.9), "eps": 1e-3}
-    | {"weight_decay": 0.1, "grad_averaging": False, "max_grad_norm": 0.5},
+    "FusedSGD": SHARED | {"momentum": 0.9, "dampening": 0, "nesterov": True},
+    "FusedAdam": MOMENTS,
+    "FusedAdagrad": SHARED | {"eps": 1e-3},
+    "FusedNovoGrad": MOMENTS | {"grad_averaging": False, "norm_type": 0, "init_zero": True},
+    "FusedLAMB": MOMENTS | {"grad_averaging": False, "max_grad_norm": 0.5},
+    "FusedMixedPrecisionLamb": MOMENTS | {"grad_averaging": False, "max_grad_norm": 0.5},
 }
-GROUPS["FusedMixedPrecisionLamb"] = GROUPS["FusedLAMB"]
-
-
-def combinations(options):
-    return [
-        dict(zip(options, values, strict=True)) for values in itertools.product(*options.values())
-    ]
 
 
 @pytest.mark.parametrize("name", INTERFACE)
 def test_attributes_say_what_the_constructor_was_told(name):
-    options, attributes, operations = INTERFACE[name]
+    options, others, operations = INTERFACE[name]
     needed = {"lr": 0.1} if name == "FusedSGD" else {}
+    attributes = {k: operator.itemgetter(k) for k in options if k != "reg_inside_moment"} | others
     default = {key: values[0] for key, values in options.items()}
-    calls = [({}, default)] + [(chosen, chosen) for chosen in combinations(options)]
-    for arguments, chosen in calls:
+    combinations = [
+        dict(zip(options, values, strict=True)) for values in itertools.product(*options.values())
+    ]
+    for arguments, chosen in [({}, default), *((each, each) for each in combinations)]:
         if chosen.get("master_weights") and not chosen["capturable"]:
             continue
         optimizer = getattr(optimizers, name)(start(), **needed, **arguments)
@@ -108,7 +91,7 @@ def test_attributes_say_what_the_constructor_was_told(name):
         assert found == expected
         assert {k: type(v) for k, v in found.items()} == {k: type(v) for k, v in expected.items()}
         for key, operation in operations.items():
-            assert getattr(optimizer, key) is getattr(amp_C, operation)
+            assert getattr(optimizer, key) is getattr(amp_C, operation or key)
         flag = optimizer._dummy_overflow_buf
         assert (flag.dtype, flag.tolist()) == (torch.int32, [0])
         assert flag is optimizer._dummy_overflow_buf
@@ -219,19 +202,25 @@ OWN = {
     "FusedNovoGrad": (OwnNovoGrad, {"lr": 0.05, "weight_decay": 0.1, "init_zero": True}),
     "FusedLAMB": (OwnLAMB, {"lr": 0.05, "weight_decay": 0.1}),
 }
+# attribute, what it is set to, what that is in the constructor
+ASSIGNED = [
+    ("FusedSGD", "wd_after_momentum", True, {"wd_after_momentum": True}),
+    ("FusedAdam", "adam_w_mode", 0, {"adam_w_mode": False}),
+    ("FusedAdagrad", "adagrad_w_mode", 1, {"adagrad_w_mode": True}),
+    ("FusedNovoGrad", "moment_mode", 0, {"reg_inside_moment": True}),
+    ("FusedLAMB", "adam_w_mode", 0, {"adam_w_mode": False}),
+    ("FusedLAMB", "use_nvlamb", True, {"use_nvlamb": True, "weight_decay": 0.0}),
+]
 # One option after another that is not the default.
-OPTIONS = {
-    "FusedSGD": ({"wd_after_momentum": True}, {"nesterov": True}),
-    "FusedAdam": ({"adam_w_mode": False}, {"bias_correction": False}),
-    "FusedAdagrad": ({"adagrad_w_mode": True},),
-    "FusedNovoGrad": ({"reg_inside_moment": True}, {"norm_type": 0}, {"grad_averaging": False}),
-    "FusedLAMB": (
-        {"adam_w_mode": False},
-        {"use_nvlamb": True, "weight_decay": 0.0},
-        {"max_grad_norm": 0.5},
-    ),
-}
-CASES = [(name, more) for name in OWN for more in ({}, *OPTIONS[name])]
+CASES = [
+    *((name, {}) for name in OWN),
+    *((name, options) for name, _, _, options in ASSIGNED),
+    ("FusedSGD", {"nesterov": True}),
+    ("FusedAdam", {"bias_correction": False}),
+    ("FusedNovoGrad", {"norm_type": 0}),
+    ("FusedNovoGrad", {"grad_averaging": False}),
+    ("FusedLAMB", {"max_grad_norm": 0.5}),
+]
 
 
 def pair(name, **more):
@@ -256,17 +245,6 @@ def test_a_step_by_hand_is_the_classs_own(name, more):
     assert not torch.equal(ps[0], start()[0])
 
 
-# attribute, what it is set to, what that is in the constructor
-ASSIGNED = [
-    ("FusedSGD", "wd_after_momentum", True, {"wd_after_momentum": True}),
-    ("FusedAdam", "adam_w_mode", 0, {"adam_w_mode": False}),
-    ("FusedAdagrad", "adagrad_w_mode", 1, {"adagrad_w_mode": True}),
-    ("FusedNovoGrad", "moment_mode", 0, {"reg_inside_moment": True}),
-    ("FusedLAMB", "adam_w_mode", 0, {"adam_w_mode": False}),
-    ("FusedLAMB", "use_nvlamb", True, {"use_nvlamb": True}),
-]
-
-
 @pytest.mark.parametrize(("name", "attribute", "value", "argument"), ASSIGNED)
 @pytest.mark.parametrize("copied", [lambda x: x, copy.deepcopy])
 def test_what_is_assigned_later_acts(name, attribute, value, argument, copied):
@@ -275,12 +253,11 @@ def test_what_is_assigned_later_acts(name, attribute, value, argument, copied):
     _, options = OWN[name]
     ps, twins, untouched = start(), start(), start()
     make = getattr(optimizers, name)
-    optimizer = make(ps[:1], **(options | decay))
-    take_steps(optimizer, ps[:1], last=1)
-    reference = make(twins[:1], **(options | decay))
-    take_steps(reference, twins[:1], last=1)
-    unchanged = make(untouched[:1], **(options | decay))
-    take_steps(unchanged, untouched[:1], last=1)
+    optimizer, reference, unchanged = (
+        make(those[:1], **(options | decay)) for those in (ps, twins, untouched)
+    )
+    for each, those in ((optimizer, ps), (reference, twins), (unchanged, untouched)):
+        take_steps(each, those[:1], last=1)
     setattr(optimizer, attribute, value)
     optimizer = copied(optimizer)
     assert getattr(optimizer, attribute) == value
@@ -331,7 +308,7 @@ def test_sgd_divides_by_the_scale_that_it_was_told(dtype, driven):
     else:
         optimizer.step()
     assert optimizer.most_recent_scale == 1.0
-    assert all(torch.equal(p.grad, b) for p, b in zip(ps, before, strict=True))
+    assert_close([p.grad for p in ps], before, rtol=0, atol=0)
     optimizer.step(closure)
     assert (optimizer.most_recent_scale, optimizer.scale_set_by_backward) == (1.0, False)
     take_steps(optimizer, ps, first=3)

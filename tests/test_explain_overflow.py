@@ -277,14 +277,6 @@ def test_data(kind):
     assert (found.phase, found.tensor, found.module) == ("data", "an operand of mse_loss", None)
 
 
-def test_weights():
-    model = planted(lambda x: x)
-    model[1].weight.data[3] = math.nan
-    found = explained(model, ones())
-    assert (found.phase, found.module, found.tensor) == ("weights", "1", "weight")
-    assert "sound checkpoint" in found.remedy
-
-
 @pytest.mark.parametrize("level", ["O2", "O3"])
 @pytest.mark.parametrize(("value", "kind"), [(7e4, "inf"), (-1e5, "-inf")])
 def test_weights_beyond_float16(level, value, kind):
@@ -324,30 +316,50 @@ def test_weights_beyond_float16_that_nobody_casts_to_it(level):
         amp.initialize(model, optimizer, opt_level=level, verbosity=0)
 
 
-def test_weights_that_the_step_made():
+def with_a_bad_weight():
     model = planted(lambda x: x).half()
-    optimizer = torch.optim.SGD(model.parameters(), lr=6e4)
+    model[1].weight.data[3] = math.nan
+    return model
+
+
+def two_signs():
+    return torch.cat([ones(3e4), ones(-3e4)])
+
+
+@pytest.mark.parametrize(
+    ("make", "x", "lr", "expected", "said"),
+    [
+        (with_a_bad_weight, ones, 0, ("weights", "1", "weight"), "sound checkpoint"),
+        (lambda: planted(lambda x: x), ones, 6e4, ("step", "1", "weight"), "lower the learning"),
+        (
+            lambda: nn.Sequential(nn.BatchNorm1d(8)),
+            two_signs,
+            0,
+            ("forward", "0", "running_var"),
+            "Keep batch_norm in FP32",
+        ),
+        (
+            lambda: planted(Unseen.apply),
+            ones,
+            0,
+            ("forward", "1", "output"),
+            "Keep it in FP32",
+        ),
+    ],
+    ids=["weights", "the step", "running statistics", "a kernel that torch does not dispatch"],
+)
+def test_places_that_are_no_operation(make, x, lr, expected, said):
+    model = make().half()
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     with amp.explain_overflow(model) as watch:
-        model(ones().half()).float().sum().backward()
-        optimizer.step()
+        model(x().half()).float().sum().backward()
+        if lr:
+            optimizer.step()
     found = watch.explanation
-    assert (found.phase, found.module, found.tensor) == ("step", "1", "weight")
-    assert "lower the learning rate" in found.remedy
-
-
-def test_running_statistics_of_a_batch_norm():
-    model = nn.Sequential(nn.BatchNorm1d(8)).half()
-    x = torch.cat([ones(3e4), ones(-3e4)]).half()
-    with amp.explain_overflow(model) as watch:
-        model(x).float().sum().backward()
-    found = watch.explanation
-    assert (found.phase, found.module, found.tensor) == ("forward", "0", "running_var")
-
-
-def test_a_kernel_that_torch_does_not_dispatch():
-    found = explained(planted(Unseen.apply), ones())
-    assert (found.phase, found.module, found.module_type) == ("forward", "1", "Op")
-    assert found.operation == "an operation that torch does not show"
+    assert (found.phase, found.module, found.tensor) == expected
+    assert said in found.remedy
+    unseen = found.operation == "an operation that torch does not show"
+    assert unseen == (found.tensor == "output")
 
 
 def test_float32_diverges():

@@ -18,21 +18,16 @@ with open(Path(__file__).with_suffix(".csv"), newline="", encoding="utf-8") as _
 
 def counterparts(name: str) -> tuple[str, str]:
     """What `name` (``"apex.amp.initialize"``) becomes in ampfuse and in plain torch."""
-    ampfuse, torch = _row(name)
-    return ampfuse or "not in ampfuse", torch
+    parts = name.split(".")
+    starts = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
+    return next(_ROWS[start] for start in starts if start in _ROWS)
 
 
 def is_left_out(name: str) -> bool:
     """Whether ampfuse leaves out `name`, or what it is in, on purpose."""
-    return not _row(name)[0]
+    return not counterparts(name)[0]
 
 
 def instead_of(name: str) -> str:
     """What takes the place of `name`, which is not in ampfuse."""
-    return _row(name)[1] if is_left_out(name) else "torch's own modules"
-
-
-def _row(name: str) -> tuple[str, str]:
-    parts = name.split(".")
-    starts = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
-    return next(_ROWS[start] for start in starts if start in _ROWS)
+    return counterparts(name)[1] if is_left_out(name) else "torch's own modules"

@@ -1,9 +1,9 @@
-"""Report line by line what a script uses of apex, and what it becomes in ampfuse and in plain
-torch."""
+"""Report line by line what a script uses of apex, and what it becomes in ampfuse and in torch."""
 
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 import tokenize
 from pathlib import Path
@@ -11,7 +11,7 @@ from pathlib import Path
 from ampfuse.command_line import run_alone
 from ampfuse.files import atomic
 from ampfuse.migrate.imports import rewrite_imports
-from ampfuse.migrate.uses import Use, find_uses
+from ampfuse.migrate.uses import find_uses
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,51 +40,38 @@ def main(argv: list[str] | None = None) -> int:
 
 def _report(path: Path, *, write: bool) -> int:
     if path.suffix == ".ipynb":
-        print(
-            f"{path}: is a notebook; save its code as a script first: "
-            f"jupyter nbconvert --to script {path}",
-            file=sys.stderr,
-        )
-        return 2
+        return _refused(path, f"notebook: first run jupyter nbconvert --to script {path}")
     try:
-        with open(path, "rb") as file:
-            encoding, _ = tokenize.detect_encoding(file.readline)
         data = path.read_bytes()
+        encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
         source = data.decode(encoding)
         uses = find_uses(source)
     except SyntaxError as error:
-        line = "" if error.lineno is None else f":{error.lineno}"
-        print(f"{path}{line}: cannot be read as Python: {error.msg}", file=sys.stderr)
-        return 2
+        place = path if error.lineno is None else f"{path}:{error.lineno}"
+        return _refused(place, f"cannot be read as Python: {error.msg}")
     except (OSError, UnicodeDecodeError) as error:
-        print(f"{path}: cannot be read: {error}", file=sys.stderr)
-        return 2
+        return _refused(path, f"cannot be read: {error}")
     for use in uses:
-        print(_as_text(path, use))
+        print(
+            f"{path}:{use.line}: {use.name}\n    ampfuse: {use.ampfuse}\n    torch:   {use.torch}"
+        )
     if not uses:
         print(f"{path}: uses nothing of apex")
-    if write:
-        changed = rewrite_imports(source)
-        if changed != source:
-            try:
-                _replace(path, changed.encode(encoding))
-            except OSError as error:
-                print(f"{path}: cannot be written: {error}", file=sys.stderr)
-                return 2
-            print(f"{path}: imports changed")
+    changed = rewrite_imports(source) if write else source
+    if changed != source:
+        target = path.resolve()  # a link stays a link
+        try:  # at once: whoever reads it meanwhile sees the old file or the new one
+            with atomic(target, target.stat().st_mode & 0o7777) as file:
+                file.write(changed.encode(encoding))
+        except OSError as error:
+            return _refused(path, f"cannot be written: {error}")
+        print(f"{path}: imports changed")
     return int(any(not use.available for use in uses))
 
 
-def _as_text(path: Path, use: Use) -> str:
-    lines = [f"{path}:{use.line}: {use.name}", f"    ampfuse: {use.ampfuse}"]
-    return "\n".join([*lines, f"    torch:   {use.torch}"])
-
-
-def _replace(path: Path, data: bytes) -> None:
-    """Write `path` at once: whoever reads it meanwhile sees the old file or the new one."""
-    target = path.resolve()  # a link stays a link
-    with atomic(target, target.stat().st_mode & 0o7777) as file:
-        file.write(data)
+def _refused(place: Path | str, why: str) -> int:
+    print(f"{place}: {why}", file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-import io
+import itertools
 import re
 
 from ampfuse.compat.names import TOP, is_left_out
@@ -21,26 +21,26 @@ def rewrite_imports(source: str) -> str:
     Raises:
         SyntaxError: `source` is no Python.
     """
-    tree = ast.parse(source)
-    positions = _Positions(source)
+    data = source.encode()  # ast counts bytes; and their lines end as Python's do, no others
+    starts = [0, *itertools.accumulate(map(len, data.splitlines(keepends=True)))]
     edits: list[tuple[int, int, str]] = []
-    for node in ast.walk(tree):
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and _is_all_here(node):
-            start = positions.first_name_after(node)
-            first = (node.module or "").split(".")[0]
-            edits.append((start, start + len(first), here(first)))
+            start = starts[node.lineno - 1] + node.col_offset
+            found = re.compile(rb"from[\s\\]+(\w+)").match(data, start)
+            assert found is not None
+            edits.append((*found.span(1), here(found[1].decode())))
         elif isinstance(node, ast.Import):
             for alias in node.names:
                 if is_here(alias.name):
-                    start = positions.offset(alias.lineno, alias.col_offset)
                     assert alias.end_lineno is not None
                     assert alias.end_col_offset is not None
-                    end = positions.offset(alias.end_lineno, alias.end_col_offset)
+                    start = starts[alias.lineno - 1] + alias.col_offset
+                    end = starts[alias.end_lineno - 1] + alias.end_col_offset
                     edits.append((start, end, _alias(alias)))
     for start, end, new in sorted(edits, reverse=True):
-        source = source[:start] + new + source[end:]
-    ast.parse(source)
-    return source
+        data = data[:start] + new.encode() + data[end:]
+    return data.decode()
 
 
 def is_here(module: str) -> bool:
@@ -64,27 +64,3 @@ def _alias(alias: ast.alias) -> str:
     if alias.asname is None and parts:  # binds the top, which has all its modules here
         return f"{here(top)} as {top}"
     return f"{here(alias.name)} as {alias.asname or top}"
-
-
-class _Positions:
-    """Places in a source text, which ast gives as lines and bytes, as offsets into it."""
-
-    def __init__(self, source: str) -> None:
-        self._source = source
-        self._starts = [0]
-        # Python's lines end at \n, \r and \r\n; str.splitlines knows more ends.
-        for line in io.StringIO(source, newline=""):
-            self._starts.append(self._starts[-1] + len(line))
-
-    def offset(self, line: int, column_in_bytes: int) -> int:
-        start, end = self._starts[line - 1], self._starts[line]
-        before = self._source[start:end].encode()[:column_in_bytes]
-        return start + len(before.decode())
-
-    def first_name_after(self, node: ast.ImportFrom) -> int:
-        """Where the module's name starts, after ``from``."""
-        found = re.compile(r"from[\s\\]+").match(
-            self._source, self.offset(node.lineno, node.col_offset)
-        )
-        assert found is not None
-        return found.end()

@@ -76,10 +76,9 @@ class _Finder(ast.NodeVisitor):
             self._add(node.lineno, self._names[node.id])
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
-        chain = _chain(node)
-        root = chain[0] if chain else None
-        if chain and root in self._names:
-            name = ".".join([self._names[root], *chain[1:]])
+        root, *parts = _chain(node) or [""]
+        if root in self._names:
+            name = ".".join([self._names[root], *parts])
             self._add(node.lineno, _known_part(name))
         else:
             self.generic_visit(node)
@@ -99,9 +98,8 @@ class _Finder(ast.NodeVisitor):
 
     def _add(self, line: int, name: str) -> None:
         available = _is_available(name)
-        missing = "not in ampfuse", instead_of(name)
-        ampfuse, torch = counterparts(name) if available else missing
-        self.uses.append(Use(line, name, ampfuse, torch, available))
+        texts = counterparts(name) if available else ("not in ampfuse", instead_of(name))
+        self.uses.append(Use(line, name, *texts, available))
 
 
 def _chain(node: ast.AST) -> list[str]:
@@ -134,11 +132,6 @@ def _known_part(name: str) -> str:
 
 
 def _is_available(name: str) -> bool:
-    if not is_here(name):
-        return False
-    if name.endswith(".*"):
-        return _module(name.removesuffix(".*")) is not None
-    if _module(name) is not None:
-        return True
+    name = name.removesuffix(".*")
     parent, _, last = name.rpartition(".")
-    return hasattr(_module(parent), last)
+    return is_here(name) and (_module(name) is not None or hasattr(_module(parent), last))

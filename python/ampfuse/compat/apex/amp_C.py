@@ -31,7 +31,7 @@ from ampfuse.compat.apex.list_steps import (
     multi_tensor_novograd,
     multi_tensor_sgd,
 )
-from ampfuse.compat.apex.tensor_lists import TensorLists, checked, no_overflow, rows, set_flag
+from ampfuse.compat.apex.tensor_lists import TensorLists, checked, rows, set_flag
 
 
 def __getattr__(name: str) -> Any:
@@ -43,7 +43,7 @@ def multi_tensor_scale(
 ) -> None:
     """``out = in * scale`` for the lists (in, out). Inputs are checked, not results."""
     src, dst = rows("multi_tensor_scale", tensor_lists, 2)
-    found = no_overflow(noop_flag)
+    found = torch.zeros((), device=noop_flag.device)
     checked(ops.scale, src, dst, float(scale), found)
     set_flag(noop_flag, found)
 
@@ -58,7 +58,7 @@ def multi_tensor_axpby(
 ) -> None:
     """``out = a * x + b * y`` for the lists (x, y, out); checks -1 both, 0 x, 1 y."""
     x, y, out = rows("multi_tensor_axpby", tensor_lists, 3)
-    found = no_overflow(noop_flag)
+    found = torch.zeros((), device=noop_flag.device)
     checked(ops.axpby, x, y, out, float(a), float(b), found, int(arg_to_check))
     set_flag(noop_flag, found)
 
@@ -69,6 +69,7 @@ def multi_tensor_l2norm(
     """The L2 norm of everything in the one list, and of each tensor.
 
     Sets the flag if an element is not finite (apex: if a square overflows, too).
+    ``multi_tensor_l2norm_mp`` is the same, whatever the flag on entry.
 
     Returns:
         ``(norm, norms)``: float32, of shapes (1,) and (n,), or (0,) without `per_tensor`.
@@ -79,11 +80,7 @@ def multi_tensor_l2norm(
     return norm.reshape(1), norms
 
 
-def multi_tensor_l2norm_mp(
-    chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, per_tensor: bool | None = False
-) -> tuple[Tensor, Tensor]:
-    """:func:`multi_tensor_l2norm`, whatever the flag on entry (apex gave no norm if it was set)."""
-    return multi_tensor_l2norm(chunk_size, noop_flag, tensor_lists, per_tensor)
+multi_tensor_l2norm_mp = multi_tensor_l2norm
 
 
 def multi_tensor_unscale_l2norm(
@@ -95,7 +92,7 @@ def multi_tensor_unscale_l2norm(
 ) -> tuple[Tensor, Tensor]:
     """:func:`multi_tensor_l2norm` of the tensors times `inv_scale` (float32, one element)."""
     (tensors,) = rows("multi_tensor_unscale_l2norm", tensor_lists, 1)
-    factor = inv_scale.detach().to(tensors[0].device, torch.float32).reshape(())
+    factor = inv_scale.detach().to(tensors[0].device, torch.float32)
     norm, norms = checked(_core.C.l2norm, tensors, bool(per_tensor), factor)
     set_flag(noop_flag, ~norm.isfinite())
     return norm.reshape(1), norms
@@ -136,18 +133,14 @@ def update_scale_hysteresis(
     """
     with torch.no_grad():
         overflow = (found_inf > 0).reshape(current_scale.shape)
-        tracker = hysteresis_tracker - overflow.to(torch.int32)
-        backs_off = overflow & (tracker <= 0)
-        steps = growth_tracker + 1
-        grows = ~overflow & (steps >= growth_interval)
-        grown = current_scale * growth_factor
-        grown = torch.where(grown.isfinite(), grown, current_scale)
-        scale = torch.where(backs_off, current_scale * backoff_factor, current_scale)
-        current_scale.copy_(torch.where(grows, grown, scale))
-        growth_tracker.copy_(torch.where(overflow | grows, torch.zeros_like(steps), steps))
-        hysteresis_tracker.copy_(
-            torch.where(overflow, tracker, torch.full_like(tracker, hysteresis))
-        )
+        hysteresis_tracker.copy_(torch.where(overflow, hysteresis_tracker - 1, hysteresis))
+        growth_tracker.copy_(torch.where(overflow, 0, growth_tracker + 1))
+        grows = growth_tracker >= growth_interval
+        backs_off = overflow & (hysteresis_tracker <= 0)
+        growth_tracker.masked_fill_(grows, 0)
+        factor = torch.where(backs_off, backoff_factor, torch.where(grows, growth_factor, 1.0))
+        scale = current_scale * factor
+        current_scale.copy_(torch.where(scale.isfinite(), scale, current_scale))
     return current_scale
 
 

@@ -19,29 +19,16 @@ _HERE = "ampfuse.compat.apex"
 # A folder of modules of these names which lead here. On ``sys.path`` it reaches the
 # processes that multiprocessing spawns, which get nothing else of a program's set-up.
 ON_PATH = Path(__file__).parent / "on_path"
-# Run as a program, or part of how to get in: not parts of apex.
-_NOT_APEX = frozenset(
-    {"__main__", "installing", "left_out", "list_steps", "tensor_lists", *EXTENSIONS}
-)
 
 
 def installed_apex() -> str | None:
     """Where another package called apex is, imported or importable; None if there is none."""
-    module = sys.modules.get("apex")
-    if module is not None:
-        return None if module.__name__ == _HERE else _location(module.__spec__)
     try:
         spec = importlib.util.find_spec("apex")
-    except (ImportError, ValueError):
-        return None
-    if spec is None or (spec.origin and Path(spec.origin).parent == ON_PATH):
-        return None
-    return _location(spec)
-
-
-def _location(spec: importlib.machinery.ModuleSpec | None) -> str:
-    if spec is None:
+    except ValueError:  # a module without one
         return "an unknown place"
+    if spec is None or spec.name == _HERE or Path(spec.origin or "").parent == ON_PATH:
+        return None
     return spec.origin or ", ".join(spec.submodule_search_locations or ["an unknown place"])
 
 
@@ -65,20 +52,21 @@ def install(prefer: Literal["ampfuse", "installed"] = "ampfuse") -> ModuleType:
     if prefer not in ("ampfuse", "installed"):
         raise ValueError(f'prefer is {prefer!r}; it must be "ampfuse" or "installed".')
     other = installed_apex()
-    if other is not None and prefer == "installed":
+    if other is None:
+        return take_names()
+    if prefer == "installed":
         warnings.warn(f"apex is the one installed at {other}, not ampfuse's.", stacklevel=2)
         return importlib.import_module("apex")
-    if other is not None and "apex" in sys.modules:
+    if "apex" in sys.modules:
         raise RuntimeError(
             f"The apex at {other} has been imported already. Call ampfuse.compat.apex.install() "
             'before anything imports apex, or install(prefer="installed") to stay with that one.'
         )
-    if other is not None:
-        warnings.warn(
-            f"apex is ampfuse's ({_HERE}), although another one is installed at {other}; "
-            'install(prefer="installed") would use that.',
-            stacklevel=2,
-        )
+    warnings.warn(
+        f"apex is ampfuse's ({_HERE}), although another one is installed at {other}; "
+        'install(prefer="installed") would use that.',
+        stacklevel=2,
+    )
     return take_names()
 
 
@@ -98,9 +86,8 @@ def uninstall() -> None:
 
     Who has imported them keeps the modules.
     """
-    for name, module in list(sys.modules.items()):
-        is_ours = getattr(module, "__name__", "").startswith(_HERE)
-        if is_ours and not name.startswith(_HERE):
+    for name in (*EXTENSIONS, *_modules()):
+        if getattr(sys.modules.get(name), "__name__", "").startswith(_HERE):
             del sys.modules[name]
     if LEFT_OUT in sys.meta_path:
         sys.meta_path.remove(LEFT_OUT)
@@ -112,12 +99,11 @@ def uninstall() -> None:
 
 def _modules() -> dict[str, ModuleType]:
     """All modules of this package, which imports them itself, by their names in apex."""
-    found = {}
-    for name, module in list(sys.modules.items()):
-        part = name.removeprefix(_HERE)
-        if name == _HERE or (name.startswith(_HERE + ".") and part[1:] not in _NOT_APEX):
-            found["apex" + part] = module
-    return found
+    return {
+        name.replace(_HERE, "apex", 1): module
+        for name, module in list(sys.modules.items())
+        if f"{name}.".startswith(f"{_HERE}.") and not name.endswith(".__main__")
+    }
 
 
 def _old_pickles() -> list[Any]:

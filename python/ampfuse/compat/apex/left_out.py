@@ -19,22 +19,15 @@ class LeftOut(importlib.abc.MetaPathFinder):
     """Raises ModuleNotFoundError for every submodule of apex that it is asked for."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
-        name = _name_in_apex(fullname)
-        if name is not None:
+        installed = getattr(sys.modules.get("apex"), "__name__", "") == _HERE
+        if fullname.startswith((f"{_HERE}.", "apex.") if installed else f"{_HERE}."):
+            name = fullname.replace(_HERE, "apex", 1)
             # By another name than the one that Python asked for: of that, it would say nothing.
             raise ModuleNotFoundError(
                 f"ampfuse leaves out {name}: use {instead_of(name)}; python -m ampfuse.migrate "
                 "SCRIPT lists what a script uses of apex, and what becomes of it.",
                 name=name,
             )
-
-
-def _name_in_apex(fullname: str) -> str | None:
-    top, _, rest = fullname.partition(".")
-    if top == "apex" and getattr(sys.modules.get("apex"), "__name__", "") == _HERE:
-        return fullname if rest else None
-    inside = fullname.removeprefix(_HERE + ".")
-    return None if inside == fullname else f"apex.{inside}"
 
 
 LEFT_OUT = LeftOut()

@@ -8,7 +8,6 @@ there is no float64. Arithmetic is FP32. The flag, where an optimizer reads it, 
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -16,20 +15,11 @@ import torch
 from torch import Tensor
 
 from ampfuse import _core, ops
+from ampfuse._schema import ALGORITHMS
 from ampfuse.compat.apex.tensor_lists import TensorLists, checked, set_flag, typed_rows
 
 Lists = dict[str, list[Tensor]]
 Numbers = dict[str, Any]
-
-# The algorithms' hyper-parameters that apex has under the same name, and those that it has not.
-_SAME = "lr weight_decay momentum dampening nesterov beta1 beta2 eps init_zero".split()
-_TRANSLATED: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "decoupled": ("mode", lambda mode: mode == 1),
-    "uncorrected": ("bias_correction", operator.not_),
-    "unaveraged": ("grad_averaging", operator.not_),
-    "late_decay": ("wd_after_momentum", bool),
-    "infinity_norm": ("norm_type", lambda norm_type: norm_type == 0),
-}
 
 _MOMENTS = "grads:a params:b exp_avg:F exp_avg_sq:F"
 _ADAM = "lr beta1 beta2 eps step mode bias_correction weight_decay"
@@ -44,7 +34,7 @@ def _takes(numbers: str, *lists: str) -> Callable[..., Callable[..., None]]:
 
     Arguments:
         numbers: what follows the lists of tensors in a call, in that order. `use_nvlamb` is False
-            where it is left out.
+            where it is left out. Those ``per_tensor`` are tensors of as many elements.
         lists: what the lists hold: gradients, parameters, half weights that receive these (models),
             a place for updates, and the states of the algorithm, each with its type as
             :func:`typed_rows` reads it. A second text is for calls with one list more.
@@ -61,7 +51,12 @@ def _takes(numbers: str, *lists: str) -> Callable[..., Callable[..., None]]:
             if len(given) != len(names):
                 raise TypeError(f"{run.__name__} takes, after the lists, {', '.join(names)}.")
             typed = typed_rows(run.__name__, tensor_lists, *lists)
-            run(noop_flag, typed, dict(zip(names, given, strict=True)))
+            values, length = dict(zip(names, given, strict=True)), len(tensor_lists[0])
+            for name in names:
+                if name.startswith("per_tensor") and values[name].numel() != length:
+                    found = f"{name} has {values[name].numel()} elements for {length} tensors"
+                    raise RuntimeError(f"{run.__name__}: {found}.")
+            run(noop_flag, typed, values)
 
         return operation
 
@@ -78,22 +73,26 @@ def multi_tensor_sgd(noop_flag: Tensor, lists: Lists, given: Numbers) -> None:
 
     Gradients are multiplied by `scale`. In `first_run` the buffers become the gradients.
     """
-    params, stop = lists["params"], _nonzero(noop_flag)
+    grads, params, stop = lists["grads"], lists["params"], (noop_flag != 0).float()
     given["step"] = 1 if given["first_run"] else 2
     if all(p.dtype == torch.float32 for p in params):
-        inverse = torch.full((), given["scale"], device=params[0].device).reciprocal()
-        _step("sgd", lists, given, loss_scale=inverse, stop=stop)
+        _step("sgd", lists, given, loss_scale=1 / _floats(given["scale"], lists), stop=stop)
         return
     # apex rounds the step to the type of half parameters before adding it. So the step is made in
-    # FP32 by an SGD of rate -1 that starts at zero, and added by another one.
-    lr, decay, late = given["lr"], given["weight_decay"], given["wd_after_momentum"]
-    before, after = (0.0, decay) if late else (decay, 0.0)
-    decayed = _weighted_sum(lists["grads"], given["scale"], params, before, torch.float32)
-    taken = [torch.zeros_like(g) for g in decayed]
-    given |= {"lr": -1.0, "weight_decay": 0.0}
-    _step("sgd", {**lists, "grads": decayed, "params": taken}, given, stop=stop)
-    rounded = _weighted_sum(taken, -lr, params, -lr * after, None)
-    _step("sgd", {"grads": rounded, "params": params}, {"lr": -1.0}, stop=stop)
+    # FP32, from the decay on where that comes late, and rounded as half weights of masters are.
+    decay = given.pop("weight_decay")
+    if given["wd_after_momentum"] and decay:
+        step = [p.float() * (-given["lr"] * decay) for p in params]
+    else:
+        step = [torch.zeros_like(p, dtype=torch.float32) for p in params]
+    scaled = [torch.empty_like(t) for t in step]
+    if given["wd_after_momentum"] or not decay:
+        checked(ops.scale, grads, scaled, given["scale"])
+    else:
+        checked(ops.axpby, grads, params, scaled, given["scale"], decay)
+    rounded = [torch.zeros_like(p) for p in params]
+    _step("sgd", lists | {"grads": scaled, "params": step, "models": rounded}, given, stop=stop)
+    torch._foreach_add_(params, rounded)
 
 
 @_takes(_ADAM, _MOMENTS)
@@ -142,8 +141,8 @@ def multi_tensor_novograd(noop_flag: Tensor, lists: Lists, given: Numbers) -> No
     if kind not in (0, 2):
         raise RuntimeError(f"multi_tensor_novograd: norm_type is 2, or 0 for the maximum: {kind}")
     # An average that started at the first norm would not be corrected without init_zero.
-    averages = given["grad_norms"].detach()
-    _step("novograd", lists, {**given, "init_zero": True}, norm_averages=averages)
+    given |= {"init_zero": True, "reg_inside_moment": 1 - given["mode"]}
+    _step("novograd", lists, given, norm_averages=given["grad_norms"].detach())
     _norms(noop_flag, lists["grads"])
 
 
@@ -182,15 +181,14 @@ def multi_tensor_lamb_stage1_cuda(noop_flag: Tensor, lists: Lists, given: Number
     `step` counts the steps before this one. The decay of each tensor is decoupled and is read on
     the host, which waits for it.
     """
-    decays = _of_each("stage1_cuda: per_tensor_decay", given["per_tensor_decay"], lists).tolist()
-    clip = _clip(given, lists)
-    given |= {"step": given["step"] + 1, "mode": 1}
+    decays = given["per_tensor_decay"].tolist()
+    given["step"] += 1
     for decay in dict.fromkeys(decays):  # a call of the kernel has one
         alike = {
             name: [t for t, d in zip(tensors, decays, strict=True) if d == decay]
             for name, tensors in lists.items()
         }
-        _step("lamb_update", alike, {**given, "weight_decay": decay}, loss_scale=clip)
+        _step("lamb_update", alike, given | {"weight_decay": decay}, loss_scale=_clip(given, lists))
 
 
 @_takes(
@@ -198,30 +196,26 @@ def multi_tensor_lamb_stage1_cuda(noop_flag: Tensor, lists: Lists, given: Number
 )
 def multi_tensor_lamb_stage2_cuda(noop_flag: Tensor, lists: Lists, given: Numbers) -> None:
     """LAMB's step, on (parameters, updates), by the ratios of the norms."""
-    norms = [
-        _of_each(f"stage2_cuda: {name}", given[name], lists)
-        for name in ("per_tensor_param_norm", "per_tensor_update_norm")
-    ]
+    norms = given["per_tensor_param_norm"], given["per_tensor_update_norm"]
     _step("sgd", lists, {"lr": _lamb_rates(given, lists, *norms)})
 
 
 def _adam_on_device(noop_flag: Tensor, lists: Lists, given: Numbers) -> None:
-    grads, inverse = lists["grads"], _number(given["inv_scale"], lists)
-    stop = (noop_flag == 1).float().reshape(())
-    _step("adam", lists, given, loss_scale=inverse.reciprocal(), stop=stop)
+    grads, inverse = lists["grads"], _floats(given["inv_scale"], lists)
+    stop = (noop_flag == 1).float()
+    _step("adam", lists, given, loss_scale=1 / inverse, stop=stop)
     checked(ops.unscale, grads, grads, torch.where(stop > 0, torch.ones_like(inverse), inverse))
 
 
 def _lamb(noop_flag: Tensor, lists: Lists, given: Numbers, *, stops: bool) -> None:
     """Both halves of LAMB. If it `stops`, then for a flag that is set on entry or on the way."""
     grads, params, models = lists["grads"], lists["params"], lists.pop("models", [])
-    clip = _clip(given, lists) / _number(given.get("inv_scale", 1.0), lists)
+    clip = _clip(given, lists) / _floats(given.get("inv_scale", 1.0), lists)
     param_norms = _norms(noop_flag, params)
-    stop = _nonzero(noop_flag) if stops else None
-    update = {**given, "lr": 0.0}
-    _step("lamb_update", {**lists, "updates": grads}, update, loss_scale=clip, stop=stop)
+    stop = (noop_flag != 0).float() * stops
+    _step("lamb_update", lists | {"updates": grads}, given, loss_scale=clip, stop=stop)
     rates = _lamb_rates(given, lists, param_norms, _norms(noop_flag, grads))
-    stop = _nonzero(noop_flag) if stops else None
+    stop = (noop_flag != 0).float() * stops
     _step("sgd", {"grads": grads, "params": params, "models": models}, {"lr": rates}, stop=stop)
 
 
@@ -239,16 +233,14 @@ def _step(
     Gradients are divided by `loss_scale`. A `lr` that is a tensor stays on the device.
     """
     params, roles = lists["params"], ("grads", "params", "models", "updates")
-    rates = given.get("lr")
-    if isinstance(rates, Tensor):
-        rates = rates.detach().to(params[0].device, torch.float32).reshape(-1)
-        given = {**given, "lr": 0.0}
-    else:
-        rates = None
-    values = {name: float(given[name]) for name in _SAME if name in given}
-    for ours, (theirs, translated) in _TRANSLATED.items():
-        if theirs in given:
-            values[ours] = float(translated(given[theirs]))
+    # As a parameter group has them.
+    group = {"decoupled_weight_decay": given.get("mode", 1), **given}
+    if "beta1" in given:
+        group["betas"] = given["beta1"], given["beta2"]
+    values = {hyper.name: hyper.of(group) for hyper in ALGORITHMS[algorithm].hypers}
+    rates = None
+    if isinstance(values["lr"], Tensor):
+        rates, values["lr"] = _floats(values["lr"], lists), 0.0
     checked(
         _core.C.step,
         algorithm,
@@ -257,7 +249,7 @@ def _step(
         lists.get("models", []),
         [tensors for name, tensors in lists.items() if name not in roles],
         lists.get("updates", []),
-        (_number(given.get("step", 1), lists) - 1).repeat(len(params)),  # the caller counts
+        (_floats(given.get("step", 1), lists) - 1).repeat(len(params)),  # the caller counts
         norm_averages,
         rates,
         values,
@@ -266,23 +258,10 @@ def _step(
     )
 
 
-def _number(value: Tensor | float, lists: Lists) -> Tensor:
-    """As float32 of one element, where the tensors are."""
+def _floats(value: Tensor | float, lists: Lists) -> Tensor:
+    """As float32 of one dimension, where the tensors are."""
     device = lists["params"][0].device
-    if not isinstance(value, Tensor):
-        return torch.full((1,), value, dtype=torch.float32, device=device)
-    return value.detach().to(device, torch.float32).reshape(1)
-
-
-def _of_each(what: str, values: Tensor, lists: Lists) -> Tensor:
-    params = lists["params"]
-    if values.numel() != len(params):
-        raise RuntimeError(f"{what} has {values.numel()} elements for {len(params)} tensors.")
-    return values.detach().to(params[0].device, torch.float32).reshape(-1)
-
-
-def _nonzero(noop_flag: Tensor) -> Tensor:
-    return (noop_flag != 0).float().reshape(())
+    return torch.as_tensor(value, dtype=torch.float32, device=device).detach().reshape(-1)
 
 
 def _norms(noop_flag: Tensor, tensors: list[Tensor]) -> Tensor:
@@ -294,26 +273,14 @@ def _norms(noop_flag: Tensor, tensors: list[Tensor]) -> Tensor:
 
 def _clip(given: Numbers, lists: Lists) -> Tensor:
     """What divides the gradients. A largest norm of 0 is no exception: they become zero."""
-    norm, largest = (_number(given[name], lists) for name in ("global_grad_norm", "max_grad_norm"))
+    norm, largest = (_floats(given[name], lists) for name in ("global_grad_norm", "max_grad_norm"))
     return torch.where(norm > largest, norm / largest, torch.ones_like(norm))
 
 
 def _lamb_rates(given: Numbers, lists: Lists, param_norms: Tensor, update_norms: Tensor) -> Tensor:
     """The learning rate of each tensor, times its trust ratio if it has one."""
-    ratios = torch.ones_like(param_norms)
+    norms, updates = _floats(param_norms, lists), _floats(update_norms, lists)
+    ratios = torch.ones_like(norms)
     if given["use_nvlamb"] or given["weight_decay"] != 0:
-        both = (param_norms != 0) & (update_norms != 0)
-        ratios = torch.where(both, param_norms / update_norms, ratios)
-    return _number(given["lr"], lists) * ratios
-
-
-def _weighted_sum(
-    x: list[Tensor], a: float, y: list[Tensor], b: float, dtype: torch.dtype | None
-) -> list[Tensor]:
-    """``a * x + b * y`` in `dtype`, or in y's types. Without `b`, y may hold anything."""
-    out = [torch.empty_like(t, dtype=dtype) for t in y]
-    if b == 0:
-        checked(ops.scale, x, out, a)
-    else:
-        checked(ops.axpby, x, y, out, a, b)
-    return out
+        ratios = torch.where((norms != 0) & (updates != 0), norms / updates, ratios)
+    return _floats(given["lr"], lists) * ratios

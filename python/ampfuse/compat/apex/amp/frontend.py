@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+import types
 from typing import Any
 
 import torch
@@ -21,51 +22,27 @@ from ampfuse.compat.apex.amp.scaler import LossScaler
 from ampfuse.compat.apex.amp.stash import add_stash
 
 
-class Properties:
-    """The options in force, as attributes; what contradicts the level is refused when assigned.
+class Properties(types.SimpleNamespace):
+    """The options in force, as attributes; ``options`` is the dict behind them."""
 
-    ``options`` is the dict behind the attributes.
-    """
+    options = property(vars)
 
     def __init__(self) -> None:
-        self.__dict__["options"] = {
-            "enabled": False,
-            "opt_level": None,
-            "cast_model_type": None,
-            "patch_torch_functions": False,
-            "patch_torch_functions_type": None,
-            "keep_batchnorm_fp32": None,
-            "master_weights": None,
-            "loss_scale": 1.0,
-        }
-
-    def __getattr__(self, name: str) -> Any:
-        options = self.__dict__.get("options", {})
-        if name in options:
-            return options[name]
-        raise AttributeError(f"amp has no property {name!r}")
+        super().__init__(
+            enabled=False,
+            opt_level=None,
+            cast_model_type=None,
+            patch_torch_functions=False,
+            patch_torch_functions_type=None,
+            keep_batchnorm_fp32=None,
+            master_weights=None,
+            loss_scale=1.0,
+        )
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in self.options:
             raise AttributeError(f"amp has no property {name!r}; it has {list(self.options)}")
-        if name not in ("enabled", "opt_level") and self.opt_level is not None:
-            try:
-                value = getattr(policies.make_policy(self.opt_level, **{name: value}), name)
-            except RuntimeError as error:
-                warn_or_err(str(error))
-                value = {"True": True, "False": False}.get(value, value)
-        self.options[name] = value
-
-    def policy(self, cast_model_outputs: torch.dtype | None) -> policies.Policy:
-        """These properties as ampfuse takes them."""
-        fields = {key: value for key, value in self.options.items() if key != "enabled"}
-        if self.patch_torch_functions and self.patch_torch_functions_type is None:
-            fields["patch_torch_functions_type"] = torch.float16  # under hard_override
-        brief = policies.LEVELS[self.opt_level].brief
-        return policies.Policy(brief=brief, cast_model_outputs=cast_model_outputs, **fields)
-
-    def __repr__(self) -> str:
-        return f"Properties({self.options})"
+        super().__setattr__(name, value)
 
 
 class _Level:
@@ -76,28 +53,37 @@ class _Level:
     more: str
 
     def __call__(self, properties: Properties) -> Properties:
-        for name in properties.options:
-            value = True if name == "enabled" else getattr(self.level, name)
-            properties.options[name] = value
-        return properties
+        return _filled(properties, self.level)
 
 
-def _level(name: str, more: str) -> type[_Level]:
+def _filled(properties: Properties, policy: policies.Policy) -> Properties:
+    for name in properties.options:
+        setattr(properties, name, True if name == "enabled" else getattr(policy, name))
+    return properties
+
+
+def _level(name: str) -> type[_Level]:
     level = policies.LEVELS[name]
-    body = {"level": level, "brief": f"{name}: {level.brief}", "more": more, "__doc__": level.brief}
-    return type(name, (_Level,), body)
+    brief = f"{name}: {level.brief}"
+    return type(name, (_Level,), {"level": level, "brief": brief, "more": level.brief})
 
 
-O0 = _level("O0", "Weights and inputs are cast to FP32, the loss is not scaled.")
-O1 = _level("O1", "The weights stay FP32. Safe to try first, for any model.")
-O2 = _level("O2", "Half weights and inputs, and FP32 masters that the optimizer steps.")
-O3 = _level("O3", "Add keep_batchnorm_fp32=True to have cuDNN's batch norm.")
-O4 = _level("O4", "The weights stay FP32.")
-O5 = _level("O5", "BF16 weights and inputs, and FP32 masters that the optimizer steps.")
+O0, O1, O2, O3, O4, O5 = map(_level, policies.LEVELS)
+opt_levels = {level.__name__: level() for level in (O0, O1, O2, O3, O4, O5)}
 
-opt_levels: dict[str, Callable[[Properties], Properties]] = {
-    level.__name__: level() for level in (O0, O1, O2, O3, O4, O5)
-}
+
+def _overridden(level: policies.Policy, overrides: dict[str, Any]) -> policies.Policy:
+    """`level` with what was given; where it contradicts the level, ``hard_override`` decides."""
+    fields = {}
+    for name, value in overrides.items():
+        try:
+            fields[name] = getattr(policies.make_policy(level.opt_level, **{name: value}), name)
+        except RuntimeError as error:
+            warn_or_err(str(error))
+            fields[name] = {"True": True, "False": False}.get(value, value)
+    if fields.get("patch_torch_functions") and level.patch_torch_functions_type is None:
+        fields.setdefault("patch_torch_functions_type", torch.float16)
+    return dataclasses.replace(level, **fields)
 
 
 def initialize(
@@ -142,17 +128,14 @@ def initialize(
         _amp_state.handle = NoOpHandle()
         return turn_off(models, optimizers, sessions.Session(policy=None, verbosity=verbosity))
 
-    # An unknown level is explained there. Properties check the options that they hold.
-    policies.make_policy(opt_level, cast_model_outputs=cast_model_outputs)
-    opt_levels[opt_level](properties)
-    for name in list(properties.options):
-        if name not in ("enabled", "opt_level") and given[name] is not None:
-            setattr(properties, name, given[name])
+    level = policies.make_policy(opt_level, cast_model_outputs=cast_model_outputs)
+    options = [name for name in properties.options if name not in ("enabled", "opt_level")]
+    policy = _overridden(level, {n: given[n] for n in options if given[n] is not None})
+    _filled(properties, policy)
     _refuse_fp16_optimizers(optimizers)
     if not (isinstance(num_losses, int) and num_losses >= 1):
         raise ValueError(f"num_losses must be an integer of at least 1, not {num_losses!r}.")
 
-    policy = properties.policy(cast_model_outputs)
     scalers = [
         LossScaler(policy.loss_scale, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale)
         for _ in range(num_losses)

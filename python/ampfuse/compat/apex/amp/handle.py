@@ -80,17 +80,23 @@ class NoOpHandle:
 
 
 class AmpHandle(NoOpHandle):
-    """The casts of one ``initialize`` at O1 or O4.
+    """The casts of one ``initialize`` at O1 or O4, or of ``init``, which has no models.
 
     ``_is_active`` may be set; ``_deactivate()`` also puts registered functions back.
     """
 
-    has_cache = True
-
-    def __init__(self, session: sessions.Session, models: Sequence[nn.Module] = ()) -> None:
+    def __init__(
+        self,
+        session: sessions.Session,
+        models: Sequence[nn.Module] = (),
+        enable_caching: bool = True,
+        verbose: bool = False,
+    ) -> None:
         self._session = session
-        self._models = [weakref.ref(model) for model in models]
+        self.models = weakref.WeakSet(models)
         self._saved: list[tuple[Any, str, Any]] = []
+        self.has_cache, self.verbose = enable_caching, verbose
+        weight_cache.set_enabled(enable_caching)
 
     @property
     def _is_active(self) -> bool:
@@ -105,10 +111,8 @@ class AmpHandle(NoOpHandle):
         casts = Casts.of(policy, self._session.rules)
         if not active:
             casts = Casts(inputs=casts.inputs, outputs=casts.outputs)
-        for reference in self._models:
-            model = reference()
-            if model is not None:
-                install(model, casts)
+        for model in self.models:
+            install(model, casts)
 
     def _deactivate(self) -> None:
         """Turn O1's casts off for good and put replaced functions back."""
@@ -120,6 +124,7 @@ class AmpHandle(NoOpHandle):
         for module, name, function in reversed(self._saved):
             setattr(module, name, function)
         self._saved.clear()
+        weight_cache.set_enabled(True)
 
     def _save_func(self, module: Any, name: str, function: Any) -> None:
         """Have ``_deactivate`` set ``module.name`` to `function`."""

@@ -6,25 +6,11 @@ import torch
 
 from ampfuse import half_ops
 from ampfuse.amp import session as sessions
-from ampfuse.amp import weight_cache
 from ampfuse.amp.function_casts import install_registered
 from ampfuse.amp.policy import O1, O4
 from ampfuse.compat.apex.amp._amp_state import _amp_state
 from ampfuse.compat.apex.amp.handle import AmpHandle, NoOpHandle
 from ampfuse.compat.apex.amp.rules import op_rules
-
-
-class InitHandle(AmpHandle):
-    """Casts on in the whole process until ``_deactivate()``."""
-
-    def __init__(self, session: sessions.Session, enable_caching: bool, verbose: bool) -> None:
-        super().__init__(session)
-        self.has_cache, self.verbose = enable_caching, verbose
-        weight_cache.set_enabled(enable_caching)
-
-    def _deactivate(self) -> None:
-        super()._deactivate()
-        weight_cache.set_enabled(True)
 
 
 def init(
@@ -49,23 +35,18 @@ def init(
         patch_type: float16, or bfloat16 as in ROCm/apex.
     """
     former = getattr(_amp_state, "handle", None)
-    if isinstance(former, InitHandle):
+    if isinstance(former, AmpHandle) and not former.models:
         former._deactivate()
     if not enabled:
         _amp_state.handle = NoOpHandle()
         return _amp_state.handle
     policy = O4 if patch_type == torch.bfloat16 else O1
     rules = op_rules(allow_banned=allow_banned)
-    session = sessions.Session(
-        policy,
-        verbosity=2 if verbose else 1,
-        rules=rules,
-        everywhere=rules,
-        casts_cpu=not torch.accelerator.is_available(),
-    )
-    if session.casts_cpu:
+    casts_cpu = not torch.accelerator.is_available()
+    session = sessions.Session(policy, rules=rules, everywhere=rules, casts_cpu=casts_cpu)
+    if casts_cpu:
         half_ops.follow(policy)
     sessions.set_latest(session)
     install_registered()
-    _amp_state.handle = InitHandle(session, enable_caching, verbose)
+    _amp_state.handle = AmpHandle(session, (), enable_caching, verbose)
     return _amp_state.handle

@@ -72,10 +72,3 @@ class OptimWrapper:
         if name == "_optimizer":  # not there yet, in a copy
             raise AttributeError(name)
         return getattr(self._optimizer, name)
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return self._optimizer.param_groups
-
-    def __repr__(self) -> str:
-        return f"OptimWrapper({self._optimizer!r})"

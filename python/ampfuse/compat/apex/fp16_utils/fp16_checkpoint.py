@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ampfuse.compat.apex.amp.scaler import LossScaler
+from ampfuse.compat.apex.fp16_utils.loss_scaler import DynamicLossScaler
 
 
 def save(optimizer: Any) -> dict[str, Any]:
@@ -16,7 +17,7 @@ def save(optimizer: Any) -> dict[str, Any]:
         "first_closure_call_this_step": optimizer.first_closure_call_this_step,
         "optimizer_state_dict": optimizer.optimizer.state_dict(),
         "fp32_from_fp16": [
-            [master.detach() for master in group] for group in optimizer.fp32_from_fp16_groups
+            [m.detach() for m in group] for group in optimizer.fp32_from_fp16_groups
         ],
     }
 
@@ -46,11 +47,10 @@ def load(optimizer: Any, state: dict[str, Any]) -> None:
 def _scaling(saved: Any) -> dict[str, Any]:
     """The state of a scaler, which may have been saved as an object."""
     if isinstance(saved, dict):
-        scale, unskipped = saved["loss_scale"], saved["unskipped"]
-    elif isinstance(saved, LossScaler):
-        scale, unskipped = saved.loss_scale(), saved._unskipped
-    else:  # the older scalers of fp16_utils
-        scale = saved.cur_scale
-        since = getattr(saved, "cur_iter", 0) - getattr(saved, "last_overflow_iter", -1) - 1
-        unskipped = since % getattr(saved, "scale_window", 2000)
-    return {"loss_scale": scale, "unskipped": unskipped}
+        return saved
+    if isinstance(saved, LossScaler):
+        return saved.state_dict()
+    since = 0  # the older scalers of fp16_utils
+    if isinstance(saved, DynamicLossScaler):
+        since = (saved.cur_iter - saved.last_overflow_iter - 1) % saved.scale_window
+    return {"loss_scale": saved.cur_scale, "unskipped": since}

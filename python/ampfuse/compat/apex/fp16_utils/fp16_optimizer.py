@@ -13,6 +13,7 @@ from ampfuse.compat.apex.amp.scaler import LossScaler
 from ampfuse.compat.apex.amp.stash import AmpOptimizerState
 from ampfuse.compat.apex.fp16_utils import fp16_checkpoint
 from ampfuse.optim import upgrade
+from ampfuse.optim.inner import parameters
 from ampfuse.optim.masters import FLOAT_DTYPES
 
 
@@ -131,13 +132,9 @@ class FP16_Optimizer(torch.optim.Optimizer):
         Raises:
             RuntimeError: the closure overflows at the smallest scale too.
         """
-        if closure is not None:
-            return self._step_with_closure(closure)
-        if self._overflow is True:
-            return None
-        return self.optimizer.step()
+        if closure is None:
+            return None if self._overflow is True else self.optimizer.step()
 
-    def _step_with_closure(self, closure: Callable[[], Any]) -> Any:
         # The wrapped step brings the model up to the masters before each evaluation.
         def repeated() -> Any:
             while True:
@@ -177,8 +174,7 @@ class FP16_Optimizer(torch.optim.Optimizer):
         """
         if self.overflow:
             return -1
-        params = [param for group in self.param_groups for param in group["params"]]
-        return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
+        return torch.nn.utils.clip_grad_norm_(parameters(self), max_norm, norm_type)
 
     def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:
         """The FP32 gradients, as lists per param group; None, with a word, after an overflow."""
@@ -192,9 +188,6 @@ class FP16_Optimizer(torch.optim.Optimizer):
 
     # --- what the wrapped optimizer holds ------------------------------------------------------
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        self.optimizer.add_param_group(param_group)
-
     @property
     def loss_scale(self) -> float:
         return self.loss_scaler.loss_scale()
@@ -205,7 +198,7 @@ class FP16_Optimizer(torch.optim.Optimizer):
 
     state = _of_the_wrapped("state")
     param_groups = _of_the_wrapped("param_groups")
-    defaults = _of_the_wrapped("defaults")
+    add_param_group = _of_the_wrapped("add_param_group")
 
     # --- checkpoints ----------------------------------------------------------------------------
 
@@ -227,15 +220,11 @@ class FP16_Optimizer(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         raise RuntimeError("An FP16_Optimizer does not pickle; save its state_dict() instead.")
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        raise RuntimeError("An FP16_Optimizer does not unpickle; use load_state_dict() instead.")
-
 
 def _check_dtypes(optimizer: torch.optim.Optimizer) -> None:
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if param.requires_grad and param.dtype not in FLOAT_DTYPES:
-                raise TypeError(
-                    f"A parameter of shape {tuple(param.shape)} is {param.dtype}; FP16_Optimizer "
-                    "takes float16, bfloat16 and float32 ones."
-                )
+    for param in parameters(optimizer):
+        if param.requires_grad and param.dtype not in FLOAT_DTYPES:
+            raise TypeError(
+                f"A parameter of shape {tuple(param.shape)} is {param.dtype}; FP16_Optimizer "
+                "takes float16, bfloat16 and float32 ones."
+            )

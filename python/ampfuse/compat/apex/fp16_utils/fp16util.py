@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ampfuse.amp.casts import cast_model, cast_own_parameters, is_affine_batch_norm
+from ampfuse.compat.apex.apex_C import flatten, unflatten
 
 clip_grad_norm = nn.utils.clip_grad_norm_
 
@@ -70,16 +71,12 @@ def prep_param_lists(
     With `flat_master` the master is one flat parameter of all concatenated, its ``.grad`` zeros.
     """
     model_params: list[Tensor] = [param for param in model.parameters() if param.requires_grad]
+    masters = [param.detach().clone().float() for param in model_params]
     if flat_master:
-        flat = torch.cat([param.detach().float().reshape(-1) for param in model_params])
-        master: Tensor = nn.Parameter(flat)
-        master.grad = torch.zeros_like(flat)
-        return model_params, [master]
-    masters: list[Tensor] = []
-    for param in model_params:
-        master_copy = param.detach().clone().float()
-        masters.append(master_copy.requires_grad_())
-    return model_params, masters
+        flat = nn.Parameter(torch.cat([master.reshape(-1) for master in masters]))
+        flat.grad = torch.zeros_like(flat)
+        return model_params, [flat]
+    return model_params, [master.requires_grad_() for master in masters]
 
 
 @torch.no_grad()
@@ -92,8 +89,7 @@ def model_grads_to_master_grads(
     """
     if flat_master:
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in model_params]
-        (master,) = master_params
-        master.grad = torch.cat([grad.to(master.dtype).reshape(-1) for grad in grads])
+        master_params[0].grad = flatten(grads).to(master_params[0].dtype)
         return
     for model, master in zip(model_params, master_params, strict=True):
         if model.grad is None:
@@ -109,12 +105,9 @@ def master_params_to_model_params(
     model_params: Sequence[Tensor], master_params: Sequence[Tensor], flat_master: bool = False
 ) -> None:
     """Copy the masters' values into the model, rounding to its type."""
-    masters: Sequence[Tensor] = master_params
     if flat_master:
-        (flat,) = master_params
-        parts = flat.split([param.numel() for param in model_params])
-        masters = [part.view_as(p) for part, p in zip(parts, model_params, strict=True)]
-    for model, master in zip(model_params, masters, strict=True):
+        master_params = unflatten(master_params[0], model_params)
+    for model, master in zip(model_params, master_params, strict=True):
         model.copy_(master)
 
 

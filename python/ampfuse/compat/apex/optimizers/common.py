@@ -32,7 +32,6 @@ class ApexOptimizer(FusedOptimizer):
     """
 
     set_grad_none = True
-    _counts_steps = True
     _copied = (
         *FusedOptimizer._copied,
         "set_grad_none",
@@ -74,13 +73,12 @@ class ApexOptimizer(FusedOptimizer):
         # The base's by name: between it and here torch may have put hooks on classes that have
         # instances of their own, and these hooks would run once more.
         result = FusedOptimizer.step(self, closure)
-        if self._counts_steps:
-            steps, row = self.param_table().steps(), 0
-            for group in self.param_groups:
-                end = row + len(group["params"])
-                if end > row:
-                    group["step"] = steps[row:end].amax()
-                row = end
+        if self.algorithm.uses_count:
+            groups = self.param_groups
+            counts = self.param_table().steps().split([len(group["params"]) for group in groups])
+            for group, steps in zip(groups, counts, strict=True):
+                if len(steps):
+                    group["step"] = steps.amax()
         return result
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
@@ -102,7 +100,8 @@ class ApexOptimizer(FusedOptimizer):
             group = {**inherited, **saved}
             groups.append(group)
             # A step of a subclass's own counts by group.
-            step = group.get("step") if is_fused(self) else None
+            uncounted = 0 if self.algorithm.uses_count else None
+            step = group.get("step", uncounted) if is_fused(self) else None
             for key in group["params"] if step is not None else ():
                 # Without a moment there is nothing that a count could belong to.
                 if state.get(key, {}).keys() - {*MASTERS, "step"} and "step" not in state[key]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from ampfuse.compat.apex import amp_C
 from ampfuse.compat.apex.optimizers.common import ApexOptimizer, of_groups
 from ampfuse.optim import Adagrad
@@ -20,7 +18,6 @@ class FusedAdagrad(ApexOptimizer, Adagrad):
         adagrad_w_mode: decoupled weight decay instead of L2 through the gradient.
     """
 
-    _counts_steps = False
     multi_tensor_adagrad = staticmethod(amp_C.multi_tensor_adagrad)
     adagrad_w_mode = of_groups("decoupled_weight_decay", int)
 
@@ -34,9 +31,3 @@ class FusedAdagrad(ApexOptimizer, Adagrad):
         adagrad_w_mode: bool = False,
     ) -> None:
         self.construct(locals(), "decoupled_weight_decay")
-
-    def load_state_dict(self, state_dict: dict[str, Any], *, strict: bool = False) -> None:
-        """Loads apex's, torch's and ampfuse's state dicts; apex counted no steps."""
-        count = {"step": torch.zeros(())}
-        state = {k: {**count, **v} if "sum" in v else v for k, v in state_dict["state"].items()}
-        super().load_state_dict({**state_dict, "state": state}, strict=strict)

@@ -28,7 +28,6 @@ class FusedSGD(ApexOptimizer, SGD):
         ValueError: an argument out of range, or no lr.
     """
 
-    _counts_steps = False
     multi_tensor_sgd = staticmethod(amp_C.multi_tensor_sgd)
     wd_after_momentum = of_groups("wd_after_momentum", bool)
 

@@ -58,28 +58,14 @@ def convert_syncbn_model(
     and returned, unless it is a batch norm itself.
     """
     if isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm):
-        return _converted(module, process_group, channel_last)
+        options = module.eps, module.momentum, module.affine, module.track_running_stats
+        new = SyncBatchNorm(module.num_features, *options, process_group, channel_last)
+        new._parameters.update(module._parameters)
+        new._buffers.update(module._buffers)
+        return new.train(module.training)
     for name, child in module.named_children():
-        converted = convert_syncbn_model(child, process_group, channel_last)
-        if converted is not child:
-            module._modules[name] = converted
+        module._modules[name] = convert_syncbn_model(child, process_group, channel_last)
     return module
-
-
-def _converted(old: _BatchNorm, process_group: Any, channel_last: bool) -> SyncBatchNorm:
-    new = SyncBatchNorm(
-        old.num_features,
-        old.eps,
-        old.momentum,
-        old.affine,
-        old.track_running_stats,
-        process_group,
-        channel_last,
-    )
-    new._parameters.update(old._parameters)
-    new._buffers.update(old._buffers)
-    new.train(old.training)
-    return new
 
 
 def create_syncbn_process_group(group_size: int) -> Any:
