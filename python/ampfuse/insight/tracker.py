@@ -239,7 +239,8 @@ class Tracker(TorchDispatchMode):
             if each.alias_info and each.alias_info.is_write
             for tensor in trees.tensors(named.get(each.name))
         }
-        is_read = schema.name.rpartition("::")[2] not in _OVERWRITES and "out" not in kwargs
+        overwrites = schema.name.rpartition("::")[2] in _OVERWRITES
+        is_read = not (overwrites or any(each.is_out for each in schema.arguments))
 
         def before(item: Any) -> Any:
             if id(item) not in written:
