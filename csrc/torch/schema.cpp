@@ -5,6 +5,8 @@
 
 #include <iterator>
 
+#include "core/meter.h"
+
 namespace py = pybind11;
 
 namespace ampfuse {
@@ -70,6 +72,10 @@ py::dict described(const StorageInfo& info) {
   return found;
 }
 
+// What a metered step counts of each row before the exponents, in the order of `MeterCount`.
+constexpr const char* kMeterCountNames[] = {"elements", "changed", "stale", "zero", "subnormal"};
+static_assert(std::size(kMeterCountNames) == kExponents);
+
 }  // namespace
 
 py::dict schema() {
@@ -78,10 +84,14 @@ py::dict schema() {
   for (const StorageInfo& info : storages()) storages_[info.name] = described(info);
   py::list columns;
   for (const auto& column : schedule_columns()) columns.append(column.first);
+  py::list counts;
+  for (const char* name : kMeterCountNames) counts.append(name);
   py::dict found;
   found["algorithms"] = algorithms_;
   found["storages"] = storages_;
   found["schedule"] = columns;
+  found["meter_counts"] = counts;
+  found["update_factor"] = kUpdateFactor;
   return found;
 }
 

@@ -132,3 +132,7 @@ STORAGES = {name: Storage(name, **of) for name, of in _found["storages"].items()
 ALGORITHMS = {name: _algorithm(name, of) for name, of in _found["algorithms"].items()}
 # Hyper-parameters that a schedule may change from step to step.
 SCHEDULED = tuple(_found["schedule"])
+# What a metered step counts of each row, in order; after these come the gradient's exponents.
+METER_COUNTS: tuple[str, ...] = tuple(_found["meter_counts"])
+# What a metered step's norms of updates are times.
+UPDATE_FACTOR: float = _found["update_factor"]

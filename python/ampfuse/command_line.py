@@ -153,10 +153,21 @@ def fail(parser: argparse.ArgumentParser, error: BaseException, path: Path) -> N
     parser.exit(1, f"{parser.prog}: {where}: {type(error).__name__}: {text}\n")
 
 
-def show(result: Any, args: argparse.Namespace) -> int:
-    """Print `result`, draw it where ``--plot`` says, and return the exit status."""
-    print(result)
+def report_on(
+    parser: argparse.ArgumentParser,
+    path: Path,
+    name: str,
+    args: argparse.Namespace,
+    make: Callable[..., Any],
+) -> int:
+    """Print what `make` says of the training, draw it where ``--plot`` says; the exit status."""
+    training = training_of(parser, path, name)
+    try:
+        report = make(*training)
+    except Exception as error:
+        fail(parser, error, path)
+    print(report)
     if args.plot:
-        result.plot(args.plot)
+        report.plot(args.plot)
         print(f"Picture: {args.plot}")
     return 0

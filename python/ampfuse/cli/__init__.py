@@ -23,15 +23,15 @@ COMMANDS = {
         "print the results of an experiment next to the published ones",
     ),
     "doctor": (
-        "ampfuse.doctor.command",
+        "ampfuse.cli.doctor",
         "say where the time of a training script goes, and what would pay",
     ),
     "advise": (
-        "ampfuse.doctor.advise_command",
+        "ampfuse.cli.advise",
         "find the level to train a model at, by trying them",
     ),
     "memory": (
-        "ampfuse.memory",
+        "ampfuse.cli.memory",
         "say what a training holds in memory, in each mode, and what fits",
     ),
     "migrate": ("ampfuse.migrate.__main__", "say what becomes of a script's uses of apex"),

@@ -11,21 +11,8 @@ times operations again, ``rules`` say what would pay, ``session`` makes the ``re
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from ampfuse.doctor.levels import Advice, advise
-    from ampfuse.doctor.report import Report
-    from ampfuse.doctor.session import examine
+from ampfuse.doctor.levels import Advice, advise
+from ampfuse.doctor.report import Report
+from ampfuse.doctor.session import examine
 
 __all__ = ["Advice", "Report", "advise", "examine"]
-
-# Loaded at first use, as the commands in this package need next to nothing to say --help.
-_HOME = {"Advice": "levels", "Report": "report", "advise": "levels", "examine": "session"}
-
-
-def __getattr__(name: str) -> object:
-    if name not in _HOME:
-        raise AttributeError(f"module 'ampfuse.doctor' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"ampfuse.doctor.{_HOME[name]}"), name)

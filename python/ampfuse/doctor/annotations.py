@@ -1,6 +1,6 @@
 """Annotations that the doctor leaves in a profile: steps, and lines that wait for the device.
 
-A line is found by replacing, while the profile runs, the few functions of torch that wait. That
+A line is found by wrapping, while the profile runs, the few functions of torch that wait. That
 costs a microsecond a call; torch's own stacks (``with_stack``) slow every call of the script.
 """
 
@@ -57,36 +57,37 @@ def waits_annotated() -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         for owner, name, shown, waits in _WAITS:
-            annotated = _annotated(getattr(owner, name), shown, waits)
-            stack.enter_context(replaced(owner, name, annotated))
+            annotated = functools.partial(_annotated, shown, waits)
+            stack.enter_context(wrapped(owner, name, annotated))
         yield
 
 
 @contextlib.contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """``owner.name`` is `value` in the block."""
-    is_own, before = name in vars(owner), getattr(owner, name)
-    setattr(owner, name, value)
+def wrapped(owner: Any, name: str, around: Callable[..., Any]) -> Iterator[None]:
+    """In the block a call of ``owner.name`` is ``around(original, ...)``."""
+    is_own, original = name in vars(owner), getattr(owner, name)
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return around(original, *args, **kwargs)
+
+    setattr(owner, name, call)
     try:
         yield
     finally:
         if is_own:
-            setattr(owner, name, before)
+            setattr(owner, name, original)
         else:
             delattr(owner, name)  # was inherited
 
 
 def _annotated(
-    call: Callable[..., Any], shown: str, waits: Callable[..., bool]
-) -> Callable[..., Any]:
-    @functools.wraps(call)
-    def annotated(*args: Any, **kwargs: Any) -> Any:
-        if not waits(*args):
-            return call(*args, **kwargs)
-        with record_function(f"{WAIT}{shown} {_line()}"):
-            return call(*args, **kwargs)
-
-    return annotated
+    shown: str, waits: Callable[..., bool], call: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    if not waits(*args):
+        return call(*args, **kwargs)
+    with record_function(f"{WAIT}{shown} {_line()}"):
+        return call(*args, **kwargs)
 
 
 def _line() -> str:

@@ -20,7 +20,6 @@ from ampfuse.devices import device_name
 from ampfuse.doctor import trainings
 from ampfuse.doctor.trainings import Row, Task
 from ampfuse.insight import charts
-from ampfuse.insight.hints import machine
 from ampfuse.insight.inputs import LossFunction, check_owned, check_types
 from ampfuse.insight.tables import aligned, frame
 
@@ -59,12 +58,10 @@ def advise(
 
     All trainings start from the model as it is, on its device and in the mode it is in, and take
     the same batches with the same random numbers. FP32 (O0), always among them, is trained `seeds`
-    times more: with other random numbers (dropout), another order of the batches, and weights that
-    differ from yours by up to 0.4 %, as much as rounding to BF16 changes a weight. The largest
-    distance between two of these trainings is the spread; a level deviates if its loss is further
-    from that of FP32, and by more than 1 % of the way that FP32's loss went and 0.4 % of the loss
-    (rounding it to BF16). The distance of two trainings is the largest difference of their losses,
-    in means of an eighth of the steps.
+    times more, with other random numbers, another order of the batches and weights up to 0.4 %
+    beside yours. The largest distance between two of these trainings is what a level's loss may be
+    away from that of FP32; it is the largest difference of losses, in means of an eighth of the
+    steps. See "The yardstick" in docs/insight.md.
 
     Recommended is the fastest level that does not deviate, loses no tensor's updates, and skips no
     more than 5 % of its steps; within 5 % of its time one without loss scaling, and with FP32
@@ -124,7 +121,7 @@ def conclude(
     """What `rows` (O0 among them) and the other seeds' trainings of O0 say."""
     reference = next(row for row in rows if row.level == "O0")
     judged = tuple(_judged(row, reference, seeded, batches) for row in rows)
-    level, reason = _recommend(judged, device)
+    level, reason = _recommend(judged)
     return Advice(level, reason, judged, tuple(row.losses for row in seeded), device_name(device))
 
 
@@ -299,7 +296,7 @@ def _objection(row: Row) -> str | None:
     return "the loss deviates from that of FP32" if row.deviation > row.allowed else None
 
 
-def _recommend(rows: Sequence[Row], device: torch.device) -> tuple[str, str]:
+def _recommend(rows: Sequence[Row]) -> tuple[str, str]:
     """The level, and the reason for it."""
     good = [row for row in rows if row.objection is None and row.level != "O0"]
     fastest = min(good, key=lambda row: row.median, default=None)
@@ -310,19 +307,13 @@ def _recommend(rows: Sequence[Row], device: torch.device) -> tuple[str, str]:
         if row.objection and row.speedup > worth
     ]
     if fastest is None:
-        tried = "there are objections to every" if len(rows) > 1 else "no"
-        other = "other level." if len(rows) > 1 else "other level was tried."
-        return "O0", " ".join([f"{tried} {other}", *rejected])
+        tried = "there are objections to every other level." if len(rows) > 1 else ""
+        return "O0", " ".join([tried or "no other level was tried.", *rejected])
     if fastest.speedup < _EQUAL:
         why = (
             f"half precision is no faster here ({fastest.level}, the best of those without an "
-            f"objection: {fastest.speedup:.2f}x)." + _lacking(device)
+            f"objection: {fastest.speedup:.2f}x)."
         )
-        full = next(row for row in rows if row.level == "O0")
-        small = min(good, key=lambda row: row.memory_mib)
-        if small.memory_mib < 0.8 * full.memory_mib:
-            saved = 1 - small.memory_mib / full.memory_mib
-            why += f" If memory is short: {small.level} takes {saved:.0%} less."
         return "O0", " ".join([why, *rejected])
     near = [row for row in good if row.median <= fastest.median * _EQUAL]
     best = min(near, key=lambda row: _PREFERENCE.index(row.level))
@@ -333,10 +324,3 @@ def _recommend(rows: Sequence[Row], device: torch.device) -> tuple[str, str]:
     if others := [row.level for row in near if row is not best]:
         reason += f" As fast, within {_EQUAL - 1:.0%}: {', '.join(others)}."
     return best.level, " ".join([reason, *rejected])
-
-
-def _lacking(device: torch.device) -> str:
-    """What the machine cannot do, as the end of a sentence."""
-    of = machine(device)
-    lacks = [kind for kind, has in (("FP16", of.has_fp16), ("BF16", of.has_bf16)) if not has]
-    return f" {of.name} has no {' and no '.join(lacks)} arithmetic." if lacks else ""

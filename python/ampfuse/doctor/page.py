@@ -22,9 +22,9 @@ _STYLE = """
 @media (prefers-color-scheme: dark) { :root { --ink: #e6edf3; --paper: #0f1318; } }
 body { margin: 0 auto; padding: 2rem 1.2rem 4rem; max-width: 58rem; color: var(--ink);
   background: var(--paper); font: 16px/1.5 system-ui, sans-serif; }
-svg { width: 100%; height: auto; display: block; }
-svg text { fill: var(--ink); font: 12px system-ui, sans-serif; }
-svg rect { stroke: var(--paper); stroke-width: .6; }
+figure { display: flex; margin: 0; }
+figure div { overflow: hidden; text-align: center; }
+figure i { display: block; height: 3rem; border-right: 1px solid var(--paper); }
 pre, table { font: .85rem/1.4 ui-monospace, monospace; white-space: pre-wrap; }
 th, td { text-align: left; padding: .2rem .8rem .2rem 0; vertical-align: top; }
 span { display: inline-block; width: .75rem; height: .75rem; margin: 0 .4rem 0 1rem; }
@@ -48,25 +48,19 @@ def as_html(report: Report) -> str:
         '<!doctype html><html lang="en"><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{title}: where the time goes</title><style>{_STYLE}</style>"
-        f"<body><h1>{title}</h1>{_bar(report)}<p>{keys}</p><pre>{escape(str(report))}</pre>"
+        f"<body><h1>{title}</h1>{_figure(report)}<p>{keys}</p><pre>{escape(str(report))}</pre>"
         f"<h2>Operations that take most</h2><table>{table}</table></body></html>\n"
     )
 
 
-def _bar(report: Report) -> str:
+def _figure(report: Report) -> str:
     """All shares next to each other; those that are wide enough carry their number."""
-    parts, x = [], 0.0
-    for share in report.shares:
-        width = 1000 * share.share
-        label = escape(f"{share.label}: {share.share:.1%}, {share.ms:.2f} ms")
-        parts.append(
-            f'<rect x="{x:.2f}" y="0" width="{max(width, 0.3):.2f}" height="46" '
-            f'fill="{_COLORS[share.kind]}"><title>{label}</title></rect>'
-        )
-        if width > 50:
-            middle = f'x="{x + width / 2:.1f}" y="64" text-anchor="middle"'
-            parts.append(f"<text {middle}>{share.share:.0%}</text>")
-        x += width
     said = ", ".join(f"{share.label} {share.share:.0%}" for share in report.shares)
-    label = escape(f"Shares of a step: {said}")
-    return f'<svg viewBox="0 0 1000 70" role="img" aria-label="{label}">{"".join(parts)}</svg>'
+    bars = "".join(
+        f'<div style="width:{share.share:.3%}" '
+        f'title="{escape(f"{share.label}: {share.share:.1%}, {share.ms:.2f} ms")}">'
+        f'<i style="background:{_COLORS[share.kind]}"></i>'
+        f"{f'{share.share:.0%}' if share.share > 0.05 else ''}</div>"
+        for share in report.shares
+    )
+    return f'<figure role="img" aria-label="{escape(f"Shares of a step: {said}")}">{bars}</figure>'

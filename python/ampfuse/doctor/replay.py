@@ -71,9 +71,12 @@ class Operation:
     def inputs(self) -> list[Input]:
         return [value for value in self.arguments if isinstance(value, Input)]
 
-    def with_inputs(self, change: Callable[[Input], Input]) -> Operation:
-        changed = [change(v) if isinstance(v, Input) else v for v in self.arguments]
-        return replace(self, arguments=changed)
+    def with_inputs(self, *changes: Callable[[Input], Input]) -> Operation | None:
+        """It with other inputs; None if `changes` leave them as they are."""
+        arguments = self.arguments
+        for change in changes:
+            arguments = [change(v) if isinstance(v, Input) else v for v in arguments]
+        return None if arguments == self.arguments else replace(self, arguments=arguments)
 
     def run(self, device: torch.device) -> Callable[[], object]:
         call = self.overload

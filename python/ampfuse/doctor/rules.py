@@ -19,14 +19,7 @@ from torch import Tensor
 
 from ampfuse import hardware
 from ampfuse.doctor.kinds import HALVES, precision
-from ampfuse.doctor.replay import (
-    Input,
-    Operation,
-    race,
-    speed_ratios,
-    to_channels_last,
-    to_dtype,
-)
+from ampfuse.doctor.replay import Operation, race, speed_ratios, to_channels_last, to_dtype
 from ampfuse.doctor.watch import Loading, Stepper
 from ampfuse.insight.findings import Finding
 from ampfuse.insight.hints import machine
@@ -37,6 +30,7 @@ _BUDGET_S = 30.0
 _MOST_OPERATIONS = 24
 _MOST_ELEMENTS = 50_000_000  # of parameters that are stepped to time an optimizer
 _REPLAYED = ("matrix", "memory", "norm")
+_NOT_OURS = {"foreach": None, "fused": None, "capturable": False, "differentiable": False}
 
 
 @dataclass
@@ -226,51 +220,41 @@ def shape_notes(case: Case) -> Iterator[Finding]:
     for op in case.operations:
         if op.kind != "matrix" or op.ms < 0.01 * case.step_ms:
             continue
-        multiple = multiple_for(op, case.device)
+        where, first, multiple = f"{op.name} {op.shapes}", op.inputs[0], multiple_for(op, case)
         sizes = {size for given in op.inputs for size in given.dims[-2:]}
         odd = sorted(size for size in sizes if size > multiple and size % multiple)
         if odd and op.name.endswith("mm"):
-            found = f"{odd} miss alignment ({op.ms:.2f} ms)"
-            yield Finding(
-                "sizes", f"pad them to multiples of {multiple}", f"{op.name} {op.shapes}", found
-            )
-        first = op.inputs[0]
+            remedy = f"pad them to multiples of {multiple}"
+            yield Finding("sizes", remedy, where, f"{odd} miss alignment ({op.ms:.2f} ms)")
         channels_first = first.is_image and first.strides[1] != 1 != first.dims[1]
         if channels_first and "conv" in op.name and precision(op.event) in HALVES:
             found = "half precision with channels first (NCHW)"
-            yield Finding("layout", _LAST, f"{op.name} {op.shapes}", found)
+            yield Finding("layout", _LAST, where, found)
 
 
 # --- replays --------------------------------------------------------------------------------------
 
 
-def multiple_for(op: Operation, device: torch.device) -> int:
+def multiple_for(op: Operation, case: Case) -> int:
     """Sizes of matrices should be multiples of this.
 
     16 bytes on a GPU; on the CPU a row of an AMX tile, 64 bytes, or 16 numbers for a vector.
     """
     size = op.inputs[0].dtype.itemsize
-    if device.type == "cuda":
+    if case.on_gpu:
         return max(1, 16 // size)
     return 64 // size if "amx_bf16" in hardware.cpu_flags() else 16
 
 
-def _changed(op: Operation, *changes: Callable[[Input], Input]) -> Operation | None:
-    other = op
-    for change in changes:
-        other = other.with_inputs(change)
-    return None if other.arguments == op.arguments else other
-
-
 def _variants(case: Case) -> dict[str, Callable[[Operation], Operation | None]]:
     """Half precision, channels_last, both."""
-    half = case.half[0]
+    half, images = case.half[0], to_channels_last
     variants: dict[str, Callable[[Operation], Operation | None]] = {
-        "half": lambda op: _changed(op, to_dtype(half, op.kind)),
+        "half": lambda op: op.with_inputs(to_dtype(half, op.kind))
     }
-    if any("conv" in op.name and _changed(op, to_channels_last) for op in case.operations):
-        variants["images"] = lambda op: _changed(op, to_channels_last)
-        variants["both"] = lambda op: _changed(op, to_dtype(half, op.kind), to_channels_last)
+    if any("conv" in op.name and op.with_inputs(images) for op in case.operations):
+        variants["images"] = lambda op: op.with_inputs(images)
+        variants["both"] = lambda op: op.with_inputs(to_dtype(half, op.kind), images)
     return variants
 
 
@@ -308,13 +292,10 @@ def _optimizer_saving(case: Case, half: torch.dtype | None) -> float:
         options = dict(stepper.defaults)
         if stepper.cls is torch.optim.AdamW:
             options.pop("decoupled_weight_decay", None)  # its own constant, no argument
-        own = {"foreach": None, "fused": None, "capturable": False, "differentiable": False}
-        for_ours = {name: own.get(name, value) for name, value in options.items()}
-        params = _stepped(stepper, torch.float32)
+        params, own = _stepped(stepper, torch.float32), _stepped(stepper, half or torch.float32)
         now = stepper.cls(params, **options)
-        ours = fused(
-            _stepped(stepper, half or torch.float32), **for_ours, master_weights=half is not None
-        )
+        options = {name: _NOT_OURS.get(name, value) for name, value in options.items()}
+        ours = fused(own, **options, master_weights=half is not None)
         before, after = race([now.step, ours.step], case.device)
         share = sum(stepper.seconds) / sum(sum(each.seconds) for each in case.steppers)
         if not case.on_gpu:

@@ -103,7 +103,10 @@ def fill(report: Report, watch: Watch) -> None:
 
 def _too_short(watch: Watch) -> str | None:
     if watch.seen == 0:
-        return "no torch.optim.Optimizer made a step in this process"
+        return (
+            "no torch.optim.Optimizer made a step in this process; if others train, use "
+            "`with ampfuse.doctor.examine():` around their loop"
+        )
     if watch.profiler is None:
         return (
             f"the training ended after {watch.seen} optimizer step{'s' * (watch.seen > 1)}; "

@@ -6,11 +6,11 @@ the thread of the training does: the innermost operation, or Python between oper
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 from ampfuse.doctor.annotations import BEGIN, STEP
 from ampfuse.doctor.kinds import (
@@ -33,24 +33,18 @@ _MOST_PER_EVENT_US = 6.0
 _TRANSFERS = frozenset({"communication", "data", "sync"})
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Piece:
     """Time from `start` to `end`, in microseconds, of one kind; `event` did it, if one did."""
 
     start: float
     end: float
-    kind: str = "host"
-    event: Event | None = None
+    kind: str
+    event: Event | None
 
     @property
     def duration(self) -> float:
         return self.end - self.start
-
-    @property
-    def is_free(self) -> bool:
-        """Nothing of torch's runs; in an annotation of the script, time is that of its Python."""
-        event = self.event
-        return event is None or (event.category == "user_annotation" and self.kind == "host")
 
 
 @dataclass
@@ -90,29 +84,23 @@ def lay_out(trace: Trace, step_ms: float, measured: Mapping[str, float] = {}) ->
     steps = [(a.end, b.end) for a, b in pairwise(mark for mark in marks if mark.thread == thread)]
     steps = steps[1:] or steps  # the first one pays for the profiler's start
     begin, end = steps[0][0], steps[-1][1]
-    threads: dict[object, list[Event]] = defaultdict(list)
+    threads: dict[object, list[Event]] = {thread: []}  # the first one has priority
     for event in trace.host:
         event.kind = kind_on_host(event)
-        threads[event.thread].append(event)
-    for event in trace.device:
-        event.kind = kind_on_device(event)
-    own = threads.pop(thread)
+        threads.setdefault(event.thread, []).append(event)
     # Autograd runs the backward pass of a GPU on a thread of its own, gloo communicates on another.
-    pieces = _innermost(own, begin, end)
-    for events in threads.values():
-        pieces = _over(pieces, _innermost(events, begin, end))
-    starts = (event.start for event in own if _is_work(event))
-    pieces = list(_with_pauses(pieces, steps, sorted([*trace.forward, *starts])))
+    pieces = _on_host(list(threads.values()), begin, end)
+    starts = (event.start for event in threads[thread] if _is_work(event))
+    _find_pauses(pieces, steps, sorted([*trace.forward, *starts]))
     host_us = sum(piece.duration for piece in pieces if piece.kind != "sync")
     us = {kind: ms * 1e3 * len(steps) for kind, ms in measured.items()}
     if trace.device:
-        transfers = [event for event in trace.device if event.kind in _TRANSFERS]
-        others = [event for event in trace.device if event.kind not in _TRANSFERS]
-        device = _over(_innermost(others, begin, end), _innermost(transfers, begin, end))
-        pieces = list(_with_idle_device(device, pieces))
+        for event in trace.device:
+            event.kind = kind_on_device(event)
+        pieces = _on_device(trace.device, pieces, begin, end)
         us.pop("optimizer", None)  # a GPU works on when the clock has stopped
     if us.get("data") and not any(piece.kind == "data" for piece in pieces):
-        pieces.append(Piece(end, end + 1.0, "data"))  # to be scaled
+        pieces.append(Piece(end, end + 1.0, "data", None))  # to be scaled
     recorded = [event for event in trace.host if begin <= event.start < end]
     scale = _without_profiler(pieces, recorded, step_ms * 1e3 * len(steps), us)
     return Timeline(steps, pieces, scale, host_us * step_ms * 1e3 / (end - begin))
@@ -125,93 +113,87 @@ def detail(piece: Piece) -> str:
     return f"{precision(piece.event) or 'integers'}, {units(piece.event)}"
 
 
-def _innermost(events: list[Event], begin: float, end: float) -> list[Piece]:
-    """The time between `begin` and `end`, each part with the innermost of `events`.
+def _sweep(
+    lanes: Sequence[Sequence[Any]], begin: float, end: float
+) -> Iterator[tuple[float, float, list[Any]]]:
+    """Times in which nothing begins or ends, each with the innermost one of each lane, or None.
 
-    They are sorted by start. Of two that overlap, as on a GPU, the later one counts.
+    A lane is sorted by start. Of two that overlap, as on a GPU, the later one counts.
     """
+    times = {time for lane in lanes for each in lane for time in (each.start, each.end)}
+    cuts = sorted({begin, end, *(time for time in times if begin < time < end)})
+    coming = [deque(lane) for lane in lanes]
+    running: list[list[Any]] = [[] for _ in lanes]
+    for start, stop in pairwise(cuts):
+        for queue, stack in zip(coming, running, strict=True):
+            while queue and queue[0].start <= start:
+                stack.append(queue.popleft())
+            while stack and stack[-1].end <= start:
+                stack.pop()
+        yield start, stop, [stack[-1] if stack else None for stack in running]
+
+
+def _extend(pieces: list[Piece], start: float, stop: float, kind: str, event: Event | None) -> None:
+    """Append a piece, or make the last one longer if it is of the same."""
+    if pieces and pieces[-1].event is event and pieces[-1].kind == kind:
+        pieces[-1].end = stop
+    else:
+        pieces.append(Piece(start, stop, kind, event))
+
+
+def _on_host(threads: list[list[Event]], begin: float, end: float) -> list[Piece]:
+    """What the first thread does; where it does nothing of torch's, the next ones."""
     pieces: list[Piece] = []
-    stack: list[Event] = []
-    at = begin
-
-    def advance(until: float) -> None:
-        nonlocal at
-        until = min(until, end)
-        if until > at:
-            event = stack[-1] if stack else None
-            pieces.append(Piece(at, until, event.kind if event else "host", event))
-            at = until
-
-    for event in events:
-        while stack and stack[-1].end <= event.start:
-            advance(stack[-1].end)
-            stack.pop()
-        advance(event.start)
-        stack.append(event)
-    while stack:
-        advance(stack[-1].end)
-        stack.pop()
-    advance(end)
+    for start, stop, innermost in _sweep(threads, begin, end):
+        event = next((event for event in innermost if event and not _is_of_script(event)), None)
+        _extend(pieces, start, stop, event.kind if event else "host", event)
     return pieces
 
 
-def _over(above: list[Piece], below: list[Piece]) -> list[Piece]:
-    """`above`, and where nothing runs there, `below`; both without gaps."""
-    ends = [piece.end for piece in below]
-    merged = []
-    for piece in above:
-        merged += list(_between(below, ends, piece)) if piece.is_free else [piece]
-    return merged
+def _is_of_script(event: Event) -> bool:
+    """In an annotation of the script, time is that of its Python."""
+    return event.category == "user_annotation" and event.kind == "host"
 
 
-def _between(pieces: list[Piece], ends: list[float], span: Piece) -> Iterator[Piece]:
-    """What there is of `pieces`, which end at `ends`, in the time of `span`."""
-    for place in range(bisect_right(ends, span.start), len(pieces)):
-        piece = pieces[place]
-        if piece.start >= span.end:
-            return
-        start, end = max(piece.start, span.start), min(piece.end, span.end)
-        yield replace(piece, start=start, end=end)
+def _on_device(events: list[Event], host: list[Piece], begin: float, end: float) -> list[Piece]:
+    """What the device does, and where it idles, what it waits for on the `host`."""
+    work = [event for event in events if event.kind not in _TRANSFERS]
+    transfers = [event for event in events if event.kind in _TRANSFERS]
+    pieces: list[Piece] = []
+    idles = after_wait = False
+    for start, stop, (working, moving, on_host) in _sweep((work, transfers, host), begin, end):
+        event = working or moving
+        if event is None and not idles:
+            # Idle because the host had waited for the device and now begins anew.
+            after_wait = on_host.kind == "sync"
+        idles = event is None
+        if event is None:
+            kind = on_host.kind if on_host.kind in _TRANSFERS | {"python"} else "host"
+            _extend(pieces, start, stop, "sync" if after_wait else kind, on_host.event)
+        else:
+            _extend(pieces, start, stop, event.kind, event)
+    return pieces
 
 
-def _with_pauses(
-    pieces: list[Piece], steps: list[tuple[float, float]], work: list[float]
-) -> Iterator[Piece]:
-    """`pieces` with the script's own long pauses: its loading, or other Python.
+def _find_pauses(pieces: list[Piece], steps: list[tuple[float, float]], work: list[float]) -> None:
+    """Tell the script's own long pauses apart: its loading, or other Python.
 
     A pause between a step and the next begin of `work` is loading; if the script has a DataLoader,
     only a pause after that.
     """
     loads = [piece.start for piece in pieces if piece.kind == "data"]
     for piece in pieces:
-        if not piece.is_free or piece.duration <= _PAUSE_US:
-            yield piece
-            continue
-        at = piece.start
-        step = next((step for step in steps if step[0] <= at < step[1]), steps[-1])
-        load = next((start for start in loads if step[0] <= start < step[1]), at)
-        first = next((start for start in work if step[0] <= start < step[1]), step[1])
-        yield replace(piece, kind="data" if load <= at < first else "python")
+        if piece.event is None and piece.duration > _PAUSE_US:
+            at = piece.start
+            step = next((step for step in steps if step[0] <= at < step[1]), steps[-1])
+            load = next((start for start in loads if step[0] <= start < step[1]), at)
+            first = next((start for start in work if step[0] <= start < step[1]), step[1])
+            piece.kind = "data" if load <= at < first else "python"
 
 
 def _is_work(event: Event) -> bool:
     """Of a backward pass, or of a model though it may be one that is not trained."""
     return event.name.startswith("autograd::engine") or kind_by_name(event) in ("matrix", "norm")
-
-
-def _with_idle_device(device: list[Piece], host: list[Piece]) -> Iterator[Piece]:
-    """`device`, and where it idles, what it waits for on the `host`."""
-    ends = [piece.end for piece in host]
-    for piece in device:
-        if piece.event is not None:
-            yield piece
-            continue
-        idle = list(_between(host, ends, piece))
-        # Idle because the host had waited for the device and now begins anew.
-        after_wait = idle[0].kind == "sync"
-        for part in idle:
-            kind = part.kind if part.kind in _TRANSFERS | {"python"} else "host"
-            yield replace(part, kind="sync" if after_wait else kind)
 
 
 def _without_profiler(

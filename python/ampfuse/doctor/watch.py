@@ -9,7 +9,7 @@ import os
 import statistics
 import time
 import weakref
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,10 +20,10 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import profile, record_function
 from torch.utils.data import dataloader
 
-from ampfuse.doctor.annotations import BEGIN, CLOSURE, STEP, replaced, waits_annotated
+from ampfuse.doctor.annotations import BEGIN, CLOSURE, STEP, waits_annotated, wrapped
 from ampfuse.measuring import silent_stderr
 
 
@@ -55,10 +55,9 @@ class Loading:
 class Watch:
     """A context that watches what is trained in it.
 
-    A step is one call of ``step`` of the optimizer that is the first to make `warmup` steps, or of
-    one that makes as many in a row after it (some scripts try a few with another one). After these,
-    `steps` are timed with nothing else going on, then as many are profiled. Other processes than
-    this one are left alone.
+    A step is one call of ``step`` of the optimizer that is the first to make `warmup` steps. After
+    these, `steps` are timed with nothing else going on, then as many are profiled. Other processes
+    than this one are left alone.
 
     Attributes:
         stop: raise Finished after the last of them.
@@ -84,7 +83,6 @@ class Watch:
         self._process = os.getpid()
         self._counts: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
         self._chosen: object = None
-        self._others: deque[object] = deque(maxlen=self.warmup)  # that stepped since it did
         self._started = 0.0
         self._timing = False
         self._phases: Iterator[None] = iter(())
@@ -93,8 +91,10 @@ class Watch:
         self._hooks = contextlib.ExitStack()
         self._hooks.callback(register_optimizer_step_pre_hook(self._before).remove)
         self._hooks.callback(register_optimizer_step_post_hook(self._after).remove)
-        self._time(dataloader._BaseDataLoaderIter)
-        self._guard(torch.autograd.profiler.profile)
+        iterators, profiles = dataloader._BaseDataLoaderIter, torch.autograd.profiler.profile
+        self._hooks.enter_context(wrapped(iterators, "__next__", self._next_batch))
+        for name in ("_prepare_trace", "_start_trace"):
+            self._hooks.enter_context(wrapped(profiles, name, self._other_profile))
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -153,13 +153,11 @@ class Watch:
         if self._chosen is None and count == self.warmup:
             self._chosen, self._phases = optimizer, self._after_warmup()
         self.seen = max(self.seen, count) if self._chosen is None else self._counts[self._chosen]
-        if optimizer is not self._chosen:
-            return self._follow(optimizer)
-        self._others.clear()
-        if self._annotation:
-            self._annotation.__exit__(None, None, None)
-            self._annotation = None
-        next(self._phases, None)
+        if optimizer is self._chosen:
+            if self._annotation:
+                self._annotation.__exit__(None, None, None)
+                self._annotation = None
+            next(self._phases, None)
 
     def _after_warmup(self) -> Iterator[None]:
         """What is done between steps from then on; goes on after each."""
@@ -178,18 +176,6 @@ class Watch:
             yield
         self.done = True
         self._profiling.close()
-
-    def _follow(self, optimizer: Optimizer) -> None:
-        """Watch `optimizer`, if the one so far has given way to it."""
-        self._others.append(optimizer)
-        alone = len(self._others) == self.warmup == self._others.count(optimizer)
-        if self._chosen is not None and self.profiler is None and alone:
-            self._chosen, self._counts[optimizer] = optimizer, self.warmup
-            self.seen, self.loading = self.warmup, None
-            for of_the_other in (self.seconds, self.steppers, self._others):
-                of_the_other.clear()
-            self._phases = self._after_warmup()
-            next(self._phases)
 
     def _stepper(self, optimizer: Optimizer) -> Stepper:
         if id(optimizer) not in self.steppers:
@@ -213,12 +199,9 @@ class Watch:
     # --- what is replaced meanwhile -------------------------------------------------------------
 
     def _begin_profile(self) -> None:
-        activities = [ProfilerActivity.CPU]
-        if torch.cuda.is_available():
-            activities.append(ProfilerActivity.CUDA)
-        profiler = profile(activities=activities, record_shapes=True, acc_events=True)
         if torch.autograd._profiler_enabled():
             return self._give_up()
+        profiler = profile(record_shapes=True, acc_events=True)
         with silent_stderr():
             profiler.start()
         self._profiling.callback(self._end_profile)
@@ -238,39 +221,25 @@ class Watch:
         self.problem = "the script runs torch's profiler itself: switch that off"
         self.done = True
 
-    def _guard(self, profiles: Any) -> None:
+    def _other_profile(self, begin: Callable[..., Any], *args: Any) -> Any:
         """A second profile would end the process: where the script begins one, the watch ends."""
+        if self.profiler and not self.done and os.getpid() == self._process:
+            self._give_up()
+            self._profiling.close()
+        return begin(*args)
 
-        def guarded(original: Callable[..., Any]) -> Callable[..., Any]:
-            def begin(*args: Any) -> Any:
-                if self.profiler and not self.done and os.getpid() == self._process:
-                    self._give_up()
-                    self._profiling.close()
-                return original(*args)
-
-            return begin
-
-        for name in ("_prepare_trace", "_start_trace"):
-            guard = guarded(getattr(profiles, name))
-            self._hooks.enter_context(replaced(profiles, name, guard))
-
-    def _time(self, iterators: Any) -> None:
-        """Time ``__next__`` of DataLoaders: whether a wait is work of this thread or of others."""
-        original: Callable[[Any], Any] = iterators.__next__
-
-        def timed_next(this: Any) -> Any:
-            if not self._timing:
-                return original(this)
-            begin, busy = time.perf_counter(), time.thread_time()
-            try:
-                return original(this)
-            finally:
-                if self.loading is None:
-                    self.loading = Loading(this._num_workers, this._pin_memory)
-                self.loading.wait_s += time.perf_counter() - begin
-                self.loading.busy_s += time.thread_time() - busy
-
-        self._hooks.enter_context(replaced(iterators, "__next__", timed_next))
+    def _next_batch(self, original: Callable[[Any], Any], iterator: Any) -> Any:
+        """Time the wait for a batch: whether it is work of this thread or of others."""
+        if not self._timing:
+            return original(iterator)
+        begin, busy = time.perf_counter(), time.thread_time()
+        try:
+            return original(iterator)
+        finally:
+            if self.loading is None:
+                self.loading = Loading(iterator._num_workers, iterator._pin_memory)
+            self.loading.wait_s += time.perf_counter() - begin
+            self.loading.busy_s += time.thread_time() - busy
 
 
 def _synchronize() -> None:

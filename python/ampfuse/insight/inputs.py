@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ def check_types(model: Any, optimizer: Any) -> None:
         raise TypeError(f"optimizer must be one torch.optim.Optimizer, not {optimizer!r:.60}.")
 
 
-def check_owned(model: nn.Module, stepped: list[Any], remedy: str) -> None:
+def check_owned(model: nn.Module, stepped: Collection[Tensor], remedy: str) -> None:
     """Raise ValueError unless what an optimizer steps are parameters of `model`."""
     known = set(map(id, model.parameters()))
     if strange := sum(id(weight) not in known for weight in stepped):

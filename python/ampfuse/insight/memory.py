@@ -15,13 +15,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
 from ampfuse import trees
-from ampfuse._schema import ALGORITHMS, STORAGES
+from ampfuse._schema import STORAGES
 from ampfuse.amp.casts import eager_module, is_affine_batch_norm
 from ampfuse.insight import charts
 from ampfuse.insight.inputs import LossFunction, check_owned, check_types, same_random_numbers
 from ampfuse.insight.tables import aligned
 from ampfuse.optim.base import AmpOptimizer
-from ampfuse.optim.fused import FUSED, FusedOptimizer
+from ampfuse.optim.fused import algorithm_of
 from ampfuse.optim.inner import parameters, with_inner
 from ampfuse.optim.masters import HALF_DTYPES, MasterParameter, gradient_as_it_is
 from ampfuse.optim.stored import storage_for
@@ -77,17 +77,14 @@ def memory_report(
     check_types(model, optimizer)
     limit = bytes_of(budget)
     model, inner = eager_module(model), with_inner(optimizer)[-1]
-    fused: Any = type(inner) if isinstance(inner, FusedOptimizer) else FUSED.get(type(inner))
-    algorithm = ALGORITHMS[fused._algorithm if fused else "none"]
-    stepped = [
-        (getattr(parameter, "model_param", parameter), len(algorithm.states_in(group)))
+    fused = algorithm_of(inner)
+    # How many of the parameter's shape, by the parameter in the model.
+    states = {
+        getattr(parameter, "model_param", parameter): len(fused.states_in(group)) if fused else 0
         for group in inner.param_groups
         for parameter in group["params"]
-    ]
-    remedy = "Pass the model's own optimizer, or one module with all of them."
-    check_owned(model, [parameter for parameter, _ in stepped], remedy)
-    # How many of the parameter's shape, by id of the parameter in the model.
-    states = {id(parameter): count for parameter, count in stepped}
+    }
+    check_owned(model, states, "Pass the model's own optimizer, or one module with all of them.")
     found = _measured(model, optimizer)
     kept, wide = (0, 0) if batch is None else _activations(model, batch, loss_function)
     masters = getattr(inner, "master_weights", False)
@@ -100,7 +97,7 @@ def memory_report(
     expected = {("now", k) for k in KINDS[:-1] if computed[k] and not found[k]}
     is_half = any(parameter.dtype in HALF_DTYPES for parameter in model.parameters())
     for mode, changes in MODES.items() if fused else [("masters", MODES["masters"])]:
-        if fused and changes.get("state_dtype", "fp32") not in algorithm.storages:
+        if fused and changes.get("state_dtype", "fp32") not in fused.storages:
             continue
         casts = "master_weights" in changes and not is_half
         new = _computed(model, states, {"master_weights": masters, **changes}, casts) | given
@@ -200,27 +197,25 @@ def bytes_of(budget: Any) -> int:
 
 
 def _computed(
-    model: nn.Module, states: Mapping[int, int], options: Mapping[str, Any], casts: bool = False
+    model: nn.Module, states: Mapping[Tensor, int], options: Mapping[str, Any], casts: bool = False
 ) -> dict[str, int]:
     """Bytes by kind; `casts`: with the weights of O2 and O5."""
-    held, tensors = dict.fromkeys(KINDS, 0), {}
+    held, sizes = dict.fromkeys(KINDS, 0), {}
     for module in model.modules():
         to_half = casts and not is_affine_batch_norm(module)
-        for tensor in (*module._parameters.values(), *module._buffers.values()):
-            if tensor is not None:
-                is_cast = to_half and tensor.is_floating_point()
-                tensors[id(tensor)] = tensor, 2 if is_cast else tensor.itemsize
-    for key, (tensor, itemsize) in tensors.items():
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            sizes[tensor] = 2 if to_half and tensor.is_floating_point() else tensor.itemsize
+    for tensor, itemsize in sizes.items():
         elements = tensor.numel()
         held["weights"] += elements * itemsize
         held["gradients"] += elements * itemsize * tensor.requires_grad
-        if key in states and tensor.requires_grad:
+        if tensor in states and tensor.requires_grad:
             held["masters"] += elements * _MASTER[options["master_weights"]] * (itemsize == 2)
             held["average"] += elements * _AVERAGE * bool(options.get("ema_decay"))
             name = options.get("state_dtype") or "fp32"
             of_torch = name not in STORAGES  # in the parameter's type
             nbytes = itemsize * elements if of_torch else storage_for(name, tensor).nbytes(elements)
-            held["states"] += states[key] * nbytes
+            held["states"] += states[tensor] * nbytes
     return held
 
 

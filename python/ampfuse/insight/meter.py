@@ -14,12 +14,14 @@ import sys
 import warnings
 from collections import deque
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from ampfuse._schema import METER_COUNTS, UPDATE_FACTOR
 from ampfuse.insight import readings as _readings
 from ampfuse.insight.findings import Finding
 from ampfuse.insight.readings import TensorReading, exponent_edges
@@ -35,9 +37,6 @@ if TYPE_CHECKING:
     from ampfuse._C import ParamTable
     from ampfuse.optim.base import AmpOptimizer
 
-# As in csrc/core/meter.h: columns of the counts, and what updates are times.
-_ELEMENTS, _CHANGED, _STALE, _ZERO, _SUBNORMAL, _EXPONENTS = range(6)
-_UPDATE_FACTOR = 2.0**30
 # Readings in a row, all of lost updates, after which a tensor without a master is warned of.
 _PATIENCE = 5
 
@@ -56,9 +55,8 @@ class Meter:
         self._records: deque[_Record] = deque()
         self._logged = 0  # the last step that went to a writer
         self._unseen: deque[_Record] = deque()  # on their way to the host
-        # By half row without a master, not warned of yet: readings in a row that were lost.
-        self._lost: dict[int, int] = {}
-        self._lost_of: ParamTable | None = None
+        # By half row without a master of a table: readings in a row that were lost.
+        self._lost: tuple[ParamTable | None, dict[int, int]] = None, {}
 
     def __call__(
         self, every: int | None = 100, *, changed_bits: bool = False, history: int = 100
@@ -94,8 +92,6 @@ class Meter:
 
     def before_update(self, table: ParamTable) -> list[Tensor] | None:
         """The buffers that the coming step fills; None if it is not metered."""
-        if self._optimizer._rehearsal is not None:
-            return None
         self._steps += 1
         if self._every is None or (self._steps - 1 - self._start) % self._every:
             return None
@@ -110,20 +106,19 @@ class Meter:
             self._warn(self._unseen.popleft())
 
     def _warn(self, record: _Record) -> None:
-        table = record.table
-        if self._lost_of is not table:
+        table, lost = self._lost
+        if table is not record.table:
+            table = record.table
             rows = (row for row in range(record.row_count) if table.model(row) is None)
-            half = (row for row in rows if table.param(row).dtype in HALF_DTYPES)
-            self._lost, self._lost_of = dict.fromkeys(half, 0), table
+            lost = {row: 0 for row in rows if table.param(row).dtype in HALF_DTYPES}
+            self._lost = table, lost
         told = set()
-        for row in list(self._lost):
+        for row, count in lost.items():
             reading = record.row(row)
-            if not reading.elements:
-                continue
-            self._lost[row] = self._lost[row] + 1 if reading.is_lost else 0
-            if self._lost[row] == _PATIENCE:
-                del self._lost[row]
-                told.add(reading.parameter)
+            if reading.elements:
+                lost[row] = count + 1 if reading.is_lost else 0
+                if lost[row] == _PATIENCE:
+                    told.add(reading.parameter)
         if told and (found := [one for one in self.advice if one.where in told]):
             warnings.warn(_readings.in_words(found), stacklevel=8)
 
@@ -132,7 +127,7 @@ class Meter:
     @property
     def readings(self) -> list[TensorReading]:
         """Of all metered steps that are kept, in order; waits for the device."""
-        return [row for record in self._records for row in record.rows()]
+        return [row for record in self._records for row in record.rows]
 
     @property
     def advice(self) -> list[Finding]:
@@ -168,10 +163,7 @@ class Meter:
             if row.step <= self._logged or row.elements == 0:
                 continue
             tag = f"meter/{row.parameter}"
-            counts = {
-                name: getattr(row, name) for name in ("changed", "stale", "zero", "subnormal")
-            }
-            scalars = {f"{tag}/{name}": count / row.elements for name, count in counts.items()}
+            scalars = {f"{tag}/{name}": share for name, share in row.shares().items()}
             scalars[f"{tag}/update_ratio"] = row.update_ratio
             if not hasattr(writer, "add_scalar"):
                 if (wandb := sys.modules.get("wandb")) is not None:
@@ -181,13 +173,14 @@ class Meter:
                 continue
             for name, value in scalars.items():
                 writer.add_scalar(name, value, row.step)
+            bins = [*zip(row.exponents, edges[1:], strict=True)]
             writer.add_histogram_raw(
                 f"{tag}/log2_gradient",
                 min=edges[0],
                 max=edges[-1],
                 num=sum(row.exponents),
-                sum=sum(n * e for n, e in zip(row.exponents, edges[1:], strict=True)),
-                sum_squares=sum(n * e**2 for n, e in zip(row.exponents, edges[1:], strict=True)),
+                sum=sum(n * e for n, e in bins),
+                sum_squares=sum(n * e**2 for n, e in bins),
                 bucket_limits=edges[1:],
                 bucket_counts=list(row.exponents),
                 global_step=row.step,
@@ -215,47 +208,43 @@ class _Record:
     """What one metered step left."""
 
     def __init__(self, step: int, table: ParamTable, buffers: Sequence[Tensor]) -> None:
-        self.step = step
+        self.step, self.table = step, table
+        self.row_count = len(buffers[0])
         self.sample = Sample(*buffers[:2])
         self.changed_bits = buffers[2] if len(buffers) > 2 else None
-        self.table = table
-        self.row_count = len(buffers[0])
-        self._rows: list[TensorReading] | None = None
 
+    @cached_property
     def rows(self) -> list[TensorReading]:
-        if self._rows is None:
-            self._rows = [self.row(row) for row in range(self.row_count)]
-        return self._rows
+        return [self.row(row) for row in range(self.row_count)]
 
     def row(self, row: int) -> TensorReading:
         counts, norms = self.sample.tensors()
-        count = [value & 0xFFFFFFFF for value in counts[row].tolist()]  # they are unsigned
+        values = [value & 0xFFFFFFFF for value in counts[row].tolist()]  # they are unsigned
+        counted = dict(zip(METER_COUNTS, values, strict=False))
         update, weight_norm = norms[:, row].tolist()
         param, model = self.table.param(row), self.table.model(row)
         dtype = (param if model is None else model).dtype
+        if dtype not in HALF_DTYPES:
+            counted["stale"] = 0
         return TensorReading(
             step=self.step,
             parameter=self.table.name(row),
             dtype=dtype,
             has_master=model is not None,
-            elements=count[_ELEMENTS],
-            changed=count[_CHANGED],
-            stale=count[_STALE] if dtype in HALF_DTYPES else 0,
-            zero=count[_ZERO],
-            subnormal=count[_SUBNORMAL],
-            update_norm=update / _UPDATE_FACTOR,
+            **counted,
+            update_norm=update / UPDATE_FACTOR,
             weight_norm=weight_norm,
-            exponents=tuple(count[_EXPONENTS:]),
+            exponents=tuple(values[len(METER_COUNTS) :]),
         )
 
     def changed(self, parameter: str) -> Tensor:
-        names = [reading.parameter for reading in self.rows()]
+        names = [reading.parameter for reading in self.rows]
         if parameter not in names:
             known = ", ".join(names[:3])
             raise KeyError(f"no parameter is called {parameter!r}; there are {known}, ...")
         row = names.index(parameter)
         param = self.table.param(row)
-        if not self.rows()[row].elements:  # not stepped: its bits mean nothing
+        if not self.rows[row].elements:  # not stepped: its bits mean nothing
             return torch.zeros_like(param, dtype=torch.bool)
         assert self.changed_bits is not None
         chunk = 8 * self.changed_bits.shape[1]

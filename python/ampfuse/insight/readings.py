@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ampfuse._schema import METER_COUNTS
 from ampfuse.insight import charts
 from ampfuse.insight.findings import Finding, grouped
 from ampfuse.insight.tables import aligned, dtype_name
@@ -69,6 +70,10 @@ class TensorReading:
     def update_ratio(self) -> float:
         """Norm of the update over norm of the weight."""
         return _ratio(self.update_norm, self.weight_norm)
+
+    def shares(self) -> dict[str, float]:
+        """Each count but `elements`, over that."""
+        return {name: _ratio(getattr(self, name), self.elements) for name in METER_COUNTS[1:]}
 
     @property
     def is_lost(self) -> bool:
@@ -140,13 +145,12 @@ def report(readings: Sequence[TensorReading]) -> str:
     if not steps:
         skipped = " (all metered steps were skipped)" if readings else ""
         return f"The meter has read nothing yet{skipped}."
-    heads = ("weights", "type", "changed", "stale", "zero", "subnormal", "update/weight")
-    lines: list[tuple[str, ...]] = [("parameter", *heads)]
+    heads = ("parameter", "weights", "type", *METER_COUNTS[1:], "update/weight")
+    lines: list[tuple[str, ...]] = [heads]
     for row in readings:
         if row.step == steps[-1]:
             kind = dtype_name(row.dtype) + (" + master" if row.has_master else "")
-            cells = (row.changed, row.stale, row.zero, row.subnormal)
-            shares = (f"{cell / row.elements:.2%}" if row.elements else "-" for cell in cells)
+            shares = (f"{x:.2%}" if row.elements else "-" for x in row.shares().values())
             ratio = "-" if math.isnan(row.update_ratio) else f"{row.update_ratio:.1e}"
             lines.append((row.parameter, f"{row.elements:,}", kind, *shares, ratio))
     said = in_words(find(readings)) or "Nothing to be said against it."

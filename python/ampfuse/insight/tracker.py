@@ -22,12 +22,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 
 from ampfuse import trees
 from ampfuse.amp.casts import eager_module
 from ampfuse.insight.explanation import Explanation
-from ampfuse.insight.half_range import was_too_large
 from ampfuse.optim.masters import gradient_as_it_is
 
 _TORCH = os.path.dirname(torch.__file__)
@@ -81,7 +84,7 @@ class Tracker(TorchDispatchMode):
         self._parameters: list[tuple[nn.Module, str, Tensor, int]] = []  # and their versions
         self._forward_of: dict[int, _Place] = {}  # by the sequence number of an autograd node
         self._saw_backward = False
-        self._looking = True
+        self._has_ended = False
         self._undo = contextlib.ExitStack()
 
     # --- the life of a watched step ---------------------------------------------------------------
@@ -110,10 +113,10 @@ class Tracker(TorchDispatchMode):
     def __exit__(self, kind: Any = None, error: Any = None, trace: Any = None) -> None:
         self._undo.close()
         self._stack.clear()
-        modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+        modes = _get_current_dispatch_mode_stack()
         if modes and modes[-1] is self:
             super().__exit__(kind, error, trace)
-        self._looking = False  # should a mode of the user's be above, this one does nothing
+        self._has_ended = True  # should a mode of the user's be above, this one does nothing
 
     def explanation(self) -> Explanation | None:
         """The first origin that mattered; None if all that matters was finite."""
@@ -133,7 +136,7 @@ class Tracker(TorchDispatchMode):
     def enter_module(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._is_outermost():
             for name, tensor in _named(module, args, kwargs):
-                kind = self._look(tensor)
+                kind = _kind(tensor)
                 if kind is not None and _address(tensor) not in self._by_storage:
                     what = f"{name}, first in batch element {_first_bad(tensor)}"
                     place = self._place_of(module, "forward")
@@ -145,7 +148,7 @@ class Tracker(TorchDispatchMode):
             pass  # an exception left it
         for tensor in filter(_is_readable, trees.tensors(output)):
             self._made_by.setdefault(_address(tensor), module)  # the innermost one made it
-            if self._is_outermost() and (kind := self._look(tensor)) is not None:
+            if self._is_outermost() and (kind := _kind(tensor)) is not None:
                 self._outputs.add(self._origin_in(tensor, self._place_of(module), kind))
         self._look_at_statistics(module, "forward")
 
@@ -156,7 +159,7 @@ class Tracker(TorchDispatchMode):
         """At the running statistics of batch norms, which no operation has among its results."""
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             for name, buffer in module.named_buffers(recurse=False):
-                if (kind := self._look(buffer)) is not None:
+                if (kind := _kind(buffer)) is not None:
                     origin = self._by_storage.get(_address(buffer))
                     if origin is None:
                         place = self._place_of(module, "batch_norm")
@@ -178,7 +181,7 @@ class Tracker(TorchDispatchMode):
             queue: Any = Variable._execution_engine.queue_callback
             queue(functools.partial(queue, self._after_backward))
         self._saw_backward = True
-        if (kind := self._look(gradient)) is not None:
+        if (kind := _kind(gradient)) is not None:
             place, what = self._place_of(module, _UNSEEN), f"gradient of {name}"
             self._reached.add(self._origin_in(gradient, place, kind, "backward", what))
 
@@ -188,26 +191,17 @@ class Tracker(TorchDispatchMode):
             return
         for module, name, parameter, _ in self._parameters:
             gradient = gradient_as_it_is(parameter)
-            if gradient is not None and (kind := self._look(gradient)) is not None:
+            if gradient is not None and (kind := _kind(gradient)) is not None:
                 place, what = self._place_of(module, "all_reduce"), f"the gradient of {name}"
                 self._reached.add(self._add("another process", place, gradient, kind, what))
                 return
-
-    def _look(self, tensor: Tensor) -> str | None:
-        """As `_kind`; what is computed for it is no part of the step."""
-        self._looking, before = False, self._looking
-        try:
-            with torch.no_grad():
-                return _kind(tensor)
-        finally:
-            self._looking = before
 
     # --- operations -------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         backward = not self._stack and torch._C._current_graph_task_id() != -1
-        if not (self._looking and (backward or self._stack or torch.is_grad_enabled())):
+        if self._has_ended or not (backward or self._stack or torch.is_grad_enabled()):
             return func(*args, **kwargs)
         place = self._backward_place() if backward else self._forward_place(func)
         name = func._schema.name
@@ -237,25 +231,26 @@ class Tracker(TorchDispatchMode):
 
     def _as_before(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Arguments with copies of what the operation is about to write to."""
-        overwrites = func._schema.name.rpartition("::")[2] in _OVERWRITES
-        names = [argument.name for argument in func._schema.arguments]
-        named = dict(zip(names, args, strict=False)) | kwargs
+        schema = func._schema
+        named = dict(zip([each.name for each in schema.arguments], args, strict=False)) | kwargs
+        written = {
+            id(tensor)
+            for each in schema.arguments
+            if each.alias_info and each.alias_info.is_write
+            for tensor in trees.tensors(named.get(each.name))
+        }
+        overwrites = schema.name.rpartition("::")[2] in _OVERWRITES
+        is_read = not (overwrites or any(each.is_out for each in schema.arguments))
 
-        def copied(item: Any, is_unread: bool) -> Any:
-            if not isinstance(item, Tensor):
+        def before(item: Any) -> Any:
+            if id(item) not in written:
                 return item
             copy = item.detach().clone()
-            if is_unread:
-                return copy.zero_()
-            if (origin := self._by_storage.get(_address(item))) is not None:
+            if is_read and (origin := self._by_storage.get(_address(item))) is not None:
                 self._by_storage[_address(copy)] = origin
-            return copy
+            return copy if is_read else copy.zero_()
 
-        for argument in func._schema.arguments:
-            if argument.name in named and argument.alias_info and argument.alias_info.is_write:
-                copy = functools.partial(copied, is_unread=overwrites or argument.is_out)
-                named[argument.name] = trees.replace(named[argument.name], copy)
-        return tuple(named.pop(name) for name in names[: len(args)]), named
+        return trees.replace((args, kwargs), before)
 
     def _note_scale(self, loss: Any, by: Any) -> None:
         """The last factor of a loss before its backward pass is the loss scale."""
@@ -299,16 +294,17 @@ class Tracker(TorchDispatchMode):
         self, tensor: Tensor, place: _Place, kind: str, phase: str = "data", what: str = ""
     ) -> int:
         """That of a non-finite `tensor`; if it was not seen, what is known of its memory."""
-        address = _address(tensor)
+        address, meant = _address(tensor), True
         if address in self._by_storage:
             return self._by_storage[address]
         if address in self._state:
             owner, what = self._state[address]
             phase, place = "weights", self._place_of(owner, place.operation)
+            meant = what in owner._buffers
         elif address in self._made_by:
             phase, place = "forward", self._place_of(self._made_by[address], _UNSEEN)
         what = what or ("output" if phase == "forward" else f"an operand of {place.operation}")
-        return self._add(phase, place, tensor, kind, what, meant=True)
+        return self._add(phase, place, tensor, kind, what, meant=meant)
 
     def _new(
         self, phase: str, place: _Place, tensor: Tensor, kind: str, func: Any, before: Any, at: int
@@ -342,13 +338,11 @@ class Tracker(TorchDispatchMode):
         if place.frame is not None:
             text = linecache.getline(*place.frame).strip()
             known["line"] = f"{place.frame[0]}:{place.frame[1]}: {text}"
-        if phase == "weights" and _address(tensor) in self._state:
-            known["largest_result"] = was_too_large(*self._state[_address(tensor)])
         known |= {"shape": tuple(tensor.shape), "dtype": tensor.dtype, "device": str(tensor.device)}
         origin = Explanation(phase, *place[:3], what, kind, **known)
         self._origins.append(origin)
         index = self._by_storage[_address(tensor)] = len(self._origins) - 1
-        if meant and kind == "-inf" and not origin.was_cast_to_inf:
+        if meant and kind == "-inf":
             self._meant.add(index)
         return index
 
@@ -402,7 +396,8 @@ def _address(tensor: Tensor) -> int:
 
 
 def _range(tensor: Tensor) -> tuple[float, float]:
-    with torch._C.DisableTorchFunctionSubclass():
+    """The smallest and the largest number; to look is no part of the step."""
+    with torch.no_grad(), _disable_current_modes(), torch._C.DisableTorchFunctionSubclass():
         tensor = tensor.detach()
         if tensor.itemsize < 2:
             tensor = tensor.float()

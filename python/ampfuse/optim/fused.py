@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
+from ampfuse._schema import ALGORITHMS, Algorithm
 from ampfuse.optim.base import AmpOptimizer, tells_schedulers
 from ampfuse.optim.checks import ABOVE_0, COUNT, FINITE, NUMBER, check
 from ampfuse.optim.hyper import Hypers, check_hyper, check_range, kernel_hyper
@@ -195,10 +196,11 @@ class FusedOptimizer(AmpOptimizer):
         if stateless:
             self._states.remember()
         max_norm, self.clip_once = self.clip_once or self.max_grad_norm or 0.0, None
-        metered = None if self._meter is None else self._meter.before_update(table)
+        meter = self._meter if self._rehearsal is None else None
+        metered = meter.before_update(table) if meter is not None else None
         self._rows.plan.update(**self._verdict(max_norm), meter=metered)
-        if metered is not None:
-            self.meter.after_update(table, metered)
+        if meter is not None and metered is not None:
+            meter.after_update(table, metered)
         if torch.is_autocast_enabled(self._rows.params[0].device.type):
             torch.clear_autocast_cache()  # it may hold casts of the weights as they were
         self._watch_skips()
@@ -356,6 +358,13 @@ class FusedOptimizer(AmpOptimizer):
 def is_fused(optimizer: torch.optim.Optimizer) -> TypeGuard[FusedOptimizer]:
     """Whether the optimizer's step is ours, or a subclass's that calls ours."""
     return isinstance(optimizer, FusedOptimizer) and not optimizer._has_own_step
+
+
+def algorithm_of(optimizer: torch.optim.Optimizer) -> Algorithm | None:
+    """The kernel that steps `optimizer`, or would after an upgrade; None if it steps itself."""
+    cls = type(optimizer)
+    fused = cls if issubclass(cls, FusedOptimizer) else FUSED.get(cls)
+    return ALGORITHMS[fused._algorithm] if fused else None
 
 
 def _has_own_step(cls: type) -> bool:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import resource
 import runpy
 import sys
 import traceback
@@ -50,7 +49,7 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     from ampfuse.doctor.session import fill
     from ampfuse.doctor.watch import Watch
 
-    process, children = os.getpid(), _children_s()
+    process = os.getpid()
     report, watch = Report(script=args.script), Watch(args.warmup, args.steps, not args.go_on)
     with watch:
         status = _run_script(args)
@@ -65,11 +64,7 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     if int(os.environ.get("RANK", "0")):
         return status  # of several processes, the first one reports
     if report.problem:
-        hint = (
-            "; it started other processes: use `with ampfuse.doctor.examine():` around their loop"
-        )
-        started = watch.seen == 0 and _children_s() > children
-        print(f"ampfuse doctor: {report.problem}{hint * started}", file=sys.stderr)
+        print(f"ampfuse doctor: {report.problem}", file=sys.stderr)
         return status or 1
     print(f"\n{report}")
     if html:
@@ -97,19 +92,9 @@ def _run_script(args: argparse.Namespace) -> int:
         print(ended.code, file=sys.stderr)  # as python does
         return 1
     except Exception as error:
-        trace = error.__traceback__
-        while trace and trace.tb_next and _is_ours(trace.tb_frame.f_code.co_filename):
-            trace = trace.tb_next
-        traceback.print_exception(type(error), error, trace)
+        own = (__file__, runpy.__file__, "<frozen runpy>")
+        while (trace := error.__traceback__) and trace.tb_frame.f_code.co_filename in own:
+            error = error.with_traceback(trace.tb_next)
+        traceback.print_exception(error)
         return 1
     return 0
-
-
-def _is_ours(path: str) -> bool:
-    return path == __file__ or path.startswith("<frozen") or path == runpy.__file__
-
-
-def _children_s() -> float:
-    """CPU time of processes that this one started and that have ended."""
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime

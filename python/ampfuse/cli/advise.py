@@ -11,16 +11,9 @@ from __future__ import annotations
 
 import argparse
 import sys
+from typing import Any
 
-from ampfuse.command_line import (
-    add_target,
-    at_least,
-    check_target,
-    fail,
-    positive,
-    show,
-    training_of,
-)
+from ampfuse.command_line import add_target, at_least, check_target, positive, report_on
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,10 +34,10 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     levels = LEVELS if args.levels is None else args.levels.split(",")
     if problem := unknown_level(levels):
         parser.error(f"argument --levels: {problem}")
-    training = training_of(parser, path, function)
-    print(f"Training copies of the model for about {args.seconds:g} s ...", file=sys.stderr)
-    try:
-        advice = advise(*training, seconds=args.seconds, steps=args.steps, levels=levels)
-    except Exception as error:
-        fail(parser, error, path)
-    return show(advice, args)
+    options = {"seconds": args.seconds, "steps": args.steps, "levels": levels}
+
+    def make(*training: Any) -> Any:
+        print(f"Training copies of the model for about {args.seconds:g} s ...", file=sys.stderr)
+        return advise(*training, **options)
+
+    return report_on(parser, path, function, args, make)

@@ -10,8 +10,9 @@ DataLoader, or None to leave out activations. Nothing is trained. Prints a table
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
-from ampfuse.command_line import add_target, check_target, fail, show, training_of
+from ampfuse.command_line import add_target, check_target, report_on
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,10 +32,9 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         budget = bytes_of(args.budget)
     except ValueError as error:
         parser.error(f"argument --budget: {error}")
-    model, loss_function, batch, optimizer = training_of(parser, path, function)
-    try:
+
+    def make(model: Any, loss_function: Any, batch: Any, optimizer: Any) -> Any:
         batch = next(iter(batch)) if isinstance(batch, DataLoader) else batch
-        report = memory_report(model, optimizer, batch, loss_function=loss_function, budget=budget)
-    except Exception as error:
-        fail(parser, error, path)
-    return show(report, args)
+        return memory_report(model, optimizer, batch, loss_function=loss_function, budget=budget)
+
+    return report_on(parser, path, function, args, make)
