@@ -64,8 +64,12 @@ def drawn_lines(axes: Axes) -> dict[str, tuple[list[float], list[float], list[fl
     return found
 
 
-def drawn_bars(axes: Axes) -> dict[str, list[float]]:
-    return {bars.get_label(): [bar.get_height() for bar in bars] for bars in axes.containers}
+def heights(axes: Axes) -> dict[str, list[float]]:
+    return {label: y for label, (_, y, _) in drawn_lines(axes).items()}
+
+
+def texts_in(axes: Axes) -> list[str]:
+    return [text.get_text().strip() for text in axes.texts]
 
 
 def legend_of(figure: Figure) -> list[str]:
@@ -398,22 +402,20 @@ def test_one_gpu_is_named_once(folder):
     assert figure.legends[0].get_title().get_text() == CPU
 
 
-def test_one_batch_size_makes_bars(folder):
+def test_one_batch_size_makes_points(folder):
     add_e1(folder, batches=(128,))
     folder.add(gpu="A", method="O3", arm="O3", diverged=divergence(3))
     figure = figures.time_against_batch(rows_of(folder), std=True)
     (axes,) = figure.axes
-    bars = {c.get_label(): c for c in axes.containers if c.get_label() in E1_METHODS}
-    assert [bar.get_height() for bar in bars["FP16"]] == pytest.approx([3, 5])
-    (errors,) = bars["FP16"].errorbar[2]
-    assert [top - bottom for (_, bottom), (_, top) in errors.get_segments()] == pytest.approx(
-        [2, 2]
-    )
-    assert len({bar.patches[0].get_facecolor() for bar in bars.values()}) == 3
-    assert [label.get_text() for label in axes.get_xticklabels()] == ["A", "B"]
-    texts = [text.get_text().strip() for text in axes.texts]
-    assert "O3 diverged" in texts
-    assert "3" in texts
+    names = [label.get_text() for label in axes.get_xticklabels()]
+    assert names == [*E1_METHODS, "O3"]
+    lines = drawn_lines(axes)
+    for gpu, seconds in (("A", 3), ("B", 5)):
+        x, y, spread = lines[f"{gpu} FP16"]
+        assert (x, y) == ([names.index("FP16")], [seconds])
+        assert spread == pytest.approx([1])
+    assert len({str(container[0].get_color()) for container in axes.containers}) == 2
+    assert texts_in(axes) == ["O3 diverged"]
     assert "batch size 128" in heading_of(figure)
 
 
@@ -507,46 +509,44 @@ def test_speedup_is_the_ratio_of_times_per_iteration(folder):
             **{"batch_size": batch, "arm": "O1", "method": "amp", "time_s": 4.0, **GRAPH},
         )
     figure = figures.speedup(rows_of(folder))
-    bars = drawn_bars(figure.axes[0])
-    assert bars["FP16"] == pytest.approx([10 / 4, 10 / 8])
-    assert bars["amp (graph)"] == pytest.approx([2.5, 2.5])
-    assert "FP32" not in bars
-    assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == ["128", "256"]
-    assert figure.axes[0].get_ylabel() == "speed, times FP32"
+    lines = drawn_lines(figure.axes[0])
+    assert lines["T4 FP16"][:2] == ([128, 256], pytest.approx([10 / 4, 10 / 8]))
+    assert lines["T4 amp (graph)"][1] == pytest.approx([2.5, 2.5])
+    assert "T4 FP32" not in lines
+    assert figure.axes[0].get_ylabel() == "speed-up, times FP32"
 
 
-def test_speedup_has_one_yardstick_and_a_panel_per_gpu(folder):
+def test_speedup_has_one_yardstick_for_each_gpu(folder):
     for gpu in ("A", "B"):
         folder.add(gpu=gpu, arm="fp32", method="fp32", time_s=10.0)
         folder.add(gpu=gpu, arm="O0", method="O0", time_s=8.0)
         folder.add(gpu=gpu, arm="fp32", method="fp32", time_s=20.0, loop="original")
         folder.add(gpu=gpu, arm="O2", method="O2", time_s=5.0 if gpu == "A" else 2.5)
         folder.add(gpu=gpu, arm="O3", method="O3", diverged=divergence(4))
-    figure = figures.speedup(rows_of(folder))
-    assert [axes.get_title() for axes in figure.axes] == ["A", "B"]
-    first, second = map(drawn_bars, figure.axes)
-    assert first == {"fp32 (original loop)": [0.5], "O0": [1.25], "O2": [2.0]}
-    assert second["O2"] == pytest.approx([4.0])
-    assert "O3 diverged" in [text.get_text().strip() for text in figure.axes[0].texts]
+    (axes,) = figures.speedup(rows_of(folder)).axes
+    expected = {"fp32 (original loop)": [0.5], "O0": [1.25], "O2": [2.0]}
+    on_both = {f"{gpu} {name}": y for gpu in "AB" for name, y in expected.items()} | {"B O2": [4.0]}
+    assert {label: y for label, y in heights(axes).items() if y} == on_both
+    assert texts_in(axes) == ["O3 diverged"] * 2
 
 
 def test_speedup_of_runs_of_different_length(folder):
     folder.add(time_s=10.0)
     folder.add(arm="O2", method="O2", iterations=50, time_s=2.5)
-    assert drawn_bars(figures.speedup(rows_of(folder)).axes[0]) == {"O2 (50 iterations)": [2.0]}
+    assert heights(figures.speedup(rows_of(folder)).axes[0]) == {"T4 O2 (50 iterations)": [2.0]}
 
 
 def test_speedup_against_o0_where_fp32_was_not_run(folder):
     folder.add(arm="O0", method="O0", time_s=10.0)
     folder.add(arm="O2", method="O2", time_s=5.0)
     figure = figures.speedup(rows_of(folder))
-    assert drawn_bars(figure.axes[0]) == {"O2": [2.0]}
-    assert figure.axes[0].get_ylabel() == "speed, times O0"
+    assert heights(figure.axes[0]) == {"T4 O2": [2.0]}
+    assert figure.axes[0].get_ylabel() == "speed-up, times O0"
 
 
 def test_speedup_of_published_figures():
-    bars = drawn_bars(figures.speedup(results.published("e1")).axes[2])
-    assert bars["FP16"][4] == pytest.approx(49.43 / 37.32)
+    (axes,) = figures.speedup(results.published("e1")).axes
+    assert heights(axes)["V100 FP16"][4] == pytest.approx(49.43 / 37.32)
 
 
 def test_no_speedup_without_fp32(folder):
@@ -657,12 +657,12 @@ def overlaps(figure: Figure) -> list[tuple[str, str]]:
 
 def test_the_overlap_check_sees_overlaps():
     figure = figures.speedup(results.published("e1"))
-    figure.axes[0].text(0, 0.5, "one text", fontsize=9)
+    figure.axes[0].text(256, 0.5, "one text", fontsize=9)
     assert not overlaps(figure)
-    figure.axes[0].text(0.02, 0.5, "on another", fontsize=9)
+    figure.axes[0].text(260, 0.5, "on another", fontsize=9)
     assert overlaps(figure) == [("one text", "on another")]
-    figure.axes[0].text(4.4, 0.1, "leaves the page").set_in_layout(False)
-    assert ("leaves the page", "the edge") in overlaps(figure)
+    figure.axes[0].text(2040, 0.1, "leaves the page, whatever").set_in_layout(False)
+    assert ("leaves the page, whatever", "the edge") in overlaps(figure)
 
 
 def add_all_arms(folder: ResultFolder, **changes) -> None:

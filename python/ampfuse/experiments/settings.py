@@ -140,10 +140,6 @@ _ON: dict[str, Any] = {"action": "store_const", "const": True}  # None is what w
 _COUNT: dict[str, Any] = {"type": at_least(1), "metavar": "N"}
 
 
-def batch_sizes(text: str) -> list[int]:
-    return [at_least(1)(part) for part in text.split(",")]
-
-
 def scale(text: str) -> float | str | None:
     """ "None" is an old script's default, passed on."""
     return {"dynamic": "dynamic", "None": None}.get(text) if text[:1] in "dN" else positive(text)
@@ -199,7 +195,7 @@ def _add_arguments(parser: argparse.ArgumentParser, script: Script) -> None:
 
     add = parser.add_argument_group("precision").add_argument
     arms = "one or several of those above, or all (default: FP32 and O2, or O5 on a CPU)"
-    add("--arm", nargs="+", metavar="ARM", help=arms)
+    add("--arm", nargs="+", choices=(*ARMS, "all"), metavar="ARM", help=arms)
     modes = "E1's names: FP32; FP16 (O2 with a static scale of 128); amp (O1, or --opt-level)"
     add("--mode", choices=tuple(_MODES), help=modes)
     add("--opt-level", choices=LEVELS, metavar="O0..O5", help="the same as --arm O1")
@@ -217,7 +213,7 @@ def _add_arguments(parser: argparse.ArgumentParser, script: Script) -> None:
     add("--repeats", **_COUNT, help="runs of each arm, with different seeds")
     add("--seed", type=int, metavar="N", help="of the first repeat (default: 0)")
     sizes = "of each process; one or several, each with runs of its own"
-    add("--batch-size", "-b", nargs="+", type=batch_sizes, metavar="N", help=sizes)
+    add("--batch-size", "-b", nargs="+", **_COUNT, help=sizes)
 
     add = parser.add_argument_group("optimizer").add_argument
     add("--optimizer", choices=("sgd", "adam", "adamw"))
@@ -264,30 +260,35 @@ def _add_arguments(parser: argparse.ArgumentParser, script: Script) -> None:
 
 def runs_of(
     args: argparse.Namespace, script: Script, device: torch.device
-) -> tuple[list[Settings], list[str]]:
-    """The runs that `args` ask for, in order, and notes on what was chosen for the user."""
+) -> tuple[list[Settings], str]:
+    """The runs that `args` ask for, in order, and a note on what was chosen for the user."""
     arms, method, loss_scale = _precision(args, device)
     if args.graph and device.type != "cuda":
         raise UsageError("--graph: a CUDA graph needs a GPU; leave it out on a CPU")
+    recipe = _recipe(args, script)
+    model = args.model or recipe.models[0]
     given = {name: value for name, value in vars(args).items() if name in _NAMES}
     given = {name: value for name, value in given.items() if value is not None}
-    given |= {"data": _data(args, script)}
-    sizes = dict.fromkeys(size for part in given.pop("batch_size", []) for size in part)
+    given |= {"data": _data(args, script), "experiment": script.name, "model": model}
+    given["recipe"] = recipe.name if model in recipe.models else None
+    small = {name: value for name, value in recipe.cpu.items() if name not in given}
+    if _LENGTH & given.keys():
+        small = {name: value for name, value in small.items() if name not in _LENGTH}
+    small = small if device.type == "cpu" else {}
     runs: list[Settings] = []
-    notes: dict[str, None] = {}
-    for size in sizes or [None]:
-        wished = given | ({"batch_size": size} if size else {})
+    for size in dict.fromkeys(given.pop("batch_size", [None])):
         of_size = []
         for arm in arms:
-            of_arm = {"arm": arm, "method": method or arm}
-            of_arm["loss_scale"] = loss_scale if arm in ("amp-fp16", *LEVELS[1:]) else None
-            settings, note = _resolved(args, wished | of_arm, script, device)
-            of_size.append(settings)
-            notes |= {note: None} if note else {}
+            scaled = loss_scale if arm in ("amp-fp16", *LEVELS[1:]) else None
+            wishes = given | {"arm": arm, "method": method or arm, "loss_scale": scaled}
+            wishes |= {"batch_size": size} if size else {}
+            of_size.append(_resolved(args, recipe, script, small, wishes, device))
         # Arms take turns, so that whatever else the machine does meets all of them alike.
         repeats = range(of_size[0].repeats)
         runs += [dataclasses.replace(one, repeat=r) for r in repeats for one in of_size]
-    return runs, list(notes)
+    sizes = ", ".join(f"{n.replace('_', ' ')} {v}" for n, v in small.items() if n != "repeats")
+    note = f"No GPU: sizes that suit a CPU ({sizes}); flags choose others." if sizes else ""
+    return runs, note
 
 
 def _precision(
@@ -307,25 +308,17 @@ def _precision(
         return [arm], args.mode, loss_scale or (128.0 if args.mode == "FP16" else None)
     if args.fp16:
         return ["O2"], "fp16", loss_scale or 1.0
-    names = [name for word in args.arm or [] for name in word.split(",")]
-    names = names or ([args.opt_level] if args.opt_level else [])
-    if not names and args.static_loss_scale:
-        names = ["fp32"]  # E4's FP32 line: a scale, but no --fp16
-    names = names or ["fp32", "O2" if device.type == "cuda" else "O5"]
-    if names == ["all"]:
-        names = [arm for arm in ARMS if arm != "tf32" or has_tf32(device)]
-    by_lower = {arm.lower(): arm for arm in ARMS}
-    for name in names:
-        if name.lower() not in by_lower:
-            raise UsageError(f"--arm {name}: the arms are {', '.join(ARMS)}, or all")
-    arms = list(dict.fromkeys(by_lower[name.lower()] for name in names))
-    if "tf32" in arms and not has_tf32(device):
+    # E4's FP32 line: a scale, but no --fp16.
+    usual = (
+        ["fp32"] if args.static_loss_scale else ["fp32", "O2" if device.type == "cuda" else "O5"]
+    )
+    arms = args.arm or ([args.opt_level] if args.opt_level else usual)
+    has_tf32 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    if "all" in arms:
+        arms = [arm for arm in ARMS if arm != "tf32" or has_tf32]
+    if "tf32" in arms and not has_tf32:
         raise UsageError("--arm tf32: TF32 takes a GPU of sm_80 (Ampere) or later")
-    return arms, None, loss_scale
-
-
-def has_tf32(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    return list(dict.fromkeys(arms)), None, loss_scale
 
 
 def _data(args: argparse.Namespace, script: Script) -> str:
@@ -336,34 +329,41 @@ def _data(args: argparse.Namespace, script: Script) -> str:
     raise UsageError("--data: give a folder, digits or synthetic")
 
 
+def _recipe(args: argparse.Namespace, script: Script) -> Recipe:
+    """The recipe asked for, else that of the model, else the script's first."""
+    if args.recipe:
+        return next(recipe for recipe in script.recipes if recipe.name == args.recipe)
+    return next((r for r in script.recipes if args.model in r.models), script.recipes[0])
+
+
 def _resolved(
-    args: argparse.Namespace, given: Mapping[str, Any], script: Script, device: torch.device
-) -> tuple[Settings, str | None]:
-    """The recipe's settings, what suits a CPU over them, and the flags `given` over both."""
-    recipe = _recipe(args, script)
-    model, arm = args.model or recipe.models[0], given["arm"]
-    settings: dict[str, Any] = {"image_size": script.image_size, **recipe.settings}
-    settings |= recipe.by_arm.get((model, arm), {})
-    if args.loop == "original":
-        settings |= {"channels_last": False, "cudnn_benchmark": False, **recipe.original}
-    elif given["data"] in _MADE_UP:
-        settings["loader"] = "resident"
-    note = None
-    if device.type == "cpu":
-        reduced = {name: value for name, value in recipe.cpu.items() if name not in given}
-        if _LENGTH & given.keys():
-            reduced = {name: reduced[name] for name in reduced if name not in _LENGTH}
-        settings = {"print_freq": 5, **_over(settings, reduced)}
-        sizes = ", ".join(f"{n.replace('_', ' ')} {reduced[n]}" for n in reduced if n != "repeats")
-        note = f"No GPU: sizes that suit a CPU ({sizes}); flags choose others." if sizes else None
-    if "epochs" in given and "iterations" not in given:
-        settings |= recipe.by_epochs
-    settings = _over(settings, given)
-    if args.prof > 0:
-        settings["iterations"] = args.prof
+    args: argparse.Namespace,
+    recipe: Recipe,
+    script: Script,
+    small: Mapping[str, Any],
+    wishes: Mapping[str, Any],
+    device: torch.device,
+) -> Settings:
+    """The recipe's settings, what suits a CPU over them, and the `wishes` over both."""
+    arm, made_up = wishes["arm"], wishes["data"] in _MADE_UP
+    original = {"channels_last": False, "cudnn_benchmark": False, **recipe.original}
+    in_epochs = "epochs" in wishes and "iterations" not in wishes
+    settings: dict[str, Any] = {}
+    for layer in (
+        {"image_size": script.image_size, **recipe.settings},
+        recipe.by_arm.get((wishes["model"], arm), {}),
+        original if args.loop == "original" else {"loader": "resident"} if made_up else {},
+        {"print_freq": 5, **small} if device.type == "cpu" else {},
+        recipe.by_epochs if in_epochs else {},
+        wishes,
+        {"iterations": args.prof} if args.prof else {},
+    ):
+        if _LENGTH & layer.keys():  # replaces any other
+            settings = {n: v for n, v in settings.items() if n not in _LENGTH}
+        settings |= layer
     if args.workers is None and "workers" in settings:  # more of them than cores slow it down
         settings["workers"] = min(settings["workers"], hardware.core_count())
-    if args.workers and args.loader is None and given["data"] not in _MADE_UP:
+    if args.workers and args.loader is None and not made_up:
         settings["loader"] = "workers"
     if args.deterministic:
         settings["cudnn_benchmark"] = False
@@ -375,22 +375,7 @@ def _resolved(
         tuned = args.loop != "original" and settings.get("channels_last", True)
         gathered_apart = settings.get("fsdp") and arm in HALF_LEVELS
         settings["fuse_batchnorm"] = arm in _FUSED and tuned and not gathered_apart
-    known = {"experiment": script.name, "model": model}
-    known["recipe"] = recipe.name if model in recipe.models else None
-    return Settings(**settings | known), note
-
-
-def _recipe(args: argparse.Namespace, script: Script) -> Recipe:
-    """The recipe asked for, else that of the model, else the script's first."""
-    if args.recipe:
-        return next(recipe for recipe in script.recipes if recipe.name == args.recipe)
-    return next((r for r in script.recipes if args.model in r.models), script.recipes[0])
+    return Settings(**settings)
 
 
 _LENGTH = {"epochs", "iterations"}
-
-
-def _over(settings: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    """`settings` with `more` over them; a length, in epochs or iterations, replaces any other."""
-    replaced = _LENGTH if _LENGTH & more.keys() else set()
-    return {name: value for name, value in settings.items() if name not in replaced} | {**more}
