@@ -6,6 +6,7 @@ a table; writes its rows as CSV, and pictures."""
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import sys
 from collections.abc import Iterator, Sequence
@@ -152,10 +153,9 @@ def _notes(levels: Sequence[str], device: torch.device) -> Iterator[str]:
         yield "O3 has no FP32 master weights: small updates round away, and it may learn worse."
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command line `argv` (default: ``sys.argv``) and return the exit status."""
-    return run_alone(sys.modules[__name__], argv, "python -m ampfuse.experiments.demo")
-
+main = functools.partial(
+    run_alone, sys.modules[__name__], prog="python -m ampfuse.experiments.demo"
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(None))

@@ -230,9 +230,9 @@ def speedup(rows: Sequence[Row], *, of: str = "iterations") -> Figure:
 
     def ratio(row: Row) -> Stat | None:
         step_s = _step_s(row)
-        return Stat(_step_s(bases[id(row)]) / step_s) if step_s else None
+        return Stat(_step_s(bases[id(row)]) / step_s) if step_s and row in compared else None
 
-    figure = _against_batch(compared, ratio, "speed-up", f"times {' or '.join(names)}", False, of)
+    figure = _against_batch(rows, ratio, "speed-up", f"times {' or '.join(names)}", False, of)
     figure.axes[0].axhline(1.0, color="black", linewidth=0.8, zorder=0.9)
     return figure
 
@@ -246,11 +246,12 @@ def _against_batch(
     of: str,
 ) -> Figure:
     """`stat` of the rows: lines over batch sizes; of one batch size, points over methods."""
-    rows = [row for row in rows if row.batch_size and (stat(row) or row.diverged)]
-    batches = sorted({row.batch_size for row in rows if stat(row)})
+    batches = sorted({row.batch_size for row in rows if row.batch_size and stat(row)})
     if not batches:
         raise NothingToDraw(_LACKING)
-    drawn = lines(rows, of)
+    drawn = lines([row for row in rows if row.batch_size], of)
+    shown = [[row for row in line.rows if stat(row) or row.diverged] for line in drawn]
+    drawn = [line._replace(rows=own) for line, own in zip(drawn, shown, strict=True) if own]
     names = _different(line.name for line in drawn)
     figure, (axes,) = make_panels([None])
     for line, style in zip(drawn, styles_of(drawn), strict=True):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import functools
 import io
 import math
 import re
@@ -209,11 +210,9 @@ def write_csv(path: Path, rows: Sequence[Row]) -> None:
         file.write(text.getvalue().encode())
 
 
-def main(argv: list[str] | None = None, prog: str | None = None) -> int:
-    """Run the command line `argv` (default: ``sys.argv``) and return the exit status."""
-    prog = prog or "python -m ampfuse.experiments.make_table"
-    return run_alone(sys.modules[__name__], argv, prog)
-
+main = functools.partial(
+    run_alone, sys.modules[__name__], prog="python -m ampfuse.experiments.make_table"
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(None))

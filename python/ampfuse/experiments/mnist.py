@@ -8,8 +8,8 @@ The CNN of E5 of docs/experiments.md. :func:`train` is the part to read.
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Sequence
 
 import torch.nn.functional as F
 
@@ -56,10 +56,7 @@ def build(run: Run) -> Arm:
     return build_arm(run.settings, model, F.cross_entropy, run.device)
 
 
-def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
-    """Run the command line `argv` (default: ``sys.argv``) and return the exit status."""
-    return sweep(SCRIPT, train, argv, prog)
-
+main = functools.partial(sweep, SCRIPT, train)
 
 if __name__ == "__main__":
     sys.exit(main())

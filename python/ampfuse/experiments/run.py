@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import datetime
 import itertools
-import json
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -98,8 +97,11 @@ class Run:
         name: str = "run",
         resume: dict[str, Any] | None = None,
     ) -> None:
-        self.settings, self.data, self.place, self.name = settings, data, place, name
-        self.device, self.world, self.resume = place.device, place.world, resume
+        self.settings, self.data, self.place, self.resume = settings, data, place, resume
+        self.device, self.world = place.device, place.world
+        self.stem = place.folder and place.folder / name  # of the run's files
+        self.seed = settings.seed + settings.repeat
+        self.layout = torch.channels_last if settings.channels_last else torch.contiguous_format
         of_epochs = (settings.epochs or math.inf) * data.batches_per_epoch
         self.total = int(min(settings.iterations or math.inf, of_epochs))
         self.step = resume["step"] if resume else 0
@@ -114,16 +116,6 @@ class Run:
         torch.use_deterministic_algorithms(settings.deterministic, warn_only=True)
 
     # ---- what a script's loop calls --------------------------------------------------------------
-
-    @property
-    def seed(self) -> int:
-        return self.settings.seed + self.settings.repeat
-
-    @property
-    def layout(self) -> torch.memory_format:
-        """The model's and the images'."""
-        last = self.settings.channels_last
-        return torch.channels_last if last else torch.contiguous_format
 
     def start(self, build: Callable[[], Arm], *, measure_tensors: bool = False) -> Arm:
         """The arm to train, put where the checkpoint left it. `build` makes it, twice: libraries
@@ -152,9 +144,9 @@ class Run:
         hidden = True if self.place.quiet or not world.is_main else None  # None: unless a terminal
         bar = tqdm(desc=of.title, total=self.total, initial=self.step, leave=False, disable=hidden)
         self._bar = self._open.enter_context(bar)
-        if self.place.profile and self._is_writer:
-            trace = str(self.path(".trace.json"))
-            self.place.folder.mkdir(parents=True, exist_ok=True)
+        if self.place.profile and self.stem and world.is_main:
+            trace = f"{self.stem}.trace.json"
+            self.stem.parent.mkdir(parents=True, exist_ok=True)
             profile = torch.profiler.profile(on_trace_ready=lambda p: p.export_chrome_trace(trace))
             self._open.enter_context(profile)
         self._clock.resume()
@@ -165,11 +157,10 @@ class Run:
         each step is set."""
         while self.step < self.total:
             epoch, start = divmod(self.step, self.data.batches_per_epoch)
-            for batch in self.data.train_batches(epoch, start):
+            left = self.total - self.step
+            for batch in itertools.islice(self.data.train_batches(epoch, start), left):
                 schedule.set_lr(self.arm.optimizer, self._lr(self.step))
                 yield batch
-                if self.step == self.total:
-                    return
 
     def _lr(self, step: int) -> float:
         of = self.settings
@@ -204,10 +195,9 @@ class Run:
             test = self.test()
             record.memory_bytes = max(record.memory_bytes, self._memory())
             record.evaluations.append({"step": self.step, "time_s": record.time_s, **test})
-            if test["accuracy"] is not None:
-                self._bar.set_postfix({"test accuracy": f"{test['accuracy']:.1%}"})
-        if self.settings.evaluate and not math.isfinite(test["loss"]):
-            raise Diverged(self.step, f"the test loss became {test['loss']}")
+            self._bar.set_postfix({"test accuracy": test["accuracy"]})
+            if not math.isfinite(test["loss"]):
+                raise Diverged(self.step, f"the test loss became {test['loss']}")
         if self.place.checkpoints:
             self.save()
         self._stop_if_wished()
@@ -268,16 +258,9 @@ class Run:
 
     # ---- files -----------------------------------------------------------------------------------
 
-    @property
-    def _is_writer(self) -> bool:
-        return self.world.is_main and self.place.folder is not None
-
-    def path(self, suffix: str) -> Path | None:
-        return self.place.folder and self.place.folder / f"{self.name}{suffix}"
-
     def save(self) -> Path | None:
         """The run's checkpoint, in place of its last one. All processes have to."""
-        arm, path = self.arm, self.path(".pt")
+        arm = self.arm
         model, optimizer = states_of(arm)
         rng = {"cpu": torch.get_rng_state()}
         if self.device.type == "cuda":
@@ -292,48 +275,43 @@ class Run:
             "rng": self.world.gather(rng),
             "record": dataclasses.asdict(self.record),
         }
-        if path and self._is_writer:
+        if self.stem is None:
+            return None
+        path = Path(f"{self.stem}.pt")
+        if self.world.is_main:
             with atomic(path) as file:
                 torch.save(values, file)
         return path
 
     def result(self, diverged: Diverged | None = None) -> Result:
         """What a result file holds: JSON, with None in place of NaN and infinity."""
-        of, record, arm = self.settings, self.record, self.arm
+        of, record = self.settings, self.record
         times, images = record.step_ms, of.batch_size * self.world.size
         mean = statistics.fmean(times) if times else None
         rates = [images / ms * 1e3 for ms in (mean, max(times), min(times))] if mean else [None] * 3
         test = record.evaluations[-1] if record.evaluations else {"loss": None, "accuracy": None}
+        named = ("recipe", "experiment", "model", "method", "batch_size", "optimizer", "repeat")
         result = {
             "format": FORMAT,
-            **{name: getattr(of, name) for name in ("recipe", "experiment", "model", "method")},
+            **{name: getattr(of, name) for name in named},
             "gpu": self.place.label,
-            "batch_size": of.batch_size,
-            "optimizer": of.optimizer,
-            "repeat": of.repeat,
             "seed": self.seed,
             # That of a run that diverged is what it was to be.
             "iterations": self.total,
             "epochs": self.total / self.data.batches_per_epoch,
-            # Of all steps, also where the first ones could not be timed.
             "time_s": mean and mean * self.total / 1e3,
             "memory_mb": record.memory_bytes / 1e6,
             "memory_kind": self.memory.kind if self._tensors is None else "tensors",
             "accuracy_pct": test["accuracy"] and 100 * test["accuracy"],
             "test_loss": test["loss"],
-            "images_per_s": rates[0],
-            "images_per_s_min": rates[1],
-            "images_per_s_max": rates[2],
+            **dict(
+                zip(("images_per_s", "images_per_s_min", "images_per_s_max"), rates, strict=True)
+            ),
             "loss_last": record.losses[-1] if record.losses else None,
             "loss_mean": mean_of_finite(record.losses),
-            "loss_scale": arm.loss_scale(),
+            "loss_scale": self.arm.loss_scale(),
             "skipped_steps": record.skipped_steps,
-            "diverged": diverged
-            and {
-                "step": diverged.step,
-                "reason": diverged.reason,
-                "suggestion": suggestion(of),
-            },
+            "diverged": diverged and {**vars(diverged), "suggestion": suggestion(of)},
             "conditions": self._conditions(),
             "intervals": record.intervals,
             "evaluations": record.evaluations,
@@ -344,7 +322,6 @@ class Run:
     def _conditions(self) -> dict[str, Any]:
         """All that repeats of this run have in common, but its length and what names its row."""
         settings = {n: v for n, v in dataclasses.asdict(self.settings).items() if n not in _NO_ROW}
-        cudnn = torch.backends.cudnn.version() if torch.cuda.is_available() else None
         return {
             **settings,
             **self.data.describe(),
@@ -354,7 +331,6 @@ class Run:
             "torch": str(torch.__version__),
             "ampfuse": ampfuse.__version__,
             "cuda": torch.version.cuda,
-            "cudnn": cudnn,
         }
 
 
@@ -398,11 +374,6 @@ def run_name(of: Settings) -> str:
     when = datetime.datetime.now().strftime("%Y%m%d-%H%M%S-%f")[:-3]
     parts = [of.experiment, of.model, of.method, f"b{of.batch_size}", length, f"r{of.repeat}"]
     return file_name("-".join([*parts, when]))
-
-
-def write_result(path: Path, result: Result) -> None:
-    with atomic(path) as file:
-        file.write(json.dumps(result, indent=1, allow_nan=False).encode() + b"\n")
 
 
 # ---- checkpoints ---------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
+import json
 import shlex
 import signal
 import sys
@@ -29,9 +30,9 @@ from ampfuse.experiments.run import (
     load_checkpoint,
     position,
     run_name,
-    write_result,
 )
 from ampfuse.experiments.settings import ARMS, Script, Settings, parse, runs_of
+from ampfuse.files import atomic
 
 # What the scripts import, and the packages it comes in.
 _NEEDED = {"torchvision": "torchvision", "timm": "timm", "tqdm": "tqdm"}
@@ -120,9 +121,10 @@ def train_all(
             result = run.result(diverged)
         resume = None
         if place.folder and place.world.is_main:
-            write_result(run.path(".json"), result)
+            with atomic(place.folder / f"{name}.json") as file:
+                file.write(json.dumps(result, indent=1, allow_nan=False).encode() + b"\n")
             if not place.checkpoints:
-                run.path(".pt").unlink(missing_ok=True)  # it has served
+                (place.folder / f"{name}.pt").unlink(missing_ok=True)  # it has served
         yield result
 
 
