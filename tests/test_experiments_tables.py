@@ -206,7 +206,7 @@ def test_rows_of_other_recipes_stay_out(folder, capsys):
     [
         ("", [1, 2, 4, 3, 5, 6]),
         ("--GPU V100 T4", [6, 1, 2, 4, 3, 5]),
-        ("--method O2 FP32", [4, 3, 1, 2, 6]),
+        ("--method FP16 FP32", [4, 3, 1, 2, 6]),
         ("--batch 128 --GPU T4", [1, 4, 3, 5]),
         ("--iteration 50", [4]),
         ("--epochs 2 --model vgg16", [2]),

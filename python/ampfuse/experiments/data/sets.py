@@ -6,6 +6,7 @@ Two sets need no files: scikit-learn's digits, enlarged, and synthetic images.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -121,25 +122,6 @@ def digits(image_size: int) -> ImageSet:
     return ImageSet(*parts, Facts("digits", 1, 10, (mean.item(),), (std.item(),)))
 
 
-class Digits(NamedTuple):
-    """Images are float32 [n, 1, 8, 8], standardised; labels are int64 [n]."""
-
-    train_images: Tensor
-    train_labels: Tensor
-    test_images: Tensor
-    test_labels: Tensor
-
-
-def load_digits(device: torch.device) -> Digits:
-    """The digits as tensors on `device`."""
-    train, test, facts = digits(8)
-    parts = []
-    for part in (train, test):
-        images = (part.images.float() / 255 - facts.mean[0]) / facts.std[0]
-        parts += [images.to(device), part.labels.to(device)]
-    return Digits(*parts)
-
-
 # ---- synthetic images ----------------------------------------------------------------------------
 
 _TEST_BATCHES = 4  # of synthetic images: their evaluation is for show
@@ -157,16 +139,12 @@ def synthetic(kind: str, settings: Settings, world_size: int) -> ImageSet:
     train_size = max(settings.synthetic_size, together)
     test_size = min(-(-train_size // 4), _TEST_BATCHES * together)
     random = generator("synthetic", settings.seed)
-    patterns = torch.randint(
-        128, (facts.classes, channels, _PATTERN, _PATTERN), dtype=torch.uint8, generator=random
-    )
+    below_128 = functools.partial(torch.randint, 128, dtype=torch.uint8, generator=random)
+    patterns = below_128((facts.classes, channels, _PATTERN, _PATTERN))
 
     def draw(count: int) -> Pixels:
         labels = torch.randint(facts.classes, (count,), generator=random)
-        # Noise and pattern are below 128 each: their sum is a byte.
-        pixels = torch.randint(
-            128, (count, channels, size, size), dtype=torch.uint8, generator=random
-        )
+        pixels = below_128((count, channels, size, size))
         for part, of in zip(pixels.split(256), labels.split(256), strict=True):
             part += functional.interpolate(patterns[of], (size, size), mode="nearest")
         return Pixels(pixels, labels)
