@@ -84,64 +84,38 @@ def heading_of(figure: Figure) -> str:
 # ---- published figures ---------------------------------------------------------------------------
 
 
-def test_published_rows_are_the_csv():
-    """Every number and word of every CSV is in a row, in its place."""
-    for recipe, count in {"e1": 45, "e2": 8, "e3": 6, "e4": 8, "e5": 5}.items():
-        written, rows = csv_lines(recipe), results.published(recipe)
-        assert len(written) == len(rows) == count
-        for line, row in zip(written, rows, strict=True):
-            assert (row.source, row.recipe, row.conditions) == ("published", recipe, {})
-            record = {name: value for name, value in row.record().items() if value is not None}
-            for column, text in line.items():
-                value = record.pop(column, "")
-                assert text == value or float(text) == value, column
-            assert set(record.values()) <= {""}
-
-
 def test_published_figures_show_the_csv():
     rows = results.published("e1")
-    for draw, quantity in (
-        (figures.time_against_batch, "time_s_{}"),
-        (figures.memory_against_batch, "memory_mb_{}"),
+    for draw, quantity, name in (
+        (figures.time_against_batch, "time_s_{}", "training time of 100 iterations, s"),
+        (figures.memory_against_batch, "memory_mb_{}", "device memory, MB"),
     ):
-        lines = drawn_lines(draw(rows, std=True).axes[0])
+        figure = draw(rows, std=True)
+        (axes,) = figure.axes
+        lines = drawn_lines(axes)
         assert len(lines) == 9
         for gpu, method in itertools.product(E1_GPUS, E1_METHODS):
-            of_line = [
+            own = [
                 line for line in csv_lines("e1") if (line["gpu"], line["method"]) == (gpu, method)
             ]
             x, y, spread = lines[f"{gpu} {method}"]
             assert tuple(x) == E1_BATCHES
-            assert y == [float(line[quantity.format("mean")]) for line in of_line]
-            assert spread == pytest.approx(
-                [float(line[quantity.format("std")]) for line in of_line]
-            )
-
-
-def test_published_axes_and_legend():
-    figure = figures.time_against_batch(results.published("e1"))
-    (axes,) = figure.axes
-    assert axes.get_xlabel() == "batch size"
-    assert axes.get_ylabel() == "training time of 100 iterations, s"
-    assert axes.get_xscale() == "log"
-    assert [label.get_text() for label in axes.get_xticklabels()] == list(map(str, E1_BATCHES))
-    assert axes.get_ylim()[0] == 0
-    assert legend_of(figure) == [f"{gpu} {m}" for gpu in E1_GPUS for m in E1_METHODS]
-    assert "published" in heading_of(figure)
-    memory = figures.memory_against_batch(results.published("e1")).axes[0]
-    assert memory.get_ylabel() == "device memory, MB"
-
-
-def test_colour_is_the_gpu_and_dash_the_method():
-    axes = figures.time_against_batch(results.published("e1")).axes[0]
-    colors, dashes = {}, {}
-    for container in axes.containers:
-        gpu, method = container.get_label().rsplit(" ", 1)
-        colors.setdefault(gpu, set()).add(to_hex(container[0].get_color()))
-        dashes.setdefault(method, set()).add(str(container[0]._dash_pattern))
-    for looks, count in ((colors, len(E1_GPUS)), (dashes, len(E1_METHODS))):
-        assert all(len(look) == 1 for look in looks.values())
-        assert len(set.union(*looks.values())) == count
+            assert y == [float(line[quantity.format("mean")]) for line in own]
+            assert spread == pytest.approx([float(line[quantity.format("std")]) for line in own])
+        assert (axes.get_xlabel(), axes.get_ylabel()) == ("batch size", name)
+        assert axes.get_xscale() == "log"
+        assert [label.get_text() for label in axes.get_xticklabels()] == [*map(str, E1_BATCHES)]
+        assert axes.get_ylim()[0] == 0
+        assert legend_of(figure) == [f"{gpu} {m}" for gpu in E1_GPUS for m in E1_METHODS]
+        assert "published" in heading_of(figure)
+        colors, dashes = {}, {}  # colour is the GPU and dash the method
+        for container in axes.containers:
+            gpu, method = container.get_label().rsplit(" ", 1)
+            colors.setdefault(gpu, set()).add(to_hex(container[0].get_color()))
+            dashes.setdefault(method, set()).add(str(container[0]._dash_pattern))
+        for looks, count in ((colors, len(E1_GPUS)), (dashes, len(E1_METHODS))):
+            assert all(len(look) == 1 for look in looks.values())
+            assert len(set.union(*looks.values())) == count
 
 
 # ---- result files --------------------------------------------------------------------------------
@@ -149,63 +123,40 @@ def test_colour_is_the_gpu_and_dash_the_method():
 
 def test_repeats_become_mean_and_sample_deviation(folder):
     times = [5.0, 5.5, 4.7, 5.1, 6.2]
-    for repeat, seconds in enumerate(times):
-        folder.add(
-            repeat=repeat,
-            time_s=seconds,
-            memory_mb=1000.0 + repeat,
-            accuracy_pct=40.0 + repeat,
-            images_per_s=1000.0 + repeat,
-            images_per_s_min=900.0 - repeat,
-            images_per_s_max=2000.0 + repeat,
-            loss_last=1.0 + repeat,
-            loss_mean=2.0 + repeat,
-        )
+    names = ("memory_mb", "accuracy_pct", "images_per_s", "loss_last", "loss_mean")
+    for n, seconds in enumerate(times):
+        speeds = {"images_per_s_min": 900.0 - n, "images_per_s_max": 2000.0 + n}
+        folder.add(repeat=n, time_s=seconds, **speeds, **dict.fromkeys(names, 40.0 + n))
     row = row_of(folder)
+    assert (row.source, row.n, row.time_s.n) == ("measured", 5, 5)
     mean = sum(times) / 5
     deviation = math.sqrt(sum((t - mean) ** 2 for t in times) / 4)
-    assert (row.source, row.n, row.time_s.n) == ("measured", 5, 5)
     assert row.time_s.mean == pytest.approx(mean)
     assert row.time_s.std == pytest.approx(deviation)
-    assert row.memory_mb.mean == pytest.approx(1002)
-    assert row.accuracy_pct.mean == pytest.approx(42)
-    assert row.accuracy_pct.std == pytest.approx(statistics.stdev([40, 41, 42, 43, 44]))
-    assert (row.images_per_s.mean, row.images_per_s_min, row.images_per_s_max) == (1002, 896, 2004)
-    assert (row.loss_last.mean, row.loss_mean.mean) == (3, 4)
+    for name in names:
+        assert getattr(row, name).mean == pytest.approx(42)
+        assert getattr(row, name).std == pytest.approx(statistics.stdev([40, 41, 42, 43, 44]))
+    assert (row.images_per_s_min, row.images_per_s_max) == (896, 2004)
 
 
-def test_one_run_has_no_deviation(folder):
+def test_a_single_run_has_no_deviation_and_nothing_timed_is_no_time(folder):
     folder.add()
-    assert row_of(folder).time_s == results.Stat(5.0, None, 1)
-
-
-def test_nothing_timed_is_no_time(folder):
-    folder.add(time_s=None, images_per_s=None, images_per_s_min=None, images_per_s_max=None)
-    row = row_of(folder)
-    assert row.time_s is None
-    assert row.images_per_s is None
+    folder.add(gpu="V100", **dict.fromkeys(("time_s", "images_per_s", "images_per_s_min")))
+    one, untimed = rows_of(folder)
+    assert one.time_s == results.Stat(5.0, None, 1)
+    assert untimed.time_s is untimed.images_per_s is None
 
 
 @pytest.mark.parametrize(
     "difference",
     [
-        {"method": "fp32"},
-        {"arm": "O1"},
-        {"gpu": "V100"},
-        {"device": "Tesla V100"},
-        {"batch_size": 256},
-        {"iterations": 50},
-        {"epochs": 2.0},
-        {"recipe": None},
-        {"model": "wrn28_10"},
-        {"data": "digits"},
-        {"loader": "workers"},
-        {"loop": "original"},
-        {"world_size": 2},
+        *(
+            {name: "other"}
+            for name in ("method", "arm", "gpu", "device", "recipe", "model", "data")
+        ),
+        *({name: "other"} for name in ("loader", "loop", "loss_scale_of", "torch")),
+        *({name: 7} for name in ("batch_size", "iterations", "epochs", "world_size", "lr")),
         GRAPH,
-        {"lr": 0.1},
-        {"loss_scale_of": 128.0},
-        {"torch": "2.13.0"},
     ],
     ids=lambda change: next(iter(change)),
 )
@@ -314,41 +265,6 @@ def test_selection_keeps_the_order_given():
     ]
 
 
-def test_a_method_may_be_named_by_its_arm(folder):
-    folder.add(method="FP32", arm="fp32")
-    folder.add(method="FP16", arm="O2")
-    folder.add(method="O2", arm="O2", gpu="V100")
-    rows = rows_of(folder)
-    of = lambda *names: [row.method for row in results.select(rows, methods=names)]  # noqa: E731
-    assert of("fp32") == ["FP32"]
-    assert of("FP16") == ["FP16"]
-    assert of("O2") == ["O2"]  # a method of that name goes first
-    assert of("FP16", "fp32") == ["FP16", "FP32"]
-    on_t4 = [row for row in rows if row.gpu == "T4"]
-    assert [row.method for row in results.select(on_t4, methods=["O2"])] == ["FP16"]
-
-
-@pytest.mark.parametrize(
-    ("wish", "said"),
-    [
-        ({"gpus": ["T4", "K80"]}, "--GPU K80: no such results; there are T4"),
-        ({"methods": ["O9"]}, "--method O9: no such results; there are FP32, FP16"),
-        ({"batch_sizes": [64, 128]}, "--batch 64: no such results; there are 128, 256"),
-        ({"models": ["vgg"]}, "--model vgg: no such results; there are vgg16"),
-        ({"experiments": ["mlp"]}, "--experiment mlp: no such results; there are cifar"),
-        ({"iterations": [7]}, "--iteration 7: no such results; there are 100"),
-        ({"epochs": [7]}, "--epochs 7: no such results; there are 6.25"),
-        ({"methods": ["FP16"], "batch_sizes": [256]}, "--batch 256: .* there are 128"),
-    ],
-)
-def test_what_is_not_there_is_named(folder, wish, said):
-    folder.add()
-    folder.add(batch_size=256)
-    folder.add(method="FP16", arm="O2")
-    with pytest.raises(results.ResultsError, match=said):
-        results.select(rows_of(folder), **wish)
-
-
 # ---- time and memory -----------------------------------------------------------------------------
 
 
@@ -419,18 +335,33 @@ def test_one_batch_size_makes_points(folder):
     assert "batch size 128" in heading_of(figure)
 
 
-def test_runs_of_different_length_do_not_mix(folder):
-    folder.add(iterations=50)
-    folder.add(batch_size=256)
-    rows = rows_of(folder)
+@pytest.mark.parametrize(
+    ("runs", "of", "said", "label"),
+    [
+        ([(128, 50, 2), (256, 100, 2)], "iterations", "50, 100 iterations", "100 iterations"),
+        ([(512, 40, 2), (256, 20, 2), (128, 20, 3)], "epochs", "2, 3 epochs", "2 epochs"),
+    ],
+)
+def test_runs_of_different_length_do_not_mix(runs, of, said, label, folder, tmp_path, capsys):
+    for batch, iterations, epochs in runs:
+        folder.add(batch_size=batch, iterations=iterations, epochs=float(epochs))
+    rows, number = rows_of(folder), label.split()[0]
     for draw in (figures.time_against_batch, figures.memory_against_batch):
         with pytest.raises(
-            results.ResultsError, match=r"T4 FP32 \(50, 100 iterations\).*--iteration"
+            results.ResultsError, match=rf"T4 FP32 \({said}\).*--iteration.*--epochs"
         ):
-            draw(rows)
-    chosen = results.select(rows, iterations=[50])
-    assert [row.iterations for row in chosen] == [50]
-    assert figures.time_against_batch(chosen).axes[0].get_ylabel().endswith("of 50 iterations, s")
+            draw(rows, of=of)
+    (axes,) = figures.time_against_batch(results.select(rows, **{of: [int(number)]}), of=of).axes
+    assert axes.get_ylabel() == f"training time of {label}, s"
+    output = tmp_path / "figures"
+    assert make_plot.main(arguments(folder, output)) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "iterations" in error
+    assert not output.exists()
+    flag = "--epochs" if of == "epochs" else "--iteration"
+    assert make_plot.main(arguments(folder, output, flag, number)) == 0
+    assert "CIFAR - Time.png" in names_in(output)
 
 
 def test_lines_of_different_length_say_so(folder):
@@ -440,17 +371,6 @@ def test_lines_of_different_length_say_so(folder):
     figure = figures.time_against_batch(rows_of(folder))
     assert legend_of(figure) == ["T4 FP32 (100 iterations)", "V100 FP32 (50 iterations)"]
     assert figure.axes[0].get_ylabel() == "training time, s"
-
-
-def test_equal_epochs_may_be_asked_for(folder):
-    for batch, iterations in ((512, 2340), (1024, 1170)):
-        folder.add(batch_size=batch, iterations=iterations, epochs=20.0)
-    rows = rows_of(folder)
-    with pytest.raises(results.ResultsError, match="--epochs N"):
-        figures.time_against_batch(rows)
-    axes = figures.time_against_batch(results.select(rows, epochs=[20]), of="epochs").axes[0]
-    assert axes.get_ylabel() == "training time of 20 epochs, s"
-    assert drawn_lines(axes)["T4 FP32"][0] == [512, 1024]
 
 
 def test_different_conditions_make_different_lines(folder):
@@ -784,57 +704,33 @@ def test_published_command(tmp_path, capsys, monkeypatch):
     assert {path: path.read_bytes() for path in tmp_path.rglob("*.svg")} == first
 
 
-def test_file_names_of_other_experiments():
-    name = make_plot.figure_name
-    assert name("cifar", "vgg16", "Time") == "CIFAR - Time"
-    assert name("cifar", "wrn28_10", "Time (std)") == "CIFAR wrn28_10 - Time (std)"
-    assert name("imagenet", "resnet18", "Memory") == "ImageNet resnet18 - Memory"
-    assert name("mnist", "mnist_cnn", "Accuracy") == "MNIST - Accuracy"
-    assert name("mlp", "mlp", "Speed-up") == "MLP - Speed-up"
-
-
-def test_all_models_are_drawn(folder, tmp_path):
-    for experiment, model in (("cifar", "vgg16"), ("imagenet", "resnet50"), ("mlp", "mlp")):
+def test_all_models_are_drawn_into_files_of_their_names(folder, tmp_path):
+    nets = {("cifar", "vgg16"): "CIFAR", ("cifar", "wrn28_10"): "CIFAR wrn28_10"}
+    nets |= {("imagenet", "resnet50"): "ImageNet resnet50", ("mlp", "mlp"): "MLP"}
+    nets |= {("mnist", "mnist_cnn"): "MNIST", ("demo", "digits64"): "Digits"}
+    for experiment, model in nets:
         folder.add(experiment=experiment, model=model)
     output = tmp_path / "figures"
     assert make_plot.main(arguments(folder, output)) == 0
-    names = [f"{title} - {what}" for title in ("CIFAR", "ImageNet resnet50", "MLP")
-             for what in ("Time", "Memory")]  # fmt: skip
+    names = [f"{title} - {what}" for title in nets.values() for what in ("Time", "Memory")]
     assert names_in(output) == with_endings(*names)
-
-
-def test_iteration_chooses(folder, tmp_path, capsys):
-    folder.add(iterations=50)
-    folder.add(iterations=100, batch_size=256)
-    output = tmp_path / "figures"
-    assert make_plot.main(arguments(folder, output)) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    assert "50, 100 iterations" in said
-    assert not output.exists()
-    assert make_plot.main(arguments(folder, output, "--iteration", "50")) == 0
-    assert "CIFAR - Time.png" in names_in(output)
-
-
-def test_epochs_choose(folder, tmp_path):
-    for batch, iterations in ((512, 40), (1024, 20)):
-        folder.add(batch_size=batch, iterations=iterations, epochs=2.0)
-    output = tmp_path / "figures"
-    assert make_plot.main(arguments(folder, output)) == 2
-    assert make_plot.main(arguments(folder, output, "--epochs", "2")) == 0
-    assert names_in(output) == with_endings("CIFAR - Time", "CIFAR - Memory")
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         (["--GPU", "K80"], "--GPU K80: no such results; there are T4"),
-        (["--method", "O9"], "--method O9"),
+        (["--method", "O9", "FP32"], "--method O9: no such results; there are FP32"),
         (["--batch", "512"], "--batch 512: no such results; there are 128"),
         (["--batch", "many"], "--batch: invalid int value"),
-        (["--iteration", "3"], "--iteration 3"),
+        (["--iteration", "3"], "--iteration 3: no such results; there are 100"),
+        (["--epochs", "7"], "--epochs 7: no such results; there are 6.25"),
+        (
+            ["--GPU", "T4", "--experiment", "mlp"],
+            "--experiment mlp: no such results; there are cifar",
+        ),
         (["--experiment", "coco"], "--experiment: invalid choice"),
-        (["--model", "vgg11"], "--model vgg11"),
+        (["--model", "vgg11"], "--model vgg11: no such results; there are vgg16"),
         (["--wrong"], "unrecognized arguments: --wrong"),
         (["--results", "nowhere"], "nowhere: no such folder"),
         (["--results", "empty"], "empty: no results"),

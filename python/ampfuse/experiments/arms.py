@@ -115,9 +115,11 @@ class Arm:
             scaler.unscale_(self.optimizer)
             nn.utils.clip_grad_norm_(self.bare_model.parameters(), clip)
         scaler.step(self.optimizer)
-        # Public alternatives (get_scale, a look at the overflow flags) make the host wait.
-        if (scale := scaler._get_scale_async()) is None:
+        if not scaler.is_enabled():
             return self._one, self._zero
+        # Public alternatives (get_scale, a look at the overflow flags) make the host wait.
+        scale = scaler._get_scale_async()
+        assert scale is not None
         used = scale.clone()
         scaler.update()
         return used, (scale < used).float()

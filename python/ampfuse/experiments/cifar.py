@@ -84,8 +84,6 @@ def train(run: Run) -> None:
     arm = run.start(lambda: build(run))  # goes on from a checkpoint, if there is one
     for images, labels in run.batches():
         run.note(*arm.step(images, labels))  # loss, loss scale, skipped: nothing waits for them
-        if run.at_epoch_end:
-            run.end_epoch()  # tests and saves
 
 
 def build(run: Run) -> Arm:

@@ -49,8 +49,6 @@ def train(run: Run) -> None:
     arm = run.start(lambda: build(run))
     for features, targets in run.batches():
         run.note(*arm.step(features, targets))
-        if run.at_epoch_end:
-            run.end_epoch()
 
 
 def build(run: Run) -> Arm:

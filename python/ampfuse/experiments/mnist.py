@@ -45,8 +45,6 @@ def train(run: Run) -> None:
     arm = run.start(lambda: build(run))
     for images, labels in run.batches():
         run.note(*arm.step(images, labels))
-        if run.at_epoch_end:
-            run.end_epoch()
 
 
 def build(run: Run) -> Arm:

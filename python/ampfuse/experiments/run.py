@@ -1,9 +1,8 @@
 """One run while it trains: its clock, its log, its checkpoint, and at the end its result.
 
-A script's loop is ``for inputs, targets in run.batches(): run.note(*arm.step(inputs, targets))``,
-with ``run.end_epoch`` where an epoch ends. The host does not wait for the device between the ends
-of intervals (``--print-freq`` steps): losses, scales and skips are gathered there, and times are
-its events.
+A script's loop is ``for inputs, targets in run.batches(): run.note(*arm.step(inputs, targets))``.
+The host does not wait for the device between the ends of intervals (``--print-freq`` steps):
+losses, scales and skips are gathered there, and times are its events.
 """
 
 from __future__ import annotations
@@ -111,6 +110,7 @@ class Run:
         self.memory, self._clock = ProcessMemory(self.device), StepClock(self.device)
         self._steps = StepLog(settings.print_freq, self.device)
         self._open = contextlib.ExitStack()
+        self.close = self._open.close
         torch.backends.cudnn.benchmark = settings.cudnn_benchmark
         torch.backends.cudnn.deterministic = settings.deterministic
         torch.use_deterministic_algorithms(settings.deterministic, warn_only=True)
@@ -154,13 +154,14 @@ class Run:
 
     def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         """The batches from here to the end of the run, over as many epochs as it takes; the rate of
-        each step is set."""
+        each step is set. At the end of each epoch this tests and saves. Raises as :meth:`note`."""
         while self.step < self.total:
             epoch, start = divmod(self.step, self.data.batches_per_epoch)
             left = self.total - self.step
             for batch in itertools.islice(self.data.train_batches(epoch, start), left):
                 schedule.set_lr(self.arm.optimizer, self._lr(self.step))
                 yield batch
+            self._end_epoch()
 
     def _lr(self, step: int) -> float:
         of = self.settings
@@ -176,20 +177,17 @@ class Run:
         self._bar.update()
         if self.step == self._timed_from:
             self._clock.resume()
-        looks = self.at_epoch_end or self.step % self.settings.print_freq == 0
+        ends = self.step % self.data.batches_per_epoch == 0 or self.step == self.total
+        looks = ends or self.step % self.settings.print_freq == 0
         # Alone it stops at once; several agree when they look at the loss.
         stop = looks if self.world.size > 1 else bool(self.place.wish)
         if looks or stop:
             self._end_interval()
-        if stop and not self.at_epoch_end:
+        if stop and not ends:
             self._stop_if_wished()
 
-    @property
-    def at_epoch_end(self) -> bool:
-        return self.step % self.data.batches_per_epoch == 0 or self.step == self.total
-
-    def end_epoch(self) -> None:
-        """Test, if the settings say so, and save, if the command does. Raises as :meth:`note`."""
+    def _end_epoch(self) -> None:
+        """Test, if the settings say so, and save, if the command does."""
         record = self.record
         if self.settings.evaluate:
             test = self.test()
@@ -211,9 +209,6 @@ class Run:
             sums = arm.test(self.data.test_batches(), arm.model if self.world.size == 1 else model)
         loss, right, images = self.world.sum(sums)
         return {"loss": loss / images, "accuracy": right / images if classes else None}
-
-    def close(self) -> None:
-        self._open.close()
 
     # ---- intervals -------------------------------------------------------------------------------
 
