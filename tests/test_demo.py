@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import importlib.util
 import os
 import re
 import signal
@@ -113,10 +112,8 @@ def test_a_second_run_replaces_the_files(tmp_path, capsys):
         (["--device", "gpu"], "--device gpu: give auto, cpu, cuda or cuda:N"),
         (["--device", "meta"], "--device meta: ampfuse runs on cpu and cuda"),
         (["--device", "cuda:99"], "--device cuda:99, but"),
-        (["--output", __file__], "is not a folder"),
-        (["--output", __file__ + "/results"], "is not a folder"),
     ],
-    ids=lambda value: " ".join(value).replace(__file__, "FILE") if isinstance(value, list) else "",
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_wrong_options(options, said, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
@@ -137,16 +134,6 @@ def test_help(command, capsys):
         main(command.split())
     assert exit_info.value.code == 0
     assert "ampfuse" in capsys.readouterr().out
-
-
-def test_missing_extras_are_one_line(monkeypatch, capsys, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert main(["demo"]) == 1
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    assert "pip install ampfuse[demo]" in said
-    assert "scikit-learn" in said
 
 
 def test_levels_keep_their_order_and_lose_repetitions():

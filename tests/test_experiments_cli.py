@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 
 import pytest
@@ -252,20 +251,6 @@ def test_wrong_flags_are_one_line_and_status_2(line, said, capsys):
     error = capsys.readouterr().err
     assert caught.value.code == 2
     assert said in error
-    assert error.count("\n") == 1
-
-
-@pytest.mark.parametrize("data", ["digits", "synthetic"])
-def test_without_the_extra_one_line_names_it(data, monkeypatch, capsys):
-    missing = {"torchvision", "sklearn"}
-    find_spec = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name in missing else find_spec(name)
-    )
-    assert cifar.main(["--data", data]) == 1
-    error = capsys.readouterr().err
-    named = "torchvision, scikit-learn" if data == "digits" else "torchvision"
-    assert f": {named} missing: pip install 'ampfuse[experiments]'" in error
     assert error.count("\n") == 1
 
 

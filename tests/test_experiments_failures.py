@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib.util
 import resource
 from pathlib import Path
 
@@ -61,8 +62,24 @@ def refused(capsys, argv: list[str], *said: str) -> None:
     assert all(part in line for part in said), line
 
 
-def files(folder: str = ".") -> set[str]:
-    return {path.suffix for path in Path(folder).rglob("*") if path.is_file()}
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (
+            "train cifar --data digits",
+            "torchvision, timm, tqdm, scikit-learn missing: {}experiments]'",
+        ),
+        ("train cifar --data synthetic", "torchvision, timm, tqdm missing: {}experiments]'"),
+        ("make_plot", "matplotlib missing: {}experiments]'"),
+        ("demo", "scikit-learn, matplotlib, tqdm missing: {}demo]'"),
+    ],
+)
+def test_without_the_extra_one_line_names_it(line, said, monkeypatch, capsys):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert main(line.split()) == 1
+    error = capsys.readouterr().err
+    assert said.format("pip install 'ampfuse[") in error
+    assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -95,9 +112,15 @@ def test_a_folder_that_takes_no_files(name, folder, said, capsys):
 )
 def test_a_disk_that_becomes_full(name, more, size, said, capsys):
     argv, within = COMMANDS[name]
+    Path("new").mkdir()
+    old = {Path("new", path) for path in ("CIFAR - Memory.png", "CIFAR - Time.png", "rows.csv")}
+    for path in old:
+        path.write_text("old")
     with largest_file(size):
         refused(capsys, [*argv, "new" + within, *more], "File too large: ", said)
-    assert files("new") <= {".csv"}
+    there = {path for path in Path("new").rglob("*") if path.is_file()}
+    assert there - old <= {Path("new/levels.csv")}
+    assert {path.read_text() for path in old} == {"old"}
 
 
 def test_a_folder_that_can_be_written_in_one_that_cannot():

@@ -286,7 +286,6 @@ def test_csv_has_one_line_per_measured_row(folder, capsys, tmp_path):
         ),
         (["e3", "--no-published"], "results: no results of e3, only of e1; train first: python -m"),
         (["e1", "--results", "empty", "--csv", "old.csv"], "empty: no results of e1; train first"),
-        (["e1", "--csv", "old.csv/new.csv"], "old.csv is not a folder"),
         (["e1", "--csv", "empty"], "empty"),
         (["e1", "--GPU", "V100"], "--GPU V100: no such results; there are T4"),
     ],

@@ -113,8 +113,8 @@ def _levels(text: str) -> tuple[str, ...]:
 def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     """Do what `args` say and return the exit status."""
     if missing := [_NEEDED[name] for name in _NEEDED if importlib.util.find_spec(name) is None]:
-        needs = " and ".join(missing)
-        print(f"ampfuse demo: {needs} missing: pip install ampfuse[demo]", file=sys.stderr)
+        install = "pip install 'ampfuse[demo]'"
+        print(f"{parser.prog}: {', '.join(missing)} missing: {install}", file=sys.stderr)
         return 1
     check_writable("--output", args.output)
     device = choose_device(args.device)
