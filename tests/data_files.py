@@ -95,7 +95,6 @@ def write_imagenet(
     *,
     size: tuple[int, int] = (32, 32),
     kind: str = "png",
-    val: str = "val",
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Images [n, 3, *size] as they decode, and labels, in the order of classes and names."""
     from PIL import Image
@@ -105,7 +104,7 @@ def write_imagenet(
         images, labels = noise(per_class * len(classes), *size, 3)
         labels = np.repeat(np.arange(len(classes)), per_class)
         for number, label in enumerate(labels):
-            path = folder / (val if split == "test" else split) / classes[label]
+            path = folder / ("val" if split == "test" else split) / classes[label]
             path.mkdir(parents=True, exist_ok=True)
             path = path / f"{number:03}.{kind}"
             Image.fromarray(images[number]).save(path, quality=90)

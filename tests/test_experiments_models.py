@@ -12,34 +12,31 @@ pytest.importorskip("timm")
 from ampfuse.experiments import models
 
 SIZE = {"mnist_cnn": 28, "mlp": 8}
+SMALL = ["wrn10_2" if name == "wrn28_10" else name for name in models.NAMES]
 
 
 def parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize(
-    "name", ["wrn10_2", *(n for n in models.NAMES if n not in ("wrn28_10", "mlp"))]
+    ("name", "channels", "size"),
+    [
+        *((name, 1, SIZE.get(name, 32)) for name in SMALL),
+        *((name, 3, SIZE.get(name, 32)) for name in SMALL),
+        *[("vgg16", 3, 48), ("resnet18", 3, 64), ("mnist_cnn", 3, 32), ("wrn10_1", 3, 28)],
+    ],
 )
-def test_scores_for_every_class(name, channels):
-    size = SIZE.get(name, 32)
-    model = models.build(name, classes=7, channels=channels, image_size=size).eval()
-    with torch.no_grad():
-        scores = model(torch.randn(2, channels, size, size))
-    assert scores.shape == (2, 7)
+def test_scores_for_every_class_and_gradients_for_every_parameter(name, channels, size):
+    model = models.build(name, classes=7, channels=channels, image_size=size)
+    scores = model(torch.randn(4, channels, size, size))
+    assert scores.shape == (4, size**2 * channels if name == "mlp" else 7)
     assert scores.dtype == torch.float32
     assert scores[0].ne(scores[1]).any()
-
-
-@pytest.mark.parametrize(
-    ("name", "size"),
-    [("vgg16", 48), ("resnet18", 64), ("mnist_cnn", 32), ("wrn10_1", 28), ("wrn10_1", 64)],
-)
-def test_other_image_sizes(name, size):
-    model = models.build(name, classes=10, channels=3, image_size=size).eval()
-    with torch.no_grad():
-        assert model(torch.randn(1, 3, size, size)).shape == (1, 10)
+    nn.functional.cross_entropy(scores, torch.arange(4)).backward()
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        assert parameter.grad.isfinite().all()
 
 
 # Published: 36.5 M (Wide-ResNet paper); torchvision's and timm's tables, less the layers for 1000
@@ -94,39 +91,28 @@ def test_mlp():
 
 
 @pytest.mark.parametrize(
-    "name", ["vgg16", "wrn10_1", "seresnext50_32x4d", "resnet18", "mnist_cnn", "mlp"]
+    ("name", "dropout", "layers"),
+    [
+        ("wrn16_1", 0.3, [0.3] * 6),
+        ("wrn16_1", None, []),
+        ("vgg16", 0.5, [0.5]),
+        ("vgg16", None, []),
+        ("mnist_cnn", None, [0.25, 0.5]),
+        ("mnist_cnn", 0.1, [0.1, 0.1]),
+        ("resnet18", 0.0, []),
+    ],
 )
-def test_every_parameter_gets_a_gradient(name):
-    size = SIZE.get(name, 32)
-    model = models.build(name, classes=10, channels=1, image_size=size).train()
-    loss = nn.functional.cross_entropy(model(torch.randn(4, 1, size, size)), torch.arange(4))
-    loss.backward()
-    for parameter in model.parameters():
-        assert parameter.grad is not None
-        assert parameter.grad.isfinite().all()
+def test_dropout(name, dropout, layers):
+    sizes = {"classes": 10, "channels": 1, "image_size": SIZE.get(name, 32)}
+    model = models.build(name, dropout=dropout, **sizes)
+    assert [module.p for module in model.modules() if isinstance(module, nn.Dropout)] == layers
 
 
-def dropouts(name: str, dropout: float | None) -> list[float]:
-    model = models.build(
-        name, classes=10, channels=1, image_size=SIZE.get(name, 32), dropout=dropout
-    )
-    return [module.p for module in model.modules() if isinstance(module, nn.Dropout)]
-
-
-def test_dropout():
-    assert dropouts("wrn16_1", 0.3) == [0.3] * 6
-    assert dropouts("wrn16_1", None) == []
-    assert dropouts("vgg16", 0.5) == [0.5]
-    assert dropouts("vgg16", None) == []
-    assert dropouts("mnist_cnn", None) == [0.25, 0.5]
-    assert dropouts("mnist_cnn", 0.1) == [0.1, 0.1]
-    assert dropouts("resnet18", 0.0) == []
-    densenet = models.build("densenet161", classes=10, channels=3, image_size=32, dropout=0.2)
-    assert {layer.drop_rate for layer in densenet.modules() if hasattr(layer, "drop_rate")} == {0.2}
-    seresnext = models.build(
-        "seresnext50_32x4d", classes=10, channels=3, image_size=32, dropout=0.2
-    )
-    assert seresnext.drop_rate == 0.2
+def test_dropout_of_other_libraries_nets():
+    sizes = {"classes": 10, "channels": 3, "image_size": 32}
+    for name in ("densenet161", "seresnext50_32x4d"):
+        model = models.build(name, dropout=0.2, **sizes)
+        assert {m.drop_rate for m in model.modules() if hasattr(m, "drop_rate")} == {0.2}
 
 
 def test_dropout_of_a_wide_resnet_changes_training_alone():

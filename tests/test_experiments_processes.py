@@ -43,7 +43,7 @@ def checkpoint_in(folder: Path) -> Path:
 
 def test_rank_0_alone_prints_and_writes(line, tmp_path):
     first, second = ranks(2, *IMAGENET, *line, "--arm", "O2", "--iterations", "4", "-o", tmp_path)
-    assert (first.count("images/s ("), second) == (1, "")
+    assert (first.count("images/s, "), second) == (1, "")
     (result,) = results_in(tmp_path).values()
     assert result["conditions"]["world_size"] == 2
     assert result["images_per_s"] == pytest.approx(2 * 8 * 4 / result["time_s"])

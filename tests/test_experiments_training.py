@@ -205,14 +205,6 @@ class TestResume:
         assert all(v.dtype != torch.float16 for v in saved["model"].values())
         assert any("master_param" in s for s in saved["optimizer"]["state"].values())
 
-    def test_a_checkpoint_of_another_run_is_refused(self, tmp_path, capsys):
-        stopped(BASE, 2, tmp_path)
-        line = ["--data", "digits", "--resume", str(tmp_path / "run.pt"), "-o", str(tmp_path)]
-        assert cifar.main([*line, "--arm", "O5", "--iterations", "3"]) == 2
-        error = capsys.readouterr().err
-        assert "is of another run" in error
-        assert "model 'wrn10_1' then and 'vgg16' now" in error
-
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interruption_saves_says_how_to_go_on_and_goes_on(number, tmp_path, capsys, monkeypatch):
@@ -290,21 +282,24 @@ class TestDivergence:
         (o3,) = [result for result in results if result["conditions"]["arm"] == "O3"]
         assert o3["diverged"].keys() == {"step", "reason", "suggestion"}
 
-    def test_one_bad_batch_under_a_dynamic_scale_is_no_divergence(self):
+    @pytest.mark.parametrize(
+        ("losses", "scale", "skipped", "said", "step"),
+        [
+            ([1.0, 1.0, math.inf], 2.0, [False, False, True], None, 0),  # a bad batch is skipped
+            ([math.inf] * 3, 2.0, [True] * 3, "loss became inf", 1),
+            ([1.0] * 20, 2.0, [True] * 20, None, 0),  # still searching
+            ([1.0] * 20, 0.5, [True] * 20, "every step overflows", 1),
+        ],
+    )
+    def test_skipped_steps_alone_are_none(self, losses, scale, skipped, said, step):
         run = run_of(BASE)
-        run.step, run.record = 3, Record(losses=[1.0, 1.0, math.inf])
-        run._check([2.0] * 3, [False, False, True])
-        run.record = Record(losses=[math.inf] * 3)
-        with pytest.raises(Diverged, match="loss became inf") as caught:
-            run._check([2.0] * 3, [True] * 3)
-        assert caught.value.step == 1
-
-    def test_a_scale_that_sinks_to_nothing_is_one(self):
-        run = run_of(BASE)
-        run.step, run.record = 20, Record(losses=[1.0] * 20)
-        run._check([2.0] * 20, [True] * 20)  # still searching
-        with pytest.raises(Diverged, match="every step overflows"):
-            run._check([0.5] * 20, [True] * 20)
+        run.step, run.record = len(losses), Record(losses=losses)
+        if said is None:
+            run._check([scale] * len(losses), skipped)
+            return
+        with pytest.raises(Diverged, match=said) as caught:
+            run._check([scale] * len(losses), skipped)
+        assert caught.value.step == step
 
     @pytest.mark.parametrize(
         ("arm", "scale", "said"),
@@ -336,7 +331,6 @@ class TestCommand:
             memory = round(1e6 * result["memory_mb"])
             assert f"Max memory used by tensors = {memory} bytes" in printed
         assert printed.count("| fp32 ") == printed.count("| O5 ") == 1
-        assert printed.strip().splitlines()[-1].startswith("Max memory used by tensors = ")
         assert not list(folder.glob("*.pt"))
 
     def test_prof_writes_a_trace(self, tmp_path):
@@ -349,23 +343,18 @@ class TestCommand:
         assert json.loads(result.read_text())["iterations"] == 3
 
     @pytest.mark.parametrize(
-        ("script", "line", "said"),
+        ("line", "said"),
         [
-            (cifar, ["--device", "gpu"], "--device gpu: give auto, cpu, cuda or cuda:N"),
-            (cifar, ["--model", "vgg99"], "vgg99"),
-            (cifar, ["--model", "wrn11_1"], "the depth is 6n + 4"),
-            (cifar, ["-b", "5000"], "5000"),
-            (mlp, ["--image-size", "8", "--arm", "O1", "--keep-batchnorm-fp32"], None),
+            (["--device", "gpu"], "--device gpu: give auto, cpu, cuda or cuda:N"),
+            (["--model", "vgg99"], "vgg99"),
+            (["--model", "wrn11_1"], "the depth is 6n + 4"),
+            (["-b", "5000"], "5000"),
         ],
     )
-    def test_wrong_wishes_are_one_line_and_status_2(self, script, line, said, tmp_path, capsys):
+    def test_wrong_wishes_are_one_line_and_status_2(self, line, said, tmp_path, capsys):
         line += ["--data", "digits", "-o", str(tmp_path / "out"), "--iterations", "1"]
-        status = script.main(line)
+        assert cifar.main(line) == 2
         captured = capsys.readouterr()
-        if said is None:  # O1 has no use for it, and the others of a comparison may
-            assert status == 0
-            return
-        assert status == 2
         assert said in captured.err
         assert captured.err.count("\n") == 1
         assert not list((tmp_path / "out").rglob("*.json"))

@@ -32,19 +32,23 @@ def build_arm(settings: Settings, model: nn.Module, loss_of: Loss, device: torch
     torch.backends.cudnn.conv.fp32_precision = precision
     # torch's own for FP16 take a hundred times as long; a level sees to it itself.
     half_ops.use(device.type == "cpu" and settings.arm == "amp-fp16")
-    kind = _Level if settings.arm in LEVELS else _TorchAmp if settings.arm in _HALVES else Arm
+    kind = _Level if settings.arm in LEVELS else Arm
     return kind(settings, model, loss_of, device)
 
 
 class Arm:
-    """FP32 and TF32, which scale nothing; the other arms override what they do differently.
+    """FP32, TF32, and ``torch.amp`` as its documentation has it: autocast, for FP16 a GradScaler.
+    What an arm does not need is switched off.
 
     Attributes:
         step: ``step(inputs, targets)`` trains on one batch, as one CUDA graph if the settings say
             so, and returns loss (unscaled), loss scale used, and 1 if the step was skipped, else 0:
             float32, 0-dim, on the device.
         bare_model: `model` without what trains it in several processes.
+        policy: what the arm decides of scaling, masters and batch norm, as JSON can say it.
     """
+
+    policy: dict[str, Any]
 
     def __init__(
         self, settings: Settings, model: nn.Module, loss_of: Loss, device: torch.device
@@ -60,6 +64,21 @@ class Arm:
 
     def _set_up(self) -> None:
         """Put model and optimizer, which are there, into the precision."""
+        settings = self.settings
+        self._half = _HALVES.get(settings.arm)
+        static = settings.loss_scale if isinstance(settings.loss_scale, float) else None
+        self._scaler = torch.amp.GradScaler(
+            self.device.type,
+            init_scale=static or 2.0**16,
+            growth_interval=2**31 - 1 if static else 2000,
+            enabled=self._half is torch.float16,
+        )
+        self.policy = {"loss_scale": static or "dynamic"} if self._scaler.is_enabled() else {}
+        if self._half and settings.optimizer == "sgd" and settings.momentum:
+            # torch's fused SGD leaves the buffers of a skipped first step uninitialized, and uses
+            # them in the next. From zeros the first step comes out the same.
+            for parameter in self.model.parameters():
+                self.optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
     def _torch_optimizer(self) -> Optimizer:
         of = self.settings
@@ -84,18 +103,26 @@ class Arm:
 
     def forward(self) -> contextlib.AbstractContextManager[Any]:
         """Context for the model's call and the loss."""
-        return contextlib.nullcontext()
+        if self._half is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=self._half)
 
     def _backward_and_step(self, loss: Tensor) -> tuple[Tensor, Tensor]:
         """Returns loss scale and skipped."""
-        loss.backward()
-        self._clip()
-        self.optimizer.step()
-        return self._one, self._zero
-
-    def _clip(self) -> None:
-        if self.settings.clip is not None:
-            nn.utils.clip_grad_norm_(self.bare_model.parameters(), self.settings.clip)
+        scaler, clip = self._scaler, self.settings.clip
+        scaler.scale(loss).backward()
+        if clip is not None:
+            scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(self.bare_model.parameters(), clip)
+        scaler.step(self.optimizer)
+        if not scaler.is_enabled():
+            return self._one, self._zero
+        # Public alternatives (get_scale, a look at the overflow flags) make the host wait.
+        scale = scaler._get_scale_async()
+        assert scale is not None
+        used = scale.clone()
+        scaler.update()
+        return used, (scale < used).float()
 
     def test(self, batches: Iterable[tuple[Tensor, Tensor]], model: nn.Module) -> list[float]:
         """Sum of the losses, right answers and number of the images in `batches`, by `model`, which
@@ -114,77 +141,22 @@ class Arm:
         self.model.train()
         return [loss.item(), float(right.item()), float(images)]
 
-    @property
-    def policy(self) -> dict[str, Any]:
-        """What the arm decides of scaling, masters and batch norm, as JSON can say it."""
-        return {}
-
     def loss_scale(self) -> float:
         """The present scale. Waits for the device."""
-        return 1.0
-
-    def scaler_state(self) -> dict[str, Any]:
-        return {}
-
-    def load_scaler_state(self, state: dict[str, Any]) -> None:
-        """Restore what :meth:`scaler_state` returned."""
-        assert not state
-
-
-class _TorchAmp(Arm):
-    """``torch.amp`` as its documentation has it: autocast, and for FP16 a GradScaler."""
-
-    def _set_up(self) -> None:
-        settings, device = self.settings, self.device
-        if settings.optimizer == "sgd" and settings.momentum:
-            # torch's fused SGD leaves the buffers of a skipped first step uninitialized, and uses
-            # them in the next. From zeros the first step comes out the same.
-            for parameter in self.model.parameters():
-                self.optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-        self._half = _HALVES[settings.arm]
-        self._static = settings.loss_scale if isinstance(settings.loss_scale, float) else None
-        self._scaler = torch.amp.GradScaler(
-            device.type,
-            init_scale=self._static or 2.0**16,
-            growth_interval=2**31 - 1 if self._static else 2000,
-            enabled=self._half is torch.float16,
-        )
-
-    def forward(self) -> contextlib.AbstractContextManager[Any]:
-        return torch.autocast(self.device.type, dtype=self._half)
-
-    def _backward_and_step(self, loss: Tensor) -> tuple[Tensor, Tensor]:
-        scaler = self._scaler
-        if not scaler.is_enabled():
-            return super()._backward_and_step(loss)
-        scaler.scale(loss).backward()
-        if self.settings.clip is not None:
-            scaler.unscale_(self.optimizer)
-        self._clip()
-        scaler.step(self.optimizer)
-        # Public alternatives (get_scale, a look at the overflow flags) make the host wait.
-        scale = scaler._get_scale_async()
-        assert scale is not None
-        used = scale.clone()
-        scaler.update()
-        return used, (scale < used).float()
-
-    @property
-    def policy(self) -> dict[str, Any]:
-        return {"loss_scale": self._static or "dynamic"} if self._scaler.is_enabled() else {}
-
-    def loss_scale(self) -> float:
         return self._scaler.get_scale()
 
     def scaler_state(self) -> dict[str, Any]:
         return self._scaler.state_dict()
 
     def load_scaler_state(self, state: dict[str, Any]) -> None:
+        """Restore what :meth:`scaler_state` returned."""
         self._scaler.load_state_dict(state)
 
 
 class _Level(Arm):
     """ampfuse: ``amp.initialize`` at O0 to O5."""
+
+    _half = None
 
     def _set_up(self) -> None:
         settings, model = self.settings, self.model
@@ -199,6 +171,10 @@ class _Level(Arm):
         except (RuntimeError, ValueError, AssertionError) as error:
             raise UsageError(f"{settings.arm}: {error}") from error
         self._session = self.optimizer._amp_session
+        policy = self._session.policy
+        self._scales = policy.model_is_low_precision or policy.loss_scale != 1.0
+        names = ("keep_batchnorm_fp32", "master_weights", "loss_scale", "fuse_batchnorm")
+        self.policy = {name: getattr(policy, name) for name in names}
 
     def _backward_and_step(self, loss: Tensor) -> tuple[Tensor, Tensor]:
         with amp.scale_loss(loss, self.optimizer) as scaled_loss:
@@ -206,16 +182,10 @@ class _Level(Arm):
         if self.settings.clip is not None:
             amp.clip_grad_norm_(self.optimizer, self.settings.clip)
         self.optimizer.step()
+        if not self._scales:  # then nothing is noted
+            return self._one, self._zero
         last = self.optimizer.last_step
-        policy = self._session.policy
-        if not policy.model_is_low_precision and policy.loss_scale == 1.0:
-            return self._one, self._zero  # nothing was scaled, so nothing is noted
         return last.loss_scale, last.skipped
-
-    @property
-    def policy(self) -> dict[str, Any]:
-        names = ("keep_batchnorm_fp32", "master_weights", "loss_scale", "fuse_batchnorm")
-        return {name: getattr(self._session.policy, name) for name in names}
 
     def loss_scale(self) -> float:
         return self._session.loss_scalers[0].loss_scale()

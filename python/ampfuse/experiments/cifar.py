@@ -9,8 +9,8 @@ E1 to E3 of docs/experiments.md. :func:`train` is the part to read.
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Sequence
 
 import torch.nn.functional as F
 
@@ -84,8 +84,6 @@ def train(run: Run) -> None:
     arm = run.start(lambda: build(run))  # goes on from a checkpoint, if there is one
     for images, labels in run.batches():
         run.note(*arm.step(images, labels))  # loss, loss scale, skipped: nothing waits for them
-        if run.at_epoch_end:
-            run.end_epoch()  # tests and saves
 
 
 def build(run: Run) -> Arm:
@@ -95,10 +93,7 @@ def build(run: Run) -> Arm:
     return build_arm(run.settings, model, F.cross_entropy, run.device)
 
 
-def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
-    """Run the command line `argv` (default: ``sys.argv``) and return the exit status."""
-    return sweep(SCRIPT, train, argv, prog)
-
+main = functools.partial(sweep, SCRIPT, train)
 
 if __name__ == "__main__":
     sys.exit(main())

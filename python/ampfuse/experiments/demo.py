@@ -6,6 +6,7 @@ a table; writes its rows as CSV, and pictures."""
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import sys
 from collections.abc import Iterator, Sequence
@@ -34,8 +35,6 @@ def train(run: Run) -> None:
     arm = run.start(lambda: build(run), measure_tensors=True)
     for images, labels in run.batches():
         run.note(*arm.step(images, labels))  # loss, loss scale, skipped: nothing waits for them
-        if run.at_epoch_end:
-            run.end_epoch()  # tests
 
 
 def build(run: Run) -> Arm:
@@ -114,8 +113,8 @@ def _levels(text: str) -> tuple[str, ...]:
 def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     """Do what `args` say and return the exit status."""
     if missing := [_NEEDED[name] for name in _NEEDED if importlib.util.find_spec(name) is None]:
-        needs = " and ".join(missing)
-        print(f"ampfuse demo: {needs} missing: pip install ampfuse[demo]", file=sys.stderr)
+        install = "pip install 'ampfuse[demo]'"
+        print(f"{parser.prog}: {', '.join(missing)} missing: {install}", file=sys.stderr)
         return 1
     check_writable("--output", args.output)
     device = choose_device(args.device)
@@ -152,10 +151,9 @@ def _notes(levels: Sequence[str], device: torch.device) -> Iterator[str]:
         yield "O3 has no FP32 master weights: small updates round away, and it may learn worse."
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command line `argv` (default: ``sys.argv``) and return the exit status."""
-    return run_alone(sys.modules[__name__], argv, "python -m ampfuse.experiments.demo")
-
+main = functools.partial(
+    run_alone, sys.modules[__name__], prog="python -m ampfuse.experiments.demo"
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(None))

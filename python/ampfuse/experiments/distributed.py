@@ -1,7 +1,6 @@
 """The processes of one training, as ``torchrun`` starts them; alone, a world of one.
 
-torchrun ends the others when one of them fails. A model is spread over the processes as copies
-(DistributedDataParallel), or as shards of each of its blocks (FSDP2).
+torchrun ends the others when one of them fails. Of a model in shards, whole states and whole tests.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,8 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import state_dict as whole_states
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.distributed.fsdp import FSDPModule
 
 from ampfuse.experiments.arms import Arm
 
@@ -70,41 +67,6 @@ class World:
 
 
 # ---- shards --------------------------------------------------------------------------------------
-
-
-def shard(model: nn.Module, *, apart: bool) -> None:
-    """Leave each process a share of `model`, gathered block by block. `apart` are its batch norms,
-    which stay FP32 among half weights: what is gathered together is of one type."""
-    # Scores that are a view of something: nobody writes to them.
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
-    model.to(memory_format=torch.contiguous_format)  # FSDP takes no others; images keep theirs
-    for block in (*blocks(model), model):
-        if apart and (norms := [module for module in block.modules() if _is_free_norm(module)]):
-            fully_shard(norms)
-        fully_shard(block)
-    model.register_forward_pre_hook(_take_buffers_of_main)
-
-
-_HOLDERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-
-
-def blocks(model: nn.Module) -> Iterator[nn.Module]:
-    """The parts that are gathered one by one: what containers hold, as far as it has weights."""
-    for part in model.children():
-        if isinstance(part, _HOLDERS):
-            yield from blocks(part)
-        elif isinstance(model, _HOLDERS) and any(p.ndim > 1 for p in part.parameters()):
-            yield part
-
-
-def _is_free_norm(module: nn.Module) -> bool:
-    return isinstance(module, _BatchNorm) and not isinstance(module, FSDPModule)
-
-
-def _take_buffers_of_main(model: nn.Module, inputs: Any) -> None:
-    """Batch norm's statistics, as DistributedDataParallel does it."""
-    if model.training and (buffers := list(model.buffers())):
-        dist._broadcast_coalesced(dist.group.WORLD, buffers, 250 * 2**20, 0)
 
 
 @contextlib.contextmanager

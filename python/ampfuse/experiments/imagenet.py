@@ -9,16 +9,22 @@ E4 of docs/experiments.md. :func:`train` is the part to read.
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator
+from typing import Any
 
+import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from ampfuse.command_line import UsageError
 from ampfuse.experiments import models
 from ampfuse.experiments.arms import Arm, build_arm
-from ampfuse.experiments.distributed import shard
 from ampfuse.experiments.run import Run
 from ampfuse.experiments.settings import HALF_LEVELS, Recipe, Script
 from ampfuse.experiments.sweep import main as sweep
@@ -53,8 +59,6 @@ def train(run: Run) -> None:
     arm = run.start(lambda: build(run))  # goes on from a checkpoint, if there is one
     for images, labels in run.batches():
         run.note(*arm.step(images, labels))  # loss, loss scale, skipped: nothing waits for them
-        if run.at_epoch_end:
-            run.end_epoch()  # tests and saves
 
 
 def check(run: Run) -> None:
@@ -90,10 +94,45 @@ def build(run: Run) -> Arm:
     return arm
 
 
-def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
-    """Run the command line `argv` (default: ``sys.argv``) and return the exit status."""
-    return sweep(SCRIPT, train, argv, prog)
+# ---- shards --------------------------------------------------------------------------------------
 
+
+def shard(model: nn.Module, *, apart: bool) -> None:
+    """Leave each process a share of `model`, gathered block by block. `apart` are its batch norms,
+    which stay FP32 among half weights: what is gathered together is of one type."""
+    # Scores that are a view of something: nobody writes to them.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
+    model.to(memory_format=torch.contiguous_format)  # FSDP takes no others; images keep theirs
+    for block in (*blocks(model), model):
+        if apart and (norms := [module for module in block.modules() if _is_free_norm(module)]):
+            fully_shard(norms)
+        fully_shard(block)
+    model.register_forward_pre_hook(_take_buffers_of_main)
+
+
+_HOLDERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+def blocks(model: nn.Module) -> Iterator[nn.Module]:
+    """The parts that are gathered one by one: what containers hold, as far as it has weights."""
+    for part in model.children():
+        if isinstance(part, _HOLDERS):
+            yield from blocks(part)
+        elif isinstance(model, _HOLDERS) and any(p.ndim > 1 for p in part.parameters()):
+            yield part
+
+
+def _is_free_norm(module: nn.Module) -> bool:
+    return isinstance(module, _BatchNorm) and not isinstance(module, FSDPModule)
+
+
+def _take_buffers_of_main(model: nn.Module, inputs: Any) -> None:
+    """Batch norm's statistics, as DistributedDataParallel does it."""
+    if model.training and (buffers := list(model.buffers())):
+        dist._broadcast_coalesced(dist.group.WORLD, buffers, 250 * 2**20, 0)
+
+
+main = functools.partial(sweep, SCRIPT, train)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import importlib.util
 import io
 import sys
@@ -125,11 +126,9 @@ def drawn(
     return found
 
 
-def main(argv: list[str] | None = None, prog: str | None = None) -> int:
-    """Run the command line `argv` (default: ``sys.argv``) and return the exit status."""
-    prog = prog or "python -m ampfuse.experiments.make_plot"
-    return run_alone(sys.modules[__name__], argv, prog)
-
+main = functools.partial(
+    run_alone, sys.modules[__name__], prog="python -m ampfuse.experiments.make_plot"
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(None))

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import argparse
 import csv
+import functools
 import io
 import math
+import operator
 import re
 import statistics
 import sys
@@ -133,28 +135,26 @@ def is_published_gpu(device: str, recipe: str) -> bool:
     return False
 
 
-def _rounded(value: float | Stat | None, digits: int = 6) -> str:
-    """At most so many digits behind the point, without zeros at the end: 80.2, 3437.
-
-    Of a Stat the mean, and the deviation where there is one; measured ones to four figures.
-    """
-    if value is None:
-        return ""
+def _number(value: float | Stat, places: int = 6) -> str:
+    """At most so many places behind the point, without zeros at the end: 80.2, 3437. Of a Stat the
+    mean, and the deviation where there is one."""
     if isinstance(value, Stat):
-        spread = "" if value.std is None else f" ± {_rounded(value.std, digits)}"
-        return _rounded(value.mean, digits) + spread
-    return f"{round(value, digits):f}".rstrip("0").rstrip(".")
+        spread = "" if value.std is None else f" ± {_number(value.std, places)}"
+        return _number(value.mean, places) + spread
+    return f"{round(value, places):f}".rstrip("0").rstrip(".")
 
 
-def _shown(name: str, of: Callable[[Row], Any] | None = None) -> Callable[[Row], str]:
-    """A cell with a field of the row: a word, or a number as published, or to four figures."""
+def _shown(of: Callable[[Row], Any]) -> Callable[[Row], str]:
+    """A cell with what `of` says of the row: a word, or a number: as published, or to four
+    figures."""
 
     def cell(row: Row) -> str:
-        value = of(row) if of else getattr(row, name)
-        if row.source == "published" or isinstance(value, (str, int)) or not value:
-            return value if isinstance(value, str) else _rounded(value)
+        value = of(row)
+        if value is None or isinstance(value, str):
+            return value or ""
         mean = value.mean if isinstance(value, Stat) else value
-        return _rounded(value, max(0, 3 - math.floor(math.log10(abs(mean)))) if mean else 1)
+        measured = row.source == "measured" and mean and not isinstance(value, int)
+        return _number(value, max(0, 3 - math.floor(math.log10(abs(mean)))) if measured else 6)
 
     return cell
 
@@ -166,33 +166,27 @@ def _per_step(row: Row) -> Stat | None:
     return Stat(each * row.time_s.mean, row.time_s.std and each * row.time_s.std, row.time_s.n)
 
 
+_NAMES = {
+    **{"model": "model", "method": "method", "optimizer": "optimizer", "batch size": "batch_size"},
+    **{"iterations": "iterations", "epochs": "epochs", "time, s": "time_s"},
+    **{"images/s": "images_per_s", "min": "images_per_s_min", "max": "images_per_s_max"},
+    **{"memory, MB": "memory_mb", "accuracy, %": "accuracy_pct"},
+    **{"loss last": "loss_last", "loss mean": "loss_mean", "n": "n"},
+}
 # The columns, and what stands in them.
 CELLS: dict[str, Callable[[Row], str]] = {
     "source": lambda row: "published" if row.source == "published" else "measured here",
     "environment": lambda row: row.platform,
     "GPU": lambda row: row.gpu if row.gpu == row.device else f"{row.gpu} ({row.device})",
-    "model": _shown("model"),
-    "method": _shown("method"),
-    "optimizer": _shown("optimizer"),
-    "batch size": _shown("batch_size"),
-    "iterations": _shown("iterations"),
-    "epochs": _shown("epochs"),
-    "time, s": _shown("time_s"),
-    "step, ms": _shown("", _per_step),
-    "images/s": _shown("images_per_s"),
-    "min": _shown("images_per_s_min"),
-    "max": _shown("images_per_s_max"),
-    "memory, MB": _shown("memory_mb"),
-    "accuracy, %": _shown("accuracy_pct"),
-    "loss last": _shown("loss_last"),
-    "loss mean": _shown("loss_mean"),
-    "skipped": lambda row: _rounded(statistics.fmean(run["skipped_steps"] for run in row.runs), 1),
-    "scale": lambda row: f"{row.runs[-1]['loss_scale']:,.0f}",
-    "n": _shown("n"),
-    "outcome": lambda row: row.note,
+    **{header: _shown(operator.attrgetter(name)) for header, name in _NAMES.items()},
     "note": _note,
+    # Of own runs.
+    "step, ms": _shown(_per_step),
+    "skipped": lambda row: _number(statistics.fmean(run["skipped_steps"] for run in row.runs), 1),
+    "scale": lambda row: f"{row.runs[-1]['loss_scale']:,.0f}",
+    "outcome": lambda row: row.note,
 }
-_PUBLISHED = [name for name in CELLS if name not in ("step, ms", "skipped", "scale", "outcome")]
+_PUBLISHED = list(CELLS)[:-4]
 
 
 def write_csv(path: Path, rows: Sequence[Row]) -> None:
@@ -209,11 +203,9 @@ def write_csv(path: Path, rows: Sequence[Row]) -> None:
         file.write(text.getvalue().encode())
 
 
-def main(argv: list[str] | None = None, prog: str | None = None) -> int:
-    """Run the command line `argv` (default: ``sys.argv``) and return the exit status."""
-    prog = prog or "python -m ampfuse.experiments.make_table"
-    return run_alone(sys.modules[__name__], argv, prog)
-
+main = functools.partial(
+    run_alone, sys.modules[__name__], prog="python -m ampfuse.experiments.make_table"
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(None))

@@ -7,8 +7,9 @@ The workload of torch's AMP recipe, in E5 of docs/experiments.md. :func:`train` 
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -48,8 +49,6 @@ def train(run: Run) -> None:
     arm = run.start(lambda: build(run))
     for features, targets in run.batches():
         run.note(*arm.step(features, targets))
-        if run.at_epoch_end:
-            run.end_epoch()
 
 
 def build(run: Run) -> Arm:
@@ -102,10 +101,7 @@ def data_of(settings: Settings, device: torch.device, rank: int, world_size: int
     return open_data(settings, device, rank, world_size)
 
 
-def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
-    """Run the command line `argv` (default: ``sys.argv``) and return the exit status."""
-    return sweep(SCRIPT, train, argv, prog, data_of)
-
+main = functools.partial(sweep, SCRIPT, train, data_of=data_of)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -8,8 +8,8 @@ The CNN of E5 of docs/experiments.md. :func:`train` is the part to read.
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Sequence
 
 import torch.nn.functional as F
 
@@ -45,8 +45,6 @@ def train(run: Run) -> None:
     arm = run.start(lambda: build(run))
     for images, labels in run.batches():
         run.note(*arm.step(images, labels))
-        if run.at_epoch_end:
-            run.end_epoch()
 
 
 def build(run: Run) -> Arm:
@@ -56,10 +54,7 @@ def build(run: Run) -> Arm:
     return build_arm(run.settings, model, F.cross_entropy, run.device)
 
 
-def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
-    """Run the command line `argv` (default: ``sys.argv``) and return the exit status."""
-    return sweep(SCRIPT, train, argv, prog)
-
+main = functools.partial(sweep, SCRIPT, train)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -107,13 +107,12 @@ class Row:
     def record(self) -> dict[str, Any]:
         """The row as one flat dictionary: what a CSV or a DataFrame holds."""
         flat: dict[str, Any] = {}
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.name in STATS:
-                flat[f"{field.name}_mean"] = value and value.mean
-                flat[f"{field.name}_std"] = value and value.std
-            elif field.name not in ("conditions", "runs"):
-                flat[field.name] = value
+        for name, kind in _TYPES.items():
+            value = getattr(self, name)
+            if kind is Stat:
+                flat |= {f"{name}_mean": value and value.mean, f"{name}_std": value and value.std}
+            else:
+                flat[name] = value
         if self.runs:
             last = max(self.runs, key=lambda run: run["finished"])
             diverged = sum(run["diverged"] is not None for run in self.runs)
@@ -125,10 +124,7 @@ class Row:
     @classmethod
     def of_record(cls, flat: Mapping[str, str]) -> Row:
         """The published row that a CSV holds, as :meth:`record` has it."""
-        values: dict[str, Any] = {n: t for n, t in flat.items() if n in _TEXTS}
-        numbers = {"batch_size": int, "iterations": int, "epochs": float, "n": int}
-        numbers |= {"images_per_s_min": float, "images_per_s_max": float}
-        values |= {n: kind(flat[n]) for n, kind in numbers.items() if flat.get(n)}
+        values: dict[str, Any] = {n: kind(flat[n]) for n, kind in _TYPES.items() if flat.get(n)}
         for name in STATS:
             if mean := flat.get(f"{name}_mean"):
                 std = flat.get(f"{name}_std")
@@ -136,9 +132,14 @@ class Row:
         return cls(**values)
 
 
-STATS = [field.name for field in dataclasses.fields(Row) if str(field.type).startswith("Stat")]
-_TEXTS = ("source", "recipe", "experiment", "model", "gpu", "method", "optimizer", "platform")
-_TEXTS += ("note",)
+# What a CSV holds of a row, in the order of its columns.
+_KINDS = {"str": str, "int": int, "float": float, "Stat": Stat}
+_TYPES: dict[str, type] = {
+    field.name: _KINDS[str(field.type).removesuffix(" | None")]
+    for field in dataclasses.fields(Row)
+    if field.name not in ("conditions", "runs")
+}
+STATS = [name for name, kind in _TYPES.items() if kind is Stat]
 
 
 def frame(rows: Iterable[Row]) -> pandas.DataFrame:
@@ -170,7 +171,7 @@ def measured(
     runs = []
     for path in sorted(folder.rglob("*.json")):
         if path.name.endswith(".trace.json") or path.name.startswith("."):
-            continue  # a profiler's trace; a file that is being written
+            continue  # a profiler's; one that is being written
         try:
             run = json.loads(path.read_text("utf-8"), parse_constant=_no_constant)
             if run["format"] != FORMAT:
@@ -209,27 +210,23 @@ def _configuration(run: Result) -> str:
 def _row_of(runs: Sequence[Result]) -> Row:
     """`runs`, which are repeats of each other, as one row."""
     sound = [run for run in runs if not run["diverged"]]
-    speeds = [(run["images_per_s_min"], run["images_per_s_max"]) for run in sound]
-    slowest, fastest = zip(*speeds, strict=True) if speeds else ((), ())
+    timed = [run for run in sound if run["images_per_s"]]
+    diverged = [run["diverged"] for run in runs if run["diverged"]]
+    some = f"{len(diverged)} of {len(runs)} " if len(runs) > 1 else ""
+    why = (
+        f"{some}diverged in step {diverged[0]['step']}: {diverged[0]['reason']}" if diverged else ""
+    )
     return Row(
         **{name: runs[0][name] for name in _SHARED},
         source="measured",
         **{n: Stat.of(run[n] for run in (runs if n == "memory_mb" else sound)) for n in STATS},
-        images_per_s_min=min(filter(None, slowest), default=None),
-        images_per_s_max=max(filter(None, fastest), default=None),
+        images_per_s_min=min((run["images_per_s_min"] for run in timed), default=None),
+        images_per_s_max=max((run["images_per_s_max"] for run in timed), default=None),
         n=len(runs),
-        note=_divergence(runs),
+        note=why,
         conditions=runs[0]["conditions"],
         runs=tuple(sorted(runs, key=lambda run: run["repeat"])),
     )
-
-
-def _divergence(runs: Sequence[Result]) -> str:
-    diverged = [run["diverged"] for run in runs if run["diverged"]]
-    if not diverged:
-        return ""
-    some = "" if len(runs) == 1 else f"{len(diverged)} of {len(runs)} "
-    return f"{some}diverged in step {diverged[0]['step']}: {diverged[0]['reason']}"
 
 
 def _order(row: Row) -> tuple[object, ...]:
@@ -247,7 +244,7 @@ _WISHES: dict[str, tuple[str, str, type, str]] = {
     "experiments": ("--experiment", "experiment", str, ", ".join(EXPERIMENTS)),
     "models": ("--model", "model", str, "vgg16, resnet50, ..."),
     "gpus": ("--GPU", "gpu", str, "their labels"),
-    "methods": ("--method", "method", str, "FP32, FP16, amp, or arms: fp32, O2, ..."),
+    "methods": ("--method", "method", str, "FP32, FP16, amp, fp32, O2, ..."),
     "batch_sizes": ("--batch", "batch_size", int, "of each process"),
     "iterations": ("--iteration", "iterations", int, "runs of so many iterations only"),
     "epochs": ("--epochs", "epochs", float, "runs of so many epochs only"),
@@ -257,30 +254,19 @@ _WISHES: dict[str, tuple[str, str, type, str]] = {
 def select(rows: Sequence[Row], **wishes: Sequence[Any]) -> list[Row]:
     """The `rows` that fit `wishes`: lists named recipes, experiments, models, gpus, methods,
     batch_sizes, iterations, epochs; an empty one does not restrict. Order: gpus and methods as
-    given, then as it was.
-
-    A name in methods is a method ("FP16") or, where no row has that method, an arm ("O2").
-    Raises ResultsError if a value fits no row; the message says what is there.
-    """
-    chosen, known = list(rows), {row.method for row in rows}
-    methods = wishes.get("methods", ())
-
-    def value(row: Row, field: str) -> Any:
-        by_arm = field == "method" and row.method not in methods and row.arm in methods
-        return row.arm if by_arm and row.arm not in known else getattr(row, field)
-
+    given, then as it was. Raises ResultsError if a value fits no row; the message says what is
+    there."""
+    chosen = list(rows)
     for name, (flag, field, _, _) in _WISHES.items():
         wanted = wishes.get(name) or ()
-        there = list(dict.fromkeys(value(row, field) for row in chosen))
+        there = list(dict.fromkeys(getattr(row, field) for row in chosen))
         if missing := [wish for wish in wanted if wish not in there]:
             shown = listed(one for one in there if one is not None)
             raise ResultsError(f"{flag} {listed(missing)}: no such results; there are {shown}")
-        if wanted:
-            chosen = [row for row in chosen if value(row, field) in wanted]
-        if wanted and name == "methods":
-            chosen.sort(key=lambda row: wanted.index(value(row, field)))
-    if gpus := wishes.get("gpus"):  # before the methods
-        chosen.sort(key=lambda row: gpus.index(row.gpu))
+        chosen = [row for row in chosen if not wanted or getattr(row, field) in wanted]
+    for name in ("methods", "gpus"):
+        if wanted := wishes.get(name):
+            chosen.sort(key=lambda row: wanted.index(getattr(row, _WISHES[name][1])))
     return chosen
 
 
@@ -291,9 +277,8 @@ def add_selection(parser: argparse.ArgumentParser, *, recipe: bool) -> None:
         choices = {"recipes": RECIPES, "experiments": tuple(EXPERIMENTS)}.get(name)
         if name != "recipes" or recipe:
             options = {"type": kind, "choices": choices, "metavar": field.upper(), "nargs": "+"}
-            parser.add_argument(
-                flag, dest=name, default=[], help=f"{what} (default: all)", **options
-            )
+            options["help"] = f"{what} (default: all)"
+            parser.add_argument(flag, dest=name, default=[], **options)
     folder = {"type": Path, "default": Path("results"), "metavar": "DIR"}
     parser.add_argument("--results", **folder, help="default: %(default)s")
 

@@ -1,9 +1,8 @@
 """One run while it trains: its clock, its log, its checkpoint, and at the end its result.
 
-A script's loop is ``for inputs, targets in run.batches(): run.note(*arm.step(inputs, targets))``,
-with ``run.end_epoch`` where an epoch ends. The host does not wait for the device between the ends
-of intervals (``--print-freq`` steps): losses, scales and skips are gathered there, and times are
-its events.
+A script's loop is ``for inputs, targets in run.batches(): run.note(*arm.step(inputs, targets))``.
+The host does not wait for the device between the ends of intervals (``--print-freq`` steps):
+losses, scales and skips are gathered there, and times are its events.
 """
 
 from __future__ import annotations
@@ -12,11 +11,8 @@ import contextlib
 import dataclasses
 import datetime
 import itertools
-import json
 import math
-import os
 import statistics
-import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -100,8 +96,11 @@ class Run:
         name: str = "run",
         resume: dict[str, Any] | None = None,
     ) -> None:
-        self.settings, self.data, self.place, self.name = settings, data, place, name
-        self.device, self.world, self.resume = place.device, place.world, resume
+        self.settings, self.data, self.place, self.resume = settings, data, place, resume
+        self.device, self.world = place.device, place.world
+        self.stem = place.folder and place.folder / name  # of the run's files
+        self.seed = settings.seed + settings.repeat
+        self.layout = torch.channels_last if settings.channels_last else torch.contiguous_format
         of_epochs = (settings.epochs or math.inf) * data.batches_per_epoch
         self.total = int(min(settings.iterations or math.inf, of_epochs))
         self.step = resume["step"] if resume else 0
@@ -111,21 +110,12 @@ class Run:
         self.memory, self._clock = ProcessMemory(self.device), StepClock(self.device)
         self._steps = StepLog(settings.print_freq, self.device)
         self._open = contextlib.ExitStack()
+        self.close = self._open.close
         torch.backends.cudnn.benchmark = settings.cudnn_benchmark
         torch.backends.cudnn.deterministic = settings.deterministic
         torch.use_deterministic_algorithms(settings.deterministic, warn_only=True)
 
     # ---- what a script's loop calls --------------------------------------------------------------
-
-    @property
-    def seed(self) -> int:
-        return self.settings.seed + self.settings.repeat
-
-    @property
-    def layout(self) -> torch.memory_format:
-        """The model's and the images'."""
-        last = self.settings.channels_last
-        return torch.channels_last if last else torch.contiguous_format
 
     def start(self, build: Callable[[], Arm], *, measure_tensors: bool = False) -> Arm:
         """The arm to train, put where the checkpoint left it. `build` makes it, twice: libraries
@@ -154,9 +144,9 @@ class Run:
         hidden = True if self.place.quiet or not world.is_main else None  # None: unless a terminal
         bar = tqdm(desc=of.title, total=self.total, initial=self.step, leave=False, disable=hidden)
         self._bar = self._open.enter_context(bar)
-        if self.place.profile and self._is_writer:
-            trace = str(self.path(".trace.json"))
-            self.place.folder.mkdir(parents=True, exist_ok=True)
+        if self.place.profile and self.stem and world.is_main:
+            trace = f"{self.stem}.trace.json"
+            self.stem.parent.mkdir(parents=True, exist_ok=True)
             profile = torch.profiler.profile(on_trace_ready=lambda p: p.export_chrome_trace(trace))
             self._open.enter_context(profile)
         self._clock.resume()
@@ -164,14 +154,14 @@ class Run:
 
     def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         """The batches from here to the end of the run, over as many epochs as it takes; the rate of
-        each step is set."""
+        each step is set. At the end of each epoch this tests and saves. Raises as :meth:`note`."""
         while self.step < self.total:
             epoch, start = divmod(self.step, self.data.batches_per_epoch)
-            for batch in self.data.train_batches(epoch, start):
+            left = self.total - self.step
+            for batch in itertools.islice(self.data.train_batches(epoch, start), left):
                 schedule.set_lr(self.arm.optimizer, self._lr(self.step))
                 yield batch
-                if self.step == self.total:
-                    return
+            self._end_epoch()
 
     def _lr(self, step: int) -> float:
         of = self.settings
@@ -187,29 +177,25 @@ class Run:
         self._bar.update()
         if self.step == self._timed_from:
             self._clock.resume()
-        looks = self.at_epoch_end or self.step % self.settings.print_freq == 0
+        ends = self.step % self.data.batches_per_epoch == 0 or self.step == self.total
+        looks = ends or self.step % self.settings.print_freq == 0
         # Alone it stops at once; several agree when they look at the loss.
         stop = looks if self.world.size > 1 else bool(self.place.wish)
         if looks or stop:
             self._end_interval()
-        if stop and not self.at_epoch_end:
+        if stop and not ends:
             self._stop_if_wished()
 
-    @property
-    def at_epoch_end(self) -> bool:
-        return self.step % self.data.batches_per_epoch == 0 or self.step == self.total
-
-    def end_epoch(self) -> None:
-        """Test, if the settings say so, and save, if the command does. Raises as :meth:`note`."""
+    def _end_epoch(self) -> None:
+        """Test, if the settings say so, and save, if the command does."""
         record = self.record
         if self.settings.evaluate:
             test = self.test()
             record.memory_bytes = max(record.memory_bytes, self._memory())
             record.evaluations.append({"step": self.step, "time_s": record.time_s, **test})
-            if test["accuracy"] is not None:
-                self._bar.set_postfix({"test accuracy": f"{test['accuracy']:.1%}"})
-        if self.settings.evaluate and not math.isfinite(test["loss"]):
-            raise Diverged(self.step, f"the test loss became {test['loss']}")
+            self._bar.set_postfix({"test accuracy": test["accuracy"]})
+            if not math.isfinite(test["loss"]):
+                raise Diverged(self.step, f"the test loss became {test['loss']}")
         if self.place.checkpoints:
             self.save()
         self._stop_if_wished()
@@ -223,9 +209,6 @@ class Run:
             sums = arm.test(self.data.test_batches(), arm.model if self.world.size == 1 else model)
         loss, right, images = self.world.sum(sums)
         return {"loss": loss / images, "accuracy": right / images if classes else None}
-
-    def close(self) -> None:
-        self._open.close()
 
     # ---- intervals -------------------------------------------------------------------------------
 
@@ -270,16 +253,9 @@ class Run:
 
     # ---- files -----------------------------------------------------------------------------------
 
-    @property
-    def _is_writer(self) -> bool:
-        return self.world.is_main and self.place.folder is not None
-
-    def path(self, suffix: str) -> Path | None:
-        return self.place.folder and self.place.folder / f"{self.name}{suffix}"
-
     def save(self) -> Path | None:
         """The run's checkpoint, in place of its last one. All processes have to."""
-        arm, path = self.arm, self.path(".pt")
+        arm = self.arm
         model, optimizer = states_of(arm)
         rng = {"cpu": torch.get_rng_state()}
         if self.device.type == "cuda":
@@ -287,7 +263,6 @@ class Run:
         values = {
             "format": FORMAT,
             "settings": dataclasses.asdict(self.settings),
-            "name": self.name,
             "step": self.step,
             "model": model,
             "optimizer": optimizer,
@@ -295,48 +270,43 @@ class Run:
             "rng": self.world.gather(rng),
             "record": dataclasses.asdict(self.record),
         }
-        if path and self._is_writer:
+        if self.stem is None:
+            return None
+        path = Path(f"{self.stem}.pt")
+        if self.world.is_main:
             with atomic(path) as file:
                 torch.save(values, file)
         return path
 
     def result(self, diverged: Diverged | None = None) -> Result:
         """What a result file holds: JSON, with None in place of NaN and infinity."""
-        of, record, arm = self.settings, self.record, self.arm
+        of, record = self.settings, self.record
         times, images = record.step_ms, of.batch_size * self.world.size
         mean = statistics.fmean(times) if times else None
         rates = [images / ms * 1e3 for ms in (mean, max(times), min(times))] if mean else [None] * 3
         test = record.evaluations[-1] if record.evaluations else {"loss": None, "accuracy": None}
+        named = ("recipe", "experiment", "model", "method", "batch_size", "optimizer", "repeat")
         result = {
             "format": FORMAT,
-            **{name: getattr(of, name) for name in ("recipe", "experiment", "model", "method")},
+            **{name: getattr(of, name) for name in named},
             "gpu": self.place.label,
-            "batch_size": of.batch_size,
-            "optimizer": of.optimizer,
-            "repeat": of.repeat,
             "seed": self.seed,
             # That of a run that diverged is what it was to be.
             "iterations": self.total,
             "epochs": self.total / self.data.batches_per_epoch,
-            # Of all steps, also where the first ones could not be timed.
             "time_s": mean and mean * self.total / 1e3,
             "memory_mb": record.memory_bytes / 1e6,
             "memory_kind": self.memory.kind if self._tensors is None else "tensors",
             "accuracy_pct": test["accuracy"] and 100 * test["accuracy"],
             "test_loss": test["loss"],
-            "images_per_s": rates[0],
-            "images_per_s_min": rates[1],
-            "images_per_s_max": rates[2],
+            **dict(
+                zip(("images_per_s", "images_per_s_min", "images_per_s_max"), rates, strict=True)
+            ),
             "loss_last": record.losses[-1] if record.losses else None,
             "loss_mean": mean_of_finite(record.losses),
-            "loss_scale": arm.loss_scale(),
+            "loss_scale": self.arm.loss_scale(),
             "skipped_steps": record.skipped_steps,
-            "diverged": diverged
-            and {
-                "step": diverged.step,
-                "reason": diverged.reason,
-                "suggestion": suggestion(of),
-            },
+            "diverged": diverged and {**vars(diverged), "suggestion": suggestion(of)},
             "conditions": self._conditions(),
             "intervals": record.intervals,
             "evaluations": record.evaluations,
@@ -347,7 +317,6 @@ class Run:
     def _conditions(self) -> dict[str, Any]:
         """All that repeats of this run have in common, but its length and what names its row."""
         settings = {n: v for n, v in dataclasses.asdict(self.settings).items() if n not in _NO_ROW}
-        cudnn = torch.backends.cudnn.version() if torch.cuda.is_available() else None
         return {
             **settings,
             **self.data.describe(),
@@ -357,7 +326,6 @@ class Run:
             "torch": str(torch.__version__),
             "ampfuse": ampfuse.__version__,
             "cuda": torch.version.cuda,
-            "cudnn": cudnn,
         }
 
 
@@ -403,40 +371,23 @@ def run_name(of: Settings) -> str:
     return file_name("-".join([*parts, when]))
 
 
-def write_result(path: Path, result: Result) -> None:
-    with atomic(path) as file:
-        file.write(json.dumps(result, indent=1, allow_nan=False).encode() + b"\n")
-
-
 # ---- checkpoints ---------------------------------------------------------------------------------
-
-_KINDS = dict.fromkeys(("settings", "model", "optimizer", "scaler", "record"), dict)
-_KINDS |= {"rng": list, "name": str, "step": int}
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
     """Read `path`, which may come from anywhere: nothing in it is executed."""
-    if not os.path.isfile(path):
-        raise UsageError(f"--resume: there is no file {path}")
-    if not zipfile.is_zipfile(path):
-        size = f"{os.path.getsize(path)} bytes"
-        raise UsageError(f"--resume: {path} is no checkpoint, or its end is missing ({size})")
-    try:
-        values = torch.load(path, map_location="cpu", weights_only=True)
-    # Damaged files make torch raise nearly anything, and advise to execute what is in them.
-    except Exception as error:
-        raise UsageError(f"--resume: {path} is damaged, or not of plain data") from error
-    if not isinstance(values, dict) or values.get("format") != FORMAT:
-        raise UsageError(f"--resume: {path} is no checkpoint of ampfuse's trainers")
-    wrong = [name for name, kind in _KINDS.items() if not isinstance(values.get(name), kind)]
-    if wrong or values["name"] != file_name(values["name"]):
-        raise UsageError(f"--resume: {path} lacks {', '.join(wrong) or 'the name of a run'}")
-    try:
-        Settings(**values["settings"])
-        Record(**values["record"])
-    except TypeError as error:  # a field too few or too many
-        raise UsageError(f"--resume: {path} is of another version ({error})") from error
-    return values
+    with path.open("rb") as file:
+        try:
+            values = torch.load(file, map_location="cpu", weights_only=True)
+            if values["format"] != FORMAT:
+                raise ValueError("of another format")
+            Settings(**values["settings"])
+            Record(**values["record"])
+        # Damaged files make torch raise nearly anything, and advise to execute what is in them.
+        except Exception as error:
+            what = f"{path} is damaged, or no checkpoint of this version"
+            raise UsageError(f"--resume: {what}") from error
+    return {**values, "name": path.stem}
 
 
 def position(runs: Sequence[Settings], resume: dict[str, Any] | None, world: World) -> int:
@@ -459,17 +410,15 @@ def position(runs: Sequence[Settings], resume: dict[str, Any] | None, world: Wor
 
 def _restore(arm: Arm, saved: dict[str, Any], rank: int) -> None:
     """Put `arm` and the random numbers where they were at the checkpoint."""
-    states = saved["model"], arm.bare_model.state_dict()
-    for name in {**states[0], **states[1]}:
-        then, now = (list(s[name].shape) if name in s else "missing" for s in states)
-        if then != now:
-            what = f"{arm.settings.model}: {name} is {then} in it, and {now} here"
-            raise UsageError(f"--resume: the checkpoint is of another {what}")
-    load_states(arm, saved["model"], saved["optimizer"])
+    try:
+        load_states(arm, saved["model"], saved["optimizer"])
+        arm.load_scaler_state(saved["scaler"])
+    except (RuntimeError, ValueError, KeyError, TypeError) as error:
+        why = " ".join(str(error).split())
+        raise UsageError(f"--resume: the checkpoint does not fit the model: {why}") from error
     for group in arm.optimizer.param_groups:
         if isinstance(group["lr"], Tensor):  # of a captured step, on its device
             group["lr"] = group["lr"].to(arm.device)
-    arm.load_scaler_state(saved["scaler"])
     rng = saved["rng"][rank]
     torch.set_rng_state(rng["cpu"])
     if "cuda" in rng and arm.device.type == "cuda":

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,59 +36,98 @@ _MODES = {"FP32": "fp32", "FP16": "O2", "amp": "O1"}  # E1's names
 _MADE_UP = ("digits", "synthetic")  # data that are no folder
 
 
+def switch(text: str) -> bool | None:
+    """ "None" is an old script's default, passed on."""
+    values = {"true": True, "1": True, "false": False, "0": False, "none": None}
+    if text.lower() not in values:
+        raise argparse.ArgumentTypeError(f"{text} is not True or False")
+    return values[text.lower()]
+
+
+def scale(text: str) -> float | str | None:
+    return {"dynamic": "dynamic", "None": None}.get(text) if text[:1] in "dN" else positive(text)
+
+
+_COUNT: dict[str, Any] = {"type": at_least(1), "metavar": "N"}
+_NUMBER: dict[str, Any] = {"type": float, "metavar": "X"}
+_ON: dict[str, Any] = {"action": "store_const", "const": True}  # None is what was not given
+_SWITCH: dict[str, Any] = {"nargs": "?", "const": True, "type": switch, "metavar": "True|False"}
+
+
+def option(default: Any, help: str = "", *names: str, **kind: Any) -> Any:
+    """A field that a flag of its name sets, and one of `names`; `kind` is argparse's."""
+    return dataclasses.field(default=default, metadata={"help": help, "names": names, "kind": kind})
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
     """One run: one arm, one batch size, one repeat.
 
     `recipe` is None if nobody published these settings together; `method` is what tables call the
-    arm: E1's name if it was asked for by that. `batch_size` is of each process. With `iterations`
-    and `epochs` a run ends with whichever comes first. `clip` is a norm, `warmup` a share of the
-    run. `loss_scale` is a number, "dynamic", or None for what the arm does by itself;
-    `growth_interval` is a level's. `mean` and
-    `std` are of the pixels, as shares of 255; None for those of the data set.
+    arm: E1's name if it was asked for by that. With `iterations` and `epochs` a run ends with
+    whichever comes first. `loss_scale` is a number, "dynamic", or None for what the arm does by
+    itself; `growth_interval` is a level's. `mean` and `std` are of the pixels, as shares of 255;
+    None for those of the data set.
     """
 
     experiment: str
     recipe: str | None = None
     model: str
+    data: str = "synthetic"
     arm: str = "fp32"
     method: str = "fp32"
-    batch_size: int = 128
     repeat: int = 0
-    repeats: int = 1
-    seed: int = 0
-    epochs: int | None = None
-    iterations: int | None = None
-    data: str = "synthetic"
-    image_size: int = 32
-    dropout: float | None = None
     loss_scale: float | str | None = None
-    keep_batchnorm_fp32: bool | None = None
     growth_interval: int | None = None
-    fuse_batchnorm: bool = False
-    optimizer: str = "sgd"
-    lr: float = 0.01
-    momentum: float = 0.9
-    weight_decay: float = 0.0
-    clip: float | None = None
-    schedule: str = "constant"
-    warmup: float = 0.0
-    loop: str = "tuned"
-    loader: str = "resident"
-    workers: int = 2
-    channels_last: bool = True
-    cudnn_benchmark: bool = True
-    graph: bool = False
-    deterministic: bool = False
-    sync_bn: bool = False
-    fsdp: bool = False
-    evaluate: bool = True
-    print_freq: int = 50
     augment: bool = False
     shuffle: bool = True
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
     synthetic_size: int = 2048
+    image_size: int = option(32, "pixels each way", **_COUNT)
+    dropout: float | None = option(None, "where the model has it", type=fraction, metavar="P")
+    keep_batchnorm_fp32: bool | None = option(None, "at O2, O3 and O5", **_SWITCH)
+    fuse_batchnorm: bool = option(
+        False,
+        "BatchNorm, add and ReLU in one pass (default: at O1, O2, O4 and O5 in NHWC)",
+        **_SWITCH,
+    )
+    batch_size: int = option(
+        128, "of each process; one or several, each with runs of its own", "-b", nargs="+", **_COUNT
+    )
+    epochs: int | None = option(None, **_COUNT)
+    iterations: int | None = option(None, "training steps", "--iteration", **_COUNT)
+    repeats: int = option(1, "runs of each arm, with different seeds", **_COUNT)
+    seed: int = option(0, "of the first repeat (default: 0)", type=int, metavar="N")
+    optimizer: str = option("sgd", choices=("sgd", "adam", "adamw"))
+    lr: float = option(0.01, type=positive, metavar="X")
+    momentum: float = option(0.9, "of SGD", **_NUMBER)
+    weight_decay: float = option(0.0, **_NUMBER)
+    clip: float | None = option(None, "to that norm", type=positive, metavar="X")
+    schedule: str = option("constant", choices=("constant", "linear", "cosine", "steps"))
+    warmup: float = option(0.0, "share of the run, 0 to 1", type=fraction, metavar="X")
+    loop: str = option(
+        "tuned",
+        "original: that of the published script, as a further row (its loader, the loss read at "
+        "every step, torch's memory format)",
+        choices=("tuned", "original"),
+    )
+    loader: str = option(
+        "resident",
+        "the whole set on the device, or worker processes",
+        choices=("resident", "workers"),
+    )
+    workers: int = option(2, "loader processes", "-j", type=at_least(0), metavar="N")
+    channels_last: bool = option(True, "NHWC (default: on)", **_SWITCH)
+    cudnn_benchmark: bool = option(True, "let cuDNN try (default: on)", **_SWITCH)
+    graph: bool = option(False, "the step as one CUDA graph", **_ON)
+    deterministic: bool = option(False, "the same bits every time", **_ON)
+    sync_bn: bool = option(False, "batch norm statistics across GPUs", **_ON)
+    fsdp: bool = option(False, "shards of the model (FSDP2) in place of copies (DDP)", **_ON)
+    evaluate: bool = option(True, "test after each epoch", **_SWITCH)
+    print_freq: int = option(
+        50, "steps between two looks at the loss (default: 50, on a CPU 5)", "-p", **_COUNT
+    )
 
     @property
     def title(self) -> str:
@@ -136,57 +175,36 @@ class Script:
 
 # ---- the command line ----------------------------------------------------------------------------
 
-_ON: dict[str, Any] = {"action": "store_const", "const": True}  # None is what was not given
-_COUNT: dict[str, Any] = {"type": at_least(1), "metavar": "N"}
-
-
-def batch_sizes(text: str) -> list[int]:
-    return [at_least(1)(part) for part in text.split(",")]
-
-
-def scale(text: str) -> float | str | None:
-    """ "None" is an old script's default, passed on."""
-    return {"dynamic": "dynamic", "None": None}.get(text) if text[:1] in "dN" else positive(text)
-
-
-def switch(text: str) -> bool | None:
-    values = {"true": True, "1": True, "false": False, "0": False, "none": None}
-    if text.lower() not in values:
-        raise argparse.ArgumentTypeError(f"{text} is not True or False")
-    return values[text.lower()]
-
 
 def parse(script: Script, argv: Sequence[str], prog: str) -> argparse.Namespace:
     """Parse `argv`; flags may be written with "_" for "-", as in the published scripts. Exits with
     status 2 on what is wrong."""
-    parser = OneLineParser(
-        prog=prog,
-        description=_description(script),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    _add_arguments(parser, script)
+    text = f"{script.title}\n\nRecipes (published settings; a flag wins over them):\n"
+    for recipe in script.recipes:
+        text += f"  {recipe.name}  {recipe.title}\n      models: {', '.join(recipe.models)}\n"
+        text += f"      not published, so ours: {recipe.ours}\n" if recipe.ours else ""
+    text += "\nArms:" + "".join(f"\n  {arm:<9} {what}" for arm, what in ARMS.items())
+    look = argparse.RawDescriptionHelpFormatter
+    parser = OneLineParser(prog=prog, description=text, formatter_class=look, allow_abbrev=False)
+    _add_command(parser.add_argument_group("what to train").add_argument, script)
+    add = parser.add_argument_group("how, for every arm alike").add_argument
+    for field in dataclasses.fields(Settings):
+        if "kind" in field.metadata and (script.distributed or field.name not in _DISTRIBUTED):
+            flag, kind = field.name.replace("_", "-"), field.metadata["kind"]
+            add(f"--{flag}", *field.metadata["names"], **kind, help=field.metadata["help"])
+            if kind.get("type") is switch:
+                off = {"action": "store_const", "const": False, "dest": field.name}
+                add(f"--no-{flag}", **off, help=argparse.SUPPRESS)
+    parser.set_defaults(**dict.fromkeys(_NAMES))  # None is what was not given
     words = [word.partition("=") for word in argv]
     todays = [f.replace("_", "-") + e + v if f.startswith("--") else f + e + v for f, e, v in words]
     return parser.parse_intermixed_args(todays)
 
 
-def _description(script: Script) -> str:
-    text = f"{script.title}\n\nRecipes (published settings; a flag wins over them):\n"
-    for recipe in script.recipes:
-        text += f"  {recipe.name}  {recipe.title}\n      models: {', '.join(recipe.models)}\n"
-        text += f"      not published, so ours: {recipe.ours}\n" if recipe.ours else ""
-    return text + "\nArms:" + "".join(f"\n  {arm:<9} {what}" for arm, what in ARMS.items())
+_DISTRIBUTED = ("sync_bn", "fsdp")
 
 
-def _add_arguments(parser: argparse.ArgumentParser, script: Script) -> None:
-    def add_switch(name: str, help: str) -> None:
-        options = {"nargs": "?", "const": True, "type": switch, "metavar": "True|False"}
-        add(f"--{name}", **options, help=help)
-        off = {"action": "store_const", "const": False, "dest": name.replace("-", "_")}
-        add(f"--no-{name}", **off, help=argparse.SUPPRESS)
-
-    add = parser.add_argument_group("what to train").add_argument
+def _add_command(add: Callable[..., object], script: Script) -> None:
     names = sorted({recipe.name for recipe in script.recipes})
     add("--recipe", choices=names, help="published settings (default: those of the model)")
     add("--model", "-a", metavar="NAME", help=script.models)
@@ -194,12 +212,8 @@ def _add_arguments(parser: argparse.ArgumentParser, script: Script) -> None:
     data += f"scikit-learn's handwritten digits, or noise (default: {script.data or 'none'})"
     add("--data", metavar="PATH|digits|synthetic", help=data)
     add("folder", nargs="?", metavar="DATA", help="the same as --data")
-    add("--image-size", **_COUNT, help="pixels each way")
-    add("--dropout", type=fraction, metavar="P", help="where the model has it")
-
-    add = parser.add_argument_group("precision").add_argument
     arms = "one or several of those above, or all (default: FP32 and O2, or O5 on a CPU)"
-    add("--arm", nargs="+", metavar="ARM", help=arms)
+    add("--arm", nargs="+", choices=(*ARMS, "all"), metavar="ARM", help=arms)
     modes = "E1's names: FP32; FP16 (O2 with a static scale of 128); amp (O1, or --opt-level)"
     add("--mode", choices=tuple(_MODES), help=modes)
     add("--opt-level", choices=LEVELS, metavar="O0..O5", help="the same as --arm O1")
@@ -207,48 +221,6 @@ def _add_arguments(parser: argparse.ArgumentParser, script: Script) -> None:
     add("--loss-scale", type=scale, metavar="N|dynamic", help="of the arms that scale")
     add("--static-loss-scale", type=positive, metavar="N", help="as --loss-scale N")
     add("--dynamic-loss-scale", **_ON, help="as --loss-scale dynamic")
-    add_switch("keep-batchnorm-fp32", "at O2, O3 and O5")
-    fused = "BatchNorm, add and ReLU in one pass (default: at O1, O2, O4 and O5 in NHWC)"
-    add_switch("fuse-batchnorm", fused)
-
-    add = parser.add_argument_group("length").add_argument
-    add("--epochs", **_COUNT)
-    add("--iterations", "--iteration", **_COUNT, help="training steps")
-    add("--repeats", **_COUNT, help="runs of each arm, with different seeds")
-    add("--seed", type=int, metavar="N", help="of the first repeat (default: 0)")
-    sizes = "of each process; one or several, each with runs of its own"
-    add("--batch-size", "-b", nargs="+", type=batch_sizes, metavar="N", help=sizes)
-
-    add = parser.add_argument_group("optimizer").add_argument
-    add("--optimizer", choices=("sgd", "adam", "adamw"))
-    add("--lr", type=positive, metavar="X")
-    add("--momentum", type=float, metavar="X", help="of SGD")
-    add("--weight-decay", type=float, metavar="X")
-    add("--clip", type=positive, metavar="NORM")
-    add("--schedule", choices=("constant", "linear", "cosine", "steps"))
-    add("--warmup", type=fraction, metavar="SHARE", help="of the run, 0 to 1")
-
-    add = parser.add_argument_group("speed, for every arm alike").add_argument
-    original = "original: that of the published script, as a further row (its loader, the loss "
-    original += "read at every step, torch's memory format)"
-    add("--loop", choices=("tuned", "original"), help=original)
-    loaders = "the whole set on the device, or worker processes"
-    add("--loader", choices=("resident", "workers"), help=loaders)
-    add("--workers", "-j", type=at_least(0), metavar="N", help="loader processes")
-    add_switch("channels-last", "NHWC (default: on)")
-    add_switch("cudnn-benchmark", "let cuDNN try (default: on)")
-    add("--graph", **_ON, help="the step as one CUDA graph")
-    add("--deterministic", **_ON, help="the same bits every time")
-    if script.distributed:
-        add("--sync-bn", **_ON, help="batch norm statistics across GPUs")
-        shards = "shards of the model on the processes (FSDP2) in place of copies (DDP)"
-        add("--fsdp", **_ON, help=shards)
-        add("--local-rank", type=int, help=argparse.SUPPRESS)  # torchrun says it
-
-    add = parser.add_argument_group("where").add_argument
-    add_switch("evaluate", "test after each epoch")
-    looks = "steps between two looks at the loss (default: 50, on a CPU 5)"
-    add("--print-freq", "-p", **_COUNT, help=looks)
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     add("--GPU", metavar="NAME", help="what results call the device (default: its name)")
     add("--output", "-o", type=Path, default=Path("results"), metavar="DIR")
@@ -257,6 +229,8 @@ def _add_arguments(parser: argparse.ArgumentParser, script: Script) -> None:
     profile = "train N steps under torch's profiler and write a trace"
     add("--prof", type=int, default=0, metavar="N", help=profile)
     add("--quiet", **_ON, help="no progress bar")
+    if script.distributed:
+        add("--local-rank", type=int, help=argparse.SUPPRESS)  # torchrun says it
 
 
 # ---- the runs ------------------------------------------------------------------------------------
@@ -264,30 +238,35 @@ def _add_arguments(parser: argparse.ArgumentParser, script: Script) -> None:
 
 def runs_of(
     args: argparse.Namespace, script: Script, device: torch.device
-) -> tuple[list[Settings], list[str]]:
-    """The runs that `args` ask for, in order, and notes on what was chosen for the user."""
+) -> tuple[list[Settings], str]:
+    """The runs that `args` ask for, in order, and a note on what was chosen for the user."""
     arms, method, loss_scale = _precision(args, device)
     if args.graph and device.type != "cuda":
         raise UsageError("--graph: a CUDA graph needs a GPU; leave it out on a CPU")
+    recipe = _recipe(args, script)
+    model = args.model or recipe.models[0]
     given = {name: value for name, value in vars(args).items() if name in _NAMES}
     given = {name: value for name, value in given.items() if value is not None}
-    given |= {"data": _data(args, script)}
-    sizes = dict.fromkeys(size for part in given.pop("batch_size", []) for size in part)
+    given |= {"data": _data(args, script), "experiment": script.name, "model": model}
+    given["recipe"] = recipe.name if model in recipe.models else None
+    small = {name: value for name, value in recipe.cpu.items() if name not in given}
+    if _LENGTH & given.keys():
+        small = {name: value for name, value in small.items() if name not in _LENGTH}
+    small = small if device.type == "cpu" else {}
     runs: list[Settings] = []
-    notes: dict[str, None] = {}
-    for size in sizes or [None]:
-        wished = given | ({"batch_size": size} if size else {})
+    for size in dict.fromkeys(given.pop("batch_size", [None])):
         of_size = []
         for arm in arms:
-            of_arm = {"arm": arm, "method": method or arm}
-            of_arm["loss_scale"] = loss_scale if arm in ("amp-fp16", *LEVELS[1:]) else None
-            settings, note = _resolved(args, wished | of_arm, script, device)
-            of_size.append(settings)
-            notes |= {note: None} if note else {}
+            scaled = loss_scale if arm in ("amp-fp16", *LEVELS[1:]) else None
+            wishes = given | {"arm": arm, "method": method or arm, "loss_scale": scaled}
+            wishes |= {"batch_size": size} if size else {}
+            of_size.append(_resolved(args, recipe, script, small, wishes, device))
         # Arms take turns, so that whatever else the machine does meets all of them alike.
         repeats = range(of_size[0].repeats)
         runs += [dataclasses.replace(one, repeat=r) for r in repeats for one in of_size]
-    return runs, list(notes)
+    sizes = ", ".join(f"{n.replace('_', ' ')} {v}" for n, v in small.items() if n != "repeats")
+    note = f"No GPU: sizes that suit a CPU ({sizes}); flags choose others." if sizes else ""
+    return runs, note
 
 
 def _precision(
@@ -307,21 +286,16 @@ def _precision(
         return [arm], args.mode, loss_scale or (128.0 if args.mode == "FP16" else None)
     if args.fp16:
         return ["O2"], "fp16", loss_scale or 1.0
-    names = [name for word in args.arm or [] for name in word.split(",")]
-    names = names or ([args.opt_level] if args.opt_level else [])
-    if not names and args.static_loss_scale:
-        names = ["fp32"]  # E4's FP32 line: a scale, but no --fp16
-    names = names or ["fp32", "O2" if device.type == "cuda" else "O5"]
-    if names == ["all"]:
-        names = [arm for arm in ARMS if arm != "tf32" or has_tf32(device)]
-    by_lower = {arm.lower(): arm for arm in ARMS}
-    for name in names:
-        if name.lower() not in by_lower:
-            raise UsageError(f"--arm {name}: the arms are {', '.join(ARMS)}, or all")
-    arms = list(dict.fromkeys(by_lower[name.lower()] for name in names))
+    # E4's FP32 line: a scale, but no --fp16.
+    usual = (
+        ["fp32"] if args.static_loss_scale else ["fp32", "O2" if device.type == "cuda" else "O5"]
+    )
+    arms = args.arm or ([args.opt_level] if args.opt_level else usual)
+    if "all" in arms:
+        arms = [arm for arm in ARMS if arm != "tf32" or has_tf32(device)]
     if "tf32" in arms and not has_tf32(device):
         raise UsageError("--arm tf32: TF32 takes a GPU of sm_80 (Ampere) or later")
-    return arms, None, loss_scale
+    return list(dict.fromkeys(arms)), None, loss_scale
 
 
 def has_tf32(device: torch.device) -> bool:
@@ -336,34 +310,41 @@ def _data(args: argparse.Namespace, script: Script) -> str:
     raise UsageError("--data: give a folder, digits or synthetic")
 
 
+def _recipe(args: argparse.Namespace, script: Script) -> Recipe:
+    """The recipe asked for, else that of the model, else the script's first."""
+    if args.recipe:
+        return next(recipe for recipe in script.recipes if recipe.name == args.recipe)
+    return next((r for r in script.recipes if args.model in r.models), script.recipes[0])
+
+
 def _resolved(
-    args: argparse.Namespace, given: Mapping[str, Any], script: Script, device: torch.device
-) -> tuple[Settings, str | None]:
-    """The recipe's settings, what suits a CPU over them, and the flags `given` over both."""
-    recipe = _recipe(args, script)
-    model, arm = args.model or recipe.models[0], given["arm"]
-    settings: dict[str, Any] = {"image_size": script.image_size, **recipe.settings}
-    settings |= recipe.by_arm.get((model, arm), {})
-    if args.loop == "original":
-        settings |= {"channels_last": False, "cudnn_benchmark": False, **recipe.original}
-    elif given["data"] in _MADE_UP:
-        settings["loader"] = "resident"
-    note = None
-    if device.type == "cpu":
-        reduced = {name: value for name, value in recipe.cpu.items() if name not in given}
-        if _LENGTH & given.keys():
-            reduced = {name: reduced[name] for name in reduced if name not in _LENGTH}
-        settings = {"print_freq": 5, **_over(settings, reduced)}
-        sizes = ", ".join(f"{n.replace('_', ' ')} {reduced[n]}" for n in reduced if n != "repeats")
-        note = f"No GPU: sizes that suit a CPU ({sizes}); flags choose others." if sizes else None
-    if "epochs" in given and "iterations" not in given:
-        settings |= recipe.by_epochs
-    settings = _over(settings, given)
-    if args.prof > 0:
-        settings["iterations"] = args.prof
+    args: argparse.Namespace,
+    recipe: Recipe,
+    script: Script,
+    small: Mapping[str, Any],
+    wishes: Mapping[str, Any],
+    device: torch.device,
+) -> Settings:
+    """The recipe's settings, what suits a CPU over them, and the `wishes` over both."""
+    arm, made_up = wishes["arm"], wishes["data"] in _MADE_UP
+    original = {"channels_last": False, "cudnn_benchmark": False, **recipe.original}
+    in_epochs = "epochs" in wishes and "iterations" not in wishes
+    settings: dict[str, Any] = {}
+    for layer in (
+        {"image_size": script.image_size, **recipe.settings},
+        recipe.by_arm.get((wishes["model"], arm), {}),
+        original if args.loop == "original" else {"loader": "resident"} if made_up else {},
+        {"print_freq": 5, **small} if device.type == "cpu" else {},
+        recipe.by_epochs if in_epochs else {},
+        wishes,
+        {"iterations": args.prof} if args.prof else {},
+    ):
+        if _LENGTH & layer.keys():  # replaces any other
+            settings = {n: v for n, v in settings.items() if n not in _LENGTH}
+        settings |= layer
     if args.workers is None and "workers" in settings:  # more of them than cores slow it down
         settings["workers"] = min(settings["workers"], hardware.core_count())
-    if args.workers and args.loader is None and given["data"] not in _MADE_UP:
+    if args.workers and args.loader is None and not made_up:
         settings["loader"] = "workers"
     if args.deterministic:
         settings["cudnn_benchmark"] = False
@@ -375,22 +356,7 @@ def _resolved(
         tuned = args.loop != "original" and settings.get("channels_last", True)
         gathered_apart = settings.get("fsdp") and arm in HALF_LEVELS
         settings["fuse_batchnorm"] = arm in _FUSED and tuned and not gathered_apart
-    known = {"experiment": script.name, "model": model}
-    known["recipe"] = recipe.name if model in recipe.models else None
-    return Settings(**settings | known), note
-
-
-def _recipe(args: argparse.Namespace, script: Script) -> Recipe:
-    """The recipe asked for, else that of the model, else the script's first."""
-    if args.recipe:
-        return next(recipe for recipe in script.recipes if recipe.name == args.recipe)
-    return next((r for r in script.recipes if args.model in r.models), script.recipes[0])
+    return Settings(**settings)
 
 
 _LENGTH = {"epochs", "iterations"}
-
-
-def _over(settings: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    """`settings` with `more` over them; a length, in epochs or iterations, replaces any other."""
-    replaced = _LENGTH if _LENGTH & more.keys() else set()
-    return {name: value for name, value in settings.items() if name not in replaced} | {**more}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
+import json
 import shlex
 import signal
 import sys
@@ -29,9 +30,9 @@ from ampfuse.experiments.run import (
     load_checkpoint,
     position,
     run_name,
-    write_result,
 )
 from ampfuse.experiments.settings import ARMS, Script, Settings, parse, runs_of
+from ampfuse.files import atomic
 
 # What the scripts import, and the packages it comes in.
 _NEEDED = {"torchvision": "torchvision", "timm": "timm", "tqdm": "tqdm"}
@@ -76,14 +77,14 @@ def _sweep(
     by_rank = world.size > 1 and args.device in ("auto", "cuda") and torch.cuda.is_available()
     device = choose_device(f"cuda:{world.local_rank}" if by_rank else args.device)
     resume = load_checkpoint(args.resume) if args.resume else None
-    todo, notes = runs_of(args, script, device)
+    todo, note = runs_of(args, script, device)
     label = file_name(args.GPU or device_name(device))
     place = Place(device, world, args.output / label, label, checkpoints=bool(args.checkpoints))
     place.profile, place.quiet = args.prof > 0, bool(args.quiet)
     check_writable("--output", place.folder)
     todo = todo[position(todo, resume, world) :]
     say = print if world.is_main else lambda text: None
-    say("\n".join([heading(script, todo, device, world.size), *notes]))
+    say("\n".join(filter(None, [heading(script, todo, device, world.size), note])))
     results: list[Result] = []
     with world.connected(device), _signals_in(place.wish):
         try:
@@ -97,8 +98,6 @@ def _sweep(
             say(table(results) if results else "")
             return 128 + (place.wish or [signal.SIGTERM])[0]
     say(f"{table(results)}\nResults: {place.folder.absolute()}")
-    if any(result["recipe"] == "e5" for result in results):
-        say(closing_lines(results))
     return _DIVERGED if any(result["diverged"] for result in results) else 0
 
 
@@ -122,9 +121,10 @@ def train_all(
             result = run.result(diverged)
         resume = None
         if place.folder and place.world.is_main:
-            write_result(run.path(".json"), result)
+            with atomic(place.folder / f"{name}.json") as file:
+                file.write(json.dumps(result, indent=1, allow_nan=False).encode() + b"\n")
             if not place.checkpoints:
-                run.path(".pt").unlink(missing_ok=True)  # it has served
+                (place.folder / f"{name}.pt").unlink(missing_ok=True)  # it has served
         yield result
 
 
@@ -166,7 +166,7 @@ def heading(script: Script, todo: Sequence[Settings], device: torch.device, proc
 
 
 def line(result: Result) -> str:
-    """One run in one line."""
+    """One run in one line; of E5 also the two that its scripts ended with."""
     name = f"{result['model']} {result['method']} batch {result['batch_size']}"
     if why := result["diverged"]:
         return (
@@ -174,24 +174,16 @@ def line(result: Result) -> str:
             f"{result['loss_scale']:g}.\n  What to do: {why['suggestion']}.\n"
             "  Which tensor was the first: amp.explain_overflow(model) around the step says it."
         )
-    figures = []
-    if result["images_per_s"]:
-        names = ("images_per_s", "images_per_s_min", "images_per_s_max")
-        figures.append("{} images/s ({} to {})".format(*(_rate(result[n]) for n in names)))
-    for name_, what, unit in _FIGURES:
-        if result[name_]:
-            figures.append(f"{what.format(result[name_])}{unit}")
-    return f"{name}: " + ", ".join(figures)
+    text = f"{name}: " + ", ".join(t.format(result[n]) for n, t in _FIGURES.items() if result[n])
+    if result["recipe"] == "e5" and result["time_s"]:
+        text += f"\nTotal execution time = {result['time_s']:.3f} sec"
+        text += f"\nMax memory used by tensors = {round(result['memory_mb'] * 1e6)} bytes"
+    return text
 
 
-_FIGURES = (
-    ("loss_last", "loss {:.4f}", ""),
-    ("test_loss", "test loss {:.4f}", ""),
-    ("accuracy_pct", "test accuracy {:.1f}", "%"),
-    ("skipped_steps", "{} steps skipped", ""),
-)
-
-
+_FIGURES = {"images_per_s": "{:,.1f} images/s", "loss_last": "loss {:.4f}"}
+_FIGURES |= {"test_loss": "test loss {:.4f}", "accuracy_pct": "test accuracy {:.1f}%"}
+_FIGURES |= {"skipped_steps": "{} steps skipped"}
 _COLUMNS = ("method", "batch size", "step, ms", "images/s", "memory, MB", "loss last")
 _COLUMNS += ("accuracy, %", "skipped", "scale", "outcome")
 
@@ -203,17 +195,6 @@ def table(found: Sequence[Result]) -> str:
     return "\n".join(["", make_table.table(rows, _COLUMNS), "", *meanings])
 
 
-def closing_lines(results: Sequence[Result]) -> str:
-    """The two lines that the scripts of E5 ended with, for each run."""
-    return "\n".join(
-        (f"{result['method']}:\n" if len(results) > 1 else "")
-        + f"Total execution time = {result['time_s']:.3f} sec\n"
-        + f"Max memory used by tensors = {round(result['memory_mb'] * 1e6)} bytes"
-        for result in results
-        if not result["diverged"]
-    )
-
-
 def _meaning(row: Row) -> str:
     of = row.conditions
     meaning = ARMS[row.arm]
@@ -221,8 +202,3 @@ def _meaning(row: Row) -> str:
         meaning = f"{row.arm} ({meaning}), loss scale {of['loss_scale']}"
     meaning += ", fused batch norm" if of["fuse_batchnorm"] else ""
     return meaning + (", the published loop" if of["loop"] == "original" else "")
-
-
-def _rate(value: float) -> str:
-    """Images per second: whole ones, but at least two digits of small numbers."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"

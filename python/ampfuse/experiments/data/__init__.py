@@ -9,10 +9,10 @@ import torch
 
 from ampfuse.experiments.data.files import read_files
 from ampfuse.experiments.data.loaders import Data, ResidentData, WorkersData
-from ampfuse.experiments.data.sets import DataError, digits, load_digits, synthetic
+from ampfuse.experiments.data.sets import DataError, digits, synthetic
 from ampfuse.experiments.settings import Settings
 
-__all__ = ["Data", "DataError", "load_digits", "open_data", "read_files"]
+__all__ = ["Data", "DataError", "open_data", "read_files"]
 
 # Which set a script's folder of --data has to hold, and what its synthetic images look like.
 _KIND_OF = {"cifar": "cifar10", "imagenet": "imagenet", "mnist": "mnist", "mlp": "mnist"}

@@ -15,8 +15,7 @@ _EXPECTED = {
     "mnist": "train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte, "
     "t10k-labels-idx1-ubyte (or all with .gz), in the folder or in MNIST/raw below it",
     "cifar10": "cifar-10-batches-py/ or cifar-10-python.tar.gz",
-    "imagenet": "train/ and val/ (or validation/), with a folder of JPEG or PNG files for each "
-    "class",
+    "imagenet": "train/ and val/, with a folder of JPEG or PNG files for each class",
 }
 
 
@@ -108,11 +107,10 @@ def _imagenet(folder: Path) -> ImageSet:
     from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
 
     train = ImageFolder(folder / "train")
-    tests = folder / "val" if (folder / "val").is_dir() else folder / "validation"
     # By the numbers of train's classes: one without test images does not shift the others.
-    test = make_dataset(tests, train.class_to_idx, IMG_EXTENSIONS, allow_empty=True)
+    test = make_dataset(folder / "val", train.class_to_idx, IMG_EXTENSIONS, allow_empty=True)
     if not test:
-        raise FileNotFoundError(f"no images of the classes of train in {tests}")
+        raise FileNotFoundError(f"no images of the classes of train in {folder / 'val'}")
     splits = (zip(*samples, strict=True) for samples in (train.samples, test))
     files = (ImageFiles(paths, torch.tensor(labels)) for paths, labels in splits)
     return ImageSet(*files, PUBLISHED["imagenet"]._replace(classes=len(train.classes)))

@@ -13,14 +13,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import BatchSampler, DataLoader, Dataset, default_collate
 
-from ampfuse.experiments.data.sets import (
-    DataError,
-    ImageFiles,
-    ImageSet,
-    Pixels,
-    generator,
-    seed_of,
-)
+from ampfuse.experiments.data import sets
+from ampfuse.experiments.data.sets import DataError, ImageFiles, ImageSet, Pixels
 from ampfuse.experiments.settings import Settings
 
 Batches = Iterator[tuple[Tensor, Tensor]]
@@ -70,15 +64,12 @@ class Data:
         first, end = (self.test_size * part // world_size for part in (rank, rank + 1))
         self._test_share = range(first, end)
         self._augments = settings.augment and kind != "mnist"  # mirrored digits are no digits
-        self._memory_format = (
-            torch.channels_last if settings.channels_last else torch.contiguous_format
-        )
-        mean, std = (
-            torch.tensor(values, dtype=torch.float64).view(-1, 1, 1)
+        last = settings.channels_last
+        self._memory_format = torch.channels_last if last else torch.contiguous_format
+        mean, std = (  # a grey set takes the first of three values
+            torch.tensor(values[: self.channels], dtype=torch.float64).view(-1, 1, 1)
             for values in (settings.mean or images.facts.mean, settings.std or images.facts.std)
         )
-        if self.channels == 1:  # a grey set takes the mean of three values
-            mean, std = mean.mean(0, keepdim=True), std.mean(0, keepdim=True)
         # (pixels / 255 - mean) / std, in double precision and rounded once.
         self._scale, self._shift = (1 / (255 * std)).float(), (-mean / std).float()
         self._prepare(images)
@@ -102,7 +93,7 @@ class Data:
         """
         order = torch.arange(self.train_size)
         if self.settings.shuffle:
-            random = generator("order", self.seed, epoch)
+            random = sets.generator("order", self.seed, epoch)
             order = torch.randperm(self.train_size, generator=random)
         shape = (self.batches_per_epoch, self.world_size, self.settings.batch_size)
         return order[: math.prod(shape)].view(shape)[:, self.rank]
@@ -145,7 +136,7 @@ class ResidentData(Data):
         order = self._epoch_order(epoch)
         drawn = [order]
         if self._augments:
-            random = generator("crops", self.seed, epoch, self.rank)
+            random = sets.generator("crops", self.seed, epoch, self.rank)
             top, left = torch.randint(2 * _PADDING + 1, (2, *order.shape), generator=random)
             drawn += [top, left, torch.randint(2, order.shape, generator=random).bool()]
         for chosen, *crop in zip(*(self._upload(part)[start:] for part in drawn), strict=True):
@@ -209,14 +200,14 @@ class WorkersData(Data):
         plain = []  # images in memory have the size wanted already
         if isinstance(images.train, ImageFiles):
             plain = [v2.Resize(round(size * 256 / 224)), v2.CenterCrop(size)]
-        augment = [v2.RandomResizedCrop(size), v2.RandomHorizontalFlip()]
-        if self.kind == "cifar10":
-            augment[0] = v2.RandomCrop(size, padding=_PADDING)
+        cifar = self.kind == "cifar10"
+        crop = v2.RandomCrop(size, padding=_PADDING) if cifar else v2.RandomResizedCrop(size)
+        train = [crop, v2.RandomHorizontalFlip()] if self._augments else plain
         last = v2.PILToTensor(), functools.partial(normalised, scale=self._scale, shift=self._shift)
-        train = Samples(images.train, *(augment if self._augments else plain), *last)
-        self._train = loader_of(train, self.settings.workers, pin_memory=cuda)
-        test = Samples(images.test, *plain, *last)
-        self._test = loader_of(test, self.settings.workers, pin_memory=cuda)
+        self._train, self._test = (
+            loader_of(Samples(split, *first, *last), self.settings.workers, pin_memory=cuda)
+            for split, first in ((images.train, train), (images.test, plain))
+        )
         # Copies have a stream of their own, so that they run beside the arithmetic.
         self._copies = torch.cuda.Stream(self.device) if cuda else None
 
@@ -267,7 +258,7 @@ class Samples(Dataset[tuple[Tensor, Tensor] | DataError]):
                 for number in numbers:
                     if draws is not None:
                         # Not torch.manual_seed, which would seed the GPUs too.
-                        torch.default_generator.manual_seed(seed_of("sample", *draws, number))
+                        torch.default_generator.manual_seed(sets.seed_of("sample", *draws, number))
                     images.append(self._transform(self._split[number]))
         except DataError as error:
             return error  # raised here, it would arrive with a traceback in its message
@@ -283,7 +274,7 @@ def loader_of(samples: Samples, workers: int, **options: Any) -> DataLoader[Any]
         num_workers=workers,
         persistent_workers=workers > 0,
         worker_init_fn=_ignore_interrupts,
-        generator=generator("loader"),  # else it draws a seed from torch's global one
+        generator=sets.generator("loader"),  # else it draws a seed from torch's global one
         **options,
     )
 

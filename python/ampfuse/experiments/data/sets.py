@@ -121,55 +121,26 @@ def digits(image_size: int) -> ImageSet:
     return ImageSet(*parts, Facts("digits", 1, 10, (mean.item(),), (std.item(),)))
 
 
-class Digits(NamedTuple):
-    """Images are float32 [n, 1, 8, 8], standardised; labels are int64 [n]."""
-
-    train_images: Tensor
-    train_labels: Tensor
-    test_images: Tensor
-    test_labels: Tensor
-
-
-def load_digits(device: torch.device) -> Digits:
-    """The digits as tensors on `device`."""
-    train, test, facts = digits(8)
-    parts = []
-    for part in (train, test):
-        images = (part.images.float() / 255 - facts.mean[0]) / facts.std[0]
-        parts += [images.to(device), part.labels.to(device)]
-    return Digits(*parts)
-
-
 # ---- synthetic images ----------------------------------------------------------------------------
 
-_TEST_BATCHES = 4  # of synthetic images: their evaluation is for show
-_PATTERN = 4  # fields along an edge
+_TEST_BATCHES = 4  # their evaluation is for show
 
 
 def synthetic(kind: str, settings: Settings, world_size: int) -> ImageSet:
-    """Images in the shape of `kind`, of the seed alone: noise over a pattern that tells the class.
+    """Noise in the shape of `kind`, of the seed alone.
 
     Training images are `synthetic_size`, or a batch per process if that is more; test images a
     quarter of them, or four batches per process if that is less.
     """
     facts, size = PUBLISHED[kind], settings.image_size
-    channels, together = facts.channels, settings.batch_size * world_size
+    together = settings.batch_size * world_size
     train_size = max(settings.synthetic_size, together)
-    test_size = min(-(-train_size // 4), _TEST_BATCHES * together)
     random = generator("synthetic", settings.seed)
-    patterns = torch.randint(
-        128, (facts.classes, channels, _PATTERN, _PATTERN), dtype=torch.uint8, generator=random
-    )
 
     def draw(count: int) -> Pixels:
-        labels = torch.randint(facts.classes, (count,), generator=random)
-        # Noise and pattern are below 128 each: their sum is a byte.
-        pixels = torch.randint(
-            128, (count, channels, size, size), dtype=torch.uint8, generator=random
-        )
-        for part, of in zip(pixels.split(256), labels.split(256), strict=True):
-            part += functional.interpolate(patterns[of], (size, size), mode="nearest")
-        return Pixels(pixels, labels)
+        shape = (count, facts.channels, size, size)
+        pixels = torch.randint(256, shape, dtype=torch.uint8, generator=random)
+        return Pixels(pixels, torch.randint(facts.classes, (count,), generator=random))
 
-    train, test = draw(train_size), draw(test_size)
-    return ImageSet(train, test, facts._replace(mean=(0.5,) * channels, std=(0.2,) * channels))
+    train, test = draw(train_size), draw(min(-(-train_size // 4), _TEST_BATCHES * together))
+    return ImageSet(train, test, facts._replace(mean=(0.5,), std=(0.29,)))
