@@ -99,35 +99,6 @@ def test_a_second_run_replaces_the_files(tmp_path, capsys):
     capsys.readouterr()
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--levels", "02"], "unknown level '02': the levels are O0, O1"),
-        (["--levels", "O0,O6"], "unknown level 'O6'"),
-        (["--epochs", "0"], "argument --epochs: 0 is less than 1"),
-        (["--epochs", "many"], "argument --epochs: invalid"),
-        (["--batch-size", "1"], "argument --batch-size: 1 is less than 2"),
-        (["--batch-size", "2000"], "--batch-size 2000 is more than the 1437 training images"),
-        (["--width", "0"], "argument --width: 0 is less than 1"),
-        (["--device", "gpu"], "--device gpu: give auto, cpu, cuda or cuda:N"),
-        (["--device", "meta"], "--device meta: ampfuse runs on cpu and cuda"),
-        (["--device", "cuda:99"], "--device cuda:99, but"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_wrong_options(options, said, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    try:
-        status = main(["demo", *options])
-    except SystemExit as stop:
-        status = stop.code
-    assert status == 2
-    err = capsys.readouterr().err
-    assert said in err
-    assert err.count("\n") == 1
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize("command", ["--help", "demo --help", "env --help", "--version"])
 def test_help(command, capsys):
     with pytest.raises(SystemExit) as exit_info:

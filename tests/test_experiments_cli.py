@@ -10,7 +10,6 @@ import torch
 pytest.importorskip("torchvision")
 pytest.importorskip("timm")
 
-from ampfuse.command_line import UsageError
 from ampfuse.experiments import SCRIPTS, cifar, imagenet, mlp, mnist, results, schedule
 from ampfuse.experiments.settings import ARMS, Settings, parse, runs_of
 
@@ -206,52 +205,6 @@ class TestArms:
         assert [c.loss_scale for c in configs] == [None, 64.0, None, None, 64.0]
         configs = configs_of("mlp", "--arm O1 O2 --keep-batchnorm-fp32")
         assert [c.keep_batchnorm_fp32 for c in configs] == [None, True]
-
-
-@pytest.mark.parametrize(
-    ("trainer", "line", "said"),
-    [
-        ("cifar", "--arm O1 --mode amp", "--arm and --mode: these name an arm each"),
-        ("cifar", "--mode FP16 --opt-level O2", "--mode and --opt-level: these name an arm"),
-        ("cifar", "--arm tf32", "TF32 takes a GPU of sm_80"),
-        ("cifar", "--graph", "--graph: a CUDA graph needs a GPU"),
-        ("cifar", "--loss-scale 2 --static-loss-scale 4", "give one of them"),
-        ("cifar", "there --data digits", "give one data folder"),
-        ("imagenet", "--arm O2", "--data: give a folder, digits or synthetic"),
-    ],
-)
-def test_contradictions(trainer, line, said):
-    with pytest.raises(UsageError) as caught:
-        configs_of(trainer, line, CPU)
-    assert said in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("--arm O6", "--arm: invalid choice: 'O6'"),
-        ("--batch-size 0", "0 is less than 1"),
-        ("--epochs many", "invalid"),
-        ("--lr 0", "0 is no positive number"),
-        ("--loss-scale big", "--loss-scale: invalid scale value: 'big'"),
-        ("--loss-scale -1", "--loss-scale: -1 is no positive number"),
-        ("--warmup 1", "1 is not between 0 and 1"),
-        ("--recipe e4", "invalid choice: 'e4'"),
-        ("--opt-level 02", "invalid choice: '02'"),
-        ("--fsdp", "unrecognized arguments: --fsdp"),
-        ("--channels-last maybe", "maybe is not True or False"),
-        ("--bogus", "unrecognized arguments: --bogus"),
-        ("a b", "unrecognized arguments: b"),
-    ],
-)
-def test_wrong_flags_are_one_line_and_status_2(line, said, capsys):
-    with pytest.raises(SystemExit) as caught:
-        configs_of("cifar", line)
-    error = capsys.readouterr().err
-    assert caught.value.code == 2
-    assert said in error
-    assert error.count("\n") == 1
 
 
 def test_schedules():

@@ -49,17 +49,107 @@ def largest_file(size: int):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def refused(capsys, argv: list[str], *said: str) -> None:
-    """The command line ends in status 2 and a line that says all of `said`."""
+def refused(capsys, argv: list[str], *said: str) -> str:
+    """The command line ends in status 2 and a line that says all of `said`. Returns what else it
+    printed."""
     capsys.readouterr()
     try:
         status = main(argv)
     except SystemExit as stop:
         status = stop.code
     assert status == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    printed = capsys.readouterr()
+    (line,) = printed.err.splitlines()
     assert ": error: " in line
     assert all(part in line for part in said), line
+    return printed.out
+
+
+# By command.
+WRONG = {
+    "train cifar --device cpu --data digits": {
+        "--arm O6": "--arm: invalid choice: 'O6'",
+        "--batch-size 0": "0 is less than 1",
+        "--epochs many": "invalid",
+        "--lr 0": "0 is no positive number",
+        "--loss-scale big": "--loss-scale: invalid scale value: 'big'",
+        "--loss-scale -1": "--loss-scale: -1 is no positive number",
+        "--warmup 1": "1 is not between 0 and 1",
+        "--recipe e4": "invalid choice: 'e4'",
+        "--opt-level 02": "invalid choice: '02'",
+        "--fsdp": "unrecognized arguments: --fsdp",
+        "--channels-last maybe": "maybe is not True or False",
+        "--bogus": "unrecognized arguments: --bogus",
+        "a b": "unrecognized arguments: b",
+        "--arm O1 --mode amp": "--arm and --mode: these name an arm each",
+        "--mode FP16 --opt-level O2": "--mode and --opt-level: these name an arm",
+        "--arm tf32": "TF32 takes a GPU of sm_80",
+        "--graph": "--graph: a CUDA graph needs a GPU",
+        "--loss-scale 2 --static-loss-scale 4": "give one of them",
+        "there": "give one data folder",
+        "--device gpu": "--device gpu: give auto, cpu, cuda or cuda:N",
+        "--model vgg99 --arm fp32": "vgg99",
+        "--model wrn11_1 --arm fp32": "the depth is 6n + 4",
+        "-b 5000 --arm fp32": "5000",
+    },
+    "train imagenet --device cpu": {"--arm O2": "--data: give a folder, digits or synthetic"},
+    "demo": {
+        "--levels 02": "unknown level '02': the levels are O0, O1",
+        "--levels O0,O6": "unknown level 'O6'",
+        "--epochs 0": "argument --epochs: 0 is less than 1",
+        "--epochs many": "argument --epochs: invalid",
+        "--batch-size 1": "argument --batch-size: 1 is less than 2",
+        "--batch-size 2000": "--batch-size 2000 is more than the 1437 training images",
+        "--width 0": "argument --width: 0 is less than 1",
+        "--device gpu": "--device gpu: give auto, cpu, cuda or cuda:N",
+        "--device meta": "--device meta: ampfuse runs on cpu and cuda",
+        "--device cuda:99": "--device cuda:99, but",
+    },
+    "make_plot": {
+        "--GPU K80": "--GPU K80: no such results; there are T4",
+        "--method O9 FP32": "--method O9: no such results; there are FP32",
+        "--batch 512": "--batch 512: no such results; there are 128",
+        "--batch many": "--batch: invalid int value",
+        "--iteration 3": "--iteration 3: no such results; there are 100",
+        "--epochs 7": "--epochs 7: no such results; there are 6.25",
+        "--experiment coco": "--experiment: invalid choice",
+        "--GPU T4 --experiment mlp": "--experiment mlp: no such results; there are cifar",
+        "--model vgg11": "--model vgg11: no such results; there are vgg16",
+        "--wrong": "unrecognized arguments: --wrong",
+        "--results nowhere": "nowhere: no such folder",
+        "--results empty": "empty: no results",
+        "--published --GPU T4": "--GPU T4: no such results; there are 1080 Ti, TITAN X",
+    },
+    "make_table": {
+        "": "the following arguments are required: recipe",
+        "e6": "invalid choice: 'e6'",
+        "e1 --wrong": "unrecognized arguments: --wrong",
+        "e1 --results nowhere": "nowhere: no such folder",
+        "e3 --csv old.csv": "results: no results of e3, only of e1; train first: python -m",
+        "e3 --no-published": "results: no results of e3, only of e1; train first: python -m",
+        "e1 --results empty --csv old.csv": "empty: no results of e1; train first",
+        "e1 --csv empty": "empty",
+        "e1 --GPU V100": "--GPU V100: no such results; there are T4",
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [(command, options) for command, lines in WRONG.items() for options in lines],
+)
+def test_wrong_use_is_one_line_and_changes_nothing(command, options, capsys):
+    def content() -> dict[Path, bytes]:
+        return {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()}
+
+    Path("empty").mkdir()
+    for old in (Path("results/figures/CIFAR - Time.png"), Path("old.csv")):
+        old.parent.mkdir(exist_ok=True)
+        old.write_text("old")
+    before = content()
+    printed = refused(capsys, [*command.split(), *options.split()], WRONG[command][options])
+    assert content() == before
+    assert printed == "" or "make_" not in command
 
 
 @pytest.mark.parametrize(

@@ -691,50 +691,6 @@ def test_all_models_are_drawn_into_files_of_their_names(folder, tmp_path):
     assert names_in(output) == with_endings(*names)
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--GPU", "K80"], "--GPU K80: no such results; there are T4"),
-        (["--method", "O9", "FP32"], "--method O9: no such results; there are FP32"),
-        (["--batch", "512"], "--batch 512: no such results; there are 128"),
-        (["--batch", "many"], "--batch: invalid int value"),
-        (["--iteration", "3"], "--iteration 3: no such results; there are 100"),
-        (["--epochs", "7"], "--epochs 7: no such results; there are 6.25"),
-        (
-            ["--GPU", "T4", "--experiment", "mlp"],
-            "--experiment mlp: no such results; there are cifar",
-        ),
-        (["--experiment", "coco"], "--experiment: invalid choice"),
-        (["--model", "vgg11"], "--model vgg11: no such results; there are vgg16"),
-        (["--wrong"], "unrecognized arguments: --wrong"),
-        (["--results", "nowhere"], "nowhere: no such folder"),
-        (["--results", "empty"], "empty: no results"),
-        (["--published", "--GPU", "T4"], "--GPU T4: no such results; there are 1080 Ti, TITAN X"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_wrong_use_is_one_line_and_changes_nothing(
-    options, said, folder, tmp_path, monkeypatch, capsys
-):
-    monkeypatch.chdir(tmp_path)
-    folder.add()
-    (tmp_path / "empty").mkdir()
-    old = tmp_path / "results" / "figures" / "CIFAR - Time.png"
-    old.parent.mkdir()
-    old.write_text("old")
-    before = names_in(tmp_path)
-    try:
-        status = make_plot.main(options)
-    except SystemExit as stop:
-        status = stop.code
-    assert status == 2
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1
-    assert said in err
-    assert names_in(tmp_path) == before
-    assert old.read_text() == "old"
-
-
 def test_deviations_of_single_runs_are_remarked_on(folder, tmp_path, capsys):
     folder.add()
     assert make_plot.main(arguments(folder, tmp_path / "figures", "--plot_std")) == 0

@@ -6,7 +6,6 @@ import argparse
 import csv
 import math
 from importlib import resources
-from pathlib import Path
 
 import pytest
 
@@ -271,42 +270,6 @@ def test_csv_has_one_line_per_measured_row(folder, capsys, tmp_path):
     assert (diverged["time_s_mean"], diverged["diverged"]) == ("", "1")
     assert "two lines" in diverged["note"]
     assert diverged["torch"] == "2.15.0"
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ([], "the following arguments are required: recipe"),
-        (["e6"], "invalid choice: 'e6'"),
-        (["e1", "--wrong"], "unrecognized arguments: --wrong"),
-        (["e1", "--results", "nowhere"], "nowhere: no such folder"),
-        (
-            ["e3", "--csv", "old.csv"],
-            "results: no results of e3, only of e1; train first: python -m",
-        ),
-        (["e3", "--no-published"], "results: no results of e3, only of e1; train first: python -m"),
-        (["e1", "--results", "empty", "--csv", "old.csv"], "empty: no results of e1; train first"),
-        (["e1", "--csv", "empty"], "empty"),
-        (["e1", "--GPU", "V100"], "--GPU V100: no such results; there are T4"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_wrong_use_is_one_line_and_changes_nothing(options, said, folder, tmp_path, capsys):
-    folder.add()
-    Path("old.csv").write_text("old")
-    Path("empty").mkdir()
-    before = sorted(tmp_path.rglob("*"))
-    try:
-        status = make_table.main(options)
-    except SystemExit as stop:
-        status = stop.code
-    assert status == 2
-    captured = capsys.readouterr()
-    assert captured.err.count("\n") == 1
-    assert said in captured.err
-    assert captured.out == ""
-    assert sorted(tmp_path.rglob("*")) == before
-    assert Path("old.csv").read_text() == "old"
 
 
 def test_without_results_the_published_rows_are_printed(folder, capsys):

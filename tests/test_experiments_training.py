@@ -342,23 +342,6 @@ class TestCommand:
         (result,) = (p for p in tmp_path.rglob("*.json") if p != path)
         assert json.loads(result.read_text())["iterations"] == 3
 
-    @pytest.mark.parametrize(
-        ("line", "said"),
-        [
-            (["--device", "gpu"], "--device gpu: give auto, cpu, cuda or cuda:N"),
-            (["--model", "vgg99"], "vgg99"),
-            (["--model", "wrn11_1"], "the depth is 6n + 4"),
-            (["-b", "5000"], "5000"),
-        ],
-    )
-    def test_wrong_wishes_are_one_line_and_status_2(self, line, said, tmp_path, capsys):
-        line += ["--data", "digits", "-o", str(tmp_path / "out"), "--iterations", "1"]
-        assert cifar.main(line) == 2
-        captured = capsys.readouterr()
-        assert said in captured.err
-        assert captured.err.count("\n") == 1
-        assert not list((tmp_path / "out").rglob("*.json"))
-
 
 @pytest.mark.parametrize("arm_name", CPU_ARMS)
 def test_what_a_step_returns_and_whose_kernels_it_uses(arm_name):
