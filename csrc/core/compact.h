@@ -199,6 +199,50 @@ struct RootCode {
   }
 };
 
+// Floats of eight bits, of the fraction of the scale: with a sign e4m3, 4 bits of exponent and 3 of
+// mantissa; without one e5m3, as a second moment spans twice the octaves of its root. Code 0 is
+// zero and no other is subnormal, so fractions are from 2^-15, of second moments from 2^-31 on.
+// Below constant bits they are the bits of an FP32 value, so that integers code them. What is added
+// below the last digit rounds at random: a moment that changes by less than a code changes in the
+// mean. (To nearest, a second moment would stay what it is beside its block's largest.)
+template <bool kHasSign>
+struct FloatCode {
+  static constexpr bool kSign = kHasSign;
+  using Stored = std::conditional_t<kSign, int8_t, uint8_t>;
+  static constexpr uint32_t kZero = kSign ? 0x38000000u : 0x30000000u;  // the constant bits
+  static constexpr uint32_t kOne = 0x3f800000u;
+  static constexpr float kMost = 3.4028235e38f;  // of FP32
+
+  HD static float scale(uint32_t largest) { return block_scale<kSign>(largest); }
+  // Not zero where the scale is infinite: infinity times zero is no number.
+  HD static float encoder(float scale) {
+    return !(scale > 0) ? 0.0f : 1 / (scale < kMost ? scale : kMost);
+  }
+
+  // Without kZero. Not the outermost of 20 bits: a value that was decoded has its code again, also
+  // where its fraction was rounded.
+  static constexpr uint32_t kNearest = 0x80000u - kZero;
+  HD static uint32_t key(uint32_t hashed) { return ((hashed & 0xfffe0u) | 16) - kZero; }
+
+  template <class F>
+  HD static BitsOf<F> encode(const F& x, const F& encoder, const BitsOf<F>& rounding) {
+    using B = BitsOf<F>;
+    const F fraction = x * encoder;
+    const B magnitude = kSign ? magnitude_of(fraction) : bits_of(fraction);
+    const B rounded = min_signed(magnitude, B(kOne)) + rounding;
+    const B code = shift_right<20>(max_signed(rounded, B(kSign ? 0u : 1u << 20)));
+    return kSign ? blend(B(0x80u), shift_right<24>(bits_of(x)), code) : code;
+  }
+  template <class F>
+  HD static F decode(const BitsOf<F>& code, const F& scale) {
+    using B = BitsOf<F>;
+    const B bits = shift_left<20>(code);
+    if (!kSign) return from_bits(scale, bits | B(kZero)) * scale;
+    const B x = blend(B(0x87f00000u), bits, B(kZero));
+    return from_bits(scale, clear_without(B(0x7fu), code, x)) * scale;
+  }
+};
+
 // Calls run(code) of a type of codes.
 template <class Run>
 HD void with_code(DType dtype, const Run& run) {
@@ -207,6 +251,10 @@ HD void with_code(DType dtype, const Run& run) {
       return run(RootCode<true>());
     case DType::kUnsigned8:
       return run(RootCode<false>());
+    case DType::kE4M3:
+      return run(FloatCode<true>());
+    case DType::kE5M3:
+      return run(FloatCode<false>());
     default:
       __builtin_unreachable();
   }
