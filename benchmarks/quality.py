@@ -46,12 +46,13 @@ MODES: dict[str, dict[str, Any]] = {  # what each hands to the optimizer; the fi
     "FP32 states, masters": {"master_weights": True},
     "split": {"master_weights": "split"},
     "split, 8bit": {"master_weights": "split", "state_dtype": "8bit"},
+    "split, fp8": {"master_weights": "split", "state_dtype": "fp8"},
     "masters, 8bit": {"master_weights": True, "state_dtype": "8bit"},
     "masters, bf16": {"master_weights": True, "state_dtype": "bf16"},
     "BF16, nearest": {"master_weights": False},
     "BF16, stochastic": {"master_weights": False, "rounding": "stochastic"},
 }
-_LINES = dict(zip(MODES, ["k-", "C0-", "C2-", "C3-", "C1-", "k--", "k:"], strict=True))
+_LINES = dict(zip(MODES, ["k-", "C0-", "C2-", "C4-", "C3-", "C1-", "k--", "k:"], strict=True))
 LEVELS: dict[str, dict[str, Any]] = {"O0": {"opt_level": "O0"}}  # to ``amp.initialize``
 for _level in ("O1", "O2", "O4", "O5"):
     LEVELS[_level] = {"opt_level": _level}

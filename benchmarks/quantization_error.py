@@ -99,10 +99,11 @@ def main() -> None:
         given = moments_after(torch.zeros(2, 1), before).float(), after
         exact = update(moments_after(*given), _BEFORE + steps)
         found = {("ampfuse, FP32 states", 0): ours(*given)}
-        found["ampfuse, 8bit", 128] = ours(*given, state_dtype="8bit")
+        for kept in ("8bit", "fp8"):
+            found[f"ampfuse, {kept}", 128] = ours(*given, state_dtype=kept)
         for block in (128, 256):
-            kept = moments_after(*given, partial(theirs, block=block))
-            found["bitsandbytes", block] = update(kept, _BEFORE + steps)
+            moments = moments_after(*given, partial(theirs, block=block))
+            found["bitsandbytes", block] = update(moments, _BEFORE + steps)
         for (route, block), some in found.items():
             row = {"gradients": name, "steps": steps, "route": route, "block": block}
             row["error"] = f"{(some - exact).norm() / exact.norm():.4g}"

@@ -8,8 +8,11 @@ import torch
 
 import reference
 from ampfuse import optim
+from ampfuse._schema import STORAGES
 
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+
+CODED = [name for name, storage in STORAGES.items() if storage.block]  # of state_dtype
 
 # optimizer name, options: each option alone and all of them together
 OPTIMIZERS = {

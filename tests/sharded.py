@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import ampfuse
 from ampfuse import amp, optim
-from cases import KINDS, bf16, f16, f32, make
+from cases import CODED, KINDS, bf16, f16, f32, make
 from trainings import MODES, Net, fractions, integers
 
 SIZE = int(os.environ["WORLD_SIZE"])
@@ -485,7 +485,7 @@ RESUMED = {
     "fp32": (f32, {}),
     "masters": (bf16, {"master_weights": True}),
     "split": (bf16, {"master_weights": "split"}),
-    "8bit": (bf16, {"master_weights": "split", "state_dtype": "8bit"}),
+    **{name: (bf16, {"master_weights": "split", "state_dtype": name}) for name in CODED},
     "stochastic": (bf16, {"rounding": "stochastic", "state_dtype": "bf16", "ema_decay": 0.9}),
 }
 

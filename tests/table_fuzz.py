@@ -36,7 +36,8 @@ small = st.integers(-2, 9)
 numbers = st.floats(allow_nan=True, allow_infinity=True, width=32)
 shapes = st.sampled_from([(w,) for w in WIDTHS] + [(2, 3), (3, 2), (16, 1), (5, 13, 2)])
 KINDS = st.sampled_from(["alone", "half", "master", "split"])
-STATES = st.sampled_from(["fp32", "bf16", "8bit"])
+STORAGES = C.schema()["storages"]
+STATES = st.sampled_from([*STORAGES])
 ROWS = st.lists(st.tuples(shapes, KINDS, st.booleans(), STATES), min_size=1, max_size=4)
 
 
@@ -67,7 +68,7 @@ vectors = st.one_of(
     tensors(),
 )
 lists = st.lists(tensors(), max_size=3)
-storages = st.sampled_from(("fp32", "bf16", "8bit", "wrong"))
+storages = st.sampled_from((*STORAGES, "wrong"))
 # What stands in for an optimizer's groups and states.
 containers = st.sampled_from((None, [], {}, [{"params": []}], {1: {"a": 1}}, [3], "wrong"))
 
@@ -140,11 +141,12 @@ class Table(RuleBasedStateMachine):
             return
         row %= len(self.leaves)
         like = self.table.param(row)
-        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}[kind]
+        storage = STORAGES[kind]
+        dtype = {32: torch.float32, 16: torch.bfloat16, 8: torch.uint8}[storage["bits"]]
         with torch.no_grad():
             states = [[torch.zeros_like(like, dtype=dtype)] for _ in range(count)]
-        for state in states if kind == "8bit" else ():
-            state.append(torch.zeros(-(-like.numel() // 128)))
+        for state in states if storage["block"] else ():
+            state.append(torch.zeros(-(-like.numel() // storage["block"])))
         mean = torch.zeros_like(like, dtype=torch.float32) if average else None
         attempt(self.table.set_states, row, states, kind, mean)
 

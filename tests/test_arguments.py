@@ -78,7 +78,7 @@ STATE, CODES = torch.zeros(5), torch.zeros(5, dtype=torch.uint8)
         ([[CODES]], "8bit", None, "in 8bit it has elements and scales"),
         ([[CODES, torch.zeros(2)]], "8bit", None, "needs float32 scales"),
         ([[STATE, torch.zeros(1)]], "fp32", None, "has 2 tensors; in fp32 it has one"),
-        ([[STATE]], "4bit", None, "it is one of fp32, bf16, 8bit"),
+        ([[STATE]], "4bit", None, "it is one of fp32, bf16, .*8bit"),
         ([[STATE]] * 4, "fp32", None, "at most three"),
         ([[STATE]] * 2, "fp32", torch.zeros(5).half(), "the average of a is Half"),
         ([[STATE]] * 2, "fp32", torch.zeros(4), "the average of a"),

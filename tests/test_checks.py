@@ -17,6 +17,7 @@ from ampfuse import amp, optim
 from ampfuse.amp.policy import make_policy
 from ampfuse.compat.apex.amp.scaler import LossScaler
 from cases import (
+    CODED,
     KINDS,
     OPTIMIZERS,
     TORCH_KINDS,
@@ -294,16 +295,16 @@ def test_stochastic_weights_get_no_masters():
 
 # --- states --------------------------------------------------------------------------------------
 
-HOW = ("alone", "masters", "8bit", "O5", "O5 split")
+HOW = ("alone", "masters", *CODED, "O5", "O5 split")
 
 
 def trained(kind, how, steps=2):
     """An optimizer after `steps`."""
-    if how in ("alone", "masters", "8bit"):
+    if not how.startswith("O5"):
         more = {"alone": {}, "masters": {"master_weights": True, "ema_decay": 0.9}}
-        more["8bit"] = {"state_dtype": "8bit"}
+        more |= {coded: {"state_dtype": coded} for coded in CODED}
         params = parameters(bf16 if how == "masters" else f32)
-        if how == "8bit":
+        if how in CODED:
             params = [nn.Parameter(torch.ones(4096)), *params]
         optimizer = make(kind, params, **more[how])
     else:
@@ -365,7 +366,7 @@ def damages(optimizer):
 def test_damaged_states(kind, how):
     if how.startswith("O5") and kind not in TORCH_KINDS:
         how = "masters"
-    if how == "8bit" and kind in ("lamb", "novograd-decay"):
+    if how in CODED and kind in ("lamb", "novograd-decay"):
         how = "alone"
     optimizer = trained(kind, how)
     count = 0

@@ -10,7 +10,7 @@ import ampfuse
 from ampfuse import _core, amp, ops, optim
 from cases import KINDS, make
 from conftest import batch_norm_ops, emulated_module
-from trainings import MODES, NOT_PACKED
+from trainings import MODES, NOT_PACKED, is_coded
 
 # name: the optimizer over parameters, and the launches of its step: inspect or prepare, then the
 # update, which is two for LAMB; LARC measures the weights before.
@@ -66,15 +66,15 @@ def test_a_step(make, expected, clip, gradients, launches):
 @pytest.mark.parametrize("mode", MODES)
 @steps
 def test_a_step_in_any_mode(make, expected, mode, clip, launches, request):
-    if "8bit" in mode and request.node.callspec.id.startswith(NOT_PACKED):
-        pytest.skip("has no states in 8 bits")
+    if is_coded(mode) and request.node.callspec.id.startswith(NOT_PACKED):
+        pytest.skip("has no states in codes")
     params = [nn.Parameter(param.detach().bfloat16()) for param in parameters(False)]
     optimizer = make(params, max_grad_norm=clip, **MODES[mode])
     for step in range(3):
         for param in params[:-1]:
             param.grad = torch.full_like(param, torch.inf if step == 2 else 1.0)
-        # The first makes the states, in 8 bits by an operation each.
-        assert launches(optimizer.step) == expected or ("8bit" in mode and step == 0)
+        # The first makes the states, in codes by an operation each.
+        assert launches(optimizer.step) == expected or (is_coded(mode) and step == 0)
     optimizer.meter(every=1, changed_bits=True)
     assert launches(optimizer.step) == expected
 

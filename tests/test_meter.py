@@ -12,7 +12,7 @@ import ampfuse
 import trainings
 from ampfuse import amp
 from ampfuse.insight import exponent_edges
-from cases import KINDS, bf16, bits, f16, f32, make, same_bits, short
+from cases import CODED, KINDS, bf16, bits, f16, f32, make, same_bits, short
 
 # Around a vector, a strip, a tile and a chunk.
 SIZES = (0, 1, 7, 8, 15, 17, 33, 1025, 2049, 32767, 32769, 70000)
@@ -41,14 +41,15 @@ def bins_of(gradient):
 
 
 METERED = [(d, m) for d in (f16, bf16, f32) for m in ("masters", "none")]
-METERED += [(f16, "split 8bit ema"), (bf16, "split"), (bf16, "stochastic bf16 ema")]
+METERED += [(f16, f"split {coded} ema") for coded in CODED]
+METERED += [(bf16, "split"), (bf16, "stochastic bf16 ema")]
 
 
 @pytest.mark.parametrize(("dtype", "mode"), METERED)
 @pytest.mark.parametrize("name", KINDS)
 def test_counts_are_those_of_snapshots(name, dtype, mode, device):
-    if "8bit" in mode and name in trainings.NOT_PACKED:
-        pytest.skip("has no states in 8 bits")
+    if trainings.is_coded(mode) and name in trainings.NOT_PACKED:
+        pytest.skip("has no states in codes")
     options = {"masters": {"master_weights": True}, "none": {}, **trainings.MODES}[mode]
     masters = options.get("master_weights", False)
     # The same random bits, in the states alone.

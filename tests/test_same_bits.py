@@ -16,6 +16,7 @@ import torch
 import test_amp_c_optimizers as amp_c
 from ampfuse import _core, ops, optim
 from cases import (
+    CODED,
     KINDS,
     OPTIMIZERS,
     assert_same_bits,
@@ -174,14 +175,14 @@ def options():
 
 
 def memory_modes():
-    """Blocks of 8-bit states end within and beside vectors, tiles and chunks."""
+    """Blocks of coded states end within and beside vectors, tiles and chunks."""
     sizes = [1, 17, 4095, 4096, 4097, 4111, 40 * 128 - 1, CHUNK - 1, CHUNK + 1, CHUNK + 130]
-    mixed = ("split 8bit ema", "stochastic bf16 ema")
+    coded = [f"split {name} ema" for name in CODED]
     parts = []
     for name in KINDS:
-        pair = ("split", "stochastic bf16 ema") if name in NOT_PACKED else mixed
-        modes = [MEMORY_MODES[mode] for mode in pair]
-        parts.append(steps(name, [*sizes, *sizes], values=Values(5), modes=modes))
+        for mode in ["split"] if name in NOT_PACKED else coded:
+            modes = [MEMORY_MODES[mode], MEMORY_MODES["stochastic bf16 ema"]]
+            parts.append(steps(name, [*sizes, *sizes], values=Values(5), modes=modes))
     return parts
 
 

@@ -19,7 +19,7 @@ import ampfuse
 import apex_names
 from ampfuse import amp, ops, optim
 from ampfuse.compat import apex
-from cases import KINDS, OPTIMIZERS, bf16, f16, f32, make
+from cases import CODED, KINDS, OPTIMIZERS, bf16, f16, f32, make
 from conftest import batch_norm_ops
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
@@ -29,15 +29,23 @@ TRUST = 1e-3  # so small that LARC lowers the rates of some tensors
 # How masters and states may be kept; see ampfuse.optim.Options.
 MODES: dict[str, dict[str, Any]] = {
     "split": {"master_weights": "split"},
-    "8bit": {"master_weights": True, "state_dtype": "8bit"},
+    **{name: {"master_weights": True, "state_dtype": name} for name in CODED},
     "bf16": {"master_weights": True, "state_dtype": "bf16", "seed": 3},
     "stochastic": {"rounding": "stochastic", "seed": 2**32 - 1},
     "ema": {"master_weights": True, "ema_decay": 0.9},
-    "split 8bit ema": {"master_weights": "split", "state_dtype": "8bit", "ema_decay": 0.9},
+    **{
+        f"split {name} ema": {"master_weights": "split", "state_dtype": name, "ema_decay": 0.9}
+        for name in CODED
+    },
     "stochastic bf16 ema": {"rounding": "stochastic", "state_dtype": "bf16", "ema_decay": 0.9},
 }
 
-NOT_PACKED = ("lamb", "novograd-decay")  # of KINDS, those that keep no states in 8 bits
+NOT_PACKED = ("lamb", "novograd-decay")  # of KINDS, those that keep no states in codes
+
+
+def is_coded(mode: str) -> bool:
+    """Whether a mode of `MODES` keeps states in codes with scales."""
+    return MODES.get(mode, {}).get("state_dtype") in CODED
 
 
 def integers(shape: tuple[int, ...], seed: int, limit: int) -> Tensor:
@@ -421,7 +429,7 @@ def _runs() -> dict[str, Callable[[], Any]]:
             alone, name, skip_nonfinite=True, master_weights=True, max_grad_norm=0.5, infinite=True
         )
         for title, options in MODES.items():
-            if "8bit" in title and name in NOT_PACKED:
+            if is_coded(title) and name in NOT_PACKED:
                 continue
             mode = partial(with_scaler, name, largest=33001, third=4300, **options)
             runs[f"scaler {name} {title}"] = mode

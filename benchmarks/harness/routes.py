@@ -141,6 +141,7 @@ MODES: dict[str, tuple[dict[str, Any], float]] = {
     "split": ({"master_weights": "split"}, 28),
     "8bit": ({"state_dtype": "8bit"}, 18 + _SCALES),
     "split 8bit": ({"master_weights": "split", "state_dtype": "8bit"}, 16 + _SCALES),
+    "split fp8": ({"master_weights": "split", "state_dtype": "fp8"}, 16 + _SCALES),
     "split bf16": ({"master_weights": "split", "state_dtype": "bf16"}, 20),
     "ema": ({"ema_decay": 0.999}, 38),
 }

@@ -41,11 +41,10 @@ const std::vector<AlgorithmInfo>& algorithms() {
 const std::vector<StorageInfo>& storages() {
   constexpr int64_t kMinQuantized = 4096;
   static const std::vector<StorageInfo> found = {
-      {StateStorage::kFloat32, "fp32", DType::kFloat32, DType::kFloat32, 32, false, nullptr, 0, 0},
-      {StateStorage::kBFloat16, "bf16", DType::kRandomBFloat16, DType::kRandomBFloat16, 16, true,
-       nullptr, 0, 0},
-      {StateStorage::k8Bit, "8bit", DType::kSigned8, DType::kUnsigned8, 8, false, "_codes", kBlock,
-       kMinQuantized},
+      {"fp32", DType::kFloat32, DType::kFloat32, 32, false, nullptr, 0, 0},
+      {"bf16", DType::kRandomBFloat16, DType::kRandomBFloat16, 16, true, nullptr, 0, 0},
+      {"8bit", DType::kSigned8, DType::kUnsigned8, 8, false, "_codes", kBlock, kMinQuantized},
+      {"fp8", DType::kE4M3, DType::kE5M3, 8, true, "_fp8", kBlock, kMinQuantized},
   };
   return found;
 }

@@ -113,10 +113,7 @@ const std::vector<AlgorithmInfo>& algorithms();  // by index
 inline const AlgorithmInfo& info(Algorithm algorithm) { return algorithms()[algorithm.index()]; }
 
 // How a row's states are stored: what a user chooses.
-enum class StateStorage : uint8_t { kFloat32, kBFloat16, k8Bit };
-
 struct StorageInfo {
-  StateStorage storage;
   const char* name;
   DType signed_type, unsigned_type;  // of a list; the second of one that is never negative
   int bits;                          // of an element
@@ -130,8 +127,6 @@ struct StorageInfo {
   DType type(bool is_unsigned) const { return is_unsigned ? unsigned_type : signed_type; }
 };
 
-// By index.
-const std::vector<StorageInfo>& storages();
-inline const StorageInfo& info(StateStorage storage) { return storages()[int(storage)]; }
+const std::vector<StorageInfo>& storages();  // the first is the default
 
 }  // namespace ampfuse

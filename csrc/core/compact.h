@@ -127,6 +127,34 @@ constexpr int kBlock = 128;
 
 HD constexpr int64_t blocks_of(int64_t numel) { return (numel + kBlock - 1) / kBlock; }
 
+// A code is a class of
+//   kSign    whether values have one
+//   Stored   int8_t or uint8_t, whose values decode() takes; of what encode() gives 8 bits count
+//   scale()  a block's scale, from the bits of its largest magnitude
+//   encoder()  what encode() takes with each value of the block, from its scale
+//   key()    the same of its rounding: from a hash of row, step, state and block. With each value
+//            comes what place_bits() makes of the key; or kNearest, to round to nearest.
+// A NaN makes the whole block NaN. An infinite second moment, the square of a finite gradient,
+// makes the block infinite, so its steps are zero, as the element's are with FP32 states. An
+// infinite first moment is limited.
+
+// What rounds a block at random: each of kPlaces neighbours has another part of 0 to 2^20 (its
+// place's bits in reverse), and so it has in the exclusive or with a key. With a random key each
+// one is random, and the errors of neighbours nearly add up to zero.
+constexpr int kPlaces = 16;
+HD constexpr uint32_t place_bits(int i) {
+  return uint32_t((i & 1) << 3 | (i & 2) << 1 | (i & 4) >> 1 | (i & 8) >> 3) << 16;
+}
+
+// What is most of a block, as FP32 has it.
+template <bool kSign>
+HD float block_scale(uint32_t largest) {
+  constexpr uint32_t kSmallest = 0x00800000u;  // has a reciprocal
+  if (largest > kInfinityBits) return bits_float(0x7fc00000u);
+  if (kSign && largest == kInfinityBits) return bits_float(kInfinityBits - 1);
+  return bits_float(largest == 0 || largest > kSmallest ? largest : kSmallest);
+}
+
 // Magnitudes are companded, so that small ones keep some digits: a code counts steps of a root of
 // the fraction of the scale, the square root for first moments and the fourth root for second ones,
 // of which Adam takes a square root itself. Nobody needs the true root: halving the bits of a
@@ -134,36 +162,31 @@ HD constexpr int64_t blocks_of(int64_t numel) { return (numel + kBlock - 1) / kB
 // it back. The codes of first moments then reach down to 2^-14 of the scale, those of second ones
 // to 2^-32; the upper two, or four, octaves have 32 codes each, the next ones half as many, and so
 // on. (Companding of moments: FlashOptim, arXiv:2602.23349.)
-template <DType kType>
-struct Code {
-  static constexpr bool kSign = kType == DType::kSigned8;
+template <bool kHasSign>
+struct RootCode {
+  static constexpr bool kSign = kHasSign;
   using Stored = std::conditional_t<kSign, int8_t, uint8_t>;
   static constexpr int kRoot = kSign ? 1 : 2;  // the 2^kRoot-th
   static constexpr uint32_t kOne = 0x3f800000u, kOffset = kOne - (kOne >> kRoot);
   static constexpr float kCodes = kSign ? 127.0f : 255.0f;
 
-  // A block's scale, from the bits of its largest magnitude. A NaN makes the whole block NaN. An
-  // infinite second moment, the square of a finite gradient, makes the block infinite, so its
-  // steps are zero, as the element's are with FP32 states. An infinite first moment is limited.
-  HD static float scale(uint32_t largest) {
-    constexpr uint32_t kSmallest = 0x00800000u;  // has a reciprocal
-    if (largest > kInfinityBits) return bits_float(0x7fc00000u);
-    if (kSign && largest == kInfinityBits) return bits_float(kInfinityBits - 1);
-    return bits_float(largest == 0 || largest > kSmallest ? largest : kSmallest);
-  }
+  HD static float scale(uint32_t largest) { return block_scale<kSign>(largest); }
   HD static float encoder(float scale) { return scale > 0 ? 1 / scale : 0.0f; }
 
-  // Of the result 8 bits count, of the integer that is decoded all. Codes of second moments begin
-  // at 1, also that of zero: where one is nearly zero beside a first moment that is not, the step
-  // would explode. (In a block of zeros alone the scale is zero, and so is what is decoded.)
+  static constexpr uint32_t kNearest = 0;  // in any case
+  HD static uint32_t key(uint32_t) { return kNearest; }
+
+  // Codes of second moments begin at 1, also that of zero: where one is nearly zero beside a first
+  // moment that is not, the step would explode. (In a block of zeros alone the scale is zero, and
+  // so is what is decoded.)
   template <class F>
-  HD static BitsOf<F> encode(const F& x, const F& encoder) {
+  HD static BitsOf<F> encode(const F& x, const F& encoder, const BitsOf<F>&) {
     using B = BitsOf<F>;
     const F fraction = from_bits(x, magnitude_of(x)) * encoder;  // not finite: x is not
     const B root = shift_right<kRoot>(min_signed(bits_of(fraction), B(kOne))) + B(kOffset);
     const B with_sign = kSign ? blend(B(0x80000000u), bits_of(x), root) : root;
     const B code = bits_of(fma(from_bits(x, with_sign), F(kCodes), F(kInteger)));
-    return kSign ? code : max_signed(code, B(float_bits(kInteger) + 1));
+    return (kSign ? code : max_signed(code, B(float_bits(kInteger) + 1))) & B(0xffu);
   }
   template <class F>
   HD static F decode(const BitsOf<F>& code, const F& scale) {
@@ -171,16 +194,70 @@ struct Code {
     const B root = bits_of(to_float(scale, code) * F(1.0f / kCodes));
     const B fraction = shift_left<kRoot>(root - B(kOffset));
     if (!kSign) return from_bits(scale, fraction) * scale;
-    const F x = from_bits(scale, clear_where_zero(code, fraction)) * scale;
+    const F x = from_bits(scale, clear_without(B(~0u), code, fraction)) * scale;
     return from_bits(x, blend(B(0x80000000u), root, bits_of(x)));
   }
 };
 
-// Calls run(Code) if the type is one of codes.
+// Floats of eight bits, of the fraction of the scale: with a sign e4m3, 4 bits of exponent and 3 of
+// mantissa; without one e5m3, as a second moment spans twice the octaves of its root. Code 0 is
+// zero and no other is subnormal, so fractions are from 2^-15, of second moments from 2^-31 on.
+// Below constant bits they are the bits of an FP32 value, so that integers code them. What is added
+// below the last digit rounds at random: a moment that changes by less than a code changes in the
+// mean. (To nearest, a second moment would stay what it is beside its block's largest.)
+template <bool kHasSign>
+struct FloatCode {
+  static constexpr bool kSign = kHasSign;
+  using Stored = std::conditional_t<kSign, int8_t, uint8_t>;
+  static constexpr uint32_t kZero = kSign ? 0x38000000u : 0x30000000u;  // the constant bits
+  static constexpr uint32_t kOne = 0x3f800000u;
+  static constexpr float kMost = 3.4028235e38f;  // of FP32
+
+  HD static float scale(uint32_t largest) { return block_scale<kSign>(largest); }
+  // Not zero where the scale is infinite: infinity times zero is no number.
+  HD static float encoder(float scale) {
+    return !(scale > 0) ? 0.0f : 1 / (scale < kMost ? scale : kMost);
+  }
+
+  // Without kZero. Not the outermost of 20 bits: a value that was decoded has its code again, also
+  // where its fraction was rounded.
+  static constexpr uint32_t kNearest = 0x80000u - kZero;
+  HD static uint32_t key(uint32_t hashed) { return ((hashed & 0xfffe0u) | 16) - kZero; }
+
+  template <class F>
+  HD static BitsOf<F> encode(const F& x, const F& encoder, const BitsOf<F>& rounding) {
+    using B = BitsOf<F>;
+    const F fraction = x * encoder;
+    const B magnitude = kSign ? magnitude_of(fraction) : bits_of(fraction);
+    const B rounded = min_signed(magnitude, B(kOne)) + rounding;
+    const B code = shift_right<20>(max_signed(rounded, B(kSign ? 0u : 1u << 20)));
+    return kSign ? blend(B(0x80u), shift_right<24>(bits_of(x)), code) : code;
+  }
+  template <class F>
+  HD static F decode(const BitsOf<F>& code, const F& scale) {
+    using B = BitsOf<F>;
+    const B bits = shift_left<20>(code);
+    if (!kSign) return from_bits(scale, bits | B(kZero)) * scale;
+    const B x = blend(B(0x87f00000u), bits, B(kZero));
+    return from_bits(scale, clear_without(B(0x7fu), code, x)) * scale;
+  }
+};
+
+// Calls run(code) of a type of codes.
 template <class Run>
 HD void with_code(DType dtype, const Run& run) {
-  if (dtype == DType::kSigned8) return run(Code<DType::kSigned8>());
-  if (dtype == DType::kUnsigned8) return run(Code<DType::kUnsigned8>());
+  switch (dtype) {
+    case DType::kSigned8:
+      return run(RootCode<true>());
+    case DType::kUnsigned8:
+      return run(RootCode<false>());
+    case DType::kE4M3:
+      return run(FloatCode<true>());
+    case DType::kE5M3:
+      return run(FloatCode<false>());
+    default:
+      __builtin_unreachable();
+  }
 }
 
 // --- stochastic rounding -------------------------------------------------------------------------
@@ -200,6 +277,10 @@ HD uint32_t row_key(uint32_t seed, int64_t row, float count) {
 }
 HD uint32_t list_key(uint32_t row_key, int list, int64_t index) {
   return hash(row_key + uint32_t(list) * 0x9e3779b9u + uint32_t(index >> 32) * 0x85ebca6bu);
+}
+// Of the block of a list that begins with element `index`.
+HD uint32_t block_hash(uint32_t row_key, int list, int64_t index) {
+  return hash(list_key(row_key, list, index) ^ uint32_t(index));
 }
 
 // One of the two BF16 values around x, the nearer the likelier; in the mean, x.

@@ -28,6 +28,8 @@ enum class DType : uint8_t {
   // of a state, codes with a scale for each block of elements.
   kSigned8,
   kUnsigned8,
+  kE4M3,
+  kE5M3,
 };
 
 HD constexpr bool is_plain(DType dtype) { return dtype <= DType::kBFloat16; }

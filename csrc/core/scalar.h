@@ -57,8 +57,8 @@ HD uint32_t max_signed(uint32_t a, uint32_t b) { return int32_t(a) > int32_t(b) 
 HD uint32_t min_signed(uint32_t a, uint32_t b) { return int32_t(a) < int32_t(b) ? a : b; }
 // The bits of a where the mask has ones, else those of b.
 HD uint32_t blend(uint32_t mask, uint32_t a, uint32_t b) { return b ^ ((a ^ b) & mask); }
-// b, but zero where a is.
-HD uint32_t clear_where_zero(uint32_t a, uint32_t b) { return a == 0 ? 0 : b; }
+// b, but zero where a has none of the mask's bits.
+HD uint32_t clear_without(uint32_t mask, uint32_t a, uint32_t b) { return a & mask ? b : 0; }
 // As a signed integer, which a float holds exactly.
 HD float to_float(float, uint32_t a) { return float(int32_t(a)); }
 // `then` where a < b as signed integers, else `otherwise`.

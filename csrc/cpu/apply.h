@@ -16,7 +16,8 @@ HD bool apply_chunk(const Op& op, const Walk& walk, const Types& types) {
   typename F::Magnitude largest;
   for_steps<F, F::kWidth, Prefetch<Op::kReads>>(
       walk, types, (Op::kReads | Op::kWrites) & ~kRewritten,
-      [&](int64_t i, int count, auto whole) __attribute__((always_inline)) {
+      [&](int64_t i, int count, auto whole, const auto& fetch) __attribute__((always_inline)) {
+        fetch(0);
         F x[kLists];
         run_vector<F, decltype(whole)::value, Op::kWrites>(op, lists, types, i, count, x);
         UNROLL_LISTS
@@ -37,10 +38,11 @@ HD void apply_streaming(const Op& op, const Walk& walk, const Types& types) {
   const ChunkLists lists = walk.lists;
   for_steps<F, kStrip, Prefetch<Op::kReads>>(
       walk, types, (Op::kReads | kStored) & ~kRewritten,
-      [&](int64_t i, int, auto) __attribute__((always_inline)) {
+      [&](int64_t i, int, auto, const auto& fetch) __attribute__((always_inline)) {
         F model[kVectors];
 #pragma GCC unroll 4
         for (int v = 0; v < kVectors; ++v) {
+          fetch(v * F::kWidth);
           F x[kLists];
           run_vector<F, true, kStored>(op, lists, types, i + v * F::kWidth, F::kWidth, x);
           model[v] = x[kModel];
@@ -58,8 +60,8 @@ HD bool apply_blocks(const Walk& walk, const Types& types, const Run& run) {
   typename F::Magnitude largest;
   for_steps<F, kBlock, Prefetch<Op::kReads>>(
       walk, types, (Op::kReads | Op::kWrites) & ~kRewritten,
-      [&](int64_t i, int count, auto whole) __attribute__((always_inline)) {
-        run(i, count, whole, [&](int64_t, int, auto, const F(&x)[kLists]) HD_LAMBDA {
+      [&](int64_t i, int count, auto whole, const auto& fetch) __attribute__((always_inline)) {
+        run(i, count, whole, fetch, [&](int64_t, int, auto, const F(&x)[kLists]) HD_LAMBDA {
           UNROLL_LISTS
           for (int list = 0; list < kLists; ++list) {
             if (Op::kChecked & bit(list)) largest.include(x[list]);
@@ -79,12 +81,13 @@ bool apply_op(const Op& given, const Walk& walk) {
     using Types = std::decay_t<decltype(types)>;
     if constexpr (!Types::kKnown) {
       found = apply_blocks<F, Op>(walk, types,
-                                  [&](int64_t i, int n, auto, const auto& take)
-                                      HD_LAMBDA { run_staged<F>(op, lists, i, n, take); });
-    } else if constexpr (Types::kCodes) {
+                                  [&](int64_t i, int n, auto, const auto& fetch, const auto& take)
+                                      HD_LAMBDA { run_staged<F>(op, lists, i, n, fetch, take); });
+    } else if constexpr (!Types::kByVectors) {
       apply_blocks<F, Op>(
-          walk, types, [&](int64_t i, int n, auto whole, const auto& take) HD_LAMBDA {
-            run_block<F, Op::kWrites, decltype(whole)::value>(op, lists, types, i, n, take);
+          walk, types,
+          [&](int64_t i, int n, auto whole, const auto& fetch, const auto& take) HD_LAMBDA {
+            run_block<F, Op::kWrites, decltype(whole)::value, Types>(op, lists, i, n, fetch, take);
           });
     } else {
       if constexpr (Op::kWrites & bit(kModel)) {

@@ -85,14 +85,16 @@ HD void add_by_tiles(const Op& op, const Walk& walk, const Types& types, const f
   };
   constexpr int kStep = Types::kByVectors ? F::kWidth : kBlock;
   for_steps<F, kStep, Prefetch<Op::kReads>>(
-      walk, types, kFetched, [&](int64_t i, int count, auto whole) __attribute__((always_inline)) {
+      walk, types, kFetched,
+      [&](int64_t i, int count, auto whole, const auto& fetch) __attribute__((always_inline)) {
         constexpr bool kWhole = decltype(whole)::value;
         constexpr unsigned kStored = Op::kWrites & ~kStreamed<Op>;
         if constexpr (!Types::kKnown) {
-          run_staged<F>(op, lists, i, count, measure);
-        } else if constexpr (Types::kCodes) {
-          run_block<F, kStored, kWhole>(op, lists, types, i, count, measure);
+          run_staged<F>(op, lists, i, count, fetch, measure);
+        } else if constexpr (!Types::kByVectors) {
+          run_block<F, kStored, kWhole, Types>(op, lists, i, count, fetch, measure);
         } else {
+          fetch(0);
           F x[kLists];
           run_vector<F, kWhole, kStored>(op, lists, types, i, count, x);
           measure(i, count, whole, x);

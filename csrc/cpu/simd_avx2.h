@@ -57,6 +57,16 @@ struct Avx2 {
     }
   };
 
+  // Four vectors of integers from 0 to 255, as bytes.
+  HD static void store_bytes(void* data, const Bits (&x)[4]) {
+    // Packing is within each 128 bits: of what they have of the four, dword 4 l + k comes from
+    // x[k].
+    const __m256i bytes = _mm256_packus_epi16(_mm256_packus_epi32(x[0].value, x[1].value),
+                                              _mm256_packus_epi32(x[2].value, x[3].value));
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    _mm256_storeu_si256(static_cast<__m256i*>(data), _mm256_permutevar8x32_epi32(bytes, order));
+  }
+
   template <DType kType>
   struct Lanes;
 
@@ -178,8 +188,9 @@ HD Avx2::Bits select_less(Avx2::Bits a, Avx2::Bits b, Avx2::Bits then, Avx2::Bit
 HD Avx2::Bits max_signed(Avx2::Bits a, Avx2::Bits b) { return _mm256_max_epi32(a.value, b.value); }
 HD Avx2::Bits min_signed(Avx2::Bits a, Avx2::Bits b) { return _mm256_min_epi32(a.value, b.value); }
 HD Avx2::Bits blend(Avx2::Bits mask, Avx2::Bits a, Avx2::Bits b) { return b ^ ((a ^ b) & mask); }
-HD Avx2::Bits clear_where_zero(Avx2::Bits a, Avx2::Bits b) {
-  return _mm256_andnot_si256(_mm256_cmpeq_epi32(a.value, _mm256_setzero_si256()), b.value);
+HD Avx2::Bits clear_without(Avx2::Bits mask, Avx2::Bits a, Avx2::Bits b) {
+  const __m256i found = _mm256_and_si256(a.value, mask.value);
+  return _mm256_andnot_si256(_mm256_cmpeq_epi32(found, _mm256_setzero_si256()), b.value);
 }
 HD Avx2 to_float(Avx2, Avx2::Bits a) { return _mm256_cvtepi32_ps(a.value); }
 HD Avx2::Bits bits_of(Avx2 a) { return _mm256_castps_si256(a.value); }

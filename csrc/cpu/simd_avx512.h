@@ -48,6 +48,16 @@ struct Avx512 {
     HD static uint32_t differ(__m256i a, __m256i b) { return _mm256_cmpneq_epi16_mask(a, b); }
   };
 
+  // Four vectors of integers from 0 to 255, as bytes.
+  HD static void store_bytes(void* data, const Bits (&x)[4]) {
+    // Packing is within each 128 bits: of what they have of the four, dword 4 l + k comes from
+    // x[k].
+    const __m512i bytes = _mm512_packus_epi16(_mm512_packus_epi32(x[0].value, x[1].value),
+                                              _mm512_packus_epi32(x[2].value, x[3].value));
+    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    _mm512_storeu_si512(data, _mm512_permutexvar_epi32(order, bytes));
+  }
+
   template <DType kType>
   struct Lanes;
 
@@ -189,8 +199,8 @@ HD Avx512::Bits min_signed(Avx512::Bits a, Avx512::Bits b) {
 HD Avx512::Bits blend(Avx512::Bits mask, Avx512::Bits a, Avx512::Bits b) {
   return _mm512_ternarylogic_epi32(mask.value, a.value, b.value, 0xca);
 }
-HD Avx512::Bits clear_where_zero(Avx512::Bits a, Avx512::Bits b) {
-  return _mm512_maskz_mov_epi32(_mm512_test_epi32_mask(a.value, a.value), b.value);
+HD Avx512::Bits clear_without(Avx512::Bits mask, Avx512::Bits a, Avx512::Bits b) {
+  return _mm512_maskz_mov_epi32(_mm512_test_epi32_mask(a.value, mask.value), b.value);
 }
 HD Avx512 to_float(Avx512, Avx512::Bits a) { return _mm512_cvtepi32_ps(a.value); }
 HD Avx512::Bits bits_of(Avx512 a) { return _mm512_castps_si512(a.value); }

@@ -32,6 +32,9 @@ struct Scalar {
   };
 
   HD static uint32_t count_up() { return 0; }
+  HD static void store_bytes(void* data, const uint32_t (&x)[4]) {
+    for (int k = 0; k < 4; ++k) static_cast<uint8_t*>(data)[k] = uint8_t(x[k]);
+  }
 
   // An integer that is stored as a smaller one.
   template <class Stored>

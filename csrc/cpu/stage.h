@@ -22,8 +22,6 @@ HD void with_one_type(DType type, const Run& run) {
     constexpr bool kHalf = kWeight == DType::kFloat16;
     run(OneType<kHalf ? DType::kRestFloat16 : DType::kRestBFloat16, kWeight>());
   });
-  if (type == DType::kSigned8) run(OneType<DType::kSigned8, DType::kNone>());
-  if (type == DType::kUnsigned8) run(OneType<DType::kUnsigned8, DType::kNone>());
   if (is_plain(plain(type))) {
     with_storage(plain(type), [&](auto storage) HD_LAMBDA {
       constexpr DType kType = decltype(storage)::kType;
@@ -40,9 +38,75 @@ HD void for_vectors(int count, const Run& run) {
   if (i < count) run(i, count - i, std::false_type());
 }
 
+// What place_bits() gives of each place, as a vector is loaded.
+struct Places {
+  alignas(kCacheLine) uint32_t bits[kPlaces] = {};
+  constexpr Places() {
+    for (int i = 0; i < kPlaces; ++i) bits[i] = place_bits(i);
+  }
+};
+
+// Of the `count` elements from element `first` on, at most a block, of a list of codes: the values
+// that they stand for; the scale that values need; the codes of values. One loop for each type,
+// however many ops there are.
+template <class F>
+void decode_block(const ChunkLists& lists, int list, int64_t first, int count, float* to) {
+  const F scale(lists.scales[list - kState0][first / kBlock]);
+  with_code(lists.dtype[list], [&](auto code) HD_LAMBDA {
+    using Stored = typename decltype(code)::Stored;
+    for_vectors<F>(count, [&](int i, int n, auto whole) HD_LAMBDA {
+      const BitsOf<F> codes =
+          load_integers<F, Stored, decltype(whole)::value>(lists.data[list], first + i, n);
+      store_vector(code.decode(codes, scale), to, DType::kFloat32, i);
+    });
+  });
+}
+
+template <class F>
+float scale_block(const ChunkLists& lists, int list, int64_t first, int count, const float* from) {
+  typename F::Magnitude largest;
+  for_vectors<F>(count, [&](int i, int n, auto whole) HD_LAMBDA {
+    const F x = load_vector<F>(from, DType::kFloat32, i);
+    // What an op makes of the lanes past the end is no part of the block.
+    largest.include(whole ? x : keep((1u << n) - 1, x));
+  });
+  float& scale = lists.scales[list - kState0][first / kBlock];
+  with_code(lists.dtype[list], [&](auto code) HD_LAMBDA { scale = code.scale(largest.reduce()); });
+  return scale;
+}
+
+template <class F>
+void encode_block(const ChunkLists& lists, int list, int64_t first, int count, const float* from,
+                  float scale, bool steps) {
+  static constexpr Places places;
+  const uint32_t hashed = block_hash(lists.random_key, list, lists.random_first + first);
+  with_code(lists.dtype[list], [&](auto code) HD_LAMBDA {
+    const F encoder(code.encoder(scale));
+    const BitsOf<F> key(steps ? code.key(hashed) : code.kNearest);
+    const auto codes_at = [&](int i) HD_LAMBDA {
+      const uint32_t* bits = places.bits + (F::kWidth < kPlaces ? i % kPlaces : 0);
+      const BitsOf<F> place = bits_of(load_vector<F>(bits, DType::kFloat32, 0));
+      const F x = load_vector<F>(from, DType::kFloat32, i);
+      return code.encode(x, encoder, steps ? place ^ key : key);
+    };
+    int whole = 0;
+    for (; whole + 4 * F::kWidth <= count; whole += 4 * F::kWidth) {
+      const BitsOf<F> codes[] = {codes_at(whole), codes_at(whole + F::kWidth),
+                                 codes_at(whole + 2 * F::kWidth), codes_at(whole + 3 * F::kWidth)};
+      F::store_bytes(lists.data[list] + first + whole, codes);
+    }
+    for (int i = whole; i < count; i += F::kWidth) {
+      const int n = count - i < F::kWidth ? count - i : F::kWidth;
+      F::template Part<uint8_t>::store_first(lists.data[list] + first + i, codes_at(i), n);
+    }
+  });
+}
+
 // Widens the `count` elements of a list from element `first` on.
 template <class F>
 void widen_list(const ChunkLists& lists, int list, int64_t first, int count, float* to) {
+  if (is_state(list) && is_code(lists.dtype[list]))
+    return decode_block<F>(lists, list, first, count, to);
   with_one_type(lists.dtype[list], [&](auto types) HD_LAMBDA {
     for_vectors<F>(count, [&](int i, int n, auto whole) HD_LAMBDA {
       const F x = load<F, decltype(whole)::value>(lists, types, list, first + i, n);
@@ -54,7 +118,11 @@ void widen_list(const ChunkLists& lists, int list, int64_t first, int count, flo
 // Stores settled values of a list; `weight`: those of the model weights.
 template <class F>
 void narrow_list(const ChunkLists& lists, int list, int64_t first, int count, const float* from,
-                 const float* weight) {
+                 const float* weight, bool steps) {
+  if (is_state(list) && is_code(lists.dtype[list])) {
+    const float scale = scale_block<F>(lists, list, first, count, from);
+    return encode_block<F>(lists, list, first, count, from, scale, steps);
+  }
   const auto at = [](const float* floats, int i)
                       HD_LAMBDA { return load_vector<F>(floats, DType::kFloat32, i); };
   with_one_type(lists.dtype[list], [&](auto types) HD_LAMBDA {
@@ -63,28 +131,13 @@ void narrow_list(const ChunkLists& lists, int list, int64_t first, int count, co
                                        n);
     });
   });
-  if (!is_state(list)) return;
-  with_code(lists.dtype[list], [&](auto code) HD_LAMBDA {
-    typename F::Magnitude largest;
-    for_vectors<F>(count, [&](int i, int n, auto whole) HD_LAMBDA {
-      // What an op makes of the lanes past the end is no part of the block.
-      largest.include(whole ? at(from, i) : keep((1u << n) - 1, at(from, i)));
-    });
-    const float scale = code.scale(largest.reduce());
-    lists.scales[list - kState0][first / kBlock] = scale;
-    const F encoder(code.encoder(scale));
-    for_vectors<F>(count, [&](int i, int n, auto whole) HD_LAMBDA {
-      store_integers<F, uint8_t, decltype(whole)::value>(code.encode(at(from, i), encoder),
-                                                         lists.data[list], first + i, n);
-    });
-  });
 }
 
 // Runs the op on the `count` elements from `first` on, at most a block, and stores what it writes;
 // take(i, count, whole, x) has each vector with what the op left.
-template <class F, class Op, class Take>
+template <class F, class Op, class Fetch, class Take>
 HD void run_staged(const Op& op, const ChunkLists& lists, int64_t first, int count,
-                   const Take& take) {
+                   const Fetch& fetch, const Take& take) {
   alignas(kCacheLine) static const float kZeros[kBlock] = {};
   alignas(kCacheLine) float stage[kLists][kBlock];
   const float* read[kLists];
@@ -105,6 +158,7 @@ HD void run_staged(const Op& op, const ChunkLists& lists, int64_t first, int cou
   for (int list = kParam; list < kState0 + kMaxStates; ++list)
     settles |= !is_plain(types(list)) && !is_code(types(list));
   for_vectors<F>(count, [&](int i, int n, auto whole) HD_LAMBDA {
+    fetch(i);
     constexpr bool kWhole = decltype(whole)::value;
     constexpr DType kFloats = DType::kFloat32;
     F x[kLists];
@@ -132,7 +186,44 @@ HD void run_staged(const Op& op, const ChunkLists& lists, int64_t first, int cou
   UNROLL_LISTS
   for (int list = 0; list < kLists; ++list) {
     if (Op::kWrites & bit(list) && written[list] == stage[list])
-      narrow_list<F>(lists, list, first, count, stage[list], stage[kModel]);
+      narrow_list<F>(lists, list, first, count, stage[list], stage[kModel], kSteps<Op>);
+  }
+}
+
+// Runs the op on the `count` elements from `first` on, at most a block, of types that are known but
+// for those of codes: these are widened into floats before and narrowed after.
+template <class F, unsigned kStored, bool kWhole, class Types, class Op, class Fetch, class Take>
+HD void run_block(const Op& op, const ChunkLists& given, int64_t first, int count,
+                  const Fetch& fetch, const Take& take) {
+  constexpr unsigned kCodes = Types::kCodes;
+  alignas(kCacheLine) float stage[kMaxStates][kBlock];
+  ChunkLists lists = given;
+  UNROLL_LISTS
+  for (int s = 0; s < kMaxStates; ++s) {
+    if (!(kCodes & bit(kState0 + s))) continue;
+    // Where element 0 would be, if the chunk's others were there too.
+    const auto block = reinterpret_cast<uintptr_t>(stage[s]);
+    lists.data[kState0 + s] = reinterpret_cast<char*>(block - uintptr_t(first) * sizeof(float));
+    decode_block<F>(given, kState0 + s, first, count, stage[s]);
+  }
+  for_vectors<F>(kWhole ? kBlock : count, [&](int i, int n, auto whole) HD_LAMBDA {
+    fetch(i);
+    F x[kLists];
+    run_vector<F, decltype(whole)::value, kStored>(op, lists, typename Types::Widened(), first + i,
+                                                   n, x);
+    take(first + i, n, whole, x);
+  });
+  // All scales before all codes: each waits for its block's largest value and a division.
+  float scale[kMaxStates];
+  UNROLL_LISTS
+  for (int s = 0; s < kMaxStates; ++s) {
+    if (kCodes & kStored & bit(kState0 + s))
+      scale[s] = scale_block<F>(given, kState0 + s, first, count, stage[s]);
+  }
+  UNROLL_LISTS
+  for (int s = 0; s < kMaxStates; ++s) {
+    if (kCodes & kStored & bit(kState0 + s))
+      encode_block<F>(given, kState0 + s, first, count, stage[s], scale[s], kSteps<Op>);
   }
 }
 

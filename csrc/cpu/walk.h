@@ -53,6 +53,9 @@ struct ChunkLists {
   }
 };
 
+// Stands for all types of codes: their sizes are the same.
+constexpr DType kAnyCode = DType::kSigned8;
+
 // The storage type of each list. Any mixture goes through stage.h.
 struct AnyTypes {
   static constexpr bool kKnown = false, kByVectors = false;
@@ -63,12 +66,13 @@ struct AnyTypes {
 // The mixtures that nearly all rows have are known when compiling, so that their loops are free of
 // branches: gradients and model weights in kHalf beside masters of kMaster and states, or, with
 // kFloat32, no half at all; gradients that are written back unscaled or are not. The states of
-// kSigned and kUnsigned are codes, others of kState.
+// kCoded are codes, of whatever type, others are of kState.
 template <DType kHalf, DType kMaster = DType::kFloat32, DType kState = DType::kFloat32,
-          unsigned kSigned = 0, unsigned kUnsigned = 0, DType kBack = DType::kNone>
+          unsigned kCoded = 0, DType kBack = DType::kNone>
 struct MasterTypes {
-  static constexpr bool kKnown = true;
-  static constexpr bool kCodes = (kSigned | kUnsigned) != 0, kByVectors = !kCodes;
+  using Widened = MasterTypes<kHalf, kMaster, DType::kFloat32, 0, kBack>;
+  static constexpr bool kKnown = true, kByVectors = kCoded == 0;
+  static constexpr unsigned kCodes = kCoded;
   HD constexpr DType operator()(int list) const {
     switch (list) {
       case kGrad:
@@ -79,9 +83,7 @@ struct MasterTypes {
         return kMaster;
       case kState0:
       case kState1:
-        return kSigned & bit(list)     ? DType::kSigned8
-               : kUnsigned & bit(list) ? DType::kUnsigned8
-                                       : kState;
+        return kCoded & bit(list) ? kAnyCode : kState;
       case kUnscaled:
         return kBack;
       default:
@@ -95,8 +97,10 @@ template <class Types, class Run>
 HD bool with_master_types(const ChunkLists& lists, unsigned used, const Run& run) {
   const Types types;
   bool known = true;
-  for (int list = 0; list < kLists; ++list)
-    known &= !(used & bit(list)) || lists.dtype[list] == types(list);
+  for (int list = 0; list < kLists; ++list) {
+    const DType type = is_code(lists.dtype[list]) ? kAnyCode : lists.dtype[list];
+    known &= !(used & bit(list)) || type == types(list);
+  }
   if (known) run(types);
   return known;
 }
@@ -115,16 +119,15 @@ HD void with_types(const ChunkLists& lists, const Run& run) {
     constexpr DType kType = decltype(storage)::kType, kWhole = DType::kFloat32;
     try_types(MasterTypes<kType>());
     if constexpr (kType == kWhole && (kUsed & bit(kUnscaled)))
-      try_types(MasterTypes<kType, kWhole, kWhole, 0, 0, kType>());
+      try_types(MasterTypes<kType, kWhole, kWhole, 0, kType>());
     if constexpr (kCompact && kType == DType::kBFloat16) {
       constexpr DType kSplit = DType::kRestBFloat16;
       try_types(MasterTypes<kType, kSplit>());
       if constexpr (Op::kPackable) {
         constexpr DType kRandom = DType::kRandomBFloat16;
-        constexpr unsigned kUnsigned = Op::kUnsigned;
-        constexpr unsigned kSigned = Op::kReads & Op::kWrites & kStates & ~kUnsigned;
-        try_types(MasterTypes<kType, kWhole, kWhole, kSigned, kUnsigned>());
-        try_types(MasterTypes<kType, kSplit, kWhole, kSigned, kUnsigned>());
+        constexpr unsigned kCoded = Op::kReads & Op::kWrites & kStates & ~bit(kState2);
+        try_types(MasterTypes<kType, kWhole, kWhole, kCoded>());
+        try_types(MasterTypes<kType, kSplit, kWhole, kCoded>());
         try_types(MasterTypes<kType, kWhole, kRandom>());
         try_types(MasterTypes<kType, kSplit, kRandom>());
       }
@@ -195,25 +198,19 @@ HD void fetch_strip(const ChunkLists& chunk, const Types& types, int64_t i) {
   }
 }
 
-// take(i, count, whole) for all elements of the chunk, kStep at a time (whole vectors of F);
-// `whole` is true_type where count is.
+// take(i, count, whole, fetch) for all elements of the chunk, kStep at a time (whole vectors of F);
+// `whole` is true_type where count is. It calls fetch(v) before it loads element v of the step.
 template <class F, int kStep, class Distance, class Types, class Take>
 HD void for_steps(const Walk& walk, const Types& types, unsigned fetched, const Take& take) {
   const int64_t n = walk.lists.length;
   int64_t i = 0;
-  for (; i + Distance::kAhead / 2 + kStep <= n; i += kStep) {
-#pragma GCC unroll 8
-    for (int v = 0; v < kStep; v += F::kWidth)
-      prefetch<true, Distance, kStep>(walk, types, fetched, i, v);
-    take(i, kStep, std::true_type());
-  }
-  for (; i + kStep <= n; i += kStep) {
-#pragma GCC unroll 8
-    for (int v = 0; v < kStep; v += F::kWidth)
-      prefetch<false, Distance, kStep>(walk, types, fetched, i, v);
-    take(i, kStep, std::true_type());
-  }
-  if (i < n) take(i, int(n - i), std::false_type());
+  for (; i + Distance::kAhead / 2 + kStep <= n; i += kStep)
+    take(i, kStep, std::true_type(),
+         [&](int v) HD_LAMBDA { prefetch<true, Distance, kStep>(walk, types, fetched, i, v); });
+  for (; i + kStep <= n; i += kStep)
+    take(i, kStep, std::true_type(),
+         [&](int v) HD_LAMBDA { prefetch<false, Distance, kStep>(walk, types, fetched, i, v); });
+  if (i < n) take(i, int(n - i), std::false_type(), [](int) HD_LAMBDA {});
 }
 
 // call(c, walk) for the chunks [begin, end): all, or those of rows that have a gradient.
@@ -269,19 +266,13 @@ HD F load(const ChunkLists& lists, const Types& types, int list, int64_t i, int 
     with_split(type, [&](auto split) HD_LAMBDA {
       x = split.join(high, load_integers<F, int16_t, kWhole>(data, i, count));
     });
-  } else if (is_state(list) && is_code(type)) {
-    const F scale(lists.scales[list - kState0][i / kBlock]);
-    with_code(type, [&](auto code) HD_LAMBDA {
-      using Stored = typename decltype(code)::Stored;
-      x = code.decode(load_integers<F, Stored, kWhole>(data, i, count), scale);
-    });
   } else {
     x = load_plain<F, kWhole>(data, plain(type), i, count);
   }
   return x;
 }
 
-// Of a settled value, beside a model weight; codes wait for the whole block.
+// Of a settled value, beside a model weight.
 template <class F, bool kWhole, class Types>
 HD void store(const F& x, const F& weight, const ChunkLists& lists, const Types& types, int list,
               int64_t i, int count) {
@@ -291,8 +282,6 @@ HD void store(const F& x, const F& weight, const ChunkLists& lists, const Types&
     with_split(type, [&](auto split) HD_LAMBDA {
       store_integers<F, int16_t, kWhole>(split.rest(x, weight), data, i, count);
     });
-  } else if (is_state(list) && is_code(type)) {
-    return;
   } else if (list == kModel && types(kParam) == DType::kRestBFloat16) {
     // It has no digits to round.
     store_integers<F, int16_t, kWhole>(shift_right<16>(bits_of(x)), data, i, count);
@@ -304,7 +293,7 @@ HD void store(const F& x, const F& weight, const ChunkLists& lists, const Types&
 }
 
 // Runs the op on `count` elements from i on, a vector of them if kWhole, and stores the lists of
-// kStored but for codes. x ends as what the op left.
+// kStored. x ends as what the op left.
 template <class F, bool kWhole, unsigned kStored, class Op, class Types>
 HD void run_vector(const Op& op, const ChunkLists& lists, const Types& types, int64_t i, int count,
                    F (&x)[kLists]) {
@@ -317,52 +306,6 @@ HD void run_vector(const Op& op, const ChunkLists& lists, const Types& types, in
   UNROLL_LISTS
   for (int list = 0; list < kLists; ++list) {
     if (kStored & bit(list)) store<F, kWhole>(x[list], x[kModel], lists, types, list, i, count);
-  }
-}
-
-// Runs the op on a block, or on the `count` elements that it still has, and stores its states that
-// are codes; take(i, count, whole, x) has each vector with what the op left.
-template <class F, unsigned kStored, bool kWhole, class Op, class Types, class Take>
-HD void run_block(const Op& op, const ChunkLists& lists, const Types& types, int64_t i, int count,
-                  const Take& take) {
-  constexpr int kWidth = F::kWidth;
-  F state[kMaxStates][kBlock / kWidth];
-  typename F::Magnitude largest[kMaxStates];
-  const auto is_kept = [&](int s) HD_LAMBDA {
-    return (kStored & bit(kState0 + s)) && is_code(types(kState0 + s));
-  };
-  const auto run = [&](int v, int n, auto whole) HD_LAMBDA {
-    F x[kLists];
-    run_vector<F, decltype(whole)::value, kStored>(op, lists, types, i + v * kWidth, n, x);
-    UNROLL_LISTS
-    for (int s = 0; s < kMaxStates; ++s) {
-      if (!is_kept(s)) continue;
-      // What an op makes of the lanes past the end is no part of the block.
-      state[s][v] = whole ? x[kState0 + s] : keep((1u << n) - 1, x[kState0 + s]);
-      largest[s].include(state[s][v]);
-    }
-    take(i + v * kWidth, n, whole, x);
-  };
-  const int vectors = kWhole ? kBlock / kWidth : count / kWidth;
-  for (int v = 0; v < vectors; ++v) run(v, kWidth, std::true_type());
-  const int rest = kWhole ? 0 : count % kWidth;
-  if (rest > 0) run(vectors, rest, std::false_type());
-  UNROLL_LISTS
-  for (int s = 0; s < kMaxStates; ++s) {
-    if (!is_kept(s)) continue;
-    char* data = lists.data[kState0 + s];
-    with_code(types(kState0 + s), [&](auto code) HD_LAMBDA {
-      const float scale = code.scale(largest[s].reduce());
-      lists.scales[s][i / kBlock] = scale;
-      const F encoder(code.encoder(scale));
-      for (int v = 0; v < vectors; ++v)
-        store_integers<F, uint8_t, true>(code.encode(state[s][v], encoder), data, i + v * kWidth,
-                                         kWidth);
-      if (rest > 0) {
-        const BitsOf<F> codes = code.encode(state[s][vectors], encoder);
-        store_integers<F, uint8_t, false>(codes, data, i + vectors * kWidth, rest);
-      }
-    });
   }
 }
 

@@ -199,9 +199,15 @@ __device__ inline void store_packs(const Slice& slice, int i, int count,
         float* to = slice.scales[list - kState0] + i / kBlock;
         const float scale = share_scale<decltype(code)>(values[list], count, to);
         const float encoder = code.encoder(scale);
+        const int place = i % kBlock;
+        uint32_t key = code.kNearest;
+        if constexpr (kSteps<Op>)
+          key = code.key(block_hash(slice.random_key, list, slice.first + i - place));
 #pragma unroll
-        for (int k = 0; k < kWidth; ++k)
-          pack.template put<1>(k, code.encode(values[list][k], encoder));
+        for (int k = 0; k < kWidth; ++k) {
+          const uint32_t bits = kSteps<Op> ? place_bits(place + k) : 0;
+          pack.template put<1>(k, code.encode(values[list][k], encoder, bits ^ key));
+        }
       });
     }
     store_pack<kWhole>(slice.columns[list], i, count, pack, may_be_codes<Op, Slice>(list));

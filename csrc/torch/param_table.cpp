@@ -97,7 +97,7 @@ bool ParamTable::holds(pybind11::handle groups, pybind11::handle states) {
 void ParamTable::set_states(int64_t index, const std::optional<States>& states,
                             const std::string& storage, const std::optional<at::Tensor>& average) {
   Row& row = rows_.at(index);
-  const StorageInfo& stored = info(storage_of(storage));
+  const StorageInfo& stored = storage_of(storage);
   const size_t count = states ? states->size() : 0;
   TORCH_CHECK_VALUE(count <= kMaxStates, "a row has at most three states");
   TORCH_CHECK(stored.block == 0 || info(algorithm).packable, info(algorithm).name,
@@ -128,7 +128,7 @@ void ParamTable::set_states(int64_t index, const std::optional<States>& states,
                      average->scalar_type(), "; it has to be float32");
   }
   row.has_states = states.has_value();
-  row.storage = stored.storage;
+  row.storage = &stored;
   row.average = average.value_or(at::Tensor());
   for (size_t i = 0; i < kMaxStates; ++i) {
     row.states[i] = i < count ? (*states)[i][0] : at::Tensor();
@@ -185,7 +185,7 @@ Table& ParamTable::core() {
 
 DType ParamTable::type_in(int list, int64_t index, const at::Tensor& tensor) const {
   const Row& row = rows_[index];
-  if (is_state(list)) return info(row.storage).type(info(algorithm).unsigned_states & bit(list));
+  if (is_state(list)) return row.storage->type(info(algorithm).unsigned_states & bit(list));
   if (list == kParam && row.rounds_at_random) return DType::kRandomBFloat16;
   if (list == kParam && row.is_split)
     return row.model.scalar_type() == at::kHalf ? DType::kRestFloat16 : DType::kRestBFloat16;
@@ -229,13 +229,13 @@ void ParamTable::follow_storage(int64_t index) {
     TORCH_CHECK(fits_param(values), row.name,
                 " changed its strides after the optimizer's first step; its state is laid out as "
                 "it was before");
-    TORCH_CHECK((!values.defined() ||
-                 values.scalar_type() == scalar_type_of(info(row.storage).signed_type)) &&
-                    (!scales.defined() || (scales.scalar_type() == at::kFloat &&
-                                           scales.numel() == blocks_of(row.numel) &&
-                                           scales.device() == device && scales.is_contiguous())),
-                "a state of ", row.name,
-                " was given memory of another type or size; assign to optimizer.state instead");
+    TORCH_CHECK(
+        (!values.defined() || values.scalar_type() == scalar_type_of(row.storage->signed_type)) &&
+            (!scales.defined() ||
+             (scales.scalar_type() == at::kFloat && scales.numel() == blocks_of(row.numel) &&
+              scales.device() == device && scales.is_contiguous())),
+        "a state of ", row.name,
+        " was given memory of another type or size; assign to optimizer.state instead");
     set(kState0 + state, index, row.states[state]);
     set(kScale0 + state, index, row.scales[state]);
   }

@@ -53,7 +53,7 @@ struct Row {
   at::Tensor whole;
   pybind11::object whole_object, gradient_spec;
   at::Tensor states[kMaxStates], scales[kMaxStates], average;
-  StateStorage storage = StateStorage::kFloat32;
+  const StorageInfo* storage = &storages().front();
   at::Tensor accumulated;
   at::Tensor lr;           // whose value the hyper-parameters point to
   at::Tensor copied_grad;  // the gradient in the parameter's layout, if it has another

@@ -102,9 +102,9 @@ Algorithm algorithm_of(const std::string& name) {
   TORCH_CHECK_VALUE(false, "algorithm is '", name, "'; it is one of ", names_of(algorithms()));
 }
 
-StateStorage storage_of(const std::string& name) {
+const StorageInfo& storage_of(const std::string& name) {
   for (const StorageInfo& info : storages()) {
-    if (name == info.name) return info.storage;
+    if (name == info.name) return info;
   }
   TORCH_CHECK_VALUE(false, "a storage type is '", name, "'; it is one of ", names_of(storages()));
 }

@@ -15,7 +15,7 @@ pybind11::dict schema();
 
 // A ValueError for a name that does not exist.
 Algorithm algorithm_of(const std::string& name);
-StateStorage storage_of(const std::string& name);
+const StorageInfo& storage_of(const std::string& name);
 RowHyper hyper_of(Algorithm algorithm, const std::map<std::string, double>& values);
 // The column of `schedule` by its name.
 const double*& schedule_column(Schedule& schedule, const std::string& name);

@@ -307,7 +307,7 @@ struct Quantized {
             const TensorList& lists)
       : codes(lists.at(0)), scales(lists.at(1)) {
     TORCH_CHECK_INDEX(0 <= state && state < kMaxStates, "state ", state, " of ", kMaxStates);
-    const StorageInfo& found = info(storage_of(storage));
+    const StorageInfo& found = storage_of(storage);
     TORCH_CHECK_VALUE(found.block > 0, storage, " has no codes; copy the state");
     const unsigned unsigned_states = info(algorithm_of(algorithm)).unsigned_states;
     type = found.type(unsigned_states & bit(kState0 + int(state)));

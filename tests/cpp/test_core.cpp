@@ -1,4 +1,6 @@
 // The core at its seams: the CUDA backend must leave the bits that the CPU backend leaves.
+#include <algorithm>
+
 #include "world.h"
 
 using namespace ampfuse;
@@ -91,11 +93,10 @@ RowSpec compact_row(const AlgorithmInfo& info, int64_t numel, int variant) {
   if (row.types[kModel] == kBF16) row.types[kParam] = variant % 2 ? DType::kRestBFloat16 : kF32;
   if (row.types[kParam] == kBF16 && row.types[kModel] == kAbsent)
     row.types[kParam] = DType::kRandomBFloat16;
+  const StorageInfo& storage = storages()[size_t(variant + variant / 3) % storages().size()];
   for (const List list : {kState0, kState1, kState2}) {
-    if (row.types[list] == kAbsent) continue;
-    if (variant % 4 == 1) row.types[list] = DType::kRandomBFloat16;
-    if (variant % 4 >= 2 && info.packable)
-      row.types[list] = info.unsigned_states & bit(list) ? DType::kUnsigned8 : DType::kSigned8;
+    if (row.types[list] == kAbsent || (storage.block > 0 && !info.packable)) continue;
+    row.types[list] = storage.type(info.unsigned_states & bit(list));
   }
   return row;
 }
@@ -723,51 +724,77 @@ TEST(edited_split_weights) {
   }
 }
 
-// The integer that a stored code is.
-template <DType kType>
-static uint32_t stored(uint32_t code) {
-  return uint32_t(int32_t(typename Code<kType>::Stored(code)));
+// The integer that is decoded, of what was encoded.
+template <class C>
+static uint32_t stored(C, uint32_t code) {
+  return uint32_t(int32_t(typename C::Stored(code)));
 }
 
-template <DType kType>
-static void check_codes(double worst) {
-  using C = Code<kType>;
-  std::vector<float> fractions;
-  for (float x = 1; x > 1e-12f; x *= 0.9993f) fractions.push_back(x);
-  for (const float scale : {1.0f, 3e38f, 1e-30f, 1.1754944e-38f, 0.3f}) {
-    const float encoder = C::encoder(C::scale(float_bits(scale)));
-    for (const float fraction : fractions) {
-      for (const float x : {fraction * scale, -fraction * scale}) {
-        if (x < 0 && !C::kSign) continue;  // but -0
-        const uint32_t code = stored<kType>(C::encode(x, encoder));
-        const float back = C::decode(code, scale);
-        EXPECT(stored<kType>(C::encode(back, encoder)) == code, x, " of ", scale);
-        EXPECT(std::fabs(double(back) - double(x)) <= worst * double(scale), x, " as ", back);
-        EXPECT(C::kSign || x == 0 || back > 0, x, " as ", back);
+template <class C>
+static float decoded(C code, uint32_t byte, float scale) {
+  return C::decode(stored(code, byte), scale);
+}
+
+// The nearer of the two values around it, or nearly, but where the least ones are, and the same
+// again; with every rounding one of the two.
+template <class C>
+static void check_values(C code, float scale) {
+  const float encoder = C::encoder(scale);
+  std::vector<float> values;
+  for (uint32_t byte = 0; byte < 256; ++byte) values.push_back(decoded(code, byte, scale));
+  std::sort(values.begin(), values.end());
+  const float least = scale * (C::kSign ? 0x1p-14f : 0x1p-30f);
+  for (float fraction = 1; fraction > 1e-12f; fraction *= 0.9993f) {
+    for (const float x : {fraction * scale, -fraction * scale}) {
+      if (x < 0 && !C::kSign) continue;  // but -0
+      const uint32_t byte = stored(code, C::encode(x, encoder, C::kNearest));
+      const float back = C::decode(byte, scale);
+      const auto above = std::lower_bound(values.begin(), values.end(), x);
+      const float high = above == values.end() ? back : *above;
+      const float low = above == values.begin() ? high : *(above - 1);
+      EXPECT(std::fabs(back - x) <= 0.7f * (high - low) + least, x, " as ", back);
+      EXPECT(C::kSign || x == 0 || back > 0, x, " as ", back);
+      for (uint32_t i = 0; i < 6; ++i) {
+        const uint32_t key = C::key(i == 0 ? 0 : i == 1 ? ~0u : hash(i)) ^ place_bits(int(i));
+        const float other = C::decode(stored(code, C::encode(x, encoder, key)), scale);
+        EXPECT(other >= low - least && other <= high + least, x, " as ", other);
+        const float again = C::decode(stored(code, C::encode(back, encoder, key)), scale);
+        EXPECT(again == back, x, " of ", scale);
       }
     }
-    const float zero = C::decode(stored<kType>(C::encode(0.0f, encoder)), scale);
-    EXPECT(C::kSign ? zero == 0 : (zero > 0 || scale < 1e-28f) && zero <= scale * 0x1p-31f, zero);
-    const float most = C::decode(stored<kType>(C::encode(scale, encoder)), scale);
-    EXPECT(std::fabs(most / scale - 1) < 1e-6f, scale);
+  }
+}
+
+template <class C>
+static void check_codes(C code) {
+  for (const float largest : {1.0f, 3e38f, 1e-30f, 1.1754944e-38f, 0.3f}) {
+    const float scale = C::scale(float_bits(largest)), encoder = C::encoder(scale);
+    if (largest > 1e-38f) check_values(code, scale);
+    const float zero = decoded(code, C::encode(0.0f, encoder, C::kNearest), scale);
+    EXPECT(C::kSign ? zero == 0 : (zero > 0 || scale < 1e-28f) && zero <= scale * 0x1p-30f, zero);
+    const float most = decoded(code, C::encode(largest, encoder, C::kNearest), scale);
+    EXPECT(std::fabs(most / largest - 1) < 1e-6f, largest);
+    EXPECT(std::fabs(C::scale(float_bits(most)) / scale - 1) < 1e-6f, largest);
   }
   EXPECT(C::scale(0) == 0 && C::encoder(0) == 0 &&
-         C::decode(stored<kType>(C::encode(0.0f, 0.0f)), 0.0f) == 0);
+         decoded(code, C::encode(0.0f, 0.0f, C::kNearest), 0.0f) == 0);
   const float poisoned = C::scale(float_bits(kInf) + 1);
   EXPECT(poisoned != poisoned);
   // Limited, or infinite as the square is, and so with all its neighbours.
   const float limit = C::scale(float_bits(kInf));
   const float encoder = C::encoder(limit);
-  const float infinite = C::decode(stored<kType>(C::encode(kInf, encoder)), limit);
-  const float beside = C::decode(stored<kType>(C::encode(1.0f, encoder)), limit);
-  EXPECT(infinite == (C::kSign ? std::numeric_limits<float>::max() : kInf), infinite);
+  const float infinite = decoded(code, C::encode(kInf, encoder, C::kNearest), limit);
+  const float beside = decoded(code, C::encode(1.0f, encoder, C::kNearest), limit);
+  EXPECT(C::kSign ? infinite > 3.4e38f && infinite < kInf : infinite == kInf, infinite);
   EXPECT(beside == (C::kSign ? 0.0f : kInf), beside);
 }
 
-// At most half a step of 32 codes an octave.
 TEST(codes_of_eight_bits) {
-  check_codes<DType::kSigned8>(0.5 / 64 * 1.01);
-  check_codes<DType::kUnsigned8>(0.5 / 64 * 1.01);
+  for (const StorageInfo& storage : storages()) {
+    if (storage.block == 0) continue;
+    with_code(storage.signed_type, [](auto code) { check_codes(code); });
+    with_code(storage.unsigned_type, [](auto code) { check_codes(code); });
+  }
 }
 
 // In the mean a value stays, what BF16 holds does, and both neighbours are met.

@@ -94,19 +94,23 @@ template <class Op>
 constexpr int kHyperCount<Op, decltype(void(Op::kHypers))> =
     int(sizeof(Op::kHypers) / sizeof(Op::kHypers[0]));
 
-// Calls run(Code) if `list` of Op, which is of type `dtype`, holds codes. Whether they have a sign
-// is known of an optimizer's states; an op that names no states takes both kinds.
+// Whether Op is an optimizer's step, whose codes may be rounded at random. An op that names no
+// states converts them, to nearest.
+template <class Op>
+constexpr bool kSteps = kStateCount<Op> > 0;
+
+// Calls run(code) if `list` of Op, which is of type `dtype`, holds codes. Whether they have a sign
+// is known of an optimizer's states.
 template <class Op, class Run>
 HD void with_code_of(int list, DType dtype, const Run& run) {
   if constexpr (Op::kPackable) {
     if (!is_state(list) || !is_code(dtype)) return;
-    if constexpr (kStateCount<Op> == 0) {
-      with_code(dtype, run);
-    } else if (Op::kUnsigned & bit(list)) {
-      run(Code<DType::kUnsigned8>());
-    } else {
-      run(Code<DType::kSigned8>());
-    }
+    with_code(dtype, [&](auto code) HD_LAMBDA {
+      if constexpr (kSteps<Op>) {
+        if (code.kSign == bool(Op::kUnsigned & bit(list))) return;
+      }
+      run(code);
+    });
   }
 }
 

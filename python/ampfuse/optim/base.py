@@ -285,7 +285,8 @@ class AmpOptimizer(WithOptions, Optimizer):
 
         It says itself what it holds, and every mode loads every other's: a split master is in it
         as the whole one that it stands for (4 bytes a parameter while the dict lives), a state in
-        BF16 under its name, one in 8 bits under ``<name>_codes`` and ``<name>_scale``.
+        BF16 under its name, one in 8 bits under the name with its type's suffix
+        (``<name>_codes``) and ``<name>_scale``.
         """
         self.follow_edits()
         return checkpoints.with_masters(self, super().state_dict())

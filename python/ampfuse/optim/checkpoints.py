@@ -240,7 +240,7 @@ def _check_state(
             for i, (key, shape) in enumerate(stored.shapes(param, of).items()):
                 rule = _CODES if of.block and i == 0 else _VALUES
                 _check_tensor(key, state.get(key), param, name, shape, rule)
-        had = stored.storage_in(state)
+        had = stored.storage_in(state, storage)
         keys = (had or FP32).keys(stored.name)
         wanted += keys
         known.update(stored.keys)

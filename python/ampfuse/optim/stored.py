@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from ampfuse._schema import ALGORITHMS, STORAGES, Storage
 from ampfuse.optim.shards import local
 
 FP32 = STORAGES["fp32"]
+_CODED = [storage for storage in STORAGES.values() if storage.block]
 
 
 def storage_for(wanted: str, param: Tensor) -> Storage:
@@ -25,8 +27,9 @@ def storage_for(wanted: str, param: Tensor) -> Storage:
 class Stored:
     """A state of an algorithm, by its place in the kernel's order.
 
-    It is one tensor under its name; in 8 bits it is ``<name>_codes``, uint8 of the parameter's
-    shape, and ``<name>_scale``, so that nobody who looks for the name takes codes for values.
+    It is one tensor under its name; in codes it is uint8 of the parameter's shape under the name
+    and the type's suffix (``<name>_codes``), so that nobody who looks for the name takes codes for
+    values, and ``<name>_scale``.
     """
 
     algorithm: str
@@ -41,8 +44,9 @@ class Stored:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """All that it may stand under."""
-        return tuple(dict.fromkeys(key for of in STORAGES.values() for key in of.keys(self.name)))
+        """All that it may stand under, what is of the parameter's shape first."""
+        keys = [of.keys(self.name) for of in STORAGES.values()]
+        return tuple(dict.fromkeys([*(first for first, *_ in keys), *itertools.chain(*keys)]))
 
     def shapes(self, param: Tensor, storage: Storage) -> dict[str, tuple[int, ...]]:
         """Of what it stands under for `param`."""
@@ -50,11 +54,11 @@ class Stored:
         blocks = (storage.scales(local(param).numel()),)
         return {first: tuple(param.shape), **dict.fromkeys(scale, blocks)}
 
-    def storage_in(self, state: dict[str, Any]) -> Storage | None:
-        """How `state` has it; None if not."""
-        for storage in STORAGES.values():
-            if storage.block and not state.keys().isdisjoint(storage.keys(self.name)):
-                return storage
+    def storage_in(self, state: dict[str, Any], likely: Storage = FP32) -> Storage | None:
+        """How `state` has it; None if not. Scales alone, whose name is the same, are `likely`'s."""
+        found = {of: state.keys() & {*of.keys(self.name)} for of in _CODED}
+        if any(found.values()):
+            return max(_CODED, key=lambda of: (len(found[of]), of is likely))
         value = state.get(self.name)
         if value is None:
             return None
