@@ -314,7 +314,7 @@ def two_signs():
             two_signs,
             0,
             ("forward", "0", "running_var"),
-            "Keep batch_norm in FP32",
+            "Keep it in FP32",
         ),
         (
             lambda: planted(Unseen.apply),
