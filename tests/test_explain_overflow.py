@@ -280,6 +280,7 @@ def test_weights_beyond_float16(level, value, kind):
             scaled.backward()
     found = watch.explanation
     assert (found.phase, found.tensor, found.kind) == ("weights", "weight", kind)
+    assert found.largest_result == abs(value)
     assert "cast of amp.initialize" in found.remedy
 
 

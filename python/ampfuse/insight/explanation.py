@@ -30,7 +30,8 @@ class Explanation:
         aten: the operation as torch dispatched it, such as ``aten._softmax.default``.
         largest_input: largest magnitude among the operation's inputs.
         largest_result: what the result would have reached in a wider type (FP32; for FP32 FP64);
-            inf or NaN if the width is not the cause, None if that cannot be told.
+            inf or NaN if the width is not the cause, None if that cannot be told. Of a weight that
+            ``amp.initialize`` made inf by its cast: what it was before.
         line: the line of the program that called the operation forward.
         scale: the number that the loss was multiplied by.
         dynamic: whether that number adapts itself.
@@ -63,6 +64,11 @@ class Explanation:
     def limit(self) -> float:
         """The largest finite number of the type."""
         return torch.finfo(self.dtype).max
+
+    @property
+    def was_cast_to_inf(self) -> bool:
+        """True for a weight that ``amp.initialize`` cast, and that did not fit."""
+        return self.phase == "weights" and self.largest_result is not None
 
     @property
     def fitting_scale(self) -> float | None:
@@ -132,30 +138,34 @@ _PRODUCTS = frozenset(
     "linear matmul mm bmm baddbmm addbmm mv dot einsum conv scaled_dot_product_attention".split()
 )
 # Of operations that leave the numbers whatever their type.
+_NORM = "at 0 a norm has no gradient: add a small number under the root"
 _DOMAIN = {
-    "div reciprocal": "The divisor holds 0: add a small number to it, or clamp it",
-    "exp": "The result is beyond FP32's range too: subtract the largest argument first, as "
+    "div": "the divisor holds 0: add a small number to it, or clamp it",
+    "reciprocal": "the argument holds 0: add a small number to it, or clamp it",
+    "exp": "the result is beyond FP32's range too: subtract the largest argument first, as "
     "torch.softmax and torch.logsumexp do",
-    "log": "The argument holds 0 or less: use clamp(min=...), log1p or log_softmax",
-    "sqrt": "At 0 the gradient of a square root is inf: add a small number under the root",
-    "rsqrt": "The argument holds 0: add a small number to it",
-    "pow": "A base of 0 or less has no such power, or no such gradient: add a small number to it",
-    "norm linalg_vector_norm": "At 0 a norm has no gradient: add a small number under the root",
-    "softmax": "A whole row is -inf, as when a mask hides every element: leave one in each row",
+    "log": "the argument holds 0 or less: use clamp(min=...), log1p or log_softmax",
+    "sqrt": "at 0 the gradient of a square root is inf: add a small number under the root",
+    "rsqrt": "the argument holds 0: add a small number to it",
+    "pow": "a base of 0 or less has no such power, or no such gradient: add a small number to it",
+    "norm": _NORM,
+    "linalg_vector_norm": _NORM,
+    "softmax": "a whole row is -inf, as when a mask hides every element: leave one in each row",
 }
-_UNDERFLOW = (
-    " In float16 all below 6e-8 is 0, constants such as 1e-8 too: if the 0 is one of these, "
-    "compute what gives it in FP32."
-)
 
 
 def _of_domain(e: Explanation) -> str:
-    said = f"The result of {e.operation} is beyond FP32's range too"
     if e.kind == "nan":
-        said = f"{e.operation} has no finite result here, as of 0 / 0, inf - inf or 0 * inf"
-    said = next((said for names, said in _DOMAIN.items() if e.operation in names.split()), said)
+        other = f"{e.operation} has no finite result here, as of 0 / 0, inf - inf or 0 * inf"
+    else:
+        other = f"the result of {e.operation} is beyond FP32's range too"
+    said = _DOMAIN.get(e.operation, other)
+    underflow = (
+        " In float16 all below 6e-8 is 0, constants such as 1e-8 too: if the 0 is one of these, "
+        "compute what gives it in FP32."
+    )
     is_zero = e.dtype == torch.float16 and "0" in said.split(":")[0]
-    return f"{said[0].upper()}{said[1:]}. No loss scale helps.{_UNDERFLOW * is_zero}"
+    return f"{said[0].upper()}{said[1:]}. No loss scale helps.{underflow * is_zero}"
 
 
 def _scale_helps(e: Explanation) -> bool:
@@ -169,12 +179,14 @@ _KEEP = (
 # When it helps, and what: the first that holds.
 # fmt: off
 _REMEDIES: tuple[tuple[Callable[[Explanation], bool], str], ...] = (
+    (lambda e: e.was_cast_to_inf,
+     "The cast of amp.initialize put it there: use O5 or O4, whose BF16 has FP32's range, or "
+     "bring the values into range before amp.initialize. No loss scale helps."),
     (lambda e: e.phase == "data",
      "Look at the data and what prepares them. No type and no loss scale helps."),
     (lambda e: e.phase == "weights",
-     "An earlier step or the checkpoint put it there, or the cast of amp.initialize, which warned: "
-     "go back to a sound checkpoint, or use O5 or O4, whose BF16 has FP32's range. A dynamic loss "
-     "scale (or skip_nonfinite=True) skips steps that would do this; a lower learning rate "
+     "An earlier step or the checkpoint put it there: go back to a sound checkpoint. A dynamic "
+     "loss scale (or skip_nonfinite=True) skips steps that would do this; a lower learning rate "
      "or clipping keeps finite ones small."),
     (lambda e: e.phase == "step",
      "The update left the type's range: lower the learning rate, clip gradients, and keep FP32 "

@@ -8,24 +8,23 @@ from __future__ import annotations
 import functools
 import logging
 import warnings
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from ampfuse import hardware
-from ampfuse.amp.casts import eager_module, type_in_model
+from ampfuse.amp.casts import eager_module
 from ampfuse.amp.policy import Policy
+from ampfuse.insight.half_range import warn_of_range
 from ampfuse.optim.inner import parameters, with_inner
-from ampfuse.optim.shards import local
 from ampfuse.optim.upgrade import fused_class
 
 _log = logging.getLogger("ampfuse.amp")
 
-_LIMIT = torch.finfo(torch.float16).max
 _FP16_ON_CPUS = frozenset({"avx512_fp16", "amx_fp16", "asimdhp"})
 
 
@@ -67,7 +66,7 @@ def give_hints(
         _warn_of_strangers(models, optimizers)
     _warn_of_lost_eps(optimizers, policy)
     for model in models:
-        _warn_of_range(model, policy)
+        warn_of_range(model, policy)
     if verbosity >= 1:
         devices = {p.device for model in models for p in eager_module(model).parameters()}
         say_what_is_slow(policy, devices)
@@ -155,40 +154,3 @@ def _warn_of_lost_eps(optimizers: list[Optimizer], policy: Policy) -> None:
                     "divides by 0. Use O2 or O5, whose masters are FP32, or an eps of 1e-4.",
                     stacklevel=5,
                 )
-
-
-def _warn_of_range(model: nn.Module, policy: Policy) -> None:
-    """Warn if the cast of `model` is going to make inf of a finite weight or buffer."""
-    lost = _beyond_float16(eager_module(model), policy)
-    if lost:
-        (name, largest), *others = lost.items()
-        more = f" {len(others)} more tensor(s) are beyond it too." if others else ""
-        warnings.warn(
-            f"{name!r} of the {type(model).__name__} holds values up to {largest:.6g}, and float16 "
-            f"ends at {_LIMIT:g}: the cast of {policy.opt_level} makes inf of them.{more} Use O5 "
-            "or O4, whose BF16 has FP32's range, or bring the values into range before "
-            "amp.initialize.",
-            stacklevel=5,
-        )
-
-
-@torch.no_grad()
-def _beyond_float16(model: nn.Module, policy: Policy) -> dict[str, float]:
-    """The largest magnitudes by full name. Waits once for each device."""
-    by_device: dict[torch.device, list[tuple[str, Tensor]]] = defaultdict(list)
-    for prefix, module in model.named_modules() if policy.weights_type is torch.float16 else ():
-        if type_in_model(module, torch.float16, bool(policy.keep_batchnorm_fp32)) != torch.float16:
-            continue
-        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
-            if tensor is None or tensor.is_meta or not tensor.is_floating_point():
-                continue
-            shard = local(tensor).detach()
-            if torch.finfo(shard.dtype).max > _LIMIT and shard.numel() > 0:
-                by_device[shard.device].append((f"{prefix}.{name}".lstrip("."), shard))
-    found = {}
-    for listed in by_device.values():
-        norms = torch._foreach_norm([shard for _, shard in listed], float("inf"))
-        largest = torch.stack([norm.double() for norm in norms])
-        lost = largest.isfinite() & largest.half().isinf()
-        found |= {listed[i][0]: float(largest[i]) for i in lost.nonzero().flatten().tolist()}
-    return found

@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import (
 from ampfuse import trees
 from ampfuse.amp.casts import eager_module
 from ampfuse.insight.explanation import Explanation
+from ampfuse.insight.half_range import was_too_large
 from ampfuse.optim.masters import gradient_as_it_is
 
 _TORCH = os.path.dirname(torch.__file__)
@@ -231,26 +232,25 @@ class Tracker(TorchDispatchMode):
 
     def _as_before(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Arguments with copies of what the operation is about to write to."""
-        schema = func._schema
-        named = dict(zip([each.name for each in schema.arguments], args, strict=False)) | kwargs
-        written = {
-            id(tensor)
-            for each in schema.arguments
-            if each.alias_info and each.alias_info.is_write
-            for tensor in trees.tensors(named.get(each.name))
-        }
-        overwrites = schema.name.rpartition("::")[2] in _OVERWRITES
-        is_read = not (overwrites or any(each.is_out for each in schema.arguments))
+        overwrites = func._schema.name.rpartition("::")[2] in _OVERWRITES
+        names = [argument.name for argument in func._schema.arguments]
+        named = dict(zip(names, args, strict=False)) | kwargs
 
-        def before(item: Any) -> Any:
-            if id(item) not in written:
+        def copied(item: Any, is_unread: bool) -> Any:
+            if not isinstance(item, Tensor):
                 return item
             copy = item.detach().clone()
-            if is_read and (origin := self._by_storage.get(_address(item))) is not None:
+            if is_unread:
+                return copy.zero_()
+            if (origin := self._by_storage.get(_address(item))) is not None:
                 self._by_storage[_address(copy)] = origin
-            return copy if is_read else copy.zero_()
+            return copy
 
-        return trees.replace((args, kwargs), before)
+        for argument in func._schema.arguments:
+            if argument.name in named and argument.alias_info and argument.alias_info.is_write:
+                copy = functools.partial(copied, is_unread=overwrites or argument.is_out)
+                named[argument.name] = trees.replace(named[argument.name], copy)
+        return tuple(named.pop(name) for name in names[: len(args)]), named
 
     def _note_scale(self, loss: Any, by: Any) -> None:
         """The last factor of a loss before its backward pass is the loss scale."""
@@ -294,17 +294,16 @@ class Tracker(TorchDispatchMode):
         self, tensor: Tensor, place: _Place, kind: str, phase: str = "data", what: str = ""
     ) -> int:
         """That of a non-finite `tensor`; if it was not seen, what is known of its memory."""
-        address, meant = _address(tensor), True
+        address = _address(tensor)
         if address in self._by_storage:
             return self._by_storage[address]
         if address in self._state:
             owner, what = self._state[address]
             phase, place = "weights", self._place_of(owner, place.operation)
-            meant = what in owner._buffers
         elif address in self._made_by:
             phase, place = "forward", self._place_of(self._made_by[address], _UNSEEN)
         what = what or ("output" if phase == "forward" else f"an operand of {place.operation}")
-        return self._add(phase, place, tensor, kind, what, meant=meant)
+        return self._add(phase, place, tensor, kind, what, meant=True)
 
     def _new(
         self, phase: str, place: _Place, tensor: Tensor, kind: str, func: Any, before: Any, at: int
@@ -338,11 +337,13 @@ class Tracker(TorchDispatchMode):
         if place.frame is not None:
             text = linecache.getline(*place.frame).strip()
             known["line"] = f"{place.frame[0]}:{place.frame[1]}: {text}"
+        if phase == "weights" and _address(tensor) in self._state:
+            known["largest_result"] = was_too_large(*self._state[_address(tensor)])
         known |= {"shape": tuple(tensor.shape), "dtype": tensor.dtype, "device": str(tensor.device)}
         origin = Explanation(phase, *place[:3], what, kind, **known)
         self._origins.append(origin)
         index = self._by_storage[_address(tensor)] = len(self._origins) - 1
-        if meant and kind == "-inf":
+        if meant and kind == "-inf" and not origin.was_cast_to_inf:
             self._meant.add(index)
         return index
 
