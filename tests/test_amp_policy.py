@@ -67,10 +67,10 @@ def test_cast_model_type(level, dtype):
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_cast_model_type_float32_and_false_go_everywhere(level):
-    assert make_policy(level, cast_model_type=f32).casts_model
+    assert make_policy(level, cast_model_type=f32).weights_type == f32
     off = make_policy(level, cast_model_type=False)
     assert off.cast_model_type is False
-    assert not off.casts_model
+    assert off.weights_type is None
 
 
 @pytest.mark.parametrize("level", LEVELS)

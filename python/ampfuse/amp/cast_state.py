@@ -69,15 +69,6 @@ def _around_step() -> Iterator[Callable[[], contextlib.AbstractContextManager[No
 generic.around_step = _around_step
 
 
-def in_a_region() -> bool:
-    return thread.scope is not None
-
-
-def active_dtype() -> torch.dtype | None:
-    """The low-precision type of O1 (float16) or O4 (bfloat16) where one is in force, else None."""
-    return scope().dtype
-
-
 _forward_ran = False
 _forwards = 0
 

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampfuse.amp.replacements import Replacements
+
 # What no_sync() was called of, with the ids of its parameters.
 _models: weakref.WeakKeyDictionary[Any, frozenset[int]] = weakref.WeakKeyDictionary()
 
@@ -27,13 +29,12 @@ _BUCKET = 2**23
 
 
 _DDP: Any = torch.nn.parallel.DistributedDataParallel
-_replaced: tuple[Any, Any] | None = None  # its no_sync(), and the one in its place
+_replaced = Replacements()
 
 
 def watch() -> None:
     """Know from now on of which models ``no_sync()`` is called; nothing else changes."""
-    global _replaced
-    if _replaced is not None or not torch.distributed.is_available():
+    if (_DDP, "no_sync") in _replaced or not torch.distributed.is_available():
         return
     no_sync = _DDP.no_sync
 
@@ -42,15 +43,10 @@ def watch() -> None:
         _models[self] = frozenset(map(id, self.module.parameters()))
         return no_sync(self)
 
-    _replaced = no_sync, watched
-    _DDP.no_sync = watched
+    _replaced.replace(_DDP, "no_sync", watched)
 
 
-def unwatch() -> None:
-    """Undo :func:`watch`, if nobody else has replaced ``no_sync`` since."""
-    global _replaced
-    if _replaced is not None and _DDP.no_sync is _replaced[1]:
-        _DDP.no_sync, _replaced = _replaced[0], None
+unwatch = _replaced.put_back
 
 
 @torch.no_grad()

@@ -62,10 +62,6 @@ class Policy:
         return self.cast_model_type or None
 
     @property
-    def casts_model(self) -> bool:
-        return self.weights_type is not None
-
-    @property
     def model_is_low_precision(self) -> bool:
         """True if the model's own weights become half or bfloat16 (O2, O3, O5)."""
         return self.weights_type in HALF_DTYPES
