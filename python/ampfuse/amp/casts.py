@@ -104,10 +104,8 @@ class AmpModule(WrappedForward):
         state_dict = args[0] if args else kwargs.get("state_dict")
         if not isinstance(state_dict, Mapping):  # the class's own format
             return result
-        for prefix, module in self.named_modules():  # type: ignore[attr-defined]
-            for name, own in _saved_tensors(module):
-                value = state_dict.get(f"{prefix}.{name}" if prefix else name)
-                copies.take_over(module, name, value, own)
+        for name, own in _saved_tensors(self):  # type: ignore[arg-type]
+            copies.take_over(self, own, state_dict.get(name))  # type: ignore[arg-type]
         return result
 
     def __prepare_scriptable__(self) -> Any:
@@ -287,21 +285,15 @@ def save_in_float32(model: nn.Module) -> None:
 def _state_dict_in_float32(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]
 ) -> None:
-    """Replace the module's own half entries; its children have hooks of their own."""
+    """Replace half entries: the module's own and, as its children have hooks, scripted ones."""
     for name, own in _saved_tensors(module):
         entry = state_dict.get(prefix + name)
-        if not isinstance(entry, Tensor) or entry.dtype not in HALF_DTYPES:
-            continue
-        if entry is own:  # keep_vars=True asks for the parameter itself
-            continue
-        state_dict[prefix + name] = copies.float32_entry(module, name, entry, own)
+        # keep_vars=True asks for the parameter itself.
+        if isinstance(entry, Tensor) and entry.dtype in HALF_DTYPES and entry is not own:
+            state_dict[prefix + name] = copies.float32_entry(module, entry, own)
 
 
-def _saved_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor | None]]:
-    """The tensors of `module` itself and of its scripted children, by name."""
-    yield from module._parameters.items()
-    yield from module._buffers.items()
-    for child_name, child in module._modules.items():
-        if isinstance(child, torch.jit.ScriptModule):
-            for name, tensor in itertools.chain(child.named_parameters(), child.named_buffers()):
-                yield f"{child_name}.{name}", tensor
+def _saved_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers by name, those of its parts too: scripted ones have no hook."""
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)

@@ -24,8 +24,8 @@ _models: weakref.WeakKeyDictionary[Any, frozenset[int]] = weakref.WeakKeyDiction
 # Of these, those whose ranks have not shared their latest passes.
 _unshared: weakref.WeakSet[Any] = weakref.WeakSet()
 
-# Elements that are averaged at once: large enough for the bandwidth, small beside a model.
-_BUCKET = 2**23
+# Bytes that are averaged at once: large enough for the bandwidth, small beside a model.
+_BUCKET = 2**25
 
 
 _DDP: Any = torch.nn.parallel.DistributedDataParallel
@@ -101,13 +101,10 @@ def _earlier_gradients(optimizer: Any, rows: list[int], model: Any) -> Iterator[
 
 
 def _average(tensors: list[Tensor], group: Any) -> None:
-    while tensors:
-        count, elements = 0, 0
-        while count < len(tensors) and elements < _BUCKET:
-            elements += tensors[count].numel()
-            count += 1
-        bucket, tensors = tensors[:count], tensors[count:]
-        flat = torch.cat([tensor.reshape(-1) for tensor in bucket]).div_(group.size())
+    for bucket in torch._utils._take_tensors(tensors, _BUCKET):
+        flat = torch._utils._flatten_dense_tensors(bucket).div_(group.size())
         torch.distributed.all_reduce(flat, group=group)
-        for tensor, mean in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
-            tensor.copy_(mean.view_as(tensor))
+        for tensor, mean in zip(
+            bucket, torch._utils._unflatten_dense_tensors(flat, bucket), strict=True
+        ):
+            tensor.copy_(mean)

@@ -52,19 +52,17 @@ def noticed(loss: Tensor, scaler: LossScaler, optimizers: Sequence[Optimizer]) -
     if scaler not in _followed and loss.requires_grad:
         _followed.add(scaler)
         watch(_reached_by(loss), optimizers)
-    if not _watched:
-        yield
-        return
     before = [(parameter, mark_of(parameter)) for parameter in _watched]
     yield
-    held = _leaves(optimizers)
+    held = _leaves(optimizers) if before else set()
     for parameter, old in before:
         mark = mark_of(parameter)
         if id(parameter) in held:  # by now
             _scaled.pop(parameter, None)
         elif mark is not None and not is_unchanged(parameter, old):
             _scaled[parameter] = mark[0]
-            _listen()
+            if not _hook:
+                _hook.append(register_optimizer_step_pre_hook(_before_step))
 
 
 def _leaves(optimizers: Sequence[Optimizer]) -> set[int]:
@@ -86,21 +84,13 @@ def _reached_by(loss: Tensor) -> Iterator[tuple[str, Tensor]]:
                 nodes.append(following)
 
 
-_hook: RemovableHandle | None = None
-
-
-def _listen() -> None:
-    global _hook
-    if _hook is None:
-        _hook = register_optimizer_step_pre_hook(_before_step)
+_hook: list[RemovableHandle] = []  # on every step, from the first such gradient on
 
 
 def forget() -> None:
     """Take the hook away, until the next such gradient."""
-    global _hook
-    if _hook is not None:
-        _hook.remove()
-    _hook = None
+    while _hook:
+        _hook.pop().remove()
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
