@@ -872,21 +872,6 @@ def test_data_parallel_replicas_run_their_own_weights():
     assert replica.forward.__self__ is replica
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_torch_compile_traces_an_initialized_model_in_one_graph(level):
-    torch._dynamo.reset()
-    model = net(level).eval()
-    inputs = images()
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    torch.testing.assert_close(compiled(inputs), model(inputs))
-
-    @torch.compile(backend="eager", fullgraph=True)
-    def loss(inputs):
-        return F.cross_entropy(model(inputs), torch.tensor([0, 2]))
-
-    assert loss(inputs).dtype == f32
-
-
 def test_classes_of_models_do_not_share_the_compilers_limit():
     torch._dynamo.reset()
     with torch._dynamo.config.patch(recompile_limit=3):  # timm sets one of a million
@@ -894,13 +879,6 @@ def test_classes_of_models_do_not_share_the_compilers_limit():
             cls = type(f"Linear{i}", (nn.Linear,), {})
             model = amp.initialize(cls(i + 1, 2), opt_level="O2", verbosity=0)
             torch.compile(model, backend="eager", fullgraph=True)(torch.ones(1, i + 1))
-
-
-def test_a_compiled_model_can_be_initialized():
-    compiled = torch.compile(nn.Linear(2, 2), backend="eager")
-    assert amp.initialize(compiled, opt_level="O2", verbosity=0) is compiled
-    assert compiled._orig_mod.weight.dtype == f16
-    assert compiled(torch.ones(1, 2)).dtype == f32
 
 
 def test_functional_transforms_give_float32_gradients():

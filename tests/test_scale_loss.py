@@ -850,13 +850,6 @@ def test_loss_scaler_attributes_that_scripts_read_and_set():
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_compiled_model_trains_alike(level):
-    model, optimizer = build(level)
-    losses = train(torch.compile(model, backend="aot_eager"), optimizer, range(5))
-    assert_close(level, losses, train(*build(level), range(5)))
-
-
-@pytest.mark.parametrize("level", LEVELS)
 def test_copies_of_a_model_in_training(level):
     """For an average or a teacher: weights of its own, and gradients of its own."""
     model, optimizer = build(level)
