@@ -68,6 +68,12 @@ def two(level, **options):
     return models, optimizers
 
 
+def backward_of_both(models, listed):
+    loss = sum(model(torch.ones(1)).float().sum() for model in models) * 2.0**-4
+    with amp.scale_loss(loss, listed) as scaled:
+        scaled.backward()
+
+
 def weight(optimizer):
     """The weight that the optimizer steps: the master where there is one."""
     return next(amp.master_params(optimizer)).item()
@@ -320,22 +326,27 @@ def test_gradients_are_unscaled_and_add_up(level, loss_scale):
     assert parameter.grad.float().item() == 0.5
 
 
+def drop(model, optimizer):
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+ZEROING = {
+    "optimizer": lambda model, optimizer: optimizer.zero_grad(),
+    "to zero": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
+    "model": lambda model, optimizer: model.zero_grad(),
+    "by hand": drop,
+}
+
+
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("zero", ["optimizer", "to zero", "model", "by hand"])
+@pytest.mark.parametrize("zero", ZEROING)
 def test_gradients_are_zeroed_by_any_of_the_usual_ways(level, zero):
     model, optimizer = make(level)
     for _ in range(3):
         backward(model, optimizer, 0.25)
         optimizer.step()
-        if zero == "optimizer":
-            optimizer.zero_grad()
-        elif zero == "to zero":
-            optimizer.zero_grad(set_to_none=False)
-        elif zero == "model":
-            model.zero_grad()
-        else:
-            for parameter in model.parameters():
-                parameter.grad = None
+        ZEROING[zero](model, optimizer)
     assert weight(optimizer) == 0.25
 
 
@@ -381,12 +392,10 @@ def test_two_losses_with_scales_of_their_own_add_up():
 def test_several_optimizers_as_list_or_tuple(level, sequence):
     models, optimizers = two(level)
     for _ in range(2):
-        loss = (models[0](torch.ones(1)) * 0.25 + models[1](torch.ones(1)) * 0.5).sum()
-        with amp.scale_loss(loss, sequence(optimizers)) as scaled:
-            scaled.backward()
+        backward_of_both(models, sequence(optimizers))
     for optimizer in optimizers:
         optimizer.step()
-    assert [weight(o) for o in optimizers] == [0.5, 0.0]
+    assert [weight(o) for o in optimizers] == [1.0 - 2 * 2.0**-4] * 2
 
 
 def test_two_calls_of_initialize_stand_side_by_side():
@@ -462,10 +471,10 @@ def test_a_static_scale_never_skips(level):
 
 @pytest.mark.parametrize("second", [0.25, inf])
 def test_exactly_the_optimizers_of_the_pass_skip(second):
+    """The first model overflows; the second was in the same pass; the third was not."""
     models = [Scalar() for _ in range(3)]
     optimizers = [sgd(m) for m in models]
     amp.initialize(models, optimizers, opt_level="O2", num_losses=2, verbosity=0)
-    # The first model overflows; the second was in the same pass; the third was not.
     loss = models[0](torch.ones(1)).float() * inf + models[1](torch.ones(1)).float() * second
     with amp.scale_loss(loss.sum(), optimizers[:2], loss_id=0) as scaled:
         scaled.backward()
@@ -920,12 +929,6 @@ def test_gradient_penalties(level):
 # --- an optimizer that the block was not told of --------------------------------------------
 
 
-def backward_of_both(models, listed):
-    loss = sum(model(torch.ones(1)).float().sum() for model in models) * 2.0**-4
-    with amp.scale_loss(loss, listed) as scaled:
-        scaled.backward()
-
-
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("use", ["step", "backward", "accumulate"])
 def test_a_forgotten_optimizer_is_told_before_its_scaled_gradients_are_used(level, use):
@@ -943,7 +946,7 @@ def test_a_forgotten_optimizer_is_told_before_its_scaled_gradients_are_used(leve
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("zero", ["optimizer", "to zero", "model", "by hand"])
+@pytest.mark.parametrize("zero", ZEROING)
 def test_gradients_dropped_in_between_are_no_concern(level, zero):
     """The generator's loss reaches the discriminator of a GAN."""
     models, (first, second) = two(level, loss_scale=8.0)
@@ -951,12 +954,7 @@ def test_gradients_dropped_in_between_are_no_concern(level, zero):
         for optimizer, listed in ((first, [first, second]), (first, first)):
             backward_of_both(models, listed)
             optimizer.step()
-        if zero == "model":
-            models[1].zero_grad()
-        elif zero == "by hand":
-            models[1].w.grad = None
-        else:
-            second.zero_grad(set_to_none=zero == "optimizer")
+        ZEROING[zero](models[1], second)
         backward_of_both(models[1:], second)
         second.step()
         first.zero_grad()

@@ -17,6 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ampfuse import trees
 from ampfuse.optim.masters import HALF_DTYPES, ModelParameter
+from ampfuse.optim.shards import is_sharded
 
 # The parts of copied models, and the FP32 values of their weights.
 _copied: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -33,6 +34,7 @@ class KeptCopy(Tensor):
     versions: tuple[int, int]  # of this and of the weight, when they were the same
 
     @classmethod
+    @torch.no_grad()
     def of(cls, weight: Tensor, value: Tensor) -> KeptCopy:
         """`value`, where the weight is its rounding."""
         kept = torch.empty_like(weight, dtype=torch.float32, requires_grad=False).copy_(value)
@@ -97,6 +99,8 @@ def keep_from_now_on(model: nn.Module) -> None:
 def stop_keeping(model: nn.Module) -> None:
     """An optimizer is going to train `model`."""
     _copied.difference_update(model.modules())
+    for weight in (*model.parameters(), *model.buffers()):
+        _kept.pop(weight, None)
 
 
 def float32_entry(module: nn.Module, entry: Tensor, weight: Tensor) -> Tensor:
@@ -120,6 +124,8 @@ def take_over(module: nn.Module, weight: Tensor, value: Any) -> None:
 
 
 def _can_keep(entry: Tensor, weight: Tensor) -> bool:
+    if is_sharded(weight) or torch.is_inference_mode_enabled():
+        return False  # torch exchanges shards, which a weak reference to one forbids
     is_trained = isinstance(weight, ModelParameter) and weight.living_owner() is not None
     is_weight = entry.data_ptr() == weight.data_ptr() and weight.dtype in HALF_DTYPES
-    return is_weight and not (is_trained or torch.is_inference_mode_enabled())
+    return is_weight and not is_trained

@@ -97,8 +97,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     # A step that is traced would ask this while it compiles, and not again.
     if torch.compiler.is_compiling() or isinstance(optimizer, AmpOptimizer) or not _scaled:
         return
-    stepped = list(parameters(optimizer))
-    for parameter in stepped:
+    for parameter in parameters(optimizer):
         gradient = _scaled.get(parameter, lambda: None)()
         if gradient is None or gradient is not gradient_as_it_is(parameter):
             continue
@@ -111,7 +110,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             "overflow skips the steps of both.",
             stacklevel=3,
         )
-        for told in stepped:
+        for told in parameters(optimizer):
             _watched.pop(told, None)
             _scaled.pop(told, None)
         return
