@@ -1,5 +1,6 @@
 """The table of optimizers and dtypes that the tests share, and small helpers."""
 
+import contextlib
 import inspect
 import io
 import itertools
@@ -232,3 +233,14 @@ def assert_same(a, b):
             assert_same(x, y)
     else:
         assert a == b
+
+
+@contextlib.contextmanager
+def never_waiting():
+    """A block in which it is an error that the host waits for the GPU."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -417,16 +417,6 @@ def test_inside_a_region_of_autocast_outputs_are_plain():
     assert type(outer(torch.ones(1, 2))) is HalfOutput
 
 
-def test_initialize_patches_nothing_outside_the_model():
-    """apex rewrote torch's namespaces for the whole process."""
-    before = F.cross_entropy, torch.Tensor.__add__, torch.mm
-    amp.initialize(nn.Linear(2, 2), opt_level="O1", verbosity=0)(torch.ones(1, 2))
-    assert (F.cross_entropy, torch.Tensor.__add__, torch.mm) == before
-    assert not torch.is_autocast_enabled("cpu")
-    assert nn.Linear(2, 2)(torch.ones(1, 2)).dtype == f32
-    assert F.mse_loss(torch.ones(2).half(), torch.ones(2).half()).dtype == f16
-
-
 # --- outside forward ------------------------------------------------------------------------
 
 
@@ -872,21 +862,6 @@ def test_data_parallel_replicas_run_their_own_weights():
     assert replica.forward.__self__ is replica
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_torch_compile_traces_an_initialized_model_in_one_graph(level):
-    torch._dynamo.reset()
-    model = net(level).eval()
-    inputs = images()
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    torch.testing.assert_close(compiled(inputs), model(inputs))
-
-    @torch.compile(backend="eager", fullgraph=True)
-    def loss(inputs):
-        return F.cross_entropy(model(inputs), torch.tensor([0, 2]))
-
-    assert loss(inputs).dtype == f32
-
-
 def test_classes_of_models_do_not_share_the_compilers_limit():
     torch._dynamo.reset()
     with torch._dynamo.config.patch(recompile_limit=3):  # timm sets one of a million
@@ -894,13 +869,6 @@ def test_classes_of_models_do_not_share_the_compilers_limit():
             cls = type(f"Linear{i}", (nn.Linear,), {})
             model = amp.initialize(cls(i + 1, 2), opt_level="O2", verbosity=0)
             torch.compile(model, backend="eager", fullgraph=True)(torch.ones(1, i + 1))
-
-
-def test_a_compiled_model_can_be_initialized():
-    compiled = torch.compile(nn.Linear(2, 2), backend="eager")
-    assert amp.initialize(compiled, opt_level="O2", verbosity=0) is compiled
-    assert compiled._orig_mod.weight.dtype == f16
-    assert compiled(torch.ones(1, 2)).dtype == f32
 
 
 def test_functional_transforms_give_float32_gradients():

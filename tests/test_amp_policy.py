@@ -1,6 +1,7 @@
 """Levels and overrides: every cell of the tables, and the errors with their types."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -10,7 +11,6 @@ from hypothesis import strategies as st
 from ampfuse.amp.policy import LEVELS, make_policy, parse_loss_scale
 
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
-CASTING = ("O0", "O2", "O3", "O5")
 AUTOCASTING = ("O1", "O4")
 
 # level: cast_model_type, patch, its type, keep_batchnorm_fp32, master_weights, loss_scale
@@ -42,46 +42,71 @@ def test_defaults_of_each_level(level):
         p.loss_scale = 2.0
 
 
-@pytest.mark.parametrize("bad", ["02", "00", "o2", "O6", "O", "", None, 2, ["O2"]])
+@pytest.mark.parametrize("bad", ["02", "00", "o2", "o5", "O6", "O", "", None, 2, ["O2"]])
 def test_unknown_level(bad):
-    with pytest.raises(RuntimeError, match="letter O"):
+    """A zero, or a small o, for the letter is explained."""
+    explained = {"02": "starts with a zero; did you mean 'O2'", "o5": "did you mean 'O5'"}
+    with pytest.raises(RuntimeError, match="letter O") as raised:
         make_policy(bad)
+    assert explained.get(str(bad), "") in str(raised.value)
 
 
-def test_zero_for_the_letter_is_explained():
-    with pytest.raises(RuntimeError, match="starts with a zero; did you mean 'O2'"):
-        make_policy("02")
-    with pytest.raises(RuntimeError, match="did you mean 'O5'"):
-        make_policy("o5")
+# A field, a value, what it becomes at O0, O2, O3 and O5, and at O1 and O4; or the error.
+OVERRIDES = [
+    *(("cast_model_type", dtype, dtype, RuntimeError) for dtype in (f16, bf16, f64)),
+    ("cast_model_type", f32, f32, f32),
+    ("cast_model_type", False, False, False),
+    ("patch_torch_functions", False, False, False),
+    ("patch_torch_functions", True, RuntimeError, True),
+    *(("keep_batchnorm_fp32", value, True, RuntimeError) for value in (True, "True")),
+    *(("keep_batchnorm_fp32", value, False, RuntimeError) for value in (False, "False")),
+    *(
+        ("keep_batchnorm_fp32", value, AssertionError, RuntimeError)
+        for value in ("true", "None", "", 1, 0, "nonsense")
+    ),
+    ("master_weights", True, True, RuntimeError),
+    ("master_weights", False, False, RuntimeError),
+    ("master_weights", "False", False, RuntimeError),  # as words too, which would be true
+    ("master_weights", "yes", ValueError, RuntimeError),
+    ("patch_torch_functions", "False", False, False),
+    ("fuse_batchnorm", "False", False, False),
+    *(
+        (name, "yes", ValueError, ValueError)
+        for name in ("patch_torch_functions", "fuse_batchnorm")
+    ),
+    *(("loss_scale", value, 128.0, 128.0) for value in (128, "128.0")),
+    *(("loss_scale", value, value, value) for value in (0.5, "dynamic")),
+    *(
+        ("loss_scale", value, ValueError, ValueError)
+        for value in ("Dynamic", "", "x1", 0, -1.0, math.nan, math.inf, "-2", [1])
+    ),
+    *(
+        (name, value, TypeError, TypeError)
+        for name in ("cast_model_type", "cast_model_outputs")
+        for value in (True, "float16", torch.int64, 16)
+    ),
+]
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("dtype", [f16, bf16, f64])
-def test_cast_model_type(level, dtype):
-    if level in AUTOCASTING:
-        with pytest.raises(RuntimeError, match="cast_model_type"):
-            make_policy(level, cast_model_type=dtype)
-    else:
-        assert make_policy(level, cast_model_type=dtype).cast_model_type == dtype
+@pytest.mark.parametrize(("name", "value", "casting", "autocasting"), OVERRIDES)
+def test_an_override(name, value, casting, autocasting, level):
+    expected = autocasting if level in AUTOCASTING else casting
+    if isinstance(expected, type):
+        with pytest.raises(expected, match=name):
+            make_policy(level, **{name: value})
+        return
+    policy = make_policy(level, **{name: value})
+    found = getattr(policy, name)
+    assert (found, type(found)) == (expected, type(expected))
+    assert policy.is_dynamic is (policy.loss_scale == "dynamic")
+    assert policy.weights_type is (policy.cast_model_type or None)
+    assert policy.autocast_type is (TABLE[level][2] if policy.patch_torch_functions else None)
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_cast_model_type_float32_and_false_go_everywhere(level):
-    assert make_policy(level, cast_model_type=f32).casts_model
-    off = make_policy(level, cast_model_type=False)
-    assert off.cast_model_type is False
-    assert not off.casts_model
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_patch_torch_functions(level):
-    assert make_policy(level, patch_torch_functions=False).autocast_type is None
-    if level in AUTOCASTING:
-        on = make_policy(level, patch_torch_functions=True)
-        assert on.autocast_type == TABLE[level][2]
-    else:
-        with pytest.raises(RuntimeError, match="patch_torch_functions"):
-            make_policy(level, patch_torch_functions=True)
+def test_the_error_of_a_switch():
+    with pytest.raises(ValueError, match=r"^fuse_batchnorm is 'yes'; it has to be True or False$"):
+        make_policy("O2", fuse_batchnorm="yes")
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -94,71 +119,9 @@ def test_patch_torch_functions_type(level, dtype):
             make_policy(level, patch_torch_functions_type=dtype)
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("value", [True, False, "True", "False"])
-def test_keep_batchnorm_fp32(level, value):
-    if level in AUTOCASTING:
-        with pytest.raises(RuntimeError, match="keep_batchnorm_fp32"):
-            make_policy(level, keep_batchnorm_fp32=value)
-    else:
-        policy = make_policy(level, keep_batchnorm_fp32=value)
-        assert policy.keep_batchnorm_fp32 is (value in (True, "True"))
-
-
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("value", ["true", "None", "", 1, 0, "nonsense"])
-def test_keep_batchnorm_fp32_nonsense(level, value):
-    expected = RuntimeError if level in AUTOCASTING else AssertionError
-    with pytest.raises(expected, match="keep_batchnorm_fp32"):
-        make_policy(level, keep_batchnorm_fp32=value)
-
-
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("value", [True, False])
-def test_master_weights(level, value):
-    if level in AUTOCASTING:
-        with pytest.raises(RuntimeError, match="master_weights"):
-            make_policy(level, master_weights=value)
-    else:
-        assert make_policy(level, master_weights=value).master_weights is value
-
-
-@pytest.mark.parametrize("name", ["patch_torch_functions", "master_weights", "fuse_batchnorm"])
-def test_other_switches(name):
-    """As words too, which would be true by their length."""
-    assert getattr(make_policy("O2", **{name: "False"}), name) is False
-    with pytest.raises(ValueError, match=f"^{name} is 'yes'; it has to be True"):
-        make_policy("O2", **{name: "yes"})
-
-
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize(
-    ("value", "parsed"), [(128, 128.0), (0.5, 0.5), ("128.0", 128.0), ("dynamic", "dynamic")]
-)
-def test_loss_scale(level, value, parsed):
-    policy = make_policy(level, loss_scale=value)
-    assert policy.loss_scale == parsed
-    assert policy.is_dynamic is (parsed == "dynamic")
-
-
-@pytest.mark.parametrize(
-    "value", ["Dynamic", "", "x1", 0, -1.0, float("nan"), float("inf"), "-2", [1]]
-)
-def test_bad_loss_scale(value):
-    with pytest.raises(ValueError, match=r"loss_scale|could not convert"):
-        make_policy("O2", loss_scale=value)
-
-
 @given(st.floats(min_value=1e-30, max_value=1e30))
 def test_loss_scale_survives_the_command_line(scale):
     assert parse_loss_scale(str(scale)) == parse_loss_scale(scale) == scale
-
-
-@pytest.mark.parametrize("name", ["cast_model_type", "cast_model_outputs"])
-@pytest.mark.parametrize("value", [True, "float16", torch.int64, 16])
-def test_types_must_be_floating_dtypes(name, value):
-    with pytest.raises(TypeError, match=name):
-        make_policy("O2", **{name: value})
 
 
 def test_overrides_left_out_keep_the_level():

@@ -138,7 +138,8 @@ def run_compiled(level, order, backend, fullgraph=True, **options):
         return torch.compile(module, backend=backend, fullgraph=fullgraph)
 
     def initialize(module):
-        amp.initialize(module, optimizer, opt_level=level, verbosity=0, **options)
+        initialized = amp.initialize(module, optimizer, opt_level=level, verbosity=0, **options)
+        assert initialized[0] is module
 
     run = order(model, compile, initialize)
     found = train(level, run, optimizer) | everything(model, optimizer)

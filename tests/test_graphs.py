@@ -18,7 +18,7 @@ from torch.optim import lr_scheduler as lrs
 import ampfuse
 from ampfuse import amp, graphs, optim
 from ampfuse.graphs import make_graphed_step
-from cases import CODED, assert_same_bits, bf16, f16
+from cases import CODED, assert_same_bits, bf16, f16, never_waiting
 from trainings import MODES
 
 # --- a stand-in for CUDA graphs -------------------------------------------------------------------
@@ -303,6 +303,15 @@ def run(train, feed, scheduler=None, last=STEPS):
     return {f"loss {i}": loss for i, loss in enumerate(losses)}
 
 
+def assert_trains_alike(ours, train, twin, feed, schedulers=(None, None)):
+    """`ours` by `train`, its captured step, and `twin` eagerly; returns all that came out."""
+    feed = list(feed)
+    expected = run(twin.eager, feed, schedulers[1]) | everything(twin)
+    found = run(train, feed, schedulers[0]) | everything(ours)
+    assert_same_bits(found, expected)
+    return found
+
+
 # --- the bits of eager training -------------------------------------------------------------------
 
 
@@ -318,11 +327,7 @@ def test_graphed_steps_train_like_eager_ones(name, schedule, machine):
     elif schedule == "stepped":
         stepped = [one_cycle(training.optimizer) for training in (ours, twin)]
     step = ours.graphed(sample(machine))
-    expected = run(twin.eager, batches(machine, bad=bad), stepped[1])
-    expected |= everything(twin)
-    found = run(step, batches(machine, bad=bad), stepped[0])
-    found |= everything(ours)
-    assert_same_bits(found, expected)
+    found = assert_trains_alike(ours, step, twin, batches(machine, bad=bad), stepped)
     skipped = int(found["step skipped_steps"])
     assert skipped >= len(bad) if bad else skipped == 0
     if schedule is not None:
@@ -338,10 +343,7 @@ def test_a_compiled_model_is_captured_too(name, machine):
     compiled = dataclasses.replace(ours)
     compiled.model = torch.compile(ours.model, backend="aot_eager", fullgraph=True)
     with torch._dynamo.config.patch(error_on_recompile=True):
-        step = compiled.graphed(sample(machine))
-        found = run(step, batches(machine)) | everything(ours)
-    expected = run(twin.eager, batches(machine)) | everything(twin)
-    assert_same_bits(found, expected)
+        assert_trains_alike(ours, compiled.graphed(sample(machine)), twin, batches(machine))
 
 
 @pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -356,9 +358,7 @@ def test_hundreds_of_steps(name, kind, monkeypatch):
     for training in (ours, twin):
         training.optimizer.follow(one_cycle(training.optimizer, count), count)
     step = ours.graphed(sample(device))
-    expected = run(twin.eager, batches(device, count, bad)) | everything(twin)
-    found = run(step, batches(device, count, bad)) | everything(ours)
-    assert_same_bits(found, expected)
+    found = assert_trains_alike(ours, step, twin, batches(device, count, bad))
     skipped = int(found["step skipped_steps"])
     assert skipped >= len(bad)
     assert int(found["step schedule_step"]) == count - skipped
@@ -447,16 +447,12 @@ def test_the_rate_of_a_step_is_the_schedulers(way, machine):
 
 def test_a_rate_on_the_device(machine):
     """A tensor is read where it is; schedulers write into it."""
-
-    def make():
-        lr = torch.tensor(0.05, device=machine)
-        training = alone(optim.AdamW, bf16, machine, lr=lr)
-        return training, lrs.StepLR(training.optimizer, 4)
-
-    (ours, scheduler), (twin, other) = make(), make()
-    found = run(ours.graphed(sample(machine)), batches(machine, 20, ()), scheduler)
-    expected = run(twin.eager, batches(machine, 20, ()), other)
-    assert_same_bits(found | everything(ours), expected | everything(twin))
+    ours, twin = (
+        alone(optim.AdamW, bf16, machine, lr=torch.tensor(0.05, device=machine)) for _ in range(2)
+    )
+    schedulers = [lrs.StepLR(training.optimizer, 4) for training in (ours, twin)]
+    step = ours.graphed(sample(machine))
+    assert_trains_alike(ours, step, twin, batches(machine, 20, ()), schedulers)
     assert ours.optimizer.learning_rates().item() < 1e-4
 
 
@@ -669,50 +665,57 @@ def test_a_captured_constant_may_not_change(stand_in):
 
 
 def refused(**changes):
-    def call(**changes):
-        training = alone(optim.AdamW, bf16, torch.device("cpu"), lr=0.1)
-        arguments = {
-            "model": training.model,
-            "loss_fn": loss_fn,
-            "optimizer": training.optimizer,
-            "sample_batch": sample("cpu"),
-            **changes,
-        }
-        make_graphed_step(**arguments)
-
-    call(**changes)
+    training = alone(optim.AdamW, bf16, torch.device("cpu"), lr=0.1)
+    arguments = {"model": training.model, "optimizer": training.optimizer, "loss_fn": loss_fn}
+    make_graphed_step(**{**arguments, "sample_batch": sample("cpu"), **changes})
 
 
-def test_what_cannot_be_captured_is_refused(stand_in):
+def sgd(model):
+    return optim.SGD(model.parameters(), lr=0.1)
+
+
+def initialized(kind=torch.optim.SGD, **options):
     model = network("cpu")
-    torchs = torch.optim.AdamW(model.parameters())
-    with pytest.raises(TypeError, match=r"AdamW has no fused step.*ampfuse\.optim"):
-        refused(optimizer=torchs)
-    with pytest.raises(TypeError, match="LARC has no fused step"):
-        refused(optimizer=optim.LARC(optim.SGD(model.parameters(), lr=0.1)))
-    with pytest.raises(TypeError, match="model is a function"):
-        refused(model=loss_fn)
-    with pytest.raises(TypeError, match="scaler is a float"):
-        refused(scaler=128.0)
-    with pytest.raises(TypeError, match=r"sample_batch is a Tensor; .*\(inputs, \*targets\)"):
-        refused(sample_batch=torch.ones(3))
-    with pytest.raises(TypeError, match=r"targets\[0\] is a ndarray; pass tensors"):
-        refused(sample_batch=(torch.ones(8, 6), torch.ones(8, 3).numpy()))
-    with pytest.raises(ValueError, match="max_grad_norm is -1"):
-        refused(max_grad_norm=-1)
-    generic = under_amp("O2", torch.optim.RMSprop, torch.device("cpu"))
-    with pytest.raises(TypeError, match="has no fused step"):
-        generic.graphed(sample("cpu"))
-    amps = TRAININGS["O2"](torch.device("cpu"))
-    amps.scaler = ampfuse.GradScaler("cpu")
-    with pytest.raises(ValueError, match="leave scaler out"):
-        amps.graphed(sample("cpu"))
-    loud = network("cpu")
-    loud, optimizer = amp.initialize(
-        loud, torch.optim.SGD(loud.parameters(), lr=0.1), opt_level="O2", verbosity=2
-    )
-    with pytest.raises(RuntimeError, match="verbosity=1"):
-        refused(model=loud, optimizer=optimizer)
+    optimizer = kind(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O2", **{"verbosity": 0, **options})
+    return {"model": model, "optimizer": optimizer}
+
+
+REFUSED = {
+    "torch's": (
+        lambda m: {"optimizer": torch.optim.AdamW(m.parameters())},
+        TypeError,
+        r"AdamW has no fused step.*ampfuse\.optim",
+    ),
+    "LARC": (lambda m: {"optimizer": optim.LARC(sgd(m))}, TypeError, "LARC has no fused step"),
+    "generic": (lambda m: initialized(torch.optim.RMSprop), TypeError, "has no fused step"),
+    "no model": (lambda m: {"model": loss_fn}, TypeError, "model is a function"),
+    "no scaler": (lambda m: {"scaler": 128.0}, TypeError, "scaler is a float"),
+    "no batch": (
+        lambda m: {"sample_batch": torch.ones(3)},
+        TypeError,
+        r"sample_batch is a Tensor; .*\(inputs, \*targets\)",
+    ),
+    "an array": (
+        lambda m: {"sample_batch": (torch.ones(8, 6), torch.ones(8, 3).numpy())},
+        TypeError,
+        r"targets\[0\] is a ndarray; pass tensors",
+    ),
+    "a norm": (lambda m: {"max_grad_norm": -1}, ValueError, "max_grad_norm is -1"),
+    "two scalers": (
+        lambda m: {**initialized(), "scaler": ampfuse.GradScaler("cpu")},
+        ValueError,
+        "leave scaler out",
+    ),
+    "loud": (lambda m: initialized(verbosity=2), RuntimeError, "verbosity=1"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_captured_is_refused(case, stand_in):
+    changes, error, message = REFUSED[case]
+    with pytest.raises(error, match=message):
+        refused(**changes(network("cpu")))
 
 
 def test_there_are_no_graphs_on_a_cpu():
@@ -740,8 +743,7 @@ def test_a_failed_making_leaves_no_trace(stand_in):
                 training.model, loss, training.optimizer, sample("cpu"), scaler=training.scaler
             )
         assert_same_bits(everything(training), before)
-    found = run(training.eager, batches("cpu", 5)) | everything(training)
-    assert_same_bits(found, run(twin.eager, batches("cpu", 5)) | everything(twin))
+    assert_trains_alike(training, training.eager, twin, batches("cpu", 5))
 
 
 # --- what a captured step does not see ------------------------------------------------------------
@@ -795,13 +797,13 @@ def test_changes_that_need_a_new_capture_are_refused(name, stand_in):
     assert stand_in.replays == 1
 
 
-def test_momentum_neither_starts_nor_ends(stand_in):
-    for then, now in ((0.9, 0.0), (0.0, 0.9)):
-        training = alone(optim.SGD, bf16, torch.device("cpu"), lr=0.1, momentum=then)
-        step = training.graphed(sample("cpu"))
-        training.optimizer.param_groups[0]["momentum"] = now
-        with pytest.raises(RuntimeError, match="momentum or amsgrad was switched"):
-            step(*sample("cpu"))
+@pytest.mark.parametrize(("then", "now"), [(0.9, 0.0), (0.0, 0.9)])
+def test_momentum_neither_starts_nor_ends(then, now, stand_in):
+    training = alone(optim.SGD, bf16, torch.device("cpu"), lr=0.1, momentum=then)
+    step = training.graphed(sample("cpu"))
+    training.optimizer.param_groups[0]["momentum"] = now
+    with pytest.raises(RuntimeError, match="momentum or amsgrad was switched"):
+        step(*sample("cpu"))
 
 
 def test_a_scheduler_beside_a_followed_table_is_told_of(stand_in):
@@ -827,8 +829,7 @@ def test_a_change_that_is_undone_is_forgotten(stand_in):
     with pytest.raises(RuntimeError, match="undo the change"):
         step(*sample("cpu"))
     group["eps"] = eps
-    found = run(step, batches("cpu", 6)) | everything(ours)
-    assert_same_bits(found, run(twin.eager, batches("cpu", 6)) | everything(twin))
+    assert_trains_alike(ours, step, twin, batches("cpu", 6))
 
 
 def test_marked_rows_have_new_versions_and_agree(device):
@@ -875,16 +876,12 @@ def test_replays_do_not_wait(name):
         step(*batch)
         scheduler.step()
     torch.cuda._sleep(1)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with never_waiting():
         torch.cuda._sleep(1_000_000_000)
         for batch in feed:
             step(*batch)
             scheduler.step()
         assert not torch.cuda.current_stream().query(), "the host waited for the device"
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
 
 

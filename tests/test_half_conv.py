@@ -1,5 +1,6 @@
 """csrc/torch/half_ops.cpp: what torch is slow at in half on the CPU, computed in FP32."""
 
+import itertools
 import threading
 
 import pytest
@@ -9,6 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import ampfuse
 from ampfuse import _C, half_ops
+from convolutions import Case, eighths
 from programs import python
 
 HALF = torch.float16
@@ -23,34 +25,10 @@ def ours():
         yield
 
 
-def arguments(
-    x=(2, 4, 7, 6), w=(6, 4, 3, 3), stride=1, padding=1, dilation=1, transposed=False,
-    output_padding=0, groups=1, bias=True, mask=(True, True, True), dtype=HALF, channels_last=False,
-):  # fmt: skip
-    """Arguments of aten::convolution_backward; tensors of eighths, exact in any dtype."""
-    torch.manual_seed(0)
-    each = [[value] * (len(x) - 2) for value in (stride, padding, dilation, output_padding)]
-
-    def draw(shape):
-        tensor = torch.randint(-8, 9, shape).div(8).to(dtype)
-        formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-        return tensor.contiguous(memory_format=formats[len(shape)]) if channels_last else tensor
-
-    x, w = draw(x), draw(w)
-    y = torch.convolution(
-        x.double(), w.double(), None, each[0], each[1], each[2], transposed, each[3], groups
-    )
-    filters = y.shape[1]
-    return (
-        draw(y.shape), x, w, [filters] if bias else None,
-        each[0], each[1], each[2], transposed, each[3], groups, list(mask),
-    )  # fmt: skip
-
-
-def reference(args):
-    """The same gradients in float64."""
-    wide = [a.double() if isinstance(a, torch.Tensor) else a for a in args]
-    return torch.ops.aten.convolution_backward(*wide)
+def case(**changes):
+    usual = {"x": (2, 4, 7, 6), "w": (6, 4, 3, 3), "padding": 1, "bias": True}
+    usual |= {"dtype": HALF, "channels_last": False, "draw": eighths}
+    return Case(**usual | changes)
 
 
 def assert_rounded(actual, expected, dtype):
@@ -64,7 +42,7 @@ def assert_rounded(actual, expected, dtype):
 
 CONVOLUTIONS = {
     "plain": {},
-    "no bias": {"bias": False, "mask": (True, True, False)},
+    "no bias": {"bias": False},
     "stride": {"stride": 2},
     "dilation": {"dilation": 2, "padding": 2},
     "groups": {"w": (6, 2, 3, 3), "groups": 2},
@@ -87,51 +65,45 @@ CONVOLUTIONS = {
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_gradients_are_those_of_float64_rounded(name, deterministic):
-    args = arguments(**CONVOLUTIONS[name])
+    drawn = case(**CONVOLUTIONS[name])
     torch.use_deterministic_algorithms(deterministic)
     try:
-        actual = torch.ops.aten.convolution_backward(*args)
+        actual = drawn.backward()
     finally:
         torch.use_deterministic_algorithms(False)
-    for a, e, wanted in zip(actual, reference(args), args[-1], strict=True):
-        if wanted:
-            assert_rounded(a, e, HALF)
+    count = 2 if drawn.bias is None else 3
+    for a, e in zip(actual[:count], drawn.backward(torch.float64), strict=False):
+        assert_rounded(a, e, HALF)
 
 
-@pytest.mark.parametrize("bits", range(8))
-def test_output_mask(bits):
-    mask = [bool(bits & 1 << i) for i in range(3)]
-    args = arguments(mask=mask)
-    actual = torch.ops.aten.convolution_backward(*args)
-    full = torch.ops.aten.convolution_backward(
-        *(a.float() if isinstance(a, torch.Tensor) else a for a in args)
-    )
-    for a, f, e, wanted in zip(actual, full, reference(args), mask, strict=True):
+@pytest.mark.parametrize("wanted", list(itertools.product([False, True], repeat=3)))
+def test_output_mask(wanted):
+    drawn = case()
+    each = [drawn.backward(dtype, wanted) for dtype in (None, torch.float32, torch.float64)]
+    for asked, a, f, e in zip(wanted, *each, strict=True):
         assert (a is None) == (f is None)  # torch may give more than it was asked for
-        if wanted:
+        if asked:
             assert_rounded(a, e, HALF)
 
 
 def test_memory_format_is_kept():
-    gradient = torch.ops.aten.convolution_backward(*arguments(channels_last=True))[0]
+    gradient = case(channels_last=True).backward()[0]
     assert gradient.is_contiguous(memory_format=torch.channels_last)
     assert not gradient.is_contiguous()
 
 
 def test_sums_are_not_rounded_on_the_way():
     """A weight gradient of 4096 equal terms: FP16 additions would stick at 2048."""
-    x, g = torch.ones(4, 1, 32, 32, dtype=HALF), torch.ones(4, 1, 32, 32, dtype=HALF)
-    w = torch.ones(1, 1, 1, 1, dtype=HALF)
-    args = (g, x, w, [1], [1, 1], [0, 0], [1, 1], False, [0, 0], 1, [True] * 3)
-    _, weight, bias = torch.ops.aten.convolution_backward(*args)
+    ones = case(x=(4, 1, 32, 32), w=(1, 1, 1, 1), padding=0, draw=torch.ones)
+    _, weight, bias = ones.backward()
     assert weight.item() == bias.item() == 4096
 
 
 def test_overflow_becomes_inf():
     """The loss scaler relies on it: what half cannot hold is inf, not a large finite number."""
-    args = list(arguments())
-    args[0] = torch.full_like(args[0], 60000.0)
-    assert torch.ops.aten.convolution_backward(*args)[2].isinf().all()
+    drawn = case()
+    drawn.dy.fill_(60000.0)
+    assert drawn.backward()[2].isinf().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -139,10 +111,10 @@ def test_overflow_becomes_inf():
 def test_other_dtypes_are_torchs_own(name, dtype):
     if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         pytest.skip("BF16 is computed in FP32 on this CPU")
-    args = arguments(**CONVOLUTIONS[name], dtype=dtype)
-    ours = torch.ops.aten.convolution_backward(*args)
+    drawn = case(**CONVOLUTIONS[name], dtype=dtype)
+    ours = drawn.backward()
     with ampfuse.cpu_half_ops(False):
-        torchs = torch.ops.aten.convolution_backward(*args)
+        torchs = drawn.backward()
     for a, b in zip(ours, torchs, strict=True):
         assert a.dtype == b.dtype
         assert a.stride() == b.stride()
@@ -150,12 +122,11 @@ def test_other_dtypes_are_torchs_own(name, dtype):
 
 
 def test_taken_back():
-    x, g = torch.ones(4, 1, 64, 64, dtype=HALF), torch.ones(4, 3, 64, 64, dtype=HALF) / 3
-    w = torch.ones(3, 1, 3, 3, dtype=HALF)
-    args = (g, x, w, [3], [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True] * 3)
-    on = torch.ops.aten.convolution_backward(*args)
+    ones = case(x=(4, 1, 64, 64), w=(3, 1, 3, 3), draw=torch.ones)
+    ones.dy /= 3
+    on = ones.backward()
     with ampfuse.cpu_half_ops(False):  # torch's own kernel answers again, to its own precision
-        off = torch.ops.aten.convolution_backward(*args)
+        off = ones.backward()
     for a, b in zip(on, off, strict=True):
         assert a.dtype == b.dtype == HALF
         torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
@@ -181,13 +152,13 @@ def test_extrema_are_torchs_own(op, dtype):
 
 
 def test_mixed_dtypes_are_torchs_own():
-    args = list(arguments())
-    args[2] = args[2].float()
+    drawn = case()
+    drawn.w = drawn.w.float()
     answers = []
     for enabled in (True, False):
         with ampfuse.cpu_half_ops(enabled):
             try:
-                answers.append(torch.ops.aten.convolution_backward(*args))
+                answers.append(drawn.backward())
             except RuntimeError as error:  # torch 2.11 refuses them
                 answers.append(str(error))
     ours, torchs = answers
@@ -250,22 +221,22 @@ def test_autocast(make, inside):
         assert_rounded(ours.grad.to(HALF), exact.grad, HALF)
 
 
-def ints(*shape):
-    return torch.randint(-8, 9, shape).div(8)
-
-
 # Every product, forward and backward, in both half types against float64.
 PRODUCTS = {
-    "conv2d": (F.conv2d, ints(2, 4, 7, 6), ints(6, 4, 3, 3), ints(6)),
-    "conv2d groups": (lambda x, w: F.conv2d(x, w, groups=2), ints(2, 4, 7, 6), ints(6, 2, 3, 3)),
-    "conv_transpose2d": (F.conv_transpose2d, ints(2, 4, 7, 6), ints(4, 6, 3, 3)),
-    "mm": (torch.mm, ints(5, 70), ints(70, 9)),
-    "linear": (F.linear, ints(5, 70), ints(9, 70), ints(9)),
-    "linear 3d": (F.linear, ints(2, 5, 70), ints(9, 70), ints(9)),
-    "mv": (torch.mv, ints(5, 70), ints(70)),
-    "dot": (torch.dot, ints(70), ints(70)),
-    "bmm": (torch.bmm, ints(3, 5, 70), ints(3, 70, 9)),
-    "baddbmm": (torch.baddbmm, ints(3, 5, 9), ints(3, 5, 70), ints(3, 70, 9)),
+    "conv2d": (F.conv2d, eighths((2, 4, 7, 6)), eighths((6, 4, 3, 3)), eighths((6,))),
+    "conv2d groups": (
+        lambda x, w: F.conv2d(x, w, groups=2),
+        eighths((2, 4, 7, 6)),
+        eighths((6, 2, 3, 3)),
+    ),
+    "conv_transpose2d": (F.conv_transpose2d, eighths((2, 4, 7, 6)), eighths((4, 6, 3, 3))),
+    "mm": (torch.mm, eighths((5, 70)), eighths((70, 9))),
+    "linear": (F.linear, eighths((5, 70)), eighths((9, 70)), eighths((9,))),
+    "linear 3d": (F.linear, eighths((2, 5, 70)), eighths((9, 70)), eighths((9,))),
+    "mv": (torch.mv, eighths((5, 70)), eighths((70,))),
+    "dot": (torch.dot, eighths((70,)), eighths((70,))),
+    "bmm": (torch.bmm, eighths((3, 5, 70)), eighths((3, 70, 9))),
+    "baddbmm": (torch.baddbmm, eighths((3, 5, 9)), eighths((3, 5, 70)), eighths((3, 70, 9))),
 }
 
 

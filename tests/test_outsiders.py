@@ -1,4 +1,4 @@
-"""Optimizers that amp was not given, or that train nothing, are told of; so are wrong arguments."""
+"""Optimizers that amp was not given, or that train nothing, are told of; so is a wrong order."""
 
 import copy
 import itertools
@@ -189,53 +189,6 @@ def test_an_optimizer_without_a_parameter_of_the_model(case, level):
 
 
 # --- arguments ------------------------------------------------------------------------------------
-
-
-class NoParameters(torch.optim.Optimizer):
-    """Of another framework, which names what it steps."""
-
-    def __init__(self):
-        self.param_groups = [{"params": ["weight"]}]
-
-
-WRONG = {
-    "a name": (
-        {"optimizers": NoParameters()},
-        TypeError,
-        r"\['params'\]\[0\] of the No.* is a str",
-    ),
-    "verbosity": ({"verbosity": "1"}, TypeError, "verbosity must be 0, 1 or 2, not '1'"),
-    "enabled": ({"enabled": "no"}, ValueError, "enabled is 'no'; it has to be True or False"),
-    **{
-        name: ({name: "x"}, ValueError, f"{name} is 'x'; it has to be")
-        for name in (
-            "init_scale",
-            "min_loss_scale",
-            "max_loss_scale",
-            "growth_factor",
-            "backoff_factor",
-            "growth_interval",
-            "hysteresis",
-        )
-    },
-    "half a pass": (
-        {"growth_interval": 1.5},
-        ValueError,
-        "growth_interval is 1.5; it has to be a whole",
-    ),
-    "no maximum": ({"max_loss_scale": None}, ValueError, "max_loss_scale is None; it has to be at"),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_wrong_arguments_of_initialize(case):
-    arguments, error, message = WRONG[case]
-    model = nn.Linear(2, 2)
-    arguments = {"optimizers": sgd(model), "opt_level": "O2", **arguments}
-    with pytest.raises(error, match=message):
-        amp.initialize(model, **arguments)
-    assert model.weight.dtype == torch.float32
-    assert type(model) is nn.Linear
 
 
 @pytest.mark.parametrize("enabled", [True, "False"])

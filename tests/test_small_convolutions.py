@@ -1,13 +1,12 @@
 """csrc/torch/half_conv.cpp: BF16 convolutions over few rows on the CPU, as products of matrices."""
 
-import contextlib
-
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
+import convolutions
 from ampfuse import cpu_half_ops, hardware
 
 HALF = torch.bfloat16
@@ -28,37 +27,7 @@ def image(*shape):
     return torch.randn(shape).to(HALF).contiguous(memory_format=LAST)
 
 
-class Case:
-    """A convolution's arguments, drawn for the shapes of x and weight."""
-
-    def __init__(
-        self, x, w, stride=1, padding=0, dilation=1, bias=False, transposed=False, groups=1
-    ):
-        torch.manual_seed(0)
-        self.x, self.w = image(*x), image(*w)
-        self.bias = torch.randn(w[0]).to(HALF) if bias else None
-        pairs = [[v] * 2 if isinstance(v, int) else list(v) for v in (stride, padding, dilation)]
-        self.options = (*pairs, transposed, [0, 0], groups)
-        with contextlib.suppress(RuntimeError):  # of shapes that torch refuses
-            self.dy = image(*self.forward(torch.float64).shape)
-
-    def forward(self, dtype=HALF):
-        x, w, bias = (None if t is None else t.to(dtype) for t in (self.x, self.w, self.bias))
-        return torch.convolution(x, w, bias, *self.options)
-
-    def backward(self, dtype=HALF, wanted=(True, True, True)):
-        dy, x, w = (t.to(dtype) for t in (self.dy, self.x, self.w))
-        sizes = None if self.bias is None else list(self.bias.shape)
-        mask = [*wanted[:2], wanted[2] and sizes is not None]
-        return torch.ops.aten.convolution_backward(dy, x, w, sizes, *self.options, mask)
-
-    def results(self, dtype=HALF):
-        return [self.forward(dtype), *self.backward(dtype)]
-
-    def torchs(self, dtype=HALF):
-        with cpu_half_ops(False):
-            return self.results(dtype)
-
+class Case(convolutions.Case):
     def products(self, convolves):
         """What no convolution of oneDNN's computes."""
         calls = {
@@ -106,7 +75,7 @@ def assert_right(case):
         assert error.mean() <= 1.02 * torchs_error.mean() + 1e-9, name
 
 
-def assert_torchs_own(case, dtype=HALF):
+def assert_torchs_own(case, dtype=None):
     for ours, torchs in zip(case.results(dtype), case.torchs(dtype), strict=True):
         assert ours is torchs is None or torch.equal(ours, torchs)
 

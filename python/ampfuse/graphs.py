@@ -12,7 +12,6 @@ memory that stays in its place; what cannot change without a new capture is chec
 from __future__ import annotations
 
 import contextlib
-import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -150,12 +149,6 @@ def make_graphed_step(
             "amp.initialize change torch's."
         )
     check("max_grad_norm", max_grad_norm, RULES["max_grad_norm"])
-    _check_scaling(optimizer, scaler)
-    _check_device(optimizer.param_table().param(0).device)
-    return GraphedStep(model, loss_fn, optimizer, sample_batch, max_grad_norm, scaler)
-
-
-def _check_scaling(optimizer: FusedOptimizer, scaler: Any) -> None:
     session = sessions.enabled_of(optimizer)
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise TypeError(f"scaler is a {type(scaler).__name__}; it has to be an ampfuse.GradScaler")
@@ -168,6 +161,8 @@ def _check_scaling(optimizer: FusedOptimizer, scaler: Any) -> None:
             "amp.initialize(verbosity=2) reads the overflow flag on the host after every pass, "
             "which a captured step cannot. Use verbosity=1; optimizer.last_step tells of overflows."
         )
+    _check_device(optimizer.param_table().param(0).device)
+    return GraphedStep(model, loss_fn, optimizer, sample_batch, max_grad_norm, scaler)
 
 
 def _check_device(device: torch.device) -> None:
@@ -214,20 +209,32 @@ class GraphedStep:
         stepped = set(map(id, self._captured.leaves))
         self._others = [param for param in both.parameters() if id(param) not in stepped]
         self._buffers = dict(both.named_buffers())
-        self._place_scaling(device)
-        self._scaling = self._scaling_tensors()
+        # Scale and counters are made, or moved to the device, at their first use: now.
+        if self._session is not None:
+            self._session.loss_scalers[0].snapshot(device)
+        elif scaler is not None:
+            scaler.scale(torch.zeros((), device=device))
 
         self._call = GraphedCall(self._train)
-        sample = self._batch.tensors_of(tuple(sample_batch))
-        self._make([tensor.detach().to(device) for tensor in sample], device)
-
+        tensors = self._batch.tensors_of(tuple(sample_batch))
+        tensors = [tensor.detach().to(device) for tensor in tensors]
+        try:
+            with torch.cuda.device(device), self._unchanged(), self._captured.reading_values():
+                with self._captured.rehearsal():
+                    for _ in range(EAGER_CALLS):
+                        self._call(*tensors)
+                self._call.capture(*tensors)
+        finally:
+            self._drop_gradients()
         self._captured.note_capture()
-        self._options = self._current_options()
-        self._addresses = list(map(Tensor.data_ptr, self._buffers.values()))
+        self._fixed = self._as_captured()
 
     def __call__(self, *batch: Any) -> Tensor:
         tensors = self._batch.tensors_of(batch)
-        self._refuse_changes()
+        self._captured.refuse_changes()
+        for name, value in self._as_captured().items():
+            if self._fixed[name] != value:
+                raise stale(f"{name} was changed")
         self._captured.follow_host()
         (loss,) = self._call(*tensors)
         # The host has not seen the step. Autograd and caches of cast weights tell by the version
@@ -272,20 +279,10 @@ class GraphedStep:
         for param in self._others:
             param.grad = None
 
-    def _make(self, tensors: list[Tensor], device: torch.device) -> None:
-        captured = self._captured
-        try:
-            with torch.cuda.device(device), self._unchanged(device), captured.reading_values():
-                with captured.rehearsal():
-                    for _ in range(EAGER_CALLS):
-                        self._call(*tensors)
-                self._call.capture(*tensors)
-        finally:
-            self._drop_gradients()
-
     @contextlib.contextmanager
-    def _unchanged(self, device: torch.device) -> Iterator[None]:
+    def _unchanged(self) -> Iterator[None]:
         """What skipped steps change is put back: buffers, random numbers, scalers, step state."""
+        device = self._captured.device
         tensors = [*self._buffers.values(), *self._scaling_tensors(), self._captured.step_state()]
         saved = [tensor.detach().clone() for tensor in tensors]
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -296,46 +293,28 @@ class GraphedStep:
                     for tensor, value in zip(tensors, saved, strict=True):
                         tensor.copy_(value)
 
-    def _place_scaling(self, device: torch.device) -> None:
-        """Scale and counters are made, or moved to the device, at their first use: now."""
-        if self._session is not None:
-            self._session.loss_scalers[0].snapshot(device)
-        elif self._scaler is not None:
-            self._scaler.scale(torch.zeros((), device=device))
-
     def _scaling_tensors(self) -> list[Tensor]:
         owner = self._scaler if self._session is None else self._session.loss_scalers[0]
         names = ("_scale", "_growth_tracker", "_hysteresis_tracker")
         tensors = [getattr(owner, name, None) for name in names]
         return [tensor for tensor in tensors if tensor is not None]
 
-    # --- what the host may change between replays -----------------------------------------------
-
-    def _refuse_changes(self) -> None:
-        """Raise RuntimeError for what needs a new capture."""
-        self._captured.refuse_changes()
-        for (name, buffer), address in zip(self._buffers.items(), self._addresses, strict=True):
-            if buffer.data_ptr() != address:
-                raise stale(f"the memory of buffer {name} was changed (model.to)")
-        if not all(map(operator.is_, self._scaling_tensors(), self._scaling)):
-            raise stale("the loss scale has other memory")
-        options = self._current_options()
-        for name, value in self._options.items():
-            if options[name] != value:
-                raise stale(f"{name} was changed")
-
-    def _current_options(self) -> dict[str, Any]:
-        """Settings that kernels got as numbers, or that decided which kernels there are."""
+    def _as_captured(self) -> dict[str, Any]:
+        """What needs a new capture if it changes: memory, and settings that kernels got as numbers
+        or that decided which kernels there are."""
         optimizer, scaler = self._optimizer, self._scaler
-        options = {
-            "the model's train or eval mode": self._model.training,
-            **{f"optimizer.{name}": getattr(optimizer, name) for name in RULES},
+        found: dict[str, Any] = {
+            f"the memory of buffer {name}": buffer.data_ptr()
+            for name, buffer in self._buffers.items()
         }
+        found["the memory of the loss scale"] = list(map(Tensor.data_ptr, self._scaling_tensors()))
+        found["the model's train or eval mode"] = self._model.training
+        found |= {f"optimizer.{name}": getattr(optimizer, name) for name in RULES}
         if scaler is not None and scaler.is_enabled():
-            options["the scaler's growth factor"] = scaler.get_growth_factor()
-            options["the scaler's backoff factor"] = scaler.get_backoff_factor()
-            options["the scaler's growth interval"] = scaler.get_growth_interval()
-        return options
+            found["the scaler's growth factor"] = scaler.get_growth_factor()
+            found["the scaler's backoff factor"] = scaler.get_backoff_factor()
+            found["the scaler's growth interval"] = scaler.get_growth_interval()
+        return found
 
 
 def _apply(model: nn.Module, inputs: Any) -> Any:

@@ -194,6 +194,4 @@ def load_state_dict(state_dict: dict[str, Any], *, optimizer: Optimizer | None =
 
 
 def _session(optimizer: Optimizer | None) -> _sessions.Session:
-    if optimizer is None:
-        return _sessions.latest()
-    return _sessions.of_optimizers([optimizer])
+    return _sessions.latest() if optimizer is None else _sessions.of_optimizers([optimizer])

@@ -69,15 +69,6 @@ def _around_step() -> Iterator[Callable[[], contextlib.AbstractContextManager[No
 generic.around_step = _around_step
 
 
-def in_a_region() -> bool:
-    return thread.scope is not None
-
-
-def active_dtype() -> torch.dtype | None:
-    """The low-precision type of O1 (float16) or O4 (bfloat16) where one is in force, else None."""
-    return scope().dtype
-
-
 _forward_ran = False
 _forwards = 0
 
@@ -110,15 +101,11 @@ def disable_casts() -> Iterator[None]:
     is there again afterwards, also when the block raises, and blocks may be nested. Half tensors
     from outside stay half; cast them (``x.float()``) where FP32 is wanted.
     """
+    accelerator = torch.accelerator.current_accelerator() or torch.device("cpu")
+    on_accelerator = torch.autocast(accelerator.type, enabled=False)
     thread.disabled += 1
     try:
-        on_cpu = torch.autocast("cpu", enabled=False)
-        with region(AS_WRITTEN), on_cpu, torch.autocast(_accelerator(), enabled=False):
+        with region(AS_WRITTEN), torch.autocast("cpu", enabled=False), on_accelerator:
             yield
     finally:
         thread.disabled -= 1
-
-
-def _accelerator() -> str:
-    accelerator = torch.accelerator.current_accelerator()
-    return "cpu" if accelerator is None else accelerator.type

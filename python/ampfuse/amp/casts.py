@@ -9,7 +9,6 @@ An object that only passes for a module has no class to exchange: its module get
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import itertools
@@ -105,10 +104,8 @@ class AmpModule(WrappedForward):
         state_dict = args[0] if args else kwargs.get("state_dict")
         if not isinstance(state_dict, Mapping):  # the class's own format
             return result
-        for prefix, module in self.named_modules():  # type: ignore[attr-defined]
-            for name, own in _saved_tensors(module):
-                value = state_dict.get(f"{prefix}.{name}" if prefix else name)
-                copies.take_over(module, name, value, own)
+        for name, own in _saved_tensors(self):  # type: ignore[arg-type]
+            copies.take_over(self, own, state_dict.get(name))  # type: ignore[arg-type]
         return result
 
     def __prepare_scriptable__(self) -> Any:
@@ -177,7 +174,7 @@ def _cast_forward(
         args, kwargs = trees.cast(args, casts.inputs), trees.cast(kwargs, casts.inputs)
 
     if casts.autocast is None or casts_are_disabled():
-        with _function_casts(Casts(), ""):
+        with cast_state.region(AS_WRITTEN):
             outputs = inner(*args, **kwargs)
         return outputs if casts.outputs is None else trees.cast(outputs, casts.outputs)
 
@@ -185,36 +182,25 @@ def _cast_forward(
     device_type = _device_type(model, (args, kwargs))
     # In an autocast region of the user's, or inside another model, the loss is covered already.
     covered = torch.is_autocast_enabled(device_type)
-    with torch.autocast(device_type, dtype=casts.autocast), _function_casts(casts, device_type):
+    scope = Scope(casts.autocast, casts_cpu=device_type == "cpu")
+    if not torch.compiler.is_compiling():  # it follows autocast, not Python that looks at each call
+        _add_rules(scope, casts.rules)
+    with torch.autocast(device_type, dtype=casts.autocast), cast_state.region(scope):
         outputs = inner(*args, **kwargs)
     if not (covered or torch.compiler.is_compiling()):
         weight_cache.clear()  # as autocast's own, it ends with the outermost region
     if casts.outputs is not None:
         return trees.cast(outputs, casts.outputs)
-    if covered:
-        return outputs
-    return wrap(outputs, half_output_class(casts.rules))
+    return outputs if covered else wrap(outputs, half_output_class(casts.rules))
 
 
-def _function_casts(casts: Casts, device_type: str) -> contextlib.AbstractContextManager[None]:
-    """What `casts` says besides autocast."""
-    if casts.autocast is None:
-        return cast_state.region(AS_WRITTEN)
-    if torch.compiler.is_compiling():  # it follows autocast, not Python that looks at every call
-        return cast_state.region(Scope(casts.autocast))
-    return _inside_forward(casts, device_type == "cpu")
-
-
-@contextlib.contextmanager
-def _inside_forward(casts: Casts, on_cpu: bool) -> Iterator[None]:
-    scope = Scope(casts.autocast, casts_cpu=on_cpu)
-    if casts.rules is not None:
-        op_casts.install(casts.rules)
-        scope.table = casts.rules.table_under_autocast
+def _add_rules(scope: Scope, rules: OpRules | None) -> None:
+    """Besides autocast `rules` hold in `scope`; outside of it the same tensors are left alone."""
+    if rules is not None:
+        op_casts.install(rules)
+        scope.table = rules.table_under_autocast
     if cast_state.outside.table:
-        cast_state.outside.casts_cpu = on_cpu
-    with cast_state.region(scope):
-        yield
+        cast_state.outside.casts_cpu = scope.casts_cpu
 
 
 def _device_type(model: nn.Module, arguments: Any) -> str:
@@ -299,21 +285,15 @@ def save_in_float32(model: nn.Module) -> None:
 def _state_dict_in_float32(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]
 ) -> None:
-    """Replace the module's own half entries; its children have hooks of their own."""
+    """Replace half entries: the module's own and, as its children have hooks, scripted ones."""
     for name, own in _saved_tensors(module):
         entry = state_dict.get(prefix + name)
-        if not isinstance(entry, Tensor) or entry.dtype not in HALF_DTYPES:
-            continue
-        if entry is own:  # keep_vars=True asks for the parameter itself
-            continue
-        state_dict[prefix + name] = copies.float32_entry(module, name, entry, own)
+        # keep_vars=True asks for the parameter itself.
+        if isinstance(entry, Tensor) and entry.dtype in HALF_DTYPES and entry is not own:
+            state_dict[prefix + name] = copies.float32_entry(module, entry, own)
 
 
-def _saved_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor | None]]:
-    """The tensors of `module` itself and of its scripted children, by name."""
-    yield from module._parameters.items()
-    yield from module._buffers.items()
-    for child_name, child in module._modules.items():
-        if isinstance(child, torch.jit.ScriptModule):
-            for name, tensor in itertools.chain(child.named_parameters(), child.named_buffers()):
-                yield f"{child_name}.{name}", tensor
+def _saved_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers by name, those of its parts too: scripted ones have no hook."""
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)

@@ -13,12 +13,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ampfuse import trees
 from ampfuse.optim.masters import HALF_DTYPES, ModelParameter
+from ampfuse.optim.shards import is_sharded
 
-# The FP32 values, by name, of each part of a copied model.
-_kept: weakref.WeakKeyDictionary[nn.Module, dict[str, KeptCopy]] = weakref.WeakKeyDictionary()
+# The parts of copied models, and the FP32 values of their weights.
+_copied: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_kept = WeakIdKeyDictionary()
 
 
 class KeptCopy(Tensor):
@@ -27,41 +30,33 @@ class KeptCopy(Tensor):
     Pickles and deep-copies as a plain tensor; what is computed from it is one.
     """
 
-    weight: Tensor
-    published: int  # the version that the weight has followed
-    followed: int  # the weight's version then
+    weight: weakref.ref[Tensor]
+    versions: tuple[int, int]  # of this and of the weight, when they were the same
 
     @classmethod
-    def of(cls, weight: Tensor) -> KeptCopy:
-        kept = weight.detach().float().as_subclass(cls)
+    @torch.no_grad()
+    def of(cls, weight: Tensor, value: Tensor) -> KeptCopy:
+        """`value`, where the weight is its rounding."""
+        kept = torch.empty_like(weight, dtype=torch.float32, requires_grad=False).copy_(value)
+        kept = kept.as_subclass(cls)
         with torch._C.DisableTorchFunctionSubclass():
-            kept.weight, kept.published, kept.followed = weight, kept._version, weight._version
+            kept.weight, kept.versions = weakref.ref(weight), (kept._version, weight._version)
+        kept.follow()
         return kept
 
     @torch.no_grad()
-    def publish(self) -> None:
-        """The weight takes over what was written here."""
-        with torch._C.DisableTorchFunctionSubclass():
-            if self._version != self.published:
-                self.weight.copy_(self)
-                self.published, self.followed = self._version, self.weight._version
-
-    @torch.no_grad()
-    def load(self, value: Tensor) -> None:
-        """Take over `value` where the weight is its rounding."""
-        with torch._C.DisableTorchFunctionSubclass():
-            self.copy_(value)
-            self.published = self._version
-            self.follow()
-
-    @torch.no_grad()
     def follow(self) -> None:
-        """Take over what was written to the weight: elements that it is not the rounding of."""
-        self.publish()
+        """Take over what was written to the weight, unless it has to take over what is here."""
+        weight = self.weight()
+        if weight is None:
+            return
         with torch._C.DisableTorchFunctionSubclass():
-            edited = self.to(self.weight.dtype) != self.weight
-            self.copy_(torch.where(edited, self.weight.float(), self))
-            self.published, self.followed = self._version, self.weight._version
+            if self._version != self.versions[0]:
+                weight.copy_(self)
+            else:
+                edited = self.to(weight.dtype) != weight
+                self.copy_(torch.where(edited, weight.float(), self))
+            self.versions = self._version, weight._version
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -69,13 +64,10 @@ class KeptCopy(Tensor):
             return args[0]
         kwargs = kwargs or {}
         kept = [tensor for tensor in trees.tensors((args, kwargs)) if isinstance(tensor, cls)]
-        for tensor in kept:
-            if tensor.weight._version != tensor.followed:
-                tensor.follow()
+        _follow_changes(kept)
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
-        for tensor in kept:
-            tensor.publish()
+        _follow_changes(kept)
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -90,42 +82,50 @@ class KeptCopy(Tensor):
 _ALIASES = frozenset({Tensor.data.__get__, Tensor.detach})  # type: ignore[attr-defined]
 
 
+def _follow_changes(copies: list[KeptCopy]) -> None:
+    for kept in copies:
+        weight = kept.weight()
+        with torch._C.DisableTorchFunctionSubclass():
+            changed = weight is not None and kept.versions != (kept._version, weight._version)
+        if changed:
+            kept.follow()
+
+
 def keep_from_now_on(model: nn.Module) -> None:
     """`model` is a copy: its FP32 values live with it, from the first ``state_dict()`` on."""
-    for module in model.modules():
-        _kept[module] = {}
+    _copied.update(model.modules())
 
 
 def stop_keeping(model: nn.Module) -> None:
     """An optimizer is going to train `model`."""
-    for module in model.modules():
-        _kept.pop(module, None)
+    _copied.difference_update(model.modules())
+    for weight in (*model.parameters(), *model.buffers()):
+        _kept.pop(weight, None)
 
 
-def float32_entry(module: nn.Module, name: str, entry: Tensor, weight: Tensor | None) -> Tensor:
-    """What stands for `entry` of a state dict, the half `weight` called ``module.name``."""
-    kept = _kept.get(module)
-    if kept is None or weight is None or not _can_keep(entry, weight):
+def float32_entry(module: nn.Module, entry: Tensor, weight: Tensor) -> Tensor:
+    """What stands for `entry` of a state dict, a half `weight` of `module`."""
+    if module not in _copied or not _can_keep(entry, weight):
         return entry.float()
-    known = kept.get(name)
-    if known is None or known.weight is not weight or known.device != weight.device:
-        kept[name] = KeptCopy.of(weight)
+    kept: KeptCopy | None = _kept.get(weight)
+    if kept is None or kept.device != weight.device:
+        kept = _kept[weight] = KeptCopy.of(weight, entry)
     else:
-        known.follow()
-    return kept[name]
+        kept.follow()
+    return kept
 
 
-def take_over(module: nn.Module, name: str, value: Any, weight: Tensor | None) -> None:
-    """`weight` was loaded from `value`: a copied model keeps the digits."""
-    kept = _kept.get(module)
-    if kept is None or weight is None or not isinstance(value, Tensor):
+def take_over(module: nn.Module, weight: Tensor, value: Any) -> None:
+    """A `weight` of `module` was loaded from `value`: a copied model keeps the digits."""
+    if module not in _copied or not isinstance(value, Tensor):
         return
     if value.shape == weight.shape and value.dtype == torch.float32 and _can_keep(weight, weight):
-        kept[name] = KeptCopy.of(weight)
-        kept[name].load(value)
+        _kept[weight] = KeptCopy.of(weight, value)
 
 
 def _can_keep(entry: Tensor, weight: Tensor) -> bool:
+    if is_sharded(weight) or torch.is_inference_mode_enabled():
+        return False  # torch exchanges shards, which a weak reference to one forbids
     is_trained = isinstance(weight, ModelParameter) and weight.living_owner() is not None
     is_weight = entry.data_ptr() == weight.data_ptr() and weight.dtype in HALF_DTYPES
-    return is_weight and not (is_trained or torch.is_inference_mode_enabled())
+    return is_weight and not is_trained

@@ -20,10 +20,11 @@ from typing import Any, TypeVar
 import torch
 
 from ampfuse import trees
+from ampfuse.amp import cast_state
 from ampfuse.amp import session as sessions
-from ampfuse.amp.cast_state import active_dtype, disable_casts, in_a_region
 from ampfuse.amp.half_output import half_output_class, unwrap, wrap
 from ampfuse.amp.op_rules import to_dtype, widest_dtype
+from ampfuse.amp.replacements import Replacements
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -80,39 +81,32 @@ def register_promote_function(module: Any, name: str) -> None:
 
 
 _pending: list[tuple[Any, str, Callable[[Any], Any]]] = []
-_installed: list[tuple[Any, str, Any, Any]] = []
+_installed = Replacements()
 
 
 def install_registered() -> None:
     """Put the functions registered since the last call in place. Called by ``initialize``."""
     for module, name, decorate in _pending:
-        original = getattr(module, name)
-        replacement = decorate(original)
-        setattr(module, name, replacement)
-        _installed.append((module, name, original, replacement))
+        _installed.replace(module, name, decorate(getattr(module, name)))
     _pending.clear()
 
 
-def restore_registered(since: int = 0) -> None:
-    """Undo all :func:`install_registered` have done, where nobody else has replaced it since.
-
-    `since`: leave as many of the first alone.
-    """
-    for module, name, original, replacement in reversed(_installed[since:]):
-        if getattr(module, name) is replacement:
-            setattr(module, name, original)
-    del _installed[since:]
+def restore_registered() -> None:
+    """Undo all that :func:`install_registered` has done."""
+    _installed.put_back()
 
 
 @contextlib.contextmanager
 def registered_for_now() -> Iterator[None]:
     """What the block installs is undone after it, and is waiting for ``initialize`` again."""
-    pending, installed = list(_pending), len(_installed)
+    global _pending, _installed
+    before = _pending, _installed
+    _pending, _installed = list(_pending), Replacements()
     try:
         yield
     finally:
-        restore_registered(since=installed)
-        _pending[:] = pending
+        restore_registered()
+        _pending, _installed = before
 
 
 def _register(module: Any, name: str, decorate: Callable[[Any], Any]) -> None:
@@ -124,11 +118,11 @@ def _register(module: Any, name: str, decorate: Callable[[Any], Any]) -> None:
 
 def _casting(function: Any, choose: Callable[[Any], torch.dtype | None]) -> Any:
     # Within torch's own function the level's rule for it would undo the cast made here.
-    own_rule = disable_casts if _is_torchs(function) else contextlib.nullcontext
+    own_rule = cast_state.disable_casts if _is_torchs(function) else contextlib.nullcontext
 
     @functools.wraps(function)
     def cast_first(*args: Any, **kwargs: Any) -> Any:
-        if active_dtype() is None:
+        if cast_state.scope().dtype is None:
             return function(*args, **kwargs)
         args, kwargs = unwrap(args), unwrap(kwargs)
         dtype = choose(trees.tensors((args, kwargs)))
@@ -136,7 +130,7 @@ def _casting(function: Any, choose: Callable[[Any], torch.dtype | None]) -> Any:
             args, kwargs = to_dtype(args, dtype), to_dtype(kwargs, dtype)
         with own_rule():
             result = function(*args, **kwargs)
-        if in_a_region():
+        if cast_state.thread.scope is not None:
             return result
         # A loss computed outside the model on a half result is to be as right as on its outputs.
         return wrap(result, half_output_class(sessions.rules()))

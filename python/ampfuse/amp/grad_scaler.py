@@ -120,7 +120,9 @@ class GradScaler(torch.amp.GradScaler):
             grad_scale = getattr(optimizer, "grad_scale", None)
         else:
             found_inf = None  # the optimizer looks for itself, in the pass it makes anyway
-            grad_scale = _product(scale, getattr(optimizer, "grad_scale", None))
+            # torch multiplies by a grad_scale that the user had set on the optimizer; so do we.
+            of_user = getattr(optimizer, "grad_scale", None)
+            grad_scale = scale if of_user is None else scale * of_user
         with driven(optimizer, grad_scale=grad_scale, found_inf=found_inf):
             result = optimizer.step(*args, **kwargs)
         if found_inf is None:
@@ -150,19 +152,17 @@ class GradScaler(torch.amp.GradScaler):
         Returns:
             The norm of the unscaled gradients before clipping: float32, 0-dim, on the device.
         """
-        if not self._enabled:
-            scale = None
-        else:
-            scale, _ = self._check_scale_growth_tracker("clip_grad_norm_")
-            stage = self._per_optimizer_states[id(optimizer)]["stage"]
-            if stage is OptState.READY and not is_fused(optimizer):
-                self.unscale_(optimizer)
-            if stage is not OptState.READY:
-                scale = None
-        if not is_fused(optimizer):
-            return torch.nn.utils.clip_grad_norm_(parameters(optimizer), max_norm)
-        with driven(optimizer, grad_scale=scale):
-            return optimizer.clip_next_step(max_norm)
+        scale = None
+        if self._enabled:
+            current, _ = self._check_scale_growth_tracker("clip_grad_norm_")
+            if self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
+                scale = current
+        if is_fused(optimizer):
+            with driven(optimizer, grad_scale=scale):
+                return optimizer.clip_next_step(max_norm)
+        if scale is not None:
+            self.unscale_(optimizer)
+        return torch.nn.utils.clip_grad_norm_(parameters(optimizer), max_norm)
 
     @uncompiled
     def _unscale_grads_(
@@ -233,11 +233,6 @@ class GradScaler(torch.amp.GradScaler):
         super().load_state_dict(state_dict)
 
 
-def _product(scale: Tensor, other: Tensor | float | None) -> Tensor:
-    """torch multiplies by a ``grad_scale`` that the user had set on the optimizer; so do we."""
-    return scale if other is None else scale * other
-
-
 @torch.no_grad()
 def _round_gradients_to_parameters(optimizer: Optimizer) -> None:
     """Give a stock optimizer the gradients in its parameters' type; most of torch's insist on it.
@@ -245,12 +240,10 @@ def _round_gradients_to_parameters(optimizer: Optimizer) -> None:
     Only half parameters without masters are concerned, which ours would step in FP32.
     """
     for parameter in parameters(optimizer):
-        gradient = parameter.grad
-        if gradient is None or gradient.dtype == parameter.dtype:
-            continue
-        if parameter.dtype in HALF_DTYPES:
-            parameter.grad = gradient.to(parameter.dtype)
-            if parameter.dtype == torch.float16:
+        gradient, dtype = parameter.grad, parameter.dtype
+        if gradient is not None and dtype in HALF_DTYPES and gradient.dtype != dtype:
+            parameter.grad = gradient.to(dtype)
+            if dtype == torch.float16:
                 _warn_of_stock_optimizer(type(optimizer))  # type: ignore[arg-type]
 
 

@@ -50,12 +50,17 @@ class HalfOutput(Tensor):
             if casts_are_disabled() or name in _AUTOGRAD:
                 return func(*args, **kwargs)
             rule = cls.rules.table.get(name)
+            halves = [t for t in trees.tensors((args, kwargs)) if isinstance(t, cls)]
             if rule is not None:
-                half = next(t for t in trees.tensors((args, kwargs)) if isinstance(t, cls))
-                args, kwargs = rule(half.dtype, args, kwargs)
+                args, kwargs = rule(halves[0].dtype, args, kwargs)
             # Layers of several operations have no rule; of cuDNN's autocast casts the weights.
             ruled = rule is not None and name not in RNN_LAYERS
-            with contextlib.nullcontext() if ruled else _autocast_if_mixed(args, kwargs):
+            cast: Any = contextlib.nullcontext()
+            tensors = () if ruled else trees.tensors((args, kwargs))
+            if halves and any(tensor.dtype == torch.float32 for tensor in tensors):
+                device, dtype = halves[0].device.type, halves[0].dtype
+                cast = torch.autocast(device, dtype=dtype, cache_enabled=False)
+            with cast:
                 if is_dynamo_compiling():  # it follows torch's Python code only on plain tensors
                     args, kwargs = unwrap(args), unwrap(kwargs)
                 result = func(*args, **kwargs)
@@ -109,17 +114,3 @@ def _plain(item: Any) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             return item.view_as(item)  # what `as_subclass` does, and Dynamo knows this one
     return item
-
-
-def _autocast_if_mixed(args: Any, kwargs: Any) -> contextlib.AbstractContextManager[Any]:
-    """Autocast, if a half output still meets FP32 tensors: a layer of several operations."""
-    half = None
-    mixed = False
-    for tensor in trees.tensors((args, kwargs)):
-        if isinstance(tensor, HalfOutput):
-            half = tensor
-        elif tensor.dtype == torch.float32:
-            mixed = True
-    if half is None or not mixed:
-        return contextlib.nullcontext()
-    return torch.autocast(half.device.type, dtype=half.dtype, cache_enabled=False)

@@ -6,11 +6,10 @@ optimizers as they were.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -170,8 +169,14 @@ def set_up(models: Any, optimizers: Any, session: sessions.Session, *, allow_hal
     optimizer_list = _as_list(listed, Optimizer, "optimizers", "a torch.optim.Optimizer")
     names = {id(parameter): name for name, parameter in _named_parameters(model_list)}
     sparse = _with_sparse_gradients(model_list)
-    _check_models(model_list, policy, allow_half)
-    _check_optimizers(optimizer_list, policy, names, sparse)
+    for model in model_list:
+        _check_model(model, policy)
+    _check_half_parameters(model_list, policy, allow_half)
+    if len(set(map(id, optimizer_list))) < len(optimizer_list):
+        raise RuntimeError("The same optimizer is listed twice.")
+    for optimizer in optimizer_list:
+        check_upgrade(optimizer, policy.master_weights or False, sparse)
+        _check_optimizer(optimizer, policy, names)
     if verbosity >= 1:
         _log.info("%s", policy)
     plugs.at("initialize.hints")(model_list, optimizer_list, policy, verbosity)
@@ -181,13 +186,31 @@ def set_up(models: Any, optimizers: Any, session: sessions.Session, *, allow_hal
         exact = _float32_values(optimizer_list, policy)
     for model in model_list:
         if policy.fuse_batchnorm:
-            _fuse(model, verbosity)
+            report = fuse(model)
+            if verbosity >= 1:
+                _log.info("%s", report.summary)
         if policy.weights_type is not None:
             keep = bool(policy.keep_batchnorm_fp32)
             cast_model(eager_module(model), policy.weights_type, keep_batchnorm_fp32=keep)
             save_in_float32(eager_module(model))
         install(model, Casts.of(policy, session.rules))
-    _upgrade(optimizer_list, session, names, sparse, exact)
+    for optimizer in optimizer_list:
+        before = list(parameters(optimizer))
+        # A checkpoint loaded before this call brought masters, which the weights only round.
+        for inner in with_inner(optimizer):
+            state = getattr(inner, "state", {})
+            for parameter in before:
+                if "master_param" in state.get(parameter, ()):
+                    exact.pop(id(parameter), None)
+        masters = policy.master_weights or False
+        upgrade(optimizer, master_weights=masters, names=names, sparse=sparse)
+        optimizer.skip_on_overflow = policy.is_dynamic
+        sessions.add(session, optimizer)
+        # A master starts from the weight as it was before the cast, which the half weight rounds.
+        for original, master in zip(before, parameters(optimizer), strict=True):
+            if id(original) in exact and original.dtype in HALF_DTYPES:
+                state = optimizer.state[master] if is_sharded(master) else {}
+                optimizer.restore_master(master, state, exact[id(original)])
     no_sync.watch()
     outsiders.watch(_named_parameters(model_list), optimizer_list)
     sessions.set_models(session, map(eager_module, model_list))
@@ -200,12 +223,6 @@ def set_up(models: Any, optimizers: Any, session: sessions.Session, *, allow_hal
     return models if optimizers is None else (models, optimizers)
 
 
-def _fuse(model: nn.Module, verbosity: int) -> None:
-    report = fuse(model)
-    if verbosity >= 1:
-        _log.info("%s", report.summary)
-
-
 def turn_off(models: Any, optimizers: Any, session: sessions.Session) -> Any:
     """What :func:`initialize` does for ``enabled=False``."""
     sessions.set_latest(session)
@@ -213,35 +230,6 @@ def turn_off(models: Any, optimizers: Any, session: sessions.Session) -> Any:
         if isinstance(item, Optimizer):  # the argument was not checked
             item._amp_session = session  # type: ignore[attr-defined]
     return models if optimizers is None else (models, optimizers)
-
-
-def _upgrade(
-    optimizers: list[Optimizer],
-    session: sessions.Session,
-    names: dict[int, str],
-    sparse: set[int],
-    exact: dict[int, Tensor],
-) -> None:
-    """Give the optimizers masters, fused steps and `session`."""
-    policy = session.policy
-    assert policy is not None
-    for optimizer in optimizers:
-        before = list(parameters(optimizer))
-        # A checkpoint loaded before this call brought masters, which the weights only round.
-        states = [getattr(each, "state", {}) for each in with_inner(optimizer)]
-        loaded = [p for p in before if any("master_param" in s.get(p, {}) for s in states)]
-        for parameter in loaded:
-            exact.pop(id(parameter), None)
-        masters = policy.master_weights or False
-        upgrade(optimizer, master_weights=masters, names=names, sparse=sparse)
-        optimizer.skip_on_overflow = policy.is_dynamic  # type: ignore[attr-defined]
-        sessions.add(session, optimizer)
-        # A master starts from the weight as it was before the cast, which the half weight rounds.
-        after = list(parameters(optimizer))
-        for original, master in zip(before, after, strict=True):
-            if id(original) in exact and original.dtype in HALF_DTYPES:
-                state = optimizer.state[master] if is_sharded(master) else {}
-                optimizer.restore_master(master, state, exact[id(original)])  # type: ignore[attr-defined]
 
 
 def _as_list(value: Any, kind: type, name: str, article: str) -> list[Any]:
@@ -275,29 +263,31 @@ def _with_sparse_gradients(models: list[nn.Module]) -> set[int]:
     }
 
 
-def _check_models(models: list[nn.Module], policy: Policy, allow_half: bool) -> None:
-    for model in models:
-        wrapper = eager_module(model)
-        if isinstance(wrapper, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-            raise RuntimeError(
-                f"The model is wrapped in {type(wrapper).__name__} already. Call amp.initialize on "
-                "the bare model, then wrap what it returns: the wrapper has to see the weights in "
-                "their final type."
-            )
-        check_can_install(model)
-        if policy.weights_type in HALF_DTYPES and policy.keep_batchnorm_fp32:
-            _check_shards(wrapper, policy)
-    # Parameters that this module cast to half at an earlier call are no surprise.
+def _check_model(model: nn.Module, policy: Policy) -> None:
+    wrapper = eager_module(model)
+    if isinstance(wrapper, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        raise RuntimeError(
+            f"The model is wrapped in {type(wrapper).__name__} already. Call amp.initialize on "
+            "the bare model, then wrap what it returns: the wrapper has to see the weights in "
+            "their final type."
+        )
+    check_can_install(model)
+    if policy.model_is_low_precision and policy.keep_batchnorm_fp32:
+        _check_shards(wrapper, policy)
+
+
+def _check_half_parameters(models: list[nn.Module], policy: Policy, allow: bool) -> None:
+    """Half parameters that an earlier call did not make: masters of them lack digits."""
     fresh = [model for model in models if not is_installed(model)]
     half = [
-        (name, parameter)
+        (name, parameter.dtype)
         for name, parameter in _named_parameters(fresh)
         if parameter.dtype in HALF_DTYPES and parameter.requires_grad
     ]
-    if not half or allow_half:
+    if not half or allow:
         return
-    name, parameter = half[0]
-    kind = str(parameter.dtype).removeprefix("torch.")
+    name, dtype = half[0]
+    kind = str(dtype).removeprefix("torch.")
     if policy.weights_type is None:
         raise RuntimeError(
             f"Parameter {name!r} is {kind}, but {policy.opt_level} trains FP32 parameters: the "
@@ -343,46 +333,38 @@ def _check_shards(model: nn.Module, policy: Policy) -> None:
             )
 
 
-def _check_optimizers(
-    optimizers: list[Optimizer], policy: Policy, names: dict[int, str], sparse: set[int]
-) -> None:
-    if len({id(optimizer) for optimizer in optimizers}) < len(optimizers):
-        raise RuntimeError("The same optimizer is listed twice.")
-    for optimizer in optimizers:
-        check_upgrade(optimizer, policy.master_weights or False, sparse)
-        if sessions.enabled_of(optimizer) is not None:
-            raise RuntimeError(
-                f"This {type(optimizer).__name__} went through amp.initialize already. To "
-                "initialize the model again, make a new optimizer from model.parameters(), call "
-                "amp.initialize with it, then new.load_state_dict(old.state_dict()): moments and "
-                "masters go along. So does the loss scale with amp.state_dict() before and "
-                "amp.load_state_dict() after."
-            )
-        places = [
-            (f"param_groups[{g}]['params'][{i}]", parameter)
-            for g, group in enumerate(optimizer.param_groups)
-            for i, parameter in enumerate(group["params"])
-        ]
-        for place, parameter in places:
+def _check_optimizer(optimizer: Optimizer, policy: Policy, names: dict[int, str]) -> None:
+    kind = type(optimizer).__name__
+    if sessions.enabled_of(optimizer) is not None:
+        raise RuntimeError(
+            f"This {kind} went through amp.initialize already. To "
+            "initialize the model again, make a new optimizer from model.parameters(), call "
+            "amp.initialize with it, then new.load_state_dict(old.state_dict()): moments and "
+            "masters go along. So does the loss scale with amp.state_dict() before and "
+            "amp.load_state_dict() after."
+        )
+    for g, group in enumerate(optimizer.param_groups):
+        for i, parameter in enumerate(group["params"]):
+            place = f"param_groups[{g}]['params'][{i}]"
             if not isinstance(parameter, Tensor):
                 raise TypeError(
-                    f"{place} of the {type(optimizer).__name__} is a {type(parameter).__name__}, "
+                    f"{place} of the {kind} is a {type(parameter).__name__}, "
                     "where optimizers have parameters (torch.Tensor)."
                 )
-            dtype = parameter.dtype
+            name, dtype = names.get(id(parameter), place), parameter.dtype
             if id(parameter) in names and dtype.is_floating_point:
                 dtype = policy.weights_type or dtype
             takes_master = policy.master_weights is True and dtype in HALF_DTYPES
             if parameter.is_meta and takes_master and not is_sharded(parameter):
                 raise RuntimeError(
-                    f"Parameter {names.get(id(parameter), place)!r} is on the meta device, and a "
+                    f"Parameter {name!r} is on the meta device, and a "
                     "master of it would stay there. Materialize the model first "
                     "(model.to_empty(device=...)), then build the optimizer and call "
                     "amp.initialize."
                 )
             if dtype not in FLOAT_DTYPES:
                 raise TypeError(
-                    f"Parameter {names.get(id(parameter), place)!r} would be stepped in {dtype}. "
+                    f"Parameter {name!r} would be stepped in {dtype}. "
                     "amp's optimizers take float32, float16 and bfloat16 parameters: cast the "
                     "model (model.float()), or keep this parameter in an optimizer of its own "
                     "that does not go through amp.initialize."
@@ -402,13 +384,14 @@ def _trains_with_others() -> bool:
     return os.environ.get("WORLD_SIZE", "1") not in ("", "1")
 
 
-def _float32_values(optimizers: Iterable[Optimizer], policy: Policy) -> dict[int, Tensor]:
+def _float32_values(optimizers: list[Any], policy: Policy) -> dict[int, Tensor]:
     """The exact FP32 values, by id, of the parameters that the cast will round.
 
     For an FP32 parameter that is its present memory, which the cast leaves behind: no copy.
     """
     return {
         id(p): p.detach().float()
-        for p in itertools.chain.from_iterable(map(parameters, optimizers))
+        for optimizer in optimizers
+        for p in parameters(optimizer)
         if p.is_floating_point() and p.dtype != policy.weights_type
     }

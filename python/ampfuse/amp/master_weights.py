@@ -70,14 +70,15 @@ def load_master_weights(
 
 def _check(model: nn.Module, state_dict: Mapping[str, Any]) -> None:
     own = model.state_dict(keep_vars=True)
-    both = [(key, state_dict[key], value) for key, value in own.items() if key in state_dict]
     wrong = {
         "missing": [key for key in own if key not in state_dict],
         "unexpected": [key for key in state_dict if key not in own],
         "of another shape": [
-            f"{key} ({tuple(new.shape)}, not {tuple(old.shape)})"
-            for key, new, old in both
-            if isinstance(old, Tensor) and new.shape != old.shape
+            f"{key} ({tuple(state_dict[key].shape)}, not {tuple(value.shape)})"
+            for key, value in own.items()
+            if isinstance(value, Tensor)
+            and key in state_dict
+            and state_dict[key].shape != value.shape
         ],
     }
     said = [

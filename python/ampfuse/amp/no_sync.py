@@ -16,24 +16,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampfuse.amp.replacements import Replacements
+
 # What no_sync() was called of, with the ids of its parameters.
 _models: weakref.WeakKeyDictionary[Any, frozenset[int]] = weakref.WeakKeyDictionary()
 
 # Of these, those whose ranks have not shared their latest passes.
 _unshared: weakref.WeakSet[Any] = weakref.WeakSet()
 
-# Elements that are averaged at once: large enough for the bandwidth, small beside a model.
-_BUCKET = 2**23
+# Bytes that are averaged at once: large enough for the bandwidth, small beside a model.
+_BUCKET = 2**25
 
 
 _DDP: Any = torch.nn.parallel.DistributedDataParallel
-_replaced: tuple[Any, Any] | None = None  # its no_sync(), and the one in its place
+_replaced = Replacements()
 
 
 def watch() -> None:
     """Know from now on of which models ``no_sync()`` is called; nothing else changes."""
-    global _replaced
-    if _replaced is not None or not torch.distributed.is_available():
+    if (_DDP, "no_sync") in _replaced or not torch.distributed.is_available():
         return
     no_sync = _DDP.no_sync
 
@@ -42,15 +43,10 @@ def watch() -> None:
         _models[self] = frozenset(map(id, self.module.parameters()))
         return no_sync(self)
 
-    _replaced = no_sync, watched
-    _DDP.no_sync = watched
+    _replaced.replace(_DDP, "no_sync", watched)
 
 
-def unwatch() -> None:
-    """Undo :func:`watch`, if nobody else has replaced ``no_sync`` since."""
-    global _replaced
-    if _replaced is not None and _DDP.no_sync is _replaced[1]:
-        _DDP.no_sync, _replaced = _replaced[0], None
+unwatch = _replaced.put_back
 
 
 @torch.no_grad()
@@ -105,13 +101,10 @@ def _earlier_gradients(optimizer: Any, rows: list[int], model: Any) -> Iterator[
 
 
 def _average(tensors: list[Tensor], group: Any) -> None:
-    while tensors:
-        count, elements = 0, 0
-        while count < len(tensors) and elements < _BUCKET:
-            elements += tensors[count].numel()
-            count += 1
-        bucket, tensors = tensors[:count], tensors[count:]
-        flat = torch.cat([tensor.reshape(-1) for tensor in bucket]).div_(group.size())
+    for bucket in torch._utils._take_tensors(tensors, _BUCKET):
+        flat = torch._utils._flatten_dense_tensors(bucket).div_(group.size())
         torch.distributed.all_reduce(flat, group=group)
-        for tensor, mean in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
-            tensor.copy_(mean.view_as(tensor))
+        for tensor, mean in zip(
+            bucket, torch._utils._unflatten_dense_tensors(flat, bucket), strict=True
+        ):
+            tensor.copy_(mean)

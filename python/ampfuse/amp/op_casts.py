@@ -27,6 +27,7 @@ from ampfuse import trees
 from ampfuse.amp import cast_state
 from ampfuse.amp.half_output import HalfOutput
 from ampfuse.amp.op_rules import RNN_LAYERS, Arguments, OpRules, Rule
+from ampfuse.amp.replacements import Replacements
 
 _OWNERS: tuple[Any, ...] = (
     Tensor,
@@ -47,9 +48,8 @@ _LAYERS = (
 )
 
 _lock = threading.RLock()
-_replaced: dict[tuple[Any, str], tuple[Any, Any]] = {}  # by owner and name: original, replacement
+_replaced = Replacements()
 _installed: dict[int, OpRules] = {}  # by id
-_INHERITED = object()
 
 
 def install(rules: OpRules) -> None:
@@ -75,8 +75,7 @@ def install(rules: OpRules) -> None:
 def remove() -> None:
     """Undo every :func:`install`, where nobody else has replaced the function since."""
     with _lock:
-        _put_back_originals()
-        _replaced.clear()
+        _replaced.put_back()
         _installed.clear()
 
 
@@ -89,20 +88,7 @@ def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         in_class = isinstance(owner, type)
         replacement.__module__ = owner.__module__ if in_class else owner.__name__
         replacement.__qualname__ = f"{owner.__qualname__}.{name}" if in_class else name
-    _replaced[owner, name] = owner.__dict__.get(name, _INHERITED), replacement
-    setattr(owner, name, replacement)
-
-
-def _put_back_originals() -> list[tuple[Any, str]]:
-    """The places where a replacement was until now."""
-    places = [key for key in _replaced if key[0].__dict__.get(key[1]) is _replaced[key][1]]
-    for owner, name in places:
-        original, _ = _replaced[owner, name]
-        if original is _INHERITED:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, original)
-    return places
+    _replaced.replace(owner, name, replacement)
 
 
 def _casting(name: str, function: Any) -> Any:
@@ -177,13 +163,8 @@ def _under_autocast(forward: Any) -> Any:
 def _scripting(script: Any) -> Any:
     @functools.wraps(script)
     def with_originals(*args: Any, **kwargs: Any) -> Any:
-        with _lock:
-            places = _put_back_originals()
-            kwargs["_frames_up"] = kwargs.get("_frames_up", 0) + 1  # it looks into its caller
-            try:
-                return script(*args, **kwargs)  # which knows torch's functions by identity
-            finally:
-                for owner, name in places:
-                    setattr(owner, name, _replaced[owner, name][1])
+        kwargs["_frames_up"] = kwargs.get("_frames_up", 0) + 1  # it looks into its caller
+        with _lock, _replaced.put_aside():  # it knows torch's functions by identity
+            return script(*args, **kwargs)
 
     return with_originals

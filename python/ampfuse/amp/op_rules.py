@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ampfuse import trees
 from ampfuse.amp import weight_cache
+from ampfuse.optim.masters import FLOAT_DTYPES, HALF_DTYPES
 
 # Autocast casts and flattens the weights of cuDNN's recurrent layers itself. On the CPU it leaves
 # these layers alone.
@@ -44,21 +45,13 @@ class OpRules:
     promote: frozenset[str] = frozenset()
     banned: tuple[tuple[str, str], ...] = ()
 
-    def apply(self, name: str, dtype: torch.dtype, args: Any, kwargs: Any) -> Arguments:
-        """The arguments that the function called `name` gets where `dtype` is the low type.
-
-        Raises:
-            NotImplementedError: a banned function, or one that writes a half tensor in place
-                although it has to compute in FP32, met a half argument.
-        """
-        rule = self.table.get(name)
-        if rule is None:
-            return args, kwargs
-        return rule(dtype, args, kwargs)
-
     @functools.cached_property
     def table(self) -> Mapping[str, Rule]:
-        """The rules by name."""
+        """The rules by name: what arguments a function gets where a type is the low one.
+
+        A rule raises NotImplementedError where a banned function, or one that writes a half tensor
+        in place although it has to compute in FP32, meets a half argument.
+        """
         table: dict[str, Rule] = {}
         for name in self.low | self.promote:
             table[name + "_"] = _as_self
@@ -66,7 +59,7 @@ class OpRules:
             table[name + "_"] = functools.partial(_float32_in_place, name + "_")
         table.update(dict.fromkeys(self.float32, _to_float32))
         table.update(dict.fromkeys(self.promote, _widest))
-        table.update(dict.fromkeys(self.low, _to_low))
+        table.update(dict.fromkeys(self.low, _cast_all))
         table.update(dict.fromkeys(RNN_LAYERS, _recurrent))
         for name, reason in self.banned:
             table[name] = functools.partial(_refuse, reason)
@@ -138,10 +131,6 @@ def widest_dtype(tensors: Iterable[Tensor]) -> torch.dtype | None:
     return functools.reduce(torch.promote_types, dtypes) if dtypes else None
 
 
-def is_half(tensor: Tensor) -> bool:
-    return tensor.dtype in (torch.float16, torch.bfloat16)
-
-
 def _cast_all(dtype: torch.dtype, args: Any, kwargs: Any) -> Arguments:
     for value in args:
         if isinstance(value, Tensor):
@@ -152,9 +141,6 @@ def _cast_all(dtype: torch.dtype, args: Any, kwargs: Any) -> Arguments:
     if kwargs:  # `out` is written, not read: the caller chose its type
         kwargs = {k: v if k == "out" else to_dtype(v, dtype) for k, v in kwargs.items()}
     return args, kwargs
-
-
-_to_low = _cast_all
 
 
 def _to_float32(_: torch.dtype, args: Any, kwargs: Any) -> Arguments:
@@ -184,7 +170,7 @@ def _is_float64(args: Any, kwargs: Any) -> bool:
 def _as_self(_: torch.dtype, args: Any, kwargs: Any) -> Arguments:
     """In place: the others follow the tensor that is written, if it is half or float."""
     target = args[0]
-    if not isinstance(target, Tensor) or not (is_half(target) or target.dtype == torch.float32):
+    if not isinstance(target, Tensor) or target.dtype not in FLOAT_DTYPES:
         return args, kwargs
     others, kwargs = _cast_all(target.dtype, args[1:], kwargs)
     return (target, *others), kwargs
@@ -192,7 +178,7 @@ def _as_self(_: torch.dtype, args: Any, kwargs: Any) -> Arguments:
 
 def _float32_in_place(name: str, _: torch.dtype, args: Any, kwargs: Any) -> Arguments:
     target = args[0]
-    if isinstance(target, Tensor) and is_half(target):
+    if isinstance(target, Tensor) and target.dtype in HALF_DTYPES:
         raise NotImplementedError(
             f"{name} would overwrite a {target.dtype} tensor, but it has to compute in float32. "
             f"Use {name.rstrip('_')} instead, which returns a float32 tensor, or cast the tensor "
@@ -210,6 +196,6 @@ def _recurrent(dtype: torch.dtype, args: Any, kwargs: Any) -> Arguments:
 
 
 def _refuse(reason: str, _: torch.dtype, args: Any, kwargs: Any) -> Arguments:
-    if any(is_half(tensor) for tensor in trees.tensors((args, kwargs))):
+    if any(tensor.dtype in HALF_DTYPES for tensor in trees.tensors((args, kwargs))):
         raise NotImplementedError(reason)
     return args, kwargs

@@ -52,19 +52,17 @@ def noticed(loss: Tensor, scaler: LossScaler, optimizers: Sequence[Optimizer]) -
     if scaler not in _followed and loss.requires_grad:
         _followed.add(scaler)
         watch(_reached_by(loss), optimizers)
-    if not _watched:
-        yield
-        return
     before = [(parameter, mark_of(parameter)) for parameter in _watched]
     yield
-    held = _leaves(optimizers)
+    held = _leaves(optimizers) if before else set()
     for parameter, old in before:
         mark = mark_of(parameter)
         if id(parameter) in held:  # by now
             _scaled.pop(parameter, None)
         elif mark is not None and not is_unchanged(parameter, old):
             _scaled[parameter] = mark[0]
-            _listen()
+            if not _hook:
+                _hook.append(register_optimizer_step_pre_hook(_before_step))
 
 
 def _leaves(optimizers: Sequence[Optimizer]) -> set[int]:
@@ -86,29 +84,20 @@ def _reached_by(loss: Tensor) -> Iterator[tuple[str, Tensor]]:
                 nodes.append(following)
 
 
-_hook: RemovableHandle | None = None
-
-
-def _listen() -> None:
-    global _hook
-    if _hook is None:
-        _hook = register_optimizer_step_pre_hook(_before_step)
+_hook: list[RemovableHandle] = []  # on every step, from the first such gradient on
 
 
 def forget() -> None:
     """Take the hook away, until the next such gradient."""
-    global _hook
-    if _hook is not None:
-        _hook.remove()
-    _hook = None
+    while _hook:
+        _hook.pop().remove()
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     # A step that is traced would ask this while it compiles, and not again.
     if torch.compiler.is_compiling() or isinstance(optimizer, AmpOptimizer) or not _scaled:
         return
-    stepped = list(parameters(optimizer))
-    for parameter in stepped:
+    for parameter in parameters(optimizer):
         gradient = _scaled.get(parameter, lambda: None)()
         if gradient is None or gradient is not gradient_as_it_is(parameter):
             continue
@@ -121,7 +110,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             "overflow skips the steps of both.",
             stacklevel=3,
         )
-        for told in stepped:
+        for told in parameters(optimizer):
             _watched.pop(told, None)
             _scaled.pop(told, None)
         return

@@ -62,10 +62,6 @@ class Policy:
         return self.cast_model_type or None
 
     @property
-    def casts_model(self) -> bool:
-        return self.weights_type is not None
-
-    @property
     def model_is_low_precision(self) -> bool:
         """True if the model's own weights become half or bfloat16 (O2, O3, O5)."""
         return self.weights_type in HALF_DTYPES
@@ -86,50 +82,46 @@ class Policy:
 
 
 O0 = Policy(
-    opt_level="O0",
-    brief="Pure FP32 training: the baseline the other levels are compared with.",
+    "O0",
+    "Pure FP32 training: the baseline the other levels are compared with.",
     cast_model_type=torch.float32,
     master_weights=False,
 )
-
 O1 = Policy(
-    opt_level="O1",
-    brief="FP32 weights; forward picks FP16 or FP32 for each operation (autocast).",
+    "O1",
+    "FP32 weights; forward picks FP16 or FP32 for each operation (autocast).",
     patch_torch_functions=True,
     patch_torch_functions_type=torch.float16,
     loss_scale="dynamic",
 )
-
 O2 = Policy(
-    opt_level="O2",
-    brief="FP16 model with FP32 batch norm; the optimizer steps FP32 master weights.",
+    "O2",
+    "FP16 model with FP32 batch norm; the optimizer steps FP32 master weights.",
     cast_model_type=torch.float16,
     keep_batchnorm_fp32=True,
     master_weights=True,
     loss_scale="dynamic",
 )
-
 O3 = Policy(
-    opt_level="O3",
-    brief="Pure FP16, with no masters: a speed limit to aim for, seldom a way to train.",
+    "O3",
+    "Pure FP16, with no masters: a speed limit to aim for, seldom a way to train.",
     cast_model_type=torch.float16,
     keep_batchnorm_fp32=False,
     master_weights=False,
 )
-
-O4 = Policy(
+O4 = dataclasses.replace(
+    O1,
     opt_level="O4",
     brief="O1 with BF16, whose range is FP32's: no loss scaling needed.",
-    patch_torch_functions=True,
     patch_torch_functions_type=torch.bfloat16,
+    loss_scale=1.0,
 )
-
-O5 = Policy(
+O5 = dataclasses.replace(
+    O2,
     opt_level="O5",
     brief="O2 with BF16: BF16 model, FP32 batch norm and masters, no loss scaling needed.",
     cast_model_type=torch.bfloat16,
-    keep_batchnorm_fp32=True,
-    master_weights=True,
+    loss_scale=1.0,
 )
 
 LEVELS: dict[str, Policy] = {level.opt_level: level for level in (O0, O1, O2, O3, O4, O5)}
@@ -151,35 +143,57 @@ def make_policy(opt_level: str, **overrides: object) -> Policy:
     if level is None:
         raise RuntimeError(_unknown_level(opt_level))
     given: dict[str, Any] = {name: value for name, value in overrides.items() if value is not None}
-
+    for name in given.keys() & _TYPES:
+        _check_dtype(name, given[name])
+    # The level's own say first: at O1 and O4 any value of these is an error, "True" or nonsense.
+    if level.patch_torch_functions:
+        _check_casts_no_weights(level.opt_level, given)
+    for name in given.keys() & _SWITCHES:
+        given[name] = parse_switch(name, given[name])
     if "loss_scale" in given:
         given["loss_scale"] = parse_loss_scale(given["loss_scale"])
-    for name in ("cast_model_type", "cast_model_outputs", "patch_torch_functions_type"):
-        if name in given:
-            _check_dtype(name, given[name], allow_false=name == "cast_model_type")
-    if "patch_torch_functions" in given:
-        given["patch_torch_functions"] = parse_switch(
-            "patch_torch_functions", given["patch_torch_functions"]
-        )
-    # The level's own say first: at O1 and O4 any value of these is an error, "True" or nonsense.
-    _check_against_level(level, given)
-    for name in ("keep_batchnorm_fp32", "master_weights", "fuse_batchnorm"):
-        if name in given:
-            given[name] = parse_switch(name, given[name])
     policy = dataclasses.replace(level, **given)
+    if policy.patch_torch_functions and not level.patch_torch_functions:
+        raise RuntimeError(
+            f"patch_torch_functions=True contradicts {opt_level}, which casts the model instead of "
+            "single operations. For autocast use O1 (float16) or O4 (bfloat16)."
+        )
+    if policy.patch_torch_functions_type != level.patch_torch_functions_type:
+        raise RuntimeError(
+            f"patch_torch_functions_type={policy.patch_torch_functions_type} contradicts "
+            f"{opt_level}: float16 belongs to O1, bfloat16 to O4, and the other levels have none."
+        )
     if policy.master_weights == "split" and policy.weights_type == torch.float32:
         raise RuntimeError(
-            f"master_weights='split' contradicts {level.opt_level}, which keeps FP32 weights: only "
+            f"master_weights='split' contradicts {opt_level}, which keeps FP32 weights: only "
             "half ones are split. Leave it out, or use O2 (float16) or O5 (bfloat16)."
         )
     return policy
 
 
+_TYPES = {"cast_model_type", "cast_model_outputs", "patch_torch_functions_type"}
+_SWITCHES = {"patch_torch_functions", "keep_batchnorm_fp32", "master_weights", "fuse_batchnorm"}
 # No number, though 1 == True.
 _SWITCH = Rule(lambda value: value in ("True", "False") or value is bool(value), "True or False")
 _SPLIT_SWITCH = Rule(
     lambda value: value == "split" or _SWITCH.holds(value), "True, False or 'split'"
 )
+
+
+def parse_switch(name: str, value: object) -> Any:
+    """True or False, as such or as the words that command lines give; "split" as it is.
+
+    Raises:
+        ValueError: anything else; AssertionError of ``keep_batchnorm_fp32``, as in apex.
+    """
+    rule = _SPLIT_SWITCH if name == "master_weights" else _SWITCH
+    try:
+        check(name, value, rule)
+    except ValueError as error:
+        if name != "keep_batchnorm_fp32":
+            raise
+        raise AssertionError(str(error)) from None
+    return value if value == "split" else value in (True, "True")
 
 
 def parse_loss_scale(value: object) -> float | Literal["dynamic"]:
@@ -199,37 +213,20 @@ def parse_loss_scale(value: object) -> float | Literal["dynamic"]:
     return scale
 
 
-def _check_against_level(level: Policy, given: dict[str, object]) -> None:
-    """Raise RuntimeError for an override that contradicts what the level is."""
-    name = level.opt_level
-    if level.patch_torch_functions:  # O1 and O4
-        if given.get("cast_model_type") not in (None, False, torch.float32):
-            raise RuntimeError(
-                f"cast_model_type={given['cast_model_type']} contradicts {name}, which keeps FP32 "
-                "weights and lets autocast choose types. For a half-precision model use O2 "
-                "(float16) or O5 (bfloat16)."
-            )
-        if "keep_batchnorm_fp32" in given:
-            raise RuntimeError(
-                f"keep_batchnorm_fp32 has no meaning at {name}: no weight is cast, so batch norm "
-                "is FP32 already. Leave it out (None)."
-            )
-        if "master_weights" in given:
-            raise RuntimeError(
-                f"master_weights has no meaning at {name}: the weights are FP32 already. Leave it "
-                "out (None)."
-            )
-    elif given.get("patch_torch_functions"):
+def _check_casts_no_weights(level: str, given: dict[str, Any]) -> None:
+    """O1 and O4 leave the weights alone."""
+    if given.get("cast_model_type") not in (None, False, torch.float32):
         raise RuntimeError(
-            f"patch_torch_functions=True contradicts {name}, which casts the model instead of "
-            "single operations. For autocast use O1 (float16) or O4 (bfloat16)."
+            f"cast_model_type={given['cast_model_type']} contradicts {level}, which keeps FP32 "
+            "weights and lets autocast choose types. For a half-precision model use O2 "
+            "(float16) or O5 (bfloat16)."
         )
-    patch_type = given.get("patch_torch_functions_type")
-    if patch_type is not None and patch_type != level.patch_torch_functions_type:
-        raise RuntimeError(
-            f"patch_torch_functions_type={patch_type} contradicts {name}: float16 belongs to O1, "
-            "bfloat16 to O4, and the other levels have none."
-        )
+    for name, reason in {
+        "keep_batchnorm_fp32": "no weight is cast, so batch norm is FP32 already",
+        "master_weights": "the weights are FP32 already",
+    }.items():
+        if name in given:
+            raise RuntimeError(f"{name} has no meaning at {level}: {reason}. Leave it out (None).")
 
 
 def _unknown_level(opt_level: object) -> str:
@@ -237,36 +234,19 @@ def _unknown_level(opt_level: object) -> str:
         f"Unknown opt_level {opt_level!r}. The levels are {', '.join(map(repr, LEVELS))}: "
         "the letter O, then a digit."
     )
-    if isinstance(opt_level, str) and len(opt_level) == 2 and opt_level[0] in "0o":
-        meant = "O" + opt_level[1]
-        if meant in LEVELS:
-            starts = "a zero" if opt_level[0] == "0" else "a small o"
-            message += f" {opt_level!r} starts with {starts}; did you mean {meant!r}?"
+    meant = "O" + str(opt_level)[1:]
+    if meant in LEVELS and str(opt_level)[0] in "0o":
+        starts = "a zero" if str(opt_level)[0] == "0" else "a small o"
+        message += f" {opt_level!r} starts with {starts}; did you mean {meant!r}?"
     return message
 
 
-def _check_dtype(name: str, value: object, *, allow_false: bool) -> None:
-    if allow_false and value is False:
+def _check_dtype(name: str, value: object) -> None:
+    may_be_false = name == "cast_model_type"
+    if may_be_false and value is False:
         return
     if not (isinstance(value, torch.dtype) and value.is_floating_point):
-        alternatives = "None or False" if allow_false else "or None"
         raise TypeError(
-            f"{name} must be a floating point torch.dtype such as torch.float16, {alternatives}; "
-            f"got {value!r}."
+            f"{name} must be a floating point torch.dtype such as torch.float16, "
+            f"{'None or False' if may_be_false else 'or None'}; got {value!r}."
         )
-
-
-def parse_switch(name: str, value: object) -> Any:
-    """True or False, as such or as the words that command lines give; "split" as it is.
-
-    Raises:
-        ValueError: anything else; AssertionError of ``keep_batchnorm_fp32``, as in apex.
-    """
-    rule = _SPLIT_SWITCH if name == "master_weights" else _SWITCH
-    try:
-        check(name, value, rule)
-    except ValueError as error:
-        if name != "keep_batchnorm_fp32":
-            raise
-        raise AssertionError(str(error)) from None
-    return value if value == "split" else value in (True, "True")

@@ -100,8 +100,13 @@ def scale_loss(
         backward_pass = scaled_pass(loss, optimizers, scaler, delay_unscale, delay_overflow_check)
     with to_others, backward_pass as scaled:
         yield scaled
-    if session.verbosity >= 2 and scaler.dynamic:
-        _report_overflow(optimizers, scaler, loss_id)
+    # apex's message: for it the host waits for the device.
+    if session.verbosity >= 2 and scaler.dynamic and any(o.found_inf_flag for o in optimizers):
+        _log.warning(
+            "Gradient overflow. Skipping step; loss scale %d is now %g.",
+            loss_id,
+            scaler.loss_scale(),
+        )
     # The weights are about to change. Autocast drops its casts of them when its region ends, but a
     # region of the user's may span the whole loop.
     torch.clear_autocast_cache()
@@ -192,14 +197,4 @@ def _warn_if_no_forward_ran(session: sessions.Session, optimizers: Sequence[Opti
             "computed without casts. If your loop calls submodules or other methods "
             "(training_step, loss), call amp.cast_everywhere() after amp.initialize.",
             stacklevel=4,
-        )
-
-
-def _report_overflow(optimizers: Sequence[Any], scaler: LossScaler, loss_id: int) -> None:
-    """Log the message that apex printed. Waits for the device, hence only at verbosity 2."""
-    if any(optimizer.found_inf_flag.item() for optimizer in optimizers):
-        _log.warning(
-            "Gradient overflow. Skipping step; loss scale %d is now %g.",
-            loss_id,
-            scaler.loss_scale(),
         )

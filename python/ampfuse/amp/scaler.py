@@ -98,7 +98,8 @@ class LossScaler:
         self._growth_tracker = torch.tensor(0, dtype=torch.int32)
         self._hysteresis_tracker = torch.tensor(self._rule.hysteresis, dtype=torch.int32)
         self._placed = False
-        self._is_always_one = not self.dynamic and start == 1.0
+        # A static scale of 1, as a script asked for it: known without the device.
+        self.is_always_one = not self.dynamic and start == 1.0
 
     def snapshot(self, device: torch.device) -> Tensor:
         """A copy of the current scale on `device` (float32, 0-dim), which no update changes.
@@ -165,11 +166,6 @@ class LossScaler:
                 flag.copy_(moved, non_blocking=True)
 
     @property
-    def is_always_one(self) -> bool:
-        """True for a static scale of 1, as a script asked for it: known without the device."""
-        return self._is_always_one
-
-    @property
     def current(self) -> Tensor:
         """The current scale where it is: float32, 0-dim. The next update writes to it."""
         return self._scale
@@ -188,7 +184,7 @@ class LossScaler:
         check("loss_scale", value, POSITIVE)
         self._leave_lent()
         self._scale.fill_(float(value))
-        self._is_always_one = not self.dynamic and float(value) == 1.0
+        self.is_always_one = not self.dynamic and float(value) == 1.0
 
     @property
     def _unskipped(self) -> int:

@@ -83,6 +83,10 @@ def others(session: Session, optimizers: Sequence[Optimizer]) -> list[Optimizer]
     return list(_optimizers.get(session, set()) - set(map(_inner, optimizers)))
 
 
+def _inner(optimizer: Optimizer) -> Optimizer:
+    return optimizer.optim if isinstance(optimizer, LARC) else optimizer
+
+
 def set_models(session: Session, models: Iterable[nn.Module]) -> None:
     """`session` is that of `models`."""
     _models[session] = [weakref.ref(model) for model in models]
@@ -93,10 +97,6 @@ def models_of(optimizer: Optimizer) -> list[nn.Module]:
     session = enabled_of(optimizer)
     known = _models.get(session, []) if session is not None else []
     return [model for reference in known if (model := reference()) is not None]
-
-
-def _inner(optimizer: Optimizer) -> Optimizer:
-    return optimizer.optim if isinstance(optimizer, LARC) else optimizer
 
 
 def enabled_of(optimizer: Optimizer) -> Session | None:
@@ -111,6 +111,11 @@ def set_latest(session: Session) -> None:
     follow_latest()
 
 
+def follow_latest() -> None:
+    """Have functions outside the models be cast as the latest session says now."""
+    cast_state.set_outside(latest().scope())
+
+
 @contextlib.contextmanager
 def set_aside() -> Iterator[None]:
     """A block that starts as if there had been no ``initialize``, and forgets those made in it."""
@@ -122,12 +127,6 @@ def set_aside() -> Iterator[None]:
     finally:
         _latest = before
         cast_state.set_outside(outside)
-
-
-def follow_latest() -> None:
-    """Have functions outside the models be cast as the latest session says now."""
-    assert _latest is not None
-    cast_state.set_outside(_latest.scope())
 
 
 def end_everywhere() -> None:
@@ -161,29 +160,23 @@ def of_optimizers(optimizers: Sequence[Optimizer]) -> Session:
             on whether an overflow skips the step.
     """
     sessions = [_of(optimizer) for optimizer in optimizers]
-    first = sessions[0]
-    for session in sessions[1:]:
-        if session is not first and _kind(session) != _kind(first):
-            raise RuntimeError(
-                "These optimizers come from different amp.initialize calls, some with dynamic and "
-                "some with static loss scaling or with amp off. An overflow would have to skip "
-                "some of their steps only. Initialize them in one call: "
-                "amp.initialize([model_a, model_b], [optimizer_a, optimizer_b])."
-            )
-    return first
-
-
-def _kind(session: Session) -> object:
-    return session.policy.is_dynamic if session.policy is not None else "off"
+    if len({(session.enabled, session.is_dynamic) for session in sessions}) > 1:
+        raise RuntimeError(
+            "These optimizers come from different amp.initialize calls, some with dynamic and "
+            "some with static loss scaling or with amp off. An overflow would have to skip "
+            "some of their steps only. Initialize them in one call: "
+            "amp.initialize([model_a, model_b], [optimizer_a, optimizer_b])."
+        )
+    return sessions[0]
 
 
 def _of(optimizer: Optimizer) -> Session:
-    session = getattr(optimizer, "_amp_session", None)
+    session: Session | None = getattr(optimizer, "_amp_session", None)
+    # With amp off nothing marks an optimizer that initialize was not given.
+    if session is None and _latest is not None and not _latest.enabled:
+        session = _latest
     if session is not None:
         return session
-    # With amp off nothing marks an optimizer that initialize was not given.
-    if _latest is not None and not _latest.enabled:
-        return _latest
     if _latest is None:
         raise RuntimeError("Call amp.initialize(model, optimizer) before amp.scale_loss.")
     raise RuntimeError(

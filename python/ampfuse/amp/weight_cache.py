@@ -29,7 +29,10 @@ _thread = _Thread()
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """``tensor.to(dtype)``, from the cache if `tensor` is a weight that was cast before."""
-    if not (tensor.requires_grad and tensor.is_leaf and _thread.enabled and _is_weight(tensor)):
+    is_weight = isinstance(tensor, torch.nn.Parameter) and tensor.dtype is torch.float32
+    if not (is_weight and tensor.requires_grad and tensor.is_leaf and _thread.enabled):
+        return tensor.to(dtype)
+    if torch.compiler.is_dynamo_compiling():
         return tensor.to(dtype)
     key, version, memory = id(tensor), tensor._version, tensor.data_ptr()
     entry = _thread.entries.get(key)
@@ -42,14 +45,6 @@ def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     if copy.requires_grad:
         _thread.entries[key] = (weakref.ref(tensor), version, memory, copy)
     return copy
-
-
-def _is_weight(tensor: Tensor) -> bool:
-    return (
-        isinstance(tensor, torch.nn.Parameter)
-        and tensor.dtype is torch.float32
-        and not torch.compiler.is_dynamo_compiling()
-    )
 
 
 def set_enabled(enabled: bool) -> None:
