@@ -100,9 +100,10 @@ class _FusedNorm(nn.Module):
         self.memory_efficient = memory_efficient
 
     def forward(self, input: Tensor) -> Tensor:
-        params = [p for p in (self.weight, getattr(self, "bias", None)) if p is not None]
-        shape, eps, function = self.normalized_shape, self.eps, self._function
-        return _norm(function, input, shape, eps, *params, mixed=self._mixed)
+        layer: Any = self  # of torch's class, too
+        params = [p for p in (layer.weight, getattr(layer, "bias", None)) if p is not None]
+        shape, eps = layer.normalized_shape, layer.eps
+        return _norm(self._function, input, shape, eps, *params, mixed=self._mixed)
 
 
 class FusedLayerNorm(_FusedNorm, nn.LayerNorm):
