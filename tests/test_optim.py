@@ -4,6 +4,7 @@ import copy
 import inspect
 import pickle
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -798,6 +799,15 @@ def test_a_step_crosses_into_the_extension_twice(name):
             rows.table, rows.plan = Watched(rows.table, seen), Watched(rows.plan, seen)
         assert seen == expected
         seen.clear()
+
+
+def test_rows_that_are_made_anew_hold_none_of_those_before():
+    optimizer = make("adamw", [torch.ones(3, requires_grad=True)])
+    optimizer.param_groups[0]["params"][0].grad = torch.ones(3)
+    optimizer.step()
+    table = weakref.ref(optimizer.param_table())
+    optimizer._rows.forget()
+    assert table() is None
 
 
 # A change of states, and whether they hold other objects then.
