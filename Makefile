@@ -6,6 +6,10 @@
 # make notebooks    runs the notebooks and stores what they show, some minutes; NOTEBOOKS=e2_levels:
 #                   that one; NOTEBOOKS=--full: with the sizes that they choose for a CPU
 #
+# make wheel        builds a wheel with a binding for each release of torch, into dist/;
+#                   WHEEL_PYTHONS="python3.12 python3.13": for these Pythons, one each
+# make release      the same and a source distribution, each installed and tried; then checksums
+#
 # Each does all its own set-up: a virtual environment in .venv, torch, the build. A second call does
 # only what changed. To use an environment that has torch already, name its interpreter:
 #
@@ -13,13 +17,13 @@
 #
 # Nothing but ampfuse and the packages of its extras is installed there, and torch is not touched.
 #
-# Further variables: DEMO_ARGS, TEST_ARGS, BENCH_ARGS, NOTEBOOKS; BASE_PYTHON makes .venv (python3);
-# TORCH is what pip installs there instead of the newest release tested, and TORCH_INDEX where from
-# (https://download.pytorch.org/whl/cpu has CPU builds); AMPFUSE_CUDA and AMPFUSE_CUDA_ARCHS as in
-# docs/building.md.
+# Further variables: DEMO_ARGS, TEST_ARGS, BENCH_ARGS, NOTEBOOKS, WHEEL_ARGS; BASE_PYTHON makes .venv
+# (python3); TORCH is what pip installs there instead of the newest release tested, and TORCH_INDEX
+# where from (https://download.pytorch.org/whl/cpu has CPU builds); AMPFUSE_CUDA and
+# AMPFUSE_CUDA_ARCHS as in docs/building.md.
 
 .DELETE_ON_ERROR:
-.PHONY: demo test bench experiments notebooks lint format clean help
+.PHONY: demo test bench experiments notebooks wheel release lint format clean help
 
 BASE_PYTHON ?= python3
 TEST_ARGS ?= -n 2
@@ -67,6 +71,12 @@ experiments: $(STAMPS)/experiments
 notebooks: $(STAMPS)/notebooks
 	$(PY) notebooks/execute.py $(NOTEBOOKS)
 
+wheel: .venv/wheel
+	PATH="$(CURDIR)/.venv/bin:$$PATH" .venv/bin/python buildtools/wheel.py $(WHEEL_ARGS) $(WHEEL_PYTHONS)
+
+release: .venv/release
+	PATH="$(CURDIR)/.venv/bin:$$PATH" .venv/bin/python buildtools/release.py $(WHEEL_PYTHONS)
+
 CXX_FILES = git ls-files '*.h' '*.cpp' '*.cu' '*.cuh'
 
 # Types are checked against the torch of the tests.
@@ -76,6 +86,8 @@ lint: .venv/lint $(STAMPS)/ready
 	.venv/bin/mypy --python-executable $(PY)
 	PYTHONPATH=python .venv/bin/lint-imports
 	$(CXX_FILES) | xargs .venv/bin/clang-format --dry-run -Werror
+	.venv/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	@if command -v actionlint; then actionlint; fi # no registry of Python's has it
 
 format: .venv/lint
 	.venv/bin/ruff check --fix .
@@ -92,8 +104,8 @@ clean:
 	.venv/bin/python -m pip install --quiet --upgrade pip
 	@touch $@
 
-.venv/lint: .venv/venv pyproject.toml
-	.venv/bin/python -m pip install --quiet --group lint
+.venv/lint .venv/wheel .venv/release: .venv/venv pyproject.toml
+	.venv/bin/python -m pip install --quiet --group $(@F)
 	@touch $@
 
 ifdef PYTHON

@@ -24,7 +24,12 @@ def _check(settings: Mapping[str, object] | None) -> list[str]:
     """Extra build requirements; leaves with one line, not a traceback, when the build cannot be."""
     try:
         probe.require_gil()
-        torch = probe.require_torch(probe.find_torch())
+        if settings and settings.get("cmake.define.AMPFUSE_TORCH_INCLUDES"):
+            torch = probe.of_headers()
+        else:
+            torch = probe.require_torch(probe.find_torch())
+        if (settings or {}).get("cmake.define.AMPFUSE_CORE") or probe.find_core(torch):
+            return []
         return probe.nvcc_requirements(torch, probe.cuda_mode(settings), probe.find_nvcc())
     except BuildError as error:
         sys.exit(f"error: {error}")

@@ -2,7 +2,8 @@
 
 Standard library only: the build backend imports it, CMake runs it
 (``python buildtools/probe.py`` prints JSON), and so does the Makefile
-(``--requirements`` prints what an unisolated build has to install first).
+(``--requirements`` prints what an unisolated build has to install first). Arguments such as
+``2.15.0=folder`` stand for releases of torch of which there are headers alone.
 """
 
 from __future__ import annotations
@@ -35,14 +36,12 @@ class Torch:
 
     version: str  # "2.14.1+cu130"
     cuda: str | None  # "13.0", or None for a CPU build
-    include_dirs: list[str]
-    lib_dir: str
-    cxx11_abi: bool
+    include_dir: str
     python: list[str]  # the command that imports this torch
 
     @property
     def release(self) -> tuple[int, int]:
-        return _major_minor(self.version)
+        return release_of(self.version)
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class Nvcc:
     version: str  # "13.0"
 
 
-def _major_minor(version: str) -> tuple[int, int]:
+def release_of(version: str) -> tuple[int, int]:
     major, minor = re.match(r"(\d+)\.(\d+)", version).groups()
     return int(major), int(minor)
 
@@ -62,13 +61,10 @@ def _major_minor(version: str) -> tuple[int, int]:
 _DESCRIBE_TORCH = """
 import json, os, torch
 root = os.path.dirname(torch.__file__)
-include = os.path.join(root, "include")
 print("ampfuse-torch:" + json.dumps(dict(
     version=torch.__version__,
     cuda=torch.version.cuda,
-    include_dirs=[include, os.path.join(include, "torch", "csrc", "api", "include")],
-    lib_dir=os.path.join(root, "lib"),
-    cxx11_abi=bool(torch._C._GLIBCXX_USE_CXX11_ABI),
+    include_dir=os.path.join(root, "include"),
 )))
 """
 
@@ -112,17 +108,29 @@ def find_torch(commands: Sequence[Sequence[str]] | None = None) -> Torch | None:
     return None
 
 
-def torch_tested(pyproject: Path = ROOT / "pyproject.toml") -> tuple[str, str]:
-    """``("2.11", "2.15")``, the oldest and the newest release of torch that CI tests.
+# Its kernels run beside every torch, and drivers for it beside older ones.
+WHEEL_CUDA = "13.0"
+
+
+def of_headers(version: str = "", folder: str = "") -> Torch:
+    """A release for which a wheel has a binding; its kernels are compiled by CUDA `WHEEL_CUDA`."""
+    return Torch(version, WHEEL_CUDA, folder, [])
+
+
+def torch_tested(python: tuple[int, int] = sys.version_info[:2]) -> tuple[str, str]:
+    """``("2.11", "2.15")``, the oldest and the newest release of torch that CI tests with a Python.
 
     Read from the one place that states them: the dependency groups in pyproject.toml.
     """
-    text = pyproject.read_text("utf-8")
-    oldest, newest = (
-        re.search(rf'^torch-{end} = \["torch==(\d+\.\d+)\.', text, re.M)[1]
-        for end in ("oldest", "newest")
-    )
-    return oldest, newest
+    text = (ROOT / "pyproject.toml").read_text("utf-8")
+    oldest = re.search(r'^torch-oldest = \["torch==(\d+\.\d+)\.', text, re.M)[1]
+    newest = re.search(r"^torch-newest = .*", text, re.M)[0]
+    for release, comparison, version in re.findall(
+        r"torch==(\d+\.\d+)\.\*; python_version (>=|<) '([\d.]+)'", newest
+    ):
+        if (python >= release_of(version)) == (comparison == ">="):
+            return oldest, release
+    raise BuildError(f"pyproject.toml names no torch for Python {'.'.join(map(str, python))}.")
 
 
 def require_torch(torch: Torch | None) -> Torch:
@@ -134,7 +142,7 @@ def require_torch(torch: Torch | None) -> Torch:
             f"{oldest} or later first (uv, build and other tools that hide your environment: add "
             f"--no-build-isolation, with scikit-build-core and ninja installed)."
         )
-    if torch.release < _major_minor(oldest):
+    if torch.release < release_of(oldest):
         raise BuildError(
             f"ampfuse needs torch {oldest} or later, but torch {torch.version} is installed: "
             f'change it (pip install "torch=={newest}.*").'
@@ -148,7 +156,7 @@ def untested(torch: Torch) -> str | None:
     No reason to refuse it: the compiler finds out whether it fits.
     """
     newest = torch_tested()[1]
-    if torch.release <= _major_minor(newest):
+    if torch.release <= release_of(newest):
         return None
     return (
         f"torch {torch.version} is newer than the newest that this ampfuse was tested with "
@@ -164,6 +172,35 @@ def require_gil(free_threaded: object = sysconfig.get_config_var("Py_GIL_DISABLE
             f"{sys.version_info.major}.{sys.version_info.minor}t): its compiled module relies on "
             f"the GIL, so take the ordinary build of that Python."
         )
+
+
+# --------------------------------------------------------------------------------------------------
+# the core
+
+_FIND_AMPFUSE = """
+import importlib.util
+spec = importlib.util.find_spec("ampfuse")
+print("ampfuse-folder:" + spec.submodule_search_locations[0] if spec else "")
+"""
+
+
+def find_core(torch: Torch, root: Path = ROOT) -> str | None:
+    """The core of an installed ampfuse of this version, for a source distribution to take as it is.
+
+    So a torch that no wheel knows costs the time of one binding. None in a checkout, which changes;
+    and where the environment says something of CUDA, which the core there may lack.
+    """
+    if not (root / "PKG-INFO").exists() or cuda_mode() != "AUTO":
+        return None
+    version = re.search(r'^version = "(.+)"', (root / "pyproject.toml").read_text("utf-8"), re.M)[1]
+    run = subprocess.run(
+        [*torch.python, "-c", _FIND_AMPFUSE], capture_output=True, text=True, cwd=os.sep
+    )
+    for line in run.stdout.splitlines():
+        if line.startswith("ampfuse-folder:"):
+            core = Path(line.partition(":")[2], f"libampfuse-{version}.so")
+            return str(core) if core.exists() else None
+    return None
 
 
 # --------------------------------------------------------------------------------------------------
@@ -202,7 +239,7 @@ def find_nvcc(candidates: Iterable[Path] | None = None) -> Nvcc | None:
         except OSError:
             continue
         release = re.search(r"release (\d+\.\d+)", run.stdout)
-        if release and _major_minor(release[1]) >= (12, 0):
+        if release and release_of(release[1]) >= (12, 0):
             return Nvcc(str(path), release[1])
     return None
 
@@ -223,8 +260,8 @@ def nvcc_requirements(torch: Torch, mode: str, nvcc: Nvcc | None) -> list[str]:
     """Packages that bring the CUDA compiler, when one is wanted, missing and to be had."""
     if mode == "OFF" or nvcc is not None:
         return []
-    if torch.cuda is not None and _major_minor(torch.cuda)[0] == 13 and sys.platform == "linux":
-        major, minor = _major_minor(torch.cuda)
+    if torch.cuda is not None and release_of(torch.cuda)[0] == 13 and sys.platform == "linux":
+        major, minor = release_of(torch.cuda)
         return [f"{PYPI_NVCC}=={major}.{minor}.*"]
     if mode == "ON":
         raise BuildError(
@@ -248,13 +285,17 @@ def build_requirements(torch: Torch) -> list[str]:
 
 def main(arguments: Sequence[str]) -> str:
     require_gil()
-    torch = require_torch(find_torch())
-    if told := untested(torch):
-        print(f"warning: {told}", file=sys.stderr)
+    headers = [argument.split("=", 1) for argument in arguments if "=" in argument]
+    torches = [of_headers(version, folder) for version, folder in headers]
+    if not torches:
+        torches = [require_torch(find_torch())]
+        if told := untested(torches[0]):
+            print(f"warning: {told}", file=sys.stderr)
     if list(arguments) == ["--requirements"]:
-        return "\n".join(build_requirements(torch))
+        return "\n".join(build_requirements(torches[0]))
     nvcc = find_nvcc()
-    facts = {"torch": asdict(torch), "tested": torch_tested(), "nvcc": nvcc and asdict(nvcc)}
+    facts = {"torches": list(map(asdict, torches)), "tested": torch_tested()}
+    facts |= {"nvcc": nvcc and asdict(nvcc), "core": None if headers else find_core(torches[0])}
     return json.dumps(facts)
 
 

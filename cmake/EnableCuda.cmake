@@ -1,6 +1,6 @@
 # Decide whether the CUDA backend is built and for which architectures.
 #
-# uses:    AMPFUSE_CUDA, AMPFUSE_CUDA_ARCHS, AMPFUSE_NVCC
+# uses:    AMPFUSE_CUDA, AMPFUSE_CUDA_ARCHS, AMPFUSE_NVCC, AMPFUSE_CORE
 # defines: AMPFUSE_WITH_CUDA        true or false
 #          AMPFUSE_CUDA_ARCH_NAMES  "compute_75 sm_75 sm_80", empty without CUDA
 #          AMPFUSE_CUDA_CODE        the same, as nvcc's options
@@ -8,6 +8,10 @@
 #          AMPFUSE_CUDART_STATIC    the CUDA runtime as a static library
 set(AMPFUSE_WITH_CUDA OFF)
 set(AMPFUSE_CUDA_ARCH_NAMES "")
+if(AMPFUSE_CORE)
+  set(AMPFUSE_CUDA_NOTE "as in the core, which was compiled before")
+  return()
+endif()
 if("${AMPFUSE_CUDA}" STREQUAL "")
   set(AMPFUSE_CUDA AUTO)
 endif()

@@ -1,12 +1,14 @@
 # Say at the end of the configuration what will be built: nobody should find out at run time that
 # the kernels are missing.
 set(cuda_line "NO: ${AMPFUSE_CUDA_NOTE}")
-if(AMPFUSE_WITH_CUDA)
+if(AMPFUSE_CORE)
+  set(cuda_line "${AMPFUSE_CUDA_NOTE}: ${AMPFUSE_CORE}")
+elseif(AMPFUSE_WITH_CUDA)
   set(cuda_line "YES: ${AMPFUSE_CUDA_ARCH_NAMES}")
 endif()
 message(STATUS "------------------------------------------------------------")
 message(STATUS "ampfuse ${PROJECT_VERSION}")
-message(STATUS "  torch          ${AMPFUSE_TORCH_VERSION}")
+message(STATUS "  torch          ${torch_versions}")
 message(STATUS "  CPU backend    YES: ${CMAKE_SYSTEM_PROCESSOR}, ${CMAKE_CXX_COMPILER_ID} ${CMAKE_CXX_COMPILER_VERSION}")
 message(STATUS "  CUDA backend   ${cuda_line}")
 if(AMPFUSE_WITH_CUDA)

@@ -210,7 +210,8 @@ def main():
     import_all()
     found["import"] = changed(start, process())
 
-    from ampfuse import _C, amp
+    from ampfuse import amp
+    from ampfuse._core import EXTENSION as _C
     from ampfuse.compat import apex
 
     model, optimizer = training()

@@ -8,6 +8,7 @@ replaces the tensors of a row between `collect` and the step, which has their ad
 import importlib.util
 import sys
 from operator import attrgetter
+from pathlib import Path
 
 import torch
 from hypothesis import HealthCheck, settings
@@ -27,7 +28,7 @@ FIELDS = ("sum_squares", "found_inf", "skip", "grad_norm", "clip_coef", "loss_sc
 HYPER = ("lr", "weight_decay", "momentum", "beta1", "beta2", "eps", "ema_decay", "seed")
 FLAGS = ("maximize", "nesterov", "decoupled", "layerwise", "clipped_ratio", "init_zero", "wrong")
 
-spec = importlib.util.spec_from_file_location("_C", sys.argv[1])
+spec = importlib.util.spec_from_file_location(Path(sys.argv[1]).name.split(".")[0], sys.argv[1])
 C = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(C)
 counts = {"done": 0, "refused": 0}

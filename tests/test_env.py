@@ -39,7 +39,7 @@ def test_says_what_runs(facts):
     assert facts["python"]["python"] == sys.version.split()[0]
     assert facts["torch"]["running"] == torch.__version__
     assert facts["ampfuse"]["version"] == _core.build_info.VERSION
-    assert facts["ampfuse"]["built for torch"] == _core.build_info.TORCH_VERSION
+    assert facts["ampfuse"]["built for torch"] == ", ".join(_core.build_info.TORCH_VERSIONS)
     assert facts["extension"]["CPU ISA"].startswith(_core.C.cpu_isa())
     assert facts["extension"]["step on cpu"] == "works"
 
@@ -131,7 +131,8 @@ def test_runs_when_the_extension_is_for_another_torch(tmp_path):
     (tmp_path / "torch.py").write_text("__version__ = '1.0'")
     done = run_env(path=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert f"ampfuse was compiled for torch {_core.build_info.TORCH_VERSION}" in done.stdout
+    releases = ", ".join(map(_core.release_of, _core.build_info.TORCH_VERSIONS))
+    assert f"this ampfuse was compiled for torch {releases}, but torch 1.0 is" in done.stdout
 
 
 def test_the_package_itself_still_refuses_another_torch(tmp_path):

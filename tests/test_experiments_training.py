@@ -21,7 +21,7 @@ pytest.importorskip("timm")
 pytest.importorskip("sklearn")
 pytest.importorskip("tqdm")
 
-from ampfuse import _C
+from ampfuse._core import EXTENSION as _C
 from ampfuse.command_line import UsageError
 from ampfuse.experiments import cifar, mlp, mnist, sweep
 from ampfuse.experiments.arms import build_arm

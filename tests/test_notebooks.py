@@ -104,18 +104,17 @@ class TestFirstCell:
 
     @pytest.fixture
     def machine(self, monkeypatch):
-        self.commands, self.status, self.environ = [], 0, {}
+        self.commands, self.refused, self.environ = [], "none", {}
 
         def run(command, **_):
             self.commands.append(command)
-            output = "the compiler's message" if self.status else "the report"
-            return subprocess.CompletedProcess(command, self.status, stdout=output)
+            output = "the report" if "env" in command else "what pip said"
+            return subprocess.CompletedProcess(command, self.refused in str(command), stdout=output)
 
         monkeypatch.setattr(subprocess, "run", run)
         monkeypatch.setattr(os, "environ", self.environ)
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
         monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.11.0+cu128")
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         return monkeypatch
 
     def run_cell(self):
@@ -123,39 +122,35 @@ class TestFirstCell:
 
     def installed(self):
         self.run_cell()
-        pip, environment = self.commands
-        assert pip[:4] == [sys.executable, "-m", "pip", "install"]
+        *installing, environment = self.commands
         assert environment == [sys.executable, "-m", "ampfuse", "env"]
-        return pip[4:]
+        for command in installing:
+            assert command[:4] == [sys.executable, "-m", "pip", "install"]
+            assert command[-1] == "torch==2.11.0+cu128"
+        return [command[4:-1] for command in installing]
 
-    def test_installs_from_the_repository_and_keeps_torch(self, machine):
-        package = "ampfuse[experiments] @ git+https://github.com/ampfuse/ampfuse"
-        assert self.installed() == [package, "torch==2.11.0+cu128"]
-        assert "AMPFUSE_CUDA_ARCHS" not in self.environ
+    def test_installs_a_wheel(self, machine, capsys):
+        assert self.installed() == [["--only-binary=ampfuse", "ampfuse[experiments]"]]
+        assert capsys.readouterr().out == "the report\n"
+
+    def test_compiles_where_there_is_none_and_says_how_long(self, machine, capsys):
+        self.refused = "--only-binary"
+        compiled = "ampfuse[experiments] @ git+https://github.com/ampfuse/ampfuse"
+        assert self.installed()[1:] == [[compiled]]
+        assert "compiling it, three to nine minutes" in capsys.readouterr().out
 
     def test_another_address(self, machine):
         self.environ["AMPFUSE_SOURCE"] = "git+https://a.org/b@v1"
-        assert self.installed()[0] == "ampfuse[experiments] @ git+https://a.org/b@v1"
+        assert self.installed() == [["ampfuse[experiments] @ git+https://a.org/b@v1"]]
 
-    @pytest.mark.parametrize("source", ["ampfuse-0.1.0-cp313.whl", "checkout", "checkout/.."])
+    @pytest.mark.parametrize("source", ["ampfuse-0.2.0-cp313.whl", "checkout", "checkout/.."])
     def test_a_wheel_or_a_folder(self, machine, source, tmp_path):
         machine.chdir(tmp_path)
         Path("checkout").mkdir()
-        Path("ampfuse-0.1.0-cp313.whl").touch()
+        Path("ampfuse-0.2.0-cp313.whl").touch()
         self.environ["AMPFUSE_SOURCE"] = source
         # The whole path: pip takes a bare "checkout[experiments]" for a name on PyPI.
-        assert self.installed()[0] == f"{(tmp_path / source).resolve()}[experiments]"
-
-    def test_compiles_for_the_gpu_that_is_there(self, machine):
-        machine.setattr(torch.cuda, "is_available", lambda: True)
-        self.installed()
-        assert self.environ["AMPFUSE_CUDA_ARCHS"] == "native"
-
-    def test_a_wish_for_architectures_is_kept(self, machine):
-        machine.setattr(torch.cuda, "is_available", lambda: True)
-        self.environ["AMPFUSE_CUDA_ARCHS"] = "75;80"
-        self.installed()
-        assert self.environ["AMPFUSE_CUDA_ARCHS"] == "75;80"
+        assert self.installed() == [[f"{(tmp_path / source).resolve()}[experiments]"]]
 
     def test_what_is_there_is_left_alone(self, machine, capsys):
         machine.setattr(importlib.util, "find_spec", lambda name: object())
@@ -164,10 +159,10 @@ class TestFirstCell:
         assert capsys.readouterr().out == "the report\n"
 
     def test_a_failure_shows_what_pip_said(self, machine, capsys):
-        self.status = 1
+        self.refused = "install"
         with pytest.raises(subprocess.CalledProcessError):
             self.run_cell()
-        assert "the compiler's message" in capsys.readouterr().out
+        assert "what pip said" in capsys.readouterr().out
 
 
 # ---- as run --------------------------------------------------------------------------------------

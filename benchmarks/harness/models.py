@@ -1,4 +1,4 @@
-"""Networks for images, FP32 on the CPU, from random weights of torch's global generator."""
+"""Networks for images and texts, FP32 on the CPU, with random weights."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 
 def _from_file(name: str, path: Path) -> Any:
@@ -37,3 +37,44 @@ def build(name: str, classes: int, channels: int = 3, dropout: float = 0.0) -> n
     import timm
 
     return timm.create_model(name, num_classes=classes)
+
+
+class Tagger(nn.Module):
+    """A label for each word, by an LSTM in both directions."""
+
+    def __init__(self, words: int, width: int, classes: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(words, width)
+        self.lstm = nn.LSTM(width, width, 2, batch_first=True, bidirectional=True)
+        self.head = nn.Linear(2 * width, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lstm(self.embedding(x))[0])
+
+
+class _Logits(nn.Module):
+    """The logits alone of a model of transformers."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(input_ids=x).logits
+
+
+def text_model(name: str, words: int, tokens: int) -> tuple[nn.Module, int]:
+    """``gpt``, ``bert_small`` or ``lstm_tagger``, and the number of its classes."""
+    if name == "lstm_tagger":
+        return Tagger(words, 256, 32), 32
+    import transformers as hf
+
+    if name == "gpt":
+        sizes = {"n_layer": 6, "n_embd": 384, "n_head": 6, "n_positions": tokens}
+        drop = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        tokens_of = dict.fromkeys(("bos_token_id", "eos_token_id"))
+        config = hf.GPT2Config(vocab_size=words, use_cache=False, **sizes, **drop, **tokens_of)
+        return _Logits(hf.GPT2LMHeadModel(config)), words
+    sizes = {"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8}
+    config = hf.BertConfig(vocab_size=words, intermediate_size=2048, num_labels=2, **sizes)
+    return _Logits(hf.BertForSequenceClassification(config)), 2

@@ -109,7 +109,7 @@ struct AlgorithmInfo {
   bool follows_norms;  // of gradients or weights, row by row
 };
 
-const std::vector<AlgorithmInfo>& algorithms();  // by index
+AMPFUSE_API const std::vector<AlgorithmInfo>& algorithms();  // by index
 inline const AlgorithmInfo& info(Algorithm algorithm) { return algorithms()[algorithm.index()]; }
 
 // How a row's states are stored: what a user chooses.
@@ -127,6 +127,6 @@ struct StorageInfo {
   DType type(bool is_unsigned) const { return is_unsigned ? unsigned_type : signed_type; }
 };
 
-const std::vector<StorageInfo>& storages();  // the first is the default
+AMPFUSE_API const std::vector<StorageInfo>& storages();  // the first is the default
 
 }  // namespace ampfuse

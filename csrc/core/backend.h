@@ -110,20 +110,28 @@ class Backend {
   virtual void run(NnOp op, const NnArgs& args, void* stream) = 0;
 };
 
-Backend& cpu_backend();
-Backend* cuda_backend();  // nullptr where CUDA was not built
+AMPFUSE_API Backend& cpu_backend();
+AMPFUSE_API Backend* cuda_backend();   // nullptr where CUDA was not built
+AMPFUSE_API const char* cuda_archs();  // "compute_75 sm_75 sm_80": what it was built for
 
-const char* cpu_isa();  // "scalar", "avx2" or "avx512": what runs, or what AMPFUSE_CPU_ISA forces
+// As 13020 for CUDA 13.2: of the runtime in it, and what this machine's driver is for; 0: none.
+struct CudaVersions {
+  int runtime = 0, driver = 0;
+};
+AMPFUSE_API CudaVersions cuda_versions();  // initializes nothing
+
+AMPFUSE_API const char*
+cpu_isa();  // "scalar", "avx2" or "avx512": what runs, or what AMPFUSE_CPU_ISA forces
 
 // How the CPU backend runs its tasks: body(begin, end) over [0, count). The binding hands in
 // torch's pool; the default runs them one after another.
 using ParallelFor =
     std::function<void(int64_t count, const std::function<void(int64_t, int64_t)>& body)>;
-void set_parallel_for(ParallelFor parallel_for, int (*thread_count)());
+AMPFUSE_API void set_parallel_for(ParallelFor parallel_for, int (*thread_count)());
 
 // Where the CUDA backend gets memory on the current device. The binding hands in torch's caching
 // allocator.
 using Allocate = std::shared_ptr<void> (*)(size_t bytes);
-void set_device_allocator(Allocate allocate);
+AMPFUSE_API void set_device_allocator(Allocate allocate);
 
 }  // namespace ampfuse

@@ -2,8 +2,11 @@
 //
 // On the host it is always inlined: each CPU instruction set has a translation unit of its own, and
 // an out-of-line copy made in one of them could be the one that the linker keeps for all.
-// UNROLL_LISTS stands before a loop over the lists of a table.
+// UNROLL_LISTS stands before a loop over the lists of a table. AMPFUSE_API marks what a binding
+// calls of the core, which is a library of its own (cmake/core.map.in).
 #pragma once
+
+#define AMPFUSE_API __attribute__((visibility("default")))
 
 #if defined(__CUDACC__)
 #define HD __host__ __device__ __forceinline__

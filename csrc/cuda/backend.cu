@@ -111,6 +111,15 @@ class CudaBackend : public Backend {
 
 }  // namespace
 
+const char* cuda_archs() { return AMPFUSE_CUDA_ARCHS; }
+
+CudaVersions cuda_versions() {
+  CudaVersions found;
+  found.runtime = CUDART_VERSION;
+  if (cudaDriverGetVersion(&found.driver) != cudaSuccess) found.driver = 0;
+  return found;
+}
+
 Backend* cuda_backend() {
   static CudaBackend backend;
   return &backend;

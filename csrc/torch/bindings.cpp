@@ -48,9 +48,9 @@ void use_torch_allocator() {
   });
 }
 
-std::vector<std::string> cuda_archs() {
+std::vector<std::string> list_of_archs() {
   std::vector<std::string> archs;
-  std::istringstream list(AMPFUSE_CUDA_ARCHS);
+  std::istringstream list(cuda_archs());
   for (std::string arch; list >> arch;) archs.push_back(arch);
   return archs;
 }
@@ -70,7 +70,14 @@ Lists of tensors: strided and dense, on one device, float32, float16 or bfloat16
   m.def(
       "cuda_built", [] { return cuda_backend() != nullptr; },
       "Whether the CUDA kernels were built.");
-  m.def("cuda_archs", cuda_archs, "The architectures they were built for.");
+  m.def(
+      "cuda_versions",
+      [] {
+        const CudaVersions found = cuda_versions();
+        return std::make_pair(found.runtime, found.driver);
+      },
+      "Of the CUDA runtime in them and of this machine's driver, as 13020 for 13.2; 0: none.");
+  m.def("cuda_archs", list_of_archs, "The architectures they were built for.");
   m.def(
       "cpu_isa", [] { return std::string(cpu_isa()); },
       R"(The instruction set the CPU kernels run on: scalar, avx2 or avx512.

@@ -37,6 +37,9 @@ def cuda_archs() -> list[str]:
 def cuda_built() -> bool:
     """Whether the CUDA kernels were built."""
 
+def cuda_versions() -> tuple[int, int]:
+    """Of the CUDA runtime in them and of this machine's driver, as 13020 for 13.2; 0: none."""
+
 def decode_state(
     algorithm: str, state: int, storage: str, lists: Sequence[Tensor], out: Tensor
 ) -> None:

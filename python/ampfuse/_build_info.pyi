@@ -1,7 +1,7 @@
 """Written by the build: what the compiled extension was made for."""
 
 VERSION: str
-TORCH_VERSION: str
+TORCH_VERSIONS: list[str]
 TORCH_TESTED: tuple[str, str]
 BUILD_INFO: str
 CUDA_NOTE: str

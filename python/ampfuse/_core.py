@@ -1,4 +1,7 @@
-"""The compiled extension, as ``C``, after a check that it fits the torch that is running.
+"""The compiled extension, as ``C``: the binding that fits the torch that is running.
+
+A binding is compiled for one release of torch, within which torch keeps its binary interface, for
+CPU and CUDA builds alike. A wheel has several, over one core.
 
 Python code reaches every compiled function as ``_core.C.<name>`` at the time of the call, so that
 tests can put another build of the extension in its place.
@@ -6,25 +9,48 @@ tests can put another build of the extension in its place.
 
 from __future__ import annotations
 
+import importlib
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 import torch
 
-_REBUILD = "pip install --no-cache-dir --force-reinstall --no-deps <where ampfuse came from>"
+if TYPE_CHECKING:
+    from ampfuse import _C as C
+
+_BUILD = "pip install --no-cache-dir --force-reinstall --no-deps --no-binary ampfuse"
 
 
-def _release(version: str) -> str:
-    """``"2.14.1+cu130"`` -> ``"2.14"``: within a release torch keeps its binary interface."""
+def release_of(version: str) -> str:
+    """``"2.14.1+cu130"`` -> ``"2.14"``."""
     return ".".join(version.split(".")[:2])
 
 
-def check_torch(built_for: str, running: str) -> None:
-    """Raise ImportError if an extension built for torch `built_for` cannot serve `running`.
-
-    CPU and CUDA builds of one release are interchangeable: the extension links to neither.
-    """
-    if _release(built_for) != _release(running):
+def check_torch(built_for: Sequence[str], running: str) -> None:
+    """Raise ImportError if no binding for the torch versions `built_for` serves `running`."""
+    releases = list(map(release_of, built_for))
+    if release_of(running) not in releases:
         raise ImportError(
-            f"ampfuse was compiled for torch {built_for}, but torch {running} is running. "
-            f"Compile it again for this torch: {_REBUILD}"
+            f"this ampfuse was compiled for torch {', '.join(releases)}, but torch {running} is "
+            f"running. Install one of these, or compile ampfuse for this torch: {_BUILD} ampfuse, "
+            "or the folder that it came from"
+        )
+
+
+def check_driver(built: int, driver: int) -> None:
+    """Warn if kernels with the CUDA runtime `built` do not run on a GPU's driver for `driver`.
+
+    Both as 13020 for 13.2; 0: there are none. A driver runs what was built for its major version or
+    an earlier one.
+    """
+    if 0 < driver // 1000 < built // 1000:
+        warnings.warn(
+            f"ampfuse's CUDA kernels were compiled by CUDA {built // 1000}, and this GPU's driver "
+            f"is for CUDA {driver // 1000}.{driver % 1000 // 10}: optimizers on the GPU will fail. "
+            "Update the driver (CUDA 13: 580 or later), or compile ampfuse by an older nvcc: "
+            f"CUDACXX=<nvcc> {_BUILD} ampfuse",
+            stacklevel=3,
         )
 
 
@@ -37,14 +63,21 @@ except ImportError as error:
         "ampfuse's compiled extension is not here: this is a source tree that was not installed. "
         "Install it with: pip install <the folder that holds pyproject.toml>"
     ) from error
-check_torch(build_info.TORCH_VERSION, str(torch.__version__))
+check_torch(build_info.TORCH_VERSIONS, str(torch.__version__))
 
+_name = "_C_" + release_of(str(torch.__version__)).replace(".", "_")
 try:
-    from ampfuse import _C as C
+    C = importlib.import_module(f"ampfuse.{_name}")
 except ImportError as error:
     raise ImportError(
-        f"ampfuse's compiled extension does not load ({error}). "
-        f"It was built as: {build_info.BUILD_INFO}. Compile it again: {_REBUILD}"
+        f"ampfuse's compiled extension {_name} does not load ({error}). "
+        f"It was built as: {build_info.BUILD_INFO}. Compile it again: {_BUILD} ampfuse, or the "
+        "folder that it came from"
     ) from error
 
-__all__ = ["C", "build_info", "check_torch"]
+if torch.version.cuda is not None:
+    check_driver(*C.cuda_versions())
+
+EXTENSION = C  # itself, also where tests have put another in its place
+
+__all__ = ["EXTENSION", "C", "build_info", "check_driver", "check_torch", "release_of"]

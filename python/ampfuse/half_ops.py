@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING
 
-from ampfuse import _C  # the extension itself, also where tests have another: torch has one table
+from ampfuse._core import EXTENSION as _C  # torch has one table of kernels
 
 if TYPE_CHECKING:
     from ampfuse.amp.policy import Policy

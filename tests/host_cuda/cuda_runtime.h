@@ -141,6 +141,10 @@ constexpr unsigned cudaEventDisableTiming = 2, cudaStreamNonBlocking = 1, cudaHo
                    cudaHostAllocPortable = 1, cudaUserObjectNoDestructorSync = 1,
                    cudaGraphUserObjectMove = 1;
 
+inline cudaError_t cudaDriverGetVersion(int* version) {
+  *version = CUDART_VERSION;
+  return cudaSuccess;
+}
 cudaError_t cudaGetDevice(int* device);
 cudaError_t cudaDeviceSynchronize();
 

@@ -88,7 +88,7 @@ def _installation() -> Facts:
         found["built"] = "no: a source tree that was not installed"
         return found
     found["version"] = _build_info.VERSION
-    found["built for torch"] = _build_info.TORCH_VERSION
+    found["built for torch"] = ", ".join(_build_info.TORCH_VERSIONS)
     found["tested with torch"] = tested_with(*_build_info.TORCH_TESTED, _version("torch"))
     found["built as"] = _build_info.BUILD_INFO
     found["CUDA at build time"] = _build_info.CUDA_NOTE

@@ -1,0 +1,203 @@
+"""Whole training steps of what people train, under torch's mixed precision and under ampfuse's.
+
+    python benchmarks/nets.py [--device cuda] [--only gpt ...] [--quick] [--no-compile]
+
+A step is forward pass, loss, backward pass and update on one batch of random data: AdamW for what
+has attention or an LSTM, SGD with momentum for the older convolutional nets, images in
+channels-last memory. Arms, each in a process of its own:
+
+    FP32                  torch, torch's fused optimizer
+    torch.amp             torch.autocast in BF16, torch's fused optimizer
+    torch.amp, compiled   the same under torch.compile
+    O4                    amp.initialize: autocast in BF16, ampfuse's optimizer
+    O5                    amp.initialize: a BF16 model with FP32 masters, fused batch norms
+
+Torch's never import ampfuse. "products", "attention" and "convolutions" are what these take of a
+step of O5, by the profiler: no fusion shortens them. The column memory_mib has the peak of a step's
+tensors.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from typing import Any
+
+# oneDNN keeps 1,024 primitives by default, and what does not fit is compiled again in every step.
+os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16384")
+
+import torch
+import torch.nn.functional as F
+from harness.measuring import Clock, Worker, measure
+from harness.models import build, text_model
+from harness.results import Results, Row, options_of, rows_of
+from torch import Tensor
+from torch.profiler import profile
+
+# A net's side of the images, or tokens of a text, and its batch.
+NETS = {
+    "gpt": (256, 8),  # 6 layers of 384, 16,384 words
+    "bert_small": (128, 16),  # 4 layers of 512 (Turc et al. 2019), two classes
+    "vit_small_patch16_224": (224, 8),
+    "convnext_tiny": (224, 8),
+    "lstm_tagger": (64, 32),  # two bidirectional layers of 256
+    "resnet18": (224, 16),
+    "resnet50": (224, 8),
+    "vgg16": (32, 64),
+}
+TEXTS = "gpt", "bert_small", "lstm_tagger"
+SGD = "resnet18", "resnet50", "vgg16"
+WORDS = 16384
+
+
+class Step:
+    """FP32, and what the other arms change of it."""
+
+    fused: bool | None = True  # torch's optimizers
+
+    def __init__(self, net: str, quick: bool, device: torch.device) -> None:
+        torch.manual_seed(0)
+        side, batch = NETS[net]
+        if quick:
+            side, batch = side if net.startswith("vit") else min(side, 32), 2
+        if net in TEXTS:
+            self.model, classes = text_model(net, WORDS, side)
+            self.x = torch.randint(WORDS, (batch, side), device=device)
+            labels = (batch,) if net == "bert_small" else (batch, side)
+        else:
+            self.model, classes = build(net, classes=100), 100
+            self.model.to(memory_format=torch.channels_last)
+            x = torch.randn(batch, 3, side, side, device=device)
+            self.x, labels = x.contiguous(memory_format=torch.channels_last), (batch,)
+        self.model.to(device)
+        self.y = torch.randint(classes, labels, device=device)
+        params = self.model.parameters()
+        if net in SGD:
+            options = {"lr": 1e-3, "momentum": 0.9, "weight_decay": 5e-4}
+            self.optimizer = torch.optim.SGD(params, fused=self.fused, **options)
+        else:
+            self.optimizer = torch.optim.AdamW(params, lr=1e-4, fused=self.fused)
+        self.set_up()
+
+    def set_up(self) -> None:
+        pass
+
+    def loss(self) -> Tensor:
+        return F.cross_entropy(self.model(self.x).flatten(0, -2), self.y.flatten())
+
+    def __call__(self) -> object:
+        self.optimizer.zero_grad()
+        self.loss().backward()
+        self.optimizer.step()
+
+
+class TorchAmp(Step):
+    def loss(self) -> Tensor:
+        with torch.autocast(self.x.device.type, dtype=torch.bfloat16):
+            return super().loss()
+
+
+class Compiled(TorchAmp):
+    def set_up(self) -> None:
+        self.model.compile()
+
+
+class O5(Step):
+    fused = None
+    level, fuse_batchnorm = "O5", True
+
+    def set_up(self) -> None:
+        from ampfuse import amp
+
+        self.amp = amp
+        options = {"opt_level": self.level, "fuse_batchnorm": self.fuse_batchnorm}
+        self.model, self.optimizer = amp.initialize(
+            self.model, self.optimizer, verbosity=0, **options
+        )
+
+    def __call__(self) -> object:
+        self.optimizer.zero_grad()
+        with self.amp.scale_loss(self.loss(), self.optimizer) as scaled:
+            scaled.backward()
+        self.optimizer.step()
+
+
+class O4(O5):
+    level, fuse_batchnorm = "O4", False
+
+
+class Share(O5):
+    """Milliseconds that operations of one kind take of a step."""
+
+    def __init__(self, kind: str, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.names = KINDS[kind]
+
+    def __call__(self) -> float:  # its own measure, see `Variant`
+        with profile() as profiled:
+            super().__call__()
+        time = "self_device_time_total" if self.x.is_cuda else "self_cpu_time_total"
+        return sum(getattr(e, time) for e in profiled.key_averages() if self.has(e.key)) / 1e3
+
+    def has(self, operation: str) -> bool:
+        return any(name in operation for name in self.names)
+
+
+ARMS: dict[str, type[Step]] = {
+    "FP32": Step,
+    "torch.amp": TorchAmp,
+    "torch.amp, compiled": Compiled,
+    "O4": O4,
+    "O5": O5,
+}
+# Parts of the names of torch's operations, on the CPU as on GPUs.
+KINDS = {
+    "products": (
+        "aten::mm",
+        "aten::addmm",
+        "aten::bmm",
+        "mkldnn_linear",
+        "gemm",
+        "lstm",
+        "mkldnn_rnn",
+    ),
+    "attention": ("attention", "flash_"),
+    "convolutions": ("convolution", "half_conv", "conv2d"),
+}
+
+
+def rows(net: str, options: Any) -> list[Row]:
+    """Of all arms and shares of one net, in turns."""
+    arguments = net, options.quick, options.device
+    with ExitStack() as processes:
+
+        def process(ours: bool) -> Worker:
+            return processes.enter_context(Worker(Clock, options.device, with_ampfuse=ours))
+
+        steps: dict[str, Any] = {}
+        for arm, kind in ARMS.items():
+            if not (options.no_compile and kind is Compiled):
+                steps[arm] = process(issubclass(kind, O5)).variant(kind, *arguments)
+        profiled = process(True)
+        for kind in KINDS:
+            steps[kind] = profiled.variant(Share, kind, *arguments)
+        times = measure(steps, options.repeats)
+        memory = {arm: steps[arm].memory_mib() for arm in ARMS if arm in steps}
+    times = {name: values for name, values in times.items() if any(values)}
+    case = "-".join(map(str, (net, *NETS[net])))
+    optimizer = "SGD" if net in SGD else "AdamW"
+    return rows_of(options.device, times, memory_mib=memory, case=case, optimizer=optimizer)
+
+
+def main() -> None:
+    """Measures all arms of each net, at all threads, and writes the CSV."""
+    options = options_of(__doc__, "nets", no_compile="leave out torch.compile")
+    results = Results(options)
+    for net in NETS:
+        if results.want(net):
+            results.add(rows(net, options))
+    results.finish()
+
+
+if __name__ == "__main__":
+    main()

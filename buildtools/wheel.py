@@ -1,0 +1,100 @@
+"""Build the wheel: one core, and a binding for each release of torch.
+
+    python buildtools/wheel.py               for this Python, into dist/
+    python buildtools/wheel.py python3.12    for others
+
+Of each torch the headers are fetched once, into build/torch/. The core is compiled once: later
+Pythons take the first one's. Needs no torch; nvcc comes from PyPI where there is none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+import probe
+
+ROOT = probe.ROOT
+CACHE = ROOT / "build" / "torch"
+# What torch's own wheels ask of a machine.
+PLATFORM = "manylinux_2_28_x86_64"
+TORCH_LIBRARIES = ("libc10.so", "libtorch_cpu.so", "libtorch.so", "libtorch_python.so")
+
+
+def releases(python: tuple[int, int]) -> list[str]:
+    """``["2.11", ..., "2.15"]``: all from the oldest to the newest that has this Python."""
+    (major, first), (_, last) = (probe.release_of(end) for end in probe.torch_tested(python))
+    return [f"{major}.{minor}" for minor in range(first, last + 1)]
+
+
+def headers(release: str) -> str:
+    """``"2.15.0=folder"``: a release's headers, fetched if need be."""
+    folder = CACHE / release
+    if not (folder / "torch" / "version.py").exists():
+        print(f"headers of torch {release} ...", flush=True)
+        with tempfile.TemporaryDirectory() as fetched:
+            command = ["download", "--quiet", "--no-deps", "--only-binary=:all:", "-d", fetched]
+            pip(*command, f"torch=={release}.*")
+            (wheel,) = Path(fetched).glob("torch-*.whl")
+            with zipfile.ZipFile(wheel) as archive:
+                names = [n for n in archive.namelist() if n.startswith("torch/include/")]
+                archive.extractall(folder, [*names, "torch/version.py"])
+    version = re.search(
+        r"^__version__ = '([^'+]+)", (folder / "torch/version.py").read_text(), re.M
+    )
+    assert version is not None
+    return f"{version[1]}={folder / 'torch' / 'include'}"
+
+
+def pip(*arguments: str, python: str = sys.executable) -> None:
+    subprocess.run([python, "-m", "pip", *arguments], check=True)
+
+
+def build(python: str, torches: list[str], out: Path, core: Path | None) -> Path:
+    """A wheel for the interpreter `python`, checked, in `out`; returns the core it has."""
+    ask = "import sys; print(*sys.version_info[:2])"
+    answer = subprocess.run([python, "-c", ask], check=True, capture_output=True, text=True)
+    major, minor = map(int, answer.stdout.split())
+    folder = ROOT / "build" / f"wheel-{major}.{minor}"
+    settings = {
+        "build-dir": folder,
+        "cmake.define.AMPFUSE_CORE": core or "",
+        "cmake.define.AMPFUSE_TORCH_INCLUDES": ";".join(
+            map(headers, torches or releases((major, minor)))
+        ),
+    }
+    options = [f"--config-settings={name}={value}" for name, value in settings.items()]
+    with tempfile.TemporaryDirectory() as built:
+        pip("wheel", "--no-deps", "-w", built, *options, str(ROOT), python=python)
+        (wheel,) = Path(built).glob("*.whl")
+        exclude = [f"--exclude={library}" for library in TORCH_LIBRARIES]
+        command = [sys.executable, "-m", "auditwheel", "repair", f"--plat={PLATFORM}", *exclude]
+        subprocess.run([*command, "-w", str(out), str(wheel)], check=True)
+    return core or next(folder.glob("libampfuse-*.so"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("pythons", nargs="*", default=[sys.executable], help="interpreters")
+    parser.add_argument(
+        "--torch", action="append", default=[], help="a release (default: all supported)"
+    )
+    parser.add_argument("--core", type=Path, help="one that was compiled before (default: compile)")
+    parser.add_argument("--out", type=Path, default=ROOT / "dist")
+    options = parser.parse_args()
+    core = options.core and options.core.resolve()
+    for python in options.pythons:
+        core = build(python, options.torch, options.out, core)
+    for wheel in sorted(options.out.glob("*.whl")):
+        built = zipfile.ZipFile(wheel).read("ampfuse/_build_info.py").decode()
+        (what,) = re.findall('^BUILD_INFO = "(.*)"', built, re.M)
+        print(f"{wheel.name}: {wheel.stat().st_size / 1e6:.1f} MB, {what}")
+
+
+if __name__ == "__main__":
+    main()
