@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import re
 
-import torch
-
 from ampfuse import hardware
-from ampfuse.doctor.annotations import CLOSURE, STEP, WAIT
-from ampfuse.doctor.trace import DTYPES, Event
+from ampfuse.doctor.trace import CLOSURE, STEP, Event
 
 # Kinds, what they are called, and what it means if one takes most. The order is that of tables and
 # colours.
@@ -56,7 +53,7 @@ _NAMES = [
         ("sync", r"aten::(item|_local_scalar_dense|is_nonzero)|cuda\w*Synchronize"),
         ("scaling", r"aten::_amp_\w+"),
         ("communication", r"(c10d|nccl|gloo|ucc|mpi)\b.*|.*nccl.*Kernel.*"),
-        ("host", re.escape(WAIT) + r".*|aten::(empty\w*|resize_|view|as_strided\w*|expand|t)"),
+        ("host", r"aten::(empty\w*|resize_|view|as_strided\w*|expand|t)"),
         ("matrix", rf"aten::{_MATRIX}|(?!aten)\w+::\w*(conv|gemm|linear|attention)\w*"),
         ("norm", r"\w+::_?\w*(batch|layer|group|instance|rms)_norm\w*"),
         (
@@ -72,10 +69,12 @@ _NAMES = [
 _MATRIX_KERNEL = re.compile(r"gemm|cutlass|conv|wgrad|dgrad|fprop|xmma|attention|flash|nvjet", re.I)
 _TENSOR_CORES = re.compile(r"tf32|1688|16816|884|hmma|wgmma|tensorop|xmma|flash|nvjet|sm90", re.I)
 
+# By a profile's names of the types of tensors.
 _PRECISIONS = {
-    **{torch.float64: "FP64", torch.float32: "FP32", torch.float16: "FP16", torch.bfloat16: "BF16"},
-    **{torch.float8_e4m3fn: "FP8", torch.float8_e5m2: "FP8"},
+    **{"double": "FP64", "float": "FP32", "c10::Half": "FP16", "c10::BFloat16": "BF16"},
+    **{"c10::Float8_e4m3fn": "FP8", "c10::Float8_e5m2": "FP8"},
 }
+BYTES = {"FP64": 8, "FP32": 4, "TF32": 4, "FP16": 2, "BF16": 2, "FP8": 1}
 HALVES = frozenset({"FP16", "BF16"})
 
 
@@ -120,8 +119,7 @@ def precision(event: Event) -> str:
     Of a kernel: that of its operation, and "TF32" where the kernel's name says so.
     """
     operation = event if event.types or event.parent is None else event.parent
-    dtypes = (DTYPES.get(name) for name in operation.types)
-    found = next((_PRECISIONS[dtype] for dtype in dtypes if dtype in _PRECISIONS), "")
+    found = next((_PRECISIONS[name] for name in operation.types if name in _PRECISIONS), "")
     return "TF32" if found == "FP32" and "tf32" in event.name.lower() else found
 
 
