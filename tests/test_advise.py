@@ -380,19 +380,6 @@ def test_wrong_arguments(make, kind, words):
         assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_frame_and_picture(tmp_path):
-    pytest.importorskip("pandas")
-    advice = conclude(row("O4", 5.0), row("O3", 4.0, stale=("w",)), Row("O5", failure="no"))
-    frame = advice.frame()
-    assert list(frame["level"]) == ["O0", "O4", "O3", "O5"]
-    assert frame["median"][1] == 5.0
-    assert frame["objection"][2].startswith("stands still")
-    figure = advice.plot(tmp_path / "advice.png")
-    assert (tmp_path / "advice.png").stat().st_size > 10_000
-    bars = [patch.get_height() for patch in figure.axes[0].patches]
-    assert bars == [10.0, 5.0, 4.0]
-
-
 # --- the command ----------------------------------------------------------------------------------
 
 FILE = """
@@ -432,12 +419,11 @@ def file(tmp_path, monkeypatch):
 
 
 def test_the_command(file, capsys):
-    options = ["--steps", "6", "--levels", "O4", "--plot", "advice.png"]
+    options = ["--steps", "6", "--levels", "O4"]
     assert main(["advise", "script.py", *options]) == 0
     out = capsys.readouterr().out
     assert "Train at O" in out
     assert [line.split()[:2] for line in out.splitlines()[2:4]] == [["O0", "6"], ["O4", "6"]]
-    assert (file.parent / "advice.png").stat().st_size > 10_000
 
 
 @pytest.mark.parametrize(
@@ -454,7 +440,6 @@ def test_the_command(file, capsys):
         (["script.py:leaves"], 1, "script.py:21: SystemExit: 3"),
         (["script.py", "--levels", "O9"], 2, "Unknown level 'O9'"),
         (["script.py", "--seconds", "-1"], 2, "no positive number"),
-        (["script.py", "--plot", "script.py/x.png"], 2, "is not a folder"),
     ],
 )
 def test_the_command_says_what_is_wrong_in_one_line(arguments, status, words, file, capsys):

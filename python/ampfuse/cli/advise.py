@@ -40,4 +40,4 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         print(f"Training copies of the model for about {args.seconds:g} s ...", file=sys.stderr)
         return advise(*training, **options)
 
-    return report_on(parser, path, function, args, make)
+    return report_on(parser, path, function, make)

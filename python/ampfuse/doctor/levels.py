@@ -6,8 +6,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,13 +18,8 @@ from ampfuse.amp.session import enabled_of
 from ampfuse.devices import device_name
 from ampfuse.doctor import trainings
 from ampfuse.doctor.trainings import Row, Task
-from ampfuse.insight import charts
 from ampfuse.insight.inputs import LossFunction, check_owned, check_types
-from ampfuse.insight.tables import aligned, frame
-
-if TYPE_CHECKING:
-    import pandas
-    from matplotlib.figure import Figure
+from ampfuse.insight.tables import aligned
 
 LEVELS = (*POLICIES, *trainings.TORCH_AMP)
 
@@ -167,36 +161,6 @@ class Advice:
         return "\n".join(
             [f"On {self.device}:", *table, "", f"Train at {self.level}: {self.reason}"]
         )
-
-    def frame(self) -> pandas.DataFrame:
-        """A row for each level; needs pandas."""
-        return frame(self.rows, "median", "quartiles")
-
-    def plot(self, path: str | Path | None = None) -> Figure:
-        """A picture of time, deviation and the curves, saved to `path` if given; needs matplotlib.
-
-        Bars of levels with an objection are hatched.
-        """
-        rows = [row for row in self.rows if row.failure is None]
-        time, deviation = "time of a step, ms (median, middle half)", "deviation from FP32's loss"
-        figure, axes = charts.panels([[time, deviation], ["loss", "loss"]], (10, 6))
-        for number, losses in enumerate(self.seed_losses):
-            label = None if number else "O0, other seeds"
-            axes["loss"].plot(losses, color="0.75", lw=3, label=label)
-        for place, row in enumerate(rows):
-            style = charts.bar_style(place, [row.objection is not None])
-            around = [[abs(row.median - quartile)] for quartile in row.quartiles]
-            axes[time].bar([place], [row.median], yerr=around, capsize=3, **style)
-            # O0's, which is 0, has no place on a logarithmic axis.
-            axes[deviation].scatter([place], [row.deviation or math.nan], color=style["color"])
-            ends, label = (place - 0.45, place + 0.45), None if place else "allowed"
-            axes[deviation].plot(ends, [row.allowed] * 2, color="black", label=label)
-            axes["loss"].plot(row.losses, label=row.level, lw=1.2, color=style["color"])
-        axes[deviation].set_yscale("log")
-        names = [row.level.replace("-", "\n") for row in rows]
-        for title in (time, deviation):
-            axes[title].set_xticks(range(len(names)), names)
-        return charts.finish(figure, f"{self.device}: train at {self.level}", path)
 
 
 # --- arguments ------------------------------------------------------------------------------------
