@@ -100,7 +100,7 @@ def test_nothing_of_the_users_changes(monkeypatch):
         assert now is None if value is None else torch.equal(now, value)
     now = [{**group, "params": list(map(id, group["params"]))} for group in optimizer.param_groups]
     assert now == groups
-    assert [row.level for row in advice.rows] == list(levels.LEVELS)
+    assert [row.level for row in advice.rows] == ["O0", "O1", "O2", "O3", "O4", "O5"]
     assert not any(row.failure for row in advice.rows)
     assert other(torch.ones(1, 2)).dtype is torch.bfloat16
     amp.initialize(nn.Linear(2, 2), opt_level="O1", verbosity=0)  # installs what was waiting
@@ -139,12 +139,12 @@ def test_fp16_that_always_overflows_is_objected_to():
     """65504 is the largest FP16."""
     model = Around(lambda layer, x: layer(x * 1e4) * 1e4 * 1e-9)
     advice = amp.advise(*training(model, lr=1e-6), **QUICK)
-    for level in ("O1", "O2", "amp-fp16"):
+    for level in ("O1", "O2"):
         assert "overflow at every loss scale" in row_of(advice, level).failure
     assert "not finite" in row_of(advice, "O3").objection
-    for level in ("O4", "O5", "amp-bf16"):
+    for level in ("O4", "O5"):
         assert row_of(advice, level).failure is None
-    assert advice.level in ("O0", "O4", "O5", "amp-bf16")
+    assert advice.level in ("O0", "O4", "O5")
 
 
 def test_o3_that_stands_still_is_objected_to():
@@ -164,7 +164,7 @@ def test_o3_that_stands_still_is_objected_to():
 def test_a_loss_that_half_precision_changes_is_objected_to():
     """Next to 100, BF16 has steps of 0.5."""
     model = Around(lambda layer, x: layer(x) + 100 - 100)
-    advice = amp.advise(*training(model), levels=("O4", "O5", "amp-bf16"), **QUICK)
+    advice = amp.advise(*training(model), levels=("O4", "O5"), **QUICK)
     for row in advice.rows[1:]:
         assert row.deviation > row.allowed >= row.spread > 0
         assert row.objection == "the loss deviates from that of FP32"
@@ -210,7 +210,7 @@ def conclude(*rows):
     [
         ([row("O4", 5.0), row("O2", 4.0)], "O2"),
         ([row("O4", 4.1), row("O2", 4.0)], "O4"),  # as fast, and without a loss scale
-        ([row("amp-bf16", 4.1), row("O1", 4.0)], "amp-bf16"),
+        ([row("O5", 4.1), row("O1", 4.0)], "O5"),
         ([row("O4", 5.0), row("O2", 4.0, loss=1.21)], "O4"),
         ([row("O4", 5.0), row("O2", 4.0, loss=1.19)], "O2"),
         ([row("O4", 5.0), row("O2", 4.0, loss=math.nan)], "O4"),
@@ -346,7 +346,7 @@ def _replaced(**changes):
 @pytest.mark.parametrize(
     ("make", "kind", "words"),
     [
-        (_with_secret, ValueError, r"'1' \(ReLU\) cannot be copied .*: no copies of this"),
+        (_with_secret, ValueError, "cannot be copied .*: no copies of this"),
         (lambda: _using_the_original(lambda model: model), ValueError, "uses the original"),
         (lambda: _using_the_original(lambda model: model[:]), ValueError, "no gradient"),
         (_initialized, ValueError, "went through amp.initialize already"),

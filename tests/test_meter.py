@@ -1,7 +1,6 @@
 """The meter counts what snapshots before and after a step show, and changes no bit of training."""
 
 import math
-import warnings
 
 import pytest
 import torch
@@ -182,17 +181,12 @@ def layers(dtype, lr, *, masters, scales, gradients):
 def test_planted_stale_layers_are_found_and_no_others(dtype):
     scales = [1e3, 1, 1e3, 0.1, 1e3, 1]  # an update of about 0.1 is lost on weights in thousands
     stale = {"layer0", "layer2", "layer4"}
-    with pytest.warns(UserWarning, match="half a step") as told:
-        optimizer = layers(dtype, 0.1, masters=False, scales=scales, gradients=[1.0] * 6)
+    optimizer = layers(dtype, 0.1, masters=False, scales=scales, gradients=[1.0] * 6)
     assert {f.where for f in optimizer.meter.advice if f.kind == "stale"} == stale
-    (warning,) = told  # of all that come to it in one step
-    remedy, tensors = str(warning.message).splitlines()
+    remedy, tensors = optimizer.meter.report().splitlines()[-2:]
     assert remedy.startswith("- stale: updates below half a step")
     assert tensors == "  100% of the updates lost since step 1: layer0, layer2, layer4"
-    assert warning.filename == __file__
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        kept = layers(dtype, 0.1, masters=True, scales=scales, gradients=[1.0] * 6)
+    kept = layers(dtype, 0.1, masters=True, scales=scales, gradients=[1.0] * 6)
     assert kept.meter.advice == []
     assert any(row.stale_share > 0.99 for row in kept.meter.readings)
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ampfuse.amp.casts import eager_module, is_installed
-from ampfuse.amp.policy import LEVELS as POLICIES
+from ampfuse.amp.policy import LEVELS
 from ampfuse.amp.session import enabled_of
 from ampfuse.devices import device_name
 from ampfuse.doctor import trainings
@@ -21,10 +21,8 @@ from ampfuse.doctor.trainings import Row, Task
 from ampfuse.insight.inputs import LossFunction, check_owned, check_types
 from ampfuse.insight.tables import aligned
 
-LEVELS = (*POLICIES, *trainings.TORCH_AMP)
-
 # At equal speed: no loss scale before one, FP32 weights before half ones.
-_PREFERENCE = ("O4", "amp-bf16", "O5", "O1", "amp-fp16", "O2", "O3")
+_PREFERENCE = ("O4", "O5", "O1", "O2", "O3")
 _EQUAL = 1.05  # times nearer than that are the same; a level that gains less does not pay
 _MAX_SKIPPED = 0.05  # of the steps, once the loss scale has settled
 _NEGLIGIBLE = 0.01  # of the way that FP32's loss went: less is nothing one could see
@@ -39,7 +37,7 @@ def advise(
     batch: Any,
     optimizer: Optimizer,
     *,
-    levels: Sequence[str] = LEVELS,
+    levels: Sequence[str] = tuple(LEVELS),
     seconds: float = 60.0,
     steps: int = 1000,
     seeds: int = 2,
@@ -73,7 +71,7 @@ def advise(
             several: a DataLoader or an iterator (``iter(batches)``), whose first 32 are used, again
             and again. An iterator has moved on afterwards.
         optimizer: any, of parameters of the model.
-        levels: which of O0 to O5, "amp-fp16" and "amp-bf16" (torch's autocast and GradScaler).
+        levels: which of O0 to O5.
         seconds: for everything, shared evenly; a slow level gets fewer steps, and at least five.
         steps: of each training, at most.
         seeds: FP32 trainings beside the first.
@@ -105,7 +103,7 @@ def advise(
     # Its time is that of all its trainings, before and after the others.
     times = itertools.chain.from_iterable(row.milliseconds for row in (reference, *seeded))
     reference = dataclasses.replace(reference, milliseconds=tuple(times))
-    rows = sorted((reference, *rows), key=lambda row: LEVELS.index(row.level))
+    rows = sorted((reference, *rows), key=lambda row: row.level)
     return conclude(rows, seeded, len(task.batches), device)
 
 
@@ -138,16 +136,14 @@ class Advice:
     device: str
 
     def __str__(self) -> str:
-        heads = ("level", "steps", "ms/step", "(middle half)", "speed", "MiB", "deviation")
-        lines: list[tuple[str, ...]] = [(*heads, "allowed", "skipped", "stale", "")]
+        heads = ("level", "steps", "ms/step", "speed", "MiB", "deviation", "allowed", "skipped")
+        lines: list[tuple[str, ...]] = [(*heads, "stale", "")]
         for row in self.rows:
-            cells = [""] * 9
+            cells = [""] * 8
             if row.failure is None:
-                low, high = row.quartiles
                 cells = [
                     str(len(row.losses)),
                     f"{row.median:.3g}",
-                    f"({low:.3g} to {high:.3g})",
                     f"{row.speedup:.2f}x",
                     f"{row.memory_mib:.1f}",
                     f"{row.deviation:.2g}" if row.level != "O0" else "-",
@@ -157,7 +153,7 @@ class Advice:
                 ]
             remark = "<- recommended" if row.level == self.level else row.objection or ""
             lines.append((row.level, *cells, remark))
-        table = aligned(lines, left=(0, 10))
+        table = aligned(lines, left=(0, 9))
         return "\n".join(
             [f"On {self.device}:", *table, "", f"Train at {self.level}: {self.reason}"]
         )

@@ -10,7 +10,6 @@ goes to the host by itself; nothing waits until somebody reads.
 
 from __future__ import annotations
 
-import warnings
 from collections import deque
 from collections.abc import Sequence
 from functools import cached_property
@@ -31,9 +30,6 @@ if TYPE_CHECKING:
     from ampfuse._C import ParamTable
     from ampfuse.optim.base import AmpOptimizer
 
-# Readings in a row, all of lost updates, after which a tensor without a master is warned of.
-_PATIENCE = 5
-
 
 class Meter:
     """``optimizer.meter``; switched on by calling it. One for each optimizer.
@@ -47,9 +43,6 @@ class Meter:
         self._steps = self._start = 0  # so far, and when the meter was switched on
         self._keeps_bits = False
         self._records: deque[_Record] = deque()
-        self._unseen: deque[_Record] = deque()  # on their way to the host
-        # By half row without a master of a table: readings in a row that were lost.
-        self._lost: tuple[ParamTable | None, dict[int, int]] = None, {}
 
     def __call__(
         self, every: int | None = 100, *, changed_bits: bool = False, history: int = 100
@@ -91,29 +84,8 @@ class Meter:
         return None if is_captured(table.param(0)) else table.plan.new_meter(self._keeps_bits)
 
     def after_update(self, table: ParamTable, buffers: list[Tensor]) -> None:
-        """Have what the step left brought to the host; warn of what earlier ones tell."""
-        record = _Record(self._steps, table, buffers)
-        self._records.append(record)
-        self._unseen.append(record)
-        while self._unseen and self._unseen[0].sample.has_arrived():
-            self._warn(self._unseen.popleft())
-
-    def _warn(self, record: _Record) -> None:
-        table, lost = self._lost
-        if table is not record.table:
-            table = record.table
-            rows = (row for row in range(record.row_count) if table.model(row) is None)
-            lost = {row: 0 for row in rows if table.param(row).dtype in HALF_DTYPES}
-            self._lost = table, lost
-        told = set()
-        for row, count in lost.items():
-            reading = record.row(row)
-            if reading.elements:
-                lost[row] = count + 1 if reading.is_lost else 0
-                if lost[row] == _PATIENCE:
-                    told.add(reading.parameter)
-        if told and (found := [one for one in self.advice if one.where in told]):
-            warnings.warn(_readings.in_words(found), stacklevel=8)
+        """Have what the step left brought to the host."""
+        self._records.append(_Record(self._steps, table, buffers))
 
     # --- reading --------------------------------------------------------------------------------
 
