@@ -7,30 +7,22 @@ import re
 from ampfuse import hardware
 from ampfuse.doctor.trace import CLOSURE, STEP, Event
 
-# Kinds, what they are called, and what it means if one takes most. The order is that of tables and
-# colours.
-# fmt: off
-_KINDS = (
-    ("data", "waiting for data", "data-bound: the step waits for its batch"),
-    ("python", "Python without torch", "held up by the script's own Python between operations"),
-    ("host", "launching operations",
-     "launch-bound: many small operations, each cheaper than its launch"),
-    ("sync", "waiting for the device", "held up by waiting for the device"),
-    ("matrix", "matrix work", "bound by matrix work"),
-    ("norm", "normalisation", "bound by normalisation, which is memory traffic"),
-    ("reduction", "softmax, losses, sums",
-     "bound by reductions (softmax, losses), which are memory traffic"),
-    ("memory", "element-wise work and copies",
-     "bound by element-wise work and copies, which are memory traffic"),
-    ("cast", "casts between types", "cast-bound: tensors go from one type to another"),
-    ("layout", "changes of layout", "bound by changes of layout (transpositions)"),
-    ("optimizer", "optimizer", "optimizer-bound"),
-    ("scaling", "loss scaling", "bound by loss scaling"),
-    ("communication", "communication", "bound by communication"),
-)
-# fmt: on
-LABELS = {kind: label for kind, label, _ in _KINDS}
-VERDICTS = {kind: verdict for kind, _, verdict in _KINDS}
+# What kinds of work are called, in the order of tables and colours.
+LABELS = {
+    "data": "waiting for data",
+    "python": "Python without torch",
+    "host": "launching operations",
+    "sync": "waiting for the device",
+    "matrix": "matrix work",
+    "norm": "normalisation",
+    "reduction": "softmax, losses, sums",
+    "memory": "element-wise work and copies",
+    "cast": "casts between types",
+    "layout": "changes of layout",
+    "optimizer": "optimizer",
+    "scaling": "loss scaling",
+    "communication": "communication",
+}
 # What is inside these belongs to them, whatever it is; but for the closure of an optimizer's step.
 ENCLOSING = frozenset({"data", "optimizer", "communication"})
 
@@ -74,7 +66,6 @@ _PRECISIONS = {
     **{"double": "FP64", "float": "FP32", "c10::Half": "FP16", "c10::BFloat16": "BF16"},
     **{"c10::Float8_e4m3fn": "FP8", "c10::Float8_e5m2": "FP8"},
 }
-BYTES = {"FP64": 8, "FP32": 4, "TF32": 4, "FP16": 2, "BF16": 2, "FP8": 1}
 HALVES = frozenset({"FP16", "BF16"})
 
 

@@ -50,14 +50,10 @@ def advise(
 
     All trainings start from the model as it is, on its device and in the mode it is in, and take
     the same batches with the same random numbers. FP32 (O0), always among them, is trained `seeds`
-    times more, with other random numbers, another order of the batches and weights up to 0.4 %
-    beside yours. The largest distance between two of these trainings is what a level's loss may be
-    away from that of FP32; it is the largest difference of losses, in means of an eighth of the
-    steps. See "The yardstick" in docs/insight.md.
-
-    Recommended is the fastest level that does not deviate, loses no tensor's updates, and skips no
-    more than 5 % of its steps; within 5 % of its time one without loss scaling, and with FP32
-    weights; O0 where nothing is 5 % faster.
+    times more, slightly changed: a level's loss may be as far from FP32's as these are from each
+    other ("The yardstick" in docs/insight.md). Recommended is the fastest level that does not
+    deviate, loses no tensor's updates, and skips no more than 5 % of its steps; O0 where nothing is
+    5 % faster.
 
     The model, its gradients, the optimizer, random states, autocast and what the latest
     ``amp.initialize`` set up are left as they were. One copy exists at a time.

@@ -24,14 +24,12 @@ class Operation:
     """Calls of one operation with equal inputs, in a step.
 
     Attributes:
-        detail: of matrix work its type and what computes it.
         event: one of the calls.
     """
 
     name: str
     kind: str
     event: Event
-    detail: str = ""
     calls: float = 0.0
     ms: float = 0.0
 
@@ -55,11 +53,11 @@ class Report:
         profiled_ms: mean of the profiled ones, which the profiler slows.
         shares: where the time goes, by kinds of work; they sum up to `step_ms`.
         operations: those that take most, first.
-        verdict: the kind of work (``kinds.LABELS``) that decides, and ...
-        sentence: ... what that means, in words.
+        verdict: the kind of work (``kinds.LABELS``) that takes most, and ...
+        sentence: ... that in words.
         half_limit: no half precision can make the step more than so many times as fast; `bound`
             says why.
-        findings: what would pay; then shapes that are slow.
+        advice: what would pay, in the order of gain.
     """
 
     script: str = ""
@@ -77,17 +75,7 @@ class Report:
     sentence: str = ""
     half_limit: float = 1.0
     bound: str = ""
-    findings: list[Finding] = field(default_factory=list)
-
-    @property
-    def advice(self) -> list[Finding]:
-        """What would pay, in the order of gain."""
-        return [one for one in self.findings if one.gain is not None]
-
-    @property
-    def notes(self) -> list[Finding]:
-        """The other findings."""
-        return [one for one in self.findings if one.gain is None]
+    advice: list[Finding] = field(default_factory=list)
 
     def share_of(self, *kinds: str) -> float:
         """The share of the step, 0 to 1, of all work of `kinds`."""
@@ -118,8 +106,6 @@ class Report:
             lines.append(f"  {op.ms:9.2f} ms  {op.calls:g} x {op.name} {op.shapes}".rstrip())
         lines += ["", self.bound]
         lines += ["", "What pays most:"] if self.advice else []
-        for place, one in enumerate(self.advice[:3], 1):
+        for place, one in enumerate(self.advice[:5], 1):
             lines += [f"  {place}. {one.found}: {one.kind}", f"     {one.remedy}"]
-        lines += ["", "Also:"] if self.notes else []
-        lines += [f"  {one.where}  {one.found}" for one in self.notes]
         return "\n".join(lines)

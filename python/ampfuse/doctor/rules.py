@@ -5,7 +5,7 @@ Each rule is a row of `RULES`: what to do, where it applies, and what part of wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 from ampfuse import hardware
-from ampfuse.doctor.kinds import BYTES, HALVES, precision
+from ampfuse.doctor.kinds import HALVES, precision
 from ampfuse.doctor.report import Operation
 from ampfuse.insight.findings import Finding
 from ampfuse.optim.fused import FUSED
@@ -59,13 +59,14 @@ class Case:
 class Rule(NamedTuple):
     """What to do, how, when it applies, and the milliseconds of a step of which it saves `part`.
 
-    Of the whole a gain is "at most", as if nothing came in its place; of a part it is "about".
+    Of the whole a gain is "at most", as if nothing came in its place; of a part it is "about". No
+    gain is promised without `ms`.
     """
 
     what: str
     remedy: str
     when: Callable[[Case], bool]
-    ms: Callable[[Case], float]
+    ms: Callable[[Case], float] | None
     part: float = 1.0
 
 
@@ -81,6 +82,15 @@ def _full(case: Case) -> float:
     return case.full_ms("matrix", "memory", "norm")
 
 
+def _has_half_images_with_channels_first(case: Case) -> bool:
+    for op in case.operations:
+        if "conv" in op.name and precision(op.event) in HALVES:
+            dims, strides = op.event.dims[0], op.event.strides[0]
+            if len(dims) == 4 and dims[1] > 1 and strides[1] != 1:
+                return True
+    return False
+
+
 _LOAD = "load data in the background"
 _INITIALIZE = 'model, optimizer = amp.initialize(model, optimizer, opt_level="{}")'
 # fmt: off
@@ -94,6 +104,8 @@ RULES = (
     # Half as many bytes; units for half precision gain more, and small products less.
     Rule("BF16 (O5)", _INITIALIZE.format("O5"), _half_pays("BF16"), _full, 0.5),
     Rule("FP16 (O2)", _INITIALIZE.format("O2"), _half_pays("FP16"), _full, 0.5),
+    Rule("channels_last", "model.to(memory_format=torch.channels_last), and the images too: in "
+         "half precision convolutions are made for it", _has_half_images_with_channels_first, None),
     # Of FP32 weights on a CPU torch's default takes 3.6 to 5 times as long, its fused=True 0.9 to
     # 1.9 times (benchmarks/results/step_*.csv).
     Rule("fused optimizer", "the one of the same name in ampfuse.optim, or opt_level O0: one pass "
@@ -119,13 +131,14 @@ RULES = (
 
 
 def find(case: Case) -> list[Finding]:
-    """What pays, in the order of gain."""
+    """What pays, in the order of gain; last what has none that is known."""
     found = []
     for rule in RULES:
         if not rule.when(case):
             continue
-        gain = _gain(case, rule.part * rule.ms(case))
-        if gain >= LEAST_GAIN:
+        if rule.ms is None:
+            found.append(Finding(rule.what, rule.remedy, found="not estimated"))
+        elif (gain := _gain(case, rule.part * rule.ms(case))) >= LEAST_GAIN:
             basis = "at most" if rule.part == 1 else "about"
             found.append(Finding(rule.what, rule.remedy, found=f"{basis} {gain:.2f}x", gain=gain))
     return sorted(found, key=lambda one: -(one.gain or 0.0))
@@ -135,43 +148,11 @@ def half_limit(case: Case) -> tuple[float, str]:
     """How much half precision can gain at most, by Amdahl's law, and why."""
     matrix = case.full_ms("matrix")
     limit = _gain(case, matrix + case.full_ms("memory", "norm") / 2)
-    if case.ms["matrix"] > 2 * matrix:
-        return limit, f"At most {limit:.2f}x more from half precision: the matrix work is in half."
-    other = 1 - matrix / case.step_ms
+    share = f"{matrix / case.step_ms:.0%} of a step"
     return limit, (
-        f"At most {limit:.2f}x from half precision, if matrix work took no time: {other:.0%} of "
-        "the time is not matrix work."
+        f"At most {limit:.2f}x from half precision, if the FP32 matrix work ({share}) took no time."
     )
 
 
 def _gain(case: Case, saved_ms: float) -> float:
     return case.step_ms / max(case.step_ms - saved_ms, 0.01 * case.step_ms)
-
-
-def shape_notes(case: Case) -> Iterator[Finding]:
-    """Sizes that miss alignment, and convolutions of half images with channels first."""
-    for op in case.operations:
-        of = precision(op.event)
-        if op.kind != "matrix" or op.ms < 0.01 * case.step_ms or of not in BYTES:
-            continue
-        where, dims, strides = f"{op.name} {op.shapes}", op.event.dims, op.event.strides
-        if op.name.endswith("mm"):
-            multiple = _multiple_for(of, case)
-            sizes = {size for each in dims for size in each[-2:]}
-            if odd := sorted(size for size in sizes if size > multiple and size % multiple):
-                remedy = f"pad them to multiples of {multiple}"
-                yield Finding("sizes", remedy, where, f"{odd} miss alignment ({op.ms:.2f} ms)")
-        is_image = "conv" in op.name and len(dims[0]) == 4 and dims[0][1] > 1
-        if is_image and strides[0][1] != 1 and of in HALVES:
-            remedy = "model.to(memory_format=torch.channels_last), and the images too"
-            yield Finding("layout", remedy, where, "half precision with channels first (NCHW)")
-
-
-def _multiple_for(of: str, case: Case) -> int:
-    """Sizes of matrices should be multiples of this.
-
-    16 bytes on a GPU; on the CPU a row of an AMX tile, 64 bytes, or 16 numbers for a vector.
-    """
-    if case.on_gpu:
-        return 16 // BYTES[of]
-    return 64 // BYTES[of] if "amx_bf16" in hardware.cpu_flags() else 16

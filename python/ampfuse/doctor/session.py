@@ -14,7 +14,7 @@ import torch
 import ampfuse
 from ampfuse.devices import device_name
 from ampfuse.doctor import rules
-from ampfuse.doctor.kinds import LABELS, VERDICTS
+from ampfuse.doctor.kinds import LABELS
 from ampfuse.doctor.report import Operation, Report, Share
 from ampfuse.doctor.timeline import Timeline, detail, lay_out
 from ampfuse.doctor.trace import STEP, read
@@ -75,12 +75,11 @@ def fill(report: Report, watch: Watch) -> None:
     report.operations = operations[:20]
     ms = {kind: report.share_of(kind) * report.step_ms for kind in LABELS}
     case = rules.Case(device, report.step_ms, ms, operations, watch.optimizers, watch.workers)
-    report.findings = [*rules.find(case), *list(rules.shape_notes(case))[:6]]
+    report.advice = rules.find(case)
     report.half_limit, report.bound = rules.half_limit(case)
     report.verdict = max(ms, key=lambda kind: ms[kind])
-    report.sentence = (
-        f"{VERDICTS[report.verdict]} ({report.share_of(report.verdict):.0%} of the time)"
-    )
+    share = report.share_of(report.verdict)
+    report.sentence = f"{LABELS[report.verdict]} takes most ({share:.0%} of the time)"
     if not report.advice:
         report.sentence += ". Nothing known here pays: a faster machine would"
 
@@ -111,8 +110,9 @@ def _describe(report: Report, watch: Watch, timeline: Timeline, device: torch.de
     totals: dict[tuple[str, str], float] = defaultdict(float)
     for piece in timeline.pieces:
         totals[piece.kind, detail(piece)] += timeline.us(piece) / 1e3
-    order = {kind: place for place, kind in enumerate(LABELS)}
-    for (kind, more), ms in sorted(totals.items(), key=lambda item: (order[item[0][0]], -item[1])):
+    order = list(LABELS)
+    by_kind = sorted(totals.items(), key=lambda item: (order.index(item[0][0]), -item[1]))
+    for (kind, more), ms in by_kind:
         label = f"{LABELS[kind]}, {more}" if more else LABELS[kind]
         report.shares.append(Share(kind, label, ms, ms / report.step_ms, more))
 
@@ -129,7 +129,7 @@ def _operations(timeline: Timeline) -> list[Operation]:
         key = source.name, repr((source.dims, source.strides, source.types)), kind
         if key not in found:
             name = source.name.replace(STEP, "Optimizer.step")
-            found[key] = Operation(name, kind, source, detail(piece))
+            found[key] = Operation(name, kind, source)
         found[key].ms += timeline.us(piece) / 1e3
         calls[key].add(id(source))
     for key, op in found.items():

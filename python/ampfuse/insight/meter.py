@@ -1,9 +1,5 @@
 """The meter: what half precision does to the weights and gradients of each tensor, step by step.
 
-    optimizer.meter(every=100)
-    ...
-    print(optimizer.meter.report())
-
 A metered step is an ordinary one, with the same bits, that counts while it updates. What it counts
 goes to the host by itself; nothing waits until somebody reads.
 """
