@@ -119,8 +119,8 @@ def _describe(report: Report, watch: Watch, timeline: Timeline, device: torch.de
 
 def _operations(timeline: Timeline) -> list[Operation]:
     """The operations of a step, longest first."""
-    found: dict[tuple[object, ...], Operation] = {}
-    calls: dict[tuple[object, ...], set[int]] = defaultdict(set)
+    found: dict[tuple[str, str, str], Operation] = {}
+    calls: dict[tuple[str, str, str], set[int]] = defaultdict(set)
     for piece in timeline.pieces:
         event, kind = piece.event, piece.kind
         if event is None or kind in ("host", "data", "python"):
