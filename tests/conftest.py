@@ -12,7 +12,6 @@ from hypothesis import settings
 
 from ampfuse import _core
 from ampfuse.amp import cast_state
-from ampfuse.insight import hints
 
 # With a workspace of its own for each stream, cuBLAS gives the same bits in every run.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -58,13 +57,6 @@ def no_casts_stay():
     """By apex's names O1 casts in the whole process, until another `initialize`."""
     yield
     cast_state.set_outside(cast_state.AS_WRITTEN)
-
-
-@pytest.fixture(autouse=True)
-def no_hints(monkeypatch, request):
-    """What `initialize` says of this machine, once a process, is no part of what tests look at."""
-    if request.module.__name__ != "test_hints":
-        monkeypatch.setattr(hints, "_say", lambda message: None)
 
 
 @pytest.fixture(autouse=True, scope="session")

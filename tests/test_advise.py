@@ -100,7 +100,7 @@ def test_nothing_of_the_users_changes(monkeypatch):
         assert now is None if value is None else torch.equal(now, value)
     now = [{**group, "params": list(map(id, group["params"]))} for group in optimizer.param_groups]
     assert now == groups
-    assert [row.level for row in advice.rows] == list(levels.LEVELS)
+    assert [row.level for row in advice.rows] == ["O0", "O1", "O2", "O3", "O4", "O5"]
     assert not any(row.failure for row in advice.rows)
     assert other(torch.ones(1, 2)).dtype is torch.bfloat16
     amp.initialize(nn.Linear(2, 2), opt_level="O1", verbosity=0)  # installs what was waiting
@@ -139,12 +139,12 @@ def test_fp16_that_always_overflows_is_objected_to():
     """65504 is the largest FP16."""
     model = Around(lambda layer, x: layer(x * 1e4) * 1e4 * 1e-9)
     advice = amp.advise(*training(model, lr=1e-6), **QUICK)
-    for level in ("O1", "O2", "amp-fp16"):
+    for level in ("O1", "O2"):
         assert "overflow at every loss scale" in row_of(advice, level).failure
     assert "not finite" in row_of(advice, "O3").objection
-    for level in ("O4", "O5", "amp-bf16"):
+    for level in ("O4", "O5"):
         assert row_of(advice, level).failure is None
-    assert advice.level in ("O0", "O4", "O5", "amp-bf16")
+    assert advice.level in ("O0", "O4", "O5")
 
 
 def test_o3_that_stands_still_is_objected_to():
@@ -164,7 +164,7 @@ def test_o3_that_stands_still_is_objected_to():
 def test_a_loss_that_half_precision_changes_is_objected_to():
     """Next to 100, BF16 has steps of 0.5."""
     model = Around(lambda layer, x: layer(x) + 100 - 100)
-    advice = amp.advise(*training(model), levels=("O4", "O5", "amp-bf16"), **QUICK)
+    advice = amp.advise(*training(model), levels=("O4", "O5"), **QUICK)
     for row in advice.rows[1:]:
         assert row.deviation > row.allowed >= row.spread > 0
         assert row.objection == "the loss deviates from that of FP32"
@@ -210,7 +210,7 @@ def conclude(*rows):
     [
         ([row("O4", 5.0), row("O2", 4.0)], "O2"),
         ([row("O4", 4.1), row("O2", 4.0)], "O4"),  # as fast, and without a loss scale
-        ([row("amp-bf16", 4.1), row("O1", 4.0)], "amp-bf16"),
+        ([row("O5", 4.1), row("O1", 4.0)], "O5"),
         ([row("O4", 5.0), row("O2", 4.0, loss=1.21)], "O4"),
         ([row("O4", 5.0), row("O2", 4.0, loss=1.19)], "O2"),
         ([row("O4", 5.0), row("O2", 4.0, loss=math.nan)], "O4"),
@@ -346,7 +346,7 @@ def _replaced(**changes):
 @pytest.mark.parametrize(
     ("make", "kind", "words"),
     [
-        (_with_secret, ValueError, r"'1' \(ReLU\) cannot be copied .*: no copies of this"),
+        (_with_secret, ValueError, "cannot be copied .*: no copies of this"),
         (lambda: _using_the_original(lambda model: model), ValueError, "uses the original"),
         (lambda: _using_the_original(lambda model: model[:]), ValueError, "no gradient"),
         (_initialized, ValueError, "went through amp.initialize already"),
@@ -378,19 +378,6 @@ def test_wrong_arguments(make, kind, words):
     if isinstance(model, nn.Module):
         assert not model._forward_pre_hooks
         assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def test_frame_and_picture(tmp_path):
-    pytest.importorskip("pandas")
-    advice = conclude(row("O4", 5.0), row("O3", 4.0, stale=("w",)), Row("O5", failure="no"))
-    frame = advice.frame()
-    assert list(frame["level"]) == ["O0", "O4", "O3", "O5"]
-    assert frame["median"][1] == 5.0
-    assert frame["objection"][2].startswith("stands still")
-    figure = advice.plot(tmp_path / "advice.png")
-    assert (tmp_path / "advice.png").stat().st_size > 10_000
-    bars = [patch.get_height() for patch in figure.axes[0].patches]
-    assert bars == [10.0, 5.0, 4.0]
 
 
 # --- the command ----------------------------------------------------------------------------------
@@ -432,12 +419,11 @@ def file(tmp_path, monkeypatch):
 
 
 def test_the_command(file, capsys):
-    options = ["--steps", "6", "--levels", "O4", "--plot", "advice.png"]
+    options = ["--steps", "6", "--levels", "O4"]
     assert main(["advise", "script.py", *options]) == 0
     out = capsys.readouterr().out
     assert "Train at O" in out
     assert [line.split()[:2] for line in out.splitlines()[2:4]] == [["O0", "6"], ["O4", "6"]]
-    assert (file.parent / "advice.png").stat().st_size > 10_000
 
 
 @pytest.mark.parametrize(
@@ -454,7 +440,6 @@ def test_the_command(file, capsys):
         (["script.py:leaves"], 1, "script.py:21: SystemExit: 3"),
         (["script.py", "--levels", "O9"], 2, "Unknown level 'O9'"),
         (["script.py", "--seconds", "-1"], 2, "no positive number"),
-        (["script.py", "--plot", "script.py/x.png"], 2, "is not a folder"),
     ],
 )
 def test_the_command_says_what_is_wrong_in_one_line(arguments, status, words, file, capsys):

@@ -172,8 +172,7 @@ def test_nothing_changes():
     assert torch.equal(model[1].running_mean, statistics)
 
 
-def test_sizes_table_frame_and_picture(tmp_path):
-    pytest.importorskip("pandas")
+def test_sizes_and_table():
     assert [bytes_of(text) for text in ("16GB", "1.5 GiB", 7)] == [16 * 10**9, 3 * 2**29, 7]
     assert [size(count) for count in (12, 15.4e9, 2e12)] == ["12 B", "15.4 GB", "2 TB"]
     report = amp.memory_report(*training(), torch.randn(12, 64), budget="60kB")
@@ -184,11 +183,6 @@ def test_sizes_table_frame_and_picture(tmp_path):
     totals = [sum(held.values()) for held in report.held.values()]
     assert lines["fits 60 kB"][3:] == ["yes" if total <= 60_000 else "no" for total in totals]
     assert min(totals) < 60_000 < max(totals)
-    assert report.frame().loc["split", "masters"] == 2 * TRAINED
-    figure = report.plot(tmp_path / "memory.png")
-    assert (tmp_path / "memory.png").stat().st_size > 10_000
-    heights = [patch.get_height() * 1e6 for patch in figure.axes[0].patches]
-    assert sum(heights) == pytest.approx(sum(totals))
 
 
 @pytest.mark.parametrize(
@@ -225,10 +219,9 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.path", [*sys.path])
     monkeypatch.chdir(tmp_path)
     (tmp_path / "script.py").write_text(FILE)
-    assert main(["memory", "script.py", "--budget", "100kB", "--plot", "memory.png"]) == 0
+    assert main(["memory", "script.py", "--budget", "100kB"]) == 0
     out = capsys.readouterr().out
     assert all(each in out for each in ("AdamW, 5 parameters", "\nactivations ", "\nfits 100 kB "))
-    assert (tmp_path / "memory.png").stat().st_size > 10_000
     much = (["script.py", "--budget", "much"], "argument --budget: budget is 'much'")
     for arguments, words in (much, (["script.py:wrong"], "script.py:6: AttributeError")):
         with pytest.raises(SystemExit):

@@ -1,8 +1,6 @@
 """The meter counts what snapshots before and after a step show, and changes no bit of training."""
 
 import math
-import types
-import warnings
 
 import pytest
 import torch
@@ -11,7 +9,6 @@ from torch import nn
 import ampfuse
 import trainings
 from ampfuse import amp
-from ampfuse.insight import exponent_edges
 from cases import CODED, KINDS, bf16, bits, f16, f32, make, same_bits, short
 
 # Around a vector, a strip, a tile and a chunk.
@@ -153,18 +150,15 @@ def test_under_amp_with_accumulation_clipping_and_a_skipped_step(level):
 
 
 def test_every_so_many_steps_off_and_on_again():
-    """A meter that is off counts steps, and logs what is new."""
+    """A meter that is off counts steps."""
     param = nn.Parameter(torch.ones(5))
     optimizer = ampfuse.optim.SGD([param], lr=0.1)
-    writer = Writer()
     for every in (2, None, 2):
         optimizer.meter(every=every, history=3)
         for _ in range(3):
             param.grad = torch.ones(5)
             optimizer.step()
-        optimizer.meter.log(writer)
     assert [row.step for row in optimizer.meter.readings] == [3, 7, 9]
-    assert [step for _, step in writer.histograms] == [1, 3, 7, 9]
 
 
 def layers(dtype, lr, *, masters, scales, gradients):
@@ -187,17 +181,12 @@ def layers(dtype, lr, *, masters, scales, gradients):
 def test_planted_stale_layers_are_found_and_no_others(dtype):
     scales = [1e3, 1, 1e3, 0.1, 1e3, 1]  # an update of about 0.1 is lost on weights in thousands
     stale = {"layer0", "layer2", "layer4"}
-    with pytest.warns(UserWarning, match="half a step") as told:
-        optimizer = layers(dtype, 0.1, masters=False, scales=scales, gradients=[1.0] * 6)
+    optimizer = layers(dtype, 0.1, masters=False, scales=scales, gradients=[1.0] * 6)
     assert {f.where for f in optimizer.meter.advice if f.kind == "stale"} == stale
-    (warning,) = told  # of all that come to it in one step
-    remedy, tensors = str(warning.message).splitlines()
+    remedy, tensors = optimizer.meter.report().splitlines()[-2:]
     assert remedy.startswith("- stale: updates below half a step")
     assert tensors == "  100% of the updates lost since step 1: layer0, layer2, layer4"
-    assert warning.filename == __file__
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        kept = layers(dtype, 0.1, masters=True, scales=scales, gradients=[1.0] * 6)
+    kept = layers(dtype, 0.1, masters=True, scales=scales, gradients=[1.0] * 6)
     assert kept.meter.advice == []
     assert any(row.stale_share > 0.99 for row in kept.meter.readings)
 
@@ -223,7 +212,7 @@ def test_a_tensor_that_never_has_a_gradient_is_named():
     assert (finding.where, finding.kind) == ("b", "no gradient")
 
 
-def test_report_frame_and_plot(tmp_path):
+def test_report():
     optimizer = layers(f16, 1e-3, masters=True, scales=[1] * 3, gradients=[1, 1e-6, 1e-9])
     report = optimizer.meter.report().splitlines()
     assert report[0] == "Step 7"
@@ -233,16 +222,8 @@ def test_report_frame_and_plot(tmp_path):
     assert report[-3].endswith("zero since step 1: layer1")
     assert report[-2].startswith("- zero gradient: ")
     assert report[-1] == "  every element zero since step 1: layer2"
-    frame = optimizer.meter.frame()
-    assert len(frame) == 21
-    assert frame.loc[(frame.step == 7) & (frame.parameter == "layer2"), "zero"].item() == 512
-    figure = optimizer.meter.plot(tmp_path / "meter.png")
-    assert (tmp_path / "meter.png").stat().st_size > 5000
-    assert [label.get_text() for label in figure.axes[0].get_yticklabels()][1] == "layer1"
     empty = ampfuse.optim.SGD([nn.Parameter(torch.ones(1))], lr=1)
     assert "nothing yet" in empty.meter.report()
-    with pytest.raises(ValueError, match="read nothing yet"):
-        empty.meter.plot()
 
 
 @pytest.mark.parametrize("known", ["by nobody", "by the optimizer", "by amp.initialize"])
@@ -265,41 +246,6 @@ def test_a_report_has_each_remedy_once_and_names_where_somebody_knows_them(known
     assert report.count("either nothing in the loss depends on the weight") == 1
     assert f"\n  every element zero since step 1: {names}" in report
     assert report.count("For names") == (known == "by nobody")
-
-
-class Writer:
-    """As torch's SummaryWriter takes scalars and histograms."""
-
-    def __init__(self):
-        self.scalars, self.histograms = [], []
-
-    def add_scalar(self, tag, value, step):
-        self.scalars.append((tag, value, step))
-
-    def add_histogram_raw(self, tag, *, bucket_limits, bucket_counts, num, global_step, **_):
-        assert len(bucket_limits) == len(bucket_counts)
-        assert sum(bucket_counts) == num
-        self.histograms.append((tag, global_step))
-
-
-def test_log_writes_each_reading_once(monkeypatch):
-    optimizer = layers(f16, 1e-3, masters=True, scales=[1], gradients=[1e-6])
-    writer = Writer()
-    optimizer.meter.log(writer)
-    optimizer.meter.log(writer)
-    assert len(writer.scalars) == 7 * 5
-    assert writer.histograms == [("meter/layer0/log2_gradient", i + 1) for i in range(7)]
-    zero = optimizer.meter.readings[0].zero / 512
-    assert ("meter/layer0/zero", zero, 1) in writer.scalars
-
-    wandb = types.SimpleNamespace(Histogram=lambda np_histogram: np_histogram)
-    monkeypatch.setitem(__import__("sys").modules, "wandb", wandb)
-    logged = []
-    again = layers(f16, 1e-3, masters=True, scales=[1], gradients=[1e-6])
-    again.meter.log(types.SimpleNamespace(log=logged.append))
-    assert [entry["meter/step"] for entry in logged] == list(range(1, 8))
-    counts, edges = logged[0]["meter/layer0/log2_gradient"]
-    assert len(edges) == len(counts) + 1 == len(exponent_edges())
 
 
 def test_changed_weights_of_a_permuted_parameter():

@@ -94,9 +94,8 @@ def check_writable(option: str, folder: Path) -> None:
 
 
 def add_target(parser: argparse.ArgumentParser) -> None:
-    """The file, and where a picture goes."""
+    """The file that has the training."""
     parser.add_argument("target", metavar="FILE.py[:FUNCTION]", help="what returns the training")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="write a picture, too")
 
 
 def check_target(parser: argparse.ArgumentParser, args: argparse.Namespace) -> tuple[Path, str]:
@@ -105,10 +104,6 @@ def check_target(parser: argparse.ArgumentParser, args: argparse.Namespace) -> t
     path = Path(f"{file}.py" if function else args.target).absolute()
     if not path.is_file():
         parser.error(f"there is no file {path}")
-    if args.plot and importlib.util.find_spec("matplotlib") is None:
-        parser.error("argument --plot: matplotlib is missing: pip install matplotlib")
-    if args.plot:
-        check_writable("--plot", args.plot.parent)
     return path, function or "build"
 
 
@@ -157,17 +152,13 @@ def report_on(
     parser: argparse.ArgumentParser,
     path: Path,
     name: str,
-    args: argparse.Namespace,
     make: Callable[..., Any],
 ) -> int:
-    """Print what `make` says of the training, draw it where ``--plot`` says; the exit status."""
+    """Print what `make` says of the training; the exit status."""
     training = training_of(parser, path, name)
     try:
         report = make(*training)
     except Exception as error:
         fail(parser, error, path)
     print(report)
-    if args.plot:
-        report.plot(args.plot)
-        print(f"Picture: {args.plot}")
     return 0

@@ -88,10 +88,9 @@ def initialize(
         cast_model_outputs: cast the models' outputs to this type. By default O0, O2, O3 and O5
             give FP32, O1 and O4 what autocast gives (see :mod:`ampfuse.amp.half_output`).
         num_losses: how many independent loss scalers to make, for ``scale_loss(..., loss_id=i)``.
-        verbosity: 0 silent; 1 logs the policy (logger "ampfuse.amp", level INFO), what this machine
-            is slow at (WARNING, once; :mod:`ampfuse.insight.hints`) and the 1st, 10th, 100th ...
-            skipped step (WARNING, when the device has told); 2 logs every skipped step, for which
-            the host waits for the device once per backward pass.
+        verbosity: 0 silent; 1 logs the policy (logger "ampfuse.amp", level INFO) and the 1st, 10th,
+            100th ... skipped step (WARNING, when the device has told); 2 logs every skipped step,
+            for which the host waits for the device once per backward pass.
         min_loss_scale, max_loss_scale: bounds of a dynamic scale. None as minimum means 2**-24,
             so that a persistent NaN cannot drive the scale to 0.
         patch_torch_functions_type: the type of autocast; only the level's own is accepted.
@@ -179,7 +178,7 @@ def set_up(models: Any, optimizers: Any, session: sessions.Session, *, allow_hal
         _check_optimizer(optimizer, policy, names)
     if verbosity >= 1:
         _log.info("%s", policy)
-    plugs.at("initialize.hints")(model_list, optimizer_list, policy, verbosity)
+    plugs.at("initialize.hints")(model_list, optimizer_list, policy)
 
     exact = {}
     if policy.master_weights and not _trains_with_others():

@@ -1,5 +1,5 @@
-"""Train copies of a model for a minute at each level from O0 to O5 and under torch.amp, and say
-which to use. FILE.py has a function, build() if no other is named, that returns
+"""Train copies of a model for a minute at each level from O0 to O5, and say which to use.
+FILE.py has a function, build() if no other is named, that returns
 
     model, loss_function, batch, optimizer
 
@@ -22,16 +22,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     whole = "for everything (default: %(default)g)"
     add("--seconds", type=positive, default=60.0, metavar="X", help=whole)
     add("--steps", type=at_least(1), default=1000, metavar="N", help="of each training, at most")
-    add("--levels", metavar="O4,O5", help="separated by commas (default: all, and torch.amp)")
+    add("--levels", metavar="O4,O5", help="separated by commas (default: all)")
 
 
 def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     """Do what `args` say and return the exit status; wrong ones end in ``parser.error``."""
     path, function = check_target(parser, args)
 
-    from ampfuse.doctor.levels import LEVELS, advise, unknown_level
+    from ampfuse.amp.policy import LEVELS
+    from ampfuse.doctor.levels import advise, unknown_level
 
-    levels = LEVELS if args.levels is None else args.levels.split(",")
+    levels = tuple(LEVELS) if args.levels is None else args.levels.split(",")
     if problem := unknown_level(levels):
         parser.error(f"argument --levels: {problem}")
     options = {"seconds": args.seconds, "steps": args.steps, "levels": levels}
@@ -40,4 +41,4 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         print(f"Training copies of the model for about {args.seconds:g} s ...", file=sys.stderr)
         return advise(*training, **options)
 
-    return report_on(parser, path, function, args, make)
+    return report_on(parser, path, function, make)

@@ -1,11 +1,10 @@
 """Say where the time of a training goes, and what would pay.
 
     ampfuse doctor train.py --lr 0.1              a script, as `python train.py --lr 0.1` runs it
-    ampfuse doctor --html report.html -m package.train
+    ampfuse doctor -m package.train
 
 The script runs unmodified until enough optimizer steps were seen: some to warm up, some that are
-timed, as many under torch's profiler. Then it is stopped (its `finally` and `atexit` are honoured),
-and operations that took long are timed again in other types, layouts and sizes.
+timed, as many under torch's profiler. Then it is stopped (its `finally` and `atexit` are honoured).
 """
 
 # The module's docstring is the text of `ampfuse doctor --help`; nothing heavy is imported up here.
@@ -16,9 +15,8 @@ import os
 import runpy
 import sys
 import traceback
-from pathlib import Path
 
-from ampfuse.command_line import at_least, check_writable
+from ampfuse.command_line import at_least
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +24,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--warmup", type=at_least(1), default=5, metavar="N", help="steps before (default: 5)")
     profiled = "steps to time, and as many to profile (default: 10)"
     add("--steps", type=at_least(1), default=10, metavar="N", help=profiled)
-    add("--html", type=Path, metavar="FILE", help="write the report there too")
     add("--go-on", action="store_true", help="let the script run to its end")
     add("-m", dest="module", action="store_true", help="SCRIPT is a module's name")
     add("script", metavar="SCRIPT", help="the script, as given to python")
@@ -41,9 +38,6 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     """
     if not args.module and not os.path.exists(args.script):
         parser.error(f"there is no file {args.script}")
-    if args.html:
-        check_writable("--html", args.html.parent)
-    html = args.html and args.html.absolute()  # the script may change the folder
 
     from ampfuse.doctor.report import Report
     from ampfuse.doctor.session import fill
@@ -67,9 +61,6 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         print(f"ampfuse doctor: {report.problem}", file=sys.stderr)
         return status or 1
     print(f"\n{report}")
-    if html:
-        report.save_html(html)
-        print(f"\nwritten: {args.html}")
     return status
 
 

@@ -37,4 +37,4 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         batch = next(iter(batch)) if isinstance(batch, DataLoader) else batch
         return memory_report(model, optimizer, batch, loss_function=loss_function, budget=budget)
 
-    return report_on(parser, path, function, args, make)
+    return report_on(parser, path, function, make)

@@ -3,10 +3,10 @@
 ``examine``  says where the time goes, and what would pay: ``with examine() as report:``
 ``advise``   trains copies at each level and recommends one
 
-Of ``examine``: ``watch`` times and profiles some steps (``annotations`` are in the profile),
-``trace`` reads it, ``timeline`` gives each microsecond to one of the ``kinds`` of work, ``replay``
-times operations again, ``rules`` say what would pay, ``session`` makes the ``report`` of it, and
-``page`` shows that. Of ``advise``: ``trainings`` are the copies, ``levels`` compares them.
+Of ``examine``: ``watch`` times and profiles some steps, ``trace`` reads the profile, ``timeline``
+gives each microsecond to one of the ``kinds`` of work, ``rules`` say what would pay, and
+``session`` makes the ``report``. Of ``advise``: ``trainings`` are the copies, ``levels`` compares
+them.
 """
 
 from __future__ import annotations

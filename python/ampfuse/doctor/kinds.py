@@ -4,36 +4,25 @@ from __future__ import annotations
 
 import re
 
-import torch
-
 from ampfuse import hardware
-from ampfuse.doctor.annotations import CLOSURE, STEP, WAIT
-from ampfuse.doctor.trace import DTYPES, Event
+from ampfuse.doctor.trace import CLOSURE, STEP, Event
 
-# Kinds, what they are called, and what it means if one takes most. The order is that of tables and
-# colours.
-# fmt: off
-_KINDS = (
-    ("data", "waiting for data", "data-bound: the step waits for its batch"),
-    ("python", "Python without torch", "held up by the script's own Python between operations"),
-    ("host", "launching operations",
-     "launch-bound: many small operations, each cheaper than its launch"),
-    ("sync", "waiting for the device", "held up by waiting for the device"),
-    ("matrix", "matrix work", "bound by matrix work"),
-    ("norm", "normalisation", "bound by normalisation, which is memory traffic"),
-    ("reduction", "softmax, losses, sums",
-     "bound by reductions (softmax, losses), which are memory traffic"),
-    ("memory", "element-wise work and copies",
-     "bound by element-wise work and copies, which are memory traffic"),
-    ("cast", "casts between types", "cast-bound: tensors go from one type to another"),
-    ("layout", "changes of layout", "bound by changes of layout (transpositions)"),
-    ("optimizer", "optimizer", "optimizer-bound"),
-    ("scaling", "loss scaling", "bound by loss scaling"),
-    ("communication", "communication", "bound by communication"),
-)
-# fmt: on
-LABELS = {kind: label for kind, label, _ in _KINDS}
-VERDICTS = {kind: verdict for kind, _, verdict in _KINDS}
+# What kinds of work are called, in the order of tables and colours.
+LABELS = {
+    "data": "waiting for data",
+    "python": "Python without torch",
+    "host": "launching operations",
+    "sync": "waiting for the device",
+    "matrix": "matrix work",
+    "norm": "normalisation",
+    "reduction": "softmax, losses, sums",
+    "memory": "element-wise work and copies",
+    "cast": "casts between types",
+    "layout": "changes of layout",
+    "optimizer": "optimizer",
+    "scaling": "loss scaling",
+    "communication": "communication",
+}
 # What is inside these belongs to them, whatever it is; but for the closure of an optimizer's step.
 ENCLOSING = frozenset({"data", "optimizer", "communication"})
 
@@ -56,7 +45,7 @@ _NAMES = [
         ("sync", r"aten::(item|_local_scalar_dense|is_nonzero)|cuda\w*Synchronize"),
         ("scaling", r"aten::_amp_\w+"),
         ("communication", r"(c10d|nccl|gloo|ucc|mpi)\b.*|.*nccl.*Kernel.*"),
-        ("host", re.escape(WAIT) + r".*|aten::(empty\w*|resize_|view|as_strided\w*|expand|t)"),
+        ("host", r"aten::(empty\w*|resize_|view|as_strided\w*|expand|t)"),
         ("matrix", rf"aten::{_MATRIX}|(?!aten)\w+::\w*(conv|gemm|linear|attention)\w*"),
         ("norm", r"\w+::_?\w*(batch|layer|group|instance|rms)_norm\w*"),
         (
@@ -72,9 +61,10 @@ _NAMES = [
 _MATRIX_KERNEL = re.compile(r"gemm|cutlass|conv|wgrad|dgrad|fprop|xmma|attention|flash|nvjet", re.I)
 _TENSOR_CORES = re.compile(r"tf32|1688|16816|884|hmma|wgmma|tensorop|xmma|flash|nvjet|sm90", re.I)
 
+# By a profile's names of the types of tensors.
 _PRECISIONS = {
-    **{torch.float64: "FP64", torch.float32: "FP32", torch.float16: "FP16", torch.bfloat16: "BF16"},
-    **{torch.float8_e4m3fn: "FP8", torch.float8_e5m2: "FP8"},
+    **{"double": "FP64", "float": "FP32", "c10::Half": "FP16", "c10::BFloat16": "BF16"},
+    **{"c10::Float8_e4m3fn": "FP8", "c10::Float8_e5m2": "FP8"},
 }
 HALVES = frozenset({"FP16", "BF16"})
 
@@ -120,8 +110,7 @@ def precision(event: Event) -> str:
     Of a kernel: that of its operation, and "TF32" where the kernel's name says so.
     """
     operation = event if event.types or event.parent is None else event.parent
-    dtypes = (DTYPES.get(name) for name in operation.types)
-    found = next((_PRECISIONS[dtype] for dtype in dtypes if dtype in _PRECISIONS), "")
+    found = next((_PRECISIONS[name] for name in operation.types if name in _PRECISIONS), "")
     return "TF32" if found == "FP32" and "tf32" in event.name.lower() else found
 
 

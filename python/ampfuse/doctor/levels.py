@@ -6,31 +6,23 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from ampfuse.amp.casts import eager_module, is_installed
-from ampfuse.amp.policy import LEVELS as POLICIES
+from ampfuse.amp.policy import LEVELS
 from ampfuse.amp.session import enabled_of
 from ampfuse.devices import device_name
 from ampfuse.doctor import trainings
 from ampfuse.doctor.trainings import Row, Task
-from ampfuse.insight import charts
 from ampfuse.insight.inputs import LossFunction, check_owned, check_types
-from ampfuse.insight.tables import aligned, frame
-
-if TYPE_CHECKING:
-    import pandas
-    from matplotlib.figure import Figure
-
-LEVELS = (*POLICIES, *trainings.TORCH_AMP)
+from ampfuse.insight.tables import aligned
 
 # At equal speed: no loss scale before one, FP32 weights before half ones.
-_PREFERENCE = ("O4", "amp-bf16", "O5", "O1", "amp-fp16", "O2", "O3")
+_PREFERENCE = ("O4", "O5", "O1", "O2", "O3")
 _EQUAL = 1.05  # times nearer than that are the same; a level that gains less does not pay
 _MAX_SKIPPED = 0.05  # of the steps, once the loss scale has settled
 _NEGLIGIBLE = 0.01  # of the way that FP32's loss went: less is nothing one could see
@@ -45,7 +37,7 @@ def advise(
     batch: Any,
     optimizer: Optimizer,
     *,
-    levels: Sequence[str] = LEVELS,
+    levels: Sequence[str] = tuple(LEVELS),
     seconds: float = 60.0,
     steps: int = 1000,
     seeds: int = 2,
@@ -58,14 +50,10 @@ def advise(
 
     All trainings start from the model as it is, on its device and in the mode it is in, and take
     the same batches with the same random numbers. FP32 (O0), always among them, is trained `seeds`
-    times more, with other random numbers, another order of the batches and weights up to 0.4 %
-    beside yours. The largest distance between two of these trainings is what a level's loss may be
-    away from that of FP32; it is the largest difference of losses, in means of an eighth of the
-    steps. See "The yardstick" in docs/insight.md.
-
-    Recommended is the fastest level that does not deviate, loses no tensor's updates, and skips no
-    more than 5 % of its steps; within 5 % of its time one without loss scaling, and with FP32
-    weights; O0 where nothing is 5 % faster.
+    times more, slightly changed: a level's loss may be as far from FP32's as these are from each
+    other ("The yardstick" in docs/insight.md). Recommended is the fastest level that does not
+    deviate, loses no tensor's updates, and skips no more than 5 % of its steps; O0 where nothing is
+    5 % faster.
 
     The model, its gradients, the optimizer, random states, autocast and what the latest
     ``amp.initialize`` set up are left as they were. One copy exists at a time.
@@ -79,7 +67,7 @@ def advise(
             several: a DataLoader or an iterator (``iter(batches)``), whose first 32 are used, again
             and again. An iterator has moved on afterwards.
         optimizer: any, of parameters of the model.
-        levels: which of O0 to O5, "amp-fp16" and "amp-bf16" (torch's autocast and GradScaler).
+        levels: which of O0 to O5.
         seconds: for everything, shared evenly; a slow level gets fewer steps, and at least five.
         steps: of each training, at most.
         seeds: FP32 trainings beside the first.
@@ -111,7 +99,7 @@ def advise(
     # Its time is that of all its trainings, before and after the others.
     times = itertools.chain.from_iterable(row.milliseconds for row in (reference, *seeded))
     reference = dataclasses.replace(reference, milliseconds=tuple(times))
-    rows = sorted((reference, *rows), key=lambda row: LEVELS.index(row.level))
+    rows = sorted((reference, *rows), key=lambda row: row.level)
     return conclude(rows, seeded, len(task.batches), device)
 
 
@@ -144,16 +132,14 @@ class Advice:
     device: str
 
     def __str__(self) -> str:
-        heads = ("level", "steps", "ms/step", "(middle half)", "speed", "MiB", "deviation")
-        lines: list[tuple[str, ...]] = [(*heads, "allowed", "skipped", "stale", "")]
+        heads = ("level", "steps", "ms/step", "speed", "MiB", "deviation", "allowed", "skipped")
+        lines: list[tuple[str, ...]] = [(*heads, "stale", "")]
         for row in self.rows:
-            cells = [""] * 9
+            cells = [""] * 8
             if row.failure is None:
-                low, high = row.quartiles
                 cells = [
                     str(len(row.losses)),
                     f"{row.median:.3g}",
-                    f"({low:.3g} to {high:.3g})",
                     f"{row.speedup:.2f}x",
                     f"{row.memory_mib:.1f}",
                     f"{row.deviation:.2g}" if row.level != "O0" else "-",
@@ -163,40 +149,10 @@ class Advice:
                 ]
             remark = "<- recommended" if row.level == self.level else row.objection or ""
             lines.append((row.level, *cells, remark))
-        table = aligned(lines, left=(0, 10))
+        table = aligned(lines, left=(0, 9))
         return "\n".join(
             [f"On {self.device}:", *table, "", f"Train at {self.level}: {self.reason}"]
         )
-
-    def frame(self) -> pandas.DataFrame:
-        """A row for each level; needs pandas."""
-        return frame(self.rows, "median", "quartiles")
-
-    def plot(self, path: str | Path | None = None) -> Figure:
-        """A picture of time, deviation and the curves, saved to `path` if given; needs matplotlib.
-
-        Bars of levels with an objection are hatched.
-        """
-        rows = [row for row in self.rows if row.failure is None]
-        time, deviation = "time of a step, ms (median, middle half)", "deviation from FP32's loss"
-        figure, axes = charts.panels([[time, deviation], ["loss", "loss"]], (10, 6))
-        for number, losses in enumerate(self.seed_losses):
-            label = None if number else "O0, other seeds"
-            axes["loss"].plot(losses, color="0.75", lw=3, label=label)
-        for place, row in enumerate(rows):
-            style = charts.bar_style(place, [row.objection is not None])
-            around = [[abs(row.median - quartile)] for quartile in row.quartiles]
-            axes[time].bar([place], [row.median], yerr=around, capsize=3, **style)
-            # O0's, which is 0, has no place on a logarithmic axis.
-            axes[deviation].scatter([place], [row.deviation or math.nan], color=style["color"])
-            ends, label = (place - 0.45, place + 0.45), None if place else "allowed"
-            axes[deviation].plot(ends, [row.allowed] * 2, color="black", label=label)
-            axes["loss"].plot(row.losses, label=row.level, lw=1.2, color=style["color"])
-        axes[deviation].set_yscale("log")
-        names = [row.level.replace("-", "\n") for row in rows]
-        for title in (time, deviation):
-            axes[title].set_xticks(range(len(names)), names)
-        return charts.finish(figure, f"{self.device}: train at {self.level}", path)
 
 
 # --- arguments ------------------------------------------------------------------------------------

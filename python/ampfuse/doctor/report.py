@@ -1,12 +1,10 @@
-"""What the doctor found: numbers for programs, a table for a terminal, one HTML page for people."""
+"""What the doctor found: numbers for programs, a table for a terminal."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from ampfuse.doctor.replay import Operation
-from ampfuse.files import atomic
+from ampfuse.doctor.trace import Event
 from ampfuse.insight.findings import Finding
 
 
@@ -22,6 +20,27 @@ class Share:
 
 
 @dataclass
+class Operation:
+    """Calls of one operation with equal inputs, in a step.
+
+    Attributes:
+        event: one of the calls.
+    """
+
+    name: str
+    kind: str
+    event: Event
+    calls: float = 0.0
+    ms: float = 0.0
+
+    @property
+    def shapes(self) -> str:
+        """Those of the tensors that it was given: ``"100x509, 509x1021"``."""
+        dims = (dims for dims in self.event.dims if dims and all(isinstance(n, int) for n in dims))
+        return ", ".join("x".join(map(str, sizes)) for sizes in dims)
+
+
+@dataclass
 class Report:
     """The doctor's findings. Times are of one step without the profiler, in milliseconds.
 
@@ -32,15 +51,13 @@ class Report:
         steps: how many were timed, and profiled after that.
         step_ms: mean of the timed steps; `fastest_ms` and `slowest_ms` are their range.
         profiled_ms: mean of the profiled ones, which the profiler slows.
-        queued: the share of the timed steps in which one of the threads or workers was ready to run
-            and had no core, 0 to 1. Above 0.1 `sentence` says so.
         shares: where the time goes, by kinds of work; they sum up to `step_ms`.
         operations: those that take most, first.
-        verdict: the kind of work (``kinds.LABELS``) that decides, and ...
-        sentence: ... what that means, in words.
+        verdict: the kind of work (``kinds.LABELS``) that takes most, and ...
+        sentence: ... that in words.
         half_limit: no half precision can make the step more than so many times as fast; `bound`
             says why.
-        findings: what would pay; then lines that wait for the device, and shapes.
+        advice: what would pay, in the order of gain.
     """
 
     script: str = ""
@@ -52,24 +69,13 @@ class Report:
     fastest_ms: float = 0.0
     slowest_ms: float = 0.0
     profiled_ms: float = 0.0
-    queued: float = 0.0
     shares: list[Share] = field(default_factory=list)
     operations: list[Operation] = field(default_factory=list)
     verdict: str = ""
     sentence: str = ""
     half_limit: float = 1.0
     bound: str = ""
-    findings: list[Finding] = field(default_factory=list)
-
-    @property
-    def advice(self) -> list[Finding]:
-        """What would pay, in the order of gain."""
-        return [one for one in self.findings if one.gain is not None]
-
-    @property
-    def notes(self) -> list[Finding]:
-        """The other findings."""
-        return [one for one in self.findings if one.gain is None]
+    advice: list[Finding] = field(default_factory=list)
 
     def share_of(self, *kinds: str) -> float:
         """The share of the step, 0 to 1, of all work of `kinds`."""
@@ -84,20 +90,6 @@ class Report:
             f"scaled to the former. {self.hardware}; {self.versions}"
         )
 
-    def save_html(self, path: str | Path) -> None:
-        """Write the report to `path` as one HTML file that needs nothing else.
-
-        Raises:
-            RuntimeError: there are no findings. The message says why.
-            OSError: `path` cannot be written.
-        """
-        from ampfuse.doctor.page import as_html
-
-        if self.problem:
-            raise RuntimeError(f"no report to save: {self.problem}")
-        with atomic(Path(path)) as file:
-            file.write(as_html(self).encode())
-
     def __str__(self) -> str:
         if self.problem:
             return f"ampfuse doctor: {self.problem}"
@@ -109,10 +101,11 @@ class Report:
                 lines.append(
                     f"  {share.label:{width}} {share.share:6.1%} {share.ms:9.2f} ms  {bar}"
                 )
+        lines += ["", "Operations that take most:"]
+        for op in self.operations[:5]:
+            lines.append(f"  {op.ms:9.2f} ms  {op.calls:g} x {op.name} {op.shapes}".rstrip())
         lines += ["", self.bound]
         lines += ["", "What pays most:"] if self.advice else []
-        for place, one in enumerate(self.advice[:3], 1):
+        for place, one in enumerate(self.advice[:5], 1):
             lines += [f"  {place}. {one.found}: {one.kind}", f"     {one.remedy}"]
-        lines += ["", "Also:"] if self.notes else []
-        lines += [f"  {one.where}  {one.found}" for one in self.notes]
         return "\n".join(lines)

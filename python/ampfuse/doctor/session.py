@@ -12,21 +12,15 @@ from pathlib import Path
 import torch
 
 import ampfuse
-from ampfuse import hardware
 from ampfuse.devices import device_name
-from ampfuse.doctor import replay, rules
-from ampfuse.doctor.annotations import STEP, WAIT
-from ampfuse.doctor.kinds import LABELS, VERDICTS
-from ampfuse.doctor.replay import Operation
-from ampfuse.doctor.report import Report, Share
-from ampfuse.doctor.rules import Case
+from ampfuse.doctor import rules
+from ampfuse.doctor.kinds import LABELS
+from ampfuse.doctor.report import Operation, Report, Share
 from ampfuse.doctor.timeline import Timeline, detail, lay_out
-from ampfuse.doctor.trace import Trace, read
+from ampfuse.doctor.trace import STEP, read
 from ampfuse.doctor.watch import Finished, Watch
-from ampfuse.insight.findings import Finding
 
 WARMUP, STEPS = 5, 10  # the defaults
-_CROWDED = 0.1  # an idle machine has it near 0.01
 
 
 @contextlib.contextmanager
@@ -39,11 +33,9 @@ def examine(
             for inputs, targets in loader:
                 ...
         print(report)
-        report.save_html("doctor.html")
 
     After `warmup` optimizer steps, `steps` are timed and as many profiled. The report is complete
-    at the end of the context, after up to a minute in which operations of the training are timed
-    again; the training itself, its random numbers and its results stay as they are.
+    at the end of the context; the training, its random numbers and its results stay as they are.
 
     Arguments:
         stop: leave the context after the last of these steps. Otherwise it goes on unwatched.
@@ -71,34 +63,25 @@ def fill(report: Report, watch: Watch) -> None:
         path = Path(folder, "trace.json")
         watch.profiler.export_chrome_trace(str(path))
         trace = read(path)
-    steps, steppers = len(watch.seconds), list(watch.steppers.values())
-    stepping = sum(sum(stepper.seconds) for stepper in steppers)
-    waiting = watch.loading.wait_s if watch.loading else 0.0
-    clocks = {"optimizer": 1e3 * stepping / steps, "data": 1e3 * waiting / steps}
-    timeline = lay_out(trace, watch.step_ms, clocks)
+    clocks = {"optimizer": watch.stepping_s, "data": watch.waiting_s}
+    measured = {kind: 1e3 * seconds / len(watch.seconds) for kind, seconds in clocks.items()}
+    timeline = lay_out(trace, watch.step_ms, measured)
     if timeline is None:
         report.problem = f"the training ended in its first profiled step, {watch.seen} steps in all"
         return
-    devices = {device for stepper in steppers for *_, device in stepper.tensors}
-    device = next((d for d in devices if d.type == "cuda"), torch.device("cpu"))
+    device = next((d for d in watch.devices if d.type == "cuda"), torch.device("cpu"))
     _describe(report, watch, timeline, device)
     operations = _operations(timeline)
     report.operations = operations[:20]
-    case = Case(
-        device=device,
-        step_ms=report.step_ms,
-        ms={kind: report.share_of(kind) * report.step_ms for kind in LABELS},
-        operations=[op for op in operations if op.overload is not None],
-        steppers=steppers,
-        steps=steps,
-        loading=watch.loading,
-        host_ms=timeline.host_us / len(timeline.steps) / 1e3,
-    )
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        report.findings = rules.find(case)
-        report.half_limit, report.bound = rules.half_limit(case)
-    report.findings += [*_waits(trace, timeline), *list(rules.shape_notes(case))[:6]]
-    judge(report, case)
+    ms = {kind: report.share_of(kind) * report.step_ms for kind in LABELS}
+    case = rules.Case(device, report.step_ms, ms, operations, watch.optimizers, watch.workers)
+    report.advice = rules.find(case)
+    report.half_limit, report.bound = rules.half_limit(case)
+    report.verdict = max(ms, key=lambda kind: ms[kind])
+    share = report.share_of(report.verdict)
+    report.sentence = f"{LABELS[report.verdict]} takes most ({share:.0%} of the time)"
+    if not report.advice:
+        report.sentence += ". Nothing known here pays: a faster machine would"
 
 
 def _too_short(watch: Watch) -> str | None:
@@ -122,73 +105,33 @@ def _describe(report: Report, watch: Watch, timeline: Timeline, device: torch.de
     report.versions = f"torch {torch.__version__}, ampfuse {ampfuse.__version__}"
     report.steps, report.step_ms = len(times), watch.step_ms
     report.fastest_ms, report.slowest_ms = min(times), max(times)
-    report.queued = watch.queued
     begin, end = timeline.steps[0][0], timeline.steps[-1][1]
     report.profiled_ms = (end - begin) / len(timeline.steps) / 1e3
     totals: dict[tuple[str, str], float] = defaultdict(float)
     for piece in timeline.pieces:
         totals[piece.kind, detail(piece)] += timeline.us(piece) / 1e3
-    order = {kind: place for place, kind in enumerate(LABELS)}
-    for (kind, more), ms in sorted(totals.items(), key=lambda item: (order[item[0][0]], -item[1])):
+    order = list(LABELS)
+    by_kind = sorted(totals.items(), key=lambda item: (order.index(item[0][0]), -item[1]))
+    for (kind, more), ms in by_kind:
         label = f"{LABELS[kind]}, {more}" if more else LABELS[kind]
         report.shares.append(Share(kind, label, ms, ms / report.step_ms, more))
 
 
 def _operations(timeline: Timeline) -> list[Operation]:
     """The operations of a step, longest first."""
-    found: dict[tuple[object, ...], Operation] = {}
-    calls: dict[tuple[object, ...], set[int]] = defaultdict(set)
+    found: dict[tuple[str, str, str], Operation] = {}
+    calls: dict[tuple[str, str, str], set[int]] = defaultdict(set)
     for piece in timeline.pieces:
         event, kind = piece.event, piece.kind
         if event is None or kind in ("host", "data", "python"):
             continue
         source = event.parent if event.category == "kernel" and event.parent else event
-        source = replay.callable_one(source)
-        key: tuple[object, ...] = (*replay.key(source), kind)
+        key = source.name, repr((source.dims, source.strides, source.types)), kind
         if key not in found:
-            op = replay.operation(source, kind)
-            if kind in ("optimizer", "communication", "sync"):  # a part of something
-                op.overload = None
-            op.name, op.detail = op.name.replace(STEP, "Optimizer.step"), detail(piece)
-            found[key] = op
+            name = source.name.replace(STEP, "Optimizer.step")
+            found[key] = Operation(name, kind, source)
         found[key].ms += timeline.us(piece) / 1e3
         calls[key].add(id(source))
     for key, op in found.items():
         op.calls = len(calls[key]) / len(timeline.steps)
     return sorted(found.values(), key=lambda op: -op.ms)
-
-
-def _waits(trace: Trace, timeline: Timeline) -> list[Finding]:
-    """Lines of the script that wait; not those in the optimizer and the loading, of CPU tensors."""
-    waits: dict[str, list[float]] = defaultdict(list)
-    begin, end = timeline.steps[0][0], timeline.steps[-1][1]
-    for event in trace.host:
-        outer = event.parent
-        while outer is not None and not outer.name.startswith(WAIT):
-            outer = outer.parent  # of calls in each other the outermost counts
-        elsewhere = outer or event.kind in ("optimizer", "data")
-        if event.name.startswith(WAIT) and not elsewhere and begin <= event.start < end:
-            waits[event.name.removeprefix(WAIT)].append(event.duration)
-    steps = len(timeline.steps)
-    found = []
-    for name, times in sorted(waits.items(), key=lambda item: -sum(item[1])):
-        call, _, line = name.partition(" ")
-        if len(times) >= steps / 2:
-            said = f"{call}: waits {len(times) / steps:g} times a step"
-            found.append(Finding("wait", "read it every hundred steps", line, said))
-    return found
-
-
-def judge(report: Report, case: Case) -> None:
-    """Set the verdict, and say whether it is to be trusted."""
-    by_kind = {kind: report.share_of(kind) for kind in LABELS}
-    report.verdict = max(by_kind, key=lambda kind: by_kind[kind])
-    report.sentence = f"{VERDICTS[report.verdict]} ({by_kind[report.verdict]:.0%} of the time)"
-    if not report.advice:
-        report.sentence += ". Nothing known here pays: a faster machine would"
-    if report.queued > _CROWDED:
-        cores, threads = hardware.core_count(), torch.get_num_threads()
-        workers = case.loading.workers if case.loading else 0
-        own = f" (or its own: {threads} threads and {workers} workers on {cores} cores)"
-        report.sentence += f". Unsure, as other work is running{own * (threads + workers > cores)}"
-        report.sentence += f": a thread was ready and had no core {report.queued:.0%} of the time"

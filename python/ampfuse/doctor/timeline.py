@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from ampfuse.doctor.annotations import BEGIN, STEP
 from ampfuse.doctor.kinds import (
     ENCLOSING,
     kind_by_name,
@@ -21,7 +20,7 @@ from ampfuse.doctor.kinds import (
     precision,
     units,
 )
-from ampfuse.doctor.trace import Event, Trace
+from ampfuse.doctor.trace import BEGIN, STEP, Event, Trace
 
 # Python between two operations takes tens of microseconds per call of a module. A longer pause is
 # the script's own work: numpy, files, a generator that makes the next batch.
@@ -55,13 +54,11 @@ class Timeline:
         steps: begin and end of each.
         pieces: all that is between the first begin and the last end, without gaps.
         scale: what a microsecond of each kind took without the profiler.
-        host_us: how long the host works in a step; a GPU cannot make it shorter.
     """
 
     steps: list[tuple[float, float]]
     pieces: list[Piece]
     scale: dict[str, float]
-    host_us: float
 
     def us(self, piece: Piece) -> float:
         """Microseconds of `piece`, on average of a step without the profiler."""
@@ -92,7 +89,6 @@ def lay_out(trace: Trace, step_ms: float, measured: Mapping[str, float] = {}) ->
     pieces = _on_host(list(threads.values()), begin, end)
     starts = (event.start for event in threads[thread] if _is_work(event))
     _find_pauses(pieces, steps, sorted([*trace.forward, *starts]))
-    host_us = sum(piece.duration for piece in pieces if piece.kind != "sync")
     us = {kind: ms * 1e3 * len(steps) for kind, ms in measured.items()}
     if trace.device:
         for event in trace.device:
@@ -103,7 +99,7 @@ def lay_out(trace: Trace, step_ms: float, measured: Mapping[str, float] = {}) ->
         pieces.append(Piece(end, end + 1.0, "data", None))  # to be scaled
     recorded = [event for event in trace.host if begin <= event.start < end]
     scale = _without_profiler(pieces, recorded, step_ms * 1e3 * len(steps), us)
-    return Timeline(steps, pieces, scale, host_us * step_ms * 1e3 / (end - begin))
+    return Timeline(steps, pieces, scale)
 
 
 def detail(piece: Piece) -> str:

@@ -2,6 +2,7 @@
 
 This format is the one that torch documents and keeps: shapes, strides and types of the inputs,
 and on a GPU the kernels with the operations that launched them. Times are in microseconds.
+The doctor's own annotations are in it, too: where the profile begins, and each optimizer step.
 """
 
 from __future__ import annotations
@@ -12,15 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
+BEGIN = "ampfuse.doctor begin"
+STEP = "ampfuse.doctor step"
+CLOSURE = "ampfuse.doctor closure"  # the forward and backward pass that a step was given
 
-# As a profile calls the types of tensors.
-DTYPES = {
-    **{"float": torch.float32, "double": torch.float64, "c10::Half": torch.float16},
-    **{"c10::BFloat16": torch.bfloat16, "long int": torch.int64, "int": torch.int32},
-    **{"bool": torch.bool, "unsigned char": torch.uint8},
-    **{f"c10::{kind}": getattr(torch, kind.lower()) for kind in ("Float8_e4m3fn", "Float8_e5m2")},
-}
 # Categories of what runs on the host, and on the GPU.
 _HOST = frozenset({"cpu_op", "user_annotation", "cuda_runtime", "cuda_driver"})
 _DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
@@ -32,7 +28,7 @@ class Event:
 
     Attributes:
         thread: of the host; of a kernel its stream.
-        dims, strides, types, values: one entry for each input, as torch prints them.
+        dims, strides, types: one entry for each input, as torch prints them.
         parent: the event around it on its thread; of a kernel the operation that launched it.
         self_us: its time without that of the events inside.
         kind: see ``kinds``; set by ``timeline``.
@@ -46,7 +42,6 @@ class Event:
     dims: list[Any] = field(default_factory=list)
     strides: list[Any] = field(default_factory=list)
     types: list[str] = field(default_factory=list)
-    values: list[str] = field(default_factory=list)
     parent: Event | None = None
     self_us: float = 0.0
     is_leaf: bool = True
@@ -91,7 +86,6 @@ def build(records: Iterable[Mapping[str, Any]]) -> Trace:
             facts.get("Input Dims", []),
             facts.get("Input Strides", []),
             facts.get("Input type", []),
-            facts.get("Concrete Inputs", []),
         )
         (trace.device if on_device else trace.host).append(event)
         if on_device:

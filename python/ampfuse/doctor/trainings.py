@@ -31,8 +31,6 @@ from ampfuse.amp.scale_loss import scale_loss
 from ampfuse.insight.inputs import LossFunction, same_random_numbers
 from ampfuse.measuring import ProcessMemory, StepClock, TensorMemory
 
-TORCH_AMP = {"amp-fp16": torch.float16, "amp-bf16": torch.bfloat16}
-
 _LEAST_STEPS = 5  # however slow a level is
 _REHEARSED_STEPS = 3  # clean ones, before anything is timed
 _TRIES = 30  # from the first loss scale, 2**16, to 2**-14
@@ -55,7 +53,7 @@ class Row:
     """What one level did, and from `speedup` on what is said of it.
 
     Attributes:
-        level: "O0" to "O5", "amp-fp16" or "amp-bf16".
+        level: "O0" to "O5".
         losses: of each step, before its update.
         milliseconds: of each step.
         memory_mib: peak of the tensors of copy and training.
@@ -90,14 +88,6 @@ class Row:
     def median(self) -> float:
         """Milliseconds of a step."""
         return statistics.median(self.milliseconds) if self.milliseconds else math.nan
-
-    @property
-    def quartiles(self) -> tuple[float, float]:
-        """Half of the steps took between these, in milliseconds."""
-        if len(self.milliseconds) < 2:
-            return self.median, self.median
-        low, _, high = statistics.quantiles(self.milliseconds, n=4, method="inclusive")
-        return low, high
 
 
 def run(level: str, task: Task, *, steps: int, seconds: float, seed: int = 0) -> Row:
@@ -172,49 +162,25 @@ class Training:
     """
 
     def __init__(self, level: str, task: Task, scale: float = 2.0**16) -> None:
-        self._level, self._task = level, task
-        self.model, self.optimizer = copy.deepcopy((task.model, task.optimizer))
-        self._torch_type = TORCH_AMP.get(level)
-        if self._torch_type is None:
-            self.model, self.optimizer = initialize(
-                self.model, self.optimizer, opt_level=level, verbosity=0, init_scale=scale
-            )
-            return
-        self._scaler = torch.amp.GradScaler(
-            task.device.type, init_scale=scale, enabled=self._torch_type is torch.float16
+        self._level, self._loss_function = level, task.loss_function
+        model, optimizer = copy.deepcopy((task.model, task.optimizer))
+        self.model, self.optimizer = initialize(
+            model, optimizer, opt_level=level, verbosity=0, init_scale=scale
         )
-        self._skipped = torch.zeros((), device=task.device)
 
     def step(self, batch: Any) -> Tensor:
         """Forward, backward and update. Returns the loss: float32, 0-dim, on the device."""
         self.optimizer.zero_grad()
-        dtype = self._torch_type
-        with torch.autocast(self._task.device.type, dtype=dtype, enabled=dtype is not None):
-            loss = self._task.loss_function(self.model, batch)
+        loss = self._loss_function(self.model, batch)
         _check_loss(loss)
-        if dtype is None:
-            with scale_loss(loss, self.optimizer) as scaled:
-                scaled.backward()
-            self.optimizer.step()
-            return loss.detach().float()
-        torch.clear_autocast_cache()  # of weights: inside `untouched` this region is not the outer
-        scaler = self._scaler
-        scaler.scale(loss).backward()
-        scaler.step(self.optimizer)
-        if scaler.is_enabled():
-            # Public alternatives (get_scale, a look at the overflow flags) make the host wait.
-            scale = scaler._get_scale_async()
-            assert scale is not None
-            used = scale.clone()
-            scaler.update()
-            self._skipped += scale < used
+        with scale_loss(loss, self.optimizer) as scaled:
+            scaled.backward()
+        self.optimizer.step()
         return loss.detach().float()
 
     @property
     def skipped(self) -> int:
         """Steps that were left out so far; waits for the device."""
-        if self._torch_type is not None:
-            return int(self._skipped)
         optimizer: Any = self.optimizer
         overflow = optimizer.last_step.overflow()
         return 0 if overflow is None else overflow["skipped_steps"]
@@ -222,8 +188,6 @@ class Training:
     @property
     def scale(self) -> float:
         """The present loss scale; waits for the device."""
-        if self._torch_type is not None:
-            return self._scaler.get_scale()
         return sessions.of_optimizers([self.optimizer]).loss_scalers[0].loss_scale()
 
     @torch.no_grad()
@@ -235,8 +199,8 @@ class Training:
 
     def stale(self, batch: Any) -> tuple[float | None, tuple[str, ...]]:
         """`stale_share` and `stale` of :class:`Row`, by one more step, which is metered."""
-        policy = LEVELS.get(self._level)
-        if policy is None or not policy.model_is_low_precision or policy.master_weights:
+        policy = LEVELS[self._level]
+        if not policy.model_is_low_precision or policy.master_weights:
             return None, ()
         optimizer: Any = self.optimizer
         try:
@@ -272,11 +236,11 @@ def try_out(task: Task) -> None:
         TypeError: the loss function returns no loss.
     """
     try:
-        training = Training("O0", task)
-    except Exception as error:
-        if (culprit := _cannot_be_copied(task)) is None:
-            raise
-        raise ValueError(f"{culprit} cannot be copied (copy.deepcopy): {error}") from error
+        copy.deepcopy((task.model, task.optimizer))
+    except Exception as error:  # of whatever __deepcopy__ raises
+        said = f"Model and optimizer cannot be copied (copy.deepcopy): {error}"
+        raise ValueError(said) from error
+    training = Training("O0", task)
 
     def refuse(model: nn.Module, args: Any) -> None:
         raise ValueError(mistake)
@@ -293,18 +257,6 @@ def try_out(task: Task) -> None:
     groups = training.optimizer.param_groups
     if all(weight.grad is None for group in groups for weight in group["params"]):
         raise ValueError(mistake.replace("this one uses", "its weights got no gradient. Is it"))
-
-
-def _cannot_be_copied(task: Task) -> str | None:
-    """The innermost thing that ``copy.deepcopy`` fails on."""
-    culprit = None
-    modules = ((f"Module {name!r}", module) for name, module in task.model.named_modules())
-    for name, thing in (("The optimizer", task.optimizer), *modules):
-        try:
-            copy.deepcopy(thing)
-        except Exception:  # of whatever __deepcopy__ raises
-            culprit = f"{name} ({type(thing).__name__})"
-    return culprit
 
 
 def _seed(seed: int) -> None:

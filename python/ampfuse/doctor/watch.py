@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import glob
-import multiprocessing
+import functools
 import os
 import statistics
 import time
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,32 +21,12 @@ from torch.optim.optimizer import (
 from torch.profiler import profile, record_function
 from torch.utils.data import dataloader
 
-from ampfuse.doctor.annotations import BEGIN, CLOSURE, STEP, waits_annotated, wrapped
+from ampfuse.doctor.trace import BEGIN, CLOSURE, STEP
 from ampfuse.measuring import silent_stderr
 
 
 class Finished(BaseException):
     """Ends the script when enough was seen. No Exception: ``except Exception`` lets it through."""
-
-
-@dataclass
-class Stepper:
-    """An optimizer of the script: what it steps, and how long its timed steps took."""
-
-    cls: type[Optimizer]
-    defaults: dict[str, Any]
-    tensors: list[tuple[torch.Size, torch.dtype, torch.device]]
-    seconds: list[float] = field(default_factory=list)
-
-
-@dataclass
-class Loading:
-    """Waits of a DataLoader in timed steps; `busy_s`: CPU time in them or of workers, if known."""
-
-    workers: int
-    pinned: bool
-    wait_s: float = 0.0
-    busy_s: float = 0.0
 
 
 @dataclass
@@ -62,8 +40,9 @@ class Watch:
     Attributes:
         stop: raise Finished after the last of them.
         seconds: of each timed step.
-        queued: the share of them in which a thread (here or in a worker, the one that had to most)
-            was ready to run and had no core, which is no wait for a file, a GPU or a lock.
+        optimizers, devices: of those that stepped in them, and of what they stepped.
+        stepping_s, waiting_s: time in them in optimizers' steps, and waiting for a DataLoader.
+        workers: of the DataLoader; None if there was none.
         profiler: once the profile has begun. It is complete after the context.
     """
 
@@ -72,9 +51,11 @@ class Watch:
     stop: bool
     seen: int = 0
     seconds: list[float] = field(default_factory=list)
-    queued: float = 0.0
-    steppers: dict[int, Stepper] = field(default_factory=dict)
-    loading: Loading | None = None
+    optimizers: set[type[Optimizer]] = field(default_factory=set)
+    devices: set[torch.device] = field(default_factory=set)
+    stepping_s: float = 0.0
+    waiting_s: float = 0.0
+    workers: int | None = None
     profiler: profile | None = None
     problem: str | None = None
     done: bool = False
@@ -92,9 +73,9 @@ class Watch:
         self._hooks.callback(register_optimizer_step_pre_hook(self._before).remove)
         self._hooks.callback(register_optimizer_step_post_hook(self._after).remove)
         iterators, profiles = dataloader._BaseDataLoaderIter, torch.autograd.profiler.profile
-        self._hooks.enter_context(wrapped(iterators, "__next__", self._next_batch))
+        self._hooks.enter_context(_wrapped(iterators, "__next__", self._next_batch))
         for name in ("_prepare_trace", "_start_trace"):
-            self._hooks.enter_context(wrapped(profiles, name, self._other_profile))
+            self._hooks.enter_context(_wrapped(profiles, name, self._other_profile))
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -147,8 +128,11 @@ class Watch:
     def _count(self, optimizer: Optimizer) -> None:
         if self._timing:
             now = time.perf_counter()
-            self._stepper(optimizer).seconds.append(now - self._started)
+            self.stepping_s += now - self._started
             self._started = now  # of a step around this one the rest counts
+            self.optimizers.add(type(optimizer))
+            groups = optimizer.param_groups
+            self.devices.update(param.device for group in groups for param in group["params"])
         count = self._counts[optimizer] = self._counts.get(optimizer, 0) + 1
         if self._chosen is None and count == self.warmup:
             self._chosen, self._phases = optimizer, self._after_warmup()
@@ -162,7 +146,7 @@ class Watch:
     def _after_warmup(self) -> Iterator[None]:
         """What is done between steps from then on; goes on after each."""
         _synchronize()
-        before, self._timing = _threads(), True
+        self._timing = True
         for _ in range(self.steps):
             begin = time.perf_counter()
             yield
@@ -170,31 +154,11 @@ class Watch:
         _synchronize()  # a GPU's backlog belongs to the last step
         self.seconds[-1] = time.perf_counter() - begin
         self._timing = False
-        self._count_threads(before)
         self._begin_profile()
         for _ in range(self.steps + 1):
             yield
         self.done = True
         self._profiling.close()
-
-    def _stepper(self, optimizer: Optimizer) -> Stepper:
-        if id(optimizer) not in self.steppers:
-            params = [p for group in optimizer.param_groups for p in group["params"]]
-            self.steppers[id(optimizer)] = Stepper(
-                type(optimizer),
-                dict(optimizer.defaults),
-                [(p.shape, p.dtype, p.device) for p in params if p.requires_grad],
-            )
-        return self.steppers[id(optimizer)]
-
-    def _count_threads(self, before: tuple[Counter[str], Counter[str]]) -> None:
-        """What the threads did in the timed steps."""
-        ran, queued = (now - then for now, then in zip(_threads(), before, strict=True))
-        self.queued = max(queued.values(), default=0) / 1e9 / sum(self.seconds)
-        if self.loading and self.loading.workers:
-            own = f"/proc/{self._process}/"
-            in_workers = (ns for path, ns in ran.items() if not path.startswith(own))
-            self.loading.busy_s = sum(in_workers) / 1e9
 
     # --- what is replaced meanwhile -------------------------------------------------------------
 
@@ -205,7 +169,6 @@ class Watch:
         with silent_stderr():
             profiler.start()
         self._profiling.callback(self._end_profile)
-        self._profiling.enter_context(waits_annotated())
         self.profiler = profiler
         with record_function(BEGIN):
             pass
@@ -229,17 +192,14 @@ class Watch:
         return begin(*args)
 
     def _next_batch(self, original: Callable[[Any], Any], iterator: Any) -> Any:
-        """Time the wait for a batch: whether it is work of this thread or of others."""
-        if not self._timing:
-            return original(iterator)
-        begin, busy = time.perf_counter(), time.thread_time()
+        """Time the wait for a batch."""
+        begin = time.perf_counter()
         try:
             return original(iterator)
         finally:
-            if self.loading is None:
-                self.loading = Loading(iterator._num_workers, iterator._pin_memory)
-            self.loading.wait_s += time.perf_counter() - begin
-            self.loading.busy_s += time.thread_time() - busy
+            if self._timing:
+                self.workers = iterator._num_workers
+                self.waiting_s += time.perf_counter() - begin
 
 
 def _synchronize() -> None:
@@ -247,12 +207,17 @@ def _synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def _threads() -> tuple[Counter[str], Counter[str]]:
-    """Nanoseconds that each thread, here and in workers, ran; and was ready but had no core."""
-    ran: Counter[str] = Counter()
-    queued: Counter[str] = Counter()
-    for pid in (os.getpid(), *(worker.pid for worker in multiprocessing.active_children())):
-        for path in glob.glob(f"/proc/{pid}/task/*/schedstat"):  # Linux has them
-            with contextlib.suppress(OSError), open(path) as file:  # the thread may have ended
-                ran[path], queued[path], _ = map(int, file.read().split())
-    return ran, queued
+@contextlib.contextmanager
+def _wrapped(owner: type, name: str, around: Callable[..., Any]) -> Iterator[None]:
+    """In the block a call of ``owner.name`` is ``around(original, ...)``."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return around(original, *args, **kwargs)
+
+    setattr(owner, name, call)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)

@@ -13,7 +13,7 @@ class Finding:
     Attributes:
         kind: which rule found it, such as "stale" or "fused optimizer".
         remedy: what to do.
-        where: the tensor, the operation or the line of a script; "" for a whole step.
+        where: the tensor; "" for a whole step.
         found: what was measured, in words.
         gain: how many times as fast a step gets by it; None if it is not about time.
     """

@@ -6,8 +6,7 @@ import copy
 import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence, Set
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +16,6 @@ from torch.optim import Optimizer
 from ampfuse import trees
 from ampfuse._schema import STORAGES
 from ampfuse.amp.casts import eager_module, is_affine_batch_norm
-from ampfuse.insight import charts
 from ampfuse.insight.inputs import LossFunction, check_owned, check_types, same_random_numbers
 from ampfuse.insight.tables import aligned
 from ampfuse.optim.base import AmpOptimizer
@@ -25,10 +23,6 @@ from ampfuse.optim.fused import algorithm_of
 from ampfuse.optim.inner import parameters, with_inner
 from ampfuse.optim.masters import HALF_DTYPES, MasterParameter, gradient_as_it_is
 from ampfuse.optim.stored import storage_for
-
-if TYPE_CHECKING:
-    import pandas
-    from matplotlib.figure import Figure
 
 KINDS = "weights gradients masters states accumulators average activations".split()
 # The modes, by the optimizer's options; one that names masters has half weights, as O2 and O5 have.
@@ -145,39 +139,6 @@ class MemoryReport:
         return "\n".join([self.heading, *aligned(lines, left=(0,)), *self.notes])
 
     __str__ = table
-
-    def frame(self) -> pandas.DataFrame:
-        """Bytes: a row for each mode, a column for each kind; needs pandas."""
-        import pandas
-
-        return pandas.DataFrame.from_dict(self.held, orient="index")
-
-    def plot(self, path: str | Path | None = None) -> Figure:
-        """A bar for each mode, saved to `path` if given; needs matplotlib.
-
-        Bars are stacked by kind; what is only expected is hatched. The budget is a line, unless it
-        is more than twice the highest bar; totals beyond it are bold.
-        """
-        totals = [sum(held.values()) for held in self.held.values()]
-        unit, name = (1e9, "GB") if max(totals) > 5e8 else (1e6, "MB")
-        figure, panels = charts.panels([[name]], (7, 4.2))
-        axes = panels[name]
-        places, bottoms = range(len(totals)), [0.0] * len(totals)
-        for color, kind in enumerate(KINDS):
-            heights = [held[kind] / unit for held in self.held.values()]
-            style = charts.bar_style(color, [(mode, kind) in self.expected for mode in self.held])
-            if any(heights):
-                axes.bar(places, heights, 0.7, bottoms, label=kind, **style)
-            bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
-        for place, total in enumerate(totals):
-            weight = "bold" if total > self.budget else "normal"
-            axes.text(place, total / unit, size(total), size=7, weight=weight, ha="center")
-        if self.budget <= 2 * max(totals):
-            axes.axhline(self.budget / unit, color="black", lw=1.2, ls="--", label="budget")
-        axes.set_ylim(0, 1.3 * axes.get_ylim()[1])  # room for the legend
-        axes.set_xticks(places, [mode.replace("+", "\n+ ") for mode in self.held])
-        title = f"{self.heading}, budget {size(self.budget)} (hatched: expected)"
-        return charts.finish(figure, title, path)
 
 
 def size(count: float) -> str:

@@ -1,22 +1,15 @@
 """The meter: what half precision does to the weights and gradients of each tensor, step by step.
 
-    optimizer.meter(every=100)
-    ...
-    print(optimizer.meter.report())
-
 A metered step is an ordinary one, with the same bits, that counts while it updates. What it counts
 goes to the host by itself; nothing waits until somebody reads.
 """
 
 from __future__ import annotations
 
-import sys
-import warnings
 from collections import deque
 from collections.abc import Sequence
 from functools import cached_property
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -24,21 +17,14 @@ from torch import Tensor
 from ampfuse._schema import METER_COUNTS, UPDATE_FACTOR
 from ampfuse.insight import readings as _readings
 from ampfuse.insight.findings import Finding
-from ampfuse.insight.readings import TensorReading, exponent_edges
-from ampfuse.insight.tables import frame
+from ampfuse.insight.readings import TensorReading
 from ampfuse.optim.fused import FusedOptimizer
 from ampfuse.optim.masters import HALF_DTYPES
 from ampfuse.optim.skip_watch import Sample, is_captured
 
 if TYPE_CHECKING:
-    import pandas
-    from matplotlib.figure import Figure
-
     from ampfuse._C import ParamTable
     from ampfuse.optim.base import AmpOptimizer
-
-# Readings in a row, all of lost updates, after which a tensor without a master is warned of.
-_PATIENCE = 5
 
 
 class Meter:
@@ -53,10 +39,6 @@ class Meter:
         self._steps = self._start = 0  # so far, and when the meter was switched on
         self._keeps_bits = False
         self._records: deque[_Record] = deque()
-        self._logged = 0  # the last step that went to a writer
-        self._unseen: deque[_Record] = deque()  # on their way to the host
-        # By half row without a master of a table: readings in a row that were lost.
-        self._lost: tuple[ParamTable | None, dict[int, int]] = None, {}
 
     def __call__(
         self, every: int | None = 100, *, changed_bits: bool = False, history: int = 100
@@ -98,29 +80,8 @@ class Meter:
         return None if is_captured(table.param(0)) else table.plan.new_meter(self._keeps_bits)
 
     def after_update(self, table: ParamTable, buffers: list[Tensor]) -> None:
-        """Have what the step left brought to the host; warn of what earlier ones tell."""
-        record = _Record(self._steps, table, buffers)
-        self._records.append(record)
-        self._unseen.append(record)
-        while self._unseen and self._unseen[0].sample.has_arrived():
-            self._warn(self._unseen.popleft())
-
-    def _warn(self, record: _Record) -> None:
-        table, lost = self._lost
-        if table is not record.table:
-            table = record.table
-            rows = (row for row in range(record.row_count) if table.model(row) is None)
-            lost = {row: 0 for row in rows if table.param(row).dtype in HALF_DTYPES}
-            self._lost = table, lost
-        told = set()
-        for row, count in lost.items():
-            reading = record.row(row)
-            if reading.elements:
-                lost[row] = count + 1 if reading.is_lost else 0
-                if lost[row] == _PATIENCE:
-                    told.add(reading.parameter)
-        if told and (found := [one for one in self.advice if one.where in told]):
-            warnings.warn(_readings.in_words(found), stacklevel=8)
+        """Have what the step left brought to the host."""
+        self._records.append(_Record(self._steps, table, buffers))
 
     # --- reading --------------------------------------------------------------------------------
 
@@ -137,55 +98,6 @@ class Meter:
     def report(self) -> str:
         """A table of the last metered step that was applied, and the advice."""
         return _readings.report(self.readings)
-
-    def frame(self) -> pandas.DataFrame:
-        """A row for each :class:`TensorReading`, with its shares and ratio; needs pandas."""
-        return frame(self.readings, "stale_share", "subnormal_share", "update_ratio")
-
-    def plot(self, path: str | Path | None = None) -> Figure:
-        """A picture of all tensors over all readings, saved to `path` if given; needs matplotlib.
-
-        See :func:`ampfuse.insight.readings.draw`.
-
-        Raises:
-            ValueError: there is no reading.
-        """
-        return _readings.draw(self.readings, path)
-
-    def log(self, writer: Any) -> None:
-        """Write what is new as scalars and histograms, under ``meter/<parameter>/``.
-
-        Arguments:
-            writer: a ``torch.utils.tensorboard.SummaryWriter``, or a Weights & Biases run.
-        """
-        edges = exponent_edges()
-        for row in self.readings:
-            if row.step <= self._logged or row.elements == 0:
-                continue
-            tag = f"meter/{row.parameter}"
-            scalars = {f"{tag}/{name}": share for name, share in row.shares().items()}
-            scalars[f"{tag}/update_ratio"] = row.update_ratio
-            if not hasattr(writer, "add_scalar"):
-                if (wandb := sys.modules.get("wandb")) is not None:
-                    histogram = wandb.Histogram(np_histogram=(list(row.exponents), edges))
-                    scalars[f"{tag}/log2_gradient"] = histogram
-                writer.log(scalars | {"meter/step": row.step})
-                continue
-            for name, value in scalars.items():
-                writer.add_scalar(name, value, row.step)
-            bins = [*zip(row.exponents, edges[1:], strict=True)]
-            writer.add_histogram_raw(
-                f"{tag}/log2_gradient",
-                min=edges[0],
-                max=edges[-1],
-                num=sum(row.exponents),
-                sum=sum(n * e for n, e in bins),
-                sum_squares=sum(n * e**2 for n, e in bins),
-                bucket_limits=edges[1:],
-                bucket_counts=list(row.exponents),
-                global_step=row.step,
-            )
-        self._logged = max((record.step for record in self._records), default=0)
 
     def changed(self, parameter: str) -> Tensor:
         """Which weights of `parameter` changed their bits in the last metered step.

@@ -1,11 +1,4 @@
-"""``amp.explain_overflow``: watch one step, or the one after too many that were skipped.
-
-with amp.explain_overflow(model) as watch:  # around any step: forward, backward, update
-    ...
-print(watch.explanation)
-
-amp.explain_overflow(model, optimizer, after=3)  # once; the rest happens by itself
-"""
+"""``amp.explain_overflow``: watch one step, or the one after too many that were skipped."""
 
 from __future__ import annotations
 
@@ -37,11 +30,13 @@ def explain_overflow(
 ) -> OverflowWatch:
     """Say which module and operation made the first inf or NaN of a training step.
 
-    As a context manager around a step it tells in ``watch.explanation``: an
-    :class:`~ampfuse.insight.Explanation`, or None if all that matters was finite. With `after` it
-    arms itself: after so many skipped steps in a row the next step is watched, from its forward
-    pass on, and the explanation is logged (logger "ampfuse.amp", WARNING). It tells again when
-    steps were applied in between.
+        with amp.explain_overflow(model) as watch:  # around any step: forward, backward, update
+            ...
+        print(watch.explanation)  # an Explanation; None if all that matters was finite
+
+    With `after` it arms itself: after so many skipped steps in a row the next step is watched, from
+    its forward pass on, and the explanation is logged (logger "ampfuse.amp", WARNING). It tells
+    again when steps were applied in between.
 
     A watched step runs every operation as always and gives the same bits, but waits for the device
     after each of them. What ``torch.compile`` compiled runs uncompiled in it. An armed watch adds

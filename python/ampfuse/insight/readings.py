@@ -6,18 +6,12 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from ampfuse._schema import METER_COUNTS
-from ampfuse.insight import charts
 from ampfuse.insight.findings import Finding, grouped
 from ampfuse.insight.tables import aligned, dtype_name
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,42 +149,3 @@ def report(readings: Sequence[TensorReading]) -> str:
             lines.append((row.parameter, f"{row.elements:,}", kind, *shares, ratio))
     said = in_words(find(readings)) or "Nothing to be said against it."
     return "\n".join([f"Step {steps[-1]}", *aligned(lines, left=(0, 2)), "", said])
-
-
-def draw(readings: Sequence[TensorReading], path: str | Path | None) -> Figure:
-    """One line a tensor, one column a metered step, three panels.
-
-    Lost: updates that rounded away (of tensors without a master; with one they are kept, and the
-    line is empty). Underflow: subnormal shares of the gradients. Rate: norm of the update over norm
-    of the weight. Tensors that the findings name are in bold.
-    """
-    from matplotlib.colors import LogNorm, Normalize
-
-    if not readings:
-        raise ValueError("the meter has read nothing yet: optimizer.meter(every=...), then train")
-    names = {name: i for i, name in enumerate(dict.fromkeys(row.parameter for row in readings))}
-    steps = {step: i for i, step in enumerate(dict.fromkeys(row.step for row in readings))}
-    values: dict[str, tuple[Callable[[TensorReading], float], str, Normalize]] = {
-        "updates lost to rounding": (
-            lambda row: math.nan if row.has_master else row.stale_share,
-            "Reds",
-            Normalize(0, 1),
-        ),
-        "subnormal gradients": (lambda row: row.subnormal_share, "Purples", Normalize(0, 1)),
-        "|update| / |weight|": (lambda row: row.update_ratio or math.nan, "viridis", LogNorm()),
-    }
-    figure, axes = charts.panels([list(values)], (9, 1.9 + 0.17 * len(names)))
-    for title, (value, colours, norm) in values.items():
-        cells = [[math.nan] * len(steps) for _ in names]  # where there is nothing to say
-        for row in readings:
-            cells[names[row.parameter]][steps[row.step]] = value(row)
-        ax = axes[title]
-        image = ax.imshow(cells, aspect="auto", interpolation="nearest", cmap=colours, norm=norm)
-        figure.colorbar(image, ax=ax, location="bottom", pad=0.02)
-        places = sorted({0, (len(steps) - 1) // 2, len(steps) - 1})
-        ax.set_xticks(places, [str(list(steps)[place]) for place in places])
-        ax.set_yticks(range(len(names)), list(names) if ax is figure.axes[0] else [""] * len(names))
-    named = {finding.where for finding in find(readings)}
-    for label in figure.axes[0].get_yticklabels():
-        label.set_fontweight("bold" if label.get_text() in named else "normal")
-    return charts.finish(figure, "by metered step", path)

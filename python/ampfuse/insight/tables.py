@@ -1,15 +1,10 @@
-"""What the reports have in common: tables as text and for pandas, and names of types."""
+"""What the reports have in common: tables as text, and names of types."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Container, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Container, Sequence
 
 import torch
-
-if TYPE_CHECKING:
-    import pandas
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -27,15 +22,3 @@ def aligned(lines: Sequence[Sequence[str]], *, left: Container[int]) -> list[str
         ).rstrip()
         for line in lines
     ]
-
-
-def frame(rows: Iterable[Any], *properties: str) -> pandas.DataFrame:
-    """A pandas row for each of `rows`, dataclasses: their fields, and these properties."""
-    import pandas
-
-    return pandas.DataFrame(
-        [
-            dataclasses.asdict(row) | {name: getattr(row, name) for name in properties}
-            for row in rows
-        ]
-    )
