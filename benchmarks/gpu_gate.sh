@@ -130,7 +130,7 @@ torch.cuda.synchronize()'
 nets() { measure conv_nets conv_nets_cuda; }
 
 # Every experiment on synthetic data, at the published sizes where they take seconds, in all arms.
-train() { "$PYTHON" -m ampfuse train "$@" --data synthetic --output "$RESULTS/experiments" --quiet; }
+train() { "$PYTHON" -m ampfuse train "$@" --data synthetic --output "$RESULTS/experiments"; }
 
 e1() {
   local status=0 batch mode

@@ -117,7 +117,7 @@ class TestRecipes:
         """The settings are those that the published tables state."""
         rows, config = results.published(recipe), config_of(name, line)
         for column in columns:
-            assert {getattr(row, column) for row in rows} == {getattr(config, column)}
+            assert {row[column] for row in rows} == {getattr(config, column)}
 
     def test_densenet_as_published_by_level(self):
         for arm, batch, epochs in (("O0", 512, 25), ("O2", 1024, 50)):
@@ -133,10 +133,10 @@ class TestRecipes:
         assert config_of("cifar", "--recipe e2 --model wrn16_4 --arm O0").recipe is None
 
     def test_flags_win_over_the_recipe(self):
-        line = "--recipe e2 --arm O2 -b 64 --epochs 3 --lr 0.5 --dropout 0.1 --schedule cosine"
+        line = "--recipe e2 --arm O2 -b 64 --epochs 3 --lr 0.5 --optimizer adamw"
         config = config_of("cifar", line)
         assert (config.batch_size, config.epochs, config.lr) == (64, 3, 0.5)
-        assert (config.dropout, config.schedule) == (0.1, "cosine")
+        assert (config.optimizer, config.schedule, config.dropout) == ("adamw", "linear", 0.3)
         assert config_of("cifar", "--recipe e2 --arm O2 --iterations 7").epochs is None
 
     def test_every_recipe_resolves_for_every_model_and_arm(self):

@@ -24,7 +24,7 @@ COMMANDS = {
     "e2": ("cifar --recipe e2 --arm O2", "-b 2 --iterations 1 --image-size 8"),
     "e3-seresnext50": (
         "cifar --recipe e3 --model seresnext50_32x4d --arm O2",
-        "-b 4 --iterations 1",
+        "-b 4 --iterations 1 --image-size 16",
     ),
     "e3-densenet161": ("cifar --recipe e3 --model densenet161 --arm O2", "-b 4 --iterations 1"),
     "e4-resnet18": ("imagenet --recipe e4 --model resnet18 --arm O2", "-b 4 --iterations 2"),
@@ -37,8 +37,8 @@ COMMANDS = {
 def run(name: str, data: str, folder: Path, *more: str) -> dict:
     command, small = COMMANDS[name]
     if name.startswith("e4"):
-        small += " --image-size 64"
-    words = ["train", *command.split(), "--data", data, *small.split(), *more, "--quiet"]
+        small += " --image-size 32"
+    words = ["train", *command.split(), "--data", data, *small.split(), *more]
     assert main([*words, "-o", str(folder / "results")]) == 0
     (path,) = (folder / "results").rglob("*.json")
     return json.loads(path.read_text())
@@ -100,7 +100,7 @@ def test_e1_as_it_was_called(mode, files, tmp_path, capsys):
 def test_time_against_batch_size_in_one_command(tmp_path, capsys):
     """E1's question: a result for each batch size and arm, as of separate commands; one table."""
     line = "train mlp --data digits --image-size 8 --iterations 2 --batch-size 8 16 --arm fp32 O2"
-    assert main([*line.split(), "-o", str(tmp_path), "--quiet"]) == 0
+    assert main([*line.split(), "-o", str(tmp_path)]) == 0
     results = [json.loads(path.read_text()) for path in tmp_path.rglob("*.json")]
     ran = {(result["batch_size"], result["method"]) for result in results}
     assert ran == {(8, "fp32"), (8, "O2"), (16, "fp32"), (16, "O2")}

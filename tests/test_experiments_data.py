@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import gc
-import hashlib
 import itertools
 import json
-import multiprocessing
 import pickle
 import random
 import shutil
@@ -25,6 +22,7 @@ from sklearn.datasets import load_digits
 
 import data_files
 from ampfuse.experiments.data import DataError, open_data
+from ampfuse.experiments.data.loaders import Samples
 from ampfuse.experiments.settings import Settings
 from data_files import no_checksums as no_checksums
 
@@ -49,20 +47,6 @@ def open_(kind="cifar10", source="synthetic", *, device=CPU, rank=0, world_size=
         **{"batch_size": 4, "channels_last": False, **settings},
     )
     return open_data(settings_, device, rank, world_size)
-
-
-@pytest.fixture
-def opened():
-    """Opens data like :func:`open_`, and closes them after the test."""
-    everything = []
-
-    def opened_(*args, **options):
-        everything.append(open_(*args, **options))
-        return everything[-1]
-
-    yield opened_
-    for data in everything:
-        data.close()
 
 
 def joined(batches) -> tuple[torch.Tensor, torch.Tensor]:
@@ -91,9 +75,9 @@ def check_split(batches, images: np.ndarray, labels: np.ndarray) -> None:
 @pytest.mark.parametrize("loader", LOADERS)
 @pytest.mark.parametrize("zipped", [False, True], ids=["plain", "gzip"])
 @pytest.mark.parametrize("place", ["", "MNIST/raw"], ids=["at-root", "as-torchvision"])
-def test_mnist(place, zipped, loader, tmp_path, opened):
+def test_mnist(place, zipped, loader, tmp_path):
     written = data_files.write_mnist(tmp_path / place, zipped=zipped)
-    data = opened("mnist", tmp_path, image_size=28, shuffle=False, **BYTES, **loader)
+    data = open_("mnist", tmp_path, image_size=28, shuffle=False, **BYTES, **loader)
     check_split(data.train_batches(0), *written["train"])
     check_split(data.test_batches(), *written["test"])
     assert (data.train_size, data.test_size) == (40, 13)
@@ -103,23 +87,23 @@ def test_mnist(place, zipped, loader, tmp_path, opened):
 
 @pytest.mark.parametrize("loader", LOADERS)
 @pytest.mark.parametrize("place", ["folder", "archive"])
-def test_cifar10(place, loader, tmp_path, opened):
+def test_cifar10(place, loader, tmp_path):
     folder = tmp_path / "cifar-10-batches-py"
     written = data_files.write_cifar(tmp_path)
     if place == "archive":
         data_files.archive(folder, tmp_path / "cifar-10-python.tar.gz")
         shutil.rmtree(folder)
-    data = opened("cifar10", tmp_path, shuffle=False, **BYTES, **loader)
+    data = open_("cifar10", tmp_path, shuffle=False, **BYTES, **loader)
     check_split(data.train_batches(0), *written["train"])
     check_split(data.test_batches(), *written["test"])
     assert (data.classes, data.channels) == (10, 3)
 
 
 @pytest.mark.parametrize("loader", LOADERS[1:])
-def test_imagenet(loader, tmp_path, opened):
+def test_imagenet(loader, tmp_path):
     # 28 out of 32, as 224 out of 256: files of 32 pixels are stored as they are.
     written = data_files.write_imagenet(tmp_path)
-    data = opened("imagenet", tmp_path, image_size=28, shuffle=False, **BYTES, **loader)
+    data = open_("imagenet", tmp_path, image_size=28, shuffle=False, **BYTES, **loader)
     for batches, split in ((data.train_batches(0), "train"), (data.test_batches(), "test")):
         images, labels = written[split]
         check_split(batches, images[:, :, 2:30, 2:30], labels)
@@ -130,7 +114,7 @@ IN_PROCESS = {"image_size": 28, "loader": "workers", "workers": 0, **BYTES}
 
 
 @pytest.mark.parametrize("size", [(90, 60), (40, 71), (20, 16)])
-def test_imagenet_of_other_sizes(size, tmp_path, opened):
+def test_imagenet_of_other_sizes(size, tmp_path):
     """JPEGs: the shorter edge to 32, the middle 28 of that."""
     data_files.write_imagenet(tmp_path, size=size, kind="jpg")
     expected = []
@@ -139,31 +123,31 @@ def test_imagenet_of_other_sizes(size, tmp_path, opened):
         image = Image.open(path).resize((width, height), Image.Resampling.BILINEAR)
         left, top = round((width - 28) / 2), round((height - 28) / 2)
         expected.append(np.asarray(image.crop((left, top, left + 28, top + 28))))
-    images, _ = joined(opened("imagenet", tmp_path, **IN_PROCESS).test_batches())
+    images, _ = joined(open_("imagenet", tmp_path, **IN_PROCESS).test_batches())
     assert torch.equal(images, torch.from_numpy(np.stack(expected)).permute(0, 3, 1, 2).float())
 
 
-def test_imagenet_takes_grey_and_transparent_images(tmp_path, opened):
+def test_imagenet_takes_grey_and_transparent_images(tmp_path):
     data_files.write_imagenet(tmp_path)
     grey = np.arange(1024, dtype=np.uint8).reshape(32, 32)
     Image.fromarray(grey).save(tmp_path / "val" / "n01" / "000.png")
     Image.new("RGBA", (32, 32), (1, 2, 3, 4)).save(tmp_path / "val" / "n01" / "001.png")
-    images, _ = joined(opened("imagenet", tmp_path, **IN_PROCESS).test_batches())
+    images, _ = joined(open_("imagenet", tmp_path, **IN_PROCESS).test_batches())
     assert torch.equal(images[0], torch.from_numpy(grey[2:30, 2:30]).float().expand(3, 28, 28))
     assert images[1].amax(dim=(1, 2)).tolist() == [1, 2, 3]
 
 
-def test_classes_of_val_are_those_of_train(tmp_path, opened):
+def test_classes_of_val_are_those_of_train(tmp_path):
     """One class without test images does not shift the others."""
     data_files.write_imagenet(tmp_path)
     shutil.rmtree(tmp_path / "val" / "n01")
-    _, labels = joined(opened("imagenet", tmp_path, **IN_PROCESS).test_batches())
+    _, labels = joined(open_("imagenet", tmp_path, **IN_PROCESS).test_batches())
     assert labels.tolist() == [1, 1, 2, 2]
 
 
-def test_other_image_sizes_are_resized(tmp_path, opened):
+def test_other_image_sizes_are_resized(tmp_path):
     written = data_files.write_mnist(tmp_path)
-    images, _ = joined(opened("mnist", tmp_path, image_size=64, **BYTES).test_batches())
+    images, _ = joined(open_("mnist", tmp_path, image_size=64, **BYTES).test_batches())
     pixels = torch.from_numpy(written["test"][0]).float()
     expected = functional.interpolate(pixels, (64, 64), mode="bilinear")
     assert images.shape == (13, 1, 64, 64)
@@ -174,8 +158,8 @@ def test_other_image_sizes_are_resized(tmp_path, opened):
 
 
 @pytest.mark.parametrize("kind", ["mnist", "cifar10", "imagenet"])
-def test_digits_are_those_of_scikit_learn(kind, opened):
-    data = opened(kind, "digits", image_size=8, shuffle=False, batch_size=1437, **BYTES)
+def test_digits_are_those_of_scikit_learn(kind):
+    data = open_(kind, "digits", image_size=8, shuffle=False, batch_size=1437, **BYTES)
     batches = (joined(data.train_batches(0)), joined(data.test_batches()))
     images, labels = (torch.cat(parts) for parts in zip(*batches, strict=True))
     pixels, numbers = load_digits(return_X_y=True)
@@ -185,17 +169,17 @@ def test_digits_are_those_of_scikit_learn(kind, opened):
     assert ours == sorted(zip(pixels.tolist(), numbers.tolist(), strict=True))
     assert (data.train_size, data.test_size) == (1437, 360)
     assert (data.classes, data.channels) == (10, 1)
-    images, _ = joined(opened(kind, "digits", image_size=224).test_batches())
-    assert images.shape == (360, 1, 224, 224)
-    assert functional.avg_pool2d(images, 28).std() > 0.7  # still figures, not mush
+    images, _ = joined(open_(kind, "digits", image_size=56).test_batches())
+    assert images.shape == (360, 1, 56, 56)
+    assert functional.avg_pool2d(images, 7).std() > 0.7  # still figures, not mush
     assert abs(images.mean()) < 0.05
 
 
 @pytest.mark.parametrize(
     ("kind", "channels", "classes"), [("mnist", 1, 10), ("cifar10", 3, 10), ("imagenet", 3, 1000)]
 )
-def test_synthetic_shapes(kind, channels, classes, opened):
-    data = opened(kind, image_size=24, synthetic_size=40)
+def test_synthetic_shapes(kind, channels, classes):
+    data = open_(kind, image_size=24, synthetic_size=40)
     images, _ = next(iter(data.train_batches(0)))
     assert images.shape == (4, channels, 24, 24)
     assert (data.classes, data.train_size, data.test_size) == (classes, 40, 10)
@@ -204,9 +188,9 @@ def test_synthetic_shapes(kind, channels, classes, opened):
     assert 0.7 < everything.std() < 1.5
 
 
-def test_synthetic_images_come_from_the_seed(opened):
+def test_synthetic_images_come_from_the_seed():
     def data_of(seed):
-        return opened(synthetic_size=400, batch_size=400, seed=seed, shuffle=False)
+        return open_(synthetic_size=400, batch_size=400, seed=seed, shuffle=False)
 
     first, again, other = (
         [*d.train_batches(0), *d.test_batches()] for d in map(data_of, (1, 1, 2))
@@ -217,10 +201,10 @@ def test_synthetic_images_come_from_the_seed(opened):
     assert not torch.equal(images[:100], test_images)
 
 
-def test_synthetic_sizes_follow_the_batch(opened):
-    data = opened(synthetic_size=10, batch_size=16, world_size=3, rank=1)
+def test_synthetic_sizes_follow_the_batch():
+    data = open_(synthetic_size=10, batch_size=16, world_size=3, rank=1)
     assert (data.train_size, data.batches_per_epoch) == (48, 1)
-    data = opened(synthetic_size=1000, batch_size=8, world_size=2)
+    data = open_(synthetic_size=1000, batch_size=8, world_size=2)
     assert data.test_size == 2 * 4 * 8
     assert [len(labels) for _, labels in data.test_batches()] == [8] * 4
 
@@ -242,9 +226,9 @@ def numbers(batches) -> list[list[int]]:
 
 
 @pytest.fixture
-def counted(tmp_path, opened):
+def counted(tmp_path):
     folder = identified(tmp_path)
-    return lambda **options: opened("mnist", folder, image_size=8, **BYTES, **options)
+    return lambda **options: open_("mnist", folder, image_size=8, **BYTES, **options)
 
 
 def flat(batches) -> list[int]:
@@ -294,11 +278,11 @@ def test_processes_share_the_images(world_size, loader, counted):
 
 @pytest.mark.parametrize("loader", LOADERS)
 @pytest.mark.parametrize("kind", ["cifar10", "imagenet"])
-def test_going_on_in_the_middle_of_an_epoch(kind, loader, opened):
+def test_going_on_in_the_middle_of_an_epoch(kind, loader):
     options = {"synthetic_size": 24, "augment": True, "image_size": 16, "seed": 7, **loader}
-    whole = list(opened(kind, **options).train_batches(3))
+    whole = list(open_(kind, **options).train_batches(3))
     assert len(whole) == 6
-    data = opened(kind, **options)
+    data = open_(kind, **options)
     for start in (4, 1, 6):
         assert same(data.train_batches(3, start), whole[start:])
 
@@ -324,10 +308,10 @@ def which_variant(batches, originals: torch.Tensor, order: list[int], size: int)
 
 
 @pytest.mark.parametrize("loader", LOADERS)
-def test_cifar10_crops_and_flips(loader, tmp_path, opened):
+def test_cifar10_crops_and_flips(loader, tmp_path):
     written = data_files.write_cifar(tmp_path, each=16)
     originals = functional.pad(torch.from_numpy(written["train"][0]).float(), (4,) * 4)
-    data = opened("cifar10", tmp_path, augment=True, shuffle=False, **BYTES, **loader)
+    data = open_("cifar10", tmp_path, augment=True, shuffle=False, **BYTES, **loader)
     order = list(range(80))
     first = which_variant(data.train_batches(0), originals, order, 32)
     second = which_variant(data.train_batches(1), originals, order, 32)
@@ -341,7 +325,7 @@ def test_cifar10_crops_and_flips(loader, tmp_path, opened):
     check_split(data.test_batches(), *written["test"])
 
 
-def test_imagenet_workers_crop_at_random_sizes(tmp_path, opened):
+def test_imagenet_workers_crop_at_random_sizes(tmp_path):
     """A ramp from left to right shows where the crop was taken and how large it was."""
     data_files.write_imagenet(tmp_path, ("n01",), each=0, test_each=1)
     folder = tmp_path / "train" / "n01"
@@ -350,7 +334,7 @@ def test_imagenet_workers_crop_at_random_sizes(tmp_path, opened):
     for number in range(40):
         Image.fromarray(ramp).save(folder / f"{number}.png")
     options = {"loader": "workers", "workers": 0, "augment": True, **BYTES}
-    images, _ = joined(opened("imagenet", tmp_path, image_size=32, **options).train_batches(0))
+    images, _ = joined(open_("imagenet", tmp_path, image_size=32, **options).train_batches(0))
     slopes = (images[:, 0, 16, 24] - images[:, 0, 16, 8]) / 16 / 2  # pixels of the file per pixel
     assert 10 < (slopes < 0).sum() < 30
     widths = slopes.abs() * 32
@@ -360,17 +344,17 @@ def test_imagenet_workers_crop_at_random_sizes(tmp_path, opened):
 
 
 @pytest.mark.parametrize("loader", LOADERS[:2])
-def test_mnist_is_never_augmented(loader, tmp_path, opened):
+def test_mnist_is_never_augmented(loader, tmp_path):
     written = data_files.write_mnist(tmp_path)
-    data = opened("mnist", tmp_path, image_size=28, augment=True, shuffle=False, **BYTES, **loader)
+    data = open_("mnist", tmp_path, image_size=28, augment=True, shuffle=False, **BYTES, **loader)
     check_split(data.train_batches(0), *written["train"])
 
 
-def test_workers_augment_an_image_alike_however_many_they_are(opened):
+def test_workers_augment_an_image_alike_however_many_they_are():
     """Nor does it matter in which batch it comes."""
 
     def images(**options):
-        data = opened(synthetic_size=24, augment=True, loader="workers", seed=5, **options)
+        data = open_(synthetic_size=24, augment=True, loader="workers", seed=5, **options)
         return joined(data.train_batches(1))
 
     expected = images(workers=0)
@@ -380,11 +364,11 @@ def test_workers_augment_an_image_alike_however_many_they_are(opened):
 
 
 @pytest.mark.parametrize("loader", LOADERS[:2])
-def test_augmentation_is_of_seed_and_epoch_alone(loader, opened):
+def test_augmentation_is_of_seed_and_epoch_alone(loader):
     def opened_(repeat=0):
         options = {"synthetic_size": 16, "shuffle": False, "augment": True, "image_size": 8}
         torch.manual_seed(repeat)
-        return opened(repeat=repeat, **options, **loader)
+        return open_(repeat=repeat, **options, **loader)
 
     data = opened_()
     before = list(data.train_batches(0))
@@ -396,7 +380,7 @@ def test_augmentation_is_of_seed_and_epoch_alone(loader, opened):
     assert same(data.test_batches(), repeat.test_batches())  # these are of no repeat
 
 
-def test_ranks_draw_their_own_crops(tmp_path, opened):
+def test_ranks_draw_their_own_crops(tmp_path):
     """All images are the same one, so that only the crops can differ."""
     pixels = np.broadcast_to(data_files.noise(1, 3072)[0], (8, 3072))
     batch = {"data": np.ascontiguousarray(pixels), "labels": [0] * 8}
@@ -404,23 +388,22 @@ def test_ranks_draw_their_own_crops(tmp_path, opened):
     for name in data_files.CIFAR:
         (tmp_path / "cifar-10-batches-py" / name).write_bytes(pickle.dumps(batch, 2))
     first, second = (
-        list(opened("cifar10", tmp_path, augment=True, rank=rank, world_size=2).train_batches(0))
+        list(open_("cifar10", tmp_path, augment=True, rank=rank, world_size=2).train_batches(0))
         for rank in range(2)
     )
     assert not same(first, second)
 
 
 @pytest.mark.parametrize("loader", LOADERS)
-def test_global_random_numbers_are_left_alone(loader, opened):
+def test_global_random_numbers_are_left_alone(loader):
     def state():
         return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
 
     before = state()
-    data = opened(synthetic_size=16, augment=True, **loader)
+    data = open_(synthetic_size=16, augment=True, **loader)
     list(data.train_batches(0))
     list(data.train_batches(1, start=2))
     list(data.test_batches())
-    data.close()
     assert state() == before
 
 
@@ -435,23 +418,23 @@ def test_global_random_numbers_are_left_alone(loader, opened):
         ({"mean": (0.1, 0.2, 0.3), "std": (0.4, 0.5, 0.6)}, (0.1, 0.2, 0.3), (0.4, 0.5, 0.6)),
     ],
 )
-def test_normalisation(options, mean, std, tmp_path, opened):
+def test_normalisation(options, mean, std, tmp_path):
     pixels, _ = data_files.write_cifar(tmp_path)["test"]
     expected = (pixels / 255 - np.reshape(mean, (3, 1, 1))) / np.reshape(std, (3, 1, 1))
-    images, _ = joined(opened("cifar10", tmp_path, **options).test_batches())
+    images, _ = joined(open_("cifar10", tmp_path, **options).test_batches())
     assert torch.allclose(images.double(), torch.from_numpy(expected), atol=1e-5)
 
 
-def test_grey_images_take_the_first_of_three_values(opened):
-    three = opened("cifar10", "digits", mean=(0.4, 0.5, 0.6), std=(0.2, 0.2, 0.5))
-    one = opened("cifar10", "digits", mean=(0.4,), std=(0.2,))
+def test_grey_images_take_the_first_of_three_values():
+    three = open_("cifar10", "digits", mean=(0.4, 0.5, 0.6), std=(0.2, 0.2, 0.5))
+    one = open_("cifar10", "digits", mean=(0.4,), std=(0.2,))
     assert same(three.test_batches(), one.test_batches())
 
 
-def test_loaders_agree_to_the_bit(tmp_path, opened):
+def test_loaders_agree_to_the_bit(tmp_path):
     data_files.write_cifar(tmp_path)
-    resident = opened("cifar10", tmp_path)
-    workers = opened("cifar10", tmp_path, loader="workers", workers=2)
+    resident = open_("cifar10", tmp_path)
+    workers = open_("cifar10", tmp_path, loader="workers", workers=2)
     assert same(resident.train_batches(1), workers.train_batches(1))
     assert same(resident.test_batches(), workers.test_batches())
 
@@ -459,20 +442,20 @@ def test_loaders_agree_to_the_bit(tmp_path, opened):
 @pytest.mark.parametrize("augment", [False, True])
 @pytest.mark.parametrize("loader", LOADERS[:2])
 @pytest.mark.parametrize("kind", ["cifar10", "imagenet"])
-def test_channels_last(kind, loader, augment, opened):
+def test_channels_last(kind, loader, augment):
     passes = []
     for channels_last in (True, False):
         layout = torch.channels_last if channels_last else torch.contiguous_format
         options = {"synthetic_size": 8, "augment": augment, **loader}
-        data = opened(kind, channels_last=channels_last, **options)
+        data = open_(kind, channels_last=channels_last, **options)
         passes.append([*data.train_batches(0), *data.test_batches()])
         assert all(images.is_contiguous(memory_format=layout) for images, _ in passes[-1])
     assert same(*passes)
 
 
 @pytest.mark.parametrize("loader", LOADERS[:2])
-def test_describe_is_json(loader, opened):
-    data = opened(synthetic_size=16, augment=True, **loader)
+def test_describe_is_json(loader):
+    data = open_(synthetic_size=16, augment=True, **loader)
     assert json.loads(json.dumps(data.describe())) == {
         "data": "synthetic",
         "kind": "cifar10",
@@ -485,30 +468,9 @@ def test_describe_is_json(loader, opened):
 # Worker processes
 
 
-@pytest.fixture
-def new_processes():
-    """Children of this process that were not there when the test began."""
-    before = set(multiprocessing.active_children())
-    return lambda: set(multiprocessing.active_children()) - before
-
-
-def test_workers_live_from_epoch_to_epoch_and_end_with_close(opened, new_processes):
-    data = opened(synthetic_size=16, loader="workers", workers=2)
-    list(data.train_batches(0))
-    started = new_processes()
-    assert len(started) == 2
-    list(data.train_batches(1))
-    assert new_processes() == started
-    list(data.test_batches())
-    assert len(new_processes()) == 4
-    data.close()
-    assert not new_processes()
-    data.close()
-
-
 @pytest.mark.parametrize("loader", LOADERS)
-def test_a_pass_may_be_left_in_the_middle(loader, opened):
-    data = opened(synthetic_size=40, augment=True, **loader)
+def test_a_pass_may_be_left_in_the_middle(loader):
+    data = open_(synthetic_size=40, augment=True, **loader)
     expected = list(data.train_batches(1))
     left = data.train_batches(0)
     next(left)
@@ -517,13 +479,13 @@ def test_a_pass_may_be_left_in_the_middle(loader, opened):
     assert len(list(data.test_batches())) == 3
 
 
-def test_samples_can_be_sent_to_a_worker_that_was_not_forked(tmp_path, opened):
+def test_samples_can_be_sent_to_a_worker_that_was_not_forked(tmp_path):
     """As Python starts processes on other systems, and from 3.14 on."""
     data_files.write_imagenet(tmp_path)
     for source in ("synthetic", tmp_path):
-        data = opened("imagenet", source, image_size=28, loader="workers", augment=True)
-        samples, key = data._train.dataset, ([1, 2], (0, 0))
-        assert same([pickle.loads(pickle.dumps(samples))[key]], [samples[key]])
+        data = open_("imagenet", source, image_size=28, loader="workers", augment=True)
+        samples = Samples(data._images.train, data._of_train, (0, 0))
+        assert same([pickle.loads(pickle.dumps(samples))[1]], [samples[1]])
 
 
 # What is missing or damaged
@@ -531,11 +493,8 @@ def test_samples_can_be_sent_to_a_worker_that_was_not_forked(tmp_path, opened):
 
 def read_all(**options) -> None:
     data = open_(**options)
-    try:
-        list(data.train_batches(0))
-        list(data.test_batches())
-    finally:
-        data.close()
+    list(data.train_batches(0))
+    list(data.test_batches())
 
 
 def refused(match: str, **options) -> None:
@@ -550,42 +509,13 @@ def shortened(content: bytes) -> bytes:
 
 @pytest.mark.parametrize("loader", LOADERS[1:])
 @pytest.mark.parametrize("change", [shortened, lambda content: b"", lambda content: b"<html>"])
-def test_damaged_images(change, loader, tmp_path, new_processes):
+def test_damaged_images(change, loader, tmp_path):
     data_files.write_imagenet(tmp_path, kind="jpg")
     refused("--loader resident: image files are read by", kind="imagenet", source=tmp_path)
     path = tmp_path / "train" / "n02" / "005.jpg"
     path.write_bytes(change(path.read_bytes()))
     said = f"{path}: cannot be read as an image"
-    gc.disable()  # processes end with the error, not whenever garbage is collected
-    try:
-        refused(said, kind="imagenet", source=tmp_path, **loader)
-        assert not new_processes()
-    finally:
-        gc.enable()
-
-
-@pytest.fixture
-def sums(monkeypatch):
-    """Makes the files below a folder the published ones: their MD5 sums, which are checked."""
-    from torchvision.datasets import CIFAR10, MNIST, utils
-
-    def check(file, md5=None):
-        return Path(file).is_file() and (md5 is None or utils.check_md5(file, md5))
-
-    for module in ("cifar", "utils"):
-        monkeypatch.setattr(f"torchvision.datasets.{module}.check_integrity", check)
-
-    def publish(folder):
-        files = [path for path in folder.rglob("*") if path.is_file()]
-        md5 = {path.name: utils.calculate_md5(path) for path in files}
-        for of, names in ((CIFAR10, ("train_list", "test_list")), (MNIST, ("resources",))):
-            for name in names:
-                monkeypatch.setattr(of, name, [(n, md5.get(n, "?")) for n, _ in getattr(of, name)])
-        monkeypatch.setattr(CIFAR10, "tgz_md5", md5.get(CIFAR10.filename, "?"))
-        monkeypatch.setitem(CIFAR10.meta, "md5", md5.get(CIFAR10.meta["filename"], "?"))
-        return md5
-
-    return publish
+    refused(said, kind="imagenet", source=tmp_path, **loader)
 
 
 BATCH, IMAGES = "cifar-10-batches-py/data_batch_3", "train-images-idx3-ubyte"
@@ -593,23 +523,21 @@ LABELS = "MNIST/raw/t10k-labels-idx1-ubyte"
 
 
 @pytest.mark.parametrize(
-    ("kind", "name", "change", "problem"),
+    ("kind", "name", "change"),
     [
-        ("cifar10", BATCH, shortened, "{size} bytes with the MD5 sum {now}; .* has {md5}"),
-        ("cifar10", BATCH, lambda content: b"<html>", "6 bytes .* {now}; .* has {md5}"),
-        ("cifar10", BATCH, lambda content: content[:-9] + b"*" + content[-8:], "{md5}"),
-        ("cifar10", "cifar-10-batches-py/batches.meta", lambda content: b"", "0 bytes .* {md5}"),
-        ("cifar10", "cifar-10-python.tar.gz", shortened, "{size} bytes .* {now}; .* has {md5}"),
-        ("mnist", f"{LABELS}.gz", lambda content: b"", "0 bytes with the MD5 .* has {md5}"),
-        ("mnist", IMAGES, shortened, "{size} bytes from '00000803' on; expected: 31376"),
-        ("mnist", IMAGES, lambda content: content + b"*", "31377 bytes .* expected: 31376"),
-        ("mnist", IMAGES, lambda content: b"", "0 bytes from '' on; .* from '00000803' on"),
-        ("mnist", LABELS, lambda content: b"<html>", "from '3c68746d' on; .* '00000801' on"),
-        ("mnist", LABELS, lambda content: content[:11] + b"\xc8" + content[12:],
-         "the label of image 3 is 200, not 0 to 9"),
+        ("cifar10", BATCH, shortened),
+        ("cifar10", BATCH, lambda content: b"<html>"),
+        ("cifar10", "cifar-10-batches-py/batches.meta", lambda content: b""),
+        ("cifar10", "cifar-10-python.tar.gz", shortened),
+        ("mnist", f"{LABELS}.gz", lambda content: b""),
+        ("mnist", IMAGES, shortened),
+        ("mnist", IMAGES, lambda content: b""),
+        ("mnist", LABELS, lambda content: b"<html>"),
+        ("mnist", LABELS, lambda content: content[:11] + b"\xc8" + content[12:]),
     ],
-)  # fmt: skip
-def test_damaged_files_are_named(kind, name, change, problem, tmp_path, sums):
+)
+def test_damaged_files(kind, name, change, tmp_path):
+    """A line that says which data set, and what to do."""
     path = tmp_path / name
     if kind == "mnist":
         data_files.write_mnist(path.parent, zipped=name.endswith("gz"))
@@ -617,15 +545,9 @@ def test_damaged_files_are_named(kind, name, change, problem, tmp_path, sums):
         data_files.write_cifar(tmp_path)
     if name.endswith("tar.gz"):
         data_files.archive(tmp_path / "cifar-10-batches-py", path)
-    published = sums(tmp_path)
-    open_(kind, tmp_path, image_size=28).close()
-    if name.endswith("gz"):  # what was unpacked when it was opened
-        shutil.rmtree(tmp_path / "cifar-10-batches-py", ignore_errors=True)
-        path.with_suffix("").unlink(missing_ok=True)
+        shutil.rmtree(tmp_path / "cifar-10-batches-py")
     path.write_bytes(change(path.read_bytes()))
-    size, now = path.stat().st_size, hashlib.md5(path.read_bytes()).hexdigest()
-    problem = problem.format(size=size, now=now, md5=published[path.name])
-    refused(f"--data: {path} is damaged .*{problem}.*: delete it", kind=kind, source=tmp_path)
+    refused(f"--data {tmp_path}: .*delete what is damaged", kind=kind, source=tmp_path)
 
 
 def test_more_labels_than_images(tmp_path):
@@ -674,9 +596,9 @@ def test_a_batch_larger_than_the_set(batch_size, world_size, said, tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("loader", LOADERS)
-def test_batches_on_the_gpu_are_those_of_the_cpu(loader, opened):
+def test_batches_on_the_gpu_are_those_of_the_cpu(loader):
     options = {"synthetic_size": 64, "augment": True, "channels_last": True, **loader}
-    cpu, gpu = (opened(device=torch.device(name), **options) for name in ("cpu", "cuda"))
+    cpu, gpu = (open_(device=torch.device(name), **options) for name in ("cpu", "cuda"))
     for one, other in zip(cpu.train_batches(0), gpu.train_batches(0), strict=True):
         images, labels = other
         assert images.device.type == labels.device.type == "cuda"
@@ -686,8 +608,8 @@ def test_batches_on_the_gpu_are_those_of_the_cpu(loader, opened):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("augment", [False, True])
-def test_resident_batches_do_not_make_the_host_wait(augment, opened):
-    data = opened(device=torch.device("cuda"), synthetic_size=64, augment=augment)
+def test_resident_batches_do_not_make_the_host_wait(augment):
+    data = open_(device=torch.device("cuda"), synthetic_size=64, augment=augment)
     torch.cuda.set_sync_debug_mode("error")
     try:
         for batches in (data.train_batches(0), data.test_batches()):

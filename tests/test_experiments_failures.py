@@ -15,11 +15,10 @@ pytest.importorskip("torchvision")
 pytest.importorskip("timm")
 pytest.importorskip("sklearn")
 
-import data_files
 from ampfuse.__main__ import main
 from experiment_results import ResultFolder
 
-TRAIN = "train mlp --data synthetic --image-size 8 -b 8 --arm fp32 --device cpu --quiet".split()
+TRAIN = "train mlp --data synthetic --image-size 8 -b 8 --arm fp32 --device cpu".split()
 SHORT = ["--iterations", "2"]
 DEMO = "demo --levels O0 --epochs 1 --width 2 --device cpu".split()
 # Each with the option that says where it writes.
@@ -74,7 +73,6 @@ WRONG = {
         "--lr 0": "0 is no positive number",
         "--loss-scale big": "--loss-scale: invalid scale value: 'big'",
         "--loss-scale -1": "--loss-scale: -1 is no positive number",
-        "--warmup 1": "1 is not between 0 and 1",
         "--recipe e4": "invalid choice: 'e4'",
         "--opt-level 02": "invalid choice: '02'",
         "--fsdp": "unrecognized arguments: --fsdp",
@@ -94,8 +92,7 @@ WRONG = {
     },
     "train imagenet --device cpu": {"--arm O2": "--data: give a folder, digits or synthetic"},
     "demo": {
-        "--levels 02": "unknown level '02': the levels are O0, O1",
-        "--levels O0,O6": "unknown level 'O6'",
+        "--levels 02": "invalid choice: '02'",
         "--epochs 0": "argument --epochs: 0 is less than 1",
         "--epochs many": "argument --epochs: invalid",
         "--batch-size 1": "argument --batch-size: 1 is less than 2",
@@ -112,7 +109,7 @@ WRONG = {
         "--batch many": "--batch: invalid int value",
         "--iteration 3": "--iteration 3: no such results; there are 100",
         "--epochs 7": "--epochs 7: no such results; there are 6.25",
-        "--experiment coco": "--experiment: invalid choice",
+        "--experiment coco": "--experiment coco: no such results; there are cifar",
         "--GPU T4 --experiment mlp": "--experiment mlp: no such results; there are cifar",
         "--model vgg11": "--model vgg11: no such results; there are vgg16",
         "--wrong": "unrecognized arguments: --wrong",
@@ -124,10 +121,9 @@ WRONG = {
         "": "the following arguments are required: recipe",
         "e6": "invalid choice: 'e6'",
         "e1 --wrong": "unrecognized arguments: --wrong",
-        "e1 --results nowhere": "nowhere: no such folder",
-        "e3 --csv old.csv": "results: no results of e3, only of e1; train first: python -m",
-        "e3 --no-published": "results: no results of e3, only of e1; train first: python -m",
-        "e1 --results empty --csv old.csv": "empty: no results of e1; train first",
+        "e3 --csv old.csv": "results: no results of e3; to measure: ampfuse train cifar",
+        "e3 --no-published": "results: no results of e3; to measure: ampfuse train",
+        "e1 --results empty --csv old.csv": "empty: no results of e1; to measure",
         "e1 --csv empty": "empty",
         "e1 --GPU V100": "--GPU V100: no such results; there are T4",
     },
@@ -157,19 +153,15 @@ def test_wrong_use_is_one_line_and_changes_nothing(command, options, capsys):
     [
         (
             "train cifar --data digits",
-            "torchvision, timm, tqdm, scikit-learn missing: {}experiments]'",
+            "timm, tqdm, scikit-learn missing: {}experiments]'",
         ),
-        ("train cifar --data synthetic", "torchvision, timm, tqdm missing: {}experiments]'"),
         ("make_plot", "matplotlib missing: {}experiments]'"),
         ("demo", "scikit-learn, matplotlib, tqdm missing: {}demo]'"),
     ],
 )
 def test_without_the_extra_one_line_names_it(line, said, monkeypatch, capsys):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert main(line.split()) == 1
-    error = capsys.readouterr().err
-    assert said.format("pip install 'ampfuse[") in error
-    assert error.count("\n") == 1
+    refused(capsys, line.split(), said.format("pip install 'ampfuse["))
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -215,7 +207,7 @@ def test_a_disk_that_becomes_full(name, more, size, said, capsys):
 
 def test_a_folder_that_can_be_written_in_one_that_cannot():
     """As a volume in the root of a container."""
-    assert main([*DEMO, "--no-plots", "--output", "/proc/self/cwd"]) == 0
+    assert main([*DEMO, "--output", "/proc/self/cwd"]) == 0
     assert Path("levels.csv").is_file()
 
 
@@ -278,11 +270,3 @@ def test_a_checkpoint_of_something_else(change, said, saved, capsys):
 @pytest.mark.parametrize("path", [".", "file/below", "x" * 300])
 def test_a_checkpoint_that_is_no_file(path, capsys):
     refused(capsys, [*TRAIN, *SHORT, "--resume", path], f"'{path}'")
-
-
-def test_a_label_that_is_no_class(capsys):
-    data_files.write_mnist(Path("mnist"))
-    path = Path("mnist/train-labels-idx1-ubyte")
-    path.write_bytes(path.read_bytes()[:-1] + b"\xc8")
-    argv = "train mnist --data mnist -b 8 --iterations 1 --arm fp32 --device cpu".split()
-    refused(capsys, argv, f"{path} is damaged (the label of image 39 is 200, not 0 to 9)")

@@ -88,7 +88,7 @@ def vgg16(_):
     pytest.importorskip("torchvision")
     from ampfuse.experiments import models
 
-    return models.vgg16(5, 3, 0.0)
+    return models.vgg16(5, 3)
 
 
 def wide(name):

@@ -279,6 +279,7 @@ def seconds(results: list[dict]) -> str:
     return " ± ".join(f"{value:.{digits}f}".rstrip("0").rstrip(".") for value in values)
 
 
+@pytest.mark.slow
 @pytest.mark.notebook
 def test_quickstart(execute):
     run = execute("quickstart")
@@ -308,7 +309,7 @@ def test_e1(execute_experiment):
     assert row["time, s"] == "37.32 ± 3.73"
     own, published = "e1-small/figures/CIFAR - ", "e1-small/figures/published/CIFAR - "
     run.assert_shows(
-        *(f"{own}{name}.png" for name in ("Time (std)", "Memory (std)", "Speed-up")),
+        *(f"{own}{name}.png" for name in ("Time (std)", "Memory (std)")),
         *(f"{published}{name}.png" for name in ("Time (std)", "Memory (std)")),
     )
 
@@ -326,10 +327,7 @@ def test_e2(execute_experiment):
         assert re.findall(r"<td>(.*?)</td>", row)[4] == f"{result['accuracy_pct']:.2f}"
     assert run.rows(source="published", environment="colab", GPU="T4", method="O3")
     run.assert_shows(
-        *(
-            f"e2-small/figures/CIFAR wrn10_1 - {name}.png"
-            for name in ("Accuracy", "Loss scale", "Speed-up")
-        )
+        *(f"e2-small/figures/CIFAR wrn10_1 - {name}.png" for name in ("Time", "Memory"))
     )
     # The level that fails, and why.
     (failed,) = run.results("e2-small/provoked")
@@ -357,8 +355,6 @@ def test_e5(execute_experiment):
             assert row["time, s"] == seconds(runs)
     assert run.rows(source="published", model="mlp", GPU="T4", method="amp")
     loops = run.results("e5-small/loops")
-    for result in results + loops:
-        assert f"Total execution time = {result['time_s']:.3f} sec" in run.text
     of = {tuple(r["conditions"][key] for key in ("arm", "loop", "loader")): r for r in loops}
     for arm in (arms[0], arms[-1]):
         for loop, loader in (("original", "workers"), ("tuned", "workers"), ("tuned", "resident")):
@@ -366,9 +362,9 @@ def test_e5(execute_experiment):
             assert re.search(rf"{arm} +{loop} +loop, {loader} +loader +{speed} images/s", run.text)
     figures = "e5-small/figures/"
     run.assert_shows(
-        *(f"{figures}MLP - {name}.png" for name in ("Time (std)", "Memory (std)", "Speed-up")),
-        *(f"{figures}MNIST - {name}.png" for name in ("Time", "Memory", "Accuracy")),
-        *(f"e5-small/loops/figures/MNIST - {name}.png" for name in ("Time", "Speed-up")),
+        *(f"{figures}MLP - {name}.png" for name in ("Time (std)", "Memory (std)")),
+        *(f"{figures}MNIST - {name}.png" for name in ("Time", "Memory")),
+        "e5-small/loops/figures/MNIST - Time.png",
     )
 
 

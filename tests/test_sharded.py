@@ -36,14 +36,25 @@ def run(size, folder, *names):
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(size)]
 
 
+CHECKPOINTS = ("save_and_go_on", "resume")
 ONE = pytest.param(1, marks=pytest.mark.slow)
 FOUR = pytest.param(4, marks=pytest.mark.slow)  # processes, where there may be two cores
 
 
+@pytest.fixture(scope="module")
+def of_two(tmp_path_factory):
+    """What two ranks say of all cases, and the folder of their checkpoints."""
+    folder = tmp_path_factory.mktemp("of_two")
+    return run(2, folder, *CASES, *OF_SEVERAL, *CHECKPOINTS), folder
+
+
 @pytest.mark.parametrize("size", [ONE, 2, FOUR])
-def test_shards_go_the_way_of_whole_parameters(size, tmp_path):
-    cases = CASES + OF_SEVERAL if size > 1 else CASES
-    for rank, errors in enumerate(run(size, tmp_path, *cases)):
+def test_shards_go_the_way_of_whole_parameters(size, tmp_path, request):
+    if size == 2:
+        found, _ = request.getfixturevalue("of_two")
+    else:
+        found = run(size, tmp_path, *(CASES + OF_SEVERAL if size > 1 else CASES))
+    for rank, errors in enumerate(found):
         for case, error in errors.items():
             assert error is None, f"{case}, rank {rank} of {size}: {error}"
 
@@ -52,16 +63,15 @@ def test_shards_go_the_way_of_whole_parameters(size, tmp_path):
 def test_shards_on_a_gpu(tmp_path, monkeypatch):
     """One rank: two would need two GPUs. What ranks decide together: test_merge.py."""
     monkeypatch.setenv("DEVICE", "cuda")
-    for case, error in run(1, tmp_path, *CASES, "save_and_go_on", "resume")[0].items():
+    for case, error in run(1, tmp_path, *CASES, *CHECKPOINTS)[0].items():
         assert error is None, f"{case}: {error}"
 
 
 @pytest.mark.parametrize("size", [1, FOUR])
-def test_checkpoints_resume_on_another_number_of_ranks(size, tmp_path):
-    """With torch.distributed.checkpoint, in every mode: equal bits."""
-    for ranks_, job in ((2, "save_and_go_on"), (2, "resume"), (size, "resume")):
-        for rank, errors in enumerate(run(ranks_, tmp_path, job)):
-            assert errors[job] is None, f"rank {rank} of {ranks_}: {errors[job]}"
+def test_checkpoints_resume_on_another_number_of_ranks(size, of_two):
+    """Those of two ranks, of torch.distributed.checkpoint, in every mode: equal bits."""
+    for rank, errors in enumerate(run(size, of_two[1], "resume")):
+        assert errors["resume"] is None, f"rank {rank} of {size}: {errors['resume']}"
 
 
 @pytest.fixture

@@ -71,13 +71,6 @@ def positive(text: str) -> float:
     return value
 
 
-def fraction(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
-    return value
-
-
 def check_writable(option: str, folder: Path) -> None:
     """Raise UsageError if `folder` cannot take files; asked before hours are spent on them."""
     nearest = next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
@@ -88,6 +81,13 @@ def check_writable(option: str, folder: Path) -> None:
             file.write(b"0")
     except OSError as error:
         raise UsageError(f"{option}: {nearest} takes no files ({error.strerror})") from error
+
+
+def check_installed(extra: str, *packages: str) -> None:
+    """Raise UsageError if some of the `packages`, which ampfuse's `extra` brings, are missing."""
+    if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
+        names = ", ".join(missing).replace("sklearn", "scikit-learn")
+        raise UsageError(f"{names} missing: pip install 'ampfuse[{extra}]'")
 
 
 # --- commands that take a training from a file ----------------------------------------------------

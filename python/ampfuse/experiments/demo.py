@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-import importlib.util
 import sys
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -17,16 +15,15 @@ import torch.nn.functional as F
 from torch import nn
 
 from ampfuse import hardware
-from ampfuse.command_line import at_least, check_writable, run_alone
+from ampfuse.command_line import at_least, check_installed, check_writable, run_alone
 from ampfuse.devices import choose_device, device_name
 from ampfuse.experiments import make_plot, make_table
 from ampfuse.experiments.arms import Arm, build_arm
 from ampfuse.experiments.results import rows_of
 from ampfuse.experiments.run import Place, Run
-from ampfuse.experiments.settings import ARMS, LEVELS, Settings
+from ampfuse.experiments.settings import ARMS, LEVELS, Settings, has_tf32
 from ampfuse.experiments.sweep import train_all
 
-_NEEDED = {"sklearn": "scikit-learn", "matplotlib": "matplotlib", "tqdm": "tqdm"}
 _COLUMNS = ("method", "time, s", "images/s", "memory, MB", "accuracy, %", "skipped", "scale")
 
 
@@ -78,8 +75,7 @@ def settings_of(level: str, width: int, **more: object) -> Settings:
         data="digits",
         image_size=8,
         **{"lr": 0.1, "weight_decay": 5e-4, "schedule": "cosine", "warmup": 0.3},
-        growth_interval=25,
-        **more,  # type: ignore[arg-type]
+        **{"growth_interval": 25, "print_freq": 10, **more},  # type: ignore[arg-type]
     )
 
 
@@ -88,68 +84,49 @@ def settings_of(level: str, width: int, **more: object) -> Settings:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add, count = parser.add_argument, {"metavar": "N", "type": at_least(1)}
-    levels = "which, in which order, separated by commas (default: all six)"
-    add("--levels", type=_levels, default=LEVELS, metavar="O0,O2", help=levels)
+    levels = "which, in which order (default: all six)"
+    add("--levels", nargs="+", choices=LEVELS, default=LEVELS, metavar="O0", help=levels)
     add("--epochs", **count, default=12, help="default: %(default)s")
     add("--batch-size", type=at_least(2), default=128, metavar="N", help="default: %(default)s")
     width = "channels of the first layers (default: 128 on GPUs and CPUs with BF16, else 64)"
     add("--width", **count, help=width)
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
     add("--seed", type=int, default=0, metavar="N", help="default: %(default)s")
-    add("--contiguous", action="store_true", help="NCHW; NHWC is faster nearly everywhere")
     folder = "folder for CSV and pictures (default: ./%(default)s)"
     add("--output", "-o", type=Path, default=Path("ampfuse-demo"), metavar="DIR", help=folder)
-    add("--no-plots", action="store_true", help="write the CSV file only")
-
-
-def _levels(text: str) -> tuple[str, ...]:
-    levels = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
-    if unknown := [level for level in levels if level not in LEVELS]:
-        known = f"{', '.join(LEVELS)} (the letter O, then a digit)"
-        raise argparse.ArgumentTypeError(f"unknown level {unknown[0]!r}: the levels are {known}")
-    return levels
 
 
 def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     """Do what `args` say and return the exit status."""
-    if missing := [_NEEDED[name] for name in _NEEDED if importlib.util.find_spec(name) is None]:
-        install = "pip install 'ampfuse[demo]'"
-        print(f"{parser.prog}: {', '.join(missing)} missing: {install}", file=sys.stderr)
-        return 1
+    check_installed("demo", "sklearn", "matplotlib", "tqdm")
     check_writable("--output", args.output)
     device = choose_device(args.device)
+    has_bf16 = has_tf32(device) if device.type == "cuda" else hardware.cpu_has_bf16()
     # Wide enough to show what half precision gains, where it does; else quick on any laptop.
-    width = args.width or (128 if device.type == "cuda" or hardware.cpu_has_bf16() else 64)
+    width = args.width or (128 if device.type == "cuda" or has_bf16 else 64)
     common = {"epochs": args.epochs, "batch_size": args.batch_size, "seed": args.seed}
-    common |= {"channels_last": not args.contiguous, "print_freq": 10}
-    todo = [settings_of(level, width, **common) for level in args.levels]
+    todo = [settings_of(level, width, **common) for level in dict.fromkeys(args.levels)]
     what = f"a CNN {width} channels wide, {args.epochs} epochs, batches of {args.batch_size}"
     where = f"{device_name(device)}, torch {torch.__version__}"
     print(f"Handwritten digits; {what}, seed {args.seed}. On {where}.", flush=True)
-    place = Place(device, label=device_name(device))
-    rows = rows_of(train_all(todo, place, train))
+    rows = rows_of(train_all(todo, Place(device, label=device_name(device)), train))
     print(f"\n{make_table.table(rows, _COLUMNS)}\n")
-    print(
-        *(f"{row.method}: {ARMS[row.arm]}" for row in rows), *_notes(args.levels, device), sep="\n"
-    )
+    notes = [note for levels, note in _NOTES.items() if set(levels.split()) & set(args.levels)]
+    print(*(f"{row['method']}: {ARMS[row['method']]}" for row in rows), *notes, sep="\n")
+    if not has_bf16:
+        print("There is no BF16 arithmetic here: O4 and O5 save memory, not time.")
     make_table.write_csv(args.output / "levels.csv", rows)
-    found = {} if args.no_plots else make_plot.drawn(rows, "epochs")
-    written = [*make_plot.save(found, args.output), args.output / "levels.csv"]
-    print(f"Written to {args.output.absolute()}: {', '.join(path.name for path in written)}")
+    written = make_plot.save(make_plot.drawn(rows, "epochs"), args.output)
+    names = [path.name for path in [*written, args.output / "levels.csv"]]
+    print(f"Written to {args.output.absolute()}: {', '.join(names)}")
     return 0
 
 
-def _notes(levels: Sequence[str], device: torch.device) -> Iterator[str]:
-    yield "memory: the most that torch's tensors took at a time, in a few steps before."
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
-        yield "This GPU has no BF16 arithmetic: O4 and O5 are emulated, and slow."
-    elif device.type == "cpu" and {"O1", "O2", "O3"}.intersection(levels):
-        yield "FP16 on a CPU shows what it does to training. What it gains takes a GPU to see."
-    if device.type == "cpu" and {"O4", "O5"}.intersection(levels) and not hardware.cpu_has_bf16():
-        yield "This CPU announces no BF16 arithmetic: BF16 saves memory here, not time."
-    if "O3" in levels:
-        yield "O3 has no FP32 master weights: small updates round away, and it may learn worse."
-
+_NOTES = {  # by the levels that they concern
+    " ".join(LEVELS): "memory: the most that tensors took at a time, in a few steps before.",
+    "O1 O2 O3": "FP16 on a CPU shows what it does to training. What it gains takes a GPU to see.",
+    "O3": "O3 has no FP32 master weights: small updates round away, and it may learn worse.",
+}
 
 main = functools.partial(
     run_alone, sys.modules[__name__], prog="python -m ampfuse.experiments.demo"

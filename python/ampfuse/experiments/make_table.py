@@ -16,17 +16,14 @@ import csv
 import functools
 import io
 import math
-import operator
-import re
 import statistics
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from ampfuse.command_line import check_writable, run_alone
 from ampfuse.experiments import results
-from ampfuse.experiments.results import RECIPES, ResultsError, Row, Stat
+from ampfuse.experiments.results import RECIPES, ResultsError, Row
 from ampfuse.files import atomic
 
 _SCRIPTS = {"e1": "cifar", "e2": "cifar", "e3": "cifar", "e4": "imagenet", "e5": "mnist"}
@@ -34,7 +31,7 @@ _SCRIPTS = {"e1": "cifar", "e2": "cifar", "e3": "cifar", "e4": "imagenet", "e5":
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("recipe", choices=RECIPES, help="which table")
+    add("table", metavar="recipe", choices=RECIPES, help="which table: e1 to e5")
     results.add_selection(parser, recipe=False)
     rows = "write the own rows there too, with device, versions, date, means and deviations"
     add("--csv", type=Path, metavar="FILE", help=rows)
@@ -43,33 +40,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     """Do what `args` say and return the exit status."""
-
-    def warn(line: str) -> None:
-        print(f"{parser.prog}: {line}", file=sys.stderr)
-
     if args.csv:
         check_writable("--csv", args.csv.parent)
-    own = _own_rows(args, warn)
-    theirs = [] if args.no_published else results.published(args.recipe)
+    own = _own_rows(args)
+    theirs = [] if args.no_published else results.published(args.table)
     if args.csv:
         write_csv(args.csv, own)
     print(table([*theirs, *own]))
     return 0
 
 
-def _own_rows(args: argparse.Namespace, warn: Callable[[str], None]) -> list[Row]:
+def _own_rows(args: argparse.Namespace) -> list[Row]:
     """The measured rows of the recipe. None is an error only where nothing else was asked for."""
-    how = f"python -m ampfuse.experiments.{_SCRIPTS[args.recipe]} --recipe {args.recipe}"
-    wanted = args.results.is_dir() or str(args.results) != "results"
-    everything = results.measured(args.results, skipped=warn) if wanted else []
-    recipes = sorted({row.recipe for row in everything if row.recipe})
-    if args.recipe in recipes:
-        return results.chosen(everything, args, recipes=[args.recipe])
-    there = f", only of {', '.join(recipes)}" if recipes else ""
-    reason = f"{args.results}: no results of {args.recipe}{there}"
+    everything = results.measured(args.results) if args.results.is_dir() else []
+    if own := [row for row in everything if row["recipe"] == args.table]:
+        return results.chosen(own, args)
+    how = f"ampfuse train {_SCRIPTS[args.table]} --recipe {args.table}"
+    reason = f"{args.results}: no results of {args.table}; to measure: {how}"
     if args.csv or args.no_published:
-        raise ResultsError(f"{reason}; train first: {how}")
-    warn(f"{reason}; published rows only. To measure: {how}")
+        raise ResultsError(reason)
+    print(reason, file=sys.stderr)
     return []
 
 
@@ -91,16 +81,16 @@ def _escaped(text: str) -> str:
 
 
 def _explanation(rows: Sequence[Row]) -> list[str]:
-    own = [row for row in rows if row.runs]
+    own = [row for row in rows if row["runs"]]
     if not own:
         return []
-    kinds = sorted({run["memory_kind"] for row in own for run in row.runs})
+    kinds = sorted({row["memory_kind"] for row in own})
     versions = [
         f"{name} {version}"
         for name in ("torch", "ampfuse")
-        for version in sorted({str(row.conditions.get(name)) for row in own})
+        for version in sorted({str(row["conditions"].get(name)) for row in own})
     ]
-    dates = sorted({run["finished"][:10] for row in own for run in row.runs})
+    dates = sorted({row["date"][:10] for row in own})
     return [
         "Measured here: time of training, without warm-up and evaluation; memory by "
         f"{' or '.join(kinds)}, 1 MB being 10^6 bytes; ± is the sample standard deviation of n "
@@ -110,12 +100,10 @@ def _explanation(rows: Sequence[Row]) -> list[str]:
 
 def _note(row: Row) -> str:
     """Why figures are missing, and all that sets a measured row apart from the published ones."""
-    if row.source == "published":
-        return row.note
-    of, notes = row.conditions, []
-    if row.recipe and not is_published_gpu(row.device, row.recipe):
-        notes.append("re-enactment, on another device than the published")
-    notes += [row.note] if row.note else []
+    if row["source"] == "published":
+        return row["note"] or ""
+    of, notes = row["conditions"], ["re-enactment"]
+    notes += [row["note"]] if row["note"] else []
     notes += [f"{of['data']} data"] if of["data"] in ("synthetic", "digits") else []
     notes += ["the published loop"] if of["loop"] == "original" else []
     notes += ["graph"] if of.get("graph") else []
@@ -123,47 +111,33 @@ def _note(row: Row) -> str:
     return "; ".join(notes)
 
 
-def is_published_gpu(device: str, recipe: str) -> bool:
-    """Whether `device`, by its own name, is of a model that `recipe` was published on.
-
-    "Tesla V100-SXM2-16GB" is a V100; "NVIDIA GeForce GTX 1070 Ti" is no GTX 1070.
-    """
-    for name in {row.gpu for row in results.published(recipe)} - {""}:
-        pattern = r"\b" + r"[\s-]+".join(map(re.escape, name.split())) + r"\b(?![\s-]*(ti|super)\b)"
-        if re.search(pattern, device, re.IGNORECASE):
-            return True
-    return False
+def _device(row: Row) -> str:
+    """The label of the runs, and the device's own name."""
+    gpu, device = row["gpu"], row["conditions"].get("device", row["gpu"])
+    return gpu if gpu == device else f"{gpu} ({device})"
 
 
-def _number(value: float | Stat, places: int = 6) -> str:
-    """At most so many places behind the point, without zeros at the end: 80.2, 3437. Of a Stat the
-    mean, and the deviation where there is one."""
-    if isinstance(value, Stat):
-        spread = "" if value.std is None else f" ± {_number(value.std, places)}"
-        return _number(value.mean, places) + spread
+def _number(value: float, places: int = 6) -> str:
+    """At most so many places behind the point, without zeros at the end: 80.2, 3437."""
     return f"{round(value, places):f}".rstrip("0").rstrip(".")
 
 
-def _shown(of: Callable[[Row], Any]) -> Callable[[Row], str]:
-    """A cell with what `of` says of the row: a word, or a number: as published, or to four
-    figures."""
+def _shown(name: str, factor: Callable[[Row], float] = lambda row: 1.0) -> Callable[[Row], str]:
+    """A cell with the row's column: a word, or a number, as published or to four figures; of
+    repeats mean and deviation."""
 
     def cell(row: Row) -> str:
-        value = of(row)
+        value, std = row.get(name, row.get(f"{name}_mean")), row.get(f"{name}_std")
         if value is None or isinstance(value, str):
             return value or ""
-        mean = value.mean if isinstance(value, Stat) else value
-        measured = row.source == "measured" and mean and not isinstance(value, int)
-        return _number(value, max(0, 3 - math.floor(math.log10(abs(mean)))) if measured else 6)
+        places = 6
+        if isinstance(value, float) and row["source"] == "measured":
+            value *= factor(row)
+            places = max(0, 3 - math.floor(math.log10(abs(value)))) if value else 0
+        spread = "" if std is None else f" ± {_number(factor(row) * std, places)}"
+        return _number(value, places) + spread
 
     return cell
-
-
-def _per_step(row: Row) -> Stat | None:
-    if row.time_s is None or not row.iterations:
-        return None
-    each = 1e3 / row.iterations
-    return Stat(each * row.time_s.mean, row.time_s.std and each * row.time_s.std, row.time_s.n)
 
 
 _NAMES = {
@@ -175,23 +149,23 @@ _NAMES = {
 }
 # The columns, and what stands in them.
 CELLS: dict[str, Callable[[Row], str]] = {
-    "source": lambda row: "published" if row.source == "published" else "measured here",
-    "environment": lambda row: row.platform,
-    "GPU": lambda row: row.gpu if row.gpu == row.device else f"{row.gpu} ({row.device})",
-    **{header: _shown(operator.attrgetter(name)) for header, name in _NAMES.items()},
+    "source": lambda row: "published" if row["source"] == "published" else "measured here",
+    "environment": _shown("platform"),
+    "GPU": _device,
+    **{header: _shown(name) for header, name in _NAMES.items()},
     "note": _note,
     # Of own runs.
-    "step, ms": _shown(_per_step),
-    "skipped": lambda row: _number(statistics.fmean(run["skipped_steps"] for run in row.runs), 1),
-    "scale": lambda row: f"{row.runs[-1]['loss_scale']:,.0f}",
-    "outcome": lambda row: row.note,
+    "step, ms": _shown("time_s", lambda row: 1e3 / row["iterations"]),
+    "skipped": lambda row: _number(statistics.fmean(r["skipped_steps"] for r in row["runs"]), 1),
+    "scale": lambda row: f"{row['scale']:,.0f}",
+    "outcome": lambda row: row["note"],
 }
 _PUBLISHED = list(CELLS)[:-4]
 
 
 def write_csv(path: Path, rows: Sequence[Row]) -> None:
-    """One line per row, all that :meth:`Row.record` knows; columns in its order."""
-    records = [row.record() for row in rows]
+    """One line per row, all that :func:`results.record` has of it."""
+    records = [results.record(row) for row in rows]
     text = io.StringIO()
     names = list(dict.fromkeys(name for record in records for name in record))
     writer = csv.DictWriter(text, names, lineterminator="\n")

@@ -9,18 +9,14 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterator
-from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ampfuse.experiments import models
 from ampfuse.experiments.arms import Arm, build_arm
-from ampfuse.experiments.data import Data, open_data
 from ampfuse.experiments.run import Run
-from ampfuse.experiments.settings import Recipe, Script, Settings
+from ampfuse.experiments.settings import Recipe, Script
 from ampfuse.experiments.sweep import main as sweep
 
 E5 = Recipe(
@@ -64,44 +60,7 @@ def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.mse_loss(outputs, targets)
 
 
-class NormalFeatures:
-    """The recipe's data: features and targets from a normal distribution, float32 [b, 4096] each,
-    drawn once, on the device. They come in one order."""
-
-    classes, channels = 0, 1
-    _TEST_BATCHES = 4
-
-    def __init__(self, settings: Settings, device: torch.device) -> None:
-        size, self.image_size = settings.batch_size, settings.image_size
-        self.batches_per_epoch = max(1, settings.synthetic_size // size)
-        self.train_size, self.test_size = size * self.batches_per_epoch, size * self._TEST_BATCHES
-        shape = (2, size, self.image_size**2)
-        generator = torch.Generator().manual_seed(settings.seed)
-        self._train, self._test = (
-            [tuple(torch.randn(shape, generator=generator).to(device)) for _ in range(count)]
-            for count in (self.batches_per_epoch, self._TEST_BATCHES)
-        )
-
-    def train_batches(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, ...]]:
-        return iter(self._train[start:])
-
-    def test_batches(self) -> Iterator[tuple[Tensor, ...]]:
-        return iter(self._test)
-
-    def describe(self) -> dict[str, Any]:
-        sizes = {"train_size": self.train_size, "test_size": self.test_size}
-        return {"data": "synthetic", "kind": "features", "workers": None, **sizes}
-
-    def close(self) -> None: ...
-
-
-def data_of(settings: Settings, device: torch.device, rank: int, world_size: int) -> Data:
-    if settings.data == "synthetic":
-        return NormalFeatures(settings, device)  # type: ignore[return-value]
-    return open_data(settings, device, rank, world_size)
-
-
-main = functools.partial(sweep, SCRIPT, train, data_of=data_of)
+main = functools.partial(sweep, SCRIPT, train)
 
 if __name__ == "__main__":
     sys.exit(main())

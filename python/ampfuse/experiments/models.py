@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ampfuse.experiments.settings import Settings
 
 NAMES = ("vgg16", "wrn28_10", "seresnext50_32x4d", "densenet161")  # of cifar
-NAMES += ("resnet18", "resnet34", "resnet50", "mnist_cnn", "mlp")
+NAMES += ("resnet18", "resnet50", "mnist_cnn", "mlp")
 
 
 def for_data(settings: Settings, data: Data) -> nn.Module:
@@ -34,18 +34,17 @@ def for_data(settings: Settings, data: Data) -> nn.Module:
 
 
 def build(
-    name: str, *, classes: int, channels: int, image_size: int, dropout: float | None = None
+    name: str, *, classes: int, channels: int, image_size: int, dropout: float = 0.0
 ) -> nn.Module:
     """The network `name`, FP32 on the CPU: images [n, channels, image_size, image_size] to scores.
 
     Arguments:
         name: one of :data:`NAMES`, or ``wrn<depth>_<width>``.
         classes: scores per image. ``mlp`` has ``channels * image_size**2`` whatever this says.
-        dropout: probability in every dropout layer; None leaves the network's own (``mnist_cnn``:
-            0.25 and 0.5; none elsewhere).
+        dropout: probability in the blocks of a Wide-ResNet; the others have their own, or none.
 
     Raises:
-        ValueError: no such name, or dropout where there is no place for it.
+        ValueError: no such name.
     """
     wide = re.fullmatch(r"wrn(\d+)_(\d+)", name)
     if name not in NAMES and not wide:
@@ -53,25 +52,21 @@ def build(
             f"unknown model {name!r}: the models are {', '.join(NAMES)} and other "
             "wrn<depth>_<width>, as wrn16_4"
         )
-    if dropout and name in ("resnet18", "resnet34", "resnet50", "mlp"):
-        raise ValueError(f"dropout {dropout}: {name} has no dropout")
     if wide:
-        return WideResNet(int(wide[1]), int(wide[2]), classes, channels, dropout or 0.0)
+        return WideResNet(int(wide[1]), int(wide[2]), classes, channels, dropout)
     if name == "mnist_cnn":
-        first, second = (0.25, 0.5) if dropout is None else (dropout, dropout)
-        return mnist_cnn(classes, channels, image_size, first, second)
+        return mnist_cnn(classes, channels, image_size)
     if name == "mlp":
         return mlp(channels * image_size**2)
     if name == "vgg16":
-        return vgg16(classes, channels, dropout or 0.0)
-    more = {} if name.startswith("resnet") else {"drop_rate": dropout or 0.0}
+        return vgg16(classes, channels)
     if name == "seresnext50_32x4d":
         import timm
 
-        return timm.create_model(name, num_classes=classes, in_chans=channels, **more)
+        return timm.create_model(name, num_classes=classes, in_chans=channels)
     import torchvision
 
-    model = getattr(torchvision.models, name)(num_classes=classes, **more)
+    model = getattr(torchvision.models, name)(num_classes=classes)
     _take_channels(model.features.conv0 if name == "densenet161" else model.conv1, channels)
     return model
 
@@ -92,7 +87,7 @@ def _initialise(conv: nn.Conv2d) -> None:
         nn.init.zeros_(conv.bias)
 
 
-def vgg16(classes: int, channels: int, dropout: float) -> nn.Sequential:
+def vgg16(classes: int, channels: int) -> nn.Sequential:
     """VGG16 for small images: the convolutions with BatchNorm, then a single linear layer."""
     from torchvision.models import vgg
 
@@ -102,9 +97,7 @@ def vgg16(classes: int, channels: int, dropout: float) -> nn.Sequential:
     for module in features:
         if isinstance(module, nn.Conv2d):
             _initialise(module)
-    drop = [nn.Dropout(dropout)] if dropout else []
-    pool = (nn.AdaptiveAvgPool2d(1), nn.Flatten())
-    return nn.Sequential(features, *pool, *drop, nn.Linear(512, classes))
+    return nn.Sequential(features, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, classes))
 
 
 class WideResNet(nn.Module):
@@ -165,9 +158,7 @@ class _WideBlock(nn.Module):
         return hidden + (images if self.shortcut is None else self.shortcut(active))
 
 
-def mnist_cnn(
-    classes: int, channels: int, image_size: int, dropout1: float, dropout2: float
-) -> nn.Sequential:
+def mnist_cnn(classes: int, channels: int, image_size: int) -> nn.Sequential:
     """The small network of PyTorch's MNIST example, ending in scores."""
     return nn.Sequential(
         nn.Conv2d(channels, 32, kernel_size=3),
@@ -175,11 +166,11 @@ def mnist_cnn(
         nn.Conv2d(32, 64, kernel_size=3),
         nn.ReLU(inplace=True),
         nn.MaxPool2d(2),
-        nn.Dropout(dropout1),
+        nn.Dropout(0.25),
         nn.Flatten(),
         nn.Linear(64 * ((image_size - 4) // 2) ** 2, 128),
         nn.ReLU(inplace=True),
-        nn.Dropout(dropout2),
+        nn.Dropout(0.5),
         nn.Linear(128, classes),
     )
 

@@ -36,13 +36,6 @@ from ampfuse.measuring import ProcessMemory, StepClock, StepLog, TensorMemory
 _WARM_UP_STEPS = 2
 
 
-class Interrupted(Exception):
-    """The run was asked to stop after `step`; `checkpoint` is where it can be taken up."""
-
-    def __init__(self, step: int, checkpoint: Path | None) -> None:
-        self.step, self.checkpoint = step, checkpoint
-
-
 class Diverged(Exception):
     """The run left the finite numbers in step `step` (from 1)."""
 
@@ -59,10 +52,8 @@ class Place:
     world: World = dataclasses.field(default_factory=World)
     folder: Path | None = None
     label: str = ""  # of the device, as results call it
-    wish: list[int] = dataclasses.field(default_factory=list)  # signals that ask for the end
     checkpoints: bool = False  # one at the end of each epoch
     profile: bool = False
-    quiet: bool = False
 
 
 @dataclasses.dataclass
@@ -141,7 +132,7 @@ class Run:
             torch.manual_seed(self.seed + 1000 * world.rank)
         if self.resume:
             _restore(arm, self.resume, world.rank)
-        hidden = True if self.place.quiet or not world.is_main else None  # None: unless a terminal
+        hidden = None if world.is_main else True  # None: unless a terminal
         bar = tqdm(desc=of.title, total=self.total, initial=self.step, leave=False, disable=hidden)
         self._bar = self._open.enter_context(bar)
         if self.place.profile and self.stem and world.is_main:
@@ -168,7 +159,7 @@ class Run:
         return of.lr * schedule.factor(of.schedule, step, self.total, of.warmup)
 
     def note(self, loss: Tensor, loss_scale: Tensor, skipped: Tensor) -> None:
-        """A step has ended. Raises Interrupted after saving, or Diverged."""
+        """A step has ended. Raises Diverged."""
         if self.settings.loop == "original":
             loss.item()  # the published scripts added it up on the host
         self._clock.mark()
@@ -178,13 +169,8 @@ class Run:
         if self.step == self._timed_from:
             self._clock.resume()
         ends = self.step % self.data.batches_per_epoch == 0 or self.step == self.total
-        looks = ends or self.step % self.settings.print_freq == 0
-        # Alone it stops at once; several agree when they look at the loss.
-        stop = looks if self.world.size > 1 else bool(self.place.wish)
-        if looks or stop:
+        if ends or self.step % self.settings.print_freq == 0:
             self._end_interval()
-        if stop and not ends:
-            self._stop_if_wished()
 
     def _end_epoch(self) -> None:
         """Test, if the settings say so, and save, if the command does."""
@@ -198,7 +184,6 @@ class Run:
                 raise Diverged(self.step, f"the test loss became {test['loss']}")
         if self.place.checkpoints:
             self.save()
-        self._stop_if_wished()
         self._clock.resume()
 
     def test(self) -> dict[str, Any]:
@@ -247,14 +232,10 @@ class Run:
             reason = f"every step overflows, at a loss scale of {scales[-1]:g} too"
             raise Diverged(self.step - len(skipped) + 1, reason)
 
-    def _stop_if_wished(self) -> None:
-        if self.world.sum([len(self.place.wish)])[0]:
-            raise Interrupted(self.step, self.save())
-
     # ---- files -----------------------------------------------------------------------------------
 
-    def save(self) -> Path | None:
-        """The run's checkpoint, in place of its last one. All processes have to."""
+    def save(self) -> None:
+        """Write the run's checkpoint, in place of its last one. All processes have to."""
         arm = self.arm
         model, optimizer = states_of(arm)
         rng = {"cpu": torch.get_rng_state()}
@@ -270,13 +251,9 @@ class Run:
             "rng": self.world.gather(rng),
             "record": dataclasses.asdict(self.record),
         }
-        if self.stem is None:
-            return None
-        path = Path(f"{self.stem}.pt")
-        if self.world.is_main:
-            with atomic(path) as file:
+        if self.stem and self.world.is_main:
+            with atomic(Path(f"{self.stem}.pt")) as file:
                 torch.save(values, file)
-        return path
 
     def result(self, diverged: Diverged | None = None) -> Result:
         """What a result file holds: JSON, with None in place of NaN and infinity."""
@@ -337,15 +314,11 @@ _NO_ROW |= {"repeats", "seed", "iterations", "epochs", "print_freq", "evaluate",
 def suggestion(of: Settings) -> str:
     """What to try when a run of these settings diverged."""
     if of.arm == "O3":
-        flags = "" if of.keep_batchnorm_fp32 else " --keep-batchnorm-fp32 True"
-        flags += " --loss-scale 128" if of.loss_scale in (None, 1.0) else ""
-        more = f"O3 with{flags}, or " if flags else ""
-        return f"O3 has no FP32 masters, batch norms or loss scale of its own: try {more}O2"
+        better = "O3 with --keep-batchnorm-fp32 True --loss-scale 128, or O2"
+        return f"O3 has no FP32 masters, batch norms or loss scale of its own: try {better}"
     if of.arm in ("O1", "O2", "amp-fp16") and isinstance(of.loss_scale, float):
         return f"a static loss scale of {of.loss_scale:g} skips no step: try --loss-scale dynamic"
-    if of.arm in ("O1", "O2", "amp-fp16"):
-        return "activations may be beyond FP16's 65504: try O5 or amp-bf16, or a lower --lr"
-    return f"the rate may be too high for this batch: try a lower --lr (now {of.lr:g})"
+    return f"try a lower --lr (now {of.lr:g}), or BF16 if this is FP16"
 
 
 def finite(value: Any) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ampfuse import hardware
-from ampfuse.command_line import OneLineParser, UsageError, at_least, fraction, positive
+from ampfuse.command_line import OneLineParser, UsageError, at_least, positive
 
 ARMS = {
     "fp32": "FP32, TF32 off",
@@ -49,7 +49,6 @@ def scale(text: str) -> float | str | None:
 
 
 _COUNT: dict[str, Any] = {"type": at_least(1), "metavar": "N"}
-_NUMBER: dict[str, Any] = {"type": float, "metavar": "X"}
 _ON: dict[str, Any] = {"action": "store_const", "const": True}  # None is what was not given
 _SWITCH: dict[str, Any] = {"nargs": "?", "const": True, "type": switch, "metavar": "True|False"}
 
@@ -67,7 +66,8 @@ class Settings:
     arm: E1's name if it was asked for by that. With `iterations` and `epochs` a run ends with
     whichever comes first. `loss_scale` is a number, "dynamic", or None for what the arm does by
     itself; `growth_interval` is a level's. `mean` and `std` are of the pixels, as shares of 255;
-    None for those of the data set.
+    None for those of the data set. `dropout` is a Wide-ResNet's, `clip` a norm, `schedule` one of
+    :func:`schedule.factor`'s, and `warmup` a share of the run.
     """
 
     experiment: str
@@ -84,8 +84,13 @@ class Settings:
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
     synthetic_size: int = 2048
+    dropout: float = 0.0
+    momentum: float = 0.9
+    weight_decay: float = 0.0
+    clip: float | None = None
+    schedule: str = "constant"
+    warmup: float = 0.0
     image_size: int = option(32, "pixels each way", **_COUNT)
-    dropout: float | None = option(None, "where the model has it", type=fraction, metavar="P")
     keep_batchnorm_fp32: bool | None = option(None, "at O2, O3 and O5", **_SWITCH)
     fuse_batchnorm: bool = option(
         False,
@@ -101,11 +106,6 @@ class Settings:
     seed: int = option(0, "of the first repeat (default: 0)", type=int, metavar="N")
     optimizer: str = option("sgd", choices=("sgd", "adam", "adamw"))
     lr: float = option(0.01, type=positive, metavar="X")
-    momentum: float = option(0.9, "of SGD", **_NUMBER)
-    weight_decay: float = option(0.0, **_NUMBER)
-    clip: float | None = option(None, "to that norm", type=positive, metavar="X")
-    schedule: str = option("constant", choices=("constant", "linear", "cosine", "steps"))
-    warmup: float = option(0.0, "share of the run, 0 to 1", type=fraction, metavar="X")
     loop: str = option(
         "tuned",
         "original: that of the published script, as a further row (its loader, the loss read at "
@@ -225,10 +225,9 @@ def _add_command(add: Callable[..., object], script: Script) -> None:
     add("--GPU", metavar="NAME", help="what results call the device (default: its name)")
     add("--output", "-o", type=Path, default=Path("results"), metavar="DIR")
     add("--resume", type=Path, metavar="FILE", help="go on from a checkpoint (.pt)")
-    add("--checkpoints", **_ON, help="save one at the end of each epoch; the last of a run stays")
+    add("--checkpoints", **_ON, help="save one at the end of each epoch")
     profile = "train N steps under torch's profiler and write a trace"
     add("--prof", type=int, default=0, metavar="N", help=profile)
-    add("--quiet", **_ON, help="no progress bar")
     if script.distributed:
         add("--local-rank", type=int, help=argparse.SUPPRESS)  # torchrun says it
 

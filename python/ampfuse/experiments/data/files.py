@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import math
-import os
 from pathlib import Path
 
 import torch
@@ -33,46 +30,11 @@ def read_files(kind: str, folder: str, image_size: int) -> ImageSet:
         return _imagenet(place) if kind == "imagenet" else _small(kind, place, image_size)
     # Damaged files make torchvision raise nearly anything, as they make it download others.
     except Exception as error:
-        if kind != "imagenet" and (found := _damage(kind, place)):
-            told = "--data: {} is damaged ({}): delete it, and it is downloaded again"
-            raise DataError(told.format(*found)) from error
-        how = "read" if kind == "imagenet" else "read or downloaded"
+        how = "read" if kind == "imagenet" else "read or downloaded (delete what is damaged)"
         raise DataError(
-            f"--data {place}: {PUBLISHED[kind].title} could not be {how} ({error}); "
+            f"--data {place}: {PUBLISHED[kind].title} could not be {how}: {error}; "
             f"expected: {_EXPECTED[kind]}; or give --data digits or synthetic"
         ) from error
-
-
-def _damage(kind: str, folder: Path) -> tuple[Path, str] | None:
-    """A file of `kind` that is there and is not as it was published, and what is wrong with it."""
-    from torchvision.datasets import CIFAR10, MNIST, utils
-
-    raw = folder if any(folder.glob("*-ubyte*")) else folder / "MNIST" / "raw"
-    sums = {raw / name: md5 for name, md5 in MNIST.resources}
-    if kind == "cifar10":
-        meta = CIFAR10.meta["filename"], CIFAR10.meta["md5"]
-        parts = [*CIFAR10.train_list, *CIFAR10.test_list, meta]
-        sums = {folder / CIFAR10.base_folder / name: md5 for name, md5 in parts}
-        sums[folder / CIFAR10.filename] = CIFAR10.tgz_md5
-    for file, md5 in sums.items():
-        idx = file.with_suffix("")
-        if kind == "mnist" and idx.is_file() and (problem := _idx_problem(idx)):
-            return idx, problem
-        if file.is_file() and not utils.check_integrity(file, md5):
-            found = f"{file.stat().st_size} bytes with the MD5 sum {utils.calculate_md5(file)}"
-            return file, f"{found}; the published file has {md5}"
-    return None
-
-
-def _idx_problem(file: Path) -> str | None:
-    content, ndim = file.read_bytes(), 3 if "idx3" in file.name else 1
-    head, start = content[:4].hex(), 4 + 4 * ndim
-    size = start + math.prod(int.from_bytes(content[i : i + 4], "big") for i in range(4, start, 4))
-    if head != f"0000080{ndim}" or len(content) != size:
-        return f"{len(content)} bytes from {head!r} on; expected: {size}, from '0000080{ndim}' on"
-    if ndim == 1 and (label := max(content[start:], default=0)) > 9:
-        return f"the label of image {content.index(label, start) - start} is {label}, not 0 to 9"
-    return None
 
 
 def _small(kind: str, folder: Path, image_size: int) -> ImageSet:
@@ -84,14 +46,9 @@ def _small(kind: str, folder: Path, image_size: int) -> ImageSet:
     flat = any(folder.glob("*-ubyte*"))
     source = CIFAR10 if kind == "cifar10" else FlatMNIST if flat else MNIST
     folder.mkdir(parents=True, exist_ok=True)
-    lock = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # of the processes of a training, one downloads
-        parts = [source(folder, train=train, download=True) for train in (True, False)]
-    finally:
-        os.close(lock)
     pixels, facts = [], PUBLISHED[kind]
-    for part in parts:
+    for train in (True, False):
+        part = source(folder, train=train, download=True)
         images = torch.as_tensor(part.data)
         images = images[:, None] if images.ndim == 3 else images.permute(0, 3, 1, 2)
         labels = torch.as_tensor(part.targets)

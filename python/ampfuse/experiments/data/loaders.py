@@ -11,15 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.utils.data import BatchSampler, DataLoader, Dataset, default_collate
+from torch.utils.data import BatchSampler, DataLoader, Dataset
 
 from ampfuse.experiments.data import sets
 from ampfuse.experiments.data.sets import DataError, ImageFiles, ImageSet, Pixels
 from ampfuse.experiments.settings import Settings
 
 Batches = Iterator[tuple[Tensor, Tensor]]
-# Numbers of a batch's images; seed and epoch, or None where nothing is drawn.
-Key = tuple[list[int], tuple[int, int] | None]
 
 
 class Data:
@@ -82,9 +80,6 @@ class Data:
         sizes = {"train_size": self.train_size, "test_size": self.test_size}
         data = source if source in ("digits", "synthetic") else self.kind
         return {"data": data, "kind": self.kind, "workers": workers, **sizes}
-
-    def close(self) -> None:
-        """End what was started, worker processes for example."""
 
     def _epoch_order(self, epoch: int) -> Tensor:
         """Which images this process trains on in `epoch`: int64 [batches_per_epoch, batch_size].
@@ -189,14 +184,14 @@ class WorkersData(Data):
     """Batches whose images processes open, augment and normalise, one by one.
 
     Augmented images are crops out of the image padded by 4 black pixels ("cifar10") or crops of
-    random size and shape, resized ("imagenet"), and mirrored at random. Only one pass over the
-    training batches, and one over the test batches, runs at a time: the next one ends it.
+    random size and shape, resized ("imagenet"), and mirrored at random. Each pass over the images
+    has processes of its own, as those of the published scripts.
     """
 
     def _prepare(self, images: ImageSet) -> None:
         from torchvision.transforms import v2
 
-        size, cuda = self.image_size, self.device.type == "cuda"
+        size, self._images = self.image_size, images
         plain = []  # images in memory have the size wanted already
         if isinstance(images.train, ImageFiles):
             plain = [v2.Resize(round(size * 256 / 224)), v2.CenterCrop(size)]
@@ -204,91 +199,52 @@ class WorkersData(Data):
         crop = v2.RandomCrop(size, padding=_PADDING) if cifar else v2.RandomResizedCrop(size)
         train = [crop, v2.RandomHorizontalFlip()] if self._augments else plain
         last = v2.PILToTensor(), functools.partial(normalised, scale=self._scale, shift=self._shift)
-        self._train, self._test = (
-            loader_of(Samples(split, *first, *last), self.settings.workers, pin_memory=cuda)
-            for split, first in ((images.train, train), (images.test, plain))
-        )
-        # Copies have a stream of their own, so that they run beside the arithmetic.
-        self._copies = torch.cuda.Stream(self.device) if cuda else None
+        self._of_train, self._of_test = v2.Compose([*train, *last]), v2.Compose([*plain, *last])
 
     def train_batches(self, epoch: int, start: int = 0) -> Batches:
-        draws = (self.seed, epoch) if self._augments else None
         order = self._epoch_order(epoch)[start:].tolist()
-        return self._on_device(batches_of(self._train, order, draws))
+        samples = Samples(self._images.train, self._of_train, (self.seed, epoch))
+        return self._on_device(samples, order)
 
     def test_batches(self) -> Batches:
         order = BatchSampler(self._test_share, self.settings.batch_size, drop_last=False)
-        return self._on_device(batches_of(self._test, order))
+        return self._on_device(Samples(self._images.test, self._of_test), order)
 
-    def close(self) -> None:
-        self._train._iterator = self._test._iterator = None  # the processes end with it
-
-    def _on_device(self, batches: Batches) -> Batches:
-        for images, labels in batches:
-            if self._copies is None:
-                yield images.contiguous(memory_format=self._memory_format), labels
-                continue
-            with torch.cuda.stream(self._copies):
-                images = images.to(self.device, non_blocking=True)
-                images = images.contiguous(memory_format=self._memory_format)
-                labels = labels.to(self.device, non_blocking=True)
-            current = torch.cuda.current_stream(self.device)
-            current.wait_stream(self._copies)
-            for tensor in (images, labels):
-                tensor.record_stream(current)
-            yield images, labels
+    def _on_device(self, samples: Samples, order: Iterable[list[int]]) -> Batches:
+        loader = DataLoader(
+            samples,
+            batch_sampler=order,
+            num_workers=self.settings.workers,
+            pin_memory=self.device.type == "cuda",
+            worker_init_fn=_ignore_interrupts,
+            generator=sets.generator("loader"),  # else it draws a seed from torch's global one
+        )
+        for images, labels in loader:
+            images = images.to(self.device, non_blocking=True)
+            labels = labels.to(self.device, non_blocking=True)
+            yield images.contiguous(memory_format=self._memory_format), labels
 
 
-class Samples(Dataset[tuple[Tensor, Tensor] | DataError]):
-    """By key: the images, transformed one by one and stacked, and their labels, int64 [n].
+class Samples(Dataset[tuple[Tensor, Tensor]]):
+    """Images by their number, transformed, and their labels.
 
-    What is drawn for an image depends on (seed, epoch, its number) alone, whichever process draws.
+    What is drawn for an image depends on `draws`, which are seed and epoch, and on its number
+    alone, whichever process draws.
     """
 
-    def __init__(self, split: Pixels | ImageFiles, *transforms: Callable[[Any], Any]) -> None:
-        from torchvision.transforms import v2
+    def __init__(
+        self,
+        split: Pixels | ImageFiles,
+        transform: Callable[[Any], Tensor],
+        draws: tuple[int, int] = (0, 0),
+    ) -> None:
+        self._split, self._transform, self._draws = split, transform, draws
 
-        self._split, self._transform = split, v2.Compose(transforms)
-
-    def __getitem__(self, key: Key) -> tuple[Tensor, Tensor] | DataError:
-        numbers, draws = key
-        images = []
-        try:
-            with torch.random.fork_rng(devices=[]):
-                for number in numbers:
-                    if draws is not None:
-                        # Not torch.manual_seed, which would seed the GPUs too.
-                        torch.default_generator.manual_seed(sets.seed_of("sample", *draws, number))
-                    images.append(self._transform(self._split[number]))
-        except DataError as error:
-            return error  # raised here, it would arrive with a traceback in its message
-        return default_collate(images), self._split.labels[numbers]
-
-
-def loader_of(samples: Samples, workers: int, **options: Any) -> DataLoader[Any]:
-    """A loader for :func:`batches_of`; its processes live on from one pass to the next."""
-    return DataLoader(
-        samples,
-        sampler=[],  # the keys of the present pass
-        batch_size=None,  # a key is a batch
-        num_workers=workers,
-        persistent_workers=workers > 0,
-        worker_init_fn=_ignore_interrupts,
-        generator=sets.generator("loader"),  # else it draws a seed from torch's global one
-        **options,
-    )
-
-
-def batches_of(
-    loader: DataLoader[Any], order: Iterable[list[int]], draws: tuple[int, int] | None = None
-) -> Batches:
-    """A batch for each list of numbers in `order`. Raises DataError of an image."""
-    loader.sampler[:] = ((numbers, draws) for numbers in order)
-    for batch in loader:
-        if isinstance(batch, DataError):
-            loader._iterator = None  # ends the processes now, not whenever garbage is collected
-            raise batch
-        yield batch
+    def __getitem__(self, number: int) -> tuple[Tensor, Tensor]:
+        with torch.random.fork_rng(devices=[]):
+            # Not torch.manual_seed, which would seed the GPUs too.
+            torch.default_generator.manual_seed(sets.seed_of("sample", *self._draws, number))
+            return self._transform(self._split[number]), self._split.labels[number]
 
 
 def _ignore_interrupts(worker: int) -> None:

@@ -25,7 +25,8 @@ class DataError(UsageError):
     """Data that is missing, damaged or too much. The message is one line: what, and what to do."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(" ".join(message.split()))
+        own = message.rpartition(f"{type(self).__name__}: ")[2]  # from a worker it has a traceback
+        super().__init__(" ".join(own.split()))
 
 
 class Facts(NamedTuple):
