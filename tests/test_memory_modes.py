@@ -36,7 +36,7 @@ from cases import (
     through_a_file,
 )
 from programs import python
-from trainings import MAKERS, MODES, Net, fractions, groups, is_coded
+from trainings import MAKERS, MODES, Net, groups, is_coded
 
 halves = pytest.mark.parametrize("dtype", [bf16, f16], ids=short)
 PACKED = ("sgd-all", "adam-all", "adamw", "adamw-amsgrad", "adagrad-all", "lion-decay")
@@ -253,10 +253,6 @@ def amp_training(level, name, driver, mode):
         model.conv.requires_grad_(step >= 4)
         if step == 6:
             optimizer.add_param_group({**last, "lr": 2.0**-6})
-        if step == 7:
-            state = model.state_dict()
-            new = {k: fractions(tuple(v.shape), i) + 0.75 for i, (k, v) in enumerate(state.items())}
-            amp.load_master_weights(optimizer, new)
         rates.step()
         states = copy.deepcopy(optimizer.state_dict()["state"])
         # Of a parameter that was never trained only the split one has a master.
@@ -693,8 +689,7 @@ def test_resumed_and_copied_optimizers_go_on_with_the_same_bits(name, mode):
         train(optimizer, params, range(steps))
         resumed = copy.deepcopy(params)
         again = make(name, resumed, max_grad_norm=50.0, **options)
-        # What torch's Adagrad starts with is FP32.
-        again.load_state_dict(through_a_file(optimizer.state_dict()), strict=steps > 0)
+        again.load_state_dict(through_a_file(optimizer.state_dict()))
         pairs = [(resumed, again), copy.deepcopy((params, optimizer))]
         pairs.append(pickle.loads(pickle.dumps((params, optimizer))))
         alone = (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer)))
@@ -740,22 +735,10 @@ def test_every_mode_loads_every_other(source, target):
     train(optimizer, params, range(3))
     train(other, others, [5])
     saved = through_a_file(optimizer.state_dict())
-    if source[0] != target[0]:
-        before = copy.deepcopy((other.state_dict(), others))
-        with pytest.raises(
-            ValueError, match=f"exp_avg of .*{source[0]}.*{target[0]}.*state_dtype="
-        ):
-            other.load_state_dict(saved, strict=True)
-        assert_same((other.state_dict(), others), before)
-    with torch.no_grad(), warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
+    with torch.no_grad():
         for a, b in zip(others, params, strict=True):
             a.copy_(b)
-        other.load_state_dict(saved)
-    rounds = source[0] != target[0] and target[0] != "fp32"
-    assert [warning.filename for warning in told] == [__file__] * rounds
-    for name in names if rounds else ():
-        assert f"{name} from {source[0]} to {target[0]}" in str(told[0].message)
+    other.load_state_dict(saved)
     other.param_table()
     other.keep_bound()
     found, exact = (each.torch_state_dict()["state"] for each in (other, optimizer))
