@@ -290,6 +290,9 @@ def with_scaler(
         if rates is not None and not optimizer.last_step.skipped:
             rates.step()
         steps.append({**verdict(optimizer), "scale": scaler.get_scale()})
+    if halved:  # the hashes are of the groups as they began
+        for group in optimizer.param_groups:
+            group["lr"] = group["initial_lr"]
     found = {"steps": steps, "scaler": scaler.state_dict(), **left_behind(params, optimizer)}
     if meter:
         found["readings"] = [str(reading) for reading in optimizer.meter.readings]

@@ -168,16 +168,17 @@ def _check_state(
     algorithm = optimizer.algorithm
     shapes: dict[str, tuple[int, ...]] = {"master_param": tuple(param.shape)}
     lost: list[str] = []
-    found = 0
+    found = False
     if algorithm.name != "none" and not optimizer._has_own_step:  # and a state of its own
         shapes["ema"] = tuple(param.shape)
         for key in state.keys() & {*algorithm.numbers}:
+            found = True
             check(f"{key} for {name}", state[key], COUNT)
         lost += [key for key in algorithm.numbers if key not in state and algorithm.uses_count]
         for stored in Stored.of(algorithm.name, algorithm.states_in(group)):
             storage = stored.storage_in(state, storage_for(optimizer.state_dtype, param))
             shapes |= stored.shapes(param, storage or FP32)
-            found += storage is not None
+            found = found or storage is not None
             if storage is not None or not algorithm.starts_at_gradient:
                 keys = (storage or FP32).keys(stored.name)
                 lost += [key for key in keys if state.get(key) is None]
