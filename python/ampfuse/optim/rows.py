@@ -212,8 +212,8 @@ class Rows(Part):
                 state["master_param"] = exact_float32(param)
             table.add_row(local(state["master_param"]), shard, name, version, **whole)
         else:
-            state = getattr(optimizer, "state", {}).get(param, {})
-            state.pop("master_param", None)  # loaded, and nobody's
+            if not under_amp:  # a master that was loaded is nobody's
+                optimizer.state.get(param, {}).pop("master_param", None)
             table.add_row(shard, None, name, 0, optimizer.rounding == "stochastic", **whole)
 
     def remainder(self, param: Tensor) -> Tensor:
