@@ -114,7 +114,6 @@ def main(argv: list[str] | None = None) -> float:
     optimizer = torch.optim.SGD(model.parameters(), args.lr, 0.9, nesterov=True, weight_decay=5e-4)
     model, optimizer = amp.initialize(model, optimizer, opt_level=args.opt_level, verbosity=0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, total_steps=steps)
-    optimizer.follow(schedule, steps)  # the rates lie on the device: no schedule.step()
     criterion, normalise = nn.CrossEntropyLoss(label_smoothing=0.1), Normalise(images)
 
     def step(inputs: Tensor, targets: Tensor) -> Tensor:
@@ -135,6 +134,7 @@ def main(argv: list[str] | None = None) -> float:
         model.train()
         for inputs, targets in epoch(images, labels, args.batch_size, flip):
             loss = step(normalise(inputs), targets)
+            schedule.step()
         model.eval()
         with torch.no_grad():
             batches = zip(test_images.split(500), test_labels.split(500), strict=True)

@@ -165,14 +165,14 @@ class Table(RuleBasedStateMachine):
         end=small,
         lr=vectors,
         values=st.dictionaries(st.sampled_from((*HYPER, *FLAGS)), numbers, max_size=4),
-        schedule=st.dictionaries(
+        on_device=st.dictionaries(
             st.sampled_from(("lr", "beta1", "wrong")),
             tensors(dtypes=(torch.float64, torch.float64, torch.float32)),
             max_size=2,
         ),
     )
-    def set_hyper(self, begin, end, lr, values, schedule):
-        attempt(self.table.set_hyper, begin, end, lr, values, schedule)
+    def set_hyper(self, begin, end, lr, values, on_device):
+        attempt(self.table.set_hyper, begin, end, lr, values, on_device)
 
     @rule()
     def set_plain_hyper(self):

@@ -183,22 +183,13 @@ def test_derivatives_of_the_float64_form():
     torch.autograd.gradcheck(lambda *a: run(*a, None, None, True, 0.1, 1e-5, False), inputs)
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_second_derivatives_are_torchs(training):
-    case = Case((2, 3, 4, 4), f32, training=training)
-
-    def second(op, dtype):
-        tensors = [t.detach().clone().to(dtype).requires_grad_() for t in case.tensors.values()]
-        running = [t.clone().to(dtype) for t in case.running]
-        y = op(*tensors, *running, *case.rest)
-        grads = torch.autograd.grad(y.square().sum(), tensors, create_graph=True)
-        # A residual enters linearly: its own second derivative is there through the square.
-        return torch.autograd.grad(sum(g.square().sum() for g in grads), tensors)
-
-    for found, exact in zip(
-        second(batch_norm_ops().batch_norm_act, f32), second(composed, f64), strict=True
-    ):
-        assert (found - exact).abs().max() <= 1e-4 * exact.abs().max()
+def test_there_is_no_second_derivative():
+    case = Case((2, 3, 4, 4), f32)
+    x, *others = case.tensors.values()
+    x.requires_grad_()
+    y = batch_norm_ops().batch_norm_act(x, *others, *case.running, *case.rest)
+    with pytest.raises(RuntimeError, match=r"no second derivative.*ampfuse.nn.unfuse"):
+        torch.autograd.grad(y.square().sum(), x, create_graph=True)
 
 
 def norm(x):

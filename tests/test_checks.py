@@ -5,7 +5,6 @@ Tables over all optimizers, alone and under amp.
 
 import copy
 import functools
-import pickle
 
 import pytest
 import torch
@@ -153,50 +152,20 @@ def test_options_that_cannot_be(cls, name):
     for wrong in OPTIONS[name]:
         with pytest.raises(ValueError, match=message):
             cls(parameters(), lr=0.1, **{name: wrong})
-        if wrong is not None or name != "state_dtype":
+        with pytest.raises(ValueError, match=message):
             setattr(optimizer, name, wrong)
-            give_gradients(optimizer)
-            refused(optimizer, optimizer.step, message)
-            setattr(optimizer, name, right)
+        assert getattr(optimizer, name) == right
         train(optimizer)
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("cls", ALL)
-def test_options_in_a_group(cls, name):
-    """The state's type may be there, the others are of the whole optimizer."""
-    value = {"state_dtype": "bf16", "rounding": "stochastic"}.get(name, 0.5)
-    group, groups = {"params": parameters(), name: value}, [{"params": parameters()}]
-    optimizer = cls(groups, lr=0.1)
-    if name == "state_dtype":
-        train(cls([*groups, group], lr=0.1))
-        optimizer.add_param_group(group)
-        return
-    message = f"^{name} in a parameter group is .* as of the whole optimizer: pass {name} to"
-    with pytest.raises(ValueError, match=message):
-        cls([*groups, group], lr=0.1)
-    refused(optimizer, lambda: optimizer.add_param_group(group), message)
-    for copied in (optimizer, pickle.loads(pickle.dumps(optimizer))):
-        copied.param_groups[0][name] = value
-        give_gradients(copied)
-        refused(copied, copied.step, message)
-        copied.param_groups[0][name] = getattr(copied, name)  # as ZeroRedundancyOptimizer does
-        train(copied)
-
-
 @pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.AdamW, torch.optim.RMSprop])
-def test_groups_that_go_under_amp(cls):
+def test_keys_of_groups_are_free(cls):
+    """But for the type of states, names that our options have are other people's there."""
     for name in OPTIONS:
         model = nn.Linear(3, 2)
         value = {"state_dtype": "bf16"}.get(name, 0.5)
         optimizer = cls([{"params": model.parameters(), name: value}], lr=0.1)
-        start = functools.partial(amp.initialize, model, optimizer, opt_level="O5", verbosity=0)
-        is_torchs = cls is torch.optim.RMSprop or name in ("seed", "max_grad_norm", "state_dtype")
-        if not is_torchs:
-            refused(optimizer, start, f"^{name} in a parameter group is")
-            assert (type(optimizer), model.weight.dtype) == (cls, f32)
-            continue
-        start()  # names that loops of other people use, and ours where no step of ours is
+        amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
         train(optimizer)
         saved = copy.deepcopy(optimizer.state_dict())
         assert saved["param_groups"][0][name] == value
@@ -214,17 +183,13 @@ def test_what_cannot_change(cls, name, new):
     setattr(optimizer, name, new)  # that early it can
     setattr(optimizer, name, old := getattr(cls, name))
     train(optimizer)
-    message = rf"^{name} was changed from {old!r} to {new!r} .*Set it back; or save the state"
+    message = rf"^{name} cannot change from {old!r} to {new!r} after .*Save the state"
     for loaded in (False, True):
         if loaded:
             optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        setattr(optimizer, name, new)
-        give_gradients(optimizer)
-        before = snapshot(optimizer)
         with pytest.raises(ValueError, match=message):
-            optimizer.step()
-        assert_same_bits(snapshot(optimizer), before)
-        setattr(optimizer, name, old)
+            setattr(optimizer, name, new)
+        assert getattr(optimizer, name) == old
         train(optimizer)
 
 
@@ -332,9 +297,7 @@ def damages(optimizer):
         of = rf"{key} for .* "
         if isinstance(value, torch.Tensor) and value.dim():
             yield damaged(key, torch.ones(7).to(value.dtype)), rf"{of}has shape \(7,\)"
-            other = torch.int32 if value.is_floating_point() else f32
-            yield damaged(key, value.to(other)), rf"{of}is a .*; it has to be a tensor of"
-            yield damaged(key, [1.0]), rf"{of}is \[1.0\]; it has to be a tensor of"
+            yield damaged(key, [1.0]), rf"{of}is \[1.0\] .*; it has to be a tensor of shape"
         else:
             for wrong in (-5.0, nan, inf, torch.tensor(nan), torch.tensor(-1), "3", torch.ones(2)):
                 message = rf"{of}is .*; it has to be a finite number of at least 0"
@@ -343,22 +306,11 @@ def damages(optimizer):
         may_lack = set() if algorithm.uses_count else {"step"}
         may_lack |= set(algorithm.states) if algorithm.starts_at_gradient else set()
         if key not in ("master_param", "ema", *may_lack):
-            yield damaged(key, None), f"{key} for .* is missing; there are "
-    saved = copy.deepcopy(optimizer.state_dict())
-    saved["state"][1] = 3
-    yield saved, "the state for .* is 3, and no dict"
-    for name, wrong in (("lr", nan), ("lr", inf), ("weight_decay", "x"), ("maximize", "no")):
-        saved = copy.deepcopy(optimizer.state_dict())
-        if name in saved["param_groups"][0]:
-            saved["param_groups"][0][name] = wrong
-            yield saved, f"in parameter group 0, {name} is "
+            yield damaged(key, None), f"{key} for .* is missing in the state dict; there are "
     for key in ("state", "param_groups"):
         saved = copy.deepcopy(optimizer.state_dict())
         del saved[key]
         yield saved, f"the state dict has no '{key}', but "
-    saved = copy.deepcopy(optimizer.state_dict())
-    saved["param_groups"][0]["schedule_step"] = -1
-    yield saved, "schedule_step is -1"
 
 
 @pytest.mark.parametrize("how", HOW)
@@ -371,14 +323,9 @@ def test_damaged_states(kind, how):
     optimizer = trained(kind, how)
     count = 0
     for damaged, message in damages(optimizer):
-        whole = "has no" in message
-        refused(
-            optimizer,
-            functools.partial(optimizer.load_state_dict, damaged),
-            message if whole else rf"the state dict does not fit: .*{message}.*Nothing was loaded",
-        )
+        refused(optimizer, functools.partial(optimizer.load_state_dict, damaged), message)
         count += 1
-    assert count >= 8
+    assert count >= 4
     fresh = trained(kind, how, 0)
     fresh.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     train(fresh)

@@ -380,7 +380,7 @@ def test_copies_and_checkpoints_go_on_with_the_same_bits(name, level):
     model, optimizer = started()
     steps(model, optimizer)
     again, resumed = started()
-    for thing, state in ((again, model), (resumed, optimizer), (amp, amp)):
+    for thing, state in ((again, model), (resumed, optimizer), (amp, amp))[: 3 if level else 2]:
         thing.load_state_dict(copy.deepcopy(state.state_dict()))
     copies = [copy.deepcopy((model, optimizer)), pickle.loads(pickle.dumps((model, optimizer)))]
     steps(model, optimizer)

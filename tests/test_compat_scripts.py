@@ -58,11 +58,6 @@ CASES = {
         {"": 1e-5, "--fp16": 0.005} | {f"--opt-level {level}": 0.01 for level in LEVELS},
     ),
     "grad_scaler": ("--no-apex", {"": 1e-5, "--half": 0.002}),
-    # Not O3: SparseAdam's own step has to square gradients there in FP16, where most vanish.
-    "sparse_embedding": (
-        "--no-amp",
-        {f"--opt-level {level}": 0.01 for level in LEVELS if level != "O3"},
-    ),
     "lightning_style": ("--no-amp", {f"--opt-level {level}": 0.03 for level in LEVELS[:4]}),
     "timm_style": ("--no-amp", {f"--opt-level {level}": 0.05 for level in LEVELS[:4]}),
 }

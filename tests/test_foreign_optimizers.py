@@ -33,7 +33,7 @@ class Odd(torch.optim.Optimizer):
                 if not state:
                     state["count"] = 0
                     state["step"] = torch.tensor(0.0)
-                    state["half"] = torch.zeros_like(p, dtype=torch.bfloat16)
+                    state["single"] = torch.zeros_like(p, dtype=torch.float32)
                     state["double"] = torch.zeros((), dtype=torch.float64)
                     state["mask"] = torch.zeros(p.numel(), dtype=torch.bool)
                     state["seen"] = torch.zeros(3, dtype=torch.int64)
@@ -42,7 +42,7 @@ class Odd(torch.optim.Optimizer):
                     state["nothing"] = None
                 state["count"] += 1
                 state["step"] += 1
-                state["half"].mul_(0.5).add_(p.grad.bfloat16())
+                state["single"].mul_(0.5).add_(p.grad.float())
                 state["double"] += p.grad.double().square().sum() / 3
                 state["mask"] |= p.grad.flatten() > 0
                 state["seen"][state["count"] % 3] += 2**24 + 1
@@ -50,7 +50,7 @@ class Odd(torch.optim.Optimizer):
                 state["by_name"]["rows"] = state["by_name"]["rows"] * 0.9 + p.grad.float().sum(-1)
                 state["by_name"]["deep"][0]["scale"] *= 0.99
                 assert state["mask"].dtype == torch.bool
-                direction = state["half"].float() + state["history"][0].sum() * 0.1
+                direction = state["single"] + state["history"][0].sum() * 0.1
                 direction = direction / (1 + state["double"].float().sqrt())
                 direction = direction + 0.01 * state["by_name"]["rows"].tanh().unsqueeze(-1)
                 direction = direction * (0.5 + 0.5 * state["mask"].view_as(p))
@@ -201,7 +201,7 @@ def test_state_that_followed_a_half_parameter_follows_a_wider_one(name):
             raise AssertionError(key)
     again.steps(range(3))
     if name == "odd":
-        assert again.optimizer.state[master]["half"].dtype == torch.bfloat16
+        assert again.optimizer.state[master]["single"].dtype == torch.float32
         assert again.optimizer.state[master]["double"].dtype == torch.float64
 
 

@@ -264,7 +264,7 @@ def with_scaler(
     third: int = 2100,
     unscale: bool = False,
     larc: dict[str, Any] | None = None,
-    follow: bool = False,
+    halved: bool = False,
     meter: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
@@ -273,9 +273,7 @@ def with_scaler(
     optimizer = make(name, list(params), **options)
     if larc is not None:
         optimizer = optim.LARC(optimizer, TRUST, **larc)
-    if follow:
-        rates = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
-        optimizer.follow(rates, STEPS)
+    rates = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step) if halved else None
     if meter:
         optimizer.meter(every=1, changed_bits=True)
     scaler = ampfuse.GradScaler("cpu", init_scale=INIT_SCALE, growth_interval=2)
@@ -289,7 +287,12 @@ def with_scaler(
             scaler.clip_grad_norm_(optimizer, 0.5)
         scaler.step(optimizer)
         scaler.update()
+        if rates is not None and not optimizer.last_step.skipped:
+            rates.step()
         steps.append({**verdict(optimizer), "scale": scaler.get_scale()})
+    if halved:  # the hashes are of the groups as they began
+        for group in optimizer.param_groups:
+            group["lr"] = group["initial_lr"]
     found = {"steps": steps, "scaler": scaler.state_dict(), **left_behind(params, optimizer)}
     if meter:
         found["readings"] = [str(reading) for reading in optimizer.meter.readings]
@@ -421,7 +424,7 @@ def _runs() -> dict[str, Callable[[], Any]]:
             "gradients left scaled": {"master_weights": True, "unscale_grads": False},
             "large": {"master_weights": True, "largest": 70001},
             "FP32": {"dtypes": (f32,), "max_grad_norm": 1.0},
-            "schedule": {"master_weights": True, "follow": True},
+            "schedule": {"master_weights": True, "halved": True},
             "metered": {"master_weights": True, "largest": 70001, "meter": True},
         }.items():
             runs[f"scaler {name} {title}"] = partial(with_scaler, name, **options)

@@ -22,17 +22,17 @@ constexpr float kInteger = 12582912.0f;
 
 // --- split masters -------------------------------------------------------------------------------
 
-// An FP32 master as its half-precision model weight, `high`, and 16 more bits, `rest`, a signed
-// integer. What is stored is limit(x); high() is then the weight and rest() the rest, of which only
-// 16 bits count.
+// An FP32 master as its half-precision model weight, `high`, and a `remainder`, a signed integer of
+// 16 bits. What is stored is limit(x); high() is then the weight, and remainder() has the remainder
+// in its lower bits.
 template <DType>
 struct Split;
 
-// The rest is what the bits of the master are beyond those of the weight, so every value comes
+// The remainder is what the bits of the master are beyond those of the weight, so every value comes
 // back. To an even weight 65,537 masters round, one too many: here a tie goes away from zero, and
 // the weight differs from the one rounded to even in one of 131,072 values.
 template <>
-struct Split<DType::kRestBFloat16> {
+struct Split<DType::kRemainderBFloat16> {
   static constexpr DType kWeight = DType::kBFloat16;
 
   template <class F>
@@ -47,22 +47,23 @@ struct Split<DType::kRestBFloat16> {
     return from_bits(x, rounded & B(0xffff0000u));
   }
   template <class F>
-  HD static BitsOf<F> rest(const F& x, const F& high) {
+  HD static BitsOf<F> remainder(const F& x, const F& high) {
     return bits_of(x) - bits_of(high);
   }
-  // A weight that somebody made zero has a master of its sign, whatever the rest is.
+  // A weight that somebody made zero has a master of its sign, whatever the remainder is.
   template <class F>
-  HD static F join(const F& high, const BitsOf<F>& rest) {
+  HD static F join(const F& high, const BitsOf<F>& remainder) {
     using B = BitsOf<F>;
-    const B magnitude = max_signed(magnitude_of(high) + rest, B(0u));
+    const B magnitude = max_signed(magnitude_of(high) + remainder, B(0u));
     return from_bits(high, blend(B(0x80000000u), bits_of(high), magnitude));
   }
 };
 
-// The rest counts 2^-15 of the weight's unit in the last place. So masters from 2^-16 on come back;
-// below, they are multiples of 2^-39. A finite master is at most 65504, FP16's largest number.
+// The remainder counts 2^-15 of the weight's unit in the last place. So masters from 2^-16 on come
+// back; below, they are multiples of 2^-39. A finite master is at most 65504, FP16's largest
+// number.
 template <>
-struct Split<DType::kRestFloat16> {
+struct Split<DType::kRemainderFloat16> {
   static constexpr DType kWeight = DType::kFloat16;
 
   template <class F>
@@ -78,18 +79,19 @@ struct Split<DType::kRestFloat16> {
     return round_to(kWeight, x);
   }
   template <class F>
-  HD static BitsOf<F> rest(const F& x, const F& high) {
+  HD static BitsOf<F> remainder(const F& x, const F& high) {
     using B = BitsOf<F>;
     const F count = (x - high) * from_bits(x, B(279u << 23) - exponent(high));
     return select_less(magnitude_of(high), B(kInfinityBits), bits_of(count + F(kInteger)), B(0u));
   }
-  // Beside a weight that somebody edited, the rest may lead to a tie, or, where units become half
-  // as large below it, to another weight; not so below FP16's normal numbers, whose units are
+  // Beside a weight that somebody edited, the remainder may lead to a tie, or, where units become
+  // half as large below it, to another weight; not so below FP16's normal numbers, whose units are
   // equal.
   template <class F>
-  HD static F join(const F& high, const BitsOf<F>& rest) {
+  HD static F join(const F& high, const BitsOf<F>& remainder) {
     using B = BitsOf<F>;
-    const F x = fma(to_float(high, rest), from_bits(high, exponent(high) - B(25u << 23)), high);
+    const F x =
+        fma(to_float(high, remainder), from_bits(high, exponent(high) - B(25u << 23)), high);
     const F near = select_equal(round_to(kWeight, x), high, x, high);
     const B smallest(113u << 23);
     return from_bits(x, select_less(magnitude_of(high), smallest, bits_of(x), bits_of(near)));
@@ -104,11 +106,11 @@ struct Split<DType::kRestFloat16> {
   }
 };
 
-// Calls run(Split) if the type is a rest.
+// Calls run(Split) if the type is a remainder.
 template <class Run>
 HD void with_split(DType dtype, const Run& run) {
-  if (dtype == DType::kRestFloat16) return run(Split<DType::kRestFloat16>());
-  if (dtype == DType::kRestBFloat16) return run(Split<DType::kRestBFloat16>());
+  if (dtype == DType::kRemainderFloat16) return run(Split<DType::kRemainderFloat16>());
+  if (dtype == DType::kRemainderBFloat16) return run(Split<DType::kRemainderBFloat16>());
 }
 
 // The model weight beside the master x.

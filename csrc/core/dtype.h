@@ -21,8 +21,8 @@ enum class DType : uint8_t {
   kFloat16,
   kBFloat16,
   // The compact ones: of kParam, what a half-precision model weight leaves of its FP32 master;
-  kRestFloat16,
-  kRestBFloat16,
+  kRemainderFloat16,
+  kRemainderBFloat16,
   // BF16 rounded at random;
   kRandomBFloat16,
   // of a state, codes with a scale for each block of elements.
@@ -33,8 +33,8 @@ enum class DType : uint8_t {
 };
 
 HD constexpr bool is_plain(DType dtype) { return dtype <= DType::kBFloat16; }
-HD constexpr bool is_rest(DType dtype) {
-  return dtype == DType::kRestFloat16 || dtype == DType::kRestBFloat16;
+HD constexpr bool is_remainder(DType dtype) {
+  return dtype == DType::kRemainderFloat16 || dtype == DType::kRemainderBFloat16;
 }
 HD constexpr bool is_code(DType dtype) { return dtype >= DType::kSigned8; }
 

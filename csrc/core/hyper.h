@@ -31,15 +31,14 @@ enum HyperFlag : int32_t {
   kClippedRatio = 2048,  // LARC: ... so that lr times ratio is at most lr
 };
 
-// Hyper-parameters that change from step to step, known in advance: device columns of `steps`
-// values each, null where a value is constant.
-struct Schedule {
+// Numbers that a step reads on the device, as those of a captured graph, which change between its
+// replays. Null where a number is the row's own.
+struct OnDevice {
   const double* lr = nullptr;
   const double* weight_decay = nullptr;
   const double* momentum = nullptr;
   const double* beta1 = nullptr;
   const double* beta2 = nullptr;
-  int64_t steps = 0;
 };
 
 struct RowHyper {
@@ -51,7 +50,7 @@ struct RowHyper {
   double ema_decay = 1;                         // of kAverage
   double seed = 0;                              // of stochastic rounding: an integer below 2^32
   const float* lr_tensor = nullptr;             // device value that replaces lr
-  Schedule schedule;                            // replaces both
+  OnDevice on_device;                           // replaces both
   int32_t flags = 0;
 };
 
@@ -143,18 +142,14 @@ struct RowColumns {
   HD bool differ_by_row() const { return norm_averages != nullptr || param_norms != nullptr; }
 };
 
-// What the row's hyper-parameters are in step `step` of its schedule, from 0. After its end they
-// stay what they were last.
-HD RowHyper at_step(RowHyper hyper, int64_t step) {
+HD RowHyper with_numbers_on_device(RowHyper hyper) {
   if (hyper.lr_tensor) hyper.lr = double(*hyper.lr_tensor);
-  const Schedule& schedule = hyper.schedule;
-  if (schedule.steps == 0) return hyper;
-  const int64_t i = step < schedule.steps ? step : schedule.steps - 1;
-  if (schedule.lr) hyper.lr = schedule.lr[i];
-  if (schedule.weight_decay) hyper.weight_decay = schedule.weight_decay[i];
-  if (schedule.momentum) hyper.momentum = schedule.momentum[i];
-  if (schedule.beta1) hyper.beta1 = schedule.beta1[i];
-  if (schedule.beta2) hyper.beta2 = schedule.beta2[i];
+  const OnDevice& on_device = hyper.on_device;
+  if (on_device.lr) hyper.lr = *on_device.lr;
+  if (on_device.weight_decay) hyper.weight_decay = *on_device.weight_decay;
+  if (on_device.momentum) hyper.momentum = *on_device.momentum;
+  if (on_device.beta1) hyper.beta1 = *on_device.beta1;
+  if (on_device.beta2) hyper.beta2 = *on_device.beta2;
   return hyper;
 }
 
@@ -218,7 +213,7 @@ struct RowStep {
 HD RowStep begin_row_step(const RowHyper& hyper, const StepState& state, const RowColumns& columns,
                           int64_t row) {
   RowStep step;
-  step.hyper = at_step(hyper, state.schedule_step - 1);
+  step.hyper = with_numbers_on_device(hyper);
   step.count = int64_t(columns.steps[row]) + 1;
   columns.steps[row] = float(step.count);
   step.lr = step.hyper.lr / (1 + double(step.count - 1) * step.hyper.lr_decay);

@@ -26,8 +26,6 @@ struct StepState {
   float grad_norm = 0;  // L2 norm of the unscaled gradients before clipping; NaN where not known
   float clip_coef = 1;
   float loss_scale = 1;  // that the gradients were made with
-  // Applied steps since the schedule began, this one included: skipped steps do not move it.
-  int64_t schedule_step = 0;
   // History, for the overflow report.
   int32_t last_bad_row = -1;
   uint32_t last_bad_bits = 0;
@@ -79,11 +77,7 @@ HD void decide_step(StepState& state, const StepDecision& decision) {
     state.last_bad_row = state.bad_row;
     state.last_bad_bits = state.bad_bits;
   }
-  if (state.skip != 0) {
-    ++state.skipped_steps;
-  } else {
-    ++state.schedule_step;
-  }
+  if (state.skip != 0) ++state.skipped_steps;
   state.found_inf = 0;
   state.bad_row = -1;
   state.bad_bits = 0;

@@ -20,7 +20,7 @@ HD void with_one_type(DType type, const Run& run) {
   with_split(type, [&](auto split) HD_LAMBDA {
     constexpr DType kWeight = decltype(split)::kWeight;
     constexpr bool kHalf = kWeight == DType::kFloat16;
-    run(OneType<kHalf ? DType::kRestFloat16 : DType::kRestBFloat16, kWeight>());
+    run(OneType<kHalf ? DType::kRemainderFloat16 : DType::kRemainderBFloat16, kWeight>());
   });
   if (is_plain(plain(type))) {
     with_storage(plain(type), [&](auto storage) HD_LAMBDA {

@@ -48,7 +48,7 @@ struct ChunkLists {
     const int64_t rest = view.numel[chunk.row] - first;
     length = rest < kChunk ? rest : kChunk;
     streams_model = view.chunk_count >= kLargeTable && length == kChunk &&
-                    element_size(dtype[kModel]) == 2 && !is_rest(dtype[kParam]) &&
+                    element_size(dtype[kModel]) == 2 && !is_remainder(dtype[kParam]) &&
                     reinterpret_cast<uintptr_t>(data[kModel]) % kCacheLine == 0;
   }
 };
@@ -121,7 +121,7 @@ HD void with_types(const ChunkLists& lists, const Run& run) {
     if constexpr (kType == kWhole && (kUsed & bit(kUnscaled)))
       try_types(MasterTypes<kType, kWhole, kWhole, 0, kType>());
     if constexpr (kCompact && kType == DType::kBFloat16) {
-      constexpr DType kSplit = DType::kRestBFloat16;
+      constexpr DType kSplit = DType::kRemainderBFloat16;
       try_types(MasterTypes<kType, kSplit>());
       if constexpr (Op::kPackable) {
         constexpr DType kRandom = DType::kRandomBFloat16;
@@ -261,7 +261,7 @@ HD F load(const ChunkLists& lists, const Types& types, int list, int64_t i, int 
   const DType type = types(list);
   char* data = lists.data[list];
   F x(0.0f);
-  if (list == kParam && is_rest(type)) {
+  if (list == kParam && is_remainder(type)) {
     const F high = load_plain<F, kWhole>(lists.data[kModel], types(kModel), i, count);
     with_split(type, [&](auto split) HD_LAMBDA {
       x = split.join(high, load_integers<F, int16_t, kWhole>(data, i, count));
@@ -278,11 +278,11 @@ HD void store(const F& x, const F& weight, const ChunkLists& lists, const Types&
               int64_t i, int count) {
   const DType type = types(list);
   char* data = lists.data[list];
-  if (list == kParam && is_rest(type)) {
+  if (list == kParam && is_remainder(type)) {
     with_split(type, [&](auto split) HD_LAMBDA {
-      store_integers<F, int16_t, kWhole>(split.rest(x, weight), data, i, count);
+      store_integers<F, int16_t, kWhole>(split.remainder(x, weight), data, i, count);
     });
-  } else if (list == kModel && types(kParam) == DType::kRestBFloat16) {
+  } else if (list == kModel && types(kParam) == DType::kRemainderBFloat16) {
     // It has no digits to round.
     store_integers<F, int16_t, kWhole>(shift_right<16>(bits_of(x)), data, i, count);
   } else if (kWhole) {

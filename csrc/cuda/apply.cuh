@@ -105,7 +105,7 @@ __device__ inline void load_packs(const Slice& slice, int i, int count,
     packs[list] = load_pack<kWhole, kWidth>(slice.columns[list], i, count, codes);
   }
   if constexpr (Slice::Column::kCompact && (kReads & bit(kParam)) && !(kReads & bit(kModel))) {
-    if (is_rest(slice(kParam)))
+    if (is_remainder(slice(kParam)))
       packs[kModel] = load_pack<kWhole, kWidth>(slice.columns[kModel], i, count);
   }
 }
@@ -192,7 +192,7 @@ __device__ inline void store_packs(const Slice& slice, int i, int count,
       with_split(type, [&](auto split) {
 #pragma unroll
         for (int k = 0; k < kWidth; ++k)
-          pack.template put<2>(k, split.rest(values[kParam][k], values[kModel][k]));
+          pack.template put<2>(k, split.remainder(values[kParam][k], values[kModel][k]));
       });
     } else if (may_be_codes<Op, Slice>(list)) {
       with_code_of<Op>(list, type, [&](auto code) {

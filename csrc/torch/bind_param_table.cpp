@@ -90,12 +90,11 @@ their float32 scales. None: the row has no states yet, and `collect` says so whe
            "NovoGrad's averages of gradient norms: float32, shape (rows,), on the device.")
       .def(
           "set_hyper", &Bound::set_hyper, py::arg("begin"), py::arg("end"), py::arg("lr_tensor"),
-          py::arg("values"), py::arg("schedule") = std::map<std::string, at::Tensor>(),
+          py::arg("values"), py::arg("on_device") = std::map<std::string, at::Tensor>(),
           R"(Hyper-parameters of rows begin..end, by the names of `schema`; others are zero and off.
 
-`lr_tensor` (float32, device) replaces lr. `schedule` (float64 vectors of one length on the device)
-replaces both: element ``schedule_step`` of the step's state holds for the next step that is
-applied, the last one after its end. ValueError: another name, unequal lengths.)")
+`lr_tensor` (float32) replaces lr. `on_device` (float64, one element each) replaces both: a step
+reads what these hold when it runs. ValueError: another name.)")
       .def("fingerprint", fingerprint,
            R"(Three int64 a row, to be compared with earlier ones.
 

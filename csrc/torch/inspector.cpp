@@ -34,7 +34,6 @@ at::Tensor Inspector::state_field(const std::string& name) const {
       {"grad_norm", {offsetof(StepState, grad_norm), at::kFloat}},
       {"clip_coef", {offsetof(StepState, clip_coef), at::kFloat}},
       {"loss_scale", {offsetof(StepState, loss_scale), at::kFloat}},
-      {"schedule_step", {offsetof(StepState, schedule_step), at::kLong}},
       {"bad_row", {offsetof(StepState, bad_row), at::kInt}},
       {"bad_bits", {offsetof(StepState, bad_bits), at::kInt}},
       {"last_bad_row", {offsetof(StepState, last_bad_row), at::kInt}},
@@ -53,7 +52,7 @@ bool Inspector::needs_row_norms() const {
 }
 
 float* Inspector::row_norms(Column column) {
-  const int64_t rows = int64_t(table_.rows().size());
+  const int64_t rows = table_.row_count();
   if (norms_.numel() < kColumns * rows) {
     norms_ = at::zeros({kColumns, rows}, norms_.options());
     knows_row_norms = false;
@@ -95,7 +94,7 @@ void Inspector::set_gather(Gather gather, const std::optional<at::Tensor>& count
 
 void Inspector::share(bool found, at::Tensor norms, int64_t largest_column) {
   if (counted_elsewhere_.defined() && norms.defined()) norms.masked_fill_(counted_elsewhere_, 0);
-  const int64_t rows = int64_t(table_.rows().size());
+  const int64_t rows = table_.row_count();
   at::Tensor mine = state_;
   Findings findings;
   findings.stride = state_.numel();
@@ -135,9 +134,8 @@ void Inspector::share_row_norms(bool found, bool of_params) {
 }
 
 void Inspector::share_measures(float* norms) {
-  if (!is_shared()) return;
-  const int64_t rows = int64_t(table_.rows().size());
-  share(false, at::from_blob(norms, {kMeasures, rows}, norms_.options()), kMeasures);
+  const at::Tensor all = at::from_blob(norms, {kMeasures, table_.row_count()}, norms_.options());
+  share(false, all, kMeasures);
 }
 
 }  // namespace ampfuse

@@ -106,10 +106,10 @@ struct Compared {
   }
 };
 
-struct Kept {
-  std::vector<py::object>& kept;
+struct Collector {
+  std::vector<py::object>& found;
   bool operator()(PyObject* object) const {
-    kept.push_back(py::reinterpret_borrow<py::object>(object));
+    found.push_back(py::reinterpret_borrow<py::object>(object));
     return true;
   }
 };
@@ -118,12 +118,12 @@ struct Kept {
 
 void Containers::remember_params(const py::handle& groups) {
   params_.clear();
-  for_params(groups, Kept{params_});
+  for_params(groups, Collector{params_});
 }
 
 void Containers::remember_states(const py::handle& states) {
   states_.clear();
-  for_states(states, Kept{states_});
+  for_states(states, Collector{states_});
   versions_ = DictVersions(states);
 }
 

@@ -48,8 +48,9 @@ int64_t ParamTable::add_row(at::Tensor param, std::optional<at::Tensor> model, s
     TORCH_CHECK(is_laid_out_as(*model, param), row.name,
                 ": master and model weight differ, in shapes ", param.sizes(), " and ",
                 model->sizes(), " or in strides ", param.strides(), " and ", model->strides());
-    TORCH_CHECK_TYPE(!row.is_split || element_size(dtype_of(*model)) == 2, row.name,
-                     ": the rest of a split master stands beside a weight of float16 or bfloat16");
+    TORCH_CHECK_TYPE(
+        !row.is_split || element_size(dtype_of(*model)) == 2, row.name,
+        ": the remainder of a split master stands beside a weight of float16 or bfloat16");
     row.model = *model;
     row.model_version = model_version;
     row.model_data = model->data_ptr();
@@ -68,7 +69,7 @@ int64_t ParamTable::add_row(at::Tensor param, std::optional<at::Tensor> model, s
   rows_.push_back(std::move(row));
   core_.reset();
   ++changes;
-  return int64_t(rows_.size()) - 1;
+  return row_count() - 1;
 }
 
 // A column that grows with the rows.
@@ -77,10 +78,10 @@ static at::Tensor grown(const at::Tensor& column, int64_t rows) {
   return at::cat({column, at::zeros({rows - column.numel()}, column.options())});
 }
 
-at::Tensor ParamTable::steps() { return steps_ = grown(steps_, int64_t(rows_.size())); }
+at::Tensor ParamTable::steps() { return steps_ = grown(steps_, row_count()); }
 
 at::Tensor ParamTable::norm_averages() {
-  return norm_averages_ = grown(norm_averages_, int64_t(rows_.size()));
+  return norm_averages_ = grown(norm_averages_, row_count());
 }
 
 void ParamTable::remember(pybind11::handle groups, pybind11::handle states) {
@@ -141,24 +142,19 @@ void ParamTable::set_states(int64_t index, const std::optional<States>& states,
 
 void ParamTable::set_hyper(int64_t begin, int64_t end, const std::optional<at::Tensor>& lr_tensor,
                            const std::map<std::string, double>& values,
-                           const std::map<std::string, at::Tensor>& schedule) {
-  TORCH_CHECK_INDEX(0 <= begin && begin <= end && end <= int64_t(rows_.size()), "rows ", begin,
-                    " to ", end, " of ", int64_t(rows_.size()));
+                           const std::map<std::string, at::Tensor>& on_device) {
+  TORCH_CHECK_INDEX(0 <= begin && begin <= end && end <= row_count(), "rows ", begin, " to ", end,
+                    " of ", row_count());
   RowHyper hyper = hyper_of(algorithm, values);
   hyper.lr_tensor = float_pointer(lr_tensor, "lr", device);
-  for (const auto& [name, column] : schedule) {
-    TORCH_CHECK_VALUE(column.scalar_type() == at::kDouble && column.dim() == 1 &&
-                          column.numel() > 0 && column.is_contiguous() && column.device() == device,
-                      "the schedule's ", name, " has to be a float64 vector on ", device);
-    TORCH_CHECK_VALUE(hyper.schedule.steps == 0 || hyper.schedule.steps == column.numel(),
-                      "the schedule's ", name, " has ", column.numel(), " steps, another column ",
-                      hyper.schedule.steps);
-    schedule_column(hyper.schedule, name) = column.data_ptr<double>();
-    hyper.schedule.steps = column.numel();
-    schedules_[column.data_ptr()] = column;
+  std::vector<at::Tensor> read;
+  if (lr_tensor) read.push_back(*lr_tensor);
+  for (const auto& [name, number] : on_device) {
+    number_on_device(hyper.on_device, name) = pointer_to<double>(number, name.c_str(), 1, device);
+    read.push_back(number);
   }
   core().set_hyper(begin, end, hyper);
-  for (int64_t i = begin; i < end; ++i) rows_[i].lr = lr_tensor.value_or(at::Tensor());
+  for (int64_t i = begin; i < end; ++i) rows_[i].hyper_tensors = read;
   is_layerwise = is_layerwise || hyper.flags & kLayerwise;
 }
 
@@ -170,7 +166,7 @@ Table& ParamTable::core() {
     origin.push_back(row.origin);
   }
   core_ = std::make_unique<Table>(std::move(numel), std::move(origin));
-  for (int64_t i = 0; i < int64_t(rows_.size()); ++i) {
+  for (int64_t i = 0; i < row_count(); ++i) {
     const Row& row = rows_[i];
     set(kParam, i, row.param);
     set(kModel, i, row.model);
@@ -188,7 +184,8 @@ DType ParamTable::type_in(int list, int64_t index, const at::Tensor& tensor) con
   if (is_state(list)) return row.storage->type(info(algorithm).unsigned_states & bit(list));
   if (list == kParam && row.rounds_at_random) return DType::kRandomBFloat16;
   if (list == kParam && row.is_split)
-    return row.model.scalar_type() == at::kHalf ? DType::kRestFloat16 : DType::kRestBFloat16;
+    return row.model.scalar_type() == at::kHalf ? DType::kRemainderFloat16
+                                                : DType::kRemainderBFloat16;
   return dtype_of(tensor, row.name);
 }
 

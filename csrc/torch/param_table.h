@@ -38,7 +38,7 @@ class ParamTable {
                   const std::optional<at::Tensor>& average);
   void set_hyper(int64_t begin, int64_t end, const std::optional<at::Tensor>& lr_tensor,
                  const std::map<std::string, double>& values,
-                 const std::map<std::string, at::Tensor>& schedule);
+                 const std::map<std::string, at::Tensor>& on_device);
   at::Tensor steps();
   at::Tensor norm_averages();
   // Containers are those of an optimizer, ``param_groups`` and ``state``; None: not asked for.
@@ -46,6 +46,7 @@ class ParamTable {
   bool holds(pybind11::handle groups, pybind11::handle states);
 
   std::vector<Row>& rows() { return rows_; }
+  int64_t row_count() const { return int64_t(rows_.size()); }
   Table& core();
   // The core's gradient lists of a row; `out` receives the sum.
   void set_gradient(int64_t row, const at::Tensor& grad, bool scaled, const at::Tensor& accumulated,
@@ -61,7 +62,6 @@ class ParamTable {
   std::vector<Row> rows_;
   std::unique_ptr<Table> core_;
   at::Tensor steps_, norm_averages_;
-  std::map<const void*, at::Tensor> schedules_;  // a captured graph may read any of them
 };
 
 }  // namespace ampfuse

@@ -55,11 +55,8 @@ void prefetch_versions(const std::vector<Row>& rows, int64_t i) {
 
 const at::Tensor& Row::checked(const at::Tensor& grad, at::Device device) {
   const char* what = "the gradient of ";
-  TORCH_CHECK(
-      grad.layout() == at::kStrided, what, name,
-      " is sparse; ampfuse steps dense gradients. Build the layer with sparse=False, or keep "
-      "its parameters in a torch.optim.SparseAdam of their own, which amp.initialize and "
-      "amp.scale_loss take beside this optimizer.");
+  TORCH_CHECK(grad.layout() == at::kStrided, what, name,
+              " is sparse, and ampfuse takes dense gradients: build the layer with sparse=False.");
   TORCH_CHECK_TYPE(!grad.is_complex(), what, name,
                    " is complex; ampfuse steps real parameters. Use torch.view_as_real.");
   dtype_of(grad, what, name);

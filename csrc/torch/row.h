@@ -55,8 +55,8 @@ struct Row {
   at::Tensor states[kMaxStates], scales[kMaxStates], average;
   const StorageInfo* storage = &storages().front();
   at::Tensor accumulated;
-  at::Tensor lr;           // whose value the hyper-parameters point to
   at::Tensor copied_grad;  // the gradient in the parameter's layout, if it has another
+  std::vector<at::Tensor> hyper_tensors;  // whose values the hyper-parameters point to
   std::string name;
   int64_t numel = 0;  // of the parameter when the row was made
   // What the model weight was when the master last matched it.

@@ -12,15 +12,15 @@ namespace py = pybind11;
 namespace ampfuse {
 namespace {
 
-const std::map<std::string, const double* Schedule::*>& schedule_columns() {
-  static const std::map<std::string, const double* Schedule::*> columns = {
-      {"lr", &Schedule::lr},
-      {"weight_decay", &Schedule::weight_decay},
-      {"momentum", &Schedule::momentum},
-      {"beta1", &Schedule::beta1},
-      {"beta2", &Schedule::beta2},
+const std::map<std::string, const double* OnDevice::*>& numbers_on_device() {
+  static const std::map<std::string, const double* OnDevice::*> numbers = {
+      {"lr", &OnDevice::lr},
+      {"weight_decay", &OnDevice::weight_decay},
+      {"momentum", &OnDevice::momentum},
+      {"beta1", &OnDevice::beta1},
+      {"beta2", &OnDevice::beta2},
   };
-  return columns;
+  return numbers;
 }
 
 template <class Info>
@@ -82,14 +82,14 @@ py::dict schema() {
   py::dict algorithms_, storages_;
   for (const AlgorithmInfo& info : algorithms()) algorithms_[info.name] = described(info);
   for (const StorageInfo& info : storages()) storages_[info.name] = described(info);
-  py::list columns;
-  for (const auto& column : schedule_columns()) columns.append(column.first);
+  py::list numbers;
+  for (const auto& number : numbers_on_device()) numbers.append(number.first);
   py::list counts;
   for (const char* name : kMeterCountNames) counts.append(name);
   py::dict found;
   found["algorithms"] = algorithms_;
   found["storages"] = storages_;
-  found["schedule"] = columns;
+  found["read_on_device"] = numbers;
   found["meter_counts"] = counts;
   found["update_factor"] = kUpdateFactor;
   return found;
@@ -133,10 +133,10 @@ RowHyper hyper_of(Algorithm algorithm, const std::map<std::string, double>& valu
   return hyper;
 }
 
-const double*& schedule_column(Schedule& schedule, const std::string& name) {
-  const auto column = schedule_columns().find(name);
-  TORCH_CHECK_VALUE(column != schedule_columns().end(), "a schedule has no column '", name, "'");
-  return schedule.*column->second;
+const double*& number_on_device(OnDevice& on_device, const std::string& name) {
+  const auto number = numbers_on_device().find(name);
+  TORCH_CHECK_VALUE(number != numbers_on_device().end(), "'", name, "' is not read on the device");
+  return on_device.*number->second;
 }
 
 }  // namespace ampfuse

@@ -17,7 +17,7 @@ pybind11::dict schema();
 Algorithm algorithm_of(const std::string& name);
 const StorageInfo& storage_of(const std::string& name);
 RowHyper hyper_of(Algorithm algorithm, const std::map<std::string, double>& values);
-// The column of `schedule` by its name.
-const double*& schedule_column(Schedule& schedule, const std::string& name);
+// A number of `on_device` by its name.
+const double*& number_on_device(OnDevice& on_device, const std::string& name);
 
 }  // namespace ampfuse

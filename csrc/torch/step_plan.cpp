@@ -123,7 +123,7 @@ std::vector<at::Tensor> StepPlan::new_meter(bool changed) {
     TORCH_CHECK(row.param.numel() >> 32 == 0, row.name, " has ", row.param.numel(),
                 " elements; the meter counts in 32 bits. Step it with an optimizer of its own.");
   }
-  const int64_t rows = int64_t(table_.rows().size());
+  const int64_t rows = table_.row_count();
   const auto options = at::TensorOptions().device(table_.device);
   std::vector<at::Tensor> buffers = {at::zeros({rows, kMeterCounts}, options.dtype(at::kInt)),
                                      at::zeros({2, rows}, options.dtype(at::kFloat))};
@@ -135,7 +135,7 @@ std::vector<at::Tensor> StepPlan::new_meter(bool changed) {
 }
 
 Meter StepPlan::meter_of(const std::vector<at::Tensor>& buffers) {
-  const int64_t rows = int64_t(table_.rows().size());
+  const int64_t rows = table_.row_count();
   Meter meter;
   meter.counts = reinterpret_cast<uint32_t*>(
       pointer_to<int32_t>(buffers.at(0), "counts", rows * kMeterCounts, table_.device));

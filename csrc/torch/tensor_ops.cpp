@@ -293,9 +293,9 @@ void convert(MapOp op, std::initializer_list<Placed> lists) {
   for (const Placed& placed : lists) bump_version(placed.tensor);
 }
 
-DType rest_of(const at::Tensor& model) {
-  return dtype_of(model, "the weight") == DType::kFloat16 ? DType::kRestFloat16
-                                                          : DType::kRestBFloat16;
+DType remainder_type(const at::Tensor& model) {
+  return dtype_of(model, "the weight") == DType::kFloat16 ? DType::kRemainderFloat16
+                                                          : DType::kRemainderBFloat16;
 }
 
 // The lists of a state in a quantized storage type: codes and scales.
@@ -317,13 +317,13 @@ struct Quantized {
 }  // namespace
 
 void join_master(const at::Tensor& model, const at::Tensor& remainder, const at::Tensor& out) {
-  convert(MapOp::of<JoinOp>(), {{kParam, rest_of(model), remainder},
+  convert(MapOp::of<JoinOp>(), {{kParam, remainder_type(model), remainder},
                                 {kModel, dtype_of(model), model},
                                 {kTarget, DType::kFloat32, out}});
 }
 
 void split_master(const at::Tensor& master, const at::Tensor& model, const at::Tensor& remainder) {
-  convert(MapOp::of<SplitOp>(), {{kParam, rest_of(model), remainder},
+  convert(MapOp::of<SplitOp>(), {{kParam, remainder_type(model), remainder},
                                  {kModel, dtype_of(model), model},
                                  {kSource, DType::kFloat32, master}});
 }

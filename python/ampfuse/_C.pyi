@@ -302,14 +302,12 @@ class ParamTable:
         end: int,
         lr_tensor: Tensor | None,
         values: Mapping[str, float],
-        schedule: Mapping[str, Tensor] = {},
+        on_device: Mapping[str, Tensor] = {},
     ) -> None:
         """Hyper-parameters of rows begin..end, by the names of `schema`; others are zero and off.
 
-        `lr_tensor` (float32, device) replaces lr. `schedule` (float64 vectors of one length on
-        the device) replaces both: element ``schedule_step`` of the step's state holds for the
-        next step that is applied, the last one after its end. ValueError: another name, unequal
-        lengths.
+        `lr_tensor` (float32) replaces lr. `on_device` (float64, one element each) replaces both:
+        a step reads what these hold when it runs. ValueError: another name.
         """
 
     def fingerprint(self) -> bytes:

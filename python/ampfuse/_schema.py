@@ -130,8 +130,8 @@ def _algorithm(name: str, found: dict[str, Any]) -> Algorithm:
 _found = _core.C.schema()
 STORAGES = {name: Storage(name, **of) for name, of in _found["storages"].items()}
 ALGORITHMS = {name: _algorithm(name, of) for name, of in _found["algorithms"].items()}
-# Hyper-parameters that a schedule may change from step to step.
-SCHEDULED = tuple(_found["schedule"])
+# Hyper-parameters that a step can read on the device.
+READ_ON_DEVICE = tuple(_found["read_on_device"])
 # What a metered step counts of each row, in order; after these come the gradient's exponents.
 METER_COUNTS: tuple[str, ...] = tuple(_found["meter_counts"])
 # What a metered step's norms of updates are times.

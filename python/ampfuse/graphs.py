@@ -105,13 +105,12 @@ def make_graphed_step(
     puts back what that touched (buffers such as BatchNorm's, the states of the random number
     generators of the CPU and the device, loss scale and counters). Gradients are None afterwards,
     and the optimizer's states exist, as they are before a first step. Make it after everything that
-    decides how to train: ``amp.initialize``, ``model.train()``, freezing, ``optimizer.follow``,
+    decides how to train: ``amp.initialize``, ``model.train()``, freezing,
     loading a checkpoint onto other devices. An autocast region around this call holds for the
     captured step.
 
-    Learning rates are followed without a new capture: those of ``optimizer.follow``, a table on the
-    device indexed by the applied steps, and the numbers in ``param_groups`` (lr, weight decay,
-    momentum, betas), whoever changes them. Overflows skip the step and adapt the scale on the
+    The numbers in ``param_groups`` (lr, weight decay, momentum, betas) are followed without a new
+    capture, whoever changes them. Overflows skip the step and adapt the scale on the
     device. Weights that are edited in between, ``load_state_dict`` of model, optimizer, amp and
     scaler, and eager steps in between are all seen. Nothing waits for the device.
 

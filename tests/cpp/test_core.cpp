@@ -89,8 +89,9 @@ RowSpec compact_row(const AlgorithmInfo& info, int64_t numel, int variant) {
   row.hyper.seed = variant % 5;
   row.hyper.ema_decay = 0.9;
   if (variant % 3 != 1) row.types[kAverage] = kF32;
-  if (row.types[kModel] == kF16) row.types[kParam] = variant % 2 ? DType::kRestFloat16 : kF32;
-  if (row.types[kModel] == kBF16) row.types[kParam] = variant % 2 ? DType::kRestBFloat16 : kF32;
+  if (row.types[kModel] == kF16) row.types[kParam] = variant % 2 ? DType::kRemainderFloat16 : kF32;
+  if (row.types[kModel] == kBF16)
+    row.types[kParam] = variant % 2 ? DType::kRemainderBFloat16 : kF32;
   if (row.types[kParam] == kBF16 && row.types[kModel] == kAbsent)
     row.types[kParam] = DType::kRandomBFloat16;
   const StorageInfo& storage = storages()[size_t(variant + variant / 3) % storages().size()];
@@ -675,7 +676,7 @@ static float joined(float x) {
   using S = Split<kType>;
   const float limited = S::limit(x), high = S::high(limited);
   EXPECT(round_to(S::kWeight, high) == high || high != high, x);
-  return S::join(high, uint32_t(int16_t(S::rest(limited, high))));
+  return S::join(high, uint32_t(int16_t(S::remainder(limited, high))));
 }
 
 // Every 4,099th value, and those around ties, powers of two and the ends of each type.
@@ -691,10 +692,10 @@ static void for_values(const Check& check) {
 
 TEST(split_bfloat16_masters_come_back) {
   for_values([](float x) {
-    const float back = joined<DType::kRestBFloat16>(x);
+    const float back = joined<DType::kRemainderBFloat16>(x);
     EXPECT(same(back, x), x, " came back as ", back);
     // The weight is a nearest one, away from zero in a tie.
-    const float weight = Split<DType::kRestBFloat16>::high(x), even = round_to(kBF16, x);
+    const float weight = Split<DType::kRemainderBFloat16>::high(x), even = round_to(kBF16, x);
     const bool tie = (float_bits(x) & 0xffffu) == 0x8000u;
     EXPECT(same(weight, even) || (tie && std::fabs(weight) > std::fabs(x)), x, " as ", weight);
   });
@@ -702,7 +703,7 @@ TEST(split_bfloat16_masters_come_back) {
 
 TEST(split_float16_masters_come_back) {
   for_values([](float x) {
-    const float back = joined<DType::kRestFloat16>(x), size = std::fabs(x);
+    const float back = joined<DType::kRemainderFloat16>(x), size = std::fabs(x);
     if (size > 65504.0f && size < kInf) {
       EXPECT(back == std::copysign(65504.0f, x), x, " came back as ", back);
     } else if (size >= 0x1p-16f || x != x) {
@@ -710,13 +711,13 @@ TEST(split_float16_masters_come_back) {
     } else {
       EXPECT(std::fabs(double(back) - double(x)) <= 0x1p-40, x, " came back as ", back);
     }
-    EXPECT(same(joined<DType::kRestFloat16>(back), back));
+    EXPECT(same(joined<DType::kRemainderFloat16>(back), back));
   });
 }
 
-// A weight that somebody changed keeps its rest: the master still rounds to it.
+// A weight that somebody changed keeps its remainder: the master still rounds to it.
 TEST(edited_split_weights) {
-  using Brain = Split<DType::kRestBFloat16>;
+  using Brain = Split<DType::kRemainderBFloat16>;
   for (uint32_t rest = 0; rest < 1u << 16; rest += 7) {
     const auto bits = uint32_t(int16_t(rest));
     EXPECT(Brain::join(0.0f, bits) >= 0.0f && Brain::join(0.0f, bits) < 1e-38f);

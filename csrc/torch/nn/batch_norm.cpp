@@ -131,13 +131,6 @@ Tensor dx_pass(const Tensor& dy, const Tensor& mask, const Tensor& x, const Tens
 
 // ---- the operator ----
 
-// The bits of a mask as a tensor like x.
-Tensor unpacked(const Tensor& mask, const Tensor& x) {
-  const Tensor bit = at::arange(8, mask.options());
-  const Tensor bits = at::bitwise_and(at::bitwise_right_shift(mask.unsqueeze(-1), bit), 1);
-  return bits.flatten(3).slice(3, 0, x.size(1)).permute({0, 3, 1, 2}).to(at::kBool);
-}
-
 // Of tensors whose memory is another's, or nobody's.
 const c10::DispatchKeySet kWrappers({c10::DispatchKey::Python, c10::DispatchKey::Functionalize,
                                      c10::DispatchKey::FuncTorchBatched,
@@ -169,7 +162,6 @@ struct BatchNormAct : torch::autograd::Function<BatchNormAct> {
     context->saved_data["training"] = training;
     context->saved_data["residual"] = given(residual);
     context->saved_data["relu"] = relu;
-    context->saved_data["eps"] = eps;
     context->saved_data["needs"] = needs;
     context->set_materialize_grads(false);
     return y;
@@ -184,11 +176,10 @@ struct BatchNormAct : torch::autograd::Function<BatchNormAct> {
   static variable_list backward(AutogradContext* context, variable_list& gradients) {
     variable_list result(kArguments);
     if (!gradients[0].defined()) return result;
-    if (at::GradMode::is_enabled()) {
-      differentiable(context, gradients[0], result);
-    } else {
-      fused(context, std::move(gradients[0]), result);
-    }
+    TORCH_CHECK(!at::GradMode::is_enabled(),
+                "a fused batch norm has no second derivative (create_graph=True): use "
+                "ampfuse.nn.unfuse(model), or amp.initialize without fuse_batchnorm");
+    fused(context, std::move(gradients[0]), result);
     return result;
   }
 
@@ -248,23 +239,6 @@ struct BatchNormAct : torch::autograd::Function<BatchNormAct> {
     // (Whatever traces looks for new tensors.)
     return !c10::impl::TorchDispatchModeTLS::any_modes_set() && gradient.use_count() == 1 &&
            !gradient.key_set().has_any(kWrappers) && gradient.storage().use_count() == 1;
-  }
-
-  // The same by torch's operations, for a second derivative.
-  static void differentiable(AutogradContext* context, Tensor g, variable_list& result) {
-    const variable_list saved = context->get_saved_variables();
-    const Tensor &x = saved[0], &weight = saved[1], &mean = saved[2], &invstd = saved[3];
-    const double eps = context->saved_data["eps"].toDouble();
-    if (context->saved_data["relu"].toBool())
-      g = at::where(unpacked(saved[4], x), g, at::zeros({}, g.options()));
-    const Tensor var = at::reciprocal(invstd * invstd) - eps;
-    auto [dx, dweight, dbias] = at::native_batch_norm_backward(
-        g, x, optional(weight), mean, var, mean, invstd, context->saved_data["training"].toBool(),
-        eps, {true, true, true});
-    if (needs(context, kX)) result[kX] = dx;
-    if (needs(context, kResidual)) result[kResidual] = g;
-    if (needs(context, kWeight)) result[kWeight] = dweight;
-    if (needs(context, kBias)) result[kBias] = dbias;
   }
 };
 

@@ -42,7 +42,6 @@ from ampfuse.amp.function_casts import (
 )
 from ampfuse.amp.grad_scaler import GradScaler
 from ampfuse.amp.initialize import initialize
-from ampfuse.amp.master_weights import load_master_weights
 from ampfuse.amp.scale_loss import scale_loss
 from ampfuse.amp.scaler import LossScaler
 from ampfuse.optim.inner import parameters
@@ -63,7 +62,6 @@ __all__ = [
     "float_function",
     "half_function",
     "initialize",
-    "load_master_weights",
     "load_state_dict",
     "master_params",
     "memory_report",

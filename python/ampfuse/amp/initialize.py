@@ -167,14 +167,13 @@ def set_up(models: Any, optimizers: Any, session: sessions.Session, *, allow_hal
     listed = [] if optimizers is None else optimizers
     optimizer_list = _as_list(listed, Optimizer, "optimizers", "a torch.optim.Optimizer")
     names = {id(parameter): name for name, parameter in _named_parameters(model_list)}
-    sparse = _with_sparse_gradients(model_list)
     for model in model_list:
         _check_model(model, policy)
     _check_half_parameters(model_list, policy, allow_half)
     if len(set(map(id, optimizer_list))) < len(optimizer_list):
         raise RuntimeError("The same optimizer is listed twice.")
     for optimizer in optimizer_list:
-        check_upgrade(optimizer, policy.master_weights or False, sparse)
+        check_upgrade(optimizer, policy.master_weights or False)
         _check_optimizer(optimizer, policy, names)
     if verbosity >= 1:
         _log.info("%s", policy)
@@ -202,7 +201,7 @@ def set_up(models: Any, optimizers: Any, session: sessions.Session, *, allow_hal
                 if "master_param" in state.get(parameter, ()):
                     exact.pop(id(parameter), None)
         masters = policy.master_weights or False
-        upgrade(optimizer, master_weights=masters, names=names, sparse=sparse)
+        upgrade(optimizer, master_weights=masters, names=names)
         optimizer.skip_on_overflow = policy.is_dynamic
         sessions.add(session, optimizer)
         # A master starts from the weight as it was before the cast, which the half weight rounds.
@@ -252,16 +251,6 @@ def _named_parameters(models: list[nn.Module]) -> Iterator[tuple[str, nn.Paramet
             yield prefix + name, parameter
 
 
-def _with_sparse_gradients(models: list[nn.Module]) -> set[int]:
-    """The ids of the parameters whose modules say that their gradients are sparse."""
-    modules = (module for model in models for module in eager_module(model).modules())
-    return {
-        id(module.weight)
-        for module in modules
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
-    }
-
-
 def _check_model(model: nn.Module, policy: Policy) -> None:
     wrapper = eager_module(model)
     if isinstance(wrapper, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
@@ -297,8 +286,7 @@ def _check_half_parameters(models: list[nn.Module], policy: Policy, allow: bool)
     warnings.warn(
         f"The model arrived with {len(half)} half-precision parameter(s), the first being {name!r} "
         f"({kind}). They are taken over exactly, but digits lost when they were rounded stay lost: "
-        "where the weights exist in FP32, load them in FP32 and let amp.initialize cast, or call "
-        "amp.load_master_weights(optimizer, state_dict) afterwards.",
+        "where the weights exist in FP32, load them in FP32 and let amp.initialize cast.",
         stacklevel=4,
     )
 

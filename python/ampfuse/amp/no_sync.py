@@ -65,11 +65,6 @@ def average_earlier(optimizers: Sequence[Any]) -> list[Any]:
         # The mark of the last forward is that of an evaluation, if there was one since.
         if model.require_backward_grad_sync or model.require_forward_param_sync:
             for optimizer, mine in zip(optimizers, rows, strict=True):
-                for name in optimizer.earlier_sparse(mine) if model in _unshared else ():
-                    raise RuntimeError(
-                        f"{name} has a sparse gradient from a pass under no_sync(), which would "
-                        "not be averaged. Leave no_sync() out: each pass then averages its own."
-                    )
                 earlier = list(_earlier_gradients(optimizer, mine, model))
                 _average(earlier, model.process_group)
                 averaged |= bool(earlier)

@@ -58,11 +58,6 @@ class Session:
         op_casts.install(self.everywhere)
         return Scope(self.policy.autocast_type, self.everywhere.table, self.casts_cpu)
 
-    @property
-    def tells_skips(self) -> bool:
-        """Whether the optimizers tell of their skipped steps, now and then."""
-        return self.verbosity == 1 and not self.reports_passes
-
 
 _latest: Session | None = None
 # Beside the sessions, not in them: a session is copied and pickled with each of its optimizers.

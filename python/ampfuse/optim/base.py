@@ -89,8 +89,6 @@ class AmpOptimizer(WithOptions, Optimizer):
     _under_amp: bool = False
     # In a subclass of a fused optimizer whose step, and state, is not ours.
     _has_own_step = False
-    # Whether its constructor takes options, whose names are then ours in groups too.
-    _takes_options = False
     # A 1 on the device while steps are rehearsed: each is skipped, whatever its gradients are.
     _rehearsal: Tensor | None = None
     # Set by LARC for the time of a step of its own.
@@ -103,7 +101,6 @@ class AmpOptimizer(WithOptions, Optimizer):
     # Attributes that a copy has too.
     _copied: tuple[str, ...] = (
         *RULES,
-        "_takes_options",
         "skip_on_overflow",
         "_under_amp",
         "_amp_session",  # amp's policy and loss scalers: a copy trains on under amp
@@ -168,6 +165,7 @@ class AmpOptimizer(WithOptions, Optimizer):
         self, *, master_weights: bool | Literal["split"], names: dict[int, str]
     ) -> None:
         """What :func:`ampfuse.optim.upgrade` does once the class is right."""
+        self._rows.forget()
         self._under_amp, self.master_weights = True, master_weights
         self._rows.go_under_amp(names)
 
@@ -214,7 +212,6 @@ class AmpOptimizer(WithOptions, Optimizer):
     has_scaled_gradients = member("_ledger.has_scaled")
     in_backward = member("_ledger.in_backward")
     rows_of = member("_ledger.rows_of")
-    earlier_sparse = member("_ledger.earlier_sparse")
 
     @property
     def found_inf_flag(self) -> Tensor:
@@ -272,11 +269,9 @@ class AmpOptimizer(WithOptions, Optimizer):
         }
 
     def _watch_skips(self) -> None:
-        """After a step: tell of skipped ones; raise if training has stopped without a word."""
+        """After a step: raise if training has stopped without a word."""
         if self._under_amp and self.skip_on_overflow:
-            session = self.__dict__.get("_amp_session")
-            tell = session is not None and session.tells_skips
-            self._skip_watch.after_step(self._rows.known(), tell=tell)
+            self._skip_watch.after_step(self._rows.known())
 
     # --- state dicts and copies: see checkpoints.py ---------------------------------------------
 
@@ -295,28 +290,24 @@ class AmpOptimizer(WithOptions, Optimizer):
         """`state_dict` with all states in float32, as torch's optimizer of the name loads it."""
         return checkpoints.in_float32(self, self.state_dict())
 
-    def load_state_dict(self, state_dict: dict[str, Any], *, strict: bool = False) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, without rounding FP32 state to a half parameter's type.
 
         Accepts state dicts of the torch optimizer of the same name and, with or without masters,
-        of ampfuse, whatever its states are stored in: they are stored here as this optimizer says,
-        and a warning tells if that rounds them. Masters that are not in the state dict are taken
-        from the model weights; split ones are written together with their weights.
-
-        Arguments:
-            strict: refuse states that are stored in another way.
+        of ampfuse, whatever its states are stored in: they are stored here as this optimizer says.
+        Masters that are not in the state dict are taken from the model weights; split ones are
+        written together with their weights.
 
         Raises:
-            ValueError: the state belongs to parameters of another number or shape; it is damaged,
-                as a state dict without ``exp_avg`` or with a step count of NaN; or, with `strict`,
-                it is stored in another way. RuntimeError: in a swap_ema block. Nothing has changed
-                then.
+            ValueError: the state belongs to parameters of another number or shape, or is damaged,
+                as one without ``exp_avg`` or with a step count of NaN. RuntimeError: in a swap_ema
+                block. Nothing has changed then.
         """
         self._check_not_swapped("load_state_dict()")
         if len(with_inner(self)) > 1:
             checkpoints.load_around(self, state_dict, super().load_state_dict)
         else:
-            checkpoints.load(self, state_dict, super().load_state_dict, strict=strict)
+            checkpoints.load(self, state_dict, super().load_state_dict)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Called by load_state_dict, pickle and deepcopy alike.
@@ -338,13 +329,6 @@ class AmpOptimizer(WithOptions, Optimizer):
         self.follow_edits()
         own = {key: self.__dict__[key] for key in self._copied if key in self.__dict__}
         return {**super().__getstate__(), **own}
-
-    def _whole_options(self) -> dict[str, Any]:
-        """The options that are the same for all groups."""
-        return {}
-
-    def _check_loaded(self, group: dict[str, Any]) -> None:
-        """Raise ValueError for a group that no step of ours can work with."""
 
 
 def amp_optimizers(optimizer: Any) -> list[AmpOptimizer]:

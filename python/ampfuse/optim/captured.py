@@ -10,12 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampfuse._schema import SCHEDULED
+from ampfuse._schema import READ_ON_DEVICE
 from ampfuse.optim.fused import FusedOptimizer
-from ampfuse.optim.hyper import refuse_unread
 from ampfuse.optim.inner import parameters
 from ampfuse.optim.masters import leaf_of
-from ampfuse.optim.schedule import Schedule
 
 # Of a parameter group: a rate that the kernel reads from a tensor, and the hyper-parameters.
 _Group = tuple[Tensor | None, dict[str, Any]]
@@ -26,7 +24,7 @@ def _readable(lr: Tensor | None, hyper: dict[str, Any]) -> list[str]:
 
     A rate that is a tensor is read there already.
     """
-    names = [name for name in SCHEDULED if name in hyper and (name != "lr" or lr is None)]
+    names = [name for name in READ_ON_DEVICE if name in hyper and (name != "lr" or lr is None)]
     return [name for name in names if name != "momentum" or hyper[name] != 0]
 
 
@@ -45,30 +43,25 @@ class CapturedOptimizer:
         self.params = list(parameters(optimizer))
         self.leaves = list(map(leaf_of, self.params))
         self.device = self.table.param(0).device
-        self._schedule = optimizer._schedule
         self._groups = self._written = self._current_groups()
-        # Without a schedule to follow, the numbers of the groups go to the device when they change:
-        # a table of one row.
-        self._values = None
-        if self._schedule is None:
-            number = functools.partial(torch.tensor, dtype=torch.float64, device=self.device)
-            self._values = Schedule(
-                [
-                    {n: number([hyper[n]]) for n in _readable(lr, hyper)}
-                    for lr, hyper in self._groups
-                ]
-            )
+        # The numbers of the groups, which go to the device when they change.
+        number = functools.partial(torch.tensor, dtype=torch.float64, device=self.device)
+        self._values = [
+            {name: number(hyper[name]) for name in _readable(lr, hyper)}
+            for lr, hyper in self._groups
+        ]
 
     @contextlib.contextmanager
     def reading_values(self) -> Iterator[None]:
         """Steps in the block, which is to be captured, read the groups' numbers on the device."""
         optimizer = self._optimizer
+        optimizer._on_device = self._values
+        optimizer._hypers.forget()
         try:
-            if self._values is not None:
-                optimizer._schedule = self._values
             yield
         finally:
-            optimizer._schedule, optimizer.clip_once = self._schedule, None
+            optimizer._on_device = optimizer.clip_once = None
+            optimizer._hypers.forget()
 
     @contextlib.contextmanager
     def rehearsal(self) -> Iterator[None]:
@@ -94,8 +87,6 @@ class CapturedOptimizer:
     def refuse_changes(self) -> None:
         """Raise RuntimeError for what needs a new capture."""
         optimizer = self._optimizer
-        if optimizer._schedule is not self._schedule:
-            raise stale("optimizer.follow was called")
         if optimizer._rows.table is not self.table or not self.table.holds(
             groups=optimizer.param_groups
         ):
@@ -112,12 +103,11 @@ class CapturedOptimizer:
         """Bring to the device what was changed on the host since the last replay."""
         with torch.no_grad():
             self._optimizer.keep_bound()
-            if self._values is not None:
-                was, self._written = self._written, self._current_groups()
-                for i, columns in enumerate(self._values.columns):
-                    for name, column in columns.items():
-                        if (value := self._written[i][1][name]) != was[i][1][name]:
-                            column.fill_(value)
+            was, self._written = self._written, self._current_groups()
+            for i, values in enumerate(self._values):
+                for name, on_device in values.items():
+                    if (value := self._written[i][1][name]) != was[i][1][name]:
+                        on_device.fill_(value)
             self.table.masters.refresh()
         self._optimizer.zero_grad(set_to_none=True)
 
@@ -130,13 +120,8 @@ class CapturedOptimizer:
         """A changed hyper-parameter that the graph does not read."""
         if now[0] is not then[0]:
             raise stale(f"lr of parameter group {group} is another tensor")
-        if now[1] == then[1]:
-            return
-        if self._schedule is not None:
-            refuse_unread(group, then[1], now[1], self._schedule.of_group(group))
-        followed = self._values.of_group(group) if self._values is not None else {}
         for name, value in then[1].items():
-            if now[1][name] != value and name not in followed:
+            if now[1][name] != value and name not in self._values[group]:
                 what = f"{name} of parameter group {group}"
                 raise stale(f"{what} was changed from {value} to {now[1][name]}")
 

@@ -28,7 +28,6 @@ def is_number(value: Any) -> bool:
 
 FLAG = one_of(True, False)
 NUMBER = Rule(is_number, "a number")
-FINITE = Rule(lambda value: -math.inf < value < math.inf, "finite")
 POSITIVE = Rule(lambda value: 0 < value < math.inf, "positive and finite")
 ABOVE_0 = Rule(lambda value: value > 0, "positive")
 COUNT = Rule(lambda value: 0 <= value < math.inf, "a finite number of at least 0")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 from collections.abc import Callable, Iterator
 from functools import cached_property
@@ -12,23 +11,13 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor
-from torch.optim.lr_scheduler import LRScheduler
 
 from ampfuse._schema import ALGORITHMS, Algorithm
 from ampfuse.optim.base import AmpOptimizer, tells_schedulers
-from ampfuse.optim.checks import ABOVE_0, COUNT, FINITE, NUMBER, check
+from ampfuse.optim.checks import ABOVE_0, NUMBER, check
 from ampfuse.optim.hyper import Hypers, check_hyper, check_range, kernel_hyper
 from ampfuse.optim.masters import FLOAT_DTYPES
-from ampfuse.optim.options import (
-    NOT_IN_GROUPS,
-    NOT_IN_OTHERS_GROUPS,
-    RULES,
-    changed_too_late,
-    check_group,
-    check_options,
-    values_of,
-)
-from ampfuse.optim.schedule import Schedule, tabulate
+from ampfuse.optim.options import FIXED, RULES, changed_too_late, check_options
 from ampfuse.optim.states import CLASSES, States
 from ampfuse.uncompiled import uncompiled
 
@@ -57,10 +46,8 @@ class FusedOptimizer(AmpOptimizer):
     _first_step = 0
     # Clip the next step to this L2 norm instead of `max_grad_norm`.
     clip_once: float | None = None
-    # The options as a step last found them.
-    _checked: tuple[Any, ...] | None = None
-    # What the steps follow.
-    _schedule: Schedule | None = None
+    # Of each group, numbers that steps read on the device: those of a captured graph.
+    _on_device: list[dict[str, Tensor]] | None = None
 
     _states = cached_property(States)
     _hypers = cached_property(Hypers)
@@ -95,7 +82,6 @@ class FusedOptimizer(AmpOptimizer):
         for name, value in options.items():
             is_flag = isinstance(getattr(FusedOptimizer, name), bool)
             setattr(self, name, bool(value) if is_flag and value != "split" else value)
-        self._takes_options = True
         check_hyper(self.algorithm, arguments)
         check_range(kernel_hyper(self.algorithm, arguments))
         if (fill := self.algorithm.filled_with) is not None:
@@ -110,34 +96,16 @@ class FusedOptimizer(AmpOptimizer):
                 fresh = float(arguments[str(fill)])
                 state[name] = torch.full_like(state[name], fresh, dtype=torch.float32)
 
-    def check_options(self) -> None:
-        """Raise ValueError for options and groups that were changed to what they cannot be."""
-        now = values_of(self)
-        if now != self._checked:
-            options = dict(zip(RULES, now, strict=True))
-            check_options(options)
-            if self._rows.table is not None:
-                for name, value in self._rows.made_with.items():
-                    if options[name] != value:
-                        raise ValueError(changed_too_late(name, value, options[name]))
-            self._checked = now
-        for group in self.param_groups:
-            if not NOT_IN_GROUPS.isdisjoint(group):
-                check_group(group, self._whole_options())
-
-    # Of a group: keys of other people stay free, but for those that only options of ours have.
-    def _whole_options(self) -> dict[str, Any]:
-        names = NOT_IN_GROUPS if self._takes_options else NOT_IN_OTHERS_GROUPS
-        return {name: getattr(self, name) for name in names}
-
-    def _check_loaded(self, group: dict[str, Any]) -> None:
-        check_hyper(self.algorithm, group)
-        for name, value in kernel_hyper(self.algorithm, group).items():
-            check(name, value, FINITE)
-        check("schedule_step", group.get("schedule_step", 0), COUNT)
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Of an option also raises ValueError for what it cannot be, or cannot become any more."""
+        if name in RULES:
+            check_options({each: getattr(self, each) for each in FIXED} | {name: value})
+            old = getattr(self, name)
+            if name in FIXED and value != old and self._rows.table is not None:
+                raise ValueError(changed_too_late(name, old, value))
+        super().__setattr__(name, value)
 
     def _check_group(self, group: dict[str, Any]) -> None:
-        check_group(group, self._whole_options())
         self._states.storage_of(group)
         check_hyper(self.algorithm, group)
         if group.get("differentiable"):
@@ -179,13 +147,12 @@ class FusedOptimizer(AmpOptimizer):
         Raises:
             RuntimeError: inside a scale_loss context; a sparse gradient; tensors on several
                 devices or on meta; under amp, hundreds of steps in a row that were all skipped.
-                TypeError: a float64 or complex gradient. ValueError: an option or hyper-parameter
-                was changed to what it cannot be. Nothing has changed then.
+                TypeError: a float64 or complex gradient. ValueError: a hyper-parameter was changed
+                to what it cannot be. Nothing has changed then.
         """
         self._opt_called = True
         self._ledger.check_before_step()
         self._check_not_swapped("step()")
-        self.check_options()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -237,7 +204,6 @@ class FusedOptimizer(AmpOptimizer):
 
     def _table_is_new(self) -> None:
         self._states.unpin()
-        self._checked = None
 
     def _rows_are_added(self) -> None:
         self._hypers.forget()
@@ -271,88 +237,19 @@ class FusedOptimizer(AmpOptimizer):
         with self._states.averages_in_place(table):
             yield
 
-    # --- schedules ------------------------------------------------------------------------------
-
-    def follow(self, scheduler: LRScheduler | None, steps: int = 0) -> None:
-        """Tabulate `scheduler` and take each coming step's lr, weight decay, momentum, betas there.
-
-        The table lives on the device and is indexed by the steps that were applied, so that a
-        step skipped after an overflow does not use up a rate, and a per-step schedule needs neither
-        ``scheduler.step()`` nor any other work of the host, inside a captured graph too. Rates are
-        doubles, as the scheduler computes them. After the table's end the last row stays.
-
-        The scheduler is run on a copy of the groups and stays as it is; do not call its ``step``
-        any more. ``state_dict`` saves the position (``schedule_step`` in the groups); who resumes
-        makes scheduler and optimizer as at the start, and calls ``follow`` before or after
-        ``load_state_dict``.
-
-        Arguments:
-            scheduler: of ``torch.optim.lr_scheduler`` and of this optimizer; compositions too.
-                None: follow no longer. The groups then hold the values of the next step (waits).
-            steps: the number of steps to tabulate; one ``scheduler.step()`` each.
-
-        Raises:
-            TypeError: a scheduler that needs a metric, or that is not torch's. ValueError: it
-                belongs to another optimizer, ends earlier, or changes another option.
-        """
-        table = self.param_table()
-        if scheduler is None:
-            schedule, self._schedule = self._schedule, None
-            if schedule is not None:
-                schedule.write_to(self.param_groups, table.inspector.state_field("schedule_step"))
-            return
-
-        hyper = functools.partial(kernel_hyper, self.algorithm)
-        self._schedule = tabulate(self, scheduler, int(steps), hyper, table.param(0).device)
-        self._rows.start_schedule_at(0)
-        self._take_schedule_step()
-
-    def learning_rates(self) -> Tensor:
-        """Each group's rate in the next applied step: float64, shape (groups,), on the device."""
-        step = self.param_table().inspector.state_field("schedule_step")
-        rates = []
-        for i, group in enumerate(self.param_groups):
-            scheduled = self._schedule.at(i, step) if self._schedule is not None else {}
-            rate = torch.as_tensor(scheduled.get("lr", group["lr"]), dtype=torch.float64)
-            rates.append(rate.to(step.device).reshape(()))
-        return torch.stack(rates)
-
     # --- state dicts and copies -----------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         self._states.drop_unstarted()
-        state_dict = super().state_dict()
-        if self._schedule is not None:
-            position = self._rows.applied_steps()
-            for group in state_dict["param_groups"]:
-                group["schedule_step"] = position
-        return state_dict
-
-    def load_state_dict(self, state_dict: dict[str, Any], *, strict: bool = False) -> None:
-        super().load_state_dict(state_dict, strict=strict)
-        if self._schedule is not None:
-            self._take_schedule_step()
-
-    def _take_schedule_step(self) -> None:
-        """Go on where a state dict that was loaded, before or after `follow`, says."""
-        positions = [group.pop("schedule_step", None) for group in self.param_groups]
-        if positions[0] is not None:
-            self._rows.start_schedule_at(int(positions[0]))
+        return super().state_dict()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        position = state.pop("_applied_steps", 0)
         super().__setstate__(state)
         self._states.are_bound = False
-        if position:
-            self._rows.next_schedule_step = position
 
     def __getstate__(self) -> dict[str, Any]:
         self._states.drop_unstarted()
-        state = super().__getstate__()
-        if self._schedule is None:
-            return state
-        position = self._rows.applied_steps()
-        return {**state, "_schedule": self._schedule, "_applied_steps": position}
+        return super().__getstate__()
 
 
 def is_fused(optimizer: torch.optim.Optimizer) -> TypeGuard[FusedOptimizer]:

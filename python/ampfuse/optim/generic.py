@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from torch import Tensor
 from ampfuse.optim.base import AmpOptimizer, tells_schedulers
 from ampfuse.optim.inner import parameters
 from ampfuse.optim.masters import MasterParameter
-from ampfuse.optim.sparse import SparseLedger
 from ampfuse.uncompiled import uncompiled
 
 _Contexts = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -36,7 +34,6 @@ class GenericOptimizer(AmpOptimizer):
     _step_supports_amp_scaling = True
     _algorithm = "none"
     _original_class: type[torch.optim.Optimizer]
-    _ledger = cached_property(SparseLedger)
 
     @tells_schedulers
     @uncompiled
@@ -52,15 +49,10 @@ class GenericOptimizer(AmpOptimizer):
         if scale is not None:
             self.unscale_gradients(scale)
         table.masters.refresh()
-        with self._ledger.aside() as sparse:
-            table.plan.collect(None, False)
-            verdict = self._verdict(0.0)
-            if verdict["inspect"]:
-                self._ledger.inspect_sparse(sparse)
-            table.plan.decide(**verdict)
-            self._ledger.add_norm(sparse)
+        table.plan.collect(None, False)
+        table.plan.decide(**self._verdict(0.0))
         if self._overflowed():
-            self._finish_step(sparse)
+            self._finish_step()
             return None
         table.gradients.materialize()
         step: Any = self._original_class.step
@@ -77,12 +69,11 @@ class GenericOptimizer(AmpOptimizer):
         finally:
             self.__dict__.update(driven)
         table.masters.publish()
-        self._finish_step(sparse)
+        self._finish_step()
         return result
 
-    def _finish_step(self, sparse: dict[int, Tensor]) -> None:
+    def _finish_step(self) -> None:
         self._rows.known().plan.finish_step()
-        self._ledger.spend(sparse)
         self._watch_skips()
 
     def _overflowed(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from operator import is_
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -82,9 +82,8 @@ class Hypers(Part):
 
     def send(self, table: ParamTable) -> None:
         """Give the table what changed. Raises ValueError for what it cannot be."""
-        optimizer, schedule = self.optimizer, self.optimizer._schedule
+        optimizer = self.optimizer
         options = [
-            schedule,
             optimizer.seed,
             optimizer.ema_decay,
             optimizer.state_dtype,
@@ -115,15 +114,13 @@ class Hypers(Part):
         sent: _Sent | None,
     ) -> _Sent:
         """Give the table what group `i` holds, unless it was `sent` before."""
-        group, schedule = self.optimizer.param_groups[i], self.optimizer._schedule
+        group = self.optimizer.param_groups[i]
         check_hyper(self._algorithm, group)
         self.optimizer._states.follow_group(i, group)
         lr, hyper = self.of(group)
-        columns = schedule.of_group(i) if schedule is not None else {}
         if sent is None or sent.rows != rows or sent.lr is not lr or sent.hyper != hyper:
-            if sent is not None and sent.lr is lr:
-                refuse_unread(i, sent.hyper, hyper, columns)
-            table.set_hyper(*rows, lr, hyper, columns)
+            on_device = self.optimizer._on_device
+            table.set_hyper(*rows, lr, hyper, on_device[i] if on_device is not None else {})
         may_change = any(value is not lr and not _is_constant(value) for value in values)
         return _Sent(rows, values, may_change, lr, hyper)
 
@@ -150,17 +147,3 @@ def _is_constant(value: Any) -> bool:
     if isinstance(value, tuple):
         return not any(isinstance(each, Tensor) for each in value)
     return not isinstance(value, (Tensor, list))
-
-
-def refuse_unread(
-    group: int, sent: Mapping[str, Any], hyper: Mapping[str, Any], scheduled: Iterable[str]
-) -> None:
-    """Somebody writes to a group what its schedule's table replaces."""
-    for name in scheduled:
-        if sent[name] != hyper[name]:
-            raise RuntimeError(
-                f"{name} of parameter group {group} was changed from {sent[name]} to "
-                f"{hyper[name]}, but the optimizer follows a tabulated schedule and does not read "
-                "it. Do not call scheduler.step() after optimizer.follow(scheduler, ...), or end "
-                "that with optimizer.follow(None)."
-            )

@@ -6,7 +6,7 @@ says where they are at which time.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container
 from typing import Any
 
 from torch import Tensor
@@ -42,12 +42,8 @@ class Ledger(Part):
         if self.left_scaled:
             left_scaled.warn_if_used(self.optimizer)
         table = self._rows.current()
-        self._set_sparse_aside()
         table.gradients.begin_backward()
         self.in_backward = True
-
-    def _set_sparse_aside(self) -> None:
-        """Earlier gradients that the table does not know: there are none."""
 
     @uncompiled
     def end(self, scale: Tensor, check: bool) -> bool:
@@ -83,10 +79,6 @@ class Ledger(Part):
         """Those of parameters of a model, given by their ids."""
         self._rows.current()
         return [row for row, param in enumerate(self._rows.params) if id(leaf_of(param)) in params]
-
-    def earlier_sparse(self, rows: Iterable[int]) -> list[str]:
-        """During a pass: names of those of `rows` to which earlier ones gave sparse gradients."""
-        return []
 
     @uncompiled
     def materialize(self) -> None:

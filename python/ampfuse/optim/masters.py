@@ -48,13 +48,6 @@ def gradient_as_it_is(param: Tensor) -> Tensor | None:
     return _raw_grad.__get__(param)
 
 
-def set_gradient_as_it_is(param: Tensor, gradient: Tensor | None) -> None:
-    """``param.grad = gradient``, which may be FP32 beside a half parameter."""
-    if gradient is not None and gradient.dtype != param.dtype:
-        param.grad_dtype = None  # any; the next backward pass gives one of the parameter's again
-    _raw_grad.__set__(param, gradient)
-
-
 def leaf_of(param: Tensor) -> Tensor:
     """What autograd gives the gradient of `param` to: of a master the half weight."""
     return param.model_param if isinstance(param, MasterParameter) else param

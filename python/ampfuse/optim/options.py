@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
-from operator import attrgetter, eq
 from typing import Any, Literal, TypedDict
 
 from typing_extensions import Unpack as Unpack  # typing has it from Python 3.11 on
@@ -17,7 +15,8 @@ class Options(TypedDict, total=False):
     """Keyword arguments of every fused optimizer, beside torch's, and attributes of its.
 
     Set as attributes they hold from the next step on; `master_weights`, `state_dtype` and
-    `rounding` cannot change after the first one. A parameter group may have its own `state_dtype`.
+    `rounding` cannot change after the first one. A parameter group may have its own `state_dtype`;
+    others in a group are without effect.
 
     Arguments:
         master_weights: keep an FP32 master (``state[p]["master_param"]``) for each half parameter,
@@ -84,12 +83,8 @@ RULES = {
     "skip_nonfinite": FLAG,
     "unscale_grads": FLAG,
 }
-# Of these a group cannot have its own. The last two are names that loops of other people may have
-# put into a group for themselves, so they are ours only where the constructor is.
-NOT_IN_GROUPS = RULES.keys() - {"state_dtype"}
-NOT_IN_OTHERS_GROUPS = NOT_IN_GROUPS - {"seed", "max_grad_norm"}
-
-values_of = attrgetter(*RULES)
+# What rows are made by.
+FIXED = {"master_weights", "rounding"}
 
 
 def check_options(options: Mapping[str, Any]) -> None:
@@ -106,21 +101,6 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 def changed_too_late(what: str, old: Any, new: Any) -> str:
     return (
-        f"{what} was changed from {old!r} to {new!r} after the optimizer was first used. Set it "
-        "back; or save the state, build the optimizer with the other and load it there."
+        f"{what} cannot change from {old!r} to {new!r} after the optimizer was first used. Save "
+        "the state, build the optimizer with the other and load it there."
     )
-
-
-def check_group(group: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-    """Raise ValueError for what a parameter group cannot have.
-
-    Arguments:
-        options: those of the whole optimizer, which a group may repeat and not change.
-    """
-    for name, value in options.items():
-        if name in group:
-            words = f"pass {name} to the constructor, or set optimizer.{name}"
-            own = Rule(partial(eq, value), f"{value!r}, as of the whole optimizer: {words}")
-            check(f"{name} in a parameter group", group[name], own)
-    if group.get("state_dtype") is not None:
-        check("state_dtype", group["state_dtype"], RULES["state_dtype"])

@@ -40,8 +40,6 @@ class Rows(Part):
         params: what its rows are of.
         names: what messages call parameters, by their ids, where that is known.
         has_shards, ranks: whether some parameter is a DTensor, and who steps shards of the same.
-        made_with: the options that rows are made by.
-        next_schedule_step: where a table that is made anew goes on; the table counts from there.
     """
 
     def __init__(self, optimizer: Any) -> None:
@@ -52,10 +50,8 @@ class Rows(Part):
         self.names: dict[int, str] = {}
         self.has_shards = False
         self.ranks: Ranks | None = None
-        self.made_with: dict[str, Any] = {}
         # Half parameters that were frozen when masters were made, and have none; None: look again.
         self._frozen: list[Tensor] | None = None
-        self.next_schedule_step: Tensor | int = 0
 
     @uncompiled
     def current(self) -> ParamTable:
@@ -84,9 +80,7 @@ class Rows(Part):
             if not params:
                 raise RuntimeError("the optimizer has no parameters; add a parameter group first")
             table = _core.C.ParamTable(optimizer._algorithm, params[0].device)
-            table.inspector.state_field("schedule_step").add_(self.next_schedule_step)
             self.table, self.plan, self.params = table, table.plan, []
-            self.made_with = {n: getattr(optimizer, n) for n in ("master_weights", "rounding")}
             optimizer._table_is_new()
         optimizer._rows_are_added()
         for i in range(len(self.params), len(params)):
@@ -101,12 +95,15 @@ class Rows(Part):
 
     def are_used(self) -> bool:
         """There is a table, or there are masters, which only one follows."""
-        if self.table is not None:
-            return True
-        states = getattr(self.optimizer, "state", {})  # some wrappers have none
+        optimizer = self.optimizer
+        if self.table is not None or not optimizer.master_weights:
+            return self.table is not None
+        states = getattr(optimizer, "state", {})  # some wrappers have none
         return any(
-            isinstance(param, MasterParameter) for param in parameters(self.optimizer)
-        ) or any("master_param" in state for state in states.values())
+            isinstance(param, MasterParameter)
+            or (param.dtype in HALF_DTYPES and "master_param" in states.get(param, {}))
+            for param in parameters(optimizer)
+        )
 
     def known(self) -> ParamTable:
         """The table as it is, where there is one."""
@@ -115,17 +112,7 @@ class Rows(Part):
 
     def forget(self) -> None:
         """Rows are made anew from the groups at the next use."""
-        if self.table is not None:
-            self.next_schedule_step = self.table.inspector.state_field("schedule_step").clone()
         self.table = self.plan = self._frozen = None  # a plan keeps its table alive
-
-    def applied_steps(self) -> int:
-        """How many steps were applied since the schedule began. Waits for the device."""
-        return int(self.next_schedule_step if self.table is None else self.field("schedule_step"))
-
-    def start_schedule_at(self, step: int) -> None:
-        """The next applied step is the schedule's `step`, from 0."""
-        self.current().inspector.state_field("schedule_step").fill_(step)
 
     def field(self, name: str) -> Tensor:
         """A field of the step's state, of the table as it is."""
@@ -170,7 +157,6 @@ class Rows(Part):
     def go_under_amp(self, names: dict[int, str]) -> None:
         """Give half parameters the masters that amp asks for; see :func:`ampfuse.optim.upgrade`."""
         self.names = dict(names)
-        self.forget()
         if self.installs_masters:
             install_masters(self.optimizer)
         for param in filter(self.is_split, parameters(self.optimizer)):
@@ -226,6 +212,8 @@ class Rows(Part):
                 state["master_param"] = exact_float32(param)
             table.add_row(local(state["master_param"]), shard, name, version, **whole)
         else:
+            if not under_amp:  # a master that was loaded is nobody's
+                optimizer.state.get(param, {}).pop("master_param", None)
             table.add_row(shard, None, name, 0, optimizer.rounding == "stochastic", **whole)
 
     def remainder(self, param: Tensor) -> Tensor:
@@ -268,6 +256,8 @@ class Rows(Part):
                 master = old
             state["master_param"] = master
             state["_model_version"] = param._version
+        elif self.table is None:  # the weights may be cast yet, by amp.initialize
+            state["master_param"] = master
         if self.table is not None:
             # Loading the model before or after this gives the weights these masters round to.
             self.table.masters.accept_model_weights()

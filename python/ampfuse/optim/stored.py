@@ -62,7 +62,9 @@ class Stored:
         value = state.get(self.name)
         if value is None:
             return None
-        return next((of for of in STORAGES.values() if value.dtype is dtype_of(of)), FP32)
+        return next(
+            (of for of in STORAGES.values() if getattr(value, "dtype", None) is dtype_of(of)), FP32
+        )
 
     def values(self, state: dict[str, Any]) -> Tensor:
         """Its values, float32."""

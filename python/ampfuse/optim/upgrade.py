@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
 from typing import Literal
 
 import torch
@@ -10,10 +9,10 @@ import torch
 from ampfuse.optim.base import AmpOptimizer
 from ampfuse.optim.fused import FUSED, FusedOptimizer, is_fused
 from ampfuse.optim.generic import GenericOptimizer, generic_class
-from ampfuse.optim.inner import parameters, with_inner
+from ampfuse.optim.inner import with_inner
 from ampfuse.optim.larc import LARC
 from ampfuse.optim.masters import MASTERS
-from ampfuse.optim.options import NOT_IN_OTHERS_GROUPS, WithOptions, check_group, check_options
+from ampfuse.optim.options import check_options
 
 
 def upgrade(
@@ -21,7 +20,6 @@ def upgrade(
     *,
     master_weights: bool | Literal["split"],
     names: dict[int, str] | None = None,
-    sparse: Container[int] = (),
 ) -> None:
     """Make `optimizer` amp-aware in place: the same object, of a subclass of its class.
 
@@ -33,21 +31,19 @@ def upgrade(
         master_weights: replace half parameters in ``param_groups`` by FP32 masters; ``"split"``,
             for fused optimizers: keep them there, each with the rest of its master beside it.
         names: parameter names for messages, by ``id`` of the parameter.
-        sparse: the ids of parameters whose gradients are sparse. An ``SGD`` or ``Adagrad`` that
-            has some keeps its own step, which takes them.
 
     Raises:
         TypeError: a parameter is neither float32, float16 nor bfloat16; ``"split"`` for an
             optimizer with a step of its own. ValueError: `master_weights` is none of its values,
-            or does not go with the options of `optimizer` or its groups. Nothing has changed then.
+            or does not go with the options of `optimizer`. Nothing has changed then.
     """
-    check_upgrade(optimizer, master_weights, sparse)
+    check_upgrade(optimizer, master_weights)
     if isinstance(optimizer, LARC):
-        upgrade(optimizer.optim, master_weights=master_weights, names=names, sparse=sparse)
+        upgrade(optimizer.optim, master_weights=master_weights, names=names)
         return
     cls = type(optimizer)
     if not (is_fused(optimizer) or isinstance(optimizer, GenericOptimizer)):
-        optimizer.__class__ = fused_class(optimizer, sparse) or generic_class(cls)
+        optimizer.__class__ = fused_class(optimizer) or generic_class(cls)
         _follow_class(optimizer)
     assert isinstance(optimizer, AmpOptimizer)
     optimizer.go_under_amp(master_weights=master_weights, names=names or {})
@@ -56,14 +52,12 @@ def upgrade(
 
 
 def check_upgrade(
-    optimizer: torch.optim.Optimizer,
-    master_weights: bool | Literal["split"],
-    sparse: Container[int] = (),
+    optimizer: torch.optim.Optimizer, master_weights: bool | Literal["split"]
 ) -> None:
     """Raise TypeError or ValueError for what :func:`upgrade` cannot do."""
     check_options({"master_weights": master_weights})
     stepper = with_inner(optimizer)[-1]
-    if fused_class(stepper, sparse) is None:
+    if fused_class(stepper) is None:
         if master_weights == "split":
             raise TypeError(
                 f"master_weights='split' is stepped by fused optimizers alone, and "
@@ -71,24 +65,15 @@ def check_upgrade(
                 "master_weights=True."
             )
         return
-    if not isinstance(stepper, FusedOptimizer):
-        for group in stepper.param_groups:
-            check_group(group, {name: getattr(WithOptions, name) for name in NOT_IN_OTHERS_GROUPS})
-        return
-    stepper.check_options()
-    check_options({"rounding": stepper.rounding, "master_weights": master_weights})
+    if isinstance(stepper, FusedOptimizer):
+        check_options({"rounding": stepper.rounding, "master_weights": master_weights})
 
 
-def fused_class(
-    optimizer: torch.optim.Optimizer, sparse: Container[int] = ()
-) -> type[FusedOptimizer] | None:
+def fused_class(optimizer: torch.optim.Optimizer) -> type[FusedOptimizer] | None:
     """The class with a fused step that `optimizer` has or gets; None: it keeps its own step."""
     if isinstance(optimizer, FusedOptimizer):
         return type(optimizer) if is_fused(optimizer) else None
     if any(group.get("differentiable") for group in optimizer.param_groups):
-        return None
-    takes_sparse = type(optimizer) in (torch.optim.SGD, torch.optim.Adagrad)
-    if takes_sparse and any(id(param) in sparse for param in parameters(optimizer)):
         return None
     return FUSED.get(type(optimizer))  # by exact type: a subclass may step otherwise
 

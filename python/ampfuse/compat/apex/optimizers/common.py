@@ -85,7 +85,7 @@ class ApexOptimizer(FusedOptimizer):
         """Drop gradients or zero them; by default as `set_grad_none` said."""
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
-    def load_state_dict(self, state_dict: dict[str, Any], *, strict: bool = False) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads apex's, torch's and ampfuse's state dicts.
 
         What a saved group does not say, as apex's groups of few keys, is taken from our own. apex's
@@ -107,9 +107,7 @@ class ApexOptimizer(FusedOptimizer):
                 if state.get(key, {}).keys() - {*MASTERS, "step"} and "step" not in state[key]:
                     count = torch.as_tensor(step, dtype=torch.float32).reshape(())
                     state[key]["step"] = count.clone()
-        super().load_state_dict(
-            {**state_dict, "state": state, "param_groups": groups}, strict=strict
-        )
+        super().load_state_dict({**state_dict, "state": state, "param_groups": groups})
 
     def set_in_groups(self, name: str, value: Any) -> None:
         """A property of every group, of those to come too."""

@@ -49,10 +49,5 @@ class FusedLAMB(ApexOptimizer, LAMB):
         # The least of numbers in place of 0: it is 0 in FP32, which gradients are multiplied in.
         largest = None if max_grad_norm in (None, math.inf) else max_grad_norm or sys.float_info.min
         self.construct(given, max_grad_norm=largest)
+        # As in apex, groups have the norm that was asked for. A step reads that of the optimizer.
         self.set_in_groups("max_grad_norm", max_grad_norm)
-
-    def _whole_options(self) -> dict[str, Any]:
-        # As in apex, groups have the norm that was asked for. Its step reads that of the optimizer.
-        options = super()._whole_options()
-        del options["max_grad_norm"]
-        return options

@@ -46,7 +46,7 @@ class FusedNovoGrad(ApexOptimizer, NovoGrad):
             raise RuntimeError(f"FusedNovoGrad's norm_type is 2, or 0 for the maximum: {norm_type}")
         self.construct(locals())
 
-    def load_state_dict(self, state_dict: dict[str, Any], *, strict: bool = False) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads apex's and ampfuse's state dicts.
 
         apex kept the norms in the group: those of its half parameters, then of the others.
@@ -73,6 +73,4 @@ class FusedNovoGrad(ApexOptimizer, NovoGrad):
                     )
                 for key, value in zip(keys, values, strict=True):
                     state.setdefault(key, {})["exp_avg_norm"] = value.detach().clone()
-        super().load_state_dict(
-            {**state_dict, "state": state, "param_groups": groups}, strict=strict
-        )
+        super().load_state_dict({**state_dict, "state": state, "param_groups": groups})
