@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
+import multiprocessing
 import pickle
 import random
 import shutil
@@ -515,7 +517,13 @@ def test_damaged_images(change, loader, tmp_path):
     path = tmp_path / "train" / "n02" / "005.jpg"
     path.write_bytes(change(path.read_bytes()))
     said = f"{path}: cannot be read as an image"
-    refused(said, kind="imagenet", source=tmp_path, **loader)
+    before = set(multiprocessing.active_children())
+    gc.disable()  # processes end with the error, not whenever garbage is collected
+    try:
+        refused(said, kind="imagenet", source=tmp_path, **loader)
+        assert set(multiprocessing.active_children()) <= before
+    finally:
+        gc.enable()
 
 
 BATCH, IMAGES = "cifar-10-batches-py/data_batch_3", "train-images-idx3-ubyte"

@@ -219,10 +219,13 @@ class WorkersData(Data):
             worker_init_fn=_ignore_interrupts,
             generator=sets.generator("loader"),  # else it draws a seed from torch's global one
         )
-        for images, labels in loader:
-            images = images.to(self.device, non_blocking=True)
-            labels = labels.to(self.device, non_blocking=True)
-            yield images.contiguous(memory_format=self._memory_format), labels
+        try:
+            for images, labels in loader:
+                images = images.to(self.device, non_blocking=True)
+                labels = labels.to(self.device, non_blocking=True)
+                yield images.contiguous(memory_format=self._memory_format), labels
+        except DataError as error:  # its traceback would keep the processes alive
+            raise error.with_traceback(None) from None
 
 
 class Samples(Dataset[tuple[Tensor, Tensor]]):
