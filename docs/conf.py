@@ -21,7 +21,8 @@ default_role = "literal"  # `name` in a docstring is code
 
 # Every link inside is checked; what lies outside is named and not linked, so a build needs no network.
 nitpicky = True
-nitpick_ignore_regex = [("py:.*", r"(?!ampfuse).*")]
+# Types of annotations are left out that are not ours, or not public.
+nitpick_ignore_regex = [("py:.*", r"(?!ampfuse).*"), ("py:class", r"ampfuse\.(_\w+|\w+\.\w+)\.\w+")]
 
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3

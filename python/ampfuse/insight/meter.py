@@ -145,8 +145,6 @@ class Meter:
     def plot(self, path: str | Path | None = None) -> Figure:
         """A picture of all tensors over all readings, saved to `path` if given; needs matplotlib.
 
-        See :func:`ampfuse.insight.readings.draw`.
-
         Raises:
             ValueError: there is no reading.
         """
@@ -194,7 +192,8 @@ class Meter:
             bool, of the parameter's shape, on its device.
 
         Raises:
-            KeyError: no such parameter. RuntimeError: nothing was metered with ``changed_bits``.
+            KeyError: no such parameter.
+            RuntimeError: nothing was metered with ``changed_bits``.
         """
         if not self._records or self._records[-1].changed_bits is None:
             raise RuntimeError(

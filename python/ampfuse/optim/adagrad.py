@@ -25,8 +25,8 @@ class Adagrad(
         foreach, fused: accepted and without effect. options: see :class:`ampfuse.optim.Options`.
 
     Raises:
-        TypeError: a parameter of another dtype than float32, float16 and bfloat16. ValueError: an
-            argument out of range, or ``differentiable=True``.
+        TypeError: a parameter of another dtype than float32, float16 and bfloat16.
+        ValueError: an argument out of range, or ``differentiable=True``.
     """
 
     def __init__(

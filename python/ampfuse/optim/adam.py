@@ -26,8 +26,8 @@ _DOC = """{name} with a fused step: a drop-in for :class:`torch.optim.{name}`.
     loss scale.
 
     Raises:
-        TypeError: a parameter of another dtype. ValueError: an argument out of range, or
-            ``differentiable=True``.
+        TypeError: a parameter of another dtype.
+        ValueError: an argument out of range, or ``differentiable=True``.
     """
 
 

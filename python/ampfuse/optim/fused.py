@@ -177,10 +177,11 @@ class FusedOptimizer(AmpOptimizer):
             ``last_step.skipped``, on the device.
 
         Raises:
-            RuntimeError: inside a scale_loss context; a sparse gradient; tensors on several
-                devices or on meta; under amp, hundreds of steps in a row that were all skipped.
-                TypeError: a float64 or complex gradient. ValueError: an option or hyper-parameter
-                was changed to what it cannot be. Nothing has changed then.
+            RuntimeError: inside a scale_loss context; a sparse gradient; tensors on several devices
+                or on meta; under amp, hundreds of steps in a row that were all skipped.
+            TypeError: a float64 or complex gradient.
+            ValueError: an option or hyper-parameter was changed to what it cannot be. Nothing has
+                changed then.
         """
         self._opt_called = True
         self._ledger.check_before_step()
@@ -292,8 +293,8 @@ class FusedOptimizer(AmpOptimizer):
             steps: the number of steps to tabulate; one ``scheduler.step()`` each.
 
         Raises:
-            TypeError: a scheduler that needs a metric, or that is not torch's. ValueError: it
-                belongs to another optimizer, ends earlier, or changes another option.
+            TypeError: a scheduler that needs a metric, or that is not torch's.
+            ValueError: it belongs to another optimizer, ends earlier, or changes another option.
         """
         table = self.param_table()
         if scheduler is None:
