@@ -17,6 +17,8 @@ exclude_patterns = ["figures"]
 autodoc_mock_imports = ["accelerate", "lightning", "timm", "transformers"]
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
+maximum_signature_line_length = 90
+napoleon_use_param = False  # "lr, betas: as in torch" is one entry
 default_role = "literal"  # `name` in a docstring is code
 
 # Every link inside is checked; what lies outside is named and not linked, so a build needs no network.
@@ -27,7 +29,7 @@ nitpick_ignore_regex = [("py:.*", r"(?!ampfuse).*"), ("py:class", r"ampfuse\.(_\
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
 
-html_theme = "furo"
+html_theme, pygments_dark_style = "furo", "github-dark"
 html_title = f"ampfuse {version}"
 html_static_path = ["site.css"]
 html_css_files = ["site.css"]

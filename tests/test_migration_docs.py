@@ -1,4 +1,4 @@
-"""The pages from_apex and from_torch_amp: each before and after runs, both train to the same loss."""
+"""docs/from_apex.md and from_torch_amp.md: before and after run, and train to the same loss."""
 
 import re
 from pathlib import Path
