@@ -149,7 +149,9 @@ def experiments_figure(rows: list[dict[str, str]], theme: str) -> str:
             parts.append(f'{bar} fill="{colour}"/>')
             parts.append(f'<text x="{111 + ms * scale:.0f}" y="{y + 11}">{ms:.0f} ms</text>')
             y += _BAR
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {y + 12}" width="{_WIDTH}"'
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {y + 12}" width="{_WIDTH}"'
+    )
     font = f'font-family="system-ui, sans-serif" font-size="13" fill="{text}"'
     return "\n".join([f"{head} {font}>", *parts, "</svg>\n"])
 

@@ -21,7 +21,7 @@ maximum_signature_line_length = 90
 napoleon_use_param = False  # "lr, betas: as in torch" is one entry
 default_role = "literal"  # `name` in a docstring is code
 
-# Every link inside is checked; what lies outside is named and not linked, so a build needs no network.
+# Every name inside is checked; torch's are not linked, so a build needs no network.
 nitpicky = True
 # Types of annotations are left out that are not ours, or not public.
 nitpick_ignore_regex = [("py:.*", r"(?!ampfuse).*"), ("py:class", r"ampfuse\.(_\w+|\w+\.\w+)\.\w+")]
