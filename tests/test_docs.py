@@ -7,6 +7,7 @@ import re
 import shutil
 from itertools import groupby
 from pathlib import Path
+from typing import is_typeddict
 
 import pytest
 import torch
@@ -185,5 +186,8 @@ def test_entries_tell_of_every_parameter(module):
         # Classes that users do not make themselves tell of attributes instead.
         if text.startswith("As :func:") or (inspect.isclass(item) and "Arguments:" not in text):
             continue
-        untold = [p for p in inspect.signature(item).parameters if not re.search(rf"\b{p}\b", text)]
+        parameters = (
+            item.__annotations__ if is_typeddict(item) else inspect.signature(item).parameters
+        )
+        untold = [p for p in parameters if not re.search(rf"\b{p}\b", text)]
         assert not untold, f"{name}: its docstring does not tell of {untold}"
