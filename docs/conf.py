@@ -30,6 +30,7 @@ myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
 
 html_theme, pygments_dark_style = "furo", "github-dark"
+html_show_copyright = False
 html_title = f"ampfuse {version}"
 html_static_path = ["site.css"]
 html_css_files = ["site.css"]
