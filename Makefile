@@ -3,6 +3,8 @@
 # make bench   measures the optimizer step: four minutes, on a machine that does nothing else
 #              (BENCH_ARGS=--all: a quarter of an hour)
 # make experiments  measures whole training steps there: E1, E2, E4 and E5, twenty minutes
+# make docs    builds the documentation into build/docs; DOCS_BUILDER=linkcheck: checks its links to
+#              other sites, which needs the network
 # make notebooks    runs the notebooks and stores what they show, some minutes; NOTEBOOKS=e2_levels:
 #                   that one; NOTEBOOKS=--full: with the sizes that they choose for a CPU
 #
@@ -15,7 +17,8 @@
 #
 #     PYTHON=/path/to/python make demo
 #
-# Nothing but ampfuse and the packages of its extras is installed there, and torch is not touched.
+# Nothing but ampfuse and the packages of its extras (for docs, of a group) is installed there, and
+# torch is not touched.
 #
 # Further variables: DEMO_ARGS, TEST_ARGS, BENCH_ARGS, NOTEBOOKS, WHEEL_ARGS; BASE_PYTHON makes .venv
 # (python3); TORCH is what pip installs there instead of the newest release tested, and TORCH_INDEX
@@ -23,10 +26,11 @@
 # AMPFUSE_CUDA_ARCHS as in docs/building.md.
 
 .DELETE_ON_ERROR:
-.PHONY: demo test bench experiments notebooks wheel release lint format clean help
+.PHONY: demo test bench experiments docs notebooks wheel release lint format clean help
 
 BASE_PYTHON ?= python3
 TEST_ARGS ?= -n 2
+DOCS_BUILDER ?= html
 
 # What the compiled extension is made of. Python files are not here: the installation in .venv is
 # editable and reads them from this folder.
@@ -67,6 +71,10 @@ bench: $(STAMPS)/demo
 
 experiments: $(STAMPS)/experiments
 	PYTHON=$(PY) benchmarks/experiments.sh
+
+# -W: a warning is an error; -n: so is a name that leads nowhere.
+docs: $(STAMPS)/docs
+	$(PY) -m sphinx -W -n --keep-going -q -b $(DOCS_BUILDER) -d build/docs.cache docs build/docs
 
 notebooks: $(STAMPS)/notebooks
 	$(PY) notebooks/execute.py $(NOTEBOOKS)
@@ -134,6 +142,10 @@ $(STAMPS)/demo: $(STAMPS)/ready $(SOURCES)
 
 $(STAMPS)/experiments $(STAMPS)/notebooks: $(STAMPS)/demo
 	$(INSTALL) $(TARGET)'[$(@F)]'
+	@touch $@
+
+$(STAMPS)/docs: $(STAMPS)/demo
+	$(PY) -m pip install --quiet --group docs
 	@touch $@
 
 # The tests also run the CUDA kernels on the CPU, which is a second module. Those of the experiments

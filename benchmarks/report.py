@@ -2,6 +2,9 @@
 
 python benchmarks/report.py benchmarks/results/step_cpu.csv              # or host_time_....csv
 python benchmarks/report.py benchmarks/results/experiments_e?_cpu.csv    # ``make_table --csv``
+
+With ``--figure docs/figures`` the second draws the figure of docs/index.md from its files instead:
+those of the EPYC.
 """
 
 from __future__ import annotations
@@ -115,6 +118,44 @@ def experiments_table(rows: list[dict[str, str]]) -> list[str]:
     return markdown(_COLUMNS, lines)
 
 
+_ARMS = {"fp32": "FP32", "amp-bf16": "BF16 by torch.amp", "O5": "BF16 by ampfuse (O5)"}
+# Text, and a colour for each arm.
+_THEMES = {
+    "light": ("#24292f", "#b0b7c0", "#7a8694", "#2f6fdd"),
+    "dark": ("#d5d9df", "#555d68", "#8b96a5", "#6ea3ff"),
+}
+_WIDTH, _BAR = 520, 15
+
+
+def experiments_figure(rows: list[dict[str, str]], theme: str) -> str:
+    """An SVG: milliseconds of a training step as bars, of each model at its largest batch."""
+    text, *colours = _THEMES[theme]
+    step_ms = {
+        (row["model"], row["method"]): 1e3 * float(row["time_s_mean"]) / int(row["iterations"])
+        for row in sorted(rows, key=lambda row: int(row["batch_size"]))
+    }
+    scale = 330 / max(step_ms.values())
+    parts, y = [], 0
+    for place, (arm, colour) in enumerate(zip(_ARMS.values(), colours, strict=True)):
+        x = (0, 70, 235)[place]
+        parts.append(f'<rect x="{x}" y="2" width="11" height="11" rx="2" fill="{colour}"/>')
+        parts.append(f'<text x="{x + 17}" y="12">{arm}</text>')
+    for model, name in _NAMES.items():
+        y += 34 if not y else 14
+        parts.append(f'<text x="0" y="{y + 27}">{name.split(",")[0].split(" (")[0]}</text>')
+        for method, colour in zip(_ARMS, colours, strict=True):
+            ms = step_ms[model, method]
+            bar = f'<rect x="105" y="{y}" width="{ms * scale:.0f}" height="{_BAR - 2}" rx="2"'
+            parts.append(f'{bar} fill="{colour}"/>')
+            parts.append(f'<text x="{111 + ms * scale:.0f}" y="{y + 11}">{ms:.0f} ms</text>')
+            y += _BAR
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {y + 12}" width="{_WIDTH}"'
+    )
+    font = f'font-family="system-ui, sans-serif" font-size="13" fill="{text}"'
+    return "\n".join([f"{head} {font}>", *parts, "</svg>\n"])
+
+
 def print_experiments(rows: list[dict[str, str]]) -> None:
     """The table, and the conditions it was measured under."""
     print("\n".join(experiments_table(rows)))
@@ -129,11 +170,17 @@ def main() -> None:
     """Prints the table that fits the files."""
     parser = parser_of(__doc__)
     parser.add_argument("files", type=Path, nargs="+", help="CSV files, of one kind")
+    parser.add_argument("--figure", type=Path, metavar="FOLDER", help="draw training steps there")
     options = parser.parse_args()
     records = []
     for path in options.files:
         with open(path, newline="") as file:
             records += csv.DictReader(file)
+    if options.figure is not None:
+        for theme in _THEMES:
+            svg = options.figure / f"training_steps_{theme}.svg"
+            svg.write_text(experiments_figure(records, theme))
+        return None
     if "recipe" in records[0]:
         return print_experiments(records)
     for path in options.files:

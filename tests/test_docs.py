@@ -2,10 +2,12 @@
 
 import csv
 import importlib
+import inspect
 import re
 import shutil
 from itertools import groupby
 from pathlib import Path
+from typing import is_typeddict
 
 import pytest
 import torch
@@ -17,6 +19,9 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 README = (ROOT / "README.md").read_text()
 BENCHMARKS = (ROOT / "docs" / "benchmarks.md").read_text()
+API = "\n".join(page.read_text() for page in (ROOT / "docs" / "api").glob("*.rst"))
+MODULES = ("ampfuse", *(f"ampfuse.{name}" for name in "amp optim nn ops graphs insight".split()))
+MODULES += ("ampfuse.nn.functional", "ampfuse.doctor")
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -57,6 +62,15 @@ def test_readme_shows_training_steps_of_the_csvs(training_steps):
         re.findall(r"[\d.]+ ± \d+|[\d.]+x(?=\*)", line)[:4] for line in training_steps("epyc")
     ]
     assert all(line in measured for line in shown)
+
+
+def test_figure_is_that_of_the_csvs(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    report = importlib.import_module("report")
+    rows = [row for path in RESULTS.glob("experiments_e?_epyc.csv") for row in records(path)]
+    for theme in ("light", "dark"):
+        svg = (ROOT / "docs" / "figures" / f"training_steps_{theme}.svg").read_text()
+        assert svg == report.experiments_figure(rows, theme)
 
 
 def test_demo_table_is_that_of_the_csv():
@@ -138,3 +152,42 @@ def test_links_lead_to_files_and_sections(page):
         target = (page.parent / name).resolve() if name else page
         assert target.exists(), link
         assert not section or section in anchors(target), link
+
+
+def entries():
+    """The full names that the reference has an entry of."""
+    module = ""
+    for directive, name in re.findall(r"^\.\. ([\w:]+):: ([\w.]+)", API, re.MULTILINE):
+        if directive == "currentmodule":
+            module = name
+        elif directive == "automodule":
+            yield name
+        else:
+            yield name if name.startswith("ampfuse.") else f"{module}.{name}"
+
+
+def test_every_public_name_has_an_entry():
+    public = {f"{m}.{name}" for m in MODULES for name in importlib.import_module(m).__all__}
+    frameworks = (ROOT / "python" / "ampfuse" / "integrations").glob("[!_]*.py")
+    missing = public - set(entries())
+    missing |= {f.stem for f in frameworks if f"ampfuse.integrations.{f.stem}" not in API}
+    assert not missing, f"docs/api has no entry for {sorted(missing)}"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_entries_tell_of_every_parameter(module):
+    module = importlib.import_module(module)
+    for name in module.__all__:
+        item = getattr(module, name)
+        if not callable(item):
+            continue
+        text = inspect.getdoc(item) or ""
+        assert text, f"{name} has no docstring"
+        # Classes that users do not make themselves tell of attributes instead.
+        if text.startswith("As :func:") or (inspect.isclass(item) and "Arguments:" not in text):
+            continue
+        parameters = (
+            item.__annotations__ if is_typeddict(item) else inspect.signature(item).parameters
+        )
+        untold = [p for p in parameters if not re.search(rf"\b{p}\b", text)]
+        assert not untold, f"{name}: its docstring does not tell of {untold}"

@@ -1,4 +1,4 @@
-"""docs/migration.md: each before and after runs, and both train to the same loss."""
+"""docs/from_apex.md and from_torch_amp.md: before and after run, and train to the same loss."""
 
 import re
 from pathlib import Path
@@ -10,12 +10,13 @@ from torch import nn
 import apex_names
 from ampfuse.compat import apex
 
-TEXT = (Path(__file__).parents[1] / "docs" / "migration.md").read_text()
+DOCS = Path(__file__).parents[1] / "docs"
+APEX, TORCH_AMP = ((DOCS / name).read_text() for name in ("from_apex.md", "from_torch_amp.md"))
 
 
 def pairs():
     """The first and second Python block of each section that has a "Before:"."""
-    for section in re.split(r"^## ", TEXT, flags=re.MULTILINE):
+    for section in re.split(r"^## ", APEX + TORCH_AMP, flags=re.MULTILINE):
         if "\nBefore:" in section:
             blocks = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
             yield section.split("\n")[0], blocks
@@ -44,7 +45,7 @@ def run(code):
 
 
 def test_three_sections_have_a_before_and_an_after():
-    assert list(PAIRS) == ["From apex.amp", "From torch.amp", "From FP16_Optimizer"]
+    assert list(PAIRS) == ["From apex.amp", "From FP16_Optimizer", "The loop"]
     assert [len(blocks) for blocks in PAIRS.values()] == [2, 2, 2]
 
 
@@ -63,7 +64,7 @@ def test_before_and_after_train_alike(section):
 
 
 def test_the_way_in_at_the_start_of_a_program():
-    (code,) = re.findall(r"```python\n(import ampfuse\.compat\.apex.*?)```", TEXT, re.DOTALL)
+    (code,) = re.findall(r"```python\n(import ampfuse\.compat\.apex.*?)```", APEX, re.DOTALL)
     with apex_names.clean():
         exec(code, {})
         import apex as found
@@ -71,7 +72,9 @@ def test_the_way_in_at_the_start_of_a_program():
         assert found is apex
 
 
-def test_links_lead_to_sections():
-    titles = re.findall(r"^## (.*)$", TEXT, re.MULTILINE)
+@pytest.mark.parametrize("name", ["from_apex.md", "from_torch_amp.md"])
+def test_links_lead_to_sections(name):
+    text = (DOCS / name).read_text()
+    titles = re.findall(r"^## (.*)$", text, re.MULTILINE)
     anchors = {re.sub(r"[^\w\- ]", "", t).lower().replace(" ", "-") for t in titles}
-    assert set(re.findall(r"\]\(#(.*?)\)", TEXT)) == anchors
+    assert set(re.findall(r"\]\(#(.*?)\)", text)) == anchors

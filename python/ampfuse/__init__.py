@@ -1,17 +1,19 @@
 """Mixed-precision training for PyTorch with a C++/CUDA core.
 
-``ampfuse.amp``         ``initialize``, ``scale_loss`` and the levels O0 to O5
-``ampfuse.optim``       SGD, Adam, AdamW, Adagrad, LAMB, NovoGrad and Lion, fused, with FP32
-                        masters; LARC
-``ampfuse.GradScaler``  ``torch.amp.GradScaler`` without the wait
-``ampfuse.graphs``      a training step as one CUDA graph
-``ampfuse.insight``     what half precision does to each tensor, where an overflow was born, what
-                        a training holds in memory
-``ampfuse.doctor``      where the time goes, and which level to train at
-``ampfuse.nn``          batch norm, add and ReLU in one pass; ``fuse`` for models as they are
-``ampfuse.ops``         operations on lists of tensors
+========================  =========================================================================
+``ampfuse.amp``           ``initialize``, ``scale_loss`` and the levels O0 to O5
+``ampfuse.optim``         SGD, Adam, AdamW, Adagrad, LAMB, NovoGrad and Lion, fused, with FP32
+                          masters; LARC
+``ampfuse.GradScaler``    ``torch.amp.GradScaler`` without the wait
+``ampfuse.graphs``        a training step as one CUDA graph
+``ampfuse.insight``       what half precision does to each tensor, where an overflow was born, what
+                          a training holds in memory
+``ampfuse.doctor``        where the time goes, and which level to train at
+``ampfuse.nn``            batch norm, add and ReLU in one pass; ``fuse`` for models as they are
+``ampfuse.ops``           operations on lists of tensors
 ``ampfuse.cpu_half_ops``  faster kernels for half types on the CPU
-``ampfuse.compat.apex`` all of it under the names that scripts for apex import
+``ampfuse.compat.apex``   all of it under the names that scripts for apex import
+========================  =========================================================================
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A training step as one CUDA graph: a single launch in place of hundreds.
+"""A training step as one CUDA graph: a single launch in place of hundreds::
 
     step = ampfuse.graphs.make_graphed_step(model, loss_fn, optimizer, (inputs, targets))
     for inputs, targets in loader:
@@ -29,7 +29,7 @@ from ampfuse.optim.options import RULES
 
 __all__ = ["EAGER_CALLS", "GraphedCall", "GraphedStep", "make_graphed_step"]
 
-# Lazy state (moments, workspaces, cuDNN's choices) has to exist before a capture.
+#: Calls before a capture: lazy state (moments, workspaces, cuDNN's choices) has to exist then.
 EAGER_CALLS = 3
 
 

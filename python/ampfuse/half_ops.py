@@ -18,7 +18,7 @@ def cpu_half_ops(on: bool = True) -> contextlib.ExitStack:
 
     ``amp.initialize`` does so by itself for models on the CPU at O1 to O5. What is said by name
     holds: after ``cpu_half_ops(False)`` it leaves torch's kernels in place. It is the process's
-    dispatch table that changes, for all threads; call it while no other one computes.
+    dispatch table that changes, for all threads; call it while no other one computes::
 
         ampfuse.cpu_half_ops()  # from here on: under torch.autocast, in half models
 

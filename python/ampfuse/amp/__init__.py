@@ -1,4 +1,4 @@
-"""Mixed precision with apex's interface: ``initialize``, ``scale_loss`` and levels O0 to O5.
+"""Mixed precision with apex's interface: ``initialize``, ``scale_loss`` and levels O0 to O5::
 
     model, optimizer = amp.initialize(model, optimizer, opt_level="O2")
     ...
@@ -147,6 +147,7 @@ def state_dict(
     """The loss scalers' state: ``{"loss_scaler0": {"loss_scale": ..., "unskipped": ...}, ...}``.
 
     Of the latest ``initialize``, or of the one that `optimizer` went through. Empty if amp is off.
+    It is written into `destination`, if that is given.
     Masters and moments are in ``optimizer.state_dict()``. Waits for the device.
 
     Raises:
@@ -161,12 +162,15 @@ def state_dict(
 def load_state_dict(state_dict: dict[str, Any], *, optimizer: Optimizer | None = None) -> None:
     """Restore what :func:`state_dict` returned, each scaler by its key. Does nothing if amp is off.
 
+    Into the scalers of the latest ``initialize``, or of the one that `optimizer` went through.
+
     Whether a scale is dynamic comes from ``initialize``, not from here. A state with more or fewer
     scalers than ``initialize`` made is used as far as it goes, with a warning, as in apex.
 
     Raises:
-        RuntimeError: this is no state of loss scalers. ValueError: a scale that is not positive and
-            finite, or a count below 0. Nothing has changed then.
+        RuntimeError: this is no state of loss scalers.
+        ValueError: a scale that is not positive and finite, or a count below 0. Nothing has changed
+            then.
     """
     session = _session(optimizer)
     if not session.enabled:

@@ -1,4 +1,4 @@
-"""Say in which type a function of one's own computes at O1 and O4.
+"""Say in which type a function of one's own computes at O1 and O4::
 
     @amp.float_function
     def my_loss(logits, target): ...
@@ -30,25 +30,27 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def half_function(function: Function) -> Function:
-    """Decorator: floating point tensors among the arguments are cast to float16.
+    """Decorator: floating point tensors among the arguments of `function` are cast to float16.
 
     Tensors in lists, tuples and mappings too. FP32 weights are cast once per iteration.
+
+    Source: ``apex.amp.half_function``.
     """
     return _casting(function, lambda tensors: torch.float16)
 
 
 def bfloat16_function(function: Function) -> Function:
-    """Decorator: as :func:`half_function`, with bfloat16."""
+    """As :func:`half_function`, with bfloat16."""
     return _casting(function, lambda tensors: torch.bfloat16)
 
 
 def float_function(function: Function) -> Function:
-    """Decorator: floating point tensors among the arguments are cast to float32."""
+    """As :func:`half_function`, with float32."""
     return _casting(function, lambda tensors: torch.float32)
 
 
 def promote_function(function: Function) -> Function:
-    """Decorator: floating point tensors are cast to the widest type among the arguments."""
+    """As :func:`half_function`, with the widest type among the arguments."""
     return _casting(function, widest_dtype)
 
 

@@ -220,8 +220,8 @@ class GradScaler(torch.amp.GradScaler):
         """Load a state dict of this class or of torch's GradScaler.
 
         Raises:
-            ValueError: a key is missing, or what it holds no scaler can work with. RuntimeError:
-                it is empty, as of a disabled scaler. Nothing has changed then.
+            ValueError: a key is missing, or what it holds no scaler can work with.
+            RuntimeError: it is empty, as of a disabled scaler. Nothing has changed then.
         """
         if self._enabled and state_dict:
             if missing := _SAVED - state_dict.keys():

@@ -42,7 +42,7 @@ def advise(
     steps: int = 1000,
     seeds: int = 2,
 ) -> Advice:
-    """Train copies of `model` and `optimizer` at each level, compare them and recommend one.
+    """Train copies of `model` and `optimizer` at each level, compare them and recommend one::
 
         advice = amp.advise(model, lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
                             next(iter(loader)), optimizer)

@@ -1,8 +1,10 @@
 """What goes on inside a mixed-precision training, in words and numbers.
 
-``optimizer.meter``    what half precision does to each tensor's steps (:mod:`.meter`)
-``explain_overflow``   where the first inf or NaN of a step was born, and what helps
-``memory_report``      what a training holds, in each mode (:mod:`.memory`)
+====================  ===========================================================
+``optimizer.meter``   what half precision does to each tensor's steps
+``explain_overflow``  where the first inf or NaN of a step was born, and what helps
+``memory_report``     what a training holds, in each mode
+====================  ===========================================================
 
 Where the time goes, and which level to train at: :mod:`ampfuse.doctor`.
 """

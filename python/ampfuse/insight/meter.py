@@ -106,7 +106,8 @@ class Meter:
             bool, of the parameter's shape, on its device.
 
         Raises:
-            KeyError: no such parameter. RuntimeError: nothing was metered with ``changed_bits``.
+            KeyError: no such parameter.
+            RuntimeError: nothing was metered with ``changed_bits``.
         """
         if not self._records or self._records[-1].changed_bits is None:
             raise RuntimeError(

@@ -15,9 +15,9 @@ _DOC = """{name} with a fused step: a drop-in for :class:`torch.optim.{name}`.
     ``max_exp_avg_sq``) are torch's, computed in FP32; state dicts load both ways.
 
     Arguments:
-        params, lr, betas, eps, weight_decay, amsgrad, maximize: as in torch. Parameters may be
-            float32, float16 or bfloat16, in any mixture. A float32 tensor `lr` on the parameters'
-            device is read there.
+        params, lr, betas, eps, weight_decay, amsgrad, {own}maximize: as in torch.
+            Parameters may be float32, float16 or bfloat16, in any mixture. A float32 tensor `lr` on
+            the parameters' device is read there.
         bias_correction (in a parameter group only): False uses the moments as they are.
         foreach, fused, capturable: accepted and without effect; the step is always fused.
         options: see :class:`ampfuse.optim.Options`.
@@ -26,13 +26,17 @@ _DOC = """{name} with a fused step: a drop-in for :class:`torch.optim.{name}`.
     loss scale.
 
     Raises:
-        TypeError: a parameter of another dtype. ValueError: an argument out of range, or
-            ``differentiable=True``.
+        TypeError: a parameter of another dtype.
+        ValueError: an argument out of range, or ``differentiable=True``.
     """
 
 
 class Adam(FusedOptimizer, torch.optim.Adam, algorithm="adam", replaces=torch.optim.Adam):
-    __doc__ = _DOC.format(name="Adam", reference="Kingma and Ba, arXiv:1412.6980")
+    __doc__ = _DOC.format(
+        name="Adam",
+        reference="Kingma and Ba, arXiv:1412.6980",
+        own="decoupled_weight_decay, ",
+    )
 
     def __init__(
         self,
@@ -55,7 +59,7 @@ class Adam(FusedOptimizer, torch.optim.Adam, algorithm="adam", replaces=torch.op
 
 
 class AdamW(FusedOptimizer, torch.optim.AdamW, algorithm="adam", replaces=torch.optim.AdamW):
-    __doc__ = _DOC.format(name="AdamW", reference="Loshchilov and Hutter, arXiv:1711.05101")
+    __doc__ = _DOC.format(name="AdamW", reference="Loshchilov and Hutter, arXiv:1711.05101", own="")
 
     def __init__(
         self,

@@ -40,7 +40,9 @@ def _copy_of(field: str) -> Callable[[Any], Tensor]:
 class LastStep:
     """What an optimizer's last step decided, as device tensors; reading one is what waits.
 
-    Attributes (each a 0-dim tensor on the parameters' device, copied at the time of asking):
+    Each is a 0-dim tensor on the parameters' device, copied at the time of asking.
+
+    Attributes:
         skipped: float32, 1 if the step was skipped because a gradient held inf or NaN, else 0.
         grad_norm: float32, the L2 norm of the unscaled gradients before clipping; NaN if they were
             not finite. Known only if the step inspected gradients (scaling, clipping).
@@ -300,8 +302,8 @@ class AmpOptimizer(WithOptions, Optimizer):
 
         Raises:
             ValueError: the state belongs to parameters of another number or shape, or is damaged,
-                as one without ``exp_avg`` or with a step count of NaN. RuntimeError: in a swap_ema
-                block. Nothing has changed then.
+                as one without ``exp_avg`` or with a step count of NaN.
+            RuntimeError: in a swap_ema block. Nothing has changed then.
         """
         self._check_not_swapped("load_state_dict()")
         if len(with_inner(self)) > 1:

@@ -31,8 +31,8 @@ class LAMB(FusedOptimizer, algorithm="lamb"):
         options: see :class:`ampfuse.optim.Options`. LAMB recipes mostly have max_grad_norm=1.
 
     Raises:
-        TypeError: a parameter of another dtype than float32, float16 and bfloat16. ValueError: an
-            argument out of range.
+        TypeError: a parameter of another dtype than float32, float16 and bfloat16.
+        ValueError: an argument out of range.
     """
 
     def __init__(

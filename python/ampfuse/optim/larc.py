@@ -38,8 +38,8 @@ class LARC(torch.optim.Optimizer):
         clip: the learning rate is an upper limit (LARC); False: a factor (LARS).
 
     Raises:
-        TypeError: `optimizer` is no optimizer. ValueError: it is LAMB or NovoGrad, which follow the
-            norm of each tensor themselves.
+        TypeError: `optimizer` is no optimizer.
+        ValueError: it is LAMB or NovoGrad, which follow the norm of each tensor themselves.
     """
 
     def __init__(

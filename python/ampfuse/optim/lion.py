@@ -26,8 +26,8 @@ class Lion(FusedOptimizer, algorithm="lion"):
         options: see :class:`ampfuse.optim.Options`.
 
     Raises:
-        TypeError: a parameter of another dtype than float32, float16 and bfloat16. ValueError: an
-            argument out of range.
+        TypeError: a parameter of another dtype than float32, float16 and bfloat16.
+        ValueError: an argument out of range.
     """
 
     def __init__(

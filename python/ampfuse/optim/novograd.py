@@ -12,7 +12,7 @@ from ampfuse.optim.options import Options, Unpack
 class NovoGrad(FusedOptimizer, algorithm="novograd"):
     """NovoGrad with a fused step: momentum on gradients that each tensor's norm divides.
 
-    Ginsburg et al., arXiv:1905.11286. With the gradient g of a step t and its norm |g| over the
+    Ginsburg et al., arXiv:1905.11286. With the gradient g of a step t and its norm `|g|` over the
     parameter::
 
         v = sqrt(beta2 * v^2 + (1 - beta2) * |g|^2)    (v = |g| at the first step)
@@ -29,15 +29,15 @@ class NovoGrad(FusedOptimizer, algorithm="novograd"):
             norm; with `init_zero` it is divided by sqrt(1 - beta2^t).)
         grad_averaging: the gradient enters m times 1 - beta1; False: as it is.
         norm_type: 2, or ``inf`` (apex's 0) for the largest magnitude,
-            v = beta2 * v + (1 - beta2) * |g|.
+            `v = beta2 * v + (1 - beta2) * |g|`.
         init_zero: v starts at zero.
         reg_inside_moment: m = beta1 * m + (1 - beta1) * (g / d + weight_decay * p) and
             p = p - lr * m / (1 - beta1^t).
         options: see :class:`ampfuse.optim.Options`.
 
     Raises:
-        TypeError: a parameter of another dtype than float32, float16 and bfloat16. ValueError: an
-            argument out of range.
+        TypeError: a parameter of another dtype than float32, float16 and bfloat16.
+        ValueError: an argument out of range.
     """
 
     def __init__(

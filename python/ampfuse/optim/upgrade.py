@@ -34,8 +34,9 @@ def upgrade(
 
     Raises:
         TypeError: a parameter is neither float32, float16 nor bfloat16; ``"split"`` for an
-            optimizer with a step of its own. ValueError: `master_weights` is none of its values,
-            or does not go with the options of `optimizer`. Nothing has changed then.
+            optimizer with a step of its own.
+        ValueError: `master_weights` is none of its values, or does not go with the options of
+            `optimizer`. Nothing has changed then.
     """
     check_upgrade(optimizer, master_weights)
     if isinstance(optimizer, LARC):
