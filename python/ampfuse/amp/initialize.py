@@ -88,8 +88,8 @@ def initialize(
         cast_model_outputs: cast the models' outputs to this type. By default O0, O2, O3 and O5
             give FP32, O1 and O4 what autocast gives.
         num_losses: how many independent loss scalers to make, for ``scale_loss(..., loss_id=i)``.
-        verbosity: 0 silent; 1 logs the policy (logger "ampfuse.amp", level INFO); 2 also every skipped
-            step, for which the host waits for the device once per backward pass.
+        verbosity: 0 silent; 1 logs the policy (logger "ampfuse.amp", level INFO); 2 also every
+            skipped step, for which the host waits for the device once per backward pass.
         min_loss_scale, max_loss_scale: bounds of a dynamic scale. None as minimum means 2**-24,
             so that a persistent NaN cannot drive the scale to 0.
         patch_torch_functions_type: the type of autocast; only the level's own is accepted.

@@ -30,7 +30,9 @@ def explain_overflow(
 ) -> OverflowWatch:
     """Say which module and operation made the first inf or NaN of a training step.
 
-        with amp.explain_overflow(model) as watch:  # around any step: forward, backward, update
+    Around any step, its forward pass, backward pass and update::
+
+        with amp.explain_overflow(model) as watch:
             ...
         print(watch.explanation)  # an Explanation; None if all that matters was finite
 

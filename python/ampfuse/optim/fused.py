@@ -148,7 +148,8 @@ class FusedOptimizer(AmpOptimizer):
             RuntimeError: inside a scale_loss context; a sparse gradient; tensors on several devices
                 or on meta; under amp, hundreds of steps in a row that were all skipped.
             TypeError: a float64 or complex gradient.
-            ValueError: a hyper-parameter was changed to what it cannot be. Nothing has changed then.
+            ValueError: a hyper-parameter was changed to what it cannot be. Nothing has changed
+                then.
         """
         self._opt_called = True
         self._ledger.check_before_step()
