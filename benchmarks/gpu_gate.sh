@@ -101,7 +101,7 @@ measure() {
 
 # A table of what was measured.
 report() {
-  case $1 in *conv_nets*) return ;; esac
+  case $1 in *nets* | *layers*) return ;; esac
   "$PYTHON" benchmarks/report.py "$1"
 }
 
@@ -126,8 +126,11 @@ for _ in range(4):
 torch.cuda.synchronize()'
 }
 
-# Whole steps of convolutional nets, and their batch norms against torch's (cuDNN's).
-nets() { measure conv_nets conv_nets_cuda; }
+# Whole steps of nets; and batch norms against torch's (cuDNN's).
+nets() {
+  measure nets nets_cuda
+  measure layers layers_cuda
+}
 
 # Every experiment on synthetic data, at the published sizes where they take seconds, in all arms.
 train() { "$PYTHON" -m ampfuse train "$@" --data synthetic --output "$RESULTS/experiments"; }

@@ -3,14 +3,16 @@
     python benchmarks/nets.py [--device cuda] [--only gpt ...] [--quick] [--no-compile]
 
 A step is forward pass, loss, backward pass and update on one batch of random data: AdamW for what
-has attention or an LSTM, SGD with momentum for the older convolutional nets, images in
-channels-last memory. Arms, each in a process of its own:
+has attention or an LSTM, SGD with momentum for nets with batch norms, images in channels-last
+memory. Arms, each in a process of its own:
 
     FP32                  torch, torch's fused optimizer
     torch.amp             torch.autocast in BF16, torch's fused optimizer
     torch.amp, compiled   the same under torch.compile
     O4                    amp.initialize: autocast in BF16, ampfuse's optimizer
     O5                    amp.initialize: a BF16 model with FP32 masters, fused batch norms
+    O5, unfused           without these, where there are any
+    O5, recomputed        with them, under ampfuse.nn.recompute_norms
 
 Torch's never import ampfuse. "products", "attention" and "convolutions" are what these take of a
 step of O5, by the profiler: no fusion shortens them. The column memory_mib has the peak of a step's
@@ -44,9 +46,12 @@ NETS = {
     "resnet18": (224, 16),
     "resnet50": (224, 8),
     "vgg16": (32, 64),
+    "wrn16_4": (32, 64),
+    "seresnext50_32x4d": (32, 32),
+    "densenet161": (32, 32),
 }
 TEXTS = "gpt", "bert_small", "lstm_tagger"
-SGD = "resnet18", "resnet50", "vgg16"
+NORMED = "resnet18", "resnet50", "vgg16", "wrn16_4", "seresnext50_32x4d", "densenet161"
 WORDS = 16384
 
 
@@ -72,7 +77,7 @@ class Step:
         self.model.to(device)
         self.y = torch.randint(classes, labels, device=device)
         params = self.model.parameters()
-        if net in SGD:
+        if net in NORMED:
             options = {"lr": 1e-3, "momentum": 0.9, "weight_decay": 5e-4}
             self.optimizer = torch.optim.SGD(params, fused=self.fused, **options)
         else:
@@ -126,6 +131,18 @@ class O4(O5):
     level, fuse_batchnorm = "O4", False
 
 
+class Unfused(O5):
+    fuse_batchnorm = False
+
+
+class Recomputed(O5):
+    def loss(self) -> Tensor:
+        from ampfuse.nn import recompute_norms
+
+        with recompute_norms():
+            return super().loss()
+
+
 class Share(O5):
     """Milliseconds that operations of one kind take of a step."""
 
@@ -149,6 +166,8 @@ ARMS: dict[str, type[Step]] = {
     "torch.amp, compiled": Compiled,
     "O4": O4,
     "O5": O5,
+    "O5, unfused": Unfused,
+    "O5, recomputed": Recomputed,
 }
 # Parts of the names of torch's operations, on the CPU as on GPUs.
 KINDS = {
@@ -176,7 +195,8 @@ def rows(net: str, options: Any) -> list[Row]:
 
         steps: dict[str, Any] = {}
         for arm, kind in ARMS.items():
-            if not (options.no_compile and kind is Compiled):
+            norms = kind in (Unfused, Recomputed)
+            if net in NORMED if norms else not (options.no_compile and kind is Compiled):
                 steps[arm] = process(issubclass(kind, O5)).variant(kind, *arguments)
         profiled = process(True)
         for kind in KINDS:
@@ -185,7 +205,7 @@ def rows(net: str, options: Any) -> list[Row]:
         memory = {arm: steps[arm].memory_mib() for arm in ARMS if arm in steps}
     times = {name: values for name, values in times.items() if any(values)}
     case = "-".join(map(str, (net, *NETS[net])))
-    optimizer = "SGD" if net in SGD else "AdamW"
+    optimizer = "SGD" if net in NORMED else "AdamW"
     return rows_of(options.device, times, memory_mib=memory, case=case, optimizer=optimizer)
 
 

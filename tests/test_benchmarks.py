@@ -444,26 +444,24 @@ def test_new_gradients_are_other_tensors(load):
             torch.testing.assert_close(gradient.float(), value.float())
 
 
-# --- conv_nets.py, quality.py ---------------------------------------------------------------------
+# --- layers.py, quality.py ------------------------------------------------------------------------
 
 
 def test_every_operation_has_a_gradient(load):
-    conv_nets = load("conv_nets")
+    layers = load("layers")
     for name in ("conv2d", "amax", "attention", "conv-32-192-48-2-3-1"):
-        operation = conv_nets.Operation(name, torch.bfloat16)
+        operation = layers.Operation(name, torch.bfloat16)
         operation()
         assert {x.dtype for x in operation.inputs} == {torch.bfloat16}
-    assert {name for name, _ in conv_nets.OPERATIONS.values()} == set(conv_nets.OPS)
+    assert {name for name, _ in layers.OPERATIONS.values()} == set(layers.OPS)
 
 
 @pytest.mark.parametrize("channels", [8, 16])
 @pytest.mark.parametrize("residual", [False, True])
 def test_a_fused_norm_computes_what_torchs_does(load, monkeypatch, channels, residual):
-    conv_nets = load("conv_nets")
-    monkeypatch.setattr(conv_nets, "layers_of", lambda channels, side: 1)
-    plain, fused = (
-        kind(channels, 4, residual, CPU) for kind in (conv_nets.Norm, conv_nets.FusedNorm)
-    )
+    layers = load("layers")
+    monkeypatch.setattr(layers, "layers_of", lambda channels, side: 1)
+    plain, fused = (kind(channels, 4, residual, CPU) for kind in (layers.Norm, layers.FusedNorm))
     y = plain.run(plain.x[0], plain.residual[0])
     torch.testing.assert_close(fused.run(plain.x[0], plain.residual[0]), y, atol=0.02, rtol=0.02)
     plain()

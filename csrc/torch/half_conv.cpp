@@ -2,7 +2,7 @@
 // x, (batch x height x width) rows by (kernel x channels), and of the weight. oneDNN's convolution
 // first brings the weight into an order of its own, and later its gradient back; over few rows that
 // takes as long as the product and longer. Where the product was faster it stands in (cases
-// "conv-..." of benchmarks/conv_nets.py). Both add in FP32 and round once.
+// "conv-..." of benchmarks/layers.py). Both add in FP32 and round once.
 //
 // The gradient of x is such a product where no two output pixels see the same of x. Else several
 // would be rounded before they are added, and torch computes it.

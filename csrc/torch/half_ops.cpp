@@ -11,7 +11,7 @@
 // tensor cores do. The CPU dispatch key lies below autograd and autocast, so both work as before,
 // and CUDA tensors never come here. Everything but a slow half type goes to torch's kernel as it
 // came (convolutions by way of half_conv.h). What belongs in the table: the cases "op-..." of
-// benchmarks/conv_nets.py.
+// benchmarks/layers.py.
 
 #include "half_ops.h"
 

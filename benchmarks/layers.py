@@ -1,24 +1,11 @@
-"""Whole training steps of convolutional nets, and their batch norms and convolutions alone.
+"""Batch norms, convolutions and other operations in half precision, alone.
 
-    python benchmarks/conv_nets.py [--device cuda] [--only resnet18 ...] [--quick]
+    python benchmarks/layers.py [--device cuda] [--only norm conv-8 ...] [--quick]
 
-A step is forward pass, loss, backward pass and SGD with momentum, on one batch of random images in
-channels-last memory. Variants:
-
-    FP32             torch, torch's fused SGD
-    torch.amp        torch.autocast in BF16, torch's fused SGD
-    torch.amp, compiled   the same under torch.compile
-    O5               ampfuse's BF16 model with FP32 masters
-    O5, fused        the same with fuse_batchnorm=True
-    O5, recomputed   the same under ampfuse.nn.recompute_norms
-    convolutions     what they take of "O5, fused": the least that any fusion leaves
-
-The column memory_mib has the peak of a step's tensors. Torch's variants run in a process that never
-imports ampfuse.
-
-Cases "norm-..." are a batch norm with its ReLU (and its residual) alone, forward and backward, at
-the shapes of ResNet-50's layers with a batch of 8, as many as fill 96 MiB: torch's operations, the
-fused one, and "copy", its bytes (see csrc/core/batch_norm.h) at the bandwidth of a copy.
+Cases "norm-..." are a batch norm with its ReLU (and its residual), forward and backward, at the
+shapes of ResNet-50's layers with a batch of 8, as many as fill 96 MiB: torch's operations, in a
+process that never imports ampfuse, the fused one, and "copy", its bytes (see
+csrc/core/nn_ops/batch_norm.h) at the bandwidth of a copy.
 
 Cases "conv-..." and "op-..." are one operation, forward and backward, on the CPU: in FP32 and in
 half by torch, and in half with ``ampfuse.cpu_half_ops()``, which runs the convolutions as matrix
@@ -29,34 +16,18 @@ ONEDNN_MAX_CPU_ISA=AVX2 (AVX512_CORE, ...), oneDNN does as on an older CPU.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from functools import partial
 from itertools import product
 from typing import Any
 
-# oneDNN keeps 1,024 primitives by default. All variants of one network need more, and each would be
-# compiled again in every step.
-os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16384")
-
 import torch
 import torch.nn.functional as F
 from harness.limits import bounds
 from harness.measuring import Clock, Variant, Worker, measure
-from harness.models import build
 from harness.results import Results, Row, options_of, rows_of
 from torch import Tensor, nn
-from torch.profiler import profile
 
-# name: side of the images, batch
-NETS = {
-    "resnet18": (224, 16),
-    "resnet50": (224, 8),
-    "wrn16_4": (32, 64),
-    "seresnext50_32x4d": (32, 32),
-    "densenet161": (32, 32),
-    "vgg16": (32, 64),
-}
 # A batch norm's channels, the side of its images, whether a residual is added; the batch is 8.
 LAYERS = {
     "norm-64-112": (64, 112, False),
@@ -108,96 +79,6 @@ for n, channels, filters, side, kernel, stride in SMALL:
     shapes = f"{n},{channels},{side},{side} {filters},{channels},{kernel},{kernel}"
     OPS[name] = partial(F.conv2d, stride=stride, padding=kernel // 2), shapes
     OPERATIONS[name] = name, "bfloat16"
-
-
-class Step:
-    """FP32, and what the others change of it."""
-
-    sgd_fused: bool | None = True  # torch's own
-
-    def __init__(self, net: str, side: int, batch: int, device: torch.device) -> None:
-        torch.manual_seed(0)
-        self.model = build(net, classes=100).to(device, memory_format=torch.channels_last)
-        self.x = torch.randn(batch, 3, side, side, device=device)
-        self.x = self.x.contiguous(memory_format=torch.channels_last)
-        self.y = torch.arange(batch, device=device) % 100
-        self.optimizer = torch.optim.SGD(
-            self.model.parameters(), lr=1e-3, momentum=0.9, weight_decay=5e-4, fused=self.sgd_fused
-        )
-        self.set_up()
-
-    def set_up(self) -> None:
-        pass
-
-    def loss(self) -> Tensor:
-        return F.cross_entropy(self.model(self.x), self.y)
-
-    def __call__(self) -> object:
-        self.optimizer.zero_grad()
-        self.loss().backward()
-        self.optimizer.step()
-
-
-class TorchAmp(Step):
-    def loss(self) -> Tensor:
-        with torch.autocast(self.x.device.type, dtype=torch.bfloat16):
-            return super().loss()
-
-
-class Compiled(TorchAmp):
-    def set_up(self) -> None:
-        self.model.compile()
-
-
-class O5(Step):
-    sgd_fused = None
-    fuse_batchnorm = False
-
-    def set_up(self) -> None:
-        from ampfuse import amp
-
-        self.amp = amp
-        options = {"opt_level": "O5", "verbosity": 0, "fuse_batchnorm": self.fuse_batchnorm}
-        self.model, self.optimizer = amp.initialize(self.model, self.optimizer, **options)
-
-    def __call__(self) -> object:
-        self.optimizer.zero_grad()
-        with self.amp.scale_loss(self.loss(), self.optimizer) as scaled:
-            scaled.backward()
-        self.optimizer.step()
-
-
-class Fused(O5):
-    fuse_batchnorm = True
-
-
-class Recomputed(Fused):
-    def loss(self) -> Tensor:
-        from ampfuse.nn import recompute_norms
-
-        with recompute_norms():
-            return super().loss()
-
-
-class Convolutions(Fused):
-    def __call__(self) -> float:  # its own measure, see `Variant`
-        with profile() as profiled:
-            super().__call__()
-        on = "device" if self.x.is_cuda else "cpu"
-        events = profiled.key_averages()
-        return sum(getattr(e, f"{on}_time_total") for e in events if e.key in CONVOLUTIONS) / 1e3
-
-
-CONVOLUTIONS = {"aten::convolution", "aten::convolution_backward"}
-VARIANTS: dict[str, type[Step]] = {
-    "FP32": Step,
-    "torch.amp": TorchAmp,
-    "torch.amp, compiled": Compiled,
-    "O5": O5,
-    "O5, fused": Fused,
-    "O5, recomputed": Recomputed,
-    "convolutions": Convolutions,
-}
 
 
 class Norm:
@@ -269,25 +150,6 @@ class Operation:
         torch.autograd.grad(self.function(*self.inputs), self.inputs, self.dy)
 
 
-def steps_of(name: str, options: Any, worker: Worker) -> list[Row]:
-    side, batch = NETS[name]
-    if options.quick:
-        side, batch = min(side, 64), 4
-    arguments = name, side, batch, options.device
-    clock = Clock(options.device)
-    steps: dict[str, Any] = {}
-    for variant, kind in VARIANTS.items():
-        if issubclass(kind, O5):
-            steps[variant] = Variant(clock, kind(*arguments))
-        elif not (options.no_compile and kind is Compiled):
-            steps[variant] = worker.variant(kind, *arguments)
-    times = measure(steps, options.repeats)
-    # Of a step that is not profiled itself.
-    memory = {v: step.memory_mib() for v, step in steps.items() if v != "convolutions"}
-    case = f"{name}-{side}-batch{batch}"
-    return rows_of(options.device, times, memory_mib=memory, case=case, optimizer="SGD")
-
-
 def norms_of(case: str, options: Any, worker: Worker) -> list[Row]:
     channels, side, residual = layer = LAYERS[case]
     elements = 8 * side * side * channels * layers_of(channels, side)
@@ -324,7 +186,7 @@ def operation_of(case: str, options: Any, worker: Worker) -> list[Row]:
 
 def main() -> None:
     """Measures every variant of each case and writes the CSV."""
-    options = options_of(__doc__, "conv_nets", no_compile="leave out torch.compile")
+    options = options_of(__doc__, "layers")
     results = Results(options)
     with Worker(Clock, options.device) as worker:
         for threads in options.threads:
@@ -337,10 +199,6 @@ def main() -> None:
                 if results.want(case):
                     results.add(operation_of(case, options, worker))
                     worker.clear()
-        for name in NETS:  # at all threads
-            if results.want(name):
-                results.add(steps_of(name, options, worker))
-                worker.clear()
     results.finish()
 
 
