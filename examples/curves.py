@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> None:
         steps, losses, (label, color) = curves[0, :, 0], curves[:, :, 1], ARMS[arm]
         axes.fill_between(steps, losses.min(0), losses.max(0), color=color, alpha=0.15, lw=0)
         axes.plot(steps, losses.mean(0), label=label, color=color, lw=1.2)
-    axes.set(xlabel="step", ylabel="training loss", title=f"{args.name}.py: loss, not speed")
+    axes.set(xlabel="step", yscale="log", title=f"{args.name}.py: training loss, not speed")
     axes.legend(title=f"mean and range of {args.seeds} seeds" if args.seeds > 1 else "one seed")
     figure.supxlabel(f"{cpu_model()}, torch {torch.__version__}", fontsize=8)
     path = EXAMPLES / "figures" / f"{args.name}.csv"
