@@ -13,6 +13,11 @@
 #include "launch.cuh"
 #include "nn.cuh"
 
+// What the build compiles for; tests compile this file by itself.
+#ifndef AMPFUSE_CUDA_ARCHS
+#define AMPFUSE_CUDA_ARCHS ""
+#endif
+
 namespace ampfuse {
 namespace {
 
