@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from ampfuse.hardware import cpu_model
 
 EXAMPLES = Path(__file__).parent
-ARMS = {"native": ("native BF16", "k"), "O5": ("O5", "C0"), "O2": ("O2", "C1")}
+ARMS = {"native": ("native BF16", "k", 3), "O5": ("O5", "C9", 1.8), "O2": ("O2", "C1", 0.8)}
 
 
 def run(name: str, arm: str, seed: int) -> np.ndarray:  # [100, 2]: step and loss
@@ -44,9 +44,9 @@ def main(argv: list[str] | None = None) -> None:
         curves = np.stack([run(args.name, arm, seed) for seed in range(args.seeds)])
         for seed, curve in enumerate(curves):
             rows += [f"{arm},{seed},{step:g},{loss:.4g}" for step, loss in curve]
-        steps, losses, (label, color) = curves[0, :, 0], curves[:, :, 1], ARMS[arm]
+        steps, losses, (label, color, width) = curves[0, :, 0], curves[:, :, 1], ARMS[arm]
         axes.fill_between(steps, losses.min(0), losses.max(0), color=color, alpha=0.15, lw=0)
-        axes.plot(steps, losses.mean(0), label=label, color=color, lw=1.2)
+        axes.plot(steps, losses.mean(0), label=label, color=color, lw=width)
     axes.set(xlabel="step", yscale="log", title=f"{args.name}.py: training loss, not speed")
     axes.legend(title=f"mean and range of {args.seeds} seeds" if args.seeds > 1 else "one seed")
     figure.supxlabel(f"{cpu_model()}, torch {torch.__version__}", fontsize=8)

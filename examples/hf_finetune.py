@@ -39,6 +39,7 @@ def train(args: argparse.Namespace, steps: int, rate: float, **rest: Any) -> tra
         learning_rate=rate,
         warmup_steps=steps // 10,
         per_device_train_batch_size=32,
+        dataloader_drop_last=True,
         bf16=args.precision == "native",
         use_cpu=not torch.cuda.is_available(),
         seed=args.seed,
@@ -70,8 +71,7 @@ def pretrain(folder: str, args: argparse.Namespace) -> None:
     masks = transformers.DataCollatorForLanguageModeling(tokenizer)
     data = {"train_dataset": rows, "data_collator": masks}
     trainer = train(args, args.pretrain_steps, 2e-3, model=model, **data)
-    first, *_, last = losses(trainer)
-    print(f"pre-training: loss {first:.3f} to {last:.3f}")
+    print(f"pre-training: loss {losses(trainer)[0]:.3f} to {losses(trainer)[-1]:.3f}")
     trainer.save_model(folder)
     tokenizer.save_pretrained(folder)
 
