@@ -27,6 +27,8 @@ from typing import Any
 
 # oneDNN keeps 1,024 primitives by default, and what does not fit is compiled again in every step.
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16384")
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the profiler's word on earlier memory
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 import torch
 import torch.nn.functional as F
@@ -87,10 +89,17 @@ class Step:
     def set_up(self) -> None:
         pass
 
+    def prepare(self) -> None:
+        """The step before, as in training: the first one after a while of waiting takes longer."""
+        self.step()
+
+    def __call__(self) -> object:
+        self.step()
+
     def loss(self) -> Tensor:
         return F.cross_entropy(self.model(self.x).flatten(0, -2), self.y.flatten())
 
-    def __call__(self) -> object:
+    def step(self) -> None:
         self.optimizer.zero_grad()
         self.loss().backward()
         self.optimizer.step()
@@ -120,7 +129,7 @@ class O5(Step):
             self.model, self.optimizer, verbosity=0, **options
         )
 
-    def __call__(self) -> object:
+    def step(self) -> None:
         self.optimizer.zero_grad()
         with self.amp.scale_loss(self.loss(), self.optimizer) as scaled:
             scaled.backward()
@@ -152,7 +161,7 @@ class Share(O5):
 
     def __call__(self) -> float:  # its own measure, see `Variant`
         with profile() as profiled:
-            super().__call__()
+            self.step()
         time = "self_device_time_total" if self.x.is_cuda else "self_cpu_time_total"
         return sum(getattr(e, time) for e in profiled.key_averages() if self.has(e.key)) / 1e3
 

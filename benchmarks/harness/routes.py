@@ -398,7 +398,8 @@ def peers(case: Case, device: torch.device, compiled: bool = True) -> dict[str, 
         engine = "transformer_engine.pytorch.optimizers:FusedAdam"
         engines = Peer(engine, masters | {"capturable": case.scaled})
         routes["TransformerEngine FusedAdam"] = engines
-        flash, bits = "flashoptim:FlashAdamW", "bitsandbytes.optim:AdamW8bit"
-        routes["flashoptim FlashAdamW"] = Peer(flash, {}, agrees=False)
-        routes["bitsandbytes AdamW8bit"] = Peer(bits, {}, agrees=False)
+        routes["flashoptim FlashAdamW"] = Peer("flashoptim:FlashAdamW", {}, agrees=False)
+    if case.optimizer == "AdamW":
+        for package in ("bitsandbytes", "torchao"):
+            routes[f"{package} AdamW8bit"] = Peer(f"{package}.optim:AdamW8bit", {}, agrees=False)
     return routes
