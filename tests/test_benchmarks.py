@@ -138,7 +138,7 @@ def test_bytes_of_torchs_routes(load, optimizer, precision, does, fused, foreach
     counted = {
         name: peer.build(case, weights, weights).bytes_per_param
         for name, peer in load("harness.routes").peers(case, CPU).items()
-        if name.startswith("torch")
+        if name.startswith("torch ")
     }
     assert counted == {"torch fused": fused, "torch foreach": foreach}
 
