@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import io
 import pickle
 import sys
 import warnings
@@ -19,10 +18,10 @@ from ampfuse.compat import apex
 from ampfuse.compat.apex import amp, fp16_utils
 from ampfuse.compat.apex.amp import frontend, overflow_report
 from ampfuse.compat.apex.amp.scaler import LossScaler
+from cases import bf16, f16, f32, through_a_file
 
 submodule = sys.modules["ampfuse.compat.apex.amp._amp_state"]
 
-f16, bf16, f32 = torch.float16, torch.bfloat16, torch.float32
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 state = amp._amp_state
 
@@ -341,10 +340,7 @@ def test_loss_scaler_unscales_and_adapts():
 def test_loss_scalers_pickle():
     scaler = LossScaler("dynamic", scale_window=7, backoff_factor=0.25)
     scaler._loss_scale, scaler._unskipped = 512.0, 3
-    file = io.BytesIO()
-    torch.save([scaler], file)
-    file.seek(0)
-    assert torch.load(file, weights_only=True)[0].state_dict() == scaler.state_dict()
+    assert through_a_file([scaler])[0].state_dict() == scaler.state_dict()
     again = pickle.loads(pickle.dumps(scaler))
     assert again.state_dict() == scaler.state_dict()
     assert again.dynamic
