@@ -163,12 +163,6 @@ def test_properties_of_each_level(level):
     ("level", "option", "error"),
     [
         ("O1", {"cast_model_type": f16}, RuntimeError),
-        ("O1", {"keep_batchnorm_fp32": True}, RuntimeError),
-        ("O1", {"keep_batchnorm_fp32": "nonsense"}, RuntimeError),
-        ("O1", {"master_weights": False}, RuntimeError),
-        ("O0", {"patch_torch_functions": True}, RuntimeError),
-        ("O2", {"patch_torch_functions": True}, RuntimeError),
-        ("O3", {"patch_torch_functions": True}, RuntimeError),
         ("O2", {"keep_batchnorm_fp32": "nonsense"}, AssertionError),
         ("O2", {"loss_scale": "nonsense"}, ValueError),
         ("O2", {"cast_model_outputs": "half"}, TypeError),

@@ -19,9 +19,9 @@ import apex_names
 from ampfuse import amp as own_amp
 from ampfuse.amp import cast_state, weight_cache
 from ampfuse.compat.apex import amp
+from cases import bf16, f16, f32, f64
 
 RELEASE = tuple(map(int, torch.__version__.split(".")[:2]))
-f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
 
 @pytest.fixture(autouse=True)
@@ -599,32 +599,6 @@ def types(*tensors, **more):
     return [t.dtype for t in (*tensors, *more.values())]
 
 
-@pytest.mark.parametrize(
-    ("decorate", "expected"),
-    [
-        (amp.half_function, [f16] * 3),
-        (amp.bfloat16_function, [bf16] * 3),
-        (amp.float_function, [f32] * 3),
-        (amp.promote_function, [f64] * 3),
-    ],
-)
-@pytest.mark.parametrize("level", ["O1", "O4"])
-def test_decorators_cast_at_o1_and_o4_only(decorate, expected, level):
-    function = decorate(types)
-    arguments = (tensor(f16, 2), tensor(f32, 2))
-    untouched = [f16, f32, f64]
-    assert function(*arguments, key=tensor(f64, 2)) == untouched
-    amp.initialize(nn.Linear(2, 2), opt_level=level, verbosity=0)
-    assert function(*arguments, key=tensor(f64, 2)) == expected
-    with amp.disable_casts():
-        assert function(*arguments, key=tensor(f64, 2)) == untouched
-    amp.initialize(nn.Linear(2, 2), opt_level="O2", verbosity=0)
-    assert function(*arguments, key=tensor(f64, 2)) == untouched
-    amp.initialize(nn.Linear(2, 2), enabled=False)
-    assert function(*arguments, key=tensor(f64, 2)) == untouched
-    assert function.__name__ == "types"
-
-
 def test_a_loss_on_the_result_of_a_half_function_computes_in_float():
     product = amp.half_function(lambda a, b: a @ b)
     amp.initialize(nn.Linear(2, 2), verbosity=0)
@@ -639,22 +613,12 @@ class Library:
         return types(x)[0]
 
 
-@pytest.mark.parametrize(
-    ("register", "given", "expected"),
-    [
-        (amp.register_half_function, f32, f16),
-        (amp.register_bfloat16_function, f32, bf16),
-        (amp.register_float_function, f16, f32),
-    ],
-)
-def test_registered_functions_are_cast_from_the_next_initialize_on(register, given, expected):
-    with pytest.raises(ValueError, match="no function 'missing'"):
-        register(Library, "missing")
+def test_registered_functions_are_cast_until_the_handle_ends():
+    """The decorators and the rest of it are in test_function_casts.py."""
     original = Library.scale
-    register(Library, "scale")
-    assert Library.scale is original  # from the next initialize on
+    amp.register_half_function(Library, "scale")
     amp.initialize(nn.Linear(2, 2), verbosity=0)
-    assert Library.scale(tensor(given, 2)) == expected
+    assert Library.scale(tensor(f32, 2)) == f16
     amp._amp_state.handle._deactivate()
     assert Library.scale is original
 
