@@ -2,8 +2,6 @@
 
 import collections
 import shutil
-import subprocess
-import sys
 import warnings
 
 import pytest
@@ -17,9 +15,9 @@ from ampfuse import amp, optim
 from ampfuse.amp import op_casts, outsiders
 from ampfuse.amp.autocast_rules import AUTOCAST
 from ampfuse.amp.half_output import HalfOutput
-from cases import assert_same_bits
+from cases import assert_same_bits, f32
+from programs import python
 
-f16, bf16, f32 = torch.float16, torch.bfloat16, torch.float32
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 DYNAMIC = ("O1", "O2")
 OVERFLOW = 2  # the step with one, at the dynamic levels
@@ -450,7 +448,8 @@ assert loss(out).dtype == torch.float32
 @pytest.mark.slow  # in a process of its own
 def test_compiled_losses_where_functions_were_replaced_before():
     """In a process that has not compiled anything before."""
-    subprocess.run([sys.executable, "-c", AFTER_CAST_EVERYWHERE], check=True)
+    ran = python("-c", AFTER_CAST_EVERYWHERE)
+    assert ran.returncode == 0, ran.stderr
 
 
 def test_replaced_functions_are_known_when_dynamo_lists_functions_anew():

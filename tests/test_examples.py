@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import csv
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from programs import python
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 LINES = {"cifar_airbench_style": 150, "gpt": 120, "hf_finetune": 120, "lightning_digits": 120}
@@ -63,8 +63,9 @@ def test_native_run_leaves_ampfuse_alone(name, tmp_path):
         "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], None, '__main__')"
         "; assert not [name for name in sys.modules if name.partition('.')[0] == 'ampfuse']"
     )
-    command = [sys.executable, "-c", code, str(EXAMPLES / f"{name}.py"), *SMALL[name]]
-    subprocess.run([*command, "--precision", "native", "--csv", str(file)], check=True)
+    command = ["-c", code, EXAMPLES / f"{name}.py", *SMALL[name], "--precision", "native"]
+    ran = python(*command, "--csv", file)
+    assert ran.returncode == 0, ran.stderr
     *_, before, last = losses(file)
     assert (before + last) / 2 < BOUNDS[name]
 
