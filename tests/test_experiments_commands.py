@@ -82,11 +82,6 @@ def test_on_files_in_the_true_format(name, data, files, tmp_path):
     assert result["loss_last"] is not None
 
 
-@pytest.mark.parametrize("name", ["e1", "e5-mnist", "e5-mlp"])
-def test_on_digits(name, tmp_path):
-    assert run(name, "digits", tmp_path, "--no-evaluate")["conditions"]["data"] == "digits"
-
-
 @pytest.mark.parametrize("mode", ["FP32", "FP16", "amp"])
 def test_e1_as_it_was_called(mode, files, tmp_path, capsys):
     line = f"train cifar --GPU V100 --mode {mode} --batch_size 8 --iteration 2 --repeats 1"

@@ -1,4 +1,4 @@
-"""initialize and scale_loss: what they accept and return, who skips, what accumulates, resume."""
+"""initialize and scale_loss: what they accept and return, who skips, what accumulates."""
 
 import contextlib
 import copy
@@ -18,7 +18,7 @@ from torch import nn
 import reference
 from ampfuse import amp, optim
 from ampfuse.amp.scaler import LossScaler
-from cases import assert_same, bf16, f16, f32, f64, never_waiting, through_a_file
+from cases import assert_same, bf16, f16, f32, f64, never_waiting
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 DYNAMIC = ("O1", "O2")
@@ -636,7 +636,7 @@ def test_the_weight_cache_of_autocast_is_dropped():
             optimizer.zero_grad()
 
 
-# --- training: against FP32, clipping, schedulers, resume -----------------------------------
+# --- training: against FP32, clipping, schedulers (test_resume.py goes on with it) -----------
 
 
 def build(level, kind=torch.optim.AdamW, **options):
@@ -744,28 +744,6 @@ def test_lr_schedulers_built_before_or_after(level, first, skipped):
         schedule.step()
         assert bool(optimizer.last_step.skipped) == (i < skipped)
     assert weight(optimizer) == 8 - (0.375 if skipped else 0.875)
-
-
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("order", ["model first", "optimizer first"])
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad])
-def test_stop_and_resume_gives_the_bits_of_an_uninterrupted_run(level, order, kind):
-    options = {"growth_interval": 3}
-    model, optimizer = build(level, kind, **options)
-    train(model, optimizer, range(5))
-    saved = through_a_file(
-        {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "amp": amp.state_dict()}
-    )
-    losses = train(model, optimizer, range(5, 12))
-    resumed, resumed_optimizer = build(level, kind, **options)
-    things = [("model", resumed), ("optimizer", resumed_optimizer)]
-    for key, thing in things if order == "model first" else reversed(things):
-        thing.load_state_dict(saved[key])
-    amp.load_state_dict(saved["amp"])
-    assert train(resumed, resumed_optimizer, range(5, 12)) == losses
-    assert_same(resumed.state_dict(), model.state_dict())
-    assert_same(resumed_optimizer.state_dict(), optimizer.state_dict())
-    assert amp.state_dict() == amp.state_dict(optimizer=optimizer)
 
 
 def test_amp_state_is_apexs_and_matched_by_key():
