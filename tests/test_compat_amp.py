@@ -476,29 +476,6 @@ def test_accumulation_keeps_fp32_gradients(options, first):
     torch.testing.assert_close(twice, 2 * model.bn.weight.grad, rtol=1e-3, atol=1e-6)
 
 
-@pytest.mark.parametrize("value", [range(3), (i for i in range(3)), {"n": torch.ones(1).long()}])
-def test_what_cannot_be_cast_reaches_forward_as_it_is(value):
-    """apex could not rebuild ranges and generators, and made copies of mappings."""
-
-    class Same(nn.Module):
-        def forward(self, value):
-            return value
-
-    model = amp.initialize(Same(), opt_level="O2", verbosity=0)
-    assert model(value) is value
-
-
-def test_an_exception_in_the_body_leaves_everything_in_order():
-    """apex lost the stashed gradients and left casts off."""
-    model, optimizer = start("O1")
-    backward(model, optimizer)
-    kept = model.fc1.weight.grad.clone()
-    with pytest.raises(KeyError), amp.scale_loss(torch.zeros(()), optimizer):
-        raise KeyError
-    assert torch.equal(model.fc1.weight.grad, kept)
-    assert model(torch.rand(2, 4)).dtype == f16
-
-
 CLASSES = torch.tensor([1.0, 2.0, 1 / 3])
 
 
