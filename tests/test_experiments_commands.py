@@ -68,7 +68,6 @@ def test_on_synthetic_data(name, tmp_path):
 @pytest.mark.parametrize(
     ("name", "data"),
     [
-        ("e1", "cifar10"),
         pytest.param("e2", "cifar10", marks=pytest.mark.slow),
         pytest.param("e3-densenet161", "cifar10", marks=pytest.mark.slow),
         ("e4-resnet18", "imagenet"),

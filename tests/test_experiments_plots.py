@@ -562,19 +562,24 @@ def test_results_of_a_script(tmp_path, monkeypatch, capsys):
 
     monkeypatch.chdir(tmp_path)
     line = "--data digits --iterations 2 --batch-size 32 --arm fp32 O2 --repeats 2 --device cpu"
-    assert mnist.main([*line.split(), "--GPU", "here", "--image-size", "8"]) == 0
+    assert mnist.main([*line.split(), "--GPU", "My GPU/1", "--image-size", "8"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("| fp32 ") == printed.count("| O2 ") == 1
+    assert not list(Path("results").rglob("*.pt"))
     rows = results.measured("results")
     assert [(row["method"], row["n"], row["iterations"], row["gpu"]) for row in rows] == [
-        ("fp32", 2, 2, "here"),
-        ("O2", 2, 2, "here"),
+        ("fp32", 2, 2, "My GPU-1"),
+        ("O2", 2, 2, "My GPU-1"),
     ]
     for row in rows:
+        ran = sorted((run["repeat"], run["seed"], run["recipe"]) for run in row["runs"])
+        assert ran == [(0, 0, "e5"), (1, 1, "e5")]
+        assert {(run["format"], run["memory_kind"]) for run in row["runs"]} == {(2, "process RSS")}
         assert row["time_s_mean"] == pytest.approx(
             statistics.fmean(r["time_s"] for r in row["runs"])
         )
         accuracies = [run["accuracy_pct"] for run in row["runs"]]
         assert row["accuracy_pct_std"] == pytest.approx(statistics.stdev(accuracies))
-    capsys.readouterr()
     assert make_plot.main(["--plot_std"]) == 0
     kinds = ("Time", "Memory", "Time (std)", "Memory (std)")
     made = {path.name for path in Path("results/figures").iterdir()}
