@@ -26,8 +26,9 @@ SMALL = {
 BOUNDS = {"gpt": 4.0, "hf_finetune": 0.6, "lightning_digits": 1.0}  # the last losses of a small run
 # Held-out loss, accuracy, accuracy after the run that the example describes.
 GOALS = {"gpt": (1.0, 1.8), "hf_finetune": (0.88, 1.0), "lightning_digits": (0.93, 1.0)}
-levels = pytest.mark.parametrize("precision", ["O2", "O5"])
 examples = pytest.mark.parametrize("name", list(SMALL))
+# What takes seconds to import a framework, and says little that the tests of integrations do not.
+SLOW = {name: pytest.mark.slow for name in NEEDS}
 
 
 def run(name: str, *arguments: str) -> float:
@@ -44,8 +45,11 @@ def losses(path: Path) -> list[float]:
     return [float(loss) for loss in losses[1:]]
 
 
-@examples
-@levels
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [*((name, "O5") for name in SMALL)]
+    + [pytest.param(name, "O2", marks=SLOW.get(name, ())) for name in SMALL],
+)
 @pytest.mark.filterwarnings("ignore")  # the frameworks' advice
 def test_example_learns(name, precision, tmp_path):
     file = tmp_path / "losses.csv"
@@ -54,7 +58,7 @@ def test_example_learns(name, precision, tmp_path):
     assert (before + last) / 2 < BOUNDS[name]
 
 
-@examples
+@pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW.get(name, ())) for name in SMALL])
 def test_native_run_leaves_ampfuse_alone(name, tmp_path):
     for package in NEEDS.get(name, []):
         pytest.importorskip(package)
