@@ -47,7 +47,7 @@ def losses(path: Path) -> list[float]:
 
 @pytest.mark.parametrize(
     ("name", "precision"),
-    [*((name, "O5") for name in SMALL)]
+    [(name, "O5") for name in SMALL]
     + [pytest.param(name, "O2", marks=SLOW.get(name, ())) for name in SMALL],
 )
 @pytest.mark.filterwarnings("ignore")  # the frameworks' advice
