@@ -36,7 +36,8 @@ def started(make, level, **options):
     model = nn.Linear(4, 2)
     if not isinstance(level, str):
         return model.to(level), make(model.parameters(), **options)
-    return amp.initialize(model, make(model.parameters(), **options), level, verbosity=0)
+    optimizer = make(model.parameters(), **options)
+    return amp.initialize(model, optimizer, opt_level=level, verbosity=0)
 
 
 def train(model, optimizer, steps, overflow=None):
