@@ -88,20 +88,20 @@ OVERRIDES = [
 ]
 
 
-@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(("name", "value", "casting", "autocasting"), OVERRIDES)
-def test_an_override(name, value, casting, autocasting, level):
-    expected = autocasting if level in AUTOCASTING else casting
-    if isinstance(expected, type):
-        with pytest.raises(expected, match=name):
-            make_policy(level, **{name: value})
-        return
-    policy = make_policy(level, **{name: value})
-    found = getattr(policy, name)
-    assert (found, type(found)) == (expected, type(expected))
-    assert policy.is_dynamic is (policy.loss_scale == "dynamic")
-    assert policy.weights_type is (policy.cast_model_type or None)
-    assert policy.autocast_type is (TABLE[level][2] if policy.patch_torch_functions else None)
+def test_an_override(name, value, casting, autocasting):
+    for level in LEVELS:
+        expected = autocasting if level in AUTOCASTING else casting
+        if isinstance(expected, type):
+            with pytest.raises(expected, match=name):
+                make_policy(level, **{name: value})
+            continue
+        policy = make_policy(level, **{name: value})
+        found = getattr(policy, name)
+        assert (level, found, type(found)) == (level, expected, type(expected))
+        assert policy.is_dynamic is (policy.loss_scale == "dynamic")
+        assert policy.weights_type is (policy.cast_model_type or None)
+        assert policy.autocast_type is (TABLE[level][2] if policy.patch_torch_functions else None)
 
 
 def test_the_errors_of_switches():
