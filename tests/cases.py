@@ -12,6 +12,7 @@ from ampfuse import optim
 from ampfuse._schema import STORAGES
 
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 
 CODED = [name for name, storage in STORAGES.items() if storage.block]  # of state_dtype
 

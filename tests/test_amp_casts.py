@@ -19,9 +19,8 @@ from torch.nn.utils.rnn import pack_sequence
 from ampfuse import amp, trees
 from ampfuse.amp import op_casts
 from ampfuse.amp.half_output import HalfOutput
-from cases import bf16, f16, f32, f64, through_a_file
+from cases import LEVELS, bf16, f16, f32, f64, through_a_file
 
-LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 LOW = {"O1": f16, "O2": f16, "O3": f16, "O4": bf16, "O5": bf16}
 
 

@@ -18,11 +18,10 @@ from ampfuse.compat import apex
 from ampfuse.compat.apex import amp, fp16_utils
 from ampfuse.compat.apex.amp import frontend, overflow_report
 from ampfuse.compat.apex.amp.scaler import LossScaler
-from cases import bf16, f16, f32, through_a_file
+from cases import LEVELS, bf16, f16, f32, through_a_file
 
 submodule = sys.modules["ampfuse.compat.apex.amp._amp_state"]
 
-LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 state = amp._amp_state
 
 

@@ -15,10 +15,9 @@ from ampfuse import amp, optim
 from ampfuse.amp import op_casts, outsiders
 from ampfuse.amp.autocast_rules import AUTOCAST
 from ampfuse.amp.half_output import HalfOutput
-from cases import assert_same_bits, f32
+from cases import LEVELS, assert_same_bits, f32
 from programs import python
 
-LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 DYNAMIC = ("O1", "O2")
 OVERFLOW = 2  # the step with one, at the dynamic levels
 

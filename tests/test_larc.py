@@ -9,10 +9,9 @@ from torch import nn
 
 import reference
 from ampfuse import amp, ops, optim
-from cases import assert_same_bits, bf16, f32, f64, snapshot
+from cases import LEVELS, assert_same_bits, bf16, f32, f64, snapshot
 from test_optim import SCHEDULERS
 
-LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
 SHAPES = ((40, 50), (7,), (33000,), (0,), (3, 5))
 # name: optimizer over parameters, and whether LARC is part of its step
 INNER = {

@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from ampfuse import amp, optim
-from cases import assert_same, f32, through_a_file
+from cases import LEVELS, assert_same, f32, through_a_file
 
-LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 MASTERED = ("O2", "O5")
 OPTIMIZERS = {
     "SGD": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),

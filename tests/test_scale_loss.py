@@ -18,9 +18,8 @@ from torch import nn
 import reference
 from ampfuse import amp, optim
 from ampfuse.amp.scaler import LossScaler
-from cases import assert_same, bf16, f16, f32, f64, never_waiting
+from cases import LEVELS, assert_same, bf16, f16, f32, f64, never_waiting
 
-LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 DYNAMIC = ("O1", "O2")
 inf, nan = math.inf, math.nan
 
