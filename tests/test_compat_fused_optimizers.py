@@ -243,13 +243,13 @@ def test_they_train_and_resume_with_the_same_bits(name, level):
     of = {"FusedSGD": {"lr": 0.1, "momentum": 0.9}}.get(name, {"lr": 0.02})
     model, optimizer = started(getattr(optimizers, name), level, **of)
     losses = train(model, optimizer, 6)
-    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), amp.state_dict()))
+    things = (model, optimizer, amp) if isinstance(level, str) else (model, optimizer)
+    saved = [copy.deepcopy(thing.state_dict()) for thing in things]
     losses += train(model, optimizer, 6)
     assert losses[-1] < losses[0]
     again, resumed = started(getattr(optimizers, name), level, **of)
-    for thing, state in zip((again, resumed, amp), saved, strict=True):
-        if thing is not amp or isinstance(level, str):
-            thing.load_state_dict(state)
+    for thing, state in zip((again, resumed, amp), saved, strict=False):
+        thing.load_state_dict(state)
     states = resumed.state_dict()["state"].values()
     assert {value.dtype for entry in states for value in entry.values()} == {f32}
     train(again, resumed, 6)

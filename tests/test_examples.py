@@ -28,7 +28,7 @@ BOUNDS = {"gpt": 4.0, "hf_finetune": 0.6, "lightning_digits": 1.0}  # the last l
 GOALS = {"gpt": (1.0, 1.8), "hf_finetune": (0.88, 1.0), "lightning_digits": (0.93, 1.0)}
 examples = pytest.mark.parametrize("name", list(SMALL))
 # What takes seconds to import a framework, and says little that the tests of integrations do not.
-SLOW = {name: pytest.mark.slow for name in NEEDS}
+SLOW = dict.fromkeys(NEEDS, pytest.mark.slow)
 
 
 def run(name: str, *arguments: str) -> float:
