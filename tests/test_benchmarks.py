@@ -413,7 +413,7 @@ def test_host_time_script(main, here, tmp_path):
     main("report", path)
 
 
-@pytest.mark.parametrize("model", ["mlp", "transformer"])
+@pytest.mark.parametrize("model", ["mlp", pytest.param("transformer", marks=pytest.mark.slow)])
 def test_o1_variants_train_alike_in_processes_of_their_own(load, model):
     host_time = load("host_time")
     before = torch.nn.functional.layer_norm

@@ -1,7 +1,6 @@
 """``ampfuse.nn.fuse``: the same results as the model as it was, and a report of what was done."""
 
 import copy
-import io
 import pickle
 import random
 
@@ -14,9 +13,7 @@ from torch import nn
 from ampfuse import amp
 from ampfuse.experiments.demo import DigitsNet
 from ampfuse.nn import BatchNormAct2d, fuse, unfuse
-
-f64, f32, bf16 = torch.float64, torch.float32, torch.bfloat16
-
+from cases import bf16, f32, f64, through_a_file
 
 X = torch.randn(3, 4, 5, 5, dtype=f64, generator=torch.Generator().manual_seed(1))
 
@@ -457,9 +454,7 @@ def test_a_pickled_model_loads_as_it_was(level, calls):
     if level:
         amp.initialize(model[0], opt_level=level, verbosity=0)
     expected = run(copy.deepcopy(model), [x])
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    loaded = torch.load(io.BytesIO(buffer.getvalue()), weights_only=False)
+    loaded = through_a_file(model, weights_only=False)
     pickle.loads(pickle.dumps(model))
     calls.clear()
     assert_same(run(loaded, [x]), expected, 1e-2 if level else 1e-10)

@@ -339,7 +339,10 @@ def test_a_compiled_model_is_captured_too(name, machine):
         assert_trains_alike(ours, compiled.graphed(sample(machine)), twin, batches(machine))
 
 
-@pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)],
+)
 @pytest.mark.parametrize("name", ["O2", "O5", "adamw", "scaler"])
 def test_hundreds_of_steps(name, kind, monkeypatch):
     """With a schedule and overflows: planted ones, and those of a scale that grows."""
