@@ -1,10 +1,11 @@
 """The tables of docs/benchmarks.md from CSV files in benchmarks/results.
 
-python benchmarks/report.py benchmarks/results/step_cpu.csv              # or host_time_....csv
-python benchmarks/report.py benchmarks/results/nets_cpu.csv
+python benchmarks/report.py benchmarks/results/step_cpu.csv              # or of another script
 python benchmarks/report.py benchmarks/results/experiments_e?_cpu.csv    # ``make_table --csv``
 
-With ``--figure docs/figures`` the second draws the figure of docs/index.md and of the README.
+With ``--page docs/benchmarks.md`` the first writes into the page, too, where a comment there names
+the file. With ``--figure docs/figures`` it draws the figure of docs/index.md and of the README, of
+nets_cpu.csv.
 """
 
 from __future__ import annotations
@@ -71,18 +72,58 @@ def steps_table(rows: list[Row]) -> list[str]:
     return markdown(columns, [[line[column] for column in columns] for line in lines])
 
 
-def print_rows(rows: list[Row], tables: Sequence[list[str]]) -> None:
-    """The tables, and the conditions they were measured under."""
-    print("\n\n".join("\n".join(table) for table in tables))
+def variants_table(rows: list[Row]) -> list[str]:
+    """A column for each variant: milliseconds, and the share of copy bandwidth."""
+    variants = dict.fromkeys(row.variant for row in rows)
+    several = len({row.threads for row in rows}) > 1
+    lines = []
+    for (case, threads), group in groupby(rows, key=lambda row: (row.case, row.threads)):
+        found = {row.variant: row for row in group}
+        case += f", {threads} threads" if several else ""
+        lines.append([case, *(_spread_and_share(found.get(name)) for name in variants)])
+    return markdown(["ms", *variants], lines)
+
+
+def _spread_and_share(row: Row | None) -> str:
+    if row is None:
+        return ""
+    share = "" if math.isnan(row.share_of_copy) else f", {row.share_of_copy:.0%}"
+    return _spread(row) + share
+
+
+def report_of(rows: list[Row]) -> list[str]:
+    """Tables of the rows of one file, and the conditions they were measured under."""
+    cases = {row.case for row in rows if row.variant == "ampfuse"}
+    steps = [row for row in rows if row.case in cases]
+    tables = [steps_table(steps)] if steps else []
+    ours = [row for row in steps if row.variant.startswith("ampfuse")]
+    if any(row.variant != "ampfuse" for row in ours):  # memory modes, metered steps
+        tables.append(variants_table(ours))
+    others = [row for row in rows if row.case not in cases]
+    if any(row.variant == "O5" for row in others):
+        tables += nets_tables(others)
+    elif others:
+        tables.append(variants_table(others))
+    lines = [line for table in tables for line in (*table, "")]
     row = rows[0]
     peers = dict.fromkeys(row.peer for row in rows)
     conditions = [row.hardware, row.isa, f"torch {row.torch}", f"ampfuse {row.ampfuse}", *peers]
     count = min(row.n for row in rows)
-    print(
-        f"\n{', '.join(filter(None, [*conditions, row.date]))}. "
+    under = (
+        f"{', '.join(filter(None, [*conditions, row.date]))}. "
         f"Median of {count}{' or more' * any(row.n > count for row in rows)}, "
         "20th to 80th percentile."
     )
+    return [*lines, under]
+
+
+def fill(page: Path, path: Path) -> None:
+    """Write the report of a file into the page: between a comment with its name and one "end"."""
+    head, comment, rest = page.read_text().partition(f"<!-- {path.name} -->\n")
+    if comment:
+        tail = rest[rest.index("<!-- end -->") :]
+        lines = "\n".join(report_of(read(path)))
+        page.write_text(f"{head}{comment}\n{lines}\n\n{tail}")
 
 
 # ---- training steps of nets ----------------------------------------------------------------------
@@ -230,6 +271,7 @@ def main() -> None:
     """Prints the table that fits the files."""
     parser = parser_of(__doc__)
     parser.add_argument("files", type=Path, nargs="+", help="CSV files, of one kind")
+    parser.add_argument("--page", type=Path, metavar="FILE", help="write the tables there")
     parser.add_argument("--figure", type=Path, metavar="FOLDER", help="draw training steps there")
     options = parser.parse_args()
     with open(options.files[0], newline="") as file:
@@ -242,14 +284,14 @@ def main() -> None:
         return print_experiments(records)
     for path in options.files:
         rows = read(path)
-        if any(row.variant == "ampfuse" for row in rows):
-            print_rows(rows, [steps_table(rows)])
-        elif options.figure is None:
-            print_rows(rows, nets_tables(rows))
-        else:
+        if options.figure is not None:
             for theme in _THEMES:
                 svg = options.figure / f"training_steps_{theme}.svg"
                 svg.write_text(nets_figure(rows, theme))
+            continue
+        print("\n".join(report_of(rows)))
+        if options.page is not None:
+            fill(options.page, path)
 
 
 if __name__ == "__main__":

@@ -222,3 +222,18 @@ def never_waiting():
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@contextlib.contextmanager
+def on_a_side_stream(device):
+    """On a GPU the block's work is queued on a stream of its own, behind work that takes a while;
+    it begins with what was queued before and ends before what comes after. On a CPU: nothing."""
+    if device.type == "cpu":
+        yield
+        return
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)
+        yield
+    torch.cuda.current_stream().wait_stream(stream)

@@ -114,3 +114,14 @@ def device(request):
         request.getfixturevalue("emulated")
         return torch.device("cpu")
     return torch.device(request.param)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def hardware(request):
+    """The CPU and, where there is one, a GPU: for what runs torch's operations beside ours.
+
+    Convolutions there give the same bits in each run, and compute in FP32 what is FP32.
+    """
+    flags = {"enabled": True, "benchmark": False, "deterministic": True, "allow_tf32": False}
+    with torch.backends.cudnn.flags(**flags):
+        yield torch.device(request.param)

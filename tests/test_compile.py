@@ -46,14 +46,15 @@ class Net(nn.Module):
         return self.out(F.softmax(x, dim=-1) + x)
 
 
-def batch(i):
+def batch(i, device="cpu"):
     random = torch.Generator().manual_seed(i)
-    return torch.randn(6, 2, 5, 5, generator=random), torch.randint(3, (6,), generator=random)
+    x = torch.randn(6, 2, 5, 5, generator=random)
+    return x.to(device), torch.randint(3, (6,), generator=random).to(device)
 
 
-def build(kind=optim.AdamW, **options):
+def build(kind=optim.AdamW, device="cpu", **options):
     torch.manual_seed(0)
-    model = Net()
+    model = Net().to(device)
     return model, kind(model.parameters(), **{"lr": 1e-2, **options})
 
 
@@ -61,10 +62,10 @@ def factor(level, i):
     return torch.tensor(float("inf") if level in DYNAMIC and i == OVERFLOW else 1.0)
 
 
-def train(level, run, optimizer, steps=4):
+def train(level, run, optimizer, steps=4, device="cpu"):
     losses = {}
     for i in range(steps):
-        x, y = batch(i)
+        x, y = batch(i, device)
         loss = F.cross_entropy(run(x), y) * factor(level, i)
         with amp.scale_loss(loss, optimizer) as scaled:
             scaled.backward()
@@ -101,9 +102,9 @@ ORDERS = [
 ]
 
 
-def run_compiled(level, order, backend=None, **options):
-    model, optimizer = build()
-    how = {"backend": backend, "fullgraph": True}
+def run_compiled(level, order, backend=None, mode=None, device="cpu", **options):
+    model, optimizer = build(device=device)
+    how = {"backend": backend, "mode": mode, "fullgraph": True}
 
     def initialize(module):
         initialized = amp.initialize(module, optimizer, opt_level=level, verbosity=0, **options)
@@ -121,7 +122,7 @@ def run_compiled(level, order, backend=None, **options):
     run = model
     for action in order:
         run = actions[action](run) or run
-    found = train(level, run, optimizer) | everything(model, optimizer)
+    found = train(level, run, optimizer, device=device) | everything(model, optimizer)
     return {name.replace("_orig_mod.", ""): value for name, value in found.items()}
 
 
@@ -138,11 +139,16 @@ def test_compiled_models_train_to_the_bits_of_uncompiled_ones(level):
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
-@pytest.mark.parametrize("order", [COMPILED_AFTER, COMPILED_BEFORE], ids=["after", "before"])
+@pytest.mark.parametrize(
+    ("order", "mode"),
+    [(COMPILED_AFTER, None), (COMPILED_BEFORE, None), (COMPILED_AFTER, "reduce-overhead")],
+)
 @pytest.mark.parametrize("level", LEVELS)
-def test_inductor_trains_alike(level, order):
-    expected = run_compiled(level, ["initialize"])
-    found = run_compiled(level, order, "inductor")
+def test_inductor_trains_alike(level, order, mode, hardware):
+    if mode is not None and hardware.type == "cpu":
+        pytest.skip("CUDA graphs need a GPU")
+    expected = run_compiled(level, ["initialize"], device=hardware)
+    found = run_compiled(level, order, "inductor", mode, hardware)
     assert counters["stats"]["unique_graphs"] == 1
     for name in ("skipped", "loss_scale", "unskipped"):
         assert found[name] == expected[name]

@@ -26,9 +26,8 @@ def run(model, inputs, make_output=lambda model, inputs: model(*inputs)):
     """Outputs, gradients and running statistics of a training step, then the outputs in eval."""
     inputs = [x.clone().requires_grad_() for x in inputs]
     out = make_output(model.train(), inputs)
-    (
-        out.sin() * torch.linspace(0, 1, out.numel(), dtype=out.dtype).view(out.shape)
-    ).sum().backward()
+    factors = torch.linspace(0, 1, out.numel(), dtype=out.dtype, device=out.device)
+    (out.sin() * factors.view(out.shape)).sum().backward()
     found = [out.detach(), *(x.grad for x in inputs), *(p.grad for p in model.parameters())]
     with torch.no_grad():
         evaluated = make_output(model.eval(), inputs)
@@ -114,12 +113,12 @@ SLOW = dict.fromkeys(("resnet34", "densenet121", "wide_resnet50_2"), pytest.mark
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=SLOW.get(n, ())) for n in NETWORKS])
-def test_networks(name, calls):
+def test_networks(name, calls, hardware):
     make, with_add, with_relu, alone = NETWORKS[name]
-    model = make(name.strip()).to(memory_format=torch.channels_last)
+    model = make(name.strip()).to(hardware, memory_format=torch.channels_last)
     # At least 2x2 pixels everywhere: batch norm of two values is a sign.
     size = 64 if "densenet" in name else 40 if with_relu > 7 else 16
-    images = last(torch.randn(2, 1 if name == "digits" else 3, size, size))
+    images = last(torch.randn(2, 1 if name == "digits" else 3, size, size)).to(hardware)
     with torch.no_grad():  # so that residuals count
         for norm in model.modules():
             if isinstance(norm, nn.BatchNorm2d):
@@ -139,14 +138,14 @@ def test_networks(name, calls):
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(f64, 1e-10), (f32, 1e-3)])
-def test_exact_where_it_can_be(dtype, tolerance):
-    model = nn.Sequential(Residual(8), Residual(8), nn.AdaptiveAvgPool2d(1)).to(dtype)
-    check(model, last(torch.randn(4, 8, 6, 6, dtype=dtype)), tolerance=tolerance)
+def test_exact_where_it_can_be(dtype, tolerance, hardware):
+    model = nn.Sequential(Residual(8), Residual(8), nn.AdaptiveAvgPool2d(1)).to(hardware, dtype)
+    check(model, last(torch.randn(4, 8, 6, 6, dtype=dtype)).to(hardware), tolerance=tolerance)
 
 
-def test_half_is_as_exact_as_it_was():
-    model = nn.Sequential(Residual(8), Residual(8))
-    images = last(torch.randn(4, 8, 6, 6).bfloat16())
+def test_half_is_as_exact_as_it_was(hardware):
+    model = nn.Sequential(Residual(8), Residual(8)).to(hardware)
+    images = last(torch.randn(4, 8, 6, 6).bfloat16()).to(hardware)
     exact = run(copy.deepcopy(model).double(), [images.double()])
     half = copy.deepcopy(model).bfloat16()
     for module in half.modules():
