@@ -178,8 +178,10 @@ def nets_tables(rows: list[Row]) -> list[list[str]]:
             spent,
         ),
         markdown(
-            ["net", "unfused, ms", "fused, ms", "recomputed, ms"]
-            + ["tensors, MiB: unfused", "fused", "recomputed"],
+            [
+                *("net", "unfused, ms", "fused, ms", "recomputed, ms"),
+                *("tensors, MiB: unfused", "fused", "recomputed"),
+            ],
             fused,
         ),
     ]
