@@ -120,7 +120,8 @@ def run_compiled(level, order, backend=None, **options):
     }
     run = model
     for action in order:
-        run = actions[action](run) or run
+        made = actions[action](run)
+        run = run if made is None else made
     found = train(level, run, optimizer) | everything(model, optimizer)
     return {name.replace("_orig_mod.", ""): value for name, value in found.items()}
 
