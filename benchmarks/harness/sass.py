@@ -301,24 +301,8 @@ class Thread:
         op, kinds, texts = one.op, one.kinds, list(one.operands)
         if op.startswith("U"):  # for the whole warp
             op = op[1:]
-        if op == "PLOP3":
-            row = sum(self._holds(text) << 2 - i for i, text in enumerate(texts[2:5]))
-            return self._set_flags(
-                texts[:2], *(int(table, 16) >> row & 1 == 1 for table in texts[5:])
-            )
-        if op in ("P2R", "R2P"):  # between flags and the bits of a register
-            bits = [i for i in range(7) if int(texts[-1], 16) >> i & 1]
-            if op == "P2R":
-                return self._set(texts[0], sum(self.flags[f"P{i}"] << i for i in bits))
-            word = self._get(texts[1])
-            return self._set_flags([f"P{i}" for i in bits], *(word >> i & 1 == 1 for i in bits))
-        if op in ("VOTE", "VOTEU"):
-            vote = self._holds(texts.pop())
-            self._set_flags([text for text in texts if _is_predicate(text)], vote)
-            for text in texts:
-                if not _is_predicate(text):
-                    self._set(text, WORD * vote)
-            return
+        if op in ("PLOP3", "P2R", "R2P", "VOTE", "VOTEU"):
+            return self._move_flags(op, texts)
         outs, carries, target = [], [], None
         for _ in range(2):  # flags stand before the result or behind it
             while texts and _is_predicate(texts[0]):
@@ -335,17 +319,34 @@ class Thread:
             if op == "IMAD" and {"WIDE", "HI"} & {*kinds}:
                 x[2] = self._get(texts[2], 2)
             value = _INTEGER.get(op, _INTEGER["MOV"])(kinds, x, carries)
-        elif op == "LDS":
-            value, words = (
-                ONE * ("U8" not in kinds) * 0x1_00000001_00000001_00000001,
-                4 if "128" in kinds else words,
-            )
+        elif op == "LDS":  # ones, but for bytes: a flag that some block sets
+            words = 4 if "128" in kinds else words
+            value = 0 if "U8" in kinds else sum(ONE << 32 * i for i in range(words))
         else:
             value, words = self._float(op, kinds, texts)
         if target is not None:
             self._set(target, value, words)
         high = value >> 32 * words
         self._set_flags(outs, *((value != 0,) if op == "LOP3" else (high > 0, high > 1)))
+
+    def _move_flags(self, op: str, texts: list[str]) -> None:
+        if op == "PLOP3":
+            row = sum(self._holds(text) << 2 - i for i, text in enumerate(texts[2:5]))
+            found = [int(table, 16) >> row & 1 == 1 for table in texts[5:]]
+            self._set_flags(texts[:2], *found)
+        elif op in ("VOTE", "VOTEU"):  # all of a warp as this thread
+            vote = self._holds(texts.pop())
+            for text in texts:
+                if _is_predicate(text):
+                    self._set_flags([text], vote)
+                else:
+                    self._set(text, WORD * vote)
+        else:
+            bits = [i for i in range(7) if int(texts[-1], 16) >> i & 1]
+            if op == "P2R":
+                return self._set(texts[0], sum(self.flags[f"P{i}"] << i for i in bits))
+            word = self._get(texts[1])
+            self._set_flags([f"P{i}" for i in bits], *(word >> i & 1 == 1 for i in bits))
 
     def _set_flags(self, names: list[str], *values: bool) -> None:
         self.flags |= {n: v for n, v in zip(names, values, strict=False) if n not in ("PT", "UPT")}
