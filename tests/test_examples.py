@@ -19,7 +19,7 @@ NEEDS = {
     "lightning_digits": ["lightning", "sklearn"],
 }
 SMALL = {
-    "gpt": ["--steps", "40", "--width", "64"],
+    "gpt": ["--steps", "20", "--width", "64"],
     "hf_finetune": ["--pretrain-steps", "3", "--steps", "20"],
     "lightning_digits": ["--epochs", "1"],
 }
