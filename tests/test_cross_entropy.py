@@ -7,7 +7,7 @@ from torch import nn
 from torch.profiler import profile
 
 from ampfuse import amp
-from ampfuse.nn import cross_entropy
+from ampfuse.nn import LinearCrossEntropy, cross_entropy, linear_cross_entropy
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 SPAN = 4096  # columns, of which a row's sums are made
@@ -149,9 +149,9 @@ def test_nothing_counts():
 
 def test_wrong_arguments_are_told():
     logits, target = logits_of(3, 5, torch.bfloat16), targets_of(3, 5)
-    with pytest.raises(IndexError, match="target 5 of row 1 is none of 5 classes"):
+    with pytest.raises(IndexError, match="target 5 is none of 5 classes, and not ignore_index, -100"):
         cross_entropy(logits, torch.tensor([0, 5, 1]))
-    with pytest.raises(IndexError, match="target -1 of row 2"):
+    with pytest.raises(IndexError, match="target -1 is none"):
         cross_entropy(logits, torch.tensor([0, 4, -1]))
     with pytest.raises(ValueError, match="reduction must be"):
         cross_entropy(logits, target, reduction="max")
@@ -253,3 +253,59 @@ def test_compiles_in_one_graph(backend):
 def test_is_an_operator_as_torch_wants_it():
     logits, target = logits_of(4, 30, torch.float32), targets_of(4, 30)
     torch.library.opcheck(torch.ops.ampfuse.cross_entropy, (logits, target, None, -100, 0.1))
+
+
+# ---- with the last linear layer -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("block_rows", [None, 1, 7, 40, 41])
+@pytest.mark.parametrize("options", [{}, {"reduction": "sum", "label_smoothing": 0.1}])
+def test_a_head_in_blocks_agrees_with_float64(dtype, block_rows, options):
+    torch.manual_seed(0)
+    head = LinearCrossEntropy(24, 130, bias=True, **options, block_rows=block_rows).to(dtype)
+    x = torch.randn(5, 8, 24, dtype=dtype, requires_grad=True)
+    target = targets_of(40, 130, ignored=(3, 39)).view(5, 8)
+    loss = head(x, target)
+    loss.backward()
+    exact_head = nn.Linear(24, 130).double()
+    exact_head.load_state_dict(head.state_dict())
+    y = x.detach().double().requires_grad_()
+    expected = F.cross_entropy(exact_head(y).flatten(0, 1), target.flatten(), **options)
+    expected.backward()
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(loss.detach().double(), expected.detach(), rtol=2 * eps, atol=0)
+    pairs = [(x.grad, y.grad), *zip((p.grad for p in head.parameters()), (p.grad for p in exact_head.parameters()), strict=True)]
+    for found, right in pairs:
+        error = (found.double() - right).norm() / right.norm()
+        assert error < 2 * eps
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+def test_a_head_trains_at_every_level(level):
+    torch.manual_seed(0)
+    model = LinearCrossEntropy(16, 10, block_rows=5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    x = torch.randn(16, 16)
+    target = x[:, :10].argmax(1)
+    losses = []
+    for _ in range(30):
+        optimizer.zero_grad()
+        loss = model(x, target)
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert loss.dtype == torch.float32
+    assert losses[-1] < losses[0] / 4
+    assert model(x).shape == (16, 10)
+
+
+def test_a_head_tells_what_is_wrong():
+    x, weight = torch.randn(4, 3), torch.randn(5, 3)
+    with pytest.raises(ValueError, match=r"target must be int64 and of shape \(4,\)"):
+        linear_cross_entropy(x, weight, torch.zeros(3, dtype=torch.int64))
+    with pytest.raises(IndexError, match="target 5 is none"):
+        linear_cross_entropy(x, weight, torch.full((4,), 5))
+    assert linear_cross_entropy(x[:0], weight, torch.zeros(0, dtype=torch.int64), reduction="sum") == 0

@@ -60,7 +60,8 @@ std::tuple<Tensor, Tensor> loss_pass(const Tensor& logits, const Tensor& target,
     for (int64_t row = 0; row < args.image.rows; ++row) {
       const int64_t t = args.targets[row];
       TORCH_CHECK_INDEX(t == ignore_index || (t >= 0 && t < args.image.channels), "target ", t,
-                        " of row ", row, " is none of ", args.image.channels, " classes");
+                        " is none of ", args.image.channels, " classes, and not ignore_index, ",
+                        ignore_index);
     }
   }
   args.vectors[Op::kLoss] = losses.data_ptr<float>();

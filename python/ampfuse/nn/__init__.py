@@ -8,14 +8,17 @@ from ampfuse.nn import functional
 from ampfuse.nn.batch_norm import BatchNormAct2d
 from ampfuse.nn.cross_entropy import cross_entropy
 from ampfuse.nn.fusion import FusionReport, fuse, unfuse
+from ampfuse.nn.linear_cross_entropy import LinearCrossEntropy, linear_cross_entropy
 from ampfuse.nn.recompute import recompute_norms
 
 __all__ = [
     "BatchNormAct2d",
     "FusionReport",
+    "LinearCrossEntropy",
     "cross_entropy",
     "functional",
     "fuse",
+    "linear_cross_entropy",
     "recompute_norms",
     "unfuse",
 ]

@@ -76,16 +76,24 @@ def cross_entropy(
         )
     if weight is not None:
         weight = weight.float()
-    targets = target.reshape(-1)
-    losses = torch.ops.ampfuse.cross_entropy(rows, targets, weight, ignore_index, label_smoothing)
+    losses = torch.ops.ampfuse.cross_entropy(
+        rows, target.reshape(-1), weight, ignore_index, label_smoothing
+    )
+    return reduce_losses(losses, target, weight, ignore_index, reduction)
+
+
+def reduce_losses(
+    losses: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, reduction: Reduction
+) -> Tensor:
+    """What `reduction` makes of the losses of all targets, which are zero where none counts."""
     if reduction == "none":
         return losses.view(target.shape)
     if reduction == "sum":
         return losses.sum()
-    counts = targets != ignore_index
+    counts = target != ignore_index
     if weight is None:
         return losses.sum() / counts.sum()
-    return losses.sum() / (weight[targets.masked_fill(~counts, 0)] * counts).sum()
+    return losses.sum() / (weight[target.masked_fill(~counts, 0)] * counts).sum()
 
 
 def _rows(input: Tensor, target: Tensor, weight: Tensor | None) -> Tensor | None:
