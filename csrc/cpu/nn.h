@@ -35,10 +35,10 @@ struct NnKernel {
 template <class Isa, class Op>
 constexpr auto nn_kernel_of() {
   using Kernel = NnKernel<Isa, Op>;
-  if constexpr (Op::kWalk == Walk::kChannelSum) return &Kernel::sum;
-  if constexpr (Op::kWalk == Walk::kChannelMap) return &Kernel::map;
-  if constexpr (Op::kWalk == Walk::kRowSum) return &Kernel::row_sum;
-  if constexpr (Op::kWalk == Walk::kRowMap) return &Kernel::row_map;
+  if constexpr (Op::kKind == PassKind::kChannelSum) return &Kernel::sum;
+  if constexpr (Op::kKind == PassKind::kChannelMap) return &Kernel::map;
+  if constexpr (Op::kKind == PassKind::kRowSum) return &Kernel::row_sum;
+  if constexpr (Op::kKind == PassKind::kRowMap) return &Kernel::row_map;
 }
 template <class Isa, class... Ops>
 constexpr auto nn_kernels_of(OpList<Ops...>) {

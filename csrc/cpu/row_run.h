@@ -6,6 +6,7 @@
 
 #include "nn_run.h"
 #include "simd_scalar.h"
+#include "vector.h"
 
 namespace ampfuse {
 namespace {

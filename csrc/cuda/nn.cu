@@ -219,13 +219,13 @@ template <class Op, unsigned kLists, DType kType>
 void start(const NnArgs& args, cudaStream_t stream) {
   const ImageRows& image = args.image;
   const bool wide = aligned(args, kLists);
-  if constexpr (Op::kWalk == Walk::kRowSum || Op::kWalk == Walk::kRowMap) {
+  if constexpr (Op::kKind == PassKind::kRowSum || Op::kKind == PassKind::kRowMap) {
     if (Op::is_plain(args)) {
       start_rows<Op, true, kType>(args, wide, stream);
     } else {
       start_rows<Op, false, kType>(args, wide, stream);
     }
-  } else if constexpr (Op::kWalk == Walk::kChannelSum) {
+  } else if constexpr (Op::kKind == PassKind::kChannelSum) {
     const int64_t blocks = image.spans() * ceil_div(image.channels, kSumChannels);
     launch(Kernel{Op::kName, sum_kernel<Op, kLists, kType>}, blocks, kSumThreads, stream, args,
            wide);

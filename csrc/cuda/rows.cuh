@@ -30,7 +30,7 @@ struct Columns {
 };
 
 template <class Op, bool kPlain, DType kType>
-__global__ void __launch_bounds__(kLanes) row_sum_kernel(NnArgs args, int groups, bool aligned) {
+__global__ void __launch_bounds__(kLanes, 2) row_sum_kernel(NnArgs args, int groups, bool aligned) {
   const int64_t columns = args.image.channels, spans = ceil_div(columns, kSpanColumns);
   const int place = threadIdx.x / kGroupThreads, thread = threadIdx.x % kGroupThreads;
   const int group = place % groups;
@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(kLanes) row_map_kernel(NnArgs args, RowGrid gr
 template <class Op, bool kPlain, DType kType>
 void start_rows(const NnArgs& args, bool aligned, cudaStream_t stream) {
   const ImageRows& image = args.image;
-  if constexpr (Op::kWalk == Walk::kRowSum) {
+  if constexpr (Op::kKind == PassKind::kRowSum) {
     int groups = 1;
     while (groups < kRowGroups && groups * int64_t(kSpanColumns) < image.channels) groups *= 2;
     launch(Kernel{Op::kName, row_sum_kernel<Op, kPlain, kType>},

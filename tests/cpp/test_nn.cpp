@@ -12,7 +12,7 @@ namespace {
 template <class Op>
 class Call {
  public:
-  static constexpr bool kAlongRows = Op::kWalk == Walk::kRowSum || Op::kWalk == Walk::kRowMap;
+  static constexpr bool kAlongRows = Op::kKind == PassKind::kRowSum || Op::kKind == PassKind::kRowMap;
 
   Call(bool cuda, ImageRows image, unsigned absent) : cuda_(cuda) {
     args_.image = image;
@@ -22,13 +22,13 @@ class Call {
     if (lists & kMask) args_.mask = static_cast<uint8_t*>(bytes(image.rows * image.mask_bytes()));
     for (int i = 0; i < kMaxVectors; ++i) {
       const bool of_rows = Op::kRowVectors & bit(i);
-      const int64_t count = of_rows ? image.rows : image.channels;
+      const int64_t count = of_rows ? 2 * image.rows : image.channels;
       args_.vectors[i] = static_cast<float*>(values(count, DType::kFloat32));
     }
     args_.targets = targets();
     args_.numbers[0] = 0.1f, args_.numbers[1] = 0.01f;
     if (kAlongRows && image.rows % 2 == 0) args_.numbers[0] = 0.0f;
-    if constexpr (Op::kWalk == Walk::kChannelSum)
+    if constexpr (Op::kKind == PassKind::kChannelSum)
       args_.partials =
           bytes(image.channels * image.spans() * int64_t(sizeof(typename Op::Partial)));
   }

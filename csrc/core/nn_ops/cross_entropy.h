@@ -1,6 +1,6 @@
 // Softmax cross-entropy over the classes of each row, from logits as they are, in FP32.
 //
-//   forward    lse = log(sum(exp(z)));  loss = w_t (lse - z_t)
+//   forward    lse = max(z) + log(sum(exp(z - max(z))));  loss = w_t (lse - z_t)
 //              with label smoothing s: (1 - s) w_t (lse - z_t) + s / C sum_j(w_j (lse - z_j))
 //   backward   dz_j = g ((1 - s) w_t (p_j - [j = t]) + s / C (W p_j - w_j)),  p_j = exp(z_j - lse)
 //
@@ -20,8 +20,10 @@ constexpr float kLowest = -3.4028235e38f;
 // What both passes take. Losses, lse and gradients are of rows, weights of columns.
 struct CrossEntropy : NnPass {
   enum Image { kLogits, kGradient };
-  enum Vector { kLse, kLoss, kRowGradient, kWeight };  // the weights may be absent
-  enum Number { kSmoothing, kWeightSum };
+  // The two parts of lse, side by side: added, large logits would lose digits of what they differ.
+  // Weights may be absent, and so may their sum (one value).
+  enum Vector { kLse, kLoss, kRowGradient, kWeight, kWeightSum };
+  enum Number { kSmoothing };
   static constexpr unsigned kRowVectors = bit(kLse) | bit(kLoss) | bit(kRowGradient);
 
   HD static bool is_plain(const NnArgs& args) { return args.numbers[kSmoothing] == 0.0f; }
@@ -36,6 +38,10 @@ struct CrossEntropy : NnPass {
     const float* weights = args.vectors[kWeight];
     return (weights ? weights[args.targets[row]] : 1.0f) * (1.0f - args.numbers[kSmoothing]);
   }
+  HD static float weight_sum(const NnArgs& args) {
+    const float* sum = args.vectors[kWeightSum];
+    return sum ? *sum : float(args.image.channels);
+  }
   HD static float share(const NnArgs& args) {
     return args.numbers[kSmoothing] / float(args.image.channels);
   }
@@ -43,7 +49,7 @@ struct CrossEntropy : NnPass {
 
 struct CrossEntropyLoss : CrossEntropy {
   static constexpr const char* kName = "cross_entropy_loss";
-  static constexpr Walk kWalk = Walk::kRowSum;
+  static constexpr PassKind kKind = PassKind::kRowSum;
   static constexpr unsigned kReads = bit(kLogits), kWrites = 0;
   static constexpr int kInput = kLogits;
   // Largest value, sum of exponentials below it, weighted sum of values.
@@ -84,8 +90,9 @@ struct CrossEntropyLoss : CrossEntropy {
   }
 
   HD static void finish(const NnArgs& args, int64_t row, const float (&value)[kValues]) {
-    const double lse = double(value[kMax]) + logarithm(double(value[kSum]));
-    args.vectors[kLse][row] = float(lse);
+    const double log_sum = logarithm(double(value[kSum])), lse = double(value[kMax]) + log_sum;
+    args.vectors[kLse][2 * row] = value[kMax];
+    args.vectors[kLse][2 * row + 1] = float(log_sum);
     args.vectors[kLoss][row] = float(loss_of(args, row, lse, double(value[kSmooth])));
   }
 
@@ -98,29 +105,30 @@ struct CrossEntropyLoss : CrossEntropy {
     const float logit = load_float(args.images[kLogits], args.image.dtype, row * columns + target);
     const double loss = double(target_weight(args, row)) * (lse - double(logit));
     if (is_plain(args)) return loss;
-    return loss + double(share(args)) * (lse * double(args.numbers[kWeightSum]) - smooth);
+    return loss + double(share(args)) * (lse * double(weight_sum(args)) - smooth);
   }
 };
 
 struct CrossEntropyGradient : CrossEntropy {
   static constexpr const char* kName = "cross_entropy_gradient";
-  static constexpr Walk kWalk = Walk::kRowMap;
+  static constexpr PassKind kKind = PassKind::kRowMap;
   static constexpr unsigned kReads = bit(kLogits), kWrites = bit(kGradient);
   static constexpr int kInput = kLogits, kOutput = kGradient;
-  static constexpr int kCoefs = 4;
+  static constexpr int kCoefs = 5;
 
   HD static void coefs(const NnArgs& args, int64_t row, float (&coef)[kCoefs]) {
     const float gradient = args.vectors[kRowGradient][row], hit = target_weight(args, row);
-    coef[0] = args.vectors[kLse][row];
-    coef[1] = gradient * fma(share(args), args.numbers[kWeightSum], hit);
+    coef[0] = args.vectors[kLse][2 * row];
+    coef[1] = gradient * fma(share(args), weight_sum(args), hit);
     coef[2] = gradient * -share(args);
     coef[3] = gradient * hit;
+    coef[4] = args.vectors[kLse][2 * row + 1];
   }
 
   // `hit`: a bit where the column is the target.
   template <bool kPlain, class F>
   HD static F apply(const F& x, const F (&coef)[kCoefs], const F& weight, uint32_t hit) {
-    const F p = exponential(x - coef[0]);
+    const F p = exponential((x - coef[0]) - coef[4]);
     F y = keep(hit, coef[3]);
     if constexpr (!kPlain) y = y - coef[2] * weight;
     return p * coef[1] - y;

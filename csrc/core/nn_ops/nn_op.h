@@ -35,7 +35,7 @@
 
 namespace ampfuse {
 
-enum class Walk { kChannelMap, kChannelSum, kRowSum, kRowMap };
+enum class PassKind { kChannelMap, kChannelSum, kRowSum, kRowMap };
 
 constexpr int kTileRows = 32;
 constexpr int kSpanTiles = 16;
@@ -111,10 +111,10 @@ struct NnPass {
   static constexpr unsigned kRowVectors = 0;  // of the vectors, those with a value for each row
 };
 struct ChannelMap : NnPass {
-  static constexpr Walk kWalk = Walk::kChannelMap;
+  static constexpr PassKind kKind = PassKind::kChannelMap;
 };
 struct ChannelSum : NnPass {
-  static constexpr Walk kWalk = Walk::kChannelSum;
+  static constexpr PassKind kKind = PassKind::kChannelSum;
 };
 
 // Calls run(lists), an integral_constant: what an op reads and writes, without the optional ones

@@ -14,13 +14,13 @@ using at::Tensor;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-Tensor of_rows(const Tensor& logits) {
-  return at::empty_symint({logits.sym_size(0)}, logits.options().dtype(at::kFloat));
+Tensor of_rows(const Tensor& logits, int64_t each) {
+  return at::empty_symint({logits.sym_size(0) * each}, logits.options().dtype(at::kFloat));
 }
 
 // What both passes take of a matrix.
 NnArgs args_of(const Tensor& logits, const Tensor& target, const OptionalTensor& weight,
-               int64_t ignore_index, double label_smoothing) {
+               const Tensor& weight_sum, int64_t ignore_index, double label_smoothing) {
   TORCH_CHECK_VALUE(logits.dim() == 2 && logits.is_contiguous(),
                     "logits have to be a contiguous matrix; they have shape ", logits.sizes(),
                     " and strides ", logits.strides());
@@ -32,14 +32,17 @@ NnArgs args_of(const Tensor& logits, const Tensor& target, const OptionalTensor&
   args.images[CrossEntropy::kLogits] = const_cast<void*>(logits.const_data_ptr());
   args.targets = pointer_to<int64_t>(target, "target", logits.size(0), logits.device());
   args.ignored = ignore_index;
-  double sum = double(logits.size(1));
-  if (given(weight)) {
+  if (given(weight))
     args.vectors[CrossEntropy::kWeight] = pointer(*weight, "weight", logits.size(1));
-    if (label_smoothing != 0) sum = weight->sum().item<double>();
-  }
+  if (weight_sum.defined())
+    args.vectors[CrossEntropy::kWeightSum] = pointer(weight_sum, "weight_sum", 1);
   args.numbers[CrossEntropy::kSmoothing] = float(label_smoothing);
-  args.numbers[CrossEntropy::kWeightSum] = float(sum);
   return args;
+}
+
+// Of the classes' weights, where it is asked for.
+Tensor sum_of(const OptionalTensor& weight, double label_smoothing) {
+  return given(weight) && label_smoothing != 0 ? weight->sum() : Tensor();
 }
 
 template <class Op>
@@ -53,9 +56,10 @@ std::tuple<Tensor, Tensor> loss_pass(const Tensor& logits, const Tensor& target,
                                      const OptionalTensor& weight, int64_t ignore_index,
                                      double label_smoothing) {
   using Op = CrossEntropyLoss;
-  const Tensor losses = of_rows(logits), lse = of_rows(logits);
+  const Tensor losses = of_rows(logits, 1), lse = of_rows(logits, 2);
   if (logits.is_meta()) return {losses, lse};
-  NnArgs args = args_of(logits, target, weight, ignore_index, label_smoothing);
+  const Tensor sum = sum_of(weight, label_smoothing);
+  NnArgs args = args_of(logits, target, weight, sum, ignore_index, label_smoothing);
   if (logits.is_cpu()) {
     for (int64_t row = 0; row < args.image.rows; ++row) {
       const int64_t t = args.targets[row];
@@ -76,11 +80,12 @@ void gradient_into_pass(const Tensor& gradient, const Tensor& logits, const Tens
                         double label_smoothing, const Tensor& out) {
   using Op = CrossEntropyGradient;
   if (logits.is_meta()) return;
-  NnArgs args = args_of(logits, target, weight, ignore_index, label_smoothing);
+  const Tensor sum = sum_of(weight, label_smoothing);
+  NnArgs args = args_of(logits, target, weight, sum, ignore_index, label_smoothing);
   const int64_t rows = logits.size(0);
   args.vectors[Op::kRowGradient] =
       pointer_to<float>(gradient, "the losses' gradient", rows, logits.device());
-  args.vectors[Op::kLse] = pointer_to<float>(lse, "lse", rows, logits.device());
+  args.vectors[Op::kLse] = pointer_to<float>(lse, "lse", 2 * rows, logits.device());
   args.images[Op::kGradient] = out.data_ptr();
   run<Op>(logits, args);
 }
@@ -134,10 +139,17 @@ struct CrossEntropyFunction : torch::autograd::Function<CrossEntropyFunction> {
     if (c10::impl::TorchDispatchModeTLS::any_modes_set() ||
         torch::autograd::get_current_graph_task_keep_graph() || saved.key_set().has_any(kWrappers))
       return false;
-    constexpr size_t kHere = 2;  // the context's, and `saved`
-    if (saved.use_count() != kHere) return false;
+    constexpr size_t kHere = 2;  // the context, and `saved`
+    if (holders(saved) != kHere) return false;
     const size_t storages = saved.storage().use_count();
-    return storages == 1 || (storages == 2 && saved.is_view() && saved._base().use_count() == 1);
+    return storages == 1 || (storages == 2 && saved.is_view() && holders(saved._base()) == 1);
+  }
+
+  // A tensor that Python has seen and forgotten keeps its Python object, which keeps it.
+  static size_t holders(const at::TensorBase& tensor) {
+    const bool forgotten =
+        tensor.unsafeGetTensorImpl()->pyobj_slot()->has_unique_reference();
+    return tensor.use_count() - size_t(forgotten);
   }
 };
 

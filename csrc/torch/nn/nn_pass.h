@@ -103,7 +103,7 @@ class PassArgs {
   void run() {
     const DeviceScope scope(x_.device());
     at::Tensor partials;
-    if constexpr (Op::kWalk == Walk::kChannelSum) {
+    if constexpr (Op::kKind == PassKind::kChannelSum) {
       const int64_t count = args_.image.channels * args_.image.spans();
       partials =
           at::empty({count * int64_t(sizeof(typename Op::Partial))}, x_.options().dtype(at::kByte));
