@@ -1,6 +1,6 @@
 # make demo    trains a small network at O0 to O5 and prints the table
 # make test    runs the tests
-# make bench   measures the optimizer step: four minutes, on a machine that does nothing else
+# make bench   measures training steps and optimizer steps: an hour, on a machine that does nothing else
 #              (BENCH_ARGS=--all: a quarter of an hour)
 # make experiments  measures whole training steps there: E1, E2, E4 and E5, twenty minutes
 # make docs    builds the documentation into build/docs; DOCS_BUILDER=linkcheck: checks its links to
@@ -29,7 +29,7 @@
 .PHONY: demo test bench experiments docs notebooks wheel release lint format clean help
 
 BASE_PYTHON ?= python3
-TEST_ARGS ?= -n 2
+TEST_ARGS ?= -n 2 --dist loadgroup --no-loadscope-reorder
 DOCS_BUILDER ?= html
 
 # What the compiled extension is made of. Python files are not here: the installation in .venv is
@@ -63,11 +63,12 @@ demo: $(STAMPS)/demo
 test: $(STAMPS)/test
 	$(PY) -m pytest $(TEST_ARGS)
 
-bench: $(STAMPS)/demo
-	$(PY) benchmarks/step.py $(BENCH_ARGS)
+bench: $(STAMPS)/experiments
+	$(PY) benchmarks/nets.py
+	$(PY) benchmarks/step.py --modes $(BENCH_ARGS)
 	$(PY) benchmarks/host_time.py
-	$(PY) benchmarks/report.py benchmarks/results/step_cpu.csv
-	$(PY) benchmarks/report.py benchmarks/results/host_time_cpu.csv
+	$(PY) benchmarks/layers.py
+	for name in nets step host_time; do $(PY) benchmarks/report.py benchmarks/results/$${name}_cpu.csv; done
 
 experiments: $(STAMPS)/experiments
 	PYTHON=$(PY) benchmarks/experiments.sh

@@ -1,44 +1,49 @@
 #!/usr/bin/env bash
-# Builds, tests and measures on a machine with an NVIDIA GPU:
+# Builds, tests and measures on a machine with an NVIDIA GPU, in three calls of nine minutes at
+# most, any of which may be lost. What answers most comes first:
 #
-#     benchmarks/gpu_gate.sh                    everything, half an hour and the experiments
-#     PARTS=first benchmarks/gpu_gate.sh        what answers most, in eight minutes
-#     PARTS="tests step" benchmarks/gpu_gate.sh
+#     benchmarks/gpu_gate.sh 1                 every kernel's bits, steps, batch norms, counters
+#     benchmarks/gpu_gate.sh 2                 graphs, sanitizers, two streams, the other steps
+#     benchmarks/gpu_gate.sh 3                 whole nets, the other tests, the host, experiments
+#     benchmarks/gpu_gate.sh build step:300    these parts, with so many seconds (540)
 #
-# The results are one log per part, the CSV files, tables of the benchmarks and
-# summary.txt. They gather in BUILD/results over all runs, and $OUT/gpu_gate.tar.gz, written again
-# after each part, holds them all. A part that fails, or takes LIMIT seconds, does not keep the others
-# from running; the exit status is the number of parts that failed.
+# Results gather in BUILD/results over all calls: a log per part, the CSV files, benchmarks.md, which
+# is that of docs/ with the tables of these files, and summary.txt. $OUT/gpu_gate.tar.gz, written
+# again after each part, holds them all. A part that fails, or runs out of time, does not keep the
+# others from running; what a part leaves of its time, the next ones have. The exit status is the
+# number of parts that failed.
 #
-# PARTS    first build core tests tests_graphs tests_rest memcheck racecheck initcheck host_time
-#          step compiled counters meter nets e1 e2 e4 e5 (all but first, which is the best of them)
-# PYTHON   interpreter that has a CUDA build of torch, and pytest (python3). Nothing is installed there
-#          and nothing is downloaded: the build goes to BUILD.
+# PYTHON   interpreter that has a CUDA build of torch, and pytest (python3). Nothing is installed
+#          there and nothing is downloaded: the build goes to BUILD.
 # OUT      where the archive goes (results/gpu)
-# BUILD    build folder (build/gpu), kept between runs
+# BUILD    build folder (build/gpu), kept between calls
+# WHEEL    a wheel of ampfuse that is unpacked in place of a build, such as 'dist/*cp312*.whl'
 # CORE     a folder with the core's tests, compiled elsewhere by tests/cpp/build_cuda.sh
-# WHEELS   folder of wheels for what the experiments need and PYTHON lacks (torchvision of its torch,
-#          timm, rich, tqdm and theirs); they are unpacked into BUILD
-# LIMIT    seconds that a part may take (540)
 set -uo pipefail
 SELF=$(realpath "$0")
 cd "$(dirname "$SELF")/.." || exit
 
-export PYTHON=${PYTHON:-python3}
-export OUT=${OUT:-results/gpu} BUILD=${BUILD:-build/gpu} WHEELS=${WHEELS:-}
-export CORE=${CORE:-}
-PARTS=${PARTS:-build core tests tests_graphs tests_rest memcheck racecheck initcheck host_time
-  step compiled counters meter nets e1 e2 e4 e5}
-PARTS=$(tr -s ' \n' ' ' <<<"$PARTS")
-LIMIT=${LIMIT:-540}
+# The parts of each call, and the seconds of each.
+declare -A CALLS=(
+  [1]="machine:15 build:165 core:45 tests:75 step:120 layers:45 counters:60 tables:15"
+  [2]="machine:15 build:165 tests_graphs:75 memcheck:60 racecheck:60 stress:40 others:105 tables:15"
+  [3]="machine:15 build:160 nets:150 tests_rest:100 host_time:20 meter:20 experiments:60 tables:15"
+)
+PYTHON=${PYTHON:-python3}
+OUT=${OUT:-results/gpu}
+BUILD=${BUILD:-build/gpu}
 RESULTS=$PWD/$BUILD/results
 CORE_TESTS=${CORE:-$BUILD/core}/test_core
-mkdir -p "$OUT" "$RESULTS"
 # Where pip puts cmake and ninja; and what was built.
 PATH=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("scripts"))'):$PATH
-export PYTHONPATH=$PWD/$BUILD/site:$PWD/$BUILD/packages PYTHONUNBUFFERED=1
+export PYTHONPATH=$PWD/$BUILD/site PYTHONUNBUFFERED=1
 
 # ---- what the parts do ---------------------------------------------------------------------------
+
+SKIPPED=77
+# A part that needs what is not there is no failure.
+needs() { command -v "$1" || exit "$SKIPPED"; }
+needs_packages() { "$PYTHON" -c "import $1" || exit "$SKIPPED"; }
 
 machine() {
   date -u +%FT%TZ
@@ -51,214 +56,180 @@ p = torch.cuda.get_device_properties(0)
 print(p.name, f"sm_{p.major}{p.minor}", p.multi_processor_count, "multiprocessors", p.L2_cache_size >> 20, "MB L2")'
 }
 
-# The Python files first: cmake installs the module among them.
+# Module and core's tests side by side: neither keeps all cores busy to its end.
 build() {
+  build_core &
+  local core=$! status=0
+  build_module || status=1
+  wait "$core" && return "$status"
+}
+
+# The Python files before the module, which cmake installs among them.
+build_module() {
+  rm -rf "$BUILD/site" && mkdir -p "$BUILD/site" || return
+  if [ -n "${WHEEL:-}" ]; then
+    # shellcheck disable=SC2086 # a pattern
+    "$PYTHON" -m zipfile -e $WHEEL "$BUILD/site"
+    return
+  fi
   local generator=()
   if command -v ninja >/dev/null; then generator=(-G Ninja); fi
   cmake -S . -B "$BUILD" "${generator[@]}" -DCMAKE_BUILD_TYPE=Release \
     -DPython_EXECUTABLE="$(command -v "$PYTHON")" -DAMPFUSE_CUDA=ON \
     -DAMPFUSE_CUDA_ARCHS="${AMPFUSE_CUDA_ARCHS:-native}" &&
     cmake --build "$BUILD" -j "$(nproc)" &&
-    rm -rf "$BUILD/site" && mkdir -p "$BUILD/site" &&
     cp -r python/ampfuse "$BUILD/site/" &&
     cmake --install "$BUILD" --prefix "$BUILD/site"
 }
 
-build_core() { [ -n "$CORE" ] || tests/cpp/build_cuda.sh "$BUILD/core"; }
+# Unless they were brought along, or are newer than all their sources.
+build_core() {
+  if [ -z "${CORE:-}" ] && { [ ! -x "$CORE_TESTS" ] ||
+    [ -n "$(find csrc tests/cpp -name '*.[ch]*' -newer "$CORE_TESTS")" ]; }; then
+    tests/cpp/build_cuda.sh "$BUILD/core"
+  fi
+}
 
 core() { build_core && "$CORE_TESTS"; }
 
-run_pytest() {
-  "$PYTHON" -m pytest -p no:cacheprovider -q -m gpu -o faulthandler_timeout=180 "$@"
-}
-
-# The C++ tests are the subset: they touch every kernel at its seams and hold no framework's kernels.
+# The core's tests are what is checked: they touch every kernel at its seams, and hold no
+# framework's. Those with few blocks: a sanitizer is an order of magnitude slower.
 sanitize() {
-  local tool=$1
-  local options=(--tool "$tool" --error-exitcode 9)
-  [ -x "$CORE_TESTS" ] || build_core || return
-  [ "$tool" = memcheck ] && options+=(--leak-check full)
-  compute-sanitizer "${options[@]}" "$CORE_TESTS" "${@:2}"
+  needs compute-sanitizer
+  build_core && compute-sanitizer --tool "$@" --error-exitcode 9 "$CORE_TESTS" \
+    norms non_finite unscaled maps steps nn_ops
 }
+memcheck() { sanitize memcheck --leak-check full; }
+racecheck() { sanitize racecheck; }
+initcheck() { sanitize initcheck; }
 
-# An order of magnitude slower: the tests with few blocks.
-sanitize_some() {
-  local status=0 name
-  for name in norms non_finite unscaled maps steps nn_ops; do sanitize "$1" "$name" || status=1; done
-  return "$status"
-}
+STEP_TESTS=(tests/test_gpu.py tests/test_batch_norm.py)
+GRAPH_TESTS=(tests/test_graphs.py tests/test_experiments_graphs.py)
 
-unpack_wheels() {
-  "$PYTHON" -m pip install --quiet --no-index --no-deps --upgrade --target "$BUILD/packages" "$WHEELS"/*.whl
+run_pytest() {
+  local processes=()
+  if "$PYTHON" -c 'import xdist' 2>/dev/null; then processes=(-n 8); fi
+  TORCHINDUCTOR_COMPILE_THREADS=2 "$PYTHON" -m pytest -p no:cacheprovider -q -m gpu \
+    -o faulthandler_timeout=60 "${processes[@]}" "$@"
 }
+tests() { run_pytest "${STEP_TESTS[@]}" -k "not competing"; }
+tests_graphs() { run_pytest "${GRAPH_TESTS[@]}"; }
+tests_rest() {
+  run_pytest tests "${STEP_TESTS[@]/#/--ignore=}" "${GRAPH_TESTS[@]/#/--ignore=}" \
+    --continue-on-collection-errors
+}
+stress() { run_pytest tests/test_gpu.py -k competing; }
 
 # What a benchmark has measured when its time is up is in its CSV.
-measure() {
-  local name=$1 csv=$2
-  "$PYTHON" "benchmarks/$name.py" --device cuda --csv "$RESULTS/$csv.csv" "${@:3}" &&
-    report "$RESULTS/$csv.csv"
+measure() { "$PYTHON" "benchmarks/$1.py" --device cuda --csv "$RESULTS/$2.csv" "${@:3}"; }
+step() {
+  measure step step_cuda --no-compile --modes \
+    --only adamw-1B-bf16 adamw-resnet50-bf16 adamw-2000x64K-bf16 adamw-gpt2-medium-bf16
+}
+others() { measure step step_others_cuda --no-compile --only odd seldom fp16 fp32 sgd vit-b; }
+compiled() { measure step step_compiled_cuda --only resnet50 vit-b-bf16; }
+meter() { measure step meter_cuda --no-compile --meter --only 2000x64K-bf16 resnet50-bf16; }
+layers() { measure layers layers_cuda; }
+host_time() { measure host_time host_time_cuda; }
+nets() {
+  needs_packages torchvision,timm
+  measure nets nets_cuda --only resnet50 gpt vit
 }
 
-# A table of what was measured.
-report() {
-  case $1 in *nets* | *layers*) return ;; esac
-  "$PYTHON" benchmarks/report.py "$1"
-}
-
-# What inspect and update move: DRAM, and sectors that L2 is asked to write. An update of 64 M FP16
-# weights writes 14 bytes a parameter: 28 M sectors of 32 bytes, if each is written once.
+# What kernels move and how: DRAM, sectors of L2, warps, instructions. Of Adam with FP32 states and
+# with 8-bit ones, and of a batch norm: moments, finish, apply, reduce and dx.
 counters() {
+  needs ncu
   local metrics=gpu__time_duration.sum,dram__throughput.avg.pct_of_peak_sustained_elapsed
   metrics+=,dram__bytes_read.sum,dram__bytes_write.sum,lts__t_sectors_op_read.sum
   metrics+=,lts__t_sectors_op_write.sum,sm__warps_active.avg.pct_of_peak_sustained_active
   metrics+=,smsp__inst_executed.sum,launch__registers_per_thread
-  ncu --clock-control none --metrics "$metrics" -k 'regex:inspect_kernel|apply_kernel' \
-    --launch-skip 4 --launch-count 4 "$PYTHON" -c '
+  ncu --clock-control none --profile-from-start off --metrics "$metrics" --csv --page raw \
+    -k 'regex:(inspect|measure|apply|sum|finish|map)_kernel' "$PYTHON" -c '
 import sys
 sys.path.insert(0, "benchmarks")
 import torch
 from harness.cases import Case
 from harness.routes import Ours, tensors_of
-case = Case("AdamW", "64M", "fp16")
-ours = Ours(case, *tensors_of(case, torch.device("cuda")))
-for _ in range(4):
-    ours()
-torch.cuda.synchronize()'
+from layers import FusedNorm
+case, device = Case("AdamW", "64M", "bf16"), torch.device("cuda")
+for make in (
+    lambda: Ours(case, *tensors_of(case, device)),
+    lambda: Ours(case, *tensors_of(case, device), "8bit"),
+    lambda: FusedNorm(256, 56, True, device),
+):
+    call = make()
+    call(), call()
+    torch.cuda.synchronize()
+    with torch.cuda.profiler.profile():
+        call()
+        torch.cuda.synchronize()' | grep -v ^== | tee "$RESULTS/counters.csv"
 }
 
-# Whole steps of nets; and batch norms against torch's (cuDNN's).
-nets() {
-  measure nets nets_cuda
-  measure layers layers_cuda
-}
-
-# Every experiment on synthetic data, at the published sizes where they take seconds, in all arms.
-train() { "$PYTHON" -m ampfuse train "$@" --data synthetic --output "$RESULTS/experiments"; }
-
-e1() {
-  local status=0 batch mode
-  for batch in 128 256 512 1024 2048; do
-    for mode in FP32 FP16 amp; do
-      train cifar --recipe e1 --mode "$mode" --batch-size "$batch" || status=1
-    done
-    train cifar --recipe e1 --arm tf32 amp-fp16 amp-bf16 O5 --batch-size "$batch" || status=1
-  done
+# Each arm at the published sizes, on synthetic data.
+experiments() {
+  needs_packages torchvision,timm,rich,tqdm
+  local status=0 options
+  while read -r -a options; do
+    "$PYTHON" -m ampfuse train "${options[@]}" --arm fp32 amp-fp16 amp-bf16 O2 O5 --repeats 2 \
+      --no-evaluate --data synthetic --output "$RESULTS/experiments" </dev/null || status=1
+  done <<<"cifar --recipe e1 --batch-size 128 1024
+mlp --recipe e5
+mnist --recipe e5 --epochs 1 --graph
+cifar --recipe e2 --iterations 60"
   return "$status"
 }
 
-e2() {
-  local status=0
-  train cifar --recipe e2 --arm all --iterations 60 || status=1
-  train cifar --recipe e3 --model seresnext50_32x4d --arm all --iterations 30 || status=1
-  train cifar --recipe e3 --model densenet161 --arm O0 O2 --batch-size 512 --iterations 30 || status=1
-  return "$status"
-}
-
-e4() {
-  local status=0 model
-  for model in resnet18 resnet50; do
-    train imagenet --recipe e4 --model "$model" --arm all --iterations 60 || status=1
-  done
-  return "$status"
-}
-
-e5() {
-  local status=0 loop
-  train mlp --recipe e5 --arm all --repeats 5 || status=1
-  train mlp --recipe e5 --arm all --repeats 5 --graph || status=1
-  for loop in tuned original; do
-    train mnist --recipe e5 --arm all --epochs 1 --repeats 5 --loop "$loop" || status=1
-  done
-  train mnist --recipe e5 --arm all --epochs 1 --repeats 5 --graph || status=1
-  return "$status"
+# What was measured, as tables; and beside what the machine code promised.
+tables() {
+  local measured=("$RESULTS"/*_cuda.csv)
+  if [ ! -e "${measured[0]}" ]; then exit "$SKIPPED"; fi
+  cp docs/benchmarks.md "$RESULTS/" &&
+    "$PYTHON" benchmarks/report.py "${measured[@]}" --page "$RESULTS/benchmarks.md" || return
+  if [ -e benchmarks/cuda_static.py ] && [ -e "$RESULTS/step_cuda.csv" ]; then
+    "$PYTHON" benchmarks/cuda_static.py --compare "$RESULTS/step_cuda.csv"
+  fi
 }
 
 # ---- running them --------------------------------------------------------------------------------
 
 # This script runs itself for each part, so that `timeout` can end one.
 if [ "${1:-}" = --part ]; then
-  "${@:2}"
+  "$2"
   exit
 fi
 
-failed=0
-wanted() { [[ " $PARTS " == *" $1 "* ]]; }
+mkdir -p "$OUT" "$RESULTS"
+failed=0 share_ends=0
 
-archive() {
+# part NAME SECONDS: runs it until the seconds of all parts so far are over, keeps its output in
+# NAME.log and one line in summary.txt.
+part() {
+  local name=$1 start=$SECONDS status left
+  share_ends=$((share_ends + $2))
+  left=$((share_ends > SECONDS ? share_ends - SECONDS : 1))
+  printf '\n=== %s\n' "$name"
+  timeout -k 5 "$left" bash "$SELF" --part "$name" 2>&1 |
+    tee "$RESULTS/$name.log" | tail -n 40
+  case ${PIPESTATUS[0]} in
+    0) status=ok ;;
+    "$SKIPPED") status=SKIPPED ;;
+    124 | 137) status=TIMEOUT ;;
+    *) status=FAILED ;;
+  esac
+  case $status in FAILED | TIMEOUT) failed=$((failed + 1)) ;; esac
+  printf '%-14s %-8s %s s\n' "$name" "$status" "$((SECONDS - start))" >>"$RESULTS/summary.txt"
   cp "$RESULTS/summary.txt" "$OUT/summary.txt"
   tar -czf "$OUT/.archive" -C "$RESULTS" . && mv "$OUT/.archive" "$OUT/gpu_gate.tar.gz"
 }
 
-say() {
-  printf '%-14s %-8s %s\n' "$@" | tee -a "$RESULTS/summary.txt"
-  archive
-}
-
-# part NAME SECONDS COMMAND...: runs it for so long at most, keeps its output in NAME.log and one line
-# in summary.txt.
-part() {
-  local name=$1 seconds=$2 start=$SECONDS status=ok code
-  printf '\n=== %s\n' "$name"
-  timeout -k 10 "$seconds" bash "$SELF" --part "${@:3}" 2>&1 | tee "$RESULTS/$name.log" | tail -n 40
-  code=${PIPESTATUS[0]}
-  if [ "$code" -ne 0 ]; then
-    status=FAILED
-    failed=$((failed + 1))
-  fi
-  if [ "$code" -eq 124 ]; then status=TIMEOUT; fi
-  say "$name" "$status" "$((SECONDS - start)) s"
-}
-
-# needs NAME TOOL: whether TOOL is there; the part is skipped if not.
-needs() {
-  if command -v "$2" >/dev/null; then return; fi
-  say "$1" SKIPPED "$2 is not there"
-  return 1
-}
-
-printf '%s  %s\n' "$(date -u +%FT%TZ)" "$PARTS" >>"$RESULTS/summary.txt"
-part machine 20 machine
-if [ -n "$WHEELS" ]; then part wheels 120 unpack_wheels; fi
-
-if wanted first; then
-  # Eight minutes at most, even if each takes all its time.
-  part build 140 build
-  part core 60 core
-  part tests 80 run_pytest tests/test_gpu.py tests/test_batch_norm.py
-  part step_first 110 measure step step_first --no-compile \
-    --only adamw-1B-fp16 adamw-2000x64K-fp16 adamw-resnet50-fp16
-  if needs counters ncu; then part counters 60 counters; fi
-fi
-
-if wanted build; then part build "$LIMIT" build; fi
-if wanted core; then part core "$LIMIT" core; fi
-if wanted tests; then part tests "$LIMIT" run_pytest tests/test_gpu.py tests/test_batch_norm.py; fi
-if wanted tests_graphs; then
-  part tests_graphs "$LIMIT" run_pytest tests/test_graphs.py tests/test_experiments_graphs.py
-fi
-if wanted tests_rest; then
-  part tests_rest "$LIMIT" run_pytest tests --ignore tests/test_gpu.py --ignore tests/test_batch_norm.py \
-    --ignore tests/test_graphs.py \
-    --ignore tests/test_experiments_graphs.py --continue-on-collection-errors
-fi
-if wanted memcheck && needs memcheck compute-sanitizer; then part memcheck "$LIMIT" sanitize memcheck; fi
-for tool in racecheck initcheck; do
-  if wanted "$tool" && needs "$tool" compute-sanitizer; then part "$tool" "$LIMIT" sanitize_some "$tool"; fi
-done
-if wanted host_time; then part host_time "$LIMIT" measure host_time host_time_cuda; fi
-if wanted step; then part step "$LIMIT" measure step step_cuda --no-compile; fi
-if wanted compiled; then part compiled "$LIMIT" measure step step_compiled --only resnet50 vit-b-fp16; fi
-if wanted counters && needs counters ncu; then part counters "$LIMIT" counters; fi
-if wanted meter; then
-  part meter "$LIMIT" measure step meter_cuda --no-compile --meter --only 64K-fp16 resnet50-fp16 sgd-1B-fp16
-fi
-for name in nets e1 e2 e4 e5; do
-  wanted "$name" || continue
-  if "$PYTHON" -c 'import torchvision, timm, rich, tqdm' 2>/dev/null; then
-    part "$name" "$LIMIT" "$name"
-  else
-    say "$name" SKIPPED "torchvision, timm, rich or tqdm is missing: see WHEELS"
-  fi
+if [ $# -eq 0 ]; then set -- 1 2 3; fi
+printf '%s  %s\n' "$(date -u +%FT%TZ)" "$*" >>"$RESULTS/summary.txt"
+for word; do
+  for one in ${CALLS[$word]:-$word}; do
+    IFS=: read -r name seconds _ <<<"$one:540"
+    part "$name" "$seconds"
+  done
 done
 
 printf '\n'

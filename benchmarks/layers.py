@@ -3,9 +3,10 @@
     python benchmarks/layers.py [--device cuda] [--only norm conv-8 ...] [--quick]
 
 Cases "norm-..." are a batch norm with its ReLU (and its residual), forward and backward, at the
-shapes of ResNet-50's layers with a batch of 8, as many as fill 96 MiB: torch's operations, in a
-process that never imports ampfuse, the fused one, and "copy", its bytes (see
-csrc/core/nn_ops/batch_norm.h) at the bandwidth of a copy.
+shapes of ResNet-50's layers with a batch of 8 (256 on a GPU), as many as fill 96 MiB: torch's
+operations, in a process that never imports ampfuse, the fused one, and "copy", its bytes (see
+csrc/core/nn_ops/batch_norm.h) at the bandwidth of a copy. On a GPU "cuDNN" is torch's operations
+with the batch norm by cuDNN, in FP16: torch has kernels of its own for BF16.
 
 Cases "conv-..." and "op-..." are one operation, forward and backward, on the CPU: in FP32 and in
 half by torch, and in half with ``ampfuse.cpu_half_ops()``, which runs the convolutions as matrix
@@ -24,11 +25,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from harness.limits import bounds
-from harness.measuring import Clock, Variant, Worker, measure
+from harness.measuring import Clock, Variant, Worker, WorkerError, measure
 from harness.results import Results, Row, options_of, rows_of
 from torch import Tensor, nn
 
-# A batch norm's channels, the side of its images, whether a residual is added; the batch is 8.
+BATCH = {"cpu": 8, "cuda": 256}
+_ARRAY_BYTES = {"cpu": 64 << 20, "cuda": 4 << 30}  # that bandwidth is measured on
+# A batch norm's channels, the side of its images, whether a residual is added.
 LAYERS = {
     "norm-64-112": (64, 112, False),
     "norm-64-56": (64, 56, False),
@@ -88,12 +91,16 @@ class Norm:
     measure how its instructions come from memory.
     """
 
+    dtype = torch.bfloat16
+
     def __init__(self, channels: int, side: int, residual: bool, device: torch.device) -> None:
+        batch = BATCH[device.type]
+
         def image() -> Tensor:
-            x = torch.randn(8, channels, side, side, device=device, dtype=torch.bfloat16)
+            x = torch.randn(batch, channels, side, side, device=device, dtype=self.dtype)
             return x.contiguous(memory_format=torch.channels_last)
 
-        count = layers_of(channels, side)
+        count = layers_of(batch, channels, side)
         self.norm = self.make(channels).to(device)
         self.x = [image().requires_grad_() for _ in range(count)]
         self.residual = [image().requires_grad_() if residual else None for _ in range(count)]
@@ -117,8 +124,20 @@ class Norm:
                 residual.grad = None
 
 
-def layers_of(channels: int, side: int) -> int:
-    return max(1, (96 << 20) // (8 * channels * side * side * 2))
+def layers_of(batch: int, channels: int, side: int) -> int:
+    return max(1, (96 << 20) // (batch * channels * side * side * 2))
+
+
+class CudnnNorm(Norm):
+    dtype = torch.float16
+
+    def run(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        n = self.norm
+        statistics = n.running_mean, n.running_var
+        y = torch.cudnn_batch_norm(x, n.weight, n.bias, *statistics, True, n.momentum, n.eps)[0]
+        if residual is not None:
+            y += residual
+        return F.relu_(y)
 
 
 class FusedNorm(Norm):
@@ -152,18 +171,27 @@ class Operation:
 
 def norms_of(case: str, options: Any, worker: Worker) -> list[Row]:
     channels, side, residual = layer = LAYERS[case]
-    elements = 8 * side * side * channels * layers_of(channels, side)
+    kind = options.device.type
+    batch = BATCH[kind]
+    elements = batch * side * side * channels * layers_of(batch, channels, side)
     # moments, apply, reduce, dx; a residual is read, and its gradient written and read
     half_bytes = 2 * (1 + 2 + 2 + 3 + (2 if residual else 0)) + 3 / 8
     variants = {
         "torch": worker.variant(Norm, *layer, options.device),
         "fused": Variant(Clock(options.device), FusedNorm(*layer, options.device)),
-        "copy": bounds(options.device, 64 << 20, elements, half_bytes, 0)["copy"],
+        "copy": bounds(options.device, _ARRAY_BYTES[kind], elements, half_bytes, 0)["copy"],
     }
+    if kind == "cuda":
+        cudnn = worker.variant(CudnnNorm, *layer, options.device)
+        try:
+            cudnn()
+            variants["cuDNN"] = cudnn
+        except WorkerError as error:  # keeps no other from being measured
+            print(f"{case:28s} cuDNN: not run ({error})")
     return rows_of(
         options.device,
         measure(variants, options.repeats),
-        case=case,
+        case=case if kind == "cpu" else f"{case}-batch-{batch}",
         params=elements,
         dtype="bfloat16",
         bytes_per_param=dict.fromkeys(variants, half_bytes),

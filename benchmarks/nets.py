@@ -13,6 +13,8 @@ memory. Arms, each in a process of its own:
     O5                    amp.initialize: a BF16 model with FP32 masters, fused batch norms
     O5, unfused           without these, where there are any
     O5, recomputed        with them, under ampfuse.nn.recompute_norms
+    O2                    as O5, in FP16; on a GPU
+    O5, graphed           the whole step as one CUDA graph; on a GPU
 
 Torch's never import ampfuse. "products", "attention" and "convolutions" are what these take of a
 step of O5, by the profiler: no fusion shortens them. The column memory_mib has the peak of a step's
@@ -27,32 +29,40 @@ from typing import Any
 
 # oneDNN keeps 1,024 primitives by default, and what does not fit is compiled again in every step.
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16384")
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the profiler's word on earlier memory
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 import torch
 import torch.nn.functional as F
-from harness.measuring import Clock, Worker, measure
+from harness.measuring import Clock, Worker, WorkerError, measure
 from harness.models import build, text_model
 from harness.results import Results, Row, options_of, rows_of
 from torch import Tensor
 from torch.profiler import profile
 
-# A net's side of the images, or tokens of a text, and its batch.
+# A net's side of the images, or tokens of a text, and its batch on a CPU and on a GPU.
 NETS = {
-    "gpt": (256, 8),  # 6 layers of 384, 16,384 words
-    "bert_small": (128, 16),  # 4 layers of 512 (Turc et al. 2019), two classes
-    "vit_small_patch16_224": (224, 8),
-    "convnext_tiny": (224, 8),
-    "lstm_tagger": (64, 32),  # two bidirectional layers of 256
-    "resnet18": (224, 16),
-    "resnet50": (224, 8),
-    "vgg16": (32, 64),
-    "wrn16_4": (32, 64),
-    "seresnext50_32x4d": (32, 32),
-    "densenet161": (32, 32),
+    "gpt": (256, 8, 64),  # 6 layers of 384, 16,384 words
+    "bert_small": (128, 16, 256),  # 4 layers of 512 (Turc et al. 2019), two classes
+    "vit_small_patch16_224": (224, 8, 256),
+    "convnext_tiny": (224, 8, 128),
+    "lstm_tagger": (64, 32, 256),  # two bidirectional layers of 256
+    "resnet18": (224, 16, 256),
+    "resnet50": (224, 8, 256),
+    "vgg16": (32, 64, 1024),
+    "wrn16_4": (32, 64, 1024),
+    "seresnext50_32x4d": (32, 32, 512),
+    "densenet161": (32, 32, 512),
 }
 TEXTS = "gpt", "bert_small", "lstm_tagger"
 NORMED = "resnet18", "resnet50", "vgg16", "wrn16_4", "seresnext50_32x4d", "densenet161"
 WORDS = 16384
+
+
+def size_of(net: str, device: torch.device) -> tuple[int, int]:
+    """Side (or tokens) and batch."""
+    side, *batches = NETS[net]
+    return side, batches[device.type == "cuda"]
 
 
 class Step:
@@ -62,7 +72,7 @@ class Step:
 
     def __init__(self, net: str, quick: bool, device: torch.device) -> None:
         torch.manual_seed(0)
-        side, batch = NETS[net]
+        side, batch = size_of(net, device)
         if quick:
             side, batch = side if net.startswith("vit") else min(side, 32), 2
         if net in TEXTS:
@@ -87,13 +97,24 @@ class Step:
     def set_up(self) -> None:
         pass
 
-    def loss(self) -> Tensor:
-        return F.cross_entropy(self.model(self.x).flatten(0, -2), self.y.flatten())
+    def prepare(self) -> None:
+        """The step before, as in training: the first one after a while of waiting takes longer."""
+        self.step()
 
     def __call__(self) -> object:
+        self.step()
+
+    def loss(self) -> Tensor:
+        return loss_of(self.model(self.x), self.y)
+
+    def step(self) -> None:
         self.optimizer.zero_grad()
         self.loss().backward()
         self.optimizer.step()
+
+
+def loss_of(output: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(output.flatten(0, -2), y.flatten())
 
 
 class TorchAmp(Step):
@@ -120,7 +141,7 @@ class O5(Step):
             self.model, self.optimizer, verbosity=0, **options
         )
 
-    def __call__(self) -> object:
+    def step(self) -> None:
         self.optimizer.zero_grad()
         with self.amp.scale_loss(self.loss(), self.optimizer) as scaled:
             scaled.backward()
@@ -143,6 +164,22 @@ class Recomputed(O5):
             return super().loss()
 
 
+class O2(O5):
+    level = "O2"
+
+
+class Graphed(O5):
+    def set_up(self) -> None:
+        from ampfuse.graphs import make_graphed_step
+
+        super().set_up()
+        batch = self.x, self.y
+        self.graphed = make_graphed_step(self.model, loss_of, self.optimizer, batch)
+
+    def __call__(self) -> object:
+        return self.graphed(self.x, self.y)
+
+
 class Share(O5):
     """Milliseconds that operations of one kind take of a step."""
 
@@ -152,7 +189,7 @@ class Share(O5):
 
     def __call__(self) -> float:  # its own measure, see `Variant`
         with profile() as profiled:
-            super().__call__()
+            self.step()
         time = "self_device_time_total" if self.x.is_cuda else "self_cpu_time_total"
         return sum(getattr(e, time) for e in profiled.key_averages() if self.has(e.key)) / 1e3
 
@@ -168,6 +205,8 @@ ARMS: dict[str, type[Step]] = {
     "O5": O5,
     "O5, unfused": Unfused,
     "O5, recomputed": Recomputed,
+    "O2": O2,
+    "O5, graphed": Graphed,
 }
 # Parts of the names of torch's operations, on the CPU as on GPUs.
 KINDS = {
@@ -185,26 +224,43 @@ KINDS = {
 }
 
 
+def arms_of(net: str, options: Any) -> dict[str, type[Step]]:
+    left_out: set[type[Step]] = set() if net in NORMED else {Unfused, Recomputed}
+    left_out |= {Compiled} if options.no_compile else set()
+    left_out |= {O2, Graphed} if options.device.type == "cpu" else set()
+    return {arm: kind for arm, kind in ARMS.items() if kind not in left_out}
+
+
 def rows(net: str, options: Any) -> list[Row]:
-    """Of all arms and shares of one net, in turns."""
-    arguments = net, options.quick, options.device
+    """Of all arms and shares of one net: in turns, and on a GPU, which one may fill, in a row."""
+    arguments, arms = (net, options.quick, options.device), arms_of(net, options)
+    case = "-".join(map(str, (net, *size_of(net, options.device))))
+    times: dict[str, list[float]] = {}
+    memory: dict[str, float] = {}
     with ExitStack() as processes:
 
         def process(ours: bool) -> Worker:
             return processes.enter_context(Worker(Clock, options.device, with_ampfuse=ours))
 
-        steps: dict[str, Any] = {}
-        for arm, kind in ARMS.items():
-            norms = kind in (Unfused, Recomputed)
-            if net in NORMED if norms else not (options.no_compile and kind is Compiled):
-                steps[arm] = process(issubclass(kind, O5)).variant(kind, *arguments)
-        profiled = process(True)
-        for kind in KINDS:
-            steps[kind] = profiled.variant(Share, kind, *arguments)
-        times = measure(steps, options.repeats)
-        memory = {arm: steps[arm].memory_mib() for arm in ARMS if arm in steps}
+        workers = {arm: process(issubclass(kind, O5)) for arm, kind in arms.items()}
+        workers |= dict.fromkeys(KINDS, process(True))
+        names = [*arms, *KINDS]
+        in_a_row = options.device.type == "cuda"
+        for group in [[name] for name in names] if in_a_row else [names]:
+            try:
+                steps = {
+                    name: workers[name].variant(ARMS[name], *arguments)
+                    if name in arms
+                    else workers[name].variant(Share, name, *arguments)
+                    for name in group
+                }
+                times |= measure(steps, options.repeats)
+                memory |= {arm: steps[arm].memory_mib() for arm in group if arm in arms}
+            except WorkerError as error:  # keeps no other from being measured
+                print(f"{case:28s} {', '.join(group)}: not run ({error})")
+            for name in group if in_a_row else ():
+                workers[name].clear()
     times = {name: values for name, values in times.items() if any(values)}
-    case = "-".join(map(str, (net, *NETS[net])))
     optimizer = "SGD" if net in NORMED else "AdamW"
     return rows_of(options.device, times, memory_mib=memory, case=case, optimizer=optimizer)
 

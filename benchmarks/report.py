@@ -1,10 +1,11 @@
 """The tables of docs/benchmarks.md from CSV files in benchmarks/results.
 
-python benchmarks/report.py benchmarks/results/step_cpu.csv              # or host_time_....csv
+python benchmarks/report.py benchmarks/results/step_cpu.csv              # or of another script
 python benchmarks/report.py benchmarks/results/experiments_e?_cpu.csv    # ``make_table --csv``
 
-With ``--figure docs/figures`` the second draws the figure of docs/index.md from its files instead:
-those of the EPYC.
+With ``--page docs/benchmarks.md`` the first writes into the page, too, where a comment there names
+the file. With ``--figure docs/figures`` it draws the figure of docs/index.md and of the README, of
+nets_cpu.csv.
 """
 
 from __future__ import annotations
@@ -71,19 +72,159 @@ def steps_table(rows: list[Row]) -> list[str]:
     return markdown(columns, [[line[column] for column in columns] for line in lines])
 
 
-def print_steps(path: Path) -> None:
-    """The table, and the conditions it was measured under."""
-    rows = read(path)
-    print("\n".join(steps_table(rows)))
+def variants_table(rows: list[Row]) -> list[str]:
+    """A column for each variant: milliseconds, and the share of copy bandwidth."""
+    variants = dict.fromkeys(row.variant for row in rows)
+    several = len({row.threads for row in rows}) > 1
+    lines = []
+    for (case, threads), group in groupby(rows, key=lambda row: (row.case, row.threads)):
+        found = {row.variant: row for row in group}
+        case += f", {threads} threads" if several else ""
+        lines.append([case, *(_spread_and_share(found.get(name)) for name in variants)])
+    return markdown(["ms", *variants], lines)
+
+
+def _spread_and_share(row: Row | None) -> str:
+    if row is None:
+        return ""
+    share = "" if math.isnan(row.share_of_copy) else f", {row.share_of_copy:.0%}"
+    return _spread(row) + share
+
+
+def report_of(rows: list[Row]) -> list[str]:
+    """Tables of the rows of one file, and the conditions they were measured under."""
+    cases = {row.case for row in rows if row.variant == "ampfuse"}
+    steps = [row for row in rows if row.case in cases]
+    tables = [steps_table(steps)] if steps else []
+    ours = [row for row in steps if row.variant.startswith("ampfuse")]
+    if any(row.variant != "ampfuse" for row in ours):  # memory modes, metered steps
+        tables.append(variants_table(ours))
+    others = [row for row in rows if row.case not in cases]
+    if any(row.variant == "O5" for row in others):
+        tables += nets_tables(others)
+    elif others:
+        tables.append(variants_table(others))
+    lines = [line for table in tables for line in (*table, "")]
     row = rows[0]
     peers = dict.fromkeys(row.peer for row in rows)
     conditions = [row.hardware, row.isa, f"torch {row.torch}", f"ampfuse {row.ampfuse}", *peers]
     count = min(row.n for row in rows)
-    print(
-        f"\n{', '.join(filter(None, [*conditions, row.date]))}. "
+    under = (
+        f"{', '.join(filter(None, [*conditions, row.date]))}. "
         f"Median of {count}{' or more' * any(row.n > count for row in rows)}, "
         "20th to 80th percentile."
     )
+    return [*lines, under]
+
+
+def fill(page: Path, path: Path) -> None:
+    """Write the report of a file into the page: between a comment with its name and one "end"."""
+    head, comment, rest = page.read_text().partition(f"<!-- {path.name} -->\n")
+    if comment:
+        tail = rest[rest.index("<!-- end -->") :]
+        lines = "\n".join(report_of(read(path)))
+        page.write_text(f"{head}{comment}\n{lines}\n\n{tail}")
+
+
+# ---- training steps of nets ----------------------------------------------------------------------
+
+_NETS = {
+    "gpt": "GPT",
+    "bert_small": "BERT-small",
+    "vit_small_patch16_224": "ViT-S/16",
+    "convnext_tiny": "ConvNeXt-T",
+    "lstm_tagger": "LSTM tagger",
+    "resnet18": "ResNet-18",
+    "resnet50": "ResNet-50",
+    "vgg16": "VGG16",
+    "wrn16_4": "WRN-16-4",
+    "seresnext50_32x4d": "SE-ResNeXt50",
+    "densenet161": "DenseNet-161",
+}
+_KINDS = ("products", "attention", "convolutions")
+
+
+def by_net(rows: list[Row]) -> dict[str, dict[str, Row]]:
+    """The rows of each net by variant; a net with its batch, as "ViT-S/16, 8 of 224x224"."""
+    nets: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        net, side, batch = row.case.rsplit("-", 2)
+        image = row.optimizer == "SGD" or net.startswith(("vit", "convnext"))
+        size = f"{batch} of {side}x{side}" if image else f"{batch} of {side} words"
+        nets.setdefault(f"{_NETS[net]}, {size}", {})[row.variant] = row
+    return nets
+
+
+def nets_tables(rows: list[Row]) -> list[list[str]]:
+    """Of times and gains; of what O5's time and memory are spent on; of fused batch norms."""
+    arms = ["FP32", "torch.amp", "torch.amp, compiled", "O4", "O5"]
+    times, spent, fused = [], [], []
+    for net, by in by_net(rows).items():
+        o5 = by["O5"].median_ms
+        gains = [f"**{by[arm].median_ms / o5:.2f}x**" for arm in arms[1:3] if arm in by]
+        times.append([net, *(_whole(by[arm]) if arm in by else "" for arm in arms), *gains])
+        kinds = [by[kind].median_ms if kind in by else 0.0 for kind in _KINDS]
+        memory = [f"{by[arm].memory_mib:,.0f}" for arm in ("FP32", "torch.amp", "O5")]
+        spent.append([net, *(f"{kind / o5:.0%}" for kind in (*kinds, sum(kinds))), *memory])
+        if "O5, unfused" in by:
+            ways = [by[name] for name in ("O5, unfused", "O5", "O5, recomputed")]
+            memory = [f"{way.memory_mib:,.0f}" for way in ways]
+            fused.append([net, *map(_whole, ways), *memory])
+    gains = ["O5 against torch.amp", "against compiled"]
+    return [
+        markdown(["net", *(f"{arm}, ms" for arm in arms), *gains], times),
+        markdown(
+            ["net", *_KINDS, "together", "tensors, MiB: FP32", "torch.amp", "O5"],
+            spent,
+        ),
+        markdown(
+            [
+                *("net", "unfused, ms", "fused, ms", "recomputed, ms"),
+                *("tensors, MiB: unfused", "fused", "recomputed"),
+            ],
+            fused,
+        ),
+    ]
+
+
+def _whole(row: Row) -> str:
+    return f"{row.median_ms:.0f} ({row.p20_ms:.0f}-{row.p80_ms:.0f})"
+
+
+_ARMS = {"FP32": "FP32", "torch.amp": "BF16 by torch.amp", "O5": "BF16 by ampfuse"}
+_DRAWN = ("GPT", "BERT-small", "ViT-S/16", "ConvNeXt-T", "ResNet-50")
+# Text, and a colour for each arm.
+_THEMES = {
+    "light": ("#24292f", "#b0b7c0", "#7a8694", "#2f6fdd"),
+    "dark": ("#d5d9df", "#555d68", "#8b96a5", "#6ea3ff"),
+}
+_WIDTH, _BAR = 520, 15
+
+
+def nets_figure(rows: list[Row], theme: str) -> str:
+    """An SVG: milliseconds of a training step as bars, of five nets."""
+    text, *colours = _THEMES[theme]
+    nets = {name.split(",")[0]: by for name, by in by_net(rows).items()}
+    drawn = {name: [nets[name][arm].median_ms for arm in _ARMS] for name in _DRAWN}
+    scale = 330 / max(map(max, drawn.values()))
+    parts, y = [], 0
+    for place, (arm, colour) in enumerate(zip(_ARMS.values(), colours, strict=True)):
+        x = (0, 70, 235)[place]
+        parts.append(f'<rect x="{x}" y="2" width="11" height="11" rx="2" fill="{colour}"/>')
+        parts.append(f'<text x="{x + 17}" y="12">{arm}</text>')
+    for name, steps in drawn.items():
+        y += 34 if not y else 14
+        parts.append(f'<text x="0" y="{y + 27}">{name}</text>')
+        for ms, colour in zip(steps, colours, strict=True):
+            bar = f'<rect x="105" y="{y}" width="{ms * scale:.0f}" height="{_BAR - 2}" rx="2"'
+            parts.append(f'{bar} fill="{colour}"/>')
+            parts.append(f'<text x="{111 + ms * scale:.0f}" y="{y + 11}">{ms:.0f} ms</text>')
+            y += _BAR
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {y + 12}" width="{_WIDTH}"'
+    )
+    font = f'font-family="system-ui, sans-serif" font-size="13" fill="{text}"'
+    return "\n".join([f"{head} {font}>", *parts, "</svg>\n"])
 
 
 # ---- training steps of the experiments -----------------------------------------------------------
@@ -118,44 +259,6 @@ def experiments_table(rows: list[dict[str, str]]) -> list[str]:
     return markdown(_COLUMNS, lines)
 
 
-_ARMS = {"fp32": "FP32", "amp-bf16": "BF16 by torch.amp", "O5": "BF16 by ampfuse (O5)"}
-# Text, and a colour for each arm.
-_THEMES = {
-    "light": ("#24292f", "#b0b7c0", "#7a8694", "#2f6fdd"),
-    "dark": ("#d5d9df", "#555d68", "#8b96a5", "#6ea3ff"),
-}
-_WIDTH, _BAR = 520, 15
-
-
-def experiments_figure(rows: list[dict[str, str]], theme: str) -> str:
-    """An SVG: milliseconds of a training step as bars, of each model at its largest batch."""
-    text, *colours = _THEMES[theme]
-    step_ms = {
-        (row["model"], row["method"]): 1e3 * float(row["time_s_mean"]) / int(row["iterations"])
-        for row in sorted(rows, key=lambda row: int(row["batch_size"]))
-    }
-    scale = 330 / max(step_ms.values())
-    parts, y = [], 0
-    for place, (arm, colour) in enumerate(zip(_ARMS.values(), colours, strict=True)):
-        x = (0, 70, 235)[place]
-        parts.append(f'<rect x="{x}" y="2" width="11" height="11" rx="2" fill="{colour}"/>')
-        parts.append(f'<text x="{x + 17}" y="12">{arm}</text>')
-    for model, name in _NAMES.items():
-        y += 34 if not y else 14
-        parts.append(f'<text x="0" y="{y + 27}">{name.split(",")[0].split(" (")[0]}</text>')
-        for method, colour in zip(_ARMS, colours, strict=True):
-            ms = step_ms[model, method]
-            bar = f'<rect x="105" y="{y}" width="{ms * scale:.0f}" height="{_BAR - 2}" rx="2"'
-            parts.append(f'{bar} fill="{colour}"/>')
-            parts.append(f'<text x="{111 + ms * scale:.0f}" y="{y + 11}">{ms:.0f} ms</text>')
-            y += _BAR
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {y + 12}" width="{_WIDTH}"'
-    )
-    font = f'font-family="system-ui, sans-serif" font-size="13" fill="{text}"'
-    return "\n".join([f"{head} {font}>", *parts, "</svg>\n"])
-
-
 def print_experiments(rows: list[dict[str, str]]) -> None:
     """The table, and the conditions it was measured under."""
     print("\n".join(experiments_table(rows)))
@@ -170,21 +273,27 @@ def main() -> None:
     """Prints the table that fits the files."""
     parser = parser_of(__doc__)
     parser.add_argument("files", type=Path, nargs="+", help="CSV files, of one kind")
+    parser.add_argument("--page", type=Path, metavar="FILE", help="write the tables there")
     parser.add_argument("--figure", type=Path, metavar="FOLDER", help="draw training steps there")
     options = parser.parse_args()
-    records = []
-    for path in options.files:
-        with open(path, newline="") as file:
-            records += csv.DictReader(file)
-    if options.figure is not None:
-        for theme in _THEMES:
-            svg = options.figure / f"training_steps_{theme}.svg"
-            svg.write_text(experiments_figure(records, theme))
-        return None
-    if "recipe" in records[0]:
+    with open(options.files[0], newline="") as file:
+        columns = next(csv.reader(file))
+    if "recipe" in columns:
+        records = []
+        for path in options.files:
+            with open(path, newline="") as file:
+                records += csv.DictReader(file)
         return print_experiments(records)
     for path in options.files:
-        print_steps(path)
+        rows = read(path)
+        if options.figure is not None:
+            for theme in _THEMES:
+                svg = options.figure / f"training_steps_{theme}.svg"
+                svg.write_text(nets_figure(rows, theme))
+            continue
+        print("\n".join(report_of(rows)))
+        if options.page is not None:
+            fill(options.page, path)
 
 
 if __name__ == "__main__":

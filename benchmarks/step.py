@@ -20,6 +20,7 @@ that never imports ampfuse. Writes one CSV row per variant; report.py prints and
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -48,7 +49,7 @@ def run(
     meter: bool = False,
 ) -> list[Row]:
     """Measures all variants of a case with as many threads as torch is set to."""
-    routes = routes_of_ours(case, device, modes, meter)
+    routes = routes_of_ours(case, device, meter)
     expected = routes["ampfuse"].answer()[1]
     clock = Clock(device)
     moved = {name: route.bytes_per_param for name, route in routes.items()}
@@ -59,7 +60,21 @@ def run(
         moved |= dict.fromkeys(("copy", "limit"), float(case.step_bytes))
     candidates = peers(case, device, compiled)
     times: Times = {name: [] for name in ours}
-    for name, peer in candidates.items():  # one at a time, for memory's sake; ours beside each
+
+    def measure_beside_ours(name: str, variant: Callable[[], float]) -> None:
+        for one, values in measure(ours | {name: variant}, repeats).items():
+            times.setdefault(one, []).extend(values)
+
+    # One at a time, for memory's sake.
+    for mode in MODES if modes and case.optimizer == "AdamW" and case.half else ():
+        route = Ours(case, *tensors_of(case, device), mode)
+        route()
+        moved[f"ampfuse {mode}"] = route.bytes_per_param
+        measure_beside_ours(f"ampfuse {mode}", Variant(clock, route))
+        del route
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # for the peers' process
+    for name, peer in candidates.items():
         try:
             theirs = worker.variant(peer_route, case, device, peer)
             moved[name], weights = theirs.answer()
@@ -69,23 +84,18 @@ def run(
             why = "not installed" if getattr(error, "missing", False) else "not run"
             print(f"{case.name:28s} {name}: {why} ({str(error).splitlines()[0]})")
         else:
-            for variant, values in measure(ours | {name: theirs}, repeats).items():
-                times.setdefault(variant, []).extend(values)
+            measure_beside_ours(name, theirs)
         worker.clear()
-    if not times["ampfuse"]:  # no peer ran
+    if not times["ampfuse"]:  # nothing else ran
         times = measure(ours, repeats)
     versions = {name: peer.version for name, peer in candidates.items()}
     return rows_of(device, times, bytes_per_param=moved, peers=versions, **case.columns)
 
 
-def routes_of_ours(
-    case: Case, device: torch.device, modes: bool = False, meter: bool = False
-) -> dict[str, Route]:
-    """Ours by what their rows are called, each after its first step."""
+def routes_of_ours(case: Case, device: torch.device, meter: bool = False) -> dict[str, Route]:
+    """Ours by what their rows are called, each after its first step; not in the memory modes."""
     tensors = tensors_of(case, device)
     routes = {"ampfuse": Ours(case, *tensors)}
-    if modes and case.optimizer == "AdamW" and case.half:
-        routes |= {f"ampfuse {mode}": Ours(case, *tensors, mode) for mode in MODES}
     for name, options in METER.items() if meter else ():
         routes[f"ampfuse, {name}"] = route = Ours(case, *tensors)
         route.optimizer.meter(**options)

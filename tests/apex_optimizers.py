@@ -1,7 +1,9 @@
-"""For tests of apex's optimizers: parameters, their gradients, and steps."""
+"""For tests of apex's optimizers: parameters, their gradients, steps and trainings."""
 
 import torch
 from torch import nn
+
+from ampfuse.compat.apex import amp
 
 SHAPES = ((3, 4), (5,), (1,))
 
@@ -26,3 +28,31 @@ def take_steps(optimizer, ps, first=1, last=4):
     for t in range(first, last + 1):
         give_gradients(ps, t)
         optimizer.step()
+
+
+def started(make, level, **options):
+    """A model and its optimizer, under amp at `level`, or without it and of that type."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    if not isinstance(level, str):
+        return model.to(level), make(model.parameters(), **options)
+    optimizer = make(model.parameters(), **options)
+    return amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+
+
+def train(model, optimizer, steps, overflow=None):
+    """The losses; that of the step `overflow` is infinite."""
+    x, losses = torch.rand(16, 4, generator=torch.Generator().manual_seed(1)), []
+    under_amp = hasattr(optimizer, "_amp_session")
+    for step in range(steps):
+        loss = (model(x if under_amp else x.to(model.weight)).float() - x[:, :2]).pow(2).mean()
+        loss = loss * float("inf") if step == overflow else loss
+        if under_amp:
+            with amp.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+        else:
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses

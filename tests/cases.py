@@ -12,54 +12,32 @@ from ampfuse import optim
 from ampfuse._schema import STORAGES
 
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 
 CODED = [name for name, storage in STORAGES.items() if storage.block]  # of state_dtype
 
+_OF_ADAM = {"betas": (0.8, 0.99), "eps": 1e-6, "weight_decay": 0.1, "amsgrad": True}
 # optimizer name, options: each option alone and all of them together
-OPTIMIZERS = {
-    "sgd": ("SGD", {"lr": 1e-2}),
-    "sgd-decay": ("SGD", {"lr": 1e-2, "weight_decay": 0.1}),
-    "sgd-momentum": ("SGD", {"lr": 1e-2, "momentum": 0.9}),
-    "sgd-dampening": ("SGD", {"lr": 1e-2, "momentum": 0.9, "dampening": 0.3}),
-    "sgd-nesterov": ("SGD", {"lr": 1e-2, "momentum": 0.9, "nesterov": True}),
-    "sgd-maximize": ("SGD", {"lr": 1e-2, "momentum": 0.9, "maximize": True}),
-    "sgd-all": (
-        "SGD",
-        {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.1, "nesterov": True, "maximize": True},
-    ),
-    "adam": ("Adam", {"lr": 1e-2}),
-    "adam-decay": ("Adam", {"lr": 1e-2, "weight_decay": 0.1}),
-    "adam-amsgrad": ("Adam", {"lr": 1e-2, "amsgrad": True}),
-    "adam-maximize": ("Adam", {"lr": 1e-2, "maximize": True}),
-    "adam-all": (
-        "Adam",
-        {
-            "lr": 1e-2,
-            "betas": (0.8, 0.99),
-            "eps": 1e-6,
-            "weight_decay": 0.1,
-            "amsgrad": True,
-            "maximize": True,
-        },
-    ),
-    "adamw": ("AdamW", {"lr": 1e-2}),
-    "adamw-no-decay": ("AdamW", {"lr": 1e-2, "weight_decay": 0.0}),
-    "adamw-amsgrad": ("AdamW", {"lr": 1e-2, "weight_decay": 0.1, "amsgrad": True}),
-    "adamw-maximize": ("AdamW", {"lr": 1e-2, "weight_decay": 0.1, "maximize": True}),
-    "adamw-all": (
-        "AdamW",
-        {
-            "lr": 1e-2,
-            "betas": (0.8, 0.99),
-            "eps": 1e-6,
-            "weight_decay": 0.1,
-            "amsgrad": True,
-            "maximize": True,
-        },
-    ),
-}
+OPTIMIZERS = {}
 
 for name, settings in {
+    "sgd": {},
+    "sgd-decay": {"weight_decay": 0.1},
+    "sgd-momentum": {"momentum": 0.9},
+    "sgd-dampening": {"momentum": 0.9, "dampening": 0.3},
+    "sgd-nesterov": {"momentum": 0.9, "nesterov": True},
+    "sgd-maximize": {"momentum": 0.9, "maximize": True},
+    "sgd-all": {"momentum": 0.9, "weight_decay": 0.1, "nesterov": True, "maximize": True},
+    "adam": {},
+    "adam-decay": {"weight_decay": 0.1},
+    "adam-amsgrad": {"amsgrad": True},
+    "adam-maximize": {"maximize": True},
+    "adam-all": {**_OF_ADAM, "maximize": True},
+    "adamw": {},
+    "adamw-no-decay": {"weight_decay": 0.0},
+    "adamw-amsgrad": {"weight_decay": 0.1, "amsgrad": True},
+    "adamw-maximize": {"weight_decay": 0.1, "maximize": True},
+    "adamw-all": {**_OF_ADAM, "maximize": True},
     "adagrad": {},
     "adagrad-decay": {"weight_decay": 0.1},
     "adagrad-lr-decay": {"lr_decay": 0.1},
@@ -163,12 +141,12 @@ class Plain(torch.optim.Optimizer):
         return loss
 
 
-def through_a_file(state):
+def through_a_file(state, weights_only=True):
     """Saved and loaded."""
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
-    return torch.load(file, weights_only=True)
+    return torch.load(file, weights_only=weights_only)
 
 
 def set_grad(param, grad):
@@ -244,3 +222,18 @@ def never_waiting():
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@contextlib.contextmanager
+def on_a_side_stream(device):
+    """On a GPU the block's work is queued on a stream of its own, behind work that takes a while;
+    it begins with what was queued before and ends before what comes after. On a CPU: nothing."""
+    if device.type == "cpu":
+        yield
+        return
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)
+        yield
+    torch.cuda.current_stream().wait_stream(stream)

@@ -23,12 +23,30 @@ _EMULATED = Path(__file__).parent / f"_C_emulated{sysconfig.get_config_var('EXT_
 _modules = {}
 
 
-def pytest_collection_modifyitems(items):
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    if config.pluginmanager.hasplugin("xdist"):
+        _group(items)
     if torch.cuda.is_available():
         return
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device; this machine has none"))
+
+
+def _group(items):
+    """What a module makes once for its tests is made by one process (--dist loadgroup), as is all
+    that a test with parameters caches."""
+
+    def shares(item):
+        fixtures = item._fixtureinfo.name2fixturedefs.values()
+        return any(fixture.scope == "module" for named in fixtures for fixture in named)
+
+    sharing = {item.path for item in items if shares(item)}
+    for item in items:
+        name = item.path.stem
+        name = name if item.path in sharing else f"{name}.{item.originalname}"
+        item.add_marker(pytest.mark.xdist_group(name))
 
 
 def pytest_configure():
@@ -96,3 +114,14 @@ def device(request):
         request.getfixturevalue("emulated")
         return torch.device("cpu")
     return torch.device(request.param)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def hardware(request):
+    """The CPU and, where there is one, a GPU: for what runs torch's operations beside ours.
+
+    Convolutions there give the same bits in each run, and compute in FP32 what is FP32.
+    """
+    flags = {"enabled": True, "benchmark": False, "deterministic": True, "allow_tf32": False}
+    with torch.backends.cudnn.flags(**flags):
+        yield torch.device(request.param)

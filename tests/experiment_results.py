@@ -9,7 +9,7 @@ from typing import Any
 
 class ResultFolder:
     """Writes result files below `path`. :meth:`add` takes what is to differ from the defaults, a
-    field or one of its conditions; `log` are intervals and evaluations."""
+    field or one of its conditions."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -21,8 +21,6 @@ class ResultFolder:
         result = _defaults()
         result["finished"] = f"2026-11-21T04:00:{self._files % 60:02}+00:00"
         result["seed"] = changes.get("repeat", 0)
-        for line in changes.pop("log", []):
-            result["evaluations" if "accuracy" in line else "intervals"].append(line)
         for name, value in changes.items():
             (result if name in result else result["conditions"])[name] = value
         path = self.path / result["gpu"] / f"run{self._files}.json"
@@ -34,15 +32,6 @@ class ResultFolder:
         """Repeats that took `times` in seconds."""
         for repeat, seconds in enumerate(times):
             self.add(repeat=repeat, time_s=seconds, **changes)
-
-
-def interval(step: int, **changes: Any) -> dict[str, Any]:
-    line = {"step": step, "time_s": step / 20, "loss": 1.9, "lr": 0.01}
-    return line | {"loss_scale": 65536.0, "overflow_steps": []} | changes
-
-
-def evaluation(step: int, time_s: float, accuracy: float | None) -> dict[str, Any]:
-    return {"step": step, "time_s": time_s, "loss": 1.6, "accuracy": accuracy}
 
 
 def divergence(step: int = 31) -> dict[str, Any]:

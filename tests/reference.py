@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ def exact(tensor: Tensor) -> Tensor:
     return tensor.detach().to(torch.float64).clone()
 
 
+@dataclass
 class Sgd:
     """Sutskever et al., "On the importance of initialization and momentum", 2013, in torch's form.
 
@@ -27,11 +29,12 @@ class Sgd:
     g is the gradient (its negative to maximize) plus weight_decay * p.
     """
 
-    def __init__(
-        self, lr, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False, maximize=False
-    ):
-        self.lr, self.momentum, self.dampening = lr, momentum, dampening
-        self.weight_decay, self.nesterov, self.maximize = weight_decay, nesterov, maximize
+    lr: float
+    momentum: float = 0.0
+    dampening: float = 0.0
+    weight_decay: float = 0.0
+    nesterov: bool = False
+    maximize: bool = False
 
     def step(self, p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
         g = -exact(g) if self.maximize else exact(g)
@@ -46,6 +49,7 @@ class Sgd:
         return p - self.lr * (g + self.momentum * buffer if self.nesterov else buffer)
 
 
+@dataclass
 class Adam:
     """Kingma and Ba, arXiv:1412.6980, algorithm 1; AMSGrad of Reddi et al., arXiv:1904.09237.
 
@@ -56,11 +60,12 @@ class Adam:
     AMSGrad puts the largest v_s, s <= t, in place of v_t (before the correction, as torch does).
     """
 
-    def __init__(
-        self, lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, amsgrad=False, maximize=False
-    ):
-        self.lr, self.betas, self.eps = lr, betas, eps
-        self.weight_decay, self.amsgrad, self.maximize = weight_decay, amsgrad, maximize
+    lr: float
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    amsgrad: bool = False
+    maximize: bool = False
 
     def decayed(self, p: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         """L2 regularisation: weight decay is part of the gradient."""
@@ -79,51 +84,46 @@ class Adam:
         return p - self.lr * m_hat / (v_hat.sqrt() + self.eps)
 
 
+@dataclass
 class AdamW(Adam):
     """Loshchilov and Hutter, arXiv:1711.05101, algorithm 2: the decay acts on the weight itself.
 
     The schedule multiplier eta_t is the learning rate, so p is multiplied by 1 - lr * weight_decay.
     """
 
-    def __init__(
-        self, lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2, amsgrad=False, maximize=False
-    ):
-        super().__init__(lr, betas, eps, weight_decay, amsgrad, maximize)
+    weight_decay: float = 1e-2
 
     def decayed(self, p: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         return p * (1 - self.lr * self.weight_decay), g
 
 
+@dataclass
 class Adagrad:
     """Duchi, Hazan and Singer, JMLR 12, 2011, in torch's form.
 
     h_t = h_{t-1} + g_t^2,  p_t = p_{t-1} - lr / (1 + (t - 1) * lr_decay) * g_t / (sqrt(h_t) + eps)
     """
 
-    def __init__(
-        self,
-        lr,
-        lr_decay=0.0,
-        weight_decay=0.0,
-        initial_accumulator_value=0.0,
-        eps=1e-10,
-        maximize=False,
-        decoupled_weight_decay=False,
-    ):
-        self.lr, self.lr_decay, self.weight_decay = lr, lr_decay, weight_decay
-        self.initial, self.eps, self.maximize = initial_accumulator_value, eps, maximize
-        self.decoupled = decoupled_weight_decay
+    lr: float
+    lr_decay: float = 0.0
+    weight_decay: float = 0.0
+    initial_accumulator_value: float = 0.0
+    eps: float = 1e-10
+    maximize: bool = False
+    decoupled_weight_decay: bool = False
 
     def step(self, p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
         g = -exact(g) if self.maximize else exact(g)
         t = state["step"] = state.get("step", 0) + 1
         lr = self.lr / (1 + (t - 1) * self.lr_decay)
-        g = g if self.decoupled else g + self.weight_decay * p
-        h = state["sum"] = state.get("sum", torch.full_like(p, self.initial)) + g**2
-        decay = lr * self.weight_decay * p if self.decoupled else 0
+        g = g if self.decoupled_weight_decay else g + self.weight_decay * p
+        start = torch.full_like(p, self.initial_accumulator_value)
+        h = state["sum"] = state.get("sum", start) + g**2
+        decay = lr * self.weight_decay * p if self.decoupled_weight_decay else 0
         return p - lr * g / (h.sqrt() + self.eps) - decay
 
 
+@dataclass
 class Lamb:
     """You et al., arXiv:1904.00962, algorithm 2, with the identity for phi.
 
@@ -134,25 +134,19 @@ class Lamb:
     in the type of p, so that it is also the FP32 implementation that ours is compared with.
     """
 
-    def __init__(
-        self,
-        lr=1e-3,
-        betas=(0.9, 0.999),
-        eps=1e-6,
-        weight_decay=0.01,
-        bias_correction=True,
-        grad_averaging=True,
-        decoupled_weight_decay=True,
-        use_nvlamb=False,
-    ):
-        self.lr, self.betas, self.eps, self.weight_decay = lr, betas, eps, weight_decay
-        self.bias_correction, self.grad_averaging = bias_correction, grad_averaging
-        self.decoupled, self.use_nvlamb = decoupled_weight_decay, use_nvlamb
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-6
+    weight_decay: float = 0.01
+    bias_correction: bool = True
+    grad_averaging: bool = True
+    decoupled_weight_decay: bool = True
+    use_nvlamb: bool = False
 
     def step(self, p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
         beta1, beta2 = self.betas
         g = g.to(p.dtype)
-        if not self.decoupled:
+        if not self.decoupled_weight_decay:
             g = g + self.weight_decay * p
         t = state["step"] = state.get("step", 0) + 1
         zero = torch.zeros_like(p)
@@ -162,7 +156,7 @@ class Lamb:
         if self.bias_correction:
             m, v = m / (1 - beta1**t), v / (1 - beta2**t)
         u = m / (v.sqrt() + self.eps)
-        if self.decoupled:
+        if self.decoupled_weight_decay:
             u = u + self.weight_decay * p
         ratio = 1.0
         if self.weight_decay != 0 or self.use_nvlamb:
@@ -171,6 +165,7 @@ class Lamb:
         return p - self.lr * ratio * u
 
 
+@dataclass
 class NovoGrad:
     """Ginsburg et al., arXiv:1905.11286, algorithm 1, with the options of NVIDIA's code.
 
@@ -182,21 +177,15 @@ class NovoGrad:
     sqrt(v). Works in the type of p, as Lamb does.
     """
 
-    def __init__(
-        self,
-        lr=1e-3,
-        betas=(0.9, 0.999),
-        eps=1e-8,
-        weight_decay=0.0,
-        bias_correction=True,
-        grad_averaging=True,
-        norm_type=2,
-        init_zero=False,
-        reg_inside_moment=False,
-    ):
-        self.lr, self.betas, self.eps, self.weight_decay = lr, betas, eps, weight_decay
-        self.bias_correction, self.grad_averaging = bias_correction, grad_averaging
-        self.norm_type, self.init_zero, self.inside = norm_type, init_zero, reg_inside_moment
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    bias_correction: bool = True
+    grad_averaging: bool = True
+    norm_type: float = 2
+    init_zero: bool = False
+    reg_inside_moment: bool = False
 
     def step(self, p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
         beta1, beta2 = self.betas
@@ -212,14 +201,15 @@ class NovoGrad:
         d = v + self.eps
         if self.bias_correction and self.init_zero:
             d = v / (1 - beta2**t) ** 0.5 + self.eps
-        if self.inside:
+        if self.reg_inside_moment:
             g = g / d + self.weight_decay * p
         m = state["exp_avg"] = beta1 * state.get("exp_avg", torch.zeros_like(p)) + weight * g
         if self.bias_correction:
             m = m / (1 - beta1**t)
-        return p - self.lr * (m if self.inside else m / d + self.weight_decay * p)
+        return p - self.lr * (m if self.reg_inside_moment else m / d + self.weight_decay * p)
 
 
+@dataclass
 class Lion:
     """Chen et al., arXiv:2302.06675, algorithm 2.
 
@@ -227,8 +217,10 @@ class Lion:
     m_t = beta2 * m_{t-1} + (1 - beta2) * g_t
     """
 
-    def __init__(self, lr=1e-4, betas=(0.9, 0.99), weight_decay=0.0, maximize=False):
-        self.lr, self.betas, self.weight_decay, self.maximize = lr, betas, weight_decay, maximize
+    lr: float = 1e-4
+    betas: tuple[float, float] = (0.9, 0.99)
+    weight_decay: float = 0.0
+    maximize: bool = False
 
     def step(self, p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
         beta1, beta2 = self.betas

@@ -30,7 +30,7 @@ from trainings import MODES, Net, fractions, integers
 SIZE = int(os.environ["WORLD_SIZE"])
 DEVICE = os.environ.get("DEVICE", "cpu")
 STEPS = 100
-FEWER = STEPS if SIZE > 2 else 14  # on two ranks, in the quick tests
+FEWER = STEPS if SIZE > 2 else 10  # on two ranks, in the quick tests
 GRID = (min(SIZE, 2), max(SIZE // 2, 1))
 SHAPES = ((160, 32), (5, 31), (1,), (3, 7), (64, 80))  # uneven, and empty on most ranks
 PLACES = {  # how a mesh has the parameters; each in one dimension or two
@@ -114,7 +114,7 @@ def _train(kind, places, dtypes=(f32,), clip=False, exact=True, steps=STEPS, **o
     """Under our GradScaler with planted overflows."""
     wholes, shards = params_of(dtypes, places)
     optimizers = [make(kind, params, **options) for params in (wholes, shards)]
-    scalers = [ampfuse.GradScaler(DEVICE, init_scale=2.0**10, growth_interval=9) for _ in range(2)]
+    scalers = [ampfuse.GradScaler(DEVICE, init_scale=2.0**10, growth_interval=5) for _ in range(2)]
     for step in range(steps):
         for params, optimizer, scaler in zip((wholes, shards), optimizers, scalers, strict=True):
             scaler.scale(torch.ones(()))
@@ -197,7 +197,7 @@ def every_mode():
 
 def clipping():
     for kind in KINDS:
-        train(kind, "rows", clip=True, exact=False, steps=24)
+        train(kind, "rows", clip=True, exact=False, steps=min(FEWER, 24))
 
 
 def nets(dtype=f32):
@@ -223,6 +223,23 @@ def losses(models, step, dtype=f32):
     return [model(inputs).float().square().mean() for model in models]
 
 
+def step_by_scaler(loss, optimizer, scaler, infinite):
+    optimizer.zero_grad()
+    scaler.scale(loss * torch.inf if infinite else loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def step_by_amp(loss, optimizer, infinite, max_norm=None):
+    optimizer.zero_grad()
+    with amp.scale_loss(loss * torch.inf if infinite else loss, optimizer) as scaled:
+        scaled.backward()
+    if max_norm is not None:
+        amp.clip_grad_norm_(optimizer, max_norm)
+    optimizer.step()
+    assert optimizer.last_step.skipped == infinite
+
+
 def fsdp():
     for dtype, options in [
         (f32, {}),
@@ -234,15 +251,8 @@ def fsdp():
         optimizers = [make("adamw", model.parameters(), **options) for model in models]
         scalers = [ampfuse.GradScaler(DEVICE, init_scale=2.0**8) for _ in models]
         for step in range(20):
-            for loss, optimizer, scaler in zip(
-                losses(models, step, dtype), optimizers, scalers, strict=True
-            ):
-                optimizer.zero_grad()
-                if step == 7:
-                    loss = loss * torch.inf
-                scaler.scale(loss).backward()
-                scaler.step(optimizer)
-                scaler.update()
+            for one in zip(losses(models, step, dtype), optimizers, scalers, strict=True):
+                step_by_scaler(*one, infinite=step == 7)
             assert optimizers[1].last_step.skipped == (step == 7)
         if "rounding" not in options:
             assert_same(*optimizers)
@@ -256,26 +266,13 @@ def levels():
             amp.initialize(model, optimizer, opt_level=level, init_scale=2.0**8, verbosity=0)
         for step in range(min(FEWER, 20) if clip else FEWER):
             skips = level in ("O1", "O2") and step % 12 == 7
-            for loss, optimizer in zip(losses(models, step), optimizers, strict=True):
-                optimizer.zero_grad()
-                with amp.scale_loss(loss * torch.inf if skips else loss, optimizer) as scaled:
-                    scaled.backward()
-                if clip and step % 3 == 1:
-                    amp.clip_grad_norm_(optimizer, 0.01)
-                optimizer.step()
-                assert optimizer.last_step.skipped == skips
+            for one in zip(losses(models, step), optimizers, strict=True):
+                step_by_amp(*one, skips, 0.01 if clip and step % 3 == 1 else None)
         assert_same(*optimizers, exact=not clip)
 
 
 def a_step_of_its_own():
     """Of an optimizer that amp does not fuse: on FP32 shards, and not on half ones."""
-
-    def step(model, optimizer, loss):
-        optimizer.zero_grad()
-        with amp.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
-
     for level in ("O1", "O4", "O5"):
         models = nets()
         optimizers = [torch.optim.RMSprop(model.parameters(), lr=1e-3) for model in models]
@@ -283,13 +280,11 @@ def a_step_of_its_own():
             amp.initialize(model, optimizer, opt_level=level, init_scale=2.0**8, verbosity=0)
         if level == "O5":
             with pytest.raises(TypeError, match="RMSprop is not fused"):
-                step(models[1], optimizers[1], losses(models, 0)[1])
+                step_by_amp(losses(models, 0)[1], optimizers[1], False)
             return
         for i in range(8):
-            skips = level == "O1" and i == 5
-            for model, loss, optimizer in zip(models, losses(models, i), optimizers, strict=True):
-                step(model, optimizer, loss * torch.inf if skips else loss)
-                assert optimizer.last_step.skipped == skips
+            for one in zip(losses(models, i), optimizers, strict=True):
+                step_by_amp(*one, level == "O1" and i == 5)
         assert_same(*optimizers)
 
 
@@ -422,13 +417,7 @@ def static_graph_and_join():
         model = nn.parallel.DistributedDataParallel(net, static_graph=level == "O2")
         with model.join():
             for step in range(4 + 2 * dist.get_rank()):
-                optimizer.zero_grad()
-                (loss,) = losses([model], step)
-                skips = level != "O5" and step == 2
-                with amp.scale_loss(loss * torch.inf if skips else loss, optimizer) as scaled:
-                    scaled.backward()
-                optimizer.step()
-                assert optimizer.last_step.skipped == skips, (level, step)
+                step_by_amp(*losses([model], step), optimizer, level != "O5" and step == 2)
         for param in net.parameters():
             assert all(torch.equal(param, same) for same in gathered(param.detach())), level
 
@@ -470,13 +459,9 @@ def zero_redundancy():
         redundant = ZeroRedundancyOptimizer(models[1].parameters(), optim.AdamW, lr=1e-2, **options)
         scalers = [ampfuse.GradScaler(DEVICE, init_scale=2.0**8) for _ in range(2)]
         for step in range(10):
-            for loss, optimizer, scaler in zip(
-                losses(models, step, dtype), (plain, redundant), scalers, strict=True
-            ):
-                optimizer.zero_grad()
-                scaler.scale(loss * torch.inf if step == 4 else loss).backward()
-                scaler.step(optimizer)
-                scaler.update()
+            pairs = zip(losses(models, step, dtype), (plain, redundant), scalers, strict=True)
+            for one in pairs:
+                step_by_scaler(*one, infinite=step == 4)
         for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
             compare("the parameter", one.detach(), other.detach(), exact=True)
 
@@ -492,11 +477,7 @@ RESUMED = {
 
 def _train_on(model, optimizer, scaler, dtype, steps):
     for step in steps:
-        optimizer.zero_grad()
-        (loss,) = losses([model], step, dtype)
-        scaler.scale(loss * torch.inf if step % 6 == 4 else loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
+        step_by_scaler(*losses([model], step, dtype), optimizer, scaler, step % 6 == 4)
 
 
 def _resumable(name):

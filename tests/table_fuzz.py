@@ -151,29 +151,6 @@ class Table(RuleBasedStateMachine):
         mean = torch.zeros_like(like, dtype=torch.float32) if average else None
         attempt(self.table.set_states, row, states, kind, mean)
 
-    @rule(
-        row=small,
-        states=st.one_of(st.none(), st.lists(lists, max_size=4)),
-        storage=storages,
-        average=st.one_of(st.none(), tensors()),
-    )
-    def set_any_states(self, row, states, storage, average):
-        attempt(self.table.set_states, row, states, storage, average)
-
-    @rule(
-        begin=small,
-        end=small,
-        lr=vectors,
-        values=st.dictionaries(st.sampled_from((*HYPER, *FLAGS)), numbers, max_size=4),
-        on_device=st.dictionaries(
-            st.sampled_from(("lr", "beta1", "wrong")),
-            tensors(dtypes=(torch.float64, torch.float64, torch.float32)),
-            max_size=2,
-        ),
-    )
-    def set_hyper(self, begin, end, lr, values, on_device):
-        attempt(self.table.set_hyper, begin, end, lr, values, on_device)
-
     @rule()
     def set_plain_hyper(self):
         values = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8}
@@ -207,10 +184,6 @@ class Table(RuleBasedStateMachine):
 
     # --- a backward pass --------------------------------------------------------------------------
 
-    @rule()
-    def begin_backward(self):
-        attempt(self.table.gradients.begin_backward)
-
     @rule(
         scale=tensors(dtypes=(torch.float32,), shape=()),
         value=numbers,
@@ -225,40 +198,10 @@ class Table(RuleBasedStateMachine):
         else:
             attempt(self.table.gradients.end_backward, scale, check)
 
-    @rule(scale=tensors(), check=st.booleans())
-    def end_backward(self, scale, check):
-        attempt(self.table.gradients.end_backward, scale, check)
-
-    @rule(scale=tensors())
-    def mark_backward(self, scale):
-        attempt(self.table.gradients.mark_backward, scale)
-
-    @rule(row=small, make=st.booleans())
-    def accumulated(self, row, make):
-        attempt(self.table.gradients.accumulated, row, make)
-
-    @rule(
-        name=st.sampled_from(
-            [
-                "gradients.cancel_backward",
-                "gradients.materialize",
-                "plan.finish_step",
-                "plan.mark_stepped",
-                "masters.accept_model_weights",
-                "masters.publish",
-                "masters.refresh",
-                "masters.exist",
-                "steps",
-                "norm_averages",
-                "fingerprint",
-                "plan.measure",
-                "__len__",
-            ]
-        )
-    )
-    def plain_call(self, name):
-        if name != "plan.measure" or self.collected:
-            attempt(attrgetter(name)(self.table))
+    @rule()
+    def measure(self):
+        if self.collected:
+            attempt(self.table.plan.measure)
 
     @rule(set_to_none=st.booleans())
     def zero_grad(self, set_to_none):
@@ -277,11 +220,6 @@ class Table(RuleBasedStateMachine):
     def collect(self, scale, unscales, half, groups, states):
         found = attempt(self.table.plan.collect, scale, unscales, half, groups, states)
         self.collected = found is not None
-
-    @rule(groups=containers, states=containers)
-    def containers(self, groups, states):
-        attempt(self.table.remember, groups, states)
-        attempt(self.table.holds, groups, states)
 
     @rule(changed=st.booleans())
     def new_meter(self, changed):
@@ -313,35 +251,12 @@ class Table(RuleBasedStateMachine):
         if self.collected:
             self._step(self.table.plan.decide, found_inf, max_norm, inspect, skip)
 
-    @rule(name=st.sampled_from(FIELDS))
-    def state_field(self, name):
-        attempt(self.table.inspector.state_field, name)
-
-    @rule(row=small)
-    def of_a_row(self, row):
-        for name in ("param", "model", "name"):
-            attempt(getattr(self.table, name), row)
-
     @rule(result=tensors(), elsewhere=st.one_of(st.none(), tensors()))
     def set_gather(self, result, elsewhere):
         attempt(self.table.inspector.set_gather, lambda mine: result, elsewhere)
         self.collected = False
 
     # --- functions on lists -----------------------------------------------------------------------
-
-    @rule(
-        scale=vectors,
-        growth=tensors(),
-        hysteresis=tensors(),
-        found=lists,
-        shared=lists,
-        interval=small,
-        allowed=small,
-        dynamic=st.booleans(),
-    )
-    def update_scale(self, scale, growth, hysteresis, found, shared, interval, allowed, dynamic):
-        rule = (2.0, 0.5, interval, 1.0, 2.0**24, allowed)
-        attempt(C.update_scale, scale, growth, hysteresis, found, *rule, shared, dynamic)
 
     @rule(x=lists, y=lists, found_inf=vectors, factor=numbers, check=small, same=st.booleans())
     def on_lists(self, x, y, found_inf, factor, check, same):
@@ -370,21 +285,50 @@ class Table(RuleBasedStateMachine):
         args = (some, [some] * states, [], steps, column, lr, {"lr": 0.1})
         attempt(C.step, algorithm, some, some, args[0], *args[1:], found_inf, found_inf)
 
-    @rule(
-        algorithm=st.sampled_from(ALGORITHMS),
-        state=small,
-        storage=storages,
-        of=lists,
-        a=tensors(),
-        b=tensors(),
-        c=tensors(),
-    )
-    def compact(self, algorithm, state, storage, of, a, b, c):
-        attempt(C.decode_state, algorithm, state, storage, of, a)
-        attempt(C.encode_state, algorithm, state, a, storage, of)
-        attempt(C.join_master, a, b, c)
-        attempt(C.split_master, a, b, c)
 
+algorithms, flags = st.sampled_from(ALGORITHMS), st.booleans()
+some = st.one_of(st.none(), tensors())
+values = st.dictionaries(st.sampled_from((*HYPER, *FLAGS)), numbers, max_size=4)
+doubles = tensors(dtypes=(torch.float64, torch.float64, torch.float32))
+on_device = st.dictionaries(st.sampled_from(("lr", "beta1", "wrong")), doubles, max_size=2)
+rule_of_scales = (2.0, 0.5, small, 1.0, 2.0**24, small)  # numbers are given as they are
+# Calls that need nothing but arguments: of a table, and of the extension.
+OF_A_TABLE = {
+    **dict.fromkeys(("gradients.begin_backward", "gradients.cancel_backward"), ()),
+    **dict.fromkeys(("gradients.materialize", "plan.finish_step", "plan.mark_stepped"), ()),
+    **dict.fromkeys(("masters.accept_model_weights", "masters.publish", "masters.refresh"), ()),
+    **dict.fromkeys(("masters.exist", "steps", "norm_averages", "fingerprint", "__len__"), ()),
+    **dict.fromkeys(("param", "model", "name"), (small,)),
+    **dict.fromkeys(("remember", "holds"), (containers, containers)),
+    "gradients.end_backward": (tensors(), flags),
+    "gradients.mark_backward": (tensors(),),
+    "gradients.accumulated": (small, flags),
+    "inspector.state_field": (st.sampled_from(FIELDS),),
+    "set_states": (small, st.one_of(st.none(), st.lists(lists, max_size=4)), storages, some),
+    "set_hyper": (small, small, vectors, values, on_device),
+}
+OF_THE_EXTENSION = {
+    "update_scale": (vectors, tensors(), tensors(), lists, *rule_of_scales, lists, flags),
+    "decode_state": (algorithms, small, storages, lists, tensors()),
+    "encode_state": (algorithms, small, tensors(), storages, lists),
+    **dict.fromkeys(("join_master", "split_master"), (tensors(),) * 3),
+}
+
+
+def calls(table, owner):
+    """A rule that makes one of these calls, on `owner` of the machine."""
+
+    @rule(name=st.sampled_from([*table]), data=st.data())
+    def call(self, name, data):
+        drawn = [data.draw(x) if isinstance(x, st.SearchStrategy) else x for x in table[name]]
+        attempt(attrgetter(name)(owner(self)), *drawn)
+
+    return call
+
+
+for i in range(4):  # of many calls some are to be made in each run
+    setattr(Table, f"of_a_table_{i}", calls(OF_A_TABLE, lambda machine: machine.table))
+Table.of_the_extension = calls(OF_THE_EXTENSION, lambda machine: C)
 
 if __name__ == "__main__":
     STEPS = 100

@@ -147,36 +147,35 @@ def test_sgd_without_decay_does_not_read_the_weights(dtype, device):
 
 @pytest.mark.parametrize(("mode", "bc"), list(itertools.product((0, 1), (0, 1))))
 @pytest.mark.parametrize("dtype", [f32, f16, bf16])
-@pytest.mark.parametrize("set_flag", [0, 1])
-def test_adam(set_flag, dtype, mode, bc, device):
-    """It ignores the flag."""
-    lists = [randn(dtype, device), *moments(dtype, device=device)]
-    expected = after(adam, lists, "mv", adam_w_mode=mode, bias_correction=bc)
-    noop = flag(set_flag, device)
-    call("adam", noop, lists, (LR, BETA1, BETA2, EPS, T, mode, bc, WD))
-    assert_lists(lists[1:], expected)
-    assert noop.item() == set_flag
-
-
-@pytest.mark.parametrize(("mode", "bc"), list(itertools.product((0, 1), (0, 1))))
-@pytest.mark.parametrize("dtype", [f32, f16, bf16])
-@pytest.mark.parametrize("master", [False, True])
-def test_capturable_adam(master, dtype, mode, bc, device):
+@pytest.mark.parametrize(
+    ("name", "set_flag"),
+    [("adam", 0), ("adam", 1), ("adam_capturable", 0), ("adam_capturable_master", 0)],
+)
+def test_adam(name, set_flag, dtype, mode, bc, device):
+    """The first ignores the flag; the others unscale the gradients."""
+    master, capturable = name.endswith("master"), name != "adam"
     lists = [randn(dtype, device), *moments(dtype, device=device)]
     start, grads = exact(lists), copies(lists)[0]
     if master:
         lists.append(randn(f32, device))
         start[1] = exact(lists)[4]
-    start[0] = [g / 8 for g in start[0]]
+    more = (mode, bc, WD)
+    if capturable:
+        start[0] = [g / 8 for g in start[0]]
+        grads = [(g.float() / 8).to(dtype) for g in grads]
+        step = number(T, device, torch.int32)
+        options = (number(LR, device), BETA1, BETA2, EPS, step, *more, number(0.125, device))
+    else:
+        options = (LR, BETA1, BETA2, EPS, T, *more)
     expected = after(adam, start, "mv", adam_w_mode=mode, bias_correction=bc)
-    lr, step, inverse = number(LR, device), number(T, device, torch.int32), number(0.125, device)
-    options = (lr, BETA1, BETA2, EPS, step, mode, bc, WD, inverse)
-    call("adam_capturable" + "_master" * master, flag(0, device), lists, options)
+    noop = flag(set_flag, device)
+    call(name, noop, lists, options)
     assert_lists([lists[4] if master else lists[1], *lists[2:4]], expected)
-    assert_unchanged([lists[0]], [[(g.float() / 8).to(dtype) for g in grads]])
+    assert_unchanged([lists[0]], [grads])
     if master:
         assert_unchanged([lists[1]], [[p.to(dtype) for p in lists[4]]])
-    assert step.item() == T
+    assert options[4] == T
+    assert noop.item() == set_flag
 
 
 @pytest.mark.parametrize("mode", [0, 1])

@@ -4,7 +4,6 @@ import collections
 import copy
 import dataclasses
 import functools
-import io
 import pickle
 import typing
 
@@ -20,9 +19,8 @@ from torch.nn.utils.rnn import pack_sequence
 from ampfuse import amp, trees
 from ampfuse.amp import op_casts
 from ampfuse.amp.half_output import HalfOutput
+from cases import LEVELS, bf16, f16, f32, f64, through_a_file
 
-f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
-LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 LOW = {"O1": f16, "O2": f16, "O3": f16, "O4": bf16, "O5": bf16}
 
 
@@ -374,10 +372,7 @@ def test_half_outputs_are_tensors_like_any_other(half_logits):
     for same in (copy.deepcopy(out.detach()), pickle.loads(pickle.dumps(out.detach()))):
         assert type(same) is torch.Tensor
         assert torch.equal(same, out)
-    file = io.BytesIO()
-    torch.save(out.detach(), file)
-    file.seek(0)
-    assert torch.equal(torch.load(file, weights_only=True), out)
+    assert torch.equal(through_a_file(out.detach()), out)
     if out.dtype == f16:
         assert out.detach().numpy().dtype == "float16"
     assert "HalfOutput" in repr(out)
@@ -733,10 +728,7 @@ def test_the_state_dict_of_a_copy_may_be_written_to_as_anywhere_in_torch(level, 
             assert found[name].dtype == f32
             torch.testing.assert_close(found[name].double(), expected[name], rtol=1e-5, atol=1e-6)
             assert torch.equal(weight, found[name].to(weight.dtype))
-    file = io.BytesIO()
-    torch.save(found, file)
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
+    saved = through_a_file(found)
     assert all(type(value) is torch.Tensor for value in saved.values())
     assert all(torch.equal(saved[name], copy.deepcopy(found)[name]) for name in saved)
     again = copy.deepcopy(model)
@@ -801,22 +793,20 @@ def test_an_initialized_model_looks_as_before(level):
     assert model.forward.__doc__ == "Classify."
 
 
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "twice": lambda model: copy.deepcopy(pickle.loads(pickle.dumps(copy.deepcopy(model)))),
+    "save": lambda model: through_a_file(model, weights_only=False),
+}
+
+
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("how", ["deepcopy", "pickle", "save", "twice"])
+@pytest.mark.parametrize("how", COPIES)
 def test_copies_are_models_of_their_own(level, how):
     """apex's copies ran the original's weights, and pickling failed."""
     model = net(level).eval()
-    if how == "deepcopy":
-        clone = copy.deepcopy(model)
-    elif how == "pickle":
-        clone = pickle.loads(pickle.dumps(model))
-    elif how == "twice":
-        clone = copy.deepcopy(pickle.loads(pickle.dumps(copy.deepcopy(model))))
-    else:
-        file = io.BytesIO()
-        torch.save(model, file)
-        file.seek(0)
-        clone = torch.load(file, weights_only=False)
+    clone = COPIES[how](model)
     inputs = images()
     assert torch.equal(clone(inputs), model(inputs))
     with torch.no_grad():

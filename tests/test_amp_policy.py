@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ampfuse.amp.policy import LEVELS, make_policy, parse_loss_scale
+from cases import bf16, f16, f32, f64
 
-f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 AUTOCASTING = ("O1", "O4")
 
 # level: cast_model_type, patch, its type, keep_batchnorm_fp32, master_weights, loss_scale
@@ -67,7 +67,7 @@ OVERRIDES = [
     ("master_weights", True, True, RuntimeError),
     ("master_weights", False, False, RuntimeError),
     ("master_weights", "False", False, RuntimeError),  # as words too, which would be true
-    ("master_weights", "yes", ValueError, RuntimeError),
+    *(("master_weights", value, ValueError, RuntimeError) for value in ("yes", "Split", 2, f32)),
     ("patch_torch_functions", "False", False, False),
     ("fuse_batchnorm", "False", False, False),
     *(
@@ -88,25 +88,27 @@ OVERRIDES = [
 ]
 
 
-@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(("name", "value", "casting", "autocasting"), OVERRIDES)
-def test_an_override(name, value, casting, autocasting, level):
-    expected = autocasting if level in AUTOCASTING else casting
-    if isinstance(expected, type):
-        with pytest.raises(expected, match=name):
-            make_policy(level, **{name: value})
-        return
-    policy = make_policy(level, **{name: value})
-    found = getattr(policy, name)
-    assert (found, type(found)) == (expected, type(expected))
-    assert policy.is_dynamic is (policy.loss_scale == "dynamic")
-    assert policy.weights_type is (policy.cast_model_type or None)
-    assert policy.autocast_type is (TABLE[level][2] if policy.patch_torch_functions else None)
+def test_an_override(name, value, casting, autocasting):
+    for level in LEVELS:
+        expected = autocasting if level in AUTOCASTING else casting
+        if isinstance(expected, type):
+            with pytest.raises(expected, match=name):
+                make_policy(level, **{name: value})
+            continue
+        policy = make_policy(level, **{name: value})
+        found = getattr(policy, name)
+        assert (level, found, type(found)) == (level, expected, type(expected))
+        assert policy.is_dynamic is (policy.loss_scale == "dynamic")
+        assert policy.weights_type is (policy.cast_model_type or None)
+        assert policy.autocast_type is (TABLE[level][2] if policy.patch_torch_functions else None)
 
 
-def test_the_error_of_a_switch():
+def test_the_errors_of_switches():
     with pytest.raises(ValueError, match=r"^fuse_batchnorm is 'yes'; it has to be True or False$"):
         make_policy("O2", fuse_batchnorm="yes")
+    with pytest.raises(ValueError, match=r"^master_weights is .*True, False or 'split'"):
+        make_policy("O2", master_weights="Split")
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -9,10 +9,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.profiler import profile
 
-from cases import assert_same_bits
+from cases import assert_same_bits, bf16, f16, f32, f64
 from conftest import nn_ops
 
-f32, f16, bf16, f64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 EPS = {f32: 2.0**-24, f16: 2.0**-11, bf16: 2.0**-8}
 CHANNELS = (1, 3, 7, 8, 63, 64, 65)
 IMAGES = ((6, 1, 1), (1, 3, 5), (2, 4, 4), (3, 14, 13))  # the last: spans of 512 rows and a rest

@@ -42,9 +42,9 @@ def start(norm):
     return norm
 
 
-def images(dtype=f32, memory_format=torch.channels_last, seed=0, shape=(3, 4, 5, 5)):
+def images(dtype=f32, memory_format=torch.channels_last, seed=0, shape=(3, 4, 5, 5), device="cpu"):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) + 2.0
-    return x.to(dtype).contiguous(memory_format=memory_format).requires_grad_()
+    return x.to(device, dtype).contiguous(memory_format=memory_format).requires_grad_()
 
 
 def step(call, norm, inputs):
@@ -52,7 +52,8 @@ def step(call, norm, inputs):
     found = []
     for _ in range(2):
         out = call(norm, *inputs)
-        (out * torch.linspace(-1, 1, out.numel()).view(out.shape)).sum().backward()
+        factors = torch.linspace(-1, 1, out.numel(), device=out.device)
+        (out * factors.view(out.shape)).sum().backward()
         found += [out.detach(), *(b.clone() for b in norm.buffers())]
     return found + [t.grad for t in (*inputs, *norm.parameters())]
 
@@ -79,14 +80,16 @@ def plainly(relu):
 @pytest.mark.parametrize("relu", [False, True])
 @pytest.mark.parametrize("residuals", [0, 1])
 @pytest.mark.parametrize("option", OPTIONS)
-def test_it_is_torchs(option, residuals, relu):
+def test_it_is_torchs(option, residuals, relu, hardware):
     arguments, prepare = OPTIONS[option]
     activation = "relu" if relu else None
-    ours = prepare(start(BatchNormAct2d(4, **arguments, activation=activation)))
-    theirs = prepare(start(nn.BatchNorm2d(4, **arguments)))
+    ours = prepare(start(BatchNormAct2d(4, **arguments, activation=activation))).to(hardware)
+    theirs = prepare(start(nn.BatchNorm2d(4, **arguments))).to(hardware)
     for dtype in TOLERANCE if option == "as it comes" else (f32,):
-        inputs = [images(dtype, seed=seed) for seed in range(1 + residuals)]
-        reference = [images(dtype, seed=seed) for seed in range(1 + residuals)]
+        inputs, reference = (
+            [images(dtype, seed=seed, device=hardware) for seed in range(1 + residuals)]
+            for _ in range(2)
+        )
         pair = [copy.deepcopy(norm) for norm in (ours, theirs)]
         if dtype == f64:
             pair = [norm.double() for norm in pair]

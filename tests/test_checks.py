@@ -130,26 +130,27 @@ def test_what_torch_takes_is_taken():
 
 # --- options -------------------------------------------------------------------------------------
 
-OPTIONS = {
-    "master_weights": ("Split", "True", None, 2),
-    "state_dtype": ("int8", None, f32),
-    "rounding": ("up", None, True),
-    "seed": (-1, "0", 1.5, None),
-    "ema_decay": (1.0, -0.1, nan, "0.9", torch.ones(2)),
-    "max_grad_norm": (0.0, -1, nan, "1", [1.0]),
-    "skip_nonfinite": ("yes", None, 0.5),
-    "unscale_grads": ("no", None, 2),
+OPTIONS = {  # what they have to be, and what is not that
+    "master_weights": ("True, False or 'split'", ("Split", "True", None, 2)),
+    "state_dtype": ("'fp32', 'bf16'(,| or) '8bit'", ("int8", None, f32)),
+    "rounding": ("'nearest' or 'stochastic'", ("up", None, True)),
+    "seed": ("an integer from 0 to", (-1, 2**32, "0", 1.5, None)),
+    "ema_decay": (r"in \[0, 1\), or None", (1.0, -0.1, nan, "0.9", torch.ones(2))),
+    "max_grad_norm": ("positive, or None", (0.0, -1, nan, "1", [1.0])),
+    "skip_nonfinite": ("True or False", ("yes", None, 0.5)),
+    "unscale_grads": ("True or False", ("no", None, 2)),
 }
 
 
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("cls", ALL)
 def test_options_that_cannot_be(cls, name):
-    message = rf"^{name} is .*; it has to be"
+    words, values = OPTIONS[name]
+    message = rf"^{name} is .*; it has to be {words}"
     assert OPTIONS.keys() == optim.Options.__annotations__.keys()
     optimizer = cls(parameters(), lr=0.1)
     right = getattr(optimizer, name)
-    for wrong in OPTIONS[name]:
+    for wrong in values:
         with pytest.raises(ValueError, match=message):
             cls(parameters(), lr=0.1, **{name: wrong})
         with pytest.raises(ValueError, match=message):
@@ -219,23 +220,11 @@ def test_averages_that_start_later(kind):
 
 
 @pytest.mark.parametrize("wrong", ["Split", "yes", 2, f32])
-def test_master_weights_of_a_level(wrong):
-    for level in ("O0", "O2", "O3", "O5"):
-        with pytest.raises(ValueError, match=r"^master_weights is .*True, False or 'split'"):
-            make_policy(level, master_weights=wrong)
-    for level in ("O1", "O4"):
-        with pytest.raises(RuntimeError, match="master_weights has no meaning at"):
-            make_policy(level, master_weights=wrong)
+def test_master_weights_of_an_upgrade(wrong):
     optimizer = torch.optim.AdamW(parameters())
     with pytest.raises(ValueError, match=r"^master_weights is"):
         optim.upgrade(optimizer, master_weights=wrong)
     assert type(optimizer) is torch.optim.AdamW
-
-
-@pytest.mark.parametrize("name", ["patch_torch_functions", "fuse_batchnorm"])
-def test_flags_of_a_level(name):
-    with pytest.raises(ValueError, match=f"^{name} is 'no'; it has to be True or False"):
-        make_policy("O1", **{name: "no"})
 
 
 def test_split_masters_where_weights_are_whole():
@@ -244,18 +233,17 @@ def test_split_masters_where_weights_are_whole():
     assert make_policy("O0", master_weights="split", cast_model_type=bf16).master_weights == "split"
 
 
-def test_stochastic_weights_get_no_masters():
+@pytest.mark.parametrize("masters", [True, "split"])
+def test_stochastic_weights_get_no_masters(masters):
+    message = "master_weights is .*Leave one of the two out"
+    with pytest.raises(ValueError, match=message):
+        optim.AdamW(parameters(bf16), rounding="stochastic", master_weights=masters)
     model = nn.Linear(3, 2)
     optimizer = optim.AdamW(model.parameters(), rounding="stochastic")
-    start = functools.partial(amp.initialize, model, optimizer, verbosity=0)
-    for masters in (True, "split"):
-        refused(
-            optimizer,
-            lambda masters=masters: start(opt_level="O5", master_weights=masters),
-            "master_weights is .*Leave one of the two out",
-        )
+    start = functools.partial(amp.initialize, model, optimizer, verbosity=0, opt_level="O5")
+    refused(optimizer, lambda: start(master_weights=masters), message)
     assert model.weight.dtype == f32
-    start(opt_level="O5", master_weights=False)
+    start(master_weights=False)
 
 
 # --- states --------------------------------------------------------------------------------------

@@ -33,6 +33,13 @@ def test_each_command_explains_itself(name, capsys):
     assert module.__doc__.split("\n")[0] in said
 
 
+def test_the_version(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == 0
+    assert "ampfuse" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("argv", [[], ["nonsense"], ["env", "--nonsense"], ["train"]], ids=str)
 def test_wrong_use_is_one_line_and_status_2(argv, capsys):
     with pytest.raises(SystemExit) as end:

@@ -19,9 +19,9 @@ import apex_names
 from ampfuse import amp as own_amp
 from ampfuse.amp import cast_state, weight_cache
 from ampfuse.compat.apex import amp
+from cases import bf16, f16, f32, f64
 
 RELEASE = tuple(map(int, torch.__version__.split(".")[:2]))
-f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
 
 @pytest.fixture(autouse=True)
@@ -133,36 +133,39 @@ AS_GIVEN = {
 }
 
 
+def types_of(functions, region, *tensors):
+    """The types of what `functions` give, all of them in one region, by name."""
+    at_o4 = functools.partial(inside, level="O4")
+    run = REGIONS.get(region, at_o4)
+    return run(lambda: {name: call(*tensors).dtype for name, call in functions.items()})
+
+
 @pytest.mark.parametrize("region", [*REGIONS, "O4"])
 @pytest.mark.parametrize("dtype", [f16, f32])
-@pytest.mark.parametrize("name", LOW)
-def test_products_run_in_half(name, dtype, region):
-    at_o4 = functools.partial(inside, level="O4")
-    found = REGIONS.get(region, at_o4)(LOW[name], tensor(dtype, 4, 4))
-    assert found.dtype == (bf16 if region == "O4" else f16)
+def test_products_run_in_half(dtype, region):
+    found = types_of(LOW, region, tensor(dtype, 4, 4))
+    assert found == dict.fromkeys(LOW, bf16 if region == "O4" else f16)
 
 
 @pytest.mark.parametrize("region", REGIONS)
 @pytest.mark.parametrize("dtype", [f16, bf16, f32])
-@pytest.mark.parametrize("name", FLOAT)
-def test_what_leaves_the_range_of_half_runs_in_float(name, dtype, region):
-    assert REGIONS[region](FLOAT[name], tensor(dtype, 4, 4)).dtype == f32
+def test_what_leaves_the_range_of_half_runs_in_float(dtype, region):
+    assert types_of(FLOAT, region, tensor(dtype, 4, 4)) == dict.fromkeys(FLOAT, f32)
 
 
 @pytest.mark.parametrize("region", REGIONS)
 @pytest.mark.parametrize("x", [f16, f32, f64])
 @pytest.mark.parametrize("y", [f16, f32, f64])
-@pytest.mark.parametrize("name", PROMOTE)
-def test_mixed_arguments_meet_in_the_widest_type(name, x, y, region):
+def test_mixed_arguments_meet_in_the_widest_type(x, y, region):
     """float64 too, which apex refused."""
-    out = REGIONS[region](PROMOTE[name], tensor(x, 4, 4), tensor(y, 4, 4))
-    assert out.dtype == torch.promote_types(x, y)
+    found = types_of(PROMOTE, region, tensor(x, 4, 4), tensor(y, 4, 4))
+    assert found == dict.fromkeys(PROMOTE, torch.promote_types(x, y))
 
 
 @pytest.mark.parametrize("dtype", [f16, f32])
-@pytest.mark.parametrize("name", AS_GIVEN)
-def test_other_functions_keep_the_type(name, dtype):
-    assert inside(AS_GIVEN[name], tensor(dtype, 4, 4)).dtype == dtype
+def test_other_functions_keep_the_type(dtype):
+    found = types_of(AS_GIVEN, "initialize", tensor(dtype, 4, 4))
+    assert found == dict.fromkeys(AS_GIVEN, dtype)
 
 
 # Operations that the lists of 2019 do not know, on a half and on a float argument.
@@ -191,10 +194,10 @@ NEWER = {
 
 
 @pytest.mark.parametrize("region", REGIONS)
-@pytest.mark.parametrize("name", NEWER)
-def test_operations_newer_than_the_lists_have_the_type_of_their_kind(name, region):
-    function, expected = NEWER[name]
-    assert REGIONS[region](function, tensor(f16, 4, 4), tensor(f32, 4, 4)).dtype == expected
+def test_operations_newer_than_the_lists_have_the_type_of_their_kind(region):
+    calls = {name: call for name, (call, _) in NEWER.items()}
+    found = types_of(calls, region, tensor(f16, 4, 4), tensor(f32, 4, 4))
+    assert found == {name: expected for name, (_, expected) in NEWER.items()}
 
 
 def test_comparisons_see_both_arguments_in_the_widest_type():
@@ -599,32 +602,6 @@ def types(*tensors, **more):
     return [t.dtype for t in (*tensors, *more.values())]
 
 
-@pytest.mark.parametrize(
-    ("decorate", "expected"),
-    [
-        (amp.half_function, [f16] * 3),
-        (amp.bfloat16_function, [bf16] * 3),
-        (amp.float_function, [f32] * 3),
-        (amp.promote_function, [f64] * 3),
-    ],
-)
-@pytest.mark.parametrize("level", ["O1", "O4"])
-def test_decorators_cast_at_o1_and_o4_only(decorate, expected, level):
-    function = decorate(types)
-    arguments = (tensor(f16, 2), tensor(f32, 2))
-    untouched = [f16, f32, f64]
-    assert function(*arguments, key=tensor(f64, 2)) == untouched
-    amp.initialize(nn.Linear(2, 2), opt_level=level, verbosity=0)
-    assert function(*arguments, key=tensor(f64, 2)) == expected
-    with amp.disable_casts():
-        assert function(*arguments, key=tensor(f64, 2)) == untouched
-    amp.initialize(nn.Linear(2, 2), opt_level="O2", verbosity=0)
-    assert function(*arguments, key=tensor(f64, 2)) == untouched
-    amp.initialize(nn.Linear(2, 2), enabled=False)
-    assert function(*arguments, key=tensor(f64, 2)) == untouched
-    assert function.__name__ == "types"
-
-
 def test_a_loss_on_the_result_of_a_half_function_computes_in_float():
     product = amp.half_function(lambda a, b: a @ b)
     amp.initialize(nn.Linear(2, 2), verbosity=0)
@@ -639,22 +616,12 @@ class Library:
         return types(x)[0]
 
 
-@pytest.mark.parametrize(
-    ("register", "given", "expected"),
-    [
-        (amp.register_half_function, f32, f16),
-        (amp.register_bfloat16_function, f32, bf16),
-        (amp.register_float_function, f16, f32),
-    ],
-)
-def test_registered_functions_are_cast_from_the_next_initialize_on(register, given, expected):
-    with pytest.raises(ValueError, match="no function 'missing'"):
-        register(Library, "missing")
+def test_registered_functions_are_cast_until_the_handle_ends():
+    """The decorators and the rest of it are in test_function_casts.py."""
     original = Library.scale
-    register(Library, "scale")
-    assert Library.scale is original  # from the next initialize on
+    amp.register_half_function(Library, "scale")
     amp.initialize(nn.Linear(2, 2), verbosity=0)
-    assert Library.scale(tensor(given, 2)) == expected
+    assert Library.scale(tensor(f32, 2)) == f16
     amp._amp_state.handle._deactivate()
     assert Library.scale is original
 

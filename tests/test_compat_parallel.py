@@ -25,7 +25,7 @@ two_processes = functools.partial(ranks, 2)
 def results(tmp_path_factory):
     """What each process found in each job."""
     folder = tmp_path_factory.mktemp("ranks")
-    jobs = ("train_with_an_overflow", "parallel_options", "batch_norm")
+    jobs = ("train_with_an_overflow", "parallel_options")
     two_processes(str(HERE / "two_processes.py"), str(folder), *jobs)
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
 
@@ -60,26 +60,6 @@ def test_options_of_distributed_data_parallel(results):
             "broadcast": 1.0,
             "group": 1,
         }
-
-
-def test_sync_batch_norm_is_batch_norm_of_the_whole_batch(results):
-    first, second = (found["batch_norm"] for found in results)
-    torch.manual_seed(0)
-    x = (torch.rand(6, 3, 2, 2) * 3 + 100.0).requires_grad_()
-    factors = torch.rand(6, 3, 2, 2)
-    norm = nn.BatchNorm2d(3)
-    out = norm(x)
-    (out * factors).sum().backward()
-
-    def close(a, b):
-        torch.testing.assert_close(a, b, rtol=1e-3, atol=2e-4)
-
-    close(torch.cat([first["out"], second["out"]]), out.detach())
-    close(torch.cat([first["grad"], second["grad"]]), x.grad)
-    for found in (first, second):
-        close(found["weight"], norm.weight.grad)
-        close(found["mean"], norm.running_mean)
-        close(found["var"], norm.running_var)
 
 
 def test_the_script_in_two_processes_ends_like_alone(monkeypatch, capsys):
@@ -142,7 +122,3 @@ def test_amp_treats_it_as_a_batch_norm(level, weights):
 def test_shared_param_is_explained():
     with pytest.raises(ValueError, match="delay_allreduce"):
         apex.parallel.DistributedDataParallel(nn.Linear(1, 1), shared_param=True)
-
-
-def test_group_sizes():
-    assert apex.parallel.create_syncbn_process_group(0) is None

@@ -2,8 +2,6 @@
 
 import collections
 import shutil
-import subprocess
-import sys
 import warnings
 
 import pytest
@@ -17,10 +15,9 @@ from ampfuse import amp, optim
 from ampfuse.amp import op_casts, outsiders
 from ampfuse.amp.autocast_rules import AUTOCAST
 from ampfuse.amp.half_output import HalfOutput
-from cases import assert_same_bits
+from cases import LEVELS, assert_same_bits, f32
+from programs import python
 
-f16, bf16, f32 = torch.float16, torch.bfloat16, torch.float32
-LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 DYNAMIC = ("O1", "O2")
 OVERFLOW = 2  # the step with one, at the dynamic levels
 
@@ -49,14 +46,15 @@ class Net(nn.Module):
         return self.out(F.softmax(x, dim=-1) + x)
 
 
-def batch(i):
+def batch(i, device="cpu"):
     random = torch.Generator().manual_seed(i)
-    return torch.randn(6, 2, 5, 5, generator=random), torch.randint(3, (6,), generator=random)
+    x = torch.randn(6, 2, 5, 5, generator=random)
+    return x.to(device), torch.randint(3, (6,), generator=random).to(device)
 
 
-def build(kind=optim.AdamW, **options):
+def build(kind=optim.AdamW, device="cpu", **options):
     torch.manual_seed(0)
-    model = Net()
+    model = Net().to(device)
     return model, kind(model.parameters(), **{"lr": 1e-2, **options})
 
 
@@ -64,10 +62,10 @@ def factor(level, i):
     return torch.tensor(float("inf") if level in DYNAMIC and i == OVERFLOW else 1.0)
 
 
-def train(level, run, optimizer, steps=4):
+def train(level, run, optimizer, steps=4, device="cpu"):
     losses = {}
     for i in range(steps):
-        x, y = batch(i)
+        x, y = batch(i, device)
         loss = F.cross_entropy(run(x), y) * factor(level, i)
         with amp.scale_loss(loss, optimizer) as scaled:
             scaled.backward()
@@ -93,67 +91,44 @@ def everything(model, optimizer):
 # --- models ---------------------------------------------------------------------------------------
 
 
-def compiled_after(model, compile, initialize):
-    initialize(model)
-    return compile(model)
-
-
-def compiled_before(model, compile, initialize):
-    model = compile(model)
-    initialize(model)
-    return model
-
-
-def in_place_after(model, compile, initialize):
-    initialize(model)
-    model.compile(backend="aot_eager", fullgraph=True)
-    return model
-
-
-def in_place_before(model, compile, initialize):
-    model.compile(backend="aot_eager", fullgraph=True)
-    initialize(model)
-    return model
-
-
-def a_part(model, compile, initialize):
-    model.wide = compile(model.wide)
-    initialize(model)
-    return model
-
-
+# What is done to a model, in this order, and the backend.
+COMPILED_AFTER, COMPILED_BEFORE = ("initialize", "compile"), ("compile", "initialize")
 ORDERS = [
-    (compiled_after, "aot_eager"),
-    (compiled_before, "eager"),
-    (in_place_after, "aot_eager"),
-    (in_place_before, "aot_eager"),
-    (a_part, "aot_eager"),
+    (COMPILED_AFTER, "aot_eager"),
+    (COMPILED_BEFORE, "eager"),
+    (("initialize", "compile in place"), "aot_eager"),
+    (("compile in place", "initialize"), "aot_eager"),
+    (("compile a part", "initialize"), "aot_eager"),
 ]
 
 
-def run_compiled(level, order, backend, fullgraph=True, **options):
-    model, optimizer = build()
-
-    def compile(module):
-        return torch.compile(module, backend=backend, fullgraph=fullgraph)
+def run_compiled(level, order, backend=None, mode=None, device="cpu", **options):
+    model, optimizer = build(device=device)
+    how = {"backend": backend, "mode": mode, "fullgraph": True}
 
     def initialize(module):
         initialized = amp.initialize(module, optimizer, opt_level=level, verbosity=0, **options)
         assert initialized[0] is module
 
-    run = order(model, compile, initialize)
-    found = train(level, run, optimizer) | everything(model, optimizer)
+    def compile_a_part(module):
+        module.wide = torch.compile(module.wide, **how)
+
+    actions = {
+        "initialize": initialize,
+        "compile": lambda module: torch.compile(module, **how),
+        "compile in place": lambda module: module.compile(**how),
+        "compile a part": compile_a_part,
+    }
+    run = model
+    for action in order:
+        run = actions[action](run) or run
+    found = train(level, run, optimizer, device=device) | everything(model, optimizer)
     return {name.replace("_orig_mod.", ""): value for name, value in found.items()}
-
-
-def uncompiled_order(model, compile, initialize):
-    initialize(model)
-    return model
 
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_compiled_models_train_to_the_bits_of_uncompiled_ones(level):
-    expected = run_compiled(level, uncompiled_order, None)
+    expected = run_compiled(level, ["initialize"])
     assert expected["skipped"] == (level in DYNAMIC)
     for order, backend in ORDERS if level in DYNAMIC else ORDERS[:2]:
         torch._dynamo.reset()
@@ -164,11 +139,16 @@ def test_compiled_models_train_to_the_bits_of_uncompiled_ones(level):
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
-@pytest.mark.parametrize("order", [compiled_after, compiled_before])
+@pytest.mark.parametrize(
+    ("order", "mode"),
+    [(COMPILED_AFTER, None), (COMPILED_BEFORE, None), (COMPILED_AFTER, "reduce-overhead")],
+)
 @pytest.mark.parametrize("level", LEVELS)
-def test_inductor_trains_alike(level, order):
-    expected = run_compiled(level, uncompiled_order, None)
-    found = run_compiled(level, order, "inductor")
+def test_inductor_trains_alike(level, order, mode, hardware):
+    if mode is not None and hardware.type == "cpu":
+        pytest.skip("CUDA graphs need a GPU")
+    expected = run_compiled(level, ["initialize"], device=hardware)
+    found = run_compiled(level, order, "inductor", mode, hardware)
     assert counters["stats"]["unique_graphs"] == 1
     for name in ("skipped", "loss_scale", "unskipped"):
         assert found[name] == expected[name]
@@ -178,10 +158,10 @@ def test_inductor_trains_alike(level, order):
         torch.testing.assert_close(*loss, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("order", [compiled_after, compiled_before])
+@pytest.mark.parametrize("order", [COMPILED_AFTER, COMPILED_BEFORE], ids=["after", "before"])
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_fused_batch_norms_compile(level, order):
-    expected = run_compiled(level, uncompiled_order, None, fuse_batchnorm=True)
+    expected = run_compiled(level, ["initialize"], fuse_batchnorm=True)
     assert_same_bits(run_compiled(level, order, "aot_eager", fuse_batchnorm=True), expected)
     assert counters["stats"]["unique_graphs"] == 1
 
@@ -450,7 +430,8 @@ assert loss(out).dtype == torch.float32
 @pytest.mark.slow  # in a process of its own
 def test_compiled_losses_where_functions_were_replaced_before():
     """In a process that has not compiled anything before."""
-    subprocess.run([sys.executable, "-c", AFTER_CAST_EVERYWHERE], check=True)
+    ran = python("-c", AFTER_CAST_EVERYWHERE)
+    assert ran.returncode == 0, ran.stderr
 
 
 def test_replaced_functions_are_known_when_dynamo_lists_functions_anew():

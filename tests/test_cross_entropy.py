@@ -101,7 +101,9 @@ def test_every_shape_of_torch(shape):
         check(half, target)
     probabilities = torch.rand(shape).softmax(0 if len(shape) == 1 else 1)
     loss = cross_entropy(half, probabilities.bfloat16())
-    torch.testing.assert_close(loss, F.cross_entropy(half.float(), probabilities.bfloat16().float()))
+    torch.testing.assert_close(
+        loss, F.cross_entropy(half.float(), probabilities.bfloat16().float())
+    )
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -131,7 +133,10 @@ def test_extremes(dtype):
     assert not loss[~known].isfinite().any()
     finite = gradient.isfinite().all(1) & gradient.sum(1).isfinite()
     torch.testing.assert_close(
-        logits.grad[finite].double(), gradient[finite], rtol=max(torch.finfo(dtype).eps, 2e-6), atol=1e-6
+        logits.grad[finite].double(),
+        gradient[finite],
+        rtol=max(torch.finfo(dtype).eps, 2e-6),
+        atol=1e-6,
     )
     assert logits.grad[1:2].isfinite().all()
     assert logits.grad[9].isnan().all()
@@ -151,7 +156,9 @@ def test_nothing_counts():
 
 def test_wrong_arguments_are_told():
     logits, target = logits_of(3, 5, torch.bfloat16), targets_of(3, 5)
-    with pytest.raises(IndexError, match="target 5 is none of 5 classes, and not ignore_index, -100"):
+    with pytest.raises(
+        IndexError, match="target 5 is none of 5 classes, and not ignore_index, -100"
+    ):
         cross_entropy(logits, torch.tensor([0, 5, 1]))
     with pytest.raises(IndexError, match="target -1 is none"):
         cross_entropy(logits, torch.tensor([0, 4, -1]))
@@ -277,7 +284,14 @@ def test_a_head_in_blocks_agrees_with_float64(dtype, block_rows, options):
     expected.backward()
     eps = torch.finfo(dtype).eps
     torch.testing.assert_close(loss.detach().double(), expected.detach(), rtol=2 * eps, atol=0)
-    pairs = [(x.grad, y.grad), *zip((p.grad for p in head.parameters()), (p.grad for p in exact_head.parameters()), strict=True)]
+    pairs = [
+        (x.grad, y.grad),
+        *zip(
+            (p.grad for p in head.parameters()),
+            (p.grad for p in exact_head.parameters()),
+            strict=True,
+        ),
+    ]
     for found, right in pairs:
         error = (found.double() - right).norm() / right.norm()
         assert error < 2 * eps
@@ -310,4 +324,6 @@ def test_a_head_tells_what_is_wrong():
         linear_cross_entropy(x, weight, torch.zeros(3, dtype=torch.int64))
     with pytest.raises(IndexError, match="target 5 is none"):
         linear_cross_entropy(x, weight, torch.full((4,), 5))
-    assert linear_cross_entropy(x[:0], weight, torch.zeros(0, dtype=torch.int64), reduction="sum") == 0
+    assert (
+        linear_cross_entropy(x[:0], weight, torch.zeros(0, dtype=torch.int64), reduction="sum") == 0
+    )

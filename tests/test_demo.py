@@ -96,14 +96,6 @@ def test_a_second_run_replaces_the_files(tmp_path, capsys):
     capsys.readouterr()
 
 
-@pytest.mark.parametrize("command", ["--help", "demo --help", "env --help", "--version"])
-def test_help(command, capsys):
-    with pytest.raises(SystemExit) as exit_info:
-        main(command.split())
-    assert exit_info.value.code == 0
-    assert "ampfuse" in capsys.readouterr().out
-
-
 def test_ctrl_c_leaves_nothing(tmp_path, monkeypatch, capsys):
     batches = Run.batches
 

@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 README = (ROOT / "README.md").read_text()
 BENCHMARKS = (ROOT / "docs" / "benchmarks.md").read_text()
+OTHER_MACHINES = (ROOT / "docs" / "other_machines.md").read_text()
 API = "\n".join(page.read_text() for page in (ROOT / "docs" / "api").glob("*.rst"))
 MODULES = ("ampfuse", *(f"ampfuse.{name}" for name in "amp optim nn ops graphs insight".split()))
 MODULES += ("ampfuse.nn.functional", "ampfuse.doctor")
@@ -36,41 +37,47 @@ def table(text, header):
 
 
 @pytest.fixture
-def training_steps(monkeypatch):
-    """training_steps(machine): the table of training steps, from the CSVs."""
+def report(monkeypatch):
+    """benchmarks/report.py."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    report = importlib.import_module("report")
-
-    def lines(machine):
-        paths = RESULTS.glob(f"experiments_e?_{machine}.csv")
-        return report.experiments_table([row for path in paths for row in records(path)])[2:]
-
-    return lines
+    return importlib.import_module("report")
 
 
-def test_training_steps_are_those_of_the_csvs(training_steps):
-    first, second = BENCHMARKS.split("## A second machine")
-    for text, machine in ((first, "cpu"), (second, "epyc")):
-        assert table(text, "| experiment | batch |") == training_steps(machine)
+@pytest.fixture
+def nets(report):
+    return report.read(RESULTS / "nets_cpu.csv")
 
 
-def test_readme_shows_training_steps_of_the_csvs(training_steps):
-    """Times and the gain over FP32, with the models in words."""
-    shown = [re.findall(r"[\d.]+ ± \d+|[\d.]+x(?=\*)", line) for line in table(README, "| model,")]
-    assert len(shown) == 4
-    measured = [
-        re.findall(r"[\d.]+ ± \d+|[\d.]+x(?=\*)", line)[:4] for line in training_steps("epyc")
+def test_tables_of_nets_are_those_of_the_csv(report, nets):
+    tables = report.nets_tables(nets)
+    assert [header for header, *_ in tables] == re.findall(r"\| net \|.*\|", BENCHMARKS)
+    for header, _, *lines in tables:
+        assert table(BENCHMARKS, header) == lines
+
+
+def test_readme_shows_steps_of_the_csv(report, nets):
+    """Five nets, without O4 and with the gain over torch.amp alone."""
+    times, *_ = report.nets_tables(nets)
+    measured = [[cell.strip() for cell in line.strip("|").split("|")] for line in times[2:]]
+    shown = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in table(README, "| net |")
     ]
-    assert all(line in measured for line in shown)
+    assert len(shown) == 5
+    assert all(line in [row[:4] + row[5:7] for row in measured] for line in shown)
 
 
-def test_figure_is_that_of_the_csvs(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    report = importlib.import_module("report")
-    rows = [row for path in RESULTS.glob("experiments_e?_epyc.csv") for row in records(path)]
+def test_figure_is_that_of_the_csv(report, nets):
     for theme in ("light", "dark"):
         svg = (ROOT / "docs" / "figures" / f"training_steps_{theme}.svg").read_text()
-        assert svg == report.experiments_figure(rows, theme)
+        assert svg == report.nets_figure(nets, theme)
+
+
+def test_training_steps_of_other_machines_are_those_of_the_csvs(report):
+    first, second = OTHER_MACHINES.split("## A Xeon")
+    for text, machine in ((first, "epyc"), (second, "xeon")):
+        paths = RESULTS.glob(f"experiments_e?_{machine}.csv")
+        lines = report.experiments_table([row for path in paths for row in records(path)])[2:]
+        assert table(text, "| experiment | batch |") == lines
 
 
 def test_demo_table_is_that_of_the_csv():
@@ -91,7 +98,7 @@ def test_demo_table_is_that_of_the_csv():
 def test_conv_nets_table_is_that_of_the_csv():
     rows = [r for r in records(RESULTS / "conv_nets_epyc.csv") if r["optimizer"]]
     groups = groupby(rows, key=lambda row: row["case"])
-    shown = table(BENCHMARKS, "| network, images, batch | FP32")
+    shown = table(OTHER_MACHINES, "| network, images, batch | FP32")
     for line, (case, group) in zip(shown, groups, strict=True):
         group = list(group)
         cells = [cell.strip() for cell in line.strip("|").split("|")]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import csv
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from programs import python
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 LINES = {"cifar_airbench_style": 150, "gpt": 120, "hf_finetune": 120, "lightning_digits": 120}
@@ -26,8 +26,9 @@ SMALL = {
 BOUNDS = {"gpt": 4.0, "hf_finetune": 0.6, "lightning_digits": 1.0}  # the last losses of a small run
 # Held-out loss, accuracy, accuracy after the run that the example describes.
 GOALS = {"gpt": (1.0, 1.8), "hf_finetune": (0.88, 1.0), "lightning_digits": (0.93, 1.0)}
-levels = pytest.mark.parametrize("precision", ["O2", "O5"])
 examples = pytest.mark.parametrize("name", list(SMALL))
+# What takes seconds to import a framework, and says little that the tests of integrations do not.
+SLOW = dict.fromkeys(NEEDS, pytest.mark.slow)
 
 
 def run(name: str, *arguments: str) -> float:
@@ -44,8 +45,11 @@ def losses(path: Path) -> list[float]:
     return [float(loss) for loss in losses[1:]]
 
 
-@examples
-@levels
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [(name, "O5") for name in SMALL]
+    + [pytest.param(name, "O2", marks=SLOW.get(name, ())) for name in SMALL],
+)
 @pytest.mark.filterwarnings("ignore")  # the frameworks' advice
 def test_example_learns(name, precision, tmp_path):
     file = tmp_path / "losses.csv"
@@ -54,7 +58,7 @@ def test_example_learns(name, precision, tmp_path):
     assert (before + last) / 2 < BOUNDS[name]
 
 
-@examples
+@pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW.get(name, ())) for name in SMALL])
 def test_native_run_leaves_ampfuse_alone(name, tmp_path):
     for package in NEEDS.get(name, []):
         pytest.importorskip(package)
@@ -63,8 +67,9 @@ def test_native_run_leaves_ampfuse_alone(name, tmp_path):
         "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], None, '__main__')"
         "; assert not [name for name in sys.modules if name.partition('.')[0] == 'ampfuse']"
     )
-    command = [sys.executable, "-c", code, str(EXAMPLES / f"{name}.py"), *SMALL[name]]
-    subprocess.run([*command, "--precision", "native", "--csv", str(file)], check=True)
+    command = ["-c", code, EXAMPLES / f"{name}.py", *SMALL[name], "--precision", "native"]
+    ran = python(*command, "--csv", file)
+    assert ran.returncode == 0, ran.stderr
     *_, before, last = losses(file)
     assert (before + last) / 2 < BOUNDS[name]
 

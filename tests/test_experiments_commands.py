@@ -68,7 +68,6 @@ def test_on_synthetic_data(name, tmp_path):
 @pytest.mark.parametrize(
     ("name", "data"),
     [
-        ("e1", "cifar10"),
         pytest.param("e2", "cifar10", marks=pytest.mark.slow),
         pytest.param("e3-densenet161", "cifar10", marks=pytest.mark.slow),
         ("e4-resnet18", "imagenet"),
@@ -80,11 +79,6 @@ def test_on_files_in_the_true_format(name, data, files, tmp_path):
     result = run(name, str(files / data), tmp_path)
     assert result["conditions"]["data"] == result["conditions"]["kind"] == data
     assert result["loss_last"] is not None
-
-
-@pytest.mark.parametrize("name", ["e1", "e5-mnist", "e5-mlp"])
-def test_on_digits(name, tmp_path):
-    assert run(name, "digits", tmp_path, "--no-evaluate")["conditions"]["data"] == "digits"
 
 
 @pytest.mark.parametrize("mode", ["FP32", "FP16", "amp"])

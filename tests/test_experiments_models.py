@@ -23,7 +23,6 @@ def parameters(model: nn.Module) -> int:
     ("name", "channels", "size"),
     [
         *((name, 1, SIZE.get(name, 32)) for name in SMALL),
-        *((name, 3, SIZE.get(name, 32)) for name in SMALL),
         *[("vgg16", 3, 48), ("resnet18", 3, 64), ("mnist_cnn", 3, 32), ("wrn10_1", 3, 28)],
     ],
 )

@@ -6,8 +6,6 @@ import csv
 import itertools
 import math
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
@@ -24,6 +22,7 @@ from matplotlib.image import imread
 
 from ampfuse.experiments import figures, make_plot, make_table, results
 from experiment_results import ResultFolder, divergence
+from programs import python
 
 E1_GPUS, E1_METHODS = ("1080 Ti", "TITAN X", "V100"), ("FP32", "FP16", "amp")
 E1_BATCHES = (128, 256, 512, 1024, 2048)
@@ -60,10 +59,6 @@ def drawn_lines(axes: Axes) -> dict[str, tuple[list[float], list[float], list[fl
         spread = [(top - bottom) / 2 for (_, bottom), (_, top) in segments]
         found[container.get_label()] = (list(line.get_xdata()), list(line.get_ydata()), spread)
     return found
-
-
-def heights(axes: Axes) -> dict[str, list[float]]:
-    return {label: y for label, (_, y, _) in drawn_lines(axes).items()}
 
 
 def texts_in(axes: Axes) -> list[str]:
@@ -553,7 +548,7 @@ def test_help_is_light_and_says_the_flags():
         "    except SystemExit as stop: assert stop.code == 0\n"
         "assert not {'matplotlib', 'pandas', 'torchvision'} & set(sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = python("-c", code)
     assert done.returncode == 0, done.stderr
     for flag in ("--GPU", "--method", "--batch", "--plot_std", "--published", "--csv"):
         assert flag in done.stdout
@@ -567,19 +562,24 @@ def test_results_of_a_script(tmp_path, monkeypatch, capsys):
 
     monkeypatch.chdir(tmp_path)
     line = "--data digits --iterations 2 --batch-size 32 --arm fp32 O2 --repeats 2 --device cpu"
-    assert mnist.main([*line.split(), "--GPU", "here", "--image-size", "8"]) == 0
+    assert mnist.main([*line.split(), "--GPU", "My GPU/1", "--image-size", "8"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("| fp32 ") == printed.count("| O2 ") == 1
+    assert not list(Path("results").rglob("*.pt"))
     rows = results.measured("results")
     assert [(row["method"], row["n"], row["iterations"], row["gpu"]) for row in rows] == [
-        ("fp32", 2, 2, "here"),
-        ("O2", 2, 2, "here"),
+        ("fp32", 2, 2, "My GPU-1"),
+        ("O2", 2, 2, "My GPU-1"),
     ]
     for row in rows:
+        ran = sorted((run["repeat"], run["seed"], run["recipe"]) for run in row["runs"])
+        assert ran == [(0, 0, "e5"), (1, 1, "e5")]
+        assert {(run["format"], run["memory_kind"]) for run in row["runs"]} == {(2, "process RSS")}
         assert row["time_s_mean"] == pytest.approx(
             statistics.fmean(r["time_s"] for r in row["runs"])
         )
         accuracies = [run["accuracy_pct"] for run in row["runs"]]
         assert row["accuracy_pct_std"] == pytest.approx(statistics.stdev(accuracies))
-    capsys.readouterr()
     assert make_plot.main(["--plot_std"]) == 0
     kinds = ("Time", "Memory", "Time (std)", "Memory (std)")
     made = {path.name for path in Path("results/figures").iterdir()}

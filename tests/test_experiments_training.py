@@ -19,7 +19,7 @@ pytest.importorskip("tqdm")
 
 from ampfuse._core import EXTENSION as _C
 from ampfuse.command_line import UsageError
-from ampfuse.experiments import cifar, mlp, mnist, sweep
+from ampfuse.experiments import cifar, mlp, sweep
 from ampfuse.experiments.arms import build_arm
 from ampfuse.experiments.data import open_data
 from ampfuse.experiments.run import (
@@ -318,30 +318,14 @@ class TestDivergence:
         assert said in suggestion(dataclasses.replace(BASE, arm=arm, loss_scale=scale))
 
 
-class TestCommand:
-    def test_results_and_table(self, tmp_path, capsys):
-        line = ["--data", "digits", "-b", "64", "--iterations", "6", "--repeats", "2"]
-        line += ["--arm", "fp32", "O5", "-o", str(tmp_path), "--GPU", "My GPU/1"]
-        assert mnist.main([*line, "--image-size", "8"]) == 0
-        printed = capsys.readouterr().out
-        folder = tmp_path / "My GPU-1"
-        results = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
-        ran = sorted((r["method"], r["repeat"], r["seed"]) for r in results)
-        assert ran == [("O5", 0, 0), ("O5", 1, 1), ("fp32", 0, 0), ("fp32", 1, 1)]
-        for result in results:
-            assert (result["format"], result["gpu"], result["recipe"]) == (2, "My GPU-1", "e5")
-            assert result["memory_kind"] == "process RSS"
-        assert printed.count("| fp32 ") == printed.count("| O5 ") == 1
-        assert not list(folder.glob("*.pt"))
-
-    def test_prof_writes_a_trace(self, tmp_path):
-        line = ["--data", "digits", "--image-size", "8", "--arm", "O5", "--prof", "3"]
-        assert mlp.main([*line, "-o", str(tmp_path), "--repeats", "1"]) == 0
-        (path,) = tmp_path.rglob("*.trace.json")
-        names = {event.get("name") for event in json.loads(path.read_text())["traceEvents"]}
-        assert {"aten::addmm", "aten::mse_loss"} <= names
-        (result,) = (p for p in tmp_path.rglob("*.json") if p != path)
-        assert json.loads(result.read_text())["iterations"] == 3
+def test_prof_writes_a_trace(tmp_path):
+    line = ["--data", "digits", "--image-size", "8", "--arm", "O5", "--prof", "3"]
+    assert mlp.main([*line, "-o", str(tmp_path), "--repeats", "1"]) == 0
+    (path,) = tmp_path.rglob("*.trace.json")
+    names = {event.get("name") for event in json.loads(path.read_text())["traceEvents"]}
+    assert {"aten::addmm", "aten::mse_loss"} <= names
+    (result,) = (p for p in tmp_path.rglob("*.json") if p != path)
+    assert json.loads(result.read_text())["iterations"] == 3
 
 
 @pytest.mark.parametrize("arm_name", CPU_ARMS)

@@ -9,9 +9,8 @@ from torch import nn
 
 from ampfuse import amp, optim
 from ampfuse.optim.base import AmpOptimizer
-from cases import same_bits, through_a_file
+from cases import LEVELS, same_bits, through_a_file
 
-LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 HALF = {"O2": torch.float16, "O3": torch.float16, "O5": torch.bfloat16}
 
 

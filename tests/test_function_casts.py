@@ -6,8 +6,8 @@ from torch import nn
 
 from ampfuse import amp
 from ampfuse.amp import function_casts, weight_cache
+from cases import bf16, f16, f32, f64
 
-f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 CASTS = {
     "half": (amp.half_function, amp.register_half_function, f16),
     "bfloat16": (amp.bfloat16_function, amp.register_bfloat16_function, bf16),
@@ -30,14 +30,26 @@ def types(*tensors):
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
 @pytest.mark.parametrize("name", CASTS)
 def test_they_cast_where_the_level_casts_functions(name, level):
+    """That of the latest call of initialize."""
     decorate, _, to = CASTS[name]
     function = decorate(types)
     given = (torch.ones(1, dtype=f16), torch.ones(1), torch.ones(1, dtype=torch.int64))
+    assert function(*given) == types(*given)
     amp.initialize(nn.Linear(1, 1), opt_level=level, verbosity=0)
     casts = level in ("O1", "O4")
     assert function(*given) == ([to, to, torch.int64] if casts else types(*given))
     with amp.disable_casts():
         assert function(*given) == types(*given)
+    for other in ({"opt_level": "O2"}, {"enabled": False}):
+        amp.initialize(nn.Linear(1, 1), verbosity=0, **other)
+        assert function(*given) == types(*given)
+    assert function.__name__ == "types"
+
+
+def test_promotion_takes_the_widest_type():
+    amp.initialize(nn.Linear(1, 1), verbosity=0)
+    given = (torch.ones(1, dtype=f16), torch.ones(1), torch.ones(1, dtype=f64))
+    assert amp.promote_function(types)(*given) == [f64] * 3
 
 
 def test_nested_arguments_and_what_is_not_a_tensor():
@@ -90,7 +102,9 @@ def test_registered(name):
     _, register, to = CASTS[name]
     with pytest.raises(ValueError, match="missing"):
         register(Library, "missing")
+    original = Library.scale
     register(Library, "scale")
+    assert Library.scale is original  # until the next initialize
     amp.initialize(nn.Linear(1, 1), opt_level="O2", verbosity=0)
     given = (torch.ones(1, dtype=f16), torch.ones(1))
     assert Library.scale(*given) == [f16, f32]

@@ -1,7 +1,6 @@
 """``ampfuse.nn.fuse``: the same results as the model as it was, and a report of what was done."""
 
 import copy
-import io
 import pickle
 import random
 
@@ -14,9 +13,7 @@ from torch import nn
 from ampfuse import amp
 from ampfuse.experiments.demo import DigitsNet
 from ampfuse.nn import BatchNormAct2d, fuse, unfuse
-
-f64, f32, bf16 = torch.float64, torch.float32, torch.bfloat16
-
+from cases import bf16, f32, f64, through_a_file
 
 X = torch.randn(3, 4, 5, 5, dtype=f64, generator=torch.Generator().manual_seed(1))
 
@@ -29,9 +26,8 @@ def run(model, inputs, make_output=lambda model, inputs: model(*inputs)):
     """Outputs, gradients and running statistics of a training step, then the outputs in eval."""
     inputs = [x.clone().requires_grad_() for x in inputs]
     out = make_output(model.train(), inputs)
-    (
-        out.sin() * torch.linspace(0, 1, out.numel(), dtype=out.dtype).view(out.shape)
-    ).sum().backward()
+    factors = torch.linspace(0, 1, out.numel(), dtype=out.dtype, device=out.device)
+    (out.sin() * factors.view(out.shape)).sum().backward()
     found = [out.detach(), *(x.grad for x in inputs), *(p.grad for p in model.parameters())]
     with torch.no_grad():
         evaluated = make_output(model.eval(), inputs)
@@ -117,12 +113,12 @@ SLOW = dict.fromkeys(("resnet34", "densenet121", "wide_resnet50_2"), pytest.mark
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=SLOW.get(n, ())) for n in NETWORKS])
-def test_networks(name, calls):
+def test_networks(name, calls, hardware):
     make, with_add, with_relu, alone = NETWORKS[name]
-    model = make(name.strip()).to(memory_format=torch.channels_last)
+    model = make(name.strip()).to(hardware, memory_format=torch.channels_last)
     # At least 2x2 pixels everywhere: batch norm of two values is a sign.
     size = 64 if "densenet" in name else 40 if with_relu > 7 else 16
-    images = last(torch.randn(2, 1 if name == "digits" else 3, size, size))
+    images = last(torch.randn(2, 1 if name == "digits" else 3, size, size)).to(hardware)
     with torch.no_grad():  # so that residuals count
         for norm in model.modules():
             if isinstance(norm, nn.BatchNorm2d):
@@ -142,14 +138,14 @@ def test_networks(name, calls):
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(f64, 1e-10), (f32, 1e-3)])
-def test_exact_where_it_can_be(dtype, tolerance):
-    model = nn.Sequential(Residual(8), Residual(8), nn.AdaptiveAvgPool2d(1)).to(dtype)
-    check(model, last(torch.randn(4, 8, 6, 6, dtype=dtype)), tolerance=tolerance)
+def test_exact_where_it_can_be(dtype, tolerance, hardware):
+    model = nn.Sequential(Residual(8), Residual(8), nn.AdaptiveAvgPool2d(1)).to(hardware, dtype)
+    check(model, last(torch.randn(4, 8, 6, 6, dtype=dtype)).to(hardware), tolerance=tolerance)
 
 
-def test_half_is_as_exact_as_it_was():
-    model = nn.Sequential(Residual(8), Residual(8))
-    images = last(torch.randn(4, 8, 6, 6).bfloat16())
+def test_half_is_as_exact_as_it_was(hardware):
+    model = nn.Sequential(Residual(8), Residual(8)).to(hardware)
+    images = last(torch.randn(4, 8, 6, 6).bfloat16()).to(hardware)
     exact = run(copy.deepcopy(model).double(), [images.double()])
     half = copy.deepcopy(model).bfloat16()
     for module in half.modules():
@@ -457,9 +453,7 @@ def test_a_pickled_model_loads_as_it_was(level, calls):
     if level:
         amp.initialize(model[0], opt_level=level, verbosity=0)
     expected = run(copy.deepcopy(model), [x])
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    loaded = torch.load(io.BytesIO(buffer.getvalue()), weights_only=False)
+    loaded = through_a_file(model, weights_only=False)
     pickle.loads(pickle.dumps(model))
     calls.clear()
     assert_same(run(loaded, [x]), expected, 1e-2 if level else 1e-10)

@@ -5,12 +5,15 @@ and against a GPU, where there is one. What only a GPU can show (graphs, streams
 follows.
 """
 
+import contextlib
+
 import pytest
 import torch
 
 from ampfuse import _core, optim
 from cases import (
     DTYPES,
+    KINDS,
     OPTIMIZERS,
     assert_same_bits,
     bf16,
@@ -23,7 +26,8 @@ from cases import (
     set_grad,
     snapshot,
 )
-from conftest import emulated_module
+from conftest import nn_ops, emulated_module
+from trainings import MODES
 
 CHUNK = 32768  # kChunk of csrc/core/reduce.h
 SIZES = [*range(26), 255, 256, 257, 2047, 2048, 2049, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 5]
@@ -148,29 +152,48 @@ def test_update_scale(compare):
 # ---- optimizers ----------------------------------------------------------------------------------
 
 
-def steps(optimizer, params, dtypes, count, bad=()):
-    """`count` steps on random gradients; in the steps of `bad` one of them is not finite."""
+def steps(optimizer, params, dtypes, count, bad=(), draw=torch.randn, offset=0):
+    """`count` steps on random gradients; in the steps of `bad` one of them is not finite.
+
+    Gradients are what `draw` makes of a size, each `offset` elements off alignment, as DDP's views
+    of a bucket may be.
+    """
     for step in range(count):
         for i, param in enumerate(params):
             if (i + step) % 5 == 4:
                 param.grad = None  # rows without a gradient keep their own step count
                 continue
-            grad = torch.randn(param.shape).to(dtypes[i])
+            grad = draw(param.numel() + offset).to(dtypes[i])
             if step in bad and i == len(params) // 2 and grad.numel():
                 grad.view(-1)[-1] = float("nan")
-            set_grad(param, grad.to(param.device))
+            set_grad(param, grad.to(param.device)[offset:])
         optimizer.step()
 
 
-def optimize(name, dtypes, device, sizes=SIZES, count=5, bad=(), **options):
-    params, grad_dtypes = [], []
-    for i, size in enumerate(sizes):
-        grad_dtype, dtype = dtypes[i % len(dtypes)]
-        params.append(torch.randn(size).to(dtype).to(device).requires_grad_())
-        grad_dtypes.append(grad_dtype)
+def optimize(
+    name,
+    dtypes,
+    device,
+    sizes=SIZES,
+    count=5,
+    bad=(),
+    draw=torch.randn,
+    offset=0,
+    **options,
+):
+    grad_dtypes, weight_dtypes = zip(*dtypes, strict=True)
+    params = [p.requires_grad_() for p in tensors(device, weight_dtypes, offset, sizes)]
     optimizer = make(name, params, **options)
-    steps(optimizer, params, grad_dtypes, count, bad)
-    return everything(optimizer)
+    dtypes_of = [grad_dtypes[i % len(dtypes)] for i in range(len(sizes))]
+    steps(optimizer, params, dtypes_of, count, bad, draw, offset)
+    saved = optimizer.state_dict()["state"].items()
+    decoded = {
+        f"saved {key} {i}": value
+        for i, state in saved
+        for key, value in state.items()
+        if isinstance(value, torch.Tensor)
+    }
+    return everything(optimizer) | decoded
 
 
 @pytest.mark.skipif(
@@ -186,6 +209,32 @@ def test_optimizers_on_every_dtype_mixture(compare, name):
 @pytest.mark.parametrize("name", ["sgd-all", "adam-all", "adamw"])
 def test_optimizers(compare, name, dtype, master_weights):
     compare(lambda device: optimize(name, [(dtype, dtype)], device, master_weights=master_weights))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["sgd-all", "adamw", "adagrad-all", "lion-decay"])
+def test_memory_modes(compare, name, mode):
+    halves = [(bf16, bf16), (f16, f16)]
+    compare(lambda device: optimize(name, halves, device, max_grad_norm=1.0, **MODES[mode]))
+
+
+@pytest.mark.parametrize("offset", [1, 3])
+@pytest.mark.parametrize("name", KINDS)
+def test_odd_offsets(compare, name, offset):
+    dtypes = [(dtype, dtype) for dtype in (bf16, f32, f16)]
+    compare(lambda device: optimize(name, dtypes, device, offset=offset, master_weights=True))
+
+
+def seldom(size):
+    """A gradient of an embedding, of which most rows, here 64 wide, are never seen."""
+    return torch.randn(size) * (torch.arange(size) // 64 % 5 == 0)
+
+
+@pytest.mark.parametrize("draw", [torch.zeros, seldom], ids=["all", "most"])
+@pytest.mark.parametrize("name", KINDS)
+def test_zero_gradients(compare, name, draw):
+    options = {"draw": draw, "master_weights": True, "max_grad_norm": 1.0}
+    compare(lambda device: optimize(name, [(bf16, bf16), (f32, f32)], device, **options))
 
 
 def test_skipped_steps(compare):
@@ -216,6 +265,60 @@ def test_accumulation_under_a_scale(compare):
         return {**everything(optimizer), **named(model=params)}
 
     compare(run)
+
+
+# ---- streams -------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def beside(device, stream):
+    """Work of the block is queued on a stream of its own."""
+    with torch.cuda.stream(stream) if device.type == "cuda" else contextlib.nullcontext():
+        yield
+
+
+def test_steps_beside_a_competing_stream(device):
+    """Ten thousand on a GPU: whichever block ends last finds what the others left.
+
+    The competitor keeps the memory busy and has last blocks of its own, in rows of other sizes.
+    """
+    on_gpu = device.type == "cuda"
+    count, size, rows = (10_000, 4_000_003, 8) if on_gpu else (6, CHUNK + 3, 2)
+    streams = [torch.cuda.Stream() for _ in range(2)] if on_gpu else [None, None]
+
+    def start(sizes):
+        torch.manual_seed(2)
+        params = [p.requires_grad_() for p in tensors(device, (bf16, f32), 0, sizes)]
+        optimizer = make("lamb", params, master_weights=True, max_grad_norm=1.0)
+        gradients = [[torch.randn_like(param) for param in params] for _ in range(3)]
+        return params, optimizer, gradients, torch.zeros(count, device=device)
+
+    def step(i, params, optimizer, gradients, norms):
+        for param, grad in zip(params, gradients[i % 3], strict=True):
+            param.grad = grad
+        optimizer.step()
+        norms[i].copy_(optimizer.last_step.grad_norm)
+
+    def run(*sides):
+        sides = [start(sizes) for sizes in sides]
+        for stream in filter(None, streams):
+            stream.wait_stream(torch.cuda.current_stream())
+        for i in range(count):
+            for stream, side in zip(streams, sides, strict=False):
+                with beside(device, stream):
+                    step(i, *side)
+        if on_gpu:
+            torch.cuda.synchronize()
+        for *_, norms in sides:
+            assert torch.equal(norms, norms[:3].repeat(count)[:count])
+        return [{**everything(side[1]), "norms": side[3]} for side in sides]
+
+    ours, competitor = [size, 7, size // 3], [CHUNK * i + 1 for i in range(1, rows + 1)]
+    (expected,) = run(ours)
+    found, other = run(ours, competitor)
+    assert_same_bits(found, expected)
+    (expected,) = run(competitor)
+    assert_same_bits(other, expected)
 
 
 # ---- only a GPU ----------------------------------------------------------------------------------
@@ -357,12 +460,34 @@ def test_more_than_2_to_the_31_elements():
     assert float(found_inf) == 1
 
 
-@pytest.mark.gpu
-def test_another_device_than_the_current():
+@pytest.fixture
+def second():
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    with torch.cuda.device(0):
-        src = torch.randn(5000, device="cuda:1")
-        dst = torch.empty_like(src)
-        _core.C.scale([src], [dst], 2.0, None)
+    return torch.device("cuda", 1)
+
+
+@pytest.mark.gpu
+def test_another_device_than_the_current(second):
+    src = torch.randn(5000, device=second)
+    dst = torch.empty_like(src)
+    _core.C.scale([src], [dst], 2.0, None)
     assert torch.equal(bits(dst), bits(src * 2))
+    found = []
+    for device in (torch.device("cpu"), second):
+        torch.manual_seed(0)
+        found.append(optimize("adamw", [(bf16, bf16)], device, master_weights=True))
+    assert_same_bits(*found)
+
+
+@pytest.mark.gpu
+def test_batch_norms_on_another_device_than_the_current(second):
+    x = torch.randn(4, 16, 9, 9).to(memory_format=torch.channels_last)
+    arguments = (*[None] * 5, True, 0.1, 1e-5, True)
+    found = []
+    for device in (torch.device("cpu"), second):
+        leaf = x.to(device).requires_grad_()
+        y = nn_ops().batch_norm_act(leaf, *arguments)
+        y.square().sum().backward()
+        found.append({"y": y, "dx": leaf.grad})
+    assert_same_bits(*found)

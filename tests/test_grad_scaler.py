@@ -14,9 +14,8 @@ from torch import nn
 
 import ampfuse
 from ampfuse.amp import grad_scaler
-from cases import never_waiting
+from cases import bf16, f16, f32, f64, never_waiting
 
-f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 inf, nan = math.inf, math.nan
 
 # name: how to make the optimizer. The first two are ours, the others are driven torch's way.

@@ -12,12 +12,15 @@ import dataclasses
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.optim import lr_scheduler as lrs
 
 import ampfuse
 from ampfuse import amp, graphs, optim
 from ampfuse.graphs import make_graphed_step
+from ampfuse.nn import fuse, recompute_norms
 from cases import CODED, assert_same_bits, bf16, f16, never_waiting
 from trainings import MODES
 
@@ -339,7 +342,46 @@ def test_a_compiled_model_is_captured_too(name, machine):
         assert_trains_alike(ours, compiled.graphed(sample(machine)), twin, batches(machine))
 
 
-@pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+class Recomputed(nn.Module):
+    """The model inside, whose batch norms compute their outputs again in the backward pass."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        with recompute_norms():
+            return self.model(x)
+
+
+def convolutional(level, recomputed, device):
+    """With fused batch norms."""
+    torch.manual_seed(3)
+    layers = [nn.Linear(6, 64), nn.Unflatten(1, (4, 4, 4))]
+    layers += [nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8), nn.ReLU()]
+    layers += [nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(32, 3)]
+    model = nn.Sequential(*layers).to(device, memory_format=torch.channels_last)
+    optimizer = torch.optim.SGD(model.parameters(), **SGD)
+    assert len(fuse(model).fused) == 2
+    amp.initialize(model, optimizer, opt_level=level, growth_interval=7, verbosity=0)
+    return Training(Recomputed(model) if recomputed else model, optimizer, under_amp=True)
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_fused_batch_norms_are_captured(level, recomputed, hardware, monkeypatch):
+    if hardware.type == "cpu":
+        StandIn().take_over(monkeypatch)
+    bad = () if level in STATIC else BAD
+    ours, twin = (convolutional(level, recomputed, hardware) for _ in range(2))
+    step = ours.graphed(sample(hardware))
+    assert_trains_alike(ours, step, twin, batches(hardware, bad=bad))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)],
+)
 @pytest.mark.parametrize("name", ["O2", "O5", "adamw", "scaler"])
 def test_hundreds_of_steps(name, kind, monkeypatch):
     """With a schedule and overflows: planted ones, and those of a scale that grows."""
@@ -698,6 +740,18 @@ def test_what_cannot_be_captured_is_refused(case, stand_in):
     changes, error, message = REFUSED[case]
     with pytest.raises(error, match=message):
         refused(**changes(network("cpu")))
+
+
+@pytest.mark.parametrize("spread", [nn.parallel.DistributedDataParallel, fully_shard])
+def test_models_of_several_processes_are_refused(spread, tmp_path):
+    store = f"file://{tmp_path}/store"
+    dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    try:
+        for wrapped in (lambda model: model, torch.compile):
+            with pytest.raises(TypeError, match=r"the model is in \w+, which communicates"):
+                refused(model=wrapped(spread(network("cpu"))))
+    finally:
+        dist.destroy_process_group()
 
 
 def test_there_are_no_graphs_on_a_cpu():

@@ -82,16 +82,6 @@ def test_a_static_scale_stays(device):
     assert (scaler.scale, scaler.clean, scaler.tolerated) == (128.0, 0, 1)
 
 
-def test_limits(device):
-    scaler = Scaler(4.0, device, low=1.0, high=8.0, interval=1)
-    for _ in range(5):
-        scaler.update(1)
-    assert scaler.scale == 1.0
-    for _ in range(5):
-        scaler.update(0)
-    assert scaler.scale == 8.0
-
-
 def test_flags_on_another_device_are_refused():
     scaler = Scaler(4.0)
     far = torch.zeros((), device="meta")

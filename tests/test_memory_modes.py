@@ -853,26 +853,6 @@ def test_a_groups_choice_stays_its_own():
 # --- errors ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        ({"master_weights": "Split"}, "master_weights is 'Split'; it has to be True"),
-        ({"state_dtype": "int8"}, "state_dtype is 'int8'; .* 'fp32', 'bf16'(,| or) '8bit'"),
-        ({"rounding": "up"}, "rounding is 'up'; .* 'nearest' or 'stochastic'"),
-        ({"seed": -1}, "seed is -1; .* integer from 0 to"),
-        ({"seed": 2**32}, "seed is 4294967296; .* integer from 0 to"),
-        ({"seed": 1.5}, "seed is 1.5; .* integer from 0 to"),
-        ({"ema_decay": 1.0}, r"ema_decay is 1.0; .* in \[0, 1\)"),
-        ({"ema_decay": nan}, "ema_decay is nan"),
-        ({"rounding": "stochastic", "master_weights": "split"}, "Leave one of the two out"),
-        ({"rounding": "stochastic", "master_weights": True}, "Leave one of the two out"),
-    ],
-)
-def test_options_that_do_not_exist(option, message):
-    with pytest.raises(ValueError, match=message):
-        optim.AdamW(parameters([bf16]), **option)
-
-
 @pytest.mark.parametrize("kind", ["LAMB", "NovoGrad"])
 def test_whose_states_are_no_codes(kind):
     params, message = parameters([f32]), f"{kind} keeps no states in 8 bits.*Use 'bf16' or 'fp32'"

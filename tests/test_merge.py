@@ -9,10 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ampfuse import optim
-from cases import make
+from ampfuse.optim import shards
+from cases import assert_same_bits, everything, make
 from trainings import fractions
 
 RANKS = 3
@@ -111,3 +113,29 @@ def test_ranks_decide_as_one(kind, clip, copies, device):
     # LAMB has another for its updates; of a skipped step on a GPU too, as the host knows nothing.
     applied = STEPS - len(BAD)
     assert ranks.calls in ({STEPS} if kind != "lamb" else {STEPS + applied, 2 * STEPS})
+
+
+@pytest.mark.parametrize("kind", MAKE)
+def test_a_group_of_one_decides_as_nobody_else_does(kind, device, tmp_path):
+    """By the collectives of the device's own backend: NCCL on a GPU."""
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    store = f"file://{tmp_path}/store"
+    dist.init_process_group(backend, init_method=store, rank=0, world_size=1)
+    try:
+        found = []
+        for grouped in (False, True):
+            params = [nn.Parameter(fractions(s, i).to(device)) for i, s in enumerate(SHAPES)]
+            optimizer = MAKE[kind](params, max_grad_norm=0.5, skip_nonfinite=True)
+            if grouped:
+                shards.Ranks(dist.group.WORLD, None).join(optimizer.param_table())
+            told = []
+            for step in range(STEPS):
+                for param, gradient in zip(params, gradients_of(step), strict=True):
+                    param.grad = gradient.to(device)
+                optimizer.step()
+                told.append(optimizer.last_step.grad_norm.clone())
+                assert optimizer.last_step.skipped == (step in BAD)
+            found.append(everything(optimizer) | {"norms": torch.stack(told)})
+        assert_same_bits(*found)
+    finally:
+        dist.destroy_process_group()

@@ -11,6 +11,7 @@ import ampfuse
 from ampfuse import amp
 from ampfuse.measuring import TensorMemory
 from ampfuse.nn import BatchNormAct2d, fuse, recompute_norms
+from cases import on_a_side_stream
 from conftest import nn_ops
 
 
@@ -28,8 +29,9 @@ class Block(nn.Module):
         return self.conv2(self.norm2(self.conv1(self.norm1(x)), x))
 
 
-def image(*shape, dtype=torch.float32):
-    return torch.randn(shape).to(dtype, memory_format=torch.channels_last).requires_grad_()
+def image(*shape, dtype=torch.float32, device="cpu"):
+    x = torch.randn(shape).to(device, dtype, memory_format=torch.channels_last)
+    return x.requires_grad_()
 
 
 def gradients(model, x, recomputed, mode=True):
@@ -46,13 +48,19 @@ def gradients(model, x, recomputed, mode=True):
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_results_have_the_same_bits(dtype, training):
+def test_results_have_the_same_bits(dtype, training, hardware):
+    """On a side stream, too."""
     torch.manual_seed(0)
-    block, x = Block().to(memory_format=torch.channels_last), image(4, 16, 9, 7, dtype=dtype)
+    block = Block().to(hardware, memory_format=torch.channels_last)
+    x = image(4, 16, 9, 7, dtype=dtype, device=hardware)
     for conv in (block.conv1, block.conv2):
         conv.to(dtype)
     kept, made = (gradients(block, x, recomputed, training) for recomputed in (False, True))
     assert all(map(torch.equal, kept, made))
+    for recomputed in (False, True):
+        with on_a_side_stream(hardware):
+            aside = gradients(block, x, recomputed, training)
+        assert all(map(torch.equal, kept, aside))
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -72,18 +80,19 @@ def test_the_kernel_repeats_itself(relu, bias, device):
         assert saved(other).unpack() is other
 
 
-def test_memory_of_a_net_and_equal_steps():
+def test_memory_of_a_net_and_equal_steps(hardware):
     """Of each block's four saved images one is not kept."""
     torch.manual_seed(0)
-    x = torch.randn(8, 16, 32, 32).contiguous(memory_format=torch.channels_last)
+    x = torch.randn(8, 16, 32, 32).to(hardware, memory_format=torch.channels_last)
     peaks, ends = [], []
     for recomputed in (False, True):
         torch.manual_seed(1)
-        model = nn.Sequential(*(Block() for _ in range(6))).to(memory_format=torch.channels_last)
+        model = nn.Sequential(*(Block() for _ in range(6)))
+        model.to(hardware, memory_format=torch.channels_last)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
         amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
         for _ in range(2):
-            with TensorMemory(torch.device("cpu")) as peak:
+            with TensorMemory(hardware) as peak:
                 if recomputed:
                     with recompute_norms():
                         loss = model(x).float().square().mean()
@@ -100,12 +109,13 @@ def test_memory_of_a_net_and_equal_steps():
     assert peaks[0] - peaks[1] > 5 * one_image  # the sixth is made while the rest is there
 
 
-def test_a_fused_net_as_it_is():
+def test_a_fused_net_as_it_is(hardware):
     torchvision = pytest.importorskip("torchvision")
     torch.manual_seed(0)
-    model = torchvision.models.resnet18(num_classes=4).to(memory_format=torch.channels_last)
-    fuse(model)
-    x = image(2, 3, 32, 32)
+    model = torchvision.models.resnet18(num_classes=4)
+    model.maxpool = nn.Identity()  # on a GPU it adds gradients in any order
+    fuse(model.to(hardware, memory_format=torch.channels_last))
+    x = image(2, 3, 32, 32, device=hardware)
     kept, made = (gradients(model, x, recomputed) for recomputed in (False, True))
     assert all(map(torch.equal, kept, made))
 

@@ -9,9 +9,8 @@ from torch import nn
 
 from ampfuse import amp, optim
 from ampfuse.optim.generic import GenericOptimizer
-from cases import assert_same_bits, f32, same_bits, snapshot
+from cases import LEVELS, assert_same_bits, f32, same_bits, snapshot
 
-LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 WITH_MASTERS = ("O2", "O5")
 
 

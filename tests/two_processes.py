@@ -107,26 +107,6 @@ def parallel_options():
     return found
 
 
-def batch_norm():
-    """Forward, backward and running statistics of a batch norm over both halves of a batch."""
-    torch.manual_seed(0)
-    x = torch.rand(6, 3, 2, 2) * 3 + 100.0
-    factors = torch.rand(6, 3, 2, 2)
-    rank = dist.get_rank()
-    mine = x[rank * 2 : rank * 2 + 2 + 2 * rank].clone().requires_grad_()  # 2 and 4 of 6
-    norm = apex.parallel.SyncBatchNorm(3)
-    out = norm(mine)
-    (out * factors[rank * 2 : rank * 2 + 2 + 2 * rank]).sum().backward()
-    dist.all_reduce(norm.weight.grad)
-    return {
-        "out": out.detach(),
-        "grad": mine.grad,
-        "weight": norm.weight.grad,
-        "mean": norm.running_mean,
-        "var": norm.running_var,
-    }
-
-
 # Of six images, how many the first process has; how they lie; which module normalizes them.
 SYNC_CASES = {
     "uneven": {"first": 2, "relu": True, "add": True},
@@ -135,16 +115,17 @@ SYNC_CASES = {
     "with add": {"first": 4, "relu": False, "add": True},
     "an empty batch": {"first": 0, "relu": True, "add": True},
     "NCHW": {"first": 2, "relu": True, "add": True, "format": torch.contiguous_format},
+    "a large mean": {"first": 2, "relu": False, "add": False, "mean": 100.0},
     "channel_last": {"first": 2, "relu": True, "add": True, "module": "channel_last"},
 }
 
 
 def sync_inputs(dtype, case):
     """The whole batch, what is added to the result or None, and factors of its gradient."""
-    layout = case.get("format", torch.channels_last)
+    layout, mean = case.get("format", torch.channels_last), case.get("mean", 10.0)
     generator = torch.Generator().manual_seed(0)
     x, z, factors = torch.randn(3, 6, 4, 3, 3, generator=generator)
-    x, z = ((t + 1).to(dtype).contiguous(memory_format=layout) for t in (x * 3 + 10, z))
+    x, z = ((t + 1).to(dtype).contiguous(memory_format=layout) for t in (x * 3 + mean, z))
     return x.requires_grad_(), z.requires_grad_() if case["add"] else None, factors
 
 
@@ -190,7 +171,6 @@ def sync_batch_norms():
 JOBS = (
     train_with_an_overflow,
     parallel_options,
-    batch_norm,
     sync_batch_norms,
     explain_an_overflow,
 )

@@ -9,12 +9,17 @@ from typing import Any
 
 import torch
 
+_LAYER = [1024, 1024, 3072 * 1024, 3072, 1024 * 1024, 1024]  # norm, attention
+_LAYER += [1024, 1024, 4096 * 1024, 4096, 1024 * 4096, 1024]  # norm, perceptron
 TENSORS = {  # their sizes
     "64M": [16_000_000] * 4,
     "1B": [250_000_000] * 4,
     "2000x1": [1] * 2000,
     "2000x500": [500] * 2000,
+    "1B-seldom": [250_000_000] * 4,  # four fifths of each gradient are zero in all steps
     "2000x64K": [65_536] * 2000,
+    "2000x64K-odd": [65_536] * 2000,  # gradients are views into a bucket, off alignment
+    "gpt2-medium": [50257 * 1024, 1024 * 1024, *_LAYER * 24, 1024, 1024],
 }
 # torchvision's; "-groups": a group for each tensor, as with a learning rate for each layer.
 NETS = {"resnet50": "resnet50", "vit-b": "vit_b_16", "vit-b-groups": "vit_b_16"}
@@ -166,6 +171,7 @@ def cases(device: str, wide: bool = False) -> list[Case]:
             "AdamW 1B clip fp16 bf16",
             "AdamW 2000x64K clip fp16 bf16",
             "AdamW resnet50 clip fp16 bf16",
+            "AdamW gpt2-medium clip bf16",
             "AdamW vit-b clip fp16 bf16",
             "SGD 1B clip fp16 bf16",
             "AdamW vit-b-groups clip fp16",
@@ -173,6 +179,8 @@ def cases(device: str, wide: bool = False) -> list[Case]:
             "LAMB 1B clip fp16",
             "AdamW 1B clip fp32",
             "AdamW 1B leave fp32",
+            "AdamW 2000x64K-odd clip bf16",
+            "AdamW 1B-seldom clip bf16",
         )
         more = _cases(
             "AdamW 1B noclip bf16",

@@ -65,10 +65,16 @@ def tensors_of(case: Case, device: torch.device) -> tuple[list[Tensor], list[Ten
         return values.mul_(deviation).to(case.dtype)
 
     scale = SCALE if case.scaled else 1.0
-    return (
-        [normal(size, 0.02) for size in case.sizes],
-        [normal(size, 1e-3 * scale) for size in case.sizes],
+    weights, gradients = (
+        [normal(size, deviation) for size in case.sizes] for deviation in (0.02, 1e-3 * scale)
     )
+    if case.tensors.endswith("seldom"):
+        for gradient in gradients:
+            gradient.view(5, -1)[1:] = 0
+    if case.tensors.endswith("odd"):
+        bucket = torch.cat([gradients[0][:1], *gradients])
+        gradients = list(bucket[1:].split(case.sizes))
+    return weights, gradients
 
 
 class Route:
@@ -398,7 +404,8 @@ def peers(case: Case, device: torch.device, compiled: bool = True) -> dict[str, 
         engine = "transformer_engine.pytorch.optimizers:FusedAdam"
         engines = Peer(engine, masters | {"capturable": case.scaled})
         routes["TransformerEngine FusedAdam"] = engines
-        flash, bits = "flashoptim:FlashAdamW", "bitsandbytes.optim:AdamW8bit"
-        routes["flashoptim FlashAdamW"] = Peer(flash, {}, agrees=False)
-        routes["bitsandbytes AdamW8bit"] = Peer(bits, {}, agrees=False)
+        routes["flashoptim FlashAdamW"] = Peer("flashoptim:FlashAdamW", {}, agrees=False)
+    if case.optimizer == "AdamW":
+        for package in ("bitsandbytes", "torchao"):
+            routes[f"{package} AdamW8bit"] = Peer(f"{package}.optim:AdamW8bit", {}, agrees=False)
     return routes

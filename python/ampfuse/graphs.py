@@ -116,7 +116,8 @@ def make_graphed_step(
 
     Arguments:
         model: on one CUDA device, in the mode (train) it is captured in. Not in
-            DistributedDataParallel or anything else that communicates: collectives are not handled.
+            DistributedDataParallel, FSDP or anything else that communicates: collectives are not
+            captured.
         loss_fn: ``loss_fn(output, *targets)`` gives the loss, one element.
         optimizer: of ``ampfuse.optim``, or SGD, Adam, AdamW or Adagrad of torch under
             ``amp.initialize``. Under amp the loss is scaled with the first loss scaler.
@@ -130,7 +131,8 @@ def make_graphed_step(
             that is not under ``amp.initialize``.
 
     Raises:
-        TypeError: an optimizer without a fused step; a model, scaler or batch of another kind.
+        TypeError: an optimizer without a fused step; a model of several processes or devices; a
+            model, scaler or batch of another kind.
         ValueError: parameters that are not on a CUDA device; a `scaler` beside amp.
         RuntimeError: amp logs every overflow (``verbosity=2``), for which the host has to wait.
 
@@ -139,6 +141,7 @@ def make_graphed_step(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; it has to be a torch.nn.Module")
+    _check_alone(model)
     if not is_fused(optimizer):
         kinds = [kind for kind in vars(optim).values() if isinstance(kind, type)]
         *most, last = [kind.__name__ for kind in kinds if issubclass(kind, FusedOptimizer)]
@@ -162,6 +165,20 @@ def make_graphed_step(
         )
     _check_device(optimizer.param_table().param(0).device)
     return GraphedStep(model, loss_fn, optimizer, sample_batch, max_grad_norm, scaler)
+
+
+# By name: apex's too, and nothing is imported for it.
+_SPREAD = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
+
+
+def _check_alone(model: nn.Module) -> None:
+    for module in model.modules():
+        for kind in type(module).__mro__:
+            if kind.__name__ in _SPREAD:
+                raise TypeError(
+                    f"the model is in {kind.__name__}, which communicates, and a captured step "
+                    "does not. Run its steps eagerly, or train the bare model in one process."
+                )
 
 
 def _check_device(device: torch.device) -> None:

@@ -1,5 +1,5 @@
-// A test is a function that throws where something is wrong. Run all, or those whose name holds an
-// argument.
+// A test is a function that throws where something is wrong. Run all, or those whose name holds one
+// of the arguments.
 #pragma once
 
 #include <cstdio>
@@ -36,7 +36,9 @@ struct AddTest {
 inline int run_tests(int argc, char** argv) {
   int failed = 0;
   for (const Test& test : tests()) {
-    if (argc > 1 && std::strstr(test.name, argv[1]) == nullptr) continue;
+    bool wanted = argc == 1;
+    for (int i = 1; i < argc; ++i) wanted |= std::strstr(test.name, argv[i]) != nullptr;
+    if (!wanted) continue;
     try {
       test.run();
       std::printf("ok   %s\n", test.name);

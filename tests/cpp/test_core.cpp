@@ -267,18 +267,6 @@ TEST(many_rows) {
   pair.expect_same();
 }
 
-TEST(no_rows) {
-  for (const auto& rows : {std::vector<RowSpec>(), std::vector<RowSpec>{optimizer_row(0, 0)}}) {
-    for (const AlgorithmInfo& each : algorithms()) {
-      const Algorithm algorithm = each.algorithm;
-      Pair pair(rows);
-      pair.both([&](World& world) { world.step(algorithm); });
-      pair.expect_same();
-      EXPECT(pair.gpu.norm.read() == 0.0f);
-    }
-  }
-}
-
 // In place, and not clipped. `mixed`: beside rows that have every other list.
 TEST(updates_leave_unscaled_gradients) {
   for (const AlgorithmInfo& each : algorithms()) {
@@ -486,17 +474,6 @@ TEST(a_skipped_step_changes_nothing) {
   }
 }
 
-TEST(a_static_scale_never_skips) {
-  Pair pair(optimizer_rows());
-  pair.both([&](World& world) {
-    world.set(40, kGrad, 0, kNan);
-    world.step(Algorithm::of<AdamOp>(), 1.0, false);
-  });
-  pair.expect_same();
-  EXPECT(pair.gpu.state.read().skip == 0);
-  EXPECT(std::isnan(pair.gpu.values(40, kParam)[0]));
-}
-
 // --- the last block ------------------------------------------------------------------------------
 
 namespace {
@@ -570,15 +547,19 @@ TEST(one_call_prepares_as_two_calls_do) {
 
 TEST(rows_without_elements_alone) {
   for (const AlgorithmInfo& each : algorithms()) {
-    const Algorithm algorithm = each.algorithm;
-    for (const size_t count : {0, 1, 3}) {
-      Pair pair(std::vector<RowSpec>(count, optimizer_row(0, 0)));
-      pair.both([&](World& world) {
-        world.layerwise = true;
-        world.step(algorithm);
-      });
-      pair.expect_same();
-      if (count > 0) EXPECT(pair.gpu.row_norms.read() == 0 && pair.gpu.param_norms.read() == 0);
+    for (const bool layerwise : {false, true}) {
+      for (const size_t count : {0, 1, 3}) {
+        Pair pair(std::vector<RowSpec>(count, optimizer_row(0, 0)));
+        pair.both([&](World& world) {
+          world.layerwise = layerwise;
+          world.step(each.algorithm);
+        });
+        pair.expect_same();
+        EXPECT(pair.gpu.norm.read() == 0.0f);
+        if (count == 0) continue;
+        EXPECT(pair.gpu.row_norms.read() == 0);
+        EXPECT(!layerwise || pair.gpu.param_norms.read() == 0);
+      }
     }
   }
 }

@@ -122,29 +122,6 @@ TEST(a_table_dies_while_another_stream_uses_it) {
   pair.expect_same();
 }
 
-TEST(launches) {
-  std::vector<RowSpec> rows = adam_rows();
-  rows[3].numel = 0;
-  rows[4].numel = 3 * kChunk;
-  const auto expect = [&](Algorithm algorithm, bool layerwise, int64_t expected) {
-    for (const double max_norm : {0.0, 0.5}) {
-      World world(true, rows);
-      world.layerwise = layerwise;
-      const int64_t before = emulation::launch_count();
-      world.step(algorithm, max_norm);
-      const int64_t launches = emulation::launch_count() - before;
-      EXPECT(launches == expected, launches, " and not ", expected);
-    }
-  };
-  for (const Algorithm algorithm :
-       {Algorithm::of<SgdOp>(), Algorithm::of<AdamOp>(), Algorithm::of<AdagradOp>()}) {
-    expect(algorithm, false, 2);
-    expect(algorithm, true, 3);
-  }
-  expect(Algorithm::of<NovoGradOp>(), false, 2);
-  expect(Algorithm::of<LambOp>(), false, 3);
-}
-
 TEST(uploads_are_only_of_what_changed) {
   World world(true, adam_rows());
   const auto copies = [&](auto change) {

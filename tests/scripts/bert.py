@@ -15,14 +15,10 @@ from apex.normalization import FusedLayerNorm as LayerNorm
 from apex.optimizers import FusedLAMB
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--fp16", action="store_true", help="use mixed precision")
 parser.add_argument("--opt-level", default="O2")
 parser.add_argument("--no-amp", action="store_true")
-parser.add_argument("--gradient_accumulation_steps", type=int, default=2)
-parser.add_argument("--max_steps", type=int, default=30)
-parser.add_argument("--learning_rate", type=float, default=1e-2)
-parser.add_argument("--output", default=None)
 args = parser.parse_args()
+MAX_STEPS, ACCUMULATION_STEPS = 30, 2
 
 
 class Layer(nn.Module):
@@ -61,19 +57,14 @@ def prepare_model_and_optimizer():
     torch.manual_seed(42)
     model = Model()
     no_decay = ["bias", "norm"]
+    params = list(model.named_parameters())
+    decayed = [p for n, p in params if not any(nd in n for nd in no_decay)]
+    others = [p for n, p in params if any(nd in n for nd in no_decay)]
     grouped = [
-        {
-            "params": [
-                p for n, p in model.named_parameters() if not any(nd in n for nd in no_decay)
-            ],
-            "weight_decay": 0.01,
-        },
-        {
-            "params": [p for n, p in model.named_parameters() if any(nd in n for nd in no_decay)],
-            "weight_decay": 0.0,
-        },
+        {"params": decayed, "weight_decay": 0.01},
+        {"params": others, "weight_decay": 0.0},
     ]
-    optimizer = FusedLAMB(grouped, lr=args.learning_rate)
+    optimizer = FusedLAMB(grouped, lr=1e-2)
     model, optimizer = amp.initialize(
         model, optimizer, enabled=not args.no_amp, opt_level=args.opt_level, loss_scale="dynamic"
     )
@@ -116,22 +107,21 @@ def take_optimizer_step(optimizer):
 
 
 model, optimizer = prepare_model_and_optimizer()
-output_dir = args.output or tempfile.mkdtemp()
-path = os.path.join(output_dir, "ckpt.pt")
+path = os.path.join(tempfile.mkdtemp(), "ckpt.pt")
 step = 0
-while step < args.max_steps:
-    if step == args.max_steps // 2:  # the job's time is over; the next one goes on
+while step < MAX_STEPS:
+    if step == MAX_STEPS // 2:  # the job's time is over; the next one goes on
         save(path, model, optimizer, step)
         model, optimizer = prepare_model_and_optimizer()
         step = load(path, model, optimizer)
     total = 0.0
-    for micro in range(args.gradient_accumulation_steps):
+    for micro in range(ACCUMULATION_STEPS):
         generator = torch.Generator().manual_seed(100 * step + micro)
         start = torch.randint(0, 13, (8, 1), generator=generator)
         ids = (start + torch.arange(6)) % 13
         logits = model(ids[:, :-1])
         loss = F.cross_entropy(logits.reshape(-1, 13), ids[:, 1:].reshape(-1))
-        loss = loss / args.gradient_accumulation_steps
+        loss = loss / ACCUMULATION_STEPS
         with amp.scale_loss(loss, optimizer) as scaled_loss:
             scaled_loss.backward()
         total += loss.item()

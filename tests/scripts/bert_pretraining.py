@@ -17,12 +17,9 @@ from apex.parallel.distributed import flat_dist_call
 parser = argparse.ArgumentParser()
 parser.add_argument("--opt-level", default="O2")
 parser.add_argument("--no-amp", action="store_true")
-parser.add_argument("--gradient_accumulation_steps", type=int, default=2)
 parser.add_argument("--allreduce_post_accumulation_fp16", action="store_true")
-parser.add_argument("--init_loss_scale", type=int, default=2**20)
-parser.add_argument("--max_steps", type=int, default=30)
-parser.add_argument("--overflow_at", type=int, nargs="*", default=[4, 11, 12])
 args = parser.parse_args()
+MAX_STEPS, ACCUMULATION_STEPS, INIT_LOSS_SCALE, OVERFLOW_AT = 30, 2, 2**20, [4, 11, 12]
 
 world_size = int(os.environ.get("WORLD_SIZE", 1))
 if world_size > 1:
@@ -60,7 +57,7 @@ def take_optimizer_step(optimizer, model, overflow_buf, global_step):
         65536,
         overflow_buf,
         [master_grads, allreduced_views],
-        loss_scale / (world_size * args.gradient_accumulation_steps),
+        loss_scale / (world_size * ACCUMULATION_STEPS),
     )
     if world_size > 1:
         torch.distributed.all_reduce(flat_raw)
@@ -99,22 +96,22 @@ if not args.no_amp:
         loss_scale="dynamic",
         cast_model_outputs=torch.float16,
     )
-    amp._amp_state.loss_scalers[0]._loss_scale = args.init_loss_scale
+    amp._amp_state.loss_scalers[0]._loss_scale = INIT_LOSS_SCALE
 if world_size > 1:
     flat_dist_call([param.data for param in model.parameters()], torch.distributed.broadcast, (0,))
 
 overflow_buf = torch.zeros(1, dtype=torch.int32)
-planted = [] if args.no_amp else list(args.overflow_at)
+planted = [] if args.no_amp else list(OVERFLOW_AT)
 global_step = 0
-while global_step < args.max_steps:
+while global_step < MAX_STEPS:
     overflows = bool(planted) and planted[0] == global_step
     average_loss = 0.0
-    for micro in range(args.gradient_accumulation_steps):
+    for micro in range(ACCUMULATION_STEPS):
         generator = torch.Generator().manual_seed(100 * global_step + 10 * micro + rank)
         start = torch.randint(0, 13, (8, 1), generator=generator)
         ids = (start + torch.arange(6)) % 13
         loss = F.cross_entropy(model(ids[:, :-1]).float().reshape(-1, 13), ids[:, 1:].reshape(-1))
-        average_loss += loss.item() / args.gradient_accumulation_steps
+        average_loss += loss.item() / ACCUMULATION_STEPS
         if overflows and micro == 0:
             loss = loss * float("inf")
         if args.no_amp:
@@ -127,8 +124,8 @@ while global_step < args.max_steps:
         planted.pop(0)
 if not args.no_amp:
     scale = _amp_state.loss_scalers[0].loss_scale()
-    assert skipped_steps >= len(args.overflow_at)
-    assert scale == args.init_loss_scale / 2**skipped_steps
+    assert skipped_steps >= len(OVERFLOW_AT)
+    assert scale == INIT_LOSS_SCALE / 2**skipped_steps
 if rank == 0:
     print("final loss: %.6f" % average_loss)
 if world_size > 1:

@@ -14,14 +14,11 @@ except ImportError:
     )
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--batchSize", type=int, default=16)
-parser.add_argument("--niter", type=int, default=12)
-parser.add_argument("--lr", type=float, default=0.002)
-parser.add_argument("--beta1", type=float, default=0.5)
 parser.add_argument("--opt_level", "--opt-level", default="O1", help='amp opt_level, default="O1"')
 parser.add_argument("--no-amp", action="store_true")
 opt = parser.parse_args()
 torch.manual_seed(2809)
+BATCH_SIZE = 16
 
 
 def weights_init(m):
@@ -70,8 +67,8 @@ criterion = nn.BCEWithLogitsLoss()
 real_label = 1
 fake_label = 0
 
-optimizerD = optim.Adam(netD.parameters(), lr=opt.lr, betas=(opt.beta1, 0.999))
-optimizerG = optim.Adam(netG.parameters(), lr=opt.lr, betas=(opt.beta1, 0.999))
+optimizerD = optim.Adam(netD.parameters(), lr=0.002, betas=(0.5, 0.999))
+optimizerG = optim.Adam(netG.parameters(), lr=0.002, betas=(0.5, 0.999))
 
 [netD, netG], [optimizerD, optimizerG] = amp.initialize(
     [netD, netG],
@@ -81,20 +78,19 @@ optimizerG = optim.Adam(netG.parameters(), lr=opt.lr, betas=(opt.beta1, 0.999))
     num_losses=3,
 )
 
-data = torch.rand(opt.batchSize, 1, 8, 8) * torch.linspace(0, 1, 8)
-for i in range(opt.niter):
+data = torch.rand(BATCH_SIZE, 1, 8, 8) * torch.linspace(0, 1, 8)
+for i in range(12):
     # (1) Update D network: maximize log(D(x)) + log(1 - D(G(z)))
     # train with real
     netD.zero_grad()
-    label = torch.full((opt.batchSize,), real_label, dtype=torch.float)
+    label = torch.full((BATCH_SIZE,), real_label, dtype=torch.float)
     output = netD(data)
     errD_real = criterion(output, label)
     with amp.scale_loss(errD_real, optimizerD, loss_id=0) as errD_real_scaled:
         errD_real_scaled.backward()
-    D_x = output.mean().item()
 
     # train with fake
-    noise = torch.randn(opt.batchSize, 8, 1, 1)
+    noise = torch.randn(BATCH_SIZE, 8, 1, 1)
     fake = netG(noise)
     label.fill_(fake_label)
     output = netD(fake.detach())
@@ -112,9 +108,4 @@ for i in range(opt.niter):
     with amp.scale_loss(errG, optimizerG, loss_id=2) as errG_scaled:
         errG_scaled.backward()
     optimizerG.step()
-
-    print(
-        "[%d/%d] Loss_D: %.4f Loss_G: %.4f D(x): %.4f"
-        % (i, opt.niter, errD.item(), errG.item(), D_x)
-    )
 print("final loss: %.6f" % (errD.item() + errG.item()))

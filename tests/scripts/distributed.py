@@ -14,7 +14,6 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--local_rank", default=0, type=int)
 parser.add_argument("--opt-level", type=str, default="O1")
 parser.add_argument("--no-amp", action="store_true")
-parser.add_argument("--steps", default=20, type=int)
 args = parser.parse_args()
 
 args.distributed = int(os.environ.get("WORLD_SIZE", 1)) > 1
@@ -43,7 +42,7 @@ x = torch.randn(32, 6)
 y = (x.sum(1) > 0).long()
 x, y = x[rank::world], y[rank::world]
 loss_fn = torch.nn.CrossEntropyLoss()
-for t in range(args.steps):
+for t in range(20):
     optimizer.zero_grad()
     loss = loss_fn(model(x), y)
     with apex.amp.scale_loss(loss, optimizer) as scaled_loss:

@@ -19,8 +19,6 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--no-apex", action="store_true")
 parser.add_argument("--fp16", action="store_true", help="an FP16 model, scaled by this program")
 parser.add_argument("--opt-level", default="", help="amp's, instead")
-parser.add_argument("--lr", type=float, default=0.02)
-parser.add_argument("--clip-norm", type=float, default=1.0)
 parser.add_argument("--epochs", type=int, default=5)
 parser.add_argument("--save", default="")
 parser.add_argument("--resume", default="")
@@ -117,7 +115,7 @@ def main():
     model = Classifier()
     if args.fp16:
         model.half()
-    options = {"lr": args.lr, "betas": (0.9, 0.98), "weight_decay": 0.01}
+    options = {"lr": 0.02, "betas": (0.9, 0.98), "weight_decay": 0.01}
     if args.no_apex:
         optimizer = torch.optim.AdamW(model.parameters(), **options)
     else:
@@ -140,11 +138,11 @@ def main():
             if args.opt_level:
                 with amp.scale_loss(loss, optimizer) as scaled_loss:
                     scaled_loss.backward()
-                nn.utils.clip_grad_norm_(amp.master_params(optimizer), args.clip_norm)
+                nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
                 optimizer.step()
                 continue
             (loss * scaler.scale).backward()
-            if scaler.unscale(list(model.parameters()), args.clip_norm):
+            if scaler.unscale(list(model.parameters()), 1.0):
                 optimizer.step()
     if args.save:
         state = {"epoch": args.epochs, "model": model.state_dict(), "amp": amp.state_dict()}

@@ -8,20 +8,9 @@ import torch.nn as nn
 from apex.fp16_utils import FP16_Optimizer, network_to_half
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--fp16", action="store_true", help="Run model fp16 mode.")
-parser.add_argument(
-    "--static-loss-scale",
-    type=float,
-    default=1,
-    help="Static loss scale, positive power of 2 values can improve fp16 convergence.",
-)
-parser.add_argument(
-    "--dynamic-loss-scale",
-    action="store_true",
-    help="Use dynamic loss scaling.  If supplied, this argument supersedes --static-loss-scale.",
-)
-parser.add_argument("--clip", type=float, default=1.0)
-parser.add_argument("--steps", type=int, default=40)
+parser.add_argument("--fp16", action="store_true")
+parser.add_argument("--static-loss-scale", type=float, default=1)
+parser.add_argument("--dynamic-loss-scale", action="store_true")
 args = parser.parse_args()
 
 torch.manual_seed(1)
@@ -42,16 +31,16 @@ scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=15, gamma=0.5)
 
 target = torch.arange(24) % 3
 input = 0.5 * torch.randn(24, 1, 6, 6) + target.view(-1, 1, 1, 1)
-for step in range(args.steps):
+for step in range(40):
     output = model(input)
     loss = criterion(output.float(), target)
     optimizer.zero_grad()
     if args.fp16:
         optimizer.backward(loss)
-        optimizer.clip_master_grads(args.clip)
+        optimizer.clip_master_grads(1.0)
     else:
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     scheduler.step()
 print("final loss: %.6f" % loss.item())

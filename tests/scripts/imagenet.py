@@ -1,7 +1,6 @@
 """Image classification, the way the ImageNet example did it with apex.amp."""
 
 import argparse
-import os
 
 import torch
 import torch.nn as nn
@@ -23,10 +22,6 @@ except ImportError:
 def parse():
     parser = argparse.ArgumentParser(description="PyTorch ImageNet Training")
     parser.add_argument("--epochs", default=4, type=int, metavar="N")
-    parser.add_argument("-b", "--batch-size", default=16, type=int)
-    parser.add_argument("--lr", default=0.05, type=float)
-    parser.add_argument("--momentum", default=0.9, type=float)
-    parser.add_argument("--weight-decay", "--wd", default=1e-4, type=float)
     parser.add_argument("--resume", default="", type=str)
     parser.add_argument("--save", default="", type=str)
     parser.add_argument("--no-amp", action="store_true")
@@ -63,33 +58,12 @@ def dataset(n):
     return torch.utils.data.TensorDataset(images, target)
 
 
-class AverageMeter(object):
-    def __init__(self):
-        self.sum = 0
-        self.count = 0
-
-    def update(self, val, n=1):
-        self.sum += val * n
-        self.count += n
-
-    @property
-    def avg(self):
-        return self.sum / self.count
-
-
 def main():
     args = parse()
-    print("opt_level = {}".format(args.opt_level))
-    print(
-        "keep_batchnorm_fp32 = {}".format(args.keep_batchnorm_fp32), type(args.keep_batchnorm_fp32)
-    )
-    print("loss_scale = {}".format(args.loss_scale), type(args.loss_scale))
     torch.manual_seed(0)
 
     model = Net()
-    optimizer = torch.optim.SGD(
-        model.parameters(), args.lr, momentum=args.momentum, weight_decay=args.weight_decay
-    )
+    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, weight_decay=1e-4)
     # Initialize Amp.  Amp accepts either values or strings for the optional override arguments,
     # for convenient interoperation with argparse.
     model, optimizer = amp.initialize(
@@ -115,10 +89,10 @@ def main():
     for epoch in range(start_epoch, args.epochs):
         generator = torch.Generator().manual_seed(epoch)
         train_loader = torch.utils.data.DataLoader(
-            train, batch_size=args.batch_size, shuffle=True, generator=generator
+            train, batch_size=16, shuffle=True, generator=generator
         )
-        run_epoch(train_loader, model, criterion, optimizer, epoch, args)
-        loss, prec1 = validate(torch.utils.data.DataLoader(val, batch_size=32), model, criterion)
+        run_epoch(train_loader, model, criterion, optimizer, epoch)
+        loss = validate(torch.utils.data.DataLoader(val, batch_size=32), model, criterion)
         if args.save:
             torch.save(
                 {
@@ -129,42 +103,30 @@ def main():
                 },
                 args.save,
             )
-    print("prec@1: {:.3f}".format(prec1))
     print("final loss: {:.6f}".format(loss))
 
 
-def run_epoch(train_loader, model, criterion, optimizer, epoch, args):
-    losses = AverageMeter()
+def run_epoch(train_loader, model, criterion, optimizer, epoch):
     model.train()
-    for i, (input, target) in enumerate(train_loader):
-        adjust_learning_rate(optimizer, epoch, args)
+    for param_group in optimizer.param_groups:
+        param_group["lr"] = 0.05 * (0.1 ** (epoch // 3))
+    for input, target in train_loader:
         output = model(input)
         loss = criterion(output, target)
         optimizer.zero_grad()
         with amp.scale_loss(loss, optimizer) as scaled_loss:
             scaled_loss.backward()
         optimizer.step()
-        losses.update(to_python_float(loss.data), input.size(0))
 
 
 def validate(val_loader, model, criterion):
-    losses = AverageMeter()
-    top1 = AverageMeter()
+    losses = []
     model.eval()
     for input, target in val_loader:
         with torch.no_grad():
-            output = model(input)
-            loss = criterion(output, target)
-        losses.update(to_python_float(loss.data), input.size(0))
-        prec1 = (output.data.topk(1)[1].view(-1) == target).float().mean()
-        top1.update(to_python_float(prec1), input.size(0))
-    return losses.avg, top1.avg
-
-
-def adjust_learning_rate(optimizer, epoch, args):
-    lr = args.lr * (0.1 ** (epoch // 3))
-    for param_group in optimizer.param_groups:
-        param_group["lr"] = lr
+            loss = criterion(model(input), target)
+        losses.append(to_python_float(loss.data))
+    return sum(losses) / len(losses)
 
 
 if __name__ == "__main__":

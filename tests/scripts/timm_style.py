@@ -2,14 +2,13 @@
 
 import argparse
 import contextlib
-from collections import OrderedDict
 
 import torch
 import torch.nn as nn
 from timm import create_model
 from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
-from timm.utils import ModelEmaV3, NativeScaler, dispatch_clip_grad
+from timm.utils import ModelEmaV3, dispatch_clip_grad
 
 has_apex = False
 with contextlib.suppress(ImportError):
@@ -19,13 +18,8 @@ with contextlib.suppress(ImportError):
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--no-amp", action="store_true")
-parser.add_argument("--native-amp", action="store_true")
 parser.add_argument("--opt-level", default="O1")
-parser.add_argument("--opt", default="lookahead_momentum")
-parser.add_argument("--lr", type=float, default=0.2)
 parser.add_argument("--epochs", type=int, default=3)
-parser.add_argument("--clip-grad", type=float, default=1.0)
-parser.add_argument("--clip-mode", default="norm")
 parser.add_argument("--save", default="")
 parser.add_argument("--resume", default="")
 
@@ -33,11 +27,10 @@ parser.add_argument("--resume", default="")
 class ApexScaler:
     state_dict_key = "amp"
 
-    def __call__(self, loss, optimizer, clip_grad=None, clip_mode="norm", parameters=None):
+    def __call__(self, loss, optimizer, clip_grad):
         with amp.scale_loss(loss, optimizer) as scaled_loss:
             scaled_loss.backward()
-        if clip_grad is not None:
-            dispatch_clip_grad(amp.master_params(optimizer), clip_grad, mode=clip_mode)
+        dispatch_clip_grad(amp.master_params(optimizer), clip_grad, mode="norm")
         optimizer.step()
 
     def state_dict(self):
@@ -60,14 +53,10 @@ def main():
     args = parser.parse_args()
     torch.manual_seed(0)
     model = create_model("test_resnet", num_classes=4)
-    optimizer = create_optimizer_v2(model, opt=args.opt, lr=args.lr, weight_decay=0.01)
+    optimizer = create_optimizer_v2(model, opt="lookahead_momentum", lr=0.2, weight_decay=0.01)
 
     loss_scaler = None
-    autocast = contextlib.nullcontext
-    if args.native_amp:
-        autocast = lambda: torch.autocast("cpu", dtype=torch.bfloat16)
-        loss_scaler = NativeScaler(device="cpu")
-    elif has_apex and not args.no_amp:
+    if has_apex and not args.no_amp:
         model, optimizer = amp.initialize(model, optimizer, opt_level=args.opt_level)
         loss_scaler = ApexScaler()
 
@@ -92,29 +81,21 @@ def main():
         scheduler.step(epoch)
         model.train()
         for input, target in train:
-            with autocast():
-                loss = criterion(model(input), target)
+            loss = criterion(model(input), target)
             optimizer.zero_grad()
             if loss_scaler is not None:
-                loss_scaler(
-                    loss,
-                    optimizer,
-                    clip_grad=args.clip_grad,
-                    clip_mode=args.clip_mode,
-                    parameters=model.parameters(),
-                )
+                loss_scaler(loss, optimizer, clip_grad=1.0)
             else:
                 loss.backward()
-                dispatch_clip_grad(model.parameters(), args.clip_grad, mode=args.clip_mode)
+                dispatch_clip_grad(model.parameters(), 1.0, mode="norm")
                 optimizer.step()
             model_ema.update(model)
 
-    metrics = OrderedDict()
-    for name, evaluated in (("loss", model), ("ema loss", model_ema.module)):
+    losses = []
+    for evaluated in (model, model_ema.module):
         evaluated.eval()
-        with torch.no_grad(), autocast():
-            losses = [criterion(evaluated(x).float(), y).item() for x, y in dataset(2, 32)]
-        metrics[name] = sum(losses) / len(losses)
+        with torch.no_grad():
+            losses += [criterion(evaluated(x).float(), y).item() for x, y in dataset(2, 32)]
     if args.save:
         state = {
             "epoch": args.epochs,
@@ -125,8 +106,7 @@ def main():
         if loss_scaler is not None:
             state[loss_scaler.state_dict_key] = loss_scaler.state_dict()
         torch.save(state, args.save)
-    print(metrics)
-    print("final loss: {:.6f}".format(sum(metrics.values()) / 2))
+    print("final loss: {:.6f}".format(sum(losses) / len(losses)))
 
 
 if __name__ == "__main__":

@@ -140,7 +140,12 @@ class _Blocks(torch.autograd.Function):
             part = slice(begin, begin + ctx.block)
             logits = F.linear(x[part], weight, bias)
             dz = torch.ops.ampfuse.cross_entropy_gradient(
-                gradient[part].contiguous(), logits, target[part], None, lse[2 * begin :], *ctx.options
+                gradient[part].contiguous(),
+                logits,
+                target[part],
+                None,
+                lse[2 * begin :],
+                *ctx.options,
             )
             if dx is not None:
                 torch.mm(dz, weight, out=dx[part])
