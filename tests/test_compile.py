@@ -121,7 +121,8 @@ def run_compiled(level, order, backend=None, mode=None, device="cpu", **options)
     }
     run = model
     for action in order:
-        run = actions[action](run) or run
+        done = actions[action](run)
+        run = run if done is None else done
     found = train(level, run, optimizer, device=device) | everything(model, optimizer)
     return {name.replace("_orig_mod.", ""): value for name, value in found.items()}
 
