@@ -53,8 +53,10 @@ def _least(dtype):
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize(
     ("rows", "classes"),
-    [(1, 1), (3, 7), (5, 15), (4, 16), (2, 17), (9, 127), (9, 128), (9, 129), (70, 1000)]
-    + [(3, SPAN - 1), (3, SPAN), (3, SPAN + 1), (2, 3 * SPAN + 5), (2, 17 * SPAN + 3)],
+    [
+        *((1, 1), (3, 7), (5, 15), (4, 16), (2, 17), (9, 127), (9, 128), (9, 129), (70, 1000)),
+        *((3, SPAN - 1), (3, SPAN), (3, SPAN + 1), (2, 3 * SPAN + 5), (2, 17 * SPAN + 3)),
+    ],
 )
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_agrees_with_float64(dtype, rows, classes, smoothing):
@@ -264,7 +266,7 @@ def test_is_an_operator_as_torch_wants_it():
     torch.library.opcheck(torch.ops.ampfuse.cross_entropy, (logits, target, None, -100, 0.1))
 
 
-# ---- with the last linear layer -------------------------------------------------------------------
+# ---- with the last linear layer ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -284,15 +286,8 @@ def test_a_head_in_blocks_agrees_with_float64(dtype, block_rows, options):
     expected.backward()
     eps = torch.finfo(dtype).eps
     torch.testing.assert_close(loss.detach().double(), expected.detach(), rtol=2 * eps, atol=0)
-    pairs = [
-        (x.grad, y.grad),
-        *zip(
-            (p.grad for p in head.parameters()),
-            (p.grad for p in exact_head.parameters()),
-            strict=True,
-        ),
-    ]
-    for found, right in pairs:
+    tensors = zip((x, *head.parameters()), (y, *exact_head.parameters()), strict=True)
+    for found, right in ((a.grad, b.grad) for a, b in tensors):
         error = (found.double() - right).norm() / right.norm()
         assert error < 2 * eps
 

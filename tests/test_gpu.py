@@ -26,7 +26,7 @@ from cases import (
     set_grad,
     snapshot,
 )
-from conftest import nn_ops, emulated_module
+from conftest import emulated_module, nn_ops
 from trainings import MODES
 
 CHUNK = 32768  # kChunk of csrc/core/reduce.h

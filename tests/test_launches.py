@@ -9,7 +9,7 @@ from torch import nn
 import ampfuse
 from ampfuse import _core, amp, ops, optim
 from cases import KINDS, make
-from conftest import nn_ops, emulated_module
+from conftest import emulated_module, nn_ops
 from trainings import MODES, NOT_PACKED, is_coded
 
 # name: the optimizer over parameters, and the launches of its step: inspect or prepare, then the

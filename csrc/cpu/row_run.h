@@ -24,8 +24,7 @@ struct RowLanes {
   template <class F>
   HD void store(int lane, const F (&values)[Op::kValues]) {
     using Floats = typename F::template Lanes<DType::kFloat32>;
-    for (int k = 0; k < Op::kValues; ++k)
-      Floats::store(value[k] + lane, Floats::narrow(values[k]));
+    for (int k = 0; k < Op::kValues; ++k) Floats::store(value[k] + lane, Floats::narrow(values[k]));
   }
 
   // Halving from `width` lanes, of which `count` have values, as sum_by_halving().
@@ -86,8 +85,7 @@ HD void add_columns(const char* row, const float* weights, int64_t begin, int64_
       for (int v = 0; v < kRowVectors; ++v) {
         const int first = v * Isa::kWidth;
         uint32_t bits;
-        const Isa x =
-            load_columns<Lanes, Isa, whole>(row, c, first, count, Op::kAbsent, bits);
+        const Isa x = load_columns<Lanes, Isa, whole>(row, c, first, count, Op::kAbsent, bits);
         Isa weight(1.0f);
         if constexpr (!kPlain) weight = weight_of<Isa, whole>(weights, c, first, count);
         Op::template add<kPlain>(value[v], x, weight, bits);
@@ -167,8 +165,8 @@ void NnKernel<Isa, Op>::row_map(NnArgs args, int64_t begin, int64_t end) {
       const auto map = [&](auto whole, int64_t c, int count) HD_LAMBDA {
         Isa weight(1.0f);
         if constexpr (!plain) weight = weight_of<Isa, whole>(weights, c, 0, count);
-        const Isa y = Op::template apply<plain>(load_at<Lanes, Isa, whole>(input, c, 0, count),
-                                                all, weight, 0);
+        const Isa y = Op::template apply<plain>(load_at<Lanes, Isa, whole>(input, c, 0, count), all,
+                                                weight, 0);
         store_at<Lanes, Isa, whole>(y, output, c, 0, count);
       };
       int64_t c = 0;

@@ -128,8 +128,7 @@ __global__ void __launch_bounds__(kLanes) row_map_kernel(NnArgs args, RowGrid gr
           kType, x);
 #pragma unroll
     for (int k = 0; k < kPack; ++k) {
-      const float weight =
-          kPlain || weights == nullptr || k >= count ? 1.0f : weights[c + k];
+      const float weight = kPlain || weights == nullptr || k >= count ? 1.0f : weights[c + k];
       const float y = Op::template apply<kPlain>(x[k], coef, weight, uint32_t(c + k == target));
       x[k] = counts ? y : 0.0f;
     }

@@ -12,7 +12,8 @@ namespace {
 template <class Op>
 class Call {
  public:
-  static constexpr bool kAlongRows = Op::kKind == PassKind::kRowSum || Op::kKind == PassKind::kRowMap;
+  static constexpr bool kAlongRows =
+      Op::kKind == PassKind::kRowSum || Op::kKind == PassKind::kRowMap;
 
   Call(bool cuda, ImageRows image, unsigned absent) : cuda_(cuda) {
     args_.image = image;

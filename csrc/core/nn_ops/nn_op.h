@@ -18,9 +18,9 @@
 //   finish()   makes results of a channel's partials; sum(value) adds value(span) over its spans
 // Others walk along each row, a matrix of `rows` by `channels` in one piece (see below).
 //
-// Sums down the channels are those of reduce.h's idea: one order for every backend, thread count and vector width. A
-// tile of kTileRows is added in FP32, row after row; the tiles of a span, one after another, in
-// FP32; spans by kRowLanes strided lanes and halving, in double.
+// Sums down the channels are those of reduce.h's idea: one order for every backend, thread count
+// and vector width. A tile of kTileRows is added in FP32, row after row; the tiles of a span, one
+// after another, in FP32; spans by kRowLanes strided lanes and halving, in double.
 #pragma once
 
 #include <cstdint>
@@ -86,7 +86,7 @@ struct NnArgs {
   float numbers[2] = {};
   const int64_t* targets = nullptr;  // [rows], a column each
   int64_t ignored = 0;               // the target of a row that does not count
-  void* partials = nullptr;  // of a sum: [channels][spans] of its Partial
+  void* partials = nullptr;          // of a sum: [channels][spans] of its Partial
 
   HD bool has(unsigned list) const {
     if (list == kMask) return mask != nullptr;

@@ -147,8 +147,7 @@ struct CrossEntropyFunction : torch::autograd::Function<CrossEntropyFunction> {
 
   // A tensor that Python has seen and forgotten keeps its Python object, which keeps it.
   static size_t holders(const at::TensorBase& tensor) {
-    const bool forgotten =
-        tensor.unsafeGetTensorImpl()->pyobj_slot()->has_unique_reference();
+    const bool forgotten = tensor.unsafeGetTensorImpl()->pyobj_slot()->has_unique_reference();
     return tensor.use_count() - size_t(forgotten);
   }
 };

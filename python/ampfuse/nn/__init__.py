@@ -1,4 +1,4 @@
-"""Layers in one pass forward and one backward: batch norm with the residual and the ReLU, and losses.
+"""Layers in one pass forward and one backward: batch norm with residual and ReLU, and the loss.
 
 ``fuse`` does it to a model as it is; the modules are for models that are written for it. Images in
 ``torch.channels_last`` are fast.

@@ -1,4 +1,4 @@
-"""The last linear layer of a classifier with its loss, in blocks of rows: never all logits at once."""
+"""The last linear layer of a classifier with its loss, in blocks of rows: never all logits."""
 
 from __future__ import annotations
 
