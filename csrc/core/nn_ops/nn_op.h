@@ -84,9 +84,9 @@ struct NnArgs {
   uint8_t* mask = nullptr;           // [rows][mask_bytes]
   float* vectors[kMaxVectors] = {};  // [channels] each, or [rows]
   float numbers[2] = {};
+  void* partials = nullptr;          // of a sum: [channels][spans] of its Partial
   const int64_t* targets = nullptr;  // [rows], a column each
   int64_t ignored = 0;               // the target of a row that does not count
-  void* partials = nullptr;          // of a sum: [channels][spans] of its Partial
 
   HD bool has(unsigned list) const {
     if (list == kMask) return mask != nullptr;

@@ -32,7 +32,7 @@ class Float32Output(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            if func is Tensor.dtype.__get__:  # type: ignore[attr-defined]
+            if func == _DTYPE:
                 return torch.float32
             if func in _FACTS:
                 return func(*args, **kwargs)
@@ -51,6 +51,7 @@ class Float32Output(Tensor):
         return _cast(self).__reduce_ex__(protocol)
 
 
+_DTYPE = Tensor.dtype.__get__  # type: ignore[attr-defined]
 # What says nothing of the values.
 _FACTS = frozenset(
     [getattr(Tensor, name).__get__ for name in ("shape", "ndim", "device", "requires_grad")]

@@ -80,8 +80,15 @@ def linear_cross_entropy(
     """``cross_entropy(F.linear(x, weight, bias), target, ...)``, see :class:`LinearCrossEntropy`.
 
     Arguments:
-        x: shape (..., in_features); `weight` (classes, in_features), `bias` (classes,), `target`
-            (...), int64.
+        x: shape (..., in_features).
+        weight: shape (classes, in_features).
+        target: shape (...), int64.
+        bias: shape (classes,).
+        ignore_index, reduction, label_smoothing: as in :func:`ampfuse.nn.cross_entropy`.
+        block_rows: rows whose logits are held at a time; None: as many as have 16 million.
+
+    Returns:
+        float32: a scalar, or with "none" a loss for each target.
 
     Raises:
         ValueError: `target` has another shape than `x` without its last dimension, or the wrong
