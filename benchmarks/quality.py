@@ -2,6 +2,7 @@
 
     python benchmarks/quality.py [--tasks text ...] [--arms split ...]
     python benchmarks/quality.py --tasks            # only prints the tables and draws the curves
+    python benchmarks/quality.py --codes            # the error of 8-bit states: harness/codes.py
 
 Runs replace their rows. Into results/memory_quality.csv go the ways to save memory, with BF16
 weights but for the norms' FP32 ones, as at O5:
@@ -36,6 +37,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from harness.codes import STEPS, measure_codes, normal
 from harness.models import build
 from harness.results import RESULTS, conditions, parser_of, put, read
 from report import markdown
@@ -265,6 +267,26 @@ def train(name: str, arm: str, seed: int) -> list[Row]:
     return rows
 
 
+def gradients(name: str) -> Tensor:
+    """Float32 [200, n] of a training: step, element of the large tensors, which hold whole blocks
+    of 256 each."""
+    from ampfuse.optim import AdamW
+
+    torch.manual_seed(0)
+    task, steps = TASKS[name], []
+    inputs, targets, *_ = task.data()
+    model = task.build().bfloat16()
+    optimizer = AdamW(model.parameters(), lr=1e-3, master_weights=True)
+    for _ in range(STEPS):
+        chosen = torch.randint(len(inputs), (task.batch,))
+        optimizer.zero_grad()
+        task.loss(model(inputs[chosen]), targets[chosen]).backward()
+        large = [p.grad for p in model.parameters() if p.numel() >= 4096]
+        steps.append(nn.utils.parameters_to_vector(large).float())
+        optimizer.step()
+    return torch.stack(steps)
+
+
 def _rounded(value: float) -> float:
     return float(f"{value:.5g}")
 
@@ -334,8 +356,14 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--tasks", nargs="*", default=list(TASKS), choices=list(TASKS))
     parser.add_argument("--arms", nargs="+", default=arms, choices=arms)
+    parser.add_argument(
+        "--codes", action="store_true", help="needs bitsandbytes; nothing else runs"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.codes:
+        cases = {f"normal, sigma {sigma}": normal(sigma) for sigma in (0, 1, 2)}
+        return measure_codes(cases | {name: gradients(name) for name in ("text", "wide-resnet")})
     for name in options.tasks:
         task = TASKS[name]
         order = [(other, arm) for other, some in TASKS.items() for arm in some.arms]

@@ -56,12 +56,17 @@ ARCHS = ("sm_75", "sm_80", "sm_90")
 
 
 @pytest.fixture(scope="module")
-def compiled_for_all(nvcc, tmp_path_factory):
+def folder(tmp_path_factory):
+    """Where each unit's unit.fatbin is."""
+    return tmp_path_factory.mktemp("cuda")
+
+
+@pytest.fixture(scope="module")
+def compiled_for_all(nvcc, folder):
     """{architecture: {symbol: (PTX, what ptxas says of it)}} of every kernel.
 
     As in the build, the PTX is that of the oldest for all.
     """
-    folder = tmp_path_factory.mktemp("cuda")
     code = f"-gencode=arch=compute_75,code=[{','.join(ARCHS)}]"
     flags = ["-std=c++17", "-O3", "-fmad=false", code, f"-I{ROOT}/csrc"]
 
@@ -165,3 +170,24 @@ def test_whole_tiles_are_read_by_a_loop_for_their_type(kernel, compiled):
     assert wide.count(4) >= 2
     assert wide.count(8) >= 1
     assert max(per_element) < 8
+
+
+@pytest.mark.usefixtures("compiled_for_all")
+@pytest.mark.parametrize("arch", ARCHS)
+def test_no_kernel_gets_worse(arch, folder, monkeypatch):
+    """Than benchmarks/results/cuda_predicted.csv says, which cuda_static.py writes anew."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    static = importlib.import_module("cuda_static")
+    if static.find_tool() is None:
+        pytest.skip("needs cuobjdump")
+    known = {row.case: row for row in static.read(static.CSV, static.Row) if row.arch == arch}
+    found = static.predictions(sorted(folder.glob("*/unit.fatbin")), [arch])
+    assert {row.case for row in found} == known.keys()
+    for row in found:
+        before = known[row.case]
+        assert row.spills <= before.spills, row.case
+        assert row.registers <= before.registers + 4, row.case
+        for less in ("waits", "instructions", "fp64", "slow", "sectors"):
+            assert getattr(row, less) <= 1.04 * getattr(before, less), (row.case, less)
+        for more in ("blocks", "loads", "kb_in_flight", "sector_use", "predicted_share"):
+            assert getattr(row, more) >= 0.96 * getattr(before, more), (row.case, more)

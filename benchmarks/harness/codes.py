@@ -1,55 +1,35 @@
 """The error of 8-bit states in AdamW's update, beside bitsandbytes', against the step in float64.
 
-    pip install bitsandbytes && python benchmarks/quantization_error.py
-
 Every route begins with the FP32 moments of 100 steps, keeps them in its own form and takes 1 or 100
 steps more. Of the last update: the error's RMS over the update's; the largest over float64's.
-Gradients: normal ones with log-normal scales; those of quality.py's nets, of the tensors
-kept in 8 bits. bitsandbytes' quantization (in blocks of 256 that is its AdamW8bit on a CPU; ours
-has blocks of 128) goes around a step in float64.
+bitsandbytes' quantization (in blocks of 256 that is its AdamW8bit on a CPU; ours has blocks of 128)
+goes around a step in float64.
 """
 
 from __future__ import annotations
 
 import csv
+from collections.abc import Mapping
 from functools import partial
 from importlib.metadata import version
 from itertools import product
 from typing import Any
 
 import torch
-from harness.results import RESULTS, conditions
-from quality import TASKS
 from torch import Tensor, nn
 
+from .results import RESULTS, conditions
+
 _BEFORE, _STEPS = 100, (1, 100)
+STEPS = _BEFORE + max(_STEPS)
 _HYPER: dict[str, Any] = {"lr": 1.0, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
 _BETAS = torch.tensor(_HYPER["betas"], dtype=torch.float64)[:, None]
 
 
 def normal(sigma: float) -> Tensor:
-    """Float32 [200, 131072]: step, element."""
+    """Normal gradients whose scales are log-normal, as float32 [200, 131072]: step, element."""
     torch.manual_seed(0)
-    return 1e-3 * (sigma * torch.randn(1 << 17)).exp() * torch.randn(_BEFORE + _STEPS[1], 1 << 17)
-
-
-def trained(name: str) -> Tensor:
-    """Float32 [200, n]: step, element of the large tensors, which hold whole blocks of 256 each."""
-    from ampfuse.optim import AdamW
-
-    torch.manual_seed(0)
-    task, steps = TASKS[name], []
-    inputs, targets, *_ = task.data()
-    model = task.build().bfloat16()
-    optimizer = AdamW(model.parameters(), lr=1e-3, master_weights=True)
-    for _ in range(_BEFORE + _STEPS[1]):
-        chosen = torch.randint(len(inputs), (task.batch,))
-        optimizer.zero_grad()
-        task.loss(model(inputs[chosen]), targets[chosen]).backward()
-        large = [p.grad for p in model.parameters() if p.numel() >= 4096]
-        steps.append(nn.utils.parameters_to_vector(large).float())
-        optimizer.step()
-    return torch.stack(steps)
+    return 1e-3 * (sigma * torch.randn(1 << 17)).exp() * torch.randn(STEPS, 1 << 17)
 
 
 def moments_after(start: Tensor, gradients: Tensor, kept: Any = Tensor.double) -> Tensor:
@@ -88,12 +68,9 @@ def ours(start: Tensor, gradients: Tensor, **options: Any) -> Tensor:
     return -weight.detach().double()
 
 
-def main() -> None:
-    """Writes results/quantization_error.csv."""
-    torch.set_num_threads(1)
-    cases = {f"normal, sigma {sigma}": normal(sigma) for sigma in (0, 1, 2)}
-    cases |= {name: trained(name) for name in ("text", "wide-resnet")}
-    rows = []
+def measure_codes(cases: Mapping[str, Tensor]) -> None:
+    """Writes results/quantization_error.csv, of gradients [200, n] by name."""
+    rows: list[dict[str, Any]] = []
     for (name, gradients), steps in product(cases.items(), _STEPS):
         before, after = gradients[: _BEFORE + steps].split(_BEFORE)
         given = moments_after(torch.zeros(2, 1), before).float(), after
@@ -110,13 +87,8 @@ def main() -> None:
             row["largest"] = f"{some.abs().max() / exact.abs().max():.4g}"
             print(*row.values(), sep=", ", flush=True)
             row |= conditions(torch.device("cpu"))
-            row["bitsandbytes"] = version("bitsandbytes")
-            rows.append(row)
+            rows.append(row | {"bitsandbytes": version("bitsandbytes")})
     with (RESULTS / "quantization_error.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, rows[0], lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
-
-
-if __name__ == "__main__":
-    main()
