@@ -191,8 +191,8 @@ def scene(case: Case, chip: Chip) -> Scene:
         images = [(i + 1 << TENSOR) * (name in case.lists) for i, name in enumerate(IMAGES[:5])]
         vectors = [(i + 1) * _TABLE_BYTES for i in range(8)]
         parts = IMAGES.index("partials") + 1
-        pointers = [*images, *vectors, 0, parts << TENSOR]  # 0: two numbers
-        arguments = struct.pack("<3q15Q", rows, channels, TYPES.index("bf16"), *pointers)
+        pointers = [*images, *vectors, 0, parts << TENSOR, 0, 0]  # 0: two numbers; no targets
+        arguments = struct.pack("<3q17Q", rows, channels, TYPES.index("bf16"), *pointers)
         grid = struct.pack("<3q", 32, 1, rows // 64) if case.symbol.startswith("map") else b""
         return Scene(4, rows // 64, arguments=arguments + grid + b"\1", in_l2=parts, **fixed)
     memory: dict[int, int] = {}

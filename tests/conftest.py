@@ -95,8 +95,8 @@ def emulated_module():
     return _modules["emulated"]
 
 
-def batch_norm_ops():
-    """The fused batch norm's operators, of the module in force."""
+def nn_ops():
+    """The fused layers' operators, of the module in force."""
     in_emulation = _core.C is _modules.get("emulated")
     return torch.ops.ampfuse_emulated if in_emulation else torch.ops.ampfuse
 

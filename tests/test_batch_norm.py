@@ -10,7 +10,7 @@ from torch import nn
 from torch.profiler import profile
 
 from cases import assert_same_bits, bf16, f16, f32, f64
-from conftest import batch_norm_ops
+from conftest import nn_ops
 
 EPS = {f32: 2.0**-24, f16: 2.0**-11, bf16: 2.0**-8}
 CHANNELS = (1, 3, 7, 8, 63, 64, 65)
@@ -84,17 +84,17 @@ def test_results_are_those_of_float64(dtype, channels, device):
     ):
         shape = (image[0], channels, *image[1:])
         case = Case(shape, dtype, device, residual, relu, training).avoid_ties()
-        found = case.run(batch_norm_ops().batch_norm_act)
+        found = case.run(nn_ops().batch_norm_act)
         assert found["y"].is_contiguous(memory_format=torch.channels_last)
         assert_near(found, case.run(composed, f64), dtype, 64)
-        assert_same_bits(found, case.run(batch_norm_ops().batch_norm_act, held=False))
+        assert_same_bits(found, case.run(nn_ops().batch_norm_act, held=False))
 
 
 @pytest.mark.parametrize("dtype", [f16, bf16])
 def test_errors_are_not_above_those_of_torchs_operations(dtype):
     case = Case((4, 24, 24, 24), dtype).avoid_ties()
     exact = case.run(composed, f64)
-    found, torchs = case.run(batch_norm_ops().batch_norm_act), case.run(composed)
+    found, torchs = case.run(nn_ops().batch_norm_act), case.run(composed)
     for name, value in exact.items():
         ours, theirs = ((r[name].double() - value).square().mean() for r in (found, torchs))
         assert ours <= 1.05 * theirs + 1e-14, name
@@ -102,11 +102,11 @@ def test_errors_are_not_above_those_of_torchs_operations(dtype):
 
 def test_a_large_mean_does_not_cancel(device):
     x = channels_last(4, 8, 40, 40, mean=1e3).to(device)
-    mean, var = batch_norm_ops().batch_norm_moments(x)
+    mean, var = nn_ops().batch_norm_moments(x)
     exact = x.double().var((0, 2, 3), correction=0)
     assert ((var - exact) / exact).abs().max() < 1e-6
     assert (mean - x.double().mean((0, 2, 3))).abs().max() < 1e-4
-    y = batch_norm_ops().batch_norm_act(x, None, None, None, None, None, True, 0.1, 1e-5, False)
+    y = nn_ops().batch_norm_act(x, None, None, None, None, None, True, 0.1, 1e-5, False)
     exact = composed(x.double(), None, None, None, None, None, True, 0.1, 1e-5, False)
     assert (y - exact).abs().max() < 1e-4
 
@@ -116,19 +116,19 @@ def test_a_large_mean_does_not_cancel(device):
 def test_inf_and_nan_go_where_torch_lets_them_go(bad, where, device):
     case = Case((2, 3, 20, 20), f32, device)
     case.tensors["x"].permute(0, 2, 3, 1).reshape(-1, 3)[where, 1] = bad
-    found, torchs = case.run(batch_norm_ops().batch_norm_act), case.run(composed)
+    found, torchs = case.run(nn_ops().batch_norm_act), case.run(composed)
     for name, value in torchs.items():
         assert torch.equal(found[name].isfinite(), value.isfinite()), name
         assert torch.equal(found[name].isnan(), value.isnan()), name
     case = Case((2, 3, 4, 4), f32, device, training=False)
     case.tensors["x"][1, 2, 0, 0] = bad
-    found, torchs = case.run(batch_norm_ops().batch_norm_act), case.run(composed)
+    found, torchs = case.run(nn_ops().batch_norm_act), case.run(composed)
     for name, value in torchs.items():
         assert torch.equal(found[name].isnan(), value.isnan()), name
 
 
 def test_unaligned_and_strided_memory_gives_the_same(device):
-    op = batch_norm_ops().batch_norm_act
+    op = nn_ops().batch_norm_act
     case = Case((2, 16, 6, 5), bf16, device)
     expected = case.run(op)
     for name in ("x", "residual", "dy"):
@@ -169,7 +169,7 @@ def test_what_has_no_kernel_is_torchs(change):
     case.dy = torch.randn(case.tensors["x"].shape)
     half = case.tensors["weight"].dtype
     case.running = [t.to(half) for t in case.running]
-    expected, found = case.run(composed), case.run(batch_norm_ops().batch_norm_act)
+    expected, found = case.run(composed), case.run(nn_ops().batch_norm_act)
     for name, value in expected.items():
         assert found[name].dtype == value.dtype, name
         assert torch.equal(found[name], value), name
@@ -178,7 +178,7 @@ def test_what_has_no_kernel_is_torchs(change):
 def test_derivatives_of_the_float64_form():
     case = Case((2, 2, 3, 3), f64, relu=False)
     inputs = [t.double().requires_grad_() for t in case.tensors.values()]
-    run = batch_norm_ops().batch_norm_act
+    run = nn_ops().batch_norm_act
     torch.autograd.gradcheck(lambda *a: run(*a, None, None, True, 0.1, 1e-5, False), inputs)
 
 
@@ -186,13 +186,13 @@ def test_there_is_no_second_derivative():
     case = Case((2, 3, 4, 4), f32)
     x, *others = case.tensors.values()
     x.requires_grad_()
-    y = batch_norm_ops().batch_norm_act(x, *others, *case.running, *case.rest)
+    y = nn_ops().batch_norm_act(x, *others, *case.running, *case.rest)
     with pytest.raises(RuntimeError, match=r"no second derivative.*ampfuse.nn.unfuse"):
         torch.autograd.grad(y.square().sum(), x, create_graph=True)
 
 
 def norm(x):
-    return batch_norm_ops().batch_norm_act(x, None, None, None, None, None, True, 0.1, 1e-5, True)
+    return nn_ops().batch_norm_act(x, None, None, None, None, None, True, 0.1, 1e-5, True)
 
 
 def passes_of(backward):
@@ -215,7 +215,7 @@ def test_the_residual_has_the_gradient_that_was_written_over(device):
     x, residual, factors = (channels_last(*NCHW).to(device) for _ in range(3))
     inputs = [tensor.requires_grad_() for tensor in (x, residual)]
     arguments = (*inputs, *[None] * 4, True, 0.1, 1e-5, True)
-    loss = (batch_norm_ops().batch_norm_act(*arguments) * factors).sum()
+    loss = (nn_ops().batch_norm_act(*arguments) * factors).sum()
     assert passes_of(loss.backward) == [INTO[0], "batch_norm_dx"]
     y = composed(*(t.double() for t in inputs), *arguments[2:])
     exact = torch.autograd.grad(y, inputs, factors.double())

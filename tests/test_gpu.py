@@ -26,7 +26,7 @@ from cases import (
     set_grad,
     snapshot,
 )
-from conftest import batch_norm_ops, emulated_module
+from conftest import emulated_module, nn_ops
 from trainings import MODES
 
 CHUNK = 32768  # kChunk of csrc/core/reduce.h
@@ -487,7 +487,7 @@ def test_batch_norms_on_another_device_than_the_current(second):
     found = []
     for device in (torch.device("cpu"), second):
         leaf = x.to(device).requires_grad_()
-        y = batch_norm_ops().batch_norm_act(leaf, *arguments)
+        y = nn_ops().batch_norm_act(leaf, *arguments)
         y.square().sum().backward()
         found.append({"y": y, "dx": leaf.grad})
     assert_same_bits(*found)

@@ -9,7 +9,7 @@ from torch import nn
 import ampfuse
 from ampfuse import _core, amp, ops, optim
 from cases import KINDS, make
-from conftest import batch_norm_ops, emulated_module
+from conftest import emulated_module, nn_ops
 from trainings import MODES, NOT_PACKED, is_coded
 
 # name: the optimizer over parameters, and the launches of its step: inspect or prepare, then the
@@ -163,7 +163,7 @@ def test_a_batch_norm(training, launches):
     )
     weight, bias = torch.ones(16, requires_grad=True), torch.zeros(16, requires_grad=True)
     rest = (torch.zeros(16), torch.ones(16), training, 0.1, 1e-5, True)
-    act, results = batch_norm_ops().batch_norm_act, []
+    act, results = nn_ops().batch_norm_act, []
     forward = launches(lambda: results.append(act(x, residual, weight, bias, *rest)))
     assert forward == (3 if training else 1)
     assert launches((results[0] * 2).sum().backward) == 3

@@ -12,7 +12,7 @@ from ampfuse import amp
 from ampfuse.measuring import TensorMemory
 from ampfuse.nn import BatchNormAct2d, fuse, recompute_norms
 from cases import on_a_side_stream
-from conftest import batch_norm_ops
+from conftest import nn_ops
 
 
 class Block(nn.Module):
@@ -67,7 +67,7 @@ def test_results_have_the_same_bits(dtype, training, hardware):
 @pytest.mark.parametrize("relu", [True, False])
 def test_the_kernel_repeats_itself(relu, bias, device):
     """On every backend; and only for what was asked for."""
-    op = batch_norm_ops().batch_norm_act
+    op = nn_ops().batch_norm_act
     x, weight = image(3, 5, 4, 4).to(device), torch.rand(5, device=device)
     shift = torch.rand(5, device=device) if bias else None
     y = op(x, None, weight, shift, None, None, True, 0.1, 1e-5, relu)

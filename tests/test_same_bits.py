@@ -29,7 +29,7 @@ from cases import (
     set_grad,
     snapshot,
 )
-from conftest import batch_norm_ops
+from conftest import nn_ops
 from programs import python
 from trainings import MODES as MEMORY_MODES
 from trainings import NOT_PACKED
@@ -221,7 +221,7 @@ def batch_norms():
         layers.append((*images, torch.rand(3, shape[1]).unbind()))
 
     def run():
-        norm = batch_norm_ops()
+        norm = nn_ops()
         found = {}
         for i, (x, residual, dy, (weight, *running)) in enumerate(layers):
             running = [t.clone() for t in running]

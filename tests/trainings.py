@@ -20,7 +20,7 @@ import apex_names
 from ampfuse import amp, ops, optim
 from ampfuse.compat import apex
 from cases import CODED, KINDS, OPTIMIZERS, bf16, f16, f32, make
-from conftest import batch_norm_ops
+from conftest import nn_ops
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 STEPS = 6
@@ -378,7 +378,7 @@ def operations() -> dict[str, Any]:
 def batch_norm(dtype: torch.dtype) -> dict[str, Any]:
     """Forward and backward of the fused batch norm: widths around a vector's, rows around a tile's
     and a span's, two users."""
-    act = batch_norm_ops().batch_norm_act
+    act = nn_ops().batch_norm_act
     found = {}
     for channels, height in itertools.product((3, 16, 65, 150), (4, 23)):
         shape = (2, height, height, channels)
@@ -394,6 +394,20 @@ def batch_norm(dtype: torch.dtype) -> dict[str, Any]:
         ((out * dy).sum() + (out * dy).sum()).backward()
         grads = [t.grad for t in (x, residual, weight, bias)]
         found[f"{channels} {height}"] = [y.detach(), *running, *grads]
+    return found
+
+
+def cross_entropy(dtype: torch.dtype) -> dict[str, Any]:
+    """Losses and gradients: classes around a vector's width, the lanes' and a span's."""
+    loss = nn_ops().cross_entropy
+    found = {}
+    for classes, smoothing in itertools.product((1, 17, 129, 4097, 9000), (0.0, 0.1)):
+        logits = (8 * fractions((5, classes), classes)).to(dtype).requires_grad_()
+        target = torch.tensor([0, classes - 1, -100, classes // 2, 0])
+        weight = integers((classes,), 1, 3) + 3 if smoothing else None
+        losses = loss(logits, target, weight, -100, smoothing)
+        losses.backward(fractions((5,), 2))
+        found[f"{classes} {smoothing}"] = [losses.detach(), logits.grad]
     return found
 
 
@@ -456,6 +470,7 @@ def _runs() -> dict[str, Callable[[], Any]]:
     runs["ops"] = operations
     for dtype in (f32, f16, bf16):
         runs[f"batch norm {dtype}"] = partial(batch_norm, dtype)
+        runs[f"cross entropy {dtype}"] = partial(cross_entropy, dtype)
     return runs
 
 

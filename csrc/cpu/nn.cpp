@@ -75,15 +75,32 @@ void sum(const NnArgs& args) {
   });
 }
 
+template <class Op>
+void along_rows(const NnArgs& args) {
+  const ImageRows& image = args.image;
+  share_out(elements(image), [&](int64_t piece, int64_t pieces) {
+    const int64_t begin = image.rows * piece / pieces, end = image.rows * (piece + 1) / pieces;
+    with_kernel<Op>([&](auto kernel) {
+      if constexpr (Op::kKind == PassKind::kRowSum) {
+        kernel.row_sum(args, begin, end);
+      } else {
+        kernel.row_map(args, begin, end);
+      }
+    });
+  });
+}
+
 }  // namespace
 
 void run_nn(NnOp op, const NnArgs& args) {
   visit(op, [&](auto type) {
     using Op = typename decltype(type)::type;
-    if constexpr (Op::kSums) {
+    if constexpr (Op::kKind == PassKind::kChannelSum) {
       sum<Op>(args);
-    } else {
+    } else if constexpr (Op::kKind == PassKind::kChannelMap) {
       map<Op>(args);
+    } else {
+      along_rows<Op>(args);
     }
   });
 }

@@ -26,16 +26,19 @@ struct NnKernel {
   static void map(NnArgs args, const float* coefs, int64_t begin, int64_t end);  // rows
   // At most kTaskChannels channels.
   static void sum(NnArgs args, int64_t span, int64_t begin, int64_t end);
+  // In row_run.h.
+  static void row_sum(NnArgs args, int64_t begin, int64_t end);
+  static void row_map(NnArgs args, int64_t begin, int64_t end);
 };
 
 // Makes the compiler emit the kernels of a list.
 template <class Isa, class Op>
 constexpr auto nn_kernel_of() {
-  if constexpr (Op::kSums) {
-    return &NnKernel<Isa, Op>::sum;
-  } else {
-    return &NnKernel<Isa, Op>::map;
-  }
+  using Kernel = NnKernel<Isa, Op>;
+  if constexpr (Op::kKind == PassKind::kChannelSum) return &Kernel::sum;
+  if constexpr (Op::kKind == PassKind::kChannelMap) return &Kernel::map;
+  if constexpr (Op::kKind == PassKind::kRowSum) return &Kernel::row_sum;
+  if constexpr (Op::kKind == PassKind::kRowMap) return &Kernel::row_map;
 }
 template <class Isa, class... Ops>
 constexpr auto nn_kernels_of(OpList<Ops...>) {

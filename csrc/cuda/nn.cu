@@ -1,4 +1,4 @@
-// The kernels of one header of core/nn_ops: a launch for a map, and for a sum two.
+// The kernels of one header of core/nn_ops: a launch for a map, and for a sum over channels two.
 //
 // A thread holds a pack of kPack neighbouring channels, so that a row's packs are read in whole
 // lines, and goes down the rows with the channels' coefficients in registers. In sums it takes one
@@ -12,6 +12,7 @@
 #include "launch.cuh"
 #include "nn.cuh"
 #include "pack.cuh"
+#include "rows.cuh"
 
 namespace ampfuse {
 namespace {
@@ -218,7 +219,13 @@ template <class Op, unsigned kLists, DType kType>
 void start(const NnArgs& args, cudaStream_t stream) {
   const ImageRows& image = args.image;
   const bool wide = aligned(args, kLists);
-  if constexpr (Op::kSums) {
+  if constexpr (Op::kKind == PassKind::kRowSum || Op::kKind == PassKind::kRowMap) {
+    if (Op::is_plain(args)) {
+      start_rows<Op, true, kType>(args, wide, stream);
+    } else {
+      start_rows<Op, false, kType>(args, wide, stream);
+    }
+  } else if constexpr (Op::kKind == PassKind::kChannelSum) {
     const int64_t blocks = image.spans() * ceil_div(image.channels, kSumChannels);
     launch(Kernel{Op::kName, sum_kernel<Op, kLists, kType>}, blocks, kSumThreads, stream, args,
            wide);

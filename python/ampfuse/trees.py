@@ -80,7 +80,8 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
 
     def leaf(item: Any) -> Any:
         if isinstance(item, Tensor):
-            return item.to(dtype) if item.is_floating_point() else item
+            wanted = item.is_floating_point() and item.dtype is not dtype
+            return item.to(dtype) if wanted else item
         if isinstance(item, PackedSequence):  # its own `to` would cast integer data as well
             return item.to(dtype) if item.data.is_floating_point() else item
         return _cast_object(item, dtype)

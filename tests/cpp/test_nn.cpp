@@ -12,16 +12,24 @@ namespace {
 template <class Op>
 class Call {
  public:
+  static constexpr bool kAlongRows =
+      Op::kKind == PassKind::kRowSum || Op::kKind == PassKind::kRowMap;
+
   Call(bool cuda, ImageRows image, unsigned absent) : cuda_(cuda) {
     args_.image = image;
     const unsigned lists = (Op::kReads | Op::kWrites) & ~absent;
     for (int i = 0; i < kMaxImages; ++i)
       if (lists & bit(i)) args_.images[i] = values(image.rows * image.channels, image.dtype);
     if (lists & kMask) args_.mask = static_cast<uint8_t*>(bytes(image.rows * image.mask_bytes()));
-    for (float*& vector : args_.vectors)
-      vector = static_cast<float*>(values(image.channels, DType::kFloat32));
+    for (int i = 0; i < kMaxVectors; ++i) {
+      const bool of_rows = Op::kRowVectors & bit(i);
+      const int64_t count = of_rows ? 2 * image.rows : image.channels;
+      args_.vectors[i] = static_cast<float*>(values(count, DType::kFloat32));
+    }
+    args_.targets = targets();
     args_.numbers[0] = 0.1f, args_.numbers[1] = 0.01f;
-    if constexpr (Op::kSums)
+    if (kAlongRows && image.rows % 2 == 0) args_.numbers[0] = 0.0f;
+    if constexpr (Op::kKind == PassKind::kChannelSum)
       args_.partials =
           bytes(image.channels * image.spans() * int64_t(sizeof(typename Op::Partial)));
   }
@@ -45,6 +53,17 @@ class Call {
       store_float(contents.data(), dtype, i, float(random_.bits() % 2000) / 500.0f - 1.5f);
     return keep(std::move(contents));
   }
+  // Of rows; every fifth one is ignored, and some columns are none.
+  const int64_t* targets() {
+    std::vector<char> contents(size_t(args_.image.rows) * sizeof(int64_t));
+    args_.ignored = -100;
+    for (int64_t row = 0; row < args_.image.rows; ++row) {
+      const int64_t any = int64_t(random_.bits()) % (args_.image.channels + 1);
+      const int64_t target = row % 5 == 4 ? args_.ignored : any;
+      std::memcpy(contents.data() + row * int64_t(sizeof target), &target, sizeof target);
+    }
+    return static_cast<const int64_t*>(keep(std::move(contents)));
+  }
   void* keep(std::vector<char> contents) {
     buffers_.emplace_back(cuda_, std::move(contents));
     return buffers_.back().data();
@@ -58,6 +77,15 @@ class Call {
 
 }  // namespace
 
+template <class Op>
+void compare(const ImageRows& image, unsigned absent) {
+  const auto expected = Call<Op>(false, image, absent).run();
+  const auto found = Call<Op>(true, image, absent).run();
+  for (size_t list = 0; list < expected.size(); ++list)
+    EXPECT(found[list] == expected[list], Op::kName, ": list ", list, " of ", image.rows,
+           " rows of ", image.channels, " channels without ", absent);
+}
+
 TEST(nn_ops) {
   int variant = 0;
   for (int op = 0; op < Choice<NnOps>::kCount; ++op) {
@@ -69,12 +97,14 @@ TEST(nn_ops) {
             // In turn all sets of optional lists; a mask that is read may be absent, too.
             const unsigned read_mask = Op::kReads & kMask;
             const unsigned absent = unsigned(++variant) & (Op::kOptional | read_mask);
-            const ImageRows image = {rows, channels, dtype};
-            const auto expected = Call<Op>(false, image, absent).run();
-            const auto found = Call<Op>(true, image, absent).run();
-            for (size_t list = 0; list < expected.size(); ++list)
-              EXPECT(found[list] == expected[list], Op::kName, ": list ", list, " of ", rows,
-                     " rows of ", channels, " channels without ", absent);
+            compare<Op>({rows, channels, dtype}, absent);
+          }
+        }
+        if (!Call<Op>::kAlongRows) continue;
+        for (const int64_t spans : {1, 2, 5, kRowGroups, kRowGroups + 1}) {
+          for (const int64_t more : {-1, 0, 1}) {
+            compare<Op>({3, spans * kSpanColumns + more, dtype}, 0);
+            compare<Op>({4, spans * kSpanColumns + more, dtype}, 0);
           }
         }
       }

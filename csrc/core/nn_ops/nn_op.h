@@ -16,10 +16,11 @@
 //   add(x, coef, bits, first, second)
 //   Partial, partial()  what is kept of the sums of a span
 //   finish()   makes results of a channel's partials; sum(value) adds value(span) over its spans
+// Others walk along each row, a matrix of `rows` by `channels` in one piece (see below).
 //
-// Sums are those of reduce.h's idea: one order for every backend, thread count and vector width. A
-// tile of kTileRows is added in FP32, row after row; the tiles of a span, one after another, in
-// FP32; spans by kRowLanes strided lanes and halving, in double.
+// Sums down the channels are those of reduce.h's idea: one order for every backend, thread count
+// and vector width. A tile of kTileRows is added in FP32, row after row; the tiles of a span, one
+// after another, in FP32; spans by kRowLanes strided lanes and halving, in double.
 #pragma once
 
 #include <cstdint>
@@ -34,11 +35,30 @@
 
 namespace ampfuse {
 
+enum class PassKind { kChannelMap, kChannelSum, kRowSum, kRowMap };
+
 constexpr int kTileRows = 32;
 constexpr int kSpanTiles = 16;
 constexpr int kSpanRows = kTileRows * kSpanTiles;
 
 HD constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Sums along a row have one order, too. Column i of a span belongs to lane i % kRowWidth, which
+// adds its columns one after another; a row's spans are shared out to kRowGroups, of which each
+// goes on with its lanes from span to span. Lanes are merged by halving, then groups.
+//
+// A row sum has
+//   kValues    how many values a lane holds: start(value), add<kPlain>(value, x, weight, bits) with
+//              the column's weight, kAbsent being x past the last column; merge(value, other)
+//   finish()   makes results of a row's values
+// and a row map, from image kInput to kOutput,
+//   coefs()    of a row
+//   apply<kPlain>(x, coef, weight, hit)   hit: a bit where the column is the row's target
+// Both have is_plain(args), whether there is no use for weights, kWeight, where these are, which
+// may be absent (1), and counts(): a row that does not count has zeros.
+constexpr int kRowWidth = 128;
+constexpr int kSpanColumns = 32 * kRowWidth;
+constexpr int kRowGroups = 16;
 
 struct ImageRows {
   int64_t rows = 0, channels = 0;
@@ -62,9 +82,11 @@ struct NnArgs {
   ImageRows image;
   void* images[kMaxImages] = {};
   uint8_t* mask = nullptr;           // [rows][mask_bytes]
-  float* vectors[kMaxVectors] = {};  // [channels] each
+  float* vectors[kMaxVectors] = {};  // [channels] each, or [rows]
   float numbers[2] = {};
-  void* partials = nullptr;  // of a sum: [channels][spans] of its Partial
+  void* partials = nullptr;          // of a sum: [channels][spans] of its Partial
+  const int64_t* targets = nullptr;  // [rows], a column each
+  int64_t ignored = 0;               // the target of a row that does not count
 
   HD bool has(unsigned list) const {
     if (list == kMask) return mask != nullptr;
@@ -86,12 +108,13 @@ struct NnOp {
 
 struct NnPass {
   static constexpr unsigned kOptional = 0;
+  static constexpr unsigned kRowVectors = 0;  // of the vectors, those with a value for each row
 };
 struct ChannelMap : NnPass {
-  static constexpr bool kSums = false;
+  static constexpr PassKind kKind = PassKind::kChannelMap;
 };
 struct ChannelSum : NnPass {
-  static constexpr bool kSums = true;
+  static constexpr PassKind kKind = PassKind::kChannelSum;
 };
 
 // Calls run(lists), an integral_constant: what an op reads and writes, without the optional ones

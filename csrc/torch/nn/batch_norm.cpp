@@ -131,11 +131,6 @@ Tensor dx_pass(const Tensor& dy, const Tensor& mask, const Tensor& x, const Tens
 
 // ---- the operator ----
 
-// Of tensors whose memory is another's, or nobody's.
-const c10::DispatchKeySet kWrappers({c10::DispatchKey::Python, c10::DispatchKey::Functionalize,
-                                     c10::DispatchKey::FuncTorchBatched,
-                                     c10::DispatchKey::FuncTorchGradWrapper});
-
 struct BatchNormAct : torch::autograd::Function<BatchNormAct> {
   static Tensor forward(AutogradContext* context, const Tensor& x, const OptionalTensor& residual,
                         const OptionalTensor& weight, const OptionalTensor& bias,

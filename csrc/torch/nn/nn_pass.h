@@ -22,6 +22,7 @@
 #endif
 // (TORCH_LIBRARY itself does not expand the name.)
 #define AMPFUSE_LIBRARY(name, library) TORCH_LIBRARY(name, library)
+#define AMPFUSE_LIBRARY_FRAGMENT(name, library) TORCH_LIBRARY_FRAGMENT(name, library)
 #define AMPFUSE_KERNELS(name, key, library) TORCH_LIBRARY_IMPL(name, key, library)
 
 namespace ampfuse {
@@ -32,6 +33,11 @@ inline bool given(const OptionalTensor& tensor) { return tensor && tensor->defin
 inline OptionalTensor optional(const at::Tensor& tensor) {
   return tensor.defined() ? OptionalTensor(tensor) : std::nullopt;
 }
+
+// Of tensors whose memory is another's, or nobody's.
+const c10::DispatchKeySet kWrappers({c10::DispatchKey::Python, c10::DispatchKey::Functionalize,
+                                     c10::DispatchKey::FuncTorchBatched,
+                                     c10::DispatchKey::FuncTorchGradWrapper});
 
 constexpr at::MemoryFormat kChannelsLast = at::MemoryFormat::ChannelsLast;
 
@@ -97,7 +103,7 @@ class PassArgs {
   void run() {
     const DeviceScope scope(x_.device());
     at::Tensor partials;
-    if constexpr (Op::kSums) {
+    if constexpr (Op::kKind == PassKind::kChannelSum) {
       const int64_t count = args_.image.channels * args_.image.spans();
       partials =
           at::empty({count * int64_t(sizeof(typename Op::Partial))}, x_.options().dtype(at::kByte));

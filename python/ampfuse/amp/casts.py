@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ampfuse import _core, trees
-from ampfuse.amp import cast_state, copies, op_casts, weight_cache
+from ampfuse.amp import cast_state, copies, float32_output, op_casts, weight_cache
 from ampfuse.amp.cast_state import casts_are_disabled
 from ampfuse.amp.half_output import half_output_class, unwrap, wrap
 from ampfuse.amp.op_rules import AS_WRITTEN, OpRules, Scope
@@ -39,14 +39,16 @@ class Casts:
     autocast: torch.dtype | None = None
     outputs: torch.dtype | None = None
     rules: OpRules | None = None  # in addition to autocast's own
+    lazy_outputs: bool = False  # FP32 ones, see float32_output.py
 
     @classmethod
     def of(cls, policy: Policy, rules: OpRules | None = None) -> Casts:
         """A model that casts its inputs gives FP32 outputs, unless the policy says otherwise."""
         inputs, outputs = policy.weights_type, policy.cast_model_outputs
+        lazy = inputs in HALF_DTYPES and outputs is None
         if inputs is not None and outputs is None:
             outputs = torch.float32
-        return cls(inputs, policy.autocast_type, outputs, rules)
+        return cls(inputs, policy.autocast_type, outputs, rules, lazy)
 
 
 def check_can_install(model: nn.Module) -> None:
@@ -168,14 +170,16 @@ def _cast_forward(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    # What another model at O1 returned is a plain tensor again in here: autocast decides now.
-    args, kwargs = unwrap(args), unwrap(kwargs)
+    # What another model returned is a plain tensor again in here: this model's level decides now.
+    args, kwargs = float32_output.as_half(unwrap(args)), float32_output.as_half(unwrap(kwargs))
     if casts.inputs is not None:
         args, kwargs = trees.cast(args, casts.inputs), trees.cast(kwargs, casts.inputs)
 
     if casts.autocast is None or casts_are_disabled():
         with cast_state.region(AS_WRITTEN):
             outputs = inner(*args, **kwargs)
+        if casts.lazy_outputs:
+            return float32_output.cast(outputs, model)
         return outputs if casts.outputs is None else trees.cast(outputs, casts.outputs)
 
     cast_state.note_forward()

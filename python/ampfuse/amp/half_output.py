@@ -19,6 +19,7 @@ import functools
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import get_default_nowrap_functions
@@ -27,6 +28,7 @@ from ampfuse import trees
 from ampfuse.amp.autocast_rules import AUTOCAST
 from ampfuse.amp.cast_state import casts_are_disabled
 from ampfuse.amp.op_rules import RNN_LAYERS, OpRules, name_of
+from ampfuse.nn.cross_entropy import cross_entropy
 from ampfuse.optim.masters import HALF_DTYPES
 
 
@@ -49,6 +51,8 @@ class HalfOutput(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if casts_are_disabled() or name in _AUTOGRAD:
                 return func(*args, **kwargs)
+            if func is F.cross_entropy:
+                return cross_entropy(*unwrap(args), **unwrap(kwargs))
             rule = cls.rules.table.get(name)
             halves = [t for t in trees.tensors((args, kwargs)) if isinstance(t, cls)]
             if rule is not None:

@@ -1,4 +1,4 @@
-"""Batch norm, residual add and ReLU as one pass forward and one backward.
+"""Layers in one pass forward and one backward: batch norm with residual and ReLU, and the loss.
 
 ``fuse`` does it to a model as it is; the modules are for models that are written for it. Images in
 ``torch.channels_last`` are fast.
@@ -6,14 +6,19 @@
 
 from ampfuse.nn import functional
 from ampfuse.nn.batch_norm import BatchNormAct2d
+from ampfuse.nn.cross_entropy import cross_entropy
 from ampfuse.nn.fusion import FusionReport, fuse, unfuse
+from ampfuse.nn.linear_cross_entropy import LinearCrossEntropy, linear_cross_entropy
 from ampfuse.nn.recompute import recompute_norms
 
 __all__ = [
     "BatchNormAct2d",
     "FusionReport",
+    "LinearCrossEntropy",
+    "cross_entropy",
     "functional",
     "fuse",
+    "linear_cross_entropy",
     "recompute_norms",
     "unfuse",
 ]

@@ -1,0 +1,55 @@
+// The exponential and the logarithm, as one sequence of operations for every backend and vector
+// width.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "core/hd.h"
+#include "core/scalar.h"
+
+namespace ampfuse {
+
+// e^a within two units of FP32, for a that is not far above zero (at most 88); zero below -87.3,
+// where FP32 has no normal numbers left; NaN of NaN.
+//
+// a = n log(2) + r with |r| <= log(2) / 2, and e^r = 1 + r + r^2 q(r) with a minimax polynomial of
+// degree 4. (Cody & Waite 1980; the addition that rounds to an integer leaves it in the low bits.)
+template <class F>
+HD F exponential(F a) {
+  constexpr float kLeast = -87.33654f, kRound = 12582912.0f;  // 1.5 * 2^23
+  const F bounded = max_nan(a, F(kLeast));
+  const F shifted = fma(bounded, F(1.44269504f), F(kRound));
+  const F n = shifted - F(kRound);
+  const F r = fma(n, F(2.12194440e-4f), fma(n, F(-0.693359375f), bounded));
+  F q = fma(F(1.38145984e-3f), r, F(8.36871690e-3f));
+  q = fma(q, r, F(4.16683881e-2f));
+  q = fma(q, r, F(1.66665206e-1f));
+  q = fma(q, r, F(4.99999934e-1f));
+  const F power = fma(fma(q, r, F(1.0f)), r, F(1.0f));
+  using Bits = decltype(bits_of(a));
+  const F scale = from_bits(a, shift_left<23>(bits_of(shifted) + Bits(127u)));
+  return keep(above_zero(a - F(kLeast)), power * scale);
+}
+
+// log(x) to the last digits but one; -inf of zero.
+HD double logarithm(double x) {
+  if (!(x > 0.0) || !(x < 1.7e308)) return x == 0.0 ? -double(bits_float(0x7f800000u)) : x;
+  uint64_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  int exponent = int(bits >> 52) - 1023;
+  bits = (bits & 0x000fffffffffffffull) | 0x3ff0000000000000ull;
+  double f;
+  std::memcpy(&f, &bits, sizeof f);
+  if (f > 1.4142135623730951) {
+    f *= 0.5;
+    ++exponent;
+  }
+  // log(f) = 2 artanh(s), of which s^23 is past the last digit.
+  const double s = (f - 1.0) / (f + 1.0), square = s * s;
+  double sum = 0.0;
+  for (int n = 21; n > 0; n -= 2) sum = sum * square + 1.0 / double(n);
+  return double(exponent) * 0.6931471805599453 + 2.0 * s * sum;
+}
+
+}  // namespace ampfuse

@@ -1,0 +1,140 @@
+// Softmax cross-entropy over the classes of each row, from logits as they are, in FP32.
+//
+//   forward    lse = max(z) + log(sum(exp(z - max(z))));  loss = w_t (lse - z_t)
+//              with label smoothing s: (1 - s) w_t (lse - z_t) + s / C sum_j(w_j (lse - z_j))
+//   backward   dz_j = g ((1 - s) w_t (p_j - [j = t]) + s / C (W p_j - w_j)),  p_j = exp(z_j - lse)
+//
+// with weights w of the classes, W their sum. As torch's cross_entropy, which makes an FP32 copy of
+// half logits and keeps log_softmax; here a pass reads the logits once (2 bytes an element), and
+// one reads them and writes the gradient (4), which may be over them. The maximum is found on the
+// way (Milakov & Gimelshein 2018).
+#pragma once
+
+#include "core/exponent.h"
+#include "core/nn_ops/nn_op.h"
+
+namespace ampfuse {
+
+constexpr float kLowest = -3.4028235e38f;
+
+// What both passes take. Losses, lse and gradients are of rows, weights of columns.
+struct CrossEntropy : NnPass {
+  enum Image { kLogits, kGradient };
+  // The two parts of lse, side by side: added, large logits would lose digits of what they differ.
+  // Weights may be absent, and so may their sum (one value).
+  enum Vector { kLse, kLoss, kRowGradient, kWeight, kWeightSum };
+  enum Number { kSmoothing };
+  static constexpr unsigned kRowVectors = bit(kLse) | bit(kLoss) | bit(kRowGradient);
+
+  HD static bool is_plain(const NnArgs& args) { return args.numbers[kSmoothing] == 0.0f; }
+  HD static bool exists(const NnArgs& args, int64_t target) {
+    return target >= 0 && target < args.image.channels;
+  }
+  HD static bool counts(const NnArgs& args, int64_t row) {
+    const int64_t target = args.targets[row];
+    return target != args.ignored && exists(args, target);
+  }
+  HD static float target_weight(const NnArgs& args, int64_t row) {
+    const float* weights = args.vectors[kWeight];
+    return (weights ? weights[args.targets[row]] : 1.0f) * (1.0f - args.numbers[kSmoothing]);
+  }
+  HD static float weight_sum(const NnArgs& args) {
+    const float* sum = args.vectors[kWeightSum];
+    return sum ? *sum : float(args.image.channels);
+  }
+  HD static float share(const NnArgs& args) {
+    return args.numbers[kSmoothing] / float(args.image.channels);
+  }
+};
+
+struct CrossEntropyLoss : CrossEntropy {
+  static constexpr const char* kName = "cross_entropy_loss";
+  static constexpr PassKind kKind = PassKind::kRowSum;
+  static constexpr unsigned kReads = bit(kLogits), kWrites = 0;
+  static constexpr int kInput = kLogits;
+  // Largest value, sum of exponentials below it, weighted sum of values.
+  enum Value { kMax, kSum, kSmooth };
+  static constexpr int kValues = 3;
+
+  template <class F>
+  HD static void start(F (&value)[kValues]) {
+    value[kMax] = F(kLowest);
+    value[kSum] = value[kSmooth] = F(0.0f);
+  }
+
+  // Of two sums, that with the lesser maximum is scaled to the other's: one exponential.
+  template <class F>
+  HD static void include(F (&value)[kValues], const F& max, const F& sum) {
+    const F d = max - value[kMax];
+    using Bits = decltype(bits_of(d));
+    const Bits zero = bits_of(F(0.0f)), one = bits_of(F(1.0f));
+    const F e = exponential(from_bits(d, bits_of(d) | Bits(0x80000000u)));
+    const F old = from_bits(d, select_less(zero, bits_of(d), bits_of(e), one));
+    const F added = from_bits(d, select_less(zero, bits_of(d), one, bits_of(e)));
+    value[kMax] = from_bits(d, select_less(zero, bits_of(d), bits_of(max), bits_of(value[kMax])));
+    value[kSum] = fma(value[kSum], old, sum * added);
+  }
+
+  // x of a column; -inf past the last one, where `bits` are not set.
+  template <bool kPlain, class F>
+  HD static void add(F (&value)[kValues], const F& x, const F& weight, uint32_t bits) {
+    include(value, x, F(1.0f));
+    if constexpr (!kPlain) value[kSmooth] = fma(weight, keep(bits, x), value[kSmooth]);
+  }
+  static constexpr float kAbsent = -__builtin_inff();
+
+  template <class F>
+  HD static void merge(F (&value)[kValues], const F (&other)[kValues]) {
+    include(value, other[kMax], other[kSum]);
+    value[kSmooth] = value[kSmooth] + other[kSmooth];
+  }
+
+  HD static void finish(const NnArgs& args, int64_t row, const float (&value)[kValues]) {
+    const double log_sum = logarithm(double(value[kSum])), lse = double(value[kMax]) + log_sum;
+    args.vectors[kLse][2 * row] = value[kMax];
+    args.vectors[kLse][2 * row + 1] = float(log_sum);
+    args.vectors[kLoss][row] = float(loss_of(args, row, lse, double(value[kSmooth])));
+  }
+
+ private:
+  // NaN where there is no such class: a device cannot raise an error.
+  HD static double loss_of(const NnArgs& args, int64_t row, double lse, double smooth) {
+    const int64_t target = args.targets[row], columns = args.image.channels;
+    if (target == args.ignored) return 0.0;
+    if (!exists(args, target)) return double(bits_float(0x7fc00000u));
+    const float logit = load_float(args.images[kLogits], args.image.dtype, row * columns + target);
+    const double loss = double(target_weight(args, row)) * (lse - double(logit));
+    if (is_plain(args)) return loss;
+    return loss + double(share(args)) * (lse * double(weight_sum(args)) - smooth);
+  }
+};
+
+struct CrossEntropyGradient : CrossEntropy {
+  static constexpr const char* kName = "cross_entropy_gradient";
+  static constexpr PassKind kKind = PassKind::kRowMap;
+  static constexpr unsigned kReads = bit(kLogits), kWrites = bit(kGradient);
+  static constexpr int kInput = kLogits, kOutput = kGradient;
+  static constexpr int kCoefs = 5;
+
+  HD static void coefs(const NnArgs& args, int64_t row, float (&coef)[kCoefs]) {
+    const float gradient = args.vectors[kRowGradient][row], hit = target_weight(args, row);
+    coef[0] = args.vectors[kLse][2 * row];
+    coef[1] = gradient * fma(share(args), weight_sum(args), hit);
+    coef[2] = gradient * -share(args);
+    coef[3] = gradient * hit;
+    coef[4] = args.vectors[kLse][2 * row + 1];
+  }
+
+  // `hit`: a bit where the column is the target.
+  template <bool kPlain, class F>
+  HD static F apply(const F& x, const F (&coef)[kCoefs], const F& weight, uint32_t hit) {
+    const F p = exponential((x - coef[0]) - coef[4]);
+    F y = keep(hit, coef[3]);
+    if constexpr (!kPlain) y = y - coef[2] * weight;
+    return p * coef[1] - y;
+  }
+};
+
+using cross_entropy_ops = OpList<CrossEntropyLoss, CrossEntropyGradient>;
+
+}  // namespace ampfuse

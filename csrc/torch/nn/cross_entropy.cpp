@@ -1,0 +1,182 @@
+// cross_entropy as an operator of torch: the losses of rows of logits, each class a column.
+#include <ATen/ATen.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/library.h>
+
+#include "nn_pass.h"
+
+namespace ampfuse {
+namespace {
+
+using at::Tensor;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+Tensor of_rows(const Tensor& logits, int64_t each) {
+  return at::empty_symint({logits.sym_size(0) * each}, logits.options().dtype(at::kFloat));
+}
+
+// What both passes take of a matrix.
+NnArgs args_of(const Tensor& logits, const Tensor& target, const OptionalTensor& weight,
+               const Tensor& weight_sum, int64_t ignore_index, double label_smoothing) {
+  TORCH_CHECK_VALUE(logits.dim() == 2 && logits.is_contiguous(),
+                    "logits have to be a contiguous matrix; they have shape ", logits.sizes(),
+                    " and strides ", logits.strides());
+  NnArgs args;
+  args.image = {logits.size(0), logits.size(1), dtype_of(logits, "logits")};
+  const auto pointer = [&](const Tensor& tensor, const char* what, int64_t count) {
+    return pointer_to<float>(tensor, what, count, logits.device());
+  };
+  args.images[CrossEntropy::kLogits] = const_cast<void*>(logits.const_data_ptr());
+  args.targets = pointer_to<int64_t>(target, "target", logits.size(0), logits.device());
+  args.ignored = ignore_index;
+  if (given(weight))
+    args.vectors[CrossEntropy::kWeight] = pointer(*weight, "weight", logits.size(1));
+  if (weight_sum.defined())
+    args.vectors[CrossEntropy::kWeightSum] = pointer(weight_sum, "weight_sum", 1);
+  args.numbers[CrossEntropy::kSmoothing] = float(label_smoothing);
+  return args;
+}
+
+// Of the classes' weights, where it is asked for.
+Tensor sum_of(const OptionalTensor& weight, double label_smoothing) {
+  return given(weight) && label_smoothing != 0 ? weight->sum() : Tensor();
+}
+
+template <class Op>
+void run(const Tensor& logits, const NnArgs& args) {
+  if (logits.numel() == 0) return;
+  const DeviceScope scope(logits.device());
+  scope.backend().run(nn_op<Op>(), args, scope.stream());
+}
+
+std::tuple<Tensor, Tensor> loss_pass(const Tensor& logits, const Tensor& target,
+                                     const OptionalTensor& weight, int64_t ignore_index,
+                                     double label_smoothing) {
+  using Op = CrossEntropyLoss;
+  const Tensor losses = of_rows(logits, 1), lse = of_rows(logits, 2);
+  if (logits.is_meta()) return {losses, lse};
+  const Tensor sum = sum_of(weight, label_smoothing);
+  NnArgs args = args_of(logits, target, weight, sum, ignore_index, label_smoothing);
+  if (logits.is_cpu()) {
+    for (int64_t row = 0; row < args.image.rows; ++row) {
+      const int64_t t = args.targets[row];
+      TORCH_CHECK_INDEX(t == ignore_index || (t >= 0 && t < args.image.channels), "target ", t,
+                        " is none of ", args.image.channels, " classes, and not ignore_index, ",
+                        ignore_index);
+    }
+  }
+  args.vectors[Op::kLoss] = losses.data_ptr<float>();
+  args.vectors[Op::kLse] = lse.data_ptr<float>();
+  run<Op>(logits, args);
+  return {losses, lse};
+}
+
+// `out` may be the logits.
+void gradient_into_pass(const Tensor& gradient, const Tensor& logits, const Tensor& target,
+                        const OptionalTensor& weight, const Tensor& lse, int64_t ignore_index,
+                        double label_smoothing, const Tensor& out) {
+  using Op = CrossEntropyGradient;
+  if (logits.is_meta()) return;
+  const Tensor sum = sum_of(weight, label_smoothing);
+  NnArgs args = args_of(logits, target, weight, sum, ignore_index, label_smoothing);
+  const int64_t rows = logits.size(0);
+  args.vectors[Op::kRowGradient] =
+      pointer_to<float>(gradient, "the losses' gradient", rows, logits.device());
+  args.vectors[Op::kLse] = pointer_to<float>(lse, "lse", 2 * rows, logits.device());
+  args.images[Op::kGradient] = out.data_ptr();
+  run<Op>(logits, args);
+}
+
+Tensor gradient_pass(const Tensor& gradient, const Tensor& logits, const Tensor& target,
+                     const OptionalTensor& weight, const Tensor& lse, int64_t ignore_index,
+                     double label_smoothing) {
+  const Tensor out = empty_laid_out_as(logits, logits.scalar_type());
+  gradient_into_pass(gradient, logits, target, weight, lse, ignore_index, label_smoothing, out);
+  return out;
+}
+
+struct CrossEntropyFunction : torch::autograd::Function<CrossEntropyFunction> {
+  static Tensor forward(AutogradContext* context, const Tensor& logits, const Tensor& target,
+                        const OptionalTensor& weight, int64_t ignore_index,
+                        double label_smoothing) {
+    auto [losses, lse] = Call<loss_pass>::of(AMPFUSE_OP("cross_entropy_loss"), logits, target,
+                                             weight, ignore_index, label_smoothing);
+    context->save_for_backward({logits, target, weight.value_or(Tensor()), lse});
+    context->saved_data["ignore_index"] = ignore_index;
+    context->saved_data["label_smoothing"] = label_smoothing;
+    return losses;
+  }
+
+  static variable_list backward(AutogradContext* context, variable_list gradients) {
+    const variable_list saved = context->get_saved_variables();
+    const Tensor &logits = saved[0], &target = saved[1], &lse = saved[3];
+    const OptionalTensor weight = optional(saved[2]);
+    const int64_t ignore_index = context->saved_data["ignore_index"].toInt();
+    const double smoothing = context->saved_data["label_smoothing"].toDouble();
+    const Tensor gradient = gradients[0].contiguous();
+    TORCH_CHECK(!at::GradMode::is_enabled(),
+                "ampfuse's cross_entropy has no second derivative (create_graph=True): use "
+                "torch.nn.functional.cross_entropy on logits.float()");
+    variable_list result(5);
+    if (is_only_ours(logits)) {
+      result[0] = logits.detach();
+      gradient_into_pass(gradient, logits, target, weight, lse, ignore_index, smoothing, result[0]);
+    } else {
+      result[0] = Call<gradient_pass>::of(AMPFUSE_OP("cross_entropy_gradient"), gradient, logits,
+                                          target, weight, lse, ignore_index, smoothing);
+    }
+    return result;
+  }
+
+ private:
+  // Whether what was saved is seen by nobody else, now or in another backward pass, so that its
+  // memory can have the gradient. A view's whole tensor may be the view's alone.
+  static bool is_only_ours(const Tensor& saved) {
+    // (Whatever traces looks for new tensors.)
+    if (c10::impl::TorchDispatchModeTLS::any_modes_set() ||
+        torch::autograd::get_current_graph_task_keep_graph() || saved.key_set().has_any(kWrappers))
+      return false;
+    constexpr size_t kHere = 2;  // the context, and `saved`
+    if (holders(saved) != kHere) return false;
+    const size_t storages = saved.storage().use_count();
+    return storages == 1 || (storages == 2 && saved.is_view() && holders(saved._base()) == 1);
+  }
+
+  // A tensor that Python has seen and forgotten keeps its Python object, which keeps it.
+  static size_t holders(const at::TensorBase& tensor) {
+    const bool forgotten = tensor.unsafeGetTensorImpl()->pyobj_slot()->has_unique_reference();
+    return tensor.use_count() - size_t(forgotten);
+  }
+};
+
+Tensor cross_entropy(const Tensor& logits, const Tensor& target, const OptionalTensor& weight,
+                     int64_t ignore_index, double label_smoothing) {
+  return CrossEntropyFunction::apply(logits, target, weight, ignore_index, label_smoothing);
+}
+
+AMPFUSE_LIBRARY_FRAGMENT(AMPFUSE_NAMESPACE, library) {
+  library.def(
+      "cross_entropy(Tensor logits, Tensor target, Tensor? weight, int ignore_index, "
+      "float label_smoothing) -> Tensor",
+      cross_entropy);
+  library.def(
+      "cross_entropy_loss(Tensor logits, Tensor target, Tensor? weight, int ignore_index, "
+      "float label_smoothing) -> (Tensor, Tensor)");
+  library.def(
+      "cross_entropy_gradient(Tensor gradient, Tensor logits, Tensor target, Tensor? weight, "
+      "Tensor lse, int ignore_index, float label_smoothing) -> Tensor");
+}
+
+void add_kernels(torch::Library& library) {
+  library.impl("cross_entropy_loss", loss_pass);
+  library.impl("cross_entropy_gradient", gradient_pass);
+}
+AMPFUSE_KERNELS(AMPFUSE_NAMESPACE, CPU, library) { add_kernels(library); }
+AMPFUSE_KERNELS(AMPFUSE_NAMESPACE, CUDA, library) { add_kernels(library); }
+AMPFUSE_KERNELS(AMPFUSE_NAMESPACE, Meta, library) { add_kernels(library); }
+
+}  // namespace
+}  // namespace ampfuse
