@@ -50,7 +50,7 @@ class LinearCrossEntropy(nn.Linear):
         self.ignore_index, self.reduction = ignore_index, reduction
         self.label_smoothing, self.block_rows = label_smoothing, block_rows
 
-    def forward(self, x: Tensor, target: Tensor | None = None) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor, target: Tensor | None = None) -> Tensor:
         """The loss of `x` (..., in_features) for `target` (...), int64; without it the logits."""
         if target is None:
             return super().forward(x)
