@@ -1,7 +1,7 @@
 # make demo    trains a small network at O0 to O5 and prints the table
 # make test    runs the tests
-# make bench   measures training steps and optimizer steps: an hour, on a machine that does nothing else
-#              (BENCH_ARGS=--all: a quarter of an hour)
+# make bench   measures training steps and optimizer steps, for an hour and a half, on a machine that
+#              does nothing else; BENCH_ARGS=--all: more optimizer steps
 # make experiments  measures whole training steps there: E1, E2, E4 and E5, twenty minutes
 # make docs    builds the documentation into build/docs; DOCS_BUILDER=linkcheck: checks its links to
 #              other sites, which needs the network
