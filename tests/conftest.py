@@ -117,11 +117,13 @@ def device(request):
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def hardware(request):
+def hardware(request, monkeypatch):
     """The CPU and, where there is one, a GPU: for what runs torch's operations beside ours.
 
     Convolutions there give the same bits in each run, and compute in FP32 what is FP32.
     """
-    flags = {"enabled": True, "benchmark": False, "deterministic": True, "allow_tf32": False}
-    with torch.backends.cudnn.flags(**flags):
-        yield torch.device(request.param)
+    cudnn = torch.backends.cudnn
+    monkeypatch.setattr(cudnn, "benchmark", False)
+    monkeypatch.setattr(cudnn, "deterministic", True)
+    monkeypatch.setattr(cudnn.conv, "fp32_precision", "ieee")
+    return torch.device(request.param)

@@ -32,7 +32,7 @@ from ampfuse import trees
 from ampfuse.amp.casts import eager_module
 from ampfuse.insight.explanation import Explanation
 from ampfuse.insight.half_range import was_too_large
-from ampfuse.optim.masters import gradient_as_it_is
+from ampfuse.optim.masters import HALF_DTYPES, gradient_as_it_is
 
 _TORCH = os.path.dirname(torch.__file__)
 _OURS = os.path.dirname(os.path.dirname(__file__))
@@ -430,19 +430,21 @@ def _numbers(value: Any) -> Iterator[float]:
 
 
 _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float64}
+_WIDER_HALVES = dict.fromkeys(HALF_DTYPES, torch.float32)  # ampfuse has no float64
 
 
 def _wider_magnitude(func: Any, arguments: Any, index: int) -> float | None:
     """The largest magnitude in result `index` of `func`, computed once more in a wider type."""
     args, kwargs = arguments
     is_random = torch.Tag.nondeterministic_seeded in func.tags
-    if func.namespace != "aten" or is_random or "out" in kwargs:
+    if func.namespace not in ("aten", "ampfuse") or is_random or "out" in kwargs:
         return None
+    wider = _WIDER if func.namespace == "aten" else _WIDER_HALVES
 
     def widened(item: Any) -> Any:
-        if isinstance(item, Tensor) and item.dtype in _WIDER:
-            return item.detach().to(_WIDER[item.dtype])
-        return _WIDER.get(item, item) if isinstance(item, torch.dtype) else item
+        if isinstance(item, Tensor) and item.dtype in wider:
+            return item.detach().to(wider[item.dtype])
+        return wider.get(item, item) if isinstance(item, torch.dtype) else item
 
     try:
         with torch.no_grad():
