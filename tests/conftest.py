@@ -125,5 +125,7 @@ def hardware(request, monkeypatch):
     cudnn = torch.backends.cudnn
     monkeypatch.setattr(cudnn, "benchmark", False)
     monkeypatch.setattr(cudnn, "deterministic", True)
-    monkeypatch.setattr(cudnn.conv, "fp32_precision", "ieee")
-    return torch.device(request.param)
+    precision = cudnn.conv.fp32_precision
+    cudnn.conv.fp32_precision = "ieee"
+    yield torch.device(request.param)
+    cudnn.conv.fp32_precision = precision
