@@ -17,21 +17,6 @@
 namespace ampfuse {
 namespace {
 
-// A row of the matrix, from some pack on.
-template <DType kType>
-struct RowPacks {
-  static constexpr DType dtype = kType;
-  static constexpr bool kCompact = false;
-  char* data;
-  bool aligned;
-
-  __device__ RowPacks(void* base, const ImageRows& image, int64_t row, int64_t c, bool whole)
-      : data(static_cast<char*>(base) + (row * image.channels + c) * element_size(kType)),
-        aligned(whole) {}
-  __device__ char* at(int i) const { return global_at(data, i * int(element_size(kType))); }
-  __device__ bool wide() const { return aligned; }
-};
-
 // Where a thread is in a row: its channels [c, c + count).
 struct Place {
   int64_t c;

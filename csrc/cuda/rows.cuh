@@ -13,21 +13,28 @@ namespace ampfuse {
 constexpr int kGroupThreads = kRowWidth / kPack;
 static_assert(kRowGroups * kGroupThreads == kLanes, "a block has the groups of a row");
 
-// Columns of a row, which may begin anywhere.
+// A row of the matrix, from some pack on.
 template <DType kType>
-struct Columns {
+struct RowPacks {
   static constexpr DType dtype = kType;
   static constexpr bool kCompact = false;
   char* data;
   bool aligned;
 
-  __device__ Columns(const NnArgs& args, int image, int64_t row, int64_t c, bool whole)
-      : data(static_cast<char*>(args.images[image]) + row * args.image.row_bytes() +
-             c * element_size(kType)),
+  __device__ RowPacks(void* base, const ImageRows& image, int64_t row, int64_t c, bool whole)
+      : data(static_cast<char*>(base) + (row * image.channels + c) * element_size(kType)),
         aligned(whole) {}
   __device__ char* at(int i) const { return global_at(data, i * int(element_size(kType))); }
   __device__ bool wide() const { return aligned; }
 };
+
+// The pack of a row's columns from c on, of which `count` exist.
+template <DType kType>
+__device__ inline void load_columns(const NnArgs& args, int image, int64_t row, int64_t c,
+                                    int count, bool aligned, float (&x)[kPack]) {
+  const RowPacks<kType> packs(args.images[image], args.image, row, c, aligned);
+  widen(load_pack<false, kPack>(packs, 0, count), kType, x);
+}
 
 template <class Op, bool kPlain, DType kType>
 __global__ void __launch_bounds__(kLanes, 2) row_sum_kernel(NnArgs args, int groups, bool aligned) {
@@ -48,8 +55,7 @@ __global__ void __launch_bounds__(kLanes, 2) row_sum_kernel(NnArgs args, int gro
       const int count = columns - c < kPack ? int(columns - c) : kPack;
       if (count <= 0) continue;
       float x[kPack];
-      widen(load_pack<false, kPack>(Columns<kType>(args, Op::kInput, row, c, aligned), 0, count),
-            kType, x);
+      load_columns<kType>(args, Op::kInput, row, c, count, aligned, x);
 #pragma unroll
       for (int k = 0; k < kPack; ++k) {
         if (k >= count) continue;
@@ -124,16 +130,15 @@ __global__ void __launch_bounds__(kLanes) row_map_kernel(NnArgs args, RowGrid gr
     const int count = columns - c < kPack ? int(columns - c) : kPack;
     if (count <= 0) continue;
     float x[kPack];
-    widen(load_pack<false, kPack>(Columns<kType>(args, Op::kInput, row, c, aligned), 0, count),
-          kType, x);
+    load_columns<kType>(args, Op::kInput, row, c, count, aligned, x);
 #pragma unroll
     for (int k = 0; k < kPack; ++k) {
       const float weight = kPlain || weights == nullptr || k >= count ? 1.0f : weights[c + k];
       const float y = Op::template apply<kPlain>(x[k], coef, weight, uint32_t(c + k == target));
       x[k] = counts ? y : 0.0f;
     }
-    store_pack<false>(Columns<kType>(args, Op::kOutput, row, c, aligned), 0, count,
-                      narrow(x, kType));
+    store_pack<false>(RowPacks<kType>(args.images[Op::kOutput], args.image, row, c, aligned), 0,
+                      count, narrow(x, kType));
   }
 }
 

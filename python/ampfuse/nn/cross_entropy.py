@@ -28,7 +28,7 @@ def cross_entropy(
 ) -> Tensor:
     """``F.cross_entropy(input.float(), target, ...)`` without the FP32 copy.
 
-    The forward pass reads the logits once and keeps a number of each row; the backward pass reads
+    The forward pass reads the logits once and keeps two numbers of each row; the backward pass reads
     them again and writes their gradient, in their own type: over them, where nobody else holds
     them any more. torch makes an FP32 copy of half logits and keeps ``log_softmax`` of it.
 
