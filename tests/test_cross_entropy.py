@@ -168,9 +168,27 @@ def test_wrong_arguments_are_told():
         cross_entropy(logits, target, reduction="max")
     with pytest.raises(ValueError, match="label_smoothing must be"):
         cross_entropy(logits, target, label_smoothing=1.5)
-    loss = cross_entropy(logits, target)
-    with pytest.raises(RuntimeError, match="no second derivative"):
-        torch.autograd.grad(loss, logits, create_graph=True)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_a_gradient_penalty(dtype):
+    """torch's operations give the second derivative, the logits' and the incoming gradient's."""
+
+    def penalty(loss_of, x, factor):
+        loss = loss_of(x * factor, target, weight, label_smoothing=0.1)
+        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+        return torch.autograd.grad((gradient**2).sum() * 100 + loss, (x, factor))
+
+    x, target, weight = logits_of(6, 9, dtype), targets_of(6, 9, [2]), torch.rand(9) + 0.5
+    factor = torch.tensor(0.7, dtype=dtype, requires_grad=True)
+    exactly = [t.detach().double().requires_grad_() for t in (x, factor)]
+    weight = weight.double()
+    expected = penalty(F.cross_entropy, *exactly)
+    weight = weight.float()
+    eps = torch.finfo(dtype).eps
+    for result, exact_one in zip(penalty(cross_entropy, x, factor), expected, strict=True):
+        scale = exact_one.abs().amax().item()
+        torch.testing.assert_close(result.double(), exact_one, rtol=8 * eps, atol=4 * eps * scale)
 
 
 def passed_on(dtype=torch.bfloat16, view=False):

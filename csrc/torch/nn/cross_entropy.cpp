@@ -1,6 +1,7 @@
 // cross_entropy as an operator of torch: the losses of rows of logits, each class a column.
 #include <ATen/ATen.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/library.h>
@@ -117,11 +118,13 @@ struct CrossEntropyFunction : torch::autograd::Function<CrossEntropyFunction> {
     const int64_t ignore_index = context->saved_data["ignore_index"].toInt();
     const double smoothing = context->saved_data["label_smoothing"].toDouble();
     const Tensor gradient = gradients[0].contiguous();
-    TORCH_CHECK(!at::GradMode::is_enabled(),
-                "ampfuse's cross_entropy has no second derivative (create_graph=True): use "
-                "torch.nn.functional.cross_entropy on logits.float()");
     variable_list result(5);
-    if (is_only_ours(logits)) {
+    if (at::GradMode::is_enabled()) {
+      // create_graph: what torch differentiates once more.
+      const Tensor losses = at::cross_entropy_loss(logits.to(at::kFloat), target, weight,
+                                                   at::Reduction::None, ignore_index, smoothing);
+      result[0] = torch::autograd::grad({losses}, {logits}, {gradient}, true, true)[0];
+    } else if (is_only_ours(logits)) {
       result[0] = logits.detach();
       gradient_into_pass(gradient, logits, target, weight, lse, ignore_index, smoothing, result[0]);
     } else {

@@ -28,9 +28,10 @@ def cross_entropy(
 ) -> Tensor:
     """``F.cross_entropy(input.float(), target, ...)`` without the FP32 copy.
 
-    The forward pass reads the logits once and keeps two numbers of each row; the backward pass reads
-    them again and writes their gradient, in their own type: over them, where nobody else holds
-    them any more. torch makes an FP32 copy of half logits and keeps ``log_softmax`` of it.
+    The forward pass reads the logits once and keeps two numbers of each row; the backward pass
+    reads them again and writes their gradient, in their own type: over them, where nobody else
+    holds them any more. torch makes an FP32 copy of half logits and keeps ``log_softmax`` of it.
+    Where a second derivative is asked for (``create_graph=True``), torch's operations give it.
 
     Fused are classes as targets, float32, float16 or bfloat16 logits on CPU and CUDA whose classes
     lie side by side in memory: of shape (C,) and (N, C), and (N, C, d1, ...) in a channels-last
@@ -51,7 +52,6 @@ def cross_entropy(
     Raises:
         ValueError: an unknown reduction, a smoothing out of its range.
         IndexError: on the CPU, a target that is no class. On a GPU its loss is NaN.
-        RuntimeError: a second derivative is asked for (``create_graph=True``).
 
     Source: ``F.cross_entropy``; Milakov & Gimelshein 2018 for the maximum found on the way.
     """
