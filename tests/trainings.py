@@ -411,6 +411,23 @@ def cross_entropy(dtype: torch.dtype) -> dict[str, Any]:
     return found
 
 
+def norm(dtype: torch.dtype) -> dict[str, Any]:
+    """Results and gradients: columns around a vector's width, the lanes' and a span's."""
+    op = nn_ops().norm
+    found = {}
+    for columns, centered in itertools.product((1, 17, 129, 1025, 3000), (True, False)):
+        x, residual, dy, ds = (
+            fractions((37, columns), seed).to(dtype).requires_grad_(seed < 2) for seed in range(4)
+        )
+        weight = fractions((columns,), 4).requires_grad_()
+        bias = fractions((columns,), 5).requires_grad_() if centered else None
+        outputs = op(x, residual, [columns], weight, bias, 1e-5, centered)
+        torch.autograd.backward(outputs, (dy, ds))
+        grads = [t.grad for t in (x, weight, bias) if t is not None]
+        found[f"{columns} {centered}"] = [*(t.detach() for t in outputs), *grads]
+    return found
+
+
 def _runs() -> dict[str, Callable[[], Any]]:
     runs: dict[str, Callable[[], Any]] = {}
     for level in LEVELS:
@@ -471,6 +488,7 @@ def _runs() -> dict[str, Callable[[], Any]]:
     for dtype in (f32, f16, bf16):
         runs[f"batch norm {dtype}"] = partial(batch_norm, dtype)
         runs[f"cross entropy {dtype}"] = partial(cross_entropy, dtype)
+        runs[f"norm {dtype}"] = partial(norm, dtype)
     return runs
 
 

@@ -3,13 +3,14 @@
 
 #include "core/nn_ops/batch_norm.h"
 #include "core/nn_ops/cross_entropy.h"
+#include "core/nn_ops/norm.h"
 
 namespace ampfuse {
 
 template <class... Ops, class... More>
 OpList<Ops..., More...> operator+(OpList<Ops...>, OpList<More...>);
 
-using NnOps = decltype(OpList<>() + batch_norm_ops() + cross_entropy_ops());
+using NnOps = decltype(OpList<>() + batch_norm_ops() + cross_entropy_ops() + norm_ops());
 
 template <class Op>
 NnOp nn_op() {

@@ -75,14 +75,30 @@ void sum(const NnArgs& args) {
   });
 }
 
+// Weights and biases of all columns in FP32.
+std::vector<float> affine_of(const NnArgs& args) {
+  const int64_t stride = coef_stride(args.image);
+  std::vector<float> values(2 * stride);
+  const auto& [weight, bias, dtype] = args.affine;
+  for (int64_t c = 0; c < args.image.channels; ++c) {
+    values[c] = weight ? load_float(weight, dtype, c) : 1.0f;
+    values[stride + c] = bias ? load_float(bias, dtype, c) : 0.0f;
+  }
+  return values;
+}
+
 template <class Op>
 void along_rows(const NnArgs& args) {
   const ImageRows& image = args.image;
+  std::vector<float> affine;
+  if constexpr (Op::kKind == PassKind::kRowPass) affine = affine_of(args);
   share_out(elements(image), [&](int64_t piece, int64_t pieces) {
     const int64_t begin = image.rows * piece / pieces, end = image.rows * (piece + 1) / pieces;
     with_kernel<Op>([&](auto kernel) {
       if constexpr (Op::kKind == PassKind::kRowSum) {
         kernel.row_sum(args, begin, end);
+      } else if constexpr (Op::kKind == PassKind::kRowPass) {
+        kernel.row_pass(args, affine.data(), begin, end);
       } else {
         kernel.row_map(args, begin, end);
       }

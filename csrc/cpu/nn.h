@@ -29,6 +29,8 @@ struct NnKernel {
   // In row_run.h.
   static void row_sum(NnArgs args, int64_t begin, int64_t end);
   static void row_map(NnArgs args, int64_t begin, int64_t end);
+  // affine: the weights of all columns, and from coef_stride() on the biases.
+  static void row_pass(NnArgs args, const float* affine, int64_t begin, int64_t end);
 };
 
 // Makes the compiler emit the kernels of a list.
@@ -39,6 +41,7 @@ constexpr auto nn_kernel_of() {
   if constexpr (Op::kKind == PassKind::kChannelMap) return &Kernel::map;
   if constexpr (Op::kKind == PassKind::kRowSum) return &Kernel::row_sum;
   if constexpr (Op::kKind == PassKind::kRowMap) return &Kernel::row_map;
+  if constexpr (Op::kKind == PassKind::kRowPass) return &Kernel::row_pass;
 }
 template <class Isa, class... Ops>
 constexpr auto nn_kernels_of(OpList<Ops...>) {

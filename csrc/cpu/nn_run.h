@@ -111,13 +111,19 @@ HD void add_tile(const NnArgs& args, int64_t begin, int64_t end, int64_t c, int 
   constexpr int kEach = kGroup / F::kWidth;  // vectors of a group
   constexpr int kCount = kGroups * kEach;
   constexpr unsigned kRead = kLists & Op::kReads, kWritten = kLists & Op::kWrites;
-  F coef[kCount][Op::kCoefs], first[kCount], second[kCount];
+  constexpr bool kOfRow = Op::kCoefsOfRow;
+  F coef[kOfRow ? 1 : kCount][Op::kCoefs], first[kCount], second[kCount];
   for (int v = 0; v < kCount; ++v) {
-    for (int k = 0; k < Op::kCoefs; ++k)
+    for (int k = 0; k < Op::kCoefs && !kOfRow; ++k)
       coef[v][k] = load_floats<F>(sums.coefs[k] + i + v * F::kWidth);
     first[v] = second[v] = F(0.0f);
   }
   for (int64_t row = begin; row < end; ++row) {
+    if constexpr (kOfRow) {
+      float of_row[Op::kCoefs];
+      Op::template coefs<kLists>(args, row, c, of_row);
+      for (int k = 0; k < Op::kCoefs; ++k) coef[0][k] = F(of_row[k]);
+    }
     fetch<kRead, kGroups * kGroup* int(Lanes::kSize)>(args, row + kRowsAhead, c * Lanes::kSize);
 #pragma GCC unroll 8
     for (int group = 0; group < kGroups; ++group) {
@@ -127,7 +133,8 @@ HD void add_tile(const NnArgs& args, int64_t begin, int64_t end, int64_t c, int 
         const int v = group * kEach + e;
         F x[kMaxImages] = {};
         load_images<kRead, Lanes, kWhole>(args, row, c, v * F::kWidth, count, x);
-        Op::template add<kLists>(x, coef[v], bits >> e * F::kWidth, first[v], second[v]);
+        Op::template add<kLists>(x, coef[kOfRow ? 0 : v], bits >> e * F::kWidth, first[v],
+                                 second[v]);
         store_images<kWritten, Lanes, kWhole>(args, row, c, v * F::kWidth, count, x);
       }
     }
@@ -186,7 +193,7 @@ void NnKernel<Isa, Op>::sum(NnArgs args, int64_t span, int64_t begin, int64_t en
   const int64_t first = span * kSpanRows, last = first + image.rows_of(span);
   SpanSums<Op::kCoefs> sums;
   with_instance<Op>(args, [&](auto lists, auto type) HD_LAMBDA {
-    for (int64_t c = begin; c < end; ++c) {
+    for (int64_t c = begin; c < end && !Op::kCoefsOfRow; ++c) {
       float coef[Op::kCoefs];
       Op::template coefs<lists>(args, first, c, coef);
       for (int k = 0; k < Op::kCoefs; ++k) sums.coefs[k][c - begin] = coef[k];

@@ -12,19 +12,20 @@ namespace ampfuse {
 namespace {
 
 // The values of the lanes of a group, and then of the row's groups, of which each is merged into
-// the first one.
-template <class Op>
+// the first one. Sum: how they start and how two merge.
+template <class Sum>
 struct RowLanes {
-  alignas(64) float value[Op::kValues][kRowWidth];
+  static constexpr int kValues = Sum::kValues;
+  alignas(64) float value[kValues][kRowWidth];
 
   template <class F>
-  HD void load(int lane, F (&values)[Op::kValues]) const {
-    for (int k = 0; k < Op::kValues; ++k) values[k] = load_floats<F>(value[k] + lane);
+  HD void load(int lane, F (&values)[kValues]) const {
+    for (int k = 0; k < kValues; ++k) values[k] = load_floats<F>(value[k] + lane);
   }
   template <class F>
-  HD void store(int lane, const F (&values)[Op::kValues]) {
+  HD void store(int lane, const F (&values)[kValues]) {
     using Floats = typename F::template Lanes<DType::kFloat32>;
-    for (int k = 0; k < Op::kValues; ++k) Floats::store(value[k] + lane, Floats::narrow(values[k]));
+    for (int k = 0; k < kValues; ++k) Floats::store(value[k] + lane, Floats::narrow(values[k]));
   }
 
   // Halving from `width` lanes, of which `count` have values, as sum_by_halving().
@@ -43,10 +44,10 @@ struct RowLanes {
  private:
   template <class F>
   HD void merge_at(int lane, int offset) {
-    F values[Op::kValues], others[Op::kValues];
+    F values[kValues], others[kValues];
     load(lane, values);
     load(lane + offset, others);
-    Op::merge(values, others);
+    Sum::merge(values, others);
     store(lane, values);
   }
 };
@@ -54,15 +55,53 @@ struct RowLanes {
 // Vectors of which the values are in registers at a time.
 constexpr int kRowVectors = 4;
 
-// x of columns [c, c + count) of vector `first`, `absent` past them; and a bit for each.
-template <class Lanes, class F, bool kWhole>
-HD F load_columns(const char* row, int64_t c, int first, int count, float absent, uint32_t& bits) {
-  const F x = load_at<Lanes, F, kWhole>(row, c, first, count);
-  bits = 0xffffu;
-  if constexpr (kWhole) return x;
+// The values of a row of `columns`, to which sum.add(values, c, first, count) adds those of a
+// vector.
+template <class Isa, class Sum>
+HD void sum_row(const Sum& sum, int64_t columns, float (&result)[Sum::kValues]) {
+  constexpr int kStrip = kRowVectors * Isa::kWidth;
+  const int64_t spans = ceil_div(columns, Sum::kSpan);
+  const int groups = int(spans < kRowGroups ? spans : kRowGroups);
+  RowLanes<Sum> lanes, row_values;
+  for (int group = 0; group < groups; ++group) {
+    for (int64_t span = group; span < spans; span += kRowGroups) {
+      const int64_t begin = span * Sum::kSpan;
+      const int64_t end = begin + Sum::kSpan < columns ? begin + Sum::kSpan : columns;
+      for (int lane = 0; lane < kRowWidth; lane += kStrip) {
+        Isa value[kRowVectors][Sum::kValues];
+        for (int v = 0; v < kRowVectors; ++v) {
+          if (span == group) {
+            Sum::start(value[v]);
+          } else {
+            lanes.load(lane + v * Isa::kWidth, value[v]);
+          }
+        }
+        const auto add = [&](auto whole, int64_t c, int count) HD_LAMBDA {
+#pragma GCC unroll 4
+          for (int v = 0; v < kRowVectors; ++v)
+            sum.template add<whole>(value[v], c, v * Isa::kWidth, count);
+        };
+        int64_t c = begin + lane;
+        for (; c + kStrip <= end; c += kRowWidth) add(std::true_type(), c, kStrip);
+        if (c < end) add(std::false_type(), c, int(end - c));
+        for (int v = 0; v < kRowVectors; ++v) lanes.store(lane + v * Isa::kWidth, value[v]);
+      }
+    }
+    lanes.template merge<Isa>(kRowWidth, kRowWidth);
+    Scalar value[Sum::kValues];
+    lanes.load(0, value);
+    row_values.store(group, value);
+  }
+  row_values.template merge<Scalar>(kRowGroups, groups);
+  for (int k = 0; k < Sum::kValues; ++k) result[k] = row_values.value[k][0];
+}
+
+// A bit for each column of vector `first` that exists.
+template <bool kWhole, class F>
+HD uint32_t column_bits(int first, int count) {
+  if (kWhole) return 0xffffu;
   const int lanes = lanes_of(count, first, F::kWidth);
-  bits = lanes > 0 ? (1u << lanes) - 1 : 0;
-  return keep(bits, x) + keep(~bits, F(absent));
+  return lanes > 0 ? (1u << lanes) - 1 : 0;
 }
 
 template <class F, bool kWhole>
@@ -72,29 +111,95 @@ HD F weight_of(const float* weights, int64_t c, int first, int count) {
   return load_at<Floats, F, kWhole>(reinterpret_cast<const char*>(weights), c, first, count);
 }
 
-// Adds columns [begin, end), at most a span, to their lanes.
-template <class Isa, class Op, bool kPlain, class Lanes>
-HD void add_columns(const char* row, const float* weights, int64_t begin, int64_t end,
-                    RowLanes<Op>& lanes) {
-  constexpr int kStrip = kRowVectors * Isa::kWidth;
-  for (int lane = 0; lane < kRowWidth && begin + lane < end; lane += kStrip) {
-    Isa value[kRowVectors][Op::kValues];
-    for (int v = 0; v < kRowVectors; ++v) lanes.load(lane + v * Isa::kWidth, value[v]);
-    const auto add = [&](auto whole, int64_t c, int count) HD_LAMBDA {
-#pragma GCC unroll 4
-      for (int v = 0; v < kRowVectors; ++v) {
-        const int first = v * Isa::kWidth;
-        uint32_t bits;
-        const Isa x = load_columns<Lanes, Isa, whole>(row, c, first, count, Op::kAbsent, bits);
-        Isa weight(1.0f);
-        if constexpr (!kPlain) weight = weight_of<Isa, whole>(weights, c, first, count);
-        Op::template add<kPlain>(value[v], x, weight, bits);
-      }
-    };
-    int64_t c = begin + lane;
-    for (; c + kStrip <= end; c += kRowWidth) add(std::true_type(), c, kStrip);
-    if (c < end) add(std::false_type(), c, int(end - c));
-    for (int v = 0; v < kRowVectors; ++v) lanes.store(lane + v * Isa::kWidth, value[v]);
+// What a row sum adds.
+template <class Op, bool kPlain, class Lanes>
+struct RowSum {
+  static constexpr int kValues = Op::kValues, kSpan = kSpanColumns;
+  const char* row;
+  const float* weights;
+
+  template <class F>
+  HD static void start(F (&value)[kValues]) {
+    Op::start(value);
+  }
+  template <class F>
+  HD static void merge(F (&value)[kValues], const F (&other)[kValues]) {
+    Op::merge(value, other);
+  }
+  template <bool kWhole, class F>
+  HD void add(F (&value)[kValues], int64_t c, int first, int count) const {
+    const uint32_t bits = column_bits<kWhole, F>(first, count);
+    F x = load_at<Lanes, F, kWhole>(row, c, first, count);
+    if constexpr (!kWhole) x = keep(bits, x) + keep(~bits, F(Op::kAbsent));
+    F weight(1.0f);
+    if constexpr (!kPlain) weight = weight_of<F, kWhole>(weights, c, first, count);
+    Op::template add<kPlain>(value, x, weight, bits);
+  }
+};
+
+// What a stage of a row pass does.
+template <class Isa, class Op, unsigned kLists, class Lanes, int kStage>
+struct PassStage {
+  static constexpr int kValues = Op::kSums, kSpan = kPassColumns;
+  const NnArgs& args;
+  int64_t row;
+  const float* weights;
+  Isa coef[Op::kCoefs];
+
+  HD PassStage(const NnArgs& all, int64_t of, const float* affine, const float (&coefs)[Op::kCoefs])
+      : args(all), row(of), weights(affine) {
+    for (int k = 0; k < Op::kCoefs; ++k) coef[k] = Isa(coefs[k]);
+  }
+  template <class F>
+  HD static void start(F (&value)[kValues]) {
+    for (F& each : value) each = F(0.0f);
+  }
+  template <class F>
+  HD static void merge(F (&value)[kValues], const F (&other)[kValues]) {
+    for (int k = 0; k < kValues; ++k) value[k] = value[k] + other[k];
+  }
+  template <bool kWhole>
+  HD void add(Isa (&value)[kValues], int64_t c, int first, int count) const {
+    constexpr unsigned kRead = Op::reads(kLists, kStage), kWritten = Op::writes(kLists, kStage);
+    Isa x[kMaxImages] = {};
+    load_images<kRead, Lanes, kWhole>(args, row, c, first, count, x);
+    if constexpr (kWritten != 0) {
+      Op::template first<kLists>(x);
+      store_images<kWritten, Lanes, kWhole>(args, row, c, first, count, x);
+      for (int i = 0; i < kMaxImages; ++i)
+        if (kWritten & bit(i)) x[i] = Isa(Lanes::widen(Lanes::narrow(x[i])));
+    }
+    const Isa weight = weight_of<Isa, kWhole>(weights, c, first, count);
+    Op::template add<kStage, kLists>(x, coef, weight, column_bits<kWhole, Isa>(first, count),
+                                     value);
+  }
+  template <bool kWhole>
+  HD void map(const float* biases, int64_t c, int count) const {
+    constexpr unsigned kRead = Op::reads(kLists, kStage), kWritten = Op::writes(kLists, kStage);
+    Isa x[kMaxImages] = {};
+    load_images<kRead, Lanes, kWhole>(args, row, c, 0, count, x);
+    Op::template apply<kLists>(x, coef, weight_of<Isa, kWhole>(weights, c, 0, count),
+                               weight_of<Isa, kWhole>(biases, c, 0, count));
+    store_images<kWritten, Lanes, kWhole>(args, row, c, 0, count, x);
+  }
+};
+
+// Stage kStage of a row and those that follow.
+template <class Isa, class Op, unsigned kLists, class Lanes, int kStage = 0>
+HD void pass_row(const NnArgs& args, int64_t row, const float* affine, float (&coef)[Op::kCoefs]) {
+  const PassStage<Isa, Op, kLists, Lanes, kStage> stage(args, row, affine, coef);
+  const int64_t columns = args.image.channels;
+  if constexpr (kStage < Op::kStages) {
+    float sums[Op::kSums];
+    sum_row<Isa>(stage, columns, sums);
+    Op::template settle<kStage>(args, row, sums, coef);
+    pass_row<Isa, Op, kLists, Lanes, kStage + 1>(args, row, affine, coef);
+  } else {
+    const float* biases = affine + coef_stride(args.image);
+    int64_t c = 0;
+    for (; c + Isa::kWidth <= columns; c += Isa::kWidth)
+      stage.template map<true>(biases, c, Isa::kWidth);
+    if (c < columns) stage.template map<false>(biases, c, int(columns - c));
   }
 }
 
@@ -114,31 +219,27 @@ HD void with_row_instance(const NnArgs& args, const Run& run) {
 
 template <class Isa, class Op>
 void NnKernel<Isa, Op>::row_sum(NnArgs args, int64_t begin, int64_t end) {
-  const int64_t columns = args.image.channels, spans = ceil_div(columns, kSpanColumns);
-  const int groups = int(spans < kRowGroups ? spans : kRowGroups);
-  RowLanes<Op> lanes, row_values;
   with_row_instance<Isa, Op>(args, [&](auto plain, auto stored) HD_LAMBDA {
     for (int64_t row = begin; row < end; ++row) {
-      const char* data = row_of(args, Op::kInput, row);
-      for (int group = 0; group < groups; ++group) {
-        Isa empty[Op::kValues];
-        Op::start(empty);
-        for (int lane = 0; lane < kRowWidth; lane += Isa::kWidth) lanes.store(lane, empty);
-        for (int64_t span = group; span < spans; span += kRowGroups) {
-          const int64_t first = span * kSpanColumns, last = first + kSpanColumns;
-          add_columns<Isa, Op, plain, decltype(stored)>(data, args.vectors[Op::kWeight], first,
-                                                        last < columns ? last : columns, lanes);
-        }
-        lanes.template merge<Isa>(kRowWidth, kRowWidth);
-        Scalar value[Op::kValues];
-        lanes.load(0, value);
-        row_values.store(group, value);
-      }
-      row_values.template merge<Scalar>(kRowGroups, groups);
+      const RowSum<Op, plain, decltype(stored)> sum{row_of(args, Op::kInput, row),
+                                                    args.vectors[Op::kWeight]};
       float value[Op::kValues];
-      for (int k = 0; k < Op::kValues; ++k) value[k] = row_values.value[k][0];
+      sum_row<Isa>(sum, args.image.channels, value);
       Op::finish(args, row, value);
     }
+  });
+}
+
+template <class Isa, class Op>
+void NnKernel<Isa, Op>::row_pass(NnArgs args, const float* affine, int64_t begin, int64_t end) {
+  with_lists<Op>(args, [&](auto lists) HD_LAMBDA {
+    with_lanes<Isa>(args.image.dtype, [&](auto stored) HD_LAMBDA {
+      for (int64_t row = begin; row < end; ++row) {
+        float coef[Op::kCoefs];
+        Op::template begin<lists>(args, row, coef);
+        pass_row<Isa, Op, lists, decltype(stored)>(args, row, affine, coef);
+      }
+    });
   });
 }
 

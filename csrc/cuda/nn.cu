@@ -110,9 +110,15 @@ __global__ void __launch_bounds__(kSumThreads, 4) sum_kernel(NnArgs args, bool a
     const Coefs<Op, kLists> coefs(args, first_row, place);
 #pragma unroll 4
     for (int64_t row = begin; row < end; ++row) {
+      float of_row[Op::kCoefs] = {};
+      if constexpr (Op::kCoefsOfRow) Op::template coefs<kLists>(args, row, place.c, of_row);
       for_pack<Op, kLists, kType>(
           args, aligned, row, place, [&](int k, float (&x)[kMaxImages], uint32_t bits) {
-            Op::template add<kLists>(x, coefs.value[k], bits, first[k], second[k]);
+            if constexpr (Op::kCoefsOfRow) {
+              Op::template add<kLists>(x, of_row, bits, first[k], second[k]);
+            } else {
+              Op::template add<kLists>(x, coefs.value[k], bits, first[k], second[k]);
+            }
           });
     }
   }
@@ -204,18 +210,14 @@ template <class Op, unsigned kLists, DType kType>
 void start(const NnArgs& args, cudaStream_t stream) {
   const ImageRows& image = args.image;
   const bool wide = aligned(args, kLists);
-  if constexpr (Op::kKind == PassKind::kRowSum || Op::kKind == PassKind::kRowMap) {
-    if (Op::is_plain(args)) {
-      start_rows<Op, true, kType>(args, wide, stream);
-    } else {
-      start_rows<Op, false, kType>(args, wide, stream);
-    }
-  } else if constexpr (Op::kKind == PassKind::kChannelSum) {
+  if constexpr (Op::kKind == PassKind::kChannelSum) {
     const int64_t blocks = image.spans() * ceil_div(image.channels, kSumChannels);
     launch(Kernel{Op::kName, sum_kernel<Op, kLists, kType>}, blocks, kSumThreads, stream, args,
            wide);
     launch(Kernel{Op::kName, finish_kernel<Op>}, ceil_div(image.channels, kFinishChannels), kLanes,
            stream, args);
+  } else if constexpr (Op::kKind != PassKind::kChannelMap) {
+    start_rows<Op, kLists, kType>(args, wide, stream);
   } else {
     const Grid grid(image);
     launch(Kernel{Op::kName, map_kernel<Op, kLists, kType>}, grid.blocks, kLanes, stream, args,

@@ -1,4 +1,5 @@
-// The kernels of row ops: sums along each row, and maps with a row's coefficients.
+// The kernels of row ops: sums along each row, maps with a row's coefficients, and passes, which do
+// both and hold what they have read in registers between.
 //
 // In sums a group of threads holds the lanes of nn_op.h, a pack each, and takes spans of one row; a
 // block has the groups of a row, or of several where they are short.
@@ -142,18 +143,247 @@ __global__ void __launch_bounds__(kLanes) row_map_kernel(NnArgs args, RowGrid gr
   }
 }
 
+// ---- passes ----
+
+constexpr int kPassPacks = kPassColumns / kRowWidth;  // of a thread, in a span
+
+// The weights or biases of a pack of columns; kAligned: 16 bytes of memory at a time.
+template <bool kAligned>
+__device__ inline void load_affine(const void* data, DType dtype, int64_t c, int count,
+                                   float absent, float (&values)[kPack]) {
+#pragma unroll
+  for (int k = 0; k < kPack; ++k) values[k] = absent;
+  if (data == nullptr) return;
+  with_storage(dtype, [&](auto storage) {
+    constexpr DType kType = decltype(storage)::kType;
+    const char* first = static_cast<const char*>(data) + c * element_size(kType);
+    const KnownColumn<kType> column{const_cast<char*>(first)};
+    if (kAligned) {
+      widen(load_pack<true, kPack>(column, 0, count), kType, values);
+    } else {
+      for (int k = 0; k < count; ++k) values[k] = load_float(first, kType, k);
+    }
+  });
+}
+
+// One thread's part of a pass over a row. kHeld: packs are aligned and whole, and a group has one
+// span at most: all of it is loaded before any is used, and once.
+template <class Op, unsigned kLists, DType kType, bool kHeld>
+struct RowPass {
+  const NnArgs& args;
+  int64_t row;
+  int group, groups, thread;
+  bool exists, aligned;
+  float coef[Op::kCoefs] = {};
+  Pack<kPack> held[kMaxImages][kHeld ? kPassPacks : 1] = {};
+
+  // run(slot, c, count) for each pack.
+  template <class Run>
+  __device__ void for_packs(const Run& run) const {
+    const int64_t columns = args.image.channels;
+    for (int64_t begin = group * int64_t(kPassColumns); exists && begin < columns;
+         begin += groups * int64_t(kPassColumns)) {
+#pragma unroll kHeld ? kPassPacks : 1
+      for (int i = 0; i < kPassPacks; ++i) {
+        const int64_t c = begin + i * kRowWidth + thread * kPack;
+        const int count = columns - c < kPack ? int(columns - c) : kPack;
+        if (count > 0) run(kHeld ? i : 0, c, count);
+      }
+      if (kHeld) break;
+    }
+  }
+
+  __device__ RowPacks<kType> packs(int image, int64_t c) const {
+    return {args.images[image], args.image, row, c, aligned};
+  }
+  __device__ Pack<kPack> load(int image, int64_t c, int count) const {
+    return load_pack<kHeld, kPack>(packs(image, c), 0, count);
+  }
+
+  // Into registers, where they stay.
+  template <unsigned kImages>
+  __device__ void hold() {
+    for_packs([&](int slot, int64_t c, int count) {
+#pragma unroll
+      for (int i = 0; i < kMaxImages; ++i)
+        if (kImages & bit(i)) held[i][slot] = load(i, c, count);
+    });
+  }
+
+  template <unsigned kImages>
+  __device__ void widen_images(int slot, int64_t c, int count, float (&x)[kMaxImages][kPack]) {
+#pragma unroll
+    for (int i = 0; i < kMaxImages; ++i)
+      if (kImages & bit(i)) widen(kHeld ? held[i][slot] : load(i, c, count), kType, x[i]);
+  }
+  // run(each) of the values at each column.
+  template <class Run>
+  __device__ static void for_columns(float (&x)[kMaxImages][kPack], const Run& run) {
+#pragma unroll
+    for (int k = 0; k < kPack; ++k) {
+      float each[kMaxImages];
+#pragma unroll
+      for (int i = 0; i < kMaxImages; ++i) each[i] = x[i][k];
+      run(k, each);
+#pragma unroll
+      for (int i = 0; i < kMaxImages; ++i) x[i][k] = each[i];
+    }
+  }
+  // As they are read again.
+  template <unsigned kImages>
+  __device__ void store_images(int slot, int64_t c, int count, float (&x)[kMaxImages][kPack]) {
+#pragma unroll
+    for (int i = 0; i < kMaxImages; ++i) {
+      if (!(kImages & bit(i))) continue;
+      const Pack<kPack> pack = narrow(x[i], kType);
+      store_pack<kHeld>(packs(i, c), 0, count, pack);
+      widen(pack, kType, x[i]);
+      if (kHeld) held[i][slot] = pack;
+    }
+  }
+
+  // Stage kStage, those that follow, and the map; kKnown: the images that are held.
+  template <int kStage = 0, unsigned kKnown = 0>
+  __device__ void run() {
+    constexpr unsigned kRead = Op::reads(kLists, kStage), kWritten = Op::writes(kLists, kStage);
+    if (kHeld) hold<(kRead & ~kKnown)>();
+    if constexpr (kStage < Op::kStages) {
+      float value[kPack][Op::kSums] = {};
+      for_packs([&](int slot, int64_t c, int count) {
+        float x[kMaxImages][kPack] = {}, weight[kPack];
+        widen_images<kRead>(slot, c, count, x);
+        if constexpr (kWritten != 0) {
+          for_columns(x, [](int, float (&each)[kMaxImages]) { Op::template first<kLists>(each); });
+          store_images<kWritten>(slot, c, count, x);
+        }
+        load_affine<kHeld>(args.affine.weight, args.affine.dtype, c, count, 1.0f, weight);
+        for_columns(x, [&](int k, float (&each)[kMaxImages]) {
+          if (k < count) Op::template add<kStage, kLists>(each, coef, weight[k], 1u, value[k]);
+        });
+      });
+      float sums[Op::kSums];
+      sum_groups(value, sums);
+      if (exists) Op::template settle<kStage>(args, row, sums, coef);
+      run<kStage + 1, (kKnown | kRead | kWritten)>();
+    } else {
+      for_packs([&](int slot, int64_t c, int count) {
+        float x[kMaxImages][kPack] = {}, weight[kPack], bias[kPack];
+        widen_images<kRead>(slot, c, count, x);
+        load_affine<kHeld>(args.affine.weight, args.affine.dtype, c, count, 1.0f, weight);
+        load_affine<kHeld>(args.affine.bias, args.affine.dtype, c, count, 0.0f, bias);
+        for_columns(x, [&](int k, float (&each)[kMaxImages]) {
+          Op::template apply<kLists>(each, coef, weight[k], bias[k]);
+        });
+        store_images<kWritten>(slot, c, count, x);
+      });
+    }
+  }
+
+  // The sums over the row, for all of its threads.
+  __device__ void sum_groups(float (&value)[kPack][Op::kSums], float (&sums)[Op::kSums]) {
+    for (int offset = kGroupThreads / 2; offset > 0; offset /= 2) {
+#pragma unroll
+      for (int k = 0; k < kPack; ++k) {
+#pragma unroll
+        for (int i = 0; i < Op::kSums; ++i)
+          value[k][i] += __shfl_down_sync(kWholeWarp, value[k][i], offset);
+      }
+    }
+    __shared__ float of_groups[kRowGroups][Op::kSums];
+    const int place = threadIdx.x / kGroupThreads;
+#pragma unroll
+    for (int i = 0; i < Op::kSums; ++i) {
+      float lanes[kPack];
+#pragma unroll
+      for (int k = 0; k < kPack; ++k) lanes[k] = value[k][i];
+#pragma unroll
+      for (int offset = kPack / 2; offset > 0; offset /= 2) {
+#pragma unroll
+        for (int k = 0; k < offset; ++k) lanes[k] += lanes[k + offset];
+      }
+      sums[i] = __shfl_sync(kWholeWarp, lanes[0], threadIdx.x % 32 / kGroupThreads * kGroupThreads);
+    }
+    if (groups == 1) return;
+    __syncthreads();
+    if (thread == 0) {
+      for (int i = 0; i < Op::kSums; ++i) of_groups[place][i] = sums[i];
+    }
+    __syncthreads();
+    const int64_t spans = ceil_div(args.image.channels, kPassColumns);
+    int count = spans < kRowGroups ? int(spans) : kRowGroups;
+    if (thread == 0 && group == 0) {
+      for (int offset = kRowGroups / 2; offset > 0; offset /= 2) {
+        for (int g = 0; g < offset && g + offset < count; ++g)
+          for (int i = 0; i < Op::kSums; ++i)
+            of_groups[place + g][i] += of_groups[place + g + offset][i];
+        count = count < offset ? count : offset;
+      }
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < Op::kSums; ++i) sums[i] = of_groups[place - group][i];
+  }
+};
+
+template <class Op, unsigned kLists, DType kType, bool kHeld>
+__global__ void __launch_bounds__(kLanes, 2)
+    row_pass_kernel(NnArgs args, int groups, bool aligned) {
+  const int place = threadIdx.x / kGroupThreads;
+  const int64_t row = blockIdx.x * int64_t(kRowGroups / groups) + place / groups;
+  RowPass<Op, kLists, kType, kHeld> pass{
+      args,   row, place % groups, groups, int(threadIdx.x % kGroupThreads), row < args.image.rows,
+      aligned};
+  if (pass.exists) Op::template begin<kLists>(args, row, pass.coef);
+  pass.run();
+}
+
+// ---- launches ----
+
+// Groups of a row whose spans have so many columns, a power of two.
+inline int groups_of(const ImageRows& image, int span_columns) {
+  int groups = 1;
+  while (groups < kRowGroups && groups * int64_t(span_columns) < image.channels) groups *= 2;
+  return groups;
+}
+
 template <class Op, bool kPlain, DType kType>
-void start_rows(const NnArgs& args, bool aligned, cudaStream_t stream) {
+void start_plain_rows(const NnArgs& args, bool aligned, cudaStream_t stream) {
   const ImageRows& image = args.image;
   if constexpr (Op::kKind == PassKind::kRowSum) {
-    int groups = 1;
-    while (groups < kRowGroups && groups * int64_t(kSpanColumns) < image.channels) groups *= 2;
+    const int groups = groups_of(image, kSpanColumns);
     launch(Kernel{Op::kName, row_sum_kernel<Op, kPlain, kType>},
            ceil_div(image.rows, kRowGroups / groups), kLanes, stream, args, groups, aligned);
   } else {
     const RowGrid grid(image);
     launch(Kernel{Op::kName, row_map_kernel<Op, kPlain, kType>}, grid.blocks, kLanes, stream, args,
            grid, aligned);
+  }
+}
+
+template <class Op, unsigned kLists, DType kType>
+void start_rows(const NnArgs& args, bool aligned, cudaStream_t stream) {
+  if constexpr (Op::kKind != PassKind::kRowPass) {
+    if (Op::is_plain(args)) {
+      start_plain_rows<Op, true, kType>(args, aligned, stream);
+    } else {
+      start_plain_rows<Op, false, kType>(args, aligned, stream);
+    }
+  } else {
+    const ImageRows& image = args.image;
+    const int groups = groups_of(image, kPassColumns);
+    const auto start = [&](auto held) {
+      launch(Kernel{Op::kName, row_pass_kernel<Op, kLists, kType, decltype(held)::value>},
+             ceil_div(image.rows, kRowGroups / groups), kLanes, stream, args, groups, aligned);
+    };
+    // FP32 would not fit into the registers.
+    const auto whole = [](const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; };
+    const bool held = element_size(kType) == 2 && aligned && whole(args.affine.weight) &&
+                      whole(args.affine.bias) && image.channels <= kRowGroups * kPassColumns;
+    if (held) {
+      start(std::bool_constant<element_size(kType) == 2>());
+    } else {
+      start(std::false_type());
+    }
   }
 }
 

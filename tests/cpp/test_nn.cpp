@@ -13,7 +13,7 @@ template <class Op>
 class Call {
  public:
   static constexpr bool kAlongRows =
-      Op::kKind == PassKind::kRowSum || Op::kKind == PassKind::kRowMap;
+      Op::kKind != PassKind::kChannelSum && Op::kKind != PassKind::kChannelMap;
 
   Call(bool cuda, ImageRows image, unsigned absent) : cuda_(cuda) {
     args_.image = image;
@@ -27,6 +27,17 @@ class Call {
       args_.vectors[i] = static_cast<float*>(values(count, DType::kFloat32));
     }
     args_.targets = targets();
+    if (Op::kCoefsOfRow || Op::kKind == PassKind::kRowPass) {
+      // In turn: without, as the image, FP32.
+      const DType types[] = {DType::kNone, image.dtype, DType::kFloat32};
+      args_.affine.dtype = types[(image.rows + image.channels) % 3];
+      if (args_.affine.dtype != DType::kNone) {
+        args_.affine.weight = values(image.channels, args_.affine.dtype);
+        args_.affine.bias = values(image.channels, args_.affine.dtype);
+      }
+      if (!std::is_same_v<Op, LayerNorm> && image.channels % 5 == 0)
+        args_.vectors[Norm::kMean] = nullptr;
+    }
     args_.numbers[0] = 0.1f, args_.numbers[1] = 0.01f;
     if (kAlongRows && image.rows % 2 == 0) args_.numbers[0] = 0.0f;
     if constexpr (Op::kKind == PassKind::kChannelSum)
@@ -96,7 +107,8 @@ TEST(nn_ops) {
           for (const int64_t rows : {1, 31, 32, 33, 70, kSpanRows - 1, kSpanRows + 1}) {
             // In turn all sets of optional lists; a mask that is read may be absent, too.
             const unsigned read_mask = Op::kReads & kMask;
-            const unsigned absent = unsigned(++variant) & (Op::kOptional | read_mask);
+            unsigned absent = unsigned(++variant) & (Op::kOptional | read_mask);
+            if (absent & Op::kTogether) absent |= Op::kTogether;
             compare<Op>({rows, channels, dtype}, absent);
           }
         }

@@ -75,6 +75,8 @@ T shuffle(T value, unsigned from, const char* file, int line) {
   ::ampfuse::emulation::shuffle(value, threadIdx.x % 32 + unsigned(offset), __FILE__, __LINE__)
 #define __shfl_xor_sync(mask, value, offset) \
   ::ampfuse::emulation::shuffle(value, (threadIdx.x % 32) ^ unsigned(offset), __FILE__, __LINE__)
+#define __shfl_sync(mask, value, lane) \
+  ::ampfuse::emulation::shuffle(value, unsigned(lane), __FILE__, __LINE__)
 
 template <class T>
 T __ldcg(const T* address) {

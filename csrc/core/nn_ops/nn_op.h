@@ -9,7 +9,8 @@
 //   kOptional  which of them may be absent: the op is compiled with them and without. A mask that
 //              is read is none of these: where it is absent, all its bits are set
 //   kCoefs     how many coefficients it takes of a channel
-//   coefs()    computes them; in a sum, those of the span that begins with `row`
+//   coefs()    computes them; in a sum, those of the span that begins with `row`. kCoefsOfRow: they
+//              are the same for all channels of a row, and others for each row
 // A map (ChannelMap) computes values:
 //   apply(x, coef, bits)
 // A sum (ChannelSum) adds two sums over the rows of each channel:
@@ -35,7 +36,7 @@
 
 namespace ampfuse {
 
-enum class PassKind { kChannelMap, kChannelSum, kRowSum, kRowMap };
+enum class PassKind { kChannelMap, kChannelSum, kRowSum, kRowMap, kRowPass };
 
 constexpr int kTileRows = 32;
 constexpr int kSpanTiles = 16;
@@ -56,8 +57,17 @@ HD constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 //   apply<kPlain>(x, coef, weight, hit)   hit: a bit where the column is the row's target
 // Both have is_plain(args), whether there is no use for weights, kWeight, where these are, which
 // may be absent (1), and counts(): a row that does not count has zeros.
+//
+// A row pass makes sums over a row, kSums at a time in each of kStages, and then maps the row,
+// which is in registers or a cache by then:
+//   reads(), writes()  the images of a stage, or of the map, which is the last
+//   begin()    coefs of a row; settle() makes more of them of a stage's sums
+//   first()    values that the first stage writes, and others read
+//   add()      to the sums, with the column's weight; apply(x, coef, weight, bias)
+// Its spans are short, for a thread's part of one to fit into registers.
 constexpr int kRowWidth = 128;
 constexpr int kSpanColumns = 32 * kRowWidth;
+constexpr int kPassColumns = 8 * kRowWidth;
 constexpr int kRowGroups = 16;
 
 struct ImageRows {
@@ -84,6 +94,11 @@ struct NnArgs {
   uint8_t* mask = nullptr;           // [rows][mask_bytes]
   float* vectors[kMaxVectors] = {};  // [channels] each, or [rows]
   float numbers[2] = {};
+  // Of columns: read as weight 1 and bias 0 where they are absent.
+  struct Affine {
+    void *weight = nullptr, *bias = nullptr;
+    DType dtype = DType::kNone;
+  } affine;
   void* partials = nullptr;          // of a sum: [channels][spans] of its Partial
   const int64_t* targets = nullptr;  // [rows], a column each
   int64_t ignored = 0;               // the target of a row that does not count
@@ -108,6 +123,8 @@ struct NnOp {
 
 struct NnPass {
   static constexpr unsigned kOptional = 0;
+  static constexpr unsigned kTogether = 0;  // of the optional lists, those that come together
+  static constexpr bool kCoefsOfRow = false;
   static constexpr unsigned kRowVectors = 0;  // of the vectors, those with a value for each row
 };
 struct ChannelMap : NnPass {
@@ -129,10 +146,11 @@ HD void with_lists(const NnArgs& args, const Run& run) {
     run(std::integral_constant<unsigned, kLists>());
   } else {
     constexpr unsigned kOne = kOpen & (~kOpen + 1);
+    constexpr unsigned kNow = Op::kTogether & kOne ? Op::kTogether : kOne;
     if (args.has(kOne)) {
-      with_lists<Op, kLists, kOpen & ~kOne>(args, run);
+      with_lists<Op, kLists, kOpen & ~kNow>(args, run);
     } else {
-      with_lists<Op, kLists & ~kOne, kOpen & ~kOne>(args, run);
+      with_lists<Op, kLists & ~kNow, kOpen & ~kNow>(args, run);
     }
   }
 }

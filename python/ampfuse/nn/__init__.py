@@ -1,4 +1,4 @@
-"""Layers in one pass forward and one backward: batch norm with residual and ReLU, and the loss.
+"""Layers in one pass forward and one backward: norms with what is beside them, and the loss.
 
 ``fuse`` does it to a model as it is; the modules are for models that are written for it. Images in
 ``torch.channels_last`` are fast.
@@ -9,16 +9,21 @@ from ampfuse.nn.batch_norm import BatchNormAct2d
 from ampfuse.nn.cross_entropy import cross_entropy
 from ampfuse.nn.fusion import FusionReport, fuse, unfuse
 from ampfuse.nn.linear_cross_entropy import LinearCrossEntropy, linear_cross_entropy
+from ampfuse.nn.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from ampfuse.nn.recompute import recompute_norms
 
 __all__ = [
     "BatchNormAct2d",
     "FusionReport",
     "LinearCrossEntropy",
+    "add_layer_norm",
+    "add_rms_norm",
     "cross_entropy",
     "functional",
     "fuse",
+    "layer_norm",
     "linear_cross_entropy",
     "recompute_norms",
+    "rms_norm",
     "unfuse",
 ]

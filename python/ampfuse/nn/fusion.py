@@ -1,7 +1,8 @@
-"""Fuse the batch norms of a model with the adds and ReLUs that follow them.
+"""Fuse the norms of a model with the adds and ReLUs beside them.
 
-No module is replaced. Each that calls batch norms gets a ``forward`` on the instance, written from
-the graph of its class's. So names, classes, state dicts, hooks and optimizers stay; a copy is fused
+No module is replaced. Each that calls batch norms, or adds before it calls another norm, gets a
+``forward`` on the instance, written from the graph of its class's; so does a layer or RMS norm by
+itself. So names, classes, state dicts, hooks and optimizers stay; a copy is fused
 like its original, and a model that was pickled loads as it was before.
 """
 
@@ -18,9 +19,10 @@ from typing import Any
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ampfuse.nn import row_norm
 from ampfuse.nn.batch_norm import BatchNormAct2d
 from ampfuse.nn.forwards import eager_module, replaceable_forward
-from ampfuse.nn.norm_act import is_known
+from ampfuse.nn.norm_act import is_fused, is_known, mark_fused
 from ampfuse.nn.patterns import fuse_norms
 from ampfuse.nn.tracing import KINDS, Untraceable, required_arguments, trace
 
@@ -30,8 +32,8 @@ class FusionReport:
     """What :func:`fuse` did; ``print`` shows a line for each place.
 
     Attributes:
-        fused: the batch norms that are fused now, by name, and with what.
-        left: the batch norms that are not, and why.
+        fused: the norms that are fused now, by name, and with what.
+        left: the norms that are not, and why.
     """
 
     fused: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -41,7 +43,7 @@ class FusionReport:
     def summary(self) -> str:
         """The first line."""
         count = len(self.fused) + len(self.left)
-        return f"{len(self.fused)} of {count} batch norms fused" if count else "no batch norms"
+        return f"{len(self.fused)} of {count} norms fused" if count else "no norms"
 
     def __str__(self) -> str:
         lines = [self.summary]
@@ -52,11 +54,14 @@ class FusionReport:
 
 
 def fuse(model: nn.Module) -> FusionReport:
-    """Fuse the batch norms of `model`, in place, each with the add and the ReLU that follow it.
+    """Fuse the norms of `model`, in place.
+
+    A batch norm with the add and the ReLU that follow it; a layer or RMS norm (torch's, timm's, and
+    those of Llama and its kin in transformers) with the add before it, or by itself.
 
     Results are those of the model as it was, but for rounding. Call it when the model is complete:
     what a ``forward`` reads of its module, other than parameters, buffers and the mode, stays as it
-    is now. A batch norm or a ReLU may still be exchanged or get hooks; these then run. A call with
+    is now. A norm or a ReLU may still be exchanged or get hooks; these then run. A call with
     optional arguments runs the original ``forward``.
 
     ``torch.fx``, ``torch.jit.script`` and ``nn.DataParallel`` take a model after :func:`unfuse`.
@@ -67,7 +72,7 @@ def fuse(model: nn.Module) -> FusionReport:
     modules = dict(eager_module(model).named_modules())
     owners: dict[str, list[str]] = {}
     for name, module in modules.items():
-        if isinstance(module, _BatchNorm):
+        if isinstance(module, _BatchNorm) or row_norm.form_of(module):
             owners.setdefault(_owner(name, modules), []).append(name)
     report, fused = FusionReport(), {}
     for owner, names in owners.items():
@@ -77,6 +82,17 @@ def fuse(model: nn.Module) -> FusionReport:
         except Untraceable as error:
             reason = str(error)
         report.left.update({name: _unknown(modules[name]) or reason for name in names})
+    for name in report.left:
+        norm = modules[name]
+        if norm in fused or row_norm.form_of(norm) is None:
+            continue
+        try:
+            _, attribute = _place_for_forward(norm)
+        except Untraceable as error:
+            report.left[name] = str(error)
+        else:
+            norm.__dict__[attribute] = types.MethodType(row_norm.forward, norm)
+            fused[norm] = "alone"
     for name in [name for name in report.left if modules[name] in fused]:
         report.fused[name] = fused[modules[name]]
         del report.left[name]
@@ -87,12 +103,12 @@ def unfuse(model: nn.Module) -> None:
     """Take back what :func:`fuse` did to `model`, in place."""
     for module in eager_module(model).modules():
         _, attribute = replaceable_forward(module)
-        if _is_fused(module.__dict__.get(attribute)):
+        if is_fused(module.__dict__.get(attribute)):
             del module.__dict__[attribute]
 
 
 def _owner(name: str, modules: dict[str, nn.Module]) -> str:
-    """The name of the module whose ``forward`` should call the batch norm `name`."""
+    """The name of the module whose ``forward`` should call the norm `name`."""
     while name:
         name = name.rpartition(".")[0]
         if type(modules[name]).forward is not nn.Module.forward:  # as a ModuleList's is
@@ -104,7 +120,7 @@ def _unknown(norm: nn.Module) -> str | None:
     """Why `norm` has no fused form; None if it has one."""
     if isinstance(norm, BatchNormAct2d):
         return "fused in itself"
-    if is_known(norm):
+    if is_known(norm) or row_norm.form_of(norm):
         return None
     return f"a {type(norm).__name__} has no fused form"
 
@@ -118,27 +134,32 @@ def _fuse_in(owner: nn.Module, norms: list[nn.Module]) -> dict[nn.Module, str]:
     Raises:
         Untraceable: the forward of `owner` has to stay; the message says why.
     """
-    cls, attribute = replaceable_forward(owner)
-    present = owner.__dict__.get(attribute)
-    if _is_fused(present):
-        raise Untraceable("already fused")
-    # A bound method that was pickled is the one of the class now.
-    if present is not None and getattr(present, "__func__", None) is not cls.forward:
-        raise Untraceable(f"this {cls.__name__} has a forward of its own")
+    cls, attribute = _place_for_forward(owner)
     if all(map(_unknown, norms)):
         return {}
     forward, fused = _forward_from_graphs(owner, cls)
     if fused:
-        forward.is_fused = True
         # torch.compile counts recompilations per code object.
         forward.__code__ = forward.__code__.replace()
         forward.__name__ = "forward"  # a bound method pickles as the name of its function
-        owner.__dict__[attribute] = types.MethodType(forward, owner)
+        owner.__dict__[attribute] = types.MethodType(mark_fused(forward), owner)
     return fused
 
 
-def _is_fused(forward: Any) -> bool:
-    return hasattr(getattr(forward, "__func__", None), "is_fused")
+def _place_for_forward(module: nn.Module) -> tuple[Any, str]:
+    """As :func:`replaceable_forward`.
+
+    Raises:
+        Untraceable: the module has something there.
+    """
+    cls, attribute = replaceable_forward(module)
+    present = module.__dict__.get(attribute)
+    if is_fused(present):
+        raise Untraceable("already fused")
+    # A bound method that was pickled is the one of the class now.
+    if present is not None and getattr(present, "__func__", None) is not cls.forward:
+        raise Untraceable(f"this {cls.__name__} has a forward of its own")
+    return cls, attribute
 
 
 def _forward_from_graphs(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
-from typing import TypeGuard
+from collections.abc import Callable, Sequence
+from typing import Any, TypeGuard, TypeVar
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -12,6 +12,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import _has_any_global_hook
 
 from ampfuse.nn.batch_norm import normalize
+
+Forward = TypeVar("Forward", bound=Callable[..., Any])
 
 
 def is_known(norm: nn.Module) -> TypeGuard[_BatchNorm]:
@@ -60,12 +62,23 @@ def norm_act(
 
 
 def are_bare(modules: Sequence[nn.Module]) -> bool:
-    """Whether calling each is calling its class's ``forward``, with no hooks around."""
+    """Whether calling each is calling its class's ``forward`` or a fused one, without hooks."""
     return not _has_any_global_hook() and not any(
         module._forward_hooks
         or module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks
-        or "forward" in module.__dict__
+        or ("forward" in module.__dict__ and not is_fused(module.__dict__["forward"]))
         for module in modules
     )
+
+
+def mark_fused(forward: Forward) -> Forward:
+    """`forward`, known to :func:`is_fused` when it is bound."""
+    forward.is_fused = True  # type: ignore[attr-defined]
+    return forward
+
+
+def is_fused(method: Any) -> bool:
+    """Whether this is a ``forward`` that fusing put on an instance."""
+    return hasattr(getattr(method, "__func__", None), "is_fused")

@@ -1,6 +1,7 @@
-"""Batch norms and what follows them, in the graph of a forward, as calls of ``norm_act``.
+"""Norms and what is beside them, in the graph of a forward, as single calls.
 
-A batch norm takes with it an add and a ReLU, if nobody else sees what is between them.
+A batch norm takes with it an add and a ReLU, if nobody else sees what is between them
+(``norm_act``); a layer or RMS norm an add before it, whose sum others may see (``add_norm``).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ampfuse.nn.norm_act import is_known, norm_act
+from ampfuse.nn.row_norm import add_norm, form_of
 from ampfuse.nn.tracing import IN_PLACE
 
 _ADDS = (operator.add, torch.add, "add")
@@ -30,7 +32,8 @@ _READERS = {
 
 
 def fuse_norms(graph: fx.Graph, root: nn.Module) -> dict[str, str]:
-    """Rewrite the batch norms that `graph`, of a forward of `root`, calls.
+    """Rewrite the norms that `graph`, of a forward of `root`, calls: of layer and RMS norms those
+    with an add.
 
     Returns:
         For each, by its path in `root`, what it took with it, in words.
@@ -40,7 +43,38 @@ def fuse_norms(graph: fx.Graph, root: nn.Module) -> dict[str, str]:
         norm = _module(node, root)
         if norm is not None and is_known(norm):
             fused[node.target] = _fuse_norm(graph, root, node)
+        elif norm is not None and form_of(norm) and _fuse_add(graph, root, node):
+            fused[node.target] = "with add"
     return fused
+
+
+def _fuse_add(graph: fx.Graph, root: nn.Module, norm: fx.Node) -> bool:
+    """Make one call of an add and of `norm`, which takes the sum; False where that is no add."""
+    (add,) = norm.args
+    if not (
+        isinstance(add, fx.Node)
+        and _called(add) in _ADDS
+        and not add.kwargs
+        and len(add.args) == 2
+        and all(isinstance(arg, fx.Node) for arg in add.args)
+    ):
+        return False
+    # The norm moves up to the add.
+    node = add.next
+    while node is not norm:
+        same = node.op == "call_module" and node.target == norm.target
+        if same or (add in node.all_input_nodes and not reads(node, add, root)):
+            return False
+        node = node.next
+    with graph.inserting_before(add):
+        module = graph.get_attr(str(norm.target))
+        both = graph.create_node("call_function", add_norm, (module, *add.args))
+        y, total = (graph.call_function(operator.getitem, (both, i)) for i in range(2))
+    norm.replace_all_uses_with(y)
+    graph.erase_node(norm)
+    add.replace_all_uses_with(total)
+    graph.erase_node(add)
+    return True
 
 
 def _fuse_norm(graph: fx.Graph, root: nn.Module, norm: fx.Node) -> str:

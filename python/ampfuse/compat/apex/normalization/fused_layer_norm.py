@@ -1,7 +1,7 @@
-"""``apex.normalization.fused_layer_norm`` on ``torch.nn.LayerNorm`` and ``RMSNorm``.
+"""``apex.normalization.fused_layer_norm`` on ampfuse's layer and RMS norms.
 
-Where input and weights differ in type, statistics and weights are applied in FP32 and the result is
-rounded once: to the input's type, or in the ``Mixed`` classes to the weights'.
+Statistics and weights are applied in FP32 whatever the types, and the result is rounded once: to
+the input's type, or in the ``Mixed`` classes to the weights'.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from ampfuse.nn import layer_norm, rms_norm
 
 Shape = int | Sequence[int]
 
@@ -20,40 +21,40 @@ __path__: list[str] = []
 
 def fused_layer_norm(input: Tensor, normalized_shape: Shape, eps: float = 1e-6) -> Tensor:
     """Layer norm over the last dimensions, which are `normalized_shape`; the input's dtype."""
-    return _norm(F.layer_norm, input, normalized_shape, eps)
+    return _norm(layer_norm, input, normalized_shape, eps)
 
 
 def fused_layer_norm_affine(
     input: Tensor, weight: Tensor, bias: Tensor, normalized_shape: Shape, eps: float = 1e-6
 ) -> Tensor:
     """Layer norm with weight and bias of `normalized_shape`; the input's dtype."""
-    return _norm(F.layer_norm, input, normalized_shape, eps, weight, bias)
+    return _norm(layer_norm, input, normalized_shape, eps, weight, bias)
 
 
 def mixed_dtype_fused_layer_norm_affine(
     input: Tensor, weight: Tensor, bias: Tensor, normalized_shape: Shape, eps: float = 1e-6
 ) -> Tensor:
     """Layer norm with weight and bias of `normalized_shape`; the weight's dtype."""
-    return _norm(F.layer_norm, input, normalized_shape, eps, weight, bias, mixed=True)
+    return _norm(layer_norm, input, normalized_shape, eps, weight, bias, mixed=True)
 
 
 def fused_rms_norm(input: Tensor, normalized_shape: Shape, eps: float | None = 1e-6) -> Tensor:
     """RMS norm over the last dimensions, which are `normalized_shape`; the input's dtype."""
-    return _norm(F.rms_norm, input, normalized_shape, eps)
+    return _norm(rms_norm, input, normalized_shape, eps)
 
 
 def fused_rms_norm_affine(
     input: Tensor, weight: Tensor, normalized_shape: Shape, eps: float | None = 1e-6
 ) -> Tensor:
     """RMS norm with a weight of `normalized_shape`; the input's dtype."""
-    return _norm(F.rms_norm, input, normalized_shape, eps, weight)
+    return _norm(rms_norm, input, normalized_shape, eps, weight)
 
 
 def mixed_dtype_fused_rms_norm_affine(
     input: Tensor, weight: Tensor, normalized_shape: Shape, eps: float | None = 1e-6
 ) -> Tensor:
     """RMS norm with a weight of `normalized_shape`; the weight's dtype."""
-    return _norm(F.rms_norm, input, normalized_shape, eps, weight, mixed=True)
+    return _norm(rms_norm, input, normalized_shape, eps, weight, mixed=True)
 
 
 def _norm(
@@ -64,14 +65,9 @@ def _norm(
     *params: Tensor,
     mixed: bool = False,
 ) -> Tensor:
-    out = params[0].dtype if mixed else input.dtype
-    if any(param.dtype != input.dtype for param in params):
-        input, params = input.float(), tuple(param.float() for param in params)
-    return norm(input, _as_list(shape), *params, eps=eps).to(out)
-
-
-def _as_list(shape: Shape) -> list[int]:
-    return [shape] if isinstance(shape, int) else list(shape)
+    if not mixed or params[0].dtype == input.dtype:
+        return norm(input, shape, *params, eps=eps)
+    return norm(input.float(), shape, *params, eps=eps).to(params[0].dtype)
 
 
 class _FusedNorm(nn.Module):
@@ -95,7 +91,7 @@ class _FusedNorm(nn.Module):
         if self._mixed and not elementwise_affine:
             name = type(self).__name__
             raise RuntimeError(f"{name} has weights; without, use the class that is not Mixed.")
-        shape: Any = _as_list(normalized_shape)
+        shape: Any = normalized_shape
         super().__init__(shape, eps=eps, elementwise_affine=elementwise_affine)
         self.memory_efficient = memory_efficient
 
@@ -109,13 +105,13 @@ class _FusedNorm(nn.Module):
 class FusedLayerNorm(_FusedNorm, nn.LayerNorm):
     """``nn.LayerNorm`` that takes inputs of another type than its weights."""
 
-    _function = staticmethod(F.layer_norm)
+    _function = staticmethod(layer_norm)
 
 
 class FusedRMSNorm(_FusedNorm, nn.RMSNorm):
     """``nn.RMSNorm`` that takes inputs of another type than its weights."""
 
-    _function = staticmethod(F.rms_norm)
+    _function = staticmethod(rms_norm)
 
 
 class MixedFusedLayerNorm(FusedLayerNorm):
