@@ -28,15 +28,23 @@ struct RowLanes {
     for (int k = 0; k < kValues; ++k) Floats::store(value[k] + lane, Floats::narrow(values[k]));
   }
 
-  // Halving from `width` lanes, of which `count` have values, as sum_by_halving().
-  template <class Isa>
-  HD void merge(int width, int count) {
-    for (int offset = width / 2; offset > 0; offset /= 2) {
-      int lane = 0;
-      for (; lane + Isa::kWidth <= offset && lane + offset + Isa::kWidth <= count;
-           lane += Isa::kWidth)
-        merge_at<Isa>(lane, offset);
-      for (; lane < offset && lane + offset < count; ++lane) merge_at<Scalar>(lane, offset);
+  // Halving, as sum_by_halving(). (Of a short row this is most of the work: unrolled it stays in
+  // registers.)
+  template <class Isa, int kOffset = kRowWidth / 2>
+  HD void merge_lanes() {
+    if constexpr (kOffset > 0) {
+      using F = std::conditional_t<(kOffset >= Isa::kWidth), Isa, Scalar>;
+#pragma GCC unroll 8
+      for (int lane = 0; lane < kOffset; lane += F::kWidth) merge_at<F>(lane, kOffset);
+      merge_lanes<Isa, kOffset / 2>();
+    }
+  }
+
+  // Of kRowGroups, `count` have values.
+  HD void merge_groups(int count) {
+    for (int offset = kRowGroups / 2; offset > 0; offset /= 2) {
+      for (int lane = 0; lane < offset && lane + offset < count; ++lane)
+        merge_at<Scalar>(lane, offset);
       count = count < offset ? count : offset;
     }
   }
@@ -87,12 +95,12 @@ HD void sum_row(const Sum& sum, int64_t columns, float (&result)[Sum::kValues]) 
         for (int v = 0; v < kRowVectors; ++v) lanes.store(lane + v * Isa::kWidth, value[v]);
       }
     }
-    lanes.template merge<Isa>(kRowWidth, kRowWidth);
+    lanes.template merge_lanes<Isa>();
     Scalar value[Sum::kValues];
     lanes.load(0, value);
     row_values.store(group, value);
   }
-  row_values.template merge<Scalar>(kRowGroups, groups);
+  row_values.merge_groups(groups);
   for (int k = 0; k < Sum::kValues; ++k) result[k] = row_values.value[k][0];
 }
 
@@ -137,17 +145,21 @@ struct RowSum {
   }
 };
 
-// What a stage of a row pass does.
+// What a stage of a row pass does. (Nothing here is read through a reference: after every store to
+// an image it would be read again.)
 template <class Isa, class Op, unsigned kLists, class Lanes, int kStage>
 struct PassStage {
   static constexpr int kValues = Op::kSums, kSpan = kPassColumns;
-  const NnArgs& args;
-  int64_t row;
+  static constexpr unsigned kRead = Op::reads(kLists, kStage),
+                            kWritten = Op::writes(kLists, kStage);
+  char* rows[kMaxImages];
   const float* weights;
   Isa coef[Op::kCoefs];
 
-  HD PassStage(const NnArgs& all, int64_t of, const float* affine, const float (&coefs)[Op::kCoefs])
-      : args(all), row(of), weights(affine) {
+  HD PassStage(const NnArgs& args, int64_t row, const float* affine,
+               const float (&coefs)[Op::kCoefs])
+      : weights(affine) {
+    for (int i = 0; i < kMaxImages; ++i) rows[i] = row_of(args, i, row);
     for (int k = 0; k < Op::kCoefs; ++k) coef[k] = Isa(coefs[k]);
   }
   template <class F>
@@ -159,13 +171,25 @@ struct PassStage {
     for (int k = 0; k < kValues; ++k) value[k] = value[k] + other[k];
   }
   template <bool kWhole>
+  HD void load(Isa (&x)[kMaxImages], int64_t c, int first, int count) const {
+#pragma GCC unroll 4
+    for (int i = 0; i < kMaxImages; ++i)
+      if (kRead & bit(i)) x[i] = load_at<Lanes, Isa, kWhole>(rows[i], c, first, count);
+  }
+  template <bool kWhole>
+  HD void store(Isa (&x)[kMaxImages], int64_t c, int first, int count) const {
+#pragma GCC unroll 4
+    for (int i = 0; i < kMaxImages; ++i)
+      if (kWritten & bit(i)) store_at<Lanes, Isa, kWhole>(x[i], rows[i], c, first, count);
+  }
+  template <bool kWhole>
   HD void add(Isa (&value)[kValues], int64_t c, int first, int count) const {
-    constexpr unsigned kRead = Op::reads(kLists, kStage), kWritten = Op::writes(kLists, kStage);
     Isa x[kMaxImages] = {};
-    load_images<kRead, Lanes, kWhole>(args, row, c, first, count, x);
+    load<kWhole>(x, c, first, count);
     if constexpr (kWritten != 0) {
       Op::template first<kLists>(x);
-      store_images<kWritten, Lanes, kWhole>(args, row, c, first, count, x);
+      store<kWhole>(x, c, first, count);
+#pragma GCC unroll 4
       for (int i = 0; i < kMaxImages; ++i)
         if (kWritten & bit(i)) x[i] = Isa(Lanes::widen(Lanes::narrow(x[i])));
     }
@@ -175,12 +199,11 @@ struct PassStage {
   }
   template <bool kWhole>
   HD void map(const float* biases, int64_t c, int count) const {
-    constexpr unsigned kRead = Op::reads(kLists, kStage), kWritten = Op::writes(kLists, kStage);
     Isa x[kMaxImages] = {};
-    load_images<kRead, Lanes, kWhole>(args, row, c, 0, count, x);
+    load<kWhole>(x, c, 0, count);
     Op::template apply<kLists>(x, coef, weight_of<Isa, kWhole>(weights, c, 0, count),
                                weight_of<Isa, kWhole>(biases, c, 0, count));
-    store_images<kWritten, Lanes, kWhole>(args, row, c, 0, count, x);
+    store<kWhole>(x, c, 0, count);
   }
 };
 
