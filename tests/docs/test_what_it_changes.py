@@ -9,8 +9,8 @@ import pytest
 from ampfuse.amp.autocast_rules import AUTOCAST
 from programs import python
 
-TESTS = Path(__file__).parent
-PAGE = (TESTS.parent / "docs" / "what_it_changes.md").read_text()
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "what_it_changes.md").read_text()
 LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
 ON_SOME_CPUS = {f"aten::{name}" for name in ("mm", "addmm", "addmv", "bmm", "baddbmm")}
 
@@ -37,7 +37,7 @@ def listed(section, call, level=""):
 @pytest.fixture(scope="module")
 def changes():
     """By call, the names of what it changed, as lists."""
-    result = python(TESTS / "changes.py")
+    result = python(ROOT / "tests" / "changes.py")
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout)
 

@@ -10,7 +10,7 @@ import torch
 
 from ampfuse import _core
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 STEP = {"found_inf": None, "max_norm": 0.0, "inspect": False, "skip_nonfinite": False}
 

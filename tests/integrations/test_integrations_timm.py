@@ -97,4 +97,4 @@ def test_a_missing_package_is_named_with_what_to_install(module):
 @pytest.mark.parametrize("package", sorted(set(FRAMEWORKS.values())))
 def test_the_extra_has_the_version_that_is_tested_here(package):
     minor = ".".join(importlib.metadata.version(package).split(".")[:2])
-    assert f'"{package}=={minor}.*"' in (Path(__file__).parents[1] / "pyproject.toml").read_text()
+    assert f'"{package}=={minor}.*"' in (Path(__file__).parents[2] / "pyproject.toml").read_text()

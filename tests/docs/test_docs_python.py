@@ -12,7 +12,7 @@ from torch import nn
 import ampfuse
 from ampfuse import amp
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # Pages, or blocks by something that they contain, that other tests run.
 ELSEWHERE = {

@@ -13,7 +13,7 @@ import json
 import pytest
 import torch
 
-import test_amp_c_optimizers as amp_c
+import amp_c_calls as amp_c
 from ampfuse import _core, ops, optim
 from cases import (
     CODED,

@@ -9,7 +9,7 @@ import torch
 
 from ampfuse import _core
 
-SCRIPT = Path(__file__).parents[1] / "buildtools" / "stub.py"
+SCRIPT = Path(__file__).parents[2] / "buildtools" / "stub.py"
 spec = importlib.util.spec_from_file_location("stub", SCRIPT)
 stub = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(stub)

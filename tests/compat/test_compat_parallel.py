@@ -1,6 +1,5 @@
 """``apex.parallel`` in two processes with gloo, and alone."""
 
-import functools
 import re
 import sys
 from pathlib import Path
@@ -14,20 +13,14 @@ import ampfuse.compat.apex.__main__ as runner
 import apex_names
 from ampfuse.compat.apex.parallel import SyncBatchNorm, convert_syncbn_model
 from programs import ranks
-
-HERE = Path(__file__).parent
-
-
-two_processes = functools.partial(ranks, 2)
+from two_processes import in_two_processes
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     """What each process found in each job."""
-    folder = tmp_path_factory.mktemp("ranks")
     jobs = ("train_with_an_overflow", "parallel_options")
-    two_processes(str(HERE / "two_processes.py"), str(folder), *jobs)
-    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
+    return in_two_processes(tmp_path_factory.mktemp("ranks"), *jobs)
 
 
 def test_an_overflow_on_one_rank_skips_the_step_on_both(results):
@@ -64,8 +57,8 @@ def test_options_of_distributed_data_parallel(results):
 
 def test_the_script_in_two_processes_ends_like_alone(monkeypatch, capsys):
     """Synchronized batch norm and averaged gradients: two halves are one batch."""
-    script = str(HERE / "scripts" / "distributed.py")
-    out, _ = two_processes("-m", "ampfuse.compat.apex", script, "--opt-level", "O2")
+    script = str(Path(__file__).parent / "scripts" / "distributed.py")
+    out, _ = ranks(2, "-m", "ampfuse.compat.apex", script, "--opt-level", "O2")
     monkeypatch.setattr(sys, "argv", list(sys.argv))
     monkeypatch.setattr(sys, "path", list(sys.path))
     with apex_names.clean():

@@ -16,6 +16,7 @@ import ampfuse
 from ampfuse import amp, insight, optim
 from ampfuse.insight.overflow import _SkipsInARow
 from ampfuse.optim import skip_watch
+from two_processes import in_two_processes
 
 INF = math.inf
 
@@ -653,16 +654,8 @@ def test_names_without_wrappers():
 
 
 def test_one_rank_of_two(tmp_path):
-    from pathlib import Path
-
-    from test_compat_parallel import two_processes
-
-    script = str(Path(__file__).parent / "two_processes.py")
-    two_processes(script, str(tmp_path), "explain_an_overflow")
-    first, second = (
-        torch.load(tmp_path / f"{rank}.pt", weights_only=True)["explain_an_overflow"]
-        for rank in range(2)
-    )
+    found = in_two_processes(tmp_path, "explain_an_overflow")
+    first, second = (each["explain_an_overflow"] for each in found)
     assert (second["phase"], second["module"], second["operation"]) == ("forward", "1", "exp")
     assert first["phase"] == "another process"
     assert "this process made none" in first["text"]

@@ -21,7 +21,7 @@ import torch
 
 from programs import python
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 RESULTS = BENCHMARKS / "results"
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ import torch
 
 from programs import python
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 LINES = {"cifar_airbench_style": 150, "gpt": 120, "hf_finetune": 120, "lightning_digits": 120}
 NEEDS = {
     "hf_finetune": ["transformers", "accelerate"],

@@ -20,7 +20,7 @@ import torch
 
 from ampfuse import hardware
 
-NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
+NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
 GPU = torch.cuda.is_available()
 BF16 = torch.cuda.get_device_capability() >= (8, 0) if GPU else hardware.cpu_has_bf16()
 

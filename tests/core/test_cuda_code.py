@@ -14,7 +14,7 @@ import pytest
 
 from cpp.units import cuda_units
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.slow
 

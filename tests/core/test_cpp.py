@@ -10,8 +10,8 @@ import pytest
 
 from cpp.units import Unit, cpu_units, cuda_units
 
-ROOT = Path(__file__).parents[1]
-PROGRAM = Path(__file__).with_name("ampfuse_cpp_tests")
+ROOT = Path(__file__).parents[2]
+PROGRAM = ROOT / "tests" / "ampfuse_cpp_tests"
 
 
 def run(program, **environment):

@@ -18,7 +18,7 @@ import torch
 
 from ampfuse import _core
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from torch import nn
 import apex_names
 from ampfuse.compat import apex
 
-DOCS = Path(__file__).parents[1] / "docs"
+DOCS = Path(__file__).parents[2] / "docs"
 APEX, TORCH_AMP = ((DOCS / name).read_text() for name in ("from_apex.md", "from_torch_amp.md"))
 
 

@@ -609,7 +609,7 @@ def test_the_profilers_own_time_is_taken_off_where_it_falls():
 
 # --- The documentation --------------------------------------------------------------------------
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "insight.md").read_text()
 
 

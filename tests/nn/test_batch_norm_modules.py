@@ -3,7 +3,6 @@
 import copy
 import pickle
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from torch import nn
 
 from ampfuse.nn import BatchNormAct2d
 from ampfuse.nn.functional import batch_norm_act
-from test_compat_parallel import two_processes
+from two_processes import SYNC_CASES, in_two_processes, start, sync_inputs
 
 f64, f32, f16, bf16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 # Of a float32 statistic, and of results that are rounded once.
@@ -30,16 +29,6 @@ OPTIONS = {
     "frozen": ({}, lambda norm: norm.eval().requires_grad_(False)),
     "tracks no more": ({}, lambda norm: setattr(norm, "track_running_stats", False) or norm),
 }
-
-
-def start(norm):
-    """Parameters and statistics that are not 0 and 1."""
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for tensor in [*norm.parameters(), *norm.buffers()]:
-            if tensor.dim():
-                tensor.copy_(torch.rand(tensor.shape, generator=generator) + 0.5)
-    return norm
 
 
 def images(dtype=f32, memory_format=torch.channels_last, seed=0, shape=(3, 4, 5, 5), device="cpu"):
@@ -169,23 +158,15 @@ def test_repr_copy_and_pickle():
 
 # --- in two processes ---------------------------------------------------------------------------
 
-HERE = Path(__file__).parent
-
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ranks")
-    two_processes(str(HERE / "two_processes.py"), str(folder), "sync_batch_norms")
-    return [
-        torch.load(folder / f"{rank}.pt", weights_only=True)["sync_batch_norms"]
-        for rank in range(2)
-    ]
+    found = in_two_processes(tmp_path_factory.mktemp("ranks"), "sync_batch_norms")
+    return [each["sync_batch_norms"] for each in found]
 
 
 def whole_batch(kind, dtype):
     """What the two processes compute together, by torch, in one."""
-    from two_processes import SYNC_CASES, sync_inputs
-
     case = SYNC_CASES[kind]
     x, z, factors = sync_inputs(dtype, case)
     norm = start(nn.BatchNorm2d(4, momentum=case.get("momentum", 0.1)))
@@ -198,8 +179,6 @@ def whole_batch(kind, dtype):
 
 @pytest.mark.parametrize("dtype", [f32, bf16], ids=str)
 def test_two_processes_are_one_batch(results, dtype):
-    from two_processes import SYNC_CASES
-
     for kind in SYNC_CASES:
         first, second = (found[f"{kind} {dtype}"] for found in results)
         by_row, sums, equal = whole_batch(kind, dtype)
