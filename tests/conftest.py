@@ -23,30 +23,12 @@ _EMULATED = Path(__file__).parent / f"_C_emulated{sysconfig.get_config_var('EXT_
 _modules = {}
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config, items):
-    if config.pluginmanager.hasplugin("xdist"):
-        _group(items)
+def pytest_collection_modifyitems(items):
     if torch.cuda.is_available():
         return
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device; this machine has none"))
-
-
-def _group(items):
-    """What a module makes once for its tests is made by one process (--dist loadgroup), as is all
-    that a test with parameters caches."""
-
-    def shares(item):
-        fixtures = item._fixtureinfo.name2fixturedefs.values()
-        return any(fixture.scope == "module" for named in fixtures for fixture in named)
-
-    sharing = {item.path for item in items if shares(item)}
-    for item in items:
-        name = item.path.stem
-        name = name if item.path in sharing else f"{name}.{item.originalname}"
-        item.add_marker(pytest.mark.xdist_group(name))
 
 
 def pytest_configure():
