@@ -1,4 +1,4 @@
-"""What nvcc makes of the hot kernels: no register spills, wide accesses, and few instructions.
+"""What nvcc made of the hot kernels: no register spills, wide accesses, and few instructions.
 
 What nvcc must compile on a machine with a GPU (benchmarks/gpu_gate.sh) compiles here.
 """
@@ -7,12 +7,11 @@ import importlib
 import os
 import re
 import subprocess
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from cpp.units import cuda_units
+from ampfuse import _core
 
 ROOT = Path(__file__).parents[2]
 
@@ -56,51 +55,33 @@ ARCHS = ("sm_75", "sm_80", "sm_90")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Where each unit's unit.fatbin is."""
-    return tmp_path_factory.mktemp("cuda")
+def static():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "benchmarks")
+        static = importlib.import_module("cuda_static")
+    if static.find_tool() is None:
+        pytest.skip("needs cuobjdump")
+    return static
 
 
 @pytest.fixture(scope="module")
-def compiled_for_all(nvcc, folder):
-    """{architecture: {symbol: (PTX, what ptxas says of it)}} of every kernel.
-
-    As in the build, the PTX is that of the oldest for all.
-    """
-    code = f"-gencode=arch=compute_75,code=[{','.join(ARCHS)}]"
-    flags = ["-std=c++17", "-O3", "-fmad=false", code, f"-I{ROOT}/csrc"]
-
-    def compile_one(unit):
-        mine = folder / unit.name
-        mine.mkdir()
-        keep = ["--keep", f"--keep-dir={mine}", "-fatbin", "-o", str(mine / "unit.fatbin")]
-        command = [nvcc, *flags, *unit.flags, "-Xptxas", "-v", *keep, str(ROOT / unit.source)]
-        result = subprocess.run(command, capture_output=True, text=True)
-        assert result.returncode == 0, result.stderr
-        ptx = re.split(r"\.entry (\w+)\(", next(mine.glob("*.ptx")).read_text())
-        kernels = dict(zip(ptx[1::2], ptx[2::2], strict=True))
-        said = re.split(
-            r"Compiling entry function '(\w+)' for '(sm_\d+)'", result.stdout + result.stderr
-        )
-        reports = {arch: {} for arch in ARCHS}
-        for name, arch, report in zip(said[1::3], said[2::3], said[3::3], strict=True):
-            reports[arch][name] = (kernels[name], report)
-        assert all(reports[arch].keys() == kernels.keys() for arch in ARCHS)
-        return reports
-
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        found = list(pool.map(compile_one, cuda_units()))
-    return {arch: {k: v for unit in found for k, v in unit[arch].items()} for arch in ARCHS}
+def objects(static):
+    """Those of the build: to compile them again takes longer than all that is asked of them."""
+    if not {*ARCHS, "compute_75"} <= set(_core.C.cuda_archs()):
+        pytest.skip('needs a build with AMPFUSE_CUDA=ON and AMPFUSE_CUDA_ARCHS="75;80;90"')
+    return static.built()
 
 
-@pytest.fixture(scope="module", params=ARCHS)
-def compiled(request, compiled_for_all):
-    """Those for one architecture."""
-    return compiled_for_all[request.param]
+@pytest.fixture(scope="module")
+def compiled(static, objects):
+    """{symbol: PTX} of every kernel. It is that of the oldest architecture for all."""
+    texts = "".join(static.dump(file, "-ptx") for file in objects)
+    ptx = re.split(r"\.entry (\w+)\(", texts)
+    return dict(zip(ptx[1::2], ptx[2::2], strict=True))
 
 
 def hot_instance(compiled, symbol, compact="0"):
-    """The PTX and the report of the instance that misses most lists."""
+    """The PTX of the instance that misses most lists."""
     missing = {}
     for name, found in compiled.items():
         match = re.search(re.escape(symbol) + r"Lj(\d+)E(?:Lb(\d)E)?", name)
@@ -110,12 +91,13 @@ def hot_instance(compiled, symbol, compact="0"):
     return missing[max(missing)]
 
 
-def test_registers_do_not_spill(compiled):
-    """In no instance: FP32 training with a GradScaler, amsgrad and accumulation have their own."""
-    for name, (code, report) in compiled.items():
-        counts = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", report)
-        assert counts.groups() == ("0", "0"), f"{name}: {report}"
-        assert ".local" not in code, f"{name} has an array in memory"
+@pytest.mark.parametrize("arch", ARCHS)
+def test_registers_do_not_spill(arch, static, objects, compiled):
+    """In no instance: FP32 training with a GradScaler, amsgrad and accumulation have their own.
+    Nor has one an array in memory."""
+    found = {name: use for file in objects for name, use in static.usages(file, arch).items()}
+    assert found.keys() == compiled.keys()
+    assert {name for name, use in found.items() if use.stack} == set()
 
 
 @pytest.mark.parametrize("kernel", HOT)
@@ -123,7 +105,7 @@ def test_memory_moves_in_wide_accesses(kernel, compiled):
     """Where a pass measures, eight elements are one access as halves and two as FP32; where it
     updates, each of two groups of four is one."""
     symbol, read, written = HOT[kernel]
-    code, _ = hot_instance(compiled, symbol)
+    code = hot_instance(compiled, symbol)
     for access, lists in (("ld", read), ("st", written)):
         if "apply" in symbol:
             assert code.count(f"{access}.global.v4.u32") >= 2 * lists
@@ -138,7 +120,7 @@ def test_memory_moves_in_wide_accesses(kernel, compiled):
 def test_compact_types_move_in_wide_accesses(kernel, compiled):
     """Of a group of four: FP32 in one access, halves and remainders in one, codes in one."""
     symbol, read, written = HOT[kernel]
-    code, _ = hot_instance(compiled, symbol, compact="1")
+    code = hot_instance(compiled, symbol, compact="1")
     states = read - 2
     for access, lists in (("ld", read), ("st", written)):
         assert code.count(f"{access}.global.v4.u32") >= 2 * lists
@@ -150,7 +132,7 @@ def test_compact_types_move_in_wide_accesses(kernel, compiled):
 @pytest.mark.parametrize("kernel", [name for name, row in HOT.items() if "apply" in row[0]])
 def test_updates_write_whole_sectors(kernel, compiled):
     """Two stores of a thread 16 bytes apart would each write half of every sector of 32."""
-    code, _ = hot_instance(compiled, HOT[kernel][0])
+    code = hot_instance(compiled, HOT[kernel][0])
     stores = re.findall(r"st\.global\.v4\.\w+\s+\[%\w+(\+\d+)?\]", code)
     assert stores
     assert "+16" not in stores
@@ -159,7 +141,7 @@ def test_updates_write_whole_sectors(kernel, compiled):
 @pytest.mark.parametrize("kernel", ["inspect", "param_norms"])
 def test_whole_tiles_are_read_by_a_loop_for_their_type(kernel, compiled):
     """FP16, BF16, FP32: so few instructions that memory, not they, bounds the pass."""
-    code, _ = hot_instance(compiled, HOT[kernel][0])
+    code = hot_instance(compiled, HOT[kernel][0])
     wide, per_element = [], []
     parts = re.split(r"^(\$L\w+):", code, flags=re.MULTILINE)
     for label, body in zip(parts[1::2], parts[2::2], strict=True):
@@ -172,16 +154,11 @@ def test_whole_tiles_are_read_by_a_loop_for_their_type(kernel, compiled):
     assert max(per_element) < 8
 
 
-@pytest.mark.usefixtures("compiled_for_all")
 @pytest.mark.parametrize("arch", ARCHS)
-def test_no_kernel_gets_worse(arch, folder, monkeypatch):
+def test_no_kernel_gets_worse(arch, static, objects):
     """Than benchmarks/results/cuda_predicted.csv says, which cuda_static.py writes anew."""
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    static = importlib.import_module("cuda_static")
-    if static.find_tool() is None:
-        pytest.skip("needs cuobjdump")
     known = {row.case: row for row in static.read(static.CSV, static.Row) if row.arch == arch}
-    found = static.predictions(sorted(folder.glob("*/unit.fatbin")), [arch])
+    found = static.predictions(objects, [arch])
     assert {row.case for row in found} == known.keys()
     for row in found:
         before = known[row.case]
