@@ -13,6 +13,7 @@ import torch
 
 from ampfuse import _core, hardware
 from ampfuse.cli import env, env_probes
+from programs import python
 
 
 def run_env(*arguments: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -95,10 +96,10 @@ def test_nothing_failed_here(facts):
     assert not failed
 
 
-def test_forced_isa_is_named(monkeypatch):
-    monkeypatch.setenv("AMPFUSE_CPU_ISA", "scalar")
-    extension = json.loads(run_env("--json").stdout)["extension"]
-    assert extension["CPU ISA"] == "scalar (AMPFUSE_CPU_ISA=scalar)"
+def test_forced_isa_is_named():
+    probe = "from ampfuse.cli import env_probes; print(env_probes._extension()['CPU ISA'])"
+    said = python("-c", probe, AMPFUSE_CPU_ISA="scalar").stdout
+    assert said == "scalar (AMPFUSE_CPU_ISA=scalar)\n"
 
 
 def test_text_has_a_line_for_every_fact(facts):
