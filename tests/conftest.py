@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch._dynamo  # as the first step of any optimizer of torch's does
 from hypothesis import settings
 
 from ampfuse import _core
@@ -36,8 +37,8 @@ def pytest_configure():
 
 
 def pytest_collection_finish():
-    """Keep what imports made out of garbage collections. The experiments ask for two in each run,
-    and half of their tests' time went into them."""
+    """Keep what imports made out of garbage collections. The experiments ask for two in each run
+    and advise for three a level, and half of their tests' time went into them."""
     gc.collect()
     gc.freeze()
     gc.enable()
