@@ -19,6 +19,7 @@ from ampfuse.compat.apex.optimizers import FusedSGD
 ITERATIONS = 3
 SCALE = 128.0
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+QUICK = ("O1", "O2", "O5")  # FP32 weights, and masters of either type
 
 # The models of each loss; the models of each optimizer.
 SET_UPS = {
@@ -135,7 +136,10 @@ def amp_run(set_up, bad, level, kind, zero, shared):
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+    "level",
+    [pytest.param(level, marks=() if level in QUICK else pytest.mark.slow) for level in LEVELS],
+)
 @pytest.mark.parametrize("set_up", SET_UPS)
 def test_an_overflow_belongs_to_the_pass_that_made_it(set_up, level, kind):
     used, _ = SET_UPS[set_up]

@@ -81,9 +81,15 @@ def run_by_module(path, tmp_path):
 
 WAYS = {"import": migrated, "install": installed, "python -m": run_by_module}
 # The ways take turns: every script runs in each of them, and so does every level, with one script
-# or another. A way decides how the name apex is found, before a script reads its arguments.
+# or another. A way decides how the name apex is found, before a script reads its arguments. Where
+# there are many, every other run is for CI; that remains true of the rest.
 RUNS = [
-    (script, args, tuple(WAYS)[(first + number) % len(WAYS)])
+    pytest.param(
+        script,
+        args,
+        tuple(WAYS)[(first + number) % len(WAYS)],
+        marks=pytest.mark.slow if len(runs) > 4 and (first + number) % 2 else (),
+    )
     for first, (script, (_, runs)) in enumerate(CASES.items())
     for number, args in enumerate(runs)
 ]

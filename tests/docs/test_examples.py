@@ -27,7 +27,7 @@ BOUNDS = {"gpt": 4.0, "hf_finetune": 0.6, "lightning_digits": 1.0}  # the last l
 # Held-out loss, accuracy, accuracy after the run that the example describes.
 GOALS = {"gpt": (1.0, 1.8), "hf_finetune": (0.88, 1.0), "lightning_digits": (0.93, 1.0)}
 examples = pytest.mark.parametrize("name", list(SMALL))
-# What takes seconds to import a framework, and says little that the tests of integrations do not.
+# What takes seconds, and says little that the tests of integrations or another run do not.
 SLOW = dict.fromkeys(NEEDS, pytest.mark.slow)
 
 
@@ -48,7 +48,7 @@ def losses(path: Path) -> list[float]:
 @pytest.mark.parametrize(
     ("name", "precision"),
     [(name, "O5") for name in SMALL]
-    + [pytest.param(name, "O2", marks=SLOW.get(name, ())) for name in SMALL],
+    + [pytest.param(name, "O2", marks=pytest.mark.slow) for name in SMALL],
 )
 @pytest.mark.filterwarnings("ignore")  # the frameworks' advice
 def test_example_learns(name, precision, tmp_path):

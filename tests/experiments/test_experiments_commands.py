@@ -53,7 +53,7 @@ def files(tmp_path_factory):
     return folder
 
 
-LARGE = dict.fromkeys(("e3-densenet161", "e4-resnet50"), pytest.mark.slow)
+LARGE = dict.fromkeys(("e2", "e3-densenet161", "e3-seresnext50", "e4-resnet50"), pytest.mark.slow)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=LARGE.get(n, ())) for n in COMMANDS])
@@ -119,7 +119,7 @@ def test_a_damaged_image_ends_the_command_in_a_line(tmp_path, capsys):
     damaged = sorted((tmp_path / "data").rglob("*.png"))[3]
     damaged.write_bytes(damaged.read_bytes()[:60])
     words = ["train", "imagenet", str(tmp_path / "data"), "-b", "4", "--image-size", "32"]
-    words += ["--iterations", "6", "--arm", "O5", "--workers", "1"]
+    words += ["--model", "resnet18", "--iterations", "6", "--arm", "O5", "--workers", "1"]
     assert main([*words, "-o", str(tmp_path / "results")]) == 2
     error = capsys.readouterr().err
     assert str(damaged) in error

@@ -16,11 +16,13 @@ import data_files
 from ampfuse.experiments import cifar, imagenet, settings
 from programs import python, started
 
-# Command lines, one after the other in one process group: what a process imports takes seconds.
-# "*" is the checkpoint there. The network is an eighth as wide, as what counts is not its size.
+# Command lines, one after the other in one process group: what a process imports takes seconds, and
+# so do collections of garbage, of which a run asks for two, that look at all of that. "*" is the
+# checkpoint there. The network is an eighth as wide, as what counts is not its size.
 SEVERAL = """
-import glob, json, sys
+import gc, glob, json, sys
 import torch, torchvision
+import torch._dynamo, torch.distributed.fsdp, timm
 import torch.distributed as dist
 from ampfuse.experiments import imagenet
 from torchvision.models import resnet
@@ -38,6 +40,7 @@ torchvision.models.resnet18 = narrow
 begin, end = dist.init_process_group, dist.destroy_process_group
 dist.init_process_group = lambda *backend: dist.is_initialized() or begin(*backend)
 dist.destroy_process_group = lambda: None
+gc.freeze()
 for line, status in json.loads(sys.argv[1]):
     words = [glob.glob(word)[0] if "*" in word else word for word in line]
     assert imagenet.main(words) == status, line

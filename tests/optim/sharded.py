@@ -56,7 +56,7 @@ def params_of(dtypes, places):
         dims = list(PLACES[places][1])
         if len(shape) == 1:  # has no columns
             dims = [Replicate() if place == Shard(1) else place for place in dims]
-        shards.append(nn.Parameter(distribute_tensor(value, mesh, dims)))
+        shards.append(nn.Parameter(distribute_tensor(value, mesh, dims, src_data_rank=None)))
     return wholes, shards
 
 
@@ -68,7 +68,9 @@ def set_gradients(params, step, scale, infinite=False):
             gradient[-1, 3] = float("inf")
         gradient = gradient.to(param.dtype)
         if isinstance(param, DTensor):
-            gradient = distribute_tensor(gradient, param.device_mesh, param.placements)
+            gradient = distribute_tensor(
+                gradient, param.device_mesh, param.placements, src_data_rank=None
+            )
         param.grad = None if i == 1 and step % 7 == 3 else gradient
 
 
