@@ -99,6 +99,19 @@ def device(request):
     return torch.device(request.param)
 
 
+# In emulation in CI alone: of kernels that tests/cpp compares in the quick tests, and that are many
+# times slower there.
+slow_in_emulation = pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param("emulated", marks=pytest.mark.slow),
+        pytest.param("cuda", marks=pytest.mark.gpu),
+    ],
+    indirect=True,
+)
+
+
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def hardware(request, monkeypatch):
     """The CPU and, where there is one, a GPU: for what runs torch's operations beside ours.

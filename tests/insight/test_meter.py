@@ -10,6 +10,7 @@ import ampfuse
 import trainings
 from ampfuse import amp
 from cases import CODED, KINDS, bf16, bits, f16, f32, make, same_bits, short
+from conftest import slow_in_emulation
 
 # Around a vector, a strip, a tile and a chunk.
 SIZES = (0, 1, 7, 8, 15, 17, 33, 1025, 2049, 32767, 32769, 70000)
@@ -42,6 +43,7 @@ METERED += [(f16, f"split {coded} ema") for coded in CODED]
 METERED += [(bf16, "split"), (bf16, "stochastic bf16 ema")]
 
 
+@slow_in_emulation
 @pytest.mark.parametrize(("dtype", "mode"), METERED)
 @pytest.mark.parametrize("name", KINDS)
 def test_counts_are_those_of_snapshots(name, dtype, mode, device):

@@ -10,7 +10,7 @@ from torch import nn
 from torch.profiler import profile
 
 from cases import assert_same_bits, bf16, f16, f32, f64
-from conftest import nn_ops
+from conftest import nn_ops, slow_in_emulation
 
 EPS = {f32: 2.0**-24, f16: 2.0**-11, bf16: 2.0**-8}
 CHANNELS = (1, 3, 7, 8, 63, 64, 65)
@@ -76,6 +76,7 @@ def assert_near(found, exact, dtype, factor):
         assert error <= factor * EPS[dtype] * scale, name
 
 
+@slow_in_emulation
 @pytest.mark.parametrize("dtype", [f32, f16, bf16])
 @pytest.mark.parametrize("channels", CHANNELS)
 def test_results_are_those_of_float64(dtype, channels, device):

@@ -270,7 +270,7 @@ def test_losses_of_half_outputs_are_fused(level, loss_function):
     optimizer.step()
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiles_in_one_graph(backend):
     logits, target = logits_of(8, 300, torch.bfloat16), targets_of(8, 300)
     expected = torch.autograd.grad(cross_entropy(logits, target), logits)[0]
