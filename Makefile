@@ -29,7 +29,7 @@
 .PHONY: demo test bench experiments docs notebooks wheel release lint format clean help
 
 BASE_PYTHON ?= python3
-TEST_ARGS ?= -n 2 --dist loadgroup --no-loadscope-reorder
+TEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 DOCS_BUILDER ?= html
 
 # What the compiled extension is made of. Python files are not here: the installation in .venv is

@@ -279,24 +279,44 @@ def find_tool() -> str | None:
     return shutil.which("cuobjdump", path=os.pathsep.join([os.environ["PATH"], *folders]))
 
 
-def predictions(files: list[Path], archs: list[str]) -> list[Row]:
-    """Of every case whose kernel one of the files holds."""
+def built() -> list[Path]:
+    """The objects of this checkout's build."""
+    return sorted(ROOT.glob("build/cp*/CMakeFiles/ampfuse_cuda*/**/*.cu.o"))
+
+
+def dump(file: Path, *options: str) -> str:
+    """What cuobjdump prints."""
     tool = find_tool()
     if tool is None:
         raise SystemExit("no cuobjdump: pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm")
     path = f"{Path(tool).parent}{os.pathsep}{os.environ['PATH']}"  # where it finds nvdisasm
+    command = [tool, *options, str(file)]
+    environment = {**os.environ, "PATH": path}
+    return subprocess.run(command, capture_output=True, text=True, env=environment).stdout
 
-    def dump(file: Path, *options: str) -> str:
-        command = [tool, *options, str(file)]
-        environment = {**os.environ, "PATH": path}
-        return subprocess.run(command, capture_output=True, text=True, env=environment).stdout
 
+class Usage(NamedTuple):
+    """What a kernel takes: registers; bytes of its own memory, where they do not suffice, and of
+    shared memory."""
+
+    registers: int
+    stack: int
+    shared: int
+
+
+def usages(file: Path, arch: str) -> dict[str, Usage]:
+    """Of each kernel, by its symbol."""
+    report = dump(file, "-res-usage", "-arch", arch)
+    found = re.findall(r"Function (\S+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+)", report)
+    return {name: Usage(*map(int, numbers)) for name, *numbers in found}
+
+
+def predictions(files: list[Path], archs: list[str]) -> list[Row]:
+    """Of every case whose kernel one of the files holds."""
     rows = []
     for file in files:
         for arch in archs:
-            used = dump(file, "-res-usage", "-arch", arch)
-            found = re.findall(r"Function (\S+):\s+REG:(\d+) STACK:\d+ SHARED:(\d+)", used)
-            usage = {name: (int(registers), int(shared)) for name, registers, shared in found}
+            usage = usages(file, arch)
             here = [(case, name) for case in CASES if (name := instance(case, list(usage)))]
             if not here:
                 continue
@@ -304,7 +324,9 @@ def predictions(files: list[Path], archs: list[str]) -> list[Row]:
             text = dump(file, "-sass", "-arch", arch, "-fun", wanted)
             parts = re.split(r"Function : (\S+)", text)
             code = dict(zip(parts[1::2], parts[2::2], strict=True))
-            rows += [predict(case, arch, *usage[name], code[name]) for case, name in here]
+            for case, name in here:
+                used = usage[name]
+                rows.append(predict(case, arch, used.registers, used.shared, code[name]))
     order = [case.name for case in CASES]
     return sorted(rows, key=lambda row: (row.arch, order.index(row.case)))
 
@@ -379,8 +401,7 @@ def main() -> None:
     if options.compare is not None:
         print("\n".join(compare(read(options.compare), read(options.csv, Row))))
         return
-    built = ROOT.glob("build/cp*/CMakeFiles/ampfuse_cuda*/**/*.cu.o")
-    rows = predictions(options.files or sorted(built), options.arch)
+    rows = predictions(options.files or built(), options.arch)
     if not rows:
         raise SystemExit("none of these files holds a kernel")
     write(options.csv, rows)

@@ -103,8 +103,8 @@ memcheck() { sanitize memcheck --leak-check full; }
 racecheck() { sanitize racecheck; }
 initcheck() { sanitize initcheck; }
 
-STEP_TESTS=(tests/test_gpu.py tests/test_batch_norm.py)
-GRAPH_TESTS=(tests/test_graphs.py tests/test_experiments_graphs.py)
+STEP_TESTS=(tests/core/test_gpu.py tests/nn/test_batch_norm.py)
+GRAPH_TESTS=(tests/graphs/test_graphs.py tests/experiments/test_experiments_graphs.py)
 
 run_pytest() {
   local processes=()
@@ -118,7 +118,7 @@ tests_rest() {
   run_pytest tests "${STEP_TESTS[@]/#/--ignore=}" "${GRAPH_TESTS[@]/#/--ignore=}" \
     --continue-on-collection-errors
 }
-stress() { run_pytest tests/test_gpu.py -k competing; }
+stress() { run_pytest tests/core/test_gpu.py -k competing; }
 
 # What a benchmark has measured when its time is up is in its CSV.
 measure() { "$PYTHON" "benchmarks/$1.py" --device cuda --csv "$RESULTS/$2.csv" "${@:3}"; }

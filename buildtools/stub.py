@@ -3,8 +3,8 @@
     python buildtools/stub.py           writes it
     python buildtools/stub.py --print   shows it
 
-Signatures are those that pybind11 puts into docstrings. ``tests/test_stub.py`` says when the stub
-is stale.
+Signatures are those that pybind11 puts into docstrings. ``tests/core/test_stub.py`` says when
+the stub is stale.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch._dynamo  # as the first step of any optimizer of torch's does
 from hypothesis import settings
 
 from ampfuse import _core
@@ -23,10 +24,7 @@ _EMULATED = Path(__file__).parent / f"_C_emulated{sysconfig.get_config_var('EXT_
 _modules = {}
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config, items):
-    if config.pluginmanager.hasplugin("xdist"):
-        _group(items)
+def pytest_collection_modifyitems(items):
     if torch.cuda.is_available():
         return
     for item in items:
@@ -34,28 +32,13 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device; this machine has none"))
 
 
-def _group(items):
-    """What a module makes once for its tests is made by one process (--dist loadgroup), as is all
-    that a test with parameters caches."""
-
-    def shares(item):
-        fixtures = item._fixtureinfo.name2fixturedefs.values()
-        return any(fixture.scope == "module" for named in fixtures for fixture in named)
-
-    sharing = {item.path for item in items if shares(item)}
-    for item in items:
-        name = item.path.stem
-        name = name if item.path in sharing else f"{name}.{item.originalname}"
-        item.add_marker(pytest.mark.xdist_group(name))
-
-
 def pytest_configure():
     gc.disable()  # until what tests import is there: a third of that time
 
 
 def pytest_collection_finish():
-    """Keep what imports made out of garbage collections. The experiments ask for two in each run,
-    and half of their tests' time went into them."""
+    """Keep what imports made out of garbage collections. The experiments ask for two in each run
+    and advise for three a level, and half of their tests' time went into them."""
     gc.collect()
     gc.freeze()
     gc.enable()
@@ -114,6 +97,19 @@ def device(request):
         request.getfixturevalue("emulated")
         return torch.device("cpu")
     return torch.device(request.param)
+
+
+# In emulation in CI alone: of kernels that tests/cpp compares in the quick tests, and that are many
+# times slower there.
+slow_in_emulation = pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param("emulated", marks=pytest.mark.slow),
+        pytest.param("cuda", marks=pytest.mark.gpu),
+    ],
+    indirect=True,
+)
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -10,6 +10,13 @@ from ampfuse import insight
 from ampfuse.compat import apex
 from ampfuse.compat.apex import amp
 from ampfuse.compat.apex.parallel.distributed import flat_dist_call
+from programs import ranks
+
+
+def in_two_processes(folder, *jobs):
+    """What each process found, by job."""
+    ranks(2, __file__, folder, *jobs)
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
 
 
 def model_and_optimizer(level, **ddp):
@@ -129,9 +136,18 @@ def sync_inputs(dtype, case):
     return x.requires_grad_(), z.requires_grad_() if case["add"] else None, factors
 
 
+def start(norm):
+    """Parameters and statistics that are not 0 and 1."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for tensor in [*norm.parameters(), *norm.buffers()]:
+            if tensor.dim():
+                tensor.copy_(torch.rand(tensor.shape, generator=generator) + 0.5)
+    return norm
+
+
 def _sync_norm(case):
     """The module that normalizes, and how it is called."""
-    from test_batch_norm_modules import start
 
     def last(norm):
         return lambda x, z: norm(x.permute(0, 2, 3, 1), z.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)

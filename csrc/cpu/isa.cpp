@@ -2,6 +2,7 @@
 
 #include <cstdlib>
 #include <string>
+#include <utility>
 
 #include "core/backend.h"
 #include "core/check.h"
@@ -9,22 +10,17 @@
 namespace ampfuse {
 namespace {
 
-bool runs_avx2() {
-#if defined(__x86_64__) && !defined(AMPFUSE_SCALAR_ONLY)
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-         __builtin_cpu_supports("f16c");
-#else
-  return false;
+// Whether this CPU has it.
+bool has(Isa isa) {
+#if defined(__x86_64__)
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                    __builtin_cpu_supports("f16c");
+  if (isa == Isa::kAvx2) return avx2;
+  if (isa == Isa::kAvx512)
+    return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 #endif
-}
-
-bool runs_avx512() {
-#if defined(__x86_64__) && !defined(AMPFUSE_SCALAR_ONLY)
-  return runs_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-#else
-  return false;
-#endif
+  return isa == Isa::kScalar;
 }
 
 Isa choose_isa() {
@@ -32,13 +28,17 @@ Isa choose_isa() {
   const std::string isa = forced ? forced : "";
   AMPFUSE_CHECK(isa.empty() || isa == "scalar" || isa == "avx2" || isa == "avx512",
                 "AMPFUSE_CPU_ISA is '", isa, "'; set it to scalar, avx2 or avx512, or unset it");
-  if (isa == "scalar") return Isa::kScalar;
-  AMPFUSE_CHECK(isa != "avx2" || runs_avx2(),
+  AMPFUSE_CHECK(isa != "avx2" || has(Isa::kAvx2),
                 "AMPFUSE_CPU_ISA=avx2, but this CPU lacks AVX2, FMA or F16C");
-  AMPFUSE_CHECK(isa != "avx512" || runs_avx512(),
+  AMPFUSE_CHECK(isa != "avx512" || has(Isa::kAvx512),
                 "AMPFUSE_CPU_ISA=avx512, but this CPU lacks AVX-512 F, BW, DQ or VL");
-  if (runs_avx512() && isa != "avx2") return Isa::kAvx512;
-  return runs_avx2() ? Isa::kAvx2 : Isa::kScalar;
+  for (const auto& [name, each] : {std::pair("avx512", Isa::kAvx512), std::pair("avx2", Isa::kAvx2),
+                                   std::pair("scalar", Isa::kScalar)}) {
+    if ((isa.empty() || isa == name) && is_compiled(each) && has(each)) return each;
+  }
+  throw std::runtime_error(
+      "this ampfuse was compiled for one instruction set, which the CPU lacks or AMPFUSE_CPU_ISA "
+      "does not name; compile it without AMPFUSE_SCALAR_ONLY");
 }
 
 }  // namespace

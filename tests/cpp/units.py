@@ -1,21 +1,24 @@
 """The core's translation units and the flags of each, for builds of the core without torch.
 
-CMakeLists.txt says the same for the module. ``python tests/cpp/units.py`` prints a unit a line: its
-name, its source, its flags.
+CMakeLists.txt says the same for the module. ``python tests/cpp/units.py avx2`` prints a unit a
+line: its name, its source, its flags.
 """
 
 from __future__ import annotations
 
-import platform
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 
 ISA = {
-    "scalar": [],
-    "avx2": ["-mavx2", "-mfma", "-mf16c"],
-    "avx512": [f"-m{set}" for set in "avx512f avx512bw avx512dq avx512vl avx2 fma f16c".split()],
+    "scalar": ("kScalar", []),
+    "avx2": ("kAvx2", ["-mavx2", "-mfma", "-mf16c"]),
+    "avx512": (
+        "kAvx512",
+        [f"-m{set}" for set in "avx512f avx512bw avx512dq avx512vl avx2 fma f16c".split()],
+    ),
 }
 
 
@@ -39,24 +42,23 @@ HEADERS = _headers("ops", "op")
 NN_HEADERS = _headers("nn_ops", "nn_op")
 
 
-def cpu_units() -> list[Unit]:
-    """The core and the CPU backend, for this machine's processor."""
-    sets = ISA if platform.machine() == "x86_64" else ["scalar"]
+def cpu_units(isa: str) -> list[Unit]:
+    """The core and the CPU backend, with the kernels of one instruction set: a program runs one."""
+    name, flags = ISA[isa]
+    only = f"-DAMPFUSE_ONLY_ISA={name}"
     return [
         Unit("algorithms", "csrc/core/algorithms.cpp", []),
         *(
-            Unit(f"cpu-{name}", f"csrc/cpu/{name}.cpp", [])
+            Unit(f"cpu-{name}", f"csrc/cpu/{name}.cpp", [only])
             for name in ("backend", "isa", "nn", "threads")
         ),
         *(
-            Unit(f"{isa}-{header}", f"csrc/cpu/nn_{isa}.cpp", ISA[isa] + _ops(header, "nn_ops"))
-            for isa in sets
-            for header in NN_HEADERS
+            Unit(f"cpu-{header}", f"csrc/cpu/kernels_{isa}.cpp", [only, *flags, *_ops(header)])
+            for header in HEADERS
         ),
         *(
-            Unit(f"{isa}-{header}", f"csrc/cpu/kernels_{isa}.cpp", ISA[isa] + _ops(header))
-            for isa in sets
-            for header in HEADERS
+            Unit(f"cpu-{header}", f"csrc/cpu/nn_{isa}.cpp", [only, *flags, *_ops(header, "nn_ops")])
+            for header in NN_HEADERS
         ),
     ]
 
@@ -81,5 +83,5 @@ def cuda_units() -> list[Unit]:
 
 
 if __name__ == "__main__":
-    for unit in cpu_units() + cuda_units():
+    for unit in cpu_units(sys.argv[1]) + cuda_units():
         print(unit.name, unit.source, *unit.flags)

@@ -1,0 +1,165 @@
+"""Several losses, models and optimizers before one step: an overflow is its own pass's alone.
+
+Every combination of which loss overflows, in which model and iteration, against plain FP32 training
+that leaves out exactly the steps of the optimizers that were listed for that loss. The combinations
+are those of apex's own tests of multiple models, losses and optimizers.
+"""
+
+import functools
+import itertools
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from ampfuse import amp
+from ampfuse.compat.apex.optimizers import FusedSGD
+
+ITERATIONS = 3
+SCALE = 128.0
+LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+QUICK = ("O1", "O2", "O5")  # FP32 weights, and masters of either type
+
+# The models of each loss; the models of each optimizer.
+SET_UPS = {
+    "2 models, 1 optimizer": ([(0,), (1,)], [(0, 1)]),
+    "3 models, 1 optimizer": ([(0, 2), (1, 2)], [(0, 1, 2)]),
+    "2 models, 2 optimizers": ([(0,), (1,)], [(0,), (1,)]),
+    "3 models, 2 optimizers": ([(0, 2), (1, 2)], [(0, 2), (1,)]),
+}
+
+
+class PlainSGD(torch.optim.SGD):
+    """A subclass, which keeps its own step."""
+
+
+OPTIMIZERS = {"torch": torch.optim.SGD, "FusedSGD": FusedSGD, "subclass": PlainSGD}
+
+
+def by_optimizer(set_to_none):
+    return lambda models, optimizers: [o.zero_grad(set_to_none=set_to_none) for o in optimizers]
+
+
+def by_model(set_to_none):
+    return lambda models, optimizers: [m.zero_grad(set_to_none=set_to_none) for m in models]
+
+
+ZEROING = {
+    "optimizer": by_optimizer(True),
+    "optimizer, to zero": by_optimizer(False),
+    "model": by_model(True),
+    "model, to zero": by_model(False),
+}
+
+
+class Net(nn.Module):
+    """A weight that O2 makes half, and one that it keeps in FP32."""
+
+    def __init__(self, seed):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([1.0, 2.0]) + seed / 4)
+        self.norm = nn.BatchNorm1d(2)
+
+    def forward(self, x):
+        return (self.weight * x).float() * self.norm.weight
+
+
+def losses_of(models, used, iteration):
+    """One after the other: by the second, the first one's gradients are there."""
+    for i, members in enumerate(used):
+        x = torch.tensor([0.5 + i / 4, 0.25 + iteration / 4])
+        yield sum(models[m](x).float().sum() for m in members)
+
+
+def owners(optimizers, loss):
+    """The optimizers that a loss gives gradients to."""
+    return [i for i, members in enumerate(optimizers) if set(members) & set(loss)]
+
+
+def parameters_of(models, members):
+    return [p for m in members for p in (models[m].weight, models[m].norm.weight)]
+
+
+@functools.cache  # for all levels
+def expected_run(set_up, bad):
+    """Weights in the end, in FP32 and without scaling; `bad` is (iteration, loss) or None."""
+    used, owned = SET_UPS[set_up]
+    models = [Net(seed) for seed in range(1 + max(map(max, used)))]
+    optimizers = [
+        torch.optim.SGD(parameters_of(models, members), lr=0.25, momentum=0.5) for members in owned
+    ]
+    for iteration in range(ITERATIONS):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for loss in losses_of(models, used, iteration):
+            loss.backward()
+        skips = owners(owned, used[bad[1]]) if bad and bad[0] == iteration else []
+        for i, optimizer in enumerate(optimizers):
+            if i not in skips:
+                optimizer.step()
+    return [p.detach() for p in parameters_of(models, range(len(models)))]
+
+
+def amp_run(set_up, bad, level, kind, zero, shared):
+    """The same under amp, and the loss scales; `bad` names the model too, and which weight."""
+    used, owned = SET_UPS[set_up]
+    models = [Net(seed) for seed in range(1 + max(map(max, used)))]
+    optimizers = [
+        OPTIMIZERS[kind](parameters_of(models, members), lr=0.25, momentum=0.5) for members in owned
+    ]
+    scalers = 1 if shared else len(used)
+    amp.initialize(
+        models,
+        optimizers,
+        opt_level=level,
+        loss_scale="dynamic",
+        num_losses=scalers,
+        init_scale=SCALE,
+        verbosity=0,
+    )
+    for iteration in range(ITERATIONS):
+        ZEROING[zero](models, optimizers)
+        for i, loss in enumerate(losses_of(models, used, iteration)):
+            listed = [optimizers[owner] for owner in owners(owned, used[i])]
+            with amp.scale_loss(loss, listed, loss_id=0 if shared else i) as scaled:
+                scaled.backward()
+                if bad and bad[:2] == (iteration, i):
+                    _, _, member, half = bad
+                    weight = models[member].weight if half else models[member].norm.weight
+                    weight.grad[0] = math.inf
+        for optimizer in optimizers:
+            optimizer.step()
+    state = amp.state_dict(optimizer=optimizers[0])
+    weights = [p.detach().float() for p in parameters_of(models, range(len(models)))]
+    return weights, [state[f"loss_scaler{i}"]["loss_scale"] for i in range(scalers)]
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "level",
+    [pytest.param(level, marks=() if level in QUICK else pytest.mark.slow) for level in LEVELS],
+)
+@pytest.mark.parametrize("set_up", SET_UPS)
+def test_an_overflow_belongs_to_the_pass_that_made_it(set_up, level, kind):
+    used, _ = SET_UPS[set_up]
+    places = [
+        (iteration, loss, member, half)
+        for iteration in range(2)
+        for loss, members in enumerate(used)
+        for member, half in itertools.product(members, (True, False))
+    ]
+    tolerance = {"O0": 1e-6, "O1": 1e-2, "O4": 3e-2, "O3": 1e-2, "O5": 3e-2}.get(level, 3e-3)
+    # Ways to zero gradients take turns: each meets every level, optimizer and set-up, and every
+    # place at one level or another.
+    ways = itertools.islice(itertools.cycle(ZEROING), LEVELS.index(level), None)
+    for bad, zero in zip([None, *places], ways, strict=False):
+        expected = expected_run(set_up, bad and bad[:2])
+        for shared in (True, False):
+            found, scales = amp_run(set_up, bad, level, kind, zero, shared)
+            where = (bad, zero, shared)
+            hit = [bad is not None and (shared or bad[1] == i) for i in range(len(scales))]
+            assert scales == [SCALE / 2 if one else SCALE for one in hit], where
+            torch.testing.assert_close(
+                found, expected, rtol=tolerance, atol=tolerance, msg=lambda m, w=where: f"{w}: {m}"
+            )

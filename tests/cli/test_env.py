@@ -1,0 +1,176 @@
+"""The environment report: what it says, and that nothing broken can keep it from saying it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ampfuse import _core, hardware
+from ampfuse.cli import env, env_probes
+from programs import python
+
+
+def run_env(*arguments: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """``python -m ampfuse env``, with modules in the folder `path` found before all others."""
+    variables = dict(os.environ)
+    if path is not None:
+        variables["PYTHONPATH"] = str(path)
+    return subprocess.run(
+        [sys.executable, "-m", "ampfuse", "env", *arguments],
+        capture_output=True,
+        text=True,
+        env=variables,
+    )
+
+
+@pytest.fixture(scope="module")
+def facts() -> dict[str, env.Facts]:
+    done = run_env("--json")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_says_what_runs(facts):
+    assert facts["python"]["python"] == sys.version.split()[0]
+    assert facts["torch"]["running"] == torch.__version__
+    assert facts["ampfuse"]["version"] == _core.build_info.VERSION
+    assert facts["ampfuse"]["built for torch"] == ", ".join(_core.build_info.TORCH_VERSIONS)
+    assert facts["extension"]["CPU ISA"].startswith(_core.C.cpu_isa())
+    assert facts["extension"]["step on cpu"] == "works"
+
+
+def test_says_what_was_built(facts):
+    assert facts["extension"]["CUDA backend"].startswith("yes" if _core.C.cuda_built() else "no")
+    for arch in _core.C.cuda_archs():
+        assert arch in facts["extension"]["CUDA backend"]
+    assert facts["ampfuse"]["CUDA at build time"] == _core.build_info.CUDA_NOTE
+
+
+@pytest.mark.parametrize(
+    ("vendor", "family", "model", "name"),
+    [
+        ("AuthenticAMD", 25, 1, "CPU (Zen 3)"),
+        ("AuthenticAMD", 25, 17, "CPU (Zen 4)"),
+        ("AuthenticAMD", 25, 97, "CPU (Zen 4)"),
+        ("AuthenticAMD", 26, 2, "CPU (Zen 5)"),
+        ("AuthenticAMD", 27, 0, "CPU"),
+        ("GenuineIntel", 26, 2, "CPU"),
+    ],
+)
+def test_names_amds_generations(monkeypatch, vendor, family, model, name):
+    info = {"vendor_id": vendor, "cpu family": family, "model": model, "model name": "CPU"}
+    monkeypatch.setattr(
+        hardware, "_cpuinfo", lambda: {key: str(value) for key, value in info.items()}
+    )
+    assert hardware.cpu_model() == name
+
+
+def test_says_what_was_tested(facts):
+    oldest, newest = _core.build_info.TORCH_TESTED
+    assert facts["ampfuse"]["tested with torch"].startswith(f"{oldest} to {newest}")
+
+
+@pytest.mark.parametrize(
+    ("installed", "said"),
+    [
+        ("2.9.1", "2.11 to 2.15"),
+        ("2.15.1+cu132", "2.11 to 2.15"),
+        ("2.16.0a0", "2.11 to 2.15; torch 2.16.0a0 is newer than these"),
+        ("2.100.0", "2.11 to 2.15; torch 2.100.0 is newer than these"),
+        ("3.0.0", "2.11 to 2.15; torch 3.0.0 is newer than these"),
+        ("not installed", "2.11 to 2.15"),
+    ],
+)
+def test_a_torch_newer_than_those_tested_is_named(installed, said):
+    assert env.tested_with("2.11", "2.15", installed) == said
+
+
+def test_nothing_failed_here(facts):
+    failed = {name: section["probe"] for name, section in facts.items() if "probe" in section}
+    assert not failed
+
+
+def test_forced_isa_is_named():
+    probe = "from ampfuse.cli import env_probes; print(env_probes._extension()['CPU ISA'])"
+    said = python("-c", probe, AMPFUSE_CPU_ISA="scalar").stdout
+    assert said == "scalar (AMPFUSE_CPU_ISA=scalar)\n"
+
+
+def test_text_has_a_line_for_every_fact(facts):
+    lines = env.as_text(facts).splitlines()
+    assert len(lines) == len(facts) + sum(len(section) for section in facts.values())
+    assert all(line == line.rstrip() for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("torch_module", "said"),
+    [
+        ("raise ImportError('libfoo.so: cannot open')", "FAILED: ImportError: libfoo.so"),
+        ("raise RuntimeError('broken')", "FAILED: RuntimeError: broken"),
+        ("import os; os.abort()", "DIED: killed by SIGABRT"),
+        ("import sys; sys.exit('no torch today')", "DIED: exit status 1. no torch today"),
+    ],
+    ids=["import-error", "other-error", "crash", "exit"],
+)
+def test_runs_when_torch_is_broken(tmp_path, torch_module, said):
+    (tmp_path / "torch.py").write_text(torch_module)
+    done = run_env("--json", path=tmp_path)
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout)
+    assert facts["torch"]["probe"].startswith(said)
+    assert facts["ampfuse"]["version"] == _core.build_info.VERSION
+    assert facts["system"]["CPU"]
+
+
+def test_runs_when_the_extension_is_for_another_torch(tmp_path):
+    (tmp_path / "torch.py").write_text("__version__ = '1.0'")
+    done = run_env(path=tmp_path)
+    assert done.returncode == 0, done.stderr
+    releases = ", ".join(map(_core.release_of, _core.build_info.TORCH_VERSIONS))
+    assert f"this ampfuse was compiled for torch {releases}, but torch 1.0 is" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("archs", "capability", "covering"),
+    [
+        (["sm_75", "sm_80", "compute_90"], (7, 5), "sm_75"),
+        (["sm_75", "sm_80", "compute_90"], (8, 0), "sm_80"),
+        (["sm_75", "sm_80", "compute_90"], (8, 9), "sm_80"),  # same major version, later minor
+        (["sm_75", "sm_80", "compute_90"], (9, 0), "compute_90"),
+        (["sm_75", "sm_80", "compute_90"], (12, 0), "compute_90"),
+        (["sm_75", "sm_80", "compute_90"], (7, 0), None),  # V100
+        (["sm_86", "sm_80"], (8, 6), "sm_86"),
+        (["sm_86"], (8, 0), None),
+        (["sm_90a"], (9, 0), "sm_90a"),
+        (["sm_90a", "compute_90a"], (10, 0), None),
+        (["sm_100f"], (10, 3), "sm_100f"),
+        (["compute_100f"], (12, 0), None),
+        ([], (8, 0), None),
+        (["nonsense"], (8, 0), None),
+    ],
+)
+def test_covering_arch(archs, capability, covering):
+    assert env_probes.covering_arch(archs, capability) == covering
+    assert env_probes.covering_arch(archs[::-1], capability) == covering
+
+
+def test_a_wrong_result_is_no_working_step(monkeypatch):
+    """Loaded is not working: the report makes a step and looks at its result."""
+    from ampfuse import optim
+
+    monkeypatch.setattr(optim.AdamW, "step", lambda self: None)
+    assert env_probes._steps()["step on cpu"] == "runs, but gives a WRONG RESULT"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_gpus_are_listed_with_their_coverage(facts):
+    gpu = facts["GPUs"]["GPU 0"]
+    assert torch.cuda.get_device_name(0) in gpu
+    assert ("runs ampfuse's" in gpu) or ("NOT COVERED" in gpu)

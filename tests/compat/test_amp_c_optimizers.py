@@ -1,0 +1,445 @@
+"""The optimizers of ``amp_C`` against apex's formulas, written plainly in float64."""
+
+import functools
+import itertools
+
+import pytest
+import torch
+
+from amp_c_calls import (
+    BETA1,
+    BETA2,
+    EPS,
+    LR,
+    NAMES,
+    SIZES,
+    WD,
+    T,
+    arguments,
+    call,
+    flag,
+    number,
+    of_all_types,
+    rand,
+)
+from ampfuse.compat.apex import amp_C
+from apex_formulas import adagrad, adam, adam_update, novograd, sgd
+from cases import bf16, f16, f32, f64
+
+CHUNKS = (65536, 333)
+OPTIONS = {"lr": LR, "betas": (BETA1, BETA2), "eps": EPS, "weight_decay": WD}
+TOLERANCE = {f32: 2e-6, f16: 1e-3, bf16: 8e-3}
+
+
+def randn(dtype=f32, device="cpu"):
+    return [torch.randn(size).to(device, dtype) for size in SIZES]
+
+
+def moments(dtype, kind=f32, device="cpu"):
+    """Parameters, and the two states of Adam."""
+    return [randn(dtype, device), randn(kind, device), rand(kind, device)]
+
+
+def exact(lists):
+    return [[t.detach().cpu().to(f64) for t in tensors] for tensors in lists]
+
+
+def copies(lists):
+    return [[t.clone() for t in tensors] for tensors in lists]
+
+
+def assert_lists(found, expected):
+    for tensors, values in zip(found, expected, strict=True):
+        for t, v in zip(tensors, values, strict=True):
+            tolerance = TOLERANCE[t.dtype]
+            torch.testing.assert_close(t.cpu().to(f64), v, rtol=tolerance, atol=tolerance)
+
+
+def assert_unchanged(found, before):
+    for tensors, values in zip(found, before, strict=True):
+        for t, v in zip(tensors, values, strict=True):
+            torch.testing.assert_close(t, v, rtol=0, atol=0, equal_nan=True)
+
+
+def after(rule, lists, names, t=T, **options):
+    """(parameters, *states) after the step."""
+    grads, params, *states = exact(lists)
+    held = [dict(zip(names, row, strict=True)) for row in zip(*states, strict=True)]
+    rule(params, grads, held, t, **OPTIONS | options)
+    return [params, *([each[name] for each in held] for name in names)]
+
+
+def lamb_update(lists, k, decays, mode, bc, averaging):
+    """(updates, exp_avg, exp_avg_sq)."""
+    result = []
+    for g, p, m, v, wd in zip(*lists, decays, strict=True):
+        options = {"weight_decay": wd, "adam_w_mode": mode, "bias_correction": bc}
+        state = {"m": m, "v": v}
+        u = adam_update(p, g / k, state, T, OPTIONS | options | {"grad_averaging": averaging})
+        result.append((u, state["m"], state["v"]))
+    return [list(column) for column in zip(*result, strict=True)]
+
+
+def lamb_apply(params, updates, has_ratio):
+    ratios = [p.norm() / u.norm() if has_ratio else 1 for p, u in zip(params, updates, strict=True)]
+    return [p - LR * r * u for p, u, r in zip(params, updates, ratios, strict=True)]
+
+
+@pytest.mark.parametrize("models", [None, f16, bf16])
+@pytest.mark.parametrize(("late", "first"), list(itertools.product((False, True), (False, True))))
+@pytest.mark.parametrize(("momentum", "nesterov"), [(0.0, False), (0.9, False), (0.9, True)])
+@pytest.mark.parametrize("dtype", [f32, f16, bf16])
+def test_sgd(dtype, momentum, nesterov, late, first, models, device):
+    kind = f32 if models else dtype
+    lists = [randn(dtype, device), randn(kind, device), randn(kind, device)]
+    dampening = 0.0 if nesterov else 0.3
+    decay = {"momentum": momentum, "nesterov": nesterov, "wd_after_momentum": late}
+    scaled = [[g.to(f64) * 0.3 for g in lists[0]], *lists[1:]]
+    expected = after(sgd, scaled, "m", 1 if first else 2, dampening=dampening, **decay)
+    if models:
+        lists.append(randn(models, device))
+    noop = flag(0, device)
+    options = (WD, momentum, dampening, LR, nesterov, first, late, 0.3)
+    assert amp_C.multi_tensor_sgd(333, noop, lists, *options) is None
+    assert_lists(lists[1:3], expected)
+    if models:
+        assert all(torch.equal(h, p.to(models)) for p, h in zip(lists[1], lists[3], strict=True))
+    assert noop.item() == 0
+
+
+@pytest.mark.parametrize("dtype", [f16, bf16])
+def test_sgd_rounds_the_step_of_half_weights_before_adding_it(dtype, device):
+    lists = [[torch.linspace(0.5, 2, 5001).to(device, dtype)] for _ in range(3)]
+    lists[1] = [torch.linspace(2, 4, 5001).flip(0).to(device, dtype)]
+    g, p = lists[0][0].clone(), lists[1][0].clone()
+    amp_C.multi_tensor_sgd(333, flag(0, device), lists, 0, 0, 0, 0.3, False, True, False, 1.0)
+    twice = p + (-0.3 * g.float()).to(dtype)
+    once = (p.float() - 0.3 * g.float()).to(dtype)
+    assert torch.equal(lists[1][0], twice)
+    assert not torch.equal(once, twice)
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("dtype", [f16, bf16])
+def test_sgd_rounds_nothing_but_the_step(dtype, late, device):
+    """All before it is FP32. (An element in a hundred may round otherwise by another order.)"""
+    lists = [[torch.randn(5001).to(device, dtype)] for _ in range(3)]
+    g, p, m = (tensors[0].float() for tensors in lists)
+    options = (WD, 0.9, 0.0, 0.3, False, False, late, 0.3)
+    amp_C.multi_tensor_sgd(333, flag(0, device), lists, *options)
+    g = 0.9 * m + (0.3 * g if late else 0.3 * g + WD * p)
+    step = (-0.3 * (g + WD * p if late else g)).to(dtype)
+    assert (lists[1][0] == (p.to(dtype) + step)).float().mean() > 0.99
+    assert (lists[2][0] == g.to(dtype)).float().mean() > 0.99
+
+
+@pytest.mark.parametrize("dtype", [f32, f16])
+def test_sgd_without_decay_does_not_read_the_weights(dtype, device):
+    lists = [[torch.ones(3).to(device, dtype)] for _ in range(3)]
+    lists[1][0][1] = float("inf")
+    amp_C.multi_tensor_sgd(333, flag(0, device), lists, 0, 0.5, 0, 0.5, True, False, False, 1.0)
+    assert lists[1][0].tolist() == [1 - 0.5 * 1.75, float("inf"), 1 - 0.5 * 1.75]
+    assert lists[2][0].tolist() == [1.5] * 3
+
+
+@pytest.mark.parametrize(("mode", "bc"), list(itertools.product((0, 1), (0, 1))))
+@pytest.mark.parametrize("dtype", [f32, f16, bf16])
+@pytest.mark.parametrize(
+    ("name", "set_flag"),
+    [("adam", 0), ("adam", 1), ("adam_capturable", 0), ("adam_capturable_master", 0)],
+)
+def test_adam(name, set_flag, dtype, mode, bc, device):
+    """The first ignores the flag; the others unscale the gradients."""
+    master, capturable = name.endswith("master"), name != "adam"
+    lists = [randn(dtype, device), *moments(dtype, device=device)]
+    start, grads = exact(lists), copies(lists)[0]
+    if master:
+        lists.append(randn(f32, device))
+        start[1] = exact(lists)[4]
+    more = (mode, bc, WD)
+    if capturable:
+        start[0] = [g / 8 for g in start[0]]
+        grads = [(g.float() / 8).to(dtype) for g in grads]
+        step = number(T, device, torch.int32)
+        options = (number(LR, device), BETA1, BETA2, EPS, step, *more, number(0.125, device))
+    else:
+        options = (LR, BETA1, BETA2, EPS, T, *more)
+    expected = after(adam, start, "mv", adam_w_mode=mode, bias_correction=bc)
+    noop = flag(set_flag, device)
+    call(name, noop, lists, options)
+    assert_lists([lists[4] if master else lists[1], *lists[2:4]], expected)
+    assert_unchanged([lists[0]], [grads])
+    if master:
+        assert_unchanged([lists[1]], [[p.to(dtype) for p in lists[4]]])
+    assert options[4] == T
+    assert noop.item() == set_flag
+
+
+@pytest.mark.parametrize("mode", [0, 1])
+@pytest.mark.parametrize("dtype", [f32, f16, bf16])
+def test_adagrad(dtype, mode, device):
+    lists = [randn(dtype, device), randn(dtype, device), rand(dtype, device)]
+    expected = after(adagrad, lists, "h", adagrad_w_mode=mode)
+    amp_C.multi_tensor_adagrad(333, flag(1, device), lists, LR, EPS, mode, WD)
+    assert_lists(lists[1:], expected)
+
+
+@pytest.mark.parametrize(
+    ("mode", "bc", "averaging", "kind"), list(itertools.product((0, 1), (0, 1), (0, 1), (0, 2)))
+)
+@pytest.mark.parametrize("dtype", [f32, f16])
+def test_novograd(dtype, mode, bc, averaging, kind, device):
+    lists = [randn(dtype, device), randn(dtype, device), randn(dtype, device)]
+    norms = torch.rand(len(SIZES), device=device) + 1
+    flags = {"bias_correction": bc, "grad_averaging": averaging, "norm_type": kind}
+    flags |= {"reg_inside_moment": not mode, "init_zero": True}
+    expected = after(novograd, [*lists, norms], "mv", **flags)
+    noop = flag(0, device)
+    options = (norms, LR, BETA1, BETA2, EPS, T, bc, WD, averaging, mode, kind)
+    amp_C.multi_tensor_novograd(333, noop, lists, *options)
+    assert_lists([*lists[1:], list(norms)], expected)
+    assert noop.item() == 0
+    lists[0][1][2] = float("inf")
+    amp_C.multi_tensor_novograd(333, noop, lists, *options)
+    assert noop.item() == 1
+
+
+LAMB_FLAGS = [
+    (1, 1, 1, WD, False, 10.0),
+    (0, 1, 1, WD, False, 10.0),
+    (1, 0, 1, WD, False, 10.0),
+    (1, 1, 0, WD, False, 10.0),
+    (1, 1, 1, 0.0, False, 10.0),
+    (1, 1, 1, 0.0, True, 10.0),
+    (0, 0, 0, 0.0, False, float("inf")),
+    (1, 1, 1, WD, True, 1e6),
+]
+
+
+@pytest.mark.parametrize(("mode", "bc", "averaging", "wd", "nvlamb", "largest"), LAMB_FLAGS)
+@pytest.mark.parametrize(
+    ("name", "low", "high"),
+    [(name, kind, kind) for name in ("lamb", "lamb_mp") for kind in (f32, f16)]
+    + [("lamb_mp", low, f32) for low in (f16, bf16)],
+)
+def test_lamb(name, low, high, mode, bc, averaging, wd, nvlamb, largest, device):
+    """The norms are of the updates as they are rounded into the gradients."""
+    lists = [randn(low, device), *moments(high, high, device)]
+    start = exact(lists)
+    if low != high:
+        lists.append(randn(low, device))
+    norm = float(torch.cat(start[0]).norm())
+    mp = name == "lamb_mp"
+    k = max(norm / largest, 1) * (8 if mp else 1)
+    expected = lamb_update(start, k, [wd] * len(SIZES), mode, bc, averaging)
+    noop = flag(not mp, device)  # LAMB without masters does not read it
+    flags, clip = (bc, wd, averaging, mode), number(norm, device)
+    options = (LR, BETA1, BETA2, EPS, T, *flags, clip, largest, nvlamb)
+    if mp:
+        step, one = number(T, device, torch.int32), number(1.0, device)  # found_inf says nothing
+        options = (number(LR, device), BETA1, BETA2, EPS, step, *flags, clip)
+        options += (number(largest, device), nvlamb, one, one / 8)
+    call(name, noop, lists, options)
+    assert_lists([lists[0], *lists[2:4]], expected)
+    assert_lists([lists[1]], [lamb_apply(start[1], exact(lists)[0], nvlamb or wd != 0)])
+    if low != high:
+        assert_unchanged([lists[4]], [[p.to(low) for p in lists[1]]])
+    assert noop.item() == (not mp)
+
+
+@pytest.mark.parametrize(("norm", "gradients"), [(5.0, 0.0), (0.0, 1.0)])
+def test_lamb_clips_to_a_norm_of_zero(norm, gradients, device):
+    """Gradients become zero, but for those whose norm is no more than that."""
+    lists = [randn(device=device), randn(device=device), randn(device=device), rand(device=device)]
+    start = exact(lists)
+    start[0] = [g * gradients for g in start[0]]
+    expected = lamb_update(start, 1, [WD] * len(SIZES), 1, 1, 1)
+    options = (LR, BETA1, BETA2, EPS, T, 1, WD, 1, 1, number(norm, device), 0.0, False)
+    amp_C.multi_tensor_lamb(333, flag(0, device), lists, *options)
+    assert_lists([lists[0], *lists[2:]], expected)
+
+
+@pytest.mark.parametrize("kinds", list(itertools.product((f32, f16), repeat=3)))
+def test_lamb_in_stages(kinds, device):
+    low, high, out = kinds
+    lists = [randn(low, device), randn(high, device), randn(high, device), rand(high, device)]
+    start, grads = exact(lists), copies(lists)[0]
+    norm = float(torch.cat(start[0]).norm())
+    updates = randn(out, device)
+    decays = [0.1, 0.0, 0.1, 0.3]
+    numbers = (number(norm, device), 10.0)
+    before = torch.tensor(decays, device=device)
+    options = (before, T - 1, BETA1, BETA2, EPS, *numbers)
+    noop = flag(1, device)
+    amp_C.multi_tensor_lamb_stage1_cuda(333, noop, [*lists, updates], *options)
+    expected = lamb_update(start, norm / 10, decays, 1, 1, 1)
+    assert_lists([updates, *lists[2:]], expected)
+    assert_unchanged(lists[:2], [grads, lists[1]])
+    for wd, nvlamb in ((0.1, False), (0.0, False), (0.0, True)):
+        params = [p.clone() for p in lists[1]]
+        norms = [
+            amp_C.multi_tensor_l2norm(333, flag(0, device), [tensors], True)[1]
+            for tensors in (params, updates)
+        ]
+        amp_C.multi_tensor_lamb_stage2_cuda(333, noop, [params, updates], *norms, LR, wd, nvlamb)
+        assert_lists([params], [lamb_apply(start[1], exact([updates])[0], nvlamb or wd != 0)])
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "stops"),
+    [(name, 1, True) for name in ("sgd", "adam_capturable", "adam_capturable_master", "lamb_mp")]
+    + [("sgd", 2, True), ("lamb_mp", 2, True)]
+    + [("adam_capturable", 2, False), ("adam_capturable_master", 2, False)],
+)
+def test_a_set_flag_stops_it(name, value, stops, device):
+    lists, options = arguments(name, device)
+    before, noop = copies(lists), flag(value, device)
+    call(name, noop, lists, options)
+    if stops:
+        assert_unchanged(lists, before)
+    else:
+        assert not any(map(torch.equal, lists[0], before[0]))
+    assert noop.item() == value
+    if name == "sgd":
+        lists = [[t.half() for t in tensors] for tensors in before]
+        before = copies(lists)
+        call(name, noop, lists, (*options[:6], True, options[7]))  # late decay
+        assert_unchanged(lists, before)
+
+
+@pytest.mark.parametrize(("name", "decay"), [("lamb", 6), ("lamb_stage2_cuda", 3)])
+def test_nvlamb_is_not_the_default(name, decay, device):
+    """A ratio of norms also where there is no weight decay."""
+    results = []
+    for nvlamb in ((), (None,), (False,), (True,)):
+        torch.manual_seed(0)
+        lists, options = arguments(name, device)
+        options = (*options[:decay], 0.0, *options[decay + 1 : -1], *nvlamb)
+        if name == "lamb_stage2_cuda":
+            options = (options[0], options[1] * 2, *options[2:])
+        call(name, flag(0, device), lists, options)
+        results.append(lists[1 - (name == "lamb_stage2_cuda")])
+    assert_unchanged(results[1:3], [results[0]] * 2)
+    assert not torch.equal(results[3][0], results[0][0])
+
+
+@pytest.mark.parametrize(("name", "params"), [("lamb", 1), ("lamb_mp", 1), ("lamb_stage2_cuda", 0)])
+def test_a_norm_of_zero_is_no_ratio(name, params, device):
+    lists, options = arguments(name, device)
+    update = 0 if params else 1
+    lists[params][0].zero_()
+    if name == "lamb_stage2_cuda":
+        lists[update][2].zero_()
+        norms = [torch.stack([t.norm() for t in tensors]) for tensors in lists]
+        options = (*norms, *options[2:])
+    before = copies(lists)
+    call(name, flag(0, device), lists, options)
+    lr = float(options[2] if params == 0 else options[0])
+    torch.testing.assert_close(lists[params][0], -lr * lists[update][0])
+    if name == "lamb_stage2_cuda":
+        assert torch.equal(lists[params][2], before[params][2])
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+@pytest.mark.parametrize("name", NAMES)
+def test_who_sets_the_flag(name, bad, device):
+    """Those that take norms, and they go on; LAMB with masters keeps these as they are."""
+    for where in (0, 1):
+        lists, options = arguments(name, device)
+        if name == "novograd" and where == 1:
+            continue  # it has no norms of parameters
+        lists[where][2][77] = bad
+        before, noop = copies(lists), flag(0, device)
+        call(name, noop, lists, options)
+        assert noop.item() == (name in ("novograd", "lamb", "lamb_mp"))
+        if name == "lamb_mp":
+            kept = (1, 4) if where == 0 else range(5)
+            assert_unchanged([lists[i] for i in kept], [before[i] for i in kept])
+        call(name, noop, *arguments(name, device))
+        assert noop.item() == (name in ("novograd", "lamb", "lamb_mp"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_chunks_and_neighbours_do_not_matter(name, device):
+    lists, options = arguments(name, device)
+    results = []
+    for chunk in CHUNKS:
+        found = copies(lists)
+        own = [o.clone() if isinstance(o, torch.Tensor) else o for o in options]
+        call(name, flag(0, device), found, own, chunk)
+        results.append(found)
+    assert_unchanged(results[0], results[1])
+    lists = [[*tensors, torch.zeros(0, device=device)] for tensors in lists]
+    own = [
+        torch.cat([o, o[:1]]) if isinstance(o, torch.Tensor) and len(o) == len(SIZES) else o
+        for o in options
+    ]
+    call(name, flag(0, device), lists, own)
+    assert_unchanged([tensors[:-1] for tensors in lists], results[0])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_row_has_a_type_of_its_own(name, device):
+    """apex took that of the first row for all."""
+    lists, options = arguments(name, device)
+    lists = of_all_types(name, lists)
+    rows = [[[t.clone()] for t in row] for row in zip(*lists, strict=True)]
+    own = [o.clone() if isinstance(o, torch.Tensor) else o for o in options]
+    call(name, flag(0, device), lists, own)
+    for i, row in enumerate(rows):
+        per_tensor = [
+            o[i : i + 1] if isinstance(o, torch.Tensor) and len(o) == len(SIZES) else o
+            for o in options
+        ]
+        call(name, flag(0, device), row, per_tensor)
+        for tensors, (alone,) in zip(lists, row, strict=True):
+            assert tensors[i].dtype == alone.dtype
+            torch.testing.assert_close(tensors[i], alone, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_does_not_fit(name):
+    lists, options = arguments(name, "cpu")
+    refuses = functools.partial(pytest.raises, RuntimeError)
+    before, noop = copies(lists), flag(0, "cpu")
+    with refuses(match=rf"^multi_tensor_{name} takes \d list"):
+        call(name, noop, lists[:1], options)
+    with refuses(match="list 1 3"):
+        call(name, noop, [lists[0], lists[1][:3], *lists[2:]], options)
+    with refuses(match="they have to match"):
+        call(name, noop, [lists[0][::-1], *lists[1:]], options)
+    with refuses(match="first list is empty"):
+        call(name, noop, [[] for _ in lists], options)
+    with refuses(match="float64; it takes torch.float32"):
+        call(name, noop, [[t.double() for t in tensors] for tensors in lists], options)
+    wrong = {"sgd": 2, "lamb_mp": 1, "lamb_stage1_cuda": 3, "lamb_stage2_cuda": None}
+    last = wrong.get(name, len(lists) - 1)
+    if last is not None:
+        mixed = [*lists[:last], [t.half() for t in lists[last]], *lists[last + 1 :]]
+        with refuses(match=f"of list {last} is torch.float16"):
+            call(name, noop, mixed, options)
+    assert_unchanged(lists, before)
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "message"),
+    [
+        ("novograd", 0, "norm_averages has 3 elements"),
+        ("lamb_stage1_cuda", 0, "per_tensor_decay has 3 elements for 4"),
+        ("lamb_stage2_cuda", 0, "per_tensor_param_norm has 3 elements for 4"),
+        ("lamb_stage2_cuda", 1, "per_tensor_update_norm has 3 elements for 4"),
+        ("novograd", -1, "norm_type is 2, or 0"),
+    ],
+)
+def test_numbers_that_do_not_fit(name, place, message):
+    lists, options = arguments(name, "cpu")
+    options = list(options)
+    options[place] = 1 if place == -1 else options[place][:3]
+    with pytest.raises(RuntimeError, match=message):
+        call(name, flag(0, "cpu"), lists, options)
+
+
+def test_model_weights_that_are_not_half():
+    lists, options = arguments("sgd", "cpu")
+    with pytest.raises(RuntimeError, match=r"list 3 is torch.float32; it takes torch.float16"):
+        call("sgd", flag(0, "cpu"), [*lists, rand()], options)

@@ -1,0 +1,166 @@
+"""Scripts written for apex run as they are, in three ways, and reach the loss they had without."""
+
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+import ampfuse.compat.apex
+import ampfuse.compat.apex.__main__ as runner
+import apex_names
+from ampfuse.migrate import rewrite_imports
+from programs import python
+
+SCRIPTS = Path(__file__).parent / "scripts"
+LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+
+# script: (arguments without amp, {arguments with amp: tolerance}). The tolerance is absolute, on
+# losses that start at 1.4 to 2.6; a GAN's move apart faster.
+CASES = {
+    "imagenet": (
+        "--no-amp",
+        {f"--opt-level {level}": 0.005 for level in LEVELS}
+        | {
+            "--opt-level O2 --keep-batchnorm-fp32 False --loss-scale 128.0": 0.005,
+            "--opt-level O3 --keep-batchnorm-fp32 True": 0.005,
+            "--opt-level O1 --loss-scale dynamic": 0.005,
+        },
+    ),
+    "dcgan": ("--no-amp", {f"--opt-level {level}": 0.1 for level in LEVELS}),
+    "bert": ("--no-amp", {f"--opt-level {level}": 0.01 for level in LEVELS}),
+    "bert_pretraining": (
+        "--no-amp",
+        {f"--opt-level {level}": 0.002 for level in LEVELS}
+        | {"--allreduce_post_accumulation_fp16": 0.002},
+    ),
+    "translation": (
+        "--math fp32",
+        {f"--opt-level {level}": 0.005 for level in LEVELS},
+    ),
+    "proxy_trainer": (
+        "--no-amp",
+        {f"--opt-level {level}": 0.001 for level in LEVELS}
+        | {f"--opt-level {level} --half-outputs": 0.001 for level in ("O1", "O2")},
+    ),
+    "fp16_optimizer": (
+        "",
+        {
+            "--fp16": 0.003,
+            "--fp16 --static-loss-scale 128": 0.003,
+            "--fp16 --dynamic-loss-scale": 0.003,
+        },
+    ),
+    "distributed": ("--no-amp", {f"--opt-level {level}": 0.003 for level in LEVELS}),
+    "fairseq_style": (
+        "--no-apex",
+        {"": 1e-5, "--fp16": 0.005} | {f"--opt-level {level}": 0.01 for level in LEVELS},
+    ),
+    "grad_scaler": ("--no-apex", {"": 1e-5, "--half": 0.002}),
+    "lightning_style": ("--no-amp", {f"--opt-level {level}": 0.03 for level in LEVELS[:4]}),
+    "timm_style": ("--no-amp", {f"--opt-level {level}": 0.05 for level in LEVELS[:4]}),
+}
+
+
+def migrated(path, tmp_path):
+    """Its imports changed to ``ampfuse.compat.apex``, as ``ampfuse.migrate --write`` does."""
+    copy = tmp_path / path.name
+    copy.write_text(rewrite_imports(path.read_text()))
+    runpy.run_path(str(copy), run_name="__main__")
+
+
+def installed(path, tmp_path):
+    ampfuse.compat.apex.install()
+    runpy.run_path(str(path), run_name="__main__")
+
+
+def run_by_module(path, tmp_path):
+    runner.main([str(path), *sys.argv[1:]])
+
+
+WAYS = {"import": migrated, "install": installed, "python -m": run_by_module}
+# The ways take turns: every script runs in each of them, and so does every level, with one script
+# or another. A way decides how the name apex is found, before a script reads its arguments. Where
+# there are many, every other run is for CI; that remains true of the rest.
+RUNS = [
+    pytest.param(
+        script,
+        args,
+        tuple(WAYS)[(first + number) % len(WAYS)],
+        marks=pytest.mark.slow if len(runs) > 4 and (first + number) % 2 else (),
+    )
+    for first, (script, (_, runs)) in enumerate(CASES.items())
+    for number, args in enumerate(runs)
+]
+
+
+def final_loss(text):
+    (found,) = re.findall(r"^final loss: (\S+)$", text, re.MULTILINE)
+    return float(found)
+
+
+def run(script, args, way, tmp_path, monkeypatch, capsys):
+    path = SCRIPTS / f"{script}.py"
+    if script == "timm_style":
+        pytest.importorskip("timm")
+    monkeypatch.setattr(sys, "argv", [str(path), *args.split()])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with apex_names.clean():
+        WAYS[way](path, tmp_path)
+        assert way == "import" or "apex" in sys.modules
+    return final_loss(capsys.readouterr().out)
+
+
+_without_amp = {}
+
+
+@pytest.mark.parametrize(("script", "args", "way"), RUNS)
+def test_script(script, args, way, tmp_path, monkeypatch, capsys):
+    plain, tolerances = CASES[script]
+    if script not in _without_amp:
+        _without_amp[script] = run(script, plain, "install", tmp_path, monkeypatch, capsys)
+    loss = run(script, args, way, tmp_path, monkeypatch, capsys)
+    assert loss == pytest.approx(_without_amp[script], abs=tolerances[args.strip()])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_as_a_program(way, tmp_path):
+    """Once each as a user types it, in a process of its own."""
+    script = SCRIPTS / "imagenet.py"
+    command = {
+        "import": [str(tmp_path / "imagenet.py")],
+        "install": [
+            "-c",
+            "import runpy, sys, ampfuse.compat.apex as c; c.install(); sys.argv.pop(0); "
+            "runpy.run_path(sys.argv[0], run_name='__main__')",
+            str(script),
+        ],
+        "python -m": ["-m", "ampfuse.compat.apex", str(script)],
+    }[way]
+    (tmp_path / "imagenet.py").write_text(rewrite_imports(script.read_text()))
+    arguments = ["--opt-level", "O2", "--epochs", "1", "--save", str(tmp_path / "c.pt")]
+    result = python(*command, *arguments)
+    assert result.returncode == 0, result.stderr
+    assert final_loss(result.stdout) < 1.4
+    assert (tmp_path / "c.pt").exists()
+
+
+# Two epochs, and the others from the checkpoint, are all of them; at O2 and with the masters saved.
+CHECKPOINTED = {
+    "imagenet": "--epochs 2",
+    "fairseq_style": "--epochs 2",
+    "lightning_style": "--max-epochs 2",
+    "timm_style": "--epochs 2",
+}
+
+
+@pytest.mark.parametrize("script", CHECKPOINTED)
+def test_a_checkpoint_of_a_script_goes_on_where_it_was(script, tmp_path, monkeypatch, capsys):
+    def final(more=""):
+        return run(script, f"--opt-level O2 {more}", "install", tmp_path, monkeypatch, capsys)
+
+    saved = tmp_path / "c.pt"
+    through = final()
+    final(f"{CHECKPOINTED[script]} --save {saved}")
+    assert final(f"--resume {saved}") == through

@@ -1,0 +1,247 @@
+"""Wrong calls of the extension are exceptions: it is private, what it would overwrite is not."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ampfuse import _core
+
+ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
+STEP = {"found_inf": None, "max_norm": 0.0, "inspect": False, "skip_nonfinite": False}
+
+
+@pytest.fixture
+def table():
+    """Two FP32 rows with gradients and Adam's states."""
+    made = _core.C.ParamTable("adam", CPU)
+    for name in ("a", "b"):
+        param = torch.ones(5, requires_grad=True)
+        param.grad = torch.ones(5)
+        row = made.add_row(param, None, name)
+        made.set_states(row, [[torch.zeros(5)], [torch.zeros(5)]])
+    made.set_hyper(0, 2, None, {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8})
+    return made
+
+
+def values(table):
+    return [table.param(row).clone() for row in range(len(table))]
+
+
+@pytest.mark.parametrize(("begin", "end"), [(0, 3), (-1, 1), (2, 1), (3, 3), (0, 2**40)])
+def test_hyper_parameters_of_rows_that_are_not_there(table, begin, end):
+    with pytest.raises(IndexError, match=f"rows {begin} to {end} of 2"):
+        table.set_hyper(begin, end, None, {"lr": 0.1})
+
+
+@pytest.mark.parametrize(
+    ("param", "model", "said"),
+    [
+        (torch.ones(8), torch.ones(4).half(), "master and model weight differ"),
+        (torch.ones(4), torch.ones(8).half(), "master and model weight differ"),
+        (torch.ones(1, 4), torch.ones(4, 1).half(), "master and model weight differ"),
+        (torch.ones(4).short(), torch.ones(4), "weight of float16 or bfloat16"),
+        (torch.ones(4), torch.ones(4, device="meta").half(), "is on meta"),
+        (torch.ones(1).expand(4), None, "gaps or overlaps"),
+        (torch.ones(4).to_sparse(), None, "is sparse"),
+        (torch.ones(4).int(), None, "row is Int"),
+    ],
+)
+def test_rows_that_do_not_fit(param, model, said):
+    table = _core.C.ParamTable("adam", CPU)
+    with pytest.raises((RuntimeError, TypeError), match=said):
+        table.add_row(param, model, "row")
+    assert len(table) == 0
+
+
+def test_a_whole_that_is_no_dtensor():
+    table = _core.C.ParamTable("adam", CPU)
+    with pytest.raises(TypeError, match="not the local shard of the DTensor"):
+        table.add_row(torch.ones(4), None, "row", whole=torch.ones(8))
+
+
+STATE, CODES = torch.zeros(5), torch.zeros(5, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("states", "storage", "average", "said"),
+    [
+        ([[STATE], [torch.zeros(4)]], "fp32", None, "state 1 of a has to be on cpu and laid out"),
+        ([[STATE.double()]], "fp32", None, "state 0 of a is Double; in fp32 it is Float"),
+        ([[STATE], [STATE.int()]], "fp32", None, "state 1 of a is Int; in fp32 it is Float"),
+        ([[STATE]], "bf16", None, "state 0 of a is Float; in bf16 it is BFloat16"),
+        ([[CODES]], "fp32", None, "state 0 of a is Byte; in fp32 it is Float"),
+        ([[CODES]], "8bit", None, "in 8bit it has elements and scales"),
+        ([[CODES, torch.zeros(2)]], "8bit", None, "needs float32 scales"),
+        ([[STATE, torch.zeros(1)]], "fp32", None, "has 2 tensors; in fp32 it has one"),
+        ([[STATE]], "4bit", None, "it is one of fp32, bf16, .*8bit"),
+        ([[STATE]] * 4, "fp32", None, "at most three"),
+        ([[STATE]] * 2, "fp32", torch.zeros(5).half(), "the average of a is Half"),
+        ([[STATE]] * 2, "fp32", torch.zeros(4), "the average of a"),
+        ([[torch.zeros(10)[::2]]] * 2, "fp32", None, "laid out as the parameter"),
+    ],
+)
+def test_states_that_do_not_fit_change_nothing(table, states, storage, average, said):
+    with pytest.raises((RuntimeError, ValueError, TypeError), match=said):
+        table.set_states(0, states, storage, average)
+    before = values(table)
+    assert table.plan.collect(None, unscales=False) == []  # the row has still its states
+    table.plan.update(**STEP)
+    assert all((new < old).all() for new, old in zip(values(table), before, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("place", "buffer", "said"),
+    [
+        (0, torch.zeros(1, dtype=torch.int32), "counts has 1 elements"),
+        (0, torch.zeros(100), "counts is Float"),
+        (1, torch.zeros(3), "norms has 3 elements; it has to hold 4"),
+        (1, torch.zeros(8)[::2], "norms has gaps"),
+        (1, torch.zeros(4, device="meta"), "norms is on meta"),
+        (2, torch.zeros(8, dtype=torch.uint8), "changed has 8 elements"),
+    ],
+)
+def test_buffers_that_are_no_meter(table, place, buffer, said):
+    meter = table.plan.new_meter(True)
+    meter[place] = buffer
+    before = values(table)
+    table.plan.collect(None, unscales=False)
+    with pytest.raises((TypeError, ValueError), match=said):
+        table.plan.update(**STEP, meter=meter)
+    assert all(map(torch.equal, values(table), before))
+
+
+def outdated_by_a_row(table):
+    table.add_row(torch.ones(3), None, "c")
+
+
+def outdated_by_zeros(table):
+    table.gradients.zero_grad(True)
+
+
+def outdated_by_a_pass(table):
+    table.gradients.begin_backward()
+    table.gradients.end_backward(torch.ones(()), True)
+
+
+def outdated_by_a_step(table):
+    table.plan.update(**STEP)
+
+
+def outdated_by_a_refusal(table):
+    table.param(1).grad.data = torch.ones(2)
+    with pytest.raises(RuntimeError, match="has shape"):
+        table.plan.collect(None, unscales=False)
+
+
+OUTDATED = [function for name, function in globals().items() if name.startswith("outdated_by_")]
+
+
+@pytest.mark.parametrize("outdate", OUTDATED)
+@pytest.mark.parametrize("call", ["update", "decide", "measure"])
+def test_a_step_of_gradients_that_are_no_longer_there(table, outdate, call):
+    table.plan.collect(None, unscales=False)
+    outdate(table)
+    before = values(table)
+    with pytest.raises(RuntimeError, match=r"after collect\(\); call it again"):
+        getattr(table.plan, call)(**({} if call == "measure" else STEP))
+    assert all(map(torch.equal, values(table), before))
+
+
+@pytest.mark.parametrize(
+    ("scale", "said"),
+    [
+        (torch.ones(0), "scale has 0 elements"),
+        (torch.ones(1).half(), "scale is Half"),
+        (torch.ones(1, device="meta"), "scale is on meta"),
+    ],
+)
+def test_scales_that_are_no_number(table, scale, said):
+    table.plan.collect(scale, unscales=True)
+    with pytest.raises((TypeError, ValueError), match=said):
+        table.plan.update(**{**STEP, "inspect": True})
+    table.gradients.begin_backward()
+    with pytest.raises((TypeError, ValueError), match=said):
+        table.gradients.end_backward(scale, True)
+
+
+@pytest.mark.parametrize("layout", ["swapped", "shorter", "longer"])
+def test_a_gradient_of_another_shape(table, layout):
+    """Its setter looks, but not that of its data."""
+    param = table.param(0)
+    param.grad.data = {
+        "swapped": torch.ones(1).expand(5, 1),
+        "shorter": torch.ones(2),
+        "longer": torch.ones(50),
+    }[layout]
+    with pytest.raises(RuntimeError, match="the gradient of a has shape"):
+        table.plan.collect(None, unscales=False)
+
+
+def test_earlier_gradients_in_another_layout_add_up():
+    """What a pass finds stands aside until it ends, in the order of its own elements."""
+    table = _core.C.ParamTable("sgd", CPU)
+    param = torch.zeros(2, 3, requires_grad=True)
+    earlier = torch.arange(6.0).view(3, 2).t()
+    param.grad = earlier
+    table.add_row(param, None, "row")
+    table.gradients.begin_backward()
+    param.grad = torch.ones(2, 3)
+    table.gradients.end_backward(torch.ones(()), True)
+    assert torch.equal(param.grad, earlier + 1)
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize(
+    "wrong",
+    [torch.zeros(0, dtype=torch.int32), torch.zeros(1).double(), torch.zeros(1, device="meta")],
+)
+def test_trackers_that_are_none(place, wrong):
+    given = [torch.ones(()), torch.zeros((), dtype=torch.int32), torch.zeros((), dtype=torch.int32)]
+    given[place] = wrong.float() if place == 0 and wrong.numel() == 0 else wrong
+    with pytest.raises((TypeError, ValueError, RuntimeError)):
+        _core.C.update_scale(*given, [], 2.0, 0.5, 1, 1.0, 2.0**24, 1)
+
+
+@pytest.mark.parametrize("state", [-1, 3, 64])
+def test_states_that_no_algorithm_has(state):
+    lists = [torch.zeros(4, dtype=torch.uint8), torch.zeros(1)]
+    with pytest.raises(IndexError, match=f"state {state} of 3"):
+        _core.C.decode_state("adam", state, "8bit", lists, torch.zeros(4))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="loads the sanitizer by LD_PRELOAD")
+def test_a_hundred_thousand_random_calls_under_the_address_sanitizer(tmp_path):
+    configure = ["cmake", "-S", str(ROOT), "-B", str(tmp_path), "-G", "Ninja", "-DAMPFUSE_CUDA=OFF"]
+    configure += ["-DAMPFUSE_SCALAR_ONLY=ON", "-DCMAKE_BUILD_TYPE=None"]
+    configure += ["-DCMAKE_CXX_FLAGS=-O1 -g1 -fsanitize=address"]
+    configure += [f"-DPython_EXECUTABLE={sys.executable}"]
+    found = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    for command in (configure, ["cmake", "--build", str(tmp_path)]):
+        subprocess.run(command, check=True, env=found, stdout=subprocess.DEVNULL)
+    (extension,) = tmp_path.glob("_C_*.so")
+    # The sanitizer looks for the function that throws before torch has loaded it.
+    runtime = [
+        subprocess.run(
+            ["g++", f"-print-file-name={name}"], check=True, capture_output=True, text=True
+        ).stdout.strip()
+        for name in ("libasan.so", "libstdc++.so")
+    ]
+    # At its end Python frees little.
+    found |= {"LD_PRELOAD": " ".join(runtime), "ASAN_OPTIONS": "detect_leaks=0"}
+    fuzz = [
+        sys.executable,
+        str(Path(__file__).with_name("table_fuzz.py")),
+        str(extension),
+        "100000",
+    ]
+    result = subprocess.run(fuzz, capture_output=True, text=True, env=found)
+    assert result.returncode == 0, result.stdout + result.stderr
+    done, refused = map(int, result.stdout.split())
+    assert done + refused >= 100_000
+    assert done > refused / 2

@@ -1,0 +1,170 @@
+"""What nvcc made of the hot kernels: no register spills, wide accesses, and few instructions.
+
+What nvcc must compile on a machine with a GPU (benchmarks/gpu_gate.sh) compiles here.
+"""
+
+import importlib
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from ampfuse import _core
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.slow
+
+# The kernels that steps spend their time in: (its name in the symbol, lists read, lists written).
+# Of its instances the hot one is that for tables without rare lists, the largest mask of missing
+# lists.
+HOT = {
+    "inspect": ("inspect_kernelI", 1, 0),
+    "param_norms": ("measure_kernelINS_11ParamNormOpE", 1, 0),
+    "sgd": ("apply_kernelINS_5SgdOpE", 3, 3),
+    "adam": ("apply_kernelINS_6AdamOpE", 4, 4),
+    "adagrad": ("apply_kernelINS_9AdagradOpE", 3, 3),
+    "lion": ("apply_kernelINS_6LionOpE", 3, 3),
+    "novograd": ("apply_kernelINS_10NovoGradOpE", 3, 3),
+    "lamb_moments": ("measure_kernelINS_13LambMomentsOpILb0EEE", 4, 2),
+    "lamb": ("apply_kernelINS_6LambOpE", 3, 2),
+    "layerwise": ("apply_kernelINS_11LayerwiseOpE", 2, 1),
+}
+
+
+@pytest.fixture(scope="module")
+def nvcc():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "buildtools")
+        nvcc = importlib.import_module("probe").find_nvcc()
+    if nvcc is None:
+        pytest.skip("needs nvcc of CUDA 12 or later (CUDACXX, CUDA_HOME, PATH, /usr/local/cuda)")
+    return nvcc.path
+
+
+def test_the_tests_of_the_core_compile_for_a_gpu(nvcc, tmp_path):
+    """By the script that the gate calls, which needs no GPU."""
+    environment = {**os.environ, "NVCC": nvcc, "AMPFUSE_CUDA_ARCHS": "90"}
+    subprocess.run([ROOT / "tests/cpp/build_cuda.sh", tmp_path], check=True, env=environment)
+    assert os.access(tmp_path / "test_core", os.X_OK)
+
+
+ARCHS = ("sm_75", "sm_80", "sm_90")
+
+
+@pytest.fixture(scope="module")
+def static():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "benchmarks")
+        static = importlib.import_module("cuda_static")
+    if static.find_tool() is None:
+        pytest.skip("needs cuobjdump")
+    return static
+
+
+@pytest.fixture(scope="module")
+def objects(static):
+    """Those of the build: to compile them again takes longer than all that is asked of them."""
+    if not {*ARCHS, "compute_75"} <= set(_core.C.cuda_archs()):
+        pytest.skip('needs a build with AMPFUSE_CUDA=ON and AMPFUSE_CUDA_ARCHS="75;80;90"')
+    return static.built()
+
+
+@pytest.fixture(scope="module")
+def compiled(static, objects):
+    """{symbol: PTX} of every kernel. It is that of the oldest architecture for all."""
+    texts = "".join(static.dump(file, "-ptx") for file in objects)
+    ptx = re.split(r"\.entry (\w+)\(", texts)
+    return dict(zip(ptx[1::2], ptx[2::2], strict=True))
+
+
+def hot_instance(compiled, symbol, compact="0"):
+    """The PTX of the instance that misses most lists."""
+    missing = {}
+    for name, found in compiled.items():
+        match = re.search(re.escape(symbol) + r"Lj(\d+)E(?:Lb(\d)E)?", name)
+        if match and (match[2] or "0") == compact:
+            missing[int(match[1])] = found
+    assert missing, f"no kernel {symbol} among {sorted(compiled)}"
+    return missing[max(missing)]
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_registers_do_not_spill(arch, static, objects, compiled):
+    """In no instance: FP32 training with a GradScaler, amsgrad and accumulation have their own.
+    Nor has one an array in memory."""
+    found = {name: use for file in objects for name, use in static.usages(file, arch).items()}
+    assert found.keys() == compiled.keys()
+    assert {name for name, use in found.items() if use.stack} == set()
+
+
+@pytest.mark.parametrize("kernel", HOT)
+def test_memory_moves_in_wide_accesses(kernel, compiled):
+    """Where a pass measures, eight elements are one access as halves and two as FP32; where it
+    updates, each of two groups of four is one."""
+    symbol, read, written = HOT[kernel]
+    code = hot_instance(compiled, symbol)
+    for access, lists in (("ld", read), ("st", written)):
+        if "apply" in symbol:
+            assert code.count(f"{access}.global.v4.u32") >= 2 * lists
+            assert code.count(f"{access}.global.v2.u32") >= 2 * lists
+        else:
+            assert code.count(f"{access}.global.v4.u32") >= 3 * lists
+    generic = re.findall(r"\b(?:ld|st)\.v[24]\.\S+", code)  # accesses that could be anywhere
+    assert generic == []
+
+
+@pytest.mark.parametrize("kernel", ["sgd", "adam", "adagrad", "lion"])
+def test_compact_types_move_in_wide_accesses(kernel, compiled):
+    """Of a group of four: FP32 in one access, halves and remainders in one, codes in one."""
+    symbol, read, written = HOT[kernel]
+    code = hot_instance(compiled, symbol, compact="1")
+    states = read - 2
+    for access, lists in (("ld", read), ("st", written)):
+        assert code.count(f"{access}.global.v4.u32") >= 2 * lists
+        assert code.count(f"{access}.global.v2.u32") >= 2 * lists
+        assert code.count(f"{access}.global.u32") >= 2 * states
+    assert re.findall(r"\b(?:ld|st)\.v[24]\.\S+", code) == []
+
+
+@pytest.mark.parametrize("kernel", [name for name, row in HOT.items() if "apply" in row[0]])
+def test_updates_write_whole_sectors(kernel, compiled):
+    """Two stores of a thread 16 bytes apart would each write half of every sector of 32."""
+    code = hot_instance(compiled, HOT[kernel][0])
+    stores = re.findall(r"st\.global\.v4\.\w+\s+\[%\w+(\+\d+)?\]", code)
+    assert stores
+    assert "+16" not in stores
+
+
+@pytest.mark.parametrize("kernel", ["inspect", "param_norms"])
+def test_whole_tiles_are_read_by_a_loop_for_their_type(kernel, compiled):
+    """FP16, BF16, FP32: so few instructions that memory, not they, bounds the pass."""
+    code = hot_instance(compiled, HOT[kernel][0])
+    wide, per_element = [], []
+    parts = re.split(r"^(\$L\w+):", code, flags=re.MULTILINE)
+    for label, body in zip(parts[1::2], parts[2::2], strict=True):
+        loads = body.count("ld.global.v4.")
+        if loads and re.search(rf"\bbra(\.uni)?\s+{re.escape(label)};", body):
+            wide.append(loads)
+            per_element.append(body.count(";") / (4 * 8))
+    assert wide.count(4) >= 2
+    assert wide.count(8) >= 1
+    assert max(per_element) < 8
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_no_kernel_gets_worse(arch, static, objects):
+    """Than benchmarks/results/cuda_predicted.csv says, which cuda_static.py writes anew."""
+    known = {row.case: row for row in static.read(static.CSV, static.Row) if row.arch == arch}
+    found = static.predictions(objects, [arch])
+    assert {row.case for row in found} == known.keys()
+    for row in found:
+        before = known[row.case]
+        assert row.spills <= before.spills, row.case
+        assert row.registers <= before.registers + 4, row.case
+        for less in ("waits", "instructions", "fp64", "slow", "sectors"):
+            assert getattr(row, less) <= 1.04 * getattr(before, less), (row.case, less)
+        for more in ("blocks", "loads", "kb_in_flight", "sector_use", "predicted_share"):
+            assert getattr(row, more) >= 0.96 * getattr(before, more), (row.case, more)

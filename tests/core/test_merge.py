@@ -1,0 +1,141 @@
+"""Steps that several ranks decide together, each a thread here: with the norms that one would find.
+
+optim/sharded.py has real processes and DTensors; this is what the core makes of their findings.
+"""
+
+import functools
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ampfuse import optim
+from ampfuse.optim import shards
+from cases import assert_same_bits, everything, make
+from trainings import fractions
+
+RANKS = 3
+STEPS = 4
+SHAPES = [(1 + i % 7, 5) for i in range(260)]  # more norms than a block of the GPU takes
+
+
+class Ranks:
+    """Gathers what threads hand over, as torch.distributed.all_gather_into_tensor."""
+
+    def __init__(self):
+        self.barrier = threading.Barrier(RANKS, timeout=60)
+        self.handed = [None] * RANKS
+        self.calls = 0
+
+    def run(self, body):
+        with ThreadPoolExecutor(RANKS) as threads:
+            return list(threads.map(body, range(RANKS)))
+
+    def join(self, rank, optimizer, counted_elsewhere=None):
+        def gather(mine):
+            self.handed[rank] = mine.clone()
+            self.calls += rank == 0
+            self.barrier.wait()
+            everyone = torch.cat(self.handed)
+            self.barrier.wait()
+            return everyone
+
+        optimizer.param_table().inspector.set_gather(gather, counted_elsewhere)
+
+
+BAD = {1: {41: torch.inf, 203: torch.nan}, 2: {259: torch.nan}}
+
+
+def gradients_of(step):
+    gradients = [fractions(shape, 100 * step + i) - 0.5 for i, shape in enumerate(SHAPES)]
+    for i, value in BAD.get(step, {}).items():
+        gradients[i][-1, 2] = value  # of one rank
+    return gradients
+
+
+def larc(params, **options):
+    return optim.LARC(optim.SGD(params, lr=0.1, weight_decay=0.1, **options))
+
+
+# One whose step asks for no norms of rows; of gradients, of updates, of parameters.
+MAKE = {kind: functools.partial(make, kind) for kind in ("adamw", "novograd-decay", "lamb")}
+MAKE["larc"] = larc
+
+
+@pytest.mark.parametrize(("clip", "copies"), [(None, False), (0.5, True)])
+@pytest.mark.parametrize("kind", MAKE)
+def test_ranks_decide_as_one(kind, clip, copies, device):
+    """Each has its rows of every parameter; with `copies`, of every third all have the whole."""
+    options = {"max_grad_norm": clip, "skip_nonfinite": True}
+    values = [fractions(shape, i) for i, shape in enumerate(SHAPES)]
+    gradients = [gradients_of(step) for step in range(STEPS)]
+    is_copy = [copies and i % 3 == 0 for i in range(len(SHAPES))]
+    ranks = Ranks()
+
+    def part_of(value, i, rank):
+        return value if is_copy[i] else value.tensor_split(RANKS)[rank]
+
+    def train(rank):
+        """Of the only one where `rank` is None."""
+
+        def part(value, i):
+            return (value if rank is None else part_of(value, i, rank)).to(device, copy=True)
+
+        params = [nn.Parameter(part(value, i)) for i, value in enumerate(values)]
+        optimizer = MAKE[kind]([(str(i), param) for i, param in enumerate(params)], **options)
+        if rank is not None:
+            elsewhere = torch.tensor(is_copy, device=device) if copies and rank else None
+            ranks.join(rank, optimizer, elsewhere)
+        told = []
+        for step in range(STEPS):
+            for i, param in enumerate(params):
+                param.grad = part(gradients[step][i], i)
+            optimizer.step()
+            last = optimizer.last_step
+            told.append((float(last.skipped), float(last.grad_norm), last.overflow()))
+        return [param.detach().cpu() for param in params], told
+
+    whole, expected = train(None)
+    shares = ranks.run(train)
+    for _, told in shares:
+        assert repr(told) == repr(shares[0][1])  # NaN is not NaN
+        for (skipped, norm, overflow), (skips, wanted, where) in zip(told, expected, strict=True):
+            assert (skipped, overflow) == (skips, where)
+            assert norm == pytest.approx(wanted, rel=1e-6, nan_ok=True)
+    for i, value in enumerate(whole):
+        parts = [params[i] for params, _ in shares]
+        found = parts[0] if is_copy[i] else torch.cat(parts)
+        torch.testing.assert_close(found, value, rtol=2e-5, atol=2e-6)
+        assert not is_copy[i] or all(torch.equal(part, found) for part in parts)
+    # LAMB has another for its updates; of a skipped step on a GPU too, as the host knows nothing.
+    applied = STEPS - len(BAD)
+    assert ranks.calls in ({STEPS} if kind != "lamb" else {STEPS + applied, 2 * STEPS})
+
+
+@pytest.mark.parametrize("kind", MAKE)
+def test_a_group_of_one_decides_as_nobody_else_does(kind, device, tmp_path):
+    """By the collectives of the device's own backend: NCCL on a GPU."""
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    store = f"file://{tmp_path}/store"
+    dist.init_process_group(backend, init_method=store, rank=0, world_size=1)
+    try:
+        found = []
+        for grouped in (False, True):
+            params = [nn.Parameter(fractions(s, i).to(device)) for i, s in enumerate(SHAPES)]
+            optimizer = MAKE[kind](params, max_grad_norm=0.5, skip_nonfinite=True)
+            if grouped:
+                shards.Ranks(dist.group.WORLD, None).join(optimizer.param_table())
+            told = []
+            for step in range(STEPS):
+                for param, gradient in zip(params, gradients_of(step), strict=True):
+                    param.grad = gradient.to(device)
+                optimizer.step()
+                told.append(optimizer.last_step.grad_norm.clone())
+                assert optimizer.last_step.skipped == (step in BAD)
+            found.append(everything(optimizer) | {"norms": torch.stack(told)})
+        assert_same_bits(*found)
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,80 @@
+"""docs/from_apex.md and from_torch_amp.md: before and after run, and train to the same loss."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import apex_names
+from ampfuse.compat import apex
+
+DOCS = Path(__file__).parents[2] / "docs"
+APEX, TORCH_AMP = ((DOCS / name).read_text() for name in ("from_apex.md", "from_torch_amp.md"))
+
+
+def pairs():
+    """The first and second Python block of each section that has a "Before:"."""
+    for section in re.split(r"^## ", APEX + TORCH_AMP, flags=re.MULTILINE):
+        if "\nBefore:" in section:
+            blocks = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+            yield section.split("\n")[0], blocks
+
+
+PAIRS = dict(pairs())
+
+
+def run(code):
+    """The loss after `code`, which finds a model, an optimizer and data, and trains."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
+    inputs = torch.randn(96, 6)
+    targets = inputs[:, :3].argmax(1)
+    batches = list(zip(inputs.split(16), targets.split(16), strict=True))
+    names = {
+        "torch": torch,
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "loader": batches * 5,
+        "loss_function": nn.CrossEntropyLoss(),
+    }
+    exec(code.replace('"cuda"', '"cpu"'), names)
+    with torch.no_grad():
+        return nn.functional.cross_entropy(names["model"](inputs).float(), targets).item()
+
+
+def test_three_sections_have_a_before_and_an_after():
+    assert list(PAIRS) == ["From apex.amp", "From FP16_Optimizer", "The loop"]
+    assert [len(blocks) for blocks in PAIRS.values()] == [2, 2, 2]
+
+
+@pytest.mark.parametrize("section", PAIRS)
+def test_before_and_after_train_alike(section):
+    before, after = PAIRS[section]
+    untrained = run("")
+    with apex_names.clean():
+        apex.install()
+        old = run(before)
+    with apex_names.clean():
+        assert "apex" not in after.replace("ampfuse", "")
+        new = run(after)
+    assert old < 0.6 * untrained
+    assert new == pytest.approx(old, abs=0.01)
+
+
+def test_the_way_in_at_the_start_of_a_program():
+    (code,) = re.findall(r"```python\n(import ampfuse\.compat\.apex.*?)```", APEX, re.DOTALL)
+    with apex_names.clean():
+        exec(code, {})
+        import apex as found
+
+        assert found is apex
+
+
+@pytest.mark.parametrize("name", ["from_apex.md", "from_torch_amp.md"])
+def test_links_lead_to_sections(name):
+    text = (DOCS / name).read_text()
+    titles = re.findall(r"^## (.*)$", text, re.MULTILINE)
+    anchors = {re.sub(r"[^\w\- ]", "", t).lower().replace(" ", "-") for t in titles}
+    assert set(re.findall(r"\]\(#(.*?)\)", text)) == anchors

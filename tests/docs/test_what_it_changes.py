@@ -1,0 +1,91 @@
+"""docs/what_it_changes.md lists what calls of ampfuse change, and importing it changes nothing."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from ampfuse.amp.autocast_rules import AUTOCAST
+from programs import python
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "what_it_changes.md").read_text()
+LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
+ON_SOME_CPUS = {f"aten::{name}" for name in ("mm", "addmm", "addmv", "bmm", "baddbmm")}
+
+
+def rows(section):
+    """The names in the first cell of each row, and the second cell."""
+    text = PAGE.split(f"## {section}\n")[1].split("\n## ")[0]
+    for row in re.findall(r"^\| (`.*) \|$", text, re.MULTILINE):
+        what, when, *_ = row.split(" | ")
+        yield re.findall(r"`([^`]+)`", what), when
+
+
+def listed(section, call, level=""):
+    """What the page says that `call` changes, at a level."""
+    return {
+        name
+        for names, when in rows(section)
+        for clause in when.split("; ")
+        if f"`{call}`" in clause and (level in clause or not re.search(r"\bO\d", clause))
+        for name in names
+    }
+
+
+@pytest.fixture(scope="module")
+def changes():
+    """By call, the names of what it changed, as lists."""
+    result = python(ROOT / "tests" / "changes.py")
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def test_importing_changes_nothing(changes):
+    assert changes["nothing"] == []  # as found by a second look
+    assert changes["import"] == []
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_initialize_changes_what_the_page_lists(changes, level):
+    assert set(changes[f"objects {level}"]) == listed("In what you pass", "amp.initialize", level)
+    expected = listed("In the process", "amp.initialize", level)
+    assert set(changes[f"amp.initialize {level}"]) - ON_SOME_CPUS == expected
+
+
+def test_a_parameter_that_amp_does_not_step(changes):
+    assert set(changes["amp.scale_loss"]) == listed("In the process", "amp.scale_loss")
+
+
+def test_casts_everywhere_replace_functions_with_a_rule(changes):
+    patterns = listed("In the process", "amp.cast_everywhere")
+    exact = {name for name in patterns if "*" not in name}
+    owners = {name.removesuffix(".*") for name in patterns - exact}
+    found = set(changes["amp.cast_everywhere"]) - {"os.register_at_fork()"}
+    assert exact <= found
+    by_rule = found - exact
+    assert {name.rpartition(".")[0] for name in by_rule} == owners
+    assert {name.rpartition(".")[2] for name in by_rule} <= set(AUTOCAST.table)
+
+
+def test_registered_functions(changes):
+    expected = listed("In the process", "amp.register_float_function")
+    assert expected == {"torch.fft.fft"}
+    others = listed("In the process", "amp.initialize", "O1")
+    assert set(changes["amp.register_float_function"]) - ON_SOME_CPUS == expected | others
+
+
+def test_kernels_of_the_cpu(changes):
+    expected = listed("In the process", "ampfuse.cpu_half_ops") | ON_SOME_CPUS
+    assert ON_SOME_CPUS in [set(names) for names, _ in rows("In the process")]
+    assert set(changes["ampfuse.cpu_half_ops"]) - {"os.register_at_fork()"} == expected
+
+
+def test_apex_names(changes):
+    found = set(changes["apex.install"]) - {"os.register_at_fork()"}
+    assert found == listed("In the process", "apex.install")
+
+
+def test_what_the_page_says_undoes_all_but_what_cannot_be(changes):
+    assert changes["undone"] == ["os.register_at_fork()"]

@@ -1,0 +1,621 @@
+"""The doctor's verdicts on scripts with known answers, on bad ones, and on traces by hand."""
+
+import os
+import re
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import programs
+from ampfuse import hardware
+from ampfuse.__main__ import main
+from ampfuse.doctor import examine, kinds, rules, trace
+from ampfuse.doctor.report import Operation
+from ampfuse.doctor.timeline import lay_out
+
+CPU = torch.device("cpu")
+HEAD = """
+import time
+import torch
+from torch import nn
+def train(model, inputs, optimizer=torch.optim.SGD, **options):
+    optimizer = optimizer(model.parameters(), lr=1e-4, **options)
+    while True:
+        yield optimizer
+        optimizer.zero_grad()
+        model(inputs).sum().backward()
+        optimizer.step()
+"""
+
+SLOW_DATA = """
+class Slow(torch.utils.data.Dataset):
+    def __len__(self): return 10_000
+    def __getitem__(self, i): time.sleep(0.002); return torch.randn(16)
+model = nn.Linear(16, 16)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for x in torch.utils.data.DataLoader(Slow(), batch_size=4):
+    optimizer.zero_grad()
+    model(x).sum().backward()
+    optimizer.step()
+"""
+SLOW_LOOP = "for _ in train(nn.Linear(16, 16), torch.randn(4, 16)): time.sleep(0.005)"
+# So small that its operations take no longer than their launch.
+SLOW_AFTER_FORWARD = """
+model = nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+while True:
+    loss = model(torch.ones(2, 2)).sum()
+    time.sleep(0.005)
+    loss.backward()
+    optimizer.step()
+"""
+LAUNCHES = """
+model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(60)))
+for _ in train(model, torch.randn(2, 2)): pass
+"""
+# BF16 already, so that half precision is no way out; many products for one weight to update.
+MATRIX = """
+layer, x = nn.Linear(1024, 1024, bias=False).bfloat16(), torch.randn(384, 1024).bfloat16()
+for _ in train(nn.Sequential(*[layer] * 8), x): pass
+"""
+CASTS = """
+x = torch.randn(400, 1000)
+for _ in train(nn.Linear(4, 4), torch.randn(2, 4)):
+    y = x
+    for _ in range(10): y = y.bfloat16().float()
+"""
+CHANNELS_FIRST = """
+model = nn.Sequential(nn.Conv2d(32, 32, 3), nn.Conv2d(32, 32, 3)).bfloat16()
+for _ in train(model, torch.randn(4, 32, 24, 24).bfloat16()): pass
+"""
+OPTIMIZER = """
+model, x = nn.Embedding(40_000, 32), torch.zeros(4, dtype=torch.int64)
+for _ in train(model, x, torch.optim.Adam, foreach=False): pass
+"""
+
+
+def see(code, tmp_path, monkeypatch, steps=8):
+    """The report on a script; it is stopped by the doctor."""
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "train.py"
+    path.write_text(HEAD + code)
+    names = {"__name__": "__main__"}
+    with examine(warmup=2, steps=steps, stop=True, script="train.py") as report:
+        exec(compile(path.read_text(), str(path), "exec"), names)
+    assert report.problem is None
+    assert sum(share.ms for share in report.shares) == pytest.approx(report.step_ms)
+    return report
+
+
+@pytest.mark.parametrize(
+    ("code", "verdict", "share", "advice"),
+    [
+        pytest.param(SLOW_DATA, "data", 0.7, "load data in the background", id="data"),
+        pytest.param(SLOW_LOOP, "data", 0.6, "load data in the background", id="data-in-loop"),
+        pytest.param(SLOW_AFTER_FORWARD, "python", 0.6, "less Python in a step", id="python"),
+        pytest.param(LAUNCHES, "host", 0.25, "fewer and larger operations", id="launches"),
+        pytest.param(MATRIX, "matrix", 0.6, None, id="matrix"),
+        pytest.param(CASTS, "cast", 0.6, "fewer casts", id="casts"),
+        pytest.param(OPTIMIZER, "optimizer", 0.6, "fused optimizer", id="optimizer"),
+    ],
+)
+def test_verdict(code, verdict, share, advice, tmp_path, monkeypatch):
+    for _ in range(4):  # another process may have had the core for longer than a step takes
+        report = see(code, tmp_path, monkeypatch)
+        gains = {one.kind: one.gain for one in report.advice}
+        assert list(gains.values()) == sorted(gains.values(), reverse=True)
+        advised = gains.get(advice, 0) > 1.2 if advice else not gains
+        if report.verdict == verdict and report.share_of(verdict) > share and advised:
+            break
+    else:
+        pytest.fail(str(report))
+    if advice is None:  # in half already
+        assert [s.detail[:4] for s in report.shares if s.kind == "matrix"] == ["BF16"]
+        assert report.half_limit < 1.1
+        assert "Nothing known here pays" in report.sentence
+
+
+def test_waits_for_data_that_come_in_bursts(tmp_path, monkeypatch):
+    """The timed steps have one, the profiled ones have none."""
+    code = """
+class Slow(torch.utils.data.Dataset):
+    def __len__(self): return 1000
+    def __getitem__(self, i):
+        time.sleep(0.2 if i == 8 else 0)
+        return torch.zeros(2)
+data = torch.utils.data.DataLoader(Slow(), batch_size=1)
+model = nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for x in data:
+    model(x).sum().backward()
+    optimizer.step()
+"""
+    report = see(code, tmp_path, monkeypatch)
+    assert report.verdict == "data", str(report)
+    assert report.share_of("data") > 0.7
+    (first, *_) = report.advice
+    assert first.remedy.startswith("DataLoader(num_workers=")
+    assert first.found == f"at most {first.gain:.2f}x"
+
+
+def spend(seconds, in_operations):
+    until = time.perf_counter() + seconds
+    while in_operations and time.perf_counter() < until:
+        torch.ones(1000, 300).sum()
+    time.sleep(max(0.0, until - time.perf_counter()))
+
+
+@pytest.mark.parametrize("in_operations", [False, True])
+def test_optimizer_takes_what_a_clock_around_step_says(in_operations):
+    """Though the profile has another time: there, less memory may come as fresh pages."""
+
+    class Optimizer(torch.optim.SGD):
+        def step(self):
+            spend(0.003 if torch.autograd._profiler_enabled() else 0.01, in_operations)
+
+    weight, clock = torch.ones(2, requires_grad=True), []
+    optimizer = Optimizer([weight], lr=0.1)
+    with examine(warmup=2, steps=8, stop=True) as report:
+        while True:
+            weight.sum().backward()
+            time.sleep(0.004)
+            begin = time.perf_counter()
+            try:
+                optimizer.step()
+            finally:
+                clock.append(time.perf_counter() - begin)
+    found = sum(share.ms for share in report.shares if share.kind == "optimizer")
+    # Of the eight timed steps the last one's clock has the begin of the profile, too.
+    assert found == pytest.approx(statistics.fmean(clock[2:9]) * 1e3, rel=0.2)
+
+
+@pytest.mark.parametrize("call", ["step(closure)", "step(closure=closure)"])
+def test_closures_are_not_the_optimizer(call, tmp_path, monkeypatch):
+    code = f"""
+model, x = nn.Linear(16, 16), torch.ones(4, 16)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def closure():
+    time.sleep(0.005)
+    loss = model(x).sum()
+    time.sleep(0.015)
+    loss.backward()
+    return loss
+while True: assert optimizer.{call}.shape == ()
+"""
+    report = see(code, tmp_path, monkeypatch)
+    assert report.verdict == "python", str(report)
+    assert report.share_of("python", "data") > 0.5
+
+
+def test_half_images_with_channels_first_are_pointed_out(tmp_path, monkeypatch):
+    report = see(CHANNELS_FIRST, tmp_path, monkeypatch)
+    assert report.verdict == "matrix"
+    assert any("convolution" in op.name and op.shapes for op in report.operations)
+    found = {one.kind: (one.gain, one.found) for one in report.advice}
+    assert found["channels_last"] == (None, "not estimated")
+    assert "not estimated: channels_last" in str(report)
+    assert "BF16 (O5)" not in found  # in half already
+
+
+def test_matrix_units_of_cpus(monkeypatch):
+    product = trace.Event("aten::mm", "cpu_op", 0, 1, types=["c10::BFloat16"] * 2)
+    for flags, units in (({"avx512_bf16"}, "no matrix units"), ({"amx_bf16"}, "AMX")):
+        monkeypatch.setattr(hardware, "cpu_flags", lambda flags=flags: flags)
+        assert kinds.units(product) == units
+
+
+# --- Advice -------------------------------------------------------------------------------------
+
+
+CUDA = torch.device("cuda")
+FULL, HALF = ["float"] * 2, ["c10::Half"] * 2
+
+
+def case(ms, types=FULL, device=CPU, **known):
+    """A step of 10 ms, `ms` by kinds, each of one operation on tensors of `types`."""
+    operations = [
+        Operation("", kind, trace.Event("", "cpu_op", 0, 1, types=types), ms=took)
+        for kind, took in ms.items()
+    ]
+    return rules.Case(device, 10.0, {"matrix": 0.0, **ms}, operations, **known)
+
+
+@pytest.mark.parametrize(
+    ("known", "kind", "found"),
+    [
+        (case({"data": 5.0}), "load data in the background", "at most 2.00x"),
+        (case({"data": 5.0}, workers=0), "load data in the background", "at most 2.00x"),
+        (case({"data": 5.0}, workers=2), "faster loading", "at most 2.00x"),
+        (case({"data": 0.4}), None, None),  # too little
+        (
+            case({"optimizer": 4.0}, optimizers={torch.optim.AdamW}),
+            "fused optimizer",
+            "about 1.25x",
+        ),
+        (case({"optimizer": 4.0}, optimizers={torch.optim.Rprop}), None, None),
+        (case({"matrix": 6.0, "norm": 2.0}), "BF16 (O5)", "about 1.67x"),
+        (case({"matrix": 0.9, "memory": 8.0}), None, None),  # half is not for that alone
+        (case({"matrix": 6.0}, types=HALF), None, None),
+        (case({"matrix": 6.0}, device=CUDA), "FP16 (O2)", "about 1.43x"),
+        (case({"host": 5.0}, device=CUDA), "one launch for a whole step", "at most 2.00x"),
+        (case({"host": 5.0}), "fewer and larger operations", "at most 2.00x"),
+        (case({"sync": 5.0}, device=CUDA), "no waiting for the GPU", "at most 2.00x"),
+        (case({"sync": 5.0}), None, None),
+        (case({"communication": 5.0}), "less communication", "at most 2.00x"),
+        (case({"layout": 9.99}), "fewer transpositions", "at most 100.00x"),
+    ],
+)
+def test_advice(known, kind, found, monkeypatch):
+    monkeypatch.setattr(hardware, "cpu_flags", lambda: frozenset({"avx512_bf16"}))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
+    advice = [(one.kind, one.found) for one in rules.find(known)]
+    assert advice == ([] if kind is None else [(kind, found)])
+
+
+def test_a_cpu_without_half_arithmetic_is_not_told_to_use_it(monkeypatch):
+    monkeypatch.setattr(hardware, "cpu_flags", lambda: frozenset({"avx2"}))
+    assert rules.find(case({"matrix": 9.0})) == []
+
+
+@pytest.mark.parametrize(
+    ("known", "limit", "why"),
+    [
+        (case({"matrix": 4.0, "norm": 2.0}), 2.0, "FP32 matrix work (40% of a step)"),
+        (case({"matrix": 4.0}, types=HALF), 1.0, "FP32 matrix work (0% of a step)"),
+    ],
+)
+def test_bound_of_half_precision(known, limit, why):
+    found, said = rules.half_limit(known)
+    assert found == pytest.approx(limit)
+    assert f"At most {limit:.2f}x" in said
+    assert why in said
+
+
+# --- Scripts that are not as they should be -----------------------------------------------------
+
+
+def doctor(*arguments, **environment):
+    """The command in a process of its own."""
+    return programs.python("-m", "ampfuse", "doctor", *arguments, **environment)
+
+
+@pytest.fixture
+def command(monkeypatch, capfd, tmp_path):
+    """The command in this process: its exit status, and what it wrote to stdout and stderr.
+
+    With `code`, on a script that can `train` a number of steps and goes on with that.
+    """
+
+    def run(*arguments, code=None):
+        monkeypatch.setattr(sys, "argv", ["ampfuse"])
+        monkeypatch.setattr(sys, "path", [*sys.path])
+        if code is not None:
+            (tmp_path / "train.py").write_text(SMALL + code)
+            arguments = (*arguments, tmp_path / "train.py")
+        try:
+            status = main(["doctor", *map(str, arguments)])
+        except SystemExit as ended:
+            status = ended.code
+        return (status, *capfd.readouterr())
+
+    return run
+
+
+SMALL = """
+import os, sys
+import torch
+print(__name__, sys.argv[1:], sys.path[0], os.getcwd())
+weight = torch.ones(2, requires_grad=True)
+optimizer = torch.optim.SGD([weight], lr=0.1)
+def train(steps):
+    for _ in range(steps):
+        weight.sum().backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "said"),
+    [
+        ("raise ValueError('my own')", 1, "the script failed by itself after 0 optimizer steps"),
+        ("train(3); sys.exit(7)", 7, "failed by itself after 3 optimizer steps (exit status 7)"),
+        ("sys.exit('my own')", 1, "the script failed by itself"),
+        ("sys.stdin = open(os.devnull); input()", 1, "failed by itself"),
+        ("", 1, "no torch.optim.Optimizer made a step in this process"),
+        ("train(3); sys.exit()", 1, "ended after 3 optimizer steps; 9 are needed"),
+        ("train(5)", 1, "the training ended in its first profiled step"),
+        ("with torch.profiler.profile(): train(9)", 1, "the script runs torch's profiler itself"),
+    ],
+)
+def test_scripts_that_cannot_be_examined(code, status, said, command):
+    found, out, err = command("--warmup", 2, "--steps", 3, code=code)
+    assert found == status
+    (line,) = (line for line in err.splitlines() if line.startswith("ampfuse doctor: "))
+    assert said in line
+    assert "__main__ []" in out
+    assert ("my own" in code) == ("my own" in err)
+    assert "runpy" not in err
+
+
+def test_script_that_trains_in_a_child(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(SMALL + "os.fork() and os.wait() or (train(99), sum(range(10**7)), print('+'))")
+    done = doctor("--warmup", 2, "--steps", 3, path)
+    assert done.returncode == 1
+    assert "+" in done.stdout
+    assert done.stderr.count("\n") == 1
+    assert "if others train, use `with ampfuse.doctor.examine():` around" in done.stderr
+
+
+def test_script_is_run_as_python_runs_it_and_cleans_up(tmp_path):
+    """It cannot catch the end by accident. In an interpreter that ends as they do."""
+    folder = tmp_path / "project"
+    folder.mkdir()
+    (folder / "beside.py").write_text("value = 1")
+    (folder / "train.py").write_text(
+        f"{SMALL}\nimport atexit, beside\natexit.register(print, 'atexit ran')\n"
+        "try:\n    train(10**9)\n"
+        "except Exception: print('caught')\n"
+        "finally: print('finally ran')\n"
+    )
+    arguments = ("--warmup", "1", "--steps", "2", "project/train.py")
+    done = subprocess.run(
+        [sys.executable, "-m", "ampfuse", "doctor", *arguments, "--help", "-m", "x"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
+        check=True,
+    )
+    first, second, *_, last = done.stdout.splitlines()
+    assert first == f"__main__ ['--help', '-m', 'x'] {folder} {tmp_path}"
+    assert (second, last) == ("finally ran", "atexit ran")
+    assert "project/train.py: " in done.stdout
+    assert done.stderr == ""
+
+
+def test_modules_run_from_the_folder_they_are_in(tmp_path, command, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "train.py").write_text(SMALL + "print(open('data').read())")
+    (tmp_path / "data").write_text("relative")
+    _, out, _ = command("-m", "package.train", "--lr")
+    assert out == f"__main__ ['--lr'] {tmp_path} {tmp_path}\nrelative\n"
+
+
+def test_steps_are_those_of_the_optimizer_that_trains(command):
+    """Not those of one that a script tries before, or that steps more seldom."""
+    code = (
+        "train(2)\nseldom = optimizer\noptimizer = torch.optim.SGD([weight], lr=0.1)\n"
+        "for _ in range(30):\n    train(3)\n    seldom.step()\n"
+    )
+    status, out, err = command("--warmup", 3, "--steps", 3, code=code)
+    assert status == 0, err
+    assert "(mean of 3," in out
+
+
+def test_script_goes_on_when_asked(command):
+    code = "train(20); print('its own end'); sys.exit(3)"
+    status, out, _ = command("--warmup", 1, "--steps", 2, "--go-on", code=code)
+    assert status == 3
+    assert out.index("its own end") < out.index("ms a step")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["missing.py"], "there is no file missing.py"),
+        (["--steps", "0", __file__], "0 is less than 1"),
+    ],
+)
+def test_arguments_that_cannot_be(arguments, said, command):
+    status, _, err = command(*arguments)
+    assert status == 2
+    assert said in err
+    assert err.count("\n") == 1
+
+
+def test_context_lets_training_and_random_numbers_be():
+    weight = torch.ones(4, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    state = torch.get_rng_state()
+    with examine(warmup=1, steps=2) as report:
+        assert "nothing was measured yet" in str(report)
+        for _ in range(12):
+            weight.grad = torch.ones(4)
+            optimizer.step()
+    assert report.problem is None
+    torch.testing.assert_close(weight.detach(), torch.full((4,), 1 - 12 * 0.1))
+    assert torch.equal(torch.get_rng_state(), state)
+    with pytest.raises(ValueError, match="at least 1"), examine(steps=0):
+        pass
+    with pytest.raises(KeyError), examine():
+        raise KeyError
+
+
+# --- Of a trace, by hand ------------------------------------------------------------------------
+
+
+def host(name, start, dur, tid=1, cat="cpu_op", **facts):
+    return {
+        "ph": "X", "name": name, "ts": start, "dur": dur, "tid": tid, "cat": cat, "args": facts,
+    }  # fmt: skip
+
+
+def kernel(name, start, dur, of, stream=7, cat="kernel"):
+    return host(name, start, dur, cat=cat, stream=stream, **{"External id": of})
+
+
+def step_mark(end):
+    return host(trace.STEP, end - 10, 10, cat="user_annotation")
+
+
+def us(timeline):
+    """Microseconds a step, by kind."""
+    found = {}
+    for piece in timeline.pieces:
+        found[piece.kind] = found.get(piece.kind, 0.0) + timeline.us(piece)
+    return {kind: round(value, 3) for kind, value in found.items()}
+
+
+BEGIN = host(trace.BEGIN, 0, 0, cat="user_annotation")
+HALF = {"Input type": ["c10::Half"] * 2, "Input Dims": [[8, 8]] * 2}
+
+
+def test_time_of_a_gpu():
+    """What it does while it works; while it idles, what it waits for."""
+    records = [
+        BEGIN,
+        step_mark(0),
+        host("enumerate(DataLoader)#_It.__next__", 0, 300, cat="user_annotation"),
+        host("aten::mm", 310, 20, **{"External id": 1}, **HALF),
+        host("aten::relu", 340, 20, **{"External id": 2}, **HALF),
+        # Autograd's thread; this one does nothing meanwhile.
+        host("autograd::engine::evaluate_function: MmBackward0", 400, 100, tid=2),
+        host("aten::mm", 410, 20, tid=2, **{"External id": 3}, **HALF),
+        host("aten::item", 700, 300, **{"External id": 4}),
+        host("cudaStreamSynchronize", 710, 280, cat="cuda_runtime"),
+        step_mark(1100),
+        kernel("sm80_xmma_gemm_f16f16_tensorop", 350, 200, of=1),
+        kernel("vectorized_elementwise_kernel", 550, 50, of=2),
+        kernel("ampere_h16816gemm", 620, 180, of=3),
+        kernel("ncclDevKernel_AllReduce", 700, 200, of=0, stream=9),
+        kernel("Memcpy DtoH (Device -> Pageable)", 900, 10, of=4, cat="gpu_memcpy"),
+    ]
+    timeline = lay_out(trace.build(records), step_ms=1.1, measured={"optimizer": 0.9})
+    assert us(timeline) == {  # whose clock does not stop when the GPU does
+        "data": 300.0,
+        "host": 50.0 + 20.0,  # until the first kernel, and a gap between two
+        "matrix": 200.0 + 180.0,
+        "memory": 50.0,
+        "communication": 100.0,  # what no other kernel hides
+        "sync": 10.0 + 190.0,  # the copy, and idle until the end of the step after it
+    }
+
+
+def test_kernels_tell_precision_and_units():
+    full = {"Input type": ["float"] * 2, "Input Dims": [[8, 8]] * 2}
+    product = trace.build(
+        [
+            host("aten::mm", 0, 9, **{"External id": 1}, **HALF),
+            host("aten::mm", 10, 9, **{"External id": 2}, **full),
+            kernel("sm80_xmma_gemm_f16f16_tensorop", 0, 1, of=1),
+            kernel("maxwell_fp16_sgemm_128x64_nn", 2, 1, of=1),
+            kernel("cutlass_80_tensorop_s1688gemm_tf32", 4, 1, of=2),
+            kernel("ampere_sgemm_128x64_tn", 6, 1, of=2),
+        ]
+    )
+    found = [(kinds.precision(event), kinds.units(event)) for event in product.device]
+    assert found == [
+        ("FP16", "tensor cores"),
+        ("FP16", "no tensor cores"),
+        ("TF32", "tensor cores"),
+        ("FP32", "no tensor cores"),
+    ]
+    assert {kinds.kind_on_device(event) for event in product.device} == {"matrix"}
+
+
+def test_time_of_the_cpu_is_counted_once():
+    """An operation's time is without that of those inside, but for what launching them takes."""
+    copy = {"Input type": ["float", "float"], "Input Dims": [[4, 4]] * 2}
+    records = [
+        BEGIN,
+        step_mark(0),
+        host("aten::linear", 10, 200),
+        host("aten::addmm", 20, 180, **{"Input type": ["float"] * 3}),
+        host("aten::view", 300, 50),
+        host("aten::copy_", 400, 100, **{**copy, "Input type": ["float", "c10::BFloat16"]}),
+        host("aten::copy_", 500, 100, **copy, **{"Input Strides": [[4, 1], [1, 4]]}),
+        host("aten::copy_", 600, 100, **copy, **{"Input Strides": [[4, 1], [4, 1]]}),
+        host("aten::native_batch_norm", 700, 100),
+        step_mark(1000),
+        # The next step prepares its batch in the loop; later, the script writes a file.
+        host("aten::addmm", 1300, 100, **{"Input type": ["float"] * 3}),
+        host("aten::sum", 1700, 100),
+        step_mark(1810),
+    ]
+    timeline = lay_out(trace.build(records), step_ms=0.905)
+    assert us(timeline) == {
+        "host": (10 + 20 + 90 + 50 + 50 + 190) / 2,
+        "matrix": (180 + 100) / 2,
+        "cast": 50.0,
+        "layout": 50.0,
+        "memory": 50.0,
+        "norm": 50.0,
+        "optimizer": (10 + 10) / 2,
+        "data": 150.0,
+        "python": 150.0,
+        "reduction": 50.0,
+    }
+
+
+def forward(at):
+    return {"ph": "s", "cat": "fwdbwd", "name": "fwdbwd", "id": 1, "tid": 1, "ts": at}
+
+
+@pytest.mark.parametrize(
+    ("inside", "expected"),
+    [
+        # Operations of a small model take no longer than their launch, and may have any name.
+        ([host("aten::mul", 300, 5), forward(300)], {"data": 300, "python": 685}),
+        ([host("aten::addmm", 300, 5)], {"data": 300, "python": 685}),  # not trained
+        ([host("aten::mul", 300, 5)], {"data": 300 + 685}),  # prepares a batch
+        # With a DataLoader what comes before it is not loading: logging, say.
+        (
+            [host("enumerate(DataLoader)#_It.__next__", 300, 10), host("aten::mm", 600, 5)],
+            {"python": 300 + 385, "data": 10 + 290},
+        ),
+        ([host("Optimizer.zero_grad#SGD.zero_grad", 10, 800), host("aten::mm", 990, 0)], {}),
+    ],
+)
+def test_pauses(inside, expected):
+    """Of Python: before the forward pass they are loading, after it the script's own."""
+    found = us(lay_out(trace.build([BEGIN, step_mark(0), *inside, step_mark(1000)]), step_ms=1))
+    assert {kind: found[kind] for kind in ("data", "python") if kind in found} == expected
+
+
+def test_kernels_of_a_closure_are_not_the_optimizers():
+    records = [
+        BEGIN,
+        step_mark(0),
+        host(trace.STEP, 1, 999, cat="user_annotation"),
+        host("aten::mul", 10, 5, **{"External id": 1}),
+        host(trace.CLOSURE, 100, 500, cat="user_annotation"),
+        host("aten::mul", 110, 5, **{"External id": 2}),
+        kernel("elementwise", 20, 10, of=1),
+        kernel("elementwise", 120, 10, of=2),
+    ]
+    profile = trace.build(records)
+    lay_out(profile, step_ms=1)
+    assert [event.kind for event in profile.device] == ["optimizer", "memory"]
+
+
+def test_the_profilers_own_time_is_taken_off_where_it_falls():
+    """It slows many small operations and not one large one."""
+    small = [host("aten::add", 5 * i, 4) for i in range(100)]
+    large = host("aten::mm", 500, 500, **{"Input type": ["float"]})
+    records = [BEGIN, step_mark(0), *small, large, step_mark(1010)]
+    timeline = lay_out(trace.build(records), step_ms=0.7)
+    found = us(timeline)
+    assert sum(found.values()) == pytest.approx(700)
+    assert found["matrix"] == pytest.approx(500, rel=0.02)
+    assert found["host"] == pytest.approx(190, rel=0.05)
+
+
+# --- The documentation --------------------------------------------------------------------------
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "insight.md").read_text()
+
+
+def test_documented_program_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    section = PAGE[PAGE.index("## The doctor") : PAGE.index("## Which level")]
+    (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    exec(code, {})
+    assert "ms a step (mean of 3," in capsys.readouterr().out

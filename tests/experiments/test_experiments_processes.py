@@ -1,0 +1,179 @@
+"""ImageNet in several processes: copies and shards, and what is resumed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+pytest.importorskip("torchvision")
+pytest.importorskip("timm")
+
+import data_files
+from ampfuse.experiments import cifar, imagenet, settings
+from programs import python, started
+
+# Command lines, one after the other in one process group: what a process imports takes seconds, and
+# so do collections of garbage, of which a run asks for two, that look at all of that. "*" is the
+# checkpoint there. The network is an eighth as wide, as what counts is not its size.
+SEVERAL = """
+import gc, glob, json, sys
+import torch, torchvision
+import torch._dynamo, torch.distributed.fsdp, timm
+import torch.distributed as dist
+from ampfuse.experiments import imagenet
+from torchvision.models import resnet
+
+class Narrow(resnet.ResNet):
+    def _make_layer(self, block, planes, *arguments, **options):
+        return super()._make_layer(block, planes // 8, *arguments, **options)
+
+def narrow(num_classes):
+    model = Narrow(resnet.BasicBlock, [2, 2, 2, 2], num_classes)
+    model.fc = torch.nn.Linear(64, num_classes)
+    return model
+
+torchvision.models.resnet18 = narrow
+begin, end = dist.init_process_group, dist.destroy_process_group
+dist.init_process_group = lambda *backend: dist.is_initialized() or begin(*backend)
+dist.destroy_process_group = lambda: None
+gc.freeze()
+for line, status in json.loads(sys.argv[1]):
+    words = [glob.glob(word)[0] if "*" in word else word for word in line]
+    assert imagenet.main(words) == status, line
+    dist.barrier()  # rank 0 has written what it writes
+end()
+"""
+SHARDS = ["--fsdp"]
+
+
+@pytest.fixture(scope="module")
+def line(tmp_path_factory) -> list[str]:
+    """Trains on 96 images, tests on 13, which two processes cannot halve."""
+    folder = tmp_path_factory.mktemp("imagenet")
+    data_files.write_imagenet(folder, each=32, test_each=4)
+    extra = folder / "val" / "n01" / "more.png"
+    extra.write_bytes((folder / "val" / "n01" / "000.png").read_bytes())
+    line = ["--data", str(folder), "--model", "resnet18", "--image-size", "16", "-b", "8"]
+    line += ["-j", "0", "--lr", "1e-3", "--optimizer", "adamw", "--evaluate", "--GPU", "here"]
+    return [*line, "--device", "cpu", "--no-fuse-batchnorm", "--no-channels-last", "--checkpoints"]
+
+
+class Trained(NamedTuple):
+    """What two processes left of the command lines below."""
+
+    folder: Path
+    printed: list[str]  # by rank
+    errors: list[str]
+
+    def results(self, name: str) -> dict[str, dict]:
+        """By method."""
+        found = [json.loads(path.read_text()) for path in (self.folder / name).rglob("*.json")]
+        return {result["method"]: result for result in found}
+
+    def checkpoint(self, name: str, arm: str) -> dict:
+        (path,) = (self.folder / name).rglob(f"*-{arm}-*.pt")
+        return torch.load(path, weights_only=True)
+
+
+def run_by_two(lines: list[tuple[list[str], int]], folder: Path) -> Trained:
+    """`lines` with the exit status that each has to have."""
+    ends = [program.wait() for program in started(2, "-c", SEVERAL, json.dumps(lines))]
+    for end in ends:
+        assert end.returncode == 0, end.stderr
+    return Trained(folder, [end.stdout for end in ends], [end.stderr for end in ends])
+
+
+@pytest.fixture(scope="module")
+def trained(line, tmp_path_factory) -> Trained:
+    folder = tmp_path_factory.mktemp("trained")
+    lines = []
+    for name, more in (("copies", []), ("shards", SHARDS)):
+        six, at = [*line, "--arm", "O5", *more, "--iterations", "6"], str(folder / name)
+        resume = ["--resume", f"{at}-short/here/*.pt"]
+        lines += [
+            ([*line, "--arm", "O2", "O5", *more, "--iterations", "6", "-o", at], 0),
+            ([*line, "--arm", "O5", *more, "--iterations", "3", "-o", f"{at}-short"], 0),
+            ([*six, *resume, "-o", f"{at}-resumed"], 0),
+        ]
+    lines += [([*line, "--fsdp", "--arm", "O2", "--fuse-batchnorm", "--iterations", "1"], 2)]
+    return run_by_two(lines, folder)
+
+
+def test_rank_0_alone_prints_and_writes(trained):
+    first, second = trained.printed
+    assert (first.count("images/s, "), second) == (8, "")
+    results = trained.results("copies")
+    assert results.keys() == {"O2", "O5"}
+    for result in results.values():
+        assert result["conditions"]["world_size"] == 2
+        assert result["images_per_s"] == pytest.approx(2 * 8 * 6 / result["time_s"])
+        assert result["conditions"]["train_size"] == 96
+
+
+def assert_same_losses(trained: Trained, arms: set[str]) -> None:
+    copies, shards = trained.results("copies"), trained.results("shards")
+    assert copies.keys() == shards.keys() == arms
+    for arm, expected in copies.items():
+        assert shards[arm]["loss_mean"] == expected["loss_mean"], arm
+        assert shards[arm]["test_loss"] == expected["test_loss"], arm
+        assert shards[arm]["conditions"]["fsdp"]
+
+
+def test_shards_leave_the_losses_of_copies(trained):
+    """The same bits, where gradients are the same by construction."""
+    assert_same_losses(trained, {"O2", "O5"})
+
+
+@pytest.mark.slow
+def test_shards_leave_the_losses_of_copies_at_all_levels(line, tmp_path):
+    line = [*line, "--arm", *settings.LEVELS, "--iterations", "6", "-o"]
+    lines = [
+        ([*line, str(tmp_path / "copies")], 0),
+        ([*line, str(tmp_path / "shards"), *SHARDS], 0),
+    ]
+    assert_same_losses(run_by_two(lines, tmp_path), set(settings.LEVELS))
+
+
+@pytest.mark.parametrize("way", ["copies", "shards"])
+def test_goes_on_with_the_same_bits(way, trained):
+    one, other = (trained.checkpoint(name, "O5") for name in (f"{way}-resumed", way))
+    del one["optimizer"]["param_groups"], other["optimizer"]["param_groups"]
+    for name in ("model", "optimizer", "scaler", "rng"):
+        torch.testing.assert_close(one[name], other[name], rtol=0, atol=0)
+    assert one["record"]["losses"] == other["record"]["losses"]
+    results = [trained.results(name)["O5"] for name in (f"{way}-resumed", way)]
+    assert results[0]["test_loss"] == results[1]["test_loss"]
+
+
+def test_what_does_not_go_together_is_said(trained, line, tmp_path, capsys):
+    for error in trained.errors:
+        assert "imagenet: error: --fsdp --fuse-batchnorm: at O2 batch norms are gathered" in error
+    for flag, said in (("--fsdp", "one process has nobody to"), ("--sync_bn", "GPUs only")):
+        assert imagenet.main([*line, flag, "--iterations", "1", "-o", str(tmp_path)]) == 2
+        assert f"{flag}: " in (error := capsys.readouterr().err)
+        assert said in error
+
+
+def test_other_scripts_train_in_one_process(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert cifar.main(["--data", "synthetic", "--device", "cpu", "-o", str(tmp_path)]) == 2
+    assert "cifar trains in one process" in capsys.readouterr().err
+    assert imagenet.SCRIPT.distributed
+
+
+@pytest.mark.slow
+def test_under_torchrun(line, tmp_path):
+    """Which ends the others when one process fails; its line says why."""
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
+    launcher += ["--rdzv-endpoint", "localhost:0", "-m", "ampfuse.experiments.imagenet"]
+    launcher += [*line, "--arm", "O2", "--iterations", "4"]
+    end = python(*launcher, "-o", tmp_path)
+    assert end.returncode == 0, end.stderr
+    assert {path.suffix for path in tmp_path.rglob("*.*")} == {".json", ".pt"}
+    failed = python(*launcher, "-b", "500")
+    assert failed.returncode == 1
+    assert "imagenet: error: --batch-size 500 is more than the 48 training images" in failed.stderr

@@ -1,0 +1,662 @@
+"""Overflows planted in known places are found there, and a watched step has the bits of another."""
+
+import contextlib
+import functools
+import logging
+import math
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import ampfuse
+from ampfuse import amp, insight, optim
+from ampfuse.insight.overflow import _SkipsInARow
+from ampfuse.optim import skip_watch
+from two_processes import in_two_processes
+
+INF = math.inf
+
+
+class Op(nn.Module):
+    """A function with a weight in front of it, so that there is a backward pass."""
+
+    def __init__(self, function, start=1.0):
+        super().__init__()
+        self.function = function
+        self.weight = nn.Parameter(torch.full((8,), float(start)))
+
+    def forward(self, x):
+        return self.function(x * self.weight)
+
+
+class Double(torch.autograd.Function):
+    """Its backward pass is wrong by far; `exp` of anything above 11.09 leaves float16."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 1e6
+
+
+class Unseen(torch.autograd.Function):
+    """A kernel that torch does not dispatch."""
+
+    @staticmethod
+    def forward(ctx, x):
+        y = x.detach().clone()
+        y.numpy()[0, 0] = math.nan
+        return y
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+class Exp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(result := x.exp())
+        return result
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.saved_tensors[0]
+
+
+def planted(function, start=1.0):
+    """The function as the second of three modules."""
+    return nn.Sequential(nn.Identity(), Op(function, start), nn.Identity())
+
+
+def ones(value=1.0):
+    return torch.full((2, 8), float(value))
+
+
+def half_mean(x):
+    return x.float().mean()
+
+
+def explained(model, x, loss=half_mean, dtype=torch.float16):
+    """One step in which everything is of `dtype`."""
+    model = model.to(dtype)
+    with amp.explain_overflow(model) as watch:
+        loss(model(x.to(dtype))).backward()
+    return watch.explanation
+
+
+def softmax_by_hand(x):
+    e = x.exp()
+    return e / e.sum(-1, keepdim=True)
+
+
+def norm_by_hand(x):
+    return (x - x.mean()) * ((x - x.mean()) ** 2).mean().rsqrt()
+
+
+def masked(x):
+    """A mask of -1e9, cast with everything else, that hides all."""
+    mask = torch.full((2, 8), -1e9).half()
+    return torch.softmax(x + mask, -1)
+
+
+def masked_fill(x):
+    return torch.softmax(x.masked_fill(torch.ones_like(x, dtype=torch.bool), -INF), -1)
+
+
+# By name: function, value of the input, operation, kind, a word of the remedy.
+# fmt: off
+FORWARD = {
+    "softmax by hand": (softmax_by_hand, 20, "exp", "inf", "Of a softmax, subtract the largest"),
+    "exp": (torch.exp, 12, "exp", "inf", "torch.autocast"),
+    "exp beyond FP32": (torch.exp, 100, "exp", "inf", "subtract the largest argument first"),
+    "division by a small number": (lambda x: x / 1e-5, 8, "div", "inf", "Keep div in FP32"),
+    "division by zero": (lambda x: x / (x - x), 8, "div", "inf", "divisor holds 0"),
+    "a constant that is 0 in half":
+        (lambda x: x / (x - x + 1e-8), 8, "div", "inf", "below 6e-8"),
+    "sum": (lambda x: x.sum(-1), 1e4, "sum", "inf", "Reduce in FP32"),
+    "sum of squares": (lambda x: (x * x).sum(-1), 120, "sum", "inf", "Reduce in FP32"),
+    "squares": (lambda x: x.pow(2).sum(-1), 300, "pow", "inf", "Keep pow in FP32"),
+    "norm": (lambda x: x.norm(dim=-1), 6e4, "norm", "inf", "Reduce in FP32"),
+    "a norm by hand": (norm_by_hand, torch.linspace(-400, 400, 16).reshape(2, 8), "pow", "inf",
+                       "FP32"),
+    "matmul": (lambda x: x @ x.T, 2e2, "matmul", "inf", "products are too large"),
+    "addition in place": (lambda x: x.clone().add_(6e4), 3e4, "add", "inf", "Keep add in FP32"),
+    "division in place": (lambda x: x.clone().div_(1e-4), 20, "div", "inf", "Keep div in FP32"),
+    "passed on in place": (lambda x: F.relu(x.exp() + 1, inplace=True).sub(1), 12, "exp", "inf",
+                           "Else: Keep exp in FP32"),
+    "a cast": (lambda x: (x.float() * 1e4).half(), 20, "to", "inf", "do not fit"),
+    "a mask of -1e9": (masked, 1, "to", "-inf", "torch.finfo(torch.float16).min"),
+    "all masked": (masked_fill, 1, "softmax", "nan", "whole row is -inf"),
+    "log of zero": (lambda x: torch.log(x * 0), 1, "log", "-inf", "log1p"),
+    "a Function": (Exp.apply, 12, "exp", "inf", "Keep exp in FP32"),
+    "cross entropy": (lambda x: F.cross_entropy(x * 1e3, torch.tensor([0, 1])), 100, "mul", "inf",
+                      "Keep mul in FP32"),
+}
+# Finite results whose gradients are not.
+BACKWARD = {
+    "a steep function": (lambda x: (x * 300) * 300, 1e-3, "mul", "inf", "FP32"),
+    "sqrt at 0": (lambda x: torch.sqrt(x * 0), 1, "sqrt", "inf", "under the root"),
+    "norm at 0, by hand": (lambda x: (x * 0).pow(2).sum().sqrt(), 1, "sqrt", "inf", "under the"),
+    "a Function backward": (Double.apply, 1, "Double", "inf", "float16"),
+    "pow at 0": (lambda x: (x * 0) ** 0.5, 1, "pow", "inf", "A base of 0"),
+}
+# fmt: on
+
+
+# Attention's weights of queries and keys: what overflows, and what the remedy says instead.
+ATTENTION = {
+    "matmul": lambda q, k: (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1),
+    "einsum": lambda q, k: (torch.einsum("bqd,bkd->bqk", q, k) / q.shape[-1] ** 0.5).softmax(-1),
+    "exp": lambda q, k: softmax_by_hand(q / q.shape[-1] ** 0.5 @ k.mT),
+}
+REMEDIES = {
+    "the query before the product, q / d**0.5 @ k.mT": lambda q, k, by: (
+        q / q.shape[-1] ** 0.5 @ k.mT
+    ).softmax(-1),
+    "divided by {by} or more": lambda q, k, by: (q / by @ k.mT).softmax(-1),
+    "F.scaled_dot_product_attention": lambda q, k, by: F.scaled_dot_product_attention(q, k, k),
+    "subtract the largest argument first": lambda q, k, by: softmax_by_hand(
+        (s := q / q.shape[-1] ** 0.5 @ k.mT) - s.amax(-1, keepdim=True)
+    ),
+    "torch.softmax": lambda q, k, by: torch.softmax(q / q.shape[-1] ** 0.5 @ k.mT, -1),
+}
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("written", ATTENTION)
+def test_remedies_of_attention_help(written, level):
+    class Attention(nn.Module):
+        weights = staticmethod(ATTENTION[written])
+
+        def __init__(self):
+            super().__init__()
+            self.q, self.k = nn.Linear(64, 64), nn.Linear(64, 64)
+            for layer in (self.q, self.k):
+                layer.weight.data.mul_(6 if written == "exp" else 200)
+
+        def forward(self, x):
+            return self.weights(self.q(x), self.k(x))
+
+    torch.manual_seed(0)
+    model = Attention()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    x = torch.randn(2, 16, 64)
+
+    def watched():
+        with amp.explain_overflow(model) as watch:
+            model(x)
+        return watch.explanation
+
+    found = watched()  # though nobody called backward
+    assert found.operation == written
+    by = math.ceil(found.largest_result / 65504)
+    told = [words for words in REMEDIES if words.format(by=by) in found.remedy]
+    assert len(told) == (2 if written == "exp" else 3)
+    places = [found.remedy.index(words.format(by=by)) for words in told]
+    assert max(places) < found.remedy.index("BF16")
+    for words in told:
+        Attention.weights = staticmethod(functools.partial(REMEDIES[words], by=by))
+        assert watched() is None
+
+
+@pytest.mark.parametrize("name", [*FORWARD, *BACKWARD])
+def test_where_it_is_born(name):
+    function, value, operation, kind, said = (FORWARD | BACKWARD)[name]
+    phase = "forward" if name in FORWARD else "backward"
+    x = value if isinstance(value, torch.Tensor) else ones(value)
+    loss = half_mean if phase == "forward" else lambda y: y.float().sum()
+    found = explained(planted(function), x, loss)
+    assert (found.phase, found.module, found.module_type) == (phase, "1", "Op")
+    assert (found.operation, found.kind, found.dtype) == (operation, kind, torch.float16)
+    assert said in found.remedy
+    assert "test_explain_overflow.py" in found.line
+    assert not found.is_harmless
+    where = ", in" if phase == "forward" else " of"
+    title = f"{kind} was born in the {phase} pass{where} {operation} of 1 (Op)."
+    assert str(found).startswith(title)
+
+
+def test_numbers_of_an_overflow():
+    """exp(12) is 162754.8, 2.48 times the largest float16."""
+    found = explained(planted(torch.exp), ones(12))
+    assert found.shape == (2, 8)
+    assert found.largest_input == 12
+    assert found.largest_result == pytest.approx(math.exp(12))
+    assert "it would reach 1.628e+05, 2.48 times 65504" in str(found)
+    assert pickle.loads(pickle.dumps(found)) == found
+
+
+def test_a_loss_outside_of_the_model():
+    found = explained(planted(lambda x: x), ones(300), lambda y: (y * y).sum())
+    assert (found.phase, found.module, found.operation) == ("forward", None, "mul")
+    assert "code outside of the model" in str(found)
+    assert "lambda y: (y * y).sum()" in found.line
+    found = explained(planted(lambda x: x), ones(300), lambda y: F.mse_loss(y, -y))
+    assert (found.module, found.operation) == (None, "mse_loss")
+    assert "Reduce in FP32" in found.remedy
+
+
+@pytest.mark.parametrize("kind", ["inf", "nan"])
+def test_data(kind):
+    x = torch.ones(4, 8)
+    x[2, 5] = float(kind)
+    found = explained(planted(lambda x: x), x, dtype=torch.float32)
+    assert (found.phase, found.kind) == ("data", kind)
+    assert "'input'" in found.tensor
+    assert "batch element 2" in found.tensor
+    assert "Look at the data" in found.remedy
+    found = explained(planted(lambda x: x), torch.ones(4, 8), lambda y: F.mse_loss(y, x))
+    assert (found.phase, found.tensor, found.module) == ("data", "an operand of mse_loss", None)
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+@pytest.mark.parametrize(("value", "kind"), [(7e4, "inf"), (-1e5, "-inf")])
+def test_weights_beyond_float16(level, value, kind):
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    model.register_buffer("mask", torch.tensor([-float("inf"), 1.0]))
+    with torch.no_grad():
+        model[0].bias[0] = 65519.0  # rounds to the largest number
+        model[1].running_var[0] = 1e6 if level == "O2" else 1.0  # stays FP32
+        model[2].weight[1, 2] = value
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    message = (
+        rf"'2.weight' of the Sequential holds values up to {abs(value):.0f}, .*65504.*O5 or O4"
+    )
+    with pytest.warns(UserWarning, match=message) as caught:
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    assert len(caught) == 1
+    assert "more tensor" not in str(caught[0].message)
+    model[1].eval()
+    with amp.explain_overflow(model) as watch:
+        loss = model(torch.ones(3, 4)).square().mean()
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+    found = watch.explanation
+    assert (found.phase, found.tensor, found.kind) == ("weights", "weight", kind)
+    assert found.largest_result == abs(value)
+    assert "cast of amp.initialize" in found.remedy
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O4", "O5"])
+def test_weights_beyond_float16_that_nobody_casts_to_it(level):
+    model = nn.Linear(4, 2)
+    with torch.no_grad():
+        model.weight[1, 2] = 1e5
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+
+
+def with_a_bad_weight():
+    model = planted(lambda x: x).half()
+    model[1].weight.data[3] = math.nan
+    return model
+
+
+def two_signs():
+    return torch.cat([ones(3e4), ones(-3e4)])
+
+
+@pytest.mark.parametrize(
+    ("make", "x", "lr", "expected", "said"),
+    [
+        (with_a_bad_weight, ones, 0, ("weights", "1", "weight"), "sound checkpoint"),
+        (lambda: planted(lambda x: x), ones, 6e4, ("step", "1", "weight"), "lower the learning"),
+        (
+            lambda: nn.Sequential(nn.BatchNorm1d(8)),
+            two_signs,
+            0,
+            ("forward", "0", "running_var"),
+            "Keep it in FP32",
+        ),
+        (
+            lambda: planted(Unseen.apply),
+            ones,
+            0,
+            ("forward", "1", "output"),
+            "Keep it in FP32",
+        ),
+    ],
+    ids=["weights", "the step", "running statistics", "a kernel that torch does not dispatch"],
+)
+def test_places_that_are_no_operation(make, x, lr, expected, said):
+    model = make().half()
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    with amp.explain_overflow(model) as watch:
+        model(x().half()).float().sum().backward()
+        if lr:
+            optimizer.step()
+    found = watch.explanation
+    assert (found.phase, found.module, found.tensor) == expected
+    assert said in found.remedy
+    unseen = found.operation == "an operation that torch does not show"
+    assert unseen == (found.tensor == "output")
+
+
+def test_float32_diverges():
+    found = explained(planted(lambda x: x * 1e30 * 1e30), ones(), dtype=torch.float32)
+    assert (found.dtype, found.operation) == (torch.float32, "mul")
+    assert found.largest_result == pytest.approx(1e60)
+    assert "lower the learning rate" in found.remedy
+
+
+def test_nothing_to_explain():
+    causal = torch.full((8, 8), -INF).triu(1)
+    model = nn.Sequential(nn.Linear(8, 8), Op(lambda x: x @ x.T), nn.Linear(2, 2))
+    with amp.explain_overflow(model) as watch:
+        scores = model[0](torch.randn(8, 8))
+        shown = scores.masked_fill(torch.ones(8, 8).triu(1).bool(), -INF)
+        F.softmax(scores + causal, -1).add(F.softmax(shown, -1)).sum().backward()
+    assert watch.explanation is None
+    assert explained(planted(lambda x: x), ones()) is None
+
+
+def test_an_inf_that_goes_nowhere():
+    """Selected away, it is in no gradient."""
+    found = explained(planted(lambda x: torch.where(x > 1e4, x, x.detach() * 1e5)), ones(2e4))
+    assert found is None
+
+
+# --- loops ----------------------------------------------------------------------------------------
+
+
+def mlp():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 2))
+
+
+def batch():
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(4, 8, generator=generator), torch.tensor([0, 1, 1, 0])
+
+
+class Torch:
+    """FP16 autocast and torch's GradScaler."""
+
+    def __init__(self, model, scaler=None, optimizer=None):
+        self.model = model
+        self.optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-2)
+        self.scaler = self.tells = scaler or torch.amp.GradScaler("cpu", init_scale=2.0**24)
+
+    def step(self, x, y):
+        self.optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = F.cross_entropy(self.model(x), y)
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+
+class Ours(Torch):
+    def __init__(self, model):
+        optimizer = optim.AdamW(model.parameters(), lr=1e-2)
+        super().__init__(model, ampfuse.GradScaler("cpu", init_scale=2.0**24), optimizer)
+        self.tells = optimizer
+
+
+class Level:
+    def __init__(self, model, level="O2", kind=torch.optim.AdamW, **options):
+        optimizer = kind(model.parameters(), lr=1e-2)
+        options = {"init_scale": 2.0**24, "verbosity": 0, **options}
+        self.model, self.optimizer = amp.initialize(model, optimizer, opt_level=level, **options)
+        self.tells = self.optimizer
+
+    def step(self, x, y):
+        self.optimizer.zero_grad()
+        loss = F.cross_entropy(self.model(x), y)
+        with amp.scale_loss(loss, self.optimizer) as scaled:
+            scaled.backward()
+        self.optimizer.step()
+
+
+LOOPS = {
+    "torch.amp": Torch,
+    "ampfuse.GradScaler": Ours,
+    "O1": lambda model: Level(model, "O1"),
+    "O2": Level,
+    "O2, foreign optimizer": lambda model: Level(model, kind=torch.optim.RMSprop),
+}
+OTHERS = {
+    "O0": lambda model: Level(model, "O0"),
+    "O3": lambda model: Level(model, "O3"),
+    "O4": lambda model: Level(model, "O4"),
+    "O5": lambda model: Level(model, "O5"),
+}
+
+
+@pytest.mark.parametrize("make", LOOPS.values(), ids=LOOPS)
+def test_a_dynamic_scale_that_adapts(make):
+    loop = make(mlp())
+    with amp.explain_overflow(loop.model) as watch:
+        loop.step(*batch())
+    found = watch.explanation
+    assert found.phase == "backward"
+    assert (found.scale, found.dynamic, found.is_harmless) == (2.0**24, True, True)
+    assert found.remedy.startswith("None needed: the dynamic loss scale of 1.67772e+07 is still")
+    skipped = 0
+    for _ in range(20):
+        with amp.explain_overflow(loop.model) as watch:
+            loop.step(*batch())
+        skipped += watch.explanation is not None
+    assert watch.explanation is None
+    assert 0 < skipped < 20
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "by hand"])
+def test_a_static_scale_that_is_too_high(level):
+    if level == "by hand":
+        model = mlp()
+        with amp.explain_overflow(model) as watch, torch.autocast("cpu", dtype=torch.float16):
+            (F.cross_entropy(model(batch()[0]), batch()[1]) * 2.0**24).backward()
+    else:
+        loop = Level(mlp(), level, loss_scale=2.0**24)
+        with amp.explain_overflow(loop.model) as watch:
+            loop.step(*batch())
+    found = watch.explanation
+    assert (found.phase, found.scale, found.dynamic) == ("backward", 2.0**24, False)
+    assert "static loss scale of 1.67772e+07 is too high" in found.remedy
+    assert not found.is_harmless
+    # With the scale that it names there is no overflow in that place, with twice as much there is.
+    born = (found.module, found.operation)
+    for scale, fits in ((found.fitting_scale, True), (2 * found.fitting_scale, False)):
+        loop = Level(mlp(), "O1" if level == "by hand" else level, loss_scale=scale)
+        with amp.explain_overflow(loop.model) as watch:
+            loop.step(*batch())
+        again = watch.explanation
+        assert (again is None or (again.module, again.operation) != born) == fits
+
+
+@pytest.mark.parametrize("how", ["watched", "armed"])
+@pytest.mark.parametrize("make", [*LOOPS.values(), *OTHERS.values()], ids=[*LOOPS, *OTHERS])
+def test_a_watched_step_has_the_same_bits(make, how):
+    """With overflows in the first steps, and a dropout that draws random numbers."""
+    trained = []
+    for watched in (False, True):
+        loop = make(nn.Sequential(mlp(), nn.Dropout(0.1)))
+        torch.manual_seed(3)
+        armed = watched and how == "armed"
+        watch = amp.explain_overflow(loop.model, loop.tells, after=2) if armed else None
+        for _ in range(14):
+            around = amp.explain_overflow(loop.model) if watched and not armed else None
+            with around or contextlib.nullcontext():
+                loop.step(*batch())
+        trained.append([p.detach().clone() for p in loop.model.parameters()])
+        if watch is not None:
+            assert make in OTHERS.values() or watch.explanation.is_harmless
+            watch.remove()
+        assert not any(m._forward_hooks or m._forward_pre_hooks for m in loop.model.modules())
+        assert not any(p._backward_hooks for p in loop.model.parameters())
+    assert all(map(torch.equal, *trained))
+
+
+def test_bits_of_convolutions_and_attention():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
+            self.attention = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
+            self.lstm = nn.LSTM(8, 2, batch_first=True)
+
+        def forward(self, x):
+            return self.lstm(self.attention(self.conv(x).flatten(2).transpose(1, 2)))[0].mean(1)
+
+    trained = []
+    for watched in (False, True):
+        torch.manual_seed(0)
+        loop = Level(Net(), "O5")
+        for _ in range(2):
+            with amp.explain_overflow(loop.model) if watched else contextlib.nullcontext() as watch:
+                loop.step(torch.randn(4, 3, 6, 6), batch()[1])
+        trained.append([p.detach().clone() for p in loop.model.parameters()])
+    assert watch.explanation is None
+    assert all(map(torch.equal, *trained))
+
+
+def test_accumulation_and_recomputed_activations():
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = planted(lambda x: x)
+
+        def forward(self, x):
+            return torch.utils.checkpoint.checkpoint(self.body, x, use_reentrant=False)
+
+    model = Checkpointed().half()
+    with amp.explain_overflow(model) as watch:
+        for value in (1, 2, 1e5):  # the third is no float16
+            half_mean(model(ones(value).half().requires_grad_())).backward()
+    assert (watch.explanation.phase, watch.explanation.operation) == ("forward", "to")
+
+
+# --- armed ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", LOOPS.values(), ids=LOOPS)
+def test_armed(make, caplog):
+    loop = make(mlp())
+    for _ in range(12):  # the scale finds its value
+        loop.step(*batch())
+    x, y = batch()
+    with torch.no_grad():
+        weight = loop.model[3].weight
+        weight.copy_(6e4 * weight.float() / weight.float().abs().max())
+    watch = amp.explain_overflow(loop.model, loop.tells, after=3)
+    with caplog.at_level(logging.WARNING, "ampfuse.amp"):
+        for _ in range(3):
+            loop.step(x, y)
+            assert watch.explanation is None
+        loop.step(x, y)
+        assert watch.explanation is not None
+        loop.step(x, y)  # it is told once
+    found = watch.explanation
+    told = [r.message for r in caplog.records if "in a row" in r.message]
+    assert told == [f"Skipped steps in a row: 3. {found}"]
+    assert found.phase == "forward"
+    assert (found.module, found.operation) == ("3", "linear")
+    watch.remove()
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in loop.model.modules())
+    assert not loop.optimizer._optimizer_step_post_hooks
+    assert "update" not in vars(getattr(loop, "scaler", loop))
+
+
+def test_armed_survives_an_exception_in_forward():
+    loop = Level(mlp(), "O2")
+    watch = amp.explain_overflow(loop.model, loop.tells, after=2)
+    for _ in range(2):
+        loop.step(*batch())
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        loop.step(torch.ones(4, 5), batch()[1])
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+    assert watch.explanation is None
+    loop.step(*batch())
+    with torch.no_grad():  # evaluation is not watched
+        loop.model(batch()[0])
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+    loop.step(*batch())
+    assert watch.explanation.phase == "backward"
+
+
+def test_an_exception_in_a_watched_block():
+    model = planted(torch.exp).half()
+    watch = amp.explain_overflow(model)
+    with pytest.raises(RuntimeError, match="mat1 and mat2"), watch:
+        half_mean(model(ones(12).half()) @ torch.ones(1, 1).half())
+    assert watch.explanation.operation == "exp"
+    with pytest.raises(RuntimeError, match="already"), watch, watch:
+        pass
+
+
+def test_what_does_not_tell_of_skipped_steps():
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(
+        TypeError, match=r"SGD does not tell of skipped steps\. Pass the GradScaler"
+    ):
+        amp.explain_overflow(model, optimizer, after=3)
+    with pytest.raises(ValueError, match="after=0"):
+        amp.explain_overflow(model, optimizer, after=0)
+
+
+def test_counts_on_a_device_are_not_waited_for(monkeypatch):
+    class Slow(skip_watch.Sample):
+        asked = 0
+
+        def has_arrived(self):
+            Slow.asked += 1
+            return Slow.asked % 3 == 0
+
+        def values(self):
+            assert Slow.asked % 3 == 0
+            return super().values()
+
+    monkeypatch.setattr(insight.overflow, "Sample", Slow)
+    skips, told = _SkipsInARow(3), []
+    for step in range(40):
+        if skips.are_enough(torch.tensor(float(10 <= step < 20 or step >= 30))):
+            told.append(step)
+    assert len(told) == 2
+    assert 12 <= told[0] < 20
+    assert 32 <= told[1] < 40
+
+
+# --- what is around a model -----------------------------------------------------------------------
+
+
+def test_compiled_models_run_uncompiled():
+    inner = planted(torch.exp)
+    model = torch.compile(inner, backend="eager").half()
+    half_mean(model(ones(1).half())).backward()
+    with amp.explain_overflow(model) as watch:
+        half_mean(model(ones(12).half())).backward()
+    assert (watch.explanation.module, watch.explanation.operation) == ("1", "exp")
+
+
+def test_names_without_wrappers():
+    class DistributedDataParallel(nn.Module):  # as apex's
+        def __init__(self, module):
+            super().__init__()
+            self.module = module
+
+        def forward(self, *args):
+            return self.module(*args)
+
+    found = explained(DistributedDataParallel(planted(torch.exp)), ones(12))
+    assert found.module == "1"
+
+
+def test_one_rank_of_two(tmp_path):
+    found = in_two_processes(tmp_path, "explain_an_overflow")
+    first, second = (each["explain_an_overflow"] for each in found)
+    assert (second["phase"], second["module"], second["operation"]) == ("forward", "1", "exp")
+    assert first["phase"] == "another process"
+    assert "this process made none" in first["text"]
+    assert first["then"] is second["then"] is None

@@ -1,0 +1,337 @@
+"""The fused batch norm's operators: against float64, torch's own operations, and what torch expects
+of an operator."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.profiler import profile
+
+from cases import assert_same_bits, bf16, f16, f32, f64
+from conftest import nn_ops, slow_in_emulation
+
+EPS = {f32: 2.0**-24, f16: 2.0**-11, bf16: 2.0**-8}
+CHANNELS = (1, 3, 7, 8, 63, 64, 65)
+IMAGES = ((6, 1, 1), (1, 3, 5), (2, 4, 4), (3, 14, 13))  # the last: spans of 512 rows and a rest
+NCHW = (2, 3, 4, 4)
+
+
+def channels_last(*shape, dtype=f32, mean=0.0):
+    x = torch.randn(shape, dtype=f64) + mean
+    return x.to(dtype).to(memory_format=torch.channels_last)
+
+
+def composed(x, residual, weight, bias, mean, var, training, momentum, eps, relu):
+    """What the operator computes, by torch's operations."""
+    y = F.batch_norm(x, mean, var, weight, bias, training, momentum, eps)
+    y = y if residual is None else y + residual
+    return F.relu(y) if relu else y
+
+
+class Case:
+    """Arguments of the operator, and a gradient for its result."""
+
+    def __init__(self, shape, dtype, device="cpu", residual=True, relu=True, training=True):
+        channels = shape[1]
+        self.tensors = {
+            "x": channels_last(*shape, dtype=dtype, mean=1.0).to(device),
+            "residual": channels_last(*shape, dtype=dtype).to(device) if residual else None,
+            "weight": torch.rand(channels).to(device) + 0.5,
+            "bias": torch.randn(channels).to(device),
+        }
+        self.running = [torch.randn(channels).to(device), torch.rand(channels).to(device) + 0.5]
+        self.rest = (training, 0.1, 1e-5, relu)
+        self.dy = channels_last(*shape, dtype=dtype).to(device)
+
+    def run(self, op, dtype=None, held=True):
+        """Everything that `op` leaves behind, given the arguments as they are or as `dtype`.
+
+        held: whether its gradient is a tensor that somebody has, too.
+        """
+        tensors = {
+            name: None if t is None else t.detach().clone().to(dtype or t.dtype).requires_grad_()
+            for name, t in self.tensors.items()
+        }
+        running = [t.clone().to(dtype or t.dtype) for t in self.running]
+        y = op(*tensors.values(), *running, *self.rest)
+        (y if held else y * 1).backward(self.dy.to(y.dtype))
+        grads = {f"d{name}": t.grad for name, t in tensors.items() if t is not None}
+        return {"y": y.detach(), "mean": running[0], "var": running[1], **grads}
+
+    def avoid_ties(self):
+        """No gradient comes from values near zero: rounding decides whether ReLU passes them."""
+        exact = self.run(lambda *a: composed(*a[:-1], False), f64)["y"]
+        near = exact.abs() < 16 * EPS[self.dy.dtype] * exact.abs().max()
+        self.dy = torch.where(near, torch.zeros_like(self.dy), self.dy)
+        return self
+
+
+def assert_near(found, exact, dtype, factor):
+    assert found.keys() == exact.keys()
+    for name, value in exact.items():
+        error = (found[name].double() - value).abs().max() if value.numel() else 0.0
+        scale = value.abs().max().clamp(min=1) if value.numel() else 1.0
+        assert error <= factor * EPS[dtype] * scale, name
+
+
+@slow_in_emulation
+@pytest.mark.parametrize("dtype", [f32, f16, bf16])
+@pytest.mark.parametrize("channels", CHANNELS)
+def test_results_are_those_of_float64(dtype, channels, device):
+    for image, residual, relu, training in itertools.product(
+        IMAGES, (False, True), (False, True), (False, True)
+    ):
+        shape = (image[0], channels, *image[1:])
+        case = Case(shape, dtype, device, residual, relu, training).avoid_ties()
+        found = case.run(nn_ops().batch_norm_act)
+        assert found["y"].is_contiguous(memory_format=torch.channels_last)
+        assert_near(found, case.run(composed, f64), dtype, 64)
+        assert_same_bits(found, case.run(nn_ops().batch_norm_act, held=False))
+
+
+@pytest.mark.parametrize("dtype", [f16, bf16])
+def test_errors_are_not_above_those_of_torchs_operations(dtype):
+    case = Case((4, 24, 24, 24), dtype).avoid_ties()
+    exact = case.run(composed, f64)
+    found, torchs = case.run(nn_ops().batch_norm_act), case.run(composed)
+    for name, value in exact.items():
+        ours, theirs = ((r[name].double() - value).square().mean() for r in (found, torchs))
+        assert ours <= 1.05 * theirs + 1e-14, name
+
+
+def test_a_large_mean_does_not_cancel(device):
+    x = channels_last(4, 8, 40, 40, mean=1e3).to(device)
+    mean, var = nn_ops().batch_norm_moments(x)
+    exact = x.double().var((0, 2, 3), correction=0)
+    assert ((var - exact) / exact).abs().max() < 1e-6
+    assert (mean - x.double().mean((0, 2, 3))).abs().max() < 1e-4
+    y = nn_ops().batch_norm_act(x, None, None, None, None, None, True, 0.1, 1e-5, False)
+    exact = composed(x.double(), None, None, None, None, None, True, 0.1, 1e-5, False)
+    assert (y - exact).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize("where", [0, 700])
+def test_inf_and_nan_go_where_torch_lets_them_go(bad, where, device):
+    case = Case((2, 3, 20, 20), f32, device)
+    case.tensors["x"].permute(0, 2, 3, 1).reshape(-1, 3)[where, 1] = bad
+    found, torchs = case.run(nn_ops().batch_norm_act), case.run(composed)
+    for name, value in torchs.items():
+        assert torch.equal(found[name].isfinite(), value.isfinite()), name
+        assert torch.equal(found[name].isnan(), value.isnan()), name
+    case = Case((2, 3, 4, 4), f32, device, training=False)
+    case.tensors["x"][1, 2, 0, 0] = bad
+    found, torchs = case.run(nn_ops().batch_norm_act), case.run(composed)
+    for name, value in torchs.items():
+        assert torch.equal(found[name].isnan(), value.isnan()), name
+
+
+def test_unaligned_and_strided_memory_gives_the_same(device):
+    op = nn_ops().batch_norm_act
+    case = Case((2, 16, 6, 5), bf16, device)
+    expected = case.run(op)
+    for name in ("x", "residual", "dy"):
+        value = case.dy if name == "dy" else case.tensors[name]
+        memory = torch.empty(value.numel() + 1, dtype=bf16, device=device)[1:]
+        shifted = memory.view(2, 6, 5, 16).permute(0, 3, 1, 2).copy_(value)
+        wide = torch.empty(2, 6, 5, 20, dtype=bf16, device=device)[..., :16].permute(0, 3, 1, 2)
+        for same in (shifted, wide.copy_(value), value.contiguous()):
+            if name == "x" and same.is_contiguous():
+                continue  # another layout of x is torch's
+            if name == "dy":
+                case.dy = same
+            else:
+                case.tensors[name] = same
+            found = case.run(op)
+            assert all(torch.equal(found[key], expected[key]) for key in expected)
+        if name == "dy":
+            case.dy = value
+        else:
+            case.tensors[name] = value
+
+
+ELSEWHERE = {
+    "nchw": lambda t: {**t, "x": t["x"].contiguous()},
+    "float64": lambda t: {n: v.double() for n, v in t.items()},
+    "half parameters": lambda t: {n: v.half() for n, v in t.items()},
+    "float32 residual of a half input": lambda t: {**t, "x": t["x"].bfloat16()},
+    "residual that broadcasts": lambda t: {**t, "residual": t["residual"][:1]},
+    "empty batch": lambda t: {**t, "x": t["x"][:0], "residual": t["residual"][:0]},
+}
+
+
+@pytest.mark.parametrize("change", ELSEWHERE.values(), ids=ELSEWHERE)
+@pytest.mark.filterwarnings("ignore:ampfuse's fused batch norm")
+def test_what_has_no_kernel_is_torchs(change):
+    case = Case(NCHW, f32)
+    case.tensors = change(case.tensors)
+    case.dy = torch.randn(case.tensors["x"].shape)
+    half = case.tensors["weight"].dtype
+    case.running = [t.to(half) for t in case.running]
+    expected, found = case.run(composed), case.run(nn_ops().batch_norm_act)
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype, name
+        assert torch.equal(found[name], value), name
+
+
+def test_derivatives_of_the_float64_form():
+    case = Case((2, 2, 3, 3), f64, relu=False)
+    inputs = [t.double().requires_grad_() for t in case.tensors.values()]
+    run = nn_ops().batch_norm_act
+    torch.autograd.gradcheck(lambda *a: run(*a, None, None, True, 0.1, 1e-5, False), inputs)
+
+
+def test_there_is_no_second_derivative():
+    case = Case((2, 3, 4, 4), f32)
+    x, *others = case.tensors.values()
+    x.requires_grad_()
+    y = nn_ops().batch_norm_act(x, *others, *case.running, *case.rest)
+    with pytest.raises(RuntimeError, match=r"no second derivative.*ampfuse.nn.unfuse"):
+        torch.autograd.grad(y.square().sum(), x, create_graph=True)
+
+
+def norm(x):
+    return nn_ops().batch_norm_act(x, None, None, None, None, None, True, 0.1, 1e-5, True)
+
+
+def passes_of(backward):
+    """Names of the passes that a function runs. (A hook would hold the gradients it looks at.)"""
+    with profile() as profiled:
+        backward()
+    return [event.name.split("::")[1] for event in profiled.events() if "::batch_" in event.name]
+
+
+INTO = ["batch_norm_reduce_into", "batch_norm_dx_into"]
+
+
+def test_gradients_that_nobody_holds_are_written_over(device):
+    x, w = (channels_last(*NCHW).to(device) for _ in range(2))
+    loss = (norm(x.requires_grad_()) * w).sum()
+    assert passes_of(loss.backward) == ["batch_norm_reduce", INTO[1]]
+
+
+def test_the_residual_has_the_gradient_that_was_written_over(device):
+    x, residual, factors = (channels_last(*NCHW).to(device) for _ in range(3))
+    inputs = [tensor.requires_grad_() for tensor in (x, residual)]
+    arguments = (*inputs, *[None] * 4, True, 0.1, 1e-5, True)
+    loss = (nn_ops().batch_norm_act(*arguments) * factors).sum()
+    assert passes_of(loss.backward) == [INTO[0], "batch_norm_dx"]
+    y = composed(*(t.double() for t in inputs), *arguments[2:])
+    exact = torch.autograd.grad(y, inputs, factors.double())
+    for tensor, gradient in zip(inputs, exact, strict=True):
+        assert torch.allclose(tensor.grad, gradient, atol=1e-5)
+
+
+def test_gradients_that_somebody_holds_are_left_alone():
+    x, w = (channels_last(*NCHW) for _ in range(2))
+    y = norm(x.requires_grad_())
+    alias, held = y.view_as(y), []
+    for tensor in (y, alias):  # held by the one who asks for it; as memory of another tensor
+        dy, _ = torch.autograd.grad((alias * w).sum(), (tensor, x), retain_graph=True)
+        assert torch.equal(dy, w)
+    y.register_hook(held.append)
+    (alias * w).sum().backward(retain_graph=True)
+    assert torch.equal(held[0], w)
+    dy = w.clone()
+    y.backward(dy)
+    assert torch.equal(dy, w)
+
+
+# ---- torch ----
+
+
+def test_operators_keep_torchs_contract():
+    x = channels_last(*NCHW, dtype=bf16)
+    ops, c = torch.ops.ampfuse, NCHW[1]
+    mean, invstd, weight = torch.zeros(c), torch.ones(c), torch.rand(c)
+    y, mask = ops.batch_norm_apply(x, None, mean, invstd, None, None, True)
+    calls = {
+        ops.batch_norm_moments: (x,),
+        ops.batch_norm_statistics: (x, mean.clone(), invstd.clone(), 0.1, 1e-5),
+        ops.batch_norm_apply: (x, y, mean, invstd, weight, None, True),
+        ops.batch_norm_reduce: (y, x, mean, mask, True),
+        ops.batch_norm_dx: (y, mask, x, mean, invstd, weight, mean, mean, 32),
+    }
+    for op, arguments in calls.items():
+        torch.library.opcheck(op, arguments)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.out = nn.Conv2d(8, 8, 1)
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, x):
+        n = self.norm
+        args = (n.weight, n.bias, n.running_mean, n.running_var, self.training, 0.1, n.eps, True)
+        y = torch.ops.ampfuse.batch_norm_act(self.conv(x), None, *args)
+        return torch.ops.ampfuse.batch_norm_act(self.out(y), y, *args)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_code_gives_the_same_without_a_break(backend, dynamic):
+    torch.manual_seed(0)
+    expected, compiled = Block(), Block()
+    compiled.load_state_dict(expected.state_dict())
+    run = torch.compile(compiled, backend=backend, fullgraph=True, dynamic=dynamic)
+    for batch in (2, 3):
+        x = channels_last(batch, 3, 6, 6)
+        for model, forward in ((expected, expected), (compiled, run)):
+            model.zero_grad()
+            forward(x).square().sum().backward()
+    for a, b in zip(expected.parameters(), compiled.parameters(), strict=True):
+        assert torch.allclose(a.grad, b.grad, atol=1e-5)
+    for a, b in zip(expected.buffers(), compiled.buffers(), strict=True):
+        assert torch.allclose(a, b)
+
+
+def test_a_model_with_it_is_exported():
+    model = Block().eval()
+    x = channels_last(2, 3, 6, 6)
+    exported = torch.export.export(model, (x,)).module()
+    assert torch.allclose(exported(x), model(x), atol=1e-6)
+
+
+def test_no_graph_is_kept_where_nothing_needs_a_gradient():
+    x = channels_last(*NCHW)
+    assert norm(x).grad_fn is None
+    with torch.no_grad():
+        assert norm(x.requires_grad_()).grad_fn is None
+
+
+def test_an_input_changed_before_backward_is_an_error():
+    x = channels_last(*NCHW).requires_grad_()
+    between = x * 1
+    y = norm(between)
+    between.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_frozen_statistics_may_change_before_backward():
+    x, mean, var = channels_last(*NCHW).requires_grad_(), torch.randn(3), torch.rand(3) + 0.5
+    y = torch.ops.ampfuse.batch_norm_act(x, None, None, None, mean, var, False, 0.1, 0.0, False)
+    slope = var.rsqrt()
+    mean.zero_(), var.fill_(100.0)
+    y.sum().backward()
+    assert torch.allclose(x.grad, slope.view(1, 3, 1, 1).expand(NCHW))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda o, x, c: o.batch_norm_moments(x.contiguous()), "channels_last"),
+        (lambda o, x, c: o.batch_norm_apply(x, x.half(), c, c, None, None, True), "residual has"),
+        (lambda o, x, c: o.batch_norm_apply(x, None, c[:2], c, None, None, True), "mean has to"),
+        (lambda o, x, c: o.batch_norm_reduce(x.half(), x, c, c[:0].byte(), False), "dy has to"),
+        (lambda o, x, c: o.batch_norm_dx(x, c.byte(), x, c, c, None, c, c, 1), "mask has to"),
+    ],
+)
+def test_misuse_is_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(torch.ops.ampfuse, channels_last(*NCHW), torch.ones(3))

@@ -1,0 +1,342 @@
+"""ampfuse.nn.cross_entropy against float64, and what torch expects of an operator."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.profiler import profile
+
+from ampfuse import amp
+from ampfuse.nn import LinearCrossEntropy, cross_entropy, linear_cross_entropy
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+SPAN = 4096  # columns, of which a row's sums are made
+
+
+def logits_of(rows, classes, dtype, spread=3.0, seed=0):
+    random = torch.Generator().manual_seed(seed)
+    return (spread * torch.randn(rows, classes, generator=random)).to(dtype).requires_grad_()
+
+
+def targets_of(rows, classes, ignored=()):
+    target = torch.arange(rows) * 7919 % classes
+    target[list(ignored)] = -100
+    return target
+
+
+def exact(logits, target, weight=None, **options):
+    """Loss and gradient in float64."""
+    z = logits.detach().double().requires_grad_()
+    weight = None if weight is None else weight.double()
+    loss = F.cross_entropy(z, target, weight, **options)
+    loss.sum().backward()
+    return loss.detach(), z.grad
+
+
+def check(logits, target, weight=None, **options):
+    expected, gradient = exact(logits, target, weight, **options)
+    loss = cross_entropy(logits, target, weight, **options)
+    loss.sum().backward()
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss.detach().double(), expected, rtol=3e-7, atol=1e-6)
+    half = torch.finfo(logits.dtype).eps / 2 if logits.dtype != torch.float32 else 0
+    scale = gradient.abs().amax().item()
+    torch.testing.assert_close(
+        logits.grad.double(), gradient, rtol=half + 2e-6, atol=2e-7 * scale + _least(logits.dtype)
+    )
+
+
+def _least(dtype):
+    return torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(
+    ("rows", "classes"),
+    [
+        *((1, 1), (3, 7), (5, 15), (4, 16), (2, 17), (9, 127), (9, 128), (9, 129), (70, 1000)),
+        *((3, SPAN - 1), (3, SPAN), (3, SPAN + 1), (2, 3 * SPAN + 5), (2, 17 * SPAN + 3)),
+    ],
+)
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_agrees_with_float64(dtype, rows, classes, smoothing):
+    target = targets_of(rows, classes)
+    check(logits_of(rows, classes, dtype), target, label_smoothing=smoothing)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("smoothing", [0.0, 0.3, 1.0])
+def test_weights_ignored_targets_and_reductions(dtype, reduction, weighted, smoothing):
+    rows, classes = 33, 130
+    weight = torch.linspace(0, 2, classes) if weighted else None
+    target = targets_of(rows, classes, ignored=(0, 7, 32))
+    options = {"reduction": reduction, "label_smoothing": smoothing}
+    check(logits_of(rows, classes, dtype), target, weight, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_is_nearer_to_float64_than_torch_on_half_logits(dtype):
+    logits, target = logits_of(64, 5000, dtype), targets_of(64, 5000)
+    expected, gradient = exact(logits, target)
+    errors = []
+    for function in (cross_entropy, F.cross_entropy):
+        logits.grad = None
+        loss = function(logits, target)
+        loss.backward()
+        errors.append(
+            ((loss - expected).abs().item(), (logits.grad - gradient).norm().item()),
+        )
+    (ours, our_gradient), (torchs, their_gradient) = errors
+    assert ours < torchs / 100
+    assert our_gradient < their_gradient
+
+
+@pytest.mark.parametrize("shape", [(7,), (4, 7), (2, 7, 3), (2, 7, 3, 5)])
+def test_every_shape_of_torch(shape):
+    x = torch.randn(shape, dtype=torch.float64)
+    target = torch.randint(7, shape[:0] if len(shape) == 1 else shape[:1] + shape[2:])
+    layouts = [x, x.to(memory_format=torch.channels_last)] if len(shape) == 4 else [x]
+    for z in layouts:
+        half = z.to(torch.bfloat16).requires_grad_()
+        check(half, target)
+    probabilities = torch.rand(shape).softmax(0 if len(shape) == 1 else 1)
+    loss = cross_entropy(half, probabilities.bfloat16())
+    torch.testing.assert_close(
+        loss, F.cross_entropy(half.float(), probabilities.bfloat16().float())
+    )
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_extremes(dtype):
+    largest = torch.finfo(dtype).max
+    inf = torch.inf
+    rows = [
+        [0.0] * 20,
+        [1e4] + [-1e4] * 19,
+        [-1e4] + [1e4] * 19,
+        [largest, -largest] + [0.0] * 18,
+        [0.0, -inf] + [-inf] * 18,
+        [1.0, -inf] + [3.0] * 18,
+        [inf] + [0.0] * 19,
+        [0.0, inf] + [0.0] * 18,
+        [-inf] * 20,
+        [torch.nan] + [0.0] * 19,
+        [inf, inf] + [0.0] * 18,
+    ]
+    logits = torch.tensor(rows, dtype=dtype, requires_grad=True)
+    target = torch.zeros(len(rows), dtype=torch.int64)
+    expected, gradient = exact(logits, target, reduction="none")
+    loss = cross_entropy(logits, target, reduction="none")
+    loss.sum().backward()
+    known = ~expected.isnan()
+    torch.testing.assert_close(loss[known].double(), expected[known], rtol=1e-6, atol=1e-6)
+    assert not loss[~known].isfinite().any()
+    finite = gradient.isfinite().all(1) & gradient.sum(1).isfinite()
+    torch.testing.assert_close(
+        logits.grad[finite].double(),
+        gradient[finite],
+        rtol=max(torch.finfo(dtype).eps, 2e-6),
+        atol=1e-6,
+    )
+    assert logits.grad[1:2].isfinite().all()
+    assert logits.grad[9].isnan().all()
+
+
+def test_nothing_counts():
+    logits, target = logits_of(3, 5, torch.bfloat16), torch.full((3,), -100)
+    loss = cross_entropy(logits, target)
+    loss.backward()
+    assert loss.isnan()  # as torch's
+    assert torch.equal(logits.grad, torch.zeros_like(logits))
+    assert cross_entropy(logits, target, reduction="sum") == 0
+    empty = torch.empty(0, 5, requires_grad=True)
+    assert cross_entropy(empty, target[:0], reduction="sum") == 0
+    assert cross_entropy(logits.detach()[:, :5], torch.tensor([0, 4, 9]), ignore_index=9) > 0
+
+
+def test_wrong_arguments_are_told():
+    logits, target = logits_of(3, 5, torch.bfloat16), targets_of(3, 5)
+    with pytest.raises(
+        IndexError, match="target 5 is none of 5 classes, and not ignore_index, -100"
+    ):
+        cross_entropy(logits, torch.tensor([0, 5, 1]))
+    with pytest.raises(IndexError, match="target -1 is none"):
+        cross_entropy(logits, torch.tensor([0, 4, -1]))
+    with pytest.raises(ValueError, match="reduction must be"):
+        cross_entropy(logits, target, reduction="max")
+    with pytest.raises(ValueError, match="label_smoothing must be"):
+        cross_entropy(logits, target, label_smoothing=1.5)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_a_gradient_penalty(dtype):
+    """torch's operations give the second derivative, the logits' and the incoming gradient's."""
+
+    def penalty(loss_of, x, factor):
+        loss = loss_of(x * factor, target, weight, label_smoothing=0.1)
+        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+        return torch.autograd.grad((gradient**2).sum() * 100 + loss, (x, factor))
+
+    x, target, weight = logits_of(6, 9, dtype), targets_of(6, 9, [2]), torch.rand(9) + 0.5
+    factor = torch.tensor(0.7, dtype=dtype, requires_grad=True)
+    exactly = [t.detach().double().requires_grad_() for t in (x, factor)]
+    weight = weight.double()
+    expected = penalty(F.cross_entropy, *exactly)
+    weight = weight.float()
+    eps = torch.finfo(dtype).eps
+    for result, exact_one in zip(penalty(cross_entropy, x, factor), expected, strict=True):
+        scale = exact_one.abs().amax().item()
+        torch.testing.assert_close(result.double(), exact_one, rtol=8 * eps, atol=4 * eps * scale)
+
+
+def passed_on(dtype=torch.bfloat16, view=False):
+    """(x, logits): logits that no operation before saved."""
+    x = logits_of(8, 300, dtype)
+    logits = x + 1
+    return x, logits.view(2, 4, 300).flatten(0, 1) if view else logits
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_the_gradient_is_written_over_logits_that_nobody_holds(view):
+    found = []
+    target = targets_of(8, 300)
+    for held in (False, True):
+        x, logits = passed_on(view=view)
+        memory, before = logits.data_ptr(), logits.detach().clone()
+        logits.register_hook(lambda gradient: found.append(gradient))
+        loss = cross_entropy(logits, target)
+        kept = logits if held else None
+        del logits
+        loss.backward()
+        expected = exact(before, target)[1].bfloat16()
+        torch.testing.assert_close(x.grad, expected)
+        assert (found.pop().data_ptr() == memory) is not held
+        if held:
+            assert torch.equal(kept, before)
+
+
+def test_a_graph_that_is_kept_gives_the_gradient_again():
+    x, logits = passed_on()
+    loss = cross_entropy(logits, targets_of(8, 300))
+    del logits
+    loss.backward(retain_graph=True)
+    first, x.grad = x.grad, None
+    loss.backward()
+    assert torch.equal(x.grad, first)
+
+
+def test_what_another_operation_saved_stays():
+    x = logits_of(8, 300, torch.float32)
+    logits = x.tanh()  # keeps its output
+    loss = cross_entropy(logits, targets_of(8, 300)) + logits.sum()
+    del logits
+    loss.backward()
+    z = x.detach().double().requires_grad_()
+    y = z.tanh()
+    (F.cross_entropy(y, targets_of(8, 300)) + y.sum()).backward()
+    torch.testing.assert_close(x.grad.double(), z.grad, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_any_number_of_threads_gives_the_same_bits(dtype):
+    results = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        logits = logits_of(65, 4 * SPAN + 1, dtype)
+        cross_entropy(logits, targets_of(65, 4 * SPAN + 1), label_smoothing=0.1).backward()
+        results.append(logits.grad)
+    torch.set_num_threads(2)
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+@pytest.mark.parametrize("loss_function", [F.cross_entropy, nn.CrossEntropyLoss()])
+def test_losses_of_half_outputs_are_fused(level, loss_function):
+    torch.manual_seed(0)
+    model = nn.Linear(16, 50)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    x, target = torch.randn(8, 16), targets_of(8, 50)
+    outputs = model(x)
+    with profile() as profiled:
+        loss = loss_function(outputs, target)
+    assert "ampfuse::cross_entropy_loss" in {event.key for event in profiled.key_averages()}
+    expected, _ = exact(outputs.detach().double(), target)
+    torch.testing.assert_close(loss.detach().double(), expected, rtol=1e-6, atol=1e-6)
+    with amp.scale_loss(loss, optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiles_in_one_graph(backend):
+    logits, target = logits_of(8, 300, torch.bfloat16), targets_of(8, 300)
+    expected = torch.autograd.grad(cross_entropy(logits, target), logits)[0]
+    compiled = torch.compile(cross_entropy, fullgraph=True, backend=backend)
+    found = torch.autograd.grad(compiled(logits, target), logits)[0]
+    assert torch.equal(found, expected)
+
+
+def test_is_an_operator_as_torch_wants_it():
+    logits, target = logits_of(4, 30, torch.float32), targets_of(4, 30)
+    torch.library.opcheck(torch.ops.ampfuse.cross_entropy, (logits, target, None, -100, 0.1))
+
+
+# ---- with the last linear layer ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("block_rows", [None, 1, 7, 40, 41])
+@pytest.mark.parametrize("options", [{}, {"reduction": "sum", "label_smoothing": 0.1}])
+def test_a_head_in_blocks_agrees_with_float64(dtype, block_rows, options):
+    torch.manual_seed(0)
+    head = LinearCrossEntropy(24, 130, bias=True, **options, block_rows=block_rows).to(dtype)
+    x = torch.randn(5, 8, 24, dtype=dtype, requires_grad=True)
+    target = targets_of(40, 130, ignored=(3, 39)).view(5, 8)
+    loss = head(x, target)
+    loss.backward()
+    exact_head = nn.Linear(24, 130).double()
+    exact_head.load_state_dict(head.state_dict())
+    y = x.detach().double().requires_grad_()
+    expected = F.cross_entropy(exact_head(y).flatten(0, 1), target.flatten(), **options)
+    expected.backward()
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(loss.detach().double(), expected.detach(), rtol=2 * eps, atol=0)
+    tensors = zip((x, *head.parameters()), (y, *exact_head.parameters()), strict=True)
+    for found, right in ((a.grad, b.grad) for a, b in tensors):
+        error = (found.double() - right).norm() / right.norm()
+        assert error < 2 * eps
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+def test_a_head_trains_at_every_level(level):
+    torch.manual_seed(0)
+    model = LinearCrossEntropy(16, 10, block_rows=5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    x = torch.randn(16, 16)
+    target = x[:, :10].argmax(1)
+    losses = []
+    for _ in range(30):
+        optimizer.zero_grad()
+        loss = model(x, target)
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert loss.dtype == torch.float32
+    assert losses[-1] < losses[0] / 4
+    assert model(x).shape == (16, 10)
+
+
+def test_a_head_tells_what_is_wrong():
+    x, weight = torch.randn(4, 3), torch.randn(5, 3)
+    with pytest.raises(ValueError, match=r"target must be int64 and of shape \(4,\)"):
+        linear_cross_entropy(x, weight, torch.zeros(3, dtype=torch.int64))
+    with pytest.raises(IndexError, match="target 5 is none"):
+        linear_cross_entropy(x, weight, torch.full((4,), 5))
+    assert (
+        linear_cross_entropy(x[:0], weight, torch.zeros(0, dtype=torch.int64), reduction="sum") == 0
+    )

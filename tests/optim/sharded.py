@@ -1,0 +1,541 @@
+"""Trainings on shards against the same on whole parameters; one process for each rank.
+
+``python sharded.py FOLDER CASE ...`` writes ``FOLDER/<rank>.pt``: for each case None, or what went
+wrong. Gradients are the same for both, so that bits have to agree.
+"""
+
+import contextlib
+import datetime
+import itertools
+import os
+import sys
+import traceback
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as checkpoint
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import ampfuse
+from ampfuse import amp, optim
+from cases import CODED, KINDS, bf16, f16, f32, make
+from trainings import MODES, Net, fractions, integers
+
+SIZE = int(os.environ["WORLD_SIZE"])
+DEVICE = os.environ.get("DEVICE", "cpu")
+STEPS = 100
+FEWER = STEPS if SIZE > 2 else 10  # on two ranks, in the quick tests
+GRID = (min(SIZE, 2), max(SIZE // 2, 1))
+SHAPES = ((160, 32), (5, 31), (1,), (3, 7), (64, 80))  # uneven, and empty on most ranks
+PLACES = {  # how a mesh has the parameters; each in one dimension or two
+    "rows": ((SIZE,), [Shard(0)]),
+    "copies": ((SIZE,), [Replicate()]),
+    "copies of rows": (GRID, [Replicate(), Shard(0)]),
+    "rows and columns": (GRID, [Shard(0), Shard(1)]),
+}
+
+
+def mesh_of(places):
+    shape, _ = PLACES[places]
+    return init_device_mesh(DEVICE, shape, mesh_dim_names=("a", "b")[: len(shape)])
+
+
+def params_of(dtypes, places):
+    """The same parameters whole and in shards."""
+    mesh = mesh_of(places)
+    wholes, shards = [], []
+    for i, shape in enumerate(SHAPES):
+        value = fractions(shape, i).to(dtypes[i % len(dtypes)])
+        wholes.append(nn.Parameter(value.clone()))
+        dims = list(PLACES[places][1])
+        if len(shape) == 1:  # has no columns
+            dims = [Replicate() if place == Shard(1) else place for place in dims]
+        shards.append(nn.Parameter(distribute_tensor(value, mesh, dims, src_data_rank=None)))
+    return wholes, shards
+
+
+def set_gradients(params, step, scale, infinite=False):
+    """Exact in every type. An infinite one is in one place: in one rank's shard, or its copies."""
+    for i, param in enumerate(params):
+        gradient = integers(tuple(param.shape), step + i, 7) / 64 * scale
+        if infinite and i == 0:
+            gradient[-1, 3] = float("inf")
+        gradient = gradient.to(param.dtype)
+        if isinstance(param, DTensor):
+            gradient = distribute_tensor(
+                gradient, param.device_mesh, param.placements, src_data_rank=None
+            )
+        param.grad = None if i == 1 and step % 7 == 3 else gradient
+
+
+def full(value):
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def assert_same(whole, shards, exact=True):
+    """Parameters, masters and states of two optimizers."""
+    for group, other in zip(whole.param_groups, shards.param_groups, strict=True):
+        for param, shard in zip(group["params"], other["params"], strict=True):
+            weight = getattr(param, "model_param", param)
+            compare("the parameter", weight.detach(), shard.detach(), exact)
+    saved, others = whole.state_dict()["state"], shards.state_dict()["state"]
+    assert saved.keys() == others.keys()
+    for i, state in saved.items():
+        for key in others[i]:
+            if key in state:  # codes are saved decoded
+                compare(f"{key} of {i}", state[key], others[i][key], exact)
+
+
+def compare(what, expected, found, exact):
+    found, expected = full(torch.as_tensor(found)), torch.as_tensor(expected)
+    assert found.dtype == expected.dtype, what
+    if exact:
+        same = torch.equal(found, expected)
+    else:
+        bound = 1e-2 if found.dtype != f32 else 1e-5
+        same = torch.allclose(found, expected, rtol=bound, atol=bound / 10)
+    worst = (found.double() - expected.double()).abs().max() if found.numel() else 0
+    assert same, f"{what} differs by up to {worst}"
+
+
+def train(kind, places, *arguments, **options):
+    try:
+        return _train(kind, places, *arguments, **options)
+    except Exception as error:
+        error.add_note(f"{kind}, {places}, {options}")
+        raise
+
+
+def _train(kind, places, dtypes=(f32,), clip=False, exact=True, steps=STEPS, **options):
+    """Under our GradScaler with planted overflows."""
+    wholes, shards = params_of(dtypes, places)
+    optimizers = [make(kind, params, **options) for params in (wholes, shards)]
+    scalers = [ampfuse.GradScaler(DEVICE, init_scale=2.0**10, growth_interval=5) for _ in range(2)]
+    for step in range(steps):
+        for params, optimizer, scaler in zip((wholes, shards), optimizers, scalers, strict=True):
+            scaler.scale(torch.ones(()))
+            set_gradients(params, step, scaler.get_scale(), infinite=step % 11 == 4)
+            if clip and step % 2:
+                scaler.clip_grad_norm_(optimizer, 0.5)
+            scaler.step(optimizer)
+            scaler.update()
+        assert scalers[0].get_scale() == scalers[1].get_scale(), step
+        one, other = (optimizer.last_step for optimizer in optimizers)
+        assert one.skipped == other.skipped, step
+        assert one.skipped == (step % 11 == 4), step
+        torch.testing.assert_close(one.grad_norm, other.grad_norm, equal_nan=True)
+    assert_same(*optimizers, exact)
+    return optimizers
+
+
+FOLLOW_NORMS = [kind for kind in KINDS if kind.startswith(("lamb", "novograd"))]
+
+
+def every_optimizer():
+    for kind in KINDS:
+        train(kind, "rows", exact=kind not in FOLLOW_NORMS, steps=FEWER)
+
+
+def groups_and_frozen_parameters():
+    """Several groups, of which one has no trained parameter, and a row without any gradient."""
+    wholes, shards = params_of((f32, bf16), "rows")
+    optimizers = []
+    for params in (wholes, shards):
+        params[2].requires_grad_(False)
+        groups = [
+            {"params": params[:2], "lr": 1e-2},
+            {"params": params[2:3]},
+            {"params": params[3:], "lr": 1e-3, "weight_decay": 0.3},
+        ]
+        optimizers.append(make("adamw", groups, master_weights=True, skip_nonfinite=True))
+    for step in range(20):
+        for params, optimizer in zip((wholes, shards), optimizers, strict=True):
+            set_gradients(params, step, 1.0, infinite=step == 4)
+            params[2].grad = params[4].grad = None
+            optimizer.step()
+            assert optimizer.last_step.skipped == (step == 4)
+    assert_same(*optimizers)
+
+
+def gradients_of_other_kinds():
+    """One that is placed otherwise, and one that is no DTensor."""
+    mesh = mesh_of("rows")
+    whole = nn.Parameter(fractions((12, 4), 0))
+    shard = nn.Parameter(distribute_tensor(whole.detach().clone(), mesh, [Shard(0)]))
+    optimizers = [
+        make("adamw", [(name, param)]) for name, param in zip("ws", (whole, shard), strict=True)
+    ]
+    for step in range(3):
+        whole.grad = integers((12, 4), step, 7)
+        shard.grad = distribute_tensor(whole.grad.clone(), mesh, [Replicate()])
+        for optimizer in optimizers:
+            optimizer.step()
+    assert_same(*optimizers)
+    shard.grad = torch.ones(12, 4)
+    with pytest.raises(TypeError, match="gradient of s is no DTensor"):
+        optimizers[1].step()
+    compare("the parameter", whole.detach(), shard.detach(), exact=True)
+
+
+def every_place():
+    for places in PLACES:
+        train("adamw", places, dtypes=(f32, bf16, f16), master_weights=True, steps=FEWER)
+        train("adamw", places, clip=True, exact=False, steps=FEWER)
+        train("novograd-decay", places, exact=False, steps=FEWER)
+
+
+def every_mode():
+    """The shards of what is kept in codes are whole blocks here."""
+    for options in MODES.values():
+        for kind in ("adamw", "sgd-all", "lion-decay"):
+            train(kind, "rows", dtypes=(bf16, f16), steps=FEWER, **options)
+
+
+def clipping():
+    for kind in KINDS:
+        train(kind, "rows", clip=True, exact=False, steps=min(FEWER, 24))
+
+
+def nets(dtype=f32):
+    """A model whole and under FSDP2, with the same weights. One layer has too few rows for all."""
+
+    def net():
+        torch.manual_seed(0)
+        layers = [nn.Linear(24, 64), nn.ReLU(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 1)]
+        return nn.Sequential(*layers).to(dtype)
+
+    whole, sharded = net(), net()
+    # Gradients are added in FP32: FP16 ones would be divided before, and lose digits.
+    options = {"mesh": mesh_of("rows"), "mp_policy": MixedPrecisionPolicy(reduce_dtype=f32)}
+    for layer in sharded:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, **options)
+    return whole, fully_shard(sharded, **options)
+
+
+def losses(models, step, dtype=f32):
+    """All ranks have the same batch, so that the mean of their gradients is that of one."""
+    inputs = fractions((16, 24), step).to(dtype)
+    return [model(inputs).float().square().mean() for model in models]
+
+
+def step_by_scaler(loss, optimizer, scaler, infinite):
+    optimizer.zero_grad()
+    scaler.scale(loss * torch.inf if infinite else loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def step_by_amp(loss, optimizer, infinite, max_norm=None):
+    optimizer.zero_grad()
+    with amp.scale_loss(loss * torch.inf if infinite else loss, optimizer) as scaled:
+        scaled.backward()
+    if max_norm is not None:
+        amp.clip_grad_norm_(optimizer, max_norm)
+    optimizer.step()
+    assert optimizer.last_step.skipped == infinite
+
+
+def fsdp():
+    for dtype, options in [
+        (f32, {}),
+        (bf16, {"master_weights": True}),
+        (f16, {"master_weights": "split"}),
+        (bf16, {"rounding": "stochastic", "state_dtype": "bf16"}),
+    ]:
+        models = nets(dtype)
+        optimizers = [make("adamw", model.parameters(), **options) for model in models]
+        scalers = [ampfuse.GradScaler(DEVICE, init_scale=2.0**8) for _ in models]
+        for step in range(20):
+            for one in zip(losses(models, step, dtype), optimizers, scalers, strict=True):
+                step_by_scaler(*one, infinite=step == 7)
+            assert optimizers[1].last_step.skipped == (step == 7)
+        if "rounding" not in options:
+            assert_same(*optimizers)
+
+
+def levels():
+    for level, clip in itertools.product(("O0", "O1", "O2", "O4", "O5"), (False, True)):
+        models = nets()
+        optimizers = [make("adamw", model.parameters()) for model in models]
+        for model, optimizer in zip(models, optimizers, strict=True):
+            amp.initialize(model, optimizer, opt_level=level, init_scale=2.0**8, verbosity=0)
+        for step in range(min(FEWER, 20) if clip else FEWER):
+            skips = level in ("O1", "O2") and step % 12 == 7
+            for one in zip(losses(models, step), optimizers, strict=True):
+                step_by_amp(*one, skips, 0.01 if clip and step % 3 == 1 else None)
+        assert_same(*optimizers, exact=not clip)
+
+
+def a_step_of_its_own():
+    """Of an optimizer that amp does not fuse: on FP32 shards, and not on half ones."""
+    for level in ("O1", "O4", "O5"):
+        models = nets()
+        optimizers = [torch.optim.RMSprop(model.parameters(), lr=1e-3) for model in models]
+        for model, optimizer in zip(models, optimizers, strict=True):
+            amp.initialize(model, optimizer, opt_level=level, init_scale=2.0**8, verbosity=0)
+        if level == "O5":
+            with pytest.raises(TypeError, match="RMSprop is not fused"):
+                step_by_amp(losses(models, 0)[1], optimizers[1], False)
+            return
+        for i in range(8):
+            for one in zip(losses(models, i), optimizers, strict=True):
+                step_by_amp(*one, level == "O1" and i == 5)
+        assert_same(*optimizers)
+
+
+class Loss(nn.Module):
+    """A net whose gradients are exact, so that DDP may divide FP16 ones before it adds them."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = Net()
+
+    def forward(self, seed, infinite):
+        return self.net.loss(seed, infinite=infinite)
+
+
+def ddp():
+    """Gradients in buckets; an overflow on one rank, of the second pass, skips the step on all."""
+    cases = [
+        *itertools.product(("O0", "O1", "O2", "O3", "O4", "O5"), ("adamw",), (False, True)),
+        *itertools.product(("O2",), KINDS, (False,)),
+    ]
+    for level, kind, delay in cases:
+        alone, whole = Loss(), Loss()
+        optimizers = [make(kind, m.parameters()) for m in (alone, whole)]
+        for m, optimizer in zip((alone, whole), optimizers, strict=True):
+            amp.initialize(m.net, optimizer, opt_level=level, init_scale=2.0**8, verbosity=0)
+        model = nn.parallel.DistributedDataParallel(whole, gradient_as_bucket_view=True)
+        for step in range(8):
+            skips = level in ("O1", "O2") and step == 5
+            for m, optimizer in ((alone, optimizers[0]), (model, optimizers[1])):
+                optimizer.zero_grad()
+                for part in range(2):
+                    infinite = skips and part and (m is alone or dist.get_rank() == SIZE - 1)
+                    loss = m(2 * step + part, infinite)
+                    delayed = delay and not part
+                    with amp.scale_loss(loss, optimizer, delay_unscale=delayed) as scaled:
+                        scaled.backward()
+                optimizer.step()
+                assert optimizer.last_step.skipped == skips, (level, step)
+        for one, other in zip(alone.parameters(), whole.parameters(), strict=True):
+            compare(f"{level}, {kind}, {delay}", one.detach(), other.detach(), exact=True)
+
+
+def share_of(loss):
+    """A loss whose mean over several ranks is `loss`, by factors that keep gradients exact."""
+    return loss * (0.5 + dist.get_rank() % 2)
+
+
+def gathered(tensor):
+    everyone = [torch.empty_like(tensor) for _ in range(SIZE)]
+    dist.all_gather(everyone, tensor)
+    return everyone
+
+
+def in_passes(model, optimizer, step, level, delay):
+    """Three of them, shared after the last alone where there are several ranks."""
+    optimizer.zero_grad()
+    shared = isinstance(model, nn.parallel.DistributedDataParallel)
+    for part in range(3):
+        with model.no_sync() if shared and part < 2 else contextlib.nullcontext():
+            infinite = step % 4 == part + 1 and (not shared or dist.get_rank() == 1)
+            loss = model(3 * step + part, infinite and level != "O5")
+            if shared:
+                loss = share_of(loss)
+            with amp.scale_loss(loss, optimizer, delay_unscale=delay and part < 2) as scaled:
+                scaled.backward()
+    if step % 2:
+        amp.clip_grad_norm_(optimizer, 0.01)
+    optimizer.step()
+
+
+def no_sync():
+    """Accumulation that DDP averages at its end; overflows on one rank, in each of its passes."""
+    for level, delay, views, unused in [
+        *itertools.product(("O1", "O2", "O5"), (False, True), (False, True), (False,)),
+        ("O2", False, False, True),
+    ]:
+        case = f"{level}, {delay=}, {views=}, {unused=}"
+        nets_ = Loss(), Loss()
+        optimizers = [make("sgd-all", net.parameters()) for net in nets_]
+        for net, optimizer in zip((n.net for n in nets_), optimizers, strict=True):
+            options = {"init_scale": 2.0**10, "growth_interval": 5, "verbosity": 0}
+            amp.initialize(net, optimizer, opt_level=level, **options)
+        spread = nn.parallel.DistributedDataParallel(
+            nets_[1], find_unused_parameters=unused, gradient_as_bucket_view=views
+        )
+        scalers = [optimizer._amp_session.loss_scalers[0] for optimizer in optimizers]
+        for step in range(8):
+            for model, optimizer in zip((nets_[0], spread), optimizers, strict=True):
+                in_passes(model, optimizer, step, level, delay)
+                skips = level != "O5" and step % 4 > 0
+                assert optimizer.last_step.skipped == skips, (case, step)
+            assert scalers[0].state_dict() == scalers[1].state_dict(), (case, step)
+            if step % 2:  # measured to clip
+                norms = [optimizer.last_step.grad_norm for optimizer in optimizers]
+                torch.testing.assert_close(*norms, rtol=0, atol=0, equal_nan=True)
+        for one, other in zip(*(net.parameters() for net in nets_), strict=True):
+            assert all(torch.equal(other, same) for same in gathered(other.detach())), case
+            compare(case, one.detach(), other.detach(), exact=True)
+
+
+def accumulation_in_fsdp():
+    """FSDP keeps gradients that it does not share, in the loss's scale: which stays meanwhile."""
+    for level in ("O1", "O2"):
+        models = nets()
+        optimizers = [make("sgd-all", model.parameters()) for model in models]
+        for model, optimizer in zip(models, optimizers, strict=True):
+            options = {"init_scale": 2.0**8, "growth_interval": 3, "verbosity": 0}
+            amp.initialize(model, optimizer, opt_level=level, **options)
+        for step in range(6):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                optimizer.zero_grad()
+                for part in range(3):
+                    if model is models[1]:
+                        model.set_requires_gradient_sync(part == 2)
+                    with amp.scale_loss(losses([model], 3 * step + part)[0], optimizer) as scaled:
+                        scaled.backward()
+                optimizer.step()
+        grown = [optimizer._amp_session.loss_scalers[0].loss_scale() for optimizer in optimizers]
+        assert grown == [2.0 ** (8 + 6), 2.0 ** (8 + 2)], level
+        for one, other in zip(*(model.parameters() for model in models), strict=True):
+            torch.testing.assert_close(one, full(other.detach()), rtol=2e-3, atol=1e-4)
+
+
+def static_graph_and_join():
+    """A rank without data goes along in DDP's collectives; an overflow skips the others' step."""
+    for level in ("O1", "O2", "O5"):
+        net = nets()[0]
+        optimizer = make("adamw", net.parameters())
+        amp.initialize(net, optimizer, opt_level=level, init_scale=2.0**8, verbosity=0)
+        model = nn.parallel.DistributedDataParallel(net, static_graph=level == "O2")
+        with model.join():
+            for step in range(4 + 2 * dist.get_rank()):
+                step_by_amp(*losses([model], step), optimizer, level != "O5" and step == 2)
+        for param in net.parameters():
+            assert all(torch.equal(param, same) for same in gathered(param.detach())), level
+
+
+def collectives():
+    """One for an inspection; LAMB has another for the norms of its updates."""
+    gather, calls = dist.all_gather_into_tensor, []
+
+    def counted(*arguments, **options):
+        calls.append(arguments)
+        return gather(*arguments, **options)
+
+    dist.all_gather_into_tensor = counted
+    try:
+        for kind, options, count in [
+            ("adamw", {}, 0),
+            ("adamw", {"max_grad_norm": 1.0}, 1),
+            ("adamw", {"skip_nonfinite": True, "max_grad_norm": 1.0}, 1),
+            ("novograd", {"max_grad_norm": 1.0}, 1),
+            ("lamb", {}, 1),
+            ("lamb", {"max_grad_norm": 1.0}, 2),
+        ]:
+            params = params_of((f32,), "rows")[1]
+            optimizer = make(kind, params, **options)
+            for step in range(3):
+                set_gradients(params, step, 1)
+                calls.clear()
+                optimizer.step()
+                assert len(calls) == count, (kind, options, step, len(calls))
+    finally:
+        dist.all_gather_into_tensor = gather
+
+
+def zero_redundancy():
+    """States of each parameter on one rank; the others get its weights."""
+    for dtype, options in [(f32, {}), (bf16, {"master_weights": "split"})]:
+        models = [nets(dtype)[0] for _ in range(2)]
+        plain = optim.AdamW(models[0].parameters(), lr=1e-2, **options)
+        redundant = ZeroRedundancyOptimizer(models[1].parameters(), optim.AdamW, lr=1e-2, **options)
+        scalers = [ampfuse.GradScaler(DEVICE, init_scale=2.0**8) for _ in range(2)]
+        for step in range(10):
+            pairs = zip(losses(models, step, dtype), (plain, redundant), scalers, strict=True)
+            for one in pairs:
+                step_by_scaler(*one, infinite=step == 4)
+        for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+            compare("the parameter", one.detach(), other.detach(), exact=True)
+
+
+RESUMED = {
+    "fp32": (f32, {}),
+    "masters": (bf16, {"master_weights": True}),
+    "split": (bf16, {"master_weights": "split"}),
+    **{name: (bf16, {"master_weights": "split", "state_dtype": name}) for name in CODED},
+    "stochastic": (bf16, {"rounding": "stochastic", "state_dtype": "bf16", "ema_decay": 0.9}),
+}
+
+
+def _train_on(model, optimizer, scaler, dtype, steps):
+    for step in steps:
+        step_by_scaler(*losses([model], step, dtype), optimizer, scaler, step % 6 == 4)
+
+
+def _resumable(name):
+    dtype, options = RESUMED[name]
+    model = nets(dtype)[1]
+    optimizer = make("adamw", model.parameters(), **options)
+    return model, optimizer, ampfuse.GradScaler(DEVICE, init_scale=2.0**8, growth_interval=5), dtype
+
+
+def save_and_go_on(folder):
+    """With torch.distributed.checkpoint; what the training comes to is saved beside it."""
+    for name in RESUMED:
+        model, optimizer, scaler, dtype = _resumable(name)
+        _train_on(model, optimizer, scaler, dtype, range(10))
+        weights, states = get_state_dict(model, optimizer)
+        saved = {"model": weights, "optimizer": states, "scaler": scaler.state_dict()}
+        checkpoint.async_save(saved, checkpoint_id=f"{folder}/{name}").result()
+        _train_on(model, optimizer, scaler, dtype, range(10, 20))
+        ended = [param.full_tensor() for param in model.parameters()]
+        if dist.get_rank() == 0:
+            torch.save([ended, scaler.state_dict()], f"{folder}/{name}.pt")
+    dist.barrier()
+
+
+def resume(folder):
+    """On as many ranks as there are; equal bits, where no block of codes ends with a shard."""
+    for name in RESUMED:
+        model, optimizer, scaler, dtype = _resumable(name)
+        weights, states = get_state_dict(model, optimizer)
+        saved = {"model": weights, "optimizer": states, "scaler": scaler.state_dict()}
+        checkpoint.load(saved, checkpoint_id=f"{folder}/{name}")
+        set_state_dict(
+            model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"]
+        )
+        scaler.load_state_dict(saved["scaler"])
+        _train_on(model, optimizer, scaler, dtype, range(10, 20))
+        expected, scale = torch.load(f"{folder}/{name}.pt")
+        assert scaler.state_dict() == scale, name
+        for one, param in zip(expected, model.parameters(), strict=True):
+            compare(name, one, param.detach(), True)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    torch.set_default_device(DEVICE)
+    backend = "gloo" if DEVICE == "cpu" else "nccl"
+    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=60))
+    folder, *names = sys.argv[1:]
+    found = {}
+    for name in names:
+        try:
+            globals()[name](*[folder] * (name in ("save_and_go_on", "resume")))
+            found[name] = None
+        except Exception:
+            found[name] = traceback.format_exc()
+            print(name, found[name], file=sys.stderr, flush=True)
+    torch.save(found, f"{folder}/{dist.get_rank()}.pt")
+    dist.barrier()
+    os._exit(0)  # gloo's threads now and then abort a process that ends by itself

@@ -1,0 +1,903 @@
+"""Split masters, states in 8 bits and BF16, stochastic weights, moving averages.
+
+The references are whole FP32 masters, the same step on FP32 states, the map of codes in NumPy, and
+float64. That instruction sets, threads and backends agree, that launches do not grow, and that the
+meter and captured steps know the modes is shown where the same is shown of the others: bits.py,
+test_same_bits.py, test_launches.py, test_meter.py, test_graphs.py.
+"""
+
+import contextlib
+import copy
+import itertools
+import pickle
+import sys
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import ampfuse
+from ampfuse import amp, optim
+from ampfuse._schema import STORAGES
+from ampfuse.optim.masters import joined_master, leaf_of, split_master
+from cases import (
+    CODED,
+    KINDS,
+    OPTIMIZERS,
+    assert_same,
+    bf16,
+    bits,
+    f16,
+    f32,
+    make,
+    same_bits,
+    short,
+    through_a_file,
+)
+from programs import python
+from trainings import MAKERS, MODES, Net, fractions, groups, is_coded
+
+halves = pytest.mark.parametrize("dtype", [bf16, f16], ids=short)
+PACKED = ("sgd-all", "adam-all", "adamw", "adamw-amsgrad", "adagrad-all", "lion-decay")
+SHAPES = ((4200,), (37, 130), (40, 8, 4, 4), (33,))
+inf, nan = torch.inf, torch.nan
+
+
+def parameters(dtypes, shapes=SHAPES, offset=0.0):
+    """One of each shape, in all types in turn; with four dimensions they are channels last."""
+    made = []
+    for shape, dtype in zip(shapes, itertools.cycle(dtypes), strict=False):
+        values = (torch.randn(shape) + offset).to(dtype)
+        layout = torch.channels_last if len(shape) == 4 else torch.contiguous_format
+        made.append(nn.Parameter(values.to(memory_format=layout)))
+    return made
+
+
+def train(optimizer, params, steps):
+    """Gradients depend on the step alone."""
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        for param in params:
+            param.grad = torch.randn(param.shape, generator=generator).to(param)
+        optimizer.step()
+
+
+def masters(optimizer):
+    states = optimizer.state_dict()["state"]
+    return [states[i]["master_param"] for i in sorted(states) if "master_param" in states[i]]
+
+
+def weights(params):
+    return [param.detach().clone() for param in params]
+
+
+def weight_of(master, dtype):
+    """What a finite split master rounds to: the nearest, in BF16 away from zero in a tie."""
+    if dtype == f16:
+        return master.clamp(-65504, 65504).to(f16)
+    rounded = (master.contiguous().view(torch.int32) + 0x8000) & ~0xFFFF
+    return rounded.view(f32).to(bf16).reshape(master.shape)
+
+
+# --- split masters --------------------------------------------------------------------------------
+
+
+def split_and_joined(master, dtype):
+    weight, rest = torch.empty_like(master, dtype=dtype), torch.empty_like(master).short()
+    split_master(master, weight, rest)
+    finite = master.isfinite()
+    assert same_bits(weight[finite], weight_of(master[finite], dtype))
+    assert torch.equal(weight[~finite].float().nan_to_num(7), master[~finite].nan_to_num(7))
+    joined = joined_master(weight, rest)
+    assert torch.equal(joined[~finite].nan_to_num(7), master[~finite].nan_to_num(7))
+    return joined
+
+
+def test_bf16_holds_every_fp32_value(device):
+    """All upper halves with the lower ones around ties, zeros and subnormals among them."""
+    high = torch.arange(-(2**15), 2**15, dtype=torch.int32) * 2**16
+    low = torch.tensor([0, 1, 0x1234, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=torch.int32)
+    master = (high[:, None] + low).flatten().view(f32).to(device)
+    joined, finite = split_and_joined(master, bf16), master.isfinite()
+    assert same_bits(joined[finite], master[finite])
+
+
+def test_fp16_holds_what_27_bits_do(device):
+    mantissas = 1 + torch.cat([torch.rand(300), torch.arange(0, 1, 2.0**-9), torch.ones(1)])
+    master = (mantissas * 2.0 ** torch.arange(-149, 128)[:, None].double()).flatten().to(f32)
+    ends = torch.tensor([0.0, 65503.99, 65504, 65519.99, 65520, 3e38, inf, nan])
+    master = torch.cat([master, -master, ends, -ends]).to(device)
+    joined, size = split_and_joined(master, f16), master.abs()
+    held = (size >= 2.0**-16) & (size <= 65504)
+    assert same_bits(joined[held], master[held])
+    assert (joined - master)[size < 2.0**-16].abs().max() <= 2.0**-40
+    beyond = (size > 65504) & size.isfinite()
+    assert torch.equal(joined[beyond], master[beyond].sign() * 65504)
+
+
+@pytest.mark.parametrize("steps", [300, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("larc", [False, True], ids=["alone", "LARC"])
+@halves
+@pytest.mark.parametrize("name", [*KINDS, "sgd-momentum", "sgd-nesterov", "adamw-amsgrad"])
+def test_hundreds_of_steps(name, dtype, larc, steps):
+    """Overflows, clipping, two passes a step, and a resume. FP16 stays where it is exact."""
+    if larc and name not in ("sgd-all", "adamw"):
+        pytest.skip("two are enough")
+    shapes, offset = ((300,), (3, 2, 5, 4), (7, 5), (1,)), 6.0 if dtype == f16 else 0.0
+    starts = parameters([dtype], shapes, offset)
+
+    def start(mode, params):
+        optimizer = make(name, params, master_weights=mode, lr=1e-3, max_grad_norm=20.0)
+        return optim.LARC(optimizer, 1e-3) if larc else optimizer
+
+    runs = {mode: copy.deepcopy(starts) for mode in ("split", True)}
+    optimizers = {mode: start(mode, params) for mode, params in runs.items()}
+    kind = torch.amp.GradScaler if dtype == f16 and not larc else ampfuse.GradScaler
+    scalers = {mode: kind("cpu", init_scale=2.0**8, growth_interval=50) for mode in runs}
+    generator = torch.Generator().manual_seed(1)
+    for step in range(steps):
+        grads = [torch.randn((2, *shape), generator=generator) for shape in shapes]
+        grads[0][1, 3] = inf if step % 97 == 5 else 1.0
+        for mode, params in runs.items():
+            scale = scalers[mode].scale(torch.ones(()))
+            for param, grad in zip(params, grads, strict=True):
+                param.grad = (grad[0] * scale).to(dtype)
+                param.grad += (grad[1] * scale).to(dtype)
+            scalers[mode].step(optimizers[mode])
+            scalers[mode].update()
+        if step % 50 == 49:
+            expected = masters(optimizers[True])
+            for i, (a, b) in enumerate(zip(masters(optimizers["split"]), expected, strict=True)):
+                split, whole = runs["split"][i].detach(), runs[True][i].detach()
+                assert same_bits(a, b)
+                assert same_bits(split, weight_of(b, dtype))
+                assert same_bits(whole, b.to(dtype))
+        if step == steps // 2 + 5:
+            runs["split"] = copy.deepcopy(runs["split"])
+            saved = through_a_file(optimizers["split"].state_dict())
+            optimizers["split"] = start("split", runs["split"])
+            optimizers["split"].load_state_dict(saved)
+
+
+def test_fp16_masters_end_at_65504(device):
+    param = nn.Parameter(torch.tensor([65504.0, -65504, 65472, 1, 1, 1]).to(device, f16))
+    optimizer = optim.SGD([param], lr=1.0, master_weights="split")
+    for _ in range(2):
+        param.grad = torch.tensor([-8.0, 8, -3, inf, nan, -65504]).to(param)
+        optimizer.step()
+    expected = torch.tensor([65504, -65504, 65478, -inf, nan, 65504]).to(device)
+    assert torch.equal(masters(optimizer)[0].nan_to_num(7), expected.nan_to_num(7))
+    assert torch.equal(param.detach().nan_to_num(7), expected.to(f16).nan_to_num(7))
+
+
+EDITS = {
+    "clamp_": lambda p, new: p.clamp_(-0.5, 0.5),
+    "copy_": lambda p, new: p.copy_(new),
+    "assigned .data": lambda p, new: setattr(p, "data", new.clone()),
+    "a slice": lambda p, new: p[5:900].fill_(2.0),
+    "in .data": lambda p, new: p.data[5:900].fill_(2.0),
+    "a mask": lambda p, new: p.mul_((new > 0).to(p.dtype)),
+    "a model": lambda p, new: nn.ParameterList([p]).load_state_dict({"0": new}),
+}
+
+
+@pytest.mark.parametrize("mode", [True, "split"])
+@pytest.mark.parametrize("edit", EDITS)
+@halves
+def test_edits_are_followed(edit, dtype, mode):
+    param = nn.Parameter(torch.randn(5000).to(dtype))
+    optimizer = optim.AdamW([param], lr=1e-2, weight_decay=0, master_weights=mode)
+    train(optimizer, [param], range(5))
+    before, old = masters(optimizer)[0].clone(), param.detach().clone()
+    with torch.no_grad():
+        EDITS[edit](param, torch.where(torch.rand(5000) < 0.5, torch.randn(5000).to(dtype), old))
+    if edit == "in .data" and mode is True:  # leaves no trace for autograd or for us
+        optimizer.refresh_masters()
+    edited = param.detach().clone()
+    for look in ("saved", "stepped"):
+        if look == "stepped":
+            optimizer.param_groups[0]["lr"] = 0.0
+            train(optimizer, [param], [9])
+        master = masters(optimizer)[0]
+        touched = bits(edited) != bits(old)
+        assert touched.sum() > 500
+        assert same_bits(master[~touched], before[~touched])
+        if mode is True:
+            assert torch.equal(master[touched], edited[touched].float())
+            assert torch.equal(master.to(dtype), edited)
+        else:
+            assert (master[edited == 0].abs() < (1e-38 if dtype == bf16 else 2.0**-24)).all()
+            above = torch.nextafter(edited.abs(), torch.full_like(edited, inf)).double()
+            half_a_unit = (above - edited.abs().double()) / 2
+            assert ((master.double() - edited.double()).abs() <= half_a_unit).all()
+            assert torch.equal(weight_of(master, dtype), edited)
+        assert torch.equal(param.detach(), edited)
+
+
+# --- under amp ------------------------------------------------------------------------------------
+
+
+def amp_training(level, name, driver, mode):
+    """Everything at once: losses, states and weights of each step. Gradients know no weights."""
+    model = Net()
+    for param in model.conv.requires_grad_(False).parameters():
+        param.data = param.to(bf16).float()  # so that nothing is lost until it is trained
+    first, last = groups(model)
+    optimizer, loss_scale = MAKERS[name]([first]), "dynamic" if driver == "scale_loss" else 1.0
+    options = {"num_losses": 2, "verbosity": 0, "loss_scale": loss_scale, "init_scale": 2.0**10}
+    amp.initialize(model, optimizer, opt_level=level, master_weights=mode, **options)
+    rates = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.75)
+    scaler = ampfuse.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+    for step in range(10):
+        optimizer.zero_grad()
+        losses = [model.loss(7 * step), model.loss(7 * step + 3, infinite=step == 8)]
+        if driver == "scale_loss":
+            for i, loss in enumerate(losses):
+                delay = step == 3 and i == 0
+                with amp.scale_loss(loss, optimizer, loss_id=i, delay_unscale=delay) as scaled:
+                    scaled.backward()
+        else:
+            scaler.scale(sum(losses)).backward()
+            if step in (2, 3):
+                scaler.unscale_(optimizer)
+        if step == 2:
+            torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 0.5)
+        if step == 5:
+            clip = amp if driver == "scale_loss" else scaler
+            clip.clip_grad_norm_(optimizer, 0.25)
+        if driver == "scale_loss":
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+        model.conv.requires_grad_(step >= 4)
+        if step == 6:
+            optimizer.add_param_group({**last, "lr": 2.0**-6})
+        if step == 7:  # weights anew, masters exactly
+            state = model.state_dict()
+            new = {k: fractions(tuple(v.shape), i) + 0.75 for i, (k, v) in enumerate(state.items())}
+            optimizer.follow_edits()
+            model.load_state_dict(new)
+            names = {id(weight): name for name, weight in model.named_parameters()}
+            for param in (p for group in optimizer.param_groups for p in group["params"]):
+                optimizer.restore_master(param, {}, new[names[id(leaf_of(param))]])
+        rates.step()
+        states = copy.deepcopy(optimizer.state_dict()["state"])
+        # Of a parameter that was never trained only the split one has a master.
+        states = {i: state for i, state in states.items() if state.keys() - {"master_param"}}
+        yield losses, states, weights(model.parameters())
+
+
+@pytest.mark.parametrize("driver", ["scale_loss", "scaler"])
+@pytest.mark.parametrize("name", ["torch.optim.SGD", "torch.optim.AdamW", "lamb", "LARC(sgd)"])
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_under_amp(level, name, driver):
+    if name == "LARC(sgd)":
+        if driver == "scaler":
+            pytest.skip("a GradScaler does not drive LARC on whole masters")
+        name = "LARC(torch.optim.SGD)"
+    runs = (amp_training(level, name, driver, mode) for mode in ("split", True))
+    differ = 0
+    for (losses, states, split), (expected, others, whole) in zip(*runs, strict=True):
+        assert losses == expected or differ
+        assert_same(states, others)
+        differ = sum(int((a != b).sum()) for a, b in zip(split, whole, strict=True))
+        low = [bits(s["master_param"]) & 0xFFFF for s in others.values() if "master_param" in s]
+        assert differ <= (sum(int((b == 0x8000).sum()) for b in low) if level == "O5" else 0)
+    assert len(states) == 8
+
+
+@pytest.mark.parametrize("mode", [True, "split", False])
+def test_a_standalone_optimizer_goes_under_amp(mode):
+    model = nn.Linear(50, 50, dtype=bf16)
+    optimizer = optim.AdamW(model.parameters(), lr=1e-2, master_weights="split")
+    train(optimizer, list(model.parameters()), range(3))
+    before = masters(optimizer), weights(model.parameters())
+    options = {"master_weights": mode, "verbosity": 0, "allow_incoming_model_not_fp32": True}
+    amp.initialize(model, optimizer, opt_level="O5", **options)
+    assert_same(
+        (masters(optimizer), weights(model.parameters())), (before[0] * bool(mode), before[1])
+    )
+    if mode is True:
+        assert_same(weights(amp.master_params(optimizer)), before[0])
+
+
+@pytest.mark.parametrize("around", [lambda optimizer: optimizer, optim.LARC])
+def test_a_step_of_its_own_takes_no_split_masters(around):
+    model = nn.Linear(3, 3)
+    optimizer = around(inner := torch.optim.RMSprop(model.parameters()))
+    before = dict(inner.__dict__)
+    for refused in (
+        lambda: amp.initialize(model, optimizer, opt_level="O5", master_weights="split"),
+        lambda: optim.upgrade(optimizer, master_weights="split"),
+    ):
+        with pytest.raises(TypeError, match=r"master_weights='split'.*RMSprop.*Use one of"):
+            refused()
+        assert (model.weight.dtype, type(inner)) == (f32, torch.optim.RMSprop)
+        assert inner.__dict__ == before
+
+
+# --- states ---------------------------------------------------------------------------------------
+
+
+class Map:
+    """Codes and values of a state, as compact.h tells; in NumPy, a block to a row.
+
+    `encode` takes as `random`, where a step rounds at random, a hash for each block; else None.
+    """
+
+    def __init__(self, state):
+        self.unsigned = "sq" in state or state == "sum"
+
+    def rounded(self, values):
+        """A tensor as its codes have it."""
+        found = torch.from_numpy(self.decode(*self.encode(blocks_of(values)))).flatten()
+        order = in_memory(values)
+        return (
+            torch.empty_like(order)
+            .copy_(found[: values.numel()].view(order.shape))
+            .as_strided(values.shape, values.stride())
+        )
+
+
+class Roots(Map):
+    """Of "8bit"."""
+
+    def __init__(self, state):
+        super().__init__(state)
+        self.codes, self.shift = (np.float32(255), 2) if self.unsigned else (np.float32(127), 1)
+        self.offset = np.uint32(0x3F800000 - (0x3F800000 >> self.shift))
+
+    def encode(self, x, random=None):
+        largest = np.abs(x).max(axis=1)
+        scale = np.where(largest == 0, largest, np.maximum(largest, np.float32(2.0**-126)))
+        inverse = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale > 0)
+        fraction = (np.abs(x) * inverse[:, None]).view(np.uint32)
+        root = ((fraction >> self.shift) + self.offset).view(np.float32)
+        code = np.rint(root.astype(np.float64) * self.codes)
+        if self.unsigned:
+            return np.maximum(code, 1).astype(np.uint8), scale
+        return np.copysign(code, x).astype(np.int8).view(np.uint8), scale
+
+    def decode(self, codes, scale):
+        count = codes if self.unsigned else codes.view(np.int8)
+        root = (np.abs(count.astype(np.float32)) * (1 / self.codes)).view(np.uint32)
+        fraction = np.where(count != 0, (root - self.offset) << self.shift, 0).astype(np.uint32)
+        return np.copysign(fraction.view(np.float32) * scale[:, None], count.astype(np.float32))
+
+
+class Floats(Map):
+    """Of "fp8": upper bits of an FP32 value in [2^-15, 1], or in [2^-31, 1] without a sign."""
+
+    def __init__(self, state):
+        super().__init__(state)
+        self.zero = np.uint32(0x30000000 if self.unsigned else 0x38000000)
+
+    def encode(self, x, random=None):
+        largest = np.abs(x).max(axis=1)
+        scale = np.where(largest == 0, largest, np.maximum(largest, np.float32(2.0**-126)))
+        inverse = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale > 0)
+        fraction = np.minimum((np.abs(x) * inverse[:, None]).view(np.uint32), 0x3F800000)
+        below = np.full(x.shape, 0x80000, np.uint32)
+        if random is not None:  # four bits of the place, reversed, are the first of 20
+            places = [int(f"{i % 16:04b}"[::-1], 2) << 16 for i in range(128)]
+            below = np.array(places, np.uint32) ^ (random[:, None] & 0xFFFE0 | 16)
+        code = (np.maximum(fraction + below, self.zero) - self.zero) >> 20
+        if self.unsigned:
+            return np.maximum(code, 1).astype(np.uint8), scale
+        return (code | np.signbit(x) << 7).astype(np.uint8), scale
+
+    def decode(self, codes, scale):
+        magnitude = codes if self.unsigned else codes & 0x7F
+        fraction = np.where(magnitude != 0, (magnitude.astype(np.uint32) << 20) + self.zero, 0)
+        values = fraction.astype(np.uint32).view(np.float32) * scale[:, None]
+        return values if self.unsigned else np.where(codes > 0x80, -values, values)
+
+
+MAPS = {"8bit": Roots, "fp8": Floats}
+FIRST_STATE = 6  # of a row's lists: see lists.h
+
+
+def mixed(x):
+    """The hash of compact.h."""
+    x = np.atleast_1d(x).astype(np.uint32)
+    x = (x ^ x >> 16) * np.uint32(0x7FEB352D)
+    x = (x ^ x >> 15) * np.uint32(0x846CA68B)
+    return x ^ x >> 16
+
+
+def block_hashes(seed, row, step, state, blocks):
+    """What rounds each block of a row's state, given by its place, in a step."""
+    row_key = mixed(mixed(mixed(seed) + np.uint32(row)) + np.uint32(step))
+    list_key = mixed(row_key + np.uint32((FIRST_STATE + state) * 0x9E3779B9 % 2**32))
+    return mixed(list_key ^ 128 * np.arange(blocks, dtype=np.uint32))
+
+
+def in_memory(tensor):
+    return tensor.permute(0, 2, 3, 1) if tensor.dim() == 4 else tensor
+
+
+def blocks_of(values):
+    """Blocks of 128 as they lie in memory, filled up with zeros."""
+    flat = in_memory(values).contiguous().flatten().cpu().numpy()
+    return np.pad(flat, (0, -len(flat) % 128)).reshape(-1, 128)
+
+
+@pytest.mark.parametrize("coded", CODED)
+@pytest.mark.parametrize("name", [*PACKED, "sgd-momentum", "adagrad-started"])
+def test_codes_are_those_of_the_map(name, coded, device):
+    """Beside a step on FP32 states, which start as what the codes before it mean."""
+    sizes = (4095, 4096, 4097, 32767, 32769, *((131071, 131073) if name == "adamw" else ()))
+    starts = [*parameters([f32], [*((size,) for size in sizes), (16, 20, 4, 4)])]
+    starts.append(nn.Parameter(torch.randn(5003)[3:]))  # aligned to nothing
+    params, twins = ([nn.Parameter(p.clone().to(device)) for p in starts] for _ in range(2))
+    params[-1].data = torch.cat([params[-1].detach()[:3], params[-1].detach()])[3:]
+    optimizer, exact = make(name, params, state_dtype=coded, seed=5), make(name, twins)
+    suffix = STORAGES[coded].suffix
+    for step in range(3):
+        for param, twin in zip(params, twins, strict=True):
+            size = 10.0 ** torch.randint(-12, 3, param.shape)
+            param.grad = (torch.randn(param.shape) * size).to(device)
+            param.grad[:2] = 0
+            twin.grad = param.grad.clone()
+            twin.data.copy_(param.detach())
+        optimizer.step()
+        exact.step()
+        means = optimizer.torch_state_dict()["state"]
+        for i, (param, twin) in enumerate(zip(params, twins, strict=True)):
+            assert same_bits(param, twin)
+            state = optimizer.state[param]
+            for place, key in enumerate(sorted(exact.state[twin].keys() - {"step"})):
+                value = exact.state[twin][key]
+                if param.numel() < 4096:
+                    assert same_bits(state[key], value)
+                    continue
+                blocks, n = blocks_of(value), param.numel()
+                random = block_hashes(5, i, step + 1, place, len(blocks))
+                codes, scales = MAPS[coded](key).encode(blocks, random)
+                found = blocks_of(state[key + suffix])
+                assert np.array_equal(found.flat[:n], codes.flat[:n]), (step, i, key)
+                assert np.array_equal(state[f"{key}_scale"].cpu().numpy(), scales), (step, i, key)
+                decoded = MAPS[coded](key).decode(codes, scales).flat[:n]
+                assert np.array_equal(blocks_of(means[i][key]).flat[:n], decoded), (step, i, key)
+                if MAPS[coded](key).unsigned:
+                    assert (means[i][key][value > 0] > 0).all()
+                value.copy_(means[i][key])
+
+
+def test_fp8_is_what_torch_calls_so():
+    """But for the least exponent, where torch has subnormal numbers."""
+    param = nn.Parameter(torch.zeros(1 << 14))
+    optimizer = optim.AdamW([param], state_dtype="fp8")
+    for _ in range(3):
+        param.grad = torch.randn(1 << 14) * torch.logspace(-7, 0, 1 << 14)[torch.randperm(1 << 14)]
+        optimizer.step()
+    state, exact = optimizer.state[param], optimizer.torch_state_dict()["state"][0]["exp_avg"]
+    codes, scale = state["exp_avg_fp8"], state["exp_avg_scale"].repeat_interleave(128)
+    normal = ((codes & 0x7F) >= 8) | (codes & 0x7F == 0)
+    assert 0.5 < normal.float().mean() < 1
+    values = codes.view(torch.float8_e4m3fn).float() / 2**8 * scale
+    assert torch.equal(values[normal], exact[normal])
+
+
+@pytest.mark.parametrize("coded", CODED)
+def test_moments_that_change_by_less_than_a_code(coded):
+    """What is rounded at random follows in the mean; what is not need not."""
+    if not STORAGES[coded].rounds_at_random:
+        pytest.skip("rounds to nearest")
+    param = nn.Parameter(torch.zeros(1 << 15))
+    optimizer, exact = (optim.Adam([param], lr=0.0, state_dtype=of) for of in (coded, "fp32"))
+    size = torch.rand(1 << 15) + 0.5
+    for step in range(1500):
+        param.grad = size * (1.0 if step < 20 else 0.3)
+        for each in (optimizer, exact):
+            each.step()
+    found, expected = (each.torch_state_dict()["state"][0] for each in (optimizer, exact))
+    for name in ("exp_avg", "exp_avg_sq"):
+        ratio = found[name] / expected[name]
+        assert abs(ratio.mean() - 1) < 0.02
+        assert ratio.std() < 0.3
+
+
+@pytest.mark.parametrize("coded", CODED)
+@pytest.mark.parametrize("name", PACKED)
+def test_a_gradient_whose_square_is_infinite(name, coded, device):
+    """No NaN: its weights are those of FP32 states, where those are finite, or stand still."""
+
+    def trained(mode, outlier):
+        param = nn.Parameter(torch.ones(4224, device=device))
+        optimizer = make(name, [param], state_dtype=mode)
+        for step in range(4):
+            param.grad = torch.ones_like(param)
+            if step == 0:
+                param.grad[130] = outlier
+            optimizer.step()
+        return param.detach()
+
+    exact, found, without = (trained(*run) for run in (("fp32", 1e30), (coded, 1e30), (coded, 1)))
+    assert found.isfinite().all()
+    rest = torch.arange(4224).sub(192).abs() > 64  # not of the outlier's block
+    assert same_bits(found[rest], without[rest])
+    if name.startswith("ada"):  # nothing but the decay moves where the second moment is infinite
+        assert found[130] == exact[130]
+
+
+@pytest.mark.parametrize("coded", CODED)
+def test_second_moments_do_not_vanish(coded):
+    param = nn.Parameter(torch.zeros(4096))
+    optimizer = optim.AdamW([param], state_dtype=coded, eps=0.0)
+    param.grad = torch.logspace(-12, 0, 4096)
+    for _ in range(300):
+        optimizer.step()
+        assert (optimizer.state[param]["exp_avg_sq" + STORAGES[coded].suffix] > 0).all()
+        assert param.detach().isfinite().all()
+        param.grad = torch.zeros(4096)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_problem_is_learned_as_with_fp32_states(mode):
+    x, teacher = (
+        torch.randn(2048, 32),
+        nn.Sequential(nn.Linear(32, 16), nn.Tanh(), nn.Linear(16, 1)),
+    )
+    target = (3 * teacher(x) + 0.3 * torch.randn(2048, 1)).detach()
+
+    def loss_after(options):
+        torch.manual_seed(7)
+        model = nn.Sequential(nn.Linear(32, 136), nn.Tanh(), nn.Linear(136, 1)).to(bf16)
+        optimizer = optim.AdamW(model.parameters(), lr=2e-3, **options)
+        for step in range(120):
+            part = slice(step % 4 * 512, step % 4 * 512 + 512)
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(model(x[part].to(bf16)).float(), target[part])
+            loss.backward()
+            optimizer.step()
+        return nn.functional.mse_loss(model.float()(x), target).item()
+
+    expected = loss_after({"master_weights": True})
+    assert expected < 0.4 * target.var().item()
+    assert loss_after(MODES[mode]) == pytest.approx(expected, rel=0.05)
+
+
+# --- stochastic rounding --------------------------------------------------------------------------
+
+
+def rounded_at_random(what, seed, device):
+    """(what FP32 gives, what is made of it at random) of 2,000 elements."""
+    torch.manual_seed(1)
+    dtype, momentum = (bf16, 0.0) if what == "weights" else (f32, 0.9)
+    start, grad = (torch.randn(2000).to(device, dtype) for _ in range(2))
+    mode = {"rounding": "stochastic"} if what == "weights" else {"state_dtype": "bf16"}
+    found = []
+    for param, options in ((start.float(), {}), (start.clone(), {"seed": seed, **mode})):
+        param.grad = grad.to(param)
+        optimizer = optim.SGD([param.requires_grad_()], lr=1e-3, momentum=momentum, **options)
+        optimizer.step()
+        found.append(optimizer.state[param]["momentum_buffer"] if momentum else param.detach())
+    return found
+
+
+@pytest.mark.parametrize("what", ["weights", "states"])
+def test_stochastic_rounding_has_no_bias(what, device):
+    count = 400
+    exact = rounded_at_random(what, 0, device)[0]
+    drawn = torch.stack([rounded_at_random(what, seed, device)[1] for seed in range(count)])
+    below = (exact.view(torch.int32) & ~0xFFFF).view(f32).to(bf16)  # towards zero
+    above = torch.nextafter(below, below.sign() * inf)
+    assert ((drawn == below) | (drawn == above)).all()
+    exact, below, unit = exact.double(), below.double(), (above.double() - below.double()).abs()
+    share = (exact - below).abs() / unit
+    assert (drawn.double() == exact)[:, share == 0].all()
+    z = (drawn.double().mean(0) - exact) / (unit * (share * (1 - share) / count).sqrt())
+    z = z[(share > 0.02) & (share < 0.98)]
+    assert z.abs().max() < 5
+    assert 0.9 < z.square().mean() < 1.1
+    assert abs(z.mean()) < 4 / len(z) ** 0.5
+    assert same_bits(rounded_at_random(what, 9, device)[1], drawn[9])
+    assert not same_bits(rounded_at_random(what, 2**32 - 1, device)[1], drawn[9])
+
+
+def test_rows_steps_lists_and_elements_have_random_bits_of_their_own():
+    params, n = [nn.Parameter(torch.ones(20000, dtype=bf16)) for _ in range(2)], 20000
+    options = {"rounding": "stochastic", "state_dtype": "bf16"}
+    optimizer, ups = optim.SGD(params, lr=1.0, momentum=0.5, **options), []
+    for step in range(3):
+        for param in params:
+            if step > 0:
+                optimizer.state[param]["momentum_buffer"].fill_(1.0)
+            param.data.fill_(2.5)
+            param.grad = torch.full_like(param, 0.50390625)
+        optimizer.step()  # to 1.00390625 and 1.49609375, which are ties
+        for param in params if step > 0 else ():
+            ups += [param > 1.496, optimizer.state[param]["momentum_buffer"] > 1.0039]
+    agree = [a == b for a, b in itertools.combinations(ups, 2)]
+    for draws in (*ups, *agree, *(a[1:] == a[:-1] for a in ups)):
+        assert abs(draws.float().mean().item() - 0.5) < 5 * 0.5 / n**0.5
+
+
+# --- averages -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", [True, "split", False])
+@pytest.mark.parametrize("name", KINDS)
+def test_averages_are_those_of_float64(name, mode, device):
+    """Of masters; of a half weight without one, before that is rounded."""
+    params = [nn.Parameter(p.detach().to(device)) for p in parameters([bf16, f32, f16])]
+    optimizer = make(name, params, master_weights=mode, ema_decay=0.9, skip_nonfinite=True)
+    exact = [param.detach().double() for param in params]
+    for step in range(30):
+        for param in params:
+            param.grad = torch.randn_like(param)
+        params[0].grad = None if step == 11 else params[0].grad
+        before = copy.deepcopy(optimizer.state_dict()["state"])
+        params[2].grad[5] = nan if step == 7 else 1.0
+        optimizer.step()
+        states = optimizer.state_dict()["state"]
+        if step == 7:
+            assert_same(states, before)
+            continue
+        for i, (param, average) in enumerate(zip(params, exact, strict=True)):
+            if param.grad is not None:
+                stepped = states[i].get("master_param", param.detach()).double()
+                average += (1 - 0.9) * (stepped - average)
+    for i, average in enumerate(exact):
+        error = (states[i]["ema"].double() - average).abs() / (average.abs() + 1)
+        assert error.max() <= (2.0**-20 if mode or params[i].dtype == f32 else 2.0**-8)
+
+
+@pytest.mark.parametrize("mode", [True, "split", False])
+def test_swapping_averages_in_and_out(mode):
+    params = parameters([bf16, f16, f32])
+    optimizer = optim.AdamW(params, lr=1e-1, master_weights=mode, ema_decay=0.9)
+    train(optimizer, params, range(4))
+    twins, twin = copy.deepcopy((params, optimizer))
+    before = copy.deepcopy((weights(params), optimizer.state_dict()))
+    averages = [optimizer.state[param]["ema"].to(param.dtype) for param in params]
+    with optimizer.swap_ema():
+        assert_same(weights(params), averages)
+        for refused in (
+            optimizer.step,
+            optimizer.state_dict,
+            lambda: optimizer.load_state_dict(before[1]),
+            lambda: list(amp.master_params(optimizer)),
+            lambda: copy.deepcopy(optimizer),
+            lambda: optimizer.swap_ema().__enter__(),
+        ):
+            with pytest.raises(RuntimeError, match="swap_ema"):
+                refused()
+    assert_same((weights(params), optimizer.state_dict()), before)
+    with pytest.raises(KeyError), optimizer.swap_ema():
+        raise KeyError
+    assert_same((weights(params), optimizer.state_dict()), before)
+    for others, other in ((params, optimizer), (twins, twin)):
+        train(other, others, range(4, 6))
+    assert_same((weights(params), optimizer.state_dict()), (weights(twins), twin.state_dict()))
+    without = optim.AdamW(params)
+    with pytest.raises(RuntimeError, match="ema_decay="), without.swap_ema():
+        pass
+    without.load_state_dict(optimizer.state_dict())
+    train(without, params, [6])  # nobody keeps these up, so they are not saved again
+    assert not any("ema" in state for state in without.state_dict()["state"].values())
+
+
+# --- checkpoints and copies -----------------------------------------------------------------------
+
+
+WHOLE = {"whole": {"master_weights": True, "skip_nonfinite": True}}
+
+
+@pytest.mark.parametrize("mode", [*MODES, *WHOLE])
+@pytest.mark.parametrize("name", [*PACKED, "lamb", "novograd-decay"])
+def test_resumed_and_copied_optimizers_go_on_with_the_same_bits(name, mode):
+    if is_coded(mode) and name not in PACKED:
+        pytest.skip("has no states in codes")
+    params, options = parameters([bf16, f32, f16, bf16]), (MODES | WHOLE)[mode]
+    optimizer = make(name, params, max_grad_norm=50.0, **options)
+    for steps in (0, 3):
+        train(optimizer, params, range(steps))
+        resumed = copy.deepcopy(params)
+        again = make(name, resumed, max_grad_norm=50.0, **options)
+        again.load_state_dict(through_a_file(optimizer.state_dict()))
+        pairs = [(resumed, again), copy.deepcopy((params, optimizer))]
+        pairs.append(pickle.loads(pickle.dumps((params, optimizer))))
+        alone = (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer)))
+        pairs += [(other.param_groups[0]["params"], other) for other in alone]
+        before = copy.deepcopy((weights(params), optimizer.state_dict()["state"]))
+        for others, other in pairs:
+            assert {key: getattr(other, key) for key in options} == options
+            assert other.max_grad_norm == 50.0
+            train(other, others, range(3, 6))
+        assert_same((weights(params), optimizer.state_dict()["state"]), before)
+        train(optimizer, params, range(3, 6))
+        for others, other in pairs:
+            assert_same(other.state_dict()["state"], optimizer.state_dict()["state"])
+            assert_same(weights(others), weights(params))
+
+
+KEPT = list(itertools.product(STORAGES, (True, "split", False)))
+
+
+@pytest.mark.parametrize("mode", [True, "split"])
+@pytest.mark.parametrize("kind", [optim.SGD, optim.AdamW, optim.Adagrad])
+def test_states_of_before_the_first_step_load(kind, mode):
+    """As Accelerate has each optimizer do that it prepares; there are masters alone."""
+    model = nn.Linear(4, 4)
+    optimizer = kind(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O5", master_weights=mode, verbosity=0)
+    before = copy.deepcopy(optimizer.state_dict())
+    optimizer.load_state_dict(copy.deepcopy(before))
+    assert_same(optimizer.state_dict(), before)
+    for twin in (pickle.loads(pickle.dumps(optimizer)), copy.deepcopy(optimizer)):
+        assert_same(twin.state_dict(), before)
+
+
+@pytest.mark.parametrize("target", KEPT, ids=str)
+@pytest.mark.parametrize("source", KEPT, ids=str)
+def test_every_mode_loads_every_other(source, target):
+    params = parameters([bf16, f32, f16, bf16])
+    others, names = copy.deepcopy(params), ("exp_avg", "exp_avg_sq")
+    optimizer, other = (
+        optim.AdamW(those, lr=1e-2, state_dtype=kept, master_weights=mode)
+        for those, (kept, mode) in ((params, source), (others, target))
+    )
+    train(optimizer, params, range(3))
+    train(other, others, [5])
+    saved = through_a_file(optimizer.state_dict())
+    with torch.no_grad():
+        for a, b in zip(others, params, strict=True):
+            a.copy_(b)
+    other.load_state_dict(saved)
+    other.param_table()
+    other.keep_bound()
+    found, exact = (each.torch_state_dict()["state"] for each in (other, optimizer))
+    for i, param in enumerate(params):
+        assert found[i]["step"] == exact[i]["step"] == 3
+        for name in names:
+            expected = exact[i][name]
+            if target[0] == "bf16":
+                expected = expected.to(bf16).float()
+            if target[0] in CODED and target[0] != source[0] and param.numel() >= 4096:
+                expected = MAPS[target[0]](name).rounded(expected)
+            assert torch.equal(found[i][name], expected)
+        master = exact[i].get("master_param", param.detach().float())
+        assert ("master_param" in found[i]) == bool(target[1] and param.dtype != f32)
+        assert torch.equal(found[i].get("master_param", master), master)
+    train(other, others, [3])
+    train(optimizer, params, [3])
+    for a, b in zip(others, params, strict=True):
+        torch.testing.assert_close(a, b, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("mode", [*CODED, "bf16"])
+@pytest.mark.parametrize("name", ["sgd-all", "adam-all", "adamw", "adagrad-all"])
+def test_torchs_optimizers_go_on_with_the_states(name, mode):
+    params = parameters([f32])
+    optimizer = make(name, params, state_dtype=mode)
+    train(optimizer, params, range(4))
+    kind, options = OPTIMIZERS[name]
+    others = copy.deepcopy(params)
+    other = getattr(torch.optim, kind)(others, **options)
+    other.load_state_dict(through_a_file(optimizer.torch_state_dict()))
+    train(optimizer, params, range(4, 8))
+    train(other, others, range(4, 8))
+    for a, b in zip(params, others, strict=True):
+        torch.testing.assert_close(a, b, rtol=0.02, atol=0.02)
+    for key in optimizer.algorithm.states_in(optimizer.param_groups[0]):
+        found, expected = other.state[others[0]][key], optimizer.torch_state_dict()["state"][0][key]
+        if mode == "fp8":  # whose codes are a sixteenth apart on the average, rounded at random
+            assert (found - expected).norm() < 0.1 * expected.norm()
+        else:
+            torch.testing.assert_close(found, expected, rtol=0.05, atol=0.1)
+
+
+# What a process has in memory, in bytes, after a step of a small parameter and of a large one.
+RESIDENT = """
+import ast, sys
+import torch
+from ampfuse import optim
+
+def resident():
+    pages = int(open("/proc/self/statm").read().split()[1])
+    return 4096 * pages
+
+def step(count):
+    param = torch.nn.Parameter(torch.ones(count, dtype=torch.bfloat16))
+    param.grad = torch.ones_like(param)
+    optimizer = optim.AdamW([param], **ast.literal_eval(sys.argv[1]))
+    for _ in range(2):
+        optimizer.step()
+    return optimizer
+
+small, before, count = step(8192), resident(), 1 << 24
+large = step(count)
+print((resident() - before) / count)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.parametrize(
+    ("options", "held"),
+    [
+        ({"master_weights": True}, 16),
+        ({"master_weights": "split"}, 14),
+        ({"master_weights": "split", "state_dtype": "bf16"}, 10),
+        *(({"master_weights": "split", "state_dtype": name}, 8 + 2 * 4 / 128) for name in CODED),
+        ({"master_weights": True, "state_dtype": "8bit"}, 10 + 2 * 4 / 128),
+        ({"rounding": "stochastic"}, 12),
+    ],
+    ids=str,
+)
+def test_bytes_a_parameter_held(options, held):
+    """By the process: of whatever makes the step, with weight and gradient."""
+    result = python("-c", RESIDENT, str(options))
+    assert result.returncode == 0, result.stderr
+    assert float(result.stdout) == pytest.approx(held, abs=0.1)
+
+
+def test_a_groups_choice_stays_its_own():
+    params = parameters([bf16])
+    split = [{"params": params[:2]}, {"params": params[2:]}]
+    optimizer = optim.AdamW([split[0], {**split[1], "state_dtype": "fp32"}], state_dtype="8bit")
+    plain = optim.AdamW(split)
+    for each in (optimizer, plain, optimizer):
+        train(each, params, range(2))
+        packed = ["exp_avg_codes" in each.state[param] for param in params]
+        assert packed == [each is optimizer] * 2 + [False] * 2
+        assert ("state_dtype" in each.param_groups[1]) == (each is optimizer)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            (plain if each is optimizer else optimizer).load_state_dict(each.state_dict())
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["LAMB", "NovoGrad"])
+def test_whose_states_are_no_codes(kind):
+    params, message = parameters([f32]), f"{kind} keeps no states in 8 bits.*Use 'bf16' or 'fp32'"
+    with pytest.raises(ValueError, match=message):
+        getattr(optim, kind)(params, state_dtype="8bit")
+    optimizer = getattr(optim, kind)(params[:2])
+    for wrong, told in (("8bit", message), ("4bit", "state_dtype is '4bit'")):
+        with pytest.raises(ValueError, match=told):
+            optimizer.add_param_group({"params": params[2:], "state_dtype": wrong})
+        assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("where", ["optimizer", "group"])
+def test_a_mode_that_changes_after_the_first_step(where):
+    params = parameters([bf16])
+    optimizer = optim.AdamW(params, lr=1e-2, master_weights="split", state_dtype="8bit")
+    twins, twin = copy.deepcopy((params, optimizer))
+    train(optimizer, params, range(2))
+    train(twin, twins, range(3))
+    before = copy.deepcopy((optimizer.state_dict()["state"], weights(params)))
+    for mode, message in (("fp32", "'8bit' to 'fp32' after"), ("4bit", "'4bit'"), ("8bit", "")):
+        refused = pytest.raises(ValueError, match=f"state_dtype.*{message}")
+        with refused if message else contextlib.nullcontext():
+            if where == "group":
+                optimizer.param_groups[0]["state_dtype"] = mode
+            else:
+                optimizer.state_dtype = mode
+            if message:
+                train(optimizer, params, [2])
+        if message:
+            assert_same((optimizer.state_dict()["state"], weights(params)), before)
+    train(optimizer, params, [2])
+    assert_same(weights(params), weights(twins))
+
+
+@pytest.mark.parametrize(
+    "key", ["exp_avg", "exp_avg_codes", "exp_avg_scale", "ema", "master_param"]
+)
+def test_checkpoints_of_other_shapes(key):
+    params, mode = parameters([bf16]), "fp32" if key == "exp_avg" else "8bit"
+    optimizer = optim.AdamW(params, state_dtype=mode, master_weights="split", ema_decay=0.9)
+    train(optimizer, params, range(2))
+    saved, before = (copy.deepcopy(optimizer.state_dict()) for _ in range(2))
+    saved["state"][2][key] = saved["state"][2][key][:3]
+    with pytest.raises(ValueError, match=rf"{key} for param_groups\[0\]\['params'\]\[2\].*Nothing"):
+        optimizer.load_state_dict(saved)
+    assert_same(optimizer.state_dict(), before)

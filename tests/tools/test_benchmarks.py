@@ -1,0 +1,723 @@
+"""The benchmarks: they run, every route arrives at the same weights, and their arithmetic is right.
+
+Nothing here asserts how long anything took.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import math
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from programs import python
+
+ROOT = Path(__file__).parents[2]
+BENCHMARKS = ROOT / "benchmarks"
+RESULTS = BENCHMARKS / "results"
+CPU = torch.device("cpu")
+SCRIPTS = sorted(path.stem for path in BENCHMARKS.glob("*.py"))
+
+
+@pytest.fixture
+def load(monkeypatch):
+    """A module of the benchmarks by name, with small caches to flush and nothing to compile."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    measuring = importlib.import_module("harness.measuring")
+    monkeypatch.setattr(measuring, "_last_level_cache_bytes", lambda _: 64)
+    monkeypatch.setattr(measuring, "_SETTLING_S", 0)
+    monkeypatch.setattr(importlib.import_module("harness.routes"), "_COMPILED_AT_MOST", {"cpu": 0})
+    return importlib.import_module
+
+
+@pytest.fixture
+def here(load, monkeypatch):
+    """Workers are this process: what runs in them is what counts, not where."""
+    measuring = load("harness.measuring")
+
+    class Here(measuring.Worker):
+        def __init__(self, clock, device, with_ampfuse=False):
+            self._served, self._made = measuring._Served(clock(device)), 0
+
+        def close(self):
+            pass
+
+        def ask(self, method, *arguments):
+            try:
+                return getattr(self._served, method)(*arguments)
+            except Exception as error:
+                missing = isinstance(error, ImportError)
+                raise measuring.WorkerError(f"{type(error).__name__}: {error}", missing) from error
+
+    for name in ("step", "host_time"):
+        monkeypatch.setattr(load(name), "Worker", Here)
+    return Here
+
+
+@pytest.fixture
+def main(load, monkeypatch):
+    """Runs a script with arguments."""
+
+    def run(name, *arguments):
+        module = load(name)
+        monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+        module.main()
+
+    return run
+
+
+def records(path):
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def run_step(load, here, case, **options):
+    """The rows of `case` by variant."""
+    with here(load("harness.measuring").Clock, CPU) as worker:
+        rows = load("step").run(case, CPU, 2, worker, **options)
+    return {row.variant: row for row in rows}
+
+
+# --- bytes ----------------------------------------------------------------------------------------
+
+
+def test_parameter_counts(load):
+    pytest.importorskip("torchvision")
+    cases = load("harness.cases")
+    sizes_of = cases.sizes_of
+    assert sum(cases.TENSORS["gpt2-medium"]) == 354_823_168
+    assert sum(sizes_of("resnet50")) == 25_557_032
+    assert sum(sizes_of("vit-b")) == 86_567_656
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "precision", "does", "least"),
+    [
+        ("AdamW", "bf16", "clip", 30),  # 2 + 2 + 8 + 16 + 2
+        ("AdamW", "fp16", "noclip", 30),
+        ("AdamW", "fp16", "alone", 28),
+        ("AdamW", "fp32", "clip", 36),  # 4 + 4 + 8 + 16 + 4: the gradient is left unscaled
+        ("AdamW", "fp32", "leave", 32),
+        ("AdamW", "fp32", "alone", 28),
+        ("SGD", "bf16", "clip", 22),  # 2 + 2 + 8 + 8 + 2
+        ("SGD", "fp32", "alone", 20),
+        ("LAMB", "fp16", "clip", 42),  # 30, and weight and moments read again
+    ],
+)
+def test_bytes_of_a_step(load, optimizer, precision, does, least):
+    case = load("harness.cases").Case(optimizer, "64M", precision, does)
+    assert case.step_bytes == least
+    weights = [torch.zeros(3, dtype=case.dtype)]
+    assert load("harness.routes").Ours(case, weights, weights).bytes_per_param == least
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "precision", "does", "fused", "foreach"),
+    [
+        # copy 6, unscale 8, norm 4, clip 8, update 28 (foreach 80), copy back 6
+        ("AdamW", "fp16", "clip", 60, 112),
+        # copy 6, check 8, update 28 that writes gradients 4, copy back 6; foreach: unscale 8
+        ("AdamW", "bf16", "noclip", 52, 100),
+        ("AdamW", "bf16", "alone", 40, 92),
+        ("AdamW", "fp32", "clip", 48, 100),
+        ("AdamW", "fp32", "noclip", 40, 88),
+        ("AdamW", "fp32", "alone", 28, 80),
+        ("SGD", "fp16", "clip", 52, 76),
+        ("SGD", "fp32", "alone", 20, 44),
+    ],
+)
+def test_bytes_of_torchs_routes(load, optimizer, precision, does, fused, foreach):
+    case = load("harness.cases").Case(optimizer, "64M", precision, does)
+    weights = [torch.zeros(3, dtype=case.dtype)]
+    counted = {
+        name: peer.build(case, weights, weights).bytes_per_param
+        for name, peer in load("harness.routes").peers(case, CPU).items()
+        if name.startswith("torch ")
+    }
+    assert counted == {"torch fused": fused, "torch foreach": foreach}
+
+
+def test_rows(load):
+    times = {"ampfuse": [4.0, 1.0, 2.0, 3.0, 5.0, 6.0], "copy": [2.0], "peer": [7.0]}
+    times = {name: values * (6 // len(values)) for name, values in times.items()}
+    rows = load("harness.results").rows_of(
+        CPU,
+        times,
+        params=1_000_000,
+        bytes_per_param={"ampfuse": 30.0, "copy": 30.0},
+        peers={"peer": "package 1.0"},
+        case="name",
+    )
+    ours, copy, peer = rows
+    assert (ours.median_ms, ours.p20_ms, ours.p80_ms, ours.min_ms, ours.n) == (3.5, 2, 5, 1, 6)
+    assert ours.gb_per_s == 8.571  # 30e6 bytes in 3.5 ms
+    assert copy.gb_per_s == 15.0
+    assert (ours.share_of_copy, copy.share_of_copy) == (0.5714, 1.0)
+    assert math.isnan(peer.gb_per_s)
+    assert (ours.peer, peer.peer) == ("", "package 1.0")
+
+
+# --- measuring ------------------------------------------------------------------------------------
+
+
+class FakeClock:
+    """Time is what the call adds to it."""
+
+    now = 0.0
+
+    def milliseconds(self, call, queueing_ms=0.0):
+        start = self.now
+        call()
+        return self.now - start
+
+
+def test_measure_takes_turns_and_leaves_out_what_is_not_the_call(load):
+    measuring = load("harness.measuring")
+    clock, log = FakeClock(), []
+
+    class Route:
+        def prepare(self):
+            log.append("prepare")
+            clock.now += 100
+
+        def __call__(self):
+            log.append("route")
+            clock.now += len(log)
+
+    def bound():
+        log.append("bound")
+        clock.now += 1000
+        return 7.5
+
+    variants = {name: measuring.Variant(clock, c) for name, c in (("a", Route()), ("b", bound))}
+    times = measuring.measure(variants, repeats=2)
+    assert log == ["prepare", "route", "bound"] * 4
+    assert times == {"a": [8.0, 11.0], "b": [7.5, 7.5]}  # after two rounds of warming up
+
+
+def test_a_peers_process_imports_no_ampfuse():
+    """It imports the script; ``frameworks``, which trains with ampfuse, measures no speed."""
+    modules = [name for name in SCRIPTS if name != "frameworks"]
+    code = (
+        "import importlib, sys\n"
+        "sys.path.insert(0, sys.argv[1])\n"
+        "for name in sys.argv[2:]:\n"
+        "    importlib.import_module(name)\n"
+        "    assert 'ampfuse' not in sys.modules, name"
+    )
+    end = python("-c", code, BENCHMARKS, *modules, "harness.routes", "harness.models")
+    assert end.returncode == 0, end.stderr
+
+
+def test_a_worker_measures_where_ampfuse_is_not(load):
+    measuring = load("harness.measuring")
+    case = load("harness.cases").Case("AdamW", "2000x500", "bf16", quick=True)
+    routes = load("harness.routes")
+    with measuring.Worker(measuring.HostClock, CPU) as worker:
+        peer = routes.peers(case, CPU)["torch foreach"]
+        theirs = worker.variant(routes.peer_route, case, CPU, peer)
+        assert theirs() > 0
+        assert theirs.memory_mib() > 0
+        assert theirs.answer()[0] == peer.build(case, *routes.tensors_of(case, CPU)).bytes_per_param
+        with pytest.raises(measuring.WorkerError, match="No module named 'missing'") as caught:
+            worker.variant(importlib.import_module, "missing")
+        assert caught.value.missing
+        with pytest.raises(measuring.WorkerError, match="ampfuse was imported"):
+            worker.variant(importlib.import_module, "ampfuse")
+
+
+def test_csv_round_trip(load, tmp_path):
+    results = load("harness.results")
+    times = {"ampfuse": [1.0, 2.0], "copy": [1.0, 1.0]}
+    moved = {"ampfuse": 30.0, "copy": 30.0}
+    rows = results.rows_of(
+        CPU, times, params=9, bytes_per_param=moved, case="a, b", optimizer="SGD"
+    )
+    results.write(tmp_path / "new" / "rows.csv", rows)
+    assert results.read(tmp_path / "new" / "rows.csv") == rows
+
+
+def test_new_rows_stand_where_those_of_the_same_key_did(load, tmp_path):
+    results = load("harness.results")
+    path = tmp_path / "rows.csv"
+
+    def put(case, milliseconds):
+        times = {"ampfuse": [milliseconds] * 2}
+        rows = results.rows_of(CPU, times, case=case, bytes_per_param={"ampfuse": 1.0})
+        results.put(path, rows, lambda row: row.case, ["a", "b"])
+
+    for case, milliseconds in (("b", 1.0), ("other", 2.0), ("a", 3.0), ("b", 4.0)):
+        put(case, milliseconds)
+    found = [(row.case, row.median_ms) for row in results.read(path)]
+    assert found == [("a", 3.0), ("b", 4.0), ("other", 2.0)]
+
+
+def test_a_csv_without_the_newer_columns_is_read(load, tmp_path):
+    old = tmp_path / "old.csv"
+    old.write_text(
+        "case,variant,threads,median_ms,p20_ms,p80_ms,min_ms,n,hardware,isa,torch,ampfuse,date\n"
+        "c,ampfuse,2,2.5,2.0,3.0,1.0,11,cpu,avx2,2.14.1,0.1.0,2026-01-01\n"
+    )
+    (row,) = load("harness.results").read(old)
+    assert (row.case, row.threads, row.median_ms, row.device) == ("c", 2, 2.5, "cpu")
+    assert math.isnan(row.share_of_copy)
+
+
+# --- step.py --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "AdamW 64M clip fp16",
+        "AdamW 64M noclip bf16",
+        "AdamW 64M clip fp32",
+        "AdamW 64M alone fp32",
+        "AdamW 64M alone bf16",
+        "SGD 64M clip bf16",
+        "SGD 64M noclip fp16",
+        "AdamW vit-b-groups clip fp16",
+        "AdamW 2000x500 clip bf16",
+        "AdamW 2000x64K-odd clip bf16",
+        "AdamW 1B-seldom clip bf16",
+        "LAMB 64M clip bf16",
+    ],
+)
+def test_every_route_takes_the_same_step(load, here, capsys, line):
+    optimizer, tensors, does, precision = line.split()
+    wanted = {"ampfuse", "torch fused", "torch foreach"}
+    if tensors.startswith("vit"):
+        pytest.importorskip("torchvision")
+    if optimizer == "LAMB":
+        pytest.importorskip("timm")
+        wanted = {"ampfuse", "timm Lamb"}
+    case = load("harness.cases").Case(optimizer, tensors, precision, does, quick=True)
+    rows = run_step(load, here, case)
+    if case.moves_memory:
+        wanted |= {"copy", "limit"}
+    assert wanted <= set(rows), capsys.readouterr().out
+    beside = [name for name in rows if name.split()[0] not in ("ampfuse", "copy", "limit")]
+    for row in rows.values():
+        assert (row.case, row.params) == (case.name, case.params)
+        assert row.n == (2 if row.variant in beside else 2 * len(beside))
+    ours = rows["ampfuse"]
+    assert ours.bytes_per_param == case.step_bytes
+    assert ours.gb_per_s == pytest.approx(
+        case.params * case.step_bytes / ours.median_ms / 1e6, rel=0.01
+    )
+    if "copy" in rows:
+        assert ours.share_of_copy == pytest.approx(ours.gb_per_s / rows["copy"].gb_per_s, rel=0.01)
+    if optimizer == "LAMB":
+        assert rows["timm Lamb"].peer.startswith("timm ")
+
+
+def test_modes_and_metered_steps_are_variants_of_ours(load, here):
+    case = load("harness.cases").Case("AdamW", "2000x500", "bf16", quick=True)
+    rows = run_step(load, here, case, modes=True, meter=True)
+    modes = {f"ampfuse {mode}" for mode in load("harness.routes").MODES}
+    meter = {f"ampfuse, {name}" for name in ("meter off", "metered", "metered, bits")}
+    assert modes | meter < set(rows)
+
+
+def test_a_compiled_optimizer_is_a_route_of_few_tensors(load, monkeypatch):
+    cases, routes = load("harness.cases"), load("harness.routes")
+    monkeypatch.setattr(routes, "_COMPILED_AT_MOST", {"cpu": 4})
+    for tensors, compiled in (("64M", True), ("2000x500", False)):
+        case = cases.Case("AdamW", tensors, "bf16")
+        assert ("torch compiled" in routes.peers(case, CPU)) == compiled
+
+
+class Wrong:
+    """An optimizer that arrives elsewhere, or breaks."""
+
+    def __init__(self, params, breaks=False, **options):
+        self.params = params
+        if breaks:
+            raise RuntimeError("no such device")
+
+    @torch.no_grad()
+    def step(self):
+        torch._foreach_add_(self.params, 1)
+
+
+def test_a_peer_that_does_not_run_is_named_and_left_out(load, here, monkeypatch, capsys):
+    step, Peer = load("step"), load("harness.routes").Peer
+    wrong = f"{__name__}:Wrong"
+    peers = {
+        "missing": Peer("missing:Adam", {}),
+        "broken": Peer(wrong, {"breaks": True}),
+        "wrong": Peer(wrong, {}),
+        "other": Peer(wrong, {}, agrees=False),
+    }
+    monkeypatch.setattr(step, "peers", lambda *arguments: peers)
+    case = load("harness.cases").Case("AdamW", "2000x500", "bf16", quick=True)
+    assert set(run_step(load, here, case)) == {"ampfuse", "other"}
+    said = capsys.readouterr().out
+    assert "missing: not installed (ModuleNotFoundError: No module named 'missing')" in said
+    assert "broken: not run (RuntimeError: no such device)" in said
+    assert "wrong: not run (Tensor-likes are not close!)" in said
+
+
+@pytest.mark.parametrize("does", ["clip", "noclip", "alone"])
+@pytest.mark.parametrize("fused", [True, False], ids=["with a scaler", "no scaler drives it"])
+def test_an_optimizer_on_the_parameters_themselves(load, here, monkeypatch, capsys, does, fused):
+    peer = load("harness.routes").Peer("torch.optim:AdamW", {"fused": fused})
+    monkeypatch.setattr(load("step"), "peers", lambda *arguments: {"peer": peer})
+    case = load("harness.cases").Case("AdamW", "2000x500", "fp32", does, quick=True)
+    assert set(run_step(load, here, case)) == {"ampfuse", "peer"}, capsys.readouterr().out
+
+
+def test_step_script(main, here, tmp_path, capsys):
+    path = tmp_path / "step.csv"
+    options = ["--quick", "--repeats", 2, "--threads", 1, "--csv", path]
+    main("step", "--only", "sgd-64M-bf16", *options)
+    rows = records(path)
+    assert {row["case"] for row in rows} == {"quick-sgd-64M-bf16"}
+    assert {row["variant"] for row in rows} >= {"ampfuse", "copy", "limit", "torch fused"}
+    for row in rows:
+        assert (row["optimizer"], row["dtype"], row["does"]) == ("SGD", "bf16", "clip")
+        assert row["hardware"]
+        assert row["torch"] == torch.__version__
+        assert float(row["p20_ms"]) <= float(row["median_ms"]) <= float(row["p80_ms"])
+    main("report", path)
+    assert "| quick-sgd-64M-bf16 |" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="no case's name holds 'nothing'"):
+        main("step", "--only", "nothing", *options)
+
+
+def test_every_case_has_its_own_name(load):
+    cases = load("harness.cases").cases
+    for device in ("cpu", "cuda"):
+        names = [case.name for case in cases(device, wide=True)]
+        assert len(set(names)) == len(names)
+        assert {case.name for case in cases(device)} < set(names)
+
+
+# --- host_time.py ---------------------------------------------------------------------------------
+
+
+def test_host_time_script(main, here, tmp_path):
+    path = tmp_path / "host.csv"
+    main("host_time", "--quick", "--repeats", 2, "--only", "fp16", "sharded", "--csv", path)
+    found = {(row["case"], row["variant"]) for row in records(path)}
+    whole = ["ampfuse", "torch fused", "torch foreach"]
+    shards = ["ampfuse, whole", "ampfuse, shards", "torch fused, shards"]
+    expected = {(f"quick-adamw-2000x1-fp16-{kind}", v) for kind in ("same", "new") for v in whole}
+    sharded = "sharded-quick-adamw-2000x1-fp32-1ranks"
+    expected |= {(f"{sharded}-{kind}", v) for kind in ("same", "new") for v in shards}
+    assert found == expected
+    main("report", path)
+
+
+@pytest.mark.parametrize("model", ["mlp", pytest.param("transformer", marks=pytest.mark.slow)])
+def test_o1_variants_train_alike_in_processes_of_their_own(load, model):
+    host_time = load("host_time")
+    before = torch.nn.functional.layer_norm
+    with host_time.trainings(model, CPU, True) as variants:
+        losses = {
+            name: [variant(), variant(), variant.answer()][-1] for name, variant in variants.items()
+        }
+    assert set(losses) == {"torch.amp", "FP32", "ampfuse O1", "ampfuse.compat"}
+    assert torch.nn.functional.layer_norm is before
+    for loss in losses.values():
+        assert loss == pytest.approx(losses["FP32"], rel=0.02)
+
+
+def test_new_gradients_are_other_tensors(load):
+    host_time, routes = load("host_time"), load("harness.routes")
+    case = load("harness.cases").Case("AdamW", "2000x1", "fp16", quick=True)
+    weights, gradients = routes.tensors_of(case, CPU)
+    peers = routes.peers(case, CPU)
+    made = [routes.Ours(case, weights, gradients)]
+    made += [peers[name].build(case, weights, gradients) for name in host_time._ROUTES]
+    for route in made:
+        new = host_time.prepared(route, "new")
+        before = [param.grad for param in route.params]
+        new.prepare()
+        after = [param.grad for param in route.params]
+        assert not {g.data_ptr() for g in before} & {g.data_ptr() for g in after}
+        for gradient, value in zip(after, gradients, strict=True):
+            torch.testing.assert_close(gradient.float(), value.float())
+
+
+# --- layers.py, quality.py ------------------------------------------------------------------------
+
+
+def test_every_operation_has_a_gradient(load):
+    layers = load("layers")
+    for name in ("conv2d", "amax", "attention", "conv-32-192-48-2-3-1"):
+        operation = layers.Operation(name, torch.bfloat16)
+        operation()
+        assert {x.dtype for x in operation.inputs} == {torch.bfloat16}
+    assert {name for name, _ in layers.OPERATIONS.values()} == set(layers.OPS)
+
+
+@pytest.mark.parametrize("channels", [8, 16])
+@pytest.mark.parametrize("residual", [False, True])
+def test_a_fused_norm_computes_what_torchs_does(load, monkeypatch, channels, residual):
+    layers = load("layers")
+    monkeypatch.setattr(layers, "layers_of", lambda *_: 1)
+    plain, fused = (kind(channels, 4, residual, CPU) for kind in (layers.Norm, layers.FusedNorm))
+    y = plain.run(plain.x[0], plain.residual[0])
+    torch.testing.assert_close(fused.run(plain.x[0], plain.residual[0]), y, atol=0.02, rtol=0.02)
+    plain()
+    fused()
+
+
+@pytest.mark.parametrize(
+    ("task", "arm"),
+    [("wide-resnet", "split, 8bit"), ("text", "BF16, stochastic"), ("wrn16_4", "O5, fused")],
+)
+def test_a_run_is_a_curve_with_the_trained_net_at_its_end(load, monkeypatch, tmp_path, task, arm):
+    pytest.importorskip("sklearn")
+    quality = load("quality")
+    data = tuple(x[:32] for x in quality.TASKS[task].data())
+    if task == "wrn16_4":
+        data = tuple(x[..., :8, :8] if x.dim() == 4 else x for x in data)
+    short = quality.TASKS[task]._replace(steps=50, batch=2, data=lambda: data)
+    monkeypatch.setitem(quality.TASKS, task, short)
+    rows = quality.train(task, arm, 0)
+    assert [row.step for row in rows] == list(range(2, 51, 2))
+    assert all(row.loss > 0 for row in rows)
+    assert [math.isnan(row.accuracy) for row in rows] == [True] * 24 + [False]
+    path = tmp_path / "rows.csv"
+    quality.save(path, rows, [(task, arm)])
+    quality.save(path, rows, [(task, arm)])
+    assert len(records(path)) == 25
+    (line,) = quality.table(load("harness.results").read(path, quality.Row))[2:]
+    assert line.startswith(f"| {task} | {arm} | {rows[-1].loss:.4g} (")
+    assert line.endswith(" | yes, yes |")
+
+
+def test_an_arm_is_within_the_spread_of_the_first_ones_seeds(load):
+    quality = load("quality")
+    conditions = dict.fromkeys(("hardware", "torch", "ampfuse", "date"), "")
+
+    def rows(arm, *losses):
+        return [
+            quality.Row(task="t", arm=arm, seed=seed, test_loss=loss, **conditions)
+            for seed, loss in enumerate(losses)
+        ]
+
+    found = [*rows("first", 1.0, 2.0, 3.0), *rows("at", 4.0, 4.0, 4.0), *rows("above", 4.0, 4.1)]
+    assert quality.table(found) == [
+        "| task | arm | test loss | losses within the spread |",
+        "|---|---|---|---|",
+        "| t | first | 2 (1 to 3) | yes |",
+        "| t | at | 4 (4 to 4) | yes |",
+        "| t | above | 4.05 (4 to 4.1) | no |",
+    ]
+
+
+# --- what is published ----------------------------------------------------------------------------
+
+
+def test_table(load):
+    results, report = load("harness.results"), load("report")
+    times = {
+        "ampfuse": [2.0, 2.0],
+        "copy": [1.5, 1.5],
+        "limit": [1.6, 1.6],
+        "torch fused": [5.0, 5.0],
+        "torch foreach": [9.0, 9.0],
+        "DeepSpeed CPUAdam": [2.2, 2.2],
+    }
+    rows = results.rows_of(
+        CPU,
+        times,
+        params=1_000_000,
+        bytes_per_param={"ampfuse": 30.0, "copy": 30.0},
+        peers={"DeepSpeed CPUAdam": "deepspeed 1"},
+        case="c",
+    )
+    cells = report.cells("c", rows)
+    assert cells["ampfuse, ms"] == "2.00 (2.00-2.00)"
+    assert cells["ampfuse / limit"] == "1.25"
+    assert cells["share of copy bandwidth"] == "75% of 20 GB/s"
+    assert cells["fastest torch route, ms"] == "5.00 (5.00-5.00) fused"
+    assert cells["ampfuse is faster by"] == "**2.5x**"
+    assert cells["than others"] == "DeepSpeed CPUAdam 1.10x"
+    few = [row for row in rows if row.variant in ("ampfuse", "copy")]
+    header = "| step | threads | ampfuse, ms | share of copy bandwidth |"
+    assert report.steps_table(few)[:2] == [header, "|---|---|---|---|"]
+
+
+def documented(page, header):
+    """The lines of the table in a page of docs/ that starts with `header`."""
+    text = (ROOT / "docs" / page).read_text()
+    return text[text.index(header) :].split("\n\n")[0].splitlines()
+
+
+def test_the_documentation_has_the_table_of_the_csv(load):
+    lines = load("report").steps_table(load("harness.results").read(RESULTS / "step_cpu.csv"))
+    assert documented("benchmarks.md", "| step | threads |") == lines
+
+
+def test_the_page_of_gpus_is_that_of_the_csvs(load, tmp_path):
+    """A file that its comment names fills it in; nothing else of the page changes."""
+    results, report = load("harness.results"), load("report")
+    page = ROOT / "docs" / "benchmarks.md"
+    found = tmp_path / "page.md"
+    found.write_text(page.read_text())
+    for path in sorted(RESULTS.glob("*.csv")):
+        if f"<!-- {path.name} -->" in page.read_text():
+            report.fill(found, path)
+    assert found.read_text() == page.read_text()
+
+    times = {"torch": [2.0] * 3, "fused": [1.0] * 3, "copy": [0.5] * 3}
+    moved = dict.fromkeys(times, 8.0)
+    rows = results.rows_of(CPU, times, params=1, bytes_per_param=moved, case="a")
+    rows += results.rows_of(CPU, {"fused": [20.0] * 3}, case="b")
+    for name in ("layers_cuda.csv", "layers_cuda.csv", "other.csv"):
+        results.write(tmp_path / name, rows)
+        report.fill(found, tmp_path / name)
+    head, _, tail = page.read_text().partition("<!-- layers_cuda.csv -->\n")
+    new = found.read_text()
+    assert new.startswith(head)
+    assert new.endswith(tail)
+    assert new.count("| a | 2.00 (2.00-2.00), 25% | 1.00 (1.00-1.00), 50% |") == 1
+    assert new.count("| b |  | 20.0 (20.0-20.0) |  |") == 1
+
+
+@pytest.mark.parametrize(
+    ("page", "file"), [("benchmarks.md", "fused_accuracy"), ("frameworks.md", "frameworks_epyc")]
+)
+def test_the_documentation_has_the_losses_of_the_csv(load, page, file):
+    quality = load("quality")
+    rows = load("harness.results").read(RESULTS / f"{file}.csv", quality.Row)
+    assert documented(page, "| task | arm |") == quality.table(rows)
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in BENCHMARKS.glob("*.sh")))
+def test_shell_scripts_parse(name):
+    subprocess.run(["bash", "-n", BENCHMARKS / name], check=True)
+
+
+def calls_of_the_gate():
+    """{call: {part: seconds}}"""
+    script = (BENCHMARKS / "gpu_gate.sh").read_text()
+    found = re.findall(r'^  \[(\d)\]="(.*)"$', script, re.MULTILINE)
+    return {
+        call: {name: int(s) for name, s in (part.split(":") for part in parts.split())}
+        for call, parts in found
+    }
+
+
+def test_the_gate_runs_benchmarks_that_exist():
+    gate = (BENCHMARKS / "gpu_gate.sh").read_text()
+    names = set(re.findall(r"\bmeasure (\w+) \w+_cuda", gate))
+    assert {"step", "layers", "nets", "host_time"} <= names
+    assert all((BENCHMARKS / f"{name}.py").exists() for name in names)
+
+
+@pytest.fixture
+def gate(tmp_path):
+    """gate(*parts, **environment): runs the script where every tool does nothing, and says so."""
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    # What the stand-ins do: "fail NAME" fails, "hang NAME" does not end, of any of their arguments.
+    # What they are told to make is there then, and what a program is to run must be.
+    stand_in = f"""#!/bin/sh
+        for word in $FAIL; do case "$(basename "$0") $*" in *$word*) exit 3 ;; esac; done
+        for word in $HANG; do case "$(basename "$0") $*" in *$word*) sleep 60 ;; esac; done
+        case "$*" in *units.py*) exec {sys.executable} "$@" ;; esac
+        echo "$(basename "$0") $*" | head -n 1
+        for word; do
+            case "$0 $before" in
+                */nvcc" "-o) cp "$0" "$word" ;;
+                */python3" "--csv) touch "$word" ;;
+            esac
+            case $word in */test_core) [ -x "$word" ] || exit 4 ;; esac
+            before=$word
+        done"""
+    for name in ("python3", "cmake", "nvcc", "nvidia-smi", "compute-sanitizer", "ncu"):
+        (tools / name).write_text(stand_in)
+        (tools / name).chmod(0o755)
+
+    def run(*parts, **environment):
+        path = f"{tools}{os.pathsep}{os.environ['PATH']}"
+        environment |= {"PATH": path, "PYTHON": "python3"}
+        environment |= {"OUT": str(tmp_path / "out"), "BUILD": os.path.relpath(tmp_path, ROOT)}
+        program = [BENCHMARKS / "gpu_gate.sh", *parts]
+        result = subprocess.run(
+            program, capture_output=True, text=True, env={**os.environ, **environment}
+        )
+        with tarfile.open(tmp_path / "out" / "gpu_gate.tar.gz") as archive:
+            names = {Path(name).name for name in archive.getnames()}
+            summary = archive.extractfile("./summary.txt").read().decode()
+        found = re.findall(r"^(\w+) +([A-Z]{2,}|ok) ", summary, re.MULTILINE)
+        assert {f"{name}.log" for name, _ in found} <= names
+        assert len(list((tmp_path / "out").iterdir())) <= 8
+        return result.returncode, dict(found)
+
+    return run
+
+
+@pytest.mark.parametrize("call", ["1", "2", "3"])
+def test_each_call_of_the_gate_runs_its_parts_in_nine_minutes(gate, call):
+    parts = calls_of_the_gate()[call]
+    assert sum(parts.values()) <= 9 * 60
+    assert list(parts)[:2] == ["machine", "build"]  # it may be another machine than the last's
+    assert gate(call) == (0, dict.fromkeys(parts, "ok"))
+
+
+def test_the_parts_of_calls_add_up_in_one_archive(gate):
+    _, first = gate("1")
+    assert set(gate("host_time")[1]) == {*first, "host_time"}
+
+
+CORE_PARTS = ("core", "memcheck", "racecheck", "initcheck")
+
+
+@pytest.mark.parametrize("part", CORE_PARTS)
+@pytest.mark.parametrize("core", [{}, {"CORE": ""}], ids=["not set", "empty"])
+def test_each_part_of_the_gate_builds_the_tests_of_the_core(gate, tmp_path, part, core):
+    assert gate(part, **core) == (0, {part: "ok"})
+    assert (tmp_path / "core" / "test_core").exists()
+    # They are there now, and newer than their sources: no compiler is asked.
+    assert gate(part, FAIL="nvcc") == (0, {part: "ok"})
+
+
+@pytest.mark.parametrize("part", CORE_PARTS)
+def test_tests_of_the_core_may_be_brought_along(gate, tmp_path, part):
+    gate("core")
+    brought = (tmp_path / "core").rename(tmp_path / "brought")
+    assert gate(part, CORE=str(brought), FAIL="nvcc")[0] == 0
+    assert not (tmp_path / "core").exists()
+
+
+def test_a_wheel_may_be_brought_along(gate, tmp_path):
+    (tmp_path / "ampfuse-1-cp312-any.whl").touch()
+    assert gate("build", WHEEL=f"{tmp_path}/*cp312*.whl", FAIL="cmake") == (0, {"build": "ok"})
+    said = (tmp_path / "results" / "build.log").read_text()
+    assert f"-m zipfile -e {tmp_path}/ampfuse-1-cp312-any.whl" in said
+
+
+def test_what_fails_or_hangs_in_the_gate_keeps_no_other_from_running(gate):
+    code, found = gate("build:9", "tests:1", "core", FAIL="cmake", HANG="test_gpu.py")
+    assert found == {"build": "FAILED", "tests": "TIMEOUT", "core": "ok"}
+    assert code == 2
+
+
+def test_what_a_part_leaves_of_its_time_the_next_have(gate):
+    """And no more: the parts of a call end when the sum of their seconds is over."""
+    started = time.monotonic()
+    _, found = gate("machine:4", "tests:2", "stress:1", HANG="test_gpu.py")
+    assert found == {"machine": "ok", "tests": "TIMEOUT", "stress": "TIMEOUT"}
+    assert 5 < time.monotonic() - started < 20
+
+
+def test_what_is_not_there_is_skipped(gate, tmp_path):
+    (tmp_path / "tools" / "compute-sanitizer").unlink()
+    code, found = gate("memcheck", "nets", "tables", FAIL="torchvision,timm")
+    assert found == {"memcheck": "SKIPPED", "nets": "SKIPPED", "tables": "SKIPPED"}
+    assert code == 0

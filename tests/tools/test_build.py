@@ -1,0 +1,402 @@
+"""What the build decides: which torch, which compiler, and what it says when it cannot go on.
+
+The decisions are functions of what was found, so no test here needs a network, a compiler or
+another torch. Those marked slow install for real.
+"""
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+import types
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from ampfuse import _core
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def probe(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "buildtools")
+    monkeypatch.delenv("AMPFUSE_CUDA", raising=False)
+    return importlib.import_module("probe")
+
+
+@pytest.fixture
+def backend(probe, monkeypatch):
+    """The build backend around a scikit-build-core that only says what it was asked."""
+    hooks = (
+        "get_requires_for_build_sdist",
+        "get_requires_for_build_wheel",
+        "get_requires_for_build_editable",
+        "prepare_metadata_for_build_wheel",
+        "prepare_metadata_for_build_editable",
+        "build_sdist",
+        "build_wheel",
+        "build_editable",
+    )
+    inner = types.ModuleType("scikit_build_core.build")
+    for hook in hooks:
+        answer = ["ninja"] if hook.startswith("get_requires") else hook
+        setattr(inner, hook, lambda *args, answer=answer: answer)
+    outer = types.ModuleType("scikit_build_core")
+    outer.build = inner
+    monkeypatch.setitem(sys.modules, "scikit_build_core", outer)
+    monkeypatch.setitem(sys.modules, "scikit_build_core.build", inner)
+    monkeypatch.delitem(sys.modules, "ampfuse_build", raising=False)
+    module = importlib.import_module("ampfuse_build")
+    yield module
+    sys.modules.pop("ampfuse_build", None)
+
+
+def a_torch(probe, version="2.14.1+cu130", cuda="13.0"):
+    return probe.Torch(version, cuda, "include", ["python"])
+
+
+def a_shell_script(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+# ---- torch ---------------------------------------------------------------------------------------
+
+
+def test_finds_the_torch_that_runs_these_tests(probe):
+    found = probe.find_torch([[sys.executable]])
+    assert found.version == torch.__version__
+    assert found.cuda == torch.version.cuda
+    assert Path(found.include_dir, "ATen", "ATen.h").exists()
+
+
+def test_finds_torch_through_the_isolation_of_pip(probe, monkeypatch, tmp_path):
+    # pip hides the user's packages by a sitecustomize on PYTHONPATH; -I ignores both.
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\nsys.path = [p for p in sys.path if not p.endswith('-packages')]\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.delenv("VIRTUAL_ENV", raising=False)
+    assert probe.find_torch([[sys.executable]]) is None
+    assert probe.find_torch().python == [sys.executable, "-I"]
+
+
+def test_a_folder_named_torch_is_no_torch(probe, monkeypatch, tmp_path):
+    (tmp_path / "torch").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert probe.find_torch([[sys.executable, "-S"]]) is None
+
+
+def test_looks_in_the_active_environment_last(probe, tmp_path):
+    here = Path(sys.executable)
+    a_shell_script(tmp_path / "bin" / "python", f'exec {here} "$@"')
+    commands = probe.torch_commands({"VIRTUAL_ENV": str(tmp_path)})
+    assert commands[0] == [sys.executable]
+    assert commands[-1] == [str(tmp_path / "bin" / "python"), "-I"]
+    # Of another Python version: what it imports could not load what is built here.
+    a_shell_script(tmp_path / "bin" / "python", "echo cpython-27")
+    assert len(probe.torch_commands({"VIRTUAL_ENV": str(tmp_path)})) == len(commands) - 1
+
+
+@pytest.mark.parametrize("version", ["2.11.0+cu128", "2.12.1", "2.13.0+cpu", "2.15.0a0+git1234567"])
+def test_supported_torch(probe, version):
+    found = a_torch(probe, version)
+    assert probe.require_torch(found) is found
+    assert probe.untested(found) is None
+
+
+@pytest.mark.parametrize("version", ["2.10.0", "1.13.1", "2.1.2", "2.2.0a0+nv24.1"])
+def test_an_older_torch_is_refused_in_one_line(probe, version):
+    with pytest.raises(probe.BuildError) as error:
+        probe.require_torch(a_torch(probe, version))
+    assert f"needs torch 2.11 or later, but torch {version} is installed" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("version", ["2.16.0.dev20261120+cu132", "2.100.0", "3.0.0a0+nv27.1"])
+@pytest.mark.parametrize("asked_by", ["CMake", "Makefile"])
+def test_a_newer_torch_builds_with_one_line_of_warning(
+    probe, monkeypatch, capsys, version, asked_by
+):
+    monkeypatch.setattr(probe, "find_torch", lambda: a_torch(probe, version))
+    answer = probe.main([] if asked_by == "CMake" else ["--requirements"])
+    assert version in answer if asked_by == "CMake" else "scikit-build-core" in answer
+    told = capsys.readouterr().err
+    assert re.fullmatch(rf"warning: torch {re.escape(version)} is newer than the newest .*\n", told)
+
+
+def test_no_torch_says_what_to_do(probe):
+    with pytest.raises(probe.BuildError) as error:
+        probe.require_torch(None)
+    assert "install torch 2.11 or later first" in str(error.value)
+    assert "--no-build-isolation" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_the_dependency_lets_pip_keep_what_the_build_accepts(probe):
+    specifiers = pytest.importorskip("packaging.specifiers")
+    line = re.search(r'^ +"torch(>=[^"]+)",$', (ROOT / "pyproject.toml").read_text(), re.M)[1]
+    accepted = specifiers.SpecifierSet(line)
+    oldest, newest = probe.torch_tested()
+    known = (f"{oldest}.0a0+nv26.2", f"{oldest}.0+cu128", f"{newest}.1")
+    for version in (*known, "2.99.0.dev1", "3.1"):
+        assert accepted.contains(version, prereleases=True)
+        probe.require_torch(a_torch(probe, version))
+    assert not accepted.contains("2.10.1", prereleases=True)
+
+
+def test_all_name_the_torch_that_was_tested(probe):
+    oldest, newest = probe.torch_tested()
+    assert (oldest, newest) == _core.build_info.TORCH_TESTED
+    readme = (ROOT / "README.md").read_text()
+    assert f"torch {oldest} to {newest}" in readme
+    assert f'`pip install "torch=={newest}.*"`' in (ROOT / "docs" / "building.md").read_text()
+
+
+def test_a_free_threaded_python_is_refused_in_one_line(probe, backend, monkeypatch):
+    probe.require_gil(0)
+    with pytest.raises(probe.BuildError) as error:
+        probe.require_gil(1)
+    assert re.search(r"free-threaded Python \(this is 3\.\d+t\)", str(error.value))
+    assert "\n" not in str(error.value)
+
+    def refuse():
+        raise error.value
+
+    monkeypatch.setattr(probe, "require_gil", refuse)
+    monkeypatch.setattr(probe, "find_torch", lambda: pytest.fail("looked for torch"))
+    with pytest.raises(SystemExit, match="error: ampfuse does not run on a free-threaded Python"):
+        backend.build_wheel("wheels")
+    for arguments in ([], ["--requirements"]):  # CMake alone, and the Makefile
+        with pytest.raises(probe.BuildError):
+            probe.main(arguments)
+
+
+# ---- nvcc ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cuda", ["13.0", "13.2"])
+def test_cuda_13_without_nvcc_takes_the_compiler_from_pypi(probe, cuda):
+    needed = probe.nvcc_requirements(a_torch(probe, cuda=cuda), "AUTO", None)
+    assert needed == [f"cuda-toolkit[cccl,crt,cudart,nvcc,nvvm]=={cuda}.*"]
+    assert probe.nvcc_requirements(a_torch(probe, cuda=cuda), "ON", None) == needed
+
+
+def test_nothing_is_fetched_when_nvcc_is_here_or_cuda_is_off(probe):
+    here = probe.Nvcc("/usr/local/cuda/bin/nvcc", "12.8")
+    assert probe.nvcc_requirements(a_torch(probe), "AUTO", here) == []
+    assert probe.nvcc_requirements(a_torch(probe), "ON", here) == []
+    assert probe.nvcc_requirements(a_torch(probe), "OFF", None) == []
+
+
+@pytest.mark.parametrize(("version", "cuda"), [("2.13.0+cpu", None), ("2.11.0+cu128", "12.8")])
+def test_no_way_to_compile(probe, version, cuda):
+    found = a_torch(probe, version, cuda)
+    assert probe.nvcc_requirements(found, "AUTO", None) == []  # builds for the CPU
+    with pytest.raises(probe.BuildError) as error:
+        probe.nvcc_requirements(found, "ON", None)
+    assert "AMPFUSE_CUDA=ON, but no nvcc" in str(error.value)
+    assert "install the CUDA toolkit" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_nvcc_is_taken_by_name_before_by_place(probe, tmp_path):
+    named = a_shell_script(tmp_path / "named" / "nvcc", "echo release 13.0,")
+    home = a_shell_script(tmp_path / "home" / "bin" / "nvcc", "echo release 12.8,")
+    path = a_shell_script(tmp_path / "path" / "nvcc", "echo release 12.6,")
+    pypi = a_shell_script(tmp_path / "site" / "nvidia" / "cu13" / "bin" / "nvcc", "echo")
+    everything = {
+        "CUDACXX": str(named),
+        "CUDA_HOME": str(tmp_path / "home"),
+        "PATH": str(path.parent),
+    }
+    found = probe.nvcc_candidates(everything, [str(tmp_path / "site")])
+    assert found == [named, home, path, Path("/usr/local/cuda/bin/nvcc"), pypi]
+
+
+def test_an_nvcc_that_is_broken_or_too_old_is_passed_over(probe, tmp_path):
+    broken = a_shell_script(tmp_path / "a" / "nvcc", "exit 127")
+    old = a_shell_script(
+        tmp_path / "b" / "nvcc", "echo 'Cuda compilation tools, release 11.5, V11'"
+    )
+    good = a_shell_script(tmp_path / "c" / "nvcc", "echo 'Cuda compilation tools, release 12.8, V'")
+    assert probe.find_nvcc([tmp_path / "absent", broken, old]) is None
+    assert probe.find_nvcc([tmp_path / "absent", broken, old, good]) == probe.Nvcc(
+        str(good), "12.8"
+    )
+
+
+def test_cuda_mode(probe, monkeypatch):
+    assert probe.cuda_mode() == "AUTO"
+    monkeypatch.setenv("AMPFUSE_CUDA", "off")
+    assert probe.cuda_mode() == "OFF"
+    assert probe.cuda_mode({"cmake.define.AMPFUSE_CUDA": "ON"}) == "ON"  # pip's -C wins
+    monkeypatch.setenv("AMPFUSE_CUDA", "maybe")
+    with pytest.raises(probe.BuildError, match="AUTO, ON or OFF, not 'MAYBE'"):
+        probe.cuda_mode()
+
+
+# ---- the hooks that pip calls --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["wheel", "editable"])
+def test_hooks_add_the_compiler(backend, monkeypatch, kind):
+    monkeypatch.setattr(backend.probe, "find_torch", lambda: a_torch(backend.probe))
+    monkeypatch.setattr(backend.probe, "find_nvcc", lambda: None)
+    requires = getattr(backend, f"get_requires_for_build_{kind}")
+    assert requires()[-1] == "ninja"
+    assert re.fullmatch(r"cuda-toolkit\[.*nvcc.*\]==13\.0\.\*", requires()[0])
+    assert requires({"cmake.define.AMPFUSE_CUDA": "OFF"}) == ["ninja"]
+
+
+@pytest.mark.parametrize("kind", ["wheel", "editable"])
+@pytest.mark.parametrize("version", [None, "2.10.0"])
+def test_every_hook_stops_with_one_line(backend, monkeypatch, kind, version):
+    found = version and a_torch(backend.probe, version)
+    monkeypatch.setattr(backend.probe, "find_torch", lambda: found)
+    for call in (
+        getattr(backend, f"get_requires_for_build_{kind}"),
+        lambda: getattr(backend, f"prepare_metadata_for_build_{kind}")("metadata"),
+        lambda: getattr(backend, f"build_{kind}")("wheels"),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            call()
+        assert re.fullmatch(r"error: ampfuse .*torch.*", stop.value.code)
+
+
+def test_a_source_distribution_needs_no_torch(backend, monkeypatch):
+    monkeypatch.setattr(backend.probe, "find_torch", lambda: pytest.fail("looked for torch"))
+    assert backend.get_requires_for_build_sdist() == ["ninja"]
+    assert backend.build_sdist("wheels") == "build_sdist"
+
+
+def test_one_place_states_the_version():
+    version = re.search(r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.M)[1]
+    assert version == _core.build_info.VERSION
+
+
+# ---- at import -----------------------------------------------------------------------------------
+
+
+def test_cpu_and_cuda_builds_of_one_release_are_the_same_to_us():
+    _core.check_torch(["2.13.0", "2.14.1+cu130"], "2.14.0+cpu")
+
+
+def test_another_release_is_refused_at_import():
+    with pytest.raises(ImportError) as error:
+        _core.check_torch(["2.12.1", "2.13.0+cpu"], "2.14.1+cu130")
+    message = str(error.value)
+    assert "compiled for torch 2.12, 2.13, but torch 2.14.1+cu130 is running" in message
+    assert "pip install --no-cache-dir --force-reinstall --no-deps" in message
+
+
+@pytest.mark.parametrize(
+    ("built", "driver", "warns"),
+    [
+        (13000, 12040, True),
+        (13000, 13000, False),
+        (13020, 13000, False),
+        (12080, 13010, False),
+        (13000, 0, False),
+        (0, 12040, False),
+    ],
+)
+def test_an_older_driver_is_told_at_import(built, driver, warns):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _core.check_driver(built, driver)
+    assert [str(one.message)[:54] for one in caught] == [
+        "ampfuse's CUDA kernels were compiled by CUDA 13, and t"
+    ] * warns
+    assert not warns or "driver is for CUDA 12.4" in str(caught[0].message)
+
+
+def symbols(library: Path) -> set[str]:
+    """What a library has for others: names with versions, not of torch's inline functions."""
+    run = subprocess.run(
+        ["nm", "-D", "-C", "--defined-only", library], check=True, capture_output=True, text=True
+    )
+    return {line.split(maxsplit=2)[2] for line in run.stdout.splitlines()}
+
+
+def test_libraries_show_nothing_but_their_interface():
+    """So two versions of ampfuse, or ampfuse beside other extensions, cannot mix."""
+    binding = Path(_core.EXTENSION.__file__)
+    assert symbols(binding) == {f"PyInit_{_core.EXTENSION.__name__.rpartition('.')[2]}"}
+    version = _core.build_info.VERSION
+    core = binding.with_name(f"libampfuse-{version}.so")
+    functions = "algorithms storages cpu_backend cpu_isa cuda_archs cuda_backend cuda_versions"
+    functions += " set_device_allocator set_parallel_for"
+    found = symbols(core) - {f"AMPFUSE_{version}"}
+    assert all(name.endswith(f"@@AMPFUSE_{version}") for name in found)
+    assert {re.search(r"(\w+)\(", name)[1] for name in found} == set(functions.split())
+
+
+def test_the_check_comes_before_the_extension_is_loaded():
+    # In a process of its own, under a torch that calls itself another version.
+    code = (
+        "import sys, torch; torch.__version__ = '2.3.4'\n"
+        "try:\n    import ampfuse\n"
+        "except ImportError as error:\n    print(error)\n"
+        "assert not any(name.startswith('ampfuse._C') for name in sys.modules)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert "but torch 2.3.4 is running" in run.stdout
+
+
+@pytest.mark.benchmark
+def test_import_is_cheap():
+    # The best of three: the rest is what else the machine was doing.
+    code = (
+        "import time, torch; start = time.perf_counter(); import ampfuse;"
+        "print(time.perf_counter() - start)"
+    )
+    runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)]
+    while float(runs[-1].stdout) >= 0.1 and len(runs) < 3:
+        runs.append(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True))
+    assert float(runs[-1].stdout) < 0.1
+
+
+# ---- for real ------------------------------------------------------------------------------------
+
+
+def pip(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "pip", *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+    )
+
+
+@pytest.mark.slow
+def test_pip_builds_without_flags_and_without_another_torch(tmp_path):
+    run = pip("wheel", "-v", "--no-deps", "-w", str(tmp_path), str(ROOT), AMPFUSE_CUDA="OFF")
+    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
+    assert f"torch          {torch.__version__}" in run.stdout
+    assert "CUDA backend   NO: switched off" in run.stdout
+    assert not re.search(r"(Collecting|Downloading|Processing) \S*\btorch[-=> ]", run.stdout)
+    assert len(list(tmp_path.glob("ampfuse-*.whl"))) == 1
+
+
+@pytest.mark.slow
+def test_pip_without_torch_stops_with_one_line(tmp_path):
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "empty"], check=True)
+    python = tmp_path / "empty" / "bin" / "python"
+    environment = {name: os.environ[name] for name in os.environ if name != "VIRTUAL_ENV"}
+    run = subprocess.run(
+        [python, "-m", "pip", "install", str(ROOT)],
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
+    assert run.returncode != 0
+    assert "error: ampfuse is compiled against the torch you have" in run.stdout + run.stderr
+    assert "Traceback" not in run.stdout + run.stderr
