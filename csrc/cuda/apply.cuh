@@ -335,19 +335,21 @@ __device__ inline void with_known_types(const Slice& slice, const Run& run) {
   }
 }
 
-// Blocks per multiprocessor to have registers for.
-HD constexpr int updating_blocks(unsigned used, bool compact) {
+// Blocks per multiprocessor to have registers for. Gradients over the root of second moments
+// (`unsigned_states`) need more.
+HD constexpr int updating_blocks(unsigned used, unsigned unsigned_states, bool compact) {
   const int lists = count_lists(used);
   if (compact) return lists > 6 ? 1 : 2;
-  return lists > 6 ? 2 : lists > 4 ? 3 : 4;
+  const bool quotient = (used & bit(kGrad)) != 0 && unsigned_states != 0;
+  return lists > 6 ? 2 : lists + quotient > 4 ? 3 : 4;
 }
 
 // Runs Op on every element of every row, of those with a gradient if it asks for that. If `state`
 // says skip, nothing happens. A non-finite value in a list that Op checks sets *found_inf. No row
 // has a list of `kMissing`, or, but for kCompact, one of a compact type.
 template <class Op, unsigned kMissing, bool kCompact>
-__global__ void __launch_bounds__(kLanes,
-                                  updating_blocks((Op::kReads | Op::kWrites) & ~kMissing, kCompact))
+__global__ void __launch_bounds__(kLanes, updating_blocks((Op::kReads | Op::kWrites) & ~kMissing,
+                                                          Op::kUnsigned, kCompact))
     apply_kernel(TableView view, const StepState* state, float a, float b, float* found_inf) {
   constexpr unsigned kUsed = (Op::kReads | Op::kWrites) & ~kMissing;
   const bool skip = state != nullptr && state->skip != 0;
