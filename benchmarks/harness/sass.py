@@ -301,7 +301,7 @@ class Thread:
         op, kinds, texts = one.op, one.kinds, list(one.operands)
         if op.startswith("U"):  # for the whole warp
             op = op[1:]
-        if op in ("PLOP3", "P2R", "R2P", "VOTE", "VOTEU"):
+        if op in ("PLOP3", "P2R", "P2UR", "R2P", "VOTE", "VOTEU"):
             return self._move_flags(op, texts)
         outs, carries, target = [], [], None
         for _ in range(2):  # flags stand before the result or behind it
@@ -343,8 +343,9 @@ class Thread:
                     self._set(text, WORD * vote)
         else:
             bits = [i for i in range(7) if int(texts[-1], 16) >> i & 1]
-            if op == "P2R":
-                return self._set(texts[0], sum(self.flags[f"P{i}"] << i for i in bits))
+            if op in ("P2R", "P2UR"):
+                name = texts[1][:-1]  # of PR or UPR
+                return self._set(texts[0], sum(self.flags[f"{name}{i}"] << i for i in bits))
             word = self._get(texts[1])
             self._set_flags([f"P{i}" for i in bits], *(word >> i & 1 == 1 for i in bits))
 

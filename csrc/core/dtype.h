@@ -37,6 +37,10 @@ HD constexpr bool is_remainder(DType dtype) {
   return dtype == DType::kRemainderFloat16 || dtype == DType::kRemainderBFloat16;
 }
 HD constexpr bool is_code(DType dtype) { return dtype >= DType::kSigned8; }
+// Of a storage's types, that of states which are never negative, from the other.
+HD constexpr DType without_sign(DType dtype) {
+  return is_code(dtype) ? DType(uint8_t(dtype) + 1) : dtype;
+}
 
 // Whose bits a list of the type holds, where they are a plain type's.
 HD constexpr DType plain(DType dtype) {

@@ -1,7 +1,7 @@
 // The CUDA apply harness. A block takes a slice of a chunk, a tile at a time; each thread takes two
 // groups of kGroup neighbouring elements of a tile, one from each half: first it loads all lists as
-// they are stored, so that all loads are in flight together, then it widens them to float, runs the
-// op on each element, narrows and stores.
+// they are stored, so that all loads are in flight together, then, a group at a time, it widens
+// them to float, runs the op, narrows and stores.
 //
 // A group is 16 bytes of FP32, so an access of a warp covers whole sectors of the L2 cache, one
 // after the other: two accesses that share sectors would write each of them twice.
@@ -19,6 +19,7 @@
 #include "core/ops/op.h"
 #include "core/settle.h"
 #include "kernels.cuh"
+#include "lanes.cuh"
 #include "launch.cuh"
 #include "pack.cuh"
 
@@ -36,9 +37,13 @@ struct ListColumn {
   ListColumn() = default;
   __device__ ListColumn(const TableView& view, int list, int64_t row, int64_t first) {
     data = static_cast<char*>(view.pointer(list, row));
-    if (data == nullptr) return;
-    dtype = view.type(list, row);
+    const DType type = view.type(list, row);  // without a branch: all loads are in flight together
+    dtype = data != nullptr ? type : DType::kNone;
     data += first * element_size(dtype);
+#if defined(__CUDA_ARCH__)
+    // One number: the compiler would keep both, and add them in each access.
+    asm("" : "+l"(data));
+#endif
   }
 
   // The address of element i, of a list that is there and, if `codes`, may be of codes. (Not by
@@ -82,6 +87,11 @@ struct RowSlice {
     }
   }
   __device__ DType operator()(int list) const { return columns[list].dtype; }
+  // Of a state of codes.
+  __device__ float* scale_at(int list, int i) const {
+    char* scale = reinterpret_cast<char*>(scales[list - kState0]);
+    return reinterpret_cast<float*>(global_at(scale, i / kBlock * int(sizeof(float))));
+  }
 };
 
 // Whether `list` may be of a compact type, and of one of a byte.
@@ -94,49 +104,61 @@ __device__ constexpr bool may_be_codes(int list) {
   return may_be_compact<Slice>(list) && Op::kPackable && is_state(list);
 }
 
-// One pack of every list of a mask.
+// See plain(). What cannot be compact is not asked.
+template <class Slice>
+__device__ DType plain_of(int list, DType type) {
+  if (may_be_compact<Slice>(list)) return plain(type);
+  if (!is_plain(type)) __builtin_unreachable();
+  return type;
+}
+
+// What a thread loads before it goes on: a pack of each list, and the scales of those of codes.
+template <int kWidth>
+struct Packs {
+  Pack<kWidth> of[kLists];
+  float scale[kMaxStates];
+};
+
+// Of every list of a mask.
 template <class Op, unsigned kReads, bool kWhole, int kWidth, class Slice>
-__device__ inline void load_packs(const Slice& slice, int i, int count,
-                                  Pack<kWidth> (&packs)[kLists]) {
+__device__ inline void load_packs(const Slice& slice, int i, int count, Packs<kWidth>& packs) {
 #pragma unroll
   for (int list = 0; list < kLists; ++list) {
     if (!(kReads & bit(list))) continue;
     const bool codes = may_be_codes<Op, Slice>(list);
-    packs[list] = load_pack<kWhole, kWidth>(slice.columns[list], i, count, codes);
+    packs.of[list] = load_pack<kWhole, kWidth>(slice.columns[list], i, count, codes);
+    if (codes && is_code(slice(list)) && count > 0)
+      packs.scale[list - kState0] = *slice.scale_at(list, i);
   }
   if constexpr (Slice::Column::kCompact && (kReads & bit(kParam)) && !(kReads & bit(kModel))) {
     if (is_remainder(slice(kParam)))
-      packs[kModel] = load_pack<kWhole, kWidth>(slice.columns[kModel], i, count);
+      packs.of[kModel] = load_pack<kWhole, kWidth>(slice.columns[kModel], i, count);
   }
 }
 
 template <class Op, unsigned kReads, int kWidth, class Slice>
-__device__ inline void widen_packs(const Slice& slice, int i, int count,
-                                   const Pack<kWidth> (&packs)[kLists],
-                                   float (&values)[kLists][kWidth]) {
+__device__ inline void widen_packs(const Slice& slice, int count, const Packs<kWidth>& packs,
+                                   Lanes<float, kWidth> (&x)[kLists]) {
+  using Bits = Lanes<uint32_t, kWidth>;
 #pragma unroll
   for (int list = 0; list < kLists; ++list) {
     if (!(kReads & bit(list))) continue;
-    const DType type = slice(list);
-    if (!may_be_compact<Slice>(list) || is_plain(plain(type))) {
-      widen(packs[list], plain(type), values[list]);
+    const DType type = slice(list), stored = plain_of<Slice>(list, type);
+    const Pack<kWidth>& pack = packs.of[list];
+    if (is_plain(stored)) {
+      widen(pack, stored, x[list].lane);
     } else if (list == kParam) {
-      widen(packs[kModel], slice(kModel), values[kModel]);
-      with_split(type, [&](auto split) {
-#pragma unroll
-        for (int k = 0; k < kWidth; ++k)
-          values[list][k] =
-              split.join(values[kModel][k], uint32_t(int16_t(packs[list].template get<2>(k))));
-      });
+      widen(packs.of[kModel], slice(kModel), x[kModel].lane);
+      const Bits remainder =
+          Bits::of([&](int k) { return uint32_t(int16_t(pack.template get<2>(k))); });
+      with_split(type, [&](auto split) { x[list] = split.join(x[kModel], remainder); });
     } else if (may_be_codes<Op, Slice>(list) && count > 0) {
-      const float scale = slice.scales[list - kState0][i / kBlock];
+      const Lanes<float, kWidth> scale(packs.scale[list - kState0]);
       with_code_of<Op>(list, type, [&](auto code) {
-#pragma unroll
-        for (int k = 0; k < kWidth; ++k) {
-          using Stored = typename decltype(code)::Stored;
-          const auto stored = Stored(packs[list].template get<1>(k));
-          values[list][k] = code.decode(uint32_t(int32_t(stored)), scale);
-        }
+        using Stored = typename decltype(code)::Stored;
+        x[list] = code.decode(
+            Bits::of([&](int k) { return uint32_t(int32_t(Stored(pack.template get<1>(k)))); }),
+            scale);
       });
     }
   }
@@ -144,70 +166,78 @@ __device__ inline void widen_packs(const Slice& slice, int i, int count,
 
 // Runs the op on the pack at element i.
 template <class Op, int kWidth, class Slice>
-__device__ void run(const Op& op, const Slice& slice, int i, float (&values)[kLists][kWidth]) {
-#pragma unroll
-  for (int k = 0; k < kWidth; ++k) {
-    float x[kLists];
-#pragma unroll
-    for (int list = 0; list < kLists; ++list) x[list] = values[list][k];
-    op(x);
-    if constexpr (Slice::Column::kCompact)
-      settle<Op::kWrites>(x, slice, slice.random_key, slice.first + i, uint32_t(k));
-#pragma unroll
-    for (int list = 0; list < kLists; ++list) values[list][k] = x[list];
+__device__ void run(const Op& op, const Slice& slice, int i, Lanes<float, kWidth> (&x)[kLists]) {
+  op(x);
+  if constexpr (Slice::Column::kCompact) {
+    using Bits = Lanes<uint32_t, kWidth>;
+    settle<Op::kWrites>(x, slice, slice.random_key, slice.first + i,
+                        Bits::of([](int k) { return uint32_t(k); }));
   }
 }
 
-// The scale of a block, whose values its threads hold; one of them stores it.
-template <class Code, int kWidth>
-__device__ inline float share_scale(const float (&value)[kWidth], int count, float* to) {
-  constexpr int kThreads = kBlock / kWidth;
-  uint32_t largest = 0;
+// The largest magnitudes of the blocks of states of codes, whose values a warp holds. Of all states
+// together, so that their shuffles overlap.
+template <class Op, unsigned kWrites, int kWidth, class Slice>
+__device__ inline void share_largest(const Slice& slice, int count,
+                                     const Lanes<float, kWidth> (&x)[kLists],
+                                     uint32_t (&largest)[kMaxStates]) {
+  const auto for_codes = [&](const auto& run) {
 #pragma unroll
-  for (int k = 0; k < kWidth; ++k) {
-    const uint32_t magnitude = k < count ? magnitude_of(value[k]) : 0;
-    if (magnitude > largest) largest = magnitude;
-  }
+    for (int list = kState0; list < kState0 + kMaxStates; ++list) {
+      if ((kWrites & bit(list)) && may_be_codes<Op, Slice>(list) && is_code(slice(list)))
+        run(list, largest[list - kState0]);
+    }
+  };
+  for_codes([&](int list, uint32_t& most) {
+    most = 0;
 #pragma unroll
-  for (int offset = kThreads / 2; offset > 0; offset /= 2) {
-    const uint32_t other = __shfl_xor_sync(kWholeWarp, largest, offset);
-    if (other > largest) largest = other;
+    for (int k = 0; k < kWidth; ++k) {
+      const uint32_t magnitude = k < count ? magnitude_of(x[list].lane[k]) : 0;
+      if (magnitude > most) most = magnitude;
+    }
+  });
+#pragma unroll
+  for (int offset = kBlock / kWidth / 2; offset > 0; offset /= 2) {
+    for_codes([&](int, uint32_t& most) {
+      const uint32_t other = __shfl_xor_sync(kWholeWarp, most, offset);
+      if (other > most) most = other;
+    });
   }
-  const float scale = Code::scale(largest);
-  if (threadIdx.x % kThreads == 0 && count > 0) *to = scale;
-  return scale;
 }
 
 template <class Op, unsigned kWrites, bool kWhole, int kWidth, class Slice>
 __device__ inline void store_packs(const Slice& slice, int i, int count,
-                                   const float (&values)[kLists][kWidth]) {
+                                   const Lanes<float, kWidth> (&x)[kLists]) {
+  using Bits = Lanes<uint32_t, kWidth>;
+  uint32_t largest[kMaxStates];
+  share_largest<Op, kWrites>(slice, count, x, largest);
 #pragma unroll
   for (int list = 0; list < kLists; ++list) {
     if (!(kWrites & bit(list))) continue;
-    const DType type = slice(list);
+    const DType type = slice(list), stored = plain_of<Slice>(list, type);
     Pack<kWidth> pack;
-    if (!may_be_compact<Slice>(list) || is_plain(plain(type))) {
-      pack = narrow(values[list], plain(type));
+    if (is_plain(stored)) {
+      pack = narrow(x[list].lane, stored);
     } else if (list == kParam) {
       with_split(type, [&](auto split) {
+        const Bits remainder = split.remainder(x[kParam], x[kModel]);
 #pragma unroll
-        for (int k = 0; k < kWidth; ++k)
-          pack.template put<2>(k, split.remainder(values[kParam][k], values[kModel][k]));
+        for (int k = 0; k < kWidth; ++k) pack.template put<2>(k, remainder.lane[k]);
       });
     } else if (may_be_codes<Op, Slice>(list)) {
       with_code_of<Op>(list, type, [&](auto code) {
-        float* to = slice.scales[list - kState0] + i / kBlock;
-        const float scale = share_scale<decltype(code)>(values[list], count, to);
-        const float encoder = code.encoder(scale);
+        const float scale = code.scale(largest[list - kState0]);
+        const Lanes<float, kWidth> encoder(code.encoder(scale));
         const int place = i % kBlock;
+        if (place == 0 && count > 0) *slice.scale_at(list, i) = scale;
         uint32_t key = code.kNearest;
         if constexpr (kSteps<Op>)
           key = code.key(block_hash(slice.random_key, list, slice.first + i - place));
+        const Bits codes = code.encode(x[list], encoder, Bits::of([&](int k) {
+                                         return (kSteps<Op> ? place_bits(place + k) : 0) ^ key;
+                                       }));
 #pragma unroll
-        for (int k = 0; k < kWidth; ++k) {
-          const uint32_t bits = kSteps<Op> ? place_bits(place + k) : 0;
-          pack.template put<1>(k, code.encode(values[list][k], encoder, bits ^ key));
-        }
+        for (int k = 0; k < kWidth; ++k) pack.template put<1>(k, codes.lane[k]);
       });
     }
     store_pack<kWhole>(slice.columns[list], i, count, pack, may_be_codes<Op, Slice>(list));
@@ -216,10 +246,10 @@ __device__ inline void store_packs(const Slice& slice, int i, int count,
 
 // The largest magnitude of a pack, if it is more than `largest`.
 template <int kWidth>
-__device__ inline void include(const float (&value)[kWidth], uint32_t& largest) {
+__device__ inline void include(const Lanes<float, kWidth>& value, uint32_t& largest) {
 #pragma unroll
   for (int k = 0; k < kWidth; ++k) {
-    const uint32_t magnitude = float_bits(value[k]) & 0x7fffffffu;
+    const uint32_t magnitude = magnitude_of(value.lane[k]);
     if (magnitude > largest) largest = magnitude;
   }
 }
@@ -250,68 +280,107 @@ __device__ inline void apply_tiles(const Op& op, const Slice& slice, int begin, 
   constexpr int kAtOnce = kWhole ? kGroups : 1;
   const int last = last_start<Slice, kGroup>(end);
   for (int start = begin + threadIdx.x * kGroup; start < last; start += kAtOnce * kLanes * kGroup) {
-    Pack<kGroup> packs[kAtOnce][kLists];
+    Packs<kGroup> packs[kAtOnce];
 #pragma unroll
     for (int group = 0; group < kAtOnce; ++group) {
       const int i = start + group * kLanes * kGroup;
-      load_packs<Op, kReads, kWhole>(slice, i, part<kGroup>(i, end), packs[group]);
+      load_packs<Op, kReads, kWhole>(slice, i, part<kGroup, kWhole>(i, end), packs[group]);
     }
 #pragma unroll
     for (int group = 0; group < kAtOnce; ++group) {
-      const int i = start + group * kLanes * kGroup, count = part<kGroup>(i, end);
-      float values[kLists][kGroup] = {};
-      widen_packs<Op, kReads>(slice, i, count, packs[group], values);
+      const int i = start + group * kLanes * kGroup, count = part<kGroup, kWhole>(i, end);
+      Lanes<float, kGroup> x[kLists] = {};
+      widen_packs<Op, kReads>(slice, count, packs[group], x);
 #pragma unroll
       for (int list = 0; list < kLists; ++list) {
-        if (Op::kChecked & bit(list)) include(values[list], largest);
+        if (Op::kChecked & bit(list)) include(x[list], largest);
       }
-      run(op, slice, i, values);
-      store_packs<Op, kWrites, kWhole>(slice, i, count, values);
+      run(op, slice, i, x);
+      store_packs<Op, kWrites, kWhole>(slice, i, count, x);
     }
   }
 }
 
-// Blocks per multiprocessor to have registers for. Compact types need more.
-HD constexpr int updating_blocks(unsigned reads, bool compact) {
-  const int lists = count_lists(reads) + 2 * compact;
-  return lists <= 3 ? 4 : lists == 4 ? 3 : 2;
+// Lists that few optimizers have. A kernel without them needs two thirds of the registers.
+constexpr unsigned kRareLists = bit(kAccumulated) | bit(kState2) | bit(kUnscaled) | bit(kAverage);
+
+// Calls run(slice) with one whose columns have their types as constants, so that the compiler
+// leaves out what asks for them, if those of a row are common ones: a step's states are of one
+// storage, and most parameters are FP32. Nothing happens if they are not. (Not beside rare lists:
+// that would be too many loops.)
+template <class Op, unsigned kUsed, class Slice, class Run>
+__device__ inline void with_known_types(const Slice& slice, const Run& run) {
+  if constexpr (!Slice::Column::kCompact || !kSteps<Op> || (kUsed & kRareLists) != 0) {
+    run(slice);
+  } else {
+    // kNone: a parameter of any type.
+    const auto of = [&](DType param, DType state) {
+      Slice known = slice;
+      if (param != DType::kNone) known.columns[kParam].dtype = param;
+      bool same = slice(kParam) == known(kParam);
+#pragma unroll
+      for (int list = kState0; list < kState0 + kMaxStates; ++list) {
+        if (!(kUsed & bit(list))) continue;
+        known.columns[list].dtype = Op::kUnsigned & bit(list) ? without_sign(state) : state;
+        same = same && slice(list) == known(list);
+      }
+      if (same) run(known);
+      return same;
+    };
+    const auto with = [&](DType param) {
+      if (of(param, DType::kRandomBFloat16)) return true;
+      return Op::kPackable && (of(param, DType::kSigned8) || of(param, DType::kE4M3));
+    };
+    if (!with(DType::kFloat32) && !with(DType::kNone)) of(DType::kNone, DType::kFloat32);
+  }
+}
+
+// Blocks per multiprocessor to have registers for. Gradients over the root of second moments
+// (`unsigned_states`) need more.
+HD constexpr int updating_blocks(unsigned used, unsigned unsigned_states, bool compact) {
+  const int lists = count_lists(used);
+  if (compact) return lists > 6 ? 1 : 2;
+  const bool quotient = (used & bit(kGrad)) != 0 && unsigned_states != 0;
+  return lists > 6 ? 2 : lists + quotient > 4 ? 3 : 4;
 }
 
 // Runs Op on every element of every row, of those with a gradient if it asks for that. If `state`
 // says skip, nothing happens. A non-finite value in a list that Op checks sets *found_inf. No row
 // has a list of `kMissing`, or, but for kCompact, one of a compact type.
 template <class Op, unsigned kMissing, bool kCompact>
-__global__ void __launch_bounds__(kLanes, updating_blocks(Op::kReads & ~kMissing, kCompact))
+__global__ void __launch_bounds__(kLanes, updating_blocks((Op::kReads | Op::kWrites) & ~kMissing,
+                                                          Op::kUnsigned, kCompact))
     apply_kernel(TableView view, const StepState* state, float a, float b, float* found_inf) {
   constexpr unsigned kUsed = (Op::kReads | Op::kWrites) & ~kMissing;
-  if (state != nullptr && state->skip != 0) return;
+  const bool skip = state != nullptr && state->skip != 0;
   // Backwards: inspect has just read the gradients forwards, and their end is still in the L2
   // cache.
   const int64_t part = int64_t(gridDim.x) - 1 - blockIdx.x;
   const Chunk chunk = view.chunks[part / kSlices];
   const int64_t first = chunk.index * kChunk + part % kSlices * kSlice;
   const int64_t rest = view.numel[chunk.row] - first;
-  if (rest <= 0 || (Op::kGradientRows && !view.has_gradient(chunk.row))) return;
-  const int n = rest < kSlice ? int(rest) : kSlice;
-
   const Op op = Op::for_row(view, chunk.row, a, b);
   const RowSlice<ListColumn<kCompact>> slice(std::integral_constant<unsigned, kUsed>(), view,
                                              chunk.row, first);
+  if (skip || rest <= 0 || (Op::kGradientRows && !view.has_gradient(chunk.row))) return;
+  const int n = rest < kSlice ? int(rest) : kSlice;
   bool aligned = true;
 #pragma unroll
   for (int list = 0; list < kLists; ++list) {
     if (kUsed & bit(list)) aligned = aligned && slice.columns[list].wide();
   }
-  const int whole = aligned ? n - n % kTile : 0;
   uint32_t largest = 0;
-  apply_tiles<Op, kMissing, true>(op, slice, 0, whole, largest);
-  apply_tiles<Op, kMissing, false>(op, slice, whole, n, largest);
+  int done = 0;
+  if (aligned) {
+    with_known_types<Op, kUsed>(slice, [&](const auto& known) {
+      done = n - n % kTile;
+      apply_tiles<Op, kMissing, true>(op, known, 0, done, largest);
+    });
+  }
+  apply_tiles<Op, kMissing, false>(op, slice, done, n, largest);
   if (Op::kChecked && found_inf != nullptr && largest >= kInfinityBits)
     *found_inf = 1;  // all write the same
 }
-
-// Lists that few optimizers have. A kernel without them needs two thirds of the registers.
-constexpr unsigned kRareLists = bit(kAccumulated) | bit(kState2) | bit(kUnscaled) | bit(kAverage);
 
 // Calls run(missing, compact), two integral_constants. `missing`: lists that no row of the pass
 // has, all rare ones among `kUsed`; all but the unscaled gradients, which FP32 training with a

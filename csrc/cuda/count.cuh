@@ -24,29 +24,26 @@ class Counter {
   // Counts `number` elements from i on, as Op, which is metered, left them. Zeroes those past the
   // last, which would be measured too.
   template <class Op, class Slice>
-  __device__ void count(const Slice& slice, int i, int number, float (&values)[kLists][kPack]) {
+  __device__ void count(const Slice& slice, int i, int number, Lanes<float, kPack> (&x)[kLists]) {
     const DType model = slice(kModel), param = slice(kParam);
     const DType half = plain(model != DType::kNone ? model : param);
     const DType split = Slice::Column::kCompact ? param : DType::kNone;
-    unsigned bits = 0;
+    const unsigned there = number > 0 ? (1u << number) - 1 : 0;
 #pragma unroll
     for (int k = 0; k < kPack; ++k) {
       if (k >= number) {
-        values[kUpdate][k] = values[kParam][k] = 0;
-        continue;
+        x[kUpdate].lane[k] = x[kParam].lane[k] = 0;
+      } else if (is_sampled(i)) {
+        atomicAdd(counts_ + kExponents + exponent_bin(x[kGrad].lane[k]), 1u);
       }
-      float x[kLists];
-#pragma unroll
-      for (int list = 0; list < kLists; ++list) x[list] = values[list][k];
-      const Marks marks = Op::marks(x, half, split, slice(kGrad));
-      bits |= marks.changed << k;
-      moved_ += marks.moved;
-      zero_ += marks.zero;
-      tiny_ += marks.tiny;
-      if (is_sampled(i)) atomicAdd(counts_ + kExponents + exponent_bin(x[kGrad]), 1u);
     }
-    if (changed_ != nullptr && number > 0) changed_[i / 8] = uint8_t(bits);
-    changed_count_ += unsigned(__popc(bits));
+    const Marks marks = Op::marks(x, half, split, slice(kGrad));
+    const unsigned changed = marks.changed & there;
+    if (changed_ != nullptr && number > 0) changed_[i / 8] = uint8_t(changed);
+    changed_count_ += unsigned(__popc(changed));
+    moved_ += unsigned(__popc(marks.moved & there));
+    zero_ += unsigned(__popc(marks.zero & there));
+    tiny_ += unsigned(__popc(marks.tiny & there));
   }
 
   // Adds the block's counts of `number` elements to the row's.

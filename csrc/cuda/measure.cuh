@@ -20,11 +20,10 @@ struct Sums {
 };
 
 // Tiles whose loads are in flight together. One 16-byte load per thread is too little to fill a
-// GPU's memory pipeline: an H200 needs about 23 KB in flight per multiprocessor. A metered op has
-// no registers for two.
-HD constexpr int tiles_in_flight(unsigned reads, bool metered) {
+// GPU's memory pipeline: an H200 needs about 23 KB in flight per multiprocessor.
+HD constexpr int tiles_in_flight(unsigned reads) {
   const int lists = count_lists(reads);
-  return lists == 1 ? 4 : lists <= 3 && !metered ? 2 : 1;
+  return lists == 1 ? 4 : lists <= 3 ? 2 : 1;
 }
 
 // Runs the op on elements [begin, end) and adds the squares of what it measures, each times
@@ -34,10 +33,11 @@ __device__ inline void add_tiles(const Op& op, const Slice& slice, int begin, in
                                  const float* rescale, float (&lane)[Sums<Op>::kCount][kPack],
                                  Sums<Op>& sums, Counter& counter) {
   constexpr unsigned kReads = Op::kReads & ~kMissing, kWrites = Op::kWrites & ~kMissing;
-  constexpr int kTiles = tiles_in_flight(kReads, Op::kMetered);
+  constexpr int kInFlight = tiles_in_flight(kReads),
+                kTiles = kWhole || kInFlight < 4 ? kInFlight : 2;
   const int last = last_start<Slice, kPack>(end);
   for (int start = begin + threadIdx.x * kPack; start < last; start += kTiles * kTile) {
-    Pack<kPack> packs[kTiles][kLists];
+    Packs<kPack> packs[kTiles];
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
       const int i = start + tile * kTile;
@@ -46,22 +46,22 @@ __device__ inline void add_tiles(const Op& op, const Slice& slice, int begin, in
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
       const int i = start + tile * kTile, count = part<kPack>(i, end);
-      float values[kLists][kPack] = {};
-      widen_packs<Op, kReads>(slice, i, count, packs[tile], values);
-      run(op, slice, i, values);
-      if constexpr (Op::kMetered) counter.count<Op>(slice, i, count, values);
+      Lanes<float, kPack> x[kLists] = {};
+      widen_packs<Op, kReads>(slice, count, packs[tile], x);
+      run(op, slice, i, x);
+      if constexpr (Op::kMetered) counter.count<Op>(slice, i, count, x);
 #pragma unroll
       for (int list = 0; list < kLists; ++list) {
         if (!(Op::kMeasured & bit(list))) continue;
         const int m = measure_of(Op::kMeasured, list);
-        include(values[list], sums.largest[m]);
+        include(x[list], sums.largest[m]);
 #pragma unroll
         for (int k = 0; k < kPack; ++k) {
-          const float square = values[list][k] * rescale[m];
+          const float square = x[list].lane[k] * rescale[m];
           lane[m][k] = fma(square, square, lane[m][k]);
         }
       }
-      store_packs<Op, kWrites, kWhole>(slice, i, count, values);
+      store_packs<Op, kWrites, kWhole>(slice, i, count, x);
     }
   }
 }
@@ -80,7 +80,7 @@ __device__ inline Sums<Op> add_squares(const Op& op, const Slice& slice, int n,
   if constexpr (count_lists(kReads) == 1 && kWrites == 0 && !Slice::Column::kCompact) {
     constexpr int kList = count_lists((kReads & -kReads) - 1);
     const auto& column = slice.columns[kList];
-    constexpr int kStride = tiles_in_flight(kReads, Op::kMetered) * kTile;
+    constexpr int kStride = tiles_in_flight(kReads) * kTile;
     const auto add_whole = [&](auto known) {
       RowSlice<decltype(known)> all;
       all.columns[kList].data = column.data;
@@ -153,12 +153,12 @@ __device__ void measure_chunk(const TableView& view, float a, float b, const Met
 }
 
 // Blocks per multiprocessor to have registers for. LAMB's four lists spill with 80 registers, and
-// two blocks of them have 57 KB of loads in flight. A metered op needs about 30 more: three lists
-// spill with 80, four with 128, of compact types three.
-HD constexpr int measuring_blocks(unsigned reads, bool metered, bool compact) {
-  const int lists = count_lists(reads);
-  if (metered) return lists <= 3 && !compact ? 2 : 1;
-  return (lists == 1 ? 4 : lists <= 3 ? 3 : 2) / (compact ? 2 : 1);
+// two blocks of them have 57 KB of loads in flight; five spill with 128, and so do three of a
+// metered op.
+HD constexpr int measuring_blocks(unsigned used, bool metered, bool compact) {
+  const int lists = count_lists(used);
+  if (metered) return 1;
+  return (lists == 1 ? 4 : lists <= 3 ? 3 : lists == 4 ? 2 : 1 + compact) / (compact ? 2 : 1);
 }
 
 // Where a pass leaves the norm and the largest magnitude of each row: [measures][rows], either may
@@ -212,8 +212,8 @@ __device__ inline void finish_row(const TableView& view, int measures, const Row
 }
 
 template <class Op, unsigned kMissing, bool kCompact>
-__global__ void __launch_bounds__(kLanes,
-                                  measuring_blocks(Op::kReads & ~kMissing, Op::kMetered, kCompact))
+__global__ void __launch_bounds__(kLanes, measuring_blocks((Op::kReads | Op::kWrites) & ~kMissing,
+                                                           Op::kMetered, kCompact))
     measure_kernel(TableView view, RowNorms out, unsigned* tickets, const StepState* state,
                    Meter meter) {
   if (state != nullptr && state->skip != 0) return;

@@ -53,10 +53,10 @@ struct Pack {
   }
 };
 
-// How many of kWidth elements from i on are before the end: zero or less past it.
-template <int kWidth>
+// How many of kWidth elements from i on are before the end: zero or less past it. kWhole: all are.
+template <int kWidth, bool kWhole = false>
 __device__ inline int part(int i, int end) {
-  return end - i < kWidth ? end - i : kWidth;
+  return kWhole || end - i >= kWidth ? kWidth : end - i;
 }
 
 template <int kWords>

@@ -95,6 +95,14 @@ def test_instructions_and_their_control_bits(sass):
         (["PLOP3.LUT P2, PT, PT, PT, PT, 0x80, 0x8", "SEL R0, 0x1, 0x2, !P2"], 2),
         (["VOTEU.ANY UR4, UPT, PT", "IMAD.U32 R0, RZ, RZ, UR4"], 0xFFFFFFFF),
         (["R2P PR, 0x5, 0x6", "P2R R0, PR, RZ, 0x7f"], 4),
+        (
+            [
+                "UISETP.NE.AND UP1, UPT, UR4, 0x1, UPT",
+                "UP2UR UR5, UPR, URZ, 0x7f",
+                "IMAD.U32 R0, RZ, RZ, UR5",
+            ],
+            2,
+        ),
         (["@!PT MOV R0, 0x1"], 0),
         (["BRA 0x20", "MOV R0, 0x1", "NOP"], 0),
         (

@@ -83,8 +83,12 @@ struct BatchNormMoments : ChannelSum {
  private:
   // Squared deviations of one span's values from the mean over all.
   HD static double deviations_of(const Partial& part, double rows, double mean) {
-    const double within = double(part.squares) - double(part.sum) * double(part.sum) / rows;
-    const double apart = double(part.shift) + double(part.sum) / rows - mean;
+    // A whole span's rows are a power of two: the same number without a division.
+    const auto per_row = [&](double sum) HD_LAMBDA {
+      return rows == kSpanRows ? sum * (1.0 / kSpanRows) : sum / rows;
+    };
+    const double within = double(part.squares) - per_row(double(part.sum) * double(part.sum));
+    const double apart = double(part.shift) + per_row(double(part.sum)) - mean;
     return within + rows * (apart * apart);
   }
 

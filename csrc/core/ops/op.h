@@ -28,7 +28,7 @@ namespace ampfuse {
 // The defaults. `a` and `b` are the two numbers that a call may pass.
 template <class Self>
 struct RowOp {
-  static constexpr unsigned kReads = 0, kWrites = 0, kChecked = 0, kMeasured = 0;
+  static constexpr unsigned kReads = 0, kWrites = 0, kChecked = 0, kMeasured = 0, kUnsigned = 0;
   static constexpr bool kGradientRows = false;
   static constexpr bool kMetered = false, kPackable = false, kPlain = false;
 
@@ -53,7 +53,6 @@ struct OptimizerOp : RowOp<Self> {
   using Before = void;
   static constexpr bool kGradNorms = false;
   static constexpr unsigned kGradient = bit(kGrad) | bit(kAccumulated);
-  static constexpr unsigned kUnsigned = 0;
   static constexpr bool kPackable = false;
   static constexpr const char *kLastStateIf = nullptr, *kFilledWith = nullptr;
   static constexpr bool kUsesCount = true;

@@ -1,0 +1,147 @@
+// The value type of what a thread holds of neighbouring elements, under the names of scalar.h: a
+// branch is taken once for all of them, and their arithmetic, long chains each, runs side by side.
+#pragma once
+
+#include "core/compact.h"
+#include "core/scalar.h"
+
+namespace ampfuse {
+
+template <class T, int kWidth>
+struct Lanes {
+  T lane[kWidth];
+
+  Lanes() = default;
+  HD explicit Lanes(T value) {
+#pragma unroll
+    for (int k = 0; k < kWidth; ++k) lane[k] = value;
+  }
+  // run(k) of each lane.
+  template <class Run>
+  HD static Lanes of(const Run& run) {
+    Lanes made;
+#pragma unroll
+    for (int k = 0; k < kWidth; ++k) made.lane[k] = run(k);
+    return made;
+  }
+  // A bit for each lane, of what run(k) gives.
+  template <class Run>
+  HD static uint32_t mask_of(const Run& run) {
+    uint32_t mask = 0;
+#pragma unroll
+    for (int k = 0; k < kWidth; ++k) mask |= uint32_t(run(k)) << k;
+    return mask;
+  }
+};
+
+// A function of scalar.h, or an operator.
+#define AMPFUSE_LANEWISE(name)                                                                 \
+  template <class T, int kWidth, class... More>                                                \
+  HD auto name(const Lanes<T, kWidth>& a, const Lanes<More, kWidth>&... more) {                \
+    using Result = decltype(name(a.lane[0], more.lane[0]...));                                 \
+    return Lanes<Result, kWidth>::of([&](int k) { return name(a.lane[k], more.lane[k]...); }); \
+  }
+AMPFUSE_LANEWISE(fma)
+AMPFUSE_LANEWISE(max_nan)
+AMPFUSE_LANEWISE(select_equal)
+AMPFUSE_LANEWISE(bits_of)
+AMPFUSE_LANEWISE(from_bits)
+AMPFUSE_LANEWISE(to_float)
+AMPFUSE_LANEWISE(max_signed)
+AMPFUSE_LANEWISE(min_signed)
+AMPFUSE_LANEWISE(blend)
+AMPFUSE_LANEWISE(clear_without)
+AMPFUSE_LANEWISE(select_less)
+#undef AMPFUSE_LANEWISE
+
+#define AMPFUSE_LANEWISE(op)                                                              \
+  template <class T, int kWidth>                                                          \
+  HD Lanes<T, kWidth> operator op(const Lanes<T, kWidth>& a, const Lanes<T, kWidth>& b) { \
+    return Lanes<T, kWidth>::of([&](int k) { return a.lane[k] op b.lane[k]; });           \
+  }
+AMPFUSE_LANEWISE(+)
+AMPFUSE_LANEWISE(-)
+AMPFUSE_LANEWISE(*)
+AMPFUSE_LANEWISE(&)
+AMPFUSE_LANEWISE(|)
+AMPFUSE_LANEWISE(^)
+#undef AMPFUSE_LANEWISE
+
+template <int kCount, int kWidth>
+HD Lanes<uint32_t, kWidth> shift_left(const Lanes<uint32_t, kWidth>& a) {
+  return Lanes<uint32_t, kWidth>::of([&](int k) { return a.lane[k] << kCount; });
+}
+template <int kCount, int kWidth>
+HD Lanes<uint32_t, kWidth> shift_right(const Lanes<uint32_t, kWidth>& a) {
+  return Lanes<uint32_t, kWidth>::of([&](int k) { return a.lane[k] >> kCount; });
+}
+
+template <int kWidth>
+HD Lanes<float, kWidth> round_to(DType dtype, Lanes<float, kWidth> a) {
+  with_storage(dtype, [&](auto storage) {
+    a = a.of([&](int k) { return storage.widen(storage.narrow(a.lane[k])); });
+  });
+  return a;
+}
+template <int kWidth>
+HD uint32_t differ_as(DType dtype, const Lanes<float, kWidth>& a, const Lanes<float, kWidth>& b) {
+  uint32_t mask = 0;
+  with_storage(dtype, [&](auto storage) {
+    mask = a.mask_of([&](int k) { return storage.narrow(a.lane[k]) != storage.narrow(b.lane[k]); });
+  });
+  return mask;
+}
+template <int kWidth>
+HD uint32_t below(const Lanes<float, kWidth>& a, float bound) {
+  return a.mask_of([&](int k) { return below(a.lane[k], bound); });
+}
+
+// Whether all magnitudes are in [2^-kExponent, 2^kExponent).
+template <int kExponent, int kWidth>
+HD bool magnitudes_within(const Lanes<float, kWidth>& a) {
+  constexpr uint32_t kLow = uint32_t(127 - kExponent) << 24, kSpan = uint32_t(2 * kExponent) << 24;
+  bool all = true;
+#pragma unroll
+  for (int k = 0; k < kWidth; ++k) all = all & ((float_bits(a.lane[k]) << 1) - kLow < kSpan);
+  return all;
+}
+
+// Division and square root by the instructions that nvcc makes of them, but for its branch at every
+// element, to what is slow and right for all values: here it is one for all lanes. In the ranges
+// asked for, no step over- or underflows, and nvcc's own check lets them pass.
+template <int kWidth>
+HD Lanes<float, kWidth> operator/(const Lanes<float, kWidth>& a, const Lanes<float, kWidth>& b) {
+#if defined(__CUDA_ARCH__)
+  if (magnitudes_within<80>(a) && magnitudes_within<40>(b)) {
+    return a.of([&](int k) {
+      const float over = a.lane[k], under = b.lane[k];
+      float inverse;
+      asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(under));
+      inverse = fma(fma(-under, inverse, 1.0f), inverse, inverse);
+      const float near = over * inverse;
+      return fma(fma(-under, near, over), inverse, near);
+    });
+  }
+#endif
+  return a.of([&](int k) { return a.lane[k] / b.lane[k]; });
+}
+template <int kWidth>
+HD Lanes<float, kWidth> sqrt(const Lanes<float, kWidth>& a) {
+#if defined(__CUDA_ARCH__)
+  bool usual = true;
+#pragma unroll
+  for (int k = 0; k < kWidth; ++k)  // from 2^-101 on, and finite
+    usual = usual & (float_bits(a.lane[k]) - 0x0d000000u < kInfinityBits - 0x0d000000u);
+  if (usual) {
+    return a.of([&](int k) {
+      float inverse;
+      asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(a.lane[k]));
+      const float near = a.lane[k] * inverse;
+      return fma(fma(-near, near, a.lane[k]), inverse * 0.5f, near);
+    });
+  }
+#endif
+  return a.of([&](int k) { return sqrt(a.lane[k]); });
+}
+
+}  // namespace ampfuse
