@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ampfuse import half_ops, plugs
-from ampfuse.amp import no_sync, outsiders
+from ampfuse.amp import no_sync
 from ampfuse.amp import session as sessions
 from ampfuse.amp.casts import (
     Casts,
@@ -209,7 +209,6 @@ def set_up(models: Any, optimizers: Any, session: sessions.Session, *, allow_hal
                 state = optimizer.state[master] if is_sharded(master) else {}
                 optimizer.restore_master(master, state, exact[id(original)])
     no_sync.watch()
-    outsiders.watch(_named_parameters(model_list), optimizer_list)
     sessions.set_models(session, map(eager_module, model_list))
     session.casts_cpu = any(p.is_cpu for _, p in _named_parameters(model_list))
     if session.casts_cpu:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ampfuse.amp import cast_state, no_sync, outsiders, weight_cache
+from ampfuse.amp import cast_state, no_sync, weight_cache
 from ampfuse.amp import session as sessions
 from ampfuse.amp.scaler import LossScaler
 from ampfuse.optim import left_scaled
@@ -89,16 +89,13 @@ def scale_loss(
         _warn_if_no_forward_ran(session, optimizers)
 
     scaler = session.loss_scalers[loss_id]
-    to_others: Any = contextlib.ExitStack()
-    if not scaler.is_always_one:
-        to_others.enter_context(left_scaled.noticed(sessions.others(session, optimizers)))
-        to_others.enter_context(outsiders.noticed(loss, scaler, optimizers))
+    others = [] if scaler.is_always_one else sessions.others(session, optimizers)
     # With FP32 weights and a static scale of 1 the gradients are what they should be already.
     if not session.policy.model_is_low_precision and scaler.is_always_one:
         backward_pass = _plain_pass(loss, optimizers)
     else:
         backward_pass = scaled_pass(loss, optimizers, scaler, delay_unscale, delay_overflow_check)
-    with to_others, backward_pass as scaled:
+    with left_scaled.noticed(others), backward_pass as scaled:
         yield scaled
     # apex's message: for it the host waits for the device.
     if session.verbosity >= 2 and scaler.dynamic and any(o.found_inf_flag for o in optimizers):
