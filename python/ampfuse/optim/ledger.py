@@ -101,6 +101,7 @@ class Ledger(Part):
         if rows.has_amp_masters:
             table.gradients.end_backward(scale, True)
         else:
+            table.plan.collect(None, False)  # refuses by name what no step takes
             unscale(rows.params, scale.double().reciprocal().float(), found_inf)
             if rows.ranks is not None:
                 rows.ranks.share(found_inf)
