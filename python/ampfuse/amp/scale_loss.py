@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -84,9 +83,9 @@ def scale_loss(
                 "amp.scale_loss blocks of one optimizer cannot be nested: leave the first block, "
                 "then enter the second. Their gradients add up."
             )
-    casts_forward = session.policy.autocast_type is not None and not cast_state.outside.table
-    if casts_forward and loss.requires_grad:
-        _warn_if_no_forward_ran(session, optimizers)
+    casts_forward = session.policy.autocast_type is not None and session.casts_functions
+    if casts_forward and not (cast_state.forward_ran or cast_state.outside.table):
+        _warn_of_missing_casts(session.policy.opt_level)
 
     scaler = session.loss_scalers[loss_id]
     others = [] if scaler.is_always_one else sessions.others(session, optimizers)
@@ -172,26 +171,13 @@ def scaled_pass(
         scaler.update(of_pass, since_step)
 
 
-# Of optimizers, at their last pass: the count of forwards, and the version of what a step changes.
-_seen: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[int]]] = weakref.WeakKeyDictionary()
-
-
-def _warn_if_no_forward_ran(session: sessions.Session, optimizers: Sequence[Optimizer]) -> None:
+def _warn_of_missing_casts(level: str) -> None:
     """Once: what was computed outside every ``forward`` was not cast."""
-    forwards = cast_state.forwards()
-    for optimizer in optimizers:
-        now = forwards, [p._version for p in optimizer.param_groups[-1]["params"][-1:]]
-        before = _seen.get(optimizer, (session.forwards, None))
-        _seen[optimizer] = now
-        told = session.forwards is None or not session.casts_functions
-        if told or now[0] != before[0] or now[1] == before[1]:
-            continue
-        session.forwards = None
-        assert session.policy is not None
-        warnings.warn(
-            f"{session.policy.opt_level} casts inside the forward() of the models that "
-            "amp.initialize was given, and since the last step none of them ran: this loss was "
-            "computed without casts. If your loop calls submodules or other methods "
-            "(training_step, loss), call amp.cast_everywhere() after amp.initialize.",
-            stacklevel=4,
-        )
+    cast_state.note_forward()
+    warnings.warn(
+        f"{level} casts inside the forward() of the models that amp.initialize was given, and none "
+        "of them has run since: this loss was computed without casts. If your loop calls "
+        "submodules or other methods (training_step, loss), call amp.cast_everywhere() after "
+        "amp.initialize.",
+        stacklevel=4,
+    )

@@ -27,8 +27,7 @@ class Session:
     """`policy` is None when amp is off: then every amp call passes its arguments through.
 
     `rules` are those of O1 and O4 where they are other ones than autocast's, `everywhere` those
-    that hold outside the models too. `forwards` is the count at ``initialize``; None once
-    ``scale_loss`` has warned that no model's forward ran.
+    that hold outside the models too.
     """
 
     policy: Policy | None
@@ -38,7 +37,6 @@ class Session:
     everywhere: OpRules | None = None
     casts_functions: bool = True
     casts_cpu: bool = True
-    forwards: int | None = dataclasses.field(default_factory=cast_state.forwards)
     reports_passes: bool = False  # each overflow is told where its pass ends
 
     @property
@@ -103,6 +101,7 @@ def enabled_of(optimizer: Optimizer) -> Session | None:
 def set_latest(session: Session) -> None:
     global _latest
     _latest = session
+    cast_state.note_forward(False)
     follow_latest()
 
 
