@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -13,14 +12,12 @@ from ampfuse.amp.casts import eager_module
 from ampfuse.amp.policy import Policy
 from ampfuse.insight.half_range import warn_of_range
 from ampfuse.optim.inner import parameters, with_inner
-from ampfuse.optim.upgrade import fused_class
 
 
 def give_hints(models: list[nn.Module], optimizers: list[Optimizer], policy: Policy) -> None:
     """What :func:`ampfuse.amp.initialize` calls before it changes anything."""
     if optimizers:
         _warn_of_strangers(models, optimizers)
-    _warn_of_lost_eps(optimizers, policy)
     for model in models:
         warn_of_range(model, policy)
 
@@ -48,21 +45,3 @@ def _warn_of_strangers(models: list[nn.Module], optimizers: list[Optimizer]) -> 
                 "parameters? Make it from model.parameters() just before amp.initialize.",
                 stacklevel=5,
             )
-
-
-def _warn_of_lost_eps(optimizers: list[Optimizer], policy: Policy) -> None:
-    """Warn of an optimizer that divides by zero where its `eps` keeps it from that."""
-    if policy.weights_type is not torch.float16 or policy.master_weights:
-        return
-    for optimizer in optimizers:
-        stepper = with_inner(optimizer)[-1]
-        for eps in {group.get("eps") for group in stepper.param_groups}:
-            # Adafactor has two, in a tuple.
-            lost = isinstance(eps, float) and eps > 0 and torch.tensor(eps).half() == 0
-            if lost and fused_class(stepper) is None:
-                warnings.warn(
-                    f"eps={eps:g} of {type(stepper).__name__} is 0 in float16, in which its own "
-                    f"step computes at {policy.opt_level}: where a gradient was always 0 it "
-                    "divides by 0. Use O2 or O5, whose masters are FP32, or an eps of 1e-4.",
-                    stacklevel=5,
-                )
