@@ -25,7 +25,6 @@ from ampfuse.amp.casts import (
     check_can_install,
     eager_module,
     install,
-    is_affine_batch_norm,
     is_installed,
     save_in_float32,
 )
@@ -103,9 +102,9 @@ def initialize(
 
     Raises:
         RuntimeError: unknown level; overrides that contradict it; a model in DataParallel or
-            DistributedDataParallel, or whose batch norms fully_shard gathers with half weights; an
-            optimizer that is initialized already; trainable half parameters at a level that expects
-            FP32 ones; parameters on the meta device that get masters.
+            DistributedDataParallel; an optimizer that is initialized already; trainable half
+            parameters at a level that expects FP32 ones; parameters on the meta device that get
+            masters.
         TypeError: something that is no model or no optimizer; parameters of a type that the
             optimizers cannot step (float64, complex).
         ValueError, AssertionError: malformed values, see :func:`ampfuse.amp.policy.make_policy`.
@@ -167,7 +166,7 @@ def set_up(models: Any, optimizers: Any, session: sessions.Session, *, allow_hal
     optimizer_list = _as_list(listed, Optimizer, "optimizers", "a torch.optim.Optimizer")
     names = {id(parameter): name for name, parameter in _named_parameters(model_list)}
     for model in model_list:
-        _check_model(model, policy)
+        _check_model(model)
     _check_half_parameters(model_list, policy, allow_half)
     if len(set(map(id, optimizer_list))) < len(optimizer_list):
         raise RuntimeError("The same optimizer is listed twice.")
@@ -209,7 +208,6 @@ def set_up(models: Any, optimizers: Any, session: sessions.Session, *, allow_hal
                 state = optimizer.state[master] if is_sharded(master) else {}
                 optimizer.restore_master(master, state, exact[id(original)])
     no_sync.watch()
-    sessions.set_models(session, map(eager_module, model_list))
     session.casts_cpu = any(p.is_cpu for _, p in _named_parameters(model_list))
     if session.casts_cpu:
         half_ops.follow(policy)
@@ -249,7 +247,7 @@ def _named_parameters(models: list[nn.Module]) -> Iterator[tuple[str, nn.Paramet
             yield prefix + name, parameter
 
 
-def _check_model(model: nn.Module, policy: Policy) -> None:
+def _check_model(model: nn.Module) -> None:
     wrapper = eager_module(model)
     if isinstance(wrapper, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         raise RuntimeError(
@@ -258,8 +256,6 @@ def _check_model(model: nn.Module, policy: Policy) -> None:
             "their final type."
         )
     check_can_install(model)
-    if policy.model_is_low_precision and policy.keep_batchnorm_fp32:
-        _check_shards(wrapper, policy)
 
 
 def _check_half_parameters(models: list[nn.Module], policy: Policy, allow: bool) -> None:
@@ -287,35 +283,6 @@ def _check_half_parameters(models: list[nn.Module], policy: Policy, allow: bool)
         "where the weights exist in FP32, load them in FP32 and let amp.initialize cast.",
         stacklevel=4,
     )
-
-
-def _check_shards(model: nn.Module, policy: Policy) -> None:
-    """fully_shard gathers the weights of a group together, which have to be of one type."""
-    if not any(map(is_sharded, model.parameters())):
-        return
-    from torch.distributed.fsdp import FSDPModule
-
-    def group(module: Any) -> Iterator[nn.Module]:
-        yield module
-        for child in module.children():
-            if not isinstance(child, FSDPModule):
-                yield from group(child)
-
-    for name, module in model.named_modules():
-        if not isinstance(module, FSDPModule):
-            continue
-        trained = {
-            is_affine_batch_norm(part)
-            for part in group(module)
-            for p in part.parameters(recurse=False)
-            if p.requires_grad and is_sharded(p)
-        }
-        if len(trained) > 1:
-            raise RuntimeError(
-                f"fully_shard gathers {name or 'the model'!r} in one group, but {policy.opt_level} "
-                "leaves its batch norms in FP32 beside half weights. Give them a group of their "
-                "own first, fully_shard([norm1, norm2]), or use keep_batchnorm_fp32=False."
-            )
 
 
 def _check_optimizer(optimizer: Optimizer, policy: Policy, names: dict[int, str]) -> None:

@@ -84,7 +84,8 @@ def scale_loss(
                 "then enter the second. Their gradients add up."
             )
     casts_forward = session.policy.autocast_type is not None and session.casts_functions
-    if casts_forward and not (cast_state.forward_ran or cast_state.outside.table):
+    has_cast = cast_state.forward_ran or cast_state.outside.table
+    if casts_forward and loss.requires_grad and not has_cast:
         _warn_of_missing_casts(session.policy.opt_level)
 
     scaler = session.loss_scalers[loss_id]
@@ -146,22 +147,22 @@ def scaled_pass(
 ) -> Iterator[Tensor]:
     """One backward pass of `optimizers` with `scaler`; see :func:`scale_loss`."""
     check = scaler.dynamic and not (delay_unscale or delay_overflow_check)
-    with scaler.lent(loss.device) as scale:
-        try:
-            for optimizer in optimizers:
-                optimizer.begin_backward()
-            groups = no_sync.average_earlier(optimizers)
-            yield loss.float() * scale
-        except BaseException:
-            for optimizer in optimizers:
-                optimizer.cancel_backward()
-            raise
-        counts = False
+    scale = scaler.snapshot(loss.device)  # that of this pass, whatever another one does meanwhile
+    try:
         for optimizer in optimizers:
-            if delay_unscale:
-                optimizer.mark_backward(scale)
-            else:
-                counts |= optimizer.end_backward(scale, check)
+            optimizer.begin_backward()
+        groups = no_sync.average_earlier(optimizers)
+        yield loss.float() * scale
+    except BaseException:
+        for optimizer in optimizers:
+            optimizer.cancel_backward()
+        raise
+    counts = False
+    for optimizer in optimizers:
+        if delay_unscale:
+            optimizer.mark_backward(scale)
+        else:
+            counts |= optimizer.end_backward(scale, check)
     if counts and not delay_overflow_check:
         # The scale reacts to this pass alone; a step skips after any overflow since the last step.
         of_pass = [optimizer.pass_found_inf_flag for optimizer in optimizers]

@@ -10,9 +10,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
-from torch import nn
 from torch.optim import Optimizer
 
 from ampfuse.amp import cast_state, op_casts
@@ -61,8 +60,6 @@ _latest: Session | None = None
 # Beside the sessions, not in them: a session is copied and pickled with each of its optimizers.
 _optimizers: weakref.WeakKeyDictionary[Session, weakref.WeakSet[Optimizer]]
 _optimizers = weakref.WeakKeyDictionary()
-_models: weakref.WeakKeyDictionary[Session, list[weakref.ref[nn.Module]]]
-_models = weakref.WeakKeyDictionary()
 
 
 def add(session: Session, optimizer: Optimizer) -> None:
@@ -78,18 +75,6 @@ def others(session: Session, optimizers: Sequence[Optimizer]) -> list[Optimizer]
 
 def _inner(optimizer: Optimizer) -> Optimizer:
     return optimizer.optim if isinstance(optimizer, LARC) else optimizer
-
-
-def set_models(session: Session, models: Iterable[nn.Module]) -> None:
-    """`session` is that of `models`."""
-    _models[session] = [weakref.ref(model) for model in models]
-
-
-def models_of(optimizer: Optimizer) -> list[nn.Module]:
-    """The models that went through ``initialize`` with `optimizer`, while they live."""
-    session = enabled_of(optimizer)
-    known = _models.get(session, []) if session is not None else []
-    return [model for reference in known if (model := reference()) is not None]
 
 
 def enabled_of(optimizer: Optimizer) -> Session | None:
