@@ -21,9 +21,6 @@ from ampfuse.amp.replacements import Replacements
 # What no_sync() was called of, with the ids of its parameters.
 _models: weakref.WeakKeyDictionary[Any, frozenset[int]] = weakref.WeakKeyDictionary()
 
-# Of these, those whose ranks have not shared their latest passes.
-_unshared: weakref.WeakSet[Any] = weakref.WeakSet()
-
 _DDP: Any = torch.nn.parallel.DistributedDataParallel
 _replaced = Replacements()
 
@@ -64,9 +61,6 @@ def average_earlier(optimizers: Sequence[Any]) -> list[Any]:
                 earlier = list(_earlier_gradients(optimizer, mine, model))
                 _average(earlier, model.process_group)
                 averaged |= bool(earlier)
-            _unshared.discard(model)
-        else:
-            _unshared.add(model)
         if averaged or not model.require_forward_param_sync:
             groups.append(model.process_group)
     return groups
