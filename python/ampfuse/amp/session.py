@@ -99,13 +99,14 @@ def follow_latest() -> None:
 def set_aside() -> Iterator[None]:
     """A block that starts as if there had been no ``initialize``, and forgets those made in it."""
     global _latest
-    before, outside = _latest, cast_state.outside
+    before, outside, forward_ran = _latest, cast_state.outside, cast_state.forward_ran
     cast_state.set_outside(AS_WRITTEN)
     try:
         yield
     finally:
         _latest = before
         cast_state.set_outside(outside)
+        cast_state.note_forward(forward_ran)
 
 
 def end_everywhere() -> None:
