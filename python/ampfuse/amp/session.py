@@ -36,7 +36,6 @@ class Session:
     everywhere: OpRules | None = None
     casts_functions: bool = True
     casts_cpu: bool = True
-    reports_passes: bool = False  # each overflow is told where its pass ends
 
     @property
     def enabled(self) -> bool:
