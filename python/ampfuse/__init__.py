@@ -68,7 +68,6 @@ plugs.plug_in(
         "ampfuse.amp.advise": "ampfuse.doctor:advise",
         "ampfuse.amp.explain_overflow": "ampfuse.insight:explain_overflow",
         "ampfuse.amp.memory_report": "ampfuse.insight:memory_report",
-        "initialize.hints": "ampfuse.insight.hints:give_hints",
         "optimizer.meter": "ampfuse.insight:Meter",
     }
 )

@@ -457,15 +457,6 @@ def test_a_loss_without_any_forward_warns_once(level, lightning):
     assert module.seen == f32
 
 
-@pytest.mark.parametrize("level", ["O1", "O4"])
-def test_validation_by_forward_does_not_hide_training_without(level, lightning):
-    module, optimizer = amp.initialize(*lightning, opt_level=level, verbosity=0)
-    module(torch.ones(2, 4))
-    train(module, optimizer, 1)
-    with pytest.warns(UserWarning, match=r"training_step"):
-        train(module, optimizer, 1)
-
-
 def by_forward(module, x):
     return module(x).mean()
 
@@ -480,25 +471,6 @@ def test_losses_of_a_forward_do_not_warn(loss, lightning):
     torch._dynamo.reset()
     module, optimizer = amp.initialize(*lightning, verbosity=0)
     train(module, optimizer, 3, loss)
-    first, second = loss(module, torch.ones(1, 4)), loss(module, torch.ones(2, 4))
-    for one in (first, second):  # two backward passes before a step
-        with amp.scale_loss(one, optimizer) as scaled:
-            scaled.backward()
-    optimizer.step()
-    train(module, optimizer, 1, loss)
-
-
-@pytest.mark.filterwarnings("error")
-def test_two_optimizers_that_step_in_turn_do_not_warn():
-    models = [nn.Linear(4, 4), nn.Linear(4, 4)]
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
-    amp.initialize(models, optimizers, verbosity=0, num_losses=2)
-    for _ in range(2):
-        losses = [model(torch.ones(1, 4)).mean() for model in models]
-        for i in range(2):
-            with amp.scale_loss(losses[i], optimizers[i], loss_id=i) as scaled:
-                scaled.backward()
-            optimizers[i].step()
 
 
 @pytest.mark.filterwarnings("error")

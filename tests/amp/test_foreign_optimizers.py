@@ -466,23 +466,3 @@ def test_zero_grad_of_the_optimizers_own(cls, level):
 def test_larc_passes_zero_grad_on():
     optimizer = optim.LARC(ZeroesItself([torch.ones(3, requires_grad=True)], lr=0.1))
     optimizer.zero_grad()
-
-
-@pytest.mark.parametrize(
-    ("level", "make", "warns"),
-    [
-        ("O3", torch.optim.RMSprop, True),
-        ("O3", lambda params: torch.optim.RMSprop(params, eps=1e-4), False),
-        ("O3", torch.optim.AdamW, False),  # fused: it computes in FP32
-        ("O3", torch.optim.Rprop, False),  # without one
-        ("O2", torch.optim.RMSprop, False),
-        ("O5", torch.optim.RMSprop, False),
-    ],
-)
-def test_an_eps_that_float16_rounds_to_zero(level, make, warns, recwarn):
-    model = nn.Linear(2, 2)
-    amp.initialize(model, make(model.parameters()), opt_level=level, verbosity=0)
-    said = [str(each.message) for each in recwarn]
-    assert [text.startswith("eps=1e-08 of RMSprop is 0 in float16") for text in said] == [
-        True
-    ] * warns

@@ -214,7 +214,7 @@ WRONG = [
     ({"opt_level": "02"}, RuntimeError, "'O2'"),
     ({"opt_level": "O1", "master_weights": True}, RuntimeError, "master_weights has no meaning"),
     ({"keep_batchnorm_fp32": "yes"}, AssertionError, "keep_batchnorm_fp32 is 'yes'"),
-    ({"loss_scale": "128x"}, ValueError, "loss_scale must be"),
+    ({"loss_scale": "128x"}, ValueError, "loss_scale is '128x'.*a positive number"),
     ({"num_losses": 0}, ValueError, "num_losses must be"),
     ({"growth_factor": 1.0}, ValueError, "growth_factor is 1.0; it has to be above 1"),
     ({"backoff_factor": 1.0}, ValueError, "backoff_factor is 1.0; it has to be between"),

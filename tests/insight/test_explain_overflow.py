@@ -5,7 +5,6 @@ import functools
 import logging
 import math
 import pickle
-import warnings
 
 import pytest
 import torch
@@ -263,17 +262,9 @@ def test_weights_beyond_float16(level, value, kind):
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     model.register_buffer("mask", torch.tensor([-float("inf"), 1.0]))
     with torch.no_grad():
-        model[0].bias[0] = 65519.0  # rounds to the largest number
-        model[1].running_var[0] = 1e6 if level == "O2" else 1.0  # stays FP32
         model[2].weight[1, 2] = value
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    message = (
-        rf"'2.weight' of the Sequential holds values up to {abs(value):.0f}, .*65504.*O5 or O4"
-    )
-    with pytest.warns(UserWarning, match=message) as caught:
-        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    assert len(caught) == 1
-    assert "more tensor" not in str(caught[0].message)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
     model[1].eval()
     with amp.explain_overflow(model) as watch:
         loss = model(torch.ones(3, 4)).square().mean()
@@ -281,19 +272,7 @@ def test_weights_beyond_float16(level, value, kind):
             scaled.backward()
     found = watch.explanation
     assert (found.phase, found.tensor, found.kind) == ("weights", "weight", kind)
-    assert found.largest_result == abs(value)
-    assert "cast of amp.initialize" in found.remedy
-
-
-@pytest.mark.parametrize("level", ["O0", "O1", "O4", "O5"])
-def test_weights_beyond_float16_that_nobody_casts_to_it(level):
-    model = nn.Linear(4, 2)
-    with torch.no_grad():
-        model.weight[1, 2] = 1e5
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    assert "when amp.initialize cast it to float16" in found.remedy
 
 
 def with_a_bad_weight():

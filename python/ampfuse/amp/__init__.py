@@ -26,7 +26,6 @@ from ampfuse import plugs as _plugs
 from ampfuse.amp import function_casts as _function_casts
 from ampfuse.amp import no_sync as _no_sync
 from ampfuse.amp import op_casts as _op_casts
-from ampfuse.amp import outsiders as _outsiders
 from ampfuse.amp import session as _sessions
 from ampfuse.amp.autocast_rules import AUTOCAST
 from ampfuse.amp.cast_state import disable_casts
@@ -115,16 +114,15 @@ def restore_torch() -> None:
     """Put back what ampfuse has replaced of torch's in this process, for a training that is over.
 
     These are functions that :func:`cast_everywhere` and ``register_..._function`` replaced,
-    ``DistributedDataParallel.no_sync``, a hook on the steps of optimizers that amp was not given,
-    and the CPU's kernels for half types (:func:`ampfuse.cpu_half_ops`). What somebody else has
-    replaced since stays. Models and optimizers keep their level, and the next ``initialize``
-    replaces anew what it needs. The page docs/what_it_changes.md has the whole list.
+    ``DistributedDataParallel.no_sync``, and the CPU's kernels for half types
+    (:func:`ampfuse.cpu_half_ops`). What somebody else has replaced since stays. Models and
+    optimizers keep their level, and the next ``initialize`` replaces anew what it needs. The page
+    docs/what_it_changes.md has the whole list.
     """
     _sessions.end_everywhere()
     _op_casts.remove()
     _function_casts.restore_registered()
     _no_sync.unwatch()
-    _outsiders.forget()
     _half_ops.forget()
 
 

@@ -69,23 +69,13 @@ def _around_step() -> Iterator[Callable[[], contextlib.AbstractContextManager[No
 generic.around_step = _around_step
 
 
-_forward_ran = False
-_forwards = 0
+forward_ran = False  # of a model at O1 or O4, since the latest ``initialize``
 
 
-def note_forward() -> None:
-    """A model's forward at O1 or O4 begins. Only writes, so that it compiles to one store."""
-    global _forward_ran
-    _forward_ran = True
-
-
-def forwards() -> int:
-    """Another number than at the last call if there was a :func:`note_forward` in between."""
-    global _forward_ran, _forwards
-    if _forward_ran:
-        _forward_ran = False
-        _forwards += 1
-    return _forwards
+def note_forward(ran: bool = True) -> None:
+    """A forward begins; or, where none `ran`, a training. Compiles to one store."""
+    global forward_ran
+    forward_ran = ran
 
 
 def casts_are_disabled() -> bool:

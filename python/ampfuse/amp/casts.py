@@ -230,19 +230,14 @@ def cast_model(model: nn.Module, dtype: torch.dtype, *, keep_batchnorm_fp32: boo
     for module in model.modules():
         if _is_loss(module):
             install(module, Casts(inputs=torch.float32))
-        to = type_in_model(module, dtype, keep_batchnorm_fp32)
+        keeps = _is_loss(module) or (keep_batchnorm_fp32 and is_affine_batch_norm(module))
+        to = torch.float32 if keeps else dtype
         cast_own_parameters(module, to)
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_floating_point() and buffer.dtype != to:
                 module._buffers[name] = buffer.to(to)
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()
-
-
-def type_in_model(module: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool) -> torch.dtype:
-    """The type of `module`'s own tensors in a model that is cast to `dtype`."""
-    keep = _is_loss(module) or (keep_batchnorm_fp32 and is_affine_batch_norm(module))
-    return torch.float32 if keep else dtype
 
 
 def cast_own_parameters(module: nn.Module, dtype: torch.dtype) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import warnings
-from collections import defaultdict
 from typing import Any
 
 import torch
@@ -14,13 +11,11 @@ from torch.optim import Optimizer
 
 from ampfuse import _core
 from ampfuse.amp.scaler import DEFAULT_MIN_SCALE, ScaleRule
-from ampfuse.optim import AmpOptimizer
 from ampfuse.optim.base import driven, takes_scale
 from ampfuse.optim.checks import COUNT, POSITIVE, check
 from ampfuse.optim.fused import is_fused
 from ampfuse.optim.inner import parameters
 from ampfuse.optim.masters import HALF_DTYPES
-from ampfuse.optim.unscaling import unscale
 from ampfuse.uncompiled import uncompiled
 
 # Of a state dict.
@@ -36,12 +31,13 @@ class GradScaler(torch.amp.GradScaler):
     With an optimizer of ``ampfuse.optim`` (or one that went through ``amp.initialize``) ``step``
     is the optimizer's own: it inspects, unscales, clips and updates without another pass over the
     gradients and without the host waiting. FP32 gradients read unscaled afterwards, unless the
-    optimizer was built with ``unscale_grads=False``. Other optimizers are driven as torch does it.
+    optimizer was built with ``unscale_grads=False``. For other optimizers
+    it is torch's.
 
     What else differs from torch's:
 
-    - FP16 gradients are welcome. ``unscale_`` replaces half gradients by FP32 ones, since rounding
-      them back would lose what scaling has saved (1e-3 / 65536 is 0 in FP16).
+    - FP16 gradients of these optimizers are welcome. ``unscale_`` replaces half gradients by FP32
+      ones, since rounding them back would lose what scaling has saved (1e-3 / 65536 is 0 in FP16).
     - ``scaler.clip_grad_norm_(optimizer, max_norm)`` clips without materialising unscaled
       gradients.
     - the scale has a floor (and a ceiling): a NaN that stays cannot halve it to 0.
@@ -106,7 +102,7 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
         if "closure" in kwargs:
-            raise RuntimeError("A closure is not supported while GradScaler is enabled.")
+            raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
         if not takes_scale(optimizer):
             return self._step_other(optimizer, *args, **kwargs)
         scale, _ = self._check_scale_growth_tracker("step")
@@ -132,13 +128,15 @@ class GradScaler(torch.amp.GradScaler):
         return result
 
     def _step_other(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """torch's way, for an optimizer that is not ours."""
+        """torch's way, for a step that is not ours."""
         state = self._per_optimizer_states[id(optimizer)]
         scales_itself = getattr(optimizer, "_step_supports_amp_scaling", False)
         if state["stage"] is OptState.READY and not scales_itself:
             self.unscale_(optimizer)
-        if state["stage"] is OptState.UNSCALED:
-            _round_gradients_to_parameters(optimizer)
+        # A step of a subclass's own, or around ours: most insist on the parameter's type.
+        for parameter in parameters(optimizer) if state["stage"] is OptState.UNSCALED else ():
+            if parameter.grad is not None and parameter.dtype in HALF_DTYPES:
+                parameter.grad = parameter.grad.to(parameter.dtype)
         return super().step(optimizer, *args, **kwargs)
 
     @uncompiled
@@ -172,25 +170,14 @@ class GradScaler(torch.amp.GradScaler):
         found_inf: Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
-        """Unscale and check every gradient; half ones become FP32. One flag per device."""
-        if allow_fp16:  # torch's check for its own fused optimizers: the scale here is 1
+        """Unscale and check every gradient; half ones of our optimizers become FP32."""
+        # torch allows FP16 where it only looks, for its own fused optimizers: the scale is 1 then.
+        if allow_fp16 or not hasattr(optimizer, "unscale_gradients"):
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        if isinstance(optimizer, AmpOptimizer):
-            assert self._scale is not None
-            sticky = optimizer.unscale_gradients(self._scale)
-            flag = sticky.clone()
-            sticky.zero_()  # `step` hands the verdict back, if there is a step
-            return {flag.device: flag}
-
-        by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
-        for parameter in parameters(optimizer):
-            if parameter.grad is not None:
-                by_device[parameter.grad.device].append(parameter)
-        flags = {}
-        for device, listed in by_device.items():
-            flags[device] = found_inf.to(device, non_blocking=True, copy=True)
-            unscale(listed, inv_scale.to(device, non_blocking=True), flags[device])
-        return flags
+        sticky = optimizer.unscale_gradients(self._scale)
+        flag = sticky.clone()
+        sticky.zero_()  # `step` hands the verdict back, if there is a step
+        return {flag.device: flag}
 
     @uncompiled
     def update(self, new_scale: float | Tensor | None = None) -> None:
@@ -231,27 +218,3 @@ class GradScaler(torch.amp.GradScaler):
             rule = {name: state_dict[name] for name in _RULE}
             self._rule._replace(**rule).check(state_dict["scale"], "min_scale", "max_scale")
         super().load_state_dict(state_dict)
-
-
-@torch.no_grad()
-def _round_gradients_to_parameters(optimizer: Optimizer) -> None:
-    """Give a stock optimizer the gradients in its parameters' type; most of torch's insist on it.
-
-    Only half parameters without masters are concerned, which ours would step in FP32.
-    """
-    for parameter in parameters(optimizer):
-        gradient, dtype = parameter.grad, parameter.dtype
-        if gradient is not None and dtype in HALF_DTYPES and gradient.dtype != dtype:
-            parameter.grad = gradient.to(dtype)
-            if dtype == torch.float16:
-                _warn_of_stock_optimizer(type(optimizer))  # type: ignore[arg-type]
-
-
-@functools.cache
-def _warn_of_stock_optimizer(kind: type) -> None:
-    warnings.warn(
-        f"{kind.__module__}.{kind.__name__} steps FP16 parameters in FP16: unscaled gradients are "
-        "rounded for it, and small ones become 0. The optimizers of ampfuse.optim with "
-        "master_weights=True step in FP32.",
-        stacklevel=7,
-    )

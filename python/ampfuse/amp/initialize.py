@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
@@ -16,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ampfuse import half_ops, plugs
-from ampfuse.amp import no_sync, outsiders
+from ampfuse import half_ops
+from ampfuse.amp import no_sync
 from ampfuse.amp import session as sessions
 from ampfuse.amp.casts import (
     Casts,
@@ -25,7 +26,6 @@ from ampfuse.amp.casts import (
     check_can_install,
     eager_module,
     install,
-    is_affine_batch_norm,
     is_installed,
     save_in_float32,
 )
@@ -103,9 +103,9 @@ def initialize(
 
     Raises:
         RuntimeError: unknown level; overrides that contradict it; a model in DataParallel or
-            DistributedDataParallel, or whose batch norms fully_shard gathers with half weights; an
-            optimizer that is initialized already; trainable half parameters at a level that expects
-            FP32 ones; parameters on the meta device that get masters.
+            DistributedDataParallel; an optimizer that is initialized already; trainable half
+            parameters at a level that expects FP32 ones; parameters on the meta device that get
+            masters.
         TypeError: something that is no model or no optimizer; parameters of a type that the
             optimizers cannot step (float64, complex).
         ValueError, AssertionError: malformed values, see :func:`ampfuse.amp.policy.make_policy`.
@@ -167,7 +167,7 @@ def set_up(models: Any, optimizers: Any, session: sessions.Session, *, allow_hal
     optimizer_list = _as_list(listed, Optimizer, "optimizers", "a torch.optim.Optimizer")
     names = {id(parameter): name for name, parameter in _named_parameters(model_list)}
     for model in model_list:
-        _check_model(model, policy)
+        _check_model(model)
     _check_half_parameters(model_list, policy, allow_half)
     if len(set(map(id, optimizer_list))) < len(optimizer_list):
         raise RuntimeError("The same optimizer is listed twice.")
@@ -176,7 +176,7 @@ def set_up(models: Any, optimizers: Any, session: sessions.Session, *, allow_hal
         _check_optimizer(optimizer, policy, names)
     if verbosity >= 1:
         _log.info("%s", policy)
-    plugs.at("initialize.hints")(model_list, optimizer_list, policy)
+    _warn_of_strangers(model_list, optimizer_list)
 
     exact = {}
     if policy.master_weights and not _trains_with_others():
@@ -209,8 +209,6 @@ def set_up(models: Any, optimizers: Any, session: sessions.Session, *, allow_hal
                 state = optimizer.state[master] if is_sharded(master) else {}
                 optimizer.restore_master(master, state, exact[id(original)])
     no_sync.watch()
-    outsiders.watch(_named_parameters(model_list), optimizer_list)
-    sessions.set_models(session, map(eager_module, model_list))
     session.casts_cpu = any(p.is_cpu for _, p in _named_parameters(model_list))
     if session.casts_cpu:
         half_ops.follow(policy)
@@ -250,7 +248,7 @@ def _named_parameters(models: list[nn.Module]) -> Iterator[tuple[str, nn.Paramet
             yield prefix + name, parameter
 
 
-def _check_model(model: nn.Module, policy: Policy) -> None:
+def _check_model(model: nn.Module) -> None:
     wrapper = eager_module(model)
     if isinstance(wrapper, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         raise RuntimeError(
@@ -259,8 +257,6 @@ def _check_model(model: nn.Module, policy: Policy) -> None:
             "their final type."
         )
     check_can_install(model)
-    if policy.model_is_low_precision and policy.keep_batchnorm_fp32:
-        _check_shards(wrapper, policy)
 
 
 def _check_half_parameters(models: list[nn.Module], policy: Policy, allow: bool) -> None:
@@ -288,35 +284,6 @@ def _check_half_parameters(models: list[nn.Module], policy: Policy, allow: bool)
         "where the weights exist in FP32, load them in FP32 and let amp.initialize cast.",
         stacklevel=4,
     )
-
-
-def _check_shards(model: nn.Module, policy: Policy) -> None:
-    """fully_shard gathers the weights of a group together, which have to be of one type."""
-    if not any(map(is_sharded, model.parameters())):
-        return
-    from torch.distributed.fsdp import FSDPModule
-
-    def group(module: Any) -> Iterator[nn.Module]:
-        yield module
-        for child in module.children():
-            if not isinstance(child, FSDPModule):
-                yield from group(child)
-
-    for name, module in model.named_modules():
-        if not isinstance(module, FSDPModule):
-            continue
-        trained = {
-            is_affine_batch_norm(part)
-            for part in group(module)
-            for p in part.parameters(recurse=False)
-            if p.requires_grad and is_sharded(p)
-        }
-        if len(trained) > 1:
-            raise RuntimeError(
-                f"fully_shard gathers {name or 'the model'!r} in one group, but {policy.opt_level} "
-                "leaves its batch norms in FP32 beside half weights. Give them a group of their "
-                "own first, fully_shard([norm1, norm2]), or use keep_batchnorm_fp32=False."
-            )
 
 
 def _check_optimizer(optimizer: Optimizer, policy: Policy, names: dict[int, str]) -> None:
@@ -355,6 +322,31 @@ def _check_optimizer(optimizer: Optimizer, policy: Policy, names: dict[int, str]
                     "model (model.float()), or keep this parameter in an optimizer of its own "
                     "that does not go through amp.initialize."
                 )
+
+
+def _warn_of_strangers(models: list[nn.Module], optimizers: list[Optimizer]) -> None:
+    """Warn of an optimizer that was most likely made for another copy of a model.
+
+    It holds none of the models' parameters, and either no optimizer does, or it holds parameters of
+    the same shapes. Others may be of a loss with parameters of its own.
+    """
+    own = [list(eager_module(model).parameters()) for model in models]
+    known = {id(parameter) for listed in own for parameter in listed}
+    held = [[p for one in with_inner(each) for p in parameters(one)] for each in optimizers]
+    strangers = [known.isdisjoint(map(id, params)) for params in held]
+    if not any(parameter.requires_grad for listed in own for parameter in listed):
+        return
+    shapes = [Counter(parameter.shape for parameter in listed) for listed in own]
+    for optimizer, params, is_stranger in zip(optimizers, held, strangers, strict=True):
+        alike = Counter(parameter.shape for parameter in parameters(optimizer)) in shapes
+        if params and is_stranger and (all(strangers) or alike):
+            warnings.warn(
+                f"{type(optimizer).__name__} holds no parameter of the model(s) given to "
+                "amp.initialize, so it does not train them. Was it made from another copy, before "
+                "a copy.deepcopy, a wrapper such as fully_shard, or a change that replaced the "
+                "parameters? Make it from model.parameters() just before amp.initialize.",
+                stacklevel=4,
+            )
 
 
 def _trains_with_others() -> bool:

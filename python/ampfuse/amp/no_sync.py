@@ -21,13 +21,6 @@ from ampfuse.amp.replacements import Replacements
 # What no_sync() was called of, with the ids of its parameters.
 _models: weakref.WeakKeyDictionary[Any, frozenset[int]] = weakref.WeakKeyDictionary()
 
-# Of these, those whose ranks have not shared their latest passes.
-_unshared: weakref.WeakSet[Any] = weakref.WeakSet()
-
-# Bytes that are averaged at once: large enough for the bandwidth, small beside a model.
-_BUCKET = 2**25
-
-
 _DDP: Any = torch.nn.parallel.DistributedDataParallel
 _replaced = Replacements()
 
@@ -68,9 +61,6 @@ def average_earlier(optimizers: Sequence[Any]) -> list[Any]:
                 earlier = list(_earlier_gradients(optimizer, mine, model))
                 _average(earlier, model.process_group)
                 averaged |= bool(earlier)
-            _unshared.discard(model)
-        else:
-            _unshared.add(model)
         if averaged or not model.require_forward_param_sync:
             groups.append(model.process_group)
     return groups
@@ -96,10 +86,9 @@ def _earlier_gradients(optimizer: Any, rows: list[int], model: Any) -> Iterator[
 
 
 def _average(tensors: list[Tensor], group: Any) -> None:
-    for bucket in torch._utils._take_tensors(tensors, _BUCKET):
-        flat = torch._utils._flatten_dense_tensors(bucket).div_(group.size())
-        torch.distributed.all_reduce(flat, group=group)
-        for tensor, mean in zip(
-            bucket, torch._utils._unflatten_dense_tensors(flat, bucket), strict=True
-        ):
-            tensor.copy_(mean)
+    works = [
+        torch.distributed.all_reduce(tensor.div_(group.size()), group=group, async_op=True)
+        for tensor in tensors
+    ]
+    for work in works:
+        work.wait()

@@ -76,10 +76,6 @@ class Policy:
         """True if the loss scale adapts, and a step with a non-finite gradient is skipped."""
         return self.loss_scale == "dynamic"
 
-    @property
-    def uses_bfloat16(self) -> bool:
-        return torch.bfloat16 in (self.cast_model_type, self.autocast_type)
-
 
 O0 = Policy(
     "O0",
@@ -179,6 +175,11 @@ _SPLIT_SWITCH = Rule(
     lambda value: value == "split" or _SWITCH.holds(value), "True, False or 'split'"
 )
 
+_LOSS_SCALE = Rule(
+    lambda value: value == "dynamic" or 0 < float(value) < math.inf,
+    "'dynamic' or a positive number",
+)
+
 
 def parse_switch(name: str, value: object) -> Any:
     """True or False, as such or as the words that command lines give; "split" as it is.
@@ -202,15 +203,8 @@ def parse_loss_scale(value: object) -> float | Literal["dynamic"]:
     Raises:
         ValueError: anything else.
     """
-    if value == "dynamic":
-        return "dynamic"
-    try:
-        scale = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        scale = math.nan
-    if not (math.isfinite(scale) and scale > 0):
-        raise ValueError(f'loss_scale must be "dynamic" or a positive number, not {value!r}.')
-    return scale
+    check("loss_scale", value, _LOSS_SCALE)
+    return "dynamic" if value == "dynamic" else float(value)  # type: ignore[arg-type]
 
 
 def _check_casts_no_weights(level: str, given: dict[str, Any]) -> None:

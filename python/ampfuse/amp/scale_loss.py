@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ampfuse.amp import cast_state, no_sync, outsiders, weight_cache
+from ampfuse.amp import cast_state, no_sync, weight_cache
 from ampfuse.amp import session as sessions
 from ampfuse.amp.scaler import LossScaler
 from ampfuse.optim import left_scaled
@@ -84,21 +83,19 @@ def scale_loss(
                 "amp.scale_loss blocks of one optimizer cannot be nested: leave the first block, "
                 "then enter the second. Their gradients add up."
             )
-    casts_forward = session.policy.autocast_type is not None and not cast_state.outside.table
-    if casts_forward and loss.requires_grad:
-        _warn_if_no_forward_ran(session, optimizers)
+    casts_forward = session.policy.autocast_type is not None and session.casts_functions
+    has_cast = cast_state.forward_ran or cast_state.outside.table
+    if casts_forward and loss.requires_grad and not has_cast:
+        _warn_of_missing_casts(session.policy.opt_level)
 
     scaler = session.loss_scalers[loss_id]
-    to_others: Any = contextlib.ExitStack()
-    if not scaler.is_always_one:
-        to_others.enter_context(left_scaled.noticed(sessions.others(session, optimizers)))
-        to_others.enter_context(outsiders.noticed(loss, scaler, optimizers))
+    others = [] if scaler.is_always_one else sessions.others(session, optimizers)
     # With FP32 weights and a static scale of 1 the gradients are what they should be already.
     if not session.policy.model_is_low_precision and scaler.is_always_one:
         backward_pass = _plain_pass(loss, optimizers)
     else:
         backward_pass = scaled_pass(loss, optimizers, scaler, delay_unscale, delay_overflow_check)
-    with to_others, backward_pass as scaled:
+    with left_scaled.noticed(others), backward_pass as scaled:
         yield scaled
     # apex's message: for it the host waits for the device.
     if session.verbosity >= 2 and scaler.dynamic and any(o.found_inf_flag for o in optimizers):
@@ -150,22 +147,22 @@ def scaled_pass(
 ) -> Iterator[Tensor]:
     """One backward pass of `optimizers` with `scaler`; see :func:`scale_loss`."""
     check = scaler.dynamic and not (delay_unscale or delay_overflow_check)
-    with scaler.lent(loss.device) as scale:
-        try:
-            for optimizer in optimizers:
-                optimizer.begin_backward()
-            groups = no_sync.average_earlier(optimizers)
-            yield loss.float() * scale
-        except BaseException:
-            for optimizer in optimizers:
-                optimizer.cancel_backward()
-            raise
-        counts = False
+    scale = scaler.snapshot(loss.device)  # that of this pass, whatever another one does meanwhile
+    try:
         for optimizer in optimizers:
-            if delay_unscale:
-                optimizer.mark_backward(scale)
-            else:
-                counts |= optimizer.end_backward(scale, check)
+            optimizer.begin_backward()
+        groups = no_sync.average_earlier(optimizers)
+        yield loss.float() * scale
+    except BaseException:
+        for optimizer in optimizers:
+            optimizer.cancel_backward()
+        raise
+    counts = False
+    for optimizer in optimizers:
+        if delay_unscale:
+            optimizer.mark_backward(scale)
+        else:
+            counts |= optimizer.end_backward(scale, check)
     if counts and not delay_overflow_check:
         # The scale reacts to this pass alone; a step skips after any overflow since the last step.
         of_pass = [optimizer.pass_found_inf_flag for optimizer in optimizers]
@@ -175,26 +172,13 @@ def scaled_pass(
         scaler.update(of_pass, since_step)
 
 
-# Of optimizers, at their last pass: the count of forwards, and the version of what a step changes.
-_seen: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[int]]] = weakref.WeakKeyDictionary()
-
-
-def _warn_if_no_forward_ran(session: sessions.Session, optimizers: Sequence[Optimizer]) -> None:
+def _warn_of_missing_casts(level: str) -> None:
     """Once: what was computed outside every ``forward`` was not cast."""
-    forwards = cast_state.forwards()
-    for optimizer in optimizers:
-        now = forwards, [p._version for p in optimizer.param_groups[-1]["params"][-1:]]
-        before = _seen.get(optimizer, (session.forwards, None))
-        _seen[optimizer] = now
-        told = session.forwards is None or not session.casts_functions
-        if told or now[0] != before[0] or now[1] == before[1]:
-            continue
-        session.forwards = None
-        assert session.policy is not None
-        warnings.warn(
-            f"{session.policy.opt_level} casts inside the forward() of the models that "
-            "amp.initialize was given, and since the last step none of them ran: this loss was "
-            "computed without casts. If your loop calls submodules or other methods "
-            "(training_step, loss), call amp.cast_everywhere() after amp.initialize.",
-            stacklevel=4,
-        )
+    cast_state.note_forward()
+    warnings.warn(
+        f"{level} casts inside the forward() of the models that amp.initialize was given, and none "
+        "of them has run since: this loss was computed without casts. If your loop calls "
+        "submodules or other methods (training_step, loss), call amp.cast_everywhere() after "
+        "amp.initialize.",
+        stacklevel=4,
+    )

@@ -6,8 +6,7 @@ updates it from the overflow flags of its optimizers in one small kernel; the ho
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -70,8 +69,6 @@ class LossScaler:
     Reading :meth:`loss_scale` or :meth:`state_dict` waits for the device; nothing else does.
     """
 
-    _lent = 0  # blocks that have the scale
-
     def __init__(
         self,
         loss_scale: float | Literal["dynamic"],
@@ -109,31 +106,12 @@ class LossScaler:
         self._place(device)
         return self._scale.to(device=device, copy=True)
 
-    @contextlib.contextmanager
-    def lent(self, device: torch.device) -> Iterator[Tensor]:
-        """The scale of one backward pass, on `device` (float32, 0-dim), for a block.
-
-        Gradients are divided by the scale that they were made with, so it does not change in the
-        block. It is no copy: the scaler takes other memory if it has to change meanwhile.
-        """
-        self._place(device)
-        self._lent += 1
-        try:
-            yield self._scale.to(device)
-        finally:
-            self._lent -= 1
-
     def _place(self, device: torch.device) -> None:
         if not self._placed:
             self._scale = self._scale.to(device)
             self._growth_tracker = self._growth_tracker.to(device)
             self._hysteresis_tracker = self._hysteresis_tracker.to(device)
             self._placed = True
-
-    def _leave_lent(self) -> None:
-        """The scale is about to change."""
-        if self._lent:
-            self._scale = self._scale.clone()
 
     @uncompiled
     @torch.no_grad()
@@ -148,7 +126,6 @@ class LossScaler:
         if not self.dynamic:
             self._growth_tracker += 1
             return
-        self._leave_lent()
         # Flags of models on other devices come here and go back, without the host looking at them.
         device = self._scale.device
         shared = found_infs if shared is None else shared
@@ -182,7 +159,6 @@ class LossScaler:
     @_loss_scale.setter
     def _loss_scale(self, value: float) -> None:
         check("loss_scale", value, POSITIVE)
-        self._leave_lent()
         self._scale.fill_(float(value))
         self.is_always_one = not self.dynamic and float(value) == 1.0
 

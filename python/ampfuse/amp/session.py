@@ -10,9 +10,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
-from torch import nn
 from torch.optim import Optimizer
 
 from ampfuse.amp import cast_state, op_casts
@@ -27,8 +26,7 @@ class Session:
     """`policy` is None when amp is off: then every amp call passes its arguments through.
 
     `rules` are those of O1 and O4 where they are other ones than autocast's, `everywhere` those
-    that hold outside the models too. `forwards` is the count at ``initialize``; None once
-    ``scale_loss`` has warned that no model's forward ran.
+    that hold outside the models too.
     """
 
     policy: Policy | None
@@ -38,8 +36,6 @@ class Session:
     everywhere: OpRules | None = None
     casts_functions: bool = True
     casts_cpu: bool = True
-    forwards: int | None = dataclasses.field(default_factory=cast_state.forwards)
-    reports_passes: bool = False  # each overflow is told where its pass ends
 
     @property
     def enabled(self) -> bool:
@@ -63,8 +59,6 @@ _latest: Session | None = None
 # Beside the sessions, not in them: a session is copied and pickled with each of its optimizers.
 _optimizers: weakref.WeakKeyDictionary[Session, weakref.WeakSet[Optimizer]]
 _optimizers = weakref.WeakKeyDictionary()
-_models: weakref.WeakKeyDictionary[Session, list[weakref.ref[nn.Module]]]
-_models = weakref.WeakKeyDictionary()
 
 
 def add(session: Session, optimizer: Optimizer) -> None:
@@ -82,18 +76,6 @@ def _inner(optimizer: Optimizer) -> Optimizer:
     return optimizer.optim if isinstance(optimizer, LARC) else optimizer
 
 
-def set_models(session: Session, models: Iterable[nn.Module]) -> None:
-    """`session` is that of `models`."""
-    _models[session] = [weakref.ref(model) for model in models]
-
-
-def models_of(optimizer: Optimizer) -> list[nn.Module]:
-    """The models that went through ``initialize`` with `optimizer`, while they live."""
-    session = enabled_of(optimizer)
-    known = _models.get(session, []) if session is not None else []
-    return [model for reference in known if (model := reference()) is not None]
-
-
 def enabled_of(optimizer: Optimizer) -> Session | None:
     """The session of `optimizer`, if it has one with amp on."""
     session = getattr(optimizer, "_amp_session", None)
@@ -103,6 +85,7 @@ def enabled_of(optimizer: Optimizer) -> Session | None:
 def set_latest(session: Session) -> None:
     global _latest
     _latest = session
+    cast_state.note_forward(False)
     follow_latest()
 
 
@@ -115,13 +98,14 @@ def follow_latest() -> None:
 def set_aside() -> Iterator[None]:
     """A block that starts as if there had been no ``initialize``, and forgets those made in it."""
     global _latest
-    before, outside = _latest, cast_state.outside
+    before, outside, forward_ran = _latest, cast_state.outside, cast_state.forward_ran
     cast_state.set_outside(AS_WRITTEN)
     try:
         yield
     finally:
         _latest = before
         cast_state.set_outside(outside)
+        cast_state.note_forward(forward_ran)
 
 
 def end_everywhere() -> None:

@@ -66,11 +66,6 @@ class Explanation:
         return torch.finfo(self.dtype).max
 
     @property
-    def was_cast_to_inf(self) -> bool:
-        """True for a weight that ``amp.initialize`` cast, and that did not fit."""
-        return self.phase == "weights" and self.largest_result is not None
-
-    @property
     def fitting_scale(self) -> float | None:
         """The largest power of two as a loss scale with which this result would have fitted."""
         beyond = self.largest_result
@@ -179,15 +174,13 @@ _KEEP = (
 # When it helps, and what: the first that holds.
 # fmt: off
 _REMEDIES: tuple[tuple[Callable[[Explanation], bool], str], ...] = (
-    (lambda e: e.was_cast_to_inf,
-     "The cast of amp.initialize put it there: use O5 or O4, whose BF16 has FP32's range, or "
-     "bring the values into range before amp.initialize. No loss scale helps."),
     (lambda e: e.phase == "data",
      "Look at the data and what prepares them. No type and no loss scale helps."),
     (lambda e: e.phase == "weights",
      "An earlier step or the checkpoint put it there: go back to a sound checkpoint. A dynamic "
      "loss scale (or skip_nonfinite=True) skips steps that would do this; a lower learning rate "
-     "or clipping keeps finite ones small."),
+     "or clipping keeps finite ones small. Or it did not fit when amp.initialize cast it to "
+     "float16: use O5 or O4, whose BF16 has FP32's range."),
     (lambda e: e.phase == "step",
      "The update left the type's range: lower the learning rate, clip gradients, and keep FP32 "
      "masters (O2 or O5 instead of O3; master_weights=True)."),

@@ -31,7 +31,6 @@ from torch.utils._python_dispatch import (
 from ampfuse import trees
 from ampfuse.amp.casts import eager_module
 from ampfuse.insight.explanation import Explanation
-from ampfuse.insight.half_range import was_too_large
 from ampfuse.optim.masters import HALF_DTYPES, gradient_as_it_is
 
 _TORCH = os.path.dirname(torch.__file__)
@@ -297,13 +296,15 @@ class Tracker(TorchDispatchMode):
         address = _address(tensor)
         if address in self._by_storage:
             return self._by_storage[address]
+        may_be_meant = True
         if address in self._state:
             owner, what = self._state[address]
             phase, place = "weights", self._place_of(owner, place.operation)
+            may_be_meant = what not in owner._parameters  # a mask is a buffer
         elif address in self._made_by:
             phase, place = "forward", self._place_of(self._made_by[address], _UNSEEN)
         what = what or ("output" if phase == "forward" else f"an operand of {place.operation}")
-        return self._add(phase, place, tensor, kind, what, meant=True)
+        return self._add(phase, place, tensor, kind, what, meant=may_be_meant)
 
     def _new(
         self, phase: str, place: _Place, tensor: Tensor, kind: str, func: Any, before: Any, at: int
@@ -337,13 +338,11 @@ class Tracker(TorchDispatchMode):
         if place.frame is not None:
             text = linecache.getline(*place.frame).strip()
             known["line"] = f"{place.frame[0]}:{place.frame[1]}: {text}"
-        if phase == "weights" and _address(tensor) in self._state:
-            known["largest_result"] = was_too_large(*self._state[_address(tensor)])
         known |= {"shape": tuple(tensor.shape), "dtype": tensor.dtype, "device": str(tensor.device)}
         origin = Explanation(phase, *place[:3], what, kind, **known)
         self._origins.append(origin)
         index = self._by_storage[_address(tensor)] = len(self._origins) - 1
-        if meant and kind == "-inf" and not origin.was_cast_to_inf:
+        if meant and kind == "-inf":
             self._meant.add(index)
         return index
 

@@ -6,15 +6,17 @@ says where they are at which time.
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from ampfuse import _core
 from ampfuse.optim import left_scaled
-from ampfuse.optim.masters import leaf_of
+from ampfuse.optim.masters import HALF_DTYPES, leaf_of
 from ampfuse.optim.parts import Part
-from ampfuse.optim.unscaling import unscale
+from ampfuse.optim.shards import local, placed_as
 from ampfuse.uncompiled import uncompiled
 
 
@@ -101,7 +103,8 @@ class Ledger(Part):
         if rows.has_amp_masters:
             table.gradients.end_backward(scale, True)
         else:
-            unscale(rows.params, scale.double().reciprocal().float(), found_inf)
+            table.plan.collect(None, False)  # refuses by name what no step takes
+            _unscale(rows.params, scale.double().reciprocal().float(), found_inf)
             if rows.ranks is not None:
                 rows.ranks.share(found_inf)
         return found_inf
@@ -115,3 +118,23 @@ class Ledger(Part):
             )
         if self.left_scaled:
             left_scaled.warn_if_used(self.optimizer)
+
+
+@torch.no_grad()
+def _unscale(params: Iterable[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
+    """What :meth:`Ledger.unscale` does outside amp; `found_inf` becomes 1 if one is not finite."""
+    held = [(param, local(param.grad)) for param in params if param.grad is not None]
+    old, new = [], []
+    for _, gradient in held:
+        is_dense = torch.ops.aten.is_non_overlapping_and_dense(gradient)
+        old.append(gradient if is_dense else gradient.clone())  # which has no gaps in memory
+        is_half = gradient.dtype in HALF_DTYPES
+        new.append(torch.empty_like(old[-1], dtype=torch.float32) if is_half else old[-1])
+    if old:
+        _core.C.unscale(old, new, inv_scale, found_inf)
+    for (param, gradient), unscaled in zip(held, new, strict=True):
+        if unscaled is gradient:
+            continue
+        if param.dtype in HALF_DTYPES:
+            param.grad_dtype = None  # any type; the next backward gives a half gradient again
+        param.grad = placed_as(param, unscaled)

@@ -6,7 +6,6 @@ import argparse
 import os
 import runpy
 import sys
-import warnings
 
 from ampfuse.compat.apex.installing import ON_PATH, install, installed_apex
 
@@ -16,12 +15,6 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m ampfuse.compat.apex",
         description="Run a script that imports apex on ampfuse, unchanged.",
-    )
-    parser.add_argument(
-        "--apex",
-        choices=("ampfuse", "installed"),
-        default="ampfuse",
-        help="which to use if another apex is installed (default: ampfuse's)",
     )
     parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module's name")
     parser.add_argument("script", metavar="SCRIPT", help="the script, as given to python")
@@ -38,16 +31,10 @@ def main(argv: list[str] | None = None) -> None:
     )
     sys.argv = [options.script, *options.args]
     other = installed_apex()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # said below, in this program's words
-        install(options.apex)
-    if other is None or options.apex == "ampfuse":
-        # For processes that the script spawns. A script may take sys.path[0] for its own folder;
-        # another apex may lie there.
-        sys.path.insert(1 if other is None else 0, str(ON_PATH))
-    if other is not None:
-        used = "that one" if options.apex == "installed" else "ampfuse's"
-        print(f"ampfuse: an apex is installed at {other}; using {used}.", file=sys.stderr)
+    install()
+    # For processes that the script spawns. A script may take sys.path[0] for its own folder;
+    # another apex may lie there.
+    sys.path.insert(1 if other is None else 0, str(ON_PATH))
     if options.module:
         runpy.run_module(options.script, run_name="__main__", alter_sys=True)
     else:

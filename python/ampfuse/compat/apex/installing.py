@@ -8,7 +8,7 @@ import sys
 import warnings
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -32,46 +32,35 @@ def installed_apex() -> str | None:
     return spec.origin or ", ".join(spec.submodule_search_locations or ["an unknown place"])
 
 
-def install(prefer: Literal["ampfuse", "installed"] = "ampfuse") -> ModuleType:
+def install() -> ModuleType:
     """Have ``import apex``, ``apex.amp``, ..., ``amp_C`` and ``apex_C`` find ampfuse's.
 
     Call it before anything imports apex. Old checkpoints that hold apex's pickled loss scalers then
-    load too, also with ``torch.load(..., weights_only=True)``.
-
-    Arguments:
-        prefer: which to use if another apex is installed: "ampfuse" uses this one and warns, naming
-            both; "installed" leaves the other alone, and says so.
+    load too, also with ``torch.load(..., weights_only=True)``. If another apex is installed, a
+    warning names it.
 
     Returns:
         What ``import apex`` gives from now on.
 
     Raises:
-        ValueError: `prefer` is neither.
         RuntimeError: another apex has been imported already; modules hold on to it.
     """
-    if prefer not in ("ampfuse", "installed"):
-        raise ValueError(f'prefer is {prefer!r}; it must be "ampfuse" or "installed".')
     other = installed_apex()
-    if other is None:
-        return take_names()
-    if prefer == "installed":
-        warnings.warn(f"apex is the one installed at {other}, not ampfuse's.", stacklevel=2)
-        return importlib.import_module("apex")
-    if "apex" in sys.modules:
+    if other is not None and "apex" in sys.modules:
         raise RuntimeError(
             f"The apex at {other} has been imported already. Call ampfuse.compat.apex.install() "
-            'before anything imports apex, or install(prefer="installed") to stay with that one.'
+            "before anything imports apex, or leave it out to stay with that one."
         )
-    warnings.warn(
-        f"apex is ampfuse's ({_HERE}), although another one is installed at {other}; "
-        'install(prefer="installed") would use that.',
-        stacklevel=2,
-    )
+    if other is not None:
+        warnings.warn(
+            f"apex is ampfuse's ({_HERE}), although another one is installed at {other}.",
+            stacklevel=2,
+        )
     return take_names()
 
 
 def take_names() -> ModuleType:
-    """What :func:`install` does once it is clear which apex to use."""
+    """What :func:`install` does, without a word of another apex."""
     package = importlib.import_module(_HERE)
     sys.modules.update(_modules())
     sys.modules.update({name: getattr(package, name) for name in EXTENSIONS})

@@ -141,9 +141,7 @@ def initialize(
         for _ in range(num_losses)
     ]
     rules = None if policy.autocast_type is None else op_rules()
-    session = sessions.Session(
-        policy, list(scalers), verbosity, rules, everywhere=rules, reports_passes=True
-    )
+    session = sessions.Session(policy, list(scalers), verbosity, rules, everywhere=rules)
     allow_half = _amp_state.allow_incoming_model_not_fp32 or _amp_state.hard_override
     result = set_up(models, optimizers, session, allow_half=allow_half)
 

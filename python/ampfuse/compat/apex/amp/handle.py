@@ -18,6 +18,7 @@ from ampfuse.amp.function_casts import restore_registered
 from ampfuse.amp.scale_loss import session_and_optimizers
 from ampfuse.compat.apex.amp import overflow_report
 from ampfuse.compat.apex.amp.opt import OptimWrapper
+from ampfuse.compat.apex.amp.scaler import LossScaler
 from ampfuse.uncompiled import uncompiled
 
 
@@ -44,8 +45,8 @@ def scale_loss(
         session, listed = session_and_optimizers(optimizers)
         with cast_state.region(session.scope()):
             yield scaled
-    if session.reports_passes and not delay_unscale:
-        scaler: Any = session.loss_scalers[loss_id]
+    scaler = session.loss_scalers[loss_id] if session.enabled else None
+    if isinstance(scaler, LossScaler) and not delay_unscale:
         scaler.after_pass(listed, decided=scaler.dynamic and not delay_overflow_check)
         if not delay_overflow_check:
             overflow_report.after_pass(session, loss_id, listed)
