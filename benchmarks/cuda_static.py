@@ -112,6 +112,7 @@ _TABLE_BYTES = 1 << 24  # a table begins at its number times this
 _MOMENTS, _CODES = "state0:fp32 state1:fp32", "state0:s8 state1:u8 scale0:fp32 scale1:fp32"
 _ADAM, _SPLIT = "apply_kernelINS_6AdamOpE", "grad:bf16 param:rem_bf16 model:bf16"
 _METERED = "measure_kernelINS_7MeteredINS_6AdamOpEEE"
+_ALL_IMAGES = "image0:bf16 image1:bf16 image2:bf16 image3:bf16"
 _CASES = f"""
 inspect H | inspect_kernelI | grad:H
 adam H | {_ADAM} | grad:H param:fp32 model:H {_MOMENTS}
@@ -136,6 +137,11 @@ norm reduce residual | sum_kernelINS_15BatchNormReduce | image0:bf16 image1:bf16
 norm dx | map_kernelINS_11BatchNormDx | image0:bf16 image1:bf16 image2:bf16 mask
 norm finish moments | finish_kernelINS_16BatchNormMoments | partials:fp32
 norm finish reduce | finish_kernelINS_15BatchNormReduce | partials:fp32
+norm of rows | row_pass_kernelINS_11NormForwardILb1EE | image0:bf16 image3:bf16
+norm of rows, added | row_pass_kernelINS_11NormForwardILb1EE | {_ALL_IMAGES}
+norm of rows, backward | row_pass_kernelINS_12NormBackward | image0:bf16 image1:bf16 image3:bf16
+norm of rows, weights | sum_kernelINS_11NormWeights | image0:bf16 image1:bf16
+norm of rows, added, backward | row_pass_kernelINS_12NormBackward | {_ALL_IMAGES}
 """
 
 
@@ -147,6 +153,10 @@ class Case(NamedTuple):
     @property
     def layer(self) -> bool:
         return self.name.startswith("norm")
+
+    @property
+    def of_rows(self) -> bool:
+        return self.symbol.startswith("row_pass")
 
     @property
     def threads(self) -> int:
@@ -172,6 +182,7 @@ def instance(case: Case, symbols: list[str]) -> str | None:
     present = sum(1 << places.index(name) for name in case.lists)
     if case.layer:
         suffix = rf"ELj{present}ELNS_5DTypeE3E" if "image0" in case.lists else ""
+        suffix += "Lb1E" if case.of_rows else ""
         return next((name for name in symbols if re.search(case.symbol + suffix, name)), None)
     compact = str(int(any(TYPES.index(kind) > TYPES.index("bf16") for kind in case.lists.values())))
     missing = {}
@@ -186,14 +197,19 @@ def scene(case: Case, chip: Chip) -> Scene:
     """Of a thread in the middle of large tensors. What no table says is zero."""
     fixed = {"threads": case.threads, "base": chip.base, "l2_cycles": _L2_CYCLES}
     fixed["cycles"] = round(chip.latency * chip.ghz)
-    if case.layer:  # NnArgs; a map's Grid of blocks of 8 x 32 packs, 8 times; whether aligned
-        rows, channels = 256 * 56 * 56, 256
+    # NnArgs; a map's Grid of blocks of 8 x 32 packs, 8 times, or a row's groups; whether aligned
+    if case.layer:
+        rows, channels = (1 << 16, 768) if case.of_rows else (256 * 56 * 56, 256)
         images = [(i + 1 << TENSOR) * (name in case.lists) for i, name in enumerate(IMAGES[:5])]
         vectors = [(i + 1) * _TABLE_BYTES for i in range(8)]
         parts = IMAGES.index("partials") + 1
-        pointers = [*images, *vectors, 0, parts << TENSOR, 0, 0]  # 0: two numbers; no targets
-        arguments = struct.pack("<3q17Q", rows, channels, TYPES.index("bf16"), *pointers)
+        affine = [9 * _TABLE_BYTES, 10 * _TABLE_BYTES, TYPES.index("bf16")]
+        # 0: two numbers; no targets
+        pointers = [*images, *vectors, 0, *affine, parts << TENSOR, 0, 0]
+        arguments = struct.pack("<3q20Q", rows, channels, TYPES.index("bf16"), *pointers)
         grid = struct.pack("<3q", 32, 1, rows // 64) if case.symbol.startswith("map") else b""
+        if case.of_rows:
+            grid = struct.pack("<i", 1)
         return Scene(4, rows // 64, arguments=arguments + grid + b"\1", in_l2=parts, **fixed)
     memory: dict[int, int] = {}
 
@@ -360,6 +376,10 @@ def passes(row: Measured) -> list[str]:
     if row.case.startswith("norm-"):
         also = " residual" * row.case.endswith("residual")
         return ["norm moments", f"norm apply{also}", f"norm reduce{also}", "norm dx"]
+    if row.case.startswith("rows-"):
+        return [f"norm of rows, {name}" for name in ("added", "added, backward", "weights")]
+    if row.case.startswith("rms-"):
+        return [""]  # none that is predicted
     names = {"AdamW": ["adam"], "SGD": ["sgd"], "LAMB": ["lamb_moments", "lamb"]}[row.optimizer]
     rewrites = row.dtype == "fp32" and row.does in ("clip", "noclip")
     mode = row.variant.removeprefix("ampfuse").strip(", ") or "unscaled" * rewrites

@@ -1,4 +1,4 @@
-"""Batch norms, convolutions and other operations in half precision, alone.
+"""Norms, convolutions and other operations in half precision, alone.
 
     python benchmarks/layers.py [--device cuda] [--only norm conv-8 ...] [--quick]
 
@@ -7,6 +7,9 @@ shapes of ResNet-50's layers with a batch of 8 (256 on a GPU), as many as fill 9
 operations, in a process that never imports ampfuse, the fused one, and "copy", its bytes (see
 csrc/core/nn_ops/batch_norm.h) at the bandwidth of a copy. On a GPU "cuDNN" is torch's operations
 with the batch norm by cuDNN, in FP16: torch has kernels of its own for BF16.
+
+Cases "rows-..." are a residual addition with the layer norm after it, "rms-..." with an RMS norm,
+at the widths of ConvNeXt-T, ViT-S, GPT-2 and Llama; csrc/core/nn_ops/norm.h has the bytes.
 
 Cases "conv-..." and "op-..." are one operation, forward and backward, on the CPU: in FP32 and in
 half by torch, and in half with ``ampfuse.cpu_half_ops()``, which runs the convolutions as matrix
@@ -42,6 +45,15 @@ LAYERS = {
     "norm-1024-14-residual": (1024, 14, True),
     "norm-512-7": (512, 7, False),
     "norm-2048-7-residual": (2048, 7, True),
+}
+# Rows, columns.
+ROWS = {
+    "rows-96": (25088, 96),
+    "rows-384": (1576, 384),
+    "rows-768": (8192, 768),
+    "rows-4096": (4096, 4096),
+    "rms-768": (8192, 768),
+    "rms-4096": (4096, 4096),
 }
 # A convolution's batch, channels, filters, side of its images, side of its kernel, and stride.
 SMALL = (
@@ -150,6 +162,36 @@ class FusedNorm(Norm):
         return self.norm(x, residual)
 
 
+class AddNorm:
+    """Forward and backward of an addition and the norm of the sum, which has a gradient, too."""
+
+    def __init__(self, case: str, device: torch.device) -> None:
+        rows, columns = ROWS[case]
+        self.rms, self.shape = case.startswith("rms"), [columns]
+        options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
+        self.inputs = [torch.randn(rows, columns, **options).requires_grad_() for _ in range(2)]
+        weights = 1 if self.rms else 2
+        self.weights = [torch.ones(columns, **options).requires_grad_() for _ in range(weights)]
+        self.gradients = [torch.randn(rows, columns, **options) for _ in range(2)]
+
+    def run(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        total = x + residual
+        norm = F.rms_norm if self.rms else F.layer_norm
+        return norm(total, self.shape, *self.weights), total
+
+    def __call__(self) -> None:
+        outputs = self.run(*self.inputs)
+        torch.autograd.grad(outputs, [*self.inputs, *self.weights], self.gradients)
+
+
+class FusedAddNorm(AddNorm):
+    def run(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        from ampfuse.nn import add_layer_norm, add_rms_norm
+
+        norm: Any = add_rms_norm if self.rms else add_layer_norm
+        return norm(x, residual, self.shape, *self.weights)
+
+
 class Operation:
     """Forward and backward of one of `OPS`."""
 
@@ -198,6 +240,25 @@ def norms_of(case: str, options: Any, worker: Worker) -> list[Row]:
     )
 
 
+def rows_norm_of(case: str, options: Any, worker: Worker) -> list[Row]:
+    rows, columns = ROWS[case]
+    half_bytes = 8 + 8 + 4  # forward, backward, weights
+    kind, elements = options.device.type, rows * columns
+    variants = {
+        "torch": worker.variant(AddNorm, case, options.device),
+        "fused": Variant(Clock(options.device), FusedAddNorm(case, options.device)),
+        "copy": bounds(options.device, _ARRAY_BYTES[kind], elements, half_bytes, 0)["copy"],
+    }
+    return rows_of(
+        options.device,
+        measure(variants, options.repeats),
+        case=case,
+        params=elements,
+        dtype="bfloat16",
+        bytes_per_param=dict.fromkeys(variants, half_bytes),
+    )
+
+
 def operation_of(case: str, options: Any, worker: Worker) -> list[Row]:
     import ampfuse
 
@@ -219,9 +280,10 @@ def main() -> None:
     with Worker(Clock, options.device) as worker:
         for threads in options.threads:
             torch.set_num_threads(threads)
-            for case in LAYERS:
+            for case in (*LAYERS, *ROWS):
                 if results.want(case):
-                    results.add(norms_of(case, options, worker))
+                    of = norms_of if case in LAYERS else rows_norm_of
+                    results.add(of(case, options, worker))
                     worker.clear()
             for case in OPERATIONS if options.device.type == "cpu" else ():
                 if results.want(case):

@@ -130,13 +130,13 @@ class Compiled(TorchAmp):
 
 class O5(Step):
     fused = None
-    level, fuse_batchnorm = "O5", True
+    level, fuse = "O5", True
 
     def set_up(self) -> None:
         from ampfuse import amp
 
         self.amp = amp
-        options = {"opt_level": self.level, "fuse_batchnorm": self.fuse_batchnorm}
+        options = {"opt_level": self.level, "fuse": self.fuse}
         self.model, self.optimizer = amp.initialize(
             self.model, self.optimizer, verbosity=0, **options
         )
@@ -149,11 +149,11 @@ class O5(Step):
 
 
 class O4(O5):
-    level, fuse_batchnorm = "O4", False
+    level, fuse = "O4", False
 
 
 class Unfused(O5):
-    fuse_batchnorm = False
+    fuse = False
 
 
 class Recomputed(O5):

@@ -58,7 +58,7 @@ _LINES = dict(zip(MODES, ["k-", "C0-", "C2-", "C4-", "C3-", "C1-", "k--", "k:"],
 LEVELS: dict[str, dict[str, Any]] = {"O0": {"opt_level": "O0"}}  # to ``amp.initialize``
 for _level in ("O1", "O2", "O4", "O5"):
     LEVELS[_level] = {"opt_level": _level}
-    LEVELS[f"{_level}, fused"] = {"opt_level": _level, "fuse_batchnorm": True}
+    LEVELS[f"{_level}, fused"] = {"opt_level": _level, "fuse": True}
 SEEDS = range(3)
 _POINTS = 25  # of a curve: each is the mean loss since the one before
 

@@ -187,7 +187,7 @@ struct RowPass {
       for (int i = 0; i < kPassPacks; ++i) {
         const int64_t c = begin + i * kRowWidth + thread * kPack;
         const int count = columns - c < kPack ? int(columns - c) : kPack;
-        if (count > 0) run(kHeld ? i : 0, c, count);
+        if (count > 0) run(kHeld ? i : 0, c, kHeld ? kPack : count);
       }
       if (kHeld) break;
     }
@@ -210,11 +210,12 @@ struct RowPass {
     });
   }
 
-  template <unsigned kImages>
+  template <unsigned kImages, unsigned kKnown>
   __device__ void widen_images(int slot, int64_t c, int count, float (&x)[kMaxImages][kPack]) {
 #pragma unroll
     for (int i = 0; i < kMaxImages; ++i)
-      if (kImages & bit(i)) widen(kHeld ? held[i][slot] : load(i, c, count), kType, x[i]);
+      if (kImages & bit(i))
+        widen(kHeld && (kKnown & bit(i)) ? held[i][slot] : load(i, c, count), kType, x[i]);
   }
   // run(each) of the values at each column.
   template <class Run>
@@ -246,12 +247,15 @@ struct RowPass {
   template <int kStage = 0, unsigned kKnown = 0>
   __device__ void run() {
     constexpr unsigned kRead = Op::reads(kLists, kStage), kWritten = Op::writes(kLists, kStage);
-    if (kHeld) hold<(kRead & ~kKnown)>();
+    // (Three images of FP16 take two registers more than there are.)
+    constexpr bool kFits = kType != DType::kFloat16 || count_lists(kRead) < 3;
+    constexpr unsigned kNow = kFits ? kRead : kKnown;
+    if (kHeld) hold<(kNow & ~kKnown)>();
     if constexpr (kStage < Op::kStages) {
       float value[kPack][Op::kSums] = {};
       for_packs([&](int slot, int64_t c, int count) {
         float x[kMaxImages][kPack] = {}, weight[kPack];
-        widen_images<kRead>(slot, c, count, x);
+        widen_images<kRead, kNow>(slot, c, count, x);
         if constexpr (kWritten != 0) {
           for_columns(x, [](int, float (&each)[kMaxImages]) { Op::template first<kLists>(each); });
           store_images<kWritten>(slot, c, count, x);
@@ -268,7 +272,7 @@ struct RowPass {
     } else {
       for_packs([&](int slot, int64_t c, int count) {
         float x[kMaxImages][kPack] = {}, weight[kPack], bias[kPack];
-        widen_images<kRead>(slot, c, count, x);
+        widen_images<kRead, kNow>(slot, c, count, x);
         load_affine<kHeld>(args.affine.weight, args.affine.dtype, c, count, 1.0f, weight);
         load_affine<kHeld>(args.affine.bias, args.affine.dtype, c, count, 0.0f, bias);
         for_columns(x, [&](int k, float (&each)[kMaxImages]) {
@@ -325,8 +329,12 @@ struct RowPass {
   }
 };
 
+// Blocks of a multiprocessor: as many as keep enough of what is held in flight.
+template <class Op, unsigned kLists>
+constexpr int kPassBlocks = count_lists(Op::reads(kLists, 0)) == 1 ? 3 : 2;
+
 template <class Op, unsigned kLists, DType kType, bool kHeld>
-__global__ void __launch_bounds__(kLanes, 2)
+__global__ void __launch_bounds__(kLanes, (kPassBlocks<Op, kLists>))
     row_pass_kernel(NnArgs args, int groups, bool aligned) {
   const int place = threadIdx.x / kGroupThreads;
   const int64_t row = blockIdx.x * int64_t(kRowGroups / groups) + place / groups;

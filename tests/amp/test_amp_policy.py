@@ -69,11 +69,8 @@ OVERRIDES = [
     ("master_weights", "False", False, RuntimeError),  # as words too, which would be true
     *(("master_weights", value, ValueError, RuntimeError) for value in ("yes", "Split", 2, f32)),
     ("patch_torch_functions", "False", False, False),
-    ("fuse_batchnorm", "False", False, False),
-    *(
-        (name, "yes", ValueError, ValueError)
-        for name in ("patch_torch_functions", "fuse_batchnorm")
-    ),
+    ("fuse", "False", False, False),
+    *((name, "yes", ValueError, ValueError) for name in ("patch_torch_functions", "fuse")),
     *(("loss_scale", value, 128.0, 128.0) for value in (128, "128.0")),
     *(("loss_scale", value, value, value) for value in (0.5, "dynamic")),
     *(
@@ -105,8 +102,8 @@ def test_an_override(name, value, casting, autocasting):
 
 
 def test_the_errors_of_switches():
-    with pytest.raises(ValueError, match=r"^fuse_batchnorm is 'yes'; it has to be True or False$"):
-        make_policy("O2", fuse_batchnorm="yes")
+    with pytest.raises(ValueError, match=r"^fuse is 'yes'; it has to be True or False$"):
+        make_policy("O2", fuse="yes")
     with pytest.raises(ValueError, match=r"^master_weights is .*True, False or 'split'"):
         make_policy("O2", master_weights="Split")
 

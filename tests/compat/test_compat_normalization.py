@@ -25,10 +25,10 @@ def test_norms_are_torchs(shape):
         for affine in (True, False):
             module = ours(shape, elementwise_affine=affine, memory_efficient=True)
             reference = theirs(shape, eps=1e-5, elementwise_affine=affine)
-            assert torch.equal(module(x), reference(x))
+            torch.testing.assert_close(module(x), reference(x))
             assert module.state_dict().keys() == reference.state_dict().keys()
-    assert torch.equal(fused_layer_norm(x, 6), F.layer_norm(x, (6,), eps=1e-6))
-    assert torch.equal(fused_rms_norm(x, 6), F.rms_norm(x, (6,), eps=1e-6))
+    torch.testing.assert_close(fused_layer_norm(x, 6), F.layer_norm(x, (6,), eps=1e-6))
+    torch.testing.assert_close(fused_rms_norm(x, 6), F.rms_norm(x, (6,), eps=1e-6))
 
 
 @pytest.mark.parametrize("x", [f16, bf16, f32])

@@ -164,8 +164,8 @@ def test_inductor_trains_alike(level, order, mode, hardware):
 @pytest.mark.parametrize("order", [COMPILED_AFTER, COMPILED_BEFORE], ids=["after", "before"])
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_fused_batch_norms_compile(level, order):
-    expected = run_compiled(level, ["initialize"], fuse_batchnorm=True)
-    assert_same_bits(run_compiled(level, order, "aot_eager", fuse_batchnorm=True), expected)
+    expected = run_compiled(level, ["initialize"], fuse=True)
+    assert_same_bits(run_compiled(level, order, "aot_eager", fuse=True), expected)
     assert counters["stats"]["unique_graphs"] == 1
 
 

@@ -358,7 +358,7 @@ def test_what_is_left_says_why(name):
 
 def test_nothing_to_fuse():
     model = nn.Sequential(nn.Linear(2, 2))
-    assert str(fuse(model)) == "no batch norms"
+    assert str(fuse(model)) == "no norms"
     assert not fuse(nn.BatchNorm2d(2)).fused
 
 
@@ -492,9 +492,9 @@ def test_initialize(level, several, calls, caplog):
     models = [nn.Sequential(nn.Conv2d(2, 4, 1), nn.BatchNorm2d(4), nn.ReLU()) for _ in range(2)]
     given = models if several else models[0]
     caplog.set_level("INFO", "ampfuse.amp")
-    assert amp.initialize(given, opt_level=level, fuse_batchnorm=True) is given
-    assert "fuse_batchnorm=True" in caplog.text
-    assert "1 of 1 batch norms fused" in caplog.text
+    assert amp.initialize(given, opt_level=level, fuse=True) is given
+    assert "fuse=True" in caplog.text
+    assert "1 of 1 norms fused" in caplog.text
     for model in models[: 1 + several]:
         model(torch.randn(2, 2, 3, 3)).sum().backward()
     assert len(calls) == 1 + several

@@ -173,7 +173,7 @@ struct BatchNormAct : torch::autograd::Function<BatchNormAct> {
     if (!gradients[0].defined()) return result;
     TORCH_CHECK(!at::GradMode::is_enabled(),
                 "a fused batch norm has no second derivative (create_graph=True): use "
-                "ampfuse.nn.unfuse(model), or amp.initialize without fuse_batchnorm");
+                "ampfuse.nn.unfuse(model), or amp.initialize without fuse");
     fused(context, std::move(gradients[0]), result);
     return result;
   }

@@ -65,7 +65,7 @@ def initialize(
     growth_interval: int = 2000,
     hysteresis: int = 1,
     allow_incoming_model_not_fp32: bool = False,
-    fuse_batchnorm: bool = False,
+    fuse: bool = False,
 ) -> Any:
     """Prepare `models` and `optimizers` for mixed precision at `opt_level`; return them.
 
@@ -96,7 +96,7 @@ def initialize(
         init_scale, growth_factor, backoff_factor, growth_interval: of dynamic scaling.
         hysteresis: the scale backs off at this overflow since it last grew, and at each one after.
         allow_incoming_model_not_fp32: accept half parameters where no master will back them.
-        fuse_batchnorm: fuse batch norms with what follows them, see :func:`ampfuse.nn.fuse`.
+        fuse: fuse norms with what is beside them, see :func:`ampfuse.nn.fuse`.
 
     Returns:
         ``models`` if `optimizers` is None, else ``(models, optimizers)``, in the shape given.
@@ -134,7 +134,7 @@ def initialize(
         master_weights=master_weights,
         loss_scale=loss_scale,
         cast_model_outputs=cast_model_outputs,
-        fuse_batchnorm=fuse_batchnorm,
+        fuse=fuse,
     )
     if not (isinstance(num_losses, int) and num_losses >= 1):
         raise ValueError(f"num_losses must be an integer of at least 1, not {num_losses!r}.")
@@ -182,7 +182,7 @@ def set_up(models: Any, optimizers: Any, session: sessions.Session, *, allow_hal
     if policy.master_weights and not _trains_with_others():
         exact = _float32_values(optimizer_list, policy)
     for model in model_list:
-        if policy.fuse_batchnorm:
+        if policy.fuse:
             report = fuse(model)
             if verbosity >= 1:
                 _log.info("%s", report.summary)

@@ -46,7 +46,7 @@ class Policy:
     master_weights: bool | Literal["split"] | None = None
     loss_scale: float | Literal["dynamic"] = 1.0
     cast_model_outputs: torch.dtype | None = None
-    fuse_batchnorm: bool = False
+    fuse: bool = False
 
     def __str__(self) -> str:
         """The level in a sentence, and what differs from it."""
@@ -168,7 +168,7 @@ def make_policy(opt_level: str, **overrides: object) -> Policy:
 
 
 _TYPES = {"cast_model_type", "cast_model_outputs", "patch_torch_functions_type"}
-_SWITCHES = {"patch_torch_functions", "keep_batchnorm_fp32", "master_weights", "fuse_batchnorm"}
+_SWITCHES = {"patch_torch_functions", "keep_batchnorm_fp32", "master_weights", "fuse"}
 # No number, though 1 == True.
 _SWITCH = Rule(lambda value: value in ("True", "False") or value is bool(value), "True or False")
 _SPLIT_SWITCH = Rule(

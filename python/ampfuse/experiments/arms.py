@@ -163,7 +163,7 @@ class _Level(Arm):
         options = {n: getattr(settings, n) for n in ("keep_batchnorm_fp32", "loss_scale")}
         norms = any(isinstance(module, _BatchNorm) for module in model.modules())
         options |= {"opt_level": settings.arm, "verbosity": 0}
-        options["fuse_batchnorm"] = settings.fuse_batchnorm and norms
+        options["fuse"] = settings.fuse and norms
         if settings.growth_interval is not None:
             options["growth_interval"] = settings.growth_interval
         try:
@@ -173,7 +173,7 @@ class _Level(Arm):
         self._session = self.optimizer._amp_session
         policy = self._session.policy
         self._scales = policy.model_is_low_precision or policy.loss_scale != 1.0
-        names = ("keep_batchnorm_fp32", "master_weights", "loss_scale", "fuse_batchnorm")
+        names = ("keep_batchnorm_fp32", "master_weights", "loss_scale", "fuse")
         self.policy = {name: getattr(policy, name) for name in names}
 
     def _backward_and_step(self, loss: Tensor) -> tuple[Tensor, Tensor]:

@@ -70,7 +70,7 @@ def check(run: Run) -> None:
         raise UsageError("--graph: capture under torchrun is not supported; leave it out")
     if of.fsdp and size == 1:
         raise UsageError("--fsdp: one process has nobody to share with; start several by torchrun")
-    if of.fsdp and of.fuse_batchnorm and of.arm in HALF_LEVELS:
+    if of.fsdp and of.fuse and of.arm in HALF_LEVELS:
         raise UsageError(
             f"--fsdp --fuse-batchnorm: at {of.arm} batch norms are gathered apart from the half "
             "weights, which cannot be fused; leave --fuse-batchnorm out"

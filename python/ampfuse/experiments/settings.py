@@ -92,7 +92,7 @@ class Settings:
     warmup: float = 0.0
     image_size: int = option(32, "pixels each way", **_COUNT)
     keep_batchnorm_fp32: bool | None = option(None, "at O2, O3 and O5", **_SWITCH)
-    fuse_batchnorm: bool = option(
+    fuse: bool = option(
         False,
         "BatchNorm, add and ReLU in one pass (default: at O1, O2, O4 and O5 in NHWC)",
         **_SWITCH,
@@ -351,10 +351,10 @@ def _resolved(
     settings.setdefault("synthetic_size", max(2048, 4 * settings.get("batch_size", 128)))
     if arm not in HALF_LEVELS:
         settings.pop("keep_batchnorm_fp32", None)
-    if arm not in LEVELS or args.fuse_batchnorm is None:
+    if arm not in LEVELS or args.fuse is None:
         tuned = args.loop != "original" and settings.get("channels_last", True)
         gathered_apart = settings.get("fsdp") and arm in HALF_LEVELS
-        settings["fuse_batchnorm"] = arm in _FUSED and tuned and not gathered_apart
+        settings["fuse"] = arm in _FUSED and tuned and not gathered_apart
     return Settings(**settings)
 
 

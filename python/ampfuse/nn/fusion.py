@@ -84,15 +84,16 @@ def fuse(model: nn.Module) -> FusionReport:
         report.left.update({name: _unknown(modules[name]) or reason for name in names})
     for name in report.left:
         norm = modules[name]
-        if norm in fused or row_norm.form_of(norm) is None:
+        if row_norm.form_of(norm) is None:
             continue
+        # One with an add, too, for the calls that run its owner's original ``forward``.
         try:
             _, attribute = _place_for_forward(norm)
         except Untraceable as error:
             report.left[name] = str(error)
         else:
             norm.__dict__[attribute] = types.MethodType(row_norm.forward, norm)
-            fused[norm] = "alone"
+            fused.setdefault(norm, "alone")
     for name in [name for name in report.left if modules[name] in fused]:
         report.fused[name] = fused[modules[name]]
         del report.left[name]

@@ -1,0 +1,220 @@
+"""fuse() on layer and RMS norms: in blocks as people write them, and in models of libraries."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.profiler import profile
+
+from ampfuse import amp
+from ampfuse.nn import fuse, unfuse
+
+bf16 = torch.bfloat16
+
+
+class PreNorm(nn.Module):
+    def __init__(self, norm):
+        super().__init__()
+        self.norm1, self.norm2 = norm(24), norm(24)
+        self.mix, self.mlp = nn.Linear(24, 24), nn.Linear(24, 24)
+
+    def forward(self, x):
+        x = x + self.mix(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class PostNorm(PreNorm):
+    def forward(self, x):
+        x = self.norm1(torch.add(x, self.mix(x)))
+        x = self.norm2(self.mlp(x) + x)
+        return x * 2
+
+
+class InPlace(PreNorm):
+    """Adds that fusing must leave: in place, or of a sum that is written to before the norm."""
+
+    def forward(self, x):
+        y = self.mix(x)
+        y += x
+        y = self.norm1(y)
+        total = x + y
+        total.mul_(2)
+        return self.norm2(total)
+
+
+def passes(model, *inputs, **named):
+    with profile() as profiled:
+        result = model(*inputs, **named)
+    count = sum(event.name == "ampfuse::norm_forward" for event in profiled.events())
+    return result, count
+
+
+def trained(model, x):
+    x = x.clone().requires_grad_()
+    model.zero_grad()
+    y = model(x)
+    (y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)).sum().backward()
+    return [y.detach(), x.grad, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+def assert_near(found, expected, eps):
+    for one, right in zip(found, expected, strict=True):
+        assert (one - right).abs().max() <= eps * right.abs().max()
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
+@pytest.mark.parametrize(
+    ("block", "with_add"), [(PreNorm, {"norm2"}), (PostNorm, {"norm1", "norm2"}), (InPlace, set())]
+)
+def test_blocks_as_people_write_them(norm, block, with_add):
+    torch.manual_seed(0)
+    model = block(norm)
+    x = torch.randn(3, 5, 24)
+    expected, keys = trained(model, x), list(model.state_dict())
+    report = fuse(model)
+    assert report.fused == {
+        name: "with add" if name in with_add else "alone" for name in ("norm1", "norm2")
+    }
+    assert report.summary == "2 of 2 norms fused"
+    assert list(model.state_dict()) == keys
+    assert_near(trained(model, x), expected, 1e-5)
+    for other in (model, copy.deepcopy(model)):
+        assert passes(other, x)[1] == 2
+    assert passes(pickle.loads(pickle.dumps(model)), x)[1] == 0
+    assert set(fuse(model).left.values()) <= {"already fused"}
+    unfuse(model)
+    assert passes(model, x)[1] == 0
+    assert all(torch.equal(*pair) for pair in zip(trained(model, x), expected, strict=True))
+
+
+def test_hooks_and_modules_in_their_place_run():
+    model = PreNorm(nn.LayerNorm)
+    fuse(model)
+    seen = []
+    model.norm2.register_forward_hook(lambda module, args, output: seen.append(output.shape))
+    x = torch.randn(2, 24)
+    model(x)
+    assert seen == [(2, 24)]
+    model.norm1 = nn.Identity()
+    expected = x + model.mix(x)
+    expected = expected + model.mlp(nn.functional.layer_norm(expected, [24]))
+    torch.testing.assert_close(model(x), expected)
+
+
+def test_types_that_differ_are_added_as_torch_adds_them():
+    model = PreNorm(nn.LayerNorm)
+    model.mix.to(bf16)
+    model.norm1.to(bf16)
+    fuse(model)
+    x = torch.randn(2, 24)
+    model.norm1.register_forward_pre_hook(lambda module, args: args[0].to(bf16))
+    assert model(x).dtype == torch.float32
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiles_in_one_graph(backend):
+    torch.manual_seed(0)
+    model = PreNorm(nn.LayerNorm)
+    fuse(model)
+    x = torch.randn(4, 24)
+    expected = trained(model, x)
+    assert_near(trained(torch.compile(model, fullgraph=True, backend=backend), x), expected, 1e-5)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+def test_at_each_level(level):
+    losses = {}
+    for fused in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(PreNorm(nn.LayerNorm), PreNorm(nn.LayerNorm), nn.Linear(24, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        model, optimizer = amp.initialize(
+            model, optimizer, opt_level=level, fuse=fused, verbosity=0
+        )
+        x = torch.randn(64, 24)
+        losses[fused] = []
+        for _ in range(20):
+            optimizer.zero_grad()
+            loss = (model(x).float() - x[:, :1]).square().mean()
+            with amp.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+            losses[fused].append(loss.item())
+    assert losses[True][-1] < losses[True][0] / 2
+    assert losses[True] == pytest.approx(losses[False], rel=0.03)
+
+
+# ---- of libraries --------------------------------------------------------------------------------
+
+
+def check_library_model(model, *inputs, count, with_add=0, **named):
+    """Fuses a model, and compares what it returns; `count`: its norms."""
+    model.eval()
+    expected = model(*inputs, **named)
+    report = fuse(model)
+    assert not report.left, report
+    assert len(report.fused) == count
+    assert sum(what == "with add" for what in report.fused.values()) == with_add, report
+    found, run = passes(model, *inputs, **named)
+    assert run == count
+    pick = (lambda y: y[0]) if not isinstance(expected, torch.Tensor) else (lambda y: y)
+    torch.testing.assert_close(pick(found), pick(expected), rtol=1e-4, atol=1e-4)
+    model.train()
+    pick(model(*inputs, **named)).float().square().mean().backward()
+    for name in report.fused:
+        assert model.get_submodule(name).weight.grad.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "count", "with_add"),
+    [
+        ("vit_tiny_patch16_224", {"depth": 2, "img_size": 32}, 5, 2),
+        ("convnext_atto", {"depths": (1, 1, 1, 1), "dims": (8, 16, 16, 16)}, 9, 0),
+        (
+            "swin_tiny_patch4_window7_224",
+            {"depths": (1, 1), "num_heads": (1, 2), "embed_dim": 8},
+            7,
+            0,
+        ),
+    ],
+)
+def test_timm(name, options, count, with_add):
+    timm = pytest.importorskip("timm")
+    torch.manual_seed(0)
+    model = timm.create_model(name, num_classes=3, **options)
+    side = options.get("img_size", 224)
+    x = torch.randn(2, 3, side, side)
+    check_library_model(model, x, count=count, with_add=with_add)
+
+
+def test_torchvision():
+    models = pytest.importorskip("torchvision").models
+    torch.manual_seed(0)
+    model = models.VisionTransformer(32, 16, 2, 2, 24, 48)
+    check_library_model(model, torch.randn(2, 3, 32, 32), count=5, with_add=2)
+
+
+def test_encoder_layers_of_torch():
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(24, 2, 48, norm_first=True, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).train()
+    report = fuse(model)
+    assert len(report.fused) == 4, report
+    assert passes(model, torch.randn(2, 5, 24))[1] == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "with_add"), [("Llama", 5, 2), ("GPT2", 5, 2), ("Bert", 5, 4)]
+)
+def test_transformers(name, count, with_add):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 50, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    if name == "GPT2":
+        sizes = {"vocab_size": 50, "n_embd": 24, "n_layer": 2, "n_head": 2}
+    else:
+        sizes["intermediate_size"] = 48
+    model = getattr(transformers, f"{name}Model")(getattr(transformers, f"{name}Config")(**sizes))
+    check_library_model(model, torch.arange(12).view(2, 6), count=count, with_add=with_add)
