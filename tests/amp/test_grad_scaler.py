@@ -334,7 +334,7 @@ def test_unscale_and_step_come_once_and_in_order(one):
     with pytest.raises(AssertionError, match="No inf checks"):
         scaler.update()
     one.backward(scaler, 0.25)
-    with pytest.raises(RuntimeError, match="Closure use"):
+    with pytest.raises(RuntimeError, match="closure"):
         scaler.step(one.optimizer, closure=lambda: 0)
     assert one.w.item() == 1.0
     scaler.unscale_(one.optimizer)

@@ -102,7 +102,7 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
         if "closure" in kwargs:
-            raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
+            raise RuntimeError("A closure is not supported while GradScaler is enabled.")
         if not takes_scale(optimizer):
             return self._step_other(optimizer, *args, **kwargs)
         scale, _ = self._check_scale_growth_tracker("step")

@@ -1,3 +1,3 @@
-"""``apex.contrib``: of its many parts, ``optimizers``."""
+"""``apex.contrib``: of its many parts, ``optimizers`` and ``xentropy``."""
 
-from ampfuse.compat.apex.contrib import optimizers
+from ampfuse.compat.apex.contrib import optimizers, xentropy
