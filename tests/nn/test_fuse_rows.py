@@ -218,3 +218,29 @@ def test_transformers(name, count, with_add):
         sizes["intermediate_size"] = 48
     model = getattr(transformers, f"{name}Model")(getattr(transformers, f"{name}Config")(**sizes))
     check_library_model(model, torch.arange(12).view(2, 6), count=count, with_add=with_add)
+
+
+def test_the_loss_of_causal_language_models():
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 50, "hidden_size": 24, "intermediate_size": 48}
+    config = transformers.LlamaConfig(**sizes, num_hidden_layers=1, num_attention_heads=2)
+    model = transformers.LlamaForCausalLM(config).to(bf16)
+    words = torch.randint(50, (3, 9))
+    labels = words.masked_fill(words % 5 == 0, -100)
+    options = [{}, {"num_items_in_batch": torch.tensor(7)}, {"num_items_in_batch": 7}]
+    options.append({"shift_labels": labels.roll(-1, 1)})
+    expected = [model(words, labels=labels, **some).loss for some in options]
+    assert fuse(model).has_loss
+    for some, right in zip(options, expected, strict=True):
+        with profile() as profiled:
+            loss = model(words, labels=labels, **some).loss
+        assert "ampfuse::cross_entropy_loss" in {event.key for event in profiled.key_averages()}
+        assert loss.dtype == torch.float32
+        torch.testing.assert_close(loss, right, rtol=0.01, atol=0.01)
+    loss.backward()
+    assert not fuse(model).has_loss  # already
+    unfuse(model)
+    assert model.loss_function.__name__ == "ForCausalLMLoss"
+    model.loss_function = lambda **_: torch.zeros(())
+    assert not fuse(model).has_loss

@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ampfuse.nn import row_norm
+from ampfuse.nn import causal_loss, row_norm
 from ampfuse.nn.batch_norm import BatchNormAct2d
 from ampfuse.nn.forwards import eager_module, replaceable_forward
 from ampfuse.nn.norm_act import is_fused, is_known, mark_fused
@@ -34,10 +34,12 @@ class FusionReport:
     Attributes:
         fused: the norms that are fused now, by name, and with what.
         left: the norms that are not, and why.
+        has_loss: whether the model computes its loss from half logits now.
     """
 
     fused: dict[str, str] = dataclasses.field(default_factory=dict)
     left: dict[str, str] = dataclasses.field(default_factory=dict)
+    has_loss: bool = False
 
     @property
     def summary(self) -> str:
@@ -50,6 +52,8 @@ class FusionReport:
         for title in ("fused", "left"):
             places = getattr(self, title)
             lines += [f"{title:5}  {name or '(model)'}: {what}" for name, what in places.items()]
+        if self.has_loss:
+            lines.append("fused  the loss of half logits")
         return "\n".join(lines)
 
 
@@ -57,7 +61,8 @@ def fuse(model: nn.Module) -> FusionReport:
     """Fuse the norms of `model`, in place.
 
     A batch norm with the add and the ReLU that follow it; a layer or RMS norm (torch's, timm's, and
-    those of Llama and its kin in transformers) with the add before it, or by itself.
+    those of Llama and its kin in transformers) with the add before it, or by itself. transformers'
+    causal language models compute their loss by :func:`ampfuse.nn.cross_entropy`.
 
     Results are those of the model as it was, but for rounding. Call it when the model is complete:
     what a ``forward`` reads of its module, other than parameters, buffers and the mode, stays as it
@@ -74,7 +79,7 @@ def fuse(model: nn.Module) -> FusionReport:
     for name, module in modules.items():
         if isinstance(module, _BatchNorm) or row_norm.form_of(module):
             owners.setdefault(_owner(name, modules), []).append(name)
-    report, fused = FusionReport(), {}
+    report, fused = FusionReport(has_loss=causal_loss.replace_loss(eager_module(model))), {}
     for owner, names in owners.items():
         reason = f"{owner or 'the model'} does not call it"
         try:
@@ -102,6 +107,7 @@ def fuse(model: nn.Module) -> FusionReport:
 
 def unfuse(model: nn.Module) -> None:
     """Take back what :func:`fuse` did to `model`, in place."""
+    causal_loss.restore_loss(eager_module(model))
     for module in eager_module(model).modules():
         _, attribute = replaceable_forward(module)
         if is_fused(module.__dict__.get(attribute)):
