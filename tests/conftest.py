@@ -121,7 +121,16 @@ def hardware(request, monkeypatch):
     cudnn = torch.backends.cudnn
     monkeypatch.setattr(cudnn, "benchmark", False)
     monkeypatch.setattr(cudnn, "deterministic", True)
-    precision = cudnn.conv.fp32_precision
     cudnn.conv.fp32_precision = "ieee"
-    yield torch.device(request.param)
-    cudnn.conv.fp32_precision = precision
+    return torch.device(request.param)
+
+
+@pytest.fixture(autouse=True)
+def precision_as_it_was():
+    """The experiments' arms set it, for a process of their own; mixed, torch.export refuses it."""
+    flags = torch.backends.cuda.matmul, torch.backends.cudnn.conv
+    before = [flag.fp32_precision for flag in flags]
+    yield
+    for flag, precision in zip(flags, before, strict=True):
+        if flag.fp32_precision != precision:
+            flag.fp32_precision = precision

@@ -59,7 +59,7 @@ def line(tmp_path_factory) -> list[str]:
     extra.write_bytes((folder / "val" / "n01" / "000.png").read_bytes())
     line = ["--data", str(folder), "--model", "resnet18", "--image-size", "16", "-b", "8"]
     line += ["-j", "0", "--lr", "1e-3", "--optimizer", "adamw", "--evaluate", "--GPU", "here"]
-    return [*line, "--device", "cpu", "--no-fuse-batchnorm", "--no-channels-last", "--checkpoints"]
+    return [*line, "--device", "cpu", "--no-fuse", "--no-channels-last", "--checkpoints"]
 
 
 class Trained(NamedTuple):
@@ -99,7 +99,7 @@ def trained(line, tmp_path_factory) -> Trained:
             ([*line, "--arm", "O5", *more, "--iterations", "3", "-o", f"{at}-short"], 0),
             ([*six, *resume, "-o", f"{at}-resumed"], 0),
         ]
-    lines += [([*line, "--fsdp", "--arm", "O2", "--fuse-batchnorm", "--iterations", "1"], 2)]
+    lines += [([*line, "--fsdp", "--arm", "O2", "--fuse", "--iterations", "1"], 2)]
     return run_by_two(lines, folder)
 
 
@@ -151,7 +151,7 @@ def test_goes_on_with_the_same_bits(way, trained):
 
 def test_what_does_not_go_together_is_said(trained, line, tmp_path, capsys):
     for error in trained.errors:
-        assert "imagenet: error: --fsdp --fuse-batchnorm: at O2 batch norms are gathered" in error
+        assert "imagenet: error: --fsdp --fuse: at O2 batch norms are gathered" in error
     for flag, said in (("--fsdp", "one process has nobody to"), ("--sync_bn", "GPUs only")):
         assert imagenet.main([*line, flag, "--iterations", "1", "-o", str(tmp_path)]) == 2
         assert f"{flag}: " in (error := capsys.readouterr().err)

@@ -72,8 +72,8 @@ def check(run: Run) -> None:
         raise UsageError("--fsdp: one process has nobody to share with; start several by torchrun")
     if of.fsdp and of.fuse and of.arm in HALF_LEVELS:
         raise UsageError(
-            f"--fsdp --fuse-batchnorm: at {of.arm} batch norms are gathered apart from the half "
-            "weights, which cannot be fused; leave --fuse-batchnorm out"
+            f"--fsdp --fuse: at {of.arm} batch norms are gathered apart from the half "
+            "weights, which cannot be fused; leave --fuse out"
         )
 
 
