@@ -333,7 +333,7 @@ def test_e2(execute_experiment):
     (failed,) = run.results("e2-small/provoked")
     why = failed["diverged"]
     assert why["reason"] == "the training loss became nan"
-    last = run.text[run.text.index("O3 at lr 15: diverged") :]
+    last = run.text[run.text.index("O3 at lr 60: diverged") :]
     assert f"suggestion        {why['suggestion']}" in last
     assert "--keep-batchnorm-fp32 True" in why["suggestion"]
     assert "O2 at lr 0.1: did not diverge" in run.text
