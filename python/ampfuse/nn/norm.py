@@ -23,7 +23,7 @@ def layer_norm(
     operations, and so do second derivatives (``create_graph=True``).
 
     Arguments:
-        x: shape (..., *normalized_shape).
+        x: shape (..., normalized_shape).
         normalized_shape: the last dimensions, over which mean and variance are taken.
         weight, bias: of that shape; float32 or of the dtype of `x`, where it is fused.
         eps: is added to the variance.
