@@ -1,8 +1,8 @@
 """Fuse the norms of a model with the adds and ReLUs beside them.
 
 No module is replaced. Each that calls batch norms, or adds before it calls another norm, gets a
-``forward`` on the instance, written from the graph of its class's; so does a layer or RMS norm by
-itself. So names, classes, state dicts, hooks and optimizers stay; a copy is fused
+``forward`` on the instance, written from the graph of its class's; a layer or RMS norm gets one
+that is the same for all. So names, classes, state dicts, hooks and optimizers stay; a copy is fused
 like its original, and a model that was pickled loads as it was before.
 """
 

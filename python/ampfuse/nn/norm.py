@@ -36,7 +36,7 @@ def layer_norm(
 
     Source: ``F.layer_norm`` (Ba et al. 2016).
     """
-    return _norm(x, None, normalized_shape, weight, bias, eps, centered=True)[0]
+    return normalize_rows(x, None, normalized_shape, weight, bias, eps, centered=True)[0]
 
 
 def rms_norm(
@@ -57,7 +57,7 @@ def rms_norm(
 
     Source: ``F.rms_norm`` (Zhang & Sennrich 2019).
     """
-    return _norm(x, None, normalized_shape, weight, None, eps, centered=False)[0]
+    return normalize_rows(x, None, normalized_shape, weight, None, eps, centered=False)[0]
 
 
 def add_layer_norm(
@@ -80,7 +80,7 @@ def add_layer_norm(
     Raises:
         ValueError: `x` does not end in `normalized_shape`.
     """
-    y, total = _norm(x, residual, normalized_shape, weight, bias, eps, centered=True)
+    y, total = normalize_rows(x, residual, normalized_shape, weight, bias, eps, centered=True)
     return y, total
 
 
@@ -103,11 +103,11 @@ def add_rms_norm(
     Raises:
         ValueError: `x` does not end in `normalized_shape`.
     """
-    y, total = _norm(x, residual, normalized_shape, weight, None, eps, centered=False)
+    y, total = normalize_rows(x, residual, normalized_shape, weight, None, eps, centered=False)
     return y, total
 
 
-def _norm(
+def normalize_rows(
     x: Tensor,
     residual: Tensor | None,
     normalized_shape: Shape,
@@ -117,6 +117,7 @@ def _norm(
     *,
     centered: bool,
 ) -> list[Tensor]:
+    """The four functions above: the norm, and with a residual the sum."""
     shape = [normalized_shape] if isinstance(normalized_shape, int) else list(normalized_shape)
     if not shape or list(x.shape[-len(shape) :]) != shape:
         raise ValueError(

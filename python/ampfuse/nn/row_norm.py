@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ampfuse.nn.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from ampfuse.nn.norm import normalize_rows
 from ampfuse.nn.norm_act import are_bare, mark_fused
 
 
@@ -48,13 +48,8 @@ def add_norm(norm: nn.Module, x: Tensor, residual: Tensor) -> tuple[Tensor, Tens
     if form is None or not alike or not _takes(form, norm, x) or not are_bare((norm,)):
         total = x + residual
         return norm(total), total
-    shape, weight, eps = _options(form, norm)
-    x, residual = _rows(form, x), _rows(form, residual)
-    if form.centered:
-        found = add_layer_norm(x, residual, shape, weight, getattr(norm, "bias", None), eps)
-    else:
-        found = add_rms_norm(x, residual, shape, weight, eps)
-    return _images(form, found[0]), _images(form, found[1])
+    y, total = _normalize(form, norm, x, residual)
+    return y, total
 
 
 @mark_fused
@@ -63,25 +58,19 @@ def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     form = form_of(self)
     if form is None or len(args) != 1 or kwargs or not _takes(form, self, args[0]):
         return type(self).forward(self, *args, **kwargs)
-    shape, weight, eps = _options(form, self)
-    x = _rows(form, args[0])
-    if form.centered:
-        return _images(form, layer_norm(x, shape, weight, self.bias, eps))
-    return _images(form, rms_norm(x, shape, weight, eps))
+    return _normalize(form, self, args[0])[0]
 
 
 def _takes(form: _Form, norm: Any, x: Tensor) -> bool:
     return not form.promotes or norm.weight.dtype == x.dtype
 
 
-def _options(form: _Form, norm: Any) -> tuple[Any, Tensor, Any]:
+def _normalize(form: _Form, norm: Any, x: Tensor, residual: Tensor | None = None) -> list[Tensor]:
+    """The norm, and with a residual the sum."""
+    if form.images:
+        x = x.permute(0, 2, 3, 1)
+        residual = None if residual is None else residual.permute(0, 2, 3, 1)
     shape = getattr(norm, "normalized_shape", None) or norm.weight.shape
-    return shape, norm.weight, getattr(norm, form.eps)
-
-
-def _rows(form: _Form, x: Tensor) -> Tensor:
-    return x.permute(0, 2, 3, 1) if form.images else x
-
-
-def _images(form: _Form, y: Tensor) -> Tensor:
-    return y.permute(0, 3, 1, 2) if form.images else y
+    bias, eps = norm.bias if form.centered else None, getattr(norm, form.eps)
+    found = normalize_rows(x, residual, shape, norm.weight, bias, eps, centered=form.centered)
+    return [y.permute(0, 3, 1, 2) for y in found] if form.images else found
