@@ -428,6 +428,26 @@ def norm(dtype: torch.dtype) -> dict[str, Any]:
     return found
 
 
+def activation(dtype: torch.dtype) -> dict[str, Any]:
+    """Results and gradients: columns around a vector's width, rows around a span's."""
+    op = nn_ops().activation
+    found = {}
+    for columns, name in itertools.product((1, 17, 150), ("gelu", "gelu_tanh", "silu")):
+        x, up, dy = (
+            (4 * fractions((519, columns), seed)).to(dtype).requires_grad_(seed < 2)
+            for seed in range(3)
+        )
+        bias = fractions((columns,), 3).requires_grad_()
+        for case, others in (("plain", (None, None)), ("gated", (up, bias))):
+            y = op(x, *others, name)
+            inputs = [t for t in (x, *others) if t is not None]
+            found[f"{columns} {name} {case}"] = [
+                y.detach(),
+                *torch.autograd.grad(y, inputs, dy),
+            ]
+    return found
+
+
 def _runs() -> dict[str, Callable[[], Any]]:
     runs: dict[str, Callable[[], Any]] = {}
     for level in LEVELS:
@@ -489,6 +509,7 @@ def _runs() -> dict[str, Callable[[], Any]]:
         runs[f"batch norm {dtype}"] = partial(batch_norm, dtype)
         runs[f"cross entropy {dtype}"] = partial(cross_entropy, dtype)
         runs[f"norm {dtype}"] = partial(norm, dtype)
+        runs[f"activation {dtype}"] = partial(activation, dtype)
     return runs
 
 

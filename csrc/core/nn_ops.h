@@ -1,6 +1,7 @@
 // The passes of all fused layers: a layer is an include and a name here.
 #pragma once
 
+#include "core/nn_ops/activation.h"
 #include "core/nn_ops/batch_norm.h"
 #include "core/nn_ops/cross_entropy.h"
 #include "core/nn_ops/norm.h"
@@ -10,7 +11,8 @@ namespace ampfuse {
 template <class... Ops, class... More>
 OpList<Ops..., More...> operator+(OpList<Ops...>, OpList<More...>);
 
-using NnOps = decltype(OpList<>() + batch_norm_ops() + cross_entropy_ops() + norm_ops());
+using NnOps =
+    decltype(OpList<>() + activation_ops() + batch_norm_ops() + cross_entropy_ops() + norm_ops());
 
 template <class Op>
 NnOp nn_op() {

@@ -27,17 +27,16 @@ class Call {
       args_.vectors[i] = static_cast<float*>(values(count, DType::kFloat32));
     }
     args_.targets = targets();
-    if (Op::kCoefsOfRow || Op::kKind == PassKind::kRowPass) {
-      // In turn: without, as the image, FP32.
-      const DType types[] = {DType::kNone, image.dtype, DType::kFloat32};
-      args_.affine.dtype = types[(image.rows + image.channels) % 3];
-      if (args_.affine.dtype != DType::kNone) {
-        args_.affine.weight = values(image.channels, args_.affine.dtype);
-        args_.affine.bias = values(image.channels, args_.affine.dtype);
-      }
-      if (!std::is_same_v<Op, LayerNorm> && image.channels % 5 == 0)
-        args_.vectors[Norm::kMean] = nullptr;
+    // In turn: without, as the image, FP32.
+    const DType types[] = {DType::kNone, image.dtype, DType::kFloat32};
+    args_.affine.dtype = types[(image.rows + image.channels) % 3];
+    if (args_.affine.dtype != DType::kNone) {
+      args_.affine.weight = values(image.channels, args_.affine.dtype);
+      args_.affine.bias = values(image.channels, args_.affine.dtype);
     }
+    const bool may_lack_means = std::is_same_v<Op, RmsNorm> || std::is_same_v<Op, NormBackward> ||
+                                std::is_same_v<Op, NormWeights>;
+    if (may_lack_means && image.channels % 5 == 0) args_.vectors[Norm::kMean] = nullptr;
     args_.numbers[0] = 0.1f, args_.numbers[1] = 0.01f;
     if (kAlongRows && image.rows % 2 == 0) args_.numbers[0] = 0.0f;
     if constexpr (Op::kKind == PassKind::kChannelSum)

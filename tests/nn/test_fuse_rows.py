@@ -1,4 +1,6 @@
-"""fuse() on layer and RMS norms: in blocks as people write them, and in models of libraries."""
+"""fuse() on layer and RMS norms and activations: in blocks as people write them, and in models of
+libraries.
+"""
 
 import copy
 import pickle
@@ -46,10 +48,50 @@ class InPlace(PreNorm):
         return self.norm2(total)
 
 
-def passes(model, *inputs, **named):
+class Gated(nn.Module):
+    """A gate as a transformer's, and a product of one value with itself."""
+
+    def __init__(self, act=nn.SiLU):
+        super().__init__()
+        self.gate, self.up = nn.Linear(24, 40, bias=False), nn.Linear(24, 40)
+        self.down, self.act, self.other = nn.Linear(40, 24), act(), act()
+
+    def forward(self, x):
+        y = self.down(self.up(x) * self.act(self.gate(x)))
+        z = self.other(y)
+        return z * z
+
+
+class Functions(nn.Module):
+    """Activations that are no modules."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(24, 40), nn.Linear(40, 24)
+        self.third = nn.Linear(24, 24, bias=False)
+
+    def forward(self, x):
+        x = self.second(nn.functional.gelu(self.first(x), approximate="tanh"))
+        return nn.functional.silu(self.third(x)) + nn.functional.silu(x, inplace=False)
+
+
+class Shared(nn.Module):
+    """Layers whose results others see, or whose activation works in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(24, 24), nn.Linear(24, 24)
+        self.act, self.in_place = nn.GELU(), nn.SiLU(inplace=True)
+
+    def forward(self, x):
+        y = self.first(x)
+        return self.in_place(self.second(self.act(y))) + y
+
+
+def passes(model, *inputs, op="norm", **named):
     with profile() as profiled:
         result = model(*inputs, **named)
-    count = sum(event.name == "ampfuse::norm_forward" for event in profiled.events())
+    count = sum(event.name == f"ampfuse::{op}_forward" for event in profiled.events())
     return result, count
 
 
@@ -79,7 +121,7 @@ def test_blocks_as_people_write_them(norm, block, with_add):
     assert report.fused == {
         name: "with add" if name in with_add else "alone" for name in ("norm1", "norm2")
     }
-    assert report.summary == "2 of 2 norms fused"
+    assert report.summary == "2 of 2 norms and activations fused"
     assert list(model.state_dict()) == keys
     assert_near(trained(model, x), expected, 1e-5)
     for other in (model, copy.deepcopy(model)):
@@ -89,6 +131,54 @@ def test_blocks_as_people_write_them(norm, block, with_add):
     unfuse(model)
     assert passes(model, x)[1] == 0
     assert all(torch.equal(*pair) for pair in zip(trained(model, x), expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("block", "fused", "count"),
+    [
+        (lambda: nn.Sequential(nn.Linear(24, 40), nn.GELU(), nn.Linear(40, 24)), {"1": "bias"}, 1),
+        (Gated, {"act": "product", "other": "bias"}, 2),
+        (lambda: Gated(lambda: nn.GELU("tanh")), {"act": "product", "other": "bias"}, 2),
+        (Functions, {"first": "gelu_tanh"}, 1),
+        (Shared, {"act": None}, 1),
+    ],
+)
+def test_activations_with_what_is_beside_them(block, fused, count):
+    torch.manual_seed(0)
+    model = block()
+    x = torch.randn(3, 5, 24)
+    expected, keys = trained(model, x), list(model.state_dict())
+    report = fuse(model)
+    assert report.fused == {name: f"with {it}" if it else "alone" for name, it in fused.items()}
+    assert not report.left
+    assert list(model.state_dict()) == keys
+    assert_near(trained(model, x), expected, 1e-5)
+    for other in (model, copy.deepcopy(model)):
+        assert passes(other, x, op="activation")[1] == count
+    unfuse(model)
+    assert passes(model, x, op="activation")[1] == 0
+    assert all(torch.equal(*pair) for pair in zip(trained(model, x), expected, strict=True))
+
+
+def test_layers_and_activations_that_are_exchanged_or_hooked_run():
+    model = nn.Sequential(nn.Linear(24, 40), nn.GELU(), nn.Linear(40, 24))
+    gated = Gated()
+    fuse(model)
+    fuse(gated)
+    seen = []
+    x = torch.randn(2, 24)
+    handle = model[0].register_forward_hook(lambda module, args, output: seen.append(output))
+    model(x)
+    torch.testing.assert_close(seen, [model[0](x)] * len(seen))
+    assert len(seen) == 2
+    handle.remove()
+    model[1] = nn.Tanh()
+    torch.testing.assert_close(model(x), model[2](model[0](x).tanh()))
+    model[0] = nn.Sequential(nn.Linear(24, 40), nn.ReLU())
+    torch.testing.assert_close(model(x), model[2](model[0](x).tanh()))
+    gated.act = nn.ReLU()
+    gated.other = nn.Identity()
+    torch.testing.assert_close(gated(x), gated.down(gated.up(x) * gated.gate(x).relu()).square())
 
 
 def test_hooks_and_modules_in_their_place_run():
@@ -151,29 +241,41 @@ def test_at_each_level(level):
 # ---- of libraries --------------------------------------------------------------------------------
 
 
-def check_library_model(model, *inputs, count, with_add=0, **named):
-    """Fuses a model, and compares what it returns; `count`: its norms."""
+def check_library_model(model, *inputs, count, with_add=0, acts=("bias", 2), **named):
+    """Fuses a model, and compares what it returns.
+
+    Arguments:
+        count: its norms.
+        acts: what its activations take with them, and how many there are.
+    """
     model.eval()
     expected = model(*inputs, **named)
     report = fuse(model)
     assert not report.left, report
-    assert len(report.fused) == count
+    assert len(report.fused) == count + acts[1], report
     assert sum(what == "with add" for what in report.fused.values()) == with_add, report
+    assert sum(what == f"with {acts[0]}" for what in report.fused.values()) == acts[1], report
     found, run = passes(model, *inputs, **named)
     assert run == count
+    assert passes(model, *inputs, op="activation", **named)[1] == acts[1]
     pick = (lambda y: y[0]) if not isinstance(expected, torch.Tensor) else (lambda y: y)
     torch.testing.assert_close(pick(found), pick(expected), rtol=1e-4, atol=1e-4)
     model.train()
     pick(model(*inputs, **named)).float().square().mean().backward()
     for name in report.fused:
-        assert model.get_submodule(name).weight.grad.isfinite().all()
+        assert all(p.grad.isfinite().all() for p in model.get_submodule(name).parameters())
 
 
 @pytest.mark.parametrize(
     ("name", "options", "count", "with_add"),
     [
         ("vit_tiny_patch16_224", {"depth": 2, "img_size": 32}, 5, 2),
-        ("convnext_atto", {"depths": (1, 1, 1, 1), "dims": (8, 16, 16, 16)}, 9, 0),
+        (
+            "convnext_atto",
+            {"depths": (1, 1, 1, 1), "dims": (8, 16, 16, 16), "conv_mlp": False},
+            9,
+            0,
+        ),
         (
             "swin_tiny_patch4_window7_224",
             {"depths": (1, 1), "num_heads": (1, 2), "embed_dim": 8},
@@ -188,7 +290,8 @@ def test_timm(name, options, count, with_add):
     model = timm.create_model(name, num_classes=3, **options)
     side = options.get("img_size", 224)
     x = torch.randn(2, 3, side, side)
-    check_library_model(model, x, count=count, with_add=with_add)
+    acts = ("bias", sum(options["depths"]) if "depths" in options else options["depth"])
+    check_library_model(model, x, count=count, with_add=with_add, acts=acts)
 
 
 def test_torchvision():
@@ -219,7 +322,9 @@ def test_transformers(name, count, with_add):
     else:
         sizes["intermediate_size"] = 48
     model = getattr(transformers, f"{name}Model")(getattr(transformers, f"{name}Config")(**sizes))
-    check_library_model(model, torch.arange(12).view(2, 6), count=count, with_add=with_add)
+    acts = ("product" if name == "Llama" else "bias", 2)
+    words = torch.arange(12).view(2, 6)
+    check_library_model(model, words, count=count, with_add=with_add, acts=acts)
 
 
 def test_the_loss_of_causal_language_models():

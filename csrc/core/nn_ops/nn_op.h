@@ -84,7 +84,7 @@ struct ImageRows {
   HD int64_t row_bytes() const { return channels * element_size(dtype); }
 };
 
-constexpr int kMaxImages = 4, kMaxVectors = 8;
+constexpr int kMaxImages = 5, kMaxVectors = 8;
 constexpr unsigned kMask = bit(kMaxImages);
 
 // All that a pass takes; an op names the places. What is absent is null.

@@ -3,7 +3,6 @@
 // The operator is a composition: torch traces, compiles and exports the passes it is made of, and
 // autograd's formula stands here once for the CPU, CUDA and tracing.
 #include <ATen/ATen.h>
-#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
@@ -64,9 +63,9 @@ std::tuple<Tensor, Tensor> apply_pass(const Tensor& x, const OptionalTensor& res
   const Tensor y = empty_laid_out_as(x, x.scalar_type());
   const Tensor mask = relu ? empty_mask(x) : nothing(x, at::kByte);
   if (x.is_meta()) return {y, mask};
-  PassArgs args(x);
-  if (given(residual)) args.image(Op::kResidual, *residual, "residual");
-  args.image(Op::kX, x, "x")
+  PassArgs(x)
+      .image(Op::kX, x, "x")
+      .image(Op::kResidual, residual, "residual")
       .image(Op::kY, y, "y")
       .mask(mask)
       .vector(Op::kMean, mean, "mean")
@@ -227,14 +226,6 @@ struct BatchNormAct : torch::autograd::Function<BatchNormAct> {
                                      optional(weight), frozen(sum), frozen(centered), count);
     }
   }
-
-  // Whether nobody else holds a gradient or sees its memory. What is computed of it is written over
-  // it then: in lines that the cache has, and to pages that need not be asked for.
-  static bool is_only_ours(const Tensor& gradient) {
-    // (Whatever traces looks for new tensors.)
-    return !c10::impl::TorchDispatchModeTLS::any_modes_set() && gradient.use_count() == 1 &&
-           !gradient.key_set().has_any(kWrappers) && gradient.storage().use_count() == 1;
-  }
 };
 
 using Node = torch::autograd::CppNode<BatchNormAct>;
@@ -242,20 +233,14 @@ using Node = torch::autograd::CppNode<BatchNormAct>;
 // Whether the kernels take it: everything else is torch's.
 bool has_kernels(const Tensor& x, const OptionalTensor& residual,
                  const std::vector<const OptionalTensor*>& per_channel, bool complete) {
-  const at::ScalarType type = x.scalar_type();
-  if (!complete || x.dim() != 4 ||
-      (type != at::kFloat && type != at::kHalf && type != at::kBFloat16))
-    return false;
-  if (!(x.is_cpu() || x.is_cuda() || x.is_meta()) || x.sym_numel() == 0) return false;
+  if (!complete || x.dim() != 4 || !is_supported(x)) return false;
   for (const OptionalTensor* tensor : per_channel) {
     if (given(*tensor) &&
         ((*tensor)->scalar_type() != at::kFloat || (*tensor)->device() != x.device() ||
          (*tensor)->dim() != 1 || (*tensor)->sym_size(0) != x.sym_size(1)))
       return false;
   }
-  if (given(residual) && (residual->scalar_type() != type || residual->device() != x.device() ||
-                          residual->sym_sizes() != x.sym_sizes()))
-    return false;
+  if (given(residual) && !are_alike(*residual, x)) return false;
   if (x.is_contiguous(kChannelsLast) || x.suggest_memory_format() == kChannelsLast) return true;
   TORCH_WARN_ONCE(
       "ampfuse's fused batch norm works on channels-last memory; this input is in another layout ",

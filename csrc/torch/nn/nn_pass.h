@@ -4,9 +4,12 @@
 
 #include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/autograd/autograd.h>
 
 #include <optional>
 #include <utility>
+#include <vector>
 
 #include "core/nn_ops.h"
 #include "torch/memory.h"
@@ -41,46 +44,89 @@ const c10::DispatchKeySet kWrappers({c10::DispatchKey::Python, c10::DispatchKey:
 
 constexpr at::MemoryFormat kChannelsLast = at::MemoryFormat::ChannelsLast;
 
+// Whether nobody else holds a gradient or sees its memory. What is computed of it is written over
+// it then: in lines that the cache has, and to pages that need not be asked for.
+inline bool is_only_ours(const at::Tensor& gradient) {
+  // (Whatever traces looks for new tensors.)
+  return !c10::impl::TorchDispatchModeTLS::any_modes_set() && gradient.use_count() == 1 &&
+         !gradient.key_set().has_any(kWrappers) && gradient.storage().use_count() == 1;
+}
+
+// Whether the kernels take tensors like x at all.
+inline bool is_supported(const at::Tensor& x) {
+  const at::ScalarType type = x.scalar_type();
+  return (type == at::kFloat || type == at::kHalf || type == at::kBFloat16) &&
+         (x.is_cpu() || x.is_cuda() || x.is_meta()) && x.sym_numel() != 0;
+}
+inline bool are_alike(const at::Tensor& a, const at::Tensor& b) {
+  return a.scalar_type() == b.scalar_type() && a.device() == b.device() &&
+         a.sym_sizes() == b.sym_sizes();
+}
+// As is_supported(), of weights of the columns of x: FP32 or of the type of x.
+inline bool may_be_affine(const OptionalTensor& tensor, const at::Tensor& x,
+                          at::IntArrayRef shape) {
+  return !given(tensor) ||
+         ((tensor->scalar_type() == at::kFloat || tensor->scalar_type() == x.scalar_type()) &&
+          tensor->device() == x.device() && tensor->sizes() == shape && tensor->is_contiguous());
+}
+
 inline at::Tensor nothing(const at::Tensor& x, at::ScalarType dtype) {
   return at::empty({0}, x.options().dtype(dtype));
 }
-inline at::Tensor empty_vector(const at::Tensor& x) {
-  return at::empty_symint({x.sym_size(1)}, x.options().dtype(at::kFloat));
+inline at::Tensor empty_floats(const at::Tensor& x, const c10::SymInt& count) {
+  return at::empty_symint({count}, x.options().dtype(at::kFloat));
 }
+inline at::Tensor empty_vector(const at::Tensor& x) { return empty_floats(x, x.sym_size(1)); }
 inline at::Tensor empty_mask(const at::Tensor& x) {
   return at::empty_symint({x.sym_size(0), x.sym_size(2), x.sym_size(3), (x.sym_size(1) + 7) / 8},
                           x.options().dtype(at::kByte));
 }
 
-// The arguments of an op on images like x.
+// The arguments of an op on a matrix: of images, a channel is a column.
 class PassArgs {
  public:
-  explicit PassArgs(const at::Tensor& x) : x_(x) {
-    TORCH_CHECK_VALUE(
-        x.dim() == 4 && x.is_contiguous(kChannelsLast),
-        "x has to be a dense tensor (N, C, H, W) in torch.channels_last; it has shape ", x.sizes(),
-        " and strides ", x.strides());
-    args_.image = {x.numel() / x.size(1), x.size(1), dtype_of(x, "x")};
+  explicit PassArgs(const at::Tensor& images)
+      : PassArgs(images, images.dim() == 4 ? images.size(1) : 1, kChannelsLast) {}
+  PassArgs(const at::Tensor& x, int64_t columns,
+           at::MemoryFormat format = at::MemoryFormat::Contiguous)
+      : x_(x), format_(format) {
+    TORCH_CHECK_VALUE(x.is_contiguous(format),
+                      format == kChannelsLast
+                          ? "x has to be a dense tensor (N, C, H, W) in torch.channels_last"
+                          : "x has to be contiguous",
+                      "; it has shape ", x.sizes(), " and strides ", x.strides());
+    args_.image = {x.numel() / columns, columns, dtype_of(x, "x")};
   }
 
   PassArgs& image(int place, const at::Tensor& tensor, const char* name) {
     TORCH_CHECK_VALUE(
-        tensor.sizes() == x_.sizes() && tensor.is_contiguous(kChannelsLast) &&
+        tensor.sizes() == x_.sizes() && tensor.is_contiguous(format_) &&
             tensor.scalar_type() == x_.scalar_type() && tensor.device() == x_.device(),
-        name, " has to be like x, ", x_.scalar_type(), " of shape ", x_.sizes(),
-        " in torch.channels_last on ", x_.device(), "; it is ", tensor.scalar_type(), " of shape ",
-        tensor.sizes(), " with strides ", tensor.strides(), " on ", tensor.device());
+        name, " has to be like x, ", x_.scalar_type(), " of shape ", x_.sizes(), " in ", format_,
+        " memory on ", x_.device(), "; it is ", tensor.scalar_type(), " of shape ", tensor.sizes(),
+        " with strides ", tensor.strides(), " on ", tensor.device());
     args_.images[place] = const_cast<void*>(tensor.const_data_ptr());
     return *this;
   }
+  PassArgs& image(int place, const OptionalTensor& tensor, const char* name) {
+    return given(tensor) ? image(place, *tensor, name) : *this;
+  }
 
-  // A value for each channel; nothing if there is no tensor.
+  // A value for each column; nothing if there is no tensor.
   PassArgs& vector(int place, const OptionalTensor& tensor, const char* name) {
-    float* data = float_pointer(tensor, name, x_.device());
-    TORCH_CHECK_VALUE(data == nullptr || (tensor->numel() == x_.size(1) && tensor->is_contiguous()),
-                      name, " has to hold a contiguous value for each of ", x_.size(1),
-                      " channels; it has shape ", tensor ? tensor->sizes() : at::IntArrayRef());
-    args_.vectors[place] = data;
+    if (given(tensor)) args_.vectors[place] = floats(*tensor, name, args_.image.channels);
+    return *this;
+  }
+  // A value for each row; none if it has no elements.
+  PassArgs& row_vector(int place, const at::Tensor& tensor, const char* name) {
+    if (tensor.numel() != 0) args_.vectors[place] = floats(tensor, name, args_.image.rows);
+    return *this;
+  }
+
+  // Of one type; either may be absent, or have no elements.
+  PassArgs& affine(const OptionalTensor& weight, const OptionalTensor& bias) {
+    args_.affine.weight = of_columns(weight, "weight");
+    args_.affine.bias = of_columns(bias, "bias");
     return *this;
   }
 
@@ -113,9 +159,46 @@ class PassArgs {
   }
 
  private:
+  float* floats(const at::Tensor& tensor, const char* name, int64_t count) const {
+    return pointer_to<float>(tensor, name, count, x_.device());
+  }
+
+  void* of_columns(const OptionalTensor& tensor, const char* name) {
+    if (!given(tensor) || tensor->numel() == 0) return nullptr;
+    TORCH_CHECK_VALUE(tensor->is_contiguous() && tensor->numel() == args_.image.channels, name,
+                      " has to hold a contiguous value for each of ", args_.image.channels,
+                      " columns; it has shape ", tensor->sizes());
+    args_.affine.dtype = dtype_of(*tensor, name);
+    return const_cast<void*>(tensor->const_data_ptr());
+  }
+
   const at::Tensor& x_;
+  at::MemoryFormat format_;
   NnArgs args_;
 };
+
+// For create_graph: the gradients of compute(inputs), which is made of torch's operations, that
+// torch differentiates once more; undefined where an input wants none.
+template <class Compute>
+torch::autograd::variable_list differentiable_gradients(const std::vector<OptionalTensor>& inputs,
+                                                        const at::Tensor& dy,
+                                                        const Compute& compute) {
+  std::vector<OptionalTensor> views = inputs;
+  torch::autograd::variable_list wanted;
+  // (Views: gradients end there, where those of what is computed of several inputs would go on
+  // through the very node that asks.)
+  for (OptionalTensor& view : views) {
+    if (!given(view) || !view->requires_grad()) continue;
+    view = view->view_as(*view);
+    wanted.push_back(*view);
+  }
+  const auto found = torch::autograd::grad({compute(views)}, wanted, {dy}, true, true);
+  torch::autograd::variable_list result(inputs.size());
+  auto next = found.begin();
+  for (size_t i = 0; i < inputs.size(); ++i)
+    if (given(inputs[i]) && inputs[i]->requires_grad()) result[i] = *next++;
+  return result;
+}
 
 // Calls an operator, made of the function `pass`, through the dispatcher, so that whatever traces
 // sees it.

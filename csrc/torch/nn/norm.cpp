@@ -1,6 +1,5 @@
 // layer_norm and rms_norm as operators of torch, with the residual addition before them.
 #include <ATen/ATen.h>
-#include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
@@ -13,68 +12,27 @@ using at::Tensor;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// What all passes take of rows like those of s, and of weights like `affine`.
-NnArgs args_of(const Tensor& s, const Tensor& mean, const Tensor& rstd, int64_t columns) {
-  NnArgs args;
-  args.image = {rstd.numel(), columns, dtype_of(s, "x")};
-  const auto pointer = [&](const Tensor& tensor, const char* what) {
-    return pointer_to<float>(tensor, what, args.image.rows, s.device());
-  };
-  if (mean.numel() != 0) args.vectors[Norm::kMean] = pointer(mean, "mean");
-  args.vectors[Norm::kRstd] = pointer(rstd, "rstd");
-  return args;
-}
-
-void* image(const Tensor& tensor, const Tensor& like, const char* name) {
-  TORCH_CHECK_VALUE(
-      tensor.is_contiguous() && tensor.sizes() == like.sizes() &&
-          tensor.scalar_type() == like.scalar_type() && tensor.device() == like.device(),
-      name, " has to be contiguous and ", like.scalar_type(), " of shape ", like.sizes(), " on ",
-      like.device(), "; it is ", tensor.scalar_type(), " of shape ", tensor.sizes(),
-      " with strides ", tensor.strides(), " on ", tensor.device());
-  return const_cast<void*>(tensor.const_data_ptr());
-}
-
-void* of_columns(const Tensor& tensor, int64_t columns, const char* name) {
-  TORCH_CHECK_VALUE(tensor.is_contiguous() && tensor.numel() == columns, name,
-                    " has to hold a contiguous value for each of ", columns,
-                    " columns; it has shape ", tensor.sizes());
-  return const_cast<void*>(tensor.const_data_ptr());
-}
-
-template <class Op>
-void run(const Tensor& like, const NnArgs& args) {
-  const DeviceScope scope(like.device());
-  scope.backend().run(nn_op<Op>(), args, scope.stream());
-}
-
 // y, x + residual (empty without one), and what the backward pass needs of each row.
 std::tuple<Tensor, Tensor, Tensor, Tensor> forward_pass(const Tensor& x,
                                                         const OptionalTensor& residual,
                                                         const OptionalTensor& weight,
                                                         const OptionalTensor& bias, int64_t columns,
                                                         double eps, bool centered) {
-  const auto rows = x.sym_numel() / columns;
-  const auto vector = [&](bool there) {
-    return at::empty_symint({there ? rows : c10::SymInt(0)}, x.options().dtype(at::kFloat));
-  };
-  const Tensor y = at::empty_like(x), mean = vector(centered), rstd = vector(true);
+  const c10::SymInt rows = x.sym_numel() / columns;
+  const Tensor y = at::empty_like(x), rstd = empty_floats(x, rows);
+  const Tensor mean = empty_floats(x, centered ? rows : c10::SymInt(0));
   const Tensor sum = given(residual) ? at::empty_like(x) : nothing(x, x.scalar_type());
   if (x.is_meta()) return {y, sum, mean, rstd};
-  NnArgs args = args_of(x, mean, rstd, columns);
-  args.images[LayerNorm::kX] = image(x, x, "x");
-  args.images[LayerNorm::kY] = image(y, x, "y");
-  if (given(residual)) {
-    args.images[LayerNorm::kResidual] = image(*residual, x, "residual");
-    args.images[LayerNorm::kSum] = image(sum, x, "sum");
-  }
-  if (given(weight)) {
-    args.affine.dtype = dtype_of(*weight, "weight");
-    args.affine.weight = of_columns(*weight, columns, "weight");
-  }
-  if (given(bias)) args.affine.bias = of_columns(*bias, columns, "bias");
-  args.numbers[LayerNorm::kEps] = float(eps);
-  centered ? run<LayerNorm>(x, args) : run<RmsNorm>(x, args);
+  PassArgs args(x, columns);
+  if (given(residual)) args.image(LayerNorm::kSum, sum, "sum");
+  args.image(LayerNorm::kX, x, "x")
+      .image(LayerNorm::kResidual, residual, "residual")
+      .image(LayerNorm::kY, y, "y")
+      .row_vector(Norm::kMean, mean, "mean")
+      .row_vector(Norm::kRstd, rstd, "rstd")
+      .affine(weight, bias)
+      .number(LayerNorm::kEps, eps);
+  centered ? args.run<LayerNorm>() : args.run<RmsNorm>();
   return {y, sum, mean, rstd};
 }
 
@@ -89,24 +47,22 @@ std::tuple<Tensor, Tensor, Tensor> backward_pass(const Tensor& dy, const Optiona
   };
   const Tensor dweight = of_weight(wanted[1]), dbias = of_weight(wanted[2]);
   if (s.is_meta()) return {dx, dweight, dbias};
-  NnArgs args = args_of(s, mean, rstd, columns);
-  if (given(weight)) args.affine.dtype = dtype_of(*weight, "weight");
-  args.images[NormBackward::kDy] = image(dy, s, "dy");
-  args.images[NormBackward::kS] = image(s, s, "x");
+  const auto pass = [&] {
+    PassArgs args(s, columns);
+    args.image(NormBackward::kDy, dy, "dy")
+        .image(NormBackward::kS, s, "s")
+        .row_vector(Norm::kMean, mean, "mean")
+        .row_vector(Norm::kRstd, rstd, "rstd");
+    return args;
+  };
   if (wanted[0]) {
-    NnArgs rows = args;
-    if (given(weight)) rows.affine.weight = of_columns(*weight, columns, "weight");
-    if (given(ds)) rows.images[NormBackward::kDs] = image(*ds, s, "the sum's gradient");
-    rows.images[NormBackward::kDx] = image(dx, s, "dx");
-    run<NormBackward>(s, rows);
+    pass()
+        .image(NormBackward::kDs, ds, "the sum's gradient")
+        .image(NormBackward::kDx, dx, "dx")
+        .affine(weight, std::nullopt)
+        .run<NormBackward>();
   }
-  if (dweight.numel() + dbias.numel() == 0) return {dx, dweight, dbias};
-  if (dweight.numel() != 0) args.affine.weight = dweight.data_ptr();
-  if (dbias.numel() != 0) args.affine.bias = dbias.data_ptr();
-  const int64_t bytes = columns * args.image.spans() * int64_t(sizeof(NormWeights::Partial));
-  const Tensor partials = at::empty({bytes}, s.options().dtype(at::kByte));
-  args.partials = partials.data_ptr();
-  run<NormWeights>(s, args);
+  if (dweight.numel() + dbias.numel() != 0) pass().affine(dweight, dbias).run<NormWeights>();
   return {dx, dweight, dbias};
 }
 
@@ -156,7 +112,14 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
     variable_list result(kArguments);
     Tensor dx = ds;
     if (dy.defined() && at::GradMode::is_enabled()) {
-      dx = differentiable(*context, dy, ds, s, weight, bias, result);
+      const auto compute = [&](const std::vector<OptionalTensor>& inputs) {
+        return norm_by_torch(*inputs[0], context->saved_data["shape"].toIntVector(), inputs[1],
+                             inputs[2], context->saved_data["eps"].toDouble(),
+                             context->saved_data["centered"].toBool());
+      };
+      const variable_list found = differentiable_gradients({s, weight, bias}, dy, compute);
+      if (found[0].defined()) dx = ds.defined() ? found[0] + ds : found[0];
+      result[kWeight] = found[1], result[kBias] = found[2];
     } else if (dy.defined()) {
       const auto shape = context->saved_data["shape"].toIntVector();
       const OptionalTensor added = ds.defined() ? OptionalTensor(ds.contiguous()) : std::nullopt;
@@ -170,48 +133,14 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
     result[kResidual] = to_residual ? dx : Tensor();
     return result;
   }
-
- private:
-  // create_graph: what torch differentiates once more.
-  static Tensor differentiable(AutogradContext& context, const Tensor& dy, const Tensor& ds,
-                               const Tensor& s, const OptionalTensor& weight,
-                               const OptionalTensor& bias, variable_list& result) {
-    variable_list inputs;
-    std::vector<int> places;
-    // (Views: gradients end there, where those of a sum would go on through this very node.)
-    const auto ask = [&](const OptionalTensor& tensor, int place) -> OptionalTensor {
-      if (!given(tensor) || !tensor->requires_grad()) return tensor;
-      inputs.push_back(tensor->view_as(*tensor));
-      places.push_back(place);
-      return inputs.back();
-    };
-    const Tensor rows = *ask(s, kX);
-    const OptionalTensor scale = ask(weight, kWeight), shift = ask(bias, kBias);
-    const Tensor y = norm_by_torch(rows, context.saved_data["shape"].toIntVector(), scale, shift,
-                                   context.saved_data["eps"].toDouble(),
-                                   context.saved_data["centered"].toBool());
-    const variable_list found = torch::autograd::grad({y}, inputs, {dy}, true, true);
-    for (size_t i = 0; i < places.size(); ++i) result[places[i]] = found[i];
-    return ds.defined() && result[kX].defined() ? result[kX] + ds : result[kX];
-  }
 };
 
 // Whether the kernels take it: everything else is torch's.
 bool has_kernels(const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
                  const OptionalTensor& bias, at::IntArrayRef shape) {
-  const at::ScalarType type = x.scalar_type();
-  if (type != at::kFloat && type != at::kHalf && type != at::kBFloat16) return false;
-  if (!(x.is_cpu() || x.is_cuda() || x.is_meta()) || x.sym_numel() == 0) return false;
-  if (given(residual) && (residual->scalar_type() != type || residual->device() != x.device() ||
-                          residual->sym_sizes() != x.sym_sizes()))
-    return false;
+  if (!is_supported(x) || (given(residual) && !are_alike(*residual, x))) return false;
   if (given(bias) && (!given(weight) || bias->scalar_type() != weight->scalar_type())) return false;
-  for (const OptionalTensor& tensor : {weight, bias}) {
-    if (given(tensor) &&
-        ((tensor->scalar_type() != at::kFloat && tensor->scalar_type() != type) ||
-         tensor->device() != x.device() || tensor->sizes() != shape || !tensor->is_contiguous()))
-      return false;
-  }
+  if (!may_be_affine(weight, x, shape) || !may_be_affine(bias, x, shape)) return false;
   const auto sizes = x.sym_sizes();
   if (shape.empty() || sizes.size() < shape.size()) return false;
   for (size_t i = 0; i < shape.size(); ++i)

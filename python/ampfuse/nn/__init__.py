@@ -1,10 +1,12 @@
-"""Layers in one pass forward and one backward: norms with what is beside them, and the loss.
+"""Layers in one pass forward and one backward: norms and activations with what is beside them,
+and the loss.
 
 ``fuse`` does it to a model as it is; the modules are for models that are written for it. Images in
 ``torch.channels_last`` are fast.
 """
 
 from ampfuse.nn import functional
+from ampfuse.nn.activation import bias_act, gated_act
 from ampfuse.nn.batch_norm import BatchNormAct2d
 from ampfuse.nn.cross_entropy import cross_entropy
 from ampfuse.nn.fusion import FusionReport, fuse, unfuse
@@ -18,9 +20,11 @@ __all__ = [
     "LinearCrossEntropy",
     "add_layer_norm",
     "add_rms_norm",
+    "bias_act",
     "cross_entropy",
     "functional",
     "fuse",
+    "gated_act",
     "layer_norm",
     "linear_cross_entropy",
     "recompute_norms",

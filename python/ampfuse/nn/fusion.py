@@ -1,9 +1,10 @@
-"""Fuse the norms of a model with the adds and ReLUs beside them.
+"""Fuse the norms and activations of a model with what is beside them.
 
-No module is replaced. Each that calls batch norms, or adds before it calls another norm, gets a
-``forward`` on the instance, written from the graph of its class's; a layer or RMS norm gets one
-that is the same for all. So names, classes, state dicts, hooks and optimizers stay; a copy is fused
-like its original, and a model that was pickled loads as it was before.
+No module is replaced. Each that calls batch norms, adds before it calls another norm, or calls an
+activation behind a bias or before a product, gets a ``forward`` on the instance, written from the
+graph of its class's; a layer or RMS norm and an activation get one that is the same for all. So
+names, classes, state dicts, hooks and optimizers stay; a copy is fused like its original, and a
+model that was pickled loads as it was before.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from typing import Any
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ampfuse.nn import causal_loss, row_norm
+from ampfuse.nn import causal_loss, linear_act, row_norm
+from ampfuse.nn.act_patterns import calls_activations, fuse_activations
 from ampfuse.nn.batch_norm import BatchNormAct2d
 from ampfuse.nn.forwards import eager_module, replaceable_forward
 from ampfuse.nn.norm_act import is_fused, is_known, mark_fused
@@ -32,8 +34,9 @@ class FusionReport:
     """What :func:`fuse` did; ``print`` shows a line for each place.
 
     Attributes:
-        fused: the norms that are fused now, by name, and with what.
-        left: the norms that are not, and why.
+        fused: the norms and activations that are fused now, by name, and with what; an activation
+            that is no module by the name of the layer before it.
+        left: those that are not, and why.
         has_loss: whether the model computes its loss from half logits now.
     """
 
@@ -45,7 +48,9 @@ class FusionReport:
     def summary(self) -> str:
         """The first line."""
         count = len(self.fused) + len(self.left)
-        return f"{len(self.fused)} of {count} norms fused" if count else "no norms"
+        if not count:
+            return "no norms or activations"
+        return f"{len(self.fused)} of {count} norms and activations fused"
 
     def __str__(self) -> str:
         lines = [self.summary]
@@ -58,15 +63,16 @@ class FusionReport:
 
 
 def fuse(model: nn.Module) -> FusionReport:
-    """Fuse the norms of `model`, in place.
+    """Fuse the norms and activations of `model`, in place.
 
     A batch norm with the add and the ReLU that follow it; a layer or RMS norm (torch's, timm's, and
-    those of Llama and its kin in transformers) with the add before it, or by itself. transformers'
-    causal language models compute their loss by :func:`ampfuse.nn.cross_entropy`.
+    those of Llama and its kin in transformers) with the add before it, or by itself; a GELU or SiLU
+    (theirs) with the bias of the linear layer before it or the product behind it, or by itself.
+    transformers' causal language models compute their loss by :func:`ampfuse.nn.cross_entropy`.
 
     Results are those of the model as it was, but for rounding. Call it when the model is complete:
     what a ``forward`` reads of its module, other than parameters, buffers and the mode, stays as it
-    is now. A norm or a ReLU may still be exchanged or get hooks; these then run. A call with
+    is now. A module may still be exchanged or get hooks; these then run. A call with
     optional arguments runs the original ``forward``.
 
     ``torch.fx``, ``torch.jit.script`` and ``nn.DataParallel`` take a model after :func:`unfuse`.
@@ -77,9 +83,12 @@ def fuse(model: nn.Module) -> FusionReport:
     modules = dict(eager_module(model).named_modules())
     owners: dict[str, list[str]] = {}
     for name, module in modules.items():
-        if isinstance(module, _BatchNorm) or row_norm.form_of(module):
+        if isinstance(module, _BatchNorm) or _forward_alone(module):
             owners.setdefault(_owner(name, modules), []).append(name)
-    report, fused = FusionReport(has_loss=causal_loss.replace_loss(eager_module(model))), {}
+        elif calls_activations(module):
+            owners.setdefault(name, [])
+    report = FusionReport(has_loss=causal_loss.replace_loss(eager_module(model)))
+    fused: dict[nn.Module, str] = {}
     for owner, names in owners.items():
         reason = f"{owner or 'the model'} does not call it"
         try:
@@ -88,20 +97,20 @@ def fuse(model: nn.Module) -> FusionReport:
             reason = str(error)
         report.left.update({name: _unknown(modules[name]) or reason for name in names})
     for name in report.left:
-        norm = modules[name]
-        if row_norm.form_of(norm) is None:
+        module, forward = modules[name], _forward_alone(modules[name])
+        if forward is None:
             continue
         # One with an add, too, for the calls that run its owner's original ``forward``.
         try:
-            _, attribute = _place_for_forward(norm)
+            _, attribute = _place_for_forward(module)
         except Untraceable as error:
             report.left[name] = str(error)
         else:
-            norm.__dict__[attribute] = types.MethodType(row_norm.forward, norm)
-            fused.setdefault(norm, "alone")
-    for name in [name for name in report.left if modules[name] in fused]:
+            module.__dict__[attribute] = types.MethodType(forward, module)
+            fused.setdefault(module, "alone")
+    for name in [name for name, module in modules.items() if module in fused]:
         report.fused[name] = fused[modules[name]]
-        del report.left[name]
+        report.left.pop(name, None)
     return report
 
 
@@ -123,17 +132,24 @@ def _owner(name: str, modules: dict[str, nn.Module]) -> str:
     return name
 
 
+def _forward_alone(module: nn.Module) -> Callable[..., Any] | None:
+    """The fused ``forward`` of a layer or RMS norm or an activation; None of another module."""
+    if row_norm.form_of(module):
+        return row_norm.forward
+    return linear_act.forward if linear_act.curve_of(module) else None
+
+
 def _unknown(norm: nn.Module) -> str | None:
     """Why `norm` has no fused form; None if it has one."""
     if isinstance(norm, BatchNormAct2d):
         return "fused in itself"
-    if is_known(norm) or row_norm.form_of(norm):
+    if is_known(norm) or _forward_alone(norm):
         return None
     return f"a {type(norm).__name__} has no fused form"
 
 
-def _fuse_in(owner: nn.Module, norms: list[nn.Module]) -> dict[nn.Module, str]:
-    """Fuse `norms`, as far as they have a fused form and `owner` calls them.
+def _fuse_in(owner: nn.Module, modules: list[nn.Module]) -> dict[nn.Module, str]:
+    """Fuse `modules`, as far as they have a fused form and `owner` calls them.
 
     Returns:
         Those that are fused now, and with what.
@@ -142,7 +158,7 @@ def _fuse_in(owner: nn.Module, norms: list[nn.Module]) -> dict[nn.Module, str]:
         Untraceable: the forward of `owner` has to stay; the message says why.
     """
     cls, attribute = _place_for_forward(owner)
-    if all(map(_unknown, norms)):
+    if modules and all(map(_unknown, modules)):
         return {}
     forward, fused = _forward_from_graphs(owner, cls)
     if fused:
@@ -184,7 +200,7 @@ def _forward_from_graphs(
             failure = failure or error
             sources[training, kind] = None
             continue
-        for path, what in fuse_norms(graph, owner).items():
+        for path, what in (fuse_norms(graph, owner) | fuse_activations(graph, owner)).items():
             fused.setdefault(owner.get_submodule(path), what)
         sources[training, kind], variants[training, kind] = _compiled(graph, cls)
     if not variants:

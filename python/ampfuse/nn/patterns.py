@@ -40,7 +40,7 @@ def fuse_norms(graph: fx.Graph, root: nn.Module) -> dict[str, str]:
     """
     fused = {}
     for node in list(graph.nodes):
-        norm = _module(node, root)
+        norm = module_of(node, root)
         if norm is not None and is_known(norm):
             fused[node.target] = _fuse_norm(graph, root, node)
         elif norm is not None and form_of(norm) and _fuse_add(graph, root, node):
@@ -53,7 +53,7 @@ def _fuse_add(graph: fx.Graph, root: nn.Module, norm: fx.Node) -> bool:
     (add,) = norm.args
     if not (
         isinstance(add, fx.Node)
-        and _called(add) in _ADDS
+        and called(add) in _ADDS
         and not add.kwargs
         and len(add.args) == 2
         and all(isinstance(arg, fx.Node) for arg in add.args)
@@ -89,7 +89,7 @@ def _fuse_norm(graph: fx.Graph, root: nn.Module, norm: fx.Node) -> str:
         users = list(chain[-1].users)
         return users[0] if len(users) == 1 and _may_move(chain, users[0], root) else None
 
-    while (user := follower()) is not None and type(_module(user, root)) is nn.Identity:
+    while (user := follower()) is not None and type(module_of(user, root)) is nn.Identity:
         chain.append(user)
         between.append(user.target)
     if user is not None and (other := _added_to(user, chain[-1])) is not None:
@@ -129,7 +129,7 @@ def _may_move(chain: list[fx.Node], to: fx.Node, root: nn.Module) -> bool:
 
 def _added_to(node: fx.Node, value: fx.Node) -> fx.Node | None:
     """What `node` adds to `value`; None if it does something else, or writes to the other."""
-    if _called(node) not in (*_ADDS, *_ADDS_IN_PLACE) or len(node.args) != 2 or node.kwargs:
+    if called(node) not in (*_ADDS, *_ADDS_IN_PLACE) or len(node.args) != 2 or node.kwargs:
         return None
     first, second = node.args
     if second is value and node.target in _ADDS:
@@ -139,16 +139,16 @@ def _added_to(node: fx.Node, value: fx.Node) -> fx.Node | None:
     return second if isinstance(second, fx.Node) else None
 
 
-def _called(node: fx.Node) -> Any:
+def called(node: fx.Node) -> Any:
     """The function that `node` calls, or the name of the method."""
     return node.target if node.op in ("call_function", "call_method") else None
 
 
 def _is_relu(node: fx.Node, root: nn.Module) -> bool:
-    return _called(node) in _RELUS or type(_module(node, root)) is nn.ReLU
+    return called(node) in _RELUS or type(module_of(node, root)) is nn.ReLU
 
 
-def _module(node: fx.Node, root: nn.Module) -> nn.Module | None:
+def module_of(node: fx.Node, root: nn.Module) -> nn.Module | None:
     """The module that `node` calls with one argument; None if it does something else."""
     if node.op != "call_module" or len(node.args) != 1 or node.kwargs:
         return None
@@ -157,16 +157,16 @@ def _module(node: fx.Node, root: nn.Module) -> nn.Module | None:
 
 def reads(node: fx.Node, value: fx.Node, root: nn.Module) -> bool:
     """Whether `node` is known to read `value`, and neither to write it nor to hand it on."""
-    module = _module(node, root)
+    module = module_of(node, root)
     if module is not None:
-        return _is_reader(module)
+        return is_reader(module)
     if node.target is norm_act:
         return value in node.args[1:3]
-    written = node.args[:1] if _called(node) in _ADDS_IN_PLACE else ()
-    return _called(node) in (*_ADDS, *_ADDS_IN_PLACE) and value not in written
+    written = node.args[:1] if called(node) in _ADDS_IN_PLACE else ()
+    return called(node) in (*_ADDS, *_ADDS_IN_PLACE) and value not in written
 
 
-def _is_reader(module: nn.Module) -> bool:
+def is_reader(module: nn.Module) -> bool:
     if type(module).forward is nn.Sequential.forward:
-        return len(module._modules) > 0 and _is_reader(next(module.children()))
+        return len(module._modules) > 0 and is_reader(next(module.children()))
     return type(module).forward in _READERS

@@ -1,0 +1,160 @@
+// Activations behind a bias, and gated ones, as an operator of torch.
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include "nn_pass.h"
+
+namespace ampfuse {
+namespace {
+
+using at::Tensor;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+// run(Curve) of the one with this name.
+template <class Run>
+void with_curve(c10::string_view name, const Run& run) {
+  if (name == Gelu::kName) return run(Gelu());
+  if (name == GeluTanh::kName) return run(GeluTanh());
+  TORCH_CHECK_VALUE(name == Silu::kName, "activation is \"", name, "\"; it has to be \"",
+                    Gelu::kName, "\", \"", GeluTanh::kName, "\" or \"", Silu::kName, "\"");
+  run(Silu());
+}
+
+Tensor forward_pass(const Tensor& x, const OptionalTensor& up, const OptionalTensor& bias,
+                    c10::string_view name) {
+  const Tensor y = at::empty_like(x);
+  if (x.is_meta()) return y;
+  with_curve(name, [&](auto curve) {
+    using Op = ActivationForward<decltype(curve)>;
+    PassArgs(x, x.size(-1))
+        .image(Op::kX, x, "x")
+        .image(Op::kUp, up, "up")
+        .image(Op::kY, y, "y")
+        .affine(std::nullopt, bias)
+        .template run<Op>();
+  });
+  return y;
+}
+
+// To dx, which may be dy: also the gradients of up, empty if there is none, and of the bias, FP32.
+std::tuple<Tensor, Tensor> backward_into(const Tensor& dy, const Tensor& x,
+                                         const OptionalTensor& up, const OptionalTensor& bias,
+                                         c10::string_view name, const Tensor& dx) {
+  const Tensor dup = given(up) ? at::empty_like(x) : nothing(x, x.scalar_type());
+  const Tensor dbias = empty_floats(x, given(bias) ? x.sym_size(-1) : c10::SymInt(0));
+  if (x.is_meta()) return {dup, dbias};
+  with_curve(name, [&](auto curve) {
+    using Op = ActivationBackward<decltype(curve)>;
+    PassArgs args(x, x.size(-1));
+    if (given(up)) args.image(Op::kDup, dup, "dup");
+    if (given(bias)) args.vector(Op::kDbias, dbias, "dbias");
+    args.image(Op::kX, x, "x")
+        .image(Op::kDy, dy, "dy")
+        .image(Op::kUp, up, "up")
+        .image(Op::kDx, dx, "dx")
+        .affine(std::nullopt, bias)
+        .template run<Op>();
+  });
+  return {dup, dbias};
+}
+
+std::tuple<Tensor, Tensor, Tensor> backward_pass(const Tensor& dy, const Tensor& x,
+                                                 const OptionalTensor& up,
+                                                 const OptionalTensor& bias,
+                                                 c10::string_view name) {
+  const Tensor dx = at::empty_like(x);
+  return std::tuple_cat(std::tuple(dx), backward_into(dy, x, up, bias, name, dx));
+}
+
+// By torch's operations, rounded once.
+Tensor activation_by_torch(const Tensor& x, const OptionalTensor& up, const OptionalTensor& bias,
+                           c10::string_view name) {
+  const auto type = at::isReducedFloatingType(x.scalar_type()) ? at::kFloat : x.scalar_type();
+  const Tensor z = given(bias) ? x.to(type) + bias->to(type) : x.to(type);
+  Tensor y;
+  with_curve(name, [&](auto curve) {
+    using Curve = decltype(curve);
+    y = std::is_same_v<Curve, Silu> ? at::silu(z)
+                                    : at::gelu(z, std::is_same_v<Curve, Gelu> ? "none" : "tanh");
+  });
+  return (given(up) ? y * up->to(type) : y).to(x.scalar_type());
+}
+
+struct ActivationFunction : torch::autograd::Function<ActivationFunction> {
+  static Tensor forward(AutogradContext* context, const Tensor& x, const OptionalTensor& up,
+                        const OptionalTensor& bias, const std::string& name) {
+    context->save_for_backward({x, up.value_or(Tensor()), bias.value_or(Tensor())});
+    context->saved_data["name"] = name;
+    context->set_materialize_grads(false);
+    return Call<forward_pass>::of(AMPFUSE_OP("activation_forward"), x, up, bias, name);
+  }
+
+  static variable_list backward(AutogradContext* context, variable_list& gradients) {
+    variable_list result(4);
+    if (!gradients[0].defined()) return result;
+    const variable_list saved = context->get_saved_variables();
+    const Tensor& x = saved[0];
+    const OptionalTensor up = optional(saved[1]), bias = optional(saved[2]);
+    const std::string name = context->saved_data["name"].toStringRef();
+    if (at::GradMode::is_enabled()) {
+      const auto found = differentiable_gradients(
+          {x, up, bias}, gradients[0], [&](const std::vector<OptionalTensor>& inputs) {
+            return activation_by_torch(*inputs[0], inputs[1], inputs[2], name);
+          });
+      std::copy(found.begin(), found.end(), result.begin());
+      return result;
+    }
+    Tensor dy = std::move(gradients[0]), dup, dbias;
+    dy = dy.contiguous();
+    if (is_only_ours(dy)) {
+      std::tie(dup, dbias) = backward_into(dy, x, up, bias, name, dy);
+      result[0] = dy;
+    } else {
+      std::tie(result[0], dup, dbias) =
+          Call<backward_pass>::of(AMPFUSE_OP("activation_backward"), dy, x, up, bias, name);
+    }
+    if (given(up)) result[1] = dup;
+    if (given(bias)) result[2] = dbias.to(bias->scalar_type());
+    return result;
+  }
+};
+
+// What the kernels do not take is torch's.
+Tensor activation(const Tensor& x, const OptionalTensor& up, const OptionalTensor& bias,
+                  c10::string_view name) {
+  with_curve(name, [](auto) {});
+  if (!is_supported(x) || x.dim() == 0 || (given(up) && !are_alike(*up, x)) ||
+      (given(bias) && (bias->dim() != 1 || bias->sym_size(0) != x.sym_size(-1) ||
+                       !may_be_affine(bias, x, bias->sizes()))))
+    return activation_by_torch(x, up, bias, name);
+  const auto apply = [&](const Tensor& rows, const OptionalTensor& gated) {
+    const OptionalTensor other = given(gated) ? optional(gated->contiguous()) : std::nullopt;
+    return ActivationFunction::apply(rows.contiguous(), other, bias, std::string(name));
+  };
+  if (given(bias) || x.dim() != 4 || x.suggest_memory_format() != kChannelsLast)
+    return apply(x, up);
+  // As it lies: channels last.
+  const auto turned = [](const Tensor& images) { return images.permute({0, 2, 3, 1}); };
+  return apply(turned(x), given(up) ? optional(turned(*up)) : std::nullopt).permute({0, 3, 1, 2});
+}
+
+AMPFUSE_LIBRARY_FRAGMENT(AMPFUSE_NAMESPACE, library) {
+  library.def("activation(Tensor x, Tensor? up, Tensor? bias, str name) -> Tensor", activation);
+  library.def("activation_forward(Tensor x, Tensor? up, Tensor? bias, str name) -> Tensor");
+  library.def(
+      "activation_backward(Tensor dy, Tensor x, Tensor? up, Tensor? bias, str name) -> "
+      "(Tensor, Tensor, Tensor)");
+}
+
+void add_kernels(torch::Library& library) {
+  library.impl("activation_forward", forward_pass);
+  library.impl("activation_backward", backward_pass);
+}
+AMPFUSE_KERNELS(AMPFUSE_NAMESPACE, CPU, library) { add_kernels(library); }
+AMPFUSE_KERNELS(AMPFUSE_NAMESPACE, CUDA, library) { add_kernels(library); }
+AMPFUSE_KERNELS(AMPFUSE_NAMESPACE, Meta, library) { add_kernels(library); }
+
+}  // namespace
+}  // namespace ampfuse
