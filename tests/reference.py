@@ -26,7 +26,8 @@ class Sgd:
     b_1 = g_1,  b_t = momentum * b_{t-1} + (1 - dampening) * g_t
     p_t = p_{t-1} - lr * b_t,  or with Nesterov's look-ahead  p_{t-1} - lr * (g_t + momentum * b_t)
 
-    g is the gradient (its negative to maximize) plus weight_decay * p.
+    g is the gradient (its negative to maximize) plus weight_decay * p, which apex's option
+    `wd_after_momentum` adds to the step instead.
     """
 
     lr: float
@@ -35,18 +36,21 @@ class Sgd:
     weight_decay: float = 0.0
     nesterov: bool = False
     maximize: bool = False
+    wd_after_momentum: bool = False
 
     def step(self, p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
         g = -exact(g) if self.maximize else exact(g)
-        g = g + self.weight_decay * p
+        decay = self.weight_decay * p
+        late = decay if self.wd_after_momentum else 0
+        g = g if self.wd_after_momentum else g + decay
         if self.momentum == 0:
-            return p - self.lr * g
+            return p - self.lr * (g + late)
         if "momentum_buffer" in state:
             buffer = self.momentum * state["momentum_buffer"] + (1 - self.dampening) * g
         else:
             buffer = g
         state["momentum_buffer"] = buffer
-        return p - self.lr * (g + self.momentum * buffer if self.nesterov else buffer)
+        return p - self.lr * ((g + self.momentum * buffer if self.nesterov else buffer) + late)
 
 
 @dataclass
@@ -66,6 +70,7 @@ class Adam:
     weight_decay: float = 0.0
     amsgrad: bool = False
     maximize: bool = False
+    bias_correction: bool = True
 
     def decayed(self, p: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         """L2 regularisation: weight decay is part of the gradient."""
@@ -80,8 +85,9 @@ class Adam:
         v = state["exp_avg_sq"] = beta2 * state.get("exp_avg_sq", zero) + (1 - beta2) * g**2
         if self.amsgrad:
             v = state["max_exp_avg_sq"] = torch.maximum(state.get("max_exp_avg_sq", zero), v)
-        m_hat, v_hat = m / (1 - beta1**t), v / (1 - beta2**t)
-        return p - self.lr * m_hat / (v_hat.sqrt() + self.eps)
+        if self.bias_correction:
+            m, v = m / (1 - beta1**t), v / (1 - beta2**t)
+        return p - self.lr * m / (v.sqrt() + self.eps)
 
 
 @dataclass
@@ -143,7 +149,8 @@ class Lamb:
     decoupled_weight_decay: bool = True
     use_nvlamb: bool = False
 
-    def step(self, p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
+        """u_t."""
         beta1, beta2 = self.betas
         g = g.to(p.dtype)
         if not self.decoupled_weight_decay:
@@ -156,9 +163,10 @@ class Lamb:
         if self.bias_correction:
             m, v = m / (1 - beta1**t), v / (1 - beta2**t)
         u = m / (v.sqrt() + self.eps)
-        if self.decoupled_weight_decay:
-            u = u + self.weight_decay * p
-        ratio = 1.0
+        return u + self.weight_decay * p if self.decoupled_weight_decay else u
+
+    def step(self, p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
+        u, ratio = self.update(p, g, state), 1.0
         if self.weight_decay != 0 or self.use_nvlamb:
             norms = (p**2).sum().sqrt(), (u**2).sum().sqrt()
             ratio = norms[0] / norms[1] if norms[0] > 0 and norms[1] > 0 else 1.0

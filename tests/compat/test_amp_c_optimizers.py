@@ -6,6 +6,7 @@ import itertools
 import pytest
 import torch
 
+import reference
 from amp_c_calls import (
     BETA1,
     BETA2,
@@ -23,11 +24,12 @@ from amp_c_calls import (
     rand,
 )
 from ampfuse.compat.apex import amp_C
-from apex_formulas import adagrad, adam, adam_update, novograd, sgd
+from apex_formulas import adagrad, adam, novograd, rule_of, sgd
 from cases import bf16, f16, f32, f64
 
 CHUNKS = (65536, 333)
 OPTIONS = {"lr": LR, "betas": (BETA1, BETA2), "eps": EPS, "weight_decay": WD}
+MOMENTS = ("exp_avg", "exp_avg_sq")
 TOLERANCE = {f32: 2e-6, f16: 1e-3, bf16: 8e-3}
 
 
@@ -74,9 +76,10 @@ def lamb_update(lists, k, decays, mode, bc, averaging):
     result = []
     for g, p, m, v, wd in zip(*lists, decays, strict=True):
         options = {"weight_decay": wd, "adam_w_mode": mode, "bias_correction": bc}
-        state = {"m": m, "v": v}
-        u = adam_update(p, g / k, state, T, OPTIONS | options | {"grad_averaging": averaging})
-        result.append((u, state["m"], state["v"]))
+        state = {"exp_avg": m, "exp_avg_sq": v, "step": T - 1}
+        rule = rule_of(reference.Lamb, OPTIONS | options | {"grad_averaging": averaging})
+        u = rule.update(p, g / k, state)
+        result.append((u, state["exp_avg"], state["exp_avg_sq"]))
     return [list(column) for column in zip(*result, strict=True)]
 
 
@@ -95,7 +98,9 @@ def test_sgd(dtype, momentum, nesterov, late, first, models, device):
     dampening = 0.0 if nesterov else 0.3
     decay = {"momentum": momentum, "nesterov": nesterov, "wd_after_momentum": late}
     scaled = [[g.to(f64) * 0.3 for g in lists[0]], *lists[1:]]
-    expected = after(sgd, scaled, "m", 1 if first else 2, dampening=dampening, **decay)
+    expected = after(
+        sgd, scaled, ["momentum_buffer"], 1 if first else 2, dampening=dampening, **decay
+    )
     if models:
         lists.append(randn(models, device))
     noop = flag(0, device)
@@ -164,7 +169,7 @@ def test_adam(name, set_flag, dtype, mode, bc, device):
         options = (number(LR, device), BETA1, BETA2, EPS, step, *more, number(0.125, device))
     else:
         options = (LR, BETA1, BETA2, EPS, T, *more)
-    expected = after(adam, start, "mv", adam_w_mode=mode, bias_correction=bc)
+    expected = after(adam, start, MOMENTS, adam_w_mode=mode, bias_correction=bc)
     noop = flag(set_flag, device)
     call(name, noop, lists, options)
     assert_lists([lists[4] if master else lists[1], *lists[2:4]], expected)
@@ -179,7 +184,7 @@ def test_adam(name, set_flag, dtype, mode, bc, device):
 @pytest.mark.parametrize("dtype", [f32, f16, bf16])
 def test_adagrad(dtype, mode, device):
     lists = [randn(dtype, device), randn(dtype, device), rand(dtype, device)]
-    expected = after(adagrad, lists, "h", adagrad_w_mode=mode)
+    expected = after(adagrad, lists, ["sum"], adagrad_w_mode=mode)
     amp_C.multi_tensor_adagrad(333, flag(1, device), lists, LR, EPS, mode, WD)
     assert_lists(lists[1:], expected)
 
@@ -193,7 +198,7 @@ def test_novograd(dtype, mode, bc, averaging, kind, device):
     norms = torch.rand(len(SIZES), device=device) + 1
     flags = {"bias_correction": bc, "grad_averaging": averaging, "norm_type": kind}
     flags |= {"reg_inside_moment": not mode, "init_zero": True}
-    expected = after(novograd, [*lists, norms], "mv", **flags)
+    expected = after(novograd, [*lists, norms], ["exp_avg", "exp_avg_norm"], **flags)
     noop = flag(0, device)
     options = (norms, LR, BETA1, BETA2, EPS, T, bc, WD, averaging, mode, kind)
     amp_C.multi_tensor_novograd(333, noop, lists, *options)

@@ -146,39 +146,6 @@ def test_arguments_that_apex_gave_up(name):
         optimizers.FusedAdam(start()).step(nonsense=1)
 
 
-def test_a_gradient_that_comes_later_starts_its_own_momentum():
-    """apex's FusedSGD started the momentum of all anew, or left this one out."""
-    ps, theirs = start(), start()
-    # The rate is of the group alone.
-    ours = optimizers.FusedSGD([{"params": ps, "lr": 0.1}], momentum=0.9)
-    for optimizer, those in ((ours, ps), (torch.optim.SGD(theirs, 0.1, 0.9), theirs)):
-        for present in ((0,), (0, 1), (0, 1)):
-            for i, p in enumerate(those):
-                p.grad = torch.full_like(p, 0.5) if i in present else None
-            optimizer.step()
-    assert_close(ps, theirs)
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_sparse_gradients_are_refused(name):
-    embedding = nn.Embedding(5, 2, sparse=True)
-    optimizer = make(name, list(embedding.parameters()))
-    before = embedding.weight.detach().clone()
-    embedding(torch.tensor([1])).sum().backward()
-    with pytest.raises(RuntimeError, match="sparse"):
-        optimizer.step()
-    assert torch.equal(embedding.weight, before)
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_empty_first_group(name):
-    """IndexError in four of apex's."""
-    ps, twins = start(), start()
-    take_steps(make(name, [{"params": []}, {"params": ps}]), ps)
-    take_steps(make(name, twins), twins)
-    assert_equal(ps, twins)
-
-
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_closures_run_with_gradients_and_return_the_loss(name):
     ps = start()
@@ -254,23 +221,6 @@ def test_they_train_and_resume_with_the_same_bits(name, level):
     assert {value.dtype for entry in states for value in entry.values()} == {f32}
     train(again, resumed, 6)
     assert_same_bits(snapshot(resumed), snapshot(optimizer))
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_gradients_come_and_go_and_groups_are_added(name):
-    """AssertionError in apex's NovoGrad; groups that were never updated in two others."""
-    ps = start()
-    options = {"lr": 0.01}
-    optimizer = getattr(optimizers, name)(ps[:1], **options)
-    for present in ((0,), (0, 1), (1,)):
-        if len(optimizer.param_groups) == 1 and 1 in present:
-            optimizer.add_param_group({"params": ps[1:]})
-        before = [p.detach().clone() for p in ps]
-        for i, (p, g) in enumerate(zip(ps, gradients(1), strict=True)):
-            p.grad = g if i in present else None
-        optimizer.step()
-        changed = [not torch.equal(p, b) for p, b in zip(ps, before, strict=True)]
-        assert changed == [i in present for i in range(3)]
 
 
 # The keys of a group that apex saved, but for lr and params.

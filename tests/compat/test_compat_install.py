@@ -154,7 +154,7 @@ def test_the_program_says_which_apex(other, tmp_path, capsys):
     assert capsys.readouterr().out == "ampfuse.compat.apex\n"
 
 
-@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("beside", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_processes_that_a_script_spawns_find_it_too(beside, tmp_path, capfd):
     """As ``torch.multiprocessing.spawn`` and the workers of a DataLoader may."""
     if beside:

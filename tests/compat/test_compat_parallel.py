@@ -55,6 +55,7 @@ def test_options_of_distributed_data_parallel(results):
         }
 
 
+@pytest.mark.slow
 def test_the_script_in_two_processes_ends_like_alone(monkeypatch, capsys):
     """Synchronized batch norm and averaged gradients: two halves are one batch."""
     script = str(Path(__file__).parent / "scripts" / "distributed.py")

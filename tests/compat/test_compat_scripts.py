@@ -35,23 +35,6 @@ CASES = {
         {f"--opt-level {level}": 0.002 for level in LEVELS}
         | {"--allreduce_post_accumulation_fp16": 0.002},
     ),
-    "translation": (
-        "--math fp32",
-        {f"--opt-level {level}": 0.005 for level in LEVELS},
-    ),
-    "proxy_trainer": (
-        "--no-amp",
-        {f"--opt-level {level}": 0.001 for level in LEVELS}
-        | {f"--opt-level {level} --half-outputs": 0.001 for level in ("O1", "O2")},
-    ),
-    "fp16_optimizer": (
-        "",
-        {
-            "--fp16": 0.003,
-            "--fp16 --static-loss-scale 128": 0.003,
-            "--fp16 --dynamic-loss-scale": 0.003,
-        },
-    ),
     "distributed": ("--no-amp", {f"--opt-level {level}": 0.003 for level in LEVELS}),
     "fairseq_style": (
         "--no-apex",

@@ -103,7 +103,9 @@ def test_cifar_example_learns_digits(capsys):
     assert capsys.readouterr().out.count("accuracy") == 5
 
 
-@pytest.mark.parametrize("level", ["O0", "O2", "O5"])
+@pytest.mark.parametrize(
+    "level", ["O2", *(pytest.param(o, marks=pytest.mark.slow) for o in ("O0", "O5"))]
+)
 def test_cifar_example_learns_its_synthetic_images(level):
     small = ["--epochs", "2", "--width", "4"] if not torch.cuda.is_available() else []
     assert run("cifar_airbench_style", "--opt-level", level, *small) > 0.5

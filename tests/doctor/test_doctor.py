@@ -92,14 +92,20 @@ def see(code, tmp_path, monkeypatch, steps=8):
     return report
 
 
+# Whose kinds of time the traces by hand below have too.
+SLOW = pytest.mark.slow
+
+
 @pytest.mark.parametrize(
     ("code", "verdict", "share", "advice"),
     [
         pytest.param(SLOW_DATA, "data", 0.7, "load data in the background", id="data"),
         pytest.param(SLOW_LOOP, "data", 0.6, "load data in the background", id="data-in-loop"),
         pytest.param(SLOW_AFTER_FORWARD, "python", 0.6, "less Python in a step", id="python"),
-        pytest.param(LAUNCHES, "host", 0.25, "fewer and larger operations", id="launches"),
-        pytest.param(MATRIX, "matrix", 0.6, None, id="matrix"),
+        pytest.param(
+            LAUNCHES, "host", 0.25, "fewer and larger operations", id="launches", marks=SLOW
+        ),
+        pytest.param(MATRIX, "matrix", 0.6, None, id="matrix", marks=SLOW),
         pytest.param(CASTS, "cast", 0.6, "fewer casts", id="casts"),
         pytest.param(OPTIMIZER, "optimizer", 0.6, "fused optimizer", id="optimizer"),
     ],

@@ -53,7 +53,8 @@ def files(tmp_path_factory):
     return folder
 
 
-LARGE = dict.fromkeys(("e2", "e3-densenet161", "e3-seresnext50", "e4-resnet50"), pytest.mark.slow)
+# Those of E1 and of ResNet-18 run on files, too.
+LARGE = dict.fromkeys({*COMMANDS} - {"e5-mlp", "e5-mnist"}, pytest.mark.slow)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=LARGE.get(n, ())) for n in COMMANDS])
@@ -81,7 +82,9 @@ def test_on_files_in_the_true_format(name, data, files, tmp_path):
     assert result["loss_last"] is not None
 
 
-@pytest.mark.parametrize("mode", ["FP32", "FP16", "amp"])
+@pytest.mark.parametrize(
+    "mode", ["FP16", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("FP32", "amp"))]
+)
 def test_e1_as_it_was_called(mode, files, tmp_path, capsys):
     line = f"train cifar --GPU V100 --mode {mode} --batch_size 8 --iteration 2 --repeats 1"
     assert main([*line.split(), str(files / "cifar10"), "-o", str(tmp_path)]) == 0

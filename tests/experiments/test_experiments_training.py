@@ -174,9 +174,7 @@ class TestRun:
             moved = (after.float() - before.float()).norm().item()
             assert least <= moved <= most, (arm, clip)
 
-    @pytest.mark.parametrize(
-        "optimizer", ["sgd", pytest.param("adam", marks=pytest.mark.slow), "adamw"]
-    )
+    @pytest.mark.parametrize("optimizer", some(("sgd", "adam", "adamw"), "adamw"))
     def test_levels_follow_fp32(self, optimizer):
         """The same data, weights and rule in all arms: losses stay close for a while."""
         settings = dataclasses.replace(

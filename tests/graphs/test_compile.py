@@ -129,7 +129,13 @@ def run_compiled(level, order, backend=None, mode=None, device="cpu", **options)
     return {name.replace("_orig_mod.", ""): value for name, value in found.items()}
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+    "level",
+    [
+        pytest.param(level, marks=() if level in ("O1", "O2") else pytest.mark.slow)
+        for level in LEVELS
+    ],
+)
 def test_compiled_models_train_to_the_bits_of_uncompiled_ones(level):
     expected = run_compiled(level, ["initialize"])
     assert expected["skipped"] == (level in DYNAMIC)
@@ -224,10 +230,14 @@ def step_of(model, optimizer, level, scaler):
     return step
 
 
-STEPS = [(None, optim.AdamW), ("scaler", optim.AdamW), ("O1", optim.SGD), ("O2", optim.AdamW)]
+STEPS = [("scaler", optim.AdamW), ("O1", optim.SGD), ("O2", optim.AdamW)]
+OTHER_STEPS = [(None, optim.AdamW), ("O2", Plain), ("scaler", Plain)]
 
 
-@pytest.mark.parametrize(("level", "kind"), [*STEPS, ("O2", Plain), ("scaler", Plain)])
+@pytest.mark.parametrize(
+    ("level", "kind"),
+    [*STEPS, *(pytest.param(*step, marks=pytest.mark.slow) for step in OTHER_STEPS)],
+)
 def test_a_compiled_step_of_training_leaves_amp_uncompiled(level, kind):
     """Only the uses of the model are compiled, and after two steps nothing is."""
     found = []
@@ -248,7 +258,7 @@ def test_a_compiled_step_of_training_leaves_amp_uncompiled(level, kind):
     assert 2 <= graphs[1] == graphs[-1] <= 4
 
 
-@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("level", ["O2", pytest.param("O5", marks=pytest.mark.slow)])
 def test_a_shape_that_comes_between_two_passes_compiles_too(level):
     """Dynamo looks at the gradients that there are then, and they stay as they are."""
     found = []
