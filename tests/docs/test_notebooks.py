@@ -7,23 +7,15 @@ import importlib.metadata
 import importlib.util
 import io
 import json
-import math
 import os
 import re
-import statistics
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import torch
-
-from ampfuse import hardware
 
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
-GPU = torch.cuda.is_available()
-BF16 = torch.cuda.get_device_capability() >= (8, 0) if GPU else hardware.cpu_has_bf16()
-
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
 
 
@@ -207,20 +199,10 @@ class Executed:
         return [base64.b64decode(data) for data in self.shown("image/png")]
 
     @property
-    def table(self) -> list[dict[str, str]]:
-        """The rows of the Markdown tables, each by its columns' names."""
-        found = []
-        for shown in self.shown("text/markdown"):
-            rows = [line for line in shown.splitlines() if line.startswith("|")]
-            cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
-            if cells:
-                found += [dict(zip(cells[0], row, strict=True)) for row in cells[2:]]
-        return found
-
-    def rows(self, **where: str) -> list[dict[str, str]]:
-        """Those with these cells; ``batch_size`` is the column "batch size"."""
-        wanted = {name.replace("_", " "): cell for name, cell in where.items()}
-        return [row for row in self.table if wanted.items() <= row.items()]
+    def measured(self) -> set[str]:
+        """The methods of the rows of Markdown tables that were measured here."""
+        tables = "\n".join(self.shown("text/markdown"))
+        return set(re.findall(r"^\| measured here +\|.*?\| (\S+) +\| \w+ +\| \d+ ", tables, re.M))
 
     def results(self, folder: str) -> list[dict]:
         """The result files right below ``results/FOLDER/<device>``."""
@@ -259,122 +241,74 @@ def kernel(tmp_path_factory):
         manager.shutdown_kernel(now=True)
 
 
-@pytest.fixture
-def execute(tmp_path, kernel):
-    return lambda name: Executed(name, tmp_path, kernel)
+E1, E2, E5 = "e1-small/figures/", "e2-small/figures/", "e5-small/figures/"
+PLAIN, STD = ("Time", "Memory"), ("Time (std)", "Memory (std)")
+# By notebook: what its text holds, the folder of its results if it has any, and its figures.
+SHOWN: dict[str, tuple[list[str], str, list[str]]] = {
+    "quickstart": (
+        [
+            r"built for torch +\d",
+            r"test accuracy [5-9]\d",
+            r"last step skipped: False",
+            r"\| O0 +\| [\d.]+ +\| \d+",
+            r"O5: ampfuse, BF16 \+ masters",
+        ],
+        "",
+        [],
+    ),
+    "e1_vgg16_cifar10": (
+        [],
+        "e1-small",
+        [f"{E1}{folder}CIFAR - {what}.png" for folder in ("", "published/") for what in STD],
+    ),
+    "e2_levels": (
+        [
+            r"O3 at lr 60: diverged",
+            r"suggestion .*--keep-batchnorm-fp32 True",
+            r"O2 at lr 0.1: did not diverge",
+        ],
+        "e2-small",
+        [f"{E2}CIFAR wrn10_1 - {what}.png" for what in PLAIN],
+    ),
+    "e5_native_amp": (
+        [
+            r" original +loop, workers +loader +[\d,]+ images/s",
+            r" tuned +loop, workers +loader +[\d,]+ images/s",
+            r" tuned +loop, resident +loader +[\d,]+ images/s",
+        ],
+        "e5-small",
+        [
+            *(f"{E5}MLP - {what}.png" for what in STD),
+            *(f"{E5}MNIST - {what}.png" for what in PLAIN),
+            "e5-small/loops/figures/MNIST - Time.png",
+        ],
+    ),
+    "insight": (
+        [
+            r"published loop, FP32: .*\d+% of the time\)",
+            r"ResNet-18, JPEG files: .*\d+% of the time\)",
+            r"perceptron, FP32: .*\d+% of the time\)",
+            r"- stale: updates .* are lost\..*\n +\d+% of the updates lost .*: .*1\.weight",
+            r"Nothing to be said against it\.\s*$",
+        ],
+        "",
+        [],
+    ),
+}
 
 
-@pytest.fixture
-def execute_experiment(execute):
+@pytest.mark.slow
+@pytest.mark.notebook
+@pytest.mark.parametrize("name", SHOWN)
+def test_what_a_notebook_shows(name, tmp_path, kernel):
     for package in ("torchvision", "timm", "pandas"):
         pytest.importorskip(package)
-    return execute
-
-
-def seconds(results: list[dict]) -> str:
-    """Mean and deviation of the training times, as the tables have them: to four figures."""
-    times = [result["time_s"] for result in results]
-    values = [statistics.fmean(times), *([statistics.stdev(times)] if times[1:] else [])]
-    digits = max(0, 3 - math.floor(math.log10(values[0])))
-    return " ± ".join(f"{value:.{digits}f}".rstrip("0").rstrip(".") for value in values)
-
-
-@pytest.mark.slow
-@pytest.mark.notebook
-def test_quickstart(execute):
-    run = execute("quickstart")
-    assert re.search(r"built for torch +\d", run.text)  # of the environment's report
-    assert float(re.search(r"test accuracy ([\d.]+)%", run.text)[1]) > 50
-    assert "last step skipped: False" in run.text
-    assert len(run.figures) == 1
-    for level, what in (("O0", "FP32"), ("O5", r"BF16 \+ masters")):
-        assert re.search(rf"\| {level} +\| [\d.]+ +\| \d+", run.text)
-        assert re.search(rf"{level}: ampfuse, {what}", run.text)
-
-
-@pytest.mark.slow
-@pytest.mark.notebook
-def test_e1(execute_experiment):
-    run = execute_experiment("e1_vgg16_cifar10")
-    results = run.results("e1-small")
-    for method in ("FP32", "FP16", "amp") if GPU else ("fp32", "amp-bf16", "O5"):
-        for batch in (2, 4):
-            repeats = [r for r in results if (r["method"], r["batch_size"]) == (method, batch)]
-            assert [r["iterations"] for r in repeats] == [2, 2]
-            (row,) = run.rows(source="measured here", method=method, batch_size=str(batch))
-            assert row["time, s"] == seconds(repeats)
-    v100 = {"source": "published", "GPU": "V100"}
-    assert len(run.rows(**v100)) == 15
-    (row,) = run.rows(**v100, method="FP16", batch_size="2048")
-    assert row["time, s"] == "37.32 ± 3.73"
-    own, published = "e1-small/figures/CIFAR - ", "e1-small/figures/published/CIFAR - "
-    run.assert_shows(
-        *(f"{own}{name}.png" for name in ("Time (std)", "Memory (std)")),
-        *(f"{published}{name}.png" for name in ("Time (std)", "Memory (std)")),
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.notebook
-def test_e2(execute_experiment):
-    run = execute_experiment("e2_levels")
-    results = run.results("e2-small")
-    levels = ["O0", "O1", "O2", "O3"] + ["O5"] * BF16
-    assert sorted(r["conditions"]["arm"] for r in results) == levels
-    own = next(table for table in run.shown("text/html") if "runs diverged" in table)
-    for result in results:
-        row = re.search(rf"<th>{result['conditions']['arm']}</th>(.*?)</tr>", own, re.DOTALL)[1]
-        assert re.findall(r"<td>(.*?)</td>", row)[4] == f"{result['accuracy_pct']:.2f}"
-    assert run.rows(source="published", environment="colab", GPU="T4", method="O3")
-    run.assert_shows(
-        *(f"e2-small/figures/CIFAR wrn10_1 - {name}.png" for name in ("Time", "Memory"))
-    )
-    # The level that fails, and why.
-    (failed,) = run.results("e2-small/provoked")
-    why = failed["diverged"]
-    assert why["reason"] == "the training loss became nan"
-    last = run.text[run.text.index("O3 at lr 60: diverged") :]
-    assert f"suggestion        {why['suggestion']}" in last
-    assert "--keep-batchnorm-fp32 True" in why["suggestion"]
-    assert "O2 at lr 0.1: did not diverge" in run.text
-
-
-@pytest.mark.slow
-@pytest.mark.notebook
-def test_e5(execute_experiment):
-    run = execute_experiment("e5_native_amp")
-    arms = ["fp32", "amp-bf16", "O5"]
-    if GPU:
-        arms = ["fp32", "amp-fp16", *(["amp-bf16", "O2", "O5"] if BF16 else ["O1", "O2"])]
-    results = run.results("e5-small")
-    for model, repeats in (("mlp", 2), ("mnist_cnn", 1)):
-        for arm in arms:
-            runs = [r for r in results if (r["model"], r["method"]) == (model, arm)]
-            assert len(runs) == repeats
-            (row,) = run.rows(source="measured here", model=model, method=arm)
-            assert row["time, s"] == seconds(runs)
-    assert run.rows(source="published", model="mlp", GPU="T4", method="amp")
-    loops = run.results("e5-small/loops")
-    of = {tuple(r["conditions"][key] for key in ("arm", "loop", "loader")): r for r in loops}
-    for arm in (arms[0], arms[-1]):
-        for loop, loader in (("original", "workers"), ("tuned", "workers"), ("tuned", "resident")):
-            speed = f"{of[arm, loop, loader]['images_per_s']:,.0f}"
-            assert re.search(rf"{arm} +{loop} +loop, {loader} +loader +{speed} images/s", run.text)
-    figures = "e5-small/figures/"
-    run.assert_shows(
-        *(f"{figures}MLP - {name}.png" for name in ("Time (std)", "Memory (std)")),
-        *(f"{figures}MNIST - {name}.png" for name in ("Time", "Memory")),
-        "e5-small/loops/figures/MNIST - Time.png",
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.notebook
-def test_insight(execute_experiment):
-    run = execute_experiment("insight")
-    for title in ("published loop, FP32", "ResNet-18, JPEG files", "perceptron, FP32"):
-        assert re.search(rf"{title}: .*\d+% of the time\)", run.text)
-    assert re.search(
-        r"- stale: updates .* are lost\..*\n +\d+% of the updates lost .*: .*1\.weight", run.text
-    )
-    assert run.text.rstrip().endswith("Nothing to be said against it.")
+    run = Executed(name, tmp_path, kernel)
+    texts, folder, figures = SHOWN[name]
+    for text in texts:
+        assert re.search(text, run.text), text
+    if folder:
+        methods = {result["method"] for result in run.results(folder)}
+        assert len(methods) >= 3
+        assert run.measured == methods or name == "e2_levels"  # whose own table is HTML
+        run.assert_shows(*figures)
