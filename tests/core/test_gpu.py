@@ -1,4 +1,4 @@
-"""The CUDA kernels give the bits of the CPU kernels: every op and every optimizer.
+"""The CUDA kernels give the bits of the CPU kernels: every optimizer. (Every op: test_core.cpp.)
 
 Each comparison runs twice: against the CUDA kernels in host emulation, which every machine can do,
 and against a GPU, where there is one. What only a GPU can show (graphs, streams, sizes past 2^31)
@@ -67,86 +67,6 @@ def named(**groups):
 
 def zero(device, dtype=f32):
     return torch.zeros((), dtype=dtype, device=device)
-
-
-# ---- ops -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("offset", [0, 1, 5])
-@pytest.mark.parametrize("bad", [None, float("inf"), float("nan")])
-def test_scale_and_copy(compare, offset, bad):
-    def run(device):
-        src = tensors(device, (f32, f16, bf16), offset)
-        dst, copied = tensors(device, HALF, offset), tensors(device, (bf16, f32), offset)
-        if bad is not None:
-            src[9][3] = bad
-        found_inf = zero(device)
-        _core.C.scale(src, dst, 0.37, found_inf)
-        _core.C.copy(src, copied)
-        finite = [t.nan_to_num() for t in (*dst, *copied)]  # which NaN it is may differ
-        return named(out=finite, found_inf=[found_inf])
-
-    found = compare(run)
-    assert float(found["found_inf 0"]) == (bad is not None)
-
-
-@pytest.mark.parametrize("check", [-1, 0, 1])
-@pytest.mark.parametrize("bad", ["x", "y"])
-def test_axpby(compare, check, bad):
-    def run(device):
-        x, y = tensors(device, (f32, f16, bf16)), tensors(device, (bf16, f16))
-        out = tensors(device, (f16, f32))
-        (x if bad == "x" else y)[-1][-1] = -float("inf")
-        found_inf = zero(device)
-        _core.C.axpby(x, y, out, 0.3, -1.7, found_inf, check)
-        return named(out=out, found_inf=[found_inf])
-
-    found = compare(run)
-    assert float(found["found_inf 0"]) == (check == -1 or (check == 0) == (bad == "x"))
-
-
-@pytest.mark.parametrize("in_place", [False, True])
-def test_unscale(compare, in_place):
-    def run(device):
-        grads = tensors(device, (f32, f16, bf16), offset=1)
-        out = grads if in_place else tensors(device, (f32,))
-        found_inf, inv_scale = zero(device), zero(device) + 1 / 1024
-        _core.C.unscale(grads, out, inv_scale, found_inf)
-        return named(out=out, found_inf=[found_inf])
-
-    compare(run)
-
-
-@pytest.mark.parametrize("magnitude", [1.0, 1e20, 1e37, 1e-30, 1e-38])
-def test_l2norm(compare, magnitude):
-    def run(device):
-        values = tensors(device, (f32, bf16))
-        for tensor in values[-3:]:
-            tensor.copy_(tensor.cpu() * magnitude)  # the CPU's product on both
-        norm, norms = _core.C.l2norm(values, True)
-        return {"norm": norm, "norms": norms}
-
-    found = compare(run)
-    assert bool(found["norm"].isfinite())
-
-
-def test_update_scale(compare):
-    def run(device):
-        scale, growth, hysteresis = (
-            zero(device) + 65536,
-            zero(device, torch.int32),
-            zero(device, torch.int32) + 2,
-        )
-        history = []
-        for step in range(20):
-            flags = [zero(device), zero(device) + float(step % 7 < 3)]
-            _core.C.update_scale(
-                scale, growth, hysteresis, flags, 2.0, 0.5, 3, 16384.0, 131072.0, 2, flags
-            )
-            history += [t.clone() for t in (scale, growth, hysteresis, *flags)]
-        return named(history=history)
-
-    compare(run)
 
 
 # ---- optimizers ----------------------------------------------------------------------------------

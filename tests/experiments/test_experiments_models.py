@@ -39,15 +39,12 @@ def test_scores_for_every_class_and_gradients_for_every_parameter(name, channels
 
 
 # Published: 36.5 M (Wide-ResNet paper); torchvision's and timm's tables, less the layers for 1000
-# classes (25.56 M, 11.69 M, 28.68 M, 27.56 M); PyTorch's MNIST example.
+# classes (27.56 M, 11.69 M); PyTorch's MNIST example.
 @pytest.mark.parametrize(
     ("name", "channels", "count"),
     [
         ("wrn28_10", 3, 36_479_194),
-        ("densenet161", 3, 28_681_000 - 2209 * 1000 + 2209 * 10),
         ("seresnext50_32x4d", 3, 27_559_896 - 2049 * 1000 + 2049 * 10),
-        ("resnet18", 3, 11_689_512 - 513 * 1000 + 513 * 10),
-        ("resnet50", 3, 25_557_032 - 2049 * 1000 + 2049 * 10),
         ("resnet18", 1, 11_689_512 - 513 * 1000 + 513 * 10 - 2 * 64 * 49),
         ("mnist_cnn", 1, 1_199_882),
     ],

@@ -416,16 +416,6 @@ def overlaps(figure: Figure) -> list[tuple[str, str]]:
     return found + outside
 
 
-def test_the_overlap_check_sees_overlaps():
-    figure = figures.time_against_batch(results.published("e1"))
-    figure.axes[0].text(256, 0.5, "one text", fontsize=9)
-    assert not overlaps(figure)
-    figure.axes[0].text(260, 0.5, "on another", fontsize=9)
-    assert overlaps(figure) == [("one text", "on another")]
-    figure.axes[0].text(2040, 0.1, "leaves the page, whatever").set_in_layout(False)
-    assert ("leaves the page, whatever", "the edge") in overlaps(figure)
-
-
 def add_all_arms(folder: ResultFolder, **changes) -> None:
     """Ten arms, two of them in the original loop too, one diverged."""
     arms = ("fp32", "tf32", "amp-fp16", "amp-bf16", "O0", "O1", "O2", "O3", "O4", "O5")
@@ -447,16 +437,6 @@ def e1_on_three(folder: ResultFolder) -> list[results.Row]:
     return rows_of(folder)
 
 
-def e1_at_one_batch(folder: ResultFolder) -> list[results.Row]:
-    add_e1(folder, gpus=("NVIDIA H200", "Tesla T4", CPU), batches=(128,))
-    return rows_of(folder)
-
-
-def all_arms(folder: ResultFolder) -> list[results.Row]:
-    add_all_arms(folder, gpu=CPU, memory_kind="process RSS")
-    return rows_of(folder)
-
-
 def all_arms_at_three_batches(folder: ResultFolder) -> list[results.Row]:
     for batch in (128, 256, 512):
         add_all_arms(folder, gpu="Tesla T4", batch_size=batch)
@@ -473,7 +453,7 @@ def all_arms_at_three_batches(folder: ResultFolder) -> list[results.Row]:
 )
 @pytest.mark.parametrize(
     "rows",
-    [published, e1_on_three, e1_at_one_batch, all_arms, all_arms_at_three_batches],
+    [published, e1_on_three, all_arms_at_three_batches],
     ids=lambda function: function.__name__,
 )
 def test_no_text_lies_on_another(
