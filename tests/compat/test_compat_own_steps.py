@@ -157,27 +157,6 @@ class OwnAdam(OwnStep, optimizers.FusedAdam):
         return self.multi_tensor_adam, (*moments(group), *more)
 
 
-class OwnAdagrad(OwnStep, optimizers.FusedAdagrad):
-    states = ("sum",)
-
-    def call(self, group, grads, first):
-        values = (group["lr"], group["eps"], self.adagrad_w_mode, group["weight_decay"])
-        return self.multi_tensor_adagrad, values
-
-
-class OwnNovoGrad(OwnStep, optimizers.FusedNovoGrad):
-    states = ("exp_avg",)
-
-    def call(self, group, grads, first):
-        if "exp_avg_sq" not in group:
-            kind = math.inf if group["norm_type"] == 0 else 2
-            norms = torch.stack([g.flatten().norm(kind) for g in grads])
-            group["exp_avg_sq"] = [None, torch.zeros_like(norms) if group["init_zero"] else norms]
-        more = (int(group["bias_correction"]), group["weight_decay"], int(group["grad_averaging"]))
-        options = (group["exp_avg_sq"][1], *moments(group), *more)
-        return self.multi_tensor_novograd, (*options, self.moment_mode, group["norm_type"])
-
-
 class OwnLAMB(OwnStep, optimizers.FusedLAMB):
     states = ("exp_avg", "exp_avg_sq")
 
@@ -197,11 +176,10 @@ class OwnLAMB(OwnStep, optimizers.FusedLAMB):
 OWN = {
     "FusedSGD": (OwnSGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}),
     "FusedAdam": (OwnAdam, {"lr": 0.02, "weight_decay": 0.1}),
-    "FusedAdagrad": (OwnAdagrad, {"lr": 0.05, "weight_decay": 0.1}),
-    # The operation corrects averages that started at a norm too, as apex did, and the class not.
-    "FusedNovoGrad": (OwnNovoGrad, {"lr": 0.05, "weight_decay": 0.1, "init_zero": True}),
     "FusedLAMB": (OwnLAMB, {"lr": 0.05, "weight_decay": 0.1}),
 }
+OPTIONS = {name: options for name, (_, options) in OWN.items()}
+OPTIONS |= {name: {"lr": 0.05, "weight_decay": 0.1} for name in ("FusedAdagrad", "FusedNovoGrad")}
 # attribute, what it is set to, what that is in the constructor
 ASSIGNED = [
     ("FusedSGD", "wd_after_momentum", True, {"wd_after_momentum": True}),
@@ -214,11 +192,9 @@ ASSIGNED = [
 # One option after another that is not the default.
 CASES = [
     *((name, {}) for name in OWN),
-    *((name, options) for name, _, _, options in ASSIGNED),
+    *((name, options) for name, _, _, options in ASSIGNED if name in OWN),
     ("FusedSGD", {"nesterov": True}),
     ("FusedAdam", {"bias_correction": False}),
-    ("FusedNovoGrad", {"norm_type": 0}),
-    ("FusedNovoGrad", {"grad_averaging": False}),
     ("FusedLAMB", {"max_grad_norm": 0.5}),
 ]
 
@@ -250,7 +226,7 @@ def test_a_step_by_hand_is_the_classs_own(name, more):
 def test_what_is_assigned_later_acts(name, attribute, value, argument, copied):
     """After a step too, in groups added later, and in copies."""
     decay = {"weight_decay": 0.0 if attribute == "use_nvlamb" else 0.1}
-    _, options = OWN[name]
+    options = OPTIONS[name]
     ps, twins, untouched = start(), start(), start()
     make = getattr(optimizers, name)
     optimizer, reference, unchanged = (
@@ -421,9 +397,8 @@ def test_a_step_that_calls_ours_stays_fused(kind, fused):
 
 
 @pytest.mark.parametrize("to_own", [True, False])
-@pytest.mark.parametrize("name", [name for name in OWN if name != "FusedNovoGrad"])
+@pytest.mark.parametrize("name", OWN)
 def test_states_go_from_the_class_to_a_step_by_hand_and_back(name, to_own):
-    """But NovoGrad's norms, which apex kept in the group."""
     optimizer, ps, reference, twins = pair(name)
     if not to_own:
         optimizer, ps, reference, twins = reference, twins, optimizer, ps
