@@ -10,11 +10,10 @@ import importlib.util
 import os
 import sys
 import tempfile
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 
 class UsageError(Exception):
@@ -88,77 +87,3 @@ def check_installed(extra: str, *packages: str) -> None:
     if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
         names = ", ".join(missing).replace("sklearn", "scikit-learn")
         raise UsageError(f"{names} missing: pip install 'ampfuse[{extra}]'")
-
-
-# --- commands that take a training from a file ----------------------------------------------------
-
-
-def add_target(parser: argparse.ArgumentParser) -> None:
-    """The file that has the training."""
-    parser.add_argument("target", metavar="FILE.py[:FUNCTION]", help="what returns the training")
-
-
-def check_target(parser: argparse.ArgumentParser, args: argparse.Namespace) -> tuple[Path, str]:
-    """The file and the function's name; ends with what is wrong, before torch is imported."""
-    file, _, function = args.target.partition(".py:")
-    path = Path(f"{file}.py" if function else args.target).absolute()
-    if not path.is_file():
-        parser.error(f"there is no file {path}")
-    return path, function or "build"
-
-
-def training_of(parser: argparse.ArgumentParser, path: Path, name: str) -> tuple[Any, ...]:
-    """What the function `name` of the file `path` returns: four things."""
-    sys.path.insert(0, str(path.parent))  # as when Python runs it: it may import its neighbours
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        parser.error(f"{path} is no Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(path.stem, module)  # where pickle looks for its classes
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        fail(parser, error, path)
-    function = getattr(module, name, None)
-    if not callable(function):
-        parser.error(
-            f"{path} has no function {name}(); write one that returns (model, loss_function, "
-            "batch, optimizer), or name another: FILE.py:FUNCTION"
-        )
-    try:
-        result = function()
-    except (Exception, SystemExit) as error:
-        fail(parser, error, path)
-    if not (isinstance(result, tuple) and len(result) == 4):
-        parser.error(
-            f"{name}() of {path} has to return (model, loss_function, batch, optimizer), "
-            f"not {result!r:.60}"
-        )
-    return result
-
-
-def fail(parser: argparse.ArgumentParser, error: BaseException, path: Path) -> NoReturn:
-    """End with the error in one line, and the last line of the user's file that it went through."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame.lineno for frame in frames if Path(frame.filename) == path]
-    if isinstance(error, SyntaxError):
-        own = [error.lineno]
-    where = f"{path}:{own[-1]}" if own else str(path)
-    text = " ".join(str(error).split())
-    parser.exit(1, f"{parser.prog}: {where}: {type(error).__name__}: {text}\n")
-
-
-def report_on(
-    parser: argparse.ArgumentParser,
-    path: Path,
-    name: str,
-    make: Callable[..., Any],
-) -> int:
-    """Print what `make` says of the training; the exit status."""
-    training = training_of(parser, path, name)
-    try:
-        report = make(*training)
-    except Exception as error:
-        fail(parser, error, path)
-    print(report)
-    return 0

@@ -112,7 +112,3 @@ def test_python_of_the_pages_runs(code, names, request):
     for part, smaller in SMALLER.items():
         code = code.replace(part, smaller)
     exec(code, names)
-    if "build" in code:
-        model, loss_function, batch, _ = names["build"]()
-        batch = next(iter(batch)) if isinstance(batch, torch.utils.data.DataLoader) else batch
-        assert loss_function(model, batch).numel() == 1

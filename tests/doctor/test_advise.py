@@ -3,7 +3,6 @@
 import copy
 import math
 import random
-import sys
 import types
 
 import numpy
@@ -14,7 +13,6 @@ from torch.nn import functional as F
 
 import ampfuse
 from ampfuse import amp
-from ampfuse.__main__ import main
 from ampfuse.amp import cast_state
 from ampfuse.amp import session as sessions
 from ampfuse.doctor import levels
@@ -378,76 +376,3 @@ def test_wrong_arguments(make, kind, words):
     if isinstance(model, nn.Module):
         assert not model._forward_pre_hooks
         assert all(parameter.grad is None for parameter in model.parameters())
-
-
-# --- the command ----------------------------------------------------------------------------------
-
-FILE = """
-import torch
-from torch import nn
-
-def build():
-    model = nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return model, lambda model, batch: model(batch).square().mean(), torch.ones(3, 4), optimizer
-
-def wrong():
-    return 3
-
-def broken():
-    raise RuntimeError("no data\\nhere")
-
-def late():
-    model, _, batch, optimizer = build()
-    return model, lambda model, batch: batch.missing, batch, optimizer
-
-def leaves():
-    raise SystemExit(3)
-
-number = 3
-"""
-
-
-@pytest.fixture
-def file(tmp_path, monkeypatch):
-    monkeypatch.setattr("sys.path", [*sys.path])  # which the command puts a folder into
-    (tmp_path / "script.py").write_text(FILE)
-    (tmp_path / "syntax.py").write_text("x = 1\nx = = 2\n")
-    (tmp_path / "text.txt").write_text("text")
-    monkeypatch.chdir(tmp_path)
-    return tmp_path / "script.py"
-
-
-def test_the_command(file, capsys):
-    options = ["--steps", "6", "--levels", "O4"]
-    assert main(["advise", "script.py", *options]) == 0
-    out = capsys.readouterr().out
-    assert "Train at O" in out
-    assert [line.split()[:2] for line in out.splitlines()[2:4]] == [["O0", "6"], ["O4", "6"]]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "status", "words"),
-    [
-        (["nowhere.py"], 2, "there is no file"),
-        (["text.txt"], 2, "no Python file"),
-        (["syntax.py"], 1, "syntax.py:2: SyntaxError"),
-        (["script.py:missing"], 2, "no function missing()"),
-        (["script.py:number"], 2, "no function number()"),
-        (["script.py:wrong"], 2, "has to return (model, loss_function, batch, optimizer), not 3"),
-        (["script.py:broken"], 1, "script.py:14: RuntimeError: no data here"),
-        (["script.py:late"], 1, "script.py:18: AttributeError"),
-        (["script.py:leaves"], 1, "script.py:21: SystemExit: 3"),
-        (["script.py", "--levels", "O9"], 2, "Unknown level 'O9'"),
-        (["script.py", "--seconds", "-1"], 2, "no positive number"),
-    ],
-)
-def test_the_command_says_what_is_wrong_in_one_line(arguments, status, words, file, capsys):
-    try:
-        ended = main(["advise", *arguments])
-    except SystemExit as end:
-        ended = end.code
-    assert ended == status
-    lines = [line for line in capsys.readouterr().err.splitlines() if "Training copies" not in line]
-    assert len(lines) == 1
-    assert words in lines[0]

@@ -1,14 +1,11 @@
 """``amp.memory_report``: bytes that are counted by hand here, and that nothing changes."""
 
-import sys
-
 import pytest
 import torch
 from torch import nn
 
 import ampfuse
 from ampfuse import amp
-from ampfuse.__main__ import main
 from ampfuse.insight.memory import KINDS, MODES, bytes_of, size
 from ampfuse.optim.masters import gradient_as_it_is
 
@@ -200,30 +197,3 @@ def test_wrong_arguments(changes, kind, words):
     names = dict(zip(("model", "optimizer"), training(), strict=True))
     with pytest.raises(kind, match=words):
         amp.memory_report(**(names | changes))
-
-
-FILE = """import torch
-
-def build(key="sum"):
-    model = torch.nn.Linear(4, 1)
-    data = torch.utils.data.DataLoader(torch.ones(6, 4), batch_size=3)
-    loss = lambda model, batch: getattr(model(batch), key)()
-    return model, loss, data, torch.optim.AdamW(model.parameters())
-
-def wrong():
-    return build("nothing")
-"""
-
-
-def test_the_command(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("sys.path", [*sys.path])
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "script.py").write_text(FILE)
-    assert main(["memory", "script.py", "--budget", "100kB"]) == 0
-    out = capsys.readouterr().out
-    assert all(each in out for each in ("AdamW, 5 parameters", "\nactivations ", "\nfits 100 kB "))
-    much = (["script.py", "--budget", "much"], "argument --budget: budget is 'much'")
-    for arguments, words in (much, (["script.py:wrong"], "script.py:6: AttributeError")):
-        with pytest.raises(SystemExit):
-            main(["memory", *arguments])
-        assert words in capsys.readouterr().err

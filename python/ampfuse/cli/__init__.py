@@ -26,14 +26,6 @@ COMMANDS = {
         "ampfuse.cli.doctor",
         "say where the time of a training script goes, and what would pay",
     ),
-    "advise": (
-        "ampfuse.cli.advise",
-        "find the level to train a model at, by trying them",
-    ),
-    "memory": (
-        "ampfuse.cli.memory",
-        "say what a training holds in memory, in each mode, and what fits",
-    ),
     "migrate": ("ampfuse.migrate.__main__", "say what becomes of a script's uses of apex"),
     "env": ("ampfuse.cli.env", "print what a bug report needs"),
 }

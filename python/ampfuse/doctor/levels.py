@@ -168,17 +168,11 @@ def _check(model: nn.Module, optimizer: Any, levels: Sequence[str], **positive: 
         )
     stepped = [weight for group in optimizer.param_groups for weight in group["params"]]
     check_owned(model, stepped, "They cannot be copied with it: put them into one module with it.")
-    if problem := unknown_level(levels):
-        raise ValueError(problem)
+    if unknown := [level for level in levels if level not in LEVELS]:
+        raise ValueError(f"Unknown level {unknown[0]!r}; the levels are {', '.join(LEVELS)}.")
     for name, value in positive.items():
         if not value > 0:
             raise ValueError(f"{name} must be positive, not {value!r}.")
-
-
-def unknown_level(levels: Sequence[str]) -> str | None:
-    """What is wrong with `levels`."""
-    unknown = [level for level in levels if level not in LEVELS]
-    return f"Unknown level {unknown[0]!r}; the levels are {', '.join(LEVELS)}." if unknown else None
 
 
 def _batches(batch: Any) -> list[Any]:
