@@ -166,6 +166,31 @@ def test_several_dimensions_and_views():
 
 
 @pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("wanted", ["x", "residual", "weight"])
+def test_a_gradient_is_written_over_that_nobody_else_holds(norm, wanted):
+    """With the same results, and never over one that somebody holds."""
+    tensors = {"x": torch.randn(40, 24), "residual": torch.randn(40, 24), "weight": torch.rand(24)}
+    if wanted == "weight":
+        tensors["weight"].requires_grad_()
+    else:
+        for tensor in tensors.values():
+            tensor.requires_grad_()
+    factors = torch.randn(40, 24)
+    inputs = [t for t in tensors.values() if t.requires_grad]
+    kept = []
+    results = []
+    for hold in (False, True):
+        y, total = ADD_NORMS[norm](tensors["x"], tensors["residual"], 24, tensors["weight"])
+        if hold:
+            y.register_hook(kept.append)
+        loss = (y * factors).sum() if wanted == "x" else (y * factors).sum() + total.sin().sum()
+        results.append(torch.autograd.grad(loss, inputs))
+    assert torch.equal(kept[0], factors)
+    for ours, theirs in zip(*results, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("norm", NORMS)
 def test_only_what_is_wanted_has_a_gradient(norm):
     x, residual = torch.randn(4, 9), torch.randn(4, 9)
     weight = torch.rand(9)

@@ -36,17 +36,17 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> forward_pass(const Tensor& x,
   return {y, sum, mean, rstd};
 }
 
-// The gradients of x, which is the residual's, too, weight and bias: empty unless they are wanted.
-std::tuple<Tensor, Tensor, Tensor> backward_pass(const Tensor& dy, const OptionalTensor& ds,
-                                                 const Tensor& s, const Tensor& mean,
-                                                 const Tensor& rstd, const OptionalTensor& weight,
-                                                 int64_t columns, std::array<bool, 3> wanted) {
-  const Tensor dx = wanted[0] ? at::empty_like(s) : nothing(s, s.scalar_type());
+// The gradients of weight and bias, empty unless they are wanted, and to dx, which may be dy, that
+// of x, which is the residual's, too.
+std::tuple<Tensor, Tensor> backward_into(const Tensor& dy, const OptionalTensor& ds,
+                                         const Tensor& s, const Tensor& mean, const Tensor& rstd,
+                                         const OptionalTensor& weight, int64_t columns,
+                                         std::array<bool, 3> wanted, const Tensor& dx) {
   const auto of_weight = [&](bool is_wanted) {
     return is_wanted && given(weight) ? at::empty_like(*weight) : nothing(s, s.scalar_type());
   };
   const Tensor dweight = of_weight(wanted[1]), dbias = of_weight(wanted[2]);
-  if (s.is_meta()) return {dx, dweight, dbias};
+  if (s.is_meta()) return {dweight, dbias};
   const auto pass = [&] {
     PassArgs args(s, columns);
     args.image(NormBackward::kDy, dy, "dy")
@@ -55,6 +55,7 @@ std::tuple<Tensor, Tensor, Tensor> backward_pass(const Tensor& dy, const Optiona
         .row_vector(Norm::kRstd, rstd, "rstd");
     return args;
   };
+  if (dweight.numel() + dbias.numel() != 0) pass().affine(dweight, dbias).run<NormWeights>();
   if (wanted[0]) {
     pass()
         .image(NormBackward::kDs, ds, "the sum's gradient")
@@ -62,8 +63,16 @@ std::tuple<Tensor, Tensor, Tensor> backward_pass(const Tensor& dy, const Optiona
         .affine(weight, std::nullopt)
         .run<NormBackward>();
   }
-  if (dweight.numel() + dbias.numel() != 0) pass().affine(dweight, dbias).run<NormWeights>();
-  return {dx, dweight, dbias};
+  return {dweight, dbias};
+}
+
+std::tuple<Tensor, Tensor, Tensor> backward_pass(const Tensor& dy, const OptionalTensor& ds,
+                                                 const Tensor& s, const Tensor& mean,
+                                                 const Tensor& rstd, const OptionalTensor& weight,
+                                                 int64_t columns, std::array<bool, 3> wanted) {
+  const Tensor dx = wanted[0] ? at::empty_like(s) : nothing(s, s.scalar_type());
+  return std::tuple_cat(std::tuple(dx),
+                        backward_into(dy, ds, s, mean, rstd, weight, columns, wanted, dx));
 }
 
 // By torch's operations, statistics in FP32.
@@ -98,12 +107,13 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
   }
   enum { kX, kResidual, kWeight, kBias, kArguments = 7 };
 
-  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+  static variable_list backward(AutogradContext* context, variable_list& gradients) {
     const variable_list saved = context->get_saved_variables();
     const Tensor &s = saved[0], &mean = saved[1], &rstd = saved[2];
     const OptionalTensor weight = optional(saved[3]), bias = optional(saved[4]);
-    const Tensor &dy = gradients[0], ds = gradients.size() > 1 ? gradients[1] : Tensor();
     const bool has_residual = gradients.size() > 1;
+    Tensor dy = std::move(gradients[0]);
+    const Tensor ds = has_residual ? gradients[1] : Tensor();
     // (Edges are those of the tensors that were given.)
     size_t edge = 0;
     const auto wants = [&](bool is_given) { return is_given && context->needs_input_grad(edge++); };
@@ -121,11 +131,18 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
       if (found[0].defined()) dx = ds.defined() ? found[0] + ds : found[0];
       result[kWeight] = found[1], result[kBias] = found[2];
     } else if (dy.defined()) {
-      const auto shape = context->saved_data["shape"].toIntVector();
+      const int64_t columns = c10::multiply_integers(context->saved_data["shape"].toIntVector());
       const OptionalTensor added = ds.defined() ? OptionalTensor(ds.contiguous()) : std::nullopt;
-      std::tie(dx, result[kWeight], result[kBias]) = Call<backward_pass>::of(
-          AMPFUSE_OP("norm_backward"), dy.contiguous(), added, s, mean, rstd, weight,
-          c10::multiply_integers(shape), {to_x || to_residual, to_weight, to_bias});
+      const std::array<bool, 3> wanted = {to_x || to_residual, to_weight, to_bias};
+      dy = dy.contiguous();
+      if (is_only_ours(dy)) {
+        std::tie(result[kWeight], result[kBias]) =
+            backward_into(dy, added, s, mean, rstd, weight, columns, wanted, dy);
+        dx = dy;
+      } else {
+        std::tie(dx, result[kWeight], result[kBias]) = Call<backward_pass>::of(
+            AMPFUSE_OP("norm_backward"), dy, added, s, mean, rstd, weight, columns, wanted);
+      }
       if (!to_weight) result[kWeight] = Tensor();
       if (!to_bias) result[kBias] = Tensor();
     }
