@@ -126,6 +126,18 @@ def test_verdict(code, verdict, share, advice, tmp_path, monkeypatch):
         assert "Nothing known here pays" in report.sentence
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="of glibc")
+def test_large_tensors_whose_memory_is_given_back(tmp_path, monkeypatch):
+    code = """
+x = torch.randn(16_000_000)  # more than glibc ever keeps
+for _ in train(nn.Linear(4, 4), torch.randn(2, 4)):
+    y = x + 1
+    y = None
+"""
+    report = see(code, tmp_path, monkeypatch)
+    assert "memory kept from step to step" in {one.kind for one in report.advice}
+
+
 def test_waits_for_data_that_come_in_bursts(tmp_path, monkeypatch):
     """The timed steps have one, the profiled ones have none."""
     code = """
@@ -249,6 +261,8 @@ def case(ms, types=FULL, device=CPU, **known):
         (case({"matrix": 6.0}, types=HALF), None, None),
         (case({"matrix": 6.0}, device=CUDA), "FP16 (O2)", "about 1.43x"),
         (case({"host": 5.0}, device=CUDA), "one launch for a whole step", "at most 2.00x"),
+        (case({}, paging_ms=5.0), "memory kept from step to step", "at most 2.00x"),
+        (case({}, paging_ms=5.0, device=CUDA), None, None),
         (case({"host": 5.0}), "fewer and larger operations", "at most 2.00x"),
         (case({"sync": 5.0}, device=CUDA), "no waiting for the GPU", "at most 2.00x"),
         (case({"sync": 5.0}), None, None),

@@ -74,7 +74,9 @@ def fill(report: Report, watch: Watch) -> None:
     operations = _operations(timeline)
     report.operations = operations[:20]
     ms = {kind: report.share_of(kind) * report.step_ms for kind in LABELS}
-    case = rules.Case(device, report.step_ms, ms, operations, watch.optimizers, watch.workers)
+    paging_ms = 1e3 * watch.paging_s / len(watch.seconds) / torch.get_num_threads()
+    known = watch.optimizers, watch.workers, paging_ms
+    case = rules.Case(device, report.step_ms, ms, operations, *known)
     report.advice = rules.find(case)
     report.half_limit, report.bound = rules.half_limit(case)
     report.verdict = max(ms, key=lambda kind: ms[kind])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import resource
 import statistics
 import time
 import weakref
@@ -29,6 +30,9 @@ class Finished(BaseException):
     """Ends the script when enough was seen. No Exception: ``except Exception`` lets it through."""
 
 
+_FAULT_S = 2e-6  # that a page takes at most: other work of the system's is none of ours
+
+
 @dataclass
 class Watch:
     """A context that watches what is trained in it.
@@ -43,6 +47,7 @@ class Watch:
         optimizers, devices: of those that stepped in them, and of what they stepped.
         stepping_s, waiting_s: time in them in optimizers' steps, and waiting for a DataLoader.
         workers: of the DataLoader; None if there was none.
+        paging_s: time in them, of all threads, in which the system made pages of memory.
         profiler: once the profile has begun. It is complete after the context.
     """
 
@@ -56,6 +61,7 @@ class Watch:
     stepping_s: float = 0.0
     waiting_s: float = 0.0
     workers: int | None = None
+    paging_s: float = 0.0
     profiler: profile | None = None
     problem: str | None = None
     done: bool = False
@@ -147,12 +153,16 @@ class Watch:
         """What is done between steps from then on; goes on after each."""
         _synchronize()
         self._timing = True
+        before = resource.getrusage(resource.RUSAGE_SELF)
         for _ in range(self.steps):
             begin = time.perf_counter()
             yield
             self.seconds.append(time.perf_counter() - begin)
         _synchronize()  # a GPU's backlog belongs to the last step
         self.seconds[-1] = time.perf_counter() - begin
+        after = resource.getrusage(resource.RUSAGE_SELF)
+        faults = after.ru_minflt - before.ru_minflt
+        self.paging_s = min(after.ru_stime - before.ru_stime, _FAULT_S * faults)
         self._timing = False
         self._begin_profile()
         for _ in range(self.steps + 1):
