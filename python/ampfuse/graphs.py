@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ampfuse import optim
-from ampfuse.amp import scale_loss, weight_cache
+from ampfuse.amp import scale_loss
 from ampfuse.amp import session as sessions
 from ampfuse.graph_batch import Batch
 from ampfuse.optim.captured import CapturedOptimizer, stale
@@ -258,7 +258,6 @@ class GraphedStep:
         self._captured.note_replay()
         torch.autograd.graph.increment_version(list(self._buffers.values()))
         torch.clear_autocast_cache()
-        weight_cache.clear()
         return loss
 
     # --- the captured part ----------------------------------------------------------------------
@@ -268,7 +267,6 @@ class GraphedStep:
         optimizer, scaler = self._optimizer, self._scaler
         # An autocast region around all of this may hold casts from outside the graph.
         torch.clear_autocast_cache()
-        weight_cache.clear()
         self._drop_gradients()
         with torch.enable_grad():
             loss = self._loss_fn(_apply(self._model, inputs), *targets)

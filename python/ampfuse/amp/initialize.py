@@ -85,8 +85,7 @@ def initialize(
             copy is the half weight and 16 more bits, 2 bytes a parameter less, which only fused
             optimizers step; see :class:`ampfuse.optim.Options`.
         loss_scale: a static scale (number or its string) or "dynamic".
-        cast_model_outputs: cast the models' outputs to this type. By default O0, O2, O3 and O5
-            give FP32, O1 and O4 what autocast gives.
+        cast_model_outputs: cast the models' outputs to this type instead of FP32.
         num_losses: how many independent loss scalers to make, for ``scale_loss(..., loss_id=i)``.
         verbosity: 0 silent; 1 logs the policy (logger "ampfuse.amp", level INFO); 2 also every
             skipped step, for which the host waits for the device once per backward pass.
@@ -190,7 +189,7 @@ def set_up(models: Any, optimizers: Any, session: sessions.Session, *, allow_hal
             keep = bool(policy.keep_batchnorm_fp32)
             cast_model(eager_module(model), policy.weights_type, keep_batchnorm_fp32=keep)
             save_in_float32(eager_module(model))
-        install(model, Casts.of(policy, session.rules))
+        install(model, Casts.of(policy))
     for optimizer in optimizer_list:
         before = list(parameters(optimizer))
         # A checkpoint loaded before this call brought masters, which the weights only round.

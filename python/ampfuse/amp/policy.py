@@ -72,6 +72,11 @@ class Policy:
         return self.patch_torch_functions_type if self.patch_torch_functions else None
 
     @property
+    def computes_in_half(self) -> bool:
+        """True where `forward` gives half tensors: at all levels but O0."""
+        return self.model_is_low_precision or self.autocast_type is not None
+
+    @property
     def is_dynamic(self) -> bool:
         """True if the loss scale adapts, and a step with a non-finite gradient is skipped."""
         return self.loss_scale == "dynamic"
