@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import reference
-from ampfuse import amp, optim
+from ampfuse import amp
 from ampfuse.amp.scaler import LossScaler
 from cases import LEVELS, assert_same, bf16, f16, f32, f64, never_waiting
 
@@ -869,21 +869,6 @@ def test_gradient_penalties(level):
 # --- an optimizer that the block was not told of --------------------------------------------
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("use", ["step", "backward", "accumulate"])
-def test_a_forgotten_optimizer_is_told_before_its_scaled_gradients_are_used(level, use):
-    models, (first, second) = two(level, loss_scale=8.0)
-    if use == "accumulate":  # on top of a gradient that is right
-        backward_of_both(models, [first, second])
-    backward_of_both(models, first)
-    first.step()
-    act = second.step
-    if use == "backward":
-        act = functools.partial(backward_of_both, models, [first, second])
-    with pytest.warns(UserWarning, match="did not list this SGD"):
-        act()
-
-
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("zero", ZEROING)
@@ -900,20 +885,3 @@ def test_gradients_dropped_in_between_are_no_concern(level, zero):
         first.zero_grad()
         second.zero_grad()
     assert weight(second) == 1.0 - 3 * 2.0**-4
-
-
-@pytest.mark.filterwarnings("error")
-def test_nobody_is_forgotten_where_nothing_is_left():
-    models, (first, second) = two("O0")  # not scaled
-    backward_of_both(models, first)
-    second.step()
-    models, (first, second) = two("O2")
-    backward_of_both(models, (second, first))
-    second.step()
-    backward_of_both(models[:1], first)  # does not reach the second
-    second.step()
-    larc = optim.LARC(sgd(models[0]))
-    amp.initialize(models[0], larc, opt_level="O2", verbosity=0)
-    backward(models[0], larc)
-    larc.step()
-    assert pickle.loads(pickle.dumps(second))._amp_session.enabled

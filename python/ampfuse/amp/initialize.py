@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
@@ -175,7 +174,6 @@ def set_up(models: Any, optimizers: Any, session: sessions.Session, *, allow_hal
         _check_optimizer(optimizer, policy, names)
     if verbosity >= 1:
         _log.info("%s", policy)
-    _warn_of_strangers(model_list, optimizer_list)
 
     exact = {}
     if policy.master_weights and not _trains_with_others():
@@ -201,7 +199,7 @@ def set_up(models: Any, optimizers: Any, session: sessions.Session, *, allow_hal
         masters = policy.master_weights or False
         upgrade(optimizer, master_weights=masters, names=names)
         optimizer.skip_on_overflow = policy.is_dynamic
-        sessions.add(session, optimizer)
+        optimizer._amp_session = session
         # A master starts from the weight as it was before the cast, which the half weight rounds.
         for original, master in zip(before, parameters(optimizer), strict=True):
             if id(original) in exact and original.dtype in HALF_DTYPES:
@@ -321,31 +319,6 @@ def _check_optimizer(optimizer: Optimizer, policy: Policy, names: dict[int, str]
                     "model (model.float()), or keep this parameter in an optimizer of its own "
                     "that does not go through amp.initialize."
                 )
-
-
-def _warn_of_strangers(models: list[nn.Module], optimizers: list[Optimizer]) -> None:
-    """Warn of an optimizer that was most likely made for another copy of a model.
-
-    It holds none of the models' parameters, and either no optimizer does, or it holds parameters of
-    the same shapes. Others may be of a loss with parameters of its own.
-    """
-    own = [list(eager_module(model).parameters()) for model in models]
-    known = {id(parameter) for listed in own for parameter in listed}
-    held = [[p for one in with_inner(each) for p in parameters(one)] for each in optimizers]
-    strangers = [known.isdisjoint(map(id, params)) for params in held]
-    if not any(parameter.requires_grad for listed in own for parameter in listed):
-        return
-    shapes = [Counter(parameter.shape for parameter in listed) for listed in own]
-    for optimizer, params, is_stranger in zip(optimizers, held, strangers, strict=True):
-        alike = Counter(parameter.shape for parameter in parameters(optimizer)) in shapes
-        if params and is_stranger and (all(strangers) or alike):
-            warnings.warn(
-                f"{type(optimizer).__name__} holds no parameter of the model(s) given to "
-                "amp.initialize, so it does not train them. Was it made from another copy, before "
-                "a copy.deepcopy, a wrapper such as fully_shard, or a change that replaced the "
-                "parameters? Make it from model.parameters() just before amp.initialize.",
-                stacklevel=4,
-            )
 
 
 def _trains_with_others() -> bool:

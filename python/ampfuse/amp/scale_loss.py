@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 from ampfuse.amp import cast_state, no_sync
 from ampfuse.amp import session as sessions
 from ampfuse.amp.scaler import LossScaler
-from ampfuse.optim import left_scaled
 from ampfuse.uncompiled import uncompiled
 
 _log = logging.getLogger("ampfuse.amp")
@@ -89,13 +88,12 @@ def scale_loss(
         _warn_of_missing_casts(session.policy.opt_level)
 
     scaler = session.loss_scalers[loss_id]
-    others = [] if scaler.is_always_one else sessions.others(session, optimizers)
     # With FP32 weights and a static scale of 1 the gradients are what they should be already.
     if not session.policy.model_is_low_precision and scaler.is_always_one:
         backward_pass = _plain_pass(loss, optimizers)
     else:
         backward_pass = scaled_pass(loss, optimizers, scaler, delay_unscale, delay_overflow_check)
-    with left_scaled.noticed(others), backward_pass as scaled, cast_state.off_if_left_on():
+    with backward_pass as scaled, cast_state.off_if_left_on():
         yield scaled
     # apex's message: for it the host waits for the device.
     if session.verbosity >= 2 and scaler.dynamic and any(o.found_inf_flag for o in optimizers):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import weakref
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -18,7 +17,6 @@ from torch.optim import Optimizer
 from ampfuse.amp import cast_state
 from ampfuse.amp.policy import Policy
 from ampfuse.amp.scaler import LossScaler
-from ampfuse.optim.larc import LARC
 
 
 @dataclasses.dataclass(eq=False)
@@ -46,24 +44,6 @@ class Session:
 
 
 _latest: Session | None = None
-# Beside the sessions, not in them: a session is copied and pickled with each of its optimizers.
-_optimizers: weakref.WeakKeyDictionary[Session, weakref.WeakSet[Optimizer]]
-_optimizers = weakref.WeakKeyDictionary()
-
-
-def add(session: Session, optimizer: Optimizer) -> None:
-    """Have `optimizer` belong to `session`."""
-    optimizer._amp_session = session  # type: ignore[attr-defined]
-    _optimizers.setdefault(session, weakref.WeakSet()).add(_inner(optimizer))
-
-
-def others(session: Session, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
-    """The optimizers of `session` that are not among `optimizers`."""
-    return list(_optimizers.get(session, set()) - set(map(_inner, optimizers)))
-
-
-def _inner(optimizer: Optimizer) -> Optimizer:
-    return optimizer.optim if isinstance(optimizer, LARC) else optimizer
 
 
 def enabled_of(optimizer: Optimizer) -> Session | None:
