@@ -22,7 +22,7 @@ from ampfuse import optim
 from ampfuse.amp import scale_loss
 from ampfuse.amp import session as sessions
 from ampfuse.graph_batch import Batch
-from ampfuse.optim.captured import CapturedOptimizer, stale
+from ampfuse.optim.captured import CapturedOptimizer
 from ampfuse.optim.checks import check
 from ampfuse.optim.fused import FusedOptimizer, is_fused
 from ampfuse.optim.options import RULES
@@ -242,15 +242,18 @@ class GraphedStep:
                 self._call.capture(*tensors)
         finally:
             self._drop_gradients()
-        self._captured.note_capture()
         self._fixed = self._as_captured()
 
     def __call__(self, *batch: Any) -> Tensor:
         tensors = self._batch.tensors_of(batch)
-        self._captured.refuse_changes()
-        for name, value in self._as_captured().items():
-            if self._fixed[name] != value:
-                raise stale(f"{name} was changed")
+        now = self._as_captured()
+        if changed := [name for name, then in self._fixed.items() if now.get(name) != then]:
+            what = changed[0]
+            what = self._captured.named(what, self._fixed[what], now.get(what))
+            raise RuntimeError(
+                f"{what} was changed after the step was captured, which the graph does not "
+                "see. Make the step anew with ampfuse.graphs.make_graphed_step, or undo the change."
+            )
         self._captured.follow_host()
         (loss,) = self._call(*tensors)
         # The host has not seen the step. Autograd and caches of cast weights tell by the version
@@ -317,10 +320,9 @@ class GraphedStep:
         """What needs a new capture if it changes: memory, and settings that kernels got as numbers
         or that decided which kernels there are."""
         optimizer, scaler = self._optimizer, self._scaler
-        found: dict[str, Any] = {
-            f"the memory of buffer {name}": buffer.data_ptr()
-            for name, buffer in self._buffers.items()
-        }
+        found = self._captured.fixed()
+        for name, buffer in self._buffers.items():
+            found[f"the memory of buffer {name}"] = buffer.data_ptr()
         found["the memory of the loss scale"] = list(map(Tensor.data_ptr, self._scaling_tensors()))
         found["the model's train or eval mode"] = self._model.training
         found |= {f"optimizer.{name}": getattr(optimizer, name) for name in RULES}
