@@ -56,17 +56,13 @@ class GenericOptimizer(AmpOptimizer):
         try:
             layerwise = larc.rescaled(self) if larc is not None else contextlib.nullcontext()
             args, kwargs = self._with_published_weights(args, kwargs)
-            with layerwise, torch.autocast(self._device_type, enabled=False):
+            with layerwise, torch.autocast(table.param(0).device.type, enabled=False):
                 result = step(self, *args, **kwargs)
         finally:
             self.__dict__.update(driven)
         table.masters.publish()
         self._finish_step()
         return result
-
-    @property
-    def _device_type(self) -> str:
-        return self._rows.params[0].device.type
 
     def _finish_step(self) -> None:
         self._rows.known().plan.finish_step()
@@ -86,7 +82,7 @@ class GenericOptimizer(AmpOptimizer):
         closure = args[0] if args else kwargs.get("closure")
         if not callable(closure):
             return args, kwargs
-        device_type = self._device_type
+        device_type = self._rows.params[0].device.type
         dtype = torch.get_autocast_dtype(device_type)
         as_outside = torch.autocast(
             device_type, dtype=dtype, enabled=torch.is_autocast_enabled(device_type)
