@@ -87,7 +87,6 @@ def make_graphed_step(
     sample_batch: Sequence[Any],
     *,
     max_grad_norm: float | None = None,
-    scaler: torch.amp.GradScaler | None = None,
 ) -> GraphedStep:
     """Capture forward, backward, scaling and step of `optimizer` into one CUDA graph.
 
@@ -111,8 +110,8 @@ def make_graphed_step(
 
     The numbers in ``param_groups`` (lr, weight decay, momentum, betas) are followed without a new
     capture, whoever changes them. Overflows skip the step and adapt the scale on the
-    device. Weights that are edited in between, ``load_state_dict`` of model, optimizer, amp and
-    scaler, and eager steps in between are all seen. Nothing waits for the device.
+    device. Weights that are edited in between, ``load_state_dict`` of model, optimizer and
+    amp, and eager steps in between are all seen. Nothing waits for the device.
 
     Arguments:
         model: on one CUDA device, in the mode (train) it is captured in. Not in
@@ -127,20 +126,16 @@ def make_graphed_step(
             bools and None are captured as they are.
         max_grad_norm: clip the unscaled gradients to this L2 norm inside the step; None: as
             ``optimizer.max_grad_norm`` says.
-        scaler: ``ampfuse.GradScaler`` (or torch's) that scales the loss and steps, for an optimizer
-            that is not under ``amp.initialize``.
 
     Raises:
         TypeError: an optimizer without a fused step; a model of several processes or devices; a
-            model, scaler or batch of another kind.
-        ValueError: parameters that are not on a CUDA device; a `scaler` beside amp.
+            batch of another kind.
+        ValueError: parameters that are not on a CUDA device.
         RuntimeError: amp logs every overflow (``verbosity=2``), for which the host has to wait.
 
     Source: the semantics of ``torch.cuda.make_graphed_callables``'s whole-network alternative in
     PyTorch's notes on CUDA graphs.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}; it has to be a torch.nn.Module")
     _check_alone(model)
     if not is_fused(optimizer):
         kinds = [kind for kind in vars(optim).values() if isinstance(kind, type)]
@@ -152,19 +147,13 @@ def make_graphed_step(
         )
     check("max_grad_norm", max_grad_norm, RULES["max_grad_norm"])
     session = sessions.enabled_of(optimizer)
-    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
-        raise TypeError(f"scaler is a {type(scaler).__name__}; it has to be an ampfuse.GradScaler")
-    if scaler is not None and session is not None:
-        raise ValueError(
-            "the optimizer is under amp.initialize, which scales the loss already; leave scaler out"
-        )
     if session is not None and session.verbosity >= 2 and session.is_dynamic:
         raise RuntimeError(
             "amp.initialize(verbosity=2) reads the overflow flag on the host after every pass, "
             "which a captured step cannot. Use verbosity=1; optimizer.last_step tells of overflows."
         )
     _check_device(optimizer.param_table().param(0).device)
-    return GraphedStep(model, loss_fn, optimizer, sample_batch, max_grad_norm, scaler)
+    return GraphedStep(model, loss_fn, optimizer, sample_batch, max_grad_norm)
 
 
 # By name: apex's too, and nothing is imported for it.
@@ -211,10 +200,9 @@ class GraphedStep:
         optimizer: FusedOptimizer,
         sample_batch: Sequence[Any],
         max_grad_norm: float | None,
-        scaler: torch.amp.GradScaler | None,
     ) -> None:
         self._model, self._loss_fn, self._optimizer = model, loss_fn, optimizer
-        self._max_grad_norm, self._scaler = max_grad_norm, scaler
+        self._max_grad_norm = max_grad_norm
         self._session = sessions.enabled_of(optimizer)
         self._captured = CapturedOptimizer(optimizer)
         device = self._captured.device
@@ -228,8 +216,6 @@ class GraphedStep:
         # Scale and counters are made, or moved to the device, at their first use: now.
         if self._session is not None:
             self._session.loss_scalers[0].snapshot(device)
-        elif scaler is not None:
-            scaler.scale(torch.zeros((), device=device))
 
         self._call = GraphedCall(self._train)
         tensors = self._batch.tensors_of(tuple(sample_batch))
@@ -267,25 +253,19 @@ class GraphedStep:
 
     def _train(self, *tensors: Tensor) -> tuple[Tensor]:
         inputs, *targets = self._batch.filled_with(tensors)
-        optimizer, scaler = self._optimizer, self._scaler
+        optimizer = self._optimizer
         # An autocast region around all of this may hold casts from outside the graph.
         torch.clear_autocast_cache()
         self._drop_gradients()
         with torch.enable_grad():
             loss = self._loss_fn(_apply(self._model, inputs), *targets)
-            if scaler is not None:
-                scaler.scale(loss).backward()
-            elif self._session is not None:
+            if self._session is not None:
                 with scale_loss(loss, optimizer) as scaled_loss:
                     scaled_loss.backward()
             else:
                 loss.backward()
         optimizer.clip_once = self._max_grad_norm
-        if scaler is not None:
-            scaler.step(optimizer)
-            scaler.update()
-        else:
-            optimizer.step()
+        optimizer.step()
         # Left in place they would look like gradients of whichever step came last, and the next
         # backward pass would add to memory that a replay overwrites.
         self._drop_gradients()
@@ -311,25 +291,20 @@ class GraphedStep:
                         tensor.copy_(value)
 
     def _scaling_tensors(self) -> list[Tensor]:
-        owner = self._scaler if self._session is None else self._session.loss_scalers[0]
-        names = ("_scale", "_growth_tracker", "_hysteresis_tracker")
-        tensors = [getattr(owner, name, None) for name in names]
-        return [tensor for tensor in tensors if tensor is not None]
+        if self._session is None:
+            return []
+        scaler = self._session.loss_scalers[0]
+        return [scaler._scale, scaler._growth_tracker, scaler._hysteresis_tracker]
 
     def _as_captured(self) -> dict[str, Any]:
         """What needs a new capture if it changes: memory, and settings that kernels got as numbers
         or that decided which kernels there are."""
-        optimizer, scaler = self._optimizer, self._scaler
         found = self._captured.fixed()
         for name, buffer in self._buffers.items():
             found[f"the memory of buffer {name}"] = buffer.data_ptr()
         found["the memory of the loss scale"] = list(map(Tensor.data_ptr, self._scaling_tensors()))
         found["the model's train or eval mode"] = self._model.training
-        found |= {f"optimizer.{name}": getattr(optimizer, name) for name in RULES}
-        if scaler is not None and scaler.is_enabled():
-            found["the scaler's growth factor"] = scaler.get_growth_factor()
-            found["the scaler's backoff factor"] = scaler.get_backoff_factor()
-            found["the scaler's growth interval"] = scaler.get_growth_interval()
+        found |= {f"optimizer.{name}": getattr(self._optimizer, name) for name in RULES}
         return found
 
 
