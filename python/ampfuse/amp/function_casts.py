@@ -122,7 +122,8 @@ def _casting(function: Any, choose: Callable[[list[Tensor]], torch.dtype]) -> An
 
     @functools.wraps(function)
     def cast_first(*args: Any, **kwargs: Any) -> Any:
-        tensors = [t for t in trees.tensors((args, kwargs)) if t.is_floating_point()]
+        given = trees.tensors((args, kwargs))
+        tensors = [t for t in given if t.is_floating_point() and not t.is_meta]
         if not any(torch.is_autocast_enabled(tensor.device.type) for tensor in tensors):
             return function(*args, **kwargs)
         dtype = choose(tensors)

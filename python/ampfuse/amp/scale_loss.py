@@ -82,9 +82,8 @@ def scale_loss(
                 "amp.scale_loss blocks of one optimizer cannot be nested: leave the first block, "
                 "then enter the second. Their gradients add up."
             )
-    casts_forward = session.policy.autocast_type is not None and session.casts_functions
     has_cast = cast_state.forward_ran or cast_state.thread.left_on
-    if casts_forward and loss.requires_grad and not has_cast:
+    if session.policy.autocast_type is not None and loss.requires_grad and not has_cast:
         _warn_of_missing_casts(session.policy.opt_level)
 
     scaler = session.loss_scalers[loss_id]

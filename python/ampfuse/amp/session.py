@@ -31,7 +31,6 @@ class Session:
     loss_scalers: list[LossScaler] = dataclasses.field(default_factory=list)
     verbosity: int = 1
     everywhere: bool = False
-    casts_functions: bool = True
     casts_cpu: bool = True
 
     @property
@@ -65,8 +64,7 @@ def follow_latest() -> None:
     session = _latest
     if session is None or session.policy is None or not session.everywhere:
         return
-    dtype = session.policy.autocast_type
-    if dtype is not None and session.casts_functions:
+    if (dtype := session.policy.autocast_type) is not None:
         accelerator = torch.accelerator.current_accelerator()
         types = ["cpu"] if session.casts_cpu else []
         cast_state.leave_on(types if accelerator is None else [*types, accelerator.type], dtype)

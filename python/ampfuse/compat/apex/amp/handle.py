@@ -97,16 +97,17 @@ class AmpHandle(NoOpHandle):
 
     @property
     def _is_active(self) -> bool:
-        return self._session.casts_functions and not cast_state.casts_are_disabled()
+        return self._session.everywhere and not cast_state.casts_are_disabled()
 
     @_is_active.setter
     def _is_active(self, active: bool) -> None:
-        self._session.casts_functions = bool(active)
+        self._session.everywhere = bool(active)
         sessions.follow_latest()
         policy = self._session.policy
         assert policy is not None
         casts = Casts.of(policy)
         if not active:
+            cast_state.note_forward()  # none is missed
             casts = Casts(inputs=casts.inputs, outputs=casts.outputs)
         for model in self.models:
             install(model, casts)
