@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ampfuse import optim
 from ampfuse.amp import scale_loss
 from ampfuse.amp import session as sessions
 from ampfuse.graph_batch import Batch
@@ -138,12 +137,9 @@ def make_graphed_step(
     """
     _check_alone(model)
     if not is_fused(optimizer):
-        kinds = [kind for kind in vars(optim).values() if isinstance(kind, type)]
-        *most, last = [kind.__name__ for kind in kinds if issubclass(kind, FusedOptimizer)]
         raise TypeError(
             f"{type(optimizer).__name__} has no fused step, and only that reads everything it "
-            f"needs on the device. Use {', '.join(most)} or {last} of ampfuse.optim, or let "
-            "amp.initialize change torch's."
+            "needs on the device. Use one of ampfuse.optim, or let amp.initialize change torch's."
         )
     check("max_grad_norm", max_grad_norm, RULES["max_grad_norm"])
     session = sessions.enabled_of(optimizer)

@@ -102,8 +102,7 @@ def initialize(
     Raises:
         RuntimeError: unknown level; overrides that contradict it; a model in DataParallel or
             DistributedDataParallel; an optimizer that is initialized already; trainable half
-            parameters at a level that expects FP32 ones; parameters on the meta device that get
-            masters.
+            parameters at a level that expects FP32 ones.
         TypeError: something that is no model or no optimizer; parameters of a type that the
             optimizers cannot step (float64, complex).
         ValueError, AssertionError: malformed values, see :func:`ampfuse.amp.policy.make_policy`.
@@ -296,22 +295,9 @@ def _check_optimizer(optimizer: Optimizer, policy: Policy, names: dict[int, str]
     for g, group in enumerate(optimizer.param_groups):
         for i, parameter in enumerate(group["params"]):
             place = f"param_groups[{g}]['params'][{i}]"
-            if not isinstance(parameter, Tensor):
-                raise TypeError(
-                    f"{place} of the {kind} is a {type(parameter).__name__}, "
-                    "where optimizers have parameters (torch.Tensor)."
-                )
             name, dtype = names.get(id(parameter), place), parameter.dtype
             if id(parameter) in names and dtype.is_floating_point:
                 dtype = policy.weights_type or dtype
-            takes_master = policy.master_weights is True and dtype in HALF_DTYPES
-            if parameter.is_meta and takes_master and not is_sharded(parameter):
-                raise RuntimeError(
-                    f"Parameter {name!r} is on the meta device, and a "
-                    "master of it would stay there. Materialize the model first "
-                    "(model.to_empty(device=...)), then build the optimizer and call "
-                    "amp.initialize."
-                )
             if dtype not in FLOAT_DTYPES:
                 raise TypeError(
                     f"Parameter {name!r} would be stepped in {dtype}. "

@@ -24,10 +24,6 @@ class Adagrad(
             AdamW, instead of through the gradient.
         foreach, fused: accepted and without effect.
         options: see :class:`ampfuse.optim.Options`.
-
-    Raises:
-        TypeError: a parameter of another dtype than float32, float16 and bfloat16.
-        ValueError: an argument out of range, or ``differentiable=True``.
     """
 
     def __init__(

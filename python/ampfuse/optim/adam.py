@@ -24,10 +24,6 @@ _DOC = """{name} with a fused step: a drop-in for :class:`torch.optim.{name}`.
 
     ``last_step`` tells, on the device, whether the last step was skipped, its gradient norm and
     loss scale.
-
-    Raises:
-        TypeError: a parameter of another dtype.
-        ValueError: an argument out of range, or ``differentiable=True``.
     """
 
 

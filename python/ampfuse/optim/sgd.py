@@ -22,10 +22,6 @@ class SGD(FusedOptimizer, torch.optim.SGD, algorithm="sgd", replaces=torch.optim
             instead of before it.
         foreach, fused: accepted and without effect.
         options: see :class:`ampfuse.optim.Options`.
-
-    Raises:
-        TypeError: a parameter of another dtype than float32, float16 and bfloat16.
-        ValueError: an argument out of range, or ``differentiable=True``.
     """
 
     def __init__(
