@@ -17,7 +17,7 @@ mlp-..., transformer-...
     training at O1 against torch.amp: 37 linear layers of width 8, and 6 encoder layers of width 16.
     "pass" is forward pass, loss and backward pass with what amp does around them; "step" adds
     torch's SGD, which ampfuse steps in its fused form. "ampfuse.compat" is the same by apex's
-    names, whose O1 follows apex's lists in the whole process.
+    names, whose autocast stays on outside of the model.
 """
 
 from __future__ import annotations

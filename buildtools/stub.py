@@ -3,8 +3,8 @@
     python buildtools/stub.py           writes it
     python buildtools/stub.py --print   shows it
 
-Signatures are those that pybind11 puts into docstrings. ``tests/core/test_stub.py`` says when
-the stub is stale.
+Signatures are those that pybind11 puts into docstrings; ``help(ampfuse._core.C)`` shows the rest of
+these. ``tests/core/test_stub.py`` says when the stub is stale.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import inspect
 import re
-import textwrap
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -56,34 +55,24 @@ def stub(module: ModuleType) -> str:
 
 
 def _class(cls: type[Any]) -> str:
-    lines = [f"class {cls.__name__}:", _doc(cls.__doc__ or "", depth=1)]
+    lines = [f"class {cls.__name__}:"]
     for name, value in vars(cls).items():
         if name.startswith("_") and name not in ("__init__", "__len__"):
             continue
         if isinstance(value, property):
             result = re.sub(r".* -> (?:.*\.)?", "", value.fget.__doc__).strip()
-            body = _doc(value.__doc__ or "", depth=2)
-            lines.append(f"    @property\n    def {name}(self) -> {result}:\n{body}\n")
+            lines.append(f"    @property\n    def {name}(self) -> {result}: ...")
         elif callable(value) and value.__doc__.startswith(name):  # else it is object's own
             lines.append(_function(value, depth=1))
     return "\n".join(lines)
 
 
 def _function(function: Any, depth: int = 0) -> str:
-    signature, _, doc = function.__doc__.partition("\n")
+    signature = function.__doc__.partition("\n")[0]
     for pattern, word in WORDS:
         signature = re.sub(pattern, word, signature)
     signature = re.sub(r"\(self: \w+", "(self", signature)
-    body = _doc(doc, depth + 1) if doc.strip() else "    " * (depth + 1) + "..."
-    return f"{'    ' * depth}def {signature}:\n{body}\n"
-
-
-def _doc(text: str, depth: int) -> str:
-    """A docstring, its paragraphs filled, so deep within classes and functions."""
-    paragraphs = inspect.cleandoc(text).split("\n\n")
-    filled = [textwrap.fill(part, 100 - 4 * depth - len('"""')) for part in paragraphs]
-    text = "\n\n".join(filled) + ("\n" if len(filled) > 1 else "")
-    return textwrap.indent(f'"""{text}"""', "    " * depth)
+    return f"{'    ' * depth}def {signature}: ..."
 
 
 def main() -> None:

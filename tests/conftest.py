@@ -57,7 +57,7 @@ def seed():
 def no_casts_stay():
     """By apex's names O1 casts in the whole process, until another `initialize`."""
     yield
-    cast_state.set_outside(cast_state.AS_WRITTEN)
+    cast_state.end()
 
 
 @pytest.fixture(autouse=True, scope="session")

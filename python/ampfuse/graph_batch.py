@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.nn.utils.rnn import PackedSequence
-
-from ampfuse import trees
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
 
 class Batch:
@@ -21,73 +19,48 @@ class Batch:
             raise TypeError(
                 f"sample_batch is a {type(sample).__name__}; it has to be (inputs, *targets)"
             )
-        self._structure = trees.replace(
-            tuple(sample), lambda item: item.to("meta") if isinstance(item, Tensor) else item
-        )
-        self._leaves = _leaves_of(self._structure)
-        for name, leaf in self._leaves.items():
+        leaves, self._structure = _flat(tuple(sample))
+        for name, leaf in leaves.items():
             if not isinstance(leaf, (Tensor, *self._CONSTANTS)):
                 raise TypeError(f"{name} is a {type(leaf).__name__}; pass tensors")
+        self._leaves = {
+            name: leaf.to("meta") if isinstance(leaf, Tensor) else leaf
+            for name, leaf in leaves.items()
+        }
 
     def tensors_of(self, batch: tuple[Any, ...]) -> list[Tensor]:
         """The tensors of `batch` in order. Raises ValueError unless it is like the sample."""
-        found = _leaves_of(batch)
-        if found.keys() != self._leaves.keys():
-            names = sorted(found.keys() ^ self._leaves.keys())
-            where = "missing" if names[0] in self._leaves else "new"
-            raise ValueError(
-                f"{names[0]} is {where}: the batch has another structure than captured"
-            )
-        tensors = []
+        found, structure = _flat(batch)
+        if structure != self._structure:
+            others = sorted(found.keys() ^ self._leaves.keys())
+            raise ValueError(f"the batch has another structure than captured: see {others}")
         for name, expected in self._leaves.items():
-            leaf = found[name]
-            if isinstance(expected, Tensor):
-                _check_like(name, leaf, expected)
-                tensors.append(leaf)
-            elif leaf != expected:
+            now, then = _describe(found[name]), _describe(expected)
+            if now != then:
                 raise ValueError(
-                    f"{name} is {leaf!r}, and the step was captured with {expected!r}; pass a "
-                    "tensor if it changes"
+                    f"{name} is {now}, and the step was captured with {then}. A graph has one "
+                    "shape: use DataLoader(drop_last=True) or pad, or run such a batch through an "
+                    "eager step. Of numbers, pass tensors if they change."
                 )
-        return tensors
+        return [leaf for leaf in found.values() if isinstance(leaf, Tensor)]
 
     def filled_with(self, tensors: Sequence[Tensor]) -> Any:
         """The sample with `tensors` in place of its own."""
         rest = iter(tensors)
-        return trees.replace(
-            self._structure, lambda item: next(rest) if isinstance(item, Tensor) else item
-        )
+        leaves = [next(rest) if isinstance(x, Tensor) else x for x in self._leaves.values()]
+        return tree_unflatten(leaves, self._structure)
 
 
-def _check_like(name: str, leaf: Any, expected: Tensor) -> None:
-    if not isinstance(leaf, Tensor):
-        raise ValueError(f"{name} is a {type(leaf).__name__}; a tensor was captured")
-    if leaf.shape != expected.shape:
-        raise ValueError(
-            f"{name} has shape {tuple(leaf.shape)}, and the step was captured for "
-            f"{tuple(expected.shape)}. A graph has one shape: use DataLoader(drop_last=True) or "
-            "pad, or run such a batch through an eager step."
-        )
-    if leaf.dtype != expected.dtype:
-        raise ValueError(
-            f"{name} is {leaf.dtype}, and the step was captured for {expected.dtype}; convert it"
-        )
+def _flat(batch: tuple[Any, ...]) -> tuple[dict[str, Any], Any]:
+    """What is in a batch, by a name such as ``inputs['mask']``, and its structure."""
+    leaves, structure = tree_flatten_with_path(batch)
+    named = {}
+    for path, leaf in leaves:
+        first: Any = path[0]
+        argument = f"targets[{first.idx - 1}]" if first.idx else "inputs"
+        named[argument + keystr(path[1:])] = leaf
+    return named, structure
 
 
-def _leaves_of(batch: tuple[Any, ...]) -> dict[str, Any]:
-    """What is in a batch that is no container, by a name such as ``inputs['mask']``."""
-    leaves: dict[str, Any] = {}
-    for i, value in enumerate(batch):
-        _add_leaves(leaves, "inputs" if i == 0 else f"targets[{i - 1}]", value)
-    return leaves
-
-
-def _add_leaves(leaves: dict[str, Any], name: str, value: Any) -> None:
-    if isinstance(value, (tuple, list)) and not isinstance(value, PackedSequence):
-        for i, item in enumerate(value):
-            _add_leaves(leaves, f"{name}[{i}]", item)
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            _add_leaves(leaves, f"{name}[{key!r}]", item)
-    else:
-        leaves[name] = value
+def _describe(leaf: Any) -> str:
+    return f"{leaf.dtype} {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)

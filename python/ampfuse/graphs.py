@@ -18,11 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ampfuse import optim
-from ampfuse.amp import scale_loss, weight_cache
+from ampfuse.amp import scale_loss
 from ampfuse.amp import session as sessions
 from ampfuse.graph_batch import Batch
-from ampfuse.optim.captured import CapturedOptimizer, stale
+from ampfuse.optim.captured import CapturedOptimizer
 from ampfuse.optim.checks import check
 from ampfuse.optim.fused import FusedOptimizer, is_fused
 from ampfuse.optim.options import RULES
@@ -87,7 +86,6 @@ def make_graphed_step(
     sample_batch: Sequence[Any],
     *,
     max_grad_norm: float | None = None,
-    scaler: torch.amp.GradScaler | None = None,
 ) -> GraphedStep:
     """Capture forward, backward, scaling and step of `optimizer` into one CUDA graph.
 
@@ -111,8 +109,8 @@ def make_graphed_step(
 
     The numbers in ``param_groups`` (lr, weight decay, momentum, betas) are followed without a new
     capture, whoever changes them. Overflows skip the step and adapt the scale on the
-    device. Weights that are edited in between, ``load_state_dict`` of model, optimizer, amp and
-    scaler, and eager steps in between are all seen. Nothing waits for the device.
+    device. Weights that are edited in between, ``load_state_dict`` of model, optimizer and
+    amp, and eager steps in between are all seen. Nothing waits for the device.
 
     Arguments:
         model: on one CUDA device, in the mode (train) it is captured in. Not in
@@ -127,44 +125,31 @@ def make_graphed_step(
             bools and None are captured as they are.
         max_grad_norm: clip the unscaled gradients to this L2 norm inside the step; None: as
             ``optimizer.max_grad_norm`` says.
-        scaler: ``ampfuse.GradScaler`` (or torch's) that scales the loss and steps, for an optimizer
-            that is not under ``amp.initialize``.
 
     Raises:
         TypeError: an optimizer without a fused step; a model of several processes or devices; a
-            model, scaler or batch of another kind.
-        ValueError: parameters that are not on a CUDA device; a `scaler` beside amp.
+            batch of another kind.
+        ValueError: parameters that are not on a CUDA device.
         RuntimeError: amp logs every overflow (``verbosity=2``), for which the host has to wait.
 
     Source: the semantics of ``torch.cuda.make_graphed_callables``'s whole-network alternative in
     PyTorch's notes on CUDA graphs.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}; it has to be a torch.nn.Module")
     _check_alone(model)
     if not is_fused(optimizer):
-        kinds = [kind for kind in vars(optim).values() if isinstance(kind, type)]
-        *most, last = [kind.__name__ for kind in kinds if issubclass(kind, FusedOptimizer)]
         raise TypeError(
             f"{type(optimizer).__name__} has no fused step, and only that reads everything it "
-            f"needs on the device. Use {', '.join(most)} or {last} of ampfuse.optim, or let "
-            "amp.initialize change torch's."
+            "needs on the device. Use one of ampfuse.optim, or let amp.initialize change torch's."
         )
     check("max_grad_norm", max_grad_norm, RULES["max_grad_norm"])
     session = sessions.enabled_of(optimizer)
-    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
-        raise TypeError(f"scaler is a {type(scaler).__name__}; it has to be an ampfuse.GradScaler")
-    if scaler is not None and session is not None:
-        raise ValueError(
-            "the optimizer is under amp.initialize, which scales the loss already; leave scaler out"
-        )
     if session is not None and session.verbosity >= 2 and session.is_dynamic:
         raise RuntimeError(
             "amp.initialize(verbosity=2) reads the overflow flag on the host after every pass, "
             "which a captured step cannot. Use verbosity=1; optimizer.last_step tells of overflows."
         )
     _check_device(optimizer.param_table().param(0).device)
-    return GraphedStep(model, loss_fn, optimizer, sample_batch, max_grad_norm, scaler)
+    return GraphedStep(model, loss_fn, optimizer, sample_batch, max_grad_norm)
 
 
 # By name: apex's too, and nothing is imported for it.
@@ -211,10 +196,9 @@ class GraphedStep:
         optimizer: FusedOptimizer,
         sample_batch: Sequence[Any],
         max_grad_norm: float | None,
-        scaler: torch.amp.GradScaler | None,
     ) -> None:
         self._model, self._loss_fn, self._optimizer = model, loss_fn, optimizer
-        self._max_grad_norm, self._scaler = max_grad_norm, scaler
+        self._max_grad_norm = max_grad_norm
         self._session = sessions.enabled_of(optimizer)
         self._captured = CapturedOptimizer(optimizer)
         device = self._captured.device
@@ -228,8 +212,6 @@ class GraphedStep:
         # Scale and counters are made, or moved to the device, at their first use: now.
         if self._session is not None:
             self._session.loss_scalers[0].snapshot(device)
-        elif scaler is not None:
-            scaler.scale(torch.zeros((), device=device))
 
         self._call = GraphedCall(self._train)
         tensors = self._batch.tensors_of(tuple(sample_batch))
@@ -242,15 +224,18 @@ class GraphedStep:
                 self._call.capture(*tensors)
         finally:
             self._drop_gradients()
-        self._captured.note_capture()
         self._fixed = self._as_captured()
 
     def __call__(self, *batch: Any) -> Tensor:
         tensors = self._batch.tensors_of(batch)
-        self._captured.refuse_changes()
-        for name, value in self._as_captured().items():
-            if self._fixed[name] != value:
-                raise stale(f"{name} was changed")
+        now = self._as_captured()
+        if changed := [name for name, then in self._fixed.items() if now.get(name) != then]:
+            what = changed[0]
+            what = self._captured.named(what, self._fixed[what], now.get(what))
+            raise RuntimeError(
+                f"{what} was changed after the step was captured, which the graph does not "
+                "see. Make the step anew with ampfuse.graphs.make_graphed_step, or undo the change."
+            )
         self._captured.follow_host()
         (loss,) = self._call(*tensors)
         # The host has not seen the step. Autograd and caches of cast weights tell by the version
@@ -258,33 +243,25 @@ class GraphedStep:
         self._captured.note_replay()
         torch.autograd.graph.increment_version(list(self._buffers.values()))
         torch.clear_autocast_cache()
-        weight_cache.clear()
         return loss
 
     # --- the captured part ----------------------------------------------------------------------
 
     def _train(self, *tensors: Tensor) -> tuple[Tensor]:
         inputs, *targets = self._batch.filled_with(tensors)
-        optimizer, scaler = self._optimizer, self._scaler
+        optimizer = self._optimizer
         # An autocast region around all of this may hold casts from outside the graph.
         torch.clear_autocast_cache()
-        weight_cache.clear()
         self._drop_gradients()
         with torch.enable_grad():
             loss = self._loss_fn(_apply(self._model, inputs), *targets)
-            if scaler is not None:
-                scaler.scale(loss).backward()
-            elif self._session is not None:
+            if self._session is not None:
                 with scale_loss(loss, optimizer) as scaled_loss:
                     scaled_loss.backward()
             else:
                 loss.backward()
         optimizer.clip_once = self._max_grad_norm
-        if scaler is not None:
-            scaler.step(optimizer)
-            scaler.update()
-        else:
-            optimizer.step()
+        optimizer.step()
         # Left in place they would look like gradients of whichever step came last, and the next
         # backward pass would add to memory that a replay overwrites.
         self._drop_gradients()
@@ -310,26 +287,20 @@ class GraphedStep:
                         tensor.copy_(value)
 
     def _scaling_tensors(self) -> list[Tensor]:
-        owner = self._scaler if self._session is None else self._session.loss_scalers[0]
-        names = ("_scale", "_growth_tracker", "_hysteresis_tracker")
-        tensors = [getattr(owner, name, None) for name in names]
-        return [tensor for tensor in tensors if tensor is not None]
+        if self._session is None:
+            return []
+        scaler = self._session.loss_scalers[0]
+        return [scaler._scale, scaler._growth_tracker, scaler._hysteresis_tracker]
 
     def _as_captured(self) -> dict[str, Any]:
         """What needs a new capture if it changes: memory, and settings that kernels got as numbers
         or that decided which kernels there are."""
-        optimizer, scaler = self._optimizer, self._scaler
-        found: dict[str, Any] = {
-            f"the memory of buffer {name}": buffer.data_ptr()
-            for name, buffer in self._buffers.items()
-        }
+        found = self._captured.fixed()
+        for name, buffer in self._buffers.items():
+            found[f"the memory of buffer {name}"] = buffer.data_ptr()
         found["the memory of the loss scale"] = list(map(Tensor.data_ptr, self._scaling_tensors()))
         found["the model's train or eval mode"] = self._model.training
-        found |= {f"optimizer.{name}": getattr(optimizer, name) for name in RULES}
-        if scaler is not None and scaler.is_enabled():
-            found["the scaler's growth factor"] = scaler.get_growth_factor()
-            found["the scaler's backoff factor"] = scaler.get_backoff_factor()
-            found["the scaler's growth interval"] = scaler.get_growth_interval()
+        found |= {f"optimizer.{name}": getattr(self._optimizer, name) for name in RULES}
         return found
 
 

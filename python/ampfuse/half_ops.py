@@ -46,7 +46,7 @@ def forget() -> None:
 
 def follow(policy: Policy) -> None:
     """A model on the CPU is put at a level."""
-    if _by_name is None and (policy.model_is_low_precision or policy.autocast_type is not None):
+    if _by_name is None and policy.computes_in_half:
         use(True)
 
 

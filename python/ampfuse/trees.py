@@ -74,8 +74,8 @@ def tensors(value: Any) -> Iterator[Tensor]:
 def cast(value: Any, dtype: torch.dtype) -> Any:
     """`value` with the floating point tensors in it, at any depth, cast to `dtype`.
 
-    Integer, bool and complex tensors keep their type. An object of another class is replaced by
-    ``value.to(dtype)`` if its ``to`` takes a dtype: so a batch class of the user's opts in.
+    Integer, bool and complex tensors keep their type. A batch class of the user's opts in by a
+    ``to`` with a parameter `dtype`.
     """
 
     def leaf(item: Any) -> Any:
@@ -90,22 +90,12 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _cast_object(item: Any, dtype: torch.dtype) -> Any:
-    """``item.to(dtype)`` if that means what it says; `item` otherwise."""
     # A module given as an argument would be cast in place; its owner decides about that. A class
     # is no instance: its `to` is an unbound function.
     if type(item) in _DICTS or not hasattr(item, "to") or isinstance(item, (torch.nn.Module, type)):
         return item
     try:
-        parameters = inspect.signature(item.to).parameters
+        takes_dtype = "dtype" in inspect.signature(item.to).parameters
     except (TypeError, ValueError):  # a builtin without a signature, or no callable at all
         return item
-    if "dtype" in parameters and parameters["dtype"].kind is not inspect.Parameter.POSITIONAL_ONLY:
-        return item.to(dtype=dtype)
-    # `to(device)`, as Hugging Face's BatchEncoding has it, takes no dtype; `to(*args)` and a
-    # parameter of any other name do.
-    first = next(iter(parameters.values()), None)
-    if first is None or first.name == "device":
-        return item
-    if first.kind in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD):
-        return item
-    return item.to(dtype)
+    return item.to(dtype=dtype) if takes_dtype else item

@@ -17,8 +17,7 @@ from torch.nn.functional import cross_entropy as cross_entropy_imported_by_name
 from torch.nn.utils.rnn import pack_sequence
 
 from ampfuse import amp, trees
-from ampfuse.amp import op_casts
-from ampfuse.amp.half_output import HalfOutput
+from ampfuse.amp.float32_output import Float32Output
 from cases import LEVELS, bf16, f16, f32, f64, through_a_file
 
 LOW = {"O1": f16, "O2": f16, "O3": f16, "O4": bf16, "O5": bf16}
@@ -307,16 +306,17 @@ def test_any_nesting_is_cast_leaf_by_leaf(value):
     check(value, trees.cast(value, bf16))
 
 
-# --- losses on half outputs -----------------------------------------------------------------
+# --- losses on what was computed in half -----------------------------------------------------
 
 
 @pytest.fixture(params=["O1", "O4"])
 def half_logits(request):
-    """Half outputs of an autocast model, with a gradient path, and their level's type."""
+    """What an autocast model has computed in half, with a gradient path."""
     torch.manual_seed(0)
     model = amp.initialize(nn.Linear(5, 7), opt_level=request.param, verbosity=0)
     out = model(torch.randn(64, 5))
-    assert out.dtype == LOW[request.param]
+    assert (type(out), out.dtype) == (Float32Output, f32)
+    assert torch.equal(out, out.to(LOW[request.param]))
     return out
 
 
@@ -353,42 +353,13 @@ def test_losses_on_half_outputs_compute_in_fp32(half_logits, loss):
     assert value.dtype == f32
     assert type(value) is torch.Tensor
     exact = LOSSES[loss](out.detach().double())
-    # In these two the elements themselves were asked for in half.
-    tolerance = 0.05 if loss in ("half by hand", "hinge") else 1e-5
-    torch.testing.assert_close(value.double(), exact.double(), rtol=tolerance, atol=1e-5)
+    torch.testing.assert_close(value.double(), exact.double(), rtol=1e-5, atol=1e-5)
 
 
 def test_a_scale_of_65536_gives_finite_gradients_of_half_outputs(half_logits):
     """A half loss would receive 65536, which is inf in FP16, as its gradient."""
     (gradient,) = torch.autograd.grad(half_logits.mean() * 65536.0, half_logits)
     assert torch.isfinite(gradient).all()
-
-
-def test_half_outputs_are_tensors_like_any_other(half_logits):
-    out = half_logits
-    assert isinstance(out, torch.Tensor)
-    assert type(out.argmax(1)) is torch.Tensor
-    assert type(out.float()) is torch.Tensor
-    for same in (copy.deepcopy(out.detach()), pickle.loads(pickle.dumps(out.detach()))):
-        assert type(same) is torch.Tensor
-        assert torch.equal(same, out)
-    assert torch.equal(through_a_file(out.detach()), out)
-    if out.dtype == f16:
-        assert out.detach().numpy().dtype == "float16"
-    assert "HalfOutput" in repr(out)
-    out.retain_grad()
-    out.sum().backward()
-    assert out.grad.dtype == out.dtype
-    assert type(out.as_subclass(torch.Tensor)) is torch.Tensor
-    with torch.no_grad():
-        out += 1
-    assert type(out) is HalfOutput
-
-
-def test_a_layer_outside_the_model_meets_half_outputs_as_under_autocast(half_logits):
-    head = nn.Linear(7, 2)
-    assert head(half_logits).dtype == half_logits.dtype
-    assert torch.cat([half_logits, torch.ones(1, 7)]).dtype == f32
 
 
 def test_models_hand_plain_tensors_to_each_other():
@@ -409,7 +380,7 @@ def test_inside_a_region_of_autocast_outputs_are_plain():
         assert type(out) is torch.Tensor
         assert F.mse_loss(out, torch.zeros(1, 2)).dtype == f32
     outer = amp.initialize(nn.Sequential(model), opt_level="O4", verbosity=0)
-    assert type(outer(torch.ones(1, 2))) is HalfOutput
+    assert type(outer(torch.ones(1, 2))) is Float32Output
 
 
 # --- outside forward ------------------------------------------------------------------------
@@ -444,7 +415,6 @@ def lightning():
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     yield module, optimizer
     amp.initialize(nn.Linear(1, 1), enabled=False)
-    op_casts.remove()
 
 
 @pytest.mark.parametrize("level", ["O1", "O4"])
@@ -482,7 +452,7 @@ def test_cast_everywhere_casts_until_the_next_initialize(level, lightning):
     x = torch.rand(3, 3)
     out = F.linear(x, x)
     assert module.seen == out.dtype == LOW.get(level, f32)
-    assert F.mse_loss(out, x).dtype == out.sum().dtype == f32
+    assert F.mse_loss(out, x).dtype == f32
     assert type(out) is torch.Tensor
     with amp.disable_casts():
         assert F.linear(x, x).dtype == f32
@@ -494,19 +464,20 @@ def test_cast_everywhere_casts_until_the_next_initialize(level, lightning):
 
 
 def test_disable_casts_blocks_nest_and_end_when_they_raise():
-    model = amp.initialize(nn.Linear(3, 3), opt_level="O1", verbosity=0)
-    inputs = torch.ones(2, 3)
-    half = model(inputs)
+    inner, seen, inputs = nn.Linear(3, 3), [], torch.ones(2, 3)
+    inner.register_forward_hook(lambda module, args, out: seen.append(out.dtype))
+    model = amp.initialize(nn.Sequential(inner), opt_level="O1", verbosity=0)
+    model(inputs)
     with amp.disable_casts():
-        assert model(inputs).dtype == f32
+        model(inputs)
         with amp.disable_casts():
-            assert model(inputs).dtype == f32
-        assert model(inputs).dtype == f32, "blocks nest"
-        assert half.mean().dtype == f16
-    assert model(inputs).dtype == f16
+            model(inputs)
+        model(inputs)
+    model(inputs)
     with pytest.raises(KeyError), amp.disable_casts():
         raise KeyError
-    assert model(inputs).dtype == f16, "a block that raises leaves casting on"
+    model(inputs)
+    assert seen == [f16, f32, f32, f32, f16, f16]
 
 
 def test_disable_casts_holds_inside_forward():
@@ -519,10 +490,11 @@ def test_disable_casts_holds_inside_forward():
             y = self.a(x)
             with amp.disable_casts():
                 z = self.a(y.float())
-            return y, z, self.a(z)
+            self.seen = [t.dtype for t in (y, z, self.a(z))]
 
     model = amp.initialize(Precise(), opt_level="O4", verbosity=0)
-    assert [t.dtype for t in model(torch.ones(1, 3))] == [bf16, f32, bf16]
+    model(torch.ones(1, 3))
+    assert model.seen == [bf16, f32, bf16]
 
 
 # --- proxies: objects that pass for a module and are none ----------------------------------------
@@ -661,96 +633,6 @@ def test_a_proxy_of_nothing_is_refused_before_anything_changes():
     assert type(proxy.module) is Net
 
 
-# --- what state_dict() returns --------------------------------------------------------------------
-
-
-def averaged(average, model, decay):
-    """In each of the ways in which programs write into a state dict."""
-    weights = list(model.state_dict().values())
-    values = list(average.state_dict().values())
-    for i, (value, weight) in enumerate(zip(values, weights, strict=True)):
-        if not value.is_floating_point():
-            value.copy_(weight)
-        elif i % 4 == 0:
-            value.copy_(value * decay + (1 - decay) * weight)
-        elif i % 4 == 1:
-            value.data.mul_(decay).add_(weight, alpha=1 - decay)
-        elif i % 4 == 2:
-            torch._foreach_lerp_([value], [weight], weight=1 - decay)
-        else:
-            value.detach().lerp_(weight, 1 - decay)
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_the_state_dict_of_a_copy_may_be_written_to_as_anywhere_in_torch(level, recwarn):
-    """An average moves on where each step is below half a unit in a half weight's last place."""
-    model = net(level)
-    average = copy.deepcopy(model)
-    expected = {k: v.double().clone() for k, v in model.state_dict().items()}
-    with torch.no_grad():
-        for param in model.parameters():
-            param.add_(1.0)
-    for _ in range(100):
-        averaged(average, model, 0.9999)
-        for name, value in model.state_dict().items():
-            expected[name].lerp_(value.double(), 1e-4)
-    found = average.state_dict()
-    for name, weight in (*average.named_parameters(), *average.named_buffers()):
-        if weight.is_floating_point():
-            assert found[name].dtype == f32
-            torch.testing.assert_close(found[name].double(), expected[name], rtol=1e-5, atol=1e-6)
-            assert torch.equal(weight, found[name].to(weight.dtype))
-    saved = through_a_file(found)
-    assert all(type(value) is torch.Tensor for value in saved.values())
-    assert all(torch.equal(saved[name], copy.deepcopy(found)[name]) for name in saved)
-    again = copy.deepcopy(model)
-    again.load_state_dict(saved)  # with all digits
-    assert all(torch.equal(value, saved[name]) for name, value in again.state_dict().items())
-    assert again(torch.rand(2, 1, 5, 5)).isfinite().all()
-    assert not recwarn.list
-
-
-@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
-def test_the_state_dict_of_a_copy_follows_its_weights(level):
-    average = copy.deepcopy(net(level))
-    value = average.state_dict()["fc.weight"]
-    value.add_(1e-5)
-    average.fc.weight.data.mul_(2.0)  # leaves no trace
-    assert torch.equal(average.state_dict()["fc.weight"], average.fc.weight.float())
-    with torch.no_grad():
-        average.fc.weight[0] = 3.0
-    value = average.state_dict()["fc.weight"]
-    value[1] = 5.0
-    value.view(-1)[-1] = 7.0
-    assert average.state_dict()["fc.weight"] is value
-    assert average.fc.weight[:, 1].tolist()[:2] == [3.0, 5.0]
-    assert average.fc.weight[-1, -1] == 7.0
-    with torch.no_grad():
-        average.fc.weight[0, 0] = 4.0
-    value.mul_(2)  # of the weight as it is now
-    assert average.fc.weight[0, :2].tolist() == [8.0, 6.0]
-    average.half().to(torch.float64)
-    average.state_dict()["fc.weight"].zero_()
-    assert not average.fc.weight.any()
-    again = copy.deepcopy(average)
-    again.state_dict()["fc.weight"].fill_(1.0)
-    assert not average.fc.weight.any()
-
-
-@pytest.mark.parametrize("level", ["O2", "O5"])
-def test_a_copy_that_is_trained_keeps_no_second_set_of_float32_values(level):
-    model = net(level)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    model, optimizer = copy.deepcopy((model, optimizer))
-    with amp.scale_loss(model(torch.rand(2, 1, 5, 5)).sum(), optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
-    first, second = model.state_dict(), model.state_dict()
-    assert type(first["fc.weight"]) is torch.Tensor
-    assert first["fc.weight"].data_ptr() != second["fc.weight"].data_ptr()
-
-
 # --- the model stays the user's object ------------------------------------------------------
 
 
@@ -801,7 +683,7 @@ def test_a_model_with_its_own_reduce_pickles():
     model = amp.initialize(WithReduce(2, 3), opt_level="O1", verbosity=0)
     clone = pickle.loads(pickle.dumps(model))
     assert isinstance(clone, WithReduce)
-    assert clone(torch.ones(1, 2)).dtype == f16
+    assert type(clone(torch.ones(1, 2))) is Float32Output
 
 
 def test_a_new_instance_of_the_models_class_is_not_under_amp():

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import reference
-from ampfuse import amp, optim
+from ampfuse import amp
 from ampfuse.amp.scaler import LossScaler
 from cases import LEVELS, assert_same, bf16, f16, f32, f64, never_waiting
 
@@ -202,13 +202,6 @@ def test_errors_name_the_parameter():
         amp.initialize(nn.Linear(1, 1), loose, opt_level="O2", verbosity=0)
 
 
-class NoParameters(torch.optim.Optimizer):
-    """Of another framework, which names what it steps."""
-
-    def __init__(self):
-        self.param_groups = [{"params": ["weight"]}]
-
-
 NO_SCALING = ("init_scale", "min_loss_scale", "max_loss_scale", "growth_factor", "backoff_factor")
 WRONG = [
     ({"opt_level": "02"}, RuntimeError, "'O2'"),
@@ -224,7 +217,6 @@ WRONG = [
     ({"init_scale": -1.0}, ValueError, "init_scale is -1.0; it has to be positive"),
     ({"max_loss_scale": None}, ValueError, "max_loss_scale is None; it has to be at"),
     ({"min_loss_scale": 8.0, "max_loss_scale": 4.0}, ValueError, "max_loss_scale is 4.0"),
-    ({"optimizers": NoParameters()}, TypeError, r"\['params'\]\[0\] of the No.* is a str"),
     ({"verbosity": "1"}, TypeError, "verbosity must be 0, 1 or 2, not '1'"),
     ({"enabled": "no"}, ValueError, "enabled is 'no'; it has to be True or False"),
     *(
@@ -869,21 +861,6 @@ def test_gradient_penalties(level):
 # --- an optimizer that the block was not told of --------------------------------------------
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("use", ["step", "backward", "accumulate"])
-def test_a_forgotten_optimizer_is_told_before_its_scaled_gradients_are_used(level, use):
-    models, (first, second) = two(level, loss_scale=8.0)
-    if use == "accumulate":  # on top of a gradient that is right
-        backward_of_both(models, [first, second])
-    backward_of_both(models, first)
-    first.step()
-    act = second.step
-    if use == "backward":
-        act = functools.partial(backward_of_both, models, [first, second])
-    with pytest.warns(UserWarning, match="did not list this SGD"):
-        act()
-
-
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("zero", ZEROING)
@@ -900,20 +877,3 @@ def test_gradients_dropped_in_between_are_no_concern(level, zero):
         first.zero_grad()
         second.zero_grad()
     assert weight(second) == 1.0 - 3 * 2.0**-4
-
-
-@pytest.mark.filterwarnings("error")
-def test_nobody_is_forgotten_where_nothing_is_left():
-    models, (first, second) = two("O0")  # not scaled
-    backward_of_both(models, first)
-    second.step()
-    models, (first, second) = two("O2")
-    backward_of_both(models, (second, first))
-    second.step()
-    backward_of_both(models[:1], first)  # does not reach the second
-    second.step()
-    larc = optim.LARC(sgd(models[0]))
-    amp.initialize(models[0], larc, opt_level="O2", verbosity=0)
-    backward(models[0], larc)
-    larc.step()
-    assert pickle.loads(pickle.dumps(second))._amp_session.enabled

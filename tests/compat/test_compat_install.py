@@ -38,9 +38,6 @@ def test_every_module_is_there_under_both_names():
     import apex
     import apex.amp._amp_state
     import apex.amp.frontend
-    import apex.amp.lists.functional_overrides
-    import apex.amp.lists.tensor_overrides
-    import apex.amp.lists.torch_overrides
     import apex.amp.scaler
     import apex.contrib.optimizers
     import apex.fp16_utils.loss_scaler

@@ -12,12 +12,8 @@ from torch._dynamo.utils import counters
 
 import ampfuse
 from ampfuse import amp, optim
-from ampfuse.amp import op_casts
-from ampfuse.amp.autocast_rules import AUTOCAST
 from ampfuse.amp.float32_output import Float32Output
-from ampfuse.amp.half_output import HalfOutput
 from cases import LEVELS, assert_same_bits, f32
-from programs import python
 
 DYNAMIC = ("O1", "O2")
 OVERFLOW = 2  # the step with one, at the dynamic levels
@@ -26,7 +22,6 @@ OVERFLOW = 2  # the step with one, at the dynamic levels
 @pytest.fixture(autouse=True)
 def compiler():
     """Forgets other tests. To compile a function again is an error, as is a warning of Dynamo's."""
-    op_casts.remove()  # as other tests left it
     torch._dynamo.reset()
     counters.clear()
     with torch._dynamo.config.patch(error_on_recompile=True), warnings.catch_warnings():
@@ -346,7 +341,8 @@ def same_compiled(function, x, backend="aot_eager", fullgraph=True):
     """`function` and compiled give results of the same classes, types and bits."""
     expected = function(x)
     found = torch.compile(function, backend=backend, fullgraph=fullgraph)(x)
-    assert type(found) is type(expected)
+    if not isinstance(expected, torch.Tensor):
+        assert type(found) is type(expected)
     for a, b in zip(tensors(found), tensors(expected), strict=True):
         kind = torch.Tensor if isinstance(b, Float32Output) else type(b)  # compiled: cast at once
         assert (type(a), a.dtype) == (kind, b.dtype)
@@ -377,8 +373,7 @@ RESULTS = {
 def test_results_in_containers(name, level):
     model = Part(lambda layer, y, x: y, RESULTS[name])
     amp.initialize(model, opt_level=level, verbosity=0)
-    found = tensors(same_compiled(model, torch.rand(3, 4)))
-    assert any(isinstance(t, HalfOutput) for t in found) == (level == "O1")
+    same_compiled(model, torch.rand(3, 4))
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
@@ -421,42 +416,6 @@ def test_losses_of_half_outputs_compute_in_float32(name, inside):
     x = torch.rand(3, 4)
     found = same_compiled((lambda x: loss(model(x))) if inside else loss, x if inside else model(x))
     assert found.dtype == f32
-
-
-AFTER_CAST_EVERYWHERE = """
-import torch
-from torch import nn
-from ampfuse import amp
-
-model = amp.initialize(nn.Linear(4, 4), opt_level="O1", verbosity=0)
-amp.cast_everywhere()
-amp.initialize(nn.Linear(1, 1), opt_level="O2", verbosity=0)
-out = model(torch.rand(3, 4))
-target = torch.tensor([0, 1, 2])
-loss = torch.compile(lambda o: nn.functional.cross_entropy(o, target), backend="aot_eager")
-assert loss(out).dtype == torch.float32
-"""
-
-
-@pytest.mark.slow  # in a process of its own
-def test_compiled_losses_where_functions_were_replaced_before():
-    """In a process that has not compiled anything before."""
-    ran = python("-c", AFTER_CAST_EVERYWHERE)
-    assert ran.returncode == 0, ran.stderr
-
-
-def test_replaced_functions_are_known_when_dynamo_lists_functions_anew():
-    """As torch.distributed.init_process_group has it do."""
-    op_casts.install(AUTOCAST)
-    torch._dynamo.trace_rules.clear_lru_cache()
-    try:
-        model, x = nn.Conv2d(2, 4, 3), batch(0)[0]
-        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-        assert torch.equal(compiled(x), model(x))
-    finally:
-        op_casts.remove()
-    torch._dynamo.reset()
-    assert torch.equal(torch.compile(model, backend="aot_eager", fullgraph=True)(x), model(x))
 
 
 # --- tools ----------------------------------------------------------------------------------------

@@ -17,7 +17,6 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.optim import lr_scheduler as lrs
 
-import ampfuse
 from ampfuse import amp, graphs, optim
 from ampfuse.graphs import make_graphed_step
 from ampfuse.nn import fuse, recompute_norms
@@ -140,7 +139,6 @@ def stand_in(monkeypatch):
 class Training:
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    scaler: torch.amp.GradScaler | None = None
     max_grad_norm: float | None = None
     under_amp: bool = False
 
@@ -151,29 +149,21 @@ class Training:
             self.optimizer,
             batch,
             max_grad_norm=self.max_grad_norm,
-            scaler=self.scaler,
         )
 
     def eager(self, inputs, *targets):
         """The loop that the docstring of make_graphed_step shows."""
-        optimizer, scaler = self.optimizer, self.scaler
+        optimizer = self.optimizer
         optimizer.zero_grad()
         loss = loss_fn(self.model(inputs), *targets)
-        if scaler is not None:
-            scaler.scale(loss).backward()
-        elif self.under_amp:
+        if self.under_amp:
             with amp.scale_loss(loss, optimizer) as scaled_loss:
                 scaled_loss.backward()
         else:
             loss.backward()
         if self.max_grad_norm is not None:
-            clip = amp.clip_grad_norm_ if scaler is None else scaler.clip_grad_norm_
-            clip(optimizer, self.max_grad_norm)
-        if scaler is None:
-            optimizer.step()
-        else:
-            scaler.step(optimizer)
-            scaler.update()
+            amp.clip_grad_norm_(optimizer, self.max_grad_norm)
+        optimizer.step()
         return loss.detach()
 
 
@@ -198,16 +188,14 @@ def under_amp(level, kind, device, max_grad_norm=None, **options):
     model, optimizer = amp.initialize(
         model, optimizer, opt_level=level, verbosity=0, growth_interval=7, master_weights=masters
     )
-    return Training(model, optimizer, None, max_grad_norm, True)
+    return Training(model, optimizer, max_grad_norm, True)
 
 
-def alone(kind, dtype, device, scaler=None, max_grad_norm=None, width=16, **options):
+def alone(kind, dtype, device, max_grad_norm=None, width=16, **options):
     model = network(device, dtype, width)
     model.register_forward_pre_hook(lambda module, inputs: inputs[0].to(dtype))
     optimizer = kind(model.parameters(), **{"master_weights": True, **options})
-    if scaler is not None:
-        scaler = scaler(device.type, growth_interval=7)
-    return Training(model, optimizer, scaler, max_grad_norm)
+    return Training(model, optimizer, max_grad_norm)
 
 
 SGD = {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-3}
@@ -221,7 +209,7 @@ TRAININGS = {
     "O4": lambda d: under_amp("O4", torch.optim.AdamW, d, **ADAM),
     "O5": lambda d: under_amp("O5", torch.optim.Adam, d, 0.1, **ADAM),
     "adamw": lambda d: alone(optim.AdamW, bf16, d, skip_nonfinite=True, **ADAM),
-    "sgd": lambda d: alone(optim.SGD, bf16, d, None, 0.1, **SGD),
+    "sgd": lambda d: alone(optim.SGD, bf16, d, 0.1, **SGD),
     "O2, split": lambda d: under_amp(
         "O2", torch.optim.AdamW, d, 0.1, master_weights="split", **ADAM
     ),
@@ -232,13 +220,11 @@ TRAININGS = {
         for coded in CODED
     },
     "stochastic bf16 ema": lambda d: alone(
-        optim.SGD, bf16, d, None, 0.1, master_weights=False, **MODES["stochastic bf16 ema"], **SGD
+        optim.SGD, bf16, d, 0.1, master_weights=False, **MODES["stochastic bf16 ema"], **SGD
     ),
     "adagrad": lambda d: alone(optim.Adagrad, bf16, d, skip_nonfinite=True, lr=0.05),
-    "lamb": lambda d: alone(optim.LAMB, f16, d, ampfuse.GradScaler, lr=0.05),
+    "lamb": lambda d: alone(optim.LAMB, f16, d, skip_nonfinite=True, lr=0.05),
     "novograd": lambda d: alone(optim.NovoGrad, bf16, d, skip_nonfinite=True, lr=0.05),
-    "scaler": lambda d: alone(optim.AdamW, f16, d, ampfuse.GradScaler, 0.1, **ADAM),
-    "torch's scaler": lambda d: alone(optim.SGD, f16, d, torch.amp.GradScaler, **SGD),
 }
 # The first step overflows, two in a row do, one after the scale has grown (7 good steps) and one
 # before it would grow again, which it does at the end.
@@ -277,8 +263,6 @@ def everything(training):
         found[f"step {name}"] = optimizer.param_table().inspector.state_field(name)
     if training.under_amp:
         found |= scaling(amp.state_dict(optimizer=optimizer)["loss_scaler0"])
-    if training.scaler is not None:
-        found |= scaling(training.scaler.state_dict())
     found["random numbers"] = torch.get_rng_state()
     if next(training.model.parameters()).is_cuda:
         found["random numbers of the device"] = torch.cuda.get_rng_state()
@@ -331,7 +315,7 @@ def test_graphed_steps_train_like_eager_ones(name, scheduled, machine):
     assert skipped >= len(bad) if bad else skipped == 0
 
 
-@pytest.mark.parametrize("name", ["O1", "O2", "O5", "scaler"])
+@pytest.mark.parametrize("name", ["O1", "O2", "O5"])
 def test_a_compiled_model_is_captured_too(name, machine):
     """It is compiled in the first calls, before the capture, and not again."""
     torch._dynamo.reset()
@@ -382,7 +366,7 @@ def test_fused_batch_norms_are_captured(level, recomputed, hardware, monkeypatch
     "kind",
     [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)],
 )
-@pytest.mark.parametrize("name", ["O2", "O5", "adamw", "scaler"])
+@pytest.mark.parametrize("name", ["O2", "O5", "adamw"])
 def test_hundreds_of_steps(name, kind, monkeypatch):
     """With a schedule and overflows: planted ones, and those of a scale that grows."""
     device, count = torch.device(kind), 300
@@ -423,7 +407,7 @@ def test_making_a_step_does_not_train(name, trained, machine):
     assert training.optimizer._rehearsal is None
 
 
-@pytest.mark.parametrize("name", ["O1", "O2", "O5", "adamw", "scaler"])
+@pytest.mark.parametrize("name", ["O1", "O2", "O5", "adamw"])
 def test_eager_steps_in_between(name, machine):
     """With gradients of their own, and some that nobody steps on."""
     bad = () if name in STATIC else BAD
@@ -497,8 +481,6 @@ def load_everything(training, saved):
     training.optimizer.load_state_dict(copy.deepcopy(saved["optimizer"]))  # torch takes over some
     if training.under_amp:
         amp.load_state_dict(saved["amp"], optimizer=training.optimizer)
-    if training.scaler is not None:
-        training.scaler.load_state_dict(saved["scaler"])
 
 
 def clear_states(training, saved):
@@ -511,15 +493,11 @@ def state_dict(training):
     saved = {"model": training.model.state_dict(), "optimizer": training.optimizer.state_dict()}
     if training.under_amp:
         saved["amp"] = amp.state_dict(optimizer=training.optimizer)
-    if training.scaler is not None:
-        saved["scaler"] = training.scaler.state_dict()
     return copy.deepcopy(saved)
 
 
 @pytest.mark.parametrize("edit", [clamp, load_model, load_everything, clear_states])
-@pytest.mark.parametrize(
-    "name", ["O2", "O2, clipping", "O5", "adamw", "scaler", "torch's scaler", *COMPACT]
-)
+@pytest.mark.parametrize("name", ["O2", "O2, clipping", "O5", "adamw", *COMPACT])
 def test_edits_in_between_are_seen(name, edit, machine):
     """Of weights, states and scales; the graph goes on in the memory it knows."""
     ours, twin = twins(name, machine)
@@ -538,7 +516,7 @@ def test_edits_in_between_are_seen(name, edit, machine):
     assert_same_bits(found, expected)
 
 
-@pytest.mark.parametrize("name", ["O2", "adamw", "sgd", "scaler", *COMPACT])
+@pytest.mark.parametrize("name", ["O2", "adamw", "sgd", *COMPACT])
 def test_a_checkpoint_of_graphed_steps_resumes_eagerly_and_graphed(name, machine):
     feed = list(batches(machine, 24))
     whole = TRAININGS[name](machine)
@@ -652,13 +630,13 @@ def test_one_tensor_in_two_places(stand_in):
 def wrong_batches():
     x, y = sample("cpu")
     return [
-        ((x[:5], y[:5]), r"inputs has shape \(5, 6\), .* for \(8, 6\)\. .*drop_last=True"),
-        ((x, y[:, :1]), r"targets\[0\] has shape \(8, 1\)"),
-        ((x.double(), y), "inputs is torch.float64, .* torch.float32"),
-        ((x,), r"targets\[0\] is missing"),
-        ((x, y, y), r"targets\[1\] is new"),
-        (([x], y), r"inputs is missing|inputs\[0\] is new"),
-        ((x, 3.0), r"targets\[0\] is a float; a tensor"),
+        ((x[:5], y[:5]), r"inputs is .* \(5, 6\), .* \(8, 6\)\. .*drop_last=True"),
+        ((x, y[:, :1]), r"targets\[0\] is .* \(8, 1\)"),
+        ((x.double(), y), "inputs is torch.float64 .* torch.float32"),
+        ((x,), r"another structure .*targets\[0\]"),
+        ((x, y, y), r"another structure .*targets\[1\]"),
+        (([x], y), r"another structure .*inputs\[0\]"),
+        ((x, 3.0), r"targets\[0\] is 3.0, and .* with torch.float32"),
     ]
 
 
@@ -713,8 +691,6 @@ REFUSED = {
     ),
     "LARC": (lambda m: {"optimizer": optim.LARC(sgd(m))}, TypeError, "LARC has no fused step"),
     "generic": (lambda m: initialized(torch.optim.RMSprop), TypeError, "has no fused step"),
-    "no model": (lambda m: {"model": loss_fn}, TypeError, "model is a function"),
-    "no scaler": (lambda m: {"scaler": 128.0}, TypeError, "scaler is a float"),
     "no batch": (
         lambda m: {"sample_batch": torch.ones(3)},
         TypeError,
@@ -726,11 +702,6 @@ REFUSED = {
         r"targets\[0\] is a ndarray; pass tensors",
     ),
     "a norm": (lambda m: {"max_grad_norm": -1}, ValueError, "max_grad_norm is -1"),
-    "two scalers": (
-        lambda m: {**initialized(), "scaler": ampfuse.GradScaler("cpu")},
-        ValueError,
-        "leave scaler out",
-    ),
     "loud": (lambda m: initialized(verbosity=2), RuntimeError, "verbosity=1"),
 }
 
@@ -761,7 +732,7 @@ def test_there_are_no_graphs_on_a_cpu():
 
 def test_a_failed_making_leaves_no_trace(stand_in):
     """An error in the user's model, in the first rehearsal or in the capture itself."""
-    training, twin = twins("scaler", torch.device("cpu"))
+    training, twin = twins("O2", torch.device("cpu"))
     run(training.eager, batches("cpu", 3))
     run(twin.eager, batches("cpu", 3))
     before = everything(training)
@@ -775,9 +746,7 @@ def test_a_failed_making_leaves_no_trace(stand_in):
             return loss_fn(output, target)
 
         with pytest.raises(KeyError, match="the user's"):
-            make_graphed_step(
-                training.model, loss, training.optimizer, sample("cpu"), scaler=training.scaler
-            )
+            make_graphed_step(training.model, loss, training.optimizer, sample("cpu"))
         assert_same_bits(everything(training), before)
     assert_trains_alike(training, training.eager, twin, batches("cpu", 5))
 
@@ -796,17 +765,23 @@ def moved(model):
 CHANGES = {
     "eps": (
         lambda m, o: o.param_groups[0].update(eps=1e-5),
-        "eps of parameter group 0 was .* to 1e-05",
+        "eps of parameter group 0 was changed",
     ),
     "maximize": (lambda m, o: o.param_groups[0].update(maximize=True), "maximize of parameter gr"),
-    "amsgrad": (lambda m, o: o.param_groups[0].update(amsgrad=True), "amsgrad was switched"),
-    "tensor": (lambda m, o: o.param_groups[0].update(lr=torch.tensor(0.1)), "is another tensor"),
+    "amsgrad": (
+        lambda m, o: o.param_groups[0].update(amsgrad=True),
+        "momentum or amsgrad switch on was changed",
+    ),
+    "tensor": (
+        lambda m, o: o.param_groups[0].update(lr=torch.tensor(0.1)),
+        "the tensor that is lr of parameter group 0 was changed",
+    ),
     "added": (
         lambda m, o: o.add_param_group({"params": [torch.ones(2, requires_grad=True)]}),
-        "parameters are others",
+        "list of parameters was changed",
     ),
-    "replaced": (lambda m, o: replaced(o.param_groups[0]), "parameters are others"),
-    "moved": (lambda m, o: moved(m), r"the memory \(p\.data.* was changed"),
+    "replaced": (lambda m, o: replaced(o.param_groups[0]), "list of parameters was changed"),
+    "moved": (lambda m, o: moved(m), r"memory \(p\.data.* was changed"),
     "buffer": (
         lambda m, o: m[1].running_mean.set_(torch.zeros(16, dtype=bf16)),
         "the memory of buffer model.1.running_mean was changed",
@@ -837,7 +812,7 @@ def test_momentum_neither_starts_nor_ends(then, now, stand_in):
     training = alone(optim.SGD, bf16, torch.device("cpu"), lr=0.1, momentum=then)
     step = training.graphed(sample("cpu"))
     training.optimizer.param_groups[0]["momentum"] = now
-    with pytest.raises(RuntimeError, match="momentum or amsgrad was switched"):
+    with pytest.raises(RuntimeError, match="momentum or amsgrad switch on was changed"):
         step(*sample("cpu"))
 
 

@@ -432,25 +432,25 @@ def test_a_dynamic_scale_that_adapts(make):
 
 @pytest.mark.parametrize("level", ["O1", "O2", "by hand"])
 def test_a_static_scale_that_is_too_high(level):
-    if level == "by hand":
-        model = mlp()
-        with amp.explain_overflow(model) as watch, torch.autocast("cpu", dtype=torch.float16):
-            (F.cross_entropy(model(batch()[0]), batch()[1]) * 2.0**24).backward()
-    else:
-        loop = Level(mlp(), level, loss_scale=2.0**24)
-        with amp.explain_overflow(loop.model) as watch:
-            loop.step(*batch())
-    found = watch.explanation
+    def explained(scale):
+        if level == "by hand":
+            model = mlp()
+            with amp.explain_overflow(model) as watch, torch.autocast("cpu", dtype=torch.float16):
+                (F.cross_entropy(model(batch()[0]), batch()[1]) * scale).backward()
+        else:
+            loop = Level(mlp(), level, loss_scale=scale)
+            with amp.explain_overflow(loop.model) as watch:
+                loop.step(*batch())
+        return watch.explanation
+
+    found = explained(2.0**24)
     assert (found.phase, found.scale, found.dynamic) == ("backward", 2.0**24, False)
     assert "static loss scale of 1.67772e+07 is too high" in found.remedy
     assert not found.is_harmless
     # With the scale that it names there is no overflow in that place, with twice as much there is.
     born = (found.module, found.operation)
     for scale, fits in ((found.fitting_scale, True), (2 * found.fitting_scale, False)):
-        loop = Level(mlp(), "O1" if level == "by hand" else level, loss_scale=scale)
-        with amp.explain_overflow(loop.model) as watch:
-            loop.step(*batch())
-        again = watch.explanation
+        again = explained(scale)
         assert (again is None or (again.module, again.operation) != born) == fits
 
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-import ampfuse
 import reference
 from ampfuse import amp, optim
 from ampfuse.amp.policy import make_policy
@@ -427,35 +426,6 @@ def test_static_scales_and_pickled_scalers(scale):
     state = {**scaler.__getstate__(), "_loss_scale": scale}
     with pytest.raises(ValueError, match=r"^loss_scale is"):
         scaler.__setstate__(state)
-
-
-GRAD_SCALES = {
-    "scale": SCALES["loss_scale"],
-    "growth_factor": (1.0, nan, "2", None),
-    "backoff_factor": (0.0, 1.0, nan, None),
-    "growth_interval": (0, -1, None),
-    "_growth_tracker": SCALES["unskipped"],
-}
-
-
-@pytest.mark.parametrize("used", [False, True])
-@pytest.mark.parametrize("key", GRAD_SCALES)
-def test_damaged_states_of_a_grad_scaler(key, used):
-    scaler = ampfuse.GradScaler("cpu")
-    if used:
-        scaler.scale(torch.ones(()))
-    before = scaler.state_dict()
-    for wrong in GRAD_SCALES[key]:
-        with pytest.raises(ValueError, match=f"^{key} is .*; it has to be"):
-            scaler.load_state_dict({**before, key: wrong})
-        assert scaler.state_dict() == before
-    lacking = {name: value for name, value in before.items() if name != key}
-    with pytest.raises(ValueError, match=f"lacks {key}$"):
-        scaler.load_state_dict(lacking)
-    assert scaler.state_dict() == before
-    theirs = torch.amp.GradScaler("cpu", init_scale=2.0**10).state_dict()
-    scaler.load_state_dict(theirs)
-    assert scaler.get_scale() == 2.0**10
 
 
 def test_a_checkpoint_of_fp16_optimizer_is_whole_or_refused():

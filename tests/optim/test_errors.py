@@ -147,19 +147,12 @@ def test_parameters_without_values():
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 def test_levels_on_the_meta_device(level):
-    """Where masters would stay there it is told at once; elsewhere values may come later."""
     net = torch.nn.Linear(3, 2, device="meta")
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    before = dict(optimizer.__dict__)
-    if level == "O1":
-        amp.initialize(net, optimizer, opt_level=level, verbosity=0)
-        meta = pytest.raises(RuntimeError, match=r"^weight is on the meta device")
-        with meta, amp.scale_loss(torch.zeros(()), optimizer):
-            pass
-        return
-    with pytest.raises(RuntimeError, match=r"'weight' is on the meta device.*Materialize"):
-        amp.initialize(net, optimizer, opt_level=level, verbosity=0)
-    assert (optimizer.__dict__, net.weight.dtype) == (before, f32)
+    amp.initialize(net, optimizer, opt_level=level, verbosity=0)
+    meta = pytest.raises(RuntimeError, match=r"^weight is on the meta device.*Materialize it")
+    with meta, amp.scale_loss(torch.zeros(()), optimizer):
+        pass
 
 
 STRANGE = {

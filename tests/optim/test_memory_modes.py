@@ -856,7 +856,7 @@ def test_a_groups_choice_stays_its_own():
 
 @pytest.mark.parametrize("kind", ["LAMB", "NovoGrad"])
 def test_whose_states_are_no_codes(kind):
-    params, message = parameters([f32]), f"{kind} keeps no states in 8 bits.*Use 'bf16' or 'fp32'"
+    params, message = parameters([f32]), f"{kind} keeps no states in 8 bits.*use 'fp32' or 'bf16'"
     with pytest.raises(ValueError, match=message):
         getattr(optim, kind)(params, state_dtype="8bit")
     optimizer = getattr(optim, kind)(params[:2])

@@ -25,9 +25,7 @@ from ampfuse import half_ops as _half_ops
 from ampfuse import plugs as _plugs
 from ampfuse.amp import function_casts as _function_casts
 from ampfuse.amp import no_sync as _no_sync
-from ampfuse.amp import op_casts as _op_casts
 from ampfuse.amp import session as _sessions
-from ampfuse.amp.autocast_rules import AUTOCAST
 from ampfuse.amp.cast_state import disable_casts
 from ampfuse.amp.function_casts import (
     bfloat16_function,
@@ -94,33 +92,30 @@ def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
 def cast_everywhere() -> None:
     """Cast outside the models' ``forward`` too: in a ``loss()`` method, in a part called directly.
 
-    Where the latest ``initialize`` was at O1 or O4, torch's functions choose their types as under
-    autocast, in the whole process, until the next ``initialize``. At other levels, and with amp
-    off, nothing changes. CPU tensors are left alone while the model is on a GPU; so are calls on
-    float64 alone, and other processes. :func:`disable_casts` excepts a block, and the step of an
-    initialized optimizer is excepted always.
+    Where the latest ``initialize`` was at O1 or O4, autocast stays on in this thread, until the
+    next ``initialize``. At other levels, and with amp off, nothing changes. CPU tensors are left
+    alone while the model is on a GPU; so are other processes. :func:`disable_casts` excepts a
+    block; backward passes in ``scale_loss`` and steps are excepted always.
 
     Raises:
         RuntimeError: there was no ``initialize``.
 
     Source: the reach of ``apex.amp`` at O1.
     """
-    session = _sessions.latest()
-    session.everywhere = session.everywhere or AUTOCAST
+    _sessions.latest().everywhere = True
     _sessions.follow_latest()
 
 
 def restore_torch() -> None:
-    """Put back what ampfuse has replaced of torch's in this process, for a training that is over.
+    """Put back what ampfuse has changed of torch in this process, for a training that is over.
 
-    These are functions that :func:`cast_everywhere` and ``register_..._function`` replaced,
-    ``DistributedDataParallel.no_sync``, and the CPU's kernels for half types
-    (:func:`ampfuse.cpu_half_ops`). What somebody else has replaced since stays. Models and
-    optimizers keep their level, and the next ``initialize`` replaces anew what it needs. The page
-    docs/what_it_changes.md has the whole list.
+    This is autocast, where :func:`cast_everywhere` has left it on in this thread; functions that
+    ``register_..._function`` replaced; ``DistributedDataParallel.no_sync``; and the CPU's kernels
+    for half types (:func:`ampfuse.cpu_half_ops`). What somebody else has replaced since stays.
+    Models and optimizers keep their level, and the next ``initialize`` replaces anew what it needs.
+    The page docs/what_it_changes.md has the whole list.
     """
     _sessions.end_everywhere()
-    _op_casts.remove()
     _function_casts.restore_registered()
     _no_sync.unwatch()
     _half_ops.forget()

@@ -1,7 +1,8 @@
-"""By what torch's functions, and functions of one's own, are cast where a thread is right now.
+"""Autocast beyond the models' ``forward``: where it is left on, and where it is off again.
 
-Inside the ``forward`` of a model its level decides, outside the latest ``initialize``, and inside
-:func:`disable_casts` nobody.
+At O1 and O4 autocast is on inside ``forward``. :func:`leave_on` has it stay on outside too, in this
+thread. It is off there in the ``forward`` of models at other levels, in backward passes and in
+steps, and keeps no casts of weights, which may change at any time.
 """
 
 from __future__ import annotations
@@ -10,63 +11,71 @@ import contextlib
 import functools
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
-
-from ampfuse.amp.op_rules import AS_WRITTEN, Scope
-from ampfuse.optim import generic
 
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        self.scope: Scope | None = None  # of the innermost region; None outside of all
+        # Device types that autocast is left on for, with its type there before.
+        self.left_on: dict[str, torch.dtype] = {}
         self.disabled = 0
 
 
 thread = _Thread()
-outside: Scope = AS_WRITTEN  # of every thread, wherever it is in no region
 
 
-def scope() -> Scope:
-    return thread.scope or outside
+def leave_on(device_types: Sequence[str], dtype: torch.dtype) -> None:
+    """Autocast stays on in this thread until :func:`end`."""
+    for device_type in device_types:
+        thread.left_on[device_type] = torch.get_autocast_dtype(device_type)
+        torch.set_autocast_dtype(device_type, dtype)
+        torch.set_autocast_enabled(device_type, True)
+    torch.set_autocast_cache_enabled(False)
+    _end_in_forks()
 
 
-def set_outside(value: Scope) -> None:
-    """What the latest ``initialize`` says, for all threads."""
-    global outside
-    outside = value
-    if value is not AS_WRITTEN:
-        _end_in_forks()
+def end() -> None:
+    """Undo :func:`leave_on`, if it was called in this thread."""
+    if not thread.left_on:
+        return
+    for device_type, dtype in thread.left_on.items():
+        torch.set_autocast_enabled(device_type, False)
+        torch.set_autocast_dtype(device_type, dtype)
+    torch.set_autocast_cache_enabled(True)
+    thread.left_on = {}
 
 
 @functools.cache
 def _end_in_forks() -> None:
     """In a worker that loads data nothing is computed for the model."""
     if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=lambda: set_outside(AS_WRITTEN))
+        os.register_at_fork(after_in_child=end)
 
 
 @contextlib.contextmanager
-def region(scope: Scope | None) -> Iterator[None]:
-    """Functions called inside the block, in this thread, are cast by `scope`; None: `outside`'s."""
-    outer = thread.scope
-    thread.scope = scope
+def inside_forward(device_type: str, dtype: torch.dtype) -> Iterator[None]:
+    """Autocast in the ``forward`` of a model at O1 or O4, whatever was left on outside."""
+    outer, thread.left_on = thread.left_on, {}
     try:
-        yield
+        with torch.autocast(device_type, dtype=dtype, cache_enabled=True):
+            yield
     finally:
-        thread.scope = outer
+        thread.left_on = outer
+
+
+def off_if_left_on() -> contextlib.AbstractContextManager[None]:
+    """A block without the autocast that was left on; one that the user has opened stays."""
+    return _autocast_off() if thread.left_on else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
-def _around_step() -> Iterator[Callable[[], contextlib.AbstractContextManager[None]]]:
-    """No function in the block is cast; where its value makes a context, as outside the block."""
-    outer = thread.scope
-    with region(AS_WRITTEN):
-        yield functools.partial(region, outer)
-
-
-generic.around_step = _around_step
+def _autocast_off() -> Iterator[None]:
+    accelerator = torch.accelerator.current_accelerator() or torch.device("cpu")
+    on_accelerator = torch.autocast(accelerator.type, enabled=False)
+    with torch.autocast("cpu", enabled=False), on_accelerator:
+        yield
 
 
 forward_ran = False  # of a model at O1 or O4, since the latest ``initialize``
@@ -87,15 +96,12 @@ def casts_are_disabled() -> bool:
 def disable_casts() -> Iterator[None]:
     """Compute as written inside the block: no cast of O1 or O4 happens in it, in this thread.
 
-    Turns autocast off and stops half outputs from computing their losses in FP32. What was before
-    is there again afterwards, also when the block raises, and blocks may be nested. Half tensors
-    from outside stay half; cast them (``x.float()``) where FP32 is wanted.
+    What was before is there again afterwards, also when the block raises, and blocks may be nested.
+    Half tensors from outside stay half; cast them (``x.float()``) where FP32 is wanted.
     """
-    accelerator = torch.accelerator.current_accelerator() or torch.device("cpu")
-    on_accelerator = torch.autocast(accelerator.type, enabled=False)
     thread.disabled += 1
     try:
-        with region(AS_WRITTEN), torch.autocast("cpu", enabled=False), on_accelerator:
+        with _autocast_off():
             yield
     finally:
         thread.disabled -= 1

@@ -2,7 +2,7 @@
 
 The model stays the user's object. Its class is exchanged for a subclass of that class whose
 ``forward`` casts around the original one. A method that belongs to the class, unlike one attached
-to the instance, is right for every copy: ``copy.deepcopy`` (EMA, teacher models), pickle,
+to the instance, is right for every copy: ``copy.deepcopy`` (teacher models), pickle,
 ``DataParallel`` replicas and ``torch.compile`` all work, and so does calling ``forward`` directly.
 An object that only passes for a module has no class to exchange: its module gets the casts.
 """
@@ -13,17 +13,15 @@ import dataclasses
 import functools
 import itertools
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ampfuse import _core, trees
-from ampfuse.amp import cast_state, copies, float32_output, op_casts, weight_cache
+from ampfuse.amp import cast_state, float32_output
 from ampfuse.amp.cast_state import casts_are_disabled
-from ampfuse.amp.half_output import half_output_class, unwrap, wrap
-from ampfuse.amp.op_rules import AS_WRITTEN, OpRules, Scope
 from ampfuse.amp.policy import Policy
 from ampfuse.nn.forwards import WrappedForward, is_proxy, original_class
 from ampfuse.nn.forwards import eager_module as eager_module
@@ -38,17 +36,16 @@ class Casts:
     inputs: torch.dtype | None = None
     autocast: torch.dtype | None = None
     outputs: torch.dtype | None = None
-    rules: OpRules | None = None  # in addition to autocast's own
-    lazy_outputs: bool = False  # FP32 ones, see float32_output.py
+    lazy_outputs: bool = False  # half ones become FP32, see float32_output.py
 
     @classmethod
-    def of(cls, policy: Policy, rules: OpRules | None = None) -> Casts:
-        """A model that casts its inputs gives FP32 outputs, unless the policy says otherwise."""
+    def of(cls, policy: Policy) -> Casts:
+        """Outputs are FP32, unless the policy says otherwise."""
         inputs, outputs = policy.weights_type, policy.cast_model_outputs
-        lazy = inputs in HALF_DTYPES and outputs is None
+        lazy = outputs is None and policy.computes_in_half
         if inputs is not None and outputs is None:
             outputs = torch.float32
-        return cls(inputs, policy.autocast_type, outputs, rules, lazy)
+        return cls(inputs, policy.autocast_type, outputs, lazy)
 
 
 def check_can_install(model: nn.Module) -> None:
@@ -99,16 +96,6 @@ class AmpModule(WrappedForward):
         inner = self.__dict__.get("_amp_inner_forward")
         if getattr(inner, "__func__", None) is type(self).forward:  # type: ignore[attr-defined]
             del self.__dict__["_amp_inner_forward"]
-        copies.keep_from_now_on(self)  # type: ignore[arg-type]
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        result = super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
-        state_dict = args[0] if args else kwargs.get("state_dict")
-        if not isinstance(state_dict, Mapping):  # the class's own format
-            return result
-        for name, own in _saved_tensors(self):  # type: ignore[arg-type]
-            copies.take_over(self, own, state_dict.get(name))  # type: ignore[arg-type]
-        return result
 
     def __prepare_scriptable__(self) -> Any:
         """What ``torch.jit.script`` calls first.
@@ -171,40 +158,24 @@ def _cast_forward(
     kwargs: dict[str, Any],
 ) -> Any:
     # What another model returned is a plain tensor again in here: this model's level decides now.
-    args, kwargs = float32_output.as_half(unwrap(args)), float32_output.as_half(unwrap(kwargs))
+    args, kwargs = float32_output.as_half(args), float32_output.as_half(kwargs)
     if casts.inputs is not None:
         args, kwargs = trees.cast(args, casts.inputs), trees.cast(kwargs, casts.inputs)
 
     if casts.autocast is None or casts_are_disabled():
-        with cast_state.region(AS_WRITTEN):
+        covered = False
+        with cast_state.off_if_left_on():
             outputs = inner(*args, **kwargs)
-        if casts.lazy_outputs:
-            return float32_output.cast(outputs, model)
-        return outputs if casts.outputs is None else trees.cast(outputs, casts.outputs)
-
-    cast_state.note_forward()
-    device_type = _device_type(model, (args, kwargs))
-    # In an autocast region of the user's, or inside another model, the loss is covered already.
-    covered = torch.is_autocast_enabled(device_type)
-    scope = Scope(casts.autocast, casts_cpu=device_type == "cpu")
-    if not torch.compiler.is_compiling():  # it follows autocast, not Python that looks at each call
-        _add_rules(scope, casts.rules)
-    with torch.autocast(device_type, dtype=casts.autocast), cast_state.region(scope):
-        outputs = inner(*args, **kwargs)
-    if not (covered or torch.compiler.is_compiling()):
-        weight_cache.clear()  # as autocast's own, it ends with the outermost region
-    if casts.outputs is not None:
-        return trees.cast(outputs, casts.outputs)
-    return outputs if covered else wrap(outputs, half_output_class(casts.rules))
-
-
-def _add_rules(scope: Scope, rules: OpRules | None) -> None:
-    """Besides autocast `rules` hold in `scope`; outside of it the same tensors are left alone."""
-    if rules is not None:
-        op_casts.install(rules)
-        scope.table = rules.table_under_autocast
-    if cast_state.outside.table:
-        cast_state.outside.casts_cpu = scope.casts_cpu
+    else:
+        cast_state.note_forward()
+        device_type = _device_type(model, (args, kwargs))
+        # In an autocast region of the user's, or inside another model, the loss is covered already.
+        covered = torch.is_autocast_enabled(device_type) and not cast_state.thread.left_on
+        with cast_state.inside_forward(device_type, casts.autocast):
+            outputs = inner(*args, **kwargs)
+    if casts.lazy_outputs and not covered:
+        outputs = float32_output.widen(outputs, model)
+    return outputs if casts.outputs is None else trees.cast(outputs, casts.outputs)
 
 
 def _device_type(model: nn.Module, arguments: Any) -> str:
@@ -272,7 +243,6 @@ def save_in_float32(model: nn.Module) -> None:
 
     So a checkpoint does not depend on the level it was trained at. ``load_state_dict`` casts back.
     """
-    copies.stop_keeping(model)
     for module in model.modules():
         if isinstance(module, torch.jit.ScriptModule):  # takes no hooks; its parent's covers it
             continue
@@ -285,14 +255,12 @@ def _state_dict_in_float32(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]
 ) -> None:
     """Replace half entries: the module's own and, as its children have hooks, scripted ones."""
-    for name, own in _saved_tensors(module):
+    tensors = [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ]
+    for name, own in tensors:
         entry = state_dict.get(prefix + name)
         # keep_vars=True asks for the parameter itself.
         if isinstance(entry, Tensor) and entry.dtype in HALF_DTYPES and entry is not own:
-            state_dict[prefix + name] = copies.float32_entry(module, entry, own)
-
-
-def _saved_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers by name, those of its parts too: scripted ones have no hook."""
-    yield from module.named_parameters(remove_duplicate=False)
-    yield from module.named_buffers(remove_duplicate=False)
+            state_dict[prefix + name] = entry.float()

@@ -1,9 +1,10 @@
-"""Outputs of half models (levels O2 and O5): FP32, cast when somebody looks at them.
+"""Outputs of models that compute in half: FP32, cast when somebody looks at them.
 
-apex casts what a half model returns to FP32. For logits over many classes that copy and its
-gradient take more memory and time than the loss itself, and ``F.cross_entropy`` needs neither:
-:func:`ampfuse.nn.cross_entropy` reads half logits. So the cast waits. Views of the output wait with
-it; to every other function the output is the FP32 tensor, made at the first one and kept.
+A loss in half precision would be wrong without an error: a scaled gradient of 65536 does not fit
+FP16, and a mean over many elements keeps three digits. For logits over many classes an FP32 copy
+and its gradient take more memory and time than the loss itself, and ``F.cross_entropy`` needs
+neither: :func:`ampfuse.nn.cross_entropy` reads half logits. So the cast waits. Views of the output
+wait with it; to every other function the output is the FP32 tensor, made at the first one and kept.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Float32Output(Tensor):
     (an ``autograd.Function``, a C++ extension) sees the half tensor.
     """
 
-    _float32: Tensor  # once it is made
+    _float32: Tensor | None = None  # once it is made
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -41,7 +42,7 @@ class Float32Output(Tensor):
                 if not any(isinstance(t, cls) for t in trees.tensors(half)):
                     if func is F.cross_entropy:
                         return cross_entropy(*half[0], **half[1])
-                    return trees.replace(func(*half[0], **half[1]), _wrap)
+                    return trees.replace(func(*half[0], **half[1]), _again)
             return func(*trees.replace(args, _cast), **trees.replace(kwargs, _cast))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -69,20 +70,27 @@ _VIEWS = frozenset(
 )
 
 
-def cast(outputs: Any, model: torch.nn.Module) -> Any:
-    """`outputs` of `model` with the floating point tensors in it cast to FP32, sooner or later.
+def widen(outputs: Any, model: torch.nn.Module) -> Any:
+    """`outputs` of `model` with the half tensors in it FP32, sooner or later.
 
     At once where the cast is all there is to win (no gradient is wanted), where whatever traces
     sees to it, and where torch hands outputs on below its functions (parallel models).
     """
-    lazy = (
-        torch.is_grad_enabled()
-        and not torch.compiler.is_compiling()
-        and not torch.jit.is_tracing()
-        and not getattr(model, "_is_replica", False)
-        and not (torch.distributed.is_available() and torch.distributed.is_initialized())
+    at_once = (
+        not torch.is_grad_enabled()
+        or torch.compiler.is_compiling()
+        or torch.jit.is_tracing()
+        or getattr(model, "_is_replica", False)
+        or (torch.distributed.is_available() and torch.distributed.is_initialized())
     )
-    return trees.cast(trees.replace(outputs, _wrap) if lazy else outputs, torch.float32)
+
+    def leaf(item: Any) -> Any:
+        if type(item) is not Tensor or item.dtype not in HALF_DTYPES:
+            return item
+        lazy = item.requires_grad and not at_once
+        return item.as_subclass(Float32Output) if lazy else item.float()
+
+    return trees.replace(outputs, leaf)
 
 
 def as_half(value: Any) -> Any:
@@ -90,14 +98,12 @@ def as_half(value: Any) -> Any:
     return trees.replace(value, _half)
 
 
-def _wrap(item: Any) -> Any:
-    if type(item) is Tensor and item.dtype in HALF_DTYPES and item.requires_grad:
-        return item.as_subclass(Float32Output)
-    return item
+def _again(view: Any) -> Any:
+    return view.as_subclass(Float32Output) if isinstance(view, Tensor) else view
 
 
 def _half(item: Any) -> Any:
-    if isinstance(item, Float32Output) and "_float32" not in item.__dict__:
+    if isinstance(item, Float32Output) and item._float32 is None:
         with torch._C.DisableTorchFunctionSubclass():
             return item.view_as(item)
     return item
@@ -106,7 +112,10 @@ def _half(item: Any) -> Any:
 def _cast(item: Any) -> Any:
     if not isinstance(item, Float32Output):
         return item
-    if "_float32" not in item.__dict__:
-        with torch._C.DisableTorchFunctionSubclass():
-            item._float32 = item.view_as(item).float()
-    return item._float32
+    if item._float32 is not None:
+        return item._float32
+    with torch._C.DisableTorchFunctionSubclass():
+        value = item.view_as(item).float()
+    if not torch.compiler.is_dynamo_compiling():
+        item._float32 = value
+    return value

@@ -6,8 +6,8 @@
     amp.register_float_function(torch, "sigmoid")  # before amp.initialize
 
 Autocast does not look into an extension's functions, and an operation may need another type in one
-program than in most. Where no level casts functions (O0, O2, O3, O5, amp off, inside
-``amp.disable_casts()``), these do nothing.
+program than in most. These cast where autocast is on: in ``forward`` at O1 and O4, and outside
+after :func:`~ampfuse.amp.cast_everywhere`. Elsewhere they do nothing.
 """
 
 from __future__ import annotations
@@ -18,12 +18,10 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from ampfuse import trees
 from ampfuse.amp import cast_state
-from ampfuse.amp import session as sessions
-from ampfuse.amp.half_output import half_output_class, unwrap, wrap
-from ampfuse.amp.op_rules import to_dtype, widest_dtype
 from ampfuse.amp.replacements import Replacements
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -32,7 +30,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def half_function(function: Function) -> Function:
     """Decorator: floating point tensors among the arguments of `function` are cast to float16.
 
-    Tensors in lists, tuples and mappings too. FP32 weights are cast once per iteration.
+    Tensors in lists, tuples and mappings too.
 
     Source: ``apex.amp.half_function``.
     """
@@ -51,7 +49,7 @@ def float_function(function: Function) -> Function:
 
 def promote_function(function: Function) -> Function:
     """As :func:`half_function`, with the widest type among the arguments."""
-    return _casting(function, widest_dtype)
+    return _casting(function, _widest)
 
 
 def register_half_function(module: Any, name: str) -> None:
@@ -118,26 +116,25 @@ def _register(module: Any, name: str, decorate: Callable[[Any], Any]) -> None:
     _pending.append((module, name, decorate))
 
 
-def _casting(function: Any, choose: Callable[[Any], torch.dtype | None]) -> Any:
-    # Within torch's own function the level's rule for it would undo the cast made here.
+def _casting(function: Any, choose: Callable[[list[Tensor]], torch.dtype]) -> Any:
+    # Within torch's own function autocast's rule for it would undo the cast made here.
     own_rule = cast_state.disable_casts if _is_torchs(function) else contextlib.nullcontext
 
     @functools.wraps(function)
     def cast_first(*args: Any, **kwargs: Any) -> Any:
-        if cast_state.scope().dtype is None:
+        given = trees.tensors((args, kwargs))
+        tensors = [t for t in given if t.is_floating_point() and not t.is_meta]
+        if not any(torch.is_autocast_enabled(tensor.device.type) for tensor in tensors):
             return function(*args, **kwargs)
-        args, kwargs = unwrap(args), unwrap(kwargs)
-        dtype = choose(trees.tensors((args, kwargs)))
-        if dtype is not None:
-            args, kwargs = to_dtype(args, dtype), to_dtype(kwargs, dtype)
+        dtype = choose(tensors)
         with own_rule():
-            result = function(*args, **kwargs)
-        if cast_state.thread.scope is not None:
-            return result
-        # A loss computed outside the model on a half result is to be as right as on its outputs.
-        return wrap(result, half_output_class(sessions.rules()))
+            return function(*trees.cast(args, dtype), **trees.cast(kwargs, dtype))
 
     return cast_first
+
+
+def _widest(tensors: list[Tensor]) -> torch.dtype:
+    return functools.reduce(torch.promote_types, [tensor.dtype for tensor in tensors])
 
 
 def _is_torchs(function: Any) -> bool:

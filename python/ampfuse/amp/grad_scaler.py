@@ -12,15 +12,11 @@ from torch.optim import Optimizer
 from ampfuse import _core
 from ampfuse.amp.scaler import DEFAULT_MIN_SCALE, ScaleRule
 from ampfuse.optim.base import driven, takes_scale
-from ampfuse.optim.checks import COUNT, POSITIVE, check
 from ampfuse.optim.fused import is_fused
 from ampfuse.optim.inner import parameters
 from ampfuse.optim.masters import HALF_DTYPES
 from ampfuse.uncompiled import uncompiled
 
-# Of a state dict.
-_RULE = {"growth_factor", "backoff_factor", "growth_interval"}
-_SAVED = {"scale", "_growth_tracker"} | _RULE
 # The largest power of two in FP32. torch has no ceiling, but refuses to grow to inf.
 _LARGEST_SCALE = 2.0**127
 
@@ -202,19 +198,3 @@ class GradScaler(torch.amp.GradScaler):
         _core.C.update_scale(scale, growth_tracker, tracker, found_infs, *self._rule)
         self._per_optimizer_states.clear()
         return None
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of this class or of torch's GradScaler.
-
-        Raises:
-            ValueError: a key is missing, or what it holds no scaler can work with.
-            RuntimeError: it is empty, as of a disabled scaler. Nothing has changed then.
-        """
-        if self._enabled and state_dict:
-            if missing := _SAVED - state_dict.keys():
-                raise ValueError(f"the state of the GradScaler lacks {', '.join(sorted(missing))}")
-            check("scale", state_dict["scale"], POSITIVE)
-            check("_growth_tracker", state_dict["_growth_tracker"], COUNT)
-            rule = {name: state_dict[name] for name in _RULE}
-            self._rule._replace(**rule).check(state_dict["scale"], "min_scale", "max_scale")
-        super().load_state_dict(state_dict)

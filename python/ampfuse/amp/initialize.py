@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
@@ -85,8 +84,7 @@ def initialize(
             copy is the half weight and 16 more bits, 2 bytes a parameter less, which only fused
             optimizers step; see :class:`ampfuse.optim.Options`.
         loss_scale: a static scale (number or its string) or "dynamic".
-        cast_model_outputs: cast the models' outputs to this type. By default O0, O2, O3 and O5
-            give FP32, O1 and O4 what autocast gives.
+        cast_model_outputs: cast the models' outputs to this type instead of FP32.
         num_losses: how many independent loss scalers to make, for ``scale_loss(..., loss_id=i)``.
         verbosity: 0 silent; 1 logs the policy (logger "ampfuse.amp", level INFO); 2 also every
             skipped step, for which the host waits for the device once per backward pass.
@@ -104,8 +102,7 @@ def initialize(
     Raises:
         RuntimeError: unknown level; overrides that contradict it; a model in DataParallel or
             DistributedDataParallel; an optimizer that is initialized already; trainable half
-            parameters at a level that expects FP32 ones; parameters on the meta device that get
-            masters.
+            parameters at a level that expects FP32 ones.
         TypeError: something that is no model or no optimizer; parameters of a type that the
             optimizers cannot step (float64, complex).
         ValueError, AssertionError: malformed values, see :func:`ampfuse.amp.policy.make_policy`.
@@ -176,7 +173,6 @@ def set_up(models: Any, optimizers: Any, session: sessions.Session, *, allow_hal
         _check_optimizer(optimizer, policy, names)
     if verbosity >= 1:
         _log.info("%s", policy)
-    _warn_of_strangers(model_list, optimizer_list)
 
     exact = {}
     if policy.master_weights and not _trains_with_others():
@@ -190,7 +186,7 @@ def set_up(models: Any, optimizers: Any, session: sessions.Session, *, allow_hal
             keep = bool(policy.keep_batchnorm_fp32)
             cast_model(eager_module(model), policy.weights_type, keep_batchnorm_fp32=keep)
             save_in_float32(eager_module(model))
-        install(model, Casts.of(policy, session.rules))
+        install(model, Casts.of(policy))
     for optimizer in optimizer_list:
         before = list(parameters(optimizer))
         # A checkpoint loaded before this call brought masters, which the weights only round.
@@ -202,7 +198,7 @@ def set_up(models: Any, optimizers: Any, session: sessions.Session, *, allow_hal
         masters = policy.master_weights or False
         upgrade(optimizer, master_weights=masters, names=names)
         optimizer.skip_on_overflow = policy.is_dynamic
-        sessions.add(session, optimizer)
+        optimizer._amp_session = session
         # A master starts from the weight as it was before the cast, which the half weight rounds.
         for original, master in zip(before, parameters(optimizer), strict=True):
             if id(original) in exact and original.dtype in HALF_DTYPES:
@@ -299,22 +295,9 @@ def _check_optimizer(optimizer: Optimizer, policy: Policy, names: dict[int, str]
     for g, group in enumerate(optimizer.param_groups):
         for i, parameter in enumerate(group["params"]):
             place = f"param_groups[{g}]['params'][{i}]"
-            if not isinstance(parameter, Tensor):
-                raise TypeError(
-                    f"{place} of the {kind} is a {type(parameter).__name__}, "
-                    "where optimizers have parameters (torch.Tensor)."
-                )
             name, dtype = names.get(id(parameter), place), parameter.dtype
             if id(parameter) in names and dtype.is_floating_point:
                 dtype = policy.weights_type or dtype
-            takes_master = policy.master_weights is True and dtype in HALF_DTYPES
-            if parameter.is_meta and takes_master and not is_sharded(parameter):
-                raise RuntimeError(
-                    f"Parameter {name!r} is on the meta device, and a "
-                    "master of it would stay there. Materialize the model first "
-                    "(model.to_empty(device=...)), then build the optimizer and call "
-                    "amp.initialize."
-                )
             if dtype not in FLOAT_DTYPES:
                 raise TypeError(
                     f"Parameter {name!r} would be stepped in {dtype}. "
@@ -322,31 +305,6 @@ def _check_optimizer(optimizer: Optimizer, policy: Policy, names: dict[int, str]
                     "model (model.float()), or keep this parameter in an optimizer of its own "
                     "that does not go through amp.initialize."
                 )
-
-
-def _warn_of_strangers(models: list[nn.Module], optimizers: list[Optimizer]) -> None:
-    """Warn of an optimizer that was most likely made for another copy of a model.
-
-    It holds none of the models' parameters, and either no optimizer does, or it holds parameters of
-    the same shapes. Others may be of a loss with parameters of its own.
-    """
-    own = [list(eager_module(model).parameters()) for model in models]
-    known = {id(parameter) for listed in own for parameter in listed}
-    held = [[p for one in with_inner(each) for p in parameters(one)] for each in optimizers]
-    strangers = [known.isdisjoint(map(id, params)) for params in held]
-    if not any(parameter.requires_grad for listed in own for parameter in listed):
-        return
-    shapes = [Counter(parameter.shape for parameter in listed) for listed in own]
-    for optimizer, params, is_stranger in zip(optimizers, held, strangers, strict=True):
-        alike = Counter(parameter.shape for parameter in parameters(optimizer)) in shapes
-        if params and is_stranger and (all(strangers) or alike):
-            warnings.warn(
-                f"{type(optimizer).__name__} holds no parameter of the model(s) given to "
-                "amp.initialize, so it does not train them. Was it made from another copy, before "
-                "a copy.deepcopy, a wrapper such as fully_shard, or a change that replaced the "
-                "parameters? Make it from model.parameters() just before amp.initialize.",
-                stacklevel=4,
-            )
 
 
 def _trains_with_others() -> bool:

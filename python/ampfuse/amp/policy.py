@@ -72,6 +72,11 @@ class Policy:
         return self.patch_torch_functions_type if self.patch_torch_functions else None
 
     @property
+    def computes_in_half(self) -> bool:
+        """True where `forward` gives half tensors: at all levels but O0."""
+        return self.model_is_low_precision or self.autocast_type is not None
+
+    @property
     def is_dynamic(self) -> bool:
         """True if the loss scale adapts, and a step with a non-finite gradient is skipped."""
         return self.loss_scale == "dynamic"
@@ -137,7 +142,10 @@ def make_policy(opt_level: str, **overrides: object) -> Policy:
     """
     level = LEVELS.get(opt_level) if isinstance(opt_level, str) else None
     if level is None:
-        raise RuntimeError(_unknown_level(opt_level))
+        raise RuntimeError(
+            f"Unknown opt_level {opt_level!r}. The levels are {', '.join(map(repr, LEVELS))}: "
+            "the letter O, then a digit."
+        )
     given: dict[str, Any] = {name: value for name, value in overrides.items() if value is not None}
     for name in given.keys() & _TYPES:
         _check_dtype(name, given[name])
@@ -221,18 +229,6 @@ def _check_casts_no_weights(level: str, given: dict[str, Any]) -> None:
     }.items():
         if name in given:
             raise RuntimeError(f"{name} has no meaning at {level}: {reason}. Leave it out (None).")
-
-
-def _unknown_level(opt_level: object) -> str:
-    message = (
-        f"Unknown opt_level {opt_level!r}. The levels are {', '.join(map(repr, LEVELS))}: "
-        "the letter O, then a digit."
-    )
-    meant = "O" + str(opt_level)[1:]
-    if meant in LEVELS and str(opt_level)[0] in "0o":
-        starts = "a zero" if str(opt_level)[0] == "0" else "a small o"
-        message += f" {opt_level!r} starts with {starts}; did you mean {meant!r}?"
-    return message
 
 
 def _check_dtype(name: str, value: object) -> None:

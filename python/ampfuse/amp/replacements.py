@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 _Place = tuple[Any, str]
@@ -29,29 +27,11 @@ class Replacements:
 
     def put_back(self) -> None:
         """Have the originals there again."""
-        self._originals()
-        self._pairs.clear()
-
-    @contextlib.contextmanager
-    def put_aside(self) -> Iterator[None]:
-        """A block with the originals."""
-        places = self._originals()
-        try:
-            yield
-        finally:
-            for owner, name in places:
-                setattr(owner, name, self._pairs[id(owner), name][2])
-
-    def _originals(self) -> list[_Place]:
-        places = [
-            (owner, name)
-            for (_, name), (owner, _, ours) in self._pairs.items()
-            if vars(owner).get(name) is ours
-        ]
-        for owner, name in places:
-            _, original, _ = self._pairs[id(owner), name]
+        for (_, name), (owner, original, ours) in self._pairs.items():
+            if vars(owner).get(name) is not ours:
+                continue
             if original is _INHERITED:
                 delattr(owner, name)
             else:
                 setattr(owner, name, original)
-        return places
+        self._pairs.clear()

@@ -17,10 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ampfuse.amp import cast_state, no_sync, weight_cache
+from ampfuse.amp import cast_state, no_sync
 from ampfuse.amp import session as sessions
 from ampfuse.amp.scaler import LossScaler
-from ampfuse.optim import left_scaled
 from ampfuse.uncompiled import uncompiled
 
 _log = logging.getLogger("ampfuse.amp")
@@ -83,19 +82,17 @@ def scale_loss(
                 "amp.scale_loss blocks of one optimizer cannot be nested: leave the first block, "
                 "then enter the second. Their gradients add up."
             )
-    casts_forward = session.policy.autocast_type is not None and session.casts_functions
-    has_cast = cast_state.forward_ran or cast_state.outside.table
-    if casts_forward and loss.requires_grad and not has_cast:
+    has_cast = cast_state.forward_ran or cast_state.thread.left_on
+    if session.policy.autocast_type is not None and loss.requires_grad and not has_cast:
         _warn_of_missing_casts(session.policy.opt_level)
 
     scaler = session.loss_scalers[loss_id]
-    others = [] if scaler.is_always_one else sessions.others(session, optimizers)
     # With FP32 weights and a static scale of 1 the gradients are what they should be already.
     if not session.policy.model_is_low_precision and scaler.is_always_one:
         backward_pass = _plain_pass(loss, optimizers)
     else:
         backward_pass = scaled_pass(loss, optimizers, scaler, delay_unscale, delay_overflow_check)
-    with left_scaled.noticed(others), backward_pass as scaled:
+    with backward_pass as scaled, cast_state.off_if_left_on():
         yield scaled
     # apex's message: for it the host waits for the device.
     if session.verbosity >= 2 and scaler.dynamic and any(o.found_inf_flag for o in optimizers):
@@ -107,7 +104,6 @@ def scale_loss(
     # The weights are about to change. Autocast drops its casts of them when its region ends, but a
     # region of the user's may span the whole loop.
     torch.clear_autocast_cache()
-    weight_cache.clear()
 
 
 def session_and_optimizers(optimizers: Any) -> tuple[sessions.Session, list[Any]]:

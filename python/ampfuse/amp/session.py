@@ -9,32 +9,28 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import weakref
 from collections.abc import Iterator, Sequence
 
+import torch
 from torch.optim import Optimizer
 
-from ampfuse.amp import cast_state, op_casts
-from ampfuse.amp.op_rules import AS_WRITTEN, OpRules, Scope
+from ampfuse.amp import cast_state
 from ampfuse.amp.policy import Policy
 from ampfuse.amp.scaler import LossScaler
-from ampfuse.optim.larc import LARC
 
 
 @dataclasses.dataclass(eq=False)
 class Session:
     """`policy` is None when amp is off: then every amp call passes its arguments through.
 
-    `rules` are those of O1 and O4 where they are other ones than autocast's, `everywhere` those
-    that hold outside the models too.
+    `everywhere` says that O1 and O4 cast outside the models too, `casts_cpu` that CPU tensors are
+    the model's.
     """
 
     policy: Policy | None
     loss_scalers: list[LossScaler] = dataclasses.field(default_factory=list)
     verbosity: int = 1
-    rules: OpRules | None = None
-    everywhere: OpRules | None = None
-    casts_functions: bool = True
+    everywhere: bool = False
     casts_cpu: bool = True
 
     @property
@@ -45,35 +41,8 @@ class Session:
     def is_dynamic(self) -> bool:
         return self.policy is not None and self.policy.is_dynamic
 
-    def scope(self) -> Scope:
-        """By what functions are cast outside the models."""
-        if self.policy is None or self.policy.autocast_type is None or not self.casts_functions:
-            return AS_WRITTEN
-        if self.everywhere is None:
-            return Scope(self.policy.autocast_type)
-        op_casts.install(self.everywhere)
-        return Scope(self.policy.autocast_type, self.everywhere.table, self.casts_cpu)
-
 
 _latest: Session | None = None
-# Beside the sessions, not in them: a session is copied and pickled with each of its optimizers.
-_optimizers: weakref.WeakKeyDictionary[Session, weakref.WeakSet[Optimizer]]
-_optimizers = weakref.WeakKeyDictionary()
-
-
-def add(session: Session, optimizer: Optimizer) -> None:
-    """Have `optimizer` belong to `session`."""
-    optimizer._amp_session = session  # type: ignore[attr-defined]
-    _optimizers.setdefault(session, weakref.WeakSet()).add(_inner(optimizer))
-
-
-def others(session: Session, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
-    """The optimizers of `session` that are not among `optimizers`."""
-    return list(_optimizers.get(session, set()) - set(map(_inner, optimizers)))
-
-
-def _inner(optimizer: Optimizer) -> Optimizer:
-    return optimizer.optim if isinstance(optimizer, LARC) else optimizer
 
 
 def enabled_of(optimizer: Optimizer) -> Session | None:
@@ -90,28 +59,35 @@ def set_latest(session: Session) -> None:
 
 
 def follow_latest() -> None:
-    """Have functions outside the models be cast as the latest session says now."""
-    cast_state.set_outside(latest().scope())
+    """Leave autocast on outside the models, in this thread, as the latest session says now."""
+    cast_state.end()
+    session = _latest
+    if session is None or session.policy is None or not session.everywhere:
+        return
+    if (dtype := session.policy.autocast_type) is not None:
+        accelerator = torch.accelerator.current_accelerator()
+        types = ["cpu"] if session.casts_cpu else []
+        cast_state.leave_on(types if accelerator is None else [*types, accelerator.type], dtype)
 
 
 @contextlib.contextmanager
 def set_aside() -> Iterator[None]:
     """A block that starts as if there had been no ``initialize``, and forgets those made in it."""
     global _latest
-    before, outside, forward_ran = _latest, cast_state.outside, cast_state.forward_ran
-    cast_state.set_outside(AS_WRITTEN)
+    before, forward_ran = _latest, cast_state.forward_ran
+    cast_state.end()
     try:
         yield
     finally:
         _latest = before
-        cast_state.set_outside(outside)
+        follow_latest()
         cast_state.note_forward(forward_ran)
 
 
 def end_everywhere() -> None:
     """From now on nothing is cast outside the models, whatever was said before."""
     if _latest is not None:
-        _latest.everywhere = None
+        _latest.everywhere = False
         follow_latest()
 
 
@@ -124,11 +100,6 @@ def latest() -> Session:
     if _latest is None:
         raise RuntimeError("Call amp.initialize first.")
     return _latest
-
-
-def rules() -> OpRules | None:
-    """The latest session's own rules, if it has any."""
-    return None if _latest is None else _latest.rules
 
 
 def of_optimizers(optimizers: Sequence[Optimizer]) -> Session:

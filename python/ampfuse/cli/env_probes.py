@@ -6,14 +6,31 @@ imported up here.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
-# One section of the report: what is asked -> what was found.
 Facts = dict[str, Any]
+# A section of the report, and what finds the facts in it.
+Probe = tuple[str, Callable[[], Facts]]
+
+
+def show(probes: Iterable[Probe]) -> None:
+    """Print a section of the report for each, at once, in case the next crashes."""
+    for section, probe in probes:
+        print(section, flush=True)
+        try:
+            facts = probe()
+        except Exception as error:  # whatever it is, the report goes on
+            facts = {"probe": failure(error)}
+        for key, value in facts.items():
+            line = str(value).replace("\n", " ")
+            print(f"  {key:<25}  {line}", flush=True)
+
+
+def failure(error: BaseException) -> str:
+    return f"FAILED: {type(error).__name__}: {error}"
 
 
 def covering_arch(archs: Iterable[str], capability: tuple[int, int]) -> str | None:
@@ -114,31 +131,5 @@ def _steps() -> Facts:
     return found
 
 
-# Section of the report -> what the child runs for it, in this order.
-PROBES: tuple[tuple[str, Callable[[], Facts]], ...] = (
-    ("torch", _torch),
-    ("extension", _extension),
-    ("GPUs", _gpus),
-    ("extension", _steps),
-)
-
-
-def _answer_probes() -> None:
-    """The child's side: one line of JSON for each probe, out at once, in case the next crashes."""
-    for name, probe in PROBES:
-        print(json.dumps({"probed": name, "facts": guarded(probe)}, default=str), flush=True)
-
-
-def guarded(probe: Callable[[], Facts]) -> Facts:
-    try:
-        return probe()
-    except Exception as error:  # whatever it is, the report goes on
-        return {"probe": failure(error)}
-
-
-def failure(error: BaseException) -> str:
-    return f"FAILED: {type(error).__name__}: {error}"
-
-
 if __name__ == "__probe__":
-    _answer_probes()
+    show((("torch", _torch), ("extension", _extension), ("GPUs", _gpus), ("steps", _steps)))

@@ -7,15 +7,12 @@ import types
 from collections.abc import Sequence
 from typing import Any
 
+from accelerate import Accelerator, DistributedType
 from torch import Tensor
 from torch.optim import Optimizer
 
 from ampfuse import amp
 from ampfuse.amp import session as sessions
-from ampfuse.integrations import needs
-
-with needs("accelerate"):
-    from accelerate import Accelerator, DistributedType
 
 
 def initialize(

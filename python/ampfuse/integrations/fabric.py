@@ -5,19 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from lightning.fabric import Fabric
+from lightning.fabric.plugins import Precision
+from lightning.fabric.strategies import ModelParallelStrategy
+from lightning.fabric.wrappers import _FabricModule
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ampfuse import amp
 from ampfuse.amp import session as sessions
 from ampfuse.amp.policy import make_policy
-from ampfuse.integrations import needs
-
-with needs("lightning"):
-    from lightning.fabric import Fabric
-    from lightning.fabric.plugins import Precision
-    from lightning.fabric.strategies import ModelParallelStrategy
-    from lightning.fabric.wrappers import _FabricModule
 
 # What Lightning calls them: loggers and the summary of a model show it.
 _NAMES = {"O0": "32-true", "O1": "16-mixed", "O2": "16-true", "O3": "16-true"}

@@ -7,18 +7,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from ampfuse import amp
 from ampfuse.amp import cast_state
 from ampfuse.amp import session as sessions
-from ampfuse.integrations import needs
 from ampfuse.integrations.fabric import Levels
-
-with needs("lightning"):
-    from lightning.pytorch.plugins import Precision
-    from lightning.pytorch.trainer.states import TrainerFn
 
 
 class AmpFuse(Levels, Precision):

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from ampfuse import optim
-from ampfuse.integrations import needs
+from timm.optim._optim_factory import OptimInfo, default_registry
 
-with needs("timm"):
-    from timm.optim._optim_factory import OptimInfo, default_registry
+from ampfuse import optim
 
 # With a dash: of a name with "_" timm takes the last part.
 _EPS_AND_BETAS = (optim.Adam, optim.AdamW, optim.LAMB, optim.NovoGrad)

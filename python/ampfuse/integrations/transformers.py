@@ -5,14 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
+from transformers import Trainer
 
 from ampfuse import amp
 from ampfuse.amp import session as sessions
-from ampfuse.integrations import needs
 from ampfuse.integrations.accelerate import initialize
-
-with needs("transformers"):
-    from transformers import Trainer
 
 
 class AmpFuseTrainer(Trainer):

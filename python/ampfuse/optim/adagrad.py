@@ -22,12 +22,8 @@ class Adagrad(
         params, lr, lr_decay, weight_decay, initial_accumulator_value, eps, maximize: as in torch.
         decoupled_weight_decay (in a parameter group only): the decay acts on the parameter, as in
             AdamW, instead of through the gradient.
-        foreach, fused: accepted and without effect.
+        foreach, fused: accepted and without effect; `differentiable` is refused.
         options: see :class:`ampfuse.optim.Options`.
-
-    Raises:
-        TypeError: a parameter of another dtype than float32, float16 and bfloat16.
-        ValueError: an argument out of range, or ``differentiable=True``.
     """
 
     def __init__(

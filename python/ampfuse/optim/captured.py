@@ -28,6 +28,9 @@ def _readable(lr: Tensor | None, hyper: dict[str, Any]) -> list[str]:
     return [name for name in names if name != "momentum" or hyper[name] != 0]
 
 
+PARAMETERS = "the memory (p.data = ..., model.to) or requires_grad of a parameter"
+
+
 class CapturedOptimizer:
     """`optimizer` beside a graph of its step; make it before the capture.
 
@@ -43,12 +46,12 @@ class CapturedOptimizer:
         self.params = list(parameters(optimizer))
         self.leaves = list(map(leaf_of, self.params))
         self.device = self.table.param(0).device
-        self._groups = self._written = self._current_groups()
+        self._written = self._current_groups()
         # The numbers of the groups, which go to the device when they change.
         number = functools.partial(torch.tensor, dtype=torch.float64, device=self.device)
         self._values = [
             {name: number(hyper[name]) for name in _readable(lr, hyper)}
-            for lr, hyper in self._groups
+            for lr, hyper in self._written
         ]
 
     @contextlib.contextmanager
@@ -79,25 +82,30 @@ class CapturedOptimizer:
         storage = self.table.inspector.state_field("found_inf").untyped_storage()
         return torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
 
-    def note_capture(self) -> None:
-        """From now on `refuse_changes` compares with this."""
-        self._state_names = self._optimizer._states.wanted()
-        self._fingerprint = self.table.fingerprint()
+    def fixed(self) -> dict[str, Any]:
+        """What needs a new capture if it changes, by what messages call it."""
+        optimizer, table = self._optimizer, self.table
+        is_known = optimizer._rows.table is table and table.holds(groups=optimizer.param_groups)
+        found: dict[str, Any] = {
+            "the optimizer's list of parameters": is_known,
+            PARAMETERS: table.fingerprint(),
+            "what momentum or amsgrad switch on": optimizer._states.wanted(),
+        }
+        for i, (lr, hyper) in enumerate(self._current_groups()):
+            found[f"the tensor that is lr of parameter group {i}"] = id(lr)
+            for name, value in hyper.items():
+                if is_known and name not in self._values[i]:
+                    found[f"{name} of parameter group {i}"] = value
+        return found
 
-    def refuse_changes(self) -> None:
-        """Raise RuntimeError for what needs a new capture."""
-        optimizer = self._optimizer
-        if optimizer._rows.table is not self.table or not self.table.holds(
-            groups=optimizer.param_groups
-        ):
-            raise stale("the optimizer's parameters are others")
-        fingerprint = self.table.fingerprint()
-        if fingerprint != self._fingerprint:
-            raise stale(self._what_changed(fingerprint))
-        if optimizer._states.wanted() != self._state_names:
-            raise stale("momentum or amsgrad was switched on or off")
-        for i, (now, then) in enumerate(zip(self._current_groups(), self._groups, strict=True)):
-            self._refuse_hyper(i, now, then)
+    def named(self, what: str, then: Any, now: Any) -> str:
+        """`what` of :meth:`fixed` was changed, by the name of the parameter if it is of one."""
+        if what != PARAMETERS:
+            return what
+        values = zip(memoryview(then).cast("q"), memoryview(now).cast("q"), strict=True)
+        row, field = divmod(next(i for i, (a, b) in enumerate(values) if a != b), 3)
+        what = "requires_grad" if field == 2 else "the memory (p.data = ..., model.to)"
+        return f"{what} of {self.table.name(row)}"
 
     def follow_host(self) -> None:
         """Bring to the device what was changed on the host since the last replay."""
@@ -116,28 +124,5 @@ class CapturedOptimizer:
         self.table.plan.mark_stepped()
         self._optimizer._opt_called = True
 
-    def _refuse_hyper(self, group: int, now: _Group, then: _Group) -> None:
-        """A changed hyper-parameter that the graph does not read."""
-        if now[0] is not then[0]:
-            raise stale(f"lr of parameter group {group} is another tensor")
-        for name, value in then[1].items():
-            if now[1][name] != value and name not in self._values[group]:
-                what = f"{name} of parameter group {group}"
-                raise stale(f"{what} was changed from {value} to {now[1][name]}")
-
     def _current_groups(self) -> list[_Group]:
         return list(map(self._optimizer._hypers.of, self._optimizer.param_groups))
-
-    def _what_changed(self, fingerprint: bytes) -> str:
-        now, then = memoryview(fingerprint).cast("q"), memoryview(self._fingerprint).cast("q")
-        i = next(i for i in range(len(then)) if now[i] != then[i])
-        row, field = divmod(i, 3)
-        what = "requires_grad" if field == 2 else "the memory (p.data = ..., model.to)"
-        return f"{what} of {self.table.name(row)} was changed"
-
-
-def stale(what: str) -> RuntimeError:
-    return RuntimeError(
-        f"{what} after the step was captured, and the graph does not see that. Make the step anew "
-        "with ampfuse.graphs.make_graphed_step, or undo the change."
-    )

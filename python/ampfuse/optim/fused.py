@@ -18,7 +18,7 @@ from ampfuse.optim.checks import ABOVE_0, NUMBER, check
 from ampfuse.optim.hyper import Hypers, check_hyper, check_range, kernel_hyper
 from ampfuse.optim.masters import FLOAT_DTYPES
 from ampfuse.optim.options import FIXED, RULES, changed_too_late, check_options
-from ampfuse.optim.states import CLASSES, States
+from ampfuse.optim.states import States
 from ampfuse.uncompiled import uncompiled
 
 if TYPE_CHECKING:
@@ -64,7 +64,6 @@ class FusedOptimizer(AmpOptimizer):
         super().__init_subclass__(**kwargs)
         if algorithm is not None:
             cls._algorithm, cls._replaces = algorithm, replaces
-            CLASSES.append((algorithm, cls.__name__))
         if replaces is not None:
             FUSED[replaces] = cls
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,12 +12,6 @@ from ampfuse.optim.base import AmpOptimizer, tells_schedulers
 from ampfuse.optim.inner import parameters
 from ampfuse.optim.masters import MasterParameter
 from ampfuse.uncompiled import uncompiled
-
-_Contexts = Callable[[], contextlib.AbstractContextManager[Any]]
-
-# What is around a step of somebody else's. Its value makes what is around the closure in it. amp,
-# which casts functions at some levels, plugs its own in.
-around_step: _Contexts = functools.partial(contextlib.nullcontext, contextlib.nullcontext)
 
 
 class GenericOptimizer(AmpOptimizer):
@@ -40,7 +32,7 @@ class GenericOptimizer(AmpOptimizer):
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """The original class's step, unless the gradients overflowed; then nothing, and None.
 
-        No function in it is cast, whatever the level; in a closure they are, as they were outside.
+        Autocast is off in it; in a closure it is as it was outside.
         """
         self._opt_called = True
         self._ledger.check_before_step()
@@ -63,8 +55,8 @@ class GenericOptimizer(AmpOptimizer):
         larc = self._layerwise
         try:
             layerwise = larc.rescaled(self) if larc is not None else contextlib.nullcontext()
-            with layerwise, around_step() as around_closure:
-                args, kwargs = self._with_published_weights(args, kwargs, around_closure)
+            args, kwargs = self._with_published_weights(args, kwargs)
+            with layerwise, torch.autocast(table.param(0).device.type, enabled=False):
                 result = step(self, *args, **kwargs)
         finally:
             self.__dict__.update(driven)
@@ -84,16 +76,21 @@ class GenericOptimizer(AmpOptimizer):
         return bool(self._rows.field("skip").item())
 
     def _with_published_weights(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], around_closure: _Contexts
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """A closure evaluates the model, so the model has to follow the masters first."""
         closure = args[0] if args else kwargs.get("closure")
         if not callable(closure):
             return args, kwargs
+        device_type = self._rows.params[0].device.type
+        dtype = torch.get_autocast_dtype(device_type)
+        as_outside = torch.autocast(
+            device_type, dtype=dtype, enabled=torch.is_autocast_enabled(device_type)
+        )
 
         def closure_on_current_weights() -> Any:
             self._rows.known().masters.publish()
-            with around_closure():
+            with as_outside:
                 return closure()
 
         if args:

@@ -29,10 +29,6 @@ class LAMB(FusedOptimizer, algorithm="lamb"):
         use_nvlamb: the ratio of norms also for groups without weight decay, which otherwise step
             as Adam (NVIDIA's variant).
         options: see :class:`ampfuse.optim.Options`. LAMB recipes mostly have max_grad_norm=1.
-
-    Raises:
-        TypeError: a parameter of another dtype than float32, float16 and bfloat16.
-        ValueError: an argument out of range.
     """
 
     def __init__(

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from ampfuse import _core
-from ampfuse.optim import left_scaled
 from ampfuse.optim.masters import HALF_DTYPES, leaf_of
 from ampfuse.optim.parts import Part
 from ampfuse.optim.shards import local, placed_as
@@ -26,13 +25,11 @@ class Ledger(Part):
     Attributes:
         in_backward: between `begin` and the call that ends the pass.
         has_scaled: the last pass that ended left its gradients scaled (`mark`).
-        left_scaled: gradients of a pass that did not list this optimizer, by row.
     """
 
     def __init__(self, optimizer: Any) -> None:
         super().__init__(optimizer)
         self.in_backward = self.has_scaled = False
-        self.left_scaled: dict[int, left_scaled.Mark] = {}
 
     @property
     def _rows(self) -> Any:
@@ -41,10 +38,7 @@ class Ledger(Part):
     @uncompiled
     def begin(self) -> None:
         """Put earlier gradients away, so that a backward pass brings new ones only."""
-        if self.left_scaled:
-            left_scaled.warn_if_used(self.optimizer)
-        table = self._rows.current()
-        table.gradients.begin_backward()
+        self._rows.current().gradients.begin_backward()
         self.in_backward = True
 
     @uncompiled
@@ -110,14 +104,12 @@ class Ledger(Part):
         return found_inf
 
     def check_before_step(self) -> None:
-        """Raise RuntimeError inside a scale_loss context; warn of gradients left scaled."""
+        """Raise RuntimeError inside a scale_loss context."""
         if self.in_backward:
             raise RuntimeError(
                 "step() was called inside the scale_loss context, where gradients are still "
                 "scaled. Call optimizer.step() after the with block."
             )
-        if self.left_scaled:
-            left_scaled.warn_if_used(self.optimizer)
 
 
 @torch.no_grad()

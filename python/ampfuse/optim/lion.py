@@ -24,10 +24,6 @@ class Lion(FusedOptimizer, algorithm="lion"):
         params, lr, betas, weight_decay, maximize: as in :class:`torch.optim.AdamW`, with the
             defaults of the paper.
         options: see :class:`ampfuse.optim.Options`.
-
-    Raises:
-        TypeError: a parameter of another dtype than float32, float16 and bfloat16.
-        ValueError: an argument out of range.
     """
 
     def __init__(

@@ -34,10 +34,6 @@ class NovoGrad(FusedOptimizer, algorithm="novograd"):
         reg_inside_moment: m = beta1 * m + (1 - beta1) * (g / d + weight_decay * p) and
             p = p - lr * m / (1 - beta1^t).
         options: see :class:`ampfuse.optim.Options`.
-
-    Raises:
-        TypeError: a parameter of another dtype than float32, float16 and bfloat16.
-        ValueError: an argument out of range.
     """
 
     def __init__(

@@ -45,6 +45,11 @@ class Options(TypedDict, total=False):
             clipped), as with torch's fused optimizers; a skipped step leaves them as they were, and
             half ones stay scaled. False: the step writes 4 bytes less per element, and
             ``.grad`` stays multiplied by the loss scale.
+
+    Raises:
+        TypeError: from the constructor, a parameter of another dtype than float32, float16 and
+            bfloat16.
+        ValueError: an argument out of range, or ``differentiable=True``.
     """
 
     master_weights: bool | Literal["split"]

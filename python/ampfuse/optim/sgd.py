@@ -20,12 +20,8 @@ class SGD(FusedOptimizer, torch.optim.SGD, algorithm="sgd", replaces=torch.optim
         params, lr, momentum, dampening, weight_decay, nesterov, maximize: as in torch.
         wd_after_momentum (in a parameter group only): add the weight decay after the momentum
             instead of before it.
-        foreach, fused: accepted and without effect.
+        foreach, fused: accepted and without effect; `differentiable` is refused.
         options: see :class:`ampfuse.optim.Options`.
-
-    Raises:
-        TypeError: a parameter of another dtype than float32, float16 and bfloat16.
-        ValueError: an argument out of range, or ``differentiable=True``.
     """
 
     def __init__(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ampfuse import _core
-from ampfuse._schema import ALGORITHMS, STORAGES, Storage
+from ampfuse._schema import STORAGES, Storage
 from ampfuse.optim.checks import check
 from ampfuse.optim.masters import exact_float32
 from ampfuse.optim.options import RULES, changed_too_late
@@ -20,9 +20,6 @@ from ampfuse.optim.stored import FP32, Stored, storage_for
 
 if TYPE_CHECKING:
     from ampfuse._C import ParamTable
-
-# Names of the optimizers' classes with those of their algorithms.
-CLASSES: list[tuple[str, str]] = []
 
 
 class States(Part):
@@ -66,11 +63,10 @@ class States(Part):
         name: str = group.get("state_dtype") or optimizer.state_dtype
         check("state_dtype", name, RULES["state_dtype"])
         if name not in optimizer.algorithm.storages:
-            kinds = [kind for of, kind in CLASSES if name in ALGORITHMS[of].storages]
+            storages = " or ".join(map(repr, optimizer.algorithm.storages))
             raise ValueError(
-                f"{type(optimizer).__name__} keeps no states in {STORAGES[name].bits} bits; "
-                f"state_dtype={name!r} is for {', '.join(kinds[:-1])} and {kinds[-1]}. Use 'bf16' "
-                "or 'fp32'."
+                f"{type(optimizer).__name__} keeps no states in {STORAGES[name].bits} bits. "
+                f"Instead of state_dtype={name!r} use {storages}."
             )
         return name
 

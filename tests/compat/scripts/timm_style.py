@@ -1,4 +1,4 @@
-"""Training with models, optimizers, an average of the weights and clipping from timm."""
+"""Training with models, optimizers and clipping from timm."""
 
 import argparse
 import contextlib
@@ -8,7 +8,7 @@ import torch.nn as nn
 from timm import create_model
 from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
-from timm.utils import ModelEmaV3, dispatch_clip_grad
+from timm.utils import dispatch_clip_grad
 
 has_apex = False
 with contextlib.suppress(ImportError):
@@ -68,9 +68,6 @@ def main():
         if loss_scaler is not None:
             loss_scaler.load_state_dict(checkpoint[loss_scaler.state_dict_key])
         start_epoch = checkpoint["epoch"]
-    model_ema = ModelEmaV3(model, decay=0.5)  # after amp, before a distributed wrapper
-    if checkpoint is not None:
-        model_ema.module.load_state_dict(checkpoint["state_dict_ema"])
 
     train = dataset(1, 64)
     scheduler, _ = create_scheduler_v2(
@@ -89,18 +86,14 @@ def main():
                 loss.backward()
                 dispatch_clip_grad(model.parameters(), 1.0, mode="norm")
                 optimizer.step()
-            model_ema.update(model)
 
-    losses = []
-    for evaluated in (model, model_ema.module):
-        evaluated.eval()
-        with torch.no_grad():
-            losses += [criterion(evaluated(x).float(), y).item() for x, y in dataset(2, 32)]
+    model.eval()
+    with torch.no_grad():
+        losses = [criterion(model(x).float(), y).item() for x, y in dataset(2, 32)]
     if args.save:
         state = {
             "epoch": args.epochs,
             "state_dict": model.state_dict(),
-            "state_dict_ema": model_ema.module.state_dict(),
             "optimizer": optimizer.state_dict(),
         }
         if loss_scaler is not None:

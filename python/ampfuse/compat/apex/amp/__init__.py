@@ -12,7 +12,7 @@ from ampfuse.amp import (
     register_half_function,
     register_promote_function,
 )
-from ampfuse.compat.apex.amp import frontend, handle, lists, opt, scaler
+from ampfuse.compat.apex.amp import frontend, handle, opt, scaler
 from ampfuse.compat.apex.amp.frontend import initialize, load_state_dict, state_dict
 from ampfuse.compat.apex.amp.handle import scale_loss
 from ampfuse.compat.apex.amp.legacy import init

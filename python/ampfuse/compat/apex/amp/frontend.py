@@ -17,7 +17,6 @@ from ampfuse.amp import state_dict as state_dict
 from ampfuse.amp.initialize import set_up, turn_off
 from ampfuse.compat.apex.amp._amp_state import _amp_state, warn_or_err
 from ampfuse.compat.apex.amp.handle import AmpHandle, NoOpHandle
-from ampfuse.compat.apex.amp.rules import op_rules
 from ampfuse.compat.apex.amp.scaler import LossScaler
 from ampfuse.compat.apex.amp.stash import add_stash
 
@@ -106,10 +105,9 @@ def initialize(
 ) -> Any:
     """:func:`ampfuse.amp.initialize` with apex's arguments, by position too.
 
-    At O1 and O4 operations follow apex's lists, on every device and, from then on, in the whole
-    process, where ampfuse's own ``initialize`` leaves the choice to autocast, inside ``forward``.
-    CPU tensors are left alone while the model is on a GPU. With ``verbosity=1`` each
-    overflow is printed, in apex's words.
+    At O1 and O4 autocast stays on outside ``forward`` too, see
+    :func:`ampfuse.amp.cast_everywhere`. With ``verbosity=1`` each overflow is printed, in apex's
+    words.
 
     Returns:
         ``models`` if `optimizers` is None, else ``(models, optimizers)``, in the shape given.
@@ -140,13 +138,13 @@ def initialize(
         LossScaler(policy.loss_scale, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale)
         for _ in range(num_losses)
     ]
-    rules = None if policy.autocast_type is None else op_rules()
-    session = sessions.Session(policy, list(scalers), verbosity, rules, everywhere=rules)
+    session = sessions.Session(policy, list(scalers), verbosity, everywhere=True)
     allow_half = _amp_state.allow_incoming_model_not_fp32 or _amp_state.hard_override
     result = set_up(models, optimizers, session, allow_half=allow_half)
 
     _amp_state.min_loss_scale, _amp_state.max_loss_scale = min_loss_scale, max_loss_scale
-    _amp_state.handle = NoOpHandle() if rules is None else AmpHandle(session, _as_list(models))
+    casts = policy.autocast_type is not None
+    _amp_state.handle = AmpHandle(session, _as_list(models)) if casts else NoOpHandle()
     for optimizer in _as_list(optimizers):
         add_stash(optimizer)
     return result

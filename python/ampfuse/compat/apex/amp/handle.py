@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ampfuse import amp
-from ampfuse.amp import cast_state, op_casts, weight_cache
+from ampfuse.amp import cast_state
 from ampfuse.amp import session as sessions
 from ampfuse.amp.casts import Casts, install
 from ampfuse.amp.function_casts import restore_registered
@@ -34,8 +34,6 @@ def scale_loss(
 ) -> Iterator[Tensor]:
     """:func:`ampfuse.amp.scale_loss`.
 
-    Inside the block the casts of the optimizers' `initialize` are on, whatever the latest one says:
-    a checkpointed part of the model, computed again in the backward pass, meets those of before.
     With `delay_overflow_check` the scale adapts when the scaler's ``update_scale()`` is called,
     which also says whether to step.
     """
@@ -43,8 +41,7 @@ def scale_loss(
         loss, optimizers, loss_id, model, delay_unscale, delay_overflow_check
     ) as scaled:
         session, listed = session_and_optimizers(optimizers)
-        with cast_state.region(session.scope()):
-            yield scaled
+        yield scaled
     scaler = session.loss_scalers[loss_id] if session.enabled else None
     if isinstance(scaler, LossScaler) and not delay_unscale:
         scaler.after_pass(listed, decided=scaler.dynamic and not delay_overflow_check)
@@ -97,20 +94,20 @@ class AmpHandle(NoOpHandle):
         self.models = weakref.WeakSet(models)
         self._saved: list[tuple[Any, str, Any]] = []
         self.has_cache, self.verbose = enable_caching, verbose
-        weight_cache.set_enabled(enable_caching)
 
     @property
     def _is_active(self) -> bool:
-        return self._session.casts_functions and not cast_state.casts_are_disabled()
+        return self._session.everywhere and not cast_state.casts_are_disabled()
 
     @_is_active.setter
     def _is_active(self, active: bool) -> None:
-        self._session.casts_functions = bool(active)
+        self._session.everywhere = bool(active)
         sessions.follow_latest()
         policy = self._session.policy
         assert policy is not None
-        casts = Casts.of(policy, self._session.rules)
+        casts = Casts.of(policy)
         if not active:
+            cast_state.note_forward()  # none is missed
             casts = Casts(inputs=casts.inputs, outputs=casts.outputs)
         for model in self.models:
             install(model, casts)
@@ -120,12 +117,9 @@ class AmpHandle(NoOpHandle):
         self._is_active = False
         self._clear_cache()
         restore_registered()
-        op_casts.remove()
-        sessions.follow_latest()  # it may be another one
         for module, name, function in reversed(self._saved):
             setattr(module, name, function)
         self._saved.clear()
-        weight_cache.set_enabled(True)
 
     def _save_func(self, module: Any, name: str, function: Any) -> None:
         """Have ``_deactivate`` set ``module.name`` to `function`."""
@@ -135,15 +129,7 @@ class AmpHandle(NoOpHandle):
         return amp.disable_casts()
 
     def _clear_cache(self) -> None:
-        weight_cache.clear()
         torch.clear_autocast_cache()
-
-    @property
-    def cache(self) -> dict[Tensor, Tensor]:
-        return weight_cache.copies()
-
-    def remove_cache(self, param: Tensor) -> None:
-        weight_cache.remove(param)
 
     def scale_loss(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(

@@ -10,7 +10,6 @@ from ampfuse.amp.function_casts import install_registered
 from ampfuse.amp.policy import O1, O4
 from ampfuse.compat.apex.amp._amp_state import _amp_state
 from ampfuse.compat.apex.amp.handle import AmpHandle, NoOpHandle
-from ampfuse.compat.apex.amp.rules import op_rules
 
 
 def init(
@@ -29,9 +28,9 @@ def init(
     Arguments:
         enabled: False gives a handle that does nothing.
         loss_scale: ignored, as in apex: ``wrap_optimizer`` makes a scale per loss.
-        enable_caching: cast a weight once per iteration.
+        enable_caching: kept as ``handle.has_cache``; no cast is kept outside models.
         verbose: kept as ``handle.verbose``; no cast is logged.
-        allow_banned: compute ``binary_cross_entropy`` on half inputs in FP32 instead of refusing.
+        allow_banned: ignored: autocast has ``binary_cross_entropy`` raise on GPUs, always.
         patch_type: float16, or bfloat16 as in ROCm/apex.
     """
     former = getattr(_amp_state, "handle", None)
@@ -41,9 +40,8 @@ def init(
         _amp_state.handle = NoOpHandle()
         return _amp_state.handle
     policy = O4 if patch_type == torch.bfloat16 else O1
-    rules = op_rules(allow_banned=allow_banned)
     casts_cpu = not torch.accelerator.is_available()
-    session = sessions.Session(policy, rules=rules, everywhere=rules, casts_cpu=casts_cpu)
+    session = sessions.Session(policy, everywhere=True, casts_cpu=casts_cpu)
     if casts_cpu:
         half_ops.follow(policy)
     sessions.set_latest(session)

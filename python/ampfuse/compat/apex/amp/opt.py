@@ -31,7 +31,8 @@ class OptimWrapper:
         self._loss_scaler = [LossScaler("dynamic") for _ in range(num_loss)]
         if amp_handle.is_active():
             upgrade(optimizer, master_weights=False)
-            sessions.add(sessions.Session(O1, list(self._loss_scaler), verbosity=0), optimizer)
+            session = sessions.Session(O1, list(self._loss_scaler), verbosity=0)
+            optimizer._amp_session = session  # type: ignore[attr-defined]
 
     @contextlib.contextmanager
     def scale_loss(self, loss: Tensor) -> Iterator[Tensor]:
