@@ -55,7 +55,7 @@ template <class Op, unsigned kLists, DType kType, bool kAligned, class Run>
 __device__ inline void for_pack(const NnArgs& args, int64_t row, const Place& place,
                                 const Run& run) {
   constexpr unsigned kRead = kLists & Op::kReads, kWritten = kLists & Op::kWrites;
-  float x[kMaxImages][kPack];
+  float x[kMaxImages][kPack] = {};
 #pragma unroll
   for (int i = 0; i < kMaxImages; ++i) {
     if (!(kRead & bit(i))) continue;
@@ -82,7 +82,7 @@ __device__ inline void for_pack(const NnArgs& args, int64_t row, const Place& pl
   for (int i = 0; i < kMaxImages; ++i) {
     if (!(kWritten & bit(i))) continue;
     const RowPacks<kType> packs(args.images[i], row * args.image.channels + place.c, false);
-    store_pack<kAligned>(packs, 0, place.count, narrow(x[i], kType));
+    store_pack<kAligned>(packs, 0, place.count, narrow<kType>(x[i]));
   }
   if (kWritten & kMask) args.mask[mask_byte] = uint8_t(written);
 }
@@ -149,25 +149,34 @@ __global__ void __launch_bounds__(kSumThreads, 4) sum_kernel(NnArgs args) {
 constexpr int kFinishChannels = kLanes / kRowLanes;
 
 struct SpanSum {
-  int64_t spans;  // 0: of no channel
+  const ImageRows& image;
+  bool exists;  // the channel
 
   // As warp_sum(); every lane receives it.
   template <class Value>
   __device__ double operator()(const Value& value) const {
+    const int64_t whole = exists ? image.rows / kSpanRows : 0, lane = threadIdx.x % kRowLanes;
     double sum = 0;
-    for (int64_t span = threadIdx.x % kRowLanes; span < spans; span += kRowLanes)
+    // (Told that a span is whole, the compiler leaves out what a shorter one takes, a division.)
+#pragma unroll 8
+    for (int64_t span = lane; span < whole; span += kRowLanes) {
+#if defined(__CUDA_ARCH__)
+      __builtin_assume(image.rows_of(span) == kSpanRows);
+#endif
       sum += value(span);
+    }
+    if (exists && whole < image.spans() && whole % kRowLanes == lane) sum += value(whole);
     for (int offset = kRowLanes / 2; offset > 0; offset /= 2)
       sum += __shfl_xor_sync(kWholeWarp, sum, offset);
     return sum;
   }
-  __device__ bool writes() const { return spans > 0 && threadIdx.x % kRowLanes == 0; }
+  __device__ bool writes() const { return exists && threadIdx.x % kRowLanes == 0; }
 };
 
 template <class Op>
 __global__ void finish_kernel(NnArgs args) {
   const int64_t c = blockIdx.x * int64_t(kFinishChannels) + threadIdx.x / kRowLanes;
-  Op::finish(args, c, SpanSum{c < args.image.channels ? args.image.spans() : 0});
+  Op::finish(args, c, SpanSum{args.image, c < args.image.channels});
 }
 
 // ---- maps ----

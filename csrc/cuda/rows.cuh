@@ -36,16 +36,21 @@ struct RowPacks {
   __device__ bool wide() const { return aligned; }
 };
 
-// The pack of a row's columns from c on, of which `count` exist.
-template <DType kType>
-__device__ inline void load_columns(const NnArgs& args, int image, int64_t row, int64_t c,
-                                    int count, bool aligned, float (&x)[kPack]) {
-  const RowPacks<kType> packs(args.images[image], row * args.image.channels + c, aligned);
-  widen(load_pack<false, kPack>(packs, 0, count), kType, x);
+// How many of a pack's columns from c on exist. kAligned: all of them, if any.
+template <bool kAligned>
+__device__ inline int count_columns(int64_t columns, int64_t c) {
+  return kAligned || columns - c > kPack ? kPack : int(columns - c);
 }
 
-template <class Op, bool kPlain, DType kType>
-__global__ void __launch_bounds__(kLanes, 2) row_sum_kernel(NnArgs args, int groups, bool aligned) {
+template <DType kType, bool kAligned>
+__device__ inline void load_columns(const NnArgs& args, int image, int64_t row, int64_t c,
+                                    int count, float (&x)[kPack]) {
+  const RowPacks<kType> packs(args.images[image], row * args.image.channels + c, false);
+  widen(load_pack<kAligned, kPack>(packs, 0, count), kType, x);
+}
+
+template <class Op, bool kPlain, DType kType, bool kAligned>
+__global__ void __launch_bounds__(kLanes, 2) row_sum_kernel(NnArgs args, int groups) {
   const int64_t columns = args.image.channels, spans = ceil_div(columns, kSpanColumns);
   const int place = threadIdx.x / kGroupThreads, thread = threadIdx.x % kGroupThreads;
   const int group = place % groups;
@@ -58,12 +63,12 @@ __global__ void __launch_bounds__(kLanes, 2) row_sum_kernel(NnArgs args, int gro
   for (int k = 0; k < kPack; ++k) Op::start(value[k]);
   for (int64_t span = group; exists && span < spans; span += groups) {
     const int64_t begin = span * kSpanColumns + thread * kPack;
+    const int64_t end = begin + kSpanColumns < columns ? begin + kSpanColumns : columns;
 #pragma unroll 4
-    for (int64_t c = begin; c < begin + kSpanColumns; c += kRowWidth) {
-      const int count = columns - c < kPack ? int(columns - c) : kPack;
-      if (count <= 0) continue;
+    for (int64_t c = begin; c < end; c += kRowWidth) {
+      const int count = count_columns<kAligned>(columns, c);
       float x[kPack];
-      load_columns<kType>(args, Op::kInput, row, c, count, aligned, x);
+      load_columns<kType, kAligned>(args, Op::kInput, row, c, count, x);
 #pragma unroll
       for (int k = 0; k < kPack; ++k) {
         if (k >= count) continue;
@@ -104,49 +109,50 @@ __global__ void __launch_bounds__(kLanes, 2) row_sum_kernel(NnArgs args, int gro
   Op::finish(args, row, of_groups[place]);
 }
 
-constexpr int kPacksEach = 4;  // of a thread
+constexpr int kPacksEach = 8;  // of a thread
 
-// How the threads of a block lie: `width` packs wide, a power of two.
+// How the threads of a block lie: 2^log packs wide.
 struct RowGrid {
-  int width = 1;
+  int log = 0;
   int64_t strips, blocks;
 
   explicit RowGrid(const ImageRows& image) {
     const int64_t packs = ceil_div(image.channels, kPack);
-    while (width < packs && width < kLanes) width *= 2;
-    strips = ceil_div(packs, width * kPacksEach);
-    blocks = strips * ceil_div(image.rows, kLanes / width);
+    while (1 << log < packs && 1 << log < kLanes) ++log;
+    strips = ceil_div(packs, kPacksEach << log);
+    blocks = strips * ceil_div(image.rows, kLanes >> log);
   }
 };
 
 // Backwards over the rows: what the sum read last is still in the L2 cache.
-template <class Op, bool kPlain, DType kType>
-__global__ void __launch_bounds__(kLanes) row_map_kernel(NnArgs args, RowGrid grid, bool aligned) {
-  const int64_t columns = args.image.channels, block = grid.blocks - 1 - blockIdx.x;
-  const int64_t row = block / grid.strips * (kLanes / grid.width) + threadIdx.x / grid.width;
+template <class Op, bool kPlain, DType kType, bool kAligned>
+__global__ void __launch_bounds__(kLanes) row_map_kernel(NnArgs args, RowGrid grid) {
+  const int64_t columns = args.image.channels;
+  const unsigned block = gridDim.x - 1 - blockIdx.x, strips = unsigned(grid.strips);
+  const int64_t row = int64_t(block / strips) * (kLanes >> grid.log) + (threadIdx.x >> grid.log);
   if (row >= args.image.rows) return;
   const float* weights = args.vectors[Op::kWeight];
   const bool counts = Op::counts(args, row);
   const int64_t target = args.targets[row];
   float coef[Op::kCoefs] = {};
   if (counts) Op::coefs(args, row, coef);
-  const int64_t begin =
-      (block % grid.strips * kPacksEach * grid.width + threadIdx.x % grid.width) * kPack;
-#pragma unroll
+  const int64_t first = int64_t(block % strips * kPacksEach) << grid.log;
+#pragma unroll kAligned ? kPacksEach : 1
   for (int i = 0; i < kPacksEach; ++i) {
-    const int64_t c = begin + int64_t(i) * grid.width * kPack;
-    const int count = columns - c < kPack ? int(columns - c) : kPack;
-    if (count <= 0) continue;
+    const int64_t c = (first + (i << grid.log) + (threadIdx.x & ((1 << grid.log) - 1))) * kPack;
+    if (c >= columns) continue;
+    const int count = count_columns<kAligned>(columns, c);
+    const int hit = uint64_t(target - c) < kPack ? int(target - c) : kPack;
     float x[kPack];
-    load_columns<kType>(args, Op::kInput, row, c, count, aligned, x);
+    load_columns<kType, kAligned>(args, Op::kInput, row, c, count, x);
 #pragma unroll
     for (int k = 0; k < kPack; ++k) {
       const float weight = kPlain || weights == nullptr || k >= count ? 1.0f : weights[c + k];
-      const float y = Op::template apply<kPlain>(x[k], coef, weight, uint32_t(c + k == target));
+      const float y = Op::template apply<kPlain>(x[k], coef, weight, uint32_t(k == hit));
       x[k] = counts ? y : 0.0f;
     }
-    store_pack<false>(RowPacks<kType>(args.images[Op::kOutput], row * columns + c, aligned), 0,
-                      count, narrow(x, kType));
+    store_pack<kAligned>(RowPacks<kType>(args.images[Op::kOutput], row * columns + c, false), 0,
+                         count, narrow<kType>(x));
   }
 }
 
@@ -166,7 +172,9 @@ __device__ inline void load_affine(const void* data, DType dtype, int64_t c, int
     char* first = static_cast<char*>(const_cast<void*>(data)) + c * element_size(kType);
     widen(load_pack<true, kPack>(KnownColumn<kType>{first}, 0, count), kType, values);
   } else {
-    for (int k = 0; k < count; ++k) values[k] = load_float(data, dtype, c + k);
+#pragma unroll
+    for (int k = 0; k < kPack; ++k)
+      if (k < count) values[k] = load_float(data, dtype, c + k);
   }
 }
 
@@ -242,7 +250,7 @@ struct RowPass {
 #pragma unroll
     for (int i = 0; i < kMaxImages; ++i) {
       if (!(kImages & bit(i))) continue;
-      const Pack<kPack> pack = narrow(x[i], kType);
+      const Pack<kPack> pack = narrow<kType>(x[i]);
       store_pack<kHeld>(packs(i, c), 0, count, pack);
       widen(pack, kType, x[i]);
       if (kHeld) held[i][slot] = pack;
@@ -362,28 +370,30 @@ inline int groups_of(const ImageRows& image, int span_columns) {
   return groups;
 }
 
-template <class Op, bool kPlain, DType kType>
-void start_plain_rows(const NnArgs& args, bool aligned, cudaStream_t stream) {
+template <class Op, bool kPlain, DType kType, bool kAligned>
+void start_plain_rows(const NnArgs& args, cudaStream_t stream) {
   const ImageRows& image = args.image;
   if constexpr (Op::kKind == PassKind::kRowSum) {
     const int groups = groups_of(image, kSpanColumns);
-    launch(Kernel{Op::kName, row_sum_kernel<Op, kPlain, kType>},
-           ceil_div(image.rows, kRowGroups / groups), kLanes, stream, args, groups, aligned);
+    launch(Kernel{Op::kName, row_sum_kernel<Op, kPlain, kType, kAligned>},
+           ceil_div(image.rows, kRowGroups / groups), kLanes, stream, args, groups);
   } else {
     const RowGrid grid(image);
-    launch(Kernel{Op::kName, row_map_kernel<Op, kPlain, kType>}, grid.blocks, kLanes, stream, args,
-           grid, aligned);
+    launch(Kernel{Op::kName, row_map_kernel<Op, kPlain, kType, kAligned>}, grid.blocks, kLanes,
+           stream, args, grid);
   }
 }
 
 template <class Op, unsigned kLists, DType kType>
 void start_rows(const NnArgs& args, bool aligned, cudaStream_t stream) {
   if constexpr (Op::kKind != PassKind::kRowPass) {
-    if (Op::is_plain(args)) {
-      start_plain_rows<Op, true, kType>(args, aligned, stream);
-    } else {
-      start_plain_rows<Op, false, kType>(args, aligned, stream);
-    }
+    const auto start = [&](auto plain, auto whole) {
+      start_plain_rows<Op, decltype(plain)::value, kType, decltype(whole)::value>(args, stream);
+    };
+    const auto start_plain = [&](auto plain) {
+      aligned ? start(plain, std::true_type()) : start(plain, std::false_type());
+    };
+    Op::is_plain(args) ? start_plain(std::true_type()) : start_plain(std::false_type());
   } else {
     const ImageRows& image = args.image;
     const int groups = groups_of(image, kPassColumns);
