@@ -71,14 +71,10 @@ HD float bfloat16_to_float(uint16_t stored) { return bits_float(uint32_t(stored)
 
 // Integer rounding on every backend: the BF16 conversion instructions flush subnormals on x86
 // (VCVTNEPS2BF16) and depend on the architecture on NVIDIA.
-HD uint16_t number_to_bfloat16(float value) {
-  const uint32_t bits = float_bits(value);
-  return uint16_t((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
-}
 HD uint16_t float_to_bfloat16(float value) {
   const uint32_t bits = float_bits(value);
   if ((bits & 0x7fffffffu) > 0x7f800000u) return uint16_t((bits >> 16) | 0x0040u);  // stay a NaN
-  return number_to_bfloat16(value);
+  return uint16_t((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 
 HD float float16_to_float(uint16_t stored) {

@@ -187,6 +187,12 @@ __device__ inline Pack<kWidth> narrow(const float (&value)[kWidth], DType dtype)
   return pack;
 }
 
+// float_to_bfloat16() of what is no NaN.
+__device__ inline uint32_t number_to_bfloat16(float value) {
+  const uint32_t bits = float_bits(value);
+  return (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+}
+
 // For a type that is known when compiling. A pack of BF16 is asked for NaNs once, where its
 // rounding asks each value: a third of the instructions of a pass that does little else.
 template <DType kType, int kWidth>
