@@ -142,6 +142,8 @@ norm of rows, added | row_pass_kernelINS_11NormForwardILb1EE | {_ALL_IMAGES}
 norm of rows, backward | row_pass_kernelINS_12NormBackward | image0:bf16 image1:bf16 image3:bf16
 norm of rows, weights | sum_kernelINS_11NormWeights | image0:bf16 image1:bf16
 norm of rows, added, backward | row_pass_kernelINS_12NormBackward | {_ALL_IMAGES}
+cross-entropy | row_sum_kernelINS_16CrossEntropyLoss | image0:bf16
+cross-entropy, backward | row_map_kernelINS_20CrossEntropyGradient | image0:bf16 image1:bf16
 """
 
 
@@ -152,11 +154,15 @@ class Case(NamedTuple):
 
     @property
     def layer(self) -> bool:
-        return self.name.startswith("norm")
+        return self.name.startswith(("norm", "cross"))
 
     @property
     def of_rows(self) -> bool:
-        return self.symbol.startswith("row_pass")
+        return self.symbol.startswith("row_")
+
+    @property
+    def of_classes(self) -> bool:
+        return self.name.startswith("cross")
 
     @property
     def threads(self) -> int:
@@ -181,8 +187,9 @@ def instance(case: Case, symbols: list[str]) -> str | None:
     places = IMAGES if case.layer else LISTS
     present = sum(1 << places.index(name) for name in case.lists)
     if case.layer:
-        suffix = rf"ELj{present}ELNS_5DTypeE3E" if "image0" in case.lists else ""
-        suffix += "Lb1E" if case.of_rows else ""
+        lists = "b1" if case.of_classes else f"j{present}"
+        last = r"LS\d_3E" if case.symbol.startswith("row_pass") else "Lb1E"
+        suffix = rf"EL{lists}ELNS_5DTypeE3E{last}" if "image0" in case.lists else ""
         return next((name for name in symbols if re.search(case.symbol + suffix, name)), None)
     compact = str(int(any(TYPES.index(kind) > TYPES.index("bf16") for kind in case.lists.values())))
     missing = {}
@@ -197,9 +204,10 @@ def scene(case: Case, chip: Chip) -> Scene:
     """Of a thread in the middle of large tensors. What no table says is zero."""
     fixed = {"threads": case.threads, "base": chip.base, "l2_cycles": _L2_CYCLES}
     fixed["cycles"] = round(chip.latency * chip.ghz)
-    # NnArgs; a map's Grid of blocks of 8 x 32 packs, 8 times, or a row's groups; whether aligned
+    # NnArgs; a map's Grid of blocks of 8 x 32 packs, 8 times, or of 256, 8 times; a row's groups
     if case.layer:
         rows, channels = (1 << 16, 768) if case.of_rows else (256 * 56 * 56, 256)
+        channels = 1 << 15 if case.of_classes else channels
         images = [(i + 1 << TENSOR) * (name in case.lists) for i, name in enumerate(IMAGES[:5])]
         vectors = [(i + 1) * _TABLE_BYTES for i in range(8)]
         parts = IMAGES.index("partials") + 1
@@ -207,10 +215,11 @@ def scene(case: Case, chip: Chip) -> Scene:
         # 0: two numbers; no targets
         pointers = [*images, *vectors, 0, *affine, parts << TENSOR, 0, 0]
         arguments = struct.pack("<3q20Q", rows, channels, TYPES.index("bf16"), *pointers)
-        grid = struct.pack("<3q", 32, 1, rows // 64) if case.symbol.startswith("map") else b""
-        if case.of_rows:
-            grid = struct.pack("<i", 1)
-        return Scene(4, rows // 64, arguments=arguments + grid + b"\1", in_l2=parts, **fixed)
+        grids = {"map": (32, 1, rows // 64), "row_pass": (1,), "row_sum": (8,)}
+        grids["row_map"] = (8, 2, 2 * rows)
+        grid = next((grids[kind] for kind in grids if case.symbol.startswith(kind)), ())
+        grid = struct.pack(f"<{len(grid)}q", *grid)
+        return Scene(4, rows // 64, arguments=arguments + grid, in_l2=parts, **fixed)
     memory: dict[int, int] = {}
 
     def put(table: str, place: int, value: bytes) -> None:

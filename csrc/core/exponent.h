@@ -18,7 +18,7 @@ namespace ampfuse {
 template <class F>
 HD F exponential(F a) {
   constexpr float kLeast = -87.33654f, kRound = 12582912.0f;  // 1.5 * 2^23
-  const F bounded = max_nan(a, F(kLeast));
+  const F bounded = max_nan(F(kLeast), a);
   const F shifted = fma(bounded, F(1.44269504f), F(kRound));
   const F n = shifted - F(kRound);
   const F r = fma(n, F(2.12194440e-4f), fma(n, F(-0.693359375f), bounded));
@@ -29,7 +29,7 @@ HD F exponential(F a) {
   const F power = fma(fma(q, r, F(1.0f)), r, F(1.0f));
   using Bits = decltype(bits_of(a));
   const F scale = from_bits(a, shift_left<23>(bits_of(shifted) + Bits(127u)));
-  return keep(above_zero(a - F(kLeast)), power * scale);
+  return select_equal(bounded, F(kLeast), F(0.0f), power * scale);
 }
 
 // log(x) to the last digits but one; -inf of zero.

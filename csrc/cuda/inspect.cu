@@ -13,19 +13,35 @@ struct Findings {
   uint32_t bits;  // of its largest element
 };
 
-// What the partials of all chunks say, in thread 0; the order of sum_partials<kLanes>.
-__device__ inline Findings sweep_partials(const TableView& view) {
+// Partials whose loads are in flight together in a thread of the one block that sweeps them.
+constexpr int kAtOnce = 16;
+
+// The sum over all chunks, in every thread; the order of sum_partials<kLanes>.
+__device__ inline double sweep_sums(const TableView& view) {
   double sum = 0;
-  uint32_t first = UINT32_MAX;  // non-finite chunk
-#pragma unroll 4
-  for (int64_t i = threadIdx.x; i < view.chunk_count; i += kLanes) {
-    const Partial partial = load_partial(view.partials + i);
-    sum += partial.sum_squares;
-    if (partial.largest >= kInfinityBits && uint32_t(i) < first) first = uint32_t(i);
+  for (int64_t start = threadIdx.x; start < view.chunk_count; start += kAtOnce * kLanes) {
+    double part[kAtOnce];
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k) {
+      const int64_t i = start + k * kLanes;
+      part[k] = i < view.chunk_count ? __ldcg(&view.partials[i].sum_squares) : 0.0;
+    }
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k) sum += part[k];
   }
-  sum = block_sum(sum);
+  return block_broadcast(block_sum(sum));
+}
+
+// What the partials of all chunks say, in thread 0.
+__device__ inline Findings sweep_partials(const TableView& view) {
+  const double sum = sweep_sums(view);
+  if (sum - sum == 0) return {sum, -1, 0};  // squares of FP32 do not overflow FP64: all are finite
+  uint32_t first = UINT32_MAX;              // non-finite chunk
+  for (int64_t i = threadIdx.x; i < view.chunk_count; i += kLanes) {
+    const uint32_t largest = load_partial(view.partials + i).largest;
+    if (largest >= kInfinityBits && uint32_t(i) < first) first = uint32_t(i);
+  }
   first = ~block_broadcast(block_max(~first));
-  if (first == UINT32_MAX) return {sum, -1, 0};
   const int32_t row = view.chunks[first].row;
   uint32_t bits = 0;
   for (int64_t i = first + threadIdx.x; i < view.first_chunk[row + 1]; i += kLanes) {

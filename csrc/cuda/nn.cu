@@ -49,17 +49,18 @@ struct Coefs {
 };
 
 // Loads a pack of each image that the op reads, calls run(k, x, bits) for each of its values, bits
-// being the rest of the mask from there on, and stores what the op writes.
-template <class Op, unsigned kLists, DType kType, class Run>
-__device__ inline void for_pack(const NnArgs& args, bool aligned, int64_t row, const Place& place,
+// being the rest of the mask from there on, and stores what the op writes. kAligned: as aligned()
+// says; a test of each pack would keep the loads of a row behind those of the row before.
+template <class Op, unsigned kLists, DType kType, bool kAligned, class Run>
+__device__ inline void for_pack(const NnArgs& args, int64_t row, const Place& place,
                                 const Run& run) {
   constexpr unsigned kRead = kLists & Op::kReads, kWritten = kLists & Op::kWrites;
-  float x[kMaxImages][kPack];
+  float x[kMaxImages][kPack] = {};
 #pragma unroll
   for (int i = 0; i < kMaxImages; ++i) {
     if (!(kRead & bit(i))) continue;
-    const RowPacks<kType> packs(args.images[i], args.image, row, place.c, aligned);
-    widen(load_pack<false, kPack>(packs, 0, place.count), kType, x[i]);
+    const RowPacks<kType> packs(args.images[i], row * args.image.channels + place.c, false);
+    widen(load_pack<kAligned, kPack>(packs, 0, place.count), kType, x[i]);
   }
   const int64_t mask_byte = row * args.image.mask_bytes() + place.c / kPack;
   const uint32_t bits = (kRead & kMask) && args.mask ? args.mask[mask_byte] : 0xffu;
@@ -72,7 +73,7 @@ __device__ inline void for_pack(const NnArgs& args, bool aligned, int64_t row, c
       if (kRead & bit(i)) each[i] = x[i][k];
     uint32_t some = bits >> k;
     run(k, each, some);
-    if (k < place.count) written |= some << k;
+    if (kAligned || k < place.count) written |= some << k;
 #pragma unroll
     for (int i = 0; i < kMaxImages; ++i)
       if (kWritten & bit(i)) x[i][k] = each[i];
@@ -80,8 +81,8 @@ __device__ inline void for_pack(const NnArgs& args, bool aligned, int64_t row, c
 #pragma unroll
   for (int i = 0; i < kMaxImages; ++i) {
     if (!(kWritten & bit(i))) continue;
-    const RowPacks<kType> packs(args.images[i], args.image, row, place.c, aligned);
-    store_pack<false>(packs, 0, place.count, narrow(x[i], kType));
+    const RowPacks<kType> packs(args.images[i], row * args.image.channels + place.c, false);
+    store_pack<kAligned>(packs, 0, place.count, narrow<kType>(x[i]));
   }
   if (kWritten & kMask) args.mask[mask_byte] = uint8_t(written);
 }
@@ -94,8 +95,9 @@ constexpr int kSumThreads = kSumPacks * kSpanTiles;
 static_assert(kSumThreads >= kSumChannels, "a thread for each channel adds the tiles");
 
 // (Four blocks: left to itself, the compiler spills to make room for more.)
-template <class Op, unsigned kLists, DType kType>
-__global__ void __launch_bounds__(kSumThreads, 4) sum_kernel(NnArgs args, bool aligned) {
+template <class Op, unsigned kLists, DType kType, bool kAligned>
+__global__ void __launch_bounds__(kSumThreads, 4) sum_kernel(NnArgs args) {
+  assume_type<kType>(args);
   const ImageRows& image = args.image;
   const int64_t columns = ceil_div(image.channels, kSumChannels);
   const int64_t span = blockIdx.x / columns, first_row = span * kSpanRows;
@@ -112,8 +114,8 @@ __global__ void __launch_bounds__(kSumThreads, 4) sum_kernel(NnArgs args, bool a
     for (int64_t row = begin; row < end; ++row) {
       float of_row[Op::kCoefs] = {};
       if constexpr (Op::kCoefsOfRow) Op::template coefs<kLists>(args, row, place.c, of_row);
-      for_pack<Op, kLists, kType>(
-          args, aligned, row, place, [&](int k, float (&x)[kMaxImages], uint32_t bits) {
+      for_pack<Op, kLists, kType, kAligned>(
+          args, row, place, [&](int k, float (&x)[kMaxImages], uint32_t bits) {
             if constexpr (Op::kCoefsOfRow) {
               Op::template add<kLists>(x, of_row, bits, first[k], second[k]);
             } else {
@@ -147,25 +149,34 @@ __global__ void __launch_bounds__(kSumThreads, 4) sum_kernel(NnArgs args, bool a
 constexpr int kFinishChannels = kLanes / kRowLanes;
 
 struct SpanSum {
-  int64_t spans;  // 0: of no channel
+  const ImageRows& image;
+  bool exists;  // the channel
 
   // As warp_sum(); every lane receives it.
   template <class Value>
   __device__ double operator()(const Value& value) const {
+    const int64_t whole = exists ? image.rows / kSpanRows : 0, lane = threadIdx.x % kRowLanes;
     double sum = 0;
-    for (int64_t span = threadIdx.x % kRowLanes; span < spans; span += kRowLanes)
+    // (Told that a span is whole, the compiler leaves out what a shorter one takes, a division.)
+#pragma unroll 8
+    for (int64_t span = lane; span < whole; span += kRowLanes) {
+#if defined(__CUDA_ARCH__)
+      __builtin_assume(image.rows_of(span) == kSpanRows);
+#endif
       sum += value(span);
+    }
+    if (exists && whole < image.spans() && whole % kRowLanes == lane) sum += value(whole);
     for (int offset = kRowLanes / 2; offset > 0; offset /= 2)
       sum += __shfl_xor_sync(kWholeWarp, sum, offset);
     return sum;
   }
-  __device__ bool writes() const { return spans > 0 && threadIdx.x % kRowLanes == 0; }
+  __device__ bool writes() const { return exists && threadIdx.x % kRowLanes == 0; }
 };
 
 template <class Op>
 __global__ void finish_kernel(NnArgs args) {
   const int64_t c = blockIdx.x * int64_t(kFinishChannels) + threadIdx.x / kRowLanes;
-  Op::finish(args, c, SpanSum{c < args.image.channels ? args.image.spans() : 0});
+  Op::finish(args, c, SpanSum{args.image, c < args.image.channels});
 }
 
 // ---- maps ----
@@ -187,8 +198,8 @@ struct Grid {
 
 // Backwards over the rows: sums have just been taken forwards, and the end of what they read is
 // still in the L2 cache.
-template <class Op, unsigned kLists, DType kType>
-__global__ void __launch_bounds__(kLanes) map_kernel(NnArgs args, Grid grid, bool aligned) {
+template <class Op, unsigned kLists, DType kType, bool kAligned>
+__global__ void __launch_bounds__(kLanes) map_kernel(NnArgs args, Grid grid) {
   const ImageRows& image = args.image;
   const int64_t block = grid.blocks - 1 - blockIdx.x;
   const Place place(image, block % grid.columns * grid.width + threadIdx.x % grid.width);
@@ -199,29 +210,26 @@ __global__ void __launch_bounds__(kLanes) map_kernel(NnArgs args, Grid grid, boo
 #pragma unroll 4
   for (int i = 0; i < kRowsEach; ++i, row += height) {
     if (row >= image.rows) continue;
-    for_pack<Op, kLists, kType>(args, aligned, row, place,
-                                [&](int k, float (&x)[kMaxImages], uint32_t& bits) {
-                                  Op::template apply<kLists>(x, coefs.value[k], bits);
-                                });
+    for_pack<Op, kLists, kType, kAligned>(args, row, place,
+                                          [&](int k, float (&x)[kMaxImages], uint32_t& bits) {
+                                            Op::template apply<kLists>(x, coefs.value[k], bits);
+                                          });
   }
 }
 
-template <class Op, unsigned kLists, DType kType>
+template <class Op, unsigned kLists, DType kType, bool kAligned>
 void start(const NnArgs& args, cudaStream_t stream) {
   const ImageRows& image = args.image;
-  const bool wide = aligned(args, kLists);
   if constexpr (Op::kKind == PassKind::kChannelSum) {
     const int64_t blocks = image.spans() * ceil_div(image.channels, kSumChannels);
-    launch(Kernel{Op::kName, sum_kernel<Op, kLists, kType>}, blocks, kSumThreads, stream, args,
-           wide);
+    launch(Kernel{Op::kName, sum_kernel<Op, kLists, kType, kAligned>}, blocks, kSumThreads, stream,
+           args);
     launch(Kernel{Op::kName, finish_kernel<Op>}, ceil_div(image.channels, kFinishChannels), kLanes,
            stream, args);
-  } else if constexpr (Op::kKind != PassKind::kChannelMap) {
-    start_rows<Op, kLists, kType>(args, wide, stream);
   } else {
     const Grid grid(image);
-    launch(Kernel{Op::kName, map_kernel<Op, kLists, kType>}, grid.blocks, kLanes, stream, args,
-           grid, wide);
+    launch(Kernel{Op::kName, map_kernel<Op, kLists, kType, kAligned>}, grid.blocks, kLanes, stream,
+           args, grid);
   }
 }
 
@@ -231,7 +239,15 @@ template <class Op>
 void NnDeviceKernel<Op>::run(const NnArgs& args, cudaStream_t stream) {
   with_lists<Op>(args, [&](auto lists) {
     with_storage(args.image.dtype, [&](auto storage) {
-      start<Op, decltype(lists)::value, decltype(storage)::kType>(args, stream);
+      constexpr unsigned kLists = decltype(lists)::value;
+      constexpr DType kType = decltype(storage)::kType;
+      if constexpr (Op::kKind != PassKind::kChannelSum && Op::kKind != PassKind::kChannelMap) {
+        start_rows<Op, kLists, kType>(args, aligned(args, kLists), stream);
+      } else if (aligned(args, kLists)) {
+        start<Op, kLists, kType, true>(args, stream);
+      } else {
+        start<Op, kLists, kType, false>(args, stream);
+      }
     });
   });
 }

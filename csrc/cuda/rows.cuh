@@ -14,7 +14,15 @@ namespace ampfuse {
 constexpr int kGroupThreads = kRowWidth / kPack;
 static_assert(kRowGroups * kGroupThreads == kLanes, "a block has the groups of a row");
 
-// A row of the matrix, from some pack on.
+// What the instance of a kernel knows.
+template <DType kType>
+__device__ inline void assume_type([[maybe_unused]] const NnArgs& args) {
+#if defined(__CUDA_ARCH__)
+  __builtin_assume(args.image.dtype == kType);
+#endif
+}
+
+// The matrix from element `first` on, a pack's.
 template <DType kType>
 struct RowPacks {
   static constexpr DType dtype = kType;
@@ -22,23 +30,27 @@ struct RowPacks {
   char* data;
   bool aligned;
 
-  __device__ RowPacks(void* base, const ImageRows& image, int64_t row, int64_t c, bool whole)
-      : data(static_cast<char*>(base) + (row * image.channels + c) * element_size(kType)),
-        aligned(whole) {}
+  __device__ RowPacks(void* base, int64_t first, bool whole)
+      : data(static_cast<char*>(base) + first * element_size(kType)), aligned(whole) {}
   __device__ char* at(int i) const { return global_at(data, i * int(element_size(kType))); }
   __device__ bool wide() const { return aligned; }
 };
 
-// The pack of a row's columns from c on, of which `count` exist.
-template <DType kType>
-__device__ inline void load_columns(const NnArgs& args, int image, int64_t row, int64_t c,
-                                    int count, bool aligned, float (&x)[kPack]) {
-  const RowPacks<kType> packs(args.images[image], args.image, row, c, aligned);
-  widen(load_pack<false, kPack>(packs, 0, count), kType, x);
+// How many of a pack's columns from c on exist. kAligned: all of them, if any.
+template <bool kAligned>
+__device__ inline int count_columns(int64_t columns, int64_t c) {
+  return kAligned || columns - c > kPack ? kPack : int(columns - c);
 }
 
-template <class Op, bool kPlain, DType kType>
-__global__ void __launch_bounds__(kLanes, 2) row_sum_kernel(NnArgs args, int groups, bool aligned) {
+template <DType kType, bool kAligned>
+__device__ inline void load_columns(const NnArgs& args, int image, int64_t row, int64_t c,
+                                    int count, float (&x)[kPack]) {
+  const RowPacks<kType> packs(args.images[image], row * args.image.channels + c, false);
+  widen(load_pack<kAligned, kPack>(packs, 0, count), kType, x);
+}
+
+template <class Op, bool kPlain, DType kType, bool kAligned>
+__global__ void __launch_bounds__(kLanes, 2) row_sum_kernel(NnArgs args, int groups) {
   const int64_t columns = args.image.channels, spans = ceil_div(columns, kSpanColumns);
   const int place = threadIdx.x / kGroupThreads, thread = threadIdx.x % kGroupThreads;
   const int group = place % groups;
@@ -51,12 +63,12 @@ __global__ void __launch_bounds__(kLanes, 2) row_sum_kernel(NnArgs args, int gro
   for (int k = 0; k < kPack; ++k) Op::start(value[k]);
   for (int64_t span = group; exists && span < spans; span += groups) {
     const int64_t begin = span * kSpanColumns + thread * kPack;
+    const int64_t end = begin + kSpanColumns < columns ? begin + kSpanColumns : columns;
 #pragma unroll 4
-    for (int64_t c = begin; c < begin + kSpanColumns; c += kRowWidth) {
-      const int count = columns - c < kPack ? int(columns - c) : kPack;
-      if (count <= 0) continue;
+    for (int64_t c = begin; c < end; c += kRowWidth) {
+      const int count = count_columns<kAligned>(columns, c);
       float x[kPack];
-      load_columns<kType>(args, Op::kInput, row, c, count, aligned, x);
+      load_columns<kType, kAligned>(args, Op::kInput, row, c, count, x);
 #pragma unroll
       for (int k = 0; k < kPack; ++k) {
         if (k >= count) continue;
@@ -97,49 +109,50 @@ __global__ void __launch_bounds__(kLanes, 2) row_sum_kernel(NnArgs args, int gro
   Op::finish(args, row, of_groups[place]);
 }
 
-constexpr int kPacksEach = 4;  // of a thread
+constexpr int kPacksEach = 8;  // of a thread
 
-// How the threads of a block lie: `width` packs wide, a power of two.
+// How the threads of a block lie: 2^log packs wide.
 struct RowGrid {
-  int width = 1;
+  int log = 0;
   int64_t strips, blocks;
 
   explicit RowGrid(const ImageRows& image) {
     const int64_t packs = ceil_div(image.channels, kPack);
-    while (width < packs && width < kLanes) width *= 2;
-    strips = ceil_div(packs, width * kPacksEach);
-    blocks = strips * ceil_div(image.rows, kLanes / width);
+    while (1 << log < packs && 1 << log < kLanes) ++log;
+    strips = ceil_div(packs, kPacksEach << log);
+    blocks = strips * ceil_div(image.rows, kLanes >> log);
   }
 };
 
 // Backwards over the rows: what the sum read last is still in the L2 cache.
-template <class Op, bool kPlain, DType kType>
-__global__ void __launch_bounds__(kLanes) row_map_kernel(NnArgs args, RowGrid grid, bool aligned) {
-  const int64_t columns = args.image.channels, block = grid.blocks - 1 - blockIdx.x;
-  const int64_t row = block / grid.strips * (kLanes / grid.width) + threadIdx.x / grid.width;
+template <class Op, bool kPlain, DType kType, bool kAligned>
+__global__ void __launch_bounds__(kLanes) row_map_kernel(NnArgs args, RowGrid grid) {
+  const int64_t columns = args.image.channels;
+  const unsigned block = gridDim.x - 1 - blockIdx.x, strips = unsigned(grid.strips);
+  const int64_t row = int64_t(block / strips) * (kLanes >> grid.log) + (threadIdx.x >> grid.log);
   if (row >= args.image.rows) return;
   const float* weights = args.vectors[Op::kWeight];
   const bool counts = Op::counts(args, row);
   const int64_t target = args.targets[row];
   float coef[Op::kCoefs] = {};
   if (counts) Op::coefs(args, row, coef);
-  const int64_t begin =
-      (block % grid.strips * kPacksEach * grid.width + threadIdx.x % grid.width) * kPack;
-#pragma unroll
+  const int64_t first = int64_t(block % strips * kPacksEach) << grid.log;
+#pragma unroll kAligned ? kPacksEach : 1
   for (int i = 0; i < kPacksEach; ++i) {
-    const int64_t c = begin + int64_t(i) * grid.width * kPack;
-    const int count = columns - c < kPack ? int(columns - c) : kPack;
-    if (count <= 0) continue;
+    const int64_t c = (first + (i << grid.log) + (threadIdx.x & ((1 << grid.log) - 1))) * kPack;
+    if (c >= columns) continue;
+    const int count = count_columns<kAligned>(columns, c);
+    const int hit = uint64_t(target - c) < kPack ? int(target - c) : kPack;
     float x[kPack];
-    load_columns<kType>(args, Op::kInput, row, c, count, aligned, x);
+    load_columns<kType, kAligned>(args, Op::kInput, row, c, count, x);
 #pragma unroll
     for (int k = 0; k < kPack; ++k) {
       const float weight = kPlain || weights == nullptr || k >= count ? 1.0f : weights[c + k];
-      const float y = Op::template apply<kPlain>(x[k], coef, weight, uint32_t(c + k == target));
+      const float y = Op::template apply<kPlain>(x[k], coef, weight, uint32_t(k == hit));
       x[k] = counts ? y : 0.0f;
     }
-    store_pack<false>(RowPacks<kType>(args.images[Op::kOutput], args.image, row, c, aligned), 0,
-                      count, narrow(x, kType));
+    store_pack<kAligned>(RowPacks<kType>(args.images[Op::kOutput], row * columns + c, false), 0,
+                         count, narrow<kType>(x));
   }
 }
 
@@ -147,63 +160,64 @@ __global__ void __launch_bounds__(kLanes) row_map_kernel(NnArgs args, RowGrid gr
 
 constexpr int kPassPacks = kPassColumns / kRowWidth;  // of a thread, in a span
 
-// The weights or biases of a pack of columns; kAligned: 16 bytes of memory at a time.
-template <bool kAligned>
+// The weights or biases of a pack of columns. kType: theirs, of which 16 bytes are loaded at a
+// time; kNone: as `dtype` says, one after the other.
+template <DType kType>
 __device__ inline void load_affine(const void* data, DType dtype, int64_t c, int count,
                                    float absent, float (&values)[kPack]) {
 #pragma unroll
   for (int k = 0; k < kPack; ++k) values[k] = absent;
   if (data == nullptr) return;
-  with_storage(dtype, [&](auto storage) {
-    constexpr DType kType = decltype(storage)::kType;
-    const char* first = static_cast<const char*>(data) + c * element_size(kType);
-    const KnownColumn<kType> column{const_cast<char*>(first)};
-    if (kAligned) {
-      widen(load_pack<true, kPack>(column, 0, count), kType, values);
-    } else {
-      for (int k = 0; k < count; ++k) values[k] = load_float(first, kType, k);
-    }
-  });
+  if constexpr (kType != DType::kNone) {
+    char* first = static_cast<char*>(const_cast<void*>(data)) + c * element_size(kType);
+    widen(load_pack<true, kPack>(KnownColumn<kType>{first}, 0, count), kType, values);
+  } else {
+#pragma unroll
+    for (int k = 0; k < kPack; ++k)
+      if (k < count) values[k] = load_float(data, dtype, c + k);
+  }
 }
 
-// One thread's part of a pass over a row. kHeld: packs are aligned and whole, and a group has one
-// span at most: all of it is loaded before any is used, and once.
-template <class Op, unsigned kLists, DType kType, bool kHeld>
+// One thread's part of a pass over a row. kAffine: the type of weights and biases of rows that are
+// held, whose packs are aligned and whole, of a span at most to each group: all of it is loaded
+// before any is used, and once. kNone: rows are not.
+template <class Op, unsigned kLists, DType kType, DType kAffine>
 struct RowPass {
+  static constexpr bool kHeld = kAffine != DType::kNone;
+  using Column = std::conditional_t<kHeld, int, int64_t>;
   const NnArgs& args;
   int64_t row;
   int group, groups, thread;
   bool exists, aligned;
+  Column own = Column(group) * kPassColumns + thread * kPack;  // the thread's first
+  Column rest = exists ? Column(args.image.channels) - own : 0;
   float coef[Op::kCoefs] = {};
   Pack<kPack> held[kMaxImages][kHeld ? kPassPacks : 1] = {};
 
-  // run(slot, c, count) for each pack.
+  // run(slot, c, count) for each pack, c columns behind the first.
   template <class Run>
   __device__ void for_packs(const Run& run) const {
-    const int64_t columns = args.image.channels;
-    for (int64_t begin = group * int64_t(kPassColumns); exists && begin < columns;
-         begin += groups * int64_t(kPassColumns)) {
+    for (Column span = 0; span < rest; span += Column(groups) * kPassColumns) {
 #pragma unroll kHeld ? kPassPacks : 1
       for (int i = 0; i < kPassPacks; ++i) {
-        const int64_t c = begin + i * kRowWidth + thread * kPack;
-        const int count = columns - c < kPack ? int(columns - c) : kPack;
-        if (count > 0) run(kHeld ? i : 0, c, kHeld ? kPack : count);
+        const Column c = span + i * kRowWidth;
+        if (c < rest) run(kHeld ? i : 0, c, kHeld || rest - c > kPack ? kPack : int(rest - c));
       }
       if (kHeld) break;
     }
   }
 
-  __device__ RowPacks<kType> packs(int image, int64_t c) const {
-    return {args.images[image], args.image, row, c, aligned};
+  __device__ RowPacks<kType> packs(int image, Column c) const {
+    return {args.images[image], row * args.image.channels + own + c, aligned};
   }
-  __device__ Pack<kPack> load(int image, int64_t c, int count) const {
+  __device__ Pack<kPack> load(int image, Column c, int count) const {
     return load_pack<kHeld, kPack>(packs(image, c), 0, count);
   }
 
   // Into registers, where they stay.
   template <unsigned kImages>
   __device__ void hold() {
-    for_packs([&](int slot, int64_t c, int count) {
+    for_packs([&](int slot, Column c, int count) {
 #pragma unroll
       for (int i = 0; i < kMaxImages; ++i)
         if (kImages & bit(i)) held[i][slot] = load(i, c, count);
@@ -211,7 +225,7 @@ struct RowPass {
   }
 
   template <unsigned kImages, unsigned kKnown>
-  __device__ void widen_images(int slot, int64_t c, int count, float (&x)[kMaxImages][kPack]) {
+  __device__ void widen_images(int slot, Column c, int count, float (&x)[kMaxImages][kPack]) {
 #pragma unroll
     for (int i = 0; i < kMaxImages; ++i)
       if (kImages & bit(i))
@@ -232,11 +246,11 @@ struct RowPass {
   }
   // As they are read again.
   template <unsigned kImages>
-  __device__ void store_images(int slot, int64_t c, int count, float (&x)[kMaxImages][kPack]) {
+  __device__ void store_images(int slot, Column c, int count, float (&x)[kMaxImages][kPack]) {
 #pragma unroll
     for (int i = 0; i < kMaxImages; ++i) {
       if (!(kImages & bit(i))) continue;
-      const Pack<kPack> pack = narrow(x[i], kType);
+      const Pack<kPack> pack = narrow<kType>(x[i]);
       store_pack<kHeld>(packs(i, c), 0, count, pack);
       widen(pack, kType, x[i]);
       if (kHeld) held[i][slot] = pack;
@@ -251,16 +265,18 @@ struct RowPass {
     constexpr bool kFits = kType != DType::kFloat16 || count_lists(kRead) < 3;
     constexpr unsigned kNow = kFits ? kRead : kKnown;
     if (kHeld) hold<(kNow & ~kKnown)>();
+    // (What it loads is on the way together with the row.)
+    if (kStage == 0 && exists) Op::template begin<kLists>(args, row, coef);
     if constexpr (kStage < Op::kStages) {
       float value[kPack][Op::kSums] = {};
-      for_packs([&](int slot, int64_t c, int count) {
+      for_packs([&](int slot, Column c, int count) {
         float x[kMaxImages][kPack] = {}, weight[kPack];
         widen_images<kRead, kNow>(slot, c, count, x);
         if constexpr (kWritten != 0) {
           for_columns(x, [](int, float (&each)[kMaxImages]) { Op::template first<kLists>(each); });
           store_images<kWritten>(slot, c, count, x);
         }
-        load_affine<kHeld>(args.affine.weight, args.affine.dtype, c, count, 1.0f, weight);
+        load_affine<kAffine>(args.affine.weight, args.affine.dtype, own + c, count, 1.0f, weight);
         for_columns(x, [&](int k, float (&each)[kMaxImages]) {
           if (k < count) Op::template add<kStage, kLists>(each, coef, weight[k], 1u, value[k]);
         });
@@ -270,11 +286,11 @@ struct RowPass {
       if (exists) Op::template settle<kStage>(args, row, sums, coef);
       run<kStage + 1, (kKnown | kRead | kWritten)>();
     } else {
-      for_packs([&](int slot, int64_t c, int count) {
+      for_packs([&](int slot, Column c, int count) {
         float x[kMaxImages][kPack] = {}, weight[kPack], bias[kPack];
         widen_images<kRead, kNow>(slot, c, count, x);
-        load_affine<kHeld>(args.affine.weight, args.affine.dtype, c, count, 1.0f, weight);
-        load_affine<kHeld>(args.affine.bias, args.affine.dtype, c, count, 0.0f, bias);
+        load_affine<kAffine>(args.affine.weight, args.affine.dtype, own + c, count, 1.0f, weight);
+        load_affine<kAffine>(args.affine.bias, args.affine.dtype, own + c, count, 0.0f, bias);
         for_columns(x, [&](int k, float (&each)[kMaxImages]) {
           Op::template apply<kLists>(each, coef, weight[k], bias[k]);
         });
@@ -333,15 +349,15 @@ struct RowPass {
 template <class Op, unsigned kLists>
 constexpr int kPassBlocks = count_lists(Op::reads(kLists, 0)) == 1 ? 3 : 2;
 
-template <class Op, unsigned kLists, DType kType, bool kHeld>
+template <class Op, unsigned kLists, DType kType, DType kAffine>
 __global__ void __launch_bounds__(kLanes, (kPassBlocks<Op, kLists>))
     row_pass_kernel(NnArgs args, int groups, bool aligned) {
+  assume_type<kType>(args);
   const int place = threadIdx.x / kGroupThreads;
   const int64_t row = blockIdx.x * int64_t(kRowGroups / groups) + place / groups;
-  RowPass<Op, kLists, kType, kHeld> pass{
+  RowPass<Op, kLists, kType, kAffine> pass{
       args,   row, place % groups, groups, int(threadIdx.x % kGroupThreads), row < args.image.rows,
       aligned};
-  if (pass.exists) Op::template begin<kLists>(args, row, pass.coef);
   pass.run();
 }
 
@@ -354,43 +370,48 @@ inline int groups_of(const ImageRows& image, int span_columns) {
   return groups;
 }
 
-template <class Op, bool kPlain, DType kType>
-void start_plain_rows(const NnArgs& args, bool aligned, cudaStream_t stream) {
+template <class Op, bool kPlain, DType kType, bool kAligned>
+void start_plain_rows(const NnArgs& args, cudaStream_t stream) {
   const ImageRows& image = args.image;
   if constexpr (Op::kKind == PassKind::kRowSum) {
     const int groups = groups_of(image, kSpanColumns);
-    launch(Kernel{Op::kName, row_sum_kernel<Op, kPlain, kType>},
-           ceil_div(image.rows, kRowGroups / groups), kLanes, stream, args, groups, aligned);
+    launch(Kernel{Op::kName, row_sum_kernel<Op, kPlain, kType, kAligned>},
+           ceil_div(image.rows, kRowGroups / groups), kLanes, stream, args, groups);
   } else {
     const RowGrid grid(image);
-    launch(Kernel{Op::kName, row_map_kernel<Op, kPlain, kType>}, grid.blocks, kLanes, stream, args,
-           grid, aligned);
+    launch(Kernel{Op::kName, row_map_kernel<Op, kPlain, kType, kAligned>}, grid.blocks, kLanes,
+           stream, args, grid);
   }
 }
 
 template <class Op, unsigned kLists, DType kType>
 void start_rows(const NnArgs& args, bool aligned, cudaStream_t stream) {
   if constexpr (Op::kKind != PassKind::kRowPass) {
-    if (Op::is_plain(args)) {
-      start_plain_rows<Op, true, kType>(args, aligned, stream);
-    } else {
-      start_plain_rows<Op, false, kType>(args, aligned, stream);
-    }
+    const auto start = [&](auto plain, auto whole) {
+      start_plain_rows<Op, decltype(plain)::value, kType, decltype(whole)::value>(args, stream);
+    };
+    const auto start_plain = [&](auto plain) {
+      aligned ? start(plain, std::true_type()) : start(plain, std::false_type());
+    };
+    Op::is_plain(args) ? start_plain(std::true_type()) : start_plain(std::false_type());
   } else {
     const ImageRows& image = args.image;
     const int groups = groups_of(image, kPassColumns);
-    const auto start = [&](auto held) {
-      launch(Kernel{Op::kName, row_pass_kernel<Op, kLists, kType, decltype(held)::value>},
+    const auto start = [&](auto affine) {
+      launch(Kernel{Op::kName, row_pass_kernel<Op, kLists, kType, decltype(affine)::value>},
              ceil_div(image.rows, kRowGroups / groups), kLanes, stream, args, groups, aligned);
     };
     // FP32 would not fit into the registers.
     const auto whole = [](const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; };
-    const bool held = element_size(kType) == 2 && aligned && whole(args.affine.weight) &&
-                      whole(args.affine.bias) && image.channels <= kRowGroups * kPassColumns;
-    if (held) {
-      start(std::bool_constant<element_size(kType) == 2>());
+    constexpr bool kFits = element_size(kType) == 2;
+    const bool held = kFits && aligned && whole(args.affine.weight) && whole(args.affine.bias) &&
+                      image.channels <= kRowGroups * kPassColumns;
+    if (!held) {
+      start(std::integral_constant<DType, DType::kNone>());
+    } else if (args.affine.dtype == kType) {
+      start(std::integral_constant<DType, kFits ? kType : DType::kNone>());
     } else {
-      start(std::false_type());
+      start(std::integral_constant<DType, kFits ? DType::kFloat32 : DType::kNone>());
     }
   }
 }

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "cuda/launch.cuh"
+#include "cuda/pack.cuh"
 #include "harness.h"
 
 using namespace ampfuse;
@@ -134,4 +135,26 @@ TEST(launch_errors_name_the_kernel_and_the_place) {
   EXPECT(error.find("reverse_block at ") != std::string::npos, error);
   EXPECT(error.find("test_emulation.cpp:") != std::string::npos, error);
   EXPECT(error.find("cudaErrorInvalidConfiguration") != std::string::npos, error);
+}
+
+TEST(a_pack_is_rounded_as_each_of_its_values) {
+  // Numbers: zeros, ties, subnormals, what rounds to infinity, infinity; NaNs with a high and a low
+  // bit set.
+  const uint32_t all[] = {0u,          0x80000000u, 0x3f808000u, 0x3f818000u,
+                          0x3f808001u, 0x00008000u, 0x00018000u, 0x807fffffu,
+                          0x7f7fffffu, 0x7f800000u, 0xff800000u, 0x42fe7fffu,
+                          0x7fc00000u, 0x7f800001u, 0xffffffffu, 0xff80ffffu};
+  constexpr int kNumbers = 12, kAll = 16;
+  for (const int count : {kNumbers, kAll}) {
+    for (int first = 0; first < count; ++first) {
+      float value[8];
+      for (int k = 0; k < 8; ++k) value[k] = bits_float(all[(first + k) % count]);
+      const Pack<8> bfloat16 = narrow<DType::kBFloat16>(value);
+      const Pack<8> float16 = narrow<DType::kFloat16>(value);
+      for (int k = 0; k < 8; ++k) {
+        EXPECT(bfloat16.get<2>(k) == float_to_bfloat16(value[k]));
+        EXPECT(float16.get<2>(k) == float_to_float16(value[k]));
+      }
+    }
+  }
 }
