@@ -104,7 +104,7 @@ LISTS = (
     *("state0", "state1", "state2", "average", "scale0", "scale1", "scale2"),
 )
 TABLES = ("data", "dtype", "numel", "origin", "scaled", "first_chunk")
-IMAGES = ("image0", "image1", "image2", "image3", "mask", "partials")
+IMAGES = (*(f"image{i}" for i in range(5)), "mask", "partials")
 _TABLE_BYTES = 1 << 24  # a table begins at its number times this
 
 # A name in the words of passes(), the kernel's symbol, and the tensors, of which the first has a
@@ -142,6 +142,12 @@ norm of rows, added | row_pass_kernelINS_11NormForwardILb1EE | {_ALL_IMAGES}
 norm of rows, backward | row_pass_kernelINS_12NormBackward | image0:bf16 image1:bf16 image3:bf16
 norm of rows, weights | sum_kernelINS_11NormWeights | image0:bf16 image1:bf16
 norm of rows, added, backward | row_pass_kernelINS_12NormBackward | {_ALL_IMAGES}
+gelu, tanh | map_kernelINS_17ActivationForwardINS_8GeluTanhEE | image0:bf16 image2:bf16
+gelu, tanh, backward | sum_kernelINS_18ActivationBackwardINS_8GeluTanhEE | image0:bf16 image1:bf16 image3:bf16
+gelu | map_kernelINS_17ActivationForwardINS_4GeluEE | image0:bf16 image2:bf16
+gelu, backward | sum_kernelINS_18ActivationBackwardINS_4GeluEE | image0:bf16 image1:bf16 image3:bf16
+silu, gated | map_kernelINS_17ActivationForwardINS_4SiluEE | image0:bf16 image1:bf16 image2:bf16
+silu, gated, backward | sum_kernelINS_18ActivationBackwardINS_4SiluEE | {_ALL_IMAGES} image4:bf16
 cross-entropy | row_sum_kernelINS_16CrossEntropyLoss | image0:bf16
 cross-entropy, backward | row_map_kernelINS_20CrossEntropyGradient | image0:bf16 image1:bf16
 """
@@ -154,7 +160,7 @@ class Case(NamedTuple):
 
     @property
     def layer(self) -> bool:
-        return self.name.startswith(("norm", "cross"))
+        return not self.symbol.startswith(("apply", "measure", "inspect"))
 
     @property
     def of_rows(self) -> bool:
@@ -208,13 +214,13 @@ def scene(case: Case, chip: Chip) -> Scene:
     if case.layer:
         rows, channels = (1 << 16, 768) if case.of_rows else (256 * 56 * 56, 256)
         channels = 1 << 15 if case.of_classes else channels
-        images = [(i + 1 << TENSOR) * (name in case.lists) for i, name in enumerate(IMAGES[:5])]
+        images = [(i + 1 << TENSOR) * (name in case.lists) for i, name in enumerate(IMAGES[:-1])]
         vectors = [(i + 1) * _TABLE_BYTES for i in range(8)]
         parts = IMAGES.index("partials") + 1
         affine = [9 * _TABLE_BYTES, 10 * _TABLE_BYTES, TYPES.index("bf16")]
         # 0: two numbers; no targets
         pointers = [*images, *vectors, 0, *affine, parts << TENSOR, 0, 0]
-        arguments = struct.pack("<3q20Q", rows, channels, TYPES.index("bf16"), *pointers)
+        arguments = struct.pack("<3q21Q", rows, channels, TYPES.index("bf16"), *pointers)
         grids = {"map": (32, 1, rows // 64), "row_pass": (1,), "row_sum": (8,)}
         grids["row_map"] = (8, 2, 2 * rows)
         grid = next((grids[kind] for kind in grids if case.symbol.startswith(kind)), ())

@@ -10,9 +10,9 @@ memory. Arms, each in a process of its own:
     torch.amp             torch.autocast in BF16, torch's fused optimizer
     torch.amp, compiled   the same under torch.compile
     O4                    amp.initialize: autocast in BF16, ampfuse's optimizer
-    O5                    amp.initialize: a BF16 model with FP32 masters, fused batch norms
-    O5, unfused           without these, where there are any
-    O5, recomputed        with them, under ampfuse.nn.recompute_norms
+    O5                    amp.initialize: a BF16 model with FP32 masters, fused
+    O5, unfused           without ampfuse.nn.fuse
+    O5, recomputed        fused, under ampfuse.nn.recompute_norms; nets with batch norms
     O2                    as O5, in FP16; on a GPU
     O5, graphed           the whole step as one CUDA graph; on a GPU
 
@@ -225,7 +225,7 @@ KINDS = {
 
 
 def arms_of(net: str, options: Any) -> dict[str, type[Step]]:
-    left_out: set[type[Step]] = set() if net in NORMED else {Unfused, Recomputed}
+    left_out: set[type[Step]] = set() if net in NORMED else {Recomputed}
     left_out |= {Compiled} if options.no_compile else set()
     left_out |= {O2, Graphed} if options.device.type == "cpu" else set()
     return {arm: kind for arm, kind in ARMS.items() if kind not in left_out}

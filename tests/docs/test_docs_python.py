@@ -19,6 +19,7 @@ ELSEWHERE = {
     "from_apex.md": "test_migration_docs.py",
     "from_torch_amp.md": "test_migration_docs.py",
     'Path("checkpoints")': "test_docs.py, on processes",
+    "fabric.setup_module": "test_integrations_sharded.py, on processes",
     "doctor.examine": "test_doctor.py",
 }
 # What a block needs that trains with what an earlier one, or its reader, has set up; those with one
