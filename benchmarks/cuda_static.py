@@ -112,6 +112,7 @@ _TABLE_BYTES = 1 << 24  # a table begins at its number times this
 _MOMENTS, _CODES = "state0:fp32 state1:fp32", "state0:s8 state1:u8 scale0:fp32 scale1:fp32"
 _ADAM, _SPLIT = "apply_kernelINS_6AdamOpE", "grad:bf16 param:rem_bf16 model:bf16"
 _METERED = "measure_kernelINS_7MeteredINS_6AdamOpEEE"
+_DERIVED = "image0:bf16 image1:bf16 image3:bf16"
 _ALL_IMAGES = "image0:bf16 image1:bf16 image2:bf16 image3:bf16"
 _CASES = f"""
 inspect H | inspect_kernelI | grad:H
@@ -139,13 +140,13 @@ norm finish moments | finish_kernelINS_16BatchNormMoments | partials:fp32
 norm finish reduce | finish_kernelINS_15BatchNormReduce | partials:fp32
 norm of rows | row_pass_kernelINS_11NormForwardILb1EE | image0:bf16 image3:bf16
 norm of rows, added | row_pass_kernelINS_11NormForwardILb1EE | {_ALL_IMAGES}
-norm of rows, backward | row_pass_kernelINS_12NormBackward | image0:bf16 image1:bf16 image3:bf16
+norm of rows, backward | row_pass_kernelINS_12NormBackward | {_DERIVED}
 norm of rows, weights | sum_kernelINS_11NormWeights | image0:bf16 image1:bf16
 norm of rows, added, backward | row_pass_kernelINS_12NormBackward | {_ALL_IMAGES}
 gelu, tanh | map_kernelINS_17ActivationForwardINS_8GeluTanhEE | image0:bf16 image2:bf16
-gelu, tanh, backward | sum_kernelINS_18ActivationBackwardINS_8GeluTanhEE | image0:bf16 image1:bf16 image3:bf16
+gelu, tanh, backward | sum_kernelINS_18ActivationBackwardINS_8GeluTanhEE | {_DERIVED}
 gelu | map_kernelINS_17ActivationForwardINS_4GeluEE | image0:bf16 image2:bf16
-gelu, backward | sum_kernelINS_18ActivationBackwardINS_4GeluEE | image0:bf16 image1:bf16 image3:bf16
+gelu, backward | sum_kernelINS_18ActivationBackwardINS_4GeluEE | {_DERIVED}
 silu, gated | map_kernelINS_17ActivationForwardINS_4SiluEE | image0:bf16 image1:bf16 image2:bf16
 silu, gated, backward | sum_kernelINS_18ActivationBackwardINS_4SiluEE | {_ALL_IMAGES} image4:bf16
 cross-entropy | row_sum_kernelINS_16CrossEntropyLoss | image0:bf16
@@ -395,6 +396,9 @@ def passes(row: Measured) -> list[str]:
         return [f"norm of rows, {name}" for name in ("added", "added, backward", "weights")]
     if row.case.startswith("rms-"):
         return [""]  # none that is predicted
+    acts = {"gelu": "gelu", "gelu_tanh": "gelu, tanh", "silu": "silu, gated"}
+    if act := acts.get(row.case.partition("-")[0]):
+        return [act, f"{act}, backward"]
     names = {"AdamW": ["adam"], "SGD": ["sgd"], "LAMB": ["lamb_moments", "lamb"]}[row.optimizer]
     rewrites = row.dtype == "fp32" and row.does in ("clip", "noclip")
     mode = row.variant.removeprefix("ampfuse").strip(", ") or "unscaled" * rewrites

@@ -1,4 +1,4 @@
-"""Norms, convolutions and other operations in half precision, alone.
+"""Norms, activations, convolutions and other operations in half precision, alone.
 
     python benchmarks/layers.py [--device cuda] [--only norm conv-8 ...] [--quick]
 
@@ -10,6 +10,9 @@ with the batch norm by cuDNN, in FP16: torch has kernels of its own for BF16.
 
 Cases "rows-..." are a residual addition with the layer norm after it, "rms-..." with an RMS norm,
 at the widths of ConvNeXt-T, ViT-S, GPT-2 and Llama; csrc/core/nn_ops/norm.h has the bytes.
+
+Cases "gelu-...", "gelu_tanh-..." and "silu-..." are an activation behind a bias, or gated, at the
+widths of ViT-S, GPT-2 and Llama; csrc/core/nn_ops/activation.h has the bytes.
 
 Cases "conv-..." and "op-..." are one operation, forward and backward, on the CPU: in FP32 and in
 half by torch, and in half with ``ampfuse.cpu_half_ops()``, which runs the convolutions as matrix
@@ -54,6 +57,12 @@ ROWS = {
     "rows-4096": (4096, 4096),
     "rms-768": (8192, 768),
     "rms-4096": (4096, 4096),
+}
+ACTS = {
+    "gelu-1536": (1576, 1536),
+    "gelu-3072": (8192, 3072),
+    "gelu_tanh-3072": (8192, 3072),
+    "silu-11008-gated": (2048, 11008),
 }
 # A convolution's batch, channels, filters, side of its images, side of its kernel, and stride.
 SMALL = (
@@ -192,6 +201,34 @@ class FusedAddNorm(AddNorm):
         return norm(x, residual, self.shape, *self.weights)
 
 
+class Act:
+    """Forward and backward of an activation, of the sum with a bias or times another tensor."""
+
+    def __init__(self, case: str, device: torch.device) -> None:
+        self.name = case.partition("-")[0]
+        options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
+        rows, columns = ACTS[case]
+        other = ACTS[case] if case.endswith("gated") else (columns,)
+        self.inputs = [torch.randn(s, **options).requires_grad_() for s in ((rows, columns), other)]
+        self.dy = torch.randn(rows, columns, **options)
+
+    def run(self, x: Tensor, other: Tensor) -> Tensor:
+        if self.name == "silu":
+            return F.silu(x) * other
+        return F.gelu(x + other, approximate="tanh" if self.name == "gelu_tanh" else "none")
+
+    def __call__(self) -> None:
+        torch.autograd.grad(self.run(*self.inputs), self.inputs, self.dy)
+
+
+class FusedAct(Act):
+    def run(self, x: Tensor, other: Tensor) -> Tensor:
+        from ampfuse.nn import bias_act, gated_act
+
+        act: Any = gated_act if self.name == "silu" else bias_act
+        return act(x, other, self.name)
+
+
 class Operation:
     """Forward and backward of one of `OPS`."""
 
@@ -240,13 +277,17 @@ def norms_of(case: str, options: Any, worker: Worker) -> list[Row]:
     )
 
 
-def rows_norm_of(case: str, options: Any, worker: Worker) -> list[Row]:
-    rows, columns = ROWS[case]
-    half_bytes = 8 + 8 + 4  # forward, backward, weights
+def rows_of_case(case: str, options: Any, worker: Worker) -> list[Row]:
+    """Of a norm of rows or an activation."""
+    norm = case in ROWS
+    rows, columns = (ROWS if norm else ACTS)[case]
+    # Forward, backward, weights; an activation gated, or with a bias.
+    half_bytes = 8 + 8 + 4 if norm else 6 + 10 if case.endswith("gated") else 4 + 6
     kind, elements = options.device.type, rows * columns
+    torchs, fused = (AddNorm, FusedAddNorm) if norm else (Act, FusedAct)
     variants = {
-        "torch": worker.variant(AddNorm, case, options.device),
-        "fused": Variant(Clock(options.device), FusedAddNorm(case, options.device)),
+        "torch": worker.variant(torchs, case, options.device),
+        "fused": Variant(Clock(options.device), fused(case, options.device)),
         "copy": bounds(options.device, _ARRAY_BYTES[kind], elements, half_bytes, 0)["copy"],
     }
     return rows_of(
@@ -280,9 +321,9 @@ def main() -> None:
     with Worker(Clock, options.device) as worker:
         for threads in options.threads:
             torch.set_num_threads(threads)
-            for case in (*LAYERS, *ROWS):
+            for case in (*LAYERS, *ROWS, *ACTS):
                 if results.want(case):
-                    of = norms_of if case in LAYERS else rows_norm_of
+                    of = norms_of if case in LAYERS else rows_of_case
                     results.add(of(case, options, worker))
                     worker.clear()
             for case in OPERATIONS if options.device.type == "cpu" else ():

@@ -156,7 +156,7 @@ def by_net(rows: list[Row]) -> dict[str, dict[str, Row]]:
 
 
 def nets_tables(rows: list[Row]) -> list[list[str]]:
-    """Of times and gains; of what O5's time and memory are spent on; of fused batch norms."""
+    """Of times and gains; of what O5's time and memory are spent on; of fusing."""
     arms = ["FP32", "torch.amp", "torch.amp, compiled", "O4", "O5"]
     times, spent, fused = [], [], []
     for net, by in by_net(rows).items():
@@ -167,9 +167,9 @@ def nets_tables(rows: list[Row]) -> list[list[str]]:
         memory = [f"{by[arm].memory_mib:,.0f}" for arm in ("FP32", "torch.amp", "O5")]
         spent.append([net, *(f"{kind / o5:.0%}" for kind in (*kinds, sum(kinds))), *memory])
         if "O5, unfused" in by:
-            ways = [by[name] for name in ("O5, unfused", "O5", "O5, recomputed")]
-            memory = [f"{way.memory_mib:,.0f}" for way in ways]
-            fused.append([net, *map(_whole, ways), *memory])
+            ways = [by.get(name) for name in ("O5, unfused", "O5", "O5, recomputed")]
+            memory = ["" if way is None else f"{way.memory_mib:,.0f}" for way in ways]
+            fused.append([net, *("" if way is None else _whole(way) for way in ways), *memory])
     gains = ["O5 against torch.amp", "against compiled"]
     return [
         markdown(["net", *(f"{arm}, ms" for arm in arms), *gains], times),

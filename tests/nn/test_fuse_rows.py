@@ -205,10 +205,11 @@ def test_types_that_differ_are_added_as_torch_adds_them():
     assert model(x).dtype == torch.float32
 
 
+@pytest.mark.parametrize("block", [lambda: PreNorm(nn.LayerNorm), Gated, Functions])
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compiles_in_one_graph(backend):
+def test_compiles_in_one_graph(backend, block):
     torch.manual_seed(0)
-    model = PreNorm(nn.LayerNorm)
+    model = block()
     fuse(model)
     x = torch.randn(4, 24)
     expected = trained(model, x)
