@@ -125,12 +125,16 @@ def hardware(request, monkeypatch):
     return torch.device(request.param)
 
 
+_FLAGS = torch.backends.cuda.matmul, torch.backends.cudnn.conv
+_PRECISIONS = [flag.fp32_precision for flag in _FLAGS]
+
+
 @pytest.fixture(autouse=True)
 def precision_as_it_was():
-    """The experiments' arms set it, for a process of their own; mixed, torch.export refuses it."""
-    flags = torch.backends.cuda.matmul, torch.backends.cudnn.conv
-    before = [flag.fp32_precision for flag in flags]
+    """The experiments' arms set it, for a process of their own, or in a fixture that several tests
+    share; mixed, torch.export refuses it.
+    """
     yield
-    for flag, precision in zip(flags, before, strict=True):
+    for flag, precision in zip(_FLAGS, _PRECISIONS, strict=True):
         if flag.fp32_precision != precision:
             flag.fp32_precision = precision

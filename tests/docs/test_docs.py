@@ -72,6 +72,12 @@ def test_figure_is_that_of_the_csv(report, nets):
         assert svg == report.nets_figure(nets, theme)
 
 
+def test_tables_of_transformers_are_those_of_the_csv(report):
+    times, _, fused = report.nets_tables(report.read(RESULTS / "nets_transformers_epyc.csv"))
+    for header, _, *lines in (times, fused):
+        assert table(OTHER_MACHINES, header) == lines
+
+
 def test_training_steps_of_other_machines_are_those_of_the_csvs(report):
     first, second = OTHER_MACHINES.split("## A Xeon")
     for text, machine in ((first, "epyc"), (second, "xeon")):
