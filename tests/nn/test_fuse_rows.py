@@ -385,6 +385,6 @@ def test_training_is_as_good_fused(level):
                     last.append(loss.detach().float())
             found[fused].append(torch.stack(last).mean())
     fused, plain = (torch.stack(found[key]) for key in (True, False))
-    assert plain.max() < 3.0
+    assert plain.max() < 3.5  # from 5.5
     spread = plain.max() - plain.min()
     assert (fused - plain).abs().max() < spread / 2
