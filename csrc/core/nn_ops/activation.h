@@ -64,8 +64,8 @@ struct GeluTanh {
   }
 };
 
-// P is the distribution of a normal variable: of -a it is e^(-a^2 / 2) t q(t), t = 1 / (1 + 0.28
-// a), q fitted to 1.3e-7 of itself (in the form of Hastings 1955).
+// P is the distribution of a normal variable: of -a it is e^(-a^2 / 2) t q(t) with
+// t = 1 / (1 + 0.28 a), q fitted to 1.3e-7 of itself (in the form of Hastings 1955).
 struct Gelu {
   static constexpr const char* kName = "gelu";
   template <class F>
