@@ -120,6 +120,8 @@ adam H | {_ADAM} | grad:H param:fp32 model:H {_MOMENTS}
 sgd H | apply_kernelINS_5SgdOpE | grad:H param:fp32 model:H state0:fp32
 lamb_moments H | measure_kernelINS_13LambMomentsOpILb0EEE | grad:H param:fp32 {_MOMENTS}
 lamb H | apply_kernelINS_6LambOpE | model:H param:fp32 {_MOMENTS}
+muon_momentum H | apply_kernelINS_14MuonMomentumOpE | grad:H state0:fp32 state1:bf16
+muon H | apply_kernelINS_6MuonOpE | model:H param:fp32 state1:bf16
 inspect fp32 | inspect_kernelI | grad:fp32
 adam fp32 | {_ADAM} | grad:fp32 param:fp32 {_MOMENTS}
 adam fp32 unscaled | {_ADAM} | grad:fp32 unscaled:fp32 param:fp32 {_MOMENTS}
@@ -240,7 +242,7 @@ def scene(case: Case, chip: Chip) -> Scene:
     put("numel", 0, struct.pack("<q", chunks << 15))
     put("first_chunk", 8, struct.pack("<q", chunks))
     pointers = [(i + 1) * _TABLE_BYTES for i in range(20)]
-    arguments = struct.pack("<12Q3q", *pointers[:12], 1, chunks, 1)
+    arguments = struct.pack("<12Q4q", *pointers[:12], 1, chunks, 1, -1)  # rows of any algorithm
     if not case.symbol.startswith("inspect"):  # norms, tickets, state and meter; or state
         arguments += struct.pack("<6Q", *pointers[12:18])
     blocks = 4 * chunks if case.symbol.startswith("apply") else chunks

@@ -16,6 +16,9 @@ Into results/fused_accuracy.csv go the levels, with batch norms fused and left a
 
     wrn16_4      E2's recipe on a Wide-ResNet-16-4 and the digits as 16x16 pixels, 15 epochs
 
+Into results/muon_quality.csv go AdamW and Muon, in FP32 and at O5 with split masters and states in
+8 bits: ``text`` for half as many steps, and ``wrn16_4``.
+
 A seed gives the same initial weights, batches and dropout in every arm. An arm's loss (of the last
 4 % of the steps; of the trained net on the test set) is within the spread if its mean is above the
 first arm's by no more than the first arm's seeds differ, largest less smallest.
@@ -59,6 +62,10 @@ LEVELS: dict[str, dict[str, Any]] = {"O0": {"opt_level": "O0"}}  # to ``amp.init
 for _level in ("O1", "O2", "O4", "O5"):
     LEVELS[_level] = {"opt_level": _level}
     LEVELS[f"{_level}, fused"] = {"opt_level": _level, "fuse": True}
+SMALL: dict[str, dict[str, Any]] = {  # to ``amp.initialize`` and the optimizer
+    "FP32": {"opt_level": "O0"},
+    "O5, split, 8bit": {"opt_level": "O5", "master_weights": "split", "state_dtype": "8bit"},
+}
 SEEDS = range(3)
 _POINTS = 25  # of a curve: each is the mean loss since the one before
 
@@ -98,10 +105,18 @@ class Task(NamedTuple):
         """The model, its optimizer, and the context that scales a loss."""
         import ampfuse
 
-        options = self.arms[arm]
+        options = dict(self.arms[arm])
         model = self.build().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         if "opt_level" in options:
-            optimizer = getattr(torch.optim, self.optimizer)(model.parameters(), **self.recipe)
+            state_dtype = options.pop("state_dtype", None)
+            if self.optimizer == "Muon":
+                groups = ampfuse.optim.muon_groups(model, muon=self.recipe, adamw=_decayed)
+                optimizer = ampfuse.optim.Muon(groups)
+            else:
+                kind = getattr(ampfuse.optim if state_dtype else torch.optim, self.optimizer)
+                optimizer = kind(model.parameters(), **self.recipe)
+            if state_dtype:
+                optimizer.state_dtype = state_dtype
             model, optimizer = ampfuse.amp.initialize(model, optimizer, verbosity=0, **options)
             return model, optimizer, ampfuse.amp.scale_loss
         model = model.bfloat16()
@@ -223,6 +238,26 @@ TASKS = {
         batch=64,
     ),
 }
+_text = partial(
+    Task, "muon_quality.csv", SMALL, Transformer, sentences, cross_entropy, steps=1500, batch=16
+)
+_wrn = partial(
+    Task,
+    "muon_quality.csv",
+    SMALL,
+    partial(_net, "wrn16_4", dropout=0.3),
+    partial(digits, 16),
+    cross_entropy,
+    steps=330,
+    batch=64,
+)
+_muon = {"lr": 0.02, "weight_decay": 0.1}
+TASKS |= {
+    "text, AdamW": _text(optimizer="AdamW", recipe=_decayed, schedule="cosine"),
+    "text, Muon": _text(optimizer="Muon", recipe=_muon, schedule="cosine"),
+    "wrn16_4, AdamW": _wrn(optimizer="AdamW", recipe=_decayed, schedule="linear"),
+    "wrn16_4, Muon": _wrn(optimizer="Muon", recipe=_muon, schedule="linear"),
+}
 
 
 def factor(schedule: str, step: int, steps: int, warmup: float = 0.1) -> float:
@@ -243,10 +278,10 @@ def train(name: str, arm: str, seed: int) -> list[Row]:
     model, optimizer, scale_loss = task.prepare(arm)
     draw = torch.Generator().manual_seed(seed)
     inputs, targets, test_inputs, test_targets = task.data()
-    losses = []
+    losses, peaks = [], [group["lr"] for group in optimizer.param_groups]
     for step in range(task.steps):
-        for group in optimizer.param_groups:
-            group["lr"] = task.recipe["lr"] * factor(task.schedule, step, task.steps)
+        for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+            group["lr"] = peak * factor(task.schedule, step, task.steps)
         chosen = torch.randint(len(inputs), (task.batch,), generator=draw)
         loss = task.loss(model(inputs[chosen]).float(), targets[chosen])
         optimizer.zero_grad()
@@ -352,7 +387,7 @@ def draw_curves(path: Path) -> None:
 
 def main() -> None:
     """Trains, and after each run writes its rows; then the tables and the picture."""
-    arms = list(dict.fromkeys([*MODES, *LEVELS]))
+    arms = list(dict.fromkeys([*MODES, *LEVELS, *SMALL]))
     parser = parser_of(__doc__)
     parser.add_argument("--tasks", nargs="*", default=list(TASKS), choices=list(TASKS))
     parser.add_argument("--arms", nargs="+", default=arms, choices=arms)

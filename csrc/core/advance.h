@@ -7,11 +7,12 @@
 
 namespace ampfuse {
 
-HD RowCoef advance_row(Algorithm algorithm, const RowHyper& hyper, const StepState& state,
-                       bool scaled, const RowColumns& columns, int64_t row) {
+HD RowCoef advance_row(const RowHyper& hyper, const StepState& state, bool scaled,
+                       const RowColumns& columns, int64_t row) {
   RowCoef coef;
   RowStep step = begin_row_step(hyper, state, columns, row);
-  visit(algorithm, [&](auto op) HD_LAMBDA { decltype(op)::type::prepare(step, coef); });
+  visit(Algorithm(hyper.algorithm),
+        [&](auto op) HD_LAMBDA { decltype(op)::type::prepare(step, coef); });
   finish_coef(coef, step, state, scaled);
   return coef;
 }
@@ -36,7 +37,7 @@ HD void advance_rows(const TableView& view, const Preparation& preparation, int6
     if (!view.has_gradient(row)) continue;
     // Rows mostly share everything; then the powers are known already.
     if (differ || entry != last_entry || scaled != last_scaled || steps != last_steps) {
-      coef = advance_row(preparation.algorithm, view.hyper[entry], state, scaled, columns, row);
+      coef = advance_row(view.hyper[entry], state, scaled, columns, row);
       advanced = columns.steps[row];
     } else {
       columns.steps[row] = advanced;

@@ -21,6 +21,7 @@ AlgorithmInfo info_of() {
   info.filled_with = Op::kFilledWith;
   info.uses_count = Op::kUsesCount;
   info.follows_norms = Op::kGradNorms || !std::is_void_v<typename Op::Before>;
+  info.scratch = Op::kScratch;
   return info;
 }
 

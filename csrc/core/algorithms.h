@@ -24,6 +24,7 @@ using Algorithms = OpList<
     struct NovoGradOp,
     struct LambOp,
     struct LionOp,
+    struct MuonOp,       // with matrix products between its stages
     struct LambUpdateOp,  // LAMB in two calls
     struct LayerwiseOp    // LARC in front of another's step
 >;
@@ -107,6 +108,7 @@ struct AlgorithmInfo {
   const char* filled_with;
   bool uses_count;
   bool follows_norms;  // of gradients or weights, row by row
+  int scratch;         // see kScratch in op.h; -1: none
 };
 
 AMPFUSE_API const std::vector<AlgorithmInfo>& algorithms();  // by index

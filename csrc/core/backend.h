@@ -21,7 +21,6 @@ namespace ampfuse {
 struct Preparation {
   StepState* state = nullptr;
   StepDecision decision;
-  Algorithm algorithm;
   RowColumns columns;
 };
 
@@ -84,17 +83,17 @@ class Backend {
   // The preparation alone, where the inspection was earlier or is none.
   virtual void prepare(Table& table, const Preparation& preparation, void* stream) = 0;
 
-  // For an algorithm whose update needs norms of its own: the pass that measures them. Returns
-  // where they are on the device, L2 norms [kMeasures][rows]; null for other algorithms and a
+  // For an algorithm with two stages: the pass of the first. Returns where the norms that it
+  // measures are on the device, L2 norms [kMeasures][rows]; null where it measures none, and of a
   // skipped step.
-  virtual float* measure_update(Table& table, Algorithm algorithm, const StepState* state,
-                                void* stream) = 0;
+  virtual float* first_stage(Table& table, Algorithm algorithm, const StepState* state,
+                             void* stream) = 0;
 
   // Where the rows are shards: of what each rank found, what all did. Between an inspection and its
   // preparation, and after the calls that measure norms.
   virtual void merge(const Findings& found, void* stream) = 0;
 
-  // The update itself, after measure_update(). Returns at once, on the device, if the state says
+  // The update itself, after first_stage(). Returns at once, on the device, if the state says
   // skip. `meter`: what a metered step fills, of an algorithm that steps parameters; or null.
   virtual void update(Table& table, Algorithm algorithm, const StepState* state, const Meter* meter,
                       void* stream) = 0;

@@ -52,6 +52,7 @@ struct RowHyper {
   const float* lr_tensor = nullptr;             // device value that replaces lr
   OnDevice on_device;                           // replaces both
   int32_t flags = 0;
+  int32_t algorithm = 0;  // an Algorithm's index
 };
 
 // A hyper-parameter of an algorithm, as its op lists it: the one description of it that there is.

@@ -10,6 +10,7 @@
 #include "core/ops/layerwise.h"
 #include "core/ops/lion.h"
 #include "core/ops/masters.h"
+#include "core/ops/muon.h"
 #include "core/ops/novograd.h"
 #include "core/ops/op.h"
 #include "core/ops/param_norm.h"

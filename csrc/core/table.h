@@ -45,6 +45,7 @@ struct TableView {
   int64_t rows = 0;
   int64_t chunk_count = 0;
   int64_t hyper_count = 0;
+  int32_t only = -1;  // see Table::only
 
   HD void* pointer(int list, int64_t row) const { return data[list * rows + row]; }
   HD DType type(int list, int64_t row) const { return dtype[list * rows + row]; }
@@ -56,6 +57,9 @@ struct TableView {
   HD bool has_gradient(int64_t row) const {
     return pointer(kGrad, row) != nullptr || pointer(kAccumulated, row) != nullptr;
   }
+  // Whether a pass is about it, if it has a gradient.
+  HD bool is_meant(int64_t row) const { return only < 0 || hyper[hyper_of[row]].algorithm == only; }
+  HD bool is_stepped(int64_t row) const { return has_gradient(row) && is_meant(row); }
 };
 
 // What a backend keeps beside a table between calls: device copies of the columns, scratch memory.
@@ -134,6 +138,7 @@ class Table {
     view.rows = rows();
     view.chunk_count = int64_t(chunks_.size());
     view.hyper_count = int64_t(hyper_.size());
+    view.only = only;
     return view;
   }
 
@@ -142,6 +147,10 @@ class Table {
   unsigned changed_lists = 0;
   bool changed_scaled = false;
   bool changed_hyper = false;
+
+  // Of rows of several algorithms, those that passes step from now on: an Algorithm's index. -1:
+  // all.
+  int32_t only = -1;
 
   std::unique_ptr<TableCache> cache;
 

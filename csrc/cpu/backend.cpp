@@ -106,7 +106,7 @@ class CpuBackend : public Backend {
     for (int64_t i = 0; i < found.values; ++i) merge_norm(found, i);
   }
 
-  float* measure_update(Table& table, Algorithm algorithm, const StepState* state, void*) override {
+  float* first_stage(Table& table, Algorithm algorithm, const StepState* state, void*) override {
     float* norms = nullptr;
     if (state->skip != 0) return norms;
     const TableView view = view_of(table);
@@ -115,8 +115,10 @@ class CpuBackend : public Backend {
       if constexpr (!std::is_void_v<Before>) {
         const FloatMode standard;
         run<Before>(table, {});
-        norms = view.norms;
-        add_rows(view, count_lists(Before::kMeasured), norms, nullptr);
+        if constexpr (Before::kMeasured != 0) {
+          norms = view.norms;
+          add_rows(view, count_lists(Before::kMeasured), norms, nullptr);
+        }
       }
     });
     return norms;
@@ -179,6 +181,7 @@ class CpuBackend : public Backend {
   static void add_rows(const TableView& view, int measures, float* norms, float* largest) {
     for (int64_t i = 0; i < measures * view.rows; ++i) {
       const int64_t row = i % view.rows;
+      if (!view.is_meant(row)) continue;
       const int64_t first = view.first_chunk[row];
       const int64_t count = view.first_chunk[row + 1] - first;
       const Partial* partials = view.partials + i / view.rows * view.chunk_count + first;

@@ -217,7 +217,7 @@ HD void for_steps(const Walk& walk, const Types& types, unsigned fetched, const 
 template <bool kGradientRows, class Call>
 HD void for_walks(const TableView& view, int64_t begin, int64_t end, const Call& call) {
   const auto walked_from = [&](int64_t c) {
-    while (c < end && kGradientRows && !view.has_gradient(view.chunks[c].row)) ++c;
+    while (c < end && kGradientRows && !view.is_stepped(view.chunks[c].row)) ++c;
     return c;
   };
   int64_t c = walked_from(begin);

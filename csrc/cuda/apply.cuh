@@ -362,7 +362,7 @@ __global__ void __launch_bounds__(kLanes, updating_blocks((Op::kReads | Op::kWri
   const Op op = Op::for_row(view, chunk.row, a, b);
   const RowSlice<ListColumn<kCompact>> slice(std::integral_constant<unsigned, kUsed>(), view,
                                              chunk.row, first);
-  if (skip || rest <= 0 || (Op::kGradientRows && !view.has_gradient(chunk.row))) return;
+  if (skip || rest <= 0 || (Op::kGradientRows && !view.is_stepped(chunk.row))) return;
   const int n = rest < kSlice ? int(rest) : kSlice;
   bool aligned = true;
 #pragma unroll

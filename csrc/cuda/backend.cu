@@ -57,8 +57,8 @@ class CudaBackend : public Backend {
     launch(Kernel{"merge", merge_kernel}, blocks, kMergeThreads, cudaStream_t(stream), found);
   }
 
-  float* measure_update(Table& table, Algorithm algorithm, const StepState* state,
-                        void* stream) override {
+  float* first_stage(Table& table, Algorithm algorithm, const StepState* state,
+                     void* stream) override {
     const TableUse use(table, cudaStream_t(stream));
     DevicePass pass = use.pass();
     pass.state = state;
@@ -66,7 +66,7 @@ class CudaBackend : public Backend {
     visit(algorithm, [&](auto type) {
       using Before = typename decltype(type)::type::Before;
       if constexpr (!std::is_void_v<Before>) {
-        norms = pass.norms = pass.view.norms;
+        if constexpr (Before::kMeasured != 0) norms = pass.norms = pass.view.norms;
         DeviceKernel<Before>::run(pass);
       }
     });

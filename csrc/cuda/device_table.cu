@@ -390,6 +390,9 @@ static DeviceTable& device_table(Table& table) {
 }
 
 TableUse::TableUse(Table& table, cudaStream_t stream)
-    : cache_(device_table(table)), stream_(stream), columns_(cache_.acquire(table, stream)) {}
+    : cache_(device_table(table)),
+      stream_(stream),
+      columns_(cache_.acquire(table, stream)),
+      only_(table.only) {}
 
 }  // namespace ampfuse

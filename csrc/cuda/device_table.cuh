@@ -68,13 +68,16 @@ class TableUse {
 
   // What a pass over them begins with.
   DevicePass pass() const {
-    return {columns_.view, columns_.present, columns_.compact, columns_.tickets, stream_};
+    DevicePass pass{columns_.view, columns_.present, columns_.compact, columns_.tickets, stream_};
+    pass.view.only = only_;
+    return pass;
   }
 
  private:
   DeviceTable& cache_;
   cudaStream_t stream_;
   const DeviceColumns& columns_;
+  int32_t only_;
 };
 
 }  // namespace ampfuse

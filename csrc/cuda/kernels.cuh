@@ -10,7 +10,7 @@ namespace ampfuse {
 
 // One pass over a table.
 struct DevicePass {
-  const TableView& view;
+  TableView view;
   unsigned present, compact;  // lists that some row of it has, or has in a compact type
   unsigned* tickets;          // see DeviceColumns
   cudaStream_t stream;

@@ -220,6 +220,7 @@ __global__ void __launch_bounds__(kLanes, measuring_blocks((Op::kReads | Op::kWr
   constexpr int kCount = Sums<Op>::kCount;
   finish_empty_rows(view, kCount, out);
   if (blockIdx.x >= view.chunk_count) return;  // a table without elements: one block and no chunk
+  if (!view.is_meant(view.chunks[blockIdx.x].row)) return;
   measure_chunk<Op, kMissing, kCompact>(view, 0, 0, meter);
   finish_row(view, kCount, out, tickets);
 }

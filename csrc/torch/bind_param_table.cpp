@@ -54,13 +54,13 @@ void bind_table(Class& table) {
 With "none" the table keeps gradients only, for an optimizer that steps by itself.)")
       .def("add_row", &Bound::add_row, py::arg("param"), py::arg("model"), py::arg("name"),
            py::arg("model_version") = 0, py::arg("at_random") = false,
-           py::arg("whole") = py::none(), py::arg("origin") = 0,
+           py::arg("whole") = py::none(), py::arg("origin") = 0, py::arg("algorithm") = py::none(),
            R"(Appends a row and returns its index.
 
 `model` is the half weight beside the FP32 master `param`, or beside the remainder of a split one,
 int16; `model_version` the version of it that the master has followed; `at_random`: a BF16 parameter
 is rounded stochastically; `whole`: the DTensor whose local tensor `model` is, or without it
-`param`, from its element `origin` on. RuntimeError or TypeError, naming the row, for tensors that
+`param`, from its element `origin` on; `algorithm`: of the row, if not the table's. RuntimeError or TypeError, naming the row, for tensors that
 the kernels cannot walk.)")
       .def(
           "remember", &Bound::remember, py::arg("groups") = py::none(),
@@ -95,6 +95,11 @@ their float32 scales. None: the row has no states yet, and `collect` says so whe
 
 `lr_tensor` (float32) replaces lr. `on_device` (float64, one element each) replaces both: a step
 reads what these hold when it runs. ValueError: another name.)")
+      .def(
+          "set_scratch", &Bound::set_scratch, py::arg("scratch"),
+          R"(Of rows the memory that stages of a step hand on to each other, in the parameter's layout.
+
+Of any floating type; the caller keeps it alive. ValueError: the algorithm has none.)")
       .def("fingerprint", fingerprint,
            R"(Three int64 a row, to be compared with earlier ones.
 
@@ -170,7 +175,12 @@ back without it, with `unscales_half` the others too. Nothing has changed when t
            "Buffers for `update` to meter into; `changed`: with bits of the changed weights.")
       .def("update", &StepPlan::update, py::kw_only(), py::arg("found_inf"), py::arg("max_norm"),
            py::arg("inspect"), py::arg("skip_nonfinite"), py::arg("meter") = py::none(),
-           "The step over what `collect` found: decide, and unless that says skip, update.")
+           py::arg("between") = py::none(),
+           R"(The step over what `collect` found: decide, and unless that says skip, update.
+
+`between` is called with the rows whose steps have two stages, between these, and begins to work on
+their scratch memory; what it returns is called for the end, after other rows are updated. Neither
+is called where the CPU skips.)")
       .def("decide", &StepPlan::decide, py::kw_only(), py::arg("found_inf"), py::arg("max_norm"),
            py::arg("inspect"), py::arg("skip_nonfinite"),
            "Decide without an update, for an optimizer that steps by itself.")

@@ -47,9 +47,7 @@ at::Tensor Inspector::state_field(const std::string& name) const {
   return state_.slice(0, offset, offset + size).view(field->second.dtype).squeeze(0);
 }
 
-bool Inspector::needs_row_norms() const {
-  return info(table_.algorithm).grad_norms || table_.is_layerwise;
-}
+bool Inspector::needs_row_norms() const { return table_.needs_grad_norms() || table_.is_layerwise; }
 
 float* Inspector::row_norms(Column column) {
   const int64_t rows = table_.row_count();

@@ -24,8 +24,9 @@ ParamTable::ParamTable(const std::string& algorithm, at::Device device)
 
 int64_t ParamTable::add_row(at::Tensor param, std::optional<at::Tensor> model, std::string name,
                             int64_t model_version, bool at_random, std::optional<at::Tensor> whole,
-                            int64_t origin) {
+                            int64_t origin, const std::optional<std::string>& algorithm) {
   Row row;
+  row.algorithm = algorithm ? algorithm_of(*algorithm) : this->algorithm;
   row.name = std::move(name);
   row.is_split = model && param.scalar_type() == at::kShort;
   row.rounds_at_random = at_random && !model && param.scalar_type() == at::kBFloat16;
@@ -66,6 +67,8 @@ int64_t ParamTable::add_row(at::Tensor param, std::optional<at::Tensor> model, s
                      " is not the local shard of the DTensor that it is said to be");
     has_shards = true;
   }
+  if (std::find(algorithms_.begin(), algorithms_.end(), row.algorithm) == algorithms_.end())
+    algorithms_.push_back(row.algorithm);
   rows_.push_back(std::move(row));
   core_.reset();
   ++changes;
@@ -101,7 +104,7 @@ void ParamTable::set_states(int64_t index, const std::optional<States>& states,
   const StorageInfo& stored = storage_of(storage);
   const size_t count = states ? states->size() : 0;
   TORCH_CHECK_VALUE(count <= kMaxStates, "a row has at most three states");
-  TORCH_CHECK(stored.block == 0 || info(algorithm).packable, info(algorithm).name,
+  TORCH_CHECK(stored.block == 0 || info(row.algorithm).packable, info(row.algorithm).name,
               " keeps no states in ", storage);
   const auto check = [&](const at::Tensor& tensor, const auto&... what) {
     TORCH_CHECK(is_laid_out_as(tensor, row.param) && tensor.device() == device, what..., " of ",
@@ -140,11 +143,30 @@ void ParamTable::set_states(int64_t index, const std::optional<States>& states,
   set(kAverage, index, row.average);
 }
 
+void ParamTable::set_scratch(const std::vector<std::pair<int64_t, at::Tensor>>& scratch) {
+  for (const auto& [index, memory] : scratch) {
+    const Row& row = rows_.at(index);
+    const int list = info(row.algorithm).scratch;
+    TORCH_CHECK_VALUE(list >= 0, info(row.algorithm).name, " has no scratch memory");
+    TORCH_CHECK_VALUE(is_laid_out_as(memory, row.param) && memory.device() == device,
+                      "the scratch memory of ", row.name, " has to be on ", device,
+                      " and laid out as the parameter");
+    core().set(list, index, memory.data_ptr(), dtype_of(memory, row.name));
+  }
+}
+
+bool ParamTable::needs_grad_norms() const {
+  return std::any_of(algorithms_.begin(), algorithms_.end(),
+                     [](Algorithm algorithm) { return info(algorithm).grad_norms; });
+}
+
 void ParamTable::set_hyper(int64_t begin, int64_t end, const std::optional<at::Tensor>& lr_tensor,
                            const std::map<std::string, double>& values,
                            const std::map<std::string, at::Tensor>& on_device) {
   TORCH_CHECK_INDEX(0 <= begin && begin <= end && end <= row_count(), "rows ", begin, " to ", end,
                     " of ", row_count());
+  if (begin == end) return;
+  const Algorithm algorithm = rows_[begin].algorithm;
   RowHyper hyper = hyper_of(algorithm, values);
   hyper.lr_tensor = float_pointer(lr_tensor, "lr", device);
   std::vector<at::Tensor> read;
@@ -181,7 +203,7 @@ Table& ParamTable::core() {
 
 DType ParamTable::type_in(int list, int64_t index, const at::Tensor& tensor) const {
   const Row& row = rows_[index];
-  if (is_state(list)) return row.storage->type(info(algorithm).unsigned_states & bit(list));
+  if (is_state(list)) return row.storage->type(info(row.algorithm).unsigned_states & bit(list));
   if (list == kParam && row.rounds_at_random) return DType::kRandomBFloat16;
   if (list == kParam && row.is_split)
     return row.model.scalar_type() == at::kHalf ? DType::kRemainderFloat16

@@ -20,7 +20,7 @@ namespace ampfuse {
 // is their documentation in Python.
 class ParamTable {
  public:
-  const Algorithm algorithm;
+  const Algorithm algorithm;  // of rows that have none of their own
   const at::Device device;
   bool is_layerwise = false;  // some row is stepped as in LARC
   bool has_shards = false;    // some row is the local shard of a DTensor
@@ -32,13 +32,15 @@ class ParamTable {
 
   int64_t add_row(at::Tensor param, std::optional<at::Tensor> model, std::string name,
                   int64_t model_version, bool at_random, std::optional<at::Tensor> whole,
-                  int64_t origin);
+                  int64_t origin, const std::optional<std::string>& algorithm);
   using States = std::vector<std::vector<at::Tensor>>;  // of each the lists of its storage type
   void set_states(int64_t row, const std::optional<States>& states, const std::string& storage,
                   const std::optional<at::Tensor>& average);
   void set_hyper(int64_t begin, int64_t end, const std::optional<at::Tensor>& lr_tensor,
                  const std::map<std::string, double>& values,
                  const std::map<std::string, at::Tensor>& on_device);
+  // Where the stages of the rows' steps hand on to each other, see kScratch in core/ops/op.h.
+  void set_scratch(const std::vector<std::pair<int64_t, at::Tensor>>& scratch);
   at::Tensor steps();
   at::Tensor norm_averages();
   // Containers are those of an optimizer, ``param_groups`` and ``state``; None: not asked for.
@@ -46,6 +48,9 @@ class ParamTable {
   bool holds(pybind11::handle groups, pybind11::handle states);
 
   std::vector<Row>& rows() { return rows_; }
+  const std::vector<Algorithm>& algorithms() const { return algorithms_; }  // that rows have
+  // The step of some row needs the norm of its gradient.
+  bool needs_grad_norms() const;
   int64_t row_count() const { return int64_t(rows_.size()); }
   Table& core();
   // The core's gradient lists of a row; `out` receives the sum.
@@ -60,6 +65,7 @@ class ParamTable {
 
   Containers containers_;
   std::vector<Row> rows_;
+  std::vector<Algorithm> algorithms_;
   std::unique_ptr<Table> core_;
   at::Tensor steps_, norm_averages_;
 };

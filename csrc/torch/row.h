@@ -53,6 +53,7 @@ struct Row {
   at::Tensor whole;
   pybind11::object whole_object, gradient_spec;
   at::Tensor states[kMaxStates], scales[kMaxStates], average;
+  Algorithm algorithm;
   const StorageInfo* storage = &storages().front();
   at::Tensor accumulated;
   at::Tensor copied_grad;  // the gradient in the parameter's layout, if it has another

@@ -59,6 +59,7 @@ py::dict described(const AlgorithmInfo& info) {
   found["uses_count"] = info.uses_count;
   found["grad_norms"] = info.grad_norms;
   found["follows_norms"] = info.follows_norms;
+  found["has_scratch"] = info.scratch >= 0;
   return found;
 }
 
@@ -121,6 +122,7 @@ RowHyper hyper_of(Algorithm algorithm, const std::map<std::string, double>& valu
     return nullptr;
   };
   RowHyper hyper{};
+  hyper.algorithm = algorithm.index();
   for (const auto& [name, value] : values) {
     const HyperInfo* const found = find(name);
     TORCH_CHECK_VALUE(found, info(algorithm).name, " has no hyper-parameter '", name, "'");

@@ -22,6 +22,7 @@ std::optional<std::vector<int64_t>> StepPlan::collect(const std::optional<at::Te
   unchanged_ = !ledger_.has_edited_sums();
   edited_.clear();
   std::vector<int64_t> stateless;
+  staged_.clear();
   // Every check comes before the first change of a tensor.
   for (size_t i = 0; i < rows.size(); ++i) {
     prefetch_row(rows, i);
@@ -42,8 +43,9 @@ std::optional<std::vector<int64_t>> StepPlan::collect(const std::optional<at::Te
     table_.set_unscaled(i, row.unscales ? used : none);
     if (row.has_grad && !row.inspected.is_unchanged(grad)) unchanged_ = false;
     const bool has_gradient = row.has_grad || row.accumulated.defined();
-    if (has_gradient && table_.algorithm != Algorithm::of<NoOp>() && !row.has_states)
+    if (has_gradient && row.algorithm != Algorithm::of<NoOp>() && !row.has_states)
       stateless.push_back(i);
+    if (has_gradient && info(row.algorithm).scratch >= 0) staged_.push_back(i);
   }
   TORCH_CHECK(!(any_pending && scale),
               "these gradients carry the loss scale of amp.scale_loss and a GradScaler's as "
@@ -89,7 +91,6 @@ void StepPlan::decide(const std::optional<at::Tensor>& found_inf, double max_nor
       (max_norm > 0 || inspector_.needs_row_norms() || (inspect && !unchanged_)) && !is_measured();
   Preparation preparation;
   preparation.state = inspector_.state();
-  preparation.algorithm = table_.algorithm;
   StepDecision& decision = preparation.decision;
   decision.loss_scale = float_pointer(scale_, "scale", table_.device);
   decision.found_inf = float_pointer(found_inf, "found_inf", table_.device);
@@ -102,8 +103,7 @@ void StepPlan::decide(const std::optional<at::Tensor>& found_inf, double max_nor
     columns.grad_norms = inspector_.row_norms(Inspector::kGradNorm);
     columns.grad_largest = inspector_.row_norms(Inspector::kGradLargest);
   }
-  if (info(table_.algorithm).grad_norms)
-    columns.norm_averages = table_.norm_averages().data_ptr<float>();
+  if (table_.needs_grad_norms()) columns.norm_averages = table_.norm_averages().data_ptr<float>();
   float* const param_norms =
       table_.is_layerwise ? inspector_.row_norms(Inspector::kParamNorm) : nullptr;
   columns.param_norms = param_norms;
@@ -148,7 +148,8 @@ Meter StepPlan::meter_of(const std::vector<at::Tensor>& buffers) {
 }
 
 void StepPlan::update(const std::optional<at::Tensor>& found_inf, double max_norm, bool inspect,
-                      bool skip_nonfinite, const std::optional<std::vector<at::Tensor>>& meter) {
+                      bool skip_nonfinite, const std::optional<std::vector<at::Tensor>>& meter,
+                      const std::optional<Between>& between) {
   if (table_.rows().empty()) return;
   check_collected();
   const Meter metered = meter ? meter_of(*meter) : Meter();
@@ -160,12 +161,33 @@ void StepPlan::update(const std::optional<at::Tensor>& found_inf, double max_nor
     const DeviceScope scope(table_.device);
     Backend& backend = scope.backend();
     pybind11::gil_scoped_release release;
-    float* norms = backend.measure_update(rows, table_.algorithm, state, scope.stream());
-    if (norms && inspector_.is_shared()) {
-      const pybind11::gil_scoped_acquire acquire;
-      inspector_.share_measures(norms);
-    }
-    backend.update(rows, table_.algorithm, state, meter ? &metered : nullptr, scope.stream());
+    const auto for_algorithms = [&](const auto& pass) {
+      const std::vector<Algorithm>& all = table_.algorithms();
+      for (const Algorithm algorithm : all) {
+        if (all.size() > 1) rows.only = algorithm.index();
+        pass(algorithm);
+      }
+      rows.only = -1;
+    };
+    for_algorithms([&](Algorithm algorithm) {
+      float* const norms = backend.first_stage(rows, algorithm, state, scope.stream());
+      if (norms && inspector_.is_shared()) {
+        const pybind11::gil_scoped_acquire acquire;
+        inspector_.share_measures(norms);
+      }
+    });
+    const auto update = [&](bool staged) {
+      for_algorithms([&](Algorithm algorithm) {
+        if (staged != (info(algorithm).scratch >= 0)) return;
+        backend.update(rows, algorithm, state, meter ? &metered : nullptr, scope.stream());
+      });
+    };
+    // The host sees a CPU's verdict; a device does that work for nothing where it skips.
+    const bool works = between && (table_.device.is_cuda() || state->skip == 0);
+    const std::function<void()> finish = works ? (*between)(staged_) : nullptr;
+    update(false);
+    if (finish) finish();
+    update(true);
   }
   ledger_.spend(true);
 }

@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <functional>
 #include <optional>
 #include <vector>
 
@@ -15,6 +16,10 @@ namespace ampfuse {
 
 class StepPlan {
  public:
+  // Between the two stages of the rows that it is given: it begins to work on their scratch memory,
+  // and returns what ends that. In between other rows are updated.
+  using Between = std::function<std::function<void()>(const std::vector<int64_t>&)>;
+
   StepPlan(ParamTable& table, Inspector& inspector, GradientLedger& ledger)
       : table_(table), inspector_(inspector), ledger_(ledger) {}
 
@@ -29,7 +34,8 @@ class StepPlan {
   // stepped. See core/meter.h.
   std::vector<at::Tensor> new_meter(bool changed);
   void update(const std::optional<at::Tensor>& found_inf, double max_norm, bool inspect,
-              bool skip_nonfinite, const std::optional<std::vector<at::Tensor>>& meter);
+              bool skip_nonfinite, const std::optional<std::vector<at::Tensor>>& meter,
+              const std::optional<Between>& between);
   void finish_step();
   void mark_stepped();
 
@@ -46,6 +52,7 @@ class StepPlan {
   int64_t collected_at_ = -1;    // table_.changes then
   at::Tensor scale_;             // of the gradients; undefined: 1
   bool unchanged_ = false;       // they are those that were inspected last
+  std::vector<int64_t> staged_;  // rows that have something between two stages
   std::vector<int64_t> edited_;  // rows whose model weight somebody edited
 };
 

@@ -189,7 +189,6 @@ void step(const std::string& algorithm, const TensorList& grads, const TensorLis
   decision.found_inf = float_pointer(found_inf, "found_inf", device);
   decision.skip_nonfinite = true;
   InspectArgs args;
-  preparation.algorithm = chosen;
   const bool inspects = info(chosen).grad_norms;
   if (inspects) {
     TORCH_CHECK_VALUE(norm_averages, algorithm, " needs norm_averages");
@@ -210,7 +209,7 @@ void step(const std::string& algorithm, const TensorList& grads, const TensorLis
     } else {
       backend.prepare(table, preparation, scope.stream());
     }
-    backend.measure_update(table, chosen, step_state, scope.stream());
+    backend.first_stage(table, chosen, step_state, scope.stream());
     backend.update(table, chosen, step_state, nullptr, scope.stream());
   }
   for (const NamedList& list : lists) {
@@ -227,6 +226,7 @@ void layerwise(const TensorList& grads, const TensorList& params, double lr,
   if (grads.empty()) return;
   const at::Device device = grads[0].device();
   const int64_t rows = table.rows();
+  const auto algorithm = Algorithm::of<LayerwiseOp>();
   RowHyper hyper;
   hyper.lr = lr;
   hyper.lr_tensor = float_pointer(lr_tensor, "lr", device);
@@ -234,6 +234,7 @@ void layerwise(const TensorList& grads, const TensorList& params, double lr,
   hyper.trust_coefficient = trust_coefficient;
   hyper.trust_eps = eps;
   hyper.flags = kLayerwise | (clip ? kClippedRatio : 0);
+  hyper.algorithm = algorithm.index();
   table.set_hyper(0, rows, hyper);
   for (int64_t row = 0; row < rows; ++row) {
     table.set(kGradOut, row, nullptr, DType::kNone);  // the norms come first
@@ -250,7 +251,6 @@ void layerwise(const TensorList& grads, const TensorList& params, double lr,
   row_columns.grad_norms = args.row_norms;
   row_columns.param_norms = param_norms;
   args.preparation.state = step;
-  args.preparation.algorithm = Algorithm::of<LayerwiseOp>();
   {
     const DeviceScope scope(device);
     const pybind11::gil_scoped_release release;
@@ -261,7 +261,7 @@ void layerwise(const TensorList& grads, const TensorList& params, double lr,
       const at::Tensor& grad = grads[size_t(row)];
       table.set(kGradOut, row, grad.data_ptr(), dtype_of(grad, "grads"));
     }
-    backend.update(table, args.preparation.algorithm, step, nullptr, scope.stream());
+    backend.update(table, algorithm, step, nullptr, scope.stream());
   }
   bump_versions(grads);
 }

@@ -2,7 +2,7 @@
 
 ========================  =========================================================================
 ``ampfuse.amp``           ``initialize``, ``scale_loss`` and the levels O0 to O5
-``ampfuse.optim``         SGD, Adam, AdamW, Adagrad, LAMB, NovoGrad and Lion, fused, with FP32
+``ampfuse.optim``         SGD, Adam, AdamW, Adagrad, LAMB, NovoGrad, Lion and Muon, fused, with FP32
                           masters; LARC
 ``ampfuse.GradScaler``    ``torch.amp.GradScaler`` without the wait
 ``ampfuse.graphs``        a training step as one CUDA graph

@@ -90,6 +90,8 @@ class Algorithm:
         uses_count: whether a step needs its number.
         numbers: names of what it keeps of each parameter beside `states`.
         follows_norms: of tensors, by itself.
+        has_scratch: its step has two stages, between which Python works on the memory that one
+            leaves to the other.
     """
 
     name: str
@@ -101,6 +103,7 @@ class Algorithm:
     uses_count: bool
     numbers: tuple[str, ...]
     follows_norms: bool
+    has_scratch: bool
 
     @property
     def starts_at_gradient(self) -> bool:
@@ -124,6 +127,7 @@ def _algorithm(name: str, found: dict[str, Any]) -> Algorithm:
         found["uses_count"],
         ("step", "exp_avg_norm") if found["grad_norms"] else ("step",),
         found["follows_norms"],
+        found["has_scratch"],
     )
 
 

@@ -133,6 +133,35 @@ TEST(steps) {
   }
 }
 
+// Each row as in a table of its algorithm alone.
+TEST(several_algorithms) {
+  const std::vector<Algorithm> mixed = {Algorithm::of<AdamOp>(), Algorithm::of<LambOp>(),
+                                        Algorithm::of<MuonOp>()};
+  std::vector<RowSpec> rows = optimizer_rows();
+  for (size_t row = 0; row < rows.size(); ++row)
+    rows[row].hyper.algorithm = mixed[row % mixed.size()].index();
+  Pair pair(rows);
+  std::vector<std::unique_ptr<World>> alone;
+  for (size_t i = 0; i < mixed.size(); ++i) alone.push_back(std::make_unique<World>(false, rows));
+  for (unsigned step = 0; step < 3; ++step) {
+    const double max_norm = step == 1 ? 0.0 : 0.5;
+    pair.both([&](World& world) {
+      new_gradients(world, 10 + step);
+      world.step(mixed, max_norm);
+    });
+    pair.expect_same();
+    for (size_t i = 0; i < mixed.size(); ++i) {
+      new_gradients(*alone[i], 10 + step);
+      alone[i]->step(mixed[i], max_norm);
+    }
+  }
+  for (int64_t row = 0; row < pair.cpu.rows(); ++row) {
+    World& same = *alone[size_t(row) % mixed.size()];
+    for (int list = 0; list < kColumns; ++list)
+      EXPECT(pair.cpu.bytes(row, list) == same.bytes(row, list));
+  }
+}
+
 TEST(compact_steps) {
   for (const AlgorithmInfo& info : algorithms()) {
     if (info.states.empty() || info.algorithm == Algorithm::of<LambUpdateOp>()) continue;

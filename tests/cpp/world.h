@@ -224,6 +224,17 @@ class World {
     backend().inspect(*table, args, stream);
   }
   void step(Algorithm algorithm, double max_norm = 1.0, bool skip = true, void* stream = nullptr) {
+    for (int64_t row = 0; row < rows(); ++row) {
+      RowHyper& hyper = specs_[size_t(row)].hyper;
+      if (hyper.algorithm == algorithm.index()) continue;
+      hyper.algorithm = algorithm.index();
+      table->set_hyper(row, row + 1, hyper);
+    }
+    step(std::vector<Algorithm>{algorithm}, max_norm, skip, stream);
+  }
+  // Of rows that say themselves which of these is theirs.
+  void step(const std::vector<Algorithm>& algorithms, double max_norm = 1.0, bool skip = true,
+            void* stream = nullptr) {
     Preparation preparation;
     preparation.state = state.get();
     StepDecision& decision = preparation.decision;
@@ -233,8 +244,9 @@ class World {
     decision.skip_nonfinite = skip;
     RowColumns& columns = preparation.columns;
     columns.steps = steps.get();
-    preparation.algorithm = algorithm;
-    if (info(algorithm).grad_norms) columns.norm_averages = norm_averages.get();
+    for (const Algorithm algorithm : algorithms) {
+      if (info(algorithm).grad_norms) columns.norm_averages = norm_averages.get();
+    }
     columns.grad_norms = row_norms.get();
     columns.grad_largest = row_largest.get();
     if (layerwise) {
@@ -247,8 +259,12 @@ class World {
     } else {
       inspect(stream, preparation);
     }
-    backend().measure_update(*table, algorithm, state.get(), stream);
-    backend().update(*table, algorithm, state.get(), meter, stream);
+    for (const Algorithm algorithm : algorithms) {
+      table->only = algorithms.size() > 1 ? algorithm.index() : -1;
+      backend().first_stage(*table, algorithm, state.get(), stream);
+      backend().update(*table, algorithm, state.get(), meter, stream);
+    }
+    table->only = -1;
   }
 
   const bool on_cuda;

@@ -21,6 +21,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 import ampfuse
 from ampfuse import amp, optim
@@ -195,6 +200,57 @@ def every_mode():
     for options in MODES.values():
         for kind in ("adamw", "sgd-all", "lion-decay"):
             train(kind, "rows", dtypes=(bf16, f16), steps=FEWER, **options)
+
+
+def muon():
+    """Matrices by Muon, of which each rank has some whole, and the rest by AdamW."""
+    modes = ({}, {"master_weights": True}, {"master_weights": "split", "state_dtype": "bf16"})
+    for places, options in itertools.product(PLACES, modes):
+        wholes, shards = params_of((bf16, f16) if options else (f32,), places)
+        optimizers = []
+        for params in (wholes, shards):
+            groups = [
+                {"params": [params[0], params[4]]},
+                {"params": [params[1], params[2]], "algorithm": "adamw"},
+                {"params": [params[3]], "ns_steps": 3},
+            ]
+            optimizers.append(optim.Muon(groups, lr=0.05, skip_nonfinite=True, **options))
+        for step in range(FEWER // 5):
+            for params, optimizer in zip((wholes, shards), optimizers, strict=True):
+                set_gradients(params, step, 1.0, infinite=step == 1)
+                optimizer.step()
+                assert optimizer.last_step.skipped == (step == 1)
+        assert_same(*optimizers)
+
+
+def muon_beside_tensor_parallel_layers():
+    """FSDP2 over tensor parallelism shards a dimension twice, the later first."""
+    mesh = init_device_mesh(DEVICE, GRID, mesh_dim_names=("data", "tensor"))
+
+    def net():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(24, 48), nn.ReLU(), nn.Linear(48, 24))
+
+    whole, sharded = net(), net()
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    parallelize_module(sharded, mesh["tensor"], plan)
+    fully_shard(sharded, mesh=mesh["data"])
+    optimizers = []
+    for model in (whole, sharded):
+        matrices = [param for param in model.parameters() if param.ndim == 2]
+        vectors = [param for param in model.parameters() if param.ndim == 1]
+        groups = [{"params": matrices}, {"params": vectors, "algorithm": "adamw"}]
+        optimizers.append(optim.Muon(groups, lr=0.05))
+    for step in range(4):
+        for i, params in enumerate(zip(whole.parameters(), sharded.parameters(), strict=True)):
+            gradient = integers(tuple(params[0].shape), step + i, 7) / 64
+            params[0].grad = gradient
+            params[1].grad = distribute_tensor(
+                gradient, params[1].device_mesh, params[1].placements, src_data_rank=None
+            )
+        for optimizer in optimizers:
+            optimizer.step()
+    assert_same(*optimizers)
 
 
 def clipping():
@@ -473,6 +529,7 @@ RESUMED = {
     "masters": (bf16, {"master_weights": True}),
     "split": (bf16, {"master_weights": "split"}),
     **{name: (bf16, {"master_weights": "split", "state_dtype": name}) for name in CODED},
+    "muon": (bf16, {"master_weights": "split"}),
     "stochastic": (bf16, {"rounding": "stochastic", "state_dtype": "bf16", "ema_decay": 0.9}),
 }
 
@@ -485,7 +542,10 @@ def _train_on(model, optimizer, scaler, dtype, steps):
 def _resumable(name):
     dtype, options = RESUMED[name]
     model = nets(dtype)[1]
-    optimizer = make("adamw", model.parameters(), **options)
+    if name == "muon":
+        optimizer = optim.Muon(optim.muon_groups(model), lr=1e-2, **options)
+    else:
+        optimizer = make("adamw", model.parameters(), **options)
     return model, optimizer, ampfuse.GradScaler(DEVICE, init_scale=2.0**8, growth_interval=5), dtype
 
 

@@ -19,6 +19,8 @@ CASES = (
     "gradients_of_other_kinds",
     "every_place",
     "every_mode",
+    "muon",
+    "muon_beside_tensor_parallel_layers",
     "clipping",
     "fsdp",
     "levels",

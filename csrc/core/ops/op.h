@@ -37,7 +37,11 @@ struct RowOp {
 
 // An op of an optimizer's step works by its row's coefficients. Beside RowOp's it says
 //   kStates    the names of its states, in the order of kState0, kState1, ...
-//   Before     an op whose measuring pass comes first: the step needs its norms
+//   Before     an op whose pass comes first, the step's first stage: it measures norms that the
+//   step
+//              needs, or leaves something in
+//   kScratch   a list that is no state: whoever calls hands memory in, and works on it between the
+//              stages, as with matrix products
 //   kGradNorms whether the step needs the norm of each row's gradient
 //   kUnsigned  which of its states are never negative: 8-bit codes of them need no sign
 //   kPackable  whether its states may be such codes
@@ -51,6 +55,7 @@ template <class Self>
 struct OptimizerOp : RowOp<Self> {
   static constexpr bool kGradientRows = true;
   using Before = void;
+  static constexpr int kScratch = -1;
   static constexpr bool kGradNorms = false;
   static constexpr unsigned kGradient = bit(kGrad) | bit(kAccumulated);
   static constexpr bool kPackable = false;

@@ -22,6 +22,7 @@ from ampfuse.optim.base import AmpOptimizer
 from ampfuse.optim.fused import algorithm_of
 from ampfuse.optim.inner import parameters, with_inner
 from ampfuse.optim.masters import HALF_DTYPES, MasterParameter, gradient_as_it_is
+from ampfuse.optim.muon import step_bytes
 from ampfuse.optim.stored import storage_for
 
 KINDS = "weights gradients masters states accumulators average activations".split()
@@ -74,8 +75,11 @@ def memory_report(
     fused = algorithm_of(inner)
     # How many of the parameter's shape, by the parameter in the model.
     states = {
-        getattr(parameter, "model_param", parameter): len(fused.states_in(group)) if fused else 0
+        getattr(parameter, "model_param", parameter): len(algorithm.states_in(group))
+        if algorithm
+        else 0
         for group in inner.param_groups
+        for algorithm in [algorithm_of(inner, group)]
         for parameter in group["params"]
     }
     check_owned(model, states, "Pass the model's own optimizer, or one module with all of them.")
@@ -102,6 +106,11 @@ def memory_report(
     notes = ["~ expected: not there yet, or then in another type"] if expected else []
     if not (fused or found["states"]):
         notes.append(f"The states of {type(inner).__name__} are missing: they show after a step.")
+    if fused and fused.has_scratch:
+        notes.append(
+            f"During a step {type(inner).__name__} takes up to {size(step_bytes(inner))} more, "
+            "when the activations are gone."
+        )
     elements = sum(parameter.numel() for parameter in model.parameters())
     heading = f"{type(inner).__name__}, {elements:,} parameters"
     return MemoryReport(heading, elements, limit, held, expected, notes)

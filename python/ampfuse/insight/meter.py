@@ -58,7 +58,7 @@ class Meter:
         if not isinstance(self._optimizer, FusedOptimizer):
             raise TypeError(
                 f"{type(self._optimizer).__name__} has a step of its own, and the meter looks into "
-                "the fused one. Use SGD, Adam, AdamW, Adagrad, LAMB, NovoGrad or Lion."
+                "the fused one. Use SGD, Adam, AdamW, Adagrad, LAMB, NovoGrad, Lion or Muon."
             )
         for name, value in (("every", every), ("history", history)):
             if value is not None and (not isinstance(value, int) or value < 1):

@@ -12,6 +12,8 @@ from ampfuse.optim.lamb import LAMB
 from ampfuse.optim.larc import LARC
 from ampfuse.optim.lion import Lion
 from ampfuse.optim.masters import MasterParameter
+from ampfuse.optim.muon import Muon
+from ampfuse.optim.muon_groups import muon_groups
 from ampfuse.optim.novograd import NovoGrad
 from ampfuse.optim.options import Options
 from ampfuse.optim.sgd import SGD
@@ -28,7 +30,9 @@ __all__ = [
     "LastStep",
     "Lion",
     "MasterParameter",
+    "Muon",
     "NovoGrad",
     "Options",
+    "muon_groups",
     "upgrade",
 ]

@@ -100,6 +100,8 @@ class AmpOptimizer(WithOptions, Optimizer):
     # The state dict that is being loaded.
     _loading: dict[str, Any] | None = None
 
+    # What a parameter group keeps where another's state is loaded, as how states are stored.
+    _group_choices: tuple[str, ...] = ("state_dtype",)
     # Attributes that a copy has too.
     _copied: tuple[str, ...] = (
         *RULES,
@@ -129,6 +131,10 @@ class AmpOptimizer(WithOptions, Optimizer):
     def algorithm(self) -> Algorithm:
         """What the extension says of its kernel."""
         return ALGORITHMS[self._algorithm]
+
+    def algorithm_in(self, group: dict[str, Any]) -> Algorithm:
+        """... of the parameters of a group."""
+        return self.algorithm
 
     @property
     def last_step(self) -> LastStep:

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from ampfuse._schema import Algorithm
 from ampfuse.optim.checks import COUNT, check
-from ampfuse.optim.inner import parameters
+from ampfuse.optim.inner import parameters, with_groups
 from ampfuse.optim.masters import (
     HALF_DTYPES,
     MASTERS,
@@ -31,14 +32,14 @@ from ampfuse.optim.stored import FP32, Stored, storage_for
 def with_masters(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     """torch's `state_dict` with all masters, in whatever form they are kept."""
     states = state_dict.setdefault("state", {})  # a wrapper's own format may have none
-    for i, param in enumerate(parameters(optimizer)):
+    for i, (group, param) in enumerate(with_groups(optimizer)):
         state = dict(states.get(i, {}))
         if isinstance(param, MasterParameter):
             state["master_param"] = param.detach()
         if (remainder := state.pop("master_remainder", None)) is not None:
             state["master_param"] = joined_master(param, remainder)
         if is_sharded(param):  # another mesh has other blocks of codes
-            _decode(optimizer, state, param, with_blocks_only=True)
+            _decode(optimizer.algorithm_in(group), state, param, with_blocks_only=True)
         if state:
             states[i] = state
     return state_dict
@@ -46,17 +47,16 @@ def with_masters(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
 
 def in_float32(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     """`state_dict` with all states in float32."""
-    for i, param in enumerate(parameters(optimizer)):
+    for i, (group, param) in enumerate(with_groups(optimizer)):
         if i in state_dict["state"]:
-            _decode(optimizer, state_dict["state"][i], param)
+            _decode(optimizer.algorithm_in(group), state_dict["state"][i], param)
     return state_dict
 
 
 def _decode(
-    optimizer: Any, state: dict[str, Any], param: Tensor, *, with_blocks_only: bool = False
+    algorithm: Algorithm, state: dict[str, Any], param: Tensor, *, with_blocks_only: bool = False
 ) -> None:
     """Make float32 of the states of `param`; `with_blocks_only`: of those that have scales."""
-    algorithm = optimizer.algorithm
     with on_shards(state, param) as shards:
         for stored in Stored.of(algorithm.name, algorithm.states):
             storage = stored.storage_in(shards)
@@ -99,13 +99,14 @@ def restore_state(optimizer: Any, state: dict[str, Any], saved: dict[str, Any]) 
     """Undo, in what torch made of `saved`, its casts; put masters where they belong."""
     _restore_tensors(optimizer, state["state"], saved)
     pairs = zip(optimizer.param_groups, state["param_groups"], strict=True)
-    state["param_groups"] = [_as_loaded(*pair) for pair in pairs]
+    state["param_groups"] = [_as_loaded(optimizer, *pair) for pair in pairs]
 
 
-def _as_loaded(group: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
-    """What `saved` is in place of `group`: how states are stored is this optimizer's choice."""
-    own = {key: group[key] for key in ("state_dtype",) if key in group}
-    return {key: value for key, value in saved.items() if key != "state_dtype"} | own
+def _as_loaded(optimizer: Any, group: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
+    """What `saved` is in place of `group`, of which this optimizer keeps its own choices."""
+    choices = optimizer._group_choices
+    own = {key: group[key] for key in choices if key in group}
+    return {key: value for key, value in saved.items() if key not in choices} | own
 
 
 def _restore_tensors(optimizer: Any, state: dict[Any, Any], saved: dict[str, Any]) -> None:
@@ -153,7 +154,7 @@ def _check_and_remember(optimizer: Any, state_dict: dict[str, Any]) -> None:
     for own, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=False):
         if len(own["params"]) != len(saved["params"]):
             break  # torch says what is wrong
-        group = {**own, **_as_loaded(own, saved)}
+        group = {**own, **_as_loaded(optimizer, own, saved)}
         for param, key, name in zip(own["params"], saved["params"], names, strict=False):
             state = state_dict["state"].get(key)
             if isinstance(state, dict):
@@ -165,7 +166,7 @@ def _check_state(
     optimizer: Any, group: dict[str, Any], param: Tensor, state: dict[str, Any], name: str
 ) -> None:
     """Raise ValueError unless a step of ours can go on with `state`: it has all or nothing."""
-    algorithm = optimizer.algorithm
+    algorithm = optimizer.algorithm_in(group)
     shapes: dict[str, tuple[int, ...]] = {"master_param": tuple(param.shape)}
     lost: list[str] = []
     found = False

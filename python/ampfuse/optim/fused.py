@@ -85,15 +85,21 @@ class FusedOptimizer(AmpOptimizer):
         check_range(kernel_hyper(self.algorithm, arguments))
         if (fill := self.algorithm.filled_with) is not None:
             check(fill, arguments[fill], NUMBER)
+        self._init_base(params, arguments)
         if self._replaces is None:
-            torch.optim.Optimizer.__init__(self, params, arguments)
             return
-        self._replaces.__init__(self, params, **arguments)
         # torch's Adagrad has filled its states now, in the parameter's type.
         for state in self.state.values():
             for name in self.algorithm.states:
                 fresh = float(arguments[str(fill)])
                 state[name] = torch.full_like(state[name], fresh, dtype=torch.float32)
+
+    def _init_base(self, params: Any, arguments: dict[str, Any]) -> None:
+        """The constructor of torch's class, or of all optimizers."""
+        if self._replaces is None:
+            torch.optim.Optimizer.__init__(self, params, arguments)
+        else:
+            self._replaces.__init__(self, params, **arguments)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Of an option also raises ValueError for what it cannot be, or cannot become any more."""
@@ -106,7 +112,7 @@ class FusedOptimizer(AmpOptimizer):
 
     def _check_group(self, group: dict[str, Any]) -> None:
         self._states.storage_of(group)
-        check_hyper(self.algorithm, group)
+        check_hyper(self.algorithm_in(group), group)
         if group.get("differentiable"):
             raise ValueError(
                 "differentiable=True needs an update that autograd records, and a fused one is "
@@ -165,13 +171,21 @@ class FusedOptimizer(AmpOptimizer):
         max_norm, self.clip_once = self.clip_once or self.max_grad_norm or 0.0, None
         meter = self._meter if self._rehearsal is None else None
         metered = meter.before_update(table) if meter is not None else None
-        self._rows.plan.update(**self._verdict(max_norm), meter=metered)
+        verdict = self._verdict(max_norm)
+        self._rows.plan.update(**verdict, meter=metered, between=self._stages())
         if meter is not None and metered is not None:
             meter.after_update(table, metered)
         if torch.is_autocast_enabled(self._rows.params[0].device.type):
             torch.clear_autocast_cache()  # it may hold casts of the weights as they were
         self._watch_skips()
         return loss
+
+    def _stages(self) -> Callable[[list[int]], Callable[[], None]] | None:
+        """What a step does between its two stages, as `StepPlan.update` takes it; None: nothing.
+
+        Called before the first: the rows of such algorithms need scratch memory then.
+        """
+        return None
 
     def _collect(self) -> tuple[ParamTable, list[int]]:
         """The table, which has all that the step needs, and rows with a gradient but no state."""
@@ -257,8 +271,15 @@ def is_fused(optimizer: torch.optim.Optimizer) -> TypeGuard[FusedOptimizer]:
     return isinstance(optimizer, FusedOptimizer) and not optimizer._has_own_step
 
 
-def algorithm_of(optimizer: torch.optim.Optimizer) -> Algorithm | None:
-    """The kernel that steps `optimizer`, or would after an upgrade; None if it steps itself."""
+def algorithm_of(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any] | None = None
+) -> Algorithm | None:
+    """The kernel that steps `optimizer`, or would after an upgrade; None if it steps itself.
+
+    With `group`, that of its parameters.
+    """
+    if isinstance(optimizer, FusedOptimizer) and group is not None:
+        return optimizer.algorithm_in(group)
     cls = type(optimizer)
     fused = cls if issubclass(cls, FusedOptimizer) else FUSED.get(cls)
     return ALGORITHMS[fused._algorithm] if fused else None

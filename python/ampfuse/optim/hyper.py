@@ -69,10 +69,7 @@ class Hypers(Part):
 
     def __init__(self, optimizer: Any) -> None:
         super().__init__(optimizer)
-        self._algorithm: Algorithm = optimizer.algorithm
-        keys = [hyper.key for hyper in self._algorithm.hypers if hyper.key is not None]
-        wanted = [*keys, self._algorithm.last_state_if, "state_dtype"]
-        self._keys = [key for key in dict.fromkeys(wanted) if key is not None]
+        self._keys: dict[str, list[str]] = {}  # of groups, by the algorithm
         self._sent: list[_Sent] = []
         self._sent_with: list[Any] = []  # options of the optimizer
 
@@ -94,7 +91,7 @@ class Hypers(Part):
         row = 0
         for i, group in enumerate(optimizer.param_groups):
             rows = row, row + len(group["params"])
-            values = list(map(group.get, self._keys))
+            values = list(map(group.get, self._keys_of(optimizer.algorithm_in(group))))
             sent = self._sent[i] if i < len(self._sent) else None
             if (
                 sent is None
@@ -104,6 +101,13 @@ class Hypers(Part):
             ):
                 self._sent[i : i + 1] = [self._send(table, i, rows, values, sent)]
             row = rows[1]
+
+    def _keys_of(self, algorithm: Algorithm) -> list[str]:
+        if algorithm.name not in self._keys:
+            wanted = [*(hyper.key for hyper in algorithm.hypers), algorithm.last_state_if]
+            keys = dict.fromkeys([*wanted, "state_dtype"])
+            self._keys[algorithm.name] = [key for key in keys if key is not None]
+        return self._keys[algorithm.name]
 
     def _send(
         self,
@@ -115,7 +119,7 @@ class Hypers(Part):
     ) -> _Sent:
         """Give the table what group `i` holds, unless it was `sent` before."""
         group = self.optimizer.param_groups[i]
-        check_hyper(self._algorithm, group)
+        check_hyper(self.optimizer.algorithm_in(group), group)
         self.optimizer._states.follow_group(i, group)
         lr, hyper = self.of(group)
         if sent is None or sent.rows != rows or sent.lr is not lr or sent.hyper != hyper:
@@ -127,7 +131,7 @@ class Hypers(Part):
     def of(self, group: Mapping[str, Any]) -> tuple[Tensor | None, dict[str, Any]]:
         """The rate, if the kernel reads it from a tensor on the device, and all the rest."""
         optimizer = self.optimizer
-        hyper = kernel_hyper(self._algorithm, group)
+        hyper = kernel_hyper(optimizer.algorithm_in(group), group)
         if optimizer.seed:
             hyper["seed"] = float(optimizer.seed)
         if optimizer.ema_decay is not None:

@@ -11,8 +11,15 @@ from torch.optim import Optimizer
 
 def parameters(optimizer: Optimizer) -> Iterator[Tensor]:
     """What `optimizer` steps, in the order of its groups."""
+    for _, param in with_groups(optimizer):
+        yield param
+
+
+def with_groups(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], Tensor]]:
+    """... each behind its group."""
     for group in optimizer.param_groups:
-        yield from group["params"]
+        for param in group["params"]:
+            yield group, param
 
 
 def with_inner(optimizer: Optimizer) -> list[Optimizer]:

@@ -28,9 +28,9 @@ class Options(TypedDict, total=False):
             65504, where larger ones are held; smaller ones to within 2**-40.
         state_dtype: how states of a parameter's shape are kept: ``"fp32"`` (the default),
             ``"bf16"``, rounded stochastically, or, in blocks of 128 elements with a scale each
-            (SGD, Adam, AdamW, Adagrad, Lion), ``"8bit"``, or ``"fp8"``, rounded stochastically.
-            Parameters of fewer than 4,096 elements keep FP32 instead of 8 bits. ``state_dtype`` in
-            a parameter group goes first.
+            (SGD, Adam, AdamW, Adagrad, Lion, Muon), ``"8bit"``, or ``"fp8"``, rounded
+            stochastically. Parameters of fewer than 4,096 elements keep FP32 instead of 8 bits.
+            ``state_dtype`` in a parameter group goes first.
         rounding: ``"stochastic"`` rounds BF16 parameters without masters up or down at random, so
             that small updates count in the mean (others to nearest); ``"nearest"`` is the default.
         seed: of all random bits, 0 to 2**32 - 1. They depend on it, the parameter's place, its

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ampfuse import _core
+from ampfuse._schema import Algorithm
 from ampfuse.optim.inner import parameters
 from ampfuse.optim.masters import (
     HALF_DTYPES,
@@ -84,7 +85,7 @@ class Rows(Part):
             optimizer._table_is_new()
         optimizer._rows_are_added()
         for i in range(len(self.params), len(params)):
-            self._add_row(table, params[i], names[i])
+            self._add_row(table, i, params[i], names[i])
             self.params.append(params[i])
         table.remember(groups=optimizer.param_groups)
         self.has_shards = any(map(is_sharded, params))
@@ -138,6 +139,11 @@ class Rows(Part):
             row -= len(group["params"])
         raise IndexError(row)
 
+    def algorithm_of(self, row: int) -> Algorithm:
+        """The kernel that steps a row."""
+        found: Algorithm = self.optimizer.algorithm_in(self.group_of(row))
+        return found
+
     # --- masters --------------------------------------------------------------------------------
 
     @property
@@ -186,19 +192,20 @@ class Rows(Part):
             install_masters(self.optimizer)
             self._frozen = None
 
-    def _add_row(self, table: ParamTable, param: Tensor, name: str) -> None:
+    def _add_row(self, table: ParamTable, row: int, param: Tensor, name: str) -> None:
         optimizer = self.optimizer
-        whole: dict[str, Any] = {}
-        if is_sharded(param):
-            whole = {"whole": param, "origin": origin(param)}
+        more: dict[str, Any] = {"algorithm": self.algorithm_of(row).name}
+        whole = is_sharded(param)
+        if whole:
+            more |= {"whole": param, "origin": origin(param)}
         shard, under_amp = local(param), optimizer._under_amp
         if isinstance(param, MasterParameter):
             param.set_owner(optimizer)
-            table.add_row(param, param.model_param, name, param.model_version)
+            table.add_row(param, param.model_param, name, param.model_version, **more)
         elif self.is_split(param):
             if under_amp:
                 materialize_on_sight(param, optimizer)
-            table.add_row(local(self.remainder(param)), shard, name, **whole)
+            table.add_row(local(self.remainder(param)), shard, name, **more)
         elif optimizer.master_weights and param.dtype in HALF_DTYPES and (whole or not under_amp):
             if whole and optimizer._algorithm == "none":
                 raise TypeError(
@@ -210,11 +217,11 @@ class Rows(Part):
             version = state.pop("_model_version", shard._version)
             if "master_param" not in state:
                 state["master_param"] = exact_float32(param)
-            table.add_row(local(state["master_param"]), shard, name, version, **whole)
+            table.add_row(local(state["master_param"]), shard, name, version, **more)
         else:
             if not under_amp:  # a master that was loaded is nobody's
                 optimizer.state.get(param, {}).pop("master_param", None)
-            table.add_row(shard, None, name, 0, optimizer.rounding == "stochastic", **whole)
+            table.add_row(shard, None, name, 0, optimizer.rounding == "stochastic", **more)
 
     def remainder(self, param: Tensor) -> Tensor:
         """What `param` leaves of its split master, which is `param` where there is none yet."""

@@ -118,7 +118,7 @@ class Ranks:
         elsewhere = [not _is_first_replica(param, min(ranks)) for param in params]
         device = local(params[0]).device
         counted = torch.tensor(elsewhere, device=device) if any(elsewhere) else None
-        return cls(_group_of(largest), counted)
+        return cls(group_of(largest), counted)
 
     def join(self, table: ParamTable) -> None:
         """From now on the steps of `table` are decided together."""
@@ -145,7 +145,8 @@ def _is_first_replica(param: Any, first_rank: int) -> bool:
     return first_rank in param.device_mesh.mesh and is_first
 
 
-def _group_of(mesh: DeviceMesh) -> ProcessGroup:
+def group_of(mesh: DeviceMesh) -> ProcessGroup:
+    """The processes of a mesh, of any number of dimensions."""
     if mesh.size() == torch.distributed.get_world_size():
         world: ProcessGroup = torch.distributed.group.WORLD  # type: ignore[assignment]
         return world

@@ -55,15 +55,17 @@ class States(Part):
 
     def of_group(self, group: dict[str, Any]) -> tuple[Stored, ...]:
         """The states that a parameter of `group` has."""
-        return Stored.of(self.algorithm.name, self.algorithm.states_in(group))
+        algorithm = self.optimizer.algorithm_in(group)
+        return Stored.of(algorithm.name, algorithm.states_in(group))
 
     def storage_of(self, group: dict[str, Any]) -> str:
         """The name of the storage type that `group` asks for. Raises ValueError for a wrong one."""
         optimizer = self.optimizer
         name: str = group.get("state_dtype") or optimizer.state_dtype
         check("state_dtype", name, RULES["state_dtype"])
-        if name not in optimizer.algorithm.storages:
-            storages = " or ".join(map(repr, optimizer.algorithm.storages))
+        algorithm = optimizer.algorithm_in(group)
+        if name not in algorithm.storages:
+            storages = " or ".join(map(repr, algorithm.storages))
             raise ValueError(
                 f"{type(optimizer).__name__} keeps no states in {STORAGES[name].bits} bits. "
                 f"Instead of state_dtype={name!r} use {storages}."
@@ -73,7 +75,7 @@ class States(Part):
     def wanted(self) -> list[tuple[str, tuple[str, ...]]]:
         """What `by_group` would be now."""
         return [
-            (self.storage_of(group), self.algorithm.states_in(group))
+            (self.storage_of(group), self.optimizer.algorithm_in(group).states_in(group))
             for group in self.optimizer.param_groups
         ]
 
@@ -84,7 +86,7 @@ class States(Part):
         """
         if self._has_averages != (self.optimizer.ema_decay is not None):
             self.are_bound = False
-        wanted = self.storage_of(group), self.algorithm.states_in(group)
+        wanted = self.storage_of(group), self.optimizer.algorithm_in(group).states_in(group)
         if i >= len(self.by_group) or wanted == self.by_group[i]:
             return
         was, now = self.by_group[i][0], wanted[0]

@@ -23,8 +23,8 @@ def upgrade(
 ) -> None:
     """Make `optimizer` amp-aware in place: the same object, of a subclass of its class.
 
-    Exactly ``torch.optim.SGD``, ``Adam``, ``AdamW`` and ``Adagrad`` become fused; every other
-    optimizer keeps its own step (generic.py). Of a LARC it is the wrapped one that changes.
+    Exactly ``torch.optim.SGD``, ``Adam``, ``AdamW``, ``Adagrad`` and ``Muon`` become fused; every
+    other optimizer keeps its own step (generic.py). Of a LARC it is the wrapped one that changes.
     Learning-rate schedulers and hooks keep working, whichever came first.
 
     Arguments:

@@ -1,0 +1,59 @@
+// Muon (Jordan et al., https://kellerjordan.github.io/posts/muon), with the momentum of
+// torch.optim.Muon.
+//
+// Two stages, with matrix products between them that are not this table's (see kScratch in op.h).
+// The first advances the momentum and leaves what is to be orthogonalized; the products write over
+// it what they make of it, times the factor that the shape asks of the rate; the second steps.
+#pragma once
+
+#include "core/metered.h"
+
+namespace ampfuse {
+
+template <class Self>
+struct MuonMaths : OptimizerOp<Self> {
+  static constexpr const char* kStates[] = {"momentum_buffer"};
+  static constexpr bool kUsesCount = false;
+  static constexpr HyperInfo kHypers[] = {hyper::lr(1e-3), hyper::weight_decay(0.1),
+                                          hyper::number("momentum", &RowHyper::momentum, 0.95),
+                                          hyper::flag("nesterov", kNesterov, "nesterov", true)};
+  static constexpr List kMomentumBuffer = kState0;
+  static constexpr int kScratch = kState1;
+  static constexpr bool kPackable = true;
+  using OptimizerOp<Self>::c;
+
+  HD static void prepare(RowStep& step, RowCoef& c) {
+    c.grad_weight = float(1 - step.hyper.momentum);
+  }
+};
+
+struct MuonMomentumOp : MuonMaths<MuonMomentumOp> {
+  static constexpr const char* kName = "muon_momentum";
+  static constexpr unsigned kReads = kGradient | bit(kMomentumBuffer);
+  static constexpr unsigned kWrites = bit(kMomentumBuffer) | bit(kUnscaled) | bit(kScratch);
+
+  template <class F>
+  HD void operator()(F (&x)[kLists]) const {
+    const F g = step_gradient(x, c), w(c.grad_weight);
+    const F buffer = fma(w, g - x[kMomentumBuffer], x[kMomentumBuffer]);
+    x[kMomentumBuffer] = buffer;
+    x[kScratch] = c.flags & kNesterov ? fma(w, g - buffer, buffer) : buffer;
+  }
+};
+
+struct MuonOp : MuonMaths<MuonOp> {
+  using Before = MuonMomentumOp;
+  static constexpr const char* kName = "muon";
+  static constexpr unsigned kReads = kStepped | bit(kScratch);
+  static constexpr unsigned kWrites = kStepped | bit(kModel);
+
+  template <class F>
+  HD void operator()(F (&x)[kLists]) const {
+    x[kParam] = fma(F(-c.lr), x[kScratch], x[kParam] * F(c.decay));
+    leave(x);
+  }
+};
+
+using muon_ops = OpList<MuonMomentumOp, MuonOp, Metered<MuonOp>>;
+
+}  // namespace ampfuse

@@ -1,0 +1,280 @@
+"""Muon for matrices and AdamW for the rest, in one fused step."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from ampfuse._schema import ALGORITHMS, Algorithm
+from ampfuse.optim.checks import COUNT, Rule, check, is_number, one_of
+from ampfuse.optim.fused import FusedOptimizer
+from ampfuse.optim.gathered import Gathered
+from ampfuse.optim.newton_schulz import JORDAN, SLICE, matrix_dtype, orthogonalized, polynomials_of
+from ampfuse.optim.options import Options, Unpack
+from ampfuse.optim.shards import is_sharded
+
+_ALGORITHMS = {"muon": "muon", "adamw": "adam"}
+# What a group of AdamW has where it says nothing, as torch's.
+_ADAMW = {
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
+    "weight_decay": 1e-2,
+    "amsgrad": False,
+    "decoupled_weight_decay": True,
+}
+# Of a group of Muon, beside what torch has.
+_SHAPING: dict[str, Any] = {"split": 1, "transposed": False, "flatten": None}
+
+_RULES = {
+    "ns_coefficients": Rule(
+        lambda value: value == "polar_express" or (len(value) == 3 and all(map(is_number, value))),
+        "three numbers, or 'polar_express'",
+    ),
+    "ns_steps": Rule(lambda value: isinstance(value, int) and 0 <= value < 100, "from 0 to 99"),
+    "eps": COUNT,
+    "adjust_lr_fn": one_of("original", "match_rms_adamw", "spectral_unclamped", None),
+    "split": Rule(
+        lambda value: value >= 1 if isinstance(value, int) else all(size >= 1 for size in value),
+        "a number of equal parts, or their sizes",
+    ),
+    "transposed": one_of(True, False),
+    "flatten": one_of(True, False, None),
+}
+
+
+class Muon(FusedOptimizer, torch.optim.Muon, algorithm="muon", replaces=torch.optim.Muon):
+    """Muon with a fused step, and AdamW for what is no matrix: a drop-in for `torch.optim.Muon`.
+
+    Jordan et al., https://kellerjordan.github.io/posts/muon; arXiv:2502.16982. Each matrix moves by
+    the orthogonalized momentum, ``U V^T`` of its singular value decomposition, roughly. Formula and
+    state (``momentum_buffer``) are torch's, with FP32 momentum; matrix products are in BF16 where
+    the CPU multiplies it faster, in FP16 on CUDA, else in FP32 (newton_schulz.py says how). State
+    dicts load both ways.
+
+    Unlike torch's it takes all parameters of a model, in one step with one verdict and one norm:
+    ``Muon(ampfuse.optim.muon_groups(model), lr=0.02)``. A parameter group may say:
+
+    - ``algorithm``: ``"muon"``, the default, or ``"adamw"``, with AdamW's ``betas``, ``eps``,
+      ``weight_decay`` and ``amsgrad``, whose defaults are torch's;
+    - ``flatten``: whether a weight is one matrix, of its first dimension by all others, or with
+      False a batch of those of its last two. By default convolutions (4 dimensions and more) are
+      the first, and 3-D weights (experts) the second;
+    - ``transposed``: matrices are stored with inputs first, as GPT-2's ``Conv1D`` has them;
+    - ``split``: the outputs are so many matrices side by side, as 3 of a fused ``qkv``, or a list
+      of their sizes.
+
+    Arguments:
+        params, lr, weight_decay, momentum, nesterov, eps, ns_steps, adjust_lr_fn: as in torch.
+        ns_coefficients: as in torch; or ``"polar_express"``, of arXiv:2505.16932.
+        options: see :class:`ampfuse.optim.Options`.
+
+    During a step it takes memory for the updates, 2 bytes for each element of a matrix (4 where
+    products are in FP32), and for the products of as many as 32 M elements three times that.
+
+    Raises:
+        ValueError: a vector in a group of Muon; an option out of range.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] | str = JORDAN,
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        **options: Unpack[Options],
+    ) -> None:
+        self._construct(locals())
+
+    def algorithm_in(self, group: dict[str, Any]) -> Algorithm:
+        return ALGORITHMS[_ALGORITHMS[group.get("algorithm", "muon")]]
+
+    _group_choices = ("state_dtype", "algorithm", *_SHAPING)
+
+    def _init_base(self, params: ParamsT, arguments: dict[str, Any]) -> None:
+        torch.optim.Optimizer.__init__(self, params, arguments)  # torch's refuses all but matrices
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        algorithm = param_group.get("algorithm", "muon")
+        check("algorithm", algorithm, one_of(*_ALGORITHMS))
+        more = _ADAMW if algorithm == "adamw" else _SHAPING
+        super().add_param_group({"algorithm": algorithm, **more, **param_group})
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        super()._check_group(group)
+        if group.get("algorithm", "muon") != "muon":
+            return
+        for name, rule in _RULES.items():
+            if name in group:
+                check(name, group[name], rule)
+        for param in group["params"]:
+            if param.ndim < 2:
+                raise ValueError(
+                    f"a parameter of shape {tuple(param.shape)} is no matrix, and Muon steps "
+                    "matrices. Put it into a group with algorithm='adamw', or let "
+                    "ampfuse.optim.muon_groups(model) make the groups."
+                )
+            matrices_of(_meta(param) if is_sharded(param) else param.detach(), group)
+
+    def _stages(self) -> Callable[[list[int]], Callable[[], None]]:
+        """Gives the rows of Muon memory for the step; between its stages that is orthogonalized."""
+        rows, table = self._rows, self._rows.known()
+        scratch = {
+            row: _scratch(table.param(row))
+            for row in range(len(rows.params))
+            if rows.algorithm_of(row).has_scratch
+        }
+        table.set_scratch(list(scratch.items()))
+
+        def between(stepped: list[int]) -> Callable[[], None]:
+            gathered = self._gathered({row: scratch[row] for row in stepped})
+
+            def finish() -> None:
+                matrices = {
+                    row: scratch[row] for row in stepped if not is_sharded(rows.params[row])
+                }
+                for each in gathered:
+                    matrices |= each.wait()
+                jobs = defaultdict(list)
+                for row in sorted(matrices):
+                    group = rows.group_of(row)
+                    for view in matrices_of(matrices[row], group):
+                        jobs[Job.of(view, group)].append(view)
+                with torch.autocast(table.param(0).device.type, enabled=False):
+                    for job, views in jobs.items():
+                        job.run(views)
+                for each in gathered:
+                    each.give_back()
+
+            return finish
+
+        return between
+
+    def _gathered(self, scratch: dict[int, Tensor]) -> list[Gathered]:
+        """Those of shards on their way to the ranks that orthogonalize them, of each mesh."""
+        rows = self._rows
+        meshes: dict[Any, dict[int, Any]] = defaultdict(dict)
+        for row in scratch:
+            param: Any = rows.params[row]
+            if is_sharded(param):
+                meshes[param.device_mesh][row] = param
+
+        def cost(row: int) -> float:
+            views = matrices_of(_meta(rows.params[row]), rows.group_of(row))
+            return sum(len(view) * min(view.shape[1:]) * view[0].numel() for view in views)
+
+        return [
+            Gathered(mesh, params, {row: scratch[row] for row in params}, cost)
+            for mesh, params in meshes.items()
+        ]
+
+
+class Job(NamedTuple):
+    """What matrices that are orthogonalized together have in common."""
+
+    shape: tuple[int, int]
+    coefficients: Any
+    steps: int
+    eps: float
+    factor: float
+
+    @classmethod
+    def of(cls, view: Tensor, group: dict[str, Any]) -> Job:
+        rows, columns = view.shape[1:]
+        coefficients = group["ns_coefficients"]
+        return cls(
+            (rows, columns),
+            coefficients if isinstance(coefficients, str) else tuple(coefficients),
+            group["ns_steps"],
+            float(group["eps"]),
+            _rate_factor(rows, columns, group),
+        )
+
+    def run(self, views: list[Tensor]) -> None:
+        """Orthogonalize (batch, rows, columns) each, in place."""
+        batch = torch.cat(views).contiguous()
+        polynomials = polynomials_of(self.coefficients, self.steps)
+        result = orthogonalized(batch, polynomials, self.eps, self.factor)
+        torch._foreach_copy_(views, list(result.split([len(view) for view in views])))
+
+
+def step_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """What a step takes at most, beside what is kept: updates, and the products of one shape."""
+    updates, batches = 0, defaultdict[Any, int](int)
+    for group in optimizer.param_groups:
+        if group.get("algorithm", "muon") != "muon":
+            continue
+        for param in group["params"]:
+            itemsize = matrix_dtype(param.device).itemsize
+            updates += param.numel() * itemsize
+            for view in matrices_of(_meta(param), group):
+                batches[view.shape[1:]] += view.numel() * itemsize
+    # The batch, its result, and three of a slice: twice the matrices, and Gram matrices.
+    products = max(batches.values(), default=0)
+    return updates + 2 * products + 3 * min(products, 4 * SLICE)
+
+
+def _rate_factor(rows: int, columns: int, group: dict[str, Any]) -> float:
+    """What the shape of a matrix makes of the rate, by torch's `adjust_lr_fn`."""
+    outputs, inputs = (columns, rows) if group.get("transposed") else (rows, columns)
+    how = group["adjust_lr_fn"]
+    if 0 in (rows, columns):
+        return 1.0
+    if how == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(outputs, inputs))
+    ratio = outputs / inputs
+    return math.sqrt(ratio if how == "spectral_unclamped" else max(1.0, ratio))
+
+
+def _meta(param: Tensor) -> Tensor:
+    """A tensor without memory that has the whole shape of `param`."""
+    return torch.empty(param.shape, device="meta")
+
+
+def _scratch(param: Tensor) -> Tensor:
+    """New memory in the layout of `param`."""
+    dtype = matrix_dtype(param.device)
+    return torch.empty_strided(param.shape, param.stride(), dtype=dtype, device=param.device)
+
+
+def matrices_of(weight: Tensor, group: dict[str, Any]) -> list[Tensor]:
+    """Views of `weight`, (batch, rows, columns) each, that together have every element once.
+
+    Raises ValueError if it cannot be seen as the group says.
+    """
+    shape = tuple(weight.shape)
+    flatten = group.get("flatten")
+    if weight.ndim != 3 if flatten is None else flatten:
+        # In the order in which they lie: orthogonalization does not mind the order of columns.
+        order = sorted(range(1, weight.ndim), key=weight.stride, reverse=True)
+        batch = weight.permute(0, *order)
+        wanted: tuple[int, ...] = (1, shape[0], math.prod(shape[1:]))
+    else:
+        batch, wanted = weight, (math.prod(shape[:-2]), *shape[-2:])
+    try:
+        batch = batch.view(wanted)
+    except RuntimeError:
+        raise ValueError(
+            f"a parameter of shape {shape} and strides {weight.stride()} is no matrix in memory; "
+            "make it contiguous or channels_last"
+        ) from None
+    split = group.get("split", 1)
+    side = 2 if group.get("transposed") else 1
+    outputs = batch.shape[side]
+    sizes = [outputs // split] * split if isinstance(split, int) else list(split)
+    if sum(sizes) != outputs:
+        raise ValueError(
+            f"split={split!r} does not fit a parameter of shape {shape}, which has {outputs} "
+            "outputs"
+        )
+    return list(batch.split(sizes, side))

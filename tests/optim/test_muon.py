@@ -1,0 +1,524 @@
+"""Muon: against torch's, against float64, and together with AdamW in one step."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import ampfuse
+from ampfuse import amp, optim
+from ampfuse._schema import STORAGES
+from ampfuse.optim import newton_schulz
+from ampfuse.optim.newton_schulz import JORDAN, orthogonalized, polynomials_of, product_dtype
+from cases import (
+    assert_same,
+    assert_same_bits,
+    bf16,
+    f16,
+    f32,
+    f64,
+    same_bits,
+    snapshot,
+    through_a_file,
+)
+
+SHAPES = ((16, 16), (8, 40), (40, 8), (1, 7), (7, 1), (3, 64), (72, 90))
+PRODUCTS = product_dtype(torch.device("cpu"))
+
+
+def in_float64(matrix, polynomials, eps=1e-7):
+    """Newton-Schulz as it is defined."""
+    x = matrix.to(f64)
+    x = x / x.norm().clamp(min=eps)
+    for a, b, c in polynomials:
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x
+
+
+def torchs(matrix, steps=5, eps=1e-7):
+    return torch.optim._muon._zeropower_via_newtonschulz(matrix, JORDAN, steps, eps)
+
+
+def distance(x, y):
+    x, y = x.detach(), y.detach()
+    return float((x.to(f64) - y.to(f64)).norm() / y.to(f64).norm().clamp(min=1e-300))
+
+
+def matrix_of(kind, shape, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    rows, columns = shape
+    if kind == "rank one":
+        return torch.randn(rows, 1, generator=generator) @ torch.randn(
+            1, columns, generator=generator
+        )
+    full = torch.randn(shape, generator=generator)
+    return full * torch.logspace(0, -4, rows)[:, None] if kind == "decaying" else full
+
+
+def params_of(shapes=SHAPES, dtype=f32, seed=1):
+    torch.manual_seed(seed)
+    return [nn.Parameter(torch.randn(shape).to(dtype)) for shape in shapes]
+
+
+def train(optimizer, params, steps, scale=1.0):
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        for param in params:
+            gradient = torch.randn(param.shape, generator=generator) * scale
+            param.grad = gradient.to(param)
+        optimizer.step()
+
+
+# --- Newton-Schulz -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [f32, bf16, f16])
+@pytest.mark.parametrize("kind", ["full", "rank one", "decaying"])
+@pytest.mark.parametrize("shape", [*SHAPES, (64, 300), (300, 64), (257, 129)])
+def test_orthogonalized_is_as_near_to_float64_as_torchs(shape, kind, dtype):
+    matrix = matrix_of(kind, shape)
+    batch = torch.stack([matrix, 3 * matrix]).to(f32 if dtype == f32 else bf16)
+    wanted = in_float64(matrix, polynomials_of(JORDAN, 5))
+    # Of rank one, what is orthogonalized beside it is rounding errors.
+    factor = 2 if kind == "rank one" else 1.25
+    found = orthogonalized(batch, polynomials_of(JORDAN, 5), 1e-7, 0.5, dtype)
+    assert found.dtype == dtype
+    assert found.shape == (2, *shape)
+    for each in found:
+        assert distance(2 * each.to(f64), wanted) <= factor * distance(torchs(matrix), wanted)
+    if dtype == f32:
+        assert distance(2 * found[0].to(f64), wanted) < 1e-3
+
+
+@given(
+    rows=st.integers(0, 40),
+    columns=st.integers(0, 40),
+    exponent=st.sampled_from([-38, -20, -3, 0, 20, 38]),
+    dtype=st.sampled_from([f32, bf16, f16]),
+    steps=st.integers(0, 7),
+    polynomial=st.sampled_from([JORDAN, "polar_express"]),
+)
+def test_orthogonalized_of_any_shape_and_size(rows, columns, exponent, dtype, steps, polynomial):
+    matrix = matrix_of("full", (rows, columns), seed=rows)
+    matrix = matrix / matrix.abs().max() * 10.0**exponent if matrix.numel() else matrix
+    polynomials = polynomials_of(polynomial, steps)
+    assert len(polynomials) == steps
+    found = orthogonalized(
+        matrix[None].to(f32 if dtype == f32 else bf16, copy=True), polynomials, 0.0, dtype=dtype
+    )
+    assert found.isfinite().all()
+    if matrix.numel():
+        # The coefficients amplify errors of what is nearly singular.
+        assert distance(found[0], in_float64(matrix, polynomials, 0.0)) < (1e-2, 0.5)[dtype != f32]
+
+
+@pytest.mark.parametrize("dtype", [f32, bf16, f16])
+@pytest.mark.parametrize("shape", [(8, 8), (8, 64)])
+def test_zeros_stay_zeros_and_small_norms_count_as_eps(shape, dtype):
+    given_type = f32 if dtype == f32 else bf16
+    polynomials = polynomials_of(JORDAN, 5)
+    batch = torch.stack([torch.zeros(shape), 1e-9 * matrix_of("full", shape)]).to(given_type)
+    zeros, small = orthogonalized(batch, polynomials, 1e-2, dtype=dtype)
+    assert not zeros.any()
+    wanted = in_float64(1e-9 * matrix_of("full", shape), polynomials, 1e-2)
+    assert (small.to(f64) - wanted).abs().max() < (1e-6, 1e-3)[dtype == f16]
+
+
+@pytest.mark.parametrize("dtype", [f32, bf16])
+def test_a_batch_has_the_results_of_its_matrices(dtype, monkeypatch):
+    batch = torch.stack([matrix_of("full", (24, 30), seed) for seed in range(5)]).to(dtype)
+    polynomials = polynomials_of(JORDAN, 5)
+    whole = orthogonalized(batch.clone(), polynomials, 1e-7, dtype=dtype)
+    monkeypatch.setattr(newton_schulz, "SLICE", 24 * 30 * 2)
+    assert distance(orthogonalized(batch, polynomials, 1e-7, dtype=dtype), whole) < 1e-2
+
+
+def test_operations_are_counted():
+    """Products of m^3 and m^2 n for five steps: 10 and 20, or on Gram matrices 34 and 4."""
+    for dtype, cost in ((f32, 1.0), (f16, None)):
+        for m, n in itertools.product((4, 64), (64, 100, 192, 256, 640)):
+            by_gram = 34 * m**3 + 4 * m * m * n if cost else 28 * m**3 + 8 * m * m * n
+            assert newton_schulz.takes_gram(m, n, 5, dtype) == (
+                by_gram < 10 * m**3 + 20 * m * m * n
+            )
+
+
+# --- the step ------------------------------------------------------------------------------------
+
+SETTINGS = {
+    "as given": {},
+    "rms": {"adjust_lr_fn": "match_rms_adamw", "weight_decay": 0.0},
+    "spectral": {"adjust_lr_fn": "spectral_unclamped", "momentum": 0.8},
+    "plain": {"nesterov": False, "ns_steps": 3, "lr": 0.3},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_steps_are_torchs_within_their_products(name):
+    options = {"lr": 0.1, **SETTINGS[name]}
+    params, others = params_of(), params_of()
+    ours, torch_ = optim.Muon(params, **options), torch.optim.Muon(others, **options)
+    for step in range(4):
+        before = [param.detach().clone() for param in params]
+        for other, start in zip(others, before, strict=True):
+            with torch.no_grad():
+                other.copy_(start)
+        train(ours, params, [step])
+        train(torch_, others, [step])
+        for param, other, start in zip(params, others, before, strict=True):
+            buffers = [o.state[p]["momentum_buffer"] for o, p in ((ours, param), (torch_, other))]
+            assert torch.allclose(*buffers, rtol=1e-5, atol=1e-7)
+            decayed = start * (1 - options["lr"] * options.get("weight_decay", 0.1))
+            assert distance(param - decayed, other - decayed) < 0.06
+            # What is not within the order of sums is torch's own error.
+            exact = in_float64(
+                _nesterov(ours, param), polynomials_of(JORDAN, options.get("ns_steps", 5))
+            )
+            scale = float((other - decayed).norm() / exact.norm())
+            errors = [distance((p - decayed) / -scale, exact) for p in (param, other)]
+            assert errors[0] < max(1.5 * errors[1], 0.03)
+
+
+def _nesterov(optimizer, param):
+    group, buffer = optimizer.param_groups[0], optimizer.state[param]["momentum_buffer"]
+    return param.grad.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
+
+
+def both_kinds(seed=1, dtype=f32, **more):
+    """Matrices for Muon, and for AdamW some of the others and vectors."""
+    params = params_of(((24, 24), (90, 48), (6, 5, 3, 3), (4, 8, 12)), dtype, seed)
+    rest = params_of(((300,), (50, 20), (7,)), dtype, seed + 1)
+    groups = [{"params": params}, {"params": rest, "algorithm": "adamw", "lr": 0.01}]
+    return params + rest, optim.Muon(groups, lr=0.05, **more)
+
+
+def test_a_group_of_adamw_has_the_bits_of_adamw():
+    params, optimizer = both_kinds()
+    alone = params_of(((300,), (50, 20), (7,)), seed=2)
+    adamw = optim.AdamW(alone, lr=0.01)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(5):
+        for param in params:
+            param.grad = torch.randn(param.shape, generator=generator)
+        for param, other in zip(alone, params[4:], strict=True):
+            param.grad = other.grad.clone()
+        optimizer.step()
+        adamw.step()
+    for param, other in zip(alone, params[4:], strict=True):
+        assert same_bits(param, other)
+        assert_same(adamw.state[param], optimizer.state[other])
+
+
+def test_both_kinds_are_clipped_by_one_norm_and_skipped_by_one_verdict():
+    params, optimizer = both_kinds(max_grad_norm=0.5)
+    train(optimizer, params, [0])
+    norm = torch.stack([param.grad.norm() for param in params]).norm()
+    assert torch.allclose(optimizer.last_step.grad_norm, norm)
+    exp_avg = optimizer.state[params[-1]]["exp_avg"]
+    assert torch.allclose(exp_avg, 0.1 * params[-1].grad * 0.5 / norm, rtol=1e-4)
+    buffer = optimizer.state[params[0]]["momentum_buffer"]
+    assert torch.allclose(buffer, 0.05 * params[0].grad * 0.5 / norm, rtol=1e-4)
+    for bad in params:
+        before = snapshot(optimizer)
+        for param in params:
+            param.grad = torch.ones_like(param)
+        bad.grad.view(-1)[-1] = torch.inf
+        optimizer.step()
+        assert optimizer.last_step.skipped == 1
+        assert_same_bits(snapshot(optimizer), before)
+    # The skipped steps have left nothing behind.
+    same, other = both_kinds(max_grad_norm=0.5)
+    train(other, same, [0, 1])
+    train(optimizer, params, [1])
+    assert_same_bits(snapshot(optimizer), snapshot(other))
+
+
+@pytest.mark.parametrize("dtype", [bf16, f16])
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("masters", [True, "split", False])
+def test_modes_train_as_fp32_does(masters, storage, dtype):
+    more = {"master_weights": masters, "state_dtype": storage}
+    if not masters and dtype == bf16:
+        more["rounding"] = "stochastic"
+    shapes = ((96, 64), (64, 96))
+    exact, params = params_of(shapes, f32), params_of(shapes, dtype)
+    with torch.no_grad():
+        for param, half in zip(exact, params, strict=True):
+            param.copy_(half)
+    start = [param.detach().clone() for param in exact]
+    whole, ours = optim.Muon(exact, lr=0.05), optim.Muon(params, lr=0.05, **more)
+    for step in range(6):
+        generator = torch.Generator().manual_seed(step)
+        for param, half in zip(exact, params, strict=True):
+            half.grad = torch.randn(param.shape, generator=generator).to(dtype)
+            param.grad = half.grad.float()
+        whole.step()
+        ours.step()
+    for param, half, was in zip(exact, params, start, strict=True):
+        bound = 0.3 if storage in ("8bit", "fp8") else 0.15 if more.get("rounding") else 0.1
+        assert distance(half.float() - was, param - was) < bound
+
+
+@pytest.mark.parametrize("mode", [{}, {"master_weights": "split", "state_dtype": "8bit"}])
+def test_resume_has_the_bits_of_an_uninterrupted_run(mode):
+    dtype = bf16 if mode else f32
+    params, optimizer = both_kinds(dtype=dtype, ema_decay=0.9, **mode)
+    train(optimizer, params, [0, 1])
+    saved = through_a_file(
+        {"optimizer": optimizer.state_dict(), "params": [p.data for p in params]}
+    )
+    train(optimizer, params, [2, 3])
+    again, resumed = both_kinds(seed=7, dtype=dtype, ema_decay=0.9, **mode)
+    with torch.no_grad():
+        for param, was in zip(again, saved["params"], strict=True):
+            param.copy_(was)
+    resumed.load_state_dict(saved["optimizer"])
+    train(resumed, again, [2, 3])
+    assert_same_bits(snapshot(resumed), snapshot(optimizer))
+
+
+def test_state_dicts_load_into_torchs_and_back():
+    params, others = params_of(), params_of()
+    ours, torch_ = optim.Muon(params, lr=0.1), torch.optim.Muon(others, lr=0.2, momentum=0.7)
+    train(ours, params, [0])
+    torch_.load_state_dict(ours.torch_state_dict())
+    assert torch_.param_groups[0]["lr"] == 0.1
+    train(torch_, others, [1])
+    ours.load_state_dict(torch_.state_dict())
+    for param, other in zip(params, others, strict=True):
+        assert same_bits(
+            ours.state[param]["momentum_buffer"], torch_.state[other]["momentum_buffer"]
+        )
+
+
+def test_how_a_group_is_seen_stays_its_own_when_torchs_state_is_loaded():
+    (param,), (other,) = params_of(((48, 16),)), params_of(((48, 16),))
+    ours = optim.Muon([{"params": [param], "split": 3}])
+    ours.load_state_dict(torch.optim.Muon([other]).state_dict())
+    assert ours.param_groups[0]["split"] == 3
+
+
+# --- what a weight is as matrices ----------------------------------------------------------------
+
+
+def stepped(weight, gradient, **group):
+    """What one step makes of the weight."""
+    param = nn.Parameter(weight.clone(memory_format=torch.preserve_format))
+    optimizer = optim.Muon([{"params": [param], **group}], lr=0.1)
+    param.grad = gradient
+    optimizer.step()
+    return param.detach()
+
+
+def test_convolutions_are_one_matrix_in_any_memory_format():
+    weight, gradient = torch.randn(2, 12, 5, 3, 3)
+    flat = stepped(weight.flatten(1), gradient.flatten(1)).view_as(weight)
+    assert same_bits(stepped(weight, gradient), flat)
+    channels_last = weight.to(memory_format=torch.channels_last)
+    found = stepped(channels_last, gradient)
+    assert found.is_contiguous(memory_format=torch.channels_last)
+    assert distance(found - weight, flat - weight) < 0.02
+    one = stepped(weight.flatten(2), gradient.flatten(2), flatten=True)
+    assert same_bits(one, flat.flatten(2))
+
+
+def test_experts_are_a_batch():
+    weight, gradient = torch.randn(2, 4, 24, 36)
+    found = stepped(weight, gradient)
+    for expert, one, grad in zip(found, weight, gradient, strict=True):
+        assert distance(expert - one, stepped(one, grad) - one) < 0.01
+
+
+@pytest.mark.parametrize("split", [3, [48, 16, 8]])
+def test_fused_projections_are_split(split):
+    weight, gradient = torch.randn(2, 72, 20)
+    sizes = [24] * 3 if split == 3 else split
+    apart = [
+        stepped(one, grad)
+        for one, grad in zip(weight.split(sizes), gradient.split(sizes), strict=True)
+    ]
+    found = stepped(weight, gradient, split=split)
+    assert distance(found - weight, torch.cat(apart) - weight) < 0.01
+    turned = stepped(weight.T.contiguous(), gradient.T.contiguous(), split=split, transposed=True)
+    assert distance(turned.T - weight, torch.cat(apart) - weight) < 0.02
+
+
+@pytest.mark.parametrize(
+    ("group", "words"),
+    [
+        ({"params": [torch.zeros(5)]}, "no matrix.*algorithm='adamw'.*muon_groups"),
+        ({"params": [torch.zeros(6, 4)], "split": 4}, "split=4 does not fit.*6 outputs"),
+        ({"params": [torch.zeros(6, 4)], "split": [2, 2]}, "does not fit"),
+        ({"params": [torch.zeros(6, 4)], "algorithm": "adam"}, "algorithm is 'adam'"),
+        ({"params": [torch.zeros(6, 4)], "ns_coefficients": (1, 2)}, "ns_coefficients"),
+        ({"params": [torch.zeros(6, 4)], "ns_steps": 100}, "ns_steps is 100"),
+        ({"params": [torch.zeros(6, 4)], "adjust_lr_fn": "rms"}, "adjust_lr_fn"),
+        ({"params": [torch.zeros(6, 4)], "eps": -1.0}, "eps is -1.0"),
+        ({"params": [torch.zeros(3, 4, 5, 6).permute(1, 0, 2, 3)]}, "no matrix in memory"),
+        ({"params": [torch.zeros(6, 4)], "state_dtype": "4bit"}, "state_dtype"),
+    ],
+)
+def test_what_cannot_be_is_refused(group, words):
+    params = [nn.Parameter(param) for param in group["params"]]
+    with pytest.raises(ValueError, match=words):
+        optim.Muon([{**group, "params": params}])
+
+
+# --- groups of a model ---------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.proj = nn.Linear(16, 48), nn.Linear(16, 16)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(50, 16)
+        self.positions = nn.Parameter(torch.zeros(1, 8, 16))
+        self.stem, self.depthwise = nn.Conv1d(3, 16, 5), nn.Conv2d(16, 16, 3, groups=16)
+        self.attention, self.norm = Attention(), nn.LayerNorm(16)
+        self.experts = nn.Parameter(torch.randn(4, 16, 32))
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+        self.head = nn.Linear(16, 50)
+
+
+def test_groups_of_a_model():
+    model = Model()
+    groups = optim.muon_groups(model, muon={"lr": 0.02}, adamw={"lr": 1e-3, "weight_decay": 0.0})
+    matrices = {
+        name: {key: value for key, value in group.items() if key in ("split", "flatten", "lr")}
+        for group in groups
+        if group["algorithm"] == "muon"
+        for name in group["param_names"]
+    }
+    assert matrices == {
+        "stem.weight": {"flatten": True, "lr": 0.02},
+        "attention.qkv.weight": {"split": 3, "lr": 0.02},
+        "attention.proj.weight": {"lr": 0.02},
+        "experts": {"lr": 0.02},
+    }
+    named = [name for group in groups for name in group["param_names"]]
+    assert sorted(named) == sorted(n for n, p in model.named_parameters() if p.requires_grad)
+    text = str(groups)
+    for line in ("head.weight: the head", "embedding.weight: an embedding", "positions: a side of"):
+        assert line in text
+    assert "depthwise.weight: a convolution of each channel by itself" in text
+    optimizer = optim.Muon(groups)
+    assert {group["weight_decay"] for group in optimizer.param_groups} == {0.1, 0.0}
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+
+
+def test_groups_by_name_and_names_that_are_not_there():
+    model = Model()
+    groups = optim.muon_groups(model, heads=["attention.proj"], split={"head": [30, 20]})
+    of = {name: group for group in groups for name in group["param_names"]}
+    assert of["attention.proj.weight"]["algorithm"] == "adamw"
+    assert of["head.weight"]["split"] == [30, 20]
+    for wrong in ({"heads": ["lm_head"]}, {"split": {"kv": 2}}):
+        with pytest.raises(ValueError, match="the model has nothing of that name"):
+            optim.muon_groups(model, **wrong)
+
+
+def test_tied_heads_and_gpt2s_layers():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2, n_positions=8)
+    groups = optim.muon_groups(transformers.GPT2LMHeadModel(config))
+    of = {name: group for group in groups for name in group["param_names"]}
+    attention = of["transformer.h.0.attn.c_attn.weight"]
+    assert attention["transposed"]
+    assert attention["split"] == 3
+    assert of["transformer.wte.weight"]["algorithm"] == "adamw"
+    assert of["transformer.h.0.mlp.c_proj.weight"]["transposed"]
+
+
+# --- with the rest of ampfuse --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", ["O0", "O2", "O5"])
+def test_initialize_upgrades_torchs_in_place(level):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 24, bias=False), nn.Linear(24, 4, bias=False))
+    optimizer = torch.optim.Muon(model.parameters(), lr=0.05)
+    same, upgraded = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    assert upgraded is optimizer
+    assert isinstance(optimizer, optim.Muon)
+    x = torch.randn(32, 12)
+    losses = []
+    for _ in range(20):
+        loss = (same(x).float() - x[:, :4]).square().mean()
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_a_grad_scaler_a_meter_a_schedule_and_averages():
+    params, optimizer = both_kinds(ema_decay=0.5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    optimizer.meter(every=1)
+    plain, unscaled = both_kinds(ema_decay=0.5)
+    for step in range(3):
+        generator = torch.Generator().manual_seed(step)
+        for param, other in zip(params, plain, strict=True):
+            other.grad = torch.randn(param.shape, generator=generator)
+            param.grad = other.grad * 256
+        scaler.scale(torch.zeros(()))
+        scaler.step(optimizer)
+        scaler.update()
+        unscaled.step()
+        schedule.step()
+        for group in unscaled.param_groups:
+            group["lr"] /= 2
+    for param, other in zip(params, plain, strict=True):
+        assert torch.allclose(param, other, rtol=1e-5, atol=1e-6)
+    readings = {reading.parameter: reading for reading in optimizer.meter.readings[-len(params) :]}
+    assert len(readings) == len(params)
+    assert all(reading.update_ratio > 0 for reading in readings.values())
+    with optimizer.swap_ema():
+        assert not torch.equal(params[0], plain[0])
+
+
+def test_products_are_not_cast_by_autocast():
+    (param,), (other,) = params_of(((32, 32),)), params_of(((32, 32),))
+    ours, inside = optim.Muon([param]), optim.Muon([other])
+    train(ours, [param], [0])
+    with torch.autocast("cpu", dtype=bf16):
+        train(inside, [other], [0])
+    assert same_bits(param, other)
+
+
+def test_rows_without_gradients_are_left_alone_and_copies_go_on():
+    params, optimizer = both_kinds()
+    train(optimizer, params, [0])
+    before = [param.detach().clone() for param in params]
+    for param in params:
+        param.grad = None
+    params[1].grad = torch.ones_like(params[1])
+    twin = copy.deepcopy(optimizer)
+    optimizer.step()
+    for i, (param, was) in enumerate(zip(params, before, strict=True)):
+        assert torch.equal(param, was) == (i != 1)
+    twins = [param for group in twin.param_groups for param in group["params"]]
+    twins[1].grad = torch.ones_like(twins[1])
+    twin.step()
+    assert_same_bits(snapshot(twin), snapshot(optimizer))
+
+
+def test_memory_report_says_what_a_step_takes():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8))
+    report = amp.memory_report(model, optim.Muon(optim.muon_groups(model)))
+    assert any("During a step Muon takes" in note for note in report.notes)
+    assert ampfuse.optim.Muon.__doc__
