@@ -69,12 +69,12 @@ struct SpanSum {
 
 template <class Op>
 void sum(const NnArgs& args) {
-  constexpr int kCoefs = Op::kCoefsOfRow ? 0 : Op::kCoefs;
+  constexpr int kCoefs = Op::kCoefs;
   const ImageRows& image = args.image;
   const int64_t spans = image.spans(), groups = groups_of(image);
   std::vector<Group> coefs(spans * kCoefs * groups);
   const auto coefs_of = [&](int64_t span) { return coefs.data() + span * kCoefs * groups; };
-  if constexpr (kCoefs > 0) {
+  if constexpr (!Op::kCoefsOfRow) {
     share_out(spans * image.channels, [&](int64_t piece, int64_t pieces) {
       const int64_t end = spans * (piece + 1) / pieces;
       for (int64_t span = spans * piece / pieces; span < end; ++span)
@@ -109,7 +109,7 @@ void sum(const NnArgs& args) {
           for (int i = 0; i < kGroup; ++i) second.value[i] += sum[groups].value[i];
         }
         for (int64_t c = begin; c < end; ++c) {
-          float coef[Op::kCoefs] = {};
+          float coef[kCoefs];
           for (int k = 0; k < kCoefs; ++k)
             coef[k] = coefs_of(span)[k * groups + group].value[c - begin];
           args.partials_of<typename Op::Partial>(c)[span] =
