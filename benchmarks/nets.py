@@ -1,6 +1,6 @@
 """Whole training steps of what people train, under torch's mixed precision and under ampfuse's.
 
-    python benchmarks/nets.py [--device cuda] [--only gpt ...] [--quick] [--no-compile]
+    python benchmarks/nets.py [--device cuda] [--only gpt ...] [--quick] [--no-compile] [--parts]
 
 A step is forward pass, loss, backward pass and update on one batch of random data: AdamW for what
 has attention or an LSTM, SGD with momentum for nets with batch norms, images in channels-last
@@ -12,6 +12,8 @@ memory. Arms, each in a process of its own:
     O4                    amp.initialize: autocast in BF16, ampfuse's optimizer
     O5                    amp.initialize: a BF16 model with FP32 masters, fused
     O5, unfused           without ampfuse.nn.fuse
+    O5, torch's loss      --parts: with F.cross_entropy of FP32 logits; likewise "O5, torch's norms"
+                          and "O5, torch's activations"
     O5, recomputed        fused, under ampfuse.nn.recompute_norms; nets with batch norms
     O2                    as O5, in FP16; on a GPU
     O5, graphed           the whole step as one CUDA graph; on a GPU
@@ -156,6 +158,25 @@ class Unfused(O5):
     fuse = False
 
 
+class TorchLoss(O5):
+    def loss(self) -> Tensor:
+        return loss_of(self.model(self.x).float(), self.y)
+
+
+class TorchNorms(O5):
+    fuse, parts = False, ("activations",)
+
+    def set_up(self) -> None:
+        from ampfuse.nn import fuse
+
+        fuse(self.model, self.parts)
+        super().set_up()
+
+
+class TorchActivations(TorchNorms):
+    parts = ("norms",)
+
+
 class Recomputed(O5):
     def loss(self) -> Tensor:
         from ampfuse.nn import recompute_norms
@@ -204,6 +225,9 @@ ARMS: dict[str, type[Step]] = {
     "O4": O4,
     "O5": O5,
     "O5, unfused": Unfused,
+    "O5, torch's loss": TorchLoss,
+    "O5, torch's norms": TorchNorms,
+    "O5, torch's activations": TorchActivations,
     "O5, recomputed": Recomputed,
     "O2": O2,
     "O5, graphed": Graphed,
@@ -225,8 +249,9 @@ KINDS = {
 
 
 def arms_of(net: str, options: Any) -> dict[str, type[Step]]:
-    left_out: set[type[Step]] = set() if net in NORMED else {Recomputed}
+    left_out: set[type[Step]] = {TorchActivations if net in NORMED else Recomputed}
     left_out |= {Compiled} if options.no_compile else set()
+    left_out |= set() if options.parts else {TorchLoss, TorchNorms, TorchActivations}
     left_out |= {O2, Graphed} if options.device.type == "cpu" else set()
     return {arm: kind for arm, kind in ARMS.items() if kind not in left_out}
 
@@ -267,7 +292,12 @@ def rows(net: str, options: Any) -> list[Row]:
 
 def main() -> None:
     """Measures all arms of each net, at all threads, and writes the CSV."""
-    options = options_of(__doc__, "nets", no_compile="leave out torch.compile")
+    options = options_of(
+        __doc__,
+        "nets",
+        no_compile="leave out torch.compile",
+        parts="also O5 without one part of the fusing",
+    )
     results = Results(options)
     for net in NETS:
         if results.want(net):

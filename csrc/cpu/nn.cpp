@@ -2,6 +2,7 @@
 #include "nn.h"
 
 #include <algorithm>
+#include <memory>
 #include <vector>
 
 #include "core/nn_ops.h"
@@ -18,26 +19,41 @@ void with_kernel(const Call& call) {
 
 int64_t elements(const ImageRows& image) { return image.rows * image.channels; }
 
+// A value for each channel of a group, aligned: a vector that crosses a line of the cache is slow.
+struct alignas(64) Group {
+  float value[kGroup];
+};
+int64_t groups_of(const ImageRows& image) { return coef_stride(image) / kGroup; }
+
+// The coefficients of all channels, of a sum those of the span that begins with `row`.
+template <class Op>
+void fill_coefs(const NnArgs& args, int64_t row, float* coefs) {
+  const int64_t stride = coef_stride(args.image);
+  with_lists<Op>(args, [&](auto lists) {
+    for (int64_t c = 0; c < args.image.channels; ++c) {
+      float coef[Op::kCoefs];
+      Op::template coefs<lists>(args, row, c, coef);
+      for (int k = 0; k < Op::kCoefs; ++k) coefs[k * stride + c] = coef[k];
+    }
+  });
+}
+
 // Backwards over the rows: sums have just been taken forwards, and the end of what they read is
 // still in the caches.
 template <class Op>
 void map(const NnArgs& args) {
   const ImageRows& image = args.image;
-  const int64_t stride = coef_stride(image);
-  std::vector<float> coefs(Op::kCoefs * stride);
-  with_lists<Op>(args, [&](auto lists) {
+  std::vector<Group> groups(Op::kCoefs * groups_of(image));
+  float* const coefs = groups.data()->value;
+  {
     const FloatMode standard;
-    for (int64_t c = 0; c < image.channels; ++c) {
-      float coef[Op::kCoefs];
-      Op::template coefs<lists>(args, 0, c, coef);
-      for (int k = 0; k < Op::kCoefs; ++k) coefs[k * stride + c] = coef[k];
-    }
-  });
+    fill_coefs<Op>(args, 0, coefs);
+  }
   share_out(elements(image), [&](int64_t piece, int64_t pieces) {
     const int64_t from_end = pieces - 1 - piece;
     const int64_t begin = image.rows * from_end / pieces;
     const int64_t end = image.rows * (from_end + 1) / pieces;
-    with_kernel<Op>([&](auto kernel) { kernel.map(args, coefs.data(), begin, end); });
+    with_kernel<Op>([&](auto kernel) { kernel.map(args, coefs, begin, end); });
   });
 }
 
@@ -53,25 +69,55 @@ struct SpanSum {
 
 template <class Op>
 void sum(const NnArgs& args) {
+  constexpr int kCoefs = Op::kCoefs;
   const ImageRows& image = args.image;
-  // Few spans are cut finer, for every thread to have a task.
-  const int64_t width = image.spans() < 16 ? 128 : kTaskChannels;
-  const int64_t strips = ceil_div(image.channels, width);
-  const int64_t tasks = image.spans() * strips;
+  const int64_t spans = image.spans(), groups = groups_of(image);
+  std::vector<Group> coefs(spans * kCoefs * groups);
+  const auto coefs_of = [&](int64_t span) { return coefs.data() + span * kCoefs * groups; };
+  if constexpr (!Op::kCoefsOfRow) {
+    share_out(spans * image.channels, [&](int64_t piece, int64_t pieces) {
+      const int64_t end = spans * (piece + 1) / pieces;
+      for (int64_t span = spans * piece / pieces; span < end; ++span)
+        fill_coefs<Op>(args, span * kSpanRows, coefs_of(span)->value);
+    });
+  }
+  // Few spans are cut into tiles, for every thread to have a part. Each part has two sums.
+  const int64_t height = spans < 16 ? kTileRows : kSpanRows;
+  const int64_t parts = ceil_div(image.rows, height), parts_of_span = kSpanRows / height;
+  const std::unique_ptr<Group[]> sums(new Group[parts * 2 * groups]);
   share_out(elements(image), [&](int64_t piece, int64_t pieces) {
+    const int64_t end = parts * (piece + 1) / pieces;
+    std::vector<Group> tile(2 * groups);
     with_kernel<Op>([&](auto kernel) {
-      for (int64_t task = tasks * piece / pieces; task < tasks * (piece + 1) / pieces; ++task) {
-        const int64_t begin = task % strips * width;
-        kernel.sum(args, task / strips, begin, std::min(begin + width, image.channels));
-      }
+      for (int64_t part = parts * piece / pieces; part < end; ++part)
+        kernel.sum(args, coefs_of(part / parts_of_span)->value, part * height,
+                   std::min((part + 1) * height, image.rows), tile.data()->value,
+                   sums[part * 2 * groups].value);
     });
   });
   // A channel's divisions and root take as long as so many elements.
   constexpr int64_t kElements = 64;
-  share_out(image.channels * (kElements + image.spans()), [&](int64_t piece, int64_t pieces) {
-    const int64_t end = image.channels * (piece + 1) / pieces;
-    for (int64_t c = image.channels * piece / pieces; c < end; ++c)
-      Op::finish(args, c, SpanSum{image.spans()});
+  share_out(image.channels * (kElements + parts), [&](int64_t piece, int64_t pieces) {
+    for (int64_t group = groups * piece / pieces; group < groups * (piece + 1) / pieces; ++group) {
+      const int64_t begin = group * kGroup, end = std::min(begin + kGroup, image.channels);
+      for (int64_t span = 0; span < spans; ++span) {
+        Group first = {}, second = {};
+        const int64_t last = std::min((span + 1) * parts_of_span, parts);
+        for (int64_t part = span * parts_of_span; part < last; ++part) {
+          const Group* const sum = &sums[part * 2 * groups + group];
+          for (int i = 0; i < kGroup; ++i) first.value[i] += sum[0].value[i];
+          for (int i = 0; i < kGroup; ++i) second.value[i] += sum[groups].value[i];
+        }
+        for (int64_t c = begin; c < end; ++c) {
+          float coef[kCoefs];
+          for (int k = 0; k < kCoefs; ++k)
+            coef[k] = coefs_of(span)[k * groups + group].value[c - begin];
+          args.partials_of<typename Op::Partial>(c)[span] =
+              Op::partial(coef, first.value[c - begin], second.value[c - begin]);
+        }
+      }
+      for (int64_t c = begin; c < end; ++c) Op::finish(args, c, SpanSum{spans});
+    }
   });
 }
 

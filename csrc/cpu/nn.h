@@ -11,7 +11,6 @@
 namespace ampfuse {
 
 constexpr int kGroup = 16;  // channels of which masks are handled at a time
-constexpr int kTaskChannels = 512;
 
 // The coefficients of all channels, coef k of channel c at k * coef_stride() + c; zero past them.
 HD constexpr int64_t coef_stride(const ImageRows& image) {
@@ -24,8 +23,10 @@ struct NnKernel {
   // (`args` is a value: what a reference leads to is read again after every store to an image,
   // which could have changed it.)
   static void map(NnArgs args, const float* coefs, int64_t begin, int64_t end);  // rows
-  // At most kTaskChannels channels.
-  static void sum(NnArgs args, int64_t span, int64_t begin, int64_t end);
+  // Whole tiles of a span, whose first sums go to sums[c], the second to sums[coef_stride() + c];
+  // tile_sums is as large.
+  static void sum(NnArgs args, const float* coefs, int64_t begin, int64_t end, float* tile_sums,
+                  float* sums);
   // In row_run.h.
   static void row_sum(NnArgs args, int64_t begin, int64_t end);
   static void row_map(NnArgs args, int64_t begin, int64_t end);

@@ -1,8 +1,8 @@
 // The kernels of nn.h for one instruction set, which is included after it.
 //
 // Lanes of a vector are neighbouring channels, so every channel's sums have the order of its rows
-// whatever the width. Sums walk down a strip of channels with their accumulators in registers; maps
-// walk along the rows.
+// whatever the width. All walk along whole rows, as memory is fast that is read in one piece; the
+// sums of a tile are in a cache.
 #pragma once
 
 #include <cstring>
@@ -37,6 +37,11 @@ template <class F>
 HD F load_floats(const float* values) {
   using Floats = typename F::template Lanes<DType::kFloat32>;
   return Floats::widen(Floats::load(values));
+}
+template <class F>
+HD void store_floats(const F& x, float* values) {
+  using Floats = typename F::template Lanes<DType::kFloat32>;
+  Floats::store(values, Floats::narrow(x));
 }
 
 // The bits of a group from channel c on.
@@ -79,92 +84,6 @@ HD void store_images(const NnArgs& args, int64_t row, int64_t c, int first, int 
     if (kLists & bit(i)) store_at<Lanes, F, kWhole>(x[i], row_of(args, i, row), c, first, count);
 }
 
-// Rows ahead that sums fetch: a strip is a few lines of each row, and the hardware's prefetchers do
-// not follow it from page to page.
-constexpr int64_t kRowsAhead = 8;
-
-template <unsigned kLists, int kBytes>
-HD void fetch(const NnArgs& args, int64_t row, int64_t offset) {
-#pragma GCC unroll 4
-  for (int i = 0; i < kMaxImages; ++i) {
-    if (!(kLists & bit(i))) continue;
-#pragma GCC unroll 8
-    for (int line = 0; line < kBytes; line += 64)
-      __builtin_prefetch(row_of(args, i, row) + offset + line);
-  }
-}
-
-// Of each channel of a span.
-template <int kCoefs>
-struct SpanSums {
-  alignas(64) float coefs[kCoefs][kTaskChannels] = {};
-  alignas(64) float first[kTaskChannels] = {}, second[kTaskChannels] = {};
-};
-
-// Adds rows [begin, end), a tile, to the sums of a strip: the channels from c on, which are those
-// from i on of the task.
-template <class Op, unsigned kLists, class F, DType kType, int kGroups, bool kWhole>
-HD void add_tile(const NnArgs& args, int64_t begin, int64_t end, int64_t c, int count, int64_t i,
-                 SpanSums<Op::kCoefs>& sums) {
-  using Lanes = typename F::template Lanes<kType>;
-  using Floats = typename F::template Lanes<DType::kFloat32>;
-  constexpr int kEach = kGroup / F::kWidth;  // vectors of a group
-  constexpr int kCount = kGroups * kEach;
-  constexpr unsigned kRead = kLists & Op::kReads, kWritten = kLists & Op::kWrites;
-  constexpr bool kOfRow = Op::kCoefsOfRow;
-  F coef[kOfRow ? 1 : kCount][Op::kCoefs], first[kCount], second[kCount];
-  for (int v = 0; v < kCount; ++v) {
-    for (int k = 0; k < Op::kCoefs && !kOfRow; ++k)
-      coef[v][k] = load_floats<F>(sums.coefs[k] + i + v * F::kWidth);
-    first[v] = second[v] = F(0.0f);
-  }
-  for (int64_t row = begin; row < end; ++row) {
-    if constexpr (kOfRow) {
-      float of_row[Op::kCoefs];
-      Op::template coefs<kLists>(args, row, c, of_row);
-      for (int k = 0; k < Op::kCoefs; ++k) coef[0][k] = F(of_row[k]);
-    }
-    fetch<kRead, kGroups * kGroup* int(Lanes::kSize)>(args, row + kRowsAhead, c * Lanes::kSize);
-#pragma GCC unroll 8
-    for (int group = 0; group < kGroups; ++group) {
-      const uint32_t bits = mask_bits<Op, kWhole>(args, row, c + group * kGroup, count);
-#pragma GCC unroll 16
-      for (int e = 0; e < kEach; ++e) {
-        const int v = group * kEach + e;
-        F x[kMaxImages] = {};
-        load_images<kRead, Lanes, kWhole>(args, row, c, v * F::kWidth, count, x);
-        Op::template add<kLists>(x, coef[kOfRow ? 0 : v], bits >> e * F::kWidth, first[v],
-                                 second[v]);
-        store_images<kWritten, Lanes, kWhole>(args, row, c, v * F::kWidth, count, x);
-      }
-    }
-  }
-  for (int v = 0; v < kCount; ++v) {
-    float* const sum = sums.first + i + v * F::kWidth;
-    float* const other = sums.second + i + v * F::kWidth;
-    Floats::store(sum, Floats::narrow(load_floats<F>(sum) + first[v]));
-    Floats::store(other, Floats::narrow(load_floats<F>(other) + second[v]));
-  }
-}
-
-// Groups of a strip whose accumulators fit into the registers: 32 of 512 bits, 16 of 256.
-template <class F>
-constexpr int kStripGroups = F::kWidth == 16  ? 8
-                             : F::kWidth == 8 ? 2
-                                              : 1;
-
-// run(groups, whole, c, count) over channels [begin, end), in strips as wide as registers allow.
-template <int kGroups, class Run>
-HD void for_strips(int64_t begin, int64_t end, const Run& run) {
-  for (; begin + kGroups * kGroup <= end; begin += kGroups * kGroup)
-    run(std::integral_constant<int, kGroups>(), std::true_type(), begin, kGroups * kGroup);
-  if constexpr (kGroups > 1) {
-    for_strips<kGroups / 2>(begin, end, run);
-  } else if (begin < end) {
-    run(std::integral_constant<int, 1>(), std::false_type(), begin, int(end - begin));
-  }
-}
-
 // run(whole, row, c, count) for every group of channels of rows [begin, end).
 template <class Run>
 HD void for_groups(const ImageRows& image, int64_t begin, int64_t end, const Run& run) {
@@ -185,36 +104,52 @@ HD void with_instance(const NnArgs& args, const Run& run) {
   });
 }
 
+// Adds a row to the sums of its tile: a row's first sums, then its second ones.
+template <class Op, unsigned kLists, class F, DType kType>
+HD void add_row(const NnArgs& args, int64_t row, const float* coefs, float* sums) {
+  using Lanes = typename F::template Lanes<kType>;
+  constexpr unsigned kRead = kLists & Op::kReads, kWritten = kLists & Op::kWrites;
+  const int64_t stride = coef_stride(args.image);
+  F coef[Op::kCoefs];
+  if constexpr (Op::kCoefsOfRow) {
+    float of_row[Op::kCoefs];
+    Op::template coefs<kLists>(args, row, 0, of_row);
+    for (int k = 0; k < Op::kCoefs; ++k) coef[k] = F(of_row[k]);
+  }
+  for_groups(args.image, row, row + 1, [&](auto whole, int64_t, int64_t c, int count) HD_LAMBDA {
+    const uint32_t bits = mask_bits<Op, whole>(args, row, c, count);
+#pragma GCC unroll 16
+    for (int v = 0; v < kGroup; v += F::kWidth) {
+      float *const first = sums + c + v, *const second = first + stride;
+      F x[kMaxImages] = {}, one = load_floats<F>(first), other = load_floats<F>(second);
+      for (int k = 0; k < Op::kCoefs && !Op::kCoefsOfRow; ++k)
+        coef[k] = load_floats<F>(coefs + k * stride + c + v);
+      load_images<kRead, Lanes, whole>(args, row, c, v, count, x);
+      Op::template add<kLists>(x, coef, bits >> v, one, other);
+      store_images<kWritten, Lanes, whole>(args, row, c, v, count, x);
+      store_floats(one, first);
+      store_floats(other, second);
+    }
+  });
+}
+
 }  // namespace
 
 template <class Isa, class Op>
-void NnKernel<Isa, Op>::sum(NnArgs args, int64_t span, int64_t begin, int64_t end) {
-  const ImageRows& image = args.image;
-  const int64_t first = span * kSpanRows, last = first + image.rows_of(span);
-  SpanSums<Op::kCoefs> sums;
+void NnKernel<Isa, Op>::sum(NnArgs args, const float* coefs, int64_t begin, int64_t end,
+                            float* tile_sums, float* sums) {
+  const int64_t count = 2 * coef_stride(args.image);
   with_instance<Op>(args, [&](auto lists, auto type) HD_LAMBDA {
-    for (int64_t c = begin; c < end && !Op::kCoefsOfRow; ++c) {
-      float coef[Op::kCoefs];
-      Op::template coefs<lists>(args, first, c, coef);
-      for (int k = 0; k < Op::kCoefs; ++k) sums.coefs[k][c - begin] = coef[k];
-    }
-    // All strips of a tile before the next: what is read lies together.
-    for (int64_t tile = first; tile < last; tile += kTileRows) {
-      const int64_t tile_end = tile + kTileRows < last ? tile + kTileRows : last;
-      for_strips<kStripGroups<Isa>>(begin, end,
-                                    [&](auto groups, auto whole, int64_t c, int count) HD_LAMBDA {
-                                      add_tile<Op, lists, Isa, type, groups, whole>(
-                                          args, tile, tile_end, c, count, c - begin, sums);
-                                    });
+    for (int64_t tile = begin; tile < end; tile += kTileRows) {
+      const int64_t tile_end = tile + kTileRows < end ? tile + kTileRows : end;
+      float* const to = tile == begin ? sums : tile_sums;
+      std::memset(to, 0, size_t(count) * sizeof(float));
+      for (int64_t row = tile; row < tile_end; ++row)
+        add_row<Op, lists, Isa, type>(args, row, coefs, to);
+      for (int64_t i = 0; i < count && to != sums; i += Isa::kWidth)
+        store_floats(load_floats<Isa>(sums + i) + load_floats<Isa>(to + i), sums + i);
     }
   });
-  for (int64_t c = begin; c < end; ++c) {
-    const int64_t i = c - begin;
-    float coef[Op::kCoefs];
-    for (int k = 0; k < Op::kCoefs; ++k) coef[k] = sums.coefs[k][i];
-    args.partials_of<typename Op::Partial>(c)[span] =
-        Op::partial(coef, sums.first[i], sums.second[i]);
-  }
 }
 
 template <class Isa, class Op>

@@ -24,8 +24,7 @@ struct RowLanes {
   }
   template <class F>
   HD void store(int lane, const F (&values)[kValues]) {
-    using Floats = typename F::template Lanes<DType::kFloat32>;
-    for (int k = 0; k < kValues; ++k) Floats::store(value[k] + lane, Floats::narrow(values[k]));
+    for (int k = 0; k < kValues; ++k) store_floats(values[k], value[k] + lane);
   }
 
   // Halving, as sum_by_halving(). (Of a short row this is most of the work: unrolled it stays in

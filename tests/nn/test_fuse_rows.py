@@ -134,6 +134,22 @@ def test_blocks_as_people_write_them(norm, block, with_add):
 
 
 @pytest.mark.parametrize(
+    ("parts", "fused"), [(["norms"], {"0.norm1", "0.norm2"}), (["activations"], {"2"}), ([], set())]
+)
+def test_parts(parts, fused):
+    model = nn.Sequential(PreNorm(nn.LayerNorm), nn.Linear(24, 40), nn.GELU())
+    x = torch.randn(3, 5, 24)
+    expected = trained(model, x)
+    report = fuse(model, parts)
+    assert (report.fused.keys(), report.left) == (fused, {})
+    assert_near(trained(model, x), expected, 1e-5)
+    assert passes(model, x)[1] == 2 * ("norms" in parts)
+    assert passes(model, x, op="activation")[1] == ("activations" in parts)
+    with pytest.raises(ValueError, match="parts holds 'norm'; it has to hold some of norms, act"):
+        fuse(model, ["norm"])
+
+
+@pytest.mark.parametrize(
     ("block", "fused", "count"),
     [
         (lambda: nn.Sequential(nn.Linear(24, 40), nn.GELU(), nn.Linear(40, 24)), {"1": "bias"}, 1),

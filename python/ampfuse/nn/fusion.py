@@ -14,7 +14,7 @@ import functools
 import itertools
 import linecache
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -62,7 +62,10 @@ class FusionReport:
         return "\n".join(lines)
 
 
-def fuse(model: nn.Module) -> FusionReport:
+PARTS = ("norms", "activations", "loss")
+
+
+def fuse(model: nn.Module, parts: Collection[str] = PARTS) -> FusionReport:
     """Fuse the norms and activations of `model`, in place.
 
     A batch norm with the add and the ReLU that follow it; a layer or RMS norm (torch's, timm's, and
@@ -77,22 +80,30 @@ def fuse(model: nn.Module) -> FusionReport:
 
     ``torch.fx``, ``torch.jit.script`` and ``nn.DataParallel`` take a model after :func:`unfuse`.
 
+    Arguments:
+        parts: of ``"norms"``, ``"activations"`` and ``"loss"`` those that are fused; the report
+            knows no others.
+
     Returns:
         What was fused, and what was left and why.
     """
+    if unknown := [part for part in parts if part not in PARTS]:
+        raise ValueError(f"parts holds {unknown[0]!r}; it has to hold some of {', '.join(PARTS)}.")
     modules = dict(eager_module(model).named_modules())
     owners: dict[str, list[str]] = {}
     for name, module in modules.items():
-        if isinstance(module, _BatchNorm) or _forward_alone(module):
+        if _part_of(module) in parts:
             owners.setdefault(_owner(name, modules), []).append(name)
-        elif calls_activations(module):
+        elif "activations" in parts and calls_activations(module):
             owners.setdefault(name, [])
-    report = FusionReport(has_loss=causal_loss.replace_loss(eager_module(model)))
+    report = FusionReport()
+    if "loss" in parts:
+        report.has_loss = causal_loss.replace_loss(eager_module(model))
     fused: dict[nn.Module, str] = {}
     for owner, names in owners.items():
         reason = f"{owner or 'the model'} does not call it"
         try:
-            fused.update(_fuse_in(modules[owner], [modules[name] for name in names]))
+            fused.update(_fuse_in(modules[owner], [modules[name] for name in names], parts))
         except Untraceable as error:
             reason = str(error)
         report.left.update({name: _unknown(modules[name]) or reason for name in names})
@@ -132,6 +143,12 @@ def _owner(name: str, modules: dict[str, nn.Module]) -> str:
     return name
 
 
+def _part_of(module: nn.Module) -> str | None:
+    if isinstance(module, _BatchNorm) or row_norm.form_of(module):
+        return "norms"
+    return "activations" if linear_act.curve_of(module) else None
+
+
 def _forward_alone(module: nn.Module) -> Callable[..., Any] | None:
     """The fused ``forward`` of a layer or RMS norm or an activation; None of another module."""
     if row_norm.form_of(module):
@@ -148,7 +165,9 @@ def _unknown(norm: nn.Module) -> str | None:
     return f"a {type(norm).__name__} has no fused form"
 
 
-def _fuse_in(owner: nn.Module, modules: list[nn.Module]) -> dict[nn.Module, str]:
+def _fuse_in(
+    owner: nn.Module, modules: list[nn.Module], parts: Collection[str]
+) -> dict[nn.Module, str]:
     """Fuse `modules`, as far as they have a fused form and `owner` calls them.
 
     Returns:
@@ -160,7 +179,7 @@ def _fuse_in(owner: nn.Module, modules: list[nn.Module]) -> dict[nn.Module, str]
     cls, attribute = _place_for_forward(owner)
     if modules and all(map(_unknown, modules)):
         return {}
-    forward, fused = _forward_from_graphs(owner, cls)
+    forward, fused = _forward_from_graphs(owner, cls, parts)
     if fused:
         # torch.compile counts recompilations per code object.
         forward.__code__ = forward.__code__.replace()
@@ -186,7 +205,7 @@ def _place_for_forward(module: nn.Module) -> tuple[Any, str]:
 
 
 def _forward_from_graphs(
-    owner: nn.Module, cls: type[nn.Module]
+    owner: nn.Module, cls: type[nn.Module], parts: Collection[str]
 ) -> tuple[Any, dict[nn.Module, str]]:
     """A ``forward`` that runs the graph of `owner` for its mode and the kind of its arguments."""
     variants: dict[tuple[bool, type], Callable[..., Any]] = {}
@@ -200,8 +219,9 @@ def _forward_from_graphs(
             failure = failure or error
             sources[training, kind] = None
             continue
-        for path, what in (fuse_norms(graph, owner) | fuse_activations(graph, owner)).items():
-            fused.setdefault(owner.get_submodule(path), what)
+        for part, rewrite in (("norms", fuse_norms), ("activations", fuse_activations)):
+            for path, what in rewrite(graph, owner).items() if part in parts else ():
+                fused.setdefault(owner.get_submodule(path), what)
         sources[training, kind], variants[training, kind] = _compiled(graph, cls)
     if not variants:
         assert failure is not None
