@@ -60,7 +60,7 @@ def no_casts_stay():
     cast_state.end()
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True)
 def one_thread():
     """Tests run side by side (pytest -n), on tensors too small to share out."""
     torch.set_num_threads(1)

@@ -214,7 +214,6 @@ def test_any_number_of_threads_gives_the_same_bits(curve, dtype):
         y = op(x, x.detach(), bias, curve)
         y.backward(x.detach())
         results.append((y, x.grad, bias.grad))
-    torch.set_num_threads(2)
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
 
