@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ampfuse.nn import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from conftest import compilers
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 NORMS = {"layer": layer_norm, "rms": rms_norm}
@@ -244,7 +245,7 @@ def test_any_number_of_threads_gives_the_same_bits(norm, dtype):
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@compilers
 def test_compiles_in_one_graph(backend):
     x = torch.randn(8, 300).bfloat16().requires_grad_()
     weight = torch.rand(300).requires_grad_()
