@@ -9,9 +9,13 @@ from itertools import combinations
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# A thread that waits leaves its processor to the tests beside it. Read where torch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import torch
 import torch._dynamo  # as the first step of any optimizer of torch's does
-from hypothesis import settings
 
 from ampfuse import _core
 from ampfuse.amp import cast_state
