@@ -811,7 +811,7 @@ def resident():
     pages = int(open("/proc/self/statm").read().split()[1])
     return 4096 * pages
 
-def step(count):
+def step(count, **options):
     param = torch.nn.Parameter(torch.ones(count, dtype=torch.bfloat16))
     param.grad = torch.ones_like(param)
     optimizer = optim.AdamW([param], **options)
@@ -819,10 +819,11 @@ def step(count):
         optimizer.step()
     return optimizer
 
+step(1)  # what a first step imports
 for options in map(ast.literal_eval, sys.argv[1:]):
     if os.fork() == 0:
-        small, before, count = step(8192), resident(), 1 << 23
-        large = step(count)
+        small, before, count = step(8192, **options), resident(), 1 << 24
+        large = step(count, **options)
         print((resident() - before) / count, flush=True)
         os._exit(0)
     assert os.wait()[1] == 0
