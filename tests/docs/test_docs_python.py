@@ -37,7 +37,7 @@ BEFORE = {
     "no_sync": "model, batch = nn.parallel.DistributedDataParallel(model), x",
     "results.measured": "import os; os.mkdir('results')",
 }
-SMALLER = {'"cuda"': '"cpu"', "batch, optimizer)": "batch, optimizer, seconds=2, steps=4)"}
+SMALLER = {'"cuda"': '"cpu"', "batch, optimizer)": "batch, optimizer, seconds=1, steps=2, seeds=1)"}
 
 
 def blocks():
