@@ -266,7 +266,10 @@ def expected():
     return scenario(1, False)
 
 
-@pytest.mark.parametrize("mode", MODES)
+# The last of them has threads and the mode.
+@pytest.mark.parametrize(
+    "mode", [*(pytest.param(mode, marks=pytest.mark.slow) for mode in [*MODES][:-1]), [*MODES][-1]]
+)
 def test_threads_and_floating_point_mode(expected, mode):
     assert_same_bits(scenario(*MODES[mode]), expected)
 
