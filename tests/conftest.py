@@ -33,6 +33,8 @@ _modules = {}
 @pytest.hookimpl(tryfirst=True)  # before marks are looked at
 def pytest_collection_modifyitems(items):
     leave_to_slow_runs(items)
+    # The longest files are in the last folders; where several processes take files, they begin.
+    items.sort(key=lambda item: item.path, reverse=True)
     if torch.cuda.is_available():
         return
     for item in items:
