@@ -62,7 +62,6 @@ def test_a_step(make, expected, clip, gradients, launches):
         assert launches(optimizer.step) == expected
 
 
-@pytest.mark.covers(2)
 @pytest.mark.parametrize("clip", [None, 1.0])
 @pytest.mark.parametrize("mode", MODES)
 @steps
