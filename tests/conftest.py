@@ -4,12 +4,18 @@ import gc
 import importlib.util
 import os
 import sysconfig
+from collections import defaultdict
+from itertools import combinations
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# A thread that waits leaves its processor to the tests beside it. Read where torch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import torch
 import torch._dynamo  # as the first step of any optimizer of torch's does
-from hypothesis import settings
 
 from ampfuse import _core
 from ampfuse.amp import cast_state
@@ -24,12 +30,40 @@ _EMULATED = Path(__file__).parent / f"_C_emulated{sysconfig.get_config_var('EXT_
 _modules = {}
 
 
+@pytest.hookimpl(tryfirst=True)  # before marks are looked at
 def pytest_collection_modifyitems(items):
+    leave_to_slow_runs(items)
+    # The longest files are in the last folders; where several processes take files, they begin.
+    items.sort(key=lambda item: item.path, reverse=True)
     if torch.cuda.is_available():
         return
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device; this machine has none"))
+
+
+def leave_to_slow_runs(items):
+    """Of all combinations of a test's parameters the quick tests run fewer: of a test marked
+    `covers(n)` so many that each n values meet; in emulation so many that each value occurs. It is
+    several times slower than the CPU's kernels, and test_gpu.py compares each kernel with those.
+    """
+    tables = defaultdict(list)
+    for item in items:
+        if hasattr(item, "callspec") and not item.get_closest_marker("slow"):
+            device, mark = item.callspec.params.get("device"), item.get_closest_marker("covers")
+            if device == "emulated" or mark:
+                n = 1 if device == "emulated" else mark.args[0]
+                tables[item.parent, item.originalname, device, n].append(item)
+    for (*_, n), rows in tables.items():
+        values = [[(name, id(v)) for name, v in item.callspec.params.items()] for item in rows]
+        meet = [set(combinations(row, n)) for row in values]
+        left = set().union(*meet)
+        while left:
+            most = max(range(len(rows)), key=lambda row: len(meet[row] & left))
+            left -= meet[most]
+            rows[most] = None
+        for item in filter(None, rows):
+            item.add_marker(pytest.mark.slow)
 
 
 def pytest_configure():
@@ -60,7 +94,7 @@ def no_casts_stay():
     cast_state.end()
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True)
 def one_thread():
     """Tests run side by side (pytest -n), on tensors too small to share out."""
     torch.set_num_threads(1)
@@ -109,6 +143,12 @@ slow_in_emulation = pytest.mark.parametrize(
         pytest.param("cuda", marks=pytest.mark.gpu),
     ],
     indirect=True,
+)
+
+
+# Inductor compiles C++.
+compilers = pytest.mark.parametrize(
+    "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
 )
 
 

@@ -1,7 +1,8 @@
 """Python programs in processes of their own, without the seconds that each import of torch takes.
 
-They are forked from one process, which has imported torch and nothing of ampfuse. So they read the
-environment and import ampfuse as a new interpreter does.
+They are forked from one process, which has imported torch, with what the first step of an optimizer
+of torch's imports, and nothing of ampfuse. So they read the environment and import ampfuse as a new
+interpreter does.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import warnings
 from pathlib import Path
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch"])
+_context.set_forkserver_preload(["torch", "torch._dynamo"])
 # Read where torch is imported. One thread as in the tests themselves; where a program wants more,
 # they do not keep each other from running.
 _THREADS = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}

@@ -161,9 +161,16 @@ def nothing_is_compiled(monkeypatch):
 # timm's 60 at the level with masters; as for the rest they are like torch's.
 RESUMED = [(n, level) for level in ("O0", "O1", "O2", "O3") for n in (*of_torch(), *OWN)]
 RESUMED += [(name, "O2") for name in of_timm()]
+# All of torch's with masters and in pure FP16, and a part of timm's; without either, states are
+# torch's own business.
+QUICK = {run for run in RESUMED if run[1] in ("O2", "O3") or run[0] in OWN}
+QUICK -= {run for i, run in enumerate(RESUMED) if run[0].startswith("timm") and i % 4}
 
 
-@pytest.mark.parametrize(("name", "level"), RESUMED)
+@pytest.mark.parametrize(
+    ("name", "level"),
+    [pytest.param(*run, marks=() if run in QUICK else pytest.mark.slow) for run in RESUMED],
+)
 def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(name, level):
     make = MAKERS[name]
     training = Training(make, level)
@@ -355,6 +362,7 @@ WRAPPERS = {
 } | {"Several": Several}
 
 
+@pytest.mark.covers(1)
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_a_wrapper_trains_as_in_plain_torch(name, level):
@@ -383,6 +391,7 @@ IN_TORCHS_FORMAT = [
 ]
 
 
+@pytest.mark.covers(1)
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
 @pytest.mark.parametrize(
     ("name", "before"), [(n, False) for n in WRAPPERS] + [(n, True) for n in IN_TORCHS_FORMAT]

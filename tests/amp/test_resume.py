@@ -123,6 +123,7 @@ def as_apex_saved(state):
     return state
 
 
+@pytest.mark.covers(2)
 @pytest.mark.parametrize("when", TIMES)
 @pytest.mark.parametrize("level", MASTERED)
 @pytest.mark.parametrize("kind", [kind for kind in OPTIMIZERS if kind != "Adagrad"])
@@ -145,6 +146,7 @@ def test_checkpoints_of_apex(kind, level, when):
         assert again.train(range(4, 7)) == pytest.approx(losses, abs=0.02)
 
 
+@pytest.mark.covers(2)
 @pytest.mark.parametrize("level", MASTERED)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("make", ["state_dict", "deepcopy", "pickle"])

@@ -135,6 +135,7 @@ def amp_run(set_up, bad, level, kind, zero, shared):
     return weights, [state[f"loss_scaler{i}"]["loss_scale"] for i in range(scalers)]
 
 
+@pytest.mark.covers(2)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize(
     "level",

@@ -190,6 +190,7 @@ def test_differentiable_and_decoupled_adam():
         assert isinstance(optimizer, torch.optim.Adam)
 
 
+@pytest.mark.covers(2)
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", SOME)
@@ -208,6 +209,7 @@ def test_a_copy_of_model_and_optimizer_trains_on_with_the_same_bits(name, level,
             assert same_bits(weight, other)
 
 
+@pytest.mark.covers(2)
 @pytest.mark.parametrize("level", WITH_MASTERS)
 @pytest.mark.parametrize("name", SOME)
 @pytest.mark.parametrize("edit", ["load_state_dict", "clamp_", "slice"])
@@ -275,6 +277,7 @@ def test_add_param_group_takes_and_refuses_what_torch_does(level):
     assert all(p.dtype == f32 for p in named.param_groups[1]["params"])
 
 
+@pytest.mark.covers(2)
 @pytest.mark.parametrize("copied", [False, True])
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", SOME)

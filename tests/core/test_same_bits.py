@@ -266,7 +266,12 @@ def expected():
     return scenario(1, False)
 
 
-@pytest.mark.parametrize("mode", MODES)
+BOTH = "2 threads, flushing"
+
+
+@pytest.mark.parametrize(
+    "mode", [pytest.param(m, marks=() if m == BOTH else pytest.mark.slow) for m in MODES]
+)
 def test_threads_and_floating_point_mode(expected, mode):
     assert_same_bits(scenario(*MODES[mode]), expected)
 

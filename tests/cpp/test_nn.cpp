@@ -104,6 +104,8 @@ TEST(nn_ops) {
       for (const DType dtype : {kF32, kF16, kBF16}) {
         for (const int64_t channels : {1, 7, 8, 9, 16, 40, 64, 65, 150}) {
           for (const int64_t rows : {1, 31, 32, 33, 70, kSpanRows - 1, kSpanRows + 1}) {
+            // Most of the time goes into spans: they meet a vector's end, and a block's.
+            if (rows > 70 && channels != 1 && channels != 9 && channels != 65) continue;
             // In turn all sets of optional lists; a mask that is read may be absent, too.
             const unsigned read_mask = Op::kReads & kMask;
             unsigned absent = unsigned(++variant) & (Op::kOptional | read_mask);

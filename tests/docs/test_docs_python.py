@@ -37,7 +37,10 @@ BEFORE = {
     "no_sync": "model, batch = nn.parallel.DistributedDataParallel(model), x",
     "results.measured": "import os; os.mkdir('results')",
 }
-SMALLER = {'"cuda"': '"cpu"', "batch, optimizer)": "batch, optimizer, seconds=2, steps=4)"}
+SMALLER = {
+    '"cuda"': '"cpu"',
+    "batch, optimizer)": "batch, optimizer, levels=['O2'], steps=2, seeds=1)",
+}
 
 
 def blocks():

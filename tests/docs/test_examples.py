@@ -47,8 +47,11 @@ def losses(path: Path) -> list[float]:
 
 @pytest.mark.parametrize(
     ("name", "precision"),
-    [(name, "O5") for name in SMALL]
-    + [pytest.param(name, "O2", marks=pytest.mark.slow) for name in SMALL],
+    [
+        *(("gpt", "O5"), ("lightning_digits", "O5")),
+        pytest.param("hf_finetune", "O5", marks=pytest.mark.slow),  # run by another test
+        *(pytest.param(name, "O2", marks=pytest.mark.slow) for name in SMALL),
+    ],
 )
 @pytest.mark.filterwarnings("ignore")  # the frameworks' advice
 def test_example_learns(name, precision, tmp_path):
@@ -104,7 +107,7 @@ def test_cifar_example_learns_digits(capsys):
 
 
 @pytest.mark.parametrize(
-    "level", ["O2", *(pytest.param(o, marks=pytest.mark.slow) for o in ("O0", "O5"))]
+    "level", [pytest.param(level, marks=pytest.mark.slow) for level in ("O0", "O2", "O5")]
 )
 def test_cifar_example_learns_its_synthetic_images(level):
     small = ["--epochs", "2", "--width", "4"] if not torch.cuda.is_available() else []

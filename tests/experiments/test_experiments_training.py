@@ -104,7 +104,7 @@ def stopped(settings: Settings, step: int, folder: Path) -> dict:
 
 
 class TestRun:
-    @pytest.mark.parametrize("arm", some(CPU_ARMS, "amp-fp16", "O2", "O5"))
+    @pytest.mark.parametrize("arm", some(CPU_ARMS, "O2", "O5"))
     def test_learns_in_every_arm(self, arm):
         settings = dataclasses.replace(BASE, arm=arm, epochs=4, dropout=0.0, augment=False, lr=0.1)
         result = trained(settings).result()
@@ -192,6 +192,7 @@ def whole_run(settings: Settings) -> Run:
 
 class TestResume:
     # In an epoch, at the end of one, in the next.
+    @pytest.mark.covers(1)
     @pytest.mark.parametrize("stop_at", some((13, 22, 30), 13, 22))
     @pytest.mark.parametrize("arm", some(("fp32", "amp-fp16", "O1", "O2", "O3", "O5"), "O1", "O2"))
     def test_same_bits(self, arm, stop_at, tmp_path):

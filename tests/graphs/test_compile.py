@@ -350,6 +350,7 @@ def same_compiled(function, x, backend="aot_eager", fullgraph=True):
     return found
 
 
+@pytest.mark.covers(1)
 @pytest.mark.parametrize("latest", ["O1", "O2"])
 @pytest.mark.parametrize("name", AFTER)
 def test_types_that_functions_ask_for(name, latest):
@@ -368,6 +369,7 @@ RESULTS = {
 }
 
 
+@pytest.mark.covers(1)
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("name", RESULTS)
 def test_results_in_containers(name, level):
@@ -407,6 +409,7 @@ LOSSES = {
 }
 
 
+@pytest.mark.covers(1)
 @pytest.mark.parametrize("inside", [True, False])
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_of_half_outputs_compute_in_float32(name, inside):

@@ -8,6 +8,8 @@ from torch.profiler import profile
 
 from ampfuse import amp
 from ampfuse.nn import LinearCrossEntropy, cross_entropy, linear_cross_entropy
+from conftest import compilers
+from operators import assert_compiles, assert_same_bits_with_any_threads
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 SPAN = 4096  # columns, of which a row's sums are made
@@ -241,14 +243,12 @@ def test_what_another_operation_saved_stays():
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_any_number_of_threads_gives_the_same_bits(dtype):
-    results = []
-    for threads in (1, 2):
-        torch.set_num_threads(threads)
-        logits = logits_of(65, 4 * SPAN + 1, dtype)
-        cross_entropy(logits, targets_of(65, 4 * SPAN + 1), label_smoothing=0.1).backward()
-        results.append(logits.grad)
-    torch.set_num_threads(2)
-    assert torch.equal(*results)
+    logits, target = logits_of(65, 4 * SPAN + 1, dtype), targets_of(65, 4 * SPAN + 1)
+
+    def run():
+        return torch.autograd.grad(cross_entropy(logits, target, label_smoothing=0.1), logits)
+
+    assert_same_bits_with_any_threads(run)
 
 
 @pytest.mark.parametrize("level", ["O1", "O4"])
@@ -270,13 +270,11 @@ def test_losses_of_half_outputs_are_fused(level, loss_function):
     optimizer.step()
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@compilers
 def test_compiles_in_one_graph(backend):
-    logits, target = logits_of(8, 300, torch.bfloat16), targets_of(8, 300)
-    expected = torch.autograd.grad(cross_entropy(logits, target), logits)[0]
-    compiled = torch.compile(cross_entropy, fullgraph=True, backend=backend)
-    found = torch.autograd.grad(compiled(logits, target), logits)[0]
-    assert torch.equal(found, expected)
+    target = targets_of(8, 300)
+    logits = (logits_of(8, 300, torch.bfloat16),)
+    assert_compiles(lambda logits: cross_entropy(logits, target), logits, backend, tolerance=0)
 
 
 def test_is_an_operator_as_torch_wants_it():

@@ -76,8 +76,18 @@ def torchvision(name):
     return pytest.importorskip("torchvision").models.get_model(name, num_classes=5)
 
 
-def timm(name):
-    return pytest.importorskip("timm").create_model(name, num_classes=5)
+def timm(name, **options):
+    return pytest.importorskip("timm").create_model(name, num_classes=5, **options)
+
+
+def shallow(name):
+    """A block for each stage."""
+    return timm(name.removeprefix("shallow "), layers=(1, 1, 1, 1))
+
+
+def shallow_of_torchvision(block):
+    resnet = pytest.importorskip("torchvision").models.resnet
+    return resnet.ResNet(getattr(resnet, block), [1, 1, 1, 1], num_classes=5)
 
 
 def vgg16(_):
@@ -100,24 +110,27 @@ NETWORKS = {
     "resnet50": (torchvision, 16, 33, 4),
     "vgg16": (vgg16, 0, 13, 0),
     "densenet121": (torchvision, 0, 120, 1),
-    "resnet50 ": (timm, 16, 33, 4),
     "seresnext50_32x4d": (timm, 0, 33, 20),
     "wide_resnet50_2": (timm, 16, 33, 4),
     "wrn10_1": (wide, 0, 7, 0),
     "digits": (lambda _: DigitsNet(4), 0, 4, 0),
+    "BasicBlock": (shallow_of_torchvision, 4, 5, 3),
+    "Bottleneck": (shallow_of_torchvision, 4, 9, 4),
+    "shallow resnet50": (shallow, 4, 9, 4),
+    "shallow seresnext50_32x4d": (shallow, 0, 9, 8),
 }
 
 
-# Others of their kind are tested quickly.
-SLOW = dict.fromkeys(("resnet34", "densenet121", "wide_resnet50_2"), pytest.mark.slow)
+# The same blocks, more often.
+SLOW = dict.fromkeys(list(NETWORKS)[:7], pytest.mark.slow)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=SLOW.get(n, ())) for n in NETWORKS])
 def test_networks(name, calls, hardware):
     make, with_add, with_relu, alone = NETWORKS[name]
-    model = make(name.strip()).to(hardware, memory_format=torch.channels_last)
+    model = make(name).to(hardware, memory_format=torch.channels_last)
     # At least 2x2 pixels everywhere: batch norm of two values is a sign.
-    size = 64 if "densenet" in name else 40 if with_relu > 7 else 16
+    size = 64 if "densenet" in name else 16 if name in ("wrn10_1", "digits") else 40
     images = last(torch.randn(2, 1 if name == "digits" else 3, size, size)).to(hardware)
     with torch.no_grad():  # so that residuals count
         for norm in model.modules():
@@ -383,6 +396,7 @@ def test_twice_and_back(calls):
     assert len(calls) == 4
 
 
+@pytest.mark.covers(2)
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize(
     "hook",

@@ -13,6 +13,7 @@ from torch.profiler import profile
 
 from ampfuse import amp
 from ampfuse.nn import fuse, unfuse
+from conftest import compilers
 
 bf16 = torch.bfloat16
 ROOT = Path(__file__).parents[2]
@@ -222,7 +223,7 @@ def test_types_that_differ_are_added_as_torch_adds_them():
 
 
 @pytest.mark.parametrize("block", [lambda: PreNorm(nn.LayerNorm), Gated, Functions])
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@compilers
 def test_compiles_in_one_graph(backend, block):
     torch.manual_seed(0)
     model = block()

@@ -409,7 +409,14 @@ BETWEEN = {
 }
 
 
+# Each set of states is in the quick tests; options beside it are not what these changes are about.
+QUICK = (*KINDS, "sgd", "adamw-amsgrad")
+
+
 @pytest.mark.parametrize("change", BETWEEN)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in OPTIMIZERS]
+)
 def test_changes_between_steps(name, change):
     pair = Pair(name)
     pair.steps()

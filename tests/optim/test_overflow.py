@@ -46,6 +46,7 @@ def assert_skips(optimizer):
     assert optimizer.last_step.grad_norm.isnan()
 
 
+@pytest.mark.covers(2)
 @pytest.mark.parametrize("bad", [inf, -inf, nan])
 @pytest.mark.parametrize("dtype", [f32, f16, bf16])
 @pytest.mark.parametrize("name", KINDS)

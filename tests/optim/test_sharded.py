@@ -38,8 +38,7 @@ def run(size, folder, *names):
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(size)]
 
 
-CHECKPOINTS = ("save_and_go_on", "resume")
-ONE = pytest.param(1, marks=pytest.mark.slow)
+ONE, TWO = (pytest.param(size, marks=pytest.mark.slow) for size in (1, 2))
 FOUR = pytest.param(4, marks=pytest.mark.slow)  # processes, where there may be two cores
 
 
@@ -47,7 +46,7 @@ FOUR = pytest.param(4, marks=pytest.mark.slow)  # processes, where there may be 
 def of_two(tmp_path_factory):
     """What two ranks say of all cases, and the folder of their checkpoints."""
     folder = tmp_path_factory.mktemp("of_two")
-    return run(2, folder, *CASES, *OF_SEVERAL, *CHECKPOINTS), folder
+    return run(2, folder, *CASES, *OF_SEVERAL, "save_and_go_on"), folder
 
 
 @pytest.mark.parametrize("size", [ONE, 2, FOUR])
@@ -65,12 +64,12 @@ def test_shards_go_the_way_of_whole_parameters(size, tmp_path, request):
 def test_shards_on_a_gpu(tmp_path, monkeypatch):
     """One rank: two would need two GPUs. What ranks decide together: test_merge.py."""
     monkeypatch.setenv("DEVICE", "cuda")
-    for case, error in run(1, tmp_path, *CASES, *CHECKPOINTS)[0].items():
+    for case, error in run(1, tmp_path, *CASES, "save_and_go_on", "resume")[0].items():
         assert error is None, f"{case}: {error}"
 
 
-@pytest.mark.parametrize("size", [1, FOUR])
-def test_checkpoints_resume_on_another_number_of_ranks(size, of_two):
+@pytest.mark.parametrize("size", [1, TWO, FOUR])
+def test_checkpoints_resume_on_any_number_of_ranks(size, of_two):
     """Those of two ranks, of torch.distributed.checkpoint, in every mode: equal bits."""
     for rank, errors in enumerate(run(size, of_two[1], "resume")):
         assert errors["resume"] is None, f"rank {rank} of {size}: {errors['resume']}"

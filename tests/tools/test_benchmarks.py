@@ -418,7 +418,8 @@ def test_host_time_script(main, here, tmp_path):
     main("report", path)
 
 
-@pytest.mark.parametrize("model", ["mlp", pytest.param("transformer", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["mlp", "transformer"])
 def test_o1_variants_train_alike_in_processes_of_their_own(load, model):
     host_time = load("host_time")
     before = torch.nn.functional.layer_norm
@@ -475,7 +476,11 @@ def test_a_fused_norm_computes_what_torchs_does(load, monkeypatch, channels, res
 
 @pytest.mark.parametrize(
     ("task", "arm"),
-    [("wide-resnet", "split, 8bit"), ("text", "BF16, stochastic"), ("wrn16_4", "O5, fused")],
+    [
+        ("text", "BF16, stochastic"),
+        pytest.param("wide-resnet", "split, 8bit", marks=pytest.mark.slow),
+        pytest.param("wrn16_4", "O5, fused", marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_is_a_curve_with_the_trained_net_at_its_end(load, monkeypatch, tmp_path, task, arm):
     pytest.importorskip("sklearn")
@@ -678,6 +683,7 @@ def test_the_parts_of_calls_add_up_in_one_archive(gate):
 CORE_PARTS = ("core", "memcheck", "racecheck", "initcheck")
 
 
+@pytest.mark.covers(1)
 @pytest.mark.parametrize("part", CORE_PARTS)
 @pytest.mark.parametrize("core", [{}, {"CORE": ""}], ids=["not set", "empty"])
 def test_each_part_of_the_gate_builds_the_tests_of_the_core(gate, tmp_path, part, core):

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from ampfuse import _core
+from programs import python
 
 ROOT = Path(__file__).parents[2]
 
@@ -69,14 +70,9 @@ def a_shell_script(path: Path, text: str) -> Path:
 # ---- torch ---------------------------------------------------------------------------------------
 
 
-def test_finds_the_torch_that_runs_these_tests(probe):
-    found = probe.find_torch([[sys.executable]])
-    assert found.version == torch.__version__
-    assert found.cuda == torch.version.cuda
-    assert Path(found.include_dir, "ATen", "ATen.h").exists()
-
-
-def test_finds_torch_through_the_isolation_of_pip(probe, monkeypatch, tmp_path):
+def test_finds_the_torch_that_runs_these_tests_through_the_isolation_of_pip(
+    probe, monkeypatch, tmp_path
+):
     # pip hides the user's packages by a sitecustomize on PYTHONPATH; -I ignores both.
     (tmp_path / "sitecustomize.py").write_text(
         "import sys\nsys.path = [p for p in sys.path if not p.endswith('-packages')]\n"
@@ -84,7 +80,11 @@ def test_finds_torch_through_the_isolation_of_pip(probe, monkeypatch, tmp_path):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.delenv("VIRTUAL_ENV", raising=False)
     assert probe.find_torch([[sys.executable]]) is None
-    assert probe.find_torch().python == [sys.executable, "-I"]
+    found = probe.find_torch()
+    assert found.python == [sys.executable, "-I"]
+    assert found.version == torch.__version__
+    assert found.cuda == torch.version.cuda
+    assert Path(found.include_dir, "ATen", "ATen.h").exists()
 
 
 def test_a_folder_named_torch_is_no_torch(probe, monkeypatch, tmp_path):
@@ -346,7 +346,7 @@ def test_the_check_comes_before_the_extension_is_loaded():
         "except ImportError as error:\n    print(error)\n"
         "assert not any(name.startswith('ampfuse._C') for name in sys.modules)"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    run = python("-c", code)
     assert run.returncode == 0, run.stderr
     assert "but torch 2.3.4 is running" in run.stdout
 
