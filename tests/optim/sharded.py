@@ -208,6 +208,8 @@ def muon():
     """Matrices by Muon, of which each rank has some whole, and the rest by AdamW."""
     modes = ({}, {"master_weights": True}, {"master_weights": "split", "state_dtype": "bf16"})
     for places, options in itertools.product(PLACES, modes):
+        if "state_dtype" in options and places == "rows and columns":
+            continue  # random bits follow the elements of shards that are rows
         wholes, shards = params_of((bf16, f16) if options else (f32,), places)
         optimizers = []
         for params in (wholes, shards):
