@@ -181,7 +181,7 @@ class StepPlan:
         inspect: bool,
         skip_nonfinite: bool,
         meter: Sequence[Tensor] | None = None,
-        between: Callable[[list[int]], Callable[[], None]] = None,
+        between: Callable[[list[int]], Callable[[], None]] | None = None,
     ) -> None: ...
     def decide(
         self, *, found_inf: Tensor | None, max_norm: float, inspect: bool, skip_nonfinite: bool

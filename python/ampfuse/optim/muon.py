@@ -75,7 +75,8 @@ class Muon(FusedOptimizer, torch.optim.Muon, algorithm="muon", replaces=torch.op
         options: see :class:`ampfuse.optim.Options`.
 
     During a step it takes memory for the updates, 2 bytes for each element of a matrix (4 where
-    products are in FP32), and for the products of as many as 32 M elements three times that.
+    products are in FP32), for the matrices of one shape twice that, and for products what three
+    slices of these take (:func:`ampfuse.amp.memory_report` says how much in all).
 
     Raises:
         ValueError: a vector in a group of Muon; an option out of range.
@@ -221,7 +222,7 @@ def step_bytes(optimizer: torch.optim.Optimizer) -> int:
                 batches[view.shape[1:]] += view.numel() * itemsize
     # The batch, its result, and three of a slice: twice the matrices, and Gram matrices.
     products = max(batches.values(), default=0)
-    return updates + 2 * products + 3 * min(products, 4 * SLICE)
+    return updates + 2 * products + 3 * min(products, 4 * max(SLICE.values()))
 
 
 def _rate_factor(rows: int, columns: int, group: dict[str, Any]) -> float:

@@ -41,8 +41,9 @@ _SAFETY = 1.01
 # After so many steps in FP16 a Gram matrix has collected too many errors.
 _RESTART = 3
 
-# Elements of a batch that are worked on at a time: of temporary memory there are three as large.
-SLICE = 1 << 25
+# Elements of a batch that are worked on at a time: of temporary memory there are three as large. A
+# CPU fills its cores with less, which its caches hold.
+SLICE = {"cpu": 1 << 20, "cuda": 1 << 25}
 
 
 def polynomials_of(coefficients: Sequence[float] | str, steps: int) -> list[Polynomial]:
@@ -72,7 +73,7 @@ def _float32_cost() -> float:
     flags = cpu_flags()
     if "amx_bf16" in flags:
         return 12.0
-    return 2.2 if {"avx512_bf16", "bf16"} & flags else 1.0
+    return 2.5 if {"avx512_bf16", "bf16"} & flags else 1.0
 
 
 def operations(
@@ -121,20 +122,17 @@ def orthogonalized(
     dtype = dtype or product_dtype(matrices.device)
     if 0 in matrices.shape:
         return matrices
-    at_once = max(1, SLICE // (rows * columns))
+    at_once = max(1, SLICE[matrices.device.type] // (rows * columns))
     if batch > at_once:
         parts = matrices.split(at_once)
         return torch.cat([orthogonalized(part, polynomials, eps, factor, dtype) for part in parts])
     # Gram matrices of large sides would be too small for FP16: they are multiplied by `scale`.
     is_half = dtype == torch.float16
     scale = 4.0 ** int(math.log(m, 4)) if is_half else 1.0
-    # By a power of two, so that no square is out of range.
-    largest = torch.linalg.vector_norm(matrices, math.inf, dim=(1, 2), keepdim=True).float()
-    shift = torch.ldexp(torch.ones_like(largest), -torch.frexp(largest).exponent)
-    x = matrices.mul_(shift)
-    norm = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True)
-    norm = torch.maximum(norm, (eps * shift).to(norm.dtype)) / math.sqrt(scale)
-    x = x.div_(norm).to(dtype)
+    # Squares of large gradients are out of FP32's range.
+    norm = torch.linalg.vector_norm(matrices, dim=(1, 2), keepdim=True, dtype=torch.float64)
+    norm = norm.clamp(min=eps).to(matrices.dtype) / math.sqrt(scale)
+    x = matrices.div_(norm).to(dtype)
     scaled = [(a, b / scale, c / scale**2) for a, b, c in polynomials]
     factor /= math.sqrt(scale)
     if not polynomials:
