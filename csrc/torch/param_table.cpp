@@ -165,9 +165,7 @@ void ParamTable::set_hyper(int64_t begin, int64_t end, const std::optional<at::T
                            const std::map<std::string, at::Tensor>& on_device) {
   TORCH_CHECK_INDEX(0 <= begin && begin <= end && end <= row_count(), "rows ", begin, " to ", end,
                     " of ", row_count());
-  if (begin == end) return;
-  const Algorithm algorithm = rows_[begin].algorithm;
-  RowHyper hyper = hyper_of(algorithm, values);
+  RowHyper hyper = hyper_of(begin < end ? rows_[begin].algorithm : algorithm, values);
   hyper.lr_tensor = float_pointer(lr_tensor, "lr", device);
   std::vector<at::Tensor> read;
   if (lr_tensor) read.push_back(*lr_tensor);
