@@ -60,7 +60,7 @@ __device__ inline void prepare_by_block(const TableView& view, const Preparation
 }
 
 template <unsigned kMissing>
-__global__ void __launch_bounds__(kLanes, kMissing != 0 ? 4 : 2)
+__global__ void __launch_bounds__(kLanes, kMissing != 0 ? 3 : 2)
     inspect_kernel(TableView view, InspectArgs args, unsigned* tickets) {
   const RowNorms rows{args.row_norms, args.row_largest};
   if (rows.wanted()) finish_empty_rows(view, 1, rows);
