@@ -23,12 +23,13 @@ class MuonGroups(list[dict[str, Any]]):
     def __str__(self) -> str:
         lines = []
         for group in self:
-            count = sum(param.numel() for param in group["params"])
+            elements = sum(param.numel() for param in group["params"])
+            count = len(group["params"])
             options = [
                 f"{key}={group[key]}" for key in ("split", "transposed", "flatten") if key in group
             ]
             heading = ", ".join([group["algorithm"], *options])
-            lines.append(f"{heading}: {len(group['params'])} tensors, {count:,} elements")
+            lines.append(f"{heading}: {count} tensor{'s' * (count > 1)}, {elements:,} elements")
             lines += [f"  {name}: {self._reasons[name]}" for name in group["param_names"]]
         return "\n".join(lines)
 
