@@ -148,8 +148,7 @@ class Table {
   bool changed_scaled = false;
   bool changed_hyper = false;
 
-  // Of rows of several algorithms, those that passes step from now on: an Algorithm's index. -1:
-  // all.
+  // Which of the rows passes step from now on: those of the Algorithm with this index; -1: all.
   int32_t only = -1;
 
   std::unique_ptr<TableCache> cache;

@@ -37,9 +37,8 @@ struct RowOp {
 
 // An op of an optimizer's step works by its row's coefficients. Beside RowOp's it says
 //   kStates    the names of its states, in the order of kState0, kState1, ...
-//   Before     an op whose pass comes first, the step's first stage: it measures norms that the
-//   step
-//              needs, or leaves something in
+//   Before     an op whose pass comes first, the first stage of the step: it measures norms that
+//              the second needs, or leaves something in kScratch
 //   kScratch   a list that is no state: whoever calls hands memory in, and works on it between the
 //              stages, as with matrix products
 //   kGradNorms whether the step needs the norm of each row's gradient
