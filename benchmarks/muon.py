@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from harness.measuring import Clock, Variant, Worker, measure
 from harness.results import Results, options_of, rows_of
+from harness.routes import MAX_NORM, SCALE
 from torch import Tensor, nn
 
-SCALE, MAX_NORM, STEPS = 1024.0, 1.0, 5
+STEPS = 5
 
 
 def shapes_of(case: str, quick: bool) -> list[tuple[str, tuple[int, ...]]]:
@@ -64,11 +65,10 @@ class Ours:
         import ampfuse
 
         tensors = tensors_of(case, quick)
-        params = [nn.Parameter(weight) for _, weight, _ in tensors]
-        for param, (_, _, gradient) in zip(params, tensors, strict=True):
-            param.grad = gradient
         kinds: dict[bool, list[Any]] = {True: [], False: []}
-        for param, (is_matrix, _, _) in zip(params, tensors, strict=True):
+        for is_matrix, weight, gradient in tensors:
+            param = nn.Parameter(weight)
+            param.grad = gradient
             kinds[is_matrix].append(param)
         groups = [{"params": kinds[True]}, {"params": kinds[False], "algorithm": "adamw"}]
         self.optimizer = ampfuse.optim.Muon(
@@ -145,11 +145,11 @@ class Products:
         """torch's and ours, in 1e9, as if all were in one type."""
         from ampfuse.optim.newton_schulz import operations, product_dtype
 
-        theirs = ours = 0.0
+        theirs, ours, dtype = 0.0, 0.0, product_dtype(torch.device("cpu"))
         for (rows, columns), views in self.jobs.items():
             m, n = min(rows, columns), max(rows, columns)
-            theirs += len(views) * STEPS * (4 * m * m * n + 2 * m**3)
-            ours += len(views) * operations(m, n, STEPS, product_dtype(torch.device("cpu")))
+            theirs += len(views) * operations(m, n, STEPS, dtype, by_gram=False)
+            ours += len(views) * operations(m, n, STEPS, dtype)
         return theirs / 1e9, ours / 1e9
 
 

@@ -74,14 +74,11 @@ def memory_report(
     model, inner = eager_module(model), with_inner(optimizer)[-1]
     fused = algorithm_of(inner)
     # How many of the parameter's shape, by the parameter in the model.
-    states = {
-        getattr(parameter, "model_param", parameter): len(algorithm.states_in(group))
-        if algorithm
-        else 0
-        for group in inner.param_groups
-        for algorithm in [algorithm_of(inner, group)]
-        for parameter in group["params"]
-    }
+    states: dict[Tensor, int] = {}
+    for group in inner.param_groups:
+        algorithm = algorithm_of(inner, group)
+        count = len(algorithm.states_in(group)) if algorithm else 0
+        states |= {getattr(param, "model_param", param): count for param in group["params"]}
     check_owned(model, states, "Pass the model's own optimizer, or one module with all of them.")
     found = _measured(model, optimizer)
     kept, wide = (0, 0) if batch is None else _activations(model, batch, loss_function)

@@ -41,7 +41,7 @@ class Gathered:
         cost: Callable[[Any], float],
     ) -> None:
         self._group = group_of(mesh)
-        self._shards = shards
+        self._shards, self._like = shards, next(iter(shards.values()))
         self._rank, self._size = dist.get_rank(self._group), self._group.size()
         self._shapes = {key: tuple(param.shape) for key, param in like.items()}
         places = {
@@ -59,10 +59,7 @@ class Gathered:
 
     def wait(self) -> dict[Any, Tensor]:
         """The tensors that this rank has, whole."""
-        whole = {
-            key: next(iter(self._shards.values())).new_empty(self._shapes[key])
-            for key in self._owned[self._rank]
-        }
+        whole = {key: self._like.new_empty(self._shapes[key]) for key in self._owned[self._rank]}
         for rank, pieces in enumerate(self._end()):
             keys = self._received_from(rank)
             sizes = [self._numel(key, rank) for key in keys]
@@ -109,8 +106,7 @@ class Gathered:
         )
 
     def _joined(self, tensors: list[Tensor]) -> Tensor:
-        like = next(iter(self._shards.values()))
-        return torch.cat([like.new_empty(0), *(tensor.reshape(-1) for tensor in tensors)])
+        return torch.cat([self._like.new_empty(0), *(tensor.reshape(-1) for tensor in tensors)])
 
     def _begin(self, out: list[Tensor], sizes: list[int]) -> None:
         sent = self._joined(out)

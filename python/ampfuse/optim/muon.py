@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from ampfuse import _core
 from ampfuse._schema import ALGORITHMS, Algorithm
 from ampfuse.optim.checks import COUNT, Rule, check, is_number, one_of
 from ampfuse.optim.fused import FusedOptimizer
@@ -131,7 +132,7 @@ class Muon(FusedOptimizer, torch.optim.Muon, algorithm="muon", replaces=torch.op
         """Gives the rows of Muon memory for the step; between its stages that is orthogonalized."""
         rows, table = self._rows, self._rows.known()
         scratch = {
-            row: _scratch(table.param(row))
+            row: _core.C.empty_laid_out_as(param := table.param(row), matrix_dtype(param.device))
             for row in range(len(rows.params))
             if rows.algorithm_of(row).has_scratch
         }
@@ -240,12 +241,6 @@ def _rate_factor(rows: int, columns: int, group: dict[str, Any]) -> float:
 def _meta(param: Tensor) -> Tensor:
     """A tensor without memory that has the whole shape of `param`."""
     return torch.empty(param.shape, device="meta")
-
-
-def _scratch(param: Tensor) -> Tensor:
-    """New memory in the layout of `param`."""
-    dtype = matrix_dtype(param.device)
-    return torch.empty_strided(param.shape, param.stride(), dtype=dtype, device=param.device)
 
 
 def matrices_of(weight: Tensor, group: dict[str, Any]) -> list[Tensor]:

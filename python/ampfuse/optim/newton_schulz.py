@@ -12,13 +12,14 @@ m^3 + 8 m^2 n). The idea is Dao-AILab's "Gram Newton-Schulz".
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from ampfuse.hardware import cpu_flags
+from ampfuse.hardware import cpu_flags, cpu_has_bf16
 
 # a, b, c of a step.
 Polynomial = tuple[float, float, float]
@@ -68,12 +69,12 @@ def matrix_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if product_dtype(device) == torch.float32 else torch.bfloat16
 
 
+@functools.cache  # each step asks, of every matrix
 def _float32_cost() -> float:
     """How long a product in FP32 takes a CPU, for one in BF16."""
-    flags = cpu_flags()
-    if "amx_bf16" in flags:
+    if "amx_bf16" in cpu_flags():
         return 12.0
-    return 2.5 if {"avx512_bf16", "bf16"} & flags else 1.0
+    return 2.5 if cpu_has_bf16() else 1.0
 
 
 def operations(
