@@ -86,6 +86,9 @@ def fuse(model: nn.Module, parts: Collection[str] = PARTS) -> FusionReport:
 
     Returns:
         What was fused, and what was left and why.
+
+    Raises:
+        ValueError: `parts` holds another name.
     """
     if unknown := [part for part in parts if part not in PARTS]:
         raise ValueError(f"parts holds {unknown[0]!r}; it has to hold some of {', '.join(PARTS)}.")
