@@ -11,6 +11,7 @@
 // costs none: a product of matrices need not add it, and its gradient needs no pass of its own.
 #pragma once
 
+#include "core/exponent.h"
 #include "core/nn_ops/nn_op.h"
 
 namespace ampfuse {
@@ -20,24 +21,6 @@ template <class F>
 struct Point {
   F value, slope;
 };
-
-// 2^w within two units of FP32, for w from -254 to 0; where FP32 has no normal numbers left, some
-// number below these. w = n + f with |f| <= 1 / 2, and n is added to the exponent. (The addition
-// that rounds to an integer leaves it in the low bits.)
-template <class F>
-HD F two_to(const F& w) {
-  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23
-  const F shifted = w + F(kRound);
-  const F f = w - (shifted - F(kRound));
-  F power = fma(F(1.32647e-3f), f, F(9.67151e-3f));
-  power = fma(power, f, F(5.550734e-2f));
-  power = fma(power, f, F(2.4022242e-1f));
-  power = fma(power, f, F(6.9314698e-1f));
-  power = fma(power, f, F(1.0f));
-  using Bits = decltype(bits_of(w));
-  const Bits bits = bits_of(power) + shift_left<23>(bits_of(shifted));
-  return from_bits(w, max_signed(bits, Bits(0u)));
-}
 
 // -|z|, at least `least`, where P is zero; NaN of NaN.
 template <class F>
