@@ -166,23 +166,38 @@ HD constexpr int64_t element_size(DType dtype) {
 
 HD constexpr bool fills_word(DType dtype) { return dtype == DType::kFloat32; }
 
-// The element may be anywhere in memory.
+// The bits of element i, which on the host may be anywhere in memory. On a device it is where its
+// type may be, and bytes would not do: of the lower byte of a half, nvcc 13.0 makes the integer
+// next to the half's value.
+template <class Stored>
+HD Stored load_bits(const void* data, int64_t i) {
+#if defined(__CUDA_ARCH__)
+  return static_cast<const Stored*>(data)[i];
+#else
+  Stored bits;
+  std::memcpy(&bits, static_cast<const char*>(data) + i * int64_t(sizeof bits), sizeof bits);
+  return bits;
+#endif
+}
+template <class Stored>
+HD void store_bits(void* data, int64_t i, Stored bits) {
+#if defined(__CUDA_ARCH__)
+  static_cast<Stored*>(data)[i] = bits;
+#else
+  std::memcpy(static_cast<char*>(data) + i * int64_t(sizeof bits), &bits, sizeof bits);
+#endif
+}
+
 HD float load_float(const void* data, DType dtype, int64_t i) {
   float value = 0;
   with_storage(dtype, [&](auto storage) HD_LAMBDA {
-    typename decltype(storage)::Stored stored;
-    std::memcpy(&stored, static_cast<const char*>(data) + i * int64_t(sizeof stored),
-                sizeof stored);
-    value = storage.widen(stored);
+    value = storage.widen(load_bits<typename decltype(storage)::Stored>(data, i));
   });
   return value;
 }
 
 HD void store_float(void* data, DType dtype, int64_t i, float value) {
-  with_storage(dtype, [&](auto storage) HD_LAMBDA {
-    const auto stored = storage.narrow(value);
-    std::memcpy(static_cast<char*>(data) + i * int64_t(sizeof stored), &stored, sizeof stored);
-  });
+  with_storage(dtype, [&](auto storage) HD_LAMBDA { store_bits(data, i, storage.narrow(value)); });
 }
 
 }  // namespace ampfuse

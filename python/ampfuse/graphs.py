@@ -12,6 +12,7 @@ memory that stays in its place; what cannot change without a new capture is chec
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -64,8 +65,11 @@ class GraphedCall:
         """Capture now, over copies of `tensors`; computes nothing."""
         self._tensors = [tensor.detach().clone() for tensor in tensors]
         self._graph = torch.cuda.CUDAGraph()
-        # Other threads, such as a DataLoader's that pins memory, may go on calling CUDA.
-        with torch.cuda.graph(self._graph, stream=self._stream, capture_error_mode="thread_local"):
+        with (
+            _without_collections(),
+            # Other threads, such as a DataLoader's that pins memory, may go on calling CUDA.
+            torch.cuda.graph(self._graph, stream=self._stream, capture_error_mode="thread_local"),
+        ):
             self._results = self._call(*self._tensors)
 
     def _aside(self, call: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
@@ -77,6 +81,19 @@ class GraphedCall:
             results = call()
         torch.cuda.current_stream().wait_stream(self._stream)
         return results
+
+
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    """An earlier graph that is freed during a capture, which CUDA forbids, would end it."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def make_graphed_step(

@@ -55,7 +55,13 @@ def blocks():
 
 
 @pytest.fixture
-def names(tmp_path, monkeypatch):
+def device_of_block(request):
+    with torch.device("cuda" if request.node.get_closest_marker("gpu") else "cpu"):
+        yield
+
+
+@pytest.fixture
+def names(tmp_path, monkeypatch, device_of_block):
     """What the blocks call by name: a small training, and all that is around one."""
     monkeypatch.chdir(tmp_path)
     model = nn.Sequential(

@@ -28,11 +28,11 @@ def op(x, up=None, bias=None, curve="gelu"):
     return torch.ops.ampfuse.activation(x, up, bias, curve)
 
 
-def check(shape, dtype, curve, *, up=False, bias=None, scale=2.0):
+def check(shape, dtype, curve, *, up=False, bias=None, scale=2.0, device="cpu"):
     random = torch.Generator().manual_seed(sum(shape))
 
     def some(*shape, dtype=dtype, scale=1.0):
-        return (torch.randn(shape, generator=random) * scale).to(dtype)
+        return (torch.randn(shape, generator=random) * scale).to(device, dtype)
 
     tensors = {"x": some(*shape, scale=scale)}
     if up:
@@ -60,7 +60,7 @@ def check(shape, dtype, curve, *, up=False, bias=None, scale=2.0):
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("up", [False, True])
 @pytest.mark.parametrize("bias", [None, torch.float32, "own"])
-def test_agrees_with_float64(curve, dtype, up, bias):
+def test_agrees_with_float64(curve, dtype, up, bias, hardware):
     bias = dtype if bias == "own" else bias
     for shape in (
         (1, 1),
@@ -71,7 +71,7 @@ def test_agrees_with_float64(curve, dtype, up, bias):
         (SPAN - 1, 8),
         (SPAN + 1, 9),
     ):
-        check(shape, dtype, curve, up=up, bias=bias)
+        check(shape, dtype, curve, up=up, bias=bias, device=hardware)
 
 
 @given(

@@ -15,9 +15,10 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 SPAN = 4096  # columns, of which a row's sums are made
 
 
-def logits_of(rows, classes, dtype, spread=3.0, seed=0):
+def logits_of(rows, classes, dtype, spread=3.0, seed=0, device="cpu"):
     random = torch.Generator().manual_seed(seed)
-    return (spread * torch.randn(rows, classes, generator=random)).to(dtype).requires_grad_()
+    logits = spread * torch.randn(rows, classes, generator=random)
+    return logits.to(device, dtype).requires_grad_()
 
 
 def targets_of(rows, classes, ignored=()):
@@ -61,9 +62,9 @@ def _least(dtype):
     ],
 )
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_agrees_with_float64(dtype, rows, classes, smoothing):
-    target = targets_of(rows, classes)
-    check(logits_of(rows, classes, dtype), target, label_smoothing=smoothing)
+def test_agrees_with_float64(dtype, rows, classes, smoothing, hardware):
+    target = targets_of(rows, classes).to(hardware)
+    check(logits_of(rows, classes, dtype, device=hardware), target, label_smoothing=smoothing)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

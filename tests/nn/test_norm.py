@@ -26,13 +26,22 @@ class Case:
     """Rows, weights, and gradients for what a norm returns."""
 
     def __init__(
-        self, shape, dtype, *, norm="layer", residual=True, weights=None, mean=0.0, eps=1e-5
+        self,
+        shape,
+        dtype,
+        *,
+        norm="layer",
+        residual=True,
+        weights=None,
+        mean=0.0,
+        eps=1e-5,
+        device="cpu",
     ):
         random = torch.Generator().manual_seed(sum(shape))
         self.norm, self.eps, self.columns = norm, eps, shape[-1]
 
         def some(*shape, dtype=dtype, mean=0.0):
-            return (torch.randn(shape, generator=random) + mean).to(dtype)
+            return (torch.randn(shape, generator=random) + mean).to(device, dtype)
 
         self.tensors = {"x": some(*shape, mean=mean)}
         if residual:
@@ -88,17 +97,18 @@ class Case:
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("weights", [None, torch.float32, "own"])
-def test_agrees_with_float64(norm, dtype, residual, weights):
-    weights = dtype if weights == "own" else weights
+def test_agrees_with_float64(norm, dtype, residual, weights, hardware):
+    options = {"norm": norm, "residual": residual, "device": hardware}
+    options["weights"] = dtype if weights == "own" else weights
     for shape in ((1, 2), (3, 7), (2, 3, 16), (4, 17), (33, 127), (5, 128), (5, 129), (600, 40)):
-        Case(shape, dtype, norm=norm, residual=residual, weights=weights).check()
+        Case(shape, dtype, **options).check()
 
 
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("columns", [SPAN - 1, SPAN, SPAN + 1, 3 * SPAN + 5, 17 * SPAN + 3])
-def test_long_rows(norm, dtype, columns):
-    Case((3, columns), dtype, norm=norm, weights=dtype).check(tolerance=4.0)
+def test_long_rows(norm, dtype, columns, hardware):
+    Case((3, columns), dtype, norm=norm, weights=dtype, device=hardware).check(tolerance=4.0)
 
 
 @given(

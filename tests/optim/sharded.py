@@ -515,7 +515,9 @@ def collectives():
 
 def zero_redundancy():
     """States of each parameter on one rank; the others get its weights."""
-    for dtype, options in [(f32, {}), (bf16, {"master_weights": "split"})]:
+    half = [(bf16, {"master_weights": "split"})]
+    # (On CUDA torch's GradScaler, which scales what is not ours, takes no BF16.)
+    for dtype, options in [(f32, {}), *(half if DEVICE == "cpu" else [])]:
         models = [nets(dtype)[0] for _ in range(2)]
         plain = optim.AdamW(models[0].parameters(), lr=1e-2, **options)
         redundant = ZeroRedundancyOptimizer(models[1].parameters(), optim.AdamW, lr=1e-2, **options)
@@ -589,7 +591,7 @@ def resume(folder):
 if __name__ == "__main__":
     torch.set_num_threads(1)
     torch.set_default_device(DEVICE)
-    backend = "gloo" if DEVICE == "cpu" else "nccl"
+    backend = "gloo" if DEVICE == "cpu" else "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, timeout=datetime.timedelta(seconds=60))
     folder, *names = sys.argv[1:]
     found = {}

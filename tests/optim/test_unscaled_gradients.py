@@ -109,6 +109,8 @@ def test_half_gradients_are_not_rewritten(dtype, device):
 @pytest.mark.parametrize("scaler", [ampfuse.GradScaler, torch.amp.GradScaler])
 def test_apexs_capturable_adam_rounds_half_ones(dtype, capturable, masters, scaler, device):
     """As its kernel did; what the step makes of them is not changed by that."""
+    if scaler is torch.amp.GradScaler and dtype == bf16 and device.type == "cuda":
+        pytest.skip("torch checks no BF16 gradients on CUDA")
     options = {"capturable": capturable, "master_weights": masters and capturable}
     parameters = [*params(dtype, device), *params(f32, device)]
     twins = [p.detach().clone().requires_grad_() for p in parameters]

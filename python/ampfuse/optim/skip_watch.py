@@ -47,7 +47,8 @@ class Sample:
             if not tensor.is_cuda:
                 self._copies.append(tensor.clone())
                 continue
-            copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            # (By name: torch.set_default_device may say another.)
+            copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
             self._copies.append(copy.copy_(tensor, non_blocking=True))
         for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
             self._events.append(torch.cuda.current_stream(device).record_event())
