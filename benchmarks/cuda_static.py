@@ -197,13 +197,15 @@ def instance(case: Case, symbols: list[str]) -> str | None:
     present = sum(1 << places.index(name) for name in case.lists)
     if case.layer:
         lists = "b1" if case.of_classes else f"j{present}"
-        last = r"LS\d_3E" if case.symbol.startswith("row_pass") else "Lb1E"
+        kinds = {"row_pass": r"LS\d_3E", "sum": "Lb1ELi8E"}
+        last = next((kinds[kind] for kind in kinds if case.symbol.startswith(kind)), "Lb1E")
         suffix = rf"EL{lists}ELNS_5DTypeE3E{last}" if "image0" in case.lists else ""
         return next((name for name in symbols if re.search(case.symbol + suffix, name)), None)
-    compact = str(int(any(TYPES.index(kind) > TYPES.index("bf16") for kind in case.lists.values())))
+    compact = {name for name, kind in case.lists.items() if TYPES.index(kind) > TYPES.index("bf16")}
+    compact = str(2 if "param" in compact else int(bool(compact)))
     missing = {}
     for name in symbols:
-        match = re.search(case.symbol + r"Lj(\d+)E(?:Lb(\d)E)?", name)
+        match = re.search(case.symbol + r"Lj(\d+)E(?:LNS_7CompactE(\d)E)?", name)
         if match and (match[2] or "0") == compact and not int(match[1]) & present:
             missing[int(match[1])] = name
     return missing[max(missing)] if missing else None
@@ -224,7 +226,7 @@ def scene(case: Case, chip: Chip) -> Scene:
         # 0: two numbers; no targets
         pointers = [*images, *vectors, 0, *affine, parts << TENSOR, 0, 0]
         arguments = struct.pack("<3q21Q", rows, channels, TYPES.index("bf16"), *pointers)
-        grids = {"map": (32, 1, rows // 64), "row_pass": (1,), "row_sum": (8,)}
+        grids = {"map": (8 << 32 | 32, 1, rows // 64), "row_pass": (1,), "row_sum": (8,)}
         grids["row_map"] = (8, 2, 2 * rows)
         grid = next((grids[kind] for kind in grids if case.symbol.startswith(kind)), ())
         grid = struct.pack(f"<{len(grid)}q", *grid)

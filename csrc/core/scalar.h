@@ -26,6 +26,12 @@ HD float sqrt(float a) {
 #endif
 }
 
+// a / b where neither they nor what leads to the quotient leaves FP32's normal numbers.
+template <class F>
+HD F quotient_of_usual(const F& a, const F& b) {
+  return a / b;
+}
+
 HD double square_root(double a) {
 #if defined(__CUDA_ARCH__)
   return __dsqrt_rn(a);

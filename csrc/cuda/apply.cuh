@@ -25,12 +25,14 @@
 
 namespace ampfuse {
 
+// The lists that may be of a compact type. Few tables have such, and kernels without them, or
+// without split masters, need fewer registers.
+enum class Compact { kNone, kStates, kAll };
+
 // One list of a row, from some element on, as a thread sees it. An absent list has type kNone.
-// kPacked: its type may be a compact one. Few tables have such, and kernels without them need fewer
-// registers.
-template <bool kPacked>
+template <Compact kLists>
 struct ListColumn {
-  static constexpr bool kCompact = kPacked;
+  static constexpr bool kCompact = kLists != Compact::kNone, kSplit = kLists == Compact::kAll;
   char* data = nullptr;
   DType dtype = DType::kNone;
 
@@ -72,7 +74,7 @@ struct RowSlice {
   __device__ RowSlice(std::integral_constant<unsigned, kUsed>, const TableView& view, int64_t row,
                       int64_t start) {
     // A split master is read and written with the model weight.
-    constexpr unsigned kWith = Column::kCompact && kUsed & bit(kParam) ? bit(kModel) : 0;
+    constexpr unsigned kWith = Column::kSplit && kUsed & bit(kParam) ? bit(kModel) : 0;
 #pragma unroll
     for (int list = 0; list < kLists; ++list) {
       if ((kUsed | kWith) & bit(list)) columns[list] = Column(view, list, row, start);
@@ -86,7 +88,11 @@ struct RowSlice {
       random_key = view.coefs[row].random_key;
     }
   }
-  __device__ DType operator()(int list) const { return columns[list].dtype; }
+  __device__ DType operator()(int list) const {
+    const DType type = columns[list].dtype;
+    if (list == kParam && !Column::kSplit && !is_plain(type)) __builtin_unreachable();
+    return type;
+  }
   // Of a state of codes.
   __device__ float* scale_at(int list, int i) const {
     char* scale = reinterpret_cast<char*>(scales[list - kState0]);
@@ -97,7 +103,7 @@ struct RowSlice {
 // Whether `list` may be of a compact type, and of one of a byte.
 template <class Slice>
 __device__ constexpr bool may_be_compact(int list) {
-  return Slice::Column::kCompact && (list == kParam || is_state(list));
+  return list == kParam ? Slice::Column::kSplit : Slice::Column::kCompact && is_state(list);
 }
 template <class Op, class Slice>
 __device__ constexpr bool may_be_codes(int list) {
@@ -130,7 +136,7 @@ __device__ inline void load_packs(const Slice& slice, int i, int count, Packs<kW
     if (codes && is_code(slice(list)) && count > 0)
       packs.scale[list - kState0] = *slice.scale_at(list, i);
   }
-  if constexpr (Slice::Column::kCompact && (kReads & bit(kParam)) && !(kReads & bit(kModel))) {
+  if constexpr (Slice::Column::kSplit && (kReads & bit(kParam)) && !(kReads & bit(kModel))) {
     if (is_remainder(slice(kParam)))
       packs.of[kModel] = load_pack<kWhole, kWidth>(slice.columns[kModel], i, count);
   }
@@ -337,17 +343,18 @@ __device__ inline void with_known_types(const Slice& slice, const Run& run) {
 
 // Blocks per multiprocessor to have registers for. Gradients over the root of second moments
 // (`unsigned_states`) need more.
-HD constexpr int updating_blocks(unsigned used, unsigned unsigned_states, bool compact) {
+HD constexpr int updating_blocks(unsigned used, unsigned unsigned_states, Compact compact) {
   const int lists = count_lists(used);
-  if (compact) return lists > 6 ? 1 : 2;
+  if (compact == Compact::kAll) return lists > 6 ? 1 : 2;
+  if (compact == Compact::kStates) return lists > 6 ? 1 : (used & kRareLists) != 0 ? 2 : 3;
   const bool quotient = (used & bit(kGrad)) != 0 && unsigned_states != 0;
   return lists > 6 ? 2 : lists + quotient > 4 ? 3 : 4;
 }
 
 // Runs Op on every element of every row, of those with a gradient if it asks for that. If `state`
 // says skip, nothing happens. A non-finite value in a list that Op checks sets *found_inf. No row
-// has a list of `kMissing`, or, but for kCompact, one of a compact type.
-template <class Op, unsigned kMissing, bool kCompact>
+// has a list of `kMissing`, or of a compact type one that is not in kCompact.
+template <class Op, unsigned kMissing, Compact kCompact>
 __global__ void __launch_bounds__(kLanes, updating_blocks((Op::kReads | Op::kWrites) & ~kMissing,
                                                           Op::kUnsigned, kCompact))
     apply_kernel(TableView view, const StepState* state, float a, float b, float* found_inf) {
@@ -384,24 +391,31 @@ __global__ void __launch_bounds__(kLanes, updating_blocks((Op::kReads | Op::kWri
 
 // Calls run(missing, compact), two integral_constants. `missing`: lists that no row of the pass
 // has, all rare ones among `kUsed`; all but the unscaled gradients, which FP32 training with a
-// GradScaler has; or none. `compact`: some list is of a compact type.
+// GradScaler has; or none. `compact`: which lists may be of a compact type.
 template <class Op, unsigned kUsed, class Run>
 void with_instance(const DevicePass& pass, const Run& run) {
   constexpr unsigned kRare = kUsed & kRareLists, kBack = kRare & bit(kUnscaled);
   const std::integral_constant<unsigned, kRare> all;
   const std::integral_constant<unsigned, 0> none;
+  const std::integral_constant<Compact, Compact::kNone> plain;
   const bool rare = pass.present & kRare;
   if constexpr (!Op::kPlain && (kUsed & (bit(kParam) | kStates)) != 0) {
     if (pass.compact & kUsed) {
-      return rare ? run(none, std::true_type()) : run(all, std::true_type());
+      const std::integral_constant<Compact, Compact::kAll> any;
+      if (rare) return run(none, any);
+      if constexpr ((kUsed & kStates) != 0) {
+        if (!(pass.compact & bit(kParam)))
+          return run(all, std::integral_constant<Compact, Compact::kStates>());
+      }
+      return run(all, any);
     }
   }
-  if (!rare) return run(all, std::false_type());
+  if (!rare) return run(all, plain);
   if constexpr (kBack) {
     if (!(pass.present & kRare & ~kBack))
-      return run(std::integral_constant<unsigned, kRare & ~kBack>(), std::false_type());
+      return run(std::integral_constant<unsigned, kRare & ~kBack>(), plain);
   }
-  run(none, std::false_type());
+  run(none, plain);
 }
 
 template <class Op>

@@ -27,7 +27,7 @@ class Counter {
   __device__ void count(const Slice& slice, int i, int number, Lanes<float, kPack> (&x)[kLists]) {
     const DType model = slice(kModel), param = slice(kParam);
     const DType half = plain(model != DType::kNone ? model : param);
-    const DType split = Slice::Column::kCompact ? param : DType::kNone;
+    const DType split = Slice::Column::kSplit ? param : DType::kNone;
     const unsigned there = number > 0 ? (1u << number) - 1 : 0;
 #pragma unroll
     for (int k = 0; k < kPack; ++k) {

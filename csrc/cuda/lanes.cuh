@@ -95,6 +95,14 @@ template <int kWidth>
 HD uint32_t below(const Lanes<float, kWidth>& a, float bound) {
   return a.mask_of([&](int k) { return below(a.lane[k], bound); });
 }
+template <int kWidth>
+HD uint32_t above_zero(const Lanes<float, kWidth>& a) {
+  return a.mask_of([&](int k) { return above_zero(a.lane[k]); });
+}
+template <int kWidth>
+HD Lanes<float, kWidth> keep(uint32_t bits, const Lanes<float, kWidth>& a) {
+  return a.of([&](int k) { return keep(bits >> k, a.lane[k]); });
+}
 
 // Whether all magnitudes are in [2^-kExponent, 2^kExponent).
 template <int kExponent, int kWidth>
@@ -110,19 +118,26 @@ HD bool magnitudes_within(const Lanes<float, kWidth>& a) {
 // element, to what is slow and right for all values: here it is one for all lanes. In the ranges
 // asked for, no step over- or underflows, and nvcc's own check lets them pass.
 template <int kWidth>
-HD Lanes<float, kWidth> operator/(const Lanes<float, kWidth>& a, const Lanes<float, kWidth>& b) {
+HD Lanes<float, kWidth> quotient_of_usual(const Lanes<float, kWidth>& a,
+                                          const Lanes<float, kWidth>& b) {
+  return a.of([&](int k) {
+    const float over = a.lane[k], under = b.lane[k];
 #if defined(__CUDA_ARCH__)
-  if (magnitudes_within<80>(a) && magnitudes_within<40>(b)) {
-    return a.of([&](int k) {
-      const float over = a.lane[k], under = b.lane[k];
-      float inverse;
-      asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(under));
-      inverse = fma(fma(-under, inverse, 1.0f), inverse, inverse);
-      const float near = over * inverse;
-      return fma(fma(-under, near, over), inverse, near);
-    });
-  }
+    float inverse;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(under));
+    inverse = fma(fma(-under, inverse, 1.0f), inverse, inverse);
+    const float near = over * inverse;
+    return fma(fma(-under, near, over), inverse, near);
+#else
+    return over / under;
 #endif
+  });
+}
+template <int kWidth>
+HD Lanes<float, kWidth> operator/(const Lanes<float, kWidth>& a, const Lanes<float, kWidth>& b) {
+  if constexpr (kWidth > 1) {
+    if (magnitudes_within<80>(a) && magnitudes_within<40>(b)) return quotient_of_usual(a, b);
+  }
   return a.of([&](int k) { return a.lane[k] / b.lane[k]; });
 }
 template <int kWidth>

@@ -98,13 +98,13 @@ __device__ inline Sums<Op> add_squares(const Op& op, const Slice& slice, int n,
   return sums;
 }
 
-// Measures the block's chunk; its partials are in the table then. Counts in `meter` if the op is
-// metered.
-template <class Op, unsigned kMissing, bool kCompact = false>
-__device__ void measure_chunk(const TableView& view, float a, float b, const Meter& meter = {}) {
+// Measures chunk `at`; its partials are in the table then. Counts in `meter` if the op is metered.
+template <class Op, unsigned kMissing, Compact kCompact = Compact::kNone>
+__device__ void measure_chunk(const TableView& view, int64_t at, float a, float b,
+                              const Meter& meter = {}) {
   constexpr int kCount = Sums<Op>::kCount;
-  const Chunk chunk = view.chunks[blockIdx.x];
-  Partial* partials = view.partials + blockIdx.x;
+  const Chunk chunk = view.chunks[at];
+  Partial* partials = view.partials + at;
   if (!view.has_gradient(chunk.row)) {
     for (int m = 0; m < kCount; ++m) {
       if (threadIdx.x == 0) partials[m * view.chunk_count] = {0.0, 0};
@@ -122,7 +122,7 @@ __device__ void measure_chunk(const TableView& view, float a, float b, const Met
   float rescale[kCount];
   for (int m = 0; m < kCount; ++m) rescale[m] = 1;
   Counter counter;
-  if constexpr (Op::kMetered) counter.begin(meter.changed_of(blockIdx.x));
+  if constexpr (Op::kMetered) counter.begin(meter.changed_of(at));
   const Sums<Op> sums = add_squares<Op, kMissing>(op, slice, n, rescale, counter);
   if constexpr (Op::kMetered) counter.end(uint32_t(n), meter.counts + chunk.row * kMeterCounts);
   uint32_t largest[kCount];
@@ -155,7 +155,8 @@ __device__ void measure_chunk(const TableView& view, float a, float b, const Met
 // Blocks per multiprocessor to have registers for. LAMB's four lists spill with 80 registers, and
 // two blocks of them have 57 KB of loads in flight; five spill with 128, and so do three of a
 // metered op.
-HD constexpr int measuring_blocks(unsigned used, bool metered, bool compact) {
+HD constexpr int measuring_blocks(unsigned used, bool metered, Compact lists_of_compact) {
+  const bool compact = lists_of_compact != Compact::kNone;
   const int lists = count_lists(used);
   if (metered) return 1;
   return (lists == 1 ? 4 : lists <= 3 ? 3 : lists == 4 ? 2 : 1 + compact) / (compact ? 2 : 1);
@@ -184,11 +185,11 @@ __device__ inline void finish_empty_rows(const TableView& view, int measures, co
   }
 }
 
-// The last block of a row finishes it: from its partials to its norms, a warp for each measure. The
-// order of sum_partials<kRowLanes>. All threads call, after measure_chunk.
-__device__ inline void finish_row(const TableView& view, int measures, const RowNorms& out,
-                                  unsigned* tickets) {
-  const int32_t row = view.chunks[blockIdx.x].row;
+// The block of a row's last chunk finishes it: from its partials to its norms, a warp for each
+// measure. The order of sum_partials<kRowLanes>. All threads call, after measure_chunk.
+__device__ inline void finish_row(const TableView& view, int64_t at, int measures,
+                                  const RowNorms& out, unsigned* tickets) {
+  const int32_t row = view.chunks[at].row;
   const int64_t first = view.first_chunk[row], end = view.first_chunk[row + 1];
   if (end - first == 1) {
     __syncthreads();  // thread 0 has written the partials
@@ -211,7 +212,7 @@ __device__ inline void finish_row(const TableView& view, int measures, const Row
   if (lane == 0) out.set(m * view.rows + row, norm_of(sum), bits_float(bits));
 }
 
-template <class Op, unsigned kMissing, bool kCompact>
+template <class Op, unsigned kMissing, Compact kCompact>
 __global__ void __launch_bounds__(kLanes, measuring_blocks((Op::kReads | Op::kWrites) & ~kMissing,
                                                            Op::kMetered, kCompact))
     measure_kernel(TableView view, RowNorms out, unsigned* tickets, const StepState* state,
@@ -221,17 +222,18 @@ __global__ void __launch_bounds__(kLanes, measuring_blocks((Op::kReads | Op::kWr
   finish_empty_rows(view, kCount, out);
   if (blockIdx.x >= view.chunk_count) return;  // a table without elements: one block and no chunk
   if (!view.is_meant(view.chunks[blockIdx.x].row)) return;
-  measure_chunk<Op, kMissing, kCompact>(view, 0, 0, meter);
-  finish_row(view, kCount, out, tickets);
+  measure_chunk<Op, kMissing, kCompact>(view, blockIdx.x, 0, 0, meter);
+  finish_row(view, blockIdx.x, kCount, out, tickets);
 }
 
 template <class Op>
 void measure(const DevicePass& pass) {
   if (pass.view.rows == 0) return;
-  // A metered step is rare: two instances are enough.
+  // Two instances are enough: a metered step is rare, and so are compact types that are measured.
   constexpr unsigned kOneOf = Op::kMetered ? bit(kUnscaled) : 0;
   with_instance<Op, (Op::kReads | Op::kWrites) & ~kOneOf>(pass, [&](auto missing, auto compact) {
-    launch(Kernel{Op::kName, measure_kernel<Op, missing, compact>},
+    constexpr auto kCompact = compact == Compact::kNone ? Compact::kNone : Compact::kAll;
+    launch(Kernel{Op::kName, measure_kernel<Op, missing, kCompact>},
            pass.view.chunk_count > 0 ? pass.view.chunk_count : 1, kLanes, pass.stream, pass.view,
            RowNorms{pass.norms, nullptr}, pass.tickets, pass.state, pass.meter);
   });

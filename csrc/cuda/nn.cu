@@ -9,6 +9,7 @@
 #include <type_traits>
 
 #include "block_reduce.cuh"
+#include "lanes.cuh"
 #include "launch.cuh"
 #include "nn.cuh"
 #include "pack.cuh"
@@ -18,13 +19,14 @@ namespace ampfuse {
 namespace {
 
 // Where a thread is in a row: its channels [c, c + count).
+template <int kWidth>
 struct Place {
   int64_t c;
   int count;
 
-  __device__ Place(const ImageRows& image, int64_t pack) : c(pack * kPack) {
+  __device__ Place(const ImageRows& image, int64_t pack) : c(pack * kWidth) {
     const int64_t rest = image.channels - c;
-    count = rest < kPack ? int(rest) : kPack;
+    count = rest < kWidth ? int(rest) : kWidth;
   }
 };
 
@@ -36,105 +38,139 @@ bool aligned(const NnArgs& args, unsigned lists) {
   return all;
 }
 
-template <class Op, unsigned kLists>
+// Of a pack, kStep channels at a time: all of them run side by side, or take fewer registers.
+template <class Op, unsigned kLists, int kWidth, int kStep>
 struct Coefs {
-  float value[kPack][Op::kCoefs] = {};
+  Lanes<float, kStep> value[kWidth / kStep][Op::kCoefs] = {};
 
-  __device__ Coefs(const NnArgs& args, int64_t row, const Place& place) {
+  __device__ Coefs(const NnArgs& args, int64_t row, const Place<kWidth>& place) {
 #pragma unroll
-    for (int k = 0; k < kPack; ++k) {
-      if (k < place.count) Op::template coefs<kLists>(args, row, place.c + k, value[k]);
+    for (int k = 0; k < kWidth; ++k) {
+      float of_channel[Op::kCoefs] = {};
+      if (k < place.count) Op::template coefs<kLists>(args, row, place.c + k, of_channel);
+#pragma unroll
+      for (int i = 0; i < Op::kCoefs; ++i) value[k / kStep][i].lane[k % kStep] = of_channel[i];
     }
   }
 };
 
-// Loads a pack of each image that the op reads, calls run(k, x, bits) for each of its values, bits
-// being the rest of the mask from there on, and stores what the op writes. kAligned: as aligned()
-// says; a test of each pack would keep the loads of a row behind those of the row before.
-template <class Op, unsigned kLists, DType kType, bool kAligned, class Run>
-__device__ inline void for_pack(const NnArgs& args, int64_t row, const Place& place,
+// Loads a pack of each image that the op reads, calls run(step, x, bits) for kStep channels at a
+// time, bits being those of the mask, and stores what the op writes. kAligned: as aligned() says; a
+// test of each pack would keep the loads of a row behind those of the row before.
+template <class Op, unsigned kLists, DType kType, bool kAligned, int kStep, int kWidth, class Run>
+__device__ inline void for_pack(const NnArgs& args, int64_t row, const Place<kWidth>& place,
                                 const Run& run) {
   constexpr unsigned kRead = kLists & Op::kReads, kWritten = kLists & Op::kWrites;
-  float x[kMaxImages][kPack] = {};
+  const auto packs = [&](int image) {
+    return RowPacks<kType>(args.images[image], row * args.image.channels + place.c, false);
+  };
+  Lanes<float, kWidth> x[kMaxImages] = {};
 #pragma unroll
   for (int i = 0; i < kMaxImages; ++i) {
-    if (!(kRead & bit(i))) continue;
-    const RowPacks<kType> packs(args.images[i], row * args.image.channels + place.c, false);
-    widen(load_pack<kAligned, kPack>(packs, 0, place.count), kType, x[i]);
+    if (kRead & bit(i))
+      widen(load_pack<kAligned, kWidth>(packs(i), 0, place.count), kType, x[i].lane);
   }
   const int64_t mask_byte = row * args.image.mask_bytes() + place.c / kPack;
-  const uint32_t bits = (kRead & kMask) && args.mask ? args.mask[mask_byte] : 0xffu;
+  uint32_t bits = (kRead & kMask) && args.mask ? args.mask[mask_byte] : 0xffu;
+  if (kWidth < kPack) bits >>= place.c % kPack;
   uint32_t written = 0;
 #pragma unroll
-  for (int k = 0; k < kPack; ++k) {
-    float each[kMaxImages] = {};
+  for (int k = 0; k < kWidth; k += kStep) {
+    Lanes<float, kStep> each[kMaxImages];
 #pragma unroll
     for (int i = 0; i < kMaxImages; ++i)
-      if (kRead & bit(i)) each[i] = x[i][k];
+      each[i] = each[i].of([&](int lane) { return x[i].lane[k + lane]; });
     uint32_t some = bits >> k;
-    run(k, each, some);
-    if (kAligned || k < place.count) written |= some << k;
+    run(k / kStep, each, some);
+    written |= (some & ((1u << kStep) - 1)) << k;
 #pragma unroll
-    for (int i = 0; i < kMaxImages; ++i)
-      if (kWritten & bit(i)) x[i][k] = each[i];
+    for (int i = 0; i < kMaxImages; ++i) {
+#pragma unroll
+      for (int lane = 0; lane < kStep; ++lane) x[i].lane[k + lane] = each[i].lane[lane];
+    }
   }
 #pragma unroll
   for (int i = 0; i < kMaxImages; ++i) {
-    if (!(kWritten & bit(i))) continue;
-    const RowPacks<kType> packs(args.images[i], row * args.image.channels + place.c, false);
-    store_pack<kAligned>(packs, 0, place.count, narrow<kType>(x[i]));
+    if (kWritten & bit(i)) store_pack<kAligned>(packs(i), 0, place.count, narrow<kType>(x[i].lane));
   }
-  if (kWritten & kMask) args.mask[mask_byte] = uint8_t(written);
+  if constexpr (kWritten & kMask) {
+    static_assert(kWidth == kPack, "a byte of the mask is of one thread");
+    args.mask[mask_byte] = uint8_t(kAligned ? written : written & ((1u << place.count) - 1));
+  }
 }
 
 // ---- sums ----
 
-constexpr int kSumPacks = 8;  // of a block: a line of halves
-constexpr int kSumChannels = kSumPacks * kPack;
+constexpr int kSumPacks = 8;  // of a block, side by side: of whole packs, a line of halves
 constexpr int kSumThreads = kSumPacks * kSpanTiles;
-static_assert(kSumThreads >= kSumChannels, "a thread for each channel adds the tiles");
+static_assert(kSumThreads >= kSumPacks * kPack, "a thread for each channel adds the tiles");
 
-// (Four blocks: left to itself, the compiler spills to make room for more.)
-template <class Op, unsigned kLists, DType kType, bool kAligned>
-__global__ void __launch_bounds__(kSumThreads, 4) sum_kernel(NnArgs args) {
+// A matrix of fewer blocks, about as many as a large GPU has multiprocessors, is cut finer: sums
+// into narrow packs, which read slower where there are enough blocks, and maps into fewer rows.
+constexpr int64_t kFewBlocks = 160;
+constexpr int kNarrow = 2;
+
+// Blocks of a multiprocessor that there are registers for without a spill. (Left to itself, the
+// compiler gives so many to a pass that computes much that two blocks fewer run at a time.)
+template <class Op, DType kType, bool kAligned, int kWidth>
+constexpr int sum_blocks() {
+  if (kWidth < kPack) return 8;
+  if (!kAligned) return 3;
+  return kType == DType::kFloat32 || (Op::kReads & kMask) ? 4 : 6;
+}
+
+template <class Op, unsigned kLists, DType kType, bool kAligned, int kWidth>
+__global__ void __launch_bounds__(kSumThreads, (sum_blocks<Op, kType, kAligned, kWidth>()))
+    sum_kernel(NnArgs args) {
   assume_type<kType>(args);
+  constexpr int kStep = kWidth == kPack ? 1 : kWidth, kSteps = kWidth / kStep;
+  using F = Lanes<float, kStep>;
+  constexpr int kChannels = kSumPacks * kWidth;
   const ImageRows& image = args.image;
-  const int64_t columns = ceil_div(image.channels, kSumChannels);
+  const int64_t columns = ceil_div(image.channels, kChannels);
   const int64_t span = blockIdx.x / columns, first_row = span * kSpanRows;
-  const int64_t first_channel = blockIdx.x % columns * kSumChannels;
+  const int64_t first_channel = blockIdx.x % columns * kChannels;
   const int tile = threadIdx.x / kSumPacks, pack = threadIdx.x % kSumPacks;
-  const Place place(image, first_channel / kPack + pack);
+  const Place<kWidth> place(image, first_channel / kWidth + pack);
 
-  float first[kPack] = {}, second[kPack] = {};
+  __shared__ float of_rows[Op::kCoefsOfRow ? kSpanRows : 1][Op::kCoefs];
+  if constexpr (Op::kCoefsOfRow) {  // on their way together, and not in the way of the rows
+    for (int i = threadIdx.x; i < image.rows_of(span); i += kSumThreads)
+      Op::template coefs<kLists>(args, first_row + i, 0, of_rows[i]);
+    __syncthreads();
+  }
+  F first[kSteps] = {}, second[kSteps] = {};
   if (place.count > 0) {
     const int64_t begin = first_row + tile * kTileRows;
     const int64_t end = begin + kTileRows < image.rows ? begin + kTileRows : image.rows;
-    const Coefs<Op, kLists> coefs(args, first_row, place);
-#pragma unroll 4
+    const Coefs<Op, kLists, kWidth, kStep> coefs(args, first_row, place);
+#pragma unroll kWidth == kPack ? 4 : 8
     for (int64_t row = begin; row < end; ++row) {
-      float of_row[Op::kCoefs] = {};
-      if constexpr (Op::kCoefsOfRow) Op::template coefs<kLists>(args, row, place.c, of_row);
-      for_pack<Op, kLists, kType, kAligned>(
-          args, row, place, [&](int k, float (&x)[kMaxImages], uint32_t bits) {
+      F of_row[Op::kCoefs];
+#pragma unroll
+      for (int i = 0; i < Op::kCoefs; ++i)
+        of_row[i] = F(Op::kCoefsOfRow ? of_rows[row - first_row][i] : 0.0f);
+      for_pack<Op, kLists, kType, kAligned, kStep>(
+          args, row, place, [&](int step, F(&x)[kMaxImages], uint32_t bits) {
             if constexpr (Op::kCoefsOfRow) {
-              Op::template add<kLists>(x, of_row, bits, first[k], second[k]);
+              Op::template add<kLists>(x, of_row, bits, first[step], second[step]);
             } else {
-              Op::template add<kLists>(x, coefs.value[k], bits, first[k], second[k]);
+              Op::template add<kLists>(x, coefs.value[step], bits, first[step], second[step]);
             }
           });
     }
   }
 
-  __shared__ float sums[2][kSpanTiles][kSumChannels];
+  __shared__ float sums[2][kSpanTiles][kChannels];
 #pragma unroll
-  for (int k = 0; k < kPack; ++k) {
-    sums[0][tile][pack * kPack + k] = first[k];
-    sums[1][tile][pack * kPack + k] = second[k];
+  for (int k = 0; k < kWidth; ++k) {
+    sums[0][tile][pack * kWidth + k] = first[k / kStep].lane[k % kStep];
+    sums[1][tile][pack * kWidth + k] = second[k / kStep].lane[k % kStep];
   }
   __syncthreads();
   const int i = threadIdx.x;
   const int64_t c = first_channel + i;
-  if (i >= kSumChannels || c >= image.channels) return;
+  if (i >= kChannels || c >= image.channels) return;
   float total[2] = {0, 0};
   for (int t = 0; t < kSpanTiles; ++t) {
     total[0] += sums[0][t][i];
@@ -158,7 +194,7 @@ struct SpanSum {
     const int64_t whole = exists ? image.rows / kSpanRows : 0, lane = threadIdx.x % kRowLanes;
     double sum = 0;
     // (Told that a span is whole, the compiler leaves out what a shorter one takes, a division.)
-#pragma unroll 8
+#pragma unroll 16
     for (int64_t span = lane; span < whole; span += kRowLanes) {
 #if defined(__CUDA_ARCH__)
       __builtin_assume(image.rows_of(span) == kSpanRows);
@@ -181,18 +217,20 @@ __global__ void finish_kernel(NnArgs args) {
 
 // ---- maps ----
 
-constexpr int kRowsEach = 8;  // of a thread
+constexpr int kRowsAtOnce = 4;  // of a thread, in flight together
 
-// How the threads of a block lie: `width` packs wide, a power of two.
+// How the threads of a block lie: `width` packs wide, a power of two, and each has `rows` rows.
 struct Grid {
-  int width;
+  int width = 1, rows = 2 * kRowsAtOnce;
   int64_t columns, blocks;
 
-  explicit Grid(const ImageRows& image) : width(1) {
+  explicit Grid(const ImageRows& image) {
     const int64_t packs = ceil_div(image.channels, kPack);
     while (width < packs && width < 32) width *= 2;
     columns = ceil_div(packs, width);
-    blocks = columns * ceil_div(image.rows, kLanes / width * kRowsEach);
+    const auto count = [&] { return columns * ceil_div(image.rows, kLanes / width * rows); };
+    if (count() < kFewBlocks) rows = kRowsAtOnce;
+    blocks = count();
   }
 };
 
@@ -202,18 +240,21 @@ template <class Op, unsigned kLists, DType kType, bool kAligned>
 __global__ void __launch_bounds__(kLanes) map_kernel(NnArgs args, Grid grid) {
   const ImageRows& image = args.image;
   const int64_t block = grid.blocks - 1 - blockIdx.x;
-  const Place place(image, block % grid.columns * grid.width + threadIdx.x % grid.width);
+  const Place<kPack> place(image, block % grid.columns * grid.width + threadIdx.x % grid.width);
   if (place.count <= 0) return;
   const int height = kLanes / grid.width;
-  int64_t row = block / grid.columns * height * kRowsEach + threadIdx.x / grid.width;
-  const Coefs<Op, kLists> coefs(args, 0, place);
-#pragma unroll 4
-  for (int i = 0; i < kRowsEach; ++i, row += height) {
-    if (row >= image.rows) continue;
-    for_pack<Op, kLists, kType, kAligned>(args, row, place,
-                                          [&](int k, float (&x)[kMaxImages], uint32_t& bits) {
-                                            Op::template apply<kLists>(x, coefs.value[k], bits);
-                                          });
+  int64_t row = block / grid.columns * height * grid.rows + threadIdx.x / grid.width;
+  const Coefs<Op, kLists, kPack, kPack> coefs(args, 0, place);
+#pragma unroll 1
+  for (int done = 0; done < grid.rows; done += kRowsAtOnce) {
+#pragma unroll
+    for (int i = 0; i < kRowsAtOnce; ++i, row += height) {
+      if (row >= image.rows) continue;
+      for_pack<Op, kLists, kType, kAligned, kPack>(
+          args, row, place, [&](int step, Lanes<float, kPack>(&x)[kMaxImages], uint32_t& bits) {
+            Op::template apply<kLists>(x, coefs.value[step], bits);
+          });
+    }
   }
 }
 
@@ -221,9 +262,16 @@ template <class Op, unsigned kLists, DType kType, bool kAligned>
 void start(const NnArgs& args, cudaStream_t stream) {
   const ImageRows& image = args.image;
   if constexpr (Op::kKind == PassKind::kChannelSum) {
-    const int64_t blocks = image.spans() * ceil_div(image.channels, kSumChannels);
-    launch(Kernel{Op::kName, sum_kernel<Op, kLists, kType, kAligned>}, blocks, kSumThreads, stream,
-           args);
+    const auto sum = [&](auto width) {
+      constexpr int kWidth = decltype(width)::value;
+      const int64_t blocks = image.spans() * ceil_div(image.channels, kSumPacks * kWidth);
+      if (kAligned && kWidth == kPack && blocks < kFewBlocks) return false;
+      launch(Kernel{Op::kName, sum_kernel<Op, kLists, kType, kAligned, kWidth>}, blocks,
+             kSumThreads, stream, args);
+      return true;
+    };
+    if (!sum(std::integral_constant<int, kPack>()))
+      sum(std::integral_constant<int, kAligned ? kNarrow : kPack>());
     launch(Kernel{Op::kName, finish_kernel<Op>}, ceil_div(image.channels, kFinishChannels), kLanes,
            stream, args);
   } else {

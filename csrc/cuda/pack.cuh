@@ -24,7 +24,7 @@ __device__ inline char* global_at(char* data, int offset) {
 template <DType kType>
 struct KnownColumn {
   static constexpr DType dtype = kType;
-  static constexpr bool kCompact = false;
+  static constexpr bool kCompact = false, kSplit = false;
   char* data = nullptr;
 
   __device__ char* at(int i) const { return global_at(data, i * int(element_size(kType))); }
@@ -176,34 +176,47 @@ __device__ inline void widen(const Pack<kWidth>& pack, DType dtype, float (&valu
   });
 }
 
-template <int kWidth>
-__device__ inline Pack<kWidth> narrow(const float (&value)[kWidth], DType dtype) {
-  Pack<kWidth> pack;
-  with_storage(dtype, [&](auto storage) {
-    using Stored = typename decltype(storage)::Stored;
-#pragma unroll
-    for (int k = 0; k < kWidth; ++k) pack.template put<sizeof(Stored)>(k, storage.narrow(value[k]));
-  });
-  return pack;
+// Two values that are no NaN, as float_to_bfloat16() has them, the first in the lower half.
+__device__ inline uint32_t numbers_to_bfloat16(float low, float high) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  uint32_t both;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+  return both;
+#else
+  const auto rounded = [](float value) {
+    const uint32_t bits = float_bits(value);
+    return (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  };
+  return rounded(low) | rounded(high) << 16;
+#endif
 }
 
-// float_to_bfloat16() of what is no NaN.
-__device__ inline uint32_t number_to_bfloat16(float value) {
-  const uint32_t bits = float_bits(value);
-  return (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-}
-
-// For a type that is known when compiling. A pack of BF16 is asked for NaNs once, where its
-// rounding asks each value: a third of the instructions of a pass that does little else.
+// A pack of BF16 is asked for NaNs once, where its rounding asks each value: a third of the
+// instructions of a pass that does little else.
 template <DType kType, int kWidth>
 __device__ inline Pack<kWidth> narrow(const float (&value)[kWidth]) {
+  using Type = Storage<kType>;
   bool numbers = kType == DType::kBFloat16;
 #pragma unroll
   for (int k = 0; k < kWidth; ++k) numbers = numbers & (value[k] == value[k]);
-  if (!numbers) return narrow(value, kType);
   Pack<kWidth> pack;
+  if (numbers) {
 #pragma unroll
-  for (int k = 0; k < kWidth; ++k) pack.template put<2>(k, number_to_bfloat16(value[k]));
+    for (int k = 0; k < kWidth; k += 2)
+      pack.word[k / 2] = numbers_to_bfloat16(value[k], value[k + 1]);
+    return pack;
+  }
+#pragma unroll
+  for (int k = 0; k < kWidth; ++k)
+    pack.template put<sizeof(typename Type::Stored)>(k, Type::narrow(value[k]));
+  return pack;
+}
+
+// ... as `dtype` says.
+template <int kWidth>
+__device__ inline Pack<kWidth> narrow(const float (&value)[kWidth], DType dtype) {
+  Pack<kWidth> pack;
+  with_storage(dtype, [&](auto storage) { pack = narrow<decltype(storage)::kType>(value); });
   return pack;
 }
 

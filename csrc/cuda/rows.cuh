@@ -26,7 +26,7 @@ __device__ inline void assume_type([[maybe_unused]] const NnArgs& args) {
 template <DType kType>
 struct RowPacks {
   static constexpr DType dtype = kType;
-  static constexpr bool kCompact = false;
+  static constexpr bool kCompact = false, kSplit = false;
   char* data;
   bool aligned;
 

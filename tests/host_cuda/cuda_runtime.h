@@ -23,6 +23,7 @@
 #define __host__
 #define __shared__ static thread_local
 #define __launch_bounds__(...)
+#define __grid_constant__
 
 // --- what device code uses
 // --------------------------------------------------------------------------------
@@ -148,6 +149,8 @@ inline cudaError_t cudaDriverGetVersion(int* version) {
   return cudaSuccess;
 }
 cudaError_t cudaGetDevice(int* device);
+enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount };
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device);
 cudaError_t cudaDeviceSynchronize();
 
 cudaError_t cudaMalloc(void** memory, size_t bytes);

@@ -83,7 +83,7 @@ struct Gelu {
     below = fma(below, m, F(23.9415321f));
     below = fma(below, m, F(-39.034153f));
     below = fma(below, m, F(26.1037445f));
-    const F q = above / below;
+    const F q = quotient_of_usual(above, below);
     return mirrored(z, m, e * q, e * fma(F(0.398942280f), m, q));
   }
 };
