@@ -2,9 +2,9 @@
 # Builds, tests and measures on a machine with an NVIDIA GPU, in three calls of nine minutes at
 # most, any of which may be lost. What answers most comes first:
 #
-#     benchmarks/gpu_gate.sh 1                 every kernel's bits, steps, batch norms, counters
-#     benchmarks/gpu_gate.sh 2                 graphs, sanitizers, two streams, the other steps
-#     benchmarks/gpu_gate.sh 3                 whole nets, the other tests, the host, experiments
+#     benchmarks/gpu_gate.sh 1                 every kernel's bits, all tests, steps, layers, counters
+#     benchmarks/gpu_gate.sh 2                 whole nets, the host, the other steps, Muon
+#     benchmarks/gpu_gate.sh 3                 sanitizers, two streams, experiments
 #     benchmarks/gpu_gate.sh build step:300    these parts, with so many seconds (540)
 #
 # Results gather in BUILD/results over all calls: a log per part, the CSV files, benchmarks.md, which
@@ -25,9 +25,9 @@ cd "$(dirname "$SELF")/.." || exit
 
 # The parts of each call, and the seconds of each.
 declare -A CALLS=(
-  [1]="machine:15 build:165 core:45 tests:75 step:120 layers:45 counters:60 tables:15"
-  [2]="machine:15 build:165 tests_graphs:75 memcheck:60 racecheck:60 stress:40 others:105 tables:15"
-  [3]="machine:15 build:160 nets:150 tests_rest:100 host_time:20 meter:20 experiments:60 tables:15"
+  [1]="machine:15 build:165 core:30 tests:130 step:75 layers:40 counters:30 tables:15"
+  [2]="machine:15 build:165 nets:180 host_time:45 meter:20 muon:30 others:70 tables:15"
+  [3]="machine:15 build:165 memcheck:100 racecheck:100 stress:40 experiments:60 tables:15"
 )
 PYTHON=${PYTHON:-python3}
 OUT=${OUT:-results/gpu}
@@ -99,12 +99,9 @@ sanitize() {
   build_core && compute-sanitizer --tool "$@" --error-exitcode 9 "$CORE_TESTS" \
     norms non_finite unscaled maps steps nn_ops
 }
-memcheck() { sanitize memcheck --leak-check full; }
+memcheck() { sanitize memcheck; } # (no --leak-check: pinned buffers are kept to the end)
 racecheck() { sanitize racecheck; }
 initcheck() { sanitize initcheck; }
-
-STEP_TESTS=(tests/core/test_gpu.py tests/nn/test_batch_norm.py)
-GRAPH_TESTS=(tests/graphs/test_graphs.py tests/experiments/test_experiments_graphs.py)
 
 run_pytest() {
   local processes=()
@@ -112,12 +109,7 @@ run_pytest() {
   TORCHINDUCTOR_COMPILE_THREADS=2 "$PYTHON" -m pytest -p no:cacheprovider -q -m gpu \
     -o faulthandler_timeout=60 "${processes[@]}" "$@"
 }
-tests() { run_pytest "${STEP_TESTS[@]}" -k "not competing"; }
-tests_graphs() { run_pytest "${GRAPH_TESTS[@]}"; }
-tests_rest() {
-  run_pytest tests "${STEP_TESTS[@]/#/--ignore=}" "${GRAPH_TESTS[@]/#/--ignore=}" \
-    --continue-on-collection-errors
-}
+tests() { run_pytest tests -k "not competing" --continue-on-collection-errors; }
 stress() { run_pytest tests/core/test_gpu.py -k competing; }
 
 # What a benchmark has measured when its time is up is in its CSV.
@@ -130,6 +122,7 @@ others() { measure step step_others_cuda --no-compile --only odd seldom fp16 fp3
 compiled() { measure step step_compiled_cuda --only resnet50 vit-b-bf16; }
 meter() { measure step meter_cuda --no-compile --meter --only 2000x64K-bf16 resnet50-bf16; }
 layers() { measure layers layers_cuda; }
+muon() { measure muon muon_cuda; }
 host_time() { measure host_time host_time_cuda; }
 nets() {
   needs_packages torchvision,timm

@@ -1,6 +1,6 @@
 """A step of Muon and AdamW against torch's, on the shapes of real models.
 
-    python benchmarks/muon.py                     # GPT-2 small and ResNet-18
+    python benchmarks/muon.py [--device cuda]     # GPT-2 small and ResNet-18
     python benchmarks/muon.py --only resnet18
     python benchmarks/muon.py --quick             # does it run? one layer of each
 
@@ -44,7 +44,7 @@ def shapes_of(case: str, quick: bool) -> list[tuple[str, tuple[int, ...]]]:
     return [("head" if "fc" in n or len(s) < 2 else n, s) for n, s in found]
 
 
-def tensors_of(case: str, quick: bool) -> list[tuple[bool, Tensor, Tensor]]:
+def tensors_of(case: str, quick: bool, device: torch.device) -> list[tuple[bool, Tensor, Tensor]]:
     """Of each parameter whether it is Muon's, its BF16 weight, and a scaled gradient."""
     generator = torch.Generator().manual_seed(0)
     found = []
@@ -53,18 +53,18 @@ def tensors_of(case: str, quick: bool) -> list[tuple[bool, Tensor, Tensor]]:
         if len(shape) == 4:
             weight = weight.to(memory_format=torch.channels_last)
             gradient = gradient.to(memory_format=torch.channels_last)
-        pair = (0.02 * weight).bfloat16(), (1e-3 * SCALE * gradient).bfloat16()
-        found.append((name.endswith("weight"), *pair))
+        pair = 0.02 * weight, 1e-3 * SCALE * gradient
+        found.append((name.endswith("weight"), *(t.to(device, torch.bfloat16) for t in pair)))
     return found
 
 
 class Ours:
     """ampfuse's optimizer on BF16 parameters."""
 
-    def __init__(self, case: str, quick: bool) -> None:
+    def __init__(self, case: str, quick: bool, device: torch.device) -> None:
         import ampfuse
 
-        tensors = tensors_of(case, quick)
+        tensors = tensors_of(case, quick, device)
         kinds: dict[bool, list[Any]] = {True: [], False: []}
         for is_matrix, weight, gradient in tensors:
             param = nn.Parameter(weight)
@@ -74,8 +74,8 @@ class Ours:
         self.optimizer = ampfuse.optim.Muon(
             groups, lr=1e-3, master_weights=True, max_grad_norm=MAX_NORM
         )
-        self.scaler = ampfuse.GradScaler("cpu", init_scale=SCALE, growth_interval=2**30)
-        self.scaler.scale(torch.ones(()))
+        self.scaler = ampfuse.GradScaler(device.type, init_scale=SCALE, growth_interval=2**30)
+        self.scaler.scale(torch.ones((), device=device))
 
     def __call__(self) -> None:
         self.scaler.step(self.optimizer)
@@ -85,8 +85,8 @@ class Ours:
 class Torchs:
     """What torch has for it."""
 
-    def __init__(self, case: str, quick: bool) -> None:
-        tensors = tensors_of(case, quick)
+    def __init__(self, case: str, quick: bool, device: torch.device) -> None:
+        tensors = tensors_of(case, quick, device)
         self.weights = [weight for _, weight, _ in tensors]
         self.gradients = [gradient for _, _, gradient in tensors]
         self.masters, kinds = [], {True: [], False: []}
@@ -99,8 +99,8 @@ class Torchs:
             torch.optim.Muon(kinds[True], lr=1e-3),
             torch.optim.AdamW(kinds[False], lr=1e-3, fused=True),
         ]
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=SCALE, growth_interval=2**30)
-        self.scaler.scale(torch.ones(()))
+        self.scaler = torch.amp.GradScaler(device.type, init_scale=SCALE, growth_interval=2**30)
+        self.scaler.scale(torch.ones((), device=device))
 
     @torch.no_grad()
     def __call__(self) -> None:
@@ -121,11 +121,12 @@ class Torchs:
 class Products:
     """The orthogonalization of our step alone."""
 
-    def __init__(self, case: str, quick: bool) -> None:
+    def __init__(self, case: str, quick: bool, device: torch.device) -> None:
         from ampfuse.optim import muon
 
+        self.device = device
         self.jobs: dict[Any, list[Tensor]] = {}
-        for is_matrix, _, gradient in tensors_of(case, quick):
+        for is_matrix, _, gradient in tensors_of(case, quick, device):
             if is_matrix:
                 view = gradient.permute(0, 2, 3, 1).flatten(1) if gradient.ndim == 4 else gradient
                 self.jobs.setdefault(tuple(view.shape), []).append(view[None].contiguous())
@@ -145,7 +146,7 @@ class Products:
         """torch's and ours, in 1e9, as if all were in one type."""
         from ampfuse.optim.newton_schulz import operations, product_dtype
 
-        theirs, ours, dtype = 0.0, 0.0, product_dtype(torch.device("cpu"))
+        theirs, ours, dtype = 0.0, 0.0, product_dtype(self.device)
         for (rows, columns), views in self.jobs.items():
             m, n = min(rows, columns), max(rows, columns)
             theirs += len(views) * operations(m, n, STEPS, dtype, by_gram=False)
@@ -156,8 +157,10 @@ class Products:
 class Peak:
     """As many operations as ours, as products of 1,024 x 1,024 in BF16."""
 
-    def __init__(self, operations: float) -> None:
-        self.left, self.right = (torch.randn(8, 1024, 1024).bfloat16() for _ in range(2))
+    def __init__(self, operations: float, device: torch.device) -> None:
+        self.left, self.right = (
+            torch.randn(8, 1024, 1024).to(device, torch.bfloat16) for _ in range(2)
+        )
         self.times = operations * 1e9 / (8 * 2 * 1024**3)
 
     def milliseconds(self, clock: Clock) -> float:
@@ -172,14 +175,15 @@ def main() -> None:
         for case in filter(results.want, ("gpt2-small", "resnet18")):
             for threads in options.threads:
                 torch.set_num_threads(threads)
-                clock, products = Clock(options.device), Products(case, options.quick)
+                arguments = case, options.quick, options.device
+                clock, products = Clock(options.device), Products(*arguments)
                 theirs, ours = products.operations()
                 print(f"{case}: {theirs:,.1f}e9 operations by torch's way, {ours:,.1f}e9 by ours")
-                peak = Peak(ours)
+                peak = Peak(ours, options.device)
                 times = measure(
                     {
-                        "ampfuse": Variant(clock, Ours(case, options.quick)),
-                        "torch": worker.variant(Torchs, case, options.quick),
+                        "ampfuse": Variant(clock, Ours(*arguments)),
+                        "torch": worker.variant(Torchs, *arguments),
                         "products": Variant(clock, products),
                         "peak": lambda peak=peak, clock=clock: peak.milliseconds(clock),
                     },

@@ -159,6 +159,7 @@ def nets_tables(rows: list[Row]) -> list[list[str]]:
     """Of times and gains; of what O5's time and memory are spent on; of fusing."""
     arms = ["FP32", "torch.amp", "torch.amp, compiled", "O4", "O5"]
     times, spent, fused = [], [], []
+    arms += [arm for arm in ("O2", "O5, graphed") if any(row.variant == arm for row in rows)]
     for net, by in by_net(rows).items():
         o5 = by["O5"].median_ms
         gains = [f"**{by[arm].median_ms / o5:.2f}x**" for arm in arms[1:3] if arm in by]
@@ -188,7 +189,9 @@ def nets_tables(rows: list[Row]) -> list[list[str]]:
 
 
 def _whole(row: Row) -> str:
-    return f"{row.median_ms:.0f} ({row.p20_ms:.0f}-{row.p80_ms:.0f})"
+    digits = 0 if row.median_ms >= 100 else 1
+    values = (f"{value:.{digits}f}" for value in (row.median_ms, row.p20_ms, row.p80_ms))
+    return "{} ({}-{})".format(*values)
 
 
 _ARMS = {"FP32": "FP32", "torch.amp": "BF16 by torch.amp", "O5": "BF16 by ampfuse"}

@@ -709,7 +709,7 @@ def test_a_wheel_may_be_brought_along(gate, tmp_path):
 
 
 def test_what_fails_or_hangs_in_the_gate_keeps_no_other_from_running(gate):
-    code, found = gate("build:4", "tests:1", "core", FAIL="cmake", HANG="test_gpu.py")
+    code, found = gate("build:4", "tests:1", "core", FAIL="cmake", HANG="pytest")
     assert found == {"build": "FAILED", "tests": "TIMEOUT", "core": "ok"}
     assert code == 2
 
@@ -717,7 +717,7 @@ def test_what_fails_or_hangs_in_the_gate_keeps_no_other_from_running(gate):
 def test_what_a_part_leaves_of_its_time_the_next_have(gate):
     """And no more: the parts of a call end when the sum of their seconds is over."""
     started = time.monotonic()
-    _, found = gate("machine:2", "tests:1", "stress:1", HANG="test_gpu.py")
+    _, found = gate("machine:2", "tests:1", "stress:1", HANG="pytest")
     assert found == {"machine": "ok", "tests": "TIMEOUT", "stress": "TIMEOUT"}
     assert 3 < time.monotonic() - started < 20
 
