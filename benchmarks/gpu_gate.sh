@@ -27,7 +27,7 @@ cd "$(dirname "$SELF")/.." || exit
 declare -A CALLS=(
   [1]="machine:15 build:165 core:30 tests:130 step:75 layers:40 counters:30 tables:15"
   [2]="machine:15 build:165 nets:180 host_time:45 meter:20 muon:30 others:70 tables:15"
-  [3]="machine:15 build:165 memcheck:100 racecheck:100 stress:40 experiments:60 tables:15"
+  [3]="machine:15 build:165 memcheck:100 racecheck:100 stress:40 experiments:75"
 )
 PYTHON=${PYTHON:-python3}
 OUT=${OUT:-results/gpu}
