@@ -346,7 +346,10 @@ __device__ inline void with_known_types(const Slice& slice, const Run& run) {
 HD constexpr int updating_blocks(unsigned used, unsigned unsigned_states, Compact compact) {
   const int lists = count_lists(used);
   if (compact == Compact::kAll) return lists > 6 ? 1 : 2;
-  if (compact == Compact::kStates) return lists > 6 ? 1 : (used & kRareLists) != 0 ? 2 : 3;
+  if (compact == Compact::kStates) {  // (With one state, three blocks spill on sm_80.)
+    const bool adam = count_lists(used & kStates) > 1 && (used & kRareLists) == 0;
+    return lists > 6 ? 1 : adam ? 3 : 2;
+  }
   const bool quotient = (used & bit(kGrad)) != 0 && unsigned_states != 0;
   return lists > 6 ? 2 : lists + quotient > 4 ? 3 : 4;
 }
