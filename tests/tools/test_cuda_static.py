@@ -226,10 +226,15 @@ def test_resident_blocks(static, arch, threads, registers, shared, blocks):
 
 def test_the_instance_of_a_case(static):
     case = next(case for case in static.CASES if case.name == "adam fp32 unscaled")
-    names = [f"x{case.symbol}Lj{mask}ELb{compact}E" for mask in (778, 770, 0) for compact in (0, 1)]
-    assert static.instance(case, names) == f"x{case.symbol}Lj770ELb0E"
-    case = next(case for case in static.CASES if case.name == "adam bf16 8bit")
-    assert static.instance(case, names) == f"x{case.symbol}Lj778ELb1E"
+    names = [
+        f"x{case.symbol}Lj{mask}ELNS_7CompactE{compact}E"
+        for mask in (778, 770, 0)
+        for compact in range(3)
+    ]
+    assert static.instance(case, names) == f"x{case.symbol}Lj770ELNS_7CompactE0E"
+    for name, compact in (("adam bf16 8bit", 1), ("adam bf16 split 8bit", 2)):
+        case = next(case for case in static.CASES if case.name == name)
+        assert static.instance(case, names) == f"x{case.symbol}Lj778ELNS_7CompactE{compact}E"
     assert static.instance(case, ["other"]) is None
 
 
