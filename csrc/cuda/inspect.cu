@@ -1,7 +1,5 @@
 // One read of every gradient: non-finite flag, sum of squares, first offending row, norms of rows.
 // The last block to finish adds the partials up and, if the step follows at once, prepares it.
-#include <algorithm>
-
 #include "core/advance.h"
 #include "core/ops/inspect.h"
 #include "measure.cuh"
@@ -77,20 +75,15 @@ __device__ __attribute__((noinline)) void finish_inspection(const TableView& vie
   if (args.preparation.state != nullptr) prepare_by_block(view, args.preparation);
 }
 
-constexpr int kResident = 4;  // blocks of a multiprocessor
-
-// As many blocks as run at a time; each takes several chunks.
 template <unsigned kMissing>
-__global__ void __launch_bounds__(kLanes, kMissing != 0 ? kResident : 2)
+__global__ void __launch_bounds__(kLanes, kMissing != 0 ? 4 : 2)
     inspect_kernel(const __grid_constant__ TableView view, const __grid_constant__ InspectArgs args,
                    unsigned* tickets) {
   const RowNorms rows{args.row_norms, args.row_largest};
   if (rows.wanted()) finish_empty_rows(view, 1, rows);
-  const float scale = inverse_scale(args);
-#pragma unroll 1
-  for (int64_t at = blockIdx.x; at < view.chunk_count; at += gridDim.x) {
-    measure_chunk<InspectOp<>, kMissing>(view, at, scale, args.fresh);
-    if (rows.wanted()) finish_row(view, at, 1, rows, tickets);
+  if (blockIdx.x < view.chunk_count) {  // a table without elements has one block and no chunk
+    measure_chunk<InspectOp<>, kMissing>(view, inverse_scale(args), args.fresh);
+    if (rows.wanted()) finish_row(view, 1, rows, tickets);
   }
   if (arrives_last(tickets + view.rows, gridDim.x)) finish_inspection(view, args);
 }
@@ -105,9 +98,7 @@ __global__ void __launch_bounds__(kPrepareThreads)
 }  // namespace
 
 void inspect(const DevicePass& pass, const InspectArgs& args) {
-  const int64_t most = kResident * multiprocessors();
-  // (A table without elements has one block and no chunk.)
-  const int64_t blocks = std::clamp<int64_t>(pass.view.chunk_count, 1, most);
+  const int64_t blocks = pass.view.chunk_count > 0 ? pass.view.chunk_count : 1;
   constexpr unsigned kRare = bit(kAccumulated) | bit(kGradOut);
   const auto kernel = pass.present & kRare ? inspect_kernel<0> : inspect_kernel<kRare>;
   launch(Kernel{"inspect", kernel}, blocks, kLanes, pass.stream, pass.view, args, pass.tickets);

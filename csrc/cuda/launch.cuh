@@ -26,14 +26,6 @@ inline void check_cuda(cudaError_t status, const char* what, const char* file, i
 
 #define CUDA_CHECK(call) ::ampfuse::check_cuda((call), #call, __FILE__, __LINE__)
 
-// Of the current device.
-inline int multiprocessors() {
-  int device = 0, count = 0;
-  CUDA_CHECK(cudaGetDevice(&device));
-  CUDA_CHECK(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
-  return count;
-}
-
 // A kernel with the name and the place that an error message gives.
 template <class... Params>
 struct Kernel {

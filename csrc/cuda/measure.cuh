@@ -98,13 +98,13 @@ __device__ inline Sums<Op> add_squares(const Op& op, const Slice& slice, int n,
   return sums;
 }
 
-// Measures chunk `at`; its partials are in the table then. Counts in `meter` if the op is metered.
+// Measures the block's chunk; its partials are in the table then. Counts in `meter` if the op is
+// metered.
 template <class Op, unsigned kMissing, Compact kCompact = Compact::kNone>
-__device__ void measure_chunk(const TableView& view, int64_t at, float a, float b,
-                              const Meter& meter = {}) {
+__device__ void measure_chunk(const TableView& view, float a, float b, const Meter& meter = {}) {
   constexpr int kCount = Sums<Op>::kCount;
-  const Chunk chunk = view.chunks[at];
-  Partial* partials = view.partials + at;
+  const Chunk chunk = view.chunks[blockIdx.x];
+  Partial* partials = view.partials + blockIdx.x;
   if (!view.has_gradient(chunk.row)) {
     for (int m = 0; m < kCount; ++m) {
       if (threadIdx.x == 0) partials[m * view.chunk_count] = {0.0, 0};
@@ -122,7 +122,7 @@ __device__ void measure_chunk(const TableView& view, int64_t at, float a, float 
   float rescale[kCount];
   for (int m = 0; m < kCount; ++m) rescale[m] = 1;
   Counter counter;
-  if constexpr (Op::kMetered) counter.begin(meter.changed_of(at));
+  if constexpr (Op::kMetered) counter.begin(meter.changed_of(blockIdx.x));
   const Sums<Op> sums = add_squares<Op, kMissing>(op, slice, n, rescale, counter);
   if constexpr (Op::kMetered) counter.end(uint32_t(n), meter.counts + chunk.row * kMeterCounts);
   uint32_t largest[kCount];
@@ -185,11 +185,11 @@ __device__ inline void finish_empty_rows(const TableView& view, int measures, co
   }
 }
 
-// The block of a row's last chunk finishes it: from its partials to its norms, a warp for each
-// measure. The order of sum_partials<kRowLanes>. All threads call, after measure_chunk.
-__device__ inline void finish_row(const TableView& view, int64_t at, int measures,
-                                  const RowNorms& out, unsigned* tickets) {
-  const int32_t row = view.chunks[at].row;
+// The last block of a row finishes it: from its partials to its norms, a warp for each measure. The
+// order of sum_partials<kRowLanes>. All threads call, after measure_chunk.
+__device__ inline void finish_row(const TableView& view, int measures, const RowNorms& out,
+                                  unsigned* tickets) {
+  const int32_t row = view.chunks[blockIdx.x].row;
   const int64_t first = view.first_chunk[row], end = view.first_chunk[row + 1];
   if (end - first == 1) {
     __syncthreads();  // thread 0 has written the partials
@@ -222,8 +222,8 @@ __global__ void __launch_bounds__(kLanes, measuring_blocks((Op::kReads | Op::kWr
   finish_empty_rows(view, kCount, out);
   if (blockIdx.x >= view.chunk_count) return;  // a table without elements: one block and no chunk
   if (!view.is_meant(view.chunks[blockIdx.x].row)) return;
-  measure_chunk<Op, kMissing, kCompact>(view, blockIdx.x, 0, 0, meter);
-  finish_row(view, blockIdx.x, kCount, out, tickets);
+  measure_chunk<Op, kMissing, kCompact>(view, 0, 0, meter);
+  finish_row(view, kCount, out, tickets);
 }
 
 template <class Op>

@@ -194,7 +194,7 @@ struct SpanSum {
     const int64_t whole = exists ? image.rows / kSpanRows : 0, lane = threadIdx.x % kRowLanes;
     double sum = 0;
     // (Told that a span is whole, the compiler leaves out what a shorter one takes, a division.)
-#pragma unroll 16
+#pragma unroll 8
     for (int64_t span = lane; span < whole; span += kRowLanes) {
 #if defined(__CUDA_ARCH__)
       __builtin_assume(image.rows_of(span) == kSpanRows);
@@ -262,16 +262,14 @@ template <class Op, unsigned kLists, DType kType, bool kAligned>
 void start(const NnArgs& args, cudaStream_t stream) {
   const ImageRows& image = args.image;
   if constexpr (Op::kKind == PassKind::kChannelSum) {
-    const auto sum = [&](auto width) {
-      constexpr int kWidth = decltype(width)::value;
-      const int64_t blocks = image.spans() * ceil_div(image.channels, kSumPacks * kWidth);
-      if (kAligned && kWidth == kPack && blocks < kFewBlocks) return false;
-      launch(Kernel{Op::kName, sum_kernel<Op, kLists, kType, kAligned, kWidth>}, blocks,
-             kSumThreads, stream, args);
-      return true;
+    constexpr int kFine = kAligned ? kNarrow : kPack;
+    const auto blocks = [&](int width) {
+      return image.spans() * ceil_div(image.channels, kSumPacks * width);
     };
-    if (!sum(std::integral_constant<int, kPack>()))
-      sum(std::integral_constant<int, kAligned ? kNarrow : kPack>());
+    const bool few = blocks(kPack) < kFewBlocks;
+    launch(Kernel{Op::kName, few ? sum_kernel<Op, kLists, kType, kAligned, kFine>
+                                 : sum_kernel<Op, kLists, kType, kAligned, kPack>},
+           blocks(few ? kFine : kPack), kSumThreads, stream, args);
     launch(Kernel{Op::kName, finish_kernel<Op>}, ceil_div(image.channels, kFinishChannels), kLanes,
            stream, args);
   } else {

@@ -131,10 +131,11 @@ def test_memory_moves_in_wide_accesses(kernel, compiled):
 
 
 @pytest.mark.parametrize("kernel", ["sgd", "adam", "adagrad", "lion"])
-def test_compact_types_move_in_wide_accesses(kernel, compiled):
+@pytest.mark.parametrize("compact", ["1", "2"], ids=["states", "states and masters"])
+def test_compact_types_move_in_wide_accesses(kernel, compact, compiled):
     """Of a group of four: FP32 in one access, halves and remainders in one, codes in one."""
     symbol, read, written = HOT[kernel]
-    code = hot_instance(compiled, symbol, compact="2")  # split masters, too
+    code = hot_instance(compiled, symbol, compact=compact)
     states = read - 2
     for access, lists in (("ld", read), ("st", written)):
         assert code.count(f"{access}.global.v4.u32") >= 2 * lists

@@ -135,11 +135,6 @@ cudaError_t cudaGetDevice(int* device) {
   *device = 0;
   return cudaSuccess;
 }
-// A GPU with so little to it that grids are cut to what is resident.
-cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
-  *value = 2;
-  return cudaSuccess;
-}
 cudaError_t cudaDeviceSynchronize() {
   const Lock lock(runtime().mutex);
   ++runtime().waits;
