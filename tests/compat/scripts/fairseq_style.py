@@ -27,11 +27,6 @@ parser.add_argument("--resume", default="")
 class MemoryEfficientAdam(FusedAdam if has_apex else torch.optim.Adam):
     """Half parameters: FP32 copies and moments in the state, and gradients that are cast."""
 
-    def __init__(self, params, **options):
-        super().__init__(params, **options)
-        if not hasattr(self, "multi_tensor_adam"):
-            raise RuntimeError("This apex is too old: it has no FusedAdam.multi_tensor_adam.")
-
     def step(self, closure=None):
         loss = closure() if closure is not None else None
         for group in self.param_groups:
