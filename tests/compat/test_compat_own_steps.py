@@ -176,31 +176,14 @@ ASSIGNED = [
     ("FusedLAMB", "adam_w_mode", 0, {"adam_w_mode": False}),
     ("FusedLAMB", "use_nvlamb", True, {"use_nvlamb": True, "weight_decay": 0.0}),
 ]
-# One option after another that is not the default.
-CASES = [
-    *((name, {}) for name in OWN),
-    *((name, options) for name, _, _, options in ASSIGNED if name in OWN),
-    ("FusedSGD", {"nesterov": True}),
-    ("FusedAdam", {"bias_correction": False}),
-    ("FusedLAMB", {"max_grad_norm": 0.5}),
-]
 
 
-def pair(name, **more):
+def pair(name):
     """The subclass and the class that it inherits from, and the parameters of each."""
     kind = getattr(optimizers, name.removeprefix("apex's "))
     own, options = OWN.get(name, (kind, {"lr": 0.01}))
     ps, twins = start(), start()
-    return own(ps, **(options | more)), ps, kind(twins, **(options | more)), twins
-
-
-@pytest.mark.parametrize(("name", "more"), CASES)
-def test_a_step_by_hand_is_the_classs_own(name, more):
-    optimizer, ps, reference, twins = pair(name, **more)
-    take_steps(optimizer, ps)
-    take_steps(reference, twins)
-    assert_close(ps, twins)
-    assert not torch.equal(ps[0], start()[0])
+    return own(ps, **options), ps, kind(twins, **options), twins
 
 
 @pytest.mark.parametrize(("name", "attribute", "value", "argument"), ASSIGNED)
@@ -360,24 +343,30 @@ def test_larc_around_it():
 
 
 class Counted(optimizers.FusedAdam):
+    calls = 0
+
     @torch.no_grad()
     def step(self, closure=None):
-        self.calls = getattr(self, "calls", 0) + 1
+        self.calls += 1
         return super().step(closure)
 
 
 class CountedInside(optimizers.FusedAdam):
+    calls = 0
+
     def step(self, closure=None):
         def inside():
             return super(CountedInside, self).step(closure)
 
-        self.calls = getattr(self, "calls", 0) + 1
+        self.calls += 1
         return inside()
 
 
 class OwnAgain(OwnAdam):
+    calls = 0
+
     def step(self, closure=None):
-        self.calls = getattr(self, "calls", 0) + 1
+        self.calls += 1
         return super().step(closure)
 
 
@@ -395,17 +384,35 @@ def test_a_step_that_calls_ours_stays_fused(kind, fused):
     assert torch.equal(model.weight, reference.weight)
 
 
-@pytest.mark.parametrize("to_own", [True, False])
-@pytest.mark.parametrize("name", OWN)
-def test_states_go_from_the_class_to_a_step_by_hand_and_back(name, to_own):
-    optimizer, ps, reference, twins = pair(name)
-    if not to_own:
-        optimizer, ps, reference, twins = reference, twins, optimizer, ps
-    take_steps(reference, twins)
-    optimizer.load_state_dict(copy.deepcopy(reference.state_dict()))
-    with torch.no_grad():
-        for p, q in zip(ps, twins, strict=True):
-            p.copy_(q)
-    take_steps(optimizer, ps, first=5, last=6)
-    take_steps(reference, twins, first=5, last=6)
-    assert_close(ps, twins)
+def chains():
+    """Optimizers, each of which takes over the state of the one before."""
+    for ours, torchs, options, more in (
+        (optimizers.FusedSGD, torch.optim.SGD, {"lr": 0.01, "momentum": 0.9}, {}),
+        (optimizers.FusedAdam, torch.optim.AdamW, {"weight_decay": 0.1}, {}),
+        (optimizers.FusedAdam, torch.optim.Adam, {"weight_decay": 0.1}, {"adam_w_mode": False}),
+        (optimizers.FusedAdagrad, torch.optim.Adagrad, {"lr": 0.01}, {}),
+    ):
+        first = functools.partial(ours, **options, **more)
+        yield first, functools.partial(torchs, **options), first
+    for name, (own, options) in OWN.items():
+        kinds = (functools.partial(k, **options) for k in (getattr(optimizers, name), own))
+        yield from itertools.permutations(kinds)
+
+
+@pytest.mark.parametrize(
+    "chain", list(chains()), ids=lambda c: "-".join(k.func.__name__ for k in c)
+)
+def test_states_go_from_one_to_the_next(chain):
+    """torch's and those with a step by hand too; all go the way of one that nobody stops."""
+    first, *others = chain
+    optimizer = first(ps := start())
+    take_steps(optimizer, ps)
+    before, those = optimizer, ps
+    for t, kind in enumerate(others):
+        those = copies_of(those)
+        after = kind(those)
+        after.load_state_dict(copy.deepcopy(before.state_dict()))
+        for each, params in ((optimizer, ps), (after, those)):
+            take_steps(each, params, first=5 + 2 * t, last=6 + 2 * t)
+        assert_close(ps, those)
+        before = after

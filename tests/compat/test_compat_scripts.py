@@ -140,7 +140,7 @@ def test_two_processes_end_like_one(run):
     assert final_loss(out) == pytest.approx(run("imagenet", args, "python -m"), abs=2e-4)
 
 
-@pytest.mark.parametrize("script", ["imagenet", "fairseq_style", "timm_style"])
+@pytest.mark.parametrize("script", ["imagenet", "timm_style"])
 def test_a_checkpoint_of_a_script_goes_on_where_it_was(script, tmp_path, run):
     """At O2; the masters are saved."""
     saved = tmp_path / "c.pt"
