@@ -16,7 +16,7 @@ import ampfuse.amp
 import apex_names
 from ampfuse.amp import policy as policies
 from ampfuse.compat import apex
-from ampfuse.compat.apex import amp, fp16_utils
+from ampfuse.compat.apex import amp
 from ampfuse.compat.apex.amp import frontend, overflow_report
 from ampfuse.compat.apex.amp.scaler import LossScaler
 from cases import LEVELS, bf16, f16, f32, through_a_file
@@ -89,8 +89,8 @@ def test_an_overflow_of_several_optimizers_is_printed_once(capsys):
     models = [Net(), Net()]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
     amp.initialize(models, optimizers, opt_level="O2")
-    loss = sum(model(torch.ones(4, 4)).float().sum() for model in models)
-    with amp.scale_loss(loss * torch.tensor(float("inf")), optimizers) as scaled:
+    losses = [model(torch.rand(4, 4)).float().sum() for model in models]
+    with amp.scale_loss(1e-3 * losses[0] + float("inf") * losses[1], optimizers) as scaled:
         scaled.backward()
     assert capsys.readouterr().out.splitlines() == [told(0, 32768.0)]
 
@@ -166,14 +166,6 @@ def test_errors_of_scale_loss():
     assert amp.state_dict() == {}  # AttributeError in apex
     amp.load_state_dict({})
     assert not state.handle.is_active()
-
-
-def test_an_fp16_optimizer_is_refused():
-    sgd = torch.optim.SGD([nn.Parameter(torch.ones(2, dtype=f16))], lr=0.1)
-    wrapped = fp16_utils.FP16_Optimizer(sgd)
-    for optimizers in (wrapped, [wrapped]):
-        with pytest.raises(RuntimeError, match="FP16_Optimizer"):
-            amp.initialize(Net(), optimizers)
 
 
 @pytest.mark.parametrize(

@@ -189,9 +189,3 @@ def test_the_program_without_a_script(tmp_path, capsys):
         runner.main([str(tmp_path / "missing.py")])
     assert exit.value.code == 2
     assert "missing.py" in capsys.readouterr().err
-
-
-def test_a_script_that_exits_exits(tmp_path):
-    with pytest.raises(SystemExit) as exit:
-        runner.main([script(tmp_path, "import sys; sys.exit(3)\n")])
-    assert exit.value.code == 3

@@ -310,8 +310,9 @@ def test_contribs_own_skips_overflows_at_any_scale(kind, options):
         optimizer.cur_scale = 1.0
         optimizer.backward(loss_of(model) * float("inf"))
         assert optimizer.cur_scale == 1.0
-    with pytest.raises(RuntimeError, match="FP16_Optimizer"):
-        apex.amp.initialize(model, optimizer, opt_level="O2")
+    for optimizers in (optimizer, [optimizer]):
+        with pytest.raises(RuntimeError, match="FP16_Optimizer"):
+            apex.amp.initialize(model, optimizers, opt_level="O2")
 
 
 def test_zero_grad_zeroes_unless_told_to_drop():
