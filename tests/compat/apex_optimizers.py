@@ -30,6 +30,19 @@ def take_steps(optimizer, ps, first=1, last=4):
         optimizer.step()
 
 
+def copies_of(ps):
+    return [nn.Parameter(p.detach().clone()) for p in ps]
+
+
+def assert_close(ps, others, rtol=1e-5, atol=1e-6):
+    for p, q in zip(ps, others, strict=True):
+        torch.testing.assert_close(p, q, rtol=rtol, atol=atol)
+
+
+def assert_equal(ps, others):
+    assert_close(ps, others, rtol=0, atol=0)
+
+
 def started(make, level, **options):
     """A model and its optimizer, under amp at `level`, or without it and of that type."""
     torch.manual_seed(0)

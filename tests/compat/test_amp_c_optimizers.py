@@ -84,8 +84,13 @@ def lamb_update(lists, k, decays, mode, bc, averaging):
 
 
 def lamb_apply(params, updates, has_ratio):
-    ratios = [p.norm() / u.norm() if has_ratio else 1 for p, u in zip(params, updates, strict=True)]
-    return [p - LR * r * u for p, u, r in zip(params, updates, ratios, strict=True)]
+    """A norm of zero is no ratio."""
+    result = []
+    for p, u in zip(params, updates, strict=True):
+        norms = p.norm(), u.norm()
+        ratio = norms[0] / norms[1] if has_ratio and all(norms) else 1
+        result.append(p - LR * ratio * u)
+    return result
 
 
 @pytest.mark.parametrize("models", [None, f16, bf16])
@@ -112,29 +117,19 @@ def test_sgd(dtype, momentum, nesterov, late, first, models, device):
     assert noop.item() == 0
 
 
+@pytest.mark.parametrize(("decay", "late"), [(0.0, False), (WD, False), (WD, True)])
 @pytest.mark.parametrize("dtype", [f16, bf16])
-def test_sgd_rounds_the_step_of_half_weights_before_adding_it(dtype, device):
-    lists = [[torch.linspace(0.5, 2, 5001).to(device, dtype)] for _ in range(3)]
-    lists[1] = [torch.linspace(2, 4, 5001).flip(0).to(device, dtype)]
-    g, p = lists[0][0].clone(), lists[1][0].clone()
-    amp_C.multi_tensor_sgd(333, flag(0, device), lists, 0, 0, 0, 0.3, False, True, False, 1.0)
-    twice = p + (-0.3 * g.float()).to(dtype)
-    once = (p.float() - 0.3 * g.float()).to(dtype)
-    assert torch.equal(lists[1][0], twice)
-    assert not torch.equal(once, twice)
-
-
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("dtype", [f16, bf16])
-def test_sgd_rounds_nothing_but_the_step(dtype, late, device):
+def test_sgd_rounds_nothing_but_the_step_of_half_weights(dtype, decay, late, device):
     """All before it is FP32. (An element in a hundred may round otherwise by another order.)"""
     lists = [[torch.randn(5001).to(device, dtype)] for _ in range(3)]
     g, p, m = (tensors[0].float() for tensors in lists)
-    options = (WD, 0.9, 0.0, 0.3, False, False, late, 0.3)
+    options = (decay, 0.9, 0.0, 0.3, False, False, late, 0.3)
     amp_C.multi_tensor_sgd(333, flag(0, device), lists, *options)
-    g = 0.9 * m + (0.3 * g if late else 0.3 * g + WD * p)
-    step = (-0.3 * (g + WD * p if late else g)).to(dtype)
-    assert (lists[1][0] == (p.to(dtype) + step)).float().mean() > 0.99
+    g = 0.9 * m + (0.3 * g if late else 0.3 * g + decay * p)
+    step = -0.3 * (g + decay * p if late else g)
+    twice = p.to(dtype) + step.to(dtype)
+    assert (lists[1][0] == twice).float().mean() > 0.99
+    assert ((p + step).to(dtype) == twice).float().mean() < 0.99
     assert (lists[2][0] == g.to(dtype)).float().mean() > 0.99
 
 
@@ -209,19 +204,19 @@ def test_novograd(dtype, mode, bc, averaging, kind, device):
     assert noop.item() == 1
 
 
-LAMB_FLAGS = [
-    (1, 1, 1, WD, False, 10.0),
-    (0, 1, 1, WD, False, 10.0),
-    (1, 0, 1, WD, False, 10.0),
-    (1, 1, 0, WD, False, 10.0),
-    (1, 1, 1, 0.0, False, 10.0),
-    (1, 1, 1, 0.0, True, 10.0),
-    (0, 0, 0, 0.0, False, float("inf")),
-    (1, 1, 1, WD, True, 1e6),
-]
-
-
-@pytest.mark.parametrize(("mode", "bc", "averaging", "wd", "nvlamb", "largest"), LAMB_FLAGS)
+@pytest.mark.parametrize(
+    ("mode", "bc", "averaging", "wd", "nvlamb", "largest"),
+    [
+        (1, 1, 1, WD, False, 10.0),
+        (0, 1, 1, WD, False, 10.0),
+        (1, 0, 1, WD, False, 10.0),
+        (1, 1, 0, WD, False, 10.0),
+        (1, 1, 1, 0.0, None, 10.0),  # or left out; it is False
+        (1, 1, 1, 0.0, True, 10.0),
+        (0, 0, 0, 0.0, False, float("inf")),
+        (1, 1, 1, WD, True, 1e6),
+    ],
+)
 @pytest.mark.parametrize(
     ("name", "low", "high"),
     [(name, kind, kind) for name in ("lamb", "lamb_mp") for kind in (f32, f16)]
@@ -230,6 +225,7 @@ LAMB_FLAGS = [
 def test_lamb(name, low, high, mode, bc, averaging, wd, nvlamb, largest, device):
     """The norms are of the updates as they are rounded into the gradients."""
     lists = [randn(low, device), *moments(high, high, device)]
+    lists[1][0].zero_()
     start = exact(lists)
     if low != high:
         lists.append(randn(low, device))
@@ -239,7 +235,9 @@ def test_lamb(name, low, high, mode, bc, averaging, wd, nvlamb, largest, device)
     expected = lamb_update(start, k, [wd] * len(SIZES), mode, bc, averaging)
     noop = flag(not mp, device)  # LAMB without masters does not read it
     flags, clip = (bc, wd, averaging, mode), number(norm, device)
-    options = (LR, BETA1, BETA2, EPS, T, *flags, clip, largest, nvlamb)
+    options = (LR, BETA1, BETA2, EPS, T, *flags, clip, largest)
+    if nvlamb is not None:
+        options += (nvlamb,)
     if mp:
         step, one = number(T, device, torch.int32), number(1.0, device)  # found_inf says nothing
         options = (number(LR, device), BETA1, BETA2, EPS, step, *flags, clip)
@@ -268,7 +266,7 @@ def test_lamb_clips_to_a_norm_of_zero(norm, gradients, device):
 def test_lamb_in_stages(kinds, device):
     low, high, out = kinds
     lists = [randn(low, device), randn(high, device), randn(high, device), rand(high, device)]
-    start, grads = exact(lists), copies(lists)[0]
+    start, kept = exact(lists), copies(lists[:2])
     norm = float(torch.cat(start[0]).norm())
     updates = randn(out, device)
     decays = [0.1, 0.0, 0.1, 0.3]
@@ -279,15 +277,18 @@ def test_lamb_in_stages(kinds, device):
     amp_C.multi_tensor_lamb_stage1_cuda(333, noop, [*lists, updates], *options)
     expected = lamb_update(start, norm / 10, decays, 1, 1, 1)
     assert_lists([updates, *lists[2:]], expected)
-    assert_unchanged(lists[:2], [grads, lists[1]])
-    for wd, nvlamb in ((0.1, False), (0.0, False), (0.0, True)):
+    assert_unchanged(lists[:2], kept)
+    lists[1][0].zero_()
+    updates[2].zero_()
+    for wd, *nvlamb in ((0.1, False), (0.0,), (0.0, None), (0.0, True)):
         params = [p.clone() for p in lists[1]]
         norms = [
             amp_C.multi_tensor_l2norm(333, flag(0, device), [tensors], True)[1]
             for tensors in (params, updates)
         ]
-        amp_C.multi_tensor_lamb_stage2_cuda(333, noop, [params, updates], *norms, LR, wd, nvlamb)
-        assert_lists([params], [lamb_apply(start[1], exact([updates])[0], nvlamb or wd != 0)])
+        amp_C.multi_tensor_lamb_stage2_cuda(333, noop, [params, updates], *norms, LR, wd, *nvlamb)
+        expected = lamb_apply(*exact([lists[1], updates]), any(nvlamb) or wd != 0)
+        assert_lists([params], [expected])
 
 
 @pytest.mark.parametrize(
@@ -312,39 +313,6 @@ def test_a_set_flag_stops_it(name, value, stops, device):
         assert_unchanged(lists, before)
 
 
-@pytest.mark.parametrize(("name", "decay"), [("lamb", 6), ("lamb_stage2_cuda", 3)])
-def test_nvlamb_is_not_the_default(name, decay, device):
-    """A ratio of norms also where there is no weight decay."""
-    results = []
-    for nvlamb in ((), (None,), (False,), (True,)):
-        torch.manual_seed(0)
-        lists, options = arguments(name, device)
-        options = (*options[:decay], 0.0, *options[decay + 1 : -1], *nvlamb)
-        if name == "lamb_stage2_cuda":
-            options = (options[0], options[1] * 2, *options[2:])
-        call(name, flag(0, device), lists, options)
-        results.append(lists[1 - (name == "lamb_stage2_cuda")])
-    assert_unchanged(results[1:3], [results[0]] * 2)
-    assert not torch.equal(results[3][0], results[0][0])
-
-
-@pytest.mark.parametrize(("name", "params"), [("lamb", 1), ("lamb_mp", 1), ("lamb_stage2_cuda", 0)])
-def test_a_norm_of_zero_is_no_ratio(name, params, device):
-    lists, options = arguments(name, device)
-    update = 0 if params else 1
-    lists[params][0].zero_()
-    if name == "lamb_stage2_cuda":
-        lists[update][2].zero_()
-        norms = [torch.stack([t.norm() for t in tensors]) for tensors in lists]
-        options = (*norms, *options[2:])
-    before = copies(lists)
-    call(name, flag(0, device), lists, options)
-    lr = float(options[2] if params == 0 else options[0])
-    torch.testing.assert_close(lists[params][0], -lr * lists[update][0])
-    if name == "lamb_stage2_cuda":
-        assert torch.equal(lists[params][2], before[params][2])
-
-
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
 @pytest.mark.parametrize("name", NAMES)
 def test_who_sets_the_flag(name, bad, device):
@@ -364,22 +332,28 @@ def test_who_sets_the_flag(name, bad, device):
         assert noop.item() == (name in ("novograd", "lamb", "lamb_mp"))
 
 
+def of_rows(options, rows):
+    """Copies of `options`, and where there is one for each row, of those of `rows`."""
+
+    def copied(option):
+        if not isinstance(option, torch.Tensor):
+            return option
+        return option[rows] if len(option) == len(SIZES) else option.clone()
+
+    return list(map(copied, options))
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_chunks_and_neighbours_do_not_matter(name, device):
     lists, options = arguments(name, device)
     results = []
     for chunk in CHUNKS:
         found = copies(lists)
-        own = [o.clone() if isinstance(o, torch.Tensor) else o for o in options]
-        call(name, flag(0, device), found, own, chunk)
+        call(name, flag(0, device), found, of_rows(options, [0, 1, 2, 3]), chunk)
         results.append(found)
     assert_unchanged(results[0], results[1])
     lists = [[*tensors, torch.zeros(0, device=device)] for tensors in lists]
-    own = [
-        torch.cat([o, o[:1]]) if isinstance(o, torch.Tensor) and len(o) == len(SIZES) else o
-        for o in options
-    ]
-    call(name, flag(0, device), lists, own)
+    call(name, flag(0, device), lists, of_rows(options, [0, 1, 2, 3, 0]))
     assert_unchanged([tensors[:-1] for tensors in lists], results[0])
 
 
@@ -389,14 +363,9 @@ def test_each_row_has_a_type_of_its_own(name, device):
     lists, options = arguments(name, device)
     lists = of_all_types(name, lists)
     rows = [[[t.clone()] for t in row] for row in zip(*lists, strict=True)]
-    own = [o.clone() if isinstance(o, torch.Tensor) else o for o in options]
-    call(name, flag(0, device), lists, own)
+    call(name, flag(0, device), lists, of_rows(options, [0, 1, 2, 3]))
     for i, row in enumerate(rows):
-        per_tensor = [
-            o[i : i + 1] if isinstance(o, torch.Tensor) and len(o) == len(SIZES) else o
-            for o in options
-        ]
-        call(name, flag(0, device), row, per_tensor)
+        call(name, flag(0, device), row, of_rows(options, [i]))
         for tensors, (alone,) in zip(lists, row, strict=True):
             assert tensors[i].dtype == alone.dtype
             torch.testing.assert_close(tensors[i], alone, rtol=1e-6, atol=1e-7)

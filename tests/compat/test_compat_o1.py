@@ -12,8 +12,6 @@ from ampfuse.amp import session as sessions
 from ampfuse.compat.apex import amp
 from cases import bf16, f16, f32, f64
 
-RELEASE = tuple(map(int, torch.__version__.split(".")[:2]))
-
 
 @pytest.fixture(autouse=True)
 def clean():
@@ -27,75 +25,13 @@ class Runs(nn.Module):
     def __init__(self, function):
         super().__init__()
         self.function = function
-        self.weight = nn.Parameter(torch.rand(4, 4) + 0.5)
+        self.weight = nn.Parameter(torch.ones(1))
 
     def forward(self, *args):
-        self.result = self.function(*args)
-
-
-def inside(function, *args, level="O1"):
-    """What `function` gives inside the forward of a model at `level`."""
-    model = amp.initialize(Runs(function), opt_level=level, verbosity=0)
-    model(*args)
-    return model.result
-
-
-def legacy(function, *args):
-    handle = amp.init()
-    try:
-        return function(*args)
-    finally:
-        handle._deactivate()
-
-
-REGIONS = {"initialize": inside, "init": legacy}
-
-
-def tensor(dtype, *shape):
-    return (torch.rand(*shape) * 0.5 + 0.25).to(dtype)
+        return self.function(*args)
 
 
 # --- outside the model --------------------------------------------------------------------------
-
-
-class Lightning(nn.Module):
-    """A module whose own forward is never called in training."""
-
-    def __init__(self):
-        super().__init__()
-        self.backbone = nn.Linear(4, 4)
-        self.head = nn.Linear(4, 4)
-        self.backbone.register_forward_hook(self.keep)
-
-    def keep(self, module, args, output):
-        self.features = output
-
-    def loss(self, out, y):
-        auxiliary = F.linear(self.features, self.backbone.weight)
-        self.seen = types(self.features, out, auxiliary)
-        return F.mse_loss(out, y) + (auxiliary - y).pow(2).mean()
-
-    def training_step(self, x, y):
-        self.backbone(x)
-        return self.loss(self.head(self.features), y)
-
-
-def test_a_training_step_that_calls_no_forward_is_cast_and_learns():
-    module = Lightning()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    amp.initialize(module, optimizer, verbosity=0)
-    x, y = torch.rand(3, 4), torch.rand(3, 4)
-    losses = []
-    for _ in range(3):
-        optimizer.zero_grad()
-        loss = module.training_step(x, y)
-        with amp.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
-        losses.append(loss.item())
-        assert module.seen == [f16, f16, f16]
-        assert loss.dtype == f32
-    assert losses[2] < losses[1] < losses[0]
 
 
 def product():
@@ -176,7 +112,7 @@ def test_nothing_is_cast_at_other_levels_in_disabled_blocks_or_on_float64():
     with amp.disable_casts():
         assert product() == f32
     double = torch.rand(2, 2, dtype=f64)
-    assert types(F.linear(double, double), double.sum()) == [f64] * 2
+    assert F.linear(double, double).dtype == double.sum().dtype == f64
     sessions.latest().casts_cpu = False  # as while the model is on a GPU
     sessions.follow_latest()
     assert product() == f32
@@ -195,28 +131,18 @@ def test_a_forked_process_casts_nothing():
 class Muon(torch.optim.Optimizer):
     """Computes a product in its step."""
 
-    def __init__(self, params):
-        super().__init__(params, {})
-        self.seen = []
-
-    def step(self, closure=None):
-        if closure is not None:
-            self.seen.append(closure())
-        self.seen.append(product())
-        if len(self.seen) > 3:
-            raise KeyError
+    def step(self, closure):
+        return product(), closure()
 
 
 def test_an_optimizers_step_is_not_cast():
     model = nn.Linear(4, 4)
-    optimizer = Muon(model.parameters())
+    optimizer = Muon(model.parameters(), {})
     amp.initialize(model, optimizer, loss_scale=1.0, verbosity=0)
     model(torch.rand(1, 4)).sum().backward()
-    optimizer.step()
-    optimizer.step(product)
-    assert optimizer.seen == [f32, f16, f32]
-    with pytest.raises(KeyError):
-        optimizer.step()
+    assert optimizer.step(product) == (f32, f16)
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step(lambda: 1 / 0)
     assert product() == f16
 
 
@@ -224,7 +150,7 @@ def test_an_optimizers_step_is_not_cast():
 
 
 @pytest.mark.parametrize("edit", ["in place", "data", "load_state_dict"])
-@pytest.mark.parametrize("region", REGIONS)
+@pytest.mark.parametrize("region", ["initialize", "init"])
 def test_weights_changed_after_evaluation_are_seen(edit, region):
     """apex went on with the cast made under no_grad until the next backward pass."""
     model = nn.Linear(4, 4, bias=False)
@@ -244,60 +170,37 @@ def test_weights_changed_after_evaluation_are_seen(edit, region):
 def test_checkpointed_parts_compute_alike_twice(reentrant):
     seen = []
 
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.fc = nn.Linear(4, 4)
+    def part(x):
+        seen.append(product())
+        return x * x
 
-        def part(self, x):
-            y = F.softmax(self.fc(x), -1)
-            seen.append(y.dtype)
-            return y * y
+    def forward(x):
+        return checkpoint(part, x, use_reentrant=reentrant)
 
-        def forward(self, x):
-            return checkpoint(self.part, x, use_reentrant=reentrant)
-
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    amp.initialize(model, optimizer, verbosity=0)
-    loss = model(torch.rand(2, 4, requires_grad=True)).square().sum()
-    with amp.scale_loss(loss, optimizer) as scaled:
-        scaled.backward()
-    assert len(seen) == 2
-    assert seen[0] == seen[1]
+    model = amp.initialize(Runs(forward), verbosity=0)
+    model(torch.rand(2, requires_grad=True)).sum().backward()
+    assert seen == [f16, f16]
 
 
-# --- decorators and registered functions --------------------------------------------------------
-
-
-def types(*tensors, **more):
-    return [t.dtype for t in (*tensors, *more.values())]
+# --- handles -----------------------------------------------------------------------------------
 
 
 class Library:
     @staticmethod
     def scale(x):
-        return types(x)[0]
+        return x.dtype
 
 
 def test_registered_functions_are_cast_until_the_handle_ends():
-    """The decorators and the rest of it are in test_function_casts.py."""
-    original = Library.scale
+    """One of torch's wins over autocast. The decorators and the rest: test_function_casts.py."""
+    original, x = Library.scale, torch.rand(2, 2)
     amp.register_half_function(Library, "scale")
+    amp.register_half_function(F, "softmax")
     amp.initialize(nn.Linear(2, 2), verbosity=0)
-    assert Library.scale(tensor(f32, 2)) == f16
+    assert Library.scale(x) == F.softmax(x, -1).dtype == f16
     amp._amp_state.handle._deactivate()
     assert Library.scale is original
-
-
-def test_a_registered_operation_wins_over_autocast():
-    amp.register_float_function(torch, "bmm")
-    assert inside(lambda x: torch.bmm(x, x), tensor(f32, 1, 2, 2)).dtype == f32
-    amp.register_half_function(F, "softmax")
-    assert inside(lambda x: F.softmax(x, -1), tensor(f32, 2, 2)).dtype == f16
-
-
-# --- handles -----------------------------------------------------------------------------------
+    assert F.softmax(x, -1).dtype == f32
 
 
 def test_handle_of_initialize_switches_casts_off_and_on():

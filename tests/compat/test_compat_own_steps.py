@@ -1,9 +1,10 @@
 """What subclasses of apex's optimizers call and read, in steps of their own."""
 
 import copy
+import functools
+import inspect
 import itertools
 import math
-import operator
 import pickle
 
 import pytest
@@ -15,50 +16,29 @@ from ampfuse.compat.apex import amp, amp_C, optimizers
 from ampfuse.compat.apex.multi_tensor_apply import multi_tensor_applier
 from ampfuse.compat.apex.parallel.LARC import LARC
 from ampfuse.optim.fused import FusedOptimizer
-from apex_optimizers import give_gradients, start, started, take_steps, train
-from cases import f16, f32
+from apex_optimizers import (
+    assert_close,
+    assert_equal,
+    copies_of,
+    give_gradients,
+    start,
+    started,
+    take_steps,
+    train,
+)
+from cases import assert_same_bits, f16, f32, snapshot
 
-FLAGS, OFF = (True, False), (False, True)
-DROPS = {"set_grad_none": FLAGS}
-
-
-def as_number(option, on=1):
-    return lambda chosen: on if chosen[option] else 1 - on
-
-
-# The options of each constructor that an attribute tells of, with their values, the default first;
-# attributes that say it otherwise; and operations that have other names in amp_C.
+# The options of each constructor that an attribute tells of, and its operations of amp_C.
 INTERFACE = {
-    "FusedSGD": (
-        {"wd_after_momentum": OFF, "materialize_master_grads": FLAGS, "set_grad_none": OFF},
-        {"most_recent_scale": lambda _: 1.0, "scale_set_by_backward": lambda _: False},
-        {"multi_tensor_sgd": ""},
-    ),
+    "FusedSGD": ("wd_after_momentum materialize_master_grads set_grad_none", "sgd"),
     "FusedAdam": (
-        DROPS | {"adam_w_mode": FLAGS, "capturable": OFF, "master_weights": OFF},
-        {"adam_w_mode": as_number("adam_w_mode")},
-        dict.fromkeys(n for n in amp_C.__all__ if n.startswith("multi_tensor_adam")),
+        "adam_w_mode capturable master_weights set_grad_none",
+        "adam adam_capturable adam_capturable_master",
     ),
-    "FusedAdagrad": (
-        DROPS | {"adagrad_w_mode": OFF},
-        {"adagrad_w_mode": as_number("adagrad_w_mode")},
-        {"multi_tensor_adagrad": ""},
-    ),
-    "FusedNovoGrad": (
-        DROPS | {"reg_inside_moment": OFF},
-        {"moment_mode": as_number("reg_inside_moment", on=0)},
-        {"multi_tensor_novograd": ""},
-    ),
-    "FusedLAMB": (
-        DROPS | {"adam_w_mode": FLAGS, "use_nvlamb": OFF},
-        {"adam_w_mode": as_number("adam_w_mode")},
-        {"multi_tensor_lamb": "", "multi_tensor_l2norm": ""},
-    ),
-    "FusedMixedPrecisionLamb": (
-        {"adam_w_mode": FLAGS, "use_nvlamb": OFF, "reduced_precision_dtype": (None, f16)},
-        {"adam_w_mode": as_number("adam_w_mode")},
-        {name: f"{name}_mp" for name in ("multi_tensor_lamb", "multi_tensor_l2norm")},
-    ),
+    "FusedAdagrad": ("adagrad_w_mode set_grad_none", "adagrad"),
+    "FusedNovoGrad": ("reg_inside_moment set_grad_none", "novograd"),
+    "FusedLAMB": ("adam_w_mode use_nvlamb set_grad_none", "lamb l2norm"),
+    "FusedMixedPrecisionLamb": ("adam_w_mode use_nvlamb reduced_precision_dtype", "lamb l2norm"),
 }
 # What a group has, as apex's constructors named it and with the values given.
 SHARED = {"lr": 0.1, "weight_decay": 0.1}
@@ -73,28 +53,33 @@ GROUPS = {
 }
 
 
+def attribute(option, value):
+    """How apex's classes tell of an option: its name there, and what it is."""
+    if option == "reg_inside_moment":
+        return "moment_mode", 1 - value
+    return option, int(value) if option in ("adam_w_mode", "adagrad_w_mode") else value
+
+
 @pytest.mark.parametrize("name", INTERFACE)
 def test_attributes_say_what_the_constructor_was_told(name):
-    options, others, operations = INTERFACE[name]
-    needed = {"lr": 0.1} if name == "FusedSGD" else {}
-    attributes = {k: operator.itemgetter(k) for k in options if k != "reg_inside_moment"} | others
-    default = {key: values[0] for key, values in options.items()}
-    combinations = [
-        dict(zip(options, values, strict=True)) for values in itertools.product(*options.values())
-    ]
-    for arguments, chosen in [({}, default), *((each, each) for each in combinations)]:
+    kind = getattr(optimizers, name)
+    options, operations = (names.split() for names in INTERFACE[name])
+    default = {key: p.default for key, p in inspect.signature(kind).parameters.items()}
+    values = [(None, f16) if key == "reduced_precision_dtype" else (False, True) for key in options]
+    for chosen in ({}, *(dict(zip(options, v, strict=True)) for v in itertools.product(*values))):
         if chosen.get("master_weights") and not chosen["capturable"]:
             continue
-        optimizer = getattr(optimizers, name)(start(), **needed, **arguments)
-        found = {key: getattr(optimizer, key) for key in attributes}
-        expected = {key: value(chosen) for key, value in attributes.items()}
-        assert found == expected
-        assert {k: type(v) for k, v in found.items()} == {k: type(v) for k, v in expected.items()}
-        for key, operation in operations.items():
-            assert getattr(optimizer, key) is getattr(amp_C, operation or key)
+        optimizer = kind(start(), lr=0.1, **chosen)
+        for option in options:
+            key, expected = attribute(option, (default | chosen)[option])
+            found = getattr(optimizer, key)
+            assert (key, found, type(found)) == (key, expected, type(expected))
         flag = optimizer._dummy_overflow_buf
         assert (flag.dtype, flag.tolist()) == (torch.int32, [0])
         assert flag is optimizer._dummy_overflow_buf
+    suffix = "_mp" if name == "FusedMixedPrecisionLamb" else ""
+    for operation in (f"multi_tensor_{each}" for each in operations):
+        assert getattr(optimizer, operation) is getattr(amp_C, operation + suffix)
 
 
 @pytest.mark.parametrize("name", GROUPS)
@@ -121,25 +106,27 @@ class OwnStep:
                     self.state[p].setdefault(key, torch.zeros_like(p.data, dtype=torch.float))
             kept = [[self.state[p][key] for p in ps] for key in self.states]
             lists = [[p.grad.data.float() for p in ps], [p.data.float() for p in ps], *kept]
-            operation, options = self.call(group, lists[0], all(first))
+            operation, options = self.call(group, all(first))
             multi_tensor_applier(operation, self._dummy_overflow_buf, lists, *options)
             for p, stepped in zip(ps, lists[1], strict=True):
                 p.data.copy_(stepped)
+        self.after()
         return loss
 
     def before(self):
+        pass
+
+    def after(self):
         pass
 
 
 class OwnSGD(OwnStep, optimizers.FusedSGD):
     states = ("momentum_buffer",)
 
-    def step(self, closure=None):
-        loss = OwnStep.__dict__["step"](self, closure)
+    def after(self):
         self.most_recent_scale = 1.0
-        return loss
 
-    def call(self, group, grads, first):
+    def call(self, group, first):
         values = [group[key] for key in ("weight_decay", "momentum", "dampening", "lr", "nesterov")]
         scale = 1.0 / self.most_recent_scale
         return self.multi_tensor_sgd, (*values, first, self.wd_after_momentum, scale)
@@ -152,7 +139,7 @@ def moments(group):
 class OwnAdam(OwnStep, optimizers.FusedAdam):
     states = ("exp_avg", "exp_avg_sq")
 
-    def call(self, group, grads, first):
+    def call(self, group, first):
         more = (self.adam_w_mode, int(group["bias_correction"]), group["weight_decay"])
         return self.multi_tensor_adam, (*moments(group), *more)
 
@@ -167,7 +154,7 @@ class OwnLAMB(OwnStep, optimizers.FusedLAMB):
         flag = self._dummy_overflow_buf
         self.norm = multi_tensor_applier(self.multi_tensor_l2norm, flag, [grads], False)[0]
 
-    def call(self, group, grads, first):
+    def call(self, group, first):
         more = (int(group["bias_correction"]), group["weight_decay"], int(group["grad_averaging"]))
         options = (*moments(group), *more, self.adam_w_mode, self.norm)
         return self.multi_tensor_lamb, (*options, self.defaults["max_grad_norm"], self.use_nvlamb)
@@ -189,36 +176,14 @@ ASSIGNED = [
     ("FusedLAMB", "adam_w_mode", 0, {"adam_w_mode": False}),
     ("FusedLAMB", "use_nvlamb", True, {"use_nvlamb": True, "weight_decay": 0.0}),
 ]
-# One option after another that is not the default.
-CASES = [
-    *((name, {}) for name in OWN),
-    *((name, options) for name, _, _, options in ASSIGNED if name in OWN),
-    ("FusedSGD", {"nesterov": True}),
-    ("FusedAdam", {"bias_correction": False}),
-    ("FusedLAMB", {"max_grad_norm": 0.5}),
-]
 
 
-def pair(name, **more):
+def pair(name):
     """The subclass and the class that it inherits from, and the parameters of each."""
-    own, options = OWN[name]
+    kind = getattr(optimizers, name.removeprefix("apex's "))
+    own, options = OWN.get(name, (kind, {"lr": 0.01}))
     ps, twins = start(), start()
-    kind = getattr(optimizers, name)
-    return own(ps, **(options | more)), ps, kind(twins, **(options | more)), twins
-
-
-def assert_close(ps, twins, **tolerances):
-    for p, q in zip(ps, twins, strict=True):
-        torch.testing.assert_close(p, q, **({"rtol": 1e-5, "atol": 1e-6} | tolerances))
-
-
-@pytest.mark.parametrize(("name", "more"), CASES)
-def test_a_step_by_hand_is_the_classs_own(name, more):
-    optimizer, ps, reference, twins = pair(name, **more)
-    take_steps(optimizer, ps)
-    take_steps(reference, twins)
-    assert_close(ps, twins)
-    assert not torch.equal(ps[0], start()[0])
+    return own(ps, **options), ps, kind(twins, **options), twins
 
 
 @pytest.mark.parametrize(("name", "attribute", "value", "argument"), ASSIGNED)
@@ -226,27 +191,27 @@ def test_a_step_by_hand_is_the_classs_own(name, more):
 def test_what_is_assigned_later_acts(name, attribute, value, argument, copied):
     """After a step too, in groups added later, and in copies."""
     decay = {"weight_decay": 0.0 if attribute == "use_nvlamb" else 0.1}
-    options = OPTIONS[name]
-    ps, twins, untouched = start(), start(), start()
-    make = getattr(optimizers, name)
-    optimizer, reference, unchanged = (
-        make(those[:1], **(options | decay)) for those in (ps, twins, untouched)
-    )
-    for each, those in ((optimizer, ps), (reference, twins), (unchanged, untouched)):
-        take_steps(each, those[:1], last=1)
+    ps, make = start(), functools.partial(getattr(optimizers, name), **(OPTIONS[name] | decay))
+    optimizer = make(ps[:1])
+    take_steps(optimizer, ps[:1], last=1)
+
+    def resumed(**argument):
+        twins = copies_of(ps)
+        other = make(twins[:1], **argument)
+        groups = {"param_groups": other.state_dict()["param_groups"]}
+        other.load_state_dict(copy.deepcopy(optimizer.state_dict()) | groups)
+        return other, twins
+
+    (reference, twins), (unchanged, untouched) = resumed(**argument), resumed()
     setattr(optimizer, attribute, value)
     optimizer = copied(optimizer)
     assert getattr(optimizer, attribute) == value
     assert type(getattr(optimizer, attribute)) is type(value)
-    saved = reference.state_dict()
-    reference = make(twins[:1], **(options | decay | argument))
-    reference.load_state_dict({**saved, "param_groups": reference.state_dict()["param_groups"]})
     for each, those in ((optimizer, ps), (reference, twins), (unchanged, untouched)):
-        (first,) = each.param_groups[0]["params"]
+        (those[0],) = each.param_groups[0]["params"]
         each.add_param_group({"params": those[1:]})
-        take_steps(each, [first, *those[1:]], first=2)
-        those[0] = first
-    assert_close(ps, twins, rtol=0, atol=0)
+        take_steps(each, those, first=2)
+    assert_equal(ps, twins)
     assert not any(torch.equal(p, q) for p, q in zip(ps[:2], untouched[:2], strict=True))
 
 
@@ -257,6 +222,7 @@ def test_sgd_divides_by_the_scale_that_it_was_told(dtype, driven):
     ps, twins = start(dtype), start(dtype)
     options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
     optimizer = optimizers.FusedSGD(ps, **options)
+    assert (optimizer.most_recent_scale, optimizer.scale_set_by_backward) == (1.0, False)
     reference = optimizers.FusedSGD(twins, **options)
     scaler = ampfuse.GradScaler("cpu", init_scale=16.0)
 
@@ -273,12 +239,12 @@ def test_sgd_divides_by_the_scale_that_it_was_told(dtype, driven):
     else:
         optimizer.step()
     assert optimizer.most_recent_scale == 1.0
-    assert_close([p.grad for p in ps], before, rtol=0, atol=0)
+    assert_equal([p.grad for p in ps], before)
     optimizer.step(closure)
     assert (optimizer.most_recent_scale, optimizer.scale_set_by_backward) == (1.0, False)
     take_steps(optimizer, ps, first=3)
     take_steps(reference, twins)
-    assert_close(ps, twins, rtol=0, atol=0)
+    assert_equal(ps, twins)
 
 
 # --- under amp and a GradScaler -------------------------------------------------------------------
@@ -317,37 +283,53 @@ def test_copies_and_checkpoints_go_on_with_the_same_bits(name, level):
     assert not torch.equal(model.weight, again.weight)
     for other in ((again, resumed), *copies):
         train(*other, 3)
-        assert_close(other[0].parameters(), model.parameters(), rtol=0, atol=0)
+        assert_equal(other[0].parameters(), model.parameters())
 
 
-@pytest.mark.parametrize("scaler", [torch.amp.GradScaler, ampfuse.GradScaler])
-@pytest.mark.parametrize("clips", [False, True])
-@pytest.mark.parametrize("name", OWN)
-def test_a_grad_scaler_unscales_and_skips(name, clips, scaler):
+SCALERS = {"torch's": torch.amp.GradScaler, "ampfuse's": ampfuse.GradScaler}
+SCALED = [
+    *((name, by, clips) for name in OWN for by in SCALERS for clips in (False, True)),
+    *(
+        (name, by, False)
+        for name in ("apex's FusedAdam", "apex's FusedMixedPrecisionLamb")
+        for by in ("torch's", "step(grad_scaler)")
+    ),
+]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(("name", "by", "clips"), SCALED)
+def test_a_grad_scaler_unscales_and_skips(name, by, clips):
+    """Clipping is of unscaled gradients, and an overflow changes nothing, counts included."""
     optimizer, ps, reference, twins = pair(name)
-    scaler = scaler("cpu", init_scale=1024.0)
+    scaler = SCALERS.get(by, torch.amp.GradScaler)("cpu", init_scale=1024.0)
     for t in (1, 2, 3):
         scaler.scale(torch.zeros(()))
         give_gradients(ps, t, scaler.get_scale())
         give_gradients(twins, t)
         if t == 2:
-            ps[1].grad[0] = math.inf
-        before = [p.detach().clone() for p in ps]
-        if clips and isinstance(scaler, ampfuse.GradScaler):
+            ps[1].grad[0] = math.inf if name in OWN else math.nan
+        before = snapshot(optimizer)
+        if clips and by == "ampfuse's":
             scaler.clip_grad_norm_(optimizer, 0.5)
         elif clips:
             scaler.unscale_(optimizer)
             nn.utils.clip_grad_norm_(ps, 0.5)
-        scaler.step(optimizer)
+        if by == "step(grad_scaler)":
+            optimizer.step(grad_scaler=scaler)
+        else:
+            scaler.step(optimizer)
         scaler.update()
         if t == 2:
-            assert all(torch.equal(p, b) for p, b in zip(ps, before, strict=True))
+            assert_same_bits(snapshot(optimizer), before)
             continue
         if clips:
             nn.utils.clip_grad_norm_(twins, 0.5)
         reference.step()
     assert scaler.get_scale() == 512.0
-    assert_close(ps, twins)
+    assert_close(ps, twins, rtol=1e-6, atol=1e-7)
+    assert optimizer.param_groups[0]["step"] == 2
+    assert all(state.get("step", 2) == 2 for state in optimizer.state.values())
 
 
 def test_larc_around_it():
@@ -361,24 +343,30 @@ def test_larc_around_it():
 
 
 class Counted(optimizers.FusedAdam):
+    calls = 0
+
     @torch.no_grad()
     def step(self, closure=None):
-        self.calls = getattr(self, "calls", 0) + 1
+        self.calls += 1
         return super().step(closure)
 
 
 class CountedInside(optimizers.FusedAdam):
+    calls = 0
+
     def step(self, closure=None):
         def inside():
             return super(CountedInside, self).step(closure)
 
-        self.calls = getattr(self, "calls", 0) + 1
+        self.calls += 1
         return inside()
 
 
 class OwnAgain(OwnAdam):
+    calls = 0
+
     def step(self, closure=None):
-        self.calls = getattr(self, "calls", 0) + 1
+        self.calls += 1
         return super().step(closure)
 
 
@@ -396,17 +384,35 @@ def test_a_step_that_calls_ours_stays_fused(kind, fused):
     assert torch.equal(model.weight, reference.weight)
 
 
-@pytest.mark.parametrize("to_own", [True, False])
-@pytest.mark.parametrize("name", OWN)
-def test_states_go_from_the_class_to_a_step_by_hand_and_back(name, to_own):
-    optimizer, ps, reference, twins = pair(name)
-    if not to_own:
-        optimizer, ps, reference, twins = reference, twins, optimizer, ps
-    take_steps(reference, twins)
-    optimizer.load_state_dict(copy.deepcopy(reference.state_dict()))
-    with torch.no_grad():
-        for p, q in zip(ps, twins, strict=True):
-            p.copy_(q)
-    take_steps(optimizer, ps, first=5, last=6)
-    take_steps(reference, twins, first=5, last=6)
-    assert_close(ps, twins)
+def chains():
+    """Optimizers, each of which takes over the state of the one before."""
+    for ours, torchs, options, more in (
+        (optimizers.FusedSGD, torch.optim.SGD, {"lr": 0.01, "momentum": 0.9}, {}),
+        (optimizers.FusedAdam, torch.optim.AdamW, {"weight_decay": 0.1}, {}),
+        (optimizers.FusedAdam, torch.optim.Adam, {"weight_decay": 0.1}, {"adam_w_mode": False}),
+        (optimizers.FusedAdagrad, torch.optim.Adagrad, {"lr": 0.01}, {}),
+    ):
+        first = functools.partial(ours, **options, **more)
+        yield first, functools.partial(torchs, **options), first
+    for name, (own, options) in OWN.items():
+        kinds = (functools.partial(k, **options) for k in (getattr(optimizers, name), own))
+        yield from itertools.permutations(kinds)
+
+
+@pytest.mark.parametrize(
+    "chain", list(chains()), ids=lambda c: "-".join(k.func.__name__ for k in c)
+)
+def test_states_go_from_one_to_the_next(chain):
+    """torch's and those with a step by hand too; all go the way of one that nobody stops."""
+    first, *others = chain
+    optimizer = first(ps := start())
+    take_steps(optimizer, ps)
+    before, those = optimizer, ps
+    for t, kind in enumerate(others):
+        those = copies_of(those)
+        after = kind(those)
+        after.load_state_dict(copy.deepcopy(before.state_dict()))
+        for each, params in ((optimizer, ps), (after, those)):
+            take_steps(each, params, first=5 + 2 * t, last=6 + 2 * t)
+        assert_close(ps, those)
+        before = after

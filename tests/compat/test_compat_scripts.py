@@ -11,17 +11,17 @@ import ampfuse.compat.apex
 import ampfuse.compat.apex.__main__ as runner
 import apex_names
 from ampfuse.migrate import rewrite_imports
-from programs import python
+from cases import LEVELS
+from programs import python, ranks
 
 SCRIPTS = Path(__file__).parent / "scripts"
-LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 
 # script: (arguments without amp, {arguments with amp: tolerance}). The tolerance is absolute, on
 # losses that start at 1.4 to 2.6; a GAN's move apart faster.
 CASES = {
     "imagenet": (
         "--no-amp",
-        {f"--opt-level {level}": 0.005 for level in LEVELS}
+        {f"--sync_bn --opt-level {level}": 0.005 for level in LEVELS}
         | {
             "--opt-level O2 --keep-batchnorm-fp32 False --loss-scale 128.0": 0.005,
             "--opt-level O3 --keep-batchnorm-fp32 True": 0.005,
@@ -29,13 +29,11 @@ CASES = {
         },
     ),
     "dcgan": ("--no-amp", {f"--opt-level {level}": 0.1 for level in LEVELS}),
-    "bert": ("--no-amp", {f"--opt-level {level}": 0.01 for level in LEVELS}),
     "bert_pretraining": (
         "--no-amp",
         {f"--opt-level {level}": 0.002 for level in LEVELS}
         | {"--allreduce_post_accumulation_fp16": 0.002},
     ),
-    "distributed": ("--no-amp", {f"--opt-level {level}": 0.003 for level in LEVELS}),
     "fairseq_style": (
         "--no-apex",
         {"": 1e-5, "--fp16": 0.005} | {f"--opt-level {level}": 0.01 for level in LEVELS},
@@ -83,28 +81,33 @@ def final_loss(text):
     return float(found)
 
 
-def run(script, args, way, tmp_path, monkeypatch, capsys):
-    path = SCRIPTS / f"{script}.py"
-    if script == "timm_style":
-        pytest.importorskip("timm")
-    monkeypatch.setattr(sys, "argv", [str(path), *args.split()])
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    with apex_names.clean():
-        WAYS[way](path, tmp_path)
-        assert way == "import" or "apex" in sys.modules
-    return final_loss(capsys.readouterr().out)
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    """The final loss of a script with arguments, in one of the ways."""
+
+    def final(script, args, way="install"):
+        path = SCRIPTS / f"{script}.py"
+        if script == "timm_style":
+            pytest.importorskip("timm")
+        monkeypatch.setattr(sys, "argv", [str(path), *args.split()])
+        monkeypatch.setattr(sys, "path", list(sys.path))
+        with apex_names.clean():
+            WAYS[way](path, tmp_path)
+            assert way == "import" or "apex" in sys.modules
+        return final_loss(capsys.readouterr().out)
+
+    return final
 
 
 _without_amp = {}
 
 
 @pytest.mark.parametrize(("script", "args", "way"), RUNS)
-def test_script(script, args, way, tmp_path, monkeypatch, capsys):
+def test_script(script, args, way, run):
     plain, tolerances = CASES[script]
     if script not in _without_amp:
-        _without_amp[script] = run(script, plain, "install", tmp_path, monkeypatch, capsys)
-    loss = run(script, args, way, tmp_path, monkeypatch, capsys)
-    assert loss == pytest.approx(_without_amp[script], abs=tolerances[args.strip()])
+        _without_amp[script] = run(script, plain)
+    assert run(script, args, way) == pytest.approx(_without_amp[script], abs=tolerances[args])
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -129,21 +132,18 @@ def test_as_a_program(way, tmp_path):
     assert (tmp_path / "c.pt").exists()
 
 
-# Two epochs, and the others from the checkpoint, are all of them; at O2 and with the masters saved.
-CHECKPOINTED = {
-    "imagenet": "--epochs 2",
-    "fairseq_style": "--epochs 2",
-    "lightning_style": "--max-epochs 2",
-    "timm_style": "--epochs 2",
-}
+@pytest.mark.slow
+def test_two_processes_end_like_one(run):
+    """Synchronized batch norm and averaged gradients: two halves are one batch."""
+    args = "--sync_bn --opt-level O2"
+    out, _ = ranks(2, "-m", "ampfuse.compat.apex", SCRIPTS / "imagenet.py", *args.split())
+    assert final_loss(out) == pytest.approx(run("imagenet", args, "python -m"), abs=2e-4)
 
 
-@pytest.mark.parametrize("script", CHECKPOINTED)
-def test_a_checkpoint_of_a_script_goes_on_where_it_was(script, tmp_path, monkeypatch, capsys):
-    def final(more=""):
-        return run(script, f"--opt-level O2 {more}", "install", tmp_path, monkeypatch, capsys)
-
+@pytest.mark.parametrize("script", ["imagenet", "timm_style"])
+def test_a_checkpoint_of_a_script_goes_on_where_it_was(script, tmp_path, run):
+    """At O2; the masters are saved."""
     saved = tmp_path / "c.pt"
-    through = final()
-    final(f"{CHECKPOINTED[script]} --save {saved}")
-    assert final(f"--resume {saved}") == through
+    through = run(script, "--opt-level O2")
+    run(script, f"--opt-level O2 --epochs 2 --save {saved}")
+    assert run(script, f"--opt-level O2 --resume {saved}") == through

@@ -104,67 +104,42 @@ def test_uses_are_found_line_by_line():
     assert "autocast" in by_line[16].torch
 
 
-@pytest.mark.parametrize(
-    "statement",
-    [
-        "from apex import contrib",
-        "from apex import amp, contrib as c",
-        "from apex import (amp,  # comment\n    mlp)",
-        "import apex.transformer",
-    ],
-)
-def test_imports_of_what_is_not_here_stay(statement):
-    source = f"{statement}\nfrom apex import optimizers\n"
-    assert rewrite_imports(source) == source.replace("from apex import o", f"from {HERE} import o")
-    assert [use.available for use in find_uses(statement)][-1] is False
+# A statement, the module in it that moves, whether each use is here, and words of what is said of
+# the last one. All names of a `from` stay where one of them is left out.
+STATEMENTS = [
+    ("from apex import contrib", None, [False], "torch's own"),
+    ("from apex import amp, contrib as c", None, [True, False], ""),
+    ("from apex import (amp,  # comment\n    mlp)", None, [True, False], ""),
+    ("import apex.transformer", None, [False], ""),
+    ("from apex.contrib import optimizers", "apex", [True], ""),
+    ("from apex.contrib import optimizers as o, transducer", None, [True, False], ""),
+    ("from apex.contrib.optimizers import FP16_Optimizer", "apex", [True], "initialize"),
+    ("from apex.contrib.optimizers import FusedAdam", None, [False], "apex.optimizers.FusedAdam"),
+    ("from apex.contrib.groupbn import BatchNorm2d_NHWC", None, [False], "BatchNormAct2d"),
+    ("from apex.mlp import MLP", None, [False], "torch.nn.Sequential, with torch.compile"),
+    ("from apex.parallel.distributed import flat_dist_call", "apex", [True], ""),
+    ("from apex_C import flatten", "apex_C", [True], ""),
+]
 
 
-def test_of_contrib_only_a_part_is_here():
-    source = (
-        "from apex.contrib import optimizers\n"
-        "from apex.contrib.optimizers import FP16_Optimizer\n"
-        "from apex.contrib import optimizers as o, transducer\n"
-    )
-    first, second, third = source.splitlines()
-    assert rewrite_imports(source).splitlines() == [
-        *(line.replace("apex", HERE) for line in (first, second)),
-        third,
-    ]
-    assert [use.available for use in find_uses(source)] == [True, True, True, False]
-    assert "initialize" in find_uses(source)[1].ampfuse
-    groupbn = find_uses("from apex.contrib.groupbn import BatchNorm2d_NHWC\n")
-    assert [(use.available, "BatchNormAct2d" in use.torch) for use in groupbn] == [(False, True)]
-
-
-def test_extensions_and_what_takes_the_place_of_others():
-    source = (
-        "import apex_C, amp_C as C\n"
-        "from apex_C import flatten\n"
-        "from apex.parallel.distributed import flat_dist_call\n"
-        "from apex.contrib.optimizers import FP16_Optimizer\n"
-        "from apex.contrib.optimizers import FusedAdam\n"
-        "from apex.mlp import MLP\n"
-    )
-    assert rewrite_imports(source).splitlines() == [
-        f"import {HERE}.apex_C as apex_C, {HERE}.amp_C as C",
-        f"from {HERE}.apex_C import flatten",
-        f"from {HERE}.parallel.distributed import flat_dist_call",
-        f"from {HERE}.contrib.optimizers import FP16_Optimizer",
-        *source.splitlines()[4:],
-    ]
-    uses = find_uses(source)
-    assert [use.available for use in uses] == [True] * 5 + [False] * 2
-    assert [use.torch for use in uses[5:]] == [
-        "apex.optimizers.FusedAdam",
-        "torch.nn.Sequential, with torch.compile",
-    ]
-    assert all(use.ampfuse == "not in ampfuse" for use in uses[5:])
+@pytest.mark.parametrize(("statement", "moves", "available", "said"), STATEMENTS)
+def test_imports_move_where_all_of_it_is_here(statement, moves, available, said):
+    other = "from apex import optimizers"
+    found = rewrite_imports(f"{statement}\n{other}\n")
+    to = HERE if moves == "apex" else f"{HERE}.{moves}"
+    expected = statement.replace(f"from {moves}", f"from {to}", 1) if moves else statement
+    assert found == f"{expected}\n{other.replace('apex', HERE)}\n"
+    uses = find_uses(statement)
+    assert [use.available for use in uses] == available
+    assert said in f"{uses[-1].ampfuse} {uses[-1].torch}"
+    assert (uses[-1].ampfuse == "not in ampfuse") == (not available[-1])
 
 
 def test_odd_ways_to_write_an_import():
     source = (
         "from \\\n  apex \\\n  import amp\n"
         "import \\\n  apex\n"
+        "import apex_C, amp_C as C\n"
         "\x0cif 1: import apex . amp as A; from apex . amp import init; import amp_C as C\n"
         "s = 'from apex import amp \x0b\x85'\r"
         "import apex\r"
@@ -172,6 +147,7 @@ def test_odd_ways_to_write_an_import():
     assert rewrite_imports(source) == (
         f"from \\\n  {HERE} \\\n  import amp\n"
         f"import \\\n  {HERE} as apex\n"
+        f"import {HERE}.apex_C as apex_C, {HERE}.amp_C as C\n"
         f"\x0cif 1: import {HERE}.amp as A; from {HERE} . amp import init; "
         f"import {HERE}.amp_C as C\n"
         "s = 'from apex import amp \x0b\x85'\r"

@@ -1,45 +1,106 @@
-"""Language modelling that reduces gradients itself, after accumulation, and decides on overflow."""
+"""Language modelling that reduces gradients itself, decides on overflow, and starts again midway."""
 
 import argparse
 import os
+import tempfile
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 import amp_C
 import apex_C
 from apex import amp
 from apex.amp import _amp_state
+from apex.normalization import FusedLayerNorm as LayerNorm
 from apex.optimizers import FusedLAMB
-from apex.parallel.distributed import flat_dist_call
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--opt-level", default="O2")
 parser.add_argument("--no-amp", action="store_true")
 parser.add_argument("--allreduce_post_accumulation_fp16", action="store_true")
 args = parser.parse_args()
-MAX_STEPS, ACCUMULATION_STEPS, INIT_LOSS_SCALE, OVERFLOW_AT = 30, 2, 2**20, [4, 11, 12]
+MAX_STEPS, ACCUMULATION_STEPS, INIT_LOSS_SCALE, OVERFLOW_AT = 30, 2, 2**20, [4, 11, 12, 20]
 
-world_size = int(os.environ.get("WORLD_SIZE", 1))
-if world_size > 1:
-    torch.distributed.init_process_group(backend="gloo", init_method="env://")
-rank = torch.distributed.get_rank() if world_size > 1 else 0
 skipped_steps = 0
 
 
+class Layer(nn.Module):
+    def __init__(self, hidden):
+        super().__init__()
+        self.qkv = nn.Linear(hidden, 3 * hidden)
+        self.norm1 = LayerNorm(hidden, eps=1e-12)
+        self.norm2 = LayerNorm(hidden, eps=1e-12)
+        self.dense = nn.Linear(hidden, hidden)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        scores = torch.matmul(q, k.transpose(-1, -2)) / q.size(-1) ** 0.5
+        x = self.norm1(x + torch.matmul(nn.Softmax(dim=-1)(scores), v))
+        return self.norm2(x + F.gelu(self.dense(x)))
+
+
 class Model(nn.Module):
-    def __init__(self, vocab=13, hidden=32):
+    def __init__(self, vocab=13, hidden=16):
         super().__init__()
         self.embed = nn.Embedding(vocab, hidden)
-        self.dense = nn.Linear(2 * hidden, hidden)
-        self.norm = nn.LayerNorm(hidden)
+        self.layers = nn.ModuleList([Layer(hidden) for _ in range(2)])
         self.decoder = nn.Linear(hidden, vocab)
 
     def forward(self, ids):
         x = self.embed(ids)
-        x = torch.cat([x, x.mean(1, keepdim=True).expand_as(x)], dim=-1)
-        return self.decoder(self.norm(F.gelu(self.dense(x))))
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return self.decoder(x)
+
+
+def prepare_model_and_optimizer():
+    torch.manual_seed(42)
+    model = Model()
+    no_decay = ["bias", "norm"]
+    params = list(model.named_parameters())
+    decayed = [p for n, p in params if not any(nd in n for nd in no_decay)]
+    others = [p for n, p in params if any(nd in n for nd in no_decay)]
+    grouped = [
+        {"params": decayed, "weight_decay": 0.01},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    optimizer = FusedLAMB(grouped, lr=1e-2)
+    if not args.no_amp:
+        model, optimizer = amp.initialize(
+            model,
+            optimizer,
+            opt_level=args.opt_level,
+            loss_scale="dynamic",
+            cast_model_outputs=torch.float16,
+        )
+        amp._amp_state.loss_scalers[0]._loss_scale = INIT_LOSS_SCALE
+    return model, optimizer
+
+
+def save(path, model, optimizer, global_step):
+    state = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "master params": list(amp.master_params(optimizer)),
+        "amp": None if args.no_amp else amp.state_dict(),
+        "step": global_step,
+    }
+    torch.save(state, path)
+
+
+def load(path, model, optimizer):
+    saved = torch.load(path, weights_only=False)
+    model.load_state_dict(saved["model"])
+    if not args.no_amp:
+        optimizer._lazy_init_maybe_master_weights()
+        optimizer._amp_stash.lazy_init_called = True
+        amp.load_state_dict(saved["amp"])
+    optimizer.load_state_dict(saved["optimizer"])
+    for param, saved_param in zip(amp.master_params(optimizer), saved["master params"]):
+        param.data.copy_(saved_param.data)
+    return saved["step"]
 
 
 def take_optimizer_step(optimizer, model, overflow_buf, global_step):
@@ -57,10 +118,9 @@ def take_optimizer_step(optimizer, model, overflow_buf, global_step):
         65536,
         overflow_buf,
         [master_grads, allreduced_views],
-        loss_scale / (world_size * ACCUMULATION_STEPS),
+        loss_scale / ACCUMULATION_STEPS,
     )
-    if world_size > 1:
-        torch.distributed.all_reduce(flat_raw)
+    # Here processes would reduce flat_raw.
     overflow_buf.zero_()
     amp_C.multi_tensor_scale(
         65536, overflow_buf, [allreduced_views, master_grads], 1.0 / loss_scale
@@ -85,29 +145,22 @@ def take_optimizer_step(optimizer, model, overflow_buf, global_step):
     return global_step
 
 
-torch.manual_seed(42 + rank)
-model = Model()
-optimizer = FusedLAMB(model.parameters(), lr=2e-2)
-if not args.no_amp:
-    model, optimizer = amp.initialize(
-        model,
-        optimizer,
-        opt_level=args.opt_level,
-        loss_scale="dynamic",
-        cast_model_outputs=torch.float16,
-    )
-    amp._amp_state.loss_scalers[0]._loss_scale = INIT_LOSS_SCALE
-if world_size > 1:
-    flat_dist_call([param.data for param in model.parameters()], torch.distributed.broadcast, (0,))
-
+model, optimizer = prepare_model_and_optimizer()
+path = os.path.join(tempfile.mkdtemp(), "ckpt.pt")
 overflow_buf = torch.zeros(1, dtype=torch.int32)
 planted = [] if args.no_amp else list(OVERFLOW_AT)
 global_step = 0
+restarts = [MAX_STEPS // 2]
 while global_step < MAX_STEPS:
+    if global_step in restarts:  # the job's time is over; the next one goes on
+        save(path, model, optimizer, global_step)
+        model, optimizer = prepare_model_and_optimizer()
+        global_step = load(path, model, optimizer)
+        restarts.clear()
     overflows = bool(planted) and planted[0] == global_step
     average_loss = 0.0
     for micro in range(ACCUMULATION_STEPS):
-        generator = torch.Generator().manual_seed(100 * global_step + 10 * micro + rank)
+        generator = torch.Generator().manual_seed(100 * global_step + 10 * micro)
         start = torch.randint(0, 13, (8, 1), generator=generator)
         ids = (start + torch.arange(6)) % 13
         loss = F.cross_entropy(model(ids[:, :-1]).float().reshape(-1, 13), ids[:, 1:].reshape(-1))
@@ -126,7 +179,4 @@ if not args.no_amp:
     scale = _amp_state.loss_scalers[0].loss_scale()
     assert skipped_steps >= len(OVERFLOW_AT)
     assert scale == INIT_LOSS_SCALE / 2**skipped_steps
-if rank == 0:
-    print("final loss: %.6f" % average_loss)
-if world_size > 1:
-    torch.distributed.destroy_process_group()
+print("final loss: %.6f" % average_loss)

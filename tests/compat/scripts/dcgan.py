@@ -21,15 +21,6 @@ torch.manual_seed(2809)
 BATCH_SIZE = 16
 
 
-def weights_init(m):
-    classname = m.__class__.__name__
-    if classname.find("Conv") != -1:
-        m.weight.data.normal_(0.0, 0.1)
-    elif classname.find("BatchNorm") != -1:
-        m.weight.data.normal_(1.0, 0.02)
-        m.bias.data.fill_(0)
-
-
 class Generator(nn.Module):
     def __init__(self):
         super(Generator, self).__init__()
@@ -60,9 +51,7 @@ class Discriminator(nn.Module):
 
 
 netG = Generator()
-netG.apply(weights_init)
 netD = Discriminator()
-netD.apply(weights_init)
 criterion = nn.BCEWithLogitsLoss()
 real_label = 1
 fake_label = 0

@@ -1,6 +1,7 @@
-"""Image classification, the way the ImageNet example did it with apex.amp."""
+"""Image classification, the way the ImageNet example did it with apex.amp, alone or in processes."""
 
 import argparse
+import os
 
 import torch
 import torch.nn as nn
@@ -9,6 +10,8 @@ import torch.optim
 import torch.utils.data
 
 try:
+    import apex
+    import apex.amp
     from apex.parallel import DistributedDataParallel as DDP
     from apex.fp16_utils import *
     from apex import amp, optimizers
@@ -25,6 +28,8 @@ def parse():
     parser.add_argument("--resume", default="", type=str)
     parser.add_argument("--save", default="", type=str)
     parser.add_argument("--no-amp", action="store_true")
+    parser.add_argument("--local_rank", default=0, type=int)
+    parser.add_argument("--sync_bn", action="store_true")
     parser.add_argument("--opt-level", type=str, default="O1")
     parser.add_argument("--keep-batchnorm-fp32", type=str, default=None)
     parser.add_argument("--loss-scale", type=str, default=None)
@@ -60,9 +65,16 @@ def dataset(n):
 
 def main():
     args = parse()
+    args.rank, args.world_size = 0, int(os.environ.get("WORLD_SIZE", 1))
+    args.distributed = args.world_size > 1
+    if args.distributed:
+        torch.distributed.init_process_group(backend="gloo", init_method="env://")
+        args.rank = torch.distributed.get_rank()
     torch.manual_seed(0)
 
     model = Net()
+    if args.sync_bn:
+        model = apex.parallel.convert_syncbn_model(model)
     optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, weight_decay=1e-4)
     # Initialize Amp.  Amp accepts either values or strings for the optional override arguments,
     # for convenient interoperation with argparse.
@@ -74,6 +86,9 @@ def main():
         keep_batchnorm_fp32=args.keep_batchnorm_fp32,
         loss_scale=args.loss_scale,
     )
+    if args.distributed:
+        # FOR DISTRIBUTED: After amp.initialize, wrap the model with DDP.
+        model = DDP(model, delay_allreduce=True)
     criterion = nn.CrossEntropyLoss()
 
     start_epoch = 0
@@ -91,7 +106,7 @@ def main():
         train_loader = torch.utils.data.DataLoader(
             train, batch_size=16, shuffle=True, generator=generator
         )
-        run_epoch(train_loader, model, criterion, optimizer, epoch)
+        run_epoch(train_loader, model, criterion, optimizer, epoch, args)
         loss = validate(torch.utils.data.DataLoader(val, batch_size=32), model, criterion)
         if args.save:
             torch.save(
@@ -103,18 +118,21 @@ def main():
                 },
                 args.save,
             )
-    print("final loss: {:.6f}".format(loss))
+    if args.rank == 0:
+        print("final loss: {:.6f}".format(loss))
+    if args.distributed:
+        torch.distributed.destroy_process_group()
 
 
-def run_epoch(train_loader, model, criterion, optimizer, epoch):
+def run_epoch(train_loader, model, criterion, optimizer, epoch, args):
     model.train()
     for param_group in optimizer.param_groups:
         param_group["lr"] = 0.05 * (0.1 ** (epoch // 3))
     for input, target in train_loader:
-        output = model(input)
-        loss = criterion(output, target)
+        output = model(input[args.rank :: args.world_size])
+        loss = criterion(output, target[args.rank :: args.world_size])
         optimizer.zero_grad()
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
+        with apex.amp.scale_loss(loss, optimizer) as scaled_loss:
             scaled_loss.backward()
         optimizer.step()
 

@@ -1,7 +1,6 @@
 """Training with models, optimizers and clipping from timm."""
 
 import argparse
-import contextlib
 
 import torch
 import torch.nn as nn
@@ -10,11 +9,7 @@ from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
 from timm.utils import dispatch_clip_grad
 
-has_apex = False
-with contextlib.suppress(ImportError):
-    from apex import amp
-
-    has_apex = True
+from apex import amp
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--no-amp", action="store_true")
@@ -25,8 +20,6 @@ parser.add_argument("--resume", default="")
 
 
 class ApexScaler:
-    state_dict_key = "amp"
-
     def __call__(self, loss, optimizer, clip_grad):
         with amp.scale_loss(loss, optimizer) as scaled_loss:
             scaled_loss.backward()
@@ -54,19 +47,16 @@ def main():
     torch.manual_seed(0)
     model = create_model("test_resnet", num_classes=4)
     optimizer = create_optimizer_v2(model, opt="lookahead_momentum", lr=0.2, weight_decay=0.01)
-
-    loss_scaler = None
-    if has_apex and not args.no_amp:
-        model, optimizer = amp.initialize(model, optimizer, opt_level=args.opt_level)
-        loss_scaler = ApexScaler()
+    enabled = not args.no_amp
+    model, optimizer = amp.initialize(model, optimizer, enabled, opt_level=args.opt_level)
+    loss_scaler = ApexScaler()
 
     start_epoch = 0
-    checkpoint = torch.load(args.resume) if args.resume else None
-    if checkpoint is not None:
+    if args.resume:
+        checkpoint = torch.load(args.resume)
         model.load_state_dict(checkpoint["state_dict"])
         optimizer.load_state_dict(checkpoint["optimizer"])
-        if loss_scaler is not None:
-            loss_scaler.load_state_dict(checkpoint[loss_scaler.state_dict_key])
+        loss_scaler.load_state_dict(checkpoint["amp"])
         start_epoch = checkpoint["epoch"]
 
     train = dataset(1, 64)
@@ -80,24 +70,14 @@ def main():
         for input, target in train:
             loss = criterion(model(input), target)
             optimizer.zero_grad()
-            if loss_scaler is not None:
-                loss_scaler(loss, optimizer, clip_grad=1.0)
-            else:
-                loss.backward()
-                dispatch_clip_grad(model.parameters(), 1.0, mode="norm")
-                optimizer.step()
+            loss_scaler(loss, optimizer, clip_grad=1.0)
 
     model.eval()
     with torch.no_grad():
         losses = [criterion(model(x).float(), y).item() for x, y in dataset(2, 32)]
     if args.save:
-        state = {
-            "epoch": args.epochs,
-            "state_dict": model.state_dict(),
-            "optimizer": optimizer.state_dict(),
-        }
-        if loss_scaler is not None:
-            state[loss_scaler.state_dict_key] = loss_scaler.state_dict()
+        state = {"epoch": args.epochs, "state_dict": model.state_dict()}
+        state |= {"optimizer": optimizer.state_dict(), "amp": loss_scaler.state_dict()}
         torch.save(state, args.save)
     print("final loss: {:.6f}".format(sum(losses) / len(losses)))
 
