@@ -1,10 +1,8 @@
 """What cannot be written or read ends a command in one line and status 2, and spoils no file."""
 
-from __future__ import annotations
-
 import contextlib
-import copy
 import importlib.util
+import json
 import resource
 from pathlib import Path
 
@@ -151,10 +149,7 @@ def test_wrong_use_is_one_line_and_changes_nothing(command, options, capsys):
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        (
-            "train cifar --data digits",
-            "timm, tqdm, scikit-learn missing: {}experiments]'",
-        ),
+        ("train cifar --data digits", "timm, tqdm, scikit-learn missing: {}experiments]'"),
         ("make_plot", "matplotlib missing: {}experiments]'"),
         ("demo", "scikit-learn, matplotlib, tqdm missing: {}demo]'"),
     ],
@@ -223,14 +218,12 @@ def test_a_checkpoint_survives_the_one_that_could_not_be_written(saved, capsys):
     before = saved.read_bytes()
     longer = [*TRAIN, "--iterations", "4", "--output", "saved", "--checkpoints"]
     with largest_file(len(before) // 2):
-        refused(
-            capsys,
-            [*longer, "--resume", str(saved)],
-            f"File too large: '{saved}'",
-        )
+        refused(capsys, [*longer, "--resume", str(saved)], f"File too large: '{saved}'")
     assert saved.read_bytes() == before
     assert [path.name for path in saved.parent.glob(".*")] == []
     assert main([*longer, "--resume", str(saved)]) == 0
+    (result,) = saved.parent.glob("*.json")
+    assert json.loads(result.read_text())["iterations"] == 4
 
 
 def changed(part: str, **values):
@@ -263,7 +256,7 @@ def test_a_checkpoint_that_was_cut_off(share, saved, capsys):
 )
 def test_a_checkpoint_of_something_else(change, said, saved, capsys):
     whole = torch.load(saved, weights_only=True)
-    torch.save(change(copy.copy(whole)), "other.pt")
+    torch.save(change(whole), "other.pt")
     refused(capsys, [*TRAIN, *SHORT, "--resume", "other.pt"], "--resume: ", said)
 
 
