@@ -89,7 +89,7 @@ LINES = {
 }
 
 
-@pytest.mark.parametrize("line", LINES)
+@pytest.mark.parametrize("line", LINES, ids=lambda line: line[:80])
 def test_what_a_line_asks_for(line):
     found = run(line)
     assert {name: getattr(found, name) for name in LINES[line]} == LINES[line]

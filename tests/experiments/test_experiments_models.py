@@ -1,4 +1,4 @@
-"""The experiments' models: shapes, published sizes, gradients, errors."""
+"""The experiments' models: shapes, published sizes, gradients."""
 
 import pytest
 import torch
@@ -102,19 +102,3 @@ def test_weights_follow_torchs_seed(name):
 
     assert torch.equal(weights(1), weights(1))
     assert weights(1).ne(weights(2)).any()
-
-
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("resnet19", "unknown model 'resnet19': the models are vgg16, wrn28_10, "),
-        ("wrn", "unknown model 'wrn'"),
-        ("wrn27_10", r"wrn27_10: the depth is 6n \+ 4 \(10, 16, 22, 28, ...\)"),
-        ("wrn4_1", "wrn4_1: the depth"),
-        ("wrn10_0", "wrn10_0: .*the width at least 1"),
-    ],
-)
-def test_errors(name, said):
-    with pytest.raises(ValueError, match=said) as error:
-        models.build(name, classes=10, channels=3, image_size=32)
-    assert "\n" not in str(error.value)
