@@ -109,16 +109,3 @@ def test_time_against_batch_size_in_one_command(tmp_path, monkeypatch, capsys):
     assert main(["make_plot"]) == 0
     names = {path.name for path in Path("results/figures").iterdir()}
     assert names == {"MLP - Time.png", "MLP - Memory.png"}
-
-
-def test_a_damaged_image_ends_the_command_in_a_line(tmp_path, capsys):
-    write_imagenet(tmp_path / "data", each=8)
-    damaged = sorted((tmp_path / "data").rglob("*.png"))[3]
-    damaged.write_bytes(damaged.read_bytes()[:60])
-    line = f"train imagenet {tmp_path / 'data'} -b 4 --image-size 32 --model resnet18"
-    line += f" --iterations 6 --arm O5 --workers 1 -o {tmp_path / 'results'}"
-    assert main(line.split()) == 2
-    error = capsys.readouterr().err
-    assert str(damaged) in error
-    assert error.count("\n") == 1
-    assert not list(tmp_path.rglob("*.json"))

@@ -68,6 +68,7 @@ def check_split(batches, images: np.ndarray, labels: np.ndarray) -> None:
 
 FILES = {
     "mnist": data_files.write_mnist,
+    "mnist, zipped": functools.partial(data_files.write_mnist, zipped=True),
     "mnist, zipped, where torchvision puts it": lambda folder: data_files.write_mnist(
         folder / "MNIST/raw", zipped=True
     ),
@@ -269,7 +270,7 @@ def test_passes_begin_anywhere_may_be_left_and_take_no_global_random_numbers(kin
     data = open_(kind, **options)
     left = (data.train_batches(0), data.test_batches())
     assert all(map(next, left))
-    for start in (0, 4, 1, 6):
+    for start in (4, 6):
         assert same(data.train_batches(3, start), whole[start:])
     assert [len(labels) for _, labels in data.test_batches()] == [4, 2]
     assert random_numbers() == before
