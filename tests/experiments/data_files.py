@@ -1,10 +1,9 @@
 """Small data sets in the true formats of MNIST, CIFAR-10 and ImageNet, and what stands in them."""
 
-from __future__ import annotations
-
 import gzip
 import os
 import pickle
+import shutil
 import struct
 import tarfile
 from pathlib import Path
@@ -48,43 +47,38 @@ def idx(array: np.ndarray) -> bytes:
 
 
 def write_mnist(
-    folder: Path, train: int = 40, test: int = 13, *, zipped: bool = False, size: int = 28
+    folder: Path, train: int = 40, test: int = 13, *, zipped: bool = False
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Images [n, 1, size, size] and labels of "train" and "test"."""
+    """Images [n, 1, 28, 28] and labels of "train" and "test"."""
     folder.mkdir(parents=True, exist_ok=True)
-    sets = {"train": noise(train, size, size), "test": noise(test, size, size)}
+    sets = {"train": noise(train, 28, 28), "test": noise(test, 28, 28)}
     arrays = [array for pair in sets.values() for array in pair]
     for name, array in zip(MNIST, arrays, strict=True):
-        content = idx(array)
-        if zipped:
-            (folder / f"{name}.gz").write_bytes(gzip.compress(content))
-        else:
-            (folder / name).write_bytes(content)
+        content = gzip.compress(idx(array)) if zipped else idx(array)
+        (folder / (f"{name}.gz" if zipped else name)).write_bytes(content)
     return {name: (images[:, None], labels) for name, (images, labels) in sets.items()}
 
 
 def write_cifar(
-    folder: Path, each: int = 8, test: int = 13
+    folder: Path, each: int = 8, test: int = 13, *, archived: bool = False
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """`folder` gets CIFAR-10's files in a folder of its own; images [n, 3, 32, 32] and labels of
-    "train" and "test"."""
-    folder = folder / "cifar-10-batches-py"
-    folder.mkdir(parents=True, exist_ok=True)
+    """CIFAR-10's files in a folder of their own or in an archive; images [n, 3, 32, 32] and labels
+    of "train" and "test"."""
+    place = folder / "cifar-10-batches-py"
+    place.mkdir(parents=True, exist_ok=True)
     pixels, labels = noise(5 * each + test, 3 * 32 * 32)
     ends = np.cumsum([each] * 5)
     parts = zip(CIFAR, np.split(pixels, ends), np.split(labels, ends), strict=True)
     for name, part, of in parts:
-        (folder / name).write_bytes(pickle.dumps({"data": part, "labels": of.tolist()}, 2))
-    (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": list("0123456789")}, 2))
+        (place / name).write_bytes(pickle.dumps({"data": part, "labels": of.tolist()}, 2))
+    (place / "batches.meta").write_bytes(pickle.dumps({"label_names": list("0123456789")}, 2))
+    if archived:
+        with tarfile.open(folder / "cifar-10-python.tar.gz", "w:gz") as tar:
+            tar.add(place, arcname=place.name)
+        shutil.rmtree(place)
     images = pixels.reshape(-1, 3, 32, 32)
     train = 5 * each
     return {"train": (images[:train], labels[:train]), "test": (images[train:], labels[train:])}
-
-
-def archive(folder: Path, path: Path) -> None:
-    """`folder` as the .tar.gz file `path`."""
-    with tarfile.open(path, "w:gz") as tar:
-        tar.add(folder, arcname=folder.name)
 
 
 def write_imagenet(

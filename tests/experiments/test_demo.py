@@ -1,10 +1,6 @@
 """``ampfuse demo`` as a user meets it: table, files, errors, Ctrl-C."""
 
-from __future__ import annotations
-
-import contextlib
 import csv
-import io
 import re
 import signal
 import subprocess
@@ -23,20 +19,8 @@ from ampfuse.experiments.run import Run
 from ampfuse.experiments.settings import ARMS, LEVELS
 from ampfuse.measuring import TensorMemory
 
-COMMAND = [sys.executable, "-m", "ampfuse", "demo", "--device", "cpu"]
 EPOCHS, BATCH_SIZE = 2, 256
 STEPS = EPOCHS * (1437 // BATCH_SIZE)
-PICTURES = ("Time", "Memory")
-
-
-@pytest.fixture(scope="module")
-def short_run(tmp_path_factory) -> tuple[str, Path]:
-    """What a small, short run at every level printed, and the folder it wrote to."""
-    folder = tmp_path_factory.mktemp("demo") / "new" / "results"
-    options = ["--width", "8", "--epochs", EPOCHS, "--batch-size", BATCH_SIZE, "--output", folder]
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        assert main(["demo", "--device", "cpu", *map(str, options)]) == 0
-    return printed.getvalue(), folder
 
 
 def read(path: Path) -> list[dict[str, str]]:
@@ -44,12 +28,17 @@ def read(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def test_table(short_run):
-    printed, folder = short_run
-    for level in LEVELS:
-        row = re.search(rf"^\| {level} +\| (.+) \|$", printed, re.MULTILINE)
-        assert row, printed
-        seconds, speed, memory, accuracy, skipped, scale = row[1].replace(",", "").split("|")
+def test_table_and_files(tmp_path, capsys):
+    """test_experiments_plots.py looks into the pictures that make_plot.save() makes."""
+    folder = tmp_path / "new" / "results"
+    options = f"--width 8 --epochs {EPOCHS} --batch-size {BATCH_SIZE} --output {folder}"
+    assert main(f"demo --device cpu {options}".split()) == 0
+    printed = capsys.readouterr().out
+    rows = read(folder / "levels.csv")
+    assert [row["method"] for row in rows] == list(LEVELS)
+    for level, row in zip(LEVELS, rows, strict=True):
+        cells = re.search(rf"^\| {level} +\| (.+) \|$", printed, re.MULTILINE)
+        seconds, speed, memory, accuracy, skipped, scale = cells[1].replace(",", "").split("|")
         assert float(seconds) > 0
         assert float(speed) > 0
         assert 0.1 < float(memory) < 100
@@ -57,43 +46,23 @@ def test_table(short_run):
         assert 0 <= int(skipped) <= STEPS
         assert float(scale) >= 1
         assert f"{level}: {ARMS[level]}" in printed
-    assert "O3 has no FP32 master weights" in printed
-    assert str(folder) in printed
-
-
-def test_levels_csv(short_run):
-    rows = read(short_run[1] / "levels.csv")
-    assert [row["method"] for row in rows] == list(LEVELS)
-    for row in rows:
         images = float(row["images_per_s_mean"]) * float(row["time_s_mean"])
         assert images == pytest.approx(STEPS * BATCH_SIZE)
-        assert 0 <= float(row["accuracy_pct_mean"]) <= 100
+        assert float(row["accuracy_pct_mean"]) == pytest.approx(float(accuracy), abs=0.05)
         assert (row["batch_size"], row["epochs"]) == (str(BATCH_SIZE), str(float(EPOCHS)))
         assert (row["torch"], row["memory_kind"]) == (torch.__version__, "tensors")
-
-
-def test_plots_are_pictures_and_nothing_else_is_written(short_run):
-    from matplotlib.image import imread
-
-    _, folder = short_run
-    pictures = {f"Digits - {name}.png" for name in PICTURES}
-    assert {path.name for path in folder.iterdir()} == {"levels.csv", *pictures}
+    assert "O3 has no FP32 master weights" in printed
+    assert str(folder) in printed
+    names = {"levels.csv", "Digits - Time.png", "Digits - Memory.png"}
+    assert {path.name for path in folder.iterdir()} == names
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
-    for path in folder.glob("*.png"):
-        picture = imread(path)
-        height, width = picture.shape[:2]
-        assert height > 300
-        assert width > 800
-        assert picture[..., :3].std() > 0.03  # an empty page has none
-        assert (picture[..., :3] > 0.99).mean() > 0.3  # and a plot has paper
 
 
-def test_a_second_run_replaces_the_files(tmp_path, capsys):
+def test_a_second_run_replaces_the_files(tmp_path):
     options = "--device cpu --width 4 --epochs 1".split()
     for level in ("O0", "O5"):
         assert main(["demo", "--levels", level, *options, "-o", str(tmp_path)]) == 0
     assert [row["method"] for row in read(tmp_path / "levels.csv")] == ["O5"]
-    capsys.readouterr()
 
 
 def test_ctrl_c_leaves_nothing(tmp_path, monkeypatch, capsys):
@@ -131,13 +100,18 @@ def test_peak_memory_of_tensors(capfd):
     assert capfd.readouterr().err == "heard again\n"
 
 
+def demo(folder: Path, *options: object) -> list[dict[str, str]]:
+    """The rows of the demo as it stands, in a process of its own."""
+    command = [sys.executable, "-m", "ampfuse", "demo", *map(str, options), "-o", str(folder)]
+    subprocess.run(command, check=True)
+    return read(folder / "levels.csv")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_every_level_learns(seed, tmp_path):
-    """The demo as it stands: at least 97 %, and within one point of FP32 but for pure FP16."""
-    command = [sys.executable, "-m", "ampfuse", "demo", "--seed", str(seed), "-o", str(tmp_path)]
-    subprocess.run(command, check=True)
-    rows = read(tmp_path / "levels.csv")
+    """At least 97 %, and within one point of FP32 but for pure FP16."""
+    rows = demo(tmp_path, "--seed", seed)
     accuracy = {row["method"]: float(row["accuracy_pct_mean"]) / 100 for row in rows}
     for level in ("O0", "O1", "O2", "O4", "O5"):
         assert accuracy[level] >= 0.97
@@ -146,8 +120,7 @@ def test_every_level_learns(seed, tmp_path):
 
 @pytest.mark.benchmark
 def test_no_level_is_much_slower_than_fp32(tmp_path):
-    subprocess.run([*COMMAND, "-o", str(tmp_path)], check=True)
-    rows = read(tmp_path / "levels.csv")
+    rows = demo(tmp_path, "--device", "cpu")
     seconds = {row["method"]: float(row["time_s_mean"]) for row in rows}
     assert max(seconds.values()) <= 2.5 * seconds["O0"]
     assert sum(seconds.values()) < 180

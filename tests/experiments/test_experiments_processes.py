@@ -1,7 +1,5 @@
 """ImageNet in several processes: copies and shards, and what is resumed."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import NamedTuple
@@ -42,24 +40,23 @@ dist.init_process_group = lambda *backend: dist.is_initialized() or begin(*backe
 dist.destroy_process_group = lambda: None
 gc.freeze()
 for line, status in json.loads(sys.argv[1]):
-    words = [glob.glob(word)[0] if "*" in word else word for word in line]
+    words = [glob.glob(word)[0] if "*" in word else word for word in line.split()]
     assert imagenet.main(words) == status, line
     dist.barrier()  # rank 0 has written what it writes
 end()
 """
-SHARDS = ["--fsdp"]
 
 
 @pytest.fixture(scope="module")
-def line(tmp_path_factory) -> list[str]:
+def line(tmp_path_factory) -> str:
     """Trains on 96 images, tests on 13, which two processes cannot halve."""
     folder = tmp_path_factory.mktemp("imagenet")
     data_files.write_imagenet(folder, each=32, test_each=4)
     extra = folder / "val" / "n01" / "more.png"
     extra.write_bytes((folder / "val" / "n01" / "000.png").read_bytes())
-    line = ["--data", str(folder), "--model", "resnet18", "--image-size", "16", "-b", "8"]
-    line += ["-j", "0", "--lr", "1e-3", "--optimizer", "adamw", "--evaluate", "--GPU", "here"]
-    return [*line, "--device", "cpu", "--no-fuse", "--no-channels-last", "--checkpoints"]
+    line = f"--data {folder} --model resnet18 --image-size 16 -b 8 -j 0 --lr 1e-3 --evaluate"
+    line += " --optimizer adamw --GPU here --device cpu --no-fuse --no-channels-last"
+    return f"{line} --checkpoints"
 
 
 class Trained(NamedTuple):
@@ -79,7 +76,7 @@ class Trained(NamedTuple):
         return torch.load(path, weights_only=True)
 
 
-def run_by_two(lines: list[tuple[list[str], int]], folder: Path) -> Trained:
+def run_by_two(lines: list[tuple[str, int]], folder: Path) -> Trained:
     """`lines` with the exit status that each has to have."""
     ends = [program.wait() for program in started(2, "-c", SEVERAL, json.dumps(lines))]
     for end in ends:
@@ -89,17 +86,15 @@ def run_by_two(lines: list[tuple[list[str], int]], folder: Path) -> Trained:
 
 @pytest.fixture(scope="module")
 def trained(line, tmp_path_factory) -> Trained:
-    folder = tmp_path_factory.mktemp("trained")
-    lines = []
-    for name, more in (("copies", []), ("shards", SHARDS)):
-        six, at = [*line, "--arm", "O5", *more, "--iterations", "6"], str(folder / name)
-        resume = ["--resume", f"{at}-short/here/*.pt"]
+    folder, lines = tmp_path_factory.mktemp("trained"), []
+    for at, more in ((folder / "copies", ""), (folder / "shards", " --fsdp")):
+        six = f"{line}{more} --iterations 6"
         lines += [
-            ([*line, "--arm", "O2", "O5", *more, "--iterations", "6", "-o", at], 0),
-            ([*line, "--arm", "O5", *more, "--iterations", "3", "-o", f"{at}-short"], 0),
-            ([*six, *resume, "-o", f"{at}-resumed"], 0),
+            (f"{six} --arm O2 O5 -o {at}", 0),
+            (f"{line}{more} --iterations 3 --arm O5 -o {at}-short", 0),
+            (f"{six} --arm O5 --resume {at}-short/here/*.pt -o {at}-resumed", 0),
         ]
-    lines += [([*line, "--fsdp", "--arm", "O2", "--fuse", "--iterations", "1"], 2)]
+    lines += [(f"{line} --fsdp --fuse --arm O2 --iterations 1", 2)]
     return run_by_two(lines, folder)
 
 
@@ -130,11 +125,8 @@ def test_shards_leave_the_losses_of_copies(trained):
 
 @pytest.mark.slow
 def test_shards_leave_the_losses_of_copies_at_all_levels(line, tmp_path):
-    line = [*line, "--arm", *settings.LEVELS, "--iterations", "6", "-o"]
-    lines = [
-        ([*line, str(tmp_path / "copies")], 0),
-        ([*line, str(tmp_path / "shards"), *SHARDS], 0),
-    ]
+    line += f" --arm {' '.join(settings.LEVELS)} --iterations 6 -o {tmp_path}/"
+    lines = [(f"{line}copies", 0), (f"{line}shards --fsdp", 0)]
     assert_same_losses(run_by_two(lines, tmp_path), set(settings.LEVELS))
 
 
@@ -153,7 +145,7 @@ def test_what_does_not_go_together_is_said(trained, line, tmp_path, capsys):
     for error in trained.errors:
         assert "imagenet: error: --fsdp --fuse: at O2 batch norms are gathered" in error
     for flag, said in (("--fsdp", "one process has nobody to"), ("--sync_bn", "GPUs only")):
-        assert imagenet.main([*line, flag, "--iterations", "1", "-o", str(tmp_path)]) == 2
+        assert imagenet.main(f"{line} {flag} --iterations 1 -o {tmp_path}".split()) == 2
         assert f"{flag}: " in (error := capsys.readouterr().err)
         assert said in error
 
@@ -168,12 +160,12 @@ def test_other_scripts_train_in_one_process(monkeypatch, capsys, tmp_path):
 @pytest.mark.slow
 def test_under_torchrun(line, tmp_path):
     """Which ends the others when one process fails; its line says why."""
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
-    launcher += ["--rdzv-endpoint", "localhost:0", "-m", "ampfuse.experiments.imagenet"]
-    launcher += [*line, "--arm", "O2", "--iterations", "4"]
-    end = python(*launcher, "-o", tmp_path)
+    launcher = "-m torch.distributed.run --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint"
+    launcher += " localhost:0 -m ampfuse.experiments.imagenet"
+    words = f"{launcher} {line} --arm O2 --iterations 4".split()
+    end = python(*words, "-o", tmp_path)
     assert end.returncode == 0, end.stderr
     assert {path.suffix for path in tmp_path.rglob("*.*")} == {".json", ".pt"}
-    failed = python(*launcher, "-b", "500")
+    failed = python(*words, "-b", "500")
     assert failed.returncode == 1
     assert "imagenet: error: --batch-size 500 is more than the 48 training images" in failed.stderr

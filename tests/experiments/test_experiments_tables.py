@@ -1,7 +1,5 @@
 """The tables: published rows as published, own ones beside them and labelled; the CSV."""
 
-from __future__ import annotations
-
 import argparse
 import csv
 import math
@@ -12,26 +10,14 @@ import pytest
 from ampfuse.experiments import make_plot, make_table, results
 from experiment_results import ResultFolder, divergence
 
-# Header of the table's column, by the column of the published CSVs.
+# Column of the published CSVs, by the header of the table's.
 COLUMNS = {
-    "platform": "environment",
-    "gpu": "GPU",
-    "model": "model",
-    "method": "method",
-    "optimizer": "optimizer",
-    "batch_size": "batch size",
-    "iterations": "iterations",
-    "epochs": "epochs",
-    "time_s": "time, s",
-    "images_per_s": "images/s",
-    "images_per_s_min": "min",
-    "images_per_s_max": "max",
-    "memory_mb": "memory, MB",
-    "accuracy_pct": "accuracy, %",
-    "loss_last": "loss last",
-    "loss_mean": "loss mean",
-    "n": "n",
-    "note": "note",
+    **{"environment": "platform", "GPU": "gpu", "model": "model", "method": "method"},
+    **{"optimizer": "optimizer", "batch size": "batch_size", "iterations": "iterations"},
+    **{"epochs": "epochs", "time, s": "time_s", "images/s": "images_per_s"},
+    **{"min": "images_per_s_min", "max": "images_per_s_max", "memory, MB": "memory_mb"},
+    **{"accuracy, %": "accuracy_pct", "loss last": "loss_last", "loss mean": "loss_mean"},
+    **{"n": "n", "note": "note"},
 }
 
 
@@ -75,10 +61,9 @@ def test_published_cells_are_the_csv(recipe, folder, capsys):
     assert len(rows) == len(lines)
     for line, row in zip(lines, rows, strict=True):
         assert row["source"] == "published"
-        shown = {name.removesuffix("_mean") if name[:5] != "loss_" else name[:9] for name in line}
-        assert shown - {n for n in shown if n.endswith("_std")} <= {*COLUMNS, "source", "recipe",
-                                                                    "experiment"}  # fmt: skip
-        for name, header in COLUMNS.items():
+        names = [*COLUMNS.values(), "source", "recipe", "experiment"]
+        assert {*line} <= {n + end for n in names for end in ("", "_mean", "_std")}
+        for header, name in COLUMNS.items():
             mean, _, deviation = row.get(header, "").partition(" ± ")
             assert same(mean, line.get(name, line.get(f"{name}_mean", ""))), (header, row)
             assert same(deviation, line.get(f"{name}_std", "")), (header, row)
@@ -94,16 +79,9 @@ def test_e1_has_means_and_deviations_of_own_runs(folder, capsys):
     assert len(rows) == 46
     (row,) = own(rows)
     expected = {
-        "source": "measured here",
-        "GPU": "T4 (Tesla T4)",
-        "method": "FP16",
-        "batch size": "128",
-        "accuracy, %": "41 ± 1",
-        "time, s": "6 ± 1",
-        "memory, MB": "1401 ± 1",
-        "iterations": "100",
-        "n": "3",
-        "note": "re-enactment; synthetic data",
+        **{"source": "measured here", "GPU": "T4 (Tesla T4)", "method": "FP16", "n": "3"},
+        **{"batch size": "128", "iterations": "100", "accuracy, %": "41 ± 1", "time, s": "6 ± 1"},
+        **{"memory, MB": "1401 ± 1", "note": "re-enactment; synthetic data"},
     }
     assert expected.items() <= row.items()
     below = text.rsplit("|", 1)[1]
@@ -112,17 +90,16 @@ def test_e1_has_means_and_deviations_of_own_runs(folder, capsys):
     assert own(printed(capsys, "e1", "--no-published")) == printed(capsys, "e1", "--no-published")
 
 
-def e2_run(folder: ResultFolder, **changes) -> None:
-    common = {"recipe": "e2", "model": "wrn28_10", "epochs": 10.0, "iterations": 3900}
-    common |= {"time_s": 1234.5, "data": "cifar10"}
-    folder.add(**common | changes)
-
-
 def test_e2_tells_why_a_level_diverged_and_labels_the_published_loop(folder, capsys):
-    e2_run(folder, arm="O2", method="O2")
-    e2_run(folder, arm="O3", method="O3", memory_mb=4347.0, diverged=divergence(31))
-    e2_run(folder, loop="original")
-    e2_run(folder, iterations=6, epochs=6 / 390, batch_size=16)
+    of_e2 = {"recipe": "e2", "model": "wrn28_10", "iterations": 3900, "epochs": 10.0}
+    of_e2 |= {"time_s": 1234.5, "data": "cifar10"}
+    for changes in (
+        {"arm": "O2", "method": "O2"},
+        {"arm": "O3", "method": "O3", "memory_mb": 4347.0, "diverged": divergence(31)},
+        {"loop": "original"},
+        {"iterations": 6, "epochs": 6 / 390, "batch_size": 16},
+    ):
+        folder.add(**of_e2 | changes)
     short, original, sound, diverged = own(printed(capsys, "e2"))
     assert (sound["time, s"], sound["epochs"], sound["accuracy, %"]) == ("1234", "10", "41")
     assert sound["note"] == "re-enactment"
@@ -146,14 +123,17 @@ def test_e4_has_mean_min_and_max(folder, capsys):
     assert (row["loss last"], row["loss mean"]) == ("5 ± 0", "5.5 ± 0")
 
 
-def test_rows_of_other_recipes_stay_out(folder, capsys):
-    folder.add(recipe="e2")
-    folder.add(recipe=None)
+@pytest.mark.parametrize("others", [[], ["e2", None]], ids=["none", "of other recipes"])
+def test_without_results_of_the_recipe_published_rows_are_printed(others, folder, capsys):
+    for recipe in others:
+        folder.add(recipe=recipe)
     assert make_table.main(["e1"]) == 0
     said = capsys.readouterr()
+    assert len(parsed(said.out)) == 45
     assert own(parsed(said.out)) == []
     assert "results: no results of e1" in said.err
-    assert "--recipe e1" in said.err
+    assert "ampfuse train cifar --recipe e1" in said.err
+    assert said.err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -200,12 +180,8 @@ def test_cells_hold_no_column_separators(folder, capsys):
 
 def test_csv_has_one_line_per_measured_row(folder, capsys, tmp_path):
     folder.add_repeats([5.0, 6.0, 7.0])
-    folder.add(
-        method="O3",
-        arm="O3",
-        diverged=divergence() | {"reason": "two\nlines"},
-        torch="2.15.0",
-    )
+    why = divergence() | {"reason": "two\nlines"}
+    folder.add(method="O3", arm="O3", diverged=why, torch="2.15.0")
     path = tmp_path / "new" / "e1.csv"
     rows = printed(capsys, "e1", "--csv", str(path))
     assert len(own(rows)) == 2
@@ -213,25 +189,11 @@ def test_csv_has_one_line_per_measured_row(folder, capsys, tmp_path):
     assert text.count("\n") == 3
     sound, diverged = csv.DictReader(text.splitlines())
     expected = {
-        "source": "measured",
-        "recipe": "e1",
-        "gpu": "T4",
-        "device": "Tesla T4",
-        "method": "FP32",
-        "arm": "fp32",
-        "batch_size": "128",
-        "data": "synthetic",
-        "loop": "tuned",
-        "graph": "False",
-        "time_s_mean": "6.0",
-        "time_s_std": "1.0",
-        "n": "3",
-        "torch": "2.14.1",
-        "ampfuse": "0.1.0",
-        "cuda": "13.0",
-        "memory_kind": "max_memory_allocated",
-        "date": "2026-11-21T04:00:03+00:00",
-        "diverged": "0",
+        **{"source": "measured", "recipe": "e1", "gpu": "T4", "device": "Tesla T4"},
+        **{"method": "FP32", "arm": "fp32", "batch_size": "128", "data": "synthetic"},
+        **{"loop": "tuned", "graph": "False", "time_s_mean": "6.0", "time_s_std": "1.0", "n": "3"},
+        **{"torch": "2.14.1", "ampfuse": "0.1.0", "cuda": "13.0", "diverged": "0"},
+        **{"memory_kind": "max_memory_allocated", "date": "2026-11-21T04:00:03+00:00"},
     }
     assert expected.items() <= sound.items()
     assert float(sound["memory_mb_mean"]) == 1500
@@ -239,11 +201,3 @@ def test_csv_has_one_line_per_measured_row(folder, capsys, tmp_path):
     assert (diverged["time_s_mean"], diverged["diverged"]) == ("", "1")
     assert "two lines" in diverged["note"]
     assert diverged["torch"] == "2.15.0"
-
-
-def test_without_results_the_published_rows_are_printed(folder, capsys):
-    assert make_table.main(["e2"]) == 0
-    said = capsys.readouterr()
-    assert len(parsed(said.out)) == 8
-    assert said.err.count("\n") == 1
-    assert "ampfuse train cifar --recipe e2" in said.err

@@ -160,12 +160,10 @@ class _Level(Arm):
 
     def _set_up(self) -> None:
         settings, model = self.settings, self.model
-        options = {n: getattr(settings, n) for n in ("keep_batchnorm_fp32", "loss_scale")}
+        names = ("keep_batchnorm_fp32", "loss_scale", "growth_interval")
+        options = {name: getattr(settings, name) for name in names}
         norms = any(isinstance(module, _BatchNorm) for module in model.modules())
-        options |= {"opt_level": settings.arm, "verbosity": 0}
-        options["fuse"] = settings.fuse and norms
-        if settings.growth_interval is not None:
-            options["growth_interval"] = settings.growth_interval
+        options |= {"opt_level": settings.arm, "verbosity": 0, "fuse": settings.fuse and norms}
         try:
             self.model, self.optimizer = amp.initialize(model, self.optimizer, **options)
         except (RuntimeError, ValueError, AssertionError) as error:

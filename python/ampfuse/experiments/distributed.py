@@ -97,10 +97,6 @@ def load_states(arm: Arm, model: dict[str, Any], optimizer: dict[str, Any]) -> N
         arm.bare_model.load_state_dict(model)
         arm.optimizer.load_state_dict(optimizer)
         return
-    whole_states.set_state_dict(
-        arm.bare_model,
-        arm.optimizer,
-        model_state_dict=model,
-        optim_state_dict=optimizer,
-        options=whole_states.StateDictOptions(full_state_dict=True),
-    )
+    states = {"model_state_dict": model, "optim_state_dict": optimizer}
+    options = whole_states.StateDictOptions(full_state_dict=True)
+    whole_states.set_state_dict(arm.bare_model, arm.optimizer, **states, options=options)

@@ -13,8 +13,9 @@ import argparse
 import contextlib
 import functools
 import io
+import itertools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -83,18 +84,15 @@ def drawn(rows: Sequence[Row], of: str = "iterations", *, std: bool = False) -> 
     nothing."""
     from ampfuse.experiments import figures
 
-    kinds: list[tuple[str, Callable[..., Figure], dict[str, bool]]] = [
-        ("Time", figures.time_against_batch, {}),
-        ("Memory", figures.memory_against_batch, {}),
-    ]
-    if std:
-        kinds += [(f"{what} (std)", function, {"std": True}) for what, function, _ in kinds]
+    kinds = {"Time": figures.time_against_batch, "Memory": figures.memory_against_batch}
+    ways = (False, True) if std else (False,)
     found = {}
     for experiment, model in dict.fromkeys(map(_net, rows)):
         ours = [row for row in rows if _net(row) == (experiment, model)]
-        for what, function, options in kinds:
+        for bars, (what, draw) in itertools.product(ways, kinds.items()):
+            name = figure_name(experiment, model, what + " (std)" * bars)
             with contextlib.suppress(figures.NothingToDraw):
-                found[figure_name(experiment, model, what)] = function(ours, of=of, **options)
+                found[name] = draw(ours, of=of, std=bars)
     if not found:
         raise results.ResultsError("the chosen results hold nothing to draw")
     return found

@@ -3,7 +3,8 @@
     python -m ampfuse.experiments.mnist --arm fp32 amp-fp16 O2
     python -m ampfuse.experiments.mnist --data digits --epochs 10
 
-The CNN of E5 of docs/experiments.md. :func:`train` is the part to read.
+The CNN of E5 of docs/experiments.md. It is trained as the networks of :mod:`cifar`, and
+:func:`cifar.train` is the part to read.
 """
 
 from __future__ import annotations
@@ -11,11 +12,7 @@ from __future__ import annotations
 import functools
 import sys
 
-import torch.nn.functional as F
-
-from ampfuse.experiments import models
-from ampfuse.experiments.arms import Arm, build_arm
-from ampfuse.experiments.run import Run
+from ampfuse.experiments.cifar import train
 from ampfuse.experiments.settings import Recipe, Script
 from ampfuse.experiments.sweep import main as sweep
 
@@ -38,21 +35,6 @@ SCRIPT = Script(
     recipes=(E5,),
     image_size=28,
 )
-
-
-def train(run: Run) -> None:
-    """One run: the CNN in one arm, with one batch size."""
-    arm = run.start(lambda: build(run))
-    for images, labels in run.batches():
-        run.note(*arm.step(images, labels))
-
-
-def build(run: Run) -> Arm:
-    """The CNN on the device, with an optimizer, in the precision of the run's arm."""
-    model = models.for_data(run.settings, run.data)
-    model.to(run.device, memory_format=run.layout)
-    return build_arm(run.settings, model, F.cross_entropy, run.device)
-
 
 main = functools.partial(sweep, SCRIPT, train)
 

@@ -36,16 +36,9 @@ def for_data(settings: Settings, data: Data) -> nn.Module:
 def build(
     name: str, *, classes: int, channels: int, image_size: int, dropout: float = 0.0
 ) -> nn.Module:
-    """The network `name`, FP32 on the CPU: images [n, channels, image_size, image_size] to scores.
-
-    Arguments:
-        name: one of :data:`NAMES`, or ``wrn<depth>_<width>``.
-        classes: scores per image. ``mlp`` has ``channels * image_size**2`` whatever this says.
-        dropout: probability in the blocks of a Wide-ResNet; the others have their own, or none.
-
-    Raises:
-        ValueError: no such name.
-    """
+    """The network `name`, of :data:`NAMES` or ``wrn<depth>_<width>`` (else this raises ValueError),
+    FP32 on the CPU: images [n, channels, image_size, image_size] to scores of `classes`, of ``mlp``
+    to as many as an image has values. `dropout` is that in the blocks of a Wide-ResNet."""
     wide = re.fullmatch(r"wrn(\d+)_(\d+)", name)
     if name not in NAMES and not wide:
         raise ValueError(

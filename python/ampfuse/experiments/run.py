@@ -133,7 +133,8 @@ class Run:
         if self.resume:
             _restore(arm, self.resume, world.rank)
         hidden = None if world.is_main else True  # None: unless a terminal
-        bar = tqdm(desc=of.title, total=self.total, initial=self.step, leave=False, disable=hidden)
+        title = f"{of.model} {of.method} {of.repeat + 1}/{of.repeats}"
+        bar = tqdm(desc=title, total=self.total, initial=self.step, leave=False, disable=hidden)
         self._bar = self._open.enter_context(bar)
         if self.place.profile and self.stem and world.is_main:
             trace = f"{self.stem}.trace.json"

@@ -78,7 +78,7 @@ class Settings:
     method: str = "fp32"
     repeat: int = 0
     loss_scale: float | str | None = None
-    growth_interval: int | None = None
+    growth_interval: int = 2000
     augment: bool = False
     shuffle: bool = True
     mean: tuple[float, ...] | None = None
@@ -128,11 +128,6 @@ class Settings:
     print_freq: int = option(
         50, "steps between two looks at the loss (default: 50, on a CPU 5)", "-p", **_COUNT
     )
-
-    @property
-    def title(self) -> str:
-        repeat = f", repeat {self.repeat + 1} of {self.repeats}" if self.repeats > 1 else ""
-        return f"{self.model} {self.method}{repeat}"
 
 
 _NAMES = {field.name for field in dataclasses.fields(Settings)}

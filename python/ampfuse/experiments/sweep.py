@@ -17,14 +17,7 @@ from ampfuse.experiments import make_table
 from ampfuse.experiments.data import open_data
 from ampfuse.experiments.distributed import World
 from ampfuse.experiments.results import Result, file_name, rows_of
-from ampfuse.experiments.run import (
-    Diverged,
-    Place,
-    Run,
-    load_checkpoint,
-    position,
-    run_name,
-)
+from ampfuse.experiments.run import Diverged, Place, Run, load_checkpoint, position, run_name
 from ampfuse.experiments.settings import ARMS, Script, Settings, parse, runs_of
 from ampfuse.files import atomic
 
@@ -35,10 +28,7 @@ Train = Callable[[Run], None]
 
 
 def main(
-    script: Script,
-    train: Train,
-    argv: Sequence[str] | None = None,
-    prog: str | None = None,
+    script: Script, train: Train, argv: Sequence[str] | None = None, prog: str | None = None
 ) -> int:
     """Train what `argv` (default: ``sys.argv``) asks for and return the exit status, which
     docs/experiments.md explains. What the user has to put right ends in one line and status 2."""
@@ -80,10 +70,7 @@ def _sweep(script: Script, train: Train, args: argparse.Namespace) -> int:
 
 
 def train_all(
-    todo: Sequence[Settings],
-    place: Place,
-    train: Train,
-    resume: dict[str, Any] | None = None,
+    todo: Sequence[Settings], place: Place, train: Train, resume: dict[str, Any] | None = None
 ) -> Iterator[Result]:
     """Train `todo`, the first of it from `resume`; its result files are written."""
     for of in todo:
