@@ -395,8 +395,9 @@ def chains():
         first = functools.partial(ours, **options, **more)
         yield first, functools.partial(torchs, **options), first
     for name, (own, options) in OWN.items():
-        kinds = (functools.partial(k, **options) for k in (getattr(optimizers, name), own))
-        yield from itertools.permutations(kinds)
+        kinds = [functools.partial(k, **options) for k in (getattr(optimizers, name), own)]
+        yield *kinds, kinds[0]
+        yield *kinds[::-1], kinds[1]
 
 
 @pytest.mark.parametrize(

@@ -102,9 +102,12 @@ class ApexOptimizer(FusedOptimizer):
             # A step of a subclass's own counts by group.
             uncounted = 0 if self.algorithm.uses_count else None
             step = group.get("step", uncounted) if is_fused(self) else None
+            counts = [state[key]["step"] for key in group["params"] if "step" in state.get(key, {})]
+            is_ahead = bool(counts) and step is not None and step > max(counts)
             for key in group["params"] if step is not None else ():
                 # Without a moment there is nothing that a count could belong to.
-                if state.get(key, {}).keys() - {*MASTERS, "step"} and "step" not in state[key]:
+                has_moments = state.get(key, {}).keys() - {*MASTERS, "step"}
+                if has_moments and (is_ahead or "step" not in state[key]):
                     count = torch.as_tensor(step, dtype=torch.float32).reshape(())
                     state[key]["step"] = count.clone()
         super().load_state_dict({**state_dict, "state": state, "param_groups": groups})
