@@ -8,11 +8,12 @@ from torch import nn
 
 from ampfuse import amp
 from ampfuse.optim.base import AmpOptimizer
+from ampfuse.optim.generic import GenericOptimizer
 from cases import f32, same_bits
 
 WITH_MASTERS = ("O2", "O5")
 # How far losses are from those in plain torch.
-PRECISION = {"O0": 1e-5, "O1": 5e-3, "O2": 5e-3, "O3": 5e-2, "O4": 4e-2, "O5": 4e-2}
+PRECISION = {"O0": 1e-6, "O1": 2e-3, "O2": 2e-3, "O3": 5e-3, "O4": 1e-2, "O5": 1e-2}
 
 
 def backward(loss, optimizers, **options):
@@ -104,9 +105,11 @@ def follows_plain_torch(make, level, in_pure_fp16=True, clips=(None, None)):
     for training, clip in zip((amped, plain), clips, strict=True):
         training.clip = clip
     losses, expected = amped.steps(range(25)), plain.steps(range(25))
+    if level == "O0" and isinstance(amped.optimizer, GenericOptimizer):
+        assert losses == expected
     if level != "O3" or in_pure_fp16:
         assert losses == pytest.approx(expected, rel=0, abs=PRECISION[level])
-        assert losses[-1] < 0.7 * losses[0]
+        assert losses[-1] < 0.6 * losses[0]
     if level in WITH_MASTERS:
         masters, weights = (
             sorted(tensors, key=lambda t: (t.dim(), t.numel()))

@@ -60,6 +60,7 @@ CONVOLUTIONS = {
     "transposed 1d": {"x": (2, 4, 9), "w": (4, 6, 3), "transposed": True, "stride": 2},
     "transposed 3d": {"x": (1, 4, 3, 4, 3), "w": (4, 6, 2, 2, 2), "transposed": True, "padding": 0},
     "channels last": {"channels_last": True},
+    "pixels": {"w": (6, 4, 1, 1), "padding": 0, "channels_last": True},
     "channels last 3d": {"x": (2, 4, 5, 4, 3), "w": (6, 4, 3, 3, 3), "channels_last": True},
     "empty batch": {"x": (0, 4, 7, 6)},
 }
@@ -107,11 +108,11 @@ def test_overflow_becomes_inf():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("name", ["plain", "groups", "transposed", "channels last"])
+@pytest.mark.parametrize("name", ["plain", "groups", "transposed", "channels last", "pixels"])
 def test_other_dtypes_are_torchs_own(name, dtype):
     if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         pytest.skip("BF16 is computed in FP32 on this CPU")
-    assert_torchs_own(case(**CONVOLUTIONS[name], dtype=dtype).backward)
+    assert_torchs_own(case(**CONVOLUTIONS[name], dtype=dtype).results)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
