@@ -8,7 +8,14 @@ import torch
 
 from amp_training import Training
 from ampfuse import amp
-from ampfuse.optim.skip_watch import STRETCH
+from ampfuse.optim import skip_watch
+
+STRETCH = 20
+
+
+@pytest.fixture(autouse=True)
+def shorter(monkeypatch):
+    monkeypatch.setattr(skip_watch, "STRETCH", STRETCH)
 
 
 def training(optimizer=torch.optim.AdamW, level="O2", **options):

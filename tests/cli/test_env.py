@@ -12,7 +12,6 @@ import torch
 
 from ampfuse import _core, hardware
 from ampfuse.cli import env, env_probes
-from programs import python
 
 
 def report(path: Path | str = "") -> dict[str, env.Facts]:
@@ -72,10 +71,10 @@ def test_names_amds_generations(monkeypatch, vendor, family, model, name):
     assert hardware.cpu_model() == name
 
 
-def test_forced_isa_is_named():
-    probe = "from ampfuse.cli import env_probes; print(env_probes._extension()['CPU ISA'])"
-    said = python("-c", probe, AMPFUSE_CPU_ISA="scalar").stdout
-    assert said == "scalar (AMPFUSE_CPU_ISA=scalar)\n"
+def test_forced_isa_is_named(monkeypatch):
+    monkeypatch.setenv("AMPFUSE_CPU_ISA", "scalar")  # what it does: test_same_bits.py
+    said = env_probes._extension()["CPU ISA"]
+    assert said == f"{_core.C.cpu_isa()} (AMPFUSE_CPU_ISA=scalar)"
 
 
 @pytest.mark.parametrize(
