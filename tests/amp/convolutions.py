@@ -14,6 +14,26 @@ def eighths(shape):
     return torch.randint(-8, 9, shape).div(8)
 
 
+def assert_torchs_own(call):
+    """`call` gives tensors of torch's bits and layout, or its error."""
+    answers = []
+    for on in (True, False):
+        with cpu_half_ops(on):
+            try:
+                answers.append(call())
+            except RuntimeError as error:
+                answers.append(str(error))
+    ours, torchs = answers
+    if isinstance(torchs, str):
+        assert ours == torchs
+        return
+    for a, b in zip(ours, torchs, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            options = {"rtol": 0, "atol": 0, "equal_nan": True, "check_stride": True}
+            torch.testing.assert_close(a, b, **options)
+
+
 class Case:
     """A convolution's arguments, drawn for the shapes of x and weight."""
 

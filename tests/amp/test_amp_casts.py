@@ -5,7 +5,7 @@ import copy
 import dataclasses
 import functools
 import pickle
-import typing
+import types
 
 import pytest
 import torch
@@ -13,13 +13,15 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.nn.functional import cross_entropy as cross_entropy_imported_by_name
 from torch.nn.utils.rnn import pack_sequence
+from torch.utils._pytree import tree_flatten
 
+from amp_training import backward
 from ampfuse import amp, trees
 from ampfuse.amp.float32_output import Float32Output
 from cases import LEVELS, bf16, f16, f32, f64, through_a_file
 
+levels = pytest.mark.parametrize("level", LEVELS)
 LOW = {"O1": f16, "O2": f16, "O3": f16, "O4": bf16, "O5": bf16}
 
 
@@ -65,7 +67,7 @@ def images(dtype=f32):
 # --- weights --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@levels
 def test_each_level_casts_weights_to_its_type(level):
     model = net(level)
     weights = LOW[level] if level in ("O2", "O3", "O5") else f32
@@ -99,15 +101,17 @@ def test_fp32_batch_norm_takes_half_inputs_on_the_cpu(level, training):
 
 def test_parameters_stay_the_same_objects_and_gradients_are_cast_along():
     model = Net()
-    before = dict(model.named_parameters())
+    model.tied = model.fc
+    before = list(model.named_parameters(remove_duplicate=False))
     model(images()).sum().backward()
     gradient = model.fc.weight.grad.clone()
     amp.initialize(model, opt_level="O2", verbosity=0)
-    assert all(before[name] is parameter for name, parameter in model.named_parameters())
+    after = list(model.named_parameters(remove_duplicate=False))
+    assert all(old is new for (_, old), (_, new) in zip(before, after, strict=True))
     assert torch.equal(model.fc.weight.grad, gradient.half())
 
 
-def test_complex_and_integer_parameters_are_not_cast():
+def test_complex_parameters_are_not_cast():
     model = nn.Module()
     model.c = nn.Parameter(torch.ones(2, dtype=torch.complex64))
     model.register_buffer("b", torch.ones(2, dtype=torch.complex64))
@@ -115,15 +119,7 @@ def test_complex_and_integer_parameters_are_not_cast():
     assert model.c.dtype == model.b.dtype == torch.complex64
 
 
-def test_tied_weights_stay_tied():
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    model[1].weight = model[0].weight
-    amp.initialize(model, opt_level="O5", verbosity=0)
-    assert model[1].weight is model[0].weight
-    assert model[0].weight.dtype == bf16
-
-
-@pytest.mark.parametrize("level", LEVELS)
+@levels
 @pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])
 def test_recurrent_layers_run_at_every_level(kind, level):
     model = amp.initialize(kind(3, 4), opt_level=level, verbosity=0)
@@ -137,22 +133,17 @@ def test_recurrent_layers_run_at_every_level(kind, level):
 # --- inputs and outputs ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@levels
 @pytest.mark.parametrize("dtype", [f16, bf16, f32, f64])
 def test_each_level_casts_inputs_to_its_type_and_outputs_to_float32(level, dtype):
-    model = net(level)
     if level in ("O1", "O4") and dtype == f64:
         return  # autocast leaves float64 alone, and the layer refuses it: as in torch
-    out = model(images(dtype))
-    if level in ("O1", "O4"):
-        assert model.seen == dtype
-        assert out.dtype == f32  # the FP32 buffer added last promotes
-    else:
-        assert model.seen == LOW.get(level, f32)
-        assert out.dtype == f32
+    model = net(level)
+    assert model(images(dtype)).dtype == f32  # at O1 and O4 the FP32 buffer added last promotes
+    assert model.seen == (dtype if level in ("O1", "O4") else LOW.get(level, f32))
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@levels
 @pytest.mark.parametrize("dtype", [f16, bf16, f32, f64])
 def test_outputs_have_the_type_of_cast_model_outputs(level, dtype):
     out = net(level, cast_model_outputs=dtype)(images())
@@ -177,22 +168,13 @@ def test_casts_reach_direct_forward_keyword_arguments_and_hooks():
     assert calls == [f32]
 
 
-@dataclasses.dataclass
-class Data:
-    x: torch.Tensor
+Data = dataclasses.make_dataclass("Data", ["x"])
+Point = collections.namedtuple("Point", ["x", "label"])
 
 
-class Point(typing.NamedTuple):
-    x: torch.Tensor
-    label: str
-
-
-class Batch:
-    def __init__(self, x):
-        self.x = x
-
+class Batch(types.SimpleNamespace):
     def to(self, dtype):
-        return Batch(self.x.to(dtype))
+        return Batch(x=self.x.to(dtype))
 
 
 class DeviceBatch(Batch):
@@ -203,7 +185,7 @@ class DeviceBatch(Batch):
 class KeywordBatch(Batch):
     def to(self, device=None, *, dtype=None):
         assert device is None
-        return KeywordBatch(self.x.to(dtype))
+        return KeywordBatch(x=self.x.to(dtype))
 
 
 class Output(collections.OrderedDict):
@@ -229,8 +211,8 @@ x = torch.ones(2)
         (collections.defaultdict(list, a=x), lambda v: v["a"]),
         (collections.UserDict(a=x), lambda v: v["a"]),
         (Output(a=x), lambda v: v.a),
-        (Batch(x), lambda v: v.x),
-        (KeywordBatch(x), lambda v: v.x),
+        (Batch(x=x), lambda v: v.x),
+        (KeywordBatch(x=x), lambda v: v.x),
         (torch.max(x.reshape(1, 2), 1), lambda v: v.values),
         (pack_sequence([x, x[:1]]), lambda v: v.data),
     ],
@@ -250,27 +232,11 @@ def test_containers_are_cast_and_keep_their_type(value, look):
 
 
 def test_what_is_not_cast_is_the_same_object():
-    untouched = [
-        torch.ones(2, dtype=torch.int64),
-        torch.ones(2, dtype=torch.bool),
-        torch.ones(2, dtype=torch.complex64),
-        torch.ones(2, dtype=f16),
-        x.numpy(),
-        "text",
-        None,
-        3.5,
-        range(3),
-        {1, 2},
-        (i for i in range(3)),
-        torch.Size([2, 3]),
-        Data(x),
-        DeviceBatch(x),
-        Batch,
-        nn.Linear(2, 2),
-        {"a": [1, torch.ones(1, dtype=torch.int32)]},
-        pack_sequence([torch.tensor([1, 2]), torch.tensor([3])]),
-    ]
-    for value in untouched:
+    tensors = [x.to(dtype) for dtype in (torch.int64, torch.bool, torch.complex64, f16)]
+    values = [x.numpy(), "text", None, 3.5, range(3), {1, 2}, (i for i in range(3)), x.shape]
+    objects = [Data(x), DeviceBatch(x=x), Batch, nn.Linear(2, 2)]
+    holding_integers = [{"a": [1, x.int()]}, pack_sequence([x.long(), x[:1].long()])]
+    for value in tensors + values + objects + holding_integers:
         assert trees.cast(value, f16) is value, type(value)
 
 
@@ -288,78 +254,16 @@ structures = st.recursive(
 
 @given(structures)
 def test_any_nesting_is_cast_leaf_by_leaf(value):
-    def check(old, new):
-        assert type(new) is type(old)
-        if isinstance(old, torch.Tensor):
-            assert new.dtype == (bf16 if old.is_floating_point() else old.dtype)
-        elif isinstance(old, dict):
-            assert list(old) == list(new)
-            for key in old:
-                check(old[key], new[key])
-        elif isinstance(old, (list, tuple)):
-            assert len(old) == len(new)
-            for a, b in zip(old, new, strict=True):
-                check(a, b)
+    (old, shape), (new, found) = tree_flatten(value), tree_flatten(trees.cast(value, bf16))
+    assert found == shape
+    for a, b in zip(old, new, strict=True):
+        if isinstance(a, torch.Tensor) and a.is_floating_point():
+            assert b.dtype == bf16
         else:
-            assert new is old
-
-    check(value, trees.cast(value, bf16))
+            assert b is a
 
 
-# --- losses on what was computed in half -----------------------------------------------------
-
-
-@pytest.fixture(params=["O1", "O4"])
-def half_logits(request):
-    """What an autocast model has computed in half, with a gradient path."""
-    torch.manual_seed(0)
-    model = amp.initialize(nn.Linear(5, 7), opt_level=request.param, verbosity=0)
-    out = model(torch.randn(64, 5))
-    assert (type(out), out.dtype) == (Float32Output, f32)
-    assert torch.equal(out, out.to(LOW[request.param]))
-    return out
-
-
-labels = torch.arange(64) % 7
-target = torch.linspace(-1, 1, 64 * 7).reshape(64, 7)
-soft = target.softmax(1)
-LOSSES = {
-    "cross_entropy": lambda o: F.cross_entropy(o, labels),
-    "by name": lambda o: cross_entropy_imported_by_name(o, labels),
-    "module": lambda o: nn.CrossEntropyLoss(label_smoothing=0.1)(o, labels),
-    "view": lambda o: F.cross_entropy(o.view(32, 2, 7).transpose(1, 2), labels.view(32, 2)),
-    "log_softmax": lambda o: F.nll_loss(o.log_softmax(1), labels),
-    "mse": lambda o: F.mse_loss(o, target),
-    "mse half target": lambda o: F.mse_loss(o, target.to(o.dtype)),
-    "l1": lambda o: nn.L1Loss()(o, target),
-    "huber": lambda o: F.huber_loss(o, target),
-    "bce": lambda o: F.binary_cross_entropy_with_logits(o, soft),
-    "kl": lambda o: F.kl_div(F.log_softmax(o, -1), soft, reduction="batchmean"),
-    "wgan": lambda o: -o.mean(),
-    "hinge": lambda o: F.relu(1 - o).mean(),
-    "by hand": lambda o: ((o - target) ** 2).sum(),
-    "half by hand": lambda o: (o * o)[o > 0].sum(),
-    "pow": lambda o: o.pow(2).mean(),
-    "norm": lambda o: torch.linalg.vector_norm(o) + o.norm(),
-    "split": lambda o: sum(part.sum() for part in o.split(3, dim=1)),
-    "cat": lambda o: torch.cat([o, o]).logsumexp(0).sum(),
-}
-
-
-@pytest.mark.parametrize("loss", LOSSES)
-def test_losses_on_half_outputs_compute_in_fp32(half_logits, loss):
-    out = half_logits
-    value = LOSSES[loss](out)
-    assert value.dtype == f32
-    assert type(value) is torch.Tensor
-    exact = LOSSES[loss](out.detach().double())
-    torch.testing.assert_close(value.double(), exact.double(), rtol=1e-5, atol=1e-5)
-
-
-def test_a_scale_of_65536_gives_finite_gradients_of_half_outputs(half_logits):
-    """A half loss would receive 65536, which is inf in FP16, as its gradient."""
-    (gradient,) = torch.autograd.grad(half_logits.mean() * 65536.0, half_logits)
-    assert torch.isfinite(gradient).all()
+# --- outputs of models at O1 and O4 ---------------------------------------------------------
 
 
 def test_models_hand_plain_tensors_to_each_other():
@@ -402,26 +306,24 @@ class Lightning(nn.Module):
         return out.pow(2).mean()
 
 
-def train(module, optimizer, steps=2, loss=Lightning.training_step):
-    for _ in range(steps):
+def lightning(level):
+    module = Lightning()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    return amp.initialize(module, optimizer, opt_level=level, verbosity=0)
+
+
+def train(module, optimizer, loss=Lightning.training_step):
+    for _ in range(3):
         with amp.scale_loss(loss(module, torch.ones(2, 4)), optimizer) as scaled:
             scaled.backward()
         optimizer.step()
 
 
-@pytest.fixture
-def lightning():
-    module = Lightning()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    yield module, optimizer
-    amp.initialize(nn.Linear(1, 1), enabled=False)
-
-
 @pytest.mark.parametrize("level", ["O1", "O4"])
-def test_a_loss_without_any_forward_warns_once(level, lightning):
-    module, optimizer = amp.initialize(*lightning, opt_level=level, verbosity=0)
+def test_a_loss_without_any_forward_warns_once(level):
+    module, optimizer = lightning(level)
     with pytest.warns(UserWarning, match=r"cast_everywhere\(\)") as told:
-        train(module, optimizer, 3)
+        train(module, optimizer)
     assert len(told) == 1
     assert told[0].filename == __file__
     assert module.seen == f32
@@ -437,27 +339,22 @@ def compiled_forward(module, x):
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("loss", [by_forward, compiled_forward])
-def test_losses_of_a_forward_do_not_warn(loss, lightning):
+def test_losses_of_a_forward_do_not_warn(loss):
     torch._dynamo.reset()
-    module, optimizer = amp.initialize(*lightning, verbosity=0)
-    train(module, optimizer, 3, loss)
+    train(*lightning("O1"), loss)
 
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("level", ["O0", "O1", "O4"])
-def test_cast_everywhere_casts_until_the_next_initialize(level, lightning):
-    module, optimizer = amp.initialize(*lightning, opt_level=level, verbosity=0)
+def test_cast_everywhere_casts_such_a_loss(level):
+    """And until when, and what else: test_function_casts.py."""
+    module, optimizer = lightning(level)
     amp.cast_everywhere()
     train(module, optimizer)
+    assert module.seen == LOW.get(level, f32)
     x = torch.rand(3, 3)
-    out = F.linear(x, x)
-    assert module.seen == out.dtype == LOW.get(level, f32)
-    assert F.mse_loss(out, x).dtype == f32
-    assert type(out) is torch.Tensor
-    with amp.disable_casts():
-        assert F.linear(x, x).dtype == f32
-    amp.initialize(nn.Linear(2, 2), opt_level=level, verbosity=0)
-    assert F.linear(x, x).dtype == f32
+    assert type(F.linear(x, x)) is torch.Tensor
+    assert F.mse_loss(F.linear(x, x), x).dtype == f32
 
 
 # --- disable_casts --------------------------------------------------------------------------
@@ -480,19 +377,16 @@ def test_disable_casts_blocks_nest_and_end_when_they_raise():
     assert seen == [f16, f32, f32, f32, f16, f16]
 
 
+class Precise(nn.Linear):
+    def forward(self, x):
+        y = super().forward(x)
+        with amp.disable_casts():
+            z = super().forward(y.float())
+        self.seen = [t.dtype for t in (y, z, super().forward(z))]
+
+
 def test_disable_casts_holds_inside_forward():
-    class Precise(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a = nn.Linear(3, 3)
-
-        def forward(self, x):
-            y = self.a(x)
-            with amp.disable_casts():
-                z = self.a(y.float())
-            self.seen = [t.dtype for t in (y, z, self.a(z))]
-
-    model = amp.initialize(Precise(), opt_level="O4", verbosity=0)
+    model = amp.initialize(Precise(3, 3), opt_level="O4", verbosity=0)
     model(torch.ones(1, 3))
     assert model.seen == [bf16, f32, bf16]
 
@@ -525,13 +419,6 @@ class Proxy:
         return self.module.__class__
 
 
-class OwnForward(Proxy):
-    def forward(self, x):
-        return self.module(x)
-
-    __call__ = forward
-
-
 class WithoutForward(Proxy):
     forward = None
 
@@ -555,12 +442,28 @@ def of_an_attribute(module):
     return Proxy(module)
 
 
-KINDS = [Proxy, OwnForward, WithoutForward, Slotted, of_an_attribute]
+class Module(nn.Module):
+    """A module that passes for another one."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def __setattr__(self, name, value):
+        if name == "module":
+            super().__setattr__(name, value)
+        else:
+            setattr(self.module, name, value)
+
+    __class__ = property(lambda self: type(self._modules["module"]))
+
+    def forward(self, x):
+        return self.module(x)
 
 
 @pytest.mark.parametrize("outputs", [None, bf16])
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("kind", KINDS)
+@levels
+@pytest.mark.parametrize("kind", [Proxy, WithoutForward, Slotted, of_an_attribute, Module])
 def test_a_proxy_computes_as_the_module_would(kind, level, outputs):
     torch.manual_seed(0)
     proxy, x = kind(Net()), torch.rand(4, 1, 5, 5)
@@ -569,56 +472,27 @@ def test_a_proxy_computes_as_the_module_would(kind, level, outputs):
     expected = twin(x)
     optimizer = torch.optim.SGD(proxy.parameters(), lr=0.1)
     options = {"opt_level": level, "cast_model_outputs": outputs, "verbosity": 0}
-    found, _ = amp.initialize(proxy, optimizer, init_scale=1.0, **options)
-    assert found is proxy
-    assert type(proxy) is own_type
+    assert amp.initialize(proxy, optimizer, init_scale=1.0, **options)[0] is proxy
     assert proxy.module is module
+    if kind is Module:  # is itself the one that casts
+        assert type(module) is Net
+    else:
+        assert type(proxy) is own_type
     for model in (proxy, copy.deepcopy(proxy)):
         out = model(x)
         assert out.dtype == (outputs or f32)
-        assert model.seen == (f32 if level in ("O0", "O1", "O4") else LOW[level])
+        assert model.module.seen == (f32 if level in ("O0", "O1", "O4") else LOW[level])
         torch.testing.assert_close(out.float(), expected, rtol=0.05, atol=0.02)
-    with amp.scale_loss(proxy(x).float().sum(), optimizer) as scaled:
-        scaled.backward()
+    backward(proxy(x).float().sum(), optimizer)
     optimizer.step()
-    saved = proxy.state_dict()
-    assert saved["fc.weight"].dtype == f32
-    assert not torch.equal(saved["fc.weight"], twin.state_dict()["fc.weight"])
+    saved, before = proxy.state_dict(), twin.state_dict()
+    assert saved.keys() == before.keys()
+    assert {t.dtype for t in saved.values() if t.is_floating_point()} == {f32}
+    (weight,) = (name for name in saved if name.endswith("fc.weight"))
+    assert not torch.equal(saved[weight], before[weight])
     again = torch.optim.SGD(proxy.parameters(), lr=0.1)
     amp.initialize(proxy, again, **options)  # replaces, and wraps nothing twice
     assert proxy(x).dtype == (outputs or f32)
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_module_may_pass_for_another_one(level):
-    class Wraps(nn.Module):
-        def __init__(self, module):
-            super().__init__()
-            self.module = module
-
-        def __setattr__(self, name, value):
-            if name == "module":
-                super().__setattr__(name, value)
-            else:
-                setattr(self.module, name, value)
-
-        def forward(self, x):
-            return self.module(x)
-
-        @property
-        def __class__(self):
-            return type(self._modules["module"])
-
-    torch.manual_seed(0)
-    model, x = Wraps(Net()), torch.rand(4, 1, 5, 5)
-    expected = model(x)
-    amp.initialize(model, opt_level=level, cast_model_outputs=bf16, verbosity=0)
-    assert type(model.module) is Net
-    assert model.module.seen == f32
-    out = model(x)
-    assert out.dtype == bf16
-    assert model.module.seen == (f32 if level in ("O0", "O1", "O4") else LOW[level])
-    torch.testing.assert_close(out.float(), expected, rtol=0.05, atol=0.02)
 
 
 def test_a_proxy_of_nothing_is_refused_before_anything_changes():
@@ -636,7 +510,7 @@ def test_a_proxy_of_nothing_is_refused_before_anything_changes():
 # --- the model stays the user's object ------------------------------------------------------
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@levels
 def test_an_initialized_model_looks_as_before(level):
     model = Net()
     text = repr(model)
@@ -647,27 +521,39 @@ def test_an_initialized_model_looks_as_before(level):
     assert model.forward.__doc__ == "Classify."
 
 
+def averaged(model):
+    average = torch.optim.swa_utils.AveragedModel(model)
+    average.update_parameters(model)
+    return average.module
+
+
 COPIES = {
     "deepcopy": copy.deepcopy,
     "pickle": lambda model: pickle.loads(pickle.dumps(model)),
     "twice": lambda model: copy.deepcopy(pickle.loads(pickle.dumps(copy.deepcopy(model)))),
     "save": lambda model: through_a_file(model, weights_only=False),
+    "average": averaged,
 }
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@levels
 @pytest.mark.parametrize("how", COPIES)
 def test_copies_are_models_of_their_own(level, how):
     """apex's copies ran the original's weights, and pickling failed."""
-    model = net(level).eval()
+    model, inputs = Net().eval(), images()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    backward(model(inputs).sum(), optimizer)
+    optimizer.step()
+    optimizer.zero_grad()
     clone = COPIES[how](model)
-    inputs = images()
     assert torch.equal(clone(inputs), model(inputs))
+    clone(inputs).sum().backward()
+    assert all(p.grad is not None for p in clone.parameters())
+    assert all(p.grad is None for p in model.parameters())
     with torch.no_grad():
-        for parameter in clone.parameters():
-            parameter.zero_()
-        for buffer in clone.buffers():
-            buffer.zero_()
+        for tensor in (*clone.parameters(), *clone.buffers()):
+            tensor.zero_()
     assert not clone(inputs).any()
     assert model(inputs).any()
     assert {t.dtype for t in clone.state_dict().values()} == {f32, torch.int64}
@@ -708,8 +594,8 @@ def test_data_parallel_replicas_run_their_own_weights():
 
 def test_classes_of_models_do_not_share_the_compilers_limit():
     torch._dynamo.reset()
-    with torch._dynamo.config.patch(recompile_limit=3):  # timm sets one of a million
-        for i in range(5):
+    with torch._dynamo.config.patch(recompile_limit=1):  # timm sets one of a million
+        for i in range(3):
             cls = type(f"Linear{i}", (nn.Linear,), {})
             model = amp.initialize(cls(i + 1, 2), opt_level="O2", verbosity=0)
             torch.compile(model, backend="eager", fullgraph=True)(torch.ones(1, i + 1))
@@ -726,15 +612,6 @@ def test_functional_transforms_give_float32_gradients():
     assert gradients["weight"].dtype == f32
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.trace")
-def test_script_modules_are_refused_before_anything_changes():
-    good = nn.Linear(2, 2)
-    scripted = torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2))
-    with pytest.raises(TypeError, match="ScriptModule"):
-        amp.initialize([good, scripted], opt_level="O2", verbosity=0)
-    assert good.weight.dtype == f32
-
-
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script")
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O5"])
 def test_scripted_parts_are_cast_trained_and_saved(level):
@@ -749,8 +626,7 @@ def test_scripted_parts_are_cast_trained_and_saved(level):
     assert dict(inner.named_buffers())["1.running_mean"].dtype == (f16 if level == "O3" else f32)
     assert model.state_dict(keep_vars=True)["0.0.weight"].dtype == weights
     before = copy.deepcopy(model.state_dict())
-    with amp.scale_loss(model(torch.rand(8, 4)).square().mean(), optimizer) as scaled:
-        scaled.backward()
+    backward(model(torch.rand(8, 4)).square().mean(), optimizer)
     optimizer.step()
     after = model.state_dict()
     assert {t.dtype for t in after.values()} == {f32, torch.int64}
@@ -760,7 +636,7 @@ def test_scripted_parts_are_cast_trained_and_saved(level):
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit")
-@pytest.mark.parametrize("level", LEVELS)
+@levels
 def test_tracing_keeps_the_casts_and_scripting_is_refused(level):
     model = amp.initialize(nn.Linear(2, 2), opt_level=level, verbosity=0)
     with pytest.raises(TypeError, match=r"torch\.jit\.trace"):
@@ -782,7 +658,7 @@ class Extra(nn.Linear):
         assert state == {"calls": 3}
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@levels
 def test_state_dict_is_fp32_and_loads_back_with_the_same_bits(level):
     torch.manual_seed(0)
     model = amp.initialize(nn.Sequential(Extra(3, 3), Net()), opt_level=level, verbosity=0)
@@ -791,22 +667,20 @@ def test_state_dict_is_fp32_and_loads_back_with_the_same_bits(level):
     floats = [t for t in state.values() if isinstance(t, torch.Tensor) and t.is_floating_point()]
     assert {t.dtype for t in floats} == {f32}
     assert {t.dtype for t in model[1].state_dict().values()} == {f32, torch.int64}
-    before = [p.clone() for p in model.parameters()]
+    before = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
     model.load_state_dict(state)
-    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert all(map(torch.equal, before.parameters(), model.parameters()))
     assert model.state_dict(keep_vars=True)["0.weight"] is model[0].weight
 
 
 def test_initializing_a_model_again_replaces_the_casts():
     model = net("O2")
-    hooks = len(model._state_dict_hooks)
-    cls = type(model)
+    before = type(model), len(model._state_dict_hooks)
     amp.initialize(model, opt_level="O5", verbosity=0)
-    assert type(model) is cls
-    assert len(model._state_dict_hooks) == hooks
+    assert (type(model), len(model._state_dict_hooks)) == before
     assert model.fc.weight.dtype == bf16
     model(images())
     assert model.seen == bf16

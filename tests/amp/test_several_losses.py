@@ -15,10 +15,10 @@ from torch import nn
 
 from ampfuse import amp
 from ampfuse.compat.apex.optimizers import FusedSGD
+from cases import LEVELS
 
 ITERATIONS = 3
 SCALE = 128.0
-LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 QUICK = ("O1", "O2", "O5")  # FP32 weights, and masters of either type
 
 # The models of each loss; the models of each optimizer.
@@ -37,19 +37,11 @@ class PlainSGD(torch.optim.SGD):
 OPTIMIZERS = {"torch": torch.optim.SGD, "FusedSGD": FusedSGD, "subclass": PlainSGD}
 
 
-def by_optimizer(set_to_none):
-    return lambda models, optimizers: [o.zero_grad(set_to_none=set_to_none) for o in optimizers]
-
-
-def by_model(set_to_none):
-    return lambda models, optimizers: [m.zero_grad(set_to_none=set_to_none) for m in models]
-
-
 ZEROING = {
-    "optimizer": by_optimizer(True),
-    "optimizer, to zero": by_optimizer(False),
-    "model": by_model(True),
-    "model, to zero": by_model(False),
+    "optimizer": lambda models, optimizers: [o.zero_grad() for o in optimizers],
+    "optimizer, to zero": lambda models, optimizers: [o.zero_grad(False) for o in optimizers],
+    "model": lambda models, optimizers: [m.zero_grad() for m in models],
+    "model, to zero": lambda models, optimizers: [m.zero_grad(False) for m in models],
 }
 
 
@@ -72,57 +64,52 @@ def losses_of(models, used, iteration):
         yield sum(models[m](x).float().sum() for m in members)
 
 
-def owners(optimizers, loss):
-    """The optimizers that a loss gives gradients to."""
-    return [i for i, members in enumerate(optimizers) if set(members) & set(loss)]
-
-
 def parameters_of(models, members):
     return [p for m in members for p in (models[m].weight, models[m].norm.weight)]
+
+
+def start(set_up, make):
+    """Models, optimizers, and for each loss those that it gives gradients to."""
+    used, owned = SET_UPS[set_up]
+    models = [Net(seed) for seed in range(1 + max(map(max, used)))]
+    optimizers = [make(parameters_of(models, of), lr=0.25, momentum=0.5) for of in owned]
+    reached = [
+        [optimizer for optimizer, of in zip(optimizers, owned, strict=True) if set(of) & set(loss)]
+        for loss in used
+    ]
+    return models, optimizers, reached
+
+
+def weights_of(models):
+    return [p.detach().float() for p in parameters_of(models, range(len(models)))]
 
 
 @functools.cache  # for all levels
 def expected_run(set_up, bad):
     """Weights in the end, in FP32 and without scaling; `bad` is (iteration, loss) or None."""
-    used, owned = SET_UPS[set_up]
-    models = [Net(seed) for seed in range(1 + max(map(max, used)))]
-    optimizers = [
-        torch.optim.SGD(parameters_of(models, members), lr=0.25, momentum=0.5) for members in owned
-    ]
+    models, optimizers, reached = start(set_up, torch.optim.SGD)
     for iteration in range(ITERATIONS):
         for optimizer in optimizers:
             optimizer.zero_grad()
-        for loss in losses_of(models, used, iteration):
+        for loss in losses_of(models, SET_UPS[set_up][0], iteration):
             loss.backward()
-        skips = owners(owned, used[bad[1]]) if bad and bad[0] == iteration else []
-        for i, optimizer in enumerate(optimizers):
-            if i not in skips:
+        skip = reached[bad[1]] if bad and bad[0] == iteration else []
+        for optimizer in optimizers:
+            if optimizer not in skip:
                 optimizer.step()
-    return [p.detach() for p in parameters_of(models, range(len(models)))]
+    return weights_of(models)
 
 
 def amp_run(set_up, bad, level, kind, zero, shared):
     """The same under amp, and the loss scales; `bad` names the model too, and which weight."""
-    used, owned = SET_UPS[set_up]
-    models = [Net(seed) for seed in range(1 + max(map(max, used)))]
-    optimizers = [
-        OPTIMIZERS[kind](parameters_of(models, members), lr=0.25, momentum=0.5) for members in owned
-    ]
-    scalers = 1 if shared else len(used)
-    amp.initialize(
-        models,
-        optimizers,
-        opt_level=level,
-        loss_scale="dynamic",
-        num_losses=scalers,
-        init_scale=SCALE,
-        verbosity=0,
-    )
+    models, optimizers, reached = start(set_up, OPTIMIZERS[kind])
+    scalers = 1 if shared else len(reached)
+    options = {"loss_scale": "dynamic", "num_losses": scalers, "init_scale": SCALE, "verbosity": 0}
+    amp.initialize(models, optimizers, opt_level=level, **options)
     for iteration in range(ITERATIONS):
         ZEROING[zero](models, optimizers)
-        for i, loss in enumerate(losses_of(models, used, iteration)):
-            listed = [optimizers[owner] for owner in owners(owned, used[i])]
-            with amp.scale_loss(loss, listed, loss_id=0 if shared else i) as scaled:
+        for i, loss in enumerate(losses_of(models, SET_UPS[set_up][0], iteration)):
+            with amp.scale_loss(loss, reached[i], loss_id=0 if shared else i) as scaled:
                 scaled.backward()
                 if bad and bad[:2] == (iteration, i):
                     _, _, member, half = bad
@@ -131,8 +118,7 @@ def amp_run(set_up, bad, level, kind, zero, shared):
         for optimizer in optimizers:
             optimizer.step()
     state = amp.state_dict(optimizer=optimizers[0])
-    weights = [p.detach().float() for p in parameters_of(models, range(len(models)))]
-    return weights, [state[f"loss_scaler{i}"]["loss_scale"] for i in range(scalers)]
+    return weights_of(models), [state[f"loss_scaler{i}"]["loss_scale"] for i in range(scalers)]
 
 
 @pytest.mark.covers(2)

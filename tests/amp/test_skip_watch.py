@@ -1,60 +1,54 @@
 """A training whose every step is skipped says so, once a stretch."""
 
+import math
+from functools import partial
+
 import pytest
 import torch
 
+from amp_training import Training
 from ampfuse import amp
-from ampfuse.optim.skip_watch import STRETCH
+from ampfuse.optim import skip_watch
+
+STRETCH = 20
 
 
-def make(optimizer=torch.optim.AdamW, **options):
-    model = torch.nn.Linear(3, 2)
-    options = {"verbosity": 0, **options}
-    return amp.initialize(model, optimizer(model.parameters(), lr=0.1), **options)
+@pytest.fixture(autouse=True)
+def shorter(monkeypatch):
+    monkeypatch.setattr(skip_watch, "STRETCH", STRETCH)
 
 
-def step(model, optimizer, bad):
-    optimizer.zero_grad()
-    output = model(torch.ones(1, 3))
-    with amp.scale_loss(output.sum(), optimizer) as scaled:
-        scaled.backward()
-        if bad:
-            model.bias.grad.fill_(float("nan"))
-    optimizer.step()
+def training(optimizer=torch.optim.AdamW, level="O2", **options):
+    return Training(
+        partial(optimizer, lr=0.1), level, init_scale=1024.0, min_loss_scale=1.0, **options
+    )
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.RMSprop])
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_stretch_of_skipped_steps(level, optimizer):
-    model, optimizer = make(optimizer, opt_level=level, init_scale=1024.0)
-    step(model, optimizer, False)
-    weight = model.weight.detach().clone()
+    run = training(optimizer, level)
+    run.step(0)
+    before = run.masters()
     raised = []
     for i in range(1, 4 * STRETCH - 5):
         try:
-            step(model, optimizer, True)
+            run.step(i, math.nan)
         except RuntimeError as error:
             message = str(error)
             raised.append(i)
     assert f"{STRETCH} steps in a row" in message
-    assert "the last was in bias" in message
+    assert "the last was in 0.weight" in message
     assert raised == [2 * STRETCH, 3 * STRETCH]
-    assert torch.equal(model.weight, weight)
-    step(model, optimizer, False)  # it trains on
-    assert not torch.equal(model.weight, weight)
+    assert all(map(torch.equal, run.masters(), before))
+    run.step(0)  # it trains on
+    assert not all(map(torch.equal, run.masters(), before))
 
 
 def test_single_good_steps_are_enough():
-    model, optimizer = make(opt_level="O2")
-    for i in range(4 * STRETCH):
-        step(model, optimizer, i % STRETCH != 7)
-
-
-def test_a_static_scale_never_skips():
-    model, optimizer = make(opt_level="O2", loss_scale=128.0)
-    for _ in range(2 * STRETCH + 1):
-        step(model, optimizer, True)
-    assert model.weight.isnan().all() or model.bias.isnan().all()
+    run = training()
+    for i in range(3 * STRETCH):
+        run.step(i, math.nan if i % STRETCH != 7 else 1.0)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +60,7 @@ def test_a_static_scale_never_skips():
 )
 def test_the_level_is_logged_in_a_line(options, message, caplog):
     with caplog.at_level("INFO", logger="ampfuse.amp"):
-        make(verbosity=1, **options)
+        amp.initialize(torch.nn.Linear(3, 2), verbosity=1, **options)
     (line,) = caplog.messages
     assert line.startswith(message)
     assert line.endswith("(autocast)." if options["opt_level"] == "O1" else " loss_scale=128.0.")

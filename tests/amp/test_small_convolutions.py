@@ -1,13 +1,15 @@
 """csrc/torch/half_conv.cpp: BF16 convolutions over few rows on the CPU, as products of matrices."""
 
+from functools import partial
+
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
 import convolutions
 from ampfuse import cpu_half_ops, hardware
+from convolutions import assert_torchs_own
 
 HALF = torch.bfloat16
 LAST = torch.channels_last
@@ -32,8 +34,8 @@ class Case(convolutions.Case):
         """What no convolution of oneDNN's computes."""
         calls = {
             "y": self.forward,
-            "dx": lambda: self.backward(wanted=(True, False, False)),
-            "dw": lambda: self.backward(wanted=(False, True, True)),
+            "dx": partial(self.backward, wanted=(True, False, False)),
+            "dw": partial(self.backward, wanted=(False, True, True)),
         }
         return " ".join(name for name, call in calls.items() if not convolves(call))
 
@@ -75,11 +77,8 @@ def assert_right(case):
         assert error.mean() <= 1.02 * torchs_error.mean() + 1e-9, name
 
 
-def assert_torchs_own(case, dtype=None):
-    for ours, torchs in zip(case.results(dtype), case.torchs(dtype), strict=True):
-        assert ours is torchs is None or torch.equal(ours, torchs)
-
-
+TALL = {"w": (300, 4, 3, 1), "padding": (1, 0)}
+WIDE = {"w": (600, 4, 1, 3), "padding": (0, 1)}
 # name: (what is a product, the convolution)
 CASES = {
     "1x1": ("y dx dw", {"x": (2, 5, 7, 6), "w": (4, 5, 1, 1)}),
@@ -107,21 +106,12 @@ CASES = {
     "3x3, 257 rows": ("dw", {"x": (1, 4, 1, 257), "w": (5, 4, 3, 3), "padding": 1}),
     "3x3, 512 rows": ("dw", {"x": (1, 4, 32, 16), "w": (5, 4, 3, 3), "padding": 1}),
     "3x3, 513 rows": ("", {"x": (1, 4, 27, 19), "w": (5, 4, 3, 3), "padding": 1}),
-    "300 filters, 300 rows": (
-        "y dw",
-        {"x": (1, 4, 3, 100), "w": (300, 4, 3, 1), "padding": (1, 0)},
-    ),
-    "300 filters, 600 rows": ("dw", {"x": (1, 4, 6, 100), "w": (300, 4, 3, 1), "padding": (1, 0)}),
-    "300 filters, 602 rows": ("", {"x": (1, 4, 7, 86), "w": (300, 4, 3, 1), "padding": (1, 0)}),
-    "many filters, 512 rows": (
-        "y dw",
-        {"x": (1, 4, 4, 128), "w": (600, 4, 1, 3), "padding": (0, 1)},
-    ),
-    "many filters, 1024 rows": (
-        "dw",
-        {"x": (1, 4, 8, 128), "w": (600, 4, 1, 3), "padding": (0, 1)},
-    ),
-    "many filters, 1025 rows": ("", {"x": (1, 4, 25, 41), "w": (600, 4, 1, 3), "padding": (0, 1)}),
+    "300 filters, 300 rows": ("y dw", {"x": (1, 4, 3, 100), **TALL}),
+    "300 filters, 600 rows": ("dw", {"x": (1, 4, 6, 100), **TALL}),
+    "300 filters, 602 rows": ("", {"x": (1, 4, 7, 86), **TALL}),
+    "600 filters, 512 rows": ("y dw", {"x": (1, 4, 4, 128), **WIDE}),
+    "600 filters, 1024 rows": ("dw", {"x": (1, 4, 8, 128), **WIDE}),
+    "600 filters, 1025 rows": ("", {"x": (1, 4, 25, 41), **WIDE}),
     "groups": ("", {"x": (2, 8, 5, 6), "w": (8, 4, 1, 1), "groups": 2}),
     "transposed": ("", {"x": (2, 8, 5, 6), "w": (8, 4, 1, 1), "transposed": True}),
 }
@@ -134,7 +124,7 @@ def test_cases(name, convolves):
     assert case.products(convolves) == products
     assert_right(case)
     if not products:
-        assert_torchs_own(case)
+        assert_torchs_own(case.results)
 
 
 @given(st.data())
@@ -154,16 +144,15 @@ def test_any_convolution(data):
     assert_right(case)
 
 
+# name: (what of a case is changed, how)
 OTHERS = {
-    "another layout": lambda case: setattr(case, "x", case.x.contiguous()),
-    "gaps between pixels": lambda case: setattr(case, "x", case.x[:, :, :, ::2]),
-    "gradient in another layout": lambda case: setattr(case, "dy", case.dy.contiguous()),
-    "expanded gradient": lambda case: setattr(
-        case, "dy", case.dy[:1, :, :1, :1].expand_as(case.dy)
-    ),
-    "weight in another layout": lambda case: setattr(case, "w", case.w.contiguous()),
-    "transposed weight": lambda case: setattr(case, "w", case.w.mT.contiguous().mT),
-    "nothing to compute": lambda case: setattr(case, "x", case.x[:0]),
+    "another layout": ("x", lambda x: x.contiguous()),
+    "gaps between pixels": ("x", lambda x: x[:, :, :, ::2]),
+    "gradient in another layout": ("dy", lambda dy: dy.contiguous()),
+    "expanded gradient": ("dy", lambda dy: dy[:1, :, :1, :1].expand_as(dy)),
+    "weight in another layout": ("w", lambda w: w.contiguous()),
+    "transposed weight": ("w", lambda w: w.mT.contiguous().mT),
+    "nothing to compute": ("x", lambda x: x[:0]),
 }
 
 
@@ -171,13 +160,14 @@ OTHERS = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_memory(name, kernel):
     case = Case((2, 6, 8, 8), (5, 6, kernel, kernel), padding=kernel // 2, bias=True)
-    OTHERS[name](case)
+    part, change = OTHERS[name]
+    setattr(case, part, change(getattr(case, part)))
     shape = case.forward().shape
     case.dy = case.dy[: shape[0], :, : shape[2], : shape[3]]
     if case.x.numel():
         assert_right(case)
     else:
-        assert_torchs_own(case)
+        assert_torchs_own(case.results)
 
 
 WRONG = {
@@ -192,11 +182,9 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_torch_refuses_what_is_wrong(name):
     case = Case(**{"x": (2, 5, 7, 6), "w": (4, 5, 1, 1), **WRONG[name]})
-    with cpu_half_ops(False), pytest.raises(RuntimeError) as torchs:
+    with pytest.raises(RuntimeError):
         case.forward()
-    with pytest.raises(RuntimeError) as ours:
-        case.forward()
-    assert str(ours.value) == str(torchs.value)
+    assert_torchs_own(lambda: [case.forward()])
 
 
 @pytest.mark.parametrize("length", [1, 3])
@@ -205,25 +193,6 @@ def test_a_bias_of_another_length_is_refused(length):
     case.bias = torch.ones(length, dtype=HALF)
     with pytest.raises(RuntimeError, match="bias"):
         case.forward()
-
-
-def test_types_are_not_mixed():
-    """FP32 and FP64 are torch's, and so is a bias of another type."""
-    case = Case((2, 5, 7, 6), (4, 5, 1, 1))
-    for dtype in (torch.float32, torch.float64):
-        assert_torchs_own(case, dtype)
-    case.bias = torch.ones(4)
-
-    def answer():
-        try:
-            return case.forward()
-        except RuntimeError as error:
-            return str(error)
-
-    ours = answer()
-    with cpu_half_ops(False):
-        torchs = answer()
-    assert ours == torchs if isinstance(torchs, str) else torch.equal(ours, torchs)
 
 
 @pytest.mark.parametrize("kernel", [1, 3])
@@ -237,58 +206,11 @@ def test_inf_and_nan_go_where_float64_puts_them(kernel):
         assert ours[exact.isnan()].isnan().all()
 
 
-class Net(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first = torch.nn.Conv2d(6, 16, 1)
-        self.second = torch.nn.Conv2d(16, 8, 3, 2, 1, bias=False)
-
-    def forward(self, x):
-        return self.second(F.relu(self.first(x)))
-
-
-def gradients(model, x, run=None):
-    x = x.clone(memory_format=torch.preserve_format).requires_grad_()
-    model.zero_grad()
-    y = (model if run is None else run)(x)
-    y.float().square().sum().backward()
-    return [y.detach(), x.grad, *(p.grad for p in model.parameters())]
-
-
-def test_weights_under_autocast(convolves):
-    """The same as with weights cast beforehand, gradients in FP32."""
-    x = image(4, 6, 8, 8)
-    half = Net().to(HALF, memory_format=LAST)
-    full = Net().to(memory_format=LAST)
-    full.load_state_dict(half.state_dict())
-
-    def under_autocast(x):
-        with torch.autocast("cpu", dtype=HALF):
-            return full(x)
-
-    assert not convolves(lambda: under_autocast(x))
-    for a, b in zip(gradients(full, x, under_autocast), gradients(half, x), strict=True):
-        assert torch.equal(a.to(b.dtype), b)
-
-
-def test_compiled():
-    model, x = Net().to(HALF, memory_format=LAST), image(4, 6, 8, 8)
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    for a, b in zip(gradients(model, x, compiled), gradients(model, x), strict=True):
-        assert torch.equal(a, b)
-
-
-def test_second_derivative():
-    case = Case((2, 6, 8, 8), (5, 6, 1, 1))
-
-    def second(dtype):
-        x, w = (t.to(dtype).requires_grad_() for t in (case.x, case.w))
-        y = torch.convolution(x, w, None, *case.options)
-        (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
-        return torch.autograd.grad(dx.square().sum(), w)[0]
-
-    exact = second(torch.float64)
-    assert (second(HALF).double() - exact).abs().max() <= 0.02 * exact.abs().max()
+def test_under_autocast(convolves):
+    pixels, second = torch.nn.Conv2d(6, 16, 1), torch.nn.Conv2d(16, 8, 3, 2, 1, bias=False)
+    model = torch.nn.Sequential(pixels, second).to(memory_format=LAST)
+    with torch.autocast("cpu", dtype=HALF):
+        assert not convolves(lambda: model(image(4, 6, 8, 8)))
 
 
 def test_a_backward_pass_inside_autocast():

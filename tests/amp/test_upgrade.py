@@ -2,150 +2,44 @@
 
 import copy
 import pickle
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
+from amp_training import WITH_MASTERS, Training, follows_plain_torch
 from ampfuse import amp, optim
 from ampfuse.optim.generic import GenericOptimizer
 from cases import LEVELS, assert_same_bits, f32, same_bits, snapshot
-
-WITH_MASTERS = ("O2", "O5")
-
-
-class SignDescent(torch.optim.Optimizer):
-    """Hand-written, with a state of its own: what people write for a paper."""
-
-    def __init__(self, params, lr=0.01):
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                state["count"] = state.get("count", 0) + 1
-                average = state.setdefault("average", torch.zeros_like(p))
-                average.lerp_(p.grad, 0.5)
-                p.add_(average.sign(), alpha=-group["lr"] / state["count"] ** 0.5)
-
-
-class LoudAdamW(torch.optim.AdamW):
-    """A user's subclass, which may mean anything by step."""
-
-    steps = 0
-
-    def step(self, closure=None):
-        self.steps += 1
-        return super().step(closure)
-
+from foreign_optimizers import Counting, KeptInFloat32
 
 OPTIMIZERS = {
-    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
-    "Adam": lambda p: torch.optim.Adam(p, lr=0.02),
-    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.02),
-    "ours": lambda p: optim.AdamW(p, lr=0.02),
-    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
-    "LAMB": lambda p: optim.LAMB(p, lr=0.02),
-    "NovoGrad": lambda p: optim.NovoGrad(p, lr=0.02),
-    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.01),
-    "NAdam": lambda p: torch.optim.NAdam(p, lr=0.02),
-    "Adadelta": lambda p: torch.optim.Adadelta(p, lr=1.0),
-    "hand-written": lambda p: SignDescent(p),
-    "subclass": lambda p: LoudAdamW(p, lr=0.02),
+    "SGD": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "Adam": partial(torch.optim.Adam, lr=0.02),
+    "AdamW": partial(torch.optim.AdamW, lr=0.02),
+    "ours": partial(optim.AdamW, lr=0.02),
+    "Adagrad": partial(torch.optim.Adagrad, lr=0.1),
+    "LAMB": partial(optim.LAMB, lr=0.02),
+    "NovoGrad": partial(optim.NovoGrad, lr=0.02),
+    "RMSprop": partial(torch.optim.RMSprop, lr=0.01, eps=1e-4),
+    "NAdam": partial(torch.optim.NAdam, lr=0.02),
+    "Adadelta": partial(torch.optim.Adadelta, lr=1.0),
+    "LBFGS": partial(torch.optim.LBFGS, lr=0.1, max_iter=1),
+    "hand-written": KeptInFloat32,
+    "subclass": partial(Counting, lr=0.02, eps=1e-4),
 }
 FUSED = ("SGD", "Adam", "AdamW", "ours", "Adagrad", "LAMB", "NovoGrad")
 # O3 has no masters: states of a step in FP16 underflow (eps of 1e-8 is 0) unless it is ours.
-IN_PURE_FP16 = (*FUSED, "hand-written")
+IN_PURE_FP16 = (*FUSED, "hand-written", "LBFGS")
 SOME = ("SGD", "AdamW", "Adagrad", "LAMB", "NovoGrad", "RMSprop", "hand-written", "subclass")
-
-
-class Training:
-    """A small regression and its optimizer, at a level."""
-
-    def __init__(self, name, level):
-        torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
-        self.x = torch.randn(64, 8)
-        self.y = self.x.sin().sum(1, keepdim=True)
-        self.optimizer = OPTIMIZERS[name](self.model.parameters())
-        if level is not None:
-            self.model, self.optimizer = amp.initialize(
-                self.model, self.optimizer, opt_level=level, verbosity=0
-            )
-        self.level = level
-
-    def loss(self):
-        return (self.model(self.x).float() - self.y).square().mean()
-
-    def backward(self):
-        self.optimizer.zero_grad()
-        loss = self.loss()
-        if self.level is None:
-            loss.backward()
-        else:
-            with amp.scale_loss(loss, self.optimizer) as scaled:
-                scaled.backward()
-        return float(loss.detach())
-
-    def steps(self, count):
-        losses = []
-        for _ in range(count):
-            losses.append(self.backward())
-            self.optimizer.step()
-        return losses
-
-    def masters(self):
-        return [param.detach().clone() for param in amp.master_params(self.optimizer)]
-
-    def weights(self):
-        return [param.detach().clone() for param in self.model.parameters()]
-
-    def still(self):
-        """A step that changes nothing, so that masters and weights show what edits made of them."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = 0.0
-        self.steps(1)
 
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_training_follows_fp32(name, level):
-    amped, plain = Training(name, level), Training(name, None)
-    cls = type(plain.optimizer)
-    assert isinstance(amped.optimizer, cls)
-    assert isinstance(amped.optimizer, GenericOptimizer) == (name not in FUSED)
-    losses, expected = amped.steps(25), plain.steps(25)
-    if level == "O3" and name not in IN_PURE_FP16:
-        return
-    assert losses[-1] < 0.6 * losses[0]
-    assert losses[-1] == pytest.approx(expected[-1], rel=0.25)
-    if name == "subclass":
-        overflow = amped.optimizer.last_step.overflow()
-        assert amped.optimizer.steps == 25 - (overflow["skipped_steps"] if overflow else 0)
-    if level in WITH_MASTERS:
-        for master, weight in zip(amped.masters(), amped.weights(), strict=True):
-            assert master.dtype == f32
-            assert same_bits(master.to(weight.dtype), weight)
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_lbfgs_with_the_loss_at_hand(level):
-    """LBFGS wants a closure; without reevaluation it is a quasi-Newton step per gradient."""
-    training = Training("SGD", None)
-    optimizer = torch.optim.LBFGS(training.model.parameters(), lr=0.1, max_iter=1)
-    training.model, training.optimizer = amp.initialize(
-        training.model, optimizer, opt_level=level, verbosity=0
-    )
-    training.level = level
-    losses = []
-    for _ in range(20):
-        losses.append(training.backward())
-        training.optimizer.step(lambda: torch.tensor(losses[-1]))
-    assert losses[-1] < 0.8 * losses[0]
+def test_training_follows_plain_torch(name, level):
+    training = follows_plain_torch(OPTIMIZERS[name], level, in_pure_fp16=name in IN_PURE_FP16)
+    assert isinstance(training.optimizer, GenericOptimizer) == (name not in FUSED)
 
 
 def register_step_hooks(optimizer, calls, prefix):
@@ -157,26 +51,21 @@ def register_step_hooks(optimizer, calls, prefix):
 @pytest.mark.parametrize("name", SOME)
 def test_hooks_fire_as_in_torch(name, level):
     """Once a step, or twice where a subclass calls super().step(); registered early or late."""
-    plain, expected = Training(name, None), []
-    register_step_hooks(plain.optimizer, expected, "early")
-    register_step_hooks(plain.optimizer, expected, "late")
-    plain.steps(3)
-
-    training, calls = Training(name, None), []
-    hooked = training.optimizer
-    register_step_hooks(hooked, calls, "early")
-    training.model, training.optimizer = amp.initialize(
-        training.model, hooked, opt_level=level, loss_scale=1.0, verbosity=0
-    )
-    assert training.optimizer is hooked
-    training.level = level
-    register_step_hooks(hooked, calls, "late")
-    training.steps(3)
-    assert calls == expected
+    told = []
+    for at in (None, level):
+        training, calls = Training(OPTIMIZERS[name]), []
+        optimizer = training.optimizer
+        register_step_hooks(optimizer, calls, "early")
+        if at is not None:
+            training.initialize(at, loss_scale=1.0)
+        register_step_hooks(optimizer, calls, "late")
+        training.steps(range(3))
+        told.append(calls.copy())
+    assert told[0] == told[1]
     calls.clear()
-    hooked.register_state_dict_pre_hook(lambda o: calls.append("saving"))
-    hooked.register_load_state_dict_post_hook(lambda o: calls.append("loaded"))
-    hooked.load_state_dict(copy.deepcopy(hooked.state_dict()))
+    optimizer.register_state_dict_pre_hook(lambda o: calls.append("saving"))
+    optimizer.register_load_state_dict_post_hook(lambda o: calls.append("loaded"))
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert calls == ["saving", "loaded"]
 
 
@@ -195,83 +84,70 @@ def test_differentiable_and_decoupled_adam():
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", SOME)
 def test_a_copy_of_model_and_optimizer_trains_on_with_the_same_bits(name, level, copied):
-    training = Training(name, level)
-    training.steps(5)
+    training = Training(OPTIMIZERS[name], level)
+    training.steps(range(5))
     twin = copied(training)
     assert type(twin.optimizer) is type(training.optimizer)
     known = {id(p) for p in training.optimizer.param_groups[0]["params"]}
     assert known.isdisjoint(map(id, twin.optimizer.param_groups[0]["params"]))
-    for count in (0, 3):
-        training.steps(count)
-        twin.steps(count)
+    for seeds in ((), range(5, 8)):
+        training.steps(seeds)
+        twin.steps(seeds)
         assert_same_bits(snapshot(twin.optimizer), snapshot(training.optimizer))
-        for weight, other in zip(training.weights(), twin.weights(), strict=True):
-            assert same_bits(weight, other)
+        assert all(map(same_bits, twin.weights(), training.weights()))
 
 
-@pytest.mark.covers(2)
 @pytest.mark.parametrize("level", WITH_MASTERS)
 @pytest.mark.parametrize("name", SOME)
-@pytest.mark.parametrize("edit", ["load_state_dict", "clamp_", "slice"])
-def test_masters_follow_edits_of_the_model(name, level, edit):
-    training = Training(name, level)
-    training.steps(5)
+def test_masters_follow_edits_of_the_model(name, level):
+    """Of all kinds: test_memory_modes.py."""
+    training = Training(OPTIMIZERS[name], level)
+    training.steps(range(5))
     masters, weights = training.masters(), training.weights()
     with torch.no_grad():
-        if edit == "load_state_dict":
-            state = copy.deepcopy(training.model.state_dict())
-            state["0.weight"][3] = 0.25
-            training.model.load_state_dict(state)
-        elif edit == "clamp_":
-            for param in training.model.parameters():
-                param.clamp_(-0.1, 0.1)
-        else:
-            training.model[0].weight[2, 1:5] = 0.5
+        training.model[0].weight[2, 1:5] = 0.5
+        training.model[-1].bias.clamp_(-0.01, 0.01)
     edited = training.weights()
-    touched = [a != b for a, b in zip(edited, weights, strict=True)]
-    assert any(t.any() for t in touched)
-    training.still()
-    for i, (master, weight) in enumerate(zip(training.masters(), training.weights(), strict=True)):
-        assert same_bits(weight, edited[i])
-        assert torch.equal(master[touched[i]], edited[i][touched[i]].to(f32))
-        assert same_bits(master[~touched[i]], masters[i][~touched[i]])
+    for group in training.optimizer.param_groups:
+        group["lr"] = 0.0  # so that masters and weights show what edits made of them
+    training.step(5)
+    assert all(map(same_bits, training.weights(), edited))
+    for master, old, new, before in zip(training.masters(), masters, edited, weights, strict=True):
+        assert same_bits(master, torch.where(new == before, old, new.float()))
 
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", SOME)
 def test_add_param_group(name, level):
-    training = Training(name, level)
-    training.steps(3)
-    extra = nn.Linear(8, 1)
-    extra.to(next(training.model.parameters()).dtype)
+    training = Training(OPTIMIZERS[name], level)
+    training.steps(range(3))
+    base, extra = training.model, nn.Linear(6, 2).to(next(training.model.parameters()).dtype)
     training.optimizer.add_param_group({"params": list(extra.parameters())})
-    base = training.model
     training.model = lambda x: base(x) + extra(x.to(extra.weight.dtype))
-    before = [param.detach().clone() for param in extra.parameters()]
-    training.steps(5)
-    for param, start in zip(extra.parameters(), before, strict=True):
-        assert not torch.equal(param.detach(), start)
+    before = copy.deepcopy(extra)
+    training.steps(range(5))
+    assert not any(map(torch.equal, extra.parameters(), before.parameters()))
     if level in WITH_MASTERS:
         assert all(param.dtype == f32 for param in amp.master_params(training.optimizer))
 
 
 @pytest.mark.parametrize("level", WITH_MASTERS)
 def test_add_param_group_takes_and_refuses_what_torch_does(level):
-    training = Training("SGD", level)
+    training = Training(OPTIMIZERS["SGD"], level)
+    groups = training.optimizer.param_groups
     extra = nn.Linear(2, 2).to(next(training.model.parameters()).dtype)
     group = {"params": (p for p in extra.parameters()), "lr": 0.5}
     training.optimizer.add_param_group(group)
-    assert training.optimizer.param_groups[1] is group
+    assert groups[1] is group
     assert [p.dtype for p in group["params"]] == [f32, f32]
-    known = len(training.optimizer.param_groups)
     for again in (extra.weight, training.model[0].weight):
         with pytest.raises(ValueError, match="more than one"):
             training.optimizer.add_param_group({"params": again})
     with pytest.raises(TypeError, match="ordered"):
         training.optimizer.add_param_group({"params": set(nn.Linear(2, 2).parameters())})
-    assert len(training.optimizer.param_groups) == known
+    assert len(groups) == 2
     named = torch.optim.SGD(nn.Linear(2, 2).named_parameters(), lr=0.1)
-    _, named = amp.initialize(nn.Linear(2, 2), named, opt_level=level, verbosity=0)
+    amp.initialize(nn.Linear(2, 2), named, opt_level=level, verbosity=0)
     named.add_param_group({"params": list(nn.Linear(2, 2).half().named_parameters())})
     assert named.param_groups[1]["param_names"] == ["weight", "bias"]
     assert all(p.dtype == f32 for p in named.param_groups[1]["params"])
@@ -283,28 +159,44 @@ def test_add_param_group_takes_and_refuses_what_torch_does(level):
 @pytest.mark.parametrize("name", SOME)
 def test_a_parameter_unfrozen_later_trains_as_the_others(name, level, copied):
     """apex never updated it; with a step in FP16 small updates would vanish."""
-    training = Training(name, level)
-    first = training.model[0]
-    first.requires_grad_(False)
-    training.optimizer = OPTIMIZERS[name](training.model.parameters())
-    amp.initialize(training.model, training.optimizer, opt_level=level, verbosity=0)
-    training.steps(2)
+    training = Training(OPTIMIZERS[name])
+    training.model[0].requires_grad_(False)
+    training.initialize(level)
+    training.steps(range(2))
     if copied:
-        again = copy.deepcopy((training.model, training.optimizer))
-        training.model, training.optimizer = again
-        first = training.model[0]
+        training = copy.deepcopy(training)
+    first, last = training.model[0], training.model[-1]
     before = first.weight.detach().clone()
-    training.steps(1)
+    training.step(2)
     assert same_bits(first.weight.detach(), before)
-    training.backward()  # what is pending is kept
-    pending = training.model[2].weight.grad.detach().float().clone()
+    training.optimizer.zero_grad()
+    training.backward(3)  # what is pending is kept
+    pending = last.weight.grad.detach().float().clone()
     first.requires_grad_(True)
-    with amp.scale_loss(training.loss(), training.optimizer) as scaled:
-        scaled.backward()
-    total = training.model[2].weight.grad.float()
+    training.backward(3)
+    total = last.weight.grad.float()
     torch.testing.assert_close(total, 2 * pending, rtol=0.02, atol=1e-3)
     training.optimizer.step()
-    training.steps(3)
+    training.steps(range(4, 7))
     assert not torch.equal(first.weight.detach(), before)
     if level in WITH_MASTERS:
         assert all(param.dtype == f32 for param in amp.master_params(training.optimizer))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.RAdam, optim.Lion])
+def test_the_way_to_initialize_again(level, cls):
+    """The message's, step by step: the training goes on as if nothing had happened."""
+    training = Training(cls, level)
+    training.steps(range(3))
+    twin, old = copy.deepcopy(training), training.optimizer
+    message = r"make a new .* model.parameters\(\).*new.load_state_dict\(old.state_dict\(\)\)"
+    with pytest.raises(RuntimeError, match=message):
+        training.initialize(level)
+    scale = amp.state_dict()
+    training.optimizer = cls(training.model.parameters())
+    training.initialize(level)
+    training.optimizer.load_state_dict(old.state_dict())
+    amp.load_state_dict(scale)
+    assert training.steps(range(3, 6)) == twin.steps(range(3, 6))
+    assert all(map(same_bits, training.weights(), twin.weights()))
