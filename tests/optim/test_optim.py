@@ -458,6 +458,22 @@ def test_empty_parameters_count_steps_as_others(name):
     pair.check()
 
 
+@pytest.mark.parametrize("size", [1, 7, 8, 17, 2049])
+def test_lamb_without_eps(size):
+    """Neither padding behind the last element nor an element without gradient divides 0 by 0."""
+    torch.manual_seed(size)
+    start, grad = torch.randn(size), torch.randn(size)
+    grad[size // 2 + 1 :: 3] = 0
+    found = []
+    for eps in (0.0, 1e-30):
+        param = start.clone().requires_grad_()
+        param.grad = grad
+        optim.LAMB([param], lr=1e-2, eps=eps, weight_decay=0.1).step()
+        found.append(param.detach())
+    torch.testing.assert_close(*found, rtol=1e-6, atol=0)
+    assert not torch.equal(found[0], start)
+
+
 # --- torch's own GradScaler ----------------------------------------------------------------------
 
 
@@ -551,19 +567,3 @@ def test_a_step_in_cpp_finds_the_gradients_of_masters():
     optimizer.end_backward(torch.tensor(4.0), True)
     optimizer.step()
     assert torch.equal(weight.detach(), torch.full_like(weight, 0.75))
-
-
-@pytest.mark.parametrize("size", [1, 7, 8, 17, 2049])
-def test_lamb_without_eps(size):
-    """Neither padding behind the last element nor an element without gradient divides 0 by 0."""
-    torch.manual_seed(size)
-    start, grad = torch.randn(size), torch.randn(size)
-    grad[size // 2 + 1 :: 3] = 0
-    found = []
-    for eps in (0.0, 1e-30):
-        param = start.clone().requires_grad_()
-        param.grad = grad
-        optim.LAMB([param], lr=1e-2, eps=eps, weight_decay=0.1).step()
-        found.append(param.detach())
-    torch.testing.assert_close(*found, rtol=1e-6, atol=0)
-    assert not torch.equal(found[0], start)

@@ -57,9 +57,9 @@ def test_a_skipped_step_keeps_every_bit(name, dtype, bad, device):
 
 
 def test_one_bad_tensor_of_many_skips_the_step(device):
-    held = parameters([(i % 7,) for i in range(2000)], device=device)
+    held = parameters([(i % 7,) for i in range(600)], device=device)
     optimizer = make("adamw", held, skip_nonfinite=True)
-    for i in (1, 999, 1998):
+    for i in (1, 299, 598):
         give_gradients(held)
         held[i].grad[-1:] = inf
         optimizer.step()

@@ -63,14 +63,6 @@ def test_they_read_unscaled_and_not_clipped(name, scaler, device):
         assert all(now > was for now, was in zip(versions(held), before, strict=True))
 
 
-def test_any_scale_divides_as_torchs_unscale(device):
-    held = params(device=device)
-    true = give_gradients(held)
-    step(make("sgd", held), 1000.0)
-    inverse = torch.tensor(1000.0, dtype=torch.float64).reciprocal().float().to(device)
-    assert_gradients(held, [gradient * inverse for gradient in true])
-
-
 @pytest.mark.parametrize("name", KINDS)
 def test_leaving_them_scaled_changes_nothing_else(name, device):
     held = params(device=device)
