@@ -195,6 +195,15 @@ def test_calls(case):
         call()
 
 
+def test_a_step_inside_a_backward_pass():
+    optimizer = make("adamw", model())
+    optimizer.begin_backward()
+    with pytest.raises(RuntimeError, match=r"inside the scale_loss context.*after the with block"):
+        train(optimizer)
+    optimizer.cancel_backward()
+    train(optimizer)
+
+
 def test_flags_of_a_grad_scaler_that_do_not_fit():
     optimizer = make("adamw", model())
     give_gradients(params_of(optimizer))
