@@ -1,6 +1,7 @@
 """Muon: against torch's, against float64, and together with AdamW in one step."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -127,6 +128,16 @@ def test_a_batch_has_the_results_of_its_matrices(dtype, monkeypatch):
     whole = orthogonalized(batch.clone(), polynomials, 1e-7, dtype=dtype)
     monkeypatch.setitem(newton_schulz.SLICE, "cpu", 24 * 30 * 2)
     assert distance(orthogonalized(batch, polynomials, 1e-7, dtype=dtype), whole) < 1e-2
+
+
+def test_operations_are_counted():
+    """Products of m^3 and m^2 n for five steps: 10 and 20, or on Gram matrices 34 and 4."""
+    for dtype, cost in ((f32, 1.0), (f16, None)):
+        for m, n in itertools.product((4, 64), (64, 100, 192, 256, 640)):
+            by_gram = 34 * m**3 + 4 * m * m * n if cost else 28 * m**3 + 8 * m * m * n
+            assert newton_schulz.takes_gram(m, n, 5, dtype) == (
+                by_gram < 10 * m**3 + 20 * m * m * n
+            )
 
 
 # --- the step ------------------------------------------------------------------------------------
