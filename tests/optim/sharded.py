@@ -6,10 +6,12 @@ wrong. Gradients are the same for both, so that bits have to agree.
 
 import contextlib
 import datetime
+import functools
 import itertools
 import os
 import sys
 import traceback
+import unittest.mock
 
 import pytest
 import torch
@@ -29,7 +31,8 @@ from torch.distributed.tensor.parallel import (
 
 import ampfuse
 from ampfuse import amp, optim
-from cases import CODED, KINDS, bf16, f16, f32, make
+from cases import CODED, KINDS, LEVELS, bf16, f16, f32, make
+from stepping import params_of
 from trainings import MODES, Net, fractions, integers
 
 SIZE = int(os.environ["WORLD_SIZE"])
@@ -52,7 +55,7 @@ def mesh_of(places):
     return init_device_mesh(DEVICE, shape, mesh_dim_names=("a", "b")[: len(shape)])
 
 
-def params_of(dtypes, places):
+def params_in(dtypes, places):
     """The same parameters whole and in shards."""
     mesh = mesh_of(places)
     wholes, shards = [], []
@@ -66,7 +69,7 @@ def params_of(dtypes, places):
     return wholes, shards
 
 
-def set_gradients(params, step, scale, infinite=False):
+def set_gradients(params, step, scale=1.0, infinite=False):
     """Exact in every type. An infinite one is in one place: in one rank's shard, or its copies."""
     for i, param in enumerate(params):
         gradient = integers(tuple(param.shape), step + i, 7) / 64 * scale
@@ -84,43 +87,37 @@ def full(value):
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def assert_same(whole, shards, exact=True):
+def assert_same(whole, shards, exact=True, case=""):
     """Parameters, masters and states of two optimizers."""
-    for group, other in zip(whole.param_groups, shards.param_groups, strict=True):
-        for param, shard in zip(group["params"], other["params"], strict=True):
-            weight = getattr(param, "model_param", param)
-            compare("the parameter", weight.detach(), shard.detach(), exact)
+    for param, shard in zip(params_of(whole), params_of(shards), strict=True):
+        weight = getattr(param, "model_param", param)
+        compare(f"{case} the parameter", weight.detach(), shard.detach(), exact)
     saved, others = whole.state_dict()["state"], shards.state_dict()["state"]
-    assert saved.keys() == others.keys()
+    assert saved.keys() == others.keys(), case
     for i, state in saved.items():
-        for key in others[i]:
-            if key in state:  # codes are saved decoded
-                compare(f"{key} of {i}", state[key], others[i][key], exact)
+        for key in state.keys() & others[i].keys():  # codes are saved decoded
+            compare(f"{case} {key} of {i}", state[key], others[i][key], exact)
 
 
-def compare(what, expected, found, exact):
+def compare(what, expected, found, exact=True):
     found, expected = full(torch.as_tensor(found)), torch.as_tensor(expected)
-    assert found.dtype == expected.dtype, what
-    if exact:
-        same = torch.equal(found, expected)
-    else:
-        bound = 1e-2 if found.dtype != f32 else 1e-5
-        same = torch.allclose(found, expected, rtol=bound, atol=bound / 10)
-    worst = (found.double() - expected.double()).abs().max() if found.numel() else 0
-    assert same, f"{what} differs by up to {worst}"
+    bound = 0.0 if exact else 1e-2 if found.dtype != f32 else 1e-5
+    bounds = {"rtol": bound, "atol": bound / 10}
+    torch.testing.assert_close(found, expected, msg=lambda text: f"{what}: {text}", **bounds)
 
 
-def train(kind, places, *arguments, **options):
-    try:
-        return _train(kind, places, *arguments, **options)
-    except Exception as error:
-        error.add_note(f"{kind}, {places}, {options}")
-        raise
+def step_alike(params_of_each, optimizers, step, skips=False):
+    """A step of each, on the same gradients."""
+    for params, optimizer in zip(params_of_each, optimizers, strict=True):
+        set_gradients(params, step, infinite=skips)
+        optimizer.step()
+        assert optimizer.last_step.skipped == skips
 
 
-def _train(kind, places, dtypes=(f32,), clip=False, exact=True, steps=STEPS, **options):
+def train(kind, places, dtypes=(f32,), clip=False, exact=True, steps=STEPS, **options):
     """Under our GradScaler with planted overflows."""
-    wholes, shards = params_of(dtypes, places)
+    case = f"{kind}, {places}, {options}"
+    wholes, shards = params_in(dtypes, places)
     optimizers = [make(kind, params, **options) for params in (wholes, shards)]
     scalers = [ampfuse.GradScaler(DEVICE, init_scale=2.0**10, growth_interval=5) for _ in range(2)]
     for step in range(steps):
@@ -131,13 +128,11 @@ def _train(kind, places, dtypes=(f32,), clip=False, exact=True, steps=STEPS, **o
                 scaler.clip_grad_norm_(optimizer, 0.5)
             scaler.step(optimizer)
             scaler.update()
-        assert scalers[0].get_scale() == scalers[1].get_scale(), step
+        assert scalers[0].get_scale() == scalers[1].get_scale(), (case, step)
         one, other = (optimizer.last_step for optimizer in optimizers)
-        assert one.skipped == other.skipped, step
-        assert one.skipped == (step % 11 == 4), step
+        assert one.skipped == other.skipped == (step % 11 == 4), (case, step)
         torch.testing.assert_close(one.grad_norm, other.grad_norm, equal_nan=True)
-    assert_same(*optimizers, exact)
-    return optimizers
+    assert_same(*optimizers, exact, case)
 
 
 FOLLOW_NORMS = [kind for kind in KINDS if kind.startswith(("lamb", "novograd"))]
@@ -146,13 +141,14 @@ FOLLOW_NORMS = [kind for kind in KINDS if kind.startswith(("lamb", "novograd"))]
 def every_optimizer():
     for kind in KINDS:
         train(kind, "rows", exact=kind not in FOLLOW_NORMS, steps=FEWER)
+        train(kind, "rows", clip=True, exact=False, steps=min(FEWER, 24))
 
 
 def groups_and_frozen_parameters():
     """Several groups, of which one has no trained parameter, and a row without any gradient."""
-    wholes, shards = params_of((f32, bf16), "rows")
+    both = params_in((f32, bf16), "rows")
     optimizers = []
-    for params in (wholes, shards):
+    for params in both:
         params[2].requires_grad_(False)
         groups = [
             {"params": params[:2], "lr": 1e-2},
@@ -160,12 +156,9 @@ def groups_and_frozen_parameters():
             {"params": params[3:], "lr": 1e-3, "weight_decay": 0.3},
         ]
         optimizers.append(make("adamw", groups, master_weights=True, skip_nonfinite=True))
+    trained = [[*params[:2], params[3]] for params in both]
     for step in range(20):
-        for params, optimizer in zip((wholes, shards), optimizers, strict=True):
-            set_gradients(params, step, 1.0, infinite=step == 4)
-            params[2].grad = params[4].grad = None
-            optimizer.step()
-            assert optimizer.last_step.skipped == (step == 4)
+        step_alike(trained, optimizers, step, skips=step == 4)
     assert_same(*optimizers)
 
 
@@ -186,7 +179,7 @@ def gradients_of_other_kinds():
     shard.grad = torch.ones(12, 4)
     with pytest.raises(TypeError, match="gradient of s is no DTensor"):
         optimizers[1].step()
-    compare("the parameter", whole.detach(), shard.detach(), exact=True)
+    compare("the parameter", whole.detach(), shard.detach())
 
 
 def every_place():
@@ -210,9 +203,9 @@ def muon():
     for places, options in itertools.product(PLACES, modes):
         if "state_dtype" in options and places == "rows and columns":
             continue  # random bits follow the elements of shards that are rows
-        wholes, shards = params_of((bf16, f16) if options else (f32,), places)
+        both = params_in((bf16, f16) if options else (f32,), places)
         optimizers = []
-        for params in (wholes, shards):
+        for params in both:
             groups = [
                 {"params": [params[0], params[4]]},
                 {"params": [params[1], params[2]], "algorithm": "adamw"},
@@ -220,10 +213,7 @@ def muon():
             ]
             optimizers.append(optim.Muon(groups, lr=0.05, skip_nonfinite=True, **options))
         for step in range(FEWER // 5):
-            for params, optimizer in zip((wholes, shards), optimizers, strict=True):
-                set_gradients(params, step, 1.0, infinite=step == 1)
-                optimizer.step()
-                assert optimizer.last_step.skipped == (step == 1)
+            step_alike(both, optimizers, step, skips=step == 1)
         assert_same(*optimizers)
 
 
@@ -239,27 +229,14 @@ def muon_beside_tensor_parallel_layers():
     plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
     parallelize_module(sharded, mesh["tensor"], plan)
     fully_shard(sharded, mesh=mesh["data"])
-    optimizers = []
-    for model in (whole, sharded):
-        matrices = [param for param in model.parameters() if param.ndim == 2]
-        vectors = [param for param in model.parameters() if param.ndim == 1]
+    both, optimizers = [list(model.parameters()) for model in (whole, sharded)], []
+    for params in both:
+        matrices, vectors = ([p for p in params if p.ndim == ndim] for ndim in (2, 1))
         groups = [{"params": matrices}, {"params": vectors, "algorithm": "adamw"}]
         optimizers.append(optim.Muon(groups, lr=0.05))
     for step in range(4):
-        for i, params in enumerate(zip(whole.parameters(), sharded.parameters(), strict=True)):
-            gradient = integers(tuple(params[0].shape), step + i, 7) / 64
-            params[0].grad = gradient
-            params[1].grad = distribute_tensor(
-                gradient, params[1].device_mesh, params[1].placements, src_data_rank=None
-            )
-        for optimizer in optimizers:
-            optimizer.step()
+        step_alike(both, optimizers, step)
     assert_same(*optimizers)
-
-
-def clipping():
-    for kind in KINDS:
-        train(kind, "rows", clip=True, exact=False, steps=min(FEWER, 24))
 
 
 def nets(dtype=f32):
@@ -279,6 +256,16 @@ def nets(dtype=f32):
     return whole, fully_shard(sharded, **options)
 
 
+def nets_at(level, maker, **options):
+    """Those models at a level, and an optimizer of each."""
+    models = nets()
+    optimizers = [maker(model.parameters()) for model in models]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        options = {"init_scale": 2.0**8, "verbosity": 0, **options}
+        amp.initialize(model, optimizer, opt_level=level, **options)
+    return models, optimizers
+
+
 def losses(models, step, dtype=f32):
     """All ranks have the same batch, so that the mean of their gradients is that of one."""
     inputs = fractions((16, 24), step).to(dtype)
@@ -290,6 +277,14 @@ def step_by_scaler(loss, optimizer, scaler, infinite):
     scaler.scale(loss * torch.inf if infinite else loss).backward()
     scaler.step(optimizer)
     scaler.update()
+
+
+def train_nets(models, optimizers, dtype, overflow_at):
+    """By a GradScaler each."""
+    scalers = [ampfuse.GradScaler(DEVICE, init_scale=2.0**8) for _ in models]
+    for step in range(10):
+        for one in zip(losses(models, step, dtype), optimizers, scalers, strict=True):
+            step_by_scaler(*one, infinite=step == overflow_at)
 
 
 def step_by_amp(loss, optimizer, infinite, max_norm=None):
@@ -311,21 +306,15 @@ def fsdp():
     ]:
         models = nets(dtype)
         optimizers = [make("adamw", model.parameters(), **options) for model in models]
-        scalers = [ampfuse.GradScaler(DEVICE, init_scale=2.0**8) for _ in models]
-        for step in range(10):
-            for one in zip(losses(models, step, dtype), optimizers, scalers, strict=True):
-                step_by_scaler(*one, infinite=step == 7)
-            assert optimizers[1].last_step.skipped == (step == 7)
+        train_nets(models, optimizers, dtype, overflow_at=7)
+        assert optimizers[1].last_step.overflow()["skipped_steps"] == 1
         if "rounding" not in options:
             assert_same(*optimizers)
 
 
 def levels():
     for level, clip in itertools.product(("O0", "O1", "O2", "O4", "O5"), (False, True)):
-        models = nets()
-        optimizers = [make("adamw", model.parameters()) for model in models]
-        for model, optimizer in zip(models, optimizers, strict=True):
-            amp.initialize(model, optimizer, opt_level=level, init_scale=2.0**8, verbosity=0)
+        models, optimizers = nets_at(level, functools.partial(make, "adamw"))
         for step in range(min(FEWER, 20) if clip else FEWER):
             skips = level in ("O1", "O2") and step % 12 == 4
             for one in zip(losses(models, step), optimizers, strict=True):
@@ -336,10 +325,7 @@ def levels():
 def a_step_of_its_own():
     """Of an optimizer that amp does not fuse: on FP32 shards, and not on half ones."""
     for level in ("O1", "O4", "O5"):
-        models = nets()
-        optimizers = [torch.optim.RMSprop(model.parameters(), lr=1e-3) for model in models]
-        for model, optimizer in zip(models, optimizers, strict=True):
-            amp.initialize(model, optimizer, opt_level=level, init_scale=2.0**8, verbosity=0)
+        models, optimizers = nets_at(level, functools.partial(torch.optim.RMSprop, lr=1e-3))
         if level == "O5":
             with pytest.raises(TypeError, match="RMSprop is not fused"):
                 step_by_amp(losses(models, 0)[1], optimizers[1], False)
@@ -361,36 +347,10 @@ class Loss(nn.Module):
         return self.net.loss(seed, infinite=infinite)
 
 
-def ddp():
-    """Gradients in buckets; an overflow on one rank, of the second pass, skips the step on all."""
-    cases = [
-        *itertools.product(("O0", "O1", "O2", "O3", "O4", "O5"), ("adamw",), (False, True)),
-        *itertools.product(("O2",), KINDS, (False,)),
-    ]
-    for level, kind, delay in cases:
-        alone, whole = Loss(), Loss()
-        optimizers = [make(kind, m.parameters()) for m in (alone, whole)]
-        for m, optimizer in zip((alone, whole), optimizers, strict=True):
-            amp.initialize(m.net, optimizer, opt_level=level, init_scale=2.0**8, verbosity=0)
-        model = nn.parallel.DistributedDataParallel(whole, gradient_as_bucket_view=True)
-        for step in range(6):
-            skips = level in ("O1", "O2") and step == 3
-            for m, optimizer in ((alone, optimizers[0]), (model, optimizers[1])):
-                optimizer.zero_grad()
-                for part in range(2):
-                    infinite = skips and part and (m is alone or dist.get_rank() == SIZE - 1)
-                    loss = m(2 * step + part, infinite)
-                    delayed = delay and not part
-                    with amp.scale_loss(loss, optimizer, delay_unscale=delayed) as scaled:
-                        scaled.backward()
-                optimizer.step()
-                assert optimizer.last_step.skipped == skips, (level, step)
-        for one, other in zip(alone.parameters(), whole.parameters(), strict=True):
-            compare(f"{level}, {kind}, {delay}", one.detach(), other.detach(), exact=True)
-
-
 def share_of(loss):
     """A loss whose mean over several ranks is `loss`, by factors that keep gradients exact."""
+    if SIZE % 2:
+        return loss
     return loss * (0.5 + dist.get_rank() % 2)
 
 
@@ -400,14 +360,18 @@ def gathered(tensor):
     return everyone
 
 
-def in_passes(model, optimizer, step, level, delay):
-    """Three of them, shared after the last alone where there are several ranks."""
+def in_passes(model, optimizer, step, level, delay, together):
+    """Three of them, shared after the last alone, with an overflow in any; or each, `together`,
+    with overflows in the last.
+    """
     optimizer.zero_grad()
+    bad = step % 4 and (3 if together else step % 4)
     shared = isinstance(model, nn.parallel.DistributedDataParallel)
     for part in range(3):
-        with model.no_sync() if shared and part < 2 else contextlib.nullcontext():
-            infinite = step % 4 == part + 1 and (not shared or dist.get_rank() == 1)
-            loss = model(3 * step + part, infinite and level != "O5")
+        waits = shared and part < 2 and not together
+        with model.no_sync() if waits else contextlib.nullcontext():
+            infinite = bad == part + 1 and (not shared or dist.get_rank() == SIZE - 1)
+            loss = model(3 * step + part, infinite and level in ("O1", "O2"))
             if shared:
                 loss = share_of(loss)
             with amp.scale_loss(loss, optimizer, delay_unscale=delay and part < 2) as scaled:
@@ -417,44 +381,54 @@ def in_passes(model, optimizer, step, level, delay):
     optimizer.step()
 
 
+def in_ddp(kind, level, delay=False, views=True, unused=False, together=False):
+    """Against one process; an overflow on one rank skips the step on all."""
+    case = f"{kind}, {level}, {delay=}, {views=}, {unused=}, {together=}"
+    nets_ = Loss(), Loss()
+    optimizers = [make(kind, net.parameters()) for net in nets_]
+    for net, optimizer in zip((n.net for n in nets_), optimizers, strict=True):
+        options = {"init_scale": 2.0**10, "growth_interval": 5, "verbosity": 0}
+        amp.initialize(net, optimizer, opt_level=level, **options)
+    spread = nn.parallel.DistributedDataParallel(
+        nets_[1], find_unused_parameters=unused, gradient_as_bucket_view=views
+    )
+    scalers = [optimizer._amp_session.loss_scalers[0] for optimizer in optimizers]
+    for step in range(5 if QUICK else 8):
+        for model, optimizer in zip((nets_[0], spread), optimizers, strict=True):
+            in_passes(model, optimizer, step, level, delay, together)
+            skips = level in ("O1", "O2") and step % 4 > 0
+            assert optimizer.last_step.skipped == skips, (case, step)
+        assert scalers[0].state_dict() == scalers[1].state_dict(), (case, step)
+        if step % 2:  # measured to clip
+            norms = [optimizer.last_step.grad_norm for optimizer in optimizers]
+            torch.testing.assert_close(*norms, rtol=0, atol=0, equal_nan=True)
+    for one, other in zip(*(net.parameters() for net in nets_), strict=True):
+        assert all(torch.equal(other, same) for same in gathered(other.detach())), case
+        compare(case, one.detach(), other.detach())
+
+
+def ddp():
+    """Gradients in buckets, averaged in each pass."""
+    for level, delay in itertools.product(LEVELS, (False, True)):
+        in_ddp("adamw", level, delay, together=True)
+    for kind in KINDS:
+        in_ddp(kind, "O2", together=True)
+
+
 def no_sync():
-    """Accumulation that DDP averages at its end; overflows on one rank, in each of its passes."""
-    cases = [*itertools.product(("O1", "O2", "O5"), (False, True), (False, True), (False,))]
+    """Accumulation that DDP averages at its end."""
+    cases = [*itertools.product(("O1", "O2", "O5"), (False, True), (False, True))]
     if QUICK:  # each two meet
         cases = [case for case in cases if (int(case[0][1]) + case[1] + case[2]) % 2]
-    for level, delay, views, unused in [*cases, ("O2", False, False, True)]:
-        case = f"{level}, {delay=}, {views=}, {unused=}"
-        nets_ = Loss(), Loss()
-        optimizers = [make("sgd-all", net.parameters()) for net in nets_]
-        for net, optimizer in zip((n.net for n in nets_), optimizers, strict=True):
-            options = {"init_scale": 2.0**10, "growth_interval": 5, "verbosity": 0}
-            amp.initialize(net, optimizer, opt_level=level, **options)
-        spread = nn.parallel.DistributedDataParallel(
-            nets_[1], find_unused_parameters=unused, gradient_as_bucket_view=views
-        )
-        scalers = [optimizer._amp_session.loss_scalers[0] for optimizer in optimizers]
-        for step in range(5 if QUICK else 8):
-            for model, optimizer in zip((nets_[0], spread), optimizers, strict=True):
-                in_passes(model, optimizer, step, level, delay)
-                skips = level != "O5" and step % 4 > 0
-                assert optimizer.last_step.skipped == skips, (case, step)
-            assert scalers[0].state_dict() == scalers[1].state_dict(), (case, step)
-            if step % 2:  # measured to clip
-                norms = [optimizer.last_step.grad_norm for optimizer in optimizers]
-                torch.testing.assert_close(*norms, rtol=0, atol=0, equal_nan=True)
-        for one, other in zip(*(net.parameters() for net in nets_), strict=True):
-            assert all(torch.equal(other, same) for same in gathered(other.detach())), case
-            compare(case, one.detach(), other.detach(), exact=True)
+    for case in cases:
+        in_ddp("sgd-all", *case)
+    in_ddp("sgd-all", "O2", views=False, unused=True)
 
 
 def accumulation_in_fsdp():
     """FSDP keeps gradients that it does not share, in the loss's scale: which stays meanwhile."""
     for level in ("O1", "O2"):
-        models = nets()
-        optimizers = [make("sgd-all", model.parameters()) for model in models]
-        for model, optimizer in zip(models, optimizers, strict=True):
-            options = {"init_scale": 2.0**8, "growth_interval": 3, "verbosity": 0}
-            amp.initialize(model, optimizer, opt_level=level, **options)
+        models, optimizers = nets_at(level, functools.partial(make, "sgd-all"), growth_interval=3)
         for step in range(6):
             for model, optimizer in zip(models, optimizers, strict=True):
                 optimizer.zero_grad()
@@ -486,14 +460,8 @@ def static_graph_and_join():
 
 def collectives():
     """One for an inspection; LAMB has another for the norms of its updates."""
-    gather, calls = dist.all_gather_into_tensor, []
-
-    def counted(*arguments, **options):
-        calls.append(arguments)
-        return gather(*arguments, **options)
-
-    dist.all_gather_into_tensor = counted
-    try:
+    gather = dist.all_gather_into_tensor
+    with unittest.mock.patch.object(dist, "all_gather_into_tensor", wraps=gather) as calls:
         for kind, options, count in [
             ("adamw", {}, 0),
             ("adamw", {"max_grad_norm": 1.0}, 1),
@@ -502,15 +470,13 @@ def collectives():
             ("lamb", {}, 1),
             ("lamb", {"max_grad_norm": 1.0}, 2),
         ]:
-            params = params_of((f32,), "rows")[1]
+            params = params_in((f32,), "rows")[1]
             optimizer = make(kind, params, **options)
             for step in range(3):
-                set_gradients(params, step, 1)
-                calls.clear()
+                set_gradients(params, step)
+                calls.reset_mock()
                 optimizer.step()
-                assert len(calls) == count, (kind, options, step, len(calls))
-    finally:
-        dist.all_gather_into_tensor = gather
+                assert calls.call_count == count, (kind, options, step)
 
 
 def zero_redundancy():
@@ -521,13 +487,9 @@ def zero_redundancy():
         models = [nets(dtype)[0] for _ in range(2)]
         plain = optim.AdamW(models[0].parameters(), lr=1e-2, **options)
         redundant = ZeroRedundancyOptimizer(models[1].parameters(), optim.AdamW, lr=1e-2, **options)
-        scalers = [ampfuse.GradScaler(DEVICE, init_scale=2.0**8) for _ in range(2)]
-        for step in range(10):
-            pairs = zip(losses(models, step, dtype), (plain, redundant), scalers, strict=True)
-            for one in pairs:
-                step_by_scaler(*one, infinite=step == 4)
+        train_nets(models, (plain, redundant), dtype, overflow_at=4)
         for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
-            compare("the parameter", one.detach(), other.detach(), exact=True)
+            compare("the parameter", one.detach(), other.detach())
 
 
 RESUMED = {
@@ -585,7 +547,7 @@ def resume(folder):
         expected, scale = torch.load(f"{folder}/{name}.pt")
         assert scaler.state_dict() == scale, name
         for one, param in zip(expected, model.parameters(), strict=True):
-            compare(name, one, param.detach(), True)
+            compare(name, one, param.detach())
 
 
 if __name__ == "__main__":

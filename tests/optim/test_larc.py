@@ -9,25 +9,20 @@ from torch import nn
 
 import reference
 from ampfuse import amp, ops, optim
-from cases import LEVELS, assert_same_bits, bf16, f32, f64, snapshot
+from cases import LEVELS, assert_same_bits, bf16, f64, snapshot
+from stepping import copy_weights, give_gradients, parameters, params_of, train, weights
 from test_optim import SCHEDULERS
 
 SHAPES = ((40, 50), (7,), (33000,), (0,), (3, 5))
-# name: optimizer over parameters, and whether LARC is part of its step
+# name: the optimizer, its rule, and options of both
 INNER = {
-    "ours-sgd": (lambda p, **o: optim.SGD(p, momentum=0.9, **o), "SGD", {"momentum": 0.9}),
-    "torch-sgd": (lambda p, **o: torch.optim.SGD(p, momentum=0.9, **o), "SGD", {"momentum": 0.9}),
+    "ours-sgd": (optim.SGD, "SGD", {"momentum": 0.9}),
+    "torch-sgd": (torch.optim.SGD, "SGD", {"momentum": 0.9}),
     "ours-adam": (optim.Adam, "Adam", {}),
     "ours-adamw": (optim.AdamW, "Adam", {}),  # the decay goes through the gradient
     "torch-adagrad": (torch.optim.Adagrad, "Adagrad", {}),
     "ours-adagrad": (optim.Adagrad, "Adagrad", {}),
 }
-
-
-def parameters(dtype=f32):
-    params = [torch.randn(shape).to(dtype) for shape in SHAPES]
-    params[1].zero_()  # a norm of zero
-    return [param.requires_grad_() for param in params]
 
 
 @pytest.mark.parametrize("clip", [True, False])
@@ -37,18 +32,17 @@ def parameters(dtype=f32):
 def test_the_rule(name, lr, decay, clip, device):
     if isinstance(lr, torch.Tensor) and name == "torch-adagrad":
         pytest.skip("torch's own step with a tensor lr")
-    make, rule, options = INNER[name]
-    params = [param.detach().to(device).requires_grad_() for param in parameters()]
+    kind, rule, options = INNER[name]
+    params = parameters(SHAPES, device=device)
+    params[1].data.zero_()  # a norm of zero
     number = float(lr)
-    inner = make(params, lr=lr, weight_decay=decay)
+    inner = kind(params, lr=lr, weight_decay=decay, **options)
     larc = optim.LARC(inner, trust_coefficient=0.3, clip=clip)
     exact = [param.detach().cpu().to(f64) for param in params]
     states = [{} for _ in params]
     for _ in range(3):
-        for i, param in enumerate(params):
-            grad = torch.randn(param.shape)
-            param.grad = grad.to(device)
-            grad = reference.layerwise(exact[i], grad, number, decay, 0.3, clip=clip)
+        for i, grad in enumerate(give_gradients(params)):
+            grad = reference.layerwise(exact[i], grad.cpu(), number, decay, 0.3, clip=clip)
             exact[i] = reference.RULES[rule](lr=number, **options).step(exact[i], grad, states[i])
         kept = [param.grad.clone() for param in params]
         larc.step()
@@ -59,19 +53,26 @@ def test_the_rule(name, lr, decay, clip, device):
         torch.testing.assert_close(param.detach().cpu().to(f64), value, rtol=3e-5, atol=3e-6)
 
 
+def twins(count, **options):
+    """LARC around the same parameters of ours, with options and without."""
+    params = parameters([(50,)] * count)
+    both = (params, options), (copy.deepcopy(params), {})
+    return [optim.LARC(optim.SGD(p, lr=0.1, weight_decay=0.1, **more)) for p, more in both]
+
+
+def assert_close(larc, other, **bounds):
+    for param, twin in zip(params_of(larc), params_of(other), strict=True):
+        torch.testing.assert_close(param, twin, **bounds)
+
+
 def test_clipping_comes_first():
-    params, twins = [torch.randn(50).requires_grad_() for _ in range(2)], []
-    twins = [param.detach().clone().requires_grad_() for param in params]
-    ours = optim.LARC(optim.SGD(params, lr=0.1, weight_decay=0.1, max_grad_norm=0.5))
-    other = optim.LARC(optim.SGD(twins, lr=0.1, weight_decay=0.1))
-    for param, twin in zip(params, twins, strict=True):
-        param.grad = torch.randn(50)
-        twin.grad = param.grad.clone()
-    torch.nn.utils.clip_grad_norm_(twins, 0.5)
+    ours, other = twins(2, max_grad_norm=0.5)
+    for larc in (ours, other):
+        give_gradients(params_of(larc), 0)
+    torch.nn.utils.clip_grad_norm_(params_of(other), 0.5)
     ours.step()
     other.step()
-    for param, twin in zip(params, twins, strict=True):
-        torch.testing.assert_close(param, twin)
+    assert_close(ours, other)
 
 
 def amp_run(inner, level, when, clip=True, **options):
@@ -98,10 +99,9 @@ def amp_run(inner, level, when, clip=True, **options):
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("clip", [True, False])
 @pytest.mark.parametrize("inner", ["SGD", "RMSprop"])
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_the_rule_under_amp(when, inner, clip, level):
+def test_the_rule_under_amp(inner, clip, level):
     """On unscaled gradients and masters; a weight of zeros and a gradient of zeros among them."""
-    larc, masters, one_pass = amp_run(inner, level, when, clip, loss_scale=128.0)
+    larc, masters, one_pass = amp_run(inner, level, "before", clip, loss_scale=128.0)
     states = [torch.zeros_like(p, dtype=f64) for p in masters]
     for _ in range(2):
         one_pass()
@@ -138,12 +138,10 @@ def test_before_and_after_initialize_are_the_same(inner, level):
                 assert_same_bits(snapshot(larc), before)
             schedule.step()
         saved = copy.deepcopy(larc.state_dict())
-        kept = [p.detach().clone() for p in masters]
+        kept = weights(masters)
         one_pass()
         larc.step()
-        with torch.no_grad():
-            for p, value in zip(masters, kept, strict=True):
-                p.copy_(value)
+        copy_weights(kept, masters)
         larc.load_state_dict(saved)
         one_pass()
         larc.step()
@@ -171,34 +169,27 @@ def test_weight_decay_comes_back_when_the_step_raises(under_amp):
 
 
 def test_a_step_that_raises_leaves_the_wrapped_optimizer_as_it_was():
-    params = [torch.randn(5).requires_grad_() for _ in range(2)]
-    with torch.no_grad():
-        params[1].copy_(params[0])
-    inner, plain = (optim.SGD([p], lr=0.1, weight_decay=0.1) for p in params)
+    larc, other = twins(1)
 
     def closure():
         raise KeyError("out of luck")
 
     with pytest.raises(KeyError):
-        optim.LARC(inner).step(closure)
-    for p in params:
-        p.grad = torch.ones(5)
-    inner.step()
-    plain.step()
-    assert torch.equal(*params)
+        larc.step(closure)
+    train(larc.optim)
+    train(other.optim)
+    assert torch.equal(*params_of(larc), *params_of(other))
 
 
 @pytest.mark.filterwarnings("error:Detected call of")
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize("around", [True, False])
 def test_schedulers(scheduler, around):
-    param = torch.randn(5, requires_grad=True)
-    larc = optim.LARC(torch.optim.SGD([param], lr=0.1, momentum=0.9))
+    larc = optim.LARC(torch.optim.SGD(parameters([(5,)]), lr=0.1, momentum=0.9))
     schedule = SCHEDULERS[scheduler](larc if around else larc.optim)
     seen = set()
     for _ in range(4):
-        param.grad = torch.randn(5)
-        larc.step()
+        train(larc)
         schedule.step()
         seen.add(larc.param_groups[0]["lr"])
     assert len(seen) > 1
@@ -237,19 +228,16 @@ def test_what_it_does_not_wrap():
 
 @pytest.mark.parametrize("kind", [optim.SGD, torch.optim.SGD])
 def test_torchs_grad_scaler(kind):
-    params = [torch.randn(20).requires_grad_() for _ in range(2)]
+    params = parameters([(20,)])
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
-    plain, scaled = (optim.LARC(kind([param], lr=0.1)) for param in params)
-    with torch.no_grad():
-        params[1].copy_(params[0])
-    for _ in range(3):
-        params[0].grad = torch.randn(20)
-        params[1].grad = params[0].grad * 256.0
-        plain.step()
+    plain, scaled = (optim.LARC(kind(those, lr=0.1)) for those in (params, copy.deepcopy(params)))
+    for step in range(3):
+        train(plain, [step])
+        give_gradients(params_of(scaled), step, scale=256.0)
         scaler.scale(torch.ones(()))
         scaler.step(scaled)
         scaler.update()
-    torch.testing.assert_close(params[0], params[1], rtol=1e-6, atol=1e-7)
+    assert_close(plain, scaled, rtol=1e-6, atol=1e-7)
 
 
 def test_half_gradients_of_another_optimizer():

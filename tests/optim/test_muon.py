@@ -25,6 +25,7 @@ from cases import (
     snapshot,
     through_a_file,
 )
+from stepping import copy_weights, give_gradients, parameters, params_of, train, weights
 
 SHAPES = ((16, 16), (8, 40), (40, 8), (1, 7), (7, 1), (3, 64), (72, 90))
 PRODUCTS = product_dtype(torch.device("cpu"))
@@ -60,18 +61,9 @@ def matrix_of(kind, shape, seed=0):
     return full * torch.logspace(0, -4, rows)[:, None] if kind == "decaying" else full
 
 
-def params_of(shapes=SHAPES, dtype=f32, seed=1):
+def matrices(shapes=SHAPES, dtype=f32, seed=1):
     torch.manual_seed(seed)
-    return [nn.Parameter(torch.randn(shape).to(dtype)) for shape in shapes]
-
-
-def train(optimizer, params, steps, scale=1.0):
-    for step in steps:
-        generator = torch.Generator().manual_seed(step)
-        for param in params:
-            gradient = torch.randn(param.shape, generator=generator) * scale
-            param.grad = gradient.to(param)
-        optimizer.step()
+    return parameters(shapes, dtype)
 
 
 # --- Newton-Schulz -------------------------------------------------------------------------------
@@ -161,16 +153,13 @@ SETTINGS = {
 @pytest.mark.parametrize("name", SETTINGS)
 def test_steps_are_torchs_within_their_products(name):
     options = {"lr": 0.1, **SETTINGS[name]}
-    params, others = params_of(), params_of()
-    ours, torch_ = optim.Muon(params, **options), torch.optim.Muon(others, **options)
+    ours, torch_ = (kind(matrices(), **options) for kind in (optim.Muon, torch.optim.Muon))
     for step in range(4):
-        before = [param.detach().clone() for param in params]
-        for other, start in zip(others, before, strict=True):
-            with torch.no_grad():
-                other.copy_(start)
-        train(ours, params, [step])
-        train(torch_, others, [step])
-        for param, other, start in zip(params, others, before, strict=True):
+        before = weights(params_of(ours))
+        copy_weights(before, params_of(torch_))
+        train(ours, [step])
+        train(torch_, [step])
+        for param, other, start in zip(params_of(ours), params_of(torch_), before, strict=True):
             buffers = [o.state[p]["momentum_buffer"] for o, p in ((ours, param), (torch_, other))]
             assert torch.allclose(*buffers, rtol=1e-5, atol=1e-7)
             decayed = start * (1 - options["lr"] * options.get("weight_decay", 0.1))
@@ -189,25 +178,25 @@ def _nesterov(optimizer, param):
     return param.grad.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
 
 
+REST = ((300,), (50, 20), (7,))
+
+
 def both_kinds(seed=1, dtype=f32, **more):
     """Matrices for Muon, and for AdamW some of the others and vectors."""
-    params = params_of(((24, 24), (90, 48), (6, 5, 3, 3), (4, 8, 12)), dtype, seed)
-    rest = params_of(((300,), (50, 20), (7,)), dtype, seed + 1)
+    params = matrices(((24, 24), (90, 48), (6, 5, 3, 3), (4, 8, 12)), dtype, seed)
+    rest = matrices(REST, dtype, seed + 1)
     groups = [{"params": params}, {"params": rest, "algorithm": "adamw", "lr": 0.01}]
     return params + rest, optim.Muon(groups, lr=0.05, **more)
 
 
 def test_a_group_of_adamw_has_the_bits_of_adamw():
     params, optimizer = both_kinds()
-    alone = params_of(((300,), (50, 20), (7,)), seed=2)
+    alone = matrices(REST, seed=2)
     adamw = optim.AdamW(alone, lr=0.01)
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(5):
-        for param in params:
-            param.grad = torch.randn(param.shape, generator=generator)
+    for step in range(5):
+        train(optimizer, [step])
         for param, other in zip(alone, params[4:], strict=True):
             param.grad = other.grad.clone()
-        optimizer.step()
         adamw.step()
     for param, other in zip(alone, params[4:], strict=True):
         assert same_bits(param, other)
@@ -216,25 +205,24 @@ def test_a_group_of_adamw_has_the_bits_of_adamw():
 
 def test_both_kinds_are_clipped_by_one_norm_and_skipped_by_one_verdict():
     params, optimizer = both_kinds(max_grad_norm=0.5)
-    train(optimizer, params, [0])
+    train(optimizer)
     norm = torch.stack([param.grad.norm() for param in params]).norm()
     assert torch.allclose(optimizer.last_step.grad_norm, norm)
     exp_avg = optimizer.state[params[-1]]["exp_avg"]
     assert torch.allclose(exp_avg, 0.1 * params[-1].grad * 0.5 / norm, rtol=1e-4)
     buffer = optimizer.state[params[0]]["momentum_buffer"]
     assert torch.allclose(buffer, 0.05 * params[0].grad * 0.5 / norm, rtol=1e-4)
+    before = snapshot(optimizer)
     for bad in params:
-        before = snapshot(optimizer)
-        for param in params:
-            param.grad = torch.ones_like(param)
+        give_gradients(params)
         bad.grad.view(-1)[-1] = torch.inf
         optimizer.step()
         assert optimizer.last_step.skipped == 1
         assert_same_bits(snapshot(optimizer), before)
     # The skipped steps have left nothing behind.
-    same, other = both_kinds(max_grad_norm=0.5)
-    train(other, same, [0, 1])
-    train(optimizer, params, [1])
+    _, other = both_kinds(max_grad_norm=0.5)
+    train(other, [0, 1])
+    train(optimizer, [1])
     assert_same_bits(snapshot(optimizer), snapshot(other))
 
 
@@ -246,19 +234,15 @@ def test_modes_train_as_fp32_does(masters, storage, dtype):
     if not masters and dtype == bf16:
         more["rounding"] = "stochastic"
     shapes = ((96, 64), (64, 96))
-    exact, params = params_of(shapes, f32), params_of(shapes, dtype)
-    with torch.no_grad():
-        for param, half in zip(exact, params, strict=True):
-            param.copy_(half)
-    start = [param.detach().clone() for param in exact]
+    exact, params = matrices(shapes, f32), matrices(shapes, dtype)
+    copy_weights(params, exact)
+    start = weights(exact)
     whole, ours = optim.Muon(exact, lr=0.05), optim.Muon(params, lr=0.05, **more)
     for step in range(6):
-        generator = torch.Generator().manual_seed(step)
+        train(ours, [step])
         for param, half in zip(exact, params, strict=True):
-            half.grad = torch.randn(param.shape, generator=generator).to(dtype)
             param.grad = half.grad.float()
         whole.step()
-        ours.step()
     for param, half, was in zip(exact, params, start, strict=True):
         bound = 0.3 if storage in ("8bit", "fp8") else 0.15 if more.get("rounding") else 0.1
         assert distance(half.float() - was, param - was) < bound
@@ -268,27 +252,23 @@ def test_modes_train_as_fp32_does(masters, storage, dtype):
 def test_resume_has_the_bits_of_an_uninterrupted_run(mode):
     dtype = bf16 if mode else f32
     params, optimizer = both_kinds(dtype=dtype, ema_decay=0.9, **mode)
-    train(optimizer, params, [0, 1])
-    saved = through_a_file(
-        {"optimizer": optimizer.state_dict(), "params": [p.data for p in params]}
-    )
-    train(optimizer, params, [2, 3])
+    train(optimizer, [0, 1])
+    saved = through_a_file({"optimizer": optimizer.state_dict(), "params": weights(params)})
+    train(optimizer, [2, 3])
     again, resumed = both_kinds(seed=7, dtype=dtype, ema_decay=0.9, **mode)
-    with torch.no_grad():
-        for param, was in zip(again, saved["params"], strict=True):
-            param.copy_(was)
+    copy_weights(saved["params"], again)
     resumed.load_state_dict(saved["optimizer"])
-    train(resumed, again, [2, 3])
+    train(resumed, [2, 3])
     assert_same_bits(snapshot(resumed), snapshot(optimizer))
 
 
 def test_state_dicts_load_into_torchs_and_back():
-    params, others = params_of(), params_of()
+    params, others = matrices(), matrices()
     ours, torch_ = optim.Muon(params, lr=0.1), torch.optim.Muon(others, lr=0.2, momentum=0.7)
-    train(ours, params, [0])
+    train(ours)
     torch_.load_state_dict(ours.torch_state_dict())
     assert torch_.param_groups[0]["lr"] == 0.1
-    train(torch_, others, [1])
+    train(torch_, [1])
     ours.load_state_dict(torch_.state_dict())
     for param, other in zip(params, others, strict=True):
         assert same_bits(
@@ -297,9 +277,8 @@ def test_state_dicts_load_into_torchs_and_back():
 
 
 def test_how_a_group_is_seen_stays_its_own_when_torchs_state_is_loaded():
-    (param,), (other,) = params_of(((48, 16),)), params_of(((48, 16),))
-    ours = optim.Muon([{"params": [param], "split": 3}])
-    ours.load_state_dict(torch.optim.Muon([other]).state_dict())
+    ours = optim.Muon([{"params": matrices(((48, 16),)), "split": 3}])
+    ours.load_state_dict(torch.optim.Muon(matrices(((48, 16),))).state_dict())
     assert ours.param_groups[0]["split"] == 3
 
 
@@ -349,24 +328,28 @@ def test_fused_projections_are_split(split):
 
 
 @pytest.mark.parametrize(
-    ("group", "words"),
+    ("shape", "group", "words"),
     [
-        ({"params": [torch.zeros(5)]}, "no matrix.*algorithm='adamw'.*muon_groups"),
-        ({"params": [torch.zeros(6, 4)], "split": 4}, "split=4 does not fit.*6 outputs"),
-        ({"params": [torch.zeros(6, 4)], "split": [2, 2]}, "does not fit"),
-        ({"params": [torch.zeros(6, 4)], "algorithm": "adam"}, "algorithm is 'adam'"),
-        ({"params": [torch.zeros(6, 4)], "ns_coefficients": (1, 2)}, "ns_coefficients"),
-        ({"params": [torch.zeros(6, 4)], "ns_steps": 100}, "ns_steps is 100"),
-        ({"params": [torch.zeros(6, 4)], "adjust_lr_fn": "rms"}, "adjust_lr_fn"),
-        ({"params": [torch.zeros(6, 4)], "eps": -1.0}, "eps is -1.0"),
-        ({"params": [torch.zeros(3, 4, 5, 6).permute(1, 0, 2, 3)]}, "no matrix in memory"),
-        ({"params": [torch.zeros(6, 4)], "state_dtype": "4bit"}, "state_dtype"),
+        ((5,), {}, "no matrix.*algorithm='adamw'.*muon_groups"),
+        ((6, 4), {"split": 4}, "split=4 does not fit.*6 outputs"),
+        ((6, 4), {"split": [2, 2]}, "does not fit"),
+        ((6, 4), {"algorithm": "adam"}, "algorithm is 'adam'"),
+        ((6, 4), {"ns_coefficients": (1, 2)}, "ns_coefficients"),
+        ((6, 4), {"ns_steps": 100}, "ns_steps is 100"),
+        ((6, 4), {"adjust_lr_fn": "rms"}, "adjust_lr_fn"),
+        ((6, 4), {"eps": -1.0}, "eps is -1.0"),
+        ((6, 4), {"state_dtype": "4bit"}, "state_dtype"),
     ],
 )
-def test_what_cannot_be_is_refused(group, words):
-    params = [nn.Parameter(param) for param in group["params"]]
+def test_what_cannot_be_is_refused(shape, group, words):
     with pytest.raises(ValueError, match=words):
-        optim.Muon([{**group, "params": params}])
+        optim.Muon([{**group, "params": parameters([shape])}])
+
+
+def test_no_matrix_in_memory_is_refused():
+    param = nn.Parameter(torch.zeros(3, 4, 5, 6).permute(1, 0, 2, 3))
+    with pytest.raises(ValueError, match="no matrix in memory"):
+        optim.Muon([param])
 
 
 # --- groups of a model ---------------------------------------------------------------------------
@@ -413,9 +396,7 @@ def test_groups_of_a_model():
     assert "depthwise.weight: a convolution of each channel by itself" in text
     optimizer = optim.Muon(groups)
     assert {group["weight_decay"] for group in optimizer.param_groups} == {0.1, 0.0}
-    for param in model.parameters():
-        param.grad = torch.ones_like(param)
-    optimizer.step()
+    train(optimizer)
 
 
 def test_groups_by_name_and_names_that_are_not_there():
@@ -471,14 +452,11 @@ def test_a_grad_scaler_a_meter_a_schedule_and_averages():
     optimizer.meter(every=1)
     plain, unscaled = both_kinds(ema_decay=0.5)
     for step in range(3):
-        generator = torch.Generator().manual_seed(step)
-        for param, other in zip(params, plain, strict=True):
-            other.grad = torch.randn(param.shape, generator=generator)
-            param.grad = other.grad * 256
+        train(unscaled, [step])
+        give_gradients(params, step, scale=256.0)
         scaler.scale(torch.zeros(()))
         scaler.step(optimizer)
         scaler.update()
-        unscaled.step()
         schedule.step()
         for group in unscaled.param_groups:
             group["lr"] /= 2
@@ -492,28 +470,24 @@ def test_a_grad_scaler_a_meter_a_schedule_and_averages():
 
 
 def test_products_are_not_cast_by_autocast():
-    (param,), (other,) = params_of(((32, 32),)), params_of(((32, 32),))
-    ours, inside = optim.Muon([param]), optim.Muon([other])
-    train(ours, [param], [0])
+    ours, inside = (optim.Muon(matrices(((32, 32),))) for _ in range(2))
+    train(ours)
     with torch.autocast("cpu", dtype=bf16):
-        train(inside, [other], [0])
-    assert same_bits(param, other)
+        train(inside)
+    assert_same_bits(snapshot(ours), snapshot(inside))
 
 
 def test_rows_without_gradients_are_left_alone_and_copies_go_on():
     params, optimizer = both_kinds()
-    train(optimizer, params, [0])
-    before = [param.detach().clone() for param in params]
-    for param in params:
-        param.grad = None
-    params[1].grad = torch.ones_like(params[1])
+    train(optimizer)
+    before = weights(params)
+    optimizer.zero_grad()
     twin = copy.deepcopy(optimizer)
-    optimizer.step()
+    for each in (optimizer, twin):
+        give_gradients(params_of(each)[1:2], 1)
+        each.step()
     for i, (param, was) in enumerate(zip(params, before, strict=True)):
         assert torch.equal(param, was) == (i != 1)
-    twins = [param for group in twin.param_groups for param in group["params"]]
-    twins[1].grad = torch.ones_like(twins[1])
-    twin.step()
     assert_same_bits(snapshot(twin), snapshot(optimizer))
 
 

@@ -7,59 +7,45 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from torch import nn
 
-from cases import make, make_torch, through_a_file
+from cases import make, through_a_file
+from stepping import parameters, params_of
+from test_optim import BETWEEN, Pair
 
 SHAPES = [(5,), (3, 4), (), (1,), (0,), (2, 3, 2, 2), (17,)]
 NAMES = ("sgd", "sgd-all", "sgd-dampening", "adam-all", "adam-decay", "adamw", "adamw-amsgrad")
+OF_ANY = ("add a group", "forget the state", "replace the state", "change hyper-parameters")
 rates = st.sampled_from([1e-3, 1e-2, 0.1])
-
-
-def close(found, expected):
-    torch.testing.assert_close(
-        found.detach(), expected.detach(), rtol=2e-5, atol=2e-6, check_stride=False
-    )
 
 
 class Sequences(RuleBasedStateMachine):
     @initialize(name=st.sampled_from(NAMES), seed=st.integers(0, 9), count=st.integers(1, 5))
     def build(self, name, seed, count):
-        self.generator = torch.Generator().manual_seed(seed)
+        torch.manual_seed(seed)
         self.name = name
-        params = [self.random(SHAPES[i]).requires_grad_() for i in range(count)]
-        twins = [param.detach().clone().requires_grad_() for param in params]
-        self.ours = make(name, params, skip_nonfinite=True)
-        self.torch = make_torch(name, twins, foreach=False)
-        self.saved = None
-
-    def random(self, shape):
-        return torch.randn(shape, generator=self.generator)
-
-    def pairs(self):
-        for ours, theirs in zip(self.ours.param_groups, self.torch.param_groups, strict=True):
-            yield from zip(ours["params"], theirs["params"], strict=True)
+        params = parameters(SHAPES[:count])
+        self.pair = Pair(name, params, {"foreach": False}, skip_nonfinite=True)
 
     def groups(self):
-        return [*self.ours.param_groups, *self.torch.param_groups]
+        return [*self.pair.ours.param_groups, *self.pair.torch.param_groups]
 
     @rule(missing=st.sets(st.integers(0, 6)), times=st.integers(1, 2))
     def step(self, missing, times):
-        for _ in range(times):
-            for i, (param, twin) in enumerate(self.pairs()):
-                param.grad = None if i in missing else self.random(param.shape)
-                twin.grad = None if i in missing else param.grad.clone()
-            self.ours.step()
-            self.torch.step()
+        self.pair.steps(times, missing)
         self.check()
+
+    def check(self):
+        self.pair.check(tolerance=2e-5, skipped=True)
 
     @rule(bad=st.sampled_from([float("inf"), float("nan")]))
     def skipped_step(self, bad):
-        if not any(param.numel() for param, _ in self.pairs()):
+        if not any(param.numel() for param in self.pair.params):
             return
-        for param, _ in self.pairs():
+        for param in self.pair.params:
             param.grad = torch.full_like(param, bad)
-        self.ours.step()
-        assert self.ours.last_step.skipped == 1
+        self.pair.ours.step()
+        assert self.pair.ours.last_step.skipped == 1
         self.check()
 
     @rule(lr=rates, decay=st.sampled_from([0.0, 0.1]), tensor=st.booleans())
@@ -74,78 +60,44 @@ class Sequences(RuleBasedStateMachine):
             if "momentum" in group and not group["nesterov"]:
                 group["momentum"] = momentum
 
-    @rule(shape=st.sampled_from(SHAPES), lr=rates)
-    def add_group(self, shape, lr):
-        param = self.random(shape).requires_grad_()
-        twin = param.detach().clone().requires_grad_()
-        self.ours.add_param_group({"params": [param], "lr": lr})
-        self.torch.add_param_group({"params": [twin], "lr": lr})
-
-    @rule(which=st.integers(0, 6))
-    def take_out(self, which):
-        if len(list(self.pairs())) < 2:
+    @rule(which=st.sampled_from(sorted(BETWEEN)), shape=st.sampled_from(SHAPES))
+    def change(self, which, shape):
+        params = self.pair.ours.param_groups[0]["params"]
+        if len(params) < 2 and which not in OF_ANY:
             return
-        for optimizer in (self.ours, self.torch):
-            groups = [group for group in optimizer.param_groups if group["params"]]
-            params = groups[which % len(groups)]["params"]
-            optimizer.state.pop(params.pop(which % len(params)), None)
-
-    @rule()
-    def forget(self):
-        self.ours.state.clear()
-        self.torch.state.clear()
-
-    @rule(factor=st.sampled_from([0.0, 0.5]))
-    def exchange_states(self, factor):
-        for param, twin in self.pairs():
-            for key, value in self.torch.state.get(twin, {}).items():
-                if key != "step" and value is not None:
-                    self.torch.state[twin][key] = value * factor
-                    self.ours.state[param][key] = self.ours.state[param][key] * factor
+        new = torch.randn(params[1].shape if "data" in which else shape)
+        self.pair.both(lambda optimizer: BETWEEN[which](optimizer, nn.Parameter(new.clone())))
+        for optimizer in (self.pair.ours, self.pair.torch):  # which torch cannot save otherwise
+            known = {id(param) for param in params_of(optimizer)}
+            for param in [param for param in optimizer.state if id(param) not in known]:
+                del optimizer.state[param]
 
     @rule(shift=st.sampled_from([0.0, 1.0]))
     def edit_weights(self, shift):
         with torch.no_grad():
-            for param, twin in self.pairs():
-                param.mul_(0.5).add_(shift)
-                twin.mul_(0.5).add_(shift)
-
-    @rule()
-    def exchange_data(self):
-        for param, twin in self.pairs():
-            value = self.random(param.shape)
-            param.data, twin.data = value, value.clone()
+            for each in self.pair.pairs():
+                for param in each:
+                    param.mul_(0.5).add_(shift)
 
     @rule(protocol=st.sampled_from(["deepcopy", "pickle", "save"]))
     def go_on_with_a_copy(self, protocol):
+        ours = self.pair.ours
         if protocol == "deepcopy":
-            self.ours = copy.deepcopy(self.ours)
+            self.pair.ours = copy.deepcopy(ours)
         elif protocol == "pickle":
-            self.ours = pickle.loads(pickle.dumps(self.ours))
+            self.pair.ours = pickle.loads(pickle.dumps(ours))
         else:
-            state = through_a_file(self.ours.state_dict())
-            groups = [{"params": group["params"], "lr": 1.0} for group in self.ours.param_groups]
-            self.ours = make(self.name, groups, skip_nonfinite=True)
-            self.ours.load_state_dict(state)
+            groups = [{"params": group["params"], "lr": 1.0} for group in ours.param_groups]
+            self.pair.ours = make(self.name, groups, skip_nonfinite=True)
+            self.pair.ours.load_state_dict(through_a_file(ours.state_dict()))
 
     @rule()
     def load_from_torch(self):
-        self.ours.load_state_dict(copy.deepcopy(self.torch.state_dict()))
+        self.pair.ours.load_state_dict(copy.deepcopy(self.pair.torch.state_dict()))
 
     @rule()
     def load_into_torch(self):
-        self.torch.load_state_dict(copy.deepcopy(self.ours.state_dict()))
-
-    def check(self):
-        for param, twin in self.pairs():
-            close(param, twin)
-            states = [
-                {k: v for k, v in o.state.get(p, {}).items() if v is not None}
-                for o, p in ((self.ours, param), (self.torch, twin))
-            ]
-            # States are made for the first step, also if that is skipped: zeros, then.
-            for key in states[0].keys() | states[1].keys():
-                close(states[0][key], states[1].get(key, torch.zeros_like(states[0][key])))
+        self.pair.torch.load_state_dict(copy.deepcopy(self.pair.ours.state_dict()))
 
 
 TestSequences = Sequences.TestCase

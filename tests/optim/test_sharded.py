@@ -21,7 +21,6 @@ CASES = (
     "every_mode",
     "muon",
     "muon_beside_tensor_parallel_layers",
-    "clipping",
     "fsdp",
     "levels",
     "a_step_of_its_own",

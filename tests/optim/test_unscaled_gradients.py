@@ -1,6 +1,6 @@
 """What `.grad` reads after a GradScaler's step: unscaled, as torch's fused steps leave it."""
 
-import math
+import copy
 
 import pytest
 import torch
@@ -9,26 +9,20 @@ import ampfuse
 from ampfuse.compat.apex import optimizers
 from ampfuse.compat.apex.optimizers import FusedAdam
 from cases import KINDS, assert_same_bits, bf16, f16, f32, make, same_bits, snapshot
+from stepping import give_gradients, parameters
 
-inf = math.inf
 CHUNK = 32768
 SIZES = (0, 1, 15, 17, CHUNK + 21)
+SCALE = 1024.0
 
 
-def params(dtype=f32, device="cpu"):
-    return [torch.randn(n).to(dtype).to(device).requires_grad_() for n in SIZES]
+def params(*dtypes, device="cpu"):
+    """All sizes, of one type after the other."""
+    shapes = [(n,) for n in SIZES]
+    return [p for dtype in dtypes or (f32,) for p in parameters(shapes, dtype, device=device)]
 
 
-def give_gradients(parameters, scale, seed=1):
-    """Gradients times `scale` to each parameter, and what they are without it."""
-    generator = torch.Generator().manual_seed(seed)
-    true = [torch.randn(p.shape, generator=generator).to(p.device, p.dtype) for p in parameters]
-    for param, gradient in zip(parameters, true, strict=True):
-        param.grad = gradient * scale
-    return true
-
-
-def step(optimizer, scale, scaler=ampfuse.GradScaler):
+def step(optimizer, scale=SCALE, scaler=ampfuse.GradScaler):
     device = optimizer.param_groups[0]["params"][0].device.type
     scaler = scaler(device, init_scale=scale)
     scaler.scale(torch.ones((), device=device))  # makes its tensors
@@ -37,70 +31,64 @@ def step(optimizer, scale, scaler=ampfuse.GradScaler):
     return scaler
 
 
+def versions(held):
+    return [param.grad._version for param in held]
+
+
+def assert_gradients(held, expected):
+    assert all(same_bits(p.grad, g) for p, g in zip(held, expected, strict=True))
+
+
 @pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "Adagrad"])
 def test_torchs_fused_steps_are_the_model(name):
     """The behaviour that is matched: 2048 becomes 2 at scale 1024."""
     for library, options in ((torch.optim, {"fused": True}), (ampfuse.optim, {})):
         weight = torch.ones(3).requires_grad_()
         weight.grad = torch.full((3,), 2048.0)
-        step(getattr(library, name)([weight], lr=0.1, **options), 1024.0)
+        step(getattr(library, name)([weight], lr=0.1, **options))
         assert torch.equal(weight.grad, torch.full((3,), 2.0))
 
 
 @pytest.mark.parametrize("scaler", [ampfuse.GradScaler, torch.amp.GradScaler])
 @pytest.mark.parametrize("name", [*KINDS, "adamw-amsgrad", "sgd-maximize"])
 def test_they_read_unscaled_and_not_clipped(name, scaler, device):
-    parameters = params(device=device)
-    optimizer = make(name, parameters, max_grad_norm=0.5)
+    held = params(device=device)
+    optimizer = make(name, held, max_grad_norm=0.5)
     for i in range(2):
-        true = give_gradients(parameters, 1024.0, seed=i)
-        gradients = [param.grad for param in parameters]
-        versions = [gradient._version for gradient in gradients]
-        step(optimizer, 1024.0, scaler)
-        for param, gradient, version, expected in zip(
-            parameters, gradients, versions, true, strict=True
-        ):
-            assert param.grad is gradient
-            assert same_bits(gradient, expected)
-            assert gradient._version > version
-
-
-def test_any_scale_divides_as_torchs_unscale(device):
-    parameters = params(device=device)
-    true = give_gradients(parameters, 1.0)
-    step(make("sgd", parameters), 1000.0)
-    inverse = torch.tensor(1000.0, dtype=torch.float64).reciprocal().float().to(device)
-    for param, gradient in zip(parameters, true, strict=True):
-        assert same_bits(param.grad, gradient * inverse)
+        true = give_gradients(held, i, SCALE)
+        gradients, before = [param.grad for param in held], versions(held)
+        step(optimizer, scaler=scaler)
+        assert_gradients(held, true)
+        assert all(p.grad is g for p, g in zip(held, gradients, strict=True))
+        assert all(now > was for now, was in zip(versions(held), before, strict=True))
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_leaving_them_scaled_changes_nothing_else(name, device):
-    found = []
-    for unscale_grads in (True, False):
-        torch.manual_seed(0)
-        parameters = params(device=device)
-        optimizer = make(name, parameters, unscale_grads=unscale_grads, max_grad_norm=0.5)
-        for i in range(3):
-            true = give_gradients(parameters, 1024.0, seed=i)
-            step(optimizer, 1024.0)
-        found.append(snapshot(optimizer))
-    assert_same_bits(*found)
-    for param, expected in zip(parameters, true, strict=True):
-        assert same_bits(param.grad, expected * 1024)
+    held = params(device=device)
+    left = copy.deepcopy(held)
+    optimizers = [
+        make(name, those, max_grad_norm=0.5, unscale_grads=those is held) for those in (held, left)
+    ]
+    for i in range(3):
+        for those, optimizer in zip((held, left), optimizers, strict=True):
+            true = give_gradients(those, i, SCALE)
+            step(optimizer)
+    assert_same_bits(*map(snapshot, optimizers))
+    assert_gradients(left, [gradient * SCALE for gradient in true])
 
 
 @pytest.mark.parametrize("dtype", [f16, bf16])
 def test_half_gradients_are_not_rewritten(dtype, device):
     """To unscale them in half would lose small ones; FP32 ones beside them read unscaled."""
-    parameters = [*params(dtype, device), *params(f32, device)]
-    true = give_gradients(parameters, 64.0)
-    versions = [param.grad._version for param in parameters]
-    step(make("adamw", parameters, master_weights=True), 64.0)
-    for i, (param, gradient) in enumerate(zip(parameters, true, strict=True)):
-        half = i < len(SIZES)
-        assert same_bits(param.grad, gradient * 64 if half else gradient)
-        assert (param.grad._version == versions[i]) == half
+    held, half = params(dtype, f32, device=device), len(SIZES)
+    true = give_gradients(held, scale=64.0)
+    before = versions(held)
+    step(make("adamw", held, master_weights=True), 64.0)
+    assert_gradients(held[:half], [gradient * 64 for gradient in true[:half]])
+    assert_gradients(held[half:], true[half:])
+    is_same = [now == was for now, was in zip(versions(held), before, strict=True)]
+    assert is_same == [True] * half + [False] * half
 
 
 @pytest.mark.parametrize("dtype", [f32, f16, bf16])
@@ -112,77 +100,76 @@ def test_apexs_capturable_adam_rounds_half_ones(dtype, capturable, masters, scal
     if scaler is torch.amp.GradScaler and dtype == bf16 and device.type == "cuda":
         pytest.skip("torch checks no BF16 gradients on CUDA")
     options = {"capturable": capturable, "master_weights": masters and capturable}
-    parameters = [*params(dtype, device), *params(f32, device)]
-    twins = [p.detach().clone().requires_grad_() for p in parameters]
-    optimizer = FusedAdam(parameters, **options)
+    held = params(dtype, f32, device=device)
+    twins = copy.deepcopy(held)
+    optimizer = FusedAdam(held, **options)
     reference = make("adamw", twins, lr=1e-3, weight_decay=0.0, **options)
     scale = 3000.0
     inverse = torch.tensor(scale, dtype=torch.float64).reciprocal().float().to(device)
     for i in range(2):
-        give_gradients(parameters, scale, seed=i)
-        carried = [param.grad.clone() for param in parameters]
-        versions = [param.grad._version for param in parameters]
-        for twin, gradient in zip(twins, carried, strict=True):
-            twin.grad = gradient.clone()
+        give_gradients(held, i, scale)
+        give_gradients(twins, i, scale)
+        carried, before = [param.grad.clone() for param in held], versions(held)
         step(optimizer, scale, scaler)
         step(reference, scale, scaler)
-        for j, (param, gradient) in enumerate(zip(parameters, carried, strict=True)):
-            unscaled = capturable or param.dtype == f32
-            expected = (gradient.float() * inverse).to(gradient.dtype) if unscaled else gradient
-            assert same_bits(param.grad, expected)
-            assert (param.grad._version > versions[j]) == unscaled
+        unscaled = [capturable or gradient.dtype == f32 for gradient in carried]
+        expected = [
+            (gradient.float() * inverse).to(gradient.dtype) if is_unscaled else gradient
+            for gradient, is_unscaled in zip(carried, unscaled, strict=True)
+        ]
+        assert_gradients(held, expected)
+        assert [now > was for now, was in zip(versions(held), before, strict=True)] == unscaled
     assert_same_bits(snapshot(optimizer), snapshot(reference))
-    give_gradients(parameters, scale)
-    parameters[3].grad[2] = inf
-    before = [param.grad.clone() for param in parameters]
+    give_gradients(held, scale=scale)
+    held[3].grad[2] = torch.inf
+    before = [param.grad.clone() for param in held]
     step(optimizer, scale, scaler)
-    assert all(same_bits(p.grad, b) for p, b in zip(parameters, before, strict=True))
+    assert_gradients(held, before)
 
 
 @pytest.mark.parametrize("optimizer", ["FusedLAMB", "FusedMixedPrecisionLamb", "FusedNovoGrad"])
 def test_apexs_others_do_not(optimizer):
-    parameters = params(f16)
-    true = give_gradients(parameters, 1024.0)
-    step(getattr(optimizers, optimizer)(parameters, lr=0.1), 1024.0)
-    assert all(same_bits(p.grad, g * 1024) for p, g in zip(parameters, true, strict=True))
+    held = params(f16)
+    true = give_gradients(held, scale=SCALE)
+    step(getattr(optimizers, optimizer)(held, lr=0.1))
+    assert_gradients(held, [gradient * SCALE for gradient in true])
 
 
 def test_an_overflow_leaves_them_as_they_were(device):
-    parameters = params(device=device)
-    optimizer = make("adamw", parameters)
-    give_gradients(parameters, 1024.0)
-    parameters[3].grad[2] = inf
-    before = [param.grad.clone() for param in parameters]
-    assert step(optimizer, 1024.0).get_scale() == 512.0
-    assert all(same_bits(p.grad, b) for p, b in zip(parameters, before, strict=True))
+    held = params(device=device)
+    give_gradients(held, scale=SCALE)
+    held[3].grad[2] = torch.inf
+    before = [param.grad.clone() for param in held]
+    assert step(make("adamw", held)).get_scale() == SCALE / 2
+    assert_gradients(held, before)
 
 
 def test_gradients_unscaled_before_stay(device):
-    parameters = params(device=device)
-    optimizer = make("adamw", parameters)
-    true = give_gradients(parameters, 1024.0)
-    scaler = ampfuse.GradScaler(parameters[0].device.type, init_scale=1024.0)
+    held = params(device=device)
+    optimizer = make("adamw", held)
+    true = give_gradients(held, scale=SCALE)
+    scaler = ampfuse.GradScaler(device.type, init_scale=SCALE)
     scaler.scale(torch.ones((), device=device))
     scaler.unscale_(optimizer)
     scaler.step(optimizer)
-    assert all(same_bits(p.grad, g) for p, g in zip(parameters, true, strict=True))
+    assert_gradients(held, true)
 
 
-def test_a_gradient_of_another_layout(device):
-    for dtype in (f32, f16):
-        weight = torch.randn(5, 7).to(device, dtype).requires_grad_()
-        true = torch.randn(7, 5).to(device, dtype).t()
-        weight.grad = true * 1024
-        step(FusedAdam([weight], capturable=True), 1024.0)
-        assert torch.equal(weight.grad, true)
+@pytest.mark.parametrize("dtype", [f32, f16])
+def test_a_gradient_of_another_layout(dtype, device):
+    weight = torch.randn(5, 7).to(device, dtype).requires_grad_()
+    true = torch.randn(7, 5).to(device, dtype).t()
+    weight.grad = true * SCALE
+    step(FusedAdam([weight], capturable=True))
+    assert torch.equal(weight.grad, true)
 
 
 def test_without_a_scaler_gradients_are_not_written(device):
-    parameters = params(device=device)
-    optimizer = make("adamw", parameters, max_grad_norm=0.5)
-    give_gradients(parameters, 1024.0)
-    step(optimizer, 1024.0)
-    give_gradients(parameters, 1.0)
-    versions = [param.grad._version for param in parameters]
+    held = params(device=device)
+    optimizer = make("adamw", held, max_grad_norm=0.5)
+    give_gradients(held, scale=SCALE)
+    step(optimizer)
+    give_gradients(held)
+    before = versions(held)
     optimizer.step()
-    assert [param.grad._version for param in parameters] == versions
+    assert versions(held) == before

@@ -3,6 +3,8 @@
 On the CPU kernels: every other backend gives the same bits (test_same_bits.py, test_gpu.py).
 """
 
+import copy
+
 import pytest
 import torch
 
@@ -10,7 +12,6 @@ import reference
 from ampfuse import optim
 from cases import (
     DTYPES,
-    KINDS,
     OPTIMIZERS,
     bf16,
     can_mix_dtypes,
@@ -21,6 +22,7 @@ from cases import (
     make_torch,
     set_grad,
 )
+from stepping import give_gradients, parameters
 
 STEPS = 200
 # The shape of each group's parameters, and what multiplies the learning rate in it.
@@ -105,23 +107,15 @@ def test_fp32_steps_are_as_accurate_as_torchs(name):
     run.check()
 
 
-@pytest.mark.skipif(
-    not can_mix_dtypes(), reason="this torch ties a gradient's dtype to its parameter's"
-)
+MIXTURES = DTYPES if can_mix_dtypes() else [(dtype, dtype) for dtype in (f32, f16, bf16)]
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_dtype_mixture_is_as_accurate_as_torch_in_fp32(name):
     """Half gradients and weights with masters: the error of FP32 arithmetic, not of half."""
-    run = Run(name, DTYPES, in_turn=True, master_weights=True)
-    # What adds up in more steps is FP32's, whatever the dtypes: the tests around this one have it.
+    run = Run(name, MIXTURES, in_turn=True, master_weights=True)
+    # What adds up in more steps is FP32's, whatever the dtypes: the test before has it.
     run.steps(STEPS // 4)
-    run.check()
-
-
-@pytest.mark.parametrize("dtype", [f16, bf16])
-@pytest.mark.parametrize("name", ["sgd-all", "adam-all", "adamw-all", *KINDS[3:]])
-def test_half_weights_with_masters_are_as_accurate_as_torch_in_fp32(name, dtype):
-    run = Run(name, [(dtype, dtype), (f32, f32)], master_weights=True)
-    run.steps(STEPS)
     run.check()
 
 
@@ -139,26 +133,16 @@ def test_half_without_masters_rounds_once_a_step(name, dtype, device):
             assert bool(((param.detach().cpu().to(f64) - exact).abs() <= 0.51 * ulp).all())
 
 
-@pytest.mark.parametrize("name", ["sgd-all", "adamw", *KINDS[3:]])
-def test_clipping_inside_the_step_follows_the_rule(name, device):
-    """max_grad_norm gives what clip_grad_norm_ and a plain step give, by the rule in float64."""
-    run = Run(name, [(f32, f32)], device, max_grad_norm=1.0)
-    for _ in range(20):
-        grads = [torch.randn(param.shape) * 0.01 * (1 + i) for i, param in enumerate(run.params)]
-        norm = reference.norm(grads)
-        coefficient = reference.clip_coefficient(norm, 1.0)
-        for i, (param, grad) in enumerate(zip(run.params, grads, strict=True)):
-            param.grad = grad.to(param.device)
-            run.exact[i] = run.rules[i].step(
-                run.exact[i], grad.to(f64) * coefficient, run.states[i]
-            )
-        run.ours.step()
-        assert float(run.ours.last_step.grad_norm) == pytest.approx(norm, rel=1e-6)
-        assert float(run.ours.last_step.skipped) == 0
-    for i, exact in enumerate(run.exact):
-        torch.testing.assert_close(
-            run.params[i].detach().cpu().to(f64), exact, rtol=2e-6, atol=2e-6
-        )
+def one_pass(optimizer, params, grads, scale):
+    """What a block of scale_loss does. (`params`: the model's.)"""
+    optimizer.begin_backward()
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = grad * scale
+    optimizer.end_backward(torch.tensor(scale, device=params[0].device), True)
+
+
+def master_of(optimizer):
+    return optimizer.param_groups[0]["params"][0].detach().cpu().to(f64)
 
 
 def test_64_accumulated_bf16_passes_give_the_fp32_sum(device):
@@ -166,17 +150,12 @@ def test_64_accumulated_bf16_passes_give_the_fp32_sum(device):
     param = torch.zeros(1000, dtype=bf16, device=device, requires_grad=True)
     optimizer = torch.optim.SGD([param], lr=1.0)
     optim.upgrade(optimizer, master_weights=True)
-    total = torch.zeros(1000, dtype=f64)
-    scale = torch.tensor(1.0, device=device)
-    for _ in range(64):
-        grad = torch.rand(1000).to(bf16)
-        total += grad.to(f64)
-        optimizer.begin_backward()
-        param.grad = grad.to(device)
-        optimizer.end_backward(scale, True)
+    grads = [torch.rand(1000).to(bf16) for _ in range(64)]
+    for grad in grads:
+        one_pass(optimizer, [param], [grad.to(device)], 1.0)
     optimizer.step()
-    master = optimizer.param_groups[0]["params"][0]
-    error = (master.detach().cpu().to(f64) + total).abs().max() / total.abs().max()
+    total = sum(grad.to(f64) for grad in grads)
+    error = (master_of(optimizer) + total).abs().max() / total.abs().max()
     assert float(error) <= 1e-6
 
 
@@ -187,21 +166,18 @@ def test_what_multiplies_gradients_multiplies_those_of_earlier_passes(how, devic
     options = {"clipped": {"max_grad_norm": 0.5}, "to maximize": {"maximize": True}, "LARC": {}}
     optimizer = optim.SGD([param], lr=0.1, **options[how])
     optim.upgrade(optimizer, master_weights=True)
-    total = torch.zeros(1000, dtype=f64)
-    for scale in (4.0, 2.0):
-        grad = torch.randn(1000).to(bf16)
-        total += grad.to(f64)
-        optimizer.begin_backward()
-        param.grad = (grad * scale).to(device)
-        optimizer.end_backward(torch.tensor(scale, device=device), True)
+    grads = [torch.randn(1000).to(bf16) for _ in range(2)]
+    for grad, scale in zip(grads, (4.0, 2.0), strict=True):
+        one_pass(optimizer, [param], [grad.to(device)], scale)
     (optim.LARC(optimizer) if how == "LARC" else optimizer).step()
+    total = sum(grad.to(f64) for grad in grads)
     exact = {
         "clipped": total * reference.clip_coefficient(reference.norm([total]), 0.5),
         "to maximize": -total,
         "LARC": reference.layerwise(start.to(f64), total, 0.1, 0.0),
     }[how]
-    master = optimizer.param_groups[0]["params"][0].detach().cpu().to(f64)
-    torch.testing.assert_close(master, start.to(f64) - 0.1 * exact, rtol=1e-6, atol=1e-6)
+    expected = start.to(f64) - 0.1 * exact
+    torch.testing.assert_close(master_of(optimizer), expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["NovoGrad", "LAMB", "Adagrad", "LARC"])
@@ -213,70 +189,34 @@ def test_norms_of_rows_are_those_of_unscaled_gradients(kind, device):
             return optim.LARC(optim.SGD(params, lr=0.1, weight_decay=0.1, **options))
         return getattr(optim, kind)(params, lr=0.1, weight_decay=0.1, **options)
 
-    start = [torch.randn(n).to(bf16).to(device) for n in (50, 40000)]
-    params = [[p.clone().requires_grad_() for p in start] for _ in range(2)]
-    scaled, plain = make_one(params[0]), make_one(params[1], master_weights=True)
+    params = parameters([(50,), (40000,)], bf16, device=device)
+    twins = copy.deepcopy(params)
+    scaled, plain = make_one(params), make_one(twins, master_weights=True)
     optim.upgrade(scaled, master_weights=True)
-    for _ in range(3):
-        grads = [torch.randn(p.shape).to(bf16).to(device) for p in start]
-        scaled.begin_backward()
-        for a, b, grad in zip(*params, grads, strict=True):
-            a.grad, b.grad = grad * 4, grad
-        scaled.end_backward(torch.tensor(4.0, device=device), True)
+    for step in range(3):
+        one_pass(scaled, params, give_gradients(twins, step), 4.0)
         scaled.step()
         plain.step()
-    for master, b in zip(scaled.param_groups[0]["params"], params[1], strict=True):
+    for master, b in zip(scaled.param_groups[0]["params"], twins, strict=True):
         assert torch.equal(master.detach(), plain.state[b]["master_param"])
 
 
-def sgd_with_decay_after_momentum(p, grads):
-    buffer = None
-    for grad in grads:
-        buffer = grad if buffer is None else 0.9 * buffer + grad
-        p = p - 0.1 * (buffer + 0.2 * p)
-    return p
+OF_GROUPS = [
+    ("SGD", {"momentum": 0.9, "weight_decay": 0.2, "wd_after_momentum": True}, 1e-6),
+    ("Adagrad", {"weight_decay": 0.2, "decoupled_weight_decay": True}, 1e-6),
+    ("Adam", {"bias_correction": False}, 1e-5),
+]
 
 
-def adagrad_with_decoupled_decay(p, grads):
-    rule, state = reference.Adagrad(lr=0.1, weight_decay=0.2, decoupled_weight_decay=True), {}
-    for grad in grads:
-        p = rule.step(p, grad, state)
-    return p
-
-
-def adam_without_bias_correction(p, grads):
-    m = v = torch.zeros_like(p)
-    for grad in grads:
-        m, v = 0.9 * m + 0.1 * grad, 0.999 * v + 0.001 * grad**2
-        p = p - 0.1 * m / (v.sqrt() + 1e-8)
-    return p
-
-
-@pytest.mark.parametrize(
-    ("kind", "options", "rule", "rtol"),
-    [
-        (
-            optim.SGD,
-            {"momentum": 0.9, "weight_decay": 0.2, "wd_after_momentum": True},
-            sgd_with_decay_after_momentum,
-            1e-6,
-        ),
-        (
-            optim.Adagrad,
-            {"weight_decay": 0.2, "decoupled_weight_decay": True},
-            adagrad_with_decoupled_decay,
-            1e-6,
-        ),
-        (optim.Adam, {"bias_correction": False}, adam_without_bias_correction, 1e-5),
-    ],
-)
-def test_options_that_only_groups_have_follow_the_rule(kind, options, rule, rtol):
+@pytest.mark.parametrize(("kind", "options", "rtol"), OF_GROUPS)
+def test_options_that_only_groups_have_follow_the_rule(kind, options, rtol):
     """What apex's optimizers can and torch's constructors have no word for."""
-    start, grads = torch.randn(100), [torch.randn(100) for _ in range(4)]
-    param = start.clone().requires_grad_()
-    optimizer = kind([{"params": [param], **options}], lr=0.1)
-    for grad in grads:
-        param.grad = grad
+    (param,) = parameters([(100,)])
+    exact, state = param.detach().to(f64), {}
+    optimizer = getattr(optim, kind)([{"params": [param], **options}], lr=0.1)
+    rule = reference.RULES[kind](lr=0.1, **options)
+    for _ in range(4):
+        (grad,) = give_gradients([param])
         optimizer.step()
-    exact = rule(start.to(f64), [grad.to(f64) for grad in grads])
+        exact = rule.step(exact, grad, state)
     torch.testing.assert_close(param.detach().to(f64), exact, rtol=rtol, atol=1e-6)
