@@ -144,16 +144,17 @@ bool GradientLedger::end_backward(const at::Tensor& scale, bool check) {
   }
   phase_ = Phase::kPending;
   includes_delayed_ = false;
-  for (Row& row : table_.rows()) {
+  for (Row& row : rows) {
     if (!row.has_grad) continue;
-    const at::Tensor& grad = row.leaf().mutable_grad();
-    if (!row.model.defined()) {
-      bump_version(grad);
-      row.accumulated.reset();
-    }
     row.copied_grad.reset();
+    if (row.model.defined()) continue;
+    bump_version(row.param.mutable_grad());
+    row.accumulated.reset();
+  }
+  for (Row& row : rows) {  // views of one bucket have one version
+    if (!row.has_grad) continue;
     if (check) {
-      row.inspected.remember(grad);
+      row.inspected.remember(row.leaf().mutable_grad());
     } else {
       row.inspected.forget();
     }

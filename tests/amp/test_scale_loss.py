@@ -529,15 +529,23 @@ def test_a_pass_keeps_its_scale_while_another_changes_it(level, meanwhile):
     assert scale(outer) == 2.0**15
 
 
-def test_the_weight_cache_of_autocast_is_dropped():
+class OwnDescent(torch.optim.Optimizer):
+    @torch.no_grad()
+    def step(self, closure=None):
+        for param in self.param_groups[0]["params"]:
+            param.sub_(param.grad, alpha=self.defaults["lr"])
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, lambda ps, lr: OwnDescent(ps, {"lr": lr})])
+def test_the_weight_cache_of_autocast_is_dropped(kind):
     """Inside an autocast region around the loop, a cast weight must not outlive its step."""
     model = nn.Linear(1, 1, bias=False)
     nn.init.ones_(model.weight)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    optimizer = kind(model.parameters(), lr=0.5)
     amp.initialize(model, optimizer, opt_level="O4", verbosity=0)
     with torch.autocast("cpu", dtype=bf16):
         for expected in (1.0, 0.5, 0.0):
-            out = model(torch.ones(1, 1)).sum()
+            out = (model(torch.ones(1, 1)) + F.linear(torch.ones(1, 1), model.weight)).sum() / 2
             assert out.item() == expected
             amp_training.backward(out, optimizer)
             optimizer.step()

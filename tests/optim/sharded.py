@@ -361,11 +361,9 @@ def gathered(tensor):
 
 
 def in_passes(model, optimizer, step, level, delay, together):
-    """Three of them, shared after the last alone, with an overflow in any; or each, `together`,
-    with overflows in the last.
-    """
+    """Three of them, of which any may overflow; shared after the last alone or, `together`, each."""
     optimizer.zero_grad()
-    bad = step % 4 and (3 if together else step % 4)
+    bad = step % 4
     shared = isinstance(model, nn.parallel.DistributedDataParallel)
     for part in range(3):
         waits = shared and part < 2 and not together
