@@ -20,7 +20,6 @@ from ampfuse import plugs
 from ampfuse._schema import ALGORITHMS, Algorithm
 from ampfuse.optim import checkpoints
 from ampfuse.optim.inner import with_inner
-from ampfuse.optim.layerwise import Layerwise
 from ampfuse.optim.ledger import Ledger
 from ampfuse.optim.options import RULES, WithOptions
 from ampfuse.optim.parts import member
@@ -31,6 +30,7 @@ from ampfuse.uncompiled import Function, uncompiled
 if TYPE_CHECKING:
     from ampfuse._C import ParamTable
     from ampfuse.insight.meter import Meter
+    from ampfuse.optim.larc import Layerwise
 
 
 def _copy_of(field: str) -> Callable[[Any], Tensor]:
