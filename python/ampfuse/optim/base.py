@@ -20,7 +20,8 @@ from ampfuse import plugs
 from ampfuse._schema import ALGORITHMS, Algorithm
 from ampfuse.optim import checkpoints
 from ampfuse.optim.inner import with_inner
-from ampfuse.optim.ledger import Ledger
+from ampfuse.optim.ledger import WithLedger
+from ampfuse.optim.masters import is_master_alone
 from ampfuse.optim.options import RULES, WithOptions
 from ampfuse.optim.parts import member
 from ampfuse.optim.rows import Rows
@@ -74,7 +75,7 @@ class LastStep:
         }
 
 
-class AmpOptimizer(WithOptions, Optimizer):
+class AmpOptimizer(WithOptions, WithLedger, Optimizer):
     """An optimizer that amp can scale, inspect and skip, in front of a class of torch's or others'.
 
     Its public methods are what the rest of ampfuse works with. Other attributes have names that no
@@ -111,7 +112,6 @@ class AmpOptimizer(WithOptions, Optimizer):
     )
 
     _rows = cached_property(Rows)
-    _ledger = cached_property(Ledger)
     _skip_watch = cached_property(lambda _: SkipWatch())
     _meter: Meter | None = None
     _opt_called = False
@@ -159,15 +159,11 @@ class AmpOptimizer(WithOptions, Optimizer):
     # --- rows: see Rows -------------------------------------------------------------------------
 
     param_table = member("_rows.current", "The table, with a row for each parameter of groups.")
-    parameter_names = member("_rows.parameter_names", "What messages call the parameters.")
     restore_master = member("_rows.restore_master", "See :meth:`Rows.restore_master`.")
     _table = member("_rows.table")
 
-    def _table_is_new(self) -> None:
-        """It has nothing of states."""
-
     def _rows_are_added(self) -> None:
-        """The table has no hyper-parameters."""
+        """The table knows neither states nor hyper-parameters of some rows."""
 
     def go_under_amp(
         self, *, master_weights: bool | Literal["split"], names: dict[int, str]
@@ -209,17 +205,7 @@ class AmpOptimizer(WithOptions, Optimizer):
                 "the block"
             )
 
-    # --- gradients: see Ledger ------------------------------------------------------------------
-
-    begin_backward = member("_ledger.begin")
-    end_backward = member("_ledger.end")
-    mark_backward = member("_ledger.mark")
-    cancel_backward = member("_ledger.cancel")
-    materialize_gradients = member("_ledger.materialize")
-    unscale_gradients = member("_ledger.unscale")
-    has_scaled_gradients = member("_ledger.has_scaled")
-    in_backward = member("_ledger.in_backward")
-    rows_of = member("_ledger.rows_of")
+    # --- gradients: see WithLedger ---------------------------------------------------------------
 
     @property
     def found_inf_flag(self) -> Tensor:
@@ -283,6 +269,9 @@ class AmpOptimizer(WithOptions, Optimizer):
 
     # --- state dicts and copies: see checkpoints.py ---------------------------------------------
 
+    def _before_saving(self) -> None:
+        self.follow_edits()
+
     def state_dict(self) -> dict[str, Any]:
         """As torch's, plus ``master_param`` (float32) for each parameter that has a master.
 
@@ -291,7 +280,7 @@ class AmpOptimizer(WithOptions, Optimizer):
         BF16 under its name, one in 8 bits under the name with its type's suffix
         (``<name>_codes``) and ``<name>_scale``.
         """
-        self.follow_edits()
+        self._before_saving()
         return checkpoints.with_masters(self, super().state_dict())
 
     def torch_state_dict(self) -> dict[str, Any]:
@@ -325,16 +314,14 @@ class AmpOptimizer(WithOptions, Optimizer):
         # state of another's step is not torch's.
         states = state.get("state", {})
         alone = [
-            param
-            for param, held in states.items()
-            if self._has_own_step or checkpoints.is_master_alone(held)
+            param for param, held in states.items() if self._has_own_step or is_master_alone(held)
         ]
         set_aside = {param: states.pop(param) for param in alone}
         super().__setstate__(state)
         states.update(set_aside)
 
     def __getstate__(self) -> dict[str, Any]:
-        self.follow_edits()
+        self._before_saving()
         own = {key: self.__dict__[key] for key in self._copied if key in self.__dict__}
         return {**super().__getstate__(), **own}
 

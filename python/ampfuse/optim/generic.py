@@ -37,7 +37,7 @@ class GenericOptimizer(AmpOptimizer):
         Autocast is off in it; in a closure it is as it was outside.
         """
         self._opt_called = True
-        self._ledger.check_before_step()
+        self._check_before_step()
         table = self.param_table()
         scale = self.__dict__.get("grad_scale")
         if scale is not None:

@@ -14,35 +14,31 @@ from torch import Tensor
 
 from ampfuse import _core
 from ampfuse.optim.masters import HALF_DTYPES, leaf_of
-from ampfuse.optim.parts import Part
 from ampfuse.optim.shards import local, placed_as
 from ampfuse.uncompiled import uncompiled
 
 
-class Ledger(Part):
-    """Takes in backward passes whose gradients carry a loss scale, for an optimizer.
+class WithLedger:
+    """Mixin of an optimizer: takes in backward passes whose gradients carry a loss scale.
 
     Attributes:
-        in_backward: between `begin` and the call that ends the pass.
-        has_scaled: the last pass that ended left its gradients scaled (`mark`).
+        in_backward: between `begin_backward` and the call that ends the pass.
+        has_scaled_gradients: the last pass that ended left its gradients scaled (`mark_backward`).
     """
 
-    def __init__(self, optimizer: Any) -> None:
-        super().__init__(optimizer)
-        self.in_backward = self.has_scaled = False
+    in_backward = has_scaled_gradients = False
 
-    @property
-    def _rows(self) -> Any:
-        return self.optimizer._rows
+    _rows: Any
+    _under_amp: bool
 
     @uncompiled
-    def begin(self) -> None:
+    def begin_backward(self) -> None:
         """Put earlier gradients away, so that a backward pass brings new ones only."""
         self._rows.current().gradients.begin_backward()
         self.in_backward = True
 
     @uncompiled
-    def end(self, scale: Tensor, check: bool) -> bool:
+    def end_backward(self, scale: Tensor, check: bool) -> bool:
         """Take in a pass whose gradients carry `scale` (float32, 0-dim): inspect and unscale.
 
         Returns:
@@ -50,22 +46,21 @@ class Ledger(Part):
             FSDP keeps the gradients until a pass that it synchronises. They carry the scale,
             which must not change between.
         """
-        self.in_backward = self.has_scaled = False
-        table = self._rows.known()
-        left: bool = table.gradients.end_backward(scale, check)
-        has_shards: bool = self._rows.has_shards
-        if self.optimizer._under_amp and has_shards:
+        self.in_backward = self.has_scaled_gradients = False
+        gradients = self._rows.known().gradients
+        left, has_shards = gradients.end_backward(scale, check), self._rows.has_shards
+        if self._under_amp and has_shards:
             # A DTensor cannot do that when somebody looks at its gradient.
-            table.gradients.materialize()
+            gradients.materialize()
         return left or not has_shards
 
     @uncompiled
-    def mark(self, scale: Tensor) -> None:
+    def mark_backward(self, scale: Tensor) -> None:
         """Take in a pass, but leave its gradients scaled until the next pass or the step."""
-        self.in_backward, self.has_scaled = False, True
+        self.in_backward, self.has_scaled_gradients = False, True
         self._rows.known().gradients.mark_backward(scale)
 
-    def cancel(self) -> None:
+    def cancel_backward(self) -> None:
         """The pass failed: drop what it left and keep what was there before."""
         self.in_backward = False
         if self._rows.table is not None:  # else the pass failed because there could be none
@@ -77,12 +72,12 @@ class Ledger(Part):
         return [row for row, param in enumerate(self._rows.params) if id(leaf_of(param)) in params]
 
     @uncompiled
-    def materialize(self) -> None:
+    def materialize_gradients(self) -> None:
         """Put FP32 unscaled gradients into the masters, if they are not there yet."""
         if self._rows.table is not None and not self.in_backward:
             self._rows.table.gradients.materialize()
 
-    def unscale(self, scale: Tensor) -> Tensor:
+    def unscale_gradients(self, scale: Tensor) -> Tensor:
         """Divide all gradients by `scale` (float32, 0-dim) now, exactly.
 
         FP32 gradients are divided in place. Half gradients of a parameter outside amp become FP32
@@ -93,8 +88,8 @@ class Ledger(Part):
         """
         rows = self._rows
         table = rows.current()
-        found_inf: Tensor = table.inspector.state_field("found_inf")
-        if rows.has_amp_masters:
+        found_inf = table.inspector.state_field("found_inf")
+        if self._under_amp and table.masters.exist():  # half gradients wait for these
             table.gradients.end_backward(scale, True)
         else:
             table.plan.collect(None, False)  # refuses by name what no step takes
@@ -103,7 +98,7 @@ class Ledger(Part):
                 rows.ranks.share(found_inf)
         return found_inf
 
-    def check_before_step(self) -> None:
+    def _check_before_step(self) -> None:
         """Raise RuntimeError inside a scale_loss context."""
         if self.in_backward:
             raise RuntimeError(
@@ -114,7 +109,7 @@ class Ledger(Part):
 
 @torch.no_grad()
 def _unscale(params: Iterable[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
-    """What :meth:`Ledger.unscale` does outside amp; `found_inf` becomes 1 if one is not finite."""
+    """What `unscale_gradients` does outside amp; `found_inf` becomes 1 if one is not finite."""
     held = [(param, local(param.grad)) for param in params if param.grad is not None]
     old, new = [], []
     for _, gradient in held:
