@@ -159,6 +159,7 @@ class AmpOptimizer(WithOptions, WithLedger, Optimizer):
     # --- rows: see Rows -------------------------------------------------------------------------
 
     param_table = member("_rows.current", "The table, with a row for each parameter of groups.")
+    parameter_names = member("_rows.parameter_names", "What messages call the parameters.")
     restore_master = member("_rows.restore_master", "See :meth:`Rows.restore_master`.")
     _table = member("_rows.table")
 

@@ -84,7 +84,7 @@ def load_around(optimizer: Any, state_dict: dict[str, Any], by: Callable[[Any], 
         for i, state in states.items()
         if isinstance(state, dict) and "master_param" in state
     }
-    names = optimizer._rows.parameter_names()
+    names = optimizer.parameter_names()
     for i, param in enumerate(parameters(optimizer)):
         _check_shape("master_param", masters.get(i), tuple(param.shape), names[i])
     by({**state_dict, "state": {i: s for i, s in states.items() if s or i not in masters}})
@@ -144,7 +144,7 @@ def _check_and_remember(optimizer: Any, state_dict: dict[str, Any]) -> None:
     for key in ("state", "param_groups"):
         if key not in state_dict:
             raise ValueError(f"the state dict has no {key!r}, but {list(state_dict)}")
-    names = iter(optimizer._rows.parameter_names())
+    names = iter(optimizer.parameter_names())
     for own, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=False):
         if len(own["params"]) != len(saved["params"]):
             break  # torch says what is wrong
