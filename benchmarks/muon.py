@@ -124,23 +124,22 @@ class Products:
     def __init__(self, case: str, quick: bool, device: torch.device) -> None:
         from ampfuse.optim import muon
 
-        self.device = device
+        self.orthogonalize, self.device = muon.orthogonalize, device
         self.jobs: dict[Any, list[Tensor]] = {}
         for is_matrix, _, gradient in tensors_of(case, quick, device):
             if is_matrix:
                 view = gradient.permute(0, 2, 3, 1).flatten(1) if gradient.ndim == 4 else gradient
                 self.jobs.setdefault(tuple(view.shape), []).append(view[None].contiguous())
-        group = {
+        self.group = {
             "ns_coefficients": muon.JORDAN,
             "ns_steps": STEPS,
             "eps": 1e-7,
             "adjust_lr_fn": None,
         }
-        self.run = {shape: muon.Job.of(views[0], group) for shape, views in self.jobs.items()}
 
     def __call__(self) -> None:
-        for shape, views in self.jobs.items():
-            self.run[shape].run([view.clone() for view in views])
+        for views in self.jobs.values():
+            self.orthogonalize((view.clone(), self.group) for view in views)
 
     def operations(self) -> tuple[float, float]:
         """torch's and ours, in 1e9, as if all were in one type."""

@@ -160,3 +160,17 @@ def test_masters_that_a_level_does_not_use_are_not_saved_again(level, kind):
     for state in (without.state(), copy.deepcopy(without).state()):
         states = state["optimizer"]["state"].values()
         assert not any("master_param" in values for values in states)
+
+
+def test_a_master_that_was_not_saved_starts_from_its_weight():
+    params = [torch.rand(3).bfloat16().requires_grad_() for _ in range(2)]
+    optimizer = optim.AdamW(params, master_weights=True)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    del saved["state"][1]
+    optimizer.load_state_dict(saved)
+    state = optimizer.state_dict()["state"]
+    assert torch.equal(state[0]["master_param"], saved["state"][0]["master_param"])
+    assert torch.equal(state[1]["master_param"], params[1].float())

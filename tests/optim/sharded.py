@@ -361,7 +361,7 @@ def gathered(tensor):
 
 
 def in_passes(model, optimizer, step, level, delay, together):
-    """Three of them, of which any may overflow; shared after the last alone or, `together`, each."""
+    """Three, of which any may overflow; shared after the last alone or, `together`, each."""
     optimizer.zero_grad()
     bad = step % 4
     shared = isinstance(model, nn.parallel.DistributedDataParallel)

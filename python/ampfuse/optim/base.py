@@ -20,8 +20,8 @@ from ampfuse import plugs
 from ampfuse._schema import ALGORITHMS, Algorithm
 from ampfuse.optim import checkpoints
 from ampfuse.optim.inner import with_inner
-from ampfuse.optim.layerwise import Layerwise
 from ampfuse.optim.ledger import Ledger
+from ampfuse.optim.masters import is_master_alone
 from ampfuse.optim.options import RULES, WithOptions
 from ampfuse.optim.parts import member
 from ampfuse.optim.rows import Rows
@@ -31,6 +31,7 @@ from ampfuse.uncompiled import Function, uncompiled
 if TYPE_CHECKING:
     from ampfuse._C import ParamTable
     from ampfuse.insight.meter import Meter
+    from ampfuse.optim.larc import Layerwise
 
 
 def _copy_of(field: str) -> Callable[[Any], Tensor]:
@@ -163,11 +164,8 @@ class AmpOptimizer(WithOptions, Optimizer):
     restore_master = member("_rows.restore_master", "See :meth:`Rows.restore_master`.")
     _table = member("_rows.table")
 
-    def _table_is_new(self) -> None:
-        """It has nothing of states."""
-
     def _rows_are_added(self) -> None:
-        """The table has no hyper-parameters."""
+        """The table knows neither states nor hyper-parameters of some rows."""
 
     def go_under_amp(
         self, *, master_weights: bool | Literal["split"], names: dict[int, str]
@@ -283,6 +281,9 @@ class AmpOptimizer(WithOptions, Optimizer):
 
     # --- state dicts and copies: see checkpoints.py ---------------------------------------------
 
+    def _before_saving(self) -> None:
+        self.follow_edits()
+
     def state_dict(self) -> dict[str, Any]:
         """As torch's, plus ``master_param`` (float32) for each parameter that has a master.
 
@@ -291,7 +292,7 @@ class AmpOptimizer(WithOptions, Optimizer):
         BF16 under its name, one in 8 bits under the name with its type's suffix
         (``<name>_codes``) and ``<name>_scale``.
         """
-        self.follow_edits()
+        self._before_saving()
         return checkpoints.with_masters(self, super().state_dict())
 
     def torch_state_dict(self) -> dict[str, Any]:
@@ -325,16 +326,14 @@ class AmpOptimizer(WithOptions, Optimizer):
         # state of another's step is not torch's.
         states = state.get("state", {})
         alone = [
-            param
-            for param, held in states.items()
-            if self._has_own_step or checkpoints.is_master_alone(held)
+            param for param, held in states.items() if self._has_own_step or is_master_alone(held)
         ]
         set_aside = {param: states.pop(param) for param in alone}
         super().__setstate__(state)
         states.update(set_aside)
 
     def __getstate__(self) -> dict[str, Any]:
-        self.follow_edits()
+        self._before_saving()
         own = {key: self.__dict__[key] for key in self._copied if key in self.__dict__}
         return {**super().__getstate__(), **own}
 

@@ -23,7 +23,7 @@ from ampfuse.optim.masters import (
     MASTERS,
     MasterParameter,
     exact_float32,
-    joined_master,
+    pop_master,
 )
 from ampfuse.optim.shards import is_sharded, on_shards
 from ampfuse.optim.stored import FP32, Stored, storage_for
@@ -34,10 +34,9 @@ def with_masters(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     states = state_dict.setdefault("state", {})  # a wrapper's own format may have none
     for i, (group, param) in enumerate(with_groups(optimizer)):
         state = dict(states.get(i, {}))
-        if isinstance(param, MasterParameter):
-            state["master_param"] = param.detach()
-        if (remainder := state.pop("master_remainder", None)) is not None:
-            state["master_param"] = joined_master(param, remainder)
+        master = param.detach() if isinstance(param, MasterParameter) else pop_master(state, param)
+        if master is not None:
+            state["master_param"] = master
         if is_sharded(param):  # another mesh has other blocks of codes
             _decode(optimizer.algorithm_in(group), state, param, with_blocks_only=True)
         if state:
@@ -111,26 +110,21 @@ def _as_loaded(optimizer: Any, group: dict[str, Any], saved: dict[str, Any]) -> 
 
 def _restore_tensors(optimizer: Any, state: dict[Any, Any], saved: dict[str, Any]) -> None:
     ids = [i for group in saved["param_groups"] for i in group["params"]]
-    has_table = optimizer._rows.table is not None
     for i, param in zip(ids, parameters(optimizer), strict=True):
         was = saved["state"].get(i)
-        if not isinstance(was, dict):
-            continue
-        for key, value in was.items():
+        for key, value in was.items() if isinstance(was, dict) else ():
             if key == "master_param":
                 exact = value.detach().to(device=param.device, dtype=torch.float32, copy=True)
                 optimizer.restore_master(param, state[param], exact)
             elif key != "step":  # torch knows where and in which type that belongs
                 uncast = functools.partial(_uncast, param)
                 state[param][key] = tree_map(uncast, value, state[param][key])
-        held = has_table and MASTERS & optimizer.state.get(param, {}).keys()
+    if optimizer._rows.table is None:
+        return
+    for param in parameters(optimizer):
+        held = MASTERS & optimizer.state.get(param, {}).keys()
         if held and not MASTERS & state[param].keys():  # the weight is all that was saved
             optimizer.restore_master(param, state[param], exact_float32(param))
-
-
-def is_master_alone(state: Any) -> bool:
-    """Whether the state of a parameter is what it has before the first step."""
-    return isinstance(state, dict) and bool(state) and state.keys() <= {*MASTERS, "_model_version"}
 
 
 def _uncast(param: Tensor, saved: Any, loaded: Any) -> Any:

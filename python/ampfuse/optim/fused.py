@@ -18,6 +18,7 @@ from ampfuse.optim.checks import ABOVE_0, NUMBER, check
 from ampfuse.optim.hyper import Hypers, check_hyper, check_range, kernel_hyper
 from ampfuse.optim.masters import FLOAT_DTYPES
 from ampfuse.optim.options import FIXED, RULES, changed_too_late, check_options
+from ampfuse.optim.shards import local
 from ampfuse.optim.states import States
 from ampfuse.uncompiled import uncompiled
 
@@ -190,9 +191,9 @@ class FusedOptimizer(AmpOptimizer):
     def _collect(self) -> tuple[ParamTable, list[int]]:
         """The table, which has all that the step needs, and rows with a gradient but no state."""
         rows = self._rows
-        rows.master_the_unfrozen()
+        rows.make_masters()
         table = rows.table
-        if table is not None and self._states.are_of(rows.params):
+        if table is not None and self._states.are_bound:
             found = rows.plan.collect(*self._gradient_scale(), self.param_groups, self.state)
             if found is not None:
                 self._hypers.send(table)
@@ -212,14 +213,12 @@ class FusedOptimizer(AmpOptimizer):
     def keep_bound(self) -> ParamTable:
         """The table, bound anew if somebody loaded, cleared or exchanged parameters or states."""
         table = self.param_table()
-        if not (self._states.are_of(self._rows.params) and table.holds(states=self.state)):
+        if not (self._states.are_bound and table.holds(states=self.state)):
             self._states.bind()
         return table
 
-    def _table_is_new(self) -> None:
-        self._states.unpin()
-
     def _rows_are_added(self) -> None:
+        self._states.forget()
         self._hypers.forget()
 
     @uncompiled
@@ -248,22 +247,33 @@ class FusedOptimizer(AmpOptimizer):
             raise RuntimeError(f"{what}; build the optimizer with ema_decay= and nest no blocks")
         table = self.keep_bound()
         table.masters.refresh()  # so that afterwards all there is counts as known
-        with self._states.averages_in_place(table):
+        weights = []
+        with torch.no_grad():
+            for row, param in enumerate(self._rows.params):
+                if (average := self.state.get(param, {}).get("ema")) is not None:
+                    model = table.model(row)
+                    weight = table.param(row) if model is None else model
+                    weights.append((weight, weight.detach().clone()))
+                    weight.copy_(local(average))
+        self._swapped = True
+        try:
             yield
+        finally:
+            self._swapped = False
+            with torch.no_grad():
+                for weight, before in weights:
+                    weight.copy_(before)
+            table.masters.accept_model_weights()
 
     # --- state dicts and copies -----------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
+    def _before_saving(self) -> None:
         self._states.drop_unstarted()
-        return super().state_dict()
+        super()._before_saving()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._states.are_bound = False
-
-    def __getstate__(self) -> dict[str, Any]:
-        self._states.drop_unstarted()
-        return super().__getstate__()
 
 
 def is_fused(optimizer: torch.optim.Optimizer) -> TypeGuard[FusedOptimizer]:

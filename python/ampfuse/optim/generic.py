@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -55,7 +57,10 @@ class GenericOptimizer(AmpOptimizer):
         larc = self._layerwise
         try:
             layerwise = larc.rescaled(self) if larc is not None else contextlib.nullcontext()
-            args, kwargs = self._with_published_weights(args, kwargs)
+            if args and callable(args[0]):
+                args = (self._after_publishing(args[0]), *args[1:])
+            elif callable(kwargs.get("closure")):
+                kwargs["closure"] = self._after_publishing(kwargs["closure"])
             with layerwise, torch.autocast(table.param(0).device.type, enabled=False):
                 result = step(self, *args, **kwargs)
         finally:
@@ -73,19 +78,15 @@ class GenericOptimizer(AmpOptimizer):
         driven = "found_inf" in self.__dict__
         if not (driven or (self._under_amp and self.skip_on_overflow)):
             return False
-        return bool(self._rows.field("skip").item())
+        return bool(self._rows.known().inspector.state_field("skip").item())
 
-    def _with_published_weights(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _after_publishing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """A closure evaluates the model, so the model has to follow the masters first."""
-        closure = args[0] if args else kwargs.get("closure")
-        if not callable(closure):
-            return args, kwargs
         device_type = self._rows.params[0].device.type
-        dtype = torch.get_autocast_dtype(device_type)
         as_outside = torch.autocast(
-            device_type, dtype=dtype, enabled=torch.is_autocast_enabled(device_type)
+            device_type,
+            dtype=torch.get_autocast_dtype(device_type),
+            enabled=torch.is_autocast_enabled(device_type),
         )
 
         def closure_on_current_weights() -> Any:
@@ -93,9 +94,7 @@ class GenericOptimizer(AmpOptimizer):
             with as_outside:
                 return closure()
 
-        if args:
-            return (closure_on_current_weights, *args[1:]), kwargs
-        return args, {**kwargs, "closure": closure_on_current_weights}
+        return closure_on_current_weights
 
     @uncompiled
     def clip_next_step(self, max_norm: float) -> Tensor:
@@ -121,19 +120,16 @@ class GenericOptimizer(AmpOptimizer):
 
 _FROM_SCALER = ("grad_scale", "found_inf")
 
-_classes: dict[type[torch.optim.Optimizer], type[GenericOptimizer]] = {}
 
-
-def generic_class(original: type[torch.optim.Optimizer]) -> type[GenericOptimizer]:
+@functools.cache
+def generic_class(original: Any) -> type[GenericOptimizer]:
     """`original` with amp's mixin in front; one class per original, under its name."""
-    if original not in _classes:
-        _classes[original] = type(
-            original.__name__,
-            (GenericOptimizer, original),
-            {"__module__": original.__module__, "_original_class": original},
-        )
-    return _classes[original]
+    return type(
+        original.__name__,
+        (GenericOptimizer, original),
+        {"__module__": original.__module__, "_original_class": original},
+    )
 
 
-def _new(original: type[torch.optim.Optimizer]) -> GenericOptimizer:
+def _new(original: Any) -> GenericOptimizer:
     return object.__new__(generic_class(original))

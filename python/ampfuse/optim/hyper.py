@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from operator import is_
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -57,11 +57,11 @@ def check_range(hyper: Mapping[str, Any]) -> None:
 class _Sent(NamedTuple):
     """What the table has of a group."""
 
-    rows: tuple[int, int]
-    values: list[Any]  # as they stood in the group
-    may_change: bool  # in place: some are lists, or tensors that the host reads
-    lr: Tensor | None
-    hyper: dict[str, Any]
+    rows: tuple[int, int] = (0, 0)
+    values: Sequence[Any] = ()  # as they stood in the group
+    may_change: bool = True  # in place: some are lists, or tensors that the host reads
+    lr: Tensor | None = None
+    hyper: Mapping[str, Any] | None = None
 
 
 class Hypers(Part):
@@ -88,45 +88,32 @@ class Hypers(Part):
         ]
         if options != self._sent_with:
             self._sent, self._sent_with = [], options
-        row = 0
+        end = 0
         for i, group in enumerate(optimizer.param_groups):
-            rows = row, row + len(group["params"])
-            values = list(map(group.get, self._keys_of(optimizer.algorithm_in(group))))
-            sent = self._sent[i] if i < len(self._sent) else None
-            if (
-                sent is None
-                or sent.may_change
-                or sent.rows != rows
-                or not all(map(is_, values, sent.values))
-            ):
-                self._sent[i : i + 1] = [self._send(table, i, rows, values, sent)]
-            row = rows[1]
+            begin, end = end, end + len(group["params"])
+            rows = begin, end
+            algorithm = optimizer.algorithm_in(group)
+            values = list(map(group.get, self._keys_of(algorithm)))
+            sent = self._sent[i] if i < len(self._sent) else _Sent()
+            is_sent = sent.rows == rows and not sent.may_change
+            if is_sent and all(map(is_, values, sent.values)):
+                continue
+            check_hyper(algorithm, group)
+            optimizer._states.follow_group(i, group)
+            lr, hyper = self.of(group)
+            if sent.rows != rows or sent.lr is not lr or sent.hyper != hyper:
+                on_device = optimizer._on_device
+                table.set_hyper(begin, end, lr, hyper, on_device[i] if on_device else {})
+            may_change = any(value is not lr and not _is_constant(value) for value in values)
+            self._sent[i : i + 1] = [_Sent(rows, values, may_change, lr, hyper)]
 
     def _keys_of(self, algorithm: Algorithm) -> list[str]:
+        """What a step reads of a group of `algorithm`."""
         if algorithm.name not in self._keys:
             wanted = [*(hyper.key for hyper in algorithm.hypers), algorithm.last_state_if]
             keys = dict.fromkeys([*wanted, "state_dtype"])
             self._keys[algorithm.name] = [key for key in keys if key is not None]
         return self._keys[algorithm.name]
-
-    def _send(
-        self,
-        table: ParamTable,
-        i: int,
-        rows: tuple[int, int],
-        values: list[Any],
-        sent: _Sent | None,
-    ) -> _Sent:
-        """Give the table what group `i` holds, unless it was `sent` before."""
-        group = self.optimizer.param_groups[i]
-        check_hyper(self.optimizer.algorithm_in(group), group)
-        self.optimizer._states.follow_group(i, group)
-        lr, hyper = self.of(group)
-        if sent is None or sent.rows != rows or sent.lr is not lr or sent.hyper != hyper:
-            on_device = self.optimizer._on_device
-            table.set_hyper(*rows, lr, hyper, on_device[i] if on_device is not None else {})
-        may_change = any(value is not lr and not _is_constant(value) for value in values)
-        return _Sent(rows, values, may_change, lr, hyper)
 
     def of(self, group: Mapping[str, Any]) -> tuple[Tensor | None, dict[str, Any]]:
         """The rate, if the kernel reads it from a tensor on the device, and all the rest."""

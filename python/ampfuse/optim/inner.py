@@ -31,10 +31,8 @@ def with_inner(optimizer: Optimizer) -> list[Optimizer]:
     return found
 
 
-def _optimizers_in(value: Any) -> Iterator[Optimizer]:
-    if isinstance(value, Optimizer):
-        yield value
-    elif isinstance(value, (list, tuple, dict)):
-        for item in value.values() if isinstance(value, dict) else value:
-            if isinstance(item, Optimizer):
-                yield item
+def _optimizers_in(value: Any) -> list[Optimizer]:
+    if isinstance(value, dict):
+        value = list(value.values())
+    items = value if isinstance(value, (list, tuple)) else [value]
+    return [item for item in items if isinstance(item, Optimizer)]

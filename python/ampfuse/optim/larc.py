@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import dataclasses
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from ampfuse import _core
 from ampfuse.optim.base import AmpOptimizer, takes_scale
-from ampfuse.optim.layerwise import Layerwise
 from ampfuse.optim.parts import member
 
 
@@ -116,3 +120,57 @@ class LARC(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layerwise:
+    """LARC's settings, as an optimizer that steps under it sees them."""
+
+    trust_coefficient: float
+    clip: bool
+    eps: float
+
+    @property
+    def hyper(self) -> dict[str, Any]:
+        """For ``ParamTable.set_hyper``."""
+        return {
+            "layerwise": True,
+            "clipped_ratio": self.clip,
+            "trust_coefficient": self.trust_coefficient,
+            "trust_eps": self.eps,
+        }
+
+    @contextlib.contextmanager
+    def rescaled(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """Rescale the gradients; within, `optimizer` steps without weight decay of its own."""
+        decays = [group.get("weight_decay") for group in optimizer.param_groups]
+        try:
+            for group in optimizer.param_groups:
+                self._rescale(group)
+                if "weight_decay" in group:
+                    group["weight_decay"] = 0.0
+            yield
+        finally:
+            for group, decay in zip(optimizer.param_groups, decays, strict=True):
+                if decay is not None:
+                    group["weight_decay"] = decay
+
+    @torch.no_grad()
+    def _rescale(self, group: dict[str, Any]) -> None:
+        by_device: dict[torch.device, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+        for param in group["params"]:
+            grad = param.grad
+            if grad is None:
+                continue
+            if grad.layout == torch.strided and grad.stride() != param.stride():
+                grad = torch.empty_like(param, dtype=grad.dtype).copy_(grad)
+                param.grad = grad
+            by_device[param.device].append((grad, param))
+        lr, decay = group["lr"], float(group.get("weight_decay", 0.0))
+        for device, pairs in by_device.items():
+            grads, params = zip(*pairs, strict=True)
+            tensor = lr.to(device, torch.float32) if isinstance(lr, Tensor) else None
+            number = 0.0 if tensor is not None else float(lr)
+            _core.C.layerwise(
+                grads, params, number, tensor, decay, self.trust_coefficient, self.eps, self.clip
+            )

@@ -51,12 +51,11 @@ class Ledger(Part):
             which must not change between.
         """
         self.in_backward = self.has_scaled = False
-        table = self._rows.known()
-        left: bool = table.gradients.end_backward(scale, check)
-        has_shards: bool = self._rows.has_shards
+        gradients = self._rows.known().gradients
+        left, has_shards = gradients.end_backward(scale, check), self._rows.has_shards
         if self.optimizer._under_amp and has_shards:
             # A DTensor cannot do that when somebody looks at its gradient.
-            table.gradients.materialize()
+            gradients.materialize()
         return left or not has_shards
 
     @uncompiled
@@ -93,8 +92,8 @@ class Ledger(Part):
         """
         rows = self._rows
         table = rows.current()
-        found_inf: Tensor = table.inspector.state_field("found_inf")
-        if rows.has_amp_masters:
+        found_inf = table.inspector.state_field("found_inf")
+        if self.optimizer._under_amp and table.masters.exist():  # half gradients wait for these
             table.gradients.end_backward(scale, True)
         else:
             table.plan.collect(None, False)  # refuses by name what no step takes

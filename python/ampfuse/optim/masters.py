@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -43,6 +44,18 @@ def split_master(master: Tensor, param: Tensor, remainder: Tensor) -> None:
     _core.C.split_master(laid_out, shard, local(remainder))
 
 
+def pop_master(state: dict[str, Any], param: Tensor) -> Tensor | None:
+    """Take the master of `param` out of its state, in whatever form it is there: float32."""
+    master = state.pop("master_param", None)
+    remainder = state.pop("master_remainder", None)
+    return master if remainder is None else joined_master(param, remainder)
+
+
+def is_master_alone(state: Any) -> bool:
+    """Whether the state of a parameter is what it has before the first step."""
+    return isinstance(state, dict) and bool(state) and state.keys() <= {*MASTERS, "_model_version"}
+
+
 def gradient_as_it_is(param: Tensor) -> Tensor | None:
     """``param.grad`` where autograd left it, without bringing anything up to date."""
     return _raw_grad.__get__(param)
@@ -56,17 +69,14 @@ def leaf_of(param: Tensor) -> Tensor:
 class _LazyGradParameter(torch.nn.Parameter):
     """A parameter whose ``.grad`` an optimizer brings up to date when somebody looks at it."""
 
-    # The optimizer that knows where the gradients of its masters are.
-    _owner: weakref.ref[Any] | None = None
-
-    def living_owner(self) -> Any:
-        return self._owner() if self._owner is not None else None
+    # The optimizer that knows where the gradients of its masters are, as long as it lives.
+    _owner: Callable[[], Any] = staticmethod(lambda: None)
 
     def _materialize(self) -> None:
         # Dynamo looks too, and accepts no gradient of another type than the weight's.
         if torch.compiler.is_compiling():
             return
-        if (owner := self.living_owner()) is not None:
+        if (owner := self._owner()) is not None:
             owner.materialize_gradients()
 
     @property
@@ -123,10 +133,9 @@ class MasterParameter(_LazyGradParameter):
 
     def set_owner(self, optimizer: Any) -> None:
         """The first to ask has it: one that wraps `optimizer` knows the gradients of amp."""
-        if self.living_owner() is not None:
-            return
-        self._owner = weakref.ref(optimizer)
-        materialize_on_sight(self.model_param, optimizer)
+        if self._owner() is None:
+            self._owner = weakref.ref(optimizer)
+            materialize_on_sight(self.model_param, optimizer)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MasterParameter:
         import copy
@@ -185,10 +194,7 @@ def install_masters(optimizer: torch.optim.Optimizer) -> None:
             # Edits of the weight since its master was loaded are followed, as with any master.
             master.model_version = kept.pop("_model_version", master.model_version)
             # Loaded before, or a standalone optimizer's own.
-            exact = kept.pop("master_param", None)
-            if (remainder := kept.pop("master_remainder", None)) is not None:
-                exact = joined_master(param, remainder)
-            if exact is not None:
+            if (exact := pop_master(kept, param)) is not None:
                 with torch.no_grad():
                     master.copy_(exact)
             halves = [k for k, v in kept.items() if getattr(v, "dtype", None) in HALF_DTYPES]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -147,14 +147,8 @@ class Muon(FusedOptimizer, torch.optim.Muon, algorithm="muon", replaces=torch.op
                 }
                 for each in gathered:
                     matrices |= each.wait()
-                jobs = defaultdict(list)
-                for row in sorted(matrices):
-                    group = rows.group_of(row)
-                    for view in matrices_of(matrices[row], group):
-                        jobs[Job.of(view, group)].append(view)
                 with torch.autocast(table.param(0).device.type, enabled=False):
-                    for job, views in jobs.items():
-                        job.run(views)
+                    orthogonalize((matrices[row], rows.group_of(row)) for row in sorted(matrices))
                 for each in gathered:
                     each.give_back()
 
@@ -176,37 +170,28 @@ class Muon(FusedOptimizer, torch.optim.Muon, algorithm="muon", replaces=torch.op
             return sum(len(view) * min(view.shape[1:]) * view[0].numel() for view in views)
 
         return [
-            Gathered(mesh, params, {row: scratch[row] for row in params}, cost)
-            for mesh, params in meshes.items()
+            Gathered(
+                mesh, like, {row: scratch[row] for row in like}, {row: cost(row) for row in like}
+            )
+            for mesh, like in meshes.items()
         ]
 
 
-class Job(NamedTuple):
-    """What matrices that are orthogonalized together have in common."""
-
-    shape: tuple[int, int]
-    coefficients: Any
-    steps: int
-    eps: float
-    factor: float
-
-    @classmethod
-    def of(cls, view: Tensor, group: dict[str, Any]) -> Job:
-        rows, columns = view.shape[1:]
+def orthogonalize(weights: Iterable[tuple[Tensor, dict[str, Any]]]) -> None:
+    """Orthogonalize the matrices of each, as its group says, in place: those alike at once."""
+    alike = defaultdict(list)
+    for weight, group in weights:
         coefficients = group["ns_coefficients"]
-        return cls(
-            (rows, columns),
-            coefficients if isinstance(coefficients, str) else tuple(coefficients),
-            group["ns_steps"],
-            float(group["eps"]),
-            _rate_factor(rows, columns, group),
-        )
-
-    def run(self, views: list[Tensor]) -> None:
-        """Orthogonalize (batch, rows, columns) each, in place."""
+        if not isinstance(coefficients, str):
+            coefficients = tuple(coefficients)
+        for view in matrices_of(weight, group):
+            rows, columns = view.shape[1:]
+            factor = _rate_factor(rows, columns, group)
+            how = coefficients, group["ns_steps"], float(group["eps"]), factor
+            alike[rows, columns, how].append(view)
+    for (_, _, (coefficients, steps, eps, factor)), views in alike.items():
         batch = torch.cat(views).contiguous()
-        polynomials = polynomials_of(self.coefficients, self.steps)
-        result = orthogonalized(batch, polynomials, self.eps, self.factor)
+        result = orthogonalized(batch, polynomials_of(coefficients, steps), eps, factor)
         torch._foreach_copy_(views, list(result.split([len(view) for view in views])))
 
 

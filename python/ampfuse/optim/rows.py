@@ -51,13 +51,13 @@ class Rows(Part):
         self.names: dict[int, str] = {}
         self.has_shards = False
         self.ranks: Ranks | None = None
-        # Half parameters that were frozen when masters were made, and have none; None: look again.
+        # Half parameters that have no masters as they are frozen; None: look again.
         self._frozen: list[Tensor] | None = None
 
     @uncompiled
     def current(self) -> ParamTable:
         """The table, with a row for each parameter of ``param_groups``."""
-        self.master_the_unfrozen()
+        self.make_masters()
         optimizer, table = self.optimizer, self.table
         if table is not None and table.holds(groups=optimizer.param_groups):
             return table
@@ -82,7 +82,6 @@ class Rows(Part):
                 raise RuntimeError("the optimizer has no parameters; add a parameter group first")
             table = _core.C.ParamTable(optimizer._algorithm, params[0].device)
             self.table, self.plan, self.params = table, table.plan, []
-            optimizer._table_is_new()
         optimizer._rows_are_added()
         for i in range(len(self.params), len(params)):
             self._add_row(table, i, params[i], names[i])
@@ -115,10 +114,6 @@ class Rows(Part):
         """Rows are made anew from the groups at the next use."""
         self.table = self.plan = self._frozen = None  # a plan keeps its table alive
 
-    def field(self, name: str) -> Tensor:
-        """A field of the step's state, of the table as it is."""
-        return self.known().inspector.state_field(name)
-
     def parameter_names(self) -> list[str]:
         """What messages call the parameters, in the order of the groups."""
         names = []
@@ -134,15 +129,13 @@ class Rows(Part):
         """The parameter group of a row."""
         for group in self.optimizer.param_groups:
             if row < len(group["params"]):
-                found: dict[str, Any] = group
-                return found
+                return group
             row -= len(group["params"])
         raise IndexError(row)
 
     def algorithm_of(self, row: int) -> Algorithm:
         """The kernel that steps a row."""
-        found: Algorithm = self.optimizer.algorithm_in(self.group_of(row))
-        return found
+        return self.optimizer.algorithm_in(self.group_of(row))
 
     # --- masters --------------------------------------------------------------------------------
 
@@ -151,11 +144,6 @@ class Rows(Part):
         """Masters stand in the groups, for whoever looks there. A split one is no tensor."""
         return self.optimizer._under_amp and self.optimizer.master_weights is True
 
-    @property
-    def has_amp_masters(self) -> bool:
-        """Gradients of half weights wait for the masters that amp gave them."""
-        return self.optimizer._under_amp and self.known().masters.exist()
-
     def is_split(self, param: Tensor) -> bool:
         """Whether the master of `param` is what it leaves of one, beside it."""
         return self.optimizer.master_weights == "split" and param.dtype in HALF_DTYPES
@@ -163,26 +151,24 @@ class Rows(Part):
     def go_under_amp(self, names: dict[int, str]) -> None:
         """Give half parameters the masters that amp asks for; see :func:`ampfuse.optim.upgrade`."""
         self.names = dict(names)
-        if self.installs_masters:
-            install_masters(self.optimizer)
+        self.make_masters()
         for param in filter(self.is_split, parameters(self.optimizer)):
             materialize_on_sight(param, self.optimizer)
 
     def master_added_group(self) -> None:
         """The last group is new: its half parameters get masters. Raises ValueError."""
-        optimizer = self.optimizer
         if not self.installs_masters:
             return
-        *groups, added = optimizer.param_groups
-        known = [p for g in groups for p in g["params"] if isinstance(p, MasterParameter)]
-        if not {id(p.model_param) for p in known}.isdisjoint(map(id, added["params"])):
-            optimizer.param_groups.pop()
+        *groups, added = self.optimizer.param_groups
+        known = {id(leaf_of(param)) for group in groups for param in group["params"]}
+        if not known.isdisjoint(map(id, added["params"])):
+            self.optimizer.param_groups.pop()
             raise ValueError("some parameters appear in more than one parameter group")
-        install_masters(optimizer)
         self._frozen = None
+        self.make_masters()
 
-    def master_the_unfrozen(self) -> None:
-        """Masters for half parameters that were frozen when others got theirs."""
+    def make_masters(self) -> None:
+        """Masters in the groups for half parameters that are trained and have none yet."""
         if not self.installs_masters:
             return
         if self._frozen is None:
@@ -231,8 +217,7 @@ class Rows(Part):
             state["master_remainder"] = placed_as(param, remainder)
             if "master_param" in state:  # loaded before
                 split_master(state.pop("master_param"), param, remainder)
-        found: Tensor = state["master_remainder"]
-        return found
+        return state["master_remainder"]
 
     def master_of(self, row: int) -> Tensor:
         """What a row's step works on: the master, a copy of it if it is split, or the parameter."""

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 
 def local(tensor: Tensor) -> Tensor:
     """What a DTensor holds in this process; any other tensor as it is."""
-    shard: Tensor = getattr(tensor, "_local_tensor", tensor)
-    return shard
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -66,8 +65,7 @@ def origin(param: Any) -> int:
 def redistributed(gradient: Any, param: Any) -> Tensor:
     """A gradient as DTensor in the places of its parameter: a partial sum becomes the sum."""
     with torch.no_grad():
-        placed: Tensor = gradient.redistribute(param.device_mesh, param.placements)
-    return placed
+        return gradient.redistribute(param.device_mesh, param.placements)
 
 
 @contextlib.contextmanager
@@ -148,6 +146,5 @@ def _is_first_replica(param: Any, first_rank: int) -> bool:
 def group_of(mesh: DeviceMesh) -> ProcessGroup:
     """The processes of a mesh, of any number of dimensions."""
     if mesh.size() == torch.distributed.get_world_size():
-        world: ProcessGroup = torch.distributed.group.WORLD  # type: ignore[assignment]
-        return world
+        return torch.distributed.group.WORLD  # type: ignore[return-value]
     return mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ampfuse import _core
-from ampfuse._schema import STORAGES, Storage
+from ampfuse._schema import STORAGES
 from ampfuse.optim.checks import check
-from ampfuse.optim.masters import exact_float32
+from ampfuse.optim.masters import MASTERS, exact_float32, is_master_alone
 from ampfuse.optim.options import RULES, changed_too_late
 from ampfuse.optim.parts import Part
 from ampfuse.optim.shards import local, on_shards
-from ampfuse.optim.stored import FP32, Stored, storage_for
+from ampfuse.optim.stored import Stored, storage_for
 
 if TYPE_CHECKING:
     from ampfuse._C import ParamTable
+
+
+# The storage type of a group's states, and their names.
+_Kept = tuple[str, tuple[str, ...]]
 
 
 class States(Part):
@@ -27,31 +29,24 @@ class States(Part):
 
     Attributes:
         are_bound: whether the table has what was in ``state`` at the last look.
-        by_group: of each group then, the storage type and the names of its states.
     """
 
     def __init__(self, optimizer: Any) -> None:
         super().__init__(optimizer)
         self.algorithm = optimizer.algorithm
         self.are_bound = False
-        self._bound_rows = 0
+        # At the last look: of each group, and whether there were averages.
+        self._by_group: list[_Kept] = []
         self._has_averages = False
-        self.by_group: list[tuple[str, tuple[str, ...]]] = []
-        # State tensors, by row and name, that a captured graph works on.
-        self._pinned: dict[tuple[int, str], Tensor] = {}
-        # Of an algorithm whose states start at a gradient: (state, row) of those that the table
-        # works on, and its step counts.
-        self._started: list[tuple[dict[str, Any], int]] = []
-        self._counts: Tensor
+        # Of an algorithm whose states start at a gradient: those that the table works on, and what
+        # it counts of each.
+        self._started: list[tuple[dict[str, Any], Tensor]] = []
+        # Of a row the tensors, by their keys in the state, that a captured graph works on.
+        self._pinned: dict[int, dict[str, Tensor]] = {}
 
     @property
     def _table(self) -> ParamTable:
-        table: ParamTable = self.optimizer._rows.known()
-        return table
-
-    def are_of(self, params: list[Tensor]) -> bool:
-        """Whether the table has the states of all `params`."""
-        return self.are_bound and self._bound_rows == len(params)
+        return self.optimizer._rows.known()
 
     def of_group(self, group: dict[str, Any]) -> tuple[Stored, ...]:
         """The states that a parameter of `group` has."""
@@ -72,12 +67,12 @@ class States(Part):
             )
         return name
 
-    def wanted(self) -> list[tuple[str, tuple[str, ...]]]:
-        """What `by_group` would be now."""
-        return [
-            (self.storage_of(group), self.optimizer.algorithm_in(group).states_in(group))
-            for group in self.optimizer.param_groups
-        ]
+    def wanted(self) -> list[_Kept]:
+        """How the groups say that states are kept."""
+        return list(map(self._wanted, self.optimizer.param_groups))
+
+    def _wanted(self, group: dict[str, Any]) -> _Kept:
+        return self.storage_of(group), self.optimizer.algorithm_in(group).states_in(group)
 
     def follow_group(self, i: int, group: dict[str, Any]) -> None:
         """Note whether the states of a group that was changed are others now.
@@ -86,13 +81,17 @@ class States(Part):
         """
         if self._has_averages != (self.optimizer.ema_decay is not None):
             self.are_bound = False
-        wanted = self.storage_of(group), self.optimizer.algorithm_in(group).states_in(group)
-        if i >= len(self.by_group) or wanted == self.by_group[i]:
+        wanted = self._wanted(group)
+        if i >= len(self._by_group) or wanted == self._by_group[i]:
             return
-        was, now = self.by_group[i][0], wanted[0]
+        was, now = self._by_group[i][0], wanted[0]
         if was != now and any(self.optimizer.state.get(p) for p in group["params"]):
             raise ValueError(changed_too_late(f"state_dtype of group {i}", was, now))
         self.are_bound = False
+
+    def forget(self) -> None:
+        """There are rows of which the table knows nothing; a captured graph is of others."""
+        self._pinned, self.are_bound = {}, False
 
     # --- binding --------------------------------------------------------------------------------
 
@@ -100,31 +99,27 @@ class States(Part):
         """After a load, a copy, an edit or new rows: the table takes over ``state``."""
         self.drop_unstarted()
         self._started = []
-        optimizer, rows = self.optimizer, self.optimizer._rows
-        self.by_group = self.wanted()
+        optimizer, params = self.optimizer, self.optimizer._rows.params
+        self._by_group = self.wanted()
         self._has_averages = optimizer.ema_decay is not None
         for name, column in self._columns().items():
             saved = []
-            for row, param in enumerate(rows.params):
+            for row, param in enumerate(params):
                 number = self._saved_number(optimizer.state.get(param, {}), row, name)
                 number = torch.as_tensor(number, dtype=torch.float32, device=column.device)
                 saved.append(number.reshape(()))
-            if saved:
-                column.copy_(torch.stack(saved))
-        for row, param in enumerate(rows.params):
-            state, keys = optimizer.state.get(param, {}), self._keys_of(row)
-            known = any(key in state or (row, key) in self._pinned for key in keys)
-            if "step" in state or known:
+            column.copy_(torch.stack(saved))
+        for row, param in enumerate(params):
+            state = optimizer.state.get(param)
+            if (state and not is_master_alone(state)) or row in self._pinned:
                 self.init_row(row)
             else:
                 self._table.set_states(row, None)  # made at the row's next gradient
-        self._counts = self._table.steps()
         self.remember()
 
     def remember(self) -> None:
         """The table has all that is in ``state`` now."""
         self._table.remember(states=self.optimizer.state)
-        self._bound_rows = len(self.optimizer._rows.params)
         self.are_bound = True
 
     def init_row(self, row: int) -> None:
@@ -147,29 +142,11 @@ class States(Part):
                     f"and the parameter has {tuple(param.shape)}. Assign one of that shape, or "
                     "delete the state to start anew."
                 )
-            self._fit(stored, state, storage, param, bool(found))
+            stored.fit(state, param, storage, self._fresh_value)
             keys = storage.keys(stored.name)
             self._use_pinned(row, state, keys)
             states.append([state[key] for key in keys])
         table.set_states(row, states, storage.name, self._average(row, state))
-
-    def _fit(
-        self, stored: Stored, state: dict[str, Any], storage: Storage, param: Tensor, is_there: bool
-    ) -> None:
-        """Have `state` hold one in `storage`, laid out as `param`."""
-        fill = self._fresh_value
-        if not is_there and fill == 0:
-            stored.put_zeros(state, param, storage)
-            return
-        if is_there and stored.storage_in(state) == storage:
-            first = state[storage.keys(stored.name)[0]]
-            is_float32 = storage is not FP32 or first.dtype == torch.float32
-            if first.stride() == param.stride() and is_float32:
-                return
-        values = _core.C.empty_laid_out_as(param).fill_(fill)
-        if is_there:
-            values.copy_(stored.values(state))
-        stored.put(state, values, storage)
 
     @property
     def _fresh_value(self) -> float:
@@ -185,8 +162,7 @@ class States(Part):
         if state.get("ema") is None:
             state["ema"] = exact_float32(self.optimizer._rows.master_of(row))
         self._use_pinned(row, state, ("ema",))
-        average: Tensor = state["ema"]
-        return average
+        return state["ema"]
 
     # --- numbers --------------------------------------------------------------------------------
 
@@ -200,50 +176,44 @@ class States(Part):
     # where random bits depend on it.
 
     def _bind_numbers(self, state: dict[str, Any], row: int) -> None:
+        columns = self._columns()
         if self.algorithm.starts_at_gradient:
+            if self._start.storage_in(state) is not None:
+                self._started.append((state, columns["step"][row]))
             storage = STORAGES[self.storage_of(self.optimizer._rows.group_of(row))]
-            if self._has_start(state):
-                self._started.append((state, row))
             if not (self.optimizer.rounding == "stochastic" or storage.rounds_at_random):
                 state.pop("step", None)
                 return
-        for name, column in self._columns().items():
+        for name, column in columns.items():
             state[name] = column[row]
 
     def _saved_number(self, state: dict[str, Any], row: int, name: str) -> Any:
         """The number of a state that was loaded or copied; that of a fresh one."""
         if not self.algorithm.starts_at_gradient:
             return state.get(name, self.optimizer._first_step if name == "step" else 0)
-        has_start = self._has_start(state)
+        has_start = self._start.storage_in(state) is not None
         starts = self.algorithm.states_in(self.optimizer._rows.group_of(row)) and not has_start
         return 0 if starts else state.get("step", int(has_start))
 
-    def _has_start(self, state: dict[str, Any]) -> bool:
+    @property
+    def _start(self) -> Stored:
+        """The state that starts as the first gradient."""
         (stored,) = Stored.of(self.algorithm.name, self.algorithm.states[-1:])
-        return stored.storage_in(state) is not None
+        return stored
 
     def drop_unstarted(self) -> None:
         """Write None for states whose first step was skipped, as torch would have them."""
         if not self._started:
             return
-        counts = self._counts.tolist()
-        (stored,) = Stored.of(self.algorithm.name, self.algorithm.states[-1:])
-        for state, row in self._started:
-            if counts[row] == 0 and stored.storage_in(state) is not None:
-                for key in stored.keys:
+        start, counts = self._start, torch.stack([count for _, count in self._started]).tolist()
+        for (state, _), count in zip(self._started, counts, strict=True):
+            if count == 0 and start.storage_in(state) is not None:
+                for key in start.keys:
                     state.pop(key, None)
-                state[stored.name] = None
+                state[start.name] = None
                 self.are_bound = False
 
     # --- states that keep their memory ----------------------------------------------------------
-
-    def _use_pinned(self, row: int, state: dict[str, Any], keys: tuple[str, ...]) -> None:
-        """Put the tensors back that a captured graph knows, with what is in the state now."""
-        for key in keys:
-            pinned = self._pinned.get((row, key), state[key])
-            if pinned is not state[key]:
-                pinned.copy_(state[key])
-            state[key] = pinned
 
     def pin(self) -> None:
         """From now on states keep their memory, which a captured graph knows by address.
@@ -251,37 +221,17 @@ class States(Part):
         What is loaded or assigned is copied into it.
         """
         for row, param in enumerate(self.optimizer._rows.params):
-            for key in self._keys_of(row):
-                if isinstance(value := self.optimizer.state.get(param, {}).get(key), Tensor):
-                    self._pinned[row, key] = local(value)
+            state = self.optimizer.state.get(param, {})
+            self._pinned[row] = {
+                key: local(state[key])
+                for key in state.keys() - {*MASTERS, *self.algorithm.numbers}
+                if isinstance(state[key], Tensor)
+            }
 
-    def unpin(self) -> None:
-        """The rows are others."""
-        self._pinned, self.are_bound = {}, False
-
-    def _keys_of(self, row: int) -> list[str]:
-        """What the states of a row may stand under."""
-        group = self.optimizer._rows.group_of(row)
-        return [*(key for stored in self.of_group(group) for key in stored.keys), "ema"]
-
-    # --- averages -------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def averages_in_place(self, table: ParamTable) -> Iterator[None]:
-        """In the block the weights are their averages, rounded; then they have their bits again."""
-        saved = []
-        with torch.no_grad():
-            for row, param in enumerate(self.optimizer._rows.params):
-                weight = table.param(row) if (model := table.model(row)) is None else model
-                if (average := self.optimizer.state.get(param, {}).get("ema")) is not None:
-                    saved.append((weight, weight.detach().clone()))
-                    weight.copy_(local(average))
-        self.optimizer._swapped = True
-        try:
-            yield
-        finally:
-            self.optimizer._swapped = False
-            with torch.no_grad():
-                for weight, before in saved:
-                    weight.copy_(before)
-            table.masters.accept_model_weights()
+    def _use_pinned(self, row: int, state: dict[str, Any], keys: Iterable[str]) -> None:
+        """Put the tensors back that a captured graph knows, with what is in the state now."""
+        for key in self._pinned.get(row, {}).keys() & keys:
+            pinned = self._pinned[row][key]
+            if pinned is not state[key]:
+                pinned.copy_(state[key])
+                state[key] = pinned

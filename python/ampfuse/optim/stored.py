@@ -77,6 +77,22 @@ class Stored:
         _core.C.decode_state(self.algorithm, self.place, storage.name, lists, values)
         return values
 
+    def fit(self, state: dict[str, Any], param: Tensor, storage: Storage, fill: float) -> None:
+        """Have it in `storage` in `state`, laid out as `param`; full of `fill` if it was not."""
+        there = self.storage_in(state)
+        if there is None and fill == 0:
+            for tensor in self._make(state, param, storage):
+                tensor.zero_()
+            return
+        if there == storage:
+            held = state[storage.keys(self.name)[0]]
+            if held.stride() == param.stride() and held.dtype == dtype_of(storage):
+                return
+        values = _core.C.empty_laid_out_as(param).fill_(fill)
+        if there is not None:
+            values.copy_(self.values(state))
+        self.put(state, values, storage)
+
     def put(self, state: dict[str, Any], values: Tensor, storage: Storage) -> None:
         """Have `values` (float32, in the parameter's layout) in `state`, rounded to nearest."""
         lists = self._make(state, values, storage)
@@ -84,11 +100,6 @@ class Stored:
             _core.C.encode_state(self.algorithm, self.place, values, storage.name, lists)
         else:
             lists[0].copy_(values)
-
-    def put_zeros(self, state: dict[str, Any], like: Tensor, storage: Storage) -> None:
-        """Have zeros in it, laid out as `like`."""
-        for tensor in self._make(state, like, storage):
-            tensor.zero_()
 
     def _make(self, state: dict[str, Any], like: Tensor, storage: Storage) -> list[Tensor]:
         """What it stands under, in place of what there was; with no values yet."""

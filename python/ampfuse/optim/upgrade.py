@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -42,7 +42,7 @@ def upgrade(
     if isinstance(optimizer, LARC):
         upgrade(optimizer.optim, master_weights=master_weights, names=names)
         return
-    cls = type(optimizer)
+    cls: Any = type(optimizer)
     if not (is_fused(optimizer) or isinstance(optimizer, GenericOptimizer)):
         optimizer.__class__ = fused_class(optimizer) or generic_class(cls)
         _follow_class(optimizer)
