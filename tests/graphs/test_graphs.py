@@ -98,10 +98,11 @@ class Graph:
         groups = [dict(group) for group in optimizer.param_groups]
         stepped = getattr(optimizer, "_opt_called", False)
         self._set(self.groups, self.on_device)
-        # Edits of weights are no business of a graph.
+        # Edits of weights are no business of a graph, and its own are behind the host's back.
         optimizer._table.masters.accept_model_weights()
         try:
-            results = self.call._call(*self.call._tensors)
+            with torch.autograd._unsafe_preserve_version_counter(tuple(self.memory())):
+                results = self.call._call(*self.call._tensors)
         finally:
             self._set(groups, None)
             optimizer._opt_called = stepped  # the host called no step
@@ -300,8 +301,8 @@ def compare_steps(name, device, scheduled, count=STEPS, bad=BAD):
     """Captured ones of a training with eager ones."""
     bad = () if name in STATIC else bad
     ours, twin = twins(name, device)
-    schedulers = [one_cycle(t.optimizer, count) if scheduled else None for t in (ours, twin)]
     step = ours.graphed(sample(device))
+    schedulers = [one_cycle(t.optimizer, count) if scheduled else None for t in (ours, twin)]
     found = assert_trains_alike(ours, step, twin, batches(device, count, bad), schedulers)
     skipped = int(found["step skipped_steps"])
     assert skipped >= len(bad) if bad else skipped == 0

@@ -10,11 +10,7 @@ from ampfuse.nn import bias_act, gated_act
 from operators import assert_rounded
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-CURVES = {
-    "gelu": F.gelu,
-    "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"),
-    "silu": F.silu,
-}
+CURVES = {"gelu": F.gelu, "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"), "silu": F.silu}
 of_every_curve = pytest.mark.parametrize("curve", CURVES)
 TILE, SPAN = 32, 512  # rows, of which a bias's sums are made
 SHAPES = [(1, 1), (3, 7), (2, 3, 16), (4, 17), (TILE + 1, 65), (SPAN - 1, 8), (SPAN + 1, 9)]

@@ -14,7 +14,7 @@ from torch import nn
 
 from ampfuse import amp
 from ampfuse.experiments.demo import DigitsNet
-from ampfuse.nn import BatchNormAct2d, fuse, unfuse
+from ampfuse.nn import fuse, unfuse
 from cases import LEVELS, bf16, f32, f64, through_a_file
 
 X = torch.randn(3, 4, 5, 5, dtype=f64, generator=torch.Generator().manual_seed(1))
@@ -294,10 +294,7 @@ LEFT = {
         "sets self.count",
         {"count": 0},
     ),
-    "draws": (
-        lambda self, x: self.norm(x) if random.random() < 2 else x,
-        "draws random numbers",
-    ),
+    "draws": (lambda self, x: self.norm(x) if random.random() < 2 else x, "draws random numbers"),
     "constant": (lambda self, x: self.norm(x) * torch.ones(2).sum(), "computes ones of none"),
     "no_grad": (without_gradients, "no graph"),
     "autocast": (under_autocast, "gradient mode or autocast"),
@@ -388,23 +385,6 @@ def test_hooks_run(name, hook, when):
         for handle in handles:
             handle.remove()
     assert seen == expected != []
-
-
-def test_modules_that_are_exchanged_later():
-    for exchange in (
-        lambda m: setattr(m[0], "norm", Overridden(4).double()),
-        lambda m: setattr(m[1], "relu", nn.SiLU()),
-        lambda m: setattr(m[1], "norm2", nn.GroupNorm(2, 4).double()),
-        lambda m: setattr(m[1], "norm2", BatchNormAct2d(4, activation=None).double()),
-        nn.SyncBatchNorm.convert_sync_batchnorm,
-    ):
-        model = two_blocks()
-        plain = copy.deepcopy(model)
-        fuse(model)
-        for m in (model, plain):
-            torch.manual_seed(0)
-            exchange(m)
-        assert_same(run(model, [X]), run(plain, [X]), 1e-10)
 
 
 def test_a_copy_is_fused_and_is_itself(calls):

@@ -1,5 +1,5 @@
 """fuse() on layer and RMS norms and activations: in blocks as people write them, and in models of
-libraries.
+libraries; and on modules that are exchanged later.
 """
 
 import copy
@@ -15,10 +15,10 @@ from torch import nn
 from torch.profiler import profile
 
 from ampfuse import amp
-from ampfuse.nn import fuse, unfuse
+from ampfuse.nn import BatchNormAct2d, fuse, unfuse
 from cases import bf16
 from conftest import compilers
-from test_fuse import assert_same, run
+from test_fuse import Overridden, X, assert_same, run, two_blocks
 
 ROOT = Path(__file__).parents[2]
 
@@ -100,6 +100,10 @@ def passes(model, *inputs, op="norm", **named):
     return result, count
 
 
+def in_a_row():
+    return nn.Sequential(nn.Linear(24, 40), nn.GELU(), nn.Linear(40, 24))
+
+
 # A model, what is fused and with what, the operator and how often a pass calls it.
 MODELS = {
     **{
@@ -111,11 +115,7 @@ MODELS = {
         for norm in (nn.LayerNorm, nn.RMSNorm)
         for block, with_add in ((PreNorm, ["norm2"]), (PostNorm, ["norm1", "norm2"]), (InPlace, []))
     },
-    "layers in a row": (
-        lambda: nn.Sequential(nn.Linear(24, 40), nn.GELU(), nn.Linear(40, 24)),
-        {"1": "with bias"},
-        ("activation", 1),
-    ),
+    "in a row": (in_a_row, {"1": "with bias"}, ("activation", 1)),
     "Gated": (Gated, {"act": "with product", "other": "with bias"}, ("activation", 2)),
     "Gated, GELU": (
         lambda: Gated(lambda: nn.GELU("tanh")),
@@ -162,33 +162,37 @@ def test_parts(parts, fused):
         fuse(model, ["norm"])
 
 
-def test_layers_and_activations_that_are_exchanged_or_hooked_run():
-    model = nn.Sequential(nn.Linear(24, 40), nn.GELU(), nn.Linear(40, 24))
-    gated, x, seen = Gated(), torch.randn(2, 24), []
-    fuse(model)
-    fuse(gated)
-    handle = model[0].register_forward_hook(lambda module, args, output: seen.append(output))
-    model(x)
-    torch.testing.assert_close(seen, [model[0](x)] * 2)
-    handle.remove()
-    model[1] = nn.Tanh()
-    torch.testing.assert_close(model(x), model[2](model[0](x).tanh()))
-    model[0] = nn.Sequential(nn.Linear(24, 40), nn.ReLU())
-    torch.testing.assert_close(model(x), model[2](model[0](x).tanh()))
-    gated.act, gated.other = nn.ReLU(), nn.Identity()
-    torch.testing.assert_close(gated(x), gated.down(gated.up(x) * gated.gate(x).relu()).square())
+def double(module, args, output):
+    return output * 2
 
 
-def test_norms_that_are_exchanged_or_hooked_run():
-    model, x, seen = PreNorm(nn.LayerNorm), torch.randn(2, 24), []
+LATER = {
+    "batch norm": (two_blocks, lambda m: setattr(m[0], "norm", Overridden(4).double())),
+    "ReLU": (two_blocks, lambda m: setattr(m[1], "relu", nn.SiLU())),
+    "group norm": (two_blocks, lambda m: setattr(m[1], "norm2", nn.GroupNorm(2, 4).double())),
+    "ours": (two_blocks, lambda m: setattr(m[1], "norm2", BatchNormAct2d(4).double())),
+    "all batch norms": (two_blocks, nn.SyncBatchNorm.convert_sync_batchnorm),
+    "layer norm": (partial(PreNorm, nn.LayerNorm), lambda m: setattr(m, "norm1", nn.Identity())),
+    "hooked norm": (partial(PreNorm, nn.RMSNorm), lambda m: m.norm2.register_forward_hook(double)),
+    "gate": (Gated, lambda m: setattr(m, "act", nn.ReLU())),
+    "activation": (Gated, lambda m: setattr(m, "other", nn.Identity())),
+    "another": (in_a_row, lambda m: setattr(m, "1", nn.Tanh())),
+    "layer": (in_a_row, lambda m: setattr(m, "0", nn.Sequential(nn.Linear(24, 40), nn.ReLU()))),
+    "hooked layer": (in_a_row, lambda m: m[0].register_forward_hook(double)),
+}
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_modules_that_are_exchanged_or_hooked_later_run(name):
+    make, change = LATER[name]
+    model = make()
+    plain = copy.deepcopy(model)
     fuse(model)
-    model.norm2.register_forward_hook(lambda module, args, output: seen.append(output.shape))
-    model(x)
-    assert seen == [(2, 24)]
-    model.norm1 = nn.Identity()
-    expected = x + model.mix(x)
-    expected = expected + model.mlp(nn.functional.layer_norm(expected, [24]))
-    torch.testing.assert_close(model(x), expected)
+    for each in (model, plain):
+        torch.manual_seed(0)
+        change(each)
+    x, tolerance = (X, 1e-10) if make is two_blocks else (torch.randn(3, 5, 24), 1e-6)
+    assert_same(run(model, [x]), run(plain, [x]), tolerance)
 
 
 def test_types_that_differ_are_added_as_torch_adds_them():
