@@ -511,15 +511,22 @@ def test_a_step_made_again_goes_on(machine):
     assert_same_bits(found, {key: expected[key] for key in found})
 
 
-def test_a_replay_is_seen_by_autograd_and_by_caches(machine):
+@pytest.mark.parametrize("name", ["O0", "O2"])
+def test_a_replay_is_seen_by_autograd(name, machine):
     """A graph writes behind the host's back, which torch notices by versions alone."""
+    training = TRAININGS[name](machine)
+    model, step = training.model, training.graphed(sample(machine))
+    factor = torch.ones((), device=machine, requires_grad=True)
+    written = [*model.parameters(), *model.buffers(), *amp.master_params(training.optimizer)]
+    losses = [(factor * tensor).sum() for tensor in written]
+    step(*sample(machine))
+    for loss in losses:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_a_replay_is_seen_by_the_cache_of_casts(machine):
     inputs, target = sample(machine)
-    training = TRAININGS["O0"](machine)  # whose weights autograd saves as they are
-    step = training.graphed((inputs, target))
-    loss = loss_fn(training.model(inputs), target)
-    step(inputs, target)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
     training = TRAININGS["O1"](machine)
     model, step = training.model, training.graphed((inputs, target))
 
@@ -760,6 +767,18 @@ def test_a_change_that_is_undone_is_forgotten(stand_in):
         step(*sample("cpu"))
     group["eps"] = eps
     assert_trains_alike(ours, step, twin, batches("cpu", 6))
+
+
+def test_marked_rows_agree(device):
+    """What the host does after a replay, whose writes it does not see."""
+    training = TRAININGS["O2"](device)
+    training.eager(*sample(device))
+    masters = [master.detach().clone() for master in amp.master_params(training.optimizer)]
+    with torch.no_grad():
+        training.model[0].weight.mul_(2)
+    training.optimizer._table.plan.mark_stepped()
+    training.optimizer._table.masters.refresh()
+    assert all(map(torch.equal, amp.master_params(training.optimizer), masters))
 
 
 # --- only a GPU -----------------------------------------------------------------------------------
