@@ -1,15 +1,13 @@
-"""ampfuse.nn.cross_entropy against float64, and what torch expects of an operator."""
+"""ampfuse.nn.cross_entropy against float64; see test_operators.py, too."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.profiler import profile
 
 from ampfuse import amp
 from ampfuse.nn import LinearCrossEntropy, cross_entropy, linear_cross_entropy
-from conftest import compilers
-from operators import assert_compiles, assert_same_bits_with_any_threads
+from operators import assert_rounded
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 SPAN = 4096  # columns, of which a row's sums are made
@@ -42,22 +40,14 @@ def check(logits, target, weight=None, **options):
     loss.sum().backward()
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss.detach().double(), expected, rtol=3e-7, atol=1e-6)
-    half = torch.finfo(logits.dtype).eps / 2 if logits.dtype != torch.float32 else 0
-    scale = gradient.abs().amax().item()
-    torch.testing.assert_close(
-        logits.grad.double(), gradient, rtol=half + 2e-6, atol=2e-7 * scale + _least(logits.dtype)
-    )
-
-
-def _least(dtype):
-    return torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    assert_rounded("dlogits", logits.grad, gradient, 2e-6, gradient.abs().amax().item() / 10)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize(
     ("rows", "classes"),
     [
-        *((1, 1), (3, 7), (5, 15), (4, 16), (2, 17), (9, 127), (9, 128), (9, 129), (70, 1000)),
+        *((1, 1), (3, 7), (5, 15), (4, 16), (2, 17), (9, 127), (9, 128), (9, 129), (70, 5000)),
         *((3, SPAN - 1), (3, SPAN), (3, SPAN + 1), (2, 3 * SPAN + 5), (2, 17 * SPAN + 3)),
     ],
 )
@@ -79,36 +69,16 @@ def test_weights_ignored_targets_and_reductions(dtype, reduction, weighted, smoo
     check(logits_of(rows, classes, dtype), target, weight, **options)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_is_nearer_to_float64_than_torch_on_half_logits(dtype):
-    logits, target = logits_of(64, 5000, dtype), targets_of(64, 5000)
-    expected, gradient = exact(logits, target)
-    errors = []
-    for function in (cross_entropy, F.cross_entropy):
-        logits.grad = None
-        loss = function(logits, target)
-        loss.backward()
-        errors.append(
-            ((loss - expected).abs().item(), (logits.grad - gradient).norm().item()),
-        )
-    (ours, our_gradient), (torchs, their_gradient) = errors
-    assert ours < torchs / 100
-    assert our_gradient < their_gradient
-
-
 @pytest.mark.parametrize("shape", [(7,), (4, 7), (2, 7, 3), (2, 7, 3, 5)])
 def test_every_shape_of_torch(shape):
-    x = torch.randn(shape, dtype=torch.float64)
+    x = torch.randn(shape, dtype=torch.bfloat16)
     target = torch.randint(7, shape[:0] if len(shape) == 1 else shape[:1] + shape[2:])
     layouts = [x, x.to(memory_format=torch.channels_last)] if len(shape) == 4 else [x]
-    for z in layouts:
-        half = z.to(torch.bfloat16).requires_grad_()
-        check(half, target)
-    probabilities = torch.rand(shape).softmax(0 if len(shape) == 1 else 1)
-    loss = cross_entropy(half, probabilities.bfloat16())
-    torch.testing.assert_close(
-        loss, F.cross_entropy(half.float(), probabilities.bfloat16().float())
-    )
+    for half in layouts:
+        check(half.requires_grad_(), target)
+    probabilities = torch.rand(shape).softmax(0 if len(shape) == 1 else 1).bfloat16()
+    loss = cross_entropy(x, probabilities)
+    torch.testing.assert_close(loss, F.cross_entropy(x.float(), probabilities.float()))
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -137,12 +107,8 @@ def test_extremes(dtype):
     torch.testing.assert_close(loss[known].double(), expected[known], rtol=1e-6, atol=1e-6)
     assert not loss[~known].isfinite().any()
     finite = gradient.isfinite().all(1) & gradient.sum(1).isfinite()
-    torch.testing.assert_close(
-        logits.grad[finite].double(),
-        gradient[finite],
-        rtol=max(torch.finfo(dtype).eps, 2e-6),
-        atol=1e-6,
-    )
+    found, rtol = logits.grad[finite].double(), max(torch.finfo(dtype).eps, 2e-6)
+    torch.testing.assert_close(found, gradient[finite], rtol=rtol, atol=1e-6)
     assert logits.grad[1:2].isfinite().all()
     assert logits.grad[9].isnan().all()
 
@@ -161,9 +127,7 @@ def test_nothing_counts():
 
 def test_wrong_arguments_are_told():
     logits, target = logits_of(3, 5, torch.bfloat16), targets_of(3, 5)
-    with pytest.raises(
-        IndexError, match="target 5 is none of 5 classes, and not ignore_index, -100"
-    ):
+    with pytest.raises(IndexError, match=r"target 5 is none of 5 classes, .* ignore_index, -100"):
         cross_entropy(logits, torch.tensor([0, 5, 1]))
     with pytest.raises(IndexError, match="target -1 is none"):
         cross_entropy(logits, torch.tensor([0, 4, -1]))
@@ -173,30 +137,9 @@ def test_wrong_arguments_are_told():
         cross_entropy(logits, target, label_smoothing=1.5)
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_a_gradient_penalty(dtype):
-    """torch's operations give the second derivative, the logits' and the incoming gradient's."""
-
-    def penalty(loss_of, x, factor):
-        loss = loss_of(x * factor, target, weight, label_smoothing=0.1)
-        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
-        return torch.autograd.grad((gradient**2).sum() * 100 + loss, (x, factor))
-
-    x, target, weight = logits_of(6, 9, dtype), targets_of(6, 9, [2]), torch.rand(9) + 0.5
-    factor = torch.tensor(0.7, dtype=dtype, requires_grad=True)
-    exactly = [t.detach().double().requires_grad_() for t in (x, factor)]
-    weight = weight.double()
-    expected = penalty(F.cross_entropy, *exactly)
-    weight = weight.float()
-    eps = torch.finfo(dtype).eps
-    for result, exact_one in zip(penalty(cross_entropy, x, factor), expected, strict=True):
-        scale = exact_one.abs().amax().item()
-        torch.testing.assert_close(result.double(), exact_one, rtol=8 * eps, atol=4 * eps * scale)
-
-
-def passed_on(dtype=torch.bfloat16, view=False):
+def passed_on(view=False):
     """(x, logits): logits that no operation before saved."""
-    x = logits_of(8, 300, dtype)
+    x = logits_of(8, 300, torch.bfloat16)
     logits = x + 1
     return x, logits.view(2, 4, 300).flatten(0, 1) if view else logits
 
@@ -208,7 +151,7 @@ def test_the_gradient_is_written_over_logits_that_nobody_holds(view):
     for held in (False, True):
         x, logits = passed_on(view=view)
         memory, before = logits.data_ptr(), logits.detach().clone()
-        logits.register_hook(lambda gradient: found.append(gradient))
+        logits.register_hook(found.append)
         loss = cross_entropy(logits, target)
         kept = logits if held else None
         del logits
@@ -242,47 +185,6 @@ def test_what_another_operation_saved_stays():
     torch.testing.assert_close(x.grad.double(), z.grad, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_any_number_of_threads_gives_the_same_bits(dtype):
-    logits, target = logits_of(65, 4 * SPAN + 1, dtype), targets_of(65, 4 * SPAN + 1)
-
-    def run():
-        return torch.autograd.grad(cross_entropy(logits, target, label_smoothing=0.1), logits)
-
-    assert_same_bits_with_any_threads(run)
-
-
-@pytest.mark.parametrize("level", ["O1", "O4"])
-@pytest.mark.parametrize("loss_function", [F.cross_entropy, nn.CrossEntropyLoss()])
-def test_losses_of_half_outputs_are_fused(level, loss_function):
-    torch.manual_seed(0)
-    model = nn.Linear(16, 50)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    x, target = torch.randn(8, 16), targets_of(8, 50)
-    outputs = model(x)
-    with profile() as profiled:
-        loss = loss_function(outputs, target)
-    assert "ampfuse::cross_entropy_loss" in {event.key for event in profiled.key_averages()}
-    expected, _ = exact(outputs.detach().double(), target)
-    torch.testing.assert_close(loss.detach().double(), expected, rtol=1e-6, atol=1e-6)
-    with amp.scale_loss(loss, optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
-
-
-@compilers
-def test_compiles_in_one_graph(backend):
-    target = targets_of(8, 300)
-    logits = (logits_of(8, 300, torch.bfloat16),)
-    assert_compiles(lambda logits: cross_entropy(logits, target), logits, backend, tolerance=0)
-
-
-def test_is_an_operator_as_torch_wants_it():
-    logits, target = logits_of(4, 30, torch.float32), targets_of(4, 30)
-    torch.library.opcheck(torch.ops.ampfuse.cross_entropy, (logits, target, None, -100, 0.1))
-
-
 # ---- with the last linear layer ------------------------------------------------------------------
 
 
@@ -290,7 +192,6 @@ def test_is_an_operator_as_torch_wants_it():
 @pytest.mark.parametrize("block_rows", [None, 1, 7, 40, 41])
 @pytest.mark.parametrize("options", [{}, {"reduction": "sum", "label_smoothing": 0.1}])
 def test_a_head_in_blocks_agrees_with_float64(dtype, block_rows, options):
-    torch.manual_seed(0)
     head = LinearCrossEntropy(24, 130, bias=True, **options, block_rows=block_rows).to(dtype)
     x = torch.randn(5, 8, 24, dtype=dtype, requires_grad=True)
     target = targets_of(40, 130, ignored=(3, 39)).view(5, 8)
@@ -303,15 +204,12 @@ def test_a_head_in_blocks_agrees_with_float64(dtype, block_rows, options):
     expected.backward()
     eps = torch.finfo(dtype).eps
     torch.testing.assert_close(loss.detach().double(), expected.detach(), rtol=2 * eps, atol=0)
-    tensors = zip((x, *head.parameters()), (y, *exact_head.parameters()), strict=True)
-    for found, right in ((a.grad, b.grad) for a, b in tensors):
-        error = (found.double() - right).norm() / right.norm()
-        assert error < 2 * eps
+    for a, b in zip((x, *head.parameters()), (y, *exact_head.parameters()), strict=True):
+        assert (a.grad.double() - b.grad).norm() < 2 * eps * b.grad.norm()
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
 def test_a_head_trains_at_every_level(level):
-    torch.manual_seed(0)
     model = LinearCrossEntropy(16, 10, block_rows=5)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
@@ -331,11 +229,9 @@ def test_a_head_trains_at_every_level(level):
 
 
 def test_a_head_tells_what_is_wrong():
-    x, weight = torch.randn(4, 3), torch.randn(5, 3)
+    x, weight, target = torch.randn(4, 3), torch.randn(5, 3), torch.full((4,), 5)
     with pytest.raises(ValueError, match=r"target must be int64 and of shape \(4,\)"):
-        linear_cross_entropy(x, weight, torch.zeros(3, dtype=torch.int64))
+        linear_cross_entropy(x, weight, target[:3])
     with pytest.raises(IndexError, match="target 5 is none"):
-        linear_cross_entropy(x, weight, torch.full((4,), 5))
-    assert (
-        linear_cross_entropy(x[:0], weight, torch.zeros(0, dtype=torch.int64), reduction="sum") == 0
-    )
+        linear_cross_entropy(x, weight, target)
+    assert linear_cross_entropy(x[:0], weight, target[:0], reduction="sum") == 0

@@ -1,9 +1,12 @@
 """fuse() on layer and RMS norms and activations: in blocks as people write them, and in models of
-libraries.
+libraries; and on modules that are exchanged later.
 """
 
 import copy
+import itertools
 import pickle
+from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,10 +15,11 @@ from torch import nn
 from torch.profiler import profile
 
 from ampfuse import amp
-from ampfuse.nn import fuse, unfuse
+from ampfuse.nn import BatchNormAct2d, fuse, unfuse
+from cases import bf16
 from conftest import compilers
+from test_fuse import Overridden, X, assert_same, run, two_blocks
 
-bf16 = torch.bfloat16
 ROOT = Path(__file__).parents[2]
 
 
@@ -96,42 +100,50 @@ def passes(model, *inputs, op="norm", **named):
     return result, count
 
 
-def trained(model, x):
-    x = x.clone().requires_grad_()
-    model.zero_grad()
-    y = model(x)
-    (y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)).sum().backward()
-    return [y.detach(), x.grad, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+def in_a_row():
+    return nn.Sequential(nn.Linear(24, 40), nn.GELU(), nn.Linear(40, 24))
 
 
-def assert_near(found, expected, eps):
-    for one, right in zip(found, expected, strict=True):
-        assert (one - right).abs().max() <= eps * right.abs().max()
+# A model, what is fused and with what, the operator and how often a pass calls it.
+MODELS = {
+    **{
+        f"{block.__name__}, {norm.__name__}": (
+            partial(block, norm),
+            {name: "with add" if name in with_add else "alone" for name in ("norm1", "norm2")},
+            ("norm", 2),
+        )
+        for norm in (nn.LayerNorm, nn.RMSNorm)
+        for block, with_add in ((PreNorm, ["norm2"]), (PostNorm, ["norm1", "norm2"]), (InPlace, []))
+    },
+    "in a row": (in_a_row, {"1": "with bias"}, ("activation", 1)),
+    "Gated": (Gated, {"act": "with product", "other": "with bias"}, ("activation", 2)),
+    "Gated, GELU": (
+        lambda: Gated(lambda: nn.GELU("tanh")),
+        {"act": "with product", "other": "with bias"},
+        ("activation", 2),
+    ),
+    "Functions": (Functions, {"first": "with gelu_tanh"}, ("activation", 1)),
+    "Shared": (Shared, {"act": "alone"}, ("activation", 1)),
+}
 
 
-@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
-@pytest.mark.parametrize(
-    ("block", "with_add"), [(PreNorm, {"norm2"}), (PostNorm, {"norm1", "norm2"}), (InPlace, set())]
-)
-def test_blocks_as_people_write_them(norm, block, with_add):
-    torch.manual_seed(0)
-    model = block(norm)
-    x = torch.randn(3, 5, 24)
-    expected, keys = trained(model, x), list(model.state_dict())
+@pytest.mark.parametrize("name", MODELS)
+def test_models_as_people_write_them(name):
+    make, fused, (op, count) = MODELS[name]
+    model, x = make(), torch.randn(3, 5, 24)
+    expected, keys = run(model, [x]), list(model.state_dict())
     report = fuse(model)
-    assert report.fused == {
-        name: "with add" if name in with_add else "alone" for name in ("norm1", "norm2")
-    }
-    assert report.summary == "2 of 2 norms and activations fused"
+    assert (report.fused, report.left) == (fused, {})
+    assert report.summary == f"{len(fused)} of {len(fused)} norms and activations fused"
     assert list(model.state_dict()) == keys
-    assert_near(trained(model, x), expected, 1e-5)
+    assert_same(run(model, [x]), expected, 1e-6)
     for other in (model, copy.deepcopy(model)):
-        assert passes(other, x)[1] == 2
-    assert passes(pickle.loads(pickle.dumps(model)), x)[1] == 0
+        assert passes(other, x, op=op)[1] == count
+    assert passes(pickle.loads(pickle.dumps(model)), x, op=op)[1] == 0
     assert set(fuse(model).left.values()) <= {"already fused"}
     unfuse(model)
-    assert passes(model, x)[1] == 0
-    assert all(torch.equal(*pair) for pair in zip(trained(model, x), expected, strict=True))
+    assert passes(model, x, op=op)[1] == 0
+    assert_same(run(model, [x]), expected, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -140,97 +152,81 @@ def test_blocks_as_people_write_them(norm, block, with_add):
 def test_parts(parts, fused):
     model = nn.Sequential(PreNorm(nn.LayerNorm), nn.Linear(24, 40), nn.GELU())
     x = torch.randn(3, 5, 24)
-    expected = trained(model, x)
+    expected = run(model, [x])
     report = fuse(model, parts)
     assert (report.fused.keys(), report.left) == (fused, {})
-    assert_near(trained(model, x), expected, 1e-5)
+    assert_same(run(model, [x]), expected, 1e-6)
     assert passes(model, x)[1] == 2 * ("norms" in parts)
     assert passes(model, x, op="activation")[1] == ("activations" in parts)
     with pytest.raises(ValueError, match="parts holds 'norm'; it has to hold some of norms, act"):
         fuse(model, ["norm"])
 
 
-@pytest.mark.parametrize(
-    ("block", "fused", "count"),
-    [
-        (lambda: nn.Sequential(nn.Linear(24, 40), nn.GELU(), nn.Linear(40, 24)), {"1": "bias"}, 1),
-        (Gated, {"act": "product", "other": "bias"}, 2),
-        (lambda: Gated(lambda: nn.GELU("tanh")), {"act": "product", "other": "bias"}, 2),
-        (Functions, {"first": "gelu_tanh"}, 1),
-        (Shared, {"act": None}, 1),
-    ],
-)
-def test_activations_with_what_is_beside_them(block, fused, count):
-    torch.manual_seed(0)
-    model = block()
-    x = torch.randn(3, 5, 24)
-    expected, keys = trained(model, x), list(model.state_dict())
-    report = fuse(model)
-    assert report.fused == {name: f"with {it}" if it else "alone" for name, it in fused.items()}
-    assert not report.left
-    assert list(model.state_dict()) == keys
-    assert_near(trained(model, x), expected, 1e-5)
-    for other in (model, copy.deepcopy(model)):
-        assert passes(other, x, op="activation")[1] == count
-    unfuse(model)
-    assert passes(model, x, op="activation")[1] == 0
-    assert all(torch.equal(*pair) for pair in zip(trained(model, x), expected, strict=True))
+def double(module, args, output):
+    return output * 2
 
 
-def test_layers_and_activations_that_are_exchanged_or_hooked_run():
-    model = nn.Sequential(nn.Linear(24, 40), nn.GELU(), nn.Linear(40, 24))
-    gated = Gated()
+LATER = {
+    "batch norm": (two_blocks, lambda m: setattr(m[0], "norm", Overridden(4).double())),
+    "ReLU": (two_blocks, lambda m: setattr(m[1], "relu", nn.SiLU())),
+    "group norm": (two_blocks, lambda m: setattr(m[1], "norm2", nn.GroupNorm(2, 4).double())),
+    "ours": (two_blocks, lambda m: setattr(m[1], "norm2", BatchNormAct2d(4).double())),
+    "all batch norms": (two_blocks, nn.SyncBatchNorm.convert_sync_batchnorm),
+    "layer norm": (partial(PreNorm, nn.LayerNorm), lambda m: setattr(m, "norm1", nn.Identity())),
+    "hooked norm": (partial(PreNorm, nn.RMSNorm), lambda m: m.norm2.register_forward_hook(double)),
+    "gate": (Gated, lambda m: setattr(m, "act", nn.ReLU())),
+    "activation": (Gated, lambda m: setattr(m, "other", nn.Identity())),
+    "another": (in_a_row, lambda m: setattr(m, "1", nn.Tanh())),
+    "layer": (in_a_row, lambda m: setattr(m, "0", nn.Sequential(nn.Linear(24, 40), nn.ReLU()))),
+    "hooked layer": (in_a_row, lambda m: m[0].register_forward_hook(double)),
+}
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_modules_that_are_exchanged_or_hooked_later_run(name):
+    make, change = LATER[name]
+    model = make()
+    plain = copy.deepcopy(model)
     fuse(model)
-    fuse(gated)
-    seen = []
-    x = torch.randn(2, 24)
-    handle = model[0].register_forward_hook(lambda module, args, output: seen.append(output))
-    model(x)
-    torch.testing.assert_close(seen, [model[0](x)] * len(seen))
-    assert len(seen) == 2
-    handle.remove()
-    model[1] = nn.Tanh()
-    torch.testing.assert_close(model(x), model[2](model[0](x).tanh()))
-    model[0] = nn.Sequential(nn.Linear(24, 40), nn.ReLU())
-    torch.testing.assert_close(model(x), model[2](model[0](x).tanh()))
-    gated.act = nn.ReLU()
-    gated.other = nn.Identity()
-    torch.testing.assert_close(gated(x), gated.down(gated.up(x) * gated.gate(x).relu()).square())
-
-
-def test_hooks_and_modules_in_their_place_run():
-    model = PreNorm(nn.LayerNorm)
-    fuse(model)
-    seen = []
-    model.norm2.register_forward_hook(lambda module, args, output: seen.append(output.shape))
-    x = torch.randn(2, 24)
-    model(x)
-    assert seen == [(2, 24)]
-    model.norm1 = nn.Identity()
-    expected = x + model.mix(x)
-    expected = expected + model.mlp(nn.functional.layer_norm(expected, [24]))
-    torch.testing.assert_close(model(x), expected)
+    for each in (model, plain):
+        torch.manual_seed(0)
+        change(each)
+    x, tolerance = (X, 1e-10) if make is two_blocks else (torch.randn(3, 5, 24), 1e-6)
+    assert_same(run(model, [x]), run(plain, [x]), tolerance)
 
 
 def test_types_that_differ_are_added_as_torch_adds_them():
     model = PreNorm(nn.LayerNorm)
-    model.mix.to(bf16)
-    model.norm1.to(bf16)
+    for module in (model.mix, model.norm1):
+        module.to(bf16)
     fuse(model)
-    x = torch.randn(2, 24)
     model.norm1.register_forward_pre_hook(lambda module, args: args[0].to(bf16))
-    assert model(x).dtype == torch.float32
+    assert model(torch.randn(2, 24)).dtype == torch.float32
 
 
-@pytest.mark.parametrize("block", [lambda: PreNorm(nn.LayerNorm), Gated, Functions])
+@pytest.mark.parametrize("name", ["PreNorm, LayerNorm", "Gated", "Functions"])
 @compilers
-def test_compiles_in_one_graph(backend, block):
-    torch.manual_seed(0)
-    model = block()
+def test_compiles_in_one_graph(backend, name):
+    model = MODELS[name][0]()
     fuse(model)
     x = torch.randn(4, 24)
-    expected = trained(model, x)
-    assert_near(trained(torch.compile(model, fullgraph=True, backend=backend), x), expected, 1e-5)
+    expected = run(model, [x])
+    assert_same(run(torch.compile(model, fullgraph=True, backend=backend), [x]), expected, 1e-6)
+
+
+def losses_at(level, fused, model, make_optimizer, batches, loss_of):
+    """Of a training on `batches`."""
+    optimizer = make_optimizer(model.parameters())
+    amp.initialize(model, optimizer, opt_level=level, fuse=fused, verbosity=0)
+    losses = []
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = loss_of(model, batch).float()
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
@@ -239,19 +235,10 @@ def test_at_each_level(level):
     for fused in (False, True):
         torch.manual_seed(0)
         model = nn.Sequential(PreNorm(nn.LayerNorm), PreNorm(nn.LayerNorm), nn.Linear(24, 1))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        model, optimizer = amp.initialize(
-            model, optimizer, opt_level=level, fuse=fused, verbosity=0
+        losses[fused] = losses_at(
+            *(level, fused, model, partial(torch.optim.SGD, lr=0.05), [torch.randn(64, 24)] * 20),
+            lambda model, x: (model(x).float() - x[:, :1]).square().mean(),
         )
-        x = torch.randn(64, 24)
-        losses[fused] = []
-        for _ in range(20):
-            optimizer.zero_grad()
-            loss = (model(x).float() - x[:, :1]).square().mean()
-            with amp.scale_loss(loss, optimizer) as scaled:
-                scaled.backward()
-            optimizer.step()
-            losses[fused].append(loss.item())
     assert losses[True][-1] < losses[True][0] / 2
     assert losses[True] == pytest.approx(losses[False], rel=0.03)
 
@@ -259,68 +246,60 @@ def test_at_each_level(level):
 # ---- of libraries --------------------------------------------------------------------------------
 
 
-def check_library_model(model, *inputs, count, with_add=0, acts=("bias", 2), **named):
-    """Fuses a model, and compares what it returns.
+def of_timm(name, **options):
+    return pytest.importorskip("timm").create_model(name, num_classes=3, **options)
 
-    Arguments:
-        count: its norms.
-        acts: what its activations take with them, and how many there are.
-    """
-    model.eval()
-    expected = model(*inputs, **named)
+
+def of_torchvision(*sizes):
+    return pytest.importorskip("torchvision").models.VisionTransformer(*sizes)
+
+
+def of_transformers(name, kind="Model", **sizes):
+    transformers = pytest.importorskip("transformers")
+    return getattr(transformers, name + kind)(getattr(transformers, f"{name}Config")(**sizes))
+
+
+SMALL = {"vocab_size": 50, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+SMALL["intermediate_size"] = 48
+VIT = partial(of_timm, "vit_tiny_patch16_224", depth=2, img_size=32)
+CONVNEXT = {"depths": (1, 1, 1, 1), "dims": (8, 16, 16, 16), "conv_mlp": False}
+SWIN = {"depths": (1, 1), "num_heads": (1, 2), "embed_dim": 8, "img_size": 56}
+# A model, pixels of an image that it takes or None for words, its norms, of these with an add,
+# what its activations take with them, and how many there are.
+LIBRARIES = {
+    "ViT of timm": (VIT, 32, 5, 2, "bias", 2),
+    "ConvNeXt": (partial(of_timm, "convnext_atto", **CONVNEXT), 64, 9, 0, "bias", 4),
+    "Swin": (partial(of_timm, "swin_tiny_patch4_window7_224", **SWIN), 56, 7, 0, "bias", 2),
+    "ViT of torchvision": (partial(of_torchvision, 32, 16, 2, 2, 24, 48), 32, 5, 2, "bias", 2),
+    "Llama": (partial(of_transformers, "Llama", **SMALL), None, 5, 2, "product", 2),
+    "GPT2": (partial(of_transformers, "GPT2", **SMALL), None, 5, 2, "bias", 2),
+    "Bert": (partial(of_transformers, "Bert", **SMALL), None, 5, 4, "bias", 2),
+}
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_models_of_libraries(name):
+    make, side, norms, with_add, beside_acts, acts = LIBRARIES[name]
+    model = make().eval()
+    x = torch.randn(2, 3, side, side) if side else torch.arange(12).view(2, 6)
+    pick = (lambda y: y) if side else (lambda y: y[0])
+    expected = model(x)
     report = fuse(model)
     assert not report.left, report
-    assert len(report.fused) == count + acts[1], report
-    assert sum(what == "with add" for what in report.fused.values()) == with_add, report
-    assert sum(what == f"with {acts[0]}" for what in report.fused.values()) == acts[1], report
-    found, run = passes(model, *inputs, **named)
-    assert run == count
-    assert passes(model, *inputs, op="activation", **named)[1] == acts[1]
-    pick = (lambda y: y[0]) if not isinstance(expected, torch.Tensor) else (lambda y: y)
+    found = Counter(report.fused.values())
+    alone = norms - with_add
+    counts = {"alone": alone, "with add": with_add, f"with {beside_acts}": acts}
+    assert found == Counter(counts), report
+    for op, count in (("norm", norms), ("activation", acts)):
+        found, passed = passes(model, x, op=op)
+        assert passed == count
     torch.testing.assert_close(pick(found), pick(expected), rtol=1e-4, atol=1e-4)
-    model.train()
-    pick(model(*inputs, **named)).float().square().mean().backward()
+    pick(model.train()(x)).float().square().mean().backward()
     for name in report.fused:
         assert all(p.grad.isfinite().all() for p in model.get_submodule(name).parameters())
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "count", "with_add"),
-    [
-        ("vit_tiny_patch16_224", {"depth": 2, "img_size": 32}, 5, 2),
-        (
-            "convnext_atto",
-            {"depths": (1, 1, 1, 1), "dims": (8, 16, 16, 16), "conv_mlp": False},
-            9,
-            0,
-        ),
-        (
-            "swin_tiny_patch4_window7_224",
-            {"depths": (1, 1), "num_heads": (1, 2), "embed_dim": 8},
-            7,
-            0,
-        ),
-    ],
-)
-def test_timm(name, options, count, with_add):
-    timm = pytest.importorskip("timm")
-    torch.manual_seed(0)
-    model = timm.create_model(name, num_classes=3, **options)
-    side = options.get("img_size", 224)
-    x = torch.randn(2, 3, side, side)
-    acts = ("bias", sum(options["depths"]) if "depths" in options else options["depth"])
-    check_library_model(model, x, count=count, with_add=with_add, acts=acts)
-
-
-def test_torchvision():
-    models = pytest.importorskip("torchvision").models
-    torch.manual_seed(0)
-    model = models.VisionTransformer(32, 16, 2, 2, 24, 48)
-    check_library_model(model, torch.randn(2, 3, 32, 32), count=5, with_add=2)
-
-
 def test_encoder_layers_of_torch():
-    torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(24, 2, 48, norm_first=True, batch_first=True)
     model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).train()
     report = fuse(model)
@@ -328,32 +307,11 @@ def test_encoder_layers_of_torch():
     assert passes(model, torch.randn(2, 5, 24))[1] == 4
 
 
-@pytest.mark.parametrize(
-    ("name", "count", "with_add"), [("Llama", 5, 2), ("GPT2", 5, 2), ("Bert", 5, 4)]
-)
-def test_transformers(name, count, with_add):
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 50, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-    if name == "GPT2":
-        sizes = {"vocab_size": 50, "n_embd": 24, "n_layer": 2, "n_head": 2}
-    else:
-        sizes["intermediate_size"] = 48
-    model = getattr(transformers, f"{name}Model")(getattr(transformers, f"{name}Config")(**sizes))
-    acts = ("product" if name == "Llama" else "bias", 2)
-    words = torch.arange(12).view(2, 6)
-    check_library_model(model, words, count=count, with_add=with_add, acts=acts)
-
-
 def test_the_loss_of_causal_language_models():
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 50, "hidden_size": 24, "intermediate_size": 48}
-    config = transformers.LlamaConfig(**sizes, num_hidden_layers=1, num_attention_heads=2)
-    model = transformers.LlamaForCausalLM(config).to(bf16)
+    model = of_transformers("Llama", "ForCausalLM", **SMALL).to(bf16)
     words = torch.randint(50, (3, 9))
     labels = words.masked_fill(words % 5 == 0, -100)
-    options = [{}, {"num_items_in_batch": torch.tensor(7)}, {"num_items_in_batch": 7}]
+    options = [{"num_items_in_batch": count} for count in (None, 7, torch.tensor(7))]
     options.append({"shift_labels": labels.roll(-1, 1)})
     expected = [model(words, labels=labels, **some).loss for some in options]
     assert fuse(model).has_loss
@@ -375,32 +333,24 @@ def test_the_loss_of_causal_language_models():
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_training_is_as_good_fused(level):
     """The licence's bytes, 200 steps, three seeds: losses differ by less than the seeds' do."""
-    transformers = pytest.importorskip("transformers")
     text = torch.frombuffer(bytearray((ROOT / "LICENSE").read_bytes()), dtype=torch.uint8)
+    sizes = {"vocab_size": 256, "n_layer": 2, "n_embd": 64, "n_head": 2, "n_positions": 64}
+    sizes |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+
+    def batches():
+        for _ in range(200):
+            begins = torch.randint(len(text) - 64, (8,))
+            yield torch.stack([text[begin : begin + 64] for begin in begins]).long()
+
     found = {True: [], False: []}
-    for seed in range(3):
-        for fused in found:
-            torch.manual_seed(seed)
-            sizes = {"n_layer": 2, "n_embd": 64, "n_head": 2, "n_positions": 64}
-            drop = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-            config = transformers.GPT2Config(vocab_size=256, **sizes, **drop)
-            model = transformers.GPT2LMHeadModel(config)
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-            model, optimizer = amp.initialize(
-                model, optimizer, opt_level=level, fuse=fused, verbosity=0
-            )
-            last = []
-            for step in range(200):
-                begin = torch.randint(len(text) - 64, (8,))
-                words = torch.stack([text[i : i + 64] for i in begin]).long()
-                optimizer.zero_grad()
-                loss = model(words, labels=words).loss
-                with amp.scale_loss(loss, optimizer) as scaled:
-                    scaled.backward()
-                optimizer.step()
-                if step >= 150:
-                    last.append(loss.detach().float())
-            found[fused].append(torch.stack(last).mean())
+    for seed, fused in itertools.product(range(3), found):
+        torch.manual_seed(seed)
+        model = of_transformers("GPT2", "LMHeadModel", **sizes)
+        losses = losses_at(
+            *(level, fused, model, partial(torch.optim.AdamW, lr=1e-3), batches()),
+            lambda model, words: model(words, labels=words).loss,
+        )
+        found[fused].append(torch.tensor(losses[150:]).mean())
     fused, plain = (torch.stack(found[key]) for key in (True, False))
     assert plain.max() < 3.5  # from 5.5
     spread = plain.max() - plain.min()

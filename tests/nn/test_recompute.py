@@ -1,5 +1,6 @@
 """Outputs of batch norms that the backward pass computes again: the same bits from less memory."""
 
+import contextlib
 import copy
 
 import pytest
@@ -34,13 +35,14 @@ def image(*shape, dtype=torch.float32, device="cpu"):
     return x.requires_grad_()
 
 
+def recompute(wanted):
+    return recompute_norms() if wanted else contextlib.nullcontext()
+
+
 def gradients(model, x, recomputed, mode=True):
     """The loss and all gradients, of a copy."""
     model, x = copy.deepcopy(model).train(mode), x.detach().clone().requires_grad_()
-    if recomputed:
-        with recompute_norms():
-            loss = model(x).square().mean()
-    else:
+    with recompute(recomputed):
         loss = model(x).square().mean()
     loss.backward()
     return [loss, x.grad, *(param.grad for param in model.parameters())]
@@ -50,7 +52,6 @@ def gradients(model, x, recomputed, mode=True):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_results_have_the_same_bits(dtype, training, hardware):
     """On a side stream, too."""
-    torch.manual_seed(0)
     block = Block().to(hardware, memory_format=torch.channels_last)
     x = image(4, 16, 9, 7, dtype=dtype, device=hardware)
     for conv in (block.conv1, block.conv2):
@@ -82,8 +83,7 @@ def test_the_kernel_repeats_itself(relu, bias, device):
 
 def test_memory_of_a_net_and_equal_steps(hardware):
     """Of each block's four saved images one is not kept."""
-    torch.manual_seed(0)
-    x = torch.randn(8, 16, 32, 32).to(hardware, memory_format=torch.channels_last)
+    x = image(8, 16, 32, 32, device=hardware).detach()
     peaks, ends = [], []
     for recomputed in (False, True):
         torch.manual_seed(1)
@@ -93,10 +93,7 @@ def test_memory_of_a_net_and_equal_steps(hardware):
         amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
         for _ in range(2):
             with TensorMemory(hardware) as peak:
-                if recomputed:
-                    with recompute_norms():
-                        loss = model(x).float().square().mean()
-                else:
+                with recompute(recomputed):
                     loss = model(x).float().square().mean()
                 with amp.scale_loss(loss, optimizer) as scaled:
                     scaled.backward()
@@ -111,7 +108,6 @@ def test_memory_of_a_net_and_equal_steps(hardware):
 
 def test_a_fused_net_as_it_is(hardware):
     torchvision = pytest.importorskip("torchvision")
-    torch.manual_seed(0)
     model = torchvision.models.resnet18(num_classes=4)
     model.maxpool = nn.Identity()  # on a GPU it adds gradients in any order
     fuse(model.to(hardware, memory_format=torch.channels_last))
@@ -121,19 +117,15 @@ def test_a_fused_net_as_it_is(hardware):
 
 
 def test_second_passes():
-    torch.manual_seed(0)
     block, x = Block(4).to(memory_format=torch.channels_last), image(2, 4, 5, 5)
 
-    def results():
-        loss = block(x).square().sum()
-        (first,) = torch.autograd.grad(loss, x, retain_graph=True)
-        return [first, *torch.autograd.grad(loss, block.conv1.weight)]
-
-    kept = results()
-    with recompute_norms():
-        made = results()
-    for one, other in zip(kept, made, strict=True):
-        torch.testing.assert_close(one, other)
+    found = []
+    for recomputed in (False, True):
+        with recompute(recomputed):
+            loss = block(x).square().sum()
+            (first,) = torch.autograd.grad(loss, x, retain_graph=True)
+            found.append([first, *torch.autograd.grad(loss, block.conv1.weight)])
+    torch.testing.assert_close(*found)
 
 
 def test_an_edited_input_is_an_error_as_ever():
@@ -151,7 +143,6 @@ def test_an_edited_input_is_an_error_as_ever():
 
 
 def test_a_compiled_model_goes_through():
-    torch.manual_seed(0)
     block, x = Block(4).to(memory_format=torch.channels_last), image(2, 4, 5, 5)
 
     def loss(x):

@@ -1,0 +1,145 @@
+"""What is asked of every operator that works on rows: torch's contract, and gradients as they are
+wanted.
+"""
+
+import itertools
+
+import pytest
+import torch
+
+from ampfuse.nn import add_layer_norm, add_rms_norm, cross_entropy
+from cases import bf16, f16, f32
+from conftest import compilers
+
+ops = torch.ops.ampfuse
+
+
+def loss(x):
+    rows, classes = x.shape
+    target = torch.arange(rows) * 7919 % classes
+    weight = (torch.arange(classes) % 4 + 1).to(x.dtype)
+    third = 2 * 7919 % classes
+    return [cross_entropy(x, target, weight, ignore_index=third, label_smoothing=0.1)]
+
+
+# The last one takes rows, the others rows, more of the same shape, and a value for each column.
+OPERATORS = {
+    "gelu": lambda x, up, bias: [ops.activation(x, up, bias, "gelu")],
+    "gelu_tanh": lambda x, up, bias: [ops.activation(x, up, bias, "gelu_tanh")],
+    "silu": lambda x, up, bias: [ops.activation(x, up, bias, "silu")],
+    "layer norm": lambda x, other, weight: add_layer_norm(x, other, x.shape[-1], weight),
+    "rms norm": lambda x, other, weight: add_rms_norm(x, other, x.shape[-1], weight, eps=1e-5),
+    "cross entropy": loss,
+}
+NAMES = list(OPERATORS)
+
+
+def inputs_of(name, rows, columns, dtype=f32, of_columns=None):
+    inputs = [torch.randn(rows, columns).to(dtype) for _ in range(2)]
+    inputs.append((torch.rand(columns) + 0.5).to(of_columns or dtype))
+    return inputs[:1] if name == "cross entropy" else inputs
+
+
+def sum_of_squares(results):
+    return sum(result.double().square().sum() for result in results)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_input_has_its_gradient_of_each_result(name):
+    inputs = inputs_of(name, 4, 24)
+    exactly = [t.double().requires_grad_() for t in inputs]
+    for wanted, exact in zip(inputs, exactly, strict=True):
+        wanted.requires_grad_()
+        results = zip(OPERATORS[name](*inputs), OPERATORS[name](*exactly), strict=True)
+        for pair in results:
+            found, expected = (
+                torch.autograd.grad(sum_of_squares([r]), t, retain_graph=True, allow_unused=True)[0]
+                for r, t in zip(pair, (wanted, exact), strict=True)
+            )
+            assert (found is None) == (expected is None)
+            if found is not None:
+                torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+        wanted.requires_grad_(False)
+
+
+@pytest.mark.parametrize("dtype", [f32, f16, bf16])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_second_derivative(name, dtype):
+    """By torch's operations, next to that in float64."""
+
+    def of_a_penalty(inputs):
+        squares = sum_of_squares(OPERATORS[name](*inputs))
+        (gradient,) = torch.autograd.grad(squares, inputs[0], create_graph=True)
+        return torch.autograd.grad(gradient.double().square().sum() + squares, inputs)
+
+    inputs = [t.requires_grad_() for t in inputs_of(name, 6, 9, dtype)]
+    exactly = [t.detach().double().requires_grad_() for t in inputs]
+    eps = 8 * torch.finfo(dtype).eps
+    for found, right in zip(of_a_penalty(inputs), of_a_penalty(exactly), strict=True):
+        atol = eps / 2 * right.abs().amax().item()
+        torch.testing.assert_close(found.double(), right, rtol=eps, atol=atol)
+
+
+@pytest.mark.parametrize("name", NAMES[:-1])
+def test_a_gradient_that_others_hold_stays_as_it_is(name):
+    """One that nobody holds is written over, with the same results."""
+    inputs, factors = inputs_of(name, 40, 24), torch.randn(40, 24)
+    for first, all_results in itertools.product((0, 2), (False, True)):
+        for i, tensor in enumerate(inputs):
+            tensor.requires_grad_(i >= first)
+        found, held = [], []
+        for hold in (False, True):
+            y, *others = OPERATORS[name](*inputs)
+            if hold:
+                y.register_hook(held.append)
+            total = (y * factors).sum()
+            if all_results:
+                total = total + sum(other.sin().sum() for other in others)
+            found.append(torch.autograd.grad(total, inputs[first:]))
+        assert torch.equal(held[0], factors)
+        assert all(map(torch.equal, *found))
+    given = factors.clone()
+    OPERATORS[name](*inputs)[0].backward(given)
+    assert torch.equal(given, factors)
+
+
+@pytest.mark.parametrize("dtype", [f32, f16, bf16])
+@pytest.mark.parametrize("name", NAMES)
+def test_any_number_of_threads_gives_the_same_bits(name, dtype):
+    inputs = [t.requires_grad_() for t in inputs_of(name, 700, 1500, dtype, of_columns=f32)]
+    found = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        results = OPERATORS[name](*inputs)
+        factors = [result.detach() for result in results]
+        found.append([*results, *torch.autograd.grad(results, inputs, factors)])
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@compilers
+def test_compiles_in_one_graph(name, backend):
+    call = OPERATORS[name]
+
+    def step(*inputs):
+        return sum(result.float().square().sum() for result in call(*inputs))
+
+    inputs = [t.requires_grad_() for t in inputs_of(name, 8, 300, bf16, of_columns=f32)]
+    compiled = torch.compile(step, fullgraph=True, backend=backend)
+    found, expected = (torch.autograd.grad(run(*inputs), inputs) for run in (compiled, step))
+    by_others = backend == "inductor" and name != "cross entropy"  # what is done to results
+    tolerance = 1e-2 if by_others else 0.0
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_they_are_operators_as_torch_wants_them():
+    x, other, weight, bias = (torch.rand(n, 30, requires_grad=True) for n in (4, 4, 1, 1))
+    weight, bias = (t.detach()[0].requires_grad_() for t in (weight, bias))
+    for op, *arguments in (
+        (ops.activation, x, None, bias, "gelu"),
+        (ops.activation, x, other, bias, "gelu"),
+        (ops.norm, x, other, [30], weight, bias, 1e-5, True),
+        (ops.norm, x, other, [30], weight, None, 1e-5, False),
+        (ops.cross_entropy, x, torch.tensor([0, 29, 7, 3]), None, -100, 0.1),
+    ):
+        torch.library.opcheck(op, tuple(arguments))
