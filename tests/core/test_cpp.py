@@ -29,18 +29,26 @@ def run(program, **environment):
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-slow = [pytest.param(order, marks=pytest.mark.slow) for order in ("forward", "reverse")]
+def slow(*names):
+    return [pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
-@pytest.mark.skipif(not PROGRAM.exists(), reason="built with AMPFUSE_HOST_EMULATION=ON only")
-@pytest.mark.parametrize("order", [*slow, "random"])
+built = pytest.mark.skipif(not PROGRAM.exists(), reason="built with AMPFUSE_HOST_EMULATION=ON only")
+
+
+@built
+@pytest.mark.parametrize("order", [*slow("forward", "reverse"), "random"])
 def test_cpp(order):
     """Kernels depend on the order of neither blocks nor threads."""
     run(PROGRAM, AMPFUSE_EMULATED_BLOCK_ORDER=order)
 
 
-@pytest.mark.skipif(not PROGRAM.exists(), reason="built with AMPFUSE_HOST_EMULATION=ON only")
-@pytest.mark.parametrize("isa", bits.ISAS[_core.C.cpu_isa()][:-1])
+# Of the narrowest, test_bits.py has each kernel in the quick tests.
+NARROWER = [*slow("scalar"), "avx2"][: len(bits.ISAS[_core.C.cpu_isa()]) - 1]
+
+
+@built
+@pytest.mark.parametrize("isa", NARROWER)
 def test_narrower_instruction_sets(isa):
     """Each has the bits of the CUDA kernels, as the widest has above."""
     run(PROGRAM, AMPFUSE_CPU_ISA=isa)

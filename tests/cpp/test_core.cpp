@@ -195,7 +195,7 @@ TEST(compact_and_metered_steps) {
     for (const RowSpec& row : optimizer_rows()) rows.push_back(row);
     Pair pair(rows), metered(rows);
     World before(false, rows);
-    for (unsigned step = 0; step < 4; ++step) {
+    for (unsigned step = 0; step < 3; ++step) {
       Metering cpu(metered.cpu), gpu(metered.gpu);
       for (World* world : {&pair.cpu, &pair.gpu, &metered.cpu, &metered.gpu}) {
         new_gradients(*world, 10 + step);
