@@ -15,11 +15,11 @@ and the machine (see ``trainings.py``).
 from __future__ import annotations
 
 import argparse
-import contextlib
 import hashlib
 import itertools
 import json
 import sys
+import unittest.mock
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -76,15 +76,6 @@ def hashes_of(isa: str, threads: int) -> dict[str, str]:
     return json.loads(child.stdout)
 
 
-@contextlib.contextmanager
-def _emulated() -> Iterator[None]:
-    before, _core.C = _core.C, conftest.emulated_module()
-    try:
-        yield
-    finally:
-        _core.C = before
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--write", action="store_true", help=f"write {FILE.name}")
@@ -97,7 +88,7 @@ def main() -> None:
     found = {}
     for isa, threads in itertools.product(ISAS[_core.C.cpu_isa()], (1, 2)):
         found[f"{isa} {threads} cpu"] = hashes_of(isa, threads)
-    with _emulated():
+    with unittest.mock.patch.object(_core, "C", conftest.emulated_module()):
         found["emulated 1 cuda"] = hashes()
     for where, runs in found.items():
         for name, hashed in runs.items():

@@ -45,7 +45,7 @@ def pytest_collection_modifyitems(items):
 def leave_to_slow_runs(items):
     """Of all combinations of a test's parameters the quick tests run fewer: of a test marked
     `covers(n)` so many that each n values meet; in emulation so many that each value occurs. It is
-    several times slower than the CPU's kernels, and test_gpu.py compares each kernel with those.
+    several times slower than the CPU's kernels, and test_cpp.py compares each kernel with those.
     """
     tables = defaultdict(list)
     for item in items:
@@ -124,7 +124,10 @@ def emulated(monkeypatch):
     monkeypatch.setattr(_core, "C", emulated_module())
 
 
-@pytest.fixture(params=["cpu", "emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
+GPU = pytest.param("cuda", marks=pytest.mark.gpu)
+
+
+@pytest.fixture(params=["cpu", "emulated", GPU])
 def device(request):
     """The test runs on the CPU kernels, on the CUDA kernels in emulation and, with a GPU, there."""
     if request.param == "emulated":
@@ -136,13 +139,7 @@ def device(request):
 # In emulation in CI alone: of kernels that tests/cpp compares in the quick tests, and that are many
 # times slower there.
 slow_in_emulation = pytest.mark.parametrize(
-    "device",
-    [
-        "cpu",
-        pytest.param("emulated", marks=pytest.mark.slow),
-        pytest.param("cuda", marks=pytest.mark.gpu),
-    ],
-    indirect=True,
+    "device", ["cpu", pytest.param("emulated", marks=pytest.mark.slow), GPU], indirect=True
 )
 
 
@@ -152,7 +149,7 @@ compilers = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(params=["cpu", GPU])
 def hardware(request, monkeypatch):
     """The CPU and, where there is one, a GPU: for what runs torch's operations beside ours.
 

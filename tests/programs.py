@@ -75,9 +75,6 @@ class Program:
         )
         self._process.start()
 
-    def kill(self) -> None:
-        self._process.kill()
-
     def wait(self, timeout: float = 120) -> subprocess.CompletedProcess[str]:
         """Raises TimeoutExpired, and ends it, after so many seconds."""
         self._process.join(timeout)

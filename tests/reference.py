@@ -76,18 +76,23 @@ class Adam:
         """L2 regularisation: weight decay is part of the gradient."""
         return p, g + self.weight_decay * p
 
-    def step(self, p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
+    def direction(self, g: Tensor, state: dict[str, Any], averaged: bool = True) -> Tensor:
+        """m'_t / (sqrt(v'_t) + eps). Unless `averaged`, g enters m whole."""
         beta1, beta2 = self.betas
-        p, g = self.decayed(p, -exact(g) if self.maximize else exact(g))
         t = state["step"] = state.get("step", 0) + 1
-        zero = torch.zeros_like(p)
-        m = state["exp_avg"] = beta1 * state.get("exp_avg", zero) + (1 - beta1) * g
+        zero = torch.zeros_like(g)
+        weight = 1 - beta1 if averaged else 1.0
+        m = state["exp_avg"] = beta1 * state.get("exp_avg", zero) + weight * g
         v = state["exp_avg_sq"] = beta2 * state.get("exp_avg_sq", zero) + (1 - beta2) * g**2
         if self.amsgrad:
             v = state["max_exp_avg_sq"] = torch.maximum(state.get("max_exp_avg_sq", zero), v)
         if self.bias_correction:
             m, v = m / (1 - beta1**t), v / (1 - beta2**t)
-        return p - self.lr * m / (v.sqrt() + self.eps)
+        return m / (v.sqrt() + self.eps)
+
+    def step(self, p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
+        p, g = self.decayed(p, -exact(g) if self.maximize else exact(g))
+        return p - self.lr * self.direction(g, state)
 
 
 @dataclass
@@ -130,7 +135,7 @@ class Adagrad:
 
 
 @dataclass
-class Lamb:
+class Lamb(Adam):
     """You et al., arXiv:1904.00962, algorithm 2, with the identity for phi.
 
     r_t = m'_t / (sqrt(v'_t) + eps),  u_t = r_t + weight_decay * p_{t-1}
@@ -141,29 +146,18 @@ class Lamb:
     """
 
     lr: float = 1e-3
-    betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-6
     weight_decay: float = 0.01
-    bias_correction: bool = True
     grad_averaging: bool = True
     decoupled_weight_decay: bool = True
     use_nvlamb: bool = False
 
     def update(self, p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
         """u_t."""
-        beta1, beta2 = self.betas
-        g = g.to(p.dtype)
+        g, decay = g.to(p.dtype), self.weight_decay * p
         if not self.decoupled_weight_decay:
-            g = g + self.weight_decay * p
-        t = state["step"] = state.get("step", 0) + 1
-        zero = torch.zeros_like(p)
-        weight = 1 - beta1 if self.grad_averaging else 1.0
-        m = state["exp_avg"] = beta1 * state.get("exp_avg", zero) + weight * g
-        v = state["exp_avg_sq"] = beta2 * state.get("exp_avg_sq", zero) + (1 - beta2) * g**2
-        if self.bias_correction:
-            m, v = m / (1 - beta1**t), v / (1 - beta2**t)
-        u = m / (v.sqrt() + self.eps)
-        return u + self.weight_decay * p if self.decoupled_weight_decay else u
+            return self.direction(g + decay, state, self.grad_averaging)
+        return self.direction(g, state, self.grad_averaging) + decay
 
     def step(self, p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
         u, ratio = self.update(p, g, state), 1.0

@@ -19,10 +19,9 @@ import ampfuse
 import apex_names
 from ampfuse import amp, ops, optim
 from ampfuse.compat import apex
-from cases import CODED, KINDS, OPTIMIZERS, bf16, f16, f32, make
+from cases import CODED, KINDS, LEVELS, OPTIMIZERS, bf16, f16, f32, make
 from conftest import nn_ops
 
-LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 STEPS = 6
 INIT_SCALE = 2.0**10
 TRUST = 1e-3  # so small that LARC lowers the rates of some tensors
@@ -397,40 +396,41 @@ def batch_norm(dtype: torch.dtype) -> dict[str, Any]:
     return found
 
 
+def results(outputs: Any, gradients: Any, *inputs: Tensor | None) -> list[Tensor]:
+    """The outputs, and the gradients of those inputs that are there."""
+    outputs = outputs if isinstance(outputs, (list, tuple)) else [outputs]
+    found = torch.autograd.grad(outputs, [t for t in inputs if t is not None], gradients)
+    return [*(t.detach() for t in outputs), *found]
+
+
 def cross_entropy(dtype: torch.dtype) -> dict[str, Any]:
-    """Losses and gradients: classes around a vector's width, the lanes' and a span's."""
-    loss = nn_ops().cross_entropy
+    """Classes around a vector's width, the lanes' and a span's."""
     found = {}
     for classes, smoothing in itertools.product((1, 17, 129, 4097, 9000), (0.0, 0.1)):
         logits = (8 * fractions((5, classes), classes)).to(dtype).requires_grad_()
         target = torch.tensor([0, classes - 1, -100, classes // 2, 0])
         weight = integers((classes,), 1, 3) + 3 if smoothing else None
-        losses = loss(logits, target, weight, -100, smoothing)
-        losses.backward(fractions((5,), 2))
-        found[f"{classes} {smoothing}"] = [losses.detach(), logits.grad]
+        losses = nn_ops().cross_entropy(logits, target, weight, -100, smoothing)
+        found[f"{classes} {smoothing}"] = results(losses, fractions((5,), 2), logits)
     return found
 
 
 def norm(dtype: torch.dtype) -> dict[str, Any]:
-    """Results and gradients: columns around a vector's width, the lanes' and a span's."""
-    op = nn_ops().norm
+    """Columns around a vector's width, the lanes' and a span's."""
     found = {}
     for columns, centered in itertools.product((1, 17, 129, 1025, 3000), (True, False)):
-        x, residual, dy, ds = (
+        x, residual, *gradients = (
             fractions((37, columns), seed).to(dtype).requires_grad_(seed < 2) for seed in range(4)
         )
         weight = fractions((columns,), 4).requires_grad_()
         bias = fractions((columns,), 5).requires_grad_() if centered else None
-        outputs = op(x, residual, [columns], weight, bias, 1e-5, centered)
-        torch.autograd.backward(outputs, (dy, ds))
-        grads = [t.grad for t in (x, weight, bias) if t is not None]
-        found[f"{columns} {centered}"] = [*(t.detach() for t in outputs), *grads]
+        outputs = nn_ops().norm(x, residual, [columns], weight, bias, 1e-5, centered)
+        found[f"{columns} {centered}"] = results(outputs, gradients, x, weight, bias)
     return found
 
 
 def activation(dtype: torch.dtype) -> dict[str, Any]:
-    """Results and gradients: columns around a vector's width, rows around a span's."""
-    op = nn_ops().activation
+    """Columns around a vector's width, rows around a span's."""
     found = {}
     for columns, name in itertools.product((1, 17, 150), ("gelu", "gelu_tanh", "silu")):
         x, up, dy = (
@@ -439,78 +439,65 @@ def activation(dtype: torch.dtype) -> dict[str, Any]:
         )
         bias = fractions((columns,), 3).requires_grad_()
         for case, others in (("plain", (None, None)), ("gated", (up, bias))):
-            y = op(x, *others, name)
-            inputs = [t for t in (x, *others) if t is not None]
-            found[f"{columns} {name} {case}"] = [
-                y.detach(),
-                *torch.autograd.grad(y, inputs, dy),
-            ]
+            y = nn_ops().activation(x, *others, name)
+            found[f"{columns} {name} {case}"] = results(y, dy, x, *others)
     return found
 
 
-def _runs() -> dict[str, Callable[[], Any]]:
-    runs: dict[str, Callable[[], Any]] = {}
-    for level in LEVELS:
-        for name in MAKERS:
-            runs[f"amp {level} {name}"] = partial(at_a_level, level, name)
-        runs[f"amp {level} several losses"] = partial(several_losses, level)
-        for name in ("adamw", "foreign"):
-            rewritten = partial(at_a_level, level, name, clip="by hand")
-            runs[f"amp {level} {name} rewritten gradients"] = rewritten
-    for level, name in (("O1", "sgd-all"), ("O2", "adamw"), ("O5", "lamb")):
-        runs[f"amp {level} {name} large"] = partial(at_a_level, level, name, wide=4000)
-    dynamic = partial(at_a_level, "O5", "adamw", loss_scale="dynamic", hysteresis=2)
-    runs["amp O5 adamw dynamic scale"] = dynamic
-    runs["amp O2 adamw static scale"] = partial(at_a_level, "O2", "adamw", loss_scale=128.0)
-    runs["amp O2 adamw batch norm in FP16"] = partial(
-        at_a_level, "O2", "adamw", keep_batchnorm_fp32=False
-    )
-    for name in OPTIMIZERS:
-        runs[f"scaler {name} masters"] = partial(with_scaler, name, master_weights=True)
-        runs[f"alone {name}"] = partial(alone, name)
-    for name in KINDS:
-        for title, options in {
-            "no masters": {},
-            "unscaled": {"master_weights": True, "unscale": True},
-            "gradients left scaled": {"master_weights": True, "unscale_grads": False},
-            "large": {"master_weights": True, "largest": 70001},
-            "FP32": {"dtypes": (f32,), "max_grad_norm": 1.0},
-            "schedule": {"master_weights": True, "halved": True},
-            "metered": {"master_weights": True, "largest": 70001, "meter": True},
-        }.items():
-            runs[f"scaler {name} {title}"] = partial(with_scaler, name, **options)
-        runs[f"alone {name} skipping"] = partial(
-            alone, name, skip_nonfinite=True, master_weights=True, max_grad_norm=0.5, infinite=True
-        )
-        for title, options in MODES.items():
-            if is_coded(title) and name in NOT_PACKED:
-                continue
-            mode = partial(with_scaler, name, largest=33001, third=4300, **options)
-            runs[f"scaler {name} {title}"] = mode
-    for level, name in itertools.product(("O2", "O5"), ("adamw", "lamb", "LARC(torch.optim.SGD)")):
-        runs[f"amp {level} {name} split"] = partial(
-            at_a_level, level, name, master_weights="split", clip="by hand"
-        )
-    for name in ("sgd-all", "adamw-all", "adagrad-all"):
-        for clip in (True, False):
-            runs[f"scaler LARC {name} clip {clip}"] = partial(
-                with_scaler, name, larc={"clip": clip}, master_weights=True
-            )
-    for name in apex.optimizers.__all__:
-        for level in ("O0", "O1", "O2"):
-            if not (name == "FusedMixedPrecisionLamb" and level == "O2"):
-                runs[f"apex {level} {name}"] = partial(by_apex_names, level, name)
-    for dynamic_scale in (False, True):
-        runs[f"apex FP16_Optimizer dynamic {dynamic_scale}"] = partial(
-            fp16_optimizer, dynamic_scale
-        )
-    runs["ops"] = operations
-    for dtype in (f32, f16, bf16):
-        runs[f"batch norm {dtype}"] = partial(batch_norm, dtype)
-        runs[f"cross entropy {dtype}"] = partial(cross_entropy, dtype)
-        runs[f"norm {dtype}"] = partial(norm, dtype)
-        runs[f"activation {dtype}"] = partial(activation, dtype)
-    return runs
+RUNS: dict[str, Callable[[], Any]] = {}
 
 
-RUNS = _runs()
+def add(name: str, run: Callable[..., Any], *arguments: Any, **options: Any) -> None:
+    RUNS[name] = partial(run, *arguments, **options)
+
+
+for level in LEVELS:
+    for name in MAKERS:
+        add(f"amp {level} {name}", at_a_level, level, name)
+    add(f"amp {level} several losses", several_losses, level)
+    for name in ("adamw", "foreign"):
+        add(f"amp {level} {name} rewritten gradients", at_a_level, level, name, clip="by hand")
+for level, name in (("O1", "sgd-all"), ("O2", "adamw"), ("O5", "lamb")):
+    add(f"amp {level} {name} large", at_a_level, level, name, wide=4000)
+for title, level, options in (
+    ("dynamic scale", "O5", {"loss_scale": "dynamic", "hysteresis": 2}),
+    ("static scale", "O2", {"loss_scale": 128.0}),
+    ("batch norm in FP16", "O2", {"keep_batchnorm_fp32": False}),
+):
+    add(f"amp {level} adamw {title}", at_a_level, level, "adamw", **options)
+for name in OPTIMIZERS:
+    add(f"scaler {name} masters", with_scaler, name, master_weights=True)
+    add(f"alone {name}", alone, name)
+for name in KINDS:
+    for title, options in {
+        "no masters": {},
+        "unscaled": {"master_weights": True, "unscale": True},
+        "gradients left scaled": {"master_weights": True, "unscale_grads": False},
+        "large": {"master_weights": True, "largest": 70001},
+        "FP32": {"dtypes": (f32,), "max_grad_norm": 1.0},
+        "schedule": {"master_weights": True, "halved": True},
+        "metered": {"master_weights": True, "largest": 70001, "meter": True},
+    }.items():
+        add(f"scaler {name} {title}", with_scaler, name, **options)
+    skipping = {"skip_nonfinite": True, "max_grad_norm": 0.5, "infinite": True}
+    add(f"alone {name} skipping", alone, name, master_weights=True, **skipping)
+    for title, options in MODES.items():
+        if not (is_coded(title) and name in NOT_PACKED):
+            add(f"scaler {name} {title}", with_scaler, name, largest=33001, third=4300, **options)
+for level, name in itertools.product(("O2", "O5"), ("adamw", "lamb", "LARC(torch.optim.SGD)")):
+    options = {"master_weights": "split", "clip": "by hand"}
+    add(f"amp {level} {name} split", at_a_level, level, name, **options)
+for name, clip in itertools.product(("sgd-all", "adamw-all", "adagrad-all"), (True, False)):
+    larc = {"larc": {"clip": clip}, "master_weights": True}
+    add(f"scaler LARC {name} clip {clip}", with_scaler, name, **larc)
+for name, level in itertools.product(apex.optimizers.__all__, ("O0", "O1", "O2")):
+    if not (name == "FusedMixedPrecisionLamb" and level == "O2"):
+        add(f"apex {level} {name}", by_apex_names, level, name)
+for dynamic in (False, True):
+    add(f"apex FP16_Optimizer dynamic {dynamic}", fp16_optimizer, dynamic)
+add("ops", operations)
+for dtype in (f32, f16, bf16):
+    add(f"batch norm {dtype}", batch_norm, dtype)
+    add(f"cross entropy {dtype}", cross_entropy, dtype)
+    add(f"norm {dtype}", norm, dtype)
+    add(f"activation {dtype}", activation, dtype)

@@ -28,16 +28,16 @@ def model_and_optimizer(level, **ddp):
     return apex.parallel.DistributedDataParallel(model, **ddp), optimizer
 
 
-def weights(model):
-    return [p.detach().float().clone() for p in model.parameters()]
-
-
 def train_with_an_overflow():
     """The second step overflows on the second process only."""
     rank = dist.get_rank()
     model, optimizer = model_and_optimizer("O2")
     amp._amp_state.loss_scalers[0]._loss_scale = 2.0**8
-    found = {"weights": [weights(model)], "masters": [], "scales": [], "skipped": []}
+
+    def copies(params):
+        return [p.detach().float().clone() for p in params]
+
+    found = {"weights": [copies(model.parameters())], "masters": [], "scales": [], "skipped": []}
     for step in range(4):
         generator = torch.Generator().manual_seed(10 * step + rank)
         loss = model(torch.rand(4, 4, generator=generator)).float().pow(2).mean()
@@ -47,9 +47,8 @@ def train_with_an_overflow():
             scaled.backward()
         optimizer.step()
         optimizer.zero_grad()
-        found["weights"].append(weights(model))
-        masters = [p.detach().clone() for p in amp.master_params(optimizer)]
-        found["masters"].append(masters)
+        found["weights"].append(copies(model.parameters()))
+        found["masters"].append(copies(amp.master_params(optimizer)))
         found["scales"].append(amp.state_dict()["loss_scaler0"]["loss_scale"])
         found["skipped"].append(optimizer.last_step.skipped.item())
     return found
@@ -148,15 +147,14 @@ def start(norm):
 
 def _sync_norm(case):
     """The module that normalizes, and how it is called."""
-
-    def last(norm):
-        return lambda x, z: norm(x.permute(0, 2, 3, 1), z.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
-
-    kind = case.get("module")
-    channel_last = kind == "channel_last"
+    channel_last = case.get("module") == "channel_last"
     options = {"channel_last": channel_last, "fuse_relu": case["relu"]}
-    norm = apex.parallel.SyncBatchNorm(4, momentum=case.get("momentum", 0.1), **options)
-    return start(norm), last(norm) if channel_last else norm
+    norm = start(apex.parallel.SyncBatchNorm(4, momentum=case.get("momentum", 0.1), **options))
+
+    def call_last(*inputs):
+        return norm(*(t.permute(0, 2, 3, 1) for t in inputs)).permute(0, 3, 1, 2)
+
+    return norm, call_last if channel_last else norm
 
 
 def sync_batch_norms():
@@ -184,12 +182,7 @@ def sync_batch_norms():
     return found
 
 
-JOBS = (
-    train_with_an_overflow,
-    parallel_options,
-    sync_batch_norms,
-    explain_an_overflow,
-)
+JOBS = (train_with_an_overflow, parallel_options, sync_batch_norms, explain_an_overflow)
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

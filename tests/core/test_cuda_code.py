@@ -36,31 +36,29 @@ HOT = {
 }
 
 
-@pytest.fixture(scope="module")
-def nvcc():
+ARCHS = ("sm_75", "sm_80", "sm_90")
+APPLIED = [name for name, (symbol, *_) in HOT.items() if "apply" in symbol]
+
+
+def module_of(folder, name):
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(ROOT / "buildtools")
-        nvcc = importlib.import_module("probe").find_nvcc()
+        patch.syspath_prepend(ROOT / folder)
+        return importlib.import_module(name)
+
+
+def test_the_tests_of_the_core_compile_for_a_gpu(tmp_path):
+    """By the script that the gate calls, which needs no GPU."""
+    nvcc = module_of("buildtools", "probe").find_nvcc()
     if nvcc is None:
         pytest.skip("needs nvcc of CUDA 12 or later (CUDACXX, CUDA_HOME, PATH, /usr/local/cuda)")
-    return nvcc.path
-
-
-def test_the_tests_of_the_core_compile_for_a_gpu(nvcc, tmp_path):
-    """By the script that the gate calls, which needs no GPU."""
-    environment = {**os.environ, "NVCC": nvcc, "AMPFUSE_CUDA_ARCHS": "90"}
+    environment = {**os.environ, "NVCC": nvcc.path, "AMPFUSE_CUDA_ARCHS": "90"}
     subprocess.run([ROOT / "tests/cpp/build_cuda.sh", tmp_path], check=True, env=environment)
     assert os.access(tmp_path / "test_core", os.X_OK)
 
 
-ARCHS = ("sm_75", "sm_80", "sm_90")
-
-
 @pytest.fixture(scope="module")
 def static():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(ROOT / "benchmarks")
-        static = importlib.import_module("cuda_static")
+    static = module_of("benchmarks", "cuda_static")
     if static.find_tool() is None:
         pytest.skip("needs cuobjdump")
     return static
@@ -93,6 +91,14 @@ def hot_instance(compiled, symbol, compact="0"):
     return missing[max(missing)]
 
 
+def assert_wide(code, read, written, accesses):
+    """So many of each access a list, and none that could be anywhere."""
+    for access, lists in (("ld", read), ("st", written)):
+        for width, a_list in accesses.items():
+            assert code.count(f"{access}.global.{width}") >= a_list * lists
+    assert re.findall(r"\b(?:ld|st)\.v[24]\.\S+", code) == []
+
+
 @pytest.mark.parametrize("arch", ARCHS)
 def test_registers_do_not_spill(arch, static, objects, compiled):
     """In no instance: FP32 training with a GradScaler, amsgrad and accumulation have their own.
@@ -101,9 +107,7 @@ def test_registers_do_not_spill(arch, static, objects, compiled):
     assert found.keys() == compiled.keys()
     # (But in what one block does once a step: in a function of inspect, and 8 bytes of prepare.)
     spilling = {name for name, use in found.items() if use.stack}
-    assert {
-        name for name in spilling if not re.search("prepare|inspect_kernelILj6E", name)
-    } == set()
+    assert [n for n in spilling if not re.search("prepare|inspect_kernelILj6E", n)] == []
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -119,15 +123,8 @@ def test_memory_moves_in_wide_accesses(kernel, compiled):
     """Where a pass measures, eight elements are one access as halves and two as FP32; where it
     updates, each of two groups of four is one."""
     symbol, read, written = HOT[kernel]
-    code = hot_instance(compiled, symbol)
-    for access, lists in (("ld", read), ("st", written)):
-        if "apply" in symbol:
-            assert code.count(f"{access}.global.v4.u32") >= 2 * lists
-            assert code.count(f"{access}.global.v2.u32") >= 2 * lists
-        else:
-            assert code.count(f"{access}.global.v4.u32") >= 3 * lists
-    generic = re.findall(r"\b(?:ld|st)\.v[24]\.\S+", code)  # accesses that could be anywhere
-    assert generic == []
+    accesses = {"v4.u32": 2, "v2.u32": 2} if kernel in APPLIED else {"v4.u32": 3}
+    assert_wide(hot_instance(compiled, symbol), read, written, accesses)
 
 
 @pytest.mark.parametrize("kernel", ["sgd", "adam", "adagrad", "lion"])
@@ -136,15 +133,13 @@ def test_compact_types_move_in_wide_accesses(kernel, compact, compiled):
     """Of a group of four: FP32 in one access, halves and remainders in one, codes in one."""
     symbol, read, written = HOT[kernel]
     code = hot_instance(compiled, symbol, compact=compact)
+    assert_wide(code, read, written, {"v4.u32": 2, "v2.u32": 2})
     states = read - 2
-    for access, lists in (("ld", read), ("st", written)):
-        assert code.count(f"{access}.global.v4.u32") >= 2 * lists
-        assert code.count(f"{access}.global.v2.u32") >= 2 * lists
+    for access in ("ld", "st"):
         assert code.count(f"{access}.global.u32") >= 2 * states
-    assert re.findall(r"\b(?:ld|st)\.v[24]\.\S+", code) == []
 
 
-@pytest.mark.parametrize("kernel", [name for name, row in HOT.items() if "apply" in row[0]])
+@pytest.mark.parametrize("kernel", APPLIED)
 def test_updates_write_whole_sectors(kernel, compiled):
     """Two stores of a thread 16 bytes apart would each write half of every sector of 32."""
     code = hot_instance(compiled, HOT[kernel][0])

@@ -34,49 +34,35 @@ def launches(emulated):
     return launches
 
 
-def parameters(gradients=True):
-    """Rows of no element, of one chunk and of three, the last without a gradient."""
-    params = [torch.randn(n).requires_grad_() for n in (0, 5, 70000, 3)]
-    if gradients:
-        for param in params[:-1]:
-            param.grad = torch.randn_like(param)
-    return params
+def parameters(dtype=torch.float32):
+    """Rows of no element, of one chunk and of three, and one that never has a gradient."""
+    return [torch.randn(n).to(dtype).requires_grad_() for n in (0, 5, 70000, 3)]
 
 
-def network():
-    return nn.Sequential(nn.Linear(8, 200), nn.ReLU(), nn.Linear(200, 3))
-
-
-@steps
-@pytest.mark.parametrize("clip", [None, 1.0])
-@pytest.mark.parametrize("gradients", [True, False])
-def test_a_step(make, expected, clip, gradients, launches):
-    params = parameters(gradients)
-    optimizer = make(params, max_grad_norm=clip)
-    for _ in range(2):  # the first makes the states
-        assert launches(optimizer.step) == expected
-    optimizer.meter(every=1, changed_bits=True)
-    assert launches(optimizer.step) == expected
-    if gradients:
-        params[1].grad[2] = torch.inf
-        assert launches(optimizer.step) == expected
+def set_gradients(params, bad=False):
+    for param in params[:-1]:
+        param.grad = torch.randn_like(param)
+    if bad:
+        params[1].grad[2] = torch.nan
 
 
 @pytest.mark.parametrize("clip", [None, 1.0])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["FP32", *MODES])
 @steps
-def test_a_step_in_any_mode(make, expected, mode, clip, launches, request):
+def test_a_step(make, expected, mode, clip, launches, request):
     if is_coded(mode) and request.node.callspec.id.startswith(NOT_PACKED):
         pytest.skip("has no states in codes")
-    params = [nn.Parameter(param.detach().bfloat16()) for param in parameters(False)]
-    optimizer = make(params, max_grad_norm=clip, **MODES[mode])
-    for step in range(3):
-        for param in params[:-1]:
-            param.grad = torch.full_like(param, torch.inf if step == 2 else 1.0)
-        # The first makes the states, in codes by an operation each.
-        assert launches(optimizer.step) == expected or (is_coded(mode) and step == 0)
+    params = parameters(torch.float32 if mode == "FP32" else torch.bfloat16)
+    optimizer = make(params, max_grad_norm=clip, **MODES.get(mode, {}))
+    for step in range(4):
+        if step > 0:  # the first has no gradients
+            set_gradients(params, bad=step == 3)
+        # The first two make the states, in codes by an operation each.
+        assert launches(optimizer.step) == expected or (is_coded(mode) and step < 2)
     optimizer.meter(every=1, changed_bits=True)
-    assert launches(optimizer.step) == expected
+    for bad in (False, True):
+        set_gradients(params, bad)
+        assert launches(optimizer.step) == expected
 
 
 @steps
@@ -87,10 +73,7 @@ def test_a_step_of_a_grad_scaler(make, expected, clip, launches):
     scaler = ampfuse.GradScaler("cpu", init_scale=8.0)
     scaler.scale(torch.ones(()))
     for bad in (False, True, False):
-        for param in params[:-1]:
-            param.grad = torch.randn_like(param)
-        if bad:
-            params[1].grad[2] = torch.nan
+        set_gradients(params, bad)
         assert launches(lambda: scaler.step(optimizer)) == expected
         assert launches(scaler.update) == 1
 
@@ -100,7 +83,7 @@ def test_a_step_of_a_grad_scaler(make, expected, clip, launches):
 @pytest.mark.parametrize("clip", [None, 1.0])
 def test_under_scale_loss(make, expected, level, clip, launches):
     """The backward pass inspects, so the step only prepares: as many launches."""
-    model = network()
+    model = nn.Sequential(nn.Linear(8, 200), nn.ReLU(), nn.Linear(200, 3))
     optimizer = make(model.parameters(), max_grad_norm=clip)
     level, _, split = level.partition(" ")
     options = {"master_weights": split} if split else {}
@@ -131,7 +114,7 @@ def test_lists(tensors, launches):
 
 def test_a_pass_like_the_last_uploads_nothing(emulated):
     """Under scale_loss gradients go to none and come back; new ones are one copy of pointers."""
-    params = [p.half().detach().requires_grad_() for p in parameters(False)[:-1]]
+    params = parameters(torch.half)[:-1]
     optimizer = optim.AdamW(params, lr=0.1, master_weights=True)
     same = [torch.randn_like(param) for param in params]
 
@@ -170,7 +153,9 @@ def test_a_batch_norm(training, launches):
 
 
 def test_the_cpu_backend_launches_nothing():
-    optimizer = optim.SGD(parameters(), lr=0.1, max_grad_norm=1.0)
+    params = parameters()
+    set_gradients(params)
+    optimizer = optim.SGD(params, lr=0.1, max_grad_norm=1.0)
     before = emulated_module().launch_count()
     optimizer.step()
     assert emulated_module().launch_count() == before

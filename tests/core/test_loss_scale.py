@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import reference
@@ -19,29 +19,17 @@ class Scaler:
         self.rule = {**DEFAULTS, **rule}
         self.scale = torch.tensor(float(scale), device=device)
         self.clean = torch.zeros((), dtype=torch.int32, device=device)
-        tolerated = self.rule["hysteresis"]
-        self.tolerated = torch.tensor(tolerated, dtype=torch.int32, device=device)
+        self.tolerated = self.clean + self.rule["hysteresis"]
 
     def update(self, *flags, share=False, dynamic=True):
         flags = [torch.tensor(float(flag), device=self.scale.device) for flag in flags]
-        rule = self.rule
-        _core.C.update_scale(
-            self.scale,
-            self.clean,
-            self.tolerated,
-            flags,
-            rule["growth"],
-            rule["backoff"],
-            rule["interval"],
-            rule["low"],
-            rule["high"],
-            rule["hysteresis"],
-            flags if share else [],
-            dynamic,
-        )
+        shared = flags if share else []
+        state = (self.scale, self.clean, self.tolerated)
+        _core.C.update_scale(*state, flags, *self.rule.values(), shared, dynamic)
         return [float(flag) for flag in flags]
 
 
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     overflows=st.lists(st.booleans(), max_size=60),
     scale=st.sampled_from([1.0, 2.0**16, 2.0**24]),
@@ -56,13 +44,14 @@ class Scaler:
         }
     ),
 )
-def test_rule(overflows, scale, rule):
-    ours, expected = Scaler(scale, **rule), reference.LossScale(scale, **rule)
+def test_rule(overflows, scale, rule, device):
+    ours, expected = Scaler(scale, device, **rule), reference.LossScale(scale, **rule)
     for overflow in overflows:
         ours.update(False, overflow)
         expected.update(overflow)
         assert float(ours.scale) == pytest.approx(expected.scale, rel=1e-6)
         assert int(ours.clean) == expected.clean
+        assert int(ours.tolerated) == expected.tolerated
 
 
 @pytest.mark.parametrize("share", [False, True])
@@ -83,9 +72,8 @@ def test_a_static_scale_stays(device):
 
 
 def test_flags_on_another_device_are_refused():
-    scaler = Scaler(4.0)
-    far = torch.zeros((), device="meta")
-    arguments = (2.0, 0.5, 1, 0.0, 1e38, 1)
+    scaler, far = Scaler(4.0), torch.zeros((), device="meta")
+    state = (scaler.scale, scaler.clean, scaler.tolerated)
     with pytest.raises(ValueError, match="found_inf is on meta"):
-        _core.C.update_scale(scaler.scale, scaler.clean, scaler.tolerated, [far], *arguments)
+        _core.C.update_scale(*state, [far], *DEFAULTS.values())
     assert scaler.scale == 4.0

@@ -65,41 +65,43 @@ MAKE = {kind: functools.partial(make, kind) for kind in ("adamw", "novograd-deca
 MAKE["larc"] = larc
 
 
+def train(optimizer, params, part):
+    """Skipped, norm and overflow of each step; `part` is this rank's of a gradient."""
+    told = []
+    for step in range(STEPS):
+        for i, (param, gradient) in enumerate(zip(params, gradients_of(step), strict=True)):
+            param.grad = part(gradient, i)
+        optimizer.step()
+        last = optimizer.last_step
+        told.append((float(last.skipped), float(last.grad_norm), last.overflow()))
+    return told
+
+
 @pytest.mark.parametrize(("clip", "copies"), [(None, False), (0.5, True)])
 @pytest.mark.parametrize("kind", MAKE)
 def test_ranks_decide_as_one(kind, clip, copies, device):
     """Each has its rows of every parameter; with `copies`, of every third all have the whole."""
-    options = {"max_grad_norm": clip, "skip_nonfinite": True}
-    values = [fractions(shape, i) for i, shape in enumerate(SHAPES)]
-    gradients = [gradients_of(step) for step in range(STEPS)]
     is_copy = [copies and i % 3 == 0 for i in range(len(SHAPES))]
     ranks = Ranks()
 
-    def part_of(value, i, rank):
-        return value if is_copy[i] else value.tensor_split(RANKS)[rank]
-
-    def train(rank):
-        """Of the only one where `rank` is None."""
+    def trained(rank):
+        """What one rank has, or the only one where `rank` is None."""
 
         def part(value, i):
-            return (value if rank is None else part_of(value, i, rank)).to(device, copy=True)
+            mine = value if rank is None or is_copy[i] else value.tensor_split(RANKS)[rank]
+            return mine.to(device, copy=True)
 
-        params = [nn.Parameter(part(value, i)) for i, value in enumerate(values)]
-        optimizer = MAKE[kind]([(str(i), param) for i, param in enumerate(params)], **options)
+        params = [nn.Parameter(part(fractions(s, i), i)) for i, s in enumerate(SHAPES)]
+        named = [(str(i), param) for i, param in enumerate(params)]
+        optimizer = MAKE[kind](named, max_grad_norm=clip, skip_nonfinite=True)
         if rank is not None:
             elsewhere = torch.tensor(is_copy, device=device) if copies and rank else None
             ranks.join(rank, optimizer, elsewhere)
-        told = []
-        for step in range(STEPS):
-            for i, param in enumerate(params):
-                param.grad = part(gradients[step][i], i)
-            optimizer.step()
-            last = optimizer.last_step
-            told.append((float(last.skipped), float(last.grad_norm), last.overflow()))
+        told = train(optimizer, params, part)
         return [param.detach().cpu() for param in params], told
 
-    whole, expected = train(None)
-    shares = ranks.run(train)
+    whole, expected = trained(None)
+    shares = ranks.run(trained)
     for _, told in shares:
         assert repr(told) == repr(shares[0][1])  # NaN is not NaN
         for (skipped, norm, overflow), (skips, wanted, where) in zip(told, expected, strict=True):
@@ -128,14 +130,10 @@ def test_a_group_of_one_decides_as_nobody_else_does(kind, device, tmp_path):
             optimizer = MAKE[kind](params, max_grad_norm=0.5, skip_nonfinite=True)
             if grouped:
                 shards.Ranks(dist.group.WORLD, None).join(optimizer.param_table())
-            told = []
-            for step in range(STEPS):
-                for param, gradient in zip(params, gradients_of(step), strict=True):
-                    param.grad = gradient.to(device)
-                optimizer.step()
-                told.append(optimizer.last_step.grad_norm.clone())
-                assert optimizer.last_step.skipped == (step in BAD)
-            found.append(everything(optimizer) | {"norms": torch.stack(told)})
+            told = train(optimizer, params, lambda gradient, i: gradient.to(device))
+            skipped, norms, _ = zip(*told, strict=True)
+            assert skipped == tuple(step in BAD for step in range(STEPS))
+            found.append(everything(optimizer) | {"norms": torch.tensor(norms)})
         assert_same_bits(*found)
     finally:
         dist.destroy_process_group()

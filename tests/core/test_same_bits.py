@@ -1,12 +1,11 @@
 """Identical bits from every instruction set, number of threads, floating-point mode and backend.
 
 One scenario with every seam in it is run in all these ways, and all of its outputs are compared:
-parameters, masters, moments, model weights, step counts, norms, clip coefficients, results of ops.
-The instruction set is chosen once per process: this one has the widest, children the others.
+parameters, masters, moments, model weights, step counts, norms, clip coefficients, sums. So each
+way in from Python is seen; every option, storage type and operation, test_cpp.py compares. The
+instruction set is chosen once per process: this one has the widest, children the others.
 """
 
-import functools
-import hashlib
 import itertools
 import json
 
@@ -14,14 +13,12 @@ import pytest
 import torch
 
 import amp_c_calls as amp_c
-from ampfuse import _core, ops, optim
+import bits
+from ampfuse import _core
 from cases import (
-    CODED,
     KINDS,
-    OPTIMIZERS,
     assert_same_bits,
     bf16,
-    bits,
     can_mix_dtypes,
     f16,
     f32,
@@ -29,10 +26,8 @@ from cases import (
     set_grad,
     snapshot,
 )
-from conftest import nn_ops
+from conftest import emulated_module, nn_ops
 from programs import python
-from trainings import MODES as MEMORY_MODES
-from trainings import NOT_PACKED
 
 CHUNK = 32768  # kChunk of csrc/core/reduce.h
 TILE = 2048  # kTile
@@ -42,19 +37,13 @@ SIZES = [*range(3 * WIDEST + 2), TILE - 1, TILE + 1, CHUNK - 1, CHUNK, CHUNK + 1
 # Half of it is large enough for a CPU to store model weights past its caches: whole chunks of them,
 # aligned, as every fourth of Values is.
 LARGE_TABLE = [CHUNK if i in (3, 7, 11) else 1 for i in range(1040)]
-ISAS = ("scalar", "avx2", "avx512")
-THIS_ISA = ISAS.index(_core.C.cpu_isa())
-# threads, whether this thread flushes subnormals to zero
-MODES = {"1 thread": (1, False), "2 threads": (2, False), "2 threads, flushing": (2, True)}
-# How a tensor is shared out is decided before the instruction set matters, so of the narrower ones
-# the first and the last mode say enough.
-MODES_OF_CHILDREN = ("1 thread", "2 threads, flushing")
 
 
 class Values:
     """Random tensors of any size, dtype and alignment, subnormals among them."""
 
-    def __init__(self, seed=0):
+    def __init__(self, device, seed=0):
+        self.device = device
         self.generator = torch.Generator().manual_seed(seed)
         self.count = 0
 
@@ -64,36 +53,37 @@ class Values:
         values = torch.randn(size + offset, generator=self.generator)
         if spread and self.count % 3 == 0:  # from subnormal to large
             values *= 10.0 ** (torch.randint(-44, 2, values.shape, generator=self.generator))
-        return values.to(dtype)[offset:]
+        return values.to(self.device, dtype)[offset:]
 
+    def gradients(self, params, step):
+        """Of a step: an overflow in the second, zeros in the fourth.
 
-def steps(
-    name,
-    sizes,
-    count=3,
-    values=None,
-    group=None,
-    around=lambda optimizer: optimizer,
-    modes=({"master_weights": True}, {}),
-):
-    """Inputs now, steps later: `count` steps of an optimizer over tensors of all dtypes.
-
-    `group` are options that only a parameter group has, `modes` those of the first and of the
-    second half of the parameters.
-    """
-    values = values or Values()
-    params = [values(n, DTYPES[i % 3]).requires_grad_() for i, n in enumerate(sizes)]
-    grads = []
-    for _ in range(count):
+        Of some rows none, which keep their own step count; of others mostly zeros, as of an
+        embedding of which most rows, here 64 wide, are never seen.
+        """
         row = []
         for i, param in enumerate(params):
             dtype = DTYPES[i // 3 % 3] if can_mix_dtypes() else param.dtype
-            row.append(None if i % 11 == 10 else values(len(param), dtype, spread=True))
-        grads.append(row)
+            grad = self(len(param), dtype, spread=True)
+            if step == 1 and i == len(params) // 2 and len(grad):
+                grad[-1] = torch.inf
+            if step == 3:
+                grad.zero_()
+            elif (i + step) % 8 == 5:
+                grad *= torch.arange(len(grad), device=self.device) // 64 % 5 == 0
+            row.append(None if (i + step) % 8 == 4 else grad)
+        return row
+
+
+def steps(name, sizes, device, count=4):
+    """Inputs now, steps later, over tensors of all dtypes; the first half has masters."""
+    values = Values(device)
+    params = [values(n, DTYPES[i % 3]).requires_grad_() for i, n in enumerate(sizes)]
+    grads = [values.gradients(params, step) for step in range(count)]
     half = len(params) // 2
     optimizers = [
-        around(make(name, [{"params": those, **(group or {})}], max_grad_norm=1.0, **mode))
-        for those, mode in zip((params[:half], params[half:]), modes, strict=True)
+        make(name, params[:half], max_grad_norm=1.0, master_weights=True),
+        make(name, params[half:], max_grad_norm=1.0),
     ]
 
     def run():
@@ -113,93 +103,20 @@ def steps(
     return run
 
 
-def accumulation():
-    """Passes of scale_loss: folded into FP32, unscaled, inspected, clipped in the step."""
-    values = Values(1)
-    params = [values(n, bf16 if n % 2 else f16).requires_grad_() for n in SIZES]
-    optimizer = torch.optim.AdamW(params, lr=1e-2)
-    optim.upgrade(optimizer, master_weights=True)
-    passes = [[values(len(p), p.dtype, spread=True) for p in params] for _ in range(3)]
-
-    def run():
-        for scale, grads in zip((4.0, 3.0, 0.5), passes, strict=True):
-            optimizer.begin_backward()
-            for param, grad in zip(params, grads, strict=True):
-                param.grad = grad
-            optimizer.end_backward(torch.tensor(scale), True)
-        norm = optimizer.clip_next_step(0.1)
-        optimizer.step()
-        models = {f"model {i}": param.detach().clone() for i, param in enumerate(params)}
-        return {"accumulated norm": norm, **models, **snapshot(optimizer)}
-
-    return run
-
-
-def operations():
-    values = Values(2)
-    lists = [[values(n, t, spread=True) for n in SIZES for t in DTYPES] for _ in range(3)]
-    x, y, _ = lists
-    out = [values(n, t) for n in SIZES for t in (bf16, f32, f16)]
-
-    def run():
-        found, flag = {}, torch.zeros(())
-        norm, norms = ops.l2norm(x, per_tensor=True)
-        found |= {"norm": norm, "norms": norms, "flag": flag}
-        for name, op in {
-            "scale": lambda: ops.scale(x, out, 1 / 3, flag),
-            "axpby": lambda: ops.axpby(x, y, out, 1 / 3, -7.0, flag),
-            "unscale": lambda: ops.unscale(x, out, torch.tensor(1 / 3), flag),
-            "copy": lambda: ops.copy(x, out),
-        }.items():
-            op()
-            found |= {f"{name} {i}": tensor.clone() for i, tensor in enumerate(out)}
-        return found
-
-    return run
-
-
-def options():
-    """Every option of every optimizer, LARC among them, on a few sizes."""
-    sizes = [0, 1, 15, 16, 17, 255, TILE + 5, CHUNK + 3]
-    parts = [steps(name, sizes, values=Values(3)) for name in OPTIMIZERS]
-    for name, group in {
-        "sgd-all": {"wd_after_momentum": True},
-        "adam-all": {"bias_correction": False},
-        "adagrad-all": {"decoupled_weight_decay": True},
-    }.items():
-        parts.append(steps(name, sizes, values=Values(3), group=group))
-    for name, clip in itertools.product(("sgd-all", "adamw-all", "adagrad-all"), (False, True)):
-        larc = functools.partial(optim.LARC, clip=clip)
-        parts.append(steps(name, sizes, values=Values(3), around=larc))
-    return parts
-
-
-def memory_modes():
-    """Blocks of coded states end within and beside vectors, tiles and chunks."""
-    sizes = [1, 17, 4095, 4096, 4097, 4111, 40 * 128 - 1, CHUNK - 1, CHUNK + 1, CHUNK + 130]
-    coded = [f"split {name} ema" for name in CODED]
-    parts = []
-    for name in KINDS:
-        for mode in ["split"] if name in NOT_PACKED else coded:
-            modes = [MEMORY_MODES[mode], MEMORY_MODES["stochastic bf16 ema"]]
-            parts.append(steps(name, [*sizes, *sizes], values=Values(5), modes=modes))
-    return parts
-
-
-def functions_of_lists():
+def functions_of_lists(device):
     """amp_C's optimizers, and LARC in front of another's step."""
     torch.manual_seed(4)
     calls = {}
     for name in amp_c.NAMES:
-        lists, numbers = amp_c.arguments(name, "cpu")
+        lists, numbers = amp_c.arguments(name, device)
         calls[name] = amp_c.of_all_types(name, lists), numbers
-    values = Values(4)
+    values = Values(device, 4)
     grads, params = ([values(n, t, spread=True) for n in SIZES for t in DTYPES] for _ in range(2))
 
     def run():
         found = {}
         for name, (lists, numbers) in calls.items():
-            amp_c.call(name, amp_c.flag(0, "cpu"), lists, numbers)
+            amp_c.call(name, amp_c.flag(0, device), lists, numbers)
             for k, tensors in enumerate([*lists, [t for t in numbers if torch.is_tensor(t)]]):
                 found |= {f"{name} {k} {i}": t for i, t in enumerate(tensors)}
         for clip in (False, True):
@@ -210,15 +127,15 @@ def functions_of_lists():
     return run
 
 
-def batch_norms():
+def batch_norms(device):
     """Passes over many rows and over many channels, with sums of gradients that are subnormal."""
     layers = []
     for dtype, shape in itertools.product(DTYPES, ((4, 41, 24, 24), (2, 520, 3, 3))):
         torch.manual_seed(6)
         x, residual, dy = (torch.randn(shape).to(dtype) for _ in range(3))
         images = [x, residual, (1e-40 * dy.float()).to(dtype)]
-        images = [t.contiguous(memory_format=torch.channels_last) for t in images]
-        layers.append((*images, torch.rand(3, shape[1]).unbind()))
+        images = [t.contiguous(memory_format=torch.channels_last).to(device) for t in images]
+        layers.append((*images, torch.rand(3, shape[1]).to(device).unbind()))
 
     def run():
         norm = nn_ops()
@@ -238,13 +155,12 @@ def batch_norms():
     return run
 
 
-def scenario(threads, flush):
-    """All outputs. Inputs are made in the standard mode, whatever is asked for."""
-    parts = [steps(name, SIZES) for name in KINDS]
-    parts += [*options(), *memory_modes(), functions_of_lists()]
-    parts += [steps("adamw", [i % 5 for i in range(5000)], count=2)]
-    parts += [steps(name, LARGE_TABLE, count=2) for name in ("adamw", "lamb")]
-    parts += [accumulation(), operations(), batch_norms()]
+def scenario(threads=1, flush=False, device="cpu"):
+    """All outputs, where this thread may flush subnormals to zero. Inputs are made before."""
+    parts = [steps(name, SIZES, device) for name in KINDS]
+    parts += [steps("adamw", [i % 5 for i in range(5000)], device, count=3)]
+    parts += [steps(name, LARGE_TABLE, device, count=3) for name in ("adamw", "lamb")]
+    parts += [functions_of_lists(device), batch_norms(device)]
     found = {}
     torch.set_num_threads(threads)
     torch.set_flush_denormal(flush)
@@ -258,22 +174,17 @@ def scenario(threads, flush):
 
 
 def digests(found):
-    return {k: hashlib.sha1(bits(v).numpy().tobytes()).hexdigest() for k, v in found.items()}
+    return {key: bits.digest(value) for key, value in found.items()}
 
 
 @pytest.fixture(scope="module")
 def expected():
-    return scenario(1, False)
+    return scenario()
 
 
-BOTH = "2 threads, flushing"
-
-
-@pytest.mark.parametrize(
-    "mode", [pytest.param(m, marks=() if m == BOTH else pytest.mark.slow) for m in MODES]
-)
-def test_threads_and_floating_point_mode(expected, mode):
-    assert_same_bits(scenario(*MODES[mode]), expected)
+@pytest.mark.parametrize("flush", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_threads_and_floating_point_mode(expected, flush):
+    assert_same_bits(scenario(threads=2, flush=flush), expected)
 
 
 def test_the_instruction_set_of_this_process_can_be_asked_for():
@@ -283,22 +194,17 @@ def test_the_instruction_set_of_this_process_can_be_asked_for():
 
 
 SLOW = {"scalar": pytest.mark.slow}  # test_bits.py has its kernels one by one
+NARROWER = bits.ISAS[_core.C.cpu_isa()][:-1]
 
 
-@pytest.mark.parametrize("isa", [pytest.param(i, marks=SLOW.get(i, ())) for i in ISAS[:THIS_ISA]])
+@pytest.mark.parametrize("isa", [pytest.param(isa, marks=SLOW.get(isa, ())) for isa in NARROWER])
 def test_instruction_sets(expected, isa):
     run = python(__file__, AMPFUSE_CPU_ISA=isa)
     assert run.returncode == 0, run.stderr
-    printed = json.loads(run.stdout)
-    assert printed.pop("isa") == isa
-    assert set(printed) == set(MODES_OF_CHILDREN)
-    for mode, found in printed.items():
-        different = [key for key, digest in digests(expected).items() if found[key] != digest]
-        assert not different, f"{mode}: bits differ in {different}"
-
-
-def test_emulated_cuda(expected, emulated):
-    assert_same_bits(scenario(1, False), expected)
+    used, found = json.loads(run.stdout)
+    assert used == isa
+    different = [key for key, digest in digests(expected).items() if found[key] != digest]
+    assert not different, f"bits differ in {different}"
 
 
 def test_an_unknown_instruction_set_is_refused():
@@ -306,6 +212,20 @@ def test_an_unknown_instruction_set_is_refused():
     run = python("-c", code, AMPFUSE_CPU_ISA="sse9")
     assert run.returncode != 0
     assert "AMPFUSE_CPU_ISA is 'sse9'; set it to scalar, avx2 or avx512" in run.stderr
+
+
+@pytest.mark.parametrize(
+    "device",
+    ["emulated", *(pytest.param(cuda, marks=pytest.mark.gpu) for cuda in ("cuda:0", "cuda:1"))],
+)
+def test_cuda(expected, device, monkeypatch):
+    """The second GPU is not the current one."""
+    if device == "emulated":
+        monkeypatch.setattr(_core, "C", emulated_module())
+        device = "cpu"
+    elif torch.device(device).index >= torch.cuda.device_count():
+        pytest.skip("needs two GPUs")
+    assert_same_bits(scenario(device=device), expected)
 
 
 def test_a_step_depends_on_nothing_but_its_inputs():
@@ -330,5 +250,4 @@ def test_a_step_depends_on_nothing_but_its_inputs():
 
 
 if __name__ == "__main__":
-    found = {mode: digests(scenario(*MODES[mode])) for mode in MODES_OF_CHILDREN}
-    print(json.dumps({"isa": _core.C.cpu_isa(), **found}))
+    print(json.dumps([_core.C.cpu_isa(), digests(scenario(threads=2, flush=True))]))

@@ -61,9 +61,11 @@ __global__ void sum_by_ticket(const int* values, int* partial, unsigned* ticket,
   *last = int(blockIdx.x);
 }
 
-std::string error_of(const std::function<void()>& body) {
+// Of a launch in one block: the message, or none.
+template <class... Args>
+std::string error_of(void (*kernel)(Args...), int threads, Args... args) {
   try {
-    body();
+    launch(Kernel{"k", kernel}, 1, threads, nullptr, args...);
   } catch (const std::exception& error) {
     return error.what();
   }
@@ -88,15 +90,14 @@ TEST(barriers_and_shared_memory) {
 TEST(divergent_barriers_are_errors) {
   std::vector<int> values(256);
   std::vector<float> floats(256);
-  std::string error =
-      error_of([&] { launch(Kernel{"k", diverge_by_return}, 1, 256, nullptr, values.data()); });
+  std::string error = error_of(diverge_by_return, 256, values.data());
   EXPECT(error.find("255 of 256 threads arrived") != std::string::npos, error);
-  error = error_of([&] { launch(Kernel{"k", diverge_by_branch}, 1, 256, nullptr, values.data()); });
+  error = error_of(diverge_by_branch, 256, values.data());
   EXPECT(error.find("some threads wait at") != std::string::npos, error);
-  error = error_of([&] { launch(Kernel{"k", diverge_in_a_warp}, 1, 64, nullptr, floats.data()); });
+  error = error_of(diverge_in_a_warp, 64, floats.data());
   EXPECT(error.find("31 of 32 threads arrived") != std::string::npos, error);
   // The next launch is none the worse for it.
-  launch(Kernel{"reverse_block", reverse_block}, 1, 256, nullptr, values.data());
+  EXPECT(error_of(reverse_block, 256, values.data()) == "no error");
 }
 
 TEST(an_order_of_threads_shows_a_missing_barrier) {
@@ -130,11 +131,10 @@ TEST(every_block_order_ends_with_the_last_block) {
 
 TEST(launch_errors_name_the_kernel_and_the_place) {
   std::vector<int> values(256);
-  const std::string error = error_of(
-      [&] { launch(Kernel{"reverse_block", reverse_block}, 1, 2048, nullptr, values.data()); });
-  EXPECT(error.find("reverse_block at ") != std::string::npos, error);
-  EXPECT(error.find("test_emulation.cpp:") != std::string::npos, error);
-  EXPECT(error.find("cudaErrorInvalidConfiguration") != std::string::npos, error);
+  const std::string error = error_of(reverse_block, 2048, values.data());
+  for (const char* part : {"k at ", "test_emulation.cpp:", "cudaErrorInvalidConfiguration"}) {
+    EXPECT(error.find(part) != std::string::npos, error);
+  }
 }
 
 TEST(a_pack_is_rounded_as_each_of_its_values) {

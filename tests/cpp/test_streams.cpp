@@ -36,56 +36,62 @@ std::vector<RowSpec> adam_rows() {
   return rows;
 }
 
-// Gradients of many steps, so that no step finds those of the one before at its address.
-class Gradients {
+// A world's steps, of which none finds the gradients of the one before at their address.
+class Steps {
  public:
-  Gradients(bool on_cuda, int steps) {
-    for (int step = 0; step < steps; ++step) {
-      worlds_.push_back(std::make_unique<World>(on_cuda, adam_rows(), unsigned(100 + step)));
+  Steps(World& world, int count) : world_(world) {
+    for (int step = 0; step < count; ++step) {
+      gradients_.push_back(
+          std::make_unique<World>(world.on_cuda, adam_rows(), unsigned(100 + step)));
     }
   }
-  // Points the world's gradients at those of `step`.
-  void give(World& world, int step) {
-    const TableView view = worlds_[size_t(step)]->table->view();
-    for (int64_t row = 0; row < world.rows(); ++row) {
-      world.table->set(kGrad, row, view.pointer(kGrad, row), view.type(kGrad, row));
+  void step(int step, cudaStream_t stream = nullptr) {
+    const TableView view = gradients_[size_t(step)]->table->view();
+    for (int64_t row = 0; row < world_.rows(); ++row) {
+      world_.table->set(kGrad, row, view.pointer(kGrad, row), view.type(kGrad, row));
     }
     RowHyper hyper = adam_rows()[0].hyper;
     hyper.lr = 1e-2 / (1 + step % 5);
-    world.table->set_hyper(0, world.rows(), hyper);
+    world_.table->set_hyper(0, world_.rows(), hyper);
+    world_.step(Algorithm::of<AdamOp>(), 1.0, true, stream);
   }
 
  private:
-  std::vector<std::unique_ptr<World>> worlds_;
+  World& world_;
+  std::vector<std::unique_ptr<World>> gradients_;
 };
 
 }  // namespace
 
 TEST(a_hundred_steps_behind_a_delayed_stream) {
-  constexpr int kSteps = 100;
-  Pair pair(adam_rows());
-  Gradients cpu(false, kSteps), gpu(true, kSteps);
-  const Deferred deferred;
-  for (int step = 0; step < kSteps; ++step) {
-    cpu.give(pair.cpu, step);
-    pair.cpu.step(Algorithm::of<AdamOp>());
-    gpu.give(pair.gpu, step);
-    pair.gpu.step(Algorithm::of<AdamOp>());
+  for (const bool another_captures : {false, true}) {
+    Pair pair(adam_rows());
+    Steps cpu(pair.cpu, 100), gpu(pair.gpu, 100);
+    const Deferred deferred;
+    const Stream other;
+    cudaGraph_t graph = nullptr;
+    if (another_captures) cuda(cudaStreamBeginCapture(other, cudaStreamCaptureModeGlobal));
+    for (int step = 0; step < 100; ++step) {
+      cpu.step(step);
+      gpu.step(step);
+    }
+    if (another_captures) {
+      cuda(cudaStreamEndCapture(other, &graph));
+      cuda(cudaGraphDestroy(graph));
+    }
+    pair.expect_same();
   }
-  pair.expect_same();
 }
 
 TEST(steps_that_change_streams) {
   constexpr int kSteps = 9;
   Pair pair(adam_rows());
-  Gradients cpu(false, kSteps), gpu(true, kSteps);
+  Steps cpu(pair.cpu, kSteps), gpu(pair.gpu, kSteps);
   const Deferred deferred;
   const Stream streams[3];
   for (int step = 0; step < kSteps; ++step) {
-    cpu.give(pair.cpu, step);
-    pair.cpu.step(Algorithm::of<AdamOp>());
-    gpu.give(pair.gpu, step);
-    pair.gpu.step(Algorithm::of<AdamOp>(), 1.0, true, streams[step % 3]);
+    cpu.step(step);
+    gpu.step(step, streams[step % 3]);
   }
   cuda(cudaStreamSynchronize(
       streams[(kSteps - 1) % 3]));  // the last alone: each has waited for the one before
@@ -210,25 +216,21 @@ TEST(an_upload_waits_only_for_a_full_ring) {
 
 TEST(capture_eager_replay) {
   Pair pair(adam_rows());
-  Gradients cpu(false, 4), gpu(true, 4);
+  Steps cpu(pair.cpu, 4), gpu(pair.gpu, 4);
   const int64_t allocations = emulation::live_allocations();
   std::vector<int> history;
   {
     const Deferred deferred;
     const Stream stream;
     const auto eager = [&](int step) {
-      gpu.give(pair.gpu, step);
-      pair.gpu.step(Algorithm::of<AdamOp>(), 1.0, true, stream);
+      gpu.step(step, stream);
       history.push_back(step);
     };
     eager(0);
     cudaGraph_t graph = nullptr;
     cudaGraphExec_t exec = nullptr;
     cuda(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
-    for (const int step : {1, 3}) {  // two steps in one graph
-      gpu.give(pair.gpu, step);
-      pair.gpu.step(Algorithm::of<AdamOp>(), 1.0, true, stream);
-    }
+    for (const int step : {1, 3}) gpu.step(step, stream);  // two steps in one graph
     cuda(cudaStreamEndCapture(stream, &graph));
     cuda(cudaGraphInstantiate(&exec, graph, 0));
     cuda(cudaGraphDestroy(graph));
@@ -248,31 +250,10 @@ TEST(capture_eager_replay) {
     cuda(cudaStreamSynchronize(stream));
     cuda(cudaGraphExecDestroy(exec));
   }
-  for (const int step : history) {
-    cpu.give(pair.cpu, step);
-    pair.cpu.step(Algorithm::of<AdamOp>());
-  }
+  for (const int step : history) cpu.step(step);
   pair.expect_same();
   pair.gpu.table->cache.reset();
   World(true, adam_rows()).inspect();  // frees what the graph left behind
   EXPECT(emulation::live_allocations() == allocations, emulation::live_allocations(), " and ",
          allocations);
-}
-
-TEST(eager_steps_while_another_stream_captures) {
-  Pair pair(adam_rows());
-  Gradients cpu(false, 80), gpu(true, 80);
-  const Deferred deferred;
-  const Stream other;
-  cuda(cudaStreamBeginCapture(other, cudaStreamCaptureModeGlobal));
-  for (int step = 0; step < 80; ++step) {
-    cpu.give(pair.cpu, step);
-    pair.cpu.step(Algorithm::of<AdamOp>());
-    gpu.give(pair.gpu, step);
-    pair.gpu.step(Algorithm::of<AdamOp>());
-  }
-  cudaGraph_t graph = nullptr;
-  cuda(cudaStreamEndCapture(other, &graph));
-  cuda(cudaGraphDestroy(graph));
-  pair.expect_same();
 }

@@ -7,6 +7,7 @@ line: its name, its source, its flags.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,58 +31,27 @@ class Unit(NamedTuple):
     flags: list[str]
 
 
-def _ops(header: str, folder: str = "ops") -> list[str]:
-    return [f'-DAMPFUSE_OPS_HEADER="core/{folder}/{header}.h"', f"-DAMPFUSE_OPS={header}_ops"]
-
-
-def _headers(folder: str, apart: str) -> list[str]:
-    return sorted(p.stem for p in (ROOT / "csrc/core" / folder).glob("*.h") if p.stem != apart)
-
-
-HEADERS = _headers("ops", "op")
-NN_HEADERS = _headers("nn_ops", "nn_op")
-
-
-def cpu_units(isa: str) -> list[Unit]:
-    """The core and the CPU backend, with the kernels of one instruction set: a program runs one."""
+def core_units(isa: str) -> Iterator[Unit]:
+    """The core and both backends, with the CPU's kernels of one instruction set: a program runs
+    one."""
     name, flags = ISA[isa]
     only = f"-DAMPFUSE_ONLY_ISA={name}"
-    return [
-        Unit("algorithms", "csrc/core/algorithms.cpp", []),
-        *(
-            Unit(f"cpu-{name}", f"csrc/cpu/{name}.cpp", [only])
-            for name in ("backend", "isa", "nn", "threads")
-        ),
-        *(
-            Unit(f"cpu-{header}", f"csrc/cpu/kernels_{isa}.cpp", [only, *flags, *_ops(header)])
-            for header in HEADERS
-        ),
-        *(
-            Unit(f"cpu-{header}", f"csrc/cpu/nn_{isa}.cpp", [only, *flags, *_ops(header, "nn_ops")])
-            for header in NN_HEADERS
-        ),
-    ]
-
-
-def cuda_units() -> list[Unit]:
-    """The CUDA backend. inspect.cu has the kernel of core/ops/inspect.h."""
-    return [
-        *(
-            Unit(f"cuda-{name}", f"csrc/cuda/{name}.cu", [])
-            for name in ("backend", "device_table", "inspect")
-        ),
-        *(
-            Unit(f"cuda-{header}", "csrc/cuda/ops.cu", _ops(header))
-            for header in HEADERS
-            if header != "inspect"
-        ),
-        *(
-            Unit(f"cuda-{header}", "csrc/cuda/nn.cu", _ops(header, "nn_ops"))
-            for header in NN_HEADERS
-        ),
-    ]
+    yield Unit("algorithms", "csrc/core/algorithms.cpp", [])
+    for file in ("backend", "isa", "nn", "threads"):
+        yield Unit(f"cpu-{file}", f"csrc/cpu/{file}.cpp", [only])
+    for file in ("backend", "device_table", "inspect"):
+        yield Unit(f"cuda-{file}", f"csrc/cuda/{file}.cu", [])
+    for folder, cpu, cuda in (("ops", "kernels", "ops"), ("nn_ops", "nn", "nn")):
+        for path in sorted((ROOT / "csrc/core" / folder).glob("*.h")):
+            ops = path.stem
+            if ops in ("op", "nn_op"):
+                continue
+            own = [f'-DAMPFUSE_OPS_HEADER="core/{folder}/{ops}.h"', f"-DAMPFUSE_OPS={ops}_ops"]
+            yield Unit(f"cpu-{ops}", f"csrc/cpu/{cpu}_{isa}.cpp", [only, *flags, *own])
+            if ops != "inspect":  # inspect.cu has its kernel
+                yield Unit(f"cuda-{ops}", f"csrc/cuda/{cuda}.cu", own)
 
 
 if __name__ == "__main__":
-    for unit in cpu_units(sys.argv[1]) + cuda_units():
+    for unit in core_units(sys.argv[1]):
         print(unit.name, unit.source, *unit.flags)

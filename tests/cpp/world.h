@@ -162,41 +162,33 @@ class World {
       if (list == kGrad && spec.scaled) value *= 1024.0f;
       store_float(contents.data(), plain(type), i + spec.misaligned, value);
     }
-    buffers_[size_t(row * kColumns + list)] = std::make_unique<Buffer>(on_cuda, contents);
-    point(row, list);
-  }
-  void drop(int64_t row, int list) {
-    buffers_[size_t(row * kColumns + list)].reset();
-    table->set(list, row, nullptr, kAbsent);
+    buffer(row, list) = std::make_unique<Buffer>(on_cuda, contents);
+    alias(row, list, list);
   }
   // `list` shares the memory of `other`.
   void alias(int64_t row, int list, int other) {
-    const RowSpec& spec = specs_[size_t(row)];
-    char* data = static_cast<char*>(buffers_[size_t(row * kColumns + other)]->data());
-    table->set(list, row, data + spec.misaligned * element_size(spec.types[other]),
-               spec.types[other]);
+    const DType type = this->type(row, other);
+    char* data = static_cast<char*>(buffer(row, other)->data());
+    table->set(list, row, data + specs_[size_t(row)].misaligned * element_size(type), type);
   }
   void set(int64_t row, int list, int64_t i, float value) {
     const RowSpec& spec = specs_[size_t(row)];
     char stored[4];
     store_float(stored, spec.types[list], 0, value);
     const int64_t size = element_size(spec.types[list]);
-    buffers_[size_t(row * kColumns + list)]->write(size_t((i + spec.misaligned) * size), stored,
-                                                   size_t(size));
+    buffer(row, list)->write(size_t((i + spec.misaligned) * size), stored, size_t(size));
   }
   const std::vector<char>& bytes(int64_t row, int list) {
     static const std::vector<char> none;
-    const auto& buffer = buffers_[size_t(row * kColumns + list)];
-    return buffer ? buffer->read() : none;
+    return buffer(row, list) ? buffer(row, list)->read() : none;
   }
   // What is no value by itself, as the integer that it is.
   std::vector<float> values(int64_t row, int list) {
     const RowSpec& spec = specs_[size_t(row)];
     const DType type = this->type(row, list);
     std::vector<float> values;
-    const auto& buffer = buffers_[size_t(row * kColumns + list)];
-    if (!buffer) return values;
-    const std::vector<char>& bytes = buffer->read();
+    const std::vector<char>& bytes = this->bytes(row, list);
+    if (bytes.empty()) return values;
     for (int64_t i = spec.misaligned; i < spec.misaligned + length(row, list); ++i) {
       if (is_plain(plain(type))) {
         values.push_back(load_float(bytes.data(), plain(type), i));
@@ -288,10 +280,8 @@ class World {
     const int64_t numel = specs_[size_t(row)].numel;
     return column < kLists ? numel : blocks_of(numel);
   }
-  void point(int64_t row, int list) {
-    const RowSpec& spec = specs_[size_t(row)];
-    char* data = static_cast<char*>(buffers_[size_t(row * kColumns + list)]->data());
-    table->set(list, row, data + spec.misaligned * element_size(type(row, list)), type(row, list));
+  std::unique_ptr<Buffer>& buffer(int64_t row, int list) {
+    return buffers_[size_t(row * kColumns + list)];
   }
 
   std::vector<RowSpec> specs_;

@@ -36,6 +36,10 @@ def table(text, header):
     return text[text.index(header) :].split("\n\n")[0].splitlines()[2:]
 
 
+def cells(lines):
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
 @pytest.fixture
 def report(monkeypatch):
     """benchmarks/report.py."""
@@ -48,21 +52,25 @@ def nets(report):
     return report.read(RESULTS / "nets_cpu.csv")
 
 
-def test_tables_of_nets_are_those_of_the_csv(report, nets):
-    tables = report.nets_tables(nets)
+def test_tables_of_training_steps_are_those_of_the_csvs(report, nets):
     cpus = BENCHMARKS.partition("## GPUs")[0]
-    assert [header for header, *_ in tables] == re.findall(r"\| net \|.*\|", cpus)
-    for header, _, *lines in tables:
-        assert table(cpus, header) == lines
+    tables = [(cpus, lines) for lines in report.nets_tables(nets)]
+    headers = [header for _, (header, *_) in tables]
+    assert headers == re.findall(r"\| net \|.*\|", cpus)
+    times, _, fused = report.nets_tables(report.read(RESULTS / "nets_transformers_epyc.csv"))
+    tables += [(OTHER_MACHINES, times), (OTHER_MACHINES, fused)]
+    for text, machine in zip(OTHER_MACHINES.split("## A Xeon"), ("epyc", "xeon"), strict=True):
+        paths = RESULTS.glob(f"experiments_e?_{machine}.csv")
+        rows = [row for path in paths for row in records(path)]
+        tables.append((text, report.experiments_table(rows)))
+    for text, (header, _, *lines) in tables:
+        assert table(text, header) == lines
 
 
 def test_readme_shows_steps_of_the_csv(report, nets):
     """Five nets, without O4 and with the gain over torch.amp alone."""
     times, *_ = report.nets_tables(nets)
-    measured = [[cell.strip() for cell in line.strip("|").split("|")] for line in times[2:]]
-    shown = [
-        [cell.strip() for cell in line.strip("|").split("|")] for line in table(README, "| net |")
-    ]
+    measured, shown = cells(times[2:]), cells(table(README, "| net |"))
     assert len(shown) == 5
     assert all(line in [row[:4] + row[5:7] for row in measured] for line in shown)
 
@@ -73,26 +81,11 @@ def test_figure_is_that_of_the_csv(report, nets):
         assert svg == report.nets_figure(nets, theme)
 
 
-def test_tables_of_transformers_are_those_of_the_csv(report):
-    times, _, fused = report.nets_tables(report.read(RESULTS / "nets_transformers_epyc.csv"))
-    for header, _, *lines in (times, fused):
-        assert table(OTHER_MACHINES, header) == lines
-
-
-def test_training_steps_of_other_machines_are_those_of_the_csvs(report):
-    first, second = OTHER_MACHINES.split("## A Xeon")
-    for text, machine in ((first, "epyc"), (second, "xeon")):
-        paths = RESULTS.glob(f"experiments_e?_{machine}.csv")
-        lines = report.experiments_table([row for path in paths for row in records(path)])[2:]
-        assert table(text, "| experiment | batch |") == lines
-
-
 def test_demo_table_is_that_of_the_csv():
-    lines = table(BENCHMARKS, "| level | precision | time, s |")
-    for line, row in zip(lines, records(RESULTS / "demo_cpu.csv"), strict=True):
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        assert cells[0] == row["method"]
-        assert cells[2:] == [
+    lines = cells(table(BENCHMARKS, "| level | precision | time, s |"))
+    for (level, _, *shown), row in zip(lines, records(RESULTS / "demo_cpu.csv"), strict=True):
+        assert level == row["method"]
+        assert shown == [
             f"{float(row['time_s_mean']):.1f}",
             f"{float(row['images_per_s_mean']):,.0f}",
             f"{float(row['memory_mb_mean']):.0f}",
@@ -104,19 +97,18 @@ def test_demo_table_is_that_of_the_csv():
 
 def test_conv_nets_table_is_that_of_the_csv():
     rows = [r for r in records(RESULTS / "conv_nets_epyc.csv") if r["optimizer"]]
+    lines = cells(table(OTHER_MACHINES, "| network, images, batch | FP32"))
     groups = groupby(rows, key=lambda row: row["case"])
-    shown = table(OTHER_MACHINES, "| network, images, batch | FP32")
-    for line, (case, group) in zip(shown, groups, strict=True):
-        group = list(group)
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
+    for (net, *shown), (case, group) in zip(lines, groups, strict=True):
         side, batch = re.search(r"-(\d+)-batch(\d+)$", case).groups()
-        assert cells[0].endswith(f", {side}x{side}, {batch}")
-        times = {row["variant"]: float(row["median_ms"]) for row in group}
-        memory = {row["variant"]: float(row["memory_mib"]) for row in group}
-        assert cells[1:8] == [f"{value:.0f}" for value in times.values()]
-        assert cells[8] == f"{times['torch.amp'] / times['O5, fused']:.2f}x"
+        assert net.endswith(f", {side}x{side}, {batch}")
+        by_variant = {row["variant"]: row for row in group}
+        times = {name: float(row["median_ms"]) for name, row in by_variant.items()}
+        gain = times["torch.amp"] / times["O5, fused"]
         compared = ("torch.amp", "O5, fused", "O5, recomputed")
-        assert cells[9:] == [f"{memory[name]:.0f}" for name in compared]
+        memory = [float(by_variant[name]["memory_mib"]) for name in compared]
+        expected = [*(f"{time:.0f}" for time in times.values()), f"{gain:.2f}x"]
+        assert shown == [*expected, *(f"{mib:.0f}" for mib in memory)]
 
 
 def test_readme_script_trains():
@@ -166,6 +158,14 @@ def test_links_lead_to_files_and_sections(page):
         target = (page.parent / name).resolve() if name else page
         assert target.exists(), link
         assert not section or section in anchors(target), link
+
+
+@pytest.mark.parametrize(
+    ("name", "title"), [("from_apex.md", "from-apex"), ("from_torch_amp.md", "from-torchamp")]
+)
+def test_migration_pages_link_their_sections(name, title):
+    page = ROOT / "docs" / name
+    assert anchors(page) - set(re.findall(r"\]\(#(.*?)\)", page.read_text())) == {title}
 
 
 def entries():

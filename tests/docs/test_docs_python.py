@@ -55,15 +55,15 @@ def blocks():
 
 
 @pytest.fixture
-def device_of_block(request):
-    with torch.device("cuda" if request.node.get_closest_marker("gpu") else "cpu"):
-        yield
-
-
-@pytest.fixture
-def names(tmp_path, monkeypatch, device_of_block):
+def names(tmp_path, monkeypatch, request):
     """What the blocks call by name: a small training, and all that is around one."""
     monkeypatch.chdir(tmp_path)
+    with torch.device("cuda" if request.node.get_closest_marker("gpu") else "cpu"):
+        yield world()
+    amp.restore_torch()
+
+
+def world():
     model = nn.Sequential(
         *(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()),
         *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3)),
@@ -71,6 +71,7 @@ def names(tmp_path, monkeypatch, device_of_block):
     net_d, net_g = nn.Linear(4, 1), nn.Linear(4, 4)
     optimizer = ampfuse.optim.AdamW(model.parameters(), lr=1e-3, ema_decay=0.9)
     x, y = torch.randn(8, 3, 6, 6), torch.arange(8) % 3
+    torch.save(model.state_dict(), "fp32.pt")
 
     def loss_function(output, target):
         if isinstance(output, nn.Module):  # as advise calls it: the model and a batch
@@ -78,14 +79,13 @@ def names(tmp_path, monkeypatch, device_of_block):
         return nn.functional.cross_entropy(output.float(), target)
 
     def train_step(x, y):
-        world["optimizer"].zero_grad()
-        loss = loss_function(world["model"](x), y)
-        with amp.scale_loss(loss, world["optimizer"]) as scaled_loss:
+        names["optimizer"].zero_grad()
+        loss = loss_function(names["model"](x), y)
+        with amp.scale_loss(loss, names["optimizer"]) as scaled_loss:
             scaled_loss.backward()
-        world["optimizer"].step()
+        names["optimizer"].step()
 
-    torch.save(model.state_dict(), "fp32.pt")
-    world = {
+    names = {
         **{"torch": torch, "nn": nn, "contextlib": contextlib, "ampfuse": ampfuse, "amp": amp},
         **{"model": model, "optimizer": optimizer, "loss_function": loss_function},
         **{"x": x, "y": y, "loader": [(x, y)] * 3, "batch": (x, y), "images": x},
@@ -97,8 +97,7 @@ def names(tmp_path, monkeypatch, device_of_block):
         "loss_fake": net_d(net_g(torch.randn(5, 4))).mean(),
         "scheduler": torch.optim.lr_scheduler.ConstantLR(optimizer),
     }
-    yield world
-    amp.restore_torch()
+    return names
 
 
 @pytest.fixture

@@ -26,45 +26,50 @@ SMALL = {
 BOUNDS = {"gpt": 4.0, "hf_finetune": 0.6, "lightning_digits": 1.0}  # the last losses of a small run
 # Held-out loss, accuracy, accuracy after the run that the example describes.
 GOALS = {"gpt": (1.0, 1.8), "hf_finetune": (0.88, 1.0), "lightning_digits": (0.93, 1.0)}
-examples = pytest.mark.parametrize("name", list(SMALL))
-# What takes seconds, and says little that the tests of integrations or another run do not.
-SLOW = dict.fromkeys(NEEDS, pytest.mark.slow)
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # the frameworks' advice
+
+
+def slow(*values: str) -> object:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def import_needs(name: str) -> None:
+    for package in NEEDS.get(name, []):
+        pytest.importorskip(package)
 
 
 def run(name: str, *arguments: str) -> float:
-    for package in NEEDS.get(name, []):
-        pytest.importorskip(package)
+    import_needs(name)
     return runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"](list(arguments))
 
 
-def losses(path: Path) -> list[float]:
-    """Of all steps, which are numbered from 1."""
+def assert_learned(path: Path, bound: float) -> None:
+    """By the losses of all steps, which are numbered from 1."""
     steps, losses = zip(*csv.reader(path.open()), strict=True)
     assert (steps[0], losses[0]) == ("step", "loss")
     assert [int(step) for step in steps[1:]] == list(range(1, len(steps)))
-    return [float(loss) for loss in losses[1:]]
+    assert (float(losses[-2]) + float(losses[-1])) / 2 < bound
 
 
 @pytest.mark.parametrize(
     ("name", "precision"),
     [
         *(("gpt", "O5"), ("lightning_digits", "O5")),
-        pytest.param("hf_finetune", "O5", marks=pytest.mark.slow),  # run by another test
-        *(pytest.param(name, "O2", marks=pytest.mark.slow) for name in SMALL),
+        slow("hf_finetune", "O5"),  # run by another test
+        *(slow(name, "O2") for name in SMALL),
     ],
 )
-@pytest.mark.filterwarnings("ignore")  # the frameworks' advice
 def test_example_learns(name, precision, tmp_path):
     file = tmp_path / "losses.csv"
     run(name, *SMALL[name], "--precision", precision, "--csv", str(file))
-    *_, before, last = losses(file)
-    assert (before + last) / 2 < BOUNDS[name]
+    assert_learned(file, BOUNDS[name])
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW.get(name, ())) for name in SMALL])
+# The others take seconds, and say little that the tests of integrations do not.
+@pytest.mark.parametrize("name", ["gpt", slow("hf_finetune"), slow("lightning_digits")])
 def test_native_run_leaves_ampfuse_alone(name, tmp_path):
-    for package in NEEDS.get(name, []):
-        pytest.importorskip(package)
+    import_needs(name)
     file = tmp_path / "losses.csv"
     code = (
         "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], None, '__main__')"
@@ -73,14 +78,11 @@ def test_native_run_leaves_ampfuse_alone(name, tmp_path):
     command = ["-c", code, EXAMPLES / f"{name}.py", *SMALL[name], "--precision", "native"]
     ran = python(*command, "--csv", file)
     assert ran.returncode == 0, ran.stderr
-    *_, before, last = losses(file)
-    assert (before + last) / 2 < BOUNDS[name]
+    assert_learned(file, BOUNDS[name])
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_hugging_face_example_takes_another_model(tmp_path):
-    for package in NEEDS["hf_finetune"]:
-        pytest.importorskip(package)
+    import_needs("hf_finetune")
     script = runpy.run_path(str(EXAMPLES / "hf_finetune.py"))
     args = argparse.Namespace(precision="O5", pretrain_steps=2, seed=0)
     script["pretrain"](str(tmp_path), args)
@@ -88,8 +90,7 @@ def test_hugging_face_example_takes_another_model(tmp_path):
 
 
 @pytest.mark.slow
-@examples
-@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", GOALS)
 def test_example_reaches_its_goal(name):
     low, high = GOALS[name]
     assert low <= run(name) <= high
@@ -106,9 +107,8 @@ def test_cifar_example_learns_digits(capsys):
     assert capsys.readouterr().out.count("accuracy") == 5
 
 
-@pytest.mark.parametrize(
-    "level", [pytest.param(level, marks=pytest.mark.slow) for level in ("O0", "O2", "O5")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("level", ["O0", "O2", "O5"])
 def test_cifar_example_learns_its_synthetic_images(level):
     small = ["--epochs", "2", "--width", "4"] if not torch.cuda.is_available() else []
     assert run("cifar_airbench_style", "--opt-level", level, *small) > 0.5

@@ -25,8 +25,7 @@
 #define __launch_bounds__(...)
 #define __grid_constant__
 
-// --- what device code uses
-// --------------------------------------------------------------------------------
+// --- what device code uses -----------------------------------------------------------------------
 
 struct dim3 {
   unsigned x = 1, y = 1, z = 1;
@@ -83,14 +82,6 @@ template <class T>
 T __ldcg(const T* address) {
   return *address;
 }
-template <class T>
-T __ldcs(const T* address) {
-  return *address;
-}
-template <class T>
-void __stcs(T* address, T value) {
-  *address = value;
-}
 inline void __threadfence() {}
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 inline unsigned atomicAdd(unsigned* address, unsigned value) {
@@ -104,8 +95,7 @@ inline unsigned atomicInc(unsigned* address, unsigned limit) {
   return old;
 }
 
-// --- the runtime
-// ------------------------------------------------------------------------------------------
+// --- the runtime ---------------------------------------------------------------------------------
 
 enum cudaError_t {
   cudaSuccess = 0,
@@ -114,7 +104,6 @@ enum cudaError_t {
   cudaErrorInvalidConfiguration = 9,
   cudaErrorInsufficientDriver = 35,
   cudaErrorNoKernelImageForDevice = 209,
-  cudaErrorInvalidResourceHandle = 400,
   cudaErrorNotReady = 600,
   cudaErrorStreamCaptureUnsupported = 900,
 };
@@ -129,20 +118,11 @@ using cudaGraphExec_t = struct CUgraphExec_st*;
 using cudaUserObject_t = struct CUuserObject_st*;
 using cudaHostFn_t = void (*)(void*);
 
-enum cudaMemcpyKind {
-  cudaMemcpyHostToDevice = 1,
-  cudaMemcpyDeviceToHost = 2,
-  cudaMemcpyDeviceToDevice = 3
-};
+enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost };
 enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone, cudaStreamCaptureStatusActive };
-enum cudaStreamCaptureMode {
-  cudaStreamCaptureModeGlobal,
-  cudaStreamCaptureModeThreadLocal,
-  cudaStreamCaptureModeRelaxed
-};
+enum cudaStreamCaptureMode { cudaStreamCaptureModeGlobal, cudaStreamCaptureModeRelaxed };
 constexpr unsigned cudaEventDisableTiming = 2, cudaStreamNonBlocking = 1, cudaHostAllocDefault = 0,
-                   cudaHostAllocPortable = 1, cudaUserObjectNoDestructorSync = 1,
-                   cudaGraphUserObjectMove = 1;
+                   cudaUserObjectNoDestructorSync = 1, cudaGraphUserObjectMove = 1;
 
 inline cudaError_t cudaDriverGetVersion(int* version) {
   *version = CUDART_VERSION;
@@ -186,10 +166,7 @@ cudaError_t cudaGraphRetainUserObject(cudaGraph_t graph, cudaUserObject_t object
 
 struct cudaLaunchConfig_t {
   dim3 gridDim, blockDim;
-  size_t dynamicSmemBytes = 0;
   cudaStream_t stream = nullptr;
-  void* attrs = nullptr;
-  unsigned numAttrs = 0;
 };
 
 namespace ampfuse {

@@ -9,10 +9,11 @@
 #include <memory>
 #include <numeric>
 #include <random>
-#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <vector>
+
+#include "core/check.h"
 
 #if defined(__SANITIZE_ADDRESS__)
 #include <sanitizer/asan_interface.h>
@@ -26,8 +27,7 @@ namespace ampfuse {
 namespace emulation {
 namespace {
 
-// --- switching stacks
-// -------------------------------------------------------------------------------------
+// --- switching stacks ----------------------------------------------------------------------------
 
 // A stack and where its execution stopped. On x86-64 a switch is a dozen instructions; swapcontext,
 // which serves elsewhere, makes two system calls. It ends with a jump: processors predict that a
@@ -119,8 +119,7 @@ void release_context(Context& context) {
   munmap(static_cast<char*>(context.stack) - page, context.bytes + page);
 }
 
-// --- one block
-// --------------------------------------------------------------------------------------------
+// --- one block -----------------------------------------------------------------------------------
 
 struct Fiber {
   Context context;
@@ -240,14 +239,13 @@ void Scheduler::run(int threads, const std::function<void(int)>& body) {
   }
   if (error_.empty() && finished == threads) return;
   if (error_.empty()) {
-    std::ostringstream text;
     const Barrier* stuck = &block;
     for (const Warp& warp : warps) {
       if (warp.barrier.arrived > 0) stuck = &warp.barrier;
     }
-    text << "divergent barrier at " << stuck->file << ":" << stuck->line << ": " << stuck->arrived
-         << " of " << stuck->expected << " threads arrived, the others ended or wait elsewhere";
-    error_ = text.str();
+    error_ =
+        message("divergent barrier at ", stuck->file, ":", stuck->line, ": ", stuck->arrived,
+                " of ", stuck->expected, " threads arrived, the others ended or wait elsewhere");
   }
   idle_.clear();  // what the stuck fibers hold on their stacks is lost with them
   fibers_.clear();
@@ -260,12 +258,8 @@ void Scheduler::wait(Barrier& barrier, const char* file, int line) {
     barrier.line = line;
   } else if (barrier.line != line ||
              (barrier.file != file && std::strcmp(barrier.file, file) != 0)) {
-    {
-      std::ostringstream text;
-      text << "divergent barrier: some threads wait at " << barrier.file << ":" << barrier.line
-           << ", thread " << current->thread << " at " << file << ":" << line;
-      error_ = text.str();
-    }
+    error_ = message("divergent barrier: some threads wait at ", barrier.file, ":", barrier.line,
+                     ", thread ", current->thread, " at ", file, ":", line);
     stop();
   }
   Fiber* self = current;

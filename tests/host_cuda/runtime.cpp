@@ -1,5 +1,6 @@
 #include <cstdlib>
 #include <deque>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <set>
@@ -106,27 +107,17 @@ void run_everything() {
 }  // namespace
 
 const char* cudaGetErrorName(cudaError_t error) {
-  switch (error) {
-    case cudaSuccess:
-      return "cudaSuccess";
-    case cudaErrorInvalidValue:
-      return "cudaErrorInvalidValue";
-    case cudaErrorMemoryAllocation:
-      return "cudaErrorMemoryAllocation";
-    case cudaErrorInvalidConfiguration:
-      return "cudaErrorInvalidConfiguration";
-    case cudaErrorInsufficientDriver:
-      return "cudaErrorInsufficientDriver";
-    case cudaErrorNoKernelImageForDevice:
-      return "cudaErrorNoKernelImageForDevice";
-    case cudaErrorInvalidResourceHandle:
-      return "cudaErrorInvalidResourceHandle";
-    case cudaErrorNotReady:
-      return "cudaErrorNotReady";
-    case cudaErrorStreamCaptureUnsupported:
-      return "cudaErrorStreamCaptureUnsupported";
-  }
-  return "unknown";
+  static const std::map<cudaError_t, const char*> names = {
+      {cudaSuccess, "cudaSuccess"},
+      {cudaErrorInvalidValue, "cudaErrorInvalidValue"},
+      {cudaErrorMemoryAllocation, "cudaErrorMemoryAllocation"},
+      {cudaErrorInvalidConfiguration, "cudaErrorInvalidConfiguration"},
+      {cudaErrorInsufficientDriver, "cudaErrorInsufficientDriver"},
+      {cudaErrorNoKernelImageForDevice, "cudaErrorNoKernelImageForDevice"},
+      {cudaErrorNotReady, "cudaErrorNotReady"},
+      {cudaErrorStreamCaptureUnsupported, "cudaErrorStreamCaptureUnsupported"},
+  };
+  return names.at(error);
 }
 const char* cudaGetErrorString(cudaError_t error) { return cudaGetErrorName(error); }
 cudaError_t cudaGetLastError() { return std::exchange(last_error, cudaSuccess); }
@@ -143,8 +134,7 @@ cudaError_t cudaDeviceSynchronize() {
   return cudaSuccess;
 }
 
-// --- memory
-// -----------------------------------------------------------------------------------------------
+// --- memory --------------------------------------------------------------------------------------
 
 static cudaError_t allocate(void** memory, size_t bytes, std::set<void*>& registry) {
   const Lock lock(runtime().mutex);
@@ -187,8 +177,7 @@ cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaStream_t 
   return cudaSuccess;
 }
 
-// --- streams and events
-// -----------------------------------------------------------------------------------
+// --- streams and events --------------------------------------------------------------------------
 
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
   const Lock lock(runtime().mutex);
@@ -245,8 +234,7 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
   return cudaSuccess;
 }
 
-// --- graphs
-// -----------------------------------------------------------------------------------------------
+// --- graphs --------------------------------------------------------------------------------------
 
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
   std::swap(*mode, capture_mode);
@@ -308,8 +296,7 @@ cudaError_t cudaGraphRetainUserObject(cudaGraph_t graph, cudaUserObject_t object
   return cudaSuccess;
 }
 
-// --- kernels
-// ----------------------------------------------------------------------------------------------
+// --- kernels -------------------------------------------------------------------------------------
 
 namespace ampfuse {
 namespace emulation {
