@@ -66,9 +66,10 @@ test: $(STAMPS)/test
 bench: $(STAMPS)/experiments
 	$(PY) benchmarks/nets.py
 	$(PY) benchmarks/step.py --modes $(BENCH_ARGS)
-	$(PY) benchmarks/host_time.py
+	$(PY) benchmarks/step.py --host --csv benchmarks/results/host_time_cpu.csv
+	$(PY) benchmarks/nets.py --host --csv benchmarks/results/o1_host_cpu.csv
 	$(PY) benchmarks/layers.py
-	for name in nets step host_time; do $(PY) benchmarks/report.py benchmarks/results/$${name}_cpu.csv; done
+	for name in nets step host_time o1_host; do $(PY) benchmarks/report.py benchmarks/results/$${name}_cpu.csv; done
 
 experiments: $(STAMPS)/experiments
 	PYTHON=$(PY) benchmarks/experiments.sh

@@ -1,13 +1,11 @@
-"""Predicted shares of copy bandwidth of the CUDA kernels, from their machine code: no GPU needed.
+"""What the CUDA kernels cost, from their machine code, and what speed that allows: no GPU needed.
 
-    python benchmarks/cuda_static.py                    # the objects of this checkout's build
-    python benchmarks/cuda_static.py FILE ...           # objects, cubins or fatbins
-    python benchmarks/cuda_static.py --compare MEASURED.csv    # of step.py or layers.py on CUDA
+    python benchmarks/cuda_static.py            # the objects of this checkout's build
+    python benchmarks/cuda_static.py FILE ...   # objects, cubins or fatbins
 
-A thread of each kernel is run (harness/sass.py), and its neighbour. As many warps as have room in a
-multiprocessor, each waiting for memory as often as that thread, move so many bytes (Little's law);
-the schedulers issue so many instructions. The smaller of both bounds, over the bandwidth of a copy,
-is predicted. Launches, tails and full queues come on top. --compare puts measured rows beside it.
+A thread of each kernel is run (harness/sass.py), and its neighbour: so many instructions, and so
+many bytes. What the schedulers issue bounds the bytes that a multiprocessor moves; that bound over
+the bandwidth of a copy is predicted. Waits for memory, launches and tails come on top.
 
 Needs cuobjdump and nvdisasm: a CUDA toolkit's, those of torch's triton, or from ``pip install
 nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm``.
@@ -26,7 +24,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from harness.results import RESULTS, parser_of, read, write
-from harness.results import Row as Measured
 from harness.sass import TENSOR, Scene, Thread, parse, traffic
 from report import markdown
 
@@ -35,15 +32,13 @@ CSV = RESULTS / "cuda_predicted.csv"
 
 
 class Chip(NamedTuple):
-    """`copy`: GB/s that a copy moves; `latency`: of memory under load, in ns. Of a multiprocessor:
-    the most warps, blocks and shared memory, and instructions in FP64 a cycle. `base`: where a
-    kernel's arguments begin in the constant bank."""
+    """`copy`: GB/s that a copy moves. Of a multiprocessor: the most warps, blocks and shared
+    memory, and instructions in FP64 a cycle. `base`: where arguments begin in the constant bank."""
 
     name: str
     processors: int
     ghz: float
     copy: float
-    latency: float
     warps: int
     blocks: int
     shared: int
@@ -52,11 +47,10 @@ class Chip(NamedTuple):
 
 
 CHIPS = {
-    "sm_75": Chip("T4", 40, 1.35, 240, 600, 32, 16, 64 << 10, 1 / 16, 0x160),
-    "sm_80": Chip("A100", 108, 1.41, 1750, 600, 64, 32, 164 << 10, 1, 0x160),
-    "sm_90": Chip("H200", 132, 1.83, 4300, 700, 64, 32, 228 << 10, 2, 0x210),
+    "sm_75": Chip("T4", 40, 1.35, 240, 32, 16, 64 << 10, 1 / 16, 0x160),
+    "sm_80": Chip("A100", 108, 1.41, 1750, 64, 32, 164 << 10, 1, 0x160),
+    "sm_90": Chip("H200", 132, 1.83, 4300, 64, 32, 228 << 10, 2, 0x210),
 }
-_L2_CYCLES = 270
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,11 +60,9 @@ class Row:
     Attributes:
         spills: instructions that move registers to memory and back.
         blocks: resident in a multiprocessor.
-        loads, kb_in_flight: the most of a thread, and of a multiprocessor.
-        waits: of a thread for memory, over its packs of eight elements.
-        instructions, fp64, slow: of an element; in FP64, and in functions that are called.
+        instructions, fp64: of an element; those in FP64 by themselves.
         sectors, sector_use: of a warp's request; the share of their bytes that it asks for.
-        warp_us: of a warp with no other about.
+        predicted_share: of copy bandwidth, at most.
     """
 
     case: str
@@ -79,18 +71,11 @@ class Row:
     spills: int
     shared: int
     blocks: int
-    loads: int
-    kb_in_flight: float
-    waits: float
     instructions: float
     fp64: float
-    slow: float
     sectors: float
     sector_use: float
     bytes_per_element: float
-    warp_us: float
-    bound_by_latency: float
-    bound_by_issue: float
     predicted_share: float
 
 
@@ -107,7 +92,7 @@ TABLES = ("data", "dtype", "numel", "origin", "scaled", "first_chunk")
 IMAGES = (*(f"image{i}" for i in range(5)), "mask", "partials")
 _TABLE_BYTES = 1 << 24  # a table begins at its number times this
 
-# A name in the words of passes(), the kernel's symbol, and the tensors, of which the first has a
+# A name, the kernel's symbol, and the tensors, of which the first has a
 # value for each element. H: of FP16 and of BF16.
 _MOMENTS, _CODES = "state0:fp32 state1:fp32", "state0:s8 state1:u8 scale0:fp32 scale1:fp32"
 _ADAM, _SPLIT = "apply_kernelINS_6AdamOpE", "grad:bf16 param:rem_bf16 model:bf16"
@@ -166,14 +151,6 @@ class Case(NamedTuple):
         return not self.symbol.startswith(("apply", "measure", "inspect"))
 
     @property
-    def of_rows(self) -> bool:
-        return self.symbol.startswith("row_")
-
-    @property
-    def of_classes(self) -> bool:
-        return self.name.startswith("cross")
-
-    @property
     def threads(self) -> int:
         return 128 if self.symbol.startswith("sum") else 256
 
@@ -196,7 +173,7 @@ def instance(case: Case, symbols: list[str]) -> str | None:
     places = IMAGES if case.layer else LISTS
     present = sum(1 << places.index(name) for name in case.lists)
     if case.layer:
-        lists = "b1" if case.of_classes else f"j{present}"
+        lists = "b1" if case.name.startswith("cross") else f"j{present}"
         kinds = {"row_pass": r"LS\d_3E", "sum": "Lb1ELi8E"}
         last = next((kinds[kind] for kind in kinds if case.symbol.startswith(kind)), "Lb1E")
         suffix = rf"EL{lists}ELNS_5DTypeE3E{last}" if "image0" in case.lists else ""
@@ -213,12 +190,11 @@ def instance(case: Case, symbols: list[str]) -> str | None:
 
 def scene(case: Case, chip: Chip) -> Scene:
     """Of a thread in the middle of large tensors. What no table says is zero."""
-    fixed = {"threads": case.threads, "base": chip.base, "l2_cycles": _L2_CYCLES}
-    fixed["cycles"] = round(chip.latency * chip.ghz)
     # NnArgs; a map's Grid of blocks of 8 x 32 packs, 8 times, or of 256, 8 times; a row's groups
     if case.layer:
-        rows, channels = (1 << 16, 768) if case.of_rows else (256 * 56 * 56, 256)
-        channels = 1 << 15 if case.of_classes else channels
+        of_rows = case.symbol.startswith("row_")
+        rows, channels = (1 << 16, 768) if of_rows else (256 * 56 * 56, 256)
+        channels = 1 << 15 if case.name.startswith("cross") else channels
         images = [(i + 1 << TENSOR) * (name in case.lists) for i, name in enumerate(IMAGES[:-1])]
         vectors = [(i + 1) * _TABLE_BYTES for i in range(8)]
         parts = IMAGES.index("partials") + 1
@@ -230,7 +206,7 @@ def scene(case: Case, chip: Chip) -> Scene:
         grids["row_map"] = (8, 2, 2 * rows)
         grid = next((grids[kind] for kind in grids if case.symbol.startswith(kind)), ())
         grid = struct.pack(f"<{len(grid)}q", *grid)
-        return Scene(4, rows // 64, arguments=arguments + grid, in_l2=parts, **fixed)
+        return Scene(4, rows // 64, case.threads, chip.base, arguments + grid)
     memory: dict[int, int] = {}
 
     def put(table: str, place: int, value: bytes) -> None:
@@ -248,7 +224,7 @@ def scene(case: Case, chip: Chip) -> Scene:
     if not case.symbol.startswith("inspect"):  # norms, tickets, state and meter; or state
         arguments += struct.pack("<6Q", *pointers[12:18])
     blocks = 4 * chunks if case.symbol.startswith("apply") else chunks
-    return Scene(5, blocks, arguments=arguments, memory=memory, **fixed)
+    return Scene(5, blocks, case.threads, chip.base, arguments, memory)
 
 
 # ---- from code to bounds -------------------------------------------------------------------------
@@ -267,8 +243,6 @@ def predict(case: Case, arch: str, registers: int, shared: int, text: str) -> Ro
     """From what cuobjdump says of a kernel: its registers, shared memory in bytes, and code."""
     chip, code = CHIPS[arch], parse(text)
     thread, neighbour = (Thread(code, scene(case, chip), index) for index in (33, 34))
-    blocks = resident_blocks(chip, case.threads, registers, shared)
-    warps = blocks * -(-case.threads // 32)
     each, kind = next(iter(case.lists.items()))
     number = (IMAGES if case.layer else LISTS).index(each) + 1
     own = [access.size for access in thread.accesses if access.tensor == number]
@@ -278,22 +252,14 @@ def predict(case: Case, arch: str, registers: int, shared: int, text: str) -> Ro
     asked, touched = traffic(thread, neighbour)
     moved = asked / 32
     copied = chip.copy / chip.processors / chip.ghz / 32  # bytes of a thread a cycle
-    issue_cycles = max(sum(thread.issued.values()) / 4, thread.issued["fp64"] / chip.fp64)
-    by_latency = warps * moved / thread.cycles / copied
-    by_issue = moved / issue_cycles / copied
+    issue_cycles = max(thread.issued / 4, thread.fp64 / chip.fp64)
     numbers = {
-        "kb_in_flight": max(size for _, size in thread.rounds) * 32 * warps / 1024,
-        "waits": 8 * len(thread.rounds) / elements,
-        "instructions": thread.issued["main"] / elements,
-        "fp64": thread.issued["fp64"] / elements,
-        "slow": thread.issued["slow"] / elements,
+        "instructions": (thread.issued - thread.fp64) / elements,
+        "fp64": thread.fp64 / elements,
         "sectors": touched / len(thread.accesses),
         "sector_use": moved / touched,
         "bytes_per_element": moved / elements,
-        "warp_us": thread.cycles / chip.ghz / 1000,
-        "bound_by_latency": by_latency,
-        "bound_by_issue": by_issue,
-        "predicted_share": min(1.0, by_latency, by_issue),
+        "predicted_share": min(1.0, moved / issue_cycles / copied),
     }
     return Row(
         case=case.name,
@@ -301,8 +267,7 @@ def predict(case: Case, arch: str, registers: int, shared: int, text: str) -> Ro
         registers=registers,
         spills=sum(one.op in ("LDL", "STL") for one in code.values()),
         shared=shared,
-        blocks=blocks,
-        loads=max(count for count, _ in thread.rounds),
+        blocks=resident_blocks(chip, case.threads, registers, shared),
         **{name: float(f"{value:.4g}") for name, value in numbers.items()},
     )
 
@@ -356,7 +321,7 @@ def predictions(files: list[Path], archs: list[str]) -> list[Row]:
             here = [(case, name) for case in CASES if (name := instance(case, list(usage)))]
             if not here:
                 continue
-            wanted = ",".join({name for _, name in here})
+            wanted = ",".join(sorted({name for _, name in here}))
             text = dump(file, "-sass", "-arch", arch, "-fun", wanted)
             parts = re.split(r"Function : (\S+)", text)
             code = dict(zip(parts[1::2], parts[2::2], strict=True))
@@ -367,83 +332,37 @@ def predictions(files: list[Path], archs: list[str]) -> list[Row]:
     return sorted(rows, key=lambda row: (row.arch, order.index(row.case)))
 
 
+def known() -> list[Row]:
+    """The rows of the CSV."""
+    return read(CSV, Row)
+
+
 # ---- tables --------------------------------------------------------------------------------------
 
 _COLUMNS = {
     "kernel": "{case}",
     "registers": "{registers}",
     "resident blocks": "{blocks}",
-    "KB in flight": "{kb_in_flight:.0f}",
-    "waits for eight elements": "{waits:.2g}",
     "instructions an element": "{instructions:.0f}",
     "sectors used": "{sector_use:.0%}",
     "bytes": "{bytes_per_element:.3g}",
-    "predicted share of copy bandwidth, at most": "{predicted_share:.0%}",
+    "share of copy bandwidth, at most": "{predicted_share:.0%}",
 }
 
 
 def table(rows: list[Row]) -> list[str]:
     """The lines of docs/benchmarks.md."""
     lines = [[form.format(**asdict(row)) for form in _COLUMNS.values()] for row in rows]
-    for row, line in zip(rows, lines, strict=True):
-        if row.case.startswith("norm finish"):  # as long as its only warps take
-            line[-1] = f"{row.warp_us:.0f} µs"
     return markdown(list(_COLUMNS), lines)
 
 
-def passes(row: Measured) -> list[str]:
-    """The cases that a measured row of ours ran, one after the other."""
-    if row.case.startswith("norm-"):
-        also = " residual" * row.case.endswith("residual")
-        return ["norm moments", f"norm apply{also}", f"norm reduce{also}", "norm dx"]
-    if row.case.startswith("rows-"):
-        return [f"norm of rows, {name}" for name in ("added", "added, backward", "weights")]
-    if row.case.startswith("rms-"):
-        return [""]  # none that is predicted
-    acts = {"gelu": "gelu", "gelu_tanh": "gelu, tanh", "silu": "silu, gated"}
-    if act := acts.get(row.case.partition("-")[0]):
-        return [act, f"{act}, backward"]
-    names = {"AdamW": ["adam"], "SGD": ["sgd"], "LAMB": ["lamb_moments", "lamb"]}[row.optimizer]
-    rewrites = row.dtype == "fp32" and row.does in ("clip", "noclip")
-    mode = row.variant.removeprefix("ampfuse").strip(", ") or "unscaled" * rewrites
-    found = [f"{name} {row.dtype} {mode}".strip() for name in names]
-    return [f"inspect {row.dtype}"] * (row.does != "alone") + found
-
-
-def compare(measured: list[Measured], rows: list[Row]) -> list[str]:
-    """Measured rows of ours beside what is predicted of the GPU that they name, or of an H200."""
-    lines = []
-    for row in measured:
-        if row.device != "cuda" or not re.match(r"ampfuse|fused", row.variant):
-            continue
-        arch = next((arch for arch, chip in CHIPS.items() if chip.name in row.hardware), "sm_90")
-        known = {one.case: one for one in rows if one.arch == arch}
-        if known.keys() >= {*passes(row)}:
-            ran = [known[name] for name in passes(row)]
-            time = sum(one.bytes_per_element / one.predicted_share for one in ran)
-            share = sum(one.bytes_per_element for one in ran) / time
-            shares = [
-                f"{share:.0%}",
-                f"{row.share_of_copy:.0%}",
-                f"{row.share_of_copy / share:.2f}",
-            ]
-            lines.append([row.case, row.variant, CHIPS[arch].name, *shares])
-    return markdown(
-        ("case", "variant", "GPU", "predicted", "measured", "measured/predicted"), lines
-    )
-
-
 def main() -> None:
-    """Predicts and writes the CSV, or compares."""
+    """Predicts, prints and writes the CSV."""
     parser = parser_of(__doc__)
     parser.add_argument("files", type=Path, nargs="*")
     parser.add_argument("--arch", nargs="+", default=list(CHIPS), choices=list(CHIPS))
-    parser.add_argument("--csv", type=Path, default=CSV, help="of predictions")
-    parser.add_argument("--compare", type=Path, metavar="CSV")
+    parser.add_argument("--csv", type=Path, default=CSV)
     options = parser.parse_args()
-    if options.compare is not None:
-        print("\n".join(compare(read(options.compare), read(options.csv, Row))))
-        return
     rows = predictions(options.files or built(), options.arch)
     if not rows:
         raise SystemExit("none of these files holds a kernel")

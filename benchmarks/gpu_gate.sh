@@ -118,12 +118,12 @@ step() {
   measure step step_cuda --no-compile --modes \
     --only adamw-1B-bf16 adamw-resnet50-bf16 adamw-2000x64K-bf16 adamw-gpt2-medium-bf16
 }
-others() { measure step step_others_cuda --no-compile --only odd seldom fp16 fp32 sgd vit-b; }
+others() { measure step step_others_cuda --no-compile --only fp16 fp32 sgd vit-b; }
 compiled() { measure step step_compiled_cuda --only resnet50 vit-b-bf16; }
 meter() { measure step meter_cuda --no-compile --meter --only 2000x64K-bf16 resnet50-bf16; }
 layers() { measure layers layers_cuda; }
-muon() { measure muon muon_cuda; }
-host_time() { measure host_time host_time_cuda; }
+muon() { measure step muon_cuda --all --only muon; }
+host_time() { measure step host_time_cuda --host; }
 nets() {
   needs_packages torchvision,timm
   measure nets nets_cuda --only resnet50 gpt vit
@@ -143,13 +143,13 @@ import sys
 sys.path.insert(0, "benchmarks")
 import torch
 from harness.cases import Case
-from harness.routes import Ours, tensors_of
-from layers import FusedNorm
+from harness.routes import Ours
+from layers import Call
 case, device = Case("AdamW", "64M", "bf16"), torch.device("cuda")
 for make in (
-    lambda: Ours(case, *tensors_of(case, device)),
-    lambda: Ours(case, *tensors_of(case, device), "8bit"),
-    lambda: FusedNorm(256, 56, True, device),
+    lambda: Ours(case, device),
+    lambda: Ours(case, device, "ampfuse 8bit"),
+    lambda: Call("norm-256-56-residual", "fused", device),
 ):
     call = make()
     call(), call()
@@ -173,15 +173,12 @@ cifar --recipe e2 --iterations 60"
   return "$status"
 }
 
-# What was measured, as tables; and beside what the machine code promised.
+# What was measured, as tables.
 tables() {
   local measured=("$RESULTS"/*_cuda.csv)
   if [ ! -e "${measured[0]}" ]; then exit "$SKIPPED"; fi
   cp docs/benchmarks.md "$RESULTS/" &&
-    "$PYTHON" benchmarks/report.py "${measured[@]}" --page "$RESULTS/benchmarks.md" || return
-  if [ -e benchmarks/cuda_static.py ] && [ -e "$RESULTS/step_cuda.csv" ]; then
-    "$PYTHON" benchmarks/cuda_static.py --compare "$RESULTS/step_cuda.csv"
-  fi
+    "$PYTHON" benchmarks/report.py "${measured[@]}" --page "$RESULTS/benchmarks.md"
 }
 
 # ---- running them --------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Whole training steps of what people train, under torch's mixed precision and under ampfuse's.
 
     python benchmarks/nets.py [--device cuda] [--only gpt ...] [--quick] [--no-compile] [--parts]
+    python benchmarks/nets.py --host
 
 A step is forward pass, loss, backward pass and update on one batch of random data: AdamW for what
 has attention or an LSTM, SGD with momentum for nets with batch norms, images in channels-last
@@ -14,6 +15,8 @@ memory. Arms, each in a process of its own (on a GPU torch's in one, ours in ano
     O5, unfused           without ampfuse.nn.fuse
     O5, torch's loss      --parts: with F.cross_entropy of FP32 logits; likewise "O5, torch's norms"
                           and "O5, torch's activations"
+    O5, clipped           --parts: with ampfuse's clip_grad_norm_; "O5, torch's clipping": by
+                          torch.nn.utils, of the masters' gradients
     O5, recomputed        fused, under ampfuse.nn.recompute_norms; nets with batch norms
     O2                    as O5, in FP16; on a GPU
     O5, graphed           the whole step as one CUDA graph; on a GPU
@@ -21,12 +24,18 @@ memory. Arms, each in a process of its own (on a GPU torch's in one, ours in ano
 Torch's never import ampfuse. "products", "attention" and "convolutions" are what these take of a
 step of O5, by the profiler: no fusion shortens them. The column memory_mib has the peak of a step's
 tensors.
+
+With --host it is the host's time, on one thread, for nets whose kernels are next to nothing (see
+step.py), at O1 and under torch.amp in FP16: 37 linear layers of width 8, and 6 encoder layers of
+width 16.
 """
 
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
+from functools import partial
 from typing import Any
 
 # oneDNN keeps 1,024 primitives by default, and what does not fit is compiled again in every step.
@@ -36,10 +45,10 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 import torch
 import torch.nn.functional as F
-from harness.measuring import Clock, Worker, WorkerError, measure
-from harness.models import build, text_model
+from harness.measuring import Clock, HostClock, Worker, WorkerError, measure
+from harness.models import image_model, text_model, tiny_model
 from harness.results import Results, Row, options_of, rows_of
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import DeviceType
 from torch.profiler import profile
 
@@ -59,6 +68,7 @@ NETS = {
 }
 TEXTS = "gpt", "bert_small", "lstm_tagger"
 NORMED = "resnet18", "resnet50", "vgg16", "wrn16_4", "seresnext50_32x4d", "densenet161"
+TINY = "mlp", "transformer"
 WORDS = 16384
 
 
@@ -68,6 +78,10 @@ def size_of(net: str, device: torch.device) -> tuple[int, int]:
     return side, batches[device.type == "cuda"]
 
 
+def optimizer_of(net: str) -> str:
+    return "SGD" if net in (*NORMED, *TINY) else "AdamW"
+
+
 class Step:
     """FP32, and what the other arms change of it."""
 
@@ -75,30 +89,30 @@ class Step:
 
     def __init__(self, net: str, quick: bool, device: torch.device) -> None:
         torch.manual_seed(0)
-        side, batch = size_of(net, device)
+        side, batch = size_of(net, device) if net in NETS else (0, 0)
         if quick:
             side, batch = side if net.startswith("vit") else min(side, 32), 2
-        if net in TEXTS:
+        labels: tuple[int, ...] = (batch,)
+        if net in TINY:
+            self.model, shape = tiny_model(net)
+            self.x, labels, classes = torch.randn(shape, device=device), shape[:-1], shape[-1]
+        elif net in TEXTS:
             self.model, classes = text_model(net, WORDS, side)
             self.x = torch.randint(WORDS, (batch, side), device=device)
-            labels = (batch,) if net == "bert_small" else (batch, side)
+            labels = labels if net == "bert_small" else (batch, side)
         else:
-            self.model, classes = build(net, classes=100), 100
+            self.model, classes = image_model(net, side, classes=100), 100
             self.model.to(memory_format=torch.channels_last)
             x = torch.randn(batch, 3, side, side, device=device)
-            self.x, labels = x.contiguous(memory_format=torch.channels_last), (batch,)
+            self.x = x.contiguous(memory_format=torch.channels_last)
         self.model.to(device)
         self.y = torch.randint(classes, labels, device=device)
         params = self.model.parameters()
-        if net in NORMED:
+        if optimizer_of(net) == "SGD":
             options = {"lr": 1e-3, "momentum": 0.9, "weight_decay": 5e-4}
             self.optimizer = torch.optim.SGD(params, fused=self.fused, **options)
         else:
             self.optimizer = torch.optim.AdamW(params, lr=1e-4, fused=self.fused)
-        self.set_up()
-
-    def set_up(self) -> None:
-        pass
 
     def prepare(self) -> None:
         """The step before, as in training: the first one after a while of waiting takes longer."""
@@ -121,80 +135,72 @@ def loss_of(output: Tensor, y: Tensor) -> Tensor:
 
 
 class TorchAmp(Step):
-    def loss(self) -> Tensor:
-        with torch.autocast(self.x.device.type, dtype=torch.bfloat16):
-            return super().loss()
+    def __init__(self, *arguments: Any, half: str = "bfloat16", compiled: bool = False) -> None:
+        super().__init__(*arguments)
+        self.half = getattr(torch, half)
+        self.scaler = torch.amp.GradScaler(self.x.device.type, enabled=half == "float16")
+        if compiled:
+            self.model.compile()
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        with torch.autocast(self.x.device.type, dtype=self.half):
+            loss = self.loss()
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
 
 
-class Compiled(TorchAmp):
-    def set_up(self) -> None:
-        self.model.compile()
+class Ours(Step):
+    """O5, and what our other arms change of it.
 
+    Arguments:
+        fuse: what of the net is fused.
+        clip: whose clipping there is, "torch's" or "ours".
+    """
 
-class O5(Step):
     fused = None
-    level, fuse = "O5", True
 
-    def set_up(self) -> None:
-        from ampfuse import amp
+    def __init__(
+        self,
+        *arguments: Any,
+        level: str = "O5",
+        fuse: Sequence[str] = ("norms", "activations"),
+        clip: str = "",
+        torchs_loss: bool = False,
+        recompute: bool = False,
+    ) -> None:
+        import ampfuse
 
-        self.amp = amp
-        options = {"opt_level": self.level, "fuse": self.fuse}
-        self.model, self.optimizer = amp.initialize(
-            self.model, self.optimizer, verbosity=0, **options
+        super().__init__(*arguments)
+        self.amp, self.clip, self.torchs_loss = ampfuse.amp, clip, torchs_loss
+        self.forward: Callable[[], Any] = ampfuse.nn.recompute_norms if recompute else nullcontext
+        ampfuse.nn.fuse(self.model, fuse)
+        self.model, self.optimizer = self.amp.initialize(
+            self.model, self.optimizer, opt_level=level, verbosity=0
         )
+
+    def loss(self) -> Tensor:
+        with self.forward():
+            output = self.model(self.x)
+            return loss_of(output.float() if self.torchs_loss else output, self.y)
 
     def step(self) -> None:
         self.optimizer.zero_grad()
         with self.amp.scale_loss(self.loss(), self.optimizer) as scaled:
             scaled.backward()
+        if self.clip == "ours":
+            self.amp.clip_grad_norm_(self.optimizer, 1.0)
+        elif self.clip:
+            nn.utils.clip_grad_norm_(self.amp.master_params(self.optimizer), 1.0)
         self.optimizer.step()
 
 
-class O4(O5):
-    level, fuse = "O4", False
-
-
-class Unfused(O5):
-    fuse = False
-
-
-class TorchLoss(O5):
-    def loss(self) -> Tensor:
-        return loss_of(self.model(self.x).float(), self.y)
-
-
-class TorchNorms(O5):
-    fuse, parts = False, ("activations",)
-
-    def set_up(self) -> None:
-        from ampfuse.nn import fuse
-
-        fuse(self.model, self.parts)
-        super().set_up()
-
-
-class TorchActivations(TorchNorms):
-    parts = ("norms",)
-
-
-class Recomputed(O5):
-    def loss(self) -> Tensor:
-        from ampfuse.nn import recompute_norms
-
-        with recompute_norms():
-            return super().loss()
-
-
-class O2(O5):
-    level = "O2"
-
-
-class Graphed(O5):
-    def set_up(self) -> None:
+class Graphed(Ours):
+    def __init__(self, *arguments: Any) -> None:
         from ampfuse.graphs import make_graphed_step
 
-        super().set_up()
+        super().__init__(*arguments)
         batch = self.x, self.y
         self.graphed = make_graphed_step(self.model, loss_of, self.optimizer, batch)
 
@@ -202,7 +208,7 @@ class Graphed(O5):
         return self.graphed(self.x, self.y)
 
 
-class Share(O5):
+class Share(Ours):
     """Milliseconds that operations of one kind take of a step."""
 
     def __init__(self, kind: str, *arguments: Any) -> None:
@@ -221,19 +227,31 @@ class Share(O5):
         return of_host and any(name in event.key for name in self.names)
 
 
-ARMS: dict[str, type[Step]] = {
+Arms = dict[str, Callable[..., Step]]
+TORCHS: Arms = {
     "FP32": Step,
     "torch.amp": TorchAmp,
-    "torch.amp, compiled": Compiled,
-    "O4": O4,
-    "O5": O5,
-    "O5, unfused": Unfused,
-    "O5, torch's loss": TorchLoss,
-    "O5, torch's norms": TorchNorms,
-    "O5, torch's activations": TorchActivations,
-    "O5, recomputed": Recomputed,
-    "O2": O2,
+    "torch.amp, compiled": partial(TorchAmp, compiled=True),
+}
+OURS: Arms = {
+    "O4": partial(Ours, level="O4", fuse=()),
+    "O5": Ours,
+    "O5, unfused": partial(Ours, fuse=()),
+    "O5, recomputed": partial(Ours, recompute=True),
+    "O2": partial(Ours, level="O2"),
     "O5, graphed": Graphed,
+}
+PARTS: Arms = {
+    "O5, torch's loss": partial(Ours, torchs_loss=True),
+    "O5, torch's norms": partial(Ours, fuse=("activations",)),
+    "O5, torch's activations": partial(Ours, fuse=("norms",)),
+    "O5, clipped": partial(Ours, clip="ours"),
+    "O5, torch's clipping": partial(Ours, clip="torch's"),
+}
+HOST: Arms = {
+    "torch.amp": partial(TorchAmp, half="float16"),
+    "FP32": Step,
+    "ampfuse O1": partial(Ours, level="O1", fuse=()),
 }
 # Parts of the names of torch's operations, on the CPU as on GPUs.
 KINDS = {
@@ -251,64 +269,68 @@ KINDS = {
 }
 
 
-def arms_of(net: str, options: Any) -> dict[str, type[Step]]:
-    left_out: set[type[Step]] = {TorchActivations if net in NORMED else Recomputed}
-    left_out |= {Compiled} if options.no_compile else set()
-    left_out |= set() if options.parts else {TorchLoss, TorchNorms, TorchActivations}
-    left_out |= {O2, Graphed} if options.device.type == "cpu" else set()
-    return {arm: kind for arm, kind in ARMS.items() if kind not in left_out}
+def arms_of(net: str, options: Any) -> Arms:
+    if options.host:
+        return HOST
+    left_out = ["O5, torch's activations" if net in NORMED else "O5, recomputed"]
+    left_out += ["torch.amp, compiled"] * options.no_compile
+    left_out += ["O2", "O5, graphed"] * (options.device.type == "cpu")
+    arms = TORCHS | OURS | (PARTS if options.parts else {})
+    return {name: arm for name, arm in arms.items() if name not in left_out}
 
 
 def rows(net: str, options: Any) -> list[Row]:
     """Of all arms and shares of one net: in turns, and on a GPU, which one may fill, in a row."""
-    arguments, arms = (net, options.quick, options.device), arms_of(net, options)
-    case = "-".join(map(str, (net, *size_of(net, options.device))))
+    device, arguments = options.device, (net, options.quick, options.device)
+    case = f"{net}-step" if options.host else "-".join(map(str, (net, *size_of(net, device))))
+    arms, shares = arms_of(net, options), {}
+    if not options.host:
+        shares = {kind: partial(Share, kind) for kind in KINDS}
+    repeats = options.repeats if options.quick or not options.host else max(options.repeats, 200)
     times: dict[str, list[float]] = {}
     memory: dict[str, float] = {}
     with ExitStack() as processes:
 
         def process(ours: bool) -> Worker:
-            return processes.enter_context(Worker(Clock, options.device, with_ampfuse=ours))
+            clock = HostClock if options.host else Clock
+            return processes.enter_context(Worker(clock, device, with_ampfuse=ours))
 
-        in_a_row = options.device.type == "cuda"
+        in_a_row = device.type == "cuda" and not options.host
         of_all = {ours: process(ours) for ours in (False, True)} if in_a_row else {}
-        workers = {
-            arm: of_all.get(issubclass(kind, O5)) or process(issubclass(kind, O5))
-            for arm, kind in arms.items()
-        }
-        workers |= dict.fromkeys(KINDS, of_all.get(True) or process(True))
-        names = [*arms, *KINDS]
-        for group in [[name] for name in names] if in_a_row else [names]:
+        workers = {}
+        for name in arms:
+            ours = name.startswith(("O", "ampfuse"))
+            workers[name] = of_all.get(ours) or process(ours)
+        workers |= dict.fromkeys(shares, of_all.get(True) or process(True))
+        made = arms | shares
+        for group in [[name] for name in made] if in_a_row else [[*made]]:
             try:
-                steps = {
-                    name: workers[name].variant(ARMS[name], *arguments)
-                    if name in arms
-                    else workers[name].variant(Share, name, *arguments)
-                    for name in group
-                }
+                steps = {name: workers[name].variant(made[name], *arguments) for name in group}
                 # (A GPU's profiler takes a second for each.)
-                few = in_a_row and group[0] in KINDS
-                times |= measure(steps, 3, 1) if few else measure(steps, options.repeats)
+                few = in_a_row and group[0] in shares
+                times |= measure(steps, 3, 1) if few else measure(steps, repeats)
                 memory |= {arm: steps[arm].memory_mib() for arm in group if arm in arms}
             except WorkerError as error:  # keeps no other from being measured
                 print(f"{case:28s} {', '.join(group)}: not run ({error})")
             for name in group if in_a_row else ():
                 workers[name].clear()
     times = {name: values for name, values in times.items() if any(values)}
-    optimizer = "SGD" if net in NORMED else "AdamW"
-    return rows_of(options.device, times, memory_mib=memory, case=case, optimizer=optimizer)
+    optimizer = optimizer_of(net)
+    return rows_of(device, times, memory_mib=memory, case=case, optimizer=optimizer)
 
 
 def main() -> None:
-    """Measures all arms of each net, at all threads, and writes the CSV."""
+    """Measures all arms of each net, at most threads, and writes the CSV."""
     options = options_of(
         __doc__,
         "nets",
         no_compile="leave out torch.compile",
-        parts="also O5 without one part of the fusing",
+        parts="also O5 without one part of the fusing, and with clipping",
+        host="the host's time for tiny nets, on one thread",
     )
+    torch.set_num_threads(options.threads[-1])
     results = Results(options)
-    for net in NETS:
+    for net in TINY if options.host else NETS:
         if results.want(net):
             results.add(rows(net, options))
     results.finish()

@@ -3,9 +3,10 @@
     python benchmarks/quality.py [--tasks text ...] [--arms split ...]
     python benchmarks/quality.py --tasks            # only prints the tables and draws the curves
     python benchmarks/quality.py --codes            # the error of 8-bit states: harness/codes.py
+    python benchmarks/quality.py --tasks lightning fabric accelerate transformers timm
 
-Runs replace their rows. Into results/memory_quality.csv go the ways to save memory, with BF16
-weights but for the norms' FP32 ones, as at O5:
+Runs replace their rows. The last are the examples of frameworks, see harness/frameworks.py. Into
+results/memory_quality.csv go the ways to save memory, at O5:
 
     wide-resnet  experiment E2's net and recipe, as Wide-ResNet-10-1 on scikit-learn's digits
     mlp          experiment E5's perceptron and loss, 256 wide, on the digits as 16x16 pixels; with
@@ -27,12 +28,10 @@ first arm's by no more than the first arm's seeds differ, largest less smallest.
 from __future__ import annotations
 
 import math
-import random
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from itertools import groupby, product
 from pathlib import Path
 from statistics import fmean
@@ -41,31 +40,34 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from harness.codes import STEPS, measure_codes, normal
-from harness.models import build
+from harness.data import SmallTransformer, digits, sentences
+from harness.models import image_model
 from harness.results import RESULTS, conditions, parser_of, put, read
 from report import markdown
 from torch import Tensor, nn
 
+from ampfuse import amp, optim
+from ampfuse.experiments.mlp import squared_error
+from ampfuse.experiments.schedule import factor
+
 CPU = torch.device("cpu")
-MODES: dict[str, dict[str, Any]] = {  # what each hands to the optimizer; the first is the reference
-    "FP32 states, masters": {"master_weights": True},
+# Of each arm what ``amp.initialize`` is handed, and the optimizer. A task's first is its reference.
+MODES: dict[str, dict[str, Any]] = {
+    "FP32 states, masters": {},
     "split": {"master_weights": "split"},
     "split, 8bit": {"master_weights": "split", "state_dtype": "8bit"},
     "split, fp8": {"master_weights": "split", "state_dtype": "fp8"},
-    "masters, 8bit": {"master_weights": True, "state_dtype": "8bit"},
-    "masters, bf16": {"master_weights": True, "state_dtype": "bf16"},
+    "masters, 8bit": {"state_dtype": "8bit"},
+    "masters, bf16": {"state_dtype": "bf16"},
     "BF16, nearest": {"master_weights": False},
     "BF16, stochastic": {"master_weights": False, "rounding": "stochastic"},
 }
 _LINES = dict(zip(MODES, ["k-", "C0-", "C2-", "C4-", "C3-", "C1-", "k--", "k:"], strict=True))
-LEVELS: dict[str, dict[str, Any]] = {"O0": {"opt_level": "O0"}}  # to ``amp.initialize``
+LEVELS: dict[str, dict[str, Any]] = {"O0": {"opt_level": "O0"}}
 for _level in ("O1", "O2", "O4", "O5"):
     LEVELS[_level] = {"opt_level": _level}
     LEVELS[f"{_level}, fused"] = {"opt_level": _level, "fuse": True}
-SMALL: dict[str, dict[str, Any]] = {  # to ``amp.initialize`` and the optimizer
-    "FP32": {"opt_level": "O0"},
-    "O5, split, 8bit": {"opt_level": "O5", "master_weights": "split", "state_dtype": "8bit"},
-}
+SMALL = {"FP32": {"opt_level": "O0"}, "O5, split, 8bit": MODES["split, 8bit"]}
 SEEDS = range(3)
 _POINTS = 25  # of a curve: each is the mean loss since the one before
 
@@ -99,193 +101,96 @@ class Task(NamedTuple):
     recipe: dict[str, float]
     schedule: str
     steps: int
-    batch: int = 128
+    batch: int
 
-    def prepare(self, arm: str) -> tuple[nn.Module, Any, Callable[..., Any]]:
-        """The model, its optimizer, and the context that scales a loss."""
-        import ampfuse
-
-        options = dict(self.arms[arm])
+    def prepare(self, arm: str) -> tuple[nn.Module, Any]:
+        """The model and its optimizer."""
+        options: dict[str, Any] = {"opt_level": "O5", "verbosity": 0, **self.arms[arm]}
+        own = {name: options.pop(name) for name in ("state_dtype", "rounding") if name in options}
         model = self.build().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        if "opt_level" in options:
-            state_dtype = options.pop("state_dtype", None)
-            if self.optimizer == "Muon":
-                groups = ampfuse.optim.muon_groups(model, muon=self.recipe, adamw=_decayed)
-                optimizer = ampfuse.optim.Muon(groups)
-            else:
-                kind = getattr(ampfuse.optim if state_dtype else torch.optim, self.optimizer)
-                optimizer = kind(model.parameters(), **self.recipe)
-            if state_dtype:
-                optimizer.state_dtype = state_dtype
-            model, optimizer = ampfuse.amp.initialize(model, optimizer, verbosity=0, **options)
-            return model, optimizer, ampfuse.amp.scale_loss
-        model = model.bfloat16()
-        for module in model.modules():
-            if isinstance(module, (nn.BatchNorm2d, nn.LayerNorm)):
-                module.float()
-        kind = getattr(ampfuse.optim, self.optimizer)
-        optimizer = kind(model.parameters(), **self.recipe, **options)
-        return model, optimizer, lambda loss, optimizer: nullcontext(loss)
-
-
-@cache
-def digits(side: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
-    """scikit-learn's digits as standardised [n, 1, side, side], and their classes; 360 to test."""
-    from sklearn import datasets
-    from sklearn.model_selection import train_test_split
-
-    pixels, classes = datasets.load_digits(return_X_y=True)
-    train, test = train_test_split(
-        range(len(classes)), test_size=360, stratify=classes, random_state=0
-    )
-    images = torch.as_tensor(pixels, dtype=torch.float32).view(-1, 1, 8, 8)
-    images = (images - images[train].mean()) / images[train].std()
-    images, classes = F.interpolate(images, side).to(dtype), torch.as_tensor(classes)
-    return images[train], classes[train], images[test], classes[test]
-
-
-_ADJECTIVES, _NOUNS, _VERBS = 40, 120, 80
-_WORDS = 4 + _ADJECTIVES + _NOUNS + 2 * _VERBS  # "." and three determiners first
-_CONTEXT = 32
-
-
-@cache
-def sentences() -> tuple[Tensor, ...]:
-    """Word numbers int64 [n, 32] of "det adj+ noun verb det adj+ noun ." on and on; the next words.
-
-    To learn by heart: each of the 4,800 pairs of adjective and noun (in Zipf's frequencies) admits
-    two verbs, the first determiner one form of them, and each verb eight objects.
-    """
-    draw = random.Random(0)
-    zipf = {n: [1 / (1 + i) for i in range(n)] for n in (_ADJECTIVES, _NOUNS)}
-    pairs = [[draw.sample(range(_VERBS), 2) for _ in range(_NOUNS)] for _ in range(_ADJECTIVES)]
-    objects = [draw.sample(range(_NOUNS), 8) for _ in range(_VERBS)]
-    text: list[int] = []
-    while len(text) < 1_000_000:
-        determiners = draw.choices(range(1, 4), k=2)
-        counts = (1 + (draw.random() < 0.3), 1 + (draw.random() < 0.3))
-        first, second = (draw.choices(range(_ADJECTIVES), zipf[_ADJECTIVES], k=k) for k in counts)
-        noun = draw.choices(range(_NOUNS), zipf[_NOUNS])[0]
-        verb = draw.choice(pairs[first[0]][noun])
-        text += [determiners[0], *(4 + a for a in first), 4 + _ADJECTIVES + noun]
-        text += [4 + _ADJECTIVES + _NOUNS + 2 * verb + (determiners[0] == 1), determiners[1]]
-        text += [*(4 + a for a in second), 4 + _ADJECTIVES + draw.choice(objects[verb]), 0]
-    rows = torch.tensor(text).unfold(0, _CONTEXT + 1, _CONTEXT)
-    return rows[:-1000, :-1], rows[:-1000, 1:], rows[-1000:, :-1], rows[-1000:, 1:]
-
-
-class Transformer(nn.Module):
-    """Word numbers [n, 32] to scores [n, 32, words]; pre-norm, learned positions."""
-
-    def __init__(self, width: int = 64) -> None:
-        super().__init__()
-        self.words = nn.Embedding(_WORDS, width)
-        self.positions = nn.Parameter(0.02 * torch.randn(_CONTEXT, width))
-        layer = nn.TransformerEncoderLayer(
-            width, 4, 4 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
-        )
-        norm = nn.LayerNorm(width)
-        self.blocks = nn.TransformerEncoder(layer, 2, norm, enable_nested_tensor=False)
-        self.head = nn.Linear(width, _WORDS, bias=False)
-        nn.init.normal_(self.words.weight, std=0.02)
-
-    def forward(self, words: Tensor) -> Tensor:
-        hidden = self.words(words) + self.positions
-        mask = nn.Transformer.generate_square_subsequent_mask(_CONTEXT, dtype=hidden.dtype)
-        return self.head(self.blocks(hidden, mask, is_causal=True))
-
-
-def squared_error(scores: Tensor, classes: Tensor) -> Tensor:
-    """E5's loss where the targets are classes."""
-    return F.mse_loss(scores, F.one_hot(classes, scores.shape[1]).to(scores.dtype))
+        optimizer: Any
+        if self.optimizer == "Muon":
+            optimizer = optim.Muon(optim.muon_groups(model, muon=self.recipe, adamw=_decayed))
+        else:
+            kind = getattr(optim if own else torch.optim, self.optimizer)
+            optimizer = kind(model.parameters(), **self.recipe)
+        for name, value in own.items():
+            setattr(optimizer, name, value)
+        return amp.initialize(model, optimizer, **options)
 
 
 def cross_entropy(scores: Tensor, classes: Tensor) -> Tensor:
     return F.cross_entropy(scores.flatten(0, -2), classes.flatten())
 
 
-def perceptron(width: int = 256) -> nn.Sequential:
-    """E5's: three linear layers with ReLU between; images are flattened first."""
-    first, second, third = (nn.Linear(width, width) for _ in range(3))
-    return nn.Sequential(nn.Flatten(), first, nn.ReLU(), second, nn.ReLU(), third)
-
-
-_memory = partial(Task, "memory_quality.csv", MODES)
-_net = partial(build, classes=10, channels=1)
+_net = partial(image_model, classes=10, channels=1, dropout=0.3)
+_wide = partial(_net, "wrn16_4")
 _e2 = {"lr": 0.1, "momentum": 0.9, "weight_decay": 5e-4}
 _e5, _decayed = {"lr": 1.0, "momentum": 0.9}, {"lr": 1e-3, "weight_decay": 0.01}
-_small, _8x8, _16x16 = (
-    partial(_net, "wrn10_1", dropout=0.3),
-    partial(digits, 8, torch.bfloat16),
-    partial(digits, 16, torch.bfloat16),
-)
+_muon = {"lr": 0.02, "weight_decay": 0.1}
+_memory = partial(Task, "memory_quality.csv", MODES)
+_text = partial(Task, "muon_quality.csv", SMALL, SmallTransformer, sentences, cross_entropy)
+_digits = partial(Task, "muon_quality.csv", SMALL, _wide, partial(digits, 8), cross_entropy)
 TASKS = {
-    "wide-resnet": _memory(_small, _8x8, cross_entropy, "SGD", _e2, "linear", steps=2000),
-    "mlp": _memory(perceptron, _16x16, squared_error, "SGD", _e5, "constant", steps=4000),
+    "wide-resnet": _memory(
+        partial(_net, "wrn10_1"), partial(digits, 8), cross_entropy, "SGD", _e2, "linear", 2000, 128
+    ),
+    "mlp": _memory(
+        partial(_net, "mlp", 16),
+        partial(digits, 16),
+        squared_error,
+        "SGD",
+        _e5,
+        "constant",
+        4000,
+        128,
+    ),
     "text": _memory(
-        Transformer, sentences, cross_entropy, "AdamW", _decayed, "cosine", steps=3000, batch=16
+        SmallTransformer, sentences, cross_entropy, "AdamW", _decayed, "cosine", 3000, 16
     ),
     "wrn16_4": Task(
-        "fused_accuracy.csv",
-        LEVELS,
-        partial(_net, "wrn16_4", dropout=0.3),
-        partial(digits, 16),
-        cross_entropy,
-        "SGD",
-        _e2,
-        "linear",
-        steps=330,
-        batch=64,
+        *("fused_accuracy.csv", LEVELS, _wide, partial(digits, 16), cross_entropy),
+        *("SGD", _e2, "linear", 330, 64),
     ),
-}
-_text = partial(
-    Task, "muon_quality.csv", SMALL, Transformer, sentences, cross_entropy, steps=1500, batch=16
-)
-_wrn = partial(
-    Task,
-    "muon_quality.csv",
-    SMALL,
-    partial(_net, "wrn16_4", dropout=0.3),
-    partial(digits, 8),
-    cross_entropy,
-    steps=110,
-    batch=64,
-)
-_muon = {"lr": 0.02, "weight_decay": 0.1}
-TASKS |= {
-    "text, AdamW": _text(optimizer="AdamW", recipe=_decayed, schedule="cosine"),
-    "text, Muon": _text(optimizer="Muon", recipe=_muon, schedule="cosine"),
-    "wrn16_4, AdamW": _wrn(optimizer="AdamW", recipe=_decayed, schedule="linear"),
-    "wrn16_4, Muon": _wrn(optimizer="Muon", recipe=_muon, schedule="linear"),
+    "text, AdamW": _text("AdamW", _decayed, "cosine", 1500, 16),
+    "text, Muon": _text("Muon", _muon, "cosine", 1500, 16),
+    "wrn16_4, AdamW": _digits("AdamW", _decayed, "linear", 110, 64),
+    "wrn16_4, Muon": _digits("Muon", _muon, "linear", 110, 64),
 }
 
 
-def factor(schedule: str, step: int, steps: int, warmup: float = 0.1) -> float:
-    """What the peak rate is multiplied by: it climbs linearly, then falls in a line, or along a
-    cosine, or stays."""
-    climb = math.ceil(warmup * steps)
-    if step < climb:
-        return (step + 1) / climb
-    share = (step - climb) / max(1, steps - climb)
-    shapes = {"constant": 1.0, "linear": 1 - share, "cosine": (1 + math.cos(math.pi * share)) / 2}
-    return shapes[schedule]
+# By task, its file and its arms; the examples of frameworks have neither curve nor accuracy.
+_LEVELS = "native BF16", "O5", "O2"
+_TIMM = "native BF16", "ampfuse-adamw, BF16", "ampfuse-adamw, FP16"
+ARMS: dict[str, tuple[str, Sequence[str]]] = {
+    **{name: (task.file, list(task.arms)) for name, task in TASKS.items()},
+    **{
+        name: ("frameworks_epyc.csv", _TIMM if name == "timm" else _LEVELS)
+        for name in ("lightning", "fabric", "accelerate", "transformers", "timm")
+    },
+}
 
 
 def train(name: str, arm: str, seed: int) -> list[Row]:
     """A run as rows of the CSV."""
-    task = TASKS[name]
     torch.manual_seed(seed)
-    model, optimizer, scale_loss = task.prepare(arm)
+    run = partial(Row, task=name, arm=arm, seed=seed, **conditions(CPU))
+    if name not in TASKS:
+        from harness.frameworks import EXAMPLES
+
+        return [run(test_loss=_rounded(EXAMPLES[name](arm)))]
+    task = TASKS[name]
+    model, optimizer = task.prepare(arm)
     draw = torch.Generator().manual_seed(seed)
     inputs, targets, test_inputs, test_targets = task.data()
     losses, peaks = [], [group["lr"] for group in optimizer.param_groups]
     for step in range(task.steps):
         for group, peak in zip(optimizer.param_groups, peaks, strict=True):
-            group["lr"] = peak * factor(task.schedule, step, task.steps)
+            group["lr"] = peak * factor(task.schedule, step, task.steps, warmup=0.1)
         chosen = torch.randint(len(inputs), (task.batch,), generator=draw)
         loss = task.loss(model(inputs[chosen]).float(), targets[chosen])
         optimizer.zero_grad()
-        with scale_loss(loss, optimizer) as scaled:
+        with amp.scale_loss(loss, optimizer) as scaled:
             scaled.backward()
         optimizer.step()
         losses.append(loss.item())
@@ -295,7 +200,6 @@ def train(name: str, arm: str, seed: int) -> list[Row]:
     right = (scores.argmax(-1) == test_targets).float().mean().item()
     each = max(1, task.steps // _POINTS)
     means = [fmean(losses[i : i + each]) for i in range(0, task.steps, each)]
-    run = partial(Row, task=name, arm=arm, seed=seed, **conditions(CPU))
     rows = [run(step=i * each, loss=_rounded(mean)) for i, mean in enumerate(means, 1)]
     test_loss = _rounded(task.loss(scores, test_targets).item())
     rows[-1] = replace(rows[-1], test_loss=test_loss, accuracy=round(right, 5))
@@ -305,17 +209,16 @@ def train(name: str, arm: str, seed: int) -> list[Row]:
 def gradients(name: str) -> Tensor:
     """Float32 [200, n] of a training: step, element of the large tensors, which hold whole blocks
     of 256 each."""
-    from ampfuse.optim import AdamW
-
     torch.manual_seed(0)
     task, steps = TASKS[name], []
     inputs, targets, *_ = task.data()
     model = task.build().bfloat16()
-    optimizer = AdamW(model.parameters(), lr=1e-3, master_weights=True)
+    optimizer = optim.AdamW(model.parameters(), lr=1e-3, master_weights=True)
     for _ in range(STEPS):
         chosen = torch.randint(len(inputs), (task.batch,))
+        x = inputs[chosen].bfloat16() if inputs.is_floating_point() else inputs[chosen]
         optimizer.zero_grad()
-        task.loss(model(inputs[chosen]), targets[chosen]).backward()
+        task.loss(model(x), targets[chosen]).backward()
         large = [p.grad for p in model.parameters() if p.numel() >= 4096]
         steps.append(nn.utils.parameters_to_vector(large).float())
         optimizer.step()
@@ -326,9 +229,9 @@ def _rounded(value: float) -> float:
     return float(f"{value:.5g}")
 
 
-def save(path: Path, rows: Sequence[Row], arms: Sequence[tuple[str, str]]) -> None:
-    """Runs in the place of the same runs'; `arms` (with their tasks) in the order of the file."""
-    order = [(*arm, seed) for arm in arms for seed in SEEDS]
+def save(path: Path, rows: Sequence[Row]) -> None:
+    """Runs in the place of the same runs', in the order of `ARMS`."""
+    order = [(name, *run) for name in ARMS for run in product(ARMS[name][1], SEEDS)]
     put(path, rows, lambda row: (row.task, row.arm, row.seed), order)
 
 
@@ -387,25 +290,22 @@ def draw_curves(path: Path) -> None:
 
 def main() -> None:
     """Trains, and after each run writes its rows; then the tables and the picture."""
-    arms = list(dict.fromkeys([*MODES, *LEVELS, *SMALL]))
+    known = dict.fromkeys(arm for _, arms in ARMS.values() for arm in arms)
     parser = parser_of(__doc__)
-    parser.add_argument("--tasks", nargs="*", default=list(TASKS), choices=list(TASKS))
-    parser.add_argument("--arms", nargs="+", default=arms, choices=arms)
-    parser.add_argument(
-        "--codes", action="store_true", help="needs bitsandbytes; nothing else runs"
-    )
+    parser.add_argument("--tasks", nargs="*", default=list(TASKS), choices=list(ARMS))
+    parser.add_argument("--arms", nargs="+", default=list(known), choices=list(known))
+    parser.add_argument("--codes", action="store_true", help="needs bitsandbytes, runs alone")
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.codes:
         cases = {f"normal, sigma {sigma}": normal(sigma) for sigma in (0, 1, 2)}
         return measure_codes(cases | {name: gradients(name) for name in ("text", "wide-resnet")})
     for name in options.tasks:
-        task = TASKS[name]
-        order = [(other, arm) for other, some in TASKS.items() for arm in some.arms]
-        for arm, seed in product([arm for arm in task.arms if arm in options.arms], SEEDS):
-            save(RESULTS / task.file, train(name, arm, seed), order)
+        file, arms = ARMS[name]
+        for arm, seed in product([arm for arm in arms if arm in options.arms], SEEDS):
+            save(RESULTS / file, train(name, arm, seed))
             print(name, arm, seed, flush=True)
-    for file in dict.fromkeys(task.file for task in TASKS.values()):
+    for file in dict.fromkeys(file for file, _ in ARMS.values()):
         print("\n".join(table(read(RESULTS / file, Row))))
     draw_curves(RESULTS / "memory_quality.csv")
 

@@ -39,7 +39,7 @@ def cells(case: str, rows: list[Row]) -> dict[str, str]:
         "step": case,
         "threads": str(ours.threads) if ours.device == "cpu" else "",
         "ampfuse, ms": _spread(ours),
-        "the machine's limit, ms": _spread(limit) if limit else "",
+        "the machine's limit, ms": _spread(limit),
         "ampfuse / limit": f"{ours.median_ms / limit.median_ms:.2f}" if limit else "",
         "share of copy bandwidth": ""
         if math.isnan(ours.share_of_copy)
@@ -57,10 +57,14 @@ def _ratio(theirs: Row, ours: Row) -> str:
     return f"{ratio:.1f}x" if ratio >= 1.2 else f"{ratio:.2f}x"
 
 
-def _spread(row: Row) -> str:
-    digits = 1 if row.median_ms >= 10 else 2 if row.median_ms >= 1 else 3
-    values = (f"{value:.{digits}f}" for value in (row.median_ms, row.p20_ms, row.p80_ms))
-    return "{} ({}-{})".format(*values)
+def _spread(row: Row | None, digits: int | None = None) -> str:
+    """Median, 20th and 80th percentile; "" of a row that is not there."""
+    if row is None:
+        return ""
+    if digits is None:
+        digits = 1 if row.median_ms >= 10 else 2 if row.median_ms >= 1 else 3
+    median, low, high = (f"{ms:.{digits}f}" for ms in (row.median_ms, row.p20_ms, row.p80_ms))
+    return f"{median} ({low}-{high})"
 
 
 def steps_table(rows: list[Row]) -> list[str]:
@@ -85,9 +89,7 @@ def variants_table(rows: list[Row]) -> list[str]:
 
 
 def _spread_and_share(row: Row | None) -> str:
-    if row is None:
-        return ""
-    share = "" if math.isnan(row.share_of_copy) else f", {row.share_of_copy:.0%}"
+    share = "" if row is None or math.isnan(row.share_of_copy) else f", {row.share_of_copy:.0%}"
     return _spread(row) + share
 
 
@@ -142,6 +144,8 @@ _NETS = {
     "densenet161": "DenseNet-161",
 }
 _KINDS = ("products", "attention", "convolutions")
+_WAYS = ["net", "unfused, ms", "fused, ms", "recomputed, ms", "tensors, MiB: unfused"]
+_WAYS += ["fused", "recomputed"]
 
 
 def by_net(rows: list[Row]) -> dict[str, dict[str, Row]]:
@@ -163,35 +167,24 @@ def nets_tables(rows: list[Row]) -> list[list[str]]:
     for net, by in by_net(rows).items():
         o5 = by["O5"].median_ms
         gains = [f"**{by[arm].median_ms / o5:.2f}x**" for arm in arms[1:3] if arm in by]
-        times.append([net, *(_whole(by[arm]) if arm in by else "" for arm in arms), *gains])
+        times.append([net, *(_whole(by.get(arm)) for arm in arms), *gains])
         kinds = [by[kind].median_ms if kind in by else 0.0 for kind in _KINDS]
         memory = [f"{by[arm].memory_mib:,.0f}" for arm in ("FP32", "torch.amp", "O5")]
         spent.append([net, *(f"{kind / o5:.0%}" for kind in (*kinds, sum(kinds))), *memory])
         if "O5, unfused" in by:
             ways = [by.get(name) for name in ("O5, unfused", "O5", "O5, recomputed")]
             memory = ["" if way is None else f"{way.memory_mib:,.0f}" for way in ways]
-            fused.append([net, *("" if way is None else _whole(way) for way in ways), *memory])
+            fused.append([net, *map(_whole, ways), *memory])
     gains = ["O5 against torch.amp", "against compiled"]
     return [
         markdown(["net", *(f"{arm}, ms" for arm in arms), *gains], times),
-        markdown(
-            ["net", *_KINDS, "together", "tensors, MiB: FP32", "torch.amp", "O5"],
-            spent,
-        ),
-        markdown(
-            [
-                *("net", "unfused, ms", "fused, ms", "recomputed, ms"),
-                *("tensors, MiB: unfused", "fused", "recomputed"),
-            ],
-            fused,
-        ),
+        markdown(["net", *_KINDS, "together", "tensors, MiB: FP32", "torch.amp", "O5"], spent),
+        markdown(_WAYS, fused),
     ]
 
 
-def _whole(row: Row) -> str:
-    digits = 0 if row.median_ms >= 100 else 1
-    values = (f"{value:.{digits}f}" for value in (row.median_ms, row.p20_ms, row.p80_ms))
-    return "{} ({}-{})".format(*values)
+def _whole(row: Row | None) -> str:
+    return _spread(row, 0 if row is not None and row.median_ms >= 100 else 1)
 
 
 _ARMS = {"FP32": "FP32", "torch.amp": "BF16 by torch.amp", "O5": "BF16 by ampfuse"}
@@ -262,8 +255,12 @@ def experiments_table(rows: list[dict[str, str]]) -> list[str]:
     return markdown(_COLUMNS, lines)
 
 
-def print_experiments(rows: list[dict[str, str]]) -> None:
-    """The table, and the conditions it was measured under."""
+def print_experiments(paths: Sequence[Path]) -> None:
+    """The table of their rows, and the conditions they were measured under."""
+    rows = []
+    for path in paths:
+        with open(path, newline="") as file:
+            rows += csv.DictReader(file)
     print("\n".join(experiments_table(rows)))
     row = rows[0]
     print(
@@ -273,20 +270,14 @@ def print_experiments(rows: list[dict[str, str]]) -> None:
 
 
 def main() -> None:
-    """Prints the table that fits the files."""
+    """Prints the tables that fit the files."""
     parser = parser_of(__doc__)
     parser.add_argument("files", type=Path, nargs="+", help="CSV files, of one kind")
     parser.add_argument("--page", type=Path, metavar="FILE", help="write the tables there")
     parser.add_argument("--figure", type=Path, metavar="FOLDER", help="draw training steps there")
     options = parser.parse_args()
-    with open(options.files[0], newline="") as file:
-        columns = next(csv.reader(file))
-    if "recipe" in columns:
-        records = []
-        for path in options.files:
-            with open(path, newline="") as file:
-                records += csv.DictReader(file)
-        return print_experiments(records)
+    if "recipe" in options.files[0].read_text().partition("\n")[0].split(","):
+        return print_experiments(options.files)
     for path in options.files:
         rows = read(path)
         if options.figure is not None:

@@ -7,40 +7,40 @@
     python benchmarks/step.py --no-compile       # half the time: not what torch.compile makes
     python benchmarks/step.py --modes --only adamw-64M-bf16 --csv ...   # the memory modes too
     python benchmarks/step.py --meter --only bf16 --csv ...             # metered steps too
+    python benchmarks/step.py --host             # how long the host is busy
     python benchmarks/step.py --quick            # does it run? a hundredth of each size
 
 One step is: unscale, check for overflow, clip, update, cast back. The "limit" is what the step
-would take at the bandwidth measured in the same rounds, "copy" at copy bandwidth
-(harness/limits.py). Peers (harness/routes.py) are measured where they are installed, in a process
-that never imports ampfuse. Writes one CSV row per variant; report.py prints and draws them.
+would take at the bandwidth measured in the same rounds, "copy" at copy bandwidth; of Muon there are
+"products" and "peak" (harness/limits.py). Peers (harness/routes.py) are measured where they are
+installed, in a process that never imports ampfuse. Writes one CSV row per variant; report.py prints
+them.
 
 "metered" is a step that ``optimizer.meter`` reads, "metered, bits" one with ``changed_bits``, and
 "meter off" a step between two metered ones: it runs the kernels of a plain one.
+
+With --host the kernels are next to nothing. On a GPU a time is that of the Python calls with the
+GPU idle before them, not waiting for what they queued. On a CPU the kernels run inside the calls
+and count, so tensors have one element: an upper bound of the host's time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
-from harness.cases import Case, cases
-from harness.limits import bounds
-from harness.measuring import Clock, Times, Variant, Worker, WorkerError, measure
+from harness.cases import Case, cases, host_cases
+from harness.limits import bounds, muon_bounds
+from harness.measuring import Clock, HostClock, Times, Variant, Worker, WorkerError, measure
 from harness.results import Results, Row, options_of, rows_of
-from harness.routes import MODES, Ours, Route, peer_route, peers, tensors_of
-
-_ARRAY_BYTES = {"cpu": 1 << 30, "cuda": 4 << 30}  # that bandwidth is measured on
-METER = {
-    "meter off": {"every": 2**30, "history": 1},
-    "metered": {"every": 1, "history": 1},
-    "metered, bits": {"every": 1, "history": 1, "changed_bits": True},
-}
+from harness.routes import METER, MODES, Ours, peer_route, peers, started, tensors_of
 
 
 def run(
     case: Case,
-    device: torch.device,
+    clock: Any,
     repeats: int,
     worker: Worker,
     *,
@@ -49,15 +49,16 @@ def run(
     meter: bool = False,
 ) -> list[Row]:
     """Measures all variants of a case with as many threads as torch is set to."""
-    routes = routes_of_ours(case, device, meter)
-    expected = routes["ampfuse"].answer()[1]
-    clock = Clock(device)
-    moved = {name: route.bytes_per_param for name, route in routes.items()}
-    ours = {name: Variant(clock, route) for name, route in routes.items()}
+    device = clock.device
+    route = started(Ours(case, device))
+    expected = route.answer()
+    moved = {"ampfuse": route.bytes_per_param}
+    ours: dict[str, Callable[[], float]] = {"ampfuse": Variant(clock, route)}
     if case.moves_memory:
-        array_bytes = 64 << 20 if case.quick else _ARRAY_BYTES[device.type]
-        ours |= bounds(device, array_bytes, case.params, case.update_bytes, case.inspect_bytes)
+        ours |= bounds(clock, case.params, case.update_bytes, case.inspect_bytes)
         moved |= dict.fromkeys(("copy", "limit"), float(case.step_bytes))
+    elif case.optimizer == "Muon":
+        ours |= muon_bounds(tensors_of(case, device)[1], clock)
     candidates = peers(case, device, compiled)
     times: Times = {name: [] for name in ours}
 
@@ -65,24 +66,23 @@ def run(
         for one, values in measure(ours | {name: variant}, repeats).items():
             times.setdefault(one, []).extend(values)
 
-    # One at a time, for memory's sake.
-    for mode in MODES if modes and case.optimizer == "AdamW" and case.half else ():
-        route = Ours(case, *tensors_of(case, device), mode)
-        route()
-        moved[f"ampfuse {mode}"] = route.bytes_per_param
-        measure_beside_ours(f"ampfuse {mode}", Variant(clock, route))
+    variants = list(METER) if meter else []
+    if modes and case.optimizer == "AdamW" and case.half:
+        variants += MODES
+    for name in variants:  # one at a time, for memory's sake
+        route = started(Ours(case, device, name))
+        moved[name] = route.bytes_per_param
+        measure_beside_ours(name, Variant(clock, route))
         del route
         if device.type == "cuda":
             torch.cuda.empty_cache()  # for the peers' process
     for name, peer in candidates.items():
         try:
             theirs = worker.variant(peer_route, case, device, peer)
-            moved[name], weights = theirs.answer()
             if peer.agrees:
-                _check_agreement(case, expected, weights)
+                _check_agreement(case, expected, theirs.answer())
         except (WorkerError, AssertionError) as error:  # keeps no other from being measured
-            why = "not installed" if getattr(error, "missing", False) else "not run"
-            print(f"{case.name:28s} {name}: {why} ({str(error).splitlines()[0]})")
+            print(f"{case.name:28s} {name}: not run ({str(error).splitlines()[0]})")
         else:
             measure_beside_ours(name, theirs)
         worker.clear()
@@ -90,18 +90,6 @@ def run(
         times = measure(ours, repeats)
     versions = {name: peer.version for name, peer in candidates.items()}
     return rows_of(device, times, bytes_per_param=moved, peers=versions, **case.columns)
-
-
-def routes_of_ours(case: Case, device: torch.device, meter: bool = False) -> dict[str, Route]:
-    """Ours by what their rows are called, each after its first step; not in the memory modes."""
-    tensors = tensors_of(case, device)
-    routes = {"ampfuse": Ours(case, *tensors)}
-    for name, options in METER.items() if meter else ():
-        routes[f"ampfuse, {name}"] = route = Ours(case, *tensors)
-        route.optimizer.meter(**options)
-    for route in routes.values():
-        route()
-    return routes
 
 
 def _check_agreement(case: Case, ours: list[list[float]], theirs: list[list[float]]) -> None:
@@ -122,16 +110,18 @@ def main() -> None:
         all="more cases",
         modes="the memory modes of AdamW too",
         meter="metered steps too",
+        host="the host's time, on one thread",
     )
-    results = Results(options)
-    wanted = [c for c in cases(options.device.type, options.all) if results.want(c.name)]
-    with Worker(Clock, options.device) as worker:
-        for case in wanted:
+    results, kind = Results(options), options.device.type
+    found = host_cases(kind) if options.host else cases(kind, options.all)
+    clock: type[Clock] | type[HostClock] = HostClock if options.host else Clock
+    with Worker(clock, options.device) as worker:
+        for case in (case for case in found if results.want(case.name)):
             for threads in options.threads:
                 torch.set_num_threads(threads)
                 rows = run(
                     replace(case, quick=options.quick),
-                    options.device,
+                    clock(options.device),
                     options.repeats,
                     worker,
                     compiled=not options.no_compile,

@@ -2,40 +2,46 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
+from itertools import product
 from typing import Any
 
 import torch
 
+Shape = tuple[int, ...]
+
 _LAYER = [1024, 1024, 3072 * 1024, 3072, 1024 * 1024, 1024]  # norm, attention
 _LAYER += [1024, 1024, 4096 * 1024, 4096, 1024 * 4096, 1024]  # norm, perceptron
-TENSORS = {  # their sizes
+SIZES = {
     "64M": [16_000_000] * 4,
     "1B": [250_000_000] * 4,
     "2000x1": [1] * 2000,
     "2000x500": [500] * 2000,
-    "1B-seldom": [250_000_000] * 4,  # four fifths of each gradient are zero in all steps
     "2000x64K": [65_536] * 2000,
-    "2000x64K-odd": [65_536] * 2000,  # gradients are views into a bucket, off alignment
     "gpt2-medium": [50257 * 1024, 1024 * 1024, *_LAYER * 24, 1024, 1024],
 }
-# torchvision's; "-groups": a group for each tensor, as with a learning rate for each layer.
-NETS = {"resnet50": "resnet50", "vit-b": "vit_b_16", "vit-b-groups": "vit_b_16"}
-
-
+NETS = {"resnet18": "resnet18", "resnet50": "resnet50", "vit-b": "vit_b_16"}  # torchvision's
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @cache
-def sizes_of(net: str) -> list[int]:
-    """Of the parameters of one of `NETS`, in the model's own order."""
+def shapes_of(tensors: str) -> list[Shape]:
+    """Only what Muon orthogonalizes keeps its shape, embeddings and heads are flat."""
+    if tensors == "gpt2-small":
+        e = 768
+        layer: list[Shape] = [(3 * e, e), (e, e), (4 * e, e), (e, 4 * e)]
+        layer += [(n,) for n in (3 * e, e, 4 * e, e, e, e, e, e)]
+        return [(50257 * e,), (1024 * e,), *layer * 12]
+    if tensors in SIZES:
+        return [(size,) for size in SIZES[tensors]]
     from torchvision import models
 
     with torch.device("meta"):
-        model = getattr(models, NETS[net])()
-    return [param.numel() for param in model.parameters()]
+        model = getattr(models, NETS[tensors])()
+    return [tuple(p.shape) if p.ndim == 4 else (p.numel(),) for p in model.parameters()]
 
 
 @dataclass(frozen=True)
@@ -43,39 +49,38 @@ class Case:
     """One benchmark.
 
     Attributes:
-        optimizer: "AdamW", "SGD" (with momentum) or "LAMB".
-        tensors: a key of `TENSORS` or `NETS`.
+        optimizer: "AdamW", "SGD" (with momentum) or "Muon" (AdamW for what is flat).
+        tensors: what `shapes_of` takes.
         precision: of model weights and gradients; half weights have FP32 masters.
-        does: "clip" (unscale, overflow check, clip, update, cast back), "noclip" (all but the
-            clipping), "leave" (as "clip", but FP32 gradients stay scaled: ``unscale_grads=False``),
-            or "alone" (update and cast back: no scaler).
-        quick: a hundredth of each tensor and of their number, to see that a benchmark runs.
+        does: "clip" (unscale, overflow check, clip, update, cast back) or "alone" (update and cast
+            back: no scaler).
+        gradients: "new": each is another tensor before every step, as after ``zero_grad()`` and a
+            backward pass; "same" or "": they are where they were.
+        quick: a hundredth of each flat tensor and of their number, to see that a benchmark runs.
     """
 
     optimizer: str
     tensors: str
     precision: str
     does: str = "clip"
+    gradients: str = ""
     quick: bool = False
 
     @property
     def name(self) -> str:
-        parts = [self.optimizer.lower(), self.tensors, self.precision]
-        return "-".join(["quick"] * self.quick + parts + [self.does] * (self.does != "clip"))
+        what = [self.optimizer.lower(), self.tensors, self.precision, self.gradients]
+        does = [self.does] * (self.does != "clip")
+        return "-".join(filter(None, ["quick"] * self.quick + what + does))
 
     @property
     def columns(self) -> dict[str, Any]:
         """Of a row."""
-        what = {"optimizer": self.optimizer, "dtype": self.precision, "does": self.does}
-        return {"case": self.name, "params": self.params, **what}
+        what = {"case": self.name, "optimizer": self.optimizer, "params": self.params}
+        return what | {"dtype": self.precision, "does": self.does}
 
     @property
     def clip(self) -> bool:
-        return self.does in ("clip", "leave")
-
-    @property
-    def scaled(self) -> bool:
-        return self.does != "alone"
+        return self.does == "clip"
 
     @property
     def dtype(self) -> torch.dtype:
@@ -86,110 +91,95 @@ class Case:
         return self.precision != "fp32"
 
     @property
-    def sizes(self) -> list[int]:
-        sizes = TENSORS.get(self.tensors) or sizes_of(self.tensors)
+    def shapes(self) -> list[Shape]:
+        shapes = shapes_of(self.tensors)
         if self.quick:
-            sizes = [max(1, size // 100) for size in sizes[: max(4, len(sizes) // 100)]]
-        return sizes
+            few = shapes[: max(4, len(shapes) // 100)]
+            shapes = [s if len(s) > 1 else (max(1, s[0] // 100),) for s in few]
+        return shapes
 
     @property
     def params(self) -> int:
-        return sum(self.sizes)
-
-    @property
-    def grouped(self) -> bool:
-        """Whether each tensor has a parameter group of its own."""
-        return self.tensors.endswith("groups")
+        return sum(map(math.prod, self.shapes))
 
     @property
     def rewrites(self) -> bool:
         """Whether the step leaves unscaled gradients where the scaled ones were."""
-        return self.scaled and not self.half and self.does != "leave"
+        return self.clip and not self.half
 
     @property
     def moves_memory(self) -> bool:
         """Whether bandwidth can be the limit; of small tensors, calls and launches are the cost."""
-        return self.params / len(self.sizes) > 500
+        return self.params / len(self.shapes) > 500 and self.optimizer != "Muon"
 
     @property
     def inspect_bytes(self) -> int:
-        """Read per parameter before the update: the gradient, if it is checked or measured."""
-        return self.dtype.itemsize if self.scaled else 0
+        """Read per parameter before the update: the gradient, if it is checked and measured."""
+        return self.dtype.itemsize if self.clip else 0
 
     @property
-    def update_bytes(self) -> int:
+    def update_bytes(self) -> float:
         """Read and written per parameter by an update that holds all else in registers.
 
         Gradient and half weight once, FP32 weight and moments twice; gradients that are left
-        unscaled are written. LAMB needs the length of its
-        update before the first weight changes: once more the weight, and both moments.
+        unscaled are written. What Muon's products move is not known.
         """
-        h = self.dtype.itemsize
-        moments = {"AdamW": 2, "LAMB": 2, "SGD": 1}[self.optimizer]
-        again = 4 * (1 + moments) if self.optimizer == "LAMB" else 0
+        h, moments = self.dtype.itemsize, {"AdamW": 2, "SGD": 1, "Muon": math.nan}[self.optimizer]
         written = h if self.half or self.rewrites else 0  # model weight, or gradient
-        return h + 8 + 8 * moments + written + again
+        return h + 8 + 8 * moments + written
 
     @property
-    def step_bytes(self) -> int:
+    def step_bytes(self) -> float:
         """The least that a step moves per parameter: 30 for AdamW, half weights and clipping."""
         return self.inspect_bytes + self.update_bytes
 
 
-def _cases(*lines: str) -> list[Case]:
-    """One of ``"optimizer tensors does precision precision..."`` for each precision of a line."""
-    cases = []
-    for line in lines:
-        optimizer, tensors, does, *precisions = line.split()
-        cases += [Case(optimizer, tensors, precision, does) for precision in precisions]
-    return cases
+# The most important first: optimizer, tensors, what it does, and each of its precisions. What takes
+# long stands in a paragraph of its own.
+_CASES = {
+    "cpu": """
+AdamW 64M clip bf16 fp16 fp32
+AdamW 64M alone fp32
+SGD 64M clip bf16
+AdamW 2000x500 clip bf16 fp16
+
+SGD 64M clip fp16 fp32
+AdamW resnet50 clip bf16 fp16
+AdamW vit-b clip bf16
+Muon resnet18 clip bf16
+Muon gpt2-small clip bf16""",
+    "cuda": """
+AdamW 1B clip fp16 bf16
+AdamW 2000x64K clip fp16 bf16
+AdamW resnet50 clip fp16 bf16
+AdamW gpt2-medium clip bf16
+AdamW vit-b clip fp16 bf16
+SGD 1B clip fp16 bf16
+AdamW 1B clip fp32
+
+AdamW 1B alone fp16 bf16 fp32
+SGD resnet50 clip fp16 bf16
+Muon gpt2-small clip bf16
+Muon resnet18 clip bf16""",
+}
 
 
 def cases(device: str, wide: bool = False) -> list[Case]:
-    """The cases of a device type, the most important first; `wide`: also what takes long.
+    """The cases of a device type; `wide`: also what takes long.
 
     Without torchvision those of nets are left out.
     """
-    if device == "cpu":
-        usual = _cases(
-            "AdamW 64M clip bf16 fp16 fp32",
-            "AdamW 64M leave fp32",
-            "AdamW 64M alone fp32",
-            "SGD 64M clip bf16",
-            "AdamW 2000x500 clip bf16 fp16",
-        )
-        more = _cases(
-            "AdamW 64M noclip bf16 fp16",
-            "SGD 64M clip fp16 fp32",
-            "LAMB 64M clip bf16",
-            "AdamW resnet50 clip bf16 fp16 fp32",
-            "AdamW vit-b clip bf16",
-            "AdamW vit-b-groups clip bf16",
-        )
-    else:
-        usual = _cases(
-            "AdamW 1B clip fp16 bf16",
-            "AdamW 2000x64K clip fp16 bf16",
-            "AdamW resnet50 clip fp16 bf16",
-            "AdamW gpt2-medium clip bf16",
-            "AdamW vit-b clip fp16 bf16",
-            "SGD 1B clip fp16 bf16",
-            "AdamW vit-b-groups clip fp16",
-            "AdamW 1B noclip fp16",
-            "LAMB 1B clip fp16",
-            "AdamW 1B clip fp32",
-            "AdamW 1B leave fp32",
-            "AdamW 2000x64K-odd clip bf16",
-            "AdamW 1B-seldom clip bf16",
-        )
-        more = _cases(
-            "AdamW 1B noclip bf16",
-            "AdamW 1B alone fp16 bf16 fp32",
-            "AdamW resnet50 noclip fp16 bf16",
-            "AdamW resnet50 clip fp32",
-            "AdamW vit-b clip fp32",
-            "AdamW 2000x64K clip fp32",
-            "SGD resnet50 clip fp16 bf16",
-        )
-    found = usual + more if wide else usual
-    return [case for case in found if case.tensors in TENSORS or find_spec("torchvision")]
+    usual, more = _CASES[device].strip().split("\n\n")
+    found = []
+    for line in [*usual.splitlines(), *(more.splitlines() if wide else ())]:
+        optimizer, tensors, does, *precisions = line.split()
+        if tensors not in NETS or find_spec("torchvision"):
+            found += [Case(optimizer, tensors, precision, does) for precision in precisions]
+    return found
+
+
+def host_cases(device: str) -> list[Case]:
+    """Steps whose kernels are next to nothing."""
+    tensors = "2000x64K" if device == "cuda" else "2000x1"
+    kinds = product(DTYPES, ("same", "new"))
+    return [Case("AdamW", tensors, precision, gradients=kind) for precision, kind in kinds]

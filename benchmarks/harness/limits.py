@@ -7,6 +7,9 @@ copy
 limit
     The bytes of the update at that bandwidth, and the bytes of the inspection at the bandwidth of
     reading.
+products, peak
+    Of a step of Muon: its orthogonalization alone; and as many operations as that has, in products
+    of 1,024 x 1,024 in BF16.
 
 All are measured here, on arrays far larger than the caches.
 """
@@ -18,94 +21,95 @@ import os
 import shlex
 import subprocess
 import tempfile
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
+
+from .measuring import Variant
+
+Bounds = dict[str, Callable[[], float]]
+Call = Callable[[], object]
+_ITERATIONS = 5  # of Newton and Schulz
 
 
-def bounds(
-    device: torch.device, array_bytes: int, params: int, update_bytes: int, inspect_bytes: int
-) -> dict[str, Callable[[], float]]:
+def bounds(clock: Any, params: int, update_bytes: float, inspect_bytes: float = 0) -> Bounds:
     """ "copy" and "limit": functions that measure now, and return milliseconds of a step.
 
     Call "copy" first: "limit" takes the bandwidth that it found.
 
     Arguments:
-        array_bytes: size of the arrays that bandwidth is measured on.
         params: how many parameters are stepped.
         update_bytes, inspect_bytes: read and written per parameter in the update, and read in the
             inspection before it.
     """
-    machine = _Cuda(device, array_bytes) if device.type == "cuda" else _Cpu(array_bytes)
-    copied = 0.0
+    on_gpu = clock.device.type == "cuda"
+    copies, read, size = _cuda_loops(clock.device) if on_gpu else _cpu_loops()
+    copied = 0.0  # milliseconds per byte
 
     def copy() -> float:
         nonlocal copied
-        copied = machine.copy_seconds_per_byte()
-        return params * (update_bytes + inspect_bytes) * copied * 1e3
+        copied = min(clock.milliseconds(call, 1.0) for call in copies) / (2 * size)
+        return params * (update_bytes + inspect_bytes) * copied
 
     def limit() -> float:
-        update = params * update_bytes * copied
-        inspect = params * inspect_bytes * machine.read_seconds_per_byte()
-        return (update + inspect) * 1e3
+        inspect = clock.milliseconds(read, 1.0) / size * inspect_bytes
+        return params * (update_bytes * copied + inspect)
 
     return {"copy": copy, "limit": limit}
 
 
-class _Cpu:
-    """Loops of ``limits.cpp``, on as many threads as torch uses."""
+def muon_bounds(gradients: list[Tensor], clock: Any) -> Bounds:
+    """ "products" and "peak" of those gradients that are no vectors."""
+    from ampfuse.optim.muon import JORDAN, Job
+    from ampfuse.optim.newton_schulz import operations, product_dtype
 
-    def __init__(self, array_bytes: int) -> None:
-        self._library = _compile()
-        self._array = torch.zeros(array_bytes // 4).add_(1)  # touched: pages exist
-        self._threads = torch.get_num_threads()
-        self._pool = ThreadPoolExecutor(self._threads)
+    options = {"ns_coefficients": JORDAN, "ns_steps": _ITERATIONS, "eps": 1e-7}
+    alike: dict[tuple[int, ...], list[Tensor]] = {}
+    for view in (gradient.flatten(1)[None] for gradient in gradients if gradient.ndim > 1):
+        alike.setdefault(tuple(view.shape), []).append(view)
+    jobs = [(Job.of(views[0], options | {"adjust_lr_fn": None}), views) for views in alike.values()]
+    device = gradients[0].device
+    count = sum(
+        len(views) * operations(*sorted(job.shape), _ITERATIONS, product_dtype(device))
+        for job, views in jobs
+    )
+    left, right = (torch.randn(8, 1024, 1024).to(device, torch.bfloat16) for _ in range(2))
 
-    def _seconds(self, call: Callable[[int], object]) -> float:
-        start = time.perf_counter()
-        list(self._pool.map(call, range(self._threads)))
-        return time.perf_counter() - start
+    def products() -> None:
+        for job, views in jobs:
+            job.run([view.clone() for view in views])
 
-    def _share(self, thread: int) -> tuple[int, int]:
-        count = self._array.numel() // self._threads
-        return self._array.data_ptr() + 4 * count * thread, count
+    def peak() -> float:
+        return count / (8 * 2 * 1024**3) * clock.milliseconds(lambda: torch.bmm(left, right))
 
-    def copy_seconds_per_byte(self) -> float:
-        def update(streams: int) -> float:
-            loop = self._library.update_in_place
-            return self._seconds(lambda thread: loop(*self._share(thread), streams))
-
-        # One array, or four walked side by side as a step does: whichever the machine likes best.
-        return min(update(1), update(4)) / (8 * self._array.numel())
-
-    def read_seconds_per_byte(self) -> float:
-        seconds = self._seconds(lambda thread: self._library.read(*self._share(thread)))
-        return seconds / (4 * self._array.numel())
+    return {"products": Variant(clock, products), "peak": peak}
 
 
-class _Cuda:
+def _cpu_loops() -> tuple[list[Call], Call, int]:
+    """Ways to copy and to read an array, on as many threads as torch uses, and its bytes."""
+    library, threads = _compile(), torch.get_num_threads()
+    array = torch.zeros(1 << 27).add_(1)  # touched: pages exist
+    pool, count = ThreadPoolExecutor(threads), array.numel() // threads
+
+    def on_all(loop: Any, *more: int) -> Call:
+        def part(thread: int) -> None:
+            loop(array.data_ptr() + 4 * count * thread, count, *more)
+
+        return lambda: list(pool.map(part, range(threads)))
+
+    # One array, or four walked side by side as a step does: whichever the machine likes best.
+    copies = [on_all(library.update_in_place, streams) for streams in (1, 4)]
+    return copies, on_all(library.read), 4 * array.numel()
+
+
+def _cuda_loops(device: torch.device) -> tuple[list[Call], Call, int]:
     """torch's copy and sum, which reach a GPU's bandwidth."""
-
-    def __init__(self, device: torch.device, array_bytes: int) -> None:
-        self._from, self._to = (torch.zeros(array_bytes // 8, device=device) for _ in range(2))
-
-    def _seconds(self, call: Callable[[], object]) -> float:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(1_000_000)  # cycles: the host is ahead when the measured work begins
-        begin.record()
-        call()
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end) / 1e3
-
-    def copy_seconds_per_byte(self) -> float:
-        return self._seconds(lambda: self._to.copy_(self._from)) / (8 * self._from.numel())
-
-    def read_seconds_per_byte(self) -> float:
-        return self._seconds(lambda: self._from.sum()) / (4 * self._from.numel())
+    source, target = (torch.zeros(1 << 29, device=device) for _ in range(2))
+    return [lambda: target.copy_(source)], source.sum, 4 * source.numel()
 
 
 def _compile() -> ctypes.CDLL:

@@ -12,7 +12,8 @@ import multiprocessing
 import sys
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
+from contextlib import AbstractContextManager, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 
 _LONGEST_QUEUEING_MS = 200.0
 _SETTLING_S = 0.005  # threads that wait for work keep a core busy for a while
+_COLD_BYTES = 256 << 20  # more than last-level caches have
 
 Times = dict[str, list[float]]
 
@@ -39,18 +41,17 @@ def measure(variants: Mapping[str, Callable[[], float]], repeats: int, warm_up: 
 class Clock:
     """Times a call on a device, from a cold cache.
 
-    Before each call an array as large as the last-level cache (on a GPU four times that) is read,
-    so the data caches hold nothing of the call's tensors, and nothing that has to be written back
-    while it runs. What stays warm: instructions, branch predictions, address translations.
+    Before each call an array larger than the last-level cache is read, so the data caches hold
+    nothing of the call's tensors, and nothing that has to be written back while it runs. What stays
+    warm: instructions, branch predictions, address translations.
 
     A GPU's time is taken on the GPU, between events, with the host ahead of it, as in training: how
-    long the host takes to queue the call counts only where the call waits for the GPU
-    (:class:`HostClock` measures the host).
+    long the host takes to queue the call counts only where the call waits for the GPU.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._cold = torch.zeros(_last_level_cache_bytes(device) // 4, device=device)
+        self._cold = torch.zeros(_COLD_BYTES // 4, device=device)
         self._cycles_per_ms = 0.0  # of a GPU that the host queues work for
         if device.type == "cuda":
             cycles = 50_000_000
@@ -158,21 +159,10 @@ class Variant:
 
 
 class WorkerError(RuntimeError):
-    """What a worker was asked raised an exception there.
-
-    Attributes:
-        missing: because a package is not installed.
-    """
-
-    def __init__(self, message: str, missing: bool) -> None:
-        super().__init__(message, missing)
-        self.missing = missing
-
-    def __str__(self) -> str:
-        return self.args[0]
+    """What a worker was asked raised an exception there."""
 
 
-class Worker:
+class Worker(AbstractContextManager["Worker"]):
     """A process of its own for variants, so that nothing of ours is in the way of a peer.
 
     It never imports ampfuse, and fails if something does, unless it is `with_ampfuse`: for what
@@ -188,15 +178,8 @@ class Worker:
         self._process = context.Process(target=_serve, args=(theirs, clock, device, with_ampfuse))
         self._process.start()
         theirs.close()
-        self._made = 0
-
-    def __enter__(self) -> Worker:
-        return self
 
     def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def close(self) -> None:
         self._pipe.close()  # ends it
         self._process.join()
 
@@ -206,16 +189,14 @@ class Worker:
         Raises:
             WorkerError: it raised something.
         """
-        self._made += 1
-        self.ask("make", self._made, torch.get_num_threads(), make, arguments)
-        return RemoteVariant(self, self._made)
+        return RemoteVariant(self, self.ask("make", torch.get_num_threads(), make, arguments))
 
     def clear(self) -> None:
         """Forget all variants."""
         self.ask("clear")
 
-    def ask(self, *message: Any) -> Any:
-        self._pipe.send(message)
+    def ask(self, method: str, *arguments: Any) -> Any:
+        self._pipe.send((method, arguments))
         reply = self._pipe.recv()
         if isinstance(reply, WorkerError):
             raise reply
@@ -226,7 +207,7 @@ class RemoteVariant:
     """A :class:`Variant` that a worker has."""
 
     def __init__(self, worker: Worker, number: int) -> None:
-        self._ask = lambda method: worker.ask("run", number, method)
+        self._ask = partial(worker.ask, "run", number)
 
     def __call__(self) -> float:
         return self._ask("__call__")
@@ -238,16 +219,17 @@ class RemoteVariant:
         return self._ask("answer")
 
 
-class _Served:
+class Served:
     """The worker's side."""
 
-    def __init__(self, clock: Any) -> None:
-        self.clock = clock
-        self.variants: dict[int, Variant] = {}
+    def __init__(self, clock: Any, with_ampfuse: bool) -> None:
+        self.clock, self.with_ampfuse = clock, with_ampfuse
+        self.variants: list[Variant] = []
 
-    def make(self, number: int, threads: int, make: Callable[..., Any], arguments: Any) -> None:
+    def make(self, threads: int, make: Callable[..., Any], arguments: Any) -> int:
         torch.set_num_threads(threads)
-        self.variants[number] = Variant(self.clock, make(*arguments))
+        self.variants.append(Variant(self.clock, make(*arguments)))
+        return len(self.variants) - 1
 
     def run(self, number: int, method: str) -> Any:
         return getattr(self.variants[number], method)()
@@ -260,30 +242,20 @@ class _Served:
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
 
-
-def _serve(pipe: Any, clock: type, device: torch.device, with_ampfuse: bool) -> None:
-    served = _Served(clock(device))
-    while True:
+    def serve(self, method: str, arguments: tuple[Any, ...]) -> Any:
+        """What the method returns; a WorkerError for whatever it raises."""
         try:
-            method, *arguments = pipe.recv()
-        except EOFError:
-            return
-        try:
-            reply = getattr(served, method)(*arguments)
-            if "ampfuse" in sys.modules and not with_ampfuse:
+            reply = getattr(self, method)(*arguments)
+            if "ampfuse" in sys.modules and not self.with_ampfuse:
                 raise RuntimeError("ampfuse was imported where a peer is measured")
         except Exception as error:
             reason = (str(error).strip() or "no reason given").splitlines()[0]
-            missing = isinstance(error, ImportError)
-            reply = WorkerError(f"{type(error).__name__}: {reason}", missing)
-        pipe.send(reply)
+            return WorkerError(f"{type(error).__name__}: {reason}")
+        return reply
 
 
-def _last_level_cache_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return 4 * torch.cuda.get_device_properties(device).L2_cache_size
-    sizes = [64 << 20]
-    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
-        text = path.read_text().strip()
-        sizes.append(int(text[:-1]) << {"K": 10, "M": 20}[text[-1]])
-    return min(max(sizes), 512 << 20)
+def _serve(pipe: Any, clock: type, device: torch.device, with_ampfuse: bool) -> None:
+    served = Served(clock(device), with_ampfuse)
+    with suppress(EOFError):  # the other side has closed it
+        while True:
+            pipe.send(served.serve(*pipe.recv()))

@@ -1,4 +1,4 @@
-"""Networks for images and texts, FP32 on the CPU, with random weights."""
+"""Networks for images, for texts and for next to nothing, FP32 on the CPU, with random weights."""
 
 from __future__ import annotations
 
@@ -24,19 +24,14 @@ _ROOT = Path(__file__).parents[2]
 _models = _from_file("experiments_models", _ROOT / "python/ampfuse/experiments/models.py")
 
 
-def build(name: str, classes: int, channels: int = 3, dropout: float = 0.0) -> nn.Module:
-    """``vgg16`` and ``wrn<depth>_<width>`` for small images; else torchvision's or timm's."""
-    if name == "vgg16" or name.startswith("wrn"):
-        return _models.build(
-            name, classes=classes, channels=channels, image_size=32, dropout=dropout
-        )
-    import torchvision
+def image_model(name: str, image_size: int = 32, channels: int = 3, **options: Any) -> nn.Module:
+    """One of the experiments, or of timm. `options`: classes, and dropout."""
+    try:
+        return _models.build(name, image_size=image_size, channels=channels, **options)
+    except ValueError:
+        import timm
 
-    if hasattr(torchvision.models, name):
-        return getattr(torchvision.models, name)(num_classes=classes)
-    import timm
-
-    return timm.create_model(name, num_classes=classes)
+        return timm.create_model(name, num_classes=options["classes"])
 
 
 class Tagger(nn.Module):
@@ -78,3 +73,12 @@ def text_model(name: str, words: int, tokens: int) -> tuple[nn.Module, int]:
     sizes = {"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8}
     config = hf.BertConfig(vocab_size=words, intermediate_size=2048, num_labels=2, **sizes)
     return _Logits(hf.BertForSequenceClassification(config)), 2
+
+
+def tiny_model(name: str) -> tuple[nn.Module, tuple[int, ...]]:
+    """``mlp``, 37 linear layers, or ``transformer``, 6 encoder layers, and the inputs' shape."""
+    if name == "mlp":
+        layers = [layer for _ in range(37) for layer in (nn.Linear(8, 8), nn.ReLU())]
+        return nn.Sequential(*layers[:-1]), (8, 8)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, 6, enable_nested_tensor=False), (4, 8, 16)

@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -63,14 +64,17 @@ class Row:
     date: str
 
 
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
 def rows_of(
     device: torch.device,
     times: Mapping[str, Sequence[float]],
     *,
     params: int = 0,
-    bytes_per_param: Mapping[str, float] | None = None,
-    memory_mib: Mapping[str, float] | None = None,
-    peers: Mapping[str, str] | None = None,
+    bytes_per_param: Mapping[str, float] = _NOTHING,
+    memory_mib: Mapping[str, float] = _NOTHING,
+    peers: Mapping[str, str] = _NOTHING,
     **what: Any,
 ) -> list[Row]:
     """The rows of one case.
@@ -81,55 +85,48 @@ def rows_of(
         bytes_per_param, memory_mib, peers: by variant; see :class:`Row`.
         what: further columns, the same in each row.
     """
-    medians = {name: statistics.median(values) for name, values in times.items()}
-    moved = {name: (bytes_per_param or {}).get(name, math.nan) for name in times}
-    speed = {name: params * moved[name] / medians[name] / 1e6 for name in times}
-    copy = speed.get("copy", math.nan)
     on_cpu = device.type == "cpu"
     isa = os.environ.get("AMPFUSE_CPU_ISA") or torch.backends.cpu.get_cpu_capability().lower()
     what |= {"threads": torch.get_num_threads() if on_cpu else 1, "isa": isa if on_cpu else ""}
     what |= {"device": device.type, "params": params, **conditions(device)}
+
+    def gb_per_s(name: str) -> float:
+        moved = params * bytes_per_param.get(name, math.nan)
+        return moved / statistics.median(times[name]) / 1e6 if name in times else math.nan
+
     rows = []
     for name, values in times.items():
         quintiles = statistics.quantiles(values, n=5, method="inclusive")
-        rows.append(
-            Row(
-                variant=name,
-                median_ms=round(medians[name], 4),
-                p20_ms=round(quintiles[0], 4),
-                p80_ms=round(quintiles[3], 4),
-                min_ms=round(min(values), 4),
-                n=len(values),
-                bytes_per_param=moved[name],
-                gb_per_s=float(f"{speed[name]:.4g}"),
-                share_of_copy=float(f"{speed[name] / copy:.4g}"),
-                memory_mib=round((memory_mib or {}).get(name, 0.0), 1),
-                peer=(peers or {}).get(name, ""),
-                **what,
-            )
+        row = Row(
+            variant=name,
+            median_ms=round(statistics.median(values), 4),
+            p20_ms=round(quintiles[0], 4),
+            p80_ms=round(quintiles[3], 4),
+            min_ms=round(min(values), 4),
+            n=len(values),
+            bytes_per_param=bytes_per_param.get(name, math.nan),
+            gb_per_s=float(f"{gb_per_s(name):.4g}"),
+            share_of_copy=float(f"{gb_per_s(name) / gb_per_s('copy'):.4g}"),
+            memory_mib=round(memory_mib.get(name, 0.0), 1),
+            peer=peers.get(name, ""),
+            **what,
         )
+        rows.append(row)
     return rows
 
 
 def conditions(device: torch.device) -> dict[str, str]:
     """The columns that say where, with what and when a row was measured."""
     import ampfuse
+    from ampfuse.hardware import cpu_model
 
+    cpu = f"{' '.join(cpu_model().split())}, {os.cpu_count()} cores"
     return {
-        "hardware": hardware(device),
+        "hardware": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
         "torch": torch.__version__,
         "ampfuse": ampfuse.__version__,
         "date": datetime.date.today().isoformat(),
     }
-
-
-def hardware(device: torch.device) -> str:
-    """What the device calls itself."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    from ampfuse.hardware import cpu_model
-
-    return f"{' '.join(cpu_model().split())}, {os.cpu_count()} cores"
 
 
 def write(path: Path, rows: Sequence[Any]) -> None:
@@ -143,16 +140,10 @@ def write(path: Path, rows: Sequence[Any]) -> None:
 
 def read(path: Path, kind: type[Any] = Row) -> list[Any]:
     """Reads rows that :func:`write` wrote; a column that the file lacks has its default."""
-    convert: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "str": str}
+    convert = {f.name: {"int": int, "float": float, "str": str}[str(f.type)] for f in fields(kind)}
     with open(path, newline="") as file:
         return [
-            kind(
-                **{
-                    f.name: convert[str(f.type)](record[f.name])
-                    for f in fields(kind)
-                    if f.name in record
-                }
-            )
+            kind(**{name: convert[name](text) for name, text in record.items() if name in convert})
             for record in csv.DictReader(file)
         ]
 
@@ -176,39 +167,32 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(description=description, formatter_class=raw)
 
 
-def options_of(
-    description: str | None, name: str, **flags: str | dict[str, Any]
-) -> argparse.Namespace:
+def options_of(description: str | None, name: str, **flags: str) -> argparse.Namespace:
     """The command line: `device`, `threads`, `repeats`, `quick`, `csv` and which cases.
 
     Arguments:
-        flags: of this script alone, with their help or their arguments to ``add_argument``.
+        flags: of this script alone, with their help.
     """
     parser = parser_of(description)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument(
-        "--only",
-        nargs="+",
-        default=[""],
-        metavar="TEXT",
-        help="cases whose name holds one of these",
-    )
-    for flag, given in flags.items():
-        more = {"action": "store_true", "help": given} if isinstance(given, str) else given
-        parser.add_argument(f"--{flag.replace('_', '-')}", **more)
-    parser.add_argument("--quick", action="store_true", help="small sizes, 3 repeats, no results")
-    parser.add_argument("--repeats", type=int)
-    parser.add_argument("--threads", type=int, nargs="+", help="CPU only (1 and all)")
-    parser.add_argument("--csv", type=Path, help=f"benchmarks/results/{name}_<device>.csv")
+    add = parser.add_argument
+    add("--device", default="cpu", type=torch.device)
+    texts = "cases whose name holds one of these"
+    add("--only", nargs="+", default=[""], metavar="TEXT", help=texts)
+    for flag, meaning in flags.items():
+        add(f"--{flag.replace('_', '-')}", action="store_true", help=meaning)
+    add("--quick", action="store_true", help="small sizes, 3 repeats, no results")
+    add("--repeats", type=int)
+    add("--threads", type=int, nargs="+", help="CPU only (1 and all)")
+    add("--csv", type=Path, help=f"benchmarks/results/{name}[_host]_<device>.csv")
     options = parser.parse_args()
-    options.device = torch.device(options.device)
     kind = options.device.type
-    if kind == "cuda":
+    if kind == "cuda" or vars(options).get("host"):
         options.threads = [1]
     options.threads = options.threads or sorted({1, os.cpu_count() or 1})
     options.repeats = options.repeats or (3 if options.quick else 9 if kind == "cpu" else 21)
     folder = Path(tempfile.gettempdir()) if options.quick else RESULTS
-    options.csv = options.csv or folder / f"{name}_{kind}.csv"
+    host = "_host" * vars(options).get("host", False)
+    options.csv = options.csv or folder / f"{name}{host}_{kind}.csv"
     return options
 
 

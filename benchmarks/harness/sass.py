@@ -1,39 +1,34 @@
 """A thread of a kernel, run from its machine code as ``cuobjdump -sass`` prints it, sm_75 to sm_90.
 
 Integers are computed, so that the thread takes the branches that its arguments decide. A result in
-floating point is 1, which is on no slow path, and so is what tensors hold. The control bits of each
-instruction say which scoreboard it clears and which it waits for: from them comes the time.
+floating point is 1, which is on no slow path, and so is what tensors hold.
 """
 
 from __future__ import annotations
 
+import operator
 import re
 import struct
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
 WORD, ONE, DOUBLE_ONE, STORED = 0xFFFFFFFF, 0x3F800000, 0x3FF00000 << 32, 0x3F803F80
 TENSOR = 40  # a tensor begins at its number times 2^40; tables lie below
-_FIXED_CYCLES = 30  # until shared memory, a shuffle or a special function answers
 _WITHOUT_RESULT = (
     *("ATOMS", "BAR", "BMOV", "BREAK", "BSSY", "BSYNC", "CCTL", "DEPBAR", "ERRBAR", "MEMBAR"),
     *("NOP", "RED", "STL", "STS", "WARPSYNC", "YIELD"),
 )
 _SIZES = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16}
+Kinds = tuple[str, ...]
 
 
 class Instruction(NamedTuple):
-    """`clears`: the scoreboard that its result clears, or 7; `waits`: a bit for each scoreboard."""
-
     guard: str
     op: str
-    kinds: tuple[str, ...]
+    kinds: Kinds
     operands: tuple[str, ...]
-    stall: int
-    clears: int
-    waits: int
 
     @property
     def fp64(self) -> bool:
@@ -41,43 +36,29 @@ class Instruction(NamedTuple):
         return bool(double) or self.op in ("DADD", "DMUL", "DFMA", "DSETP")
 
 
-_LINE = re.compile(
-    r"/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P\w+)\s+)?([A-Z]\w*)([.\w]*)\s*([^;]*?)\s*;"
-    r"\s*/\* 0x[0-9a-f]{16} \*/\s*/\* 0x([0-9a-f]{16}) \*/"
-)
+_LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P\w+)\s+)?([A-Z]\w*)([.\w]*)\s*([^;]*?)\s*;")
 
 
 def parse(text: str) -> dict[int, Instruction]:
-    """The instructions of a function by address. Control bits, from bit 41 of the second word on:
-    stall cycles (4), yield, scoreboards of the result and of the operands (3 each), waits (6)."""
+    """The instructions of a function by address."""
     code = {}
-    for address, guard, op, kinds, operands, word in _LINE.findall(text):
-        control = int(word, 16) >> 41
-        code[int(address, 16)] = Instruction(
-            guard or "PT",
-            op,
-            tuple(kinds.split(".")[1:]),
-            tuple(re.findall(r"[^\s,][^,]*", operands.replace(".reuse", ""))),
-            stall=control & 15,
-            clears=control >> 5 & 7,
-            waits=control >> 11 & 63,
-        )
+    for address, guard, op, kinds, operands in _LINE.findall(text):
+        operands = tuple(re.findall(r"[^\s,][^,]*", operands.replace(".reuse", "")))
+        one = Instruction(guard or "PT", op, tuple(kinds.split(".")[1:]), operands)
+        code[int(address, 16)] = one
     return code
 
 
 class Scene(NamedTuple):
     """What a thread finds: its place, the kernel's arguments from `base` of the constant bank on,
-    the bytes of tables that are not zero, and how many cycles memory and the L2 cache take."""
+    and the bytes of tables that are not zero."""
 
     block: int
     blocks: int
     threads: int
     base: int
-    cycles: int
-    l2_cycles: int
     arguments: bytes
     memory: Mapping[int, int] = MappingProxyType({})
-    in_l2: int = -1  # the number of a tensor that is there
 
 
 class Access(NamedTuple):
@@ -94,7 +75,7 @@ def _signed(value: int, bits: int = 32) -> int:
     return value - (value >> bits - 1 << bits)
 
 
-def _multiply_add(kinds: tuple[str, ...], x: list[int], carries: list[bool]) -> int:
+def _multiply_add(kinds: Kinds, x: list[int], carries: list[bool]) -> int:
     a, b = x[0] & WORD, x[1] & WORD
     if {"WIDE", "HI"} & {*kinds} and "U32" not in kinds:
         a, b = _signed(a), _signed(b)
@@ -102,7 +83,7 @@ def _multiply_add(kinds: tuple[str, ...], x: list[int], carries: list[bool]) -> 
     return total >> 32 if "HI" in kinds else total
 
 
-def _shift_add(kinds: tuple[str, ...], x: list[int], carries: list[bool]) -> int:
+def _shift_add(kinds: Kinds, x: list[int], carries: list[bool]) -> int:
     low, added, *high, shift = x
     if "HI" not in kinds:
         return (low << shift & WORD) + added
@@ -110,7 +91,7 @@ def _shift_add(kinds: tuple[str, ...], x: list[int], carries: list[bool]) -> int
     return (both << shift >> 32 & WORD) + added + sum(carries)
 
 
-def _shift(kinds: tuple[str, ...], x: list[int], _: list[bool]) -> int:
+def _shift(kinds: Kinds, x: list[int], _: list[bool]) -> int:
     low, by, high = x
     by = by & 31 if "W" in kinds else min(by & WORD, 63 if {"U64", "S64"} & {*kinds} else 32)
     both = high << 32 | low & WORD
@@ -118,7 +99,7 @@ def _shift(kinds: tuple[str, ...], x: list[int], _: list[bool]) -> int:
     return (both << by if kinds[0] == "L" else both >> by) >> 32 * ("HI" in kinds)
 
 
-def _logic(_: tuple[str, ...], x: list[int], __: list[bool]) -> int:
+def _logic(_: Kinds, x: list[int], __: list[bool]) -> int:
     a, b, c, table = x
     value = 0
     for row in range(8):
@@ -127,7 +108,7 @@ def _logic(_: tuple[str, ...], x: list[int], __: list[bool]) -> int:
     return value & WORD
 
 
-def _permute(_: tuple[str, ...], x: list[int], __: list[bool]) -> int:
+def _permute(_: Kinds, x: list[int], __: list[bool]) -> int:
     pool = (x[0] & WORD | (x[2] & WORD) << 32).to_bytes(8, "little")
     chosen = [x[1] >> 4 * i & 15 for i in range(4)]
     return sum(
@@ -135,16 +116,15 @@ def _permute(_: tuple[str, ...], x: list[int], __: list[bool]) -> int:
     )
 
 
-def _extreme(kinds: tuple[str, ...], x: list[int], least: list[bool]) -> int:
+def _extreme(kinds: Kinds, x: list[int], least: list[bool]) -> int:
     values = [value & WORD if "U32" in kinds else _signed(value) for value in x]
     return min(values) if least[0] else max(values)
 
 
-_Compute = Callable[[tuple[str, ...], list[int], list[bool]], int]
 # Of an instruction's kinds, its operands, and the predicates behind them. The threads of a warp
 # hold the same, and so a shuffle is a move.
-_INTEGER: dict[str, _Compute] = {
-    **dict.fromkeys(("MOV", "LDC", "R2UR", "REDUX", "SHFL"), lambda _, x, __: x[0]),
+_INTEGER: dict[str, Callable[[Kinds, list[int], list[bool]], int]] = {
+    **dict.fromkeys(("MOV", "LDC", "R2UR", "REDUX", "SHFL", "S2R"), lambda _, x, __: x[0]),
     **dict.fromkeys(("IADD3", "VIADD"), lambda _, x, carries: sum(x) + sum(carries)),
     **dict.fromkeys(("IMNMX", "VIMNMX", "VIMNMX3"), _extreme),
     "VIADDMNMX": lambda kinds, x, least: _extreme(kinds, [x[0] + x[1], x[2]], least),
@@ -160,6 +140,9 @@ _INTEGER: dict[str, _Compute] = {
     "CS2R": lambda _, x, __: 0,
     "LDL": lambda _, x, __: 0,
 }
+
+
+_JOINS = {"AND": operator.and_, "OR": operator.or_, "XOR": operator.xor}
 
 
 # ---- a thread ------------------------------------------------------------------------------------
@@ -178,9 +161,8 @@ class Thread:
 
     Attributes:
         accesses: of tensors, in order.
-        issued: instructions: "main", "fp64", and "slow", in functions that returned.
-        rounds: of each time that it waited for a tensor, the loads in flight and their bytes.
-        cycles: from its first instruction to its last, with no other thread about.
+        issued: instructions.
+        fp64: how many of these are in FP64.
     """
 
     def __init__(self, code: dict[int, Instruction], scene: Scene, index: int) -> None:
@@ -188,51 +170,26 @@ class Thread:
         self.registers: dict[str, int] = defaultdict(int)
         self.flags: dict[str, bool] = defaultdict(bool, PT=True, UPT=True)
         self.accesses: list[Access] = []
-        self.issued: Counter[str] = Counter()
-        self.rounds: list[tuple[int, int]] = []
-        self.cycles = 0
-        self._pending: list[tuple[int, int, int]] = []  # scoreboard, when, bytes of a tensor
-        pc, called = 0, 0
-        for _ in range(1_000_000):
+        self.issued = self.fp64 = pc = 0
+        while self.issued < 1_000_000:
             one = code[pc]
             pc += 16
-            self._wait(one)
-            self.issued["fp64" if one.fp64 else "main"] += 1
-            if not self._holds(one.guard):
+            self.fp64 += one.fp64
+            self.issued += 1
+            if not self._holds(one.guard) or one.op in _WITHOUT_RESULT:
                 continue
-            if one.op in ("BRA", "CALL", "RET", "EXIT"):
+            if one.op in ("BRA", "CALL", "EXIT"):
                 taken = all(self._holds(text) for text in one.operands if _is_predicate(text))
                 if not taken or "DIV" in one.kinds:  # where the threads of a warp went apart
                     continue
                 if one.op == "EXIT":
                     return
-                if one.op == "CALL":
-                    called = self.issued["main"]
-                if one.op == "RET":
-                    self.issued["slow"] += self.issued["main"] - called
-                    self.issued["main"] = called
-                pc = self._get(one.operands[-1].split()[0])
+                pc = self._get(one.operands[-1])
             elif one.op in ("LDG", "LD", "STG", "ST", "ATOMG", "ATOM"):
                 self._move(one)
-            elif one.op not in _WITHOUT_RESULT:
+            else:
                 self._compute(one)
         raise RuntimeError("a thread that does not end")
-
-    def _wait(self, one: Instruction) -> None:
-        boards = [board for board in range(6) if one.waits >> board & 1]
-        awaited = [each for each in self._pending if each[0] in boards]
-        if one.op == "DEPBAR":  # until all but the last few
-            boards = [int(one.operands[0][2:])]
-            awaited = [each for each in self._pending if each[0] in boards]
-            awaited = awaited[: len(awaited) - int(one.operands[1], 16)]
-        until = max((when for _, when, _ in awaited), default=self.cycles)
-        if until > self.cycles and any(size for *_, size in awaited):
-            sizes = [size for _, when, size in self._pending if size and when > self.cycles]
-            self.rounds.append((len(sizes), sum(sizes)))
-        self._pending = [each for each in self._pending if each[0] not in boards or each[1] > until]
-        self.cycles = max(self.cycles, until) + max(1, one.stall)
-        if one.clears != 7 and one.op not in ("LDG", "LD"):
-            self._pending.append((one.clears, self.cycles + _FIXED_CYCLES, 0))
 
     def _holds(self, text: str) -> bool:
         return self.flags[text.lstrip("!")] != text.startswith("!")
@@ -285,23 +242,19 @@ class Thread:
         tensor, atomic = address >> TENSOR, one.op.startswith("ATOM")
         if tensor and not atomic:
             self.accesses.append(Access(tensor, address, size))
-        if one.op.startswith("ST"):
-            return
-        scene = self.scene
-        near = tensor in (0, scene.in_l2)
-        if not atomic:
-            when = self.cycles + (scene.l2_cycles if near else scene.cycles)
-            self._pending.append((one.clears, when, size if tensor else 0))
-        stored = (STORED >> 8 * (i % 4) & 255 for i in range(size))
-        held = stored if tensor else (scene.memory.get(address + i, 0) for i in range(size))
-        value = 0 if atomic else int.from_bytes(bytes(held), "little")
-        self._set(next(t for t in one.operands if not _is_predicate(t)), value, max(1, size // 4))
+        if not one.op.startswith("ST"):
+            stored = (STORED >> 8 * (i % 4) & 255 for i in range(size))
+            held = (
+                stored if tensor else (self.scene.memory.get(address + i, 0) for i in range(size))
+            )
+            value = 0 if atomic else int.from_bytes(bytes(held), "little")
+            target = next(text for text in one.operands if not _is_predicate(text))
+            self._set(target, value, max(1, size // 4))
 
     def _compute(self, one: Instruction) -> None:
-        op, kinds, texts = one.op, one.kinds, list(one.operands)
-        if op.startswith("U"):  # for the whole warp
-            op = op[1:]
-        if op in ("PLOP3", "P2R", "P2UR", "R2P", "VOTE", "VOTEU"):
+        kinds, texts = one.kinds, list(one.operands)
+        op = one.op.removeprefix("U")  # for the whole warp
+        if op in ("PLOP3", "P2R", "R2P", "VOTE", "VOTEU", "P2UR"):
             return self._move_flags(op, texts)
         outs, carries, target = [], [], None
         for _ in range(2):  # flags stand before the result or behind it
@@ -314,7 +267,7 @@ class Thread:
         if op.endswith("SETP"):
             return self._compare(op, kinds, texts, outs, carries)
         words = 2 if "64" in kinds or "WIDE" in kinds or (op == "CS2R" and "32" not in kinds) else 1
-        if op in _INTEGER or op in ("S2R", "S2UR"):
+        if op in _INTEGER or op == "S2UR":
             x = [self._get(text, words if op == "LDC" else 1) for text in texts]
             if op == "IMAD" and {"WIDE", "HI"} & {*kinds}:
                 x[2] = self._get(texts[2], 2)
@@ -353,24 +306,22 @@ class Thread:
         self.flags |= {n: v for n, v in zip(names, values, strict=False) if n not in ("PT", "UPT")}
 
     def _compare(
-        self, op: str, kinds: tuple[str, ...], texts: list[str], outs: list[str], flags: list[bool]
+        self, op: str, kinds: Kinds, texts: list[str], outs: list[str], flags: list[bool]
     ) -> None:
         """Floating-point numbers too as integers: none is negative."""
         wide = op == "DSETP"
         a, b = (_signed(self._get(text, 1 + wide), 32 << wide) for text in texts)
         if "U32" in kinds:
             a, b = a & WORD, b & WORD
-        name = kinds[0].removesuffix("U")
-        found = name == "NUM"  # not NAN
-        if name not in ("NUM", "NAN"):
-            found = getattr(a, f"__{name.lower()}__")(b)
+        relation = kinds[0].removesuffix("U").lower()
         if "EX" in kinds and a == b:  # the upper words; the lower ones are compared already
             found = flags[-1]
-        for out, value in zip(outs, (found, not found), strict=False):
-            join = {"OR": bool.__or__, "XOR": bool.__xor__}.get(kinds[-1 - ("EX" in kinds)])
-            self._set_flags([out], (join or bool.__and__)(bool(value), flags[0]))
+        else:  # a number is not NAN
+            found = relation == "num" or (relation != "nan" and getattr(operator, relation)(a, b))
+        join = next(_JOINS[kind] for kind in kinds[1:] if kind in _JOINS)
+        self._set_flags(outs, join(found, flags[0]), join(not found, flags[0]))
 
-    def _float(self, op: str, kinds: tuple[str, ...], texts: list[str]) -> tuple[int, int]:
+    def _float(self, op: str, kinds: Kinds, texts: list[str]) -> tuple[int, int]:
         """1, but for what divides integers and moves constants."""
         if op == "HFMA2" and {text.strip("-") for text in texts[:2]} == {"RZ"}:
             return int.from_bytes(struct.pack("<2e", float(texts[3]), float(texts[2])), "little"), 1

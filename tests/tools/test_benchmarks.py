@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tarfile
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,7 @@ def load(monkeypatch):
     """A module of the benchmarks by name, with small caches to flush and nothing to compile."""
     monkeypatch.syspath_prepend(BENCHMARKS)
     measuring = importlib.import_module("harness.measuring")
-    monkeypatch.setattr(measuring, "_last_level_cache_bytes", lambda _: 64)
+    monkeypatch.setattr(measuring, "_COLD_BYTES", 64)
     monkeypatch.setattr(measuring, "_SETTLING_S", 0)
     monkeypatch.setattr(importlib.import_module("harness.routes"), "_COMPILED_AT_MOST", {"cpu": 0})
     return importlib.import_module
@@ -46,19 +47,18 @@ def here(load, monkeypatch):
 
     class Here(measuring.Worker):
         def __init__(self, clock, device, with_ampfuse=False):
-            self._served, self._made = measuring._Served(clock(device)), 0
+            self.served = measuring.Served(clock(device), True)
 
-        def close(self):
+        def __exit__(self, *error):
             pass
 
         def ask(self, method, *arguments):
-            try:
-                return getattr(self._served, method)(*arguments)
-            except Exception as error:
-                missing = isinstance(error, ImportError)
-                raise measuring.WorkerError(f"{type(error).__name__}: {error}", missing) from error
+            reply = self.served.serve(method, arguments)
+            if isinstance(reply, measuring.WorkerError):
+                raise reply
+            return reply
 
-    for name in ("step", "host_time"):
+    for name in ("step", "nets", "layers"):
         monkeypatch.setattr(load(name), "Worker", Here)
     return Here
 
@@ -82,8 +82,9 @@ def records(path):
 
 def run_step(load, here, case, **options):
     """The rows of `case` by variant."""
-    with here(load("harness.measuring").Clock, CPU) as worker:
-        rows = load("step").run(case, CPU, 2, worker, **options)
+    clock = load("harness.measuring").Clock
+    with here(clock, CPU) as worker:
+        rows = load("step").run(case, clock(CPU), 2, worker, **options)
     return {row.variant: row for row in rows}
 
 
@@ -93,74 +94,32 @@ def run_step(load, here, case, **options):
 def test_parameter_counts(load):
     pytest.importorskip("torchvision")
     cases = load("harness.cases")
-    sizes_of = cases.sizes_of
-    assert sum(cases.TENSORS["gpt2-medium"]) == 354_823_168
-    assert sum(sizes_of("resnet50")) == 25_557_032
-    assert sum(sizes_of("vit-b")) == 86_567_656
+    for tensors, count in (("gpt2-medium", 354_823_168), ("resnet50", 25_557_032)):
+        assert cases.Case("AdamW", tensors, "bf16").params == count
 
 
 @pytest.mark.parametrize(
     ("optimizer", "precision", "does", "least"),
     [
         ("AdamW", "bf16", "clip", 30),  # 2 + 2 + 8 + 16 + 2
-        ("AdamW", "fp16", "noclip", 30),
         ("AdamW", "fp16", "alone", 28),
         ("AdamW", "fp32", "clip", 36),  # 4 + 4 + 8 + 16 + 4: the gradient is left unscaled
-        ("AdamW", "fp32", "leave", 32),
         ("AdamW", "fp32", "alone", 28),
         ("SGD", "bf16", "clip", 22),  # 2 + 2 + 8 + 8 + 2
-        ("SGD", "fp32", "alone", 20),
-        ("LAMB", "fp16", "clip", 42),  # 30, and weight and moments read again
     ],
 )
 def test_bytes_of_a_step(load, optimizer, precision, does, least):
-    case = load("harness.cases").Case(optimizer, "64M", precision, does)
-    assert case.step_bytes == least
-    weights = [torch.zeros(3, dtype=case.dtype)]
-    assert load("harness.routes").Ours(case, weights, weights).bytes_per_param == least
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "precision", "does", "fused", "foreach"),
-    [
-        # copy 6, unscale 8, norm 4, clip 8, update 28 (foreach 80), copy back 6
-        ("AdamW", "fp16", "clip", 60, 112),
-        # copy 6, check 8, update 28 that writes gradients 4, copy back 6; foreach: unscale 8
-        ("AdamW", "bf16", "noclip", 52, 100),
-        ("AdamW", "bf16", "alone", 40, 92),
-        ("AdamW", "fp32", "clip", 48, 100),
-        ("AdamW", "fp32", "noclip", 40, 88),
-        ("AdamW", "fp32", "alone", 28, 80),
-        ("SGD", "fp16", "clip", 52, 76),
-        ("SGD", "fp32", "alone", 20, 44),
-    ],
-)
-def test_bytes_of_torchs_routes(load, optimizer, precision, does, fused, foreach):
-    case = load("harness.cases").Case(optimizer, "64M", precision, does)
-    weights = [torch.zeros(3, dtype=case.dtype)]
-    counted = {
-        name: peer.build(case, weights, weights).bytes_per_param
-        for name, peer in load("harness.routes").peers(case, CPU).items()
-        if name.startswith("torch ")
-    }
-    assert counted == {"torch fused": fused, "torch foreach": foreach}
+    case = load("harness.cases").Case(optimizer, "2000x500", precision, does, quick=True)
+    assert case.step_bytes == load("harness.routes").Ours(case, CPU).bytes_per_param == least
 
 
 def test_rows(load):
-    times = {"ampfuse": [4.0, 1.0, 2.0, 3.0, 5.0, 6.0], "copy": [2.0], "peer": [7.0]}
-    times = {name: values * (6 // len(values)) for name, values in times.items()}
-    rows = load("harness.results").rows_of(
-        CPU,
-        times,
-        params=1_000_000,
-        bytes_per_param={"ampfuse": 30.0, "copy": 30.0},
-        peers={"peer": "package 1.0"},
-        case="name",
-    )
-    ours, copy, peer = rows
+    times = {"ampfuse": [4.0, 1.0, 2.0, 3.0, 5.0, 6.0], "copy": [2.0] * 6, "peer": [7.0] * 6}
+    moved, peers = {"ampfuse": 30.0, "copy": 30.0}, {"peer": "package 1.0"}
+    more = {"params": 1_000_000, "bytes_per_param": moved, "peers": peers, "case": "name"}
+    ours, copy, peer = load("harness.results").rows_of(CPU, times, **more)
     assert (ours.median_ms, ours.p20_ms, ours.p80_ms, ours.min_ms, ours.n) == (3.5, 2, 5, 1, 6)
-    assert ours.gb_per_s == 8.571  # 30e6 bytes in 3.5 ms
-    assert copy.gb_per_s == 15.0
+    assert (ours.gb_per_s, copy.gb_per_s) == (8.571, 15.0)  # 30e6 bytes in 3.5 ms, and in 2
     assert (ours.share_of_copy, copy.share_of_copy) == (0.5714, 1.0)
     assert math.isnan(peer.gb_per_s)
     assert (ours.peer, peer.peer) == ("", "package 1.0")
@@ -205,8 +164,7 @@ def test_measure_takes_turns_and_leaves_out_what_is_not_the_call(load):
 
 
 def test_a_peers_process_imports_no_ampfuse():
-    """It imports the script; ``frameworks``, which trains with ampfuse, measures no speed."""
-    modules = [name for name in SCRIPTS if name != "frameworks"]
+    """It imports the script; ``quality``, which trains with ampfuse, measures no speed."""
     code = (
         "import importlib, sys\n"
         "sys.path.insert(0, sys.argv[1])\n"
@@ -214,51 +172,38 @@ def test_a_peers_process_imports_no_ampfuse():
         "    importlib.import_module(name)\n"
         "    assert 'ampfuse' not in sys.modules, name"
     )
-    end = python("-c", code, BENCHMARKS, *modules, "harness.routes", "harness.models")
+    end = python("-c", code, BENCHMARKS, *[name for name in SCRIPTS if name != "quality"])
     assert end.returncode == 0, end.stderr
 
 
 def test_a_worker_measures_where_ampfuse_is_not(load):
-    measuring = load("harness.measuring")
+    measuring, routes = load("harness.measuring"), load("harness.routes")
     case = load("harness.cases").Case("AdamW", "2000x500", "bf16", quick=True)
-    routes = load("harness.routes")
     with measuring.Worker(measuring.HostClock, CPU) as worker:
         peer = routes.peers(case, CPU)["torch foreach"]
         theirs = worker.variant(routes.peer_route, case, CPU, peer)
         assert theirs() > 0
         assert theirs.memory_mib() > 0
-        assert theirs.answer()[0] == peer.build(case, *routes.tensors_of(case, CPU)).bytes_per_param
-        with pytest.raises(measuring.WorkerError, match="No module named 'missing'") as caught:
-            worker.variant(importlib.import_module, "missing")
-        assert caught.value.missing
+        assert len(theirs.answer()) == len(case.shapes)
+        with pytest.raises(measuring.WorkerError, match="ModuleNotFoundError: No module named 'm'"):
+            worker.variant(importlib.import_module, "m")
         with pytest.raises(measuring.WorkerError, match="ampfuse was imported"):
             worker.variant(importlib.import_module, "ampfuse")
 
 
-def test_csv_round_trip(load, tmp_path):
-    results = load("harness.results")
-    times = {"ampfuse": [1.0, 2.0], "copy": [1.0, 1.0]}
-    moved = {"ampfuse": 30.0, "copy": 30.0}
-    rows = results.rows_of(
-        CPU, times, params=9, bytes_per_param=moved, case="a, b", optimizer="SGD"
-    )
-    results.write(tmp_path / "new" / "rows.csv", rows)
-    assert results.read(tmp_path / "new" / "rows.csv") == rows
-
-
 def test_new_rows_stand_where_those_of_the_same_key_did(load, tmp_path):
     results = load("harness.results")
-    path = tmp_path / "rows.csv"
+    path = tmp_path / "new" / "rows.csv"
 
     def put(case, milliseconds):
         times = {"ampfuse": [milliseconds] * 2}
         rows = results.rows_of(CPU, times, case=case, bytes_per_param={"ampfuse": 1.0})
-        results.put(path, rows, lambda row: row.case, ["a", "b"])
+        results.put(path, rows, lambda row: row.case, ["a, 1", "b"])
 
-    for case, milliseconds in (("b", 1.0), ("other", 2.0), ("a", 3.0), ("b", 4.0)):
+    for case, milliseconds in (("b", 1.0), ("other", 2.0), ("a, 1", 3.0), ("b", 4.0)):
         put(case, milliseconds)
     found = [(row.case, row.median_ms) for row in results.read(path)]
-    assert found == [("a", 3.0), ("b", 4.0), ("other", 2.0)]
+    assert found == [("a, 1", 3.0), ("b", 4.0), ("other", 2.0)]
 
 
 def test_a_csv_without_the_newer_columns_is_read(load, tmp_path):
@@ -279,27 +224,19 @@ def test_a_csv_without_the_newer_columns_is_read(load, tmp_path):
     "line",
     [
         "AdamW 64M clip fp16",
-        "AdamW 64M noclip bf16",
         "AdamW 64M clip fp32",
         "AdamW 64M alone fp32",
         "AdamW 64M alone bf16",
         "SGD 64M clip bf16",
-        "SGD 64M noclip fp16",
-        "AdamW vit-b-groups clip fp16",
+        "AdamW resnet50 clip bf16",
         "AdamW 2000x500 clip bf16",
-        "AdamW 2000x64K-odd clip bf16",
-        "AdamW 1B-seldom clip bf16",
-        "LAMB 64M clip bf16",
     ],
 )
 def test_every_route_takes_the_same_step(load, here, capsys, line):
     optimizer, tensors, does, precision = line.split()
     wanted = {"ampfuse", "torch fused", "torch foreach"}
-    if tensors.startswith("vit"):
+    if tensors == "resnet50":
         pytest.importorskip("torchvision")
-    if optimizer == "LAMB":
-        pytest.importorskip("timm")
-        wanted = {"ampfuse", "timm Lamb"}
     case = load("harness.cases").Case(optimizer, tensors, precision, does, quick=True)
     rows = run_step(load, here, case)
     if case.moves_memory:
@@ -309,23 +246,20 @@ def test_every_route_takes_the_same_step(load, here, capsys, line):
     for row in rows.values():
         assert (row.case, row.params) == (case.name, case.params)
         assert row.n == (2 if row.variant in beside else 2 * len(beside))
-    ours = rows["ampfuse"]
-    assert ours.bytes_per_param == case.step_bytes
-    assert ours.gb_per_s == pytest.approx(
-        case.params * case.step_bytes / ours.median_ms / 1e6, rel=0.01
-    )
-    if "copy" in rows:
-        assert ours.share_of_copy == pytest.approx(ours.gb_per_s / rows["copy"].gb_per_s, rel=0.01)
-    if optimizer == "LAMB":
-        assert rows["timm Lamb"].peer.startswith("timm ")
+    assert rows["ampfuse"].bytes_per_param == case.step_bytes
+
+
+def test_muon_has_its_products_and_their_peak_for_bounds(load, here):
+    pytest.importorskip("torchvision")
+    case = load("harness.cases").Case("Muon", "resnet18", "bf16", quick=True)
+    assert set(run_step(load, here, case)) == {"ampfuse", "torch", "products", "peak"}
 
 
 def test_modes_and_metered_steps_are_variants_of_ours(load, here):
     case = load("harness.cases").Case("AdamW", "2000x500", "bf16", quick=True)
+    routes = load("harness.routes")
     rows = run_step(load, here, case, modes=True, meter=True)
-    modes = {f"ampfuse {mode}" for mode in load("harness.routes").MODES}
-    meter = {f"ampfuse, {name}" for name in ("meter off", "metered", "metered, bits")}
-    assert modes | meter < set(rows)
+    assert {*routes.MODES, *routes.METER} < set(rows)
 
 
 def test_a_compiled_optimizer_is_a_route_of_few_tensors(load, monkeypatch):
@@ -350,30 +284,23 @@ class Wrong:
 
 
 def test_a_peer_that_does_not_run_is_named_and_left_out(load, here, monkeypatch, capsys):
-    step, Peer = load("step"), load("harness.routes").Peer
-    wrong = f"{__name__}:Wrong"
+    """Of those that step the parameters themselves."""
+    step, routes = load("step"), load("harness.routes")
+    wrong, Peer = f"{__name__}:Wrong", partial(routes.Peer, on_half=True)
     peers = {
-        "missing": Peer("missing:Adam", {}),
+        "missing": Peer("missing:Adam"),
         "broken": Peer(wrong, {"breaks": True}),
-        "wrong": Peer(wrong, {}),
-        "other": Peer(wrong, {}, agrees=False),
+        "wrong": Peer(wrong),
+        "other": Peer(wrong, agrees=False),
+        "right": Peer("torch.optim:AdamW"),
     }
     monkeypatch.setattr(step, "peers", lambda *arguments: peers)
-    case = load("harness.cases").Case("AdamW", "2000x500", "bf16", quick=True)
-    assert set(run_step(load, here, case)) == {"ampfuse", "other"}
+    case = load("harness.cases").Case("AdamW", "2000x500", "fp32", quick=True)
+    assert set(run_step(load, here, case)) == {"ampfuse", "other", "right"}
     said = capsys.readouterr().out
-    assert "missing: not installed (ModuleNotFoundError: No module named 'missing')" in said
+    assert "missing: not run (ModuleNotFoundError: No module named 'missing')" in said
     assert "broken: not run (RuntimeError: no such device)" in said
     assert "wrong: not run (Tensor-likes are not close!)" in said
-
-
-@pytest.mark.parametrize("does", ["clip", "noclip", "alone"])
-@pytest.mark.parametrize("fused", [True, False], ids=["with a scaler", "no scaler drives it"])
-def test_an_optimizer_on_the_parameters_themselves(load, here, monkeypatch, capsys, does, fused):
-    peer = load("harness.routes").Peer("torch.optim:AdamW", {"fused": fused})
-    monkeypatch.setattr(load("step"), "peers", lambda *arguments: {"peer": peer})
-    case = load("harness.cases").Case("AdamW", "2000x500", "fp32", does, quick=True)
-    assert set(run_step(load, here, case)) == {"ampfuse", "peer"}, capsys.readouterr().out
 
 
 def test_step_script(main, here, tmp_path, capsys):
@@ -395,59 +322,50 @@ def test_step_script(main, here, tmp_path, capsys):
 
 
 def test_every_case_has_its_own_name(load):
-    cases = load("harness.cases").cases
+    cases = load("harness.cases")
     for device in ("cpu", "cuda"):
-        names = [case.name for case in cases(device, wide=True)]
-        assert len(set(names)) == len(names)
-        assert {case.name for case in cases(device)} < set(names)
+        found = cases.cases(device, wide=True) + cases.host_cases(device)
+        assert len({case.name for case in found}) == len(found)
 
 
-# --- host_time.py ---------------------------------------------------------------------------------
+# --- the host's time ------------------------------------------------------------------------------
 
 
-def test_host_time_script(main, here, tmp_path):
+def test_steps_of_the_host(main, here, tmp_path):
     path = tmp_path / "host.csv"
-    main("host_time", "--quick", "--repeats", 2, "--only", "fp16", "sharded", "--csv", path)
+    main("step", "--host", "--quick", "--repeats", 2, "--only", "fp16", "--csv", path)
     found = {(row["case"], row["variant"]) for row in records(path)}
-    whole = ["ampfuse", "torch fused", "torch foreach"]
-    shards = ["ampfuse, whole", "ampfuse, shards", "torch fused, shards"]
-    expected = {(f"quick-adamw-2000x1-fp16-{kind}", v) for kind in ("same", "new") for v in whole}
-    sharded = "sharded-quick-adamw-2000x1-fp32-1ranks"
-    expected |= {(f"{sharded}-{kind}", v) for kind in ("same", "new") for v in shards}
-    assert found == expected
+    variants = ["ampfuse", "torch fused", "torch foreach"]
+    cases = [f"quick-adamw-2000x1-fp16-{kind}" for kind in ("same", "new")]
+    assert found == {(case, variant) for case in cases for variant in variants}
     main("report", path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["mlp", "transformer"])
-def test_o1_variants_train_alike_in_processes_of_their_own(load, model):
-    host_time = load("host_time")
-    before = torch.nn.functional.layer_norm
-    with host_time.trainings(model, CPU, True) as variants:
-        losses = {
-            name: [variant(), variant(), variant.answer()][-1] for name, variant in variants.items()
-        }
-    assert set(losses) == {"torch.amp", "FP32", "ampfuse O1", "ampfuse.compat"}
-    assert torch.nn.functional.layer_norm is before
-    for loss in losses.values():
-        assert loss == pytest.approx(losses["FP32"], rel=0.02)
+def test_levels_of_the_host_and_parts_of_a_net(main, tmp_path):
+    """In processes of their own, as else: what amp does to one it does not undo."""
+    path = tmp_path / "nets.csv"
+    main("nets", "--host", "--quick", "--csv", path)
+    assert {row["case"] for row in records(path)} == {"mlp-step", "transformer-step"}
+    main("nets", "--quick", "--parts", "--no-compile", "--only", "resnet18", "--csv", path)
+    variants = {row["variant"] for row in records(path)}
+    assert variants > {"FP32", "O5", "O5, recomputed", "O5, clipped", "convolutions"}
+    main("report", path)
 
 
 def test_new_gradients_are_other_tensors(load):
-    host_time, routes = load("host_time"), load("harness.routes")
-    case = load("harness.cases").Case("AdamW", "2000x1", "fp16", quick=True)
-    weights, gradients = routes.tensors_of(case, CPU)
-    peers = routes.peers(case, CPU)
-    made = [routes.Ours(case, weights, gradients)]
-    made += [peers[name].build(case, weights, gradients) for name in host_time._ROUTES]
-    for route in made:
-        new = host_time.prepared(route, "new")
+    routes = load("harness.routes")
+    case = load("harness.cases").Case("AdamW", "2000x1", "fp16", gradients="new", quick=True)
+    _, gradients = routes.tensors_of(case, CPU)
+    fused = routes.peers(case, CPU)["torch fused"].build(case, CPU)
+    for route in (routes.Ours(case, CPU), fused):
+        routes.started(route)
         before = [param.grad for param in route.params]
-        new.prepare()
+        route.prepare()
         after = [param.grad for param in route.params]
         assert not {g.data_ptr() for g in before} & {g.data_ptr() for g in after}
         for gradient, value in zip(after, gradients, strict=True):
-            torch.testing.assert_close(gradient.float(), value.float())
+            torch.testing.assert_close(gradient, value)
 
 
 # --- layers.py, quality.py ------------------------------------------------------------------------
@@ -455,21 +373,27 @@ def test_new_gradients_are_other_tensors(load):
 
 def test_every_operation_has_a_gradient(load):
     layers = load("layers")
-    for name in ("conv2d", "amax", "attention", "conv-32-192-48-2-3-1"):
-        operation = layers.Operation(name, torch.bfloat16)
-        operation()
-        assert {x.dtype for x in operation.inputs} == {torch.bfloat16}
-    assert {name for name, _ in layers.OPERATIONS.values()} == set(layers.OPS)
+    for case in ("op-conv2d-bfloat16", "op-amax-bfloat16", "conv-32-192-48-2-3-1"):
+        call = layers.Call(case, "torch", CPU)
+        call()
+        assert {x.dtype for x in call.layers[0]} == {torch.bfloat16}
+    assert {name for name, _ in layers.OPERATIONS.values()} == {*layers.OPS, *layers.CONVOLUTIONS}
 
 
-@pytest.mark.parametrize("channels", [8, 16])
-@pytest.mark.parametrize("residual", [False, True])
-def test_a_fused_norm_computes_what_torchs_does(load, monkeypatch, channels, residual):
+SMALL_LAYERS = ("norm-8-4", "norm-16-4-residual", "rows-96", "rms-768", "gelu_tanh-3072")
+
+
+@pytest.mark.parametrize("case", [*SMALL_LAYERS, "silu-11008-gated"])
+def test_a_fused_layer_computes_what_torchs_do(load, monkeypatch, case):
     layers = load("layers")
-    monkeypatch.setattr(layers, "layers_of", lambda *_: 1)
-    plain, fused = (kind(channels, 4, residual, CPU) for kind in (layers.Norm, layers.FusedNorm))
-    y = plain.run(plain.x[0], plain.residual[0])
-    torch.testing.assert_close(fused.run(plain.x[0], plain.residual[0]), y, atol=0.02, rtol=0.02)
+    monkeypatch.setattr(layers, "ROWS", dict.fromkeys(layers.ROWS, (8, 64)))
+    small = layers.layer_of(case, "cpu")._replace(count=1)
+    monkeypatch.setattr(layers, "layer_of", lambda *_: small)
+    plain, fused = (layers.Call(case, arm, CPU) for arm in ("torch", "fused"))
+    for y, expected in zip(
+        fused.outputs(plain.layers[0]), plain.outputs(plain.layers[0]), strict=True
+    ):
+        torch.testing.assert_close(y, expected, atol=0.02, rtol=0.02)
     plain()
     fused()
 
@@ -480,13 +404,14 @@ def test_a_fused_norm_computes_what_torchs_does(load, monkeypatch, channels, res
         ("text", "BF16, stochastic"),
         pytest.param("wide-resnet", "split, 8bit", marks=pytest.mark.slow),
         pytest.param("wrn16_4", "O5, fused", marks=pytest.mark.slow),
+        pytest.param("wrn16_4, Muon", "O5, split, 8bit", marks=pytest.mark.slow),
     ],
 )
 def test_a_run_is_a_curve_with_the_trained_net_at_its_end(load, monkeypatch, tmp_path, task, arm):
     pytest.importorskip("sklearn")
     quality = load("quality")
     data = tuple(x[:32] for x in quality.TASKS[task].data())
-    if task == "wrn16_4":
+    if task.startswith("wrn"):
         data = tuple(x[..., :8, :8] if x.dim() == 4 else x for x in data)
     short = quality.TASKS[task]._replace(steps=50, batch=2, data=lambda: data)
     monkeypatch.setitem(quality.TASKS, task, short)
@@ -495,8 +420,8 @@ def test_a_run_is_a_curve_with_the_trained_net_at_its_end(load, monkeypatch, tmp
     assert all(row.loss > 0 for row in rows)
     assert [math.isnan(row.accuracy) for row in rows] == [True] * 24 + [False]
     path = tmp_path / "rows.csv"
-    quality.save(path, rows, [(task, arm)])
-    quality.save(path, rows, [(task, arm)])
+    quality.save(path, rows)
+    quality.save(path, rows)
     assert len(records(path)) == 25
     (line,) = quality.table(load("harness.results").read(path, quality.Row))[2:]
     assert line.startswith(f"| {task} | {arm} | {rows[-1].loss:.4g} (")
@@ -526,36 +451,6 @@ def test_an_arm_is_within_the_spread_of_the_first_ones_seeds(load):
 # --- what is published ----------------------------------------------------------------------------
 
 
-def test_table(load):
-    results, report = load("harness.results"), load("report")
-    times = {
-        "ampfuse": [2.0, 2.0],
-        "copy": [1.5, 1.5],
-        "limit": [1.6, 1.6],
-        "torch fused": [5.0, 5.0],
-        "torch foreach": [9.0, 9.0],
-        "DeepSpeed CPUAdam": [2.2, 2.2],
-    }
-    rows = results.rows_of(
-        CPU,
-        times,
-        params=1_000_000,
-        bytes_per_param={"ampfuse": 30.0, "copy": 30.0},
-        peers={"DeepSpeed CPUAdam": "deepspeed 1"},
-        case="c",
-    )
-    cells = report.cells("c", rows)
-    assert cells["ampfuse, ms"] == "2.00 (2.00-2.00)"
-    assert cells["ampfuse / limit"] == "1.25"
-    assert cells["share of copy bandwidth"] == "75% of 20 GB/s"
-    assert cells["fastest torch route, ms"] == "5.00 (5.00-5.00) fused"
-    assert cells["ampfuse is faster by"] == "**2.5x**"
-    assert cells["than others"] == "DeepSpeed CPUAdam 1.10x"
-    few = [row for row in rows if row.variant in ("ampfuse", "copy")]
-    header = "| step | threads | ampfuse, ms | share of copy bandwidth |"
-    assert report.steps_table(few)[:2] == [header, "|---|---|---|---|"]
-
-
 def documented(page, header):
     """The lines of the table in a page of docs/ that starts with `header`."""
     text = (ROOT / "docs" / page).read_text()
@@ -578,10 +473,7 @@ def test_the_page_of_gpus_is_that_of_the_csvs(load, tmp_path):
             report.fill(found, path)
     assert found.read_text() == page.read_text()
 
-    times = {"torch": [2.0] * 3, "fused": [1.0] * 3, "copy": [0.5] * 3}
-    moved = dict.fromkeys(times, 8.0)
-    rows = results.rows_of(CPU, times, params=1, bytes_per_param=moved, case="a")
-    rows += results.rows_of(CPU, {"fused": [20.0] * 3}, case="b")
+    rows = results.rows_of(CPU, {"fused": [20.0] * 3}, case="b")
     for name in ("layers_cuda.csv", "layers_cuda.csv", "other.csv"):
         results.write(tmp_path / name, rows)
         report.fill(found, tmp_path / name)
@@ -589,8 +481,7 @@ def test_the_page_of_gpus_is_that_of_the_csvs(load, tmp_path):
     new = found.read_text()
     assert new.startswith(head)
     assert new.endswith(tail[tail.index("<!-- end -->") :])
-    assert new.count("| a | 2.00 (2.00-2.00), 25% | 1.00 (1.00-1.00), 50% |") == 1
-    assert new.count("| b |  | 20.0 (20.0-20.0) |  |") == 1
+    assert new.count("| b | 20.0 (20.0-20.0) |") == 1
 
 
 @pytest.mark.parametrize(
@@ -602,9 +493,9 @@ def test_the_documentation_has_the_losses_of_the_csv(load, page, file):
     assert documented(page, "| task | arm |") == quality.table(rows)
 
 
-@pytest.mark.parametrize("name", sorted(path.name for path in BENCHMARKS.glob("*.sh")))
-def test_shell_scripts_parse(name):
-    subprocess.run(["bash", "-n", BENCHMARKS / name], check=True)
+def test_shell_scripts_parse():
+    for script in BENCHMARKS.glob("*.sh"):
+        subprocess.run(["bash", "-n", script], check=True)
 
 
 def calls_of_the_gate():
@@ -620,7 +511,7 @@ def calls_of_the_gate():
 def test_the_gate_runs_benchmarks_that_exist():
     gate = (BENCHMARKS / "gpu_gate.sh").read_text()
     names = set(re.findall(r"\bmeasure (\w+) \w+_cuda", gate))
-    assert {"step", "layers", "nets", "host_time"} <= names
+    assert {"step", "layers", "nets"} <= names
     assert all((BENCHMARKS / f"{name}.py").exists() for name in names)
 
 

@@ -1,32 +1,26 @@
 """Each framework's documented example under its own BF16 and with ampfuse's lines: final losses.
 
-    python benchmarks/frameworks.py [--frameworks fabric ...]
-
-Runs replace their rows in results/frameworks_epyc.csv. The examples are made small, their data are
-scikit-learn's digits (for MNIST, pets, ImageNet) and the sentences of quality.py, which says also
-what "within the spread" is:
+The examples are made small, their data are the digits (for MNIST, pets, ImageNet) and sentences:
 
     lightning     the autoencoder of Lightning's README, 28x28 pixels
     fabric        the convolutional net of Fabric's image classifier example
     accelerate    examples/cv_example.py, a ResNet of timm with OneCycleLR
     transformers  examples/pytorch/language-modeling/run_clm.py, GPT-2 from a config
-    timm          train.py --amp, a vision transformer
+    timm          train.py --amp, a vision transformer; it has no levels, so the arms are our
+                  optimizer under its --amp
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
-from itertools import product
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import lightning
-import quality
 import timm
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from harness.results import RESULTS, conditions, parser_of, read
 from timm.optim import create_optimizer_v2
 from timm.utils import NativeScaler
 from torch import Tensor, nn
@@ -38,16 +32,28 @@ from ampfuse.integrations import accelerate, fabric
 from ampfuse.integrations.lightning import AmpFuse
 from ampfuse.integrations.transformers import AmpFuseTrainer
 
-_CSV = RESULTS / "frameworks_epyc.csv"
+from .data import digits, sentences
+
 NATIVE = "native BF16"
-ARMS = (NATIVE, "O5", "O2")
 
 
-def digits(side: int) -> tuple[DataLoader[Any], Tensor, Tensor]:
-    """Batches of 64 to train on; images [n, 1, side, side] and classes to test on."""
-    train, classes, test, test_classes = quality.digits(side)
-    batches = DataLoader(TensorDataset(train, classes), 64, shuffle=True, drop_last=True)
-    return batches, test, test_classes
+def loader_of(side: int) -> DataLoader[Any]:
+    """Batches of 64 digits to train on."""
+    data = TensorDataset(*digits(side)[:2])
+    return DataLoader(data, 64, shuffle=True, drop_last=True)
+
+
+def epochs(count: int, batches: Any) -> Iterator[Any]:
+    """All batches of so many epochs."""
+    for _ in range(count):
+        yield from batches
+
+
+@torch.no_grad()
+def tested(model: Any, side: int, loss: Callable[..., Tensor]) -> float:
+    """The loss on the digits that a model was not trained on."""
+    images, classes = digits(side)[2:]
+    return loss(model.eval()(images), classes).item()
 
 
 class LitAutoEncoder(lightning.LightningModule):
@@ -68,28 +74,22 @@ class LitAutoEncoder(lightning.LightningModule):
 
 
 def train_lightning(arm: str) -> float:
-    batches, test, _ = digits(28)
     model = LitAutoEncoder()
     precision = {"precision": "bf16-mixed"} if arm == NATIVE else {"plugins": AmpFuse(arm)}
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
-    quiet["enable_model_summary"] = False
+    no = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    quiet = dict.fromkeys(no, False)
     trainer = lightning.Trainer(max_epochs=30, accelerator="cpu", **precision, **quiet)
-    trainer.fit(model, batches)
-    (logged,) = trainer.validate(model, DataLoader(TensorDataset(test), len(test)), verbose=False)
+    trainer.fit(model, loader_of(28))
+    test = TensorDataset(digits(28)[2])
+    (logged,) = trainer.validate(model, DataLoader(test, len(test)), verbose=False)
     return logged["loss"]
 
 
-class Net(nn.Sequential):
-    def __init__(self) -> None:
-        first, second = nn.Conv2d(1, 32, 3), nn.Conv2d(32, 64, 3)
-        head = nn.MaxPool2d(2), nn.Dropout(0.25), nn.Flatten(), nn.Linear(2304, 128), nn.ReLU()
-        last = nn.Dropout(0.5), nn.Linear(128, 10), nn.LogSoftmax(1)
-        super().__init__(first, nn.ReLU(), second, nn.ReLU(), *head, *last)
-
-
 def train_fabric(arm: str) -> float:
-    batches, test, classes = digits(16)
-    model: Any = Net()
+    first, second = nn.Conv2d(1, 32, 3), nn.Conv2d(32, 64, 3)
+    head = nn.MaxPool2d(2), nn.Dropout(0.25), nn.Flatten(), nn.Linear(2304, 128), nn.ReLU()
+    last = nn.Dropout(0.5), nn.Linear(128, 10), nn.LogSoftmax(1)
+    model: Any = nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), *head, *last)
     optimizer: Any = torch.optim.Adadelta(model.parameters(), lr=0.5)
     if arm == NATIVE:
         runner = lightning.Fabric(accelerator="cpu", precision="bf16-mixed")
@@ -98,18 +98,15 @@ def train_fabric(arm: str) -> float:
         precision = fabric.AmpFuse(arm)
         runner = lightning.Fabric(accelerator="cpu", plugins=precision)
         model, optimizer = precision.setup(runner, model, optimizer)
-    for _ in range(3):
-        for images, targets in runner.setup_dataloaders(batches):
-            optimizer.zero_grad()
-            runner.backward(F.nll_loss(model(images), targets))
-            optimizer.step()
-    model.eval()
-    with torch.no_grad():
-        return F.nll_loss(model(test), classes).item()
+    for images, targets in epochs(3, runner.setup_dataloaders(loader_of(16))):
+        optimizer.zero_grad()
+        runner.backward(F.nll_loss(model(images), targets))
+        optimizer.step()
+    return tested(model, 16, F.nll_loss)
 
 
 def train_accelerate(arm: str) -> float:
-    batches, test, classes = digits(32)
+    batches: Any = loader_of(32)
     model = timm.create_model("test_resnet", num_classes=10, in_chans=1)
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-2 / 25)
     steps = 6 * len(batches)
@@ -118,28 +115,21 @@ def train_accelerate(arm: str) -> float:
     if arm != NATIVE:
         model, optimizer = accelerate.initialize(accelerator, model, optimizer, arm)
     model, optimizer, batches, schedule = accelerator.prepare(model, optimizer, batches, schedule)
-    for _ in range(6):
-        model.train()
-        for images, targets in batches:
-            accelerator.backward(F.cross_entropy(model(images), targets))
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
-    model.eval()
+    for images, targets in epochs(6, batches):
+        accelerator.backward(F.cross_entropy(model(images), targets))
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
     accelerator.free_memory()
     accelerator.state._reset_state(reset_partial_state=True)
-    with torch.no_grad():
-        return F.cross_entropy(model(test), classes).item()
+    return tested(model, 32, F.cross_entropy)
 
 
 def train_transformers(arm: str) -> float:
-    words = [
-        torch.cat([a, b[:, -1:]], 1) for a, b in zip(*[iter(quality.sentences())] * 2, strict=True)
-    ]
+    words = [torch.cat([a, b[:, -1:]], 1) for a, b in zip(*[iter(sentences())] * 2, strict=True)]
     train, test = ([{"input_ids": row, "labels": row} for row in rows] for rows in words)
-    model = GPT2LMHeadModel(
-        GPT2Config(vocab_size=364, n_positions=33, n_embd=64, n_layer=2, n_head=4)
-    )
+    sizes = {"n_positions": 33, "n_embd": 64, "n_layer": 2, "n_head": 4}
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=364, **sizes))
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             folder,
@@ -161,27 +151,23 @@ def train_transformers(arm: str) -> float:
 
 
 def train_timm(arm: str) -> float:
-    batches, test, classes = digits(16)
     sizes = {"img_size": 16, "patch_size": 4, "embed_dim": 64, "depth": 2, "num_heads": 4}
     model = timm.models.VisionTransformer(**sizes, in_chans=1, num_classes=10)
     name = "adamw" if arm == NATIVE else "ampfuse-adamw"
     optimizer = create_optimizer_v2(model, name, lr=1e-3, weight_decay=0.05)
-    dtype = torch.float16 if arm == "O2" else torch.bfloat16  # --amp-dtype
-    scaler = NativeScaler(device="cpu") if arm == "O2" else None
-    for _ in range(12):
-        for images, targets in batches:
-            with torch.autocast("cpu", dtype):
-                loss = F.cross_entropy(model(images), targets)
-            optimizer.zero_grad()
-            if scaler is not None:
-                scaler(loss, optimizer, clip_grad=1.0, parameters=model.parameters())
-            else:
-                loss.backward()
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
-    model.eval()
-    with torch.no_grad():
-        return F.cross_entropy(model(test), classes).item()
+    dtype = torch.float16 if "FP16" in arm else torch.bfloat16  # --amp-dtype
+    scaler = NativeScaler(device="cpu") if "FP16" in arm else None
+    for images, targets in epochs(12, loader_of(16)):
+        with torch.autocast("cpu", dtype):
+            loss = F.cross_entropy(model(images), targets)
+        optimizer.zero_grad()
+        if scaler is not None:
+            scaler(loss, optimizer, clip_grad=1.0, parameters=model.parameters())
+        else:
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+    return tested(model, 16, F.cross_entropy)
 
 
 EXAMPLES: dict[str, Callable[[str], float]] = {
@@ -191,30 +177,3 @@ EXAMPLES: dict[str, Callable[[str], float]] = {
     "transformers": train_transformers,
     "timm": train_timm,
 }
-# timm's script has no levels: there the arms are our optimizer under its --amp.
-_TIMM = {"O5": "ampfuse-adamw, BF16", "O2": "ampfuse-adamw, FP16"}
-
-
-def shown(framework: str, arm: str) -> str:
-    """What the arm is called in the rows."""
-    return _TIMM.get(arm, arm) if framework == "timm" else arm
-
-
-def main() -> None:
-    """Trains, and after each run writes its row; then the table."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--frameworks", nargs="*", default=list(EXAMPLES), choices=list(EXAMPLES))
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    order = [(name, shown(name, arm)) for name, arm in product(EXAMPLES, ARMS)]
-    for name, arm, seed in product(options.frameworks, ARMS, quality.SEEDS):
-        torch.manual_seed(seed)
-        loss = float(f"{EXAMPLES[name](arm):.5g}")
-        print(name, shown(name, arm), seed, loss, flush=True)
-        what = {"task": name, "arm": shown(name, arm), "seed": seed, "test_loss": loss}
-        quality.save(_CSV, [quality.Row(**what, **conditions(quality.CPU))], order)
-    print("\n".join(quality.table(read(_CSV, quality.Row))))
-
-
-if __name__ == "__main__":
-    main()
