@@ -64,24 +64,18 @@ def bounds(clock: Any, params: int, update_bytes: float, inspect_bytes: float = 
 
 def muon_bounds(gradients: list[Tensor], clock: Any) -> Bounds:
     """ "products" and "peak" of those gradients that are no vectors."""
-    from ampfuse.optim.muon import JORDAN, Job
+    from ampfuse.optim.muon import JORDAN, orthogonalize
     from ampfuse.optim.newton_schulz import operations, product_dtype
 
-    options = {"ns_coefficients": JORDAN, "ns_steps": _ITERATIONS, "eps": 1e-7}
-    alike: dict[tuple[int, ...], list[Tensor]] = {}
-    for view in (gradient.flatten(1)[None] for gradient in gradients if gradient.ndim > 1):
-        alike.setdefault(tuple(view.shape), []).append(view)
-    jobs = [(Job.of(views[0], options | {"adjust_lr_fn": None}), views) for views in alike.values()]
+    how = {"ns_coefficients": JORDAN, "ns_steps": _ITERATIONS, "eps": 1e-7, "adjust_lr_fn": None}
+    matrices = [gradient.flatten(1) for gradient in gradients if gradient.ndim > 1]
     device = gradients[0].device
-    count = sum(
-        len(views) * operations(*sorted(job.shape), _ITERATIONS, product_dtype(device))
-        for job, views in jobs
-    )
+    dtype = product_dtype(device)
+    count = sum(operations(*sorted(matrix.shape), _ITERATIONS, dtype) for matrix in matrices)
     left, right = (torch.randn(8, 1024, 1024).to(device, torch.bfloat16) for _ in range(2))
 
     def products() -> None:
-        for job, views in jobs:
-            job.run([view.clone() for view in views])
+        orthogonalize((matrix.clone(), how) for matrix in matrices)
 
     def peak() -> float:
         return count / (8 * 2 * 1024**3) * clock.milliseconds(lambda: torch.bmm(left, right))
