@@ -146,6 +146,8 @@ _NETS = {
 _KINDS = ("products", "attention", "convolutions")
 _WAYS = ["net", "unfused, ms", "fused, ms", "recomputed, ms", "tensors, MiB: unfused"]
 _WAYS += ["fused", "recomputed"]
+_PARTS = [f"O5, torch's {part}" for part in ("loss", "norms", "activations")]
+_PARTS += ["O5, clipped", "O5, torch's clipping"]
 
 
 def by_net(rows: list[Row]) -> dict[str, dict[str, Row]]:
@@ -160,9 +162,9 @@ def by_net(rows: list[Row]) -> dict[str, dict[str, Row]]:
 
 
 def nets_tables(rows: list[Row]) -> list[list[str]]:
-    """Of times and gains; of what O5's time and memory are spent on; of fusing."""
+    """Of times and gains; of what O5's time and memory are spent on; of fusing; of its parts."""
     arms = ["FP32", "torch.amp", "torch.amp, compiled", "O4", "O5"]
-    times, spent, fused = [], [], []
+    times, spent, fused, parts = [], [], [], []
     arms += [arm for arm in ("O2", "O5, graphed") if any(row.variant == arm for row in rows)]
     for net, by in by_net(rows).items():
         o5 = by["O5"].median_ms
@@ -175,11 +177,14 @@ def nets_tables(rows: list[Row]) -> list[list[str]]:
             ways = [by.get(name) for name in ("O5, unfused", "O5", "O5, recomputed")]
             memory = ["" if way is None else f"{way.memory_mib:,.0f}" for way in ways]
             fused.append([net, *map(_whole, ways), *memory])
+        if any(part in by for part in _PARTS):
+            parts.append([net, _whole(by["O5"]), *(_whole(by.get(part)) for part in _PARTS)])
     gains = ["O5 against torch.amp", "against compiled"]
     return [
         markdown(["net", *(f"{arm}, ms" for arm in arms), *gains], times),
         markdown(["net", *_KINDS, "together", "tensors, MiB: FP32", "torch.amp", "O5"], spent),
         markdown(_WAYS, fused),
+        *([markdown(["net", *(f"{arm}, ms" for arm in ("O5", *_PARTS))], parts)] if parts else []),
     ]
 
 

@@ -1,9 +1,9 @@
 """The error of 8-bit states in AdamW's update, beside bitsandbytes', against the step in float64.
 
-Every route begins with the FP32 moments of 100 steps, keeps them in its own form and takes a step
-more. Of its update: the error's RMS over the update's; the largest over float64's. bitsandbytes'
-quantization (in blocks of 256 that is its AdamW8bit on a CPU; ours has blocks of 128) goes around a
-step in float64.
+Every route begins with the FP32 moments of 100 steps, keeps them in its own form and takes 1 or 100
+steps more. Of the last update: the error's RMS over the update's; the largest over float64's.
+bitsandbytes' quantization (in blocks of 256 that is its AdamW8bit on a CPU; ours has blocks of 128)
+goes around a step in float64.
 """
 
 from __future__ import annotations
@@ -12,36 +12,36 @@ import csv
 from collections.abc import Mapping
 from functools import partial
 from importlib.metadata import version
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ampfuse.optim import AdamW
-
 from .results import RESULTS, conditions
 
-_BEFORE = 100
-STEPS = _BEFORE + 1
+_BEFORE, _STEPS = 100, (1, 100)
+STEPS = _BEFORE + max(_STEPS)
 _HYPER: dict[str, Any] = {"lr": 1.0, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
 _BETAS = torch.tensor(_HYPER["betas"], dtype=torch.float64)[:, None]
 
 
 def normal(sigma: float) -> Tensor:
-    """Normal gradients whose scales are log-normal, as float32 [101, 131072]: step, element."""
+    """Normal gradients whose scales are log-normal, as float32 [200, 131072]: step, element."""
     torch.manual_seed(0)
     return 1e-3 * (sigma * torch.randn(1 << 17)).exp() * torch.randn(STEPS, 1 << 17)
 
 
-def moments_after(moments: Tensor, gradient: Tensor) -> Tensor:
-    """Both moments [2, n] in float64."""
-    g = gradient.double()
-    return _BETAS * moments.double() + (1 - _BETAS) * torch.stack([g, g * g])
+def moments_after(start: Tensor, gradients: Tensor, kept: Any = Tensor.double) -> Tensor:
+    """Both moments [2, n] in float64; `kept` is applied to them before each step."""
+    for g in gradients.double():
+        start = _BETAS * kept(start) + (1 - _BETAS) * torch.stack([g, g * g])
+    return start
 
 
-def update(moments: Tensor) -> Tensor:
-    """What AdamW takes off the weights at a rate of 1, in the last step."""
-    m, v = moments / (1 - _BETAS**STEPS)
+def update(moments: Tensor, step: int) -> Tensor:
+    """What AdamW takes off the weights at a rate of 1."""
+    m, v = moments / (1 - _BETAS**step)
     return m / (v.sqrt() + _HYPER["eps"])
 
 
@@ -50,39 +50,39 @@ def theirs(moments: Tensor, block: int) -> Tensor:
     from bitsandbytes.functional import create_dynamic_map, dequantize_blockwise, quantize_blockwise
 
     maps = map(create_dynamic_map, (True, False))  # signed or not
-    codes = map(partial(quantize_blockwise, blocksize=block), moments, maps)
-    return torch.stack([dequantize_blockwise(*code) for code in codes])
+    codes = map(partial(quantize_blockwise, blocksize=block), moments.float(), maps)
+    return torch.stack([dequantize_blockwise(*code).double() for code in codes])
 
 
-def ours(moments: Tensor, gradient: Tensor, **options: Any) -> Tensor:
-    """The update of our step: of weights that are zero it is what they become, less the sign."""
-    weight = nn.Parameter(torch.zeros_like(gradient))
+def ours(start: Tensor, gradients: Tensor, **options: Any) -> Tensor:
+    from ampfuse.optim import AdamW
+
+    weight = nn.Parameter(torch.zeros_like(gradients[0]))
     optimizer = AdamW([weight], **_HYPER, **options)
-    state = dict(zip(("exp_avg", "exp_avg_sq"), moments.clone(), strict=True))
+    state = dict(zip(("exp_avg", "exp_avg_sq"), start.clone(), strict=True))
     state["step"] = torch.tensor(float(_BEFORE))
     optimizer.load_state_dict({**optimizer.state_dict(), "state": {0: state}})
-    weight.grad = gradient
-    optimizer.step()
+    for weight.grad in gradients:
+        weight.detach().zero_()  # and so it becomes the update, less the sign
+        optimizer.step()
     return -weight.detach().double()
 
 
 def measure_codes(cases: Mapping[str, Tensor]) -> None:
-    """Writes results/quantization_error.csv, of gradients [101, n] by name."""
+    """Writes results/quantization_error.csv, of gradients [200, n] by name."""
     rows: list[dict[str, Any]] = []
-    for name, gradients in cases.items():
-        *before, last = gradients
-        moments = torch.zeros(2, 1)
-        for gradient in before:
-            moments = moments_after(moments, gradient)
-        given = moments.float()
-        exact = update(moments_after(given, last))
-        found = {("ampfuse, FP32 states", 0): ours(given, last)}
+    for (name, gradients), steps in product(cases.items(), _STEPS):
+        before, after = gradients[: _BEFORE + steps].split(_BEFORE)
+        given = moments_after(torch.zeros(2, 1), before).float(), after
+        exact = update(moments_after(*given), _BEFORE + steps)
+        found = {("ampfuse, FP32 states", 0): ours(*given)}
         for kept in ("8bit", "fp8"):
-            found[f"ampfuse, {kept}", 128] = ours(given, last, state_dtype=kept)
+            found[f"ampfuse, {kept}", 128] = ours(*given, state_dtype=kept)
         for block in (128, 256):
-            found["bitsandbytes", block] = update(moments_after(theirs(given, block), last))
+            moments = moments_after(*given, partial(theirs, block=block))
+            found["bitsandbytes", block] = update(moments, _BEFORE + steps)
         for (route, block), some in found.items():
-            row = {"gradients": name, "steps": 1, "route": route, "block": block}
+            row = {"gradients": name, "steps": steps, "route": route, "block": block}
             row["error"] = f"{(some - exact).norm() / exact.norm():.4g}"
             row["largest"] = f"{some.abs().max() / exact.abs().max():.4g}"
             print(*row.values(), sep=", ", flush=True)
