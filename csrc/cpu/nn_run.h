@@ -33,6 +33,19 @@ HD void store_at(const F& x, char* row, int64_t c, int first, int count) {
   if (lanes > 0) Lanes::store_first(address, Lanes::narrow(x), lanes);
 }
 
+// run(first) for each vector of a group, side by side where there are vectors: sixteen copies of an
+// exponential would be most of what the scalar kernels take to compile.
+template <class F, class Run>
+HD void for_vectors(const Run& run) {
+  if constexpr (F::kWidth > 1) {
+#pragma GCC unroll 4
+    for (int first = 0; first < kGroup; first += F::kWidth) run(first);
+  } else {
+#pragma GCC unroll 1
+    for (int first = 0; first < kGroup; ++first) run(first);
+  }
+}
+
 template <class F>
 HD F load_floats(const float* values) {
   using Floats = typename F::template Lanes<DType::kFloat32>;
@@ -118,8 +131,7 @@ HD void add_row(const NnArgs& args, int64_t row, const float* coefs, float* sums
   }
   for_groups(args.image, row, row + 1, [&](auto whole, int64_t, int64_t c, int count) HD_LAMBDA {
     const uint32_t bits = mask_bits<Op, whole>(args, row, c, count);
-#pragma GCC unroll 16
-    for (int v = 0; v < kGroup; v += F::kWidth) {
+    for_vectors<F>([&](int v) HD_LAMBDA {
       float *const first = sums + c + v, *const second = first + stride;
       F x[kMaxImages] = {}, one = load_floats<F>(first), other = load_floats<F>(second);
       for (int k = 0; k < Op::kCoefs && !Op::kCoefsOfRow; ++k)
@@ -129,7 +141,7 @@ HD void add_row(const NnArgs& args, int64_t row, const float* coefs, float* sums
       store_images<kWritten, Lanes, whole>(args, row, c, v, count, x);
       store_floats(one, first);
       store_floats(other, second);
-    }
+    });
   });
 }
 
@@ -162,8 +174,7 @@ void NnKernel<Isa, Op>::map(NnArgs args, const float* coefs, int64_t begin, int6
                [&](auto whole, int64_t row, int64_t c, int count) HD_LAMBDA {
                  const uint32_t bits = mask_bits<Op, whole>(args, row, c, count);
                  uint32_t written = 0;
-#pragma GCC unroll 16
-                 for (int first = 0; first < kGroup; first += Isa::kWidth) {
+                 for_vectors<Isa>([&](int first) HD_LAMBDA {
                    Isa x[kMaxImages] = {}, coef[Op::kCoefs];
                    for (int k = 0; k < Op::kCoefs; ++k)
                      coef[k] = load_floats<Isa>(coefs + k * stride + c + first);
@@ -172,7 +183,7 @@ void NnKernel<Isa, Op>::map(NnArgs args, const float* coefs, int64_t begin, int6
                    Op::template apply<lists>(x, coef, some);
                    written |= some << first;
                    store_images<kWritten, Lanes, whole>(args, row, c, first, count, x);
-                 }
+                 });
                  if constexpr (kWritten & kMask)
                    store_bits<whole>(written, args.mask + row * args.image.mask_bytes(), c, count);
                });
