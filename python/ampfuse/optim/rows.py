@@ -174,7 +174,8 @@ class Rows(Part):
         if self._frozen is None:
             self._frozen = [param for param in parameters(self.optimizer) if takes_master(param)]
         if any(param.requires_grad for param in self._frozen):
-            self.optimizer.materialize_gradients()
+            if self.table is not None:  # there may have been passes
+                self.optimizer.materialize_gradients()
             install_masters(self.optimizer)
             self._frozen = None
 
