@@ -53,6 +53,21 @@ class Sgd:
         return p - self.lr * ((g + self.momentum * buffer if self.nesterov else buffer) + late)
 
 
+def adam_direction(rule: Any, g: Tensor, state: dict[str, Any], averaged: bool = True) -> Tensor:
+    """m'_t / (sqrt(v'_t) + eps). Unless `averaged`, g enters m whole."""
+    beta1, beta2 = rule.betas
+    t = state["step"] = state.get("step", 0) + 1
+    zero = torch.zeros_like(g)
+    weight = 1 - beta1 if averaged else 1.0
+    m = state["exp_avg"] = beta1 * state.get("exp_avg", zero) + weight * g
+    v = state["exp_avg_sq"] = beta2 * state.get("exp_avg_sq", zero) + (1 - beta2) * g**2
+    if getattr(rule, "amsgrad", False):
+        v = state["max_exp_avg_sq"] = torch.maximum(state.get("max_exp_avg_sq", zero), v)
+    if rule.bias_correction:
+        m, v = m / (1 - beta1**t), v / (1 - beta2**t)
+    return m / (v.sqrt() + rule.eps)
+
+
 @dataclass
 class Adam:
     """Kingma and Ba, arXiv:1412.6980, algorithm 1; AMSGrad of Reddi et al., arXiv:1904.09237.
@@ -76,23 +91,9 @@ class Adam:
         """L2 regularisation: weight decay is part of the gradient."""
         return p, g + self.weight_decay * p
 
-    def direction(self, g: Tensor, state: dict[str, Any], averaged: bool = True) -> Tensor:
-        """m'_t / (sqrt(v'_t) + eps). Unless `averaged`, g enters m whole."""
-        beta1, beta2 = self.betas
-        t = state["step"] = state.get("step", 0) + 1
-        zero = torch.zeros_like(g)
-        weight = 1 - beta1 if averaged else 1.0
-        m = state["exp_avg"] = beta1 * state.get("exp_avg", zero) + weight * g
-        v = state["exp_avg_sq"] = beta2 * state.get("exp_avg_sq", zero) + (1 - beta2) * g**2
-        if self.amsgrad:
-            v = state["max_exp_avg_sq"] = torch.maximum(state.get("max_exp_avg_sq", zero), v)
-        if self.bias_correction:
-            m, v = m / (1 - beta1**t), v / (1 - beta2**t)
-        return m / (v.sqrt() + self.eps)
-
     def step(self, p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
         p, g = self.decayed(p, -exact(g) if self.maximize else exact(g))
-        return p - self.lr * self.direction(g, state)
+        return p - self.lr * adam_direction(self, g, state)
 
 
 @dataclass
@@ -135,7 +136,7 @@ class Adagrad:
 
 
 @dataclass
-class Lamb(Adam):
+class Lamb:
     """You et al., arXiv:1904.00962, algorithm 2, with the identity for phi.
 
     r_t = m'_t / (sqrt(v'_t) + eps),  u_t = r_t + weight_decay * p_{t-1}
@@ -146,8 +147,10 @@ class Lamb(Adam):
     """
 
     lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-6
     weight_decay: float = 0.01
+    bias_correction: bool = True
     grad_averaging: bool = True
     decoupled_weight_decay: bool = True
     use_nvlamb: bool = False
@@ -156,8 +159,8 @@ class Lamb(Adam):
         """u_t."""
         g, decay = g.to(p.dtype), self.weight_decay * p
         if not self.decoupled_weight_decay:
-            return self.direction(g + decay, state, self.grad_averaging)
-        return self.direction(g, state, self.grad_averaging) + decay
+            return adam_direction(self, g + decay, state, self.grad_averaging)
+        return adam_direction(self, g, state, self.grad_averaging) + decay
 
     def step(self, p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
         u, ratio = self.update(p, g, state), 1.0

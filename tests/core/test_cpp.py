@@ -44,7 +44,7 @@ def test_cpp(order):
 
 
 # Of the narrowest, test_bits.py has each kernel in the quick tests.
-NARROWER = [*slow("scalar"), "avx2"][: len(bits.ISAS[_core.C.cpu_isa()]) - 1]
+NARROWER = slow("scalar", "avx2")[: len(bits.ISAS[_core.C.cpu_isa()]) - 1]
 
 
 @built
