@@ -14,6 +14,8 @@ rows    a residual addition with the layer norm after it, "rms" with an RMS norm
         ConvNeXt-T, ViT-S, GPT-2 and Llama; csrc/core/nn_ops/norm.h
 gelu    an activation behind a bias, "gelu_tanh" its other form, "silu" one that is gated, at the
         widths of ViT-S, GPT-2 and Llama; csrc/core/nn_ops/activation.h
+loss    the cross-entropy of half logits, of which torch's needs an FP32 copy, for so many words;
+        csrc/core/nn_ops/cross_entropy.h
 
 Cases "conv-..." and "op-..." are one operation on the CPU: in FP32 and in half by torch, and in
 half with ``ampfuse.cpu_half_ops()``, which runs the convolutions as matrix products (see
@@ -58,6 +60,8 @@ ROWS = {
     "gelu-3072": (8192, 3072),
     "gelu_tanh-3072": (8192, 3072),
     "silu-11008-gated": (2048, 11008),
+    "loss-16384": (2048, 16384),
+    "loss-131072": (512, 131072),
 }
 # Batch, channels, filters, side of the images, side of the kernel, stride.
 CONVOLUTIONS = (
@@ -140,6 +144,16 @@ def fused_act(name: str, x: Tensor, other: Tensor) -> Tensor:
     return function(x, other, name)
 
 
+def loss(x: Tensor) -> Tensor:
+    return F.cross_entropy(x.float(), torch.arange(len(x), device=x.device))
+
+
+def fused_loss(x: Tensor) -> Tensor:
+    from ampfuse.nn import cross_entropy
+
+    return cross_entropy(x, torch.arange(len(x), device=x.device))
+
+
 # ---- cases ---------------------------------------------------------------------------------------
 
 
@@ -180,6 +194,8 @@ def layer_of(case: str, kind: str) -> Layer:
             arms = {"torch": add_norm, "fused": fused_add_norm}
             weights = [(columns,)] * (2 if name == "rows" else 1)
             return Layer(arms, [shape] * 2, weights, half_bytes=8 + 8 + 4)
+        if name == "loss":
+            return Layer({"torch": loss, "fused": fused_loss}, [shape], half_bytes=2 + 4)
         arms = {"torch": partial(act, name), "fused": partial(fused_act, name)}
         gated = case.endswith("gated")
         other, half_bytes = (shape, 6 + 10) if gated else ((columns,), 4 + 6)
