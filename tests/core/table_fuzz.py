@@ -5,37 +5,73 @@ test_arguments.py with an extension that is built for that. One thing is not don
 replaces the tensors of a row between `collect` and the step, which has their addresses.
 """
 
-import ast
 import importlib.util
-import random
 import sys
 from operator import attrgetter
 from pathlib import Path
 
 import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    rule,
+    run_state_machine_as_test,
+)
 
-STUB = Path(__file__).parents[2] / "python" / "ampfuse" / "_C.pyi"
 WIDTHS = (0, 1, 3, 15, 16, 17, 127, 128, 129, 4096, 65537)
-SHAPES = [(w,) for w in WIDTHS] + [(2, 3), (3, 2), (16, 1), (5, 13, 2)]
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 DTYPES = (*FLOATS, torch.int16, torch.int32, torch.uint8, torch.float64)
-LAYOUTS = ["plain"] * 12 + ["transposed", "gaps", "expanded", "meta", "sparse"]
+ALGORITHMS = ("sgd", "adam", "adagrad", "novograd", "lamb", "lion", "none")
+FIELDS = ("sum_squares", "found_inf", "skip", "grad_norm", "clip_coef", "loss_scale", "no_such")
 HYPER = ("lr", "weight_decay", "momentum", "beta1", "beta2", "eps", "ema_decay", "seed")
 FLAGS = ("maximize", "nesterov", "decoupled", "layerwise", "clipped_ratio", "init_zero", "wrong")
-# What stands in for an optimizer's groups and states.
-CONTAINERS = (None, [], {}, [{"params": []}], {1: {"a": 1}}, [3], "wrong")
 
 spec = importlib.util.spec_from_file_location(Path(sys.argv[1]).name.split(".")[0], sys.argv[1])
 C = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(C)
-STORAGES = C.schema()["storages"]
-NAMES = {
-    "algorithm": ("sgd", "adam", "adagrad", "novograd", "lamb", "lion", "none", "wrong"),
-    "storage": (*STORAGES, "wrong"),
-    "name": ("sum_squares", "found_inf", "skip", "grad_norm", "clip_coef", "loss_scale", "wrong"),
-}
-choose = random.Random(0)  # the same calls in each run
 counts = {"done": 0, "refused": 0}
+
+small = st.integers(-2, 9)
+numbers = st.floats(allow_nan=True, allow_infinity=True, width=32)
+shapes = st.sampled_from([(w,) for w in WIDTHS] + [(2, 3), (3, 2), (16, 1), (5, 13, 2)])
+KINDS = st.sampled_from(["alone", "half", "master", "split"])
+STORAGES = C.schema()["storages"]
+STATES = st.sampled_from([*STORAGES])
+ROWS = st.lists(st.tuples(shapes, KINDS, st.booleans(), STATES), min_size=1, max_size=4)
+
+
+@st.composite
+def tensors(draw, dtypes=DTYPES, shape=None):
+    """Of any size, type, layout and device that a caller may come with."""
+    shape = draw(shapes) if shape is None else shape
+    dtype = draw(st.sampled_from(dtypes))
+    kind = draw(
+        st.sampled_from(["plain"] * 12 + ["transposed", "gaps", "expanded", "meta", "sparse"])
+    )
+    if kind == "meta":
+        return torch.zeros(shape, dtype=dtype, device="meta")
+    if kind == "expanded":
+        return torch.ones((), dtype=dtype).expand(shape)
+    if kind == "gaps":
+        return torch.ones((*shape, 2), dtype=dtype)[..., 0]
+    tensor = torch.ones(shape, dtype=dtype)
+    if kind == "sparse" and dtype.is_floating_point:
+        return tensor.to_sparse()
+    return tensor.t() if kind == "transposed" and tensor.dim() == 2 else tensor
+
+
+vectors = st.one_of(
+    st.none(),
+    tensors(dtypes=(torch.float32,), shape=(1,)),
+    tensors(dtypes=(torch.float32,), shape=()),
+    tensors(),
+)
+lists = st.lists(tensors(), max_size=3)
+storages = st.sampled_from((*STORAGES, "wrong"))
+# What stands in for an optimizer's groups and states.
+containers = st.sampled_from((None, [], {}, [{"params": []}], {1: {"a": 1}}, [3], "wrong"))
 
 
 def attempt(call, *args, **kwargs):
@@ -49,225 +85,262 @@ def attempt(call, *args, **kwargs):
     return result
 
 
-# ---- arguments -----------------------------------------------------------------------------------
-
-
-def flag():
-    return choose.random() < 0.5
-
-
-def small():
-    return choose.randint(-2, 9)
-
-
-def number():
-    some = (0.0, 1.0, 0.1, -1.0, 1e-30, 3e38, float("inf"), -float("inf"), float("nan"))
-    return choose.choice([*some, choose.gauss(0, 1)])
-
-
-def tensor(dtypes=DTYPES):
-    """Of any size, type, layout and device that a caller may come with."""
-    shape, dtype, kind = map(choose.choice, (SHAPES, dtypes, LAYOUTS))
-    if kind == "meta":
-        return torch.zeros(shape, dtype=dtype, device="meta")
-    if kind == "expanded":
-        return torch.ones((), dtype=dtype).expand(shape)
-    if kind == "gaps":
-        return torch.ones((*shape, 2), dtype=dtype)[..., 0]
-    made = torch.ones(shape, dtype=dtype)
-    if kind == "sparse" and dtype.is_floating_point:
-        return made.to_sparse()
-    return made.t() if kind == "transposed" and made.dim() == 2 else made
-
-
-def value():
-    """A number on the device, or what is none."""
-    return choose.choice([*[torch.ones(1), torch.ones(())] * 3, tensor()])
-
-
-def table_of(keys, make, count):
-    return {choose.choice(keys): make() for _ in range(choose.randint(0, count))}
-
-
-def argument(name, kind, like):
-    """What a parameter may be given; lists of tensors have shapes and types as `like`, if any."""
-
-    def lists():
-        if like is None:
-            return [tensor() for _ in range(choose.randint(0, 3))]
-        shapes, dtypes = like
-        return [torch.ones(shape, dtype=choose.choice(dtypes)) for shape in shapes]
-
-    if name == "steps" and like is not None:
-        return torch.zeros(choose.choice([1, len(like[0])]))
-    if name in ("models", "updates", "shared") and flag():
-        return []
-    if kind.endswith(" | None"):
-        if flag():
-            return None
-        kind = kind.removesuffix(" | None")
-        if kind == "Tensor":
-            return value()
-    return {
-        "Tensor": lambda: tensor() if flag() else value(),
-        "Sequence[Tensor]": lists,
-        "Sequence[Sequence[Tensor]]": lambda: [lists() for _ in range(choose.randint(0, 4))],
-        "Sequence[tuple[int, Tensor]]": lambda: [(small(), tensor()) for _ in range(2)],
-        "Mapping[str, float]": lambda: table_of((*HYPER, *FLAGS), number, 4),
-        "Mapping[str, Tensor]": lambda: table_of(("lr", "beta1", "wrong"), value, 2),
-        "Callable[..., Any]": lambda: lambda mine: mine.new_zeros(choose.randint(0, 99)),
-        "Callable[[list[int]], Callable[[], None]]": lambda: lambda rows: lambda: None,
-        "Any": lambda: choose.choice(CONTAINERS),
-        "torch.dtype": lambda: choose.choice(DTYPES),
-        "str": lambda: choose.choice(NAMES[name]),
-        "float": number,
-        "int": small,
-        "bool": flag,
-    }[kind]()
-
-
-def signatures(body):
-    """{name: {parameter: type}} of the functions that the stub has there."""
-    return {
-        function.name: {
-            parameter.arg: ast.unparse(parameter.annotation)
-            for parameter in (*function.args.args, *function.args.kwonlyargs)
-            if parameter.arg != "self"
-        }
-        for function in body
-        if isinstance(function, ast.FunctionDef) and not function.decorator_list
-    }
-
-
-def call(function, parameters):
-    shapes = [choose.choice(SHAPES) for _ in range(choose.randint(0, 3))]
-    like = choose.choice([None, (shapes, FLOATS), (shapes, FLOATS[:1])])
-    given = {name: argument(name, kind, like) for name, kind in parameters.items()}
-    return attempt(function, **given)
-
-
-STATED = ast.parse(STUB.read_text()).body
-OF_THE_EXTENSION = {name: p for name, p in signatures(STATED).items() if p}
-del OF_THE_EXTENSION["set_half_ops"]  # changes torch, not memory
-PLACES = {"ParamTable": "", "Masters": "masters.", "GradientLedger": "gradients."}
-PLACES |= {"Inspector": "inspector.", "StepPlan": "plan."}
-OF_A_TABLE = {
-    PLACES[each.name] + name: parameters
-    for each in STATED
-    if isinstance(each, ast.ClassDef) and each.name in PLACES
-    for name, parameters in signatures(each.body).items()
-    if name not in ("__init__", "__len__")
-}
-
-
-# ---- a table -------------------------------------------------------------------------------------
-
-
-class Table:
-    """One table, its leaves, and what may happen to them."""
+class Table(RuleBasedStateMachine):
+    """One table, its leaves, and the buffers that earlier calls made."""
 
     def __init__(self):
-        algorithm = choose.choice(NAMES["algorithm"][:-1])
-        self.table = C.ParamTable(algorithm, torch.device("cpu"))
+        super().__init__()
         self.leaves = []
-        self.meter = None
+        self.buffers = None
         self.collected = False
-        for _ in range(choose.randint(1, 4)):
-            self.add_row()
-            self.set_states(len(self.leaves) - 1, 2)
-        values = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8}
-        attempt(self.table.set_hyper, 0, len(self.leaves), None, values)
+        self.table = C.ParamTable("adam", torch.device("cpu"))
 
-    def add(self, param, model, **options):
+    @initialize(algorithm=st.sampled_from(ALGORITHMS), rows=ROWS)
+    def first_table(self, algorithm, rows):
+        self.new_table(algorithm, rows)
+
+    @rule(algorithm=st.sampled_from((*ALGORITHMS, "wrong")), rows=ROWS)
+    def new_table(self, algorithm, rows):
+        table = attempt(C.ParamTable, algorithm, torch.device("cpu"))
+        if table is None:
+            return
+        self.__dict__.update(leaves=[], buffers=None, collected=False, table=table)
+        for row, (shape, kind, bf16, states) in enumerate(rows):
+            self.add_row(shape, kind, bf16)
+            self.set_states(row, states, 2, bf16)
+        self.set_plain_hyper()
+
+    def _add(self, param, model, **options):
         row = attempt(self.table.add_row, param, model, f"row {len(self.leaves)}", **options)
         if row is not None:
             self.leaves.append(param if model is None else model)
             self.collected = False
 
-    def add_row(self):
-        shape, kind, half = map(
-            choose.choice, (SHAPES, ["alone", "half", "float", "split"], FLOATS)
-        )
+    @rule(shape=shapes, kind=KINDS, bf16=st.booleans())
+    def add_row(self, shape, kind, bf16):
+        half = torch.bfloat16 if bf16 else torch.float16
         leaf = torch.ones(shape, dtype=torch.float32 if kind == "alone" else half)
-        masters = {"float": leaf.float(), "split": torch.zeros(shape, dtype=torch.int16)}
-        param = masters.get(kind, leaf)
+        master = {"master": leaf.float, "split": lambda: torch.zeros(shape, dtype=torch.int16)}
+        with_master = kind in master
+        param = master[kind]() if with_master else leaf
         leaf.requires_grad_()
-        self.add(param, leaf if kind in masters else None, at_random=flag())
+        self._add(param, leaf if with_master else None, at_random=bf16)
 
-    def add_any_row(self):
-        model, whole = (choose.choice([None, tensor()]) for _ in range(2))
-        self.add(tensor(), model, at_random=flag(), whole=whole, origin=small())
+    @rule(
+        param=tensors(),
+        model=st.one_of(st.none(), tensors()),
+        at_random=st.booleans(),
+        whole=st.one_of(st.none(), tensors()),
+        origin=small,
+    )
+    def add_any_row(self, param, model, at_random, whole, origin):
+        self._add(param, model, at_random=at_random, whole=whole, origin=origin)
 
-    def set_states(self, row=None, count=None):
+    @rule(row=st.integers(0, 9), kind=STATES, count=st.integers(0, 3), average=st.booleans())
+    def set_states(self, row, kind, count, average):
         if not self.leaves:
             return
-        row = choose.randrange(len(self.leaves)) if row is None else row
-        count = choose.randint(0, 3) if count is None else count
+        row %= len(self.leaves)
         like = self.table.param(row)
-        kind, storage = choose.choice([*STORAGES.items()])
+        storage = STORAGES[kind]
         dtype = {32: torch.float32, 16: torch.bfloat16, 8: torch.uint8}[storage["bits"]]
         with torch.no_grad():
             states = [[torch.zeros_like(like, dtype=dtype)] for _ in range(count)]
         for state in states if storage["block"] else ():
             state.append(torch.zeros(-(-like.numel() // storage["block"])))
-        mean = torch.zeros_like(like, dtype=torch.float32) if flag() else None
+        mean = torch.zeros_like(like, dtype=torch.float32) if average else None
         attempt(self.table.set_states, row, states, kind, mean)
 
-    def gradients(self):
-        """As autograd leaves them."""
-        self.collected = False
+    @rule()
+    def set_plain_hyper(self):
+        values = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8}
+        attempt(self.table.set_hyper, 0, len(self.leaves), None, values)
+
+    # --- gradients: as autograd leaves them, or anything that torch lets a user put there ---------
+
+    @rule(value=numbers)
+    def gradients(self, value):
         for leaf in self.leaves:
             if leaf.dtype.is_floating_point and leaf.layout is torch.strided:
-                value = torch.tensor(number())
-                leaf.grad = torch.zeros_like(leaf, requires_grad=False).add_(value)
+                leaf.grad = torch.zeros_like(leaf, requires_grad=False).add_(torch.tensor(value))
+        self.collected = False
 
-    def replace(self):
-        """A gradient or data, by anything that torch lets a user put there."""
-        if not self.leaves:
+    @rule(row=small, grad=st.one_of(st.none(), tensors()), by_data=st.booleans())
+    def any_gradient(self, row, grad, by_data):
+        if not 0 <= row < len(self.leaves):
             return
+        leaf = self.leaves[row]
         self.collected = False
-        leaf, other = choose.choice(self.leaves), choose.choice([None, tensor(), tensor()])
-        if flag():
-            attempt(setattr, leaf, "grad", other)
-        elif other is not None:
-            attempt(setattr, leaf if leaf.grad is None or flag() else leaf.grad, "data", other)
+        if by_data and leaf.grad is not None and grad is not None:
+            attempt(setattr, leaf.grad, "data", grad)
+        else:
+            attempt(setattr, leaf, "grad", grad)
 
-    def whole_pass(self):
-        attempt(self.table.gradients.begin_backward)
-        self.gradients()
-        call(self.table.gradients.end_backward, {"scale": "Tensor", "check": "bool"})
-
-    def step(self):
-        """With addresses of tensors that are still there."""
-        if not self.collected:
-            attempt(self.table.plan.collect, None, unscales=False)
-        options = {"max_norm": number(), "inspect": flag(), "skip_nonfinite": flag()}
-        self.meter = attempt(self.table.plan.new_meter, flag()) if flag() else self.meter
-        options["found_inf"] = choose.choice([None, value()])
-        attempt(self.table.plan.update, **options, meter=self.meter)
-        self.collected = False
-
-    def any_call(self):
-        name = choose.choice([*OF_A_TABLE])
-        function = name.rpartition(".")[2]
-        if function in ("update", "decide", "measure") and not self.collected:
-            attempt(self.table.plan.collect, None, unscales=False)
-        result = call(attrgetter(name)(self.table), OF_A_TABLE[name])
-        if name == "plan.collect":
-            self.collected = result is not None
-        elif function in ("add_row", "update", "zero_grad", "set_gather", "end_backward"):
+    @rule(row=small, other=tensors())
+    def other_data(self, row, other):
+        if 0 <= row < len(self.leaves):
             self.collected = False
+            attempt(setattr, self.leaves[row], "data", other)
 
-    def any_function(self):
-        name = choose.choice([*OF_THE_EXTENSION])
-        call(getattr(C, name), OF_THE_EXTENSION[name])
+    # --- a backward pass --------------------------------------------------------------------------
 
+    @rule(
+        scale=tensors(dtypes=(torch.float32,), shape=()),
+        value=numbers,
+        check=st.booleans(),
+        delayed=st.booleans(),
+    )
+    def whole_pass(self, scale, value, check, delayed):
+        attempt(self.table.gradients.begin_backward)
+        self.gradients(value)
+        if delayed:
+            attempt(self.table.gradients.mark_backward, scale)
+        else:
+            attempt(self.table.gradients.end_backward, scale, check)
+
+    @rule()
+    def measure(self):
+        if self.collected:
+            attempt(self.table.plan.measure)
+
+    @rule(set_to_none=st.booleans())
+    def zero_grad(self, set_to_none):
+        attempt(self.table.gradients.zero_grad, set_to_none)
+        self.collected = False
+
+    # --- the step ---------------------------------------------------------------------------------
+
+    @rule(
+        scale=vectors,
+        unscales=st.booleans(),
+        half=st.booleans(),
+        groups=containers,
+        states=containers,
+    )
+    def collect(self, scale, unscales, half, groups, states):
+        found = attempt(self.table.plan.collect, scale, unscales, half, groups, states)
+        self.collected = found is not None
+
+    @rule(changed=st.booleans())
+    def new_meter(self, changed):
+        self.buffers = attempt(self.table.plan.new_meter, changed) or self.buffers
+
+    def _step(self, call, found_inf, max_norm, inspect, skip, **meter):
+        # Never collected at all is refused; collected before tensors were replaced, nobody knows.
+        options = {"found_inf": found_inf, "max_norm": max_norm, "inspect": inspect}
+        attempt(call, skip_nonfinite=skip, **options, **meter)
+
+    @rule(
+        found_inf=vectors,
+        max_norm=numbers,
+        inspect=st.booleans(),
+        skip=st.booleans(),
+        again=st.booleans(),
+        wrong=st.one_of(st.none(), lists),
+        meters=st.booleans(),
+    )
+    def update(self, found_inf, max_norm, inspect, skip, again, wrong, meters):
+        if again or not self.collected:
+            attempt(self.table.plan.collect, None, unscales=False)
+        meter = (wrong if wrong is not None else self.buffers) if meters else None
+        self._step(self.table.plan.update, found_inf, max_norm, inspect, skip, meter=meter)
+        self.collected = False
+
+    @rule(found_inf=vectors, max_norm=numbers, inspect=st.booleans(), skip=st.booleans())
+    def decide(self, found_inf, max_norm, inspect, skip):
+        if self.collected:
+            self._step(self.table.plan.decide, found_inf, max_norm, inspect, skip)
+
+    @rule(result=tensors(), elsewhere=st.one_of(st.none(), tensors()))
+    def set_gather(self, result, elsewhere):
+        attempt(self.table.inspector.set_gather, lambda mine: result, elsewhere)
+        self.collected = False
+
+    # --- functions on lists -----------------------------------------------------------------------
+
+    @rule(x=lists, y=lists, found_inf=vectors, factor=numbers, check=small, same=st.booleans())
+    def on_lists(self, x, y, found_inf, factor, check, same):
+        if same:
+            y = [tensor.clone() for tensor in x]
+        attempt(C.scale, x, y, factor, found_inf)
+        attempt(C.copy, x, y)
+        attempt(C.axpby, x, y, y, factor, factor, found_inf, check)
+        attempt(C.unscale, x, y, found_inf, found_inf)
+        attempt(C.l2norm, x, same, found_inf, found_inf)
+        attempt(C.layerwise, x, y, 0.1, found_inf, 0.0, factor, 0.0, same)
+
+    @rule(
+        algorithm=st.sampled_from(ALGORITHMS),
+        shape=shapes,
+        rows=st.integers(0, 3),
+        data=st.data(),
+        states=st.integers(0, 4),
+        column=vectors,
+        lr=vectors,
+        found_inf=vectors,
+    )
+    def step(self, algorithm, shape, rows, data, states, column, lr, found_inf):
+        some = [torch.ones(shape) for _ in range(rows)]
+        steps = data.draw(st.sampled_from([torch.zeros(rows), torch.zeros(1)]))
+        args = (some, [some] * states, [], steps, column, lr, {"lr": 0.1})
+        attempt(C.step, algorithm, some, some, args[0], *args[1:], found_inf, found_inf)
+
+
+algorithms, flags = st.sampled_from(ALGORITHMS), st.booleans()
+some = st.one_of(st.none(), tensors())
+values = st.dictionaries(st.sampled_from((*HYPER, *FLAGS)), numbers, max_size=4)
+doubles = tensors(dtypes=(torch.float64, torch.float64, torch.float32))
+on_device = st.dictionaries(st.sampled_from(("lr", "beta1", "wrong")), doubles, max_size=2)
+rule_of_scales = (2.0, 0.5, small, 1.0, 2.0**24, small)  # numbers are given as they are
+# Calls that need nothing but arguments: of a table, and of the extension.
+OF_A_TABLE = {
+    **dict.fromkeys(("gradients.begin_backward", "gradients.cancel_backward"), ()),
+    **dict.fromkeys(("gradients.materialize", "plan.finish_step", "plan.mark_stepped"), ()),
+    **dict.fromkeys(("masters.accept_model_weights", "masters.publish", "masters.refresh"), ()),
+    **dict.fromkeys(("masters.exist", "steps", "norm_averages", "fingerprint", "__len__"), ()),
+    **dict.fromkeys(("param", "model", "name"), (small,)),
+    **dict.fromkeys(("remember", "holds"), (containers, containers)),
+    "gradients.end_backward": (tensors(), flags),
+    "gradients.mark_backward": (tensors(),),
+    "gradients.accumulated": (small, flags),
+    "inspector.state_field": (st.sampled_from(FIELDS),),
+    "set_states": (small, st.one_of(st.none(), st.lists(lists, max_size=4)), storages, some),
+    "set_hyper": (small, small, vectors, values, on_device),
+}
+OF_THE_EXTENSION = {
+    "update_scale": (vectors, tensors(), tensors(), lists, *rule_of_scales, lists, flags),
+    "decode_state": (algorithms, small, storages, lists, tensors()),
+    "encode_state": (algorithms, small, tensors(), storages, lists),
+    **dict.fromkeys(("join_master", "split_master"), (tensors(),) * 3),
+}
+
+
+def calls(table, owner):
+    """A rule that makes one of these calls, on `owner` of the machine."""
+
+    @rule(name=st.sampled_from([*table]), data=st.data())
+    def call(self, name, data):
+        drawn = [data.draw(x) if isinstance(x, st.SearchStrategy) else x for x in table[name]]
+        attempt(attrgetter(name)(owner(self)), *drawn)
+
+    return call
+
+
+for i in range(4):  # of many calls some are to be made in each run
+    setattr(Table, f"of_a_table_{i}", calls(OF_A_TABLE, lambda machine: machine.table))
+Table.of_the_extension = calls(OF_THE_EXTENSION, lambda machine: C)
 
 if __name__ == "__main__":
-    rules = (Table.add_row, Table.add_any_row, Table.set_states, Table.gradients, Table.replace)
-    rules += (Table.whole_pass, Table.step, *[Table.any_call] * 6, *[Table.any_function] * 3)
-    while sum(counts.values()) < int(sys.argv[2]):
-        machine = Table()
-        for _ in range(100):
-            choose.choice(rules)(machine)
+    STEPS = 100
+    calls = int(sys.argv[2])
+    # The same calls in each run, and none of them again to make an example smaller.
+    profile = settings(
+        max_examples=-(-calls // STEPS),
+        stateful_step_count=STEPS,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    run_state_machine_as_test(Table, settings=profile)
     print(counts["done"], counts["refused"])
