@@ -36,7 +36,7 @@ HD void store_at(const F& x, char* row, int64_t c, int first, int count) {
 // run(first) for each vector of a group, side by side where there are vectors: sixteen copies of an
 // exponential would be most of what the scalar kernels take to compile.
 template <class F, class Run>
-HD void for_vectors(const Run& run) {
+HD void for_group_vectors(const Run& run) {
   if constexpr (F::kWidth > 1) {
 #pragma GCC unroll 4
     for (int first = 0; first < kGroup; first += F::kWidth) run(first);
@@ -131,7 +131,7 @@ HD void add_row(const NnArgs& args, int64_t row, const float* coefs, float* sums
   }
   for_groups(args.image, row, row + 1, [&](auto whole, int64_t, int64_t c, int count) HD_LAMBDA {
     const uint32_t bits = mask_bits<Op, whole>(args, row, c, count);
-    for_vectors<F>([&](int v) HD_LAMBDA {
+    for_group_vectors<F>([&](int v) HD_LAMBDA {
       float *const first = sums + c + v, *const second = first + stride;
       F x[kMaxImages] = {}, one = load_floats<F>(first), other = load_floats<F>(second);
       for (int k = 0; k < Op::kCoefs && !Op::kCoefsOfRow; ++k)
@@ -174,7 +174,7 @@ void NnKernel<Isa, Op>::map(NnArgs args, const float* coefs, int64_t begin, int6
                [&](auto whole, int64_t row, int64_t c, int count) HD_LAMBDA {
                  const uint32_t bits = mask_bits<Op, whole>(args, row, c, count);
                  uint32_t written = 0;
-                 for_vectors<Isa>([&](int first) HD_LAMBDA {
+                 for_group_vectors<Isa>([&](int first) HD_LAMBDA {
                    Isa x[kMaxImages] = {}, coef[Op::kCoefs];
                    for (int k = 0; k < Op::kCoefs; ++k)
                      coef[k] = load_floats<Isa>(coefs + k * stride + c + first);
