@@ -12,6 +12,7 @@ memory. Arms, each in a process of its own (on a GPU torch's in one, ours in ano
     torch.amp, compiled   the same under torch.compile
     O4                    amp.initialize: autocast in BF16, ampfuse's optimizer
     O5                    amp.initialize: a BF16 model with FP32 masters, fused
+    O5, compiled          the same under torch.compile
     O5, unfused           without ampfuse.nn.fuse
     O5, torch's loss      --parts: with F.cross_entropy of FP32 logits; likewise "O5, torch's norms"
                           and "O5, torch's activations"
@@ -169,6 +170,7 @@ class Ours(Step):
         clip: str = "",
         torchs_loss: bool = False,
         recompute: bool = False,
+        compiled: bool = False,
     ) -> None:
         import ampfuse
 
@@ -179,6 +181,8 @@ class Ours(Step):
         self.model, self.optimizer = self.amp.initialize(
             self.model, self.optimizer, opt_level=level, verbosity=0
         )
+        if compiled:
+            self.model.compile()
 
     def loss(self) -> Tensor:
         with self.forward():
@@ -236,6 +240,7 @@ TORCHS: Arms = {
 OURS: Arms = {
     "O4": partial(Ours, level="O4", fuse=()),
     "O5": Ours,
+    "O5, compiled": partial(Ours, compiled=True),
     "O5, unfused": partial(Ours, fuse=()),
     "O5, recomputed": partial(Ours, recompute=True),
     "O2": partial(Ours, level="O2"),
@@ -273,7 +278,7 @@ def arms_of(net: str, options: Any) -> Arms:
     if options.host:
         return HOST
     left_out = ["O5, torch's activations" if net in NORMED else "O5, recomputed"]
-    left_out += ["torch.amp, compiled"] * options.no_compile
+    left_out += ["torch.amp, compiled", "O5, compiled"] * options.no_compile
     left_out += ["O2", "O5, graphed"] * (options.device.type == "cpu")
     arms = TORCHS | OURS | (PARTS if options.parts else {})
     return {name: arm for name, arm in arms.items() if name not in left_out}

@@ -165,7 +165,8 @@ def nets_tables(rows: list[Row]) -> list[list[str]]:
     """Of times and gains; of what O5's time and memory are spent on; of fusing; of its parts."""
     arms = ["FP32", "torch.amp", "torch.amp, compiled", "O4", "O5"]
     times, spent, fused, parts = [], [], [], []
-    arms += [arm for arm in ("O2", "O5, graphed") if any(row.variant == arm for row in rows)]
+    seen = {row.variant for row in rows}
+    arms += [arm for arm in ("O5, compiled", "O2", "O5, graphed") if arm in seen]
     for net, by in by_net(rows).items():
         o5 = by["O5"].median_ms
         gains = [f"**{by[arm].median_ms / o5:.2f}x**" for arm in arms[1:3] if arm in by]
