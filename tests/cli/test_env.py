@@ -19,7 +19,8 @@ def report(path: Path | str = "") -> dict[str, env.Facts]:
 
     A word that a probe does not say for a fact is under ``""``.
     """
-    variables = {**os.environ, "PYTHONPATH": str(path)}
+    paths = os.pathsep.join(filter(None, (str(path), os.environ.get("PYTHONPATH"))))
+    variables = {**os.environ, "PYTHONPATH": paths}
     command = [sys.executable, "-m", "ampfuse", "env"]
     done = subprocess.run(command, capture_output=True, text=True, env=variables)
     assert done.returncode == 0, done.stderr
