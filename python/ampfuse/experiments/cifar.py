@@ -4,7 +4,7 @@
     python -m ampfuse.experiments.cifar --recipe e2 --arm O0 O1 O2 O3
     python -m ampfuse.experiments.cifar --GPU V100 --mode FP16 --batch_size 128 --iteration 100
 
-E1 to E3 of docs/experiments.md. :func:`train` is the part to read.
+E1 to E3 of docs/experiments.md: their recipes, and :func:`build` for the networks.
 """
 
 from __future__ import annotations
@@ -79,13 +79,6 @@ SCRIPT = Script(
 )
 
 
-def train(run: Run) -> None:
-    """One run: a network in one arm, with one batch size."""
-    arm = run.start(lambda: build(run))  # goes on from a checkpoint, if there is one
-    for images, labels in run.batches():
-        run.note(*arm.step(images, labels))  # loss, loss scale, skipped: nothing waits for them
-
-
 def build(run: Run) -> Arm:
     """The network on the device, with an optimizer, in the precision of the run's arm."""
     model = models.for_data(run.settings, run.data)
@@ -93,7 +86,7 @@ def build(run: Run) -> Arm:
     return build_arm(run.settings, model, F.cross_entropy, run.device)
 
 
-main = functools.partial(sweep, SCRIPT, train)
+main = functools.partial(sweep, SCRIPT, build)
 
 if __name__ == "__main__":
     sys.exit(main())

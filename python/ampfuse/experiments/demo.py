@@ -2,7 +2,7 @@
 to O5, on the GPU if there is one and else on the CPU, and compare time, memory and accuracy. Prints
 a table; writes its rows as CSV, and pictures."""
 
-# The module's docstring is the text of `ampfuse demo --help`; `train` is the part to read.
+# The module's docstring is the text of `ampfuse demo --help`.
 from __future__ import annotations
 
 import argparse
@@ -25,13 +25,6 @@ from ampfuse.experiments.settings import ARMS, LEVELS, Settings, has_tf32
 from ampfuse.experiments.sweep import train_all
 
 _COLUMNS = ("method", "time, s", "images/s", "memory, MB", "accuracy, %", "skipped", "scale")
-
-
-def train(run: Run) -> None:
-    """One run: the network at one level, from the same weights, on the same batches."""
-    arm = run.start(lambda: build(run), measure_tensors=True)
-    for images, labels in run.batches():
-        run.note(*arm.step(images, labels))  # loss, loss scale, skipped: nothing waits for them
 
 
 def build(run: Run) -> Arm:
@@ -109,7 +102,8 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     what = f"a CNN {width} channels wide, {args.epochs} epochs, batches of {args.batch_size}"
     where = f"{device_name(device)}, torch {torch.__version__}"
     print(f"Handwritten digits; {what}, seed {args.seed}. On {where}.", flush=True)
-    rows = rows_of(train_all(todo, Place(device, label=device_name(device)), train))
+    place = Place(device, label=device_name(device), measure_tensors=True)
+    rows = rows_of(train_all(todo, place, build))
     print(f"\n{make_table.table(rows, _COLUMNS)}\n")
     notes = [note for levels, note in _NOTES.items() if set(levels.split()) & set(args.levels)]
     print(*(f"{row['method']}: {ARMS[row['method']]}" for row in rows), *notes, sep="\n")

@@ -4,7 +4,7 @@
     python -m ampfuse.experiments.imagenet -a resnet18 -b 128 --static-loss-scale 256 --fp16 DIR
     torchrun --nproc-per-node 4 -m ampfuse.experiments.imagenet --arm O2 [--fsdp] --data DIR
 
-E4 of docs/experiments.md. :func:`train` is the part to read.
+E4 of docs/experiments.md: its recipe, and :func:`build` for the networks.
 """
 
 from __future__ import annotations
@@ -53,14 +53,6 @@ SCRIPT = Script(
 )
 
 
-def train(run: Run) -> None:
-    """One run: a ResNet in one arm, with one batch size."""
-    check(run)
-    arm = run.start(lambda: build(run))  # goes on from a checkpoint, if there is one
-    for images, labels in run.batches():
-        run.note(*arm.step(images, labels))  # loss, loss scale, skipped: nothing waits for them
-
-
 def check(run: Run) -> None:
     """Raise UsageError for what does not go together in several processes."""
     of, size = run.settings, run.world.size
@@ -80,6 +72,7 @@ def check(run: Run) -> None:
 def build(run: Run) -> Arm:
     """The network on the device, with an optimizer, in the precision of the run's arm: alone, as a
     copy in each process (DistributedDataParallel), or as a share of it (FSDP2)."""
+    check(run)
     of = run.settings
     model = models.for_data(of, run.data)
     if of.sync_bn:
@@ -121,7 +114,7 @@ def _take_buffers_of_main(model: nn.Module, inputs: Any) -> None:
         dist._broadcast_coalesced(dist.group.WORLD, buffers, 250 * 2**20, 0)
 
 
-main = functools.partial(sweep, SCRIPT, train)
+main = functools.partial(sweep, SCRIPT, build)
 
 if __name__ == "__main__":
     sys.exit(main())

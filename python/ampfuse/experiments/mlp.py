@@ -2,7 +2,7 @@
 
     python -m ampfuse.experiments.mlp --arm fp32 amp-fp16 O2
 
-The workload of torch's AMP recipe, in E5 of docs/experiments.md. :func:`train` is the part to read.
+The workload of torch's AMP recipe, in E5 of docs/experiments.md.
 """
 
 from __future__ import annotations
@@ -40,13 +40,6 @@ SCRIPT = Script(
 )
 
 
-def train(run: Run) -> None:
-    """One run: the perceptron in one arm, with one batch size."""
-    arm = run.start(lambda: build(run))
-    for features, targets in run.batches():
-        run.note(*arm.step(features, targets))
-
-
 def build(run: Run) -> Arm:
     """The perceptron on the device, with an optimizer, in the precision of the run's arm."""
     model = models.for_data(run.settings, run.data).to(run.device)
@@ -60,7 +53,7 @@ def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.mse_loss(outputs, targets)
 
 
-main = functools.partial(sweep, SCRIPT, train)
+main = functools.partial(sweep, SCRIPT, build)
 
 if __name__ == "__main__":
     sys.exit(main())

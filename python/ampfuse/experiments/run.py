@@ -1,8 +1,8 @@
-"""One run while it trains: its clock, its log, its checkpoint, and at the end its result.
+"""One run while it trains: its loop, its clock, its log, its checkpoint, and at the end its result.
 
-A script's loop is ``for inputs, targets in run.batches(): run.note(*arm.step(inputs, targets))``.
-The host does not wait for the device between the ends of intervals (``--print-freq`` steps):
-losses, scales and skips are gathered there, and times are its events.
+The loop of all experiments is :meth:`Run.train`. The host does not wait for the device between the
+ends of intervals (``--print-freq`` steps): losses, scales and skips are gathered there, and times
+are its events.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import datetime
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from ampfuse.files import atomic
 from ampfuse.graphs import EAGER_CALLS
 from ampfuse.measuring import ProcessMemory, StepClock, StepLog, TensorMemory
 
+Build = Callable[["Run"], Arm]  # the network of a run, with an optimizer, in its precision
 _WARM_UP_STEPS = 2
 
 
@@ -54,6 +55,7 @@ class Place:
     label: str = ""  # of the device, as results call it
     checkpoints: bool = False  # one at the end of each epoch
     profile: bool = False
+    measure_tensors: bool = False  # memory is what the tensors of the first steps took
 
 
 @dataclasses.dataclass
@@ -106,28 +108,37 @@ class Run:
         torch.backends.cudnn.deterministic = settings.deterministic
         torch.use_deterministic_algorithms(settings.deterministic, warn_only=True)
 
-    # ---- what a script's loop calls --------------------------------------------------------------
+    # ---- the training ----------------------------------------------------------------------------
 
-    def start(self, build: Callable[[], Arm], *, measure_tensors: bool = False) -> Arm:
+    def train(self, build: Build) -> None:
+        """Train what `build` makes to the end of the run, and test and save after each epoch.
+        Raises Diverged."""
+        arm = self._start(build)
+        while self.step < self.total:
+            epoch, start = divmod(self.step, self.data.batches_per_epoch)
+            left = self.total - self.step
+            for inputs, targets in itertools.islice(self.data.train_batches(epoch, start), left):
+                schedule.set_lr(arm.optimizer, self._lr(self.step))
+                self._note(*arm.step(inputs, targets))  # nothing here waits for the device
+            self._end_epoch()
+
+    def _start(self, build: Build) -> Arm:
         """The arm to train, put where the checkpoint left it. `build` makes it, twice: libraries
-        choose and compile kernels in the first steps, which another model makes off the clock.
-
-        With `measure_tensors` the memory of the run is what the tensors of those steps took.
-        """
+        choose and compile kernels in the first steps, which another model makes off the clock."""
         from tqdm import tqdm
 
-        of, world = self.settings, self.world
+        of, world, measure = self.settings, self.world, self.place.measure_tensors
         self.memory.release()
         torch.manual_seed(self.seed)
-        with TensorMemory(self.device) if measure_tensors else contextlib.nullcontext() as tensors:
-            rehearsal = build()
+        with TensorMemory(self.device) if measure else contextlib.nullcontext() as tensors:
+            rehearsal = build(self)
             for batch in itertools.islice(self.data.train_batches(0), _WARM_UP_STEPS):
                 rehearsal._step(*batch)
         del rehearsal
         self._tensors = tensors and int(tensors.mib * 2**20)
         self.memory.start()
         torch.manual_seed(self.seed)  # every arm starts from the same weights
-        self.arm = arm = build()
+        self.arm = arm = build(self)
         if world.size > 1:  # all start from the same weights; each draws its own random numbers
             torch.manual_seed(self.seed + 1000 * world.rank)
         if self.resume:
@@ -144,23 +155,12 @@ class Run:
         self._clock.resume()
         return arm
 
-    def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """The batches from here to the end of the run, over as many epochs as it takes; the rate of
-        each step is set. At the end of each epoch this tests and saves. Raises as :meth:`note`."""
-        while self.step < self.total:
-            epoch, start = divmod(self.step, self.data.batches_per_epoch)
-            left = self.total - self.step
-            for batch in itertools.islice(self.data.train_batches(epoch, start), left):
-                schedule.set_lr(self.arm.optimizer, self._lr(self.step))
-                yield batch
-            self._end_epoch()
-
     def _lr(self, step: int) -> float:
         of = self.settings
         return of.lr * schedule.factor(of.schedule, step, self.total, of.warmup)
 
-    def note(self, loss: Tensor, loss_scale: Tensor, skipped: Tensor) -> None:
-        """A step has ended. Raises Diverged."""
+    def _note(self, loss: Tensor, loss_scale: Tensor, skipped: Tensor) -> None:
+        """A step has ended."""
         if self.settings.loop == "original":
             loss.item()  # the published scripts added it up on the host
         self._clock.mark()

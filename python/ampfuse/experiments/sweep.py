@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,18 +17,16 @@ from ampfuse.experiments import make_table
 from ampfuse.experiments.data import open_data
 from ampfuse.experiments.distributed import World
 from ampfuse.experiments.results import Result, file_name, rows_of
-from ampfuse.experiments.run import Diverged, Place, Run, load_checkpoint, position, run_name
+from ampfuse.experiments.run import Build, Diverged, Place, Run, load_checkpoint, position, run_name
 from ampfuse.experiments.settings import ARMS, Script, Settings, parse, runs_of
 from ampfuse.files import atomic
 
 # Exit statuses besides 0: 2 is what argparse uses, 128 + signal what shells report.
 _WRONG_USE, _DIVERGED = 2, 3
 
-Train = Callable[[Run], None]
-
 
 def main(
-    script: Script, train: Train, argv: Sequence[str] | None = None, prog: str | None = None
+    script: Script, build: Build, argv: Sequence[str] | None = None, prog: str | None = None
 ) -> int:
     """Train what `argv` (default: ``sys.argv``) asks for and return the exit status, which
     docs/experiments.md explains. What the user has to put right ends in one line and status 2."""
@@ -36,7 +34,7 @@ def main(
     args = parse(script, argv, prog or f"python -m ampfuse.experiments.{script.name}")
     try:
         check_installed("experiments", "torchvision", "timm", "tqdm", "sklearn")
-        return _sweep(script, train, args)
+        return _sweep(script, build, args)
     except (UsageError, OSError) as error:
         print(f"{script.name}: error: {error}", file=sys.stderr)
         return _WRONG_USE
@@ -45,7 +43,7 @@ def main(
         return 130
 
 
-def _sweep(script: Script, train: Train, args: argparse.Namespace) -> int:
+def _sweep(script: Script, build: Build, args: argparse.Namespace) -> int:
     world = World.of_environment()
     if world.size > 1 and not script.distributed:
         raise UsageError(f"{script.name} trains in one process; imagenet takes torchrun's")
@@ -62,7 +60,7 @@ def _sweep(script: Script, train: Train, args: argparse.Namespace) -> int:
     say("\n".join(filter(None, [heading(script, todo, device, world.size), note])))
     results: list[Result] = []
     with world.connected(device):
-        for result in train_all(todo, place, train, resume):
+        for result in train_all(todo, place, build, resume):
             results.append(result)
             say(line(result))
     say(f"{table(results)}\nResults: {place.folder.absolute()}")
@@ -70,7 +68,7 @@ def _sweep(script: Script, train: Train, args: argparse.Namespace) -> int:
 
 
 def train_all(
-    todo: Sequence[Settings], place: Place, train: Train, resume: dict[str, Any] | None = None
+    todo: Sequence[Settings], place: Place, build: Build, resume: dict[str, Any] | None = None
 ) -> Iterator[Result]:
     """Train `todo`, the first of it from `resume`; its result files are written."""
     for of in todo:
@@ -79,7 +77,7 @@ def train_all(
         run, diverged = Run(of, data, place, name, resume), None
         with contextlib.closing(run):
             try:
-                train(run)
+                run.train(build)
             except Diverged as error:
                 diverged = error
             result = run.result(diverged)
