@@ -14,7 +14,6 @@ import sys
 
 import torch.nn.functional as F
 
-from ampfuse.experiments import models
 from ampfuse.experiments.arms import Arm, build_arm
 from ampfuse.experiments.run import Run
 from ampfuse.experiments.settings import Recipe, Script
@@ -73,17 +72,13 @@ E3 = Recipe(
 SCRIPT = Script(
     name="cifar",
     title="Image classification on CIFAR-10.",
-    models="vgg16, wrn28_10, wrn<depth>_<width>, seresnext50_32x4d, densenet161",
     recipes=(E1, E2, E3),
-    image_size=32,
 )
 
 
 def build(run: Run) -> Arm:
-    """The network on the device, with an optimizer, in the precision of the run's arm."""
-    model = models.for_data(run.settings, run.data)
-    model.to(run.device, memory_format=run.layout)
-    return build_arm(run.settings, model, F.cross_entropy, run.device)
+    """The network with an optimizer, in the precision of the run's arm."""
+    return build_arm(run.settings, run.network(), F.cross_entropy, run.device)
 
 
 main = functools.partial(sweep, SCRIPT, build)

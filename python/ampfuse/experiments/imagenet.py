@@ -23,7 +23,6 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ampfuse.command_line import UsageError
-from ampfuse.experiments import models
 from ampfuse.experiments.arms import Arm, build_arm
 from ampfuse.experiments.run import Run
 from ampfuse.experiments.settings import HALF_LEVELS, Recipe, Script
@@ -34,9 +33,10 @@ E4 = Recipe(
     title="ResNet-18 and ResNet-50: images per second (2018)",
     models=("resnet18", "resnet50"),
     settings={
-        **{"batch_size": 128, "iterations": 360, "augment": True, "evaluate": False},
+        **{"batch_size": 128, "iterations": 360, "image_size": 224},
         **{"optimizer": "sgd", "momentum": 0.9, "lr": 0.1, "weight_decay": 1e-4},
-        **{"schedule": "constant", "loader": "workers", "workers": 4},
+        **{"schedule": "constant", "augment": True, "evaluate": False},
+        **{"loader": "workers", "workers": 4},
     },
     by_epochs={"schedule": "steps", "evaluate": True},
     cpu={"batch_size": 16, "iterations": 12},
@@ -45,9 +45,7 @@ E4 = Recipe(
 SCRIPT = Script(
     name="imagenet",
     title="ResNets on ImageNet.",
-    models="resnet18, resnet50",
     recipes=(E4,),
-    image_size=224,
     data=None,
     distributed=True,
 )
@@ -70,14 +68,12 @@ def check(run: Run) -> None:
 
 
 def build(run: Run) -> Arm:
-    """The network on the device, with an optimizer, in the precision of the run's arm: alone, as a
-    copy in each process (DistributedDataParallel), or as a share of it (FSDP2)."""
+    """The network with an optimizer, in the precision of the run's arm: alone, as a copy in each
+    process (DistributedDataParallel), or as a share of it (FSDP2)."""
     check(run)
-    of = run.settings
-    model = models.for_data(of, run.data)
+    of, model = run.settings, run.network()
     if of.sync_bn:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    model.to(run.device, memory_format=run.layout)
     if of.fsdp:
         shard(model, apart=of.arm in HALF_LEVELS)
     arm = build_arm(of, model, F.cross_entropy, run.device)

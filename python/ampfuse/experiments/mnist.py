@@ -20,7 +20,7 @@ E5 = Recipe(
     title="A small CNN on MNIST (T4, 2022)",
     models=("mnist_cnn",),
     settings={
-        **{"batch_size": 512, "epochs": 20, "augment": False},
+        **{"batch_size": 512, "epochs": 20, "image_size": 28, "augment": False},
         **{"optimizer": "adam", "lr": 1e-3, "weight_decay": 0.0, "schedule": "constant"},
     },
     cpu={"epochs": 1},
@@ -30,9 +30,7 @@ E5 = Recipe(
 SCRIPT = Script(
     name="mnist",
     title="A small CNN on MNIST.",
-    models="mnist_cnn",
     recipes=(E5,),
-    image_size=28,
 )
 
 main = functools.partial(sweep, SCRIPT, build)

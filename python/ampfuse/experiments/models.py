@@ -9,28 +9,12 @@ from __future__ import annotations
 
 import re
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from ampfuse.experiments.data import Data
-    from ampfuse.experiments.settings import Settings
-
 NAMES = ("vgg16", "wrn28_10", "seresnext50_32x4d", "densenet161")  # of cifar
 NAMES += ("resnet18", "resnet50", "mnist_cnn", "mlp")
-
-
-def for_data(settings: Settings, data: Data) -> nn.Module:
-    """The network of a run, for the images in its data."""
-    from ampfuse.command_line import UsageError
-
-    sizes = {name: getattr(data, name) for name in ("classes", "channels", "image_size")}
-    try:
-        return build(settings.model, dropout=settings.dropout, **sizes)
-    except ValueError as error:
-        raise UsageError(f"--model {settings.model}: {error}") from error
 
 
 def build(

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import ampfuse
 from ampfuse.command_line import UsageError
 from ampfuse.devices import device_name
-from ampfuse.experiments import schedule
+from ampfuse.experiments import models, schedule
 from ampfuse.experiments.arms import Arm
 from ampfuse.experiments.data import Data
 from ampfuse.experiments.distributed import World, gathered, load_states, states_of
@@ -107,6 +107,16 @@ class Run:
         torch.backends.cudnn.benchmark = settings.cudnn_benchmark
         torch.backends.cudnn.deterministic = settings.deterministic
         torch.use_deterministic_algorithms(settings.deterministic, warn_only=True)
+
+    def network(self) -> nn.Module:
+        """A new network of the settings, for the images of the data, on the device."""
+        of, data = self.settings, self.data
+        sizes = {name: getattr(data, name) for name in ("classes", "channels", "image_size")}
+        try:
+            model = models.build(of.model, dropout=of.dropout, **sizes)
+        except ValueError as error:
+            raise UsageError(f"--model {of.model}: {error}") from error
+        return model.to(self.device, memory_format=self.layout)
 
     # ---- the training ----------------------------------------------------------------------------
 

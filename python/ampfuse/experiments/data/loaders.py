@@ -1,4 +1,4 @@
-"""Batches on the device: gathered there out of the whole set, or made by worker processes."""
+"""Batches on the device: gathered there out of the whole set, by worker processes, or drawn."""
 
 from __future__ import annotations
 
@@ -253,3 +253,30 @@ class Samples(Dataset[tuple[Tensor, Tensor]]):
 def _ignore_interrupts(worker: int) -> None:
     # Ctrl-C reaches every process of the terminal; what it means is for the main one to decide.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+# ---- the perceptron's ----------------------------------------------------------------------------
+
+
+class NormalFeatures(Data):
+    """What torch's AMP recipe trains its perceptron on: features and targets from a normal
+    distribution, float32 [b, 4096] each, drawn once, on the device. They come in one order."""
+
+    def __init__(self, settings: Settings, device: torch.device) -> None:
+        self.settings, self.kind = settings, "features"
+        self.classes, self.channels, self.image_size = 0, 1, settings.image_size
+        self.batches_per_epoch = max(1, settings.synthetic_size // settings.batch_size)
+        counts = (self.batches_per_epoch, sets.TEST_BATCHES)
+        self.train_size, self.test_size = (settings.batch_size * count for count in counts)
+        shape = (2, settings.batch_size, self.image_size**2)
+        generator = torch.Generator().manual_seed(settings.seed)
+        self._train, self._test = (
+            [tuple(torch.randn(shape, generator=generator).to(device)) for _ in range(count)]
+            for count in counts
+        )
+
+    def train_batches(self, epoch: int, start: int = 0) -> Batches:
+        return iter(self._train[start:])
+
+    def test_batches(self) -> Batches:
+        return iter(self._test)

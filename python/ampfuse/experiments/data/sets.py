@@ -124,7 +124,7 @@ def digits(image_size: int) -> ImageSet:
 
 # ---- synthetic images ----------------------------------------------------------------------------
 
-_TEST_BATCHES = 4  # their evaluation is for show
+TEST_BATCHES = 4  # their evaluation is for show
 
 
 def synthetic(kind: str, settings: Settings, world_size: int) -> ImageSet:
@@ -143,5 +143,5 @@ def synthetic(kind: str, settings: Settings, world_size: int) -> ImageSet:
         pixels = torch.randint(256, shape, dtype=torch.uint8, generator=random)
         return Pixels(pixels, torch.randint(facts.classes, (count,), generator=random))
 
-    train, test = draw(train_size), draw(min(-(-train_size // 4), _TEST_BATCHES * together))
+    train, test = draw(train_size), draw(min(-(-train_size // 4), TEST_BATCHES * together))
     return ImageSet(train, test, facts._replace(mean=(0.5,), std=(0.29,)))
