@@ -122,9 +122,7 @@ _NOTES = {  # by the levels that they concern
     "O3": "O3 has no FP32 master weights: small updates round away, and it may learn worse.",
 }
 
-main = functools.partial(
-    run_alone, sys.modules[__name__], prog="python -m ampfuse.experiments.demo"
-)
+main = functools.partial(run_alone, sys.modules[__name__])
 
 if __name__ == "__main__":
-    sys.exit(main(None))
+    sys.exit(main())

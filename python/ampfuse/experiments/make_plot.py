@@ -102,9 +102,7 @@ def _net(row: Row) -> tuple[str, str]:
     return row["experiment"], row["model"]
 
 
-main = functools.partial(
-    run_alone, sys.modules[__name__], prog="python -m ampfuse.experiments.make_plot"
-)
+main = functools.partial(run_alone, sys.modules[__name__])
 
 if __name__ == "__main__":
-    sys.exit(main(None))
+    sys.exit(main())

@@ -177,9 +177,7 @@ def write_csv(path: Path, rows: Sequence[Row]) -> None:
         file.write(text.getvalue().encode())
 
 
-main = functools.partial(
-    run_alone, sys.modules[__name__], prog="python -m ampfuse.experiments.make_table"
-)
+main = functools.partial(run_alone, sys.modules[__name__])
 
 if __name__ == "__main__":
-    sys.exit(main(None))
+    sys.exit(main())

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ampfuse.command_line import UsageError, check_installed, check_writable
+from ampfuse.command_line import UsageError, check_installed, check_writable, status_of
 from ampfuse.devices import choose_device, device_name
 from ampfuse.experiments import make_table
 from ampfuse.experiments.data import open_data
@@ -21,8 +21,7 @@ from ampfuse.experiments.run import Build, Diverged, Place, Run, load_checkpoint
 from ampfuse.experiments.settings import ARMS, Script, Settings, parse, runs_of
 from ampfuse.files import atomic
 
-# Exit statuses besides 0: 2 is what argparse uses, 128 + signal what shells report.
-_WRONG_USE, _DIVERGED = 2, 3
+_DIVERGED = 3  # the exit status; status_of has the others
 
 
 def main(
@@ -32,18 +31,12 @@ def main(
     docs/experiments.md explains. What the user has to put right ends in one line and status 2."""
     argv = sys.argv[1:] if argv is None else list(argv)
     args = parse(script, argv, prog or f"python -m ampfuse.experiments.{script.name}")
-    try:
-        check_installed("experiments", "torchvision", "timm", "tqdm", "sklearn")
-        return _sweep(script, build, args)
-    except (UsageError, OSError) as error:
-        print(f"{script.name}: error: {error}", file=sys.stderr)
-        return _WRONG_USE
-    except KeyboardInterrupt:
-        print("\nInterrupted; the runs that were finished have their results.", file=sys.stderr)
-        return 130
+    left = "the runs that were finished have their results"
+    return status_of(lambda: _sweep(script, build, args), script.name, left)
 
 
 def _sweep(script: Script, build: Build, args: argparse.Namespace) -> int:
+    check_installed("experiments", "torchvision", "timm", "tqdm", "sklearn")
     world = World.of_environment()
     if world.size > 1 and not script.distributed:
         raise UsageError(f"{script.name} trains in one process; imagenet takes torchrun's")
