@@ -110,7 +110,7 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     if not has_bf16:
         print("There is no BF16 arithmetic here: O4 and O5 save memory, not time.")
     make_table.write_csv(args.output / "levels.csv", rows)
-    written = make_plot.save(make_plot.drawn(rows, "epochs"), args.output)
+    written = make_plot.save(make_plot.drawn(rows), args.output)
     names = [path.name for path in [*written, args.output / "levels.csv"]]
     print(f"Written to {args.output.absolute()}: {', '.join(names)}")
     return 0

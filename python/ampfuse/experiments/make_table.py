@@ -21,9 +21,9 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ampfuse.command_line import check_writable, run_alone
+from ampfuse.command_line import UsageError, check_writable, run_alone
 from ampfuse.experiments import results
-from ampfuse.experiments.results import RECIPES, ResultsError, Row
+from ampfuse.experiments.results import RECIPES, Row
 from ampfuse.files import atomic
 
 _SCRIPTS = {"e1": "cifar", "e2": "cifar", "e3": "cifar", "e4": "imagenet", "e5": "mnist"}
@@ -58,7 +58,7 @@ def _own_rows(args: argparse.Namespace) -> list[Row]:
     how = f"ampfuse train {_SCRIPTS[args.table]} --recipe {args.table}"
     reason = f"{args.results}: no results of {args.table}; to measure: {how}"
     if args.csv or args.no_published:
-        raise ResultsError(reason)
+        raise UsageError(reason)
     print(reason, file=sys.stderr)
     return []
 
@@ -85,16 +85,13 @@ def _explanation(rows: Sequence[Row]) -> list[str]:
     if not own:
         return []
     kinds = sorted({row["memory_kind"] for row in own})
-    versions = [
-        f"{name} {version}"
-        for name in ("torch", "ampfuse")
-        for version in sorted({str(row["conditions"].get(name)) for row in own})
-    ]
-    dates = sorted({row["date"][:10] for row in own})
+    versions = "torch {torch}, ampfuse {ampfuse}"
+    versions = sorted({versions.format(**row["conditions"]) for row in own})
+    dates = sorted(row["date"][:10] for row in own)
     return [
         "Measured here: time of training, without warm-up and evaluation; memory by "
         f"{' or '.join(kinds)}, 1 MB being 10^6 bytes; ± is the sample standard deviation of n "
-        f"repeats. {', '.join(versions)}; {' to '.join(dict.fromkeys((dates[0], dates[-1])))}."
+        f"repeats. {'; '.join(versions)}; {' to '.join(dict.fromkeys((dates[0], dates[-1])))}."
     ]
 
 
