@@ -21,6 +21,7 @@ from ampfuse.command_line import UsageError
 from ampfuse.experiments import cifar, mlp, mnist, sweep
 from ampfuse.experiments.arms import build_arm
 from ampfuse.experiments.data import open_data
+from ampfuse.experiments.results import rows_of
 from ampfuse.experiments.run import Diverged, Place, Record, Run, load_checkpoint, suggestion
 from ampfuse.experiments.settings import ARMS, Settings
 from ampfuse.graphs import EAGER_CALLS
@@ -286,7 +287,7 @@ def test_a_run_without_timed_steps():
     result = run.result()
     assert result["time_s"] is None
     assert sweep.line(result).startswith("wrn10_1 O2 batch 64: loss ")
-    assert "| O2" in sweep.table([result])
+    assert "| O2" in sweep.table(rows_of([result]))
 
 
 def test_memory_of_a_run_is_its_own():

@@ -57,9 +57,7 @@ class Arm:
         self.model = self.bare_model = model
         self._one, self._zero = torch.ones((), device=device), torch.zeros((), device=device)
         self.optimizer = self._torch_optimizer()
-        self.step: Callable[..., tuple[Tensor, ...]] = self._step
-        if settings.graph:
-            self.step = GraphedCall(self._step)
+        self.step = GraphedCall(self._step) if settings.graph else self._step
         self._set_up()
 
     def _set_up(self) -> None:

@@ -6,6 +6,7 @@ a table; writes its rows as CSV, and pictures."""
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import sys
 from pathlib import Path
@@ -21,8 +22,8 @@ from ampfuse.experiments import make_plot, make_table
 from ampfuse.experiments.arms import Arm, build_arm
 from ampfuse.experiments.results import rows_of
 from ampfuse.experiments.run import Place, Run
-from ampfuse.experiments.settings import ARMS, LEVELS, Settings, has_tf32
-from ampfuse.experiments.sweep import train_all
+from ampfuse.experiments.settings import LEVELS, Settings, has_tf32
+from ampfuse.experiments.sweep import table, train_all
 
 _COLUMNS = ("method", "time, s", "images/s", "memory, MB", "accuracy, %", "skipped", "scale")
 
@@ -58,20 +59,6 @@ def _conv(channels: int, filters: int, stride: int = 1) -> nn.Sequential:
     )
 
 
-def settings_of(level: str, width: int, **more: object) -> Settings:
-    """The demo's run at `level`: SGD under a cosine, and a loss scale that grows within the run."""
-    return Settings(
-        experiment="demo",
-        model=f"digits{width}",
-        arm=level,
-        method=level,
-        data="digits",
-        image_size=8,
-        **{"lr": 0.1, "weight_decay": 5e-4, "schedule": "cosine", "warmup": 0.3},
-        **{"growth_interval": 25, "print_freq": 10, **more},  # type: ignore[arg-type]
-    )
-
-
 # ---- the command ---------------------------------------------------------------------------------
 
 
@@ -97,16 +84,22 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     has_bf16 = has_tf32(device) if device.type == "cuda" else hardware.cpu_has_bf16()
     # Wide enough to show what half precision gains, where it does; else quick on any laptop.
     width = args.width or (128 if device.type == "cuda" or has_bf16 else 64)
-    common = {"epochs": args.epochs, "batch_size": args.batch_size, "seed": args.seed}
-    todo = [settings_of(level, width, **common) for level in dict.fromkeys(args.levels)]
+    common = Settings(
+        **{"experiment": "demo", "model": f"digits{width}", "data": "digits", "image_size": 8},
+        **{"lr": 0.1, "weight_decay": 5e-4, "schedule": "cosine", "warmup": 0.3},
+        **{"epochs": args.epochs, "batch_size": args.batch_size, "seed": args.seed},
+        **{"growth_interval": 25, "print_freq": 10},  # the scale grows within the run
+    )
+    levels = dict.fromkeys(args.levels)
+    todo = [dataclasses.replace(common, arm=level, method=level) for level in levels]
     what = f"a CNN {width} channels wide, {args.epochs} epochs, batches of {args.batch_size}"
     where = f"{device_name(device)}, torch {torch.__version__}"
     print(f"Handwritten digits; {what}, seed {args.seed}. On {where}.", flush=True)
     place = Place(device, label=device_name(device), measure_tensors=True)
     rows = rows_of(train_all(todo, place, build))
-    print(f"\n{make_table.table(rows, _COLUMNS)}\n")
+    print(table(rows, _COLUMNS))
     notes = [note for levels, note in _NOTES.items() if set(levels.split()) & set(args.levels)]
-    print(*(f"{row['method']}: {ARMS[row['method']]}" for row in rows), *notes, sep="\n")
+    print(*notes, sep="\n")
     if not has_bf16:
         print("There is no BF16 arithmetic here: O4 and O5 save memory, not time.")
     make_table.write_csv(args.output / "levels.csv", rows)

@@ -19,8 +19,6 @@ from torch.distributed.fsdp import FSDPModule
 
 from ampfuse.experiments.arms import Arm
 
-States = tuple[dict[str, Any], dict[str, Any]]  # of model and optimizer
-
 
 @dataclasses.dataclass
 class World:
@@ -83,7 +81,7 @@ def gathered(model: nn.Module) -> Iterator[nn.Module]:
         part.reshard()
 
 
-def states_of(arm: Arm) -> States:
+def states_of(arm: Arm) -> tuple[dict[str, Any], dict[str, Any]]:
     """The states of model and optimizer, those of shards gathered. All processes have to ask."""
     if not isinstance(arm.bare_model, FSDPModule):
         return arm.bare_model.state_dict(), arm.optimizer.state_dict()

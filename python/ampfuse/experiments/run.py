@@ -10,10 +10,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
-import itertools
+import json
 import math
 import statistics
 from collections.abc import Callable, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -102,8 +103,6 @@ class Run:
         self._timed_from = self.step + (EAGER_CALLS + 1 if settings.graph else 0)
         self.memory, self._clock = ProcessMemory(self.device), StepClock(self.device)
         self._steps = StepLog(settings.print_freq, self.device)
-        self._open = contextlib.ExitStack()
-        self.close = self._open.close
         torch.backends.cudnn.benchmark = settings.cudnn_benchmark
         torch.backends.cudnn.deterministic = settings.deterministic
         torch.use_deterministic_algorithms(settings.deterministic, warn_only=True)
@@ -123,47 +122,52 @@ class Run:
     def train(self, build: Build) -> None:
         """Train what `build` makes to the end of the run, and test and save after each epoch.
         Raises Diverged."""
-        arm = self._start(build)
-        while self.step < self.total:
-            epoch, start = divmod(self.step, self.data.batches_per_epoch)
-            left = self.total - self.step
-            for inputs, targets in itertools.islice(self.data.train_batches(epoch, start), left):
-                schedule.set_lr(arm.optimizer, self._lr(self.step))
-                self._note(*arm.step(inputs, targets))  # nothing here waits for the device
-            self._end_epoch()
+        self.arm = arm = self._start(build)
+        with self._progress() as self._bar, self._profile():
+            self._clock.resume()
+            while self.step < self.total:
+                epoch, start = divmod(self.step, self.data.batches_per_epoch)
+                left = self.total - self.step
+                for inputs, targets in islice(self.data.train_batches(epoch, start), left):
+                    schedule.set_lr(arm.optimizer, self._lr(self.step))
+                    self._note(*arm.step(inputs, targets))  # nothing here waits for the device
+                self._end_epoch()
 
     def _start(self, build: Build) -> Arm:
         """The arm to train, put where the checkpoint left it. `build` makes it, twice: libraries
         choose and compile kernels in the first steps, which another model makes off the clock."""
-        from tqdm import tqdm
-
-        of, world, measure = self.settings, self.world, self.place.measure_tensors
+        world, measure = self.world, self.place.measure_tensors
         self.memory.release()
         torch.manual_seed(self.seed)
         with TensorMemory(self.device) if measure else contextlib.nullcontext() as tensors:
             rehearsal = build(self)
-            for batch in itertools.islice(self.data.train_batches(0), _WARM_UP_STEPS):
+            for batch in islice(self.data.train_batches(0), _WARM_UP_STEPS):
                 rehearsal._step(*batch)
         del rehearsal
         self._tensors = tensors and int(tensors.mib * 2**20)
         self.memory.start()
         torch.manual_seed(self.seed)  # every arm starts from the same weights
-        self.arm = arm = build(self)
+        arm = build(self)
         if world.size > 1:  # all start from the same weights; each draws its own random numbers
             torch.manual_seed(self.seed + 1000 * world.rank)
         if self.resume:
             _restore(arm, self.resume, world.rank)
-        hidden = None if world.is_main else True  # None: unless a terminal
-        title = f"{of.model} {of.method} {of.repeat + 1}/{of.repeats}"
-        bar = tqdm(desc=title, total=self.total, initial=self.step, leave=False, disable=hidden)
-        self._bar = self._open.enter_context(bar)
-        if self.place.profile and self.stem and world.is_main:
-            trace = f"{self.stem}.trace.json"
-            self.stem.parent.mkdir(parents=True, exist_ok=True)
-            profile = torch.profiler.profile(on_trace_ready=lambda p: p.export_chrome_trace(trace))
-            self._open.enter_context(profile)
-        self._clock.resume()
         return arm
+
+    def _progress(self) -> Any:
+        from tqdm import tqdm
+
+        of = self.settings
+        hidden = None if self.world.is_main else True  # None: unless a terminal
+        title = f"{of.model} {of.method} {of.repeat + 1}/{of.repeats}"
+        return tqdm(desc=title, total=self.total, initial=self.step, leave=False, disable=hidden)
+
+    def _profile(self) -> contextlib.AbstractContextManager[Any]:
+        if not (self.place.profile and self.stem and self.world.is_main):
+            return contextlib.nullcontext()
+        self.stem.parent.mkdir(parents=True, exist_ok=True)
+        trace = f"{self.stem}.trace.json"
+        return torch.profiler.profile(on_trace_ready=lambda p: p.export_chrome_trace(trace))
 
     def _lr(self, step: int) -> float:
         of = self.settings
@@ -273,10 +277,9 @@ class Run:
         mean = statistics.fmean(times) if times else None
         rates = [images / ms * 1e3 for ms in (mean, max(times), min(times))] if mean else [None] * 3
         test = record.evaluations[-1] if record.evaluations else {"loss": None, "accuracy": None}
-        named = ("recipe", "experiment", "model", "method", "batch_size", "optimizer", "repeat")
         result = {
             "format": FORMAT,
-            **{name: getattr(of, name) for name in named},
+            **{name: getattr(of, name) for name in _IN_RESULT},
             "gpu": self.place.label,
             "seed": self.seed,
             # That of a run that diverged is what it was to be.
@@ -304,9 +307,9 @@ class Run:
 
     def _conditions(self) -> dict[str, Any]:
         """All that repeats of this run have in common, but its length and what names its row."""
-        settings = {n: v for n, v in dataclasses.asdict(self.settings).items() if n not in _NO_ROW}
+        settings = dataclasses.asdict(self.settings)
         return {
-            **settings,
+            **{name: settings[name] for name in settings if name not in _NO_CONDITION},
             **self.data.describe(),
             **self.arm.policy,
             "world_size": self.world.size,
@@ -317,9 +320,10 @@ class Run:
         }
 
 
-# The settings that are no condition: those that name a row, and those that change no step.
-_NO_ROW = {"recipe", "experiment", "model", "method", "batch_size", "optimizer", "repeat"}
-_NO_ROW |= {"repeats", "seed", "iterations", "epochs", "print_freq", "evaluate", "synthetic_size"}
+_IN_RESULT = ("recipe", "experiment", "model", "method", "batch_size", "optimizer", "repeat")
+# Those, and what changes no step.
+_NO_CONDITION = {*_IN_RESULT, "repeats", "seed", "iterations", "epochs", "print_freq", "evaluate"}
+_NO_CONDITION |= {"synthetic_size"}
 
 
 def suggestion(of: Settings) -> str:
@@ -332,13 +336,9 @@ def suggestion(of: Settings) -> str:
     return f"try a lower --lr (now {of.lr:g}), or BF16 if this is FP16"
 
 
-def finite(value: Any) -> Any:
-    """`value` with None for every float that is NaN or infinite."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
-    return [finite(item) for item in value] if isinstance(value, (list, tuple)) else value
+def finite(result: Result) -> Result:
+    """`result` as JSON has it, with None for every float that is NaN or infinite."""
+    return json.loads(json.dumps(result), parse_constant=lambda name: None)
 
 
 def mean_of_finite(losses: Sequence[float]) -> float | None:

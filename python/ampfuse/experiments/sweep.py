@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -16,7 +15,7 @@ from ampfuse.devices import choose_device, device_name
 from ampfuse.experiments import make_table
 from ampfuse.experiments.data import open_data
 from ampfuse.experiments.distributed import World
-from ampfuse.experiments.results import Result, file_name, rows_of
+from ampfuse.experiments.results import Result, Row, file_name, rows_of
 from ampfuse.experiments.run import Build, Diverged, Place, Run, load_checkpoint, position, run_name
 from ampfuse.experiments.settings import ARMS, Script, Settings, parse, runs_of
 from ampfuse.files import atomic
@@ -56,7 +55,7 @@ def _sweep(script: Script, build: Build, args: argparse.Namespace) -> int:
         for result in train_all(todo, place, build, resume):
             results.append(result)
             say(line(result))
-    say(f"{table(results)}\nResults: {place.folder.absolute()}")
+    say(f"{table(rows_of(results))}\nResults: {place.folder.absolute()}")
     return _DIVERGED if any(result["diverged"] for result in results) else 0
 
 
@@ -68,13 +67,11 @@ def train_all(
         name = resume["name"] if resume else place.world.gather(run_name(of))[0]
         data = open_data(of, place.device, place.world.rank, place.world.size)
         run, diverged = Run(of, data, place, name, resume), None
-        with contextlib.closing(run):
-            try:
-                run.train(build)
-            except Diverged as error:
-                diverged = error
-            result = run.result(diverged)
-        resume = None
+        try:
+            run.train(build)
+        except Diverged as error:
+            diverged = error
+        result, resume = run.result(diverged), None
         if place.folder and place.world.is_main:
             with atomic(place.folder / f"{name}.json") as file:
                 file.write(json.dumps(result, indent=1, allow_nan=False).encode() + b"\n")
@@ -117,8 +114,7 @@ _COLUMNS = ("method", "batch size", "step, ms", "images/s", "memory, MB", "loss 
 _COLUMNS += ("accuracy, %", "skipped", "scale", "outcome")
 
 
-def table(found: Sequence[Result]) -> str:
-    """All runs, the repeats of an arm together: means, and standard deviations of several."""
-    rows = rows_of(found)
+def table(rows: Sequence[Row], columns: Sequence[str] = _COLUMNS) -> str:
+    """The `rows` of a command, and what their methods mean."""
     meanings = {f"{row['method']}: {ARMS[row['conditions']['arm']]}": None for row in rows}
-    return "\n".join(["", make_table.table(rows, _COLUMNS), "", *meanings])
+    return "\n".join(["", make_table.table(rows, columns), "", *meanings])
