@@ -53,7 +53,7 @@ def test_published_sizes(name, channels, count):
 def test_wide_resnet_halves_the_image_twice():
     model = models.build("wrn16_2", classes=10, channels=3, image_size=32)
     shapes = []
-    for block in model.stages:
+    for block in model[1]:
         block.register_forward_hook(lambda *call: shapes.append(tuple(call[2].shape[1:])))
     model(torch.randn(2, 3, 32, 32))
     assert shapes == [(32, 32, 32)] * 2 + [(64, 16, 16)] * 2 + [(128, 8, 8)] * 2

@@ -98,8 +98,7 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     place = Place(device, label=device_name(device), measure_tensors=True)
     rows = rows_of(train_all(todo, place, build))
     print(table(rows, _COLUMNS))
-    notes = [note for levels, note in _NOTES.items() if set(levels.split()) & set(args.levels)]
-    print(*notes, sep="\n")
+    print(_NOTES)
     if not has_bf16:
         print("There is no BF16 arithmetic here: O4 and O5 save memory, not time.")
     make_table.write_csv(args.output / "levels.csv", rows)
@@ -109,11 +108,10 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     return 0
 
 
-_NOTES = {  # by the levels that they concern
-    " ".join(LEVELS): "memory: the most that tensors took at a time, in a few steps before.",
-    "O1 O2 O3": "FP16 on a CPU shows what it does to training. What it gains takes a GPU to see.",
-    "O3": "O3 has no FP32 master weights: small updates round away, and it may learn worse.",
-}
+_NOTES = """\
+memory: the most that tensors took at a time, in a few steps before.
+FP16 on a CPU shows what it does to training. What it gains takes a GPU to see.
+O3 has no FP32 master weights: small updates round away, and it may learn worse."""
 
 main = functools.partial(run_alone, sys.modules[__name__])
 

@@ -26,8 +26,6 @@ from ampfuse.experiments import results
 from ampfuse.experiments.results import RECIPES, Row
 from ampfuse.files import atomic
 
-_SCRIPTS = {"e1": "cifar", "e2": "cifar", "e3": "cifar", "e4": "imagenet", "e5": "mnist"}
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
@@ -55,7 +53,7 @@ def _own_rows(args: argparse.Namespace) -> list[Row]:
     everything = results.measured(args.results) if args.results.is_dir() else []
     if own := [row for row in everything if row["recipe"] == args.table]:
         return results.chosen(own, args)
-    how = f"ampfuse train {_SCRIPTS[args.table]} --recipe {args.table}"
+    how = f"ampfuse train {RECIPES[args.table]} --recipe {args.table}"
     reason = f"{args.results}: no results of {args.table}; to measure: {how}"
     if args.csv or args.no_published:
         raise UsageError(reason)

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 FORMAT = 2  # of result files and checkpoints
 Result = dict[str, Any]  # a result file; its fields are those of Run.result
 Row = dict[str, Any]
-RECIPES = ("e1", "e2", "e3", "e4", "e5")
+# With the script of each.
+RECIPES = {"e1": "cifar", "e2": "cifar", "e3": "cifar", "e4": "imagenet", "e5": "mnist"}
 EXPERIMENTS = {"cifar": "CIFAR", "imagenet": "ImageNet", "mnist": "MNIST", "mlp": "MLP"}
 EXPERIMENTS |= {"demo": "Digits"}
 # The order of lines and rows: full precision first. E1's names stand beside their arms.

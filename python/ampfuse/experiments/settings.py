@@ -229,10 +229,16 @@ def runs_of(
     arms, method, loss_scale = _precision(args, device)
     if args.graph and device.type != "cuda":
         raise UsageError("--graph: a CUDA graph needs a GPU; leave it out on a CPU")
-    recipe = _recipe(args, script)
+    if args.data and args.folder:
+        raise UsageError(f"--data {args.data} and {args.folder}: give one data folder")
+    if not (data := args.data or args.folder or script.data):
+        raise UsageError("--data: give a folder, digits or synthetic")
+    # The recipe asked for, else that of the model, else the script's first.
+    recipes = [recipe for recipe in script.recipes if args.recipe in (None, recipe.name)]
+    recipe = next((recipe for recipe in recipes if args.model in recipe.models), recipes[0])
     model = args.model or recipe.models[0]
     given = {n: v for n, v in vars(args).items() if n in _NAMES and v is not None}
-    given |= {"data": _data(args, script), "experiment": script.name, "model": model}
+    given |= {"data": data, "experiment": script.name, "model": model}
     given["recipe"] = recipe.name if model in recipe.models else None
     runs: list[Settings] = []
     for size in dict.fromkeys(given.pop("batch_size", [None])):
@@ -281,20 +287,6 @@ def _precision(
 
 def has_tf32(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
-
-
-def _data(args: argparse.Namespace, script: Script) -> str:
-    if args.data and args.folder:
-        raise UsageError(f"--data {args.data} and {args.folder}: give one data folder")
-    if data := args.data or args.folder or script.data:
-        return data
-    raise UsageError("--data: give a folder, digits or synthetic")
-
-
-def _recipe(args: argparse.Namespace, script: Script) -> Recipe:
-    """The recipe asked for, else that of the model, else the script's first."""
-    found = [recipe for recipe in script.recipes if args.recipe in (None, recipe.name)]
-    return next((recipe for recipe in found if args.model in recipe.models), found[0])
 
 
 def _resolved(

@@ -7,9 +7,8 @@ image, or the device itself, which holds the whole set as uint8.
 
 import torch
 
-from ampfuse.experiments.data.files import read_files
 from ampfuse.experiments.data.loaders import Data, NormalFeatures, ResidentData, WorkersData
-from ampfuse.experiments.data.sets import DataError, digits, synthetic
+from ampfuse.experiments.data.sets import DataError, digits, read_files, synthetic
 from ampfuse.experiments.settings import Settings
 
 __all__ = ["Data", "DataError", "open_data", "read_files"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import signal
@@ -228,6 +229,7 @@ class WorkersData(Data):
             raise error.with_traceback(None) from None
 
 
+@dataclasses.dataclass
 class Samples(Dataset[tuple[Tensor, Tensor]]):
     """Images by their number, transformed, and their labels.
 
@@ -235,19 +237,15 @@ class Samples(Dataset[tuple[Tensor, Tensor]]):
     alone, whichever process draws.
     """
 
-    def __init__(
-        self,
-        split: Pixels | ImageFiles,
-        transform: Callable[[Any], Tensor],
-        draws: tuple[int, int] = (0, 0),
-    ) -> None:
-        self._split, self._transform, self._draws = split, transform, draws
+    split: Pixels | ImageFiles
+    transform: Callable[[Any], Tensor]
+    draws: tuple[int, int] = (0, 0)
 
     def __getitem__(self, number: int) -> tuple[Tensor, Tensor]:
         with torch.random.fork_rng(devices=[]):
             # Not torch.manual_seed, which would seed the GPUs too.
-            torch.default_generator.manual_seed(sets.seed_of("sample", *self._draws, number))
-            return self._transform(self._split[number]), self._split.labels[number]
+            torch.default_generator.manual_seed(sets.seed_of("sample", *self.draws, number))
+            return self.transform(self.split[number]), self.split.labels[number]
 
 
 def _ignore_interrupts(worker: int) -> None:
