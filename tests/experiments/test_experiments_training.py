@@ -118,7 +118,7 @@ class TestRun:
 
         def with_huge_scale(run: Run) -> object:
             arm = cifar.build(run)
-            arm._scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
+            arm.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
             return arm
 
         run = run_of(settings)

@@ -40,7 +40,6 @@ E4 = Recipe(
     },
     by_epochs={"schedule": "steps", "evaluate": True},
     cpu={"batch_size": 16, "iterations": 12},
-    original={"loader": "workers", "workers": 4},
 )
 SCRIPT = Script(
     name="imagenet",

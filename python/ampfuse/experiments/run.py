@@ -205,8 +205,8 @@ class Run:
         """Loss and accuracy over the whole test set, all processes' shares together; no accuracy
         where there are no classes."""
         arm, classes = self.arm, self.data.classes
-        with gathered(arm.bare_model) as model:
-            sums = arm.test(self.data.test_batches(), arm.model if self.world.size == 1 else model)
+        with gathered(arm.bare_model):
+            sums = arm.test(self.data.test_batches())
         loss, right, images = self.world.sum(sums)
         return {"loss": loss / images, "accuracy": right / images if classes else None}
 
@@ -262,7 +262,7 @@ class Run:
             "step": self.step,
             "model": model,
             "optimizer": optimizer,
-            "scaler": arm.scaler_state(),
+            "scaler": arm.scaler.state_dict(),
             "rng": self.world.gather(rng),
             "record": dataclasses.asdict(self.record),
         }
@@ -396,7 +396,7 @@ def _restore(arm: Arm, saved: dict[str, Any], rank: int) -> None:
     """Put `arm` and the random numbers where they were at the checkpoint."""
     try:
         load_states(arm, saved["model"], saved["optimizer"])
-        arm.load_scaler_state(saved["scaler"])
+        arm.scaler.load_state_dict(saved["scaler"])
     except (RuntimeError, ValueError, KeyError, TypeError) as error:
         why = " ".join(str(error).split())
         raise UsageError(f"--resume: the checkpoint does not fit the model: {why}") from error

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -186,8 +187,7 @@ def parse(script: Script, argv: Sequence[str], prog: str) -> argparse.Namespace:
             if kind.get("type") is switch:
                 off = {"action": "store_const", "const": False, "dest": field.name}
                 add(f"--no-{flag}", **off, help=argparse.SUPPRESS)
-    words = [word.partition("=") for word in argv]
-    todays = [f.replace("_", "-") + e + v if f.startswith("--") else f + e + v for f, e, v in words]
+    todays = [re.sub("^--[^=]*", lambda flag: flag[0].replace("_", "-"), word) for word in argv]
     return parser.parse_intermixed_args(todays)
 
 
@@ -238,16 +238,13 @@ def runs_of(
     recipe = next((recipe for recipe in recipes if args.model in recipe.models), recipes[0])
     model = args.model or recipe.models[0]
     given = {n: v for n, v in vars(args).items() if n in _NAMES and v is not None}
-    given |= {"data": data, "experiment": script.name, "model": model}
+    given |= {"data": data, "experiment": script.name, "model": model, "loss_scale": loss_scale}
     given["recipe"] = recipe.name if model in recipe.models else None
     runs: list[Settings] = []
     for size in dict.fromkeys(given.pop("batch_size", [None])):
-        of_size = []
-        for arm in arms:
-            scaled = loss_scale if arm in ("amp-fp16", *LEVELS[1:]) else None
-            wishes = given | {"arm": arm, "method": method or arm, "loss_scale": scaled}
-            wishes |= {"batch_size": size} if size else {}
-            of_size.append(_resolved(args, recipe, wishes, device))
+        given |= {"batch_size": size} if size else {}
+        of_arm = [{**given, "arm": arm, "method": method or arm} for arm in arms]
+        of_size = [_resolved(args, recipe, wishes, device) for wishes in of_arm]
         # Arms take turns, so that whatever else the machine does meets all of them alike.
         repeats = range(of_size[0].repeats)
         runs += [dataclasses.replace(one, repeat=r) for r in repeats for one in of_size]
@@ -317,8 +314,10 @@ def _resolved(
         settings["cudnn_benchmark"] = False
     # Noise for a few steps is enough; more of it would only cost memory.
     settings.setdefault("synthetic_size", max(2048, 4 * settings.get("batch_size", 128)))
+    if arm not in ("amp-fp16", *LEVELS[1:]):
+        settings["loss_scale"] = None
     if arm not in HALF_LEVELS:
-        settings.pop("keep_batchnorm_fp32", None)
+        settings["keep_batchnorm_fp32"] = None
     if arm not in LEVELS or args.fuse is None:
         tuned = args.loop != "original" and settings.get("channels_last", True)
         gathered_apart = settings.get("fsdp") and arm in HALF_LEVELS
