@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ampfuse import amp
-from ampfuse.experiments.demo import DigitsNet
+from ampfuse.experiments.demo import digits_net
 from ampfuse.nn import fuse, unfuse
 from cases import LEVELS, bf16, f32, f64, through_a_file
 
@@ -101,7 +101,7 @@ NETWORKS = {
     "vgg16": (ours, 40, 0, 13, 0),
     "densenet121": (torchvision, 64, 0, 120, 1),
     "wrn10_1": (ours, 16, 0, 7, 0),
-    "digits": (lambda _: DigitsNet(4), 16, 0, 4, 0),
+    "digits": (lambda _: digits_net(4), 16, 0, 4, 0),
     "BasicBlock": (shallow, 40, 4, 5, 3),
     "Bottleneck": (shallow, 40, 4, 9, 4),
     "resnet50": (shallow, 40, 4, 9, 4),

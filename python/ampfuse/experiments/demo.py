@@ -30,24 +30,22 @@ _COLUMNS = ("method", "time, s", "images/s", "memory, MB", "accuracy, %", "skipp
 
 def build(run: Run) -> Arm:
     """The network on the device, with an optimizer, at the run's level."""
-    model = DigitsNet(width=int(run.settings.model.removeprefix("digits")))
+    model = digits_net(int(run.settings.model.removeprefix("digits")))
     model.to(run.device, memory_format=run.layout)
     return build_arm(run.settings, model, F.cross_entropy, run.device)
 
 
-class DigitsNet(nn.Sequential):
+def digits_net(width: int) -> nn.Sequential:
     """Images [n, 1, 8, 8] to scores [n, 10]; `width` channels at 8x8, then twice as many at 4x4."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__(
-            _conv(1, width),
-            _conv(width, width),
-            _conv(width, 2 * width, stride=2),
-            _conv(2 * width, 2 * width),
-            nn.AdaptiveAvgPool2d(1),
-            nn.Flatten(),
-            nn.Linear(2 * width, 10),
-        )
+    return nn.Sequential(
+        _conv(1, width),
+        _conv(width, width),
+        _conv(width, 2 * width, stride=2),
+        _conv(2 * width, 2 * width),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(2 * width, 10),
+    )
 
 
 def _conv(channels: int, filters: int, stride: int = 1) -> nn.Sequential:

@@ -14,6 +14,7 @@ import contextlib
 import functools
 import io
 import itertools
+import operator
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -84,9 +85,9 @@ def drawn(rows: Sequence[Row], *, std: bool = False) -> dict[str, Figure]:
     from ampfuse.experiments import figures
 
     ways = (False, True) if std else (False,)
-    found = {}
-    for experiment, model in dict.fromkeys(map(_net, rows)):
-        ours = [row for row in rows if _net(row) == (experiment, model)]
+    net, found = operator.itemgetter("experiment", "model"), {}
+    for experiment, model in dict.fromkeys(map(net, rows)):
+        ours = [row for row in rows if net(row) == (experiment, model)]
         for bars, kind in itertools.product(ways, ("time", "memory")):
             name = figure_name(experiment, model, kind.title() + " (std)" * bars)
             with contextlib.suppress(figures.NothingToDraw):
@@ -94,10 +95,6 @@ def drawn(rows: Sequence[Row], *, std: bool = False) -> dict[str, Figure]:
     if not found:
         raise UsageError("the chosen results hold nothing to draw")
     return found
-
-
-def _net(row: Row) -> tuple[str, str]:
-    return row["experiment"], row["model"]
 
 
 main = functools.partial(run_alone, sys.modules[__name__])

@@ -290,9 +290,9 @@ class Run:
             "memory_kind": self.memory.kind if self._tensors is None else "tensors",
             "accuracy_pct": test["accuracy"] and 100 * test["accuracy"],
             "test_loss": test["loss"],
-            **dict(
-                zip(("images_per_s", "images_per_s_min", "images_per_s_max"), rates, strict=True)
-            ),
+            "images_per_s": rates[0],
+            "images_per_s_min": rates[1],
+            "images_per_s_max": rates[2],
             "loss_last": record.losses[-1] if record.losses else None,
             "loss_mean": mean_of_finite(record.losses),
             "loss_scale": self.arm.loss_scale(),
@@ -303,7 +303,8 @@ class Run:
             "evaluations": record.evaluations,
             "finished": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         }
-        return finite(result)
+        # NaN and infinity, which JSON does not have, become None.
+        return json.loads(json.dumps(result), parse_constant=lambda name: None)
 
     def _conditions(self) -> dict[str, Any]:
         """All that repeats of this run have in common, but its length and what names its row."""
@@ -334,11 +335,6 @@ def suggestion(of: Settings) -> str:
     if of.arm in ("O1", "O2", "amp-fp16") and isinstance(of.loss_scale, float):
         return f"a static loss scale of {of.loss_scale:g} skips no step: try --loss-scale dynamic"
     return f"try a lower --lr (now {of.lr:g}), or BF16 if this is FP16"
-
-
-def finite(result: Result) -> Result:
-    """`result` as JSON has it, with None for every float that is NaN or infinite."""
-    return json.loads(json.dumps(result), parse_constant=lambda name: None)
 
 
 def mean_of_finite(losses: Sequence[float]) -> float | None:

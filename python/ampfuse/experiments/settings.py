@@ -34,7 +34,7 @@ LEVELS = tuple(ARMS)[4:]
 HALF_LEVELS = ("O2", "O3", "O5")  # whose weights are half, but for batch norms'
 _FUSED = ("O1", "O2", "O4", "O5")  # that fuse batch norms by themselves
 _MODES = {"FP32": "fp32", "FP16": "O2", "amp": "O1"}  # E1's names
-_MADE_UP = ("digits", "synthetic")  # data that are no folder
+MADE_UP = ("digits", "synthetic")  # data that are no folder
 
 
 def switch(text: str) -> bool:
@@ -290,7 +290,7 @@ def _resolved(
     args: argparse.Namespace, recipe: Recipe, wishes: Mapping[str, Any], device: torch.device
 ) -> Settings:
     """The recipe's settings, what suits a CPU over them, and the `wishes` over both."""
-    arm, made_up = wishes["arm"], wishes["data"] in _MADE_UP
+    arm, made_up = wishes["arm"], wishes["data"] in MADE_UP
     original = {"channels_last": False, "cudnn_benchmark": False, **recipe.original}
     in_epochs = "epochs" in wishes and "iterations" not in wishes
     settings: dict[str, Any] = {}

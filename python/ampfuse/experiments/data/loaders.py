@@ -16,7 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset
 
 from ampfuse.experiments.data import sets
 from ampfuse.experiments.data.sets import DataError, ImageFiles, ImageSet, Pixels
-from ampfuse.experiments.settings import Settings
+from ampfuse.experiments.settings import MADE_UP, Settings
 
 Batches = Iterator[tuple[Tensor, Tensor]]
 
@@ -79,7 +79,7 @@ class Data:
         source = self.settings.data
         workers = self.settings.workers if self.settings.loader == "workers" else None
         sizes = {"train_size": self.train_size, "test_size": self.test_size}
-        data = source if source in ("digits", "synthetic") else self.kind
+        data = source if source in MADE_UP else self.kind
         return {"data": data, "kind": self.kind, "workers": workers, **sizes}
 
     def _epoch_order(self, epoch: int) -> Tensor:
