@@ -83,9 +83,9 @@ def _length(rows: Sequence[Row]) -> str:
     different = []
     for unit in ("iterations", "epochs"):
         lengths = sorted({row[unit] for row in rows} - {None})
-        if len(lengths) == 1:
-            return f"{lengths[0]:g} {unit}"
         different.append(f"{listed(lengths)} {unit}")
+        if len(lengths) == 1:
+            return different[-1]
     first = rows[0]
     raise UsageError(
         f"{first['gpu']} {first['method']} of {first['model']}: runs of different length "
