@@ -18,6 +18,7 @@ SMALL = ["wrn10_2" if name == "wrn28_10" else name for name in models.NAMES]
     [
         *((name, 1, SIZE.get(name, 32)) for name in SMALL),
         *[("vgg16", 3, 48), ("resnet18", 3, 64), ("mnist_cnn", 3, 32), ("wrn10_1", 3, 28)],
+        ("digits4", 3, 8),
     ],
 )
 def test_scores_for_every_class_and_gradients_for_every_parameter(name, channels, size):

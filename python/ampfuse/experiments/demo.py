@@ -12,52 +12,18 @@ import sys
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
-from torch import nn
 
 from ampfuse import hardware
 from ampfuse.command_line import at_least, check_installed, check_writable, run_alone
 from ampfuse.devices import choose_device, device_name
 from ampfuse.experiments import make_plot, make_table
-from ampfuse.experiments.arms import Arm, build_arm
+from ampfuse.experiments.cifar import build
 from ampfuse.experiments.results import rows_of
-from ampfuse.experiments.run import Place, Run
+from ampfuse.experiments.run import Place
 from ampfuse.experiments.settings import LEVELS, Settings, has_tf32
 from ampfuse.experiments.sweep import table, train_all
 
 _COLUMNS = ("method", "time, s", "images/s", "memory, MB", "accuracy, %", "skipped", "scale")
-
-
-def build(run: Run) -> Arm:
-    """The network on the device, with an optimizer, at the run's level."""
-    model = digits_net(int(run.settings.model.removeprefix("digits")))
-    model.to(run.device, memory_format=run.layout)
-    return build_arm(run.settings, model, F.cross_entropy, run.device)
-
-
-def digits_net(width: int) -> nn.Sequential:
-    """Images [n, 1, 8, 8] to scores [n, 10]; `width` channels at 8x8, then twice as many at 4x4."""
-    return nn.Sequential(
-        _conv(1, width),
-        _conv(width, width),
-        _conv(width, 2 * width, stride=2),
-        _conv(2 * width, 2 * width),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Linear(2 * width, 10),
-    )
-
-
-def _conv(channels: int, filters: int, stride: int = 1) -> nn.Sequential:
-    return nn.Sequential(
-        # No bias: the batch norm after it would take it away again.
-        nn.Conv2d(channels, filters, kernel_size=3, stride=stride, padding=1, bias=False),
-        nn.BatchNorm2d(filters),
-        nn.ReLU(inplace=True),
-    )
-
-
-# ---- the command ---------------------------------------------------------------------------------
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

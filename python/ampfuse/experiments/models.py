@@ -20,17 +20,19 @@ NAMES += ("resnet18", "resnet50", "mnist_cnn", "mlp")
 def build(
     name: str, *, classes: int, channels: int, image_size: int, dropout: float = 0.0
 ) -> nn.Module:
-    """The network `name`, of :data:`NAMES` or ``wrn<depth>_<width>`` (else this raises ValueError),
-    FP32 on the CPU: images [n, channels, image_size, image_size] to scores of `classes`, of ``mlp``
-    to as many as an image has values. `dropout` is that in the blocks of a Wide-ResNet."""
-    wide = re.fullmatch(r"wrn(\d+)_(\d+)", name)
-    if name not in NAMES and not wide:
+    """The network `name`, of :data:`NAMES`, ``wrn<depth>_<width>`` or the demo's ``digits<width>``
+    (else this raises ValueError), FP32 on the CPU: images [n, channels, image_size, image_size] to
+    scores of `classes`, of ``mlp`` to as many as an image has values. `dropout` is that in the
+    blocks of a Wide-ResNet."""
+    if wide := re.fullmatch(r"wrn(\d+)_(\d+)", name):
+        return wide_resnet(int(wide[1]), int(wide[2]), classes, channels, dropout)
+    if digits := re.fullmatch(r"digits(\d+)", name):
+        return digits_net(int(digits[1]), classes, channels)
+    if name not in NAMES:
         raise ValueError(
             f"unknown model {name!r}: the models are {', '.join(NAMES)} and other "
             "wrn<depth>_<width>, as wrn16_4"
         )
-    if wide:
-        return wide_resnet(int(wide[1]), int(wide[2]), classes, channels, dropout)
     if name == "mnist_cnn":
         return mnist_cnn(classes, channels, image_size)
     if name == "mlp":
@@ -144,3 +146,25 @@ def mlp(width: int) -> nn.Sequential:
     relu = partial(nn.ReLU, inplace=True)
     first, second, third = (nn.Linear(width, width) for _ in range(3))
     return nn.Sequential(nn.Flatten(), first, relu(), second, relu(), third)
+
+
+def digits_net(width: int, classes: int, channels: int) -> nn.Sequential:
+    """The demo's, for images of 8x8: `width` channels there, then twice as many at 4x4."""
+    return nn.Sequential(
+        _norm_conv(channels, width),
+        _norm_conv(width, width),
+        _norm_conv(width, 2 * width, stride=2),
+        _norm_conv(2 * width, 2 * width),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(2 * width, classes),
+    )
+
+
+def _norm_conv(channels: int, filters: int, stride: int = 1) -> nn.Sequential:
+    return nn.Sequential(
+        # No bias: the batch norm after it would take it away again.
+        nn.Conv2d(channels, filters, kernel_size=3, stride=stride, padding=1, bias=False),
+        nn.BatchNorm2d(filters),
+        nn.ReLU(inplace=True),
+    )
