@@ -27,29 +27,32 @@ class OneLineParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message} (--help lists the options)\n")
 
 
-def run_alone(command: ModuleType, argv: list[str] | None, prog: str) -> int:
+def run_alone(command: ModuleType, argv: list[str] | None = None) -> int:
     """Run `command`, a module with ``add_arguments`` and ``run``, on `argv` (None: ``sys.argv``).
 
     Its docstring is the text of ``--help``. Returns the exit status.
     """
+    assert command.__spec__ is not None  # it is run by its name, as python -m does it
     parser = OneLineParser(
-        prog=prog,
+        prog=f"python -m {command.__spec__.name.removesuffix('.__main__')}",
         description=command.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.add_arguments(parser)
-    return status_of(command, parser, parser.parse_args(argv))
+    args = parser.parse_args(argv)
+    return status_of(lambda: command.run(parser, args), parser.prog)
 
 
-def status_of(command: ModuleType, parser: OneLineParser, args: argparse.Namespace) -> int:
-    """``command.run``; what the user has to put right, and Ctrl-C, end in a line."""
+def status_of(run: Callable[[], int], prog: str, left: str = "nothing was written") -> int:
+    """What `run` returns; what the user has to put right, and Ctrl-C, end in a line. The latter
+    says what is `left`."""
     try:
-        return command.run(parser, args)
+        return run()
     except (UsageError, OSError) as error:
-        print(f"{parser.prog}: error: {error}", file=sys.stderr)
-        return 2
+        print(f"{prog}: error: {error}", file=sys.stderr)
+        return 2  # as of argparse
     except KeyboardInterrupt:
-        print("\nInterrupted; nothing was written.", file=sys.stderr)
+        print(f"\nInterrupted; {left}.", file=sys.stderr)
         return 130  # what a shell reports for a process that Ctrl-C ended
 
 

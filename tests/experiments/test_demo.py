@@ -66,16 +66,15 @@ def test_a_second_run_replaces_the_files(tmp_path):
 
 
 def test_ctrl_c_leaves_nothing(tmp_path, monkeypatch, capsys):
-    batches = Run.batches
+    note = Run._note
 
-    def interrupted(run: Run) -> object:
-        for number, batch in enumerate(batches(run)):
-            if number == 3:
-                signal.raise_signal(signal.SIGINT)
-            yield batch
+    def interrupted(run: Run, *values: object) -> None:
+        note(run, *values)
+        if run.step == 3:
+            signal.raise_signal(signal.SIGINT)
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(Run, "batches", interrupted)
+    monkeypatch.setattr(Run, "_note", interrupted)
     # What a shell starts in the background ignores the signal.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:

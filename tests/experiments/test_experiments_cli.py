@@ -43,7 +43,7 @@ OF_2018 = "imagenet -a resnet50 -j 4 -b 128 --static-loss-scale 256 /data/imagen
 AS_2018 = {"model": "resnet50", "batch_size": 128, "workers": 4, "data": "/data/imagenet"}
 AS_2018 |= {"loader": "workers", "iterations": 360}
 OF_2019 = "--opt-level O2 --keep-batchnorm-fp32 True --loss-scale 128.0 --channels-last True "
-OF_2019 += "--epochs 90 --workers 4 --deterministic --local_rank 0"
+OF_2019 += "--epochs 90 --workers 4 --deterministic"
 AS_2019 = {"arm": "O2", "keep_batchnorm_fp32": True, "loss_scale": 128.0, "data": "DIR"}
 AS_2019 |= {"channels_last": True, "deterministic": True, "epochs": 90, "iterations": None}
 AS_2019 |= {"schedule": "steps", "evaluate": True}
@@ -59,7 +59,6 @@ LINES = {
     f"{OF_2018} --fp16": {**AS_2018, "arm": "O2", "method": "fp16", "loss_scale": 256.0},
     **{f"imagenet {line.format(OF_2019)}": AS_2019 for line in FOLDERS},
     "imagenet D --opt-level O1 --prof 10": {"arm": "O1", "iterations": 10},
-    "imagenet D --fp16 --dynamic-loss-scale": {"loss_scale": "dynamic"},
     # With and without a value.
     "imagenet --opt-level O2 --channels-last True DIR": {"channels_last": True, "data": "DIR"},
     "imagenet DIR --arm O2 --channels-last": {"channels_last": True, "data": "DIR"},
@@ -67,8 +66,6 @@ LINES = {
     "imagenet DIR --arm O2 --no-channels-last": {"channels_last": False, "data": "DIR"},
     "imagenet DIR --arm O2": {"channels_last": True, "data": "DIR"},
     "imagenet DIR --arm O2 --loss-scale dynamic": {"loss_scale": "dynamic"},
-    "imagenet DIR --arm O2 --loss-scale None": {"loss_scale": None},
-    "imagenet DIR --arm O2 --keep-batchnorm-fp32 None": {"keep_batchnorm_fp32": None},
     # Published by model and level.
     "cifar --recipe e3 --model densenet161 --arm O0": {"batch_size": 512, "epochs": 25},
     "cifar --recipe e3 --model densenet161 --arm O2": {"batch_size": 1024, "epochs": 50},

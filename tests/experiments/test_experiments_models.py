@@ -18,6 +18,7 @@ SMALL = ["wrn10_2" if name == "wrn28_10" else name for name in models.NAMES]
     [
         *((name, 1, SIZE.get(name, 32)) for name in SMALL),
         *[("vgg16", 3, 48), ("resnet18", 3, 64), ("mnist_cnn", 3, 32), ("wrn10_1", 3, 28)],
+        ("digits4", 3, 8),
     ],
 )
 def test_scores_for_every_class_and_gradients_for_every_parameter(name, channels, size):
@@ -53,7 +54,7 @@ def test_published_sizes(name, channels, count):
 def test_wide_resnet_halves_the_image_twice():
     model = models.build("wrn16_2", classes=10, channels=3, image_size=32)
     shapes = []
-    for block in model.stages:
+    for block in model[1]:
         block.register_forward_hook(lambda *call: shapes.append(tuple(call[2].shape[1:])))
     model(torch.randn(2, 3, 32, 32))
     assert shapes == [(32, 32, 32)] * 2 + [(64, 16, 16)] * 2 + [(128, 8, 8)] * 2

@@ -21,6 +21,7 @@ from ampfuse.command_line import UsageError
 from ampfuse.experiments import cifar, mlp, mnist, sweep
 from ampfuse.experiments.arms import build_arm
 from ampfuse.experiments.data import open_data
+from ampfuse.experiments.results import rows_of
 from ampfuse.experiments.run import Diverged, Place, Record, Run, load_checkpoint, suggestion
 from ampfuse.experiments.settings import ARMS, Settings
 from ampfuse.graphs import EAGER_CALLS
@@ -51,7 +52,7 @@ def run_of(settings: Settings, folder: Path | None = None, resume: dict | None =
 
 def trained(settings: Settings, folder: Path | None = None, resume: dict | None = None) -> Run:
     run = run_of(settings, folder, resume)
-    cifar.train(run)
+    run.train(cifar.build)
     return run
 
 
@@ -61,7 +62,7 @@ whole_run = functools.cache(trained)
 def stopped(settings: Settings, step: int, folder: Path) -> dict:
     """The checkpoint of a run that was saved in that step and then interrupted."""
     run = run_of(settings, folder)
-    name = "note" if step % run.data.batches_per_epoch else "_end_epoch"
+    name = "_note" if step % run.data.batches_per_epoch else "_end_epoch"
     original = getattr(run, name)
 
     def and_stop(*values: torch.Tensor) -> None:
@@ -74,7 +75,7 @@ def stopped(settings: Settings, step: int, folder: Path) -> dict:
 
     setattr(run, name, and_stop)
     with pytest.raises(KeyboardInterrupt):
-        cifar.train(run)
+        run.train(cifar.build)
     return load_checkpoint(folder / "run.pt")
 
 
@@ -111,18 +112,18 @@ class TestRun:
         assert conditions["torch"] == torch.__version__
         json.dumps(result, allow_nan=False)
 
-    def test_skipped_steps_are_counted_where_they_happened(self, monkeypatch):
+    def test_skipped_steps_are_counted_where_they_happened(self):
         # Five halvings of this scale until the scaled gradients fit.
         settings = dataclasses.replace(BASE, arm="amp-fp16", method="amp-fp16")
-        build = cifar.build
 
         def with_huge_scale(run: Run) -> object:
-            arm = build(run)
-            arm._scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
+            arm = cifar.build(run)
+            arm.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
             return arm
 
-        monkeypatch.setattr(cifar, "build", with_huge_scale)
-        result = trained(settings).result()
+        run = run_of(settings)
+        run.train(with_huge_scale)
+        result = run.result()
         steps = [step for line in result["intervals"] for step in line["overflow_steps"]]
         assert len(steps) == result["skipped_steps"] >= 5
         assert steps[:5] == [1, 2, 3, 4, 5]
@@ -138,7 +139,7 @@ class TestRun:
             run = run_of(settings)
             torch.manual_seed(0)
             before = torch.cat([p.flatten() for p in cifar.build(run).bare_model.parameters()])
-            cifar.train(run)
+            run.train(cifar.build)
             after = torch.cat([p.detach().flatten() for p in run.arm.bare_model.parameters()])
             moved = (after.float() - before.float()).norm().item()
             assert least <= moved <= most, (arm, clip)
@@ -176,14 +177,15 @@ class TestResume:
 def test_an_interrupted_command_says_what_is_there(tmp_path, capsys, monkeypatch):
     line = ["--data", "digits", "-b", "64", "--image-size", "16", "--arm", "O5", "fp32"]
     line += ["--repeats", "1", "-o", str(tmp_path), "--GPU", "here", "--iterations", "2"]
-    train = mlp.train
+    train = Run.train
 
-    def interrupted(run: Run) -> None:
-        train(run)
+    def interrupted(run: Run, build: object) -> None:
+        train(run, build)
         if run.settings.arm == "fp32":
             raise KeyboardInterrupt
 
-    assert sweep.main(mlp.SCRIPT, interrupted, line) == 130
+    monkeypatch.setattr(Run, "train", interrupted)
+    assert mlp.main(line) == 130
     assert "Interrupted; the runs that were finished have their results" in capsys.readouterr().err
     (result,) = tmp_path.rglob("*.json")
     assert json.loads(result.read_text())["method"] == "O5"
@@ -195,7 +197,7 @@ class TestDivergence:
         batches = run.data.test_batches
         run.data.test_batches = lambda: ((x * math.inf, y) for x, y in batches())
         with pytest.raises(Diverged, match="test loss became nan"):
-            cifar.train(run)
+            run.train(cifar.build)
 
     def test_o3_says_what_to_do(self, tmp_path, capsys):
         line = ["--data", "digits", "--model", "wrn10_1", "--image-size", "8", "-b", "32"]
@@ -285,7 +287,7 @@ def test_a_run_without_timed_steps():
     result = run.result()
     assert result["time_s"] is None
     assert sweep.line(result).startswith("wrn10_1 O2 batch 64: loss ")
-    assert "| O2" in sweep.table([result])
+    assert "| O2" in sweep.table(rows_of([result]))
 
 
 def test_memory_of_a_run_is_its_own():
@@ -320,7 +322,7 @@ def test_captured_steps_train_like_eager_ones(arm, optimizer, monkeypatch):
     for graph in (False, True):
         settings = dataclasses.replace(of_mnist, graph=graph)
         runs.append(Run(settings, open_data(settings, device), Place(device)))
-        mnist.train(runs[-1])
+        runs[-1].train(mnist.build)
     eager, graphed = runs
     assert graphed.record.losses == pytest.approx(eager.record.losses, rel=1e-3)
     assert graphed.record.skipped_steps == eager.record.skipped_steps

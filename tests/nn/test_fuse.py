@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ampfuse import amp
-from ampfuse.experiments.demo import DigitsNet
+from ampfuse.experiments import models
 from ampfuse.nn import fuse, unfuse
 from cases import LEVELS, bf16, f32, f64, through_a_file
 
@@ -89,8 +89,6 @@ def shallow(name):
 
 def ours(name):
     pytest.importorskip("torchvision")
-    from ampfuse.experiments import models
-
     return models.build(name, classes=5, channels=3, image_size=32)
 
 
@@ -101,7 +99,7 @@ NETWORKS = {
     "vgg16": (ours, 40, 0, 13, 0),
     "densenet121": (torchvision, 64, 0, 120, 1),
     "wrn10_1": (ours, 16, 0, 7, 0),
-    "digits": (lambda _: DigitsNet(4), 16, 0, 4, 0),
+    "digits": (lambda _: models.digits_net(4, 10, 1), 16, 0, 4, 0),
     "BasicBlock": (shallow, 40, 4, 5, 3),
     "Bottleneck": (shallow, 40, 4, 9, 4),
     "resnet50": (shallow, 40, 4, 9, 4),

@@ -46,4 +46,4 @@ def main(argv: list[str] | None = None) -> int:
             own.description = command.__doc__
             command.add_arguments(own)
     args = parser.parse_args(argv)
-    return status_of(command, command_parser, args)
+    return status_of(lambda: command.run(command_parser, args), command_parser.prog)

@@ -45,6 +45,7 @@ class Arm:
             so, and returns loss (unscaled), loss scale used, and 1 if the step was skipped, else 0:
             float32, 0-dim, on the device.
         bare_model: `model` without what trains it in several processes.
+        scaler: the loss scaler, whose state checkpoints carry.
         policy: what the arm decides of scaling, masters and batch norm, as JSON can say it.
     """
 
@@ -57,9 +58,7 @@ class Arm:
         self.model = self.bare_model = model
         self._one, self._zero = torch.ones((), device=device), torch.zeros((), device=device)
         self.optimizer = self._torch_optimizer()
-        self.step: Callable[..., tuple[Tensor, ...]] = self._step
-        if settings.graph:
-            self.step = GraphedCall(self._step)
+        self.step = GraphedCall(self._step) if settings.graph else self._step
         self._set_up()
 
     def _set_up(self) -> None:
@@ -67,13 +66,13 @@ class Arm:
         settings = self.settings
         self._half = _HALVES.get(settings.arm)
         static = settings.loss_scale if isinstance(settings.loss_scale, float) else None
-        self._scaler = torch.amp.GradScaler(
+        self.scaler = torch.amp.GradScaler(
             self.device.type,
             init_scale=static or 2.0**16,
             growth_interval=2**31 - 1 if static else 2000,
             enabled=self._half is torch.float16,
         )
-        self.policy = {"loss_scale": static or "dynamic"} if self._scaler.is_enabled() else {}
+        self.policy = {"loss_scale": static or "dynamic"} if self.scaler.is_enabled() else {}
         if self._half and settings.optimizer == "sgd" and settings.momentum:
             # torch's fused SGD leaves the buffers of a skipped first step uninitialized, and uses
             # them in the next. From zeros the first step comes out the same.
@@ -109,7 +108,7 @@ class Arm:
 
     def _backward_and_step(self, loss: Tensor) -> tuple[Tensor, Tensor]:
         """Returns loss scale and skipped."""
-        scaler, clip = self._scaler, self.settings.clip
+        scaler, clip = self.scaler, self.settings.clip
         scaler.scale(loss).backward()
         if clip is not None:
             scaler.unscale_(self.optimizer)
@@ -124,16 +123,16 @@ class Arm:
         scaler.update()
         return used, (scale < used).float()
 
-    def test(self, batches: Iterable[tuple[Tensor, Tensor]], model: nn.Module) -> list[float]:
-        """Sum of the losses, right answers and number of the images in `batches`, by `model`, which
-        is in evaluation mode meanwhile. Waits for the device."""
+    def test(self, batches: Iterable[tuple[Tensor, Tensor]]) -> list[float]:
+        """Sum of the losses, right answers and number of the images in `batches`, by the bare
+        model in evaluation mode. Waits for the device."""
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         right = torch.zeros((), dtype=torch.int64, device=self.device)
         images = 0
         self.model.eval()
         with torch.no_grad(), self.forward():
             for inputs, targets in batches:
-                outputs = model(inputs)
+                outputs = self.bare_model(inputs)
                 loss += self.loss_of(outputs, targets).double() * len(targets)
                 if not targets.is_floating_point():
                     right += (outputs.argmax(1) == targets).sum()
@@ -143,14 +142,7 @@ class Arm:
 
     def loss_scale(self) -> float:
         """The present scale. Waits for the device."""
-        return self._scaler.get_scale()
-
-    def scaler_state(self) -> dict[str, Any]:
-        return self._scaler.state_dict()
-
-    def load_scaler_state(self, state: dict[str, Any]) -> None:
-        """Restore what :meth:`scaler_state` returned."""
-        self._scaler.load_state_dict(state)
+        return self.scaler.get_scale()
 
 
 class _Level(Arm):
@@ -168,8 +160,8 @@ class _Level(Arm):
             self.model, self.optimizer = amp.initialize(model, self.optimizer, **options)
         except (RuntimeError, ValueError, AssertionError) as error:
             raise UsageError(f"{settings.arm}: {error}") from error
-        self._session = self.optimizer._amp_session
-        policy = self._session.policy
+        session = self.optimizer._amp_session
+        policy, self.scaler = session.policy, session.loss_scalers[0]
         self._scales = policy.model_is_low_precision or policy.loss_scale != 1.0
         names = ("keep_batchnorm_fp32", "master_weights", "loss_scale", "fuse")
         self.policy = {name: getattr(policy, name) for name in names}
@@ -186,10 +178,4 @@ class _Level(Arm):
         return last.loss_scale, last.skipped
 
     def loss_scale(self) -> float:
-        return self._session.loss_scalers[0].loss_scale()
-
-    def scaler_state(self) -> dict[str, Any]:
-        return amp.state_dict(optimizer=self.optimizer)
-
-    def load_scaler_state(self, state: dict[str, Any]) -> None:
-        amp.load_state_dict(state, optimizer=self.optimizer)
+        return self.scaler.loss_scale()

@@ -4,7 +4,7 @@
     python -m ampfuse.experiments.cifar --recipe e2 --arm O0 O1 O2 O3
     python -m ampfuse.experiments.cifar --GPU V100 --mode FP16 --batch_size 128 --iteration 100
 
-E1 to E3 of docs/experiments.md. :func:`train` is the part to read.
+E1 to E3 of docs/experiments.md: their recipes, and :func:`build` for the networks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import sys
 
 import torch.nn.functional as F
 
-from ampfuse.experiments import models
 from ampfuse.experiments.arms import Arm, build_arm
 from ampfuse.experiments.run import Run
 from ampfuse.experiments.settings import Recipe, Script
@@ -73,27 +72,16 @@ E3 = Recipe(
 SCRIPT = Script(
     name="cifar",
     title="Image classification on CIFAR-10.",
-    models="vgg16, wrn28_10, wrn<depth>_<width>, seresnext50_32x4d, densenet161",
     recipes=(E1, E2, E3),
-    image_size=32,
 )
 
 
-def train(run: Run) -> None:
-    """One run: a network in one arm, with one batch size."""
-    arm = run.start(lambda: build(run))  # goes on from a checkpoint, if there is one
-    for images, labels in run.batches():
-        run.note(*arm.step(images, labels))  # loss, loss scale, skipped: nothing waits for them
-
-
 def build(run: Run) -> Arm:
-    """The network on the device, with an optimizer, in the precision of the run's arm."""
-    model = models.for_data(run.settings, run.data)
-    model.to(run.device, memory_format=run.layout)
-    return build_arm(run.settings, model, F.cross_entropy, run.device)
+    """The network with an optimizer, in the precision of the run's arm."""
+    return build_arm(run.settings, run.network(), F.cross_entropy, run.device)
 
 
-main = functools.partial(sweep, SCRIPT, train)
+main = functools.partial(sweep, SCRIPT, build)
 
 if __name__ == "__main__":
     sys.exit(main())

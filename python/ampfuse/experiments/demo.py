@@ -2,84 +2,28 @@
 to O5, on the GPU if there is one and else on the CPU, and compare time, memory and accuracy. Prints
 a table; writes its rows as CSV, and pictures."""
 
-# The module's docstring is the text of `ampfuse demo --help`; `train` is the part to read.
+# The module's docstring is the text of `ampfuse demo --help`.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import sys
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
-from torch import nn
 
 from ampfuse import hardware
 from ampfuse.command_line import at_least, check_installed, check_writable, run_alone
 from ampfuse.devices import choose_device, device_name
 from ampfuse.experiments import make_plot, make_table
-from ampfuse.experiments.arms import Arm, build_arm
+from ampfuse.experiments.cifar import build
 from ampfuse.experiments.results import rows_of
-from ampfuse.experiments.run import Place, Run
-from ampfuse.experiments.settings import ARMS, LEVELS, Settings, has_tf32
-from ampfuse.experiments.sweep import train_all
+from ampfuse.experiments.run import Place
+from ampfuse.experiments.settings import LEVELS, Settings, has_tf32
+from ampfuse.experiments.sweep import table, train_all
 
 _COLUMNS = ("method", "time, s", "images/s", "memory, MB", "accuracy, %", "skipped", "scale")
-
-
-def train(run: Run) -> None:
-    """One run: the network at one level, from the same weights, on the same batches."""
-    arm = run.start(lambda: build(run), measure_tensors=True)
-    for images, labels in run.batches():
-        run.note(*arm.step(images, labels))  # loss, loss scale, skipped: nothing waits for them
-
-
-def build(run: Run) -> Arm:
-    """The network on the device, with an optimizer, at the run's level."""
-    model = DigitsNet(width=int(run.settings.model.removeprefix("digits")))
-    model.to(run.device, memory_format=run.layout)
-    return build_arm(run.settings, model, F.cross_entropy, run.device)
-
-
-class DigitsNet(nn.Sequential):
-    """Images [n, 1, 8, 8] to scores [n, 10]; `width` channels at 8x8, then twice as many at 4x4."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__(
-            _conv(1, width),
-            _conv(width, width),
-            _conv(width, 2 * width, stride=2),
-            _conv(2 * width, 2 * width),
-            nn.AdaptiveAvgPool2d(1),
-            nn.Flatten(),
-            nn.Linear(2 * width, 10),
-        )
-
-
-def _conv(channels: int, filters: int, stride: int = 1) -> nn.Sequential:
-    return nn.Sequential(
-        # No bias: the batch norm after it would take it away again.
-        nn.Conv2d(channels, filters, kernel_size=3, stride=stride, padding=1, bias=False),
-        nn.BatchNorm2d(filters),
-        nn.ReLU(inplace=True),
-    )
-
-
-def settings_of(level: str, width: int, **more: object) -> Settings:
-    """The demo's run at `level`: SGD under a cosine, and a loss scale that grows within the run."""
-    return Settings(
-        experiment="demo",
-        model=f"digits{width}",
-        arm=level,
-        method=level,
-        data="digits",
-        image_size=8,
-        **{"lr": 0.1, "weight_decay": 5e-4, "schedule": "cosine", "warmup": 0.3},
-        **{"growth_interval": 25, "print_freq": 10, **more},  # type: ignore[arg-type]
-    )
-
-
-# ---- the command ---------------------------------------------------------------------------------
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -104,33 +48,36 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     has_bf16 = has_tf32(device) if device.type == "cuda" else hardware.cpu_has_bf16()
     # Wide enough to show what half precision gains, where it does; else quick on any laptop.
     width = args.width or (128 if device.type == "cuda" or has_bf16 else 64)
-    common = {"epochs": args.epochs, "batch_size": args.batch_size, "seed": args.seed}
-    todo = [settings_of(level, width, **common) for level in dict.fromkeys(args.levels)]
+    common = Settings(
+        **{"experiment": "demo", "model": f"digits{width}", "data": "digits", "image_size": 8},
+        **{"lr": 0.1, "weight_decay": 5e-4, "schedule": "cosine", "warmup": 0.3},
+        **{"epochs": args.epochs, "batch_size": args.batch_size, "seed": args.seed},
+        **{"growth_interval": 25, "print_freq": 10},  # the scale grows within the run
+    )
+    levels = dict.fromkeys(args.levels)
+    todo = [dataclasses.replace(common, arm=level, method=level) for level in levels]
     what = f"a CNN {width} channels wide, {args.epochs} epochs, batches of {args.batch_size}"
     where = f"{device_name(device)}, torch {torch.__version__}"
     print(f"Handwritten digits; {what}, seed {args.seed}. On {where}.", flush=True)
-    rows = rows_of(train_all(todo, Place(device, label=device_name(device)), train))
-    print(f"\n{make_table.table(rows, _COLUMNS)}\n")
-    notes = [note for levels, note in _NOTES.items() if set(levels.split()) & set(args.levels)]
-    print(*(f"{row['method']}: {ARMS[row['method']]}" for row in rows), *notes, sep="\n")
+    place = Place(device, label=device_name(device), measure_tensors=True)
+    rows = rows_of(train_all(todo, place, build))
+    print(table(rows, _COLUMNS))
+    print(_NOTES)
     if not has_bf16:
         print("There is no BF16 arithmetic here: O4 and O5 save memory, not time.")
     make_table.write_csv(args.output / "levels.csv", rows)
-    written = make_plot.save(make_plot.drawn(rows, "epochs"), args.output)
+    written = make_plot.save(make_plot.drawn(rows), args.output)
     names = [path.name for path in [*written, args.output / "levels.csv"]]
     print(f"Written to {args.output.absolute()}: {', '.join(names)}")
     return 0
 
 
-_NOTES = {  # by the levels that they concern
-    " ".join(LEVELS): "memory: the most that tensors took at a time, in a few steps before.",
-    "O1 O2 O3": "FP16 on a CPU shows what it does to training. What it gains takes a GPU to see.",
-    "O3": "O3 has no FP32 master weights: small updates round away, and it may learn worse.",
-}
+_NOTES = """\
+memory: the most that tensors took at a time, in a few steps before.
+FP16 on a CPU shows what it does to training. What it gains takes a GPU to see.
+O3 has no FP32 master weights: small updates round away, and it may learn worse."""
 
-main = functools.partial(
-    run_alone, sys.modules[__name__], prog="python -m ampfuse.experiments.demo"
-)
+main = functools.partial(run_alone, sys.modules[__name__])
 
 if __name__ == "__main__":
-    sys.exit(main(None))
+    sys.exit(main())

@@ -19,8 +19,6 @@ from torch.distributed.fsdp import FSDPModule
 
 from ampfuse.experiments.arms import Arm
 
-States = tuple[dict[str, Any], dict[str, Any]]  # of model and optimizer
-
 
 @dataclasses.dataclass
 class World:
@@ -42,13 +40,12 @@ class World:
     @contextlib.contextmanager
     def connected(self, device: torch.device) -> Iterator[None]:
         """Meet the others: NCCL between GPUs, gloo between CPUs."""
-        if self.size == 1:
-            yield
-            return
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
         self._device = device
+        if self.size > 1:
+            dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
         yield
-        dist.destroy_process_group()
+        if self.size > 1:
+            dist.destroy_process_group()
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """The sums over all processes, element by element. All have to ask."""
@@ -70,20 +67,20 @@ class World:
 
 
 @contextlib.contextmanager
-def gathered(model: nn.Module) -> Iterator[nn.Module]:
-    """`model`, whole in each process while the block lasts: in evaluation nobody waits for the
+def gathered(model: nn.Module) -> Iterator[None]:
+    """Context in which each process has the whole `model`: in evaluation nobody waits for the
     others, who may have another number of batches."""
     parts = [part for part in model.modules() if isinstance(part, FSDPModule)]
     for part in parts:
         part.unshard()
         part.set_reshard_after_forward(False, recurse=False)
-    yield model
+    yield
     for part in parts:
         part.set_reshard_after_forward(part is not model, recurse=False)
         part.reshard()
 
 
-def states_of(arm: Arm) -> States:
+def states_of(arm: Arm) -> tuple[dict[str, Any], dict[str, Any]]:
     """The states of model and optimizer, those of shards gathered. All processes have to ask."""
     if not isinstance(arm.bare_model, FSDPModule):
         return arm.bare_model.state_dict(), arm.optimizer.state_dict()

@@ -1,7 +1,7 @@
 """The figures, drawn from rows (:mod:`results`). Each function returns a matplotlib ``Figure``.
 
     from ampfuse.experiments import figures, results
-    figures.time_against_batch(results.measured("results"))
+    figures.against_batch(results.measured("results"), "time")
 
 All rows of a figure are of one model. A line is one GPU and method, and whatever else sets rows
 apart (a captured graph, say) makes two lines of them and goes into their names. What could not be
@@ -17,13 +17,14 @@ from typing import Any, NamedTuple
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from ampfuse.experiments.results import METHODS, ResultsError, Row, listed
+from ampfuse.command_line import UsageError
+from ampfuse.experiments.results import Row, listed
 
 _WIDTH = 7.0  # inches: a notebook's column
 _SMALL = {"fontsize": 8}
 
 
-class NothingToDraw(ResultsError):
+class NothingToDraw(UsageError):
     """The rows lack what this figure shows."""
 
 
@@ -50,34 +51,46 @@ _MUST_BE_ALIKE = ("data", "kind", "image_size", "augment", "shuffle", *_USUAL)
 _OF_THE_LOOP = ("loader", "workers", "channels_last", "cudnn_benchmark")
 
 
-def lines(rows: Sequence[Row], of: str = "iterations") -> list[Line]:
-    """The lines that `rows`, of one model, make. The runs of one have the same number `of`
-    "iterations" or "epochs"; else this raises ResultsError."""
+def lines(rows: Sequence[Row]) -> list[Line]:
+    """The lines that `rows`, of one model, make. Raises UsageError if the runs of one have neither
+    iterations nor epochs in common."""
     models = _different(row["model"] for row in rows)
     if len(models) > 1:
-        raise ResultsError(f"rows of {', '.join(models)} in one figure: choose one with --model")
+        raise UsageError(f"rows of {', '.join(models)} in one figure: choose one with --model")
     everywhere = [name for name in _MUST_BE_ALIKE if _varies(rows, name)]
-    sources, all_lengths = _different(row["source"] for row in rows), _lengths(rows, of)
-    found = []
+    parts = []
     for together in _grouped(rows, lambda row: (row["source"], row["gpu"], row["method"])):
-        first = together[0]
         # What follows the batch size (a rate, say) sets none apart.
         at_one_batch = _grouped(together, lambda row: row["batch_size"])
-        apart = [n for n in first["conditions"] if any(_varies(same, n) for same in at_one_batch)]
+        conditions = together[0]["conditions"]
+        apart = [name for name in conditions if any(_varies(same, name) for same in at_one_batch)]
         names = [*everywhere, *apart]
         for members in _grouped(together, lambda row, names=names: str(_words(row, names))):
-            words, lengths = _words(members[0], names), _lengths(members, of)
-            words += [members[0]["source"]] * (len(sources) > 1)
-            words += [f"{listed(lengths)} {of}"] * (len(all_lengths) > 1)
-            name = first["method"] + f" ({', '.join(words)})" * bool(words)
-            if len(lengths) > 1:
-                raise ResultsError(
-                    f"{first['gpu']} {name} of {models[0]}: runs of different length do not go "
-                    "into one line: choose with --iteration N or --epochs N"
-                )
-            members = sorted(members, key=lambda row: row["batch_size"])
-            found.append(Line(first["gpu"], name, members))
+            parts.append((members, _words(members[0], names)))
+    sources = _different(row["source"] for row in rows)
+    lengths = _different(_length(members) for members, _ in parts)
+    found = []
+    for members, words in parts:
+        first = members[0]
+        words += [first["source"]] * (len(sources) > 1) + [_length(members)] * (len(lengths) > 1)
+        name = first["method"] + f" ({', '.join(words)})" * bool(words)
+        found.append(Line(first["gpu"], name, sorted(members, key=lambda row: row["batch_size"])))
     return found
+
+
+def _length(rows: Sequence[Row]) -> str:
+    """What the runs of a line have in common: "100 iterations", or else "2 epochs"."""
+    different = []
+    for unit in ("iterations", "epochs"):
+        lengths = sorted({row[unit] for row in rows} - {None})
+        different.append(f"{listed(lengths)} {unit}")
+        if len(lengths) == 1:
+            return different[-1]
+    first = rows[0]
+    raise UsageError(
+        f"{first['gpu']} {first['method']} of {first['model']}: runs of different length "
+        f"({'; '.join(different)}) do not go into one line: choose with --iteration N or --epochs N"
+    )
 
 
 def _different(values: Iterable[Any]) -> list[Any]:
@@ -111,11 +124,6 @@ _WORDS = {"loop": "{} loop", "world_size": "{} processes"}
 _WORDS |= dict.fromkeys(("data", "arm", "device"), "{}")
 
 
-def _lengths(rows: Sequence[Row], of: str) -> list[Any]:
-    """The different lengths that somebody noted."""
-    return sorted({row[of] for row in rows} - {None})
-
-
 # ---- how they look -------------------------------------------------------------------------------
 
 _DASHES = ("-", "--", ":", "-.", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 3)), (0, (8, 2, 2, 2)))
@@ -128,10 +136,8 @@ def styles_of(drawn: Sequence[Line]) -> list[dict[str, Any]]:
     styles = []
     for line in drawn:
         dash = names.index(line.name)
-        number = color = gpus.index(line.gpu) if len(gpus) > 1 else dash
-        if len(gpus) == 1 and line.name in METHODS:  # one colour in every figure
-            color = METHODS.index(line.name)
-        style = {"color": f"C{color % 10}", "marker": _MARKERS[number % len(_MARKERS)]}
+        color = gpus.index(line.gpu) if len(gpus) > 1 else dash
+        style = {"color": f"C{color % 10}", "marker": _MARKERS[color % len(_MARKERS)]}
         styles.append({**style, "linestyle": _DASHES[dash % len(_DASHES)], "markersize": 5})
     return styles
 
@@ -168,35 +174,26 @@ def title_of(rows: Sequence[Row]) -> str:
 # ---- against batch size --------------------------------------------------------------------------
 
 
-def time_against_batch(rows: Sequence[Row], *, std: bool = False, of: str = "iterations") -> Figure:
-    """Training time against batch size, a line per GPU and method; points if there is one size.
+_KINDS = {"time": ("time_s", "training time", "s"), "memory": ("memory_mb", "device memory", "MB")}
 
-    `std` shows the sample standard deviation of the repeats as error bars. `of` is what the runs of
-    a line must have the same number of, "iterations" or "epochs": else this raises ResultsError.
+
+def against_batch(rows: Sequence[Row], kind: str, *, std: bool = False) -> Figure:
+    """Training "time", or "memory" in MB of 10^6 bytes, against batch size: a line per GPU and
+    method; of one batch size, points over methods.
+
+    `std` shows the sample standard deviation of the repeats as error bars.
     """
-    lengths = _lengths(rows, of)
-    length = f" of {listed(lengths)} {of}" if len(lengths) == 1 else ""
-    return _against_batch(rows, "time_s", f"training time{length}", "s", std, of)
-
-
-def memory_against_batch(
-    rows: Sequence[Row], *, std: bool = False, of: str = "iterations"
-) -> Figure:
-    """Memory against batch size, in MB of 10^6 bytes; else as :func:`time_against_batch`."""
-    of_process = {row["memory_kind"] for row in rows} == {"process RSS"}
-    what = "memory of the process" if of_process else "device memory"
-    return _against_batch(rows, "memory_mb", what, "MB", std, of)
-
-
-def _against_batch(
-    rows: Sequence[Row], figure_of: str, what: str, unit: str, std: bool, of: str
-) -> Figure:
-    """Lines over batch sizes; of one batch size, points over methods."""
+    figure_of, what, unit = _KINDS[kind]
     mean, rows = f"{figure_of}_mean", [row for row in rows if row["batch_size"]]
     batches = sorted({row["batch_size"] for row in rows if row[mean]})
     if not batches:
         raise NothingToDraw("the results lack what this figure shows")
-    drawn = lines([row for row in rows if row[mean] or row["diverged"]], of)
+    drawn = lines([row for row in rows if row[mean] or row["diverged"]])
+    lengths = _different(_length(line.rows) for line in drawn)
+    if kind == "time" and len(lengths) == 1:
+        what += f" of {lengths[0]}"
+    if kind == "memory" and {row["memory_kind"] for row in rows} == {"process RSS"}:
+        what = "memory of the process"
     names = _different(line.name for line in drawn)
     figure = Figure(figsize=(_WIDTH, 3.8), layout="constrained")
     axes = figure.subplots()

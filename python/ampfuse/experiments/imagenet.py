@@ -4,7 +4,7 @@
     python -m ampfuse.experiments.imagenet -a resnet18 -b 128 --static-loss-scale 256 --fp16 DIR
     torchrun --nproc-per-node 4 -m ampfuse.experiments.imagenet --arm O2 [--fsdp] --data DIR
 
-E4 of docs/experiments.md. :func:`train` is the part to read.
+E4 of docs/experiments.md: its recipe, and :func:`build` for the networks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ampfuse.command_line import UsageError
-from ampfuse.experiments import models
 from ampfuse.experiments.arms import Arm, build_arm
 from ampfuse.experiments.run import Run
 from ampfuse.experiments.settings import HALF_LEVELS, Recipe, Script
@@ -34,31 +33,21 @@ E4 = Recipe(
     title="ResNet-18 and ResNet-50: images per second (2018)",
     models=("resnet18", "resnet50"),
     settings={
-        **{"batch_size": 128, "iterations": 360, "augment": True, "evaluate": False},
+        **{"batch_size": 128, "iterations": 360, "image_size": 224},
         **{"optimizer": "sgd", "momentum": 0.9, "lr": 0.1, "weight_decay": 1e-4},
-        **{"schedule": "constant", "loader": "workers", "workers": 4},
+        **{"schedule": "constant", "augment": True, "evaluate": False},
+        **{"loader": "workers", "workers": 4},
     },
     by_epochs={"schedule": "steps", "evaluate": True},
     cpu={"batch_size": 16, "iterations": 12},
-    original={"loader": "workers", "workers": 4},
 )
 SCRIPT = Script(
     name="imagenet",
     title="ResNets on ImageNet.",
-    models="resnet18, resnet50",
     recipes=(E4,),
-    image_size=224,
     data=None,
     distributed=True,
 )
-
-
-def train(run: Run) -> None:
-    """One run: a ResNet in one arm, with one batch size."""
-    check(run)
-    arm = run.start(lambda: build(run))  # goes on from a checkpoint, if there is one
-    for images, labels in run.batches():
-        run.note(*arm.step(images, labels))  # loss, loss scale, skipped: nothing waits for them
 
 
 def check(run: Run) -> None:
@@ -78,13 +67,12 @@ def check(run: Run) -> None:
 
 
 def build(run: Run) -> Arm:
-    """The network on the device, with an optimizer, in the precision of the run's arm: alone, as a
-    copy in each process (DistributedDataParallel), or as a share of it (FSDP2)."""
-    of = run.settings
-    model = models.for_data(of, run.data)
+    """The network with an optimizer, in the precision of the run's arm: alone, as a copy in each
+    process (DistributedDataParallel), or as a share of it (FSDP2)."""
+    check(run)
+    of, model = run.settings, run.network()
     if of.sync_bn:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    model.to(run.device, memory_format=run.layout)
     if of.fsdp:
         shard(model, apart=of.arm in HALF_LEVELS)
     arm = build_arm(of, model, F.cross_entropy, run.device)
@@ -121,7 +109,7 @@ def _take_buffers_of_main(model: nn.Module, inputs: Any) -> None:
         dist._broadcast_coalesced(dist.group.WORLD, buffers, 250 * 2**20, 0)
 
 
-main = functools.partial(sweep, SCRIPT, train)
+main = functools.partial(sweep, SCRIPT, build)
 
 if __name__ == "__main__":
     sys.exit(main())

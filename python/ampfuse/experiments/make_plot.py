@@ -14,12 +14,13 @@ import contextlib
 import functools
 import io
 import itertools
+import operator
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ampfuse.command_line import check_installed, check_writable, run_alone
+from ampfuse.command_line import UsageError, check_installed, check_writable, run_alone
 from ampfuse.experiments import results
 from ampfuse.experiments.results import EXPERIMENTS, Row, file_name
 from ampfuse.files import atomic
@@ -47,8 +48,7 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     output = args.output or args.results / "figures"
     check_writable("--output", output)
     rows = _rows(args)
-    of = "epochs" if args.epochs else "iterations"
-    found = drawn(rows, of, std=args.plot_std or args.published)
+    found = drawn(rows, std=args.plot_std or args.published)
     written = save(found, output / "published" if args.published else output)
     print(*written, sep="\n")
     return 0
@@ -57,7 +57,7 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
 def _rows(args: argparse.Namespace) -> list[Row]:
     """What is to be drawn, published or own."""
     if not (rows := results.published("e1") if args.published else results.measured(args.results)):
-        raise results.ResultsError(f"{args.results}: no results in this folder; train first")
+        raise UsageError(f"{args.results}: no results in this folder; train first")
     return results.chosen(rows, args)
 
 
@@ -79,32 +79,25 @@ def save(figures: dict[str, Figure], folder: Path) -> list[Path]:
     return paths
 
 
-def drawn(rows: Sequence[Row], of: str = "iterations", *, std: bool = False) -> dict[str, Figure]:
+def drawn(rows: Sequence[Row], *, std: bool = False) -> dict[str, Figure]:
     """Every kind of figure for every model, by name; without those for which the results hold
     nothing."""
     from ampfuse.experiments import figures
 
-    kinds = {"Time": figures.time_against_batch, "Memory": figures.memory_against_batch}
     ways = (False, True) if std else (False,)
-    found = {}
-    for experiment, model in dict.fromkeys(map(_net, rows)):
-        ours = [row for row in rows if _net(row) == (experiment, model)]
-        for bars, (what, draw) in itertools.product(ways, kinds.items()):
-            name = figure_name(experiment, model, what + " (std)" * bars)
+    net, found = operator.itemgetter("experiment", "model"), {}
+    for experiment, model in dict.fromkeys(map(net, rows)):
+        ours = [row for row in rows if net(row) == (experiment, model)]
+        for bars, kind in itertools.product(ways, ("time", "memory")):
+            name = figure_name(experiment, model, kind.title() + " (std)" * bars)
             with contextlib.suppress(figures.NothingToDraw):
-                found[name] = draw(ours, of=of, std=bars)
+                found[name] = figures.against_batch(ours, kind, std=bars)
     if not found:
-        raise results.ResultsError("the chosen results hold nothing to draw")
+        raise UsageError("the chosen results hold nothing to draw")
     return found
 
 
-def _net(row: Row) -> tuple[str, str]:
-    return row["experiment"], row["model"]
-
-
-main = functools.partial(
-    run_alone, sys.modules[__name__], prog="python -m ampfuse.experiments.make_plot"
-)
+main = functools.partial(run_alone, sys.modules[__name__])
 
 if __name__ == "__main__":
-    sys.exit(main(None))
+    sys.exit(main())

@@ -21,12 +21,10 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ampfuse.command_line import check_writable, run_alone
+from ampfuse.command_line import UsageError, check_writable, run_alone
 from ampfuse.experiments import results
-from ampfuse.experiments.results import RECIPES, ResultsError, Row
+from ampfuse.experiments.results import RECIPES, Row
 from ampfuse.files import atomic
-
-_SCRIPTS = {"e1": "cifar", "e2": "cifar", "e3": "cifar", "e4": "imagenet", "e5": "mnist"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,10 +53,10 @@ def _own_rows(args: argparse.Namespace) -> list[Row]:
     everything = results.measured(args.results) if args.results.is_dir() else []
     if own := [row for row in everything if row["recipe"] == args.table]:
         return results.chosen(own, args)
-    how = f"ampfuse train {_SCRIPTS[args.table]} --recipe {args.table}"
+    how = f"ampfuse train {RECIPES[args.table]} --recipe {args.table}"
     reason = f"{args.results}: no results of {args.table}; to measure: {how}"
     if args.csv or args.no_published:
-        raise ResultsError(reason)
+        raise UsageError(reason)
     print(reason, file=sys.stderr)
     return []
 
@@ -85,16 +83,13 @@ def _explanation(rows: Sequence[Row]) -> list[str]:
     if not own:
         return []
     kinds = sorted({row["memory_kind"] for row in own})
-    versions = [
-        f"{name} {version}"
-        for name in ("torch", "ampfuse")
-        for version in sorted({str(row["conditions"].get(name)) for row in own})
-    ]
-    dates = sorted({row["date"][:10] for row in own})
+    versions = "torch {torch}, ampfuse {ampfuse}"
+    versions = sorted({versions.format(**row["conditions"]) for row in own})
+    dates = sorted(row["date"][:10] for row in own)
     return [
         "Measured here: time of training, without warm-up and evaluation; memory by "
         f"{' or '.join(kinds)}, 1 MB being 10^6 bytes; ± is the sample standard deviation of n "
-        f"repeats. {', '.join(versions)}; {' to '.join(dict.fromkeys((dates[0], dates[-1])))}."
+        f"repeats. {'; '.join(versions)}; {' to '.join(dict.fromkeys((dates[0], dates[-1])))}."
     ]
 
 
@@ -177,9 +172,7 @@ def write_csv(path: Path, rows: Sequence[Row]) -> None:
         file.write(text.getvalue().encode())
 
 
-main = functools.partial(
-    run_alone, sys.modules[__name__], prog="python -m ampfuse.experiments.make_table"
-)
+main = functools.partial(run_alone, sys.modules[__name__])
 
 if __name__ == "__main__":
-    sys.exit(main(None))
+    sys.exit(main())

@@ -2,7 +2,7 @@
 
     python -m ampfuse.experiments.mlp --arm fp32 amp-fp16 O2
 
-The workload of torch's AMP recipe, in E5 of docs/experiments.md. :func:`train` is the part to read.
+The workload of torch's AMP recipe, in E5 of docs/experiments.md.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import sys
 import torch.nn.functional as F
 from torch import Tensor
 
-from ampfuse.experiments import models
 from ampfuse.experiments.arms import Arm, build_arm
 from ampfuse.experiments.run import Run
 from ampfuse.experiments.settings import Recipe, Script
@@ -24,33 +23,23 @@ E5 = Recipe(
     title="A 4096-wide perceptron of three layers: torch's AMP recipe (T4, 2022)",
     models=("mlp",),
     settings={
-        **{"batch_size": 512, "epochs": 3, "synthetic_size": 50 * 512, "evaluate": False},
+        **{"batch_size": 512, "epochs": 3, "image_size": 64, "synthetic_size": 50 * 512},
         **{"optimizer": "sgd", "lr": 1e-3, "momentum": 0.0, "weight_decay": 0.0},
-        "schedule": "constant",
+        **{"schedule": "constant", "evaluate": False},
     },
     cpu={"synthetic_size": 10 * 512},
 )
 SCRIPT = Script(
     name="mlp",
     title="A perceptron of three layers, 4096 wide.",
-    models="mlp",
     recipes=(E5,),
-    image_size=64,
     data="synthetic",
 )
 
 
-def train(run: Run) -> None:
-    """One run: the perceptron in one arm, with one batch size."""
-    arm = run.start(lambda: build(run))
-    for features, targets in run.batches():
-        run.note(*arm.step(features, targets))
-
-
 def build(run: Run) -> Arm:
-    """The perceptron on the device, with an optimizer, in the precision of the run's arm."""
-    model = models.for_data(run.settings, run.data).to(run.device)
-    return build_arm(run.settings, model, squared_error, run.device)
+    """The perceptron with an optimizer, in the precision of the run's arm."""
+    return build_arm(run.settings, run.network(), squared_error, run.device)
 
 
 def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -60,7 +49,7 @@ def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.mse_loss(outputs, targets)
 
 
-main = functools.partial(sweep, SCRIPT, train)
+main = functools.partial(sweep, SCRIPT, build)
 
 if __name__ == "__main__":
     sys.exit(main())

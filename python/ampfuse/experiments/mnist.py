@@ -3,8 +3,7 @@
     python -m ampfuse.experiments.mnist --arm fp32 amp-fp16 O2
     python -m ampfuse.experiments.mnist --data digits --epochs 10
 
-The CNN of E5 of docs/experiments.md. It is trained as the networks of :mod:`cifar`, and
-:func:`cifar.train` is the part to read.
+The CNN of E5 of docs/experiments.md, built as the networks of :mod:`cifar`.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from __future__ import annotations
 import functools
 import sys
 
-from ampfuse.experiments.cifar import train
+from ampfuse.experiments.cifar import build
 from ampfuse.experiments.settings import Recipe, Script
 from ampfuse.experiments.sweep import main as sweep
 
@@ -21,7 +20,7 @@ E5 = Recipe(
     title="A small CNN on MNIST (T4, 2022)",
     models=("mnist_cnn",),
     settings={
-        **{"batch_size": 512, "epochs": 20, "augment": False},
+        **{"batch_size": 512, "epochs": 20, "image_size": 28, "augment": False},
         **{"optimizer": "adam", "lr": 1e-3, "weight_decay": 0.0, "schedule": "constant"},
     },
     cpu={"epochs": 1},
@@ -31,12 +30,10 @@ E5 = Recipe(
 SCRIPT = Script(
     name="mnist",
     title="A small CNN on MNIST.",
-    models="mnist_cnn",
     recipes=(E5,),
-    image_size=28,
 )
 
-main = functools.partial(sweep, SCRIPT, train)
+main = functools.partial(sweep, SCRIPT, build)
 
 if __name__ == "__main__":
     sys.exit(main())

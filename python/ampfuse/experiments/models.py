@@ -9,44 +9,30 @@ from __future__ import annotations
 
 import re
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-
-if TYPE_CHECKING:
-    from ampfuse.experiments.data import Data
-    from ampfuse.experiments.settings import Settings
 
 NAMES = ("vgg16", "wrn28_10", "seresnext50_32x4d", "densenet161")  # of cifar
 NAMES += ("resnet18", "resnet50", "mnist_cnn", "mlp")
 
 
-def for_data(settings: Settings, data: Data) -> nn.Module:
-    """The network of a run, for the images in its data."""
-    from ampfuse.command_line import UsageError
-
-    sizes = {name: getattr(data, name) for name in ("classes", "channels", "image_size")}
-    try:
-        return build(settings.model, dropout=settings.dropout, **sizes)
-    except ValueError as error:
-        raise UsageError(f"--model {settings.model}: {error}") from error
-
-
 def build(
     name: str, *, classes: int, channels: int, image_size: int, dropout: float = 0.0
 ) -> nn.Module:
-    """The network `name`, of :data:`NAMES` or ``wrn<depth>_<width>`` (else this raises ValueError),
-    FP32 on the CPU: images [n, channels, image_size, image_size] to scores of `classes`, of ``mlp``
-    to as many as an image has values. `dropout` is that in the blocks of a Wide-ResNet."""
-    wide = re.fullmatch(r"wrn(\d+)_(\d+)", name)
-    if name not in NAMES and not wide:
+    """The network `name`, of :data:`NAMES`, ``wrn<depth>_<width>`` or the demo's ``digits<width>``
+    (else this raises ValueError), FP32 on the CPU: images [n, channels, image_size, image_size] to
+    scores of `classes`, of ``mlp`` to as many as an image has values. `dropout` is that in the
+    blocks of a Wide-ResNet."""
+    if wide := re.fullmatch(r"wrn(\d+)_(\d+)", name):
+        return wide_resnet(int(wide[1]), int(wide[2]), classes, channels, dropout)
+    if digits := re.fullmatch(r"digits(\d+)", name):
+        return digits_net(int(digits[1]), classes, channels)
+    if name not in NAMES:
         raise ValueError(
             f"unknown model {name!r}: the models are {', '.join(NAMES)} and other "
             "wrn<depth>_<width>, as wrn16_4"
         )
-    if wide:
-        return WideResNet(int(wide[1]), int(wide[2]), classes, channels, dropout)
     if name == "mnist_cnn":
         return mnist_cnn(classes, channels, image_size)
     if name == "mlp":
@@ -73,11 +59,12 @@ def _take_channels(conv: nn.Conv2d, channels: int) -> None:
         _initialise(conv)
 
 
-def _initialise(conv: nn.Conv2d) -> None:
-    """He et al. (2015), as torchvision's models start."""
-    nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")
-    if conv.bias is not None:
-        nn.init.zeros_(conv.bias)
+def _initialise(module: nn.Module) -> None:
+    """Convolutions as He et al. (2015), and torchvision's models, start them."""
+    if isinstance(module, nn.Conv2d):
+        nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
 
 
 def vgg16(classes: int, channels: int) -> nn.Sequential:
@@ -87,47 +74,33 @@ def vgg16(classes: int, channels: int) -> nn.Sequential:
     # Of vgg16_bn() nine tenths would be the large head, built for nothing.
     features = vgg.make_layers(vgg.cfgs["D"], batch_norm=True)
     _take_channels(features[0], channels)
-    for module in features:
-        if isinstance(module, nn.Conv2d):
-            _initialise(module)
+    features.apply(_initialise)
     return nn.Sequential(features, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, classes))
 
 
-class WideResNet(nn.Module):
+def wide_resnet(
+    depth: int, width: int, classes: int, channels: int, dropout: float = 0.0
+) -> nn.Sequential:
     """Wide residual network (Zagoruyko and Komodakis, 2016): three stages of pre-activation blocks
     with 16, 32 and 64 times `width` channels; the second and third halve the image."""
-
-    def __init__(
-        self, depth: int, width: int, classes: int, channels: int, dropout: float = 0.0
-    ) -> None:
-        if depth < 10 or depth % 6 != 4 or width < 1:
-            raise ValueError(
-                f"wrn{depth}_{width}: the depth is 6n + 4 (10, 16, 22, 28, ...) and the width at "
-                "least 1"
-            )
-        super().__init__()
-        blocks = (depth - 4) // 6
-        self.stem = nn.Conv2d(channels, 16, kernel_size=3, padding=1, bias=False)
-        self.stages = nn.Sequential()
-        inputs = 16
-        for stage in range(3):
-            outputs = 16 * width * 2**stage
-            for block in range(blocks):
-                stride = 2 if stage > 0 and block == 0 else 1
-                self.stages.append(_WideBlock(inputs, outputs, stride, dropout))
-                inputs = outputs
-        self.norm = nn.BatchNorm2d(inputs)
-        self.relu = nn.ReLU(inplace=True)
-        self.pool = nn.AdaptiveAvgPool2d(1)
-        self.head = nn.Linear(inputs, classes)
-        for module in self.modules():
-            if isinstance(module, nn.Conv2d):
-                _initialise(module)
-        nn.init.zeros_(self.head.bias)
-
-    def forward(self, images: Tensor) -> Tensor:
-        hidden = self.relu(self.norm(self.stages(self.stem(images))))
-        return self.head(torch.flatten(self.pool(hidden), 1))
+    if depth < 10 or depth % 6 != 4 or width < 1:
+        raise ValueError(
+            f"wrn{depth}_{width}: the depth is 6n + 4 (10, 16, 22, 28, ...), the width at least 1"
+        )
+    stem = nn.Conv2d(channels, 16, kernel_size=3, padding=1, bias=False)
+    stages, inputs = nn.Sequential(), 16
+    for stage in range(3):
+        outputs = 16 * width * 2**stage
+        for block in range((depth - 4) // 6):
+            stride = 2 if stage > 0 and block == 0 else 1
+            stages.append(_WideBlock(inputs, outputs, stride, dropout))
+            inputs = outputs
+    norm, head = nn.BatchNorm2d(inputs), nn.Linear(inputs, classes)
+    relu, pool = nn.ReLU(inplace=True), nn.AdaptiveAvgPool2d(1)
+    model = nn.Sequential(stem, stages, norm, relu, pool, nn.Flatten(), head)
+    model.apply(_initialise)
+    nn.init.zeros_(head.bias)
+    return model
 
 
 class _WideBlock(nn.Module):
@@ -173,3 +146,25 @@ def mlp(width: int) -> nn.Sequential:
     relu = partial(nn.ReLU, inplace=True)
     first, second, third = (nn.Linear(width, width) for _ in range(3))
     return nn.Sequential(nn.Flatten(), first, relu(), second, relu(), third)
+
+
+def digits_net(width: int, classes: int, channels: int) -> nn.Sequential:
+    """The demo's, for images of 8x8: `width` channels there, then twice as many at 4x4."""
+    return nn.Sequential(
+        _norm_conv(channels, width),
+        _norm_conv(width, width),
+        _norm_conv(width, 2 * width, stride=2),
+        _norm_conv(2 * width, 2 * width),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(2 * width, classes),
+    )
+
+
+def _norm_conv(channels: int, filters: int, stride: int = 1) -> nn.Sequential:
+    return nn.Sequential(
+        # No bias: the batch norm after it would take it away again.
+        nn.Conv2d(channels, filters, kernel_size=3, stride=stride, padding=1, bias=False),
+        nn.BatchNorm2d(filters),
+        nn.ReLU(inplace=True),
+    )

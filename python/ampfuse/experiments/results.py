@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 FORMAT = 2  # of result files and checkpoints
 Result = dict[str, Any]  # a result file; its fields are those of Run.result
 Row = dict[str, Any]
-RECIPES = ("e1", "e2", "e3", "e4", "e5")
+# With the script of each.
+RECIPES = {"e1": "cifar", "e2": "cifar", "e3": "cifar", "e4": "imagenet", "e5": "mnist"}
 EXPERIMENTS = {"cifar": "CIFAR", "imagenet": "ImageNet", "mnist": "MNIST", "mlp": "MLP"}
 EXPERIMENTS |= {"demo": "Digits"}
 # The order of lines and rows: full precision first. E1's names stand beside their arms.
@@ -46,10 +47,6 @@ COLUMNS = ("source", *_SHARED, "platform")
 COLUMNS += tuple(f"{name}_{what}" for name in _FIGURES for what in ("mean", "std"))
 COLUMNS += ("images_per_s_min", "images_per_s_max", "n", "note")
 COLUMNS += ("memory_kind", "diverged", "skipped_steps", "scale", "date")  # of own rows
-
-
-class ResultsError(UsageError):
-    """There are no results of the kind asked for, or they cannot be shown together."""
 
 
 def record(row: Row) -> dict[str, Any]:
@@ -76,9 +73,8 @@ def published(recipe: str) -> list[Row]:
 
 
 def _value(text: str) -> str | int | float:
-    for kind in (int, float):
-        with contextlib.suppress(ValueError):
-            return kind(text)
+    with contextlib.suppress(ValueError):
+        return json.loads(text)
     return text
 
 
@@ -90,7 +86,7 @@ def measured(folder: str | Path = "results") -> list[Row]:
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise ResultsError(f"{folder}: no such folder; train something first, or give --results")
+        raise UsageError(f"{folder}: no such folder; train something first, or give --results")
     runs = []
     for path in sorted(folder.rglob("*.json")):
         if path.name.endswith(".trace.json") or path.name.startswith("."):
@@ -102,7 +98,7 @@ def measured(folder: str | Path = "results") -> list[Row]:
             rows_of([run])  # whatever is missing shows while the file can be named
         except (ValueError, KeyError, TypeError) as error:
             what = f"{path} is damaged, or no result file of this version"
-            raise ResultsError(f"{what} ({error!r:.80}): move it away") from error
+            raise UsageError(f"{what} ({error!r:.80}): move it away") from error
         runs.append(run)
     return rows_of(runs)
 
@@ -162,20 +158,16 @@ _WISHES: dict[str, tuple[str, type, str]] = {
 
 def select(rows: Sequence[Row], **wishes: Sequence[Any]) -> list[Row]:
     """The `rows` that fit `wishes`: lists by the name of a column (recipe, experiment, model, gpu,
-    method, batch_size, iterations, epochs); an empty one does not restrict. Order: GPUs and methods
-    as given, then as it was. Raises ResultsError if a value fits no row; the message says what is
-    there."""
+    method, batch_size, iterations, epochs); an empty one does not restrict. Raises UsageError if a
+    value fits no row; the message says what is there."""
     found = list(rows)
     for field, wanted in wishes.items():
         there = list(dict.fromkeys(row[field] for row in found))
         if missing := [wish for wish in wanted if wish not in there]:
             shown = listed(one for one in there if one is not None)
             flag = _WISHES[field][0]
-            raise ResultsError(f"{flag} {listed(missing)}: no such results; there are {shown}")
+            raise UsageError(f"{flag} {listed(missing)}: no such results; there are {shown}")
         found = [row for row in found if not wanted or row[field] in wanted]
-    for field in ("method", "gpu"):
-        if wanted := wishes.get(field):
-            found.sort(key=lambda row: wanted.index(row[field]))
     return found
 
 

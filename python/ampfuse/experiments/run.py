@@ -1,8 +1,8 @@
-"""One run while it trains: its clock, its log, its checkpoint, and at the end its result.
+"""One run while it trains: its loop, its clock, its log, its checkpoint, and at the end its result.
 
-A script's loop is ``for inputs, targets in run.batches(): run.note(*arm.step(inputs, targets))``.
-The host does not wait for the device between the ends of intervals (``--print-freq`` steps):
-losses, scales and skips are gathered there, and times are its events.
+The loop of all experiments is :meth:`Run.train`. The host does not wait for the device between the
+ends of intervals (``--print-freq`` steps): losses, scales and skips are gathered there, and times
+are its events.
 """
 
 from __future__ import annotations
@@ -10,20 +10,21 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
-import itertools
+import json
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import ampfuse
 from ampfuse.command_line import UsageError
 from ampfuse.devices import device_name
-from ampfuse.experiments import schedule
+from ampfuse.experiments import models, schedule
 from ampfuse.experiments.arms import Arm
 from ampfuse.experiments.data import Data
 from ampfuse.experiments.distributed import World, gathered, load_states, states_of
@@ -33,6 +34,7 @@ from ampfuse.files import atomic
 from ampfuse.graphs import EAGER_CALLS
 from ampfuse.measuring import ProcessMemory, StepClock, StepLog, TensorMemory
 
+Build = Callable[["Run"], Arm]  # the network of a run, with an optimizer, in its precision
 _WARM_UP_STEPS = 2
 
 
@@ -54,6 +56,7 @@ class Place:
     label: str = ""  # of the device, as results call it
     checkpoints: bool = False  # one at the end of each epoch
     profile: bool = False
+    measure_tensors: bool = False  # memory is what the tensors of the first steps took
 
 
 @dataclasses.dataclass
@@ -100,67 +103,78 @@ class Run:
         self._timed_from = self.step + (EAGER_CALLS + 1 if settings.graph else 0)
         self.memory, self._clock = ProcessMemory(self.device), StepClock(self.device)
         self._steps = StepLog(settings.print_freq, self.device)
-        self._open = contextlib.ExitStack()
-        self.close = self._open.close
         torch.backends.cudnn.benchmark = settings.cudnn_benchmark
         torch.backends.cudnn.deterministic = settings.deterministic
         torch.use_deterministic_algorithms(settings.deterministic, warn_only=True)
 
-    # ---- what a script's loop calls --------------------------------------------------------------
+    def network(self) -> nn.Module:
+        """A new network of the settings, for the images of the data, on the device."""
+        of, data = self.settings, self.data
+        sizes = {name: getattr(data, name) for name in ("classes", "channels", "image_size")}
+        try:
+            model = models.build(of.model, dropout=of.dropout, **sizes)
+        except ValueError as error:
+            raise UsageError(f"--model {of.model}: {error}") from error
+        return model.to(self.device, memory_format=self.layout)
 
-    def start(self, build: Callable[[], Arm], *, measure_tensors: bool = False) -> Arm:
+    # ---- the training ----------------------------------------------------------------------------
+
+    def train(self, build: Build) -> None:
+        """Train what `build` makes to the end of the run, and test and save after each epoch.
+        Raises Diverged."""
+        self.arm = arm = self._start(build)
+        with self._progress() as self._bar, self._profile():
+            self._clock.resume()
+            while self.step < self.total:
+                epoch, start = divmod(self.step, self.data.batches_per_epoch)
+                left = self.total - self.step
+                for inputs, targets in islice(self.data.train_batches(epoch, start), left):
+                    schedule.set_lr(arm.optimizer, self._lr(self.step))
+                    self._note(*arm.step(inputs, targets))  # nothing here waits for the device
+                self._end_epoch()
+
+    def _start(self, build: Build) -> Arm:
         """The arm to train, put where the checkpoint left it. `build` makes it, twice: libraries
-        choose and compile kernels in the first steps, which another model makes off the clock.
-
-        With `measure_tensors` the memory of the run is what the tensors of those steps took.
-        """
-        from tqdm import tqdm
-
-        of, world = self.settings, self.world
+        choose and compile kernels in the first steps, which another model makes off the clock."""
+        world, measure = self.world, self.place.measure_tensors
         self.memory.release()
         torch.manual_seed(self.seed)
-        with TensorMemory(self.device) if measure_tensors else contextlib.nullcontext() as tensors:
-            rehearsal = build()
-            for batch in itertools.islice(self.data.train_batches(0), _WARM_UP_STEPS):
+        with TensorMemory(self.device) if measure else contextlib.nullcontext() as tensors:
+            rehearsal = build(self)
+            for batch in islice(self.data.train_batches(0), _WARM_UP_STEPS):
                 rehearsal._step(*batch)
         del rehearsal
         self._tensors = tensors and int(tensors.mib * 2**20)
         self.memory.start()
         torch.manual_seed(self.seed)  # every arm starts from the same weights
-        self.arm = arm = build()
+        arm = build(self)
         if world.size > 1:  # all start from the same weights; each draws its own random numbers
             torch.manual_seed(self.seed + 1000 * world.rank)
         if self.resume:
             _restore(arm, self.resume, world.rank)
-        hidden = None if world.is_main else True  # None: unless a terminal
-        title = f"{of.model} {of.method} {of.repeat + 1}/{of.repeats}"
-        bar = tqdm(desc=title, total=self.total, initial=self.step, leave=False, disable=hidden)
-        self._bar = self._open.enter_context(bar)
-        if self.place.profile and self.stem and world.is_main:
-            trace = f"{self.stem}.trace.json"
-            self.stem.parent.mkdir(parents=True, exist_ok=True)
-            profile = torch.profiler.profile(on_trace_ready=lambda p: p.export_chrome_trace(trace))
-            self._open.enter_context(profile)
-        self._clock.resume()
         return arm
 
-    def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """The batches from here to the end of the run, over as many epochs as it takes; the rate of
-        each step is set. At the end of each epoch this tests and saves. Raises as :meth:`note`."""
-        while self.step < self.total:
-            epoch, start = divmod(self.step, self.data.batches_per_epoch)
-            left = self.total - self.step
-            for batch in itertools.islice(self.data.train_batches(epoch, start), left):
-                schedule.set_lr(self.arm.optimizer, self._lr(self.step))
-                yield batch
-            self._end_epoch()
+    def _progress(self) -> Any:
+        from tqdm import tqdm
+
+        of = self.settings
+        hidden = None if self.world.is_main else True  # None: unless a terminal
+        title = f"{of.model} {of.method} {of.repeat + 1}/{of.repeats}"
+        return tqdm(desc=title, total=self.total, initial=self.step, leave=False, disable=hidden)
+
+    def _profile(self) -> contextlib.AbstractContextManager[Any]:
+        if not (self.place.profile and self.stem and self.world.is_main):
+            return contextlib.nullcontext()
+        self.stem.parent.mkdir(parents=True, exist_ok=True)
+        trace = f"{self.stem}.trace.json"
+        return torch.profiler.profile(on_trace_ready=lambda p: p.export_chrome_trace(trace))
 
     def _lr(self, step: int) -> float:
         of = self.settings
         return of.lr * schedule.factor(of.schedule, step, self.total, of.warmup)
 
-    def note(self, loss: Tensor, loss_scale: Tensor, skipped: Tensor) -> None:
-        """A step has ended. Raises Diverged."""
+    def _note(self, loss: Tensor, loss_scale: Tensor, skipped: Tensor) -> None:
+        """A step has ended."""
         if self.settings.loop == "original":
             loss.item()  # the published scripts added it up on the host
         self._clock.mark()
@@ -191,8 +205,8 @@ class Run:
         """Loss and accuracy over the whole test set, all processes' shares together; no accuracy
         where there are no classes."""
         arm, classes = self.arm, self.data.classes
-        with gathered(arm.bare_model) as model:
-            sums = arm.test(self.data.test_batches(), arm.model if self.world.size == 1 else model)
+        with gathered(arm.bare_model):
+            sums = arm.test(self.data.test_batches())
         loss, right, images = self.world.sum(sums)
         return {"loss": loss / images, "accuracy": right / images if classes else None}
 
@@ -248,7 +262,7 @@ class Run:
             "step": self.step,
             "model": model,
             "optimizer": optimizer,
-            "scaler": arm.scaler_state(),
+            "scaler": arm.scaler.state_dict(),
             "rng": self.world.gather(rng),
             "record": dataclasses.asdict(self.record),
         }
@@ -263,10 +277,9 @@ class Run:
         mean = statistics.fmean(times) if times else None
         rates = [images / ms * 1e3 for ms in (mean, max(times), min(times))] if mean else [None] * 3
         test = record.evaluations[-1] if record.evaluations else {"loss": None, "accuracy": None}
-        named = ("recipe", "experiment", "model", "method", "batch_size", "optimizer", "repeat")
         result = {
             "format": FORMAT,
-            **{name: getattr(of, name) for name in named},
+            **{name: getattr(of, name) for name in _IN_RESULT},
             "gpu": self.place.label,
             "seed": self.seed,
             # That of a run that diverged is what it was to be.
@@ -277,9 +290,9 @@ class Run:
             "memory_kind": self.memory.kind if self._tensors is None else "tensors",
             "accuracy_pct": test["accuracy"] and 100 * test["accuracy"],
             "test_loss": test["loss"],
-            **dict(
-                zip(("images_per_s", "images_per_s_min", "images_per_s_max"), rates, strict=True)
-            ),
+            "images_per_s": rates[0],
+            "images_per_s_min": rates[1],
+            "images_per_s_max": rates[2],
             "loss_last": record.losses[-1] if record.losses else None,
             "loss_mean": mean_of_finite(record.losses),
             "loss_scale": self.arm.loss_scale(),
@@ -290,13 +303,14 @@ class Run:
             "evaluations": record.evaluations,
             "finished": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         }
-        return finite(result)
+        # NaN and infinity, which JSON does not have, become None.
+        return json.loads(json.dumps(result), parse_constant=lambda name: None)
 
     def _conditions(self) -> dict[str, Any]:
         """All that repeats of this run have in common, but its length and what names its row."""
-        settings = {n: v for n, v in dataclasses.asdict(self.settings).items() if n not in _NO_ROW}
+        settings = dataclasses.asdict(self.settings)
         return {
-            **settings,
+            **{name: settings[name] for name in settings if name not in _NO_CONDITION},
             **self.data.describe(),
             **self.arm.policy,
             "world_size": self.world.size,
@@ -307,9 +321,10 @@ class Run:
         }
 
 
-# The settings that are no condition: those that name a row, and those that change no step.
-_NO_ROW = {"recipe", "experiment", "model", "method", "batch_size", "optimizer", "repeat"}
-_NO_ROW |= {"repeats", "seed", "iterations", "epochs", "print_freq", "evaluate", "synthetic_size"}
+_IN_RESULT = ("recipe", "experiment", "model", "method", "batch_size", "optimizer", "repeat")
+# Those, and what changes no step.
+_NO_CONDITION = {*_IN_RESULT, "repeats", "seed", "iterations", "epochs", "print_freq", "evaluate"}
+_NO_CONDITION |= {"synthetic_size"}
 
 
 def suggestion(of: Settings) -> str:
@@ -320,15 +335,6 @@ def suggestion(of: Settings) -> str:
     if of.arm in ("O1", "O2", "amp-fp16") and isinstance(of.loss_scale, float):
         return f"a static loss scale of {of.loss_scale:g} skips no step: try --loss-scale dynamic"
     return f"try a lower --lr (now {of.lr:g}), or BF16 if this is FP16"
-
-
-def finite(value: Any) -> Any:
-    """`value` with None for every float that is NaN or infinite."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
-    return [finite(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def mean_of_finite(losses: Sequence[float]) -> float | None:
@@ -386,7 +392,7 @@ def _restore(arm: Arm, saved: dict[str, Any], rank: int) -> None:
     """Put `arm` and the random numbers where they were at the checkpoint."""
     try:
         load_states(arm, saved["model"], saved["optimizer"])
-        arm.load_scaler_state(saved["scaler"])
+        arm.scaler.load_state_dict(saved["scaler"])
     except (RuntimeError, ValueError, KeyError, TypeError) as error:
         why = " ".join(str(error).split())
         raise UsageError(f"--resume: the checkpoint does not fit the model: {why}") from error

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,19 +34,17 @@ LEVELS = tuple(ARMS)[4:]
 HALF_LEVELS = ("O2", "O3", "O5")  # whose weights are half, but for batch norms'
 _FUSED = ("O1", "O2", "O4", "O5")  # that fuse batch norms by themselves
 _MODES = {"FP32": "fp32", "FP16": "O2", "amp": "O1"}  # E1's names
-_MADE_UP = ("digits", "synthetic")  # data that are no folder
+MADE_UP = ("digits", "synthetic")  # data that are no folder
 
 
-def switch(text: str) -> bool | None:
-    """ "None" is an old script's default, passed on."""
-    values = {"true": True, "1": True, "false": False, "0": False, "none": None}
-    if text.lower() not in values:
+def switch(text: str) -> bool:
+    if text not in ("True", "False"):
         raise argparse.ArgumentTypeError(f"{text} is not True or False")
-    return values[text.lower()]
+    return text == "True"
 
 
-def scale(text: str) -> float | str | None:
-    return {"dynamic": "dynamic", "None": None}.get(text) if text[:1] in "dN" else positive(text)
+def scale(text: str) -> float | str:
+    return text if text == "dynamic" else positive(text)
 
 
 _COUNT: dict[str, Any] = {"type": at_least(1), "metavar": "N"}
@@ -161,9 +160,7 @@ class Script:
 
     name: str
     title: str
-    models: str
     recipes: tuple[Recipe, ...]
-    image_size: int
     data: str | None = "data"
     distributed: bool = False
 
@@ -190,9 +187,7 @@ def parse(script: Script, argv: Sequence[str], prog: str) -> argparse.Namespace:
             if kind.get("type") is switch:
                 off = {"action": "store_const", "const": False, "dest": field.name}
                 add(f"--no-{flag}", **off, help=argparse.SUPPRESS)
-    parser.set_defaults(**dict.fromkeys(_NAMES))  # None is what was not given
-    words = [word.partition("=") for word in argv]
-    todays = [f.replace("_", "-") + e + v if f.startswith("--") else f + e + v for f, e, v in words]
+    todays = [re.sub("^--[^=]*", lambda flag: flag[0].replace("_", "-"), word) for word in argv]
     return parser.parse_intermixed_args(todays)
 
 
@@ -200,9 +195,9 @@ _DISTRIBUTED = ("sync_bn", "fsdp")
 
 
 def _add_command(add: Callable[..., object], script: Script) -> None:
-    names = sorted({recipe.name for recipe in script.recipes})
+    names = [recipe.name for recipe in script.recipes]
     add("--recipe", choices=names, help="published settings (default: those of the model)")
-    add("--model", "-a", metavar="NAME", help=script.models)
+    add("--model", "-a", metavar="NAME", help="one of a recipe, or wrn<depth>_<width>")
     data = "a folder with the data set (MNIST and CIFAR-10 are downloaded into an empty one), "
     data += f"scikit-learn's handwritten digits, or noise (default: {script.data or 'none'})"
     add("--data", metavar="PATH|digits|synthetic", help=data)
@@ -215,7 +210,6 @@ def _add_command(add: Callable[..., object], script: Script) -> None:
     add("--fp16", **_ON, help="E4's name for O2 with a static scale")
     add("--loss-scale", type=scale, metavar="N|dynamic", help="of the arms that scale")
     add("--static-loss-scale", type=positive, metavar="N", help="as --loss-scale N")
-    add("--dynamic-loss-scale", **_ON, help="as --loss-scale dynamic")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     add("--GPU", metavar="NAME", help="what results call the device (default: its name)")
     add("--output", "-o", type=Path, default=Path("results"), metavar="DIR")
@@ -223,8 +217,6 @@ def _add_command(add: Callable[..., object], script: Script) -> None:
     add("--checkpoints", **_ON, help="save one at the end of each epoch")
     profile = "train N steps under torch's profiler and write a trace"
     add("--prof", type=int, default=0, metavar="N", help=profile)
-    if script.distributed:
-        add("--local-rank", type=int, help=argparse.SUPPRESS)  # torchrun says it
 
 
 # ---- the runs ------------------------------------------------------------------------------------
@@ -237,30 +229,30 @@ def runs_of(
     arms, method, loss_scale = _precision(args, device)
     if args.graph and device.type != "cuda":
         raise UsageError("--graph: a CUDA graph needs a GPU; leave it out on a CPU")
-    recipe = _recipe(args, script)
+    if args.data and args.folder:
+        raise UsageError(f"--data {args.data} and {args.folder}: give one data folder")
+    if not (data := args.data or args.folder or script.data):
+        raise UsageError("--data: give a folder, digits or synthetic")
+    # The recipe asked for, else that of the model, else the script's first.
+    recipes = [recipe for recipe in script.recipes if args.recipe in (None, recipe.name)]
+    recipe = next((recipe for recipe in recipes if args.model in recipe.models), recipes[0])
     model = args.model or recipe.models[0]
-    given = {name: value for name, value in vars(args).items() if name in _NAMES}
-    given = {name: value for name, value in given.items() if value is not None}
-    given |= {"data": _data(args, script), "experiment": script.name, "model": model}
+    given = {n: v for n, v in vars(args).items() if n in _NAMES and v is not None}
+    given |= {"data": data, "experiment": script.name, "model": model, "loss_scale": loss_scale}
     given["recipe"] = recipe.name if model in recipe.models else None
-    small = {name: value for name, value in recipe.cpu.items() if name not in given}
-    if _LENGTH & given.keys():
-        small = {name: value for name, value in small.items() if name not in _LENGTH}
-    small = small if device.type == "cpu" else {}
     runs: list[Settings] = []
     for size in dict.fromkeys(given.pop("batch_size", [None])):
-        of_size = []
-        for arm in arms:
-            scaled = loss_scale if arm in ("amp-fp16", *LEVELS[1:]) else None
-            wishes = given | {"arm": arm, "method": method or arm, "loss_scale": scaled}
-            wishes |= {"batch_size": size} if size else {}
-            of_size.append(_resolved(args, recipe, script, small, wishes, device))
+        given |= {"batch_size": size} if size else {}
+        of_arm = [{**given, "arm": arm, "method": method or arm} for arm in arms]
+        of_size = [_resolved(args, recipe, wishes, device) for wishes in of_arm]
         # Arms take turns, so that whatever else the machine does meets all of them alike.
         repeats = range(of_size[0].repeats)
         runs += [dataclasses.replace(one, repeat=r) for r in repeats for one in of_size]
-    sizes = ", ".join(f"{n.replace('_', ' ')} {v}" for n, v in small.items() if n != "repeats")
-    note = f"No GPU: sizes that suit a CPU ({sizes}); flags choose others." if sizes else ""
-    return runs, note
+    small = {n: v for n, v in recipe.cpu.items() if n != "repeats" and getattr(runs[0], n) == v}
+    if device.type != "cpu" or not small:
+        return runs, ""
+    sizes = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in small.items())
+    return runs, f"No GPU: sizes that suit a CPU ({sizes}); flags choose others."
 
 
 def _precision(
@@ -268,23 +260,21 @@ def _precision(
 ) -> tuple[list[str], str | None, float | str | None]:
     """Arms, method and loss scale, from today's flags or from those of the published scripts."""
     scales = {"--loss-scale": args.loss_scale, "--static-loss-scale": args.static_loss_scale}
-    scales["--dynamic-loss-scale"] = args.dynamic_loss_scale and "dynamic"
     ways = {"--arm": args.arm, "--mode": args.mode, "--fp16": args.fp16}
     ways["--opt-level"] = args.opt_level if args.mode != "amp" else None
     for options, what in ((scales, "a loss scale"), (ways, "an arm")):
         if len(named := [name for name, value in options.items() if value]) > 1:
             raise UsageError(f"{' and '.join(named)}: these name {what} each; give one of them")
-    loss_scale = next(filter(None, scales.values()), None)
+    loss_scale = args.loss_scale or args.static_loss_scale
     if args.mode:
         arm = args.opt_level or _MODES[args.mode]
         return [arm], args.mode, loss_scale or (128.0 if args.mode == "FP16" else None)
     if args.fp16:
         return ["O2"], "fp16", loss_scale or 1.0
-    # E4's FP32 line: a scale, but no --fp16.
-    usual = (
-        ["fp32"] if args.static_loss_scale else ["fp32", "O2" if device.type == "cuda" else "O5"]
-    )
-    arms = args.arm or ([args.opt_level] if args.opt_level else usual)
+    arms = args.arm or ([args.opt_level] if args.opt_level else ["fp32"])
+    # E4's FP32 line has a static scale, but no --fp16.
+    if not (args.arm or args.opt_level or args.static_loss_scale):
+        arms.append("O2" if device.type == "cuda" else "O5")
     if "all" in arms:
         arms = [arm for arm in ARMS if arm != "tf32" or has_tf32(device)]
     if "tf32" in arms and not has_tf32(device):
@@ -296,39 +286,19 @@ def has_tf32(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def _data(args: argparse.Namespace, script: Script) -> str:
-    if args.data and args.folder:
-        raise UsageError(f"--data {args.data} and {args.folder}: give one data folder")
-    if data := args.data or args.folder or script.data:
-        return data
-    raise UsageError("--data: give a folder, digits or synthetic")
-
-
-def _recipe(args: argparse.Namespace, script: Script) -> Recipe:
-    """The recipe asked for, else that of the model, else the script's first."""
-    if args.recipe:
-        return next(recipe for recipe in script.recipes if recipe.name == args.recipe)
-    return next((r for r in script.recipes if args.model in r.models), script.recipes[0])
-
-
 def _resolved(
-    args: argparse.Namespace,
-    recipe: Recipe,
-    script: Script,
-    small: Mapping[str, Any],
-    wishes: Mapping[str, Any],
-    device: torch.device,
+    args: argparse.Namespace, recipe: Recipe, wishes: Mapping[str, Any], device: torch.device
 ) -> Settings:
     """The recipe's settings, what suits a CPU over them, and the `wishes` over both."""
-    arm, made_up = wishes["arm"], wishes["data"] in _MADE_UP
+    arm, made_up = wishes["arm"], wishes["data"] in MADE_UP
     original = {"channels_last": False, "cudnn_benchmark": False, **recipe.original}
     in_epochs = "epochs" in wishes and "iterations" not in wishes
     settings: dict[str, Any] = {}
     for layer in (
-        {"image_size": script.image_size, **recipe.settings},
+        recipe.settings,
         recipe.by_arm.get((wishes["model"], arm), {}),
         original if args.loop == "original" else {"loader": "resident"} if made_up else {},
-        {"print_freq": 5, **small} if device.type == "cpu" else {},
+        {"print_freq": 5, **recipe.cpu} if device.type == "cpu" else {},
         recipe.by_epochs if in_epochs else {},
         wishes,
         {"iterations": args.prof} if args.prof else {},
@@ -344,8 +314,10 @@ def _resolved(
         settings["cudnn_benchmark"] = False
     # Noise for a few steps is enough; more of it would only cost memory.
     settings.setdefault("synthetic_size", max(2048, 4 * settings.get("batch_size", 128)))
+    if arm not in ("amp-fp16", *LEVELS[1:]):
+        settings["loss_scale"] = None
     if arm not in HALF_LEVELS:
-        settings.pop("keep_batchnorm_fp32", None)
+        settings["keep_batchnorm_fp32"] = None
     if arm not in LEVELS or args.fuse is None:
         tuned = args.loop != "original" and settings.get("channels_last", True)
         gathered_apart = settings.get("fsdp") and arm in HALF_LEVELS

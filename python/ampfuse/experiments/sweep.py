@@ -3,49 +3,39 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
-from ampfuse.command_line import UsageError, check_installed, check_writable
+from ampfuse.command_line import UsageError, check_installed, check_writable, status_of
 from ampfuse.devices import choose_device, device_name
 from ampfuse.experiments import make_table
 from ampfuse.experiments.data import open_data
 from ampfuse.experiments.distributed import World
-from ampfuse.experiments.results import Result, file_name, rows_of
-from ampfuse.experiments.run import Diverged, Place, Run, load_checkpoint, position, run_name
+from ampfuse.experiments.results import Result, Row, file_name, rows_of
+from ampfuse.experiments.run import Build, Diverged, Place, Run, load_checkpoint, position, run_name
 from ampfuse.experiments.settings import ARMS, Script, Settings, parse, runs_of
 from ampfuse.files import atomic
 
-# Exit statuses besides 0: 2 is what argparse uses, 128 + signal what shells report.
-_WRONG_USE, _DIVERGED = 2, 3
-
-Train = Callable[[Run], None]
+_DIVERGED = 3  # the exit status; status_of has the others
 
 
 def main(
-    script: Script, train: Train, argv: Sequence[str] | None = None, prog: str | None = None
+    script: Script, build: Build, argv: Sequence[str] | None = None, prog: str | None = None
 ) -> int:
     """Train what `argv` (default: ``sys.argv``) asks for and return the exit status, which
     docs/experiments.md explains. What the user has to put right ends in one line and status 2."""
     argv = sys.argv[1:] if argv is None else list(argv)
     args = parse(script, argv, prog or f"python -m ampfuse.experiments.{script.name}")
-    try:
-        check_installed("experiments", "torchvision", "timm", "tqdm", "sklearn")
-        return _sweep(script, train, args)
-    except (UsageError, OSError) as error:
-        print(f"{script.name}: error: {error}", file=sys.stderr)
-        return _WRONG_USE
-    except KeyboardInterrupt:
-        print("\nInterrupted; the runs that were finished have their results.", file=sys.stderr)
-        return 130
+    left = "the runs that were finished have their results"
+    return status_of(lambda: _sweep(script, build, args), script.name, left)
 
 
-def _sweep(script: Script, train: Train, args: argparse.Namespace) -> int:
+def _sweep(script: Script, build: Build, args: argparse.Namespace) -> int:
+    check_installed("experiments", "torchvision", "timm", "tqdm", "sklearn")
     world = World.of_environment()
     if world.size > 1 and not script.distributed:
         raise UsageError(f"{script.name} trains in one process; imagenet takes torchrun's")
@@ -62,28 +52,26 @@ def _sweep(script: Script, train: Train, args: argparse.Namespace) -> int:
     say("\n".join(filter(None, [heading(script, todo, device, world.size), note])))
     results: list[Result] = []
     with world.connected(device):
-        for result in train_all(todo, place, train, resume):
+        for result in train_all(todo, place, build, resume):
             results.append(result)
             say(line(result))
-    say(f"{table(results)}\nResults: {place.folder.absolute()}")
+    say(f"{table(rows_of(results))}\nResults: {place.folder.absolute()}")
     return _DIVERGED if any(result["diverged"] for result in results) else 0
 
 
 def train_all(
-    todo: Sequence[Settings], place: Place, train: Train, resume: dict[str, Any] | None = None
+    todo: Sequence[Settings], place: Place, build: Build, resume: dict[str, Any] | None = None
 ) -> Iterator[Result]:
     """Train `todo`, the first of it from `resume`; its result files are written."""
     for of in todo:
         name = resume["name"] if resume else place.world.gather(run_name(of))[0]
         data = open_data(of, place.device, place.world.rank, place.world.size)
         run, diverged = Run(of, data, place, name, resume), None
-        with contextlib.closing(run):
-            try:
-                train(run)
-            except Diverged as error:
-                diverged = error
-            result = run.result(diverged)
-        resume = None
+        try:
+            run.train(build)
+        except Diverged as error:
+            diverged = error
+        result, resume = run.result(diverged), None
         if place.folder and place.world.is_main:
             with atomic(place.folder / f"{name}.json") as file:
                 file.write(json.dumps(result, indent=1, allow_nan=False).encode() + b"\n")
@@ -126,8 +114,7 @@ _COLUMNS = ("method", "batch size", "step, ms", "images/s", "memory, MB", "loss 
 _COLUMNS += ("accuracy, %", "skipped", "scale", "outcome")
 
 
-def table(found: Sequence[Result]) -> str:
-    """All runs, the repeats of an arm together: means, and standard deviations of several."""
-    rows = rows_of(found)
+def table(rows: Sequence[Row], columns: Sequence[str] = _COLUMNS) -> str:
+    """The `rows` of a command, and what their methods mean."""
     meanings = {f"{row['method']}: {ARMS[row['conditions']['arm']]}": None for row in rows}
-    return "\n".join(["", make_table.table(rows, _COLUMNS), "", *meanings])
+    return "\n".join(["", make_table.table(rows, columns), "", *meanings])

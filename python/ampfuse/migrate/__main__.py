@@ -35,7 +35,7 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """``python -m ampfuse.migrate``: the same as ``ampfuse migrate``."""
-    return run_alone(sys.modules[__name__], argv, "python -m ampfuse.migrate")
+    return run_alone(sys.modules[__name__], argv)
 
 
 def _report(path: Path, *, write: bool) -> int:

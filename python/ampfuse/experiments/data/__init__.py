@@ -7,10 +7,8 @@ image, or the device itself, which holds the whole set as uint8.
 
 import torch
 
-from ampfuse.experiments.data.features import NormalFeatures
-from ampfuse.experiments.data.files import read_files
-from ampfuse.experiments.data.loaders import Data, ResidentData, WorkersData
-from ampfuse.experiments.data.sets import DataError, digits, synthetic
+from ampfuse.experiments.data.loaders import Data, NormalFeatures, ResidentData, WorkersData
+from ampfuse.experiments.data.sets import DataError, digits, read_files, synthetic
 from ampfuse.experiments.settings import Settings
 
 __all__ = ["Data", "DataError", "open_data", "read_files"]
@@ -22,7 +20,7 @@ _KIND_OF = {"cifar": "cifar10", "imagenet": "imagenet", "mnist": "mnist", "mlp":
 def open_data(settings: Settings, device: torch.device, rank: int = 0, world_size: int = 1) -> Data:
     """The data of `settings` on `device`, for process `rank` of `world_size`."""
     if (settings.experiment, settings.data) == ("mlp", "synthetic"):
-        return NormalFeatures(settings, device)  # type: ignore[return-value]
+        return NormalFeatures(settings, device)
     kind = _KIND_OF.get(settings.experiment, "mnist")
     if settings.data == "digits":
         images = digits(settings.image_size)

@@ -1,7 +1,8 @@
-"""Batches on the device: gathered there out of the whole set, or made by worker processes."""
+"""Batches on the device: gathered there out of the whole set, by worker processes, or drawn."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import signal
@@ -15,7 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset
 
 from ampfuse.experiments.data import sets
 from ampfuse.experiments.data.sets import DataError, ImageFiles, ImageSet, Pixels
-from ampfuse.experiments.settings import Settings
+from ampfuse.experiments.settings import MADE_UP, Settings
 
 Batches = Iterator[tuple[Tensor, Tensor]]
 
@@ -78,7 +79,7 @@ class Data:
         source = self.settings.data
         workers = self.settings.workers if self.settings.loader == "workers" else None
         sizes = {"train_size": self.train_size, "test_size": self.test_size}
-        data = source if source in ("digits", "synthetic") else self.kind
+        data = source if source in MADE_UP else self.kind
         return {"data": data, "kind": self.kind, "workers": workers, **sizes}
 
     def _epoch_order(self, epoch: int) -> Tensor:
@@ -228,6 +229,7 @@ class WorkersData(Data):
             raise error.with_traceback(None) from None
 
 
+@dataclasses.dataclass
 class Samples(Dataset[tuple[Tensor, Tensor]]):
     """Images by their number, transformed, and their labels.
 
@@ -235,21 +237,44 @@ class Samples(Dataset[tuple[Tensor, Tensor]]):
     alone, whichever process draws.
     """
 
-    def __init__(
-        self,
-        split: Pixels | ImageFiles,
-        transform: Callable[[Any], Tensor],
-        draws: tuple[int, int] = (0, 0),
-    ) -> None:
-        self._split, self._transform, self._draws = split, transform, draws
+    split: Pixels | ImageFiles
+    transform: Callable[[Any], Tensor]
+    draws: tuple[int, int] = (0, 0)
 
     def __getitem__(self, number: int) -> tuple[Tensor, Tensor]:
         with torch.random.fork_rng(devices=[]):
             # Not torch.manual_seed, which would seed the GPUs too.
-            torch.default_generator.manual_seed(sets.seed_of("sample", *self._draws, number))
-            return self._transform(self._split[number]), self._split.labels[number]
+            torch.default_generator.manual_seed(sets.seed_of("sample", *self.draws, number))
+            return self.transform(self.split[number]), self.split.labels[number]
 
 
 def _ignore_interrupts(worker: int) -> None:
     # Ctrl-C reaches every process of the terminal; what it means is for the main one to decide.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+# ---- the perceptron's ----------------------------------------------------------------------------
+
+
+class NormalFeatures(Data):
+    """What torch's AMP recipe trains its perceptron on: features and targets from a normal
+    distribution, float32 [b, 4096] each, drawn once, on the device. They come in one order."""
+
+    def __init__(self, settings: Settings, device: torch.device) -> None:
+        self.settings, self.kind = settings, "features"
+        self.classes, self.channels, self.image_size = 0, 1, settings.image_size
+        self.batches_per_epoch = max(1, settings.synthetic_size // settings.batch_size)
+        counts = (self.batches_per_epoch, sets.TEST_BATCHES)
+        self.train_size, self.test_size = (settings.batch_size * count for count in counts)
+        shape = (2, settings.batch_size, self.image_size**2)
+        generator = torch.Generator().manual_seed(settings.seed)
+        self._train, self._test = (
+            [tuple(torch.randn(shape, generator=generator).to(device)) for _ in range(count)]
+            for count in counts
+        )
+
+    def train_batches(self, epoch: int, start: int = 0) -> Batches:
+        return iter(self._train[start:])
+
+    def test_batches(self) -> Batches:
+        return iter(self._test)
