@@ -105,8 +105,11 @@ def test_orthogonalized_of_any_shape_and_size(rows, columns, exponent, dtype, st
     )
     assert found.isfinite().all()
     if matrix.numel():
-        # The coefficients amplify errors of what is nearly singular.
-        assert distance(found[0], in_float64(matrix, polynomials, 0.0)) < (1e-2, 0.5)[dtype != f32]
+        # The coefficients amplify errors of what is nearly singular. (The first of polar_express
+        # are steep at 1, where the singular value of a single row or column is.)
+        steep = polynomial != JORDAN and min(rows, columns) == 1 and steps < 6
+        bound = 1e-2 if dtype == f32 else 1.0 if steep else 0.25
+        assert distance(found[0], in_float64(matrix, polynomials, 0.0)) < bound
 
 
 @pytest.mark.parametrize("dtype", [f32, bf16, f16])
