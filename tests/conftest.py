@@ -71,15 +71,19 @@ def pytest_configure():
 
 
 def pytest_collection_finish():
-    """Keep what imports made out of garbage collections. The experiments ask for two in each run
-    and advise for three a level, and half of their tests' time went into them."""
-    gc.collect()
-    gc.freeze()
     gc.enable()
 
 
 def pytest_unconfigure():
     gc.unfreeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def short_collections():
+    """Keep what imports and earlier files made out of garbage collections. The experiments ask for
+    two in each run and advise for three a level, and most of their tests' time went into them."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -216,7 +216,10 @@ def test_an_unknown_instruction_set_is_refused():
 
 @pytest.mark.parametrize(
     "device",
-    ["emulated", *(pytest.param(cuda, marks=pytest.mark.gpu) for cuda in ("cuda:0", "cuda:1"))],
+    [
+        pytest.param("emulated", marks=pytest.mark.slow),  # test_cpp.py has its kernels one by one
+        *(pytest.param(cuda, marks=pytest.mark.gpu) for cuda in ("cuda:0", "cuda:1")),
+    ],
 )
 def test_cuda(expected, device, monkeypatch):
     """The second GPU is not the current one."""
