@@ -574,7 +574,7 @@ def test_the_parts_of_calls_add_up_in_one_archive(gate):
 CORE_PARTS = ("core", "memcheck", "racecheck", "initcheck")
 
 
-@pytest.mark.covers(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("part", CORE_PARTS)
 @pytest.mark.parametrize("core", [{}, {"CORE": ""}], ids=["not set", "empty"])
 def test_each_part_of_the_gate_builds_the_tests_of_the_core(gate, tmp_path, part, core):
@@ -584,6 +584,7 @@ def test_each_part_of_the_gate_builds_the_tests_of_the_core(gate, tmp_path, part
     assert gate(part, FAIL="nvcc") == (0, {part: "ok"})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", CORE_PARTS)
 def test_tests_of_the_core_may_be_brought_along(gate, tmp_path, part):
     gate("core")
@@ -599,12 +600,14 @@ def test_a_wheel_may_be_brought_along(gate, tmp_path):
     assert f"-m zipfile -e {tmp_path}/ampfuse-1-cp312-any.whl" in said
 
 
+@pytest.mark.slow
 def test_what_fails_or_hangs_in_the_gate_keeps_no_other_from_running(gate):
     code, found = gate("build:4", "tests:1", "core", FAIL="cmake", HANG="faulthandler")
     assert found == {"build": "FAILED", "tests": "TIMEOUT", "core": "ok"}
     assert code == 2
 
 
+@pytest.mark.slow
 def test_what_a_part_leaves_of_its_time_the_next_have(gate):
     """And no more: the parts of a call end when the sum of their seconds is over."""
     started = time.monotonic()
