@@ -18,7 +18,7 @@
 # OUT      where the archive goes (results/gpu)
 # BUILD    build folder (build/gpu), kept between calls
 # WHEEL    a wheel of ampfuse that is unpacked in place of a build, such as 'dist/*cp312*.whl'
-# CORE     a folder with the core's tests, compiled elsewhere by tests/cpp/build_cuda.sh
+# CORE     a folder with ampfuse_gpu_tests, the core's tests, from a build elsewhere
 set -uo pipefail
 SELF=$(realpath "$0")
 cd "$(dirname "$SELF")/.." || exit
@@ -33,7 +33,7 @@ PYTHON=${PYTHON:-python3}
 OUT=${OUT:-results/gpu}
 BUILD=${BUILD:-build/gpu}
 RESULTS=$PWD/$BUILD/results
-CORE_TESTS=${CORE:-$BUILD/core}/test_core
+CORE_TESTS=${CORE:-$BUILD}/ampfuse_gpu_tests
 # Where pip puts cmake and ninja; and what was built.
 PATH=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("scripts"))'):$PATH
 export PYTHONPATH=$PWD/$BUILD/site PYTHONUNBUFFERED=1
@@ -56,39 +56,29 @@ p = torch.cuda.get_device_properties(0)
 print(p.name, f"sm_{p.major}{p.minor}", p.multi_processor_count, "multiprocessors", p.L2_cache_size >> 20, "MB L2")'
 }
 
-# Module and core's tests side by side: neither keeps all cores busy to its end.
-build() {
-  build_core &
-  local core=$! status=0
-  build_module || status=1
-  wait "$core" && return "$status"
-}
-
 # The Python files before the module, which cmake installs among them.
-build_module() {
+build() {
   rm -rf "$BUILD/site" && mkdir -p "$BUILD/site" || return
   if [ -n "${WHEEL:-}" ]; then
     # shellcheck disable=SC2086 # a pattern
     "$PYTHON" -m zipfile -e $WHEEL "$BUILD/site"
     return
   fi
+  compile all ampfuse_gpu_tests && cp -r python/ampfuse "$BUILD/site/" &&
+    cmake --install "$BUILD" --prefix "$BUILD/site"
+}
+
+compile() {
   local generator=()
   if command -v ninja >/dev/null; then generator=(-G Ninja); fi
   cmake -S . -B "$BUILD" "${generator[@]}" -DCMAKE_BUILD_TYPE=Release \
     -DPython_EXECUTABLE="$(command -v "$PYTHON")" -DAMPFUSE_CUDA=ON \
     -DAMPFUSE_CUDA_ARCHS="${AMPFUSE_CUDA_ARCHS:-native}" &&
-    cmake --build "$BUILD" -j "$(nproc)" &&
-    cp -r python/ampfuse "$BUILD/site/" &&
-    cmake --install "$BUILD" --prefix "$BUILD/site"
+    cmake --build "$BUILD" -j "$(nproc)" --target "$@"
 }
 
-# Unless they were brought along, or are newer than all their sources.
-build_core() {
-  if [ -z "${CORE:-}" ] && { [ ! -x "$CORE_TESTS" ] ||
-    [ -n "$(find csrc tests/cpp -name '*.[ch]*' -newer "$CORE_TESTS")" ]; }; then
-    tests/cpp/build_cuda.sh "$BUILD/core"
-  fi
-}
+# What was brought along is taken as it is.
+build_core() { if [ -z "${CORE:-}" ]; then compile ampfuse_gpu_tests; fi; }
 
 core() { build_core && "$CORE_TESTS"; }
 

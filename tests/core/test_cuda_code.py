@@ -3,7 +3,6 @@
 What nvcc must compile on a machine with a GPU (benchmarks/gpu_gate.sh) compiles here.
 """
 
-import importlib
 import os
 import re
 import shutil
@@ -42,22 +41,6 @@ ARCHS = ("sm_75", "sm_80", "sm_90")
 APPLIED = [name for name, (symbol, *_) in HOT.items() if "apply" in symbol]
 
 
-def module_of(folder, name):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(ROOT / folder)
-        return importlib.import_module(name)
-
-
-def test_the_tests_of_the_core_compile_for_a_gpu(tmp_path):
-    """By the script that the gate calls, which needs no GPU."""
-    nvcc = module_of("buildtools", "probe").find_nvcc()
-    if nvcc is None:
-        pytest.skip("needs nvcc of CUDA 12 or later (CUDACXX, CUDA_HOME, PATH, /usr/local/cuda)")
-    environment = {**os.environ, "NVCC": nvcc.path, "AMPFUSE_CUDA_ARCHS": "90"}
-    subprocess.run([ROOT / "tests/cpp/build_cuda.sh", tmp_path], check=True, env=environment)
-    assert os.access(tmp_path / "test_core", os.X_OK)
-
-
 @pytest.fixture(scope="module")
 def dump():
     """What cuobjdump prints of a file: a CUDA toolkit's, or that of torch's triton."""
@@ -80,11 +63,17 @@ def dump():
 
 
 @pytest.fixture(scope="module")
-def objects():
-    """Those of the build: to compile them again takes longer than all that is asked of them."""
+def build():
+    """The folder: to compile it again takes longer than all that is asked of it."""
     if not {*ARCHS, "compute_75"} <= set(_core.C.cuda_archs()):
         pytest.skip('needs a build with AMPFUSE_CUDA=ON and AMPFUSE_CUDA_ARCHS="75;80;90"')
-    return sorted(ROOT.glob("build/cp*/CMakeFiles/ampfuse_cuda*/**/*.cu.o"))
+    (found,) = ROOT.glob("build/cp*")
+    return found
+
+
+@pytest.fixture(scope="module")
+def objects(build):
+    return sorted(build.glob("CMakeFiles/ampfuse_cuda*/**/*.cu.o"))
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +101,15 @@ def assert_wide(code, read, written, accesses):
         for width, a_list in accesses.items():
             assert code.count(f"{access}.global.{width}") >= a_list * lists
     assert re.findall(r"\b(?:ld|st)\.v[24]\.\S+", code) == []
+
+
+def test_the_tests_of_the_core_compile_for_a_gpu(build):
+    """As benchmarks/gpu_gate.sh makes them, of the objects that are there."""
+    path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
+    cmake = shutil.which("cmake", path=path)
+    subprocess.run([cmake, "--build", build, "--target", "ampfuse_gpu_tests"], check=True)
+    done = subprocess.run([build / "ampfuse_gpu_tests", "no such test"], capture_output=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("arch", ARCHS)

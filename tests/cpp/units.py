@@ -1,12 +1,10 @@
 """The core's translation units and the flags of each, for builds of the core without torch.
 
-CMakeLists.txt says the same for the module. ``python tests/cpp/units.py avx2`` prints a unit a
-line: its name, its source, its flags.
+CMakeLists.txt says the same for the module.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -50,8 +48,3 @@ def core_units(isa: str) -> Iterator[Unit]:
             yield Unit(f"cpu-{ops}", f"csrc/cpu/{cpu}_{isa}.cpp", [only, *flags, *own])
             if ops != "inspect":  # inspect.cu has its kernel
                 yield Unit(f"cuda-{ops}", f"csrc/cuda/{cuda}.cu", own)
-
-
-if __name__ == "__main__":
-    for unit in core_units(sys.argv[1]):
-        print(unit.name, unit.source, *unit.flags)

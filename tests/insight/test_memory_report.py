@@ -123,6 +123,19 @@ def test_only_modes_that_apply():
     assert "missing" not in str(report)
 
 
+class OwnStep(ampfuse.optim.SGD):
+    def step(self, closure=None):
+        for param in self.param_groups[0]["params"]:
+            param.data.add_(param.grad, alpha=-0.1)
+
+
+def test_of_a_step_of_its_own_no_state_is_expected():
+    report = amp.memory_report(*training(OwnStep, level="O0"))
+    assert report.held["now"]["states"] == 0
+    assert list(report.held)[1:] == ["masters"]
+    assert "states of OwnStep are missing" in str(report)
+
+
 def test_activations():
     layers = [nn.Linear(8, 16, bias=False), nn.ReLU(), nn.Linear(16, 1, bias=False)]
     model, x = nn.Sequential(*layers), torch.randn(12, 8)

@@ -288,9 +288,12 @@ def algorithm_of(
 
     With `group`, that of its parameters.
     """
-    if isinstance(optimizer, FusedOptimizer) and group is not None:
-        return optimizer.algorithm_in(group)
     cls = type(optimizer)
+    if isinstance(optimizer, FusedOptimizer):
+        if optimizer._has_own_step:
+            return None
+        if group is not None:
+            return optimizer.algorithm_in(group)
     fused = cls if issubclass(cls, FusedOptimizer) else FUSED.get(cls)
     return ALGORITHMS[fused._algorithm] if fused else None
 
