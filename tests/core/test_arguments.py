@@ -203,7 +203,7 @@ def test_states_that_no_algorithm_has(state):
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="loads the sanitizer by LD_PRELOAD")
-def test_a_hundred_thousand_random_calls_under_the_address_sanitizer(tmp_path):
+def test_random_calls_under_the_address_sanitizer(tmp_path):
     options = {
         "AMPFUSE_CUDA": "OFF",
         "AMPFUSE_SCALAR_ONLY": "ON",
@@ -224,9 +224,9 @@ def test_a_hundred_thousand_random_calls_under_the_address_sanitizer(tmp_path):
     ]
     # At its end Python frees little.
     found |= {"LD_PRELOAD": " ".join(runtime), "ASAN_OPTIONS": "detect_leaks=0"}
-    fuzz = [sys.executable, Path(__file__).with_name("table_fuzz.py"), extension, "100000"]
+    fuzz = [sys.executable, Path(__file__).with_name("table_fuzz.py"), extension, "30000"]
     result = subprocess.run(fuzz, capture_output=True, text=True, env=found)
     assert result.returncode == 0, result.stdout + result.stderr
     done, refused = map(int, result.stdout.split())
-    assert done + refused >= 100_000
+    assert done + refused >= 30_000
     assert done > refused / 2

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import sysconfig
 from pathlib import Path
 
@@ -67,7 +68,8 @@ def build():
     """The folder: to compile it again takes longer than all that is asked of it."""
     if not {*ARCHS, "compute_75"} <= set(_core.C.cuda_archs()):
         pytest.skip('needs a build with AMPFUSE_CUDA=ON and AMPFUSE_CUDA_ARCHS="75;80;90"')
-    (found,) = ROOT.glob("build/cp*")
+    major, minor = sys.version_info[:2]
+    (found,) = ROOT.glob(f"build/cp{major}{minor}-*")
     return found
 
 

@@ -37,7 +37,7 @@ from trainings import MODES, Net, fractions, integers
 
 SIZE = int(os.environ["WORLD_SIZE"])
 DEVICE = os.environ.get("DEVICE", "cpu")
-STEPS = 100
+STEPS = 30
 QUICK = SIZE <= 2
 FEWER = 6 if QUICK else STEPS  # a row without gradient in the fourth, an overflow in the fifth
 GRID = (min(SIZE, 2), max(SIZE // 2, 1))
