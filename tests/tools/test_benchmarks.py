@@ -521,7 +521,7 @@ def gate(tmp_path):
     tools.mkdir()
     # What the stand-ins do: "fail NAME" fails, "hang NAME" does not end, of any of their arguments.
     # What they are told to make is there then, and what a program is to run must be.
-    stand_in = f"""#!/bin/sh
+    stand_in = """#!/bin/sh
         for word in $FAIL; do case "$(basename "$0") $*" in *$word*) exit 3 ;; esac; done
         for word in $HANG; do case "$(basename "$0") $*" in *$word*) sleep 60 ;; esac; done
         echo "$(basename "$0") $*" | head -n 1
