@@ -34,7 +34,7 @@ width 16.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
@@ -284,16 +284,15 @@ def arms_of(net: str, options: Any) -> Arms:
     return {name: arm for name, arm in arms.items() if name not in left_out}
 
 
-def rows(net: str, options: Any) -> list[Row]:
-    """Of all arms and shares of one net: in turns, and on a GPU, which one may fill, in a row."""
+def rows(net: str, options: Any) -> Iterator[list[Row]]:
+    """Of all arms and shares of one net: in turns, and on a GPU, which one may fill, in a row. What
+    was measured together comes together, so that a run that is cut off leaves what it has."""
     device, arguments = options.device, (net, options.quick, options.device)
     case = f"{net}-step" if options.host else "-".join(map(str, (net, *size_of(net, device))))
     arms, shares = arms_of(net, options), {}
     if not options.host:
         shares = {kind: partial(Share, kind) for kind in KINDS}
     repeats = options.repeats if options.quick or not options.host else max(options.repeats, 200)
-    times: dict[str, list[float]] = {}
-    memory: dict[str, float] = {}
     with ExitStack() as processes:
 
         def process(ours: bool) -> Worker:
@@ -313,15 +312,15 @@ def rows(net: str, options: Any) -> list[Row]:
                 steps = {name: workers[name].variant(made[name], *arguments) for name in group}
                 # (A GPU's profiler takes a second for each.)
                 few = in_a_row and group[0] in shares
-                times |= measure(steps, 3, 1) if few else measure(steps, repeats)
-                memory |= {arm: steps[arm].memory_mib() for arm in group if arm in arms}
+                times = measure(steps, 3, 1) if few else measure(steps, repeats)
+                what = {"case": case, "optimizer": optimizer_of(net)}
+                what["memory_mib"] = {arm: steps[arm].memory_mib() for arm in group if arm in arms}
+                times = {name: values for name, values in times.items() if any(values)}
+                yield rows_of(device, times, **what)
             except WorkerError as error:  # keeps no other from being measured
                 print(f"{case:28s} {', '.join(group)}: not run ({error})")
             for name in group if in_a_row else ():
                 workers[name].clear()
-    times = {name: values for name, values in times.items() if any(values)}
-    optimizer = optimizer_of(net)
-    return rows_of(device, times, memory_mib=memory, case=case, optimizer=optimizer)
 
 
 def main() -> None:
@@ -336,8 +335,8 @@ def main() -> None:
     torch.set_num_threads(options.threads[-1])
     results = Results(options)
     for net in TINY if options.host else NETS:
-        if results.want(net):
-            results.add(rows(net, options))
+        for measured in rows(net, options) if results.want(net) else ():
+            results.add(measured)
     results.finish()
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -96,12 +97,12 @@ def rows_of(
 
     rows = []
     for name, values in times.items():
-        quintiles = statistics.quantiles(values, n=5, method="inclusive")
+        p20, p80 = np.quantile(values, (0.2, 0.8))
         row = Row(
             variant=name,
             median_ms=round(statistics.median(values), 4),
-            p20_ms=round(quintiles[0], 4),
-            p80_ms=round(quintiles[3], 4),
+            p20_ms=round(float(p20), 4),
+            p80_ms=round(float(p80), 4),
             min_ms=round(min(values), 4),
             n=len(values),
             bytes_per_param=bytes_per_param.get(name, math.nan),
