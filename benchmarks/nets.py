@@ -289,7 +289,7 @@ def rows(net: str, options: Any) -> Iterator[list[Row]]:
     was measured together comes together, so that a run that is cut off leaves what it has."""
     device, arguments = options.device, (net, options.quick, options.device)
     case = f"{net}-step" if options.host else "-".join(map(str, (net, *size_of(net, device))))
-    arms, shares = arms_of(net, options), {}
+    arms, shares, optimizer = arms_of(net, options), {}, optimizer_of(net)
     if not options.host:
         shares = {kind: partial(Share, kind) for kind in KINDS}
     repeats = options.repeats if options.quick or not options.host else max(options.repeats, 200)
@@ -313,10 +313,9 @@ def rows(net: str, options: Any) -> Iterator[list[Row]]:
                 # (A GPU's profiler takes a second for each.)
                 few = in_a_row and group[0] in shares
                 times = measure(steps, 3, 1) if few else measure(steps, repeats)
-                what = {"case": case, "optimizer": optimizer_of(net)}
-                what["memory_mib"] = {arm: steps[arm].memory_mib() for arm in group if arm in arms}
+                memory = {arm: steps[arm].memory_mib() for arm in group if arm in arms}
                 times = {name: values for name, values in times.items() if any(values)}
-                yield rows_of(device, times, **what)
+                yield rows_of(device, times, memory_mib=memory, case=case, optimizer=optimizer)
             except WorkerError as error:  # keeps no other from being measured
                 print(f"{case:28s} {', '.join(group)}: not run ({error})")
             for name in group if in_a_row else ():

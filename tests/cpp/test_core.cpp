@@ -125,7 +125,7 @@ TEST(steps) {
       std::vector<RowSpec> rows = optimizer_rows();
       for (RowSpec& row : rows) row.hyper.flags |= layerwise ? kLayerwise : 0;
       Pair pair(rows);
-      for (unsigned step = 0; step < 2; ++step) {
+      for (unsigned step = 0; step < 3; ++step) {
         pair.both([&](World& world) {
           world.layerwise = layerwise;
           new_gradients(world, 10 + step);

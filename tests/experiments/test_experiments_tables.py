@@ -140,8 +140,8 @@ def test_without_results_of_the_recipe_published_rows_are_printed(others, folder
     ("flags", "chosen"),
     [
         ("", [1, 2, 4, 3, 5, 6]),
-        ("--GPU V100 T4", [1, 2, 4, 3, 5, 6]),
-        ("--method FP16 FP32", [1, 2, 4, 3, 6]),
+        ("--GPU V100 T4", [6, 1, 2, 4, 3, 5]),
+        ("--method FP16 FP32", [4, 3, 1, 2, 6]),
         ("--batch 128 --GPU T4", [1, 4, 3, 5]),
         ("--iteration 50", [4]),
         ("--epochs 2 --model vgg16", [2]),

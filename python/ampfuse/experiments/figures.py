@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 from ampfuse.command_line import UsageError
-from ampfuse.experiments.results import Row, listed
+from ampfuse.experiments.results import METHODS, Row, listed
 
 _WIDTH = 7.0  # inches: a notebook's column
 _SMALL = {"fontsize": 8}
@@ -136,8 +136,10 @@ def styles_of(drawn: Sequence[Line]) -> list[dict[str, Any]]:
     styles = []
     for line in drawn:
         dash = names.index(line.name)
-        color = gpus.index(line.gpu) if len(gpus) > 1 else dash
-        style = {"color": f"C{color % 10}", "marker": _MARKERS[color % len(_MARKERS)]}
+        number = color = gpus.index(line.gpu) if len(gpus) > 1 else dash
+        if len(gpus) == 1 and line.name in METHODS:  # one colour in every figure
+            color = METHODS.index(line.name)
+        style = {"color": f"C{color % 10}", "marker": _MARKERS[number % len(_MARKERS)]}
         styles.append({**style, "linestyle": _DASHES[dash % len(_DASHES)], "markersize": 5})
     return styles
 

@@ -158,8 +158,9 @@ _WISHES: dict[str, tuple[str, type, str]] = {
 
 def select(rows: Sequence[Row], **wishes: Sequence[Any]) -> list[Row]:
     """The `rows` that fit `wishes`: lists by the name of a column (recipe, experiment, model, gpu,
-    method, batch_size, iterations, epochs); an empty one does not restrict. Raises UsageError if a
-    value fits no row; the message says what is there."""
+    method, batch_size, iterations, epochs); an empty one does not restrict. Order: GPUs and methods
+    as given, then as it was. Raises UsageError if a value fits no row; the message says what is
+    there."""
     found = list(rows)
     for field, wanted in wishes.items():
         there = list(dict.fromkeys(row[field] for row in found))
@@ -168,6 +169,9 @@ def select(rows: Sequence[Row], **wishes: Sequence[Any]) -> list[Row]:
             flag = _WISHES[field][0]
             raise UsageError(f"{flag} {listed(missing)}: no such results; there are {shown}")
         found = [row for row in found if not wanted or row[field] in wanted]
+    for field in ("method", "gpu"):
+        if wanted := wishes.get(field):
+            found.sort(key=lambda row: wanted.index(row[field]))
     return found
 
 
