@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -164,12 +165,8 @@ def test_other_scripts_train_in_one_process(monkeypatch, capsys, tmp_path):
 
 
 def test_an_exception_ends_the_group_and_shards_the_model_again(monkeypatch):
-    begin = dist.init_process_group
-    monkeypatch.setattr(
-        dist,
-        "init_process_group",
-        lambda _: begin("gloo", store=dist.HashStore(), rank=0, world_size=1),
-    )
+    alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    monkeypatch.setattr(dist, "init_process_group", partial(dist.init_process_group, **alone))
     for error in (None, KeyError("in the block")):
         caught = pytest.raises(KeyError) if error else contextlib.nullcontext()
         with caught, World(size=2).connected(torch.device("cpu")):
