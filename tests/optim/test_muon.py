@@ -455,7 +455,7 @@ def placed(groups):
 
 # A parameter of no layer, what makes the module, and whose it is.
 BARE = {
-    **dict.fromkeys(("weight", "w1", "W_q", "up_proj", "kernel", "experts", "lora_A"), "muon"),
+    **dict.fromkeys(("weight", "w1", "W_q", "Wx", "up_proj", "kernel", "experts", "lora"), "muon"),
     **dict.fromkeys(("wte", "wpe", "A_log", "rel_pos_w", "embed_proj", "vocabulary"), "adamw"),
     **dict.fromkeys(("token_weight", "queries", "bias_table", "mixing", "layer_scale"), "adamw"),
 }
@@ -471,8 +471,7 @@ def test_the_name_decides_of_what_is_no_layers(name):
     assert given["algorithm"] == "muon"
 
 
-def weight_norm(layer):
-    return nn.utils.parametrizations.weight_norm(layer)
+weight_norm = nn.utils.parametrizations.weight_norm
 
 
 class TokenEmbedding(Any):
@@ -484,6 +483,10 @@ class PairNorm(Any):
 
 
 class TernaryLinear(Any):
+    pass
+
+
+class LinearTransformer(Any):
     pass
 
 
@@ -500,6 +503,12 @@ LAYERS = {
     "a norm of others": (Any(inner=PairNorm(weight=(8, 4))), "inner.weight", "adamw"),
     "an embedding of others": (Any(inner=TokenEmbedding(weight=(8, 4))), "inner.weight", "adamw"),
     "a table in a module": (Any(wte=Any(weight=(8, 4))), "wte.weight", "adamw"),
+    "a parametrized embedding": (
+        Any(words=weight_norm(nn.Embedding(8, 4))),
+        "words.parametrizations.weight.original1",
+        "adamw",
+    ),
+    "of a model of linear layers": (LinearTransformer(wte=(8, 4)), "wte", "adamw"),
     "a linear layer of others": (Any(inner=TernaryLinear(packed=(8, 4))), "inner.packed", "muon"),
     "experts": (Any(moe=Any(gate=(2, 8, 4))), "moe.gate", "muon"),
     "no experts": (Any(inner=Any(filters=(2, 8, 4))), "inner.filters", "adamw"),

@@ -48,7 +48,7 @@ def form_of(norm: nn.Module) -> _Form | None:
     return _FORMS.get(f"{written.__module__}.{written.__qualname__}")
 
 
-def _computes_rms_norm(norm: nn.Module) -> bool:
+def _computes_rms_norm(norm: Any) -> bool:
     """Whether ``forward`` of its class is the RMS norm of one argument, by what it computes: the
     name tells neither of a weight that is added to 1 nor of a gate."""
     cls, eps = type(norm), getattr(norm, _LLAMA.eps)

@@ -25,7 +25,7 @@ _TABLE = re.compile(
 )
 _PRODUCT = re.compile(
     r"weight|proj|kernel|expert"
-    r"|(^|_)(w|w[qkvoi]|wqkv|qkv|kv|matri\w+|linear|fc|dense|lora|moe)(_|\d|$)"
+    r"|(^|_)(w[a-z]?|wqkv|qkv|kv|matri\w+|linear|fc|dense|lora|moe)(_|\d|$)"
 )
 
 
@@ -132,7 +132,9 @@ def _is_embedding(module: nn.Module) -> bool:
 def _heads(modules: Mapping[str, nn.Module]) -> dict[str, str]:
     """The names of the heads, and by what they are known."""
     linear = {name: module for name, module in modules.items() if isinstance(module, nn.Linear)}
-    tables = {name: module for name, module in modules.items() if _is_embedding(module)}
+    tables: dict[str, Any] = {
+        name: module for name, module in modules.items() if _is_embedding(module)
+    }
     weights = {module.weight for module in tables.values()}
     if any(module.weight in weights for module in linear.values()):
         return {}  # tied: an embedding's weight is AdamW's already
@@ -189,10 +191,14 @@ class _Weight:
             return "a convolution of each channel by itself" if param.shape[1] == 1 else None
         if 1 in param.shape:
             return "a side of length 1"
-        if isinstance(self._module, _LAYERS) or re.search("Linear|Conv|Dense", kind):
+        # Layers of others, by the name of their class.
+        is_layer = re.search(r"(Linear|Dense|Conv(\d[dD])?)$", kind)
+        if isinstance(self._module, _LAYERS) or (is_layer and self._name == "weight"):
             return None
         if "Norm" in kind:
             return "a norm"
+        if "Embedding" in kind and self._name == "weight":
+            return "an embedding"
         if is_asked_for:
             return None
         # In a list, and in a layer that is not known, the name is that of the module.
@@ -201,7 +207,7 @@ class _Weight:
         if _TABLE.search(name):
             return "a table or a scale, by its name"
         experts = param.ndim == 3 and re.search("expert|moe", f"{self.owner} {kind}".lower())
-        if self._name == "weight" or experts or _PRODUCT.search(name):
+        if self._name == "weight" or is_layer or experts or _PRODUCT.search(name):
             return None
         return (
             "of no layer, and its name does not say that it is multiplied; "
