@@ -410,7 +410,12 @@ def test_groups_of_a_model():
     named = [name for group in groups for name in group["param_names"]]
     assert sorted(named) == sorted(n for n, p in model.named_parameters() if p.requires_grad)
     text = str(groups)
-    for line in ("head.weight: the head", "embedding.weight: an embedding", "positions: a side of"):
+    for line in (
+        "proj.weight: (16, 16), of a Linear",
+        "head.weight: the head",
+        "embedding.weight: an embedding",
+        "positions: a side of",
+    ):
         assert line in text
     assert "depthwise.weight: a convolution of each channel by itself" in text
     optimizer = optim.Muon(groups)

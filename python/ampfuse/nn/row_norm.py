@@ -61,9 +61,9 @@ def _computes_rms_norm(norm: Any) -> bool:
             return False
         for training, (dtype, error) in itertools.product((True, False), _ERRORS.items()):
             generator = torch.Generator().manual_seed(0)
-            weight, x = torch.randn(2, *norm.weight.shape, generator=generator)
+            weight, x = torch.randn(2, *norm.weight.shape, generator=generator, device="cpu")
             # Rows of a mean that is not 0, and of sizes at which eps matters and does not.
-            x = (x + 1) * torch.tensor([[0.1], [1.0], [1e3]]) * eps**0.5
+            x = (x + 1) * x.new_tensor([[0.1], [1.0], [1e3]]) * eps**0.5
             x, weight = x.to(dtype), nn.Parameter(weight.to(dtype), requires_grad=False)
             stand_in: Any = object.__new__(cls)
             stand_in.__dict__ = vars(norm) | {"_parameters": {"weight": weight}}

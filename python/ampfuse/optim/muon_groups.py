@@ -105,7 +105,7 @@ def muon_groups(
         )
         group: dict[str, Any] = {"algorithm": "adamw", **(adamw or {})}
         if reason is None:
-            reason = f"{tuple(param.shape)}"
+            reason = f"{tuple(param.shape)}, of a {weight.kind}"
             group = {"algorithm": "muon", **(muon or {}), **weight.seen_as()}
             if weight.part in asked:
                 group["split"] = asked[weight.part]
@@ -167,6 +167,7 @@ class _Weight:
 
     Attributes:
         owner: the name of its module; of a parametrized weight, of the layer.
+        kind: the class of that.
         part: what `split` calls it.
     """
 
@@ -176,6 +177,7 @@ class _Weight:
         if inside:
             self.owner, own_name = path, inside.partition(".")[0]
         self._param, self._name, self._module = param, own_name, modules[self.owner]
+        self.kind = type(self._module).__name__
         outer, _, last_name = self.owner.rpartition(".")
         self.part = last_name if own_name == "weight" else own_name
         # Whose attributes tell of it: a layer knows its own sizes alone.
@@ -184,7 +186,7 @@ class _Weight:
 
     def why_adamw(self, is_asked_for: bool) -> str | None:
         """Why it is not Muon's; None if it is."""
-        param, kind = self._param, type(self._module).__name__
+        param, kind = self._param, self.kind
         if param.ndim < 2:
             return "a vector"
         if isinstance(self._module, _CONVOLUTIONS):
@@ -219,7 +221,7 @@ class _Weight:
         if isinstance(self._module, _CONVOLUTIONS):
             return {"flatten": True} if self._param.ndim == 3 else {}
         # transformers' layer of GPT-2, which it need not be here to know; and experts.
-        turned = type(self._module).__name__ == "Conv1D" or self._inputs_first() is True
+        turned = self.kind == "Conv1D" or self._inputs_first() is True
         return {"transposed": True} if turned else {}
 
     def _inputs_first(self) -> bool | None:
