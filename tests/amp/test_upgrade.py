@@ -1,9 +1,9 @@
 """Optimizers that amp.initialize upgraded in place: fused ones, and any other with its own step."""
 
 import copy
-import inspect
 import pickle
 from functools import partial
+from inspect import signature
 
 import pytest
 import torch
@@ -56,10 +56,10 @@ class OwnArguments(torch.optim.SGD):
 def signatures(optimizer):
     """Of the methods that are wrapped: names, kinds and defaults of their parameters."""
     methods = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_group")
-    found = {name: inspect.signature(getattr(type(optimizer), name)) for name in methods}
+    found = {name: signature(getattr(type(optimizer), name)).parameters for name in methods}
     return {
-        name: [(p.name, p.kind, p.default) for p in signature.parameters.values()]
-        for name, signature in found.items()
+        name: [(p.name, p.kind, p.default) for p in parameters.values()]
+        for name, parameters in found.items()
     }
 
 
