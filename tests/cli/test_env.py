@@ -97,6 +97,18 @@ def test_runs_when_torch_is_broken(tmp_path, torch_module, said):
     assert facts["system"]["CPU"]
 
 
+@pytest.mark.parametrize("way", [["-m", "another"], ["-manother"], ["-X", "dev", "-m", "another"]])
+def test_env_of_another_program_imports_as_ever(tmp_path, way):
+    (tmp_path / "another").mkdir()
+    (tmp_path / "another" / "__init__.py").write_text("import ampfuse, sys\nprint(sys.argv)\n")
+    (tmp_path / "another" / "__main__.py").write_text(
+        "import ampfuse\nprint(ampfuse.__version__, hasattr(ampfuse, '_core'))\n"
+    )
+    command = [sys.executable, *way, "env"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout.split("\n")[:2] == ["['-m', 'env']", f"{_core.build_info.VERSION} True"]
+
+
 def test_runs_when_the_extension_is_for_another_torch(tmp_path):
     (tmp_path / "torch.py").write_text("__version__ = '1.0'")
     releases = ", ".join(map(_core.release_of, _core.build_info.TORCH_VERSIONS))

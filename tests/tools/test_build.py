@@ -4,6 +4,7 @@ The decisions are functions of what was found, so no test here needs a network, 
 another torch. Those marked slow install for real.
 """
 
+import ast
 import importlib
 import os
 import re
@@ -149,6 +150,24 @@ def test_the_dependency_lets_pip_keep_what_the_build_accepts(probe):
         assert accepted.contains(version, prereleases=True)
         probe.require_torch(a_torch(probe, version))
     assert not accepted.contains("2.10.1", prereleases=True)
+
+
+def test_what_is_imported_is_declared(probe):
+    """At import, beside the standard library; of frameworks and experiments the extras have it."""
+    package = probe.ROOT / "python" / "ampfuse"
+    imported = set()
+    for path in package.rglob("*.py"):
+        if path.relative_to(package).parts[0] in ("integrations", "experiments"):
+            continue
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.Import):
+                imported |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                imported.add(node.module)
+    tops = {name.split(".")[0] for name in imported} - {"ampfuse", *sys.stdlib_module_names}
+    project = (probe.ROOT / "pyproject.toml").read_text().split("[project.optional-")[0]
+    declared = re.findall(r'^    "([\w-]+)>=', project, re.MULTILINE)
+    assert tops == {name.replace("-", "_") for name in declared}
 
 
 def test_all_name_the_torch_that_was_tested(probe):
