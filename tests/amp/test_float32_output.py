@@ -47,6 +47,7 @@ def plain(level="O5"):
 X, TARGET = torch.linspace(-1, 1, 24).view(4, 6), torch.tensor([0, 59, 7, 30])
 OTHER = torch.linspace(-1, 1, 240).view(4, CLASSES)
 SOFT = OTHER.softmax(1)
+COLUMNS, WEIGHTS = TARGET[:, None].repeat(1, 2), (SOFT[:2].t() + 1)
 
 
 def ce(y, target=TARGET):
@@ -117,6 +118,9 @@ LOSSES = {
         F.log_softmax(y, -1), TARGET, ignore_index=7, reduction="none"
     ).sum(),
     "modules": lambda y: nn.NLLLoss(ignore_index=7)(nn.LogSoftmax(1)(y), TARGET),
+    "a column of targets": lambda y: F.cross_entropy(y, COLUMNS[:, 0]),
+    "log_softmax, a column": lambda y: F.nll_loss(y.log_softmax(1), COLUMNS[:, 0], WEIGHTS[:, 1]),
+    "strided weights": lambda y: F.cross_entropy(y, COLUMNS[:, 1], WEIGHTS[:, 0]),
 }
 
 
@@ -234,6 +238,10 @@ def twice_by_log_softmax(y):
     return g.square().sum() * 100
 
 
+class Named(torch.Tensor):
+    pass
+
+
 class Doubled(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y):
@@ -265,6 +273,38 @@ def anomaly(y):
 def under_autocast(y):
     with torch.autocast("cpu", dtype=bf16):
         return ce(y) + (y @ OTHER.t()).float().mean()
+
+
+def pickled_for_backward(y):
+    with torch.autograd.graph.saved_tensors_hooks(pickle.dumps, pickle.loads):
+        return ce(y) + F.nll_loss(y.log_softmax(1), TARGET) + y.exp().mean()
+
+
+def in_batches(y):
+    return torch.autograd.grad(
+        F.cross_entropy(y, TARGET, reduction="none"), y, torch.eye(4), is_grads_batched=True
+    )
+
+
+def written_through_other_type(y):
+    with torch.no_grad():
+        y.view(torch.int32)[0] = 0
+    return y.detach() + 0
+
+
+def data_set(y):
+    y.data = 2 * OTHER
+    return ce(y)
+
+
+def dual(y):
+    with torch.autograd.forward_ad.dual_level():
+        loss = ce(torch.autograd.forward_ad.make_dual(y.detach(), OTHER))
+        return torch.autograd.forward_ad.unpack_dual(loss).tangent
+
+
+def jagged(y):
+    return torch.nested.nested_tensor_from_jagged(y.view(-1), torch.tensor([0, 3, 240])).values()
 
 
 def stepped(y):
@@ -351,8 +391,22 @@ USES = {
     "shape in place": stepped,
     "func.grad": lambda y: grad(ce)(y.detach()),
     "func.vmap": lambda y: vmap(lambda row, t: ce(row, t))(y.detach(), TARGET),
+    "uint8 targets": lambda y: F.nll_loss(y.log_softmax(1), TARGET.to(torch.uint8)),
+    "complex": lambda y: torch.view_as_complex(y.view(4, -1, 2)).abs(),
+    "other type written": written_through_other_type,
+    "jagged": jagged,
+    "data set": data_set,
+    "tensors in a list": lambda y: torch.tensor([y[0, 0], y[1, 1]]),
+    "format": lambda y: torch.tensor(float(f"{y[0, 0]:.3f}")),
+    "subclass": lambda y: (2 * y.as_subclass(Named)).as_subclass(torch.Tensor),
+    "stored by pickle": pickled_for_backward,
+    "in batches": in_batches,
+    "dual": dual,
     "compiled": lambda y: torch.compile(lambda z: (2 * z).exp().sum(1), backend="aot_eager")(y),
     "compiled loss": lambda y: torch.compile(ce, backend="aot_eager", fullgraph=True)(y),
+    "compiled, every other row": lambda y: torch.compile(
+        lambda z: F.cross_entropy(z, TARGET[::2]), backend="aot_eager"
+    )(y[::2]),
     "compiled write": lambda y: torch.compile(lambda z: z.clone().mul_(2) + z, backend="aot_eager")(
         y
     ),
@@ -652,6 +706,11 @@ def test_what_cannot_be_walked_is_named_once(make):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model(X)
+
+
+def test_a_capsule_of_memory_that_is_not_there_is_an_error():
+    with pytest.raises(RuntimeError, match="no FP32 memory to point at"):
+        torch.utils.dlpack.to_dlpack(initialized()[0](X).detach())
 
 
 def test_a_parameter_that_is_returned_is_copied_at_once():

@@ -22,9 +22,11 @@ Tensor of_rows(const Tensor& logits, int64_t each) {
   return at::empty_symint({logits.sym_size(0) * each}, logits.options().dtype(at::kFloat));
 }
 
-// What both passes take of a matrix.
-NnArgs args_of(const Tensor& logits, const Tensor& target, const OptionalTensor& weight,
+// What both passes take of a matrix; `target` and `weight` are made contiguous.
+NnArgs args_of(const Tensor& logits, Tensor& target, OptionalTensor& weight,
                const Tensor& weight_sum, int64_t ignore_index, double label_smoothing) {
+  target = target.contiguous();
+  if (given(weight)) weight = weight->contiguous();
   TORCH_CHECK_VALUE(logits.dim() == 2 && logits.is_contiguous(),
                     "logits have to be a contiguous matrix; they have shape ", logits.sizes(),
                     " and strides ", logits.strides());
@@ -56,12 +58,14 @@ void run(const Tensor& logits, const NnArgs& args) {
   scope.backend().run(nn_op<Op>(), args, scope.stream());
 }
 
-std::tuple<Tensor, Tensor> loss_pass(const Tensor& logits, const Tensor& target,
-                                     const OptionalTensor& weight, int64_t ignore_index,
+std::tuple<Tensor, Tensor> loss_pass(const Tensor& logits, const Tensor& any_target,
+                                     const OptionalTensor& any_weight, int64_t ignore_index,
                                      double label_smoothing) {
   using Op = CrossEntropyLoss;
   const Tensor losses = of_rows(logits, 1), lse = of_rows(logits, 2);
   if (logits.is_meta()) return {losses, lse};
+  Tensor target = any_target;
+  OptionalTensor weight = any_weight;
   const Tensor sum = sum_of(weight, label_smoothing);
   NnArgs args = args_of(logits, target, weight, sum, ignore_index, label_smoothing);
   if (logits.is_cpu()) {
@@ -79,8 +83,8 @@ std::tuple<Tensor, Tensor> loss_pass(const Tensor& logits, const Tensor& target,
 }
 
 // `out` may be the logits.
-void gradient_into_pass(const Tensor& gradient, const Tensor& logits, const Tensor& target,
-                        const OptionalTensor& weight, const Tensor& lse, int64_t ignore_index,
+void gradient_into_pass(const Tensor& gradient, const Tensor& logits, Tensor target,
+                        OptionalTensor weight, const Tensor& lse, int64_t ignore_index,
                         double label_smoothing, const Tensor& out) {
   using Op = CrossEntropyGradient;
   if (logits.is_meta()) return;
@@ -126,12 +130,17 @@ struct CrossEntropyFunction : torch::autograd::Function<CrossEntropyFunction> {
     const bool is_half_data = context->saved_data["is_half_data"].toBool();
     const Tensor gradient = gradients[0].contiguous();
     variable_list result(5);
-    if (at::GradMode::is_enabled()) {
-      // create_graph: what torch differentiates once more.
+    const bool creates_graph = at::GradMode::is_enabled();
+    // (Whatever traces takes our operators.)
+    const bool is_wrapped =
+        gradient.key_set().has_any(kWrappers) && !c10::impl::TorchDispatchModeTLS::any_modes_set();
+    if (creates_graph || is_wrapped) {
+      // What torch differentiates once more, and takes gradients in batches.
+      const at::AutoGradMode records(true);
       const Tensor input = is_half_data ? with_history(logits.to(at::kFloat)) : logits;
       const Tensor losses = at::cross_entropy_loss(input.to(at::kFloat), target, weight,
                                                    at::Reduction::None, ignore_index, smoothing);
-      result[0] = torch::autograd::grad({losses}, {input}, {gradient}, true, true)[0];
+      result[0] = torch::autograd::grad({losses}, {input}, {gradient}, true, creates_graph)[0];
       return result;
     } else if (is_only_ours(logits)) {
       result[0] = logits.detach();

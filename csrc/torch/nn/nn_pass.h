@@ -39,7 +39,7 @@ inline OptionalTensor optional(const at::Tensor& tensor) {
 
 // Of tensors whose memory is another's, or nobody's.
 const c10::DispatchKeySet kWrappers({c10::DispatchKey::Python, c10::DispatchKey::Functionalize,
-                                     c10::DispatchKey::FuncTorchBatched,
+                                     c10::DispatchKey::Batched, c10::DispatchKey::FuncTorchBatched,
                                      c10::DispatchKey::FuncTorchGradWrapper});
 
 constexpr at::MemoryFormat kChannelsLast = at::MemoryFormat::ChannelsLast;

@@ -68,20 +68,35 @@ class _Memory:
         """The FP32 data, which takes the place of the half data."""
         if self.float32 is None:
             half = self.checked_half()
-            self.float32 = self.make() if half is None else half.float()  # type: ignore[misc]
+            self.float32 = self.make() if half is None else _widened(half)  # type: ignore[misc]
             self.half = self.make = self.source = None
         return self.float32
+
+
+def _widened(half: Tensor) -> Tensor:
+    if _is_dense(half):
+        return half.float()
+    spans = [(n - 1) * step for n, step in zip(half.size(), half.stride(), strict=True)]
+    return half.as_strided((1 + sum(spans),), (1,)).float().as_strided(half.size(), half.stride())
 
 
 def _version(half: Tensor | None) -> int:
     return 0 if half is None or half.is_inference() else half._version
 
 
+_refuse_access = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
+_NO_MEMORY = (
+    "A model's output that holds half data has no FP32 memory to point at. Give "
+    "output.as_subclass(torch.Tensor), or pass cast_model_outputs=torch.float32 to amp.initialize."
+)
+
+
 class Float32Output(Tensor):
     """A float32 tensor that holds half data until a kernel needs FP32 memory.
 
     What looks at memory below torch's dispatcher (a C++ extension that takes pointers) gets an
-    error; ``output.clone()``, ``numpy()``, ``data_ptr()`` and the like give FP32 memory.
+    error; ``numpy()``, ``data_ptr()`` and the like give FP32 memory, and
+    ``as_subclass(torch.Tensor)`` a plain tensor that shares it.
     """
 
     _memory: _Memory
@@ -97,6 +112,9 @@ class Float32Output(Tensor):
             self: Any = Tensor._make_wrapper_subclass(
                 cls, like.size(), like.stride(), offset, dtype=torch.float32, device=like.device
             )
+        if _refuse_access is not None:  # which would read address zero
+            with torch._C.DisableTorchFunctionSubclass():
+                _refuse_access(Tensor.untyped_storage(self)._cdata, _NO_MEMORY)
         self._memory = memory
         return self
 
@@ -126,12 +144,10 @@ class Float32Output(Tensor):
     def __torch_function__(cls, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            if func is F.cross_entropy:
+            if func is F.cross_entropy and torch.autograd.forward_ad._current_level < 0:
                 return cross_entropy(*args, **kwargs)
             if func in _VIEWS and _is_traced(args[0]):  # a graph returns no views of its inputs
                 args = (torch.ops.ampfuse.float32(args[0]), *args[1:])
-            if func in _LOOKS_AT_MEMORY and TracingContext.try_get() is None:
-                return func(_InMemory.apply(args[0]), *args[1:], **kwargs)
             return func(*args, **kwargs)
 
     @classmethod
@@ -165,9 +181,24 @@ class Float32Output(Tensor):
         memory.is_input = True
         return cls._over(memory, data["data_in_memory"], 0)
 
-    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
+    @property
+    def __cuda_array_interface__(self) -> Any:
+        return Tensor.__cuda_array_interface__.__get__(_InMemory.apply(self, True))
+
+    @property
+    def data(self) -> Tensor:
+        """What ``detach()`` gives; setting it sets the memory."""
+        return Tensor.data.__get__(self)  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, new: Tensor) -> None:
+        if not isinstance(new, Float32Output):
+            memory = _Memory(None)
+            memory.float32 = new.detach()
+            new = Float32Output._over(memory, new, 0)
         with torch._C.DisableTorchFunctionSubclass():
-            return repr(_InMemory.apply(self))
+            Tensor.data.__set__(self, new)  # type: ignore[attr-defined]
+        self._memory = new._memory
 
 
 # Where compiled code ends, Dynamo would compile what it calls.
@@ -187,12 +218,12 @@ class _InMemory(torch.autograd.Function):
     """The tensor with FP32 memory, as a plain one that shares it."""
 
     @staticmethod
-    def forward(ctx: Any, output: Float32Output) -> Tensor:
-        return output.float32_data(keep=True).detach()
+    def forward(ctx: Any, output: Float32Output, keep: bool) -> Tensor:
+        return output.float32_data(keep).detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
 
 
 class _Widen(torch.autograd.Function):
@@ -236,13 +267,27 @@ _VIEWS = {
     if (function := getattr(owner, name, None)) is not None
 } | {getattr(Tensor, name).__get__ for name in ("T", "mT")}
 
-_LOOKS_AT_MEMORY = {
-    getattr(Tensor, name)
-    for name in """
-        numpy tolist data_ptr untyped_storage storage _typed_storage __array__ __dlpack__
-        __reduce_ex__ __deepcopy__ share_memory_ is_shared
-    """.split()
-} | {Tensor.__cuda_array_interface__.__get__}
+
+def _of_memory(name: str, keep: bool = True) -> Callable[..., Any]:
+    """A method that looks at memory, also where torch calls it with ``__torch_function__`` off."""
+    method = getattr(Tensor, name)
+
+    @functools.wraps(method)
+    def of_memory(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            is_traced = keep and TracingContext.try_get() is not None
+            return method(self if is_traced else _InMemory.apply(self, keep), *args, **kwargs)
+
+    return of_memory
+
+
+for _name in """
+    numpy data_ptr untyped_storage storage _typed_storage __array__ __dlpack__ as_subclass
+    __reduce_ex__ __deepcopy__ share_memory_ is_shared
+""".split():
+    setattr(Float32Output, _name, _of_memory(_name))
+for _name in "tolist __format__ __repr__ __float__ __int__ __bool__ __index__".split():
+    setattr(Float32Output, _name, _of_memory(_name, keep=False))
 
 
 # --- what is done to it, below autograd -------------------------------------------------------
@@ -254,10 +299,12 @@ def _is_view(func: Any) -> bool:
     if func is aten._unsafe_view.default:  # of memory that nobody else knows
         return True
     results = [result.alias_info for result in func._schema.returns]
-    return func is not aten.view.dtype and any(i is not None and not i.is_write for i in results)
+    return any(i is not None and not i.is_write for i in results)
 
 
 def _view(func: Any, of: Float32Output, *args: Any, **kwargs: Any) -> Any:
+    if func in _VIEWS_OF_OTHER_TYPE:
+        return func(of.float32_data(keep=True), *args, **kwargs)
     memory = of._memory
     if memory.half is None and memory.float32 is None:
         if func in (aten.detach.default, aten.alias.default):
@@ -273,10 +320,19 @@ def _view(func: Any, of: Float32Output, *args: Any, **kwargs: Any) -> Any:
     return pytree.tree_map_only(Tensor, again, func(of._view_of(base), *args, **kwargs))
 
 
+_VIEWS_OF_OTHER_TYPE = {
+    aten.view.dtype,
+    aten.view_as_complex.default,
+    aten._nested_view_from_jagged.default,
+}
+
+
 def _change_in_place(func: Any, args: Any, kwargs: Any) -> Any:
     """``unsqueeze_`` and the like change the tensor's shape and strides, not its memory."""
     if func in (aten.resize_.default, aten.resize_as_.default) or func.name() == "aten::set_":
-        raise RuntimeError(f"{func} of a model's output: call clone() on it before")
+        raise RuntimeError(
+            f"{func} of a model's output: call it on output.as_subclass(Tensor).clone()"
+        )
     include = torch._C._meta_in_tls_dispatch_include()
     torch._C._set_meta_in_tls_dispatch_include(True)
     try:
@@ -325,8 +381,9 @@ def _exactly(func: Any, *args: Any, **kwargs: Any) -> Any:
         return item.half_data() if isinstance(item, Float32Output) else item
 
     def widened(result: Any) -> Any:
-        is_half = isinstance(result, Tensor) and result.dtype in HALF_DTYPES
-        return Float32Output.of(result) if is_half else result
+        if not isinstance(result, Tensor) or result.dtype not in HALF_DTYPES:
+            return result
+        return Float32Output.of(result) if result.dim() else result.float()
 
     return pytree.tree_map(widened, func(*pytree.tree_map(half, args), **kwargs))
 
@@ -381,6 +438,8 @@ def _nll_loss(
 ) -> Any:
     source = getattr(log_softmax, "_memory", _NOTHING).source
     if not isinstance(source, _LogSoftmax) or target.dim() != 1 or log_softmax.dim() != 2:
+        return NotImplemented
+    if target.dtype != torch.int64:
         return NotImplemented
     losses, source.lse = torch.ops.ampfuse.cross_entropy_loss(
         source.rows, target, weight, ignore, 0.0
