@@ -713,6 +713,14 @@ def test_a_capsule_of_memory_that_is_not_there_is_an_error():
         torch.utils.dlpack.to_dlpack(initialized()[0](X).detach())
 
 
+def test_a_sparse_output_is_float32():
+    model = amp.initialize(Returning(lambda y: y.to_sparse()), opt_level="O5", verbosity=0)
+    output = model(X)
+    output.to_dense().sum().backward()
+    assert (output.dtype, output.layout) == (f32, torch.sparse_coo)
+    assert model.net.weight.grad.isfinite().all()
+
+
 def test_a_parameter_that_is_returned_is_copied_at_once():
     model = Returning(lambda y: (y, weight, weight.t()))
     weight = model.net.weight

@@ -545,6 +545,8 @@ def widen(outputs: Any, model: torch.nn.Module) -> Any:
             return item
         if at_once or not item.requires_grad or _is_of_a_leaf(item) or item.numel() == 0:
             return item.float()
+        if item.layout is not torch.strided:
+            return item.float()
         return _Widen.apply(item if _is_dense(item) else item.clone())
 
     return trees.replace(outputs, leaf)
