@@ -153,6 +153,64 @@ def test_add_param_group_takes_and_refuses_what_torch_does(level):
     assert all(p.dtype == f32 for p in named.param_groups[1]["params"])
 
 
+def groups_of_the_model(training, steps):
+    """Other groups, made from the parameters that the model has."""
+    training.steps(range(steps))
+    training.optimizer.param_groups.clear()
+    first, *others = training.model.parameters()
+    training.optimizer.add_param_group({"params": others})
+    training.optimizer.add_param_group({"params": [first]})
+    return training
+
+
+@pytest.mark.covers(2)
+@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize("masters", [None, "split"])
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", SOME)
+def test_groups_that_are_made_anew_keep_masters_and_states(name, level, masters, steps):
+    options = {"master_weights": masters} if masters else {}
+    if masters and (level not in WITH_MASTERS or name not in ("SGD", "AdamW")):
+        return
+    as_before = Training(OPTIMIZERS[name], level, **options)
+    losses = as_before.steps(range(steps + 3))
+    training = Training(OPTIMIZERS[name], level, **options)
+    assert groups_of_the_model(training, steps).steps(range(steps, steps + 3)) == losses[steps:]
+    assert all(map(same_bits, training.weights(), as_before.weights()))
+    assert len(training.optimizer.state_dict()["state"]) == 6
+
+
+@pytest.mark.parametrize("level", WITH_MASTERS)
+def test_a_master_and_its_weight_are_one_key(level):
+    """For whoever goes from the model's parameters to the optimizer's, as torch's checkpoints."""
+    training = Training(OPTIMIZERS["AdamW"], level)
+    training.step(0)
+    names = {param: name for name, param in training.model.named_parameters()}
+    (group,) = training.optimizer.param_groups
+    assert [names[param] for param in group["params"]] == list(names.values())
+    for weight, master in zip(names, group["params"], strict=True):
+        assert training.optimizer.state[weight] is training.optimizer.state[master]
+        equal = weight == master
+        assert torch.equal(torch.as_tensor(equal), weight.detach().float() == master.detach())
+        assert type(equal & True) is torch.Tensor
+    other = copy.deepcopy(training.model[0].weight)
+    assert other not in names
+    with pytest.raises(RuntimeError, match="ambiguous"):
+        bool(other == training.model[0].weight)
+
+
+@pytest.mark.parametrize("level", [None, *LEVELS])
+@pytest.mark.parametrize("name", SOME)
+def test_an_optimizer_of_empty_groups_waits_for_parameters(name, level):
+    training = Training(lambda params: OPTIMIZERS[name]([{"params": []}]), level)
+    training.steps(range(2))
+    assert training.optimizer.state_dict()["state"] == {}
+    before = training.weights()
+    training.optimizer.add_param_group({"params": list(training.model.parameters())})
+    training.step(2)
+    assert not any(map(torch.equal, training.weights(), before))
+
+
 @pytest.mark.covers(2)
 @pytest.mark.parametrize("copied", [False, True])
 @pytest.mark.parametrize("level", LEVELS)

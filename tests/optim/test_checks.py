@@ -328,6 +328,38 @@ def test_momentum_that_has_not_started(state):
     go_on_alike(saved, ours, theirs)
 
 
+AS_IF_OWN = [("adamw", "lamb"), ("lamb", "adamw")]  # the same states
+OTHERS = [(kind, saved) for kind in KINDS for saved in KINDS if saved != kind]
+
+
+@pytest.mark.parametrize("how", ["alone", "masters"])
+@pytest.mark.parametrize(("kind", "saved"), OTHERS)
+def test_the_state_of_another_optimizer(kind, saved, how):
+    """Refused in a sentence that names both, or what is missing; torch took SGD's for AdamW's."""
+    optimizer, other = trained(kind, how), trained(saved, "alone")
+    if {kind, saved} <= {"adam-all", "adamw"} or (kind, saved) in AS_IF_OWN:
+        return
+    of_each = rf"is of .*{type(other).__name__}.* which {type(optimizer).__name__} does not keep"
+    with refused(optimizer, rf"({of_each}|is missing in the state dict).*Nothing was loaded"):
+        optimizer.load_state_dict(other.state_dict())
+    train(optimizer)
+
+
+def test_what_a_class_of_somebody_keeps_beside_our_states():
+    class Noting(optim.SGD):
+        def step(self, closure=None):
+            result = super().step(closure)
+            for param in params_of(self):
+                self.state[param]["exp_avg"] = torch.ones(())
+            return result
+
+    optimizer = Noting(parameters(), lr=0.1, momentum=0.9)
+    train(optimizer)
+    again = Noting(parameters(), lr=0.1, momentum=0.9)
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert again.state_dict()["state"][0]["exp_avg"] == 1
+
+
 def test_states_of_other_settings():
     """What the saved groups say has its states, not what this optimizer was built with."""
     theirs = torch.optim.Adam(parameters())

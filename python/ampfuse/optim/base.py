@@ -21,7 +21,7 @@ from ampfuse._schema import ALGORITHMS, Algorithm
 from ampfuse.optim import checkpoints
 from ampfuse.optim.inner import with_inner
 from ampfuse.optim.ledger import Ledger
-from ampfuse.optim.masters import is_master_alone
+from ampfuse.optim.masters import has_begun
 from ampfuse.optim.options import RULES, WithOptions
 from ampfuse.optim.parts import member
 from ampfuse.optim.rows import Rows
@@ -98,6 +98,8 @@ class AmpOptimizer(WithOptions, Optimizer):
     _layerwise: Layerwise | None = None
     # Within a swap_ema block.
     _swapped = False
+    # torch.distributed.checkpoint asked for states, and takes the state dict next.
+    _is_asked_by_torch = False
     # The state dict that is being loaded.
     _loading: dict[str, Any] | None = None
 
@@ -178,7 +180,7 @@ class AmpOptimizer(WithOptions, Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; under amp half-precision parameters of the group get FP32 masters."""
         super().add_param_group(param_group)
-        self._rows.master_added_group()
+        self._rows.make_masters(anew=True)
 
     @torch.no_grad()
     def refresh_masters(self) -> None:
@@ -290,10 +292,15 @@ class AmpOptimizer(WithOptions, Optimizer):
         It says itself what it holds, and every mode loads every other's: a split master is in it
         as the whole one that it stands for (4 bytes a parameter while the dict lives), a state in
         BF16 under its name, one in 8 bits under the name with its type's suffix
-        (``<name>_codes``) and ``<name>_scale``.
+        (``<name>_codes``) and ``<name>_scale``. torch.distributed.checkpoint gets those in float32,
+        and all states from the beginning: with zeros and counts of 0 before the first gradient.
         """
-        self._before_saving()
-        return checkpoints.with_masters(self, super().state_dict())
+        try:
+            self._before_saving()
+            state_dict = super().state_dict()
+            return checkpoints.with_masters(self, state_dict, decoded=self._is_asked_by_torch)
+        finally:
+            self._is_asked_by_torch = False
 
     def torch_state_dict(self) -> dict[str, Any]:
         """`state_dict` with all states in float32, as torch's optimizer of the name loads it."""
@@ -312,6 +319,7 @@ class AmpOptimizer(WithOptions, Optimizer):
                 as one without ``exp_avg`` or with a step count of NaN.
             RuntimeError: in a swap_ema block. Nothing has changed then.
         """
+        self._is_asked_by_torch = False
         self._check_not_swapped("load_state_dict()")
         if len(with_inner(self)) > 1:
             checkpoints.load_around(self, state_dict, super().load_state_dict)
@@ -326,7 +334,7 @@ class AmpOptimizer(WithOptions, Optimizer):
         # state of another's step is not torch's.
         states = state.get("state", {})
         alone = [
-            param for param, held in states.items() if self._has_own_step or is_master_alone(held)
+            param for param, held in states.items() if self._has_own_step or not has_begun(held)
         ]
         set_aside = {param: states.pop(param) for param in alone}
         super().__setstate__(state)

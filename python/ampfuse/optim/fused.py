@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from types import CodeType
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
 
 import torch
 from torch import Tensor
@@ -16,10 +16,11 @@ from ampfuse._schema import ALGORITHMS, Algorithm
 from ampfuse.optim.base import AmpOptimizer, tells_schedulers
 from ampfuse.optim.checks import ABOVE_0, NUMBER, check
 from ampfuse.optim.hyper import Hypers, check_hyper, check_range, kernel_hyper
+from ampfuse.optim.inner import is_empty
 from ampfuse.optim.masters import FLOAT_DTYPES
 from ampfuse.optim.options import FIXED, RULES, changed_too_late, check_options
 from ampfuse.optim.shards import local
-from ampfuse.optim.states import States
+from ampfuse.optim.states import StateOfParameters, States
 from ampfuse.uncompiled import uncompiled
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ class FusedOptimizer(AmpOptimizer):
     In a subclass whose step calls no other, amp and GradScalers see an optimizer like any other.
     """
 
+    # Of each class its kernel.
+    kinds: ClassVar[dict[str, str]] = {}
     # The class of torch that it stands in for.
     _replaces: type[torch.optim.Optimizer] | None = None
     # Whether half gradients are left unscaled as FP32 ones are, rounded.
@@ -65,6 +68,7 @@ class FusedOptimizer(AmpOptimizer):
         super().__init_subclass__(**kwargs)
         if algorithm is not None:
             cls._algorithm, cls._replaces = algorithm, replaces
+            cls.kinds[cls.__name__] = algorithm
         if replaces is not None:
             FUSED[replaces] = cls
 
@@ -104,6 +108,10 @@ class FusedOptimizer(AmpOptimizer):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Of an option also raises ValueError for what it cannot be, or cannot become any more."""
+        if name == "state":  # torch's, or somebody's own
+            if not isinstance(value, StateOfParameters):
+                value = StateOfParameters(dict, value)
+            value.states = self._states
         if name in RULES:
             check_options({each: getattr(self, each) for each in FIXED} | {name: value})
             old = getattr(self, name)
@@ -164,7 +172,9 @@ class FusedOptimizer(AmpOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        table, stateless = self._collect()
+        if (collected := self._collect()) is None:
+            return loss
+        table, stateless = collected
         for row in stateless:
             self._states.init_row(row)
         if stateless:
@@ -188,8 +198,11 @@ class FusedOptimizer(AmpOptimizer):
         """
         return None
 
-    def _collect(self) -> tuple[ParamTable, list[int]]:
-        """The table, which has all that the step needs, and rows with a gradient but no state."""
+    def _collect(self) -> tuple[ParamTable, list[int]] | None:
+        """The table, which has all that the step needs, and rows with a gradient but no state.
+
+        None where the groups are empty.
+        """
         rows = self._rows
         rows.make_masters()
         table = rows.table
@@ -200,6 +213,8 @@ class FusedOptimizer(AmpOptimizer):
                 if self._states.are_bound:
                     return table, found
         # The first step; or parameters, states or what groups keep of them are others.
+        if is_empty(self):
+            return None
         table = self.keep_bound()
         self._hypers.send(table)
         found = rows.plan.collect(*self._gradient_scale())
@@ -273,6 +288,7 @@ class FusedOptimizer(AmpOptimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self.state = self.state
         self._states.are_bound = False
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ampfuse.optim.base import AmpOptimizer, tells_schedulers
-from ampfuse.optim.inner import parameters
+from ampfuse.optim.inner import is_empty, parameters
 from ampfuse.optim.masters import MasterParameter
 from ampfuse.uncompiled import uncompiled
 
@@ -38,6 +38,11 @@ class GenericOptimizer(AmpOptimizer):
         """
         self._opt_called = True
         self._ledger.check_before_step()
+        step: Any = self._original_class.step
+        # torch wraps step once more for this class, so that hooks would run twice.
+        step = step.__wrapped__ if getattr(step, "hooked", False) else step
+        if is_empty(self):
+            return step(self, *args, **kwargs)
         table = self.param_table()
         scale = self.__dict__.get("grad_scale")
         if scale is not None:
@@ -49,9 +54,6 @@ class GenericOptimizer(AmpOptimizer):
             self._finish_step()
             return None
         table.gradients.materialize()
-        step: Any = self._original_class.step
-        # torch wraps step once more for this class, so that hooks would run twice.
-        step = step.__wrapped__ if getattr(step, "hooked", False) else step
         # The gradients are unscaled; torch's own steps would read these too, and some refuse them.
         driven = {key: self.__dict__.pop(key) for key in _FROM_SCALER if key in self.__dict__}
         larc = self._layerwise

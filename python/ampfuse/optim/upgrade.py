@@ -94,6 +94,8 @@ def _follow_class(optimizer: torch.optim.Optimizer) -> None:
     # torch's constructor has not made is made here: the lists of hooks, at least.
     optimizer.__dict__.setdefault("defaults", {})
     torch.optim.Optimizer.__setstate__(optimizer, {})
+    if isinstance(optimizer, FusedOptimizer):
+        optimizer.state = optimizer.state
     step = optimizer.__dict__.get("step")
     if getattr(step, "_wrapped_by_lr_sched", False):
         # A scheduler built earlier wrapped the old class's step, to see that step was called.
