@@ -77,7 +77,7 @@ def scale_loss(
             f"loss_id={loss_id}, but initialize made {len(session.loss_scalers)} loss scaler(s). "
             "Pass num_losses to amp.initialize; ids count from 0."
         )
-    optimizers = [optimizer for optimizer in optimizers if not is_empty(optimizer)]
+    optimizers = list[Any](each for each in optimizers if not is_empty(each))
     for optimizer in optimizers:
         if optimizer.in_backward:
             raise RuntimeError(
