@@ -153,29 +153,46 @@ def test_add_param_group_takes_and_refuses_what_torch_does(level):
     assert all(p.dtype == f32 for p in named.param_groups[1]["params"])
 
 
-def groups_of_the_model(training, steps):
-    """Other groups, made from the parameters that the model has."""
-    training.steps(range(steps))
-    training.optimizer.param_groups.clear()
-    first, *others = training.model.parameters()
-    training.optimizer.add_param_group({"params": others})
-    training.optimizer.add_param_group({"params": [first]})
-    return training
+def added(optimizer, first, others):
+    optimizer.param_groups.clear()
+    optimizer.add_param_group({"params": others})
+    optimizer.add_param_group({"params": [first]})
+
+
+def assigned(optimizer, first, others):
+    optimizer.param_groups[0]["params"] = [first, *others]
+
+
+def refilled(optimizer, first, others):
+    params = optimizer.param_groups[0]["params"]
+    params.clear()
+    params.extend([*others, first])
+
+
+def replaced(optimizer, first, others):
+    (group,) = optimizer.param_groups
+    optimizer.param_groups = [{**group, "params": [first]}, {**group, "params": others}]
 
 
 @pytest.mark.covers(2)
 @pytest.mark.parametrize("steps", [0, 3])
 @pytest.mark.parametrize("masters", [None, "split"])
+@pytest.mark.parametrize("made", [added, assigned, refilled, replaced])
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", SOME)
-def test_groups_that_are_made_anew_keep_masters_and_states(name, level, masters, steps):
+def test_groups_of_the_model_s_parameters_keep_masters_and_states(
+    name, level, made, masters, steps
+):
     options = {"master_weights": masters} if masters else {}
     if masters and (level not in WITH_MASTERS or name not in ("SGD", "AdamW")):
         return
     as_before = Training(OPTIMIZERS[name], level, **options)
     losses = as_before.steps(range(steps + 3))
     training = Training(OPTIMIZERS[name], level, **options)
-    assert groups_of_the_model(training, steps).steps(range(steps, steps + 3)) == losses[steps:]
+    training.steps(range(steps))
+    first, *others = training.model.parameters()
+    made(training.optimizer, first, others)
+    assert training.steps(range(steps, steps + 3)) == losses[steps:]
     assert all(map(same_bits, training.weights(), as_before.weights()))
     assert len(training.optimizer.state_dict()["state"]) == 6
 

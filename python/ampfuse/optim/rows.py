@@ -63,6 +63,9 @@ class Rows(Part):
         optimizer, table = self.optimizer, self.table
         if table is not None and table.holds(groups=optimizer.param_groups):
             return table
+        self.make_masters(anew=True)  # perhaps of the model's weights
+        if table is not None and table.holds(groups=optimizer.param_groups):
+            return table
         params = list(parameters(optimizer))
         names = self.parameter_names()
         for param, name in zip(params, names, strict=True):
