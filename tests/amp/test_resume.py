@@ -274,6 +274,7 @@ LOOKS = {
 @pytest.mark.parametrize("steps", [0, 3])
 @pytest.mark.parametrize("look", LOOKS)
 @pytest.mark.parametrize(("kind", "level", "mode"), RUNS_OF_DCP)
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_the_same_bits_by_torch_distributed_checkpoint(kind, level, mode, look, steps, tmp_path):
     """Whoever looked at the optimizer before; and that it was saved changes nothing."""
     alone = Wide(kind, level, mode).steps(range(steps + 3))
@@ -293,6 +294,7 @@ def test_the_same_bits_by_torch_distributed_checkpoint(kind, level, mode, look, 
     assert_same(again.state(), expected)
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_momentum_whose_first_step_was_skipped_is_saved_as_that(tmp_path):
     """By its count: a buffer of zeros that has begun would go another way."""
     training = Wide("torch sgd-dampening", "O2", "whole")
@@ -308,6 +310,7 @@ def test_momentum_whose_first_step_was_skipped_is_saved_as_that(tmp_path):
 
 @pytest.mark.parametrize("mode", ["whole", "split", *CODED])
 @pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_flat_states_resume_or_say_what_they_lack(level, mode, tmp_path):
     """torch takes the names of what it loads from optimizer.state."""
     if not has_mode("adamw", level, mode):
