@@ -64,7 +64,7 @@ def _torch() -> Facts:
 
     found: Facts = {
         "running": str(torch.__version__),
-        "CUDA build": torch.version.cuda or "no",
+        "built for": _platform(torch.version),
         "CPU capability": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         "CUDA available": torch.cuda.is_available(),
@@ -72,6 +72,12 @@ def _torch() -> Facts:
     if torch.cuda.is_available():
         found["cuDNN"] = torch.backends.cudnn.version()
     return found
+
+
+def _platform(version: Any) -> str:
+    """What torch was built for, by its ``torch.version``."""
+    numbers = {name: getattr(version, name, None) for name in ("hip", "cuda", "xpu")}
+    return ", ".join(f"{name} {number}" for name, number in numbers.items() if number) or "CPU"
 
 
 def _extension() -> Facts:
@@ -86,38 +92,73 @@ def _extension() -> Facts:
     }
 
 
+_OTHERS = "ampfuse has kernels for CPUs and NVIDIA GPUs: train on the CPU, or with torch.amp"
+_COMPILE = "AMPFUSE_CUDA=ON pip install --force-reinstall --no-deps --no-binary ampfuse ampfuse"
+
+
 def _gpus() -> Facts:
     import torch
 
+    if not torch.cuda.is_available():
+        return {"GPUs": f"none that ampfuse can use: {_why_none()}"}
+    found: Facts = {}
+    for i in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(i)
+        arch, problem = _arch_or_problem(i)
+        found[f"GPU {i}"] = (
+            f"{properties.name}, {properties.total_memory / 2**30:.1f} GiB: "
+            + (f"NOT USED: {problem}" if problem else f"runs ampfuse's {arch}")
+            + ("" if problem or properties.major >= 8 else "; BF16 is emulated: use O1 or O2")
+        )
+    return found
+
+
+def _why_none() -> str:
+    """Why torch has no CUDA device, and what to do."""
+    import torch
+
+    other = torch.accelerator.current_accelerator(check_available=True)
+    if other is not None or torch.version.hip:
+        return f"torch is built for {other.type.upper() if other else 'ROCm'}, and {_OTHERS} there"
+    if torch.version.cuda is None:
+        return "torch is built for CPUs alone; for an NVIDIA GPU, install a CUDA build of torch"
+    try:
+        torch.cuda.init()
+    except Exception as error:  # torch's own words for a driver that is missing or too old
+        return str(error)
+    return "torch sees no device; CUDA_VISIBLE_DEVICES may hide it"
+
+
+def _arch_or_problem(i: int) -> tuple[str | None, str | None]:
+    """Which of ampfuse's architectures the GPU `i` of torch runs; or why none, and what to do."""
+    import torch
+
+    if torch.version.hip:
+        return None, f"torch is built for ROCm, and {_OTHERS} there"
     try:
         from ampfuse import _core
-
-        archs = _core.C.cuda_archs()
-    except ImportError:  # told in the section of the extension; the GPUs are there all the same
-        archs = []
-    found: Facts = {}
-    for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        properties = torch.cuda.get_device_properties(i)
-        capability = (properties.major, properties.minor)
-        arch = covering_arch(archs, capability)
-        found[f"GPU {i}"] = (
-            f"{properties.name}, sm_{properties.major}{properties.minor}, "
-            f"{properties.total_memory / 2**30:.1f} GiB: "
-            + (f"runs ampfuse's {arch}" if arch else "NOT COVERED by what was built")
-            + ("" if capability >= (8, 0) else "; BF16 is emulated")
+    except ImportError as error:
+        return None, str(error)
+    archs, (major, minor) = _core.C.cuda_archs(), torch.cuda.get_device_capability(i)
+    arch = covering_arch(archs, (major, minor))
+    if not archs:
+        return None, f"ampfuse was built without CUDA; compile it where nvcc is found: {_COMPILE}"
+    if arch is None:
+        return None, (
+            f"it is sm_{major}{minor}, and ampfuse was built for {' '.join(archs)}; use one of "
+            f"these GPUs, or compile ampfuse by an nvcc that knows this one: {_COMPILE}"
         )
-    return found or {"GPUs": "none that torch can use"}
+    return arch, _core.driver_problem(*_core.C.cuda_versions())
 
 
 def _steps() -> Facts:
     """One small AdamW step on each device: being loaded is not yet working."""
     import torch
 
-    from ampfuse import _core, optim
+    from ampfuse import optim
 
-    devices = ["cpu"]
-    if _core.C.cuda_built() and torch.cuda.is_available():
-        devices += [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    devices = ["cpu", *(f"cuda:{i}" for i in range(count) if _arch_or_problem(i)[1] is None)]
     found: Facts = {}
     for device in devices:
         try:
