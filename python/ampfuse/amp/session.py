@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from ampfuse.amp import cast_state
 from ampfuse.amp.policy import Policy
 from ampfuse.amp.scaler import LossScaler
+from ampfuse.optim.inner import check_optimizer
 
 
 @dataclasses.dataclass(eq=False)
@@ -108,6 +109,7 @@ def of_optimizers(optimizers: Sequence[Optimizer]) -> Session:
     Raises:
         RuntimeError: one of them never went through ``initialize``, or their sessions do not agree
             on whether an overflow skips the step.
+        TypeError: with amp on, one of them is not an optimizer.
     """
     sessions = [_of(optimizer) for optimizer in optimizers]
     if len({(session.enabled, session.is_dynamic) for session in sessions}) > 1:
@@ -129,6 +131,7 @@ def _of(optimizer: Optimizer) -> Session:
         return session
     if _latest is None:
         raise RuntimeError("Call amp.initialize(model, optimizer) before amp.scale_loss.")
+    check_optimizer(optimizer, "amp.scale_loss(loss, optimizer)")
     raise RuntimeError(
         f"This {type(optimizer).__name__} did not go through amp.initialize. Pass every optimizer "
         "that steps on the model there, and use the ones it returns."

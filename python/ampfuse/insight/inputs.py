@@ -15,12 +15,13 @@ from torch.optim import Optimizer
 LossFunction = Callable[[nn.Module, Any], Tensor]
 
 
-def check_types(model: Any, optimizer: Any) -> None:
-    """Raise TypeError unless these are a module and an optimizer."""
+def check_types(model: Any, optimizer: Any, call: str) -> None:
+    """Raise TypeError, which has the right `call`, unless these are a module and an optimizer."""
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}.")
+        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}; {call}")
     if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"optimizer must be one torch.optim.Optimizer, not {optimizer!r:.60}.")
+        kind = type(optimizer).__name__
+        raise TypeError(f"optimizer must be one torch.optim.Optimizer, not {kind}; {call}")
 
 
 def check_owned(model: nn.Module, stepped: Collection[Tensor], remedy: str) -> None:
@@ -31,6 +32,24 @@ def check_owned(model: nn.Module, stepped: Collection[Tensor], remedy: str) -> N
             f"{strange} of the {len(stepped)} tensors that the optimizer steps are no parameters "
             f"of the model. {remedy}"
         )
+
+
+def loss_of(loss_function: LossFunction, model: nn.Module, batch: Any) -> Tensor:
+    """``loss_function(model, batch)``; what is no such function raises a TypeError that says so."""
+    ran: list[bool] = []
+    hook = model.register_forward_pre_hook(lambda *_: ran.append(True))
+    try:
+        return loss_function(model, batch)
+    except (AttributeError, TypeError) as error:
+        if ran:
+            raise
+        raise TypeError(
+            f"loss_function(model, batch) failed before the model ran: {error}. Pass a function of "
+            "the model and the batch that returns the loss, such as lambda model, batch: "
+            "criterion(model(batch[0]), batch[1])."
+        ) from error
+    finally:
+        hook.remove()
 
 
 @contextlib.contextmanager
