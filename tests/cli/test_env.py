@@ -168,7 +168,7 @@ NONE = {
     ),
     "ROCm without a GPU": ({"hip": "7.2.0"}, "torch is built for ROCm, and .*: train on the CPU"),
     "a CPU build": ({"cuda": None}, "built for CPUs alone; .* install a CUDA build of torch"),
-    "torch's words": ({"error": "The NVIDIA driver is too old"}, ": The NVIDIA driver is too old$"),
+    "torch's words": ({"error": "The NVIDIA driver is too old"}, "The NVIDIA driver is too old$"),
     "hidden": ({}, "CUDA_VISIBLE_DEVICES"),
 }
 
