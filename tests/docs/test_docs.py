@@ -12,6 +12,8 @@ from typing import is_typeddict
 import pytest
 import torch
 
+from ampfuse import optim
+from ampfuse._core import build_info
 from programs import ranks
 
 ROOT = Path(__file__).parents[2]
@@ -193,6 +195,20 @@ def test_the_loop_on_shards_goes_on_on_any_number_of_ranks(tmp_path):
     (alone,) = ranks(1, script)
     norms = [re.findall(r"norm ([\d.]+)", line)[0] for line in (alone, lines[2])]
     assert float(norms[0]) == pytest.approx(float(norms[1]), rel=1e-2)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_samples_are_of_this_version(page):
+    """What commands print; the conditions of a measurement are in no block."""
+    for block in re.findall(r"^```\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
+        versions = set(re.findall(r"ampfuse (\d+\.\d+\.\d+)", block))
+        assert versions <= {build_info.VERSION}
+
+
+def test_what_others_have_and_ampfuse_too_is_not_denied():
+    page = (ROOT / "docs" / "from_others.md").read_text()
+    for name, *_, ours in cells(re.findall(r"^\|.*\|$", page, re.MULTILINE)):
+        assert name not in optim.__all__ or not ours.startswith("no")
 
 
 def anchors(page):
