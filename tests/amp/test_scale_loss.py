@@ -125,7 +125,7 @@ def test_disabled_changes_nothing():
 @pytest.mark.parametrize("enabled", [True, "False"])
 def test_swapped_arguments_of_scale_loss(enabled):
     _, optimizer = make("O1", enabled=enabled)
-    message = r"swapped: .* amp.scale_loss\(loss, optimizer\)"
+    message = r"takes the optimizer, not Tensor: write amp.scale_loss\(loss, optimizer\)"
     with pytest.raises(TypeError, match=message), amp.scale_loss(optimizer, torch.ones(())):
         pass
 
@@ -158,7 +158,7 @@ def test_what_takes_the_optimizer_and_got_something_else(case):
 
 @pytest.mark.parametrize("enabled", [True, False])
 def test_scale_loss_without_with(enabled):
-    model, optimizer = make("O2", enabled=enabled)
+    model, optimizer = make("O5", enabled=enabled)
     block = amp.scale_loss(model(torch.ones(1)).sum(), optimizer)
     with pytest.raises(
         AttributeError, match=r"with amp.scale_loss\(loss, optimizer\) as scaled_loss"
@@ -195,7 +195,11 @@ CALL = r"The call is amp\.initialize\(model, optimizer, opt_level="
 REFUSED = {
     "no optimizer": (lambda m: (m, NotAnOptimizer()), TypeError, "optimizers must be"),
     "a generator": (lambda m: (m, (o for o in [sgd(m)])), TypeError, "optimizers .* generator"),
-    "in a list": (lambda m: (m, [sgd(m), NotAnOptimizer()]), TypeError, "holds a NotAnOptimizer"),
+    "in a list": (
+        lambda m: (m, [sgd(m), NotAnOptimizer()]),
+        TypeError,
+        "got NotAnOptimizer",
+    ),
     "models generated": (lambda m: ((x for x in [m]), sgd(m)), TypeError, "models .* generator"),
     "no model": (lambda m: (None, sgd(m)), TypeError, "models must be .* NoneType"),
     "DataParallel": (wrapped, RuntimeError, "wrapped in DataParallel already"),
@@ -208,7 +212,11 @@ REFUSED = {
     "loose": (with_a_loose_parameter, TypeError, r"param_groups\[0\].*float64"),
     "swapped": (lambda m: (sgd(m), m), TypeError, rf"models .* got SGD\. {CALL}"),
     "a level": (lambda m: (m, "O5"), TypeError, f"optimizers .* got str. {CALL}"),
-    "parameters": (lambda m: (m, [*m.parameters()]), TypeError, f"holds a Parameter; .* {CALL}"),
+    "parameters": (
+        lambda m: (m, [*m.parameters()]),
+        TypeError,
+        f"got Parameter. {CALL}",
+    ),
 }
 
 

@@ -338,11 +338,11 @@ def test_what_cannot_be_trained_as_a_copy():
 @pytest.mark.parametrize(
     ("changes", "kind", "words"),
     [
-        ({"model": "x"}, TypeError, "model must be a torch.nn.Module, not str"),
+        ({"model": "x"}, TypeError, "model must be one Module, not str"),
         (
             {"optimizer": ()},
             TypeError,
-            r"Optimizer, not tuple; write amp\.advise\(model, loss_func",
+            r"Optimizer, not tuple: write amp\.advise\(model, loss_func",
         ),
         *(
             ({"loss_function": wrong}, TypeError, r"before the model ran: .*lambda model, batch: ")

@@ -198,11 +198,11 @@ def test_sizes_and_table():
 @pytest.mark.parametrize(
     ("changes", "kind", "words"),
     [
-        ({"model": 3}, TypeError, "model must be a torch.nn.Module, not int"),
+        ({"model": 3}, TypeError, "model must be one Module, not int"),
         (
             {"optimizer": []},
             TypeError,
-            r"Optimizer, not list; write amp\.memory_report\(model, opt",
+            r"Optimizer, not list: write amp\.memory_report\(model, opt",
         ),
         (
             {"batch": torch.zeros(12, 64), "loss_function": nn.functional.mse_loss},

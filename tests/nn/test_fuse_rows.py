@@ -159,7 +159,9 @@ def test_parts(parts, fused):
     assert passes(model, x)[1] == 2 * ("norms" in parts)
     assert passes(model, x, op="activation")[1] == ("activations" in parts)
     for wrong in (["norm"], "norms"):
-        with pytest.raises(ValueError, match=r'parts is .*; it has to be .* such as \["norms"\]'):
+        with pytest.raises(
+            ValueError, match=r'parts is .*; it has to list .*, as \["norms"\] does'
+        ):
             fuse(model, wrong)
 
 

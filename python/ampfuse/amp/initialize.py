@@ -233,14 +233,10 @@ def turn_off(models: Any, optimizers: Any, session: sessions.Session) -> Any:
 def _as_list(value: Any, kind: type, name: str, article: str) -> list[Any]:
     """`value` as a list of `kind`s. Raises TypeError for anything else."""
     items = [value] if isinstance(value, kind) else value
-    if not isinstance(items, (list, tuple)):
-        raise TypeError(
-            f"{name} must be {article}, or a list or tuple of them; got {type(value).__name__}. "
-            + _CALL
-        )
-    for item in items:
+    for item in items if isinstance(items, (list, tuple)) else [value]:
         if not isinstance(item, kind):
-            raise TypeError(f"{name} holds a {type(item).__name__}; expected {article}. {_CALL}")
+            must = f"{name} must be {article}, or a list or tuple of them"
+            raise TypeError(f"{must}; got {type(item).__name__}. {_CALL}")
     return list(items)
 
 

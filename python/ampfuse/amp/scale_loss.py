@@ -21,13 +21,14 @@ from torch.optim import Optimizer
 from ampfuse.amp import cast_state, no_sync
 from ampfuse.amp import session as sessions
 from ampfuse.amp.scaler import LossScaler
+from ampfuse.optim.inner import check_optimizer
 from ampfuse.uncompiled import uncompiled
 
 _log = logging.getLogger("ampfuse.amp")
 P = ParamSpec("P")
 
 
-class _Block(contextlib._GeneratorContextManager):  # type: ignore[type-arg]
+class _Block(contextlib._GeneratorContextManager[Tensor]):
     """What ``scale_loss`` returns: for a ``with`` statement, and not itself a loss."""
 
     def __getattr__(self, name: str) -> Any:
@@ -37,7 +38,7 @@ class _Block(contextlib._GeneratorContextManager):  # type: ignore[type-arg]
         )
 
 
-def loss_block(function: Callable[P, Iterator[Tensor]]) -> Callable[P, _Block]:
+def loss_block(function: Callable[P, Any]) -> Callable[P, _Block]:
     """``contextlib.contextmanager``, whose result says so where the ``with`` was left out."""
     return functools.wraps(function)(lambda *args, **kwargs: _Block(function, args, kwargs))
 
@@ -77,11 +78,8 @@ def scale_loss(
 
     Source: the semantics of ``apex.amp.scale_loss``.
     """
-    if isinstance(loss, Optimizer) or isinstance(optimizers, Tensor):
-        raise TypeError(
-            "The arguments of scale_loss are swapped: it takes the loss first, "
-            "amp.scale_loss(loss, optimizer)."
-        )
+    if isinstance(loss, Optimizer):
+        check_optimizer(optimizers, sessions.SCALE_LOSS)
     session, optimizers = session_and_optimizers(optimizers)
     if session.policy is None:
         yield loss
@@ -125,7 +123,8 @@ def scale_loss(
 
 def session_and_optimizers(optimizers: Any) -> tuple[sessions.Session, list[Any]]:
     """What ``scale_loss`` works with. Where amp is off, `optimizers` may be anything."""
-    is_one = isinstance(optimizers, (Optimizer, nn.Module)) or not isinstance(optimizers, Iterable)
+    ones = (Optimizer, nn.Module, Tensor)
+    is_one = isinstance(optimizers, ones) or not isinstance(optimizers, Iterable)
     listed = [optimizers] if is_one else list(optimizers)
     return sessions.of_optimizers(listed) if listed else sessions.latest(), listed
 

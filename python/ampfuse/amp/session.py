@@ -19,6 +19,8 @@ from ampfuse.amp.policy import Policy
 from ampfuse.amp.scaler import LossScaler
 from ampfuse.optim.inner import check_optimizer
 
+SCALE_LOSS = "amp.scale_loss(loss, optimizer)"
+
 
 @dataclasses.dataclass(eq=False)
 class Session:
@@ -131,7 +133,7 @@ def _of(optimizer: Optimizer) -> Session:
         return session
     if _latest is None:
         raise RuntimeError("Call amp.initialize(model, optimizer) before amp.scale_loss.")
-    check_optimizer(optimizer, "amp.scale_loss(loss, optimizer)")
+    check_optimizer(optimizer, SCALE_LOSS)
     raise RuntimeError(
         f"This {type(optimizer).__name__} did not go through amp.initialize. Pass every optimizer "
         "that steps on the model there, and use the ones it returns."

@@ -64,7 +64,7 @@ def _torch() -> Facts:
 
     found: Facts = {
         "running": str(torch.__version__),
-        "built for": _platform(torch.version),
+        "built for": _platform(),
         "CPU capability": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         "CUDA available": torch.cuda.is_available(),
@@ -74,10 +74,14 @@ def _torch() -> Facts:
     return found
 
 
-def _platform(version: Any) -> str:
-    """What torch was built for, by its ``torch.version``."""
-    numbers = {name: getattr(version, name, None) for name in ("hip", "cuda", "xpu")}
-    return ", ".join(f"{name} {number}" for name, number in numbers.items() if number) or "CPU"
+def _platform() -> str:
+    """What torch is built for."""
+    import torch
+
+    if torch.version.hip or torch.version.cuda:
+        return f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
+    device = torch.accelerator.current_accelerator()
+    return "CPUs" if device is None else device.type.upper()
 
 
 def _extension() -> Facts:
@@ -92,17 +96,11 @@ def _extension() -> Facts:
     }
 
 
-_OTHERS = "ampfuse has kernels for CPUs and NVIDIA GPUs: train on the CPU, or with torch.amp"
-_COMPILE = "AMPFUSE_CUDA=ON pip install --force-reinstall --no-deps --no-binary ampfuse ampfuse"
-
-
 def _gpus() -> Facts:
     import torch
 
-    if not torch.cuda.is_available():
-        return {"GPUs": f"none that ampfuse can use: {_why_none()}"}
     found: Facts = {}
-    for i in range(torch.cuda.device_count()):
+    for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         properties = torch.cuda.get_device_properties(i)
         arch, problem = _arch_or_problem(i)
         found[f"GPU {i}"] = (
@@ -110,45 +108,47 @@ def _gpus() -> Facts:
             + (f"NOT USED: {problem}" if problem else f"runs ampfuse's {arch}")
             + ("" if problem or properties.major >= 8 else "; BF16 is emulated: use O1 or O2")
         )
-    return found
+    return found or {"GPUs": f"none that torch can use: {_why_none()}"}
+
+
+def _other_build() -> str | None:
+    """Why no GPU can be used, and what to do, where torch is no CUDA build; None where it is."""
+    told = (
+        f"torch is built for {_platform()}, and ampfuse has kernels for NVIDIA GPUs and CPUs: "
+        "install a CUDA build of torch, or train on the CPU"
+    )
+    return None if _platform().startswith("CUDA") else told
 
 
 def _why_none() -> str:
-    """Why torch has no CUDA device, and what to do."""
+    """... where torch has no CUDA device."""
     import torch
 
-    other = torch.accelerator.current_accelerator(check_available=True)
-    if other is not None or torch.version.hip:
-        return f"torch is built for {other.type.upper() if other else 'ROCm'}, and {_OTHERS} there"
-    if torch.version.cuda is None:
-        return "torch is built for CPUs alone; for an NVIDIA GPU, install a CUDA build of torch"
     try:
         torch.cuda.init()
     except Exception as error:  # torch's own words for a driver that is missing or too old
-        return str(error)
-    return "torch sees no device; CUDA_VISIBLE_DEVICES may hide it"
+        return _other_build() or str(error)
+    return _other_build() or "CUDA_VISIBLE_DEVICES may hide them"
 
 
 def _arch_or_problem(i: int) -> tuple[str | None, str | None]:
     """Which of ampfuse's architectures the GPU `i` of torch runs; or why none, and what to do."""
     import torch
 
-    if torch.version.hip:
-        return None, f"torch is built for ROCm, and {_OTHERS} there"
+    if problem := _other_build():
+        return None, problem
     try:
         from ampfuse import _core
     except ImportError as error:
         return None, str(error)
     archs, (major, minor) = _core.C.cuda_archs(), torch.cuda.get_device_capability(i)
-    arch = covering_arch(archs, (major, minor))
-    if not archs:
-        return None, f"ampfuse was built without CUDA; compile it where nvcc is found: {_COMPILE}"
-    if arch is None:
-        return None, (
-            f"it is sm_{major}{minor}, and ampfuse was built for {' '.join(archs)}; use one of "
-            f"these GPUs, or compile ampfuse by an nvcc that knows this one: {_COMPILE}"
-        )
-    return arch, _core.driver_problem(*_core.C.cuda_versions())
+    if arch := covering_arch(archs, (major, minor)):
+        return arch, _core.driver_problem(*_core.C.cuda_versions())
+    return None, (
+        f"it is sm_{major}{minor}, and ampfuse was built for {' '.join(archs) or 'CPUs'}; use such "
+        "a GPU, or compile ampfuse by an nvcc that knows this one: AMPFUSE_CUDA=ON pip install "
+        "--force-reinstall --no-deps --no-binary ampfuse ampfuse"
+    )
 
 
 def _steps() -> Facts:

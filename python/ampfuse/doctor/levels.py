@@ -77,7 +77,7 @@ def advise(
             finite loss, in FP32. What fails at another level is part of the advice.
     """
     levels = (levels,) if isinstance(levels, str) else tuple(dict.fromkeys(levels))
-    check_types(model, optimizer, "write amp.advise(model, loss_function, batch, optimizer).")
+    check_types(model, optimizer, "amp.advise(model, loss_function, batch, optimizer)")
     _check(model, optimizer, levels, seconds=seconds, steps=steps, seeds=seeds)
     model = eager_module(model)
     device = next(model.parameters()).device

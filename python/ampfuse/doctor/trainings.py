@@ -29,7 +29,7 @@ from ampfuse.amp import session as sessions
 from ampfuse.amp.initialize import initialize
 from ampfuse.amp.policy import LEVELS
 from ampfuse.amp.scale_loss import scale_loss
-from ampfuse.insight.inputs import LossFunction, loss_of, same_random_numbers
+from ampfuse.insight.inputs import LossFunction, call, same_random_numbers
 from ampfuse.measuring import ProcessMemory, StepClock, TensorMemory
 
 _LEAST_STEPS = 5  # however slow a level is
@@ -241,8 +241,8 @@ def try_out(task: Task) -> None:
     except Exception as error:  # of whatever __deepcopy__ raises
         said = f"Model and optimizer cannot be copied (copy.deepcopy): {error}"
         raise ValueError(said) from error
-    checked = functools.partial(loss_of, task.loss_function)
-    training = Training("O0", dataclasses.replace(task, loss_function=checked))
+    first_call = functools.partial(call, task.loss_function)
+    training = Training("O0", dataclasses.replace(task, loss_function=first_call))
 
     def refuse(model: nn.Module, args: Any) -> None:
         raise ValueError(mistake)

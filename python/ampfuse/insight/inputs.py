@@ -15,13 +15,12 @@ from torch.optim import Optimizer
 LossFunction = Callable[[nn.Module, Any], Tensor]
 
 
-def check_types(model: Any, optimizer: Any, call: str) -> None:
-    """Raise TypeError, which has the right `call`, unless these are a module and an optimizer."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}; {call}")
-    if not isinstance(optimizer, Optimizer):
-        kind = type(optimizer).__name__
-        raise TypeError(f"optimizer must be one torch.optim.Optimizer, not {kind}; {call}")
+def check_types(model: Any, optimizer: Any, how: str) -> None:
+    """Raise TypeError, which says `how` to call, unless these are a module and an optimizer."""
+    for name, value, kind in (("model", model, nn.Module), ("optimizer", optimizer, Optimizer)):
+        if not isinstance(value, kind):
+            kinds = f"one {kind.__name__}, not {type(value).__name__}"
+            raise TypeError(f"{name} must be {kinds}: write {how}.")
 
 
 def check_owned(model: nn.Module, stepped: Collection[Tensor], remedy: str) -> None:
@@ -34,8 +33,8 @@ def check_owned(model: nn.Module, stepped: Collection[Tensor], remedy: str) -> N
         )
 
 
-def loss_of(loss_function: LossFunction, model: nn.Module, batch: Any) -> Tensor:
-    """``loss_function(model, batch)``; what is no such function raises a TypeError that says so."""
+def call(loss_function: LossFunction, model: nn.Module, batch: Any) -> Tensor:
+    """``loss_function(model, batch)``; raises TypeError for what is no such function."""
     ran: list[bool] = []
     hook = model.register_forward_pre_hook(lambda *_: ran.append(True))
     try:

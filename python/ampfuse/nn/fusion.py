@@ -91,10 +91,7 @@ def fuse(model: nn.Module, parts: Collection[str] = PARTS) -> FusionReport:
         ValueError: `parts` is a string, or holds another name.
     """
     if isinstance(parts, str) or any(part not in PARTS for part in parts):
-        raise ValueError(
-            f"parts is {parts!r}; it has to be a list of some of {', '.join(PARTS)}, such as "
-            '["norms"].'
-        )
+        raise ValueError(f'parts is {parts!r}; it has to list some of {PARTS}, as ["norms"] does.')
     modules = dict(eager_module(model).named_modules())
     owners: dict[str, list[str]] = {}
     for name, module in modules.items():
