@@ -152,7 +152,7 @@ NONE = {
     "MPS": ({"other": "mps"}, "torch is built for MPS, and .* or train on the CPU"),
     "XPU": ({"other": "xpu"}, "torch is built for XPU, and .* or train on the CPU"),
     "ROCm": ({"hip": "7.2.0"}, "torch is built for ROCm 7.2.0, and .* or train on the CPU"),
-    "a CPU build": ({"cuda": None}, "built for CPUs, and .*: install a CUDA build of torch"),
+    "a CPU build": ({"cuda": None}, "built for CPUs, and .*: install a CUDA build"),
     "torch's words": ({"error": "The NVIDIA driver is too old"}, "The NVIDIA driver is too old$"),
     "hidden": ({}, "CUDA_VISIBLE_DEVICES"),
 }

@@ -108,27 +108,24 @@ def _gpus() -> Facts:
             + (f"NOT USED: {problem}" if problem else f"runs ampfuse's {arch}")
             + ("" if problem or properties.major >= 8 else "; BF16 is emulated: use O1 or O2")
         )
-    return found or {"GPUs": f"none that torch can use: {_why_none()}"}
+    if not found:
+        try:
+            torch.cuda.init()
+            why = "CUDA_VISIBLE_DEVICES may hide them"
+        except Exception as error:  # torch's own words for a driver that is missing or too old
+            why = str(error)
+        found["GPUs"] = f"none that torch can use: {_other_build() or why}"
+    return found
 
 
 def _other_build() -> str | None:
     """Why no GPU can be used, and what to do, where torch is no CUDA build; None where it is."""
-    told = (
-        f"torch is built for {_platform()}, and ampfuse has kernels for NVIDIA GPUs and CPUs: "
-        "install a CUDA build of torch, or train on the CPU"
+    if (platform := _platform()).startswith("CUDA"):
+        return None
+    kernels = "ampfuse has kernels for NVIDIA GPUs and CPUs"
+    return (
+        f"torch is built for {platform}, and {kernels}: install a CUDA build, or train on the CPU"
     )
-    return None if _platform().startswith("CUDA") else told
-
-
-def _why_none() -> str:
-    """... where torch has no CUDA device."""
-    import torch
-
-    try:
-        torch.cuda.init()
-    except Exception as error:  # torch's own words for a driver that is missing or too old
-        return _other_build() or str(error)
-    return _other_build() or "CUDA_VISIBLE_DEVICES may hide them"
 
 
 def _arch_or_problem(i: int) -> tuple[str | None, str | None]:

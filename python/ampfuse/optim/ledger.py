@@ -115,9 +115,8 @@ class Ledger(Part):
         if is_torchs and any(isinstance(param, MasterParameter) for param in parameters(optimizer)):
             raise RuntimeError(
                 "torch.amp.GradScaler does not see the half-precision gradients of an optimizer "
-                "that went through amp.initialize, which scales the loss by itself. Write `with "
-                "amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()` and "
-                "optimizer.step(), without a scaler."
+                "that went through amp.initialize. Write `with amp.scale_loss(loss, optimizer) as "
+                "scaled_loss: scaled_loss.backward()` and optimizer.step(), without a scaler."
             )
 
 
