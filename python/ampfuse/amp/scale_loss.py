@@ -25,6 +25,7 @@ from ampfuse.optim.inner import check_optimizer
 from ampfuse.uncompiled import uncompiled
 
 _log = logging.getLogger("ampfuse.amp")
+_CALL = "amp.scale_loss(loss, optimizer)"
 P = ParamSpec("P")
 
 
@@ -79,7 +80,7 @@ def scale_loss(
     Source: the semantics of ``apex.amp.scale_loss``.
     """
     if isinstance(loss, Optimizer):
-        check_optimizer(optimizers, sessions.SCALE_LOSS)
+        check_optimizer(optimizers, _CALL)
     session, optimizers = session_and_optimizers(optimizers)
     if session.policy is None:
         yield loss
@@ -126,7 +127,12 @@ def session_and_optimizers(optimizers: Any) -> tuple[sessions.Session, list[Any]
     ones = (Optimizer, nn.Module, Tensor)
     is_one = isinstance(optimizers, ones) or not isinstance(optimizers, Iterable)
     listed = [optimizers] if is_one else list(optimizers)
-    return sessions.of_optimizers(listed) if listed else sessions.latest(), listed
+    try:
+        return sessions.of_optimizers(listed) if listed else sessions.latest(), listed
+    except RuntimeError:
+        for one in listed:
+            check_optimizer(one, _CALL)
+        raise
 
 
 @contextlib.contextmanager

@@ -17,9 +17,6 @@ from torch.optim import Optimizer
 from ampfuse.amp import cast_state
 from ampfuse.amp.policy import Policy
 from ampfuse.amp.scaler import LossScaler
-from ampfuse.optim.inner import check_optimizer
-
-SCALE_LOSS = "amp.scale_loss(loss, optimizer)"
 
 
 @dataclasses.dataclass(eq=False)
@@ -111,7 +108,6 @@ def of_optimizers(optimizers: Sequence[Optimizer]) -> Session:
     Raises:
         RuntimeError: one of them never went through ``initialize``, or their sessions do not agree
             on whether an overflow skips the step.
-        TypeError: with amp on, one of them is not an optimizer.
     """
     sessions = [_of(optimizer) for optimizer in optimizers]
     if len({(session.enabled, session.is_dynamic) for session in sessions}) > 1:
@@ -133,7 +129,6 @@ def _of(optimizer: Optimizer) -> Session:
         return session
     if _latest is None:
         raise RuntimeError("Call amp.initialize(model, optimizer) before amp.scale_loss.")
-    check_optimizer(optimizer, SCALE_LOSS)
     raise RuntimeError(
         f"This {type(optimizer).__name__} did not go through amp.initialize. Pass every optimizer "
         "that steps on the model there, and use the ones it returns."
