@@ -116,8 +116,7 @@ class GradScaler(torch.amp.GradScaler):
             # torch multiplies by a grad_scale that the user had set on the optimizer; so do we.
             of_user = getattr(optimizer, "grad_scale", None)
             grad_scale = scale if of_user is None else scale * of_user
-        found = {"grad_scale": grad_scale, "found_inf": found_inf, "_scaler_is_ours": True}
-        with driven(optimizer, **found):
+        with driven(optimizer, grad_scale=grad_scale, found_inf=found_inf, _scaler_is_ours=True):
             result = optimizer.step(*args, **kwargs)
         if found_inf is None:
             skipped = optimizer.last_step.skipped
