@@ -249,6 +249,9 @@ def main():
     apex.install()
     found["apex.install"] = changed(start, process())
     apex.uninstall()
+    apex.amp.init()
+    found["apex.amp.init"] = changed(start, process())
+    amp.restore_torch()
     found["undone"] = changed(start, process())
     json.dump(found, sys.stdout)
 

@@ -73,6 +73,7 @@ def test_kernels_of_the_cpu(changes):
     [
         ("amp.cast_everywhere", set()),
         ("apex.install", {"os.register_at_fork()"}),
+        ("apex.amp.init", {"os.register_at_fork()"}),
     ],
 )
 def test_other_calls_change_what_the_page_lists(call, imported, changes):
