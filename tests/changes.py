@@ -72,6 +72,7 @@ def process():
     found["torch.serialization.get_safe_globals()"] = sorted(
         map(str, torch.serialization.get_safe_globals())
     )
+    found["torch.compiler.config.cache_key_tag"] = torch.compiler.config.cache_key_tag
     found["torch's flags"] = [
         torch.get_default_dtype(),
         torch.get_num_threads(),

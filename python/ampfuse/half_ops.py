@@ -6,11 +6,14 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING
 
+from torch.compiler import config as compiler
+
 from ampfuse._core import EXTENSION as _C  # torch has one table of kernels
 
 if TYPE_CHECKING:
     from ampfuse.amp.policy import Policy
 
+_TAG = "; autocast by a GPU's rules (ampfuse)"
 _by_name: bool | None = None  # what the program said; None: amp.initialize decides
 
 
@@ -59,6 +62,8 @@ def use(kernels: bool, *, rules: bool = False) -> None:
     """Our kernels, and under autocast a GPU's rules, until the next ``initialize``."""
     _C.set_half_ops(kernels)
     _C.set_autocast_rules(rules)
+    # torch.compile keeps code on disk by a key that has no rules in it; types would be another's.
+    compiler.cache_key_tag = compiler.cache_key_tag.replace(_TAG, "") + _TAG * rules
 
 
 def _set(by_name: bool | None, kernels: bool, rules: bool) -> None:

@@ -12,6 +12,7 @@ import ampfuse
 from ampfuse import amp, half_ops
 from ampfuse._core import EXTENSION as _C
 from cases import LEVELS, bf16, f16, f32, f64
+from conftest import compilers
 
 aten, has_kernel = torch.ops.aten, torch._C._dispatch_has_kernel_for_dispatch_key
 
@@ -328,3 +329,29 @@ def test_a_block_puts_back_what_was_before():
     with ampfuse.cpu_half_ops(False):
         assert softmax() == bf16
     assert softmax() == f32
+
+
+@compilers
+@levels
+def test_compiled_code_follows_them(level, backend):
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1))
+    amp.initialize(model, opt_level=level, verbosity=0)
+    compiled, x = torch.compile(model, backend=backend, fullgraph=True), some(3, 4)
+    out = compiled(x)
+    assert not torch.equal(out, out.to(LOW[level]).float())
+    torch.testing.assert_close(out, model(x), rtol=1e-5, atol=0)
+    out.square().sum().backward()
+    assert model[0].weight.grad.dtype == f32
+
+
+def test_code_that_is_kept_on_disk_is_told_apart():
+    """The key has what is compiled, but not by which rules."""
+    tag = torch.compiler.config.cache_key_tag
+    with torch.compiler.config.patch(cache_key_tag="the user's"):
+        ampfuse.cpu_half_ops()
+        ampfuse.cpu_half_ops()
+        assert torch.compiler.config.cache_key_tag == f"the user's{half_ops._TAG}"
+        half_ops.forget()
+        assert torch.compiler.config.cache_key_tag == "the user's"
+    assert torch.compiler.config.cache_key_tag == tag
