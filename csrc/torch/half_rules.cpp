@@ -47,8 +47,8 @@ void set_autocast_rules(bool on) {
   rules = nullptr;
   if (!on) return;
   rules = new MAKE_TORCH_LIBRARY_IMPL(aten, AutocastCPU);
-  torch::Library& m = *rules;  // the names that torch's macros use
-  using at::IntArrayRef, at::Scalar, at::ScalarType, at::Tensor;
+  torch::Library& m = *rules;  // so torch's macros call it, and types by their names alone
+  using namespace at;
   Unwarned some_replace_rules;
 // A kernel as a type, which torch's macros leave a pointer: see half_ops.cpp.
 #define impl(name, ...) impl(name, TORCH_FN((__VA_ARGS__)))

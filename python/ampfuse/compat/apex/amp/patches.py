@@ -19,40 +19,40 @@ _METHODS = f"{_IN_PLACE} erfinv_ pow_ cumprod_ cumsum_ renorm_"
 
 def install(allow_banned: bool = False) -> None:
     """Replace these functions, until ``_deactivate()`` of the handle or ``amp.restore_torch()``."""
-    install_once(Tensor, "cpu", _giving_float)
     for owner, names in ((torch, _IN_PLACE), (Tensor, _METHODS)):
         for name in names.split():
-            advice = f"Call {name[:-1]}, which gives float32, or cast the tensor first: x.float()."
-            install_once(owner, name, functools.partial(_refusing_half, advice=advice))
-    install_once(F, "binary_cross_entropy", float_function if allow_banned else _banned)
+            install_once(owner, name, _refusing_half)
+    install_once(
+        Tensor, "cpu", lambda f: _where_half(f, lambda *args, **kw: f(*args, **kw).float())
+    )
+    # Of other types too autocast would refuse it.
+    ban = float_function if allow_banned else lambda f: _refusing_half(float_function(f))
+    install_once(F, "binary_cross_entropy", ban)
 
 
-def _is_cast(value: Any) -> bool:
-    is_half = isinstance(value, Tensor) and value.dtype in HALF_DTYPES
-    return is_half and torch.is_autocast_enabled(value.device.type)
+def _where_half(function: Any, instead: Any) -> Any:
+    """`function`, or `instead` of it where autocast is on and the first argument is half."""
 
-
-def _giving_float(function: Any) -> Any:
     @functools.wraps(function)
-    def cpu(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        out = function(self, *args, **kwargs)
-        return out.float() if _is_cast(self) else out
+    def chosen(*args: Any, **kwargs: Any) -> Any:
+        x: Any = args[0] if args else None
+        is_half = isinstance(x, Tensor) and x.dtype in HALF_DTYPES
+        is_cast = is_half and torch.is_autocast_enabled(x.device.type)
+        return (instead if is_cast else function)(*args, **kwargs)
 
-    return cpu
-
-
-def _refusing_half(function: Any, advice: str) -> Any:
-    @functools.wraps(function)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        if args and _is_cast(args[0]):
-            raise NotImplementedError(
-                f"{function.__name__} cannot compute in {args[0].dtype} at O1 and O4. {advice}"
-            )
-        return function(*args, **kwargs)
-
-    return checked
+    return chosen
 
 
-def _banned(function: Any) -> Any:
-    advice = "Use binary_cross_entropy_with_logits, without the sigmoid before it."
-    return _refusing_half(float_function(function), advice)  # autocast itself refuses every type
+def _refusing_half(function: Any) -> Any:
+    name = function.__name__
+    other = (
+        name[:-1] if name.endswith("_") else f"{name}_with_logits, without the sigmoid before it"
+    )
+
+    def refuse(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(
+            f"{name} may leave the range of {x.dtype}. Cast its tensor first, x.float(); or call "
+            f"{other}, which gives float32 at O1 and O4."
+        )
+
+    return _where_half(function, refuse)
