@@ -254,6 +254,25 @@ def test_mixed_tensors_meet_in_the_widest_type(x, y, level):
     assert found == dict.fromkeys(WIDEST, f32 if x or y else LOW[level])
 
 
+@levels
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])
+def test_recurrent_layers_compute_what_they_do_in_float32(kind, packed, level):
+    model, x, found = kind(3, 4, num_layers=2), torch.randn(5, 2, 3), []
+    if packed:
+        x = nn.utils.rnn.pack_sequence([torch.randn(5, 3), torch.randn(2, 3)])
+    for _ in range(2):
+        out = model(x)[0]
+        (out.data if packed else out).square().sum().backward()
+        found.append(
+            [(out.data if packed else out).detach(), *(p.grad for p in model.parameters())]
+        )
+        model.zero_grad()
+        amp.initialize(model, opt_level=level, verbosity=0)
+    assert all(tensor.dtype == f32 for tensor in found[1])
+    torch.testing.assert_close(found[1], found[0], rtol=0.05, atol=0.05)
+
+
 CUDNN = {"aten::cudnn_convolution", "aten::cudnn_convolution_transpose", "aten::_cudnn_rnn"}
 # Of GPUs alone; banned, see below; and one that both have in torch.
 ELSEWHERE = """
