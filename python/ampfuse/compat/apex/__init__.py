@@ -2,7 +2,7 @@
 
 Three ways in, the last of which leaves a script as it is:
 
-- ``import ampfuse.compat.apex as apex`` (what ``python -m ampfuse.migrate --write`` makes);
+- ``import ampfuse.compat.apex as apex``;
 - ``ampfuse.compat.apex.install()`` before the first ``import apex``;
 - ``python -m ampfuse.compat.apex train.py ARGS...``.
 

@@ -15,6 +15,7 @@ from ampfuse.amp import policy as policies
 from ampfuse.amp import session as sessions
 from ampfuse.amp import state_dict as state_dict
 from ampfuse.amp.initialize import set_up, turn_off
+from ampfuse.compat.apex.amp import patches
 from ampfuse.compat.apex.amp._amp_state import _amp_state, warn_or_err
 from ampfuse.compat.apex.amp.handle import AmpHandle, NoOpHandle
 from ampfuse.compat.apex.amp.scaler import LossScaler
@@ -144,6 +145,8 @@ def initialize(
 
     _amp_state.min_loss_scale, _amp_state.max_loss_scale = min_loss_scale, max_loss_scale
     casts = policy.autocast_type is not None
+    if casts:
+        patches.install()
     _amp_state.handle = AmpHandle(session, _as_list(models)) if casts else NoOpHandle()
     for optimizer in _as_list(optimizers):
         add_stash(optimizer)

@@ -15,7 +15,7 @@ from ampfuse.amp import cast_state
 from ampfuse.amp import session as sessions
 from ampfuse.amp.casts import Casts, install
 from ampfuse.amp.function_casts import restore_registered
-from ampfuse.amp.scale_loss import session_and_optimizers
+from ampfuse.amp.scale_loss import loss_block, session_and_optimizers
 from ampfuse.compat.apex.amp import overflow_report
 from ampfuse.compat.apex.amp.opt import OptimWrapper
 from ampfuse.compat.apex.amp.scaler import LossScaler
@@ -23,7 +23,7 @@ from ampfuse.uncompiled import uncompiled
 
 
 @uncompiled
-@contextlib.contextmanager
+@loss_block
 def scale_loss(
     loss: Tensor,
     optimizers: Any,

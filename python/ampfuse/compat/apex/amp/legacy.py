@@ -8,6 +8,7 @@ from ampfuse import half_ops
 from ampfuse.amp import session as sessions
 from ampfuse.amp.function_casts import install_registered
 from ampfuse.amp.policy import O1, O4
+from ampfuse.compat.apex.amp import patches
 from ampfuse.compat.apex.amp._amp_state import _amp_state
 from ampfuse.compat.apex.amp.handle import AmpHandle, NoOpHandle
 
@@ -30,7 +31,7 @@ def init(
         loss_scale: ignored, as in apex: ``wrap_optimizer`` makes a scale per loss.
         enable_caching: kept as ``handle.has_cache``; no cast is kept outside models.
         verbose: kept as ``handle.verbose``; no cast is logged.
-        allow_banned: ignored: autocast has ``binary_cross_entropy`` raise on GPUs, always.
+        allow_banned: compute ``F.binary_cross_entropy`` of half tensors in FP32; else it raises.
         patch_type: float16, or bfloat16 as in ROCm/apex.
     """
     former = getattr(_amp_state, "handle", None)
@@ -46,5 +47,6 @@ def init(
         half_ops.follow(policy)
     sessions.set_latest(session)
     install_registered()
+    patches.install(allow_banned)
     _amp_state.handle = AmpHandle(session, (), enable_caching, verbose)
     return _amp_state.handle
