@@ -32,7 +32,7 @@ from ampfuse.amp.casts import (
     warn_of_range,
 )
 from ampfuse.amp.function_casts import install_registered
-from ampfuse.amp.policy import LEVELS, Policy, make_policy, parse_switch
+from ampfuse.amp.policy import Policy, make_policy, parse_switch
 from ampfuse.amp.scaler import LossScaler
 from ampfuse.nn import fuse
 from ampfuse.optim import upgrade
@@ -86,8 +86,8 @@ def initialize(
         keep_batchnorm_fp32: leave batch norms that have weights in FP32; bool or its string.
         master_weights: let the optimizers step FP32 copies of half parameters. ``"split"``: the
             copy is the half weight and 16 more bits, 2 bytes a parameter less, which only fused
-            optimizers step; see :class:`ampfuse.optim.Options`. None: as the constructor of an
-            optimizer of ours was told, else as the level says.
+            optimizers step; see :class:`ampfuse.optim.Options`. None: the kind that an optimizer
+            of ours was built with; without any, what the level says.
         loss_scale: a static scale (number or its string) or "dynamic".
         cast_model_outputs: cast the models' outputs to this type instead of FP32.
         num_losses: how many independent loss scalers to make, for ``scale_loss(..., loss_id=i)``.
@@ -158,11 +158,23 @@ def initialize(
         ],
         verbosity=verbosity,
     )
-    return set_up(models, optimizers, session, allow_half=allow_incoming_model_not_fp32)
+    own_masters = master_weights is None
+    allow_half = allow_incoming_model_not_fp32
+    return set_up(models, optimizers, session, allow_half=allow_half, own_masters=own_masters)
 
 
-def set_up(models: Any, optimizers: Any, session: sessions.Session, *, allow_half: bool) -> Any:
-    """The part of :func:`initialize` after its arguments have become a session."""
+def set_up(
+    models: Any,
+    optimizers: Any,
+    session: sessions.Session,
+    *,
+    allow_half: bool,
+    own_masters: bool = False,
+) -> Any:
+    """The part of :func:`initialize` after its arguments have become a session.
+
+    `own_masters`: optimizers that were built with masters keep their kind.
+    """
     policy, verbosity = session.policy, session.verbosity
     assert policy is not None
     model_list = _as_list(models, nn.Module, "models", "a torch.nn.Module")
@@ -174,7 +186,10 @@ def set_up(models: Any, optimizers: Any, session: sessions.Session, *, allow_hal
     _check_half_parameters(model_list, policy, allow_half)
     if len(set(map(id, optimizer_list))) < len(optimizer_list):
         raise RuntimeError("The same optimizer is listed twice.")
-    masters = [_masters_for(optimizer, policy) for optimizer in optimizer_list]
+    masters = [policy.master_weights or False] * len(optimizer_list)
+    for i, stepper in enumerate(with_inner(optimizer)[-1] for optimizer in optimizer_list):
+        if own_masters and policy.model_is_low_precision and isinstance(stepper, FusedOptimizer):
+            masters[i] = stepper.master_weights or masters[i]
     for optimizer, kind in zip(optimizer_list, masters, strict=True):
         check_upgrade(optimizer, kind)
         _check_optimizer(optimizer, policy, names)
@@ -317,24 +332,6 @@ def _check_optimizer(optimizer: Optimizer, policy: Policy, names: dict[int, str]
                 )
 
 
-def _masters_for(optimizer: Optimizer, policy: Policy) -> bool | Literal["split"]:
-    """The masters that `optimizer` gets: those that its constructor was told, else the policy's.
-
-    Raises ValueError if `initialize` was told of others.
-    """
-    kind = policy.master_weights or False
-    inner = with_inner(optimizer)[-1]
-    own = vars(inner).get("master_weights", kind) if isinstance(inner, FusedOptimizer) else kind
-    if own == kind or not policy.model_is_low_precision:
-        return kind
-    if policy.master_weights != LEVELS[policy.opt_level].master_weights:
-        raise ValueError(
-            f"master_weights={own!r} of the {type(optimizer).__name__} contradicts "
-            f"master_weights={kind!r} of amp.initialize. Leave one of the two out."
-        )
-    return own
-
-
 def _warn_of_strangers(
     models: list[nn.Module], optimizers: list[Optimizer], names: dict[int, str]
 ) -> None:
@@ -389,19 +386,16 @@ def _trains_with_others() -> bool:
     that start from them are equal; one that kept digits of its own FP32 weight would drift away.
     Before there is a process group, torchrun's environment tells; the log says what was found.
     """
-    distributed, environ = torch.distributed, os.environ
-    if distributed.is_available() and distributed.is_initialized():
-        source, size = "the process group", distributed.get_world_size()
-    else:
-        source, size = "WORLD_SIZE in the environment", environ.get("WORLD_SIZE") or "1"
+    distributed = torch.distributed
+    is_sure = distributed.is_available() and distributed.is_initialized()
+    size = distributed.get_world_size() if is_sure else os.environ.get("WORLD_SIZE") or "1"
     if str(size) == "1":
         return False
-    by_torchrun = source == "the process group" or "TORCHELASTIC_RUN_ID" in environ
     _log.log(
-        logging.INFO if by_torchrun else logging.WARNING,
+        logging.INFO if is_sure or "TORCHELASTIC_RUN_ID" in os.environ else logging.WARNING,
         "Masters start from the rounded weights, as DistributedDataParallel hands those on: %s "
         "says that %s processes train. Alone they start from the FP32 weights, so numbers differ.",
-        source,
+        "the process group" if is_sure else "WORLD_SIZE in the environment",
         size,
     )
     return True

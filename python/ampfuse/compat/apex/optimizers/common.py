@@ -58,8 +58,6 @@ class ApexOptimizer(FusedOptimizer):
             name = type(self).__name__
             raise RuntimeError(f"{name} has no AMSGrad variant; ampfuse.optim.Adam has.")
         self.set_grad_none = options.pop("set_grad_none", True)
-        if not options.get("master_weights", True):  # apex's default, which amp may overrule
-            del options["master_weights"]
         for name in _FLAGS & options.keys():
             options[_RENAMED.get(name, name)] = bool(options.pop(name))
         of_group = {name: options.pop(name) for name in in_groups}

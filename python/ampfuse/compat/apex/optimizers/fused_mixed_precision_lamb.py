@@ -53,8 +53,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
     @reduced_precision_dtype.setter
     def reduced_precision_dtype(self, dtype: torch.dtype | None) -> None:
         self._reduced_precision_dtype = dtype
-        if self.master_weights != (dtype is not None):
-            self.master_weights = dtype is not None
+        self.master_weights = dtype is not None
 
     def step(self, closure: Callable[[], Any] | None = None, **driver: Any) -> Any:
         """One step; with ``grad_scaler=s`` torch's GradScaler unscales and skips on overflow."""
