@@ -226,7 +226,10 @@ def warn_of_range(model: nn.Module, policy: Policy) -> None:
         for prefix, module in eager_module(model).named_modules()
         if not _stays_float32(module, bool(policy.keep_batchnorm_fp32))
         for name, param in module._parameters.items()
-        if param is not None and param.is_floating_point() and param.numel() and not param.is_meta
+        if param is not None
+        and param.is_floating_point()
+        and local(param).numel()
+        and not param.is_meta
     }
     if not largest:
         return
