@@ -115,7 +115,7 @@ class FusedOptimizer(AmpOptimizer):
         super().__setattr__(name, value)
 
     def _check_group(self, group: dict[str, Any]) -> None:
-        self._check_placement(group)
+        self._has_options(group)
         self._states.storage_of(group)
         check_hyper(algorithm := self.algorithm_in(group), group)
         check_range(kernel_hyper(algorithm, group))
@@ -132,18 +132,22 @@ class FusedOptimizer(AmpOptimizer):
                     "Convert the model, or use torch.optim for it."
                 )
 
-    def _check_placement(self, group: dict[str, Any]) -> None:
-        """Raise ValueError for an option of the whole optimizer in a group, where nobody reads it.
+    def _has_options(self, group: dict[str, Any]) -> bool:
+        """Whether options of the whole optimizer stand in a group, where nobody reads them.
 
-        Groups of torch's optimizers, and those of a checkpoint, may have such keys of others.
+        Raises ValueError if one says something else than the optimizer has. (Those that are put
+        around it, such as ZeroRedundancyOptimizer, repeat its arguments there.) Groups of torch's
+        optimizers, and those of a checkpoint, may have such keys of others.
         """
-        if misplaced := sorted(self._not_in_groups & group.keys() - self._keys_of_others):
-            name = misplaced[0]
-            raise ValueError(
-                f"{name}={group[name]!r} stands in a parameter group, and it is an option of the "
-                f"whole optimizer: pass it to the constructor, {type(self).__name__}(params, "
-                f"{name}=...), or set optimizer.{name}, and take it out of the group."
-            )
+        found = self._not_in_groups & group.keys() - self._keys_of_others
+        for name in sorted(found):
+            if group[name] != getattr(self, name):
+                raise ValueError(
+                    f"{name}={group[name]!r} stands in a parameter group, and it is an option of "
+                    f"the whole optimizer: pass it to the constructor, {type(self).__name__}("
+                    f"params, {name}=...), or set optimizer.{name}, and take it out of the group."
+                )
+        return bool(found)
 
     def note_keys_of_others(self) -> None:
         """What is in the groups now was not put there for us."""

@@ -104,14 +104,14 @@ class Hypers(Part):
             is_sent = sent.rows == rows and not sent.may_change and sent.size == len(group)
             if is_sent and all(map(is_, values, sent.values)):
                 continue
-            optimizer._check_placement(group)
+            may_change = optimizer._has_options(group)
             check_hyper(algorithm, group)
             optimizer._states.follow_group(i, group)
             lr, hyper = self.of(group)
             if sent.rows != rows or sent.lr is not lr or sent.hyper != hyper:
                 on_device = optimizer._on_device
                 table.set_hyper(begin, end, lr, hyper, on_device[i] if on_device else {})
-            may_change = any(value is not lr and not _is_constant(value) for value in values)
+            may_change |= any(value is not lr and not _is_constant(value) for value in values)
             self._sent[i : i + 1] = [_Sent(rows, len(group), values, may_change, lr, hyper)]
 
     def _keys_of(self, algorithm: Algorithm) -> list[str]:
