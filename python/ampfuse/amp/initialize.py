@@ -36,11 +36,10 @@ from ampfuse.amp.policy import Policy, make_policy, parse_switch
 from ampfuse.amp.scaler import LossScaler
 from ampfuse.nn import fuse
 from ampfuse.optim import upgrade
-from ampfuse.optim.fused import FusedOptimizer
 from ampfuse.optim.inner import parameters, with_inner
 from ampfuse.optim.masters import FLOAT_DTYPES, HALF_DTYPES
 from ampfuse.optim.shards import is_sharded
-from ampfuse.optim.upgrade import check_upgrade
+from ampfuse.optim.upgrade import FusedOptimizer, check_upgrade
 
 _log = logging.getLogger("ampfuse.amp")
 
