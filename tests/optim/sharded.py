@@ -461,11 +461,12 @@ def collectives():
     gather = dist.all_gather_into_tensor
     with unittest.mock.patch.object(dist, "all_gather_into_tensor", wraps=gather) as calls:
         for kind, options, count in [
-            ("adamw", {}, 0),
+            ("adamw", {"skip_nonfinite": False}, 0),
+            ("adamw", {}, 1),
             ("adamw", {"max_grad_norm": 1.0}, 1),
             ("adamw", {"skip_nonfinite": True, "max_grad_norm": 1.0}, 1),
             ("novograd", {"max_grad_norm": 1.0}, 1),
-            ("lamb", {}, 1),
+            ("lamb", {"skip_nonfinite": False}, 1),
             ("lamb", {"max_grad_norm": 1.0}, 2),
         ]:
             params = params_in((f32,), "rows")[1]

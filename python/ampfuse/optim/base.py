@@ -46,7 +46,8 @@ class LastStep:
     Attributes:
         skipped: float32, 1 if the step was skipped because a gradient held inf or NaN, else 0.
         grad_norm: float32, the L2 norm of the unscaled gradients before clipping; NaN if they were
-            not finite. Known only if the step inspected gradients (scaling, clipping).
+            not finite. None if the step did not look: without scaling, clipping and skipping, or
+            where a GradScaler has, or after several passes of `scale_loss`.
         loss_scale: float32, the scale the gradients were made with.
     """
 
@@ -54,7 +55,9 @@ class LastStep:
         self._table = table
 
     skipped = property(_copy_of("skip"))
-    grad_norm = property(_copy_of("grad_norm"))
+    grad_norm = property(
+        lambda self: _copy_of("grad_norm")(self) if self._table.plan.knew_norm else None
+    )
     loss_scale = property(_copy_of("loss_scale"))
 
     def overflow(self) -> dict[str, Any] | None:
@@ -86,8 +89,10 @@ class AmpOptimizer(WithOptions, Optimizer):
     _step_supports_amp_scaling = True
     _algorithm = "none"
 
-    # Under amp: whether an overflow skips the step (dynamic scaling) or not (a static scale).
+    # Under amp: whether an overflow always skips the step, as it changes the loss scale.
     skip_on_overflow: bool = True
+    # Whether one does where `skip_nonfinite` is None.
+    skip_by_default: bool = False
 
     _under_amp: bool = False
     # In a subclass of a fused optimizer whose step, and state, is not ours.
@@ -111,6 +116,7 @@ class AmpOptimizer(WithOptions, Optimizer):
     _copied: tuple[str, ...] = (
         *RULES,
         "skip_on_overflow",
+        "skip_by_default",
         "_under_amp",
         "_amp_session",  # amp's policy and loss scalers: a copy trains on under amp
     )
@@ -176,7 +182,8 @@ class AmpOptimizer(WithOptions, Optimizer):
     ) -> None:
         """What :func:`ampfuse.optim.upgrade` does once the class is right."""
         self._rows.forget()
-        self._under_amp, self.master_weights = True, master_weights
+        self._under_amp, self.skip_by_default = True, False
+        self.master_weights = master_weights
         self._rows.go_under_amp(names)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -267,10 +274,10 @@ class AmpOptimizer(WithOptions, Optimizer):
             # torch's has a 0 that is no tensor if it saw no gradient.
             found_inf = found_inf if isinstance(found_inf, Tensor) else None
             inspect, skip = found_inf is None, True
-        elif self._under_amp:
-            inspect = skip = self.skip_on_overflow
         else:
-            inspect, skip = self.skip_nonfinite, self.skip_nonfinite or max_norm > 0
+            asked = self.skip_by_default if self.skip_nonfinite is None else self.skip_nonfinite
+            inspect = asked or self._scales_dynamically
+            skip = inspect or max_norm > 0
         if self._rehearsal is not None:
             found_inf, skip = self._rehearsal, True
         return {
@@ -280,10 +287,17 @@ class AmpOptimizer(WithOptions, Optimizer):
             "skip_nonfinite": skip,
         }
 
-    def _watch_skips(self) -> None:
-        """After a step: raise if training has stopped without a word."""
-        if self._under_amp and self.skip_on_overflow:
-            self._skip_watch.after_step(self._rows.known())
+    @property
+    def _scales_dynamically(self) -> bool:
+        return self._under_amp and self.skip_on_overflow
+
+    def _watch_skips(self, skipped: bool = False) -> None:
+        """After a step that may have been skipped: say so, and raise if training has stopped.
+
+        `skipped`: the host knows that it was.
+        """
+        if self._rehearsal is None and "found_inf" not in self.__dict__:
+            self._skip_watch.after_step(self._rows.known(), skipped, not self._scales_dynamically)
 
     # --- state dicts and copies: see checkpoints.py ---------------------------------------------
 

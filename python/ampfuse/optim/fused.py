@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from functools import cached_property
 from types import CodeType
 from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
@@ -18,7 +18,7 @@ from ampfuse.optim.checks import ABOVE_0, NUMBER, check
 from ampfuse.optim.hyper import Hypers, check_hyper, check_range, kernel_hyper
 from ampfuse.optim.inner import is_empty
 from ampfuse.optim.masters import FLOAT_DTYPES
-from ampfuse.optim.options import FIXED, RULES, changed_too_late, check_options
+from ampfuse.optim.options import FIXED, FLAGS, RULES, changed_too_late, check_options
 from ampfuse.optim.shards import local
 from ampfuse.optim.states import StateOfParameters, States
 from ampfuse.uncompiled import uncompiled
@@ -48,6 +48,10 @@ class FusedOptimizer(AmpOptimizer):
     _unscales_half = False
     # What parameters without a state count as having made.
     _first_step = 0
+    skip_by_default = True
+    # Options that a group cannot have, and those of them that others have there.
+    _not_in_groups = frozenset(RULES.keys() - {"state_dtype"})
+    _keys_of_others: Set[str] = frozenset()
     # Clip the next step to this L2 norm instead of `max_grad_norm`.
     clip_once: float | None = None
     # Of each group, numbers that steps read on the device: those of a captured graph.
@@ -84,8 +88,7 @@ class FusedOptimizer(AmpOptimizer):
             raise TypeError(f"{call} got an unexpected keyword argument {unknown[0]!r}")
         check_options(options)
         for name, value in options.items():
-            is_flag = isinstance(getattr(FusedOptimizer, name), bool)
-            setattr(self, name, bool(value) if is_flag and value != "split" else value)
+            setattr(self, name, bool(value) if name in FLAGS and value in (0, 1) else value)
         check_hyper(self.algorithm, arguments)
         check_range(kernel_hyper(self.algorithm, arguments))
         if (fill := self.algorithm.filled_with) is not None:
@@ -120,8 +123,10 @@ class FusedOptimizer(AmpOptimizer):
         super().__setattr__(name, value)
 
     def _check_group(self, group: dict[str, Any]) -> None:
+        self._has_options(group)
         self._states.storage_of(group)
-        check_hyper(self.algorithm_in(group), group)
+        check_hyper(algorithm := self.algorithm_in(group), group)
+        check_range(kernel_hyper(algorithm, group))
         if group.get("differentiable"):
             raise ValueError(
                 "differentiable=True needs an update that autograd records, and a fused one is "
@@ -134,6 +139,27 @@ class FusedOptimizer(AmpOptimizer):
                     f"ampfuse.optim.{type(self).__name__} steps float32, float16 and bfloat16. "
                     "Convert the model, or use torch.optim for it."
                 )
+
+    def _has_options(self, group: dict[str, Any]) -> bool:
+        """Whether options of the whole optimizer stand in a group, where nobody reads them.
+
+        Raises ValueError if one says something else than the optimizer has. (Those that are put
+        around it, such as ZeroRedundancyOptimizer, repeat its arguments there.) Groups of torch's
+        optimizers, and those of a checkpoint, may have such keys of others.
+        """
+        found = self._not_in_groups & group.keys() - self._keys_of_others
+        for name in sorted(found):
+            if group[name] != getattr(self, name):
+                raise ValueError(
+                    f"{name}={group[name]!r} stands in a parameter group, and it is an option of "
+                    f"the whole optimizer: pass it to the constructor, {type(self).__name__}("
+                    f"params, {name}=...), or set optimizer.{name}, and take it out of the group."
+                )
+        return bool(found)
+
+    def note_keys_of_others(self) -> None:
+        """What is in the groups now was not put there for us."""
+        self._keys_of_others = {key for group in self.param_groups for key in group}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -160,7 +186,7 @@ class FusedOptimizer(AmpOptimizer):
 
         Raises:
             RuntimeError: inside a scale_loss context; a sparse gradient; tensors on several devices
-                or on meta; under amp, hundreds of steps in a row that were all skipped.
+                or on meta; hundreds of steps in a row that were all skipped.
             TypeError: a float64 or complex gradient.
             ValueError: a hyper-parameter was changed to what it cannot be. Nothing has changed
                 then.
@@ -183,12 +209,13 @@ class FusedOptimizer(AmpOptimizer):
         meter = self._meter if self._rehearsal is None else None
         metered = meter.before_update(table) if meter is not None else None
         verdict = self._verdict(max_norm)
-        self._rows.plan.update(**verdict, meter=metered, between=self._stages())
+        skipped = self._rows.plan.update(**verdict, meter=metered, between=self._stages())
         if meter is not None and metered is not None:
             meter.after_update(table, metered)
         if torch.is_autocast_enabled(self._rows.params[0].device.type):
             torch.clear_autocast_cache()  # it may hold casts of the weights as they were
-        self._watch_skips()
+        if verdict["skip_nonfinite"]:
+            self._watch_skips(skipped)
         return loss
 
     def _stages(self) -> Callable[[list[int]], Callable[[], None]] | None:
@@ -290,6 +317,7 @@ class FusedOptimizer(AmpOptimizer):
         super().__setstate__(state)
         self.state = self.state
         self._states.are_bound = False
+        self.note_keys_of_others()
 
 
 def is_fused(optimizer: torch.optim.Optimizer) -> TypeGuard[FusedOptimizer]:

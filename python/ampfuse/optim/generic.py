@@ -21,8 +21,8 @@ class GenericOptimizer(AmpOptimizer):
     """What :func:`ampfuse.optim.upgrade` puts in front of an optimizer's class.
 
     The wrapped step runs on FP32 masters with unscaled FP32 gradients; afterwards the model
-    weights are the masters, rounded. Such a step is host code, so with dynamic scaling the host has
-    to know whether to run it: `_overflowed` reads that once per step, as torch's GradScaler does.
+    weights are the masters, rounded. Such a step is host code, so where an overflow skips it the
+    host has to know whether to run it, and reads that once per step, as torch's GradScaler does.
     """
 
     # Also where a subclass of a fused optimizer has a step of its own.
@@ -50,9 +50,12 @@ class GenericOptimizer(AmpOptimizer):
             self.unscale_gradients(scale)
         table.masters.refresh()
         table.plan.collect(None, False)
-        table.plan.decide(**self._verdict(0.0))
-        if self._overflowed():
-            self._finish_step()
+        verdict = self._verdict(0.0)
+        table.plan.decide(**verdict)
+        may_skip = verdict["skip_nonfinite"]
+        if may_skip and table.inspector.state_field("skip").item():
+            table.plan.finish_step()
+            self._watch_skips(True)
             return None
         table.gradients.materialize()
         # The gradients are unscaled; torch's own steps would read these too, and some refuse them.
@@ -69,19 +72,10 @@ class GenericOptimizer(AmpOptimizer):
         finally:
             self.__dict__.update(driven)
         table.masters.publish()
-        self._finish_step()
+        table.plan.finish_step()
+        if may_skip:
+            self._watch_skips()
         return result
-
-    def _finish_step(self) -> None:
-        self._rows.known().plan.finish_step()
-        self._watch_skips()
-
-    def _overflowed(self) -> bool:
-        """The one read of the device in a generic step; none with a static scale."""
-        driven = "found_inf" in self.__dict__
-        if not (driven or (self._under_amp and self.skip_on_overflow)):
-            return False
-        return bool(self._rows.known().inspector.state_field("skip").item())
 
     def _after_publishing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """A closure evaluates the model, so the model has to follow the masters first."""

@@ -46,6 +46,8 @@ def upgrade(
     if not (is_fused(optimizer) or isinstance(optimizer, GenericOptimizer)):
         optimizer.__class__ = fused_class(optimizer) or generic_class(cls)
         _follow_class(optimizer)
+        if isinstance(optimizer, FusedOptimizer):
+            optimizer.note_keys_of_others()
     assert isinstance(optimizer, AmpOptimizer)
     optimizer.go_under_amp(master_weights=master_weights, names=names or {})
     if not master_weights:

@@ -32,6 +32,8 @@ class ApexOptimizer(FusedOptimizer):
     """
 
     set_grad_none = True
+    skip_by_default = False
+    _not_in_groups = frozenset()  # apex's groups have names of ours
     _copied = (
         *FusedOptimizer._copied,
         "set_grad_none",
