@@ -8,6 +8,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "core/backend.h"
@@ -51,6 +52,8 @@ class ParamTable {
   const std::vector<Algorithm>& algorithms() const { return algorithms_; }  // that rows have
   // The step of some row needs the norm of its gradient.
   bool needs_grad_norms() const;
+  // Whose model weight or else parameter `param` is, or whose master; null: of none.
+  Row* row_of(const at::Tensor& param);
   int64_t row_count() const { return int64_t(rows_.size()); }
   Table& core();
   // The core's gradient lists of a row; `out` receives the sum.
@@ -65,6 +68,7 @@ class ParamTable {
 
   Containers containers_;
   std::vector<Row> rows_;
+  std::unordered_map<const c10::TensorImpl*, size_t> row_of_;
   std::vector<Algorithm> algorithms_;
   std::unique_ptr<Table> core_;
   at::Tensor steps_, norm_averages_;

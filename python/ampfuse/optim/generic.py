@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ampfuse.optim.base import AmpOptimizer, tells_schedulers
 from ampfuse.optim.inner import parameters
-from ampfuse.optim.masters import MasterParameter
 from ampfuse.uncompiled import uncompiled
 
 
@@ -48,13 +47,13 @@ class GenericOptimizer(AmpOptimizer):
         if self._overflowed():
             self._finish_step()
             return None
-        table.gradients.materialize()
+        table.gradients.materialize(all=True)
         step: Any = self._original_class.step
         # torch wraps step once more for this class, so that hooks would run twice.
         step = step.__wrapped__ if getattr(step, "hooked", False) else step
         # The gradients are unscaled; torch's own steps would read these too, and some refuse them.
         driven = {key: self.__dict__.pop(key) for key in _FROM_SCALER if key in self.__dict__}
-        larc = self._layerwise
+        larc, self._layerwise = self._layerwise, None
         try:
             layerwise = larc.rescaled(self) if larc is not None else contextlib.nullcontext()
             if args and callable(args[0]):
@@ -65,6 +64,8 @@ class GenericOptimizer(AmpOptimizer):
                 result = step(self, *args, **kwargs)
         finally:
             self.__dict__.update(driven)
+        if not isinstance(self, GenericOptimizer):  # it called a fused step, which did the rest
+            return result
         table.masters.publish()
         self._finish_step()
         return result
@@ -108,11 +109,7 @@ class GenericOptimizer(AmpOptimizer):
         if original is torch.optim.Optimizer.zero_grad:
             super().zero_grad(*args, **kwargs)
             return
-        self.materialize_gradients()
         original(self, *args, **kwargs)
-        for param in parameters(self):  # a dropped gradient of a master is its weight's too
-            if isinstance(param, MasterParameter) and param.grad is None:
-                param.model_param.grad = None
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return _new, (self._original_class,), self.__getstate__()
