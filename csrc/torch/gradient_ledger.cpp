@@ -27,57 +27,53 @@ const at::Tensor& GradientLedger::gradient(const Row& row) const {
   return was_rounded ? row.param.mutable_grad() : grad;
 }
 
-const at::Tensor& GradientLedger::settled_gradient(Row& row) {
+const at::Tensor& GradientLedger::settled(Row& row) {
   const at::Tensor& grad = gradient(row);
-  if (row.grad_state != Grad::kScaled) return grad;
-  const bool edited = stepped_ && row.accumulated.defined() && grad.defined() &&
-                      version_of(grad) != row.spent_version;
-  if (edited || !grad.defined()) row.accumulated.reset();
-  if (!grad.defined()) row.grad_state = Grad::kTrue;
+  if (!grad.defined() && row.grad_state == Grad::kScaled) row.accumulated.reset();
+  if (!grad.defined() && row.grad_state != Grad::kStashed) row.grad_state = Grad::kTrue;
   return grad;
 }
 
-void GradientLedger::check_rows() {
-  for (Row& row : table_.rows()) {
-    row.copied_grad.reset();
-    const at::Tensor& grad = settled_gradient(row);
-    if (grad.defined()) row.checked(grad, table_.device);
-  }
+// In the parameter's layout; throws where no kernel can read it.
+const at::Tensor& GradientLedger::checked(Row& row) {
+  row.copied_grad.reset();
+  const at::Tensor& grad = settled(row);
+  return grad.defined() ? row.checked(grad, table_.device) : grad;
 }
 
 void GradientLedger::check() {
   const LocalGradients local(table_);
-  check_rows();
+  for (Row& row : table_.rows()) checked(row);
 }
 
-// In the parameter's layout, once check_rows() has been there.
-const at::Tensor& GradientLedger::laid_out(const Row& row) const {
-  return row.copied_grad.defined() ? row.copied_grad : gradient(row);
-}
-
-// To the sums of rows with masters go their gradients, those that carry the scale or `all`.
-void GradientLedger::add_up(bool all, bool record) {
+// To the sums of rows with masters go their gradients: as a pass begins, or with `all`, those that
+// no step has used, else those that carry the scale.
+void GradientLedger::add_up(bool begins, bool all) {
   const at::Tensor none;
   std::vector<Row>& rows = table_.rows();
   std::vector<at::Tensor> sums(rows.size());
-  bool any = false;
+  std::vector<size_t> read;  // by a kernel
   for (size_t i = 0; i < rows.size(); ++i) {
     const Row& row = rows[i];
-    table_.set_gradient(i, none, false, none, none);
-    const bool scaled = row.grad_state == Grad::kScaled;
-    const at::Tensor& grad = laid_out(row);
-    if (!row.model.defined() || !grad.defined() || !(scaled || all)) continue;
-    if (!scaled && is_float(grad)) {
+    const bool scaled = row.carries_scale(), adds = begins || all ? !row.is_used() : scaled;
+    if (!row.model.defined() || !adds) continue;
+    const at::Tensor& grad = row.copied_grad.defined() ? row.copied_grad : gradient(row);
+    if (!scaled && (!grad.defined() || is_float(grad))) {
       sums[i] = grad;
-      continue;
+    } else {
+      sums[i] = row.accumulated.defined() ? row.accumulated : empty_laid_out_as(row.param);
+      read.push_back(i);
     }
-    sums[i] = row.accumulated.defined() ? row.accumulated : empty_laid_out_as(row.param);
-    table_.set_gradient(i, grad, scaled, row.accumulated, sums[i]);
-    any = true;
   }
-  if (any) {
+  if (!read.empty()) {
+    for (size_t i = 0; i < rows.size(); ++i) table_.set_gradient(i, none, false, none, none);
+    for (size_t i : read) {
+      const Row& row = rows[i];
+      const at::Tensor& grad = row.copied_grad.defined() ? row.copied_grad : gradient(row);
+      table_.set_gradient(i, grad, row.carries_scale(), row.accumulated, sums[i]);
+    }
     Inspection inspection;
-    inspection.record = inspection.fresh = record;
+    inspection.record = inspection.fresh = begins;
     inspection.same_pass = delayed_;
     inspector_.inspect(scale_, inspection);
   }
@@ -99,33 +95,33 @@ void GradientLedger::restore(Row& row) {
 
 void GradientLedger::begin_backward() {
   const LocalGradients local(table_);
-  check_rows();
   std::vector<Row>& rows = table_.rows();
   std::vector<at::Tensor> stash(rows.size());
   bool knows_earlier = true, edited = false;
   for (size_t i = 0; i < rows.size(); ++i) {
-    const Row& row = rows[i];
+    Row& row = rows[i];
     TORCH_CHECK(row.grad_state != Grad::kStashed, "a pass of scale_loss runs already");
+    const at::Tensor& used = checked(row);
+    if (!used.defined()) continue;
     const at::Tensor& grad = gradient(row);
-    if (!grad.defined()) continue;
     const bool inspected = row.inspected.is_unchanged(grad);
     if (row.model.defined()) {  // add_up() inspects what it reads
-      edited |= !inspected && row.grad_state != Grad::kScaled && is_float(grad);
+      edited |= !inspected && !row.carries_scale() && !row.is_used() && is_float(grad);
       continue;
     }
     knows_earlier &= inspected;
-    stash[i] = laid_out(row);
+    stash[i] = used;
     // The pass writes over a gradient in a bucket of DistributedDataParallel.
-    if (stash[i].is_same(grad) && grad.storage().use_count() > 1)
+    if (used.is_same(grad) && grad.storage().use_count() > 1)
       stash[i] = empty_laid_out_as(row.param, grad.scalar_type()).copy_(grad);
   }
-  add_up(true, true);
+  add_up(true, false);
   knows_earlier_ = knows_earlier;
   edited_sums_ |= edited;
   stepped_ = false;
   for (size_t i = 0; i < rows.size(); ++i) {
     Row& row = rows[i];
-    if (!row.model.defined()) row.accumulated = std::move(stash[i]);
+    if (stash[i].defined()) row.accumulated = std::move(stash[i]);
     if (row.grad_state == Grad::kShown) row.param.mutable_grad().reset();
     grad_of(row).reset();
     row.copied_grad.reset();
@@ -135,13 +131,12 @@ void GradientLedger::begin_backward() {
 
 bool GradientLedger::end_backward(const at::Tensor& scale, bool check, bool delay) {
   const LocalGradients local(table_);
-  check_rows();
   const at::Tensor none;
   bool any = check, left = delayed_, knows_norm = check;
   std::vector<Row>& rows = table_.rows();
   for (size_t i = 0; i < rows.size(); ++i) {
     Row& row = rows[i];
-    const at::Tensor &grad = laid_out(row), &earlier = row.accumulated;
+    const at::Tensor &grad = checked(row), &earlier = row.accumulated;
     const bool has_model = row.model.defined();
     row.has_grad = grad.defined();
     left |= row.has_grad;
@@ -221,11 +216,13 @@ void GradientLedger::cancel_backward() {
 void GradientLedger::materialize(bool all) {
   if (!any_scaled_ && !all) return;
   const LocalGradients local(table_);
-  check_rows();
   std::vector<Row>& rows = table_.rows();
   std::vector<bool> inspected;
-  for (const Row& row : rows) inspected.push_back(row.inspected.is_unchanged(gradient(row)));
-  add_up(all, false);
+  for (Row& row : rows) {
+    checked(row);
+    inspected.push_back(row.inspected.is_unchanged(gradient(row)));
+  }
+  add_up(false, all);
   for (size_t i = 0; i < rows.size(); ++i) {
     Row& row = rows[i];
     if (row.grad_state == Grad::kStashed || !row.accumulated.defined()) continue;
@@ -238,22 +235,20 @@ void GradientLedger::materialize(bool all) {
 void GradientLedger::look(const at::Tensor& param) {
   Row* const row = table_.row_of(param);
   if (!row) return;
-  const at::Tensor& grad = grad_of(*row);
   const bool of_master = !param.is_same(row->leaf());
+  const bool waits = row->grad_state == Grad::kTrue || row->grad_state == Grad::kScaled;
   if (row->grad_state == Grad::kShown) {
     grad_of(*row) = gradient(*row);
-  } else if (of_master ? row->grad_state != Grad::kStashed && grad.defined()
-                       : any_scaled_ && !stepped_) {
+  } else if (of_master ? waits && grad_of(*row).defined() : any_scaled_ && !stepped_) {
     materialize(of_master);
   }
 }
 
 void GradientLedger::assign(const at::Tensor& param, const std::optional<at::Tensor>& value) {
   const at::Tensor grad = value.value_or(at::Tensor());
-  TORCH_CHECK(
-      !grad.defined() || (grad.sizes() == param.sizes() && grad.device() == param.device()),
-      "attempting to assign a gradient of size ", grad.sizes(), " on ", grad.device(),
-      " to a tensor of size ", param.sizes(), " on ", param.device());
+  TORCH_CHECK(!grad.defined() || (grad.sizes() == param.sizes() && grad.device() == param.device()),
+              "attempting to assign a gradient of size ", grad.sizes(), " on ", grad.device(),
+              " to a tensor of size ", param.sizes(), " on ", param.device());
   Row* const row = table_.row_of(param);
   if (!row) {
     param.mutable_grad() = grad;
@@ -299,7 +294,13 @@ void GradientLedger::spend(bool stepped) {
       if (row.copied_grad.defined()) row.set_gradient(row.copied_grad);
       bump_version(row.gradient());
     }
-    if (row.accumulated.defined()) row.spent_version = version_of(row.gradient());
+    if (row.model.defined()) {
+      if (row.grad_state == Grad::kShown) row.param.mutable_grad().reset();
+      row.accumulated.reset();
+      row.grad_state = !row.gradient().defined() ? Grad::kTrue
+                       : row.carries_scale()     ? Grad::kUsedScaled
+                                                 : Grad::kUsed;
+    }
     row.copied_grad.reset();
     row.inspected.forget();
     row.borrowed = nullptr;

@@ -1,25 +1,24 @@
 // Gradients between two steps: passes, loss scales, accumulation.
 //
-// Every row's gradient is in one state (Grad, row.h), which this class alone changes. What it was in,
-// and what happens to it:
+// A row's gradient is in one state (Grad, row.h), which this class alone changes:
 //
-//             begin     end       cancel    read      write     step      zero_grad
-//   kTrue     kStashed  kScaled   -         kTrue     kTrue     -         -
-//   kShown    kStashed  kScaled   -         -         kTrue     -         kTrue
-//   kScaled   kStashed  kScaled   -         kShown    kTrue     -         kTrue
-//   kStashed  error     kScaled   kShown    -         -         error     kTrue
+//                begin     end      cancel  read    write  step         zero_grad
+//   kTrue        kStashed  kScaled  -       -       kTrue  kUsed        -
+//   kShown       kStashed  kScaled  -       -       kTrue  kUsed        kTrue
+//   kScaled      kStashed  kScaled  -       kShown  kTrue  kUsedScaled  kTrue
+//   kStashed     error     kScaled  kShown  -       -      error        kTrue
+//   kUsed        kStashed  kScaled  -       -       kTrue  -            kTrue
+//   kUsedScaled  kStashed  kScaled  -       -       kTrue  -            kTrue
 //
-// In a row without a master, where kTrue is all that it is in outside of a pass, read kTrue for
-// kScaled and kShown: its gradient is unscaled in place. So is, with a new tensor, that of a DTensor.
-//   - read: somebody looks at .grad, of the master or of its weight. Looking at a weight's changes
-//     what carries the scale alone, and nothing after a step: model.zero_grad() looks at all.
-//   - write: somebody assigns .grad, of either. That is the gradient then, in true values; in FP32
-//     under both names (kShown).
-//   - end, outside of a pass: a GradScaler unscales. The gradients are as autograd left them.
-//   - a delayed end leaves the verdict on its pass to the next one.
-// A state that says more than .grad is defined where .grad is: who drops that of a row whose weight
-// has no property of ours drops all. In each function every check, and what takes memory, comes
-// before the first change.
+// A row without a master is kTrue outside of a pass: the end unscales its gradient in place.
+//   - begin adds what is there, unscaled, to `accumulated`, but for what a step has used.
+//   - end, where no pass began: a GradScaler unscales what autograd left.
+//   - read: somebody looks at .grad of a weight or of its master. That of a master, in kTrue,
+//   becomes
+//     kShown as well; after an end that of a DTensor, which tells nobody, is kTrue.
+//   - write: somebody sets .grad of either. That is the gradient then, in true values, and kShown
+//     where it is FP32.
+// Every check, and what takes memory, comes before the first change.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -47,8 +46,8 @@ class GradientLedger {
 
   // A row's gradient now; beside it there is what earlier passes left in `accumulated`.
   const at::Tensor& gradient(const Row& row) const;
-  // ... without what was left beside one that somebody has dropped, or zeroed after a step.
-  const at::Tensor& settled_gradient(Row& row);
+  // ... where somebody may have dropped it unseen.
+  const at::Tensor& settled(Row& row);
   const at::Tensor& scale() const { return scale_; }  // of gradients in kScaled
   // Since the last step there was a pass.
   bool had_pass() const { return had_pass_; }
@@ -60,9 +59,8 @@ class GradientLedger {
   void spend(bool stepped);
 
  private:
-  const at::Tensor& laid_out(const Row& row) const;
-  void check_rows();
-  void add_up(bool all, bool record);
+  const at::Tensor& checked(Row& row);
+  void add_up(bool begins, bool all);
   void restore(Row& row);
   void go_idle();
 
@@ -71,7 +69,7 @@ class GradientLedger {
   at::Tensor scale_;
   bool any_scaled_ = false;  // some row may be
   bool had_pass_ = false;
-  bool stepped_ = false;        // nothing has come since the last step
+  bool stepped_ = false;  // nothing has come since the last step
   bool delayed_ = false;
   bool knows_earlier_ = true;  // every gradient that the running pass found was inspected
   bool edited_sums_ = false;

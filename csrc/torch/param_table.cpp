@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <iterator>
 #include <map>
+#include <utility>
 
 #include "schema.h"
 #include "shards.h"
@@ -186,8 +187,11 @@ void ParamTable::set_hyper(int64_t begin, int64_t end, const std::optional<at::T
     read.push_back(number);
   }
   core().set_hyper(begin, end, hyper);
-  for (int64_t i = begin; i < end; ++i) rows_[i].hyper_tensors = read;
-  is_layerwise = is_layerwise || hyper.flags & kLayerwise;
+  for (int64_t i = begin; i < end; ++i) {
+    rows_[i].hyper_tensors = read;
+    layerwise_rows_ -= std::exchange(rows_[i].is_layerwise, hyper.flags & kLayerwise);
+    layerwise_rows_ += rows_[i].is_layerwise;
+  }
 }
 
 Table& ParamTable::core() {

@@ -23,8 +23,7 @@ class ParamTable {
  public:
   const Algorithm algorithm;  // of rows that have none of their own
   const at::Device device;
-  bool is_layerwise = false;  // some row is stepped as in LARC
-  bool has_shards = false;    // some row is the local shard of a DTensor
+  bool has_shards = false;  // some row is the local shard of a DTensor
   // Counts what may put other tensors into rows: of what a step found, the core has addresses
   // alone.
   int64_t changes = 0;
@@ -50,6 +49,7 @@ class ParamTable {
 
   std::vector<Row>& rows() { return rows_; }
   const std::vector<Algorithm>& algorithms() const { return algorithms_; }  // that rows have
+  bool is_layerwise() const { return layerwise_rows_ > 0; }  // some row is stepped as in LARC
   // The step of some row needs the norm of its gradient.
   bool needs_grad_norms() const;
   // Whose model weight or else parameter `param` is, or whose master; null: of none.
@@ -71,6 +71,7 @@ class ParamTable {
   std::unordered_map<const c10::TensorImpl*, size_t> row_of_;
   std::vector<Algorithm> algorithms_;
   std::unique_ptr<Table> core_;
+  int64_t layerwise_rows_ = 0;
   at::Tensor steps_, norm_averages_;
 };
 

@@ -21,6 +21,8 @@ enum class Grad : uint8_t {
   kShown,    // leaf.grad and, in FP32, the master's are one tensor, in true values
   kScaled,   // leaf.grad carries the ledger's scale; `accumulated` has what came before it
   kStashed,  // a pass runs: leaf.grad is of that pass alone, `accumulated` what came before it
+  kUsed,     // of a row with a master: as a step has left it. The next pass drops it
+  kUsedScaled,  // ... where it carries the scale
 };
 
 // Tells whether a gradient is still the tensor that we last saw, and holds what it held. The weak
@@ -66,13 +68,17 @@ struct Row {
   Grad grad_state = Grad::kTrue;
   bool is_contiguous = false;
   bool is_split = false;
+  bool is_layerwise = false;        // stepped as in LARC
   bool rounds_at_random = false;    // the parameter, in BF16
   bool unscales = false;            // the update of this step unscales the gradient in place
-  int64_t spent_version = 0;        // of a gradient beside `accumulated`, when a step took both
   int64_t origin = 0;               // where the shard begins among the elements of the whole
   const void* localized = nullptr;  // the gradient's local shard, as LocalGradients found it
   Contents inspected;
 
+  bool carries_scale() const {
+    return grad_state == Grad::kScaled || grad_state == Grad::kUsedScaled;
+  }
+  bool is_used() const { return grad_state == Grad::kUsed || grad_state == Grad::kUsedScaled; }
   // By somebody else, since the master last matched it. A split master has followed by itself.
   bool was_edited() const {
     return model.defined() && !is_split &&

@@ -29,12 +29,12 @@ std::optional<std::vector<int64_t>> StepPlan::collect(const std::optional<at::Te
     Row& row = rows[i];
     table_.follow_storage(i);
     if (row.was_edited()) edited_.push_back(i);
-    const at::Tensor& grad = ledger_.settled_gradient(row);
+    const at::Tensor& grad = ledger_.settled(row);
     row.has_grad = grad.defined();
     TORCH_CHECK(row.grad_state != Grad::kStashed,
                 "step() inside a backward pass of scale_loss; call "
                 "it after the context has ended");
-    const bool of_pass = row.grad_state == Grad::kScaled;
+    const bool of_pass = row.has_grad && row.carries_scale();
     any_scaled |= of_pass;
     const at::Tensor& used = row.has_grad ? row.checked(grad, table_.device) : none;
     row.unscales =
@@ -96,6 +96,7 @@ void StepPlan::decide(const std::optional<at::Tensor>& found_inf, double max_nor
   decision.found_inf = float_pointer(found_inf, "found_inf", table_.device);
   decision.max_norm = max_norm;
   decision.norm_known = inspects || (inspector_.knows_norm && unchanged_);
+  TORCH_INTERNAL_ASSERT(decision.norm_known || !(max_norm > 0));
   decision.skip_nonfinite = skip_nonfinite;
   RowColumns& columns = preparation.columns;
   columns.steps = table_.steps().data_ptr<float>();
@@ -105,7 +106,7 @@ void StepPlan::decide(const std::optional<at::Tensor>& found_inf, double max_nor
   }
   if (table_.needs_grad_norms()) columns.norm_averages = table_.norm_averages().data_ptr<float>();
   float* const param_norms =
-      table_.is_layerwise ? inspector_.row_norms(Inspector::kParamNorm) : nullptr;
+      table_.is_layerwise() ? inspector_.row_norms(Inspector::kParamNorm) : nullptr;
   columns.param_norms = param_norms;
   Table& rows = table_.core();
   const DeviceScope scope(table_.device);

@@ -63,7 +63,9 @@ class FusedOptimizer(AmpOptimizer):
     ) -> None:
         definer = next(kind for kind in cls.__mro__ if "step" in vars(kind))
         if own_step is None:  # a step in the body, or of a class that is not ours
-            own_step = cls._has_own_step or definer is cls or not issubclass(definer, FusedOptimizer)
+            own_step = (
+                cls._has_own_step or definer is cls or not issubclass(definer, FusedOptimizer)
+            )
         if own_step != cls._has_own_step:
             cls._has_own_step, cls._step_supports_amp_scaling = own_step, not own_step
         super().__init_subclass__(**kwargs)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ampfuse.optim.base import AmpOptimizer, tells_schedulers
 from ampfuse.optim.inner import parameters
+from ampfuse.optim.masters import MasterParameter
 from ampfuse.uncompiled import uncompiled
 
 
@@ -110,6 +111,9 @@ class GenericOptimizer(AmpOptimizer):
             super().zero_grad(*args, **kwargs)
             return
         original(self, *args, **kwargs)
+        for param in parameters(self):  # a dropped gradient of a master is its weight's too
+            if isinstance(param, MasterParameter) and param.grad is None:
+                param.grad = None
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return _new, (self._original_class,), self.__getstate__()

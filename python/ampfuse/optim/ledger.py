@@ -78,16 +78,17 @@ class Ledger(Part):
         self._rows.current()
         return [row for row, param in enumerate(self._rows.params) if id(leaf_of(param)) in params]
 
-    @uncompiled
+    # Neither is called where Dynamo traces.
+
     def look(self, param: Tensor) -> None:
         """Somebody reads ``param.grad``: of a master or of its weight it is FP32 and unscaled."""
         if self._rows.table is not None:
             self._rows.table.gradients.look(param)
 
-    @uncompiled
     def assign(self, param: Tensor, value: Tensor | None) -> None:
         """Somebody sets it: what is set is the gradient of the step, under both names."""
-        (self._rows.table or self._rows.current()).gradients.assign(param, value)
+        if self._rows.table is not None or value is not None:
+            (self._rows.table or self._rows.current()).gradients.assign(param, value)
 
     def unscale(self, scale: Tensor) -> Tensor:
         """Divide all gradients by `scale` (float32, 0-dim) now, exactly.
