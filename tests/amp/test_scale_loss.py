@@ -789,6 +789,19 @@ def test_clip_grad_norm_returns_the_unscaled_norm(level):
         assert weight(optimizer) == pytest.approx(expected, rel=1e-3)
 
 
+@levels
+def test_what_was_dropped_is_not_in_the_norm(level):
+    models = [Scalar(), Scalar()]
+    optimizer = sgd(nn.ModuleList(models))
+    amp.initialize(models, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
+    loss = sum(model(torch.ones(1)).float().sum() for model in models) * 0.25
+    amp_training.backward(loss, optimizer)
+    models[0].w.grad = None
+    assert amp.clip_grad_norm_(optimizer, 0.125).item() == pytest.approx(0.25, rel=1e-6)
+    optimizer.step()
+    assert [model.w.item() for model in models] == pytest.approx([1.0, 0.875], rel=1e-3)
+
+
 @pytest.mark.filterwarnings("error")
 @levels
 @pytest.mark.parametrize("first", ["scheduler", "initialize"])
