@@ -46,8 +46,13 @@ void GradientLedger::check() {
   for (Row& row : table_.rows()) checked(row);
 }
 
-// To the sums of rows with masters go their gradients: as a pass begins, or with `all`, those that
-// no step has used, else those that carry the scale.
+// Whether what a row with a master has goes to its sum: with `all` what no step has used, else what
+// carries the scale.
+static bool is_added(const Row& row, bool all) {
+  return row.model.defined() && (all ? !row.is_used() : row.carries_scale());
+}
+
+// ... as a pass begins, or as somebody looks. What is added is checked already.
 void GradientLedger::add_up(bool begins, bool all) {
   const at::Tensor none;
   std::vector<Row>& rows = table_.rows();
@@ -55,10 +60,9 @@ void GradientLedger::add_up(bool begins, bool all) {
   std::vector<size_t> read;  // by a kernel
   for (size_t i = 0; i < rows.size(); ++i) {
     const Row& row = rows[i];
-    const bool scaled = row.carries_scale(), adds = begins || all ? !row.is_used() : scaled;
-    if (!row.model.defined() || !adds) continue;
+    if (!is_added(row, all)) continue;
     const at::Tensor& grad = row.copied_grad.defined() ? row.copied_grad : gradient(row);
-    if (!scaled && (!grad.defined() || is_float(grad))) {
+    if (!row.carries_scale() && (!grad.defined() || is_float(grad))) {
       sums[i] = grad;
     } else {
       sums[i] = row.accumulated.defined() ? row.accumulated : empty_laid_out_as(row.param);
@@ -115,7 +119,7 @@ void GradientLedger::begin_backward() {
     if (used.is_same(grad) && grad.storage().use_count() > 1)
       stash[i] = empty_laid_out_as(row.param, grad.scalar_type()).copy_(grad);
   }
-  add_up(true, false);
+  add_up(true, true);
   knows_earlier_ = knows_earlier;
   edited_sums_ |= edited;
   stepped_ = false;
@@ -219,7 +223,7 @@ void GradientLedger::materialize(bool all) {
   std::vector<Row>& rows = table_.rows();
   std::vector<bool> inspected;
   for (Row& row : rows) {
-    checked(row);
+    if (is_added(row, all)) checked(row);
     inspected.push_back(row.inspected.is_unchanged(gradient(row)));
   }
   add_up(false, all);

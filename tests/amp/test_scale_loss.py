@@ -513,6 +513,22 @@ def test_what_no_gradient_can_be_is_refused():
     assert weight(optimizer) == 0.75
 
 
+@levels
+def test_what_no_step_takes_hinders_no_look_at_another(level):
+    models = [Scalar(), Scalar()]
+    optimizer = sgd(nn.ModuleList(models))
+    amp.initialize(models, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
+    loss = sum(model(torch.ones(1)).float().sum() for model in models) * 0.25
+    amp_training.backward(loss, optimizer)
+    models[0].w.grad = torch.ones(1, dtype=models[0].w.dtype).to_sparse()
+    assert models[1].w.grad.item() == 0.25
+    with pytest.raises(RuntimeError, match="is sparse"):
+        optimizer.step()
+    models[0].w.grad = None
+    optimizer.step()
+    assert [model.w.item() for model in models] == [1.0, 0.75]
+
+
 # --- overflow -------------------------------------------------------------------------------
 
 
