@@ -9,6 +9,7 @@
 #include <array>
 #include <iterator>
 #include <map>
+#include <utility>
 
 #include "memory.h"
 #include "schema.h"
@@ -72,10 +73,22 @@ int64_t ParamTable::add_row(at::Tensor param, std::optional<at::Tensor> model, s
   }
   if (std::find(algorithms_.begin(), algorithms_.end(), row.algorithm) == algorithms_.end())
     algorithms_.push_back(row.algorithm);
+  // As a table before this one may have left it.
+  if (row.model.defined() && row.param.grad().defined()) {
+    row.grad_state = Grad::kShown;
+    if (!row.model.grad().defined()) row.model.mutable_grad() = row.param.grad();
+  }
+  for (const at::Tensor& tensor : {row.param, row.leaf()})
+    row_of_[tensor.unsafeGetTensorImpl()] = rows_.size();
   rows_.push_back(std::move(row));
   core_.reset();
   ++changes;
   return row_count() - 1;
+}
+
+Row* ParamTable::row_of(const at::Tensor& param) {
+  const auto found = row_of_.find(param.unsafeGetTensorImpl());
+  return found == row_of_.end() ? nullptr : &rows_[found->second];
 }
 
 // A column that grows with the rows.
@@ -178,8 +191,11 @@ void ParamTable::set_hyper(int64_t begin, int64_t end, const std::optional<at::T
     read.push_back(number);
   }
   core().set_hyper(begin, end, hyper);
-  for (int64_t i = begin; i < end; ++i) rows_[i].hyper_tensors = read;
-  is_layerwise = is_layerwise || hyper.flags & kLayerwise;
+  for (int64_t i = begin; i < end; ++i) {
+    rows_[i].hyper_tensors = read;
+    layerwise_rows_ -= std::exchange(rows_[i].is_layerwise, hyper.flags & kLayerwise);
+    layerwise_rows_ += rows_[i].is_layerwise;
+  }
 }
 
 Table& ParamTable::core() {

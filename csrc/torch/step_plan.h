@@ -16,8 +16,8 @@ namespace ampfuse {
 
 class StepPlan {
  public:
-  // Between the two stages of the rows that it is given: it begins to work on their scratch memory,
-  // and returns what ends that. In between other rows are updated.
+  // Between the two stages of the rows that it is given: it works on their scratch memory. Nothing
+  // has changed if it throws. What it returns ends that, after other rows are updated.
   using Between = std::function<std::function<void()>(const std::vector<int64_t>&)>;
 
   bool knew_norm = false;  // the last step, of its gradients

@@ -423,6 +423,64 @@ def no_sync():
     in_ddp("sgd-all", "O2", views=False, unused=True)
 
 
+class Branches(nn.Module):
+    """A layer for all micro-batches, and one for the first."""
+
+    def __init__(self):
+        super().__init__()
+        self.always, self.first = (nn.Linear(4, 4, bias=False) for _ in range(2))
+        for layer in (self.always, self.first):
+            nn.init.zeros_(layer.weight)
+
+    def forward(self, x, both):
+        return (self.always(x) + (self.first(x) if both else 0)).float().sum()
+
+
+def set_views(params):
+    """Half of each gradient, in a flat buffer as DDP's buckets are."""
+    held = [param for param in params if param.grad is not None]
+    flat = torch.cat([param.grad.flatten() for param in held]).to(held[0].dtype) / 2
+    for param, part in zip(held, flat.split([param.numel() for param in held]), strict=True):
+        param.grad = part.view_as(param)
+
+
+def halve(params):
+    for param in params:
+        param.grad.mul_(0.5)
+
+
+def gradients_between_passes():
+    """Read, edited and set in DDP, which makes its buckets anew after the first pass."""
+    touches = (lambda params: [param.grad for param in params], halve, set_views)
+    cases = itertools.product(LEVELS, touches, (0, 2), ("views", "static", "unused"))
+    for i, (level, touch, at, mode) in enumerate(cases):
+        ddp = {
+            "gradient_as_bucket_view": mode != "unused" or bool(i % 2),
+            "static_graph": mode == "static",
+            "find_unused_parameters": mode == "unused",
+        }
+        models = [Branches(), Branches()]
+        optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
+        amp.initialize(models, optimizers, opt_level=level, loss_scale=64.0, verbosity=0)
+        spread = nn.parallel.DistributedDataParallel(models[1], **ddp)
+        for _ in range(2):
+            for model, optimizer in zip((models[0], spread), optimizers, strict=True):
+                optimizer.zero_grad()
+                for part in range(3):
+                    waits = model is spread and part < 2 and mode != "static"
+                    with model.no_sync() if waits else contextlib.nullcontext():
+                        x = torch.full((1, 4), (part + 1) / 4)
+                        loss = model(x, mode != "unused" or part == 0)
+                        loss = share_of(loss) if model is spread else loss
+                        with amp.scale_loss(loss, optimizer) as scaled:
+                            scaled.backward()
+                    if part == at:
+                        touch(list(optimizer.param_groups[0]["params"]))
+                optimizer.step()
+        for one, other in zip(*(model.parameters() for model in models), strict=True):
+            compare(f"{level}, {touch}, {at}, {mode}", one.detach(), other.detach())
+
+
 def accumulation_in_fsdp():
     """FSDP keeps gradients that it does not share, in the loss's scale: which stays meanwhile."""
     for level in ("O1", "O2"):

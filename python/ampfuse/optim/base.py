@@ -222,12 +222,14 @@ class AmpOptimizer(WithOptions, Optimizer):
 
     begin_backward = member("_ledger.begin")
     end_backward = member("_ledger.end")
-    mark_backward = member("_ledger.mark")
+    check_gradients = member("_ledger.check")
     cancel_backward = member("_ledger.cancel")
-    materialize_gradients = member("_ledger.materialize")
+    look_at_gradient = member("_ledger.look")
+    assign_gradient = member("_ledger.assign")
     unscale_gradients = member("_ledger.unscale")
-    has_scaled_gradients = member("_ledger.has_scaled")
+    has_scaled_gradients = member("_ledger.is_delayed")
     in_backward = member("_ledger.in_backward")
+    has_shards = member("_rows.has_shards")
     rows_of = member("_ledger.rows_of")
 
     @property

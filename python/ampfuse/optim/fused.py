@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Callable, Iterator, Set
 from functools import cached_property
-from types import CodeType
 from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
 
 import torch
@@ -37,7 +35,9 @@ class FusedOptimizer(AmpOptimizer):
     the schema's. With `replaces` it stands in, under amp, for that class of torch, from which it
     also inherits.
 
-    In a subclass whose step calls no other, amp and GradScalers see an optimizer like any other.
+    In a subclass that has a step of its own amp and GradScalers see an optimizer like any other, of
+    which they unscale the gradients first. Once that step has called ours, or with the class
+    argument ``own_step=False``, they see a fused one.
     """
 
     # Of each class its kernel.
@@ -65,10 +65,16 @@ class FusedOptimizer(AmpOptimizer):
         *,
         algorithm: str | None = None,
         replaces: type[torch.optim.Optimizer] | None = None,
+        own_step: bool | None = None,
         **kwargs: Any,
     ) -> None:
-        if not cls._has_own_step and _has_own_step(cls):
-            cls._has_own_step, cls._step_supports_amp_scaling = True, False
+        definer = next(kind for kind in cls.__mro__ if "step" in vars(kind))
+        if own_step is None:  # a step in the body, or of a class that is not ours
+            own_step = (
+                cls._has_own_step or definer is cls or not issubclass(definer, FusedOptimizer)
+            )
+        if own_step != cls._has_own_step:
+            cls._has_own_step, cls._step_supports_amp_scaling = own_step, not own_step
         super().__init_subclass__(**kwargs)
         if algorithm is not None:
             cls._algorithm, cls._replaces = algorithm, replaces
@@ -198,6 +204,8 @@ class FusedOptimizer(AmpOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._has_own_step:
+            self._become_fused()
         if (collected := self._collect()) is None:
             return loss
         table, stateless = collected
@@ -205,11 +213,12 @@ class FusedOptimizer(AmpOptimizer):
             self._states.init_row(row)
         if stateless:
             self._states.remember()
-        max_norm, self.clip_once = self.clip_once or self.max_grad_norm or 0.0, None
+        max_norm = self.clip_once or self.max_grad_norm or 0.0
         meter = self._meter if self._rehearsal is None else None
         metered = meter.before_update(table) if meter is not None else None
         verdict = self._verdict(max_norm)
         skipped = self._rows.plan.update(**verdict, meter=metered, between=self._stages())
+        self.clip_once = None
         if meter is not None and metered is not None:
             meter.after_update(table, metered)
         if torch.is_autocast_enabled(self._rows.params[0].device.type):
@@ -217,6 +226,14 @@ class FusedOptimizer(AmpOptimizer):
         if verdict["skip_nonfinite"]:
             self._watch_skips(skipped)
         return loss
+
+    def _become_fused(self) -> None:
+        """The step of a subclass has called ours, so ours is its step."""
+        kind: Any = getattr(self, "_original_class", type(self))
+        kind._has_own_step, kind._step_supports_amp_scaling = False, True
+        if type(self) is not kind:  # amp has wrapped it
+            self._rows.forget()
+            self.__class__ = kind
 
     def _stages(self) -> Callable[[list[int]], Callable[[], None]] | None:
         """What a step does between its two stages, as `StepPlan.update` takes it; None: nothing.
@@ -340,18 +357,3 @@ def algorithm_of(
             return optimizer.algorithm_in(group)
     fused = cls if issubclass(cls, FusedOptimizer) else FUSED.get(cls)
     return ALGORITHMS[fused._algorithm] if fused else None
-
-
-def _has_own_step(cls: type) -> bool:
-    """Whether some class has put a step before ours that calls no other, by its code."""
-    ours = inspect.unwrap(FusedOptimizer.step)  # torch wraps it anew for each class
-    steps = (inspect.unwrap(vars(kind)["step"]) for kind in cls.__mro__ if "step" in vars(kind))
-    first = next(s for s in steps if s is ours or not _names_step(getattr(s, "__code__", None)))
-    return first is not ours
-
-
-def _names_step(code: CodeType | None) -> bool:
-    """Whether code, or a function in it, looks up a ``step``. What has no code might."""
-    if code is None or "step" in code.co_names:
-        return True
-    return any(_names_step(const) for const in code.co_consts if isinstance(const, CodeType))

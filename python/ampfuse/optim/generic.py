@@ -57,10 +57,10 @@ class GenericOptimizer(AmpOptimizer):
             table.plan.finish_step()
             self._watch_skips(True)
             return None
-        table.gradients.materialize()
+        table.gradients.materialize(all=True)
         # The gradients are unscaled; torch's own steps would read these too, and some refuse them.
         driven = {key: self.__dict__.pop(key) for key in _FROM_SCALER if key in self.__dict__}
-        larc = self._layerwise
+        larc, self._layerwise = self._layerwise, None
         try:
             layerwise = larc.rescaled(self) if larc is not None else contextlib.nullcontext()
             if args and callable(args[0]):
@@ -71,6 +71,8 @@ class GenericOptimizer(AmpOptimizer):
                 result = step(self, *args, **kwargs)
         finally:
             self.__dict__.update(driven)
+        if not isinstance(self, GenericOptimizer):  # it called a fused step, which did the rest
+            return result
         table.masters.publish()
         table.plan.finish_step()
         if may_skip:
@@ -105,11 +107,10 @@ class GenericOptimizer(AmpOptimizer):
         if original is torch.optim.Optimizer.zero_grad:
             super().zero_grad(*args, **kwargs)
             return
-        self.materialize_gradients()
         original(self, *args, **kwargs)
         for param in parameters(self):  # a dropped gradient of a master is its weight's too
             if isinstance(param, MasterParameter) and param.grad is None:
-                param.model_param.grad = None
+                param.grad = None
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return _new, (self._original_class,), self.__getstate__()

@@ -76,7 +76,7 @@ class _SameKey(Tensor):
 
 
 class _LazyGradParameter(torch.nn.Parameter):
-    """A parameter whose ``.grad`` an optimizer brings up to date when somebody looks at it.
+    """A parameter of whose ``.grad`` an optimizer knows who looks at it and who sets it.
 
     As the key of a dict or in a set a master and its weight are one. So what goes from the model's
     parameters to an optimizer's by such keys, as torch.distributed.checkpoint, finds the masters in
@@ -94,27 +94,29 @@ class _LazyGradParameter(torch.nn.Parameter):
     # The optimizer that knows where the gradients of its masters are, as long as it lives.
     _owner: Callable[[], Any] = staticmethod(lambda: None)
 
-    def _materialize(self) -> None:
+    def _knower(self) -> Any:
         # Dynamo looks too, and accepts no gradient of another type than the weight's.
-        if torch.compiler.is_compiling():
-            return
-        if (owner := self._owner()) is not None:
-            owner.materialize_gradients()
+        return None if torch.compiler.is_compiling() else self._owner()
 
     @property
     def grad(self) -> Tensor | None:
-        self._materialize()
+        if (owner := self._knower()) is not None:
+            owner.look_at_gradient(self)
         return _raw_grad.__get__(self)
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        self._materialize()
-        _raw_grad.__set__(self, value)
+        owner = self._knower()
+        # What was read of a half weight may be set again, which torch would refuse.
+        is_float32 = isinstance(value, Tensor) and value.dtype == torch.float32
+        if owner is None or not is_float32:
+            _raw_grad.__set__(self, value)
+        if owner is not None:
+            owner.assign_gradient(self, value)
 
     @grad.deleter
     def grad(self) -> None:
-        self._materialize()
-        _raw_grad.__delete__(self)
+        self.grad = None
 
 
 class ModelParameter(_LazyGradParameter):

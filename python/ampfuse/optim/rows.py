@@ -117,6 +117,8 @@ class Rows(Part):
 
     def forget(self) -> None:
         """Rows are made anew from the groups at the next use."""
+        if self.table is not None:  # the next one knows of no loss scale
+            self.table.gradients.materialize()
         self.table = self.plan = self._frozen = None  # a plan keeps its table alive
 
     def parameter_names(self) -> list[str]:
@@ -170,8 +172,6 @@ class Rows(Part):
         if self._frozen is None or anew:
             self._frozen = [param for param in parameters(self.optimizer) if takes_master(param)]
         if any(param.requires_grad for param in self._frozen):
-            if self.table is not None:  # there may have been passes
-                self.optimizer.materialize_gradients()
             install_masters(self.optimizer, self.masters)
             self._frozen = None
 

@@ -23,7 +23,7 @@ _FLAGS = frozenset(
 _RENAMED = dict.fromkeys(("adam_w_mode", "adagrad_w_mode"), "decoupled_weight_decay")
 
 
-class ApexOptimizer(FusedOptimizer):
+class ApexOptimizer(FusedOptimizer, own_step=False):
     """Mixin: ``zero_grad`` with apex's default, and state dicts of apex, torch and ampfuse.
 
     Learning-rate schedules of apex's time read ``param_groups[i]["step"]``. From the first step on

@@ -17,7 +17,7 @@ from ampfuse.optim import Adam
 _REFUSED = ("grads", "output_params", "scale", "grad_norms")
 
 
-class FusedAdam(ApexOptimizer, Adam):
+class FusedAdam(ApexOptimizer, Adam, own_step=False):
     """:class:`ampfuse.optim.Adam` with apex's arguments; by default it is AdamW.
 
     Arguments:

@@ -12,7 +12,7 @@ from ampfuse.compat.apex.optimizers.common import ApexOptimizer, arguments, driv
 from ampfuse.compat.apex.optimizers.fused_lamb import FusedLAMB
 
 
-class FusedMixedPrecisionLamb(FusedLAMB):
+class FusedMixedPrecisionLamb(FusedLAMB, own_step=False):
     """:class:`FusedLAMB` with FP32 masters, for a loop with torch's GradScaler.
 
     Arguments:

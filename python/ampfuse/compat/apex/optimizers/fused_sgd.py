@@ -13,7 +13,7 @@ from ampfuse.compat.apex.optimizers.common import ApexOptimizer, arguments, of_g
 from ampfuse.optim import SGD
 
 
-class FusedSGD(ApexOptimizer, SGD):
+class FusedSGD(ApexOptimizer, SGD, own_step=False):
     """:class:`ampfuse.optim.SGD` with apex's arguments.
 
     Arguments:
