@@ -152,6 +152,10 @@ Returns whether it left a gradient, or the delayed one before it did.)")
 
 Who edits it says by ``found_inf`` whether it is finite. None where they left nothing; zeros then
 with `make`.)")
+      .def("take_new", &GradientLedger::take_new,
+           R"(Whether a gradient came from outside a pass, as from somebody's own backward.
+
+What was materialized before is forgotten then.)")
       .def("cancel_backward", &GradientLedger::cancel_backward, "Drop what a failed pass left.")
       .def("materialize", &GradientLedger::materialize,
            "Put FP32 unscaled gradients into the masters' ``.grad``.")

@@ -162,6 +162,23 @@ bool GradientLedger::end_backward(const at::Tensor& scale, bool check) {
   return left;
 }
 
+bool GradientLedger::take_new() {
+  const LocalGradients local(table_);
+  bool found = phase_ == Phase::kIdle;
+  for (const Row& row : table_.rows()) {
+    if (!row.model.defined() || !row.model.mutable_grad().defined()) continue;
+    const at::Tensor& grad = row.model.mutable_grad();
+    found |=
+        materialized_ ? !grad.is_same(row.param.mutable_grad()) : !row.pending.is_unchanged(grad);
+  }
+  if (found && materialized_) {
+    for (Row& row : table_.rows())
+      if (row.model.defined()) row.param.mutable_grad().reset();
+    materialized_ = false;
+  }
+  return found;
+}
+
 std::optional<at::Tensor> GradientLedger::accumulated(int64_t index, bool make) {
   Row& row = table_.rows().at(index);
   if (!row.accumulated.defined()) {

@@ -34,6 +34,9 @@ class GradientLedger {
   const at::Tensor& gradient(const Row& row) const;
   bool is_materialized(const Row& row) const { return row.model.defined() && materialized_; }
   const at::Tensor& scale() const { return scale_; }  // of pending gradients
+  // Whether a gradient came from outside a pass, or since it ended. What was materialized before is
+  // forgotten then.
+  bool take_new();
   // Since the last step there was a pass.
   bool may_be_pending() const { return phase_ != Phase::kIdle; }
   // Somebody edited what earlier passes left beside a master, which no inspection has seen.

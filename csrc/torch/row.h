@@ -74,8 +74,8 @@ struct Row {
   bool unscales = false;            // the update of this step unscales the gradient in place
   int64_t origin = 0;               // where the shard begins among the elements of the whole
   const void* localized = nullptr;  // the gradient's local shard, as LocalGradients found it
-  Identity pending, spent;
-  Contents inspected;
+  Identity spent;
+  Contents pending, inspected;
 
   // By somebody else, since the master last matched it. A split master has followed by itself.
   bool was_edited() const {
