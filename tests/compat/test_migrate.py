@@ -23,7 +23,7 @@ try:
     from apex import (amp,
                       optimizers)
     import os, apex.amp as A, amp_C
-    from apex.contrib.clip_grad import clip_grad_norm_
+    from apex.contrib.fmha import FMHA
     from amp_C import multi_tensor_l2norm
 except ImportError:
     raise ImportError("Please install apex")
@@ -45,7 +45,7 @@ try:
     from ampfuse.compat.apex import (amp,
                       optimizers)
     import os, ampfuse.compat.apex.amp as A, ampfuse.compat.apex.amp_C as amp_C
-    from apex.contrib.clip_grad import clip_grad_norm_
+    from apex.contrib.fmha import FMHA
     from ampfuse.compat.apex.amp_C import multi_tensor_l2norm
 except ImportError:
     raise ImportError("Please install apex")
@@ -89,7 +89,7 @@ def test_uses_are_found_line_by_line():
         (8, "apex.optimizers"),
         (9, "amp_C"),
         (9, "apex.amp"),
-        (10, "apex.contrib.clip_grad.clip_grad_norm_"),
+        (10, "apex.contrib.fmha.FMHA"),
         (11, "amp_C.multi_tensor_l2norm"),
         (14, "apex.amp._amp_state"),
         (15, "apex.parallel"),
@@ -109,14 +109,21 @@ def test_uses_are_found_line_by_line():
 STATEMENTS = [
     ("from apex import contrib", None, [False], "torch's own"),
     ("from apex import amp, contrib as c", None, [True, False], ""),
-    ("from apex import (amp,  # comment\n    mlp)", None, [True, False], ""),
+    ("from apex import (amp,  # comment\n    RNN)", None, [True, False], ""),
     ("import apex.transformer", None, [False], ""),
     ("from apex.contrib import optimizers", "apex", [True], ""),
     ("from apex.contrib import optimizers as o, transducer", None, [True, False], ""),
     ("from apex.contrib.optimizers import FP16_Optimizer", "apex", [True], "initialize"),
-    ("from apex.contrib.optimizers import FusedAdam", None, [False], "apex.optimizers.FusedAdam"),
+    ("from apex.contrib.optimizers import FusedAdam", "apex", [True], "torch.optim"),
     ("from apex.contrib.groupbn import BatchNorm2d_NHWC", None, [False], "BatchNormAct2d"),
-    ("from apex.mlp import MLP", None, [False], "torch.nn.Sequential, with torch.compile"),
+    ("from apex.mlp import MLP", "apex", [True], "torch.nn.Sequential"),
+    (
+        "from apex.fused_dense import FusedDense",
+        None,
+        [False],
+        "torch.nn.Linear, with torch.compile",
+    ),
+    ("from fused_adam_cuda import adam", "fused_adam_cuda", [True], "AdamW"),
     ("from apex.parallel.distributed import flat_dist_call", "apex", [True], ""),
     ("from apex_C import flatten", "apex_C", [True], ""),
 ]

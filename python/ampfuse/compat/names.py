@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 from pathlib import Path
 
-EXTENSIONS = ("amp_C", "apex_C")
+EXTENSIONS = ("amp_C", "apex_C", "fused_adam_cuda")
 TOP = ("apex", *EXTENSIONS)  # the modules that scripts written for apex import
 
 with open(Path(__file__).with_suffix(".csv"), newline="", encoding="utf-8") as _file:
@@ -18,9 +18,7 @@ with open(Path(__file__).with_suffix(".csv"), newline="", encoding="utf-8") as _
 
 def counterparts(name: str) -> tuple[str, str]:
     """What `name` (``"apex.amp.initialize"``) becomes in ampfuse and in plain torch."""
-    parts = name.split(".")
-    starts = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
-    return next(_ROWS[start] for start in starts if start in _ROWS)
+    return _ROWS[_row(name)]
 
 
 def is_left_out(name: str) -> bool:
@@ -30,4 +28,12 @@ def is_left_out(name: str) -> bool:
 
 def instead_of(name: str) -> str:
     """What takes the place of `name`, which is not in ampfuse."""
-    return counterparts(name)[1] if is_left_out(name) else "torch's own modules"
+    if _row(name) in TOP:
+        return "torch's own modules"
+    return ", or ".join(filter(None, counterparts(name)))
+
+
+def _row(name: str) -> str:
+    parts = name.split(".")
+    starts = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
+    return next(start for start in starts if start in _ROWS)

@@ -93,7 +93,8 @@ class _Finder(ast.NodeVisitor):
             self.uses.append(Use(node.lineno, name, *_BY_STRING, _is_available(name)))
 
     def _star(self, module: str) -> None:
-        public = (name for name in dir(_module(module)) if not name.startswith("_"))
+        found = _module(module)
+        public = getattr(found, "__all__", [n for n in dir(found) if not n.startswith("_")])
         self._names |= {name: f"{module}.{name}" for name in public}
 
     def _add(self, line: int, name: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,13 +12,13 @@ from torch import Tensor
 from ampfuse.optim.masters import FLOAT_DTYPES, HALF_DTYPES
 
 TensorLists = Sequence[Sequence[Tensor]]
+_FORMATS = torch.contiguous_format, torch.channels_last, torch.channels_last_3d
 
 
 def rows(name: str, lists: TensorLists, depth: int) -> list[list[Tensor]]:
     """The lists, each tensor as a flat view of its memory; kernels check devices and sizes.
 
-    Tensors of a row may have other shapes, but not orders of memory in which their elements would
-    not belong together.
+    Shapes in a row may differ, but not orders of memory that would pair other elements.
     """
     if len(lists) != depth:
         raise RuntimeError(f"{name} takes {depth} list(s) of tensors, not {len(lists)}.")
@@ -29,7 +30,7 @@ def rows(name: str, lists: TensorLists, depth: int) -> list[list[Tensor]]:
                 f"{name}: list 0 has {len(lists[0])} tensors, list {k} {len(tensors)}."
             )
         for i, (first, tensor) in enumerate(zip(lists[0], tensors, strict=True)):
-            if not _is_dense(tensor):
+            if not any(tensor.is_contiguous(memory_format=each) for each in _FORMATS):
                 raise RuntimeError(
                     f"{name}: tensor {i} of list {k} is neither contiguous nor channels-last."
                 )
@@ -40,6 +41,16 @@ def rows(name: str, lists: TensorLists, depth: int) -> list[list[Tensor]]:
                     "both contiguous, or both channels-last."
                 )
     return [[t.detach().as_strided((t.numel(),), (1,)) for t in tensors] for tensors in lists]
+
+
+def without_integers(run: Callable[..., Any], *lists: list[Tensor]) -> list[list[Tensor]]:
+    """`run` on each row that holds integers, which no kernel takes; the lists of other rows."""
+    table = list(zip(*lists, strict=True))
+    is_integer = [any(not t.is_floating_point() for t in row) for row in table]
+    with torch.no_grad():
+        for row in itertools.compress(table, is_integer):
+            run(*row)
+    return [[t for t, i in zip(each, is_integer, strict=True) if not i] for each in lists]
 
 
 def typed_rows(name: str, lists: TensorLists, *kinds: str) -> dict[str, list[Tensor]]:
@@ -63,11 +74,6 @@ def typed_rows(name: str, lists: TensorLists, *kinds: str) -> dict[str, list[Ten
                 )
             known.setdefault(letter, (tensor.dtype,))
     return dict(zip(names, found, strict=True))
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    formats = torch.contiguous_format, torch.channels_last, torch.channels_last_3d
-    return any(tensor.is_contiguous(memory_format=each) for each in formats)
 
 
 def _same_order(a: Tensor, b: Tensor) -> bool:

@@ -12,10 +12,9 @@ from ampfuse.amp import (
     register_half_function,
     register_promote_function,
 )
-from ampfuse.compat.apex.amp import frontend, handle, opt, scaler
+from ampfuse.compat.apex.amp import frontend, handle, scaler
 from ampfuse.compat.apex.amp.frontend import initialize, load_state_dict, state_dict
-from ampfuse.compat.apex.amp.handle import scale_loss
-from ampfuse.compat.apex.amp.legacy import init
+from ampfuse.compat.apex.amp.handle import init, scale_loss
 
 # Last: the attribute is the state itself, as it was in apex, not the module of the same name.
 from ampfuse.compat.apex.amp._amp_state import _amp_state  # isort: skip

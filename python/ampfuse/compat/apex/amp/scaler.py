@@ -14,15 +14,9 @@ from ampfuse import ops
 from ampfuse.amp.scaler import DEFAULT_MIN_SCALE
 from ampfuse.compat.apex.tensor_lists import set_flag
 
-# The rule in apex's pickles, in the order of its fields, and by the arguments of the constructor.
-_PICKLED = {
-    "_scale_factor": "scale_factor",
-    "_backoff_factor": "backoff_factor",
-    "_scale_seq_len": "scale_window",
-    "_min_loss_scale": "min_loss_scale",
-    "_max_loss_scale": "max_loss_scale",
-    "_hysteresis": "hysteresis",
-}
+# The rule in pickles, in the order of its fields; and where the constructor's argument differs.
+_PICKLED = "scale_factor backoff_factor scale_seq_len min_loss_scale max_loss_scale hysteresis"
+_RENAMED = {"scale_seq_len": "scale_window"}
 
 
 def _of_rule(field: str, kind: Callable[[Any], Any]) -> Any:
@@ -37,13 +31,9 @@ def _of_rule(field: str, kind: Callable[[Any], Any]) -> Any:
 
 
 class LossScaler(ampfuse.amp.scaler.LossScaler):
-    """A static or dynamic loss scale; see :class:`ampfuse.amp.LossScaler`.
-
-    Pickles as plain numbers, and unpickles what apex's class of this name had pickled.
-    """
+    """:class:`ampfuse.amp.LossScaler`; it pickles as numbers, and unpickles apex's of this name."""
 
     has_fused_kernel = True
-
     _buffer: Tensor | None = None
     # Of the latest backward pass: its optimizers, whether the scale has followed it, and whether
     # the buffer has.
@@ -59,7 +49,7 @@ class LossScaler(ampfuse.amp.scaler.LossScaler):
     def _overflow_buf(self) -> Tensor:
         """int32, one element: 1 if the latest pass, or an ``unscale`` since, met an overflow.
 
-        Of a pass with ``delay_overflow_check`` the gradients are looked at now, as they are now.
+        Of a pass with ``delay_overflow_check`` the gradients are looked at as they are now.
         """
         if self._buffer is None:
             self._buffer = torch.zeros(1, dtype=torch.int32, device=self.current.device)
@@ -74,14 +64,11 @@ class LossScaler(ampfuse.amp.scaler.LossScaler):
     def _overflow_buf(self, buffer: Tensor) -> None:
         self._buffer, self._is_noted = buffer, True
 
-    @property
-    def _has_overflow(self) -> bool:
-        """What ``_overflow_buf`` says. Waits for the device."""
-        return bool(self._overflow_buf.item())
-
-    @_has_overflow.setter
-    def _has_overflow(self, value: bool) -> None:
-        self._overflow_buf.fill_(bool(value))
+    # What that says: it waits for the device.
+    _has_overflow = property(
+        lambda self: bool(self._overflow_buf.item()),
+        lambda self, value: self._overflow_buf.fill_(bool(value)),
+    )
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -113,12 +100,9 @@ class LossScaler(ampfuse.amp.scaler.LossScaler):
     ) -> None:
         """``master_grads[i] = model_grads[i] / scale``; remembers a non-finite gradient.
 
-        Arguments:
-            model_grads, master_grads: lists of equal length, shapes and device; float32, float16
-                or bfloat16. With `models_are_masters` they are the same tensors, and nothing
-                happens for a static scale of 1.
-            unused_scale: ignored.
-            scale_override: divide by this instead of the scale.
+        The lists have equal length, shapes and device; float32, float16 or bfloat16. With
+        `models_are_masters` they are the same, and nothing happens for a static scale of 1.
+        `scale_override` is divided by instead of the scale; `unused_scale` is ignored.
         """
         if models_are_masters and self.is_always_one:
             return
@@ -140,26 +124,15 @@ class LossScaler(ampfuse.amp.scaler.LossScaler):
         ``(grads_scale, stash_scale, out)``; by default ``(loss_scale(), 1, 1)``.
         """
         grads_scale, stash_scale, out = scale_override or (self.loss_scale(), 1.0, 1.0)
-        found = self._new_flag(model_grads)
-        ops.axpby(
-            model_grads,
-            stashed_master_grads,
-            master_grads,
-            out / grads_scale,
-            out / stash_scale,
-            found,
-            check=0,
-        )
+        found, factors = self._new_flag(model_grads), (out / grads_scale, out / stash_scale)
+        ops.axpby(model_grads, stashed_master_grads, master_grads, *factors, found, check=0)
         set_flag(self._overflow_buf, found)
 
     def update_scale(self) -> bool:
         """Adapt the scale to what ``_overflow_buf`` says. Waits for the device.
 
-        After a pass with ``delay_overflow_check`` the caller decides by the result, and the
-        optimizers of the pass no longer do: their next step is not skipped for its overflow.
-
-        Returns:
-            Whether to skip the step: a dynamic scale met an overflow.
+        Returns whether to skip the step: a dynamic scale met an overflow. After a pass with
+        ``delay_overflow_check`` the caller decides by that, and the optimizers no longer do.
         """
         overflow = self._overflow_buf.reshape(()).to(torch.float32)
         self.update([overflow])
@@ -175,12 +148,12 @@ class LossScaler(ampfuse.amp.scaler.LossScaler):
 
     def __getstate__(self) -> dict[str, Any]:
         state = {"dynamic": self.dynamic, "_loss_scale": self._loss_scale}
-        rule = zip(_PICKLED, self._rule, strict=True)
-        return {**state, "_unskipped": self._unskipped, **dict(rule)}
+        rule = {f"_{n}": v for n, v in zip(_PICKLED.split(), self._rule, strict=True)}
+        return {**state, "_unskipped": self._unskipped, **rule}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         scale = float(state.get("_loss_scale", 1.0))
-        options = {name: state[key] for key, name in _PICKLED.items() if key in state}
+        names = [name for name in _PICKLED.split() if f"_{name}" in state]
+        options = {_RENAMED.get(name, name): state[f"_{name}"] for name in names}
         self.__init__("dynamic" if state.get("dynamic") else scale, **options)  # type: ignore[misc]
-        self._loss_scale = scale
-        self._unskipped = state.get("_unskipped", 0)
+        self._loss_scale, self._unskipped = scale, state.get("_unskipped", 0)
