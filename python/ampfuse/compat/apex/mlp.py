@@ -32,7 +32,7 @@ class MlpFunction(torch.autograd.Function):
         return mlp_function(bias, activation, *args)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         args = [arg.detach().requires_grad_() for arg in ctx.saved_tensors]
         with torch.enable_grad():
             out = mlp_function(*ctx.options, *args)

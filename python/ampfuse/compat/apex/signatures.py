@@ -16,7 +16,8 @@ def takes(text: str, first: str = "self") -> Callable[[Taker], Callable[..., Any
 
     As in ``"params lr=1e-3 betas=(0.9,0.999) * capturable=False"``, with spaces only in between.
     """
-    of, kind = inspect.Parameter, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    of: Any = inspect.Parameter
+    kind = of.POSITIONAL_OR_KEYWORD
     parameters = []
     for item in [first, *text.split()]:
         name, _, default = item.partition("=")

@@ -90,7 +90,7 @@ class NoOpHandle:
     def is_active(self) -> bool:
         return self._is_active
 
-    _disable_casts = staticmethod(contextlib.nullcontext)
+    _disable_casts: Any = staticmethod(contextlib.nullcontext)
 
     def wrap_optimizer(self, optimizer: torch.optim.Optimizer, num_loss: int = 1) -> OptimWrapper:
         """An optimizer with ``scale_loss`` and a ``step`` that skips after an overflow."""
@@ -228,7 +228,7 @@ def init(enabled: bool, given: dict[str, Any]) -> AmpHandle | NoOpHandle:
     install_registered()
     casts = {}
     for model in former.models:
-        before = eager_module(model)._amp_casts
+        before: Any = eager_module(model)._amp_casts
         with_casts = dataclasses.replace(before, autocast=before.autocast or policy.autocast_type)
         casts[model] = with_casts, before
     _amp_state.handle = handle = AmpHandle(session, casts)

@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampfuse.compat.apex import optimizers
-from ampfuse.compat.apex.optimizers import FP16_Optimizer, FusedLAMB, FusedSGD  # noqa: F401
+from ampfuse.compat.apex.optimizers import FP16_Optimizer as FP16_Optimizer
+from ampfuse.compat.apex.optimizers import fused
+from ampfuse.compat.apex.optimizers.fused import FusedLAMB as FusedLAMB
+from ampfuse.compat.apex.optimizers.fused import FusedSGD as FusedSGD
 from ampfuse.optim.inner import parameters
 
 
-class FusedAdam(optimizers.FusedAdam):
+class FusedAdam(fused.FusedAdam):
     """:class:`apex.optimizers.FusedAdam` of 2019.
 
     With `bias_correction` the moments' corrections are a factor of the rate, and so of the weight

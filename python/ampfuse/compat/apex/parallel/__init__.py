@@ -49,7 +49,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             given["module"],
             find_unused_parameters=bool(given["delay_allreduce"]),
             bucket_cap_mb=max(1, given["message_size"] * 4 // 2**20),
-            **{_SYNC_OF_BUFFERS: False},
+            **dict[str, Any]({_SYNC_OF_BUFFERS: False}),
         )
         self.gradient_average: bool = given["gradient_average"]
         self.gradient_predivide_factor = float(given["gradient_predivide_factor"])
@@ -129,6 +129,7 @@ class SyncBatchNorm(_BatchNorm):
         super().__init__(**given)
         self.__dict__.update(own)
 
+    fuse_relu: bool
     _check_input_dim = nn.SyncBatchNorm._check_input_dim
     _check_non_zero_input_channels = nn.SyncBatchNorm._check_non_zero_input_channels
 
