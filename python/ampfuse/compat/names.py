@@ -1,7 +1,7 @@
 """What each name of apex becomes in ampfuse and in plain torch: the rows of ``names.csv``.
 
-The longest row that a name starts with is its own. Where a row says nothing of ampfuse, the name is
-left out on purpose, and the other column says what takes its place.
+The longest row that a name starts with is its own. One that says nothing of ampfuse leaves the name
+out on purpose; then the other column says what takes its place.
 """
 
 from __future__ import annotations

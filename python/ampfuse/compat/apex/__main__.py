@@ -29,8 +29,7 @@ def main(argv: list[str] | None = None) -> None:
     sys.argv = [options.script, *options.args]
     other = installed_apex()
     install()
-    # For processes that the script spawns. A script may take sys.path[0] for its own folder;
-    # another apex may lie there.
+    # For processes that the script spawns. Another apex may lie in sys.path[0], its own folder.
     sys.path.insert(1 if other is None else 0, str(ON_PATH))
     if options.module:
         runpy.run_module(options.script, run_name="__main__", alter_sys=True)

@@ -2,8 +2,7 @@
 
 Every list operation takes ``(chunk_size, noop_flag, tensor_lists, ...)``. The flag is an int32
 tensor of one element on the tensors' device; an operation that looks for values that are not finite
-sets it to 1 and never clears it. Nothing waits for the device, but for
-:func:`multi_tensor_lamb_stage1_cuda`, and the chunk size has no effect. Tensors are float32,
+sets it to 1 and never clears it. The chunk size has no effect. Tensors are float32,
 float16 or bfloat16, each by itself (not in the optimizers); norms, scale and axpby take integers
 too, as the counters in averages of state dicts, and do as torch does: results are truncated.
 Tensors at the same place of the lists have as many elements and are read in the order of their

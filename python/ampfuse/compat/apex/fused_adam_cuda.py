@@ -7,10 +7,9 @@ counts from 1. `eps_mode` 0 adds `eps` within the square root, 1 outside. `bias_
 factor of
 `lr`, and so of `decay`, which is decoupled.
 
-``reversible_adam`` leaves elements whose gradient is not finite, and makes ``p_copy[0]`` inf then.
+``reversible_adam`` leaves elements whose gradient is not finite, and makes ``p_copy[0]`` inf then;
 ``maybe_adam_undo(flag, p, m, v, grad, lr, ...)`` takes it back, but for rounding, if the flag is
-set. Names in ``_mt`` take ``(chunk_size, flag, lists, lr, ...)``: lists of p, m, v, grad and, if
-wanted, p_copy.
+set. Names in ``_mt`` take ``(chunk_size, flag, [p, m, v, grad[, p_copy] lists], lr, ...)``.
 """
 
 from __future__ import annotations

@@ -15,8 +15,7 @@ import torch
 from ampfuse.compat.names import EXTENSIONS, instead_of
 
 _HERE = "ampfuse.compat.apex"
-# A folder of modules of these names which lead here. On ``sys.path`` it reaches the
-# processes that multiprocessing spawns, which get nothing else of a program's set-up.
+# Modules of these names which lead here: on ``sys.path``, processes that are spawned find them.
 ON_PATH = Path(__file__).parent / "on_path"
 
 

@@ -1,8 +1,8 @@
 """The optimizers of ``amp_C``: one step on lists of tensors, as a table over the algorithms.
 
-Gradients, parameters and states have the types that apex's had, or bfloat16 where it took float16;
-there is no float64. Arithmetic is FP32. The flag, where an optimizer reads it, stops everything.
-`mode` is 0 for weight decay through the gradient and 1 for decoupled decay.
+Types are those that apex's had, or bfloat16 where it took float16; there is no float64. Arithmetic
+is FP32. The flag, where an optimizer reads it, stops everything. `mode` is 0 for weight decay
+through the gradient and 1 for decoupled decay.
 """
 
 from __future__ import annotations
@@ -99,8 +99,7 @@ def multi_tensor_adam(noop_flag: Tensor, lists: Lists, given: Numbers) -> None:
 def multi_tensor_adam_capturable(noop_flag: Tensor, lists: Lists, given: Numbers) -> None:
     """:func:`multi_tensor_adam` with `lr`, `step` and `inv_scale` on the device.
 
-    The gradients are multiplied by `inv_scale`, also where they are. A flag of 1 stops it. The
-    moments are stored as they are (apex rounded them to the type of the parameter).
+    The gradients are multiplied by `inv_scale`, also where they are. A flag of 1 stops it.
     """
     grads, inverse = lists["grads"], _floats(given["inv_scale"], lists)
     stop = (noop_flag == 1).float()
@@ -143,8 +142,8 @@ def multi_tensor_novograd(noop_flag: Tensor, lists: Lists, given: Numbers) -> No
 def multi_tensor_lamb(noop_flag: Tensor, lists: Lists, given: Numbers) -> None:
     """LAMB on (gradients, parameters, exp_avg, exp_avg_sq); leaves the update in the gradients.
 
-    Gradients are first divided by `global_grad_norm` / `max_grad_norm` if that is more than 1. Sets
-    the flag for parameters and updates that are not finite.
+    They are first divided by `global_grad_norm` / `max_grad_norm` if that is more than 1. Sets the
+    flag for parameters and updates that are not finite.
     """
     _lamb(noop_flag, lists, given, stops=False)
 
@@ -157,9 +156,9 @@ def multi_tensor_lamb(noop_flag: Tensor, lists: Lists, given: Numbers) -> None:
 def multi_tensor_lamb_mp(noop_flag: Tensor, lists: Lists, given: Numbers) -> None:
     """:func:`multi_tensor_lamb` with numbers on the device and, as a fifth list, half weights.
 
-    Gradients are multiplied by `inv_scale` too. Reads and sets the flag: one that is set stops
-    everything; a parameter that is not finite does so as well, and an update that is not finite,
-    which has reached the moments by then, does not reach the parameters. `found_inf` is ignored.
+    Gradients are multiplied by `inv_scale` too. A flag that is set stops everything, and so does a
+    parameter that is not finite; an update that is not finite has reached the moments, but does
+    not reach the parameters. `found_inf` is ignored.
     """
     _lamb(noop_flag, lists, given, stops=True)
 
@@ -171,8 +170,7 @@ def multi_tensor_lamb_mp(noop_flag: Tensor, lists: Lists, given: Numbers) -> Non
 def multi_tensor_lamb_stage1_cuda(noop_flag: Tensor, lists: Lists, given: Numbers) -> None:
     """LAMB's update, on (gradients, parameters, exp_avg, exp_avg_sq, updates).
 
-    `step` counts the steps before this one. The decay of each tensor is decoupled and is read on
-    the host, which waits for it.
+    `step` counts the steps before this one. The host waits for the decays, which are decoupled.
     """
     decays = given["per_tensor_decay"].tolist()
     given["step"] += 1
@@ -213,10 +211,7 @@ def _step(
     stop: Tensor | None = None,
     norm_averages: Tensor | None = None,
 ) -> None:
-    """The kernels' step, on what it needs of `given`; the first one where no step is given.
-
-    Gradients are divided by `loss_scale`. A `lr` that is a tensor stays on the device.
-    """
+    """The kernels' step, on gradients divided by `loss_scale`; the first if no step is given."""
     params, roles = lists["params"], ("grads", "params", "models", "updates")
     # As a parameter group has them.
     group = {"decoupled_weight_decay": given.get("mode", 1), **given}

@@ -40,10 +40,7 @@ class MlpFunction(torch.autograd.Function):
 
 
 class MLP(nn.Module):
-    """``activation(x @ weight.T + bias)`` from each of `mlp_sizes` to the next; (N, sizes[0]) in.
-
-    `activation` is "none", "relu" or "sigmoid"; another is a TypeError.
-    """
+    """``activation(x @ weight.T + bias)`` from each of `mlp_sizes` to the next, of (N, in)."""
 
     def __init__(self, mlp_sizes: Sequence[int], bias: bool = True, activation: str = "relu"):
         super().__init__()

@@ -9,8 +9,7 @@ from typing import Any
 class MultiTensorApply:
     """``applier(op, noop_flag, tensor_lists, *args)`` is ``op(chunk_size, noop_flag, ...)``."""
 
-    available = True
-    warned = False
+    available, warned = True, False
 
     def __init__(self, chunk_size: int) -> None:
         self.chunk_size = chunk_size

@@ -39,10 +39,7 @@ mixed_dtype_fused_rms_norm_affine = _function(rms_norm, "weight", mixed=True)
 
 
 class _FusedNorm(nn.Module):
-    """Mixin before torch's class: apex's constructor, and inputs of another type than the weights.
-
-    `memory_efficient` is accepted and without effect.
-    """
+    """Mixin before torch's class: apex's constructor, and inputs of other types than weights."""
 
     _function: Callable[..., Tensor]
     _mixed = False
@@ -52,7 +49,7 @@ class _FusedNorm(nn.Module):
         if self._mixed and not given["elementwise_affine"]:
             name = type(self).__name__
             raise RuntimeError(f"{name} has weights; without, use the class that is not Mixed.")
-        memory_efficient = given.pop("memory_efficient")
+        memory_efficient = given.pop("memory_efficient")  # accepted and without effect
         super().__init__(**given)
         self.memory_efficient = memory_efficient
 

@@ -46,10 +46,9 @@ def apply_weight_norm(
 ) -> nn.Module:
     """Give weights of `module` a direction, ``<name>_v``, and a length, ``<name>_g``; return it.
 
-    Arguments:
-        name: a parameter, or a module in `module`; empty: all. Vectors and embeddings stay.
-        dim: the dimension with a length for each of its entries; None: one length.
-        hook_child: compute a weight before the ``forward`` of its own module, else of `module`.
+    `name` is a parameter, or a module in `module`; empty: all but vectors and embeddings. Entries
+    of dimension `dim` have a length each. Weights are computed before the ``forward`` of their own
+    module, or of `module` without `hook_child`.
     """
     for full, param in list(module.named_parameters()):
         owner, attribute = _owner(module, full)

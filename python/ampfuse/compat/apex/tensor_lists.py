@@ -25,15 +25,12 @@ def rows(name: str, lists: TensorLists, depth: int) -> list[list[Tensor]]:
     if not lists[0]:
         raise RuntimeError(f"{name}: the first list is empty.")
     for k, tensors in enumerate(lists):
-        if len(tensors) != len(lists[0]):
-            raise RuntimeError(
-                f"{name}: list 0 has {len(lists[0])} tensors, list {k} {len(tensors)}."
-            )
+        if (count := len(tensors)) != len(lists[0]):
+            raise RuntimeError(f"{name}: list 0 has {len(lists[0])} tensors, list {k} {count}.")
         for i, (first, tensor) in enumerate(zip(lists[0], tensors, strict=True)):
             if not any(tensor.is_contiguous(memory_format=each) for each in _FORMATS):
-                raise RuntimeError(
-                    f"{name}: tensor {i} of list {k} is neither contiguous nor channels-last."
-                )
+                where = f"{name}: tensor {i} of list {k}"
+                raise RuntimeError(f"{where} is neither contiguous nor channels-last.")
             if tensor.shape == first.shape and not _same_order(tensor, first):
                 raise RuntimeError(
                     f"{name}: tensor {i} has strides {first.stride()} in list 0 and "
@@ -56,8 +53,8 @@ def without_integers(run: Callable[..., Any], *lists: list[Tensor]) -> list[list
 def typed_rows(name: str, lists: TensorLists, *kinds: str) -> dict[str, list[Tensor]]:
     """The rows of `lists` by the names, and of the types, of one of `kinds`.
 
-    A kind is ``"grads:a params:F ..."``, a name and a type for each list. F is float32, H a half
-    type. Other letters are float32 or a half type, the same letter in a row the same type.
+    A kind is ``"grads:a params:F ..."``, a name and a type for each list: F float32, H a half type,
+    other letters any of them, the same letter in a row the same type.
     """
     texts = [kind.split() for kind in kinds]
     text = next((t for t in texts if len(t) == len(lists)), texts[0])

@@ -26,10 +26,8 @@ class AmpState:
     verbosity = 1
     min_loss_scale: float | None = None
     max_loss_scale = 2.0**24
-    # To set: contradictory options warn instead of raising RuntimeError; half parameters, also
-    # those that no master will back, are accepted by both.
-    hard_override = False
-    allow_incoming_model_not_fp32 = False
+    # To set: contradictory options warn and do not raise; half parameters are accepted by both.
+    hard_override = allow_incoming_model_not_fp32 = False
 
     @property
     def loss_scalers(self) -> list[LossScaler]:
@@ -66,10 +64,7 @@ def _flat(groups: str) -> Any:
 
 
 class AmpOptimizerState:
-    """Parameters by kind: ``*_groups`` are lists per param group, ``all_*`` flat.
-
-    fp16 stands for both half types. Masters exist from ``initialize`` on, so nothing is lazy.
-    """
+    """Parameters by kind, fp16 for half types: ``*_groups`` per param group, ``all_*`` flat."""
 
     lazy_init_called = already_patched = True
 

@@ -26,10 +26,10 @@ class Properties(types.SimpleNamespace):
     options = property(vars)
 
     def __init__(self) -> None:
-        names = "cast_model_type patch_torch_functions patch_torch_functions_type "
-        names += "keep_batchnorm_fp32 master_weights"
-        unset = {"opt_level": None, **dict.fromkeys(names.split()), "patch_torch_functions": False}
-        super().__init__(enabled=False, **unset, loss_scale=1.0)
+        names = "enabled opt_level cast_model_type patch_torch_functions patch_torch_functions_type"
+        unset = dict.fromkeys(f"{names} keep_batchnorm_fp32 master_weights loss_scale".split())
+        super().__init__(**unset | {"enabled": False, "patch_torch_functions": False})
+        self.loss_scale = 1.0
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in self.options:
@@ -105,12 +105,10 @@ def initialize(models: Any, given: dict[str, Any]) -> Any:
             "FP16_Optimizer: give it the optimizer inside (fp16_optimizer.optimizer, made anew), "
             "or keep FP16_Optimizer and leave amp out."
         )
-    if not (isinstance(given["num_losses"], int) and given["num_losses"] >= 1):
-        raise ValueError(
-            f"num_losses must be an integer of at least 1, not {given['num_losses']!r}."
-        )
+    if not (isinstance(count := given["num_losses"], int) and count >= 1):
+        raise ValueError(f"num_losses must be an integer of at least 1, not {count!r}.")
     bounds = {name: given[name] for name in ("min_loss_scale", "max_loss_scale")}
-    scalers = [LossScaler(policy.loss_scale, **bounds) for _ in range(given["num_losses"])]
+    scalers = [LossScaler(policy.loss_scale, **bounds) for _ in range(count)]
     session = sessions.Session(policy, list(scalers), verbosity, everywhere=True)
     allow_half = _amp_state.allow_incoming_model_not_fp32 or _amp_state.hard_override
     result = set_up(models, optimizers, session, allow_half=allow_half)
@@ -127,6 +125,5 @@ def initialize(models: Any, given: dict[str, Any]) -> Any:
 
 
 def _as_list(value: Any) -> list[Any]:
-    if value is None:
-        return []
-    return list(value) if isinstance(value, (list, tuple)) else [value]
+    listed = list(value) if isinstance(value, (list, tuple)) else [value]
+    return [] if value is None else listed

@@ -42,8 +42,7 @@ def scale_loss(
 ) -> Iterator[Tensor]:
     """:func:`ampfuse.amp.scale_loss`.
 
-    With `delay_overflow_check` the scale adapts when the scaler's ``update_scale()`` is called,
-    which also says whether to step.
+    With `delay_overflow_check` the scaler's ``update_scale()`` adapts, and says whether to step.
     """
     given = loss_id, model, delay_unscale, delay_overflow_check
     with amp.scale_loss(loss, optimizers, *given) as scaled:
@@ -157,10 +156,7 @@ class AmpHandle(NoOpHandle):
 
 
 class OptimWrapper:
-    """An optimizer with a loss scale of its own for each of its `num_loss` losses.
-
-    ``scale_loss`` blocks before a ``step`` take the scalers in turn, and their gradients add up.
-    """
+    """An optimizer with a loss scale for each of its losses, which take turns between steps."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, amp_handle: Any, num_loss: int) -> None:
         self._optimizer, self._amp_handle = optimizer, amp_handle
@@ -205,12 +201,11 @@ class OptimWrapper:
     first="enabled=True",
 )
 def init(enabled: bool, given: dict[str, Any]) -> AmpHandle | NoOpHandle:
-    """Cast every operation as O1 does, until the handle's ``_deactivate()``.
+    """Cast every operation as O1 does, until the handle's ``_deactivate()``, if `enabled`.
 
     Those in the models of the latest ``initialize`` too, at any level. A second call replaces the
-    first. With ``enabled=False`` the handle does nothing. `patch_type` is float16, or bfloat16 as
-    in ROCm/apex. The others have no effect: ``wrap_optimizer`` makes a scale per loss, no cast is
-    kept outside models or logged, and autocast has ``binary_cross_entropy`` raise on GPUs.
+    first. `patch_type` is float16, or bfloat16 as in ROCm/apex. The others have no effect:
+    ``wrap_optimizer`` makes a scale per loss, and no cast is kept outside models or logged.
     """
     former = getattr(_amp_state, "handle", NoOpHandle())
     if isinstance(former, AmpHandle) and former.is_of_init:

@@ -12,6 +12,7 @@ from torch import Tensor
 import ampfuse.amp.scaler
 from ampfuse import ops
 from ampfuse.amp.scaler import DEFAULT_MIN_SCALE
+from ampfuse.compat.apex.signatures import takes
 from ampfuse.compat.apex.tensor_lists import set_flag
 
 # The rule in pickles, in the order of its fields; and where the constructor's argument differs.
@@ -90,42 +91,32 @@ class LossScaler(ampfuse.amp.scaler.LossScaler):
     def _living_optimizers(self) -> list[Any]:
         return [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]
 
-    def unscale(
-        self,
-        model_grads: Sequence[Tensor],
-        master_grads: Sequence[Tensor],
-        unused_scale: float,
-        models_are_masters: bool = False,
-        scale_override: float | None = None,
-    ) -> None:
+    @takes("model_grads master_grads unused_scale models_are_masters=False scale_override=None")
+    def unscale(self, given: dict[str, Any]) -> None:
         """``master_grads[i] = model_grads[i] / scale``; remembers a non-finite gradient.
 
         The lists have equal length, shapes and device; float32, float16 or bfloat16. With
         `models_are_masters` they are the same, and nothing happens for a static scale of 1.
         `scale_override` is divided by instead of the scale; `unused_scale` is ignored.
         """
-        if models_are_masters and self.is_always_one:
+        if given["models_are_masters"] and self.is_always_one:
             return
-        scale = self.loss_scale() if scale_override is None else scale_override
-        found = self._new_flag(model_grads)
-        ops.scale(model_grads, master_grads, 1.0 / scale, found)
+        override, found = given["scale_override"], self._new_flag(given["model_grads"])
+        scale = self.loss_scale() if override is None else override
+        ops.scale(given["model_grads"], given["master_grads"], 1.0 / scale, found)
         set_flag(self._overflow_buf, found)
 
-    def unscale_with_stashed(
-        self,
-        model_grads: Sequence[Tensor],
-        stashed_master_grads: Sequence[Tensor],
-        master_grads: Sequence[Tensor],
-        scale_override: tuple[float, float, float] | None = None,
-    ) -> None:
+    @takes("model_grads stashed_master_grads master_grads scale_override=None")
+    def unscale_with_stashed(self, given: dict[str, Any]) -> None:
         """``master = model * (out / grads_scale) + stashed * (out / stash_scale)``.
 
         Only the new gradients, `model_grads`, are looked at for overflow. `scale_override` is
         ``(grads_scale, stash_scale, out)``; by default ``(loss_scale(), 1, 1)``.
         """
-        grads_scale, stash_scale, out = scale_override or (self.loss_scale(), 1.0, 1.0)
-        found, factors = self._new_flag(model_grads), (out / grads_scale, out / stash_scale)
-        ops.axpby(model_grads, stashed_master_grads, master_grads, *factors, found, check=0)
+        new, stashed, sums, override = given.values()
+        grads_scale, stash_scale, out = override or (self.loss_scale(), 1.0, 1.0)
+        found = self._new_flag(new)
+        ops.axpby(new, stashed, sums, out / grads_scale, out / stash_scale, found, check=0)
         set_flag(self._overflow_buf, found)
 
     def update_scale(self) -> bool:

@@ -20,7 +20,6 @@ class SoftmaxCrossEntropyLoss:
 
         Those of half logits are FP32 with `half_to_float`; else they have the logits' type.
         """
-        names = {"padding_idx": "ignore_index", "smoothing": "label_smoothing"}
-        options = {ours: given[apexs] for apexs, ours in names.items()}
+        options = {"ignore_index": given["padding_idx"], "label_smoothing": given["smoothing"]}
         losses = cross_entropy(logits, given["labels"], reduction="none", **options)
         return losses if given["half_to_float"] else losses.to(logits.dtype)

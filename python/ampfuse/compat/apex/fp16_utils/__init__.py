@@ -64,10 +64,7 @@ class FP16Model(nn.Module):
 def prep_param_lists(
     model: nn.Module, flat_master: bool = False
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """The trainable parameters of `model`, and float32 masters of them.
-
-    With `flat_master` the master is one flat parameter of all concatenated, its ``.grad`` zeros.
-    """
+    """The trainable parameters of `model`, and float32 masters of them; or a flat one of all."""
     model_params: list[Tensor] = [param for param in model.parameters() if param.requires_grad]
     masters = [param.detach().clone().float() for param in model_params]
     if flat_master:
@@ -81,10 +78,7 @@ def prep_param_lists(
 def model_grads_to_master_grads(
     model_params: Sequence[Tensor], master_params: Sequence[Tensor], flat_master: bool = False
 ) -> None:
-    """Copy the model's gradients into the masters', casting.
-
-    A master gets no gradient where the model has none; a flat master gets zeros there.
-    """
+    """Copy the model's gradients into the masters', casting; a flat one has zeros for None."""
     if flat_master:
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in model_params]
         master_params[0].grad = flatten(grads).to(master_params[0].dtype)
@@ -140,10 +134,7 @@ class LossScaler:
 
 
 class DynamicLossScaler(LossScaler):
-    """A scale that an overflow divides by `scale_factor`, down to 1.
-
-    When `scale_window` iterations since the last overflow are over, it is multiplied.
-    """
+    """An overflow divides it by `scale_factor`, down to 1; `scale_window` clean ones multiply."""
 
     def __init__(
         self, init_scale: float = 2**32, scale_factor: float = 2.0, scale_window: int = 1000

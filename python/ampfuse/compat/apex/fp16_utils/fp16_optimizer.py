@@ -21,38 +21,23 @@ from ampfuse.compat.apex.signatures import takes
 from ampfuse.optim import upgrade
 from ampfuse.optim.inner import parameters
 from ampfuse.optim.masters import FLOAT_DTYPES, HALF_DTYPES, MasterParameter
-
-
-def _of_the_wrapped(name: str) -> Any:
-    """An attribute that is the wrapped optimizer's."""
-    return property(
-        lambda self: getattr(self.optimizer, name),
-        lambda self, value: setattr(self.optimizer, name, value),
-    )
+from ampfuse.optim.parts import member
 
 
 # An Optimizer, unlike apex's: learning-rate schedulers ask for one. Everything but what is defined
 # here is the wrapped optimizer's, so Optimizer.__init__ is not called.
 class FP16_Optimizer(torch.optim.Optimizer):
-    """Wraps an optimizer of half parameters; it steps FP32 masters of them.
+    """Wraps any ``torch.optim.Optimizer`` of half parameters; it steps FP32 masters of them.
 
-    ``optimizer.backward(loss)`` takes the place of ``loss.backward()``.
+    The optimizer, then ``optimizer``, is changed in place: masters replace half parameters, and it
+    becomes a subclass of its class. A trainable parameter that is neither float32, float16 nor
+    bfloat16 is a TypeError. ``optimizer.backward(loss)`` takes the place of ``loss.backward()``.
 
-    Arguments:
-        init_optimizer: any ``torch.optim.Optimizer``, changed in place: its half parameters are
-            replaced by FP32 masters, and it becomes a subclass of its class.
-        static_loss_scale: the scale, unless `dynamic_loss_scale`. A static scale never skips.
-        dynamic_loss_args: ``init_scale``, ``scale_factor``, ``scale_window``, ``min_loss_scale``,
-            ``max_loss_scale`` of :class:`ampfuse.amp.LossScaler`.
-        verbose: accepted and without effect; read ``overflow`` to know.
-
-    Attributes:
-        optimizer: the wrapped optimizer.
-        fp16_groups, fp32_from_fp16_groups, fp32_from_fp32_groups: half parameters, their masters,
-            and FP32 parameters, as lists of lists; flat under ``all_fp16_params`` and so on.
-
-    Raises:
-        TypeError: a trainable parameter is neither float32, float16 nor bfloat16.
+    A static scale never skips. `dynamic_loss_args` are ``init_scale``, ``scale_factor``,
+    ``scale_window``, ``min_loss_scale``, ``max_loss_scale`` of :class:`ampfuse.amp.LossScaler`.
+    `verbose` has no effect: read ``overflow``. ``fp16_groups``, ``fp32_from_fp16_groups`` and
+    ``fp32_from_fp32_groups`` are half parameters, their masters, and FP32 parameters, as lists of
+    lists; flat under ``all_fp16_params`` and so on.
     """
 
     _takes = "init_optimizer static_loss_scale=1.0 dynamic_loss_scale=False dynamic_loss_args=None"
@@ -63,10 +48,8 @@ class FP16_Optimizer(torch.optim.Optimizer):
         options = (given["dynamic_loss_scale"] and given["dynamic_loss_args"]) or {}
         for param in parameters(inner):
             if param.requires_grad and param.dtype not in FLOAT_DTYPES:
-                raise TypeError(
-                    f"A parameter of shape {tuple(param.shape)} is {param.dtype}; FP16_Optimizer "
-                    "takes float16, bfloat16 and float32 ones."
-                )
+                found = f"A parameter of shape {tuple(param.shape)} is {param.dtype}"
+                raise TypeError(f"{found}; FP16_Optimizer takes float16, bfloat16 and float32.")
         is_dynamic = given["dynamic_loss_scale"]
         scaler = LossScaler("dynamic" if is_dynamic else given["static_loss_scale"], **options)
         if any(p.is_cpu and p.dtype in HALF_DTYPES for p in parameters(inner)):
@@ -102,10 +85,10 @@ class FP16_Optimizer(torch.optim.Optimizer):
     def backward(
         self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False
     ) -> None:
-        """``loss.backward()`` with the loss scaled, and the masters' gradients from it.
+        """``loss.backward()`` with the loss scaled; several calls add up.
 
-        Several calls add up. With ``update_master_grads=False`` the gradients stay scaled until a
-        call without it, or until :meth:`update_master_grads`.
+        With ``update_master_grads=False`` the gradients stay scaled until a call without it, or
+        until :meth:`update_master_grads`.
         """
         inner, delay = [self.optimizer], not update_master_grads
         with scaled_pass(loss, inner, self.loss_scaler, delay, False) as scaled:
@@ -114,10 +97,7 @@ class FP16_Optimizer(torch.optim.Optimizer):
             self._remember_overflow()
 
     def update_master_grads(self) -> None:
-        """Unscale gradients that are new, look for overflow and adapt the scale.
-
-        After a ``backward`` that has done so, it changes nothing.
-        """
+        """Unscale gradients that are new, look for overflow and adapt the scale; else nothing."""
         optimizer, scaler = self.optimizer, self.loss_scaler
         device = optimizer.param_table().param(0).device
         if optimizer.has_scaled_gradients:
@@ -176,14 +156,10 @@ class FP16_Optimizer(torch.optim.Optimizer):
         grads = ([param.grad for param in group["params"]] for group in self.param_groups)
         return [[None if grad is None else grad.detach() for grad in group] for group in grads]
 
-    loss_scale = property(
-        lambda self: self.loss_scaler.loss_scale(),
-        lambda self, value: setattr(self.loss_scaler, "_loss_scale", value),
-    )
-
-    state = _of_the_wrapped("state")
-    param_groups = _of_the_wrapped("param_groups")
-    add_param_group = _of_the_wrapped("add_param_group")
+    loss_scale = member("loss_scaler._loss_scale")
+    state = member("optimizer.state")
+    param_groups = member("optimizer.param_groups")
+    add_param_group = member("optimizer.add_param_group")
 
     def state_dict(self) -> dict[str, Any]:
         """apex's keys, for ``weights_only=True``; ``fp32_from_fp16`` holds the masters."""
@@ -199,10 +175,7 @@ class FP16_Optimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what ``state_dict`` returned, of either class and of apex's; masters in place.
-
-        A ValueError if it belongs to parameters of another number or shape.
-        """
+        """Restore what either class's or apex's returned, in place; ValueError if of others."""
         state = _unflattened(self, state_dict) if "fp32_groups_flat" in state_dict else state_dict
         own, saved = self.fp32_from_fp16_groups, state.get("fp32_from_fp16")
         if saved is None:  # the class of apex.optimizers
@@ -226,6 +199,8 @@ class FP16_Optimizer(torch.optim.Optimizer):
         if bool(dynamic) != self.dynamic_loss_scale:
             self.set_loss_scaler(LossScaler("dynamic" if dynamic else scaling["loss_scale"]))
         self.loss_scaler.load_state_dict(scaling)
+        if self.dynamic_loss_scale and "scale_window" in state:
+            self.loss_scaler._scale_seq_len = state["scale_window"]
         self.overflow = state.get("overflow", False)
 
     def __getstate__(self) -> dict[str, Any]:

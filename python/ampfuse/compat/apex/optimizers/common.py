@@ -28,9 +28,8 @@ _NOT_OURS = ("params", "param_names", "step")  # of a group whose state is loade
 class ApexOptimizer(FusedOptimizer):
     """Mixin: ``zero_grad`` with apex's default, and state dicts of apex, torch and ampfuse.
 
-    Learning-rate schedules of apex's time read ``param_groups[i]["step"]``. From the first step on
-    it is there: the largest of the steps applied to the group's parameters, float32 and 0-dim on
-    their device.
+    From the first step on ``param_groups[i]["step"]`` is there: the largest of the steps applied to
+    the group's parameters, float32 and 0-dim on their device.
     """
 
     set_grad_none = True
@@ -72,8 +71,7 @@ class ApexOptimizer(FusedOptimizer):
         return torch.zeros(1, dtype=torch.int32, device=device)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        # The base's by name: between it and here torch may have put hooks on classes that have
-        # instances of their own, and these hooks would run once more.
+        # The base's by name: hooks that torch has put on classes in between would run once more.
         result = FusedOptimizer.step(self, closure)
         if self.algorithm.uses_count:
             groups = self.param_groups
@@ -90,8 +88,7 @@ class ApexOptimizer(FusedOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads apex's, torch's and ampfuse's state dicts.
 
-        What a saved group does not say, as apex's groups of few keys, is taken from our own. apex's
-        count of steps, of the group, becomes that of its parameters.
+        What a saved group does not say stays. apex's count of a group is its parameters'.
         """
         state = {key: dict(value) for key, value in state_dict["state"].items()}
         groups, own_groups = [], self.param_groups

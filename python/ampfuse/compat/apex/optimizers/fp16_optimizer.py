@@ -17,10 +17,9 @@ from ampfuse.compat.apex.signatures import takes
 class FP16_Optimizer(fp16_utils.FP16_Optimizer):
     """:class:`apex.fp16_utils.FP16_Optimizer` with other defaults, around any optimizer.
 
-    A dynamic scale grows after 1000 clean passes and stays above 1. An overflow of a static one
-    skips the step too. ``zero_grad`` drops gradients. A step of somebody's own that takes
-    ``grad_norms``, as that of 2019's FusedAdam, gets the norm of each group. ``cur_scale`` is the
-    loss scale, and ``fp32_groups`` are what is stepped, as lists.
+    A dynamic scale, ``cur_scale``, grows after 1000 clean passes and stays above 1. An overflow of
+    a static one skips the step too. ``zero_grad`` drops gradients. A step of somebody's own that
+    takes ``grad_norms``, as that of 2019's FusedAdam, gets the norm of each group.
     """
 
     @takes(f"{fp16_utils.FP16_Optimizer._takes} verbose=True")

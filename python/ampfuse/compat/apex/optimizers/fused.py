@@ -39,9 +39,7 @@ class FusedAdam(ApexOptimizer, optim.Adam):
     """:class:`ampfuse.optim.Adam` with apex's arguments; by default it is AdamW.
 
     Any step can be captured. With `capturable`, one that a GradScaler drives leaves half gradients
-    unscaled too. `master_weights` keeps FP32 masters of half parameters; as in apex it is a
-    RuntimeError without `capturable`.
-
+    unscaled too. `master_weights` keeps FP32 masters; without `capturable` it is a RuntimeError.
     `max_grad_norm` and other arguments of 2019 make it the FusedAdam of ``apex.contrib``.
     """
 
@@ -70,9 +68,7 @@ class FusedAdam(ApexOptimizer, optim.Adam):
         if self._of_2019:
             self.set_in_groups("max_grad_norm", old["max_grad_norm"] or 0.0)
 
-    @property
-    def _unscales_half(self) -> bool:  # type: ignore[override]
-        return self.capturable
+    _unscales_half = property(lambda self: self.capturable)
 
     def step(
         self,
@@ -89,10 +85,8 @@ class FusedAdam(ApexOptimizer, optim.Adam):
         """
         names, given = _GIVEN_UP, (grads, output_params, scale, grad_norms)
         if refused := [n for n, value in zip(names, given, strict=True) if value is not None]:
-            raise RuntimeError(
-                f"FusedAdam.step takes no {', '.join(refused)}: gradients are read from .grad, and "
-                "amp or a GradScaler unscales them."
-            )
+            found = f"FusedAdam.step takes no {', '.join(refused)}: gradients are read from .grad"
+            raise RuntimeError(f"{found}, and amp or a GradScaler unscales them.")
         with driven_by(self, driver):
             if not self._of_2019:
                 return super().step(closure)
@@ -135,8 +129,7 @@ class FusedSGD(ApexOptimizer, optim.SGD):
     """:class:`ampfuse.optim.SGD` with apex's arguments.
 
     `lr` is required, here or in every group (ValueError). `wd_after_momentum` adds the weight decay
-    after the momentum instead of before it. `materialize_master_grads` has no effect: masters'
-    gradients are made when somebody reads them.
+    after the momentum instead of before it. `materialize_master_grads` has no effect.
     """
 
     _takes = (
@@ -217,14 +210,10 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         self.skip_nonfinite = True
         self.reduced_precision_dtype = dtype
 
-    @property
-    def reduced_precision_dtype(self) -> torch.dtype | None:
-        return self._reduced_precision_dtype
+    def _set_dtype(self, dtype: torch.dtype | None) -> None:
+        self._reduced_precision_dtype, self.master_weights = dtype, dtype is not None
 
-    @reduced_precision_dtype.setter
-    def reduced_precision_dtype(self, dtype: torch.dtype | None) -> None:
-        self._reduced_precision_dtype = dtype
-        self.master_weights = dtype is not None
+    reduced_precision_dtype = property(lambda self: self._reduced_precision_dtype, _set_dtype)
 
     def step(self, closure: Callable[[], Any] | None = None, **driver: Any) -> Any:
         """One step; with ``grad_scaler=s`` torch's GradScaler unscales and skips on overflow."""
@@ -267,10 +256,8 @@ class FusedNovoGrad(ApexOptimizer, optim.NovoGrad):
                     k for k, half in zip(group["params"], are_half, strict=True) if half == is_half
                 ]
                 if len(keys) != len(values):
-                    raise ValueError(
-                        f"The state holds norms of {len(values)} parameters where there are "
-                        f"{len(keys)}. Nothing was loaded."
-                    )
+                    found = f"The state holds norms of {len(values)} parameters"
+                    raise ValueError(f"{found} where there are {len(keys)}. Nothing was loaded.")
                 for key, value in zip(keys, values, strict=True):
                     state.setdefault(key, {})["exp_avg_norm"] = value.detach().clone()
         super().load_state_dict({**state_dict, "state": state, "param_groups": groups})

@@ -18,21 +18,16 @@ from ampfuse.nn.sync_batch_norm import sync_normalize
 
 # apex leaves each process its own running statistics. torch 2.14 has a new name for that.
 _NAMES = inspect.signature(nn.parallel.DistributedDataParallel).parameters
-_SYNC_OF_BUFFERS = (
-    "forward_sync_buffers" if "forward_sync_buffers" in _NAMES else "broadcast_buffers"
-)
+_SYNC = "forward_sync_buffers" if "forward_sync_buffers" in _NAMES else "broadcast_buffers"
 
 
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     """torch's ``DistributedDataParallel`` with apex's arguments. Wrap after ``amp.initialize``.
 
-    Arguments:
-        message_size: elements per all-reduce.
-        delay_allreduce: accept parameters that get no gradient in a pass.
-        allreduce_always_fp32: sum half gradients in FP32.
-        gradient_average: divide the sum by the number of processes.
-        gradient_predivide_factor: divide by this before the sum, and by the rest after it.
-        shared_param: a ValueError; apex gave it up. The others have no effect.
+    `message_size`: elements per all-reduce. `delay_allreduce`: accept parameters that get no
+    gradient in a pass. `allreduce_always_fp32`: sum half gradients in FP32. `gradient_average`:
+    divide the sum by the number of processes; by `gradient_predivide_factor` before it, by the rest
+    after it. `shared_param`: a ValueError; apex gave it up. The others have no effect.
     """
 
     @takes(
@@ -49,7 +44,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             given["module"],
             find_unused_parameters=bool(given["delay_allreduce"]),
             bucket_cap_mb=max(1, given["message_size"] * 4 // 2**20),
-            **dict[str, Any]({_SYNC_OF_BUFFERS: False}),
+            **dict[str, Any]({_SYNC: False}),
         )
         self.gradient_average: bool = given["gradient_average"]
         self.gradient_predivide_factor = float(given["gradient_predivide_factor"])
@@ -76,9 +71,9 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
 
 class Reducer:
-    """Averages over all processes when asked: the tensors of a list, or a module's gradients.
+    """Averages over all processes when asked: tensors, or a module's gradients.
 
-    The parameters of a module are broadcast from the first process now.
+    A module's parameters are broadcast from the first process now.
     """
 
     def __init__(self, module_or_grads_list: nn.Module | Iterable[Tensor]) -> None:
