@@ -3,6 +3,7 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
+#include <pybind11/functional.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -12,6 +13,7 @@
 #include "core/backend.h"
 #include "half_ops.h"
 #include "memory.h"
+#include "nn/half_data.h"
 #include "nn/recompute.h"
 #include "schema.h"
 
@@ -100,6 +102,16 @@ Lists of tensors: strided and dense, on one device, float32, float16 or bfloat16
         R"(An uninitialized tensor laid out in memory as `like`, to live long.
 
 On a CPU a large one is on huge pages, where the system has them.)");
+
+  m.def(
+      "set_half_data",
+      [](decltype(HalfData::of) of, decltype(HalfData::widened) widened) {
+        half_data() = {std::move(of), std::move(widened)};
+      },
+      py::arg("of"), py::arg("widened"),
+      R"(How ``cross_entropy`` finds the half data of a float32 tensor, and makes such a gradient.
+
+`of`: the half data, or None; `widened`: the float32 tensor that holds it.)");
 
   py::class_<SavedTensor>(m, "SavedTensor", py::module_local(), "What autograd keeps of a tensor.")
       .def(py::init<const at::Tensor&>(), py::arg("tensor"),

@@ -33,7 +33,11 @@ if TYPE_CHECKING:
 
 def _only_reports_environment() -> bool:
     """True in ``ampfuse env`` or ``python -m ampfuse env``: they explain broken installations."""
-    return sys.argv[1:2] == ["env"] and os.path.basename(sys.argv[0]) in ("ampfuse", "-m")
+    if sys.argv[1:2] != ["env"]:
+        return False
+    # While Python looks for the module that -m names, that is "-m" here, and named there.
+    program = sys.argv[0] if sys.argv[0] != "-m" else sys.orig_argv[-len(sys.argv)]
+    return os.path.basename(program) in ("ampfuse", "-mampfuse")
 
 
 # An extension that does not fit the running torch says so here and now, not at its first use.

@@ -34,7 +34,7 @@ def run_alone(command: ModuleType, argv: list[str] | None = None) -> int:
     """
     assert command.__spec__ is not None  # it is run by its name, as python -m does it
     parser = OneLineParser(
-        prog=f"python -m {command.__spec__.name.removesuffix('.__main__')}",
+        prog=f"python -m {command.__spec__.name}",
         description=command.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

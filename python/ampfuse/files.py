@@ -11,11 +11,8 @@ from typing import BinaryIO
 
 
 @contextlib.contextmanager
-def atomic(path: Path, mode: int | None = None) -> Iterator[BinaryIO]:
-    """A file to write that becomes `path` at the end of the block, and vanishes if that fails.
-
-    `mode` are its permissions; by default those of any new file.
-    """
+def atomic(path: Path) -> Iterator[BinaryIO]:
+    """A file to write that becomes `path` at the end of the block, and vanishes if that fails."""
     with naming(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
@@ -23,7 +20,7 @@ def atomic(path: Path, mode: int | None = None) -> Iterator[BinaryIO]:
             with os.fdopen(handle, "wb") as file:
                 yield file
             # mkstemp's files are for their owner alone
-            os.chmod(name, 0o666 & ~_umask() if mode is None else mode)
+            os.chmod(name, 0o666 & ~_umask())
             os.replace(name, path)
         except BaseException:
             with contextlib.suppress(OSError):

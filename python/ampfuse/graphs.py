@@ -134,8 +134,8 @@ def make_graphed_step(
             DistributedDataParallel, FSDP or anything else that communicates: collectives are not
             captured.
         loss_fn: ``loss_fn(output, *targets)`` gives the loss, one element.
-        optimizer: of ``ampfuse.optim``, or SGD, Adam, AdamW or Adagrad of torch under
-            ``amp.initialize``. Under amp the loss is scaled with the first loss scaler.
+        optimizer: of ``ampfuse.optim``, or SGD, Adam, AdamW, Adagrad or Muon of torch
+            under ``amp.initialize``. Under amp the loss is scaled with the first loss scaler.
         sample_batch: ``(inputs, *targets)`` as in the calls to come: tensors, or tuples, lists and
             dicts of them, on the device or (copied at each call) on the CPU. A tuple or list of
             inputs is passed as ``model(*inputs)``, a dict as ``model(**inputs)``. Numbers, strings,

@@ -1,14 +1,15 @@
 """Walk the containers that models take and return, and replace the tensors in them.
 
-What comes out has the type of what went in: lists, tuples, namedtuples, torch's return types and
-mappings (``OrderedDict``, Hugging Face's ``ModelOutput``, ...) are rebuilt as themselves. Only what
-holds a replaced item is rebuilt; everything else is handed on as the same object. Sets, generators,
-ranges and dataclasses are left alone.
+What comes out has the type of what went in: lists, tuples, namedtuples, torch's return types,
+mappings (``OrderedDict``, Hugging Face's ``ModelOutput``, ...), dataclasses and what is registered
+with torch's pytree are rebuilt as themselves. Only what holds a replaced item is rebuilt;
+everything else is handed on as the same object. Other objects, sets and generators are left alone.
 """
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.nn.utils.rnn import PackedSequence
+from torch.utils import _pytree as pytree
 
 _DICTS = (dict, OrderedDict)  # Dynamo knows neither copies nor attributes of these
 
@@ -47,7 +49,34 @@ def replace(value: Any, leaf: Callable[[Any], Any]) -> Any:
         for key, new in entries.items():
             rebuilt[key] = new
         return rebuilt
+    if is_dataclass(value):
+        fields = [f.name for f in dataclasses.fields(value) if hasattr(value, f.name)]
+        changed = {
+            name: new
+            for name in fields
+            if not _same(new := replace(old := getattr(value, name), leaf), old)
+        }
+        if changed:
+            value = copy.copy(value)
+        for name, new in changed.items():
+            object.__setattr__(value, name, new)  # frozen ones too
+    elif type(value) in pytree.SUPPORTED_NODES:
+        items, spec = pytree.tree_flatten(value, is_leaf=lambda item: item is not value)
+        changed_items = [replace(item, leaf) for item in items]
+        if not all(map(_same, changed_items, items)):
+            return pytree.tree_unflatten(changed_items, spec)
     return value
+
+
+def walks(value: Any) -> bool:
+    """Whether :func:`replace` looks into `value`."""
+    if isinstance(value, (list, tuple, Mapping)) or type(value) in pytree.SUPPORTED_NODES:
+        return True
+    return is_dataclass(value)
+
+
+def is_dataclass(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
 def _same(new: Any, old: Any) -> bool:
@@ -69,6 +98,9 @@ def tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, Mapping):
         for item in value.values():
             yield from tensors(item)
+    elif is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from tensors(getattr(value, field.name, None))
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:

@@ -5,6 +5,7 @@ import copy
 import functools
 import logging
 import math
+import re
 
 import pytest
 import torch
@@ -124,9 +125,49 @@ def test_disabled_changes_nothing():
 @pytest.mark.parametrize("enabled", [True, "False"])
 def test_swapped_arguments_of_scale_loss(enabled):
     _, optimizer = make("O1", enabled=enabled)
-    message = r"swapped: .* amp.scale_loss\(loss, optimizer\)"
+    message = r"takes the optimizer, not Tensor: write amp.scale_loss\(loss, optimizer\)"
     with pytest.raises(TypeError, match=message), amp.scale_loss(optimizer, torch.ones(())):
         pass
+
+
+# What somebody wrote, and the call that the message has.
+MISTAKEN = {
+    "clip": (
+        lambda m, o: amp.clip_grad_norm_(m.parameters(), 1.0),
+        "amp.clip_grad_norm_(optimizer",
+    ),
+    "masters": (lambda m, o: amp.master_params(m), "amp.master_params(optimizer)"),
+    "model": (lambda m, o: enter(torch.ones(()), m), "amp.scale_loss(loss, optimizer)"),
+    "layers": (lambda m, o: enter(torch.ones(()), nn.Sequential(m)), "amp.scale_loss(loss, opt"),
+    "parameters": (lambda m, o: enter(torch.ones(()), m.parameters()), "amp.scale_loss(loss, opt"),
+    "None": (lambda m, o: enter(torch.ones(()), None), "amp.scale_loss(loss, optimizer)"),
+}
+
+
+def enter(*arguments):
+    with amp.scale_loss(*arguments):
+        pass
+
+
+@pytest.mark.parametrize("case", MISTAKEN)
+def test_what_takes_the_optimizer_and_got_something_else(case):
+    mistake, call = MISTAKEN[case]
+    with pytest.raises(TypeError, match=f"takes the optimizer, not .*: write {re.escape(call)}"):
+        mistake(*make("O2"))
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_scale_loss_without_with(enabled):
+    model, optimizer = make("O5", enabled=enabled)
+    block = amp.scale_loss(model(torch.ones(1)).sum(), optimizer)
+    with pytest.raises(
+        AttributeError, match=r"with amp.scale_loss\(loss, optimizer\) as scaled_loss"
+    ):
+        block.backward()
+    assert model.w.grad is None
+    with block as scaled:  # nothing had begun
+        scaled.backward()
+    assert gradient_of(optimizer) == 1
 
 
 class NotAnOptimizer:
@@ -150,10 +191,15 @@ def with_a_loose_parameter(model):
     return model, torch.optim.SGD([torch.ones(1, dtype=f64, requires_grad=True)], lr=0.1)
 
 
+CALL = r"The call is amp\.initialize\(model, optimizer, opt_level="
 REFUSED = {
     "no optimizer": (lambda m: (m, NotAnOptimizer()), TypeError, "optimizers must be"),
     "a generator": (lambda m: (m, (o for o in [sgd(m)])), TypeError, "optimizers .* generator"),
-    "in a list": (lambda m: (m, [sgd(m), NotAnOptimizer()]), TypeError, "holds a NotAnOptimizer"),
+    "in a list": (
+        lambda m: (m, [sgd(m), NotAnOptimizer()]),
+        TypeError,
+        "got NotAnOptimizer",
+    ),
     "models generated": (lambda m: ((x for x in [m]), sgd(m)), TypeError, "models .* generator"),
     "no model": (lambda m: (None, sgd(m)), TypeError, "models must be .* NoneType"),
     "DataParallel": (wrapped, RuntimeError, "wrapped in DataParallel already"),
@@ -164,6 +210,13 @@ REFUSED = {
     "half": (lambda m: (m.half(), sgd(m)), RuntimeError, r"'0\.weight' is float16.*O1"),
     "bfloat16": (lambda m: (m.bfloat16(), sgd(m)), RuntimeError, r"'0\.weight' is bfloat16.*O1"),
     "loose": (with_a_loose_parameter, TypeError, r"param_groups\[0\].*float64"),
+    "swapped": (lambda m: (sgd(m), m), TypeError, rf"models .* got SGD\. {CALL}"),
+    "a level": (lambda m: (m, "O5"), TypeError, f"optimizers .* got str. {CALL}"),
+    "parameters": (
+        lambda m: (m, [*m.parameters()]),
+        TypeError,
+        f"got Parameter. {CALL}",
+    ),
 }
 
 
@@ -198,7 +251,9 @@ WRONG = [
     ({"max_loss_scale": None}, ValueError, "max_loss_scale is None; it has to be at"),
     ({"min_loss_scale": 8.0, "max_loss_scale": 4.0}, ValueError, "max_loss_scale is 4.0"),
     ({"verbosity": "1"}, TypeError, "verbosity must be 0, 1 or 2, not '1'"),
-    ({"enabled": "no"}, ValueError, "^enabled is 'no'; it has to be True or False$"),
+    ({"enabled": "no"}, ValueError, "^enabled is 'no'; it has to be True or False"),
+    ({"enabled": "O5"}, ValueError, rf"^enabled is 'O5'; .*\. {CALL}"),
+    ({"enabled": bf16}, ValueError, rf"^enabled is torch.bfloat16; .*\. {CALL}"),
     ({"fuse": "yes"}, ValueError, "^fuse is 'yes'; it has to be True or False$"),
     ({"master_weights": "Split"}, ValueError, "^master_weights is .*True, False or 'split'"),
     *(

@@ -3,6 +3,7 @@
 import copy
 import pickle
 from functools import partial
+from inspect import signature
 
 import pytest
 import torch
@@ -40,6 +41,41 @@ SOME = ("SGD", "AdamW", "Adagrad", "LAMB", "NovoGrad", "RMSprop", "hand-written"
 def test_training_follows_plain_torch(name, level):
     training = follows_plain_torch(OPTIMIZERS[name], level, in_pure_fp16=name in IN_PURE_FP16)
     assert isinstance(training.optimizer, GenericOptimizer) == (name not in FUSED)
+
+
+class OwnArguments(torch.optim.SGD):
+    def step(self, closure=None, *, factor=1.0):
+        for group in self.param_groups:
+            group["lr"] *= factor
+        return super().step(closure)
+
+    def zero_grad(self, set_to_none=True, *, more=()):
+        super().zero_grad(set_to_none)
+
+
+def signatures(optimizer):
+    """Of the methods that are wrapped: names, kinds and defaults of their parameters."""
+    methods = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_group")
+    found = {name: signature(getattr(type(optimizer), name)).parameters for name in methods}
+    return {
+        name: [(p.name, p.kind, p.default) for p in parameters.values()]
+        for name, parameters in found.items()
+    }
+
+
+@pytest.mark.parametrize("name", [*OPTIMIZERS, "own arguments", "LARC"])
+def test_signatures_are_those_of_the_class(name):
+    make = {**OPTIMIZERS, "own arguments": partial(OwnArguments, lr=0.1)}.get(name, torch.optim.SGD)
+    model = nn.Linear(2, 2)
+    optimizer = make(model.parameters())
+    expected = signatures(optimizer)
+    amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    assert signatures(optim.LARC(optimizer) if name == "LARC" else optimizer) == expected
+    if name == "own arguments":
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step(factor=0.5)
+        optimizer.zero_grad(more=(1,))
+        assert optimizer.param_groups[0]["lr"] == 0.05
 
 
 def register_step_hooks(optimizer, calls, prefix):

@@ -94,7 +94,7 @@ def test_imports_of_what_is_left_out_say_so(top, statement, missing, instead):
     with pytest.raises(ModuleNotFoundError, match="ampfuse leaves out") as error:
         exec(statement.format(top))
     assert str(error.value).startswith(f"ampfuse leaves out apex.{missing}: use ")
-    assert "python -m ampfuse.migrate SCRIPT" in str(error.value)
+    assert "docs/from_apex.md" in str(error.value)
     assert instead in str(error.value)
     parent, _, last = f"{top}.{missing}".rpartition(".")
     assert not hasattr(sys.modules[parent], last)

@@ -10,7 +10,6 @@ import pytest
 import ampfuse.compat.apex
 import ampfuse.compat.apex.__main__ as runner
 import apex_names
-from ampfuse.migrate import rewrite_imports
 from cases import LEVELS
 from programs import python, ranks
 
@@ -58,11 +57,22 @@ CASES = {
 }
 
 
-def migrated(path, tmp_path):
-    """Its imports changed to ``ampfuse.compat.apex``, as ``ampfuse.migrate --write`` does."""
+def with_imports_changed(path, tmp_path):
+    """A copy that imports ``ampfuse.compat.apex``."""
+    text = path.read_text()
+    for old, new in (
+        (r"from apex\b", "from ampfuse.compat.apex"),
+        (r"import apex\b[.\w]*$", "import ampfuse.compat.apex as apex"),
+        (r"import (?=(amp_C|apex_C|fused_adam_cuda)$)", "from ampfuse.compat.apex import "),
+    ):
+        text = re.sub(rf"^(\s*){old}", rf"\1{new}", text, flags=re.MULTILINE)
     copy = tmp_path / path.name
-    copy.write_text(rewrite_imports(path.read_text()))
-    runpy.run_path(str(copy), run_name="__main__")
+    copy.write_text(text)
+    return copy
+
+
+def migrated(path, tmp_path):
+    runpy.run_path(str(with_imports_changed(path, tmp_path)), run_name="__main__")
 
 
 def installed(path, tmp_path):
@@ -139,7 +149,7 @@ def test_as_a_program(way, tmp_path):
         ],
         "python -m": ["-m", "ampfuse.compat.apex", str(script)],
     }[way]
-    (tmp_path / "imagenet.py").write_text(rewrite_imports(script.read_text()))
+    with_imports_changed(script, tmp_path)
     arguments = ["--opt-level", "O2", "--epochs", "1", "--save", str(tmp_path / "c.pt")]
     result = python(*command, *arguments)
     assert result.returncode == 0, result.stderr

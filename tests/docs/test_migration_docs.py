@@ -1,5 +1,6 @@
 """docs/from_apex.md and from_torch_amp.md: before and after run, and train to the same loss."""
 
+import importlib
 import re
 from pathlib import Path
 
@@ -55,6 +56,22 @@ def test_before_and_after_train_alike(title):
         new = run(after)
     assert old < 0.6 * untrained
     assert new == pytest.approx(old, abs=0.01)
+
+
+def test_the_names_of_the_table_are_there():
+    """Each row's first ones; of a name without dots, beside the one before it."""
+    rows = re.findall(r"^\| (`.*?) \| (.*?) \|", APEX, re.MULTILINE)
+    assert len(rows) > 20
+    for cells in rows:
+        for cell in cells:
+            parent = None
+            for name in re.findall(r"`([\w.]+)`", cell):
+                if "." in name:
+                    path, _, name = name.rpartition(".")
+                    path = re.sub(r"^(?=apex|amp_C)", "ampfuse.compat.apex.", path)
+                    parent = importlib.import_module(path.replace("apex.apex", "apex"))
+                if parent is not None and not cell.startswith("the same"):
+                    assert hasattr(parent, name), cell
 
 
 def test_the_way_in_at_the_start_of_a_program():

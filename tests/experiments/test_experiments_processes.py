@@ -1,17 +1,24 @@
 """ImageNet in several processes: copies and shards, and what is resumed."""
 
+import contextlib
 import json
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 pytest.importorskip("torchvision")
 pytest.importorskip("timm")
 
 import data_files
 from ampfuse.experiments import cifar, imagenet, settings
+from ampfuse.experiments.distributed import World, gathered
 from programs import python, started
 
 # Command lines, one after the other in one process group: what a process imports takes seconds, and
@@ -155,6 +162,21 @@ def test_other_scripts_train_in_one_process(monkeypatch, capsys, tmp_path):
     assert cifar.main(["--data", "synthetic", "--device", "cpu", "-o", str(tmp_path)]) == 2
     assert "cifar trains in one process" in capsys.readouterr().err
     assert imagenet.SCRIPT.distributed
+
+
+def test_an_exception_ends_the_group_and_shards_the_model_again(monkeypatch):
+    alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    monkeypatch.setattr(dist, "init_process_group", partial(dist.init_process_group, **alone))
+    for error in (None, KeyError("in the block")):
+        caught = pytest.raises(KeyError) if error else contextlib.nullcontext()
+        with caught, World(size=2).connected(torch.device("cpu")):
+            model = fully_shard(nn.Linear(4, 4))
+            with gathered(model):
+                assert not isinstance(model.weight, DTensor)
+                if error:
+                    raise error
+        assert isinstance(model.weight, DTensor)
+        assert not dist.is_initialized()
 
 
 @pytest.mark.slow

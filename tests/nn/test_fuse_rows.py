@@ -158,8 +158,11 @@ def test_parts(parts, fused):
     assert_same(run(model, [x]), expected, 1e-6)
     assert passes(model, x)[1] == 2 * ("norms" in parts)
     assert passes(model, x, op="activation")[1] == ("activations" in parts)
-    with pytest.raises(ValueError, match="parts holds 'norm'; it has to hold some of norms, act"):
-        fuse(model, ["norm"])
+    for wrong in (["norm"], "norms"):
+        with pytest.raises(
+            ValueError, match=r'parts is .*; it has to list .*, as \["norms"\] does'
+        ):
+            fuse(model, wrong)
 
 
 def double(module, args, output):
@@ -202,6 +205,83 @@ def test_types_that_differ_are_added_as_torch_adds_them():
     fuse(model)
     model.norm1.register_forward_pre_hook(lambda module, args: args[0].to(bf16))
     assert model(torch.randn(2, 24)).dtype == torch.float32
+
+
+class RMSNorm(nn.Module):
+    """As in transformers, with the name that its models have."""
+
+    def __init__(self, size, *, eps=1e-6, **more):
+        super().__init__()
+        self.weight, self.variance_epsilon = nn.Parameter(torch.rand(size) + 0.5), eps
+        vars(self).update(more)
+
+    def forward(self, x):
+        y = x.to(torch.float32)
+        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * y.to(x.dtype)
+
+
+class Root(RMSNorm):  # by another name
+    def forward(self, x):
+        return (
+            self.weight * nn.functional.rms_norm(x, x.shape[-1:], None, self.variance_epsilon)
+        ).to(x)
+
+
+class OnePlusRMSNorm(RMSNorm):
+    def forward(self, x):
+        return super().forward(x) + super().forward(x) / self.weight
+
+
+class CenteredRMSNorm(RMSNorm):
+    def forward(self, x):
+        return super().forward(x - x.mean(-1, keepdim=True))
+
+
+class GatedRMSNorm(RMSNorm):
+    def forward(self, x, gate=None):
+        return super().forward(x) if gate is None else super().forward(x) * gate
+
+
+class OutsideRMSNorm(RMSNorm):  # eps beside the root
+    def forward(self, x):
+        return self.weight * x / (x.pow(2).mean(-1, keepdim=True).sqrt() + self.variance_epsilon)
+
+
+class FP32RMSNorm(RMSNorm):
+    def forward(self, x):
+        return super().forward(x).float()
+
+
+class DroppedRMSNorm(RMSNorm):
+    def forward(self, x):
+        return nn.functional.dropout(super().forward(x), 0.5, self.training)
+
+
+class SwitchedRMSNorm(RMSNorm):
+    def forward(self, x):
+        return super().forward(x) * (2 if self.twice else 1)
+
+
+OTHERS = [OnePlusRMSNorm, CenteredRMSNorm, GatedRMSNorm, OutsideRMSNorm, FP32RMSNorm]
+OTHERS += [DroppedRMSNorm, partial(SwitchedRMSNorm, twice=False)]
+
+
+@pytest.mark.parametrize("norm", [RMSNorm, Root, *OTHERS])
+def test_rms_norms_of_others_are_known_by_what_they_compute(norm, monkeypatch):
+    for cls in (RMSNorm, Root, *OTHERS[:-1], SwitchedRMSNorm):
+        monkeypatch.setattr(cls, "__module__", "transformers.models.some.modeling_some")
+    model, x = PreNorm(norm), 1e-3 * torch.randn(3, 5, 24)
+    plain = copy.deepcopy(model)
+    report = fuse(model)
+    assert set(report.fused) == ({"norm1", "norm2"} if norm in (RMSNorm, Root) else set())
+    for each in (model, plain):
+        torch.manual_seed(0)
+        each.result = each(x)
+    torch.testing.assert_close(model.result, plain.result)
+    if report.fused:
+        compiled = torch.compile(model, fullgraph=True, backend="eager")
+        torch.testing.assert_close(compiled(x), plain.result)
 
 
 @pytest.mark.parametrize("name", ["PreNorm, LayerNorm", "Gated", "Functions"])

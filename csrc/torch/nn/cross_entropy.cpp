@@ -4,8 +4,11 @@
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/variable.h>
 #include <torch/library.h>
 
+#include "half_data.h"
 #include "nn_pass.h"
 
 namespace ampfuse {
@@ -100,9 +103,12 @@ Tensor gradient_pass(const Tensor& gradient, const Tensor& logits, const Tensor&
 }
 
 struct CrossEntropyFunction : torch::autograd::Function<CrossEntropyFunction> {
-  static Tensor forward(AutogradContext* context, const Tensor& logits, const Tensor& target,
+  static Tensor forward(AutogradContext* context, const Tensor& input, const Tensor& target,
                         const OptionalTensor& weight, int64_t ignore_index,
                         double label_smoothing) {
+    const OptionalTensor half = half_data_of(input);
+    const Tensor logits = half.value_or(input);
+    context->saved_data["is_half_data"] = half.has_value();
     auto [losses, lse] = Call<loss_pass>::of(AMPFUSE_OP("cross_entropy_loss"), logits, target,
                                              weight, ignore_index, label_smoothing);
     context->save_for_backward({logits, target, weight.value_or(Tensor()), lse});
@@ -117,13 +123,16 @@ struct CrossEntropyFunction : torch::autograd::Function<CrossEntropyFunction> {
     const OptionalTensor weight = optional(saved[2]);
     const int64_t ignore_index = context->saved_data["ignore_index"].toInt();
     const double smoothing = context->saved_data["label_smoothing"].toDouble();
+    const bool is_half_data = context->saved_data["is_half_data"].toBool();
     const Tensor gradient = gradients[0].contiguous();
     variable_list result(5);
     if (at::GradMode::is_enabled()) {
       // create_graph: what torch differentiates once more.
-      const Tensor losses = at::cross_entropy_loss(logits.to(at::kFloat), target, weight,
+      const Tensor input = is_half_data ? with_history(logits.to(at::kFloat)) : logits;
+      const Tensor losses = at::cross_entropy_loss(input.to(at::kFloat), target, weight,
                                                    at::Reduction::None, ignore_index, smoothing);
-      result[0] = torch::autograd::grad({losses}, {logits}, {gradient}, true, true)[0];
+      result[0] = torch::autograd::grad({losses}, {input}, {gradient}, true, true)[0];
+      return result;
     } else if (is_only_ours(logits)) {
       result[0] = logits.detach();
       gradient_into_pass(gradient, logits, target, weight, lse, ignore_index, smoothing, result[0]);
@@ -131,10 +140,16 @@ struct CrossEntropyFunction : torch::autograd::Function<CrossEntropyFunction> {
       result[0] = Call<gradient_pass>::of(AMPFUSE_OP("cross_entropy_gradient"), gradient, logits,
                                           target, weight, lse, ignore_index, smoothing);
     }
+    if (is_half_data) result[0] = half_data().widened(result[0]);
     return result;
   }
 
  private:
+  // `data` of the logits, as what they were computed by: it was saved without a history.
+  static Tensor with_history(const Tensor& data) {
+    return torch::autograd::make_variable(data, torch::autograd::get_current_node()->next_edge(0));
+  }
+
   // Whether what was saved is seen by nobody else, now or in another backward pass, so that its
   // memory can have the gradient. A view's whole tensor may be the view's alone.
   static bool is_only_ours(const Tensor& saved) {

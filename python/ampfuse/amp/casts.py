@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._dynamo import eval_frame as dynamo
+from torch._C._dynamo.eval_frame import set_eval_frame
 
 from ampfuse import _core, trees
 from ampfuse.amp import cast_state, float32_output
@@ -66,6 +68,10 @@ def check_can_install(model: nn.Module) -> None:
 def is_installed(model: nn.Module) -> bool:
     """Whether :func:`install` was called on `model` before."""
     return issubclass(type(eager_module(model)), AmpModule)
+
+
+# Dynamo compiles what such a frame calls, not the frame itself.
+_UNCOMPILED = dynamo._FrameExecStrategy(dynamo._FrameAction.SKIP, dynamo._FrameAction.DEFAULT)
 
 
 def install(model: nn.Module, casts: Casts) -> None:
@@ -129,17 +135,38 @@ def _restore(make: Callable[..., nn.Module], args: tuple[Any, ...], casts: Casts
 def _amp_class(original: Any) -> Any:
     """The subclass of `original` that casts; its name, signature and docstring are `original`'s."""
 
+    def compute(inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        return inner(*args, **kwargs)
+
     @functools.wraps(original.forward)  # who inspects the signature of forward finds the model's
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         inner = self.__dict__.get("_amp_inner_forward") or super(amp_class, self).forward
         casts = self.__dict__.get("_amp_casts")
         if casts is None:  # made by `type(model)(...)`, not by initialize
             return inner(*args, **kwargs)
-        return _cast_forward(casts, self, inner, args, kwargs)
+        if torch.compiler.is_compiling():  # a part of a larger graph
+            return _cast_forward(casts, self, inner, args, kwargs)
+        # Of a compiled model the original forward is compiled, and what is around it is not: the
+        # graph returns half tensors.
+        compiler = set_eval_frame(None)
+
+        def compiled(*args: Any, **kwargs: Any) -> Any:
+            set_eval_frame(compiler)
+            try:
+                return compute(inner, args, kwargs)
+            finally:
+                set_eval_frame(None)
+
+        try:
+            return _cast_forward(casts, self, compiled, args, kwargs)
+        finally:
+            set_eval_frame(compiler)
 
     # torch.compile counts recompilations per code object and gives up at eight: each class gets a
     # code object of its own, as it would have without us.
+    compute.__code__ = compute.__code__.replace()
     forward.__code__ = forward.__code__.replace()  # type: ignore[attr-defined]
+    dynamo.set_code_exec_strategy(forward.__code__, _UNCOMPILED)  # type: ignore[attr-defined]
 
     def body(namespace: dict[str, Any]) -> None:
         namespace["forward"] = forward
@@ -157,8 +184,6 @@ def _cast_forward(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    # What another model returned is a plain tensor again in here: this model's level decides now.
-    args, kwargs = float32_output.as_half(args), float32_output.as_half(kwargs)
     if casts.inputs is not None:
         args, kwargs = trees.cast(args, casts.inputs), trees.cast(kwargs, casts.inputs)
 

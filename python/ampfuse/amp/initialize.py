@@ -29,16 +29,21 @@ from ampfuse.amp.casts import (
     save_in_float32,
 )
 from ampfuse.amp.function_casts import install_registered
-from ampfuse.amp.policy import Policy, make_policy, parse_switch
+from ampfuse.amp.policy import Policy, make_policy
 from ampfuse.amp.scaler import LossScaler
 from ampfuse.nn import fuse
 from ampfuse.optim import upgrade
+from ampfuse.optim.checks import Rule, check
 from ampfuse.optim.inner import parameters, with_inner
 from ampfuse.optim.masters import FLOAT_DTYPES, HALF_DTYPES
 from ampfuse.optim.shards import is_sharded
 from ampfuse.optim.upgrade import check_upgrade
 
 _log = logging.getLogger("ampfuse.amp")
+_CALL = 'The call is amp.initialize(model, optimizer, opt_level="O5").'
+_ENABLED = Rule(
+    lambda value: value in (True, False, None, "True", "False"), f"True or False. {_CALL}"
+)
 
 
 def initialize(
@@ -105,7 +110,8 @@ def initialize(
             parameters at a level that expects FP32 ones.
         TypeError: something that is no model or no optimizer; parameters of a type that the
             optimizers cannot step (float64, complex).
-        ValueError, AssertionError: malformed values, see :func:`ampfuse.amp.policy.make_policy`.
+        ValueError, AssertionError: malformed values, see :func:`ampfuse.amp.policy.make_policy`;
+            a level in the place of `enabled`.
 
     Masters start from the FP32 weights as they were before the cast, not from rounded ones. Several
     processes have to agree, and DistributedDataParallel hands on rounded weights, so there masters
@@ -119,7 +125,8 @@ def initialize(
     """
     if not isinstance(verbosity, int):
         raise TypeError(f"verbosity must be 0, 1 or 2, not {verbosity!r}.")
-    if not (parse_switch("enabled", enabled) if isinstance(enabled, str) else enabled):
+    check("enabled", enabled, _ENABLED)
+    if enabled not in (True, "True"):
         return turn_off(models, optimizers, sessions.Session(policy=None, verbosity=verbosity))
 
     policy = make_policy(
@@ -226,13 +233,10 @@ def turn_off(models: Any, optimizers: Any, session: sessions.Session) -> Any:
 def _as_list(value: Any, kind: type, name: str, article: str) -> list[Any]:
     """`value` as a list of `kind`s. Raises TypeError for anything else."""
     items = [value] if isinstance(value, kind) else value
-    if not isinstance(items, (list, tuple)):
-        raise TypeError(
-            f"{name} must be {article}, or a list or tuple of them; got {type(value).__name__}."
-        )
-    for item in items:
+    for item in items if isinstance(items, (list, tuple)) else [value]:
         if not isinstance(item, kind):
-            raise TypeError(f"{name} holds a {type(item).__name__}; expected {article}.")
+            must = f"{name} must be {article}, or a list or tuple of them"
+            raise TypeError(f"{must}; got {type(item).__name__}. {_CALL}")
     return list(items)
 
 

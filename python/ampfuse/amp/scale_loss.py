@@ -8,10 +8,11 @@ them and inspected, and the scale adapts. All of it is enqueued on the device; n
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, ParamSpec
 
 import torch
 from torch import Tensor, nn
@@ -20,13 +21,31 @@ from torch.optim import Optimizer
 from ampfuse.amp import cast_state, no_sync
 from ampfuse.amp import session as sessions
 from ampfuse.amp.scaler import LossScaler
+from ampfuse.optim.inner import check_optimizer
 from ampfuse.uncompiled import uncompiled
 
 _log = logging.getLogger("ampfuse.amp")
+_CALL = "amp.scale_loss(loss, optimizer)"
+P = ParamSpec("P")
+
+
+class _Block(contextlib._GeneratorContextManager[Tensor]):
+    """What ``scale_loss`` returns: for a ``with`` statement, and not itself a loss."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"amp.scale_loss is a context manager, which has no {name!r}. Write "
+            "`with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`."
+        )
+
+
+def loss_block(function: Callable[P, Any]) -> Callable[P, _Block]:
+    """``contextlib.contextmanager``, whose result says so where the ``with`` was left out."""
+    return functools.wraps(function)(lambda *args, **kwargs: _Block(function, args, kwargs))
 
 
 @uncompiled
-@contextlib.contextmanager
+@loss_block
 def scale_loss(
     loss: Tensor,
     optimizers: Optimizer | Sequence[Optimizer],
@@ -60,11 +79,8 @@ def scale_loss(
 
     Source: the semantics of ``apex.amp.scale_loss``.
     """
-    if isinstance(loss, Optimizer) or isinstance(optimizers, Tensor):
-        raise TypeError(
-            "The arguments of scale_loss are swapped: it takes the loss first, "
-            "amp.scale_loss(loss, optimizer)."
-        )
+    if isinstance(loss, Optimizer):
+        check_optimizer(optimizers, _CALL)
     session, optimizers = session_and_optimizers(optimizers)
     if session.policy is None:
         yield loss
@@ -108,18 +124,15 @@ def scale_loss(
 
 def session_and_optimizers(optimizers: Any) -> tuple[sessions.Session, list[Any]]:
     """What ``scale_loss`` works with. Where amp is off, `optimizers` may be anything."""
-    if isinstance(optimizers, Optimizer):
-        optimizers = [optimizers]
-    if not isinstance(optimizers, Iterable):
-        session = sessions.latest()
-        if session.enabled:
-            raise TypeError(
-                "scale_loss takes the optimizer, or a list of the optimizers, that get gradients "
-                f"from this loss; got {type(optimizers).__name__}."
-            )
-        return session, []
-    listed = list(optimizers)
-    return sessions.of_optimizers(listed) if listed else sessions.latest(), listed
+    ones = (Optimizer, nn.Module, Tensor)
+    is_one = isinstance(optimizers, ones) or not isinstance(optimizers, Iterable)
+    listed = [optimizers] if is_one else list(optimizers)
+    try:
+        return sessions.of_optimizers(listed) if listed else sessions.latest(), listed
+    except RuntimeError:
+        for one in listed:
+            check_optimizer(one, _CALL)
+        raise
 
 
 @contextlib.contextmanager

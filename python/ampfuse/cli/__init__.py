@@ -26,7 +26,6 @@ COMMANDS = {
         "ampfuse.cli.doctor",
         "say where the time of a training script goes, and what would pay",
     ),
-    "migrate": ("ampfuse.migrate.__main__", "say what becomes of a script's uses of apex"),
     "env": ("ampfuse.cli.env", "print what a bug report needs"),
 }
 

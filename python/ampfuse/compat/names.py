@@ -16,24 +16,9 @@ with open(Path(__file__).with_suffix(".csv"), newline="", encoding="utf-8") as _
     _ROWS = {name: (ampfuse, torch) for name, ampfuse, torch in csv.reader(_file)}
 
 
-def counterparts(name: str) -> tuple[str, str]:
-    """What `name` (``"apex.amp.initialize"``) becomes in ampfuse and in plain torch."""
-    return _ROWS[_row(name)]
-
-
-def is_left_out(name: str) -> bool:
-    """Whether ampfuse leaves out `name`, or what it is in, on purpose."""
-    return not counterparts(name)[0]
-
-
 def instead_of(name: str) -> str:
-    """What takes the place of `name`, which is not in ampfuse."""
-    if _row(name) in TOP:
-        return "torch's own modules"
-    return ", or ".join(filter(None, counterparts(name)))
-
-
-def _row(name: str) -> str:
+    """What takes the place of `name` (``"apex.contrib.fmha"``), which is not in ampfuse."""
     parts = name.split(".")
     starts = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
-    return next(start for start in starts if start in _ROWS)
+    row = next(start for start in starts if start in _ROWS)
+    return "torch's own modules" if row in TOP else ", or ".join(filter(None, _ROWS[row]))

@@ -43,9 +43,11 @@ class World:
         self._device = device
         if self.size > 1:
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-        yield
-        if self.size > 1:
-            dist.destroy_process_group()
+        try:
+            yield
+        finally:
+            if self.size > 1:
+                dist.destroy_process_group()
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """The sums over all processes, element by element. All have to ask."""
@@ -71,13 +73,15 @@ def gathered(model: nn.Module) -> Iterator[None]:
     """Context in which each process has the whole `model`: in evaluation nobody waits for the
     others, who may have another number of batches."""
     parts = [part for part in model.modules() if isinstance(part, FSDPModule)]
-    for part in parts:
-        part.unshard()
-        part.set_reshard_after_forward(False, recurse=False)
-    yield
-    for part in parts:
-        part.set_reshard_after_forward(part is not model, recurse=False)
-        part.reshard()
+    try:
+        for part in parts:
+            part.unshard()
+            part.set_reshard_after_forward(False, recurse=False)
+        yield
+    finally:
+        for part in parts:
+            part.set_reshard_after_forward(part is not model, recurse=False)
+            part.reshard()
 
 
 def states_of(arm: Arm) -> tuple[dict[str, Any], dict[str, Any]]:

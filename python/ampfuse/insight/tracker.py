@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import (
 
 from ampfuse import trees
 from ampfuse.amp.casts import eager_module
+from ampfuse.amp.float32_output import Float32Output
 from ampfuse.insight.explanation import Explanation
 from ampfuse.optim.masters import HALF_DTYPES, gradient_as_it_is
 
@@ -199,6 +200,8 @@ class Tracker(TorchDispatchMode):
     # --- operations -------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, Float32Output) for kind in types):
+            return NotImplemented  # what it does with its memory comes here
         kwargs = kwargs or {}
         backward = not self._stack and torch._C._current_graph_task_id() != -1
         if self._has_ended or not (backward or self._stack or torch.is_grad_enabled()):
@@ -392,7 +395,8 @@ def _is_readable(tensor: Tensor) -> bool:
 
 
 def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    data = tensor.data_in_memory if isinstance(tensor, Float32Output) else tensor
+    return data.untyped_storage().data_ptr()
 
 
 def _range(tensor: Tensor) -> tuple[float, float]:

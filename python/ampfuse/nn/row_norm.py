@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+import itertools
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from ampfuse.nn.norm import normalize_rows
@@ -28,17 +31,51 @@ _FORMS = {
     "timm.layers.norm.RmsNorm.forward": _Form(centered=False),
     "torchvision.models.convnext.LayerNorm2d.forward": _Form(images=True),
 }
-# Copies of one class in the models of transformers; Gemma's have another weight, and call this eps.
+# What transformers' models compute with classes of their own.
 _LLAMA = _Form(centered=False, eps="variance_epsilon", promotes=True)
+_LIKE_LLAMA: dict[type[nn.Module], bool] = {}
+_ERRORS = {torch.float32: 1e-5, torch.bfloat16: 2.0**-6}
 
 
 def form_of(norm: nn.Module) -> _Form | None:
     """The fused form of `norm`; None if there is none."""
     cls = type(norm)
-    if cls.__module__.startswith("transformers.") and hasattr(norm, _LLAMA.eps):
-        return _LLAMA if cls.__name__.endswith(("RMSNorm", "T5LayerNorm")) else None
+    if hasattr(norm, _LLAMA.eps):
+        if cls not in _LIKE_LLAMA:
+            _LIKE_LLAMA[cls] = _computes_rms_norm(norm)
+        return _LLAMA if _LIKE_LLAMA[cls] else None
     written = cls.forward
     return _FORMS.get(f"{written.__module__}.{written.__qualname__}")
+
+
+def _computes_rms_norm(norm: Any) -> bool:
+    """Whether ``forward`` of its class is the RMS norm of one argument, by what it computes: the
+    name tells neither of a weight that is added to 1 nor of a gate."""
+    cls, eps = type(norm), getattr(norm, _LLAMA.eps)
+    public = {name for name in vars(norm) if name[0] != "_"} - {_LLAMA.eps, "training", "forward"}
+    parts = [*norm.named_parameters(), *norm.named_buffers(), *norm.named_children()]
+    if public or [name for name, _ in parts] != ["weight"]:
+        return False
+    try:
+        if len(inspect.signature(cls.forward).parameters) != 2:
+            return False
+        for training, (dtype, error) in itertools.product((True, False), _ERRORS.items()):
+            generator = torch.Generator().manual_seed(0)
+            weight, x = torch.randn(2, *norm.weight.shape, generator=generator, device="cpu")
+            # Rows of a mean that is not 0, and of sizes at which eps matters and does not.
+            x = (x + 1) * x.new_tensor([[0.1], [1.0], [1e3]]) * eps**0.5
+            x, weight = x.to(dtype), nn.Parameter(weight.to(dtype), requires_grad=False)
+            stand_in: Any = object.__new__(cls)
+            stand_in.__dict__ = vars(norm) | {"_parameters": {"weight": weight}}
+            stand_in.__dict__["training"] = training
+            exact = x.double()
+            exact = exact * (exact.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.double()
+            found = cls.forward(stand_in, x)
+            if found.dtype != dtype or not torch.allclose(found.double(), exact, error, 0.0):
+                return False
+    except Exception:  # whatever its lines make of three rows
+        return False
+    return True
 
 
 def add_norm(norm: nn.Module, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:

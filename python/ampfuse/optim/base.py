@@ -94,6 +94,8 @@ class AmpOptimizer(WithOptions, Optimizer):
     _has_own_step = False
     # A 1 on the device while steps are rehearsed: each is skipped, whatever its gradients are.
     _rehearsal: Tensor | None = None
+    # While ampfuse.GradScaler drives a step; torch's does not know of masters.
+    _scaler_is_ours = False
     # Set by LARC for the time of a step of its own.
     _layerwise: Layerwise | None = None
     # Within a swap_ema block.
@@ -260,6 +262,8 @@ class AmpOptimizer(WithOptions, Optimizer):
         """Arguments for ``StepPlan.update`` and ``decide``: what to inspect, whether to skip."""
         found_inf = self.__dict__.get("found_inf")
         if "found_inf" in self.__dict__:  # a GradScaler drives this step
+            # torch's has a 0 that is no tensor if it saw no gradient.
+            found_inf = found_inf if isinstance(found_inf, Tensor) else None
             inspect, skip = found_inf is None, True
         elif self._under_amp:
             inspect = skip = self.skip_on_overflow
@@ -356,7 +360,7 @@ def takes_scale(optimizer: Any) -> TypeGuard[AmpOptimizer]:
 
 
 @contextlib.contextmanager
-def driven(optimizer: AmpOptimizer, **by: Tensor | None) -> Iterator[None]:
+def driven(optimizer: AmpOptimizer, **by: Tensor | bool | None) -> Iterator[None]:
     """Steps in the block have a GradScaler's ``grad_scale`` and ``found_inf``, as torch has it."""
     for name, value in by.items():
         setattr(optimizer, name, value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -124,11 +125,22 @@ _FROM_SCALER = ("grad_scale", "found_inf")
 @functools.cache
 def generic_class(original: Any) -> type[GenericOptimizer]:
     """`original` with amp's mixin in front; one class per original, under its name."""
-    return type(
-        original.__name__,
-        (GenericOptimizer, original),
-        {"__module__": original.__module__, "_original_class": original},
-    )
+    own = {name: _called_as(original, name) for name in ("step", "zero_grad")}
+    own |= {"__module__": original.__module__, "_original_class": original}
+    return type(original.__name__, (GenericOptimizer, original), own)
+
+
+def _called_as(original: Any, name: str) -> Any:
+    """Our method `name`, with the signature that the original class's has."""
+    ours = getattr(GenericOptimizer, name)
+
+    @functools.wraps(ours)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        return ours(*args, **kwargs)
+
+    with contextlib.suppress(ValueError):  # one that is compiled may have none
+        method.__signature__ = inspect.signature(getattr(original, name))  # type: ignore[attr-defined]
+    return method
 
 
 def _new(original: Any) -> GenericOptimizer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,7 +14,16 @@ from torch import Tensor
 
 from ampfuse import _core
 from ampfuse.optim.base import AmpOptimizer, takes_scale
-from ampfuse.optim.parts import member
+
+
+def _of_optim(name: str) -> Any:
+    """A method of torch's optimizers that LARC leaves to the wrapped one."""
+
+    @functools.wraps(getattr(torch.optim.Optimizer, name), updated=())
+    def method(self: LARC, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.optim, name)(*args, **kwargs)
+
+    return method
 
 
 class LARC(torch.optim.Optimizer):
@@ -107,10 +117,8 @@ class LARC(torch.optim.Optimizer):
             result = optimizer.step()
         return loss if closure is not None else result
 
-    zero_grad = member("optim.zero_grad")
-    state_dict = member("optim.state_dict")
-    load_state_dict = member("optim.load_state_dict")
-    add_param_group = member("optim.add_param_group")
+    zero_grad, state_dict = _of_optim("zero_grad"), _of_optim("state_dict")
+    load_state_dict, add_param_group = _of_optim("load_state_dict"), _of_optim("add_param_group")
 
     def __repr__(self) -> str:
         return f"LARC({self.optim!r})"

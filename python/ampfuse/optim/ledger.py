@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ampfuse import _core
-from ampfuse.optim.masters import HALF_DTYPES, leaf_of
+from ampfuse.optim.inner import parameters
+from ampfuse.optim.masters import HALF_DTYPES, MasterParameter, leaf_of
 from ampfuse.optim.parts import Part
 from ampfuse.optim.shards import local, placed_as
 from ampfuse.uncompiled import uncompiled
@@ -103,11 +104,19 @@ class Ledger(Part):
         return found_inf
 
     def check_before_step(self) -> None:
-        """Raise RuntimeError inside a scale_loss context."""
+        """Raise RuntimeError inside a scale_loss context, and where torch's GradScaler steps."""
         if self.in_backward:
             raise RuntimeError(
                 "step() was called inside the scale_loss context, where gradients are still "
                 "scaled. Call optimizer.step() after the with block."
+            )
+        optimizer = self.optimizer
+        is_torchs = "found_inf" in vars(optimizer) and not optimizer._scaler_is_ours
+        if is_torchs and any(isinstance(param, MasterParameter) for param in parameters(optimizer)):
+            raise RuntimeError(
+                "torch.amp.GradScaler does not see the half-precision gradients of an optimizer "
+                "that went through amp.initialize. Write `with amp.scale_loss(loss, optimizer) as "
+                "scaled_loss: scaled_loss.backward()` and optimizer.step(), without a scaler."
             )
 
 

@@ -1,9 +1,9 @@
 """ampfuse under the names of NVIDIA's apex, for scripts written for it.
 
-Scripts have ``import ampfuse.compat.apex as apex`` (what ``python -m ampfuse.migrate --write``
-makes); or call ``ampfuse.compat.apex.install()`` before the first ``import apex``; or are run by
-``python -m ampfuse.compat.apex train.py ARGS...``. The interface is apex's, the known defects are
-not: masters are saved, resuming is exact, models copy, and CPU tensors and BF16 are welcome.
+Scripts have ``import ampfuse.compat.apex as apex``; or call ``ampfuse.compat.apex.install()``
+before the first ``import apex``; or are run by ``python -m ampfuse.compat.apex train.py ARGS...``.
+The interface is apex's, the known defects are not: masters are saved, resuming is exact, models
+copy, and CPU tensors and BF16 are welcome.
 """
 
 from __future__ import annotations

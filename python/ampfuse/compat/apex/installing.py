@@ -31,8 +31,8 @@ class LeftOut(importlib.abc.MetaPathFinder):
             name = fullname.replace(_HERE, "apex", 1)
             # By another name than the one that Python asked for: of that, it would say nothing.
             raise ModuleNotFoundError(
-                f"ampfuse leaves out {name}: use {instead_of(name)}; python -m ampfuse.migrate "
-                "SCRIPT lists what a script uses of apex, and what becomes of it.",
+                f"ampfuse leaves out {name}: use {instead_of(name)}; docs/from_apex.md lists what "
+                "becomes of apex's names.",
                 name=name,
             )
 

@@ -21,7 +21,7 @@ from ampfuse.amp import session as sessions
 from ampfuse.amp.casts import Casts, eager_module, install
 from ampfuse.amp.function_casts import install_registered, restore_registered
 from ampfuse.amp.policy import O1, O4
-from ampfuse.amp.scale_loss import session_and_optimizers
+from ampfuse.amp.scale_loss import loss_block, session_and_optimizers
 from ampfuse.compat.apex.amp._amp_state import _amp_state
 from ampfuse.compat.apex.amp.scaler import LossScaler
 from ampfuse.compat.apex.signatures import takes
@@ -31,7 +31,7 @@ from ampfuse.uncompiled import uncompiled
 
 
 @uncompiled
-@contextlib.contextmanager
+@loss_block
 def scale_loss(
     loss: Tensor,
     optimizers: Any,

@@ -141,7 +141,7 @@ def driven_by(optimizer: Any, driver: dict[str, Any]) -> Iterator[None]:
     if grad_scaler is None:
         yield
         return
-    found_infs = list(grad_scaler._check_inf_per_device(optimizer).values())
-    found_inf = torch.stack([found.reshape(()) for found in found_infs]).sum()
+    flags = grad_scaler._check_inf_per_device(optimizer).values()
+    found_inf = sum(flag.reshape(()) for flag in flags)  # 0 if the scaler saw no gradient
     with driven(optimizer, grad_scale=grad_scaler._get_scale_async(), found_inf=found_inf):
         yield
