@@ -471,3 +471,7 @@ def test_reversible_adam_leaves_what_overflows():
     assert copy[0].isinf()
     assert torch.equal(copy[1:], p[1:].half())
     assert not m[1:].any()
+    flag = torch.zeros(1, dtype=torch.int32)
+    for values, stride, clear, seen in ((copy, 3, 0, 1), (p, 1, 0, 1), (p, 1, 1, 0)):
+        fused_adam_cuda.strided_check_finite(flag, values, stride, clear)
+        assert flag.item() == seen

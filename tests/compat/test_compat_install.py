@@ -65,7 +65,11 @@ def test_every_module_is_there_under_both_names():
     [
         ("import {}.fused_dense", "fused_dense", "torch.nn.Linear"),
         ("from {} import amp, RNN", "RNN", "torch.nn.RNN"),
-        ("from {}.contrib.clip_grad import Any", "contrib.clip_grad.Any", "clip_grad_norm_"),
+        (
+            "from {}.contrib.clip_grad import Another",
+            "contrib.clip_grad.Another",
+            "clip_grad_norm_",
+        ),
         ("from {}.optimizers import FusedSomething", "optimizers.FusedSomething", "ampfuse.optim"),
         ("from {}.contrib.layer_norm import FastLayerNorm", "contrib.layer_norm", "FusedLayerNorm"),
         ("from {}.contrib import optimizers, fmha as f", "contrib.fmha", "scaled_dot_product"),

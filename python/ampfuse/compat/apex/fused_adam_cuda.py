@@ -49,6 +49,14 @@ def maybe_adam_undo(
         new.copy_(torch.where(back, old, new))
 
 
+@torch.no_grad()
+def strided_check_finite(flag: Tensor, p_copy: Tensor, stride: int, clear: int) -> None:
+    """Set the flag if one of every `stride` elements is not finite; `clear` it before."""
+    if clear:
+        flag.zero_()
+    flag.masked_fill_(~p_copy.view(-1)[::stride].isfinite().all(), 1)
+
+
 def _numbers(p: Tensor, grad: Tensor, *given: Any) -> Any:
     lr, beta1, beta2, eps, grad_scale, step, eps_mode, bias_correction, decay = given
     rate = lr * (1 - beta2**step) ** 0.5 / (1 - beta1**step) if bias_correction else lr
