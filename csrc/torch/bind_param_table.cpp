@@ -184,10 +184,12 @@ back without it, with `unscales_half` the others too. Nothing has changed when t
 
 `between` is called with the rows whose steps have two stages, between these, and begins to work on
 their scratch memory; what it returns is called for the end, after other rows are updated. Neither
-is called where the CPU skips.)")
+is called where the CPU skips; True then.)")
       .def("decide", &StepPlan::decide, py::kw_only(), py::arg("found_inf"), py::arg("max_norm"),
            py::arg("inspect"), py::arg("skip_nonfinite"),
            "Decide without an update, for an optimizer that steps by itself.")
+      .def_readonly("knew_norm", &StepPlan::knew_norm,
+                    "Whether the last decision knew the norm of its gradients.")
       .def("finish_step", &StepPlan::finish_step, "The gradients are spent.")
       .def("mark_stepped", &StepPlan::mark_stepped,
            R"(A captured graph has stepped the rows.

@@ -58,6 +58,8 @@ class ParamTable {
                     const at::Tensor& out);
   void set_unscaled(int64_t row, const at::Tensor& grad) { set(kUnscaled, row, grad); }
   void follow_storage(int64_t row);
+  // What belongs to a whole parameter is laid out as that, which model.to(memory_format=...) moved.
+  void follow_layout(int64_t row);
 
  private:
   DType type_in(int list, int64_t row, const at::Tensor& tensor) const;

@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 #include <pybind11/pybind11.h>
 
+#include <array>
 #include <optional>
 #include <string>
 #include <vector>
@@ -65,7 +66,7 @@ struct Row {
   const void* model_data = nullptr;
   // Where leaf, param, average, states and scales were: ParamTable::follow_storage().
   static constexpr size_t kPlaces = 3 + 2 * kMaxStates;
-  const void* memory[kPlaces] = {};
+  std::array<const void*, kPlaces> memory = {};
   bool has_states = false;
   bool has_grad = false;  // the current pass reads one
   bool is_contiguous = false;

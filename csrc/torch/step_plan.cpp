@@ -95,7 +95,7 @@ void StepPlan::decide(const std::optional<at::Tensor>& found_inf, double max_nor
   decision.loss_scale = float_pointer(scale_, "scale", table_.device);
   decision.found_inf = float_pointer(found_inf, "found_inf", table_.device);
   decision.max_norm = max_norm;
-  decision.norm_known = inspects || (inspector_.knows_norm && unchanged_);
+  decision.norm_known = knew_norm = inspects || (inspector_.knows_norm && unchanged_);
   decision.skip_nonfinite = skip_nonfinite;
   RowColumns& columns = preparation.columns;
   columns.steps = table_.steps().data_ptr<float>();
@@ -147,14 +147,15 @@ Meter StepPlan::meter_of(const std::vector<at::Tensor>& buffers) {
   return meter;
 }
 
-void StepPlan::update(const std::optional<at::Tensor>& found_inf, double max_norm, bool inspect,
+bool StepPlan::update(const std::optional<at::Tensor>& found_inf, double max_norm, bool inspect,
                       bool skip_nonfinite, const std::optional<std::vector<at::Tensor>>& meter,
                       const std::optional<Between>& between) {
-  if (table_.rows().empty()) return;
+  if (table_.rows().empty()) return false;
   check_collected();
   const Meter metered = meter ? meter_of(*meter) : Meter();
   Masters(table_).refresh(edited_);
   decide(found_inf, max_norm, inspect, skip_nonfinite);
+  bool skipped = false;
   {
     Table& rows = table_.core();
     const StepState* state = inspector_.state();
@@ -183,13 +184,14 @@ void StepPlan::update(const std::optional<at::Tensor>& found_inf, double max_nor
       });
     };
     // The host sees a CPU's verdict; a device does that work for nothing where it skips.
-    const bool works = between && (table_.device.is_cuda() || state->skip == 0);
-    const std::function<void()> finish = works ? (*between)(staged_) : nullptr;
+    skipped = !table_.device.is_cuda() && state->skip != 0;
+    const std::function<void()> finish = between && !skipped ? (*between)(staged_) : nullptr;
     update(false);
     if (finish) finish();
     update(true);
   }
   ledger_.spend(true);
+  return skipped;
 }
 
 void StepPlan::finish_step() { ledger_.spend(false); }

@@ -25,12 +25,18 @@ from torch.utils.checkpoint import checkpoint
 
 from amp_training import backward
 from ampfuse import amp
+from ampfuse.amp import float32_output
 from ampfuse.amp.float32_output import Float32Output
 from cases import bf16, f16, f32
 
 HALF = {"O1": f16, "O2": f16, "O3": f16, "O4": bf16, "O5": bf16}
 halves = pytest.mark.parametrize("level", HALF)
 CLASSES = 60
+
+
+@pytest.fixture(autouse=True)
+def no_output_is_too_small(monkeypatch):
+    monkeypatch.setattr(float32_output, "LEAST", 1)
 
 
 def initialized(level="O5", **options):
@@ -677,8 +683,11 @@ def test_an_output_that_its_model_changes_later_is_an_error():
         output.sum()
 
 
-def test_it_has_fp32_memory_at_once_where_that_is_all():
+def test_it_has_fp32_memory_at_once_where_that_is_all(monkeypatch):
     model, _ = initialized()
+    with monkeypatch.context() as patched:
+        patched.setattr(float32_output, "LEAST", 1 << 15)
+        assert type(model(X)) is torch.Tensor
     with torch.no_grad():
         assert type(model(X)) is torch.Tensor
     with torch.inference_mode():

@@ -146,6 +146,82 @@ def test_an_optimizers_step_is_not_cast():
     assert product() == f16
 
 
+# --- rules that are apex's alone (autocast.s: test_half_rules.py) -------------------------
+
+IN_PLACE = "acos asin cosh exp expm1 log log10 log2 reciprocal rsqrt sinh tan".split()
+METHODS = [*IN_PLACE, "erfinv", "pow", "cumprod", "cumsum", "renorm"]
+ARGUMENTS = {"pow": [2], "cumprod": [0], "cumsum": [0], "renorm": [2, 0, 1.0]}
+OVERWRITING = [(torch, name) for name in IN_PLACE] + [(torch.Tensor, name) for name in METHODS]
+
+
+def regions(low):
+    """What turns the casts on, by both ways."""
+    yield lambda: amp.init(patch_type=low)
+    yield lambda: amp.initialize(nn.Linear(2, 2), opt_level=LEVELS[low], verbosity=0)
+
+
+LEVELS = {f16: "O1", bf16: "O4"}
+both = pytest.mark.parametrize("turn_on", [0, 1], ids=["init", "initialize"])
+halves = pytest.mark.parametrize("low", LEVELS)
+
+
+@both
+@halves
+def test_functions_that_leave_the_range_of_half_do_not_overwrite_half(low, turn_on):
+    originals = [getattr(owner, f"{name}_") for owner, name in OVERWRITING]
+    list(regions(low))[turn_on]()
+    for owner, name in OVERWRITING:
+        function, others = getattr(owner, f"{name}_"), ARGUMENTS.get(name, [])
+        for dtype in (f32, f64):
+            x = torch.rand(2, 2, dtype=dtype)
+            assert function(x, *others) is x
+            assert x.dtype == dtype
+        with pytest.raises(NotImplementedError, match=rf"{name}_ .* x\.float\(\)"):
+            function(torch.rand(2, 2).to(low), *others)
+        with amp.disable_casts():  # apex raised here too
+            assert function(torch.rand(2, 2).to(low), *others).dtype == low
+    own_amp.restore_torch()
+    assert [getattr(owner, f"{name}_") for owner, name in OVERWRITING] == originals
+
+
+@both
+@halves
+def test_cpu_gives_float(low, turn_on):
+    original = torch.Tensor.cpu
+    list(regions(low))[turn_on]()
+    for dtype, expected in ((low, f32), (f32, f32), (f64, f64), (torch.int64, torch.int64)):
+        x = torch.ones(2, dtype=dtype, requires_grad=dtype.is_floating_point)
+        out = x.cpu()
+        assert out.dtype == expected
+        if x.requires_grad:
+            assert torch.autograd.grad(out.sum(), x)[0].dtype == dtype
+    with amp.disable_casts():
+        assert torch.ones(2, dtype=low).cpu().dtype == low
+    amp._amp_state.handle._deactivate()
+    assert torch.Tensor.cpu is original
+
+
+@halves
+def test_binary_cross_entropy_is_banned_on_half(low):
+    def loss(dtype):
+        target = torch.rand(4)
+        function, module = (
+            F.binary_cross_entropy(x := torch.rand(4).to(dtype), target),
+            nn.BCELoss(),
+        )
+        assert torch.equal(module(x, target), function)
+        return function.dtype
+
+    for turn_on in regions(low):
+        turn_on()
+        assert loss(f32) == f32
+        with pytest.raises(NotImplementedError, match="with_logits"):
+            loss(low)
+    amp._amp_state.handle._deactivate()
+    amp.init(patch_type=low, allow_banned=True)
+    assert loss(low) == f32
+
+
 # --- weights that change -----------------------------------------------------------------------
 
 

@@ -461,11 +461,12 @@ def collectives():
     gather = dist.all_gather_into_tensor
     with unittest.mock.patch.object(dist, "all_gather_into_tensor", wraps=gather) as calls:
         for kind, options, count in [
-            ("adamw", {}, 0),
+            ("adamw", {"skip_nonfinite": False}, 0),
+            ("adamw", {}, 1),
             ("adamw", {"max_grad_norm": 1.0}, 1),
             ("adamw", {"skip_nonfinite": True, "max_grad_norm": 1.0}, 1),
             ("novograd", {"max_grad_norm": 1.0}, 1),
-            ("lamb", {}, 1),
+            ("lamb", {"skip_nonfinite": False}, 1),
             ("lamb", {"max_grad_norm": 1.0}, 2),
         ]:
             params = params_in((f32,), "rows")[1]
@@ -497,34 +498,49 @@ RESUMED = {
     **{name: (bf16, {"master_weights": "split", "state_dtype": name}) for name in CODED},
     "muon": (bf16, {"master_weights": "split"}),
     "stochastic": (bf16, {"rounding": "stochastic", "state_dtype": "bf16", "ema_decay": 0.9}),
+    "adagrad": (bf16, {"master_weights": True}),
+    "fresh": (f32, {}),
+    "saved whole": (bf16, {"master_weights": "split", "state_dtype": CODED[0]}),
+    "O5": (f32, {}),
+    "O5 split": (f32, {"master_weights": "split"}),
 }
+OF_RESUMED = {"adagrad": "adagrad-all", "fresh": "sgd-dampening"}
 
 
 def _train_on(model, optimizer, scaler, dtype, steps):
     for step in steps:
-        step_by_scaler(*losses([model], step, dtype), optimizer, scaler, step % 6 == 4)
+        infinite = scaler.is_enabled() and step % 6 == 4
+        step_by_scaler(*losses([model], step, dtype), optimizer, scaler, infinite)
 
 
-def _resumable(name):
+def _resumable(name, saved=False):
     dtype, options = RESUMED[name]
-    model = nets(dtype)[1]
+    scaler = ampfuse.GradScaler(
+        DEVICE, init_scale=2.0**8, growth_interval=5, enabled=not name.startswith("O5")
+    )
+    make_it = functools.partial(make, OF_RESUMED.get(name, "adamw"))
+    if not scaler.is_enabled():
+        (_, model), (_, optimizer) = nets_at(name[:2], make_it, **options)
+        return model, optimizer, scaler, dtype
+    model = nets(dtype)[0 if saved and name == "saved whole" else 1]
     if name == "muon":
         optimizer = optim.Muon(optim.muon_groups(model), lr=1e-2, **options)
     else:
-        optimizer = make("adamw", model.parameters(), **options)
-    return model, optimizer, ampfuse.GradScaler(DEVICE, init_scale=2.0**8, growth_interval=5), dtype
+        optimizer = make_it(model.parameters(), **options)
+    return model, optimizer, scaler, dtype
 
 
 def save_and_go_on(folder):
     """With torch.distributed.checkpoint; what the training comes to is saved beside it."""
     for name in RESUMED:
-        model, optimizer, scaler, dtype = _resumable(name)
-        _train_on(model, optimizer, scaler, dtype, range(6))
+        model, optimizer, scaler, dtype = _resumable(name, saved=True)
+        begun = 0 if name == "fresh" else 6
+        _train_on(model, optimizer, scaler, dtype, range(begun))
         weights, states = get_state_dict(model, optimizer)
         saved = {"model": weights, "optimizer": states, "scaler": scaler.state_dict()}
         checkpoint.async_save(saved, checkpoint_id=f"{folder}/{name}").result()
-        _train_on(model, optimizer, scaler, dtype, range(6, 12))
-        ended = [param.full_tensor() for param in model.parameters()]
+        _train_on(model, optimizer, scaler, dtype, range(begun, 12))
+        ended = [full(param.detach()) for param in model.parameters()]
         if dist.get_rank() == 0:
             torch.save([ended, scaler.state_dict()], f"{folder}/{name}.pt")
     dist.barrier()
@@ -532,8 +548,10 @@ def save_and_go_on(folder):
 
 def resume(folder):
     """On as many ranks as there are; equal bits, where no block of codes ends with a shard."""
-    for name in RESUMED:
+    for i, name in enumerate(RESUMED):
         model, optimizer, scaler, dtype = _resumable(name)
+        if i % 2:  # somebody looked at it before
+            assert optimizer.last_step.skipped == 0
         weights, states = get_state_dict(model, optimizer)
         saved = {"model": weights, "optimizer": states, "scaler": scaler.state_dict()}
         checkpoint.load(saved, checkpoint_id=f"{folder}/{name}")
@@ -541,7 +559,7 @@ def resume(folder):
             model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"]
         )
         scaler.load_state_dict(saved["scaler"])
-        _train_on(model, optimizer, scaler, dtype, range(6, 12))
+        _train_on(model, optimizer, scaler, dtype, range(0 if name == "fresh" else 6, 12))
         expected, scale = torch.load(f"{folder}/{name}.pt")
         assert scaler.state_dict() == scale, name
         for one, param in zip(expected, model.parameters(), strict=True):

@@ -463,11 +463,15 @@ _RULES: dict[Any, Callable[..., Any]] = {
 # --- what forward() of a model returns --------------------------------------------------------
 
 
+# Elements from which on memory matters more than the host's time.
+LEAST = 1 << 15
+
+
 def widen(outputs: Any, model: torch.nn.Module) -> Any:
     """`outputs` of `model` with the half tensors in it float32.
 
-    With FP32 memory at once where no gradient is wanted, where a tracer sees to it, and under
-    ``torch.func`` and forward-mode differentiation.
+    With FP32 memory at once where no gradient is wanted, where a tracer sees to it, under
+    ``torch.func`` and forward-mode differentiation, and where there is little of it.
     """
     at_once = (
         not torch.is_grad_enabled()
@@ -484,7 +488,7 @@ def widen(outputs: Any, model: torch.nn.Module) -> Any:
             return item
         if type(item) is not Tensor or item.dtype not in HALF_DTYPES:
             return item
-        if at_once or not item.requires_grad or _is_of_a_leaf(item) or item.numel() == 0:
+        if at_once or not item.requires_grad or item.numel() < LEAST or _is_of_a_leaf(item):
             return item.float()
         return _Widen.apply(item if _is_dense(item) else item.clone())
 

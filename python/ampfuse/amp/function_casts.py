@@ -95,8 +95,14 @@ def install_registered() -> None:
     _pending.clear()
 
 
+def install_once(module: Any, name: str, decorate: Callable[[Any], Any]) -> None:
+    """Have ``module.name`` be what `decorate` makes of it, unless something has taken its place."""
+    if (module, name) not in _installed:
+        _installed.replace(module, name, decorate(getattr(module, name)))
+
+
 def restore_registered() -> None:
-    """Undo all that :func:`install_registered` has done."""
+    """Put back what :func:`install_registered` and :func:`install_once` have replaced."""
     _installed.put_back()
 
 

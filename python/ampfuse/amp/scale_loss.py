@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from ampfuse.amp import cast_state, no_sync
 from ampfuse.amp import session as sessions
 from ampfuse.amp.scaler import LossScaler
-from ampfuse.optim.inner import check_optimizer
+from ampfuse.optim.inner import check_optimizer, is_empty
 from ampfuse.uncompiled import uncompiled
 
 _log = logging.getLogger("ampfuse.amp")
@@ -92,6 +92,7 @@ def scale_loss(
             f"loss_id={loss_id}, but initialize made {len(session.loss_scalers)} loss scaler(s). "
             "Pass num_losses to amp.initialize; ids count from 0."
         )
+    optimizers = list[Any](each for each in optimizers if not is_empty(each))
     for optimizer in optimizers:
         if optimizer.in_backward:
             raise RuntimeError(

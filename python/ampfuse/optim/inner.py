@@ -24,6 +24,12 @@ def parameters(optimizer: Optimizer) -> Iterator[Tensor]:
         yield param
 
 
+def is_empty(optimizer: Any) -> bool:
+    """Whether there is nothing to step, in groups that may be filled later."""
+    groups = optimizer.param_groups
+    return bool(groups) and not any(group["params"] for group in groups)
+
+
 def with_groups(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], Tensor]]:
     """... each behind its group."""
     for group in optimizer.param_groups:

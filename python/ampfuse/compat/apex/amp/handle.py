@@ -22,6 +22,7 @@ from ampfuse.amp.casts import Casts, eager_module, install
 from ampfuse.amp.function_casts import install_registered, restore_registered
 from ampfuse.amp.policy import O1, O4
 from ampfuse.amp.scale_loss import loss_block, session_and_optimizers
+from ampfuse.compat.apex.amp import patches
 from ampfuse.compat.apex.amp._amp_state import _amp_state
 from ampfuse.compat.apex.amp.scaler import LossScaler
 from ampfuse.compat.apex.signatures import takes
@@ -204,8 +205,8 @@ def init(enabled: bool, given: dict[str, Any]) -> AmpHandle | NoOpHandle:
     """Cast every operation as O1 does, until the handle's ``_deactivate()``, if `enabled`.
 
     Those in the models of the latest ``initialize`` too, at any level. A second call replaces the
-    first. `patch_type` is float16, or bfloat16 as in ROCm/apex. The others have no effect:
-    ``wrap_optimizer`` makes a scale per loss, and no cast is kept outside models or logged.
+    first. `patch_type` is float16, or bfloat16 as in ROCm/apex; with `allow_banned` the binary
+    cross-entropy of half tensors is computed in FP32, else it raises. The others have no effect.
     """
     former = getattr(_amp_state, "handle", NoOpHandle())
     if isinstance(former, AmpHandle) and former.is_of_init:
@@ -221,6 +222,7 @@ def init(enabled: bool, given: dict[str, Any]) -> AmpHandle | NoOpHandle:
         half_ops.follow(policy)
     sessions.set_latest(session)
     install_registered()
+    patches.install(given["allow_banned"])
     casts = {}
     for model in former.models:
         before: Any = eager_module(model)._amp_casts

@@ -33,6 +33,8 @@ class ApexOptimizer(FusedOptimizer):
     """
 
     set_grad_none = True
+    skip_by_default = False
+    _not_in_groups = frozenset()  # apex's groups have names of ours
     _copied = (
         *FusedOptimizer._copied,
         *"set_grad_none capturable materialize_master_grads most_recent_scale".split(),
