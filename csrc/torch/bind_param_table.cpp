@@ -156,6 +156,8 @@ the delayed one before it did.)")
 
 Who edits it says by ``found_inf`` whether it is finite. None where they left nothing; zeros then
 with `make`.)")
+      .def("has_new", &GradientLedger::has_new,
+           "Whether a gradient came from outside a pass, as from somebody's own backward.")
       .def("cancel_backward", &GradientLedger::cancel_backward, "Drop what a failed pass left.")
       .def("materialize", &GradientLedger::materialize, py::arg("all") = false,
            R"(Put FP32 unscaled gradients into the ``.grad`` of masters and their weights.

@@ -197,6 +197,18 @@ bool GradientLedger::end_backward(const at::Tensor& scale, bool check, bool dela
   return left;
 }
 
+bool GradientLedger::has_new() {
+  const LocalGradients local(table_);
+  bool found = !had_pass_;
+  for (Row& row : table_.rows()) {
+    const at::Tensor& grad = settled(row);
+    if (!row.model.defined() || !grad.defined()) continue;
+    found |= row.grad_state == Grad::kTrue ||
+             (row.grad_state == Grad::kScaled && !row.inspected.is_unchanged(grad));
+  }
+  return found;
+}
+
 std::optional<at::Tensor> GradientLedger::accumulated(int64_t index, bool make) {
   Row& row = table_.rows().at(index);
   if (!row.accumulated.defined()) {

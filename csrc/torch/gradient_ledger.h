@@ -48,6 +48,8 @@ class GradientLedger {
   const at::Tensor& gradient(const Row& row) const;
   // ... where somebody may have dropped it unseen.
   const at::Tensor& settled(Row& row);
+  // Whether some gradient of a master came from outside a pass, or since it ended.
+  bool has_new();
   const at::Tensor& scale() const { return scale_; }  // of gradients in kScaled
   // Since the last step there was a pass.
   bool had_pass() const { return had_pass_; }

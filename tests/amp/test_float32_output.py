@@ -112,8 +112,12 @@ def test_a_loss_reads_half_logits_after_a_look(level, mode, glance):
     check_reads_half_logits(level, loss)
 
 
+COLUMN = torch.stack([TARGET, TARGET], 1)[:, 0]
+WEIGHTS = torch.stack([SOFT[0], SOFT[1]], 1)[:, 0] + 1
 LOSSES = {
     "by name": lambda y: imported_by_name(y, TARGET),
+    "column": lambda y: F.cross_entropy(y, COLUMN, WEIGHTS),
+    "log_softmax, column": lambda y: F.nll_loss(y.log_softmax(1), COLUMN, WEIGHTS),
     "module": lambda y: nn.CrossEntropyLoss(label_smoothing=0.1)(y, TARGET),
     "weights": lambda y: F.cross_entropy(y, TARGET, SOFT[0] + 1, reduction="none").sum(),
     "log_softmax": lambda y: F.nll_loss(y.log_softmax(1), TARGET),

@@ -343,3 +343,61 @@ def test_wrapped_optimizer_adds_losses_and_skips_overflows():
     assert torch.equal(model.weight, before)
     assert [s.loss_scale() for s in optimizer._loss_scaler] == [2.0**15, 2.0**16]
     assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+# --- amp.init after initialize ------------------------------------------------------------------
+
+
+class Head(nn.Linear):
+    """What ``loss_fn`` gets, and what two kinds of products in the model give."""
+
+    def loss_fn(self, logits):
+        self.seen = [logits.dtype]
+        return logits.float().pow(2).mean()
+
+    def forward(self, x):
+        loss = self.loss_fn(super().forward(x))
+        self.seen += [super().forward(x).dtype, torch.prod(self.weight, 1).dtype]
+        return loss
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_init_casts_in_the_models_of_initialize(level):
+    """espnet and neural_sp register the loss between the two; the scale stays with amp."""
+    model = Head(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer = amp.initialize(
+        model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0
+    )
+    state, x = amp.state_dict(), torch.randn(2, 4)
+    amp.register_float_function(Head, "loss_fn")
+    for _ in range(2):  # a second call replaces the first
+        handle = amp.init()
+        with amp.scale_loss(model(x), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        assert model.seen == [f32, f16, f32]
+    assert amp.state_dict() == {"loss_scaler0": state["loss_scaler0"] | {"unskipped": 2}}
+    assert list(handle.models) == [model]
+    handle._deactivate()
+    model(x)
+    before_init = {"O0": [f32, f32, f32], "O1": [f16, f16, f32]}
+    assert model.seen == before_init.get(level, [f16, f16, f16])
+    amp.init(enabled=False)
+    assert amp.init().models == handle.models
+
+
+def test_what_is_registered_again_and_again_is_cast_once():
+    """As layers do in their constructors; also if ``init`` is called again and again."""
+    original = Head.loss_fn
+    for _ in range(3):
+        for _ in range(3):
+            amp.register_float_function(Head, "loss_fn")
+        amp.init()
+    assert Head.loss_fn is not original
+    assert Head.loss_fn.__wrapped__ is original
+    model = Head(4, 2)
+    model(torch.randn(2, 4))
+    assert model.seen[0] == f32
+    amp._amp_state.handle._deactivate()
+    assert Head.loss_fn is original

@@ -382,8 +382,9 @@ def _nll_loss(
     source = getattr(log_softmax, "_memory", _NOTHING).source
     if not isinstance(source, _LogSoftmax) or target.dim() != 1 or log_softmax.dim() != 2:
         return NotImplemented
+    weight = None if weight is None else weight.contiguous()
     losses, source.lse = torch.ops.ampfuse.cross_entropy_loss(
-        source.rows, target, weight, ignore, 0.0
+        source.rows, target.contiguous(), weight, ignore, 0.0
     )
     if reduction == 0:
         return losses, losses.new_zeros(())
@@ -414,7 +415,8 @@ def _nll_loss_backward(
         like = torch.empty_like(source.rows, dtype=torch.float32)
         return func(gradient, like, target, weight, reduction, ignore, total)
 
-    memory = _Memory(None, make, (source, each, target, weight, ignore))
+    known = source, each, target.contiguous(), None if weight is None else weight.contiguous()
+    memory = _Memory(None, make, (*known, ignore))
     return Float32Output._over(memory, source.rows, 0)
 
 

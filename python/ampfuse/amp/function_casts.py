@@ -85,9 +85,13 @@ _installed = Replacements()
 
 
 def install_registered() -> None:
-    """Put the functions registered since the last call in place. Called by ``initialize``."""
+    """Put the functions registered since the last call in place, each once. For ``initialize``."""
     for module, name, decorate in _pending:
-        _installed.replace(module, name, decorate(getattr(module, name)))
+        function = getattr(module, name)
+        if getattr(function, "_amp_registered_by", None) is not decorate:
+            function = decorate(function)
+            function._amp_registered_by = decorate
+            _installed.replace(module, name, function)
     _pending.clear()
 
 
