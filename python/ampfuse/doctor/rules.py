@@ -5,7 +5,6 @@ Each rule is a row of `RULES`: what to do, where it applies, and what part of wh
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -31,7 +30,6 @@ class Case:
         operations: the longest first.
         optimizers: the types of those that step.
         workers: of the DataLoader; None if there is no DataLoader.
-        paging_ms: of a step, in which the operating system makes pages of memory.
     """
 
     device: torch.device
@@ -40,7 +38,6 @@ class Case:
     operations: list[Operation]
     optimizers: Collection[type[Optimizer]] = ()
     workers: int | None = None
-    paging_ms: float = 0.0
 
     @property
     def on_gpu(self) -> bool:
@@ -109,17 +106,11 @@ RULES = (
     Rule("FP16 (O2)", _INITIALIZE.format("O2"), _half_pays("FP16"), _full, 0.5),
     Rule("channels_last", "model.to(memory_format=torch.channels_last), and the images too: in "
          "half precision convolutions are made for it", _has_half_images_with_channels_first, None),
-    # Of FP32 weights on a CPU torch's default takes 3.6 to 5 times as long, its fused=True 0.9 to
-    # 1.9 times (benchmarks/results/step_*.csv).
     Rule("fused optimizer", "the one of the same name in ampfuse.optim, or opt_level O0: one pass "
          "over all parameters", lambda case: not FUSED.keys().isdisjoint(case.optimizers),
          _of("optimizer"), 0.5),
     Rule("one launch for a whole step", "ampfuse.graphs.make_graphed_step(model, loss_fn, "
          "optimizer, batch): a CUDA graph", lambda case: case.on_gpu, _of("host")),
-    # Of a GPT's step under torch.amp a fifth: large tensors' pages are given back and cleared anew.
-    Rule("memory kept from step to step", "set MALLOC_TRIM_THRESHOLD_=4000000000 and "
-         "MALLOC_MMAP_MAX_=0 in the environment: glibc returns what large tensors leave otherwise",
-         lambda case: not case.on_gpu and sys.platform == "linux", lambda case: case.paging_ms),
     Rule("fewer and larger operations", "larger batches; torch.compile(model)",
          lambda case: not case.on_gpu, _of("host")),
     Rule("less Python in a step", "the script's own Python (numpy, logging, files) holds up the "

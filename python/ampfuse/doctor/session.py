@@ -63,20 +63,15 @@ def fill(report: Report, watch: Watch) -> None:
         path = Path(folder, "trace.json")
         watch.profiler.export_chrome_trace(str(path))
         trace = read(path)
-    clocks = {"optimizer": watch.stepping_s, "data": watch.waiting_s}
-    measured = {kind: 1e3 * seconds / len(watch.seconds) for kind, seconds in clocks.items()}
-    timeline = lay_out(trace, watch.step_ms, measured)
+    timeline = lay_out(trace)
     if timeline is None:
         report.problem = f"the training ended in its first profiled step, {watch.seen} steps in all"
         return
-    device = next((d for d in watch.devices if d.type == "cuda"), torch.device("cpu"))
-    _describe(report, watch, timeline, device)
-    operations = _operations(timeline)
+    _describe(report, watch, timeline)
+    operations = _operations(timeline, report.step_ms)
     report.operations = operations[:20]
     ms = {kind: report.share_of(kind) * report.step_ms for kind in LABELS}
-    paging_ms = 1e3 * watch.paging_s / len(watch.seconds) / torch.get_num_threads()
-    known = watch.optimizers, watch.workers, paging_ms
-    case = rules.Case(device, report.step_ms, ms, operations, *known)
+    case = rules.Case(watch.device, report.step_ms, ms, operations, watch.optimizers, watch.workers)
     report.advice = rules.find(case)
     report.half_limit, report.bound = rules.half_limit(case)
     report.verdict = max(ms, key=lambda kind: ms[kind])
@@ -101,9 +96,9 @@ def _too_short(watch: Watch) -> str | None:
     return None
 
 
-def _describe(report: Report, watch: Watch, timeline: Timeline, device: torch.device) -> None:
+def _describe(report: Report, watch: Watch, timeline: Timeline) -> None:
     times = [seconds * 1e3 for seconds in watch.seconds]
-    report.hardware = device_name(device)
+    report.hardware = device_name(watch.device)
     report.versions = f"torch {torch.__version__}, ampfuse {ampfuse.__version__}"
     report.steps, report.step_ms = len(times), watch.step_ms
     report.fastest_ms, report.slowest_ms = min(times), max(times)
@@ -111,15 +106,15 @@ def _describe(report: Report, watch: Watch, timeline: Timeline, device: torch.de
     report.profiled_ms = (end - begin) / len(timeline.steps) / 1e3
     totals: dict[tuple[str, str], float] = defaultdict(float)
     for piece in timeline.pieces:
-        totals[piece.kind, detail(piece)] += timeline.us(piece) / 1e3
+        totals[piece.kind, detail(piece)] += timeline.share(piece)
     order = list(LABELS)
     by_kind = sorted(totals.items(), key=lambda item: (order.index(item[0][0]), -item[1]))
-    for (kind, more), ms in by_kind:
+    for (kind, more), share in by_kind:
         label = f"{LABELS[kind]}, {more}" if more else LABELS[kind]
-        report.shares.append(Share(kind, label, ms, ms / report.step_ms, more))
+        report.shares.append(Share(kind, label, share * report.step_ms, share, more))
 
 
-def _operations(timeline: Timeline) -> list[Operation]:
+def _operations(timeline: Timeline, step_ms: float) -> list[Operation]:
     """The operations of a step, longest first."""
     found: dict[tuple[str, str, str], Operation] = {}
     calls: dict[tuple[str, str, str], set[int]] = defaultdict(set)
@@ -132,7 +127,7 @@ def _operations(timeline: Timeline) -> list[Operation]:
         if key not in found:
             name = source.name.replace(STEP, "Optimizer.step")
             found[key] = Operation(name, kind, source)
-        found[key].ms += timeline.us(piece) / 1e3
+        found[key].ms += timeline.share(piece) * step_ms
         calls[key].add(id(source))
     for key, op in found.items():
         op.calls = len(calls[key]) / len(timeline.steps)

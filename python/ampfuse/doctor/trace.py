@@ -2,7 +2,7 @@
 
 This format is the one that torch documents and keeps: shapes, strides and types of the inputs,
 and on a GPU the kernels with the operations that launched them. Times are in microseconds.
-The doctor's own annotations are in it, too: where the profile begins, and each optimizer step.
+The doctor's own annotations are in it, too: each optimizer step, and its closure.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-BEGIN = "ampfuse.doctor begin"
 STEP = "ampfuse.doctor step"
 CLOSURE = "ampfuse.doctor closure"  # the forward and backward pass that a step was given
 

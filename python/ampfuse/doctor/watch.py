@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import resource
 import statistics
 import time
 import weakref
@@ -22,15 +21,12 @@ from torch.optim.optimizer import (
 from torch.profiler import profile, record_function
 from torch.utils.data import dataloader
 
-from ampfuse.doctor.trace import BEGIN, CLOSURE, STEP
+from ampfuse.doctor.trace import CLOSURE, STEP
 from ampfuse.measuring import silent_stderr
 
 
 class Finished(BaseException):
     """Ends the script when enough was seen. No Exception: ``except Exception`` lets it through."""
-
-
-_FAULT_S = 2e-6  # that a page takes at most: other work of the system's is none of ours
 
 
 @dataclass
@@ -44,10 +40,9 @@ class Watch:
     Attributes:
         stop: raise Finished after the last of them.
         seconds: of each timed step.
-        optimizers, devices: of those that stepped in them, and of what they stepped.
-        stepping_s, waiting_s: time in them in optimizers' steps, and waiting for a DataLoader.
+        device: a GPU if the chosen optimizer has parameters on one, else the CPU.
+        optimizers: the types of those that stepped since then.
         workers: of the DataLoader; None if there was none.
-        paging_s: time in them, of all threads, in which the system made pages of memory.
         profiler: once the profile has begun. It is complete after the context.
     """
 
@@ -57,11 +52,8 @@ class Watch:
     seen: int = 0
     seconds: list[float] = field(default_factory=list)
     optimizers: set[type[Optimizer]] = field(default_factory=set)
-    devices: set[torch.device] = field(default_factory=set)
-    stepping_s: float = 0.0
-    waiting_s: float = 0.0
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     workers: int | None = None
-    paging_s: float = 0.0
     profiler: profile | None = None
     problem: str | None = None
     done: bool = False
@@ -70,8 +62,6 @@ class Watch:
         self._process = os.getpid()
         self._counts: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
         self._chosen: object = None
-        self._started = 0.0
-        self._timing = False
         self._phases: Iterator[None] = iter(())
         self._annotation: record_function | None = None
         self._profiling = contextlib.ExitStack()
@@ -104,24 +94,15 @@ class Watch:
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if os.getpid() != self._process or self.done:
             return None
-        self._started = time.perf_counter()
         if self.profiler and optimizer is self._chosen:
             self._annotation = record_function(STEP)
             self._annotation.__enter__()
         if not callable(closure := kwargs.get("closure", *args[1:2])):
             return None
-        timed = self._not_counted()(closure)
+        marked = record_function(CLOSURE)(closure)  # not the optimizer's own time
         if args[1:]:
-            return (args[0], timed, *args[2:]), kwargs
-        return args, kwargs | {"closure": timed}
-
-    @contextlib.contextmanager
-    def _not_counted(self) -> Iterator[None]:
-        """A closure's time is not that of the optimizer's step around it."""
-        begin = time.perf_counter()
-        with record_function(CLOSURE):
-            yield
-        self._started += time.perf_counter() - begin
+            return (args[0], marked, *args[2:]), kwargs
+        return args, kwargs | {"closure": marked}
 
     def _after(self, optimizer: Optimizer, *_: object) -> None:
         if os.getpid() != self._process:
@@ -132,16 +113,13 @@ class Watch:
             raise Finished
 
     def _count(self, optimizer: Optimizer) -> None:
-        if self._timing:
-            now = time.perf_counter()
-            self.stepping_s += now - self._started
-            self._started = now  # of a step around this one the rest counts
+        if self._chosen is not None:
             self.optimizers.add(type(optimizer))
-            groups = optimizer.param_groups
-            self.devices.update(param.device for group in groups for param in group["params"])
         count = self._counts[optimizer] = self._counts.get(optimizer, 0) + 1
         if self._chosen is None and count == self.warmup:
             self._chosen, self._phases = optimizer, self._after_warmup()
+            devices = (p.device for group in optimizer.param_groups for p in group["params"])
+            self.device = next((d for d in devices if d.type == "cuda"), self.device)
         self.seen = max(self.seen, count) if self._chosen is None else self._counts[self._chosen]
         if optimizer is self._chosen:
             if self._annotation:
@@ -152,18 +130,12 @@ class Watch:
     def _after_warmup(self) -> Iterator[None]:
         """What is done between steps from then on; goes on after each."""
         _synchronize()
-        self._timing = True
-        before = resource.getrusage(resource.RUSAGE_SELF)
         for _ in range(self.steps):
             begin = time.perf_counter()
             yield
             self.seconds.append(time.perf_counter() - begin)
         _synchronize()  # a GPU's backlog belongs to the last step
         self.seconds[-1] = time.perf_counter() - begin
-        after = resource.getrusage(resource.RUSAGE_SELF)
-        faults = after.ru_minflt - before.ru_minflt
-        self.paging_s = min(after.ru_stime - before.ru_stime, _FAULT_S * faults)
-        self._timing = False
         self._begin_profile()
         for _ in range(self.steps + 1):
             yield
@@ -180,8 +152,6 @@ class Watch:
             profiler.start()
         self._profiling.callback(self._end_profile)
         self.profiler = profiler
-        with record_function(BEGIN):
-            pass
 
     def _end_profile(self) -> None:
         assert self.profiler is not None
@@ -202,14 +172,10 @@ class Watch:
         return begin(*args)
 
     def _next_batch(self, original: Callable[[Any], Any], iterator: Any) -> Any:
-        """Time the wait for a batch."""
-        begin = time.perf_counter()
-        try:
-            return original(iterator)
-        finally:
-            if self._timing:
-                self.workers = iterator._num_workers
-                self.waiting_s += time.perf_counter() - begin
+        """Note how the batches of the training are loaded."""
+        if self._chosen is not None:
+            self.workers = iterator._num_workers
+        return original(iterator)
 
 
 def _synchronize() -> None:
