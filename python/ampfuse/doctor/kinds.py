@@ -77,7 +77,7 @@ def kind_on_host(event: Event) -> str:
     if event.parent and event.parent.kind in ENCLOSING and event.name != CLOSURE:
         return event.parent.kind
     kind = kind_by_name(event)
-    if kind == "memory" and not event.is_leaf and event.self_us < event.duration / 2:
+    if kind == "memory" and event.self_us < event.duration / 2:
         return "host"  # it calls others that do the work
     return kind
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ampfuse import hardware
 from ampfuse.doctor.kinds import HALVES, precision
-from ampfuse.doctor.report import Operation
+from ampfuse.doctor.timeline import Operation
 from ampfuse.insight.findings import Finding
 from ampfuse.optim.fused import FUSED
 
@@ -29,7 +29,7 @@ class Case:
         ms: by kind of work; they sum up to `step_ms`.
         operations: the longest first.
         optimizers: the types of those that step.
-        workers: of the DataLoader; None if there is no DataLoader.
+        workers: whether the DataLoader has some; None if there is no DataLoader.
     """
 
     device: torch.device
@@ -37,7 +37,7 @@ class Case:
     ms: dict[str, float]
     operations: list[Operation]
     optimizers: Collection[type[Optimizer]] = ()
-    workers: int | None = None
+    workers: bool | None = None
 
     @property
     def on_gpu(self) -> bool:
@@ -98,7 +98,7 @@ RULES = (
     Rule(_LOAD, "prepare batches in a torch.utils.data.DataLoader with num_workers, not in the "
          "loop", lambda case: case.workers is None, _of("data")),
     Rule(_LOAD, "DataLoader(num_workers=..., persistent_workers=True): one for each core, more if "
-         "they wait for files", lambda case: case.workers == 0, _of("data")),
+         "they wait for files", lambda case: case.workers is False, _of("data")),
     Rule("faster loading", "more num_workers, if there are cores or they wait for files; cheaper "
          "transforms", lambda case: bool(case.workers), _of("data")),
     # Half as many bytes; units for half precision gain more, and small products less.

@@ -6,7 +6,7 @@ the thread of the training does: the innermost operation, or Python between oper
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -34,6 +34,27 @@ class Piece:
     @property
     def duration(self) -> float:
         return self.end - self.start
+
+
+@dataclass
+class Operation:
+    """Calls of one operation with equal inputs, in a step.
+
+    Attributes:
+        event: one of the calls.
+    """
+
+    name: str
+    kind: str
+    event: Event
+    calls: float = 0.0
+    ms: float = 0.0
+
+    @property
+    def shapes(self) -> str:
+        """Those of the tensors that it was given: ``"100x509, 509x1021"``."""
+        dims = (dims for dims in self.event.dims if dims and all(isinstance(n, int) for n in dims))
+        return ", ".join("x".join(map(str, sizes)) for sizes in dims)
 
 
 @dataclass
@@ -83,6 +104,26 @@ def detail(piece: Piece) -> str:
     if piece.kind != "matrix" or piece.event is None:
         return ""
     return f"{precision(piece.event) or 'integers'}, {units(piece.event)}"
+
+
+def operations_of(timeline: Timeline, step_ms: float) -> list[Operation]:
+    """The operations of a step, longest first."""
+    found: dict[tuple[str, str, str], Operation] = {}
+    calls: dict[tuple[str, str, str], set[int]] = defaultdict(set)
+    for piece in timeline.pieces:
+        event, kind = piece.event, piece.kind
+        if event is None or kind in ("host", "data", "python"):
+            continue
+        source = event.parent if event.category == "kernel" and event.parent else event
+        key = source.name, repr((source.dims, source.strides, source.types)), kind
+        if key not in found:
+            name = source.name.replace(STEP, "Optimizer.step")
+            found[key] = Operation(name, kind, source)
+        found[key].ms += timeline.share(piece) * step_ms
+        calls[key].add(id(source))
+    for key, op in found.items():
+        op.calls = len(calls[key]) / len(timeline.steps)
+    return sorted(found.values(), key=lambda op: -op.ms)
 
 
 def _sweep(

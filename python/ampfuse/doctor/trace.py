@@ -43,7 +43,6 @@ class Event:
     types: list[str] = field(default_factory=list)
     parent: Event | None = None
     self_us: float = 0.0
-    is_leaf: bool = True
     kind: str = ""
 
     @property
@@ -100,7 +99,7 @@ def build(records: Iterable[Mapping[str, Any]]) -> Trace:
 
 
 def _nest(events: list[Event]) -> None:
-    """Set parent, leaf and self time, thread by thread; `events` are sorted."""
+    """Set parent and self time, thread by thread; `events` are sorted."""
     open_on: dict[object, list[Event]] = {}
     for event in events:
         event.self_us = event.duration
@@ -109,6 +108,5 @@ def _nest(events: list[Event]) -> None:
             stack.pop()
         if stack:
             event.parent = stack[-1]
-            event.parent.is_leaf = False
             event.parent.self_us -= min(event.end, event.parent.end) - event.start
         stack.append(event)

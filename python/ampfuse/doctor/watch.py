@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import statistics
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,10 +18,9 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 from torch.profiler import profile, record_function
-from torch.utils.data import dataloader
 
 from ampfuse.doctor.trace import CLOSURE, STEP
-from ampfuse.measuring import silent_stderr
+from ampfuse.measuring import silent_stderr, wait_for
 
 
 class Finished(BaseException):
@@ -42,7 +40,6 @@ class Watch:
         seconds: of each timed step.
         device: a GPU if the chosen optimizer has parameters on one, else the CPU.
         optimizers: the types of those that stepped since then.
-        workers: of the DataLoader; None if there was none.
         profiler: once the profile has begun. It is complete after the context.
     """
 
@@ -53,7 +50,6 @@ class Watch:
     seconds: list[float] = field(default_factory=list)
     optimizers: set[type[Optimizer]] = field(default_factory=set)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    workers: int | None = None
     profiler: profile | None = None
     problem: str | None = None
     done: bool = False
@@ -68,26 +64,14 @@ class Watch:
         self._hooks = contextlib.ExitStack()
         self._hooks.callback(register_optimizer_step_pre_hook(self._before).remove)
         self._hooks.callback(register_optimizer_step_post_hook(self._after).remove)
-        iterators, profiles = dataloader._BaseDataLoaderIter, torch.autograd.profiler.profile
-        self._hooks.enter_context(_wrapped(iterators, "__next__", self._next_batch))
         for name in ("_prepare_trace", "_start_trace"):
-            self._hooks.enter_context(_wrapped(profiles, name, self._other_profile))
+            self._hooks.enter_context(self._ended_by_profiles(name))
         return self
 
     def __exit__(self, *error: object) -> None:
         self._hooks.close()
         if os.getpid() == self._process:
             self._profiling.close()
-
-    @property
-    def needed(self) -> int:
-        """How many steps are watched. The first profiled one pays for the profiler's start."""
-        return self.warmup + 2 * self.steps + 1
-
-    @property
-    def step_ms(self) -> float:
-        """The mean of the timed steps."""
-        return statistics.fmean(self.seconds) * 1e3
 
     # --- around a step --------------------------------------------------------------------------
 
@@ -129,12 +113,12 @@ class Watch:
 
     def _after_warmup(self) -> Iterator[None]:
         """What is done between steps from then on; goes on after each."""
-        _synchronize()
+        wait_for(self.device)
         for _ in range(self.steps):
             begin = time.perf_counter()
             yield
             self.seconds.append(time.perf_counter() - begin)
-        _synchronize()  # a GPU's backlog belongs to the last step
+        wait_for(self.device)  # a GPU's backlog belongs to the last step
         self.seconds[-1] = time.perf_counter() - begin
         self._begin_profile()
         for _ in range(self.steps + 1):
@@ -155,7 +139,7 @@ class Watch:
 
     def _end_profile(self) -> None:
         assert self.profiler is not None
-        _synchronize()
+        wait_for(self.device)
         with silent_stderr():
             self.profiler.stop()
 
@@ -164,36 +148,24 @@ class Watch:
         self.problem = "the script runs torch's profiler itself: switch that off"
         self.done = True
 
-    def _other_profile(self, begin: Callable[..., Any], *args: Any) -> Any:
-        """A second profile would end the process: where the script begins one, the watch ends."""
-        if self.profiler and not self.done and os.getpid() == self._process:
-            self._give_up()
-            self._profiling.close()
-        return begin(*args)
+    @contextlib.contextmanager
+    def _ended_by_profiles(self, name: str) -> Iterator[None]:
+        """A second profile would end the process: where the script begins one, the watch ends.
 
-    def _next_batch(self, original: Callable[[Any], Any], iterator: Any) -> Any:
-        """Note how the batches of the training are loaded."""
-        if self._chosen is not None:
-            self.workers = iterator._num_workers
-        return original(iterator)
+        In the block, `name` of torch's profile is wrapped.
+        """
+        profiles = torch.autograd.profiler.profile
+        original = getattr(profiles, name)
 
+        @functools.wraps(original)
+        def call(*args: Any) -> Any:
+            if self.profiler and not self.done and os.getpid() == self._process:
+                self._give_up()
+                self._profiling.close()
+            return original(*args)
 
-def _synchronize() -> None:
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-
-
-@contextlib.contextmanager
-def _wrapped(owner: type, name: str, around: Callable[..., Any]) -> Iterator[None]:
-    """In the block a call of ``owner.name`` is ``around(original, ...)``."""
-    original = getattr(owner, name)
-
-    @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return around(original, *args, **kwargs)
-
-    setattr(owner, name, call)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
+        setattr(profiles, name, call)
+        try:
+            yield
+        finally:
+            setattr(profiles, name, original)
