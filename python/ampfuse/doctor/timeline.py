@@ -112,13 +112,12 @@ def operations_of(timeline: Timeline, step_ms: float) -> list[Operation]:
     calls: dict[tuple[str, str, str], set[int]] = defaultdict(set)
     for piece in timeline.pieces:
         event, kind = piece.event, piece.kind
-        if event is None or kind in ("host", "data", "python"):
+        if event is None or event.name == STEP or kind in ("host", "data", "python"):
             continue
         source = event.parent if event.category == "kernel" and event.parent else event
         key = source.name, repr((source.dims, source.strides, source.types)), kind
         if key not in found:
-            name = source.name.replace(STEP, "Optimizer.step")
-            found[key] = Operation(name, kind, source)
+            found[key] = Operation(source.name, kind, source)
         found[key].ms += timeline.share(piece) * step_ms
         calls[key].add(id(source))
     for key, op in found.items():

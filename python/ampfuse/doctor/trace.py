@@ -2,7 +2,7 @@
 
 This format is the one that torch documents and keeps: shapes, strides and types of the inputs,
 and on a GPU the kernels with the operations that launched them. Times are in microseconds.
-The doctor's own annotations are in it, too: each optimizer step, and its closure.
+The doctor's own annotations are in it, too: the end of each optimizer step, and its closure.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-STEP = "ampfuse.doctor step"
+STEP = "ampfuse.doctor step"  # at the end of what torch calls "Optimizer.step#..."
 CLOSURE = "ampfuse.doctor closure"  # the forward and backward pass that a step was given
 
 # Categories of what runs on the host, and on the GPU.

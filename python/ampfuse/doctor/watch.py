@@ -59,7 +59,6 @@ class Watch:
         self._counts: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
         self._chosen: object = None
         self._phases: Iterator[None] = iter(())
-        self._annotation: record_function | None = None
         self._profiling = contextlib.ExitStack()
         self._hooks = contextlib.ExitStack()
         self._hooks.callback(register_optimizer_step_pre_hook(self._before).remove)
@@ -78,9 +77,6 @@ class Watch:
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if os.getpid() != self._process or self.done:
             return None
-        if self.profiler and optimizer is self._chosen:
-            self._annotation = record_function(STEP)
-            self._annotation.__enter__()
         if not callable(closure := kwargs.get("closure", *args[1:2])):
             return None
         marked = record_function(CLOSURE)(closure)  # not the optimizer's own time
@@ -106,9 +102,9 @@ class Watch:
             self.device = next((d for d in devices if d.type == "cuda"), self.device)
         self.seen = max(self.seen, count) if self._chosen is None else self._counts[self._chosen]
         if optimizer is self._chosen:
-            if self._annotation:
-                self._annotation.__exit__(None, None, None)
-                self._annotation = None
+            if self.profiler:
+                with record_function(STEP):
+                    pass
             next(self._phases, None)
 
     def _after_warmup(self) -> Iterator[None]:
