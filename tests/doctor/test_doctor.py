@@ -37,6 +37,10 @@ def train(model, inputs, optimizer=torch.optim.SGD, **options):
 SLOW_DATA = """
 for _ in train(nn.Linear(16, 16), DataLoader(Slow(lambda i: 0.002), batch_size=4)): pass
 """
+SLOW_WORKER = """
+data = DataLoader(Slow(lambda i: 0.005), 4, num_workers=1, multiprocessing_context="fork")
+for _ in train(nn.Linear(16, 16), data): pass
+"""
 SLOW_LOOP = "for _ in train(nn.Linear(16, 16), torch.randn(4, 16)): time.sleep(0.005)"
 # So small that its operations take no longer than their launch.
 SLOW_AFTER_FORWARD = """
@@ -94,6 +98,7 @@ SLOW = pytest.mark.slow
     ("code", "verdict", "share", "advice"),
     [
         pytest.param(SLOW_DATA, "data", 0.7, "load data in the background", id="data"),
+        pytest.param(SLOW_WORKER, "data", 0.7, "faster loading", id="data-of-worker"),
         pytest.param(SLOW_LOOP, "data", 0.6, "load data in the background", id="data-in-loop"),
         pytest.param(SLOW_AFTER_FORWARD, "python", 0.6, "less Python in a step", id="python"),
         pytest.param(LAUNCHES, "host", 0.25, "fewer and larger operations", id="host", marks=SLOW),
